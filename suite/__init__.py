@@ -1,4 +1,4 @@
-"""What reference and optimized trainers share: run-time services, configurations, data and commands.
+"""Code that the reference and the optimized trainers share: run-time services, configurations, data and commands.
 
 Imports neither side; `suite.trainers` knows their trainers by name and loads one when it is asked for.
 """

@@ -2,9 +2,9 @@
 
     two arms → slices (A B, B A, A B, …) → Pair, one for each seed → `suite.ab_report`
 
-Both trainers are alive in one process, and neither is ahead of the other by more than a slice, so that what drifts on
-the machine affects both. Each has random generators of its own: it learns what it would learn alone. At the end of a
-slice both have trained on the same number of items, as far as whole windows allow.
+Both trainers are alive in one process, and neither is ahead of the other by more than a slice, so that drift of the
+machine affects both. Each has random generators of its own: it learns what it would learn alone. At the end of a slice
+both have trained on the same number of items, as far as whole windows allow.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ Name = Literal["baseline", "optimized"]
 Batch = Mapping[str, torch.Tensor]
 clock = time.perf_counter
 TICK_S = 1e-9
-"""Resolution of the clock: no slice takes less."""
+"""Resolution of the clock in seconds: no slice takes less."""
 WARM_UP = 3
-"""Slices that are left out of the throughput; of fewer than nine, a third."""
+"""First slices that are left out of the throughput; a third of all slices where these are fewer than nine."""
 LONGEST_S = 30.0
-"""Slices grow until a pair of them takes so long: longer ones would let the machine drift between the sides."""
+"""Most seconds to which a pair of slices grows: in longer ones the machine could drift between the sides."""
 LARGEST_UNIT = 64
-"""Windows of the larger kind after which both sides are at the same item; where it takes more, counts are rounded."""
+"""Most windows of the larger size after which both sides meet at the same item; beyond that, counts are rounded."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -49,10 +49,10 @@ class Arm:
 
     name: Name
     build: Callable[[], Any]
-    """Makes the trainer."""
+    """Function that makes the trainer."""
     batches: Iterator[Batch]
     limit: int | None = None
-    """Windows at most."""
+    """Most windows to train."""
     quality: Callable[[Any], Mapping[str, float]] = lambda trainer: {}
     """The trainer's own evaluation metrics, once it is trained."""
 
@@ -64,24 +64,24 @@ class Slice:
     windows: int
     items: int
     seconds: float
-    """With its batches made and its metrics asked for, until the device had finished."""
+    """Seconds until the device had finished, including the making of batches and the metrics."""
     loss: float | None
-    """The mean over the windows whose loss is known; None if none is."""
+    """Mean loss over the windows whose loss is known; None if none is."""
     losses: int
     """Windows whose loss is known: a trainer that never waits for the device may pass over some."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Run:
-    """The training of a side with one seed, as far as both sides came."""
+    """One side's training with one seed, as far as both sides have come."""
 
     slices: tuple[Slice, ...]
     build_s: float
     peak_bytes: int | None
-    """GPU memory at most, without the other side's; None on a CPU."""
+    """Peak GPU memory in bytes, without the other side's; None on a CPU."""
     quality: Mapping[str, float] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
-    """Warnings that building or warming up raised."""
+    """Warnings raised while building or warming up."""
 
     @property
     def items(self) -> int:
@@ -112,22 +112,22 @@ class Pair:
         return warm_up(len(self.baseline.slices))
 
     def timed(self) -> list[tuple[Slice, Slice]]:
-        """(baseline, optimized) of the slices that are."""
+        """Return (baseline, optimized) of the slices that are counted in the throughput."""
         both = zip(self.baseline.slices, self.optimized.slices, strict=True)
         return list(both)[self.warm_up :]
 
 
 def warm_up(slices: int) -> int:
-    """Count the slices, of this many, that are left out of the throughput."""
+    """Return how many of this many slices are left out of the throughput."""
     return min(slices, WARM_UP, max(1, slices // 3))
 
 
 class Comparison:
-    """Trains both arms with one seed.
+    """Train both arms with one seed.
 
-    slices   about so many are made of a training, and more of a long one
-    seconds  the training of both ends after so many, without the warm-up; None: at the end of the data
-    stopped  asked after each window; true: the training ends there, and the slice under way is dropped
+    slices   approximate number of slices of a training; a long one has more
+    seconds  seconds after which the training of both ends, without the warm-up; None: at the end of the data
+    stopped  called after each window; if it returns true, the training ends there, and the current slice is dropped
 
     ConfigurationError where the training has no end.
     """
@@ -176,7 +176,7 @@ class Comparison:
         return Pair(seed=self._seed, baseline=baseline, optimized=optimized, item=first.item, noun=first.noun)
 
     def _goals(self) -> Iterator[int]:
-        """The items on which each side has trained at the end of each slice."""
+        """Yield the number of items on which each side has trained at the end of each slice."""
         total = sys.maxsize if self._units is None else self._units
         largest = max(1, total // self._slices)
         # The first slice holds whatever compiles and captures.
@@ -198,7 +198,7 @@ class Comparison:
 
 
 def unit_of(*items: int) -> int:
-    """Items after which windows of such sizes end together; of the largest window where that takes too many."""
+    """Return the items after which windows of these sizes end together, or the largest size if that takes too many."""
     together = math.lcm(*items)
     return together if together <= LARGEST_UNIT * max(items) else max(items)
 
@@ -216,11 +216,11 @@ class _Side:
         self._count: Callable[[Batch], int] = counted.items if counted is not None else _items
         self.item = counted.unit if counted is not None else "tokens" if "input_ids" in first else "items"
         self.items = max(1, self._count(first))
-        """The items of a window."""
+        """Number of items of a window."""
         self._batches = itertools.chain([first], arm.batches)
         self.trainer: Any = None
         self.slices: list[tuple[int, int, float]] = []
-        """(the last window, items, seconds) of each."""
+        """(last window, items, seconds) of each slice."""
         self._windows = 0
         self._lag = 0
         self._losses: dict[int, float] = {}
@@ -251,7 +251,7 @@ class _Side:
             self._build_s = clock() - began
 
     def train_to(self, goal: int, *, warm: bool) -> None:
-        """A slice: train until `goal` items, to the nearest whole window."""
+        """Train one slice: until `goal` items, to the nearest whole window."""
         last = max(1, (2 * goal + self.items) // (2 * self.items))
         with noting(self._notes) if warm else contextlib.nullcontext(), self._own:
             items = 0
@@ -269,17 +269,17 @@ class _Side:
         self.slices.append((last, items, seconds))
 
     def evaluate(self) -> None:
-        """Take the trainer's own metrics."""
+        """Compute the trainer's own metrics."""
         self._quality = {name: float(value) for name, value in self.arm.quality(self.trainer).items()}
 
     def summary(self) -> str:
-        """The last slice, in words."""
+        """Describe the last slice in words."""
         _, items, seconds = self.slices[-1]
         loss = self._slice(len(self.slices) - 1).loss
         return f"{self.arm.name} {items / seconds:.4g} {self.item}/s" + ("" if loss is None else f", loss {loss:.4g}")
 
     def run(self, slices: int) -> Run:
-        """The training as it is recorded, with its first slices."""
+        """Return the training as it is recorded, with its first slices."""
         return Run(
             slices=tuple(self._slice(number) for number in range(slices)),
             build_s=self._build_s,
@@ -296,7 +296,7 @@ class _Side:
         return Slice(windows=last - first, items=items, seconds=seconds, loss=mean, losses=len(losses))
 
     def _window(self) -> int:
-        """A window; its items."""
+        """Train one window, and return its number of items."""
         batch = next(self._batches, None)
         if batch is None:
             raise PerfsuiteError(f"{self.arm.name}: the data ended after {self._windows} {self.noun}s; lower --windows")
@@ -310,7 +310,7 @@ class _Side:
         return self._count(batch)
 
     def _look(self, found: Mapping[str, float] | None, window: int) -> None:
-        """Keep the loss of a window; DivergedError where it is no finite number."""
+        """Record the loss of a window; DivergedError where it is not a finite number."""
         loss = None if found is None else found.get("loss")
         if loss is None:
             return
@@ -324,7 +324,7 @@ class _Side:
 
 
 class _Own:
-    """The state of one side alone while it is entered: random generators, cuDNN's switch and a share of the memory.
+    """Context with one side's own state: its random generators and cuDNN's switch. It also measures the side's memory.
 
     Attributes: `peak` of the GPU memory, in bytes, without what the other side held; None on a CPU.
     """
@@ -337,7 +337,7 @@ class _Own:
         self.take()
 
     def take(self) -> None:
-        """Let the side go on from the generators and the switch as they are now."""
+        """Save the generators and the switch as they are now; the side continues from them."""
         self._rng, self._benchmark = rng_state(), torch.backends.cudnn.benchmark
 
     def __enter__(self) -> None:
@@ -357,7 +357,7 @@ class _Own:
 
 
 def _items(batch: Batch) -> int:
-    """Tokens of a text, else rows of whatever comes first."""
+    """Return the number of tokens of a text, or else of the rows of the first tensor that has any."""
     if "input_ids" in batch:
         return batch["input_ids"].numel()
     return next((len(t) for t in batch.values() if t.dim()), 1)

@@ -1,6 +1,6 @@
-"""What a comparison of two configurations found: a table for the terminal, a page of Markdown, and JSON.
+"""Results of a comparison of two configurations: a table for the terminal, a page of Markdown, and JSON.
 
-Ratios and their 95% intervals are over pairs of slices, those of the other figures over seeds (Student's t).
+Speedups and their 95% intervals are over pairs of slices; intervals of the other figures are over seeds (Student's t).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Setting:
 
     file: str
     side: str
-    """The implementation, reference or optimized."""
+    """Implementation: reference or optimized."""
     fields: Mapping[str, Any]
 
 
@@ -48,7 +48,7 @@ class Record:
     pairs: tuple[Pair, ...]
     """One for each seed, at least one."""
     partial: str | None = None
-    """Why it is not whole; None if it is."""
+    """Reason why the comparison is incomplete; None if it is complete."""
 
     @property
     def item(self) -> str:
@@ -67,18 +67,18 @@ class Record:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Estimate:
-    """A value with its 95% interval, which a single observation does not have."""
+    """A value with its 95% interval; a single observation has no interval."""
 
     value: float
     low: float | None
     high: float | None
     count: int
-    """Observations: pairs of slices, or seeds."""
+    """Number of observations: pairs of slices, or seeds."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Row:
-    """A figure of both sides."""
+    """A figure of both sides, formatted."""
 
     name: str
     baseline: str
@@ -87,7 +87,7 @@ class Row:
 
 
 def speedup(pairs: Sequence[Pair]) -> Estimate | None:
-    """How many times as many items a second the optimized side trains on; None where no slice was timed."""
+    """Estimate how many times as many items a second the optimized side trains on; None where no slice was timed."""
     timed = [both for pair in pairs for both in pair.timed()]
     if not timed:
         return None
@@ -99,7 +99,7 @@ def speedup(pairs: Sequence[Pair]) -> Estimate | None:
 
 
 def difference(pairs: Sequence[tuple[float | None, float | None]]) -> Estimate | None:
-    """Optimized minus baseline, of (baseline, optimized) by seed; None where no seed has both."""
+    """Estimate optimized minus baseline from (baseline, optimized) by seed; None where no seed has both."""
     found = [b - a for a, b in pairs if a is not None and b is not None]
     if not found:
         return None
@@ -111,14 +111,14 @@ def difference(pairs: Sequence[tuple[float | None, float | None]]) -> Estimate |
 
 
 def differing(record: Record) -> dict[str, tuple[Any, Any]]:
-    """Field → (baseline, optimized), of those in which the configurations differ."""
+    """Return field → (baseline, optimized), for the fields in which the configurations differ."""
     a, b = ({"side": s.side, **_flat(s.fields)} for s in (record.baseline, record.optimized))
     names = dict.fromkeys([*a, *b])
     return {name: (a.get(name), b.get(name)) for name in names if a.get(name) != b.get(name)}
 
 
 def rows(record: Record) -> list[Row]:
-    """The figures, one under the other."""
+    """Return all figures, in the order of the table."""
     a, b = record.runs("baseline"), record.runs("optimized")
     timed = [both for pair in record.pairs for both in pair.timed()]
     first, second = [x for x, _ in timed], [y for _, y in timed]
@@ -163,7 +163,7 @@ def rows(record: Record) -> list[Row]:
 
 
 def table(record: Record, width: int) -> str:
-    """The figures as a table for a terminal of that width."""
+    """Return the figures as a table for a terminal of that width."""
     from rich.console import Console
     from rich.table import Table
 
@@ -182,7 +182,7 @@ def table(record: Record, width: int) -> str:
 
 
 def page(record: Record) -> str:
-    """The whole as Markdown."""
+    """Return the whole comparison as Markdown."""
     return "\n".join(_lines(record)) + "\n"
 
 
@@ -193,7 +193,7 @@ def save(record: Record, folder: Path) -> None:
 
 
 def _plain(record: Record) -> dict[str, Any]:
-    """The record, and what follows from it."""
+    """Return the record and the figures derived from it, as JSON can hold them."""
     a, b = record.runs("baseline"), record.runs("optimized")
     names = dict.fromkeys(name for run in (*a, *b) for name in run.quality)
     quality = {n: difference([(x.quality.get(n), y.quality.get(n)) for x, y in zip(a, b, strict=True)]) for n in names}
@@ -218,7 +218,7 @@ def _plain(record: Record) -> dict[str, Any]:
 
 
 def _finite(value: Any) -> Any:
-    """The same with None for numbers that JSON does not have."""
+    """Replace the numbers that JSON does not have, infinities and NaN, by None."""
     if isinstance(value, Mapping):
         return {k: _finite(v) for k, v in value.items()}
     if isinstance(value, (list, tuple)):
@@ -292,7 +292,7 @@ def _losses(record: Record) -> Iterator[str]:
 
 
 def _remarks(record: Record) -> Iterator[str]:
-    """How the figures are to be read."""
+    """Yield remarks on how to read the figures."""
     ratio = speedup(record.pairs)
     count = len(record.pairs)
     if ratio is None:
@@ -330,13 +330,13 @@ def _memory(a: Sequence[int | None], b: Sequence[int | None]) -> Row:
 
 
 def _at(record: Record) -> str:
-    """What the loss is of."""
+    """Return the name of the loss: after how many items, if all runs have as many, or at the end."""
     items = {run.items for name in ("baseline", "optimized") for run in record.runs(name)}
     return f"loss after {next(iter(items)):,} {record.item}" if len(items) == 1 else "loss at the end"
 
 
 def _first(record: Record, name: str) -> list[float]:
-    """Seconds of the slices that are not timed."""
+    """Return the seconds of the slices that are left out of the throughput."""
     return [s.seconds for pair in record.pairs for s in getattr(pair, name).slices[: pair.warm_up]]
 
 
@@ -360,7 +360,7 @@ def _seconds(values: Sequence[float]) -> str:
 
 
 def _times(ratio: Estimate) -> str:
-    """A speedup with its interval."""
+    """Format a speedup with its interval."""
     told = units.ratio(ratio.value)
     return told if ratio.low is None else f"{told} ({units.interval(ratio.low, ratio.high)})"
 
@@ -383,13 +383,13 @@ def _files(record: Record) -> str:
 
 
 def _value(value: Any) -> str:
-    """A field's value as YAML has it."""
+    """Format a field's value as YAML has it, for a cell of a Markdown table."""
     told = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
     return told.replace("|", "\\|")
 
 
 def _flat(fields: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Fields of fields by their dotted names."""
+    """Return nested fields by their dotted names."""
     found: dict[str, Any] = {}
     for name, value in fields.items():
         if isinstance(value, Mapping):

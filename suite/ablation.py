@@ -1,8 +1,8 @@
-"""What each technique brings to a trainer: switched on one after another, and each off alone, interleaved.
+"""Gain of each technique of a trainer: switched on one after another, and each off alone, in interleaved rounds.
 
     trainer → arms → rounds of timed windows, in random order → Record (JSON) → table and waterfall
 
-Every round times each arm once, so that what drifts in a session moves all of them; a ratio of two arms is taken within
+Every round times each arm once, so that drift of the machine affects all of them. A ratio of two arms is taken within
 its round, and its interval is over the rounds (Student's t of the log-ratios).
 """
 
@@ -37,12 +37,12 @@ if TYPE_CHECKING:
 SCHEMA = 1
 VOCABULARY = 32000
 BATCHES = 8
-"""Different ones, on the device before the clock starts."""
+"""Number of different batches, which are on the device before the clock starts."""
 REFERENCE, NONE, ALL = "reference", "none", "all"
 WIDE = 20
-"""Where the longest bar is so many times the shortest, the axis is logarithmic: else nothing of the others is seen."""
+"""Ratio of the longest bar to the shortest above which the axis is logarithmic: else short bars could not be seen."""
 SHORTEST_S, LONGEST_S = 1e-12, 1e12
-"""A window takes longer, and less: a time that a recording tells is none."""
+"""Bounds of a window's seconds: a recorded time outside them is invalid."""
 Batches = Iterator[Mapping[str, Any]]
 Short = Callable[[Any], tuple[Any, Any, int] | None]
 
@@ -53,7 +53,7 @@ class Arm:
 
     name: str
     on: tuple[str, ...] | None
-    """None for the reference trainer."""
+    """Techniques that are on; None for the reference trainer."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -62,14 +62,14 @@ class Timed:
 
     name: str
     seconds: tuple[float, ...]
-    """A window, by round."""
+    """Seconds of a window, by round."""
     peak_bytes: int | None = None
-    """Of a window, with the trainer's own tensors; without the memory of a CUDA graph."""
+    """Peak bytes of a window, with the trainer's own tensors, but without the memory of a CUDA graph."""
     host_syncs: int | None = None
-    """Of a window."""
+    """Host syncs of a window."""
     launches: int | None = None
     notes: tuple[str, ...] = ()
-    """Warnings that building or running it raised."""
+    """Warnings raised while building or running it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -84,14 +84,14 @@ class Record:
     techniques: tuple[str, ...]
     claims: Mapping[str, str]
     windows: int
-    """Timed together, a round and arm."""
+    """Windows that are timed together, in each round and arm."""
     arms: tuple[Timed, ...]
     always: tuple[str, ...] = ()
-    """On in every arm, and not among `techniques`; then the reference trainer was not timed."""
+    """Techniques that are on in every arm, and not among `techniques`; if any, the reference trainer was not timed."""
 
     @property
     def begin(self) -> str:
-        """The arm that all is held against."""
+        """Name of the arm with which all others are compared."""
         return NONE if self.always else REFERENCE
 
     def arm(self, name: str) -> Timed:
@@ -108,16 +108,16 @@ class Ratio:
 
 
 def arms(techniques: Sequence[str], always: Sequence[str] = ()) -> list[Arm]:
-    """The reference, the techniques switched on one after another, and each off alone.
+    """Return the arms: the reference, the techniques switched on one after another, and each off alone.
 
-    With those that are `always` on there is no reference: it may be what takes too long.
+    If techniques are `always` on, there is no reference: it may be what takes too long.
     """
     found = [] if always else [Arm(name=REFERENCE, on=None)]
     found.append(Arm(name=NONE, on=(*always,)))
     for count in range(1, len(techniques)):
         found.append(Arm(name=f"+{techniques[count - 1]}", on=(*always, *techniques[:count])))
     found.append(Arm(name=ALL, on=(*always, *techniques)))
-    for off in techniques[:-1]:  # without the last one is the arm before "all"
+    for off in techniques[:-1]:  # without the last technique it is the arm before "all"
         found.append(Arm(name=f"-{off}", on=(*always, *(t for t in techniques if t != off))))
     return found
 
@@ -137,8 +137,8 @@ def measure(
     """Time every arm in each of `rounds` rounds; `build` makes an arm's trainer.
 
     short  how launches and syncs are counted where a window has many equal steps, of which the profiler would record
-           millions of events: (config of a short window, of one a step longer, steps that the whole one has beyond the
-           first), or None
+           millions of events. From a trainer's configuration it returns None, or (configuration of a short window, of
+           one that is a step longer, steps that the whole window has beyond the short one)
     """
     import torch
 
@@ -190,7 +190,7 @@ def _warm(
     wait: Callable[[], object],
     cuda: bool,
 ) -> tuple[int | None, float]:
-    """(peak memory, seconds) of an arm's first window after those that settle it."""
+    """Return (peak memory in bytes, seconds) of an arm's first window after those that settle it."""
     import torch
 
     before = torch.cuda.memory_allocated() if cuda else 0
@@ -245,22 +245,22 @@ def _counted(
 
 
 def _nothing() -> None:
-    """There is nothing to reset: every window goes on from the last."""
+    """Do nothing: every window goes on from the last, so that nothing has to be reset."""
 
 
 def ratio(record: Record, slower: str, faster: str) -> Ratio:
-    """How many times as long the one arm takes as the other."""
+    """Return how many times as long the one arm takes as the other."""
     return paired(record.arm(slower).seconds, record.arm(faster).seconds)
 
 
 def paired(slower: Sequence[float], faster: Sequence[float]) -> Ratio:
-    """Seconds of the one over the other's, round by round."""
+    """Return the geometric mean of the ratios of two arms' seconds, round by round, with its 95% interval."""
     middle, half = mean([math.log(a / b) for a, b in zip(slower, faster, strict=True)])
     return Ratio(value=math.exp(middle), low=math.exp(middle - half), high=math.exp(min(middle + half, 700.0)))
 
 
 def mean(values: Sequence[float]) -> tuple[float, float]:
-    """(their mean, half the width of its 95% interval), by Student's t."""
+    """Return (mean of the values, half the width of its 95% interval), by Student's t."""
     from scipy import stats
 
     count = len(values)
@@ -269,7 +269,7 @@ def mean(values: Sequence[float]) -> tuple[float, float]:
 
 
 def random_batches(config: Any, device: torch.device) -> Batches:
-    """A few batches of random tokens, of a configuration's batch_size and sequence_length, over and over."""
+    """Return an endless cycle of a few batches of random tokens, of the batch_size and sequence_length configured."""
     from suite import text
 
     sequences = text.synthetic(VOCABULARY, config.sequence_length, BATCHES * config.batch_size)
@@ -278,13 +278,13 @@ def random_batches(config: Any, device: torch.device) -> Batches:
 
 
 def save(record: Record, path: Path) -> None:
-    """As JSON, whole or not at all."""
+    """Write the record as JSON; the file is written whole or not at all."""
     write(path, json.dumps({"schema": SCHEMA, **dataclasses.asdict(record)}, indent=1) + "\n")
 
 
 def load(path: Path) -> Record:
-    """A record that `save` wrote; PerfsuiteError where it is none."""
-    if os.path.exists(path) and not os.path.isfile(path):  # a pipe would be waited for
+    """Read a record that `save` wrote; PerfsuiteError where there is none."""
+    if os.path.exists(path) and not os.path.isfile(path):  # reading a pipe would block
         raise PerfsuiteError(f"{shown(path)} is no file; name the .json of an ablation")
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
@@ -303,7 +303,7 @@ def load(path: Path) -> Record:
 
 
 def _typed(record: Record) -> Record:
-    """The record; ValueError where a field of it is of another type, which JSON does not tell."""
+    """Return the record; ValueError where a field has another type, which JSON does not check."""
     for name in ("trainer", "device", "versions", "date"):
         if not isinstance(getattr(record, name), str):
             raise ValueError(f"{name} is no text")
@@ -325,7 +325,7 @@ def _names(given: Any) -> tuple[str, ...]:
 
 
 def _whole(record: Record) -> Record:
-    """The record; ValueError where an arm or a round of it is missing, or a time is none."""
+    """Return the record; ValueError where an arm or a round of it is missing, or a time is invalid."""
     timed = {a.name: a.seconds for a in record.arms}
     rounds = len(timed.get(record.begin, ()))
     for arm in arms(record.techniques, record.always):
@@ -337,11 +337,11 @@ def _whole(record: Record) -> Record:
     return record
 
 
-# --- what is shown --------------------------------------------------------------------------------------------------
+# --- the output -----------------------------------------------------------------------------------------------------
 
 
 def table(record: Record, picture: str | None = None) -> str:
-    """The record as a page of Markdown; `picture` is the plot's file name beside it."""
+    """Return the record as a page of Markdown; `picture` is the plot's file name beside it."""
     return "\n".join(_lines(record, picture)) + "\n"
 
 
@@ -398,12 +398,12 @@ def _lines(record: Record, picture: str | None) -> Iterator[str]:
 
 
 def plotting() -> Any:
-    """matplotlib's pyplot; PerfsuiteError where it is not installed."""
+    """Import matplotlib's pyplot; PerfsuiteError where it is not installed."""
     return plots.pyplot("the plot needs matplotlib; pip install 'perfsuite[test]', or use --no-plot")
 
 
 def plot(record: Record, path: Path) -> None:
-    """The waterfall, as SVG."""
+    """Draw the waterfall as SVG."""
     pyplot = plotting()
     names = [NONE, *(f"+{t}" for t in record.techniques[:-1]), ALL]
     labels = ["all off", *(f"+ {t}" for t in record.techniques)]
@@ -441,7 +441,7 @@ def _figures(arm: Timed) -> str:
 
 
 def typical(arm: Timed) -> str:
-    """A window's time, the median over the rounds, in words."""
+    """Format a window's time, the median over the rounds."""
     return units.seconds(median(arm.seconds))
 
 

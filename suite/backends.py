@@ -1,4 +1,4 @@
-"""torch's global settings, each for the length of a `with` block."""
+"""Context managers for torch's global settings."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 @contextmanager
 def tf32_products(*, allowed: bool) -> Iterator[None]:
-    """Whether float32 matrix products and convolutions round their factors to TF32, 10 bits, on the tensor cores."""
+    """Set whether float32 matrix products and convolutions round factors to TF32, 10 bits, on the tensor cores."""
     products, convolutions = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
     torch.set_float32_matmul_precision("high" if allowed else "highest")
     torch.backends.cudnn.allow_tf32 = allowed
@@ -22,12 +22,12 @@ def tf32_products(*, allowed: bool) -> Iterator[None]:
 
 
 def deterministic_convolutions() -> AbstractContextManager[None]:
-    """cuDNN takes algorithms alone whose sums have an order: the same bits at every run."""
+    """Let cuDNN use only algorithms whose sums have a fixed order: every run has the same bits."""
     return _cudnn("deterministic", True)
 
 
 def cudnn_benchmark(*, on: bool) -> AbstractContextManager[None]:
-    """Whether cuDNN times its algorithms at the first call of each shape and keeps the fastest."""
+    """Set whether cuDNN times its algorithms at the first call of each shape and keeps the fastest."""
     return _cudnn("benchmark", on)
 
 

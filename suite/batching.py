@@ -1,4 +1,4 @@
-"""Which rows make which batch: a permutation that every device makes alike, and where batches begin and end."""
+"""Assignment of rows to batches: a permutation that is the same on every device, and the bounds of the batches."""
 
 from __future__ import annotations
 
@@ -18,30 +18,30 @@ LAST_SHIFT = 31
 
 
 def permutation(count: int, seed: int, epoch: int, device: torch.device | str) -> torch.Tensor:
-    """0 to count - 1 in an order that depends on seed and epoch alone, int64 [count], without waiting for the device.
+    """Return 0 to count - 1 in an order that depends on seed and epoch alone, int64 [count].
 
-    Counter-based: rows are sorted by SplitMix64 (Steele, Lea and Flood, 2014) of their number. It maps 64 bits one to
-    one, so that no two rows have the same key and every device sorts alike.
+    It does not wait for the device. Counter-based: rows are sorted by SplitMix64 (Steele, Lea and Flood, 2014) of their
+    number. It maps 64 bits one to one, so that no two rows have the same key and every device sorts alike.
     """
     start = word_of(seed, epoch)
     return torch.argsort(hashed(torch.arange(count, dtype=torch.int64, device=device) * signed(STEP) + signed(start)))
 
 
 def hashed(words: torch.Tensor) -> torch.Tensor:
-    """SplitMix64's output for each state, int64 as the words are: one to one, on every device alike."""
+    """Return SplitMix64's output for each state, int64 as the words are: one to one, and the same on every device."""
     for shift, factor in ROUNDS:
         words = (words ^ _shifted(words, shift)) * signed(factor)
     return words ^ _shifted(words, LAST_SHIFT)
 
 
 def bounds(count: int, batch_size: int, drop_last: bool) -> list[tuple[int, int]]:
-    """(first row, end) of each batch; a last one that is shorter is left out if `drop_last`."""
+    """Return (first row, end) of each batch; a last one that is shorter is left out if `drop_last`."""
     end = count // batch_size * batch_size if drop_last else count
     return [(start, min(start + batch_size, end)) for start in range(0, end, batch_size)]
 
 
 def check_rows(tensors: Sequence[torch.Tensor]) -> int:
-    """How many rows all of them have; PerfsuiteError where they differ."""
+    """Return the number of rows that all tensors have; PerfsuiteError where they differ."""
     if not tensors or any(t.ndim == 0 for t in tensors):
         raise PerfsuiteError("tensors: give one or more, each with a row for every example")
     counts = [len(t) for t in tensors]
@@ -51,7 +51,7 @@ def check_rows(tensors: Sequence[torch.Tensor]) -> int:
 
 
 def check_batches(rows: int, batch_size: int, drop_last: bool) -> None:
-    """PerfsuiteError where so many rows make no batch."""
+    """Raise PerfsuiteError where this many rows make no batch."""
     if batch_size < 1:
         raise PerfsuiteError(f"batch_size: {batch_size} is out of range; give 1 or more")
     if not rows:
@@ -64,24 +64,24 @@ def check_batches(rows: int, batch_size: int, drop_last: bool) -> None:
 
 
 def mixed(word: int) -> int:
-    """SplitMix64's output for a state, of 64 bits without a sign."""
+    """Return SplitMix64's output for a state, both unsigned words of 64 bits."""
     for shift, factor in ROUNDS:
         word = (word ^ word >> shift) * factor & WORD
     return word ^ word >> LAST_SHIFT
 
 
 def word_of(seed: int, number: int) -> int:
-    """A random word for each seed and number, of 64 bits without a sign."""
+    """Return a random unsigned word of 64 bits for each seed and number."""
     return mixed(mixed(seed & WORD) + number & WORD)
 
 
 def signed(word: int) -> int:
-    """The int64 of the same bits: torch's products wrap around, which is all that matters here."""
+    """Return the int64 of the same bits. It serves as well in products, since torch's wrap around."""
     return word - (1 << 64) if word >> 63 else word
 
 
 def _shifted(words: torch.Tensor, by: int) -> torch.Tensor:
-    """To the right, with zeros from the left; torch's own shift repeats the sign."""
+    """Shift to the right, with zeros from the left; torch's own shift repeats the sign."""
     return (words >> by) & ((1 << (64 - by)) - 1)
 
 
@@ -99,7 +99,7 @@ class EpochSampler(Sampler[int]):
 
 
 def whole(state: Mapping[str, Any], name: str, least: int = 0, most: int = 2**63 - 1) -> int:
-    """A count that a checkpoint holds; ValueError where it is none, or out of range."""
+    """Return a count that a checkpoint holds; ValueError where it is not an int, or out of range."""
     value = state[name]
     if type(value) is not int or not least <= value <= most:
         raise ValueError(f"{name} is {reprlib.repr(value)}, and must be a whole number from {least} to {most}")
@@ -107,7 +107,10 @@ def whole(state: Mapping[str, Any], name: str, least: int = 0, most: int = 2**63
 
 
 def check_identity(state: Mapping[str, Any], identity: Mapping[str, Any]) -> None:
-    """Pass a position that is one in the data which `identity` tells; PerfsuiteError where it is in other data."""
+    """Raise PerfsuiteError where a checkpoint's position is one in other data.
+
+    `identity` describes the present data and settings; `state` has the same fields, as they were in the checkpoint.
+    """
     for name, own in identity.items():
         if state[name] != own:
             what = "the data has" if name == "digest" else f"{name} has"

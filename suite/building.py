@@ -1,4 +1,4 @@
-"""How a data set is made that may be gone on with: parts beside it until it is whole, and one process at a time."""
+"""Resumable making of a data set: its parts lie beside it until it is complete, and one process makes it at a time."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ Array = numpy.ndarray[Any, Any]
 
 
 class StoppedError(PerfsuiteError):
-    """The making stopped, and the same command goes on from the parts."""
+    """Raised where the making has stopped; the same command goes on from the parts."""
 
 
 class Watcher(Protocol):
-    """Who shows how far it is."""
+    """Receiver of messages about the progress."""
 
     def progress(self, what: str, done: int, total: int) -> None: ...
 
@@ -32,13 +32,13 @@ class Watcher(Protocol):
 
 
 class Parts:
-    """Arrays in a folder, each whole or not there; nothing else in it is ever touched."""
+    """Arrays in a folder, each complete or absent; no other file in it is ever touched."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
     def load(self, name: str) -> Array | None:
-        """None where it is missing or damaged."""
+        """Return an array, mapped into memory; None where it is missing or damaged."""
         try:
             loaded: Array = numpy.load(self.folder / f"{name}.npy", mmap_mode="r")
         except (OSError, ValueError, EOFError):
@@ -46,7 +46,7 @@ class Parts:
         return loaded
 
     def save(self, name: str, array: Array) -> None:
-        """Replaces the file whole."""
+        """Write an array; the file is replaced as a whole."""
         temporary = self.folder / f"{name}.{os.getpid()}.tmp"  # workers of a run that was killed may still write
         with temporary.open("wb") as file:
             numpy.save(file, array)
@@ -65,7 +65,7 @@ class Parts:
 
 @contextlib.contextmanager
 def parts_beside(out: Path) -> Iterator[Parts]:
-    """The folder beside `out`, while no other process makes the same."""
+    """Yield the folder of parts beside `out`; PerfsuiteError where another process is making the same."""
     folder = out.with_name(f"{out.name}.parts")
     try:
         with FileLock(f"{folder}.lock", timeout=0) as lock:
@@ -86,7 +86,7 @@ def parts_beside(out: Path) -> Iterator[Parts]:
 
 
 def digest_of(settings: object) -> str:
-    """Of what JSON can say."""
+    """Return the SHA-256 digest of settings that JSON can represent."""
     return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()
 
 

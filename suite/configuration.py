@@ -26,35 +26,35 @@ REMEDY = "install it with: pip install 'perfsuite[train]'"
 
 
 def known(kind: type[Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    """The stored fields that the dataclass has: a checkpoint of another version may have more."""
+    """Return the stored fields that the dataclass has: a checkpoint of another version may have more."""
     names = {field.name for field in dataclasses.fields(kind)}
     return {name: value for name, value in given.items() if name in names}
 
 
 def need(holds: bool, name: str, value: object, remedy: str) -> None:
-    """ValueError where a field cannot have the value, for a configuration's `__post_init__`."""
+    """Raise ValueError where a field cannot have the value; for a configuration's `__post_init__`."""
     if not holds:
         raise ValueError(f"{name}={value!r}: {remedy}")
 
 
 class ConfigurationError(PerfsuiteError):
-    """A field that there is not, a value of a wrong type, or a file that cannot be read."""
+    """An unknown field, a value of a wrong type, or a file that cannot be read."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Field:
-    """A field by its dotted name, its type, and where it was given."""
+    """A field: its dotted name and its type."""
 
     name: str
     type: Any
 
     def wants(self) -> str:
-        """Its type in a user's words."""
+        """Describe its type in a user's words."""
         return _in_words(self.type)
 
 
 def read(kinds: Sequence[type[Any]], path: str | Path | None, arguments: Sequence[str] = ()) -> tuple[Any, ...]:
-    """An instance of each dataclass, from a YAML file and arguments like `--eta_update 0.02`.
+    """Return an instance of each dataclass, from a YAML file and arguments like `--eta_update 0.02`.
 
     A dash in a name is an underscore; a bool without a value is true. ConfigurationError names the field and the
     nearest known one.
@@ -77,7 +77,7 @@ def read(kinds: Sequence[type[Any]], path: str | Path | None, arguments: Sequenc
 
 
 def as_yaml(instances: Sequence[Any]) -> str:
-    """The fields of several dataclasses as a YAML file that `read` takes."""
+    """Return the fields of several dataclasses as a YAML file that `read` takes."""
     import yaml
 
     merged: dict[str, Any] = {}
@@ -87,13 +87,13 @@ def as_yaml(instances: Sequence[Any]) -> str:
 
 
 def _given(instance: Any) -> dict[str, Any]:
-    """Fields that can be given, and their values."""
+    """Return the fields that can be given, and their values."""
     values = ((f.name, getattr(instance, f.name)) for f in dataclasses.fields(instance) if f.init)
     return {name: _given(value) if dataclasses.is_dataclass(value) else plain(value) for name, value in values}
 
 
 def plain(value: Any) -> Any:
-    """The same in dicts, lists, numbers, strings, bools and None."""
+    """Convert a value to dicts, lists, numbers, strings, bools and None."""
     if isinstance(value, Mapping):
         return {str(k): plain(v) for k, v in value.items()}
     if isinstance(value, (list, tuple)):
@@ -114,11 +114,11 @@ def _fields(kind: type[Any], prefix: str = "") -> Iterator[Field]:
 
 
 def _document(path: Path) -> dict[str, Any]:
-    """The mapping in a YAML file."""
+    """Read the mapping in a YAML file."""
     yaml = _yaml()
 
     class Loader(yaml.SafeLoader):  # type: ignore[name-defined, misc]  # a module imported late
-        """Refuses a key that is there twice, of which YAML would take the last."""
+        """Loader that refuses a duplicate key, of which YAML would take the last value."""
 
         def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
             keys = [self.construct_object(key, deep=True) for key, _ in node.value]
@@ -139,7 +139,7 @@ def _document(path: Path) -> dict[str, Any]:
         where = f", line {mark.line + 1}" if mark else ""
         problem = getattr(error, "problem", None) or str(error)
         raise ConfigurationError(f"{path}{where}: not YAML: {' '.join(problem.split())}") from None
-    except (ValueError, RecursionError) as error:  # of a day that there is not, say
+    except (ValueError, RecursionError) as error:  # e.g. a date that does not exist
         raise ConfigurationError(f"{path}: holds a value that cannot be read: {error}") from None
     if found is None:
         return {}
@@ -157,14 +157,14 @@ def _yaml() -> Any:
 
 
 def _typed(value: Any) -> Any:
-    """A file's texts as the command line would give them: names of files are meant by both."""
+    """Convert a file's strings to what the command line would give: both may be names of files."""
     if isinstance(value, list):
         return [_typed(inner) for inner in value]
     return as_typed(value) if isinstance(value, str) else value
 
 
 def _flat(document: Mapping[Any, Any], fields: Mapping[str, Field], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Dotted names and values; a mapping is gone into only where fields are within it."""
+    """Yield dotted names and values; a mapping is flattened only where it contains fields."""
     for key, value in document.items():
         name = f"{prefix}{key}"
         if isinstance(value, Mapping) and any(f.startswith(f"{name}.") for f in fields):
@@ -174,7 +174,7 @@ def _flat(document: Mapping[Any, Any], fields: Mapping[str, Field], prefix: str 
 
 
 def _split(arguments: Sequence[str], fields: Mapping[str, Field]) -> Iterator[tuple[str, str]]:
-    """(name, value) of `--name value`, `--name=value` and, for a bool, `--name`."""
+    """Yield (name, value) of `--name value`, `--name=value` and, for a bool, `--name`."""
     left = list(arguments)
     while left:
         token = left.pop(0)
@@ -208,8 +208,8 @@ def _made(kind: type[Any], given: Mapping[str, tuple[Any, str]], fields: Mapping
         return parser.instantiate(parsed)["it"]
     except ConfigurationError:
         raise
-    except Exception as error:  # of the parser, or of the dataclass itself
-        for name in own:  # which one was it?
+    except Exception as error:  # raised by the parser, or by the dataclass itself
+        for name in own:  # find the field that caused it
             value, origin = given[name]
             try:
                 parser.parse_object(_nested({name: value}), defaults=False)

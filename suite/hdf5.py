@@ -1,4 +1,4 @@
-"""HDF5 files of data sets: their attributes, their digest, and bytes that are those of their content."""
+"""HDF5 files of data sets: their attributes, their digest, and a writer whose bytes depend on the content alone."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from suite.building import Array
 
 
 def library() -> Any:
-    """h5py; PerfsuiteError where it is not there."""
+    """Import h5py; PerfsuiteError where it is not installed."""
     try:
         import h5py
     except ImportError:
@@ -33,7 +33,7 @@ class Blocks:
     shape: tuple[int, ...]
     dtype: numpy.dtype[Any]
     read: Callable[[], Iterator[Array]]
-    """A fresh iterator over all blocks; it is called more than once."""
+    """Function that returns a fresh iterator over all blocks; it is called more than once."""
 
 
 Content = Mapping[str, Array | Blocks]
@@ -41,7 +41,7 @@ Content = Mapping[str, Array | Blocks]
 
 
 def attributes(path: Path) -> dict[str, Any]:
-    """Of the file; none where it is no HDF5 file. Lists for arrays."""
+    """Return the attributes of a file, arrays as lists; empty where it is no HDF5 file."""
     try:
         with library().File(path, "r") as file:
             return attributes_of(file)
@@ -50,7 +50,7 @@ def attributes(path: Path) -> dict[str, Any]:
 
 
 def attributes_of(file: Any) -> dict[str, Any]:
-    """Of an open file."""
+    """Return the attributes of an open file, arrays as lists."""
     return {name: _plain(value) for name, value in file.attrs.items()}
 
 
@@ -61,7 +61,7 @@ def _plain(value: Any) -> Any:
 
 
 def content_digest(content: Content) -> str:
-    """Of the datasets by their names: what a reader holds the file against."""
+    """Return the SHA-256 digest of all datasets, in the order of their names; readers check a file against it."""
     digest = hashlib.sha256()
     for name in sorted(content):
         array = content[name]
@@ -72,7 +72,7 @@ def content_digest(content: Content) -> str:
 
 
 def write(path: Path, content: Content, attributes: Mapping[str, Any]) -> None:
-    """An HDF5 file that has no time in it, so that its bytes are those of its content."""
+    """Write an HDF5 file without timestamps, so that its bytes depend on its content alone."""
     with library().File(path, "w", libver="v110") as file:
         for name, array in content.items():
             if isinstance(array, Blocks):
@@ -101,7 +101,7 @@ def _blocks(array: Array | Blocks) -> Iterator[Array]:
 
 
 class Reader:
-    """A file that each process opens for itself when it first reads, so that the reader may be sent to others."""
+    """A file that each process opens for itself when it first reads, so that the reader can be pickled."""
 
     def __init__(self) -> None:
         self._file: Any = None
@@ -118,7 +118,7 @@ class Reader:
         return self._file
 
     def close(self) -> None:
-        """Let go of the file; the next item opens it again."""
+        """Close the file; the next item opens it again."""
         if self._file is not None and self._process == os.getpid():
             self._file.close()
         self._file = None

@@ -1,4 +1,4 @@
-"""Two optimizers that share the parameters of a network: one for the matrices, and one for all else."""
+"""Two optimizers that share the parameters of a network: one for the matrices, and one for all others."""
 
 from __future__ import annotations
 
@@ -12,7 +12,10 @@ Make = Callable[[list[torch.Tensor]], Any]
 
 
 class Hybrid:
-    """Steps the tensors of two dimensions by Muon and the others by AdamW; either side of the pair makes its own."""
+    """Update the tensors of two dimensions by Muon and the others by AdamW.
+
+    Each side of the pair passes its own implementations of the two.
+    """
 
     def __init__(self, params: Sequence[torch.Tensor], muon: Make, adamw: Make) -> None:
         self.count = len(params)
@@ -33,6 +36,6 @@ class Hybrid:
         return {"muon": self.muon.state_dict(), "adamw": self.adamw.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take on a state, by copying."""
+        """Load a state, by copying."""
         self.muon.load_state_dict(state["muon"])
         self.adamw.load_state_dict(state["adamw"])

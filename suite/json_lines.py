@@ -1,4 +1,4 @@
-"""Documents in a file of JSON lines, each an object whose text has the same name."""
+"""Documents in a file of JSON lines: each line is an object whose text is in the same field."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ SUFFIX = ".jsonl"
 
 
 def documents(content: str, path: Path, field: str) -> list[str]:
-    """Every line's text that is not blank; PerfsuiteError names the first line that has none."""
+    """Return every text that is not blank; PerfsuiteError names the first line that has no text."""
     found = []
     for number, line in enumerate(content.removeprefix("\ufeff").split("\n"), 1):
         if not line.strip():

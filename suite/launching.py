@@ -22,7 +22,7 @@ from perfsuite.errors import PerfsuiteError
 LOST = 75
 """Exit code of a rank that cannot go on since another one has ended (EX_TEMPFAIL); rank 0 prints nothing then."""
 GO_ON = "go on with --resume latest where a checkpoint was written"
-"""The remedy in each message about ranks that were ended."""
+"""Remedy in each message about ranks that were ended."""
 LAUNCHED = "PERFSUITE_LAUNCHED"
 """Environment variable of the ranks that are started here."""
 GRACE_S = 3.0
@@ -30,16 +30,16 @@ GRACE_S = 3.0
 SAVING_S = 60.0
 """Seconds that all ranks have to end after a signal, in which rank 0 writes a checkpoint."""
 TWICE_S = 0.3
-"""A signal that is repeated within so many seconds is one request, sent to the process and to its process group."""
+"""Seconds within which a repeated signal counts as one request, sent to the process and to its process group."""
 PASSED_ON_S = 2.0
 """Seconds after which Ctrl-C is sent to rank 0, if it has not received it from the terminal."""
 POLL_S = 0.05
 PREFIX = re.compile(r"^\[rank\d+\]: ")
-"""torch writes it before each line of a rank's traceback."""
+"""Prefix that torch writes before each line of a rank's traceback."""
 MESSAGE = "Error: "
-"""perfsuite's messages to the user begin with it."""
+"""Prefix of perfsuite's messages to the user."""
 EXCEPTION = re.compile(r"([A-Za-z_][\w.]*)?(Error|Exception|Interrupt|Exit)(: |$)")
-"""How an exception's line in a traceback begins, or such a message."""
+"""Beginning of an exception's line in a traceback, or of such a message."""
 ASKED = {128 + signal.SIGINT, 128 + signal.SIGTERM}
 """Exit codes of ranks that were asked to end, and have saved."""
 
@@ -57,11 +57,11 @@ class _Asked:
     """The signals that asked the ranks to end."""
 
     moments: dict[int, float] = field(default_factory=dict)
-    """Number → when it came first."""
+    """Signal → time at which it first came."""
     passed_on: bool = False
-    """Whether rank 0 has SIGINT."""
+    """Whether rank 0 has received SIGINT."""
     at_once: int | None = None
-    """One that came again."""
+    """A signal that came again: all ranks are ended at once."""
 
     def add(self, number: int) -> None:
         first = self.moments.setdefault(number, time.monotonic())
@@ -74,7 +74,7 @@ class _Rank:
     number: int
     process: subprocess.Popen[bytes]
     log: IO[bytes] | None
-    """Its output; None for rank 0, whose output goes to the user."""
+    """File of its output; None for rank 0, whose output goes to the user."""
     code: int | None = field(default=None)
 
     @property
@@ -86,12 +86,12 @@ class _Rank:
 
     @property
     def error(self) -> str:
-        """The exception that ended it, without the lines that torch adds to it, or else its last line."""
+        """Exception that ended it, without the prefixes that torch and perfsuite add, or else its last line."""
         return self._last_line.removeprefix(MESSAGE)
 
     @property
     def error_by_name(self) -> str:
-        """The same after the rank's name; a message of perfsuite's says itself what it is about."""
+        """The same after the rank's name; a message of perfsuite's stands alone."""
         line = self._last_line
         return line.removeprefix(MESSAGE) if line.startswith(MESSAGE) or not line else f"rank {self.number}: {line}"
 
@@ -104,8 +104,8 @@ class _Rank:
 def launch(command: Sequence[str], ranks: int) -> int:
     """Run a command in this many processes, with torchrun's environment variables, and return its exit code.
 
-    Rank 0 writes to this process's standard streams. SIGINT and SIGTERM ask all ranks to end, and end them at once
-    where they come again. Where one ends with an error, all others are ended, and RankFailedError says which it was.
+    Rank 0 writes to this process's standard streams. A first SIGINT or SIGTERM asks all ranks to end; a second one ends
+    them at once. Where a rank ends with an error, all others are ended, and RankFailedError says which it was.
     """
     port = _free_port()
     with contextlib.ExitStack() as stack:
@@ -118,7 +118,7 @@ def launch(command: Sequence[str], ranks: int) -> int:
 
 
 def _watch(running: list[_Rank], asked: _Asked) -> int:
-    """Wait until all have ended; the exit code. RankFailedError where one failed."""
+    """Wait until all ranks have ended, and return the exit code. RankFailedError where one failed."""
     until: float | None = None
     while any(rank.code is None for rank in running):
         for rank in running:
@@ -155,7 +155,7 @@ def _without_failure(running: Sequence[_Rank]) -> int:
 
 
 def _pass_on(first: _Rank, asked: _Asked) -> None:
-    """Send SIGINT to rank 0 where it came to this process alone: Ctrl-C reaches all of them."""
+    """Send SIGINT to rank 0 if it came to this process alone: Ctrl-C in a terminal reaches all of them."""
     moment = asked.moments.get(signal.SIGINT)
     if moment is None or asked.passed_on or time.monotonic() - moment < PASSED_ON_S:
         return
@@ -165,7 +165,7 @@ def _pass_on(first: _Rank, asked: _Asked) -> None:
 
 
 def _ignores(pid: int, number: int) -> bool:
-    """Return whether a process ignores a signal, as a rank does that has got it. True where Linux cannot say."""
+    """Return whether a process ignores a signal, as a rank does after receiving it. True where Linux cannot say."""
     try:
         with open(f"/proc/{pid}/status") as file:
             mask = next(line.split()[1] for line in file if line.startswith("SigIgn:"))
@@ -220,7 +220,7 @@ def _rank(command: Sequence[str], number: int, ranks: int, port: int) -> Iterato
 def _forwarded(first: subprocess.Popen[bytes]) -> Iterator[_Asked]:
     """Forward SIGTERM to rank 0, whose stop the other ranks follow, and yield the signals seen.
 
-    A rank that has got the signal already ignores it.
+    A rank that has received the signal already ignores it.
     """
     seen = _Asked()
 
@@ -245,5 +245,5 @@ def _free_port() -> int:
 
 
 def command_of(*arguments: str) -> list[str]:
-    """`perfsuite` with arguments, by this interpreter."""
+    """Return the command that runs `perfsuite` with these arguments in this interpreter."""
     return [sys.executable, "-m", "perfsuite", *arguments]

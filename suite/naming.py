@@ -1,4 +1,4 @@
-"""Names of files in messages: in one line, whatever bytes they are of."""
+"""Names of files in messages: in one line, whatever bytes they consist of."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 
 def shown(path: str | Path) -> str:
-    """A path with what cannot be printed escaped: `a\\nb`, `\\xff`."""
+    """Return a path with unprintable characters and bytes escaped: `a\\nb`, `\\xff`."""
     try:
         return escaped(os.fsencode(path).decode("utf-8", "backslashreplace"))
     except UnicodeEncodeError:  # a lone surrogate, which no file's name has
@@ -17,12 +17,12 @@ def shown(path: str | Path) -> str:
 
 
 def escaped(text: str) -> str:
-    """Text with line breaks, control characters and lone surrogates escaped."""
+    """Return text with line breaks, control characters and lone surrogates escaped."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text)
 
 
 def typed(argument: str) -> str:
-    """Text of the command line as UTF-8, also where the locale knows fewer characters; bytes of something else stay."""
+    """Return text of the command line as UTF-8, even where the locale knows fewer characters; other bytes stay."""
     try:
         return os.fsencode(argument).decode()
     except UnicodeError:
@@ -30,7 +30,7 @@ def typed(argument: str) -> str:
 
 
 def as_typed(text: str) -> str:
-    """Text as the command line would give it, in a locale that knows fewer characters; ValueError where none could."""
+    """Return text as the command line would give it in a locale of fewer characters; ValueError where it cannot."""
     if "\0" in text:
         raise ValueError("it has a null character")
     try:
@@ -42,7 +42,7 @@ def as_typed(text: str) -> str:
 
 @contextmanager
 def utf8_name(folder: Path) -> Iterator[Path]:
-    """The folder by a name in UTF-8, which is all that some libraries take; its own one where that is."""
+    """Yield the folder by a name in UTF-8, which some libraries require; its own name where that is UTF-8."""
     try:
         str(folder).encode()
     except UnicodeEncodeError:

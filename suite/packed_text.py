@@ -31,16 +31,16 @@ Tokens = numpy.ndarray[Any, Any]
 
 @dataclass(frozen=True, kw_only=True)
 class PackedText:
-    """A pack that was opened: it is whole, and its bytes are those that were written."""
+    """An opened pack, checked to be complete and undamaged."""
 
     path: Path
     vocabulary: int
     tokens: int
     documents: int
     digest: str
-    """Of the tokens."""
+    """SHA-256 digest of the tokens."""
     recipe: str
-    """Of all that it was made from."""
+    """Digest of everything that it was made from."""
 
     @cached_property
     def row(self) -> Tokens:
@@ -48,9 +48,9 @@ class PackedText:
         return numpy.memmap(self.path / TOKENS, dtype=dtype_for(self.vocabulary), mode="r")
 
     def sequences(self, length: int) -> int:
-        """How many sequences of so many tokens it has, each of which a token follows.
+        """Return the number of sequences of this many tokens, each of which a token follows.
 
-        PerfsuiteError where it has none.
+        PerfsuiteError where there is none.
         """
         if length < 1:
             raise PerfsuiteError(f"sequence_length: {length} is out of range; give 1 or more")
@@ -64,14 +64,14 @@ class PackedText:
 
 
 def dtype_for(vocabulary: int) -> Any:
-    """Of the tokens in a file."""
+    """Return the dtype of the tokens in a file."""
     return numpy.dtype("<u2" if vocabulary <= WORD else "<i4")
 
 
 def opened(path: str | Path, again: str | None = None) -> PackedText:
-    """The pack in a folder; PerfsuiteError, in one line, where there is none or it is damaged.
+    """Open the pack in a folder; PerfsuiteError, in one line, where there is none or it is damaged.
 
-    `again` is the remedy where `perfsuite data pack` is none.
+    `again` replaces the remedy in these messages where `perfsuite data pack` does not apply.
     """
     path = Path(path)
     made, again = again or "make it with `perfsuite data pack`", again or AGAIN
@@ -100,7 +100,7 @@ def opened(path: str | Path, again: str | None = None) -> PackedText:
         )
         _check_digest(path / ENDS, digests, again)
         _check_digest(path / TOKENIZER, digests, again)
-        _confirm(found)  # by these two, and so the size that the third must have
+        _confirm(found)  # against these two; this also confirms the size that the third must have
         bytes_told = found.tokens * dtype_for(found.vocabulary).itemsize
         bytes_found = (path / TOKENS).stat().st_size
         if bytes_found != bytes_told:
@@ -138,7 +138,7 @@ def _count(index: Mapping[str, Any], name: str) -> int:
 
 
 def _confirm(found: PackedText) -> None:
-    """ValueError where the numbers of `pack.json` are not those of the ends and the tokenizer."""
+    """Raise ValueError where the numbers in `pack.json` are not those of the ends and the tokenizer."""
     ends = numpy.load(found.path / ENDS)
     known = _vocabulary_of(found.path / TOKENIZER)
     for name, told, counted, file in (
@@ -151,7 +151,7 @@ def _confirm(found: PackedText) -> None:
 
 
 def _vocabulary_of(path: Path) -> int | None:
-    """Tokens of a tokenizer, without its library; None where there is none, as beside random tokens."""
+    """Count a tokenizer's tokens, without its library; None where there is no tokenizer, as beside random tokens."""
     content = path.read_bytes()
     found = json.loads(content) if content else {}
     model = found.get("model") if isinstance(found, dict) else None
@@ -169,7 +169,7 @@ def unreadable(what: str, path: Path, error: OSError) -> PerfsuiteError:
 
 
 def index_of(path: Path) -> dict[str, Any] | None:
-    """What `pack.json` says; None where it says nothing of packed text, PerfsuiteError where it cannot be read."""
+    """Read `pack.json`; None where it is no index of packed text, PerfsuiteError where it cannot be read."""
     try:
         found = json.loads((path / INDEX).read_text(encoding="utf-8"))
     except (FileNotFoundError, NotADirectoryError, ValueError, RecursionError):
@@ -180,7 +180,7 @@ def index_of(path: Path) -> dict[str, Any] | None:
 
 
 def is_pack(path: Path) -> bool:
-    """A folder is packed text, or what is left of it and nothing else: no one's own files are lost with it."""
+    """Return whether a folder is packed text, or holds only its files: replacing it loses nothing else."""
     if index_of(path) is not None:
         return True
     try:
@@ -191,7 +191,7 @@ def is_pack(path: Path) -> bool:
 
 
 def write(path: Path, tokens: Tokens, ends: Tokens, tokenizer: str, vocabulary: int, about: Mapping[str, Any]) -> None:
-    """Fill an empty folder; `pack.json` comes last, so that there is none in one that is not whole."""
+    """Fill an empty folder; `pack.json` is written last, so that an incomplete folder has none."""
     tokens.astype(dtype_for(vocabulary)).tofile(path / TOKENS)
     numpy.save(path / ENDS, ends.astype(numpy.int64))
     (path / TOKENIZER).write_text(tokenizer, encoding="utf-8")

@@ -1,4 +1,4 @@
-"""Libraries written in Rust, which end a mistake in a panic: no Exception, and a trace on the standard error."""
+"""Protection against panics of libraries written in Rust: no Exception, and a trace on the standard error."""
 
 from __future__ import annotations
 
@@ -9,9 +9,12 @@ from contextlib import contextmanager, suppress
 
 @contextmanager
 def no_panic() -> Iterator[None]:
-    """ValueError where the block panics. What it writes to the standard error is dropped: keep the block short."""
+    """Raise ValueError where the block panics.
+
+    Whatever the block writes to the standard error is dropped: keep it short.
+    """
     kept = silent = None
-    with suppress(OSError):  # of a standard error that is closed
+    with suppress(OSError):  # the standard error may be closed
         kept = os.dup(2)
         silent = os.open(os.devnull, os.O_WRONLY)
         os.dup2(silent, 2)
@@ -20,7 +23,7 @@ def no_panic() -> Iterator[None]:
     except Exception:
         raise
     except BaseException as error:
-        if type(error).__name__ == "PanicException":  # of pyo3: each library has a class of its own
+        if type(error).__name__ == "PanicException":  # pyo3's: each library has a class of its own
             raise ValueError(str(error)) from None
         raise
     finally:

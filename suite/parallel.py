@@ -1,4 +1,4 @@
-"""Tasks that are done in several processes, none of which outlives the one that started them."""
+"""Tasks that run in several processes, none of which outlives the one that started them."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from perfsuite import orphans
 from suite.building import StoppedError
 
 MOST = 256
-"""Processes."""
+"""Most processes that may be started."""
 PATIENCE_S = 5.0
-"""For a process that was told to end."""
+"""Seconds that a process has to end once it was told to."""
 
 
 def each(work: Callable[[int], None], tasks: Sequence[int], workers: int) -> Generator[int, None, None]:
     """Do `work(task)` for every task, and yield each task when it is done, in any order.
 
-    With one worker, here. With more, in as many processes that are spawned: `work` must be picklable, and its results
-    must not depend on the process. What it raises is raised here, and the other processes are ended. StoppedError
-    where a process was killed.
+    With one worker, the tasks run in this process. With more, they run in as many spawned processes: `work` must be
+    picklable, and its results must not depend on the process. An exception of `work` is raised here, and the other
+    processes are ended. StoppedError where a process was killed.
     """
     if min(workers, len(tasks)) <= 1:
         for task in tasks:
@@ -42,9 +42,9 @@ def each(work: Callable[[int], None], tasks: Sequence[int], workers: int) -> Gen
             process = context.Process(target=_serve, args=(there, work, os.getpid()), daemon=True)
             with _interrupts_ignored():
                 process.start()
-            there.close()  # else its end would not be noticed here
+            there.close()  # else the end of the process would not be noticed here
             processes[here] = process
-            with contextlib.suppress(OSError):  # it has ended: `wait` tells
+            with contextlib.suppress(OSError):  # it has ended, which `wait` reports
                 here.send(next(left))
         for _ in tasks:
             ready = connection.wait(list(processes))[0]
@@ -65,7 +65,7 @@ def each(work: Callable[[int], None], tasks: Sequence[int], workers: int) -> Gen
 
 @contextlib.contextmanager
 def _interrupts_ignored() -> Iterator[None]:
-    """A process that is started meanwhile ignores Ctrl-C, which reaches all processes: this one ends the others."""
+    """Let processes started within the block ignore Ctrl-C, which reaches all processes: this one ends the others."""
     if threading.current_thread() is not threading.main_thread():  # only that one may change it
         yield
         return
@@ -95,7 +95,7 @@ def _ended(code: int | None) -> str:
 
 
 def _serve(end: Connection, work: Callable[[int], None], parent: int) -> None:
-    """In a worker: do the tasks that arrive until there are no more."""
+    """Run in a worker: do the tasks that arrive until there are no more."""
     os.environ[orphans.PARENT] = str(parent)
     orphans.die_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a thread that started this one could not have it ignored

@@ -1,4 +1,4 @@
-"""Pictures: matplotlib, as SVG that is the same byte for byte for the same figures."""
+"""Pictures by matplotlib, as SVG that is the same byte for byte for the same figures."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from perfsuite.report.files import write
 
 
 def pyplot(missing: str) -> Any:
-    """matplotlib's pyplot; PerfsuiteError with the line `missing` where it is not installed."""
+    """Import matplotlib's pyplot; PerfsuiteError with the line `missing` where it is not installed."""
     try:
         import matplotlib
     except ImportError:
@@ -25,13 +25,13 @@ def pyplot(missing: str) -> Any:
 
 
 def style(plots: Any) -> AbstractContextManager[None]:
-    """What every picture of ours is drawn with."""
+    """Return the context in which all pictures are drawn."""
     context: Callable[..., AbstractContextManager[None]] = plots.rc_context
     return context({"svg.hashsalt": "perfsuite", "font.size": 9})
 
 
 def save(plots: Any, figure: Any, path: Path) -> None:
-    """Write the figure, whole or not at all, and forget it."""
+    """Write the figure, whole or not at all, and close it."""
     drawn = StringIO()
     figure.savefig(drawn, format="svg", metadata={"Date": None})
     plots.close(figure)

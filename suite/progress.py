@@ -1,4 +1,4 @@
-"""How far the making of a data set is."""
+"""Progress of making a data set."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from suite import terminal
 
 REFRESH_S = 0.1
 LINE_S = 30.0
-"""Between two lines where the output is no terminal."""
+"""Seconds between two lines where the output is no terminal."""
 
 
 class Bar:
-    """How far it is: a bar, or a line now and then where stderr is no terminal.
+    """Progress shown as a bar, or as a line now and then where stderr is no terminal.
 
-    units  what is counted while doing what; files if nothing is said
+    units  name of a stage → what is counted in it; files by default
     """
 
     def __init__(self, console: Any = None, units: Mapping[str, str] | None = None) -> None:
@@ -44,7 +44,7 @@ class Bar:
             self._bar.stop()
 
     def progress(self, what: str, done: int, total: int) -> None:
-        """Called often; mostly does nothing."""
+        """Show the progress; it is called often, and mostly does nothing."""
         now = time.monotonic()
         if now < self._next:
             return
@@ -58,5 +58,5 @@ class Bar:
             self.say(f"{what}: {told}")
 
     def say(self, line: str) -> None:
-        """A line that stays, above the bar."""
+        """Print a line that stays, above the bar."""
         self._console.print(line, soft_wrap=True, markup=False, highlight=False)

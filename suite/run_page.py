@@ -1,4 +1,4 @@
-"""The page of a run, run.html: its curves, metrics, techniques, environment and configuration, in one file."""
+"""Page of a run, run.html: its curves, metrics, techniques, environment and configuration, in one file."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from perfsuite.errors import PerfsuiteError
 from suite import plotting, trainers
 
 Points = Sequence[tuple[int, float, float]]
-"""(window, seconds, value). Seconds are those of the run, or since 1970."""
+"""(window, seconds, value). Seconds are counted from the run's start, or from 1970."""
 SHOWN = 400
-"""Windows are put together to so many points, so that a long run's throughput is seen behind its noise."""
+"""Curves are thinned to fewer than twice as many points, so that a long run's throughput is seen behind its noise."""
 TEMPLATE = Path(__file__).with_suffix(".html")
 
 
@@ -57,7 +57,7 @@ def page(about: Mapping[str, Any], points: Mapping[str, Points], summary: str) -
 
 
 def _techniques(name: str, fields: Mapping[str, Any]) -> list[tuple[str, bool]]:
-    """Each technique of the trainer, and whether it was on; empty for a trainer that is not known here."""
+    """Return each technique of the trainer, and whether it was on; empty for a trainer that is not known here."""
     try:
         names = trainers.techniques_of(name)
     except PerfsuiteError:
@@ -70,7 +70,7 @@ def _extremes(values: Sequence[float]) -> list[str]:
 
 
 def rates_of(loss: Points) -> list[tuple[float, float]]:
-    """(window, windows a second) between points of a curve, which are put together to `SHOWN` at most."""
+    """Return (window, windows a second) between the points of a curve, which is thinned as `SHOWN` says."""
     spaced = loss[:: max(1, len(loss) // SHOWN)]
     return [
         ((a[0] + b[0]) / 2, (b[0] - a[0]) / (b[1] - a[1]))
@@ -80,7 +80,7 @@ def rates_of(loss: Points) -> list[tuple[float, float]]:
 
 
 def _drawn(name: str, points: Sequence[tuple[float, float]], noun: str) -> tuple[str, str]:
-    """(name, SVG) of a curve of (window, value)."""
+    """Return (name, SVG) of a curve of (window, value)."""
     pyplot = plotting.pyplot("the page needs matplotlib: pip install 'perfsuite[test]'")
     spaced = points[:: max(1, len(points) // SHOWN)]
     with plotting.style(pyplot):

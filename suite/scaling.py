@@ -1,4 +1,4 @@
-"""How a loss is scaled for half precision: the numbers that both sides of the scaler's step share."""
+"""Scaling of a loss for half precision: the numbers that both sides of the scaler's step share."""
 
 from __future__ import annotations
 
@@ -7,20 +7,20 @@ from dataclasses import dataclass
 from perfsuite.errors import PerfsuiteError
 
 NEVER = 2**31 - 1
-"""More steps than are ever made: a scale of 1 never grows."""
+"""More steps than any run makes: with it as `growth_interval`, the scale never grows."""
 CLIP_EPS = 1e-6
-"""As torch.nn.utils.clip_grad_norm_ adds it to the norm."""
+"""Number that is added to the norm, as by torch.nn.utils.clip_grad_norm_."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Scaling:
-    """As `torch.amp.GradScaler` has them; PerfsuiteError for what would not scale."""
+    """Arguments of `torch.amp.GradScaler`; PerfsuiteError for values that are out of range."""
 
     init_scale: float = 65536.0
     growth_factor: float = 2.0
-    """After `growth_interval` steps in a row without an infinity or NaN."""
+    """Factor after `growth_interval` steps in a row without an infinity or NaN."""
     backoff_factor: float = 0.5
-    """After a step with one."""
+    """Factor after a step with an infinity or NaN."""
     growth_interval: int = 2000
 
     def __post_init__(self) -> None:
@@ -35,5 +35,5 @@ class Scaling:
 
 
 def scaling_for(*, float16: bool) -> Scaling:
-    """As float16 wants it, and by 1 elsewhere."""
+    """Return torch's own scaling for float16, and otherwise a scale of 1 that never grows."""
     return Scaling() if float16 else Scaling(init_scale=1.0, growth_interval=NEVER)

@@ -45,7 +45,7 @@ class ShardedNetwork:
             }
 
     def step(self, gradients: Sequence[torch.Tensor]) -> None:
-        """A step of Adam on gradients that every rank has in full: each rank updates its shards."""
+        """Make a step of Adam on gradients that every rank has in full: each rank updates its shards."""
         beta1, beta2 = 0.9, 0.999
         for p, gradient in zip(self.model.parameters(), gradients, strict=True):
             assert isinstance(p, DTensor)
@@ -59,9 +59,9 @@ class ShardedNetwork:
             own.sub_(self.lr * first / (1 - beta1 ** state["step"].item()) / (corrected + 1e-8))
 
     def shards(self) -> dict[str, torch.Tensor]:
-        """Copies of this rank's rows of each weight and of its moments, and each weight's number of steps.
+        """Return copies of this rank's rows of each weight and of its moments, and each weight's number of steps.
 
-        The rows are those of `torch.chunk`: of n ranks and fewer rows the last ones have none.
+        The rows are those of `torch.chunk`: where there are fewer rows than ranks, the last ranks have none.
         """
         found: dict[str, torch.Tensor] = {}
         for name, p in self.model.named_parameters():
@@ -72,7 +72,7 @@ class ShardedNetwork:
 
 
 def shard_of(whole: torch.Tensor) -> torch.Tensor:
-    """This rank's rows."""
+    """Return this rank's rows."""
     shards, rank = whole.chunk(dist.get_world_size()), dist.get_rank()
     return shards[rank] if rank < len(shards) else whole[:0]
 

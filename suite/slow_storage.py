@@ -1,4 +1,4 @@
-"""A data set whose examples take their time, as from storage far away: for measuring what loads them."""
+"""Data set whose examples arrive after a delay, as from remote storage: for measuring loaders."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from torch.utils.data import TensorDataset
 
 
 class SlowStorage(TensorDataset):
-    """Tensors, a row of which is there after `milliseconds`, without a core that works meanwhile.
+    """Tensors, a row of which arrives after `milliseconds`, without using a core meanwhile.
 
-    To another process it is sent by its class's name alone, so that this tree's class and that of an accepted revision,
-    imported beside it, are both understood there.
+    It is pickled by its class's name alone. So another process can unpickle both this tree's class and that of an
+    accepted revision, imported beside it.
     """
 
     def __init__(self, milliseconds: float, *tensors: torch.Tensor) -> None:
@@ -32,7 +32,7 @@ class SlowStorage(TensorDataset):
 
 
 class _ByName:
-    """Unpickled it is what the name says."""
+    """Object that is unpickled as whatever its name refers to."""
 
     def __init__(self, name: str) -> None:
         self.name = name

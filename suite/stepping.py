@@ -1,4 +1,4 @@
-"""Batches that are a step's number alone, and the seconds from one step's report to the next."""
+"""Batches that consist of a step's number alone, and the seconds from one step's report to the next."""
 
 from __future__ import annotations
 
@@ -15,14 +15,17 @@ from suite.batching import check_identity, whole
 from suite.runtime.display import quantity
 
 REMEMBERED = 50
-"""The median is taken over the seconds of at most so many steps."""
+"""Most steps over whose seconds the median is taken."""
 
 
 class NumberedSteps(ABC):
-    """{"step": its number, int64 [] on the CPU}, from 0 to `total` - 1: a trainer finds a step's examples by it."""
+    """Batches {"step": number}, int64 [] on the CPU, with numbers from 0 to `total` - 1.
+
+    A trainer finds a step's examples by its number.
+    """
 
     raised_by = "steps"
-    """The fields of the configuration that allow more of them."""
+    """Names of the configuration's fields that allow more steps."""
 
     def __init__(self, total: int) -> None:
         self.total = total
@@ -39,21 +42,21 @@ class NumberedSteps(ABC):
 
     @property
     def ended(self) -> str | None:
-        """Why no step comes any more, if so."""
+        """Reason why no further step comes; None if one does."""
         if self.step < self.total:
             return None
         return f"all {self.total} steps were made before; raise {self.raised_by} to go on"
 
     @abstractmethod
     def identity(self) -> dict[str, Any]:
-        """The data and settings that the position is a position in."""
+        """Return the data and settings to which the position belongs."""
 
     def state_dict(self) -> dict[str, Any]:
-        """The position, and what it is a position in."""
+        """Return the position, and the data and settings to which it belongs."""
         return {"step": self.step, **self.identity()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go to a position; PerfsuiteError where it is one in other data, ValueError where it is none."""
+        """Go to a position; PerfsuiteError where it belongs to other data, ValueError where it is invalid."""
         check_identity(state, self.identity())
         self.step = whole(state, "step")
 
@@ -65,7 +68,7 @@ def check_step(batch: Mapping[str, torch.Tensor], steps: int) -> None:
 
 
 class Numbered(Protocol):
-    """A report that says which step it is of."""
+    """A report with the number of its step."""
 
     @property
     def step(self) -> int:
@@ -73,14 +76,14 @@ class Numbered(Protocol):
 
 
 class StepSeconds:
-    """The seconds from one step's report to the next."""
+    """Seconds from one step's report to the next."""
 
     def __init__(self) -> None:
         self._step: int | None = None
         self._seconds: deque[float] = deque(maxlen=REMEMBERED)
 
     def add(self, report: Numbered | None, seconds: float | None) -> None:
-        """Take the last step's report, if it is new, and how long after the one before it came."""
+        """Add the last step's report, if it is new, and the seconds since the one before."""
         if report is None or report.step == self._step:
             return
         self._step = report.step
@@ -88,12 +91,12 @@ class StepSeconds:
             self._seconds.append(seconds)
 
     def median_s(self) -> float | None:
-        """Seconds a step; None before the second one."""
+        """Return the median seconds of a step; None before the second one."""
         return median(self._seconds) if self._seconds else None
 
 
 class Throughput(StepSeconds):
-    """Examples a second, and on a GPU the memory in use at most."""
+    """Examples per second, and on a GPU the peak memory."""
 
     def __init__(self, examples: int, device: torch.device) -> None:
         super().__init__()
@@ -102,7 +105,7 @@ class Throughput(StepSeconds):
             torch.cuda.reset_peak_memory_stats(device)
 
     def metrics(self) -> dict[str, float]:
-        """examples_per_second, and on a GPU peak_gib; empty before the second step."""
+        """Return examples_per_second, and on a GPU peak_gib; empty before the second step."""
         seconds = self.median_s()
         if seconds is None:
             return {}
@@ -121,7 +124,7 @@ class Throughput(StepSeconds):
 
 
 class WaitsForReports:
-    """The metrics of a trainer that waits for each step, and has `_reports` and `throughput`."""
+    """Metrics of a trainer that waits for each step; it has `_reports` and `throughput`."""
 
     _reports: Any
     throughput: Any
@@ -139,7 +142,7 @@ class WaitsForReports:
 
 
 class QueuesReports:
-    """The metrics of a trainer that only queues its steps, and has `_reports` and `throughput`."""
+    """Metrics of a trainer that only queues its steps; it has `_reports` and `throughput`."""
 
     _reports: Any
     throughput: Any
@@ -162,6 +165,6 @@ class QueuesReports:
 
 
 def finish(trainer: Any, folder: Path) -> str | None:
-    """Say at the end of a run how fast it was."""
+    """Return a line about the throughput, for the end of a run."""
     found: str | None = trainer.throughput.summary()
     return found

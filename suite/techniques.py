@@ -1,4 +1,4 @@
-"""A technique's two implementations by name, so that a trainer can switch each on and off."""
+"""Access to a technique's two implementations by name, so that a trainer can switch each on and off."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 
 def implementation(module: str, function: str, *, optimized: bool) -> Callable[..., Any]:
-    """`function` of `optimized.<module>` or `reference.<module>`, e.g. ("geometry.retrieval", "retrieval")."""
+    """Return `function` of `optimized.<module>` or `reference.<module>`, e.g. ("geometry.retrieval", "retrieval")."""
     side = "optimized" if optimized else "reference"
     found: Callable[..., Any] = getattr(importlib.import_module(f"{side}.{module}"), function)
     return found

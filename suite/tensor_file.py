@@ -1,4 +1,4 @@
-"""Tensors in a file, read row by row: a data set that may be sent to other processes."""
+"""Tensors in a file, read row by row: a data set that can be sent to other processes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,10 @@ from suite.batching import check_rows
 
 
 class TensorFile(Dataset[tuple[torch.Tensor, ...]]):
-    """A row of each tensor, from a file that `write` made. Every process maps it into memory when it first reads."""
+    """Data set of the rows of tensors in a file that `write` made.
+
+    Every process maps the file into memory when it first reads.
+    """
 
     def __init__(self, path: str | Path) -> None:
         self.path = str(path)
@@ -23,7 +26,7 @@ class TensorFile(Dataset[tuple[torch.Tensor, ...]]):
 
     @staticmethod
     def write(path: str | Path, tensors: Sequence[torch.Tensor]) -> TensorFile:
-        """Save the tensors, which have as many rows each."""
+        """Save tensors that all have the same number of rows."""
         check_rows(tensors)
         torch.save([t.detach().cpu().contiguous().clone() for t in tensors], path)
         return TensorFile(path)

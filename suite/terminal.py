@@ -1,4 +1,4 @@
-"""What a command says. No run fails because whoever listened has gone, or has fewer characters."""
+"""Output of a command. No run fails because the reader has gone, or the terminal has fewer characters."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from perfsuite.errors import PerfsuiteError
 def tell(text: str, *, err: bool = False, nl: bool = True) -> None:
     """Print to the standard output, or error.
 
-    A reader that has enough, as `head` has, is told nothing more. PerfsuiteError where the standard output cannot be
-    written to otherwise, a full disk for instance.
+    Where the reader has closed the pipe, as `head` does, nothing more is printed. PerfsuiteError where the standard
+    output cannot be written to for another reason, a full disk for instance.
     """
     try:
         click.echo(_written(text), err=err, nl=nl)
@@ -28,7 +28,7 @@ def tell(text: str, *, err: bool = False, nl: bool = True) -> None:
 
 
 def _written(text: str) -> str:
-    """With the bytes of a file's name as the characters that they are, or escaped."""
+    """Return the text with the bytes of a file's name as the characters that they stand for, or escaped."""
     try:
         return text.encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")
     except UnicodeEncodeError:
@@ -36,7 +36,10 @@ def _written(text: str) -> str:
 
 
 def reserve() -> None:
-    """Open what is closed of the three standard streams: the next file would get its number, and what it is told."""
+    """Open those of the three standard streams that are closed.
+
+    Otherwise the next file would get the number of one, and with it what is printed.
+    """
     for number in range(3):
         try:
             os.fstat(number)
@@ -45,16 +48,16 @@ def reserve() -> None:
 
 
 def silence(*, err: bool) -> None:
-    """Drop all that is written from now on, and what waits to be: it would fail again when the process ends."""
+    """Drop all later output and what is buffered: writing it when the process ends would fail again."""
     stream = sys.stderr if err else sys.stdout
-    with suppress(OSError, ValueError, AttributeError):  # it is closed, or none of the process's own
+    with suppress(OSError, ValueError, AttributeError):  # it is closed, or has no file descriptor
         handle = os.open(os.devnull, os.O_WRONLY)
         os.dup2(handle, stream.fileno())
         os.close(handle)
 
 
 class _Error:
-    """The standard error as it is at the time; what cannot be written is dropped."""
+    """The standard error as it is at the time of writing; what cannot be written is dropped."""
 
     def write(self, text: str) -> int:
         if sys.stderr is not None:
@@ -72,7 +75,7 @@ class _Error:
 
 
 def console() -> Any:
-    """rich's, on the standard error."""
+    """Return a rich console on the standard error."""
     from rich.console import Console
 
     return Console(file=cast("IO[str]", _Error()), highlight=False)

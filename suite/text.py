@@ -27,24 +27,24 @@ from suite.batching import check_identity, whole
 
 SUFFIXES = (".txt", ".md", ".rst", ".py")
 LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
-"""Folders of the standard library that are no part of it, or no prose and no program."""
+"""Folders beside the standard library that are no part of it, or that hold neither prose nor programs."""
 PAD, END = "<pad>", "<end>"
 PAD_ID, END_ID = 0, 1
 BYTES = 256
 LARGEST = 1 << 24
-"""Vocabulary: the library makes room for it at once, and ends the process where there is none."""
+"""Largest vocabulary: the library allocates room for it at once, and aborts the process where there is none."""
 Tokens = numpy.ndarray[Any, numpy.dtype[numpy.int64]]
 CACHE = ".perfsuite/cache"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Data:
-    """Fields of every configuration that concern the text."""
+    """Fields of every configuration that describe the text."""
 
     data: str | None = None
-    """A folder of *.txt, *.md, *.rst and *.py; null: the sources of Python's standard library on this machine."""
+    """Folder of *.txt, *.md, *.rst and *.py; null: the sources of Python's standard library on this machine."""
     synthetic: int = 0
-    """Make so many random sequences instead; needs no tokenizers library."""
+    """Number of random sequences to make instead; needs no tokenizers library."""
     vocabulary: int = 32000
     sequence_length: int = 256
     batch_size: int = 32
@@ -72,7 +72,7 @@ class Corpus:
 
     @cached_property
     def digest(self) -> str:
-        """Of every text and where it ends."""
+        """SHA-256 digest of every text and its length."""
         digest = hashlib.sha256()
         for text in self.texts:
             content = text.encode()
@@ -100,29 +100,29 @@ class Sequences:
         return len(self.input_ids)
 
     def of(self, rows: torch.Tensor) -> Sequences:
-        """Those rows, by a mask or by their numbers."""
+        """Return those rows, selected by a mask or by their numbers."""
         return Sequences(
             input_ids=self.input_ids[rows], attention_mask=self.attention_mask[rows], vocabulary=self.vocabulary
         )
 
     @cached_property
     def digest(self) -> str:
-        """Of the tokens."""
+        """SHA-256 digest of the tokens."""
         return hashlib.sha256(self.input_ids.contiguous().numpy().data).hexdigest()
 
 
 @dataclass(frozen=True, kw_only=True)
 class Loaded:
-    """What a trainer gets, and a line that says where it is from."""
+    """Data for a trainer, and a line that describes their source."""
 
     batches: Batches
     given: int
-    """The size of the vocabulary."""
+    """Size of the vocabulary."""
     told: str
 
 
 def load(data: Data) -> Loaded:
-    """The batches that the fields of `data` describe."""
+    """Load the batches that the fields of `data` describe."""
     sequences, told = sequences_of(data)
     if data.validation:
         sequences = divided(sequences, data.validation)[0]
@@ -133,7 +133,7 @@ def load(data: Data) -> Loaded:
 
 
 def sequences_of(data: Data) -> tuple[Sequences, str]:
-    """All sequences that the fields of `data` describe, those held out too, and where they are from, in words."""
+    """Return all sequences that the fields of `data` describe, also those held out, and a description of the source."""
     if data.synthetic:
         sequences = synthetic(data.vocabulary, data.sequence_length, data.synthetic, data.seed)
         told = f"{len(sequences)} random sequences"
@@ -149,7 +149,7 @@ def sequences_of(data: Data) -> tuple[Sequences, str]:
 
 
 def divided(sequences: Sequences, held_out: int) -> tuple[Sequences, Sequences]:
-    """(the sequences to train on, those held out, which are evenly spread); PerfsuiteError where none would be left."""
+    """Return (sequences to train on, held-out ones, evenly spread); PerfsuiteError where none are left to train on."""
     count = len(sequences)
     if held_out >= count:
         raise PerfsuiteError(f"validation: {held_out} of {count} sequences would leave none to train on; lower it")
@@ -159,12 +159,12 @@ def divided(sequences: Sequences, held_out: int) -> tuple[Sequences, Sequences]:
 
 
 def spread(count: int, chosen: int) -> torch.Tensor:
-    """Evenly spread rows, int64 [chosen], each once where `chosen` is at most `count`."""
+    """Return evenly spread rows, int64 [chosen], each once where `chosen` is at most `count`."""
     return torch.arange(chosen) * count // max(1, chosen) + count // max(1, 2 * chosen)
 
 
 def corpus(folder: str | Path | None = None) -> Corpus:
-    """The texts under a folder, by path; PerfsuiteError where there is none. None: Python's standard library."""
+    """Read the texts under a folder, by path; PerfsuiteError where there is none. None: Python's standard library."""
     root, paths, left_out = searched(folder)
     texts = []
     damaged, empty, unreadable = 0, 0, len(left_out)
@@ -189,12 +189,15 @@ def corpus(folder: str | Path | None = None) -> Corpus:
 
 
 def searched(folder: str | Path | None, suffixes: tuple[str, ...] = SUFFIXES) -> Searched:
-    """What is under a folder; PerfsuiteError where it is none, or cannot be read. None: as `corpus` has it."""
+    """Find the text files under a folder; PerfsuiteError where it is no folder, or cannot be read.
+
+    None: Python's standard library.
+    """
     root = Path(sysconfig.get_path("stdlib")) if folder is None else Path(folder)
     try:
         if not root.is_dir():
             raise PerfsuiteError(f"data: {root} is no folder; name one that holds {', '.join(suffixes)} files")
-        with os.scandir(root):  # of the folders in it, those that cannot be read are left out
+        with os.scandir(root):  # folders within it that cannot be read are left out instead
             pass
     except OSError as error:
         reason = error.strerror or str(error)
@@ -218,7 +221,10 @@ def _files(
 
 
 def _may_be_read(path: Path) -> bool:
-    """Not a pipe, for one. What is not permitted is told where it is read."""
+    """Return whether a path is a file, and no pipe for instance.
+
+    True also where that is not permitted to be known: reading it then reports the error.
+    """
     try:
         return path.is_file()
     except OSError:
@@ -226,7 +232,7 @@ def _may_be_read(path: Path) -> bool:
 
 
 def tokens_of(found: Corpus, vocabulary: int = 32000, cache: Path = Path(CACHE)) -> tuple[Tokens, int]:
-    """The corpus as one row of tokens, each text's end marked, and the size of its vocabulary; from the cache if there.
+    """Return (the corpus as one row of tokens, each text's end marked; vocabulary size), from the cache if there.
 
     The vocabulary is that of a byte-level BPE trained on the corpus: smaller than asked for where the text has no more
     pairs to merge.
@@ -248,7 +254,7 @@ def tokens_of(found: Corpus, vocabulary: int = 32000, cache: Path = Path(CACHE))
 
 
 def tokenizer_of(found: Corpus, vocabulary: int = 32000, cache: Path = Path(CACHE)) -> Any:
-    """A byte-level BPE trained on the corpus, from the cache if it was trained before."""
+    """Return a byte-level BPE trained on the corpus, from the cache if it was trained before."""
     path = cache / f"bpe-{_key(found, vocabulary)}.json"
     tokenizers = library()
     with _only_one(path):
@@ -260,7 +266,7 @@ def tokenizer_of(found: Corpus, vocabulary: int = 32000, cache: Path = Path(CACH
 
 
 def library() -> Any:
-    """tokenizers; PerfsuiteError where it is not there."""
+    """Import tokenizers; PerfsuiteError where it is not installed."""
     try:
         import tokenizers
     except ModuleNotFoundError:
@@ -272,14 +278,14 @@ def library() -> Any:
 
 
 def _key(found: Corpus, vocabulary: int) -> str:
-    """Of all that the tokens depend on."""
+    """Return a digest of everything that the tokens depend on."""
     check_vocabulary(vocabulary)
     settings = {"corpus": found.digest, "vocabulary": vocabulary, "library": library().__version__, "form": 1}
     return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def check_vocabulary(vocabulary: int) -> None:
-    """PerfsuiteError where it has no room for every byte, padding and an end, or is beyond what the library takes."""
+    """Raise PerfsuiteError where a vocabulary cannot hold every byte, padding and an end, or is above `LARGEST`."""
     if vocabulary < BYTES + 2:
         raise PerfsuiteError(f"vocabulary: {vocabulary} is too small for bytes; it must be {BYTES + 2} or more")
     if vocabulary > LARGEST:
@@ -287,14 +293,14 @@ def check_vocabulary(vocabulary: int) -> None:
 
 
 def check_cache(cache: Path) -> None:
-    """PerfsuiteError where it is a file."""
+    """Raise PerfsuiteError where the cache's folder is a file."""
     if os.path.isfile(cache):
         raise PerfsuiteError(f"cache: {cache} is a file; name a folder with --cache")
 
 
 @contextmanager
 def _only_one(path: Path) -> Iterator[None]:
-    """Other processes that want to make this file wait, and then find it."""
+    """Lock the making of a file: other processes that want to make it wait, and then find it."""
     check_cache(path.parent)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -306,7 +312,7 @@ def _only_one(path: Path) -> Iterator[None]:
 
 
 def trained(texts: Iterable[str], vocabulary: int) -> Any:
-    """A byte-level BPE of these texts; smaller than asked for where they have no more pairs to merge."""
+    """Train a byte-level BPE on these texts; it is smaller than asked for where they have no more pairs to merge."""
     tokenizers = library()
     made = tokenizers.Tokenizer(tokenizers.models.BPE())
     made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -322,7 +328,7 @@ def trained(texts: Iterable[str], vocabulary: int) -> Any:
 
 
 def _write(path: Path, content: Callable[[IO[bytes]], object]) -> None:
-    """Replace a file whole."""
+    """Write a file; it is replaced as a whole."""
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
         with os.fdopen(handle, "wb") as file:
@@ -336,7 +342,7 @@ def _write(path: Path, content: Callable[[IO[bytes]], object]) -> None:
 
 
 def encode(tokenizer: Any, texts: Iterable[str]) -> Iterator[list[int]]:
-    """The tokens of each text, with the end's behind."""
+    """Yield the tokens of each text, followed by the end token."""
     tokenizer.encode_special_tokens = True  # else a text that says "<end>" would end there
     batch: list[str] = []
     for text in texts:
@@ -353,7 +359,7 @@ def _encoded(tokenizer: Any, texts: list[str]) -> Iterator[list[int]]:
 
 
 def pack(tokens: Tokens, length: int, vocabulary: int) -> Sequences:
-    """A row of tokens cut into sequences of `length`, the last one padded."""
+    """Cut a row of tokens into sequences of `length`, and pad the last one."""
     count = -(-len(tokens) // length)
     ids = numpy.full(count * length, PAD_ID, dtype=numpy.int64)
     ids[: len(tokens)] = tokens
@@ -367,7 +373,7 @@ def pack(tokens: Tokens, length: int, vocabulary: int) -> Sequences:
 
 
 def synthetic(vocabulary: int, T: int, N: int, seed: int = 0) -> Sequences:
-    """Random sequences of the form that `pack` gives: no padding token inside, the last sequence padded by a third.
+    """Make random sequences in the form of `pack`'s: no padding token inside, the last sequence padded by a third.
 
     Each token follows from the one before in three cases of four, so that there is something to learn.
     """
@@ -389,7 +395,7 @@ def synthetic(vocabulary: int, T: int, N: int, seed: int = 0) -> Sequences:
 
 
 class Batches:
-    """Endless batches {"input_ids", "attention_mask"}, reshuffled each epoch; what is over at its end is dropped.
+    """Endless batches {"input_ids", "attention_mask"}, reshuffled each epoch; rows that fill no batch are dropped.
 
     The order depends on the seed and the epoch alone, so that a position is two numbers.
     """
@@ -409,7 +415,7 @@ class Batches:
         self._next: dict[str, torch.Tensor] | None = None
 
     def __len__(self) -> int:
-        """Batches an epoch."""
+        """Return the number of batches of an epoch."""
         return len(self.sequences) // self.batch_size
 
     def __iter__(self) -> Batches:
@@ -424,7 +430,7 @@ class Batches:
         return batch
 
     def peek(self) -> dict[str, torch.Tensor]:
-        """The batch that comes next, made once; the position stays."""
+        """Return the next batch, which is made once; the position stays."""
         if self._next is None:
             if self._order is None:
                 self._order = numpy.random.default_rng([self.seed, self.epoch]).permutation(len(self.sequences))
@@ -436,11 +442,11 @@ class Batches:
         return self._next
 
     def state_dict(self) -> dict[str, Any]:
-        """The position, and what it is a position in."""
+        """Return the position, and the data and settings to which it belongs."""
         return {"epoch": self.epoch, "position": self.position, **self._identity()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go to a position; PerfsuiteError where it is one in other data, ValueError where it is none."""
+        """Go to a position; PerfsuiteError where it belongs to other data, ValueError where it is invalid."""
         check_identity(state, self._identity())
         self.epoch, self.position = whole(state, "epoch"), whole(state, "position", most=len(self) - 1)
         self._order = self._next = None

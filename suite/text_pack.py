@@ -1,7 +1,7 @@
 """Makes packed text: files → byte-level BPE → tokens in one file with an index.
 
-Everything follows from the files' contents, their order and the recipe: the same again gives the same bytes. What was
-done lies beside the folder until it is whole, so that a run that is killed is gone on from.
+Everything follows from the files' contents, their order and the recipe: the same again gives the same bytes. Finished
+parts lie beside the folder until it is complete, so that a run that was killed can be resumed.
 source: eigenstate_lm, technique 004.10
 """
 
@@ -25,23 +25,23 @@ from suite.building import Parts, Watcher, digest_of, parts_beside
 from suite.packed_text import PackedText
 
 BLOCK_BYTES = 4 << 20
-"""Text that is encoded and kept together while the pack is made."""
+"""Bytes of text that are encoded and kept together while the pack is made."""
 NAMED = 10
-"""Files that are left out are named up to so many; the rest is counted."""
+"""Most left-out files that are named; the rest is counted."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """What a pack is made from."""
+    """Everything from which a pack is made."""
 
     folder: Path | None = None
-    """Of texts, or a file of JSON lines; None: Python's standard library on this machine."""
+    """Folder of texts, or a file of JSON lines; None: Python's standard library on this machine."""
     field: str | None = None
-    """The name of the text in a line of JSON lines; None: such files are left out of a folder."""
+    """Field with the text in a line of JSON lines; None: such files are left out of a folder."""
     vocabulary: int = 50257
-    """Of the tokenizer that is trained on them."""
+    """Vocabulary of the tokenizer that is trained on the texts."""
     tokenizer: Path | None = None
-    """A file of the tokenizers library to take instead."""
+    """File of the tokenizers library to use instead of training one."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,7 +51,7 @@ class Packed:
     pack: PackedText
     source: str
     kept: bool
-    """It was there, and is the one that was asked for."""
+    """Whether the pack was there already."""
 
 
 @dataclass
@@ -65,7 +65,7 @@ class _Found:
     sizes: list[int] = dataclasses.field(default_factory=list)
     documents: list[int] = dataclasses.field(default_factory=list)
     left_out: int = 0
-    """Empty or not UTF-8."""
+    """Number of files that are empty or not UTF-8."""
     unreadable: int = 0
 
     @property
@@ -78,7 +78,7 @@ class _Found:
         return ", ".join(f"{count} {kind}" for count, kind in kinds if count)
 
     def blocks(self) -> Iterator[tuple[int, int]]:
-        """(first file, end) of what is encoded together."""
+        """Yield (first file, end) of the files that are encoded together."""
         first = size = 0
         for i, more in enumerate(self.sizes):
             if size and size + more > BLOCK_BYTES:
@@ -98,7 +98,7 @@ class _Found:
             yield from self.documents_of(path, content)
 
     def documents_of(self, path: Path, content: bytes) -> list[str]:
-        """The documents of a file that are not empty; UnicodeDecodeError where it is not UTF-8."""
+        """Return the documents of a file that are not empty; UnicodeDecodeError where it is not UTF-8."""
         decoded = content.decode()
         if self.field is not None and path.suffix == json_lines.SUFFIX:
             return json_lines.documents(decoded, path, self.field)
@@ -108,7 +108,8 @@ class _Found:
 def pack(out: Path, recipe: Recipe, watcher: Watcher, *, overwrite: bool = False, cached: bool = False) -> Packed:
     """Make the folder `out`; PerfsuiteError where that cannot be done, or `out` is there and is something else.
 
-    A cached one was named by nobody: it may be deleted, and another folder is named with --cache.
+    cached  whether `out` lies in the cache, where nobody named it: messages then say that it may be deleted, and that
+            --cache names another folder
     """
     again = f"delete {out}; it is made again" if cached else None
     elsewhere = "name another folder with --cache" if cached else "name another folder"
@@ -148,7 +149,10 @@ def pack(out: Path, recipe: Recipe, watcher: Watcher, *, overwrite: bool = False
 
 
 def _refuse(out: Path, overwrite: bool, again: str | None, elsewhere: str) -> None:
-    """Before minutes are spent: what is there is something else, or nothing can be written beside it."""
+    """Raise PerfsuiteError, before minutes are spent, where `out` cannot be made.
+
+    It is something else, or damaged and not to be overwritten, or nothing can be written beside it.
+    """
     if out.name in ("", ".."):
         raise PerfsuiteError(f"{out} cannot be replaced as a whole; name a folder in it")
     try:
@@ -183,7 +187,10 @@ def _given(tokenizers: Any, path: Path) -> Any:
 
 
 def _searched(recipe: Recipe) -> tuple[text.Searched, Recipe]:
-    """The files of texts; and the recipe, which names the text of a file of JSON lines "text" unless it says."""
+    """Return the files of texts, and the recipe.
+
+    In a single file of JSON lines the field is "text" unless the recipe names another.
+    """
     folder = recipe.folder
     if folder is None or (recipe.field is None and folder.suffix != json_lines.SUFFIX):
         return text.searched(folder), recipe
@@ -267,7 +274,7 @@ def _trained(recipe: Recipe, found: _Found, key: str, parts: Parts, watcher: Wat
 
 
 def _block(tokenizer: Any, found: _Found, first: int, end: int, key: str, parts: Parts) -> tuple[Any, Any]:
-    """Tokens of some files, and how many each has."""
+    """Return the tokens of some files, and the number of tokens of each document."""
     name = f"part-{{}}-{key[:32]}-{first}-{end}"
     kept: Sequence[Any] = [parts.load(name.format(what)) for what in ("tokens", "lengths")]
     if any(k is None for k in kept) or len(kept[1]) != sum(found.documents[first:end]) or len(kept[0]) != kept[1].sum():

@@ -1,4 +1,4 @@
-"""Which trainers there are: a name, its configuration, its data and its two sides, each imported when asked for."""
+"""Registry of trainers: a name, its configuration, its data and its two sides, each imported when asked for."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ Build = Callable[[Any, Any, "torch.device"], "Trainer"]
 class Entry:
     """A trainer. Strings, "module:name", are imported when they are needed.
 
-    `config` is a dataclass. A side is called with (config, what its data give, device) and gives a
-    `suite.runtime.Trainer`. `data` is called with an instance of `data_config`, a dataclass too, and gives batches,
-    what a trainer is given of the data (of a text, the size of its vocabulary) and a line for the user as
-    `suite.text.Loaded` does.
+    `config` is a dataclass. A side is called with (config, what its data give, device) and returns a
+    `suite.runtime.Trainer`. `data` is called with an instance of `data_config`, a dataclass too. As `suite.text.Loaded`
+    does, its result has the batches, what a trainer is given of the data (of a text, the size of its vocabulary) and a
+    line for the user.
     """
 
     config: str | type[Any]
@@ -38,22 +38,23 @@ class Entry:
     techniques: str | tuple[str, ...] = ()
     """Fields of `config` that switch a technique on and off, in the order in which `ablate` turns them on."""
     claims: str | Mapping[str, str] = field(default_factory=dict)
-    """Technique → what its source claims of it."""
+    """Technique → the claim of its source."""
     short: str | Callable[[Any], tuple[Any, Any, int] | None] | None = None
-    """How `ablate` counts where a window has many equal steps; see `suite.ablation.measure`."""
+    """How `ablate` counts launches where a window has many equal steps; see `suite.ablation.measure`."""
     ablated: str | Callable[..., tuple[Any, Any]] | None = None
     """(config, data's config, device) → (what a trainer is given, batches without end), which `ablate` times; None:
-    random tokens."""
+    random tokens.
+    """
     finish: str | Callable[[Any, Path], str | None] | None = None
-    """(trainer, the run's folder), at a run's end → a line for the user, or None."""
+    """(trainer, the run's folder), called at a run's end → a line for the user, or None."""
     ranks: bool = False
-    """Whether several ranks may train together. `data` is then called with the rank and their number besides."""
+    """Whether several ranks may train together. If so, `data` is also called with the rank and the number of ranks."""
     quality: str | Callable[[Any, Any], Mapping[str, float]] | None = None
     """(trained trainer, what it was given) → its evaluation metrics, which `ab` compares; None: the loss alone."""
     checks: str | Any = None
-    """How its source's claims are measured, `suite.claims.record.Checks`; None where none is."""
+    """The checks of its source's claims, `suite.claims.record.Checks`; None where no claim is measured."""
     setting: str | Callable[..., Any] = ""
-    """device → what these checks are given."""
+    """device → setting that these checks are given."""
 
 
 TRAINERS: dict[str, Entry] = {
@@ -128,14 +129,14 @@ TRAINERS: dict[str, Entry] = {
 
 
 def register(name: str, entry: Entry) -> None:
-    """Add a trainer; a name that is taken is an error."""
+    """Add a trainer; PerfsuiteError where the name is taken."""
     if name in TRAINERS:
         raise PerfsuiteError(f"a trainer is called {name!r} already; take another name")
     TRAINERS[name] = entry
 
 
 def find(name: str) -> Entry:
-    """The trainer of that name; PerfsuiteError, with the nearest one, where there is none."""
+    """Return the trainer of that name; PerfsuiteError, with the nearest one, where there is none."""
     if name in TRAINERS:
         return TRAINERS[name]
     if name.startswith("-"):
@@ -146,22 +147,22 @@ def find(name: str) -> Entry:
 
 
 def config_of(name: str) -> type[Any]:
-    """The dataclass of a trainer's configuration."""
+    """Return the dataclass of a trainer's configuration."""
     return cast("type[Any]", _loaded(find(name).config, name))
 
 
 def data_config_of(name: str) -> type[Any]:
-    """The dataclass of what its data is made by."""
+    """Return the dataclass that describes a trainer's data."""
     return cast("type[Any]", _loaded(find(name).data_config, name))
 
 
 def data_of(name: str) -> Callable[..., Any]:
-    """What makes a trainer's batches."""
+    """Return the function that makes a trainer's batches."""
     return cast("Callable[..., Any]", _loaded(find(name).data, name))
 
 
 def techniques_of(name: str) -> tuple[str, ...]:
-    """The switches of a trainer's techniques; PerfsuiteError where it has none."""
+    """Return the switches of a trainer's techniques; PerfsuiteError where it has none."""
     found = cast("tuple[str, ...]", _loaded(find(name).techniques, name))
     if not found:
         raise PerfsuiteError(f"trainer {name} has no switches for its techniques, so that there is nothing to ablate")
@@ -169,35 +170,38 @@ def techniques_of(name: str) -> tuple[str, ...]:
 
 
 def claims_of(name: str) -> Mapping[str, str]:
-    """Technique → what its source claims of it."""
+    """Return technique → the claim of its source."""
     return cast("Mapping[str, str]", _loaded(find(name).claims, name))
 
 
 def short_of(name: str) -> Callable[[Any], tuple[Any, Any, int] | None]:
-    """The shorter windows in which a trainer's launches are counted; none where it names none."""
+    """Return the function that gives the shorter windows in which a trainer's launches are counted.
+
+    It gives None for a trainer that has none.
+    """
     found = cast("Callable[..., Any] | None", _loaded(find(name).short, name))
     return found if found is not None else lambda config: None
 
 
 def ablated_of(name: str) -> Callable[..., tuple[Any, Any]] | None:
-    """What makes the data that `ablate` times; None where it is random tokens."""
+    """Return the function that makes the data for `ablate` to time; None where these are random tokens."""
     return cast("Callable[..., tuple[Any, Any]] | None", _loaded(find(name).ablated, name))
 
 
 def finish_of(name: str) -> Callable[[Any, Path], str | None]:
-    """What a trainer leaves beside its checkpoints; nothing where it names none."""
+    """Return the function to call at a run's end; it does nothing for a trainer that has none."""
     found = cast("Callable[[Any, Path], str | None] | None", _loaded(find(name).finish, name))
     return found if found is not None else lambda trainer, folder: None
 
 
 def quality_of(name: str) -> Callable[[Any, Any], Mapping[str, float]]:
-    """The evaluation metrics of a trained trainer; none where it names none."""
+    """Return the function that computes a trained trainer's evaluation metrics; none for a trainer that has none."""
     found = cast("Callable[[Any, Any], Mapping[str, float]] | None", _loaded(find(name).quality, name))
     return found if found is not None else lambda trainer, given: {}
 
 
 def checks_of(name: str) -> tuple[Any, Callable[..., Any]]:
-    """(how a trainer's claims are measured, device → what these checks are given); PerfsuiteError where none is."""
+    """Return (checks of a trainer's claims, device → setting of these); PerfsuiteError where no claim is measured."""
     entry = find(name)
     if entry.checks is None:
         raise PerfsuiteError(f"no claim of trainer {name} is measured")
@@ -205,7 +209,7 @@ def checks_of(name: str) -> tuple[Any, Callable[..., Any]]:
 
 
 def build(name: str, config: Any, given: Any, device: torch.device, side: Side) -> Trainer:
-    """A new trainer of that side; `given` is what its data give it."""
+    """Make a trainer of that side; `given` is what its data give it."""
     entry = find(name)
     make = _loaded(entry.reference if side == "reference" else entry.optimized, name)
     return cast("Trainer", make(config, given, device))
