@@ -29,13 +29,13 @@ if TYPE_CHECKING:
 
 FOLDER = ".perfsuite/ab"
 OF_A_TRAINING = {"batch_size", "accumulation", "steps", "epochs", "cache", "latents"}
-"""Fields of the data that say how often they are passed, in which portions, or where they are kept."""
+"""Fields of the data that say how often the data are passed, in which portions, or where they are kept."""
 SIDES = click.Choice(["reference", "optimized"])
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Chosen:
-    """A side as the command line and its file have it."""
+    """A side as given by the command line and its file."""
 
     name: Name
     file: str
@@ -45,7 +45,7 @@ class Chosen:
     data: Any
 
     def fields(self) -> dict[str, Any]:
-        """All that its training depends on."""
+        """Return all fields on which its training depends."""
         from suite.configuration import plain
 
         return cast("dict[str, Any]", plain({**asdict(self.data), **asdict(self.config), "seed": self.options.seed}))
@@ -118,7 +118,7 @@ def ab(
 
 @contextmanager
 def _input() -> Iterator[None]:
-    """Raise every error within as one of the input, which ends with exit code 2."""
+    """Raise every error within as an error of the input, which ends with exit code 2."""
     from suite.configuration import ConfigurationError
 
     try:
@@ -160,7 +160,7 @@ def _chosen(
     seeds: Sequence[str],
     fields: Sequence[str],
 ) -> list[tuple[Chosen, Chosen]]:
-    """(baseline, optimized) of each seed; ConfigurationError where both cannot train on the same data."""
+    """Return (baseline, optimized) of each seed; ConfigurationError where both cannot train on the same data."""
     from suite import trainers
     from suite.configuration import ConfigurationError, read
     from suite.runtime import Options
@@ -209,7 +209,10 @@ def _refuse(folder: Path, *, overwrite: bool) -> None:
 
 
 def _compare(name: str, chosen: Sequence[tuple[Chosen, Chosen]], slices: int, device: str | None, folder: Path) -> int:
-    """Train all pairs; the exit code. What was measured is written, also where an error or a signal ends it."""
+    """Train all pairs, and return the exit code.
+
+    What was measured is written, also where an error or a signal ends the training.
+    """
     from suite.ab_report import save
     from suite.commands.train import device_called
     from suite.runtime.stopping import Stopping
@@ -268,18 +271,18 @@ def _train(name: str, both: tuple[Chosen, Chosen], device: Any, slices: int, sto
         if pair.baseline.slices:
             pairs.append(pair)
         del comparison
-        gc.collect()  # trainers hold graphs and processes in cycles: the next seed wants their memory
+        gc.collect()  # trainers hold graphs and processes in cycles, and the next seed needs their memory
 
 
 def _arm(name: str, chosen: Chosen, device: Any) -> Arm:
-    """Open the data of a side; how its trainer is built and evaluated."""
+    """Open the data of a side, and return how its trainer is built and evaluated."""
     from suite import trainers
     from suite.ab import Arm
     from suite.runtime.loop import Counted
 
     with _input():
         loaded = trainers.data_of(name)(chosen.data)
-    if chosen.name == "baseline":  # the other's are the same
+    if chosen.name == "baseline":  # the other side's data are the same
         tell(loaded.told, err=True)
     ends = [chosen.options.windows, loaded.batches.total if isinstance(loaded.batches, Counted) else None]
     quality = trainers.quality_of(name)
@@ -312,7 +315,7 @@ def _record(name: str, both: tuple[Chosen, Chosen], device: Any, pairs: Sequence
 
 
 def _reason(error: Exception) -> str | None:
-    """Why the training ended, in a line; None for what is no user's affair."""
+    """Return why the training ended, in a line; None for an error that a user cannot correct."""
     if isinstance(error, PerfsuiteError):
         return " ".join(str(error).split())
     return out_of_memory(error)

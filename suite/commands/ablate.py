@@ -62,7 +62,7 @@ def ablate(
     not matter: each is measured on and off.
     """
     named = click.get_current_context().get_parameter_source("out") is not ParameterSource.DEFAULT
-    # The default folder may have the page of another measurement.
+    # A page in the default folder may be that of another measurement.
     folder = Path(out) if source is None or named else None
     with in_one_line("interrupted; nothing was written"):
         from perfsuite.report.files import write
@@ -71,7 +71,7 @@ def ablate(
 
         plots = not no_plot and folder is not None
         if plots:
-            ablation.plotting()  # now, and not after minutes
+            ablation.plotting()  # fails now, and not after minutes
         if source is None:
             assert folder is not None
             record = _measured(name, config, device, rounds, windows, always, folder, fields)
@@ -115,7 +115,7 @@ def _measured(
     from suite.runtime import Options
 
     ablated = trainers.ablated_of(name)
-    # What `perfsuite train` reads is read here too; how a run is kept has no effect.
+    # The fields of `perfsuite train` are accepted here, too; those that say how a run is kept have no effect.
     kinds = [trainers.config_of(name), Options, trainers.data_config_of(name)]
     chosen, _, data = configuration.read(kinds, config, fields)
     switches = trainers.techniques_of(name)
@@ -131,7 +131,7 @@ def _measured(
             told = f"each technique is switched on in turn, which these fields do not allow: {error}"
             raise configuration.ConfigurationError(told) from None
 
-    for arm in arms:  # now, and not after minutes
+    for arm in arms:  # fails now, and not after minutes
         switched(arm)
     writable(out)
     if ablated is None:
@@ -168,7 +168,7 @@ def _measured(
 
 
 def _others(always: tuple[str, ...], switches: tuple[str, ...]) -> tuple[str, ...]:
-    """The techniques to switch."""
+    """Return the techniques to switch; PerfsuiteError where there are none, or `always` has an unknown one."""
     for technique in always:
         if technique not in switches:
             raise PerfsuiteError(f"--always {technique}: no technique of this trainer, which has {', '.join(switches)}")

@@ -69,7 +69,7 @@ def _claims(name: str, only: tuple[str, ...], device: str | None, out: Path) -> 
 
 
 def _answer(check: Any, given: Any) -> tuple[str, str]:
-    """Its verdict; that it cannot be measured here where the memory does not suffice."""
+    """Return the check's verdict, or UNMEASURED where the memory does not suffice."""
     from suite.claims.record import UNMEASURED
 
     try:

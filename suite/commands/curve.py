@@ -23,7 +23,7 @@ from suite.runtime import curve_log
 from suite.terminal import tell
 
 STARTED = re.compile(r"tfevents\.(\d+)\.")
-"""The second in which a run began to write a file, in the file's name."""
+"""Pattern of an event file's name, with the second in which a run began to write it."""
 PAGE = "run.html"
 
 
@@ -59,7 +59,7 @@ def curve(folder: str, out: str | None, opens: bool) -> None:
 
 
 def read(folder: Path) -> Mapping[str, Points]:
-    """Metric → its points. PerfsuiteError where there are none, or no loss is among them."""
+    """Return metric → its points. PerfsuiteError where there are none, or fewer than two losses."""
     if os.path.isfile(folder):
         raise PerfsuiteError(f"{shown(folder)} is a file; name the folder of a run")
     try:
@@ -76,7 +76,7 @@ def read(folder: Path) -> Mapping[str, Points]:
 
 
 def logged(lines: Sequence[Mapping[str, Any]]) -> dict[str, Points]:
-    """Metric → its points, of the lines of a run's log."""
+    """Return metric → its points, from the lines of a run's log."""
     found: dict[str, list[tuple[int, float, float]]] = {}
     for line in lines:
         for name, value in line.items():
@@ -97,9 +97,9 @@ def _from_tensorboard(folder: Path) -> Mapping[str, Points]:
             f"{shown(folder)} has no {curve_log.FILE}, and no TensorBoard files; name the folder of a run"
         )
     for file in files:
-        if not os.path.isfile(file):  # a pipe would be waited for
+        if not os.path.isfile(file):  # reading a pipe would block
             raise PerfsuiteError(f"cannot read {shown(file)}: it is no file; move it away")
-    logging.getLogger("tensorboard").setLevel(logging.ERROR)  # it tells of windows of an abandoned run, which it drops
+    logging.getLogger("tensorboard").setLevel(logging.ERROR)  # it warns of windows of an abandoned run, which it drops
     try:
         with utf8_name(board) as named:
             events = EventAccumulator(str(named), size_guidance={"scalars": 0}).Reload()
@@ -107,7 +107,7 @@ def _from_tensorboard(folder: Path) -> Mapping[str, Points]:
         raise PerfsuiteError(
             f"cannot read {shown(board)}: {error.strerror or error}; make it readable, or name another folder"
         ) from None
-    except Exception as error:  # of a file that is none of TensorBoard's: any kind, of protobuf for instance
+    except Exception as error:  # foreign files raise errors of any kind, e.g. protobuf's
         raise PerfsuiteError(
             f"{shown(board)} holds a damaged file ({type(error).__name__}); move it away, or name another folder"
         ) from None
@@ -119,9 +119,9 @@ def _from_tensorboard(folder: Path) -> Mapping[str, Points]:
 
 
 def joined(points: Points, starts: Sequence[int]) -> Points:
-    """Without the time that passed between a run's end and its resumption, at one of `starts`.
+    """Leave out the time that passed between a run's end and its resumption, at one of `starts`.
 
-    What remains of such a gap is what its windows take elsewhere, by the median.
+    Each such gap is replaced by the time that as many windows take elsewhere, by the median.
     """
     pairs = list(itertools.pairwise(points))
     resumed = [any(a[1] < start <= b[1] for start in starts) for a, b in pairs]
@@ -138,7 +138,7 @@ def joined(points: Points, starts: Sequence[int]) -> Points:
 
 
 def summary(points: Mapping[str, Points], noun: str = "window") -> str:
-    """The run in one line."""
+    """Return the run in one line."""
     first, last = points["loss"][0], points["loss"][-1]
     seconds = last[1] - first[1]
     rate = (last[0] - first[0]) / seconds if seconds > 0 else float("nan")
@@ -150,7 +150,7 @@ def summary(points: Mapping[str, Points], noun: str = "window") -> str:
 
 
 def plot(points: Mapping[str, Points], path: Path, noun: str = "window") -> None:
-    """Loss and throughput over the windows, as SVG."""
+    """Plot loss and throughput over the windows, as SVG."""
     pyplot = plotting.pyplot("the curve needs matplotlib: pip install 'perfsuite[test]'")
     loss = points["loss"]
     rates = rates_of(loss)

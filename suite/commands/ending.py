@@ -1,4 +1,4 @@
-"""How a command of the suite ends where it cannot go on: in one line."""
+"""Endings of the suite's commands where they cannot go on: in one line."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ INTERRUPTED = 130
 
 
 class Failed(click.ClickException):
-    """In one line, if anybody reads it."""
+    """Error that is shown in one line, if anybody reads it."""
 
     def show(self, file: Any = None) -> None:
         tell(f"Error: {self.format_message()}", err=True)
 
 
 class Wrong(Failed):
-    """A command line or configuration, where click's UsageError takes three lines."""
+    """Error of the command line or a configuration; click's UsageError would take three lines."""
 
     exit_code = 2
 
@@ -37,8 +37,10 @@ class Wrong(Failed):
 def in_one_line(
     interrupted: str, remedy: str = "lower batch_size or sequence_length, or free the device"
 ) -> Iterator[None]:
-    """Exit code 1 for a PerfsuiteError and, with the `remedy`, where memory runs out; 2 for a wrong configuration, 130
-    with the line `interrupted` for Ctrl-C.
+    """End the command in one line where the block fails.
+
+    The exit code is 1 for a PerfsuiteError and, with the `remedy`, where memory runs out; 2 for a wrong configuration;
+    130, with the line `interrupted`, for Ctrl-C.
     """
     reserve()
     try:
@@ -56,7 +58,7 @@ def in_one_line(
 
 
 def out_of_memory(error: BaseException) -> str | None:
-    """What it says, in a line, if it is that of a device or of the host whose memory does not suffice; else None."""
+    """Return the error's message, in a line, if the memory of a device or of the host does not suffice; else None."""
     torch = sys.modules.get("torch")
     told = " ".join(str(error).split())
     if isinstance(error, MemoryError):  # Python's own says nothing
@@ -68,7 +70,7 @@ def out_of_memory(error: BaseException) -> str | None:
 
 
 def writable(folder: Path) -> None:
-    """Before anything is measured: PerfsuiteError where no file can be written in the folder; it is made."""
+    """Make the folder before anything is measured; PerfsuiteError where no file can be written in it."""
     try:
         probe(folder)
     except OSError as error:

@@ -25,7 +25,7 @@ OPTIONS = {
     "split": ("--split", "leak_cnn"),
     "ngrams": ("--ngrams", "eigenstate_lm"),
 }
-"""Options of one trainer alone, by parameter."""
+"""Options that belong to one trainer alone, by parameter."""
 
 
 @click.command(context_settings={"ignore_unknown_options": True})
@@ -243,13 +243,13 @@ def _trainer2(checkpoint: str, out: str | None, device: str | None, fields: tupl
 
 
 def _in_words(values: Mapping[str, float]) -> str:
-    """A loss in nats, and in bits where its text is known."""
+    """Format a loss in nats per token, and in bits per byte where its text is known."""
     bits = f", {values['bits_per_byte']:.4f} bits a byte" if "bits_per_byte" in values else ""
     return f"{values['validation_loss']:.4f} nats a token{bits}"
 
 
 def _held_out(batches: object) -> int:
-    """How many sequences a checkpoint's training has held out."""
+    """Return the number of sequences that a checkpoint's training has held out."""
     count = batches.get("validation", 0) if isinstance(batches, Mapping) else 0
     return count if isinstance(count, int) else 0
 

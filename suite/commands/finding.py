@@ -1,4 +1,4 @@
-"""The checkpoint that a command is given: a file, or the folder of a run."""
+"""Lookup of the checkpoint that a command is given: a file, or the folder of a run."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from suite.runtime.checkpoints import Checkpoint
 
 
 def checkpoint_of(given: str, trainer: str) -> tuple[Path, Checkpoint]:
-    """(file, content) of a trainer's checkpoint, or of the last one in a folder; PerfsuiteError where there is none."""
+    """Return (file, content) of a trainer's checkpoint, or of the last one in a folder; PerfsuiteError without one."""
     path = Path(given)
     if os.path.isdir(path) and Store(path).files():  # Path.is_dir raises for a name that is too long
         return checkpoints.load_latest(Store(path), trainer)

@@ -92,7 +92,7 @@ def _generate(
             show(characters.of(token))
         show(characters.rest())
         show("\n")
-    except BrokenPipeError:  # whoever reads has enough
+    except BrokenPipeError:  # the reader has closed the pipe
         silence(err=False)
         return
     except OSError as error:
@@ -106,10 +106,11 @@ def _generate(
 
 
 def loaded(checkpoint: str, *, best: bool = True) -> tuple[Mapping[str, Any], Any]:
-    """(weights, tokenizer) of a checkpoint's file, or of the last one in a folder; PerfsuiteError where it has not
-    both, or they do not belong together.
+    """Return (weights, tokenizer) of a checkpoint's file, or of the last one in a folder.
 
     best  take the weights of the least held-out loss, if the checkpoint has any
+
+    PerfsuiteError where one of the two is missing or damaged, or they do not belong together.
     """
     from suite import text
     from suite.commands.finding import checkpoint_of
@@ -154,7 +155,7 @@ def loaded(checkpoint: str, *, best: bool = True) -> tuple[Mapping[str, Any], An
 
 
 def encoded(tokenizer: Any, prompt: str) -> list[int]:
-    """The prompt's tokens at the begin of a text, as after another's end; PerfsuiteError where it has none."""
+    """Return the prompt's tokens after an end token, as at a text's beginning; PerfsuiteError if this fails."""
     from suite import text
 
     try:
@@ -167,7 +168,7 @@ def encoded(tokenizer: Any, prompt: str) -> list[int]:
 
 
 def show(text: str) -> None:
-    """To stdout, at once; what that has no character for as a question mark."""
+    """Write to stdout at once; characters that it cannot encode become question marks."""
     if sys.stdout is None:  # closed
         return
     encoding = sys.stdout.encoding
@@ -176,10 +177,10 @@ def show(text: str) -> None:
 
 
 def summary(prompt: int, count: int, first: float, last: float) -> str:
-    """The run in one line.
+    """Return the run in one line.
 
     prompt, count  tokens that were read, and drawn
-    first, last    seconds from the begin until the first of these, and the last
+    first, last    seconds from the beginning until the first and the last token was drawn
     """
     from suite.runtime.display import quantity
 

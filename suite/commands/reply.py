@@ -113,7 +113,7 @@ def _said(error: Exception) -> str:
 
 
 def _given(path: Path, state: Any, model: str | None, encoder: str | None) -> tuple[Any, Any]:
-    """(configuration, what a trainer is given) of a checkpoint."""
+    """Return (configuration, what a trainer is given) of a checkpoint."""
     from suite.polychromic import drawn
     from suite.polychromic.chat import Chat
     from suite.polychromic.config import TrainConfig

@@ -87,7 +87,7 @@ def _launched(
     overwrite: bool,
     fields: tuple[str, ...],
 ) -> int:
-    """Start the ranks, once the command line has been checked."""
+    """Check the command line, start the ranks, and return the exit code."""
     from suite import configuration, launching, trainers
     from suite.runtime import together
 
@@ -127,7 +127,7 @@ def _train(
     show: bool,
     fields: tuple[str, ...],
 ) -> int:
-    # torch takes a second to import: after the command line has been found right as far as it can be without.
+    # Importing torch takes a second: first check as much of the command line as possible without it.
     from suite import trainers
 
     trainers.find(name)
@@ -157,7 +157,7 @@ def _train(
 
 
 def _leave(error: BaseException, here: Place) -> NoReturn:
-    """End a rank that failed at once: what waits for the other ranks would never end."""
+    """End a failed rank at once: anything that waits for the other ranks would never end."""
     from suite import launching
     from suite.runtime.together import RankLostError
 
@@ -169,7 +169,7 @@ def _leave(error: BaseException, here: Place) -> NoReturn:
         code = shown.exit_code
         if isinstance(error, RankLostError) and launching.LAUNCHED in os.environ:
             code = launching.LOST
-        if code != launching.LOST or not here.first:  # of the others the launcher chooses what it tells
+        if code != launching.LOST or not here.first:  # the launcher chooses which of the others' errors it prints
             shown.show()
     except SystemExit as ended:
         code = ended.code if isinstance(ended.code, int) else 1
@@ -228,11 +228,11 @@ def _trained(
 
 
 def _nothing(text: str) -> None:
-    """Say nothing: rank 0 does."""
+    """Print nothing, since rank 0 prints it."""
 
 
 def _loaded(name: str, data: Any, here: Place) -> Any:
-    """The data; rank 0 is the first to open them, since it may make files beside them."""
+    """Load the data; rank 0 opens them first, since it may make files beside them."""
     from suite import trainers
     from suite.runtime.together import Together
 
@@ -245,7 +245,7 @@ def _loaded(name: str, data: Any, here: Place) -> Any:
 
 
 def _start(resume: str | None, folder: str) -> Path | None:
-    """The checkpoint file that --resume means: a file, a folder's last one, or "latest"."""
+    """Return the checkpoint file that --resume names: a file, a folder's last one, or with "latest" the run's last."""
     from suite.runtime import Store
 
     if resume is None:
@@ -257,9 +257,9 @@ def _start(resume: str | None, folder: str) -> Path | None:
 
 
 def device_called(name: str | None) -> Any:
-    """The device of that name, or the GPU if there is one, or the CPU; PerfsuiteError where it cannot be used.
+    """Return the device of that name, or the GPU if there is one, or the CPU; PerfsuiteError where it cannot be used.
 
-    A GPU becomes the current one: its streams, events, kernels and counters are then meant where none is named.
+    A GPU becomes the current device, which is used for streams, events, kernels and counters where none is named.
     """
     import torch
 
@@ -278,7 +278,7 @@ def device_called(name: str | None) -> Any:
 
 
 def name_of(device: Any) -> str:
-    """The model of that GPU, or of the CPU."""
+    """Return the model of the GPU, or of the CPU."""
     import torch
 
     from perfsuite import machine
