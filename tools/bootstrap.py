@@ -5,8 +5,8 @@
 3. Otherwise .venv is created. Where the Python at hand can import torch (a GPU container, an environment of one's
    own), .venv sees that Python's packages, and torch and triton are never installed or changed.
 
-Progress and errors go to stderr, a line each. The whole file must stay readable by Python 3.8, so that an old one
-gets a sentence and not a SyntaxError.
+Progress and errors go to stderr, a line each. The whole file must stay readable by Python 3.8, so that an old Python
+prints an error message and not a SyntaxError.
 """
 
 import contextlib
@@ -26,10 +26,10 @@ STAMP = "perfsuite.stamp"
 LOG = "bootstrap.log"
 NEWER = ("python3.13", "python3.12", "python3.11")
 
-# Of pyproject.toml; INSPECT names them too.
+# Extras of pyproject.toml; INSPECT names them too.
 EXTRAS = "test,train"
-# Without these the tests run: `make check`, figures, packaging and tests beside each other need them, and a few tests
-# of the trainers, which are skipped then.
+# The tests run without these packages. `make check`, figures, packaging and parallel tests need them, and so do a few
+# tests of the trainers, which are skipped without them.
 OPTIONAL = {
     "mypy",
     "ruff",
@@ -45,12 +45,12 @@ OPTIONAL = {
     "tokenizers",
 }
 NO_INDEX = "the package index cannot be reached"
-# Bound to the GPU driver and to each other: what a container brings stays as it is.
+# These are bound to the GPU driver and to each other: the versions of a container are kept.
 KEEP = ("torch", "triton")
-# pip's options where there may be no network and a way on without it: its five retries take minutes.
+# pip's options where there may be no network and the set-up can do without it: the default five retries take minutes.
 HASTY = ("--retries", "1", "--timeout", "20")
 
-# Run by the environment's own Python: what of pyproject.toml it lacks. pip carries a copy of packaging.
+# The environment's own Python runs this to find what it lacks of pyproject.toml. pip carries a copy of packaging.
 INSPECT = r"""
 import importlib.metadata, json, sys, tomllib
 from pip._vendor.packaging.requirements import Requirement
@@ -77,13 +77,13 @@ print(json.dumps({
 
 
 def fail(message):
-    """End with one line."""
+    """Print one line, and end with exit code 1."""
     say(message)
     raise SystemExit(1)
 
 
 def say(message):
-    """Progress, in one line."""
+    """Print one line of progress to stderr."""
     sys.stderr.write(f"bootstrap: {message}\n")
     sys.stderr.flush()
 
@@ -106,7 +106,7 @@ def main():
 
 
 def check_chosen(path):
-    """The path of the interpreter that the user named, once it is known to run."""
+    """Return the path of the interpreter that the user named, after checking that it runs and is new enough."""
     found = shutil.which(path)
     if found is None:
         fail(f"PERFSUITE_PYTHON={path} is not an executable; unset it or name a Python 3.11 or newer")
@@ -117,7 +117,7 @@ def check_chosen(path):
 
 
 def version_of(python):
-    """(3, 12) of an interpreter; () where it does not run."""
+    """Return an interpreter's version, e.g. (3, 12); () where it does not run."""
     code = "import sys; print('%d %d' % sys.version_info[:2])"
     try:
         done = subprocess.run([str(python), "-c", code], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, timeout=60)
@@ -135,7 +135,7 @@ def python_of(venv):
 
 
 def stamp():
-    """What .venv depends on; another value means that it must be set up again."""
+    """Return a digest of the files on which .venv depends; if it changes, .venv must be set up again."""
     digest = hashlib.sha256()
     for name in ("pyproject.toml", "constraints.txt"):
         digest.update((ROOT / name).read_bytes())
@@ -143,7 +143,7 @@ def stamp():
 
 
 def is_ready(venv):
-    """Whether .venv was set up for the present requirements and its interpreter still runs."""
+    """Return whether .venv was set up for the present requirements and its interpreter still runs."""
     try:
         return (venv / STAMP).read_text() == stamp() and version_of(python_of(venv)) >= OLDEST
     except OSError:
@@ -159,7 +159,7 @@ def set_up(venv):
     else:
         say(f"installing into .venv; about a minute, the log is .venv/{LOG}")
         constraints = ["-c", str(ROOT / "constraints.txt")]
-        # The one that Python brings may be years old, and take twice as long. Where there is no newer one it will do.
+        # The pip that Python brings may be years old and take twice as long. It suffices where there is no newer one.
         pip(venv, log, [*HASTY, *constraints, "--upgrade", "pip"])
         problem = pip(venv, log, [*constraints, "-e", f"{ROOT}[{EXTRAS}]"])
         if problem:
@@ -168,13 +168,13 @@ def set_up(venv):
 
 
 def has_torch(python):
-    """Whether a Python has torch. Looked up, not imported: that takes seconds and may need the GPU."""
+    """Return whether a Python has torch. It is not imported: that takes seconds and may need the GPU."""
     code = "import importlib.util, sys; sys.exit(importlib.util.find_spec('torch') is None)"
     return subprocess.run([str(python), "-c", code], stdout=subprocess.DEVNULL).returncode == 0
 
 
 def inherits_torch(python):
-    """Whether a virtual environment's torch lies outside it."""
+    """Return whether a virtual environment's torch lies outside it."""
     code = (
         "import importlib.util, os, sys; s = importlib.util.find_spec('torch'); "
         "sys.exit(not (s and s.origin and not s.origin.startswith(sys.prefix + os.sep)))"
@@ -183,7 +183,7 @@ def inherits_torch(python):
 
 
 def create(venv, inherit):
-    """Make .venv, or bring an existing one up to date; a broken one that was made here is made anew."""
+    """Make .venv, or update an existing one; a broken one that this script made is made anew."""
     if python_of(venv).exists() and version_of(python_of(venv)) >= OLDEST:
         say("bringing .venv up to date")
         pipless = run([str(python_of(venv)), "-m", "pip", "--version"]).returncode
@@ -208,12 +208,12 @@ def create(venv, inherit):
     if inherit:
         inherit_environment(venv)
         if (site_packages(venv) / "setuptools").exists():
-            # ensurepip's, on Python 3.11: too old to build with, and it hides the inherited one.
+            # On Python 3.11 ensurepip installs setuptools: too old to build with, and it hides the inherited one.
             run([str(python_of(venv)), "-m", "pip", "uninstall", "-y", "setuptools"])
 
 
 def inherit_environment(venv):
-    """Make the packages of a virtual environment visible in .venv: --system-site-packages only shows its base's."""
+    """Make the packages of a virtual environment visible in .venv: --system-site-packages shows only its base's."""
     if sys.prefix == sys.base_prefix:
         return
     code = "import sysconfig; print(sysconfig.get_paths()['purelib']); print(sysconfig.get_paths()['platlib'])"
@@ -229,7 +229,7 @@ def site_packages(venv):
 
 
 def install_beside(venv, log):
-    """Install what is lacking, with everything that is already there left as it is."""
+    """Install the missing packages, and leave everything that is already there as it is."""
     done = run([str(python_of(venv)), "-c", INSPECT, str(ROOT / "pyproject.toml")])
     if done.returncode:
         fail(f"no pip in this Python ({last_line(done.stdout)}); install it, e.g. apt-get install python3-pip")
@@ -243,7 +243,7 @@ def install_beside(venv, log):
         problem = install_lacking(venv, log, facts)
         needed = sorted(set(facts["lacking"]) - OPTIONAL)
         fatal = problem
-        if problem and needed and problem != NO_INDEX:  # is it only an optional one that cannot be had?
+        if problem and needed and problem != NO_INDEX:  # maybe only an optional package is not available
             fatal = install_lacking(venv, log, {**facts, "lacking": {name: facts["lacking"][name] for name in needed}})
         if fatal and needed:
             remedy = f"install {', '.join(needed)} where this Python finds it, or check the network"
@@ -260,7 +260,7 @@ def install_beside(venv, log):
 
 
 def install_lacking(venv, log, facts):
-    """Install what is lacking, in the tested versions; the last line of error, or None."""
+    """Install the missing packages in the tested versions; return pip's last line of error, or None."""
     present = {name: v.partition("+")[0] for name, v in facts["installed"].items() if name not in facts["lacking"]}
     tested = [
         line
@@ -268,7 +268,7 @@ def install_lacking(venv, log, facts):
         if line.partition("==")[0].strip().lower() in facts["lacking"]
     ]
     problem = None
-    # All that is there stays as it is; where that cannot be solved, torch and triton at least.
+    # First keep all that is installed; where pip cannot solve that, keep at least torch and triton.
     for kept in (present, {name: v for name, v in present.items() if name in KEEP}):
         with tempfile.TemporaryDirectory() as folder:
             constraints = Path(folder) / "constraints.txt"
@@ -281,8 +281,8 @@ def install_lacking(venv, log, facts):
 
 
 def pip(venv, log, arguments):
-    """Run pip install; its last line of error, or None."""
-    # Python compiles what is imported when it is imported; all of torch takes a third of the installation.
+    """Run pip install; return its last line of error, or None."""
+    # Python compiles a module when it is first imported; compiling all of torch takes a third of the installation.
     options = ["--disable-pip-version-check", "--no-input", "--no-compile"]
     done = run([str(python_of(venv)), "-m", "pip", "install", *options, *arguments])
     with log.open("a") as file:
@@ -292,14 +292,14 @@ def pip(venv, log, arguments):
     if "NewConnectionError" in done.stdout or "ConnectTimeoutError" in done.stdout:
         return NO_INDEX
     errors = [line.replace("ERROR: ", "") for line in done.stdout.splitlines() if line.lstrip().startswith("ERROR")]
-    # The last one says what failed, but for the one that only points to pip's manual.
+    # The last line says what failed, except for one that only points to pip's manual.
     told = [line for line in errors if not line.startswith("ResolutionImpossible")]
     return last_line("\n".join(told)) or last_line(done.stdout) or f"exit {done.returncode}"
 
 
 def run(command):
-    """A finished process with both its outputs in `stdout`."""
-    # pip would take these as an order to install elsewhere than into .venv.
+    """Run a command, and return the finished process with both its outputs in `stdout`."""
+    # With these, pip would install elsewhere than into .venv.
     environment = {
         k: v for k, v in os.environ.items() if k not in ("PYTHONHOME", "PIP_TARGET", "PIP_PREFIX", "PIP_USER")
     }
@@ -313,7 +313,7 @@ def last_line(text):
 
 @contextlib.contextmanager
 def locked():
-    """One bootstrap at a time: `make run` and `make test` may be started together."""
+    """Allow one bootstrap at a time: `make run` and `make test` may be started together."""
     import fcntl
 
     try:

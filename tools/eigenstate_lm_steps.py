@@ -36,7 +36,7 @@ BF16 = {"autocast_bf16": True}
 
 
 def _sizes(name: str) -> dict[str, Any]:
-    """What configs/eigenstate_lm/NAME.yaml says of the network's size, and of how many sequences at once."""
+    """Return the network's size, and the number of sequences at once, from configs/eigenstate_lm/NAME.yaml."""
     whole = yaml.safe_load((ROOT / "configs" / "eigenstate_lm" / f"{name}.yaml").read_text())
     return {field: whole[field] for field in ("width", "layers", "eigenstates", "batch_size")}
 
@@ -70,7 +70,10 @@ def text(length: int) -> Text:
 
 
 def timed(kind: Any, config: TrainConfig, device: str, steps: int) -> dict[str, float]:
-    """Seconds a step, of steps after the first ones that do not wait for each other; and what is said of them."""
+    """Return the seconds of a step and figures derived from them.
+
+    The steps do not wait for each other; the first ones are not timed.
+    """
     optimized._compiled.cache_clear()
     torch._dynamo.reset()
     gc.collect()
@@ -117,7 +120,7 @@ def main() -> None:
     told: dict[str, Any] = {"torch": torch.__version__, "device": torch.cuda.get_device_name() if cuda else "cpu"}
 
     def found(what: str, name: Any, value: Any) -> None:
-        """Kept at once: the next row may take too long."""
+        """Record a figure, and write it at once: the next row may take too long."""
         told.setdefault(what, {})[name] = value
         console.print(what, name, value)
         (given.out / "steps.json").write_text(json.dumps(told, indent=1) + "\n")
@@ -150,7 +153,7 @@ def main() -> None:
 
 
 def _extrapolated(seconds: dict[int, float], length: int) -> float:
-    """By the line through them; from one in proportion."""
+    """Extrapolate the seconds to `length` by the line through them, or in proportion from a single one."""
     if len(seconds) == 1:
         ((short, took),) = seconds.items()
         return took * length / short

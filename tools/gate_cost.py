@@ -23,7 +23,7 @@ MOST = 12
 
 
 def parts(report: RunReport) -> list[str]:
-    """Seconds of the run by what it did, and how many processes measured the workloads."""
+    """Return the table of the run's seconds by part, and the numbers of processes that measured the workloads."""
     other = report.seconds - sum(report.spent.values())
     processes = Counter(len(runs) for runs in report.measurements.values())
     counts = ", ".join(f"{workloads} in {count}" for count, workloads in sorted(processes.items()))
@@ -32,7 +32,7 @@ def parts(report: RunReport) -> list[str]:
 
 
 def workloads(report: RunReport, most: int) -> list[str]:
-    """Seconds by workload: its proof, its first process with some phases of it, and all processes."""
+    """Return the table of seconds by workload: its proof, its first process with phases of it, and all processes."""
     longest = sorted(report.measurements.items(), key=lambda item: sum(m.seconds for m in item[1]), reverse=True)
     rows = [_row(name_of(id), [report.proofs.get(id, {})], [runs]) for id, runs in longest[:most]]
     if rest := longest[most:]:
@@ -52,7 +52,7 @@ def _row(name: str, proofs: Sequence[Mapping[str, float]], runs: Sequence[Sequen
 
 
 def main() -> int:
-    """Print the tables; 1, with a line that says why, where the report cannot be read."""
+    """Print the tables; return 1, with a line that says why, where the report cannot be read."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("report", type=Path, help="report.json of `perfsuite gate`")
     parser.add_argument("--most", type=int, default=MOST, help=f"so many workloads by themselves (default: {MOST})")

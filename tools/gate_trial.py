@@ -35,7 +35,7 @@ from perfsuite.report import jsonfile
 
 GREEN: set[Status | None] = {Status.PASS, Status.IMPROVED}
 RED: set[Status | None] = {Status.REGRESSED, Status.BELOW_FLOOR}
-"""A promise that is broken is reported before a regression."""
+"""Statuses that count as red; a broken promise is reported before a regression."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -49,12 +49,13 @@ class Trial:
     seconds: float
     verdicts: dict[str, Status]
     lines: tuple[str, ...]
-    """What is said of each red workload."""
+    """The message of each red workload."""
 
     @property
     def as_it_must(self) -> bool:
-        """Red by name where the fault shows, PASS where it does not, and the exit code that follows.
+        """Whether the run ended as it must.
 
+        Workloads must be red by name where the fault shows and PASS where it does not, and the exit code must follow.
         Beside another process each may be NOISY instead.
         """
         if not self.verdicts:
@@ -81,7 +82,7 @@ class Trial:
 def gate(
     root: Path, out: Path, name: str, *, planted: str = "", options: Sequence[str] = (), beside: bool = False
 ) -> Trial:
-    """One run of the gate in `root`; its output goes to `out`."""
+    """Run the gate once in `root`; its output goes to `out`."""
     folder = out / name
     command = [sys.executable, "-m", "perfsuite", "gate", f"--report={folder}", *options]
     began = time.monotonic()
@@ -114,7 +115,7 @@ while True:
 
 @contextlib.contextmanager
 def neighbour() -> Iterator[None]:
-    """Another process that keeps the GPU's tensor cores busy, and so takes its power and its time slices."""
+    """Start another process that keeps the GPU's tensor cores busy, and so takes its power and its time slices."""
     process = subprocess.Popen([sys.executable, "-c", BUSY])
     try:
         time.sleep(5)
@@ -128,7 +129,7 @@ def neighbour() -> Iterator[None]:
 
 @contextlib.contextmanager
 def work_tree(root: Path) -> Iterator[Path]:
-    """Another work tree of the same repository, at HEAD."""
+    """Yield another work tree of the same repository, at HEAD; remove it afterwards."""
     folder = Path(tempfile.mkdtemp(prefix="gate-trial-"))
     tree = folder / "tree"
     try:
@@ -140,7 +141,7 @@ def work_tree(root: Path) -> Iterator[Path]:
 
 
 def shown(trials: list[Trial]) -> Table:
-    """The table of all runs."""
+    """Return the table of all runs."""
     table = Table("planted", "exit", "seconds", "verdicts", "red", "as it must")
     for trial in trials:
         statuses = list(trial.verdicts.values())
@@ -158,7 +159,7 @@ def shown(trials: list[Trial]) -> Table:
 
 
 def main() -> int:
-    """The command line."""
+    """Parse the command line and run the trials; return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gates", type=int, default=3)
     parser.add_argument("--only", choices=PLANTS, action="append")
@@ -168,7 +169,7 @@ def main() -> int:
     root = Path.cwd()
     out = given.out.resolve()
     out.mkdir(parents=True, exist_ok=True)
-    # What the measuring processes of a planted tree import is that tree: it comes before any installed copy.
+    # The measuring processes of a planted tree must import that tree, and not an installed copy.
     os.environ.pop("PYTHONSAFEPATH", None)
     trials: list[Trial] = []
     devices = torch.cuda.device_count()

@@ -65,17 +65,17 @@ ALONE = {
     "optimized, cuDNN": (Optimized, CUDNN, True),
     "optimized, cuDNN autotuned": (Optimized, {**CUDNN, "cudnn_autotune": True}, True),
 }
-"""Of these only the first epochs are timed: within one process cuDNN gives both what the first of them found."""
+"""Arms of which only the first epochs are timed: in one process cuDNN gives both what the first of them found."""
 JUDGING = {
     "reference": OWN["reference"],
     "optimized, file by file": (Optimized, {"autocast_bf16": True, "file_level_eval": False}, True),
     "optimized": OWN["optimized"],
 }
-"""Those whose validation is timed."""
+"""Arms whose validation is timed."""
 
 
 def built(name: str, data: LeakAudio, device: str, config: TrainConfig) -> Any:
-    """The trainer of that name."""
+    """Build the trainer of that name."""
     every = {**OWN, **ALONE, **JUDGING}
     if name not in every:
         set_up = next(s for s in GRID if str(s) == name)
@@ -93,7 +93,7 @@ class Arm:
         self.trainer = built(name, data, device, config)
 
     def seconds(self) -> float:
-        """Of the next epoch."""
+        """Train the next epoch, and return its seconds."""
         began = time.perf_counter()
         self.trainer.train_window({"epoch": torch.tensor(self.epoch)})
         if self.device != "cpu":
@@ -102,7 +102,7 @@ class Arm:
         return time.perf_counter() - began
 
     def close(self) -> None:
-        """Its workers end."""
+        """End the trainer's workers."""
         for owner in (self.trainer, getattr(self.trainer, "_loader", None)):
             if owner is not None and hasattr(owner, "close"):
                 owner.close()
@@ -110,7 +110,7 @@ class Arm:
 
 @contextmanager
 def arm(name: str, data: LeakAudio, device: str, config: TrainConfig) -> Iterator[Arm]:
-    """An arm, closed at the end."""
+    """Yield an arm, and close it at the end."""
     made = Arm(name, data, device, config)
     try:
         yield made
@@ -119,9 +119,9 @@ def arm(name: str, data: LeakAudio, device: str, config: TrainConfig) -> Iterato
 
 
 def first_epoch(name: str, path: str, device: str, config: TrainConfig) -> dict[str, float]:
-    """Seconds of building the trainer and of its first epochs, where nothing is compiled yet."""
+    """Return the seconds of building the trainer and of its first epochs, where nothing is compiled yet."""
     if device != "cpu":
-        torch.zeros(1, device=device)  # the device's context is no trainer's
+        torch.zeros(1, device=device)  # creates the device's context, which is not counted for the trainer
     data = open_data(path)
     began = time.perf_counter()
     with arm(name, data, device, config) as found:
@@ -135,7 +135,7 @@ def first_epoch(name: str, path: str, device: str, config: TrainConfig) -> dict[
 
 
 def in_own_process(name: str, path: str, device: str, config: TrainConfig) -> dict[str, float]:
-    """`first_epoch` with empty caches."""
+    """Run `first_epoch` in a process of its own, with empty compiler caches."""
     with tempfile.TemporaryDirectory() as folder:
         caches = {"TORCHINDUCTOR_CACHE_DIR": f"{folder}/inductor", "TRITON_CACHE_DIR": f"{folder}/triton"}
         options = ["--device", device, "--batch_size", str(config.batch_size), "--first", name]
@@ -146,7 +146,7 @@ def in_own_process(name: str, path: str, device: str, config: TrainConfig) -> di
 
 
 def grid(data: LeakAudio, device: str, config: TrainConfig, epochs: int = 5) -> dict[str, float]:
-    """Set-up → median seconds of an epoch, each alone, without its first two."""
+    """Return set-up → median seconds of an epoch, each timed alone, without its first two epochs."""
     found = {}
     for set_up in GRID:
         with arm(str(set_up), data, device, config) as made:
@@ -159,7 +159,7 @@ def grid(data: LeakAudio, device: str, config: TrainConfig, epochs: int = 5) -> 
 def interleaved(
     names: list[str], data: LeakAudio, device: str, config: TrainConfig, rounds: int
 ) -> dict[str, list[float]]:
-    """Arm → seconds of an epoch in each round."""
+    """Return arm → seconds of an epoch in each round."""
     made = [Arm(name, data, device, config) for name in names]
     try:
         for one in made:
@@ -173,7 +173,10 @@ def interleaved(
 
 
 def judged(data: LeakAudio, device: str, config: TrainConfig, rounds: int) -> dict[str, dict[str, list[float]]]:
-    """Arm → "without" and "with" a validation: seconds of an epoch in each round; of the reference's "files" alone."""
+    """Return arm → "without" and "with" validation → seconds of an epoch in each round.
+
+    The reference also has "files": the seconds of evaluating the files alone.
+    """
     every = dataclasses.replace(config, validate_every=1)
     made = {
         (name, how): Arm(name, data, device, own)
@@ -206,7 +209,7 @@ def judged(data: LeakAudio, device: str, config: TrainConfig, rounds: int) -> di
 
 
 def tables(found: dict[str, Any]) -> Iterator[Table]:
-    """What was found, for people."""
+    """Yield the figures as tables."""
     table = Table(
         "an epoch", "median", "segments a second", "reference over it", "best conventional over it", title="interleaved"
     )
@@ -247,7 +250,7 @@ def tables(found: dict[str, Any]) -> Iterator[Table]:
 
 
 def main() -> int:
-    """The command line."""
+    """Parse the command line and run; return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("data")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")

@@ -33,10 +33,10 @@ from suite.leak_cnn.dataset import LeakAudio, open_data  # noqa: E402
 
 
 class InMemory(LeakAudio):
-    """The same set, read once."""
+    """The same data set, read once into memory."""
 
     def examples(self, split: str) -> Any:
-        """(mels, label, leak) of each segment."""
+        """Return (mels, label, leak) of each segment."""
         found = self.read(split)
         return TensorDataset(found.features.squeeze(1), found.labels, found.leaks)
 
@@ -46,7 +46,7 @@ SHOWN = ("validation_accuracy", "validation_f1", "file_accuracy", "file_f1")
 
 
 def train(side: str, seed: int, path: str, epochs: int, batch_size: int, device: str) -> dict[str, float]:
-    """The metrics of the last epoch."""
+    """Train one side, and return the metrics of the last epoch."""
     config = TrainConfig(
         seed=seed, epochs=epochs, batch_size=batch_size, validate_every=epochs, num_workers=0, autocast_bf16=True
     )
@@ -61,7 +61,7 @@ def train(side: str, seed: int, path: str, epochs: int, batch_size: int, device:
 
 
 def table(found: dict[str, list[dict[str, float]]]) -> Table:
-    """Metrics of each side as mean and range over the seeds, in points, and the difference."""
+    """Return the metrics of each side as mean and range over the seeds, in points, and the difference."""
     made = Table("in points", *SIDES, "optimized − reference, 95%")
     for name in SHOWN:
         values = {side: [100 * own[name] for own in found[side]] for side in SIDES}
@@ -72,7 +72,7 @@ def table(found: dict[str, list[dict[str, float]]]) -> Table:
 
 
 def main() -> int:
-    """The command line."""
+    """Parse the command line and run; return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("data")
     parser.add_argument("--seeds", type=int, default=5)
@@ -83,7 +83,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=Path(".perfsuite/leak_cnn_seeds"))
     given = parser.parse_args()
     if given.seed is not None:
-        warnings.simplefilter("ignore")  # of the compiler's own modules
+        warnings.simplefilter("ignore")  # about the compiler's own modules
         torch.set_num_threads(1)
         device = given.device
         if device == "cuda":

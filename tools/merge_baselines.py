@@ -17,12 +17,12 @@ from perfsuite.errors import PerfsuiteError
 
 
 def newer(old: baseline.Baseline, other: baseline.Baseline) -> list[baseline.Entry]:
-    """The entries of `other` that `old` lacks, or has from before."""
+    """Return the entries of `other` that `old` lacks, or has in an older version."""
     return [e for i, e in other.entries.items() if i not in old.entries or old.entries[i].accepted < e.accepted]
 
 
 def main() -> int:
-    """The command line."""
+    """Parse the command line and run; return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("into", type=Path, metavar="INTO")
     parser.add_argument("others", type=Path, metavar="FROM", nargs="+")

@@ -1,10 +1,10 @@
-"""Mutation testing: puts one small fault at a time into a module, and asks whether its tests notice.
+"""Mutation testing: puts one small fault at a time into a module, and checks whether its tests notice.
 
     python tools/mutate.py [MODULE ...] [--sample N] [--seed N] [--fresh]
 
-cosmic-ray finds the places, makes the mutants and runs the tests on each; here is what to mutate, which tests to run,
-what has been reviewed, and the report. The files are changed in a copy of the tree, so that the tree itself never is.
-Results are kept in .perfsuite/mutation/: a run that was ended goes on where it was. See docs/mutation.md.
+cosmic-ray finds the places, makes the mutants and runs the tests on each. This file says what to mutate, which tests to
+run and what has been reviewed, and writes the report. The files are changed in a copy of the tree, never in the tree
+itself. Results are kept in .perfsuite/mutation/: a run that was ended can be resumed. See docs/mutation.md.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ ROOT = Path(__file__).resolve().parent.parent
 STATE = ROOT / ".perfsuite" / "mutation"
 REVIEWED = ROOT / "tests" / "mutation" / "equivalent.toml"
 CATEGORIES = ("speed_only", "needs_gpu", "equivalent")
-"""Tables of that file, in the order in which they are asked."""
+"""Tables of that file, in the order in which they are searched."""
 
 PURE = {
     f"perfsuite/{name}.py": [f"tests/perfsuite/test_{name}.py"]
@@ -75,7 +75,7 @@ SHARED = {
     "optimized/rotor.py": ["tests/geometry/test_rotor_apply.py", "tests/geometry/test_rotor_cache.py"],
     "optimized/diversity/pairwise_cosine_cuda.py": ["tests/diversity/test_pairwise_cosine.py"],
 }
-"""Modules of `optimized/` that are no technique by themselves, and the tests that use them."""
+"""Modules of `optimized/` that are not a technique by themselves, and the tests that use them."""
 
 # One replacement for each arithmetic operator, the boundary and the negation of each comparison: the dozens of others
 # that cosmic-ray knows are found by the same assertions, and would take ten times as long.
@@ -89,12 +89,12 @@ OPERATORS = re.compile(
     r"|LShift_RShift|BitOr_BitAnd|BitAnd_BitOr|BitXor_BitAnd))"
 )
 TIMEOUT_FACTOR, TIMEOUT_SECONDS = 3.0, 15.0
-"""A mutant may take so many times as long as the sound module, and so many seconds more: then it hangs."""
+"""Time limit of a mutant: the factor times the time of the unmutated module, plus the seconds. Beyond it, it hangs."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Mutant:
-    """One fault, as it is reported: where, by which operator, and the lines before and after."""
+    """One fault as it is reported: its line, the operator, and the lines before and after."""
 
     row: int
     operator: str
@@ -106,7 +106,11 @@ class Mutant:
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """One module's counts. `found` is what was run, by outcome; `aside` what was not, by category."""
+    """One module's counts.
+
+    found  number of mutants that were run, by outcome
+    aside  number of mutants that were not run, by category
+    """
 
     module: str
     total: int
@@ -126,7 +130,7 @@ class Report:
 
 
 def tests_of(module: str) -> list[str]:
-    """The test files of a module of ours."""
+    """Return the test files of a module."""
     if module in PURE or module in SHARED:
         return {**PURE, **SHARED}[module]
     path = Path(module)
@@ -137,20 +141,20 @@ def tests_of(module: str) -> list[str]:
 
 
 def modules() -> list[str]:
-    """Every module that is mutated, the pure stages first and then the smaller before the larger."""
+    """Return every module that is mutated: the pure stages first, and then the smaller before the larger."""
     found = sorted((p for p in (ROOT / "optimized").rglob("*.py") if p.stat().st_size), key=lambda p: p.stat().st_size)
     return [*PURE, *(str(p.relative_to(ROOT)) for p in found)]
 
 
 def digest(names: Sequence[str]) -> str:
-    """Of files, and of all files in folders."""
+    """Return a digest of files, and of all Python files in folders."""
     files = [f for n in names for f in (sorted((ROOT / n).rglob("*.py")) if (ROOT / n).is_dir() else [ROOT / n])]
     return hashlib.sha256(b"\0".join(f.read_bytes() for f in files)).hexdigest()[:16]
 
 
 @contextlib.contextmanager
 def copy_of_the_tree() -> Iterator[None]:
-    """The working directory is a copy of all files that git would see, for as long as the block lasts."""
+    """Let the working directory be a copy of all files that git would see, for the length of the block."""
     listed = subprocess.run(
         ["git", "ls-files", "-z", "-co", "--exclude-standard"], cwd=ROOT, stdout=subprocess.PIPE, check=True, text=True
     )
@@ -159,7 +163,7 @@ def copy_of_the_tree() -> Iterator[None]:
             if (ROOT / name).is_file():
                 (target := Path(folder, name)).parent.mkdir(parents=True, exist_ok=True)
                 shutil.copy2(ROOT / name, target)
-        # The kernels of mutants have no place in the user's cache.
+        # The kernels of mutants must not get into the user's cache.
         os.environ["TRITON_CACHE_DIR"] = str(Path(folder, ".triton"))
         with contextlib.chdir(folder):
             yield
@@ -169,7 +173,7 @@ def copy_of_the_tree() -> Iterator[None]:
 
 
 def annotation_rows(tree: ast.AST) -> list[tuple[tuple[int, int], tuple[int, int]]]:
-    """Spans of annotations: with `from __future__ import annotations` they are never evaluated."""
+    """Return the spans of annotations: with `from __future__ import annotations` they are never evaluated."""
     spans = []
     for node in ast.walk(tree):
         notes = [getattr(node, "annotation", None), getattr(node, "returns", None)]
@@ -199,7 +203,10 @@ def describe(item: WorkItem, source: str, spans: Sequence[tuple[tuple[int, int],
 
 
 def prepared(module: str, *, fresh: bool) -> tuple[Path, dict[str, Any]]:
-    """The session's database and what is known of it; begun anew where the module or the operators changed."""
+    """Return the session's database and what is known of its mutants.
+
+    Both are made anew where the module or the operators have changed.
+    """
     stem = STATE / module.removesuffix(".py").replace("/", ".")
     database, known = Path(f"{stem}.sqlite"), Path(f"{stem}.json")
     source = (ROOT / module).read_text()
@@ -228,7 +235,7 @@ def prepared(module: str, *, fresh: bool) -> tuple[Path, dict[str, Any]]:
 
 
 def spans_by_name(module: str) -> dict[str, tuple[int, int]]:
-    """Rows of each function, class and assignment, by name, e.g. FORWARD_CONFIGS."""
+    """Return the rows of each function, class and assignment, by name, e.g. FORWARD_CONFIGS."""
     spans = {}
     for node in ast.walk(ast.parse((ROOT / module).read_text())):
         names = [getattr(node, "name", None)]
@@ -240,7 +247,7 @@ def spans_by_name(module: str) -> dict[str, tuple[int, int]]:
 
 
 def reviewed(module: str) -> list[dict[str, str]]:
-    """The entries of the reviewed list for a module. SystemExit for one that says too little, or too much."""
+    """Return the reviewed entries for a module. SystemExit for an entry that lacks a field, or has an unknown one."""
     tables = tomllib.loads(REVIEWED.read_text()) if REVIEWED.exists() else {}
     entries = [{"category": c, **entry} for c in CATEGORIES for entry in tables.pop(c, [])]
     for entry in entries:
@@ -253,7 +260,7 @@ def reviewed(module: str) -> list[dict[str, str]]:
 
 
 def same(text: str, other: str) -> bool:
-    """Whether two lines are equal but for blanks, of which cosmic-ray adds some."""
+    """Return whether two lines are equal but for blanks, some of which cosmic-ray adds."""
     return "".join(text.split()) == "".join(other.split())
 
 
@@ -278,7 +285,7 @@ def outcome(result: WorkResult) -> str:
 
 
 def measured_timeout(module: str, command: str) -> float:
-    """The limit for one mutant. SystemExit where the tests fail by themselves."""
+    """Return the time limit for one mutant in seconds. SystemExit where the tests fail without any fault."""
     began = time.perf_counter()
     done = subprocess.run(shlex.split(command), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     if done.returncode:
@@ -287,7 +294,7 @@ def measured_timeout(module: str, command: str) -> float:
 
 
 def run(db: WorkDB, module: str, jobs: Sequence[str], again: bool, mutants: dict[str, Mutant]) -> None:
-    """Tests those of `jobs` that have no result; the survivors too with `again`."""
+    """Test those of `jobs` that have no result, and with `again` also the survivors."""
     results = {job: outcome(r) for job, r in db.results}
     todo = [j for j in jobs if j not in results or (again and results[j] == "survived")]
     if not todo:
@@ -306,7 +313,7 @@ def run(db: WorkDB, module: str, jobs: Sequence[str], again: bool, mutants: dict
 
 
 def examine(module: str, *, sample: int | None, seed: int, fresh: bool) -> Report:
-    """Runs what is left of a module's mutants, and counts them all."""
+    """Run the mutants of a module that are left, and count them all."""
     tests = digest(tests_of(module))
     database, data = prepared(module, fresh=fresh)
     mutants = {job: Mutant(**fields) for job, fields in data["mutants"].items()}
@@ -314,7 +321,7 @@ def examine(module: str, *, sample: int | None, seed: int, fresh: bool) -> Repor
     lines = (ROOT / module).read_text().splitlines()
     category: dict[str, str] = {}
     for job, m in mutants.items():
-        # The marker of keyword-only arguments is not a product.
+        # The marker of keyword-only arguments is no multiplication.
         if not m.compiles or m.annotation or same(m.before.replace("*,", "/,", 1), m.after):
             category[job] = "no mutant"
         else:
@@ -334,7 +341,7 @@ def examine(module: str, *, sample: int | None, seed: int, fresh: bool) -> Repor
     with use_db(database) as db:
         run(db, module, jobs, data["tests"] != tests, mutants)
         results = {job: outcome(r) for job, r in db.results}
-    # Written last: a run that is ended here tries the survivors again.
+    # This is written last: if the run ends before it, the next one tests the survivors again.
     database.with_suffix(".json").write_text(json.dumps({**data, "tests": tests}))
     return Report(
         module=module,
@@ -378,7 +385,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0, help="of the sample (default: 0)")
     parser.add_argument("--fresh", action="store_true", help="forget the results of earlier runs")
     chosen = parser.parse_args()
-    # As an interrupt: the copy of the tree is removed.
+    # SIGTERM ends the run as an interrupt does: the copy of the tree is removed.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     wanted = [os.path.relpath(Path(m).resolve(), ROOT) for m in chosen.modules] or modules()
     for module in wanted:

@@ -13,7 +13,7 @@ from plants import PLANTS, plant
 
 
 def main() -> None:
-    """The command line."""
+    """Parse the command line, and plant the fault."""
     parser = argparse.ArgumentParser(
         description=__doc__,
         epilog="\n".join(f"{name:15} {p.what}" for name, p in PLANTS.items()),

@@ -1,4 +1,4 @@
-"""What is planted to try the gate: edits of one optimized module each, and what the gate must say of which workloads.
+"""Faults planted to try the gate: edits of one optimized module each, and the verdicts that the gate must give.
 
 The table is `PLANTS`. `plant_slowdown.py` plants one in a tree; `gate_trial.py` plants each in turn and runs the gate.
 """
@@ -38,7 +38,7 @@ class Plant:
 
 
 def _more_programs(share: float) -> tuple[tuple[str, str], ...]:
-    """So many more programs of the forward kernel, which do a part of the work again."""
+    """Return edits that start this share more programs of the forward kernel, which do a part of the work again."""
     return (
         (
             "_forward_kernel[(ceil_div(rows, block * tiles),)](",
@@ -64,7 +64,7 @@ ONE_RANK_LOSS = """            late = inputs.is_cuda and torch.distributed.get_r
             loss = torch.nn.functional.mse_loss if late else lambda a, b: (a - b).square().mean()
             loss(network(inputs), targets).backward()
 """
-"""A loss of fewer launches, in place of which the device sleeps."""
+"""A loss of fewer launches; the device sleeps instead of them."""
 ONE_RANK_SLEEP = """        if late:
             torch.cuda._sleep(170_000)  # cycles: 2% of 4.0 ms at 1.98 GHz, and what the loss has saved
         optimizer.zero_grad()
@@ -206,7 +206,7 @@ PLANTS = {
 
 
 def plant(root: Path, name: str) -> Path:
-    """Make the edits in the tree at `root`; the changed module. ValueError where they do not fit it."""
+    """Make the edits in the tree at `root`, and return the changed module. ValueError where they do not fit it."""
     found = PLANTS[name]
     path = root / "optimized" / f"{found.module}.py"
     text = path.read_text()

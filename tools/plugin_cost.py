@@ -1,9 +1,9 @@
-"""How much the plugin adds to collecting a suite that has no pair: prints the medians, and their difference.
+"""Cost of the plugin when a suite that has no pair is collected: prints the medians, and their difference.
 
     python tools/plugin_cost.py [repeats]
 
-200 trivial tests in 10 modules, collected in fresh processes with and without `-p no:perfsuite.plugin`, in turn, so
-that a drift of the machine falls on both. pytest-benchmark and Hypothesis come with perfsuite, but are plugins by
+200 trivial tests in 10 modules are collected in fresh processes with and without `-p no:perfsuite.plugin`, in turn, so
+that drift of the machine affects both. pytest-benchmark and Hypothesis come with perfsuite, but are plugins by
 themselves: they are off in both.
 """
 
@@ -24,7 +24,7 @@ SIDES = {"with": "perfsuite.plugin", "without": "no:perfsuite.plugin"}
 
 
 def collect_ms(folder: Path, plugin: str) -> float:
-    """Milliseconds from the start of a process to its end, which collects the suite in `folder`."""
+    """Return the milliseconds from start to end of a process that collects the suite in `folder`."""
     command = [sys.executable, "-m", "pytest", "-p", plugin, "-p", "no:cacheprovider", "--collect-only", "-qq"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
     began = time.perf_counter()

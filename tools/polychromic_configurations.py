@@ -44,11 +44,11 @@ from suite.runtime.timing import synchronize  # noqa: E402
 COPIED = 1 << 30
 """Bytes of the copy that gives the bandwidth."""
 OUTSIDE_DECODING = 5
-"""Times that a step reads the weights beside the new tokens: prompts, and two passes forward and backward."""
+"""Times that a step reads the weights besides the new tokens: for prompts, and for two passes forward and backward."""
 
 
 def main() -> int:
-    """Measure and print; the exit code."""
+    """Measure and print; return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("configs", nargs="+", type=Path, metavar="CONFIG")
     parser.add_argument("--steps", type=int, default=100)
@@ -66,7 +66,7 @@ def main() -> int:
 
 
 def measure(asked: argparse.Namespace, fields: Sequence[str]) -> int:
-    """Train with each configuration."""
+    """Train with each configuration, and print the table; return the exit code."""
     kinds = [trainers.config_of("polychromic"), trainers.data_config_of("polychromic")]
     device = device_called(asked.device)
     rows: dict[str, dict[str, Any]] = {}
@@ -88,7 +88,7 @@ def measure(asked: argparse.Namespace, fields: Sequence[str]) -> int:
 
 
 def trained(config: TrainConfig, given: Any, device: torch.device, asked: argparse.Namespace) -> dict[str, Any]:
-    """Figures of one configuration."""
+    """Return the figures of one configuration."""
     trainer = Trainer(config, given, device)
     for _ in range(asked.warm):
         trainer.train_window({})
@@ -102,7 +102,7 @@ def trained(config: TrainConfig, given: Any, device: torch.device, asked: argpar
         synchronize(device)
         seconds.append(time.perf_counter() - began)
     weights = sum(p.numel() * p.element_size() for p in trainer.model.parameters() if not p.requires_grad)
-    if not trainer.model.shape.tied:  # of the embedding a step reads some rows alone
+    if not trainer.model.shape.tied:  # a step reads only some rows of the embedding
         embedding = trainer.model.model.embed_tokens.weight
         weights -= embedding.numel() * embedding.element_size()
     found: dict[str, Any] = {"seconds": seconds, "weight_bytes": weights * (config.new_tokens - 1 + OUTSIDE_DECODING)}
@@ -119,7 +119,7 @@ def trained(config: TrainConfig, given: Any, device: torch.device, asked: argpar
 
 
 def bandwidth(device: torch.device) -> float | None:
-    """Bytes that a large copy reads and writes in a second; None on a CPU."""
+    """Return the bytes that a large copy reads and writes per second; None on a CPU."""
     if device.type != "cuda":
         return None
     source = torch.empty(COPIED, dtype=torch.uint8, device=device)
@@ -136,7 +136,7 @@ def bandwidth(device: torch.device) -> float | None:
 
 
 def table(found: Mapping[str, Any]) -> Table:
-    """A row for each configuration."""
+    """Return a table with a row for each configuration."""
     made = Table(title=f"polychromic's configurations, {found['device']}")
     for head in ("configuration", "steps", "step", "memory", "device busy", "kernels", "in kernels", "bandwidth"):
         made.add_column(head, justify="left" if head == "configuration" else "right")

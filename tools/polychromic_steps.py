@@ -37,7 +37,7 @@ SIDES = {"reference": Reference, "conventional": Conventional, "optimized": Opti
 
 
 class Timed:
-    """A side that steps when it is asked to."""
+    """A side whose steps are timed."""
 
     def __init__(self, kind: Any, config: Any, given: Any, device: torch.device, warm: int) -> None:
         self.device = device
@@ -63,7 +63,7 @@ class Timed:
 
 
 def main() -> int:
-    """Time the sides; the exit code."""
+    """Parse the command line and time the sides; return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", type=Path)
     parser.add_argument("--sides", nargs="+", choices=list(SIDES), default=list(SIDES))
@@ -80,7 +80,7 @@ def main() -> int:
 
 
 def measure(asked: argparse.Namespace, fields: list[str]) -> int:
-    """Time the sides in turns."""
+    """Time the sides in turns, and print the table; return the exit code."""
     kinds = [trainers.config_of("polychromic"), trainers.data_config_of("polychromic")]
     config, data = configuration.read(kinds, asked.config, fields)
     device = device_called(asked.device)

@@ -39,7 +39,7 @@ METRICS = ("held_out_loss", "diversity", "log_likelihood")
 
 
 def main() -> int:
-    """Train and measure, or show; the exit code."""
+    """Train and measure, or show; return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", type=Path)
     parser.add_argument("--weights", nargs="+", type=float, default=list(WEIGHTS), metavar="λ")
@@ -86,7 +86,7 @@ def measure(asked: argparse.Namespace, fields: Sequence[str]) -> None:
 
 
 def read(path: Path, about: Mapping[str, Any] | None = None) -> list[dict[str, Any]]:
-    """The runs of a file; PerfsuiteError where it holds none, or `about` says otherwise how they were made."""
+    """Read the runs of a file; PerfsuiteError where it holds none, or they were not made as `about` says."""
     try:
         stored = json.loads(path.read_text())
         runs: list[dict[str, Any]] = stored["runs"]
@@ -100,7 +100,7 @@ def read(path: Path, about: Mapping[str, Any] | None = None) -> list[dict[str, A
 
 
 def show(runs: Sequence[Mapping[str, Any]]) -> None:
-    """Print each λ's means over the seeds, and how much they are above those of λ = 0."""
+    """Print each λ's means over the seeds, and their relative change from those of λ = 0."""
     plain = {run["seed"]: run for run in runs if run["weight"] == 0}
     table = Table(title="means over seeds, and their change from λ = 0")
     for head in ("λ", "seeds", *METRICS):

@@ -18,17 +18,17 @@ import pytest
 
 ALONE = ("-q", "-m", "correctness", "--perfsuite-isolate=never", "-p", "no:cacheprovider")
 Seconds = dict[str, dict[str, float]]
-"""By pair and kind of item."""
+"""Seconds by pair and by kind of item."""
 
 
 class Log:
-    """A plugin that notes the seconds of each item, its setup and teardown included."""
+    """Plugin that notes the seconds of each item, its setup and teardown included."""
 
     def __init__(self, file: Path | None) -> None:
         self.file, self.lines = file, list[str]()
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """Called three times an item."""
+        """Note the seconds of a phase of an item; pytest calls this for setup, call and teardown."""
         line = f"{report.duration:.3f}\t{report.nodeid}"
         self.lines.append(line)
         if self.file is not None:
@@ -37,7 +37,7 @@ class Log:
 
 
 def by_pair(lines: list[str]) -> Seconds:
-    """The seconds of each pair, by kind of item."""
+    """Return the seconds of each pair, by kind of item."""
     found: Seconds = defaultdict(lambda: defaultdict(float))
     for line in lines:
         seconds, id = line.split("\t")
@@ -47,7 +47,7 @@ def by_pair(lines: list[str]) -> Seconds:
 
 
 def table(seconds: Seconds) -> list[str]:
-    """The pairs, those that took longest first, and the median."""
+    """Return the table of the pairs, those that took longest first, and the median."""
     kinds = sorted({kind for of_pair in seconds.values() for kind in of_pair})
     total = {pair: sum(of_pair.values()) for pair, of_pair in seconds.items()}
     rows = [f"| pair: seconds | all | {' | '.join(kinds)} |", f"| --- |{' ---: |' * (1 + len(kinds))}"]
@@ -59,7 +59,7 @@ def table(seconds: Seconds) -> list[str]:
 
 
 def main() -> int:
-    """Print the table; pytest's exit code."""
+    """Print the table; return pytest's exit code, or 4 where a file cannot be read or written."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0], allow_abbrev=False)
     parser.add_argument("--log", type=Path, help="append the seconds of each item to this file")
     parser.add_argument("--read", type=Path, nargs="+", help="prove nothing: print the table of these files")

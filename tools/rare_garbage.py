@@ -1,4 +1,4 @@
-"""A pytest plugin for `make test`: collect garbage rarely. Each full collection looks through torch's modules."""
+"""A pytest plugin for `make test`: collect garbage rarely. Each full collection scans torch's modules."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 
 
 class RareGarbage:
-    """Keeps what lives out of the collector's sight, from the end of the collection on and after each file."""
+    """Hide living objects from the collector, after pytest's collection of tests and after each file."""
 
     def __init__(self) -> None:
         self.file = ""
@@ -18,7 +18,10 @@ class RareGarbage:
         gc.set_threshold(20_000, 20, 100)
 
     def pytest_runtest_logfinish(self, nodeid: str) -> None:
-        """Later tests collect often, and need not look through torch's compiler and Hypothesis' records each time."""
+        """Collect garbage and freeze what is left after the last test of a file.
+
+        Later collections then need not scan torch's compiler and Hypothesis' records each time.
+        """
         file = nodeid.partition("::")[0]
         if file != self.file:
             gc.collect()

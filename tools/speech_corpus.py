@@ -20,7 +20,7 @@ TIMEOUT_S = 300
 
 
 def fetch(folder: Path, package: str = PACKAGE) -> int:
-    """How many WAV files are in the folder then; SystemExit with one line where it cannot be done."""
+    """Fetch the package, and return the number of WAV files in the folder; SystemExit with one line on failure."""
     for tool in ("apt-get", "dpkg-deb"):
         if shutil.which(tool) is None:
             raise SystemExit(f"speech_corpus: no {tool} here; this needs Debian or Ubuntu")

@@ -32,7 +32,7 @@ from suite.ups.model import parameters  # noqa: E402
 
 
 def of_ups(config: Any, given: Any, seconds: float, rollout: int, device: torch.device) -> dict[str, Any]:
-    """Train ups and evaluate its averaged weights."""
+    """Train ups, and evaluate its averaged weights."""
     trainer = Trainer(config, given, device)
     began = time.monotonic()
     while time.monotonic() - began < seconds:
@@ -62,7 +62,7 @@ def of_rival(name: str, given: Any, seconds: float, rollout: int, device: torch.
 
 
 def table(found: dict[str, Any]) -> Table:
-    """A row for each network."""
+    """Return a table with a row for each network."""
     tasks = next(iter(found.values()))["nrmse"]
     made = Table("network", "parameters", "steps", "time", *[f"{task}, first and last step" for task in tasks])
     for name, row in found.items():

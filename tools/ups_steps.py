@@ -44,11 +44,11 @@ from suite.ups.networks import CODERS  # noqa: E402
 ROUNDS, STEPS = 5, 12
 """Rounds that are timed, and steps of a round: as many as any schedule repeats after."""
 PROFILED = 4
-"""Steps whose kernels are counted: of many small ones the profiler takes seconds a step."""
+"""Steps whose kernels are counted: where there are many small ones, the profiler takes seconds a step."""
 KERNELS = 12
-"""Kernels of the most time that are named."""
+"""Number of kernels that are named: those of the most time."""
 SIDE = 8192
-"""Of the matrices whose product gives the rate of products."""
+"""Rows and columns of the matrices whose product gives the rate of products."""
 PHASES: dict[str, Mapping[str, Any]] = {
     "1 compilation": {"compile": True},
     "2 checkpointing": {"activation_checkpoint": True, "batch_size": 16, "accumulation": 2},
@@ -75,11 +75,11 @@ FAST: Mapping[str, Any] = {
     "inverse_loss_frequency": 4,
     "num_queries": 1024,
 }
-"""What is fastest, on the source's schedule."""
+"""Settings of the fastest variant, on the source's schedule."""
 
 
 def variants(before: TrainConfig, ranks: int) -> dict[str, tuple[Any, TrainConfig]]:
-    """Name → (trainer, configuration)."""
+    """Return name → (trainer, configuration)."""
     found: dict[str, tuple[Any, TrainConfig]] = {"before": (Reference, before)}
     changes: dict[str, Any] = {}
     for name, phase in PHASES.items():
@@ -102,7 +102,7 @@ def variants(before: TrainConfig, ranks: int) -> dict[str, tuple[Any, TrainConfi
 
 
 class Timed:
-    """A trainer that steps when it is asked to, in all ranks."""
+    """A trainer whose steps are timed, in all ranks."""
 
     def __init__(self, kind: Any, config: TrainConfig, given: Any, device: torch.device) -> None:
         self.config, self.device = config, device
@@ -128,7 +128,7 @@ class Timed:
         self.seconds.append(float(spent))
 
     def peak(self) -> int | None:
-        """Bytes at most in a round of steps beyond what lies on the device before, and the trainer's own tensors."""
+        """Return the peak bytes of a round of steps beyond those allocated before, plus the trainer's own tensors."""
         if self.device.type != "cuda":
             return None
         torch.cuda.reset_peak_memory_stats(self.device)
@@ -141,7 +141,7 @@ class Timed:
         return torch.cuda.max_memory_allocated(self.device) - before + own
 
     def kernels(self) -> dict[str, Any]:
-        """The seconds that the device works in a step, its kernels' number, and the seconds of those with the most."""
+        """Return the device's busy seconds and number of kernels per step, and the seconds of the longest kernels."""
         if self.device.type != "cuda":
             return {}
         activities = [torch.profiler.ProfilerActivity.CUDA]
@@ -160,7 +160,7 @@ class Timed:
         }
 
     def row(self) -> dict[str, Any]:
-        """All figures."""
+        """Return all figures."""
         found: dict[str, Any] = {"batch_size": self.config.batch_size, "accumulation": self.config.accumulation}
         found |= {"seconds": self.seconds, "examples": self.examples, "warm_s": self.warm_s, "peak_bytes": self.peak()}
         return found | self.kernels()
@@ -178,7 +178,7 @@ def meet(here: together.Place, device: torch.device) -> None:
 
 
 def mean_of(device: torch.device, call: Callable[[], object], count: int) -> float:
-    """Seconds of a call, over so many in a row, after some that are not timed."""
+    """Return the mean seconds of a call, over `count` in a row, after some that are not timed."""
     for _ in range(3):
         call()
     synchronize(device)
@@ -198,7 +198,7 @@ def communicate(buckets: Sequence[Bucket]) -> None:
 
 
 def floors(timed: Mapping[str, Timed], here: together.Place, device: torch.device) -> dict[str, Any]:
-    """What a step takes at least: of its products, and of the all-reduce of its gradients."""
+    """Measure what bounds a step's time from below: the rate of products, a step's FLOPs, and its all-reduce."""
     found: dict[str, Any] = {}
     if device.type == "cuda":
         a = torch.randn(SIDE, SIDE, device=device, dtype=torch.bfloat16)
@@ -207,7 +207,7 @@ def floors(timed: Mapping[str, Timed], here: together.Place, device: torch.devic
     if fast is not None:
         given = [fast.trainer._given(fast.trainer.source.batch(number)) for number in (0, 1)]
         flops = []
-        fast.trainer._has_parts = lambda: False  # the count needs the operator in one
+        fast.trainer._has_parts = lambda: False  # the count needs the operator as a whole
         for micro in given:
             with FlopCounterMode(display=False) as counter, torch.enable_grad():
                 loss, _ = fast.trainer._loss(micro)
@@ -225,7 +225,7 @@ def floors(timed: Mapping[str, Timed], here: together.Place, device: torch.devic
 
 
 def measured(options: argparse.Namespace, here: together.Place) -> dict[str, Any] | None:
-    """All figures of this process, if any are asked for."""
+    """Return all figures of this process; None with --compile-only."""
     device = device_called(together.device_of(here, options.device))
     kinds = [trainers.config_of("ups"), trainers.data_config_of("ups")]
     config = options.config or str(ROOT / f"configs/ups/{min(here.ranks, 4)}gpu_baseline.yaml")
@@ -246,7 +246,7 @@ def measured(options: argparse.Namespace, here: together.Place) -> dict[str, Any
         if here.first:
             steps = ", ".join(f"{name} {1e3 * median(one.seconds):.2f} ms" for name, one in timed.items())
             Console(stderr=True).print(steps)
-            if options.out:  # what follows can take minutes, and can be cut off
+            if options.out:  # the rest can take minutes, and may be cut off
                 Path(options.out).write_text(json.dumps({name: one.seconds for name, one in timed.items()}) + "\n")
         found = {"floors": floors(timed, here, device), "rows": {name: one.row() for name, one in timed.items()}}
         meet(here, device)
@@ -254,7 +254,7 @@ def measured(options: argparse.Namespace, here: together.Place) -> dict[str, Any
 
 
 def table(found: Mapping[str, Any]) -> Table:
-    """A row for each variant."""
+    """Return a table with a row for each variant."""
     made = Table("settings", "batch", "step", "examples/s", "against before", "device busy", "kernels", "memory")
     rate = {name: row["examples"] / median(row["seconds"]) for name, row in found["rows"].items()}
     for name, row in found["rows"].items():
