@@ -1,4 +1,4 @@
-"""What a step of eigenstate_lm takes: eigenstate_lm_steps.py [--device D] [--steps N] [--length T] [--out DIR].
+"""Time a step of eigenstate_lm: eigenstate_lm_steps.py [--device D] [--steps N] [--length T] [--out DIR].
 
 The optimized trainer at the source's size, and at the two larger ones, in each precision and with what trades time for
 memory; and the reference trainer at shorter texts, from whose times a step of the whole length is extrapolated. Random

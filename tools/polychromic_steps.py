@@ -1,4 +1,4 @@
-"""What a step of polychromic takes: polychromic_steps.py [--config FILE] [--sides NAME ...] [--out FILE].
+"""Time a step of polychromic: polychromic_steps.py [--config FILE] [--sides NAME ...] [--out FILE].
 
 Times the reference trainer, the optimized one and a conventional set-up of transformers and PEFT in turns, in --rounds
 of a step each, on the same examples, after --warm steps of each. With any other field of the configuration: --model

@@ -1,4 +1,4 @@
-"""What a step of ups takes: ups_steps.py DATA [--ranks N] [--only NAME ...] [--out FILE].
+"""Time a step of ups: ups_steps.py DATA [--ranks N] [--only NAME ...] [--out FILE].
 
 Times the source's settings before, each phase added to those before it, what is fastest, the same work as before, and
 smaller batches. All of them live at once and are timed in turns, in several rounds; a round's time is that of the
