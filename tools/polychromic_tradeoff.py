@@ -1,4 +1,4 @@
-"""Measure the effect of λ: polychromic_tradeoff.py --out FILE [--weights λ ...] [--seeds N ...] [--config FILE] [--FIELD VALUE].
+"""Measure the effect of λ: polychromic_tradeoff.py --out FILE [--weights λ ...] [--seeds N ...] [--config FILE] …
 
 Trains the optimized trainer of polychromic for `--steps` steps with each λ and seed, and measures each on the held-out
 examples: the loss, the diversity of five replies to each prompt, and those replies' log-likelihood under the model
