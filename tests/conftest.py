@@ -1,4 +1,4 @@
-"""What the tests of several domains share."""
+"""Fixtures and hooks shared by the tests of several domains."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """What torch and the collection have made stays: a test that collects garbage need not pass over it."""
+    """Freeze what torch and the collection have made, so that garbage collections in tests need not traverse it."""
     gc.collect()
     gc.freeze()
 
@@ -32,17 +32,17 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 
 FENCE = 16
-"""Elements before and behind: a multiple of every alignment that matters."""
+"""Number of elements in a fence: a multiple of every alignment that matters."""
 
 
 class Fences:
-    """Tensors that lie within longer ones, so that a store beyond an end is seen instead of lost."""
+    """Tensors that lie within longer ones, so that a store beyond an end is detected instead of lost."""
 
     def __init__(self) -> None:
         self.wholes: list[tuple[torch.Tensor, int]] = []
 
     def around(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The same values and strides with a fence on either side."""
+        """Copy the tensor, with its values and strides, between two fences."""
         steps = zip(tensor.shape, tensor.stride(), strict=True)
         extent = 1 + sum((n - 1) * step for n, step in steps) if tensor.numel() else 0
         whole = torch.full((extent + 2 * FENCE,), 7, dtype=tensor.dtype, device=tensor.device)
@@ -50,13 +50,13 @@ class Fences:
         return whole.as_strided(tensor.shape, tensor.stride(), FENCE).copy_(tensor)
 
     def intact(self) -> bool:
-        """Whether no fence was written to; NaN counts as written."""
+        """Return whether no fence was overwritten; NaN counts as overwritten."""
         return all(bool((w[:FENCE] == 7).all() and (w[FENCE + n :] == 7).all()) for w, n in self.wholes)
 
 
 @pytest.fixture
 def fences(monkeypatch: pytest.MonkeyPatch) -> Fences:
-    """Fences around whatever is allocated by `torch.empty`, `empty_like` and `zeros_like` from here on."""
+    """Put fences around every tensor that `torch.empty`, `empty_like` and `zeros_like` allocate from now on."""
     made = Fences()
 
     def fenced(allocate: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
@@ -80,5 +80,5 @@ def _no_host_sync() -> Iterator[None]:
 
 @pytest.fixture
 def no_host_sync() -> Callable[[], AbstractContextManager[None]]:
-    """A context in which an operation that waits for the GPU raises RuntimeError."""
+    """Return the factory of a context in which an operation that waits for the GPU raises RuntimeError."""
     return _no_host_sync

@@ -1,4 +1,4 @@
-"""How much the heavy tests do: a modest number of trials in `make test`, all of them in `make test-all`."""
+"""Size of the heavy tests: a modest number of trials in `make test`, all of them in `make test-all`."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ import pytest
 
 SCALE = "PERFSUITE_TEST_SCALE"
 FULL = os.environ.get(SCALE) == "full"
-"""Whether this run is `make test-all`."""
+"""True if this run is `make test-all`."""
 
 
 def count(*, quick: int, full: int) -> int:
-    """The number of trials: `full` in `make test-all`, `quick` otherwise."""
+    """Return the number of trials: `full` in `make test-all`, `quick` otherwise."""
     return full if FULL else quick
 
 
 FULLY = pytest.mark.skipif(not FULL, reason="runs in make test-all")
-"""Marks a case that a normal run leaves out."""
+"""Mark of a case that a normal run leaves out."""

@@ -11,14 +11,14 @@ from optimized import kernels
 
 
 def tensor(device="cuda:0", dtype=torch.float32):
-    """What the rules look at of a tensor, so that those of a GPU are tested without one."""
+    """Return the attributes of a tensor that the rules read, so that those of a GPU are tested without one."""
     place = torch.device(device)
     return SimpleNamespace(is_cuda=place.type == "cuda", device=place, dtype=dtype)
 
 
 @pytest.fixture
 def gpu(monkeypatch):
-    """Two GPUs of the given compute capabilities, the first of them current."""
+    """Simulate two GPUs of the given compute capabilities; the first one is current."""
 
     def have(first, second=(9, 0)):
         capabilities = {None: first, 0: first, 1: second}
@@ -121,7 +121,7 @@ def test_ceil_div(a, b, expected):
 
 
 def test_annotations_of_kernels_are_no_strings():
-    """Triton's interpreter would no longer recognise `tl.constexpr`."""
+    """With string annotations Triton's interpreter would not recognise `tl.constexpr`."""
     sources = {path.name: path.read_text() for path in Path(kernels.__file__).parent.rglob("*.py")}
     with_kernels = [name for name, text in sources.items() if "\n@jit\n" in text]
     assert "muon.py" in with_kernels

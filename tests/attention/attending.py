@@ -4,7 +4,7 @@ import torch
 
 
 def different(generator, shape, dtype):
-    """Keys that differ: for equal keys the gradient of the query is 0, and only rounding errors are left of it."""
+    """Draw keys that differ: with equal keys the query's gradient is 0, and only rounding errors are left of it."""
     return (2 * torch.rand(shape, generator=generator, device=generator.device) - 1).to(dtype)
 
 

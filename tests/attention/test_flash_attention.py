@@ -15,7 +15,7 @@ from reference.attention.flash_attention import flash_attention_packed as refere
 
 
 def padded(call):
-    """With lengths last, where a pair's inputs have no default."""
+    """Adapt `call` to a pair, whose inputs have no defaults and end with `lengths`."""
 
     def called(q, k, v, causal, lengths):
         return call(q, k, v, lengths, bool(causal))
@@ -31,7 +31,7 @@ def dense(call):
 
 
 def by(backend):
-    """One of PyTorch's backends by itself."""
+    """Attend with one of PyTorch's backends alone."""
 
     def called(q, k, v, causal):
         if backend == SDPBackend.EFFICIENT_ATTENTION:
@@ -53,21 +53,25 @@ HALF = ("bfloat16", "float16")
 
 
 def inputs(tokens="T"):
-    """So small that no key has nearly all the weight: the query's gradient would be a small difference then."""
+    """Return the specs of q, k and v.
+
+    The values are so small that no key has nearly all the weight: the query's gradient would be a small difference
+    then.
+    """
     heads = {"q": ("groups * K", floats(-1, 1)), "k": ("K", sampled(different)), "v": ("K", floats(-4, 4))}
     return {name: tensor("B", number, tokens, "D", values=values) for name, (number, values) in heads.items()}
 
 
 CAUSAL = scalar(integers(0, 1))
 INPUTS = inputs()
-# Each head width is a kernel of its own.
+# Each head width needs a kernel of its own.
 SIZES = {"B": size(1, 3), "groups": size(1, 3), "K": size(1, 2), "T": size(2, 33), "D": size(64, 64)}
 UNSUPPORTED = {"double_backward": "its backward pass on a GPU is a kernel without a derivative"}
 CPU = Workload("cpu", B=2, groups=2, K=2, T=64, D=32, causal=1, clock="wall", direction="both", device="cpu")
 
 
 def traffic(item):
-    """Bytes of an element → the least traffic of a call."""
+    """Return the function that counts a call's least traffic in bytes; `item` is the size of an element in bytes."""
 
     def of(B, groups, K, T, D, direction, **_):
         queries, keys = B * groups * K * T * D, B * K * T * D
@@ -83,12 +87,12 @@ def arithmetic(B, groups, K, T, D, causal, direction, **_):
 
 
 def of_tiles(cost):
-    """The same of whole tiles of 128 tokens."""
+    """Compute `cost` for sequences of whole tiles of 128 tokens."""
     return lambda tiles, **sizes: cost(T=128 * tiles, **sizes)
 
 
 def shapes(dtype):
-    """Workloads of about as many tokens each, forward and both ways."""
+    """Yield workloads of about equal numbers of tokens, for the forward pass and for both passes."""
     for D, T, causal in itertools.product((64, 128), (128, 1024, 4096, 16384), (0, 1)):
         sizes = {"B": max(1, 16384 // T), "groups": 4, "K": 2048 // D // 4, "tiles": T // 128, "D": D, "causal": causal}
         for direction in ("forward", "both"):
@@ -113,7 +117,7 @@ flash_attention = Pair(
 )
 flash_attention_half = Pair(
     reference=dense(reference),
-    optimized=side(dense(optimized), devices=("cuda",)),  # on a CPU it is PyTorch's, as in float32
+    optimized=side(dense(optimized), devices=("cuda",)),  # on a CPU it calls PyTorch's attention, as in float32
     inputs={**INPUTS, "causal": CAUSAL},
     sizes=SIZES,
     dtypes=HALF,
@@ -123,7 +127,7 @@ flash_attention_half = Pair(
     workloads=[Workload("d64_t1000", B=16, groups=4, K=8, T=1000, D=64, causal=1, dtype="bfloat16", device="cuda")],
     cost=Cost(bytes=traffic(2), flops=arithmetic, precision="bfloat16"),
 )
-# Of other lengths cuDNN is not asked.
+# cuDNN is used only for lengths that are multiples of 128.
 flash_attention_tiles = Pair(
     reference=dense(reference),
     optimized=side(dense(optimized), devices=("cuda",)),
@@ -154,14 +158,14 @@ flash_attention_padded = Pair(
 
 
 def ends(generator, shape, dtype):
-    """Offsets that do not fall, from 0 to the number of tokens, which `limit` gives."""
+    """Draw non-decreasing shares of the tokens, from 0 to 1."""
     drawn = torch.rand(shape, generator=generator, device=generator.device).sort().values
     drawn[0], drawn[-1] = 0.0, 1.0
     return drawn
 
 
 def packed(call, longest=False):
-    """Offsets from shares of the tokens."""
+    """Turn shares of the tokens into offsets, and call with these."""
 
     def called(q, k, v, causal, shares):
         offsets = (shares.double() * len(q)).round().int()

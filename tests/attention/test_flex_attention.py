@@ -17,7 +17,7 @@ BEST_FIRST = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend
 
 
 def best_backend(q, k, v):
-    """The first of PyTorch's backends that takes the inputs."""
+    """Attend with the first of PyTorch's backends that accepts the inputs."""
     with sdpa_kernel(BEST_FIRST, set_priority=True):
         return functional.scaled_dot_product_attention(q, k, v)
 
@@ -27,7 +27,7 @@ def heads(values):
 
 
 def traffic(item):
-    """Bytes of an element → the least traffic of a call."""
+    """Return the function that counts a call's least traffic in bytes; `item` is the size of an element in bytes."""
 
     def of(B, heads, T, head_width, direction):
         tensors = {"forward": 4, "backward": 7, "both": 11}[direction]
@@ -41,7 +41,8 @@ def arithmetic(B, heads, T, head_width, direction):
 
 
 FIELDS = {
-    # So small that no key has nearly all the weight, of which the gradient of the query would be a small difference.
+    # The values are so small that no key has nearly all the weight: the query's gradient would be a small difference
+    # then.
     "inputs": {"q": heads(floats(-1, 1)), "k": heads(sampled(different)), "v": heads(floats(-4, 4))},
     # Each head width is compiled anew.
     "sizes": {"B": size(1, 3), "heads": size(1, 3), "T": size(2, 33), "head_width": size(48, 48)},
@@ -81,13 +82,13 @@ flex_attention_bfloat16 = Pair(
 
 @pytest.fixture
 def taken(monkeypatch):
-    """FlexAttention is called here, too, and uncompiled; returns the calls."""
+    """Call FlexAttention on every device, uncompiled; return the list of its calls."""
     calls = []
 
     def plain(*tensors):
         calls.append(tensors)
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # it materializes the scores, and says so
+            warnings.simplefilter("ignore")  # it warns that it materializes the scores
             return module._plain(*tensors)
 
     monkeypatch.setattr(module, "_takes", lambda q: True)
@@ -105,7 +106,7 @@ def test_two_keys_by_hand(call):
     q = torch.tensor([[2.0 * math.log(3), 0.0, 0.0, 0.0]])
     k = torch.tensor([[1.0, 0.0, 0.0, 0.0], [0.0, 0.0, 0.0, 1.0]])
     v = torch.tensor([[4.0], [8.0]]).expand(2, 4)
-    # The scores are log 3 and 0, for √4 is 2; the weights 3/4 and 1/4.
+    # The scores are log 3 and 0, because √4 is 2; the weights are 3/4 and 1/4.
     found = call(q[None, None], k[None, None], v[None, None])
     torch.testing.assert_close(found, torch.full((1, 1, 1, 4), 5.0))
 
@@ -128,7 +129,7 @@ def test_under_autocast_it_computes_in_the_lower_precision(taken):
 
 
 class OnCuda(torch.Tensor):
-    """Says that it lies on a GPU."""
+    """Tensor that claims to be on a GPU."""
 
     is_cuda = True
 

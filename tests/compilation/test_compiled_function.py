@@ -15,7 +15,7 @@ from reference.compilation.compiled_function import compiled_function as referen
 
 
 def scripted(cost, states, beta):
-    """The source's own choice, which PyTorch has given up."""
+    """Call the reference through torch.jit.script, the source's own choice, which PyTorch has deprecated."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
         if not hasattr(scripted, "function"):
@@ -104,7 +104,7 @@ def test_a_failure_without_words_is_told_by_its_kind(monkeypatch):
 
 def test_what_the_compiler_warns_of_is_no_error_and_keeps_nothing_from_being_compiled(monkeypatch, tmp_path):
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of what it imports
+        warnings.simplefilter("ignore")  # warnings of the modules that it imports
         from torch._inductor import compile_fx
 
     def warns(*arguments, **options):
@@ -115,7 +115,7 @@ def test_what_the_compiler_warns_of_is_no_error_and_keeps_nothing_from_being_com
     compiled = []
     inner = compile_fx.compile_fx_inner
     monkeypatch.setattr(compile_fx, "compile_fx_inner", warns)
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))  # what an earlier run compiled would be taken
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))  # else an earlier run's result would be used
     cost = torch.rand(3, 4, requires_grad=True)
     quiet = module.compile_quietly(lambda cost: torch.softmax(cost, 1).sum(0).exp())
     with warnings.catch_warnings():
@@ -126,7 +126,7 @@ def test_what_the_compiler_warns_of_is_no_error_and_keeps_nothing_from_being_com
 
 def test_a_sigterm_for_all_processes_ends_no_compile_worker(monkeypatch, tmp_path):
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of what it imports
+        warnings.simplefilter("ignore")  # warnings of the modules that it imports
         from torch._inductor import compile_fx
 
     def works(*arguments):
@@ -144,7 +144,7 @@ def test_a_sigterm_for_all_processes_ends_no_compile_worker(monkeypatch, tmp_pat
     monkeypatch.setattr(compile_fx, "compile_fx_inner", works)
     before = signal.pthread_sigmask(signal.SIG_BLOCK, set())
     module.compile_quietly(lambda x: x + 1)(torch.ones(2))
-    later[0]()  # as a backward pass is compiled
+    later[0]()  # as where a backward pass is compiled
     assert answers == ["still here\n"] * 2
     assert signal.pthread_sigmask(signal.SIG_BLOCK, set()) == before
 
@@ -180,7 +180,7 @@ def test_each_precision_of_autocast_has_code_of_its_own():
 
 def test_options_reach_the_backend(monkeypatch):
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of what it imports
+        warnings.simplefilter("ignore")  # warnings of the modules that it imports
         from torch._inductor import compile_fx
 
     given = []

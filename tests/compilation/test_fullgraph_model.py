@@ -28,7 +28,7 @@ def replayed():
 
 
 def reduce_overhead(*arguments):
-    """The source's "before", of which the loss is a copy: the next call writes over the graph's own."""
+    """Call the source's "before" and copy the loss: the next call overwrites the graph's own."""
     replay_begins()
     return replayed()(*arguments).clone()
 
@@ -42,7 +42,7 @@ fullgraph_model = Pair(
         "labels": tensor("N", dtype="int64", values=integers(0, 5)),
         "class_weights": tensor(5, values=floats(0.5, 2), differentiable=False),
     },
-    # Each shape is compiled, which takes seconds.
+    # Each shape is compiled anew, which takes seconds.
     sizes={"N": size(3, 4), "c1": size(3, 3), "c2": size(4, 4), "c3": size(5, 5), "h": size(6, 6)},
     adjust=off_thresholds,
     excuse=near_a_threshold,
@@ -64,7 +64,7 @@ fullgraph_model = Pair(
 
 @functools.cache
 def captured():
-    """What is compiled, as one graph of forward and backward; run by PyTorch's operators, for nothing is generated."""
+    """Return the compiled step: one graph of forward and backward. PyTorch's operators run it; no code is generated."""
     return torch.compile(compiled.step_operator, backend="aot_eager", fullgraph=True, dynamic=False)
 
 
@@ -72,7 +72,7 @@ def captured_operator(operator, *inputs):
     if _get_current_dispatch_mode() is not None:
         return compiled.step_operator(operator, *inputs)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # tracing looks at the `.grad` of inputs that are no leaves
+        warnings.simplefilter("ignore")  # tracing reads `.grad` of inputs that are not leaves
         return captured()(operator, *(t.contiguous() for t in inputs))
 
 
@@ -80,7 +80,7 @@ fullgraph_operator = Pair(
     reference=reference_operator,
     optimized=optimized_operator,
     inputs=STEP,
-    # One shape, for each is compiled.
+    # One shape only, because each is compiled.
     sizes={name: size(n, n) for name, n in {"B": 2, "T": 3, "L": 4, "heads": 2, "head_width": 4, "depth": 1}.items()},
     max_examples=6,
     unsupported={"two_graphs": "a replay writes over what the one before it kept for its backward pass"},
@@ -95,7 +95,7 @@ fullgraph_operator = Pair(
 
 
 def decoder_flops(B, T, L, heads, head_width, layers, Q, direction):
-    """Operations of a decoder's products."""
+    """Count the operations of a decoder's products."""
     width = heads * head_width
     of_a_point = 16 * width + layers * (2 * width**2 + 2 * T * width) + width**2 + width
     products = B * (Q * of_a_point + layers * T * L * 2 * width)
@@ -110,7 +110,7 @@ fullgraph_coder = Pair(
         "values": tensor("B", "T", "L", values=floats(-2, 2)),
         "points": tensor("Q", 2, values=floats(0, 1), differentiable=False),
     },
-    # One shape, for each is compiled.
+    # One shape only, because each is compiled.
     sizes={
         name: size(n, n)
         for name, n in {"B": 2, "T": 3, "L": 4, "heads": 2, "head_width": 4, "layers": 1, "Q": 5}.items()
@@ -140,7 +140,7 @@ fullgraph_coder = Pair(
 
 @pytest.fixture
 def compilations(monkeypatch):
-    """What torch.compile is asked for, and what is called of it; nothing is compiled."""
+    """Record the options given to torch.compile and the calls of its results; nothing is compiled."""
     asked, calls = [], []
 
     def compile_(function, **options):
@@ -175,7 +175,7 @@ def test_on_a_cpu_no_graph_is_replayed(compilations):
 
 
 class OnCuda(torch.Tensor):
-    """Says that it lies on a GPU."""
+    """Tensor that claims to be on a GPU."""
 
     is_cuda = True
 
@@ -189,7 +189,7 @@ def test_on_cuda_its_launches_are_replayed_and_the_loss_is_a_copy(monkeypatch):
         own = torch.zeros(())
 
         def replay(*arguments):
-            assert len(began) == len(replays) + 1  # told before each replay, not after
+            assert len(began) == len(replays) + 1  # called before each replay, not after it
             replays.append(own.copy_(function(*arguments).detach()))
             return own
 
@@ -220,7 +220,7 @@ def test_under_what_watches_each_operation_it_runs_as_it_is(compilations):
 
 def test_there_is_no_break_in_the_graph():
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of what the compiler's modules import
+        warnings.simplefilter("ignore")  # warnings of the modules that the compiler imports
         found = torch._dynamo.explain(compiled.training_loss)(*drawn())
     assert (found.graph_count, found.graph_break_count) == (1, 0)
 

@@ -14,18 +14,18 @@ from reference.convolution.conv_relu_pool import conv_relu_pool as reference
 from suite.leak_cnn.costs import BATCH
 from suite.leak_cnn.trial import write_over
 
-# Of float32's roundings of a sum, relative to the sum of its terms' sizes.
+# Bound on float32's rounding errors of a sum, relative to the sum of its terms' magnitudes.
 ROUNDING = 64 * torch.finfo(torch.float32).eps
 
 
 def near_thresholds(x, weight, bias):
-    """[N, K, H // 2, W] bool: where two rows nearly tie, or the larger is nearly 0."""
+    """Return a mask [N, K, H // 2, W] of outputs where two rows nearly tie, or where the larger is nearly 0."""
 
     def convolved(x, weight, bias):
         return functional.conv2d(x, weight, bias, padding=1)
 
     rows = x.shape[2] // 2
-    # What is not finite ties with nothing, and its neighbours' scale would be infinite.
+    # A value that is not finite ties with nothing, and would make its neighbours' scale infinite.
     x, weight, bias = (torch.nan_to_num(t, 0.0, 0.0, 0.0) for t in (x, weight, bias))
     pre = convolved(x, weight, bias)[:, :, : 2 * rows].unflatten(2, (rows, 2))
     scale = convolved(x.abs(), weight.abs(), bias.abs())[:, :, : 2 * rows].unflatten(2, (rows, 2)).amax(3)
@@ -34,7 +34,7 @@ def near_thresholds(x, weight, bias):
 
 
 def near_a_threshold(x, weight, bias):
-    """The gradients that a rounding may send elsewhere."""
+    """Return masks of the gradients that rounding may send to another element."""
     near = near_thresholds(x, weight, bias)
     rows = x.shape[2] // 2
     seen = near.any(1, keepdim=True).double().repeat_interleave(2, dim=2)
@@ -48,20 +48,24 @@ def near_a_threshold(x, weight, bias):
 
 
 def off_thresholds(x, weight, bias):
-    """Writes over items of which a gradient may jump with those of which none may."""
+    """Overwrite the items whose gradient may jump with items whose gradient cannot."""
     write_over(x, near_thresholds(x.double(), weight.double(), bias.double()).flatten(1).any(1))
 
 
 def traffic(N, C, K, H, W, direction):
     x, weight, y = N * C * H * W, K * C * 9 + K, N * K * (H // 2) * W
     forward = 4 * (x + weight + y)
-    # A byte for each pooled value says where its gradient goes.
+    # One byte for each pooled value records where its gradient goes.
     backward = 4 * (2 * x + 2 * weight + y) + y
     return {"forward": forward, "backward": backward, "both": forward + y + backward}[direction]
 
 
 def arithmetic(N, C, K, H, W, direction):
-    """Of one column, three of the nine taps. Only one row of two has a gradient, but which is known to the data."""
+    """Count the operations.
+
+    If W is 1, only three of the nine taps count. Of two rows only one has a gradient, but which one depends on the
+    data.
+    """
     forward = 2 * N * H * W * K * C * (3 if W == 1 else 9)
     return forward * {"forward": 1, "backward": 2, "both": 3}[direction]
 
@@ -75,12 +79,12 @@ conv_relu_pool = Pair(
     optimized=optimized,
     inputs={
         "x": tensor("N", "C", "H", "W"),
-        # An outer weight that is not finite meets nothing but the padding.
+        # An outer weight that is not finite would meet only the padding.
         "weight": tensor("K", "C", 3, 3, values=floats(nonfinite=False)),
         "bias": tensor("K", values=floats(nonfinite=False)),
     },
-    # The kernels run in Triton's interpreter, which takes tens of milliseconds a program. Past the tiles' edges all the
-    # same: 64 positions, 64 and 32 channels.
+    # The kernels run in Triton's interpreter, which takes tens of milliseconds per program. Sizes still exceed the
+    # tiles: 64 positions, 64 and 32 channels.
     sizes={"N": size(1, 9), "C": size(1, 34), "K": size(1, 66), "H": size(2, 18), "W": size(1, 2)},
     rivals={
         "compile": compiled(side(reference, devices=("cuda",))),
@@ -99,7 +103,7 @@ conv_relu_pool = Pair(
     ],
     adjust=off_thresholds,
     excuse=near_a_threshold,
-    # The tensor cores reach float32's accuracy in up to three products, sooner than float32's own units in one.
+    # The tensor cores reach float32's accuracy with up to three products, faster than float32's own units with one.
     cost=Cost(bytes=traffic, flops=arithmetic, precision="tf32"),
 )
 
@@ -109,7 +113,7 @@ if triton_reason() is None and not torch.cuda.is_available():
 
 
 def drawn(N=2, C=3, K=4, H=6, W=1, dtype=torch.float32, coarse=False):
-    """x, weight and bias; of a few small whole numbers where coarse, so that sums are exact and ties frequent."""
+    """Draw x, weight and bias; if `coarse`, as small whole numbers, so that sums are exact and ties frequent."""
     generator = torch.Generator().manual_seed(0)
     shapes = ((N, C, H, W), (K, C, 3, 3), (K,))
     if coarse:
@@ -128,7 +132,7 @@ def differentiated(call, arguments, coarse=False):
 
 
 def column(values):
-    """A column as x, and the weight that hands it on unchanged."""
+    """Return a column as x, a weight that passes it on unchanged, and a bias of 0."""
     weight = torch.zeros(1, 1, 3, 3)
     weight[0, 0, 1, 1] = 1.0
     return [torch.tensor(values)[None, None, :, None], weight, torch.zeros(1)]
@@ -163,7 +167,7 @@ def test_a_last_odd_row_is_not_pooled_but_seen(call):
         ([2.0, 1.0], 2.0, [1.0, 0.0]),
         ([1.0, 2.0], 2.0, [0.0, 1.0]),
         ([3.0, 3.0], 3.0, [1.0, 0.0]),  # the first of equals
-        ([0.0, 0.0], 0.0, [0.0, 0.0]),  # nothing flows back at 0
+        ([0.0, 0.0], 0.0, [0.0, 0.0]),  # no gradient flows at 0
         ([0.0, -1.0], 0.0, [0.0, 0.0]),
         ([-2.0, -1.0], 0.0, [0.0, 0.0]),
         ([-1.0, 5.0], 5.0, [0.0, 1.0]),
@@ -202,7 +206,7 @@ def test_an_infinite_last_row_meets_the_gradients_of_its_neighbours_alone(call, 
         torch.testing.assert_close(got, expected, equal_nan=True)
 
 
-# Of bfloat16 the interpreter multiplies the bits.
+# The interpreter multiplies the bits of bfloat16 numbers, not their values.
 PRECISIONS = [
     (call, dtype)
     for call in SIDES[1:]
@@ -225,9 +229,9 @@ def test_ties_and_zeros_are_the_reference_s_on_a_gpu(dtype, sizes):
 
 
 def check_ties(call, dtype, sizes, device):
-    # Whole numbers, and few: every sum is exact in float32, and rounded alike to the dtype.
+    # The numbers are small integers: every sum is exact in float32, and all sides round it alike.
     arguments = [t.to(device) for t in drawn(*sizes, dtype=dtype, coarse=True)]
-    # In float64 and on the CPU: cuDNN may transform what it multiplies, and then no sum is exact.
+    # The truth is computed in float64 on the CPU: cuDNN may transform the operands, which makes sums inexact.
     exact = [t.detach().cpu().double() for t in arguments]
     got, expected = differentiated(call, arguments, True), differentiated(reference, exact, True)
     assert (expected[0] == 0).any()
@@ -352,6 +356,6 @@ def test_positions_cover_all_rows(tile, N, rows, expected):
 
 @pytest.mark.parametrize("kernels", [module.FLOAT32, module.HALF])
 def test_tiles_and_warps_are_powers_of_two(kernels):
-    """A GPU takes no others, whatever the sizes; the interpreter asks it of a tile that is used whole alone."""
+    """A GPU requires powers of two at every size; the interpreter requires them only of tiles that are used whole."""
     for tiles in kernels:
         assert all(n == module._power(n) for n in (tiles.positions, tiles.outputs, tiles.inputs, tiles.num_warps))

@@ -11,7 +11,7 @@ SIDES = [reference, optimized]
 
 
 def from_the_loader(side):
-    """Batches as a loader gives them: half precision in the host's memory, pinned where there is a GPU."""
+    """Give a side batches as a loader does: half precision in host memory, pinned if there is a GPU."""
 
     def make(mel, weight):
         host = mel.cpu()
@@ -23,7 +23,7 @@ def from_the_loader(side):
 
 
 def inline(mel, device, channels_last=True, dtype=None):
-    """Copied as it is, and arranged there; each operation as it comes, so that the host waits for the copy."""
+    """Copy the batch as it is and arrange it on the device; the host waits for the copy."""
     batch = mel.to(device).unsqueeze(1)
     return (batch.contiguous(memory_format=torch.channels_last) if channels_last else batch).to(dtype or mel.dtype)
 
@@ -31,7 +31,7 @@ def inline(mel, device, channels_last=True, dtype=None):
 prepare_mel_batch = Pair(
     reference=stateful(from_the_loader(reference)),
     optimized=stateful(from_the_loader(optimized)),
-    # The batch is stored in half precision, and the network takes what its weights are of.
+    # The batch is stored in half precision; the network takes the dtype of its weights.
     inputs={"mel": tensor("B", "mels", "frames", dtype="float16"), "weight": tensor(1)},
     steps=(1, 2),
     sizes={"B": size(0, 33), "mels": size(0, 33), "frames": size(0, 4)},
@@ -99,14 +99,14 @@ def test_the_smaller_dtype_travels():
 
 
 class OnCuda(torch.Tensor):
-    """Says that it lies on a GPU."""
+    """Tensor that claims to be on a GPU."""
 
     is_cuda = True
 
 
 @pytest.fixture
 def transfers(monkeypatch):
-    """A host that believes in a GPU: what it copied into pinned memory, by dtype, and what it sent, and how."""
+    """Simulate a host with a GPU; record the dtypes copied into pinned memory, and what was sent and how."""
     pinned, staged, sent = set(), [], []
     empty, to = torch.empty, torch.Tensor.to
 

@@ -19,7 +19,7 @@ ROW_BYTES = 4 * MELS + 8
 
 
 def kept_apart(milliseconds, *tensors):
-    """The tensors as a data set of a class that an accepted revision, imported beside this one, shares with it."""
+    """Return a data set of the tensors; an accepted revision that is imported beside this one shares its class."""
     tensors = [t.cpu().contiguous() for t in tensors]
     return SlowStorage(milliseconds, *tensors) if milliseconds else TensorDataset(*tensors)
 
@@ -29,11 +29,11 @@ def kept(batch, device):
 
 
 def anew(dataset, batch_size, workers):
-    """The workers of torch's DataLoader as it comes: forked, where nothing else is asked for, at every epoch."""
+    """Return torch's DataLoader with its defaults: workers start at every epoch, by fork where nothing else is set."""
     return Reference(dataset, batch_size, workers=workers)
 
 
-# The reference has none.
+# The reference takes no workers.
 LOADERS = {
     Reference: lambda dataset, batch_size, workers: Reference(dataset, batch_size),
     anew: anew,
@@ -42,7 +42,7 @@ LOADERS = {
 
 
 def epochs(side):
-    """A step is an epoch of a loader that stays."""
+    """Return a side whose step is an epoch of a loader that stays open."""
     made = LOADERS[side]
 
     def make(features, labels, batch_size, workers, milliseconds):
@@ -61,7 +61,7 @@ def epochs(side):
 
 
 def first_batches(side):
-    """A step makes a loader, takes its first batch, and ends it."""
+    """Return a side whose step makes a loader, takes its first batch and closes it."""
     made = LOADERS[side]
 
     def make(features, labels, batch_size, workers, milliseconds):
@@ -98,8 +98,8 @@ loader = Pair(
     steps=(1, 2, 5),
     rivals={"anew": stateful(side(epochs(anew), devices=("cuda",)))},
     workloads=[
-        # What is there at once is no matter of the loader's: from one set of workers to another the same code takes a
-        # fifth more or less to hand it over.
+        # Data that is there at once does not test the loader: from one set of workers to another the same code takes a
+        # fifth more or less time to hand it over.
         Workload("storage", **STORAGE, workers=4, clock="wall", speedup=2, device="cuda"),
         Workload("cpu", rows=512, batch_size=64, workers=1, milliseconds=0, clock="wall", device="cpu"),
     ],
@@ -147,7 +147,7 @@ def test_the_batches_are_those_of_the_permutation(split, workers, drop_last):
 
 
 def test_workers_stay_from_epoch_to_epoch(split):
-    with Optimized(split, 4) as loader:  # two, where nothing else is asked for
+    with Optimized(split, 4) as loader:  # two workers by default
         list(loader.epoch(0))
         first = {p.pid for p in multiprocessing.active_children()}
         list(loader.epoch(1))

@@ -28,7 +28,7 @@ def from_a_pack(texts, tokenizer, length):
         vocabulary = tokenizer.get_vocab_size()
         packed_text.write(Path(folder), numpy.concatenate(rows), ends, tokenizer.to_str(), vocabulary, {"recipe": "r"})
         sequences = PackedTokens(folder, length)
-        assert sequences.pack.row is not None  # what is mapped stays
+        assert sequences.pack.row is not None  # maps the file, which outlives its folder
         return sequences
 
 
@@ -36,11 +36,11 @@ MADE = {TokenSequences: TokenSequences, PackedTokens: from_a_pack}
 
 
 def batches(sequences):
-    """A step is a batch of the sequences with these numbers, of as many as there are."""
+    """Return a side whose step is the batch of the sequences with these numbers, modulo their count."""
 
     def make(letters, rows, length):
         texts = bytes(letters.tolist()).decode().split("~")
-        # So few merges leave enough tokens of a text of one letter.
+        # So few merges still leave enough tokens for a text of one letter.
         tokenizer = trained(texts, 258 + len(letters) // 64)
         count = (sum(map(len, encode(tokenizer, texts))) - 1) // length
         made = MADE[sequences](texts, tokenizer, length)

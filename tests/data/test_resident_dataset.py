@@ -19,13 +19,13 @@ ROW_BYTES = 4 * MELS + 8
 
 
 def streaming(tensors, batch_size, device):
-    """The smallest limit that there is: two pieces of a batch each."""
+    """Return a data set with the smallest limit possible: two pieces of one batch each."""
     row_bytes = sum(t[0].numel() * t.element_size() for t in tensors)
     return Optimized(tensors, batch_size, device, limit_bytes=3 * batch_size * row_bytes)
 
 
 class Pinned(Reference):
-    """As one is told to: batches in pinned memory, copied without waiting."""
+    """Data set as usually recommended: batches in pinned memory, copied without waiting."""
 
     def epoch(self, number):
         order = permutation(self.rows, self.seed, number, "cpu")
@@ -35,7 +35,7 @@ class Pinned(Reference):
 
 
 def epochs(side):
-    """A step is an epoch; its batches are copied, since they are valid only until the next."""
+    """Return a side whose step is an epoch; it copies the batches, which are valid only until the next one."""
 
     def make(features, labels, batch_size):
         data = side((features.cpu(), labels.cpu()), batch_size, features.device)
@@ -70,7 +70,7 @@ resident_dataset = Pair(
         Workload("epoch", rows=TRAINING_ROWS, batch_size=BATCH, clock="wall", device="cuda", host_syncs=0),
         Workload("cpu", rows=2000, batch_size=256, clock="wall", device="cpu"),
     ],
-    # Read and written by the gathering; the order, 8 bytes a row, read too.
+    # The gather reads and writes each row, and reads the order, 8 bytes a row.
     cost=Cost(bytes=lambda rows: rows * (2 * ROW_BYTES + 8)),
 )
 
@@ -134,7 +134,7 @@ def test_an_epoch_that_was_not_ended_does_not_disturb_the_next():
 
 
 def test_a_piece_is_not_overwritten_before_it_was_read():
-    """Where copies run beside what was launched before, `release` is what they wait for."""
+    """Where copies run beside earlier launches, they wait for `release`."""
     data = Optimized(split(41), 4, "cpu", limit_bytes=5 * 4 * 20)
     pieces, held, said = data._pieces, set(), []
     fetch, ready, release = pieces.fetch, pieces.ready, pieces.release
@@ -155,7 +155,7 @@ def test_a_piece_is_not_overwritten_before_it_was_read():
 
     pieces.fetch, pieces.ready, pieces.release = fetched, made_ready, released
     for i, _ in enumerate(data.epoch(0)):
-        # The last batch of a piece of two is used while the piece is free already.
+        # A piece of two batches is released before its last batch is used.
         assert bool(held) == (i % 2 == 0 and i < 10)
         said.append(f"batch {i}")
     assert said[:6] == ["fetch 0", "batch 0", "fetch 1", "batch 1", "batch 2", "fetch 2"]
@@ -192,7 +192,7 @@ def test_a_limit_below_three_batches_is_one_line():
 
 
 def test_the_smallest_rows():
-    """Of a single byte, and of none."""
+    """Rows of one byte are streamed one at a time; a negative limit is refused for rows of 0 bytes, too."""
     rows = torch.arange(10, dtype=torch.uint8)
     assert "1 rows at a time" in Optimized([rows], 1, "cpu", limit_bytes=3).reason
     with pytest.raises(PerfsuiteError, match=r"^limit_bytes: -1 is less than three batches of 0 bytes"):
@@ -207,7 +207,7 @@ def test_a_tensor_alone(limit):
 
 
 class Stream:
-    """A GPU's stream, or the host: what is known there to be done."""
+    """A GPU's stream, or the host, as the set of operations that it knows to be done."""
 
     def __init__(self, device=None):
         self.done = set()
@@ -220,7 +220,7 @@ class Stream:
 
 
 class OnCuda(TorchDispatchMode):
-    """Copies run on the stream of the moment, everything else on the host; nothing is touched before it is free.
+    """Runs copies on the current stream and all else on the host; asserts that memory is free before it is used.
 
     A read needs the last write to be done, as far as its stream knows, and a write the reads since then too.
     """
@@ -238,14 +238,14 @@ class OnCuda(TorchDispatchMode):
         if func is torch.ops.aten.copy_.default:
             self.ran(self.current, written=args[0], read=args[1])
             if self.current is not self.main:
-                assert args[2]  # else the host would wait
+                assert args[2]  # otherwise the host would wait
         elif func is torch.ops.aten.index_select.out:
             self.ran(self.host, written=kwargs["out"], read=args[0])
         return result
 
     def ran(self, stream, written, read):
         self.count += 1
-        # What the host launches comes after all that it has seen.
+        # Work that the host launches comes after everything that the host has waited for.
         seen = stream.done | self.host.done
         to, of = (t.untyped_storage().data_ptr() for t in (written, read))
         assert {self.writes[m] for m in (to, of) if m in self.writes} | self.reads[to] <= seen
@@ -258,7 +258,7 @@ class OnCuda(TorchDispatchMode):
         return self.made[-1]
 
     def event(self):
-        """Waiting for one that was never recorded is waiting for nothing, as in CUDA."""
+        """Return an event; waiting for one that was never recorded waits for nothing, as in CUDA."""
         event = SimpleNamespace(done=set())
         event.record = lambda stream: setattr(event, "done", set(stream.done))
         event.synchronize = lambda: self.host.wait_event(event)
@@ -273,7 +273,7 @@ class OnCuda(TorchDispatchMode):
 
 @pytest.fixture
 def cuda(monkeypatch):
-    """Streams and events of a GPU that is not there; its memory, pinned or not, is the host's."""
+    """Simulate a GPU's streams and events; its memory, pinned or not, is host memory."""
     cuda, empty = OnCuda(), torch.empty
 
     def empty_(*arguments, device=None, pin_memory=None, **options):
@@ -295,13 +295,13 @@ def test_on_cuda_nothing_is_touched_before_it_is_free(cuda, batches):
     features, labels = split(41)
     data = Optimized((features, labels), 4, "cuda", limit_bytes=batches * 4 * 20)
     assert "streamed from pinned memory" in data.reason
-    # An epoch may be given up in the middle of a piece, and the next ask for the same memory at once.
+    # An epoch may be abandoned in the middle of a piece, and the next one may need the same memory at once.
     for epoch, taken in enumerate((1, 2, 3, 4, 5, 11)):
         seen = [tuple(t.clone() for t in batch) for _, batch in zip(range(taken), data.epoch(epoch), strict=False)]
         order = permutation(41, 0, epoch, "cpu")[: 4 * taken]
         assert torch.equal(torch.cat([f for f, _ in seen]), features[order])
         assert torch.equal(torch.cat([n for _, n in seen]), labels[order])
-    # What the host has given up is not handed out while the stream still writes there.
+    # Memory that the host has freed is not reused while the stream still writes to it.
     assert [cuda.kept[t.data_ptr()] for piece in data._pieces.there for t in piece] == 4 * [cuda.made]
     assert len(cuda.made) == 1
 
@@ -313,7 +313,7 @@ def test_bad_input_is_one_line(side):
 
 
 class Graphs:
-    """Replays as CUDA does, by address: what is read is what lies in the buffers then."""
+    """Backend that replays by address, as CUDA does: a replay reads what its buffers hold at that time."""
 
     def __init__(self, state):
         self.state, self.replayed = state, 0

@@ -14,7 +14,7 @@ from pathlib import Path
 from types import ModuleType
 
 import torch
-import torch._dynamo  # each rank would import it by itself
+import torch._dynamo  # otherwise each rank would import it by itself
 import torch.distributed as dist
 from torch import multiprocessing
 
@@ -29,7 +29,7 @@ SHAPES = ((5, 3), (2, 5))  # five rows on four ranks: two, two, one and none; tw
 
 
 def main(rank: int, folder: Path) -> None:
-    """All groups, smaller ones last; then what they have saved, with all four."""
+    """Run groups of 4, 2 and 1 ranks; then let four ranks load everything that was saved."""
     torch.set_num_threads(1)
     for number, ranks in enumerate((RANKS, 2, 1, RANKS)):
         if rank < ranks:
@@ -45,7 +45,7 @@ def main(rank: int, folder: Path) -> None:
             if number == 1:
                 check_damaged(optimized, folder / "optimized-by-2")
             dist.destroy_process_group()
-        while not (folder / f"done-{number}").exists():  # the ranks that are in no group wait for it
+        while not (folder / f"done-{number}").exists():  # the ranks outside of the group wait for this file
             if rank == 0:
                 (folder / f"done-{number}").touch()
             time.sleep(0.01)
@@ -61,7 +61,7 @@ def trained() -> ShardedNetwork:
 
 
 def check(side: ModuleType, saved: Path) -> None:
-    """The network that is loaded has the shards of the trained one, equal to the bit, and trains on as it does."""
+    """Check that the loaded network has the trained one's shards, equal to the bit, and trains on alike."""
     other, expected = ShardedNetwork([torch.zeros(shape) for shape in SHAPES]), trained()
     side.load(other.model, other.optimizer, saved)
     for steps in range(2):
@@ -77,7 +77,7 @@ def check(side: ModuleType, saved: Path) -> None:
 
 
 def check_damaged(side: ModuleType, saved: Path) -> None:
-    """All ranks raise where one rank's file is cut off, and its network stays as it is."""
+    """Check that all ranks raise if one rank's file is cut off, and that the network stays unchanged."""
     network = trained()
     if dist.get_rank() == 0:
         os.truncate(saved / "__1_0.distcp", 100)
@@ -96,5 +96,5 @@ def check_damaged(side: ModuleType, saved: Path) -> None:
 
 
 if __name__ == "__main__":
-    # Forked, so that torch is imported once.
+    # The ranks are forked, so that torch is imported only once.
     multiprocessing.start_processes(main, (Path(sys.argv[1]),), RANKS, start_method="fork")

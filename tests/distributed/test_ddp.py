@@ -6,7 +6,7 @@ BOUNDED = floats(-2, 2)
 
 
 def weight(*dims):
-    """Parameters are contiguous: DistributedDataParallel warns of others."""
+    """Return the spec of a parameter; it is contiguous, because DistributedDataParallel warns about other layouts."""
     return tensor(*dims, values=floats(-1, 1), layouts=("contiguous",))
 
 
@@ -36,7 +36,7 @@ ddp = Pair(
     ranks=(2, 4),
     workloads=[
         Workload("cpu", micro=2, rows=16, features=32, hidden=64, outputs=8, clock="wall", device="cpu"),
-        # DistributedDataParallel waits for events of its own timers in some calls.
+        # In some calls DistributedDataParallel waits for events of its own timers.
         Workload(
             "dp2", ranks=2, micro=8, rows=256, features=1024, hidden=4096, outputs=1024, clock="wall", device="cuda"
         ),

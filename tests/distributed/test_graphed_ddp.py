@@ -15,12 +15,15 @@ BOUNDED = floats(-2, 2)
 
 
 def weight(*dims):
-    """Parameters are contiguous: DistributedDataParallel warns of others."""
+    """Return the spec of a parameter; it is contiguous, because DistributedDataParallel warns about other layouts."""
     return tensor(*dims, values=floats(-1, 1), layouts=("contiguous",))
 
 
 def without_loss(make):
-    """Each rank has the loss of its own rows, and no process alone has these: the weights tell of every step."""
+    """Return a side whose steps return no loss.
+
+    Each rank has the loss of its own rows, which no single process can compute; the weights depend on every step.
+    """
 
     def made(weights):
         step = make(weights)
@@ -43,7 +46,7 @@ graphed_ddp = Pair(
     },
     mutates={"weights"},
     sizes={"rows": size(1, 9), "features": size(1, 17), "hidden": size(1, 17), "outputs": size(1, 9)},
-    # Past the warm-up, the capture and a few replays.
+    # Enough for the warm-up, the capture and a few replays.
     steps=(1, 2, 17),
     ranks=(2, 4),
     workloads=[
@@ -56,13 +59,13 @@ graphed_ddp = Pair(
 
 @contextlib.contextmanager
 def alone(device):
-    """A process group of this process."""
+    """Run a process group of this process alone."""
     backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
     dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     try:
         yield
     finally:
-        gc.collect()  # NCCL waits for the graphs that have its collectives
+        gc.collect()  # NCCL waits for the graphs that contain its collectives
         dist.destroy_process_group()
 
 
@@ -74,7 +77,7 @@ def test_two_steps_by_hand(call):
         # The error is 2 * 1 - 1, its square's gradient 2 * 1.
         assert step(torch.tensor([[1.0]]), torch.tensor([[1.0]])).item() == 1.0
         assert weights[0].item() == 1.5
-        # The error is 1.5 * 2 - 3: what moves the weight is half of the first gradient.
+        # The error is 1.5 * 2 - 3 = 0: only half of the first gradient, the momentum, moves the weight.
         assert step(torch.tensor([[2.0]]), torch.tensor([[3.0]])).item() == 0.0
         assert weights[0].item() == 1.25
 
@@ -113,7 +116,7 @@ def test_on_a_gpu_it_is_captured_and_the_weights_go_on():
         losses = []
         for i in range(3 * module.WARMUP + 4):
             if i == 2 * module.WARMUP:
-                weights[0].mul_(0.5)  # as by a checkpoint that is loaded
+                weights[0].mul_(0.5)  # as a loaded checkpoint does
             losses.append(step(*drawn(4 if i % 2 else 6, i, "cuda")))
         return torch.stack(losses), weights, getattr(step, "captures", None), getattr(step, "reason", None)
 

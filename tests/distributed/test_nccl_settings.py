@@ -13,8 +13,8 @@ from reference.distributed.nccl_settings import nccl_settings as reference
 
 BOUNDED = floats(-4, 4)
 
-# NCCL reads its variables once a process, so that a pair would time its defaults twice. `perfsuite claims ups` times
-# them in processes of their own, as C34.
+# NCCL reads its variables once per process, so that a pair would time its defaults twice. `perfsuite claims ups` times
+# the settings in separate processes, as C34.
 nccl_settings = Pair(
     reference=reference,
     optimized=optimized,
@@ -35,7 +35,7 @@ nccl_settings = Pair(
 
 @pytest.fixture
 def alone():
-    """A process group of this process."""
+    """Run a process group of this process alone."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield
     dist.destroy_process_group()

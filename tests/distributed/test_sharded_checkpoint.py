@@ -23,7 +23,7 @@ ROOT = Path(__file__).parents[2]
 
 @contextlib.contextmanager
 def shared_folder():
-    """A new folder of rank 0's that all ranks know."""
+    """Make a temporary folder on rank 0, and give its path to all ranks."""
     with contextlib.ExitStack() as stack:
         names = [stack.enter_context(tempfile.TemporaryDirectory())] if dist.get_rank() == 0 else [None]
         dist.broadcast_object_list(names)
@@ -32,7 +32,7 @@ def shared_folder():
 
 
 def checkpointed(save, load):
-    """Steps of a network, each of which is saved and loaded into another network; returned is what that one has."""
+    """Return a side that at each step saves the network, loads it into another one, and returns the other's shards."""
 
     def make(weights):
         network = ShardedNetwork(weights)
@@ -73,21 +73,21 @@ sharded_checkpoint = Pair(
 
 @FULLY
 def test_what_some_ranks_have_saved_others_load(tmp_path):
-    # Of 4, 2 and 1 ranks, each loads what the others have saved.
+    # Groups of 4, 2 and 1 ranks each load what the others have saved.
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": str(ROOT)}
     command = [sys.executable, str(Path(__file__).with_name("reshard.py")), str(tmp_path)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr[-3000:]
     saved = sorted(p.name for p in tmp_path.glob("*-by-*"))
     assert saved == [f"{side}-by-{ranks}" for side in ("optimized", "reference") for ranks in (1, 2, 4)]
-    # Each rank has written its own file, the reference's rank 0 all.
+    # In the optimized side each rank writes its own file; in the reference rank 0 writes one.
     assert len(list((tmp_path / "optimized-by-2").glob("*.distcp"))) == 2
     assert (tmp_path / "reference-by-2").is_file()
 
 
 @pytest.fixture
 def alone():
-    """A process group of this process."""
+    """Run a process group of this process alone."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield
     dist.destroy_process_group()
@@ -106,7 +106,7 @@ SIDES = [
 
 
 def largest(path):
-    """The file that has the tensors."""
+    """Return the file that holds the tensors."""
     return max(path.rglob("*"), key=lambda p: p.stat().st_size) if path.is_dir() else path
 
 

@@ -35,9 +35,9 @@ encoder_batching = Pair(
     rivals={"compile": compiled(side(reference, devices=("cuda",)))},
     variants={"in_threes": lambda encoder, tokens, lengths: in_threes(encoder, tokens, lengths)},
     workloads=[
-        # As the trainer embeds the replies to four prompts. Launches take most of the time: one call instead of four.
+        # As the trainer embeds the replies to four prompts. Launches take most of the time, and one call replaces four.
         Workload("sets4", **REPLIES, sets=4, clock="wall", speedup=2.0, host_syncs=1),
-        # In six batches of similar length, where the reference has 64 of three.
+        # Six batches of similar length replace the reference's 64 of three replies.
         Workload("sets64", **REPLIES, sets=64, clock="wall", speedup=2.0, host_syncs=1),
         Workload(
             "cpu",
@@ -77,7 +77,7 @@ def test_each_reply_is_what_it_is_alone_and_in_its_place(call):
 
 @pytest.mark.parametrize("call", SIDES)
 def test_embeddings_by_hand(call):
-    """Of an encoder that returns a reply's length and its first token."""
+    """Embeddings have norm 1; here the encoder returns a reply's length and its first token."""
 
     def encoder(tokens, lengths):
         assert tokens.shape[1] == lengths.max()

@@ -11,7 +11,7 @@ from reference.diversity.mean_pairwise_cosine import mean_pairwise_cosine as ref
 
 
 def embeddings(generator, shape, dtype):
-    """Rows of any common length, the first two at right angles, so that the mean is of the order of 1."""
+    """Draw rows of any common length, the first two orthogonal, so that the mean is of the order of 1."""
     rows = torch.randn(shape, generator=generator, dtype=torch.float32).to(torch.float64)
     if shape[0] > 1 and shape[1] > 1:
         first, second = rows[0], rows[1]
@@ -68,7 +68,7 @@ def test_rows_below_the_least_length_are_divided_by_it(call):
     mean = call(e)
     assert mean.item() == pytest.approx(1 - (0.25 + 0.5 + 0.5) / 3)
     mean.backward()
-    # What a short row is divided by is a constant, so that also the part along the row counts.
+    # A short row is divided by a constant, so that its gradient keeps the part along the row.
     assert e.grad[:, 0].tolist() == pytest.approx([-0.5e12, -0.5e12, 0.0], rel=1e-6, abs=1e-6)
 
 

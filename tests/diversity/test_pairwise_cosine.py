@@ -18,7 +18,7 @@ from reference.diversity.pairwise_cosine import pairwise_cosine as reference
 
 
 def embeddings(generator, shape, dtype):
-    """Rows of any common length, the first two at right angles, so that the distances are of the order of 1."""
+    """Draw rows of any common length, the first two orthogonal, so that the distances are of the order of 1."""
     rows = torch.randn(shape, generator=generator, dtype=torch.float32).to(torch.float64)
     if shape[0] > 1 and shape[1] > 1:
         first, second = rows[0], rows[1]
@@ -28,7 +28,7 @@ def embeddings(generator, shape, dtype):
 
 
 def matrix_product(e):
-    """The truth in float64: the broadcast does not fit where N is large."""
+    """Compute the truth in float64; the broadcast does not fit into memory for large N."""
     unit = e / torch.linalg.vector_norm(e, dim=-1, keepdim=True).clamp(min=1e-12)
     return 1 - unit @ unit.t()
 
@@ -40,7 +40,7 @@ def traffic(N, D, direction):
 
 
 def arithmetic(N, D, direction):
-    # Half of the symmetric matrix forward; all of it backward.
+    # The forward computes half of the symmetric matrix, the backward all of it.
     return N * N * D * {"forward": 1, "backward": 2, "both": 3}[direction]
 
 
@@ -48,10 +48,10 @@ pairwise_cosine = Pair(
     reference=reference,
     optimized=optimized,
     inputs={
-        # One row expanded is N equal rows: then every distance is nothing but rounding.
+        # An expanded row is N equal rows, whose distances are nothing but rounding.
         "e": tensor("N", "D", values=sampled(embeddings), layouts=("contiguous", "transposed", "strided", "offset"))
     },
-    # In one dimension every distance is exactly 0 or 2, and its gradient nothing but rounding.
+    # In one dimension every distance is exactly 0 or 2, and its gradient is nothing but rounding.
     sizes={"N": size(0, 70), "D": size(2, 390)},
     truth=matrix_product,
     rivals={
@@ -66,7 +66,7 @@ pairwise_cosine = Pair(
         Workload("n2", N=2, D=384, device="cuda", repeat=32, speedup=1.2, host_syncs=0, launches=1),
         Workload("n10", N=10, D=384, device="cuda", repeat=32, speedup=1.2, launches=1),
         Workload("n128", N=128, D=384, device="cuda", repeat=16, speedup=2.0, launches=1),
-        # No room for the N x N x D of the broadcast, nor for a second matrix.
+        # The limit leaves no room for the broadcast's N x N x D, nor for a second matrix.
         Workload("n1024", N=1024, D=384, device="cuda", speedup=20.0, launches=1, peak_bytes=8 * 2**20),
         Workload("n1024_both", N=1024, D=384, direction="both", device="cuda", speedup=20.0),
         Workload("n2048_both", N=2048, D=384, direction="both", device="cuda", speedup=20.0),
@@ -107,14 +107,14 @@ def test_short_rows(call):
     expected = [[1.0, 1.0, 1.0], [1.0, 0.75, 0.7], [1.0, 0.7, 0.0]]
     torch.testing.assert_close(distances, torch.tensor(expected))
     distances[0, 2].backward()
-    # Where the length is clamped it is a constant.
+    # Where the length is clamped, it counts as a constant.
     torch.testing.assert_close(e.grad[0], torch.tensor([-1e12, 0.0]))
 
 
 @pytest.mark.parametrize("largest", [0, 1536])
 @pytest.mark.parametrize("call", SIDES)
 def test_a_short_row_s_distance_from_itself_has_a_gradient(call, largest, monkeypatch):
-    # By the backward kernel and by the product that serves larger sizes: the others do not look at the limit.
+    # The limit chooses the backward kernel or the product for larger sizes; the other sides ignore it.
     monkeypatch.setattr("optimized.diversity.pairwise_cosine.BACKWARD_KERNEL_MAX", largest)
     e = torch.tensor([[3e-13, 4e-13], [3.0, 4.0]], requires_grad=True)
     distances = call(e)
@@ -124,7 +124,7 @@ def test_a_short_row_s_distance_from_itself_has_a_gradient(call, largest, monkey
 
 @pytest.mark.parametrize("call", SIDES[1:])
 def test_not_finite_rows_stand_where_the_reference_has_them(call):
-    # Of more rows than a tile has: in most tiles only the rows of one side are not finite.
+    # More rows than a tile has: in most tiles only the rows of one side are not finite.
     e = torch.randn(40, 20, generator=torch.Generator().manual_seed(0))
     e[0, 3], e[1, 2] = math.inf, math.nan
     # Right behind a row whose squares overflow, and in its place beside its end.
@@ -132,7 +132,7 @@ def test_not_finite_rows_stand_where_the_reference_has_them(call):
     e[6, 0] = math.inf
     e[7] *= 1e30
     e[8, 0] = math.nan
-    e[2] *= 1e30  # its squares overflow: infinitely long, at distance 1 from all
+    e[2] *= 1e30  # its squares overflow: its length is infinite, its distance from all others 1
     e[3] *= 1e-30
     torch.testing.assert_close(call(e), reference(e), equal_nan=True, atol=1e-6, rtol=0)
 
@@ -154,13 +154,13 @@ def test_extension_says_why_it_is_not_there():
 
 
 class OnGpu(torch.Tensor):
-    """A tensor that says it is on a GPU, so that the choice of path is tested without one."""
+    """Tensor that claims to be on a GPU, so that the choice of path is tested without one."""
 
     is_cuda = True
 
 
 def counted(monkeypatch, built):
-    """Has `_extension` return `built`; returns the list that grows by each time it is asked for."""
+    """Make `_extension` return `built`; return a list that grows by one with each call."""
     asked = []
     monkeypatch.setattr(extension, "_extension", lambda: asked.append(None) or built)
     return asked
@@ -213,7 +213,7 @@ def test_extension_names_what_is_missing(missing, told, monkeypatch, tmp_path):
 
 @pytest.fixture
 def forgetful():
-    """The extension is looked for anew, before and after."""
+    """Clear the cached extension before and after the test."""
     extension._extension.cache_clear()
     yield
     extension._extension.cache_clear()
@@ -232,7 +232,7 @@ def test_a_failed_build_warns_once_and_falls_back(error, forgetful, monkeypatch)
     e = torch.randn(4, 8).as_subclass(OnGpu)
     with pytest.warns(RuntimeWarning, match="falls back to PyTorch: the build failed: ninja") as told:
         first, second = extension.pairwise_cosine_cuda(e), extension.pairwise_cosine_cuda(e)
-    # Whose call it was, not a line of ours.
+    # The warning names the caller's file, not ours.
     assert [w.filename for w in told] == [__file__]
     assert len(tries) == 1
     assert torch.equal(first, second)
@@ -275,7 +275,7 @@ def test_a_build_is_for_this_gpu_unless_the_user_has_said_otherwise(chosen, fail
     assert seen["arch"] == (chosen or "9.0")
     assert "PYBIND11_MODULE" in seen["cpp_sources"][0]
     assert "__global__" in seen["cuda_sources"][0]
-    # As it was before.
+    # The variable has its old value again.
     assert os.environ.get("TORCH_CUDA_ARCH_LIST") == chosen
 
 
@@ -296,7 +296,7 @@ def test_a_build_is_kept_by_the_sources_contents(tmp_path, monkeypatch):
 
 
 def test_the_extension_s_gradient_is_what_its_backward_says(monkeypatch):
-    # Written as the extension's two functions are, in PyTorch operations.
+    # The extension's two functions, written in PyTorch operations.
     def forward(e):
         assert e.is_contiguous()
         length = torch.linalg.vector_norm(e, dim=-1).clamp(min=1e-12)
@@ -334,10 +334,10 @@ def test_the_kernels_write_within_their_outputs(n, width, largest, fences, monke
 def test_both_ways_to_the_gradient(n, width, largest, transposed, monkeypatch):
     monkeypatch.setattr("optimized.diversity.pairwise_cosine.BACKWARD_KERNEL_MAX", largest)
     generator = torch.Generator().manual_seed(0)
-    # NaN behind the ends: what is read there and counted, with a weight of 0 too, shows.
+    # NaN lies behind the ends: a read beyond them shows, even with a weight of 0.
     e = torch.cat([torch.randn(n, width, generator=generator), torch.full((1, width), math.nan)])[:n]
     e[0] *= 1e-15  # shorter than the least length
-    # Not symmetric, so that the gradient of a distance and that of its mirror image are told apart.
+    # Not symmetric, so that the gradients of a distance and of its mirror image differ.
     weights = torch.full((n + 1, n + 1), math.nan)[:n, :n].copy_(torch.randn(n, n, generator=generator))
     weights = weights.t() if transposed else weights
     got = torch.autograd.grad(pairwise_cosine_triton(e.requires_grad_()), e, weights)[0]
@@ -357,7 +357,7 @@ def _tiles_kernel(number_ptr, row_ptr, column_ptr, SIZE: tl.constexpr):
 
 @pytest.mark.interpreted
 def test_tiles_are_counted_column_by_column():
-    # Each column's first tile and its last; in the far ones float32 rounds up to the neighbour.
+    # The first and the last tile of each column; at large numbers float32 rounds up to the neighbour.
     size = 2**14
     column = torch.arange(size, dtype=torch.int32)
     first = column * (column + 1) // 2

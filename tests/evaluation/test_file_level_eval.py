@@ -14,7 +14,7 @@ HIDDEN = 16
 
 
 def forward_of(weights):
-    """A perceptron of leak_cnn's form: segments [N, 1, mels, 1] → logits [N, classes] and [N]."""
+    """Return a perceptron of leak_cnn's form: segments [N, 1, mels, 1] → logits [N, classes] and [N]."""
 
     def forward(segments):
         hidden = (segments.flatten(1) @ weights["hidden"] + weights["bias"]).relu()
@@ -27,12 +27,12 @@ def evaluating(side):
     return lambda weights, mels: side(forward_of(weights), mels)
 
 
-# Rounding in float32 moves a probability by less.
+# Bound on what rounding in float32 changes of a probability.
 NEAR = 1e-5
 
 
 def near_the_threshold(weights, mels):
-    """Files that another rounding could move to the other side."""
+    """Return a mask of the files that another rounding could move across the threshold."""
     p, _ = reference(forward_of(weights), mels)
     needed = (p.shape[1] + 1) // 2
     either = [(p >= 0.5 + by).sum(1) >= needed for by in (-NEAR, NEAR)]
@@ -51,7 +51,7 @@ file_level_eval = Pair(
     optimized=evaluating(optimized),
     inputs={"weights": WEIGHTS, "mels": tensor("files", "longs", "shorts", "mels", 1)},
     gradients=False,
-    # Few windows: the reference reads each of them by itself, in every replica of a draw.
+    # Few windows, because the reference evaluates each by itself, in every replica of a draw.
     sizes={"files": size(0, 4), "longs": size(1, 17), "shorts": size(1, 3), "mels": size(1, 33)},
     excuse=near_the_threshold,
     rivals={"preallocated": evaluating(file_level_eval_preallocated)},
@@ -70,15 +70,15 @@ file_level_eval = Pair(
 
 
 def given(segments):
-    """A model whose logits are its input: five of the classes, then the leak's."""
+    """Return the input as the model's logits: first those of five classes, then the leak's."""
     values = segments.flatten(1)
     return values[:, :CLASSES], values[:, CLASSES]
 
 
 def files_of(p, shorts=2):
-    """Input of `given` whose long windows have exactly the probabilities [files, longs]: 0, 0.25, 0.5, 0.75 or 1."""
+    """Build input of `given` whose long windows have exactly the probabilities p [files, longs]: multiples of 0.25."""
     values = torch.full((*p.shape, shorts, CLASSES + 1, 1), -math.inf)
-    # Each head gives exactly 0, ½ or 1. Softmax has one other class beside LEAK: ½ where both have the logit 0.
+    # Each head gives exactly 0, ½ or 1. Softmax has one class other than LEAK, which gives ½ if both logits are 0.
     of_classes, of_leak = (2 * p).clamp(max=1), (2 * p - 1).clamp(min=0)
     values[..., 2, 0][of_classes > 0] = 0.0
     values[..., 0, 0][of_classes < 1] = 0.0

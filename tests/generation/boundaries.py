@@ -1,4 +1,4 @@
-"""Draws that rounding may change: what lies so near to a boundary of top-p sampling."""
+"""Draws that rounding may change, because they lie near a boundary of top-p sampling."""
 
 import torch
 
@@ -6,9 +6,10 @@ EPS = torch.finfo(torch.float32).eps
 
 
 def near_a_boundary(logits, uniforms, temperature, top_p, error=0.0):
-    """Rows whose choice falls to either side by rounding in float32: of the nucleus, or of the running sum.
+    """Return a mask of the rows whose token rounding in float32 may change.
 
-    A probability has the relative error of its exponent, which is that of logits / temperature; sums have as much.
+    Such a row lies near the boundary of the nucleus or of the running sum. The relative error of a probability is the
+    error of its exponent, logits / temperature; that of a sum is as large.
 
     error  of the logits themselves, relative to the largest of the row
     """
@@ -21,7 +22,7 @@ def near_a_boundary(logits, uniforms, temperature, top_p, error=0.0):
     at_the_end = ((before - top_p).abs() < bound[:, None]).any(1)
     kept = before < top_p
     kept[:, 0] = True
-    # The last of the nucleus and the first outside of it, if rounding can change their order.
+    # The last token in the nucleus and the first one outside, if rounding can swap them.
     last = kept.sum(1, keepdim=True)
     following = descending.gather(1, last.clamp(max=p.shape[1] - 1))
     gap = descending.gather(1, last - 1) - following

@@ -10,11 +10,11 @@ from reference.generation.batched_generation import batched_generation as refere
 from suite.polychromic.trial import SMOLLM2, language_model
 
 ROUNDINGS, LOW_ROUNDINGS = 64, 16
-"""Rounding units of float32, and of half precision under autocast, that logits may have as relative error."""
+"""Allowed relative error of logits, in rounding units of float32 and of half precision under autocast."""
 
 
 def after_a_boundary(model, prompts, lengths, uniforms, temperature, top_p, end, *, eps):
-    """Tokens from the first on that rounding may change: it changes all after it."""
+    """Return a mask of all tokens from the first that rounding may change, since the later ones depend on it."""
     error = ROUNDINGS * EPS if eps <= EPS else LOW_ROUNDINGS * eps
     tokens = reference(model, prompts, lengths, uniforms, temperature, top_p, end)
     unsure = torch.zeros_like(tokens, dtype=torch.bool)
@@ -58,7 +58,7 @@ batched_generation = Pair(
         "triton": side(batched_generation_triton, available=triton_reason),
     },
     workloads=[
-        # A fifth of the layers: the reference takes a second then.
+        # A fifth of the layers, with which the reference takes a second.
         Workload(
             "replies12",
             **{**SMOLLM2, "layers": 6},
@@ -111,7 +111,7 @@ def test_after_the_end_there_is_nothing(call):
         assert ended[:, :, -1].any()
         assert not ended[:, :, 0].all()
         assert tokens[ended].eq(3).all()
-        # Where no token ends a reply, it begins as one that ends.
+        # A reply that no token ends begins like one that ends.
         endless = call(model, prompts, lengths, uniforms, end=-1)
     assert torch.equal(tokens[~ended], endless[~ended])
 

@@ -13,7 +13,7 @@ from reference.generation.fused_lora import fused_lora as reference
 
 
 def arithmetic(tokens, inputs, outputs, rank, direction):
-    """The frozen product once in each direction, the low-rank ones once forward and twice backward."""
+    """Count operations: the frozen product once per direction, the low-rank ones once forward and twice backward."""
     frozen, low = 2 * tokens * inputs * outputs, 2 * tokens * rank * (inputs + outputs)
     return {"forward": frozen + low, "backward": frozen + 2 * low, "both": 2 * frozen + 3 * low}[direction]
 
@@ -41,12 +41,12 @@ def of_layer(name):
 
 
 def mask(generator, shape, dtype):
-    """Half of the elements; of a small tensor also all of them, or none."""
+    """Draw a mask of half of the elements; for a small tensor sometimes of all or none."""
     count = math.prod(shape)
     which = int(torch.randint(8, (), generator=generator))
     if count < 1 << 12 and which < 2:
         return torch.full(shape, which == 0, dtype=dtype)
-    # Eight elements of each number: real sizes are drawn often.
+    # One random number serves eight elements, because real sizes are drawn often.
     numbers = torch.randint(-(2**62), 2**62, (count // 8 + 1,), generator=generator)
     return (numbers.view(torch.uint8)[:count].view(shape) & 1).to(dtype)
 
@@ -85,7 +85,7 @@ fused_lora = Pair(
 
 
 def all_kept(x, weight, a, b, scale):
-    """A dropout that drops nothing."""
+    """Apply the layer with a dropout that drops nothing."""
     return fused_lora_narrow(x, weight, a, b, scale, torch.ones(x.shape, dtype=torch.bool, device=x.device), 1.0)
 
 
@@ -131,7 +131,7 @@ def assert_equal_to_reference(call, *arguments):
 
 @pytest.fixture
 def small_tiles(monkeypatch):
-    """Tiles of 16 rows and columns, and few programs, some of which take several tiles."""
+    """Set tiles of 16 rows and columns, and few programs, so that some process several tiles."""
     monkeypatch.setattr(module, "DOWN_CONFIGS", ((32, 16, 16, 4, 3), (None, 32, 16, 4, 3)))
     for name in ("ACROSS_CONFIG", "INTO_CONFIG"):
         monkeypatch.setattr(module, name, (16, 16, 4, 3))
@@ -187,7 +187,7 @@ def test_a_mask_of_bytes_is_one_of_bools(call):
 @pytest.mark.parametrize("call", SIDES)
 @pytest.mark.parametrize("at", [(0, 3), (4, 0), (8, 0)])
 def test_what_is_not_finite_stays_in_its_row(call, at):
-    """Beside a dropped element, too: infinity times 0 is NaN."""
+    """A value that is not finite stays in its row beside a dropped element, too: infinity times 0 is NaN."""
     x, weight, a, b, scale, kept, keep = drawn()
     x[at], kept[at] = math.inf, False
     for own, other in zip(

@@ -106,7 +106,7 @@ def test_the_keys_and_values_of_a_cache_lie_at_their_positions():
         cache.next(torch.tensor([1, 2, 3]), lengths)
     for keys, _ in cache.layers:
         written = keys.ne(0).any(-1).any(1)
-        # A prompt's padding is written, too, and then overwritten by the reply.
+        # A prompt's padding is written, too, and later overwritten by the reply.
         assert written.sum(1).tolist() == [8, 7, 7]
 
 
@@ -121,7 +121,7 @@ def test_the_kernels_make_the_step_of_adapted_layers(shape, rank):
     prompts, lengths, tokens = torch.randint(53, (3, 70)), torch.tensor([70, 1, 33]), torch.randint(53, (3, 2))
     plain, fast = Cache(model, 3, 128, kernels=False), Cache(model, 3, 128, kernels=True)
     with torch.no_grad():
-        for _ in range(2):  # with adapters as they are, and as they are then
+        for _ in range(2):  # the second time with other adapter weights
             for adapter in adapters.values():
                 adapter.lora_b.normal_(std=0.1)
             assert torch.equal(plain.read(prompts, lengths), fast.read(prompts, lengths))

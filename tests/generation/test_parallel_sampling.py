@@ -12,24 +12,25 @@ from reference.generation.parallel_sampling import parallel_sampling as referenc
 
 U = 2.0**-24
 TINY = 2.0**-125
-"""What is below is flushed to zero, or has few digits."""
+"""Smaller values are flushed to zero, or have few digits."""
 
 
 def uniforms(generator, shape, dtype):
-    """Values in [0, 1), with 0. Near 1 most draws lie at a boundary: `test_known_tokens` and others have that end."""
+    """Draw values in [0, 0.98), with 0. Near 1 most draws lie at a boundary; `test_known_tokens` and others test it."""
     drawn = 0.98 * torch.rand(shape, generator=generator)
     drawn[::5] = 0.0
     return drawn
 
 
 def near_a_boundary(logits, uniforms, temperature, top_p):
-    """Rows [rows] whose token may be another one where float32 rounds.
+    """Return a mask [rows] of the rows whose token rounding in float32 may change.
 
-    With x = (logit − largest) / temperature, a probability p has an error of up to p (4 |x| + 8) U: three roundings of
-    x, and those of the exponential. A sum of n terms has that of its terms, and n U at most; all sides add in parts, so
-    that no more than 64 + n / 512 roundings follow each other.
+    With x = (logit − largest) / temperature, the error of a probability p is at most p (4 |x| + 8) U: three roundings
+    of x, and those of the exponential. The error of a sum of n terms is that of its terms, and at most n U more; all
+    sides add in parts, so that no more than 64 + n / 512 roundings follow each other.
 
-    Tokens that may be in the nucleus or not count at worst: all of those up to the token, or all after it.
+    Tokens that may be in the nucleus or not are counted in the worst case: all of those up to the token, or all after
+    it.
     """
     x = (logits - logits.amax(1, keepdim=True)) / temperature
     valid = ~x.isnan().any(1)
@@ -40,7 +41,8 @@ def near_a_boundary(logits, uniforms, temperature, top_p):
     sums = 2 * own.sum(1, keepdim=True) + (min(n, 64 + n // 512) + 4) * U + n * TINY
     ordered, order = p.sort(dim=1, descending=True, stable=True)
     running = torch.cat((torch.zeros_like(ordered[:, :1]), ordered.cumsum(1)), 1)
-    # The sum of what certainly precedes a token, and that of what may. Equal logits keep their order.
+    # The sum of the tokens that certainly precede a token, and of those that possibly do. Equal logits keep their
+    # order.
     high, low = (2 * (p + own) - p + TINY, (p - 2 * own - TINY).clamp(min=0))
     ascending = -ordered
     certain = running.gather(1, torch.searchsorted(ascending, -high))
@@ -54,7 +56,7 @@ def near_a_boundary(logits, uniforms, temperature, top_p):
     kept, open_ = (torch.where(some, p, 0.0) for some in (surely, maybe))
     goal = uniforms[:, None] * kept.sum(1, keepdim=True)
     inner, outer = kept.cumsum(1) - goal, open_.cumsum(1)
-    # With the worst of the tokens that may be kept, the sum at the token exceeds the goal, and that before it does not.
+    # In the worst case of the uncertain tokens, the sum at the token exceeds the goal, and the sum before it does not.
     least = inner - uniforms[:, None] * (open_.sum(1, keepdim=True) - outer) - 2 * sums
     most = (inner - kept) + (1 - uniforms[:, None]) * outer + 2 * sums
     # Before the first kept token the sum is exactly 0.
@@ -69,8 +71,8 @@ def in_small_blocks(logits, uniforms, temperature, top_p):
     return parallel_sampling_triton(logits, uniforms, temperature, top_p, block=64, candidates=16)
 
 
-# Normal logits at this temperature have a nucleus of some tens of tokens, as those of a language model have. At 1.0
-# it has half of the vocabulary, and each of its probabilities is as small as the rounding of sums.
+# Normal logits at this temperature have a nucleus of some tens of tokens, as those of a language model have. At 1.0 the
+# nucleus is half of the vocabulary, and each of its probabilities is as small as the rounding of sums.
 LM = {"rows": 32, "temperature": 0.1, "top_p": 0.95}
 
 parallel_sampling = Pair(
@@ -84,7 +86,7 @@ parallel_sampling = Pair(
     },
     gradients=False,
     dtypes=("float32", "bfloat16"),
-    # Interpreted, a row takes some ten milliseconds.
+    # The interpreter takes some ten milliseconds per row.
     sizes={"rows": size(0, 5), "vocabulary": size(1, 300)},
     max_examples=30,
     excuse=near_a_boundary,
@@ -100,7 +102,7 @@ parallel_sampling = Pair(
         Workload("llama3_bfloat16", vocabulary=128256, **LM, dtype="bfloat16", device="cuda", speedup=5),
         Workload("cpu", vocabulary=2000, **LM, clock="wall", device="cpu"),
     ],
-    # Of float32; logits in bfloat16 have half of it.
+    # For float32; logits in bfloat16 take half.
     cost=Cost(bytes=lambda rows, vocabulary: rows * (4 * vocabulary + 4 + 8)),
 )
 
@@ -114,7 +116,7 @@ SIDES = [
 
 
 def drawn(call, logits, u, temperature=1.0, top_p=1.0):
-    """The token of each of these uniforms, from the same logits."""
+    """Return the token drawn with each of these uniforms from the same logits."""
     u = torch.tensor(u)
     return call(logits.expand(len(u), -1), u, temperature, top_p).tolist()
 
@@ -201,7 +203,7 @@ def case(rows, vocabulary, seed=0, device="cpu"):
 
 
 def differing(call, logits, u, temperature, top_p, truth=None):
-    """(tokens that differ from those in float64, how many of these are near no boundary)."""
+    """Return (tokens that differ from those in float64, how many of these are near no boundary)."""
     exact = logits.double(), u.double()
     wrong = call(logits, u, temperature, top_p) != (reference(*exact, temperature, top_p) if truth is None else truth)
     near = near_a_boundary(*(values[wrong] for values in exact), temperature, top_p)

@@ -17,7 +17,7 @@ from reference.geometry.lior_and_speed import lior_and_speed as reference
 
 
 def metric(generator, shape, dtype):
-    """A metric with a direction in which it is neither flat nor near it: definite, of either sign."""
+    """Draw a definite metric of either sign, which is not nearly flat in any direction."""
     n = shape[0]
     factor = torch.randn(shape, generator=generator, dtype=torch.float64)
     sign = 1 if torch.rand((), generator=generator) < 0.8 else -1
@@ -25,7 +25,7 @@ def metric(generator, shape, dtype):
 
 
 def traffic(form):
-    """Bytes of one call, each input read and each output written once; `form` is the metric's size in values."""
+    """Count the bytes of a call: inputs read once, outputs written once. `form` is the metric's size in values."""
 
     def count(B, n, direction):
         forward = 4 * (B * n + 3 * B + form(n))
@@ -49,7 +49,7 @@ lior_and_speed = Pair(
     inputs={
         "velocity": tensor("B", "n"),
         "curvature": tensor("B", values=floats(0, 4)),
-        # An expanded metric has one row repeated: not a metric.
+        # An expanded tensor repeats one row, so that it is not a metric.
         "metric": tensor("n", "n", values=sampled(metric), layouts=("contiguous", "transposed", "strided", "offset")),
     },
     sizes={"n": size(0, 12)},
@@ -100,7 +100,7 @@ def test_clamp_passes_the_gradient_at_zero_but_not_below(call):
     _, speed = call(velocity, torch.ones(3), form)
     speed.sum().backward()
     assert velocity.grad.tolist() == [pytest.approx([1.0, 0.5]), [0.0, 0.0], [0.0, 0.0]]
-    # The second row's form is negative: nothing of it reaches the metric.
+    # The second row's form is negative, so that it adds nothing to the metric's gradient.
     assert form.grad.tolist() == [pytest.approx([0.5, 0.0]), [0.0, 0.0]]
 
 
@@ -140,7 +140,7 @@ def test_not_finite_rows_stay_apart(call):
 
 
 def one_path(monkeypatch, gpu):
-    """Has the paths return their names; returns the list of tensors that a GPU is asked for."""
+    """Make each path return its name; return the list of tensors for which the GPU was considered."""
     module = "optimized.geometry.lior_and_speed"
     asked = []
     monkeypatch.setattr(f"{module}.use_triton", lambda *tensors: asked.extend(tensors) or gpu)
@@ -167,7 +167,7 @@ def test_the_kernels_serve_one_metric_for_all_rows(monkeypatch):
     one_path(monkeypatch, gpu=True)
     for call in (optimized, lior_and_speed_triton):
         assert call(torch.empty(3, 2), torch.empty(3), torch.empty(3, 2, 2)) == "vectorised"
-        # The diagonal alone is the metric where it is given.
+        # A given diagonal alone is the metric.
         assert call(torch.empty(3, 2), torch.empty(3), torch.empty(3, 2, 2), torch.empty(2)) == "kernels"
 
 

@@ -76,7 +76,7 @@ def test_without_velocity_nothing_moves(call):
     ],
 )
 def test_a_step_that_is_not_finite_changes_nothing(call, velocity, loss_delta):
-    # Nor is it clamped.
+    # The metric is not clamped either.
     assert update(call, [0.001, 200.0], velocity, loss_delta) == pytest.approx([0.001, 200.0])
 
 
@@ -112,7 +112,7 @@ def test_the_kernel_serves_a_gpu_up_to_what_a_program_holds(gpu, n, path, monkey
 @pytest.mark.parametrize("n", [1, 3, 8, 257, 512, 4096])
 def test_the_launch_is_one_that_a_gpu_takes(n, monkeypatch):
     launches = []
-    # One program: others would change the metric a second time.
+    # One program only: others would change the metric a second time.
     kernel = {(1,): lambda *arguments, **options: launches.append(options)}
     monkeypatch.setattr(module, "_metric_update_kernel", kernel)
     metric_update_triton(torch.empty(n), torch.empty(n), torch.tensor(0.5))
@@ -132,5 +132,5 @@ def test_the_kernel_agrees_at_every_size_it_serves(n):
     whole[1:-1] = torch.rand(n, generator=generator) + 0.5
     expected = reference(whole[1:-1].clone(), velocity, loss_delta)
     torch.testing.assert_close(metric_update_triton(whole[1:-1], velocity, loss_delta), expected)
-    # Nothing beside it is written.
+    # Nothing next to it is written.
     assert whole[0] == whole[-1] == 7.0

@@ -12,7 +12,7 @@ from reference.geometry.retrieval import retrieval as reference
 
 
 def metric(generator, shape, dtype):
-    """Definite metrics, most of them positive, with no direction in which they are nearly flat."""
+    """Draw definite metrics, most of them positive, which are not nearly flat in any direction."""
     n = shape[-1]
     factor = torch.randn(shape, generator=generator, dtype=torch.float64)
     sign = 1 if torch.rand((), generator=generator) < 0.8 else -1
@@ -20,7 +20,7 @@ def metric(generator, shape, dtype):
 
 
 def marks(generator, shape, dtype):
-    """Some slots filled, or none; at the sizes that are timed all of them, as the cost counts."""
+    """Mark some slots as filled, or none; at the sizes that are timed all of them, as the cost assumes."""
     share = (0.0, 0.5, 0.9)[int(torch.randint(0, 3, (), generator=generator))]
     return torch.rand(shape, generator=generator) < (1.0 if math.prod(shape) >= 2048 else share)
 
@@ -55,8 +55,8 @@ def cost(form):
     return Cost(bytes=traffic, flops=arithmetic)
 
 
-# The kernels run in Triton's interpreter, which takes tens of milliseconds a program. Past the tiles' edges all the
-# same: 16 queries, 128 candidates, 64 columns.
+# The kernels run in Triton's interpreter, which takes tens of milliseconds per program. Sizes still exceed the tiles:
+# 16 queries, 128 candidates, 64 columns.
 SIZES = {"B": size(0, 17), "K": size(0, 130), "M": size(0, 130), "n": size(0, 9), "D": size(0, 66)}
 TRAINER = {"B": 16, "K": 128, "M": 2048, "n": 8, "D": 256}
 CPU = Workload("cpu", B=4, K=32, M=256, n=8, D=64, clock="wall", direction="both", device="cpu")
@@ -69,7 +69,7 @@ VARIANTS = {"triton": side(retrieval_triton, available=triton_reason)}
 retrieval = Pair(
     reference=reference,
     optimized=optimized,
-    # An expanded metric has one row repeated: not a metric.
+    # An expanded tensor repeats one row, so that it is not a metric.
     inputs=inputs(
         metric=tensor("n", "n", values=sampled(metric), layouts=("contiguous", "transposed", "strided", "offset"))
     ),
@@ -88,7 +88,7 @@ retrieval = Pair(
 retrieval_diagonal = Pair(
     reference=reference,
     optimized=optimized,
-    # The range that the metric update clamps it to is 0.01 to 100; of a narrower one more draws are well conditioned.
+    # The metric update clamps to 0.01 to 100; in this narrower range more draws are well conditioned.
     inputs=inputs(metric=constant(None), metric_diag=tensor("n", values=floats(0.01, 4))),
     sizes={**SIZES, "B": size(0, 9)},
     rivals=RIVALS,
@@ -111,7 +111,7 @@ retrieval_batched = Pair(
     sizes={"B": size(0, 9), "K": size(0, 20), "M": size(0, 20), "n": size(0, 5), "D": size(0, 20)},
     rivals=RIVALS,
     variants=VARIANTS,
-    # Of four coordinates: with a metric of eight for each query the backward takes the compiler most of a minute.
+    # Four coordinates: with a metric of eight for each query, compiling the backward takes most of a minute.
     workloads=[
         Workload("batch16_both", **{**TRAINER, "n": 4}, direction="both", device="cuda"),
         Workload("cpu", B=4, K=32, M=256, n=4, D=64, clock="wall", direction="both", device="cpu"),
@@ -125,7 +125,7 @@ if triton_reason() is None and not torch.cuda.is_available():
 
 
 def drawn(B=3, K=4, M=5, n=2, D=6, seed=0):
-    """Arguments up to the metric, all slots filled, the metric the identity."""
+    """Return the arguments up to the metric; all slots are filled, and the metric is the identity."""
     generator = torch.Generator().manual_seed(seed)
     return {
         "query": torch.randn(B, n, generator=generator),
@@ -257,7 +257,7 @@ def test_clamp_passes_the_gradient_at_zero_but_not_below(call):
     _, gradients = differentiated(call, arguments, eps=1e-2, beta=1.0)
     assert gradients["coordinates"][0, 0].abs().min() > 0
     assert gradients["coordinates"][0, 1:].tolist() == [[0.0, 0.0], [0.0, 0.0]]
-    # Nothing but the first candidate, at (2, 1), reaches the metric.
+    # Only the first candidate, at (2, 1), adds to the metric's gradient.
     scale = gradients["metric"][1, 1].item()
     assert gradients["metric"].flatten().tolist() == pytest.approx([4 * scale, 2 * scale, 2 * scale, scale])
 
@@ -276,7 +276,7 @@ def test_a_filled_slot_that_is_not_finite_reaches_its_own_query_alone(call):
 @pytest.mark.parametrize("call", SIDES)
 def test_far_candidates_neither_overflow_nor_vanish(call):
     arguments = drawn(B=2, K=3, M=0)
-    # Logits of some -1e4: their exponentials are all 0, but not relative to the largest.
+    # Logits of about -1e4: the exponentials are all 0, unless taken relative to the largest.
     arguments["coordinates"] = arguments["coordinates"] * 1e-3 + 1e3
     assert call(*arguments.values()).abs().sum() > 0
     arguments["coordinates"][:, 0] -= 10.0
@@ -294,18 +294,18 @@ def test_splits_cover_the_tiles(tiles, programs, most, length, splits):
 
 @pytest.mark.interpreted
 def test_several_tiles_a_split(monkeypatch):
-    # Few programs: each passes over several tiles, and the combination over one split of each kind.
+    # Few programs: each processes several tiles, and the combination one split of each kind.
     for name in ("MEMORY_PROGRAMS", "OWN_PROGRAMS"):
         monkeypatch.setattr(module, name, 1)
     arguments = drawn(B=2, K=150, M=200, n=3, D=70)
-    arguments["filled"][0, :128] = False  # a first tile with nothing in it
+    arguments["filled"][0, :128] = False  # an empty first tile
     arguments["memory_filled"][:130] = False
     torch.testing.assert_close(retrieval_triton(*arguments.values()), reference(*arguments.values()))
 
 
 @pytest.mark.interpreted
 def test_many_splits(monkeypatch):
-    # More than are read at once.
+    # More splits than are read at once.
     for name in ("FORWARD", "BACKWARD"):
         tiles = getattr(module, name)._replace(candidates=16)
         monkeypatch.setattr(module, name, tiles)

@@ -47,7 +47,7 @@ FOLDED = [reference_folded_metric, optimized_folded_metric]
 @pytest.mark.parametrize("index", [reference_index, optimized_index])
 def test_pairs_and_their_slots(index):
     assert index(8, 6).tolist() == [[0, 1, 0], [2, 3, 1], [4, 5, 2], [6, 7, 3], [1, 2, 4], [3, 4, 5]]
-    # The layers go round: the last pair of an odd one joins the last coordinate and the first.
+    # The layers wrap round: the last pair of an odd layer joins the last coordinate and the first.
     assert index(4, 6).tolist() == [[0, 1, 0], [2, 3, 1], [1, 2, 2], [3, 0, 3], [2, 3, 4], [0, 1, 5]]
     assert index(2, 3).tolist() == [[0, 1, 0], [1, 0, 1], [0, 1, 2]]
     for n, k in ((4, 0), (0, 3)):
@@ -62,7 +62,7 @@ def test_pairs_and_their_slots(index):
 def test_the_index_is_what_the_update_wants(n, k):
     assert torch.equal(reference_index(n, k), optimized_index(n, k))
     theta = rotor_update(torch.zeros(k), torch.ones(n), optimized_index(n, k), torch.tensor(-1.0))
-    # Every slot is turned, and once.
+    # Every slot is turned exactly once.
     torch.testing.assert_close(theta, torch.full((k,), 0.1 * math.pi / 4 * math.sqrt(2)))
 
 

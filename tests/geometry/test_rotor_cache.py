@@ -11,12 +11,12 @@ from reference.geometry.rotor_apply import rotor_apply as plain_rotor
 from reference.geometry.rotor_cache import RotorCache as ReferenceCache
 from reference.geometry.rotor_cache import rotor_cache as reference
 
-# The range that the update wraps angles to, and somewhat beyond.
+# Somewhat more than the range that the update wraps angles to.
 ANGLES = floats(-4, 4)
 
 
 def kernel_at_every_query(theta, coordinates):
-    """What one would do with a fast rotor and no cache."""
+    """Rotate with the fast rotor at every query, without a cache."""
     cache = RotorCache(theta, coordinates)
 
     def step(slots, written):
@@ -26,7 +26,7 @@ def kernel_at_every_query(theta, coordinates):
     return step
 
 
-# Theta stays: what the cache is for.
+# Theta stays constant, which is what the cache is for.
 UNSUPPORTED = {"every_step": "what a step returns is the cache's own memory, valid until the next step"}
 
 rotor_cache = Pair(
@@ -37,7 +37,7 @@ rotor_cache = Pair(
         "slots": tensor("W", dtype="int64", values=integers(0, "M")),
         "written": tensor("W", "n"),
     },
-    # Nothing can be written to no slots.
+    # There is at least one slot, because nothing can be written to none.
     sizes={"k": size(0, 34), "M": size(1, 66), "n": size(0, 18, multiple_of=2), "W": size(0, 40)},
     rivals={
         "compile": compiled(stateful(side(reference, devices=("cuda",)))),
@@ -50,11 +50,11 @@ rotor_cache = Pair(
         Workload("m2048", k=6, M=2048, n=8, W=16, device="cuda", repeat=16, speedup=4.0, host_syncs=0, launches=1),
         Workload("cpu", k=6, M=2048, n=8, W=16, clock="wall", device="cpu"),
     ],
-    # What is written once, and stored twice.
+    # Each written row is read once, and stored twice.
     cost=Cost(bytes=lambda k, n, W: 12 * W * n + 8 * W + 4 * k),
 )
 
-# Theta changes at every step: all is rotated anew, and the cache must notice.
+# Theta changes at every step: the cache must notice it, and rotate everything anew.
 rotor_cache_turning = Pair(
     reference=stateful(reference),
     optimized=stateful(optimized),
@@ -99,7 +99,7 @@ def test_of_repeated_slots_the_last_one_counts(make, W):
     for slot, row in zip(slots.tolist(), written, strict=True):
         expected[slot] = row
     torch.testing.assert_close(cache.rotated(), plain_rotor(theta, expected))
-    # And so it is after a turn, from what is stored.
+    # The stored coordinates are right after theta has changed, too.
     cache.set_theta(torch.zeros(3))
     torch.testing.assert_close(cache.rotated(), expected)
 
@@ -117,7 +117,7 @@ def test_the_cache_keeps_what_it_was_given(make):
     theta, coordinates = torch.ones(2), torch.ones(3, 4)
     cache = make(theta, coordinates)
     before = cache.rotated().clone()
-    # A change that it is not told of is none: the rotor's update works in place.
+    # The cache ignores a change that was not set, because the rotor's update works in place.
     theta.fill_(0.5)
     coordinates.zero_()
     cache.write(torch.tensor([1]), torch.ones(1, 4))
@@ -148,7 +148,7 @@ def test_a_write_rotates_what_is_written_alone(monkeypatch):
 
 @pytest.mark.interpreted
 def test_a_slot_out_of_range_writes_nothing_beyond():
-    # Without a GPU PyTorch's own indexing says so; a kernel cannot, and must not write.
+    # Without a GPU PyTorch's indexing raises; a kernel cannot raise, and must not write.
     cache = module._TritonRotorCache(torch.ones(2), torch.ones(3, 4))
     before = cache.rotated().clone()
     cache.write(torch.tensor([-1, 3, 2**40]), torch.zeros(3, 4))

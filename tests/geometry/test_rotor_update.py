@@ -90,7 +90,7 @@ def test_the_nearest_float_to_the_least_length_is_below_it(call):
 
 @pytest.mark.parametrize("call", [reference, optimized, rotor_update_vectorised])
 def test_the_least_length_itself_turns(call):
-    # In float64, where the limit is a number that a length can have.
+    # In float64 a length can equal the limit exactly.
     theta, velocity = torch.zeros(1, dtype=torch.float64), torch.tensor([0.0, 1e-6], dtype=torch.float64)
     call(theta, velocity, torch.tensor([[0, 1, 0]]), torch.tensor(-1.0, dtype=torch.float64))
     assert theta.item() == pytest.approx(0.1 * math.pi / 2 * 1e-6, rel=1e-9)
@@ -99,8 +99,8 @@ def test_the_least_length_itself_turns(call):
 @pytest.mark.parametrize("call", SIDES)
 @pytest.mark.parametrize("row", [[2, 1, 0], [1, 2, 0], [-1, 1, 0], [1, -1, 0], [0, 1, 1], [0, 1, -1]])
 def test_an_index_one_beyond_an_end_reads_and_writes_nothing(call, row):
-    # What lies beyond would show, and what lies at the end: the tensors are windows of longer ones, and any two of the
-    # components make an angle.
+    # Reading what lies beyond an end, or at the end instead, would show: the tensors are windows of longer ones, and
+    # any two of the components make an angle.
     whole_theta, whole_velocity = torch.tensor([9.0, 0.25, 9.0]), torch.tensor([5.0, 2.0, 1.0, 5.0])
     call(whole_theta[1:2], whole_velocity[1:3], torch.tensor([row]), torch.tensor(-1.0))
     assert whole_theta.tolist() == [9.0, 0.25, 9.0]
@@ -184,5 +184,5 @@ def test_the_kernel_serves_a_gpu_up_to_its_most_comparisons(gpu, slots, pairs, p
     served, *given = optimized(*arguments)
     assert served == path
     assert all(a is b for a, b in zip(given, arguments, strict=True))
-    # Not of the indices, which are whole numbers.
+    # The indices are left out, because they are whole numbers.
     assert [id(t) for t in asked] == [id(t) for t in (theta, velocity, loss_delta)]

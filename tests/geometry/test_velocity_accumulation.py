@@ -26,7 +26,7 @@ SIDES = [reference, optimized]
 
 
 def naive(start):
-    """In place from the start: the caller's own tensor is the sum."""
+    """Accumulate in place from the start, so that the caller's own tensor is the sum."""
     accumulated = start
 
     def window(velocities):
@@ -47,7 +47,7 @@ def test_known_values(call):
 
 @pytest.mark.parametrize("call", SIDES)
 def test_in_place_is_the_same_function(call):
-    # Claim C9. The first velocity is where the sum starts; here and in what is returned no later step may show.
+    # Claim C9. The sum starts with the first velocity; later steps must not change that tensor, nor a returned sum.
     first = torch.ones(2, 3)
     window = call(first)
     once = window(torch.ones(4, 2, 3))
@@ -61,7 +61,7 @@ def test_naively_in_place_is_another_function():
     window = naive(first)
     once = window(torch.ones(4, 2, 3))
     window(torch.ones(1, 2, 3))
-    # The caller's first velocity is overwritten, and so is the sum that it was given before.
+    # The caller's first velocity is overwritten, and so is the sum that it got before.
     assert first.tolist() == [[6.0] * 3] * 2
     assert once.tolist() == [[6.0] * 3] * 2
 
@@ -70,7 +70,7 @@ def test_naively_in_place_is_another_function():
 def test_what_is_returned_is_the_caller_s(call):
     start = torch.zeros(1, 2)
     window = call(start)
-    for _ in range(2):  # with nothing added, too
+    for _ in range(2):  # also where nothing is added
         window(torch.empty(0, 1, 2)).fill_(7.0)
     assert window(torch.ones(1, 1, 2)).tolist() == [[1.0, 1.0]]
     assert not start.any()
@@ -79,7 +79,7 @@ def test_what_is_returned_is_the_caller_s(call):
 @pytest.mark.parametrize("call", SIDES)
 def test_no_gradient_is_kept(call):
     window = call(torch.ones(1, 2, requires_grad=True))
-    # A graph over all steps would keep every one of them alive.
+    # A graph over all steps would keep all of them alive.
     assert not window(torch.ones(3, 1, 2, requires_grad=True)).requires_grad
 
 

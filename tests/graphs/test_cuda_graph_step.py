@@ -19,7 +19,7 @@ LAYERS = 24
 
 
 def network(graphed):
-    """A recurrent step of many small kernels: its state, and what it makes of each input."""
+    """Return a recurrent step of many small kernels, which updates its state and returns an output for each input."""
 
     def make(state, weight):
         def step(x):
@@ -61,9 +61,9 @@ cuda_graph_step = Pair(
 
 
 class Graphs:
-    """Replays as CUDA does: over the static inputs, into the outputs of the capture, without running Python's effects.
+    """Backend that replays as CUDA does: over the static inputs, into the capture's outputs, without Python's effects.
 
-    `state` are the tensors that the step changes beside its inputs: a capture leaves them as they are.
+    `state` lists the tensors that the step changes beside its inputs: a capture leaves them as they are.
     """
 
     def __init__(self, *state):
@@ -119,7 +119,7 @@ def test_an_input_changed_in_place_is_changed_and_returned_itself():
 
 def test_an_input_that_an_unknown_kernel_changes_is_named():
     def unseen(x, y):
-        x.data.add_(y)  # no version is counted
+        x.data.add_(y)  # does not increase the version counter
         return y + 0
 
     for mutates, value in (((), 0.0), ((0,), 1.0)):
@@ -152,7 +152,7 @@ def test_another_form_is_captured_anew(other):
 
 @contextmanager
 def autocast(dtype):
-    """On machines without a CUDA device, too."""
+    """Set CUDA's autocast dtype, on machines without a CUDA device, too."""
     before = torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")
     torch.set_autocast_enabled("cuda", True)
     torch.set_autocast_dtype("cuda", dtype)
@@ -270,7 +270,7 @@ def test_a_step_that_cannot_be_captured_runs_and_says_why_once():
 
 
 def test_a_capture_that_fails_leaves_the_stream_and_the_random_numbers_as_they_were(monkeypatch):
-    """torch leaves its capture's stream the current one where ending the capture fails."""
+    """A failing capture is undone: where ending it fails, torch leaves the capture's stream the current one."""
     now = {"stream": "own", "state": "before"}
 
     class Graph:
@@ -333,7 +333,7 @@ def test_bad_options_are_refused(option):
 
 @pytest.mark.parametrize("fails", [False, True])
 def test_no_workspace_outlives_a_capture_or_comes_into_one(fails, monkeypatch):
-    """Of cuBLAS, in which a graph writes by address."""
+    """Workspaces of cuBLAS, to which a graph writes by address, are cleared before and after a capture."""
     events, collecting = [], []
 
     @contextmanager
@@ -357,7 +357,7 @@ def test_no_workspace_outlives_a_capture_or_comes_into_one(fails, monkeypatch):
     with pytest.raises(RuntimeError) if fails else nullcontext():
         assert module.CudaGraphs().capture(step, torch.device("cuda"))[0] == 1
     assert events == ["clear", "recording", "step", "clear"]
-    assert collecting == [False]  # what is destroyed meanwhile can void the capture
+    assert collecting == [False]  # destroying objects meanwhile can invalidate the capture
     assert gc.isenabled()
 
 
@@ -417,7 +417,7 @@ def test_on_a_gpu_other_shapes_get_graphs_of_their_own():
 
 @gpu
 def test_on_a_gpu_graphs_that_share_their_memory_replay_in_any_order():
-    """As two steps with sums of their own do, whose intermediate results lie in the same place."""
+    """Two steps with sums of their own replay in any order, although their intermediate results share memory."""
     sums = [torch.zeros(1 << 20, device="cuda") for _ in range(2)]
 
     def step(x, sum_of, n):

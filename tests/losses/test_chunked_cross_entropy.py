@@ -39,7 +39,7 @@ def traffic(N, D, V, direction):
     return {"forward": once, "backward": 2 * once, "both": 3 * once}[direction]
 
 
-# An eighth of a batch of four times 32768: so much does the reference hold, in float64.
+# An eighth of a batch of four times 32768: this is as much as the reference holds in float64.
 ROWS = {"N": 16384, "D": 1024, "V": 50257, "direction": "both"}
 
 chunked_cross_entropy = Pair(
@@ -57,9 +57,9 @@ chunked_cross_entropy = Pair(
     },
     variants={"in_threes": in_threes, "triton": side(chunked_cross_entropy_triton, available=triton_reason)},
     workloads=[
-        # The reference holds 9.9 GB, and in bfloat16 4.9.
+        # The reference holds 9.9 GB, in bfloat16 4.9 GB.
         Workload("rows16k", **ROWS, peak_bytes=2400 << 20, host_syncs=0, device="cuda"),
-        # As eigenstate_lm trains. Of an odd number of columns the reference's products are slow.
+        # As eigenstate_lm trains. The reference's products are slow where the number of columns is odd.
         Workload("rows16k_bfloat16", **ROWS, dtype="bfloat16", speedup=4, peak_bytes=1300 << 20, device="cuda"),
         Workload("cpu", N=256, D=32, V=500, clock="wall", direction="both", device="cpu"),
     ],
@@ -146,7 +146,7 @@ def test_the_loss_is_of_its_inputs_dtype(dtype):
 
 
 def test_a_share_too_small_for_half_precision_is_not_lost():
-    """Of 2¹⁸ rows each has 2⁻¹⁸ of the gradient, which float16 rounds to a few of its least steps."""
+    """A row of 2¹⁸ has 2⁻¹⁸ of the gradient, which float16 rounds to a few of its smallest steps; it is not lost."""
     hidden, weight, labels = drawn(N=8)
     hidden, labels = hidden.repeat(2**15, 1), labels.repeat(2**15)
     found = []
@@ -159,7 +159,7 @@ def test_a_share_too_small_for_half_precision_is_not_lost():
 
 @pytest.mark.parametrize("call", SIDES)
 def test_a_sum_over_rows_may_be_more_than_half_precision_has(call):
-    """81,920 of 4096 rows, and 20 of their mean; of 64 rows in the interpreter, which runs a program for each."""
+    """The sum is 81,920: 4096 rows of 20. The interpreter runs a program for each row, so it gets 64 rows of 1280."""
     rows, value = (64, 1280.0) if call is kernel_in_threes else (4096, 20.0)
     hidden = torch.full((rows, 1), value, dtype=torch.float16)
     weight, labels = torch.tensor([[0.0], [5.0]], dtype=torch.float16), torch.zeros(rows, dtype=torch.int64)

@@ -25,14 +25,14 @@ from suite.ups.trial import (
 BOUNDED = floats(-2, 2)
 UNIT = floats(0, 1)
 PER = LINE // LATENTS["T"]
-"""Grid points of a latent token on the line."""
+"""Grid points per latent token on the line."""
 MIXED = {**LATENTS, "per": PER, "rows": 16, "columns": 8}
-"""The plane then has 128 · 16 points."""
+"""Sizes of a mixed batch; its plane has 128 · 16 points."""
 SMALL = {"B": 2, "T": 8, "L": 8, "per": 4, "Q": 16, "heads": 2, "head_width": 8, "layers": 3, "clock": "wall"}
 
 
 def line(values=BOUNDED):
-    """A task's part of a batch on a line: latents, field, coordinates and query points."""
+    """Return the specs of a task's part of a batch on a line: latents, field, coordinates and query points."""
     return {
         "latents": tensor("B", "T", "L", values=values),
         "field": tensor("B", "per * T", 1, values=values, differentiable=False),
@@ -42,7 +42,7 @@ def line(values=BOUNDED):
 
 
 def plane(values=BOUNDED):
-    """The same on a plane, with another number of examples."""
+    """Return the specs of a task on a plane, with another number of examples."""
     return {
         "latents": tensor("C", "rows * columns", "L", values=values),
         "field": tensor("C", "per * rows", "2 * columns", 1, values=values, differentiable=False),
@@ -63,7 +63,7 @@ def of_mixed_batch(call):
 
 
 def decoded_apart(tasks, batch, frequency=1):
-    """As the source has it: each of the two losses decodes by itself."""
+    """Decode for each of the two losses separately, as the source does."""
     return optimized(tasks, batch, frequency, query_sampling)
 
 
@@ -94,7 +94,7 @@ inverse_losses = Pair(
         "layers": size(1, 1),
     },
     workloads=[
-        # A batch that has the losses, half of it of each task: what then is left to do.
+        # A batch that has the losses, half of it from each task: the work that is left then.
         Workload(
             "mixed",
             **HEADS,
@@ -114,9 +114,10 @@ inverse_losses = Pair(
 
 
 def with_gradients(call):
-    """Batch after batch of one task: the two losses, and the gradient of their sum by the weights of each module.
+    """Return a side whose step gives both losses of a task, and their sum's gradient for each module.
 
-    It is a vector for each module: by the biases of the keys it is 0, of which only rounding errors are left.
+    The gradient is one vector for each module: for the biases of the keys alone it is 0, and only rounding errors are
+    left.
     """
 
     def make(encoder, decoder, frequency):
@@ -194,12 +195,12 @@ SIDES = [reference, optimized, decoded_apart]
 
 
 def grid_mean(decoded, points):
-    """An encoder by hand: one token, the mean of the field."""
+    """Encode by hand: one token, the mean of the field."""
     return decoded.mean(1, keepdim=True)
 
 
 def at_coordinates(latents, points):
-    """A decoder by hand: at each point the latents' first value times the point's coordinate."""
+    """Decode by hand: at each point the latents' first value times the point's coordinate."""
     return latents[:, :1, :1] * points
 
 
@@ -251,7 +252,7 @@ def test_a_mixed_batch_has_the_inverse_losses_of_each_of_its_tasks(call):
     alone = [call([task], 0)[0].item() for task in tasks]
     mixed, _ = call(tasks, 0)
     assert alone == [9.0, 1.0]
-    # An example counts as much as any other.
+    # Every example has the same weight.
     assert mixed.item() == (9.0 + 3 * 1.0) / 4
 
 

@@ -11,7 +11,7 @@ BOUNDED = floats(-2, 2)
 
 
 def macs(T, L, heads, head_width, layers, points):
-    """Multiply-adds of a decoded example: at each point, and of the keys and values of the latent tokens."""
+    """Count the multiply-adds of a decoded example: at its points, and for keys and values of the latent tokens."""
     width = heads * head_width
     at_points = 16 * width + layers * (2 * width**2 + 2 * T * width) + width**2 + width
     return points * at_points + layers * T * L * 2 * width
@@ -94,7 +94,7 @@ query_sampling = Pair(
 
 
 def field_as_tokens(latents, points):
-    """A decoder by hand: at each point the latents' first value times the point's coordinate."""
+    """Decode by hand: at each point the latents' first value times the point's coordinate."""
     return latents[:, :1, :1] * points
 
 

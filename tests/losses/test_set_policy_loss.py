@@ -16,13 +16,13 @@ from suite.polychromic import advantages as advantages_of
 
 
 def sampled_tokens(generator, shape, dtype):
-    """Replies with holes, some without any token; at the sizes that are timed all tokens, as the cost counts."""
+    """Mark replies with holes, some without any token; at the sizes that are timed all tokens, as the cost assumes."""
     share = (0.5, 0.8, 1.0)[int(torch.randint(0, 3, (), generator=generator))]
     return torch.rand(shape, generator=generator) < (1.0 if math.prod(shape) >= 1024 else share)
 
 
 def traffic(bytes_of_a_logit):
-    """Logits are read forward and backward, and their gradients written."""
+    """Return the function that counts bytes: logits are read forward and backward, their gradients written."""
 
     def of_a_call(sets, n, length, vocabulary, direction):
         logits = bytes_of_a_logit * sets * n * length * vocabulary
@@ -47,8 +47,8 @@ def inputs(values):
     }
 
 
-# Each position is a program, which Triton's interpreter takes milliseconds for. Where nothing is sampled, or with a
-# vocabulary of one token, the loss is 0: such cases have tests below, as too many of them would prove nothing.
+# Each position is a program, which takes Triton's interpreter milliseconds. Where nothing is sampled, or with a
+# vocabulary of one token, the loss is 0. Such cases are tested below: too many of them would prove nothing.
 SIZES = {"sets": size(1, 3), "n": size(1, 3), "length": size(1, 4), "vocabulary": size(2, 30)}
 RIVALS = {"compile": compiled(side(reference, devices=("cuda",)))}
 # 12 replies and 48, of 100 tokens; the vocabularies of SmolLM2 and of Llama 3.
@@ -77,7 +77,7 @@ set_policy_loss = Pair(
 set_policy_loss_bfloat16 = Pair(
     reference=reference,
     optimized=optimized,
-    # As large as a language model's logits are: those of any size are drawn in float32.
+    # The logits are as large as a language model's; float32 draws those of any size.
     inputs=inputs(floats(-30, 30)),
     max_examples=25,
     sizes=SIZES,
@@ -112,7 +112,7 @@ def differentiated(call, logits, *others):
 
 @pytest.mark.parametrize("call", SIDES)
 def test_equal_logits_by_hand(call):
-    """Each token has log p of -log 4; the sets have 3 and 2 tokens of advantage 1 and 2, and 0 and 1 of -1."""
+    """Each token's log p is -log 4. The sets have 3 and 2 tokens of advantages 1 and 2, and 0 and 1 of 5 and -1."""
     mask = torch.tensor([[1, 1, 1], [1, 1, 0], [0, 0, 0], [0, 1, 0]]).bool()
     advantages = torch.tensor([[1.0, 2.0], [5.0, -1.0]])
     loss = call(torch.ones(4, 3, 4), torch.zeros(4, 3, dtype=torch.int64), mask, advantages)
@@ -145,7 +145,7 @@ def test_logits_of_what_was_not_sampled_have_no_part(call, value):
 @pytest.mark.filterwarnings("ignore:All-NaN slice")  # numpy's, in Triton's interpreter
 @pytest.mark.parametrize("values", list(itertools.product([math.nan, math.inf, -math.inf, 1.0], repeat=2)))
 def test_not_finite_logits_of_sampled_tokens_give_what_the_reference_gives(call, values, monkeypatch):
-    """Beside each other, a block apart, of the token itself, and throughout a position."""
+    """The values lie side by side, a block apart, at the sampled token, and throughout a position."""
     monkeypatch.setattr(module, "BLOCK", 4)
     logits, tokens, mask, advantages = drawn(length=5)
     mask[:] = True
@@ -163,7 +163,7 @@ def test_not_finite_logits_of_sampled_tokens_give_what_the_reference_gives(call,
 
 @pytest.mark.parametrize("call", SIDES[1:])
 def test_a_token_outside_the_nucleus_has_no_probability_and_no_gradient(call, monkeypatch):
-    # The first blocks hold nothing but -inf.
+    # The first blocks contain only -inf.
     monkeypatch.setattr(module, "BLOCK", 4)
     logits, tokens, mask, advantages = drawn()
     tokens.clamp_(min=9)
@@ -255,7 +255,7 @@ def test_of_bfloat16_logits_sums_are_in_float32():
 
 END = 0
 REPLIES = torch.tensor([[0, 0], [1, 0], [1, 1], [1, 2], [2, 0], [2, 1], [2, 2]])
-"""All replies of up to two of three tokens; the first ends at once, and has one token."""
+"""All replies of up to two tokens from a vocabulary of three; the first ends at once, with one token."""
 SAMPLED = torch.tensor([[1, 0]] + [[1, 1]] * 6).bool()
 
 
@@ -275,13 +275,13 @@ class Exact:
         self.diversity = self.distances[:, i, j].mean(1)
 
     def logits(self, replies):
-        """[*, 2, 3], of the distribution that is sampled from: token 1 may lie outside its nucleus at the second."""
+        """Return the logits [*, 2, 3] to sample from; token 1 may be outside the nucleus at the second position."""
         first, second = self.parameters
         later = second[REPLIES[replies, 0]].masked_fill(self.outside, -torch.inf)
         return torch.stack((first.expand_as(later), later), -2)
 
     def probabilities(self):
-        """Of each set; differentiable."""
+        """Return the probability of each set; differentiable."""
         log_p = self.logits(torch.arange(7)).log_softmax(-1).gather(-1, REPLIES[..., None]).squeeze(-1)
         return torch.where(SAMPLED, log_p, 0.0).sum(-1).exp()[self.sets].prod(1)
 
@@ -289,11 +289,11 @@ class Exact:
         return torch.cat([g.flatten() for g in torch.autograd.grad(value, self.parameters)])
 
     def truth(self):
-        """Of minus the expected diversity."""
+        """Return the gradient of minus the expected diversity."""
         return self.gradient(-(self.probabilities() * self.diversity).sum())
 
     def estimated(self, call, sets, probabilities, advantages):
-        """The expectation of the estimator's gradient: each draw's, weighted with its probability.
+        """Return the expectation of the estimator's gradient: that of each draw, weighted with its probability.
 
         sets [draws, S, n], probabilities [draws], advantages [draws, S, n]. The loss is linear in the advantages and
         the mean over the sets, so that one call on all draws, weighted, is draws times the expectation of all calls.
@@ -354,7 +354,7 @@ def test_with_the_set_without_the_reply_as_a_baseline_it_is(call):
 
 
 def test_with_a_baseline_of_the_reply_itself_it_is_not():
-    """What the exact tests above would see: the diversity of the pairs that contain the reply depends on it."""
+    """A biased baseline is detected: the diversity of the pairs that contain the reply depends on the reply."""
     exact = Exact(3, nucleus=False)
     advantages = exact.diversity[:, None] - exact.distances.sum(-1) / 2
     found = exact.estimated(reference, exact.sets[:, None], exact.probabilities().detach(), advantages[:, None])
@@ -362,7 +362,7 @@ def test_with_a_baseline_of_the_reply_itself_it_is_not():
 
 
 def test_the_objective_as_the_source_writes_it_is_cross_entropy_alone():
-    """L = CE - lambda * D with D a float has the gradient of CE, though E[D] has one of its own."""
+    """L = CE - lambda * D with D a float has the gradient of CE alone, although E[D] has a gradient, too."""
     exact = Exact(3, nucleus=False)
     gradients = []
     for weight in (0.0, 0.3):

@@ -47,7 +47,7 @@ activation_checkpoint_operator = Pair(
 
 
 def kept_bytes(call, inputs):
-    """Of what autograd keeps from the forward for the backward, each storage once."""
+    """Count the bytes that autograd keeps from the forward for the backward, each storage once."""
     sizes = {}
 
     def pack(tensor):
@@ -75,7 +75,7 @@ def step(depth):
 
 
 def test_of_a_sublayer_only_its_inputs_are_kept():
-    """Each of them is of 2 · 16 · 16 values, in float32; the time embedding of 2 · 16 is shared."""
+    """Each input kept has 2 · 16 · 16 values, in float32; the time embedding of 2 · 16 is shared."""
     kept = [kept_bytes(optimized_operator, step(depth)) for depth in (1, 2, 3)]
     assert kept[2] - kept[1] == kept[1] - kept[0] == 2 * (4 * 2 * 16 * 16)
     plain = [kept_bytes(reference_operator, step(depth)) for depth in (1, 2)]

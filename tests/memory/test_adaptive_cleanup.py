@@ -11,7 +11,7 @@ GIB = 1 << 30
 
 
 def window(cleaned, **options):
-    """A training window that needs memory of its own while it runs."""
+    """Return a side with a training window that needs memory of its own while it runs."""
 
     def make(weight):
         def step(x):
@@ -37,7 +37,7 @@ adaptive_cleanup = Pair(
     sizes={"B": size(0, 9), "D": size(1, 9)},
     rivals={"never": stateful(window(never))},
     workloads=[
-        # Ten calls in a row, so that the reference empties the cache once.
+        # Ten calls in a row, in which the reference empties the cache once.
         Workload("windows10", B=4096, D=1024, clock="wall", device="cuda", repeat=10),
         Workload("cpu", B=16, D=64, clock="wall", device="cpu", repeat=10),
     ],
@@ -49,11 +49,11 @@ adaptive_cleanup = Pair(
     ("reserved", "allocated", "free", "helps"),
     [
         (120, 118, 2, False),  # nearly all in use: the source's rule would empty it here
-        (120, 60, 60, False),  # nobody wants for memory
+        (120, 60, 60, False),  # memory is not scarce
         (120, 60, 2, True),
         (120, 60, 14, False),  # a tenth of the device is free
         (120, 60, 13, True),
-        (60, 53, 2, False),  # a twentieth of the device, or less, is not worth it
+        (60, 53, 2, False),  # returning a twentieth of the device, or less, is not worth it
         (60, 52, 2, True),
     ],
 )

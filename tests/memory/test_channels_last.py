@@ -19,7 +19,7 @@ channels_last = Pair(
         Workload("batch5632_both", **TRAINING, direction="both", device="cuda"),
         Workload("cpu", **FEW, clock="wall", direction="both", device="cpu"),
     ],
-    # What the faster of the workloads' dtypes needs is the least for both.
+    # The cost is that of the faster of the workloads' dtypes, which is the minimum for both.
     cost=training_cost("bfloat16"),
 )
 
@@ -34,7 +34,7 @@ def test_the_convolutions_are_given_channels_last():
     with Seen(laid) as last:
         optimized(*drawn())
     assert default.of("convolution") == [[False, False]] * 3
-    # Of one channel, as the segments and the first weights have, both layouts are one.
+    # With one channel, as in the segments and the first weights, both layouts are the same.
     assert last.of("convolution") == [[False, False], [True, True], [True, True]]
 
 

@@ -19,7 +19,7 @@ def torchao():
 
 
 def by_torchao(params):
-    """Its hooks copy each gradient as soon as a backward pass has it. It knows contiguous parameters alone."""
+    """Step torchao's optimizer: its hooks copy each gradient as soon as it is there. It takes contiguous parameters."""
     from torchao.optim import CPUOffloadOptimizer
 
     live = [i for i, p in enumerate(params) if p.numel()]
@@ -62,7 +62,7 @@ cpu_offload_optimizer = Pair(
 
 
 def steps(make):
-    """The optimizer is built within the call, whose peak memory then includes its state."""
+    """Return a call that builds the optimizer, so that its peak memory includes the optimizer's state."""
 
     def call(params, first, second):
         step = make(params)
@@ -72,8 +72,8 @@ def steps(make):
     return call
 
 
-# The state of a stateful pair is there before the call that is measured, and in no peak. Here the reference's takes
-# 189 MB of the device's memory; the optimized side takes none.
+# A stateful pair's state exists before the call that is measured, so that no peak includes it. Here the reference's
+# state takes 189 MB of the device's memory; the optimized side's takes none.
 cpu_offload_memory = Pair(
     reference=steps(reference),
     optimized=steps(optimized),
@@ -103,7 +103,7 @@ def test_two_steps_by_hand(call):
     # m_hat is (0.25 g) / 0.75 and v_hat (0.1875 g^2) / 0.4375 where the second gradient is 0.
     moved = 0.1 * (1 / 3) / (3 / 7) ** 0.5
     assert params[0].tolist() == pytest.approx([0.8075 - moved, -1.71 + moved, 2.7075])
-    # Of g and -g: m_hat is -g / 3, v_hat g^2.
+    # With the gradients g and -g, m_hat is -g / 3 and v_hat is g^2.
     assert params[1].item() == pytest.approx(0.375 * 0.95 + 0.1 / 3)
 
 
@@ -137,7 +137,7 @@ def test_the_adamw_part_of_the_hybrid_optimizer_can_be_offloaded():
 
 
 class Late:
-    """Transfers that copy nothing until they are waited for, as a busy bus."""
+    """Transfers that copy nothing until they are waited for, as on a busy bus."""
 
     def __init__(self, device):
         self.sent = []
@@ -185,7 +185,7 @@ def test_a_master_copy_keeps_what_bfloat16_rounds_away(call, moves):
     step = call(params, lr=1e-3, weight_decay=0.0)
     for _ in range(50):
         step([torch.ones(4, dtype=torch.bfloat16)])
-    # Of steps of 0.001 each rounds to none: the next smaller number is 0.996.
+    # Each step of 0.001 is rounded away: the next smaller number is 0.996.
     assert params[0].tolist() == pytest.approx([0.95 if moves else 1.0] * 4, abs=0.004)
 
 

@@ -7,7 +7,7 @@ from reference.optimizers.clip_grad_norm import clip_grad_norm as reference
 
 
 def torch_s_own(grads, max_norm):
-    """The utility that one would use."""
+    """Clip with PyTorch's own utility."""
     parameters = [torch.empty_like(g) for g in grads]
     for parameter, grad in zip(parameters, grads, strict=True):
         parameter.grad = grad
@@ -39,7 +39,7 @@ clip_grad_norm = Pair(
         ),
         Workload("cpu", count=16, rows=64, columns=64, max_norm=1, clock="wall", device="cpu"),
     ],
-    # Read for the norm; read and written to be scaled.
+    # The gradients are read for the norm, then read and written to be scaled.
     cost=Cost(bytes=lambda count, rows, columns: 12 * count * rows * columns),
 )
 

@@ -7,7 +7,7 @@ from reference.optimizers.ema import ema as reference
 
 
 def averaged_model(averages, decay=0.999):
-    """What PyTorch's AveragedModel does."""
+    """Update the averages as PyTorch's AveragedModel does."""
     update = torch.optim.swa_utils.get_ema_multi_avg_fn(decay)
     return lambda params: update(list(averages), list(params), 1) if averages else None
 
@@ -24,7 +24,7 @@ ema = Pair(
         "compile": compiled(stateful(side(reference, devices=("cuda",)))),
     },
     workloads=[
-        # 21 M parameters, as many as the operator of ups has.
+        # 21 M parameters, as many as the ups operator has.
         Workload("ups", count=96, rows=384, columns=576, device="cuda", speedup=3.0, host_syncs=0),
         Workload("cpu", count=8, rows=64, columns=64, clock="wall", device="cpu"),
     ],

@@ -9,7 +9,7 @@ from reference.optimizers.fused_adamw import adamw as reference
 
 
 def adamw_foreach(params):
-    """What PyTorch itself picks for CUDA tensors."""
+    """Step the implementation that PyTorch picks for CUDA tensors by default."""
     # With capturable the step count lives on the device, so that a compiled step need not be compiled again.
     capturable = bool(params) and params[0].is_cuda
     optimizer = torch.optim.AdamW(params, foreach=True, capturable=capturable)
@@ -41,7 +41,7 @@ fused_adamw = Pair(
     rivals=RIVALS,
     variants=VARIANTS,
     workloads=[
-        # 52 M parameters in so few tensors that the reference's launches, 15 a tensor, fit the stream's queue.
+        # 52 M parameters in so few tensors that the reference's 15 launches per tensor fit the stream's queue.
         Workload("matrices24", count=24, rows=1024, columns=2048, device="cuda", speedup=4.0, host_syncs=0),
         Workload("cpu", count=8, rows=64, columns=64, clock="wall", device="cpu"),
     ],
@@ -112,7 +112,7 @@ def test_first_step_by_hand(call):
     call(params, lr=0.1, weight_decay=0.5)(grads)
     # After one step m_hat / sqrt(v_hat) is the gradient's sign.
     assert params[0].tolist() == pytest.approx([0.95 - 0.1, -1.9 + 0.1, 2.85])
-    # As it was given: a copy would be one more pass over it.
+    # The gradient stays the one that was given: a copy would be one more pass over it.
     assert params[0].grad is grads[0]
 
 
@@ -156,7 +156,7 @@ def test_parameters_may_move_between_steps(call):
 
 @pytest.mark.parametrize("call", SIDES)
 def test_no_gradient_passes_through_a_step(call):
-    # Of parameters as a module has them: dense, and with gaps, which are updated by way of a copy.
+    # Parameters of a module: dense ones, and ones with gaps, which are updated through a copy.
     params = [torch.nn.Parameter(torch.ones(6, 8)), torch.nn.Parameter(torch.ones(6, 8)[::2, ::2])]
     step = call(params, lr=0.1, weight_decay=0.0)
     for _ in range(2):

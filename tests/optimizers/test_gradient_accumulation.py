@@ -8,7 +8,7 @@ from reference.optimizers.gradient_accumulation import gradient_accumulation as 
 
 
 def loss(weights, x, y):
-    """A network of one hidden layer; smooth, so that no rounding sends a gradient elsewhere."""
+    """Compute the loss of a network with one hidden layer; it is smooth, so that rounding redirects no gradient."""
     first, second = weights
     return functional.mse_loss(torch.tanh(x @ first) @ second, y)
 
@@ -48,7 +48,7 @@ def drawn(N):
 
 
 def kept_bytes(call, rows):
-    """The most that one forward keeps for its backward, beside weights and batch."""
+    """Return the most bytes that one forward keeps for its backward, beside weights and batch."""
     sizes, most = {}, 0
     weights, batch = drawn(64)
     known = {t.untyped_storage().data_ptr() for t in (*weights, *batch)}

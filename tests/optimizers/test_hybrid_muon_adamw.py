@@ -11,7 +11,7 @@ from reference.optimizers.muon import muon
 
 
 def blocks(values):
-    """Of each transformer block: the matrices, biases and norms, and the kernel of a convolution."""
+    """Return the specs of each transformer block: matrices, biases, norms, and the kernel of a convolution."""
     shapes = [
         ("3 * width", "width"),
         ("3 * width",),
@@ -25,7 +25,7 @@ def blocks(values):
 
 
 def flat(make, dtype=torch.bfloat16):
-    """Takes the parameters of each block together, as `blocks` has them."""
+    """Give `make` the parameters of all blocks, which `blocks` declares, as one list."""
 
     def made(params):
         step = make([p for block in params for p in block], dtype=dtype)

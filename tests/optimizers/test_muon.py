@@ -13,7 +13,7 @@ from reference.optimizers.muon import muon as reference
 
 
 def muon_of_torch(params, lr=1.4e-3, momentum=0.95, weight_decay=0.03):
-    """What PyTorch has."""
+    """Step PyTorch's Muon."""
     kept = [p for p in params if p.numel()]
     optimizer = torch.optim.Muon(kept, lr=lr, momentum=momentum, weight_decay=weight_decay) if kept else None
 
@@ -27,7 +27,7 @@ def muon_of_torch(params, lr=1.4e-3, momentum=0.95, weight_decay=0.03):
 
 
 RESTARTS, SYMMETRIC_BY_GRAM = 3, 11
-"""Of the iteration of Gram matrices: how often x is multiplied, and the symmetric products beside x xᵀ."""
+"""Products of the iteration by Gram matrices: multiplications of x, and symmetric products beside x xᵀ."""
 
 
 def in_float32(make):
@@ -35,7 +35,7 @@ def in_float32(make):
 
 
 def products(rows, columns):
-    """Operations of the products, with those of symmetric results counted once: of the form that needs fewer."""
+    """Count the operations of the products in the form that needs fewer; a symmetric result costs half."""
     least, most = sorted((rows, columns))
     plain = ITERATIONS * (least * least * most + least**3 + 2 * least * least * most)
     by_gram = RESTARTS * (least * least * most + 2 * least * least * most) + SYMMETRIC_BY_GRAM * least**3
@@ -74,8 +74,8 @@ muon = Pair(
 )
 
 
-# In bfloat16 the reference's own error is up to a third of the update. In float32, with the same code but for the dtype
-# of a tile, a coefficient that is wrong by a thousandth is found.
+# In bfloat16 the reference's own error is up to a third of the update. In float32, where the code differs only in the
+# dtype of a tile, a coefficient that is wrong by a thousandth is found.
 muon_float32 = Pair(
     reference=stateful(in_float32(reference)),
     optimized=stateful(in_float32(optimized)),
@@ -93,7 +93,7 @@ muon_float32 = Pair(
 
 
 def of_blocks(make):
-    """Takes the matrices of each transformer block together, as `operator_matrices` has them."""
+    """Give `make` the matrices of all transformer blocks, which `operator_matrices` declares, as one list."""
 
     def flat(matrices):
         return [matrices["time"], *(matrix for block in matrices["blocks"] for matrix in block)]
@@ -106,9 +106,10 @@ def of_blocks(make):
 
 
 def operator_matrices(values):
-    """The embedding of time steps, and of each block the projections into and out of attention and the FFN's two.
+    """Return the specs of the time embedding and of each block's matrices.
 
-    Rows of the first one do not begin at multiples of 16 bytes.
+    A block has the projections into and out of attention and the FFN's two. Rows of the embedding do not begin at
+    multiples of 16 bytes.
     """
     shapes = (("3 * width", "width"), ("width", "width"), ("4 * width", "width"), ("width", "4 * width"))
     blocks = listof("depth", [tensor(*shape, values=values) for shape in shapes])
@@ -144,7 +145,7 @@ SHAPES = [(8, 8), (5, 130), (130, 5), (0, 3), (144, 160), (160, 144), (1, 1), (1
 
 
 def iterated(signs, singular):
-    """The signs, times what the iteration makes of these singular values of a matrix of norm 1."""
+    """Return `signs` times the result of the iteration for these singular values of a matrix of norm 1."""
     a, b, c = COEFFICIENTS
     for _ in range(ITERATIONS):
         singular = [a * s + b * s**3 + c * s**5 for s in singular]
@@ -162,10 +163,10 @@ def test_two_steps_by_hand(call):
     grads = [torch.diag(torch.tensor([3.0, -4.0])), torch.tensor([[0.0], [0.0], [5.0], [0.0]])]
     step = call(params, lr=0.5, momentum=0.75, weight_decay=0.5, dtype=torch.float32)
     step(grads)
-    # Of a matrix with one singular value the sign is left, times what the iteration makes of 1.
+    # For a matrix with one singular value, the sign times the iteration's result for 1 remains.
     update = torch.diag(iterated([1.0, -1.0], [0.6, 0.8]))
     torch.testing.assert_close(params[0], -0.5 * update)
-    # Twice as far, for there are four times as many rows as columns.
+    # It moves twice as far, because it has four times as many rows as columns.
     torch.testing.assert_close(params[1].flatten(), 0.75 - torch.eye(4)[2] * 0.5 * 2 * iterated([1.0], [1.0]))
     assert params[0].grad is grads[0]
     # The momentum is g/4; with -g/2 it becomes g/16, and the update -g/2 + 3/4 · (g/16 + g/2) = -5/64 g.
@@ -241,7 +242,7 @@ def test_the_kernels_write_within_their_tensors(fences):
 
 
 def orthogonalized(x, restart, rounded):
-    """What the steps make of a matrix whose rows are no more than its columns, in PyTorch; each result is rounded."""
+    """Iterate in PyTorch on a matrix with no more rows than columns, rounding each result."""
     buffers, scale = {newton_schulz.X: rounded(x), newton_schulz.X_T: rounded(x).mT}, 1 / x.norm()
     for step in newton_schulz.steps_of(COEFFICIENTS, ITERATIONS, restart):
         product, plus, diagonal = step.factors
@@ -263,7 +264,7 @@ def nearly_of_low_rank(seed):
 
 
 def test_the_iteration_of_gram_matrices_is_as_exact_as_that_of_the_matrix():
-    """Gradients are nearly of low rank. Three iterations without a new Gram matrix lose their small singular values."""
+    """Gradients are nearly of low rank: three iterations without a new Gram matrix lose their small singular values."""
     errors = {}
     for seed in range(40):
         x = nearly_of_low_rank(seed)

@@ -45,7 +45,7 @@ def measurement(
     reference_s: float | None = None,
     **fields: Any,
 ) -> Measurement:
-    """One process. `ratio` and `accepted` are block log-ratios, or one value for all blocks."""
+    """Build one process's measurement; `ratio` and `accepted` are block log-ratios, or one value for all blocks."""
 
     def blocks(value: Sequence[float] | float) -> tuple[float, ...]:
         return (float(value),) * BLOCKS if isinstance(value, (int, float)) else tuple(float(v) for v in value)
@@ -77,7 +77,7 @@ def side(seconds: float, **counts: int | None) -> SideRecord:
 
 
 def counting(m: Measurement, **counts: int | None) -> Measurement:
-    """The measurement with other counts of its optimized side."""
+    """Return the measurement with other counts of its optimized side."""
     return replace(m, sides={**m.sides, "optimized": replace(m.sides["optimized"], **counts)})
 
 
@@ -91,7 +91,7 @@ def entry(
     promises: PromiseRecord | None = None,
     revision: str | None = REVISION,
 ) -> Entry:
-    """An entry of one session, or of several if given a list for each."""
+    """Build an entry of one session, or of several if a list is given for each."""
     sessions = [measurements] if isinstance(measurements[0], Measurement) else measurements
     baseline = None
     for number, session in enumerate(sessions):

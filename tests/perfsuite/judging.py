@@ -22,7 +22,7 @@ def nursery() -> Iterator[Nursery]:
 
 
 def judged(nursery: Nursery, reference: Path, text: str, **options: Any) -> verdict.Verdict:
-    """The verdict on a candidate of this text."""
+    """Return the verdict on a candidate with this text."""
     path = reference.with_name("own.py")
     path.write_text(f"REFERENCE_FILE = {str(reference)!r}\n{text}")
     asked = Options(**{"device": "cpu", "seconds": 0.5, "limit_s": 3.0, "compiled": False, **options})
@@ -31,6 +31,6 @@ def judged(nursery: Nursery, reference: Path, text: str, **options: Any) -> verd
 
 
 def documented() -> set[str]:
-    """The first column of the tables in the judge's document."""
+    """Return the first column of the tables in the judge's document."""
     lines = (ROOT / "docs/judge.md").read_text().splitlines()
     return {line.split("|")[1].strip() for line in lines if "|" in line}

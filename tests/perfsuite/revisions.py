@@ -40,11 +40,11 @@ TEST = f"""
     )
 """
 OWN = (MODULE, PACKAGE, PREFIX, "generated_here", "library_here", "registry_here", "space_of_revision", "tests")
-"""How the names of all modules begin that these repositories import."""
+"""Prefixes of the names of all modules that these repositories import."""
 
 
 class Repository:
-    """A folder in git with a package and a test module; `load` imports a revision as a worker would."""
+    """Git folder with a package and a test module; `load` imports a revision as a worker would."""
 
     def __init__(self, path: Path, *, places: Sequence[str] = ("", "tests"), mode: str = "prepend") -> None:
         self.path, self.mode = path, mode
@@ -72,7 +72,7 @@ class Repository:
         return self.git("rev-parse", "HEAD")
 
     def current(self, file: str = f"tests/{MODULE}.py") -> ModuleType:
-        """The test module of the work tree, imported as pytest does."""
+        """Import the work tree's test module as pytest does."""
         importlib.invalidate_caches()
         module = import_path(self.path / file, mode=self.mode, root=self.path, consider_namespace_packages=False)
         module.scale.name = "scale"
@@ -82,14 +82,14 @@ class Repository:
         return revision.extract(rev, self.path, self.path / ".perfsuite/revisions")
 
     def load(self, rev: str, file: str = f"tests/{MODULE}.py") -> Pair:
-        """The pair as that revision declares it."""
+        """Return the pair as that revision declares it."""
         module = self.current(file)
         return revision.load_pair(module.scale, module, self.tree(rev))
 
 
 @contextmanager
 def imports_put_back() -> Iterator[None]:
-    """Inside, none of these repositories' modules is there; afterwards, those that were before. torch's own stay."""
+    """Remove these repositories' modules for the block, and restore them afterwards. torch's own modules stay."""
     path, finders = list(sys.path), list(sys.meta_path)
     before = _taken()
     sys.path[:] = [p for p in path if not any(Path(p, name).exists() for name in (PACKAGE, f"{MODULE}.py"))]

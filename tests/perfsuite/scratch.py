@@ -1,7 +1,7 @@
 """Scratch projects for the harness's own tests, and workers that measure nothing.
 
-What a gate says depends on times. Here `FakeWorkers` stands for the measuring processes and gives the times that the
-test wants, so that a verdict is the same on every machine.
+A gate's verdict depends on times. Here `FakeWorkers` replaces the measuring processes and gives the times that the test
+wants, so that a verdict is the same on every machine.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from perfsuite.workers import ALONE, ITEMS, PROVE, TIME, Failure, Job, Lane, Out
 
 ROOT = Path(__file__).resolve().parents[2]
 JITTER = (0.0, 4e-4, -3e-4, 2e-4, -4e-4, 1e-4, 3e-4, -2e-4)
-"""Log-ratios differ by so much from process to process: a quiet machine, but not an impossible one."""
+"""Differences of log-ratios from process to process: those of a quiet machine, but not of an impossible one."""
 
 TWO_LINES = """
     from perfsuite import Pair, Workload, tensor
@@ -67,11 +67,11 @@ OUTER = (
     "PYTEST_XDIST_WORKER",
     "PYTEST_XDIST_WORKER_COUNT",
 )
-"""Environment variables of the run that these tests are in, which are no concern of a run within a test."""
+"""Environment variables of the outer test run, which a run within a test must not see."""
 
 
 class FakeWorkers:
-    """In the place of `perfsuite.control.Workers`: `outcome(id, process, second)` is what each measurement gives.
+    """Replaces `perfsuite.control.Workers`: `outcome(id, process, second)` gives the result of each measurement.
 
     `process` counts the timing processes from 0; `second` says whether the accepted revision's side joins. Proofs
     succeed, unless `outcome` is a failure for that workload. A trace finds `ran`, and `own` sources.
@@ -80,17 +80,17 @@ class FakeWorkers:
     def __init__(self, outcome: Callable[[str, int, bool], Outcome]) -> None:
         self.outcome = outcome
         self.calls: list[tuple[tuple[str, ...], dict[str, str]]] = []
-        """For each timing process: (ids, id → the accepted revision)."""
+        """For each timing process: (ids, id → accepted revision)."""
         self.proven: list[str] = []
         self.failing: set[str] = set()
         self.skipping: set[str] = set()
         self.unloaded: dict[str, str] = {}
-        """Workload → why its accepted side cannot be compared with."""
+        """Workload → reason why it cannot be compared with its accepted side."""
         self.ran: Ran | None = None
-        """What proofs and traces say that every workload ran."""
+        """Record of the files that every workload ran, as proofs and traces report it."""
         self.own: tuple[str, ...] = ()
         self.alone: dict[str, Outcome] = {}
-        """Workload → what its reference takes where no optimized side has run, if that is not long."""
+        """Workload → measurement of its reference in a process that has run no optimized side, if that is not long."""
         self.tasks: list[Task] = []
         self.begun: Callable[[int, str], None] = lambda lane, id: None
 
@@ -103,23 +103,23 @@ class FakeWorkers:
         return {task.id: task.limit_s for task in self.tasks}
 
     def prepare(self, lanes: Sequence[Lane], ids: Sequence[str], each: int, at_once: int) -> None:
-        """These processes need no time to start."""
+        """Do nothing: these processes need no time to start."""
 
     def begin_early(self, tasks: Sequence[Task], lanes: Sequence[Lane], most: int) -> None:
-        """No process waits for a task."""
+        """Do nothing: no process waits for a task."""
 
     def is_any_free(self, lanes: Sequence[Lane]) -> bool:
-        """No process waits."""
+        """Return False: no process is waiting."""
         return False
 
     def end_early(self, ids: Collection[str]) -> None:
-        """No process has begun early."""
+        """Do nothing: no process has begun early."""
 
     def deliver(self, proof: Proof) -> None:
-        """No process has begun early."""
+        """Do nothing: no process has begun early."""
 
     def close(self) -> None:
-        """None waits."""
+        """Do nothing: no process waits."""
 
     def run(
         self,
@@ -162,7 +162,7 @@ class FakeWorkers:
         return Proof(id=task.id, seed=0, unloaded=unloaded, ran=self.ran if task.note_ran else None)
 
     def _reported(self, id: str) -> Reported:
-        """That a proof passed, failed if it is one of `failing`, or was skipped; as JSON, which has no tuples."""
+        """Report that a proof passed, failed (if in `failing`) or was skipped; as JSON, which has no tuples."""
         fails, skips = id in self.failing, id in self.skipping
         text = "it is wrong" if fails else (id, 1, "Skipped: not here") if skips else None
         report = pytest.TestReport(
@@ -177,7 +177,7 @@ class FakeWorkers:
 
 
 def times(*, speedup: float = 2.0, slower: float = 0.0, noise: float = 1.0, **fields: Any) -> Any:
-    """An outcome for FakeWorkers: `speedup` over the reference, and `slower` (relative) than what was accepted."""
+    """Return an outcome for FakeWorkers: `speedup` over the reference, `slower` (relative) than what was accepted."""
 
     def outcome(id: str, process: int, second: bool) -> Measurement:
         jitter = noise * JITTER[process % len(JITTER)]
@@ -195,13 +195,13 @@ def times(*, speedup: float = 2.0, slower: float = 0.0, noise: float = 1.0, **fi
 
 
 def fails(failure: Failure, *, among: Callable[[str, int, bool], Outcome] | None = None, only: str = "") -> Any:
-    """An outcome for FakeWorkers: this failure, for the ids that contain `only`; the others as `among` says."""
+    """Return an outcome for FakeWorkers: this failure for ids that contain `only`; the others are as in `among`."""
     others = among or times()
     return lambda id, process, second: failure if only in id else others(id, process, second)
 
 
 def forget_only_the_project(pytester: pytest.Pytester) -> SysModulesSnapshot:
-    """What pytester forgets after a run in this process: the project's modules; torch cannot be imported twice."""
+    """Make pytester forget only the project's modules after a run in this process: torch cannot be imported twice."""
 
     folder = str(pytester.path)
 
@@ -213,7 +213,7 @@ def forget_only_the_project(pytester: pytest.Pytester) -> SysModulesSnapshot:
 
 
 class _Installed(importlib.metadata.PathDistribution):
-    """An installed package whose entry points are read once: pytest asks for those of all at each start."""
+    """Installed package whose entry points are read only once: pytest asks all packages for them at each start."""
 
     @functools.cached_property
     def entry_points(self) -> importlib.metadata.EntryPoints:  # type: ignore[override]  # there it is a property
@@ -222,11 +222,12 @@ class _Installed(importlib.metadata.PathDistribution):
 
 @functools.cache
 def _installed() -> list[_Installed]:
-    return [_Installed(found._path) for found in importlib.metadata.distributions()]  # type: ignore[attr-defined]  # private
+    # `_path` is private.
+    return [_Installed(found._path) for found in importlib.metadata.distributions()]  # type: ignore[attr-defined]
 
 
 class Project:
-    """A folder with test modules of its own, and the ways to run them."""
+    """Folder with test modules of its own, and the ways to run them."""
 
     def __init__(self, pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch, copies: Path) -> None:
         self.pytester, self.monkeypatch, self.copies = pytester, monkeypatch, copies
@@ -234,10 +235,10 @@ class Project:
         self.workers: FakeWorkers | None = None
         for name in OUTER:
             monkeypatch.delenv(name, raising=False)
-        monkeypatch.setenv(HELD, "cpu")  # nothing is measured that another run on this machine could disturb
+        monkeypatch.setenv(HELD, "cpu")  # no measurement here could be disturbed by another run on this machine
         # Above any git repository that /tmp may lie in.
         monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(self.path.parent))
-        # Nothing here depends on a time: a run within a test waits for no other that measures on this CPU.
+        # Nothing here depends on time: a run within a test does not wait for others that measure on this CPU.
         monkeypatch.setenv(turns.HELD, "cpu")
         # Where perfsuite is not installed, the processes that a run starts find it here.
         monkeypatch.setenv("PYTHONPATH", str(ROOT))
@@ -257,16 +258,16 @@ class Project:
         _put(path, text.replace(old, new))
 
     def measured(self, outcome: Any) -> FakeWorkers:
-        """From here on runs in this process measure nothing and get `outcome`."""
+        """Replace the workers: from now on runs in this process measure nothing, and get `outcome`."""
         self.workers = FakeWorkers(outcome)
         self.monkeypatch.setattr("perfsuite.control.Workers", self.workers)
-        self.monkeypatch.setattr("perfsuite.guard.check", lambda: None)  # it would find them
+        self.monkeypatch.setattr("perfsuite.guard.check", lambda: None)  # it would find the replaced workers
         return self.workers
 
     def run(self, *arguments: str) -> pytest.RunResult:
-        """pytest in this process, where warnings are not the errors that they are in our own tests.
+        """Run pytest in this process; warnings are not errors, as they are in our own tests.
 
-        The same draws in every run, unless a profile is asked for: no test may depend on what is drawn.
+        Every run has the same draws, unless a profile is given: no test may depend on what is drawn.
         """
         chosen = () if any("--perfsuite-profile" in a for a in arguments) else ("--perfsuite-profile=ci",)
         own, installed = importlib.metadata.distributions, _installed()
@@ -280,7 +281,7 @@ class Project:
         return self.run("-m", "perf", *arguments, "--benchmark-compare")
 
     def cli(self, *arguments: str, **given: Any) -> Result:
-        """`perfsuite …` in this process; the output of its pytest is in the result's."""
+        """Run `perfsuite …` in this process; the result includes its pytest's output."""
 
         def main(args: Sequence[str]) -> int:
             return int(self.run(*args).ret)
@@ -290,7 +291,7 @@ class Project:
             return CliRunner().invoke(cli.main, arguments, **given)
 
     def accept(self, outcome: Any | None = None, *arguments: str) -> Path:
-        """Commit, and accept what `outcome` says; the baseline's path."""
+        """Commit, accept what `outcome` gives, and return the baseline's path."""
         if not (self.path / ".git").exists():
             self.commit()
         self.measured(outcome or times())
@@ -300,7 +301,7 @@ class Project:
         return path
 
     def accept_again(self, name: str) -> None:
-        """`accept()` for a fixture of this name: for all tests after the first the files are copied."""
+        """Call `accept()` for a fixture of this name; later tests get a copy of the files."""
         copy = self.copies / name
         if copy.exists():
             shutil.copytree(copy, self.path, dirs_exist_ok=True)
@@ -309,7 +310,7 @@ class Project:
             shutil.copytree(self.path, copy)
 
     def process(self, *command: str, timeout: float = 240.0, **given: Any) -> subprocess.CompletedProcess[str]:
-        """A real process in the project's folder: `pytest …` or `perfsuite …`."""
+        """Run a real process in the project's folder: `pytest …` or `perfsuite …`."""
         return subprocess.run(
             self.command(*command), cwd=self.path, capture_output=True, text=True, timeout=timeout, check=False, **given
         )
@@ -323,7 +324,7 @@ class Project:
         return git(self.path, *arguments)
 
     def commit(self, message: str = "work") -> str:
-        """Commit everything; the revision."""
+        """Commit everything and return the revision."""
         if not (self.path / ".git").exists():
             self.git("init")
             self.write(".gitignore", "__pycache__/\n.perfsuite/\n.hypothesis/\n.benchmarks/\nbaselines/")
@@ -333,7 +334,7 @@ class Project:
 
 
 def git(folder: Path, *arguments: str) -> str:
-    """The output of a git command in this folder, run without the user's and the system's git configuration."""
+    """Return the output of a git command in this folder, run without the user's and the system's git configuration."""
     identity = ["-c", "user.name=test", "-c", "user.email=test@example.org", "-c", "init.defaultBranch=main"]
     done = subprocess.run(
         ["git", *identity, *arguments],
@@ -347,7 +348,10 @@ def git(folder: Path, *arguments: str) -> str:
 
 
 def _put(path: Path, text: str) -> None:
-    """A module's compiled copy is known by its source's second and size: a later version gets a later second."""
+    """Write the file.
+
+    A later version gets a later second, because a module's compiled copy is known by its source's second and size.
+    """
     before = path.stat().st_mtime if path.exists() else 0.0
     path.write_text(text)
     if path.stat().st_mtime < before + 1:
@@ -355,23 +359,23 @@ def _put(path: Path, text: str) -> None:
 
 
 def real_workers(folder: Path) -> Workers:
-    """Workers that do start processes, for the project in `folder`."""
+    """Return workers that do start processes, for the project in `folder`."""
     arguments = ["-p", "no:cacheprovider", "-q", f"--rootdir={folder}", "-p", "perfsuite.plugin"]
     return Workers(root=folder, folder=folder / ".perfsuite/workers", arguments=arguments)
 
 
 def run_tasks(workers: Workers, *tasks: Task) -> list[tuple[str, Outcome]]:
-    """What comes of the tasks in one lane."""
+    """Run the tasks in one lane, and return their outcomes."""
     return list(workers.run(tasks, [Lane()]))
 
 
 def lines_with(text: str, *wanted: str) -> list[str]:
-    """The lines that hold all of `wanted`."""
+    """Return the lines that contain all of `wanted`."""
     return [line for line in text.splitlines() if all(w in line for w in wanted)]
 
 
 def wait_for(condition: Callable[[], object]) -> None:
-    """Until the condition holds: a failure of the test if it never does, whatever the machine's load."""
+    """Wait until the condition holds; fail after 120 s, which suffices on a busy machine."""
     deadline = time.monotonic() + 120
     while not condition():
         assert time.monotonic() < deadline
@@ -379,7 +383,7 @@ def wait_for(condition: Callable[[], object]) -> None:
 
 
 def runs(pid: int) -> bool:
-    """Whether the process runs; one that has ended and is waited for by nobody does not."""
+    """Return whether the process runs; a zombie does not."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in ("Z", "X")
     except (FileNotFoundError, ProcessLookupError):
@@ -388,7 +392,7 @@ def runs(pid: int) -> bool:
 
 @pytest.fixture
 def project(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Project:
-    """An empty scratch project; the test module says `pytest_plugins = ["pytester"]`."""
+    """Make an empty scratch project; the test module says `pytest_plugins = ["pytester"]`."""
     monkeypatch.setattr(pytest.Pytester, "_Pytester__take_sys_modules_snapshot", forget_only_the_project)
     copies = request.getfixturevalue("tmp_path_factory").getbasetemp() / "accepted"
     return Project(request.getfixturevalue("pytester"), monkeypatch, copies)

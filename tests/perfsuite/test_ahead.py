@@ -1,4 +1,4 @@
-"""Kernels are compiled for sm_90 in a process of each pair's own, which costs a fork."""
+"""Kernels are compiled for sm_90 in a separate process for each pair, at the cost of a fork."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ PAIR = """
 
 
 def pairs(**first: str) -> str:
-    """A module with a pair for each name, whose side begins with that statement."""
+    """Return a module with a pair for each name, whose side begins with the given statement."""
     limits = {"hangs": 1.5}
     made = [PAIR.format(name=name, first=text, limit=limits.get(name, 300.0)) for name, text in first.items()]
     return HEADER + "".join(made)
@@ -125,7 +125,7 @@ def test_kernels_that_no_item_asks_for_are_not_compiled(project: Project, monkey
     project.run("-k", "equivalence").assert_outcomes(passed=1)
 
 
-# --- what is not computed between kernels ---------------------------------------------------------------------------
+# --- results that are not computed between kernels ------------------------------------------------------------------
 
 LARGE = (256, ahead.LARGE // 256)
 

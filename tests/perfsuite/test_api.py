@@ -111,7 +111,7 @@ def test_an_error_of_the_declaration_stays_one() -> None:
 
 
 def test_every_kind_of_inputs_is_drawn() -> None:
-    """Random draws would seldom find a fault at one size."""
+    """Every kind of inputs is drawn, so that a fault at one size is found; random draws alone would seldom find it."""
 
     def optimized(x: torch.Tensor) -> torch.Tensor:
         return x.exp() if x.shape[-1] != 17 else x.exp() * 2

@@ -1,4 +1,4 @@
-"""The arrows of docs/architecture.md, and the shape of the repository: every technique has its twin and its pair."""
+"""The arrows of docs/architecture.md, and the shape of the repository: every technique has both sides and its pair."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ HEAVY = ("torch", "numpy", "hypothesis", "scipy", "rich", "jinja2", "triton")
 
 @cache
 def table() -> dict[str, tuple[tuple[int, int], str]]:
-    """Module → ((row, place within it), the torch column), from docs/architecture.md."""
+    """Return module → ((row, place within it), torch column), from docs/architecture.md."""
     found: dict[str, tuple[tuple[int, int], str]] = {}
     for line in (ROOT / "docs/architecture.md").read_text().splitlines():
         cells = [c.strip() for c in line.strip("|").split("|")]
@@ -37,7 +37,7 @@ def table() -> dict[str, tuple[tuple[int, int], str]]:
 
 @cache
 def calibration() -> dict[str, tuple[tuple[int, int], str]]:
-    """File of perfsuite/calibration → ((row, place within it), the torch column), from docs/calibration/README.md."""
+    """Return file of perfsuite/calibration → ((row, place in it), torch column), from docs/calibration/README.md."""
     found = {"__init__": ((-1, 0), "no")}
     rows = [line for line in (ROOT / "docs/calibration/README.md").read_text().splitlines() if line.startswith("| `")]
     for row, line in enumerate(rows):
@@ -52,7 +52,7 @@ def tree_of(path: Path) -> ast.Module:
 
 
 def stage_of(path: Path) -> str:
-    """The stage a file belongs to: a module of perfsuite, or its package `report`."""
+    """Return the stage of a file: a module of perfsuite, or its package `report`."""
     return path.relative_to(HARNESS).parts[0].removesuffix(".py")
 
 
@@ -61,7 +61,7 @@ def harness_files() -> list[Path]:
 
 
 def imports(path: Path, *, top_only: bool = False, typing: bool = True) -> Iterator[tuple[str, str]]:
-    """(module, name) of the imports in a file: all, those at its top, or without those for type checkers alone."""
+    """Yield (module, name) of a file's imports: all, those at the top, or all but those for type checkers."""
     tree = tree_of(path)
     for_checkers = {
         inner
@@ -147,7 +147,7 @@ def test_suite_knows_the_sides_by_name_alone() -> None:
 
 @pytest.mark.parametrize("path", sorted((ROOT / "suite/commands").glob("*.py")), ids=lambda p: p.name)
 def test_a_command_costs_nothing_until_it_is_called(path: Path) -> None:
-    """The help of all commands imports it."""
+    """A command imports nothing heavy at its top, because the help of all commands imports it."""
     top = {module.split(".")[0] for module, _ in imports(path, top_only=True, typing=False)}
     assert not top & set(HEAVY), path.name
 
@@ -181,10 +181,10 @@ def sides(folder: str) -> list[Path]:
 
 
 def techniques(folder: str) -> set[str]:
-    """`<domain>/<technique>` of each file that holds one.
+    """Return `<domain>/<technique>` of each file that holds one.
 
-    Modules at the top (`optimized/kernels.py`) are shared by many. A file named after a twin beside it, with `_cuda`
-    behind, belongs to that twin.
+    Modules at the top (`optimized/kernels.py`) are shared by many. A file with the name of another one and `_cuda`
+    behind it belongs to that one.
     """
     found = {
         "/".join(p.relative_to(ROOT / folder).with_suffix("").parts)
@@ -230,7 +230,7 @@ def test_a_technique_has_its_pair(technique: str) -> None:
 
 
 def pairs_of(path: Path) -> Iterator[dict[str, str | None]]:
-    """For each module-level Pair: the module that each of its two sides comes from."""
+    """Yield for each module-level Pair the module that each of its two sides comes from."""
     origin = {}
     for node in tree_of(path).body:
         if isinstance(node, ast.ImportFrom) and node.module:
@@ -263,7 +263,7 @@ def test_every_pair_of_the_repository_is_a_techniques() -> None:
 
 @pytest.mark.parametrize(("page", "device"), [("README.md", "nvidia-h200"), ("docs/ranks.md", "nvidia-h200-x2")])
 def test_the_pages_show_the_accepted_figures(page: str, device: str) -> None:
-    """`perfsuite table baselines/DEVICE.json --write PAGE` brings them up to date."""
+    """The pages show the figures that `perfsuite table baselines/DEVICE.json --write PAGE` writes."""
     text = (ROOT / page).read_text()
     entries = baseline.load(ROOT / "baselines" / f"{device}.json").entries
     assert markdown.insert(text, markdown.table(entries.values())) == text

@@ -1,4 +1,4 @@
-"""What a user or a machine can get wrong: one clear line with the remedy, and an exit code that is not 0."""
+"""Mistakes of a user or a machine give one clear line with the remedy, and an exit code other than 0."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ pytest_plugins = ["pytester"]
 
 
 def assert_says(result: pytest.RunResult, *words: str, code: int = 1) -> str:
-    """The run ended with this code, and one line holds all these words."""
+    """Assert that the run ended with this code, and that one line holds all these words; return that line."""
     output = result.stdout.str() + result.stderr.str()
     assert result.ret == code, output
     assert "INTERNALERROR" not in output
@@ -127,7 +127,7 @@ def test_a_reference_that_raises_is_named(project: Project) -> None:
 
 
 def timed(project: Project, id: str) -> Failure:
-    """What a measuring process writes about a workload that it cannot time; it runs in this process."""
+    """Return the failure reported for a workload that cannot be timed; the measuring process is this one."""
     reader, writer = os.pipe()
     job, out = project.path / "job.json", project.path / "out.jsonl"
     job.write_text(json.dumps(to_json(Job(out=str(out), tasks=reader))))
@@ -261,7 +261,7 @@ def test_a_damaged_baseline(project: Project, name: str) -> None:
     assert lines_with(listed.output, path.name, *words), listed.output
 
     assert path.read_bytes() == before
-    assert not workers.calls  # told before minutes of measuring
+    assert not workers.calls  # reported before minutes of measuring
 
 
 # --- folders that cannot be written ---------------------------------------------------------------------------------
@@ -321,7 +321,7 @@ OUTCOMES = {"green": (times(), 0), "red": (times(slower=0.05), 1), "undecided": 
 
 @pytest.fixture(params=OUTCOMES)
 def verdict(request: pytest.FixtureRequest, project: Project) -> tuple[Project, int]:
-    """A gate that is about to end with this exit code."""
+    """Prepare a gate that will end with this exit code."""
     outcome, code = OUTCOMES[request.param]
     project.write("test_scale.py", TWO_LINES)
     project.accept()
@@ -387,7 +387,7 @@ for command in json.loads(sys.argv[2]):
         print("ENDED", end.code)
         sys.stdout.flush()
 """
-"""Runs one command after the other; a line says how each has ended."""
+"""Program that runs one command after the other; a line gives each one's exit code."""
 
 
 @FULLY
@@ -417,7 +417,7 @@ def test_a_terminal_that_knows_only_ascii(project: Project, slower: float, code:
 
 
 def test_a_machine_that_cannot_be_named(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A GPU, and a driver that does not say which."""
+    """If there is a GPU but the driver does not name it, one line says so."""
     from perfsuite import machine
     from perfsuite.errors import MachineError
 
@@ -461,13 +461,13 @@ HANGS = """
         workloads=[Workload("small", n=64, clock="wall"), Workload("other", n=65, clock="wall")],
     )
 """
-"""Both workloads can be proven, and the first can be timed; from then on no call ends."""
+"""Both workloads can be proven, and the first can be timed; after that no call ends."""
 
 
 @FULLY
 @pytest.mark.parametrize("command", [["gate", "--json"], ["accept", "--reason", "again"]], ids=lambda c: c[0])
 def test_ctrl_c(project: Project, command: list[str]) -> None:
-    """While the second workload is timed: exit code 2, the baseline as before, the report of what was measured."""
+    """Ctrl-C during the second workload gives exit code 2, leaves the baseline, and reports what was measured."""
     project.write("test_scale.py", HANGS)
     small, other = times(), times(sizes={"n": 65})
     path = project.accept(lambda id, process, second: (other if "other" in id else small)(id, process, second))
@@ -481,7 +481,7 @@ def test_ctrl_c(project: Project, command: list[str]) -> None:
             stdout=sink,
             stderr=subprocess.STDOUT,
             start_new_session=True,
-            # A shell starts what runs in its background with Ctrl-C ignored, and a child inherits that.
+            # A shell starts background processes with Ctrl-C ignored, and a child inherits that.
             preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
         )
     try:
@@ -510,7 +510,7 @@ def _contents(folder: Path) -> dict[Path, bytes]:
 
 
 def _workers_of(project: Project) -> list[str]:
-    """Processes that still work on the project's jobs."""
+    """Return the processes that still work on the project's jobs."""
     wanted = f"PERFSUITE_JOB={project.path}".encode()
     found = []
     for process in Path("/proc").glob("[0-9]*"):

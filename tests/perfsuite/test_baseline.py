@@ -72,7 +72,7 @@ def path(tmp_path: Path) -> Path:
 
 
 def refused(path: Path) -> str:
-    """The message that `load` refuses the file with: one line that names the file."""
+    """Return the message with which `load` refuses the file: one line that names the file."""
     with pytest.raises(BaselineError) as caught:
         load(path)
     message = str(caught.value)
@@ -139,7 +139,7 @@ def test_pytest_benchmark_s_own_command_reads_it(path: Path, tmp_path: Path) -> 
     command = [sys.executable, "-m", "pytest_benchmark", "compare", str(path), f"--csv={csv}"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=tmp_path, check=False)
     assert done.returncode == 0, done.stderr
-    # A file that it cannot load is a warning and an empty table to it: look for the rows.
+    # For a file that it cannot load, it prints a warning and an empty table: look for the rows.
     for number in range(3):
         for side in ("reference", "optimized"):
             assert f"pair{number:03d}::speed[w]@{side}" in done.stdout
@@ -528,7 +528,7 @@ update(target, change)
 
 
 def test_processes_with_temporary_folders_of_their_own_exclude_each_other(path: Path, tmp_path: Path) -> None:
-    """The second reads the file only when the first has written it: neither's entry is lost."""
+    """The second process reads the file only after the first has written it: neither's entry is lost."""
     writers = []
     for number in (1, 2):
         other, temporary = tmp_path / f"other{number}.json", tmp_path / f"tmp{number}"
@@ -581,7 +581,7 @@ def test_what_is_damaged_is_written_anew(path: Path) -> None:
 
 
 def test_a_reason_that_is_no_text_is_kept(path: Path) -> None:
-    """As the command line gives bytes that are not UTF-8."""
+    """A reason is kept as the command line gives it where its bytes are not UTF-8."""
     odd = dataclasses.replace(make(0), reason="caf\udce9 \ud83d\x1b[2J\u2028")
     update(path, lambda old: merge(old, [odd], machine=MACHINE))
     path.read_bytes().decode()
@@ -589,7 +589,7 @@ def test_a_reason_that_is_no_text_is_kept(path: Path) -> None:
 
 
 def test_entries_of_the_front_door_round_trip(tmp_path: Path) -> None:
-    """Whole numbers where floats belong, as a caller may give them, do not upset the digest."""
+    """Integers where floats belong, as a caller may give them, do not change the digest."""
     m = measurement(ratio=2, optimized_s=1)
     made = entry_from(
         [m],

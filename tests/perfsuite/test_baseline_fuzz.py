@@ -37,7 +37,7 @@ KEPT = 6
 KILLS = count(quick=10, full=200)
 REMEDIES = ("restore it from git", "upgrade perfsuite", "`git checkout`", "record a baseline with `perfsuite accept`")
 LINE = 1000
-"""Characters: more than this is not read in one line."""
+"""Characters above which a line is not readable."""
 
 Place: TypeAlias = tuple[str | int, ...]
 """Keys from the top of the JSON down to a value."""
@@ -45,7 +45,7 @@ Place: TypeAlias = tuple[str | int, ...]
 
 @contextmanager
 def at_most(seconds: float) -> Iterator[None]:
-    """A test that hangs fails instead."""
+    """Fail a test that hangs."""
 
     def expire(*_: object) -> None:
         raise AssertionError(f"hangs: still at work after {seconds:g} s")
@@ -70,9 +70,9 @@ def nodes(value: Any, here: Place = ()) -> Iterator[Place]:
 
 
 class Sound:
-    """A sound file, written to `path` from every KEPT-th workload of the real one, which grows with each technique.
+    """A sound file, written to `path`: every KEPT-th workload of the real file, which grows with each technique.
 
-    Its bytes, its lines, and the places in its JSON that can be damaged.
+    Has its bytes, its lines, and the places in its JSON that can be damaged.
     """
 
     def __init__(self, path: Path) -> None:
@@ -83,7 +83,7 @@ class Sound:
         self.baseline = load(path)
         self.data: Any = json.loads(self.bytes)
         self.places = [p for p in nodes(self.data) if p]
-        # Nine tenths of the places are figures in lists; the fields above them are to be met as often.
+        # Nine tenths of the places are figures in lists; the fields above them should be damaged as often.
         self.fields = [p for p in self.places if isinstance(p[-1], str)]
         self.numbers = [p for p in self.places if type(self.at(p)) in (int, float)]
         self.lists = [p for p in self.places if isinstance(self.at(p), list) and self.at(p)]
@@ -98,7 +98,7 @@ class Sound:
         return rng.choice(rng.choice((self.places, self.fields)))
 
     def written(self, place: Place, text: str) -> bytes:
-        """The file with this text in the place of a value."""
+        """Return the file with this text in place of a value."""
         data = json.loads(self.bytes)
         parent = data
         for key in place[:-1]:
@@ -107,7 +107,7 @@ class Sound:
         return json.dumps(data, indent=1).replace('"@@@"', text).encode("utf-8", "surrogatepass")
 
     def table_with(self, place: Place, change: Callable[[list[tuple[str, str]], int], object]) -> bytes:
-        """The file with `change` made to the fields of the table that holds `place`, as (name, text), and its index."""
+        """Return the file after `change(fields, index)` of the table around `place`; a field is (name, text)."""
         *above, name = place
         table = self.at(tuple(above))
         fields = [(k, json.dumps(v)) for k, v in table.items()]
@@ -246,7 +246,7 @@ def figures(value: Any) -> Iterator[float]:
 
 
 def runs_of(accepted: Entry) -> tuple[Measurement, ...]:
-    """What the gate would measure of it now: as when it was accepted, beside itself."""
+    """Return the measurements of a gate in which nothing has changed since the entry was accepted."""
     fields = {
         name: getattr(accepted, name)
         for name in ("id", "pair", "workload", "device", "clock", "direction", "dtype", "sizes", "few")
@@ -270,7 +270,7 @@ def runs_of(accepted: Entry) -> tuple[Measurement, ...]:
 
 
 def assert_wholly_valid(left: Baseline, sound: Baseline) -> None:
-    """What was loaded is what was accepted: no figure differs, though whole workloads may be gone."""
+    """Assert that what was loaded is what was accepted: whole workloads may be missing, but no figure differs."""
     assert left.machine == sound.machine
     assert all(sound.entries.get(key) == value for key, value in left.entries.items())
     assert all(math.isfinite(f) for f in figures(to_json(left)))
@@ -323,7 +323,7 @@ def test_a_thousand_damages_are_refused_or_harmless(tmp_path: Path) -> None:
 
 
 def test_a_digit_anywhere_is_an_edit(tmp_path: Path) -> None:
-    """Each figure stays plausible: no check but a digest can see it."""
+    """A changed digit leaves a plausible figure, which only a digest can detect."""
     path, rng = tmp_path / REAL.name, random.Random(11)
     sound = Sound(path)
     text = sound.bytes.decode()
@@ -417,7 +417,7 @@ for line in sys.stdin:
 
 
 class Writers:
-    """The process that starts writers and has them killed."""
+    """Process that starts writers and has them killed."""
 
     def __init__(self, path: Path, versions: Sequence[Path]) -> None:
         code = WRITERS.format(paths=[str(ROOT)])
@@ -429,7 +429,7 @@ class Writers:
         )
 
     def killed(self, **order: Any) -> None:
-        """One writer began and was killed by SIGKILL: it did not end by an error of its own."""
+        """Assert that one writer began and was killed by SIGKILL, and did not end by an error of its own."""
         assert self.process.stdin is not None
         assert self.process.stdout is not None
         self.process.stdin.write(json.dumps(order) + "\n")
@@ -447,7 +447,7 @@ class Writers:
 
 @pytest.fixture
 def versions(tmp_path: Path) -> list[Path]:
-    """Four files that differ in one workload of three; all are written over the first one, as an update would."""
+    """Write four files that differ in one workload of three; all are written over the first one, as an update would."""
     made = []
     others = [entry([measurement(workload_id(n)) for _ in range(3)]) for n in (1, 2)]
     for number in range(4):
@@ -463,7 +463,7 @@ def versions(tmp_path: Path) -> list[Path]:
 
 @pytest.fixture
 def place(tmp_path: Path, versions: Sequence[Path]) -> Path:
-    """Where the writers write: it holds version 0."""
+    """Return the path that the writers write to; it holds version 0."""
     path = tmp_path / "baselines" / "nvidia-h200.json"
     path.parent.mkdir()
     shutil.copy(versions[0], path)
@@ -471,7 +471,7 @@ def place(tmp_path: Path, versions: Sequence[Path]) -> Path:
 
 
 def write_version(place: Path, version: Path) -> None:
-    """A later update: it is not held up, it writes what it should, and nothing else stays behind."""
+    """Assert that a later update is not held up, writes what it should, and leaves nothing else behind."""
     new = load(version)
     update(place, lambda old: merge(old, list(new.entries.values()), machine=new.machine))
     assert place.read_bytes() == version.read_bytes()

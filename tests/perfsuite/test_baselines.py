@@ -56,7 +56,7 @@ def test_every_file_is_held_against_the_machine(tmp_path: Path) -> None:
 
 @pytest.fixture
 def run(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """A run on a machine with two GPUs, of workloads for one, two and four, and of a proof for two."""
+    """Return a run on a machine with two GPUs: workloads for one, two and four GPUs, and a proof for two."""
     made: Any = Run.__new__(Run)
     made.isolated = {"c::ranks[2]": SimpleNamespace(pair=SimpleNamespace(at_ranks=2))}
     made.items = {

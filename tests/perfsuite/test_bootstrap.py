@@ -27,7 +27,7 @@ test = ["triton>=3.6; platform_system == 'Linux'", "ruff>=0.9", "pywin32; platfo
 
 @pytest.fixture
 def bootstrap(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """The script as a module that works on a project in a folder of its own."""
+    """Load the script as a module that works on a project in a folder of its own."""
     spec = importlib.util.spec_from_file_location("bootstrap", SCRIPT)
     assert spec is not None
     assert spec.loader is not None
@@ -45,7 +45,7 @@ def bootstrap(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 @pytest.fixture
 def pips(bootstrap: ModuleType, monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
-    """Every call of pip, none of which does anything; constraints files are read into the arguments."""
+    """Record every call of pip and run none; constraints files are read into the arguments."""
     calls: list[list[str]] = []
 
     def pip(venv: Path, log: Path, arguments: list[str]) -> str | None:
@@ -59,7 +59,7 @@ def pips(bootstrap: ModuleType, monkeypatch: pytest.MonkeyPatch) -> list[list[st
 
 
 def facts(**changes: Any) -> dict[str, Any]:
-    """What the inspection says of an environment with torch, in which ruff and rich are lacking."""
+    """Return an inspection's result for an environment that has torch, but lacks ruff and rich."""
     return {
         "lacking": {"rich": "rich>=13", "ruff": "ruff>=0.9"},
         "installed": {"torch": "2.11.0+cu130", "triton": "3.6.0", "numpy": "2.5.2", "click": "8.1.0"},
@@ -286,7 +286,7 @@ def test_pip_failures_are_one_line(
 def test_a_new_environment_gets_the_tested_pip_first(
     bootstrap: ModuleType, pips: list[list[str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without it the installation only takes longer."""
+    """A failure to upgrade pip is ignored: without it the installation only takes longer."""
     monkeypatch.setattr(bootstrap, "has_torch", lambda python: False)
     monkeypatch.setattr(bootstrap, "inherits_torch", lambda python: False)
     monkeypatch.setattr(bootstrap, "create", lambda venv, inherit: venv.mkdir())

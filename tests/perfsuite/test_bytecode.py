@@ -19,7 +19,7 @@ pytest_plugins = ["pytester"]
 
 @pytest.fixture
 def forbidden(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A Python that may write no copies."""
+    """Forbid Python to write compiled copies."""
     monkeypatch.setattr(sys, "dont_write_bytecode", True)
     monkeypatch.setattr(sys, "pycache_prefix", None)
     monkeypatch.setenv(bytecode.FORBIDDEN, "1")
@@ -53,7 +53,7 @@ def test_processes_keep_copies_in_a_folder_that_git_ignores(forbidden: None, tmp
 def test_a_copy_of_an_earlier_run_is_used_if_its_source_is_the_same_or_an_installed_package(
     forbidden: None, tmp_path: Path
 ) -> None:
-    """A tool that sets times may leave a changed source with the size and time that its copy knows it by."""
+    """A tool that sets times may leave a changed source with the size and time by which its copy is known."""
     (tmp_path / "lib/site-packages").mkdir(parents=True)
     for folder in ("", "lib/site-packages"):
         (tmp_path / folder / "tile.py").write_text("size = 64\n")

@@ -27,7 +27,7 @@ from perfsuite.modes import accept, paired
 from perfsuite.records import ACCEPTED, OPTIMIZED, REFERENCE, Status, to_json
 
 BLOCKS, QUADS = 8, 7
-"""Of the recordings here: half as many blocks as the gate has, so that its plan may ask for more."""
+"""Sizes of the recordings here: half as many blocks as the gate has, so that its plan may ask for more."""
 QUIET = {"quad": 0.004, "block": 0.002, "process": 0.001, "session": 0.0}
 
 
@@ -40,9 +40,10 @@ def recording(
     extras: tuple[float, ...] = record.EXTRAS,
     drift: float = 0.02,
 ) -> Recording:
-    """Times with these standard deviations. The other two sides are exact, so that both ratios have them.
+    """Build a recording of times with these standard deviations.
 
-    `drift` is the standard deviation of the device's state, which changes runs of pytest-benchmark, but no ratio.
+    The other two sides are exact, so that both ratios have them. `drift` is the standard deviation of the device's
+    state, which changes runs of pytest-benchmark, but no ratio.
     """
     rng = np.random.default_rng(seed)
     found = []
@@ -112,7 +113,7 @@ def found(quiet: Recording) -> analysis.Analysis:
 
 @pytest.fixture(autouse=True)
 def unlocked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Wait for no other measurement on this machine: no test here depends on a time."""
+    """Do not wait for other measurements on this machine: no test here depends on a time."""
     monkeypatch.setattr(command.turns, "turn", lambda *arguments: nullcontext())
 
 
@@ -226,7 +227,7 @@ def test_intervals_cover_the_truth(found: analysis.Analysis) -> None:
 
 
 def test_the_gate_decides_round_after_round(quiet: Recording, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As `perfsuite.modes.paired` asks it: all workloads each time, and another process for those that are open."""
+    """`perfsuite.modes.paired` asks in the same way: about all workloads, with one more process for open ones."""
     rounds: list[dict[str, int]] = []
     opened: list[set[str]] = []
 
@@ -315,7 +316,7 @@ def run(seconds: float) -> record.Rounds:
 
 
 def with_runs(made: Recording, *sessions: tuple[float, ...]) -> Recording:
-    """The unchanged side's runs of pytest-benchmark in each process of each session."""
+    """Return the recording with runs of pytest-benchmark of the unchanged side in each process of each session."""
     found = []
     for session, seconds in zip(made.sessions, sessions, strict=True):
         processes = [
@@ -526,7 +527,7 @@ def test_its_help_loads_no_torch() -> None:
 
 
 def events_of(made: Recording, number: int) -> Iterator[dict[str, Any]]:
-    """The events of one process of a recording."""
+    """Yield the events of one process of a recording."""
     yield {"event": "started"}
     for name, found in made.sessions[0].processes[number].kinds.items():
         yield {"event": "begin", "what": name}
@@ -541,7 +542,7 @@ def events_of(made: Recording, number: int) -> Iterator[dict[str, Any]]:
 
 @pytest.fixture
 def processes(quiet: Recording, monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
-    """The jobs that were given; measuring replays the quiet recording."""
+    """Return the list of jobs given; measuring replays the quiet recording."""
     jobs: list[dict[str, Any]] = []
 
     def events(job: Path, out: Path, log: Path) -> Iterator[dict[str, Any]]:
@@ -755,7 +756,7 @@ def test_a_real_run_on_the_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_a_wait_on_the_device_is_as_long_as_planted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A device that is simulated: a product of 1.5 ms, a wait of 1.2 µs and a cycle of 0.5 ns each."""
+    """On a simulated device a product takes 1.5 ms, a wait 1.2 µs and a cycle 0.5 ns."""
     from perfsuite.calibration import workloads
 
     clock = [0.0]

@@ -1,4 +1,4 @@
-"""What moved: a side, the device, or the software beneath both sides."""
+"""The part that moved is named: a side, the device, or the software that both sides use."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ TRUTH = math.log(20.0)
 STILL = {"copy": 1e-4, "matmul": 2e-4, "launch": 3e-6}
 ENTRY = entry([measurement(optimized_s=1e-4, reference_s=2e-3, anchors=STILL)] * 3)
 BARE = entry([measurement(optimized_s=1e-4, reference_s=2e-3)] * 3)
-"""Accepted before there were anchor kernels."""
+"""Entry accepted before there were anchor kernels."""
 
 
 def run(
     optimized: float, reference: float, anchors: dict[str, float] | None = None, **fields: Any
 ) -> list[Measurement]:
-    """Four processes whose sides, and anchor kernels where given, take longer by these logarithms."""
+    """Return four processes in which the sides, and the anchor kernels if given, are slower by these logarithms."""
     if anchors is not None:
         fields["anchors"] = {name: seconds * math.exp(anchors.get(name, 0.0)) for name, seconds in STILL.items()}
     one = measurement(
@@ -215,7 +215,7 @@ def test_only_processes_that_timed_the_reference_tell_of_a_speedup() -> None:
 
 
 def test_the_loss_is_the_accepted_speedup_over_this_run_s_mean() -> None:
-    """Both sides are slower by more than the loss, so that it is something that they share."""
+    """If both sides are slower by more than the loss, the cause is something that they share."""
 
     def lost(log: float) -> str | None:
         processes = [replace(m, log_ratios={"reference": (TRUTH - 2 * log, TRUTH)}) for m in run(0.0501, 0.05, {})]

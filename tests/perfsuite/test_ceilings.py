@@ -13,7 +13,7 @@ from perfsuite.ceilings import PRECISIONS, REPEATS, copy_bytes_per_s, matmul_flo
 from perfsuite.errors import PairError
 
 WARM_UP = 1e-6
-"""The first time counts for nothing, however short."""
+"""Seconds of the first call, which is not counted, however short it is."""
 SECONDS = [WARM_UP, 5.0, 3.0, 2.0, 4.0, 6.0]
 BEST = 2.0
 
@@ -21,7 +21,7 @@ matmul = torch.backends.cuda.matmul
 
 
 class Device:
-    """Calls last as long as they are told to; tensors that are put on the GPU stay on the CPU."""
+    """Simulated device: calls last as long as scripted; tensors for the GPU stay on the CPU."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 0.0
@@ -66,7 +66,7 @@ class Device:
 
 @pytest.fixture(autouse=True)
 def unmeasured() -> Iterator[None]:
-    """Nothing is known of a device before a test, nor after it; torch's setting is as it was."""
+    """Clear what is known of a device before and after the test, and restore torch's setting."""
     before = matmul.fp32_precision
     for ceiling in (copy_bytes_per_s, matmul_flops_per_s):
         ceiling.cache_clear()
@@ -130,7 +130,7 @@ def test_the_project_s_own_setting_is_put_back(device: Device, legacy: str, prec
 
 @pytest.mark.parametrize("chosen", ["tf32", "ieee"])
 def test_a_project_may_use_the_new_setting_of_torch(device: Device, chosen: str) -> None:
-    """Where it has, the old one, allow_tf32, cannot even be read."""
+    """If the project uses the new setting, the old one, allow_tf32, cannot even be read."""
     matmul.fp32_precision = chosen
     matmul_flops_per_s("cuda", "tf32")
     matmul_flops_per_s("cuda", "float32")

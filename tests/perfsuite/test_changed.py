@@ -21,7 +21,7 @@ SOURCES = {"lib/fast.py": "def f():\n    return 1\n", "lib/common.py": "X = 1\n"
 
 
 ADDED = {"docs/other.py", "lib/unused.py"}
-"""Files that came since, which nothing imports."""
+"""Files added since, which nothing imports."""
 
 
 @pytest.fixture
@@ -34,7 +34,7 @@ def top(tmp_path: Path) -> Path:
 
 
 def accepted(top: Path, **fields: object) -> Entry:
-    """An entry that ran these sources on MACHINE."""
+    """Return an entry that ran these sources on MACHINE."""
     ran = Ran(
         sources={name: digests.of_file(top / name) for name in SOURCES},
         data={"tokens.bin": digests.of_data(top / "tokens.bin")},
@@ -196,7 +196,7 @@ def test_figures_are_of_the_present_code_whatever_is_installed(top: Path) -> Non
     ],
 )
 def test_a_new_file_that_would_run_is_a_change(top: Path, name: str, runs: bool) -> None:
-    """A conftest, or a module that an import did not find when the workload was accepted."""
+    """A new conftest, or a module that an import did not find when the workload was accepted, is a change."""
     (top / "lib/fast.py").write_text(
         "try:\n    from lib import tuned\n    import extra.parts\nexcept ImportError: ...\n"
     )
@@ -209,7 +209,7 @@ def test_a_new_file_that_would_run_is_a_change(top: Path, name: str, runs: bool)
 
 
 def committed(top: Path) -> Entry:
-    """An entry that was accepted at a commit of these files."""
+    """Return an entry that was accepted at a commit of these files."""
     git(top, "init")
     git(top, "add", "-A")
     git(top, "commit", "-m", "work")
@@ -245,7 +245,7 @@ def test_git_s_own_word_that_a_file_has_not_changed_does_not_count(top: Path) ->
     ],
 )
 def test_files_beside_its_sources_may_be_read_unseen(top: Path, name: str, text: str, why: str) -> None:
-    """Whether a file is there is not observed, nor what a library reads by itself; git may ignore it."""
+    """Checks for a file and reads by a library are not observed, and git may ignore such files."""
     (top / "lib/tiles.txt").write_text("128")
     (top / "lib/fast.py").write_text("try: from lib import _local\nexcept ImportError: ...\n")
     (top / ".gitignore").write_text("_local.py\n*.json\n*.so\n")
@@ -326,7 +326,7 @@ PAIR = """
 
 @pytest.fixture
 def scale(project: Project) -> Project:
-    """A pair in three modules, accepted with what it ran noted."""
+    """Make a pair in three modules, accepted with a record of the files that it ran."""
     project.write("fast.py", FAST)
     project.write("slow.py", "def slow(x):\n    return x + x + x\n")
     project.write("test_scale.py", PAIR)
@@ -373,7 +373,7 @@ def test_without_the_option_everything_is_measured(scale: Project) -> None:
 
 
 def test_a_whole_gate_measures_the_accepted_code_once(scale: Project) -> None:
-    """Interleaved with a copy of itself it cannot show that the code has become slower."""
+    """A gate measures the accepted code once: beside a copy of itself it cannot show that the code became slower."""
 
     def gated(slower: float) -> tuple[int, Status, int]:
         fake = scale.measured(times(slower=slower, clock="device"))
@@ -394,7 +394,7 @@ def test_a_whole_gate_measures_the_accepted_code_once(scale: Project) -> None:
 
 
 def test_code_that_could_not_be_compared_with_itself_is_not_the_accepted_code(scale: Project) -> None:
-    """Where the package is installed as a copy, both sides run that copy, whatever lies in the tree."""
+    """If the package is installed as a copy, both sides run that copy, whatever the tree contains."""
     fake = scale.measured(times(clock="device"))
     fake.ran = Ran(sources={n: digests.of_file(scale.path / n) for n in ("fast.py", "slow.py", "test_scale.py")})
     fake.unloaded[SMALL] = "fast is installed as a copy in /lib: pip install -e ."
@@ -406,9 +406,9 @@ def test_code_that_could_not_be_compared_with_itself_is_not_the_accepted_code(sc
 
 
 def test_accepted_code_that_raises_beside_the_current_one_is_watched(scale: Project) -> None:
-    """It may register the same name twice. Another reason to fail is no reason to try again."""
+    """A proof is repeated if both register the same name, which may be the reason; other failures are not retried."""
     for text, proofs in (("the accepted side raises RuntimeError: registered twice", 2), ("it hangs", 1)):
-        failures = [None, Failure(status=Status.UNMEASURED, message=text)]  # it is proven without the accepted side
+        failures = [None, Failure(status=Status.UNMEASURED, message=text)]  # proven without the accepted side
         measure = times(clock="device")
         fake = scale.measured(lambda *given, f=failures, m=measure: (f.pop(0) if f else None) or m(*given))
         done = scale.cli("gate")

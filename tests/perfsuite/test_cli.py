@@ -147,7 +147,7 @@ def test_list_of_a_selection(scale: Project) -> None:
 
 
 def test_commands_leave_out_what_the_configuration_ignores(project: Project) -> None:
-    """It is not even imported, unless the command line names it; pytest itself collects it."""
+    """An ignored file is not even imported, unless the command line names it; pytest itself collects it."""
     project.write("pairs/test_scale.py", TWO_LINES)
     project.write("others/test_other.py", "import missing_module")
     project.write("pytest.ini", "[pytest]\nperfsuite_ignore = others")
@@ -264,7 +264,7 @@ def test_accept_with_untracked_files_is_clean(scale: Project) -> None:
 
 
 def accept_noting(project: Project, file: str, *options: str) -> Result:
-    """`perfsuite accept` of one file, whose proofs say that the workload runs that file alone."""
+    """Run `perfsuite accept` on one file, whose proofs report that the workload runs that file alone."""
     fake = project.measured(times())
     fake.ran = Ran(sources={file: digests.of_file(project.path / file)})
     return project.cli("accept", file, "--reason", "x", *options)
@@ -290,7 +290,7 @@ def test_accept_more(scale: Project) -> None:
 
 
 def test_accept_more_leaves_out_what_has_changed(project: Project) -> None:
-    """It is not measured, and the others get their session."""
+    """A changed workload is not measured, and the others get their session."""
     files = ["test_one.py", "test_two.py", "test_three.py"]
     for file in files:
         project.write(file, TWO_LINES)
@@ -310,7 +310,7 @@ def test_accept_more_leaves_out_what_has_changed(project: Project) -> None:
 
 
 def test_accept_more_of_what_ran_other_code_leaves_the_others_their_session(project: Project) -> None:
-    """It is known only once it has run: its proof has noted a file that the accepted one had not."""
+    """It is known only after the run: the proof has noted a file that the accepted one had not."""
     files = ["test_one.py", "test_two.py"]
     for file in files:
         project.write(file, TWO_LINES)
@@ -381,7 +381,7 @@ def test_run_with_a_proof_that_fails(scale: Project) -> None:
 
 
 def test_run_times_what_compiles_last(scale: Project) -> None:
-    """The first figure is not to wait for a compiler."""
+    """Files that compile are timed last, so that the first figure need not wait for a compiler."""
     source = (scale.path / "test_scale.py").read_text()
     scale.write("test_a_compiled.py", source + "\n\n# calls torch.compile\n")
     fake = scale.measured(times())
@@ -526,7 +526,7 @@ def test_a_broken_command_of_another_package(name: str, words: list[str]) -> Non
 
 @pytest.mark.usefixtures("group")
 def test_help_where_another_packages_command_is_broken() -> None:
-    """The help of all commands does not fall with one of them, and ours come first."""
+    """A broken command of another package does not break the help of all commands; ours are listed first."""
     done = CliRunner().invoke(main, ["--help"])
     assert done.exit_code == 0, done.output
     assert lines_with(done.output, "  train ", "Train it.")

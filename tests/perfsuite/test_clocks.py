@@ -1,4 +1,4 @@
-"""The clocks: what they time and what they leave out, on a device that is simulated."""
+"""The clocks, on a simulated device: the time that they measure and the time that they exclude."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ KERNEL_S = 3e-6
 
 
 class Device:
-    """A stream and a host, each with its own time; every figure is exact."""
+    """Simulated stream and host, each with its own time; every figure is exact."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.host = self.stream = 0.0
@@ -137,7 +137,7 @@ def test_latency_that_cannot_be_hidden_is_counted(device: Device) -> None:
 
 
 def test_a_call_that_waits_for_the_device_is_not_put_behind_ever_longer_spins(device: Device) -> None:
-    """The driver can wait where no profile shows it: a limit that is set, memory that is allocated."""
+    """The driver can wait where no profile shows it: when a limit is set, or memory is allocated."""
     clock = CudaClock()
 
     def waits() -> None:

@@ -24,7 +24,7 @@ FOUND = Verdict(
 
 
 def copies(slower: float, noise: float = 1.0) -> list[Measurement]:
-    """Processes in which the current code is so much slower than a second import of itself."""
+    """Return processes in which the current code is slower by this much than a second import of itself."""
     return [measurement(ID, accepted=-math.log1p(slower) + noise * s) for s in SPREAD]
 
 
@@ -65,7 +65,7 @@ def test_more_launches_are_no_matter_of_the_import() -> None:
 
 
 def outcome(copy_slower: float) -> Callable[[str, int, bool], object]:
-    """2% slower than what was accepted; `copy_slower` than a second import of itself."""
+    """Return an outcome 2% slower than what was accepted, and by `copy_slower` slower than a second import."""
 
     def of(id: str, process: int, second: bool) -> object:
         slower = 0.02 if process < gate.RED_PROCESSES else copy_slower

@@ -1,4 +1,4 @@
-"""Which ways of calling are tried on which side."""
+"""Checks of the ways in which each side is called."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def lost_in_capture(x: torch.Tensor) -> torch.Tensor:
 
 
 class KeptFromBefore(threading.local):
-    """Gives a capture what its thread computed last."""
+    """Side that returns, in a capture, what its thread computed last."""
 
     last: torch.Tensor
 
@@ -105,7 +105,7 @@ def test_a_draw_keeps_its_number() -> None:
 
 @pytest.mark.parametrize("seed", range(4))
 def test_an_inexact_first_answer_is_no_fault_of_the_second_call(seed: int) -> None:
-    # Its error is larger than the reference's; the rule allows it, with the errors that neighbours of the inputs show.
+    # Its error is larger than the reference's; the rule allows it because neighbours of the inputs show such errors.
     def reference(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
         return torch.nn.functional.conv1d(x[:, None], w.flip(-1)[None, None], padding=len(w) - 1)[:, 0]
 
@@ -170,7 +170,7 @@ def test_wrong_gradients_are_not_laid_to_a_way_of_calling() -> None:
 
 
 def in_inference_mode(inside: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[torch.Tensor], torch.Tensor]:
-    """A side that computes something else under inference mode."""
+    """Return a side that computes something else under inference mode."""
     return lambda x: inside(x) if torch.is_inference_mode_enabled() else 2 * x
 
 

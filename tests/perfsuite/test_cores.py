@@ -1,4 +1,4 @@
-"""Which cores the processes of each GPU run on."""
+"""The cores on which the processes of each GPU run."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Shares = Callable[..., tuple[frozenset[int], ...]]
 
 @pytest.fixture
 def shares(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Shares:
-    """The shares on a machine with these usable cores, threads of a physical core, and cores near each GPU."""
+    """Return the shares of a machine with these usable cores, threads per physical core, and cores near each GPU."""
 
     def found(
         near: tuple[frozenset[int], ...], threads: Callable[[int], str] = str, usable: frozenset[int] = EVERY

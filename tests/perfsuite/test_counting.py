@@ -26,13 +26,13 @@ ASYNCHRONOUS = (
 
 
 def unset_teardown(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also after the test: a variable that was never there is not put back by delenv alone."""
+    """Unset the variable, and restore its absence after the test, which delenv alone does not do."""
     monkeypatch.setenv("TEARDOWN_CUPTI", "1")
     monkeypatch.delenv("TEARDOWN_CUPTI")
 
 
 class Profiler:
-    """In the place of torch's: it sees what the calls here say, in the order of its own ticks."""
+    """Replacement of torch's profiler: it records the events that calls here announce, ordered by its own ticks."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 0.0
@@ -59,7 +59,7 @@ class Profiler:
         monkeypatch.setattr(torch.profiler, "record_function", self.range)
 
     def call(self, *names: str) -> None:
-        """The CUDA runtime is called so."""
+        """Record calls of these functions of the CUDA runtime."""
         for name in names:
             self.event(name, self.tick(), self.tick())
 
@@ -155,7 +155,7 @@ def test_no_side_at_all(profiler: Profiler) -> None:
     "seen", [[], ["cudaLaunchKernel"], ["cudaStreamSynchronize"], ["cudaMemcpyAsync"]], ids=lambda seen: "+".join(seen)
 )
 def test_a_profiler_that_captured_nothing_is_an_error(profiler: Profiler, seen: list[str]) -> None:
-    """Not counts of zero, which would keep every promise."""
+    """A profiler that captured nothing is an error, not counts of 0, which would keep every promise."""
     profiler.sentinel = seen
     with pytest.raises(MachineError, match="the profiler captured no CUDA runtime calls; run without another profiler"):
         count_calls({"a": (nothing, lambda: profiler.call("cudaLaunchKernel", "cudaMemcpy"))})
@@ -176,7 +176,7 @@ def test_what_one_session_missed_the_next_counts(profiler: Profiler, what: str) 
 
 
 def test_all_ranks_count_again_where_one_missed_something(profiler: Profiler) -> None:
-    """They call a side together."""
+    """All ranks count again if one missed something, because they call a side together."""
     asked: list[bool] = []
 
     def any_of_ranks(flag: bool) -> bool:
@@ -224,7 +224,7 @@ def test_the_hooks_are_taken_down_also_when_a_side_raises(profiler: Profiler, wh
 def test_the_profiler_is_told_to_take_its_hooks_down(
     profiler: Profiler, monkeypatch: pytest.MonkeyPatch, given: str | None, then: str
 ) -> None:
-    """Before it begins, and unless the user has said otherwise."""
+    """The variable is set before the profiler begins, unless the user has set it."""
     if given is not None:
         monkeypatch.setenv("TEARDOWN_CUPTI", given)
     count_calls({"a": (nothing, nothing)})

@@ -1,4 +1,4 @@
-"""Memory, host syncs and launches: exact, and held against the promises and what was accepted."""
+"""Memory, host syncs and launches are exact, and compared with the promises and the accepted counts."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from perfsuite.records import Measurement, PromiseRecord
 MIB = 1 << 20
 PLAIN = measurement()
 ENTRY = entry([PLAIN])
-"""1024 bytes, no host sync, one launch."""
+"""Entry with 1024 bytes, no host sync and one launch."""
 
 
 def beside(m: Measurement, **accepted: int | None) -> Measurement:
-    """The measurement with the accepted side interleaved, which needs so much."""
+    """Return the measurement with the accepted side interleaved, which has these counts."""
     return replace(m, sides={**m.sides, "accepted": side(1e-4, **accepted)})
 
 
@@ -106,7 +106,7 @@ def test_the_accepted_side_beside_counts_before_what_is_stored() -> None:
     assert counts.more_than_accepted([beside(two, launches=2)], ENTRY) == ""
     assert counts.more_than_accepted([beside(PLAIN, launches=0)], ENTRY)
     assert counts.more_than_accepted([beside(two, launches=1)], None)
-    # Not counted beside: the stored count, and without one nothing.
+    # If the interleaved side has no count, the stored one is used, and without that nothing.
     assert counts.more_than_accepted([beside(two, launches=None)], ENTRY)
     assert counts.more_than_accepted([beside(two, launches=None)], None) == ""
 

@@ -12,12 +12,12 @@ from perfsuite.cutoff import CutOff, cut_off
 
 
 def spin(seconds: float) -> bool:
-    """Whether it was let run to its end."""
+    """Return whether the call was allowed to run to its end."""
     end = time.monotonic() + seconds
     while time.monotonic() < end:
         try:
             time.sleep(0.001)
-        except Exception:  # as code under test may have it
+        except Exception:  # as code under test may catch
             return False
     return True
 

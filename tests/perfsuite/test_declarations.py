@@ -1,4 +1,4 @@
-"""What a pair can declare of a kernel: related sizes, ignored labels, inputs that are used up, another output dtype."""
+"""Declarations about a kernel: related sizes, ignored labels, inputs that are used up, another output dtype."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SOME = {"values": floats(-2, 2)}
 
 
 def check(pair: Pair) -> None:
-    """All proofs, on draws that are the same in every run."""
+    """Run all proofs, on draws that are the same in every run."""
     before = hypothesis.settings.get_current_profile_name()
     hypothesis.settings.register_profile("declared", derandomize=True)
     hypothesis.settings.load_profile("declared")
@@ -120,7 +120,7 @@ def cases_of_loss(inputs: dict[str, Any]) -> list[Any]:
 
 
 class _InPlace(torch.autograd.Function):
-    """Its backward pass leaves the gradient of x where x was."""
+    """Function whose backward pass stores the gradient of x in x itself."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
@@ -134,7 +134,7 @@ class _InPlace(torch.autograd.Function):
 
 
 class _Incoming(_InPlace):
-    """Its backward pass leaves the gradient of x where its incoming gradient was."""
+    """Function whose backward pass stores the gradient of x in the incoming gradient."""
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> torch.Tensor:
@@ -264,7 +264,7 @@ def test_a_way_of_calling_that_a_kernel_is_not_made_for_is_declared_with_its_rea
 
 
 def in_tf32(x: torch.Tensor) -> torch.Tensor:
-    """Rounded to the 10 bits after the point that a TF32 product keeps."""
+    """Round to the 10 bits after the point that a TF32 product keeps."""
     if x.dtype != torch.float32:
         return x
     bits = (x.detach().contiguous().view(torch.int32) + 0x1000) & ~0x1FFF

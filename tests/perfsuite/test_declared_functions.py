@@ -1,4 +1,4 @@
-"""A mistake in adjust=, excuse=, truth= or where= is told in one line that names it, and blames no side."""
+"""A mistake in adjust=, excuse=, truth= or where= is reported in one line that names it, and blames no side."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_a_mask_of_no_output_is_named(mask: Any, words: str) -> None:
 
 
 def test_an_excuse_gets_the_rounding_unit_that_the_sides_compute_with() -> None:
-    """As `eps`: under autocast that of half precision. An input of that name is an input."""
+    """`eps` is the rounding unit; under autocast it is that of half precision. An input named `eps` is an input."""
     units: set[float] = set()
 
     def near(x: torch.Tensor, *, eps: float) -> torch.Tensor:
@@ -102,7 +102,7 @@ def test_an_excuse_gets_the_rounding_unit_that_the_sides_compute_with() -> None:
 
 
 def test_masks_of_gradients_and_of_one_output_are_taken() -> None:
-    """Also in the proofs that compare no gradients, and where the mask has the shape of an input alone."""
+    """Masks are accepted in proofs without gradients, too, and where only an input has the mask's shape."""
 
     def total(x: torch.Tensor) -> torch.Tensor:
         return x.sin().sum(-1)

@@ -1,4 +1,4 @@
-"""Outputs as float64 tensors, and their sizes."""
+"""Conversion of outputs to float64 tensors, and the sizes of these."""
 
 from __future__ import annotations
 

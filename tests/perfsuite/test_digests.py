@@ -1,4 +1,4 @@
-"""What a workload ran, in digests: equal where nothing that it runs has changed, different where anything has."""
+"""Digests of what a workload ran are equal if nothing that it runs has changed, and different otherwise."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def test_variables_that_matter_to_speed_are_surroundings(
 
 
 def test_the_environment_is_the_one_that_the_run_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Torch and the code under test set variables of their own."""
+    """The environment counts as the run found it: torch and the code under test set variables of their own."""
     digests.surroundings.cache_clear()
     before = digests.surroundings()
     monkeypatch.setenv("TORCHINDUCTOR_SET_BY_A_LIBRARY", "1")
@@ -123,7 +123,7 @@ def test_the_environment_is_the_one_that_the_run_found(monkeypatch: pytest.Monke
 
 
 def test_the_packages_are_those_that_the_run_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Importing setuptools adds its own copies of other packages to sys.path."""
+    """The packages count as the run found them: importing setuptools adds its own copies of others to sys.path."""
     (tmp_path / "added-1.0.dist-info").mkdir()
     (tmp_path / "added-1.0.dist-info" / "METADATA").write_text("Name: added\nVersion: 1.0\n")
     digests.surroundings.cache_clear()
@@ -150,7 +150,7 @@ def test_the_copies_that_setuptools_has_are_no_installed_packages() -> None:
 
 @pytest.fixture
 def tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A repository of modules: fast → common, slow → common and shapes, other; all imported."""
+    """Make a repository of imported modules: fast → common, slow → common and shapes, other."""
     files = {
         "conftest.py": "",
         "lib_of_test/__init__.py": "",
@@ -222,7 +222,7 @@ def test_a_source_that_cannot_be_parsed_imports_nothing_unseen(tree: Path, seen:
 
 
 def test_what_was_executed_counts_though_nothing_imports_it_by_name(tree: Path) -> None:
-    """A registry that loads modules by strings, such as a trainer's."""
+    """A registry that loads modules by strings, as a trainer's does, is covered."""
     found = ran(tree, "fast", files=(str(tree / "lib_of_test/shapes.py"), "<string>", "/usr/lib/python3/os.py"))
     assert "lib_of_test/shapes.py" in found.sources
     assert not any(p.startswith(("/", "..")) for p in found.sources)

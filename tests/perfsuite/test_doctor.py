@@ -1,4 +1,4 @@
-"""The doctor: each lack is told in one line with its remedy, and a torch that crashes does not take it down."""
+"""The doctor reports each problem in one line with its remedy, and survives a torch that crashes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from perfsuite.doctor import Finding, examine, read_probe, table
 
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No processes that import torch and triton: both answer at once."""
+    """Replace the processes that import torch and triton by immediate answers."""
     facts: dict[str, dict[str, Any]] = {
         "torch": {"version": "2.11.0+cu130", "cuda": "13.0", "usable": False, "problem": None},
         "triton": {"version": "3.6.0"},

@@ -85,7 +85,7 @@ def rejected(pair: Pair, match: str, case: Case, *, gradients: bool = False) -> 
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
-    """A reference with kernels that are as good, and kernels that are not, judged on the same draws."""
+    """A reference, kernels as good as it and kernels that are not, all judged on the same draws."""
 
     reference: Any
     inputs: Mapping[str, Any]
@@ -98,12 +98,12 @@ class Family:
 
     @property
     def trials(self) -> int:
-        """How many draws of them are made in this run."""
+        """Number of draws in this run."""
         return count(quick=min(self.draws, QUICK_DRAWS), full=self.draws)
 
 
 def judge_family(family: Family, seed: int) -> tuple[dict[str, list[str]], dict[str, int], Tally]:
-    """(false rejections, detections within the first 50 draws, tally)."""
+    """Return (false rejections, detections within the first 50 draws, tally)."""
     pair = pair_of(family.reference, family.reference, family.inputs, gradients=family.gradients, **family.options)
     wrong: dict[str, list[str]] = {name: [] for name in family.honest}
     caught = dict.fromkeys(family.faulty, 0)
@@ -236,7 +236,7 @@ def outer_matmul(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 
 def tf32(x: torch.Tensor) -> torch.Tensor:
-    """The 10 bits of mantissa that TF32 keeps."""
+    """Keep the 10 bits of mantissa that TF32 has."""
     return (x.contiguous().view(torch.int32) & ~0x1FFF).view(torch.float32) if x.dtype == torch.float32 else x
 
 
@@ -251,7 +251,7 @@ def accumulated_in(dtype: torch.dtype) -> Call:
 
 
 def in_float32(call: Call) -> Call:
-    """The call with everything kept in float32, rounded once at the end: what a half-precision kernel does."""
+    """Run the call in float32 and round once at the end, as a half-precision kernel does."""
 
     def kernel(*args: Any) -> Any:
         wide = [a.float() if isinstance(a, torch.Tensor) and a.is_floating_point() else a for a in args]
@@ -299,7 +299,7 @@ def turn_by_atan2(theta: torch.Tensor, delta: torch.Tensor) -> torch.Tensor:
 
 
 def spoiled(at: Callable[[torch.Tensor], None]) -> Call:
-    """exp, spoiled in place."""
+    """Return exp with a result that `at` spoils in place."""
 
     def kernel(x: torch.Tensor) -> torch.Tensor:
         out = torch.exp(x).clone()
@@ -323,7 +323,7 @@ def at_seventeen(out: torch.Tensor) -> None:
 
 
 def blind_to_strides(x: torch.Tensor) -> torch.Tensor:
-    """Reads the memory as if it were contiguous, as a kernel does that is not given the strides."""
+    """Read the memory as if it were contiguous, as a kernel does that is not given the strides."""
     reach = x.storage_offset() + x.numel() <= x.untyped_storage().nbytes() // x.element_size()
     return x.as_strided(x.shape, (max(1, x.shape[1]), 1)).clone() if reach else x.contiguous()
 
@@ -670,7 +670,7 @@ FAMILIES = {
 
 
 def families() -> list[Any]:
-    """One precision of each family; make test-all runs the others, too."""
+    """Return one precision of each family; make test-all runs the others, too."""
     other = ("in float16", "in bfloat16", "in float64", ", fused")
     return [pytest.param(name, marks=FULLY if any(words in name for words in other) else ()) for name in FAMILIES]
 
@@ -977,7 +977,7 @@ def test_gradients_of_modules_are_compared() -> None:
 
 
 def test_a_gradient_that_is_zero_in_truth_does_not_void_the_draw() -> None:
-    """A bias before a softmax: its gradient is nothing but rounding errors."""
+    """A bias before a softmax has a gradient of nothing but rounding errors, which does not discard the draw."""
     inputs = {"x": tensor("m", "n", values=floats(-4, 4)), "b": tensor(values=floats(-4, 4))}
     pair = pair_of(lambda x, b: softmax(x + b), lambda x, b: softmax_unfused(x + b), inputs)
     tally = check(pair, case_of(m=6, n=17), gradients=True)
@@ -1055,7 +1055,7 @@ def near_half(x: torch.Tensor) -> torch.Tensor:
 
 
 def grid(generator: torch.Generator, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """Mostly away from the threshold of one half; the first three in a thousand are on it."""
+    """Draw values mostly away from the threshold of one half; the first three in a thousand lie on it."""
     x = torch.rand(shape, generator=generator, dtype=torch.float64)
     x[: max(1, int(0.003 * x.numel()))] = 0.5
     return x.to(dtype)
@@ -1126,7 +1126,7 @@ def test_an_ill_conditioned_draw_is_checked_but_no_proof() -> None:
 
 
 def test_a_jump_of_the_truth_is_no_licence() -> None:
-    """Ties: the gradient of a maximum goes elsewhere a few ulp away; here it must still go to the right place."""
+    """At a tie the gradient of a maximum may jump within a few ulp; here it must still go to the right element."""
     case = case_of(m=4, n=8, inputs={"x": InputCase(layout="expanded", regime="repeated")})
     inputs = {"x": tensor("m", "n", values=floats(1, 2))}
 
@@ -1226,7 +1226,7 @@ def test_a_reference_that_sums_in_a_tree_allows_a_kernel_that_sums_in_sequence()
 
 
 def test_a_reference_exact_by_luck_does_not_bound_by_zero() -> None:
-    """1 − cos of a vector with itself: the reference may hit zero exactly, another order misses it by an ulp."""
+    """For 1 − cos of a vector with itself the reference may be exactly 0, while another order is off by an ulp."""
     inputs = {"x": tensor("n", values=floats(1, 2))}
     pair = pair_of(lambda x: cosine_distance(x, x), lambda x: cosine_distance(x, x) + 6e-8, inputs)
     for seed in range(20):

@@ -1,4 +1,4 @@
-"""Running one side: what it returned, what it changed in place, its gradients, by name."""
+"""Running one side gives its outputs, its in-place changes and its gradients, by name."""
 
 from __future__ import annotations
 
@@ -268,7 +268,7 @@ def test_roundings_are_drawn_ahead_up_to_a_number_and_each_is_taken_once(monkeyp
 
 
 def test_terms_that_cancel_inside_an_operation_leave_their_roundings() -> None:
-    """The gradient of a softmax over one element is zero, as the difference of two equal terms."""
+    """The gradient of a softmax over one element is 0, as the difference of two equal terms."""
     x = torch.zeros(64, 1, requires_grad=True)
 
     def gradient() -> torch.Tensor:

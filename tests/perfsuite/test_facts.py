@@ -1,4 +1,4 @@
-"""The proofs of one pair share their draws and what is known of them; each proves no fewer cases for that."""
+"""The proofs of one pair share draws and what is known about them; none proves fewer cases because of that."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ THREE_SIDES = """
 
 @pytest.fixture
 def drawn(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[str]]:
-    """What each proof draws: (kind, side) → lines of cases."""
+    """Record the draws of each proof: (kind, side) → lines of cases."""
     found: dict[str, list[str]] = {}
     own = equivalence.check_case
 
@@ -63,7 +63,7 @@ def drawn(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[str]]:
         own(pair, case, device, **given)
 
     monkeypatch.setattr(equivalence, "check_case", recording)
-    for profile, number in (("dev", 20), ("ci", 24)):  # what is tested holds for any number
+    for profile, number in (("dev", 20), ("ci", 24)):  # the test holds for any number
         monkeypatch.setitem(EXAMPLES, profile, count(quick=number, full=EXAMPLES[profile]))
     monkeypatch.setattr("perfsuite.guard.check", lambda: None)  # it would find both
     return found
@@ -76,13 +76,13 @@ def test_each_proof_draws_its_number_of_distinct_cases_and_all_sides_the_same(
     project.write("test_dot.py", THREE_SIDES)
     project.run("-m", "correctness", f"--perfsuite-profile={profile}", "-k", "not wrong").assert_outcomes(passed=8)
     assert set(drawn) == {f"{kind} {side}" for kind in ("equivalence", "gradients") for side in ("optimized", "other")}
-    # The planned draws, up to 40 of two sizes, leave at least a quarter of the random ones.
+    # The planned draws, at most 40 of two sizes, leave at least a quarter for random ones.
     most = max(1.5 * EXAMPLES[profile], 40 + EXAMPLES[profile] / 4)
     for cases in drawn.values():
         assert EXAMPLES[profile] <= len(set(cases)) == len(cases) < most
     for kind in ("equivalence", "gradients"):
         assert drawn[f"{kind} optimized"] == drawn[f"{kind} other"]
-    # But for the smallest, with which Hypothesis begins.
+    # All but the smallest, with which Hypothesis begins.
     both = set(drawn["equivalence optimized"]) & set(drawn["gradients optimized"])
     assert len(both) < EXAMPLES[profile] / 5
 

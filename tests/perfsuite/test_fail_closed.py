@@ -44,7 +44,7 @@ THIRD = "tests/test_other.py::other::speed[small]"
 
 @pytest.fixture
 def accepted(project: Project) -> Project:
-    """Three workloads in two modules, all accepted; the runs to come measure the same."""
+    """Accept three workloads in two modules; later runs measure the same."""
     project.write("tests/test_scale.py", SCALE)
     project.write("tests/test_other.py", OTHER)
     project.accept_again("fail_closed")
@@ -56,7 +56,7 @@ UNDECIDED = conclusion.UNDECIDED
 
 
 def red(result: pytest.RunResult, *words: str, code: int = 1) -> str:
-    """The run failed, and one readable line holds all these words."""
+    """Assert that the run failed and that one readable line holds all these words; return that line."""
     output = result.stdout.str() + result.stderr.str()
     assert result.ret == code, output
     assert "INTERNALERROR" not in output
@@ -214,7 +214,7 @@ def test_no_baseline_is_red(project: Project) -> None:
         code=UNDECIDED,
     )
     assert project.workers is not None
-    assert len(project.workers.calls) == 1  # one process, to say what it does
+    assert len(project.workers.calls) == 1  # one process, which shows its noise
 
 
 def test_an_entry_that_is_missing_is_red(accepted: Project) -> None:
@@ -280,7 +280,7 @@ def test_red_verdicts(project: Project, outcome: object, words: list[str]) -> No
 
 
 def test_a_workload_that_was_lost_is_red(accepted: Project) -> None:
-    """A measuring process that says nothing of a workload."""
+    """A measuring process that reports nothing of a workload makes the gate red."""
     assert accepted.workers is not None
     run = accepted.workers.run
     accepted.workers.run = lambda *given: (o for o in run(*given) if o[0] != LARGE)  # type: ignore[method-assign]
@@ -432,7 +432,7 @@ ENDINGS = {
     "exit at import": "import sys\nsys.exit(0)",
     "pytest.exit at import": "import pytest\npytest.exit('x', returncode=0)",
 }
-"""What a conftest can do to end a run with exit code 0."""
+"""Ways in which a conftest can end a run with exit code 0."""
 
 
 @pytest.mark.parametrize("ending", ENDINGS.values(), ids=ENDINGS)

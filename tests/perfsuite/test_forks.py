@@ -1,4 +1,4 @@
-"""Tasks in forks of a server: each begins in the same state, and takes nothing down but itself."""
+"""Tasks run in forks of a server: each begins in the same state, and can end only itself."""
 
 from __future__ import annotations
 
@@ -155,7 +155,7 @@ def test_where_there_is_no_fork_a_task_is_a_process_of_its_own(
 
 
 def gone(id: int) -> bool:
-    """Whether a process has ended; a moment may pass until the system has cleared it away."""
+    """Return whether a process has ended; the system may take a moment to remove it."""
     for _ in range(600):
         try:
             os.kill(id, 0)

@@ -25,22 +25,22 @@ from perfsuite.statistics import DEFAULT_NOISE, IMPORT_BIAS, Estimate, Noise, Va
 ID = workload_id(0)
 TRUTH = math.log(20.0)
 OFFSETS = (0.0, -0.001, 0.001)
-"""Process shifts: a workload of middling noise."""
+"""Process shifts of a workload with medium noise."""
 NOISE = Noise(process=Variance(value=0.001**2, dof=20.0), session=Variance(value=0.001**2, dof=20.0))
 SUITE = Suite(ratio=NOISE, paired=NOISE)
 REVISION = "the accepted revision 1a2b3c4"
 SELECTED = 40
 FINE = 10**6
-"""Steps of the margin in which a degree of freedom more or less shows."""
+"""Steps of the margin that are fine enough to show one degree of freedom more or less."""
 
 
 def process(slower: float = 0.0, *, ratio: float = TRUTH, **fields: Any) -> Measurement:
-    """One process: the optimized side slower than the accepted one by `slower`, and `ratio` its log-speedup."""
+    """Return a process: the optimized side is slower than the accepted one by `slower`; `ratio` is its log-speedup."""
     return measurement(accepted=-slower, ratio=ratio, **fields)
 
 
 def alone(m: Measurement) -> Measurement:
-    """The same without the reference."""
+    """Return the same process without the reference."""
     return replace(
         m,
         log_ratios={k: v for k, v in m.log_ratios.items() if k != "reference"},
@@ -49,7 +49,7 @@ def alone(m: Measurement) -> Measurement:
 
 
 def runs(slower: float = 0.0, count: int = 4, *, scale: float = 1.0, **fields: Any) -> tuple[Measurement, ...]:
-    """Processes that differ by OFFSETS, times `scale`; in the ratio to the reference, too."""
+    """Return processes that differ by OFFSETS times `scale`, also in the ratio to the reference."""
     return tuple(
         process(slower + scale * o, ratio=TRUTH - slower - scale * o, **fields)
         for o in (OFFSETS[i % 3] for i in range(count))
@@ -91,21 +91,21 @@ def opened(answer: Verdict | Open, processes: int = 1, *, reference: bool = Fals
 
 
 def pooled(sessions: Sequence[Sequence[float]], prior: Variance) -> Variance:
-    """What is known of a process mean's variance after these sessions."""
+    """Return the variance of a process mean, estimated from the prior and these sessions."""
     dof = prior.dof + sum(len(s) - 1 for s in sessions)
     squares = sum(float(np.sum((np.array(s) - np.mean(s)) ** 2)) for s in sessions)
     return Variance(value=(prior.dof * prior.value + squares) / dof, dof=dof)
 
 
 def paired_error(known: Variance, count: int) -> tuple[float, float]:
-    """(standard error, degrees of freedom) of a mean over so many processes."""
+    """Return (standard error, degrees of freedom) of a mean over this number of processes."""
     part = known.value / count
     total = part + IMPORT_BIAS**2
     return math.sqrt(total), total**2 / (part**2 / known.dof)
 
 
 def resolvable(se: float, dof: float, selected: int = SELECTED, steps: int = 1000, least: float = 0.01) -> float:
-    """The margin of an estimate with this error, by scipy's distributions."""
+    """Return the margin of an estimate with this error, by scipy's distributions."""
     needed = stats.t.isf(0.01 / 4 / selected, dof) + stats.t.ppf(0.95, dof)
     return max(least, math.ceil(steps * math.expm1(needed * se) - 1e-6) / steps)
 
@@ -115,7 +115,7 @@ def interval(value: float, se: float, dof: float) -> tuple[float, float]:
     return value - half, value + half
 
 
-# --- the looks ------------------------------------------------------------------------------------------------------
+# --- the stages -----------------------------------------------------------------------------------------------------
 
 
 def test_the_rule_s_constants_are_the_documented_ones() -> None:
@@ -249,7 +249,7 @@ def by_speed(
     sampled: bool = False,
     **fields: Any,
 ) -> tuple[Status | None, str]:
-    """The verdict by the speed alone: a relative slowdown with this standard error (of its logarithm)."""
+    """Return the verdict by speed alone, for a relative slowdown with this standard error (of its logarithm)."""
     s = subject((process(math.log1p(change)),) * count, sampled=sampled, **fields)
     return gate._by_speed(s, Estimate(value=math.log1p(change), se=se, dof=dof), margin, SELECTED)
 
@@ -281,12 +281,12 @@ def test_the_accepted_code_passes_after_one_process_unless_it_is_slower_by_the_m
     assert by_speed(-0.5, 1e-5, count=4, same_code=True)[0] is Status.PASS, "no improvement of the code"
     verdict(judge(runs(0.009, 1, scale=0.0), same_code=True), Status.PASS)
     opened(judge(runs(0.011, 1, scale=0.0), same_code=True))
-    # What it really runs must have escaped the digests.
+    # The digests must have missed something that it really runs.
     verdict(judge(runs(0.05, 4), same_code=True), Status.REGRESSED)
 
 
 def test_a_disturbed_process_does_not_make_the_accepted_code_noisy() -> None:
-    """Their mean is 1.9% slower: that of other code would be NOISY after twelve."""
+    """The processes' mean is 1.9% slower: for other code the verdict would be NOISY after twelve."""
     measured = [0.18, 0.05, 0.0, 0.015, -0.01, 0.002] + [0.0] * 6
     made = [process(slower) for slower in measured]
     for count in (1, 2, 3, 4):
@@ -300,7 +300,7 @@ def test_a_disturbed_process_does_not_make_the_accepted_code_noisy() -> None:
 
 
 def test_the_accepted_code_tells_nothing_of_the_run_s_noise() -> None:
-    """It has a second process only where the first one was slow."""
+    """The accepted code has a second process only where the first was slow, so its noise is not the run's."""
     others = [subject(runs(count=2, scale=6.0), id=f"other{n}") for n in range(8)]
     judged = [subject([replace(m, id=s.id) for m in s.runs], id=s.id) for s in others]
     near = subject([replace(m, id="near") for m in runs(0.006, 1)], id="near")
@@ -444,7 +444,7 @@ def fine(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("selected", [1, 40, 1000])
 @pytest.mark.parametrize("scale", [0.5, 2.0, 9.0, 16.0])
 def test_the_default_margin_is_what_the_processes_resolve(scale: float, selected: int) -> None:
-    """Six where that is up to 2%, else all twelve, but no less than 2%."""
+    """The margin is what six processes resolve if that is up to 2%; else what twelve resolve, but at least 2%."""
     made = accepted(scale)
     known = pooled(made.process_means("accepted"), NOISE.process)
 
@@ -462,7 +462,7 @@ def test_the_default_margin_grows_with_the_noise_between_1_and_10_percent() -> N
     assert (sizes[0], sizes[-1]) == (0.01, 0.10)
     assert all(s == round(s, 3) for s in sizes)
     assert 0.01 < next(s for s in sizes if s > 0.01) < 0.02
-    # What six processes do not resolve and twelve do.
+    # Noise that six processes do not resolve, but twelve do.
     assert sizes.count(0.02) >= 3
     assert sizes.count(0.10) >= 10
 
@@ -524,7 +524,7 @@ def test_two_revisions_are_compared_without_a_baseline() -> None:
 
 
 def width(answer: Verdict | Open) -> float:
-    """The half width of a verdict's interval."""
+    """Return the half-width of a verdict's interval."""
     assert isinstance(answer, Verdict), answer
     assert answer.low is not None
     assert answer.high is not None
@@ -552,7 +552,7 @@ def test_an_entry_without_an_a_a_comparison_takes_the_suite_s_noise() -> None:
 
 
 def uneven(slower: float, blocks: int, spread: float = 0.002) -> Measurement:
-    """A process of so many blocks that vary, with a mean of exactly `slower`."""
+    """Return a process with this number of blocks, which vary around a mean of exactly `slower`."""
     values = spread * np.resize([1.0, -1.0], blocks)
     return measurement(accepted=[-slower + v - float(np.mean(values)) for v in values])
 
@@ -586,7 +586,7 @@ def test_a_workload_far_noisier_than_accepted_is_judged_by_its_own_processes(blo
 
 
 def test_blocks_that_vary_far_beyond_the_accepted_noise_show_it_after_one_process() -> None:
-    """Else a process whose blocks differ by 60% would exclude a slowdown of 1%."""
+    """Otherwise a process whose blocks differ by 60% would exclude a slowdown of 1%."""
     opened(judge([uneven(0.0, 8, spread=0.3)]))
     expected = Variance(value=1e-6, dof=24.0)
     limit = math.sqrt(stats.f.isf(1e-3, 7, 24) * 8 * 7 / 8)
@@ -614,7 +614,7 @@ def test_a_workload_that_varies_far_beyond_what_was_accepted_is_not_blamed_for_l
 
 
 def crowd(count: int, scale: float, processes: int = 2, **fields: Any) -> list[Subject]:
-    """So many unchanged workloads, the two processes of each apart by `scale` times the accepted deviation."""
+    """Return unchanged workloads; the two processes of each differ by `scale` times the accepted deviation."""
     keys = [workload_id(100 + i) for i in range(count)]
     shifts = [scale * 1e-3 * s for s in (-0.5, 0.5, 0.0, 0.0)[:processes]]
     return [
@@ -655,7 +655,7 @@ def test_a_run_s_noise_is_that_of_interleaved_workloads_with_sound_measurements(
     verdict(analyse([first, *stored], SUITE, selected=SELECTED)[ID], Status.PASS)
     unsound = [replace(s, runs=(*s.runs, process(math.nan))) for s in crowd(8, 6.0)]
     verdict(analyse([first, *unsound], SUITE, selected=SELECTED)[ID], Status.PASS)
-    # What is compared with stored figures keeps its own noise.
+    # A comparison with stored figures keeps its own noise.
     kept = subject(runs(count=1), stored="no git")
     alone_, among = (analyse([kept, *more], SUITE, selected=SELECTED)[ID] for more in ([], crowd(8, 6.0)))
     assert alone_ == among
@@ -702,7 +702,7 @@ def test_the_noise_of_a_clock_is_fitted_to_its_own_workloads_where_there_are_fiv
 
 
 def test_a_promise_of_a_workload_that_differs_between_machines_is_held_against_this_run() -> None:
-    """On other hosts its reference is 40% slower or faster: no number of processes would make that error smaller."""
+    """On other hosts the reference is 40% slower or faster: more processes would not reduce that error."""
     shifty = Suite(ratio=replace(NOISE, session=Variance(value=0.2**2, dof=3.0)), paired=NOISE)
     held = verdict(promised(runs(), 19.0, suite=shifty), Status.PASS)
     assert held.speedup_low < 19.0
@@ -723,7 +723,7 @@ def stored(run: Sequence[Measurement], **fields: Any) -> Verdict | Open:
 def kept(
     slower: float = 0.0, count: int = 4, *, reference: float = 0.0, scale: float = 1.0, **fields: Any
 ) -> list[Measurement]:
-    """Processes without the accepted side: each side slower by its own seconds, the ratio accordingly."""
+    """Return processes without the accepted side: each side is slower by its own seconds, which gives the ratio."""
     return [
         measurement(
             ratio=TRUTH + reference - slower + scale * OFFSETS[i % 3],
@@ -871,7 +871,7 @@ def promised(run: Sequence[Measurement], speedup: float, **fields: Any) -> Verdi
 
 
 def first_few(run: Sequence[Measurement]) -> list[Measurement]:
-    """As the gate measures: a few samples of the reference in the first process, none in the others."""
+    """Keep a few samples of the reference in the first process and none in the others, as the gate measures."""
     return [few(run[0]), *(alone(m) for m in run[1:])]
 
 
@@ -902,7 +902,7 @@ def test_a_doubtful_promise_does_not_wait_until_a_slowdown_is_excluded() -> None
 
 
 def stopped(ratio: float, **fields: Any) -> Measurement:
-    """A process whose reference was stopped when it had taken so many times as long (a log-ratio)."""
+    """Return a process whose reference was stopped after taking this many times as long (a log-ratio)."""
     return few(process(ratio=ratio, at_least=("reference",), **fields))
 
 
@@ -939,7 +939,7 @@ def test_few_samples_must_exceed_a_promise_by_a_fifth() -> None:
     for part, holds in ((1.001, True), (0.999, False)):
         answer = promised(run, 20.0 / 1.2 / part, entry=made, suite=quiet)
         assert isinstance(answer, Verdict) is holds
-    # Where the reference is always slow, or nothing is accepted, it cannot be sampled in full.
+    # A reference cannot be sampled in full if it is always slow, or if nothing is accepted.
     for fields in ({"entry": replace(made, few=("reference",))}, {"entry": None}):
         verdict(promised(run, 19.9, suite=quiet, **fields), Status.PASS)
     verdict(promised([process()], 19.9, entry=made, suite=quiet), Status.PASS)
@@ -955,7 +955,7 @@ def test_few_samples_count_with_twice_the_error() -> None:
 
 
 def test_the_noise_of_a_reference_that_is_always_slow_is_what_was_accepted() -> None:
-    """Also then a handful of samples made each accepted process."""
+    """Each accepted process, too, is made of a handful of samples."""
     made, run = entry([measurement(accepted=o, ratio=TRUTH + o) for o in OFFSETS]), [few(process())]
     slow = speed_of(run, 10.0, entry=replace(made, few=("reference",)))
     assert slow.now == speed_of(run, 10.0, entry=made).now
@@ -1029,7 +1029,7 @@ def test_an_estimate_of_exactly_the_promise_reaches_it() -> None:
 
 
 def test_a_reference_that_is_slow_though_asked_for_in_full_is_taken_as_it_is() -> None:
-    """When accepted it was fast enough to repeat. Now more processes would never bring it in full."""
+    """The accepted reference was fast enough to repeat. Now no number of processes would measure it in full."""
     slow = [few(m) for m in runs(count=12)]
     opened(promised(slow[:1], 19.0), reference=True)
     verdict(promised(slow[:2], 19.0), Status.PASS)
@@ -1040,7 +1040,7 @@ def test_a_reference_that_is_slow_though_asked_for_in_full_is_taken_as_it_is() -
 
 
 def test_a_promise_is_decided_after_24_processes_whatever_they_sampled() -> None:
-    """Also where the reference that was asked for never came."""
+    """This also holds if the requested reference never came."""
     run = [few(process()), *(alone(m) for m in runs(count=23))]
     opened(promised(run[:23], 25.0), reference=True)
     verdict(promised(run, 25.0), Status.BELOW_FLOOR)
@@ -1056,7 +1056,7 @@ def test_a_promise_of_a_reference_that_was_always_slow_is_decided_by_few_samples
     for count in (1, 2, 3):
         opened(promised(slow[:count], 25.0, entry=made), reference=True)
     found = verdict(promised(slow[:4], 25.0, entry=made), Status.BELOW_FLOOR)
-    # What it was when accepted is as imprecise: no cause is sought in it.
+    # The accepted speedup is equally imprecise, so that no cause is sought in it.
     assert found.message.endswith("promised 25×, 20× when accepted")
     verdict(promised(slow, 19.99, entry=made), Status.NOISY)
 
@@ -1073,7 +1073,7 @@ def test_a_slowdown_is_reported_before_a_promise() -> None:
 
 
 def slow_device(copy: float, **fields: Any) -> list[Measurement]:
-    """Both revisions alike, and 10% slower by their own seconds; the reference as it was."""
+    """Return processes where both revisions are alike and 10% slower by their own seconds, the reference unchanged."""
     return [
         process(o, ratio=TRUTH - 0.1, optimized_s=1.1e-4, reference_s=2e-3, anchors={**STILL, "copy": copy}, **fields)
         for o in OFFSETS * 4
@@ -1087,7 +1087,7 @@ def test_a_promise_that_held_when_accepted_is_not_broken_by_the_device() -> None
     assert found.moved == "device"
     found = verdict(promised(slow_device(1e-4), 19.5, entry=made), Status.BELOW_FLOOR)
     assert found.moved == "software"
-    # Where it did not hold when accepted there is nothing that broke it.
+    # A promise that did not hold when accepted has not been broken by anything.
     found = verdict(promised(slow_device(1.1e-4), 25.0, entry=made), Status.BELOW_FLOOR)
     assert (found.moved, found.message.endswith("when accepted")) == (None, True)
     # Few samples of the reference name no cause.
@@ -1104,7 +1104,7 @@ def test_a_promise_of_just_what_was_accepted_held_then() -> None:
 
 
 def test_a_broken_promise_beside_stored_figures_names_the_side_that_moved() -> None:
-    """Nothing was interleaved, so that nothing is said of both revisions."""
+    """Nothing was interleaved, so that the message does not mention both revisions."""
     run = kept(0.02, 12)
     found = verdict(stored(run, promises=PromiseRecord(speedup=19.9), margin=0.1), Status.BELOW_FLOOR)
     assert found.moved == "optimized"
@@ -1188,7 +1188,7 @@ def test_more_than_the_accepted_side_beside_needs_no_entry() -> None:
         return replace(m, sides={**m.sides, "accepted": side(1e-4, launches=before)})
 
     verdict(judge([beside(3, 2)] * 2, entry=None), Status.REGRESSED)
-    # What the accepted side needs on this machine counts, not what is stored.
+    # The count that the accepted side needs on this machine decides, not the stored one.
     verdict(judge([beside(3, 3)] * 2), Status.PASS)
     verdict(judge([beside(1, 0)] * 2), Status.REGRESSED)
 
@@ -1331,7 +1331,7 @@ def test_promises_by_themselves_take_their_noise_from_all_workloads() -> None:
     promise = {ID: PromiseRecord(speedup=19.0)}
     verdict(promises_only({**one, **crowd_of(1.0)}, promise, selected=12)[ID], Status.PASS)
     verdict(promises_only({**one, **crowd_of(30.0)}, promise, selected=12)[ID], Status.NOISY)
-    # What is unsound says nothing of the noise.
+    # An unsound measurement says nothing of the noise.
     broken = {k: (*r, measurement(k, ratio=math.nan)) for k, r in crowd_of(30.0).items()}
     answers = promises_only(
         {**one, **crowd_of(1.0), **{k + "x": r for k, r in broken.items()}, "none": ()}, promise, selected=99
@@ -1368,7 +1368,7 @@ def test_a_slow_reference_holds_its_promise_with_twice_the_error() -> None:
 
 
 def odd(rng: random.Random) -> Measurement:
-    """A process of a workload: what a damaged or strange measurement may hold, within its types."""
+    """Return a process of a workload with values that a damaged or strange measurement may hold, within its types."""
 
     def blocks(centre: float) -> tuple[float, ...]:
         centre += rng.choice([0.0, 0.005, 0.01, -0.02, 0.3, -19.0, 19.0]) * rng.random()

@@ -1,4 +1,4 @@
-"""Where the seconds of a gate went, in tables for the documents."""
+"""Tables, for the documents, of where the seconds of a gate went."""
 
 from __future__ import annotations
 

@@ -24,9 +24,9 @@ from perfsuite.records import Measurement, Status, Verdict
 
 WORKLOADS, PROCESSES, ACCEPTED_PROCESSES, BLOCKS = 70, 12, 5, 8
 PROCESS_SD, BLOCK_SD = (3e-4, 4e-3), (1e-3, 6e-3)
-"""Bounds of the workloads' standard deviations."""
+"""Ranges of the workloads' standard deviations."""
 TAILS = 5
-"""Degrees of freedom of Student's t: shifts and blocks have heavy tails."""
+"""Degrees of freedom of Student's t, by which shifts and blocks have heavy tails."""
 SAMPLE = math.ceil(WORKLOADS / 4)
 TRUTH = math.log(20.0)
 PROCESS = measurement(accepted=0.0)
@@ -38,7 +38,7 @@ def suites(few: int) -> int:
 
 
 class Simulated:
-    """A suite with its baseline: what it measures has the same noise when accepted and in a run, times `scale`."""
+    """A suite with its baseline: measurements have the accepted noise, in a run times `scale`."""
 
     def __init__(self, rng: np.random.Generator) -> None:
         self.rng = rng
@@ -56,7 +56,7 @@ class Simulated:
         return replace(ENTRY, id=key, sessions=(replace(session, processes=kept),))
 
     def processes(self, key: str, count: int, blocks: int) -> np.ndarray:
-        """Block log-ratios of two imports of one revision, a row a process."""
+        """Return block log-ratios of two imports of one revision, one row per process."""
         shift, block = (
             sd * self.rng.standard_t(TAILS, (count, n)) / math.sqrt(TAILS / (TAILS - 2))
             for sd, n in zip(self.deviations[key], (1, blocks), strict=True)
@@ -65,7 +65,7 @@ class Simulated:
         return rows
 
     def run(self, slower: float, scale: float, *, default: bool) -> dict[str, Verdict]:
-        """The verdicts where every workload is slower by `slower` margins, which are 1% or the `default`."""
+        """Return the verdicts if every workload is slower by `slower` margins, which are 1% or the `default`."""
         subjects: dict[str, Subject] = {}
         measured: dict[str, list[Measurement]] = {}
         sampled = set(self.rng.choice(list(self.entries), SAMPLE, replace=False).tolist())
@@ -88,13 +88,13 @@ class Simulated:
 
 
 class Rates:
-    """What so many simulated suites came to."""
+    """Results of a number of simulated suites."""
 
     def __init__(self, seed: int, few: int, slower: float, scale: float, *, default: bool = False) -> None:
         rng = np.random.default_rng(seed)
         self.suites = suites(few)
         self.alarms = 0
-        """Suites in which anything is REGRESSED."""
+        """Number of suites in which anything is REGRESSED."""
         self.statuses: Counter[Status] = Counter()
         processes = 0
         for _ in range(self.suites):
@@ -109,19 +109,19 @@ class Rates:
         return self.statuses[status] / (self.suites * WORKLOADS)
 
     def near(self, status: Status, expected: float, slack: float) -> bool:
-        """Within three standard errors, and a little for what differs between the rule and its design."""
+        """Return whether a rate is within three standard errors and `slack`, as the rule differs from its design."""
         error = math.sqrt(expected * (1 - expected) / (self.suites * WORKLOADS))
         return abs(self.of(status) - expected) <= slack + 3 * error
 
     def used(self, processes: float) -> bool:
-        """Whether a workload took about so many; a suite's mean varies, because each estimates the run's noise."""
+        """Return whether a workload took about `processes`; a suite's mean varies: each estimates the run's noise."""
         return abs(self.processes - processes) <= 0.1 + 1.5 / math.sqrt(self.suites)
 
 
 @pytest.mark.parametrize(("scale", "few", "noisy", "processes"), [(1.0, 10, 0.0, 1.45), (2.0, 6, 0.006, 2.6)])
 def test_an_unchanged_suite_raises_no_alarm(scale: float, few: int, noisy: float, processes: float) -> None:
     found = Rates(1, few, 0.0, scale)
-    # Of 200 suite runs at a rate of 1% more than six would be beyond chance.
+    # With a rate of 1%, more than six of 200 suite runs would be beyond chance.
     assert found.alarms <= 0.03 * found.suites
     assert found.near(Status.NOISY, noisy, 0.003)
     assert found.of(Status.IMPROVED) < 0.003

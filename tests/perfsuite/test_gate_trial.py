@@ -1,4 +1,4 @@
-"""The trial of the gate: what counts as having ended as it must."""
+"""The trial of the gate: which runs count as having ended as they must."""
 
 from __future__ import annotations
 

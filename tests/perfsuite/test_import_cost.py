@@ -1,6 +1,6 @@
-"""The plugin sits in every pytest run of an environment: until a pair is collected it must bring in nothing heavy.
+"""The plugin takes part in every pytest run of an environment; until a pair is collected, it imports nothing heavy.
 
-What it adds in time is measured by `tools/plugin_cost.py`; a time is no matter for a test.
+`tools/plugin_cost.py` measures the time that it adds; a test cannot depend on a time.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def pytest_unconfigure():
 
 
 def loaded(folder: Path, *arguments: str) -> list[str]:
-    """Which of these modules a pytest run in a fresh process has imported; other plugins are left out."""
+    """Return which of these modules a pytest run in a fresh process has imported; other plugins are left out."""
     (folder / "told.py").write_text(REPORT.format(names=(*HEAVY, *LATER)))
     others = ["-p", "told", "-p", "perfsuite.plugin"]
     done = subprocess.run(

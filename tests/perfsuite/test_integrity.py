@@ -55,7 +55,7 @@ def mutating(x: torch.Tensor) -> torch.Tensor:
 
 
 def mutating_beside(x: torch.Tensor) -> torch.Tensor:
-    """Writes to the storage of its input, outside of what the input shows."""
+    """Write to the storage of the input, outside of the elements that the input shows."""
     whole = x.new_empty(0).set_(x.untyped_storage())
     whole[0] += 1
     return torch.exp(x)
@@ -78,7 +78,7 @@ def private_buffer() -> Call:
 
 
 def alternating_buffers() -> Call:
-    """Two buffers in turn: the second call leaves the first answer alone, the third does not."""
+    """Return a side that alternates two buffers: the second call keeps the first answer, the third overwrites it."""
     held: list[torch.Tensor] = []
 
     def call(x: torch.Tensor) -> torch.Tensor:
@@ -91,7 +91,7 @@ def alternating_buffers() -> Call:
 
 
 def many_buffers() -> Call:
-    """So many buffers in turn that a few calls do not show it."""
+    """Return a side with so many buffers in turn that a few calls do not show it."""
     held: list[torch.Tensor] = []
 
     def call(x: torch.Tensor) -> torch.Tensor:
@@ -113,7 +113,7 @@ def unwritten(x: torch.Tensor) -> torch.Tensor:
 
 
 def recycled(x: torch.Tensor) -> torch.Tensor:
-    """Hopes that the allocator hands back the memory in which the reference has left its answer."""
+    """Return memory that the allocator may hand back with the reference's answer in it."""
     return torch.empty_like(x)
 
 
@@ -140,7 +140,7 @@ def replayed(key: Callable[[torch.Tensor], Any]) -> Call:
 
 
 def late() -> Call:
-    """Answers with the previous call's inputs."""
+    """Return a side that answers for the previous call's inputs."""
     held: list[torch.Tensor] = []
 
     def call(x: torch.Tensor) -> torch.Tensor:
@@ -255,7 +255,7 @@ def cached_by_content() -> Call:
 
 
 def workspace() -> Call:
-    """A private scratch buffer that is never handed out."""
+    """Return a side with a private scratch buffer, which is never handed out."""
     scratch: dict[Any, torch.Tensor] = {}
 
     def call(x: torch.Tensor) -> torch.Tensor:
@@ -407,7 +407,7 @@ def test_wrong_for_another_reason_is_not_called_unwritten() -> None:
 
 
 def rounds_where_deterministic(x: torch.Tensor) -> torch.Tensor:
-    """Like a library that has another, less precise algorithm for those who ask for determinism."""
+    """Be less precise if determinism is asked for, as a library with another algorithm for it may be."""
     return torch.exp(x).bfloat16().float() if torch.are_deterministic_algorithms_enabled() else torch.exp(x)
 
 
@@ -450,7 +450,7 @@ def test_what_is_no_output_is_an_error_of_the_declaration() -> None:
 
 @pytest.fixture
 def lucky(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """No answer is within the budget without replicas. The number of replicas of each truth, as asked for."""
+    """Put no answer within the budget without replicas; return the list of the replica counts asked for."""
     establish, judge, asked, bare = truths.establish, equivalence.judge, list[int](), list[truths.Truth]()
 
     def establish_(*given: Any, replicas: int, **named: Any) -> truths.Truth:
@@ -523,7 +523,7 @@ def test_a_wrong_answer_to_other_values_is_judged_by_all_replicas(lucky: list[in
 
 
 def test_values_that_the_pair_makes_itself_keep_their_form() -> None:
-    """Here the second half of each row is the first one: a side may read either."""
+    """The second half of each row equals the first here: a side may read either."""
 
     def halves(generator: torch.Generator, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         half = torch.rand((*shape[:-1], shape[-1] // 2), generator=generator, dtype=dtype)
@@ -537,7 +537,7 @@ def test_values_that_the_pair_makes_itself_keep_their_form() -> None:
 
 
 def test_a_pair_with_a_working_precision_is_called_on_the_values_that_its_truth_is_of() -> None:
-    """Values that rounding moves across a jump of the function would else have a truth of their own."""
+    """Otherwise values that rounding moves across a jump of the function would have a truth of their own."""
 
     def finer(t: torch.Tensor) -> torch.Tensor:
         return t - t.half().float()
@@ -565,7 +565,7 @@ def test_a_pair_with_a_working_precision_is_called_on_the_values_that_its_truth_
 
 
 def test_memory_between_guards_begins_at_0_of_a_storage_of_its_own() -> None:
-    """DistributedDataParallel takes that for granted of its buckets."""
+    """DistributedDataParallel assumes this of its buckets."""
 
     def at_the_beginning(x: torch.Tensor) -> torch.Tensor:
         made = torch.empty_like(x)
@@ -576,7 +576,7 @@ def test_memory_between_guards_begins_at_0_of_a_storage_of_its_own() -> None:
 
 
 def test_memory_whose_storage_is_resized_is_not_fenced() -> None:
-    """`fully_shard` frees a layer so, and allocates it again."""
+    """`fully_shard` frees a layer in this way, and allocates it again."""
 
     def resized(x: torch.Tensor) -> torch.Tensor:
         made = torch.empty_like(x)

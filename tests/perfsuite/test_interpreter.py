@@ -68,7 +68,7 @@ def _counted_kernel(out_ptr, start, step, OPERATION: tl.constexpr, N: tl.constex
 
 @contextmanager
 def plain(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Inside, the interpreter is Triton's own."""
+    """Use Triton's own interpreter for the block."""
     with monkeypatch.context() as patch:
         for owner, name in places():
             shortened = getattr(owner, name)
@@ -77,7 +77,7 @@ def plain(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def places() -> list[tuple[Any, str]]:
-    """Every function that is replaced."""
+    """Return every function that is replaced."""
     from triton.runtime import interpreter as module
 
     interpreter.quicken()
@@ -101,7 +101,7 @@ def mixed(n: int, M: int, N: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 @pytest.mark.parametrize(("n", "M", "N"), [(5, 8, 8), (20, 16, 16), (13, 4, 16), (9, 16, 4), (1, 1, 2)])
 def test_results_are_the_same_bit_for_bit(n: int, M: int, N: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = [mixed(n, M, N) for _ in range(2)]  # the second time from the tables
+    found = [mixed(n, M, N) for _ in range(2)]  # the second time the tables answer
     with plain(monkeypatch):
         expected = mixed(n, M, N)
     assert expected[0].abs().sum() > 0

@@ -1,4 +1,4 @@
-"""Proofs in processes of their own: who is to blame when one ends, and that no other proof notices."""
+"""Proofs in separate processes: a crash is blamed on the right side, and no other proof is affected."""
 
 from __future__ import annotations
 
@@ -213,7 +213,7 @@ def reported(outcome: str = "passed") -> Reported:
 
 
 def settled(answer: dict[str, Outcome], *, first: Failure | None = None, align: int = 0) -> tuple[Outcome, list[Task]]:
-    """What comes of a proof whose process crashed; `answer` is what each kind of task gives."""
+    """Return a crashed proof's outcome, and the tasks asked for; `answer` gives the outcome of each kind of task."""
     tasks: list[Task] = []
 
     def run(task: Task) -> Outcome:

@@ -1,4 +1,4 @@
-"""`perfsuite judge`: what a candidate must not get away with, each by name, and what it may do."""
+"""`perfsuite judge` rejects each way to cheat by name, and allows what a candidate may do."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ HONEST = """
 
 
 def candidate(body: str, before: str = "") -> str:
-    """A candidate whose forward pass has this body; `before` runs when the file is imported."""
+    """Return a candidate whose forward pass has this body; `before` runs when the file is imported."""
     own = textwrap.indent(textwrap.dedent(body).strip(), 12 * " ")
     text = textwrap.dedent(HONEST.replace("            return self.right(x)\n", own.removeprefix(0 * " ") + "\n"))
     return textwrap.dedent(before) + "\n" + text
@@ -94,7 +94,7 @@ PIPE = """
     def memory():
         return held("served").memory.file
 """
-"""Finds the descriptors in the frames of its callers."""
+"""Code that finds the descriptors in the frames of its callers."""
 WAITING = """
     import ctypes
 
@@ -106,7 +106,7 @@ WAITING = """
         argument, none = (ctypes.c_char_p * 2)(b"true", None), (ctypes.c_char_p * 1)(None)
         libc.posix_spawn(ctypes.byref(number), b"/bin/true", actions, None, argument, none)
 """
-"""A thread that waits for a child, which waits for a file to be opened."""
+"""Code with a thread that waits for a child, which waits for a file to be opened."""
 EXPLOITS: dict[str, tuple[str, str]] = {
     "a constant answer": (candidate("return torch.zeros_like(x)"), "all elements are the same"),
     "an answer kept by its address": (
@@ -444,7 +444,7 @@ QUICK = (
     "an exit that looks well",
     "another shape",
 )
-"""Those of a normal run."""
+"""Exploits that a normal run tries."""
 
 
 def test_the_document_has_a_row_for_each() -> None:
@@ -503,7 +503,7 @@ def test_outputs_by_keys_may_come_in_any_order(nursery: Nursery, tmp_path: Path)
 
 
 class Beside:
-    """A judge by whose clock the reference takes so long beside each candidate that is started, and 1 s alone."""
+    """Judge on whose clock the reference takes these seconds beside each candidate that is started, and 1 s alone."""
 
     candidate = "candidate"
 
@@ -721,7 +721,7 @@ def test_a_file_in_the_folder_for_temporary_files_is_not_imported(
 
 
 def test_what_a_compiler_asks_of_the_system_is_granted(nursery: Nursery, reference: Path) -> None:
-    """A process group of its own, and the mode and the times of files; nothing of it is done."""
+    """A process group of its own, and the mode and times of files, are granted, but not carried out."""
     asks = """
         os.setpgid(0, 0)
         open("made", "w").close()

@@ -65,7 +65,7 @@ SLEEP = "torch.cuda._sleep(20_000_000)"  # about 10 ms
 
 
 def candidate(body: str, before: str = "", *, kernel: tuple[str, str] = ("", "")) -> str:
-    """The honest candidate with another forward pass, code that runs at the import, or a change of its kernel."""
+    """Return the honest candidate with another forward pass, code that runs at import, or a changed kernel."""
     own = textwrap.indent(textwrap.dedent(body).strip(), 12 * " ")
     text = textwrap.dedent(HONEST.replace("            return self.right(x)\n", own + "\n"))
     return text.replace(*kernel) + "\n" + textwrap.dedent(before)
@@ -162,7 +162,7 @@ def test_an_exploit_is_rejected_by_name(nursery: Nursery, reference: Path, name:
 
 @ON_GPU
 def test_an_honest_kernel_is_proven_and_timed(nursery: Nursery, reference: Path) -> None:
-    # So many rows that a call of the reference is long beside its messages.
+    # The reference gets so many rows that a call takes long compared with its messages.
     reference.write_text(reference.read_text().replace("torch.rand(16, ", "torch.rand(128, "))
     found = judged(nursery, reference, textwrap.dedent(HONEST), **ON_CUDA | {"seconds": 3.0})
     assert found.status is Status.PASS, found

@@ -1,4 +1,4 @@
-"""Where a side compiles for each size, later draws have sizes that were drawn before."""
+"""If a side compiles for each size, later draws reuse sizes that were drawn before."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def case(n: int, seed: int = 0, p: float = 0.5) -> Case:
 
 
 class Compiler:
-    """Stands for Triton: says what it compiles."""
+    """Stand-in for Triton that reports what it compiles."""
 
     def __init__(self) -> None:
         self.compilation = SimpleNamespace(listener=None)

@@ -1,4 +1,4 @@
-"""Which process does which task, and how long it is expected to take."""
+"""Assignment of tasks to processes, and their expected durations."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ TWO = replace(MACHINE, count=2, cores=16)
 
 
 def tasks(*seconds: float, kind: str = PROVE) -> list[Task]:
-    """A task that takes so long, for each."""
+    """Return a task for each of these durations."""
     return [Task(id=f"{n}", kind=kind, limit_s=s) for n, s in enumerate(seconds)]
 
 
@@ -49,7 +49,7 @@ def test_what_another_revision_registers_is_not_called_by_those_without_one() ->
 
 
 def test_the_first_item_of_each_pair_goes_before_the_rest_of_any() -> None:
-    """So that a lane that keeps to its pair leaves the other pairs to the other lanes."""
+    """A lane that keeps to its pair leaves the other pairs to the other lanes."""
     given = [Task(id=f"t.py::{n}", kind=ITEMS, limit_s=1.0) for n in ("a::x", "a::y", "a::z", "b::x", "c::x", "c::y")]
     assert [t.id.removeprefix("t.py::") for t in ordered(given, [Lane(), Lane()], expected)] == [
         "a::x", "c::x", "b::x", "a::y", "a::z", "c::y",
@@ -92,7 +92,7 @@ def test_each_of_several_gpus_has_cores_of_its_own(monkeypatch: pytest.MonkeyPat
 
 
 def test_devices_without_a_name_are_one_lane(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where NVML says nothing; a name that CUDA does not know would hide all of them."""
+    """If NVML gives no names, one lane has all devices; a name that CUDA does not know would hide all of them."""
     monkeypatch.setattr(lanes, "measured_devices", lambda device: ("gpu",))
     assert for_timing(TWO) == [Lane()]
     assert all("CUDA_VISIBLE_DEVICES" not in lane.environment for lane in for_proving(tasks(1, 2), TWO))
@@ -113,7 +113,7 @@ def test_proofs_use_every_core_and_every_device(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_threads_are_divided_where_no_result_depends_on_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A workload's outputs must have the same bits when it is timed, with all threads; compiling changes no bits."""
+    """A workload's outputs must have the same bits when it is timed with all threads; compiling changes no bits."""
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.delenv(lanes.preload.COMPILE_THREADS, raising=False)
     compiling = {lanes.preload.COMPILE_THREADS: "2"}
@@ -196,7 +196,7 @@ def test_on_one_gpu_several_lanes_share_a_lock(monkeypatch: pytest.MonkeyPatch, 
         ("GPU-a", "GPU-a.lock"), ("GPU-b", "GPU-b.lock"), ("GPU-a", "GPU-a.lock"), ("GPU-b", "GPU-b.lock"),
     ]  # fmt: skip
     assert devices_of(two) == two[:2]
-    # What is timed is timed one after the other, however many processes prepare.
+    # Timing tasks run one after the other, however many processes prepare.
     assert seconds_of(tasks(5, 4, 3), one, expected) == lanes.START_S + 12
 
 

@@ -1,4 +1,4 @@
-"""What a call launches, as a digest: here what is seen of Python and PyTorch on a CPU; the device's part needs one."""
+"""The digest of a call's launches: the part that Python and PyTorch show on a CPU; the device's part needs a GPU."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def call(x):
 
 
 def load(folder: Path, text: str) -> ModuleType:
-    """The module, without a compiled copy: that is known by its source's second and size, which may be another's."""
+    """Load the module without a compiled copy, which is known by its source's second and size and may be another's."""
     module = ModuleType("traced_module")
     path = folder / "traced_module.py"
     path.write_text(text)
@@ -48,7 +48,7 @@ def seen(folder: Path, text: str = BODY, x: torch.Tensor | None = None) -> launc
 
 
 def test_the_same_call_has_the_same_digest(tmp_path: Path) -> None:
-    first, second = seen(tmp_path), seen(tmp_path, x=torch.zeros(8))  # values are no matter
+    first, second = seen(tmp_path), seen(tmp_path, x=torch.zeros(8))  # values do not count
     assert first.digest() == second.digest()
     assert first.problem() == ""
 

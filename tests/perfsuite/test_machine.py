@@ -1,4 +1,4 @@
-"""The machine: identified with NVML, without it, and where CUDA_VISIBLE_DEVICES hides things."""
+"""The machine is identified with NVML, without it, and where CUDA_VISIBLE_DEVICES hides devices."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from perfsuite.machine import Monitor, cpu_slug, gpu_slug, has_gpu, identify, re
 
 
 class NvmlError(Exception):
-    """As pynvml's: not a subclass of anything of ours."""
+    """Error like pynvml's: not a subclass of any of ours."""
 
 
 class Nvml(types.ModuleType):
-    """A stand-in for pynvml with two GPUs; `without` lacks functions, `mask` and `counters` can be set."""
+    """Stand-in for pynvml with two GPUs; it lacks the functions in `without`; `mask` and `counters` can be set."""
 
     def __init__(
         self, *, without: tuple[str, ...] = (), names: tuple[str, ...] = ("NVIDIA H200", "NVIDIA H200")
@@ -78,7 +78,7 @@ def nvml(monkeypatch: pytest.MonkeyPatch) -> Nvml:
 
 
 def install(monkeypatch: pytest.MonkeyPatch, fake: Nvml) -> Nvml:
-    """A machine with `fake`'s GPUs and a CUDA build of torch."""
+    """Simulate a machine with `fake`'s GPUs and a CUDA build of torch."""
     monkeypatch.setattr(machine, "DEVICE_NODES", ("/dev/null",))
     monkeypatch.setitem(sys.modules, "pynvml", fake)
     monkeypatch.setattr(machine, "package_version", lambda name: {"torch": "2.11.0+cu130", "triton": "3.6.0"}.get(name))

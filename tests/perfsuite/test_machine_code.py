@@ -1,4 +1,4 @@
-"""The digest of a kernel's machine code, here of files that are put together section by section."""
+"""The digest of a kernel's machine code, here from files that are assembled section by section."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ DEBUG = {
 
 
 def elf(sections: dict[str, bytes], shared: int = 0) -> bytes:
-    """A 64-bit file with these sections, one of `shared` bytes without content, and the names of all."""
+    """Build a 64-bit ELF file: these sections, one of `shared` bytes without content, and the section of all names."""
     names, body, rows = b"\0", b"", [SECTION.pack(*[0] * 10)]
     for name, content in {**sections, ".nv.shared.k": b"", ".shstrtab": b""}.items():
         at, names = len(names), names + name.encode() + b"\0"

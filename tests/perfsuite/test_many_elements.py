@@ -1,4 +1,4 @@
-"""What a call on more elements than 32 bits can count would show, with a smaller limit."""
+"""Calls on more elements than 32 bits can count, tested with a smaller limit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Baselines that were accepted apart, put together."""
+"""Baselines that were accepted separately can be merged."""
 
 from __future__ import annotations
 

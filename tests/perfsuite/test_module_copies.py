@@ -1,4 +1,4 @@
-"""A copy of a module is what copy.deepcopy makes of it, with other values."""
+"""A copy of a module equals that of copy.deepcopy, with other values."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from perfsuite.module_copies import changed_copy
 
 
 class Tied(torch.nn.Module):
-    """Shares a parameter and a module, and holds what is no tensor."""
+    """Module that shares a parameter and a module, and holds an attribute that is not a tensor."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -28,7 +28,7 @@ class Tied(torch.nn.Module):
 
 
 class Own(torch.nn.Linear):
-    """Says itself how it is copied."""
+    """Module that defines how it is copied."""
 
     def __deepcopy__(self, known: dict[int, Any]) -> Own:
         twin = Own(self.in_features, self.out_features)

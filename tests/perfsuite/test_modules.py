@@ -43,7 +43,7 @@ class Replaying(Model):
 
 
 class Frozen(ModelNew):
-    """Right only with the parameters that it was built with."""
+    """Correct only with the parameters that it was built with."""
 
     def __init__(self, width: int) -> None:
         super().__init__(width)
@@ -54,7 +54,7 @@ class Frozen(ModelNew):
 
 
 class Packed(ModelNew):
-    """Right as long as the weights stay what they were at the first call without gradients."""
+    """Correct while the weights stay as they were at the first call without gradients."""
 
     def __init__(self, width: int) -> None:
         super().__init__(width)
@@ -114,14 +114,14 @@ def test_a_wrong_module_is_rejected(candidate: Any, says: str) -> None:
 
 
 class Shiftless(Model):
-    """Takes the buffer for what it is in a new module."""
+    """Replaces the buffer by its value in a new module."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return torch.relu(self.linear(x) + 0.5)
 
 
 class Tabled(nn.Module):
-    """A sorted buffer, one of whole numbers, and one that is not stored."""
+    """Module with a sorted buffer, an integer one, and one that is not stored."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -151,7 +151,7 @@ def test_modules_of_other_shapes_say_so() -> None:
 
 
 class Norms(nn.Module):
-    """In evaluation mode; a bias and a running mean begin at zero."""
+    """Batch norm in evaluation mode; a bias and a running mean begin at zero."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -186,7 +186,7 @@ def test_what_begins_at_zero_is_varied_too(left_out: str) -> None:
 
 
 class Trained(nn.Module):
-    """A batch norm in training: each call changes the running mean and variance."""
+    """Batch norm in training: each call changes the running mean and variance."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -28,7 +28,7 @@ sys.stdin.read()
 
 
 def started(tmp_path: Path, command: list[str], **environment: str) -> tuple[subprocess.Popen[str], int, Path]:
-    """(a process that has started a worker, the worker's id, its log)."""
+    """Return (a process that has started a worker, the worker's id, its log)."""
     log = tmp_path / "worker.log"
     variables = (
         "".join(f"{k!r}: {v!r}, " for k, v in environment.items()) + f"{PARENT!r}: str(__import__('os').getpid())"
@@ -79,13 +79,13 @@ def test_a_worker_whose_parent_ended_before_it_could_ask_ends_at_once(tmp_path: 
 
 
 def test_a_process_that_is_no_worker_goes_on(tmp_path: Path) -> None:
-    """A data loader's process, say, which a worker starts and which imports the plugin again."""
+    """A process that a worker starts and that imports the plugin again, such as a data loader's, does not end."""
     code = f"import os\nassert {PARENT!r} in os.environ\n" + WAITS
     parent, worker, log = started(tmp_path, ["-c", code])
     try:
         wait_for(lambda: "imported" in log.read_text())
         kill(parent)
-        for _ in range(5):  # it must not end; that it does so later than this cannot be excluded
+        for _ in range(5):  # it must not end; a later end cannot be excluded
             time.sleep(0.01)
             assert runs(worker)
     finally:

@@ -1,4 +1,4 @@
-"""A side that behaves only while a test is running is found by calling it where none is."""
+"""A side that behaves only while a test is running is found by calling it where no test runs."""
 
 from __future__ import annotations
 
@@ -147,7 +147,7 @@ def write(project: Project, module: str = MODULE) -> None:
 
 @pytest.fixture
 def high_precision() -> Iterator[None]:
-    """A setting as a conftest makes it: the process without a test must have it, too."""
+    """Change a setting as a conftest does; the process without a test must have it, too."""
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("high")
     yield
@@ -155,7 +155,7 @@ def high_precision() -> Iterator[None]:
 
 
 ENDING = "by_crash or by_error"
-"""Each costs a new process."""
+"""Cases that cost a new process each."""
 
 
 @FULLY

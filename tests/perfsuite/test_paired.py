@@ -26,7 +26,7 @@ ID = "tests/test_a.py::a::speed[b]"
 
 
 class Scripted(Paired):
-    """One workload, whose answers after each process are given: whether its promise is in doubt."""
+    """Mode with one workload; `doubts` says after each process whether its promise is in doubt."""
 
     def __init__(self, accepted: Entry, doubts: Sequence[bool]) -> None:
         self.accepted, self.doubts = accepted, doubts
@@ -137,7 +137,7 @@ def test_on_a_gpu_two_processes_follow_those_that_have_not_decided(device: str, 
 def test_both_processes_that_a_workload_needs_in_any_case_are_requested_at_once(
     sampled: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Only the first times the reference."""
+    """Both processes are requested at once; only the first times the reference."""
     mode, at_once = Scripted(with_reference_of(0.1), []), list[int | None]()
     do = mode._do
     monkeypatch.setattr(mode, "_sample", lambda ids: set(ids) if sampled else set())
@@ -159,9 +159,9 @@ def test_on_a_gpu_as_many_processes_follow_as_will_probably_decide(device: str, 
 
 
 class Early(Scripted):
-    """Workloads a to e on a GPU, of which b takes longest, then c, and so on; a and e have no revision to compare with.
+    """Workloads a to e on a GPU: b takes longest, then c, and so on; a and e have no revision to compare with.
 
-    On each of two GPUs one prepares at a time.
+    On each of two GPUs one process prepares at a time.
     """
 
     def __init__(self) -> None:
@@ -209,7 +209,7 @@ class Early(Scripted):
         return Task(id=id, proof=self.proofs.get(id), reference=self.reference(id, first=first))
 
     def begun(self, *busy: str) -> tuple[list[str], list[str], int]:
-        """(workloads that prepare, those of them that await their proof, how many may prepare)."""
+        """Return (workloads that prepare, those of them that await their proof, how many may prepare)."""
         for noted in (self.given, self.delivered, self.dropped):
             noted.clear()
         self._start_ahead("abcde", [on(device) for device in busy])
@@ -252,7 +252,7 @@ def test_workloads_that_are_timed_first_prepare_while_proofs_run() -> None:
 
 
 def test_both_processes_that_a_workload_needs_in_any_case_prepare_while_proofs_run() -> None:
-    """Only the first times the reference."""
+    """Both processes prepare; only the first times the reference."""
     mode, tasks = Early(), list[Task]()
     mode.twice = "bd"
     noted = SimpleNamespace(
@@ -320,7 +320,7 @@ def test_a_few_workloads_always_prepare_beside_proofs(cores: int, busy: int, mos
     [(1, 1, 1), (1, 2, 2), (1, 3, 3), (2, 1, 2), (3, 1, 3), (3, 3, 3), (4, 1, 2), (6, 2, 2)],
 )
 def test_so_many_processes_are_requested_that_the_rule_decides(done: int, likely: int, further: int) -> None:
-    """After five or seven processes it does not."""
+    """So many processes are requested that the rule decides after them; after five or seven it does not."""
     mode = Scripted(with_reference_of(0.1), [])
     mode.on, mode.runs = "cuda", {ID: [measurement(accepted=0.0)] * done}
     assert mode._requested(ID, Open(processes=1, reason="", likely=likely)) == further
@@ -329,7 +329,7 @@ def test_so_many_processes_are_requested_that_the_rule_decides(done: int, likely
 
 @pytest.mark.parametrize(("warm_up_s", "further"), [(0.0, 2), (1.5, 2), (2.1, 4), (5.1, 6), (99.0, 6)])
 def test_what_prepares_for_long_is_requested_more_often_at_once(warm_up_s: float, further: int) -> None:
-    """While one prepares, others could be timed, which takes a second."""
+    """While one process prepares, others could be timed, which takes a second."""
     mode, last = Scripted(with_reference_of(0.1), []), measurement(accepted=0.0)
     last = replace(last, seconds=1.0 + warm_up_s, phases={"warm-up": warm_up_s, "timing": 0.9, "waiting": 50.0})
     mode.on, mode.runs = "cuda", {ID: [measurement(accepted=0.0), last]}
@@ -365,7 +365,7 @@ def test_without_a_baseline_two_further_processes_are_requested() -> None:
 
 
 def test_what_was_proven_without_the_other_side_is_proven_again_if_that_raises() -> None:
-    """Also where the sample has taken it out of those with the accepted code."""
+    """It is proven again even where the sample has removed it from those with the accepted code."""
     mode = Scripted(with_reference_of(0.1), [])
     again: list[list[str]] = []
     mode.one_sided, mode.proofs = {ID}, {ID: Proof(id=ID, seed=0)}
@@ -381,7 +381,7 @@ def test_what_was_proven_without_the_other_side_is_proven_again_if_that_raises()
 
 
 class Crowded(Scripted):
-    """Processes with these numbers lack memory beside others."""
+    """Mode in which processes with these numbers lack memory if others run beside them."""
 
     def __init__(self, doubts: Sequence[bool], lacking: Collection[int]) -> None:
         super().__init__(with_reference_of(0.1), doubts)
@@ -419,7 +419,7 @@ def test_what_lacked_memory_beside_others_runs_alone_from_then_on(
 
 
 class AtOnce(Crowded):
-    """A sampled workload, of whose first two processes these fail in this way."""
+    """Mode with a sampled workload; those of its first two processes that are in `failing` fail as given there."""
 
     def __init__(self, failing: Mapping[int, Failure]) -> None:
         super().__init__([], ())
@@ -461,7 +461,7 @@ WRONG = Failure(status=Status.NOT_EQUIVALENT, message="wrong")
 def test_of_two_processes_at_once_the_first_is_made_up_for_if_one_fails(
     failing: Mapping[int, Failure], first: list[bool]
 ) -> None:
-    """It alone times the reference, and calls on new values."""
+    """The first process alone times the reference and calls on new values."""
     mode = AtOnce(failing)
     mode.one_sided, mode.proofs = {ID}, {ID: Proof(id=ID, seed=0)}
     assert mode.decide([ID])[ID].status is Status.PASS
@@ -479,7 +479,7 @@ def test_a_wrong_result_is_not_lost_behind_another_failure(wrong: int, other: Fa
 
 
 def test_an_acceptance_begins_nothing_early() -> None:
-    """Its first process of a workload times rivals, too, which only its own task says."""
+    """The first process of a workload also times rivals, which only its own task says."""
     mode: Any = SimpleNamespace(workers=None)
     assert Accept._begin_early(mode, [ID], []) is None
 

@@ -31,12 +31,12 @@ PAIR = [-1.0, 1.0]
 
 
 def accepted(*processes: Sequence[float], sessions: int = 1) -> Entry:
-    """An entry whose processes have these block log-ratios to the accepted side."""
+    """Return an entry whose processes have these block log-ratios to the accepted side."""
     return entry([[measurement(accepted=p) for p in processes]] * sessions)
 
 
 def of_parts(block: float, shift: float, blocks: int = 8) -> Entry:
-    """An entry with exactly these variances: of a block, and of the process shift."""
+    """Return an entry with exactly these variances of a block and of the process shift."""
     row = np.resize(PAIR, blocks) * math.sqrt(block * (blocks - 1) / blocks)
     apart = math.sqrt((shift + block / blocks) / 2)
     return accepted(*(list(row + apart * sign) for sign in PAIR))
@@ -149,8 +149,11 @@ def test_of_long_blocks_two_are_enough_where_the_noise_allows_it() -> None:
 
 @pytest.mark.parametrize(("sd", "processes"), [(0.0, 2), (0.0196, 2), (0.0197, 3), (0.0225, 3), (0.0226, 4), (1.0, 4)])
 def test_as_many_processes_as_will_probably_decide(sd: float, processes: int) -> None:
-    """With the noise known 0.6%, 0.3% and 0.15% of error are 2.51, 2.75 and 2.97 standard errors. One more must lie
-    within log(1.05), which is so up to standard deviations of 0.01965, 0.02255 and 0.02459."""
+    """The number of processes follows from the noise.
+
+    With known noise, errors of 0.6%, 0.3% and 0.15% are 2.51, 2.75 and 2.97 standard errors. One more must lie within
+    log(1.05), which holds up to standard deviations of 0.01965, 0.02255 and 0.02459.
+    """
     made = entry([measurement(accepted=0.0)])  # one process: its noise is the prior's
     prior = Noise(process=Variance(value=sd**2, dof=math.inf), session=Variance(value=1.0, dof=math.inf))
     assert first_processes(made, 0.05, prior, slow_to_prepare=False) == processes
@@ -160,7 +163,7 @@ def test_as_many_processes_as_will_probably_decide(sd: float, processes: int) ->
     ("sd", "processes"), [(0.0125, 2), (0.0126, 3), (0.0147, 3), (0.0148, 4), (0.0163, 4), (0.0164, 6), (1.0, 6)]
 )
 def test_what_is_slow_to_prepare_begins_with_more_processes(sd: float, processes: int) -> None:
-    """Three standard errors more lie within log(1.05) up to standard deviations of 0.01252, 0.01470 and 0.01635."""
+    """Three more standard errors are within log(1.05) up to standard deviations of 0.01252, 0.01470 and 0.01635."""
     made = entry([measurement(accepted=0.0)])
     prior = Noise(process=Variance(value=sd**2, dof=math.inf), session=Variance(value=1.0, dof=math.inf))
     assert first_processes(made, 0.05, prior, slow_to_prepare=True) == processes

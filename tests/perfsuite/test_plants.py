@@ -1,4 +1,4 @@
-"""What is planted to try the gate fits the modules, leaves their results right, and the workloads it names exist."""
+"""The plants that try the gate fit the modules and keep their results right; the workloads that they name exist."""
 
 from __future__ import annotations
 

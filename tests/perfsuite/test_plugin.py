@@ -1,4 +1,4 @@
-"""What pytest collects from a module-level Pair, how it is selected, and what a failure tells."""
+"""Collection of a module-level Pair by pytest, selection of its items, and the text of a failure."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from perfsuite.conclusion import UNDECIDED
 pytest_plugins = ["pytester"]
 
 OF_ALL_PAIRS = ("integrity", "contexts", "effects", "outside")
-"""Items that a pair has, whatever it declares."""
+"""Items that every pair has, whatever it declares."""
 
 
 def collected(result: pytest.RunResult) -> list[str]:
-    """The node ids that `--collect-only -q` prints."""
+    """Return the node ids that `--collect-only -q` prints."""
     assert result.ret == 0, result.stdout.str()
     return [line for line in result.stdout.str().splitlines() if "::" in line]
 
 
 def failure(result: pytest.RunResult) -> str:
-    """What a failed run printed; without plumbing."""
+    """Return the output of a failed run, after checking that it shows no internals of the harness."""
     output = result.stdout.str()
     assert result.ret == 1, output
     assert "INTERNALERROR" not in output
@@ -36,7 +36,7 @@ def failure(result: pytest.RunResult) -> str:
 
 
 def reproduction(output: str) -> list[str]:
-    """The arguments of the line that reproduces a failure; where CI is set the summary repeats it."""
+    """Return the arguments of the line that reproduces a failure; if CI is set, the summary repeats the line."""
     line, *_ = lines_with(output, "reproduce: pytest ")
     return shlex.split(line.removeprefix("reproduce: pytest "))
 
@@ -267,7 +267,7 @@ def test_a_pair_that_writes_into_its_arguments(project: Project) -> None:
     assert lines_with(output, "double", "out")
 
 
-# --- what a failure tells -------------------------------------------------------------------------------------------
+# --- what a failure reports -----------------------------------------------------------------------------------------
 
 OFF = TWO_LINES.replace("return 3 * x", "return 3 * x + 1e-3 * (x > 1)")
 
@@ -496,7 +496,7 @@ def test_perfsuite_run_leaves_the_compilation_for_another_device_out_and_says_so
 
 @FULLY
 def test_a_kernel_that_does_not_build_is_red(project: Project) -> None:
-    """Compiled in a process of its own, without a GPU; a project's addopts do not get in the way."""
+    """Kernels are compiled in a separate process without a GPU; a project's addopts do not interfere."""
     pytest.importorskip("triton")
     project.write("pytest.ini", "[pytest]\naddopts = -m 'not perf' --strict-markers -x\nfilterwarnings = error")
     project.write("test_triple.py", KERNEL.replace("3 * x,", "tl.dot(x, x),"))
@@ -527,7 +527,7 @@ def test_what_a_kernel_hands_on_is_no_kernel_of_its_own(project: Project) -> Non
 
 @FULLY
 def test_what_the_cpu_alone_is_for_is_not_compiled_beside_what_a_gpu_meets(project: Project) -> None:
-    """A block of 96 does not build."""
+    """A block of 96 cannot be compiled, which matters only to a workload for a GPU."""
     pytest.importorskip("triton")
     text = KERNEL.replace("BLOCK=128", "BLOCK=x.numel()")
     workloads = '[Workload("small", n=64), Workload("odd", n=96, clock="wall", device="cpu")]'
@@ -556,7 +556,7 @@ def test_a_variant_without_a_kernel_is_not_called_at_the_sizes_that_a_gpu_meets(
 
 
 def test_between_kernels_no_product_is_made(project: Project) -> None:
-    """It is what takes long on a CPU, and nobody looks at its values."""
+    """Products take long on a CPU, and nobody reads their values."""
     pytest.importorskip("triton")
     products = """
         ones, out = torch.ones(2, 3, 3), torch.ones(3, 3)

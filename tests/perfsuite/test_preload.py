@@ -1,4 +1,4 @@
-"""The server from which proving processes are forked: when there is one, and what runs in its forks."""
+"""The server from which proving processes are forked: when it exists, and what runs in its forks."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ PARENT = """
 
 @pytest.fixture
 def light(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A server that imports nothing, once the file exists whose path this is."""
+    """Make a server import nothing, and be ready once the file at the returned path exists."""
     go = tmp_path / "go"
     (tmp_path / "light.py").write_text(
         f"import pathlib, time\ndef prepare():\n    while not pathlib.Path({str(go)!r}).exists(): time.sleep(0.01)\n"
@@ -51,7 +51,7 @@ def test_there_is_one_server_for_the_settings_that_modules_read(light: Path, mon
 
 
 def test_nothing_else_starts_while_the_server_prepares_itself(light: Path, tmp_path: Path) -> None:
-    """Each would import torch at the same time, and all would be slower."""
+    """Otherwise all would import torch at the same time and be slower."""
     assert not preload.is_preparing()
     server = preload.server()
     task = Command(module="this", arguments=[], cwd=tmp_path, environment=dict(os.environ), log=tmp_path / "log")

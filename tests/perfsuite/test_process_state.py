@@ -1,4 +1,4 @@
-"""What a call can leave changed is seen, said and put back."""
+"""A change that a call leaves in the process is detected, reported and undone."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def test_what_is_put_back_by_the_block_itself_is_no_change() -> None:
 
 @FULLY
 def test_torchs_own_wrappers_are_no_patch() -> None:
-    """The compiler wraps some functions of torch's when it is imported."""
+    """Importing the compiler wraps some functions of torch's, which is not reported."""
     code = """
 import torch
 from perfsuite import process_state

@@ -1,4 +1,4 @@
-"""Where the seconds of proofs went, in a table."""
+"""A table of where the seconds of proofs went."""
 
 from __future__ import annotations
 

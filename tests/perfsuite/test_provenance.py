@@ -1,4 +1,4 @@
-"""No revision is compared with itself: whose code each side runs, told from one call of each."""
+"""No revision is compared with itself: one call of each side shows whose code it runs."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ def repo(tmp_path: Path) -> Iterator[Repository]:
 
 
 def using(module: str, side: str = "fast") -> str:
-    """The test module, with its optimized side from there."""
+    """Return the test module with the optimized side imported from `module`."""
     text = TEST.replace(f"from {PACKAGE} import fast", f"from {module} import {side}")
     return text if side == "fast" else text.replace("optimized=fast", f"optimized={side}")
 
 
 def refused(repo: Repository, rev: str | None = None) -> str:
-    """Why a worker refuses to compare the work tree with the revision; empty where it does not."""
+    """Return why a worker refuses to compare the work tree with the revision; empty if it does not refuse."""
     module = repo.current()
     tree = repo.tree(rev or repo.commit())
     item: Any = SimpleNamespace(
@@ -105,7 +105,7 @@ def test_current_code_that_is_found_by_its_name(repo: Repository, lookup: str) -
 
 
 def test_current_code_behind_a_link(repo: Repository, tmp_path: Path) -> None:
-    """The current tree is imported through a symbolic link; its files are the same."""
+    """The current tree is imported through a symbolic link, and its files are recognised as the same."""
     repo.write(f"{PACKAGE}/other.py", "def scaled(x):\n    return x * 3\n")
     repo.write(f"{PACKAGE}/kernels.py", f"import {PACKAGE}.other\n{LOOKUPS['sys.modules']}")
     first = repo.commit()
@@ -134,7 +134,7 @@ REGISTERS = """
 
 
 def test_a_name_in_a_library_s_registry_that_both_take(repo: Repository, tmp_path: Path) -> None:
-    """The revision that is imported last has it."""
+    """The name belongs to the revision that is imported last."""
     library(tmp_path, "registry_here", "FUNCTIONS = {}\n")
     repo.write(f"{PACKAGE}/kernels.py", REGISTERS.format(name="scaled"))
     assert refused(repo) == (
@@ -179,7 +179,7 @@ def test_an_operator_of_the_current_tree_alone(repo: Repository) -> None:
 
 
 def test_a_package_installed_as_a_copy(repo: Repository, tmp_path: Path) -> None:
-    """`pip install .`: both revisions import the copy. Also where the repository itself is called perfsuite."""
+    """With `pip install .` both revisions import the copy, even if the repository itself is named perfsuite."""
     place = library(tmp_path / "perfsuite", "library_here", "")
     shutil.copytree(repo.path / PACKAGE, place / PACKAGE)
     sys.path.remove(str(repo.path))
@@ -198,7 +198,7 @@ def test_a_copy_of_a_source_folder(repo: Repository, tmp_path: Path) -> None:
 
 
 def test_a_folder_of_the_repository_with_a_library_s_name(repo: Repository, tmp_path: Path) -> None:
-    """No copy: the library's files are others."""
+    """The folder is no copy, because the library's files are different ones."""
     library(tmp_path, "library_here", "def times(x, factor):\n    return x * factor\n")
     repo.write("library_here/README.md", "how we use it")
     repo.write(f"{PACKAGE}/kernels.py", "from library_here import times\n\n\ndef fast(x):\n    return times(x, 3)\n")
@@ -227,7 +227,7 @@ def test_a_library_function_that_is_called_by_one_of_the_repository(repo: Reposi
 
 
 def extension() -> Path:
-    """A compiled module of Python's own, in the place of a project's."""
+    """Return a compiled module of Python's own, as a stand-in for a project's."""
     folder = Path(sysconfig.get_config_var("DESTSHARED") or "")
     found = sorted(folder.glob("_bisect.*.so"))
     if not found:
@@ -239,7 +239,7 @@ COMPILED = "{imports}\n\n\ndef fast(x):\n    return x * ({module}.bisect_right([
 
 
 def test_an_extension_that_git_does_not_hold(repo: Repository) -> None:
-    """Built in place: the accepted revision has none, or falls back to something slower."""
+    """An extension that is built in place is missing in the accepted revision, which may fall back to slower code."""
     repo.write(".gitignore", "*.so\n__pycache__/\n.perfsuite/\n")
     shutil.copy(extension(), repo.path / PACKAGE)
     repo.write(f"{PACKAGE}/kernels.py", COMPILED.format(imports=f"from {PACKAGE} import _bisect", module="_bisect"))
@@ -301,7 +301,7 @@ def test_an_accepted_side_that_raises(repo: Repository) -> None:
 
 
 def test_an_accepted_side_without_memory_is_tried_again_alone(repo: Repository) -> None:
-    """Beside others it may lack memory; that is no reason to compare stored figures."""
+    """It may lack memory beside others, which is no reason to compare stored figures."""
     repo.write(f"{PACKAGE}/kernels.py", "import torch\n\n\ndef fast(x):\n    raise torch.OutOfMemoryError('7 EiB')\n")
     first = repo.commit()
     repo.write(f"{PACKAGE}/kernels.py", KERNELS)
@@ -314,7 +314,7 @@ def test_an_accepted_side_without_memory_is_tried_again_alone(repo: Repository) 
 
 @pytest.mark.parametrize("how", ["a thread", "torch.compile", "a backward pass", "a step that is built"])
 def test_code_is_seen_wherever_a_side_runs_it(repo: Repository, how: str) -> None:
-    """Each of these runs the current tree's function from a place that a call alone does not show."""
+    """Each case runs the current tree's function from a place that the call alone does not show."""
     repo.write(f"{PACKAGE}/other.py", "def scaled(x):\n    return x * 3\n")
     found = f"sys.modules['{PACKAGE}.other'].scaled"
     bodies = {
@@ -389,7 +389,7 @@ def test_profilers_are_put_back() -> None:
 
 
 def test_what_is_compiled_in_the_watched_call_runs_its_python(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where nothing has imported the compiler yet."""
+    """It holds even if nothing has imported the compiler yet."""
     entered: list[str] = []
 
     @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""Pairs in several processes: which part each rank gets, what is declared wrongly, and what pytest says."""
+"""Pairs in several processes: the part of each rank, wrong declarations, and pytest's output."""
 
 from __future__ import annotations
 
@@ -166,7 +166,7 @@ def test_a_side_may_begin_a_process_group_where_there_is_none() -> None:
 
 
 def test_distributed_tensors_are_proven() -> None:
-    """They have no memory of their own to be fenced, and their roundings are those of their parts."""
+    """They have no memory of their own that could be fenced, and their roundings are those of their parts."""
 
     def plain(x: torch.Tensor) -> torch.Tensor:
         return torch.zeros_like(x) + x * 3 / 7

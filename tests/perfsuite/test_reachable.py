@@ -103,7 +103,7 @@ def test_kernels_of_other_projects_are_not_looked_for() -> None:
 
 
 class Old:
-    """As torch.distributed.reduce_op, which warns whoever looks at its attributes, also at its class."""
+    """Stand-in for torch.distributed.reduce_op, which warns when an attribute is read, even its class."""
 
     __module__ = "torch.distributed"
 

@@ -34,7 +34,7 @@ NUMBERS = st.integers() | st.floats(allow_nan=False)  # what an Any of a record 
 
 
 def tables(kind: type) -> dict[str, st.SearchStrategy[Any]]:
-    """A plain dict for each field that is a mapping."""
+    """Return a strategy of plain dicts for each field that is a mapping."""
     hints = {name: typing.get_args(hint) for name, hint in typing.get_type_hints(kind).items()}
     return {
         name: st.dictionaries(st.text(max_size=5), NUMBERS if of[1] is Any else st.from_type(of[1]), max_size=3)

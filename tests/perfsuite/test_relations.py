@@ -1,4 +1,4 @@
-"""What is said of an answer that is wrong in a simple way."""
+"""The likely cause is named for an answer that is wrong in a simple way."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_nothing_is_made_up(got: torch.Tensor) -> None:
 
 
 def test_of_a_few_different_values_no_factor_is_said() -> None:
-    """A rounded value repeated is a constant factor by chance."""
+    """With few different values a constant factor may be due to chance: a rounded value is repeated."""
     assert relation(TRUTH.sign() * 0.999, TRUTH.sign()) is None
 
 
@@ -73,7 +73,7 @@ def test_a_failure_names_it(optimized: Callable[[torch.Tensor], torch.Tensor], s
 
 
 def test_a_wrong_factor_of_one_element_is_not_taken_for_rounding() -> None:
-    """One element is too few to name a factor. Of many, whose signs differ, all errors point away from zero."""
+    """One element is too few to name a factor. With many, whose signs differ, all errors point away from zero."""
     inputs = {"x": tensor("n", values=floats(-2, 2))}
     pair = Pair(name="p", reference=lambda x: 2 * x, optimized=lambda x: 2.001 * x, inputs=inputs, gradients=False)
     with pytest.raises(NotEquivalent) as caught:
@@ -140,7 +140,7 @@ def test_a_value_that_the_pair_may_exclude_is_named() -> None:
 
 
 def test_a_plainly_wrong_side_is_not_accused_of_threads_or_of_order() -> None:
-    """Wrong where the first element is large: on some draws, however it is called."""
+    """The side is wrong where the first element is large: on some draws, however it is called."""
     pair = Pair(
         name="p",
         reference=torch.exp,

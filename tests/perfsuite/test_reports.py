@@ -72,7 +72,7 @@ MACHINE = Machine(
 
 
 def measured(item: str, times: dict[str, float], *, processes: int = 3, **fields: object) -> tuple[Measurement, ...]:
-    """One measurement a process, with reproducible noise of 0.3% a block and 0.2% a process."""
+    """Return one measurement per process, with reproducible noise of 0.3% per block and 0.2% per process."""
     noise = random.Random(item)
     found = []
     for _ in range(processes):
@@ -105,7 +105,7 @@ def measured(item: str, times: dict[str, float], *, processes: int = 3, **fields
 
 
 def example() -> RunReport:
-    """A run with something of everything: green, red, a beaten rival, an unbeaten one, a workload not measured."""
+    """Return a run with every case: green, red, a beaten and an unbeaten rival, and a workload not measured."""
     return RunReport(
         machine=MACHINE,
         revision="1f3c9a2",
@@ -203,7 +203,7 @@ def test_names_come_from_the_id(item: str, expected: tuple[str, str]) -> None:
 
 
 def test_a_rival_stands_beside_the_optimized_side_of_its_own_process() -> None:
-    """Only the first process times rivals. Where everything took twice as long in it, a rival is none the slower."""
+    """Only the first process times rivals. If everything took twice as long in it, the rival is not slower for that."""
     first, *others = measured(COSINE_SMALL, {"reference": 60e-6, "optimized": 8e-6, "fast": 12e-6})
     doubled = {n: dataclasses.replace(s, device_s=2 * (s.device_s or 0)) for n, s in first.sides.items()}
     lean = [dataclasses.replace(m, sides={n: s for n, s in m.sides.items() if n != "fast"}) for m in others]
@@ -237,7 +237,7 @@ def test_accepted_revision_is_no_rival() -> None:
 
 
 def test_what_is_a_lower_bound_is_shown_as_one() -> None:
-    """The reference was stopped. Where another process has let it run to its end, that counts."""
+    """The reference was stopped; a process that let it run to its end takes precedence."""
     found = measured(ROTOR, {"reference": 0.9, "optimized": 5e-4}, few=("reference",), at_least=("reference",))
     shown = row(ROTOR, found)
     assert (shown.reference, shown.times_as_fast[:2]) == ("≥ 900 ms", "≥ ")
@@ -370,7 +370,7 @@ def test_interrupted_run_says_so_everywhere() -> None:
 
 
 class Ascii(io.TextIOWrapper):
-    """A terminal that takes nothing but ASCII."""
+    """Terminal that accepts only ASCII."""
 
     def __init__(self) -> None:
         super().__init__(io.BytesIO(), encoding="ascii", newline="")
@@ -420,7 +420,7 @@ def test_a_red_workload_is_red_in_every_form(status: Status) -> None:
 
 
 def test_a_name_that_is_no_text_is_written_all_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a file whose name is not UTF-8."""
+    """A file's name that is not UTF-8 is written in escaped form."""
     named = GONE.replace("lior", "\udcff")
     monkeypatch.setenv("GITHUB_STEP_SUMMARY", str(tmp_path / "summary.md"))
     report = dataclasses.replace(example(), problems=(f"{named}: not collected",))
@@ -533,7 +533,7 @@ def test_json_refuses_what_is_no_report_in_one_line(text: str, message: str) -> 
 
 
 class Tags(HTMLParser):
-    """Checks that tags nest, and collects what would load something."""
+    """Parser that checks the nesting of tags, and collects what would load something."""
 
     void = frozenset({"meta", "br", "line", "circle", "text"})
 

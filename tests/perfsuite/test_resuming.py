@@ -1,4 +1,4 @@
-"""An acceptance that was interrupted goes on where it was, on the same commit and machine alone."""
+"""An interrupted acceptance resumes where it was, only on the same commit and machine."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def kept(folder: Path, state: State = CLEAN, **fields: object) -> Kept:
 
 
 def filled(folder: Path) -> list[Measurement]:
-    """Three measurements of two workloads, kept."""
+    """Keep three measurements of two workloads, and return them."""
     made = [builders.measurement(id, seed=n) for n, id in enumerate(["a", "b", "a"])]
     file = kept(folder)
     for m in made:
@@ -99,7 +99,7 @@ def test_a_folder_that_cannot_be_written_keeps_nothing(tmp_path: Path) -> None:
 
 
 def interrupted(process: int, then: Callable[[], object] = lambda: None) -> Callable[[str, int, bool], Outcome]:
-    """As `times`, until Ctrl-C in that process."""
+    """Return the outcomes of `times`, with Ctrl-C in the given process."""
     quiet = times()
 
     def outcome(id: str, number: int, second: bool) -> Outcome:
@@ -121,7 +121,7 @@ def scale(project: Project) -> Project:
 
 
 def accept(project: Project, outcome: object) -> tuple[int, str, int]:
-    """(exit code, output, timed processes)."""
+    """Return (exit code, output, number of timed processes)."""
     fake = project.measured(outcome)
     done = project.cli("accept", "--reason", "the first")
     return done.exit_code, done.output, sum(len(ids) for ids, _ in fake.calls)
@@ -166,7 +166,7 @@ def test_a_dirty_tree_keeps_nothing(scale: Project) -> None:
 
 
 def test_an_acceptance_that_ended_red_measures_anew(scale: Project) -> None:
-    """What was slow by a neighbour's fault must not be red for ever."""
+    """A workload that was slow because of a neighbour must not stay red for ever."""
     scale.replace("test_scale.py", 'clock="wall")', 'clock="wall", speedup=3.0)')
     scale.replace("test_other.py", 'clock="wall")', 'clock="wall", speedup=3.0)')
     scale.commit()

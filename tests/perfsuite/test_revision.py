@@ -1,4 +1,4 @@
-"""Other revisions: what git says of a tree, their files, the pair that they declare, and what the gate makes of it."""
+"""Other revisions: git's answers about a tree, their files and pairs, and the gate's verdicts on them."""
 
 from __future__ import annotations
 
@@ -192,7 +192,7 @@ UNREADABLE: dict[str, tuple[Callable[[Project, pytest.MonkeyPatch], None], list[
 
 @pytest.mark.parametrize("what", UNREADABLE)
 def test_a_repository_that_git_cannot_read(project: Project, monkeypatch: pytest.MonkeyPatch, what: str) -> None:
-    """Nothing is accepted there, dirty or not. The gate needs the accepted files alone, or says that it lacks them."""
+    """Nothing is accepted there, dirty or not. The gate needs only the accepted files, or reports their absence."""
     breaks, words = UNREADABLE[what]
     project.write("test_scale.py", TWO_LINES)
     path = project.accept()
@@ -231,7 +231,7 @@ def files_below(folder: Path) -> dict[str, bytes]:
 
 
 def test_what_is_left_out_of_archives_is_unpacked(project: Project) -> None:
-    """A release's archive has no tests and its version filled in; what was accepted has."""
+    """An archive has no tests, and has its version filled in; the accepted revision has the tests and no version."""
     project.write(".gitattributes", "tests export-ignore\n/*.md export-ignore\nversion.py export-subst")
     project.write("tests/test_scale.py", TWO_LINES)
     project.write("notes.md", "notes")
@@ -268,7 +268,7 @@ def test_what_is_left_out_of_archives_is_unpacked(project: Project) -> None:
     ids=lambda settings: next(iter(settings), "plain"),
 )
 def test_unpacking_leaves_no_trace_in_the_repository(project: Project, settings: dict[str, str]) -> None:
-    """Neither in .git nor in the work tree, whatever is staged, and with all files however the clone is set up."""
+    """Unpacking changes neither .git nor the work tree, whatever is staged; every kind of clone gives all files."""
     for folder in ("", "src/", "tests/"):
         project.write(f"{folder}code.py", "1")
     hook = project.write("hooks/post-index-change", "#!/bin/sh\ntouch called-by-hook")
@@ -320,7 +320,7 @@ def test_trees_are_gone_afterwards_and_refusals_are_reported(project: Project) -
 
 
 def test_the_trees_of_another_run_stay(project: Project) -> None:
-    """Two runs on two devices, in one folder: the first to end must not take the other's trees away."""
+    """With two runs on two devices in one folder, the first to end must not remove the other's trees."""
     project.write("code.py", "1")
     first = project.commit()
     folder = project.path / ".perfsuite/revisions"
@@ -359,7 +359,7 @@ LARGE = SMALL.replace("small", "large")
 
 @pytest.fixture
 def accepted(project: Project) -> Project:
-    """Two workloads, accepted at a clean revision; what they measure from here on is 5% slower."""
+    """Accept two workloads at a clean revision; measurements from now on are 5% slower."""
     both = 'Workload("small", n=64, clock="wall"), Workload("large", n=64, clock="wall")'
     project.write("test_scale.py", TWO_LINES.replace('Workload("small", n=64, clock="wall")', both))
     project.accept_again("revision")
@@ -414,7 +414,7 @@ def test_a_workload_that_fails_later_is_red(accepted: Project) -> None:
 
 
 def test_an_accepted_side_that_cannot_be_compared_with(accepted: Project) -> None:
-    """One of two: it is proven again and timed where no revision has been imported, against stored figures."""
+    """One of two workloads is proven again and timed without another revision, against stored figures."""
     fake = fake_of(accepted)
     fake.unloaded[LARGE] = "the current side runs test_scale.py of the accepted tree"
     result = accepted.gate()
@@ -425,7 +425,7 @@ def test_an_accepted_side_that_cannot_be_compared_with(accepted: Project) -> Non
     proofs = [(t.id, t.accepted is not None) for t in fake.tasks if t.kind == PROVE]
     assert proofs == [(SMALL, True), (LARGE, True), (LARGE, False)]
     head = accepted.git("rev-parse", "HEAD")
-    # What is timed alone comes first in a process.
+    # The workload that is timed alone comes first in a process.
     assert [call for call in fake.calls if len(call[0]) > 1] == [((LARGE, SMALL), {SMALL: head})] * 4
 
 

@@ -1,4 +1,4 @@
-"""What a side that warms up says of one call."""
+"""Warming up a side yields facts about one call."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_the_peak_is_the_highest_of_the_settled_calls(
 
 
 def test_a_call_does_not_begin_before_the_last_one_has_let_go_of_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Autograd's thread holds the gradients until shortly after the call that gave them."""
+    """Autograd's thread holds the gradients until shortly after the call that returned them."""
     side, held = made(), [1000]
     monkeypatch.setattr(runner, "sleep", lambda seconds: (sleep(seconds), held.__setitem__(0, 300)))
     fake = SimpleNamespace(

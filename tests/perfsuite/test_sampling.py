@@ -1,4 +1,4 @@
-"""Timing on the CPU with a clock that a test drives: what is planted comes out, exactly."""
+"""Timing on the CPU with a clock that the test controls: planted times are recovered exactly."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ FAST_S, SLOW_S = 4e-3, 6e-3  # long enough for one call a sample, short enough t
 
 
 class Time:
-    """The clock, in nanoseconds; with a drift each timed call lasts a little longer than the one before."""
+    """Clock in nanoseconds; with a drift, each timed call lasts a little longer than the one before."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -72,7 +72,7 @@ def time(monkeypatch: pytest.MonkeyPatch) -> Time:
     monkeypatch.setattr(clocks, "perf_counter_ns", lambda: made.now)
     monkeypatch.setattr(clocks, "process_time_ns", lambda: made.now)
     monkeypatch.setattr(clocks, "interruptions", lambda: 0)
-    monkeypatch.setattr(guard, "check", lambda: None)  # it would find the two
+    monkeypatch.setattr(guard, "check", lambda: None)  # it would find the two replaced clocks
     numbers = random.Random(7)
     monkeypatch.setattr(peers.secrets, "randbits", numbers.getrandbits)
     return made
@@ -80,7 +80,7 @@ def time(monkeypatch: pytest.MonkeyPatch) -> Time:
 
 @pytest.fixture
 def turns(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The side of each sample, in order."""
+    """Record the side of each sample, in order."""
     order: list[str] = []
     sample = sampling.Sampler.sample
 
@@ -341,7 +341,7 @@ def test_rivals_that_were_proven_ahead_are_not_proven_again(time: Time, monkeypa
 def test_of_two_sides_with_the_same_code_one_is_proven(
     time: Time, slow: bool, equal: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where the reference is slow it is not, but what both sides first give must have the same bits."""
+    """If the reference is slow neither is proven, but the first outputs of both sides must have the same bits."""
 
     def accepted(x: torch.Tensor) -> torch.Tensor:
         return torch.exp(x) * (1 if equal else 1 + 1e-7)
@@ -468,7 +468,7 @@ def test_of_large_outputs_only_the_digest_is_kept_until_the_proof_is_there(
 
 
 def test_incoming_gradients_belong_to_outputs_by_name(time: Time) -> None:
-    """Where a long reference is called once."""
+    """It holds where a long reference is called only once."""
 
     def both(*names: str) -> Call:
         made = {"a": torch.exp, "b": lambda x: torch.sin(x).sum(0)}
@@ -535,7 +535,7 @@ def test_the_accepted_side_is_timed_beside_the_two(time: Time) -> None:
 
 
 class FakeCuda(clocks.CudaClock):
-    """A clock of a GPU that is not there."""
+    """Clock of a GPU that does not exist."""
 
     def __init__(self) -> None:
         pass
@@ -576,7 +576,7 @@ def test_steps_are_compared_at_the_same_step_of_their_cycle(time: Time, monkeypa
 @pytest.mark.parametrize(
     ("counted", "optimized", "accepted"),
     [
-        # Of each count: (host syncs, launches) of the optimized side, and of the accepted one.
+        # For each count: (host syncs, launches) of the optimized side, and of the accepted one.
         ([((1, 9), (0, 7)), ((0, 7), (0, 8))], (0, 7), (0, 8)),
         ([((3, 7), (2, 7)), ((3, 7), (2, 7)), ((3, 7), (3, 7))], (3, 7), (3, 7)),
         ([((3, 7), (2, 7))] * 4, (3, 7), (2, 7)),
@@ -589,7 +589,7 @@ def test_more_launches_than_accepted_are_counted_again(
     accepted: tuple[int, int],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A difference that only some calls show must not turn a gate red."""
+    """A difference that only some calls show must not make a gate red."""
     answers = iter(counted)
     monkeypatch.setattr(
         measuring, "count_calls", lambda sides, any_of: dict(zip(("optimized", "accepted"), next(answers), strict=True))
@@ -614,7 +614,7 @@ def test_what_is_not_counted_is_never_queued_behind_a_spin(time: Time) -> None:
 
 @pytest.fixture
 def long(time: Time, monkeypatch: pytest.MonkeyPatch) -> Time:
-    """The same clock, for calls before anything is timed, too."""
+    """Use the same clock for calls before anything is timed."""
     monkeypatch.setattr(runner, "perf_counter", lambda: time.now * 1e-9)
     return time
 
@@ -635,7 +635,7 @@ def calls_of_a_reference(time: Time, seconds: float, **options: Any) -> int:
 
 
 PROOF = 2
-"""The truth and the reference."""
+"""Calls of a proof: one for the truth, one for the reference."""
 WARM_UP = 2
 
 
@@ -752,7 +752,7 @@ def test_a_lower_bound_is_used_only_where_the_reference_is_not_timed(
 def test_a_reference_that_may_take_long_is_called_when_all_else_is_ready(
     long: Time, seconds: float, once: bool
 ) -> None:
-    """The others that share the device wait once, not a second time while the other sides prepare."""
+    """The others on the device wait once, not a second time while the other sides prepare."""
     done: list[str] = []
 
     def slow(x: torch.Tensor) -> torch.Tensor:
@@ -810,7 +810,7 @@ def test_outputs_that_are_not_those_proven_are_judged_when_all_is_timed(
     done.clear()
     with nullcontext() if right else pytest.raises(NotEquivalent, match=r"timed optimized.*it was right before"):
         measuring.measure(of, workload, workload_id="i", device="cpu", proof=proof, new_values=False, beside=beside)
-    # What is wrong by the reference's error on one draw is judged once more, with replicas.
+    # An error that is the reference's own, on one draw, is judged once more with replicas.
     assert done == ["beside", *["timed optimized"] * (1 if right else 2)]
 
 
@@ -915,7 +915,7 @@ def test_the_gradients_that_come_in_to_a_call_of_seconds_are_drawn_once(long: Ti
 
 
 def test_a_first_call_of_seconds_on_new_inputs_says_nothing_of_the_others(long: Time) -> None:
-    """As of a side that captures a graph for each address."""
+    """A side that captures a graph for each address has such first calls."""
 
     def captures(seconds: float) -> Call:
         seen: set[int] = set()
@@ -1260,7 +1260,7 @@ def test_the_arithmetic_of_a_cost_is_in_the_dtype_of_the_workload(declared: str,
 def test_a_workload_in_bfloat16_is_held_against_its_products(
     time: Time, monkeypatch: pytest.MonkeyPatch, device: str, rate: float
 ) -> None:
-    """On a CPU not where widened they are faster."""
+    """On a CPU the limit is that of widened products, if these are faster."""
     rates = {"bfloat16": 1e9, "float32": 4e9}
     monkeypatch.setattr(measuring.ceilings, "matmul_flops_per_s", lambda device, precision: rates[precision])
     made = pair(time, cost=Cost(flops=lambda n: n))
@@ -1316,7 +1316,7 @@ def test_a_side_that_works_on_after_its_call_is_named_before_it_is_timed(monkeyp
 
 
 def test_l2_that_a_side_has_set_aside_before_it_is_timed_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A driver of our own: the side sets L2 aside in its first call, which is a proof."""
+    """The driver is simulated; the side sets L2 aside in its first call, which is a proof."""
     aside = [0]
 
     def keeps(x: torch.Tensor) -> torch.Tensor:
@@ -1337,7 +1337,7 @@ def test_l2_that_a_side_has_set_aside_before_it_is_timed_is_seen(monkeypatch: py
 
 @pytest.mark.parametrize("fails", [False, True])
 def test_steps_end_with_their_measurement(time: Time, monkeypatch: pytest.MonkeyPatch, fails: bool) -> None:
-    """Not when the garbage collector comes by: a data loader that it finds in a cycle takes seconds to end."""
+    """They do not wait for garbage collection: a data loader in a reference cycle takes seconds to end."""
     ended: list[int] = []
     made = itertools.count()
 
@@ -1372,7 +1372,7 @@ def test_steps_end_with_their_measurement(time: Time, monkeypatch: pytest.Monkey
 
 @pytest.mark.parametrize("in_steps", [False, True])
 def test_timed_inputs_have_the_precision_that_the_pair_declares(in_steps: bool) -> None:
-    """The truth is of inputs in that precision: it is of others where the sides get more digits."""
+    """The truth is computed from inputs in that precision; it would differ if the sides got more digits."""
 
     def double(x: torch.Tensor) -> torch.Tensor:
         return 2 * x

@@ -1,4 +1,4 @@
-"""`--sanitize`: pytest under compute-sanitizer, whose findings fail the item that was running."""
+"""`--sanitize` runs pytest under compute-sanitizer, whose findings fail the item that was running."""
 
 from __future__ import annotations
 
@@ -59,14 +59,14 @@ def test_timed():
 
 @pytest.fixture
 def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with a compute-sanitizer of our own on the PATH, which writes nothing by itself."""
+    """Make a folder with a fake compute-sanitizer on the PATH, which writes nothing by itself."""
     tools = tmp_path / "tools"
     tools.mkdir()
     tool = tools / "compute-sanitizer"
     tool.write_text(TOOL.format(python=sys.executable, code=0))
     tool.chmod(tool.stat().st_mode | stat.S_IXUSR)
     monkeypatch.setenv("PATH", str(tools), prepend=os.pathsep)
-    # In the process that starts the tool; what runs under it asks no more.
+    # In the process that starts the tool; the process under it does not ask again.
     folder = tmp_path / "project"
     folder.mkdir()
     (folder / "conftest.py").write_text("from perfsuite import machine\nmachine.has_gpu = lambda: True\n")

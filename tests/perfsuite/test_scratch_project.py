@@ -29,7 +29,7 @@ FAST = "return (x * y).sum(-1)"
 
 
 def example() -> str:
-    """The file that the README tells a newcomer to write."""
+    """Return the file that the README tells a newcomer to write."""
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
     (text,) = [block for block in blocks if "test_dots.py" in block]
     assert FAST in text
@@ -38,8 +38,10 @@ def example() -> str:
 
 @pytest.fixture
 def two_looks(project: Project, monkeypatch: pytest.MonkeyPatch) -> Project:
-    """A project whose gate decides after two measuring processes, which are started ahead, however few cores there are:
-    all that differs, and half a minute saved."""
+    """Make a project whose gate decides after two measuring processes, which are started ahead on any number of cores.
+
+    Nothing else differs, and half a minute is saved.
+    """
     monkeypatch.setattr(lanes, "started_ahead", lambda machine, lanes, memory, workloads: 2)
     monkeypatch.setattr(gate, "LOOKS", (1, 2))
     monkeypatch.setattr(gate, "RED_PROCESSES", 2)
@@ -48,13 +50,13 @@ def two_looks(project: Project, monkeypatch: pytest.MonkeyPatch) -> Project:
 
 
 def share_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two processes prepare beside each other, as on a GPU."""
+    """Let two processes prepare beside each other, as on a GPU."""
     shared = lambda self, tasks: lanes.for_timing(self.machine, self.workers.folder, 2)  # noqa: E731
     monkeypatch.setattr(paired.Paired, "timing_lanes", shared)
 
 
 def verdict(project: Project, done: Result, id: str) -> Status:
-    """What was decided by times, whatever they are; the exit code and the terminal agree with it."""
+    """Return the verdict that times decided; whatever it is, the exit code and the terminal agree with it."""
     assert "Traceback" not in done.output
     report = json.loads((project.path / ".perfsuite/report/report.json").read_text())
     assert list(report["verdicts"]) == [id]
@@ -72,7 +74,7 @@ def test_the_readmes_example_is_proven(project: Project) -> None:
 
 
 def test_the_readmes_example_from_times_to_gate(two_looks: Project) -> None:
-    """In a plain folder, outside git."""
+    """The example works in a plain folder, outside of git."""
     project = two_looks
     project.write("test_dots.py", example())
 
@@ -121,7 +123,7 @@ def test_two_revisions_of_a_project_in_git(two_looks: Project) -> None:
 
 @FULLY
 def test_processes_that_share_a_device(two_looks: Project, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a GPU: two processes take the tasks of a round, and each times alone."""
+    """As on a GPU, two processes take the tasks of a round, and each times alone."""
     project = two_looks
     share_the_device(monkeypatch)
     begun: list[tuple[int, str]] = []
@@ -164,7 +166,7 @@ scale = Pair(
 def test_processes_that_prepare_before_their_proofs_have_ended(
     two_looks: Project, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As on a GPU: the proofs end only after that."""
+    """As on a GPU, the proofs end only after the processes have prepared."""
     project = two_looks
     project.write("test_scale.py", WAITING)
     (project.path / "begun").touch()

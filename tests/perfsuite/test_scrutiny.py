@@ -1,4 +1,4 @@
-"""What is watched while a side is timed: a neighbour on the device is no fault of the side's."""
+"""Observations while a side is timed: a neighbour on the device is not blamed on the side."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Call = Callable[[], object]
 
 EVEN = [1e-4] * 64
 BURSTS = [1e-6 if i % 8 else 1e-4 for i in range(64)]
-"""Every eighth call does the work of all."""
+"""Seconds of calls of which every eighth does the work of all."""
 
 
 def test_calls_that_do_the_work_of_others_are_named() -> None:
@@ -45,7 +45,7 @@ def test_bursts_of_the_whole_machine_are_not_the_side_s() -> None:
 
 
 class Device(CudaClock):
-    """After a call's last event it is busy as `side` says, after a lone kernel's as `lone` says."""
+    """Device that is busy after a call's last event as `side` says, and after a lone kernel's as `lone` says."""
 
     def __init__(self, side: Iterator[float], lone: Iterator[float]) -> None:
         self.side, self.lone, self.asked = side, lone, 0
@@ -66,7 +66,7 @@ def always(seconds: float) -> Iterator[float]:
 
 
 def sliced(share: float) -> Iterator[float]:
-    """This share of the calls waits for a neighbour's time slice."""
+    """Yield delays: this share of the calls waits for a neighbour's time slice."""
     rng = random.Random(1)
     while True:
         yield 1e-3 if rng.random() < share else 4e-6
@@ -93,7 +93,7 @@ def test_work_beside_the_stream_is_seen_at_every_call() -> None:
 @pytest.mark.usefixtures("no_pause")
 def test_a_neighbour_on_the_device_is_not_taken_for_work_beside_the_stream() -> None:
     assert unseen(Device(sliced(0.7), sliced(0.7))) < scrutiny.UNSEEN_S
-    # A device that is never idle tells nothing.
+    # A device that is never idle shows nothing.
     assert unseen(Device(always(1e-3), always(1e-3))) == 0.0
 
 
@@ -108,12 +108,12 @@ LEAST_S = 1e-3
 
 
 def needs(seconds: float) -> Limit:
-    """The limit of a device that needs so long."""
+    """Return the limit of a device that needs so long."""
     return Limit(seconds=seconds, by="compute", bytes=0.0, flops=1e9, ceiling=1e9 / seconds)
 
 
 class Floor:
-    """A call that takes `took`, and the limits that are measured one after the other, beside others on the CPU."""
+    """A call that takes `took`; `limits` are measured one after the other, `others` is the CPU's other work."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, took: float, *limits: float, others: float = 0.0) -> None:
         self.took, self.limits, self.beside = took, list(limits), False
@@ -171,7 +171,7 @@ def test_a_gpu_s_ceiling_does_not_depend_on_who_uses_the_cpu(monkeypatch: pytest
 
 
 def test_l2_is_asked_of_a_device_that_nothing_has_used_yet(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A driver of our own, which has no answer before the thread has a context."""
+    """The simulated driver has no answer before the thread has a context."""
     used: list[str] = []
 
     def asked(found: Any, limit: int) -> int:

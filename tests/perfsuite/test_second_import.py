@@ -1,4 +1,4 @@
-"""Revisions imported beside each other: whatever way a module is looked up, a revision finds its own."""
+"""Revisions are imported beside each other; however a module is looked up, a revision finds its own."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from perfsuite.errors import RevisionError
 from perfsuite.pair import Pair, Side
 
 FACTORS = (3, 5, 7)
-"""Of the first revision, the second, and the work tree."""
+"""Factors of the first revision, the second one, and the work tree."""
 
 IMPORTS = {
     # how a module names its helper: (statement, the helper's factor)
@@ -63,7 +63,7 @@ PLACES = {
 
 
 def spelled() -> dict[str, str]:
-    """Name → the source of a module that looks its helper up in that way."""
+    """Return name → source of a module that looks its helper up in that way."""
     return {
         f"{how}, {place}": template.format(statement=statement, factor=factor)
         .replace("P.", f"{PACKAGE}.")
@@ -75,7 +75,7 @@ def spelled() -> dict[str, str]:
 
 
 def every() -> str:
-    """A test module with a pair for which each of these modules is a variant."""
+    """Return a test module whose pair has each of these modules as a variant."""
     lines = [f"from {PACKAGE} import k{n}" for n in range(len(spelled()))]
     variants = ", ".join(f"{name!r}: k{n}.fast" for n, name in enumerate(spelled()))
     declared = TEST.replace("gradients=False", f"variants={{{variants}}}, gradients=False").strip("\n")
@@ -84,7 +84,7 @@ def every() -> str:
 
 @pytest.fixture(scope="module")
 def three(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Pair]]:
-    """The pair as two revisions and the work tree declare it, all in one process; they differ in one helper."""
+    """Yield the pair as two revisions and the work tree declare it, in one process; they differ in one helper."""
     with imports_put_back():
         repo = Repository(tmp_path_factory.mktemp("three"))
         repo.write(f"{PACKAGE}/__init__.py", "from .kernels import fast")
@@ -108,7 +108,7 @@ def of_one(call: object) -> float:
 
 
 def change(repo: Repository, factor: int = 7) -> None:
-    """The work tree's kernels get another factor."""
+    """Give the work tree's kernels another factor."""
     for path in repo.path.rglob("*.py"):
         if ".perfsuite" not in path.parts and "FACTOR = 3" in path.read_text():
             path.write_text(path.read_text().replace("FACTOR = 3", f"FACTOR = {factor}"))
@@ -162,7 +162,7 @@ def test_layouts(tmp_path: Path, layout: str) -> None:
 
 
 class Editable:
-    """The finder of an editable install, which puts no folder on sys.path."""
+    """Finder of an editable install, which puts no folder on sys.path."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -200,7 +200,7 @@ def test_a_folder_with_the_name_of_a_built_in_module(repo: Repository) -> None:
 
 
 def test_python_s_own_modules_may_lie_in_the_repository(repo: Repository, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An environment of conda's, in a folder of the project."""
+    """An example is a conda environment in a folder of the project."""
     environment = repo.path / "env"
     repo.write("env/lib/library_here.py", "FACTOR = 3")
     sys.path.append(str(environment / "lib"))
@@ -226,7 +226,7 @@ def test_a_path_through_a_link(repo: Repository, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("place", ["built/generated_here.py", f"{PACKAGE}/generated_here.py"])
 def test_a_module_that_git_does_not_hold(repo: Repository, place: str) -> None:
-    """A generated module: the accepted side must not run today's."""
+    """For a generated module, the accepted side must not run today's version."""
     name = "generated_here" if place.startswith("built") else f"{PACKAGE}.generated_here"
     repo.write(".gitignore", "__pycache__/\n.perfsuite/\ngenerated_here.py\n")
     repo.write(place, "FACTOR = 3")
@@ -240,7 +240,7 @@ def test_a_module_that_git_does_not_hold(repo: Repository, place: str) -> None:
 
 
 def test_a_module_that_is_asked_for_in_vain_is_noted(repo: Repository) -> None:
-    """With a fallback the accepted revision would run other code than when it was accepted."""
+    """With its fallback the accepted revision would run other code than when it was accepted."""
     repo.write(".gitignore", "__pycache__/\n.perfsuite/\ngenerated_here.py\n")
     repo.write(f"{PACKAGE}/generated_here.py", "FACTOR = 3")
     repo.write(
@@ -284,7 +284,7 @@ PROCESSES = """
 
 @pytest.mark.parametrize("method", ["spawn", "forkserver"])
 def test_a_process_that_a_side_starts_finds_its_revision(repo: Repository, method: str) -> None:
-    """As a data loader's does: it gets a pickled object, and imports what that names."""
+    """A data loader's process does this: it gets a pickled object, and imports the modules that the object names."""
     repo.write(f"{PACKAGE}/kernels.py", PROCESSES)
     first = repo.commit()
     change(repo)
@@ -389,7 +389,7 @@ DEVICE = """
 
 
 def test_a_triton_kernel_calls_its_revision_s_functions(repo: Repository) -> None:
-    """In the interpreter; compiled, its sources are the cache's key."""
+    """This is about the interpreter; a compiled kernel has its sources as the cache's key."""
     pytest.importorskip("triton")
     if torch.cuda.is_available():
         pytest.skip("kernels are compiled here")
@@ -405,7 +405,7 @@ def test_a_triton_kernel_calls_its_revision_s_functions(repo: Repository) -> Non
 
 
 def test_what_lies_beside_a_tree_cannot_be_imported_by_mistake(repo: Repository) -> None:
-    """The folder of a tree is on sys.path: `import tree`, say, must still find the library of that name, or none."""
+    """A tree's folder is on sys.path: `import tree`, for example, must still find that library, or none."""
     tree = repo.tree(repo.commit())
     beside = {p.name for p in Path(tree.folder).iterdir()}
     assert beside == {second_import.TREE, tree.package}

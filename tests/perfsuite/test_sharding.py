@@ -1,4 +1,4 @@
-"""A gate in parts on several runners, and what their reports come to together."""
+"""A gate in parts on several runners, and the result of merging their reports."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_the_parts_are_the_whole(count: int) -> None:
     for number in range(1, count + 1):
         selected = list(every)
         keep(selected, Shard(number, count))
-        assert selected[0].name == "proof"  # what is not timed is no part
+        assert selected[0].name == "proof"  # workloads that are not timed are in no part
         parts.append([i.name for i in selected[1:]])
     assert sorted(name for part in parts for name in part) == [f"w{n}" for n in range(5)]
     assert max(map(len, parts)) - min(map(len, parts)) <= 1
@@ -59,7 +59,7 @@ def test_the_parts_are_the_whole(count: int) -> None:
 
 
 def report(number: int, count: int = 2, **fields: Any) -> RunReport:
-    """The report of one part: one workload, which passes."""
+    """Return the report of one part: one workload, which passes."""
     id = f"test_a.py::a::speed[w{number}]"
     verdict = Verdict(id=id, status=Status.PASS, message=f"PASS {id}")
     known: dict[str, Any] = {
@@ -172,7 +172,7 @@ PAIR = """
 
 @pytest.fixture
 def accepted(project: Project) -> Project:
-    """Five workloads of two pairs."""
+    """Accept five workloads of two pairs."""
     project.write("tests/test_first.py", PAIR.format(name="first", count=3))
     project.write("tests/test_second.py", PAIR.format(name="second", count=2))
     project.accept()
@@ -180,7 +180,7 @@ def accepted(project: Project) -> Project:
 
 
 def gate(project: Project, shard: str, outcome: object = None) -> tuple[Result, str]:
-    """(the run of one shard, its report)."""
+    """Return (the run of one shard, the path of its report)."""
     project.measured(outcome or times())
     folder = f"out-{shard.replace('/', '-')}"
     done = project.cli("gate", "--shard", shard, "--report", folder)

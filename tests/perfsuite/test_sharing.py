@@ -1,4 +1,4 @@
-"""Processes that prepare on one GPU beside each other, and time alone."""
+"""Processes prepare beside each other on one GPU, and time alone."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ TOP = str(Path(sharing.__file__).parent.parent)
 
 
 class Other:
-    """Another process; `ask` has it do something, `did` waits until it has."""
+    """Another process: `ask` starts an action there, `did` waits for its end."""
 
     def __init__(self, lock: str) -> None:
         script = SCRIPT.format(top=TOP, lock=lock)
@@ -69,13 +69,13 @@ def processes(lock: str, count: int) -> Iterator[list[Other]]:
 
 
 def next_of(*others: Other) -> Other:
-    """The one that gets what it waits for, whoever asked first."""
+    """Return the one that gets what it waits for, whoever asked first."""
     ready, _, _ = select.select([other.child.stdout for other in others], [], [], 30)
     return next(other for other in others if other.child.stdout in ready)
 
 
 def is_blocked(process: subprocess.Popen[Any]) -> bool:
-    """Whether the kernel has it wait for a lock."""
+    """Return whether the kernel lets the process wait for a lock."""
     waiting = [line for line in Path("/proc/locks").read_text().splitlines() if "->" in line]
     return any(f" {process.pid} " in line for line in waiting)
 
@@ -162,7 +162,7 @@ def test_a_folder_for_locks_that_cannot_be_made_is_one_line(tmp_path: Path) -> N
 def test_a_process_that_is_killed_leaves(tmp_path: Path) -> None:
     with processes(str(tmp_path / "gpu.lock"), 2) as (a, b):
         a.do("alone")
-        a.do("alone")  # once more is no harm
+        a.do("alone")  # a second call does no harm
         b.ask("prepare")
         wait_until_blocked(b.child)
         a.child.kill()
@@ -180,7 +180,7 @@ def test_without_a_lock_nothing_waits() -> None:
 @FULLY
 @pytest.mark.skipif(not Path("/proc/locks").exists(), reason="needs Linux's list of locks")
 def test_a_process_does_not_start_while_another_times_on_its_device(project: Project, tmp_path: Path) -> None:
-    """Not even to import torch; and the other waits until it has started."""
+    """It does not even import torch; and the other process waits until it has started."""
     project.write("test_scale.py", TWO_LINES)
     lock = str(tmp_path / "gpu-0.lock")
     made = Workers(root=project.path, folder=tmp_path / "workers", arguments=["-q", "-m", "", "-p", "perfsuite.plugin"])

@@ -1,4 +1,4 @@
-"""Estimates have the coverage they claim; priors fit what they were drawn from."""
+"""Estimates have the coverage that they claim; priors fit the values that they were drawn from."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ def test_satterthwaite_lies_between_the_parts() -> None:
 
 
 def test_intervals_cover_what_they_claim() -> None:
-    """Differences of a run and a baseline, noise unknown and shrunk: 95% intervals hold 0 in 95% of trials."""
+    """95% intervals of differences between run and baseline, with unknown, shrunk noise, hold 0 in 95% of trials."""
     rng = np.random.default_rng(10)
     inside = total = 0
     for _ in range(20):
@@ -238,7 +238,7 @@ def test_a_workload_s_own_noise_is_pooled_with_the_suite_s() -> None:
 
 
 def fitted(suite: list[list[list[float]]]) -> Noise:
-    """Smyth's moments and the pooled session shift, written anew: the equation of the degrees solved by bisection."""
+    """Fit Smyth's moments and the pooled session shift independently; bisection solves for the degrees of freedom."""
     pairs = [(stats_within(s), sum(len(p) - 1 for p in s)) for s in suite]
     known = [(max(v, 1e-8), d) for v, d in pairs if d > 0]
     process = Variance(value=0.0035**2, dof=4.0)
@@ -307,7 +307,7 @@ def test_trigamma_is_inverted(x: float) -> None:
 def run_of(
     rng: np.random.Generator, scale: float, workloads: int, dof: float = 12.0
 ) -> list[tuple[list[float], Variance]]:
-    """First processes of so many workloads, with `scale` times the accepted standard deviation."""
+    """Return the first processes of these workloads, with `scale` times the accepted standard deviation."""
     made = []
     for _ in range(workloads):
         true = 1e-6 * dof / rng.chisquare(dof)
@@ -333,7 +333,7 @@ def test_one_workload_that_varies_does_not_inflate_the_others() -> None:
 
 
 def of_ratio(ratio: float, dof: float = 8.0) -> tuple[list[float], Variance]:
-    """Two values whose variance is exactly `ratio` times the expected one."""
+    """Return two values whose variance is exactly `ratio` times the expected one."""
     return [0.0, math.sqrt(2 * ratio * 3.0)], Variance(value=3.0, dof=dof)
 
 
@@ -355,6 +355,6 @@ def test_inflation_needs_eight_workloads_with_two_processes() -> None:
 
 
 def test_inflation_takes_the_first_two_processes_only() -> None:
-    """Further ones belong to workloads that were still undecided: their variance is a biased sample."""
+    """Further processes belong to workloads that were still undecided: their variance is a biased sample."""
     values, expected = of_ratio(40.0)
     assert inflation([([*values, 1e3], expected)] * 8) == inflation([(values, expected)] * 8)

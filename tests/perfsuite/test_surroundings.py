@@ -1,4 +1,4 @@
-"""Settings of Python and of the process that a call changes are named, and put back."""
+"""Settings of Python and of the process that a call changes are named and restored."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from perfsuite import marks, surroundings
 
 
 def print_nothing(phase: str, info: dict[str, int]) -> None:
-    """Called by a garbage collection."""
+    """Do nothing in a callback of the garbage collection."""
 
 
 CHANGES: dict[str, Callable[[], Any]] = {
@@ -72,7 +72,7 @@ CHANGES: dict[str, Callable[[], Any]] = {
 
 
 LASTING = {"the process's priority", "functions that are called at exit"}
-"""These cannot be put back in a test."""
+"""Settings that a test cannot restore."""
 
 
 def test_each_setting_has_a_change() -> None:

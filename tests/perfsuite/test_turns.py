@@ -1,4 +1,4 @@
-"""Two measuring runs on one device wait for each other, and say so."""
+"""Two measuring runs on one device wait for each other, and report that they wait."""
 
 from __future__ import annotations
 

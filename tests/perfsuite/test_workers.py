@@ -1,4 +1,4 @@
-"""Measuring processes: what the parent makes of one that crashes, hangs, or says nothing."""
+"""Measuring processes: the parent's reaction to one that crashes, hangs or reports nothing."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def ids():
 
 
 class Scripted(Workers):
-    """Workers whose processes run a few lines in the place of pytest; `ids()` are those of the tasks as they come."""
+    """Workers whose processes run a few lines instead of pytest; `ids()` yields those of the tasks as they come."""
 
     __slots__ = ("_given", "environments", "script")
     _given: bool
@@ -81,7 +81,7 @@ def tasks_of(ids: Sequence[str] = ("a", "b", "c"), limit: float = 60.0) -> list[
 
 
 def outcomes(made: Workers, ids: Sequence[str] = ("a", "b", "c"), limit: float = 60.0) -> dict[str, str]:
-    """id → message; every id once, in order."""
+    """Return id → message, after checking that every id comes once, in order."""
     found = list(made.run(tasks_of(ids, limit), [Lane()]))
     assert [id for id, _ in found] == list(ids)
     for _, outcome in found:
@@ -96,7 +96,7 @@ def test_outcomes_come_as_they_are_written(tmp_path: Path) -> None:
     made.progress = lambda lane, id: told.append((lane, id))
     assert outcomes(made) == {"a": "done a", "b": "done b", "c": "done c"}
     assert told == [(0, "a"), (0, "b"), (0, "c")]
-    assert not list(made.folder.iterdir())  # nothing is left of processes that ended well
+    assert not list(made.folder.iterdir())  # files of processes that ended well are removed
     assert len(made.environments) == 1
 
 
@@ -143,7 +143,7 @@ def test_the_number_of_busy_processes_is_reported_as_tasks_end(tmp_path: Path) -
 
 
 def test_the_last_tasks_are_shared_by_the_gpus(tmp_path: Path) -> None:
-    """Three processes of a slow GPU wait for the first to end, one of a quick GPU does all that is left."""
+    """Three processes of a slow GPU wait for the first to end; one of a fast GPU does all the rest."""
     script = """
 folder = pathlib.Path(job["out"]).parent
 for id in ids():
@@ -173,7 +173,7 @@ for id in ids():
 
 
 def test_tasks_that_follow_go_to_processes_that_wait_for_them(tmp_path: Path) -> None:
-    """And no process is started where one that has not done the task yet may take it."""
+    """No process is started where one that has not done the task yet may take it."""
     script = """
 for id in ids():
     begin(id)
@@ -300,7 +300,7 @@ def test_processes_that_were_started_ahead_are_used_once(tmp_path: Path) -> None
         assert outcomes(made, ["a", "c"]) == {"a": "done a", "c": "done c"}
     assert len(made.environments) == 3
     made.prepare([Lane()], ["a"], 1, 9)
-    outcomes(made, ["a", "b"])  # it has not collected b
+    outcomes(made, ["a", "b"])  # that process has not collected b
     assert len(made.environments) == 5
     outcomes(made, ["a"])
     assert len(made.environments) == 5
@@ -360,7 +360,7 @@ def test_each_gpu_gets_processes_in_turn_and_no_more_early_tasks_than_it_has_lan
 
 
 def test_when_a_process_has_prepared_another_one_prepares(tmp_path: Path) -> None:
-    """One that waits for its turn before it begins has not."""
+    """A process that waits for its turn before it begins has not prepared yet."""
     script = """
 def waits(id): write("phase", id=id, phase="waits")
 for id in ids():
@@ -543,7 +543,7 @@ def test_so_many_processes_start_at_the_same_time(tmp_path: Path) -> None:
 def test_workers_share_the_compiled_kernels(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: dict[str, str], folder: str
 ) -> None:
-    """Inductor moves Triton's folder in a process that compiles with it, where none is set."""
+    """If no folder is set, Inductor moves Triton's in a process that compiles with it."""
     for name in ("TRITON_HOME", "TRITON_CACHE_DIR"):
         monkeypatch.delenv(name, raising=False)
     for name, value in given.items():
@@ -740,7 +740,7 @@ for task in journal.tasks():
 
 
 def awaiting(tmp_path: Path) -> Scripted:
-    """Two processes that wait, each of which reports the seed of the proof that it gets."""
+    """Return workers with two waiting processes, each of which reports the seed of the proof that it gets."""
     made = scripted(tmp_path, AWAITING.replace("{path}", repr(sys.path)))
     made.prepare([Lane()], ["a", "b", "c", "fails early"], 2, 9)
     wait_until_started(made)
@@ -759,7 +759,7 @@ def test_a_process_that_has_begun_early_gets_its_proof_when_it_is_there(tmp_path
     proofs = {i: Proof(id=i, seed=7) for i in "abc"}
     for id in "cab":
         made.deliver(proofs[id])
-        made.deliver(proofs[id])  # once more has no effect
+        made.deliver(proofs[id])  # a second call has no effect
     tasks = [Task(id=i, proof=proofs[i]) for i in "abc"]
     assert seeds(made.run(tasks, lanes)) == dict.fromkeys("abc", "7")
     assert len(made.environments) == 2, "c went to one of the two"
@@ -827,7 +827,7 @@ def test_a_worker_that_crashes_at_each_task_is_started_anew_for_the_next(tmp_pat
 
 
 def test_no_two_runs_share_files(tmp_path: Path) -> None:
-    """Both at work at once, in one folder, as when a run proves while another of its streams is not read to its end."""
+    """Both run at once in one folder, as when a run proves while another of its streams is not read to its end."""
     made = scripted(tmp_path, "for id in ids():\n    begin(id)\n    done(id)\n    if id == 'd': time.sleep(3600)")
     first = made.run(tasks_of("ab"), [Lane()])
     assert next(first)[0] == "a"
@@ -865,7 +865,7 @@ print(child.pid, flush=True)
 
 @pytest.mark.parametrize("ending", ["done('a')", "os._exit(1)", "os.kill(os.getpid(), signal.SIGSEGV)"])
 def test_what_a_worker_has_started_ends_with_it(tmp_path: Path, ending: str) -> None:
-    """Also where the worker itself has ended: a process that goes on would disturb the next measurement."""
+    """It ends even if the worker itself has ended: a surviving process would disturb the next measurement."""
     made = scripted(tmp_path, LEAVES_A_CHILD.format(ending=ending))
     pids: list[int] = []
     poll = workers._Process.poll
@@ -907,7 +907,7 @@ def test_other_processes_collect_the_same(project: Project) -> None:
 
 @FULLY
 def test_a_real_process_that_is_killed(project: Project) -> None:
-    """With the options that a project may have: each must reach the measuring processes too."""
+    """The options that a project may have must reach the measuring processes, too."""
     project.write(
         "pytest.ini",
         """
@@ -935,7 +935,7 @@ def test_a_real_process_that_is_killed(project: Project) -> None:
 
 
 def test_ctrl_c_loses_nothing_that_was_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Pressed while the parent waits for the next look, when the worker has just written a result."""
+    """Ctrl-C is pressed between two polls of the parent, when the worker has just written a result."""
     script = "given = ids(); next(given); begin('a'); done('a'); next(given); begin('b'); time.sleep(60)"
     made = scripted(tmp_path, script)
 
@@ -991,7 +991,7 @@ PROOFS = """
 
 
 def test_an_item_is_run_as_pytest_runs_it(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With the project's filters of warnings; what the caller's PYTEST_ADDOPTS select is no matter."""
+    """The project's warning filters apply; the caller's PYTEST_ADDOPTS do not select items."""
     monkeypatch.setenv("PYTEST_ADDOPTS", "-k nothing_of_the_name --no-such-option")
     project.write("pytest.ini", "[pytest]\nfilterwarnings = error\naddopts = -x --strict-markers")
     project.write("test_items.py", PROOFS)
@@ -1041,7 +1041,7 @@ def test_a_worker_collects_timed_items_alone_if_it_needs_no_others(
 
 @pytest.mark.parametrize("forked", [False, pytest.param(True, marks=FULLY)])
 def test_a_worker_exits_when_pytest_has_ended(project: Project, forked: bool) -> None:
-    """Fixtures are torn down; what waits for the interpreter's own end does not run, and what was started is ended."""
+    """Fixtures are torn down and child processes ended; handlers of the interpreter's own end do not run."""
     text = """
         import atexit
         import pathlib

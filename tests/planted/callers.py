@@ -148,7 +148,7 @@ WEIGHED: dict[str, Any] = {
 
 
 def prepared(weights: Any, is_current: Any) -> Any:
-    """A side that prepares its weights once, while what it knows of them is current."""
+    """Return a side that prepares its weights once, and reuses them while `is_current`."""
     kept: Any = WeakTensorKeyDictionary()
 
     def side(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:

@@ -1,8 +1,8 @@
-"""What is planted: faults that must be rejected by name, and honest look-alikes that must not be.
+"""Planted faults, which must be rejected by name, and honest look-alikes, which must not be.
 
-Each is a pair whose optimized side does it. `prove` takes it through the front door: `perfsuite.check`, and
-`perfsuite.measure` for what shows only while it is timed. There the clock is the test's own (`Time`), so that no
-verdict here depends on how fast this machine is; with a GPU the faults marked `gpu` run on the real one.
+Each is a pair whose optimized side does it. `prove` uses the public interface: `perfsuite.check`, and
+`perfsuite.measure` for faults that show only while they are timed. There the clock is the test's own (`Time`), so that
+no verdict here depends on how fast this machine is; with a GPU the faults marked `gpu` run on the real one.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from perfsuite import Pair, Workload, floats, tensor
 Call = Callable[..., Any]
 
 NUMBERS = range(1, 58)
-"""The catalogue's numbers."""
+"""Numbers of the catalogue."""
 X = {"x": tensor("m", "n", values=floats(-4, 4))}
 SIZES = {"m": 23, "n": 37}
 
 
 class Time:
-    """The clock that planted sides spend, in nanoseconds."""
+    """Clock that planted sides advance, in nanoseconds."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -35,7 +35,7 @@ class Time:
 
 @dataclass(frozen=True, kw_only=True)
 class Planted:
-    """One pair: a fault of the catalogue, with the words that its rejection must hold, or an honest look-alike."""
+    """One pair: a fault of the catalogue, with the words that its rejection must contain, or an honest look-alike."""
 
     number: int
     name: str
@@ -44,7 +44,7 @@ class Planted:
     timed: bool = False
     gpu: bool = False
     stage: str = ""
-    """The proof that finds it, where the others would take long."""
+    """Proof that finds the fault, if the others would take long."""
 
     def __str__(self) -> str:
         return f"{self.number:02}-{self.name.replace(' ', '_')}"
@@ -57,7 +57,7 @@ HONEST: list[Planted] = []
 def fault(
     number: int, name: str, *says: str, timed: bool = False, gpu: bool = False, stage: str = ""
 ) -> Callable[[Any], Any]:
-    """Registers a factory of pairs as a fault; its rejection must hold each of `says`."""
+    """Register a factory of pairs as a fault; its rejection must contain each of `says`."""
 
     def register(make: Callable[[Time], Pair]) -> Callable[[Time], Pair]:
         FAULTS.append(Planted(number=number, name=name, make=make, says=says, timed=timed, gpu=gpu, stage=stage))
@@ -67,7 +67,7 @@ def fault(
 
 
 def honest(number: int, name: str, *, timed: bool = False, gpu: bool = False) -> Callable[[Any], Any]:
-    """Registers a factory of pairs as the honest look-alike of a fault."""
+    """Register a factory of pairs as the honest look-alike of a fault."""
 
     def register(make: Callable[[Time], Pair]) -> Callable[[Time], Pair]:
         HONEST.append(Planted(number=number, name=name, make=make, timed=timed, gpu=gpu))
@@ -78,7 +78,7 @@ def honest(number: int, name: str, *, timed: bool = False, gpu: bool = False) ->
 
 @dataclass
 class Wave:
-    """A function worth optimising: sin(x) · exp(x / 4), in one place for all faults."""
+    """Function worth optimising: sin(x) · exp(x / 4), in one place for all faults."""
 
     calls: int = 0
     seen: dict[Any, torch.Tensor] = field(default_factory=dict)
@@ -96,13 +96,13 @@ def fast(x: torch.Tensor) -> torch.Tensor:
 
 
 def pair(optimized: Any, *, reference: Any = wave, inputs: Any = X, **fields: Any) -> Pair:
-    """The pair with this optimized side; by itself it computes `wave`, without gradients."""
+    """Return a pair with this optimized side; the reference is `wave` by default, and gradients are off."""
     made = {"gradients": False, "name": "planted", "workloads": [Workload("w", **SIZES, clock="wall")]}
     return Pair(reference=reference, optimized=optimized, inputs=inputs, **{**made, **fields})
 
 
 def lasting(time: Time, seconds: float, call: Call) -> Call:
-    """The call, on the test's clock."""
+    """Return the call; it takes these seconds on the test's clock."""
 
     def timed(*args: Any) -> Any:
         time.spend(seconds)
@@ -112,5 +112,5 @@ def lasting(time: Time, seconds: float, call: Call) -> Call:
 
 
 def timed_pair(time: Time, optimized: Any, **fields: Any) -> Pair:
-    """A pair whose reference takes 6 ms on the test's clock; the optimized side spends its own."""
+    """Return a pair whose reference takes 6 ms on the test's clock; the optimized side advances it itself."""
     return pair(optimized, reference=lasting(time, 6e-3, wave), **fields)

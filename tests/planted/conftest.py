@@ -1,4 +1,4 @@
-"""The scratch projects of the harness's own tests serve here too."""
+"""Fixtures of the planted tests, which share the scratch projects of the harness's own tests."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["project"]
 
 @pytest.fixture(autouse=True)
 def _the_same_draws() -> Iterator[None]:
-    """Every run draws the same: a fault is found, or it is not."""
+    """Use the same draws in every run, so that a fault is found always or never."""
     before = hypothesis.settings.get_current_profile_name()
     hypothesis.settings.register_profile("planted", derandomize=True)
     hypothesis.settings.load_profile("planted")

@@ -20,7 +20,7 @@ OF_ROWS = {"reference": lambda x: x.sin().contiguous(), "inputs": ROWS, "workloa
 
 
 def memory_of(x: torch.Tensor, begin: int) -> torch.Tensor:
-    """So many elements as x has, from where it begins, as far as its memory goes."""
+    """Read as many elements as x has from `begin` in its memory; zeros follow the memory's end."""
     held = x.untyped_storage().nbytes() // x.element_size() - begin
     flat = x.new_zeros(x.numel())
     flat[: min(held, x.numel())] = x.as_strided((min(held, x.numel()),), (1,), begin)
@@ -70,7 +70,7 @@ def normalized(time: Time) -> Pair:
 
 
 def in_blocks(x: torch.Tensor, most: int | None, block: int = 1024) -> torch.Tensor:
-    """Each row in blocks of so many elements, at most so many of them."""
+    """Compute each row in blocks of `block` elements, at most `most` blocks of them."""
     made = torch.zeros_like(x, memory_format=torch.contiguous_format)
     for begin in range(0, x.shape[-1], block)[:most]:
         made[..., begin : begin + block] = x[..., begin : begin + block].sin()
@@ -304,7 +304,7 @@ PRODUCT: dict[str, Any] = {
 
 
 def tiled(a: torch.Tensor, b: torch.Tensor, tile: int, last: int) -> torch.Tensor:
-    """The product by tiles; of those that are cut off on both sides, `last` columns at most."""
+    """Compute the product by tiles; of tiles cut off on both sides, compute at most `last` columns."""
     out = a.new_zeros(a.shape[0], b.shape[1])
     for i in range(0, a.shape[0], tile):
         for j in range(0, b.shape[1], tile):
@@ -401,7 +401,7 @@ BOTH: dict[str, Spec] = {"x": tensor("m", "n", values=floats(-2, 2)), "y": tenso
 
 
 def kept_by(key: Any) -> Any:
-    """A product whose answers are kept by a key of its inputs, values and all."""
+    """Return a side whose product's answers are kept by a key of the inputs, including all values."""
     answers: dict[Any, torch.Tensor] = {}
 
     def side(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
@@ -497,7 +497,7 @@ def goes_on(time: Time) -> Pair:
 
 
 def setting_at(number: int) -> Any:
-    """A side that switches off a library at this call of it."""
+    """Return a side that switches off a library at this call of it."""
     calls = [0]
 
     def side(x: torch.Tensor) -> torch.Tensor:

@@ -20,7 +20,7 @@ def differentiated(optimized: Any, reference: Any = torch.sin, **fields: Any) ->
 
 
 class Sine(torch.autograd.Function):
-    """`incoming` says what the backward pass makes of the gradient that comes in."""
+    """Sine; `incoming` changes the gradient that comes into the backward pass."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
@@ -39,7 +39,7 @@ class Sine(torch.autograd.Function):
 
 
 def read_as_contiguous(gradient: torch.Tensor) -> torch.Tensor:
-    """As a kernel reads it that is given its address alone; beyond its memory it finds zeros."""
+    """Read the gradient as a kernel does that gets only its address; beyond its memory there are zeros."""
     held = gradient.untyped_storage().nbytes() // gradient.element_size() - gradient.storage_offset()
     flat = gradient.new_zeros(gradient.numel())
     some = min(held, gradient.numel())
@@ -48,7 +48,7 @@ def read_as_contiguous(gradient: torch.Tensor) -> torch.Tensor:
 
 
 def of(change: Any) -> Any:
-    """Sine whose backward pass changes the incoming gradient so."""
+    """Return sine whose backward pass changes the incoming gradient in this way."""
     return type("Changed", (Sine,), {"incoming": staticmethod(change)}).apply
 
 
@@ -251,7 +251,7 @@ WEIGHED: dict[str, Any] = {
 
 
 def weighed(keep: Any, kept: Any) -> Any:
-    """A product by rows; `keep` says where the first factor is kept for the backward pass, and `kept` finds it."""
+    """Return a row-wise product; `keep` stores the first factor for the backward pass, and `kept` finds it."""
 
     class Weighed(torch.autograd.Function):
         @staticmethod

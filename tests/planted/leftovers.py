@@ -48,7 +48,7 @@ OF_LISTS: dict[str, Any] = {
 
 
 def differentiated(optimized: Any, **fields: Any) -> Pair:
-    """A pair with gradients."""
+    """Return a pair with gradients."""
     made = {"reference": product, "inputs": XY, "sizes": SMALL, "gradients": True, "workloads": []}
     return pair(optimized, **{**made, **fields})
 
@@ -82,7 +82,7 @@ def wrong_with_grad_mode(time: Time) -> Pair:
 
 
 class Together(torch.autograd.Function):
-    """Backward that knows both gradients or none: `broken` gives y's only where x's is wanted, too."""
+    """Function with both gradients or none: if `broken`, y's gradient is right only where x's is wanted, too."""
 
     broken = False
 
@@ -340,7 +340,7 @@ def same_under_autocast(time: Time) -> Pair:
 
 
 class Spent(torch.autograd.Function):
-    """Its backward pass works in what it kept: a second one finds it changed."""
+    """Function whose backward pass works in what it kept, so that a second pass finds it changed."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
@@ -360,7 +360,7 @@ def second_backward_wrong(time: Time) -> Pair:
 
 
 class Counted(Together):
-    """Right once a graph."""
+    """Function that is right only once for each graph."""
 
     @staticmethod
     @once_differentiable
@@ -388,7 +388,7 @@ def refuses(time: Time) -> Pair:
 
 
 class Detached(Together):
-    """Its gradient depends on x alone, as far as autograd can see."""
+    """Function whose gradient depends on x alone, as far as autograd can see."""
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]

@@ -210,9 +210,9 @@ def same_formula(time: Time) -> Pair:
 
 
 def beyond(x: torch.Tensor) -> int | None:
-    """The address just past the tensor's elements, if its storage reaches further: here, into the harness's guard.
+    """Return the address just past the tensor's elements if its storage goes on: here, in the harness's guard.
 
-    In plain memory the same access would hit a neighbour; a test must not do that.
+    In plain memory the same access would hit a neighbour, which a test must not do.
     """
     end = x.storage_offset() + x.numel()
     room = x.untyped_storage().nbytes() // x.element_size()
@@ -270,7 +270,7 @@ def stale_graph(time: Time) -> Pair:
     captured: dict[Any, torch.Tensor] = {}
 
     def optimized(x: torch.Tensor) -> torch.Tensor:
-        # What a graph does: it reads again what lay at the addresses of its capture.
+        # A graph does this: it reads again the memory at the addresses of its capture.
         return fast(captured.setdefault((x.shape, x.stride(), x.dtype), x))
 
     return pair(optimized)

@@ -21,7 +21,7 @@ Update = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], tuple[torch.Tensor
 
 
 def gradients(a: torch.Tensor, b: torch.Tensor, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of this rank's rows alone."""
+    """Return both gradients for this rank's rows alone."""
     return (x * a).mean(0), (x * x * b).mean(0)
 
 
@@ -51,7 +51,10 @@ def pair(optimized: Update) -> Pair:
 
 
 def reduced(reduce: Callable[[torch.Tensor, torch.Tensor], Any], divide: float = 1.0) -> Update:
-    """An update whose two gradients are made the sum over the ranks by `reduce`, and divided by their number."""
+    """Return an update that reduces its two gradients over the ranks with `reduce`.
+
+    The result is divided by the number of ranks to the power `divide`.
+    """
 
     def update(a: torch.Tensor, b: torch.Tensor, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         of_a, of_b = gradients(a, b, x)
@@ -94,7 +97,7 @@ def of_the_first_rank(of_a: torch.Tensor, of_b: torch.Tensor) -> Any:
 
 
 def rounded_at_random(of_a: torch.Tensor, of_b: torch.Tensor) -> Any:
-    """Each rank rounds with random numbers of its own, as of a dropout or stochastic rounding without a common seed."""
+    """Round on each rank with its own random numbers, like dropout or stochastic rounding without a common seed."""
     each(of_a, of_b)
     generator = torch.Generator(of_a.device).manual_seed(dist.get_rank())
     noise = torch.rand(of_a.shape, generator=generator, device=of_a.device, dtype=of_a.dtype)
@@ -130,7 +133,7 @@ def hangs_on_one_rank(of_a: torch.Tensor, of_b: torch.Tensor) -> None:
 
 
 def ends_the_group(a: torch.Tensor, b: torch.Tensor, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """As a script does at its end."""
+    """Destroy the process group after the update, as a script does at its end."""
     found = plain(a, b, x)
     if dist.get_world_size() > 1:
         dist.destroy_process_group()
@@ -192,7 +195,7 @@ def rows(x: torch.Tensor) -> torch.Tensor:
 
 
 def all_rows(x: torch.Tensor) -> torch.Tensor:
-    """Every rank has the rows of all."""
+    """Gather the rows of all ranks on every rank."""
     parts = [torch.empty_like(x) for _ in range(dist.get_world_size())]
     dist.all_gather(parts, x)
     return torch.cat(parts) * 2
@@ -203,7 +206,7 @@ def wrong_on_one_rank(x: torch.Tensor) -> torch.Tensor:
 
 
 def writes_an_input(x: torch.Tensor) -> torch.Tensor:
-    """Where there are several ranks the second writes its rows."""
+    """Zero the second rank's input rows, if there are several ranks."""
     result = x * 2
     if dist.get_rank() == 1:
         x.zero_()

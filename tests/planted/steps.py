@@ -109,7 +109,7 @@ def momentum_by_instance(time: Time) -> Pair:
 
 
 def with_the_last(kept: Callable[[torch.Tensor], torch.Tensor]) -> Pair:
-    """Momentum of the gradients before, of which `kept` is what a step keeps."""
+    """Return a pair with momentum of the previous gradients, of which a step keeps `kept`."""
 
     def build(p: torch.Tensor) -> Step:
         m, last = torch.zeros_like(p), list[torch.Tensor]()

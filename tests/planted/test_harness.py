@@ -20,7 +20,7 @@ from perfsuite.records import Case
 pytest_plugins = ["pytester"]
 
 FAULTS = {10, 13, 26, 33, 34, 35, 36, 37, 38, 39}
-"""The numbers of the catalogue that are planted in this module."""
+"""Numbers of the catalogue that are planted in this module."""
 
 
 def rejected(result: pytest.RunResult, *words: str, code: int = 1) -> None:
@@ -77,7 +77,7 @@ def test_13_a_change_that_three_digits_would_hide(project: Project, slower: floa
     project.replace("test_scale.py", "3 * x", "2 * x + x")
 
     def outcome(id: str, process: int, second: bool) -> object:
-        """Slower than the accepted revision, and as fast as a second import of itself."""
+        """Return times slower than the accepted revision, but as fast as a second import of itself."""
         beside = fake.calls[-1][1].get(id) if fake.calls else None
         return times(slower=slower if beside == accepted else 0.0)(id, process, second)
 

@@ -44,7 +44,7 @@ PATCHED: tuple[tuple[Any, str], ...] = (
 
 @pytest.fixture
 def time(monkeypatch: pytest.MonkeyPatch) -> Iterator[Time]:
-    """The test's clock; whatever a fault replaces is put back."""
+    """Yield the test's clock, and restore afterwards what a fault has replaced."""
     before = [getattr(owner, name) for owner, name in PATCHED]
     helper = leftovers.helper
     made = Time()
@@ -67,25 +67,25 @@ def time(monkeypatch: pytest.MonkeyPatch) -> Iterator[Time]:
 
 @pytest.fixture(autouse=True)
 def nothing_of_the_test_before_is_in_memory() -> None:
-    """A side that searches memory finds no answer there, nor all of torch, which is frozen after the collection."""
+    """Collect garbage, so that a side that searches memory finds no answer, nor the frozen objects of torch."""
     gc.collect()
 
 
 def messages(planted: Planted, time: Time, monkeypatch: pytest.MonkeyPatch, examples: int = EXAMPLES) -> Iterator[str]:
-    """What each proof, and the measurement of a timed one, has against it."""
+    """Yield the objections of each proof, and of the measurement of a timed fault."""
     simulated = planted.timed and not planted.gpu and planted.number != 3
     if simulated:
         monkeypatch.setattr(clocks, "perf_counter_ns", lambda: time.now)
         monkeypatch.setattr(clocks, "process_time_ns", lambda: time.now)
         monkeypatch.setattr(clocks, "interruptions", lambda: 0)
     if planted.number != 3:
-        monkeypatch.setattr(guard, "check", lambda: None)  # it would find what this test replaces
+        monkeypatch.setattr(guard, "check", lambda: None)  # it would find the functions that this test replaces
     else:
         monkeypatch.undo()
     device = "cpu" if simulated else DEVICE
     stages = [] if planted.timed else [name for name, _ in api.proofs(planted.make(time), examples=examples)]
     for stage in [stage for stage in stages if stage.startswith(planted.stage)] or ["measure"]:
-        # A pair anew for each, as if each were run by itself.
+        # A new pair for each, as if each proof were run by itself.
         made = planted.make(time)
         try:
             if stage == "measure":
@@ -103,7 +103,7 @@ TIMED_ALONE = pytest.mark.skipif(
 
 
 def applicable(planted: list[Planted], of_each: int) -> list[Any]:
-    """Parameters for these, of which make test-all alone runs more than so many of each class."""
+    """Return the parameters; only make test-all runs more than `of_each` of each class."""
     classes: dict[int, list[Planted]] = {}
     for p in planted:
         classes.setdefault(p.number, []).append(p)

@@ -15,9 +15,9 @@ from perfsuite.ranks import group, proof
 from perfsuite.records import Case
 
 COLLECTIVE_S = 2.0
-"""How long a collective waits for the other ranks in these tests."""
+"""Seconds that a collective waits for the other ranks in these tests."""
 ENDS_S = 30.0
-"""Within this time a group has ended whose ranks went different ways."""
+"""Seconds within which a group has ended whose ranks diverged."""
 DIFFERENT = "on rank 0 of 2; the ranks' results differ, .*: likely a collective is missing, or waited for too late"
 DIVISION = "so it is where all ranks have equal parts .* divided by their number twice, or not at all"
 WORDS = {
@@ -52,7 +52,7 @@ CASE = Case(dtype="float32", sizes={"n": 5, "rows": 3, "ranks": 2}, inputs={}, s
 
 @pytest.fixture(autouse=True)
 def short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A group that gives up soon, in the place of the usual one."""
+    """Replace the usual group by one that gives up soon."""
     monkeypatch.setattr(group, "APART_S", 2 * COLLECTIVE_S)
     if (2, "cpu") not in group._groups:
         group._groups[2, "cpu"] = group.Group(2, "cpu", COLLECTIVE_S)
@@ -74,7 +74,7 @@ def check(name: str) -> None:
 
 
 def some(names: Iterable[str], usual: Collection[str]) -> list[Any]:
-    """Parameters for these names, of which make test-all alone runs all."""
+    """Return parameters for these names; only make test-all runs those that are not `usual`."""
     return [pytest.param(name, marks=[] if name in usual else FULLY) for name in names]
 
 

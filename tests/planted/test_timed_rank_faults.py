@@ -1,4 +1,4 @@
-"""Workloads that two processes call together: a call's time is the slowest rank's, and what fails there is named."""
+"""If two processes call a workload together, a call's time is the slowest rank's, and a failure names its rank."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from perfsuite.records import OPTIMIZED, REFERENCE, Measurement, Proof
 from perfsuite.workers import PROVE, Task
 
 ENDS_S = 60.0
-"""The ranks' start and their first calls, and the 30 s within which a group has ended after a fault."""
+"""Seconds for the ranks' start and first calls, and for the 30 s within which a group ends after a fault."""
 
 
 def timing(name: str) -> RankTiming:

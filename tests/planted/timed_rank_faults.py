@@ -1,4 +1,4 @@
-"""Sides that several processes call while they are timed: what is wrong shows in one rank, or after some calls."""
+"""Sides that several processes call while they are timed; an error shows in one rank, or after some calls."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ import torch.distributed as dist
 from perfsuite import Pair, Workload, floats, tensor
 
 SLEEP_S = 0.02
-"""More than all else that a call does."""
+"""Seconds of a pause longer than all else that a call does."""
 
 
 def total(x: torch.Tensor) -> torch.Tensor:
-    """The sum of all ranks' rows."""
+    """Return the sum of all ranks' rows."""
     found = x.sum(0)
     dist.all_reduce(found)
     return found
 
 
 def late(then: Callable[[], Any]) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Right, but after ten calls rank 1 does something else first."""
+    """Return a side that is right, but after ten calls does `then` first on rank 1."""
     calls = 0
 
     def optimized(x: torch.Tensor) -> torch.Tensor:
@@ -39,7 +39,7 @@ def late(then: Callable[[], Any]) -> Callable[[torch.Tensor], torch.Tensor]:
 
 
 def slow_on_one_rank(x: torch.Tensor) -> torch.Tensor:
-    """Sleeps on rank 1."""
+    """Compute the sum, and sleep on rank 1."""
     found = total(x)
     if dist.get_rank() == 1:
         time.sleep(SLEEP_S)
@@ -47,12 +47,12 @@ def slow_on_one_rank(x: torch.Tensor) -> torch.Tensor:
 
 
 def wrong_on_one_rank(x: torch.Tensor) -> torch.Tensor:
-    """Wrong on rank 1."""
+    """Compute the sum, wrongly on rank 1."""
     return total(x) + 0.01 * dist.get_rank()
 
 
 def goes_wrong() -> Callable[[torch.Tensor], torch.Tensor]:
-    """Wrong on rank 1 after ten calls."""
+    """Return a side that is wrong on rank 1 after ten calls."""
     calls = 0
 
     def optimized(x: torch.Tensor) -> torch.Tensor:

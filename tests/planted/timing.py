@@ -73,7 +73,7 @@ def joined_stream(time: Time) -> Pair:
 
 
 WAITING: list[threading.Event] = []
-"""The test sets these when the harness waits: the thread then writes, whatever this machine's load."""
+"""Events that the test sets when the harness waits: then the thread writes, whatever the machine's load."""
 
 
 @fault(2, "in a background thread", "goes on working after it has returned: output changes later", stage="integrity")
@@ -260,7 +260,7 @@ def by_shape(time: Time) -> Pair:
 
 
 def kept_by(key: Any, *, clone: bool = True) -> Any:
-    """An optimized side that answers again what it has answered for this key."""
+    """Return an optimized side that repeats its stored answer for a known key."""
     answers: dict[Any, torch.Tensor] = {}
 
     def optimized(x: torch.Tensor) -> torch.Tensor:

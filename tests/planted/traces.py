@@ -1,4 +1,4 @@
-"""Faults 52 and 53: what a call leaves changed in the process, and on the tensors and modules that it was given."""
+"""Faults 52 and 53: changes that a call leaves in the process, and on the tensors and modules that it was given."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ LATER = "for all that runs after it"
 
 
 def after(action: Any) -> Pair:
-    """A side that does this after its work."""
+    """Return a pair whose optimized side does this after its work."""
 
     def optimized(x: torch.Tensor) -> torch.Tensor:
         made = fast(x)

@@ -29,7 +29,7 @@ autocast_bf16 = Pair(
 
 
 class Float16Step:
-    """The source's step before: autocast to float16, with torch's gradient scaler."""
+    """The source's earlier step: autocast to float16, with torch's gradient scaler."""
 
     def __init__(self, weights, lr=0.1):
         self.leaves = {name: weight.detach().requires_grad_() for name, weight in weights.items()}
@@ -53,7 +53,7 @@ class Float16Step:
 
 
 def on_flat(make):
-    """Its step returns all gradients as one vector: of a tensor with few weights bfloat16 leaves too little."""
+    """Return a step with all gradients in one vector: in small tensors bfloat16 leaves too few digits."""
 
     def given(network):
         step = make(dict(network.named_parameters()))

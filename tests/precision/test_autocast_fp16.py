@@ -16,7 +16,7 @@ autocast_fp16 = Pair(
     sizes=SIZES,
     precision="float16",
     gradients=False,
-    # Of the same 11 bits, with the range of float32.
+    # TF32 has the same 11 bits, with the range of float32.
     rivals={"tf32": side(on_network(tf32), devices=("cuda",))},
     workloads=[
         Workload("step5632", **TRAINING, speedup=1.8, device="cuda"),

@@ -25,7 +25,7 @@ cudnn_autotune = Pair(
 
 
 def in_bfloat16(call, tf32):
-    """Under autocast, where TF32 changes nothing of a convolution but under what it is cached."""
+    """Call under autocast, where TF32 changes only the key under which a convolution's plan is cached."""
 
     def given(*arguments):
         with ExitStack() as stack:
@@ -37,7 +37,7 @@ def in_bfloat16(call, tf32):
     return given
 
 
-# So that each side has a plan of its own.
+# The two settings give each side a plan of its own.
 cudnn_autotune_bf16 = Pair(
     reference=on_network(in_bfloat16(reference, tf32=False)),
     optimized=on_network(in_bfloat16(optimized, tf32=True)),

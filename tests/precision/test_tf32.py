@@ -10,7 +10,7 @@ from suite.leak_cnn.trial import FEW, INPUTS, SIZES, Seen, drawn, near_a_thresho
 
 
 def convolutions(*arguments):
-    """As torch comes: convolutions alone in TF32."""
+    """Call with torch's defaults: only convolutions in TF32."""
     with tf32_products(allowed=False):
         torch.backends.cudnn.allow_tf32 = True  # put back at the end of the block
         return with_gradients(training_loss, *arguments)

@@ -17,13 +17,13 @@ LARGEST = 1 - 2.0**-20
 
 
 def within_the_circle(beta, eigenvalues, state):
-    """Brings eigenvalues from beyond |λ| = 1 − 2⁻²⁰ back to it."""
+    """Scale eigenvalues beyond |λ| = 1 − 2⁻²⁰ back to that length."""
     length = eigenvalues.double().norm(dim=-1, keepdim=True)
     eigenvalues.copy_(eigenvalues * (LARGEST / length.clamp(min=LARGEST)))
 
 
 def by_fft(beta, eigenvalues, state):
-    """A convolution with λ's powers."""
+    """Compute a convolution with the powers of λ."""
     T = beta.shape[1]
     if not beta.numel():
         return torch.empty_like(beta), state.clone()
@@ -37,7 +37,7 @@ def by_fft(beta, eigenvalues, state):
 
 
 def _combined(before, after):
-    """Of two stretches of steps one: (λ to its length, what it adds), a pair of numbers each."""
+    """Combine two stretches of steps; each is (λ to the power of its length, its result), a pair of numbers each."""
     a, a_turn, x, x_turn = before
     b, b_turn, y, y_turn = after
     added = b * x - b_turn * x_turn + y, b * x_turn + b_turn * x + y_turn
@@ -45,7 +45,7 @@ def _combined(before, after):
 
 
 def _scanned(eigenvalues, drive, turned, state):
-    """c_t of every step, as (real, imaginary), of a complex drive."""
+    """Return c_t of every step as (real, imaginary), for a complex drive."""
     from torch._higher_order_ops.associative_scan import associative_scan
 
     over = torch.view_as_real(torch.view_as_complex(eigenvalues) * torch.view_as_complex(state))
@@ -58,7 +58,7 @@ def _scanned(eigenvalues, drive, turned, state):
 
 
 class _ByAssociativeScan(torch.autograd.Function):
-    """There and back by the same scan, since torch's own takes the way back step by step."""
+    """Function whose backward uses the same scan, because torch's own goes back step by step."""
 
     @staticmethod
     def forward(ctx, beta, eigenvalues, state):
@@ -87,12 +87,12 @@ def _scans():
 
 
 def by_associative_scan(beta, eigenvalues, state):
-    """torch's own scan, compiled."""
+    """Scan with torch's own scan, compiled."""
     return _ByAssociativeScan.apply(beta, eigenvalues, state)
 
 
 def traffic(B, T, K, direction):
-    """Of each step and state: beta and the result forward; beta, the result's gradient and beta's backward."""
+    """Count the bytes of all steps: forward beta and the result; backward beta, both gradients of these."""
     steps = {"forward": 8, "backward": 12, "both": 20}[direction]
     return steps * B * T * K + 16 * B * K + 8 * K
 
@@ -103,12 +103,12 @@ eigenstate_scan = Pair(
     reference=reference,
     optimized=optimized,
     inputs={
-        # What is not finite stays in the state, as infinity or NaN according to the order of the sums.
+        # A value that is not finite stays in the state, as infinity or NaN depending on the order of the sums.
         "beta": tensor("B", "T", "K", values=FINITE),
         "eigenvalues": tensor("K", 2, values=floats(-1, 1, nonfinite=False)),
         "state": tensor("B", "K", 2, values=FINITE),
     },
-    # The kernels run in Triton's interpreter, a tenth of a second a program: longer ones are tried below.
+    # The kernels run in Triton's interpreter, which takes a tenth of a second per program: longer ones are tried below.
     sizes={"B": size(1, 2), "T": size(0, 20), "K": size(1, 34)},
     adjust=within_the_circle,
     rivals={
@@ -120,14 +120,14 @@ eigenstate_scan = Pair(
         "triton": side(eigenstate_scan_triton, available=triton_reason),
         "chunked": eigenstate_scan_chunked,
     },
-    # Of the second every size, and the number of groups, is 1, which Triton makes a plain number of.
+    # In "one" every size, and the number of groups, is 1, which Triton makes a constant.
     workloads=[
         Workload("small_32k", B=4, T=32768, K=256, direction="both", speedup=400, host_syncs=0, device="cuda"),
         Workload("cpu", B=1, T=1024, K=16, clock="wall", direction="both", device="cpu"),
         Workload("one", B=1, T=1, K=1, clock="wall", direction="both", device="cpu"),
     ],
     cost=Cost(bytes=traffic),
-    # The loop takes ten seconds a call.
+    # The loop takes ten seconds per call.
     time_limit=900,
 )
 
@@ -143,7 +143,7 @@ def drawn(B, T, K, magnitude=LARGEST, seed=0):
 
 
 def differentiated(call, arguments):
-    """Both results, then the gradients of beta, eigenvalues and state."""
+    """Return both results, then the gradients of beta, eigenvalues and state."""
     leaves = [t.detach().clone().requires_grad_() for t in arguments]
     results = call(*leaves)
     generator = torch.Generator().manual_seed(1)
@@ -152,7 +152,7 @@ def differentiated(call, arguments):
 
 
 def assert_no_worse(call, arguments, factor=2.0):
-    """Than the loop, each result and gradient as a whole, by the loop's in float64."""
+    """Assert that the error of each result and gradient, in norm, is at most `factor` times that of the loop."""
     truth = differentiated(reference, [t.double() for t in arguments])
     for name, own, loop, exact in zip(
         ("every", "final", "beta", "eigenvalues", "state"),
@@ -167,7 +167,7 @@ def assert_no_worse(call, arguments, factor=2.0):
 
 @pytest.mark.parametrize("call", SIDES)
 def test_known_values(call):
-    """λ = i/2: a drive of 1 is turned to i/2, −1/4, −i/8."""
+    """λ = i/2 turns a drive of 1 into i/2, −1/4, −i/8."""
     beta = torch.tensor([1.0, 0.0, 0.0, 0.0]).view(1, 4, 1)
     every, final = call(beta, torch.tensor([[0.0, 0.5]]), torch.zeros(1, 1, 2))
     assert every.flatten().tolist() == [1.0, 0.0, -0.25, 0.0]
@@ -239,7 +239,7 @@ def test_under_autocast_it_stays_in_the_state_s_precision():
 
 @pytest.mark.parametrize("call", [eigenstate_scan_chunked])
 def test_the_last_result_s_gradient_reaches_the_first_input(call):
-    """Over 4096 steps by |λ| = 1 − 2⁻²⁰, where it is λ's power itself."""
+    """Over 4096 steps with |λ| = 1 − 2⁻²⁰ the gradient is λ's power itself."""
     beta, eigenvalues, state = (t.requires_grad_() for t in drawn(1, 4096, 3))
     every, _ = call(beta, eigenvalues, state)
     (grad,) = torch.autograd.grad(every[0, -1].sum(), beta)

@@ -12,7 +12,7 @@ from training import Toy
 
 @pytest.fixture(autouse=True)
 def one_thread() -> Iterator[None]:
-    """Tensors of a few elements: more threads would only wait for each other."""
+    """Use one thread: with tensors of a few elements, more threads would only wait for each other."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -21,7 +21,7 @@ def one_thread() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No test writes into the repository."""
+    """Change to a temporary folder, so that no test writes into the repository."""
     monkeypatch.chdir(tmp_path)
 
 

@@ -47,7 +47,7 @@ BOTH = ("toy", "--baseline", "a.yaml", "--optimized", "a.yaml")
 
 
 class Clock:
-    """Moves where somebody sleeps, and nowhere else."""
+    """Clock that moves only when somebody sleeps."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -103,7 +103,7 @@ def one_line(done: Result, code: int, *words: str) -> None:
 
 
 class Rows:
-    """Batches of so many rows."""
+    """Iterator of batches with `rows` rows."""
 
     unit = "rows"
 
@@ -122,7 +122,7 @@ class Rows:
 
 
 class Counter:
-    """Writes its name down at each window, which takes `seconds` of its number; the loss is 1/window."""
+    """Trainer that logs its name at each window, which takes `seconds` of its number; the loss is 1/window."""
 
     def __init__(self, name: str, log: list[str], seconds: Callable[[int], float], clock: Clock) -> None:
         self.name, self.log, self.seconds, self.clock, self.windows = name, log, seconds, clock, 0
@@ -194,7 +194,7 @@ def test_a_slower_side_is_found_and_its_warm_up_is_reported_apart(clock: Clock) 
 
 
 def test_a_machine_that_slows_down_favours_neither(clock: Clock) -> None:
-    """Twice as slow at the end as at the beginning: A first, then all of B, would differ by half."""
+    """The machine is twice as slow at the end as at the beginning: A first, then all of B, would differ by half."""
 
     def drifting(_: int) -> float:
         return 1.0 + clock.now / 100
@@ -237,7 +237,7 @@ def test_slices_of_slow_windows_stay_short(clock: Clock) -> None:
 
 
 def test_each_learns_what_it_would_learn_alone() -> None:
-    """The toy draws from every generator, while the other side does."""
+    """The toy draws from every generator, while the other side does, too."""
 
     def alone(batch_size: int) -> list[float]:
         random.seed(3)
@@ -378,7 +378,7 @@ def test_one_seed_has_none_and_the_json_no_infinity(tmp_path: Path) -> None:
 
 
 def test_two_configurations_of_a_trainer(clock: Clock) -> None:
-    """Equal tokens at a batch twice as large; the optimized side takes a third of the time for each."""
+    """At twice the batch size the tokens are equal; the optimized side takes a third of the time per token."""
     done = toys(
         "--windows", "48", "--seed", "5", "--seed", "6", "--eta_update", "0.02",
         baseline="batch_size: 4\nsleep: 3.0", optimized="batch_size: 8\nsleep: 2.0",
@@ -612,7 +612,7 @@ def test_the_entry_point_names_the_command() -> None:
 
 
 def test_the_command_costs_no_torch() -> None:
-    """`perfsuite --help` imports it."""
+    """`perfsuite --help` imports the command, so it must not import torch."""
     code = "import suite.commands.ab, sys; print([m for m in ('torch', 'jsonargparse', 'yaml') if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], env=environment(), capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"

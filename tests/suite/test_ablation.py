@@ -31,7 +31,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def record(**changed: object) -> Record:
-    """Two techniques, a and b: 8, 6, 3 and 2 s, and 4 s without a; each round twice as slow as the one before."""
+    """Record of two techniques, a and b: 8, 6, 3 and 2 s, and 4 s without a; each round doubles the seconds."""
     rounds = (1.0, 2.0, 4.0)
     seconds = {REFERENCE: 8.0, NONE: 6.0, "+a": 3.0, ALL: 2.0, "-a": 4.0}
     timed = tuple(
@@ -209,7 +209,7 @@ def test_what_is_no_file_is_one_line(kind: str, tmp_path: Path) -> None:
 
 
 def shown(path: Path, told: str = "x.json is no ablation") -> None:
-    """By the command, in one line, and it writes nothing."""
+    """Assert that the command refuses the file in one line and writes nothing."""
     before = sorted(path.parent.iterdir())
     done = CliRunner().invoke(command, ["toy", "--from", str(path)])
     assert isinstance(done.exception, SystemExit), done.exception
@@ -262,7 +262,7 @@ def test_the_plot_is_the_same_each_time(tmp_path: Path) -> None:
 
 
 def drawn(monkeypatch: pytest.MonkeyPatch, of: Record) -> Any:
-    """The plot's axes."""
+    """Return the axes of the plot."""
     found: list[Any] = []
     monkeypatch.setattr(ablation.plots, "save", lambda pyplot, figure, path: found.append(figure.axes[0]))
     ablation.plot(of, Path())
@@ -298,7 +298,7 @@ TINY = (
 
 
 def ablate(*arguments: str) -> Any:
-    """The command in this process, where Python and torch are there already."""
+    """Run the command in this process, where Python and torch are already loaded."""
     from click.testing import CliRunner
 
     from suite.commands.ablate import ablate as command
@@ -418,7 +418,7 @@ def test_mistakes_end_in_one_line(arguments: list[str], code: int, says: str) ->
 
 
 def test_a_long_window_is_counted_by_two_short_ones(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In the profiler's place one that counts operations: what a window of nine steps has, from windows of one and two.
+    """A window of nine steps is counted from windows of one and two; a counter of operations replaces the profiler.
 
     A trainer whose window is not named short is counted whole.
     """

@@ -27,7 +27,7 @@ def test_one_set_needs_a_baseline() -> None:
 
 
 def test_a_reply_is_compared_with_the_set_without_it() -> None:
-    """Distances 1, 2 and 6 between three replies: their mean is 3, and without a reply one distance is left."""
+    """The distances between three replies are 1, 2 and 6: their mean is 3, and without a reply one distance is left."""
     distances = torch.tensor([[0.0, 1.0, 2.0], [1.0, 0.0, 6.0], [2.0, 6.0, 0.0]])
     assert without_own_reply(distances[None]).tolist() == [[3.0 - 6.0, 3.0 - 2.0, 3.0 - 1.0]]
 

@@ -23,7 +23,7 @@ def test_it_is_splitmix64():
 
 @pytest.mark.parametrize(("seed", "epoch"), [(0, 0), (0, 1), (1, 0), (2**63 + 5, 10**6), (-1, 3)])
 def test_rows_are_sorted_by_their_key(seed, epoch):
-    """As Python's whole numbers, which do not overflow, have it."""
+    """The order agrees with Python's integers, which do not overflow."""
     start = mixed(mixed(seed & WORD) + epoch & WORD)
     keys = [mixed(start + i * STEP & WORD) for i in range(500)]
     signed = [k - (1 << 64) if k >> 63 else k for k in keys]
@@ -37,7 +37,7 @@ def test_seeds_and_epochs_have_orders_of_their_own():
 
 
 def test_places_are_drawn_evenly():
-    """Each of 8 rows comes first about as often as another, over 4000 epochs: 500, within five standard errors."""
+    """Over 4000 epochs each of 8 rows comes first about 500 times, within five standard errors."""
     first = torch.stack([permutation(8, 0, epoch, "cpu") for epoch in range(4000)])[:, 0].bincount(minlength=8)
     assert (first - 500).abs().max() < 5 * (4000 * (1 / 8) * (7 / 8)) ** 0.5
 

@@ -21,7 +21,7 @@ from suite.runtime.checkpoints import check, load, restore_rng
 
 
 def written(folder: Path, *windows: int) -> list[Path]:
-    """Checkpoints, of which none is dropped; each is older than the one before by the file system's clock."""
+    """Write checkpoints and drop none; by the file system's clock each is older than the one before."""
     paths = []
     for count in windows:
         paths.append(Store(folder, keep=99).save(made(count)))
@@ -31,7 +31,7 @@ def written(folder: Path, *windows: int) -> list[Path]:
 
 
 def names(folder: Path) -> list[str]:
-    """Of the checkpoints, the last one first."""
+    """Return the numbers of the checkpoints, the last one first."""
     return [p.name.removeprefix("window-").replace(".pt", "").lstrip("0") for p in Store(folder).files()]
 
 
@@ -65,7 +65,7 @@ def test_generators_go_on_where_they_were(tmp_path: Path) -> None:
 
 
 def test_the_number_says_which_is_the_last_and_no_clock(tmp_path: Path) -> None:
-    """Of a clock that is set back between any two of them."""
+    """The number decides even if the clock is set back between any two checkpoints."""
     written(tmp_path, 1, 2, 3)
     store = Store(tmp_path, keep=2)
     for windows in range(4, 8):
@@ -83,7 +83,7 @@ def test_numbers_of_more_digits_are_later(tmp_path: Path) -> None:
 
 
 def test_a_run_from_an_earlier_one_leaves_the_later_ones_behind(tmp_path: Path) -> None:
-    """They are dropped first, but not before there are others; what went on from 100 is the last one at once."""
+    """Later ones are dropped, but only when others exist; the run that resumed from 100 is the last one at once."""
     written(tmp_path, 100, 200, 300)
     store = Store(tmp_path, keep=3)
     store.save(made(120))
@@ -125,7 +125,7 @@ def test_other_files_are_left_alone(tmp_path: Path) -> None:
 
 
 def test_a_folder_or_a_dead_link_in_a_checkpoint_s_place_is_told_and_stays(tmp_path: Path) -> None:
-    """It is no reason to take an earlier one unasked, and none for a run to fail that goes on from that."""
+    """It does not make `latest` take an earlier one unasked, nor make a run fail that resumes from an earlier one."""
     store = Store(tmp_path, keep=2)
     written(tmp_path, 1, 2)
     (tmp_path / "window-00000008.pt").symlink_to(tmp_path / "not-mounted")
@@ -149,7 +149,7 @@ def test_no_checkpoint_yet(tmp_path: Path) -> None:
 
 
 class Moments:
-    """What a kill would leave: the folder before every call by which a save changes it, and after the last one."""
+    """Copies of the folder that a kill would leave: before each call by which a save changes it, and at the end."""
 
     CALLS = ("fsync", "replace", "rename", "unlink", "mkdir")
 
@@ -174,7 +174,7 @@ class Moments:
         self._copying = False
 
     def last(self) -> list[int]:
-        """The windows of what `--resume latest` begins at, moment by moment; each is a whole checkpoint."""
+        """Return the window at which `--resume latest` begins, for each moment; each is a whole checkpoint."""
         self.copy()
         self._copying = True
         folders = [self._copies / str(n) for n in range(len(self.calls) + 1)]
@@ -205,7 +205,7 @@ def test_a_kill_at_any_moment_of_a_save_leaves_a_whole_one(folder: Path, moments
 
 
 def test_none_is_dropped_before_the_new_one_lasts(folder: Path, moments: Callable[[], Moments]) -> None:
-    """Not by a loss of power either: its bytes, then its name, are flushed to the disk before."""
+    """This holds for a power loss, too: its bytes, then its name, are flushed to the disk before."""
     written(folder, 1, 2)
     seen = moments()
     Store(folder, keep=1).save(made(3))
@@ -217,7 +217,7 @@ def test_none_is_dropped_before_the_new_one_lasts(folder: Path, moments: Callabl
 def test_a_kill_while_others_are_left_behind_leaves_a_whole_one(
     folder: Path, moments: Callable[[], Moments], after: int
 ) -> None:
-    """Of a run that goes on from 100, and of one that begins anew."""
+    """A whole checkpoint is left by a run that resumes from 100, and by one that begins anew."""
     written(folder, 100, 200, 300)
     seen = moments()
     store = Store(folder, keep=1)
@@ -279,7 +279,7 @@ def test_a_checkpoint_cut_anywhere_is_one_line(tmp_path: Path) -> None:
 
 
 def test_one_bit_is_noticed(tmp_path: Path) -> None:
-    """Of the data of a tensor: torch itself would load it."""
+    """One changed bit in a tensor's data is noticed, although torch itself would load the file."""
     path = Store(tmp_path).save(made())
     whole = bytearray(path.read_bytes())
     place = whole.index(numpy.arange(501.0, 505.0, dtype="<f4").tobytes())

@@ -33,7 +33,7 @@ def timed(name: str, *seconds: float, syncs: int = 0, launches: int = 9) -> Time
 
 @pytest.fixture
 def windows(monkeypatch: pytest.MonkeyPatch) -> dict[str, Timed]:
-    """What a window is said to take."""
+    """Replace the measured times of windows by these."""
     found = {
         REFERENCE: timed(REFERENCE, 1.0, 1.1, 1.2, launches=1000),
         "without graphs": timed("without graphs", 0.88, 0.97, 1.05, launches=500),
@@ -102,7 +102,7 @@ def test_without_a_graph_nothing_is_said_of_graphs(windows: dict[str, Timed], mo
 
 
 class Refused:
-    """A trainer that warns."""
+    """Trainer that warns."""
 
     def __init__(self, why: str | None) -> None:
         self.why = why
@@ -116,7 +116,7 @@ class Refused:
 
 
 def test_each_count_of_blocks_is_emptied_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An allocator that keeps what is freed: what one count leaves is not returned in the other's time."""
+    """The allocator keeps freed memory: what one count leaves is not returned within the time of the other."""
     cached, returned = 0, []
 
     class Blocks(list[int]):
@@ -179,7 +179,7 @@ def test_on_a_gpu_every_claim_has_a_verdict() -> None:
     given = dataclasses.replace(SMALL, device=torch.device("cuda"))
     for test in trainer2.CHECKS.all.values():
         verdict, told = test.answer(given)
-        noisy = {"C3", "C6", "C8"}  # of two rounds
+        noisy = {"C3", "C6", "C8"}  # two rounds
         assert verdict in {CONFIRMED, REFUTED, DEPENDS, *({UNMEASURED} if test.id in {"C11", *noisy} else ())}
         assert told
 

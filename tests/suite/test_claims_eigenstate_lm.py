@@ -34,7 +34,7 @@ ON_GPU = ["C47", "C48", "C55", "C57", "C60"]
 
 @pytest.fixture(autouse=True)
 def anew() -> Iterator[None]:
-    """Times that a test is told are no other's."""
+    """Clear the cache of times, so that a test's times are not those of another test."""
     eigenstate_lm._timed.cache_clear()
     yield
     eigenstate_lm._timed.cache_clear()
@@ -108,7 +108,7 @@ def test_the_source_s_network_begins_with_eigenvalues_of_little_reach() -> None:
 
 
 def test_an_influence_is_that_of_the_recurrence() -> None:
-    """What a step adds is turned and shrunk by λ once a step."""
+    """The influence of a step is multiplied by λ at each later step."""
     given = dataclasses.replace(SMALL, reach=6)
     decay = torch.full((1, 1, 1), -1.0)  # one eigenstate does not turn
     magnitude = 0.1 + 0.89 / (1 + math.e)
@@ -265,7 +265,7 @@ def test_runs_end_at_losses_by_seed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Timed:
-    """In place of `_timed`."""
+    """Replacement of `_timed`."""
 
     def __init__(self, seconds: Mapping[str, list[float]]) -> None:
         self.seconds = seconds

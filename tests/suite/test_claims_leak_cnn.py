@@ -189,7 +189,7 @@ def test_syncs_depend_on_what_else_waits(alone: int, every: int, verdict: str, m
 
 @pytest.fixture
 def here(monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
-    """What a call is said to take by what its name ends with; all run in this process."""
+    """Replace measured seconds by those given for the end of a call's name; all calls run in this process."""
     told: dict[str, float] = {}
 
     @contextlib.contextmanager

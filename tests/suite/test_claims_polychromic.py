@@ -104,7 +104,7 @@ def test_without_transformers_nothing_is_said_of_its_trainer(monkeypatch: pytest
 
 
 def timed(seconds: Mapping[str, float]) -> Callable[..., dict[str, list[float]]]:
-    """Stands for the measurement: these seconds, whatever is called, after one call of each."""
+    """Return a replacement of the measurement: it makes each call once, and gives these seconds."""
 
     def interleaved(device: Any, rounds: int, calls: Mapping[str, Callable[[], object]], **_: Any) -> Any:
         for call in calls.values():

@@ -34,7 +34,7 @@ ON_GPU = ["C25", "C32", "C33", "C34", "C36", "C37", "C38", "C61"]
 
 @pytest.fixture
 def one_rank() -> Iterator[None]:
-    """A process group of this process alone."""
+    """Run a process group of this process alone."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield
     dist.destroy_process_group()
@@ -42,7 +42,7 @@ def one_rank() -> Iterator[None]:
 
 @pytest.fixture
 def planted(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """What the ranks are said to have found, in place of starting any; the calls that were made."""
+    """Replace the start of ranks by results given for each rank; return the calls that were made."""
 
     def plant(*by_rank: Any) -> list[tuple[Any, ...]]:
         asked: list[tuple[Any, ...]] = []
@@ -61,7 +61,7 @@ def planted(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class WithGpus(ups_setting.Setting):
-    """A setting that says how many GPUs there are."""
+    """Setting with a given number of GPUs."""
 
     count: int = 0
 
@@ -153,7 +153,7 @@ def test_the_schedule_saves_three_quarters_of_the_work() -> None:
 
 
 def test_operations_are_those_of_the_decoded_points() -> None:
-    """Without the latents' keys and values, work is in proportion to the points."""
+    """Apart from the latents' keys and values, the work is proportional to the number of points."""
     few, many = (ups_measured.flops(["darcy2d"], count, "first") for count in (1024, 2048))
     apart, shared = (ups_measured.flops(["darcy2d"], 2048, which) for which in ("apart", "shared"))
     assert apart == pytest.approx(many + shared, rel=1e-6)

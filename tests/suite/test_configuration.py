@@ -156,7 +156,7 @@ def test_a_missing_library_is_one_line(library: str, monkeypatch: pytest.MonkeyP
 
 @pytest.mark.parametrize("text", [r'title: "a\0b"', r'title: "a\ud800b"', r'title: ["a", "\0"]'])
 def test_text_that_no_command_line_could_give_is_refused(text: str) -> None:
-    """It may be a file's name, which no file can have."""
+    """A configured text may be a file's name, which cannot contain such characters."""
     with pytest.raises(ConfigurationError, match=r"c\.yaml: title is .*; name it otherwise") as caught:
         given(text)
     assert str(caught.value).isprintable()

@@ -181,7 +181,7 @@ def test_what_is_no_file_is_one_line(kind: str, tmp_path: Path) -> None:
 
 
 def length(of: int) -> bytes:
-    """A record's, with its checksum."""
+    """Return the head of a record: its length, with a checksum."""
     from tensorboard.compat.tensorflow_stub.pywrap_tensorflow import masked_crc32c
 
     head = struct.pack("<Q", of)
@@ -211,7 +211,7 @@ def test_a_file_in_a_folder_s_place_is_one_line(tmp_path: Path) -> None:
 
 
 def test_a_folder_of_any_bytes_is_plotted(tmp_path: Path) -> None:
-    """TensorBoard takes names in UTF-8 alone."""
+    """TensorBoard accepts only names in UTF-8."""
     pytest.importorskip("tensorboard", reason="tensorboard is not installed: pip install 'perfsuite[train]'")
     pytest.importorskip("matplotlib", reason="matplotlib is not installed: pip install 'perfsuite[test]'")
     from torch.utils.tensorboard import SummaryWriter

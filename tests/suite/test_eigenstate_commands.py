@@ -48,7 +48,7 @@ def invoked(command: click.Command, *arguments: str | Path) -> Result:
 
 
 def refused(done: Result) -> str:
-    """The line of a command that was given something wrong."""
+    """Return the line with which a command refuses a wrong input."""
     assert done.exit_code in (1, 2), done.output
     lines = [line for line in done.output.splitlines() if line.strip()]
     assert not any("Traceback" in line for line in lines), done.output
@@ -265,7 +265,7 @@ def config(**fields: object) -> TrainConfig:
 
 
 def test_the_source_s_step_is_told_to_need_37_gib() -> None:
-    """As was measured: 36.8 on an H200, and 71.2 of eight sequences."""
+    """Measured were 36.8 GiB on an H200, and 71.2 GiB with eight sequences."""
     fixed, sequence = needed(SMALL, 50257)
     assert (fixed + 4 * sequence) / GIB == pytest.approx(36.8, rel=0.03)
     assert (fixed + 8 * sequence) / GIB == pytest.approx(71.2, rel=0.03)

@@ -56,7 +56,7 @@ def test_a_rotation_is_a_hundredth_from_the_identity() -> None:
 
 
 def test_a_text_may_be_read_in_parts() -> None:
-    """As it is generated, a token at a time."""
+    """Text is generated a token at a time, which gives the same result as reading it whole."""
     weights, text = make_weights(0, TINY), tokens()
     whole, last = forward(weights, text, first_states(TINY, 2), eigenstate_scan, fused_output_projection)
     states, parts = first_states(TINY, 2), []

@@ -40,7 +40,7 @@ def test_it_is_transformers_bert() -> None:
 
 
 def test_it_is_torch_s_encoder_layer() -> None:
-    """The same weights in torch's own layer, post-norm with GELU, and its mean."""
+    """It agrees with torch's own layer with the same weights, post-norm and GELU, followed by the mean."""
     ours, tokens, lengths = drawn()
     ours = ours.double()
     x = ours.embeddings(tokens)

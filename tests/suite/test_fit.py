@@ -1,4 +1,4 @@
-"""The loop round a trainer: how it ends, goes on, and what it says."""
+"""The loop around a trainer: its ends, its resumption, and its messages."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def state_of(path: Path) -> dict[str, Any]:
 
 
 def same(one: Any, other: Any) -> bool:
-    """Bitwise."""
+    """Return whether both are equal bit for bit."""
     if isinstance(one, torch.Tensor):
         return one.dtype == other.dtype and torch.equal(one, other)
     if isinstance(one, dict):
@@ -111,7 +111,7 @@ def test_so_many_seconds(run: Toy) -> None:
 
 
 def test_batches_that_end() -> None:
-    """They need not be resumable, nor text, and a run needs no folder."""
+    """Batches need not be resumable, nor text, and a run needs no folder."""
     batches = iter([{"x": torch.zeros(3, 2)}] * 5)
 
     class Counting:
@@ -177,7 +177,7 @@ def test_a_second_signal_kills_a_window_that_hangs(run: Toy, tmp_path: Path) -> 
 @pytest.mark.parametrize("keep", [1, 3])
 @pytest.mark.parametrize("at", [1, 7, 10, 11])
 def test_nan_stops_with_its_window(run: Toy, at: int, keep: int) -> None:
-    """Also where it is known only after that window's checkpoint was written: the one before is still there."""
+    """It also stops if the NaN is known only after that window's checkpoint was written; the earlier one remains."""
     with pytest.raises(DivergedError, match=rf"window {at}: the loss is nan; training has stopped") as caught:
         run.fit(30, config={"nan_at": at}, checkpoint_every=5, keep=keep)
     good = [f"window-{windows:08d}.pt" for windows in (5, 10) if windows < at]
@@ -364,7 +364,7 @@ def test_a_folder_that_cannot_be_written_into_is_told_before_the_first_window(ru
 
 
 def test_nothing_but_metrics_is_asked_for_between_windows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A batch's values are not looked at, and the device is not waited for."""
+    """No values of a batch are read, and nothing waits for the device."""
     calls: list[str] = []
 
     class Silent:
@@ -444,7 +444,7 @@ def test_tensorboard(run: Toy) -> None:
 
 
 def test_tensorboard_shows_one_run_of_a_folder(run: Toy) -> None:
-    """Not what another run has left there, and the window that a resumed one begins at."""
+    """It shows neither another run's values there, nor the window at which a resumed run begins."""
     pytest.importorskip("tensorboard", reason="tensorboard is not installed: pip install 'perfsuite[train]'")
     run.fit(30, tensorboard=True, tensorboard_every=5)
     run.fit(8, tensorboard=True, tensorboard_every=1, overwrite=True)

@@ -36,7 +36,7 @@ TEXTS = ["the rotor turns λ by an angle 🎈 and the field follows the plane "]
 
 
 def weights(sizes: Sizes = TINY, dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
-    """Of a network that is surer than a new one, and says other tokens than it was told."""
+    """Return weights of a network that is surer than a new one, and generates other tokens than its prompt's."""
     factors = {"embedding": 20, "out": 8, "contract": 8}
     return {n: factors.get(n.rpartition(".")[2], 1) * w.to(dtype) for n, w in make_weights(0, sizes).items()}
 
@@ -47,7 +47,7 @@ def words(length: int = 150) -> list[int]:
 
 
 def parallel(given: dict[str, torch.Tensor], tokens: Sequence[int]) -> torch.Tensor:
-    """[tokens, vocabulary], of one forward over the whole."""
+    """Return the logits [tokens, vocabulary] of one forward over the whole text."""
     states = first_states(sizes_of(given), 1).to(given["embedding"].dtype)
     x, _ = forward(given, torch.tensor([tokens]), states, eigenstate_scan, fused_output_projection)
     return x[0] @ given["embedding"].T
@@ -82,7 +82,7 @@ def test_a_long_prompt_is_read_in_stretches(stretch: int, monkeypatch: pytest.Mo
 
 def test_a_token_costs_the_same_memory_wherever_it_comes() -> None:
     class Shapes(TorchDispatchMode):
-        """Of all that operations give."""
+        """Record the shapes of all tensors that operations return."""
 
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             found = func(*args, **(kwargs or {}))
@@ -168,7 +168,7 @@ def test_one_most_likely_token_is_the_most_likely_one() -> None:
     ],
 )
 def test_tokens_are_drawn_by_their_chances(temperature: float, top_k: int, shares: list[float]) -> None:
-    """Padding never is, however likely."""
+    """Padding is never drawn, however likely it is."""
     options = replace(PLAIN, temperature=temperature, top_k=top_k)
     generator = torch.Generator().manual_seed(0)
     logits = torch.tensor([1e4, 5.0, 5.0, 5.0 + math.log(6)])
@@ -221,7 +221,7 @@ def test_a_character_of_several_tokens_is_told_whole(tokenizer: Any) -> None:
 
 @pytest.mark.parametrize("seed", range(20))
 def test_what_is_told_is_the_whole_text(tokenizer: Any, seed: int) -> None:
-    """Also of tokens that are no text: most of them are single bytes."""
+    """This includes tokens that are not whole characters: most of them are single bytes."""
     generator = torch.Generator().manual_seed(seed)
     tokens = torch.randint(1, tokenizer.get_vocab_size(), (200,), generator=generator).tolist()
     characters = Characters(tokenizer, [1])
@@ -252,7 +252,7 @@ def sizes_for(tokenizer: Any) -> Sizes:
 
 
 def saved(folder: Path, tokenizer: Any, /, windows: int = 3, name: str = "eigenstate_lm", **changes: Any) -> Path:
-    """A checkpoint of a network of that vocabulary."""
+    """Save a checkpoint of a network with the tokenizer's vocabulary."""
     checkpoint = Checkpoint(
         name=name,
         windows=windows,
@@ -275,7 +275,7 @@ def invoked(*arguments: str) -> Result:
 
 
 def written(*arguments: str) -> str:
-    """The text, without the line after it."""
+    """Return the text, without the line after it."""
     done = invoked(*arguments)
     assert done.exit_code == 0, done.output
     found, _, told = done.output.removesuffix("\n").rpartition("\n")
@@ -395,7 +395,7 @@ def test_a_run_that_writes_there_is_not_waited_for(checkpoint: Path) -> None:
 
 
 def test_a_checkpoint_that_a_run_drops_meanwhile(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Between the look into the folder and the file's opening: there is a later one by then."""
+    """The run drops it between the listing of the folder and the opening of the file; by then there is a later one."""
     files = Store.files
     seen: list[int] = []
 
@@ -453,7 +453,7 @@ def test_a_checkpoint_of_another_trainer(tmp_path: Path, tokenizer: Any) -> None
 
 
 def without_an_end() -> str:
-    """A tokenizer of as many tokens, by which no text ends."""
+    """Return a tokenizer with as many tokens, none of which ends a text."""
     import tokenizers
 
     made = tokenizers.Tokenizer(tokenizers.models.WordLevel({str(n): n for n in range(290)}))

@@ -29,7 +29,7 @@ Fields = dict[str, Any]
 
 
 class Evil:
-    """Its mark is left where it is unpickled by pickle itself."""
+    """Object that leaves a mark if pickle itself unpickles it."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return os.mkdir, ("was-here",)
@@ -37,7 +37,7 @@ class Evil:
 
 @pytest.fixture
 def good(run: Toy) -> Path:
-    """A checkpoint of the toy trainer after 4 windows, in a folder of a run."""
+    """Return a checkpoint of the toy trainer after 4 windows, in a folder of a run."""
     run.fit(4)
     return run.folder / "window-00000004.pt"
 
@@ -52,7 +52,7 @@ def resumed(path: str | Path, *arguments: str) -> Result:
 
 
 def contents(folder: Path) -> dict[str, object]:
-    """Of everything under it, links and pipes as such."""
+    """Return mode and content of everything under the folder; links and pipes are not followed."""
     return {
         os.path.relpath(os.path.join(place, name), folder): (
             os.lstat(os.path.join(place, name)).st_mode,
@@ -69,7 +69,7 @@ def _of(place: str, name: str) -> bytes | None:
 
 
 def refused(path: Path, named: str | None = None, *told: str) -> None:
-    """By train, into the run's own folder and into a new one, and by generate: in a line each."""
+    """Assert one line by train, into the run's own folder and a new one, and by generate; nothing is changed."""
     before = contents(Path.cwd())
     for folder in (path.parent, Path("new")):
         one_line(resumed(path, "--folder", str(folder)), named or str(path), *told)
@@ -94,7 +94,7 @@ def one_line(done: Result, *told: str) -> None:
 
 
 def laughs(times: int = 40) -> list[Any]:
-    """A list of 2^times values, in a few bytes."""
+    """Return a list of 2^times values, in a few bytes."""
     found: list[Any] = [1]
     for _ in range(times):
         found = [found, found]
@@ -115,7 +115,7 @@ def deep() -> list[Any]:
 
 
 def expanded() -> torch.Tensor:
-    """Four terabytes, in four bytes."""
+    """Return a tensor of four terabytes, in four bytes."""
     return torch.ones(1).expand(10**12)
 
 
@@ -194,7 +194,7 @@ def test_what_the_list_is_made_from_is_no_hostile_one(good: Path) -> None:
 
 
 def rewritten(path: Path, change: Callable[[str, bytes], bytes], compression: int = zipfile.ZIP_STORED) -> bytes:
-    """The archive with other parts."""
+    """Return the archive with changed parts."""
     out = io.BytesIO()
     with zipfile.ZipFile(path) as archive, zipfile.ZipFile(out, "w", compression) as made:
         for part in archive.namelist():
@@ -203,7 +203,7 @@ def rewritten(path: Path, change: Callable[[str, bytes], bytes], compression: in
 
 
 def overlapping(path: Path) -> bytes:
-    """Every part begins where the first one does, which is told to be of a petabyte."""
+    """Make every part begin where the first one does, which claims to have a petabyte."""
     whole = bytearray(path.read_bytes())
     at = whole.index(b"PK\x01\x02")
     struct.pack_into("<II", whole, at + 20, 0xFFFFFFF0, 0xFFFFFFF0)
@@ -211,7 +211,7 @@ def overlapping(path: Path) -> bytes:
 
 
 def twice(path: Path) -> bytes:
-    """Each part two times: which one is read is not known."""
+    """Store a part twice, so that it is not known which one is read."""
     out = io.BytesIO(path.read_bytes())
     with zipfile.ZipFile(path) as archive, zipfile.ZipFile(out, "a") as made:
         part = archive.namelist()[0]
@@ -294,7 +294,7 @@ def test_a_folder_of_any_bytes(good: Path, name: str) -> None:
 
 
 def test_a_link_to_a_checkpoint_is_one(good: Path) -> None:
-    """It is dropped like any other; what it leads to stays."""
+    """The link is dropped like any other checkpoint; its target stays."""
     elsewhere = good.rename(good.parent.parent / "elsewhere.pt")
     good.symlink_to(elsewhere)
     whole = elsewhere.read_bytes()
@@ -365,7 +365,7 @@ def test_weights_of_something_else(good: Path, tokenizer: str, what: str | None)
 def test_a_tokenizer_of_something_else(
     good: Path, tokenizer: str, what: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Also where its library panics, which it tells the terminal itself."""
+    """It is refused even if its library panics, which prints to the terminal itself."""
     import json
 
     changed = json.dumps({**json.loads(tokenizer), **TOKENIZERS[what]})
@@ -378,7 +378,7 @@ def test_a_tokenizer_of_something_else(
 
 
 def test_a_tokenizer_that_pads_is_told_not_to(good: Path, tokenizer: str) -> None:
-    """Every prompt would be of a billion tokens."""
+    """Otherwise every prompt would have a billion tokens."""
     import json
 
     padding = {"strategy": {"Fixed": 10**9}, "direction": "Right", "pad_id": 0, "pad_type_id": 0, "pad_token": "<pad>"}

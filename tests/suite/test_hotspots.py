@@ -1,4 +1,4 @@
-"""What a trace shows of a run's phases, and what it says to do first."""
+"""The summary of a trace shows a run's phases, and recommends the first thing to do."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from suite.runtime.ranges import PREFIX, phase, set_traced
 
 @dataclass
 class Event:
-    """As the profiler's averages have them; times in microseconds."""
+    """Event as in the profiler's averages; times in microseconds."""
 
     key: str
     count: int

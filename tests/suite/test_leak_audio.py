@@ -46,7 +46,7 @@ FILES = 18
 
 
 class Quiet:
-    """Remembers what was said."""
+    """Progress that remembers the messages."""
 
     def __init__(self) -> None:
         self.lines: list[str] = []
@@ -69,7 +69,7 @@ def wav(path: Path, samples: Any, rate: int = 8000) -> None:
 
 
 def fill(root: Path, names: list[str]) -> Path:
-    """Recordings of other lengths, rates and channels each, by their number and whatever their order."""
+    """Write recordings whose lengths, rates and channels follow from their numbers, in any order."""
     for name in names:
         number = int(Path(name).stem)
         rate = (8000, 44100, 4096, 16000)[number % 4]
@@ -88,7 +88,7 @@ def folder(tmp_path: Path) -> Path:
 
 @pytest.fixture(scope="session")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A small set; tests that change it take a copy."""
+    """Build a small set; tests that change it take a copy."""
     path = tmp_path_factory.mktemp("made") / "leak.h5"
     build(path, Recipe(train=12, validation=6), Quiet())
     return path
@@ -256,7 +256,7 @@ build.build(Path("a.h5"), sources.Recipe(folder=folder, train=12, validation=6, 
     "moment", [1, *(pytest.param(m, marks=FULLY) for m in sorted(random.Random(7).sample(range(2, 24), 3))), 24]
 )
 def test_a_killed_run_is_gone_on_from(folder: Path, moment: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Killed before or after a file is put in place: 6 recordings, 18 blocks, the set."""
+    """The run is killed before or after a file is put in place: 6 recordings, 18 blocks, the set."""
     monkeypatch.setattr(building, "BLOCK", 1)
     whole = build(Path("whole.h5"), small(folder, reuse=20), Quiet())
     command = [sys.executable, "-c", KILLED, str(moment), str(folder)]
@@ -305,7 +305,7 @@ def test_two_at_once() -> None:
 
 
 def damaged(root: Path) -> dict[str, str]:
-    """Recordings that cannot be used, and why."""
+    """Write recordings that cannot be used; return the reasons."""
     wav(root / "cut.wav", tone(3, 8000))
     os.truncate(root / "cut.wav", 9000)
     wav(root / "cut.flac", tone(3, 8000))
@@ -395,7 +395,7 @@ def test_many_recordings_need_few_descriptors(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_a_wav_of_unknown_size() -> None:
-    """As a program writes it into a pipe."""
+    """A program that writes into a pipe leaves such a size."""
     wav(Path("a.wav"), tone(3, 8000))
     content = bytearray(Path("a.wav").read_bytes())
     content[4:8] = content[40:44] = b"\xff" * 4
@@ -469,7 +469,7 @@ def test_without_a_library(module: str, arguments: list[str], monkeypatch: pytes
 
 
 def independent_mels(samples: Any) -> Any:
-    """One segment as the definition has it, bin by bin: the transform as a sum, each triangle by interpolation."""
+    """Compute one segment by definition, bin by bin: the transform as a sum, each triangle by interpolation."""
     n = numpy.arange(512)
     windowed = samples.astype(numpy.float64) * numpy.sin(numpy.pi * n / 512) ** 2
     magnitudes = [abs(numpy.sum(windowed * numpy.exp(-2j * numpy.pi * k * n / 512))) for k in range(257)]
@@ -727,7 +727,7 @@ def scattered(file: Any) -> None:
 
 
 def sealed(path: Path, change: Callable[[Any], None]) -> None:
-    """Changed, and with the digest of what is there now: as another program might write it."""
+    """Change the file and renew its digest, as another program might write it."""
     changed(path, change)
     with h5py.File(path, "r+") as file:
         file.attrs["digest"] = hdf5.content_digest({name: file[name][()] for name in file})

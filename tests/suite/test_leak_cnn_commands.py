@@ -21,7 +21,7 @@ TINY = [*SIZES, "--train_files", "5", "--validation_files", "5", "--use_compile"
 
 @pytest.fixture(scope="module")
 def cache(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Where the data set is made once."""
+    """Return the folder in which the data set is made once."""
     return str(tmp_path_factory.mktemp("cache"))
 
 

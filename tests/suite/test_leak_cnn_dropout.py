@@ -25,7 +25,7 @@ def test_so_many_are_dropped_and_the_rest_is_scaled(p: float) -> None:
 
 
 def test_rows_columns_and_steps_do_not_go_together() -> None:
-    """Correlations of 131,072 decisions with their neighbours', in units of their standard deviation."""
+    """131,072 decisions do not correlate with their neighbours', in units of the standard deviation."""
     kept = (mask() > 0).double() - 0.75
     others = {
         "the next row": kept.roll(1, 0),
@@ -53,7 +53,7 @@ def test_a_counter_on_the_device_goes_on_as_the_host_s_does() -> None:
 
 
 def test_it_is_splitmix64() -> None:
-    """As Python's whole numbers, which do not overflow, have it."""
+    """The masks agree with Python's integers, which do not overflow."""
     kept = mask(9, 4, rows=2, width=16) > 0
     start = dropout_counter(9, 4)
     assert start - dropout_counter(9, 3) in (STRIDE, STRIDE + (1 << 64), STRIDE - (1 << 64))

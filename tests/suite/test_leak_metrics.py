@@ -27,7 +27,7 @@ def test_by_hand(confusion, right, f1):
 
 @pytest.mark.parametrize(("confusion", "right", "f1"), BY_HAND)
 def test_from_the_examples_themselves(confusion, right, f1):
-    """Precision and recall of each class, from lists of labels."""
+    """Scores agree with precision and recall of each class, from lists of labels."""
     truth, predicted = [], []
     for i, row in enumerate(confusion):
         for j, count in enumerate(row):

@@ -28,7 +28,7 @@ SETTINGS = ["--channels", "[4,4,8]", "--hidden", "16", "--batch_size", "80", "--
 
 
 def sound(kind: str, seconds: float, seed: int) -> numpy.ndarray:
-    """LEAK hisses, NORMAL hums."""
+    """Return a sound: LEAK hisses, NORMAL hums."""
     random = numpy.random.default_rng(seed)
     times = numpy.arange(int(seconds * SAMPLE_RATE)) / SAMPLE_RATE
     hum = 0.1 * numpy.sin(2 * numpy.pi * (100 + 10 * seed) * times) + 1e-3 * random.standard_normal(len(times))
@@ -37,7 +37,7 @@ def sound(kind: str, seconds: float, seed: int) -> numpy.ndarray:
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a set of labelled recordings, leak.h5, and a run that was trained on it."""
+    """Return a folder with a set of labelled recordings, leak.h5, and a run that was trained on it."""
     folder = tmp_path_factory.mktemp("leak")
     for kind in ("LEAK", "NORMAL"):
         for number in range(6):
@@ -108,7 +108,7 @@ def test_evaluation_on_the_test_recordings(run: Path, tmp_path: Path) -> None:
 
 
 def test_evaluation_of_a_validation_is_that_of_the_training(run: Path, tmp_path: Path) -> None:
-    """The plain trainer's last validation, if its weights are the best ones, and else some other one."""
+    """The result is the plain trainer's last validation if its weights are the best ones, and another one otherwise."""
     from reference.trainers.leak_cnn import Trainer
 
     file, found = checkpoints.load_latest(Store(run / "run"), "leak_cnn")

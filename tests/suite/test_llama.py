@@ -49,7 +49,7 @@ def test_a_token_sees_those_before_it_alone() -> None:
 
 
 def test_attention_depends_on_distances_alone() -> None:
-    """A rotation of all positions by the same angle changes no product of a query and a key."""
+    """Rotating all positions by the same angle changes no product of a query and a key."""
     model, given = Llama(SHAPE).double(), tokens()
     with torch.no_grad():
         first = model(given)

@@ -66,7 +66,7 @@ def test_a_layer_by_hand() -> None:
 
 
 def dropped(seed: int = 0, step: int = 0, adapter: int = 0, example: int = 0, token: int = 0) -> torch.Tensor:
-    """Of a row of tokens from this one on."""
+    """Return the dropped elements of a row of tokens, from `token` on."""
     return ~kept(starts_of(seed, step, 2)[adapter], places_of(example, (1, token + 200))[0, token:], 500, 0.1)
 
 

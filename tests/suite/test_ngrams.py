@@ -18,7 +18,7 @@ V = 7
 
 
 def drawn(length: int, seed: int = 0) -> Any:
-    """Tokens that depend on the one before; the last of the vocabulary never comes."""
+    """Draw tokens that depend on the previous one; the last token of the vocabulary never occurs."""
     random = numpy.random.default_rng(seed)
     row = [0]
     for _ in range(length - 1):
@@ -30,7 +30,7 @@ SPANS = [drawn(150), drawn(40, 1), drawn(2, 2)]
 
 
 def by_dictionaries(spans: list[Any], order: int, history: list[int], token: int) -> float:
-    """The probability of a token after a history, straight from the definition."""
+    """Compute the probability of a token after a history directly from the definition."""
     grams = {
         n: Counter(tuple(span[i : i + n].tolist()) for span in spans for i in range(len(span) - n + 1))
         for n in range(1, order + 1)

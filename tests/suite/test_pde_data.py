@@ -42,7 +42,7 @@ BOTH = pytest.mark.parametrize("task", list(SMALL))
 
 
 class Quiet:
-    """Counts the calls, and interrupts one."""
+    """Progress that counts its calls, and interrupts one."""
 
     def __init__(self, last: int | None = None) -> None:
         self.calls = 0
@@ -78,7 +78,7 @@ def one_line(done: Result, code: int, *words: str) -> None:
 
 
 def exact(initial: Initial, beta: float, x: float, t: float) -> float:
-    """u0(x - beta t), a number at a time."""
+    """Compute u0(x - beta t) for one number."""
     origin = (x - beta * t) % 1.0
     waves = zip(initial.periods, initial.amplitudes, initial.phases, strict=True)
     u = sum(a * math.sin(2 * math.pi * n * origin + phi) for n, a, phi in waves)
@@ -90,7 +90,7 @@ def exact(initial: Initial, beta: float, x: float, t: float) -> float:
 
 
 def of_kind(absolute: bool, windowed: bool) -> Initial:
-    """The first of seed 3 that has, and has not, the absolute value and the window."""
+    """Return the first initial state of seed 3 with, or without, the absolute value and the window."""
     drawn = (advection.drawn(3, index) for index in range(2000))
     return next(i for i in drawn if (i.absolute, i.window is not None) == (absolute, windowed))
 
@@ -108,7 +108,7 @@ def test_advection_is_the_exact_solution(beta: float, absolute: bool, windowed: 
 
 @pytest.mark.parametrize("beta", [0.4, 2.0])
 def test_advection_solves_the_equation(beta: float) -> None:
-    """Against du/dt = -beta du/dx with a spectral derivative and Runge-Kutta steps, from the first frame on."""
+    """The solution follows du/dt = -beta du/dx, by a spectral derivative and Runge-Kutta steps from frame 0 on."""
     found = advection.solution(of_kind(False, False), beta, 32)
     wavenumbers = 2j * math.pi * numpy.fft.rfftfreq(32, 1 / 32)
 
@@ -142,7 +142,7 @@ def test_initial_conditions_are_as_pdebench_draws_them() -> None:
 
 
 def directly(a: Any, source: Any) -> Any:
-    """The same discretisation, assembled cell by cell and solved by elimination."""
+    """Solve the same discretisation, assembled cell by cell, by elimination."""
     n = len(a)
     rows, columns, values = [], [], []
     for i in range(n):
@@ -175,7 +175,7 @@ def test_darcy_with_any_coefficient_and_source() -> None:
 
 
 def smooth(x: Any, y: Any) -> tuple[Any, Any, Any]:
-    """u = sin(pi x) sin(2 pi y) with a = 1 + xy/2."""
+    """Return a = 1 + xy/2, u = sin(pi x) sin(2 pi y), and the source that belongs to them."""
     sin_x, cos_x = numpy.sin(math.pi * x), numpy.cos(math.pi * x)
     sin_y, cos_y = numpy.sin(2 * math.pi * y), numpy.cos(2 * math.pi * y)
     a = 1 + x * y / 2
@@ -328,7 +328,7 @@ def test_any_number_of_workers_makes_the_same_bytes(task: str, monkeypatch: pyte
 
 
 def test_what_is_drawn_stays_what_it_is() -> None:
-    """Files of other versions have the same samples; a change of these needs another VERSION."""
+    """Files of other versions have the same samples; changing these requires another VERSION."""
     initial = advection.drawn(0, 0)
     assert initial.periods == (7, 6)
     assert initial.amplitudes == pytest.approx((0.2697867137638703, 0.04097352393619469), rel=1e-12)
@@ -353,7 +353,7 @@ def test_interrupted_anywhere_it_goes_on_to_the_same_bytes(task: str, monkeypatc
 
 
 def test_other_blocks_are_no_parts_of_this_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another version may divide the samples otherwise."""
+    """Another version may divide the samples differently."""
     whole = build(Path("whole.hdf5"), SMALL["darcy2d"], Quiet())
     monkeypatch.setattr(pde_build, "BLOCK", 3)
     with pytest.raises(KeyboardInterrupt):
@@ -392,7 +392,7 @@ pde_build.build(Path("a.hdf5"), made, Quiet())
 @pytest.mark.skipif(not hasattr(signal, "SIGKILL"), reason="no SIGKILL here")
 @pytest.mark.parametrize(("task", "moment"), [("advection1d", 1), ("darcy2d", 2), ("advection1d", 5)])
 def test_a_killed_run_is_gone_on_from(task: str, moment: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Killed before or after a file is put in place: 4 blocks, then the whole."""
+    """The run is killed before or after a file is put in place: 4 blocks, then the whole."""
     monkeypatch.setattr(pde_build, "BLOCK", 2)
     whole = build(Path("whole.hdf5"), SMALL[task], Quiet())
     killed = subprocess.run([sys.executable, "-c", KILLED, task, str(moment)], env=environment())
@@ -454,7 +454,7 @@ list(parallel.each(time.sleep, [3600, 3600], 2))
 
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere a worker finishes its task first")
 def test_workers_end_with_the_run() -> None:
-    """While they work: they would sleep for an hour."""
+    """They end while they work: they would sleep for an hour."""
     with Path("pids").open("w") as pids:  # a pipe would be read until the workers have ended
         done = subprocess.run([sys.executable, "-c", ORPHANED], env=environment(), stdout=pids)
     assert done.returncode == -signal.SIGKILL

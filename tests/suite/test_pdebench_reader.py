@@ -1,4 +1,4 @@
-"""What reads PDEBench's files: both equations, lazily, batches of them, and a line for each file that is wrong."""
+"""The reader of PDEBench's files: both equations, lazy reading, batches, and one line for each file that is wrong."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ REMEDY = "; name another file, or make one with `perfsuite data pde`"
 
 
 class Quiet:
-    """Hears nothing."""
+    """Progress that ignores everything."""
 
     def progress(self, what: str, done: int, total: int) -> None: ...
 
@@ -37,7 +37,7 @@ class Quiet:
 
 @pytest.fixture(scope="session")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a file of each equation, of ten samples; tests that change one take a copy."""
+    """Build a folder with a file of each equation, of ten samples; tests that change one take a copy."""
     folder = tmp_path_factory.mktemp("pde")
     build(folder / WAVES, Recipe(task="advection1d", samples=10, seed=0, beta=0.4, size=32), Quiet())
     build(folder / FLOW, Recipe(task="darcy2d", samples=10, seed=0, beta=10.0, size=8), Quiet())
@@ -45,7 +45,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def write(path: str, attributes: dict[str, Any] | None = None, **datasets: Any) -> str:
-    """An HDF5 file; `t_coordinate` is the dataset t-coordinate."""
+    """Write an HDF5 file; `t_coordinate` is the dataset t-coordinate."""
     with h5py.File(path, "w") as file:
         for name, value in datasets.items():
             file[name.replace("_coordinate", "-coordinate")] = value
@@ -160,7 +160,7 @@ def test_examples_go_to_other_processes_while_open(made: Path) -> None:
 
 
 def told(path: str | Path) -> str:
-    """What opening the file says, in one line that begins with its name."""
+    """Return the error of opening the file: one line that names it."""
     with pytest.raises(PerfsuiteError) as error:
         open_pde(path)
     line = str(error.value)
@@ -291,7 +291,7 @@ def test_values_are_checked_when_they_are_read(value: float) -> None:
 
 
 def seed_where(samples: int, trained: int) -> int:
-    """A seed that puts the sample among those to train on, of a file with so many."""
+    """Return a seed that puts the sample into the training set, in a file with this number of samples."""
     write("other.hdf5", {"beta": 1.0}, **scalar(tensor=numpy.random.default_rng(0).random((samples, 2, 6))))
     return next(seed for seed in range(99) if trained in Fields("other.hdf5", seed=seed).samples["train"])
 

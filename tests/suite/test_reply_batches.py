@@ -16,7 +16,7 @@ SHORT, LONG = Encoded((1, 2, 3, 4, 5), 3), Encoded(tuple(range(10, 20)), 1)
 
 
 class Letters:
-    """In a chat's place: a token for each letter."""
+    """Stand-in for a chat: a token for each letter."""
 
     def encode(self, example: Example) -> Encoded:
         prompt = example.prompt[0].content

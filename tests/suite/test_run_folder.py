@@ -22,7 +22,7 @@ from suite.runtime.locking import LOCK, only_one
 
 
 def during(window: int, act: Callable[[], object]) -> Callable[[Any], Any]:
-    """Wrap a trainer: within that window another thread acts, as another process would."""
+    """Wrap a trainer: during that window another thread acts, as another process would."""
 
     def wrap(trainer: Any) -> Any:
         whole = trainer.train_window
@@ -50,7 +50,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 @contextmanager
 def another_process(folder: Path) -> Iterator[int]:
-    """A run of its own in the folder; its process's number."""
+    """Start another process that holds the folder, and yield its process id."""
     told, tell = os.pipe()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # of threads, which the child does not need
@@ -80,7 +80,7 @@ def another_process(folder: Path) -> Iterator[int]:
 def test_a_second_run_in_a_folder_ends_at_once_and_neither_loses_anything(
     run: Toy, window: int, arguments: list[str]
 ) -> None:
-    """Before the first checkpoint and after it: the folder was new when both began."""
+    """It ends before and after the first checkpoint: the folder was new when both runs began."""
     seen: list[Any] = []
 
     def second() -> None:
@@ -102,7 +102,7 @@ def test_a_second_run_in_a_folder_ends_at_once_and_neither_loses_anything(
 def test_the_command_holds_its_folder_from_before_the_data_to_the_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It writes there after the last window, too, and reads its data for a minute before the first."""
+    """The command also writes there after the last window, and reads its data for a minute before the first."""
     from suite import trainers
 
     seen: list[str] = []
@@ -200,7 +200,7 @@ def test_a_run_that_does_not_begin_leaves_no_folder(tmp_path: Path, arguments: l
 
 
 def test_a_run_that_goes_on_from_an_earlier_one_is_the_last(run: Toy) -> None:
-    """Though the folder has later windows; these are told of and stay until newer ones have taken their place."""
+    """Later windows in the folder are reported, and stay until newer ones have taken their place."""
     run.fit(6, checkpoint_every=2)
     outcome = run.fit(3, resume=run.folder / "window-00000002.pt")
     assert f"in {run.folder}, of later windows or another run, now called *.old: window-00000006.pt" in run.said
@@ -224,7 +224,7 @@ def test_a_run_that_begins_anew_is_the_last(run: Toy) -> None:
 
 
 def test_a_run_from_elsewhere_is_the_last(run: Toy, tmp_path: Path) -> None:
-    """What the folder had of another run is later than nothing, whatever its number."""
+    """Checkpoints of another run in the folder never count as later, whatever their number."""
     run.fit(3)
     source = (run.folder / "window-00000003.pt").rename(tmp_path / "window-00000003.pt")
     run.fit(2)
@@ -243,7 +243,7 @@ def test_what_trains_nothing_leaves_the_later_ones_where_they_are(run: Toy) -> N
 
 
 def test_nan_in_the_first_window_after_a_run_was_left_behind(run: Toy) -> None:
-    """It takes its own checkpoint with it: the one that it began at is the last again."""
+    """The failed run's own checkpoint is removed: the one at which it began is the last again."""
     from suite.runtime import DivergedError
 
     run.fit(6, checkpoint_every=2)
@@ -256,7 +256,7 @@ def test_nan_in_the_first_window_after_a_run_was_left_behind(run: Toy) -> None:
 
 
 def test_after_a_damaged_one_the_remedy_helps(run: Toy) -> None:
-    """The last two are damaged: the command names the one before, and goes on from it for good."""
+    """If the last two are damaged, the command names the one before; resuming from it works for good."""
     run.fit(6, checkpoint_every=2)
     arguments = ["--folder", str(run.folder), "--windows", "4", "--seed", "0"]
     for number in (4, 6):

@@ -25,7 +25,7 @@ RECORDING = ROOT / "docs/trainers/trainer2-ablation/small/trainer2.json"
 
 
 class Gone(io.RawIOBase):
-    """What nothing can be written to."""
+    """Stream to which nothing can be written."""
 
     def __init__(self, error: OSError) -> None:
         self.error: OSError | None = error
@@ -44,7 +44,7 @@ Make = Callable[[str, OSError], None]
 
 @pytest.fixture
 def gone(monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
-    """(name of a stream, what writing to it raises): in the place of the standard one."""
+    """Return a function of (stream's name, error) that replaces a standard stream by one on which writing raises it."""
     made: list[Gone] = []
 
     def make(name: str, error: OSError) -> None:
@@ -58,7 +58,7 @@ def gone(monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
 
 
 def left(command: click.Command, *arguments: str) -> int:
-    """The code that it ends with."""
+    """Return the exit code of the command."""
     with pytest.raises(SystemExit) as caught:
         command.main(list(arguments))
     return int(caught.value.code or 0)
@@ -112,7 +112,7 @@ def test_text_of_any_bytes_can_be_told(capsys: pytest.CaptureFixture[str]) -> No
 
 
 def test_a_closed_stream_s_number_is_no_file_s() -> None:
-    """What a library tells the standard error would be in a checkpoint."""
+    """Otherwise a library's message to the standard error would land in a checkpoint."""
     code = """
 import os
 os.close(1), os.close(2)
@@ -129,7 +129,7 @@ raise SystemExit(not (number > 2 and os.stat("file").st_size == 0))
     ("command", "arguments"), [("ablate", ["--no-plot", "--from", str(RECORDING)]), ("claims", ["--only", "C5"])]
 )
 def test_a_folder_that_cannot_be_written_is_one_line(command: str, arguments: list[str], tmp_path: Path) -> None:
-    """The folder is a file, or lies in one; the summary itself is on the standard output."""
+    """The folder is a file, or lies in one; the summary itself still goes to the standard output."""
     from importlib import import_module
 
     from click.testing import CliRunner
@@ -193,7 +193,7 @@ Path("codes.json").write_text(json.dumps(codes))
 
 @FULLY
 def test_every_command_in_ascii(tmp_path: Path) -> None:
-    """In a process of its own, with names of files beyond ASCII: each ends with 0, and has written its files."""
+    """In a separate process, with non-ASCII file names, each command ends with 0 and has written its files."""
     for library in ("jsonargparse", "yaml", "tensorboard", "matplotlib", "tokenizers"):
         pytest.importorskip(library, reason=f"{library} is not installed: pip install 'perfsuite[train,test]'")
     (tmp_path / "λtexts").mkdir()

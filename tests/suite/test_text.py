@@ -31,7 +31,7 @@ def tokenizers() -> Any:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """Six files of which four count."""
+    """Write six files, four of which count."""
     root = tmp_path / "texts"
     (root / "b" / "tests").mkdir(parents=True)
     (root / "b" / "one.md").write_text(WORDS * 3)
@@ -104,7 +104,7 @@ def test_a_small_text_has_a_small_vocabulary(tokenizers: Any) -> None:
 
 @FULLY
 def test_the_tokenizer_is_the_same_in_another_process(tokenizers: Any) -> None:
-    """Whatever the number of threads and the seed of the hashes."""
+    """It does not depend on the number of threads, nor on the seed of the hashes."""
     code = "from suite.text import *; print(tokenizer_of(corpus('texts'), 400, Path('{}')).to_str())"
     Path("texts").mkdir()
     for n in range(20):
@@ -144,7 +144,7 @@ def test_the_cache(tokenizers: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 def test_who_comes_second_waits(tokenizers: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two at once make the tokenizer once: the lock is a file's, between threads as between processes."""
+    """Two at once make the tokenizer only once: a file's lock works between threads as between processes."""
     train, trained, both = text.trained, [], threading.Barrier(2)
 
     def slow(*arguments: Any) -> Any:
@@ -228,7 +228,7 @@ def test_synthetic() -> None:
 
 
 def rows(batch: dict[str, torch.Tensor]) -> list[int]:
-    """Which sequences, where each begins with its own number."""
+    """Return which sequences these are; each begins with its own number."""
     return batch["input_ids"][:, 0].tolist()
 
 
@@ -260,7 +260,7 @@ def test_the_order_depends_on_seed_and_epoch_alone() -> None:
 
 
 def test_the_order_of_a_seed_is_this() -> None:
-    """A checkpoint's position means nothing if a later version shuffles otherwise."""
+    """A checkpoint's position would mean nothing if a later version shuffled differently."""
     batches = Batches(numbered(8), 4, seed=7)
     assert [rows(next(batches)) for _ in range(3)] == [[0, 6, 7, 2], [4, 5, 1, 3], [6, 3, 1, 0]]
 

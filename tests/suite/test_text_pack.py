@@ -1,4 +1,4 @@
-"""Packed text: the same bytes whenever it is made, in one go or not, and one line for what is wrong."""
+"""Packed text: equal bytes whenever it is made, in one go or in parts, and one line for each error."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ TEXTS = {f"{i}.txt": f"the field follows the plane {i} times, and the rotor turn
 
 
 class Quiet:
-    """Counts the calls, and interrupts one."""
+    """Progress that counts its calls, and interrupts one."""
 
     def __init__(self, last: int | None = None) -> None:
         self.calls = 0
@@ -49,7 +49,7 @@ class Quiet:
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Seven texts, in more than one block, and two files that are none."""
+    """Write seven texts, in more than one block, and two files that are not texts."""
     monkeypatch.setattr(text_pack, "BLOCK_BYTES", 3000)
     root = tmp_path / "texts"
     root.mkdir()
@@ -88,7 +88,7 @@ def test_what_is_packed(tmp_path: Path, recipe: Recipe) -> None:
 
 
 def test_a_line_of_json_is_a_document(tmp_path: Path, recipe: Recipe) -> None:
-    """In a folder where the name of its text is given; in a file by itself without that, too."""
+    """For a folder the name of the text's field must be given; for a single file it is "text" by default."""
     assert recipe.folder is not None
     rows = [{"body": "one line", "n": 1}, {"body": " \n"}, {"body": "é, and <end>", "text": "another"}]
     file = recipe.folder / "rows.jsonl"
@@ -293,7 +293,7 @@ def test_a_pack_that_may_not_be_read_is_not_damaged(
 
 
 def forbid(monkeypatch: pytest.MonkeyPatch, forbidden: Path) -> None:
-    """As of mode 000, which root may read."""
+    """Forbid a path, as mode 000 does, which root may read all the same."""
     own_open, own_scandir = io.open, os.scandir
 
     def refused(own: Callable[..., Any], path: Any, *arguments: Any, **named: Any) -> Any:

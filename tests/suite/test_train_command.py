@@ -1,4 +1,4 @@
-"""`perfsuite train`: how the command gets into the CLI, and what a user sees of it."""
+"""`perfsuite train`: how the CLI finds the command, and what a user sees of it."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def one_line(done: Result, code: int, *words: str) -> None:
 
 
 def installed(folder: Path, *, record: str, editable: Path | None = None) -> Path:
-    """A folder as pip leaves it, in which perfsuite declares a command of a package `others`."""
+    """Make a folder as pip leaves it, where perfsuite declares a command of a package `others`."""
     info = described(folder / "perfsuite-0.1.0.dist-info", "METADATA")
     (info / "RECORD").write_text(record)
     if editable is not None:
@@ -47,7 +47,7 @@ def installed(folder: Path, *, record: str, editable: Path | None = None) -> Pat
 
 
 def described(info: Path, name: str) -> Path:
-    """A distribution's metadata, without the list of its files."""
+    """Write a distribution's metadata, without its list of files."""
     info.mkdir(parents=True)
     (info / name).write_text("Metadata-Version: 2.1\nName: perfsuite\nVersion: 0.1.0\n")
     (info / "entry_points.txt").write_text("[perfsuite.commands]\nteach = others.commands:teach\n")
@@ -61,7 +61,7 @@ def perfsuite(site: Path, *arguments: str, within: Path | None = None) -> subpro
 
 
 def cloned(folder: Path) -> Path:
-    """A clone, in which the command's package lies beside those of the wheel."""
+    """Make a clone in which the command's package lies beside those of the wheel."""
     (folder / "others").mkdir(parents=True)
     (folder / "others" / "commands.py").write_text(
         "import click\n\n\n@click.command()\ndef teach():\n    'Teach it.'\n    click.echo('taught')\n"
@@ -70,7 +70,7 @@ def cloned(folder: Path) -> Path:
 
 
 def test_in_a_clone_the_commands_are_there_though_its_egg_info_comes_first(tmp_path: Path) -> None:
-    """`pip install -e .` leaves one, which lists the wheel's files and hides the installed metadata in that folder."""
+    """`pip install -e .` leaves an egg-info, which lists the wheel's files and hides the installed metadata there."""
     clone = cloned(tmp_path / "clone")
     site = installed(tmp_path / "site", record="../perfsuite.pth,,\n", editable=clone)
     info = described(clone / "perfsuite.egg-info", "PKG-INFO")
@@ -83,7 +83,7 @@ def test_in_a_clone_the_commands_are_there_though_its_egg_info_comes_first(tmp_p
 
 
 def test_an_editable_install_has_the_commands_beside_it(tmp_path: Path) -> None:
-    """From any folder: pip maps only the wheel's packages, and the command's lies beside them."""
+    """This holds from any folder: pip maps only the wheel's packages, and the command's package lies beside them."""
     clone = cloned(tmp_path / "a clone")
     site = installed(tmp_path / "site", record="../perfsuite.pth,,\n", editable=clone)
     assert perfsuite(site, "teach").stdout == "taught\n"
@@ -91,7 +91,7 @@ def test_an_editable_install_has_the_commands_beside_it(tmp_path: Path) -> None:
 
 
 def test_a_wheel_has_no_command_of_the_repository(tmp_path: Path) -> None:
-    """Also where the folder that one stands in has a package of that name: it is another's."""
+    """It has none even if the current folder has a package of that name, which is another's."""
     (tmp_path / "others").mkdir()
     (tmp_path / "others" / "__init__.py").write_text("raise SystemExit('never imported')")
     site = installed(tmp_path / "site", record="perfsuite/__init__.py,,\nperfsuite/cli.py,,\n")
@@ -117,7 +117,7 @@ def test_the_entry_point_names_the_command() -> None:
 
 
 def test_the_command_costs_no_torch() -> None:
-    """`perfsuite --help` imports it."""
+    """`perfsuite --help` imports the command, so it must not import torch."""
     code = "import suite.commands.train, sys; print([m for m in ('torch', 'jsonargparse', 'yaml') if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], env=environment(), capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
@@ -203,7 +203,7 @@ def test_show() -> None:
     ],
 )
 def test_mistakes_are_one_line(arguments: list[str], code: int, words: list[str]) -> None:
-    # What is tested comes last: the last word is the one that counts.
+    # The tested argument comes last, because the last one counts.
     name, *others = arguments
     one_line(CliRunner().invoke(train, [name, *SMALL, *others]), code, *words)
 

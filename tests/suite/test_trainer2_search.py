@@ -1,4 +1,4 @@
-"""`perfsuite evaluate trainer2` and `perfsuite query`: what lies near is found, and every wrong input."""
+"""`perfsuite evaluate trainer2` and `perfsuite query` find what lies near, and refuse every wrong input."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ COLOURS = ("red", "green", "blue", "white")
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with texts, and a run that was trained on them."""
+    """Return a folder with texts, and a run that was trained on them."""
     folder = tmp_path_factory.mktemp("trainer2")
     (folder / "texts").mkdir()
     for colour in COLOURS:
@@ -81,14 +81,14 @@ def test_costs_weigh_as_the_reference_s_retrieval_does() -> None:
 
 
 class Known:
-    """A geometry whose coordinates are given: a function of a sequence's tokens."""
+    """Geometry with given coordinates: a function of a sequence's tokens."""
 
     def __init__(self, of: Any) -> None:
         self.metric, self.config, self.coordinates = torch.ones(1), SimpleNamespace(eps=0.0), of
 
 
 def sequences(count: int) -> Sequences:
-    """Row i holds i alone; the last one is padded."""
+    """Return sequences whose row i contains only i; the last one is padded."""
     ids = torch.arange(count)[:, None].expand(-1, 6).clone()
     mask = torch.ones(count, 6)
     mask[-1, 4:] = 0

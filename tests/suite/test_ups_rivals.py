@@ -1,4 +1,4 @@
-"""The networks of other libraries that ups is compared with: how they are trained and judged."""
+"""The networks of other libraries that ups is compared with: their training and evaluation."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def darcy():
 
 
 class Zero(nn.Module):
-    """Predicts 0."""
+    """Network that predicts 0."""
 
     def forward(self, field: torch.Tensor) -> torch.Tensor:
         return torch.zeros_like(field)

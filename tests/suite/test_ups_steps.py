@@ -1,4 +1,4 @@
-"""tools/ups_steps.py: which settings it times, and that it runs."""
+"""tools/ups_steps.py runs, and times the settings that it should."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ class Config:
 
 
 class Trainer:
-    """A table of scores, moved towards what follows."""
+    """Table of scores; the score of each token that follows another is increased."""
 
     def __init__(self, config: Config, vocabulary: int, device: torch.device) -> None:
         self.config = config

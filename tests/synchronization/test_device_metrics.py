@@ -14,7 +14,7 @@ SIDES = [Reference, Optimized]
 
 
 def epoch(metrics):
-    """An epoch's batches, and its metrics at the end."""
+    """Return a side whose step adds an epoch's batches and returns the metrics at its end."""
 
     def make(anchor):
         held = metrics(CLASSES, anchor.device)
@@ -31,7 +31,7 @@ def epoch(metrics):
 
 
 class Kept:
-    """Losses and predictions kept on the device until the end of the epoch, and counted there at once."""
+    """Losses and predictions that stay on the device until the end of the epoch, and are counted there at once."""
 
     def __init__(self, classes, device):
         self.classes = classes

@@ -10,9 +10,9 @@ from reference.synchronization.sync_free_scaler_step import ScalerStep as Refere
 from suite.scaling import Scaling
 
 SIDES = [Reference, Optimized]
-# Small enough that clipping matters as well as not, and that the scale grows within a few steps.
+# The scale is so small that clipping sometimes matters, and grows within a few steps.
 SHORT = Scaling(init_scale=4.0, growth_interval=3)
-# For the sizes that are timed: over many thousand steps a scale that grows would leave nothing but denormals.
+# For the timed sizes: over many thousand steps a growing scale would leave nothing but denormals.
 STEADY = Scaling(growth_interval=1 << 30)
 TIMED = 2048
 # p, g, m and v read, p, m and v written; g read once more, for its norm.
@@ -20,7 +20,7 @@ BYTES_PER_PARAMETER = 32
 
 
 def gradients(generator, shape, dtype):
-    """Of many sizes; in one tensor of eight something is not finite, but for the sizes that are timed."""
+    """Draw gradients of many magnitudes; one in eight tensors is not finite somewhere, except at the timed sizes."""
     drawn = torch.randn(shape, generator=generator, dtype=torch.float64)
     drawn *= 10 ** float(torch.rand((), generator=generator) * 4 - 2)
     if 0 < drawn.numel() < TIMED and float(torch.rand((), generator=generator)) < 1 / 8:
@@ -31,7 +31,7 @@ def gradients(generator, shape, dtype):
 
 
 def training(side):
-    """Steps on gradients that lie in buffers of their own, as a backward pass leaves them."""
+    """Return a side that steps on gradients in buffers of their own, as a backward pass leaves them."""
 
     def make(params, lr):
         optimizer = side(params, lr, scaling=STEADY if params[0].numel() >= TIMED else SHORT)
@@ -48,7 +48,7 @@ def training(side):
 
 
 class GradScaler:
-    """torch's own parts, put together as its documentation has it; with a fused optimizer nothing waits either."""
+    """torch's own parts, combined as its documentation says; with a fused optimizer nothing waits here either."""
 
     def __init__(self, params, lr, *, scaling):
         self.params, device = params, params[0].device.type
@@ -102,11 +102,11 @@ def drawn(seed, shapes=((5, 3), (7,)), factor=1.0):
 @pytest.mark.parametrize("side", SIDES)
 @pytest.mark.parametrize(
     ("factor", "max_norm", "eps"),
-    # The last are as small as what is added to the norm.
+    # The last values are as small as what is added to the norm.
     [*((f, n, 1e-8) for f in (0.1, 100.0) for n in (0.2, 1.0, 30.0)), (1e-6, 1e-6, 1e-6)],
 )
 def test_agrees_with_torch(side, factor, max_norm, eps):
-    """GradScaler's own scale, clip_grad_norm_ and torch.optim.AdamW."""
+    """Results agree with GradScaler's own scale, clip_grad_norm_ and torch.optim.AdamW."""
     params, step = made(side, lr=0.1, max_norm=max_norm, eps=eps)
     expected = [torch.nn.Parameter(p.clone()) for p in params]
     optimizer = torch.optim.AdamW(expected, lr=0.1, eps=eps, foreach=False, fused=False)
@@ -213,7 +213,7 @@ def test_a_side_goes_on_where_the_other_stopped(side, other):
 
 @pytest.mark.parametrize("side", SIDES)
 def test_awkward_parameters(side):
-    """With gaps, transposed, channels last, empty, 0-d: the dense ones decide."""
+    """Parameters with gaps, transposed, channels last, empty and 0-d agree with dense ones."""
 
     def awkward(seed):
         one, two, three, four, five = drawn(seed, ((6, 8), (5, 7), (4, 3, 5, 5), (0, 3), (1,)))

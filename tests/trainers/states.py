@@ -1,4 +1,4 @@
-"""Trainers' states: sent through a file, and compared."""
+"""Helpers that send trainers' states through a file and compare them."""
 
 import io
 
@@ -6,7 +6,7 @@ import torch
 
 
 def same(first, second):
-    """Whether two states are equal, bit for bit; configurations aside."""
+    """Return whether two states are equal bit for bit; configurations are ignored."""
     if isinstance(first, dict):
         return first.keys() == second.keys() and all(same(first[k], second[k]) for k in first if k != "config")
     if isinstance(first, list):
@@ -15,7 +15,7 @@ def same(first, second):
 
 
 def through_a_file(trainer):
-    """The state of a trainer, as a checkpoint gives it back."""
+    """Return the state of a trainer as a checkpoint gives it back."""
     file = io.BytesIO()
     torch.save(trainer.state_dict(), file)
     return torch.load(io.BytesIO(file.getvalue()), weights_only=True)

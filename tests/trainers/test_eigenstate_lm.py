@@ -48,12 +48,12 @@ OF_THEIR_OWN = ("use_compile", "tf32", "autocast_bf16")
 
 
 def text_of(tokens, vocabulary, length, folder):
-    """A pack of tokens that no tokenizer has made, in a folder that may go."""
+    """Return a pack of tokens that no tokenizer has made; its folder may be deleted."""
     tokens = numpy.asarray(tokens)
     packed_text.write(Path(folder), tokens, numpy.array([len(tokens)]), "", vocabulary, {"recipe": "drawn"})
     given = Text(packed_text.opened(folder), length)
     assert given.tokenizer == ""
-    assert given.pack.row is not None  # what is mapped stays
+    assert given.pack.row is not None  # maps the file, which outlives its folder
     return given
 
 
@@ -67,7 +67,7 @@ def text(tmp_path_factory):
 
 
 def steps(kind):
-    """A pair's side: steps on a given text. What each lost, its gradients' norm, and how large the weights are."""
+    """Return a pair's side: steps on a given text. It gives losses, gradient norms, and the size of the weights."""
 
     def make(embedding, tokens, length, batch_size, accumulation, layers, eigenstates, compiled, rate, seed):
         config = dataclasses.replace(
@@ -107,7 +107,7 @@ SOURCE = {"V": 50257, "D": 1024, "N": 32 * 1024 + 1, "length": 1024, "layers": 8
 
 
 def flops(V, D, length, batch_size, accumulation, layers, eigenstates):
-    """Six of each token and parameter."""
+    """Count the operations: six per token and parameter."""
     config = dataclasses.replace(SMALL, width=D, layers=layers, eigenstates=eigenstates)
     return config.flops(V) * length * batch_size * accumulation
 
@@ -177,7 +177,7 @@ def trained(kind, given, config=SMALL, count=20, device="cpu", **options):
 
 
 def curve(trainer, count=SMALL.steps):
-    """[steps]: what each lost."""
+    """Return the loss of each step, [steps]."""
     losses = []
     for _ in range(count):
         trainer.train_window({})
@@ -186,7 +186,7 @@ def curve(trainer, count=SMALL.steps):
 
 
 def deviations(given, config=SMALL, device="cpu"):
-    """(truth, in float32, the largest deviation from the truth up to each step)."""
+    """Return (truth, float32 curve, largest deviation from the truth up to each step)."""
     truth = curve(Reference(config, given, device, torch.float64), config.steps)
     runs = [curve(Reference(config, given, device), config.steps)]
     for seed in range(NEIGHBOURS):
@@ -200,7 +200,7 @@ def known(text):
 
 
 def share_of_budget(found, known, dtype=torch.float32):
-    """The largest error, as a share of what the rule allows."""
+    """Return the largest error, as a share of what the rule allows."""
     truth, _, deviation = known
     return share_of_rule(found, truth, deviation, dtype)
 
@@ -211,7 +211,7 @@ def test_both_learn_the_same(text, known):
 
 
 def test_the_curve_is_no_constant(text, known):
-    """Else agreement would show nothing."""
+    """The loss falls and all weights change; otherwise agreement would show nothing."""
     assert known[0][-5:].mean() < 0.75 * known[0][:5].mean()
     trainer = Reference(SMALL, text, "cpu")
     before = {k: v.clone() for k, v in trainer.state_dict()["weights"].items()}
@@ -261,7 +261,7 @@ def test_what_is_dropped_follows_from_the_generator(checkpointed, text):
 
 @pytest.mark.parametrize("low", ["autocast_bf16", "autocast_fp16"])
 def test_in_half_precision_it_ends_where_the_reference_ends(low, text):
-    """Within 1%, over three seeds."""
+    """Both end within 1% of each other, over three seeds."""
     for seed in range(count(quick=1, full=3)):
         config = dataclasses.replace(SMALL, seed=seed, **{low: True})
         ends = [curve(kind(config, text, "cpu"))[-8:].mean() for kind in (Reference, Optimized)]
@@ -281,7 +281,7 @@ def test_a_step_whose_gradients_overflow_is_left_out_and_the_scale_halved(text):
 
 
 def test_a_scale_that_is_not_1_changes_no_norm_and_no_clipping(text):
-    """As after a step that was not finite, or from a run in float16."""
+    """A step that was not finite, or a run in float16, leaves such a scale."""
     norms = []
     for kind, scale in ((Reference, 1.0), (Reference, 0.5), (Optimized, 0.5), (Optimized, 2.0**16)):
         trainer = kind(SMALL, text, "cpu")
@@ -368,7 +368,7 @@ def test_stopped_at_random_steps_and_resumed_it_is_the_same_bit_for_bit(kind, lo
 
 
 def test_a_run_that_drops_is_resumed_bit_for_bit(text, tmp_path):
-    """Through the loop, which keeps the generators."""
+    """The run goes through the loop, which keeps the generators."""
     config = dataclasses.replace(SMALL, dropout=0.2, steps=12)
 
     def run(folder, windows, resume=None):
@@ -432,7 +432,7 @@ def test_sequences_that_make_no_step_are_refused(text):
         Steps(text, 200, 60, 0)
 
 
-# --- what a run is told ---------------------------------------------------------------------------------------------
+# --- what a run reports ---------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", [Reference, Optimized])
@@ -560,7 +560,7 @@ def test_on_a_gpu_both_learn_the_same_over_two_hundred_steps(longer):
 @gpu
 @pytest.mark.parametrize("low", ["autocast_bf16", "autocast_fp16"])
 def test_on_a_gpu_in_half_precision_it_ends_where_the_reference_ends(low, longer):
-    """Within 1%, over three seeds."""
+    """Both end within 1% of each other, over three seeds."""
     for seed in range(3):
         config = dataclasses.replace(TINY, seed=seed, use_compile=True, **{low: True})
         ends = [curve(kind(config, longer, "cuda"), TINY.steps)[-8:].mean() for kind in (Reference, Optimized)]

@@ -47,14 +47,14 @@ SMALL = TrainConfig(
     use_compile=False,
 )
 FILES, LONGS = 4, 8
-"""Of each split: files of 16 segments."""
+"""Size of each split: files, with 16 segments each."""
 STEPS = FILES * LONGS * SHORTS // SMALL.batch_size
 OF_THEIR_OWN = ("use_compile", "fullgraph_model", "tf32", "autocast_bf16")
 
 
 @dataclass
 class Drawn:
-    """A data set in memory, of any number of files, for either trainer."""
+    """In-memory data set with any number of files, for either trainer."""
 
     mels: dict[str, torch.Tensor]
     """Split → [files, long windows, 2, 32, 1]."""
@@ -85,7 +85,7 @@ class Drawn:
 
 
 def sounds(seed=0, files=FILES, longs=LONGS):
-    """A set like the real one's values, float16, each class at another level."""
+    """Return a set with values like the real one's, in float16; each class has another level."""
     generator = torch.Generator().manual_seed(seed)
     mels, labels = {}, {}
     for split in ("train", "validation"):
@@ -100,9 +100,9 @@ def sounds(seed=0, files=FILES, longs=LONGS):
 
 
 def epochs(kind, change=lambda trainer: trainer):
-    """A pair's side: epochs of a given set. What each step lost, the validation's loss, and how large the weights are.
+    """Return a pair's side: epochs of a given set. It gives the losses of steps and validation, and the weights' size.
 
-    How the segments were judged is not among it: at equal logits a rounding decides.
+    The classification of the segments is left out: at equal logits a rounding decides.
     """
 
     def make(train, validation, train_labels, validation_labels, seed, batch_size, width, compiled, rate):
@@ -145,7 +145,7 @@ SOURCE = {"F": 500, "V": 125, "L": 40, "batch_size": 5632, "width": 32, "rate": 
 
 leak_cnn = Pair(
     reference=stateful(epochs(Reference)),
-    # Of its epochs the first captures the step, the fourth the validation.
+    # The first epoch captures the step, the fourth the validation.
     optimized=stateful(epochs(Optimized), settle=5),
     inputs={
         "train": tensor("F", "L", SHORTS, MELS, values=VALUES, differentiable=False),
@@ -183,7 +183,7 @@ def trained(kind, config=SMALL, count=SMALL.epochs, data=None, device="cpu", **o
 
 
 def curve(trainer, count=SMALL.epochs):
-    """[steps]: what each lost; then the validation's loss of each epoch."""
+    """Return the loss of each step, [steps], and the validation's loss of each epoch."""
     steps, validations = [], []
     for epoch in range(count):
         trainer.train_window({"epoch": torch.tensor(epoch)})
@@ -194,7 +194,7 @@ def curve(trainer, count=SMALL.epochs):
 
 
 def deviations(config=SMALL, device="cpu", data=None):
-    """Of each of the two curves: (truth, in float32, largest deviation from the truth up to each point)."""
+    """Return for each curve (truth, float32 curve, largest deviation from the truth up to each point)."""
     data, count = data or sounds(), config.epochs
     truth = curve(Reference(config, data, device, torch.float64), count)
     runs = [curve(Reference(config, data, device), count)]
@@ -212,7 +212,7 @@ def known():
 
 
 def share_of_budget(found, known, dtype=torch.float32):
-    """The largest error, as a share of what the rule allows."""
+    """Return the largest error, as a share of what the rule allows."""
     return max(
         share_of_rule(values, truth, deviation, dtype)
         for values, (truth, _, deviation) in zip(found, known, strict=True)
@@ -236,7 +236,7 @@ def test_the_conventional_set_up_learns_the_same(where, known):
 
 
 def test_at_the_source_s_size_both_begin_the_same():
-    """Later on ReLUs and ties, of which it has many more, take roundings so far that agreement would show little."""
+    """Later roundings of ReLUs and ties, which are many more here, go so far that agreement would show little."""
     config = dataclasses.replace(
         SMALL, channels=(32, 64, 128), hidden=256, learning_rate=1e-3, batch_size=48, val_batch_size=64, epochs=2
     )
@@ -247,7 +247,7 @@ def test_at_the_source_s_size_both_begin_the_same():
 
 
 def test_the_curve_is_no_constant(known):
-    """Else agreement would show nothing."""
+    """The loss falls and all weights change; otherwise agreement would show nothing."""
     truth = known[0][0]
     assert truth[-STEPS:].mean() < 0.9 * truth[:STEPS].mean()
     trainer = Reference(SMALL, sounds(), "cpu")
@@ -324,7 +324,7 @@ def test_where_nothing_can_be_compiled_it_trains_and_says_why(monkeypatch):
 
 
 class Recorded(TorchDispatchMode):
-    """Replays as CUDA does: the operations of the capture, over the same memory, and no Python of the step's."""
+    """Backend that replays as CUDA does: the capture's operations, over the same memory, without the step's Python."""
 
     def __init__(self):
         super().__init__()
@@ -361,7 +361,7 @@ class Recorded(TorchDispatchMode):
 
 
 def test_replayed_as_a_graph_it_is_the_same_bit_for_bit(monkeypatch):
-    """Nothing of a step or a validation is decided in Python, or lies in memory that another step would not find."""
+    """No part of a step or a validation is decided in Python, or lies in memory that another step would not find."""
     backends = []
 
     def graphed(call, **options):
@@ -470,7 +470,7 @@ def test_a_run_ends_where_no_validation_is_better(kind):
     assert endless.stops() is None
 
 
-# --- what a run is told ---------------------------------------------------------------------------------------------
+# --- what a run reports ---------------------------------------------------------------------------------------------
 
 
 def poisoned():
@@ -491,7 +491,7 @@ def test_a_loss_that_is_no_number_stops_the_run_and_names_its_step(kind, tmp_pat
 
 
 def test_a_loss_that_is_no_number_is_seen_where_the_next_epoch_s_report_comes_with_it(monkeypatch):
-    """Of a device whose work is done when the host has waited for it."""
+    """The device is simulated: its work is done when the host has waited for it."""
 
     class Event:
         done = False
@@ -721,7 +721,7 @@ def test_on_a_gpu_memory_stays_flat_over_a_hundred_epochs():
 
 
 def test_the_host_waits_for_the_report_before_the_last_one(monkeypatch):
-    """Of a device whose work is done when it is waited for."""
+    """The device is simulated: its work is done when it is waited for."""
     made, waited = [], []
 
     class Event:

@@ -40,7 +40,7 @@ SMALL = TrainConfig(
 )
 DATA = Data(synthetic=24, length=48, batch_size=2, accumulation=2, steps=12)
 DAY = 8
-"""Steps that are compared where a technique is switched."""
+"""Number of steps that are compared where a technique is switched."""
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +54,7 @@ MODELS = {shape.width: name for name, shape in drawn.SHAPES.items()}
 
 
 def steps(kind):
-    """A pair's side: steps with a given embedding. What each lost, how large gradients and weights are."""
+    """Return a pair's side: steps with a given embedding. It gives losses, and the size of gradients and weights."""
 
     def make(embedding, accumulation, prompts, replies, new_tokens, rate, diversity, seed):
         config = dataclasses.replace(
@@ -87,12 +87,12 @@ def steps(kind):
 
 
 def embeddings(generator, shape, dtype):
-    """As a model's: of other ones all tokens are equally likely, or one is certain."""
+    """Draw embeddings like a model's; with others all tokens would be equally likely, or one certain."""
     return (0.1 * torch.randn(shape, generator=generator, device=generator.device)).to(dtype)
 
 
 def flops(V, D, accumulation, prompts, replies, new_tokens):
-    """The products with the weights: two a token forward, four backward, with some 40 tokens an example."""
+    """Count the products with the weights: two per token forward, four backward, with some 40 tokens an example."""
     shape = drawn.SHAPES[MODELS[D]]
     attention = (2 * shape.heads + 2 * shape.kv_heads) * shape.head_width
     weights = V * D + shape.layers * D * (attention + 3 * shape.hidden)
@@ -163,7 +163,7 @@ def trained(kind, given, config=SMALL, count=3, **options):
 
 
 def curve(trainer, count=SMALL.steps):
-    """[steps, 2]: cross-entropy and diversity."""
+    """Return cross-entropy and diversity, [steps, 2]."""
     found = []
     for _ in range(count):
         trainer.train_window({})
@@ -174,7 +174,7 @@ def curve(trainer, count=SMALL.steps):
 
 @pytest.fixture(scope="module")
 def known(given):
-    """(truth, the largest deviation from the truth up to each step)."""
+    """Return (truth, largest deviation from the truth up to each step)."""
     truth = curve(Reference(SMALL, given, "cpu", torch.float64))
     runs = [curve(Reference(SMALL, given, "cpu"))]
     runs += [curve(a_rounding_away(Reference(SMALL, given, "cpu"), seed)) for seed in range(NEIGHBOURS)]
@@ -182,7 +182,7 @@ def known(given):
 
 
 def share_of_budget(found, known):
-    """The largest error, as a share of what the rule allows."""
+    """Return the largest error, as a share of what the rule allows."""
     return max(share_of_rule(found[:, n], known[0][:, n], known[1][:, n], torch.float32) for n in range(2))
 
 
@@ -191,7 +191,7 @@ def test_both_learn_the_same(given, known):
 
 
 def test_the_curve_is_no_constant(given, known):
-    """Else agreement would show nothing."""
+    """The curves change and so do the weights; otherwise agreement would show nothing."""
     assert known[0][-3:, 0].mean() < known[0][:3, 0].mean() - 0.1
     assert known[1].max() < 1e-4  # no token came out otherwise
     trainer = Reference(SMALL, given, "cpu")
@@ -234,7 +234,7 @@ def test_blocks_that_are_computed_again_change_nothing(kind, given):
 
 
 def test_in_bfloat16_the_cross_entropy_is_not_rounded_to_it(given):
-    """The next numbers of bfloat16 beside a loss of 5.5 differ by 1/32."""
+    """The loss of 5.5 is not rounded to bfloat16, where neighbouring numbers differ by 1/32."""
     config = dataclasses.replace(SMALL, dtype="bfloat16", dropout=0.0)
     reports = [trained(kind, given, config, 1).last_report() for kind in (Reference, Optimized)]
     exact = trained(Reference, given, dataclasses.replace(config, dtype="float32"), 1).last_report()
@@ -282,7 +282,7 @@ def test_as_the_source_writes_it_the_diversity_has_no_gradient(kind, given):
 
 
 def test_the_gradient_is_that_of_the_objective_written_out(given):
-    """With λ, temperature and nucleus, in float64, without the modules: of the first step's replies."""
+    """The objective has λ, temperature and nucleus, in float64, without the modules, for the first step's replies."""
     config = dataclasses.replace(SMALL, dropout=0.0, clip=1e9)
     trainer = Reference(config, given, "cpu", torch.float64)
     for adapter in trainer.adapters.values():  # not at 0
@@ -435,7 +435,7 @@ def test_a_sentence_encoder_is_read_from_a_folder(tmp_path):
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")  # of transformers, by PEFT
 def test_the_conventional_set_up_makes_the_same_first_step(given):
-    """With the same weights, and adapters that begin at 0: the same cross-entropy."""
+    """With the same weights, and adapters that begin at 0, the cross-entropy is the same."""
     pytest.importorskip("transformers", reason="transformers is not installed")
     pytest.importorskip("peft", reason="PEFT is not installed")
     from suite.polychromic.conventional import Conventional

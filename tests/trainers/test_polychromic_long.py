@@ -29,7 +29,7 @@ CONFIG = Path(__file__).parents[2] / "configs/polychromic/tiny.yaml"
 
 
 def curve(trainer):
-    """[steps, 3]: cross-entropy, diversity, and the mean number of tokens of a reply."""
+    """Return cross-entropy, diversity and mean number of tokens of a reply, [steps, 3]."""
     found = []
     for _ in range(STEPS):
         trainer.train_window({})
@@ -40,7 +40,7 @@ def curve(trainer):
 
 @FULLY
 def test_a_hundred_steps_agree_in_float32():
-    """Both sample with the same random numbers. The lengths of the replies would differ if their tokens did."""
+    """Both sides sample with the same random numbers. The lengths of the replies would differ if their tokens did."""
     fields = {"length": 48, "batch_size": 2, "accumulation": 2, "steps": STEPS}
     config = TrainConfig(
         prompts=2, replies=3, new_tokens=6, learning_rate=5e-3, rank=4, alpha=8.0, diversity=0.5, **fields

@@ -25,15 +25,15 @@ SMALL = TrainConfig(
 )
 WINDOWS = count(quick=50, full=200)
 NEIGHBOURS = 3
-"""Runs of the reference whose first field lies a rounding away: how far rounding alone takes its curve."""
+"""Number of reference runs with a first field a rounding away; they show how far rounding alone moves the curve."""
 CLAIMED = 1e-4
-"""The source's own tolerance for loss curves."""
+"""Tolerance of the source for loss curves."""
 OF_THEIR_OWN = ("compiled_function", "use_cudagraphs", "autocast_bf16")
 CURVES = ("loss", "curvature", "speed", "loss_delta")
 
 
 def windows(kind, change=lambda trainer: trainer):
-    """A pair's side: training windows from a given first field; what each reports, and what it leaves.
+    """Return a pair's side: training windows from a given first field. It gives each one's report, and the final state.
 
     graphs  whether the optimized trainer runs as it is used. At drawn shapes, each of which would be compiled by
             itself, it does not.
@@ -72,7 +72,7 @@ COMPILED = {}
 
 
 def compiled_step(trainer):
-    """What a user would write instead: the reference's step under torch.compile, with graphs of its own.
+    """Return what a user would write: the reference's step under torch.compile, with graphs of its own.
 
     One trainer of a configuration is compiled, and takes over the state of every further one.
     """
@@ -104,7 +104,7 @@ def compiled_step(trainer):
 
 
 def flops(B, T, D, blocks, window):
-    """Of the weights' products and of attention, whose upper half is masked, in both windows."""
+    """Count the operations of both windows: products of the weights, and attention, whose upper half is masked."""
     return 2 * window * blocks * (2 * B * T * 12 * D**2 + 2 * B * T * T * D)
 
 
@@ -136,7 +136,7 @@ trainer2 = Pair(
 
 
 def batches(count, config=SMALL):
-    """The same items for every trainer, the last tokens of some of them padding."""
+    """Yield the same items for every trainer; the last tokens of some of them are padding."""
     generator = torch.Generator().manual_seed(5)
     B, T = config.batch_size, config.sequence_length
     for _ in range(count):
@@ -146,7 +146,7 @@ def batches(count, config=SMALL):
 
 
 def curve(trainer, windows=WINDOWS, config=SMALL):
-    """[windows, 4]: what each window reported."""
+    """Return the metrics of each window, [windows, 4]."""
     rows = []
     for batch in batches(windows, config):
         trainer.train_window(batch)
@@ -161,7 +161,7 @@ def state(trainer):
 
 @pytest.fixture(scope="module")
 def known():
-    """(truth, curve in float32, largest deviation from the truth up to each window) of the reference."""
+    """Return (truth, float32 curve, largest deviation from the truth up to each window) of the reference."""
     truth = curve(Reference(SMALL, VOCABULARY, "cpu", torch.float64))
     plain = curve(Reference(SMALL, VOCABULARY, "cpu"))
     runs = [plain]
@@ -193,7 +193,7 @@ def test_both_learn_the_same_over_many_windows(known):
 
 
 def test_the_curve_is_no_constant(known):
-    """Else agreement would show nothing: metric, rotor, field and memory all have to move it."""
+    """Metric, rotor, field and memory all move the curve; otherwise agreement would show nothing."""
     truth, *_ = known
     assert truth[:, 0].std() > 0.01
     trainer = Reference(SMALL, VOCABULARY, "cpu")
@@ -456,7 +456,7 @@ def test_on_a_gpu_memory_stays_flat_over_a_hundred_epochs(graphs):
 
 
 def test_reports_are_read_as_they_arrive_however_far_the_host_is_ahead(monkeypatch):
-    """Of a device whose work is done when this test says so."""
+    """The device is simulated: its work is done when this test says so."""
     done = 0
 
     class Event:

@@ -76,7 +76,7 @@ def trained(kind, given, config=SMALL, steps=STEPS):
 
 
 def curve(trainer, steps=STEPS):
-    """[steps]: what each lost."""
+    """Return the loss of each step, [steps]."""
     losses = []
     for _ in range(steps):
         trainer.train_window({})
@@ -86,7 +86,7 @@ def curve(trainer, steps=STEPS):
 
 @pytest.fixture(scope="module")
 def known(given):
-    """(truth, what float32 rounding makes of it up to each step)."""
+    """Return (truth, deviation by float32 rounding up to each step)."""
     truth = curve(made(Reference, given, dtype=torch.float64))
     runs = [curve(made(Reference, given))]
     runs += [curve(a_rounding_away(made(Reference, given), seed)) for seed in range(NEIGHBOURS)]
@@ -94,7 +94,7 @@ def known(given):
 
 
 def share(found, known):
-    """The largest error, as a share of what the rule allows."""
+    """Return the largest error, as a share of what the rule allows."""
     return share_of_rule(found, *known, torch.float32)
 
 
@@ -103,13 +103,13 @@ def share(found, known):
 
 @functools.lru_cache(maxsize=8)
 def pair_data(tokens, latent_width):
-    """A few samples; the order of the examples follows from a trainer's own seed."""
+    """Return a few samples; the order of the examples follows from a trainer's own seed."""
     data = dataclasses.replace(DATA, tokens=tokens, latent_width=latent_width, batch_size=2)
     return mixture_of(data)
 
 
 def steps(kind):
-    """A pair's side: steps from given weights of the first layer. What each lost, and how large the operator is."""
+    """Return a pair's side: steps from given weights of the first layer. It gives losses and the operator's size."""
 
     def make(
         weight, tokens, heads, depth, batch_size, accumulation, frequency, queries, decoder_depth, compiled, rate, seed
@@ -148,13 +148,14 @@ def steps(kind):
 
 
 def flops(L, W, tokens, depth, batch_size, accumulation):
-    """Six of each token and weight of the operator's blocks."""
+    """Count the operations: six per token and weight of the operator's blocks."""
     return 6 * accumulation * 2 * batch_size * tokens * (depth * 12 * W**2 + 2 * L * W)
 
 
 ups = Pair(
     reference=stateful(steps(Reference)),
-    # Of 12 batches in a row three forms of a step have inverse losses and one has none; each is captured at its fourth.
+    # In 12 batches in a row, three forms of a step have inverse losses and one has none; each is captured the fourth
+    # time.
     optimized=stateful(steps(Optimized), settle=16),
     inputs={
         "weight": tensor("W", "L", values=floats(-0.5, 0.5), differentiable=False),
@@ -271,7 +272,7 @@ def test_a_step_whose_gradients_overflow_is_left_out_and_the_scale_halved(kind, 
 
 @pytest.mark.parametrize("kind", [Reference, Optimized])
 def test_only_batches_of_the_schedule_change_encoders_and_decoders(kind, given):
-    """Micro-batches 0, 3, 6 and 9 have the inverse losses: of steps of two, the first four but the third have one."""
+    """Micro-batches 0, 3, 6 and 9 have the inverse losses: of five steps of two, all but the third have one."""
     trainer = made(kind, given)
     changed = []
     for _ in range(5):
@@ -404,7 +405,7 @@ def test_a_checkpoint_of_another_depth_or_stage_is_refused(given):
 
 
 def files(folder, samples=3, cells=16):
-    """A file of each task, in PDEBench's layout."""
+    """Write a file of each task, in PDEBench's layout."""
     rng = numpy.random.default_rng(0)
     x = ((numpy.arange(cells) + 0.5) / cells).astype("f4")
     with h5py.File(folder / "1D_Advection_Sols_beta1.0.hdf5", "w") as file:
@@ -656,7 +657,7 @@ def test_blocks_share_the_compiled_code_of_their_sublayers(again, monkeypatch):
 
 
 class Replays:
-    """Stands in for CUDA: a replay calls the step over its static inputs, and what Python noted is not noted again."""
+    """Stand-in for CUDA: a replay calls the step over its static inputs, and Python's records are not repeated."""
 
     def __init__(self):
         self.captured = 0
@@ -685,7 +686,7 @@ def test_a_step_is_a_function_of_its_tensors(given, runs, stage):
     replayed._replayed = CudaGraphStep(replayed._step, warmup=1, graphs=8, device="cpu", backend=graphs)
     assert torch.equal(curve(plain, 12), curve(replayed, 12))
     assert same(plain.state_dict(), replayed.state_dict())
-    # Of three batches in a row each step of two has the first, the second or none with inverse losses.
+    # With three batches in a row, a step of two has inverse losses in the first, in the second or in none.
     assert graphs.captured == (3 if stage == "operator" else 1)
 
 
@@ -743,7 +744,7 @@ def test_a_step_is_captured_where_the_host_has_no_part_in_it(given, monkeypatch,
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    """Stage → the folder of a run of three steps, each from the one before."""
+    """Return stage → folder of a run of three steps, each stage from the one before."""
     folders = {}
     for stage in ("operator", "diffusion", "consistency"):
         folders[stage] = tmp_path_factory.mktemp(stage)

@@ -42,18 +42,18 @@ from suite.ups.config import OF_RANKS, TECHNIQUES
 ROOT = Path(__file__).resolve().parents[2]
 STEPS = 5
 EACH_BATCH = {"inverse_loss_frequency": 1}
-"""By the schedule of a process with more accumulation other batches would have the inverse losses."""
+"""Schedule with inverse losses in each batch; with another one, processes with more accumulation would differ."""
 LIMIT_S = 30.0
-"""In which all ranks must have ended after one was killed."""
+"""Seconds within which all ranks must have ended after one was killed."""
 
 
 def path(*folders):
-    """PYTHONPATH with these folders first."""
+    """Return PYTHONPATH with these folders first."""
     return os.pathsep.join(map(str, (*folders, *os.environ.get("PYTHONPATH", "").split(os.pathsep)))).strip(os.pathsep)
 
 
 def in_ranks(ranks, jobs, folder, monkeypatch):
-    """What each job found in so many processes."""
+    """Run the jobs in this number of processes, and return the results."""
     monkeypatch.setenv("PYTHONPATH", path(ROOT, ROOT / "tests", ROOT / "tests/trainers"))
     given, out = folder / "jobs.json", folder / f"found-{ranks}.json"
     given.write_text(json.dumps(jobs))
@@ -64,14 +64,14 @@ def in_ranks(ranks, jobs, folder, monkeypatch):
 
 
 def alone(kind, accumulation, **options):
-    """A trainer of one process, on the examples that several ranks have together."""
+    """Return a trainer of one process, on the examples that several ranks have together."""
     config = dataclasses.replace(SMALL, **EACH_BATCH, accumulation=accumulation)
     data = dataclasses.replace(DATA, accumulation=accumulation)
     return made(kind, load(data).given, config, **options)
 
 
 def known_to(steps, begin=None):
-    """(truth, what float32 rounding makes of it up to each step) of four micro-batches a step."""
+    """Return (truth, deviation by float32 rounding up to each step) of four micro-batches a step."""
 
     def begun(trainer):
         if begin is not None:
@@ -85,7 +85,7 @@ def known_to(steps, begin=None):
 
 
 def share(job, known):
-    """The largest error of a job's curve, as a share of what the rule allows."""
+    """Return the largest error of a job's curve, as a share of what the rule allows."""
     return share_of_rule(torch.tensor(job["losses"], dtype=torch.float64), *known, torch.float32)
 
 
@@ -104,7 +104,7 @@ def test_ranks_learn_what_one_process_learns_and_read_its_checkpoints(tmp_path, 
         {"side": "reference", "changes": two, "steps": STEPS},
         {"side": "optimized", "changes": two, "steps": STEPS, "leave": middle},
         {"side": "optimized", "changes": two | SWITCHED, "steps": STEPS, "begin": begin},
-        # By the schedule some batches have no inverse losses, so that some weights have no gradient.
+        # This schedule leaves some batches without inverse losses, so that some weights have no gradient.
         {"side": "reference", "changes": {"accumulation": 1}, "steps": STEPS, "dtype": "float64"},
         {"side": "reference", "changes": {"accumulation": 1}, "steps": STEPS},
         {"side": "optimized", "changes": {"accumulation": 1}, "steps": STEPS},
@@ -113,7 +113,7 @@ def test_ranks_learn_what_one_process_learns_and_read_its_checkpoints(tmp_path, 
         {"side": "optimized", "changes": two | SWITCHED | SHARDED, "steps": STEPS, "begin": begin},
         {"side": "optimized", "changes": SHARDED | {"accumulation": 1}, "steps": STEPS},
         {"side": "optimized", "changes": SHARDED | {"lambda_enc": 0.0, "lambda_dec": 0.0}, "steps": 2},
-        # Of weights with a single row only rank 0 has a part.
+        # Only rank 0 has a part of weights with a single row.
         {"side": "optimized", "changes": SHARDED | {"precision": "fp16", "grad_clip": 0.5}, "steps": 2},
         {"side": "optimized", "changes": {"precision": "fp16", "grad_clip": 0.5, "accumulation": 1}, "steps": 2},
         {"side": "optimized", "changes": two | {"cpu_offload_optimizer": True}, "steps": STEPS, "begin": begin},
@@ -165,7 +165,7 @@ def test_each_rank_owns_as_much_of_the_weights(ranks):
 
 
 def begun(folder, *more, ranks=2):
-    """`perfsuite train ups` in so many ranks."""
+    """Start `perfsuite train ups` in this number of ranks."""
     config = ["--config", "configs/ups/tiny.yaml", "--device", "cpu", "--folder", str(folder)]
     command = launching.command_of("train", "ups", *config, "--ranks", str(ranks), *more)
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path(ROOT)}
@@ -175,13 +175,13 @@ def begun(folder, *more, ranks=2):
 
 
 def ended(process):
-    """(exit code, lines but for those about the data)."""
+    """Return (exit code, lines except those about the data)."""
     out, _ = process.communicate(timeout=120)
     return process.returncode, [line for line in out.splitlines() if not line.startswith("data: ")]
 
 
 def ranks_of(process):
-    """Rank → process id of the ranks that run."""
+    """Return rank → process id of the ranks that run."""
     found = {}
     for child in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split():
         variables = Path(f"/proc/{child}/environ").read_bytes().split(b"\0")
@@ -190,13 +190,13 @@ def ranks_of(process):
 
 
 def both(process):
-    """Rank → process id, once two ranks run."""
+    """Return rank → process id once two ranks run, else None."""
     assert process.poll() is None, process.stdout.read()
     return found if len(found := ranks_of(process)) == 2 else None
 
 
 def once(condition, limit_s=60.0):
-    """Wait for something to be true."""
+    """Wait until the condition is true, and return its value."""
     until = time.monotonic() + limit_s
     while not (value := condition()):
         assert time.monotonic() < until
@@ -205,7 +205,7 @@ def once(condition, limit_s=60.0):
 
 
 def new_files(process, folder, before):
-    """Whether a run has written a checkpoint, or ended."""
+    """Return whether a run has written a checkpoint, or ended."""
     return process.poll() is not None or checkpoints.Store(folder).files() != before
 
 
@@ -273,11 +273,11 @@ signal.signal(signal.SIGTERM, signal.SIG_IGN)
 pathlib.Path(sys.argv[1], os.environ["RANK"]).touch()
 time.sleep(60 if os.environ["RANK"] == "0" or sys.argv[2] == "both" else 0)
 """
-"""Two ranks of which rank 0, or both, wait for a signal."""
+"""Program of two ranks, of which rank 0, or both, wait for a signal."""
 
 
 def signalled(folder, which, *signals):
-    """`launching.launch` of ranks that wait, where this process alone gets signals; half a second lies between them."""
+    """Run `launching.launch` with waiting ranks; only this process gets the signals, half a second apart."""
     folder.mkdir()
 
     def send():
@@ -306,7 +306,7 @@ def test_sigint_that_reaches_the_launcher_alone_is_passed_on(tmp_path, monkeypat
 
 
 def test_a_launched_rank_that_gets_a_signal_twice_saves():
-    """The system may send SIGTERM to all processes of a service, and the launcher passes on its own."""
+    """The system may send SIGTERM to all processes of a service, and the launcher also passes on its own."""
     messages = []
     before = signal.getsignal(signal.SIGTERM)
     try:
@@ -406,7 +406,7 @@ def test_torchrun_starts_the_ranks_too(tmp_path):
 
 @pytest.fixture
 def environment(monkeypatch):
-    """Sets torchrun's variables."""
+    """Return a function that sets torchrun's variables."""
 
     def given(**variables):
         usual = {"RANK": 0, "WORLD_SIZE": 2, "LOCAL_RANK": 0, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 1}
@@ -532,7 +532,7 @@ def test_rank_0_alone_writes_a_profile(tmp_path, monkeypatch):
 
 
 class Diverging:
-    """A trainer whose third loss is no number."""
+    """Trainer whose third loss is NaN."""
 
     window_name = "step"
 

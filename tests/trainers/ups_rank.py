@@ -1,4 +1,4 @@
-"""One rank of several that train ups: `python ups_rank.py JOBS OUT` with the jobs, and what was found, in JSON.
+"""One of several ranks that train ups: `python ups_rank.py JOBS OUT` reads jobs and writes results, in JSON.
 
 A job names a side, changes of the configuration, the steps, and perhaps the dtype, and files of a state to begin with
 and to leave. OUT gets each job's losses, and whether all ranks had the same weights at its end.
