@@ -1,8 +1,8 @@
 """Samples of the 1-D advection equation u_t + beta u_x = 0, periodic on [0, 1].
 
 The solution is known, u(x, t) = u0(x - beta t), and is evaluated in float64 at the cell centres. PDEBench stores the
-cell averages of a second-order finite-volume scheme instead. Over a cell of 1/1024, average and centre value of a wave
-differ by (k/1024)²/24 at most: 1e-4 of its amplitude for k = 16 pi.
+cell averages of a second-order finite-volume scheme instead. For a cell of width 1/1024, the average and the centre
+value of a wave differ by at most (k/1024)²/24: 1e-4 of its amplitude for k = 16 pi.
 source: ups, technique 002 (data); Takamoto et al., PDEBench (2022)
 """
 
@@ -16,15 +16,15 @@ import numpy
 from suite.building import Array
 
 BETAS = (0.1, 0.2, 0.4, 0.7, 1.0, 2.0, 4.0, 7.0)
-"""The speeds of PDEBench's files."""
+"""Advection speeds of PDEBench's files."""
 FRAMES = 201
 FRAME_S = 0.01
-"""Between two frames; the last is at t = 2."""
+"""Time between two frames, in s; the last frame is at t = 2 s."""
 WAVES = 2
 MOST_PERIODS = 8
-"""A wave has 1 to so many periods in [0, 1]: the default of PDEBench's generator, whose advection data reach 8, too."""
+"""A wave has 1 to 8 periods in [0, 1]: the default of PDEBench's generator, whose advection data also reach 8."""
 RARE = 0.1
-"""The probability of the absolute value, and of the window."""
+"""Probability of the absolute value, and of the window."""
 EDGE = 0.01
 """Width of the window's edges."""
 
@@ -42,11 +42,11 @@ class Initial:
     absolute: bool
     sign: float
     window: tuple[float, float] | None
-    """Where the window begins and ends."""
+    """Start and end of the window."""
 
 
 def drawn(seed: int, index: int) -> Initial:
-    """The initial condition of a sample, which depends on nothing but the seed and its index.
+    """Draw the initial condition of a sample, which depends on the seed and the index alone.
 
     It is the same for each beta, as in PDEBench, which has one seed for all its files.
     """
@@ -68,26 +68,26 @@ def drawn(seed: int, index: int) -> Initial:
 
 
 def centres(cells: int) -> Array:
-    """The centres of equal cells of [0, 1], float64 [cells]."""
+    """Return the centres of equal cells of [0, 1], float64 [cells]."""
     return (numpy.arange(cells) + 0.5) / cells
 
 
 def times() -> Array:
-    """The times of the frames, in s, float64 [201]."""
+    """Return the times of the frames, in s, float64 [201]."""
     return numpy.arange(FRAMES) * FRAME_S
 
 
 def stored_times() -> Array:
-    """The t-coordinate as PDEBench stores it: the times of the frames and one time more, 2.01; float64 [202]."""
+    """Return the t-coordinate as PDEBench stores it: the frames' times and one more, 2.01 s; float64 [202]."""
     return numpy.arange(FRAMES + 1) * FRAME_S
 
 
 def solution(initial: Initial, beta: float, points: int) -> Array:
-    """The exact solution at the frames' times and the cells' centres, float64 [201, points]."""
+    """Return the exact solution at the frames' times and the cells' centres, float64 [201, points]."""
     x, shift = centres(points), beta * times()
     u = numpy.zeros((FRAMES, points))
     for periods, amplitude, phase in zip(initial.periods, initial.amplitudes, initial.phases, strict=True):
-        # sin(k (x - beta t) + phi) by the addition theorem: two products an element instead of a sine
+        # sin(k (x - beta t) + phi) by the addition theorem: two products per element instead of a sine
         k = 2 * math.pi * periods
         u += (amplitude * numpy.cos(k * shift))[:, None] * numpy.sin(k * x + phase)
         u -= (amplitude * numpy.sin(k * shift))[:, None] * numpy.cos(k * x + phase)

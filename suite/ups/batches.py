@@ -37,9 +37,9 @@ if TYPE_CHECKING:
     from suite.ups.config import TrainConfig
 
 PATTERNS = {"advection1d": "*Advection*.hdf5", "darcy2d": "*DarcyFlow*.hdf5"}
-"""Patterns of the names that PDEBench gives its files."""
+"""Task → glob pattern for the names of PDEBench's files."""
 LARGEST_DENOMINATOR = 1000
-"""The largest denominator of the share of advection in a batch."""
+"""Largest denominator of the share of advection in a batch."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,31 +47,31 @@ class Data:
     """Fields of a configuration that concern the data."""
 
     data: str | None = None
-    """A folder with PDEBench's files, one of each task or of one alone; null: fields made in memory."""
+    """Folder with PDEBench's files, one per task or of one task only; null: fields made in memory."""
     advection: str | None = None
-    """A file of advection1d."""
+    """File of advection1d."""
     darcy: str | None = None
-    """A file of darcy2d."""
+    """File of darcy2d."""
     latents: str | None = None
-    """The folder of the latents' cache; null: that of each file."""
+    """Folder of the latent cache; null: the folder of each data file."""
     validation: float = 0.1
-    """The share of the samples to validate on."""
+    """Share of the samples to validate on."""
     advection_share: float = 0.5
-    """Of a batch, where there are both tasks."""
+    """Share of advection in a batch, where there are both tasks."""
     synthetic: int = 16
     """Samples of each task that are made in memory where no file is named."""
     synthetic_frames: int = 11
-    """Of each of these samples of advection."""
+    """Frames of each of these samples of advection."""
     steps: int | None = None
-    """Of the training, at whose end the run ends; null: as `epochs` says."""
+    """Steps of the whole training, after which the run ends; null: as many as `epochs` takes."""
     epochs: int = 40
-    """Times that all training examples are passed."""
+    """Passes over all training examples."""
     batch_size: int = 8
     accumulation: int = 3
     tokens: int = 128
     latent_width: int = 128
     seed: int = 0
-    """Of the splits, the frozen encoders and the order of the examples."""
+    """Seed of the splits, the frozen encoders, the order of the examples and the samples made in memory."""
 
     def __post_init__(self) -> None:
         for name, least in {"synthetic": 2, "synthetic_frames": 2, "epochs": 1}.items():
@@ -90,24 +90,24 @@ class TaskData:
     fields: TaskFields
     latents: Latents
     tokens: tuple[int, ...]
-    """Along each dimension."""
+    """Tokens along each dimension."""
 
     @property
     def task(self) -> str:
-        """The task's name."""
+        """Name of the task."""
         return self.fields.task
 
     @property
     def at_boundary(self) -> torch.Tensor:
-        """The places of the tokens at the boundary, int64: for a mask the host would wait for the device."""
+        """Indices of the tokens at the boundary, int64. Indexing by a mask would make the host wait for the device."""
         return boundary_tokens(self.tokens).nonzero().flatten()
 
     def count(self, split: str = "train") -> int:
-        """Examples of a split."""
+        """Return the number of examples of a split."""
         return len(getattr(self.fields, split)) * (self.fields.states - 1)
 
     def rows(self, indices: Sequence[int], split: str = "train") -> torch.Tensor:
-        """The rows of the latents before the step, int64; those after it are one further."""
+        """Return the rows of the latents before the step, int64; each latent after it is in the next row."""
         samples = getattr(self.fields, split)
         places = (divmod(index, self.fields.states - 1) for index in indices)
         return torch.tensor([samples[sample] * self.fields.states + state for sample, state in places])
@@ -121,21 +121,21 @@ class TaskPart:
     before: torch.Tensor
     """float32 [B, tokens, latent width]."""
     after: torch.Tensor
-    """As `before`."""
+    """Shape and dtype as for `before`."""
     dt: torch.Tensor
     """float32 [B], in s."""
     field: torch.Tensor
-    """float32 [B, *grid, 1]: what `before` was encoded from; of no example where the batch has no inverse losses."""
+    """float32 [B, *grid, 1]: the fields that `before` was encoded from; B is 0 without inverse losses in the batch."""
     queries: torch.Tensor
-    """int64 [Q], places in the flattened grid; none where the batch has no inverse losses."""
+    """int64 [Q], indices into the flattened grid; empty where the batch has no inverse losses."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class MicroBatch:
-    """The examples of both tasks that are passed at once."""
+    """Examples of all tasks that pass through the networks at once."""
 
     number: int
-    """From 0."""
+    """Number of the micro-batch, counted from 0."""
     parts: tuple[TaskPart, ...]
     scales: torch.Tensor
     """float32 [depth, 2, B]: drop-path multipliers of the operator's sublayers, in the order of the parts."""
@@ -146,17 +146,17 @@ class MicroBatch:
 
 @dataclass(frozen=True, kw_only=True)
 class Mixture:
-    """The tasks of a training. A trainer is given it."""
+    """The tasks that a trainer trains on."""
 
     tasks: tuple[TaskData, ...]
     share: Fraction = Fraction(1, 2)
-    """Of advection in a batch, where there are both tasks."""
+    """Share of advection in a batch, where there are both tasks."""
     rank: int = 0
     ranks: int = 1
-    """Processes that train together; each has examples of its own."""
+    """Processes that train together; each has its own examples."""
 
     def counts(self, batch_size: int) -> tuple[int, ...]:
-        """Examples of each task in a micro-batch; ValueError where they are no whole numbers."""
+        """Return the examples of each task in a micro-batch; ValueError if they are not whole numbers."""
         if len(self.tasks) == 1:
             return (batch_size,)
         first = self.share * batch_size
@@ -170,30 +170,30 @@ class Mixture:
         return (int(first), batch_size - int(first))
 
     def examples(self) -> int:
-        """Training examples of all tasks."""
+        """Return the number of training examples of all tasks."""
         return sum(task.count() for task in self.tasks)
 
     def task(self, name: str) -> TaskData:
-        """The task of that name."""
+        """Return the task of that name."""
         return next(task for task in self.tasks if task.task == name)
 
     @functools.cached_property
     def digest(self) -> str:
-        """Of the data of all tasks."""
+        """Digest of the data of all tasks."""
         return digest_of([task.fields.digest for task in self.tasks])
 
 
 @dataclass(frozen=True, kw_only=True)
 class Maker:
-    """Makes the micro-batches of a configuration by their number.
+    """Sequence that makes the micro-batches of a configuration by their number.
 
-    ValueError where a batch does not divide into the tasks' shares.
+    ValueError if a batch does not divide into the tasks' shares.
     """
 
     given: Mixture
     config: TrainConfig
     every: bool = False
-    """Whether batches without inverse losses have fields, too."""
+    """Whether batches without inverse losses have fields and query points, too."""
     counts: tuple[int, ...] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -204,12 +204,12 @@ class Maker:
         return MicroBatch(number=number, parts=tuple(parts), scales=self.scales(number))
 
     def scales(self, number: int) -> torch.Tensor:
-        """The drop-path multipliers of a micro-batch, float32 [depth, 2, B]."""
+        """Return the drop-path multipliers of a micro-batch, float32 [depth, 2, B]."""
         rates = drop_path_rates(self.config.depth, self.config.drop_path)
         return drop_path_scales(rates, sum(self.counts), self.generator(number, 0))
 
     def rows(self, place: int, number: int) -> torch.Tensor:
-        """The rows of a task's latents in a micro-batch, int64 [B]."""
+        """Return the rows of a task's latents in a micro-batch, int64 [B]."""
         task, count = self.given.tasks[place], self.counts[place]
         first = self._of_all(number) * count
         examples = task.count()
@@ -220,12 +220,12 @@ class Maker:
         return task.rows(indices)
 
     def queries(self, place: int, number: int) -> torch.Tensor:
-        """The query points of a task in a micro-batch, int64 [Q]."""
+        """Return the query points of a task in a micro-batch, int64 [Q]."""
         points = self.given.tasks[place].fields.points.shape[:-1].numel()
         return query_indices(points, self.config.num_queries, self.generator(number, -1 - place))
 
     def fields(self, place: int, rows: torch.Tensor) -> torch.Tensor:
-        """The fields of some rows, float32 [B, *grid, 1]."""
+        """Return the fields of some rows, float32 [B, *grid, 1]."""
         fields = self.given.tasks[place].fields
         return torch.stack([fields.at(*divmod(row, fields.states)) for row in rows.tolist()]).unsqueeze(-1)
 
@@ -243,23 +243,26 @@ class Maker:
         )
 
     def generator(self, number: int, stream: int) -> torch.Generator:
-        """The generator of what is drawn for a micro-batch: one for each stream, on the CPU."""
+        """Return the CPU generator of a micro-batch's random draws; each stream has its own."""
         word = mixed(word_of(self.config.seed, self._of_all(number)) + stream & WORD)
         return torch.Generator().manual_seed(word & 2**63 - 1)
 
     def first(self) -> MicroBatch:
-        """The first micro-batch of the training, in every rank that of rank 0."""
+        """Return the first micro-batch of the training; every rank gets that of rank 0."""
         return dataclasses.replace(self, given=dataclasses.replace(self.given, rank=0))[0]
 
     def _of_all(self, number: int) -> int:
-        """The number of a micro-batch among those of all ranks: of any ranks and accumulation the same are a step's."""
+        """Return the number of a micro-batch among those of all ranks.
+
+        Which micro-batches a step has depends only on the product of ranks and accumulation.
+        """
         return number * self.given.ranks + self.given.rank
 
 
 class Feed:
-    """The micro-batches in order, made here or ahead of time by workers that stay.
+    """Micro-batches in order, made in this process or ahead of time by persistent workers.
 
-    Asked for any number but the next, it begins anew there.
+    A request for any number but the next restarts the workers at that number.
     """
 
     def __init__(self, maker: Maker) -> None:
@@ -268,7 +271,7 @@ class Feed:
         self._made: Iterator[MicroBatch] = iter(())
 
     def batch(self, number: int) -> MicroBatch:
-        """Micro-batch `number`, from 0, on the CPU."""
+        """Return micro-batch `number`, counted from 0, on the CPU."""
         config = self._maker.config
         if not config.num_workers:
             return self._maker[number]
@@ -293,9 +296,9 @@ def _as_it_is(batch: Any) -> Any:
 
 
 def _end_with_parent(number: int) -> None:
-    """End this worker when the process that trains has ended, also where that was killed.
+    """End this worker once the training process has ended, even if that was killed.
 
-    torch looks at the worker's parent, which is the fork server: and that stays as long as it has a worker.
+    PyTorch watches the worker's parent. This is the fork server, which lives as long as it has a worker.
     """
     trains = multiprocessing.parent_process()
     assert trains is not None
@@ -309,13 +312,13 @@ def _end_with_parent(number: int) -> None:
 
 @functools.lru_cache(maxsize=4)
 def _order(examples: int, seed: int, epoch: int) -> list[int]:
-    """Of an epoch, sorted once and not at each of its batches."""
+    """Return the order of an epoch's examples, cached so that it is not computed again for each batch."""
     order: list[int] = permutation(examples, seed, epoch, "cpu").tolist()
     return order
 
 
 class Steps(NumberedSteps):
-    """The numbers of the steps, by which a trainer makes its micro-batches."""
+    """Step numbers, from which a trainer makes its micro-batches."""
 
     unit = "examples"
     raised_by = "steps or epochs"
@@ -327,7 +330,7 @@ class Steps(NumberedSteps):
         super().__init__(data.steps if data.steps is not None else data.epochs * epoch)
 
     def items(self, batch: Mapping[str, torch.Tensor]) -> int:
-        """Count the examples that a step trains on, of all ranks."""
+        """Return the number of examples that a step trains on, over all ranks."""
         return self.count
 
     def identity(self) -> dict[str, Any]:
@@ -341,7 +344,7 @@ class Steps(NumberedSteps):
 
 @dataclass(frozen=True, kw_only=True)
 class Loaded:
-    """What a trainer gets, and a line that says where it is from."""
+    """Data of a trainer, and a line that says where they come from."""
 
     batches: Steps
     given: Mixture
@@ -349,7 +352,7 @@ class Loaded:
 
 
 def load(data: Data, rank: int = 0, ranks: int = 1) -> Loaded:
-    """Open the data that the fields of `data` describe; PerfsuiteError where there is none, or it is wrong."""
+    """Open the data that the fields of `data` describe; PerfsuiteError if they are missing or invalid."""
     given = mixture_of(data, rank, ranks)
     parts = [f"{task.count():,} training examples of {task.fields.name}" for task in given.tasks]
     told = f"data: {' and '.join(parts)}"
@@ -357,7 +360,7 @@ def load(data: Data, rank: int = 0, ranks: int = 1) -> Loaded:
 
 
 def mixture_of(data: Data, rank: int = 0, ranks: int = 1) -> Mixture:
-    """Open the tasks, with their latents, which are encoded if there are none."""
+    """Open the tasks with their latents, which are encoded where they are not cached."""
     files = files_of(data)
     if files:
         opened = [from_file(path, task, validation=data.validation, seed=data.seed) for task, path in files.items()]
@@ -377,7 +380,10 @@ def mixture_of(data: Data, rank: int = 0, ranks: int = 1) -> Mixture:
 
 
 def files_of(data: Data) -> dict[str, Path]:
-    """Task → file, for the tasks that are named; empty where none is. PerfsuiteError where a folder has none."""
+    """Return task → file for the named tasks; empty if none is named.
+
+    PerfsuiteError if a named file is missing, or a folder has no matching file, or several for one task.
+    """
     named = {"advection1d": data.advection, "darcy2d": data.darcy}
     if data.data is None:
         files = {task: Path(path) for task, path in named.items() if path is not None}
@@ -406,12 +412,12 @@ def files_of(data: Data) -> dict[str, Path]:
 def for_ablation(
     config: TrainConfig, data: Data, device: torch.device
 ) -> tuple[Mixture, Iterator[Mapping[str, torch.Tensor]]]:
-    """(data, batches without end), for `perfsuite ablate`: each trainer goes by its own count of steps."""
+    """Return (data, endless batches) for `perfsuite ablate`; each trainer counts its steps itself."""
     return mixture_of(data), itertools.repeat({})
 
 
 def _made(task: str, data: Data) -> TaskFields:
-    # A grid of two cells a token: small, and its fields are not constant in a token.
+    # At least two cells per token along each dimension: a small grid, whose fields vary within a token.
     line = task == "advection1d"
     cells = 2 * max(token_grid(task, data.tokens)) if line else 2 * _plane(token_grid(task, data.tokens))
     frames = data.synthetic_frames
@@ -421,5 +427,5 @@ def _made(task: str, data: Data) -> TaskFields:
 
 
 def _plane(tokens: tuple[int, ...]) -> int:
-    """Cells of a square grid that divides into tokens; 2 of them are a token's side at least."""
+    """Return the fewest cells along a side of a square grid that divides into tokens."""
     return math.lcm(*tokens)

@@ -41,13 +41,13 @@ class UpsConfig:
     lambda_enc: float = 0.01
     """Weight of the error of the decoded field at the query points."""
     lambda_dec: float = 0.01
-    """Weight of the error of the latents encoded again."""
+    """Weight of the error of the latents that are encoded again from the decoded field."""
     spectral: float = 0.05
     """Weight of the error of the amplitudes of the latents' Fourier series along the tokens."""
     boundary: float = 0.05
     """Weight of the error of the latent tokens at the domain's boundary."""
     inverse_loss_frequency: int = 1
-    """Batches from one that has the inverse losses to the next."""
+    """Micro-batches from one with inverse losses to the next."""
     num_queries: int = 2048
     """Grid points at which a decoded field is compared; all of them where a grid has fewer."""
 
@@ -56,7 +56,7 @@ class UpsConfig:
     weight_decay: float = 0.03
     ema_decay: float = 0.999
     seed: int = 0
-    """Of the first weights, the dropped sublayers and the query points."""
+    """Seed of the initial weights, the dropped sublayers and the query points."""
 
     def __post_init__(self) -> None:
         sizes = ("tokens", "latent_width", "width", "depth", "heads", "mlp_ratio", "decoder_width", "decoder_depth")
@@ -74,64 +74,64 @@ class UpsConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig(UpsConfig):
-    """All settings of a training; the reference reads what stands before the techniques.
+    """All settings of a training. The reference trainer reads only the fields before the techniques.
 
     `__post_init__` raises ValueError for an impossible value, with the field's name and the remedy.
     """
 
     # --- steps
     stage: Literal["operator", "diffusion", "consistency"] = "operator"
-    """The part that is trained. Each stage after the first starts from the checkpoint of the one before, `init`."""
+    """Part that is trained. Each stage after the first starts from the previous stage's checkpoint, `init`."""
     init: str | None = None
-    """A checkpoint of the stage before: a file, or the folder of a run, whose last one is taken."""
+    """Checkpoint of the previous stage: a file, or the folder of a run, whose last checkpoint is used."""
     batch_size: int = 8
     """Examples of a micro-batch on one GPU."""
     accumulation: int = 3
-    """Micro-batches of a step."""
+    """Micro-batches per step."""
     grad_clip: float | None = None
-    """The largest norm of all gradients together; null: they are not clipped."""
+    """Largest norm of all gradients together; null: they are not clipped."""
 
     # --- how it runs
     precision: Literal["float32", "fp16", "bf16"] = "float32"
-    """Of the products, by autocast; fp16 scales the loss, and leaves out a step whose gradients are not finite."""
+    """Precision of the products, by autocast; fp16 scales the loss, and skips a step with non-finite gradients."""
     muon_in_bfloat16: bool = True
     """Orthogonalize Muon's matrices in bfloat16, as torch.optim.Muon does; false: in float32."""
     num_workers: int = 0
-    """Processes that make batches ahead; 0: this one makes them."""
+    """Worker processes that make batches ahead of time; 0: the training process makes them."""
     prefetch_factor: int = 4
-    """Batches that each worker makes ahead."""
+    """Batches that each worker makes ahead of time."""
     use_fsdp2: bool = False
-    """Shard the parameters over the GPUs; a single process ignores it, and says so."""
+    """Shard the parameters over the GPUs. A single process, or a later stage, ignores it with a warning."""
 
     # --- techniques
     inverse_losses: bool = True
-    """Compute the inverse losses in those batches alone that have them; off: in all, and take some."""
+    """Compute the inverse losses only in the batches that use them; off: compute them in all, and use some."""
     query_sampling: bool = True
-    """Decode fields at the query points alone; off: at all points, and take some."""
+    """Decode fields only at the query points; off: decode at all points, and use some."""
     fused_optimizers: bool = True
-    """Muon by batched products, AdamW by one kernel and EMA by one launch; off: tensor by tensor."""
+    """Run Muon as batched products, AdamW as one kernel and the EMA as one launch; off: tensor by tensor."""
     fused_clip: bool = True
-    """Clip the gradients on the device, all at once; off: tensor by tensor, by the host."""
+    """Clip all gradients at once on the device; off: the host clips them tensor by tensor."""
     resident_latents: bool = True
-    """Keep all latents and fields on the device; off: each batch is sent. The source does the latter."""
+    """Keep all latents and fields on the device; off: send each batch, as the source does."""
     compile: bool = True
-    """Compile the operator, the encoders and the decoders; on a CPU they run as they are."""
+    """Compile the operator, the encoders and the decoders; on a CPU they are not compiled."""
     compile_mode: Literal["default", "reduce-overhead"] = "reduce-overhead"
-    """The latter replays the compiled operator as CUDA graphs."""
+    """`reduce-overhead` replays the compiled operator as CUDA graphs."""
     cuda_graphs: bool = True
-    """Replay a whole step as one CUDA graph. It needs `fused_optimizers` and `fused_clip`, and no scaled loss or
-    offloaded optimizer, for which the host must act in each step."""
+    """Replay a whole step as one CUDA graph. It needs `fused_optimizers` and `fused_clip`. It excludes a scaled loss
+    and an offloaded optimizer, for which the host must act in each step."""
 
     shared_optimizer: bool = True
     """With several GPUs, each GPU updates a share of the weights and sends it to the others; off: each updates all."""
 
     # --- techniques that need not pay
     activation_checkpoint: bool = False
-    """Compute the operator's sublayers again in the backward: less memory, more time."""
+    """Compute the operator's sublayers again in the backward pass: less memory, more time."""
     cpu_offload_optimizer: bool = False
     """Keep the optimizers' state in host memory: less memory, more time."""
     flex_attention: bool = False
-    """Attention of the operator by FlexAttention, on a GPU; without a mask it has nothing to gain."""
+    """Use FlexAttention for the operator's attention on a GPU; without a mask it gains nothing."""
 
     def __post_init__(self) -> None:
         UpsConfig.__post_init__(self)
@@ -145,9 +145,9 @@ class TrainConfig(UpsConfig):
         need(not first or self.init is None, "init", self.init, "the operator stage has none before it; leave it out")
 
     def has_inverse(self, number: int) -> bool:
-        """Whether a micro-batch, counted from 0, has the inverse losses.
+        """Return whether a micro-batch, counted from 0, has the inverse losses.
 
-        None has where both weights are 0, or in the stages after the operator's.
+        None has them if both weights are 0, or in a stage after the operator's.
         """
         weighted = self.stage == "operator" and (self.lambda_enc > 0 or self.lambda_dec > 0)
         return weighted and number % self.inverse_loss_frequency == 0
@@ -164,9 +164,9 @@ TECHNIQUES = (
 )
 """The switches, in the order in which the ablation turns them on."""
 TRADES = ("activation_checkpoint", "cpu_offload_optimizer", "flex_attention")
-"""Switches that no "all on" has: two pay time for memory, and FlexAttention has nothing to gain without a mask."""
+"""Switches that "all on" leaves off: two trade time for memory, and FlexAttention gains nothing without a mask."""
 OF_RANKS = ("shared_optimizer",)
-"""Switches that have an effect with several GPUs only."""
+"""Switches that only have an effect with several GPUs."""
 CLAIMS = {
     "inverse_losses": "1.31× with 1024 query points",
     "fused_optimizers": "1.13×",
@@ -174,10 +174,10 @@ CLAIMS = {
     "activation_checkpoint": "1.45× with a batch of 16",
     "cpu_offload_optimizer": "1.23× with a batch of 20",
 }
-"""The source's expectation of each technique."""
+"""Speedup that the source expects of each technique."""
 
 
 def without_techniques(config: TrainConfig) -> TrainConfig:
-    """The same configuration with every switch off."""
+    """Return the same configuration with every switch off."""
     off: dict[str, Any] = dict.fromkeys((*TECHNIQUES, *TRADES, *OF_RANKS), False)
     return dataclasses.replace(config, **off)

@@ -1,8 +1,8 @@
 """Samples of 2-D Darcy flow: div(a grad u) = -beta on the unit square, with u = 0 at its boundary.
 
-Cell-centred finite volumes with fluxes between two cells. a is constant in each cell, so that a face between two cells
-has the harmonic mean of theirs, and u is second-order accurate also where a jumps. At the boundary, half a cell from a
-centre, u is 0.
+The solver uses cell-centred finite volumes with two-point fluxes. a is constant in each cell. A face between two cells
+has the harmonic mean of their values, so that u is second-order accurate even where a jumps. u is 0 at the boundary,
+half a cell from the nearest centre.
 source: ups, technique 002 (data); a as in Li et al., Fourier Neural Operator (2021)
 """
 
@@ -16,29 +16,29 @@ from scipy import fft
 from suite.building import Array
 
 BETAS = (0.01, 0.1, 1.0, 10.0, 100.0)
-"""The sources of PDEBench's files."""
+"""Source terms of PDEBench's files."""
 LOW, HIGH = 0.1, 1.0
 """The two values of a."""
 MODES = 64
-"""Cosines in each direction. The last have 1/500 of the first's amplitude, whatever the resolution is."""
+"""Cosines in each direction. The last have 1/500 of the first one's amplitude at any resolution."""
 TAU = 3.0
 """The field's covariance is (-Laplacian + TAU²)^-2, with reflecting boundaries."""
 TOLERANCE = 1e-12
-"""Of the residual's norm, relative to the source's. The file's float32 resolves 1e-7."""
+"""Largest norm of the residual, relative to the norm of the source. The file's float32 resolves 1e-7."""
 MOST_STEPS = 300
-"""About 40 are needed: a ranges over a factor of 10, which bounds the condition number at every resolution."""
+"""Limit on the steps. About 40 are needed at any resolution: a's range, a factor of 10, bounds the condition."""
 
 
 def coefficient(seed: int, index: int, cells: int) -> Array:
-    """a of a sample at the cells' centres, float64 [cells, cells]: 1 where its `field` is positive, 0.1 elsewhere."""
+    """Return a of a sample at the cells' centres, float64 [cells, cells]: 1 where `field` is positive, else 0.1."""
     return numpy.where(field(seed, index, cells) > 0, HIGH, LOW)
 
 
 def field(seed: int, index: int, cells: int) -> Array:
-    """A Gaussian random field at the cells' centres, float64 [cells, cells]: Σ w c_m(x) c_n(y) / (pi² (m² + n²) + TAU²)
-    with w ~ N(0, 1), c_0 = 1 and c_m(x) = sqrt(2) cos(m pi x).
+    """Return a Gaussian random field at the cells' centres, float64 [cells, cells].
 
-    It depends on the seed and the index alone; more cells resolve the same field finer. It has no constant part, so
+    It is Σ w c_m(x) c_n(y) / (pi² (m² + n²) + TAU²) with w ~ N(0, 1), c_0 = 1 and c_m(x) = sqrt(2) cos(m pi x). It
+    depends on the seed and the index alone; more cells resolve the same field more finely. It has no constant part, so
     that neither value of a prevails in most samples.
     """
     white = numpy.random.default_rng([seed, index]).standard_normal((MODES, MODES))
@@ -55,10 +55,11 @@ def field(seed: int, index: int, cells: int) -> Array:
 
 
 def solve(a: Array, source: Array | float) -> Array:
-    """u at the cells' centres where div(a grad u) = -source; float64 [n, n], as a is.
+    """Solve div(a grad u) = -source for u at the cells' centres; float64 [n, n], like a.
 
-    source  at the cells' centres, [n, n] or a number
-    Conjugate gradients, preconditioned by the solution for a = 1, which a sine transform gives.
+    source  values at the cells' centres, [n, n], or a number
+
+    The method is conjugate gradients, preconditioned by the solution for a = 1, which a sine transform gives.
     """
     cells = len(a)
     fluxes = _conductances(a)
@@ -85,7 +86,7 @@ def solve(a: Array, source: Array | float) -> Array:
 
 
 def _conductances(a: Array) -> tuple[Array, Array]:
-    """Of the faces in each direction, [n + 1, n] and [n, n + 1]: the flux for a difference of 1 in u."""
+    """Return the fluxes through the faces per unit difference in u: [n + 1, n] along x, and [n, n + 1] along y."""
     cells = len(a)
     along_x, along_y = numpy.empty((cells + 1, cells)), numpy.empty((cells, cells + 1))
     for faces, values in ((along_x, a), (along_y.T, a.T)):
@@ -95,7 +96,7 @@ def _conductances(a: Array) -> tuple[Array, Array]:
 
 
 def _applied(fluxes: tuple[Array, Array], u: Array) -> Array:
-    """-div(a grad u) · h²."""
+    """Return -div(a grad u) · h²."""
     along_x, along_y = fluxes
     flow_x, flow_y = along_x.copy(), along_y.copy()
     for flow, values in ((flow_x, u), (flow_y.T, u.T)):

@@ -1,4 +1,4 @@
-"""How far the predictions of a trained operator are from the fields, by task and by step of a rollout.
+"""Errors of a trained operator's predictions, by task and by step of a rollout.
 
 source: ups, technique 002 (NRMSE)
 """
@@ -27,15 +27,15 @@ from suite.ups.stages import Refiner, take
 EPSILON = 1e-8
 """Added to the mean square of the target."""
 NOISE_SEED = 0
-"""Of the residuals that a stage after the operator's draws."""
+"""Seed of the residuals that a stage after the operator's draws."""
 ROLLOUT = 10
-"""Steps of a rollout at most, where nobody says how many."""
+"""Default limit on the steps of a rollout."""
 SAMPLES = 16
 """Samples that are predicted at once."""
 EXAMPLES = 256
-"""Validation examples of each task, at most, that the held-out loss is computed of."""
+"""Largest number of validation examples per task for the held-out loss."""
 Weights = Literal["averages", "trained"]
-"""The exponential moving averages, or the weights themselves: after few steps the averages lag behind."""
+"""Exponential moving averages, or the weights themselves. After few steps the averages lag behind."""
 KEYS: Mapping[Weights, str] = {"averages": "averages", "trained": "weights"}
 """Weights → their name in a checkpoint."""
 Step = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
@@ -48,12 +48,12 @@ class Score:
 
     task: str
     step: int
-    """From 1."""
+    """Step of the rollout, counted from 1."""
     samples: int
     nrmse: float
-    """Of the decoded fields, in their own units."""
+    """NRMSE of the decoded fields, in the fields' own units."""
     latent_nrmse: float
-    """Of the latents."""
+    """NRMSE of the latents."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,18 +63,18 @@ class Example:
     task: str
     step: int
     field: torch.Tensor
-    """[*grid], in its own units."""
+    """[*grid], in the field's own units."""
     prediction: torch.Tensor
-    """As `field`."""
+    """Shape and units as for `field`."""
 
 
 def nrmse(error: float, target: float) -> float:
-    """sqrt(error / (target + 1e-8)) of two mean squares."""
+    """Return sqrt(error / (target + 1e-8)) of two mean squares."""
     return math.sqrt(error / (target + EPSILON))
 
 
 def data_for(config: TrainConfig, data: Data) -> Data:
-    """The same data, with what a checkpoint's latents were made by."""
+    """Return the same data with the latent sizes, seed and batch sizes of a checkpoint."""
     return dataclasses.replace(
         data,
         tokens=config.tokens,
@@ -88,7 +88,7 @@ def data_for(config: TrainConfig, data: Data) -> Data:
 def loaded(
     config: TrainConfig, given: Mixture, state: Mapping[str, Any], device: torch.device, weights: Weights = "averages"
 ) -> tuple[Networks, Step]:
-    """(networks, step in time) of a checkpoint's state; PerfsuiteError where the data's tasks are others."""
+    """Return (networks, step in time) of a checkpoint's state; PerfsuiteError if it does not fit the data."""
     chosen = KEYS[weights]
     try:
         if config.stage == "operator":
@@ -110,7 +110,7 @@ def loaded(
 
 
 def quality(trainer: Any, given: Mixture) -> dict[str, float]:
-    """A trainer's errors at the first and the last step of a rollout, for `perfsuite ab`."""
+    """Return a trainer's errors at the first and last step of a rollout and its held-out loss, for `perfsuite ab`."""
     kept = trainer.refiner.kept() if trainer.refiner is not None else {}
     state = {"averages": trainer.averages, "weights": trainer.weights, "kept": kept}
     found: dict[str, float] = {}
@@ -130,10 +130,10 @@ def quality(trainer: Any, given: Mixture) -> dict[str, float]:
 
 @torch.no_grad()
 def held_out_loss(config: TrainConfig, given: Mixture, device: torch.device, step: Step) -> float:
-    """The loss of one step in time over validation examples, without the inverse losses.
+    """Return the loss of one step in time over validation examples, without the inverse losses.
 
-    Configurations with other schedules of the inverse losses are compared by it. Examples are evenly spaced, at most
-    `EXAMPLES` of each task; a task counts by its share of a batch.
+    It compares configurations with different schedules of the inverse losses. The examples are evenly spaced, at most
+    `EXAMPLES` per task. Each task is weighted by its share of a batch.
     """
     shares = [1.0] if len(given.tasks) == 1 else [float(given.share), 1 - float(given.share)]
     total = 0.0
@@ -154,10 +154,12 @@ def held_out_loss(config: TrainConfig, given: Mixture, device: torch.device, ste
 def evaluate(
     networks: Networks, given: Mixture, device: torch.device, rollout: int, step: Step | None = None
 ) -> tuple[list[Score], list[Example]]:
-    """Predict all validation samples from their first states on, step by step.
+    """Predict all validation samples step by step from their first states.
 
-    rollout  steps at most; a task with fewer states has fewer
+    rollout  largest number of steps; a task with fewer states has fewer
     step     a step in time; None: the operator's
+
+    Return the scores, and an example of each task.
     """
     scores, examples = [], []
     for task in given.tasks:
@@ -198,7 +200,7 @@ def evaluate(
 def _rolled(
     networks: Networks, task: TaskData, samples: tuple[int, ...], steps: int, device: torch.device, step: Step
 ) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]]:
-    """(decoded prediction, field, predicted latents, latents) of each step; fields in their own units."""
+    """Return (decoded prediction, field, predicted latents, latents) of each step; fields in their own units."""
     first = torch.tensor(samples) * task.fields.states
     states = torch.stack([task.fields.read(sample) for sample in samples])
     points = task.fields.points.to(device).flatten(0, -2)
@@ -216,7 +218,7 @@ def _rolled(
 
 
 def as_markdown(scores: list[Score], checkpoint: str, weights: Weights) -> str:
-    """A table of the scores."""
+    """Return a Markdown table of the scores."""
     named = {"averages": "averaged weights", "trained": "the trained weights, not averaged"}[weights]
     lines = [
         f"NRMSE of {checkpoint}, over the validation samples, with {named}.",
@@ -229,7 +231,7 @@ def as_markdown(scores: list[Score], checkpoint: str, weights: Weights) -> str:
 
 
 def save(scores: list[Score], examples: list[Example], folder: Path, about: Mapping[str, Any]) -> list[Path]:
-    """Write evaluation.json, evaluation.md and a picture of each task; the files."""
+    """Write evaluation.json, evaluation.md and a figure per task; return the files."""
     content = {**about, "scores": [dataclasses.asdict(score) for score in scores]}
     files = [
         write(folder / "evaluation.json", json.dumps(content, indent=1) + "\n"),
@@ -245,7 +247,7 @@ def save(scores: list[Score], examples: list[Example], folder: Path, about: Mapp
 
 
 def _drawn(plots: Any, example: Example) -> Any:
-    """The field, its prediction and the error, side by side."""
+    """Draw the field, its prediction and the error, side by side."""
     error = example.prediction - example.field
     parts = {"field": example.field, "prediction": example.prediction, "error": error}
     figure, axes = plots.subplots(1, 3, figsize=(9, 3), layout="constrained")

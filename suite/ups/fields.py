@@ -1,4 +1,4 @@
-"""Batches of fields for a trainer of ups: which samples train, what is subtracted and divided by, and the query points.
+"""Batches of fields for a trainer of ups: the split of the samples, the normalisation and the query points.
 
 source: ups, technique 002 (data)
 """
@@ -23,7 +23,7 @@ SPLITS = ("train", "validation")
 
 @dataclass(frozen=True, kw_only=True)
 class Normalisation:
-    """z = (u - mean) / std."""
+    """Normalisation z = (u - mean) / std."""
 
     mean: float
     std: float
@@ -33,7 +33,7 @@ class Normalisation:
         return (u - self.mean) / self.std
 
     def undo(self, z: torch.Tensor) -> torch.Tensor:
-        """The inverse of `apply`."""
+        """Apply the inverse of `apply`."""
         return z * self.std + self.mean
 
 
@@ -47,22 +47,23 @@ class Batch:
     after: torch.Tensor
     """float32 [B, cells…], normalised: u at the next time, or the solution u."""
     times: torch.Tensor
-    """Of `before`, in s, float32 [B]; 0 for Darcy flow."""
+    """Times of `before`, in s, float32 [B]; 0 for Darcy flow."""
     points: torch.Tensor
-    """The cells' centres, to query a decoder at, float32 [N, dimensions]. Row i is of `before.flatten(1)[:, i]`."""
+    """Cell centres at which to query a decoder, float32 [N, dimensions]. Row i is that of `before.flatten(1)[:, i]`."""
 
 
 class Fields:
     """The examples of one file for training and validation.
 
-    A sample, with all its frames, is in one split; which one follows from the seed and the number of samples.
+    All frames of a sample are in the same split. The seed, the number of samples and `validation` determine the splits.
     """
 
     def __init__(self, path: str | Path, *, validation: float = 0.1, seed: int = 0) -> None:
-        """PerfsuiteError where the file is wrong, or has too few samples.
+        """Open a file, and read all its training samples for their mean and standard deviation.
 
-        validation  the part of the samples to validate on; each split has one at least
-        Reads the whole of the training samples, for their mean and standard deviation.
+        validation  share of the samples to validate on; each split has at least one
+
+        PerfsuiteError if the file is invalid or has too few samples.
         """
         self.file: PdeFile = open_pde(path)
         if not 0 < validation < 1:
@@ -81,11 +82,11 @@ class Fields:
         self.points = torch.from_numpy(numpy.stack([axis.reshape(-1) for axis in grid], axis=1).astype(numpy.float32))
 
     def count(self, split: str) -> int:
-        """Examples of a split."""
+        """Return the number of examples of a split."""
         return len(self.samples[split]) * self._examples.of_a_sample
 
     def batch(self, split: str, indices: Sequence[int]) -> Batch:
-        """The examples of these indices, 0 to count(split) - 1, on the CPU; IndexError for others."""
+        """Return the examples of these indices, 0 to count(split) - 1, on the CPU; IndexError for others."""
         examples = [self._examples[self._place(split, index)] for index in indices]
         before = torch.from_numpy(numpy.stack([e.before for e in examples]))
         after = torch.from_numpy(numpy.stack([e.after for e in examples]))
@@ -98,22 +99,22 @@ class Fields:
         )
 
     def raw(self, sample: int) -> tuple[Array, Array]:
-        """All values of a sample of the file, float32, not normalised: those that go in and those that come out."""
+        """Return all (inputs, outputs) of a sample of the file, float32, not normalised."""
         return self._examples.fields(sample)
 
     def close(self) -> None:
-        """Let go of the file; the next batch opens it again."""
+        """Close the file; the next batch opens it again."""
         self._examples.close()
 
     def _place(self, split: str, index: int) -> int:
-        """Of an example among all of the file."""
+        """Return the index of an example among all examples of the file."""
         if not 0 <= index < self.count(split):
             raise IndexError(index)
         sample, frame = divmod(index, self._examples.of_a_sample)
         return self.samples[split][sample] * self._examples.of_a_sample + frame
 
     def _normalisations(self) -> tuple[Normalisation, Normalisation]:
-        """Of what goes in and what comes out; the same for advection, where both are u."""
+        """Return the normalisations of inputs and outputs. For advection they are the same, since both are u."""
         before, after = _Moments(), _Moments()
         one = self.file.task == "advection1d"
         for sample in self.samples["train"]:

@@ -1,7 +1,7 @@
 """Latents of all fields, encoded once by a frozen encoder and kept in a memory-mapped file.
 
-The cache of a data file is two files: the latents as NumPy's .npy, and an index in JSON that is written last, so that
-latents without an index are none. The name has a key of the file's digest, the encoder and the normalisation.
+The cache of a data file is two files: the latents as NumPy's .npy, and an index in JSON. The index is written last, so
+that latents without one count as missing. The names contain a digest of the data, the encoder and the normalisation.
 source: ups, technique 002 (data)
 """
 
@@ -25,7 +25,7 @@ from suite.ups.model import Encoder
 from suite.ups.task_fields import TaskFields, check_grid, token_grid
 
 TASK_SEEDS = {"advection1d": 0, "darcy2d": 1}
-"""By which the tasks' encoders differ."""
+"""Task → number that distinguishes the seed of its encoder."""
 FORMAT = 1
 
 
@@ -36,7 +36,7 @@ class Latents:
     rows: torch.Tensor
     """float32 [samples · states, tokens, latent width]; row `sample · states + state`."""
     mapped: Path | None = None
-    """The file that they are mapped from. Another process maps it for itself."""
+    """File that they are memory-mapped from. Another process maps it itself, so that pickling sends only the path."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return (Latents, (self.rows,)) if self.mapped is None else (_open, (self.mapped,))
@@ -47,28 +47,28 @@ def _open(array: Path) -> Latents:
 
 
 def frozen_encoder(task: str, tokens: int, latent_width: int, seed: int) -> Encoder:
-    """Build a task's encoder, float32 on the CPU, its weights drawn from the seed and the task alone."""
+    """Build a task's encoder, float32 on the CPU. Its weights depend on the seed and the task alone."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed * len(TASK_SEEDS) + TASK_SEEDS[task] & 2**63 - 1)
         return Encoder(token_grid(task, tokens), 1, latent_width).requires_grad_(False)
 
 
 def key_of(fields: TaskFields, tokens: int, latent_width: int, seed: int) -> str:
-    """The digest of all that latents depend on."""
+    """Return the digest of everything that the latents depend on."""
     encoder = {"tokens": tokens, "latent_width": latent_width, "seed": seed, "task": fields.task}
     normalised = [asdict(n) for n in fields.normalisations]
     return digest_of({"format": FORMAT, "data": fields.digest, "encoder": encoder, "normalisation": normalised})
 
 
 def latents_of(fields: TaskFields, tokens: int, latent_width: int, seed: int, folder: str | None = None) -> Latents:
-    """Give the latents of all states, on the CPU.
+    """Return the latents of all states, on the CPU.
 
-    For fields of a file they are mapped from the cache, which is made where there is
-    none; others are encoded in memory.
+    For a file's fields they are mapped from the cache, which is made if it is missing. Other fields are encoded in
+    memory.
 
-    folder  of the cache; None: the file's own
+    folder  folder of the cache; None: the data file's own
 
-    PerfsuiteError where the grid does not divide into the tokens, or the cache is damaged or cannot be written.
+    PerfsuiteError if the grid does not divide into the tokens, or the cache is damaged or cannot be written.
     """
     check_grid(fields, tokens)
     encoder = frozen_encoder(fields.task, tokens, latent_width, seed)
@@ -119,20 +119,20 @@ def _make(fields: TaskFields, encoder: Encoder, array: Path, index: Path, shape:
 
 
 def _stamp(array: Path) -> list[int]:
-    """A file's size, and its time of modification in ns."""
+    """Return a file's size in bytes, and its modification time in ns."""
     found = array.stat()
     return [found.st_size, found.st_mtime_ns]
 
 
 def _mapped(array: Path) -> torch.Tensor:
-    # Copy-on-write, since torch wants writable memory; nothing is written.
+    # Copy-on-write, since PyTorch wants writable memory; nothing is written.
     return torch.from_numpy(numpy.load(array, mmap_mode="c"))
 
 
 def _check(array: Path, index: Path, shape: list[int], key: str) -> None:
-    """PerfsuiteError where the array's bytes are not those that were written for this key.
+    """Raise PerfsuiteError if the array's bytes are not those that were written for this key.
 
-    A file of the same size and time of modification is taken to be the same: reading 13 GB takes a minute.
+    A file with the recorded size and modification time is assumed unchanged: reading 13 GB takes a minute.
     """
     try:
         known = json.loads(index.read_text(encoding="utf-8"))
@@ -143,7 +143,7 @@ def _check(array: Path, index: Path, shape: list[int], key: str) -> None:
         if known.get("written") != (now := _stamp(array)):
             if digest_of_file(array) != known["sha256"]:
                 raise ValueError("its bytes are not those that were written")
-            with suppress(PerfsuiteError):  # a folder that is only read: they are compared at each start
+            with suppress(PerfsuiteError):  # in a read-only folder the bytes are compared at each start
                 write(index, json.dumps({**known, "written": now}) + "\n")
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error

@@ -1,8 +1,8 @@
-"""The losses of ups that need no decoder, what the inverse losses are given, and the sum of all.
+"""The losses of ups that need no decoder, the inputs of the inverse losses, and the sum of all losses.
 
 loss = MSE(ẑ, z) + λ_enc · MSE(D(z₀)(x_q), u(x_q)) + λ_dec · MSE(E(D(z₀)), stop(z₀)) + spectral and boundary errors,
-each with its weight. The first one and the last two are of the operator's latents. The inverse losses depend on the
-cached latents z₀ and on the encoder and decoder alone, so that no gradient of theirs reaches the operator.
+each with its weight. The first and the last two terms compare the operator's latents. The inverse losses depend only on
+the cached latents z₀, the encoder and the decoder, so none of their gradients reaches the operator.
 """
 
 from __future__ import annotations
@@ -21,28 +21,28 @@ class InverseTask:
     """A task's part of a batch, for the inverse losses."""
 
     encode: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-    """As `suite.ups.model.Encoder`."""
+    """Encoder with the signature of `suite.ups.model.Encoder`."""
     decode: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-    """As `suite.ups.model.Decoder`."""
+    """Decoder with the signature of `suite.ups.model.Decoder`."""
     latents: torch.Tensor
     """[B, T, latent width], cached."""
     field: torch.Tensor
-    """[B, *grid, C], what the latents were made of."""
+    """[B, *grid, C], the fields that the latents were encoded from."""
     points: torch.Tensor
-    """[*grid, d], its coordinates."""
+    """[*grid, d], the coordinates of the field."""
     queries: torch.Tensor
-    """[Q] int64: places in the flattened grid."""
+    """[Q] int64, indices into the flattened grid."""
 
 
 def query_indices(points: int, queries: int, generator: torch.Generator | None = None) -> torch.Tensor:
-    """Draw `queries` different places of `points`, int64 [queries]; all places in order where there are no more."""
+    """Draw `queries` distinct indices below `points`, int64 [queries]; all in order if there are no more points."""
     if points <= queries:
         return torch.arange(points)
     return torch.randperm(points, generator=generator)[:queries]
 
 
 def spectral_error(predicted: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    """The mean squared error of the amplitudes of the latents' Fourier series along the tokens, 0-d.
+    """Return the mean squared error of the amplitudes of the latents' Fourier series along the tokens, 0-d.
 
     predicted, target  [B, T, latent width]
     """
@@ -51,9 +51,9 @@ def spectral_error(predicted: torch.Tensor, target: torch.Tensor) -> torch.Tenso
 
 
 def boundary_tokens(tokens: Sequence[int]) -> torch.Tensor:
-    """Which tokens lie at the boundary of their grid, bool [T].
+    """Return the mask of the tokens at the boundary of their grid, bool [T].
 
-    tokens  along each dimension, e.g. (128,) or (16, 8)
+    tokens  number of tokens along each dimension, e.g. (128,) or (16, 8)
     """
     at_boundary = torch.zeros(tuple(tokens), dtype=torch.bool)
     for axis, count in enumerate(tokens):
@@ -62,12 +62,12 @@ def boundary_tokens(tokens: Sequence[int]) -> torch.Tensor:
 
 
 def boundary_error(predicted: torch.Tensor, target: torch.Tensor, at_boundary: torch.Tensor) -> torch.Tensor:
-    """The mean squared error of the tokens at the boundary, 0-d.
+    """Return the mean squared error of the tokens at the boundary, 0-d.
 
-    The source does not define the term. It is taken of the latent tokens, for the operator has no field.
+    The source does not define the term. It is computed on the latent tokens, since the operator has no field.
 
     predicted, target  [B, T, latent width]
-    at_boundary        [T] bool, as `boundary_tokens` makes it, or the places of its ones, int64
+    at_boundary        [T] bool, as returned by `boundary_tokens`, or the int64 indices of its true entries
     """
     return functional.mse_loss(predicted[:, at_boundary], target[:, at_boundary])
 
@@ -81,7 +81,7 @@ def ups_loss(
 ) -> torch.Tensor:
     """Sum all losses of a batch with their weights, 0-d.
 
-    predicted, target  [B, T, latent width], after the step
+    predicted, target  [B, T, latent width], the latents after the step
     inverse            the two terms of `inverse_losses`
     """
     at_queries, again = inverse
@@ -101,10 +101,10 @@ def mixed_loss(
     parts: Sequence[tuple[int, torch.Tensor]],
     inverse: tuple[torch.Tensor, torch.Tensor],
 ) -> torch.Tensor:
-    """Sum all losses of a batch of several tasks, 0-d; each task's errors count by its examples.
+    """Sum all losses of a batch of several tasks, 0-d; each task is weighted by its share of the examples.
 
     predicted, target  [B, T, latent width], task after task
-    parts              examples of each task, and its tokens at the boundary as for `boundary_error`
+    parts              number of examples of each task, and its tokens at the boundary as for `boundary_error`
     inverse            the two terms of `inverse_losses`, of the whole batch
     """
     none = (torch.zeros_like(inverse[0]), torch.zeros_like(inverse[1]))

@@ -1,8 +1,8 @@
 """The model of ups: a transformer that steps latent tokens in time, and an encoder and decoder for each task.
 
-The modules are plain PyTorch. What a technique replaces is a parameter: the attention function, and how a sublayer is
-called. No module draws random numbers in its forward: drop-path multipliers are an input, so that compiled, recomputed
-and resumed runs drop the same sublayers.
+The modules are plain PyTorch. A technique may replace the attention function and the way a sublayer is called; both are
+parameters. No module draws random numbers in its forward pass. Drop-path multipliers are an input, so that compiled,
+recomputed and resumed runs drop the same sublayers.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from suite.ups.config import UpsConfig
 FREQUENCIES = (1, 2, 4, 8)
 """Periods per unit length of the Fourier features of coordinates and time steps."""
 EPSILON = 1e-6
-"""Of the RMS norm of queries and keys. PyTorch's default depends on the dtype."""
+"""Epsilon of the RMS norm of queries and keys. PyTorch's default depends on the dtype."""
 
 Attention = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 """(q, k, v), each [B, heads, tokens, head width] → [B, heads, query tokens, head width]."""
@@ -28,13 +28,13 @@ Call = Callable[..., torch.Tensor]
 
 
 def fourier_features(points: torch.Tensor) -> torch.Tensor:
-    """Sine and cosine of each coordinate at the four frequencies: [..., d] → [..., 8 d]."""
+    """Return the sine and cosine of each coordinate at the four frequencies: [..., d] → [..., 8 d]."""
     scaled = torch.stack([2 * math.pi * frequency * points for frequency in FREQUENCIES], -1).flatten(-2)
     return torch.cat((scaled.sin(), scaled.cos()), -1)
 
 
 def drop_path_rates(depth: int, last: float) -> list[float]:
-    """The drop probability of each block, linear from 0 in the first block to `last` in the last one."""
+    """Return the drop probability of each block, linear from 0 in the first block to `last` in the last one."""
     return [last * block / max(depth - 1, 1) for block in range(depth)]
 
 
@@ -46,7 +46,7 @@ def drop_path_scales(rates: Sequence[float], batch: int, generator: torch.Genera
 
 
 def call_plainly(sublayer: Callable[..., torch.Tensor], *arguments: object) -> torch.Tensor:
-    """Call a sublayer as it is."""
+    """Call a sublayer directly."""
     return sublayer(*arguments)
 
 
@@ -122,7 +122,7 @@ class Operator(nn.Module):
         latents    [B, T, latent width]
         dt         [B]
         scales     [depth, 2, B], as `drop_path_scales` draws them; None drops nothing
-        attention  of each block, on [B, heads, T, head width]
+        attention  attention function of each block, on [B, heads, T, head width]
         call       how each sublayer is called
         """
         x, time = self.enter(latents, dt)
@@ -142,7 +142,7 @@ class Operator(nn.Module):
         attention: Attention,
         call: Call,
     ) -> torch.Tensor:
-        """Return the tokens after the blocks from `first` up to `end`; arguments as `forward`'s."""
+        """Return the tokens after the blocks from `first` up to `end`; the arguments are those of `forward`."""
         for number in range(first, end):
             block = self.blocks[number]
             at_attention, at_mlp = (None, None) if scales is None else scales[number]
@@ -151,7 +151,7 @@ class Operator(nn.Module):
         return x
 
     def leave(self, latents: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        """Return the latents after dt, from those before and the tokens after all blocks."""
+        """Return the latents after dt, from the latents before it and the tokens after all blocks."""
         stepped: torch.Tensor = latents + self.give(self.norm(x))
         return stepped
 
@@ -173,7 +173,7 @@ class Encoder(nn.Module):
     def forward(self, field: torch.Tensor, points: torch.Tensor) -> torch.Tensor:
         """Encode a field: [B, *grid, C] at points [*grid, d] → latents [B, tokens, latent width].
 
-        ValueError where a dimension of the grid is no multiple of its tokens.
+        ValueError if a dimension of the grid is not a multiple of its tokens.
         """
         grid = points.shape[:-1]
         if len(grid) != len(self.tokens) or any(n % t for n, t in zip(grid, self.tokens, strict=True)):
@@ -197,7 +197,7 @@ class CrossAttention(nn.Module):
         self.project = nn.Linear(width, width)
 
     def forward(self, x: torch.Tensor, latents: torch.Tensor) -> torch.Tensor:
-        """x [B, Q, D], latents [B, T, latent width] → [B, Q, D]."""
+        """Apply the layer: x [B, Q, D], latents [B, T, latent width] → [B, Q, D]."""
         q = split_heads(self.query(self.norm(x)), self.heads)
         k, v = split_heads(self.key_value(latents), 2 * self.heads).chunk(2, 1)
         attended: torch.Tensor = x + self.project(join_heads(functional.scaled_dot_product_attention(q, k, v)))
@@ -207,7 +207,7 @@ class CrossAttention(nn.Module):
 class Decoder(nn.Module):
     """The decoder of a task: values of the field at any points, each point independent of the others.
 
-    dims  of a point
+    dims  dimensions of a point
     """
 
     def __init__(
@@ -236,19 +236,19 @@ class Decoder(nn.Module):
 
 
 def make_operator(config: UpsConfig) -> Operator:
-    """Build the operator of a configuration, its first weights drawn from the global generator as `torch.nn` does."""
+    """Build the operator of a configuration, its initial weights drawn from the global generator as in `torch.nn`."""
     return Operator(config.latent_width, config.width, config.depth, config.heads, config.mlp_ratio)
 
 
 def make_decoder(config: UpsConfig, dims: int, channels: int = 1) -> Decoder:
-    """Build a task's decoder; weights as `make_operator`'s."""
+    """Build a task's decoder, with initial weights as in `make_operator`."""
     return Decoder(dims, channels, config.latent_width, config.decoder_width, config.decoder_depth, config.heads)
 
 
 def make_encoder(config: UpsConfig, tokens: Sequence[int], channels: int = 1) -> Encoder:
-    """Build a task's encoder; weights as `make_operator`'s.
+    """Build a task's encoder, with initial weights as in `make_operator`.
 
-    ValueError where `tokens`, the tokens along each dimension, are not `config.tokens` in all.
+    ValueError if `tokens`, the tokens along each dimension, do not multiply to `config.tokens`.
     """
     if math.prod(tokens) != config.tokens:
         raise ValueError(
@@ -258,27 +258,27 @@ def make_encoder(config: UpsConfig, tokens: Sequence[int], channels: int = 1) ->
 
 
 def parameters(module: nn.Module) -> int:
-    """Count a module's parameters."""
+    """Return the number of a module's parameters."""
     return sum(p.numel() for p in module.parameters())
 
 
 def split_heads(x: torch.Tensor, heads: int) -> torch.Tensor:
-    """[B, T, heads · d] → [B, heads, T, d]."""
+    """Split the heads: [B, T, heads · d] → [B, heads, T, d]."""
     split: torch.Tensor = x.unflatten(-1, (heads, -1)).transpose(1, 2)
     return split
 
 
 def join_heads(x: torch.Tensor) -> torch.Tensor:
-    """[B, heads, T, d] → [B, T, heads · d]."""
+    """Join the heads: [B, heads, T, d] → [B, T, heads · d]."""
     return x.transpose(1, 2).flatten(2)
 
 
 def normalized(x: torch.Tensor, norm: nn.RMSNorm) -> torch.Tensor:
-    """Apply a norm in the dtype of x, to which its weight is cast: under autocast a fused kernel wants one dtype."""
+    """Apply a norm in the dtype of x, with its weight cast: under autocast a fused kernel needs a single dtype."""
     assert norm.weight is not None
     return functional.rms_norm(x, norm.normalized_shape, norm.weight.to(x.dtype), norm.eps)
 
 
 def scaled(x: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
-    """Multiply each sample of x [B, T, D] by its entry of scale [B]; None multiplies nothing."""
+    """Multiply each sample of x [B, T, D] by its entry of scale [B]; None returns x unchanged."""
     return x if scale is None else x * scale[:, None, None]

@@ -15,14 +15,14 @@ from suite.ups.losses import InverseTask
 from suite.ups.model import Decoder, Encoder, make_decoder, make_operator
 
 CODERS = "coders"
-"""The group of the encoders' and decoders' weights, which only batches with inverse losses train."""
+"""Group of the encoders' and decoders' weights, which only batches with inverse losses train."""
 CODING = ("encoders", "decoders")
 
 
 class Networks(nn.Module):
     """All networks that are trained.
 
-    The encoders begin as copies of the frozen ones. The cached latents stay those of the frozen ones.
+    The encoders start as copies of the frozen encoders. The cached latents remain those of the frozen encoders.
     """
 
     def __init__(self, config: UpsConfig, given: Mixture) -> None:
@@ -39,13 +39,13 @@ class Networks(nn.Module):
         )
 
     def weights(self) -> dict[str, torch.Tensor]:
-        """Name → parameter; those of the operator come first, and their names begin with `operator.`."""
+        """Return name → parameter. The operator's come first, and their names begin with `operator.`."""
         return dict(self.named_parameters())
 
     def inverse_task(
         self, task: str, latents: torch.Tensor, field: torch.Tensor, queries: torch.Tensor, points: torch.Tensor
     ) -> InverseTask:
-        """A task's part of a batch, for the inverse losses; shapes as `InverseTask` has them."""
+        """Return a task's part of a batch for the inverse losses; shapes as in `InverseTask`."""
         return InverseTask(
             encode=self.encoders[task],
             decode=self.decoders[task],
@@ -56,16 +56,16 @@ class Networks(nn.Module):
         )
 
     def encoder(self, task: str) -> Encoder:
-        """A task's encoder."""
+        """Return a task's encoder."""
         return cast("Encoder", self.encoders[task])
 
     def decoder(self, task: str) -> Decoder:
-        """A task's decoder."""
+        """Return a task's decoder."""
         return cast("Decoder", self.decoders[task])
 
 
 def grouped(weights: Iterable[str]) -> dict[str, list[str]]:
-    """Optimizer → the names of its weights: encoders and decoders have one of their own, CODERS."""
+    """Return optimizer → the names of its weights. Encoders and decoders share one optimizer, CODERS."""
     groups: dict[str, list[str]] = {}
     for name in weights:
         first = name.partition(".")[0]

@@ -1,7 +1,7 @@
 """Makes files of PDE samples in PDEBench's layout: blocks of samples → parts beside the file → one HDF5 file.
 
-Everything follows from the recipe: the same again gives the same bytes, with any number of processes. What was done
-lies beside the file until it is whole, so that a run that is killed is gone on from.
+The recipe determines the file: the same recipe gives the same bytes, with any number of processes. Finished parts lie
+beside the file until it is complete, so that a killed run can be resumed.
 source: ups, technique 002 (data)
 """
 
@@ -28,7 +28,7 @@ from suite.ups.recipe import Recipe, file_name
 FORMAT = "perfsuite-pde"
 VERSION = 1
 BLOCK = 32
-"""Samples that are made and kept together: 26 MB of advection, 4 MB of Darcy flow."""
+"""Samples that are made and saved together: 26 MB of advection, 4 MB of Darcy flow."""
 DESCRIBED = {
     "advection1d": {
         "equation": "u_t + beta u_x = 0, periodic on [0, 1]",
@@ -39,7 +39,7 @@ DESCRIBED = {
         "values": "at the cells' centres, by cell-centred finite volumes with harmonic means of nu",
     },
 }
-"""Task → attributes."""
+"""Task → descriptive attributes of its file."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,15 +48,18 @@ class Built:
 
     path: Path
     sha256: str
-    """Of the file."""
+    """SHA-256 of the file."""
     recipe: Recipe
     kept: bool
-    """It was there, and is the one that was asked for."""
+    """Whether the file existed already and is the one that was asked for."""
 
 
 def targets(out: Path, recipes: list[Recipe]) -> list[tuple[Path, Recipe]]:
-    """The file of each recipe: `out` where there is one recipe; files with PDEBench's names in the folder `out` where
-    there are more. ConfigurationError where `out` is a folder and should be a file, or the other way round."""
+    """Return the file of each recipe.
+
+    For one recipe it is `out`. For several they have PDEBench's names, in the folder `out`. ConfigurationError if `out`
+    is a folder and should be a file, or the other way round.
+    """
     if len(recipes) == 1:
         recipe = recipes[0]
         if out.is_dir():
@@ -69,7 +72,7 @@ def targets(out: Path, recipes: list[Recipe]) -> list[tuple[Path, Recipe]]:
 
 
 def check(out: Path, recipe: Recipe, *, workers: int, overwrite: bool) -> None:
-    """Before minutes are spent: PerfsuiteError where `out` is something else, or cannot be written."""
+    """Raise PerfsuiteError, before minutes are spent, if `out` is something else or cannot be written."""
     hdf5.library()
     if not 1 <= workers <= parallel.MOST:
         raise ConfigurationError(f"--workers {workers}: give 1 to {parallel.MOST}")
@@ -94,7 +97,7 @@ def check(out: Path, recipe: Recipe, *, workers: int, overwrite: bool) -> None:
 
 
 def build(out: Path, recipe: Recipe, watcher: Watcher, *, workers: int = 1, overwrite: bool = False) -> Built:
-    """Make the file `out`; PerfsuiteError where that cannot be done, or `out` is there and is something else."""
+    """Make the file `out`; PerfsuiteError if it cannot be made, or `out` exists and is something else."""
     check(out, recipe, workers=workers, overwrite=overwrite)
     try:
         with parts_beside(out) as parts:
@@ -112,27 +115,27 @@ def build(out: Path, recipe: Recipe, watcher: Watcher, *, workers: int = 1, over
 
 @dataclass(frozen=True, kw_only=True)
 class MakeBlock:
-    """Makes the samples of a block and saves them as a part; goes to other processes."""
+    """Callable that makes the samples of a block and saves them as a part. It can be sent to other processes."""
 
     recipe: Recipe
     folder: Path
     size: int
-    """Samples of a block; the last may have fewer."""
+    """Samples per block; the last block may have fewer."""
 
     def __call__(self, block: int) -> None:
         samples = [sample(self.recipe, index) for index in self._samples(block)]
         Parts(self.folder).save(self.name(block), numpy.stack(samples))
 
     def name(self, block: int) -> str:
-        """Of the block's part. The block size is in it: another would give other blocks."""
+        """Return the name of the block's part. It contains the block size, since another size gives other blocks."""
         return f"part-samples-{digest_of(_settings(self.recipe))[:32]}-{self.size}-{block}"
 
     def blocks(self) -> range:
-        """All blocks."""
+        """Return the numbers of all blocks."""
         return range(-(-self.recipe.samples // self.size))
 
     def load(self, block: int) -> Array | None:
-        """The saved part; None where it is missing or damaged."""
+        """Return the saved part; None if it is missing or damaged."""
         return Parts(self.folder).load(self.name(block))
 
     def _samples(self, block: int) -> range:
@@ -140,7 +143,7 @@ class MakeBlock:
 
 
 def sample(recipe: Recipe, index: int) -> Array:
-    """float32: the frames [201, points] of advection; (nu, u), [2, n, n], of Darcy flow."""
+    """Make a sample, float32: the frames [201, points] of advection, or (nu, u), [2, n, n], of Darcy flow."""
     if recipe.task == "advection1d":
         initial = advection.drawn(recipe.seed, index)
         return advection.solution(initial, recipe.beta, recipe.size).astype(numpy.float32)
@@ -161,7 +164,7 @@ def _made(out: Path, recipe: Recipe, parts: Parts, watcher: Watcher, workers: in
 
 
 def _content(make: MakeBlock, watcher: Watcher) -> hdf5.Content:
-    """The datasets of PDEBench's layout, in the order of their names."""
+    """Return the datasets of PDEBench's layout, in the order of their names."""
     recipe = make.recipe
     x = advection.centres(recipe.size).astype(numpy.float32)
 
@@ -194,7 +197,7 @@ def _float32(shape: tuple[int, ...], read: Any) -> Blocks:
 
 
 def _settings(recipe: Recipe) -> dict[str, Any]:
-    """Of a recipe, what a file's attributes tell; `beta` is PDEBench's own attribute."""
+    """Return the attributes that record a recipe in its file; `beta` is PDEBench's own attribute."""
     return {"format_version": VERSION, **asdict(recipe)}
 
 
@@ -203,7 +206,7 @@ def _attributes(recipe: Recipe) -> dict[str, Any]:
 
 
 def _verify(out: Path, recipe: Recipe) -> None:
-    """ConfigurationError where a file with the right attributes does not have the content that was written."""
+    """Raise ConfigurationError if a file with the right attributes does not have the content that was written."""
     try:
         with hdf5.library().File(out, "r") as file:
             content = {name: _dataset(file[name]) for name in file}

@@ -13,7 +13,7 @@ PDEBench's layouts, from its generators (Data_Merge.py, data_io.py) and the keys
 | others | groups 0000, 0001, … with data [101, cells…, channels] | |
 
 The t-coordinate has one entry more than there are frames; only the first ones are used. All arrays are float32. Where
-an attribute is missing, the file's name tells the equation and beta.
+an attribute is missing, the equation and beta are read from the file's name.
 source: ups, technique 002 (data)
 """
 
@@ -34,7 +34,7 @@ from suite.building import Array
 from suite.ups.recipe import TASKS
 
 ERRORS = (OSError, RuntimeError, KeyError, ValueError, TypeError, AttributeError)
-"""What h5py raises for a file that is damaged or laid out in another way."""
+"""Exceptions that h5py raises for a file that is damaged or laid out differently."""
 NAMED = re.compile(r"(Advection|Burgers|ReacDiff|DarcyFlow)", re.IGNORECASE)
 BETA_NAMED = re.compile(r"beta(\d+(?:\.\d+)?(?:e[+-]?\d+)?)", re.IGNORECASE)
 EQUATIONS = {"advection": "advection1d", "burgers": "Burgers", "reacdiff": "reaction-diffusion", "darcyflow": "darcy2d"}
@@ -42,24 +42,24 @@ EQUATIONS = {"advection": "advection1d", "burgers": "Burgers", "reacdiff": "reac
 
 @dataclass(frozen=True, kw_only=True)
 class PdeFile:
-    """A file whose layout was checked; without an open file, so that it may go to other processes."""
+    """A file whose layout was checked. It holds no open file, so that it can be sent to other processes."""
 
     path: str
     task: str
     """advection1d or darcy2d."""
     beta: float | None
-    """Speed or source; None where neither attribute nor name tells it."""
+    """Speed or source; None if neither an attribute nor the file's name gives it."""
     samples: int
     frames: int
     """1 for Darcy flow."""
     shape: tuple[int, ...]
     """Cells in each direction."""
     times: Array
-    """Of the frames, in s, float64 [frames]; 0 for Darcy flow."""
+    """Times of the frames, in s, float64 [frames]; 0 for Darcy flow."""
     coordinates: tuple[Array, ...]
-    """Of the cells' centres in each direction, float64."""
+    """Coordinates of the cells' centres in each direction, float64."""
     stamp: tuple[int, int]
-    """Bytes and time of the last change, by which a file that was replaced is noticed."""
+    """Size in bytes and modification time in ns, by which a replaced file is noticed."""
 
 
 class Example(NamedTuple):
@@ -70,14 +70,14 @@ class Example(NamedTuple):
     after: Array
     """float32 [cells…]: u at the next time, or the solution u."""
     time: float
-    """Of `before`, in s; 0 for Darcy flow."""
+    """Time of `before`, in s; 0 for Darcy flow."""
     sample: int
 
 
 def open_pde(path: str | Path) -> PdeFile:
-    """Check the layout of a file; PerfsuiteError in one line that says what is wrong with it, and the remedy.
+    """Check the layout of a file. A PerfsuiteError of one line says what is wrong with it, and the remedy.
 
-    The values are checked when they are read: to read all of them takes as long as the file is large.
+    The values are checked only when they are read, since reading all of a large file takes long.
     """
     path = Path(path)
     if path.is_dir():
@@ -98,10 +98,10 @@ def open_pde(path: str | Path) -> PdeFile:
 
 
 class Examples(hdf5.Reader, Sequence[Example]):
-    """The examples of a file by their index, each read when it is asked for.
+    """The examples of a file by index, each read on access.
 
-    Advection has (frames - 1) of each sample, u at a frame and at the next: index = sample · (frames - 1) + frame.
-    Darcy flow has one of each sample. Each process opens the file for itself, so that this may be sent to others.
+    Advection has (frames - 1) examples per sample, u at a frame and at the next: index = sample · (frames - 1) + frame.
+    Darcy flow has one per sample. Each process opens the file itself, so that the object can be sent to others.
     """
 
     def __init__(self, file: PdeFile) -> None:
@@ -113,7 +113,7 @@ class Examples(hdf5.Reader, Sequence[Example]):
         return self.file.samples * self.of_a_sample
 
     def __getitem__(self, index: int) -> Example:  # type: ignore[override]  # no slices
-        """PerfsuiteError where a value is NaN or infinite, or cannot be read."""
+        """Read an example; PerfsuiteError if a value is NaN or infinite, or cannot be read."""
         if not -len(self) <= index < len(self):
             raise IndexError(index)
         sample, frame = divmod(index % len(self), self.of_a_sample)
@@ -124,7 +124,7 @@ class Examples(hdf5.Reader, Sequence[Example]):
         return Example(before=before, after=after, time=float(self.file.times[frame]), sample=sample)
 
     def fields(self, sample: int) -> tuple[Array, Array]:
-        """All values of a sample that are `before` or `after` of an example, float32; the same array for advection."""
+        """Return all `before` and all `after` values of a sample, float32; for advection they are the same array."""
         if self.file.task == "darcy2d":
             return self._read("nu", sample), self._read("tensor", (sample, 0))
         frames = self._read("tensor", sample)
@@ -196,7 +196,7 @@ def _checked(path: Path, file: Any) -> PdeFile:
 
 
 def _equation(path: Path, file: Any) -> str:
-    """A task, or the name of another of PDEBench's equations."""
+    """Return a task, or the name of another of PDEBench's equations."""
     names, attributes = set(file), hdf5.attributes_of(file)
     if {"density", "pressure", "Vx"} & names:
         return "compressible Navier-Stokes"

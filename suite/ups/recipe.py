@@ -1,4 +1,4 @@
-"""What a file of PDE samples is made from, and how PDEBench names such files.
+"""Recipes for files of PDE samples, and PDEBench's names of such files.
 
 source: ups, technique 002 (data)
 """
@@ -15,18 +15,18 @@ from suite.ups import advection, darcy
 TASKS = ("advection1d", "darcy2d")
 BETAS = {"advection1d": advection.BETAS, "darcy2d": darcy.BETAS}
 NAMES = {"advection1d": "1D_Advection_Sols_beta{beta}.hdf5", "darcy2d": "2D_DarcyFlow_beta{beta}_Train.hdf5"}
-"""Of PDEBench's files, one for each beta."""
+"""Task → name of PDEBench's file for a beta."""
 OPTIONS = {"advection1d": "--points", "darcy2d": "--resolution"}
 SIZES = {"advection1d": (1024, 32, 16384), "darcy2d": (128, 8, 1024)}
-"""Cells in a direction: the default, which is PDEBench's, the least and the most."""
+"""Cells in each direction: (default, minimum, maximum). The default is PDEBench's."""
 MOST = 1_000_000
-"""Samples of a file."""
+"""Largest number of samples of a file."""
 ALL = "all"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """What one file is made from. Its samples are drawn from the seed and their index alone."""
+    """Settings from which one file is made. Its samples are drawn from the seed and their index alone."""
 
     task: str
     samples: int
@@ -37,7 +37,7 @@ class Recipe:
 
     @property
     def told(self) -> str:
-        """In a line."""
+        """The recipe in one line."""
         cells = f"{self.size} x {self.size}" if self.task == "darcy2d" else self.size
         return f"{self.samples} samples of {self.task}, beta {self.beta:g}, {cells} cells"
 
@@ -45,9 +45,9 @@ class Recipe:
 def recipes(
     *, task: str, samples: int, seed: int, betas: Sequence[str], points: int | None, resolution: int | None
 ) -> list[Recipe]:
-    """A recipe for each beta that is asked for, in ascending order; ConfigurationError where an option is wrong.
+    """Return a recipe for each requested beta, in ascending order; ConfigurationError if an option is wrong.
 
-    betas  numbers of `BETAS` as text, or `all`; 1 if there is none
+    betas  numbers of `BETAS` as text, or `all`; if empty, 1
     """
     if task not in TASKS:
         what = f"--task {task}: there is no such task" if task else "--task is missing"
@@ -69,7 +69,7 @@ def recipes(
 
 
 def file_name(task: str, beta: float) -> str:
-    """As PDEBench names the file."""
+    """Return PDEBench's name of the file."""
     return NAMES[task].format(beta=float(beta))
 
 

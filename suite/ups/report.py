@@ -1,4 +1,4 @@
-"""What a step of ups reports, and how fast a run was: the same from either trainer."""
+"""Report of a step of ups, the same from either trainer."""
 
 from __future__ import annotations
 
@@ -8,22 +8,22 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """A step's."""
+    """Report of a step."""
 
     step: int
-    """From 1."""
+    """Number of the step, counted from 1."""
     loss: float
-    """The mean over the micro-batches, with the inverse losses of those that have them."""
+    """Mean over the micro-batches, including the inverse losses of those that have them."""
     norm: float | None
-    """Of the gradients before they were clipped; None where they are not."""
+    """Norm of the gradients before clipping; None if they are not clipped."""
     scale: float
-    """Of the loss; a step whose gradients were not finite was left out where it is not 1."""
+    """Scale of the loss. Where it is not 1, steps with non-finite gradients are skipped."""
 
     def metrics(self) -> dict[str, float]:
-        """As the shared loop takes them."""
+        """Return the metrics in the form that the shared loop takes."""
         norm = {} if self.norm is None else {"gradient_norm": self.norm}
         return {"loss": self.loss, **norm, "loss_scale": self.scale, "window": self.step}
 
     def stays(self) -> bool:
-        """Whether its loss is no finite number."""
+        """Return whether the loss is not finite, so that the report must not be replaced by a later one."""
         return not math.isfinite(self.loss)

@@ -1,4 +1,4 @@
-"""All latents and fields of a training on the device, from which micro-batches are gathered there."""
+"""All latents and fields of a training, kept on the device, where micro-batches are gathered from them."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from suite.ups.batches import Maker, MicroBatch, TaskPart
 class Resident:
     """Micro-batches by their number, whose examples are gathered on the device.
 
-    Only the places of the examples are sent, 8 bytes each. The latents of a sample of 201 frames take 13 MB at the
-    default sizes, its fields 0.8 MB. On a CPU the latents stay where they are.
+    Only the indices of the examples are sent, 8 bytes each. The latents of a sample of 201 frames take 13 MB at the
+    default sizes, and its fields 0.8 MB. On a CPU the latents are not copied.
     """
 
     def __init__(self, maker: Maker, device: torch.device) -> None:
@@ -23,14 +23,14 @@ class Resident:
             self._fields.append(torch.cat(samples).unsqueeze(-1).to(device))
 
     def batch(self, number: int) -> MicroBatch:
-        """Micro-batch `number`, from 0; the examples on the device, the drop-path multipliers on the CPU."""
+        """Return micro-batch `number`, from 0; the examples on the device, the drop-path multipliers on the CPU."""
         parts = [self._part(place, number) for place in range(len(self._latents))]
         return MicroBatch(number=number, parts=tuple(parts), scales=self._maker.scales(number))
 
     def _part(self, place: int, number: int) -> TaskPart:
         maker, task = self._maker, self._maker.given.tasks[place]
         rows = maker.rows(place, number)
-        if self._device.type == "cuda":  # from pageable memory the copy would wait for all that is queued
+        if self._device.type == "cuda":  # a copy from pageable memory would wait for all queued work
             rows = rows.pin_memory().to(self._device, non_blocking=True)
         with_fields = maker.every or maker.config.has_inverse(number)
         wanted = rows if with_fields else rows[:0]

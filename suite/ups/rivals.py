@@ -1,7 +1,7 @@
 """Networks of other libraries that predict the same fields: an FNO and a U-Net, one of each for a task.
 
-They are given normalised fields themselves and not latents. A network of a task with time predicts the change from a
-state to the next, as the operator does; one of a task without time predicts the result.
+Their inputs are normalised fields and not latents. For a task with time, a network predicts the change from a state to
+the next, as the operator does. For a task without time, it predicts the result.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from suite.ups.evaluation import nrmse
 from suite.ups.task_fields import TaskFields
 
 RATE = 1e-3
-"""AdamW's learning rate at first; it falls to 0 as a half cosine over the time of the training."""
+"""Initial learning rate of AdamW. It falls to 0 as a half cosine over the training time."""
 BATCH = 32
 
 
@@ -34,7 +34,7 @@ class Trained:
 
 
 def fno(dims: int) -> nn.Module:
-    """The Fourier neural operator of the package neuraloperator, at the width of its own examples."""
+    """Build the Fourier neural operator of the package neuraloperator, at the width of its own examples."""
     modes = {1: (64,), 2: (24, 24)}[dims]
     found: nn.Module = _imported("neuralop.models", "FNO", "neuraloperator")(
         n_modes=modes, in_channels=1, out_channels=1, hidden_channels=64
@@ -43,7 +43,7 @@ def fno(dims: int) -> nn.Module:
 
 
 def unet(dims: int) -> nn.Module:
-    """The U-Net of the package MONAI with its default widths."""
+    """Build the U-Net of the package MONAI with its default widths."""
     found: nn.Module = _imported("monai.networks.nets", "BasicUNet", "monai")(
         spatial_dims=dims, in_channels=1, out_channels=1
     )
@@ -55,14 +55,14 @@ RIVALS: Mapping[str, Callable[[int], nn.Module]] = {"FNO": fno, "U-Net": unet}
 
 
 def parameters(network: nn.Module) -> int:
-    """Count the real numbers among a network's parameters; a complex one is two."""
+    """Return the number of real parameters of a network; a complex one counts as two."""
     return sum(p.numel() * (2 if p.is_complex() else 1) for p in network.parameters())
 
 
 def train(network: nn.Module, fields: TaskFields, seconds: float, device: torch.device, seed: int = 0) -> Trained:
-    """Train a network on all steps of the training samples for so long, in float32, by the mean squared error.
+    """Train a network on all steps of the training samples for `seconds`, in float32, on the mean squared error.
 
-    All fields lie on the device. The time includes whatever the first steps compile.
+    All fields are on the device. The time includes any compilation in the first steps.
     """
     states = torch.stack([fields.read(sample) for sample in fields.train]).to(device)
     network = network.to(device).train()
@@ -81,7 +81,7 @@ def train(network: nn.Module, fields: TaskFields, seconds: float, device: torch.
         optimizer.step()
         steps += 1
         if steps % 10 == 0:
-            loss.item()  # the host would run ahead of the clock
+            loss.item()  # wait for the device: the host would run ahead of the clock
     return Trained(network=network.eval(), steps=steps, seconds=time.monotonic() - began)
 
 
@@ -93,7 +93,7 @@ def step(network: nn.Module, fields: TaskFields, state: torch.Tensor) -> torch.T
 
 @torch.no_grad()
 def errors(network: nn.Module, fields: TaskFields, rollout: int, device: torch.device) -> list[float]:
-    """NRMSE over the validation samples at each step of a rollout, in the fields' own units."""
+    """Return the NRMSE over the validation samples at each step of a rollout, in the fields' own units."""
     states = torch.stack([fields.read(sample) for sample in fields.validation]).to(device)
     undo, found, state = fields.normalisations[1].undo, [], states[:, 0]
     for number in range(1, min(rollout, fields.states - 1) + 1):

@@ -1,4 +1,4 @@
-"""The scale of a loss in float16, decided by the host, as `torch.amp.GradScaler` has it."""
+"""Loss scaling for float16, decided by the host, with the rules of `torch.amp.GradScaler`."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from suite.scaling import scaling_for
 
 
 class LossScale:
-    """What a loss is multiplied by: 65536 at first in float16, 1 and constant in every other precision.
+    """Factor that a loss is multiplied by: 65536 at first in float16, and always 1 in every other precision.
 
-    It is doubled after 2000 steps in a row without an infinite gradient or NaN, and halved after a step with one.
+    It doubles after 2000 consecutive steps without an infinite or NaN gradient, and halves after a step with one.
     """
 
     def __init__(self, *, float16: bool) -> None:
@@ -23,13 +23,13 @@ class LossScale:
 
     @torch.no_grad()
     def undo(self, grads: Sequence[torch.Tensor]) -> bool:
-        """Divide gradients of a scaled loss by the scale, in place; whether they are finite.
+        """Divide gradients of a scaled loss by the scale, in place; return whether they are finite.
 
-        The host waits for the device in float16. In any other precision nothing is done, and the answer is true.
+        In float16 the host waits for the device. In any other precision nothing is done, and the result is True.
         """
         if not self.active:
             return True
-        own = [g for g in grads if g.numel()]  # of a sharded weight with few rows a rank may have none
+        own = [g for g in grads if g.numel()]  # a rank may have no part of a sharded weight with few rows
         if not own:
             return True
         torch._foreach_div_(own, self.value)
@@ -37,7 +37,7 @@ class LossScale:
         return bool(norms.isfinite().all())
 
     def update(self, *, finite: bool) -> None:
-        """Adapt the scale to a step."""
+        """Update the scale after a step."""
         if not self.active:
             return
         self.growth = self.growth + 1 if finite else 0
@@ -48,10 +48,10 @@ class LossScale:
             self.growth = 0
 
     def state_dict(self) -> dict[str, Any]:
-        """The scale, and the steps towards its growth."""
+        """Return the scale, and the number of steps towards its growth."""
         return {"scale": self.value, "growth": self.growth}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from there; in a precision without a scale it stays 1."""
+        """Restore a state; in a precision without a scale it stays 1."""
         if self.active:
             self.value, self.growth = float(state["scale"]), int(state["growth"])

@@ -1,11 +1,12 @@
-"""The stages after the operator's: a diffusion model of what its prediction lacks, and its distillation to one step.
+"""The stages after the operator's: a diffusion model of the operator's residual, and its distillation to one step.
 
-The residual r = (z₁ − ẑ₁) / s of the frozen operator is modelled, s being the RMS of z₁ − ẑ₁ over the first
+The first stage models the residual r = (z₁ − ẑ₁) / s of the frozen operator; s is the RMS of z₁ − ẑ₁ over the first
 micro-batch. At noise level t from 0 to 1, x_t = cos(πt/2) r + sin(πt/2) ε, with ε ~ N(0, 1). The denoiser is given x_t,
 ẑ₁ and t, and predicts v = cos(πt/2) ε − sin(πt/2) r (Salimans and Ho, 2022). So r = cos(πt/2) x_t − sin(πt/2) v.
 
-The second stage distils it (Song et al., Consistency Models, 2023): the student's r at a level of a grid is to be what
-its averaged weights give at the level below, after a DDIM step of the teacher. It then needs one step from t = 1.
+The second stage distils that model (Song et al., Consistency Models, 2023). The student's r at one level of a grid is
+trained to match what its averaged weights give at the level below, after a DDIM step of the teacher. The student then
+needs only one step from t = 1.
 
 The source names these stages and does not define them. Source: ups, technique 002 (stages).
 """
@@ -36,22 +37,22 @@ from suite.ups.networks import Networks
 DEPTH = 4
 """Blocks of a denoiser."""
 LEVELS = 16
-"""Noise levels of the distillation, and DDIM steps of the teacher where it predicts."""
+"""Noise levels of the distillation, and DDIM steps of a prediction by the diffusion stage."""
 BEFORE = {"diffusion": "operator", "consistency": "diffusion"}
 """Stage → the stage that it starts from."""
 NOISE_STREAM = -1000
-"""Of the noise among the generators of a micro-batch."""
+"""Stream of the noise among the generators of a micro-batch."""
 
 
 class Denoiser(Operator):
-    """Predicts v from noisy residuals, the operator's prediction and the noise level, by four of its blocks."""
+    """Predicts v from noisy residuals, the operator's prediction and the noise level, with four operator blocks."""
 
     def __init__(self, config: TrainConfig) -> None:
         super().__init__(config.latent_width, config.width, DEPTH, config.heads, config.mlp_ratio)
         self.take = nn.Linear(2 * config.latent_width, config.width)
 
     def forward(self, noisy: torch.Tensor, predicted: torch.Tensor, level: torch.Tensor) -> torch.Tensor:  # type: ignore[override]  # other inputs
-        """noisy, predicted [B, T, latent width], level [B] → v [B, T, latent width]."""
+        """Predict v: noisy, predicted [B, T, latent width], level [B] → v [B, T, latent width]."""
         x, time = self.take(torch.cat((noisy, predicted), -1)), self.embed_time(level)
         for block in self.blocks:
             assert isinstance(block, Block)
@@ -64,10 +65,11 @@ class Refiner(nn.Module):
     """The networks of a stage after the operator's; only the denoiser is trained."""
 
     def __init__(self, config: TrainConfig, given: Mixture, *, begin: bool = True) -> None:
-        """Build them, and read the averaged weights of the stage before from its checkpoint, `config.init`.
+        """Build the networks, and load the previous stage's averaged weights from its checkpoint, `config.init`.
 
-        begin  whether to read them; else all weights are to be set
-        PerfsuiteError where the checkpoint is of another stage, or does not fit.
+        begin  whether to load them; otherwise the caller must set all weights
+
+        PerfsuiteError if the checkpoint is of another stage, or does not fit.
         """
         super().__init__()
         self.stage = config.stage
@@ -82,17 +84,20 @@ class Refiner(nn.Module):
             self._begin(config)
 
     def weights(self) -> dict[str, torch.Tensor]:
-        """Name → parameter of the denoiser."""
+        """Return name → parameter of the denoiser."""
         return {f"denoiser.{name}": p for name, p in self.denoiser.named_parameters()}
 
     def kept(self) -> dict[str, torch.Tensor]:
-        """All that is not trained: operator, encoders, decoders, teacher, and the residuals' scale."""
+        """Return all tensors that are not trained: operator, encoders, decoders, teacher and the residuals' scale."""
         own = self.weights()
         return {name: tensor for name, tensor in self.state_dict(keep_vars=True).items() if name not in own}
 
     @torch.no_grad()
     def measure(self, micro: MicroBatch) -> None:
-        """Set the residuals' scale by the first micro-batch of the training, on the device of the networks."""
+        """Set the residuals' scale from the first micro-batch of the training.
+
+        Only the diffusion stage does so; the consistency stage keeps the scale that it has loaded.
+        """
         like = self.residual_scale
         before, after, dt = (_joined(micro, name).to(like) for name in ("before", "after", "dt"))
         if self.stage == "diffusion":
@@ -106,12 +111,12 @@ class Refiner(nn.Module):
         drawn: tuple[torch.Tensor, torch.Tensor],
         averages: Mapping[str, torch.Tensor],
     ) -> torch.Tensor:
-        """The loss of the stage, 0-d.
+        """Return the loss of the stage, 0-d.
 
         before, after  [B, T, latent width]
         dt             [B]
-        drawn          noise level [B] and noise [B, T, latent width], as `draw` makes them
-        averages       of the denoiser's weights, by the names of `weights`
+        drawn          noise level [B] and noise [B, T, latent width], as drawn by `draw`
+        averages       moving averages of the denoiser's weights, by the names of `weights`
         """
         level, noise = drawn
         with torch.no_grad():
@@ -131,7 +136,7 @@ class Refiner(nn.Module):
 
     @torch.no_grad()
     def refine(self, predicted: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
-        """Add a drawn residual to the operator's prediction: in 16 DDIM steps, or in one where it is distilled."""
+        """Add a drawn residual to the operator's prediction, in 16 DDIM steps, or in one after distillation."""
         x, steps = noise, 1 if self.stage == "consistency" else LEVELS
         for number in range(steps, 0, -1):
             level = torch.full((len(x),), number / steps, dtype=x.dtype, device=x.device)
@@ -162,13 +167,13 @@ class Refiner(nn.Module):
 
 
 def schedule(level: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """(cos, sin) of πt/2 for noise levels t: [B] → [B, 1, 1] each."""
+    """Return (cos, sin) of πt/2 for noise levels t: [B] → [B, 1, 1] each."""
     angle = level[:, None, None] * (math.pi / 2)
     return angle.cos(), angle.sin()
 
 
 def cleaned(noisy: torch.Tensor, v: torch.Tensor, level: torch.Tensor) -> torch.Tensor:
-    """The residual that noisy ones and v amount to."""
+    """Return the residual that follows from a noisy residual and v."""
     alpha, sigma = schedule(level)
     return alpha * noisy - sigma * v
 
@@ -181,7 +186,7 @@ def ddim(noisy: torch.Tensor, v: torch.Tensor, level: torch.Tensor, below: torch
 
 
 def draw(maker: Maker, number: int, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Noise levels [B] and noise of a micro-batch, by its number alone; on the device of `like`, of its shape."""
+    """Draw noise levels [B] and noise of the shape and device of `like`, by the micro-batch's number alone."""
     generator = maker.generator(number, NOISE_STREAM)
     if maker.config.stage == "consistency":
         level = torch.randint(1, LEVELS + 1, (len(like),), generator=generator) / LEVELS
@@ -191,7 +196,7 @@ def draw(maker: Maker, number: int, like: torch.Tensor) -> tuple[torch.Tensor, t
 
 
 def opened(path: Path) -> tuple[Path, Checkpoint, TrainConfig]:
-    """(file, checkpoint, configuration) of a checkpoint of ups, or of the last one in a folder."""
+    """Return (file, checkpoint, configuration) of a checkpoint of ups, or of the last one in a folder."""
     file = Store(path).latest() if path.is_dir() else path
     found = checkpoints.load(file, "ups")
     given = found.trainer.get("config")
@@ -206,7 +211,7 @@ def opened(path: Path) -> tuple[Path, Checkpoint, TrainConfig]:
 
 @torch.no_grad()
 def take(own: Mapping[str, torch.Tensor], given: Mapping[str, Any]) -> None:
-    """Copy weights into a network's own. ValueError where one is missing, or has another shape."""
+    """Copy weights into a network's own. ValueError if one is missing or has another shape."""
     check_weights(own, given)
     for name, weight in given.items():
         own[name].copy_(weight)
@@ -221,12 +226,12 @@ class Parts:
 
     @property
     def weights(self) -> dict[str, torch.Tensor]:
-        """Those that are trained."""
+        """The weights that are trained."""
         return self.networks.weights() if self.refiner is None else self.refiner.weights()
 
 
 def networks_of(config: TrainConfig, maker: Maker, device: torch.device, dtype: torch.dtype = torch.float32) -> Parts:
-    """Build the networks of a stage, and read those of the stage before."""
+    """Build the networks of a stage, and load those of the previous stage."""
     if config.stage == "operator":
         return Parts(Networks(config, maker.given).to(device, dtype), None)
     refiner = Refiner(config, maker.given).to(device, dtype)

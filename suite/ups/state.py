@@ -14,14 +14,16 @@ from suite.runtime.weights import check_weights, copies
 
 
 def state_of(trainer: Any) -> dict[str, Any]:
-    """All that a trainer's next step depends on, and its configuration.
+    """Return all that a trainer's next step depends on, and its configuration.
 
     weights     name → tensor, `suite.ups.networks.Networks.weights`
-    averages    the same of their exponential moving averages
+    averages    the same for their exponential moving averages
     kept        name → tensor that is not trained, in the stages after the operator's
     optimizers  group of weights → Muon's and AdamW's state
-    scale       of the loss
-    steps       made so far, by which the examples of the next are found
+    scale       state of the loss scale
+    steps       number of steps made so far, which determines the examples of the next
+    data        digest of the data
+    config      configuration as plain values
     """
     whole = copies if trainer.shards is None else partial(gathered, trainer)
     return {
@@ -37,7 +39,7 @@ def state_of(trainer: Any) -> dict[str, Any]:
 
 
 def gathered(trainer: Any, parts: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The whole tensors of which each rank has a part; called by all ranks."""
+    """Gather the whole tensors of which each rank has a part; all ranks must call it."""
     found = trainer.shards.whole([parts[name].detach() for name in parts], [trainer.shapes[name] for name in parts])
     return dict(zip(parts, found, strict=True))
 
@@ -50,9 +52,9 @@ def take(own: Mapping[str, torch.Tensor], given: Mapping[str, torch.Tensor]) -> 
 
 
 def restore(trainer: Any, state: Mapping[str, Any]) -> None:
-    """Copy a state into a trainer's own tensors. ValueError where a weight is missing or has another shape.
+    """Copy a state into a trainer's own tensors.
 
-    ValueError also for the checkpoint of another stage.
+    ValueError if a weight is missing or has another shape, or the checkpoint is of another stage.
     """
     stage = state["config"].get("stage")
     if stage != trainer.config.stage:

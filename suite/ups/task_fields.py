@@ -1,4 +1,4 @@
-"""The fields of a task, from a file or made in memory: what the latents of ups are encoded from.
+"""The fields of a task, from a file or made in memory, from which the latents of ups are encoded.
 
 source: ups, technique 002 (data)
 """
@@ -20,7 +20,7 @@ from suite.ups import advection, darcy
 from suite.ups.fields import Fields, Normalisation
 
 STEADY_DT = 1.0
-"""The time step of a task without time: any number that no time step of the other task is."""
+"""Time step of a task without time: any number that is no time step of the other task."""
 SYNTHETIC_BETA = 1.0
 
 
@@ -28,26 +28,26 @@ SYNTHETIC_BETA = 1.0
 class TaskFields:
     """The normalised fields of a task, sample by sample.
 
-    A sample is a sequence of states. Each state but the last one makes an example with the next: the frames of
-    advection, and (a, u) of Darcy flow.
+    A sample is a sequence of states: the frames of advection, or (a, u) of Darcy flow. Each state but the last forms an
+    example with the next one.
     """
 
     task: str
     name: str
-    """For messages: the file, or that it was made in memory."""
+    """Name for messages: the file, or a note that the fields were made in memory."""
     train: tuple[int, ...]
     """Samples to train on; no sample is in both splits."""
     validation: tuple[int, ...]
     states: int
-    """Of a sample."""
+    """States per sample."""
     dt: float
-    """From a state to the next, in s."""
+    """Time from a state to the next, in s."""
     points: torch.Tensor
     """float32 [*grid, d]: the cells' centres."""
     normalisations: tuple[Normalisation, Normalisation]
-    """Of the first state and of the later ones; the same for advection."""
+    """Normalisations of the first state and of the later ones; the same for advection."""
     digest: str
-    """Of the file's bytes, or of what the fields were made from."""
+    """Digest of the file's bytes, or of the settings that the fields were made from."""
     read: Callable[[int], torch.Tensor]
     """A sample's number → its states, float32 [states, *grid], normalised."""
     path: Path | None = None
@@ -60,11 +60,11 @@ class TaskFields:
 
     @property
     def samples(self) -> int:
-        """Samples of both splits."""
+        """Number of samples of both splits."""
         return len(self.train) + len(self.validation)
 
     def at(self, sample: int, state: int) -> torch.Tensor:
-        """One state, float32 [*grid]."""
+        """Return one state, float32 [*grid]."""
         return self.read(sample)[state]
 
 
@@ -84,7 +84,7 @@ class _OfFile:
 
 @dataclass(frozen=True)
 class _InMemory:
-    """Gives the samples of a tensor."""
+    """Reads the samples of a tensor."""
 
     states: torch.Tensor
 
@@ -93,7 +93,7 @@ class _InMemory:
 
 
 def from_file(path: str | Path, task: str, *, validation: float, seed: int) -> TaskFields:
-    """Open a file of PDEBench's layout; PerfsuiteError where it is wrong, or of another task."""
+    """Open a file of PDEBench's layout; PerfsuiteError if it is invalid or of another task."""
     fields = Fields(path, validation=validation, seed=seed)
     file = fields.file
     if file.task != task:
@@ -117,8 +117,8 @@ def from_file(path: str | Path, task: str, *, validation: float, seed: int) -> T
 def synthetic(task: str, *, samples: int, cells: int, frames: int, validation: float, seed: int) -> TaskFields:
     """Make a few samples in memory, of the same equations as the files of `perfsuite data pde`.
 
-    cells   in each direction
-    frames  of advection, the first of the 201
+    cells   number of cells in each direction
+    frames  number of frames of advection: the first of the 201
     """
     if task == "advection1d":
         solved = [advection.solution(advection.drawn(seed, i), SYNTHETIC_BETA, cells)[:frames] for i in range(samples)]
@@ -154,7 +154,7 @@ def synthetic(task: str, *, samples: int, cells: int, frames: int, validation: f
 
 
 def token_grid(task: str, tokens: int) -> tuple[int, ...]:
-    """How many tokens there are along each dimension: (tokens,) on a line; on a plane the nearest to a square."""
+    """Return the tokens along each dimension: (tokens,) on a line, the factors nearest to a square on a plane."""
     if task == "advection1d":
         return (tokens,)
     columns = max(n for n in range(1, math.isqrt(tokens) + 1) if tokens % n == 0)
@@ -162,7 +162,7 @@ def token_grid(task: str, tokens: int) -> tuple[int, ...]:
 
 
 def check_grid(fields: TaskFields, tokens: int) -> None:
-    """PerfsuiteError where the cells of a grid do not divide into the tokens."""
+    """Raise PerfsuiteError if the cells of a grid do not divide into the tokens."""
     wanted = token_grid(fields.task, tokens)
     if any(cells % count for cells, count in zip(fields.grid, wanted, strict=True)):
         told, asked = (" x ".join(map(str, sizes)) for sizes in (fields.grid, wanted))

@@ -1,4 +1,4 @@
-"""What the pairs of ups share: the sizes of training, and modules of any size."""
+"""Shared parts of the pairs of ups: the sizes of training, and modules of any size."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def operator(L: int, heads: int, head_width: int, depth: int) -> Operator:
 
 
 def kept_or_not(generator: torch.Generator, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """Draw drop-path multipliers at a rate of a half, so that some sublayers are dropped."""
+    """Draw drop-path multipliers at a rate of 0.5, so that some sublayers are dropped."""
     return 2.0 * torch.randint(2, shape, generator=generator).to(dtype)
 
 
@@ -61,14 +61,14 @@ STEP: Mapping[str, Any] = {
     "dt": tensor("B", values=floats(0, 1)),
     "scales": tensor("depth", 2, "B", values=sampled(kept_or_not), differentiable=False),
 }
-"""Of a pair on the operator."""
+"""Arguments of a pair on the operator."""
 
 
 def operator_cost(precision: str = "float32") -> Cost:
-    """Count what a step of the operator costs at least, with all its gradients."""
+    """Return the least cost of a step of the operator, with all its gradients."""
 
     def parameters(L: int, heads: int, head_width: int, depth: int) -> int:
-        """Count the weights of the matrices."""
+        """Return the number of weights of the matrices."""
         width = heads * head_width
         return depth * 12 * width**2 + 3 * L * width + (1 + 2 * len(FREQUENCIES)) * L
 
