@@ -1,4 +1,4 @@
-"""What `torch.save` wrote, read without trust: no code in it is run, and it is read into no more memory than it has."""
+"""Reads `torch.save` files without trust: runs no code in them, and uses no more memory than the file is large."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ CUT = "is damaged, or no checkpoint"
 
 
 class DamagedError(ValueError):
-    """What a file is that cannot be read, as the end of a sentence that begins with its name."""
+    """A file that cannot be read. The message ends a sentence that begins with the file's name."""
 
 
 @contextmanager
 def opened(path: Path) -> Iterator[IO[bytes]]:
-    """A regular file, or a link to one; OSError where it is missing, not permitted, or something else.
+    """Open a regular file, or a link to one; OSError if it is missing, not permitted or something else.
 
-    A pipe would be waited for, and a device might be read for ever.
+    Reading a pipe would block, and reading a device might never end.
     """
     handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     try:
@@ -40,13 +40,13 @@ def opened(path: Path) -> Iterator[IO[bytes]]:
 
 
 def content(file: IO[bytes]) -> Any:
-    """The object in an archive, its tensors on the CPU; DamagedError where it is not as it was written."""
+    """Return the object in an archive, its tensors on the CPU; DamagedError if the file is not as it was written."""
     try:
         with zipfile.ZipFile(file) as archive:
             _check(archive, os.fstat(file.fileno()).st_size)
         file.seek(0)
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of what is refused later
+            warnings.simplefilter("ignore")  # about content that is refused later
             return torch.load(file, map_location="cpu", weights_only=True)
     except (DamagedError, OSError):
         raise
@@ -59,10 +59,10 @@ def content(file: IO[bytes]) -> Any:
 
 
 def _check(archive: zipfile.ZipFile, size: int) -> None:
-    """Pass an archive whose every part is there once, stored as it is, and has its checksum."""
+    """Raise DamagedError unless each part of an archive occurs once, is uncompressed and matches its checksum."""
     parts = archive.infolist()
     stored = all(p.compress_type == zipfile.ZIP_STORED and p.file_size == p.compress_size for p in parts)
-    # torch compresses nothing. Parts that are compressed, or within each other, are read into any amount of memory.
+    # PyTorch compresses nothing. Compressed or overlapping parts could expand to any amount of memory.
     if not stored or sum(p.file_size for p in parts) > size or len({p.filename for p in parts}) < len(parts):
         raise DamagedError(CUT)
     broken = archive.testzip()

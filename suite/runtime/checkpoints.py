@@ -1,7 +1,7 @@
-"""Checkpoints: a file each, replaced whole, so that a run that is killed leaves the last good one.
+"""Checkpoints: one file each, replaced atomically, so that a killed run leaves the last good one.
 
-A file is `torch.save`'s zip archive of plain values and tensors. It is read without running code in it, and every
-byte of it is held against the archive's own checksums.
+A file is `torch.save`'s zip archive of plain values and tensors. Reading it runs no code in it, and checks every byte
+against the archive's own checksums.
 """
 
 from __future__ import annotations
@@ -41,16 +41,16 @@ FORMAT = "perfsuite.checkpoint"
 VERSION = 1
 OLD = ".old"
 NAME = re.compile(rf"window-(\d{{8}}|[1-9]\d{{8,}})\.pt({re.escape(OLD)})?", re.ASCII)
-"""One name for each number, which grows beyond eight digits. Files of other names are left alone."""
+"""Name of a checkpoint. Each number has one name: padded to eight digits, or longer. Other files are left alone."""
 MOST = 2**63
-"""Windows and items are fewer."""
+"""Upper limit, exclusive, of windows and items."""
 KEYS = 624
-"""Of numpy's generator, which reads beyond them where a state says so."""
+"""Keys of NumPy's generator, which would read beyond them if the position in a state said so."""
 
 
 @dataclass(kw_only=True, slots=True)
 class Checkpoint:
-    """All that a run needs to go on: after `windows` windows, which held `items` tokens or rows."""
+    """All that a run needs to continue after `windows` windows, which held `items` tokens or rows."""
 
     name: str
     windows: int
@@ -62,10 +62,10 @@ class Checkpoint:
 
 
 class Store:
-    """The checkpoints in a folder, of which the last `keep` stay.
+    """The checkpoints in a folder, of which the last `keep` are kept.
 
-    Their order is that of the numbers in their names, since a clock may be set back. A run that goes on from an earlier
-    checkpoint, or begins anew, renames the later ones to `*.old`: these count as earlier than all others.
+    They are ordered by the numbers in their names, since a clock may be set back. A run that resumes from an earlier
+    checkpoint, or starts anew, renames the later ones to `*.old`. These count as earlier than all others.
     """
 
     def __init__(self, folder: str | Path, keep: int = 3) -> None:
@@ -73,7 +73,7 @@ class Store:
         self.keep = max(1, keep)
 
     def files(self) -> list[Path]:
-        """Checkpoints, the last one first; CheckpointError where the folder cannot be read."""
+        """Return the checkpoints, the last one first; CheckpointError if the folder cannot be read."""
         try:
             found = [(place, name) for name in os.listdir(self.folder) if (place := _place(name))]
         except FileNotFoundError:
@@ -86,7 +86,7 @@ class Store:
         return [self.folder / name for _, name in sorted(found, reverse=True)]
 
     def latest(self) -> Path:
-        """The last one; CheckpointError where there is none."""
+        """Return the last checkpoint; CheckpointError if there is none."""
         found = self.files()
         if not found:
             raise CheckpointError(
@@ -95,7 +95,7 @@ class Store:
         return found[0]
 
     def holds(self, path: Path) -> bool:
-        """Whether a file is one of these checkpoints, and was not left behind."""
+        """Return whether a file is one of these checkpoints, and not one that was renamed to `*.old`."""
         place = _place(path.name)
         try:
             return place is not None and place[0] and os.path.samefile(path.parent, self.folder)
@@ -103,7 +103,7 @@ class Store:
             return False
 
     def leave_behind(self, after: int) -> list[Path]:
-        """Rename the checkpoints of more than `after` windows to `*.old`; the names that they had."""
+        """Rename the checkpoints of more than `after` windows to `*.old`; return their former paths."""
         later = [p for p in self.files() if (place := _place(p.name)) and place[0] and place[1] > after]
         for path in later:
             try:
@@ -114,9 +114,10 @@ class Store:
         return later
 
     def save(self, checkpoint: Checkpoint, *, more: int = 0) -> Path:
-        """Write a checkpoint whole or not at all, then drop the oldest beyond `keep` and `more`.
+        """Write a checkpoint whole or not at all, then remove the oldest ones beyond `keep` + `more`.
 
-        Those of more windows are left behind. A process that is killed at any moment leaves the last one whole.
+        Checkpoints of more windows are renamed to `*.old`. If the process is killed at any moment, the last checkpoint
+        is intact.
         """
         path = self.folder / f"window-{checkpoint.windows:08d}.pt"
         temporary = self.folder / f".{path.name}.{os.getpid()}.tmp"
@@ -124,14 +125,14 @@ class Store:
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             temporary.unlink(missing_ok=True)
-            with temporary.open("xb") as file:  # anew: if that is a link, what it leads to stays
+            with temporary.open("xb") as file:  # a new file: if the name was a link, its target is not changed
                 torch.save({"format": FORMAT, "version": VERSION, **fields}, file)
                 file.flush()
                 os.fsync(file.fileno())
             self.leave_behind(checkpoint.windows)
             os.replace(temporary, path)
             _flush(self.folder)
-        except (OSError, RuntimeError) as error:  # torch tells a full disk by a RuntimeError
+        except (OSError, RuntimeError) as error:  # PyTorch reports a full disk as a RuntimeError
             reason = getattr(error, "strerror", None) or first_line(error) or type(error).__name__
             raise CheckpointError(
                 f"cannot write {shown(path)}: {reason}; free space there, or name another --folder"
@@ -143,7 +144,7 @@ class Store:
         return path
 
     def prune(self, newest: Path, *, more: int = 0) -> None:
-        """Drop the oldest beyond `keep` and `more`, as far as they can be removed; `newest` stays in any case."""
+        """Remove the oldest checkpoints beyond `keep` + `more`, where possible; `newest` always stays."""
         files = [p for p in self.files() if p.is_symlink() or not p.is_dir()]
         for old in files[self.keep + more :]:
             if old != newest:
@@ -151,7 +152,7 @@ class Store:
                     old.unlink()
 
     def refuse_others(self) -> None:
-        """CheckpointError where the folder holds checkpoints, which a new run would drop one by one."""
+        """Raise CheckpointError if the folder holds checkpoints, which a new run would remove one by one."""
         if there := self.files():
             raise CheckpointError(
                 f"{shown(self.folder)} holds checkpoints of an earlier run ({there[0].name}); "
@@ -159,16 +160,16 @@ class Store:
             )
 
     def tidy(self) -> None:
-        """Remove what runs that were killed have left half written; to be called by the only run in the folder."""
+        """Remove the half-written files of killed runs; only the sole run in the folder may call it."""
         for path in self.folder.glob(".window-*.tmp"):
             with contextlib.suppress(OSError):
                 path.unlink()
 
 
 def load(path: Path, name: str | None = None) -> Checkpoint:
-    """Read a checkpoint, to the CPU; CheckpointError in one line where it cannot be gone on from.
+    """Read a checkpoint to the CPU; CheckpointError, in one line, if a run cannot resume from it.
 
-    Neither its contents nor its name are trusted: a name that has a number must have that of its windows.
+    Neither its contents nor its name are trusted: a number in the name must be that of its windows.
     """
     try:
         with archive.opened(path) as file:
@@ -207,7 +208,7 @@ def load(path: Path, name: str | None = None) -> Checkpoint:
 
 
 def load_latest(store: Store, name: str | None = None) -> tuple[Path, Checkpoint]:
-    """(file, checkpoint) of the last one, also while a run goes on that drops one after another."""
+    """Return (file, checkpoint) of the last one, even while a run in the folder removes old ones."""
     while True:
         path = store.latest()
         try:
@@ -218,12 +219,12 @@ def load_latest(store: Store, name: str | None = None) -> tuple[Path, Checkpoint
 
 
 def _is(found: object, wanted: str | int) -> bool:
-    """Whether they are equal; a tensor has answers of its own."""
+    """Return whether a value equals `wanted`. The type is compared first, since `==` of a tensor gives no bool."""
     return type(found) is type(wanted) and found == wanted
 
 
 def _wrong(content: Mapping[Any, Any]) -> str | None:
-    """What of a checkpoint's fields is missing, or cannot be."""
+    """Return a phrase that says which of a checkpoint's fields is missing or invalid; None if none is."""
     kinds: dict[str, Any] = {"name": str, "windows": int, "items": int, "batches": (Mapping, type(None))}
     missing = [field for field in Checkpoint.__slots__ if field not in content]
     if missing:
@@ -244,7 +245,7 @@ def _wrong(content: Mapping[Any, Any]) -> str | None:
 
 
 def rng_state() -> dict[str, Any]:
-    """The states of Python's, numpy's and torch's generators, of every GPU that is in use."""
+    """Return the generator states of Python, NumPy and PyTorch, including all GPUs if CUDA is initialised."""
     kind, keys, position, has_gauss, cached = numpy.random.get_state(legacy=True)
     return {
         "python": random.getstate(),
@@ -255,7 +256,7 @@ def rng_state() -> dict[str, Any]:
 
 
 def restore_rng(state: Mapping[str, Any]) -> None:
-    """Undo what was drawn since `rng_state`. GPUs that are not here are left out. Exception for another's state."""
+    """Restore the states of `rng_state`, except of GPUs that this machine lacks; invalid states raise an exception."""
     random.setstate(state["python"])
     kind, keys, position, has_gauss, cached = state["numpy"]
     if len(keys) != KEYS or not 0 <= position <= KEYS:
@@ -268,13 +269,13 @@ def restore_rng(state: Mapping[str, Any]) -> None:
 
 
 def _place(name: str) -> tuple[bool, int] | None:
-    """(it was not left behind, its windows) of a checkpoint's file; None of any other. A later one is greater."""
+    """Return (name does not end in `.old`, windows) of a checkpoint's name, or None. A later checkpoint is greater."""
     match = NAME.fullmatch(name)
     return (match[2] is None, int(match[1])) if match else None
 
 
 def _instead(path: Path) -> str:
-    """The remedy: the checkpoint before it, if there is one, or else the last one."""
+    """Return the remedy: the checkpoint before it, if there is one, or else the last one."""
     try:
         found = [p.name for p in Store(path.parent).files()]
     except CheckpointError:
@@ -287,7 +288,7 @@ def _instead(path: Path) -> str:
 
 
 def _flush(folder: Path) -> None:
-    """Make the new name survive a loss of power."""
+    """Flush the folder to disk, so that the new name survives a loss of power."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(handle)

@@ -1,4 +1,4 @@
-"""The metrics of a run over its windows, in its folder: JSON lines that `perfsuite curve` draws."""
+"""Log of a run's metrics by window: JSON lines in the run's folder, which `perfsuite curve` draws."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from typing import IO, Any
 
 FILE, ABOUT = "metrics.jsonl", "run.json"
 DENSE, EVERY = 100, 10
-"""The first windows are all written, and of later ones each tenth."""
+"""The first 100 windows are all written, and then every tenth."""
 
 
 class CurveLog:
-    """Appends a line to `metrics.jsonl` now and then: the window, the seconds of training so far, and the metrics.
+    """Appends lines to `metrics.jsonl`: the window, the seconds of training so far, and the metrics.
 
-    windows  those before a resume: lines of later ones are of a run that was left, and go
-    about    what is written beside, into run.json: the trainer, its configuration, the machine
+    windows  number of windows before a resume; lines of later windows are of an abandoned run, and are removed
+    about    content of run.json, beside it: the trainer, its configuration, the machine
 
     Every method may raise OSError.
     """
@@ -31,7 +31,7 @@ class CurveLog:
         self._file: IO[str] | None = None
 
     def add(self, window: int, metrics: Mapping[str, float]) -> None:
-        """Write a line, unless that window or a later one has one, or none is due."""
+        """Write a line, unless this window or a later one has a line already, or none is due."""
         file = self._file or self._opened()
         if window <= self._last or (window > DENSE and window - self._last < EVERY):
             return
@@ -42,17 +42,17 @@ class CurveLog:
         file.write(f"{json.dumps(line)}\n")
 
     def flush(self) -> None:
-        """Hand all lines to the file: a checkpoint is written, from which a run that is killed goes on."""
+        """Write all lines to the file, before a checkpoint from which a killed run may resume."""
         if self._file is not None:
             self._file.flush()
 
     def close(self) -> None:
-        """Write the rest."""
+        """Write the remaining lines, and close the file."""
         if self._file is not None:
             self._file.close()
 
     def _opened(self) -> IO[str]:
-        """The file, with the lines up to the window that the run began at."""
+        """Open the file, with only the lines up to the window at which the run starts."""
         self._folder.mkdir(parents=True, exist_ok=True)
         path = self._folder / FILE
         kept = [line for line in read(self._folder) if line["window"] <= self._windows]
@@ -67,14 +67,14 @@ class CurveLog:
 
 
 def _write(path: Path, content: str) -> None:
-    """The file whole, or as it was."""
+    """Replace a file atomically: it is written whole, or left as it was."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     temporary.write_text(content)
     os.replace(temporary, path)
 
 
 def about_of(folder: Path) -> dict[str, Any]:
-    """Return the content of a run's run.json; empty where there is none, or it is damaged."""
+    """Return the content of a run's run.json; empty if it is missing or damaged."""
     try:
         found = json.loads((folder / ABOUT).read_text())
     except (OSError, ValueError):
@@ -83,7 +83,7 @@ def about_of(folder: Path) -> dict[str, Any]:
 
 
 def read(folder: Path) -> list[dict[str, Any]]:
-    """Return the lines of a run's folder, without what is damaged: a run that is killed leaves half a line."""
+    """Return the lines of a run's folder, without damaged ones: a killed run may leave half a line."""
     try:
         content = (folder / FILE).read_text(errors="replace")
     except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""What a run shows: a progress bar, or a line now and then where the output is no terminal; TensorBoard if asked."""
+"""Display of a run: a progress bar, or a line every 30 s where the output is no terminal; TensorBoard if asked."""
 
 from __future__ import annotations
 
@@ -18,33 +18,33 @@ from suite.naming import shown, utf8_name
 
 REFRESH_S = 0.1
 LINE_S = 30.0
-"""Between two lines where the output is no terminal."""
+"""Seconds between two lines where the output is no terminal."""
 RATE_S = 5.0
-"""Over which throughput is told."""
+"""Seconds over which the displayed throughput is averaged."""
 
 
 class Rate:
-    """Items a second over the last seconds."""
+    """Items per second over the last `seconds` seconds."""
 
     def __init__(self, seconds: float = RATE_S) -> None:
         self._seconds = seconds
         self._seen: deque[tuple[float, int]] = deque()
 
     def add(self, now: float, items: int) -> None:
-        """`items` is the count so far."""
+        """Record the number of items so far at the time `now`, in s."""
         self._seen.append((now, items))
         while len(self._seen) > 2 and now - self._seen[0][0] > self._seconds:
             self._seen.popleft()
 
     def value(self) -> float | None:
-        """None until there are two moments."""
+        """Return the items per second; None until there are two times."""
         if len(self._seen) < 2 or self._seen[-1][0] <= self._seen[0][0]:
             return None
         return (self._seen[-1][1] - self._seen[0][1]) / (self._seen[-1][0] - self._seen[0][0])
 
 
 class Display:
-    """Draws in the calling thread, at most ten times a second: a drawing thread would disturb the run."""
+    """Display drawn in the calling thread, at most ten times a second: a drawing thread would disturb the run."""
 
     def __init__(
         self, console: Console, name: str, total: int | None, done: int, unit: str, noun: str = "window"
@@ -72,7 +72,7 @@ class Display:
             self._bar.stop()
 
     def show(self, windows: int, total: int | None, items: int, metrics: Mapping[str, float] | None) -> None:
-        """Called after every window; mostly does nothing."""
+        """Update the display if it is due. It is called after every window, and mostly does nothing."""
         now = time.monotonic()
         if now < self._next:
             return
@@ -86,11 +86,11 @@ class Display:
             self.say(f"{self._name}: {self._told(windows, total, metrics)}")
 
     def say(self, line: str) -> None:
-        """A line that stays, above the bar."""
+        """Print a line that stays, above the bar."""
         self._console.print(line, soft_wrap=True, markup=False, highlight=False)
 
     def leave(self, line: str) -> None:
-        """A line, and the cursor back: what comes next may end the process at once."""
+        """Print a line and show the cursor again: the next signal may end the process at once."""
         self.say(line)
         self._console.show_cursor(True)
 
@@ -105,7 +105,7 @@ class Display:
 
 
 def quantity(value: float) -> str:
-    """1234 → 1.23k; three figures."""
+    """Format a number with three significant digits and a suffix: 1234 → 1.23k."""
     for size, letter in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
         if value >= size:
             return f"{value / size:.3g}{letter}"
@@ -114,7 +114,7 @@ def quantity(value: float) -> str:
 
 @contextmanager
 def board(folder: Path, windows: int) -> Iterator[Any]:
-    """TensorBoard's writer; what an abandoned run in the folder wrote after `windows` is hidden."""
+    """Open TensorBoard's writer; what an abandoned run in the folder wrote after `windows` is hidden."""
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError:
@@ -135,5 +135,5 @@ def board(folder: Path, windows: int) -> Iterator[Any]:
         try:
             yield writer
         finally:
-            with suppress(OSError):  # what is lost then is the end of a picture
+            with suppress(OSError):  # only the last points of the curves are lost
                 writer.close()

@@ -1,4 +1,4 @@
-"""How a run fails, in one line."""
+"""Errors of a run, each of one line."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from perfsuite.errors import PerfsuiteError
 
 
 class CheckpointError(PerfsuiteError):
-    """A checkpoint that is missing, damaged, foreign, or cannot be written."""
+    """A checkpoint is missing, damaged or foreign, or cannot be written."""
 
 
 class NotANumberError(CheckpointError):
-    """A state that must not be written: it holds NaN."""
+    """A state holds NaN, and must not be written."""

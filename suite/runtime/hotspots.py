@@ -13,18 +13,18 @@ from suite.runtime.ranges import OUTER, PREFIX
 
 LARGEST = 5
 BUSY = 0.7
-"""Below this share of the time with work on the GPU, the host is what limits a window."""
+"""The host limits a window if the GPU works for less than this share of the time."""
 WIDEST = 60
-"""Characters of an operation's name."""
+"""Largest number of characters of an operation's name."""
 
 
 @dataclass(frozen=True, slots=True)
 class Hotspots:
-    """Seconds of the traced windows: of each phase, by the host's clock and on the GPU, and of operations.
+    """Seconds of the traced windows, by phase, on the host and on the GPU, and by operation.
 
     phases      name → (calls, host's seconds, GPU's seconds)
-    operations  name → (calls, seconds): GPU kernels where there are any, else PyTorch's operations without their parts
-    launches    GPU kernels
+    operations  name → (calls, seconds): GPU kernels if there are any, else the self time of PyTorch's operations
+    launches    number of GPU kernels launched
     """
 
     windows: int
@@ -34,7 +34,7 @@ class Hotspots:
     launches: int
 
     def table(self) -> Table:
-        """Phases, and the largest operations, a window."""
+        """Return a table of the phases and the largest operations, per window."""
         title = f"a window of {units.seconds(self.seconds / self.windows)}, over {self.windows} traced windows"
         table = Table(title=title, title_justify="left")
         for head in ("phase or operation", "calls", "host", "GPU", "share"):
@@ -77,7 +77,11 @@ class Hotspots:
 
 
 def hotspots(events: Iterable[Any], windows: int, seconds: float) -> Hotspots:
-    """Read a profiler's averages, `torch.profiler.profile.key_averages()`, of so many windows in so many seconds."""
+    """Sum up a profiler's averages, `torch.profiler.profile.key_averages()`.
+
+    windows  number of traced windows
+    seconds  time that they took
+    """
     phases, operations, kernels = {}, {}, {}
     for event in events:
         on_device = "CUDA" in str(event.device_type)

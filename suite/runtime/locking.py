@@ -1,4 +1,4 @@
-"""A run's folder, which one process at a time writes into."""
+"""Lock of a run's folder, into which one process at a time writes."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ _mine: dict[str, int] = {}
 
 @contextlib.contextmanager
 def only_one(folder: Path) -> Iterator[None]:
-    """Make the folder, and keep other runs out of it while the block runs; readers need no permission.
+    """Create the folder, and lock it against other runs while the block runs; readers need no lock.
 
-    CheckpointError at once where another run is in it, or nothing can be written into it. The kernel releases the lock
-    when the process ends, however that comes about. A thread that holds it may enter again. At the end the lock's file
-    is removed, and so are the folders that were made here if nothing was written into them.
+    CheckpointError at once if another run holds the lock, or nothing can be written into the folder. The kernel
+    releases the lock when the process ends, in whatever way. A thread that holds it may enter again. At the end the
+    lock's file is removed, and so are the folders that were created here if they are empty.
     """
     key = os.path.realpath(folder)
     if _mine.get(key) == threading.get_ident():
@@ -38,14 +38,14 @@ def only_one(folder: Path) -> Iterator[None]:
     try:
         made += _missing(folder)
         probe(folder)
-        if os.path.islink(lock.lock_file):  # an older filelock would empty what it leads to
+        if os.path.islink(lock.lock_file):  # an older filelock would truncate its target
             raise OSError(errno.ELOOP, f"{LOCK} in it is a link")
         lock.acquire()
     except Timeout:
         raise CheckpointError(
             f"another run is writing into {shown(folder)}; wait until it has ended, or name another --folder"
         ) from None
-    except (OSError, NotImplementedError) as error:  # the latter where a file system has no locks
+    except (OSError, NotImplementedError) as error:  # the latter on a file system without locks
         _remove(made)
         reason = getattr(error, "strerror", None) or str(error)
         raise CheckpointError(f"cannot write into {shown(folder)}: {reason}; name another --folder") from None
@@ -55,13 +55,13 @@ def only_one(folder: Path) -> Iterator[None]:
     finally:
         del _mine[key]
         with contextlib.suppress(OSError):
-            os.unlink(lock.lock_file)  # while it is held: nobody else's is removed
+            os.unlink(lock.lock_file)  # while the lock is held, so that no other run's file is removed
         lock.release()
         _remove(made)
 
 
 def _missing(folder: Path) -> list[Path]:
-    """The folder and those above it that are not there, the innermost first."""
+    """Return those of the folder and its parents that do not exist, the innermost first."""
     found = []
     for path in (folder, *folder.parents):
         if os.path.lexists(path):
@@ -71,7 +71,7 @@ def _missing(folder: Path) -> list[Path]:
 
 
 def _remove(folders: list[Path]) -> None:
-    """Those that are empty."""
+    """Remove those of the folders that are empty."""
     for path in folders:
         with contextlib.suppress(OSError):
             path.rmdir()

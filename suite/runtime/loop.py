@@ -1,4 +1,4 @@
-"""The loop round a trainer. It never waits for the device between windows: it only asks for `metrics()`."""
+"""The training loop around a trainer. Between windows it never waits for the device, and only calls `metrics()`."""
 
 from __future__ import annotations
 
@@ -35,46 +35,46 @@ from suite.runtime.timing import Phases, Trace, synchronize
 from suite.runtime.together import ALONE, Place, Together
 
 SILENT = 8
-"""Windows without metrics after which a trainer is taken to have none: nothing will ever be known of its loss."""
+"""Windows without metrics after which a trainer is assumed to have none, so that its loss stays unknown."""
 
 OVER = 1
-"""What a rank wishes whose seconds are over; another wish is the number of a signal, all of which are larger."""
+"""Wish of a rank whose seconds are over. Any other wish is the number of a signal, and these are larger."""
 
 SEEDS = 2**63
 """torch's generators take no larger seed."""
 
 
 class Trainer(Protocol):
-    """What a trainer must do.
+    """Interface of a trainer.
 
-    It may also have `last_metrics()`: like `metrics`, of the last window queued, waiting for it. It is asked before a
-    checkpoint is written, so that none is written over a good one after a window that diverged. `window_name` is what
-    a user calls a window of its, "epoch" for instance. `settles` is the number of windows after which nothing is
-    compiled or captured any more; without it one window is enough. `stops()`, asked before each window, says in words
-    why the training should end, or None; several ranks need to agree.
+    It may also have the following members. `last_metrics()` is like `metrics`, but waits for the last queued window. It
+    is called before a checkpoint is written, so that none replaces a good one after a window that diverged.
+    `window_name` is the user's word for a window, "epoch" for instance. `settles` is the number of windows after which
+    nothing is compiled or captured any more, by default 1. `stops()` is called before each window. It returns the
+    reason why the training should end, in words, or None; all ranks must return it at the same window.
     """
 
     def train_window(self, batch: Mapping[str, torch.Tensor]) -> None:
-        """Queue one window's work; the batch lies on the CPU. Need not wait for the device."""
+        """Queue one window's work, with the batch on the CPU. It need not wait for the device."""
 
     def metrics(self) -> Mapping[str, float] | None:
-        """Of a window that has finished, usually the one before; None if none yet.
+        """Return the metrics of a window that has finished, usually the previous one; None if there are none yet.
 
-        "loss", if there, must be finite; where it is not, "step" may say at which step. "window" may say which window
-        they are of, counted from 1 over the whole training; without it they are taken to lag by as many windows as
-        gave None.
+        "loss", if present, must be finite; if it is not, "step" may give the step. "window" may give the window that
+        they belong to, counted from 1 over the whole training. Without it they are assumed to lag by as many windows
+        as returned None.
         """
 
     def state_dict(self) -> dict[str, Any]:
-        """All that the next window depends on, in tensors and plain values."""
+        """Return all that the next window depends on, as tensors and plain values."""
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over a state, bitwise."""
+        """Restore a state, bitwise."""
 
 
 @runtime_checkable
 class Resumable(Protocol):
-    """Batches that know their position."""
+    """Batches that can save and restore their position."""
 
     def state_dict(self) -> dict[str, Any]: ...
 
@@ -83,15 +83,15 @@ class Resumable(Protocol):
 
 @runtime_checkable
 class Counted(Protocol):
-    """Batches that say what is in one, and how many there are."""
+    """Batches that know the number of items in a batch, and the number of batches."""
 
     unit: str
-    """In the plural: what `items` counts."""
+    """Plural noun for the items that `items` counts."""
     total: int
-    """Batches in all, those before a resume included."""
+    """Number of batches in all, including those before a resume."""
 
     def items(self, batch: Mapping[str, torch.Tensor]) -> int:
-        """Of a batch, without looking at values on a device."""
+        """Return the number of items in a batch, without reading values on a device."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,22 +99,22 @@ class Options:
     """Fields of every configuration that concern the run and not the trainer."""
 
     windows: int | None = None
-    """Windows in all, those before a resume included; null: until interrupted."""
+    """Windows in all, including those before a resume; null: until interrupted."""
     seconds: float | None = None
-    """This run ends after so many."""
+    """Seconds after which this run ends."""
     seed: int = 0
     folder: str | None = None
-    """Of checkpoints and TensorBoard's files."""
+    """Folder for checkpoints, metrics and TensorBoard's files."""
     checkpoint_every: int = 1000
-    """Windows; 0: only at the end."""
+    """Windows between two checkpoints; 0: only at the end."""
     keep: int = 3
-    """Checkpoints that stay; one more while the last window's loss is not known."""
+    """Checkpoints to keep, in addition to those whose loss is not known yet."""
     tensorboard: bool = False
     tensorboard_every: int = 10
     timing_debug: bool = False
-    """Print seconds per phase at the end; waits for the device after each phase, which slows the run."""
+    """Print seconds per phase at the end. It waits for the device after each phase, which slows the run."""
     profile: str | None = None
-    """Write a Chrome trace of a few windows there."""
+    """File into which a Chrome trace of a few windows is written."""
 
     def __post_init__(self) -> None:
         least = {"windows": 0, "seconds": 0, "seed": 0, "checkpoint_every": 0, "keep": 1, "tensorboard_every": 1}
@@ -128,7 +128,7 @@ class Options:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Outcome:
-    """How a run ended."""
+    """Outcome of a run."""
 
     windows: int
     items: int
@@ -139,7 +139,7 @@ class Outcome:
 
     @property
     def exit_code(self) -> int:
-        """0, or 128 and the signal that ended it."""
+        """0, or 128 plus the number of the signal that ended the run."""
         return 0 if self.signal is None else 128 + int(self.signal)
 
 
@@ -160,15 +160,17 @@ def fit(
     console: Console | None = None,
     place: Place = ALONE,
 ) -> Outcome:
-    """Train until `options` say so, the batches end, or a signal comes; then save.
+    """Train until a limit in `options` is reached, the batches end, the trainer stops or a signal arrives; then save.
 
-    Of several ranks each calls it with its `place`, and all end after the same window. Rank 0 alone writes and speaks.
+    With several ranks, each rank calls it with its `place`, and all end after the same window. Only rank 0 writes files
+    and prints.
 
-    `resume` is a checkpoint file to go on from, bitwise. A folder that holds checkpoints is refused unless one of them
-    is resumed, or `overwrite` says that they may go; those that it has beyond are left behind, as `Store` says.
+    `resume` is a checkpoint file to continue from, bitwise. A folder that holds checkpoints is refused unless `resume`
+    or `overwrite` is given. Its checkpoints after the resumed one are renamed to `*.old`, as described in `Store`; if
+    none of them is resumed, all are.
 
-    Raises DivergedError at a loss that is no finite number, CheckpointError where a checkpoint cannot be read or
-    written, or another run is writing into the folder.
+    Raise DivergedError if the loss is not finite. Raise CheckpointError if a checkpoint cannot be read or written, or
+    another run is writing into the folder.
     """
     if not place.first:
         console = Console(quiet=True)
@@ -179,7 +181,7 @@ def fit(
 
 
 def held(options: Options) -> AbstractContextManager[None]:
-    """The folder of a run that writes into one, for it alone; see `only_one`."""
+    """Return a context that locks the folder of a run, if it writes into one; see `only_one`."""
     return only_one(Path(options.folder)) if options.folder and options.windows != 0 else nullcontext()
 
 
@@ -215,23 +217,23 @@ class _Run:
         self.saved: Path | None = None
         self.saved_windows = -1
         self.reached: int | None = -1
-        """Windows of the folder's checkpoint that the run began at: later ones are left behind. None once they are."""
+        """Windows of the folder's resumed checkpoint, else -1. Later ones become `*.old`, after which this is None."""
         self.doubtful: list[tuple[int, Path]] = []
-        """Checkpoints of windows whose loss is not known yet: they push no other out, and go if it is no number."""
+        """(windows, file) of checkpoints of unknown loss: they displace none, and are removed if it is not finite."""
         self._say: Callable[[str], None] = partial(self.console.print, soft_wrap=True, markup=False, highlight=False)
-        """A line for the user: above the bar, once there is one."""
+        """Prints a line for the user, above the bar once there is one."""
         self.writer: Any = None
         self.log: CurveLog | None = None
         self.due = 0
         self.why: str | None = None
-        """Why the trainer has ended the run."""
+        """Reason for which the trainer has ended the run."""
 
     def begin(self, resume: Path | None, overwrite: bool) -> None:
-        """Take over a checkpoint, or make sure that none is endangered."""
+        """Load the checkpoint to resume, or refuse a folder that holds checkpoints unless they may be overwritten."""
         if self.options.tensorboard and not self.options.folder:
             raise PerfsuiteError("tensorboard: true needs a folder for its files; name one with --folder")
         if self.options.folder:
-            checkpoints.check(self.trainer.state_dict(), "the trainer's state")  # now, and not after hours
+            checkpoints.check(self.trainer.state_dict(), "the trainer's state")  # fail now, and not after hours
         if resume is not None:
             self._resume(resume)
             self.together.check_begin(self.windows)
@@ -260,7 +262,7 @@ class _Run:
         self.windows, self.items, self.saved, self.saved_windows = found.windows, found.items, path, found.windows
         if self.store is not None and self.store.holds(path):
             self.reached = found.windows
-        with fits("the generators of random numbers", "resume from another"):  # last: what is above may have drawn
+        with fits("the generators of random numbers", "resume from another"):  # last: the steps above may draw
             checkpoints.restore_rng(found.rng)
 
     def go(self) -> Outcome:
@@ -331,7 +333,7 @@ class _Run:
         )
 
     def _count(self, batch: Mapping[str, torch.Tensor], display: Display) -> None:
-        """What the batches say; tokens of a text, else rows of whatever comes first, by sizes and not by values."""
+        """Add a batch's items: as the batches count them, else tokens, else the first tensor's rows; by sizes alone."""
         if isinstance(self.batches, Counted):
             self.items += self.batches.items(batch)
         elif "input_ids" in batch:
@@ -341,7 +343,7 @@ class _Run:
             self.items += next((len(t) for t in batch.values() if t.dim()), 0)
 
     def _look(self, found: Mapping[str, float] | None) -> None:
-        """Take metrics in; DivergedError where the loss is no finite number."""
+        """Process new metrics; DivergedError if the loss is not finite."""
         if found is None:
             self.lag += self.metrics is None
             return
@@ -352,7 +354,7 @@ class _Run:
         self._show(found, window)
 
     def _about(self) -> dict[str, Any]:
-        """Content of run.json: the trainer, the machine and the configuration."""
+        """Return the content of run.json: the trainer, the machine and the configuration."""
         on_gpu = self.device.type == "cuda"
         return {
             "trainer": self.name,
@@ -367,7 +369,7 @@ class _Run:
         }
 
     def _logged(self, call: Callable[[], object]) -> None:
-        """Write to the curve's log, if there is one."""
+        """Call a method of the curve's log, if there is one; an OSError ends the log."""
         if self.log is not None:
             try:
                 call()
@@ -375,12 +377,12 @@ class _Run:
                 self._end_log(error)
 
     def _end_log(self, error: OSError) -> None:
-        """The training is worth more than its curve."""
+        """Stop logging after an error: the training is worth more than its curve."""
         self.log = None
         self._say(f"{FILE}: cannot write: {error.strerror or error}; the run goes on without")
 
     def _show(self, found: Mapping[str, float], window: int) -> None:
-        """To the curve's log and to TensorBoard, where it is time."""
+        """Write metrics to the curve's log, and to TensorBoard where it is due."""
         if self.log is not None:
             self._logged(partial(self.log.add, window, found))
         if self.writer is not None and window >= self.due:
@@ -389,7 +391,7 @@ class _Run:
                 for key, value in found.items():
                     if key != "window":
                         self.writer.add_scalar(key, float(value), window)
-            except OSError as error:  # of a thread that writes: the training is worth more than its picture
+            except OSError as error:  # of the writing thread: the training is worth more than its curves
                 self.writer = None
                 self._say(f"tensorboard: cannot write: {error.strerror or error}; the run goes on without")
 
@@ -404,7 +406,7 @@ class _Run:
             raise DivergedError(f"{where}: the loss is {float(loss)}; training has stopped{self._kept()}")
 
     def _trust(self, window: int) -> None:
-        """The loss is finite up to this window: so far its checkpoints are good."""
+        """Mark the checkpoints up to this window as good, since the loss is finite up to it."""
         while self.doubtful and self.doubtful[0][0] <= window:
             _, self.saved = self.doubtful.pop(0)
             if self.store is not None:
@@ -417,7 +419,7 @@ class _Run:
         return f"; {good}; lower the learning rate, or look at that {self.noun}'s data"
 
     def _save(self, *, last: bool) -> None:
-        """Write a checkpoint. One that fails on the way is told, and the run goes on; at the end it is an error."""
+        """Write a checkpoint. A failure during the run is reported and the run continues; at the end it is an error."""
         if self.windows == self.saved_windows or self.windows == 0:
             return
         newest = getattr(self.trainer, "last_metrics", None)
@@ -438,7 +440,7 @@ class _Run:
             self.saved_windows = self.windows
 
     def _write(self, store: Store, state: dict[str, Any], *, last: bool, known: bool) -> bool:
-        """Write a checkpoint of this state; whether that was possible."""
+        """Write a checkpoint of this state; return whether that was possible."""
         try:
             checkpoints.check(state, "the trainer's state")
         except checkpoints.NotANumberError as error:
@@ -468,7 +470,7 @@ class _Run:
         return True
 
     def _leave_behind(self, store: Store) -> None:
-        """Before the first checkpoint: those of another run, or of windows that are trained anew."""
+        """Before the first save, rename checkpoints of another run, or of windows trained again, to `*.old`."""
         if self.reached is None:
             return
         if later := store.leave_behind(self.reached):
@@ -492,12 +494,12 @@ class _Run:
 
 
 def _never() -> None:
-    """A trainer that does not end by itself."""
+    """Stand in for `stops` of a trainer that does not end by itself."""
 
 
 @contextmanager
 def _fitting(path: Path, what: str, remedy: str) -> Iterator[None]:
-    """Any error is a CheckpointError: what a part of a checkpoint raises is the affair of whoever takes it over."""
+    """Turn any error into a CheckpointError: whatever loads a part of a checkpoint may raise errors of any kind."""
     try:
         yield
     except PerfsuiteError as error:
@@ -508,5 +510,5 @@ def _fitting(path: Path, what: str, remedy: str) -> Iterator[None]:
 
 
 def _brief(value: object) -> str:
-    """A field's value, which a damaged checkpoint may have made long."""
+    """Return a field's value as text of at most 200 characters; in a damaged checkpoint it may be long."""
     return escaped(str(value) if type(value) in (bool, int, float, str, type(None)) else reprlib.repr(value))[:200]

@@ -1,4 +1,4 @@
-"""What a checkpoint may hold: tensors and plain values, which are read back without running code."""
+"""Values that a checkpoint may hold: tensors and plain values, which are read back without running code."""
 
 from __future__ import annotations
 
@@ -13,21 +13,22 @@ from suite.runtime.errors import CheckpointError, NotANumberError
 PLAIN = (bool, int, float, str, bytes, type(None))
 KINDS = (torch.dtype, torch.device, torch.Size)
 MOST = 1_000_000
-"""Values in one state. A file of a few bytes can name a list so often that nobody can go through it."""
+"""Largest number of values in a state. A file of a few bytes can refer to a list too often to be traversed."""
 DEEPEST = 100
-"""Containers within each other."""
+"""Largest depth of nested containers."""
 BITS = 4096
-"""Of an integer: Python prints no much longer ones."""
+"""Largest number of bits of an integer: Python does not print much longer ones."""
 
 Where = tuple[str, ...]
-"""What the state is called, and what leads to a value in it."""
+"""Name of the state, then the keys and indices that lead to a value in it."""
 
 
 def check(state: Any, where: str = "state", *, tensors: bool = True, nan: bool = False) -> None:
-    """Pass a state that holds what can be read back; CheckpointError, or NotANumberError unless `nan` may be there.
+    """Raise CheckpointError if a state holds values that cannot be read back.
 
-    where    what the state is called in the error
-    tensors  whether it may hold any
+    where    name of the state in the error
+    tensors  whether it may hold tensors
+    nan      whether a tensor may hold NaN; otherwise NotANumberError
     """
     _Walk(tensors, nan).through(state, (where,))
 

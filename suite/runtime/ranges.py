@@ -8,14 +8,14 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 import torch
 
 PREFIX = "window: "
-"""Prefix of the ranges' names in a trace; it tells them from PyTorch's own ranges."""
+"""Prefix of the ranges' names in a trace; it distinguishes them from PyTorch's own ranges."""
 OUTER = ("data", "train")
 """Ranges of the training loop; a trainer's own ranges lie within them."""
 _traced = False
 
 
 def phase(name: str) -> AbstractContextManager[None]:
-    """Name what is done within, while a trace is made; otherwise it costs nothing."""
+    """Return a context that names its block in a trace; while none is made, it costs nothing."""
     return _named(name) if _traced else nullcontext()
 
 

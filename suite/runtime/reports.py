@@ -1,4 +1,4 @@
-"""What windows report, on its way from the device to the host, which need not wait for it."""
+"""Reports of windows on their way from the device to the host, which need not wait for them."""
 
 from __future__ import annotations
 
@@ -18,16 +18,18 @@ class _Sent(Generic[R]):
     buffer: torch.Tensor
     event: torch.cuda.Event | None
     moment: float
-    """By the host's clock."""
+    """Time of sending by the host's clock, in s."""
     read: Callable[[torch.Tensor], R]
 
 
 class Reports(Generic[R]):
-    """Reports under way, each a tensor that is copied to pinned memory, and how it is read once it is there.
+    """Reports in transit: each is a tensor that is copied to the host, and a function that reads it there.
 
-    stays  of a report, whether no later one takes its place as the latest: one whose loss is no number, for instance
+    A GPU copies to pinned memory.
 
-    Attributes: `seconds` between the last two that arrived, by the device's clock where it is a GPU; None before.
+    stays  whether a report remains the latest although later ones arrive: one whose loss is not finite, for instance
+
+    Attribute `seconds`: time between the last two reports, on the device's clock if it is a GPU; None before.
     """
 
     def __init__(self, device: torch.device, stays: Callable[[R], bool] = lambda report: False) -> None:
@@ -40,7 +42,7 @@ class Reports(Generic[R]):
         self.seconds: float | None = None
 
     def send(self, whole: torch.Tensor, read: Callable[[torch.Tensor], R]) -> None:
-        """Copy what is reported, when the device comes to it."""
+        """Queue the copy of a report, which `read` interprets once it has arrived."""
         fit = [i for i, b in enumerate(self._free) if b.shape == whole.shape and b.dtype == whole.dtype]
         buffer = self._free.pop(fit[0]) if fit else torch.empty(whole.shape, dtype=whole.dtype, pin_memory=self._cuda)
         buffer.copy_(whole, non_blocking=self._cuda)
@@ -51,7 +53,7 @@ class Reports(Generic[R]):
         self._sent.append(_Sent(buffer, event, time.perf_counter(), read))
 
     def latest(self) -> R | None:
-        """The last one that has arrived. Never waits."""
+        """Return the last report that has arrived. Never waits."""
         while self._sent and ((event := self._sent[0].event) is None or event.query()):
             sent = self._sent.popleft()
             report = sent.read(sent.buffer)
@@ -62,7 +64,7 @@ class Reports(Generic[R]):
         return self._latest
 
     def wait(self, ahead: int = 0) -> R | None:
-        """The same, once no more than `ahead` are under way."""
+        """Return the same, after waiting until at most `ahead` reports are in transit."""
         if len(self._sent) > ahead and (event := self._sent[-1 - ahead].event) is not None:
             event.synchronize()
         return self.latest()

@@ -1,6 +1,6 @@
-"""Ctrl-C and SIGTERM: the first asks the run to end after its window, a second of its kind ends it at once.
+"""Ctrl-C and SIGTERM: the first asks the run to end after its window, a second of the same kind ends it at once.
 
-Of ranks that `perfsuite train --ranks` has started, that process ends them at the second one.
+If `perfsuite train --ranks` has started the ranks, that process ends them at the second one.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from typing import Any
 
 
 class Stopping:
-    """While entered, `signal` is the one that asked the run to end, or None. Only the main thread can listen.
+    """Context in which `signal` is the signal that asked the run to end, or None. Only the main thread can listen.
 
-    once  whether one of the same kind may come twice for a single wish: what a launcher passes on may have come from
-          the terminal or the system before. A second one is then ignored.
+    once  whether the same signal may arrive twice for a single request: a launcher may pass on a signal that the
+          terminal or the system has already sent. The second one is then ignored.
     """
 
     def __init__(self, tell: Callable[[str], None], noun: str = "window", *, once: bool = False) -> None:
@@ -34,11 +34,11 @@ class Stopping:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         for number, handler in self._before.items():
-            if signal.getsignal(number) != signal.SIG_IGN:  # else it may still come for the second time
+            if signal.getsignal(number) != signal.SIG_IGN:  # otherwise the second one may still come
                 signal.signal(number, handler)
 
     def _asked(self, number: int, frame: FrameType | None) -> None:
-        # The kernel's own action on the next one: it works even while Python waits inside the driver.
+        # The kernel acts on the next one, which works even while Python waits inside the driver.
         signal.signal(number, self._next)
         again = "Ctrl-C again" if number == signal.SIGINT else f"a second {signal.Signals(number).name}"
         if self.signal is None:

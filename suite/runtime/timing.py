@@ -1,4 +1,4 @@
-"""Where a window's time goes: seconds a phase, or a trace of a few windows. Both off unless asked for."""
+"""Timing of windows: the seconds of each phase, or a trace of a few windows. Both are off by default."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ TRACED = 3
 
 
 class Phases:
-    """Seconds of each named phase. While on, the device is synchronised after each; off, it costs nothing."""
+    """Seconds of each named phase. If on, the device is synchronised after each phase; if off, it costs nothing."""
 
     def __init__(self, device: torch.device, on: bool) -> None:
         self._on = on
@@ -43,7 +43,7 @@ class Phases:
         self.seconds.setdefault(name, []).append(time.perf_counter() - start)
 
     def table(self) -> Table:
-        """Mean, p50 and p95 of each phase."""
+        """Return a table of the mean, p50 and p95 of each phase."""
         table = Table(title="seconds per phase, the device synchronised after each", title_justify="left")
         for head in ("phase", "calls", "mean", "p50", "p95"):
             table.add_column(head, justify="left" if head == "phase" else "right")
@@ -54,13 +54,13 @@ class Phases:
 
 
 def quantile(values: list[float], share: float) -> float:
-    """By the nearest rank."""
+    """Return the value below which a share of the values lies, without interpolation."""
     ordered = sorted(values)
     return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait until the device has done all that was queued."""
+    """Wait until the device has done all queued work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
@@ -76,7 +76,7 @@ class Trace:
         self._begun = 0.0
         self.written: Path | None = None
         self.hotspots: Hotspots | None = None
-        if path is not None:  # now, and not after minutes
+        if path is not None:  # fail now, and not after minutes
             try:
                 path.parent.mkdir(parents=True, exist_ok=True)
             except OSError as error:
@@ -89,12 +89,12 @@ class Trace:
                 )
 
     def before(self) -> None:
-        """Called before each window."""
+        """Begin the trace if it is due; called before each window."""
         if self._path is not None and self._windows == SKIPPED:
             kinds = [torch.profiler.ProfilerActivity.CPU]
             if self._device.type == "cuda":
                 kinds.append(torch.profiler.ProfilerActivity.CUDA)
-            # Said, for else torch 2.11 warns that it is not.
+            # `acc_events` is set because PyTorch 2.11 warns if it is not.
             self._profiler = torch.profiler.profile(activities=kinds, acc_events=True)
             self._profiler.start()
             set_traced(True)
@@ -102,12 +102,12 @@ class Trace:
             self._begun = time.perf_counter()
 
     def after(self) -> bool:
-        """Called after each window; true when the trace has just been written."""
+        """Write the trace if it is due, and return whether it was; called after each window."""
         self._windows += 1
         return self._windows == SKIPPED + TRACED and self.close()
 
     def close(self) -> bool:
-        """Write what there is; false where nothing was traced."""
+        """Write the trace so far; return False if nothing was traced or it is written already."""
         if self._profiler is None or self._path is None:
             return False
         synchronize(self._device)
@@ -116,7 +116,7 @@ class Trace:
         profiler, self._profiler = self._profiler, None
         profiler.stop()
         self.hotspots = hotspots(profiler.key_averages(), self._windows - SKIPPED, seconds)
-        name = f".{os.getpid()}.trace" + ".gz" * (self._path.suffix == ".gz")  # torch packs what ends so
+        name = f".{os.getpid()}.trace" + ".gz" * (self._path.suffix == ".gz")  # PyTorch compresses files of this name
         temporary = self._path.with_name(name)
         try:
             with utf8_name(self._path.parent) as folder:

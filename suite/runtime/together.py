@@ -1,4 +1,4 @@
-"""The processes that train together: which of them this one is, and what they agree on."""
+"""Processes that train together: the rank of this one, and decisions on which all ranks agree."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from suite.launching import GO_ON
 VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 """Environment variables of a process that torchrun or `perfsuite train --ranks` has started."""
 LOST = re.compile(r"connection (closed|reset|refused)|peer|timed ?out|nccl|socket", re.IGNORECASE)
-"""In the errors that a collective raises where another rank has ended."""
+"""Matches the errors that a collective raises if another rank has ended."""
 
 
 TAKEN = re.compile(r"EADDRINUSE|address already in use", re.IGNORECASE)
-"""In the error of rank 0 where another program listens at its port."""
+"""Matches the error of rank 0 if another program listens on its port."""
 
 
 class RankLostError(PerfsuiteError):
-    """Another rank has ended, so that this one cannot go on."""
+    """Another rank has ended, so that this one cannot continue."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -38,11 +38,11 @@ class Place:
     rank: int = 0
     ranks: int = 1
     local: int = 0
-    """Its number on this host: that of its GPU."""
+    """Its rank on this host, which is the index of its GPU."""
 
     @property
     def first(self) -> bool:
-        """Whether it is rank 0, which alone writes files and talks to the user."""
+        """Whether it is rank 0, the only one that writes files and prints for the user."""
         return self.rank == 0
 
 
@@ -50,9 +50,9 @@ ALONE = Place()
 
 
 def place() -> Place:
-    """Read this process's place from the environment; ALONE where no launcher has set one.
+    """Read this process's place from the environment; ALONE if no launcher has set one.
 
-    PerfsuiteError where one of the variables is missing or no number.
+    PerfsuiteError if one of the variables is missing, not a number or out of range.
     """
     if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
         return ALONE
@@ -69,7 +69,7 @@ def place() -> Place:
 
 
 def device_of(here: Place, name: str | None) -> str | None:
-    """Choose the device of a rank: a GPU for each. PerfsuiteError where there are too few GPUs, or no NCCL."""
+    """Choose the device of a rank: a GPU for each. PerfsuiteError if GPUs or NCCL are missing."""
     if here.ranks == 1:
         return name
     if name not in (None, "cpu", "cuda"):
@@ -88,9 +88,9 @@ def device_of(here: Place, name: str | None) -> str | None:
 
 @contextmanager
 def joined(here: Place, device: torch.device) -> Iterator[None]:
-    """Make the default process group of all ranks: NCCL for tensors on GPUs and gloo for others; none for one process.
+    """Create the default process group of all ranks: NCCL for tensors on GPUs, gloo for others; none for one process.
 
-    It lasts until `leave`. PerfsuiteError where the ranks run different versions of Python or torch.
+    It lasts until `leave`. PerfsuiteError if the ranks run different versions of Python or torch.
     """
     if here.ranks == 1:
         yield
@@ -103,10 +103,10 @@ def joined(here: Place, device: torch.device) -> Iterator[None]:
 
 
 def leave(here: Place, code: int) -> None:
-    """End this process with the exit code once all ranks have called it; return where it is the only one.
+    """End this process with the exit code once all ranks have called it; return if it is the only one.
 
     The process groups are not destroyed: NCCL would wait for CUDA graphs that have its collectives, and gloo's threads
-    may abort a process that ends in the usual way.
+    may abort a process that exits normally.
     """
     if here.ranks == 1:
         return
@@ -118,7 +118,7 @@ def leave(here: Place, code: int) -> None:
 
 
 def check_versions(here: Place) -> None:
-    """PerfsuiteError where a rank runs another version of Python or torch than rank 0."""
+    """Raise PerfsuiteError if a rank runs another version of Python or torch than rank 0."""
     own = {"python": platform.python_version(), "torch": torch.__version__}
     every: list[Any] = [None] * here.ranks
     dist.all_gather_object(every, own)
@@ -132,9 +132,9 @@ def check_versions(here: Place) -> None:
 
 @contextmanager
 def lost_ranks(here: Place) -> Iterator[None]:
-    """RankLostError for what a collective raises where another rank has ended.
+    """Turn the error of a collective into RankLostError if another rank has ended.
 
-    PerfsuiteError where the port is taken.
+    If the port is taken, raise PerfsuiteError.
     """
     try:
         yield
@@ -158,9 +158,9 @@ class Together:
         self._under_way: Any = None
 
     def ends(self, wish: int) -> int:
-        """Return the largest wish of any rank, 0 where no rank has one; called once before each window.
+        """Return the largest wish of any rank, 0 if no rank has one; called once before each window.
 
-        With several ranks these are the wishes of the call before, so that no rank waits for another.
+        With several ranks, it returns the wishes of the previous call, so that no rank waits for another.
         """
         if self.here.ranks == 1:
             return wish
@@ -181,7 +181,7 @@ class Together:
         return bool(given)
 
     def check_begin(self, windows: int) -> None:
-        """PerfsuiteError where a rank goes on after other windows than rank 0."""
+        """Raise PerfsuiteError if a rank resumes after another number of windows than rank 0."""
         if self.here.ranks == 1:
             return
         every: list[Any] = [None] * self.here.ranks
@@ -194,6 +194,6 @@ class Together:
                 )
 
     def first_alone(self) -> None:
-        """Wait for all ranks: rank 0 calls it after what it must do first, the others before they do the same."""
+        """Wait for all ranks. Rank 0 calls it after the work that it must do first, the others before theirs."""
         if self.here.ranks > 1:
-            dist.all_reduce(torch.zeros(()))  # on the host, where a barrier of NCCL's would wait on the device
+            dist.all_reduce(torch.zeros(()))  # on the host; a barrier of NCCL would wait on the device

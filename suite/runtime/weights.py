@@ -1,4 +1,4 @@
-"""A network's weights, name → tensor, as checkpoints have them."""
+"""A network's weights, name → tensor, in the form that checkpoints store."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 
 def check_weights(own: Mapping[str, torch.Tensor], given: Mapping[str, torch.Tensor]) -> None:
-    """ValueError where a checkpoint's weights are others than a trainer's own, or have other shapes."""
+    """Raise ValueError if a checkpoint's weights differ from a trainer's own in names, shapes or complexness."""
     if others := own.keys() ^ given.keys():
         names = ", ".join(sorted(map(str, others)))
         raise ValueError(f"the weights {names} are only in the checkpoint, or only here")
@@ -23,12 +23,12 @@ def check_weights(own: Mapping[str, torch.Tensor], given: Mapping[str, torch.Ten
 
 
 def copies(weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """What a checkpoint keeps: no gradient, and no memory that training goes on in."""
+    """Return copies of the weights for a checkpoint: without gradients, and in memory of their own."""
     return {name: weight.detach().clone() for name, weight in weights.items()}
 
 
 def optimizer_copies(state: Mapping[str, Any]) -> dict[str, Any]:
-    """The same of an optimizer's state, of tensors and lists of them."""
+    """Return the same for an optimizer's state, made of tensors and lists of them."""
     return {
         name: [t.clone() for t in value] if isinstance(value, list) else value.clone() for name, value in state.items()
     }
