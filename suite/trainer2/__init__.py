@@ -1,1 +1,1 @@
-"""What the two trainer2 trainers share: configuration, shapes and frozen weights."""
+"""Shared parts of the two trainer2 trainers: configuration, shapes and frozen weights."""

@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from suite.configuration import need
 
 FIELD_CHANNELS = (16, 16)
-"""Inner shape of the field; its 256 values condition the model and take up what is retrieved."""
+"""Inner shape of the field. Its 256 values condition the model and are driven by the retrieved states."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:
-    """All of trainer2's settings. `__post_init__` raises ValueError, naming field and remedy, for what cannot be.
+    """All settings of trainer2. `__post_init__` raises ValueError for an impossible value, with field and remedy.
 
     The reference trainer reads the sizes, constants, `step_progress_every` and `autocast_bf16` only: it has no other
     techniques.
@@ -24,11 +24,11 @@ class TrainConfig:
     sequence_length: int = 128
     """Tokens T of an item, at most 512."""
     width: int = 256
-    """D; at least 256, since the field takes up the first 256 channels of what is retrieved."""
+    """Width D of the model; at least 256, since the first 256 channels of the retrieved states drive the field."""
     heads: int = 4
     blocks: int = 6
     coordinates: int = 8
-    """n, even: the first channels of the model's output."""
+    """Number n of coordinates, even: the first channels of the model's output."""
     lattice: int = 8
     """Sites along each of the field's two outer axes."""
     memory_slots: int = 2048
@@ -48,36 +48,36 @@ class TrainConfig:
     gamma: float = 0.01
     dt: float = 0.05
     seed: int = 0
-    """Of the frozen weights, the first field and the order of the data."""
+    """Seed of the frozen weights, the first field and the order of the data."""
 
     # --- how it runs
     use_cudagraphs: bool = False
     """Replay a step as one CUDA graph."""
     static_shapes: bool = True
-    """Every batch has the configured shape; graphs want it."""
+    """Every batch has the configured shape; CUDA graphs need it."""
     capture_batch_size: int | None = None
-    """The batch size that is captured; `batch_size` where it is None."""
+    """Batch size that is captured; None: `batch_size`."""
     warmup_steps: int = 10
     """Steps before a capture."""
     step_progress_every: int = 0
-    """Steps between two reports within a window, each of which waits for the device; 0 reports a window at a time."""
+    """Steps between two reports within a window, each of which waits for the device; 0: one report per window."""
     cudnn_benchmark: bool = False
     timing_debug: bool = False
-    """Seconds a phase, with the device waited for at each."""
+    """Measure the seconds of each phase, and wait for the device after each."""
 
     # --- techniques
     metric_batching: bool = True
     rotor_update: bool = True
     lior_and_speed: bool = True
     compiled_function: bool = True
-    """The model's forward under torch.compile."""
+    """Run the model's forward pass under torch.compile."""
     velocity_accumulation: bool = True
     adaptive_cleanup: bool = True
     retrieval: bool = True
     rotor_cache: bool = True
     metric_update: bool = True
     autocast_bf16: bool = False
-    """The model's matrix products and attention in bfloat16, in either trainer."""
+    """Compute the model's matrix products and attention in bfloat16, in either trainer."""
 
     def __post_init__(self) -> None:
         channels = FIELD_CHANNELS[0] * FIELD_CHANNELS[1]
@@ -112,7 +112,7 @@ class TrainConfig:
 
     @property
     def eta(self) -> float:
-        """Of the metric's and the rotor's update."""
+        """Step size of the metric's and the rotor's update."""
         return self.eta_update / self.beta_nudge
 
 
@@ -129,7 +129,7 @@ TECHNIQUES = (
     "use_cudagraphs",
     "autocast_bf16",
 )
-"""The switches, in the order in which the ablation turns them on. The last is the only one with a precision of its own.
+"""The switches, in the order in which the ablation turns them on. The last is the only one that changes the precision.
 """
 CLAIMS = {
     "metric_batching": "3–5%",
@@ -143,18 +143,19 @@ CLAIMS = {
     "use_cudagraphs": "15–25%",
     "autocast_bf16": "20–30%",
 }
-"""What the source expected of each."""
+"""Gain that the source expected of each technique."""
 
 
 def without_techniques(config: TrainConfig) -> TrainConfig:
-    """The same configuration with every switch off."""
+    """Return the same configuration with every switch off."""
     return dataclasses.replace(config, **dict.fromkeys(TECHNIQUES, False))
 
 
 def short_windows(config: TrainConfig) -> tuple[TrainConfig, TrainConfig, int] | None:
-    """A window of one step, one of two, and how many more than one the whole has; None where its steps are not alike.
+    """Return configurations with windows of one and of two steps, and how many steps beyond the first a window has.
 
-    For `suite.ablation.measure`, to count what a window does.
+    `suite.ablation.measure` uses them to count the work of a window. The result is None if a window has at most two
+    steps, or reports within it make its steps differ.
     """
     if config.window <= 2 or config.step_progress_every:
         return None

@@ -19,24 +19,24 @@ from suite.trainer2.config import TrainConfig
 AT_ONCE = 64
 """Passages that the network reads together."""
 MOST_COSTS = 1 << 24
-"""Costs that are computed together: 64 MB."""
+"""Costs that are computed together: 64 MB in float32."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Scores:
-    """Of passages whose second half was looked for by the first, among the second halves of all."""
+    """Scores of a search for each passage's second half by its first, among the second halves of all passages."""
 
     passages: int
     first: float
-    """How often it was the nearest."""
+    """Share of passages whose second half was the nearest."""
     among_ten: float
-    """How often it was among the ten nearest."""
+    """Share of passages whose second half was among the ten nearest."""
     reciprocal_rank: float
-    """The mean of 1 / rank."""
+    """Mean of 1 / rank."""
 
 
 def trainer_of(file: Path, state: Mapping[str, Any], device: torch.device, *, trained: bool = True) -> Any:
-    """The plain trainer in a checkpoint's state, or as it was before training; PerfsuiteError where it is damaged."""
+    """Return the reference trainer with a checkpoint's state, or untrained; PerfsuiteError if the state is damaged."""
     try:
         given = configuration.known(TrainConfig, state["config"])
         config = dataclasses.replace(TrainConfig(**given), use_cudagraphs=False)
@@ -50,7 +50,7 @@ def trainer_of(file: Path, state: Mapping[str, Any], device: torch.device, *, tr
 
 
 def data_of(recorded: Mapping[str, Any], fields: Sequence[str]) -> Data:
-    """The data that a checkpoint's configuration names, but for the fields that the command line gives."""
+    """Return the data of a checkpoint's configuration, with the fields of the command line in place of its own."""
     names = {f.name for f in dataclasses.fields(Data)}
     before = [f"--{name}={value}" for name, value in recorded.items() if name in names and value is not None]
     (data,) = configuration.read([Data], None, [*before, *fields])
@@ -58,7 +58,7 @@ def data_of(recorded: Mapping[str, Any], fields: Sequence[str]) -> Data:
 
 
 def coordinates(trainer: Any, sequences: Sequences) -> torch.Tensor:
-    """Where the geometry puts each sequence, [N, n], on the trainer's device."""
+    """Return the coordinates of each sequence in the geometry, [N, n], on the trainer's device."""
     parts = [
         trainer.coordinates(sequences.input_ids[at : at + AT_ONCE], sequences.attention_mask[at : at + AT_ONCE])
         for at in range(0, len(sequences), AT_ONCE)
@@ -67,9 +67,9 @@ def coordinates(trainer: Any, sequences: Sequences) -> torch.Tensor:
 
 
 def costs(trainer: Any, queries: torch.Tensor, candidates: torch.Tensor) -> torch.Tensor:
-    """The distances in the learned metric, [A, N], of A queries and N candidates, by which retrieval weighs.
+    """Return the distances in the learned metric, [A, N], of A queries and N candidates, by which retrieval weighs.
 
-    The field's curvature, a factor of all of them, is left out.
+    The field's curvature, a common factor, is left out.
     """
     d = candidates[None] - queries[:, None]
     form = torch.einsum("abn,n->ab", d.square(), trainer.metric).clamp(min=0)
@@ -77,9 +77,9 @@ def costs(trainer: Any, queries: torch.Tensor, candidates: torch.Tensor) -> torc
 
 
 def scores_of(trainer: Any, sequences: Sequences) -> Scores:
-    """Look for each whole sequence's second half by its first; PerfsuiteError where no sequence is whole.
+    """Search for each whole sequence's second half by its first; PerfsuiteError if no sequence is whole.
 
-    Of candidates as near as the right one, half count as nearer.
+    Half of the other candidates at the same distance as the right one count as nearer.
     """
     length = sequences.input_ids.shape[1]
     whole = sequences.of(sequences.attention_mask.bool().all(1))
@@ -110,7 +110,7 @@ def scores_of(trainer: Any, sequences: Sequences) -> Scores:
 
 
 def by_chance(passages: int) -> Scores:
-    """What a geometry that knows nothing reaches on average."""
+    """Return the average scores of a random ranking."""
     ranks = torch.arange(1, passages + 1, dtype=torch.float64)
     return Scores(
         passages=passages,
@@ -121,9 +121,9 @@ def by_chance(passages: int) -> Scores:
 
 
 class Passages:
-    """Passages of the text that a geometry was trained on, or of another, by the same tokens.
+    """Passages of the text that a geometry was trained on, or of another, in the same tokens.
 
-    PerfsuiteError where the text's vocabulary is another than the geometry's.
+    PerfsuiteError if the text's vocabulary has another size than the geometry's, or the data are synthetic.
     """
 
     def __init__(self, data: Data, vocabulary: int, most: int) -> None:
@@ -142,7 +142,7 @@ class Passages:
         self.where = f"{len(self.sequences):,} of {len(every):,} passages of {found.where}"
 
     def encoded(self, query: str) -> Sequences:
-        """A query's tokens, at most as many as a passage has; PerfsuiteError where it has none."""
+        """Return a query's tokens, at most as many as a passage has; PerfsuiteError if it has none."""
         ids = self._tokenizer.encode(query).ids[: self.sequences.input_ids.shape[1]]
         if not ids:
             raise PerfsuiteError("the query is empty; give some text")
@@ -152,6 +152,6 @@ class Passages:
         )
 
     def decoded(self, row: int) -> str:
-        """A passage's text."""
+        """Return the text of a passage."""
         kept = self.sequences.input_ids[row][self.sequences.attention_mask[row].bool()]
         return str(self._tokenizer.decode(kept.tolist()))

@@ -19,11 +19,11 @@ TENSORS = (
     "memory_states",
     "memory_filled",
 )
-"""What training changes, and the field's rest, which the forces are from. The weights stand beside them."""
+"""Tensors that training changes, and the rest field, which the forces refer to. The weights are stored beside them."""
 
 
 def state_of(trainer: Any) -> dict[str, Any]:
-    """All that a trainer's next window depends on, and its configuration."""
+    """Return all that a trainer's next window depends on, and its configuration."""
     return {
         **{name: getattr(trainer, name).clone() for name in TENSORS},
         "weights": trainer.weights,
@@ -34,7 +34,7 @@ def state_of(trainer: Any) -> dict[str, Any]:
 
 
 def restore(trainer: Any, state: Mapping[str, Any]) -> None:
-    """Copy a state into a trainer's own tensors. ValueError where a shape is another, or a weight is missing."""
+    """Copy a state into a trainer's own tensors. ValueError if a shape differs or a weight is missing."""
     for name in TENSORS:
         own, given = getattr(trainer, name), state[name]
         if own.shape != given.shape:
