@@ -1,4 +1,4 @@
-"""A process in which some source files are never run: whoever imports their modules gets stand-ins.
+"""Keep some source files from running in a process: an import of their modules gives stand-ins.
 
 A module of pairs imports both sides. So that a reference can be timed where nothing of the optimized side has ever run,
 the modules that only the optimized side needs are replaced before anything imports them.
@@ -16,11 +16,11 @@ from types import ModuleType
 from typing import Any
 
 ABSENT = "PERFSUITE_ABSENT"
-"""Environment variable of such a process: the files, separated as in PATH."""
+"""Environment variable of such a process: the paths of the files, separated as in PATH."""
 
 
 class StandIn:
-    """Takes the place of whatever a module holds: it can be called, subclassed and looped over, and does nothing."""
+    """Stand-in for any object of a module. It can be called, subclassed and iterated over, and does nothing."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -62,7 +62,7 @@ class _Loader(Loader):
 
 
 class Finder(MetaPathFinder):
-    """Finds the modules of these files before anyone else does, and gives stand-ins for them."""
+    """Finder that comes before all others and gives stand-ins for the modules of these files."""
 
     def __init__(self, files: Sequence[Path]) -> None:
         self.files = {file.resolve() for file in files}
@@ -88,7 +88,7 @@ class Finder(MetaPathFinder):
 
 
 def install() -> None:
-    """In a process whose environment says so: nothing of the files is run from here on."""
+    """Install the finder if the environment names files. From then on none of their code runs."""
     given = os.environ.pop(ABSENT, "")
     if given:
         sys.meta_path.insert(0, Finder([Path(file) for file in given.split(os.pathsep)]))

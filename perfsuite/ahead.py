@@ -32,21 +32,22 @@ from perfsuite.records import InputCase
 from perfsuite.workers import pytest_arguments
 
 KERNELS = "kernels[sm_90]"
-"""The name of the item that does it."""
+"""Name of the pytest item that compiles the kernels."""
 CAPABILITY = 90
 WARP_SIZE = 32
 AHEAD = "PERFSUITE_AHEAD"
-"""Environment variable of the compiling process: where it writes what it compiled."""
+"""Environment variable of the compiling process: the path that it writes its results to."""
 MAX_SHARED_BYTES = 227 * 1024
 """Shared memory that one block may have on sm_90."""
 SPARE_CORES = 4
-"""With so many cores a pair's kernels are compiled while it is proven."""
+"""Fewest cores with which a pair's kernels are compiled while the pair is proven."""
 LARGE = 1 << 16
-"""From so many elements on a tensor is not computed."""
+"""Number of elements from which a tensor's values are not computed."""
 
 
 def kernels_of(pair: Pair) -> dict[str, Any]:
-    """Triton kernels that the pair's sides can reach, by qualified name; empty where triton is not loaded."""
+    """Return the Triton kernels that the pair's sides can reach, by qualified name; empty where triton is not
+    loaded."""
     return reachable.kernels(as_side(s).call for s in (pair.optimized, *pair.variants.values()))
 
 
@@ -56,7 +57,7 @@ def _forks() -> Forks:
 
 
 def prepare() -> None:
-    """In the server of the compiling processes: import what most of them need, and nothing of the project."""
+    """Import what most compiling processes need, in the server that forks them. Import nothing of the project."""
     modules = ("perfsuite.items", "perfsuite.modes", "pytest", "torch._dynamo", "torch.distributed.fsdp")
     for name in (*modules, "triton.language"):
         with contextlib.suppress(ImportError):
@@ -74,7 +75,7 @@ def _compiling(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 class Compiling:
-    """The compilation of an item's pair in a process of its own, from when this is made."""
+    """Compilation of an item's pair in a process of its own. It starts when this object is made."""
 
     def __init__(self, item: pytest.Item) -> None:
         self._folder = tempfile.TemporaryDirectory()
@@ -114,12 +115,13 @@ class Compiling:
 
 
 def beside_proofs(config: pytest.Config) -> bool:
-    """Whether kernels may be compiled while their pair is proven: this process proves, and there are idle cores."""
+    """Return whether kernels may be compiled while their pair is proven: this process proves, and there are idle
+    cores."""
     return AHEAD not in os.environ and not hasattr(config, "workerinput") and usable_cores() >= SPARE_CORES
 
 
 def compile_pair(pair: Pair, out: Path, project: Path) -> None:
-    """In the compiling process: compile all that the pair launches and write what came of it to `out`.
+    """Compile everything that the pair launches, in the compiling process, and write the results to `out`.
 
     Each kernel of the `project` that the sides can reach has to be launched; of an installed package any number.
     """
@@ -157,7 +159,7 @@ def _launch_all(pair: Pair, recorder: recording) -> Iterator[str]:
     """Call every path that launches Triton kernels, forward and backward, at every workload's sizes."""
     sides = [s for n, s in pair.variants.items() if as_side(s).available is None or not _reason(as_side(s))]
     kernels = [as_side(s) for s in sides if "cpu" in as_side(s).devices] or [as_side(pair.optimized)]
-    # Where the CPU is all that a workload is for, nobody meets its kernels on a GPU.
+    # A workload that is for the CPU alone never launches its kernels on a GPU.
     workloads = [w for w in pair.workloads if w.device != "cpu"] or pair.workloads
     small = [w for w in pair.workloads if w not in workloads]
     if small and len(kernels) > 1:
@@ -191,7 +193,7 @@ def _call(pair: Pair, side: Side, workload: Workload) -> None:
 
 
 def _without_work() -> Any:
-    """Inside, products and operations on large tensors give zeros that nobody has computed.
+    """Make products and operations on large tensors in the block return zeros without computing anything.
 
     Only sizes and dtypes matter to the compiler. Integers are computed, since sizes may depend on them.
     """
@@ -231,7 +233,7 @@ def _without_work() -> Any:
 
 
 def _zeros_like(shape: Any) -> Any:
-    """Zeros in memory that costs nothing until it is touched."""
+    """Return zeros in memory that costs nothing until it is touched."""
     import numpy
     import torch
 
@@ -246,7 +248,7 @@ def _reason(side: Any) -> str | None:
 
 
 class recording:  # noqa: N801 - a context manager
-    """Inside, a launch of a Triton kernel compiles it for sm_90 and records it; nothing runs."""
+    """Context manager in which a launch of a Triton kernel compiles it for sm_90 and records it. Nothing runs."""
 
     def __init__(self, compiled: dict[str, dict[str, Any]]) -> None:
         self.compiled = compiled
@@ -255,7 +257,7 @@ class recording:  # noqa: N801 - a context manager
         self._noted: list[str] | None = None
 
     def launches(self, call: Callable[[], None]) -> bool:
-        """Whether the call launches a kernel, which is not compiled for that."""
+        """Return whether the call launches a kernel. The kernel is not compiled for this."""
         noted: list[str] = []
         self._noted = noted
         try:
@@ -306,7 +308,7 @@ class recording:  # noqa: N801 - a context manager
 
 
 class _Sm90:
-    """Stands for the driver of an sm_90 device, as far as compiling asks."""
+    """Stand-in for the driver of an sm_90 device, with what compiling asks of it."""
 
     def __init__(self, target: Any) -> None:
         self._target = target

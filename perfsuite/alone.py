@@ -1,5 +1,5 @@
-"""Whether a reference is slower beside its optimized side than where that has never run, or the optimized side slower
-where no test is running. Pure; no torch."""
+"""Detect a reference that is slower beside its optimized side than in a process where that side has never run, and an
+optimized side that is slower where no test is running. Pure; no torch."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from perfsuite.records import OPTIMIZED, REFERENCE, Alone, Measurement
 from perfsuite.report import units
 
 SHARES = {"device": 0.85, "wall": 0.7}
-"""Clock → the share of its time beside the optimized side that it may take alone: clocks and caches differ between
-processes, and what others do on the host."""
+"""Clock → the share of its time beside the optimized side below which the reference is faster alone. Clock rates,
+caches and the load of the host differ between processes."""
 OUTSIDE_RATIO, OUTSIDE_EXTRA_S = 1.5, 1e-4
-"""Where no test is running, the optimized side may take this much longer: there each call is waited for, and caches and
-the allocator are in another state."""
+"""Factor and seconds by which the optimized side may take longer where no test is running: there each call is waited
+for, and caches and the allocator are in another state."""
 TRIES = 3
-"""Processes that must say so, each of them, before anyone is accused. Between them it is timed beside the optimized
-side once more: by chance alone the three would seldom lie below all the others."""
+"""Number of processes that must all show a slowdown before it is reported. Between them the reference is timed beside
+the optimized side once more. By chance alone, all three would seldom lie below all the others."""
 LONGEST_S = 1.0
-"""A call that takes longer is timed once, which decides nothing."""
+"""Seconds above which a call is timed only once, which decides nothing."""
 
 
 def beside_s(runs: Sequence[Measurement], *, sparse: bool = False) -> float | None:
-    """Seconds of a call of the reference beside the optimized side, in the process where it was least.
+    """Return the seconds of a call of the reference beside the optimized side, the least over the processes.
 
-    None where it was not timed, took so long that it was called once, or, unless `sparse`, joined a few blocks only.
+    None where it was not timed, took so long that it was called once, or (unless `sparse`) joined only a few blocks.
     """
     left_out = [(*m.at_least, *(() if sparse else m.few)) for m in runs]
     timed = [m.sides[REFERENCE] for m, out in zip(runs, left_out, strict=True) if REFERENCE in set(m.sides) - set(out)]
@@ -34,22 +34,22 @@ def beside_s(runs: Sequence[Measurement], *, sparse: bool = False) -> float | No
 
 
 def has_moved(runs: Sequence[Measurement], accepted: Sequence[float]) -> bool:
-    """Whether it is so much slower than in any process in which it was accepted that a side may slow it.
+    """Return whether the reference is so much slower than in every accepted process that a side may be slowing it.
 
-    `accepted` has the seconds of each of those processes.
+    `accepted` has the seconds of a call in each of those processes.
     """
     beside = beside_s(runs, sparse=True)
     return beside is not None and bool(accepted) and max(accepted) < SHARES[runs[0].clock] * beside
 
 
 def is_slowed(runs: Sequence[Measurement], alone: Sequence[Alone], *, sparse: bool = False) -> bool:
-    """Whether it was faster alone, in each of these processes, by more than processes differ."""
+    """Return whether the reference was faster alone in each of these processes, by more than processes differ."""
     beside = beside_s(runs, sparse=sparse)
     return beside is not None and bool(alone) and max(map(_seconds, alone)) < SHARES[runs[0].clock] * beside
 
 
 def message(runs: Sequence[Measurement], alone: Sequence[Alone], *, sparse: bool = False) -> str:
-    """The message for a reference that its optimized side slows."""
+    """Return the message for a reference that its optimized side slows."""
     beside, by_itself = beside_s(runs, sparse=sparse), max(map(_seconds, alone))
     assert beside is not None
     return (
@@ -60,13 +60,13 @@ def message(runs: Sequence[Measurement], alone: Sequence[Alone], *, sparse: bool
 
 
 def is_slower_outside(runs: Sequence[Measurement], alone: Sequence[Alone]) -> bool:
-    """Whether the optimized side took far longer where no test was running, each time."""
+    """Return whether the optimized side took far longer in every process where no test was running."""
     measured, outside = _measured_s(runs), [a.outside_s for a in alone if a.outside_s is not None]
     return bool(measured and outside) and min(outside) > OUTSIDE_RATIO * max(measured) + OUTSIDE_EXTRA_S
 
 
 def outside_message(runs: Sequence[Measurement], alone: Sequence[Alone]) -> str:
-    """The message for an optimized side that is slower where no test is running."""
+    """Return the message for an optimized side that is slower where no test is running."""
     outside = min(a.outside_s for a in alone if a.outside_s is not None)
     return (
         f"its optimized side takes {units.seconds(max(_measured_s(runs)))} a call while it is measured and "
@@ -75,7 +75,7 @@ def outside_message(runs: Sequence[Measurement], alone: Sequence[Alone]) -> str:
 
 
 def _measured_s(runs: Sequence[Measurement]) -> list[float]:
-    """Seconds of a call of the optimized side on the wall clock, of each process that knows them."""
+    """Return the wall-clock seconds of a call of the optimized side in each process that measured them."""
     return [s for m in runs if OPTIMIZED in m.sides and (s := m.sides[OPTIMIZED].wall_s) is not None]
 
 

@@ -1,4 +1,4 @@
-"""Anchor kernels: what no change of a project can slow down, timed beside every workload.
+"""Anchor kernels: kernels that no change of a project can slow down, timed beside every workload.
 
 Where the seconds of a side have moved since they were accepted, the anchors tell a slower device from a slower side.
 They are small, so that they see the device as the workload left it, and nothing is gated on them.
@@ -14,14 +14,15 @@ from perfsuite.ceilings import best_s
 from perfsuite.records import COPY, LAUNCH, MATMUL
 
 COPY_BYTES = {"cuda": 1 << 28, "cpu": 1 << 24}
-"""On a GPU several times its L2."""
+"""Bytes that are copied. On a GPU this is several times its L2 cache."""
 MATMUL_SIZE = {"cuda": 4096, "cpu": 384}
 LAUNCHES = 200
-"""Short calls in a row, so that the host's time to make them shows and not the timer's."""
+"""Number of short calls in a row: enough that the host's time to make them shows, and not the timer's."""
 
 
 def measure(device: str) -> dict[str, float]:
-    """Seconds of each anchor on this device: a copy, a matrix product, and one short call as the host makes it."""
+    """Return the seconds of each anchor on this device: a copy, a matrix product, and one short call as the host makes
+    it."""
     kind = torch.device(device).type
     source = torch.ones(COPY_BYTES[kind] // 4, device=device)
     target = torch.empty_like(source)

@@ -37,10 +37,11 @@ FEW_DRAWS = 3
 
 
 def check(pair: Pair, *, examples: int = 25, device: str | None = None) -> tuple[Evidence, ...]:
-    """Make all proofs that `pytest -m correctness` makes, except compiling the kernels ahead; the evidence of each.
+    """Make all proofs that `pytest -m correctness` makes, except compiling the kernels ahead. Return the evidence of
+    each.
 
-    Each proof has at least so many draws as `examples`, and at least one of every kind of inputs.
-    NotEquivalent, with the offending draw in one of its last lines, where a side is not the same function.
+    Each proof has at least `examples` draws, and at least one of every kind of inputs. Raises NotEquivalent where a
+    side is not the same function; one of the last lines of its message has the offending draw.
     """
     found = [prove() for _, prove in proofs(pair, examples=examples, device=device)]
     guard.check()
@@ -50,7 +51,7 @@ def check(pair: Pair, *, examples: int = 25, device: str | None = None) -> tuple
 def proofs(
     pair: Pair, *, examples: int = 25, device: str | None = None
 ) -> Iterator[tuple[str, Callable[[], Evidence | None]]]:
-    """(name, proof) for all that `check` does, one by one: a proof raises NotEquivalent, or gives its evidence."""
+    """Yield (name, proof) for everything that `check` does. A proof raises NotEquivalent, or returns its evidence."""
     interpreter.quicken()
     pair.validate_functions()
     where = device or ("cuda" if torch.cuda.is_available() else "cpu")
@@ -122,10 +123,10 @@ def _hold(
     last: Sequence[Case] = (),
     tally: Tally | None = None,
 ) -> None:
-    """Run the check over the first draws, then over random ones, and over the last ones.
+    """Run the check over the first draws, then over random ones, then over the last ones.
 
-    A failing random draw shrinks. The failing draw ends the message. Draws on which the reference raises are left out,
-    and counted in the tally.
+    A failing random draw is shrunk. The message ends with the failing draw. Draws on which the reference raises are
+    left out, and counted in the tally.
     """
     left = examples - coverage.replaced(len(first), examples)
 

@@ -1,10 +1,10 @@
 """`baselines/<device>.json`: what was accepted, in pytest-benchmark's own schema.
 
-A workload is two benchmark records, `<id>@reference` and `<id>@optimized`. The block seconds are the records' data,
-as pytest-benchmark keeps them; the rest of our `Entry` is `extra_info["perfsuite"]` of the optimized one. Beside it
-lies a digest of both records as they are written, and the header has its own: an edit by hand is told from an
-acceptance, also in a figure that only pytest-benchmark reads. Entries are sorted by id and a record that did not
-change is written back as it was: accepting one workload changes that workload's lines only.
+A workload is two benchmark records, `<id>@reference` and `<id>@optimized`. The block seconds are the records' data, as
+pytest-benchmark keeps them; the rest of our `Entry` is `extra_info["perfsuite"]` of the optimized one. Beside it lies a
+digest of both records as they are written, and the header has its own. The digests reveal an edit by hand, even of a
+figure that only pytest-benchmark reads. Entries are sorted by id and a record that did not change is written back as it
+was: accepting one workload changes that workload's lines only.
 """
 
 from __future__ import annotations
@@ -40,22 +40,23 @@ from perfsuite.records import (
 )
 
 SCHEMA = 2
-"""2: the digests cover all that is written; those of schema 1 left out pytest-benchmark's own fields."""
+"""Version of the file format. In version 2 the digests cover everything that is written; those of version 1 left out
+pytest-benchmark's own fields."""
 SIDES = (REFERENCE, OPTIMIZED)
 LOG_RATIO_DECIMALS = 6
 """A log-ratio is kept to a millionth: a hundredth of the smallest noise seen."""
 SECONDS_DIGITS = 6
 """Significant digits of times and rates, for the same reason."""
 LOCK_SECONDS = 60.0
-"""An acceptance writes in well under a second; a lock held for longer is stuck."""
+"""Seconds after which a lock counts as stuck: an acceptance writes in well under a second."""
 POWER_WATTS = 1.0
-"""NVML gives power limits in milliwatts; less than this is rounding."""
+"""Watts by which two power limits may differ: NVML gives them in milliwatts, and a smaller difference is rounding."""
 RESTORE = "restore it from git, or record it anew with `perfsuite accept`"
 ANEW = "move it away and record a baseline with `perfsuite accept`"
 INTEGER_MAX = 2**63
-"""No count comes near it; larger ones overflow where a float is meant."""
+"""Integers in a file are smaller than this. No count comes near it, and a larger one would overflow as a float."""
 TOLD = 160
-"""A name or value from a damaged file can be of any length: characters of it that a message shows."""
+"""Characters of a name or value from a damaged file that a message shows; such a text can be of any length."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -87,12 +88,12 @@ class SideSummary:
     """One side over all processes: median seconds a call, and the largest counts seen."""
 
     seconds: float
-    """On the workload's clock."""
+    """Median seconds of a call, on the workload's clock."""
     peak_bytes: int | None
     host_syncs: int | None
     launches: int | None
     device_s: float | None = None
-    """On the device clock, also where the promise is on the wall clock: what the limit is held against."""
+    """Seconds on the device clock, also where the promise is on the wall clock. The limit is compared with these."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -124,10 +125,10 @@ class Entry:
     ran: Ran | None = None
     """Digests of the code and data that the optimized side ran; None where they were not recorded."""
     group: ProcessGroup | None = None
-    """The processes that called the sides together, as the first measurement found them; None for one process."""
+    """Processes that called the sides together, as recorded in the first measurement; None for one process."""
 
     def process_means(self, other: str = "reference") -> list[list[float]]:
-        """Process means of the log-ratio to `other`, by session; sessions without it are left out."""
+        """Return the process means of the log-ratio to `other`, by session; sessions without it are left out."""
         means = [
             [process_mean(p.log_ratios[other], self.clock) for p in s.processes if other in p.log_ratios]
             for s in self.sessions
@@ -135,16 +136,16 @@ class Entry:
         return [m for m in means if m]
 
     def seconds_of(self, side: str) -> list[float]:
-        """Seconds of a call of the side, of each process that timed it."""
+        """Return the seconds of a call of the side, of each process that timed it."""
         return [p.seconds[side] for s in self.sessions for p in s.processes if side in p.seconds]
 
     def anchors(self) -> dict[str, float]:
-        """Seconds of each anchor kernel: the median over all processes that know it."""
+        """Return the seconds of each anchor kernel: the median over all processes that know it."""
         known = [p.anchors for s in self.sessions for p in s.processes]
         return {name: median(a[name] for a in known if name in a) for name in sorted({n for a in known for n in a})}
 
     def peak_bytes(self) -> int | None:
-        """The most memory that a side's call took; None where it is not known of any."""
+        """Return the bytes of the most memory that a side's call took; None where no side's is known."""
         return max((s.peak_bytes for s in self.sides.values() if s.peak_bytes is not None), default=None)
 
     def speedup(self, other: str = "reference") -> float:
@@ -171,10 +172,10 @@ def entry_from(
     accepted: str,
     ran: Ran | None = None,
 ) -> Entry:
-    """The entry of one session: its processes' measurements of one workload. `accepted` is an ISO date-time.
+    """Return the entry of one session: its processes' measurements of one workload. `accepted` is an ISO date-time.
 
-    BaselineError where there is nothing to accept: no measurement, one without blocks or with a value that is not
-    finite, or measurements of different workloads.
+    Raises BaselineError where there is nothing to accept: no measurement, one without blocks or with a value that is
+    not finite, or measurements of different workloads.
     """
     if not measurements:
         raise BaselineError("nothing was measured, so that there is nothing to accept; measure first")
@@ -260,7 +261,7 @@ def _summary(measurements: Sequence[Measurement], name: str) -> SideSummary:
 
 
 def _rounded(entry: Entry) -> Entry:
-    """The entry as a file gives it back: floats rounded, JSON's own types. Idempotent."""
+    """Return the entry as a file gives it back: with rounded floats and JSON's own types. Idempotent."""
     data = to_json(entry)
     for session in data["sessions"]:
         for process in session["processes"]:
@@ -293,11 +294,11 @@ def merge(
     more: bool = False,
     drop: Collection[str] = (),
 ) -> Baseline:
-    """The baseline after accepting `new` on `machine`, without the ids in `drop`.
+    """Return the baseline after accepting `new` on `machine`, without the ids in `drop`.
 
-    An entry replaces the one of its id; with `more` its sessions are added to it instead, which BaselineError
-    refuses unless it has the same code, sizes, clock, direction and dtype, and both trees were clean. BaselineError
-    also where the baseline is of another machine.
+    An entry replaces the one of its id. With `more`, its sessions are added to the existing ones instead. Raises
+    BaselineError where `more` is given and the entries differ in code, sizes, clock, direction or dtype, or one of the
+    trees was not clean, and where the baseline is of another machine.
     """
     if old is not None:
         errors, _ = compare_machines(old.machine, machine)
@@ -312,7 +313,7 @@ def merge(
 
 
 def why_not_more(old: Entry | None, new: Entry) -> str:
-    """Why the sessions of `new` cannot be added to what is accepted; empty if they can."""
+    """Return why the sessions of `new` cannot be added to what is accepted; empty if they can."""
     if old is None:
         return "no accepted entry to add a session to"
     if new.revision is None or (old.revision != new.revision and not _same_code(old, new)):
@@ -339,7 +340,7 @@ def _with_sessions(old: Entry | None, new: Entry) -> Entry:
 
 
 def _same_code(old: Entry, new: Entry) -> bool:
-    """Whether the workload ran the same sources in both revisions, and read no data that differ.
+    """Return whether the workload ran the same sources in both revisions, and read no data that differ.
 
     Either may have noted more data than the other: a process notes what it opened for any of its workloads.
     """
@@ -365,7 +366,8 @@ def _joined(both: Entry, old: Entry, new: Entry, name: str) -> SideSummary:
 
 
 def changes_since(entry: Entry, now: Entry | Measurement) -> str | None:
-    """How the workload itself differs from the accepted one, e.g. "sizes were {'n': 8}, now {'n': 16}"; or None."""
+    """Return how the workload itself differs from the accepted one, e.g. "sizes were {'n': 8}, now {'n': 16}"; or
+    None."""
     for name in ("device", "clock", "direction", "dtype", "sizes"):
         # Through JSON, as the accepted one went: a tuple comes back as a list.
         before, after = getattr(entry, name), json.loads(json.dumps(to_json(getattr(now, name))))
@@ -375,7 +377,7 @@ def changes_since(entry: Entry, now: Entry | Measurement) -> str | None:
 
 
 def describe_changes(old: Baseline | None, new: Baseline) -> list[str]:
-    """What an acceptance changed, a line a workload, sorted by id."""
+    """Return a line for each workload that says what an acceptance changed, sorted by id."""
     before = old.entries if old else {}
     lines = []
     for key in sorted({*before, *new.entries}):
@@ -400,7 +402,7 @@ def _change(old: Entry | None, new: Entry | None) -> str:
 
 
 def changes_in_promises(old: PromiseRecord, new: PromiseRecord) -> str:
-    """The promises that differ, e.g. "promised speedup 20.0 → 18.0"; empty if none does."""
+    """Return the promises that differ, e.g. "promised speedup 20.0 → 18.0"; empty if none does."""
     names = ("speedup", "peak_bytes", "host_syncs", "launches")
     return ", ".join(
         f"promised {n} {getattr(old, n)} → {getattr(new, n)}" for n in names if getattr(old, n) != getattr(new, n)
@@ -408,17 +410,18 @@ def changes_in_promises(old: PromiseRecord, new: PromiseRecord) -> str:
 
 
 def short(revision: str | None) -> str:
-    """A revision as it is shown."""
+    """Return a revision in the short form that is shown."""
     return revision[:7] if revision else "(unknown)"
 
 
 def is_cpu(device: str) -> bool:
-    """Whether a device's slug is a CPU's."""
+    """Return whether a device's slug is a CPU's."""
     return device == "cpu" or device.startswith("cpu-")
 
 
 def compare_machines(accepted: Machine, here: Machine) -> tuple[list[str], list[str]]:
-    """(errors, notes): what makes a comparison with the baseline meaningless, and what only has to be said.
+    """Return (errors, notes): differences that make a comparison with the baseline meaningless, and those that are only
+    reported.
 
     Errors: another device (slug or name), another power limit; on a CPU, another CPU model or number of cores. A power
     limit that was known when accepted and cannot be read here is an error too. Notes: the number of devices (each
@@ -449,7 +452,8 @@ def compare_machines(accepted: Machine, here: Machine) -> tuple[list[str], list[
 
 
 def load(path: str | os.PathLike[str]) -> Baseline:
-    """The baseline in a file. BaselineError, in one line with the remedy, for anything but a sound one of ours."""
+    """Return the baseline in a file. Raises BaselineError, in one line with the remedy, where the file is damaged or is
+    not a baseline of perfsuite."""
     path = Path(path)
     try:
         text = path.read_bytes().decode("utf-8")
@@ -466,7 +470,7 @@ def load(path: str | os.PathLike[str]) -> Baseline:
     except PerfsuiteError as error:
         raise BaselineError(f"{path}: {_one_line(str(error))}") from None
     except RecursionError:
-        # The C parser goes deeper than what reads its tables.
+        # json's C parser allows deeper nesting than the code that reads its result.
         raise BaselineError(f"{path}: not valid JSON (nested too deeply); {RESTORE}") from None
 
 
@@ -483,7 +487,7 @@ def _parse(text: str) -> Baseline:
         )
     except json.JSONDecodeError as error:
         ends = text.rstrip()
-        # Inside a string the error stands at its beginning, not at the cut.
+        # For a file that ends inside a string, the error is at the beginning of the string, not at the end of the file.
         what = "cut short or damaged" if error.pos >= len(ends) - 1 or not ends.endswith("}") else "not valid JSON"
         raise BaselineError(f"{what} at line {error.lineno}, column {error.colno}; {RESTORE}") from None
     except ValueError as error:
@@ -585,10 +589,10 @@ def _check_entry(entry: Entry) -> None:
 def update(
     path: str | os.PathLike[str], change: Callable[[Baseline | None], Baseline]
 ) -> tuple[Baseline | None, Baseline]:
-    """Read, change and write a baseline under its lock → (old, new). `change` gets None where there is no file.
+    """Read, change and write a baseline under its lock. Return (old, new). `change` gets None where there is no file.
 
-    The new file replaces the old one whole, or not at all. BaselineError as `load`'s and `save`'s; what `change`
-    raises comes through, and leaves the file as it was.
+    The new file replaces the old one whole, or not at all. Raises BaselineError as `load` and `save` do. An error that
+    `change` raises is passed on and leaves the file as it was.
     """
     path = Path(path)
     with _locked(path):
@@ -599,7 +603,7 @@ def update(
 
 
 def save(path: str | os.PathLike[str], baseline: Baseline) -> None:
-    """Write the baseline, whole or not at all, under its lock. BaselineError if the folder cannot be written."""
+    """Write the baseline, whole or not at all, under its lock. Raises BaselineError if the folder cannot be written."""
     path = Path(path)
     with _locked(path):
         _write(path, baseline)
@@ -664,7 +668,8 @@ def _write(path: Path, baseline: Baseline) -> None:
 
 
 def _raw_records(path: Path) -> dict[str, Any]:
-    """What the file holds now, as it is: its header's date, and its sound records by their entry. Empty if damaged."""
+    """Return the raw content of the file: the date of its header and, by entry, the records whose digest matches. Empty
+    if the file is damaged."""
     try:
         data = json.loads(path.read_bytes())
         if data["perfsuite"]["digest"] != _header_digest(data):
@@ -700,7 +705,7 @@ def _render(baseline: Baseline, old: Mapping[str, Any]) -> str:
         },
         # Each workload was accepted at its own revision and date: they are in its extra_info.
         "commit_info": {"id": "unversioned", "time": None, "dirty": False, "branch": None, "project": "perfsuite"},
-        # Of the file's first writing: a date that changed with each acceptance would conflict in every merge.
+        # The date of the file's first writing: a date that changed with each acceptance would conflict in every merge.
         "datetime": old.get("datetime") or min((e.accepted for e in entries), default="1970-01-01T00:00:00+00:00"),
         "version": _benchmark_version(),
     }
@@ -715,7 +720,7 @@ def _benchmark_version() -> str:
 
 
 def _records(entry: Entry) -> dict[str, dict[str, Any]]:
-    """The entry's two records, with their digest in the optimized one."""
+    """Return the entry's two records, with their digest in the optimized one."""
     from pytest_benchmark import stats as theirs
 
     data = to_json(entry)
@@ -741,14 +746,15 @@ def _records(entry: Entry) -> dict[str, dict[str, Any]]:
 
 
 def _digest(records: Mapping[str, Any]) -> str:
-    """Of a workload's two records: every field but the digest itself."""
+    """Return the digest of a workload's two records: of every field but the digest itself."""
     optimized = records["optimized"]
     info = {k: v for k, v in optimized["extra_info"].items() if k != "digest"}
     return _hashed({**records, "optimized": {**optimized, "extra_info": info}})
 
 
 def _header_digest(data: Mapping[str, Any]) -> str:
-    """Of a file's fields but the benchmarks, which have their own, and the digest itself."""
+    """Return the digest of a file's header: of every field but the digest itself and the benchmarks, which have their
+    own."""
     header = {k: v for k, v in data.items() if k != "benchmarks"}
     return _hashed({**header, "perfsuite": {k: v for k, v in data["perfsuite"].items() if k != "digest"}})
 
@@ -762,7 +768,8 @@ def _canonical(value: Any) -> str:
 
 
 def _layout(value: Any, indent: str) -> str:
-    """JSON with a table's fields on a line each and a list of numbers on one, so that a diff reads well."""
+    """Return JSON with each field of a table on a line of its own and a list of numbers on one line, so that a diff
+    reads well."""
     inner = indent + "  "
     if isinstance(value, dict) and value:
         fields = (f"{inner}{json.dumps(str(k))}: {_layout(v, inner)}" for k, v in value.items())
@@ -784,7 +791,7 @@ def _finite(token: str) -> float:
 
 
 def _whole(token: str) -> int:
-    # Python itself refuses to read some thousands of digits, in words about Python.
+    # Python refuses to parse integers of some thousands of digits, with a message about Python itself.
     if len(token) > 20 or abs(int(token)) >= INTEGER_MAX:
         raise ValueError(f"{_short(token, 20)} is out of range")
     return int(token)
@@ -804,5 +811,6 @@ def _short(value: object, most: int = TOLD) -> str:
 
 
 def _one_line(text: str) -> str:
-    """What a damaged file says, as a terminal can show it: no line breaks, escapes or halves of a character."""
+    """Return text from a damaged file in a form that a terminal can show: without line breaks, escapes or halves of
+    characters."""
     return printable(" ".join(text.split()))

@@ -13,13 +13,13 @@ from perfsuite.records import Machine
 
 
 class Baselines:
-    """The files of one folder that are of this machine, as far as they have been read."""
+    """Baseline files of this machine in one folder, as far as they have been read."""
 
     def __init__(self, folder: Path, identify: Callable[[], Machine]) -> None:
         """`identify` says which machine this is, once that is needed: it may raise MachineError."""
         self.folder, self.identify = folder, identify
         self.files: dict[int, Baseline] = {}
-        """By the number of processes."""
+        """Baselines by the number of processes."""
         self.entries: Mapping[str, Entry] = {}
         """All that is accepted, from every file that was read."""
 
@@ -29,12 +29,12 @@ class Baselines:
         return self.identify()
 
     def path(self, ranks: int) -> Path:
-        """The file of the workloads that so many processes call."""
+        """Return the file of the workloads that this many processes call."""
         return self.folder / f"{self.machine.device}{f'-x{ranks}' if ranks > 1 else ''}.json"
 
     def load(self) -> None:
-        """Read each file that this machine can measure: not those for more GPUs than it has. BaselineError for a
-        damaged one."""
+        """Read each file that this machine can measure, which leaves out those for more GPUs than it has. Raises
+        BaselineError for a damaged file."""
         numbers = [1, *sorted(self._numbers())]
         self.files = {n: baseline.load(path) for n in numbers if (path := self.path(n)).exists()}
         self.entries = {id: entry for file in self.files.values() for id, entry in file.entries.items()}
@@ -45,7 +45,7 @@ class Baselines:
         return {n for n in found if n > 1 and n <= (self.machine.count or n)}
 
     def compared(self) -> tuple[list[str], list[str]]:
-        """`baseline.compare_machines` of every file that was read."""
+        """Return the errors and notes of `baseline.compare_machines` for every file that was read."""
         found = [baseline.compare_machines(file.machine, self.machine) for file in self.files.values()]
         errors, notes = ([line for each in found for line in each[i]] for i in (0, 1))
         return list(dict.fromkeys(errors)), list(dict.fromkeys(notes))
@@ -53,10 +53,10 @@ class Baselines:
     def update(
         self, entries: Mapping[int, Sequence[Entry]], *, more: bool, drop: Collection[str], note: Callable[[str], None]
     ) -> dict[str, Entry]:
-        """Write these entries, by number of processes, into their files, without the ids in `drop` → all entries.
+        """Write these entries, by number of processes, into their files, without the ids in `drop`. Return all entries.
 
-        A workload that is accepted for one number leaves the files of the others. `note` gets a line for each change
-        and for each file.
+        A workload that is accepted for one number of processes is removed from the files of the others. `note` gets a
+        line for each change and for each file.
         """
         after: dict[str, Entry] = {}
         for number in sorted({*entries, *self.files}):

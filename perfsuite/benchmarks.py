@@ -1,4 +1,4 @@
-"""The one place that touches pytest-benchmark's private API: our samples as its records.
+"""Write perfsuite's samples as records of pytest-benchmark. Only this module uses pytest-benchmark's private API.
 
 `tests/perfsuite/test_plugin.py` holds the contract with the versions in use.
 """
@@ -19,7 +19,7 @@ SIDES = (f"@{REFERENCE}", f"@{OPTIMIZED}")
 
 
 def silence(benchmark: Any) -> None:
-    """Keep the fixture from telling that it was not used: its timer is none of ours."""
+    """Keep the fixture from warning that it was not used: perfsuite does not use its timer."""
     benchmark._mode = "perfsuite"
 
 
@@ -37,8 +37,8 @@ def record(benchmark: Any, node_id: str, side: str, samples_s: tuple[float, ...]
 
 
 def hide_table(config: pytest.Config) -> None:
-    """Leave pytest-benchmark's own table out where all its records are ours, which a table of ours has shown, unless
-    one of its options is given."""
+    """Hide pytest-benchmark's own table if all its records are perfsuite's, which perfsuite's own table shows, unless
+    one of pytest-benchmark's options is given."""
     session = getattr(config, "_benchmarksession", None)
     outside = shlex.split(os.environ.get("PYTEST_ADDOPTS", ""))
     given = (*config.invocation_params.args, *config.getini("addopts"), *outside)

@@ -1,4 +1,4 @@
-"""Whether errors lean to one side: a small offset in every element, or digits that are cut off instead of rounded.
+"""Detect errors that lean to one side: a small offset in every element, or digits that are cut off instead of rounded.
 
 Errors of an honest kernel are as often above the truth as below it. One that leans may still be within the budget of
 each element, and of all together. β is the mean error of an output in units of eps times its mean size: of all errors
@@ -32,8 +32,8 @@ NEAR = 1 / 256
 """The distance of a truth to a number of the output's dtype, in units in the last place, below which it shows nothing:
 there rounding and cutting off are the same."""
 FEWEST_SHOWN, FEWEST_TELLING = 4, 2
-"""The elements of a draw that are not so near, and of those the ones whose nearest number lies in the other direction.
-"""
+"""Fewest elements of a draw that are not so near, and fewest of those whose nearest number lies in the other
+direction."""
 CUT, OFTEN, REFERENCE_OFTEN = 0.9, 0.8, 0.4
 """The least share of a draw's elements that are cut off, the least share of the draws on which they are, and the most
 on which the reference's are. A rounding that all elements of a draw share looks so by chance on one draw in five at
@@ -42,12 +42,12 @@ most."""
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """How far the errors of an honest kernel lean at most, in eps."""
+    """Largest β of the errors of an honest kernel, in eps."""
 
     mean: float
-    """The mean over all draws."""
+    """Limit for the mean over all draws."""
     alone: float
-    """A single draw: a rounding that all elements share is half a unit in half precision."""
+    """Limit for a single draw: a rounding that all elements share is half a unit in half precision."""
     of_error: float
     """In addition, this share of the reference's own error: a sum that all elements share errs by as much."""
 
@@ -65,7 +65,7 @@ WORDS = ("too large or too small by the same amount", "away from zero or towards
 
 
 def leanings(truth: torch.Tensor, eps: float, *errors: torch.Tensor) -> list[Leaning] | None:
-    """β of each of these errors; None where there are too few elements, or the truth is zero."""
+    """Return β of each of these errors; None where there are too few elements, or the truth is zero."""
     if truth.numel() < FEWEST_ELEMENTS:
         return None
     unit = eps * float(truth.abs().mean())
@@ -76,7 +76,7 @@ def leanings(truth: torch.Tensor, eps: float, *errors: torch.Tensor) -> list[Lea
 
 
 def cuts(truth: torch.Tensor, dtype: torch.dtype, *errors: torch.Tensor) -> list[Cut]:
-    """In which directions each of these errors looks like cut digits."""
+    """Return the directions in which each of these errors looks like cut digits."""
     unit = torch.ldexp(torch.full_like(truth, torch.finfo(dtype).eps), torch.frexp(truth).exponent - 1)
     signed = truth / unit
     shows = (signed - signed.round()).abs() > NEAR
@@ -98,7 +98,7 @@ def cuts(truth: torch.Tensor, dtype: torch.dtype, *errors: torch.Tensor) -> list
 
 
 def _cut(turned: Mapping[str, tuple[torch.Tensor, torch.Tensor]]) -> Cut:
-    """Say in which directions digits are cut off.
+    """Return in which directions digits are cut off.
 
     `turned` has the errors and the truth in units in the last place, with the signs with which that direction is
     downwards.
@@ -114,7 +114,7 @@ def _cut(turned: Mapping[str, tuple[torch.Tensor, torch.Tensor]]) -> Cut:
 
 @dataclass(slots=True)
 class Draw:
-    """How the errors of one output lean on one draw."""
+    """Bias of the errors of one output on one draw."""
 
     side: Leaning | None
     reference: Leaning
@@ -135,9 +135,9 @@ def draw_of(
     eps: float,
     dtype: torch.dtype,
 ) -> Draw | None:
-    """How these errors of a side and of the reference lean; `spread` is the size of the reference's.
+    """Return the bias of these errors of a side and of the reference; `spread` is the size of the reference's errors.
 
-    None where there are too few, or the truth is zero.
+    None where there are too few elements, or the truth is zero.
     """
     half = dtype in (torch.bfloat16, torch.float16)
     cut, reference_cut = cuts(truth, dtype, error, reference) if half else ({}, {})
@@ -158,21 +158,21 @@ def draw_of(
 
 @dataclass(slots=True)
 class Biases:
-    """How the errors of each output lean on the draws of a proof."""
+    """Biases of the errors of each output over the draws of a proof."""
 
     draws: dict[str, list[Draw]] = field(default_factory=dict)
 
     def note(self, name: str, draw: Draw) -> None:
-        """One more draw."""
+        """Add one more draw."""
         self.draws.setdefault(name, []).append(draw)
 
     def add(self, other: Biases) -> None:
-        """The draws of another."""
+        """Add the draws of another one."""
         for name, draws in other.draws.items():
             self.draws.setdefault(name, []).extend(draws)
 
     def found(self) -> Iterator[str]:
-        """A message for each output whose errors lean to one side over all draws."""
+        """Yield a message for each output whose errors lean to one side over all draws."""
         for name, draws in self.draws.items():
             if message := _leaning(name, draws) or _cutting(name, draws):
                 yield message
@@ -207,7 +207,8 @@ def _cutting(name: str, draws: Sequence[Draw]) -> str:
 
 
 def alone(name: str, draw: Draw) -> str:
-    """A message if the errors of this draw alone lean to one side; empty if they do not, or if there are too few."""
+    """Return a message if the errors of this draw alone lean to one side; empty if they do not, or if there are too
+    few."""
     if draw.elements < MANY_ELEMENTS or draw.side is None:
         return ""
     most = draw.limits.alone + draw.limits.of_error * draw.error
@@ -216,7 +217,7 @@ def alone(name: str, draw: Draw) -> str:
 
 
 def _beyond(name: str, values: Sequence[float], limits: Sequence[float], over: str) -> str:
-    """A message about the value that exceeds its limit by most; empty if none does."""
+    """Return a message about the value that exceeds its limit by most; empty if none does."""
     shares = [abs(value) / limit for value, limit in zip(values, limits, strict=True)]
     at = shares.index(max(shares))
     if shares[at] <= 1:

@@ -15,9 +15,9 @@ trimming gains nothing."""
 
 
 def process_mean(blocks: Sequence[float], clock: str) -> float:
-    """The unit of the gate's rule: the trimmed mean of one process's block log-ratios.
+    """Return the unit of the gate's rule: the trimmed mean of one process's block log-ratios.
 
-    ValueError if there is none, or one is not finite.
+    Raises ValueError if there is no block, or one is not finite.
     """
     if not blocks or not all(math.isfinite(b) for b in blocks):
         raise ValueError("a process has no finite block log-ratio")
@@ -25,10 +25,10 @@ def process_mean(blocks: Sequence[float], clock: str) -> float:
 
 
 def block_variance(processes: Iterable[Sequence[float]], clock: str) -> tuple[float, float]:
-    """(variance of a block within its process, pooled over processes; its degrees of freedom, 0 if none).
+    """Return (variance of a block within its process, pooled over processes; its degrees of freedom, 0 if none).
 
-    Divided by the number of blocks it is the variance that block noise adds to `process_mean`. Trimmed means take it
-    from the winsorized blocks (Tukey and McLaughlin 1963).
+    Divided by the number of blocks, this is the variance that block noise adds to `process_mean`. For trimmed means it
+    is computed from the winsorized blocks (Tukey and McLaughlin 1963).
     """
     total = dof = 0.0
     for blocks in processes:
@@ -43,6 +43,6 @@ def block_variance(processes: Iterable[Sequence[float]], clock: str) -> tuple[fl
 
 
 def _kept(blocks: Sequence[float], clock: str) -> list[float]:
-    """The blocks that are not trimmed, in ascending order."""
+    """Return the blocks that are not trimmed, in ascending order."""
     cut = int(len(blocks) * TRIMMED[clock])
     return sorted(blocks)[cut : len(blocks) - cut]

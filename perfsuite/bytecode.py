@@ -1,4 +1,5 @@
-"""Compiled copies of Python sources, in a folder of perfsuite's own where Python may not write them beside the sources.
+"""Keep compiled copies of Python sources in a folder of perfsuite's own, where Python may not write them beside the
+sources.
 
 Container images set PYTHONDONTWRITEBYTECODE, some without compiled copies of what they have installed. Every process
 then compiles the project anew, or torch as well, which takes seconds, and a gate starts dozens of processes.
@@ -26,17 +27,18 @@ FORBIDDEN, PLACE = "PYTHONDONTWRITEBYTECODE", "PYTHONPYCACHEPREFIX"
 
 
 def keep_during(config: pytest.Config) -> None:
-    """`keep` copies until pytest ends."""
+    """Call `keep`, and undo it when pytest ends."""
     undo = keep(config.rootpath)
     if undo is not None:
         config.add_cleanup(undo)
 
 
 def keep(root: Path) -> Callable[[], None] | None:
-    """From now on this process, and those that it starts, keep compiled copies in the project's folder for such things.
+    """Make this process, and those that it starts from now on, keep compiled copies in perfsuite's own folder of the
+    project.
 
-    Returns what undoes that; None, and nothing has changed, where Python may write copies itself, or the folder cannot
-    be made.
+    Returns a function that undoes this. Returns None, with nothing changed, where Python may write copies itself or the
+    folder cannot be made.
     """
     if not sys.dont_write_bytecode or sys.pycache_prefix or PLACE in os.environ:
         return None
@@ -67,9 +69,10 @@ def forget(folder: Path) -> None:
 def _forget_sources(copies: Path) -> None:
     """Remove the copies whose source may have changed since they were written.
 
-    Python knows a copy by its source's size and second of change, which a tool that sets times may leave as they were.
-    So a copy is kept if its source has the contents that it had at the start of the last run, which wrote the copy or
-    kept it. Those of Python's own modules and of installed packages, which only an installer changes, are all kept.
+    Python matches a copy to its source by the source's size and modification time in seconds, which a tool that sets
+    times may leave as they were. So a copy is kept only if its source has the contents that it had at the start of the
+    last run, which wrote the copy or kept it. The copies of Python's own modules and of installed packages, which only
+    an installer changes, are all kept.
     """
     environments = [copies.joinpath(*path.parts[1:]) for path in ENVIRONMENTS]
     before, now = _hashes(copies / HASHES), dict[str, str]()
@@ -95,7 +98,7 @@ def _hash(source: Path) -> str:
 
 
 def _hashes(path: Path) -> dict[str, str]:
-    """The contents of each source at the start of the last run; empty where that is not known."""
+    """Return the hash of each source at the start of the last run; empty where it is not known."""
     try:
         return {str(k): str(v) for k, v in json.loads(path.read_text()).items()}
     except (OSError, ValueError, AttributeError, RecursionError):

@@ -14,15 +14,15 @@ from perfsuite.baseline import Entry
 from perfsuite.records import COPY, LAUNCH, MATMUL, Measurement
 
 MOVED_LEAST = 0.02
-"""Both sides moved by more than this and by more than their ratio: something that they share. An anchor kernel that
-moved by less has not moved."""
+"""Smallest log change that counts as a movement. Where both sides moved by more than this and by more than their ratio,
+something that they share has moved. An anchor kernel that moved by less has not moved."""
 MOVED_SHARE = 0.5
 """The device moved a side where an anchor kernel moved in the same direction by at least this share of it."""
 _SHARED = {"device": "the device", "software": "not the device, but software that both sides use"}
 
 
 def of_ratio(entry: Entry | None, runs: Sequence[Measurement], slower: float) -> tuple[str | None, str]:
-    """(what moved, why): "optimized", "reference", "device" or "software".
+    """Return (what moved, why). What moved is "optimized", "reference", "device" or "software".
 
     `slower` is the log slowdown of the ratio to the reference.
     """
@@ -47,9 +47,10 @@ def of_ratio(entry: Entry | None, runs: Sequence[Measurement], slower: float) ->
 
 
 def of_speedup(entry: Entry | None, runs: Sequence[Measurement]) -> tuple[str | None, str]:
-    """(what moved, why) where the optimized code is as accepted, but its speedup over the reference is not.
+    """Return (what moved, why) where the optimized code is as accepted, but its speedup over the reference is not.
 
-    Of processes without the accepted revision it is what `of_ratio` says. At least one process timed the reference.
+    For processes without the accepted revision, return what `of_ratio` returns. At least one process timed the
+    reference.
     """
     if entry is None:
         return None, ""
@@ -69,7 +70,7 @@ def of_speedup(entry: Entry | None, runs: Sequence[Measurement]) -> tuple[str | 
 
 
 def reference_moved(entry: Entry | None, runs: Sequence[Measurement], most: float) -> str:
-    """Why a stored ratio proves nothing here: the reference's own seconds moved by more than `most`; else empty.
+    """Return why a stored ratio proves nothing here: the reference's own seconds moved by more than `most`. Else empty.
 
     A clock or a neighbour that slows the reference alone would hide a slowdown of the optimized side.
     """
@@ -80,25 +81,25 @@ def reference_moved(entry: Entry | None, runs: Sequence[Measurement], most: floa
 
 
 def change(log: float, more: str = "slower", less: str = "faster") -> str:
-    """A log-ratio in words: "3.0% slower"."""
+    """Return a log-ratio in words: "3.0% slower"."""
     relative = math.expm1(log)
     return f"{relative:.1%} {more}" if relative >= 0 else f"{-relative:.1%} {less}"
 
 
 def _shift(entry: Entry, runs: Sequence[Measurement], side: str) -> float:
-    """The log change of a side's own seconds since it was accepted; 0 where they were not measured."""
+    """Return the log change of a side's own seconds since it was accepted; 0 where they were not measured."""
     now = [math.log(median(m.sides[side].blocks_s)) for m in runs if side in m.sides and m.sides[side].blocks_s]
     return fmean(now) - math.log(entry.sides[side].seconds) if now else 0.0
 
 
 def _moved_with(anchors: Mapping[str, float], shift: float) -> bool:
-    """Whether an anchor kernel moved as a side did that moved by `shift`."""
+    """Return whether an anchor kernel moved together with a side that moved by `shift`."""
     least = max(MOVED_LEAST, MOVED_SHARE * abs(shift))
     return any(a * shift > 0 and abs(a) > least for a in anchors.values())
 
 
 def _anchor_shifts(entry: Entry, runs: Sequence[Measurement]) -> dict[str, float]:
-    """The log change of each anchor kernel that bears on this workload; empty where none are known."""
+    """Return the log change of each anchor kernel that bears on this workload; empty where none are known."""
     names = {"memory": [COPY], "compute": [MATMUL]}.get(entry.limit.by if entry.limit else "", [COPY, MATMUL])
     names += [LAUNCH] if entry.clock == "wall" else []
     accepted = entry.anchors()

@@ -1,4 +1,4 @@
-"""What the device can do at most, measured in the same process as the workloads held against it."""
+"""Measure the most that the device can do, in the same process as the workloads that are compared with it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PRECISIONS = ("float64", "float32", "tf32", "bfloat16", "float16")
 
 @cache
 def copy_bytes_per_s(device: str) -> float:
-    """Bytes read plus bytes written a second by a large copy: the best of a few."""
+    """Return the bytes read plus bytes written a second by a large copy: the best of a few."""
     kind = torch.device(device).type
     source = torch.ones(COPY_BYTES[kind] // 4, dtype=torch.float32, device=device)
     target = torch.empty_like(source)
@@ -31,9 +31,9 @@ def copy_bytes_per_s(device: str) -> float:
 
 @cache
 def matmul_flops_per_s(device: str, precision: str) -> float:
-    """Operations a second of a large square matrix product on random data: the best of a few.
+    """Return the operations a second of a large square matrix product on random data: the best of a few.
 
-    PairError for a precision that there is no such product in.
+    Raises PairError for a precision in which there is no such product.
     """
     if precision not in PRECISIONS:
         raise PairError(f"a cost's precision={precision!r} is not one of {', '.join(PRECISIONS)}")
@@ -49,7 +49,7 @@ def matmul_flops_per_s(device: str, precision: str) -> float:
 
 
 def forget() -> None:
-    """Measure every ceiling anew when it is next asked for."""
+    """Forget the ceilings, so that each is measured again when it is next needed."""
     copy_bytes_per_s.cache_clear()
     matmul_flops_per_s.cache_clear()
 
@@ -67,7 +67,7 @@ def _float32_products(precision: str) -> Iterator[None]:
 
 
 def best_s(call: Callable[[], object], kind: str) -> float:
-    """Seconds of one call, the least of a few after a first one; `kind` is "cuda" or "cpu"."""
+    """Return the seconds of one call: the least of a few after a first one. `kind` is "cuda" or "cpu"."""
     times: list[float] = []
     for _ in range(REPEATS + 1):
         if kind == "cuda":

@@ -1,4 +1,5 @@
-"""`perfsuite gate --changed`: which accepted workloads run exactly what they ran when they were accepted. No torch."""
+"""`perfsuite gate --changed`: find the accepted workloads that run exactly what they ran when they were accepted. No
+torch."""
 
 from __future__ import annotations
 
@@ -20,16 +21,16 @@ DOCUMENTS = (".md", ".rst", ".pyc", "~")
 
 @dataclass(slots=True)
 class Found:
-    """Workload → why it need not be measured; workload → what has changed, for the others."""
+    """Result of the search: workload → why it need not be measured, and for the others workload → what has changed."""
 
     unchanged: dict[str, str] = field(default_factory=dict)
     changed: dict[str, str] = field(default_factory=dict)
     sources: dict[str, list[str]] = field(default_factory=dict)
-    """Those of the changed where nothing but these sources differs."""
+    """Changed workload → the sources that differ, where nothing else does."""
 
 
 Added: TypeAlias = Callable[[str, Path], Collection[str] | None]
-"""`revision.added_since`."""
+"""Signature of `revision.added_since`."""
 
 
 def unchanged(entries: Mapping[str, Entry], top: Path, machine: Machine, added: Added = revision.added_since) -> Found:
@@ -50,7 +51,8 @@ def unchanged(entries: Mapping[str, Entry], top: Path, machine: Machine, added: 
 def other_code(
     entries: Mapping[str, Entry], top: Path, machine: Machine, added: Added = revision.added_since
 ) -> dict[str, str]:
-    """Workload → why its accepted figures may be of other code than the present, for those where they may."""
+    """Return workload → why its accepted figures may be of other code than the present, for the workloads where they
+    may."""
     present = _Present(top, added)
     return {i: why for i, entry in entries.items() if (why := _other_code(entry, machine, present))}
 
@@ -68,7 +70,7 @@ def _other_code(entry: Entry, machine: Machine, present: _Present) -> str:
 
 
 def launched(entry: Entry) -> str:
-    """Digest of what it launched when it was accepted; empty where that does not settle anything.
+    """Return the digest of what the workload launched when it was accepted; empty where that does not settle anything.
 
     On the wall clock the host's code matters, too.
     """
@@ -76,7 +78,7 @@ def launched(entry: Entry) -> str:
 
 
 def launches_the_same(launched: str, sources: Collection[str], now: str, own: Collection[str]) -> bool:
-    """Whether only sources of the optimized side differ, and it launches what it did when it was accepted.
+    """Return whether only sources of the optimized side differ, and it launches what it launched when it was accepted.
 
     `launched` and `now` are digests of what it launched then and launches now, empty where there is none; `own` are the
     sources that only it runs. Another reference, or another declaration of the pair, has to be proven: what is launched
@@ -86,7 +88,7 @@ def launches_the_same(launched: str, sources: Collection[str], now: str, own: Co
 
 
 def verdict(id: str, entry: Entry, reason: str) -> Verdict:
-    """UNCHANGED, with the figures that were accepted."""
+    """Return the verdict UNCHANGED, with the figures that were accepted."""
     return Verdict(
         id=id,
         status=Status.UNCHANGED,
@@ -97,7 +99,7 @@ def verdict(id: str, entry: Entry, reason: str) -> Verdict:
 
 
 def summary(found: Found) -> str:
-    """One line of what is measured, and why."""
+    """Return a line that says what is measured, and why."""
     text = f"{units.count(len(found.unchanged), 'workload')} unchanged"
     if found.changed:
         first, why = next(iter(found.changed.items()))
@@ -106,14 +108,14 @@ def summary(found: Found) -> str:
 
 
 def _unknown(entry: Entry) -> str:
-    """Why it is not known what the workload ran when it was accepted; empty where it is."""
+    """Return why it is not known what the workload ran when it was accepted; empty where it is."""
     if entry.ran is None:
         return "what it ran was not noted when it was accepted"
     return entry.ran.unknown or ("it was accepted with uncommitted changes" if entry.dirty else "")
 
 
 def _elsewhere(entry: Entry, machine: Machine) -> str:
-    """How the software or the environment differs from when the workload was accepted; empty where it does not."""
+    """Return how the software or the environment differs from that of the acceptance; empty where it does not."""
     if reason := _unknown(entry):
         return reason
     assert entry.ran is not None
@@ -126,7 +128,7 @@ def _elsewhere(entry: Entry, machine: Machine) -> str:
 
 
 def _surroundings(ran: Ran) -> str:
-    """Which environment variable or installed package differs, as far as the acceptance noted them."""
+    """Return which environment variable or installed package differs, as far as the acceptance noted them."""
     if ran.variables is None:
         return "an installed package, or an environment variable that matters to speed"
     variables = digests.variables()
@@ -146,7 +148,7 @@ def _surroundings(ran: Ran) -> str:
 
 
 def _versions(packages: Iterable[str]) -> dict[str, set[str]]:
-    """Package → its versions; one that lies in two places of the path can have two."""
+    """Return package → its versions; a package in two places of the path can have two."""
     found: dict[str, set[str]] = {}
     for package in packages:
         name, _, version = package.partition("==")
@@ -155,7 +157,7 @@ def _versions(packages: Iterable[str]) -> dict[str, set[str]]:
 
 
 class _Present:
-    """The files as they are now. Git and each file are read once for all workloads, and parsed only where need be."""
+    """Files as they are now. Git and each file are read once for all workloads, and parsed only where necessary."""
 
     def __init__(self, top: Path, added: Added) -> None:
         self.top = top
@@ -168,21 +170,22 @@ class _Present:
         self.digest_of_source = functools.cache(lambda path: digests.of_file(top / path))
 
     def other_files(self, entry: Entry) -> str:
-        """The first file that is not one of its sources and differs, or that is new and would run; else empty."""
+        """Return the first file that is not one of its sources and differs, or that is new and would run; else
+        empty."""
         what = self.other_data(entry.ran) or self.other_beside(entry)
         if what:
             return f"{what} changed since it was accepted at {short(entry.revision)}"
         return self.added_since(entry)
 
     def other_data(self, ran: Ran | None) -> str:
-        """A data file that differs; empty where none does."""
+        """Return a data file that differs; empty where none does."""
         for path, digest in ran.data.items() if ran else ():
             if self.digest_of_data(path) != digest:
                 return f"data file {path}"
         return ""
 
     def other_sources(self, entry: Entry) -> list[str]:
-        """The sources that differ."""
+        """Return the sources that differ."""
         different = []
         for path, digest in entry.ran.sources.items() if entry.ran else ():
             # A package of the same name would be imported in the module's place.
@@ -193,7 +196,7 @@ class _Present:
         return different
 
     def _is_committed(self, path: str, entry: Entry) -> bool:
-        """Whether the file is, byte for byte, that of the accepted revision."""
+        """Return whether the file is, byte for byte, that of the accepted revision."""
         blob = self.blobs(entry.revision).get(path) if entry.revision else None
         return blob is not None and self._is_blob(path, blob)
 
@@ -202,13 +205,14 @@ class _Present:
         return content is not None and revision.is_blob(content, blob)
 
     def other_beside(self, entry: Entry) -> str:
-        """The first file beside its sources that is not Python and differs. Its code may read it unobserved."""
+        """Return the first file beside its sources that is not Python and differs. Its code may read it unobserved."""
         folders = dict.fromkeys(Path(name).parent for name in entry.ran.sources) if entry.ran else ()
         others = (p for folder in folders for p in self.beside(entry.revision, folder) if not p.endswith(".py"))
         return next((f"{path} beside its sources" for path in others), "")
 
     def _beside(self, accepted: str | None, folder: Path) -> list[str]:
-        """The files of a folder that the accepted revision does not have, or has with other content; no documents.
+        """Return the files of a folder that the accepted revision does not have, or has with other content; no
+        documents.
 
         Files that git ignores are included. Of Python files, which have digests, only new ones are. The list is empty
         for the top folder, where every tool keeps files, and for a revision that git does not know.
@@ -220,7 +224,8 @@ class _Present:
         return [p for p in files if p not in blobs or not (p.endswith(".py") or self._is_blob(p, blobs[p]))]
 
     def added_since(self, entry: Entry) -> str:
-        """That a file came since it was accepted which would run now, or that this cannot be known."""
+        """Return a reason where a file that would run now was added since the acceptance, or where this cannot be
+        known; else empty."""
         since = short(entry.revision)
         files = self.added(entry.revision, self.top) if entry.revision else None
         if files is None:
@@ -245,7 +250,7 @@ class _Present:
         return ""
 
     def _content(self, path: str) -> bytes | None:
-        """The file's bytes; None where it cannot be read."""
+        """Return the file's bytes; None where it cannot be read."""
         try:
             return (self.top / path).read_bytes()
         except OSError:

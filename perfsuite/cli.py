@@ -32,7 +32,8 @@ COMMANDS = "perfsuite.commands"
 REPORT = ".perfsuite/report"
 FILES = ("report.json", "junit.xml", "summary.md", "report.html")
 QUIET = ("-W", "ignore:Module already imported so cannot be rewritten; perfsuite:pytest.PytestAssertRewriteWarning")
-"""pytest rewrites the asserts of its plugins; this command has imported ours before it."""
+"""Options that silence pytest's warning that it cannot rewrite the asserts of perfsuite's plugins, which this command
+has already imported."""
 
 
 class Commands(click.Group):
@@ -71,9 +72,11 @@ class Commands(click.Group):
 
 
 def _absent(entry: EntryPoint) -> str | None:
-    """What a command lacks whose distribution was installed without it, as a wheel is; None where nothing.
+    """Return what is missing for a command whose distribution was installed without its package, as from a wheel; None
+    where nothing is missing.
 
-    An editable install only maps the packages of the wheel: its folder joins the path, where the others lie.
+    An editable install maps only the packages of the wheel. Its folder is added to sys.path, because the other packages
+    lie there.
     """
     distribution = entry.dist
     if distribution is None:
@@ -91,7 +94,7 @@ def _absent(entry: EntryPoint) -> str | None:
 
 
 def _editable(distribution: Distribution, package: str) -> str | None:
-    """The folder of an editable install (PEP 610), or of a clone that holds the package; None for any other.
+    """Return the folder of an editable install (PEP 610), or of a clone that holds the package; None for any other.
 
     Building or installing a clone leaves an egg-info in it, which Python finds before the installed metadata when it
     runs in that folder. No installer wrote it, and it lists only what the wheel takes.
@@ -109,7 +112,7 @@ def _editable(distribution: Distribution, package: str) -> str | None:
 
 
 def _broken(name: str, reason: str) -> click.Command:
-    """A command that only says why it cannot run, so that the help of the others does not fall with it."""
+    """Return a command that only says why it cannot run, so that the help of the other commands still works."""
 
     def fail() -> None:
         raise click.ClickException(" ".join(reason.split()))
@@ -148,7 +151,8 @@ def _pytest(
     extra: Sequence[str] = (),
     as_json: bool = False,
 ) -> int:
-    """Run pytest on the items, in this process; with `as_json` it tells stderr, and stdout is left to the report."""
+    """Run pytest on the items, in this process. With `as_json` pytest writes to stderr, and stdout is left to the
+    report."""
     import pytest
 
     from perfsuite import conclusion
@@ -171,7 +175,7 @@ def _pytest(
 
 @contextmanager
 def _terminated_as_interrupted() -> Iterator[None]:
-    """SIGTERM ends the run as Ctrl-C does: its workers are stopped, its locks released, its report written."""
+    """Make SIGTERM end the run as Ctrl-C does: its workers are stopped, its locks released, its report written."""
 
     def interrupt(signum: int, frame: Any) -> None:
         raise KeyboardInterrupt
@@ -245,7 +249,7 @@ def _reported(
     arguments: Sequence[str] = (),
     extra: Sequence[str] = (),
 ) -> NoReturn:
-    """Run pytest with a report in this folder, and end with its exit code, which no trouble with the report changes."""
+    """Run pytest with a report in this folder. End with pytest's exit code, whatever goes wrong with the report."""
     from perfsuite.report import jsonfile, markdown
 
     files = [Path(report) / name for name in FILES]

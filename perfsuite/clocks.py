@@ -32,12 +32,14 @@ SPIN_MARGIN = 1.25
 SPIN_EXTRA_S = 50e-6
 ATTEMPTS = 3
 WAITS_WITHIN = 0.25
-"""How closely the time to enqueue follows the spin's where a call waits for it."""
+"""Calls wait for the spin where, from one attempt to the next, the time to enqueue grows as the spin does, within this
+relative difference."""
 FLUSH_L2_MULTIPLE = 2
 
 
 def middle(times: Sequence[float]) -> float:
-    """The mean of the middle half: deaf to an interrupted call, as the median is, and finer than the timer's tick."""
+    """Return the mean of the middle half of the times. Like the median it ignores an interrupted call, and it is finer
+    than the timer's tick."""
     ordered = sorted(times)
     cut = len(ordered) // 4
     kept = ordered[cut : len(ordered) - cut]
@@ -45,35 +47,37 @@ def middle(times: Sequence[float]) -> float:
 
 
 def interruptions() -> int:
-    """How often the system has taken the processor away from this process."""
+    """Return how often the system has taken the processor away from this process."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_nivcsw if resource is not None else 0
 
 
 def usage() -> tuple[int, int]:
-    """(interruptions, processor nanoseconds) of this process so far."""
+    """Return (interruptions, processor nanoseconds) of this process so far."""
     return interruptions(), process_time_ns()
 
 
 def worked(before: tuple[int, int], took_ns: int) -> list[float]:
-    """The seconds of work since `usage` was `before`, at most `took_ns`; nothing if it was interrupted."""
+    """Return a list with the seconds of work since `usage` was `before`, at most `took_ns`; empty if it was
+    interrupted."""
     switches, busy = usage()
     # The less of the two: idle threads of a team spin on.
     return [min(busy - before[1], took_ns) * 1e-9] if switches == before[0] else []
 
 
 class CpuClock:
-    """`perf_counter` around each call; both clocks are this one."""
+    """Clock of a CPU: `perf_counter` around each call. It serves as both clocks."""
 
     kinds = ("wall",)
     waiting: frozenset[str] = frozenset()
-    """Nothing is queued here that a call could wait for."""
+    """Always empty: on a CPU nothing is queued that a call could wait for."""
 
     def __init__(self, peers: Peers = ALONE) -> None:
         self.peers = peers
         self._now = perf_counter_ns
-        """Bound before any side runs: one that replaces the timer in a call, and puts it back, replaces nothing."""
+        """The timer, bound before any side runs: a side that replaces the timer during a call, and puts it back, has no
+        effect."""
         self.work: list[float] = []
-        """Seconds of the last sample's calls, wall or processor's, the less; none of one that was interrupted."""
+        """Seconds of the last sample's calls: the less of wall and processor time. Interrupted calls are left out."""
 
     def sample(
         self,
@@ -84,7 +88,7 @@ class CpuClock:
         launches: int,
         key: str = "",
     ) -> float:
-        """Seconds a call, over `calls` calls."""
+        """Return the seconds a call, over `calls` calls."""
         times: list[int] = []
         work: list[float] = []
         for _ in range(calls):
@@ -99,11 +103,11 @@ class CpuClock:
         return middle(self.peers.slowest(times)) * 1e-9
 
     def synchronize(self) -> None:
-        """Nothing is asynchronous here."""
+        """Do nothing: nothing is asynchronous here."""
 
 
 class CudaClock:
-    """CUDA events for the device clock, `perf_counter` and synchronisation for the wall clock.
+    """Clock of a GPU: CUDA events for the device clock, `perf_counter` and synchronisation for the wall clock.
 
     Before each timed call L2 is emptied by reading a buffer of twice its size: reading leaves clean lines, where
     writing would leave dirty ones for the timed kernel to write back.
@@ -125,7 +129,7 @@ class CudaClock:
         self.unhidden = 0
         """Samples whose launch latency could not be hidden."""
         self.waiting: set[str] = set()
-        """Keys whose calls wait for the device: the longer the spin, the longer they took."""
+        """Keys whose calls wait for the device: the longer the spin, the longer these calls took."""
         self.work: list[float] = []
         """Seconds of the last sample's calls: on the device, or as `CpuClock.work` on the wall clock."""
 
@@ -162,7 +166,7 @@ class CudaClock:
         launches: int,
         key: str = "",
     ) -> float:
-        """Seconds a call, over `calls` calls, on the clock `kind`.
+        """Return the seconds a call, over `calls` calls, on the clock `kind`.
 
         `launches` is what one call launches; `key` names the side, whose time to enqueue is remembered.
         """
@@ -188,7 +192,7 @@ class CudaClock:
         return middle(self.peers.slowest(times)) * 1e-9
 
     def after_last_event(self, reset: Callable[[], None], call: Callable[[], object]) -> float:
-        """Seconds from the completion of an event recorded after the call until the whole device is idle."""
+        """Return the seconds from the completion of an event recorded after the call until the whole device is idle."""
         end = self._event()
         reset()
         self._sync()
@@ -236,23 +240,26 @@ class CudaClock:
         return middle(self.work)
 
     def even_work(self, seconds: float, calls: int) -> list[float]:
-        """Device seconds of `calls` kernels that spin for `seconds` each: what lengthens one is not its own doing."""
+        """Return the device seconds of `calls` kernels that spin for `seconds` each. Their work is equal, so that
+        something else lengthened a longer one."""
         cycles = max(1, int(seconds * self._cycles_per_s))
         self._device(lambda: None, lambda: self._spin(cycles), min(calls, self.calls_within_queue(calls, 1)), 1, "even")
         return self.work
 
     def host_s(self, key: str) -> float:
-        """Seconds of host time that the side's last sample on the device clock took to enqueue; 0 before the first."""
+        """Return the host seconds that enqueueing the side's last sample on the device clock took; 0 before the
+        first."""
         return self._enqueue_s.get(key, 0.0)
 
     @staticmethod
     def calls_within_queue(calls: int, launches: int) -> int:
-        """How many calls fit in the stream's queue beside their resets, flushes and events."""
+        """Return how many calls fit in the stream's queue beside their resets, flushes and events."""
         return max(1, min(calls, QUEUE_DEPTH // (launches + 8)))
 
 
 def _waits(tried: Sequence[tuple[float, float]]) -> bool:
-    """Whether calls wait for the spin, given (its seconds, those to enqueue) of each attempt to outlast them."""
+    """Return whether calls wait for the spin, given (seconds of the spin, seconds to enqueue) of each attempt to
+    outlast them."""
     for (spin, took), (longer, took_then) in itertools.pairwise(tried):
         if took < spin or abs((took_then - took) / (longer - spin) - 1) > WAITS_WITHIN:
             return False
@@ -260,5 +267,5 @@ def _waits(tried: Sequence[tuple[float, float]]) -> bool:
 
 
 def clock_for(device: str, peers: Peers = ALONE) -> CpuClock | CudaClock:
-    """The clock of that device; of several processes it tells each the time of the slowest."""
+    """Return the clock of that device. With several processes, it gives each of them the time of the slowest."""
     return CudaClock(peers) if torch.device(device).type == "cuda" else CpuClock(peers)

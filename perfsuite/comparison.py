@@ -1,4 +1,4 @@
-"""One output of a side held against the truth, by the rule of `rule`."""
+"""Compare one output of a side with the truth, by the rule of `rule`."""
 
 from __future__ import annotations
 
@@ -31,7 +31,8 @@ def judge_output(
     *,
     strict_strides: bool,
 ) -> None:
-    """NotEquivalent where this output of a side is beyond the budget of the truth; the figures go into `tally`.
+    """Raise NotEquivalent where this output of a side is beyond the budget of the truth. The figures are added to
+    `tally`.
 
     `doubles` are the side's outputs in float64.
     """
@@ -78,7 +79,7 @@ def judge_output(
 
 
 def _is_unused_gradient(where: str, name: str, reference: Leaf, got: Leaf) -> bool:
-    """Whether the input is unused: no gradient and a gradient of zeros mean the same."""
+    """Return whether the input is unused: no gradient and a gradient of zeros mean the same."""
     if reference is None and isinstance(got, torch.Tensor):
         given, message = got, f"{where} is a tensor where the reference has None"
     elif got is None and isinstance(reference, torch.Tensor):
@@ -111,22 +112,22 @@ class _Expected:
         """The elements that the pair excuses; None: no element."""
         self.period = period_of(truth.periods, name)
         self.eps = max(truth.eps, torch.finfo(dtype).eps) if dtype else truth.eps
-        # Where terms cancel in all elements, and in the reference exactly, what rounding leaves of them is no fault.
+        # Where terms cancel in all elements, and exactly so in the reference, what rounding leaves of them is no fault.
         self.least = max(underflow(truth.reference[name]), K * self.eps * truth.terms.get(name, 0.0))
 
     @functools.cached_property
     def finite(self) -> torch.Tensor | None:
-        """Which elements are finite; None: all."""
+        """Mask of the finite elements; None if all are finite."""
         return differences.finite(self.truth)
 
     @functools.cached_property
     def size(self) -> torch.Tensor:
-        """The size of each element of the truth; 0 where it is not finite."""
+        """Absolute value of each element of the truth; 0 where it is not finite."""
         return differences.finite_size(self.truth, self.finite)
 
     @functools.cached_property
     def norms(self) -> Norms:
-        """Over all elements that are finite."""
+        """Norms over all finite elements."""
         return self.norms_of(self.truth, self.own, self.moved)
 
     @functools.cached_property
@@ -136,7 +137,8 @@ class _Expected:
 
     @functools.cached_property
     def leans(self) -> torch.Tensor:
-        """The elements whose errors are tested for a bias. What is flushed to zero is off by its whole size."""
+        """Mask of the elements whose errors are tested for a bias. Small ones are left out: one that is flushed to zero
+        is off by its whole size."""
         large = self.size > self.least / self.eps
         return large if self.finite is None else large & self.finite
 
@@ -147,14 +149,14 @@ class _Expected:
         return of_reference, self.own.hypot(MOVED_NORM / K * self.moved), self.truth
 
     def norms_of(self, truth: torch.Tensor, own: torch.Tensor, moved: torch.Tensor) -> Norms:
-        """The norms over some of the elements."""
+        """Return the norms over some of the elements."""
         rms = differences.rms
         return Norms(eps=self.eps, truth=rms(truth), error=rms(own), moved=rms(moved), least=self.least)
 
 
 def _expected(truth: Truth, name: str, dtype: torch.dtype | None) -> _Expected:
-    """The output of the truth to compare with, which the truth keeps unless it is large: one truth may serve for tens
-    of answers."""
+    """Return the output of the truth to compare with. The truth keeps it unless it is large, because one truth may
+    serve for tens of answers."""
     key = name, dtype
     found: _Expected = truth.expected.get(key) or _Expected(truth, name, dtype)
     if found.truth.numel() <= differences.COMPARED_ON_CPU:
@@ -170,7 +172,7 @@ class _Compared:
         if by.undefined is not None and by.undefined.shape == self.got.shape:
             self.got = torch.where(by.undefined.to(self.got.device), by.truth, self.got)
         self.excused: torch.Tensor | None = None
-        """The elements that are not judged, because the pair excuses them."""
+        """Mask of the elements that are not compared, because the pair excuses them."""
 
     @functools.cached_property
     def delta(self) -> torch.Tensor:
@@ -182,18 +184,18 @@ class _Compared:
 
     @property
     def considered(self) -> torch.Tensor | None:
-        """The elements that are judged; None: all."""
+        """Mask of the elements that are compared; None if all are."""
         if self.excused is None:
             return self.by.finite
         return ~self.excused if self.by.finite is None else self.by.finite & ~self.excused
 
     def is_empty(self) -> bool:
-        """Whether there is no element to judge."""
+        """Return whether there is no element to compare."""
         considered = self.considered
         return not self.got.numel() or (considered is not None and not considered.any())
 
     def judge_nonfinite(self) -> None:
-        """NotEquivalent where NaN or an infinity stands in another place."""
+        """Raise NotEquivalent where NaN or an infinity is in another place than in the truth."""
         o, t = self.got, self.by.truth
         if differences.same_nonfinite(o, t):
             return
@@ -210,7 +212,7 @@ class _Compared:
         )
 
     def judge_zeros(self) -> None:
-        """NotEquivalent where a zero has another sign than in the truth, and in the reference's own answer."""
+        """Raise NotEquivalent where a zero has another sign than in the truth and in the reference's own answer."""
         got, truth, reference = self.got, self.by.truth, self.by.reference
         zero = (truth == 0) & (got == 0)
         wrong = zero & (truth.signbit() == reference.signbit()) & (truth.signbit() != got.signbit())
@@ -222,7 +224,7 @@ class _Compared:
             )
 
     def excuse(self, tally: Tally | None) -> None:
-        """Leave out what the pair excuses and is beyond its budget."""
+        """Leave out the elements that the pair excuses and that are beyond their budget."""
         if self.by.excusable is None:
             return
         beyond = self.by.excusable & self.by.truth.isfinite() & (self.error > self.by.budget)
@@ -231,7 +233,7 @@ class _Compared:
             _count_excused(tally, beyond, 0)
 
     def judge_errors(self, tally: Tally | None) -> None:
-        """NotEquivalent where an element, or the output as a whole, is beyond its budget."""
+        """Raise NotEquivalent where an element, or the output as a whole, is beyond its budget."""
         by, considered, error = self.by, self.considered, self.error
         share, norms, truth = error / by.budget, by.norms, by.truth
         if considered is not None:
@@ -261,7 +263,7 @@ class _Compared:
             )
 
     def leaning(self, dtype: torch.dtype) -> bias.Draw | None:
-        """How the errors lean, of an output in this dtype; None where there are too few."""
+        """Return the bias of the errors of an output in this dtype; None where there are too few."""
         leans = self.by.leans if self.excused is None else self.by.leans & ~self.excused
         kept = (self.delta, *self.by.beside_errors)
         if not leans.all():
@@ -287,12 +289,13 @@ def _judge_exactly(where: str, reference: Leaf, got: Leaf, excuse: torch.Tensor 
 
 
 FEWEST_DIGITS, MOST_BY_CHANCE = 64, 0.5
-"""So many different numbers in float16 show how many digits they have, and the share of the reference's that may have
-as few by chance."""
+"""Number of different float16 values that is enough to show how many digits they have, and the share of the reference's
+values below which few digits are not due to chance."""
 
 
 def _judge_digits(where: str, reference: Leaf, got: Leaf) -> None:
-    """NotEquivalent where all elements in float16 have no more digits than bfloat16 has, and the reference's have."""
+    """Raise NotEquivalent where no float16 element has more digits than bfloat16 has, but the reference's elements
+    do."""
     if not isinstance(got, torch.Tensor) or not isinstance(reference, torch.Tensor) or got.dtype != torch.float16:
         return
     values = _normal(got)
@@ -308,12 +311,13 @@ def _judge_digits(where: str, reference: Leaf, got: Leaf) -> None:
 
 
 def _normal(tensor: torch.Tensor) -> torch.Tensor:
-    """The elements that are finite and not subnormal, which have few digits in any format."""
+    """Return the elements that are finite and not subnormal; subnormal ones have few digits in any format."""
     return tensor.detach()[tensor.isfinite() & (tensor.abs() >= torch.finfo(tensor.dtype).tiny)]
 
 
 def _excuse(excused: Any, name: str, leaf: Leaf) -> torch.Tensor | None:
-    """The elements of this output that the pair excuses; a mask of another shape is not for it."""
+    """Return the mask of the elements of this output that the pair excuses; a mask of another shape is for another
+    output."""
     mask = excused.get(name) if isinstance(excused, Mapping) else excused
     if mask is None or not isinstance(leaf, torch.Tensor):
         return None
@@ -335,12 +339,12 @@ def _item(tensor: torch.Tensor, at: list[int]) -> float:
 
 
 def _times(excess: float) -> str:
-    """The number in three digits; one a little above 1 is not rounded to 1."""
+    """Return the number in three digits; one a little above 1 is not rounded to 1."""
     return f"{excess:.3g}" if excess >= 1.005 else f"{max(excess, 1.001):.3f}"
 
 
 def _place(at: list[int]) -> str:
-    """Where an element is; a number has no place."""
+    """Return words for the place of an element; empty for a number, which has none."""
     return f" at {at}" if at else ""
 
 

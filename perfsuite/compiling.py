@@ -1,4 +1,4 @@
-"""Counts compilations by torch.compile and Triton, to see whether a call has compiled.
+"""Count compilations by torch.compile and Triton, to see whether a call has compiled.
 
 It also keeps torch from writing traces of them.
 """
@@ -20,15 +20,15 @@ class Compiled:
     """The numbers of graphs and kernels that this process has compiled."""
 
     graphs: int = 0
-    """By torch.compile, and frames in which it failed."""
+    """Graphs compiled by torch.compile, and frames in which it failed."""
     kernels: int = 0
-    """By Triton."""
+    """Kernels compiled by Triton."""
     read: int = 0
-    """Kernels that Triton found compiled in its cache on disk."""
+    """Compiled kernels that Triton found in its cache on disk."""
 
 
 class _Kernels:
-    """Counts what Triton says that it compiles, and hands it on to the listener before."""
+    """Listener that counts the compilations Triton reports, and passes each report on to the previous listener."""
 
     def __init__(self, before: Any) -> None:
         self.before = before
@@ -44,7 +44,7 @@ class _Kernels:
 
 
 def so_far() -> Compiled:
-    """Count the compilations of this process, of Triton kernels since the first call."""
+    """Return the compilations of this process so far; those of Triton kernels since the first call of this function."""
     kernels = _listener()
     return Compiled(
         graphs=scrutiny.compilations(),
@@ -55,7 +55,7 @@ def so_far() -> Compiled:
 
 @contextmanager
 def untraced() -> Iterator[None]:
-    """Inside, torch writes no trace of what it compiles.
+    """Keep torch from writing traces of what it compiles in the block.
 
     It writes one where the logger of traces has a handler, and pytest adds one to each logger that does not propagate.
     """
@@ -68,7 +68,7 @@ def untraced() -> Iterator[None]:
 
 
 def _listener() -> _Kernels | None:
-    """Ours, set where it is not yet; None where Triton is not loaded or too old to have one."""
+    """Return perfsuite's listener, installing it if needed; None where Triton is not loaded or too old to have one."""
     knobs: Any = sys.modules.get("triton.knobs")
     if knobs is None or not hasattr(knobs.compilation, "listener"):
         return None

@@ -1,8 +1,9 @@
-"""Whether a run that was asked for a verdict reached one. A run that ends early, whoever ends it, must not be green.
+"""Record whether a run that was asked for a verdict reached one. A run that ends early, whoever ends it, must not be
+green.
 
 pytest itself exits with 0 where a hook says `pytest.exit(…, returncode=0)`, a conftest says `sys.exit(0)`, or an option
-such as --collect-only runs no item. Whoever asks for a gate says so here first; the mode that judges says when it is
-done. Nothing here imports anything heavy: every pytest run with the plugin loads it.
+such as --collect-only runs no item. The caller that asks for a gate registers this here first; the mode that decides
+reports when it is done. Nothing here imports anything heavy: every pytest run with the plugin loads it.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import Any
 import pytest
 
 GREEN, CODE_AT_FAULT, ENDED_EARLY, UNDECIDED = 0, 1, 2, 10
-"""Exit codes of ours; 3 to 6 are pytest's own (internal error, could not begin, nothing collected, warnings)."""
+"""Exit codes of perfsuite. 3 to 6 are pytest's own (internal error, could not begin, nothing collected, warnings)."""
 
 
 @dataclass(slots=True)
@@ -27,12 +28,12 @@ class Awaited:
     code: int | None = None
 
     def reach(self, mode: str, code: int) -> None:
-        """The run has judged everything, in this mode."""
+        """Note that the run has judged everything, in this mode."""
         if mode == self.mode:
             self.code = code
 
     def close(self, code: int) -> int:
-        """The exit code of the run that pytest ended with `code`: red where the verdict was not reached."""
+        """Return the exit code of the run that pytest ended with `code`: red where the verdict was not reached."""
         if self.code is not None:
             return code or self.code
         if code not in (0, 1):
@@ -47,13 +48,13 @@ class Awaited:
 
 
 AWAITED: pytest.StashKey[Awaited] = pytest.StashKey()
-"""Where a run's configuration has the verdict that it was asked for."""
+"""Stash key of the verdict that a run was asked for."""
 _asked: list[Awaited] = []
 
 
 @contextmanager
 def expecting(mode: str) -> Iterator[Awaited]:
-    """Around a call of pytest.main: that run is to end in a verdict of this mode."""
+    """Wrap a call of pytest.main whose run is to end in a verdict of this mode."""
     awaited = Awaited(mode)
     _asked.append(awaited)
     try:
@@ -63,12 +64,12 @@ def expecting(mode: str) -> Iterator[Awaited]:
 
 
 def asked() -> Awaited | None:
-    """The verdict that the caller of pytest.main wants, if it has said so."""
+    """Return the verdict that the caller of pytest.main wants, if it has said so."""
     return _asked[-1] if _asked else None
 
 
 def of(verdicts: Iterable[Any], problems: Collection[str], *, early: bool = False, wrong: bool = False) -> int:
-    """The exit code of a run with these verdicts and problems; `wrong` where a proof failed."""
+    """Return the exit code of a run with these verdicts and problems; `wrong` where a proof failed."""
     red = [v for v in verdicts if not v.status.green]
     if wrong or any(v.status.blames_code or v.moved == "optimized" for v in red):
         return CODE_AT_FAULT

@@ -1,4 +1,5 @@
-"""Before a small slowdown is reported: does the current code differ from a second import of itself by as much? Pure.
+"""Check, before a small slowdown is reported, whether the current code differs from a second import of itself by as
+much.
 
 Two imports of one revision lie at different addresses. On an H200 that made one of 70 workloads 1.3% slower than its
 own copy in each of four processes. The same comparison with the current code on both sides shows such a difference.
@@ -17,20 +18,21 @@ from perfsuite.records import Measurement, Status, Verdict
 from perfsuite.statistics import Noise, Variance, estimate, paired_mean, variance
 
 SMALL = 0.03
-"""No two imports of one revision have differed by this much; a larger slowdown needs no confirmation."""
+"""Slowdown from which no confirmation is needed: no two imports of one revision have differed by this much."""
 LEVEL = 0.01
-"""How often equal imports may clear a slower function."""
+"""Largest probability with which equal imports may clear a slower function."""
 
 
 def is_needed(verdict: Verdict, runs: Sequence[Measurement], entry: Entry | None) -> bool:
-    """Whether a verdict reports a slowdown, by interleaved times alone, that is small enough to be of the import."""
+    """Return whether a verdict reports, from interleaved times alone, a slowdown small enough to come from the
+    import."""
     if verdict.status is not Status.REGRESSED or verdict.slowdown is None or verdict.slowdown > SMALL:
         return False
     return all("accepted" in m.log_ratios for m in runs) and not counts.more_than_accepted(runs, entry)
 
 
 def confirmed(verdict: Verdict, runs: Sequence[Measurement]) -> Verdict:
-    """The verdict, or NOISY where the current code differs from its own second import by at least half as much.
+    """Return the verdict, or NOISY where the current code differs from its own second import by at least half as much.
 
     `runs` are processes, two at least, whose "accepted" side is a second import of the current code.
     """

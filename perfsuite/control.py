@@ -1,4 +1,4 @@
-"""What every kind of run shares: the machine, the selected workloads, the workers, and the report.
+"""State that every kind of run shares: the machine, the selected workloads, the workers, and the report.
 
 Each mode (perfsuite/modes/) is a subclass, registered with pytest as a plugin of the run.
 """
@@ -74,7 +74,7 @@ class Control:
 
     @property
     def machine(self) -> Machine:
-        """This machine, by the driver's word: the parent never opens the device."""
+        """This machine, as the driver describes it: the parent process never opens the device."""
         if self._machine is None:
             self._machine = machine.identify()
         return self._machine
@@ -93,7 +93,7 @@ class Control:
 
     @property
     def entries(self) -> Mapping[str, Entry]:
-        """What is accepted on this machine, as far as the run has read it."""
+        """Accepted entries of this machine, as far as the run has read them."""
         return self.baselines.entries
 
     @property
@@ -102,7 +102,8 @@ class Control:
         return self._progress
 
     def collected(self, every: Sequence[pytest.Item], selected: list[pytest.Item]) -> None:
-        """All collected items, and those that -k and -m left: the timed ones go last, so that nothing runs beside."""
+        """Take all collected items, and those that -k and -m left. The timed ones go last, so that nothing runs beside
+        them."""
         selected.sort(key=lambda item: isinstance(item, SpeedItem))
         self.known = {i.nodeid: i for i in every if isinstance(i, SpeedItem)}
         for name in RERUNS:
@@ -122,7 +123,7 @@ class Control:
         return [i for i, item in self.items.items() if self.inapplicable(item) is None]
 
     def inapplicable(self, item: SpeedItem) -> str | None:
-        """Why the workload is not for this machine, or None."""
+        """Return why the workload is not for this machine, or None."""
         wanted = item.workload.device
         if wanted is not None and wanted != self.device:
             return f"the workload is for {wanted}; this machine measures on {self.device}"
@@ -132,7 +133,7 @@ class Control:
         return f"it is skipped: {skip.reason}" if skip else None
 
     def margin(self, id: str) -> float | None:
-        """The margin that the workload, or the project for all (`perfsuite_margin`), declares."""
+        """Return the margin that the workload, or the project for all (`perfsuite_margin`), declares."""
         declared = self.items[id].workload.margin
         if declared is not None:
             return declared
@@ -140,7 +141,7 @@ class Control:
         return margin_from(for_all) if for_all else None
 
     def in_scope(self, id: str) -> bool:
-        """Whether the arguments of this run cover the file of an accepted workload, whole."""
+        """Return whether the arguments of this run cover the whole file of an accepted workload."""
         file = (self.root / id.partition("::")[0]).resolve()
         if any("::" in a for a in self.config.args):
             return False
@@ -150,12 +151,12 @@ class Control:
     # --- measuring --------------------------------------------------------------------------------------------------
 
     def turn(self) -> AbstractContextManager[None]:
-        """While it lasts, no other run measures on this machine's devices."""
+        """Return a context in which no other run measures on this machine's devices."""
         return turns.turn(machine.measured_devices(self.device), self.machine.device_name, self.progress.say)
 
     @functools.cached_property
     def workers(self) -> Workers:
-        """What starts this run's processes."""
+        """Object that starts this run's processes."""
         return Workers(
             root=self.root,
             folder=self.scratch / "workers",
@@ -171,25 +172,25 @@ class Control:
         ahead: Sequence[str] = (),
         further: Callable[[str], Sequence[Task]] | None = None,
     ) -> Generator[tuple[str, Outcome]]:
-        """Do the tasks in workers and keep what came of them: (id, outcome) as each ends.
+        """Do the tasks in workers and keep the outcomes. Yield (id, outcome) as each ends.
 
         The lanes are those for timing, or where nothing is timed (`everywhere`) one for each core. Meanwhile processes
-        that will time `ahead` are started on the cores that are left. `further` is as `Workers.run` has it. What needs
-        several GPUs is done last, one task at a time.
+        that will time `ahead` are started on the cores that are left. `further` is as in `Workers.run`. Tasks that need
+        several GPUs are done last, one at a time.
         """
         for part in self.parts(tasks):
             yield from self._work(part, everywhere, [i for i in ahead if not self.needs_all_gpus(i)], further)
 
     def needs_all_gpus(self, id: str) -> bool:
-        """Whether this item calls its sides in several processes, each with a GPU of its own."""
+        """Return whether this item calls its sides in several processes, each with a GPU of its own."""
         return self.device == "cuda" and self.ranks_of(id) > 1
 
     def ranks_of(self, id: str) -> int:
-        """The number of processes that call the sides of a selected item."""
+        """Return the number of processes that call the sides of a selected item."""
         return self.items[id].workload.ranks if id in self.items else 1
 
     def parts(self, tasks: Sequence[Task]) -> list[list[Task]]:
-        """The tasks for one GPU each, then those for all GPUs; none is left out."""
+        """Return the tasks for one GPU each, then those for all GPUs; none is left out."""
         parts = ([t for t in tasks if self.needs_all_gpus(t.id) == all_gpus] for all_gpus in (False, True))
         return [part for part in parts if part]
 
@@ -234,17 +235,18 @@ class Control:
 
     @functools.cached_property
     def gpu_memory_bytes(self) -> int | None:
-        """Asked of the driver once: the lanes are planned again for every round, and as each proof ends."""
+        """Memory of the GPU in bytes. The driver is asked once, since the lanes are planned again for every round, and
+        as each proof ends."""
         return machine.gpu_memory_bytes()
 
     def lanes_for(self, tasks: Sequence[Task], everywhere: bool = False) -> list[Lane]:
-        """The lanes for tasks of one of the `parts`: those for timing, or one for each core."""
+        """Return the lanes for tasks of one of the `parts`: those for timing, or one for each core."""
         if tasks and all(self.needs_all_gpus(task.id) for task in tasks):
             return [lanes.ALL_GPUS]
         return lanes.for_proving(tasks, self.machine) if everywhere else self.timing_lanes(tasks)
 
     def timing_lanes(self, tasks: Sequence[Task]) -> list[Lane]:
-        """The lanes for tasks that time."""
+        """Return the lanes for tasks that time."""
         return lanes.for_timing(self.machine)
 
     def _planned(self, tasks: Sequence[Task], everywhere: bool) -> tuple[list[Task], list[Lane]]:
@@ -252,12 +254,13 @@ class Control:
         return lanes.ordered(tasks, chosen, self._proof_and_timing_s if everywhere else self.expected_s), chosen
 
     def _proof_and_timing_s(self, task: Task) -> float:
-        """Seconds of a proof and of the timing that follows: the longest workloads are timed first, so proven first."""
+        """Return the seconds of a proof and of the timing that follows: the longest workloads are timed first, so
+        proven first."""
         timing = Task(id=task.id, kind=TIME, accepted=task.accepted)
         return self.expected_s(task) + (self.expected_s(timing) if task.kind == PROVE else 0.0)
 
     def expected_s(self, task: Task) -> float:
-        """What the task will take, by what it took the last time, or else by what was accepted."""
+        """Return the estimated seconds of the task, from the last time it ran, or else from the accepted figures."""
         entry = self.entries.get(task.id)
         if entry is None:
             return self.durations.of(task)
@@ -267,7 +270,7 @@ class Control:
     def announce(
         self, timed: Sequence[Task], proofs: Sequence[Task] = (), *, proving: bool = False, after: Sequence[Task] = ()
     ) -> None:
-        """Say what is about to run, and how long it will take, with what comes `after`, by what it took before."""
+        """Say what is about to run and how long it will take, with what comes `after`, judging by earlier runs."""
         if not timed and not proofs:
             return
         first, then = self._planned(timed, proving), self._planned(proofs, True)
@@ -284,7 +287,7 @@ class Control:
         self.progress.expect(f"{', then '.join(parts)}: about {units.duration(seconds)}", len(timed))
 
     def keep(self, id: str, outcome: Outcome) -> None:
-        """Note what came of a task. Of a workload's failures the first stays, unless another blames the code."""
+        """Note the outcome of a task. A workload keeps its first failure, unless a later one blames the code."""
         if isinstance(outcome, Failure):
             before = self.failures.setdefault(id, outcome)
             if outcome.status.blames_code and not before.status.blames_code:
@@ -295,7 +298,7 @@ class Control:
             self.proofs[id] = outcome
 
     def result(self, item: SpeedItem) -> Result:
-        """What became of one workload; measures on demand."""
+        """Return the result of one workload, which is measured on demand."""
         id = item.nodeid
         self.asked.add(id)
         if hasattr(self.config, "workerinput"):
@@ -311,11 +314,11 @@ class Control:
             return Result(red=True, message=f"{Status.UNMEASURED} {id}: {error}")
 
     def judge(self, item: SpeedItem) -> Result:
-        """The result of a workload that is for this machine, or accepted on it."""
+        """Return the result of a workload that is for this machine, or accepted on it."""
         raise NotImplementedError  # a mode that runs no item is never asked
 
     def judged(self, id: str, *, red: bool) -> Result:
-        """The result that this run's verdict on a workload is."""
+        """Return the result that corresponds to this run's verdict on a workload."""
         verdict = self.verdicts[id]
         return Result(measurements=tuple(self.runs.get(id, ())), verdict=verdict, message=verdict.message, red=red)
 
@@ -336,11 +339,11 @@ class Control:
         self.complete = False
 
     def shown_verdicts(self) -> dict[str, Verdict]:
-        """The verdicts as the reports show them."""
+        """Return the verdicts as the reports show them."""
         return self.verdicts
 
     def report(self) -> RunReport:
-        """The run as the reports show it."""
+        """Return the run as the reports show it."""
         return RunReport(
             machine=self.machine,
             revision=revision.quiet_state(self.root).revision,
@@ -362,11 +365,11 @@ class Control:
         )
 
     def _without_time(self) -> set[str]:
-        """Workloads whose proof failed: no figure of them means anything."""
+        """Return the workloads whose proof failed: none of their figures means anything."""
         return {i for i in self.runs if i.rpartition("::")[0] in self.unproven}
 
     def exit_code(self) -> int:
-        """What the run came to, beyond what pytest itself found."""
+        """Return the run's exit code, beyond what pytest itself found."""
         if self.refused:
             return int(pytest.ExitCode.USAGE_ERROR)
         return conclusion.of(
@@ -377,12 +380,12 @@ class Control:
         )
 
     def refuse(self, reason: str) -> None:
-        """The run cannot begin, for this reason."""
+        """Note that the run cannot begin, for this reason."""
         self.problems.append(reason)
         self.refused = True
 
     def finish(self, session: pytest.Session) -> None:
-        """Called once when pytest ends, before the reports are written: what is missing is a problem."""
+        """Note what is missing as a problem. Called once when pytest ends, before the reports are written."""
 
     def close(self) -> None:
         """Stop what is still at work where pytest ends before every item has its result."""
@@ -429,13 +432,14 @@ class Control:
 
 
 def failed(id: str, failure: Failure) -> Verdict:
-    """The verdict on a workload that has no measurement."""
+    """Return the verdict on a workload that has no measurement."""
     moved = "optimized" if failure.message.startswith("the optimized side ") else None
     return Verdict(id=id, status=failure.status, message=f"{failure.status} {id}: {failure.message}", moved=moved)
 
 
 def margin_from(text: str) -> float:
-    """The margin that `perfsuite_margin` in pytest's configuration declares. UsageError for anything else."""
+    """Return the margin that `perfsuite_margin` in pytest's configuration declares. Raises UsageError for anything
+    else."""
     try:
         margin = float(text)
     except ValueError:

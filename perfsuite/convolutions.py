@@ -1,4 +1,4 @@
-"""Computes float32 convolutions in float32. By default PyTorch lets cuDNN round their inputs to TF32, which keeps only
+"""Compute float32 convolutions in float32. By default PyTorch lets cuDNN round their inputs to TF32, which keeps only
 10 bits of the mantissa."""
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from perfsuite.pair import TF32
 
 @contextmanager
 def exact(precision: str | None) -> Iterator[None]:
-    """Convolutions and recurrent layers of float32 are computed in float32.
+    """Compute float32 convolutions and recurrent layers in float32 within the block.
 
     Where a pair declares the precision "tf32", the setting stays as it is.
     """
@@ -29,8 +29,9 @@ def exact(precision: str | None) -> Iterator[None]:
 
 
 def _is_readable(settings: Any) -> bool:
-    """Whether PyTorch can read the older setting: it raises once a project has set a newer one, such as
-    `cudnn.conv.fp32_precision`. Until then the newer ones stay unset, so that the project can read the older one."""
+    """Return whether PyTorch can read the older setting. It raises once a project has set a newer one, such as
+    `cudnn.conv.fp32_precision`. Until then the newer settings stay unset, so that the project can read the older one.
+    """
     try:
         return isinstance(settings.allow_tf32, bool)
     except RuntimeError:

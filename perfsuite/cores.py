@@ -1,4 +1,4 @@
-"""Which cores the processes of each GPU run on, where there are several GPUs.
+"""Assign cores to the processes of each GPU, where there are several GPUs.
 
 Without that, processes of one GPU slow the host code of what another GPU times. The threads of an operator wait for
 one another: if one of them has lost its core, an operator that takes 2 ms takes 150 ms. And a process may run on cores
@@ -20,11 +20,12 @@ SIBLINGS = "/sys/devices/system/cpu/cpu{}/topology/thread_siblings_list"
 
 Cores = frozenset[int]
 ANY: Cores = frozenset()
-"""The process is not confined."""
+"""Value for a process that is not confined to any cores."""
 
 
 def of_gpus(count: int) -> tuple[Cores, ...]:
-    """For each of so many visible GPUs its share of the cores that this process may use; ANY where none is confined.
+    """Return, for each of `count` visible GPUs, its share of the cores that this process may use; ANY where none is
+    confined.
 
     GPUs that are near the same cores get equal shares of them. Both threads of a physical core are in one share.
     """
@@ -40,13 +41,13 @@ def of_gpus(count: int) -> tuple[Cores, ...]:
 
 
 def _share(cores: Collection[int], number: int, count: int) -> Cores:
-    """The physical cores among these, divided by `count`: the threads of one part."""
+    """Divide the physical cores among these into `count` parts, and return the threads of one part."""
     physical = sorted({_threads(core).intersection(cores) for core in cores}, key=min)
     return frozenset().union(*physical[number * len(physical) // count : (number + 1) * len(physical) // count])
 
 
 def _threads(core: int) -> Cores:
-    """The hardware threads of the core's physical core; the core alone where the kernel does not say."""
+    """Return the hardware threads of the core's physical core; the core alone where the kernel does not say."""
     try:
         return _numbers(Path(SIBLINGS.format(core)).read_text()) | {core}
     except (OSError, ValueError):
@@ -54,14 +55,14 @@ def _threads(core: int) -> Cores:
 
 
 def _numbers(text: str) -> Cores:
-    """The kernel's lists: "0-2,8" is 0, 1, 2, 8."""
+    """Parse a list of numbers as the kernel writes it: "0-2,8" is 0, 1, 2, 8."""
     ends: Iterator[Sequence[str]] = (part.strip().split("-") for part in text.split(","))
     return frozenset(n for part in ends for n in range(int(part[0]), int(part[-1]) + 1))
 
 
 @contextmanager
 def confined(cores: Cores) -> Iterator[None]:
-    """Processes that this thread starts in the block run on these cores alone."""
+    """Confine the processes that this thread starts in the block to these cores."""
     if not cores:
         yield
         return

@@ -1,4 +1,4 @@
-"""Host syncs and kernel launches of one call, from the profiler's record of CUDA runtime calls."""
+"""Count host syncs and kernel launches of one call, from the profiler's record of CUDA runtime calls."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ import torch
 from perfsuite.errors import MachineError
 
 COUNTED_S = 1.0
-"""What takes longer is left uncounted, the optimized side of a pair aside: of a loop over 32768 steps, half a million
-launches, the profiler had not told after four minutes."""
+"""Seconds of a call above which a side is not counted, unless it is the optimized side. For a loop over 32768 steps
+with half a million launches, the profiler had not finished after four minutes."""
 SESSIONS = 3
-"""Sessions of the profiler at most, until one has captured everything."""
+"""Most sessions of the profiler, until one has captured everything."""
 LAUNCHES = frozenset(
     {
         "cudaLaunchKernel",
@@ -55,11 +55,11 @@ def count_calls(
     sides: Mapping[str, tuple[Callable[[], None], Callable[[], object]]],
     any_of_ranks: Callable[[bool], bool] = bool,
 ) -> dict[str, tuple[int, int]]:
-    """name → (host syncs, kernel launches) of one call, for sides given as (reset, call), all warmed up.
+    """Return name → (host syncs, kernel launches) of one call, for sides given as (reset, call), all warmed up.
 
     A sentinel with a known launch and a known sync runs in the same session. Where the profiler missed it, or lost a
-    call, all is counted again, up to `SESSIONS` times: the profiler sometimes captures nothing. MachineError after
-    that.
+    call, everything is counted again, up to `SESSIONS` times: the profiler sometimes captures nothing. Raises
+    MachineError after that.
 
     any_of_ranks  whether a flag is true in any of the processes that call the sides together: all of them count again
     """
@@ -73,7 +73,7 @@ def count_calls(
 def _session(
     sides: Mapping[str, tuple[Callable[[], None], Callable[[], object]]],
 ) -> tuple[dict[str, tuple[int, int]], str]:
-    """Count once: the counts, and what went wrong, or an empty string."""
+    """Count once. Return the counts, and what went wrong, or an empty string."""
     detach_after_profiling()
     probe = torch.zeros(1, device="cuda")
     activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]

@@ -1,8 +1,8 @@
-"""Peak memory, host syncs and kernel launches, held against the promises and against what was accepted.
+"""Compare peak memory, host syncs and kernel launches with the promises and with what was accepted.
 
-They do not depend on noise: a second witness beside the clock. Syncs and launches must not rise at all. Peak memory may
-rise by MEMORY_SHARE or MEMORY_BYTES, whichever is more: the caching allocator rounds blocks, and a library may choose
-another workspace.
+They do not depend on noise, so that they are a second witness beside the clock. Syncs and launches must not rise at
+all. Peak memory may rise by MEMORY_SHARE or MEMORY_BYTES, whichever is more: the caching allocator rounds blocks, and a
+library may choose another workspace.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ MEMORY_BYTES = 1 << 20
 
 
 def broken(runs: Sequence[Measurement], promises: PromiseRecord) -> str:
-    """Which promised counts are exceeded, in words; empty where none is. One process above the promise is enough."""
+    """Return in words which promised counts are exceeded; empty where none is. One process above the promise is
+    enough."""
     over = [
         f"{NAMES[name]} {_shown(name, max(counted))} (promised {_shown(name, getattr(promises, name))})"
         for name in NAMES
@@ -31,9 +32,9 @@ def broken(runs: Sequence[Measurement], promises: PromiseRecord) -> str:
 
 
 def more_than_accepted(runs: Sequence[Measurement], entry: Entry | None) -> str:
-    """What costs more than the accepted revision in every process, in words; empty where nothing does.
+    """Return in words which counts exceed the accepted revision's in every process; empty where none does.
 
-    Where the accepted side ran beside the current one the two are compared, else the stored count.
+    The current side is compared with the accepted side where that ran in the same process, else with the stored count.
     """
     over = []
     for name in NAMES:
@@ -49,13 +50,14 @@ def more_than_accepted(runs: Sequence[Measurement], entry: Entry | None) -> str:
 
 
 def missing(runs: Sequence[Measurement], promises: PromiseRecord) -> str:
-    """Which promised counts no process counted, in words; empty on a CPU, where there is nothing to count with."""
+    """Return in words which promised counts no process counted; empty on a CPU, where there is nothing to count
+    with."""
     names = _uncounted(runs, promises)
     return f"{', '.join(names)} promised, but no process counted them" if names and not is_cpu(runs[0].device) else ""
 
 
 def uncounted(runs: Sequence[Measurement], promises: PromiseRecord) -> str:
-    """A note on promised counts that a CPU cannot count; empty where there are none."""
+    """Return a note on promised counts that a CPU cannot count; empty where there are none."""
     names = _uncounted(runs, promises)
     return f"; {', '.join(names)} promised, but not countable on a CPU" if names else ""
 

@@ -1,4 +1,4 @@
-"""Draws that hold every kind of inputs, as few as possible.
+"""Plan as few draws as possible that hold every kind of inputs.
 
 Random draws leave out some kinds in one run and others in the next. So a proof begins with these.
 """
@@ -40,23 +40,26 @@ from perfsuite.records import Case, InputCase
 from perfsuite.specs import EXPANDED, Integers, ScalarSpec, Size, symbols
 
 MOST_ELEMENTS = 1 << 18
-"""A draw with a large size, or whose sizes are of a kind together, has no more elements than this in its inputs."""
+"""Most elements in the inputs of a draw with a large size, or whose sizes are all of one kind."""
 MOST_OF_TILES = 1 << 22
-"""A draw whose sizes are at tiles' edges, each by itself, has no more than this."""
+"""Most elements in the inputs of a draw whose sizes are each at the edge of a tile."""
 FEW = 5
-"""Beside several sizes at tiles' edges the others are no larger, where all would have too many elements."""
+"""Largest of the other sizes beside several sizes at tile edges, where the draw would otherwise have too many
+elements."""
 SMALL = 17
-"""The smallest tile and one more."""
+"""Smallest tile size plus one."""
 UP_TO, LEAST_UP_TO = {ONES: 1, WHOLE: 64, RAGGED: 128}, {ONES: 1, WHOLE: SMALL, RAGGED: 32}
-"""Kinds of all sizes → the largest of them where the pair allows it, and where there are too many elements."""
+"""Kinds of all sizes → the largest size of that kind, where the pair allows it, and where there are too many
+elements."""
 SPOILING = ("huge", "nonfinite", make.OTHERS)
 """With these in one input the answer is often not finite, or the same, whatever is in the others."""
 TOGETHER = ("offset", make.HALVES)
-"""Regimes that all inputs have that may: the difference of two of them is small, too, or they are equal."""
+"""Regimes that all inputs get that may have them: the difference of two such inputs is small, too, or they are
+equal."""
 MOST_PLANNED = 0.75
-"""Planned draws replace at most this share of the random draws of a proof."""
+"""Largest share of a proof's random draws that planned draws replace."""
 ATTEMPTS = 20
-"""Random sizes are tried so often until they satisfy the pair's `where`."""
+"""Most attempts at drawing random sizes that satisfy the pair's `where`."""
 
 
 def draws(
@@ -67,16 +70,17 @@ def draws(
     extent: Extent = ANY,
     compiles: Callable[[], bool] = lambda: False,
 ) -> Iterator[Case]:
-    """As few draws as hold all kinds, and of those APART what these have room for; none that `where` rules out.
+    """Yield as few draws as hold all kinds, and as many of the kinds APART as these draws have room for. None is made
+    that `where` rules out.
 
-    The first draw, and all from when `compiles` says so, have sizes that do not depend on the seed: a side that
-    compiles for each size finds them in its cache in every proof and every run. Its sizes are few: all are empty, or
-    one, together.
+    The first draw, and every draw once `compiles` returns True, has sizes that do not depend on the seed: a side that
+    compiles for each size finds them in its cache in every proof and every run. Once `compiles` returns True a draw
+    also has few different sizes: all that may be empty are empty together, and likewise all that may be one.
     """
     left = kinds(pair, extent)
     random_ = random.Random(seed)
     first = True
-    while any(kind[0] != APART for kind in left):  # for these no draws are added: they are in the random ones, too
+    while any(kind[0] != APART for kind in left):  # no draws are added for APART: random ones have them, too
         few = compiles()
         if few:  # what is compiled is so for the strides of each input
             left = [kind for kind in left if kind[0] != APART]
@@ -89,7 +93,8 @@ def draws(
 
 
 def large_draws(pair: Pair, dtype: str, seed: int) -> Iterator[Case]:
-    """A draw for each size that may be large, in an order that depends on the seed; the first of rows with gaps."""
+    """Yield a draw for each size that may be large, in an order that depends on the seed; the first draw has rows with
+    gaps."""
     left = [kind for kind in kinds(pair) if kind[0] == "size" and kind[2] == PAST_LARGE]
     random_, layout = random.Random(seed), "rows"
     for _, symbol, kind in random_.sample(left, len(left)):
@@ -101,13 +106,13 @@ def large_draws(pair: Pair, dtype: str, seed: int) -> Iterator[Case]:
 
 
 def replaced(planned: int, draws: int) -> int:
-    """How many of so many random draws of a proof the planned ones replace."""
+    """Return how many of a proof's `draws` random draws the `planned` ones replace."""
     return min(planned, int(MOST_PLANNED * draws))
 
 
 def first_failure(prove: Callable[[Case], None], cases: Iterable[Case]) -> tuple[NotEquivalent | None, int]:
-    """(the first failure, how many draws were right before it). A caller raises it if no random draw fails, which
-    would have been made small."""
+    """Return (the first failure, how many draws were right before it). A caller raises it only if no random draw fails,
+    because a failing random draw is shrunk."""
     number = 0
     for case in cases:
         try:
@@ -128,7 +133,7 @@ def _case(
     same_sizes: bool,
     few_sizes: bool,
 ) -> Case | None:
-    """A draw that holds some of `left`; what it was made for is taken away."""
+    """Return a draw that holds some kinds of `left`, and remove from `left` the kinds that it was made for."""
     regimes, tried = _regimes(pair, left, random_)
     wanted, ends = {}, {}
     if not tried:
@@ -157,9 +162,9 @@ def _case(
 
 
 def _wanted_sizes(pair: Pair, left: list[Kind], *, few: bool) -> dict[str, str]:
-    """Symbol → the kind of its size in the next draw: one that stands alone, as long as there is one.
+    """Return symbol → the kind of its size in the next draw: a kind that stands alone, as long as there is one.
 
-    With `few`, all sizes that may be empty are so together, and all that may be one.
+    With `few`, all sizes that may be empty are empty together, and all that may be one are one together.
     """
     every = [(k[1], k[2]) for k in left if k[0] == "size"]
     single = next((k for k in every if k[1] in ALONE), None)
@@ -178,19 +183,21 @@ def _wanted_sizes(pair: Pair, left: list[Kind], *, few: bool) -> dict[str, str]:
 
 
 def _least_elements(pair: Pair, wanted: Mapping[str, str]) -> int:
-    """The elements of all inputs at the smallest sizes of these kinds; the other sizes are about FEW."""
+    """Return the number of elements of all inputs at the smallest sizes of these kinds; the other sizes are about
+    FEW."""
     least = {s: min(_plain(pair, s), key=lambda n: abs(n - FEW), default=FEW) for s in pair.symbols}
     least |= {symbol: min(sizes_of_kind(pair, symbol, kind), default=1) for symbol, kind in wanted.items()}
     return _elements(pair, least)
 
 
 def _elements(pair: Pair, sizes: Mapping[str, Any]) -> int:
-    """The elements of all inputs that are a tensor each, at these sizes."""
+    """Return the number of elements of all inputs that are a tensor each, at these sizes."""
     return sum(make.elements(spec, sizes) for spec in whole_tensors(pair))
 
 
 def _regimes(pair: Pair, left: list[Kind], random_: random.Random) -> tuple[dict[str, str], set[Kind]]:
-    """(the regime of each tensor, the kinds that are in it): of each tensor another one that is left."""
+    """Return (the regime of each tensor, the kinds that these make up). Each tensor gets another regime that is
+    left."""
     found: dict[str, str] = {}
     tried: set[Kind] = set()
     tensors = list(drawn_tensors(pair).items())
@@ -207,7 +214,7 @@ def _regimes(pair: Pair, left: list[Kind], random_: random.Random) -> tuple[dict
 
 
 def _laid_out(pair: Pair, regimes: Mapping[str, str], layout: str, only: str = "") -> dict[str, InputCase]:
-    """How each tensor is drawn: all that may lie so in this layout, or `only` one."""
+    """Return how each tensor is drawn: in this layout all that may have it, or `only` one."""
     found = {}
     for name, spec in drawn_tensors(pair).items():
         may = bool(layout) and layout in make.layouts(pair, name, spec) and only in ("", name)
@@ -224,7 +231,8 @@ def _drawn_sizes(
     *,
     halves: bool = False,
 ) -> dict[str, Any] | None:
-    """Sizes of these kinds, of which one is larger than small draws are, and scalars, at these ends, or in `halves`.
+    """Return sizes of these kinds, of which one is larger than in small draws, and scalars, at these ends, or in
+    `halves`.
 
     None where `where` allows none, or all would have too many elements.
     """
@@ -263,20 +271,20 @@ def _drawn_sizes(
 
 
 def _bounds_of_integers(pair: Pair) -> set[str]:
-    """The sizes that say how many different values a tensor of integers has."""
+    """Return the sizes that say how many different values a tensor of integers has."""
     integers = [spec for spec in whole_tensors(pair) if isinstance(spec.values, Integers)]
     return symbols([replace(spec, dims=()) for spec in integers])
 
 
 def _most_different(pair: Pair, symbol: str) -> list[int]:
-    """Numbers of different values beside a large size. Where few rows of a table are added up many times, the roundings
-    of each add up in one direction, in an honest sum in sequence, too."""
+    """Return numbers of different values beside a large size. Where few rows of a table are added up many times, the
+    roundings of each add up in one direction, even in an honest sum in sequence."""
     size = pair.sizes.get(symbol)
     return [n for n in make.LARGE_EDGES[3:] if size is None or size.allows(n)]
 
 
 def _largest(sizes: Sequence[int]) -> Sequence[int]:
-    """Those above the largest tile that any of them is above."""
+    """Return the sizes above the largest tile that any of them exceeds."""
     tile = max((tile for tile in TILES if tile < max(sizes)), default=0)
     return [n for n in sizes if n > tile]
 

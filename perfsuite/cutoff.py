@@ -9,18 +9,19 @@ from contextlib import contextmanager
 
 
 class CutOff(BaseException):
-    """Raised inside a call that has taken long enough; no error, so that no handler of errors takes it."""
+    """Raised inside a call that has taken long enough. It is no Exception, so that handlers of errors do not catch
+    it."""
 
 
 class Timer:
-    """Whether the time has been up. Code may turn CutOff into another exception, or take it and go on."""
+    """Record of whether the time has run out. Code may turn CutOff into another exception, or catch it and go on."""
 
     up = False
 
 
 @contextmanager
 def cut_off(seconds: float) -> Iterator[Timer]:
-    """Raise CutOff in the block after so many seconds, as soon as Python code runs in it.
+    """Raise CutOff in the block after this many seconds, as soon as Python code runs in it.
 
     Only a main thread on POSIX can be interrupted; elsewhere the block runs to its end.
     """

@@ -1,4 +1,4 @@
-"""The pairs that a module declares: by name, in a list, a dict or a class, or by a parametrized function."""
+"""Find the pairs that a module declares: by name, in a list, a dict or a class, or by a parametrized function."""
 
 from __future__ import annotations
 
@@ -14,12 +14,11 @@ from perfsuite.pair import Pair
 
 
 def pairs_of(name: str, value: object, module: str) -> Iterator[tuple[str, Pair]]:
-    """(name, pair) of a module's attribute `name`; nothing for what holds no pairs.
+    """Yield (name, pair) for a module's attribute `name`; nothing if it holds no pairs.
 
     A pair in a list or a dict is called as the list, with its place or key: `losses-0`, `losses-mean`; in a class
     `Class.name`. A function that is annotated to return a Pair and parametrized gives one pair for each set of
-    parameters, called as pytest calls a test's: `attention-64-True`. A private name, as `_known`, declares none of
-    them.
+    parameters, called as pytest calls a test's: `attention-64-True`. A private name such as `_known` declares no pairs.
     """
     if isinstance(value, Pair):
         yield name, value
@@ -36,14 +35,14 @@ def pairs_of(name: str, value: object, module: str) -> Iterator[tuple[str, Pair]
 
 
 def unsupported(pairs: Iterable[Pair]) -> list[str]:
-    """A line that counts the ways of calling which these pairs declare as unsupported; no line without any."""
+    """Return a line that counts the ways of calling which these pairs declare as unsupported; no line without any."""
     counts = Counter(way for pair in pairs for way in pair.unsupported)
     ways = [f"{way} (pairs: {number})" for way, number in counts.most_common()]
     return [f"not tried, because pairs declare it as unsupported: {', '.join(ways)}"] if ways else []
 
 
 def find(module: Any, name: str) -> Pair | None:
-    """The module's pair of that name."""
+    """Return the module's pair of that name."""
     for attribute, value in list(vars(module).items()):
         if name == attribute or name.startswith((f"{attribute}-", f"{attribute}.")):
             for found, pair in pairs_of(attribute, value, module.__name__):
@@ -63,7 +62,7 @@ def _marks(function: Any) -> Sequence[Any]:
 
 
 def _parameters(function: Any) -> Iterator[tuple[str, dict[str, Any]]]:
-    """(id, arguments) for each combination of parameters; those of the lowest decorator vary most slowly."""
+    """Yield (id, arguments) for each combination of parameters; those of the lowest decorator vary most slowly."""
     sets = [list(_sets(mark)) for mark in _marks(function) if mark.name == "parametrize"]
     for chosen in itertools.product(*sets):
         merged: dict[str, Any] = {}
@@ -87,7 +86,7 @@ def _sets(mark: Any) -> Iterator[tuple[str, Mapping[str, Any]]]:
 
 
 def _plain(key: object) -> str:
-    """The key as a part of a node id, where "::" and "[" have a meaning."""
+    """Return the key as a part of a node id, where "::" and "[" have a meaning."""
     return re.sub(r"[^\w.=+-]+", "_", str(key))
 
 

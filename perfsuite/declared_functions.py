@@ -1,4 +1,4 @@
-"""Checks the functions that a pair declares, such as `adjust=`, and reports their errors as errors of the pair."""
+"""Check the functions that a pair declares, such as `adjust=`, and report their errors as errors of the pair."""
 
 from __future__ import annotations
 
@@ -31,7 +31,8 @@ def of_pair(pair: str, role: str, given: str) -> Iterator[None]:
 def check_positional(
     pair: str, role: str, call: Callable[..., Any], inputs: Sequence[str], keywords: Collection[str] = ()
 ) -> None:
-    """PairError where it cannot be called with so many inputs, and with those of the keywords that it has."""
+    """Raise PairError where the function cannot be called with this many inputs, and with those of the keywords that it
+    has."""
     signature = _signature(call)
     if signature is None:
         return
@@ -44,7 +45,7 @@ def check_positional(
 
 
 def check_named(pair: str, role: str, call: Callable[..., Any], known: Collection[str]) -> None:
-    """PairError where it needs a parameter that has none of the known names."""
+    """Raise PairError where the function needs a parameter that has none of the known names."""
     for name in required(call):
         if name not in known:
             raise PairError(
@@ -54,14 +55,14 @@ def check_named(pair: str, role: str, call: Callable[..., Any], known: Collectio
 
 
 def has_keyword(call: Callable[..., Any], name: str) -> bool:
-    """Whether it has a keyword-only parameter of this name."""
+    """Return whether the function has a keyword-only parameter of this name."""
     signature = _signature(call)
     parameter = signature.parameters.get(name) if signature is not None else None
     return parameter is not None and parameter.kind is inspect.Parameter.KEYWORD_ONLY
 
 
 def required(call: Callable[..., Any]) -> list[str]:
-    """The names of the parameters without a default."""
+    """Return the names of the parameters without a default."""
     signature = _signature(call)
     several = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     parameters = signature.parameters.values() if signature is not None else ()
@@ -69,7 +70,7 @@ def required(call: Callable[..., Any]) -> list[str]:
 
 
 def _signature(call: Callable[..., Any]) -> inspect.Signature | None:
-    """None where Python knows none, as of some functions written in C."""
+    """Return the function's signature; None where Python knows none, as for some functions written in C."""
     try:
         return inspect.signature(call)
     except (TypeError, ValueError):

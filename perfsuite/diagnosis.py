@@ -1,7 +1,7 @@
-"""Why two sides differ: what the wrong answer looks like, tried out on the draw that showed it.
+"""Find the likely reason why two sides differ, by trials on the draw that showed it.
 
-A message that says "wrong at [3]" leaves the cause to its reader. Each trial here changes one thing (values, layouts,
-sizes, precision) and sees whether the side is then right.
+A message that says only "wrong at [3]" leaves it to the reader to find the cause. Each trial here changes one thing
+(values, layouts, sizes, precision) and sees whether the side is then right.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ from perfsuite.reference_task import task_of
 from perfsuite.specs import ConstantSpec, TensorSpec, symbols
 
 PRECISIONS = {"float16 or TF32": 2.0**-10, "bfloat16": 2.0**-7}
-"""Name → eps: where the error fits the budget of one of these, that is what was computed in."""
+"""Name → eps. Where the error fits the budget of one of these precisions, the side computed in it."""
 TILES = (16, 32, 64)
 BLOCKS = (LARGE_TILE, LARGE_TILE // 2, LARGE_TILE // 4)
-"""Elements of a row that a kernel may hold in one block."""
+"""Numbers of elements of a row that a kernel may hold in one block."""
 MOST_ELEMENTS = 1 << 20
-"""The search for a cause tries no sizes at which the inputs have more elements together. The memory of the sides may be
+"""Most elements of all inputs together at the sizes that the search for a cause tries. The memory of the sides may be
 many times that of their inputs."""
 MOST_EXCHANGED = 8
-"""Outputs, or inputs, of which any two may be exchanged."""
+"""Most outputs, or inputs, of which any two are tried in each other's place."""
 EXPANDED_WRITTEN = "more than one element of the written-to tensor refers to a single memory location"
 """Part of torch's message where an expanded tensor changes in place."""
 LEAF_WRITTEN = "a leaf Variable that requires grad is being used in an in-place operation"
@@ -56,17 +56,19 @@ TIED = 1e-3
 """Gradients of equal values are added up. Two gradients that only choose different ones of these values then differ by
 less than this, relative to the sum of all sizes."""
 FEWEST_ERRORS, LEAST_OF_A_SIGN = 16, 0.15
-"""Fewer errors, or fewer of one sign, are not taken for rounding: a factor that is wrong by 1% fits bfloat16, too."""
+"""Fewest errors, and least share of either sign, that are taken for rounding: a factor that is wrong by 1% fits
+bfloat16, too."""
 
 
 def is_of_reference(error: BaseException) -> bool:
-    """Whether it was raised where a proof calls the reference."""
+    """Return whether the error was raised where a proof calls the reference."""
     calls = {frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__)}
     return not CALL_THE_REFERENCE.isdisjoint(calls)
 
 
 def remedy_of(error: BaseException, pair: Pair, case: Case) -> str:
-    """The declaration that may be missing where a side raises this error on the draw; empty where none is known."""
+    """Return the declaration that may be missing where a side raises this error on the draw; empty where none is
+    known."""
     if EXPANDED_WRITTEN in str(error):
         return (
             '; name what a backward pass uses up: consumes={"grad_output"} for the incoming gradient, consumes={…} for '
@@ -95,7 +97,7 @@ def explain(
     gradients: bool = False,
     home: Path | None = None,
 ) -> str | None:
-    """One clause that names the likely fault, or None. Never raises: it only adds to a message."""
+    """Return a clause that names the likely fault, or None. Never raises, because it only adds to a message."""
     try:
         return next(_causes(_Trial(pair, side, device, home), case, gradients), None)
     except (Exception, SystemExit):  # a trial may call the side with what it was never meant for
@@ -111,7 +113,7 @@ def explained(
     gradients: bool = False,
     home: Path | None = None,
 ) -> NotEquivalent:
-    """The error with its likely cause in a line of its own, where one is found on its draw."""
+    """Return the error with its likely cause in a line of its own, where one is found on its draw."""
     if error.case is None or error.names_its_cause:
         return error
     cause = explain(pair, side, error.case, device, gradients=gradients, home=home)
@@ -119,7 +121,8 @@ def explained(
 
 
 def unstable(group: BaseExceptionGroup[BaseException]) -> NotEquivalent | None:
-    """The error in Hypothesis' group about a draw that failed and then did not; None where there is none of ours."""
+    """Return the error in Hypothesis' group about a draw that failed and then did not; None if none of the errors is
+    perfsuite's."""
     first = next((e for e in group.exceptions if isinstance(e, NotEquivalent)), None)
     if first is None:
         return None
@@ -133,12 +136,12 @@ class _Trial:
         self._truths: dict[tuple[str, bool], truths.Truth] = {}
 
     def how(self, case: Case, gradients: bool) -> dict[str, Any]:
-        """How the sides are called: with gradients as their proof does, or with `incoming` ones."""
+        """Return how the sides are called: with gradients as in their proof, or with `incoming` ones."""
         way = truths.proven_way(case, gradients=gradients, kind=self.kind)
         return {"gradients": gradients, "way": way}
 
     def truth(self, case: Case, gradients: bool = False) -> truths.Truth:
-        """Established once for a draw: several causes are tried on the same one."""
+        """Return the truth of a draw. It is established once, because several causes are tried on the same draw."""
         key = make.case_line(case), gradients
         if key not in self._truths:
             how = self.how(case, gradients)
@@ -158,17 +161,17 @@ class _Trial:
         return True
 
     def is_right_on(self, values: dict[str, Any], case: Case) -> bool:
-        """On these inputs instead of drawn ones."""
+        """Return whether the side is right on these inputs instead of drawn ones."""
         return self.given(values).is_right(case)
 
     def given(self, values: dict[str, Any]) -> _Trial:
-        """The same trial, on these inputs instead of drawn ones."""
+        """Return the same trial, on these inputs instead of drawn ones."""
         fixed = replace(self.pair, inputs={n: ConstantSpec(value=v) for n, v in values.items()})
         return _Trial(fixed, self.side, self.device, self.home)
 
 
 def _causes(trial: _Trial, case: Case, gradients: bool) -> Iterator[str]:
-    """The clauses that hold, the most telling first."""
+    """Yield the clauses that hold, the most specific first."""
     if _is_late(trial, case, gradients):
         yield "it is right a little later: a background thread or a stream that nobody waits for still writes it"
     if trial.is_right(case, gradients):
@@ -208,12 +211,12 @@ def _causes(trial: _Trial, case: Case, gradients: bool) -> Iterator[str]:
         yield from _values(trial, plain)
         yield from _unread(trial, case)
     yield from _related(trial, case, gradients)
-    if not trial.pair.is_stateful:  # of a state that begins to differ a little any formula may be the cause
+    if not trial.pair.is_stateful:  # where a state begins to differ a little, any formula may be the cause
         yield from _precision(trial, case, gradients)
 
 
 def _outputs_stay_right(trial: _Trial, case: Case) -> bool:
-    """Whether the outputs are right after a backward pass."""
+    """Return whether the outputs are right after a backward pass."""
     truth, produced = trial.truth(case, True), trial.produce(case, True)
     gradients = [name for name in truth.reference if name.startswith("gradient of ")]
     outputs = {name: leaf for name, leaf in produced.items() if name not in gradients}
@@ -239,7 +242,7 @@ _WHENCE = {
 
 
 def _ties(trial: _Trial, case: Case) -> Iterator[str]:
-    """A gradient that goes to another one of several equal values."""
+    """Yield a clause where a gradient goes to another one of several equal values."""
     truth, produced = trial.truth(case, True), trial.produce(case, True)
     drawn = make.build(trial.pair, case, trial.device, home=trial.home)
     moved = []
@@ -265,7 +268,7 @@ def _ties(trial: _Trial, case: Case) -> Iterator[str]:
 
 
 def _exchanged(trial: _Trial, case: Case, gradients: bool) -> Iterator[str]:
-    """Two outputs in each other's place, or two inputs."""
+    """Yield a clause where two outputs, or two inputs, are in each other's place."""
     truth, produced = trial.truth(case, gradients), trial.produce(case, gradients)
     for a, b in _alike(produced):
         if _agrees(trial.pair, truth, {**produced, a: produced[b], b: produced[a]}):
@@ -281,7 +284,8 @@ def _exchanged(trial: _Trial, case: Case, gradients: bool) -> Iterator[str]:
 
 
 def _alike(named: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """The names of two tensors of one shape and dtype that differ; not of all pairs, where there are many."""
+    """Yield the names of two tensors of one shape and dtype that differ; not of all such pairs, where there are
+    many."""
     tensors = [(name, t) for name, t in named.items() if isinstance(t, torch.Tensor) and t.is_floating_point()]
     for (a, one), (b, other) in itertools.combinations(tensors[:MOST_EXCHANGED], 2):
         if one.shape == other.shape and one.dtype == other.dtype and not forms.identical(one, other):
@@ -297,7 +301,7 @@ def _agrees(pair: Pair, truth: truths.Truth, produced: Leaves, *, strict_strides
 
 
 def _truth_is_not_finite(trial: _Trial, case: Case, gradients: bool) -> bool:
-    """Whether it is so at a place where the side's answer is finite."""
+    """Return whether the truth is not finite at a place where the side's answer is."""
     produced = trial.produce(case, gradients)
     return any(
         got.is_floating_point() and got.shape == leaf.shape and bool((got.isfinite() & ~leaf.isfinite()).any())
@@ -378,14 +382,14 @@ def _sizes(trial: _Trial, case: Case, gradients: bool) -> Iterator[str]:
 
 
 def _at(pair: Pair, case: Case, wanted: Mapping[str, int]) -> Case:
-    """The draw at these sizes, as far as `_within` allows them."""
+    """Return the draw at these sizes, as far as `_within` allows them."""
     return replace(case, sizes={**case.sizes, **_within(pair, case, wanted)})
 
 
 def _within(pair: Pair, case: Case, wanted: Mapping[str, int]) -> dict[str, int]:
-    """These sizes, where the pair allows them, and the draw's where it does not; the draw's alone if the inputs had too
-    many elements."""
-    # What is not declared may have any size, beyond those that are drawn, too.
+    """Return these sizes where the pair allows them, and the draw's where it does not; only the draw's if the inputs
+    had too many elements."""
+    # A size without a declared range may be anything, beyond the sizes that are drawn, too.
     sizes = {n: v if n not in pair.sizes or pair.sizes[n].allows(v) else case.sizes[n] for n, v in wanted.items()}
     every = {**case.sizes, **sizes}
     tensors = (make.tensor_spec(spec) for spec in {**pair.inputs, **pair.step_inputs}.values())
@@ -394,13 +398,13 @@ def _within(pair: Pair, case: Case, wanted: Mapping[str, int]) -> dict[str, int]
 
 
 def _most_allowed(pair: Pair, name: str, most: int) -> int:
-    """The largest size up to `most` that the pair allows; 0 where there is none."""
+    """Return the largest size up to `most` that the pair allows; 0 where there is none."""
     size = pair.sizes.get(name)
     return most if size is None else min(most, size.high) // size.multiple_of * size.multiple_of
 
 
 def _dimensions(pair: Pair, case: Case) -> dict[str, int]:
-    """The draw's sizes, without the values of scalar inputs."""
+    """Return the draw's sizes, without the values of scalar inputs."""
     return {n: v for n, v in case.sizes.items() if _is_dimension(pair, n) and isinstance(v, int)}
 
 
@@ -409,7 +413,7 @@ def _is_dimension(pair: Pair, name: str) -> bool:
 
 
 VALUES_DRAWS, SELDOM = 5, 0.25
-"""So many draws are tried, of which so many may be right by chance."""
+"""Number of draws that are tried, and the largest share of the other values that may be right by chance."""
 _TAMED: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "non-negative": torch.abs,
     "small": lambda t: t / max(1.0, float(t.abs().max())) * 0.1 if t.numel() else t,
@@ -429,7 +433,7 @@ def _values(trial: _Trial, case: Case) -> Iterator[str]:
         tamed = [make.map_tensors(drawn, change) for drawn in every]
         if not all(trial.is_right_on(values, case) for values in tamed):
             continue
-        # What is seldom wrong for other values is not wrong because of them.
+        # If the side is seldom wrong for other values, these are not the cause.
         others = [drawn for drawn, values in zip(every, tamed, strict=True) if not forms.same_values(drawn, values)]
         if sum(trial.is_right_on(drawn, case) for drawn in others) <= SELDOM * len(others):
             yield f"it is right for {what} values only"
@@ -443,13 +447,13 @@ def _related(trial: _Trial, case: Case, gradients: bool) -> Iterator[str]:
 
 
 def related(truth: truths.Truth, produced: Leaves) -> str | None:
-    """The relation that holds for every output, in words."""
+    """Return the relation that holds for every output, in words."""
     found = {relations.relation(got, leaf) for got, leaf in _both(truth, produced)}
     return found.pop() if len(found) == 1 else None
 
 
 def precision_of(pair: Pair, truth: truths.Truth, produced: Leaves, *, strict_strides: bool = True) -> str | None:
-    """The name of the lower precision whose rounding explains the error."""
+    """Return the name of the lower precision whose rounding explains the error."""
     for name, eps in PRECISIONS.items():
         if eps <= 2 * truth.eps or not any(relations.reaches(got, leaf, eps) for got, leaf in _both(truth, produced)):
             continue
@@ -476,9 +480,10 @@ def _precision(trial: _Trial, case: Case, gradients: bool) -> Iterator[str]:
 
 
 def _has_both_signs(truth: truths.Truth, produced: Leaves) -> bool:
-    """Whether the errors, of many elements, are partly towards zero and partly away from it, as those of rounding are.
+    """Return whether the errors of many elements are partly towards zero and partly away from it, as rounding errors
+    are.
 
-    Those of a wrong factor are all of one kind, also where the values have both signs.
+    The errors of a wrong factor all have one of these directions, even where the values have both signs.
     """
     differences = [
         ((got.double() - leaf.double()) * leaf.double().sign()).flatten() for got, leaf in _both(truth, produced)

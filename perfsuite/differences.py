@@ -1,4 +1,5 @@
-"""Outputs as float64 tensors, their sizes and differences, in few operations: a proof compares thousands of them."""
+"""Outputs as float64 tensors, their sizes and differences, in few operations, because a proof compares thousands of
+outputs."""
 
 from __future__ import annotations
 
@@ -11,14 +12,16 @@ import torch
 from perfsuite.execution import Leaf
 
 COMPARED_ON_CPU = 1 << 20
-"""Outputs of no more elements are compared on the CPU. An operation on so many takes about a millisecond there, and on
-a GPU that eleven other processes use it waits longer for its turn."""
+"""Most elements of an output that is compared on the CPU. An operation on this many takes about a millisecond there; on
+a GPU that eleven other processes use, it waits longer for its turn."""
 SMALL_NORM, LARGE_NORM = 1e-120, 1e150
-"""Between them float64's squares are as exact as scaled ones: what underflows is less than their own rounding."""
+"""Between these norms, float64's squares are as exact as scaled ones: what underflows is less than their own
+rounding."""
 
 
 def as_double(leaf: Leaf) -> torch.Tensor:
-    """In float64; on the CPU if it is small, since each of the many operations of a comparison waits for a GPU."""
+    """Return the leaf in float64; on the CPU if it is small, since each of the many operations of a comparison waits
+    for a GPU."""
     if isinstance(leaf, torch.Tensor):
         leaf = _real(leaf.detach())
         return (leaf.cpu() if leaf.numel() <= COMPARED_ON_CPU else leaf).double()
@@ -60,7 +63,7 @@ class Doubles:
 
 
 def _is_ordinary(leaf: torch.Tensor) -> bool:
-    """Whether it can be copied together with others."""
+    """Return whether the leaf can be copied together with others."""
     return (
         leaf.layout == torch.strided
         and not leaf.is_nested
@@ -74,13 +77,13 @@ def _real(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def rms(leaf: Leaf) -> float:
-    """Its root mean square, over its finite elements only where some are not."""
+    """Return the root mean square of the leaf, over its finite elements only where some are not finite."""
     values = as_double(leaf)
     return rms_of(values, float(torch.linalg.vector_norm(values)))
 
 
 def rms_of(tensor: torch.Tensor, norm: float) -> float:
-    """`rms` of a tensor with this 2-norm; its elements are looked at only where the norm does not say."""
+    """Return the `rms` of a tensor with this 2-norm. Its elements are read only where the norm is not enough."""
     if SMALL_NORM < norm < LARGE_NORM:
         return norm / math.sqrt(tensor.numel())
     values = as_double(tensor)
@@ -93,7 +96,7 @@ def rms_of(tensor: torch.Tensor, norm: float) -> float:
 
 
 def norms(tensors: Iterable[torch.Tensor]) -> list[float]:
-    """The 2-norm of each in float64, NaN where an element is; each device is waited for once."""
+    """Return the 2-norm of each tensor in float64, NaN where an element is NaN. Each device is waited for once."""
     found: dict[torch.device, list[torch.Tensor]] = defaultdict(list)
     every = list(tensors)
     for tensor in every:
@@ -103,22 +106,23 @@ def norms(tensors: Iterable[torch.Tensor]) -> list[float]:
 
 
 def is_finite(values: torch.Tensor) -> bool:
-    """Whether all are; a sum of finite ones that overflows is looked at in each element."""
+    """Return whether all elements are finite. Where their sum is not finite, each element is checked, since a sum of
+    finite ones may overflow."""
     return math.isfinite(float(values.sum())) or bool(values.isfinite().all())
 
 
 def finite(values: torch.Tensor) -> torch.Tensor | None:
-    """Which of them are finite; None if all are."""
+    """Return the mask of the finite elements; None if all are finite."""
     return None if is_finite(values) else values.isfinite()
 
 
 def finite_size(values: torch.Tensor, are_finite: torch.Tensor | None) -> torch.Tensor:
-    """Their absolute values, and zero for each that is not finite, as `finite` says."""
+    """Return the absolute values, with zero for each element that is not finite according to `finite`."""
     return values.abs() if are_finite is None else torch.where(are_finite, values, 0.0).abs()
 
 
 def difference(a: torch.Tensor, b: torch.Tensor, period: float | None) -> torch.Tensor:
-    """a − b, zero where either is not finite; on a circle where there is a period."""
+    """Return a − b, with zero where either is not finite; on a circle where there is a period."""
     delta = a - b
     if not is_finite(delta):
         delta = torch.where(a.isfinite() & b.isfinite(), delta, 0.0)
@@ -126,7 +130,7 @@ def difference(a: torch.Tensor, b: torch.Tensor, period: float | None) -> torch.
 
 
 def same_nonfinite(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether the shapes are the same, and NaN and the infinities stand in the same places."""
+    """Return whether the shapes are the same, and NaN and the infinities are in the same places."""
     if a.shape != b.shape:
         return False
     if math.isfinite(float((a - b).sum())):

@@ -24,32 +24,34 @@ from perfsuite.second_import import HARNESS, is_first_party
 LENGTH = 16
 """Hexadecimal digits kept of a digest: 64 bits."""
 LARGE_BYTES = 1 << 26
-"""A larger data file is known by its size and time of change."""
+"""Bytes above which a data file is identified by its size and modification time."""
 OPAQUE = frozenset({"h5py", "sqlite3", "tensorstore", "lmdb", "safetensors"})
 """Modules that read files without Python seeing it."""
 VARIABLES = ("CUBLAS", "CUDA_", "CUDNN", "KMP_", "MKL_", "NCCL", "NVIDIA_TF32", "OMP_", "PYTORCH", "TORCH", "TRITON")
-"""Prefixes of environment variables that change how fast code is."""
+"""Prefixes of environment variables that affect the speed of code."""
 INCIDENTAL = ("CUDA_VISIBLE_DEVICES", "_CACHE_DIR", "PYTORCH_ALLOC_CONF")
 ENVIRONMENT = dict(os.environ)
-"""As the run found it: torch and the code under test set variables of their own."""
+"""Environment variables as the run found them: torch and the code under test set variables of their own."""
 UNSEEN_IMPORTS = frozenset({"__import__", "SourceFileLoader", "run_module", "run_path", "spec_from_file_location"})
 """Ways to import a module that are not observed. Imports by name in a conftest.py are not observed either, because
 pytest may import it before the observation begins."""
 
 
 def searched(paths: Iterable[str]) -> list[str]:
-    """Those of `sys.path` where packages are installed. Importing setuptools adds its own copies of other packages."""
+    """Return the entries of `sys.path` where packages are installed. Importing setuptools adds its own copies of other
+    packages."""
     return [path for path in paths if Path(path).name != "_vendor"]
 
 
 PATHS = searched(sys.path)
-"""As the run found it, too."""
+"""Paths of installed packages, also as the run found them."""
 
 # --- one file -------------------------------------------------------------------------------------------------------
 
 
 def of_file(path: Path) -> str:
-    """The digest of a file; of a Python source, of what it means. Empty where there is no such file."""
+    """Return the digest of a file. For a Python source it covers only what matters to its meaning. Empty where there is
+    no such file."""
     try:
         data = path.read_bytes()
     except OSError:
@@ -63,7 +65,8 @@ def of_file(path: Path) -> str:
 
 
 def of_data(path: Path) -> str:
-    """The digest of a data file; of a large one, of its size and time of change. Empty where there is none."""
+    """Return the digest of a data file; for a large one, of its size and modification time. Empty where there is no
+    file."""
     try:
         state = path.stat()
     except OSError:
@@ -73,7 +76,7 @@ def of_data(path: Path) -> str:
 
 def _without_docstrings(tree: ast.Module) -> ast.Module:
     if any(isinstance(node, ast.Attribute) and node.attr == "__doc__" for node in ast.walk(tree)):
-        return tree  # they are read, so that they mean something
+        return tree  # the code reads its docstrings, so that they matter
     for node in ast.walk(tree):
         if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
             first = node.body[0] if node.body else None
@@ -95,24 +98,25 @@ def _short(data: bytes) -> str:
 
 @functools.cache
 def surroundings() -> str:
-    """The digest of all installed packages and of the environment variables that matter to speed."""
+    """Return the digest of all installed packages and of the environment variables that matter to speed."""
     return _short("\n".join([*packages(), *(f"{name}={value}" for name, value in variables().items())]).encode())
 
 
 def packages() -> list[str]:
-    """All installed packages, as `name==version`, in order."""
+    """Return all installed packages, as `name==version`, in order."""
     return list(_installed(tuple(PATHS)))
 
 
 @functools.cache
 def _installed(paths: tuple[str, ...]) -> tuple[str, ...]:
-    """Read once: accept and --changed ask for each workload."""
+    """Return the installed packages of these paths. They are read once, because accept and --changed ask for each
+    workload."""
     found = importlib.metadata.distributions(path=list(paths))
     return tuple(sorted({f"{d.metadata['Name']}=={d.version}" for d in found if not _is_local(d)}))
 
 
 def variables() -> dict[str, str]:
-    """The environment variables that matter to speed, in order."""
+    """Return the environment variables that matter to speed, in order."""
     return {
         name: value
         for name, value in sorted(ENVIRONMENT.items())
@@ -121,7 +125,7 @@ def variables() -> dict[str, str]:
 
 
 def _is_local(distribution: Any) -> bool:
-    """Whether a distribution is a folder's own: its code is digested file by file."""
+    """Return whether a distribution is an editable install of a folder, whose code is digested file by file."""
     try:
         return '"editable": true' in (distribution.read_text("direct_url.json") or "")
     except Exception:
@@ -132,9 +136,9 @@ def _is_local(distribution: Any) -> bool:
 
 
 def ran(modules: Iterable[ModuleType], files: Collection[str], compiled: Collection[str], observed: Observed) -> Ran:
-    """What a workload ran: the files that these modules and files import, and the data that was opened.
+    """Return what a workload ran: the files that these modules and files import, and the data that was opened.
 
-    The surroundings are for the parent to add, as the run found them.
+    The parent adds the surroundings, as the run found them.
     """
     top, opaque = observed.top, sorted(OPAQUE & {name.partition(".")[0] for name in compiled})
     seeds = [Path(f) for m in modules if (f := getattr(m, "__file__", None))]
@@ -148,7 +152,8 @@ def ran(modules: Iterable[ModuleType], files: Collection[str], compiled: Collect
 
 
 def only(module: ModuleType | None, others: Iterable[ModuleType | None], top: Path) -> list[str]:
-    """Files that a module imports and these others do not; without it, or one of them, it is not known: none."""
+    """Return the files that a module imports and these others do not; an empty list if the module or one of the others
+    is not known."""
     first, *rest = ((getattr(m, "__file__", None) or "") for m in (module, *others))
     if not first or not all(rest):
         return []
@@ -158,10 +163,10 @@ def only(module: ModuleType | None, others: Iterable[ModuleType | None], top: Pa
 def only_optimized(
     sides: Iterable[tuple[ModuleType | None, ModuleType | None]], declaring: Iterable[ModuleType], top: Path
 ) -> list[Path]:
-    """Files that optimized sides import and neither a reference does nor perfsuite.
+    """Return the files that optimized sides import and that neither a reference nor perfsuite imports.
 
-    `sides` are the modules of each pair's (optimized, reference) side, `declaring` those that declare the pairs. Of a
-    pair whose sides share a module there is nothing.
+    `sides` are the modules of each pair's (optimized, reference) side, `declaring` those that declare the pairs. A pair
+    whose sides share a module has no such files.
     """
     both = [(Path(o.__file__), Path(r.__file__)) for o, r in sides if o and r and o.__file__ and r.__file__]
     kept = [Path(m.__file__) for m in declaring if m.__file__]
@@ -183,9 +188,10 @@ def _conftests(seeds: Iterable[Path], top: Path) -> Iterator[Path]:
 
 
 def _closure(seeds: Iterable[Path], top: Path, observed: Observed | None = None) -> set[Path]:
-    """First-party files that the seeds import, over any number of steps, and the packages that these lie in.
+    """Return the first-party files that the seeds import, directly or through others, and the packages that these lie
+    in.
 
-    With `observed`, also what they import by name.
+    With `observed`, the modules that they import by name are included.
     """
     by_file = _modules_by_file()
     found: set[Path] = set()
@@ -207,7 +213,7 @@ def _closure(seeds: Iterable[Path], top: Path, observed: Observed | None = None)
 
 
 def loads(sources: Collection[str], top: Path) -> bool:
-    """Whether this process has loaded these files of the work tree, and not installed copies of them.
+    """Return whether this process has loaded these files of the work tree, and not installed copies of them.
 
     conftest.py files are not looked for: their modules share one name, so `sys.modules` has only one of them.
     """
@@ -218,7 +224,7 @@ def loads(sources: Collection[str], top: Path) -> bool:
 
 
 def _modules_by_file() -> dict[Path, ModuleType]:
-    """File → the loaded module that came from it."""
+    """Return file → the module loaded from it."""
     return {Path(f): m for m in list(sys.modules.values()) if isinstance(f := getattr(m, "__file__", None), str)}
 
 
@@ -227,7 +233,7 @@ def _is_own(path: Path, top: Path) -> bool:
 
 
 def imported_by(path: Path, package: str) -> Iterator[str]:
-    """Names of the modules that a source imports anywhere; `from a import b` may mean a.b, too."""
+    """Yield the names of the modules that a source imports anywhere; `from a import b` may mean a.b, too."""
     for node in _nodes(path):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -241,7 +247,7 @@ def imported_by(path: Path, package: str) -> Iterator[str]:
 
 
 def _unseen_imports(sources: Iterable[Path], top: Path) -> str:
-    """The first source that imports modules in a way that is not observed, and how; empty if none does."""
+    """Return the first source that imports modules in a way that is not observed, and how; empty if none does."""
     for path in sorted(sources):
         unseen = UNSEEN_IMPORTS | ({"import_module"} if path.name == "conftest.py" else set())
         for node in _nodes(path):
@@ -252,7 +258,7 @@ def _unseen_imports(sources: Iterable[Path], top: Path) -> str:
 
 
 def _nodes(path: Path) -> Iterator[ast.AST]:
-    """The syntax tree of a source, node by node; nothing if the file cannot be read or parsed."""
+    """Yield the syntax tree of a source, node by node; nothing if the file cannot be read or parsed."""
     try:
         tree = ast.parse(path.read_bytes())
     except (OSError, SyntaxError, ValueError):
@@ -261,7 +267,7 @@ def _nodes(path: Path) -> Iterator[ast.AST]:
 
 
 def _names(path: Path, top: Path) -> list[str]:
-    """The file's path relative to the repository. For a link also the path of its target."""
+    """Return the file's path relative to the repository. For a link also the path of its target."""
     real = _relative(path, top)
     link = path.relative_to(top).as_posix() if top in path.parents else real
     return list(dict.fromkeys((link, real)))

@@ -1,4 +1,4 @@
-"""What this machine can run, what is missing, and the remedy. Survives a torch that does not import."""
+"""Report what this machine can run, what is missing, and the remedy. Works even if torch does not import."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from perfsuite.machine import DEVICE_NODES, has_gpu, identify, package_version, 
 State = Literal["ok", "warn", "missing"]
 
 PROBE_LIMIT_S = 120
-"""A first import of torch from a cold network disk has been seen to take a minute."""
+"""Seconds that a probe may take: a first import of torch from a cold network disk has been seen to take a minute."""
 
 # Run in a process of its own: a torch built for another CPU or driver can die on a signal when it is imported.
 TORCH_PROBE = """
@@ -53,7 +53,7 @@ print("\\n" + json.dumps({"version": triton.__version__}))
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Finding:
-    """One thing looked at. "missing": `perfsuite run` cannot do without it; "warn": something is lost."""
+    """One thing that was checked. "missing": `perfsuite run` cannot do without it; "warn": something is lost."""
 
     name: str
     status: State
@@ -91,7 +91,7 @@ def examine(folder: Path | None = None) -> list[Finding]:
 
 
 def table(findings: list[Finding]) -> Table:
-    """The findings for people."""
+    """Return the findings as a table for people."""
     marks = {"ok": ("✓", "green"), "warn": ("!", "yellow"), "missing": ("✗", "red bold")}
     view = Table(box=None, padding=(0, 1), show_header=False)
     view.add_column(width=1)
@@ -108,7 +108,7 @@ def table(findings: list[Finding]) -> Table:
 
 @cache
 def requirements() -> Mapping[str, Requirement]:
-    """perfsuite's own requirements and those of its extras, by name; empty where it is not installed."""
+    """Return perfsuite's own requirements and those of its extras, by name; empty where it is not installed."""
     try:
         lines = importlib.metadata.requires("perfsuite") or []
     except importlib.metadata.PackageNotFoundError:
@@ -122,7 +122,7 @@ def requirements() -> Mapping[str, Requirement]:
 
 
 def _wanted(name: str) -> str:
-    """What pip should be given: the requirement with its range."""
+    """Return what pip should be given: the requirement with its version range."""
     requirement = requirements().get(name)
     return f"'{name}{requirement.specifier}'" if requirement and str(requirement.specifier) else name
 
@@ -371,7 +371,8 @@ _Probe = Callable[[], tuple[dict[str, Any], str]]
 
 
 def _start(running: contextlib.ExitStack, module: str, code: str) -> _Probe | None:
-    """Start `code` in a Python of its own; what is returned waits for it. None where `module` is not installed."""
+    """Start `code` in a Python process of its own. Return an object that waits for it; None where `module` is not
+    installed."""
     if importlib.util.find_spec(module) is None:
         return None
     process = subprocess.Popen(
@@ -391,7 +392,7 @@ def _start(running: contextlib.ExitStack, module: str, code: str) -> _Probe | No
 
 
 def read_probe(code: int, out: str, err: str) -> tuple[dict[str, Any], str]:
-    """(facts, "") from a probe's output, or ({}, why it failed)."""
+    """Return (facts, "") from a probe's output, or ({}, why it failed)."""
     if code < 0:
         with contextlib.suppress(ValueError):
             return {}, f"importing it crashes Python with {signal.Signals(-code).name}"
@@ -413,7 +414,7 @@ def _numbers(version: str | None) -> tuple[int, ...]:
 
 
 def _output(command: list[str]) -> str:
-    """What a command prints; empty where it fails or takes longer than 20 s."""
+    """Return the output of a command; empty where it fails or takes longer than 20 s."""
     try:
         return subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout.strip()
     except (OSError, subprocess.SubprocessError):

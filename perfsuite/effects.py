@@ -1,7 +1,7 @@
-"""Compares what a call of the optimized side leaves behind with what a call of the reference leaves.
+"""Compare what a call of the optimized side leaves behind with what a call of the reference leaves.
 
-Each kind of effect is a function (probe of a side) → {name: words}. What the optimized side leaves and the reference
-does not is a fault. What the first call of all leaves is found around the first calls of the proofs
+Each kind of effect is a function (probe of a side) → {name: words}. An effect that the optimized side leaves and the
+reference does not is a fault. The effects of the very first call are found around the first calls of the proofs
 (`execution.settings_kept`).
 """
 
@@ -26,19 +26,20 @@ from perfsuite.pair import GRAD_OUTPUT, Pair, as_side
 from perfsuite.records import Case
 
 Effects: TypeAlias = dict[str, str]
-"""Name → what is said of it, after "the optimized side"."""
+"""Name → the words that follow "the optimized side" in a message about it."""
 
 BUSY_S, BUSY_SHARE, WINDOWS = 0.04, 0.2, 3
-"""How long other threads are watched, the share of it that a busy one computes even where it waits for a core, and how
-often in a row it does."""
+"""Seconds for which other threads are watched, the share of it that a busy one computes even where it waits for a core,
+and how often in a row it does."""
 IDLE_S = 0.02
 """After a call a pool's threads may wait for more work for as long as this, without sleeping."""
 THREADS_EVERY = 5
-"""Other threads are watched on one draw in so many: that takes time, and its result depends little on the draw."""
+"""Other threads are watched on one draw in this many: watching takes time, and its result depends little on the
+draw."""
 STILL = "still "
 """Begin of the names of generators that a call leaves as they were."""
 TURN_S = 1e-4
-"""A thread of Python computes for as long as this while another waits, as the watch does."""
+"""Seconds for which a Python thread computes while another waits, as the watching thread does."""
 TICK_S = 1 / os.sysconf("SC_CLK_TCK")
 
 
@@ -51,10 +52,10 @@ def check(
     imported: Mapping[str, str] = {},
     number: int | None = None,
 ) -> None:
-    """NotEquivalent where the optimized side leaves behind what the reference does not.
+    """Raise NotEquivalent where the optimized side leaves behind an effect that the reference does not.
 
-    `imported` is what the import of the pair's module left changed. `number` is that of the draw, of a proof with
-    several: one of THREADS_EVERY watches other threads.
+    `imported` is what the import of the pair's module left changed. `number` is the draw's number in a proof with
+    several draws, of which one in THREADS_EVERY watches other threads.
     """
     for words in imported.values():
         raise NotEquivalent(f"{pair.name}: the import of its module {words} for all that runs after it; put it back")
@@ -84,7 +85,7 @@ def check(
 
 
 def _allowed(kind: Callable[[Probe], Effects], found: Effects, left: Effects) -> Collection[str]:
-    """Which of the effects found the optimized side may leave, where the reference leaves those."""
+    """Return which of the effects `found` the optimized side may leave where the reference leaves those in `left`."""
     if kind is threads:  # those that the optimized side left run on; the reference may leave others
         return found if left.keys() - found.keys() else ()
     if kind is named_generators:  # where the reference draws nothing, as with p = 0, to draw does no harm
@@ -97,14 +98,15 @@ def _allowed(kind: Callable[[Probe], Effects], found: Effects, left: Effects) ->
 
 
 def settings(probe: Probe) -> Effects:
-    """Settings, modes, hooks and functions of torch's."""
+    """Return the changes of torch's settings, modes, hooks and functions."""
     with process_state.kept() as changed:
         _call_and_differentiate(probe)
     return {name: f"{words} for all that runs after it" for name, words in changed.items()}
 
 
 def process(probe: Probe) -> Effects:
-    """Environment variables, signal handlers, filters of warnings and the like, after a call that is not the first."""
+    """Return the changes of environment variables, signal handlers, warning filters and the like after a call that is
+    not the first."""
     quick = bool(probe.number)
     with surroundings.kept(quick=quick):
         _call_and_differentiate(probe)  # what is imported meanwhile may change them, too
@@ -114,7 +116,7 @@ def process(probe: Probe) -> Effects:
 
 
 def generators(probe: Probe) -> Effects:
-    """Random states that no argument names."""
+    """Return the changes of random states that no argument names."""
     with process_state.advanced_generators():
         before = process_state.generators()
         _call_and_differentiate(probe)
@@ -123,8 +125,8 @@ def generators(probe: Probe) -> Effects:
 
 
 def named_generators(probe: Probe) -> Effects:
-    """Generators among the inputs that are in the same state after the call, so that the next call draws the same
-    numbers, or in another one than the reference leaves."""
+    """Return the generators among the inputs that are in the same state after the call, so that the next call draws the
+    same numbers, or in another state than the reference leaves."""
     values = probe.drawn()
     before = {n: v.get_state() for n, v in values.items() if isinstance(v, torch.Generator)}
     if not before or probe.pair.is_stateful:
@@ -144,8 +146,8 @@ def named_generators(probe: Probe) -> Effects:
 
 
 def bindings(probe: Probe) -> Effects:
-    """The objects that the reference's code looks up by name, such as helpers and constants, and the items of lists and
-    dicts among them."""
+    """Return the replaced objects that the reference's code looks up by name, such as helpers and constants, including
+    items of lists and dicts."""
     reference = as_side(probe.pair.reference).call
     before = process_state.bindings(reference)
     _call_and_differentiate(probe)
@@ -158,7 +160,7 @@ def bindings(probe: Probe) -> Effects:
 
 
 def threads(probe: Probe) -> Effects:
-    """Threads that go on computing."""
+    """Return the threads that go on computing."""
     if (probe.number or 0) % THREADS_EVERY:
         return {}
     _call_and_differentiate(probe)
@@ -179,8 +181,8 @@ def threads(probe: Probe) -> Effects:
 
 @contextlib.contextmanager
 def _short_turns() -> Iterator[None]:
-    """Python's threads give way to each other soon: a busy one keeps the interpreter for a whole turn at each file that
-    is read, and the watch would last longer than it."""
+    """Make Python's threads give way to each other soon. A busy thread keeps the interpreter for a whole turn at each
+    file that is read; with usual turns, watching would take longer than the thread lives."""
     usual = sys.getswitchinterval()
     sys.setswitchinterval(TURN_S)
     try:
@@ -190,7 +192,7 @@ def _short_turns() -> Iterator[None]:
 
 
 def _ticks() -> dict[int, int]:
-    """Processor time of each thread of this process, in ticks, by its number."""
+    """Return the processor time of each thread of this process, in ticks, by its number."""
     found = {}
     for task in Path("/proc/self/task").iterdir():
         try:
@@ -218,7 +220,7 @@ def _is_differentiated(probe: Probe) -> bool:
 
 
 def lent_to_call(probe: Probe) -> Effects:
-    """Whether inputs need a gradient after a call, and the modes and hooks of modules."""
+    """Return changes of whether inputs need a gradient, and of the modes and hooks of modules, after a call."""
     if probe.pair.is_stateful:
         return {}
     found: Effects = {}
@@ -238,7 +240,7 @@ def lent_to_call(probe: Probe) -> Effects:
 
 
 def lent_to_backward(probe: Probe) -> Effects:
-    """Incoming gradients and inputs after the backward pass, and the `.grad` of the inputs."""
+    """Return changes of incoming gradients and inputs, and of the `.grad` of the inputs, after the backward pass."""
     if not _is_differentiated(probe):
         return {}
     values = probe.drawn()
@@ -276,7 +278,7 @@ def lent_to_backward(probe: Probe) -> Effects:
 
 
 def shared_memory(probe: Probe) -> Effects:
-    """Outputs in each other's memory or in an input's, also where all values are equal."""
+    """Return the outputs that share memory with each other or with an input, also where all values are equal."""
     if probe.pair.is_stateful:
         return {}
     found = {}
@@ -292,7 +294,8 @@ def shared_memory(probe: Probe) -> Effects:
 
 
 def _constant(tensor: torch.Tensor) -> torch.Tensor:
-    """All elements take the value of the first: the bounds of the values still hold."""
+    """Return the tensor with all elements set to the value of the first, so that the bounds of the values still
+    hold."""
     if not tensor.is_floating_point() or not tensor.numel():
         return tensor
     return torch.full_like(tensor, float(tensor.detach()[(0,) * tensor.dim()]))

@@ -1,4 +1,4 @@
-"""Whether two sides are the same function on a draw, by the rule of `rule`."""
+"""Check whether two sides are the same function on a draw, by the rule of `rule`."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def judge(
     tally: Tally | None = None,
     strict_strides: bool = True,
 ) -> None:
-    """NotEquivalent where `produced` is not within the budget of the truth; the figures go into `tally`."""
+    """Raise NotEquivalent where `produced` is not within the budget of the truth. The figures are added to `tally`."""
     expected, got = list(truth.reference), list(produced)
     if sorted(expected) != sorted(got):  # a dict's keys may come in another order
         raise NotEquivalent(_structure_message(pair, name, expected, got))
@@ -42,7 +42,7 @@ def judge(
 
 
 class Facts:
-    """What is known of a draw before any side is tried on it."""
+    """Facts about a draw that are known before any side is tried on it."""
 
     def truth(
         self,
@@ -55,7 +55,7 @@ class Facts:
         replicas: int = REPLICAS,
         drawn: Drawn | None = None,
     ) -> Truth:
-        """As `establish`; `drawn` makes the inputs, where the caller has them."""
+        """Return the truth as `establish` does; `drawn` makes the inputs where the caller has them."""
         way = truths.proven_way(case, gradients=gradients)
         inputs = drawn() if drawn is not None else None
         return truths.establish(
@@ -63,7 +63,7 @@ class Facts:
         )
 
     def task(self, pair: Pair, case: Case, device: str, *, home: Path | None) -> Task:
-        """What the draw says about the reference."""
+        """Return the findings of the draw about the reference."""
         try:
             return task_of(pair, case, device, home)
         except PairError as error:
@@ -132,10 +132,10 @@ def hold(
     tally: Tally | None = None,
     strict_strides: bool = True,
 ) -> Truth:
-    """`judge` with as many replicas as it takes: none where `produced` is surely within the budget by all, and CAREFUL
-    before a side is accused whose error is near its budget.
+    """Call `judge` with as many replicas as it takes: none where `produced` is surely within the budget with all of
+    them, and CAREFUL before a side fails whose error is near its budget.
 
-    Returns the truth that decided.
+    Returns the truth that was decisive.
     """
     truth = known(NONE)
     if not truth.complete and _surely(pair, truth, produced, name, tally, strict_strides):
@@ -156,7 +156,8 @@ def hold(
 
 
 def _surely(pair: Pair, bare: Truth, produced: Leaves, name: str, tally: Tally | None, strict_strides: bool) -> bool:
-    """Whether the budget without replicas shows that `produced` is within that of all. Only then it is counted."""
+    """Return whether the budget without replicas shows that `produced` is within the budget with all of them. Only then
+    are its figures counted."""
     if bare.rounding:
         return False
     trial = Tally()

@@ -12,7 +12,7 @@ MOST_CHARACTERS = 300
 
 
 class PerfsuiteError(Exception):
-    """A user's mistake or a machine's lack, told in one line that names it and the remedy."""
+    """A user's mistake, or something that the machine lacks, reported in one line that names it and the remedy."""
 
 
 class PairError(PerfsuiteError):
@@ -28,9 +28,9 @@ class NotEquivalent(Exception):  # noqa: N818 - named as the verdict is
     case: Any
     """The draw that showed it, a `Case`, or None."""
     excess: float
-    """How many times its budget an error is; infinite for what has no budget."""
+    """Error as a multiple of its budget; infinite for an error without a budget."""
     names_its_cause: bool
-    """Whether the message says all, so that no likely cause is looked for."""
+    """Whether the message already names the cause, so that no likely cause is looked for."""
 
     def __init__(
         self, message: str, case: Any = None, *, excess: float = math.inf, names_its_cause: bool = False
@@ -76,7 +76,7 @@ class NoisyError(MachineError):
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of its message, shortened; empty where it has none.
+    """Return the first line of the error's message, shortened; empty where it has none.
 
     A line that ends with a colon announces the next one, which is added.
     """
@@ -88,8 +88,8 @@ def first_line(error: BaseException) -> str:
 
 
 def users_frame(error: BaseException) -> traceback.FrameSummary | None:
-    """The innermost frame of the error's traceback that is in the user's code, neither in perfsuite nor in an installed
-    package; None if there is none."""
+    """Return the innermost frame of the error's traceback that is in the user's code, neither in perfsuite nor in an
+    installed package; None if there is none."""
     harness = Path(__file__).parent
     frames = [
         frame
@@ -100,11 +100,11 @@ def users_frame(error: BaseException) -> traceback.FrameSummary | None:
 
 
 def printable(name: object) -> str:
-    """The name in one line, with characters that cannot be printed as Python escapes them."""
+    """Return the name in one line, with characters that cannot be printed as Python escapes them."""
     return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in str(name))
 
 
 def in_one_line(error: BaseException) -> str:
-    """Its type, and the first line of its message."""
+    """Return the type of the error and the first line of its message."""
     line = first_line(error)
     return f"{type(error).__name__}: {line}" if line else type(error).__name__

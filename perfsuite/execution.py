@@ -1,4 +1,4 @@
-"""Run one side on given inputs and lay out all it produced: outputs, changed inputs, gradients."""
+"""Run one side on given inputs and collect all that it produced: outputs, changed inputs, gradients."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _compiled: weakref.WeakKeyDictionary[Callable[..., Any], dict[str, Callable[...,
 
 
 def callable_of(side: Side) -> Callable[..., Any]:
-    """What to call for a side; a compiled one is compiled for static shapes unless it says otherwise."""
+    """Return the callable of a side. A compiled side is compiled for static shapes unless it says otherwise."""
     if side.compile is None:
         return side.call
     options = {"dynamic": False, **side.compile}
@@ -75,17 +75,17 @@ def _compiled_factory(make_step: Callable[..., Any], options: Mapping[str, Any])
 
 
 WATCHED_CALLS = 3
-"""So many first calls of a side are watched for all that they might leave changed; what is costly is mostly set up
-then."""
+"""Number of first calls of a side that are watched for everything that they might leave changed; what is costly is
+mostly set up then."""
 _calls: weakref.WeakKeyDictionary[Callable[..., Any], int] = weakref.WeakKeyDictionary()
 
 
 @contextmanager
 def settings_kept(side: Side | None = None) -> Iterator[dict[str, str]]:
-    """Collects what is left changed for all that runs afterwards, name → words, and puts it back.
+    """Collect what the block leaves changed for later code, name → words, and restore it.
 
-    Around one of the first calls of a `side`: all settings, modes, hooks and functions of torch's. Else those settings
-    that change most what others compute.
+    Around one of the first calls of a `side` this covers all settings, modes, hooks and functions of torch's. Otherwise
+    it covers the settings that most affect what other code computes.
     """
     with process_state.kept(quick=side is None or _is_known(side)) as changed:
         yield changed
@@ -93,7 +93,8 @@ def settings_kept(side: Side | None = None) -> Iterator[dict[str, str]]:
 
 @contextmanager
 def leaving_nothing(pair: Pair) -> Iterator[None]:
-    """Around a whole proof: puts back what its sides leave changed; NotEquivalent where that is anything of torch's."""
+    """Restore, after a whole proof, what its sides leave changed. Raises NotEquivalent where that is anything of
+    torch's."""
     with surroundings.kept(), process_state.kept() as changed:
         yield
     if changed:
@@ -108,8 +109,8 @@ FEW_THREADS = 4
 
 @contextmanager
 def few_threads(device: str) -> Iterator[None]:
-    """Operators of the CPU use few threads while a GPU's are proven: theirs are small, and to wake more takes longer
-    than what these save."""
+    """Let operators of the CPU use few threads while sides are proven on a GPU: these operators are small, and waking
+    more threads takes longer than they save."""
     threads = torch.get_num_threads()
     if device == "cpu" or threads <= FEW_THREADS:
         yield
@@ -122,7 +123,7 @@ def few_threads(device: str) -> Iterator[None]:
 
 
 def _is_known(side: Side) -> bool:
-    """Whether it was called often enough; notes that it is called now."""
+    """Return whether the side was called often enough, and note the present call."""
     try:
         made = _calls[side.call] = _calls.get(side.call, 0) + 1
     except TypeError:  # an object without weak references
@@ -132,10 +133,10 @@ def _is_known(side: Side) -> bool:
 
 @contextmanager
 def quiet(side: Side) -> Iterator[None]:
-    """Around every call of a side: what torch.compile itself warns of is silenced, for it is not the user's to mend.
+    """Wrap every call of a side, and silence torch.compile's own warnings, which are not for the user to fix.
 
-    PairError where the side raises what means something to the test runner (a skip, Hypothesis' assume): a draw that
-    it answers wrongly could so be made to disappear.
+    Raises PairError where the side raises an exception that has a meaning for the test runner (a skip, Hypothesis'
+    assume): otherwise a side could hide a draw that it answers wrongly.
     """
     with warnings.catch_warnings() if side.is_compiled else nullcontext():
         if side.is_compiled:
@@ -154,7 +155,7 @@ def quiet(side: Side) -> Iterator[None]:
 
 
 def unavailable(side: Side, device: str) -> str | None:
-    """Why this machine cannot run the side, or None."""
+    """Return why this machine cannot run the side, or None."""
     kind = torch.device(device).type
     if kind not in side.devices:
         return f"runs on {' or '.join(side.devices)} only, and this machine has no such device"
@@ -162,7 +163,7 @@ def unavailable(side: Side, device: str) -> str | None:
 
 
 def differentiable(pair: Pair) -> tuple[str, ...]:
-    """The inputs whose gradients are compared."""
+    """Return the inputs whose gradients are compared."""
     kept = set(pair.inputs) - (set(pair.mutates) - pair.keeping_parameters)
     return tuple(name for name, spec in pair.inputs.items() if name in kept and _is_differentiable(spec))
 
@@ -178,7 +179,7 @@ def _is_differentiable(spec: Any) -> bool:
 
 
 def flatten(value: Any, path: str = "output") -> Iterator[tuple[str, Leaf]]:
-    """(name, leaf) for everything a side returned."""
+    """Yield (name, leaf) for everything that a side returned."""
     if value is None or isinstance(value, (torch.Tensor, bool, int, float)):
         yield path, value
     elif isinstance(value, Mapping):
@@ -192,7 +193,7 @@ def flatten(value: Any, path: str = "output") -> Iterator[tuple[str, Leaf]]:
 
 
 def copies_of(leaves: Leaves) -> Leaves:
-    """Copies of the tensors among them."""
+    """Return the leaves with copies of their tensors."""
     return {n: leaf.clone() if isinstance(leaf, torch.Tensor) else leaf for n, leaf in leaves.items()}
 
 
@@ -222,7 +223,7 @@ def run(
     seed: int,
     kind: str = incoming.PLAIN,
 ) -> Leaves:
-    """Call the side; its outputs, then what it changed in place, then the gradients, by name.
+    """Call the side. Return its outputs, then the inputs that it changed in place, then the gradients, by name.
 
     `inputs` are consumed: a mutating side changes them. `kind` is that of the incoming gradients.
     """
@@ -242,7 +243,8 @@ def run(
 
 
 def shared_memory(pair: Pair, leaves: Leaves, inputs: Mapping[str, Any]) -> set[tuple[str, str]]:
-    """(output, other output or "its input NAME") that have an element in common; outputs declared changes left out."""
+    """Return the pairs (output, other output or "its input NAME") that have an element in common, without outputs that
+    are declared changes."""
     outputs = [(n, t) for n, t in leaves.items() if n.startswith("output") and isinstance(t, torch.Tensor)]
     given = [
         (f"its input {name}", tensor)
@@ -277,7 +279,7 @@ def _overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def _places(tensor: torch.Tensor) -> torch.Tensor:
-    """The place of each element in its storage."""
+    """Return the place of each element in its storage."""
     places = torch.tensor(int(tensor.storage_offset()))
     for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
         places = places.unsqueeze(-1) + stride * torch.arange(size)
@@ -291,7 +293,8 @@ def _ends(tensor: torch.Tensor) -> tuple[int, int]:
 
 @functools.cache
 def _ready_for_backward(device: torch.device) -> None:
-    """The thread of a GPU's backward pass warns if the first that it does is a matrix product; no side should."""
+    """Prepare the thread of a GPU's backward pass. It warns if its first operation is a matrix product, which no side
+    should have to cause."""
     with warnings.catch_warnings(), torch.enable_grad():
         warnings.simplefilter("ignore")
         x = torch.ones(1, 1, device=device, requires_grad=True)
@@ -299,7 +302,8 @@ def _ready_for_backward(device: torch.device) -> None:
 
 
 def with_changed(pair: Pair, inputs: Mapping[str, Any], returned: Any) -> Leaves:
-    """The returned leaves, then the inputs changed in place; an input that is itself returned counts once."""
+    """Return the leaves that the side returned, then the inputs changed in place; an input that is itself returned
+    counts once."""
     names = sorted(pair.mutates, key=lambda name: (name in pair.written, name))
     changed = {path: tensor for name in names for path, tensor in make.changing(pair, name, inputs[name])}
     leaves: Leaves = {}
@@ -329,14 +333,14 @@ native_layer_norm native_layer_norm_backward native_group_norm native_group_norm
 native_batch_norm_backward _fused_rms_norm _fused_rms_norm_backward
 """
 COMPOSED = frozenset(_COMPOSED.split())
-"""Operations of several roundings, between which terms may cancel: taken apart into those of ROUNDED."""
+"""Operations with several roundings, between which terms may cancel: they are decomposed into those of ROUNDED."""
 
 CONTRACTED = {"mm": 0, "bmm": 0, "mv": 0, "dot": 0, "vdot": 0, "addmm": 1, "baddbmm": 1, "addmv": 1}
 """The argument whose last dimension a product sums over."""
 SCANS = ("cumsum", "cumprod", "logcumsumexp")
 """Operations that add up along their second argument; half of it on average."""
 MAX_DEPTH = 1024
-"""A fast kernel adds up at most about this many terms one after the other; the rest it does in parallel."""
+"""Most terms, roughly, that a fast kernel adds up one after the other; the rest it adds up in parallel."""
 
 
 class PlainMode(TorchDispatchMode):
@@ -351,7 +355,7 @@ class PlainMode(TorchDispatchMode):
 
 
 class OutsideCompiled(PlainMode):
-    """A mode that compiled functions run beside, as they are."""
+    """A mode that leaves compiled functions as they are: they run outside of it."""
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -389,7 +393,7 @@ class _RedrawnRoundings(PlainMode):
         return result
 
     def _how(self, func: Any) -> tuple[str, bool, Callable[..., Any] | None]:
-        """(name, whether it rounds, what it is taken apart into)."""
+        """Return (name, whether the operation rounds, its decomposition)."""
         name = func.overloadpacket.__name__
         rounds = name in ROUNDED or name in COMPOSED or name.removesuffix("_") in ROUNDED
         return name, rounds, self.parts[func] if name in COMPOSED and func in self.parts else None
@@ -409,7 +413,7 @@ class _RedrawnRoundings(PlainMode):
         tensor.mul_(factors.take(count).view(tensor.shape))
 
     def _span(self, dtype: torch.dtype, depth: int) -> tuple[torch.dtype, float]:
-        """(the dtype of the factors, how far they are from 1 at most)."""
+        """Return (the dtype of the factors, the largest distance of a factor from 1)."""
         work = torch.float64 if dtype == torch.float64 else torch.float32
         eps = max(self.least, torch.finfo(dtype).eps, torch.finfo(work).eps * math.sqrt(depth / 3))
         return work, self.units * eps
@@ -424,15 +428,15 @@ class _RedrawnRoundings(PlainMode):
 
 
 DRAWN_AHEAD = 1 << 20
-"""Factors at most, of one span."""
+"""Most factors of one span that are drawn ahead."""
 MOST_KEPT = 8
-"""Spans whose factors are drawn ahead at a time: sums of many lengths have one each."""
+"""Most spans whose factors are drawn ahead at a time: sums of different lengths have a span each."""
 
 
 class _Factors:
     """Factors between 1 − `span` and 1 + `span`, each taken once.
 
-    They are drawn ahead, each time twice as many: to draw those of one step of a loop takes longer than the step.
+    They are drawn ahead, each time twice as many: drawing the factors of one step of a loop takes longer than the step.
     """
 
     def __init__(self, generator: torch.Generator, dtype: torch.dtype, span: float) -> None:
@@ -454,7 +458,7 @@ class _Factors:
 
 
 def _depth(name: str, args: Any, result: torch.Tensor) -> int:
-    """How many terms are added up for one element of the result."""
+    """Return how many terms are added up for one element of the result."""
     if name in CONTRACTED:
         return min(MAX_DEPTH, max(1, int(args[CONTRACTED[name]].shape[-1])))
     first = args[0] if args and type(args[0]) is torch.Tensor else None
@@ -466,7 +470,8 @@ def _depth(name: str, args: Any, result: torch.Tensor) -> int:
 
 
 def redrawn_roundings(seed: int, units: float = 1.0, least: float = 0.0) -> TorchDispatchMode:
-    """Every operation's result moves by up to `units` in the last place: another sample of its rounding errors.
+    """Return a mode in which every operation's result moves by up to `units` in the last place: another sample of its
+    rounding errors.
 
     The result of a sum of n terms moves by √(n/3) units of float32 if these are more, as if added up one after the
     other. `least` is the least relative size of a unit.
@@ -481,13 +486,14 @@ def run_steps(
     steps: Sequence[int],
     given: Callable[[int], dict[str, Any]],
 ) -> dict[int, Leaves]:
-    """Build the step and run it; the state after each of `steps`. `given(i)` are the inputs of step i, from 1."""
+    """Build the step and run it. Return the state after each of `steps`. `given(i)` are the inputs of step i, from
+    1."""
     *_, states = stepping(make_step, pair, inputs, steps, given)
     return states
 
 
 def of_all_steps(states: Mapping[int, Leaves]) -> Leaves:
-    """The states after several steps as one: their names say after how many steps."""
+    """Merge the states after several steps into one; the names say after how many steps."""
     return {name: leaf for state in states.values() for name, leaf in state.items()}
 
 
@@ -498,7 +504,7 @@ def stepping(
     steps: Sequence[int],
     given: Callable[[int], dict[str, Any]],
 ) -> Iterator[dict[int, Leaves]]:
-    """As `run_steps`, stopping after it has built the step and after each: the states so far."""
+    """Run as `run_steps` does, but pause after building the step and after each step, and yield the states so far."""
     step = make_step(*inputs.values())
     states: dict[int, Leaves] = {}
     yield states

@@ -1,4 +1,4 @@
-"""Sizes that follow from others: `"2*half"`, `"H//G"`, `"V-1"`."""
+"""Evaluate sizes that follow from others: `"2*half"`, `"H//G"`, `"V-1"`."""
 
 from __future__ import annotations
 
@@ -21,12 +21,13 @@ OPERATORS: dict[type[ast.operator], Callable[[int, int], int]] = {
 
 @functools.lru_cache(maxsize=1024)
 def names(expression: str) -> frozenset[str]:
-    """The sizes that the expression depends on. PairError where it is no sum, product or whole quotient of sizes."""
+    """Return the sizes that the expression depends on. Raises PairError where it is not a sum, a product or a whole
+    quotient of sizes."""
     return frozenset(_names(_parsed(expression), expression))
 
 
 def value(expression: str, sizes: Mapping[str, Any]) -> int:
-    """The expression at these sizes."""
+    """Return the value of the expression at these sizes."""
     return int(sizes[expression]) if expression in sizes else _value(_parsed(expression), sizes)
 
 

@@ -1,6 +1,6 @@
-"""What is known of a pair's draws, kept for the proofs that come after: each side is held against the same truth.
+"""Facts about a pair's draws, kept for later proofs, so that each side is compared with the same truth.
 
-The proofs of one pair draw the same cases (`perfsuite.items`), and to establish a truth takes many runs of the
+The proofs of one pair draw the same cases (`perfsuite.items`), and establishing a truth takes many runs of the
 reference. A truth is kept as bytes. No side can change them, and each proof gets tensors of its own.
 """
 
@@ -23,7 +23,7 @@ from perfsuite.rule import REPLICAS
 from perfsuite.truths import Discard, Drawn, Truth
 
 MOST_BYTES = 256 << 20
-"""Of the truths of one pair; those of later draws are established anew."""
+"""Most bytes of the truths of one pair that are kept; truths of later draws are established anew."""
 
 
 class KnownFacts(Facts):
@@ -32,7 +32,7 @@ class KnownFacts(Facts):
     def __init__(self, most_bytes: int = MOST_BYTES) -> None:
         self._left = most_bytes
         self._truths: dict[tuple[str, ...], bytes | None] = {}
-        """A draw that is discarded has None."""
+        """Truths by draw, as bytes; None for a draw that is discarded."""
         self._tasks: dict[tuple[str, ...], Task] = {}
         self.sizes = KnownSizes()
 
@@ -47,7 +47,8 @@ class KnownFacts(Facts):
         replicas: int = REPLICAS,
         drawn: Drawn | None = None,
     ) -> Truth:
-        """As `establish`, from an earlier proof where there was one: of another side, so not of a pair with one."""
+        """Return the truth as `establish` does, or from an earlier proof of another side. It is kept only for a pair
+        with variants."""
         key = (*_key(case, device), str(gradients), str(replicas))
         if key in self._truths:
             kept = self._truths[key]
@@ -66,7 +67,7 @@ class KnownFacts(Facts):
         return truth
 
     def task(self, pair: Pair, case: Case, device: str, *, home: Path | None) -> Task:
-        """What the draw says about the reference, from an earlier proof where there was one."""
+        """Return the findings of the draw about the reference, from an earlier proof where there was one."""
         key = _key(case, device)
         if key not in self._tasks:
             self._tasks[key] = super().task(pair, case, device, home=home)
@@ -78,7 +79,7 @@ def _key(case: Case, device: str) -> tuple[str, ...]:
 
 
 def _written(truth: Truth) -> bytes:
-    """Nothing where an output cannot be written, such as a tensor of a kind of its own."""
+    """Return the truth as bytes; empty where an output cannot be written, such as a tensor of a kind of its own."""
     stream = io.BytesIO()
     with contextlib.suppress(Exception):
         torch.save(
@@ -96,7 +97,7 @@ _latest: list[tuple[Pair, KnownFacts]] = []
 
 
 def facts_of(pair: Pair) -> KnownFacts:
-    """The facts of this pair's draws. Those of the pair before are forgotten, since its proofs are done."""
+    """Return the facts of this pair's draws. Those of the pair before are forgotten, since its proofs are done."""
     if not _latest or _latest[0][0] is not pair:
         _latest[:] = [(pair, KnownFacts())]
     return _latest[0][1]

@@ -17,13 +17,13 @@ OF_THE_DEVICE = "CUDA"
 LACKS_MEMORY = ("out of memory", "ALLOC_FAILED")
 """Parts of the messages of out-of-memory errors that libraries raise as a plain RuntimeError."""
 CROWDED_SHARE = 0.05
-"""Above this share of a GPU's memory in the hands of other processes, it may be they who left too little."""
+"""Share of a GPU's memory held by other processes above which they may be the ones that left too little."""
 KEPT_BYTES = 1 << 30
-"""A process keeps no more freed memory than this between two proofs, because others need it, too."""
+"""Most bytes of freed memory that a process keeps between two proofs, because others need it, too."""
 
 
 def lacks_memory(error: BaseException) -> bool:
-    """Whether it says that the memory of a device did not suffice."""
+    """Return whether the error says that the memory of a device did not suffice."""
     torch: Any = sys.modules.get("torch")
     if torch is not None and isinstance(error, torch.OutOfMemoryError):
         return True
@@ -31,12 +31,12 @@ def lacks_memory(error: BaseException) -> bool:
 
 
 def is_of_device(error: BaseException) -> bool:
-    """Whether a device is the cause: an earlier kernel, or too little memory."""
+    """Return whether a device is the cause of the error: an earlier kernel, or too little memory."""
     return lacks_memory(error) or OF_THE_DEVICE in str(error)
 
 
 def is_crowded() -> bool:
-    """Whether other processes hold much of the GPU's memory."""
+    """Return whether other processes hold much of the GPU's memory."""
     torch: Any = sys.modules.get("torch")
     if torch is None or not torch.cuda.is_initialized():
         return False
@@ -45,7 +45,7 @@ def is_crowded() -> bool:
 
 
 def free_memory() -> None:
-    """Give back what torch keeps of freed memory, where that is much."""
+    """Release the freed memory that torch keeps, where it is much."""
     torch: Any = sys.modules.get("torch")
     if torch is None or not torch.cuda.is_initialized():
         return
@@ -54,7 +54,7 @@ def free_memory() -> None:
 
 
 def check() -> None:
-    """DeviceFault, with CUDA's first line, where the GPU cannot be used any more. Waits for the GPU."""
+    """Raise DeviceFault, with CUDA's first line, where the GPU cannot be used any more. Waits for the GPU."""
     torch: Any = sys.modules.get("torch")
     if torch is None or not torch.cuda.is_initialized():
         return

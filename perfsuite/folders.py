@@ -9,7 +9,8 @@ SCRATCH = ".perfsuite"
 
 
 def own_folder(folder: Path) -> Path:
-    """Make a folder, and where it lies in a `.perfsuite` tell git to ignore that. OSError where it cannot be made."""
+    """Make a folder. If it lies in a `.perfsuite` folder, have git ignore that. Raises OSError where it cannot be
+    made."""
     folder.mkdir(parents=True, exist_ok=True)
     for top in (folder, *folder.parents):
         if top.name == SCRATCH:

@@ -37,7 +37,7 @@ START_S = 120.0
 CHUNK = 1 << 16
 READY = b"ready"
 NOT_INITIALIZED = 3
-"""CUDA_ERROR_NOT_INITIALIZED: what the driver answers in a fork of a process that has initialised it."""
+"""CUDA_ERROR_NOT_INITIALIZED: the driver's answer in a fork of a process that has initialised CUDA."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -61,12 +61,12 @@ class Fork:
         self.returncode: int | None = None
 
     def poll(self) -> int | None:
-        """The exit code, negative for a signal; None while it runs."""
+        """Return the exit code, negative for a signal; None while it runs."""
         self._server.receive(0.0)
         return self.returncode
 
     def wait(self, timeout: float | None = None) -> int:
-        """Wait for its end; the exit code. Raises subprocess.TimeoutExpired after `timeout` seconds."""
+        """Wait for its end and return the exit code. Raises subprocess.TimeoutExpired after `timeout` seconds."""
         self._until(lambda: self.returncode is not None, timeout)
         assert self.returncode is not None
         return self.returncode
@@ -91,7 +91,7 @@ class Fork:
             return
         try:
             os.killpg(self.pid, signal.SIGKILL)
-        except (ProcessLookupError, PermissionError):  # it has just begun and has no group yet, or has ended
+        except (ProcessLookupError, PermissionError):  # it has only begun and has no group yet, or it has ended
             if self.returncode is None:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(self.pid, signal.SIGKILL)
@@ -102,7 +102,7 @@ class Fork:
 
 
 def finish(fork: Fork, seconds: float) -> int:
-    """Wait for the task's end; its exit code, negative for a signal.
+    """Wait for the task's end and return its exit code, negative for a signal.
 
     Raises subprocess.TimeoutExpired after `seconds`; the task is then killed with all processes it has started.
     """
@@ -148,7 +148,7 @@ class Forks:
         return fork
 
     def run(self, command: Command, seconds: float) -> int:
-        """Run the command as `start` does and wait for its end; the exit code, negative for a signal.
+        """Run the command as `start` does and wait for its end. Return the exit code, negative for a signal.
 
         Raises subprocess.TimeoutExpired after `seconds`; the task is then killed with all processes it has started.
         """
@@ -163,7 +163,7 @@ class Forks:
         return finish(self.start(command), seconds)
 
     def is_preparing(self) -> bool:
-        """Whether there is a server that is not ready yet."""
+        """Return whether there is a server that is not ready yet."""
         return self._server is not None and self._server.is_preparing()
 
     def close(self) -> None:
@@ -179,7 +179,7 @@ class _Server:
 
     def __init__(self, prepare: str, environment: Mapping[str, str]) -> None:
         self._forks: dict[int, Fork] = {}
-        """Those that have not ended."""
+        """Forks that have not ended."""
         self._channel, far = socket.socketpair()
         self._received = b""
         self._ready = False
@@ -213,7 +213,7 @@ class _Server:
             self.close()
 
     def receive(self, seconds: float | None) -> None:
-        """Read the server's answers; wait for the first one up to so many seconds, or without a limit."""
+        """Read the server's answers; wait for the first one up to `seconds`, or without a limit."""
         if self._channel.fileno() < 0:
             return
         ready, _, _ = select.select([self._channel], [], [], seconds)
@@ -252,7 +252,8 @@ class _Server:
 
 
 def serve(prepare: str) -> None:
-    """The server: one task a line on the socket that is its stdin; it answers with process ids and exit codes."""
+    """Run the server. It reads one task a line from the socket that is its stdin, and answers with process ids and exit
+    codes."""
     die_with_parent()
     module, _, name = prepare.partition(":")
     getattr(importlib.import_module(module), name)()
@@ -332,7 +333,8 @@ class _Serving:
 
 
 def _can_fork() -> bool:
-    """Whether CUDA works in a fork of this process, as it does unless it has been initialised here. A fork tries it."""
+    """Return whether CUDA works in a fork of this process, as it does unless it has been initialised here. A fork tries
+    it."""
     child = os.fork()
     if child == 0:
         try:
@@ -343,7 +345,7 @@ def _can_fork() -> bool:
 
 
 def _become(task: Mapping[str, Any], descriptor: int | None, *, forkable: bool) -> NoReturn:
-    """In the fork: run the module as `python -m` does, then exit; if not `forkable`, in a Python started anew."""
+    """Run the module in the fork as `python -m` does, then exit. If not `forkable`, use a Python started anew."""
     os.setsid()
     die_with_parent()
     nothing = os.open(os.devnull, os.O_RDONLY)

@@ -1,4 +1,4 @@
-"""The form of an output: kind, shape, dtype, device and how it lies in memory; and whether tensors are identical."""
+"""Compare the form of an output (kind, shape, dtype, device and strides), and test whether tensors are identical."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ def judge_form(
     strides: bool,
     plain: bool,
 ) -> None:
-    """NotEquivalent where `got` has another form than the reference's output.
+    """Raise NotEquivalent where `got` has another form than the reference's output.
 
-    `dtype` is what a floating output is declared to be in. `marks`: it may carry none of MARKS that the reference's
-    does not. `strides`: their class matters, too; it must be the reference's own where the inputs are `plain`, which is
-    contiguous.
+    `dtype` is the declared dtype of a floating output. With `marks`, it may have none of MARKS that the reference's
+    output does not have. With `strides`, the class of its strides matters, too; it must be the reference's own where
+    the inputs are `plain`, which means contiguous.
     """
     if isinstance(reference, torch.Tensor) != isinstance(got, torch.Tensor):
         raise NotEquivalent(f"{where} is {kind(got)} where the reference has {kind(reference)}")
@@ -68,13 +68,13 @@ MARKS: Mapping[str, Callable[[torch.Tensor], bool]] = {
 """Properties of a tensor that its values do not show. Autograd refuses an inference tensor. A kernel that is given the
 address of such a view reads other values."""
 STRIDES = ("contiguous", "channels last", "permuted", "strided", "overlapping")
-"""From strong to weak: code downstream may rely on what the reference gives, never on more."""
+"""Classes of strides, from strong to weak: code downstream may rely on what the reference gives, never on more."""
 KEPT = "permuted"
-"""How an elementwise operation may leave its output where its inputs are not contiguous."""
+"""Class of strides that an elementwise operation may give its output where its inputs are not contiguous."""
 
 
 def strides_class(tensor: torch.Tensor) -> str:
-    """How the tensor lies in memory: one of STRIDES."""
+    """Return the class of the tensor's strides: one of STRIDES."""
     if tensor.is_contiguous():
         return "contiguous"
     if make.overlaps(tensor):
@@ -86,13 +86,13 @@ def strides_class(tensor: torch.Tensor) -> str:
 
 
 def identical(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Equal in every element, NaN equal to NaN."""
+    """Return whether two tensors are equal in every element, NaN being equal to NaN."""
     same = (a == b) | (a.isnan() & b.isnan()) if a.is_floating_point() or a.is_complex() else a == b
     return bool(same.all())
 
 
 def same_values(one: Any, other: Any) -> bool:
-    """Whether all tensors in two nested values of one form are equal in every element."""
+    """Return whether all tensors in two nested values of one form are equal in every element."""
     return all(
         a.shape == b.shape and identical(a, b)
         for (_, a), (_, b) in zip(make.tensors_in(one), make.tensors_in(other), strict=True)
@@ -104,7 +104,8 @@ def kind(leaf: Leaf) -> str:
 
 
 def unusual_kind(tensor: torch.Tensor) -> str:
-    """The kind of a tensor that is not dense, so that its elements cannot be compared; empty for a dense tensor."""
+    """Return the kind of a tensor that is not dense, so that its elements cannot be compared; empty for a dense
+    tensor."""
     if tensor.is_nested:
         return "nested"
     if tensor.is_quantized:

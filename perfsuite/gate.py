@@ -73,23 +73,25 @@ from perfsuite.statistics import (
 )
 
 ALPHA = 0.01
-"""False alarms over the whole suite: one in a hundred runs at most."""
+"""Rate of false alarms over the whole suite: one in a hundred runs at most."""
 POWER = 0.95
 USUAL_PROCESSES = 6
-"""A margin up to MARGIN_USUAL is one that so many processes resolve; beyond it all of LOOKS are counted on."""
+"""Number of processes that resolve a margin up to MARGIN_USUAL; for a larger margin all of LOOKS are counted on."""
 MARGIN_MIN = {"device": 0.01, "wall": 0.015}
 """Below 1%, what differs between two builds of one function is code placement, not its design. What the host does
 between launches varies more from process to process."""
 MARGIN_USUAL = 0.02
 MARGIN_MOST = 0.10
-"""No default margin lets more than this pass: who can live with more declares it."""
+"""Largest default margin; a larger one has to be declared."""
 STORED_MARGIN_MAX = 0.04
-"""Against stored figures of one session 2 to 3% is what can be resolved; beyond twice MARGIN_USUAL it is no gate."""
+"""Largest margin against stored figures. Stored figures of one session resolve 2 to 3%, and beyond twice MARGIN_USUAL
+it is no gate."""
 MARGIN_STEP = 0.001
 OWN_SECONDS_SD = 0.01
-"""Seconds by themselves shift by about 1% from session to session, with the chip's clock and temperature."""
+"""Standard deviation of seconds by themselves between sessions: they shift by about 1% with the chip's clock and
+temperature."""
 OWN_SECONDS_MARGIN = 0.10
-"""What seconds by themselves can hold at the suite-wide level with such shifts."""
+"""Margin that seconds by themselves can hold at the suite-wide level with such shifts."""
 NO_PROMISES = PromiseRecord()
 NO_SHIFT = Variance(value=0.0, dof=math.inf)
 """The session's variance where both sides are timed in the same session."""
@@ -105,7 +107,7 @@ class Subject:
     """None where two revisions are compared without a baseline."""
     promises: PromiseRecord = NO_PROMISES
     margin: float | None = None
-    """As declared; None: what the device resolves."""
+    """Margin as declared; None for the one that the device resolves."""
     against: str = ""
     """The revision that is interleaved, in words."""
     stored: str = ""
@@ -132,7 +134,7 @@ class Subject:
 
     @property
     def values(self) -> list[float]:
-        """Process means of the log-ratio to that side."""
+        """Process means of the log-ratio to the side `other`."""
         return _values(self.runs, self.other)
 
 
@@ -153,7 +155,7 @@ class Speedup:
 
     now: Estimate
     promised: float = 0.0
-    """0 where nothing is promised."""
+    """Promised log-ratio; 0 where nothing is promised."""
     holds: bool = True
     broken: bool = False
     full: int = 0
@@ -170,10 +172,10 @@ class Speedup:
 
 
 def analyse(subjects: Iterable[Subject], suite: Suite, *, selected: int) -> dict[str, Verdict | Open]:
-    """The rule, on all that was measured so far; call it again with every further process.
+    """Apply the rule to all that was measured so far. Call it again with every further process.
 
-    `selected` is the number of workloads at collection. A verdict given earlier may be withdrawn when the run turns
-    out to be noisier than it seemed. ValueError if `selected` is less than the subjects.
+    `selected` is the number of workloads at collection. A verdict given earlier may be withdrawn when the run turns out
+    to be noisier than it seemed. Raises ValueError if `selected` is less than the subjects.
     """
     every = list(subjects)
     if selected < len(every):
@@ -191,10 +193,10 @@ def analyse(subjects: Iterable[Subject], suite: Suite, *, selected: int) -> dict
 def promises_only(
     runs: Mapping[str, tuple[Measurement, ...]], promises: Mapping[str, PromiseRecord], *, selected: int
 ) -> dict[str, Verdict]:
-    """The promises by themselves, from one process on: a plain run, or before acceptance.
+    """Judge the promises by themselves, from one process on: in a plain run, or before acceptance.
 
-    PASS says here that the promises hold, and nothing about a regression. One look decides: a speedup that is neither
-    shown nor broken is NOISY where the estimate reaches it, else BELOW_FLOOR.
+    PASS means here that the promises hold, and says nothing about a regression. One look decides: a speedup that is
+    neither shown nor broken is NOISY where the estimate reaches it, else BELOW_FLOOR.
     """
     prior = fit_prior(
         [_values(r, "reference")] for r in runs.values() if r and not soundness.incomplete(r, "reference")
@@ -218,12 +220,12 @@ def promises_only(
 
 
 def margin_of(entry: Entry, suite: Suite, *, selected: int) -> float:
-    """The smallest relative slowdown that the rule finds with 95% power, given the accepted noise."""
+    """Return the smallest relative slowdown that the rule finds with 95% power, given the accepted noise."""
     return _default_margin(_expected(Subject(id=entry.id, entry=entry), suite), selected, MARGIN_MIN[entry.clock])
 
 
 def _judge(s: Subject, suite: Suite, accepted: Variance, factor: float, selected: int) -> Verdict | Open:
-    """The verdict on one workload whose measurements are sound, or what it still needs.
+    """Return the verdict on one workload whose measurements are sound, or what it still needs.
 
     `accepted` is the variance of a process mean as accepted, and this run has `factor` times as much.
     """
@@ -262,7 +264,7 @@ def _judge(s: Subject, suite: Suite, accepted: Variance, factor: float, selected
 
 
 def _by_speed(s: Subject, slower: Estimate, margin: float, selected: int) -> tuple[Status | None, str]:
-    """REGRESSED, IMPROVED, PASS, NOISY or None (not clear yet) by the speed alone, and the reason in words."""
+    """Return REGRESSED, IMPROVED, PASS, NOISY or None (not clear yet) by the speed alone, and the reason in words."""
     level, processes = ALPHA / len(RED_LOOKS) / selected, len(s.runs)
     change = math.expm1(slower.value)
     against = "when accepted, by the stored figures" if s.stored else s.against
@@ -302,7 +304,7 @@ def _regressed(s: Subject, shown: Verdict, slower: Estimate, text: str) -> Verdi
 
 
 def _promise_missed(s: Subject, shown: Verdict, speed: Speedup) -> Verdict:
-    """The verdict where the speed is as accepted, yet the promised speedup is not shown."""
+    """Return the verdict where the speed is as accepted, yet the promised speedup is not shown."""
     text = f"{speed}; promised {speed.promised:.4g}×"
     if s.entry is not None:
         text += f", {s.entry.speedup():.4g}× when accepted"
@@ -315,7 +317,7 @@ def _promise_missed(s: Subject, shown: Verdict, speed: Speedup) -> Verdict:
 
 
 def _with_cause(s: Subject, verdict: Verdict, speed: Speedup | None, margin: float) -> Verdict:
-    """The green verdict; where the stored speedup is no longer reached, with the cause."""
+    """Return the green verdict; where the stored speedup is no longer reached, with the cause."""
     if s.entry is None or speed is None or speed.least or s.few:
         return verdict
     lost = math.log(s.entry.speedup()) - speed.now.value
@@ -331,7 +333,7 @@ def _with_cause(s: Subject, verdict: Verdict, speed: Speedup | None, margin: flo
 
 
 def _expected(s: Subject, suite: Suite) -> Variance:
-    """The variance of a process mean, as accepted, for as many blocks as this run's processes have."""
+    """Return the variance of a process mean, as accepted, for as many blocks as this run's processes have."""
     suite = suite.of(s.clock)
     if s.stored:
         return (noise_of(s.entry.process_means(), suite.ratio) if s.entry and not s.few else suite.ratio).process
@@ -346,9 +348,10 @@ def _expected(s: Subject, suite: Suite) -> Variance:
 
 
 def _known(expected: Variance, run: Sequence[Measurement], other: str) -> Variance:
-    """What is known of the process variance after this run; where its processes vary far beyond it, they alone count.
+    """Return the process variance as known after this run. Where this run's processes vary far beyond `expected`, they
+    alone count.
 
-    Blocks that vary beyond it show that at once: the mean of a process is no better than they are.
+    Blocks that vary far beyond it show this at once: the mean of a process is no better than its blocks.
     """
     processes = [m.log_ratios[other] for m in run]
     value, dof = block_variance(processes, run[0].clock)
@@ -364,7 +367,7 @@ def _known(expected: Variance, run: Sequence[Measurement], other: str) -> Varian
 def _slowdown(
     s: Subject, suite: Suite, accepted_noise: Variance, factor: float, selected: int
 ) -> tuple[Estimate, float]:
-    """(log slowdown of the optimized side, margin)."""
+    """Return (log slowdown of the optimized side, margin)."""
     if s.stored and s.few:
         return _own_seconds(s), s.margin or OWN_SECONDS_MARGIN
     known = _known(replace(accepted_noise, value=factor * accepted_noise.value), s.runs, s.other)
@@ -389,7 +392,8 @@ def _slowdown(
 
 
 def _own_seconds(s: Subject) -> Estimate:
-    """Log slowdown of the optimized side by its own seconds: what is left where the reference tells nothing."""
+    """Return the log slowdown of the optimized side by its own seconds. It is used where the reference shows
+    nothing."""
     assert s.entry is not None
     accepted = [[math.log(p.seconds["optimized"]) for p in session.processes] for session in s.entry.sessions]
     now = [math.log(median(m.sides["optimized"].blocks_s)) for m in s.runs]
@@ -399,7 +403,7 @@ def _own_seconds(s: Subject) -> Estimate:
 
 
 def _speedup(s: Subject, prior: Noise, selected: int, *, looks: int) -> Speedup | None:
-    """This run's speedup over the reference; None where the reference was not timed.
+    """Return this run's speedup over the reference; None where the reference was not timed.
 
     A promise holds where this run shows it. It is broken only if no session's shift explains why this run is below it.
     """
@@ -435,7 +439,8 @@ def _speedup(s: Subject, prior: Noise, selected: int, *, looks: int) -> Speedup 
 
 
 def _default_margin(process: Variance, selected: int, least: float) -> float:
-    """What USUAL_PROCESSES resolve; where that is beyond MARGIN_USUAL, what all processes resolve."""
+    """Return the slowdown that USUAL_PROCESSES resolve. Where it is above MARGIN_USUAL, return the one that all
+    processes resolve, between MARGIN_USUAL and MARGIN_MOST."""
 
     def found_by(processes: int) -> float:
         error = _paired([0.0] * processes, replace(process, dof=process.dof + processes - 1))
@@ -446,7 +451,7 @@ def _default_margin(process: Variance, selected: int, least: float) -> float:
 
 
 def _resolvable(error: Estimate, selected: int, least: float) -> float:
-    """The slowdown shown with 95% power by an estimate with this error; at least `least`, in MARGIN_STEP."""
+    """Return the slowdown shown with 95% power by an estimate with this error; at least `least`, in MARGIN_STEP."""
     needed = t_quantile(1 - ALPHA / len(RED_LOOKS) / selected, error.dof) + t_quantile(POWER, error.dof)
     # No margin is beyond MARGIN_MOST: a larger error need not be exact, and its exponential could overflow.
     steps = math.ceil(math.expm1(min(needed * error.se, 1.0)) / MARGIN_STEP - 1e-9)
@@ -454,7 +459,7 @@ def _resolvable(error: Estimate, selected: int, least: float) -> float:
 
 
 def _paired(values: Sequence[float], process: Variance) -> Estimate:
-    """The mean of processes that interleave two revisions: no session's shift enters."""
+    """Return the mean of processes that interleave two revisions: no session's shift enters."""
     return estimate(paired_mean(values), Noise(process=process, session=NO_SHIFT))
 
 
@@ -466,7 +471,8 @@ def _values(run: Iterable[Measurement], other: str) -> list[float]:
 
 
 def _unusable(s: Subject) -> Verdict | Open | None:
-    """What is said of a workload that cannot be judged: its measurements are unsound, or of something else."""
+    """Return the verdict on a workload that cannot be judged, because its measurements are unsound or of something
+    else; None if it can."""
     if not s.runs:
         return Open(processes=1, reason="nothing was measured")
     if text := _unsound(s):
@@ -481,7 +487,7 @@ def _unusable(s: Subject) -> Verdict | Open | None:
 
 
 def _unsound(s: Subject) -> str:
-    """What is missing or contradictory in the measurements; empty where they are sound."""
+    """Return what is missing or contradictory in the measurements; empty where they are sound."""
     if not s.runs:
         return "nothing was measured"
     foreign = next((m.id for m in s.runs if m.id != s.id), None)
@@ -496,7 +502,7 @@ def _unsound(s: Subject) -> str:
 
 
 def _shown(s: Subject, slower: Estimate | None, speed: Speedup | None, margin: float | None) -> Verdict:
-    """The figures of a verdict, without its status."""
+    """Return the figures of a verdict, without its status."""
     verdict = Verdict(
         id=s.id,
         status=Status.UNMEASURED,

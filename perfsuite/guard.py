@@ -1,4 +1,4 @@
-"""Whether the clocks, the statistics and the harness itself are still what was installed.
+"""Check that the clocks, the statistics and the harness itself are still what was installed.
 
 User code runs in the harness's process and could replace a timer, a comparison or a rule. Nothing is remembered from
 an earlier moment, which would only be as good as that moment: a function is genuine if it is compiled code of its own
@@ -80,7 +80,7 @@ TRUSTED = (
     "torch.autograd.grad",
     "torch.autograd.backward",
 )
-"""What a verdict rests on outside the harness."""
+"""Functions outside the harness that a verdict rests on."""
 
 HARNESS = Path(__file__).parent
 FOREIGN = ("st.", "pytest.", "hypothesis.")
@@ -89,7 +89,7 @@ INSTALLED = "the harness must run as installed"
 
 
 def check() -> None:
-    """TamperedError, naming it, where something that a verdict rests on has been replaced."""
+    """Raise TamperedError, naming the object, where something that a verdict rests on has been replaced."""
     for name in TRUSTED:
         module, _, rest = name.partition(".")
         while f"{module}.{rest.partition('.')[0]}" in sys.modules:
@@ -117,7 +117,8 @@ def _check_one(name: str, module: ModuleType, path: str) -> None:
 
 
 def _is_genuine(found: Any, package: str) -> bool:
-    """Compiled code, or Python code from the package's own folder (or the standard library's)."""
+    """Return whether the object is compiled code, or Python code from the package's own folder (or the standard
+    library's)."""
     if isinstance(found, type):
         home = sys.modules.get(found.__module__)
         return found.__module__.partition(".")[0] == package and home is not None and _lies_in(package, _file(home))
@@ -136,7 +137,8 @@ def _is_genuine(found: Any, package: str) -> bool:
 
 @functools.cache
 def _folder(package: str) -> Path:
-    """Where the code of a package may lie; that of a module of the standard library, anywhere in it."""
+    """Return the folder where the code of a package may lie; for a module of the standard library, the library's
+    folder."""
     library = Path(sysconfig.get_paths()["stdlib"]).resolve()
     file = getattr(importlib.import_module(package), "__file__", None)
     if package in sys.stdlib_module_names or file is None:
@@ -196,7 +198,7 @@ def _check_own(module: ModuleType) -> None:
 
 @functools.cache
 def is_harness(file: str) -> bool:
-    """Whether a source file, as its code objects name it, is one of perfsuite's own."""
+    """Return whether a source file, as its code objects name it, is one of perfsuite's own."""
     return HARNESS in Path(file).parents
 
 
@@ -214,7 +216,7 @@ def _is_own(found: Any, lines: set[int], file: str) -> bool:
 
 @functools.cache
 def _declared(file: str) -> tuple[dict[str, set[int]], dict[str, Any], dict[str, tuple[str, str]]]:
-    """What a source file says it holds.
+    """Return the functions, constants and imports that a source file declares.
 
     Function or Class.method → the lines where it may begin; constant → its literal value; name → where it is imported
     from, (module, attribute).

@@ -15,15 +15,15 @@ from perfsuite import inputs as make
 from perfsuite.integrity.probe import Probe
 
 HELD_CALLS = 4
-"""Memory that each of the last two of so many calls adds to is not a cache that fills once."""
+"""Number of calls. Memory that grows in each of the last two of them is not a cache that fills once."""
 CACHED_CALLS = 300
-"""A cache with a bound is full after so many calls, or it is none."""
+"""Number of calls after which a cache with a bound is full."""
 HELD_STEPS = 40
 """The same for the steps of a stateful pair."""
 
 
 class _Allocations(execution.OutsideCompiled):
-    """Notes the storage of everything that is made anew, not of what an operation writes to."""
+    """Mode that notes the storage of every new tensor, but not of tensors that an operation writes to."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -50,7 +50,7 @@ Prepare: TypeAlias = Callable[[int], Callable[[], object]]
 
 
 def held_memory(probe: Probe) -> dict[str, str]:
-    """Tensors that each call, each training step or each step of a stateful pair keeps for good."""
+    """Return the tensors that each call, each training step or each step of a stateful pair keeps for good."""
     if probe.side.is_compiled:
         return {}
     if probe.pair.is_stateful:
@@ -60,7 +60,7 @@ def held_memory(probe: Probe) -> dict[str, str]:
         if probe.pair.gradients and execution.differentiable(probe.pair):
             ways.append(("call and its backward pass", CACHED_CALLS, _training))
     for what, most, way in ways:
-        # To collect cycles takes long, and many calls do: only what seems to grow is looked at so.
+        # Collecting cycles takes long, and so do many calls: this is done only where memory seems to grow.
         for calls, collected in ((HELD_CALLS, False), (HELD_CALLS, True), (most, True)):
             counts = _alive(way(probe), calls, collected=collected)
             if not counts[0] < counts[1] < counts[2]:
@@ -97,9 +97,9 @@ def _steps(probe: Probe) -> Prepare:
 
 
 def _alive(prepare: Prepare, calls: int, *, collected: bool) -> list[int]:
-    """How many of the tensors that were made meanwhile live on after each of the last three of so many calls.
+    """Return how many of the tensors made in the calls are still alive after each of the last three of `calls` calls.
 
-    None do where that cannot be seen.
+    The numbers are 0 where this cannot be seen.
     """
     counts, mode = [], _Allocations()
     for number in range(calls):

@@ -1,4 +1,4 @@
-"""Gradients that come in to the outputs of a side: of which kinds they are, and the same for every side of one draw."""
+"""Incoming gradients of a side's outputs: their kinds, and gradients that are the same for every side on one draw."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from perfsuite.records import Case
 
 
 def _transposed(tensor: torch.Tensor) -> torch.Tensor:
-    """The same values with other strides than a contiguous tensor has."""
+    """Return the same values with other strides than a contiguous tensor has."""
     if tensor.ndim == 1:
         return torch.stack([tensor, tensor], 1)[:, 0]
     order = list(range(tensor.ndim))[::-1]
@@ -22,7 +22,7 @@ def _transposed(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _sliced(tensor: torch.Tensor) -> torch.Tensor:
-    """The same values as a slice of a wider tensor, as concatenation gives them."""
+    """Return the same values as a slice of a wider tensor, as the backward pass of a concatenation gives them."""
     return torch.cat([tensor, tensor], -1)[..., : tensor.shape[-1]] if tensor.ndim else tensor
 
 
@@ -49,13 +49,13 @@ SIZES = {"large": LARGE, "tiny": TINY}
 DRAWN = (PLAIN, *KINDS)
 """Kinds of incoming gradients; one draw in four has plain ones."""
 NEEDS_ORDINARY = ("zero", "partly zero", "large", "tiny", ONE_OUTPUT)
-"""Those that are drawn with ORDINARY values alone: zero times infinity is NaN, which a kernel need not reproduce."""
+"""Kinds that are drawn with ORDINARY values alone: zero times infinity is NaN, which a kernel need not reproduce."""
 ORDINARY = ("normal", "sorted", "repeated")
 """Regimes of values at which gradients are finite for incoming ones that are zero or large, and not 0 for tiny ones."""
 
 
 def kind_of(case: Case) -> str:
-    """The kind of incoming gradients with which the gradients of a draw are proven: its seed decides."""
+    """Return the kind of incoming gradients with which the gradients of a draw are proven. The draw's seed decides."""
     kind = DRAWN[case.seed % len(DRAWN)]
     if kind in NEEDS_ORDINARY and any(how.regime not in ORDINARY for how in case.inputs.values()):
         return PLAIN
@@ -63,7 +63,8 @@ def kind_of(case: Case) -> str:
 
 
 def in_turn(cases: Iterable[Case]) -> Iterator[Case]:
-    """The same draws, with seeds that take the kinds in turn, among those of ordinary values, and among the others."""
+    """Yield the same draws, with seeds that take the kinds in turn: among the draws of ordinary values, and among the
+    others."""
     numbers = {True: itertools.count(), False: itertools.count()}
     for case in cases:
         ordinary = all(how.regime in ORDINARY for how in case.inputs.values()) and 0 not in case.sizes.values()
@@ -74,7 +75,7 @@ def in_turn(cases: Iterable[Case]) -> Iterator[Case]:
 def drawn(
     outputs: Mapping[str, Any], seed: int, dtype: str | None = None, *, kind: str = PLAIN
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """(differentiable outputs, incoming gradients of this kind), the same on every side for one seed.
+    """Return (differentiable outputs, incoming gradients of this kind), the same on every side for one seed.
 
     They are rounded to `dtype`, if one side's outputs are declared to be in it.
     """
@@ -86,7 +87,7 @@ def drawn(
 
 
 def real_of(outputs: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    """The outputs that can have a gradient: tensors of real or complex numbers."""
+    """Return the outputs that can have a gradient: tensors of real or complex numbers."""
     tensors = {name: o for name, o in outputs.items() if isinstance(o, torch.Tensor)}
     return {name: t for name, t in tensors.items() if t.is_floating_point() or t.is_complex()}
 
@@ -94,7 +95,7 @@ def real_of(outputs: Mapping[str, Any]) -> dict[str, torch.Tensor]:
 def for_outputs(
     outputs: Mapping[str, torch.Tensor], seed: int, dtype: str | None = None, *, kind: str = PLAIN
 ) -> list[torch.Tensor]:
-    """An incoming gradient of this kind for each of the outputs."""
+    """Return an incoming gradient of this kind for each of the outputs."""
     weights: list[torch.Tensor] = []
     for name, output in outputs.items():
         large = output.numel() > make.DRAW_ON_DEVICE

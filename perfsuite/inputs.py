@@ -48,7 +48,7 @@ from perfsuite.specs import (
 SMALL_EDGES = (0, 1, 2, 3, 4, 5, 7, 8, 9, 13, 15, 16, 17, 31, 32, 33)
 LARGE_EDGES = (63, 64, 65, 127, 128, 129, 257)
 TELLING = (0, 1, 17, 33)
-"""Drawn more often, so that a few dozen draws hold each."""
+"""Sizes that are drawn more often, so that a few dozen draws hold each of them."""
 SMALL_HIGH = 33
 
 UNBOUNDED_REGIMES = (
@@ -68,11 +68,11 @@ BOUNDED_REGIMES = ("normal", "sorted", "repeated", "zeros", "halves", "offset", 
 INTEGER_REGIMES = ("normal", "sorted", "repeated", "edges")
 HALVES = "halves"
 OTHERS = "others"
-"""Whole values all of which are among `also`, as labels that are ignored."""
+"""Regime of integers that are all among `also`, as labels that are ignored."""
 BLANK = "blank"
-"""Zeros where floats are asked for, allowed or not: only their sizes matter. The memory is not even written."""
+"""Regime of zeros where floats are asked for, allowed or not: only the sizes matter. The memory is not even written."""
 MILD = ("normal", "sorted", HALVES, "edges")
-"""Values with which a wrong layout shows."""
+"""Regimes of values with which a wrong layout shows."""
 
 # Explaining a failing draw takes several times as long as shrinking it, and the one line that is printed says as much.
 PHASES = tuple(p for p in Phase if p is not Phase.explain)
@@ -82,7 +82,7 @@ DRAW_ON_DEVICE = 1 << 16
 
 
 def dtype_of(name: str) -> torch.dtype:
-    """The torch dtype of that name."""
+    """Return the torch dtype of that name."""
     dtype = getattr(torch, name, None)
     if not isinstance(dtype, torch.dtype):
         raise PairError(f"dtype {name!r} is not a torch dtype")
@@ -102,7 +102,7 @@ def _among(values: tuple[Any, ...]) -> st.SearchStrategy[Any]:
 
 @st.composite
 def cases(draw: st.DrawFn, pair: Pair, dtype: str) -> Case:
-    """A strategy of cases of the pair in that precision; shrinks toward small, contiguous, normal, seed 0."""
+    """Return a strategy of cases of the pair in that precision; shrinks toward small, contiguous, normal, seed 0."""
     names = sorted(pair.symbols)
     # At most one size is large, so that products of sizes stay small without rejecting draws.
     large = draw(_among((None, *names))) if names else None
@@ -141,7 +141,7 @@ def cases(draw: st.DrawFn, pair: Pair, dtype: str) -> Case:
 
 @st.composite
 def plain_cases(draw: st.DrawFn, pair: Pair, dtype: str) -> Case:
-    """A strategy of cases with some elements in every dimension, plain layouts and values."""
+    """Return a strategy of cases with some elements in every dimension, plain layouts and values."""
     sizes: dict[str, Any] = {}
     for name in sorted(pair.symbols):
         size = pair.size_of(name) or Size(low=0, high=PLAIN[-1])
@@ -182,7 +182,7 @@ def _scalar(spec: ScalarSpec, sizes: Mapping[str, int]) -> st.SearchStrategy[Any
 
 
 def other_number(spec: ScalarSpec, value: Any, sizes: Mapping[str, Any], rng: random.Random) -> Any:
-    """Another value that the spec allows; the same one where it allows no other."""
+    """Return another value that the spec allows; the same one where it allows no other."""
     if isinstance(spec.values, tuple):
         return rng.choice([v for v in spec.values if v != value] or [value])
     if isinstance(spec.values, Integers):
@@ -194,7 +194,7 @@ def other_number(spec: ScalarSpec, value: Any, sizes: Mapping[str, Any], rng: ra
 
 
 def tensor_spec(spec: Any) -> TensorSpec | None:
-    """The tensor spec at the leaves of `spec`: they share layout and regime."""
+    """Return the tensor spec at the leaves of `spec`, which share layout and regime."""
     if isinstance(spec, TensorSpec):
         return spec
     if isinstance(spec, ListSpec):
@@ -210,14 +210,14 @@ def layouts(pair: Pair, name: str, spec: TensorSpec) -> tuple[str, ...]:
     allowed = spec.layouts or LAYOUTS
     written = name in pair.changed or pair.adjust is not None
     # An expanded tensor has several elements in one place: writing into it has no meaning, and values that depend on
-    # each other would not any more.
+    # each other would no longer do so.
     apart = written or (isinstance(spec.values, Sampled) and spec.layouts is None)
     left_out = EXPANDED if apart else () if len(spec.dims) > 2 else (MIDDLE_EXPANDED,)
     return tuple(layout for layout in allowed if layout not in left_out) or ("contiguous",)
 
 
 def regimes(spec: TensorSpec) -> tuple[str, ...]:
-    """The value regimes that the spec's values allow."""
+    """Return the value regimes that the spec's values allow."""
     match spec.values:
         case Sampled():
             return ("normal",)
@@ -233,7 +233,7 @@ def regimes(spec: TensorSpec) -> tuple[str, ...]:
 
 
 def workload_case(workload: Workload, dtype: str, seed: int) -> Case:
-    """The case of a workload: its sizes, plain layouts and values, and a seed of this run."""
+    """Return the case of a workload: its sizes, plain layouts and values, and a seed of this run."""
     return Case(dtype=workload.dtype or dtype, sizes=dict(workload.sizes), inputs={}, seed=seed)
 
 
@@ -241,7 +241,7 @@ def workload_case(workload: Workload, dtype: str, seed: int) -> Case:
 
 
 def build(pair: Pair, case: Case, device: str, *, home: Path | None = None) -> dict[str, Any]:
-    """The inputs that the case stands for, on `device`; `home` is where recorded inputs are found."""
+    """Return the inputs that the case stands for, on `device`; `home` is where recorded inputs are found."""
     values = {
         name: _build(spec, name, case, device, home, case.inputs.get(name, InputCase()))
         for name, spec in pair.inputs.items()
@@ -254,14 +254,14 @@ def build(pair: Pair, case: Case, device: str, *, home: Path | None = None) -> d
 
 
 def _rounded(pair: Pair, case: Case, values: dict[str, Any]) -> dict[str, Any]:
-    """Round the inputs to the precision that the pair declares, in the case's dtype: the truth is of these."""
+    """Round the inputs to the precision that the pair declares, in the case's dtype: the truth is computed on these."""
     working = pair.precision or case.dtype
     rounded: dict[str, Any] = rounder(working, case.dtype)(rounder(case.dtype, working)(values))
     return rounded
 
 
 def rounder(source: str, target: str) -> Callable[[Any], Any]:
-    """Round tensors of the one precision to the other; inputs with a dtype of their own keep it."""
+    """Return a function that rounds tensors of one precision to the other; inputs with a dtype of their own keep it."""
     if TF32 in (source, target):
         return lambda value: value
     old, new = dtype_of(source), dtype_of(target)
@@ -271,16 +271,16 @@ def rounder(source: str, target: str) -> Callable[[Any], Any]:
 
 
 def _parted(pair: Pair, specs: Mapping[str, Any], values: dict[str, Any]) -> dict[str, Any]:
-    """The inputs, with the same part for all ranks where the pair asks for that."""
+    """Return the inputs, with the same part for all ranks where the pair asks for that."""
     return rank_parts.equal(specs, values, pair.at_ranks) if pair.equal_parts else values
 
 
 ADJUSTED_ON_CPU = 1 << 14
-"""Inputs of so few elements are adjusted on the CPU: a GPU takes longer to begin, and cuDNN plans for each size."""
+"""Most elements of inputs that are adjusted on the CPU: a GPU takes longer to begin, and cuDNN plans for each size."""
 
 
 def _adjusted_on_cpu(pair: Pair, values: dict[str, Any]) -> bool:
-    """Adjust copies on the CPU and copy them back; False, with nothing changed, where that is not possible."""
+    """Adjust copies on the CPU and copy them back. Return False, with nothing changed, where that is not possible."""
     if sum(tensor.numel() for _, tensor in tensors_in(values)) > ADJUSTED_ON_CPU:
         return False
     copies = map_tensors(values, lambda tensor: tensor.detach().to("cpu", copy=True))
@@ -295,9 +295,9 @@ def _adjusted_on_cpu(pair: Pair, values: dict[str, Any]) -> bool:
 def with_objects_of(
     pair: Pair, values: Mapping[str, Any], case: Case, device: str, *, home: Path | None = None
 ) -> dict[str, Any]:
-    """The same inputs, with modules and constants as `pair` builds them, for a pair of another revision.
+    """Return the same inputs, with modules and constants as `pair` builds them, for a pair of another revision.
 
-    The tensors in them are those of `values`. PairError where they are not of one form.
+    The tensors in them are those of `values`. Raises PairError where they do not have the same form.
     """
     result = dict(values)
     for name, spec in pair.inputs.items():
@@ -312,9 +312,10 @@ def with_objects_of(
 
 
 def build_step(pair: Pair, case: Case, device: str, step: int) -> dict[str, Any]:
-    """The step inputs of a stateful pair at that step: drawn anew for each.
+    """Return the step inputs of a stateful pair at that step: drawn anew for each.
 
-    In one step of four of a proof's draw they are zeros, if the values allow it: gradients of a batch without an error.
+    In one of four steps of a proof's draw they are zeros, if the values allow it, as the gradients of a batch without
+    an error.
     """
     zeros = bool(case.inputs) and step > 1 and _hash(case.seed, f"zeros@{step}") % 4 == 0
     values = {
@@ -339,7 +340,8 @@ def _build(spec: Any, name: str, case: Case, device: str, home: Path | None, how
             return spec.value
         case ListSpec():
             count = _resolve(spec.count, case.sizes)
-            # One item of several is contiguous: a side may look at one of them, and take the others to lie so, too.
+            # One item of several is contiguous: a side may look at one of them, and assume the same layout for the
+            # others.
             plain = count % 2 * (count - 1) if count > 1 else None
             hows = [replace(how, layout="contiguous") if i == plain else how for i in range(count)]
             return [_build(spec.item, f"{name}.{i}", case, device, home, hows[i]) for i in range(count)]
@@ -369,19 +371,19 @@ def bounds(values: Integers, sizes: Mapping[str, Any]) -> tuple[int, tuple[int, 
 
 
 def generator_for(seed: int, name: str, device: str) -> torch.Generator:
-    """A generator that depends on the seed and the input's name alone."""
+    """Return a generator that depends on the seed and the input's name alone."""
     generator = torch.Generator(device=device)
     generator.manual_seed(_hash(seed, name))
     return generator
 
 
 def _hash(seed: int, name: str) -> int:
-    """32 bits, all that a CPU generator takes of its seed."""
+    """Return 32 bits, all that a CPU generator takes of its seed."""
     return zlib.crc32(f"{seed} {name}".encode())
 
 
 def elements(spec: TensorSpec, sizes: Mapping[str, Any]) -> int:
-    """The number of elements at these sizes."""
+    """Return the number of elements at these sizes."""
     return math.prod(_resolve(d, sizes) for d in spec.dims)
 
 
@@ -397,7 +399,8 @@ def _tensor(spec: TensorSpec, name: str, case: Case, device: str, how: InputCase
 
 
 def _expanded_dim(spec: TensorSpec, layout: str, shape: tuple[int, ...]) -> int | None:
-    """The dimension along which a tensor is expanded; None where it is not, or no such dimension has two elements.
+    """Return the dimension along which a tensor is expanded; None where it is not, or no such dimension has two
+    elements.
 
     It does not depend on the seed: other values at the same sizes lie in memory in the same way. It is always the first
     where values belong to others of their row: a matrix of the pair's making, bounds by column.
@@ -416,9 +419,9 @@ def _expanded_dim(spec: TensorSpec, layout: str, shape: tuple[int, ...]) -> int 
 
 
 def with_layout(data: torch.Tensor, layout: str, align: int = 0) -> torch.Tensor:
-    """The same values in another memory layout; with an offset, at a multiple of `align` bytes.
+    """Return the same values in another memory layout; with an offset, at a multiple of `align` bytes.
 
-    The memory between the elements is poisoned: what reads it does not go unseen.
+    The memory between the elements is poisoned, so that a read of it shows.
     """
     if layout == "transposed" and data.ndim >= 2:
         return data.transpose(-1, -2).contiguous().transpose(-1, -2)
@@ -457,7 +460,7 @@ def _poisoned(like: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
 
 
 def fill_poison(tensor: torch.Tensor) -> None:
-    """NaN in floating tensors, the largest value in whole ones."""
+    """Fill floating tensors with NaN, and integer tensors with their largest value."""
     if tensor.is_floating_point() or tensor.is_complex():
         tensor.fill_(float("nan"))
     elif tensor.dtype is torch.bool:
@@ -494,7 +497,7 @@ def _values(
 
 
 def _within(tensor: torch.Tensor, values: Floats) -> torch.Tensor:
-    """Finite and within the bounds, to which rounding to the dtype does not keep."""
+    """Return the values made finite and within the bounds, which rounding to the dtype may exceed."""
     top = torch.finfo(tensor.dtype).max
     low = -top if values.low is None else _inside(values.low, tensor.dtype, math.inf)
     high = top if values.high is None else _inside(values.high, tensor.dtype, -math.inf)
@@ -540,7 +543,7 @@ def _integers(
 def _with_others(
     whole: torch.Tensor, also: tuple[int, ...], generator: torch.Generator, source: str, *, every: bool
 ) -> torch.Tensor:
-    """One value in eight, or every one, replaced by one of `also`."""
+    """Replace one value in eight, or every one, by one of `also`."""
     if not also:
         return whole
     others = torch.tensor(also, device=source)[
@@ -580,7 +583,7 @@ def _floats(
     # With one bound the values lie as far beyond it as others lie from zero.
     origin = next((bound for bound in (values.low, values.high) if bound is not None), 0.0)
     match regime:
-        case "halves":  # few different values: ties, exact zeros, and what is rounded either way
+        case "halves":  # few different values: ties, exact zeros, and values that are rounded either way
             real = (2 * real).round() / 2
         case "sorted" if real.ndim:
             real = real.sort(dim=-1).values
@@ -631,7 +634,7 @@ def _module(spec: ModuleSpec, name: str, case: Case, device: str) -> torch.nn.Mo
 
 
 def _seed(seed: int) -> None:
-    """As torch.manual_seed, which takes a millisecond for the kinds of devices that are not there."""
+    """Seed as torch.manual_seed does, which takes a millisecond for the kinds of devices that are not there."""
     torch.default_generator.manual_seed(seed)
     if torch.cuda.is_available():
         torch.cuda.manual_seed_all(seed)
@@ -650,7 +653,8 @@ def _recorded(spec: RecordedSpec, case: Case, device: str, home: Path | None) ->
 
 
 def map_tensors(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """The same nested value with every tensor changed; modules are copied, their tensors changed; generators copied."""
+    """Return the same nested value with every tensor changed. Modules are copied with their tensors changed; generators
+    are copied."""
     if isinstance(value, torch.Tensor):
         return change(value)
     if isinstance(value, torch.Generator):
@@ -665,7 +669,8 @@ def map_tensors(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> A
 
 
 def tensors_in(value: Any, path: str = "", *, buffers: bool = True) -> Iterator[tuple[str, torch.Tensor]]:
-    """(path, tensor) for every tensor in a nested value, the parameters of modules and their `buffers` included."""
+    """Yield (path, tensor) for every tensor in a nested value, including the parameters of modules and their
+    `buffers`."""
     if isinstance(value, torch.Tensor):
         yield path, value
     elif isinstance(value, torch.nn.Module):
@@ -680,7 +685,7 @@ def tensors_in(value: Any, path: str = "", *, buffers: bool = True) -> Iterator[
 
 
 def changing(pair: Pair, name: str, value: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """(path, tensor) for every tensor of an input that a call may change."""
+    """Yield (path, tensor) for every tensor of an input that a call may change."""
     if name in pair.changed:
         keeps = name in pair.keeping_parameters
         parameters = {path for path, _ in tensors_in(value, name, buffers=False)} if keeps else set()
@@ -688,7 +693,7 @@ def changing(pair: Pair, name: str, value: Any) -> Iterator[tuple[str, torch.Ten
 
 
 def unchanging(pair: Pair, values: Mapping[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
-    """(path, tensor) for every tensor of these inputs that no call may change."""
+    """Yield (path, tensor) for every tensor of these inputs that no call may change."""
     for name, value in values.items():
         if name not in pair.changed:
             yield from tensors_in(value, name)
@@ -697,7 +702,7 @@ def unchanging(pair: Pair, values: Mapping[str, Any]) -> Iterator[tuple[str, tor
 
 
 def generators_in(value: Any) -> Iterator[torch.Generator]:
-    """Every generator in a nested value."""
+    """Yield every generator in a nested value."""
     if isinstance(value, torch.Generator):
         yield value
     elif isinstance(value, (list, tuple, dict)):
@@ -706,12 +711,12 @@ def generators_in(value: Any) -> Iterator[torch.Generator]:
 
 
 def bytes_in(value: Any) -> int:
-    """Bytes of all tensors in a nested value."""
+    """Return the bytes of all tensors in a nested value."""
     return sum(t.numel() * t.element_size() for _, t in tensors_in(value))
 
 
 def clone(value: Any) -> Any:
-    """A copy in fresh memory that keeps each tensor's layout (strides, offset of the storage's start)."""
+    """Return a copy in fresh memory that keeps each tensor's layout (strides, offset of the storage's start)."""
     return map_tensors(value, _clone_tensor)
 
 
@@ -728,19 +733,20 @@ def _clone_tensor(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def overlaps(tensor: torch.Tensor) -> bool:
-    """Whether several elements of an expanded tensor lie in one place."""
+    """Return whether several elements of an expanded tensor lie in one place."""
     return any(s == 0 and n > 1 for s, n in zip(tensor.stride(), tensor.shape, strict=True))
 
 
 def memory_of(tensor: torch.Tensor) -> torch.Tensor:
-    """All of a tensor's storage, in one dimension: what lies between its elements, too."""
+    """Return all of a tensor's storage in one dimension, including the memory between its elements."""
     return tensor.detach().new_empty(0).set_(tensor.untyped_storage())
 
 
 def copy_values(into: Any, values: Any, *, counted: bool = True) -> None:
-    """Other values in the same memory, tensor by tensor of two nested values of one form; states of generators too.
+    """Copy other values into the same memory, tensor by tensor of two nested values of one form; states of generators,
+    too.
 
-    Not `counted`, torch's counters of versions stay as they are, as where a kernel of the user's own writes.
+    Unless `counted`, torch's version counters stay as they are, as where a custom kernel writes.
     """
     for (_, tensor), (_, value) in zip(tensors_in(into), tensors_in(values), strict=True):
         _copy_tensor(tensor.detach() if counted else tensor.data, value)
@@ -758,16 +764,17 @@ def _copy_tensor(target: torch.Tensor, values: torch.Tensor) -> None:
 
 
 def upcast(value: Any) -> Any:
-    """Floating tensors in float64, in fresh memory; everything else copied."""
+    """Return floating tensors in float64, in fresh memory, and copies of everything else."""
     return map_tensors(
         value, lambda t: t.detach().to(torch.float64, copy=True) if t.is_floating_point() else _clone_tensor(t)
     )
 
 
 def jitter(pair: Pair, values: Mapping[str, Any], seed: int, name: str, eps: float) -> dict[str, Any]:
-    """Inputs moved by up to the relative amount `eps`, within their domain: a draw just beside this one.
+    """Return the inputs moved by up to the relative amount `eps`, within their domain: a draw close to this one.
 
-    Below the smallest normal number the digits lie as far apart as there, so that values move by `eps` of it.
+    Below the smallest normal number the spacing is that of the smallest normal number, so that values move by `eps` of
+    it.
     """
 
     def moved(spec: Any, generator: torch.Generator, tensor: torch.Tensor) -> torch.Tensor:
@@ -796,11 +803,11 @@ def jitter(pair: Pair, values: Mapping[str, Any], seed: int, name: str, eps: flo
 
 
 STEPS = " steps"
-"""End of the part of the line that says how many steps are taken at most."""
+"""End of the part of the line that says the most steps that are taken."""
 
 
 def case_line(case: Case) -> str:
-    """The case as one short line, e.g. "k=6,n=8;theta=strided/huge;seed=12"."""
+    """Return the case as one short line, e.g. "k=6,n=8;theta=strided/huge;seed=12"."""
     sizes = ",".join(f"{k}={v!r}" for k, v in case.sizes.items())
     inputs = [f"{k}={v.layout}/{v.regime}" for k, v in case.inputs.items()]
     steps = [] if case.steps is None else [f"{case.steps}{STEPS}"]
@@ -814,7 +821,7 @@ def _number(text: str) -> bool | int | float:
 
 
 def parse_case(line: str, dtype: str) -> Case:
-    """The case that `case_line` printed."""
+    """Return the case that `case_line` printed."""
     sizes: dict[str, Any] = {}
     inputs: dict[str, InputCase] = {}
     seed, steps = 0, None

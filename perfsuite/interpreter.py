@@ -1,4 +1,4 @@
-"""Makes Triton's interpreter three times as fast, with the same results.
+"""Make Triton's interpreter three times as fast, with the same results.
 
 Triton's interpreter spends most of its time on bookkeeping that it repeats for every operation. Each replacement below
 serves the common case from a table or by a shorter way, and calls Triton's own function for all else. A function whose
@@ -58,7 +58,8 @@ class _Nothing:
 
 
 def _patched_once(language: Any, own: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """Triton patches its language again at each call of a device function, although the launch has already done so."""
+    """Patch the language only once. Triton patches it again at each call of a device function, although the launch has
+    already done so."""
     patched: set[int] = set()
     launched: list[Any] = []
 
@@ -84,7 +85,7 @@ def _patched_once(language: Any, own: Callable[[Any], Any]) -> Callable[[Any], A
 
 
 def _dtypes(own: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """Triton builds the table of numpy's dtypes anew for every operation."""
+    """Keep the table of numpy's dtypes, which Triton builds anew for every operation."""
     known: dict[str, Any] = {}
 
     def dtype(tt_dtype: Any) -> Any:
@@ -97,7 +98,7 @@ def _dtypes(own: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
 
 def _broadcast(own: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
-    """Two scalars, or two blocks of one shape, need no broadcasting."""
+    """Skip broadcasting of two scalars, or of two blocks of one shape, which need none."""
 
     def broadcast(lhs: Any, rhs: Any) -> Any:
         a, b = lhs.type, rhs.type
@@ -112,7 +113,8 @@ def _broadcast(own: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
 
 
 def _checked(semantic: Any, own: Callable[[Any, Any, Any], None]) -> Callable[[Any, Any, Any], None]:
-    """Triton repeats every operation on integers in 64 bits, and then looks at the result only in debug mode."""
+    """Skip a check of integers unless in debug mode: Triton repeats every operation on them in 64 bits, and then looks
+    at the result only in debug mode."""
 
     def check(lhs: Any, rhs: Any, binary_op: Any) -> None:
         if semantic.builder.options.debug:
@@ -122,7 +124,7 @@ def _checked(semantic: Any, own: Callable[[Any, Any, Any], None]) -> Callable[[A
 
 
 def _block_types(own: Callable[[Any, Any, Any], None]) -> Callable[[Any, Any, Any], None]:
-    """The contents of a block type depend only on its element type and shape."""
+    """Keep the contents of block types, which depend only on the element type and the shape."""
     known: dict[tuple[int, tuple[int, ...]], dict[str, Any]] = {}
 
     def init(self: Any, element_ty: Any, shape: Any) -> None:
@@ -139,7 +141,7 @@ def _block_types(own: Callable[[Any, Any, Any], None]) -> Callable[[Any, Any, An
 
 
 def _tensors(own: Callable[[Any, Any, Any], None]) -> Callable[[Any, Any, Any], None]:
-    """All attributes of a tensor but its handle depend only on its type."""
+    """Keep the attributes of tensors, all of which except the handle depend only on the type."""
     known: dict[tuple[int, int], tuple[Any, dict[str, Any]]] = {}
 
     def init(self: Any, handle: Any, type: Any) -> None:

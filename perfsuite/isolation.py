@@ -1,4 +1,4 @@
-"""Proofs in processes of their own: which side is to blame where a process faults, crashes, hangs or exits.
+"""Find the side that is to blame where the process of a proof faults, crashes, hangs or exits.
 
 The draw that was under way is run again, one side alone in a process. A draw on which the reference faults is left out
 and counted, and the proof is made anew; where the optimized side faults, that is the verdict.
@@ -21,7 +21,7 @@ MOST_LEFT_OUT = 4
 
 @dataclass(frozen=True, slots=True)
 class Blame:
-    """Finds what a proof's failed process was due to. `run` does a task in a process of its own."""
+    """Finds the cause of a proof's failed process. `run` does a task in a process of its own."""
 
     pair: Pair
     dtype: str
@@ -29,7 +29,7 @@ class Blame:
     limit_s: float
 
     def settle(self, id: str, failure: Failure) -> Outcome:
-        """The outcome of a proof whose process ended with this failure."""
+        """Return the outcome of a proof whose process ended with this failure."""
         left_out: list[str] = []
         while failure.case:
             if (found := self._alone(id, failure.case, REFERENCE)) is None:
@@ -48,7 +48,7 @@ class Blame:
         return failure
 
     def _optimized(self, id: str, failure: Failure) -> Outcome:
-        """The verdict where the reference alone does not fail."""
+        """Return the verdict where the reference alone does not fail."""
         found = self._alone(id, failure.case, OPTIMIZED)
         if found is not None:
             return _verdict(f"the optimized side {found}{self._hint(failure.case)}", failure.case)
@@ -65,7 +65,7 @@ class Blame:
         )
 
     def _alone(self, id: str, case: str, side: str) -> str | None:
-        """How the process failed that called only this side on the draw; None if it did not fail."""
+        """Call only this side on the draw, in a process. Return how that process failed; None if it did not fail."""
         outcome = self.run(self._task(id, case=case, side=side))
         return _what(outcome) if isinstance(outcome, Failure) else None
 
@@ -83,7 +83,7 @@ class Blame:
 
 
 def _what(failure: Failure) -> str:
-    """How the process of a side failed, e.g. "crashed with SIGSEGV"."""
+    """Return how the process of a side failed, e.g. "crashed with SIGSEGV"."""
     return failure.message.removeprefix("the measuring process ")
 
 

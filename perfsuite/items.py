@@ -59,22 +59,23 @@ from perfsuite.tally import Tally
 EXAMPLES = {"dev": 25, "ci": 25, "thorough": 500}
 FEW_EXAMPLES = {"dev": 3, "ci": 3, "thorough": 30}
 FEW = (proofs.INTEGRITY, proofs.CONTEXTS, proofs.EFFECTS, proofs.OUTSIDE, proofs.RANKS)
-"""Items of which a draw takes many calls, and a handful of draws shows what there is."""
+"""Items whose draws take many calls each, and for which a handful of draws is enough."""
 ANY_DRAW = (proofs.INTEGRITY, proofs.EFFECTS)
-"""Those of them that edge sizes, layouts and special values matter to, after a few plain draws."""
+"""Those of FEW for which edge sizes, layouts and special values matter, after a few plain draws."""
 EVERY_KIND = ("equivalence", "gradients")
-"""Those that draw every kind of inputs at least once."""
+"""Items that draw every kind of inputs at least once."""
 FORWARD_ONLY = ("equivalence", proofs.TRUTH)
 """Kinds whose draws have no backward pass."""
 PLAIN_ONLY = (proofs.CONTEXTS, proofs.OUTSIDE, proofs.RANKS)
-"""Those of them that plain draws are enough for."""
+"""Those of FEW for which plain draws are enough."""
 OTHER_PARAMETERS = ("positional argument", "keyword-only argument")
 """Parts of Python's message where a function is called with other arguments than it takes."""
 SMALL_STEP_EXAMPLES = 8
-"""Stateful pairs take 100 steps a draw: fewer draws."""
+"""Fewest draws of a stateful pair, which takes 100 steps a draw and therefore gets fewer draws."""
 
 MORE_DRAWS = 2
-"""Hypothesis draws some cases several times, mostly small ones: so many draws are there for each case to be proven."""
+"""Factor by which Hypothesis makes more draws than there are cases to prove: it draws some cases several times, mostly
+small ones."""
 
 IMPORTED = pytest.StashKey[dict[str, str]]()
 """Stash key of a module with pairs: what its import left changed, name → words."""
@@ -86,7 +87,7 @@ class Hang(BaseException):
 
 
 def device() -> str:
-    """Where correctness items run: the GPU where there is one."""
+    """Return the device on which correctness items run: the GPU where there is one."""
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
@@ -98,7 +99,7 @@ class PairCollector(pytest.Collector):
         interpreter.quicken()
         self.pair, self.timed_only = pair, timed_only
         self._beside: dict[pytest.Item, Callable[[], None]] = {}
-        bound = [n for n, v in vars(self.parent.obj).items() if v is pair]  # type: ignore[union-attr]  # it has a module
+        bound = [n for n, v in vars(self.parent.obj).items() if v is pair]  # type: ignore[union-attr]  # has a module
         if len(bound) > 1:
             raise self.CollectError(f"one pair is bound to two names, {bound[0]!r} and {bound[1]!r}; keep one")
         pair.name = self.name
@@ -140,10 +141,10 @@ class PairCollector(pytest.Collector):
             yield kernels
 
     def begin_beside(self, items: list[pytest.Item], first: pytest.Item) -> None:
-        """Begin what can run beside the pair's proofs, of which `first` comes now, in other processes: to compile its
-        kernels, and to import its module where no test is running.
+        """Begin the work that other processes can do beside the pair's proofs, of which `first` comes now: compile its
+        kernels, and import its module where no test is running.
 
-        Once; not where the run, of these `items`, times anything before the item concerned.
+        This is done once, and not where the run of these `items` times anything before the item concerned.
         """
         beside, self._beside = self._beside, {}
         if not beside or not ahead.beside_proofs(self.config):
@@ -227,7 +228,8 @@ class PairCollector(pytest.Collector):
             raise Hang(str(error).removeprefix(f"{self.pair.name}: ")) from None
 
     def _once_if_compiled(self, check: Callable[..., None], case: Case, tally: Tally) -> None:
-        """A side that compiles does so anew for each draw, which takes seconds: one shows as much as several."""
+        """Make the check on one draw only, if the side compiles. It compiles anew for each draw, which takes seconds,
+        and one draw shows as much as several."""
         if tally.compiles:
             return
         tally.draws += 1
@@ -241,7 +243,7 @@ class PairCollector(pytest.Collector):
 
 
 class _Distinct:
-    """Lets `most` different cases through, and then only what is needed to shrink a failure."""
+    """Filter that lets `most` different cases through, and then only those that are needed to shrink a failure."""
 
     def __init__(self, most: int) -> None:
         self.most = most
@@ -250,7 +252,7 @@ class _Distinct:
 
     @contextmanager
     def wanted(self, case: Case) -> Iterator[bool]:
-        """Whether the case is to be proven; the block raises where it fails."""
+        """Yield whether the case is to be proven. The block raises where it fails."""
         line = make.case_line(case)
         wanted = line not in self.passed and (self.failed or len(self.passed) < self.most)
         try:
@@ -289,7 +291,7 @@ class ProofItem(pytest.Function):
         self.alone = ""
         """The one side to call, on that draw, instead of a proof."""
         self.lacked_memory = False
-        """Whether a side lacked memory of the device on some draw."""
+        """Whether a side ran out of device memory on some draw."""
         self.left_out: tuple[str, ...] = ()
         """Draws on which the reference faults."""
         self.kind = name.partition("[")[0]
@@ -430,7 +432,8 @@ class ProofItem(pytest.Function):
             raise failure
 
     def _draw_every_kind(self) -> NotEquivalent | None:
-        """Prove draws that hold every kind of inputs; they count among the draws of the proof. The first failure."""
+        """Prove draws that hold every kind of inputs; they count among the draws of the proof. Return the first
+        failure."""
         if self.seed is None:
             return None
         sizes = facts_of(self.pair).sizes
@@ -443,7 +446,7 @@ class ProofItem(pytest.Function):
         return failure
 
     def _call_alone(self, case: Case) -> None:
-        """Call one side on the draw. What it gives is not judged: only whether it comes back matters."""
+        """Call one side on the draw. Its outputs are not compared: only whether it returns matters."""
         pair, gradients = self.pair, self.kind == proofs.GRADIENTS
         how: dict[str, Any] = {"gradients": gradients, "way": truths.proven_way(case, gradients=gradients)}
         self.current = case
@@ -496,7 +499,7 @@ class ProofItem(pytest.Function):
         return self.with_reproduction(message, make.case_line(case))
 
     def with_reproduction(self, message: str, line: str) -> str:
-        """The message, and the command that proves this draw again."""
+        """Return the message, and the command that proves this draw again."""
         return f"{message}\nreproduce: pytest {shlex.quote(self.nodeid)} --perfsuite-case={shlex.quote(line)}"
 
     def reportinfo(self) -> tuple[Path, int, str]:
@@ -513,7 +516,7 @@ class KernelsItem(pytest.Function):
         self.add_marker(pytest.mark.correctness)
 
     def begin(self) -> None:
-        """Begin to compile, in another process."""
+        """Start compiling in another process."""
         self._compiling = ahead.Compiling(self)
 
     def _compile(self) -> None:
@@ -536,13 +539,15 @@ class KernelsItem(pytest.Function):
 
 
 def _seed(collector: PairCollector, proof: str, profile: str) -> int:
-    """The seed of a proof's draws: the same for every side, and another in each run unless the profile is "ci"."""
+    """Return the seed of a proof's draws: the same for every side, and another in each run unless the profile is
+    "ci"."""
     run = "" if profile == "ci" else _seed_of_run(collector.config)
     return int.from_bytes(hashlib.sha256(f"{run} {collector.nodeid} {proof}".encode()).digest())
 
 
 def _seed_of_run(config: pytest.Config) -> str:
-    """Of --hypothesis-seed, of the whole run where xdist spreads it, or of this process."""
+    """Return the seed of the run: that of --hypothesis-seed, of the whole run where xdist distributes it, or of this
+    process."""
     given = config.getoption("hypothesis_seed", None)
     if given is not None:
         return str(given)

@@ -20,7 +20,7 @@ A_LARGE, PAST_LARGE = "a large tile", "more than two large tiles"
 UTMOST = "the most that is declared"
 """Kinds of large sizes. One size of a draw is large, and the others are small; with PAST_HALF they are one."""
 LAST, MOST_LAST = "the most that is declared, if that is little", 256
-"""A size that the pair bounds to at most so many elements, at its bound."""
+"""Kind of a size at its bound, where the pair bounds it to at most MOST_LAST."""
 ONES = "all one"
 """All sizes of a draw are one: what is squeezed away, or a path for vectors, shows here."""
 WHOLE = "whole tiles"
@@ -49,7 +49,7 @@ ALONE = ("empty", "one", *LARGE)
 LEAST, MOST = "least", "most"
 """Ends of the numbers that a scalar may be."""
 FEWEST = 2
-"""Sizes from here on show what values and layouts do."""
+"""Smallest size at which the effect of values and layouts shows."""
 
 APART, APART_LAYOUTS = "apart", ("transposed", "rows", "expanded")
 """One input has such a layout while the others are contiguous: a kernel may use the strides of one for all."""
@@ -63,19 +63,20 @@ TOGETHER_SIZES), or ("scalar", the input, an end or a choice)."""
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Extent:
-    """How large the sizes are."""
+    """The extent of the sizes."""
 
     small: bool = False
-    """The tiles are the smallest, where they may be: on a CPU others take longer, and show no more."""
+    """Whether tiles are the smallest, where they may be: on a CPU larger ones take longer, and show no more."""
     large: bool = True
-    """There are large tiles, and whole ones of more than the smallest: not where a kernel is interpreted."""
+    """Whether there are large tiles, and whole tiles of more than the smallest size: not where a kernel is
+    interpreted."""
 
 
 ANY = Extent()
 
 
 def kinds(pair: Pair, extent: Extent = ANY) -> list[Kind]:
-    """All that a proof of the pair has to draw."""
+    """Return all kinds that a proof of the pair has to draw."""
     found: dict[Kind, None] = {}
     long = _tensor_symbols(pair) if extent.large else set()
     for symbol in sorted(pair.symbols):
@@ -96,7 +97,7 @@ def kinds(pair: Pair, extent: Extent = ANY) -> list[Kind]:
 
 
 def kinds_in(pair: Pair, case: Case) -> set[Kind]:
-    """The kinds that a draw holds. A kind does not count where special values could hide its fault."""
+    """Return the kinds that a draw holds. A kind does not count where special values could hide its fault."""
     sizes = {symbol: case.sizes[symbol] for symbol in pair.symbols}
     tensors = drawn_tensors(pair)
     regimes = {case.inputs.get(name, InputCase()).regime for name in tensors}
@@ -125,7 +126,7 @@ def kinds_in(pair: Pair, case: Case) -> set[Kind]:
 
 
 def _layouts_apart(pair: Pair) -> list[tuple[str, str]]:
-    """(an input, a layout that it has while the others are contiguous); none where there are no others."""
+    """Return pairs (an input, a layout that it has while the others are contiguous); none where there are no others."""
     tensors = drawn_tensors(pair)
     if len(tensors) < 2:
         return []
@@ -135,7 +136,7 @@ def _layouts_apart(pair: Pair) -> list[tuple[str, str]]:
 
 
 def _layouts_of_all(pair: Pair, case: Case) -> set[Kind]:
-    """The layouts that all tensors have for which they are allowed."""
+    """Return the layouts that all tensors have for which these are allowed."""
     found = {"contiguous"}
     tensors = drawn_tensors(pair).items()
     for layout in {how.layout for how in case.inputs.values()}:
@@ -146,7 +147,7 @@ def _layouts_of_all(pair: Pair, case: Case) -> set[Kind]:
 
 
 def ends_of(spec: ScalarSpec) -> list[str]:
-    """The values of a scalar that each proof draws: every choice, or the ends of its range."""
+    """Return the values of a scalar that each proof draws: every choice, or the ends of its range."""
     if isinstance(spec.values, tuple):
         return [repr(value) for value in spec.values]
     if isinstance(spec.values, Integers):
@@ -155,7 +156,7 @@ def ends_of(spec: ScalarSpec) -> list[str]:
 
 
 def end_value(spec: ScalarSpec, end: str, sizes: Mapping[str, Any]) -> Any:
-    """The value that is meant."""
+    """Return the value of this end or choice of the scalar."""
     if isinstance(spec.values, tuple):
         return next(value for value in spec.values if repr(value) == end)
     if isinstance(spec.values, Integers):
@@ -166,7 +167,7 @@ def end_value(spec: ScalarSpec, end: str, sizes: Mapping[str, Any]) -> Any:
 
 
 def sizes_of_kind(pair: Pair, symbol: str, kind: str) -> list[int]:
-    """The sizes of this kind that the symbol may have."""
+    """Return the sizes of this kind that the symbol may have."""
     size = pair.size_of(symbol) or Size()
     if kind in (UTMOST, LAST):
         most = size.high // size.multiple_of * size.multiple_of
@@ -178,12 +179,12 @@ def sizes_of_kind(pair: Pair, symbol: str, kind: str) -> list[int]:
 
 
 def whole_tensors(pair: Pair) -> list[TensorSpec]:
-    """The inputs that are a tensor each."""
+    """Return the inputs that are a tensor each."""
     return [spec for spec in {**pair.inputs, **pair.step_inputs}.values() if isinstance(spec, TensorSpec)]
 
 
 def _tensor_symbols(pair: Pair) -> set[str]:
-    """The sizes that only such tensors have. How large a module or a list becomes is not known beforehand."""
+    """Return the sizes that only such tensors have. The sizes of a module or a list are not known beforehand."""
     every = {**pair.inputs, **pair.step_inputs}
     others = {name: spec for name, spec in every.items() if not isinstance(spec, TensorSpec)}
     return {dim for spec in whole_tensors(pair) for dim in spec.dims if isinstance(dim, str)} - symbols(others)

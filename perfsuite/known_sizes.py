@@ -1,7 +1,7 @@
-"""The sizes and layouts of a pair's draws where its sides compile for each: few different ones.
+"""Keep the sizes and layouts of a pair's draws to a few different ones, where its sides compile for each of them.
 
-What is compiled for a size, or for the strides of its inputs, takes seconds for each. So new ones are drawn until
-compiling has taken `BUDGET_S` in this process; later draws have other values at sizes and layouts that were drawn
+Compiling for a size, or for the strides of inputs, takes seconds each time. So new sizes and layouts are drawn until
+compiling has taken `BUDGET_S` in this process. Later draws have other values at sizes and layouts that were drawn
 before.
 """
 
@@ -37,11 +37,12 @@ class KnownSizes:
     def settled(
         self, pair: Pair, case: Case, *, gradients: bool = False, few: bool = False, plans: bool = False
     ) -> Case:
-        """The draw itself, or with known sizes and layouts once new ones have cost the budget; the same each time.
+        """Return the draw itself, or the draw with known sizes and layouts once new ones have used up the budget; the
+        same each time.
 
-        With `gradients` they are those of draws with a backward pass, as soon as these have cost the budget. With
-        `few` a draw takes so many calls that nothing new is drawn where there are known ones and the side compiles, or
-        where the device's libraries plan for each size (`plans`), as cuDNN does.
+        With `gradients` the sizes are those of draws with a backward pass, as soon as these have used up the budget.
+        With `few` a draw takes so many calls that nothing new is drawn where there are known ones and the side
+        compiles, or where the device's libraries plan for each size (`plans`), as cuDNN does.
         """
         asked = make.case_line(case), gradients
         if asked not in self._settled:
@@ -73,7 +74,7 @@ class KnownSizes:
 
     @contextmanager
     def noting(self, case: Case, *, gradients: bool = False) -> Iterator[None]:
-        """Around the proof of a draw: notes what it compiled, and that its sizes and layouts are known."""
+        """Wrap the proof of a draw: note what it compiled, and that its sizes and layouts are known."""
         began, before = perf_counter(), compiling.so_far()
         try:
             yield
@@ -89,7 +90,7 @@ class KnownSizes:
 @dataclass(slots=True)
 class _Known:
     cases: dict[str, Case] = field(default_factory=dict)
-    """By their sizes and layouts."""
+    """Cases by their sizes and layouts."""
     spent_s: float = 0.0
     """The total time of the draws that compiled."""
 
@@ -100,10 +101,10 @@ def _key(case: Case) -> str:
 
 
 def _is_small(pair: Pair, case: Case) -> bool:
-    """Whether no size is larger than those that are drawn at random."""
+    """Return whether no size is larger than those that are drawn at random."""
     return all(case.sizes[name] <= make.SMALL_HIGH for name in pair.symbols)
 
 
 def _is_plain(pair: Pair, case: Case) -> bool:
-    """Whether every dimension has elements, so that values and layouts show something."""
+    """Return whether every dimension has elements, so that values and layouts show something."""
     return all(case.sizes[name] >= FEWEST for name in pair.symbols)

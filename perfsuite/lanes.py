@@ -1,4 +1,4 @@
-"""Which process does which task: a lane for each GPU while timing, one for each core while proving."""
+"""Assign tasks to processes: a lane for each GPU while timing, one for each core while proving."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ from perfsuite.workers import ITEMS, TIME, Lane, Task, devices_of
 
 FILE = "durations.json"
 USUAL_S = {"prove": 3.0, "time": 2.0, "items": 1.0, "alone": 0.5}
-"""What a task takes that was never done before."""
+"""Estimated seconds of a task that was never done before, by kind, besides its calls of the sides."""
 CALLS = {"prove": 10.0, "time": 50.0, "items": 0.0, "alone": 20.0}
-"""How many calls of a workload's sides a task makes that was never done before."""
+"""Estimated calls of a workload's sides in such a task, by kind."""
 START_S = 6.0
-"""What a process takes until its first task: importing torch and the test modules."""
+"""Seconds that a process takes until its first task: importing torch and the test modules."""
 LONGEST_S = 1e6
-"""No task takes that long: the file is damaged."""
+"""Seconds that no task takes: where the file says so, it is damaged."""
 MOST_PROVERS, MOST_PROVERS_EACH = 12, 8
-"""On one GPU, and on each of several: a process takes a context and a cache of its memory, and several gigabytes of the
-host's. On two H200s with 32 cores 24 processes did no more work a second than 12 had done on one of them."""
+"""Most proving processes on one GPU, and on each of several. A process takes a context and a cache of the GPU's memory,
+and several gigabytes of the host's. On two H200s with 32 cores, 24 processes did no more work a second than 12 had done
+on one of them."""
 
 CONTEXT_BYTES, CONTEXTS_SHARE = 1 << 30, 0.125
-"""The memory counted for the CUDA context of each waiting process, and the largest share of a GPU's memory for all.
-"""
+"""The memory counted for the CUDA context of each waiting process, and the largest share of a GPU's memory for all."""
 MOST_TOGETHER, CORES_EACH = 12, 4 / 3
-"""Processes that prepare beside each other on a GPU, and the cores for each. All that are ready time one after the
+"""Most processes that prepare beside each other on a GPU, and the cores for each. All that are ready time one after the
 other, so that few workloads with several processes each are timed in one round."""
 PEAKS_SPARE = 2.0
 """A process may hold more than the peak of one call: inputs of all sides, and what its allocator keeps."""
@@ -43,15 +43,16 @@ MOST_AHEAD = 16
 SPARE_AHEAD = 2
 """More processes than a GPU has workloads, so that a workload that is not decided has another process at once."""
 FEWEST_AHEAD = 12
-"""For few workloads: each process times a workload once, and one that is hard to decide takes so many."""
+"""Fewest processes that are started ahead where there are few workloads: each process times a workload once, and one
+that is hard to decide takes this many."""
 
 
 ALL_GPUS = Lane()
-"""The lane of what several processes call together: its process sees every GPU, and nothing runs beside it."""
+"""Lane for workloads that several processes call together: its process sees every GPU, and nothing runs beside it."""
 
 
 class Durations:
-    """What each task took the last time, in a file of the project's folder for such things."""
+    """Seconds that each task took the last time, in a file of perfsuite's own folder in the project."""
 
     def __init__(self, folder: Path) -> None:
         self.path = folder / FILE
@@ -63,21 +64,21 @@ class Durations:
             pass  # only an estimate depends on it
 
     def of(self, task: Task, call_s: float = 0.0) -> float:
-        """What the task will take, as far as is known; `call_s` is what a call of its slowest side takes."""
+        """Return the estimated seconds of the task; `call_s` is the seconds of a call of its slowest side."""
         if self.has(task):
             return self.seconds[f"{task.kind} {task.id}"]
         return USUAL_S[task.kind] + CALLS[task.kind] * call_s
 
     def has(self, task: Task) -> bool:
-        """Whether it is known what the task took the last time."""
+        """Return whether it is known what the task took the last time."""
         return f"{task.kind} {task.id}" in self.seconds
 
     def note(self, kind: str, id: str, seconds: float) -> None:
-        """A task of this kind took so long."""
+        """Note the seconds that a task of this kind took."""
         self.seconds[f"{kind} {id}"] = round(seconds, 3)
 
     def save(self) -> None:
-        """Write the file; where that cannot be done, the next estimate is a guess."""
+        """Write the file. Where that cannot be done, the next estimate is a guess."""
         try:
             own_folder(self.path.parent)
             self.path.write_text(json.dumps(self.seconds, indent=0, sort_keys=True))
@@ -86,10 +87,10 @@ class Durations:
 
 
 def for_timing(machine: Machine, locks: Path | None = None, beside: int = 1) -> list[Lane]:
-    """One lane for each GPU, or one for the CPU: what is timed runs alone on its device.
+    """Return one lane for each GPU, or one for the CPU: a timed workload runs alone on its device.
 
-    With a folder for the `locks`, so many lanes for each GPU, whose processes prepare `beside` each other. The locks
-    are named by GPU, so that runs on other GPUs are not held up. Of several GPUs each has cores of its own.
+    With a folder for the `locks`, return `beside` lanes for each GPU, whose processes prepare beside each other. The
+    locks are named by GPU, so that runs on other GPUs are not held up. Of several GPUs each has cores of its own.
     """
     devices = _several_devices(machine)
     shares = _known_shares(cores.of_gpus, len(devices))
@@ -104,7 +105,8 @@ def for_timing(machine: Machine, locks: Path | None = None, beside: int = 1) -> 
 
 
 def together(memory_bytes: int | None, peaks: Collection[int | None], cores: int) -> int:
-    """How many workloads with these peaks of memory may be prepared beside each other on one GPU with so many cores.
+    """Return how many workloads with these peaks of memory may be prepared beside each other on one GPU with this many
+    cores.
 
     None is a peak that is not known. CONTEXTS_SHARE of the memory is left for the contexts of waiting processes.
     """
@@ -117,7 +119,7 @@ def together(memory_bytes: int | None, peaks: Collection[int | None], cores: int
 
 
 def for_proving(tasks: Collection[Task], machine: Machine) -> list[Lane]:
-    """A lane for each core; nothing is timed, so that they may disturb each other."""
+    """Return a lane for each core. Nothing is timed, so that the processes may disturb each other."""
     devices = _several_devices(machine)
     most = MOST_PROVERS_EACH * len(devices) or MOST_PROVERS
     count = max(1, min(machine.cores, most, len(tasks)))
@@ -139,9 +141,10 @@ def for_proving(tasks: Collection[Task], machine: Machine) -> list[Lane]:
 
 
 def started_ahead(machine: Machine, lanes: Sequence[Lane], memory_bytes: int | None, workloads: int) -> int:
-    """How many processes are started ahead for each device, which has so much memory, to time so many workloads.
+    """Return how many processes are started ahead for each device, given its memory and the number of workloads to
+    time.
 
-    On a CPU one: the second would import torch while the first times.
+    On a CPU it is one: a second would import torch while the first times.
     """
     if not machine.count:
         return 1
@@ -152,18 +155,20 @@ def started_ahead(machine: Machine, lanes: Sequence[Lane], memory_bytes: int | N
 
 
 def started_at_once(machine: Machine, busy: int) -> int:
-    """How many processes may start at the same time while so many cores are busy: each imports torch for seconds."""
+    """Return how many processes may start at the same time while `busy` cores are busy: each imports torch for
+    seconds."""
     return machine.cores - busy
 
 
 def _several_devices(machine: Machine) -> tuple[str, ...]:
-    """The GPUs by the names that CUDA_VISIBLE_DEVICES takes; empty where there is one, or where they have none."""
+    """Return the GPUs by the names that CUDA_VISIBLE_DEVICES takes; empty where there is only one, or where they have
+    no names."""
     devices = _devices() if machine.count > 1 else ()
     return devices if len(devices) > 1 else ()
 
 
 def _devices() -> tuple[str, ...]:
-    """The visible GPUs' names. They are asked for at each turn, so the driver's answer is kept."""
+    """Return the visible GPUs' names. They are needed at each turn, so the driver's answer is cached."""
     return _known_devices(measured_devices, os.environ.get("CUDA_VISIBLE_DEVICES"))
 
 
@@ -178,7 +183,7 @@ def _known_devices(ask: Callable[[str], tuple[str, ...]], visible: str | None) -
 
 
 def ordered(tasks: Iterable[Task], lanes: Sequence[Lane], expected: Callable[[Task], float]) -> list[Task]:
-    """The order in which lanes take the tasks: among several lanes the longest group first.
+    """Return the order in which lanes take the tasks: among several lanes the longest group first.
 
     The first task of each group goes before the rest of any: a lane keeps to its group, and takes from another's only
     when none is left that has not begun, one that needs a child process last.
@@ -199,7 +204,7 @@ def ordered(tasks: Iterable[Task], lanes: Sequence[Lane], expected: Callable[[Ta
 
 
 def seconds_of(tasks: Sequence[Task], lanes: Sequence[Lane], expected: Callable[[Task], float]) -> float:
-    """How long the tasks will take in this order; on one device one after the other.
+    """Return the seconds that the tasks will take in this order; on one device they run one after the other.
 
     Tasks that time the same workload go to different processes. Where a device is shared, these start ahead.
     """

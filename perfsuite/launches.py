@@ -1,9 +1,10 @@
-"""What one call of a side launches on a GPU, as a digest that holds neither times nor addresses.
+"""Digest of what one call of a side launches on a GPU, without times and addresses.
 
 Two digests are equal where a call runs the same PyTorch operations on tensors of the same forms with the same numbers,
 the same Triton kernels (their machine code) with the same arguments, the same device kernels on the same grids, the
-same copies, waits and allocations, in the same order, and takes the same way through the repository's Python code.
-What cannot be seen in full has no digest: replayed graphs, compiled code, operators and extensions of others.
+same copies, waits and allocations, in the same order, and takes the same way through the repository's Python code. A
+call that cannot be seen in full has no digest: one with replayed graphs, compiled code, or operators and extensions of
+others.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ KERNEL_FIELDS = ("grid", "block", "shared memory", "registers per thread", "byte
 
 
 def digest(runner: Runner, clock: Clock, top: Path) -> tuple[str, str]:
-    """(digest, "") of a call of this warmed-up side; ("", why there is none)."""
+    """Return (digest, "") of a call of this warmed-up side, or ("", why there is none)."""
     before = scrutiny.compilations()
     found = []
     try:
@@ -66,7 +67,7 @@ def _call(runner: Runner, clock: Clock) -> None:
 
 
 class _Seen:
-    """What was seen of a call."""
+    """Record of what was seen of a call."""
 
     def __init__(self, top: Path) -> None:
         self.top = top
@@ -79,7 +80,7 @@ class _Seen:
         return hashlib.sha256(json.dumps(self.lines).encode()).hexdigest()[:32]
 
     def problem(self) -> str:
-        """Why the call cannot be seen in full; empty where it can."""
+        """Return why the call cannot be seen in full; empty where it can."""
         foreign = sorted(self.namespaces - NAMESPACES)
         if foreign:
             return f"it calls operators of {foreign[0]}, whose launches depend on more than their arguments"
@@ -91,7 +92,7 @@ class _Seen:
 
     @contextmanager
     def python(self) -> Iterator[None]:
-        """Notes operations, Triton launches and the way through the repository's Python."""
+        """Note operations, Triton launches and the way through the repository's Python code."""
         before = sys.getprofile(), sys.gettrace()
         with _Operations(self), self._triton():
             sys.setprofile(self._profile)
@@ -123,7 +124,7 @@ class _Seen:
                 self.lines.append(("calls", frame.f_code.co_qualname))
 
     def _note_extensions(self, frame: Any) -> None:
-        """Compiled modules that the function names: Python reports no call of what Cython compiles."""
+        """Note the compiled modules that the function names: Python reports no call of code that Cython compiled."""
         for name in frame.f_code.co_names:
             value = frame.f_globals.get(name)
             module = value if isinstance(value, ModuleType) else sys.modules.get(getattr(value, "__module__", "") or "")
@@ -136,12 +137,12 @@ class _Seen:
 
     def _line(self, frame: Any, event: str, argument: Any) -> Any:
         if event == "line":
-            self.lines.append("line")  # how many, not which: a comment above moves them
+            self.lines.append("line")  # the number of lines, not which: a comment above moves them
         return self._line
 
     @contextmanager
     def _triton(self) -> Iterator[None]:
-        """Notes every launch of a Triton kernel."""
+        """Note every launch of a Triton kernel."""
         if "triton" not in sys.modules:
             yield
             return
@@ -169,7 +170,8 @@ class _Seen:
     # --- the device -------------------------------------------------------------------------------------------------
 
     def device(self, call: Callable[[], None]) -> str:
-        """Notes kernels, copies and waits of the call, and what it allocates; why that cannot be, or nothing."""
+        """Note kernels, copies and waits of the call, and what it allocates. Return why that is not possible; empty if
+        it is."""
         keys = ("allocation.all.allocated", "allocated_bytes.all.allocated")
         held = torch.cuda.memory_stats()
         detach_after_profiling()
@@ -197,7 +199,7 @@ class _Seen:
 
 
 class _Operations(PlainMode):
-    """Notes every PyTorch operation with the forms of its tensors and its numbers."""
+    """Mode that notes every PyTorch operation with the forms of its tensors and its numbers."""
 
     def __init__(self, seen: _Seen) -> None:
         super().__init__()
@@ -210,7 +212,7 @@ class _Operations(PlainMode):
 
 
 def _form(value: Any) -> Any:
-    """A value without its address: a tensor's form, a number itself."""
+    """Return a value without its address: a tensor's form, a number itself."""
     if isinstance(value, torch.Tensor):
         place = value.data_ptr() % 16 if value.device.type == "cuda" else 0
         return [str(value.dtype), str(value.device), list(value.shape), list(value.stride()), place]

@@ -13,7 +13,8 @@ MISALIGNED = "offset"
 
 
 def is_left_out(pair: Pair, case: Case, left_out: Collection[str]) -> bool:
-    """Whether the reference faults on this draw: it is one of them, or its data is misaligned as in one of them."""
+    """Return whether the reference faults on this draw: it is one of them, or its data is misaligned as in one of
+    them."""
     if not left_out:
         return False
     if make.case_line(case) in left_out:
@@ -23,7 +24,7 @@ def is_left_out(pair: Pair, case: Case, left_out: Collection[str]) -> bool:
 
 
 def misaligned_inputs(pair: Pair, case: Case) -> set[str]:
-    """The inputs whose data does not begin at an aligned address, and which need not."""
+    """Return the inputs whose data does not begin at an aligned address, and need not."""
     specs = {**pair.inputs, **pair.step_inputs}
     free = {name for name, spec in specs.items() if (leaf := make.tensor_spec(spec)) is not None and not leaf.align}
     return {name for name, how in case.inputs.items() if how.layout == MISALIGNED} & free

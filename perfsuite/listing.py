@@ -1,4 +1,4 @@
-"""`perfsuite list`: the pairs and workloads that a selection holds, and what is accepted of them here."""
+"""`perfsuite list`: the pairs and workloads of a selection, and what is accepted of them on this machine."""
 
 from __future__ import annotations
 

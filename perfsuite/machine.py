@@ -1,4 +1,4 @@
-"""What this machine is, and the state of its GPU while it measures. Never imports torch; works without NVML."""
+"""Describe this machine, and the state of its GPU during a measurement. Never imports torch; works without NVML."""
 
 from __future__ import annotations
 
@@ -42,9 +42,9 @@ REASONS = {
     0x0400: "reliability",
 }
 
-# Those that make a sample unfit: they halve the clock or step it at a moment that has nothing to do with the code.
-# The software power cap is not among them: a large matmul draws the board's whole power budget, so the cap holds
-# whenever such a kernel runs, for both sides alike; setting it aside would leave nothing to time.
+# Those that make a sample unfit: they halve the clock or step it at a moment that has nothing to do with the code. The
+# software power cap is not among them: a large matmul draws the board's whole power budget, so the cap holds whenever
+# such a kernel runs, for both sides alike; discarding such samples would leave nothing to time.
 UNFIT = frozenset({"HW slowdown", "SW thermal", "HW thermal", "HW power brake"})
 
 
@@ -64,7 +64,7 @@ class Gpu:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Survey:
-    """What the driver says. `problem` tells in one line why it says nothing."""
+    """Information from the driver. `problem` says in one line why there is none."""
 
     driver: str | None = None
     cuda: str | None = None
@@ -88,7 +88,8 @@ class Sample:
 
 
 def has_gpu() -> bool:
-    """Whether there is an NVIDIA GPU here that torch could use; under a millisecond where there is none."""
+    """Return whether there is an NVIDIA GPU here that torch could use. Takes under a millisecond where there is
+    none."""
     if _hidden() or not any(os.path.exists(node) for node in DEVICE_NODES):
         return False
     version = package_version("torch")
@@ -96,7 +97,7 @@ def has_gpu() -> bool:
 
 
 def identify(*, prefer: str | None = None) -> Machine:
-    """This machine: its GPU if it has one that torch can use, otherwise its CPU.
+    """Return this machine: its GPU if it has one that torch can use, otherwise its CPU.
 
     `prefer="cpu"` describes the CPU of a machine that has a GPU; `prefer="cuda"` raises MachineError where there
     is none. MachineError also where there is a GPU that nothing can name.
@@ -132,7 +133,7 @@ def identify(*, prefer: str | None = None) -> Machine:
 
 
 def why_no_gpu() -> str:
-    """Why `has_gpu` says no, with the remedy."""
+    """Return why `has_gpu` is False, with the remedy."""
     if not any(os.path.exists(node) for node in DEVICE_NODES):
         return "no NVIDIA device node in /dev; run on a machine, or in a container, with a GPU (docker run --gpus all)"
     if _hidden():
@@ -142,7 +143,8 @@ def why_no_gpu() -> str:
 
 
 def measured_devices(device: str) -> tuple[str, ...]:
-    """What any run on this machine calls what it measures on: the visible GPUs' UUIDs, or "cpu"."""
+    """Return the names by which every run on this machine knows its devices: the visible GPUs' UUIDs, "gpu" where these
+    are not known, or "cpu"."""
     if device == "cpu":
         return ("cpu",)
     try:
@@ -154,7 +156,7 @@ def measured_devices(device: str) -> tuple[str, ...]:
 
 
 def links(count: int) -> dict[str, str]:
-    """How the first visible GPUs are joined in pairs, as {"0-1": "NVLink"}; empty where NVML cannot say."""
+    """Return how the first visible GPUs are joined in pairs, as {"0-1": "NVLink"}; empty where NVML cannot say."""
     found: dict[str, str] = {}
     try:
         with _nvml() as nvml:
@@ -168,7 +170,7 @@ def links(count: int) -> dict[str, str]:
 
 
 def cores_near_gpus() -> tuple[frozenset[int], ...]:
-    """For each visible GPU the cores of its NUMA node; empty sets, or nothing at all, where NVML cannot say."""
+    """Return the cores of each visible GPU's NUMA node; empty sets, or nothing at all, where NVML cannot say."""
     words, bits = -(-(os.cpu_count() or 1) // 64), range(64)
 
     def numbers(mask: Any) -> frozenset[int]:
@@ -183,7 +185,7 @@ def cores_near_gpus() -> tuple[frozenset[int], ...]:
 
 
 def survey_gpus() -> Survey:
-    """The visible GPUs in CUDA's order, and the driver; from NVML, or where that fails from nvidia-smi."""
+    """Return the visible GPUs in CUDA's order, and the driver; from NVML, or where that fails from nvidia-smi."""
     try:
         with _nvml() as nvml:
             handles = _visible_handles(nvml)
@@ -208,7 +210,7 @@ def survey_gpus() -> Survey:
 
 
 def gpu_memory_bytes() -> int | None:
-    """The memory of the smallest visible GPU; None where it is not known."""
+    """Return the memory of the smallest visible GPU; None where it is not known."""
     memory = [gpu.memory_bytes for gpu in survey_gpus().gpus]
     known = [m for m in memory if m is not None]
     return min(known) if known and len(known) == len(memory) else None
@@ -254,11 +256,12 @@ class Monitor:
         return reading
 
     def throttled(self) -> bool:
-        """Whether, since the sample before the latest, the clock was held down for a reason in UNFIT."""
+        """Return whether the clock was held down for a reason in UNFIT since the sample before the latest."""
         return bool(self.samples) and not UNFIT.isdisjoint(self.samples[-1].reasons)
 
     def condition(self, set_aside: int = 0) -> Condition:
-        """All samples in one record: median and lowest clock, median power, highest temperature, every reason."""
+        """Return all samples in one record: median and lowest clock, median power, highest temperature, every
+        reason."""
         # An idle GPU lowers its clock; readings taken between kernels say nothing about the kernels.
         busy = [s for s in self.samples if "idle" not in s.reasons] or self.samples
         clocks = [s.sm_clock_mhz for s in busy if s.sm_clock_mhz is not None]
@@ -306,7 +309,7 @@ class Monitor:
 
 @contextlib.contextmanager
 def used_elsewhere() -> Iterator[Callable[[], float]]:
-    """Yields a function that says, after the block, how many cores others kept busy during it: 0.5 is half a core.
+    """Yield a function that says, after the block, how many cores others kept busy during it: 0.5 is half a core.
 
     From /proc/stat, to a hundredth of a second; 0 where there is none.
     """
@@ -322,7 +325,8 @@ def used_elsewhere() -> Iterator[Callable[[], float]]:
 
 
 def _busy_s() -> float | None:
-    """Seconds that all cores together have been busy, or taken away by the hypervisor, since the machine started."""
+    """Return the seconds that all cores together have been busy, or taken away by the hypervisor, since the machine
+    started."""
     try:
         fields = [int(f) for f in Path("/proc/stat").read_text().splitlines()[0].split()[1:]]
         user, nice, system, _idle, _iowait, irq, softirq, stolen = fields[:8]
@@ -332,7 +336,7 @@ def _busy_s() -> float | None:
 
 
 def reason_names(mask: int) -> frozenset[str]:
-    """Names of the clocks event reasons in an NVML mask; a bit without a name as hexadecimal."""
+    """Return the names of the clocks event reasons in an NVML mask; a bit without a name as hexadecimal."""
     bits = [1 << i for i in range(mask.bit_length()) if mask >> i & 1]
     return frozenset(REASONS.get(bit, hex(bit)) for bit in bits)
 
@@ -357,7 +361,7 @@ def cpu_slug(model: str, info: Mapping[str, str]) -> str:
 
 
 def cpu_model() -> str:
-    """The CPU's name as the operating system gives it."""
+    """Return the CPU's name as the operating system gives it."""
     info = _cpuinfo()
     if "model name" in info:
         return " ".join(info["model name"].split())
@@ -368,7 +372,7 @@ def cpu_model() -> str:
 
 @cache
 def package_version(name: str) -> str | None:
-    """Version of an installed package, without importing it; None where it is not installed."""
+    """Return the version of an installed package, without importing it; None where it is not installed."""
     try:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
@@ -377,7 +381,7 @@ def package_version(name: str) -> str | None:
 
 @cache
 def torch_cuda() -> str | None:
-    """The CUDA version that torch was built for, read from its version.py; None for a CPU build or no torch."""
+    """Return the CUDA version that torch was built for, read from its version.py; None for a CPU build or no torch."""
     spec = importlib.util.find_spec("torch")
     if spec is None or spec.origin is None:
         return None
@@ -390,7 +394,7 @@ def torch_cuda() -> str | None:
 
 
 def as_text(value: Any) -> str:
-    """NVML's strings: bytes from older versions of pynvml, text from newer ones."""
+    """Return a string of NVML's as text: older versions of pynvml give bytes, newer ones text."""
     return value.decode(errors="replace") if isinstance(value, bytes) else str(value)
 
 
@@ -408,7 +412,8 @@ def _nvml() -> Iterator[Any]:
 
 
 def _asked(nvml: Any, function: str, read: Callable[[Any], Any], *arguments: Any) -> Any:
-    """`read` of what an NVML function returns; None where this NVML, driver or GPU does not have it."""
+    """Return `read` of the result of an NVML function; None where this NVML, driver or GPU does not have the
+    function."""
     try:
         return read(getattr(nvml, function)(*arguments))
     except Exception:
@@ -416,7 +421,7 @@ def _asked(nvml: Any, function: str, read: Callable[[Any], Any], *arguments: Any
 
 
 def _visible_handles(nvml: Any) -> list[Any]:
-    """NVML handles of the GPUs that CUDA shows, in its order.
+    """Return the NVML handles of the GPUs that CUDA shows, in CUDA's order.
 
     NVML counts by PCI address and CUDA by speed unless CUDA_DEVICE_ORDER says otherwise; among equal GPUs, all
     that a benchmark machine should hold, the two agree.
@@ -471,7 +476,7 @@ def _hidden() -> bool:
 
 @cache
 def _cpuinfo() -> dict[str, str]:
-    """The first processor's entries in /proc/cpuinfo; empty where there is none."""
+    """Return the first processor's entries in /proc/cpuinfo; empty where there is none."""
     try:
         text = Path("/proc/cpuinfo").read_text(errors="replace")
     except OSError:
@@ -492,7 +497,7 @@ def usable_cores() -> int:
 
 
 def _memory_bytes() -> int:
-    """The host's memory, or the container's share of it."""
+    """Return the host's memory, or the container's share of it."""
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     with contextlib.suppress(OSError, ValueError):
         total = min(total, int(Path("/sys/fs/cgroup/memory.max").read_text()))

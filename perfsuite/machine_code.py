@@ -1,4 +1,4 @@
-"""The digest of what a compiled GPU kernel does: of its machine code, not of the file's debug information.
+"""Digest of what a compiled GPU kernel does: of its machine code, and not of the file's debug information.
 
 A cubin is an ELF file. Its debug sections hold the path of the kernel's source and the numbers of its lines, and notes
 may hold the names of temporary files.
@@ -21,7 +21,7 @@ IS_CODE = (".text", ".rela.text", ".nv.info", ".nv.constant", ".nv.global", ".nv
 
 
 def digest(cubin: bytes) -> str:
-    """The digest of the machine code, and of all bytes of what is no such file."""
+    """Return the digest of the machine code; for bytes that are no such file, of all of them."""
     try:
         parts = [part for name, part in _sections(cubin) if name.startswith(IS_CODE)]
     except (struct.error, ValueError, IndexError, OverflowError):
@@ -34,7 +34,7 @@ def digest(cubin: bytes) -> str:
 
 
 def _sections(file: bytes) -> Iterator[tuple[str, bytes]]:
-    """(name, name and content) of each section. ValueError if it is no ELF file."""
+    """Yield (name, name and content) of each section. Raises ValueError if it is not an ELF file."""
     if not file.startswith(MAGIC):
         raise ValueError("not a 64-bit ELF file")
     *_, offset, _, _, _, _, size, count, names = HEADER.unpack_from(file)

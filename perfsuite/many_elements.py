@@ -1,7 +1,7 @@
-"""A call on more elements than 32 bits can count: an index that overflows reads and writes in other places.
+"""Check a call on more elements than 32 bits can count: an index that overflows reads and writes in other places.
 
-The answer is held against the reference's own, without a float64 truth, for which there is no memory. So only gross
-errors are found, and that is what an overflow makes.
+The answer is compared with the reference's own, without a float64 truth, for which there is no memory. So only gross
+errors are found, which are the ones that an overflow makes.
 """
 
 from __future__ import annotations
@@ -29,25 +29,26 @@ from perfsuite.records import Case
 from perfsuite.specs import TensorSpec
 
 ELEMENTS = 1 << 31
-"""Numbers of 32 bits with a sign end below it."""
+"""Number of elements: signed integers of 32 bits end below it."""
 MORE = 1 << 20
 """Elements beyond that, in which an overflow shows."""
 PERIOD = 10_007
-"""The values repeat after so many of the dimension that is made long: a prime, so that no overflow meets the same."""
+"""Period of the values along the dimension that is made long: a prime, so that an overflow does not hit the same
+values."""
 COPIES = 5
 """Tensors of the inputs' size that must fit into the free memory: copies, outputs, and what is computed between."""
 LONGEST_S = 10.0
-"""A reference that takes longer is not tried."""
+"""Seconds above which a reference is not tried."""
 GROSS = 0.02
-"""An error is gross above this share of the value plus the RMS. Kernels that add up so many numbers in another order
+"""Share of the value plus the RMS above which an error is gross. Kernels that add up this many numbers in another order
 differ by less."""
 FEWEST = 64
-"""So many elements must be wrong: where a sum of millions cancels, a few differ by much."""
+"""Fewest elements that must be wrong: where a sum of millions cancels, a few differ by much."""
 CHUNK = 1 << 26
 
 
 def check(probe: Probe) -> None:
-    """NotEquivalent where the optimized side is grossly wrong on more than 2³¹ elements.
+    """Raise NotEquivalent where the optimized side is grossly wrong on more than 2³¹ elements.
 
     Nothing is tried where no size can be so large, or the memory or the reference does not allow it.
     """
@@ -68,7 +69,8 @@ def check(probe: Probe) -> None:
 
 
 def long_case(pair: Pair, case: Case) -> tuple[Case, str] | None:
-    """The draw with one size so large that a tensor has more than 2³¹ elements, and that size; None without one."""
+    """Return the draw with one size so large that a tensor has more than 2³¹ elements, and that size; None if there is
+    none."""
     tensors = [spec for spec in pair.inputs.values() if isinstance(spec, TensorSpec)]
     if len(tensors) < len(pair.inputs) and any(_holds_tensors(s) for s in pair.inputs.values()):
         return None
@@ -91,14 +93,14 @@ def _holds_tensors(spec: Any) -> bool:
 
 
 def fits(pair: Pair, case: Case, device: str) -> bool:
-    """Whether the memory is enough."""
+    """Return whether the memory is enough."""
     specs = [spec for spec in pair.inputs.values() if isinstance(spec, TensorSpec)]
     needed = sum(make.dtype_of(s.dtype or case.dtype).itemsize * make.elements(s, case.sizes) for s in specs)
     return COPIES * needed <= free_bytes(device)
 
 
 def free_bytes(device: str) -> int:
-    """Memory that nobody uses."""
+    """Return the bytes of memory that nobody uses."""
     if torch.device(device).type == "cuda":
         return int(torch.cuda.mem_get_info()[0])
     return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
@@ -106,7 +108,7 @@ def free_bytes(device: str) -> int:
 
 @contextlib.contextmanager
 def _alone() -> Iterator[None]:
-    """One process of the machine at a time: none has memory for two."""
+    """Let one process of the machine at a time enter the block: there is no memory for two."""
     path = os.path.join(tempfile.gettempdir(), f"perfsuite-many-elements-{os.getuid()}.lock")
     with open(path, "a") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -145,7 +147,7 @@ def _many(case: Case) -> str:
 
 
 def _built(pair: Pair, case: Case, symbol: str, device: str) -> dict[str, Any]:
-    """The inputs: those of a draw of PERIOD, repeated along the size that is long."""
+    """Return the inputs: those of a draw of size PERIOD, repeated along the long size."""
     length = case.sizes[symbol]
     short = replace(case, sizes={**case.sizes, symbol: min(length, PERIOD)})
     values = make.build(pair, short, device)
@@ -178,7 +180,7 @@ def _called(probe: Probe, side: Side, values: dict[str, Any]) -> Leaves | None:
 
 
 def _wrong(expected: torch.Tensor, got: torch.Tensor) -> int:
-    """How many elements are far apart."""
+    """Return how many elements are far apart."""
     pairs = list(zip(expected.flatten().split(CHUNK), got.flatten().split(CHUNK), strict=True))
     if not expected.is_floating_point():
         return sum(int((a != b).sum()) for a, b in pairs)

@@ -11,7 +11,7 @@ HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_p
 
 
 def of(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """(name in words, value) of each mark of the tensors and modules in a nested value."""
+    """Yield (name in words, value) of each mark of the tensors and modules in a nested value."""
     match value:
         case torch.Tensor():
             yield f"requires_grad of {path}", value.requires_grad

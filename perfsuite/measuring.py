@@ -45,22 +45,24 @@ from perfsuite.sampling import BLOCKS, Sampler
 from perfsuite.watching import FRESH_BLOCKS, NewValues, Watch, check_timed, drawn_anew, judge_copied, prove_new
 
 RIVAL_BLOCKS, RIVAL_QUADS = 2, 4
-"""Rivals are timed against the optimized side afterwards: what is gated must not depend on which rivals there are."""
+"""Blocks and ABBA rounds for rivals. They are timed against the optimized side afterwards, because what is gated must
+not depend on which rivals there are."""
 ALONE_BLOCKS = 4
-"""A reference that is slowed by a sixth shows in fewer blocks than the rule needs."""
+"""Blocks of a reference that is timed alone: one that is slowed by a sixth shows in fewer blocks than the rule
+needs."""
 NEW_VALUES_S = 2.0
-"""A truth that takes longer to establish is established on one draw only."""
+"""Seconds above which a truth is established on one draw only."""
 SLOW_TRUTH_S = 5.0
-"""A truth that takes longer to establish is of a reference that may take more than LONG_S a call."""
+"""Seconds of establishing a truth above which the reference may take more than LONG_S a call."""
 COLD_S = 2.0
-"""So much of a reference's first call in a process may be its start: libraries that are loaded, handles, autotuning. It
-does not count where the call is stopped."""
+"""Seconds of a reference's first call in a process that may be start-up: loading libraries, creating handles,
+autotuning. They do not count where the call is stopped."""
 RECOUNTS = 3
-"""More syncs or launches than accepted are red, but some calls differ by chance: one may have to wait for the call
-before it. Both sides are therefore counted up to so many times more. The gate compares the fewest of the optimized side
-with the most of the accepted one."""
+"""Most further counts of both sides. More syncs or launches than accepted are red, but some calls differ by chance: one
+may have to wait for the call before it. The gate compares the fewest of the optimized side with the most of the
+accepted one."""
 WAITING = "waiting"
-"""The phase in which other processes have the device; the seconds of a measurement are without it."""
+"""The phase in which other processes have the device; the seconds of a measurement exclude it."""
 WAITS = "waits for the device within a call, in the driver perhaps, so that it has no time on the device clock"
 
 Report = Callable[[str], None]
@@ -74,7 +76,7 @@ class Phases:
 
     @contextmanager
     def time(self, name: str) -> Iterator[None]:
-        """Adds what the block takes to the phase `name`."""
+        """Add the seconds of the block to the phase `name`."""
         began = perf_counter()
         try:
             yield
@@ -82,7 +84,7 @@ class Phases:
             self.seconds[name] = self.seconds.get(name, 0.0) + perf_counter() - began
 
     def part(self, whole: str, parts: Mapping[str, float]) -> None:
-        """Take these parts, which were measured inside, out of a phase."""
+        """Subtract these parts, which were measured inside a phase, from it."""
         self.seconds[whole] -= sum(parts.values())
         self.seconds |= parts
 
@@ -149,13 +151,13 @@ class Bench:
         return self.workload.direction != "forward"
 
     def rivals(self) -> tuple[dict[str, Side], dict[str, str]]:
-        """(the pair's rivals that this machine can run, the others with the reason)."""
+        """Return (the pair's rivals that this machine can run, the others with the reason)."""
         every = {n: as_side(s) for n, s in self.pair.rivals.items()}
         skipped = {n: r for n, s in every.items() if (r := execution.unavailable(s, self.device))}
         return {n: s for n, s in every.items() if n not in skipped}, skipped
 
     def check(self) -> OutputCheck:
-        """A check of the sides' outputs against the float64 truth."""
+        """Return a check of the sides' outputs against the float64 truth."""
         return self.checked_by(
             self.timed,
             self.case,
@@ -166,15 +168,15 @@ class Bench:
         )
 
     def clock(self) -> Clock:
-        """A new clock of the device."""
+        """Return a new clock of the device."""
         return clock_for(self.device, self.peers)
 
     def rng(self) -> random.Random:
-        """A new source of random orders, the same in all processes that time the workload together."""
+        """Return a new source of random orders, the same in all processes that time the workload together."""
         return random.Random(self.peers.bits(64))
 
     def runner(self, name: str, side: Side) -> Runner:
-        """A side on its own copy of the inputs."""
+        """Return a runner of the side on its own copy of the inputs."""
         made = Runner(
             name=name,
             side=side,
@@ -189,7 +191,7 @@ class Bench:
 
     @contextmanager
     def released(self) -> Iterator[None]:
-        """Runners made inside are let go of at its end."""
+        """Release the runners made in the block at its end."""
         try:
             yield
         finally:
@@ -197,7 +199,7 @@ class Bench:
                 self.made.pop().release()
 
     def master(self, name: str) -> dict[str, Any]:
-        """The inputs that a side gets copies of; a rival gets the reference's."""
+        """Return the inputs of which a side gets copies; a rival gets the reference's."""
         return self.masters.get(name, self.masters[REFERENCE])
 
 
@@ -214,13 +216,13 @@ def prove(
 ) -> Proof:
     """Prove the optimized side, and the accepted one, on the workload's inputs; count what a call of each costs.
 
-    Calling them compiles what they compile, so that a later process finds it in the compilers' caches;
-    `with_reference` calls the reference for that, too, and `with_rivals` proves, calls and counts the rivals. Where the
-    reference is `slow`, outputs that are those of the accepted side, bit for bit, are proven by that. Of the
-    `same_code` as the accepted side's only the optimized side is needed: the accepted one counts what it counts, and
-    where the reference is slow the outputs of its first call are taken as proven. A process that times compares both
-    sides with them. With `enough_s` the reference is called, beside whatever else runs, and stopped after so many
-    seconds of work; the sides in `uncounted` are not counted. NotEquivalent where a side is not the same function.
+    Calling them compiles what they compile, so that a later process finds it in the compilers' caches; `with_reference`
+    calls the reference for that, too, and `with_rivals` proves, calls and counts the rivals. Where the reference is
+    `slow`, outputs that are those of the accepted side, bit for bit, are proven by that. Of the `same_code` as the
+    accepted side's only the optimized side is needed: the accepted one counts what it counts, and where the reference
+    is slow the outputs of its first call are taken as proven. A process that times compares both sides with them. With
+    `enough_s` the reference is called, beside whatever else runs, and stopped after this many seconds of work; the
+    sides in `uncounted` are not counted. NotEquivalent where a side is not the same function.
     """
     began = perf_counter()
     check = bench.check()
@@ -244,7 +246,7 @@ def prove(
             rivals = {n: s for n, s in rivals.items() if n not in left_out}
             evidence = tally.evidence(bench.timed, bench.case.dtype, bench.device)
     clock, rng = bench.clock(), bench.rng()
-    # To establish the truth has called the reference, too.
+    # Establishing the truth has called the reference, too.
     with_reference = with_reference and check.seconds <= SLOW_TRUTH_S
     called = {n: s for n, s in bench.sides.items() if with_reference or n != REFERENCE} | rivals
     once: Call | None = None
@@ -278,7 +280,7 @@ def prove(
 
 
 def launched(bench: Bench, top: Path) -> tuple[str, str]:
-    """(digest of what the optimized side launches, ""), or ("", why there is none); see launches.py."""
+    """Return (digest of what the optimized side launches, ""), or ("", why there is none); see launches.py."""
     if torch.device(bench.device).type != "cuda" or bench.workload.clock != "device":
         return "", "its host code is timed, too"
     clock, rng = bench.clock(), random.Random(0)
@@ -292,7 +294,7 @@ def launched(bench: Bench, top: Path) -> tuple[str, str]:
 
 
 def reference_alone(bench: Bench, kind: str, counts: Counts | None, alone: Callable[[], object]) -> tuple[float, ...]:
-    """Seconds of a call of the reference in each block, where no other side is called.
+    """Return the seconds of a call of the reference in each block, where no other side is called.
 
     `kind` is the clock; `counts` are the reference's own, by which the clock knows how many calls it may queue. `alone`
     is called before anything is timed, and waits until no other process uses the device.
@@ -319,7 +321,7 @@ def reference_alone(bench: Bench, kind: str, counts: Counts | None, alone: Calla
 
 
 def _until_enough(bench: Bench, clock: Clock, rng: random.Random, enough_s: float) -> Call:
-    """A call of the reference until it has done so many seconds of work; its start does not count as work."""
+    """Call the reference until it has done `enough_s` seconds of work; its start does not count as work."""
     compiled = scrutiny.compilations()
     call = _once(bench, clock, rng, COLD_S + enough_s)
     quick = not call.stopped and call.seconds <= COLD_S + LONG_S
@@ -329,7 +331,7 @@ def _until_enough(bench: Bench, clock: Clock, rng: random.Random, enough_s: floa
 
 
 def _once(bench: Bench, clock: Clock, rng: random.Random, stop_s: float = 0.0) -> Call:
-    """One call of the reference, on fresh inputs; with `stop_s` it is stopped after so many seconds."""
+    """Call the reference once on fresh inputs; with `stop_s` the call is stopped after this many seconds."""
     reference = bench.sides[REFERENCE]
     runner = bench.runner(REFERENCE, reference)
     runner.called_once = True
@@ -359,7 +361,7 @@ def _once(bench: Bench, clock: Clock, rng: random.Random, stop_s: float = 0.0) -
 
 
 def _prove_new_values(bench: Bench, check: OutputCheck, runner: Runner) -> None:
-    """Other values in the memory of the proven ones, unless the reference is slow or the inputs are constant."""
+    """Prove other values in the memory of the proven ones, unless the reference is slow or the inputs are constant."""
     if bench.pair.is_stateful or not 0 < check.seconds <= NEW_VALUES_S:
         return
     drawn = drawn_anew(bench.pair, bench.case, bench.device, bench.home, bench.peers)
@@ -394,11 +396,11 @@ def measure(
     Without `proof` every side is proven first, on inputs of `seed` (random unless given), and calls are counted. With
     one, its inputs are drawn again, and only outputs that are not those proven are proven anew. `wait_for_proof`
     returns such a proof, on inputs of `seed`, once another process has ended it; it is called after the warm-up. There
-    are at most `blocks`; `reference` limits the reference to one round in each of so many of them, and 0 leaves it out.
-    `thorough` times rivals and the other clock, too; with such a limit, or not thorough, the reference's launches are
-    not counted on the wall clock. Without `new_values` the sides get none between the blocks, and unless `thorough` the
-    optimized side is not held against the device's limit: a workload's first process does both. `report` gets the name
-    of the side that is about to run, so that a crash or a hang can be attributed. `alone` is called before any is
+    are at most `blocks`; `reference` limits the reference to one round in each of this many blocks, and 0 leaves it
+    out. `thorough` times rivals and the other clock, too; with such a limit, or not thorough, the reference's launches
+    are not counted on the wall clock. Without `new_values` the sides get none between the blocks, and unless `thorough`
+    the optimized side is not compared with the device's limit: a workload's first process does both. `report` gets the
+    name of the side that is about to run, so that a crash or a hang can be attributed. `alone` is called before any is
     timed, and returns once nothing else uses the device; `beside` is called when all is timed, and others may use it
     again. Both tell whether there may be others. `peers` are the processes that time the workload with this one, and
     `checked_by` makes what holds outputs against the truth.
@@ -463,7 +465,7 @@ class Session:
         """Whether the seconds on the device have been asked for before."""
 
     def _take(self, proof: Proof) -> None:
-        """Take what another process has proven and counted."""
+        """Take over what another process has proven and counted."""
         self.proof, self.evidence, self.counts = proof, proof.evidence, dict(proof.counts)
         self.check.known.update(proof.digests)
         if ACCEPTED in self.counts and _more(self.counts[ACCEPTED], self.counts[OPTIMIZED]):
@@ -473,7 +475,7 @@ class Session:
             self.long = Call(proof.reference_s, None, proof.reference_stopped)
 
     def run(self, blocks: int) -> None:
-        """Prove, warm up, count, time, and look for what only the timed calls show."""
+        """Prove, warm up, count, time, and look for faults that only the timed calls show."""
         bench, phases = self.bench, self.bench.phases
         if not self.wait_for_proof:
             with phases.time("proof"):
@@ -553,7 +555,7 @@ class Session:
             self.evidence = tally.evidence(bench.timed, bench.case.dtype, bench.device)
 
     def _check_first(self, runner: Runner) -> None:
-        """The first call's outputs must be those that were proven."""
+        """Check that the first call's outputs are those that were proven."""
         if runner.name == REFERENCE:
             return
         began = perf_counter()
@@ -577,7 +579,7 @@ class Session:
             self.check.check_later(leaves, runner.name)
 
     def _check_noted(self) -> None:
-        """The same check, of the outputs that were kept. A side that gave something else is called again."""
+        """Make the same check of the outputs that were kept. A side that gave something else is called again."""
         for key, side, name in self.first_calls:
             if key not in self.check.known:
                 self.bench.report(name)
@@ -608,7 +610,7 @@ class Session:
         self._count()
 
     def _waited(self, wait: Callable[[], bool]) -> bool:
-        """Call `alone` or `beside` and note how long it waited; whether other processes use the device, too."""
+        """Call `alone` or `beside` and note how long it waited. Return whether other processes use the device, too."""
         began = perf_counter()
         shared = wait()
         if shared:
@@ -625,7 +627,7 @@ class Session:
                     runner.warm_up(self.clock)
 
     def _new_values_for(self, blocks: int) -> NewValues:
-        """New inputs for the calls that are timed between blocks; with a proof they are drawn in advance."""
+        """Return new inputs for the calls that are timed between blocks; with a proof they are drawn in advance."""
         bench = self.bench
         values = NewValues(bench.timed, bench.case, bench.device, bench.home, bench.peers)
         if self.proof is not None:
@@ -668,7 +670,8 @@ class Session:
         return self._limit()
 
     def _on_device(self) -> float:
-        """Seconds of a call of the optimized side, on the device where they are known; sampled anew the next time."""
+        """Return the seconds of a call of the optimized side, on the device where they are known; sampled anew the next
+        time."""
         known = self.other.get(OPTIMIZED) if self.kind == "wall" else None
         if self.asked:
             return (self.sampler.other_clock(OPTIMIZED) if known else None) or self.sampler.sample(OPTIMIZED)
@@ -676,7 +679,7 @@ class Session:
         return known or self.sampler.median(OPTIMIZED) or math.inf
 
     def record(self, workload_id: str, seconds: float) -> Measurement:
-        """The measurement."""
+        """Return the measurement."""
         bench, sampler, kind = self.bench, self.sampler, self.kind
         workload = bench.workload
         sides = {n: self._side(n, r) for n, r in sampler.runners.items()}
@@ -719,7 +722,7 @@ class Session:
         )
 
     def _group(self) -> ProcessGroup | None:
-        """The cost of a call of each side in this process, where several call the sides together."""
+        """Return the cost of a call of each side in this process, where several call the sides together."""
         ranks = self.bench.workload.ranks
         if ranks == 1:
             return None
@@ -762,9 +765,10 @@ def _warm_up(
 
 
 def _counted(runners: Mapping[str, Runner], clock: Clock, bench: Bench) -> dict[str, Counts]:
-    """Host syncs and launches of one call of each side; empty counts where it takes too long for the profiler.
+    """Return the host syncs and launches of one call of each side; empty counts where a call takes too long for the
+    profiler.
 
-    Of several processes the most that one of them makes.
+    With several processes, they are the most that one of them makes.
     """
     if not isinstance(clock, CudaClock):
         return {}
@@ -790,7 +794,7 @@ def _counted(runners: Mapping[str, Runner], clock: Clock, bench: Bench) -> dict[
 
 
 def _more(accepted: Counts, optimized: Counts) -> bool:
-    """Whether the optimized side syncs or launches more often."""
+    """Return whether the optimized side syncs or launches more often."""
     return any(
         before is not None and now is not None and now > before
         for before, now in (
@@ -808,7 +812,7 @@ def _clock_kind(
     runners: dict[str, Runner],
     skipped: dict[str, str],
 ) -> str:
-    """The clock that is timed on. A rival that cannot be timed on it is taken out of `runners`."""
+    """Return the clock that is timed on. A rival that cannot be timed on it is removed from `runners`."""
     if not isinstance(clock, CudaClock):
         return "wall"
     if workload.clock == "device":
@@ -836,7 +840,7 @@ def _limit(pair: Pair, workload: Workload, dtype: str, device: str) -> Limit | N
         bounds.append((moved / rate, "memory", rate))
     if operations:
         precisions = {pair.cost.precision_in(dtype)}
-        if device == "cpu":  # whose own products in half precision may be far slower than those of what is widened
+        if device == "cpu":  # a CPU's own products in half precision may be far slower than those of widened inputs
             precisions.add(pair.cost.precision)
         rate = max(ceilings.matmul_flops_per_s(device, precision) for precision in precisions)
         bounds.append((operations / rate, "compute", rate))

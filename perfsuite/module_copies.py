@@ -1,5 +1,5 @@
-"""Copies a module with its tensors changed. Much faster than copy.deepcopy, which does most of the work for what is
-no tensor."""
+"""Copy a module with its tensors changed. This is much faster than copy.deepcopy, which spends most of its time on
+objects that are not tensors."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ CUSTOM = (
 )
 """Methods by which a class controls how it is copied."""
 DEFAULTS_ONLY = (torch.nn.modules.conv._ConvNd,)
-"""Their __setstate__ adds what an older version did not have."""
+"""Module classes whose __setstate__ only adds attributes that an older version did not have."""
 NOT_COPIED = ("_compiled_call_impl",)
-"""Module.__getstate__ leaves it out, too."""
+"""Attributes that are not copied; Module.__getstate__ leaves them out, too."""
 
 
 def changed_copy(module: torch.nn.Module, change: Change) -> torch.nn.Module:
-    """A copy, as copy.deepcopy makes it, of which each parameter and buffer holds `change` of its values.
+    """Return a copy, as copy.deepcopy makes it, in which each parameter and buffer holds `change` of its values.
 
     What is shared within the module is shared within the copy.
     """
@@ -52,7 +52,7 @@ def _changed(tensor: torch.Tensor, change: Change) -> torch.Tensor:
 
 
 def _copied(value: Any, known: dict[int, Any]) -> Any:
-    """`known` is deepcopy's memo: id → copy."""
+    """Copy a value; `known` is deepcopy's memo: id → copy."""
     kind = type(value)
     if kind in IMMUTABLE or (kind is tuple and all(type(held) in IMMUTABLE for held in value)):
         return value

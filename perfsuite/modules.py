@@ -13,28 +13,29 @@ from perfsuite.errors import PairError
 from perfsuite.specs import ConstantSpec, Floats, Integers, ModuleSpec, Sampled, Spec, TensorSpec, module
 
 INPUT = "module"
-"""The name of the input that the parameters come in: in `mutates`, and in what is said of gradients."""
+"""The name of the input with the parameters, in `mutates` and in messages about gradients."""
 VARIED = 0.1
-"""By how much of itself a weight differs between draws; what is zero, by so much."""
+"""Share of itself by which a weight differs between draws; a zero differs by this amount."""
 DYNAMO = "torch._dynamo.eval_frame"
-"""The module of what torch.compile returns."""
+"""The module of the objects that torch.compile returns."""
 FEW_VALUES = 16
-"""A template with no more different values than this has labels, signs or a mask: no other values are drawn."""
+"""Most different values of a template that holds labels, signs or a mask, for which no other values are drawn."""
 
 
 def is_module(value: object) -> bool:
-    """Whether it is a torch.nn.Module."""
+    """Return whether the value is a torch.nn.Module."""
     return is_module_type(type(value))
 
 
 def is_module_type(kind: type) -> bool:
-    """Whether it is torch.nn.Module or a class derived from it."""
+    """Return whether the type is torch.nn.Module or a class derived from it."""
     torch: Any = sys.modules.get("torch")
     return torch is not None and issubclass(kind, torch.nn.Module)
 
 
 def unwrapped(call: Any) -> Any:
-    """The function or module inside of partials, of torch.compile, and of the wrapper of modules that share weights."""
+    """Return the function or module inside of partials, of torch.compile, and of the wrapper of modules that share
+    weights."""
     while True:
         inner = _inside(call)
         if inner is None:
@@ -45,7 +46,8 @@ def unwrapped(call: Any) -> Any:
 
 
 def is_compiled(call: Any) -> bool:
-    """Whether torch.compile made it, also where a partial or the wrapper of modules that share weights is around it."""
+    """Return whether torch.compile made the callable, also inside a partial or the wrapper of modules that share
+    weights."""
     while (inner := _inside(call)) is not None:
         call = inner
     return _before_compiling(call) is not None
@@ -58,7 +60,7 @@ def _inside(call: Any) -> Any:
 
 
 def _before_compiling(call: Any) -> Any:
-    """The callable that torch.compile was given; None if torch.compile did not make `call`."""
+    """Return the callable that torch.compile was given; None if torch.compile did not make `call`."""
     dynamo: Any = sys.modules.get(DYNAMO)
     if dynamo is None:
         return None
@@ -69,14 +71,15 @@ def _before_compiling(call: Any) -> Any:
 
 
 def has_state(value: Any) -> bool:
-    """Whether the module has a parameter or a buffer."""
+    """Return whether the module has a parameter or a buffer."""
     return any(True for _ in value.parameters()) or any(True for _ in value.buffers())
 
 
 def spec_of(reference: Any) -> ModuleSpec:
-    """The input that the reference's module is: a copy of it, in each draw with other weights near its own.
+    """Return the spec of the input that is the reference's module: a copy of it, in each draw with other weights near
+    its own.
 
-    What a side computes of the weights once would not hold after a step of training.
+    A value that a side computes from the weights only once would be wrong after a step of training.
     """
 
     def build() -> Any:
@@ -89,7 +92,8 @@ def spec_of(reference: Any) -> ModuleSpec:
             for tensor in [*twin.parameters(), *_statistics(twin)]:
                 if tensor.is_floating_point():
                     noise = VARIED * (2 * torch.rand(tensor.shape).to(tensor) - 1)
-                    # What starts at zero, such as a bias, would stay there, and nobody would see whether it is used.
+                    # A weight that starts at zero, such as a bias, would stay there, and nobody would see whether it is
+                    # used.
                     tensor.mul_(1 + noise) if tensor.any() else tensor.add_(noise)
         return twin
 
@@ -97,7 +101,7 @@ def spec_of(reference: Any) -> ModuleSpec:
 
 
 def changes_buffers(module: Any) -> bool:
-    """Whether a call changes the running means and variances of its normalisations, which it does in training."""
+    """Return whether a call changes the running means and variances of the module's normalisations, as in training."""
     torch: Any = sys.modules["torch"]
     return any(
         isinstance(part, torch.nn.modules.batchnorm._NormBase) and part.training and part.running_mean is not None
@@ -106,7 +110,7 @@ def changes_buffers(module: Any) -> bool:
 
 
 def _statistics(module: Any) -> Iterator[Any]:
-    """Running means and variances of its normalisations."""
+    """Yield the running means and variances of the module's normalisations."""
     torch: Any = sys.modules["torch"]
     for part in module.modules():
         if isinstance(part, torch.nn.modules.batchnorm._NormBase) and part.running_mean is not None:
@@ -114,7 +118,7 @@ def _statistics(module: Any) -> Iterator[Any]:
 
 
 def _others(module: Any) -> Iterator[Any]:
-    """Floating buffers that are stored with the module, but for those statistics."""
+    """Yield the floating buffers that are stored with the module, except those statistics."""
     statistics = {id(tensor) for tensor in _statistics(module)}
     for part in module.modules():
         for name, buffer in part.named_buffers(recurse=False):
@@ -149,7 +153,7 @@ class Sharing:
         return self.sharing(given)(*inputs)
 
     def sharing(self, given: Any) -> Any:
-        """The copy that has the parameters of this module."""
+        """Return the copy that has the parameters of this module."""
         held = self._held  # once: another thread may call it with another module
         if held[0]() is not given:
             held = self._held = weakref.ref(given), self._sharing(given)
@@ -181,12 +185,12 @@ class Sharing:
 
 
 def _by_name(named: Iterable[tuple[str, Any]]) -> dict[str, tuple[str, Any]]:
-    """Name without what torch.compile adds to it → (name, tensor)."""
+    """Return name without what torch.compile adds to it → (name, tensor)."""
     return {".".join(part for part in name.split(".") if part != "_orig_mod"): (name, t) for name, t in named}
 
 
 def specs_of(templates: Sequence[Any]) -> dict[str, Spec]:
-    """Inputs like these: their shapes, dtypes and layouts, and values of the same range."""
+    """Return specs of inputs like these: their shapes, dtypes and layouts, and values of the same range."""
     return {f"x{number}": _spec(value) for number, value in enumerate(templates)}
 
 

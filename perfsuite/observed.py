@@ -1,4 +1,4 @@
-"""Records the files that a process opens and the modules that it imports by name.
+"""Record the files that a process opens and the modules that it imports by name.
 
 The digests of what a workload ran (digests.py) are made from this record.
 """
@@ -45,11 +45,11 @@ class Observed:
         importlib.import_module = self._noted(self._import_module)
 
     def close(self) -> None:
-        """Note no further imports. What an audit hook notes cannot be stopped."""
+        """Stop noting imports. The audit hook cannot be removed, so that opened files are still noted."""
         importlib.import_module = self._import_module
 
     def begin(self) -> None:
-        """Begin with another workload, which imported nothing of what earlier workloads imported by name.
+        """Begin with another workload, to which the imports by name of earlier workloads do not belong.
 
         Imports made before the first call, when the test modules were imported, count for every workload.
         """
@@ -81,12 +81,12 @@ class Observed:
         return import_module
 
     def imported_by(self, file: Path) -> set[str]:
-        """The modules that the code of a file has imported by name."""
+        """Return the modules that the code of a file has imported by name."""
         own = [*self.imports[: self._collected], *self.imports[self._begun :]]
         return {name for caller, name in own if caller == str(file)}
 
     def data(self) -> list[Path]:
-        """The data files below the repository, also those that were not found: they may be added later."""
+        """Return the data files below the repository, including those that were not found: they may be added later."""
         found = [p for p in map(Path, sorted(self.paths)) if self._is_data(p)]
         for path in found:
             found += [p for p in _included(path) if p not in found and self._is_data(p)]
@@ -105,7 +105,7 @@ class Observed:
 
 
 def _included(path: Path) -> Iterator[Path]:
-    """The headers that a C++ or CUDA source includes by a path that is relative to it."""
+    """Yield the headers that a C++ or CUDA source includes by a path that is relative to it."""
     if path.suffix not in INCLUDING:
         return
     try:

@@ -1,4 +1,4 @@
-"""A worker ends with the process that started it. Imported before anything else in a worker."""
+"""End a worker with the process that started it. Imported before anything else in a worker."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Calls the optimized side where no test is in sight: it must answer there as it does in its proofs.
+"""Call the optimized side where no test is running: it must answer there as it does in its proofs.
 
 One child process a run does it, without pytest, Hypothesis, perfsuite or their variables (outside_child.py).
 """
@@ -31,7 +31,7 @@ from perfsuite.records import Case
 TRACES = ("PYTEST", "HYPOTHESIS", "PERFSUITE", "XDIST")
 """Parts of the names of environment variables that say that a test is running."""
 LIMIT_S = 120.0
-"""For one call, with the import of the pair's module."""
+"""Seconds for one call, including the import of the pair's module."""
 SOURCE = Path(__file__).with_name("outside_child.py")
 
 
@@ -40,9 +40,9 @@ class Unsendable(Exception):  # noqa: N818 - no fault of the side
 
 
 def check(pair: Pair, case: Case, device: str, *, module: ModuleType, home: Path | None = None) -> None:
-    """NotEquivalent where the side answers otherwise in a process in which no test is running.
+    """Raise NotEquivalent where the side answers otherwise in a process in which no test is running.
 
-    Unsendable where the draw cannot be tried there.
+    Raises Unsendable where the draw cannot be tried there.
     """
     if execution.unavailable(as_side(pair.optimized), device):
         return
@@ -77,19 +77,20 @@ def prepare(pair: Pair, device: str, *, module: ModuleType) -> None:
 
 
 def seconds(pair: Pair, case: Case, device: str, *, module: ModuleType, home: Path | None = None) -> float:
-    """Median seconds of a call of the optimized side, without gradients, in a process in which no test is running.
+    """Return the median seconds of a call of the optimized side, without gradients, in a process in which no test is
+    running.
 
-    Unsendable where the inputs cannot be given to another process.
+    Raises Unsendable where the inputs cannot be given to another process.
     """
     return statistics.median(_child().seconds(pair, case, device, module, home))
 
 
 RUN = "import sys; exec(compile(open(int(sys.argv.pop(1)), 'rb').read(), '<string>', 'exec', optimize=2))"
-"""Runs the source that is in a file descriptor: not even the command line, or a docstring, names the harness."""
+"""Command that runs the source in a file descriptor: not even the command line, or a docstring, names the harness."""
 
 
 def _readable(content: bytes) -> int:
-    """A file descriptor from which this is read."""
+    """Return a file descriptor from which the content is read."""
     with tempfile.TemporaryFile() as file:
         file.write(content)
         file.flush()
@@ -99,7 +100,7 @@ def _readable(content: bytes) -> int:
 
 
 class Child:
-    """The process, and files without a name for what goes to it and comes back."""
+    """The child process, and unnamed files for the data sent to it and received from it."""
 
     def __init__(self) -> None:
         self.given = tempfile.TemporaryFile()  # noqa: SIM115 - until `close`
@@ -134,9 +135,10 @@ class Child:
     def produce(
         self, pair: Pair, case: Case, device: str, module: ModuleType, home: Path | None, like: Leaves
     ) -> Leaves:
-        """Call the side on the draw; its outputs, and the gradients too, if `like` has the outputs that it gives here.
+        """Call the side on the draw. Return its outputs, and the gradients too if `like` has the outputs that it gives
+        here.
 
-        NotEquivalent where it raises, hangs or ends the process.
+        Raises NotEquivalent where the side raises, hangs or ends the process.
         """
         values, request = self._give(pair, case, device, module, home, like)
         self._ask(pair, request)
@@ -150,7 +152,7 @@ class Child:
         return made | {f"gradient of {path}": g for path, g in zip(paths, gradients, strict=True)}
 
     def seconds(self, pair: Pair, case: Case, device: str, module: ModuleType, home: Path | None) -> list[float]:
-        """Time calls on the draw, in seconds, after some to warm up. NotEquivalent as `produce`."""
+        """Time calls on the draw, in seconds, after some to warm up. Raises NotEquivalent as `produce` does."""
         _, request = self._give(pair, case, device, module, home)
         found: list[float] = self._ask(pair, {**request, "timed": True})["seconds"]
         return found
@@ -158,8 +160,8 @@ class Child:
     def _give(
         self, pair: Pair, case: Case, device: str, module: ModuleType, home: Path | None, like: Leaves | None = None
     ) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Write the draw's inputs, and incoming gradients for outputs like these, where the child reads them; the
-        inputs, and the request that names the pair."""
+        """Write the draw's inputs, and incoming gradients for outputs like these, where the child reads them. Return
+        the inputs, and the request that names the pair."""
         values = make.clone(make.build(pair, case, device, home=home))
         execution.poison(pair, values)
         steps = make.build_step(pair, case, device, 1) if pair.is_stateful else {}
@@ -206,7 +208,7 @@ class Child:
         print(json.dumps({**request, **here}), file=self.process.stdin, flush=True)
 
     def _reply(self) -> str | None:
-        """The next line; empty where the process has ended, None where there is none in time."""
+        """Return the next line; empty where the process has ended, None where there is none in time."""
         ready, _, _ = select.select([self.replies], [], [], LIMIT_S)
         return self.replies.readline() if ready else None
 
@@ -225,7 +227,7 @@ class Child:
 
 
 def _incoming(pair: Pair, case: Case, like: Leaves) -> list[torch.Tensor]:
-    """The gradients that come in to real outputs like these, as in a proof."""
+    """Return the gradients that come in to real outputs like these, as in a proof."""
     outputs = {name: leaf for name, leaf in like.items() if name.startswith("output")}
     return incoming.for_outputs(incoming.real_of(outputs), case.seed, pair.output_dtype)
 
@@ -234,7 +236,7 @@ _children: list[Child] = []
 
 
 def _child() -> Child:
-    """This run's, started when it is first needed."""
+    """Return this run's child process, started when it is first needed."""
     if not _children:
         _children.append(Child())
     return _children[0]
@@ -247,12 +249,12 @@ def _close() -> None:
 
 
 def _on(pair: Pair, device: str) -> dict[str, str]:
-    """The device, and the backend of the process group where the pair needs one."""
+    """Return the device, and the backend of the process group where the pair needs one."""
     return {"device": device, "backend": process_state.group_backend(device) if pair.ranks else ""}
 
 
 def _place(pair: Pair, module: ModuleType) -> dict[str, str]:
-    """Where the pair is declared."""
+    """Return where the pair is declared."""
     if not getattr(module, "__file__", None):
         raise Unsendable("the pair's module is no file")
     return {"module": module.__name__, "path": str(module.__file__), "pair": pair.name}

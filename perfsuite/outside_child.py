@@ -28,13 +28,13 @@ hidden: dict[str, Any] = {}
 
 
 def hide() -> None:
-    """Take them out of sight."""
+    """Take the HIDDEN packages out of sight."""
     for name in [name for name in sys.modules if name.partition(".")[0] in HIDDEN]:
         hidden[name] = sys.modules.pop(name)
 
 
 def show() -> None:
-    """Make them what they were, for a test module that declares a pair."""
+    """Restore the hidden packages, for a test module that declares a pair."""
     sys.modules.update(hidden)
     hidden.clear()
 
@@ -44,23 +44,24 @@ class Missing(Exception):  # noqa: N818 - no fault of the side
 
 
 class Again(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Who imports what is out of sight gets the same module: with a second copy there would be two of each class."""
+    """Finder that returns the same module to code that imports a hidden one: with a second copy there would be two of
+    each class."""
 
     def __init__(self) -> None:
         self.found: dict[str, tuple[Any, Any]] = {}
 
     def find_spec(self, name: str, path: object = None, target: object = None) -> importlib.machinery.ModuleSpec | None:
-        """Only of modules that are out of sight."""
+        """Find only modules that are out of sight."""
         return importlib.machinery.ModuleSpec(name, self) if name in hidden else None
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> Any:
-        """The module as it is."""
+        """Return the module as it is."""
         module = hidden.pop(spec.name)
         self.found[spec.name] = module, module.__spec__
         return module
 
     def exec_module(self, module: Any) -> None:
-        """It was executed when it was imported first."""
+        """Do nothing: the module was executed when it was first imported."""
         again, spec = self.found.pop(module.__spec__.name)
         again.__spec__ = spec
 
@@ -88,7 +89,7 @@ def take_settings(wanted: dict[str, Any]) -> None:
 
 
 def side_of(request: dict[str, Any]) -> tuple[Callable[..., Any], bool]:
-    """The optimized side, and whether it is a factory of steps."""
+    """Return the optimized side, and whether it is a factory of steps."""
     module = sys.modules.get(request["module"])
     if module is None:
         import_outside(request["path"])
@@ -130,7 +131,7 @@ def seconds_of(call: Callable[[], Any], wait: Callable[[], None]) -> list[float]
 
 
 def tensors_in(value: Any) -> Iterator[Any]:
-    """The tensors in a nested value, and the parameters of modules."""
+    """Yield the tensors in a nested value, and the parameters of modules."""
     import torch
 
     if isinstance(value, torch.Tensor):
@@ -146,7 +147,7 @@ def tensors_in(value: Any) -> Iterator[Any]:
 
 
 def gradients_of(call: Callable[..., Any], inputs: list[Any], weights: list[Any]) -> list[Any]:
-    """The gradients of the inputs that need one, where these come in to the outputs."""
+    """Return the gradients of the inputs that need one, where these come in to the outputs."""
     import torch
 
     with torch.enable_grad():
@@ -159,8 +160,8 @@ def gradients_of(call: Callable[..., Any], inputs: list[Any], weights: list[Any]
 
 
 def answer(request: dict[str, Any], given: BinaryIO, made: BinaryIO) -> list[float]:
-    """Call the side on the inputs, and save what it returns and what it makes of the inputs; what further calls take,
-    where that is asked for."""
+    """Call the side on the inputs, and save its outputs and the changed inputs. Return the seconds of further calls,
+    where they are asked for."""
     sys.path[:] = request["sys_path"]
     take_settings(request["settings"])
     call, stateful = side_of(request)

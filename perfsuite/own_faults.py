@@ -1,4 +1,4 @@
-"""Tells errors of the harness from those of the sides that it calls."""
+"""Tell errors of the harness from those of the sides that it calls."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ INSTALLED = "site-packages"
 
 
 def raises_harness_faults(work: Callable[Given, Result]) -> Callable[Given, Result]:
-    """`work` raises HarnessFault instead of an error of its own, which would be taken for one of a side."""
+    """Make `work` raise HarnessFault instead of an error of its own, which would be taken for a side's error."""
 
     @wraps(work)
     def wrapped(*args: Given.args, **kwargs: Given.kwargs) -> Result:
@@ -41,7 +41,8 @@ def raises_harness_faults(work: Callable[Given, Result]) -> Callable[Given, Resu
 
 
 def _own_place(error: Exception) -> str | None:
-    """Where a judge raised the error, or torch called by one; None where a side, or the device, is the cause."""
+    """Return where one of the JUDGES raised the error, or torch called by it; None where a side, or the device, is the
+    cause."""
     if type(error).__module__.startswith("perfsuite.") or isinstance(error, MemoryError):
         return None
     if faults.is_of_device(error):

@@ -73,12 +73,12 @@ CHANGED, WRITTEN, BUFFERS = "changed", "written", "buffers"
 TEMPLATE_DRAWS = 5
 """Draws of a pair made from modules, whose inputs have the full size in each."""
 GRAD_OUTPUT = "grad_output"
-"""In `consumes`: the gradient that comes in to the backward pass."""
+"""Name in `consumes` of the incoming gradient of the backward pass."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Promises:
-    """What a workload must hold, each gated: a speedup over the reference, and bounds on one call."""
+    """Promises of a workload, each gated: a speedup over the reference, and bounds on one call."""
 
     speedup: float | None = None
     peak_bytes: int | None = None
@@ -176,7 +176,7 @@ class Workload:
         return {**self.sizes, **{name: count for name, count in several.items() if count > 1}}
 
     def with_sizes(self, **sizes: int | float) -> Workload:
-        """The same workload with further sizes."""
+        """Return the same workload with further sizes."""
         changed = copy.copy(self)
         changed.sizes = {**self.sizes, **sizes}
         return changed
@@ -200,11 +200,12 @@ class Cost:
     precision: str = "float32"
 
     def of(self, sizes: Mapping[str, Any], direction: str) -> tuple[float, float]:
-        """(bytes, operations) at these sizes."""
+        """Return (bytes, operations) at these sizes."""
         return _call_cost(self.bytes, sizes, direction), _call_cost(self.flops, sizes, direction)
 
     def precision_in(self, dtype: str) -> str:
-        """What the arithmetic is in where the inputs are in `dtype`; a lower one that is declared stays."""
+        """Return the precision of the arithmetic where the inputs are in `dtype`; a lower precision that is declared
+        stays."""
         return dtype if dtype != "float32" and self.precision in ("float32", "tf32") else self.precision
 
 
@@ -229,16 +230,16 @@ class Side:
     compile: Mapping[str, Any] | None = None
     stateful: bool = False
     settle: int = 1
-    """Calls of a new step before it is as fast as it stays."""
+    """Number of calls of a new step until its speed is stable."""
 
     @property
     def is_compiled(self) -> bool:
-        """Whether `compiled(…)` declares it, or torch.compile made the callable."""
+        """Whether `compiled(…)` declares the side, or torch.compile made the callable."""
         return self.compile is not None or modules.is_compiled(self.call)
 
 
 def module_of(side: Side) -> Any:
-    """The loaded module that defines the side; None for what no loaded module defines."""
+    """Return the loaded module that defines the side; None for what no loaded module defines."""
     return sys.modules.get(getattr(side.call, "__module__", None) or "")
 
 
@@ -248,22 +249,22 @@ def side(
     devices: Sequence[str] = ("cpu", "cuda"),
     available: Callable[[], str | None] | None = None,
 ) -> Side:
-    """A rival or variant that runs only on some devices, or only where `available()` returns None."""
+    """Declare a rival or variant that runs only on some devices, or only where `available()` returns None."""
     return Side(call=call, devices=tuple(devices), available=available)
 
 
 def compiled(call: Callable[..., Any] | Side, **options: Any) -> Side:
-    """`torch.compile(call, **options)`, compiled when it is first needed; `options` as torch.compile's."""
+    """Declare `torch.compile(call, **options)`, compiled when it is first needed; `options` are torch.compile's."""
     if isinstance(call, Side):
         return replace(call, compile=dict(options))
     return Side(call=call, compile=dict(options))
 
 
 def stateful(make: Callable[..., Callable[..., Any]] | Side, *, settle: int = 1) -> Side:
-    """A side that is a factory: `make(*inputs)` builds a step, `step(*step_inputs)` is what runs and is timed.
+    """Declare a side that is a factory: `make(*inputs)` builds a step, and `step(*step_inputs)` is run and timed.
 
-    A step that warms up, compiles or captures names in `settle` how many calls that takes: so many are made of every
-    new step before it is timed. PairError for fewer than one.
+    For a step that warms up, compiles or captures, `settle` is the number of calls that this takes: every new step is
+    called this often before it is timed. Raises PairError for fewer than one.
     """
     if not isinstance(settle, int) or isinstance(settle, bool) or settle < 1:
         raise PairError(f"stateful(settle={settle!r}): name a number of calls, 1 or more")
@@ -339,9 +340,9 @@ class Pair:
     output_dtype: str | None = None
     ranks: Sequence[int] = ()
     at_ranks: int = 1
-    """The number of processes it is called in; set by `at`."""
+    """Number of processes that the pair is called in; set by `at`."""
     equal_parts: bool = False
-    """Whether all of them get the same part of what is `by_rank`; set by `at`."""
+    """Whether all processes get the same part of the inputs that are `by_rank`; set by `at`."""
     name: str = "pair"
 
     def __post_init__(self) -> None:
@@ -437,7 +438,8 @@ class Pair:
             )
 
     def at(self, ranks: int, *, equal_parts: bool = False) -> Pair:
-        """The same pair, called in so many processes, which get `equal_parts` of the inputs or each their own."""
+        """Return the same pair, called in this many processes. They get `equal_parts` of the inputs, or each its
+        own."""
         return replace(self, at_ranks=ranks, equal_parts=equal_parts)
 
     @classmethod
@@ -449,7 +451,8 @@ class Pair:
         get_init_inputs: Callable[[], Sequence[Any]] = lambda: (),
         **fields: Any,
     ) -> Pair:
-        """A pair of two classes of modules, as KernelBench has them: `reference(*get_init_inputs())` is one side.
+        """Return a pair of two classes of modules, as KernelBench has them: `reference(*get_init_inputs())` is one
+        side.
 
         What `get_inputs` returns is a template: inputs of its shapes, dtypes and layouts are drawn, with values of the
         same range. One workload has just these shapes; `torch.compile` of the reference is the rival. `fields` are
@@ -468,7 +471,8 @@ class Pair:
         return cls(**{**made, **defaults, **fields})
 
     def _share_parameters(self) -> None:
-        """Sides that are modules: one more input holds the reference's, whose parameters all of them use."""
+        """Add, for sides that are modules, an input that holds the reference's module, whose parameters all of them
+        use."""
         sides: dict[str, Side] = {
             n: as_side(s)
             for n, s in {
@@ -508,7 +512,7 @@ class Pair:
 
     @property
     def keeping_parameters(self) -> frozenset[str]:
-        """The modules among the inputs of which a call changes buffers alone."""
+        """Modules among the inputs whose buffers alone are changed by a call."""
         return self._mutated(BUFFERS)
 
     def _mutated(self, kind: str) -> frozenset[str]:
@@ -531,7 +535,8 @@ class Pair:
         return symbols(dict(self.inputs)) | symbols(dict(self.step_inputs))
 
     def allows(self, sizes: Mapping[str, Any]) -> bool:
-        """Whether `where` holds for these sizes and scalars together; True while one that it names is not drawn yet."""
+        """Return whether `where` holds for these sizes and scalars together; True while one that it names is not drawn
+        yet."""
         if self.where is None or not sizes.keys() >= set(declared_functions.required(self.where)):
             return True
         given = accepted(self.where, sizes)
@@ -539,7 +544,7 @@ class Pair:
             return bool(self.where(**given))
 
     def adjusted(self, values: Mapping[str, Any]) -> None:
-        """`adjust` changes these inputs in place."""
+        """Apply `adjust` to these inputs, in place."""
         if self.adjust is not None:
             with declared_functions.of_pair(self.name, "adjust", self._by_position()):
                 self.adjust(*values.values())
@@ -556,7 +561,7 @@ class Pair:
         return f"the inputs ({', '.join(self.inputs)}) by position"
 
     def size_of(self, name: str) -> Size | None:
-        """The range that the size is drawn from; None where nothing is declared."""
+        """Return the range that the size is drawn from; None where nothing is declared."""
         if name == RANKS:
             return Size(low=self.at_ranks, high=self.at_ranks)
         declared = self.sizes.get(name)
@@ -583,7 +588,7 @@ class Pair:
             declared_functions.check_named(self.name, "where", self.where, self.symbols | scalars)
 
     def validate(self) -> None:
-        """Raise PairError for what can only be known once the whole pair is there: its workloads."""
+        """Raise PairError for errors that show only once the whole pair is there: those of its workloads."""
         if not self.workloads:
             raise PairError(
                 f"pair {self.name!r} has no workload, so that nothing of it is timed; "
@@ -617,5 +622,5 @@ class Pair:
 
 
 def as_side(call: Callable[..., Any] | Side) -> Side:
-    """The callable as a `Side`, with the defaults of one."""
+    """Return the callable as a `Side`, with the defaults of one."""
     return call if isinstance(call, Side) else Side(call=call)

@@ -13,19 +13,19 @@ from perfsuite.records import Case
 
 WITH_LARGE = {proofs.INTEGRITY: None, proofs.CONTEXTS: 1, proofs.EFFECTS: 1}
 """Kinds of proofs that call the sides often on each draw → how many draws with a large size they take, or all (None).
-What many blocks do together shows in no other draw."""
+Only these draws show what many blocks do together."""
 
 
 FEW_STEPS = 17
-"""A draw that holds kinds of inputs takes no more steps; the random draws take all."""
+"""Most steps of a draw that holds kinds of inputs; the random draws take all steps."""
 
 
 def every_kind(
     pair: Pair, proof: str, dtype: str, seed: int, device: str, *, compiles: Callable[[], bool] = lambda: False
 ) -> Iterator[Case]:
-    """The draws that hold every kind of inputs; none for a pair that limits its draws. See `coverage.draws`.
+    """Yield the draws that hold every kind of inputs; none for a pair that limits its draws. See `coverage.draws`.
 
-    Where the `proof` is of gradients they take the kinds of incoming gradients in turn.
+    Where the `proof` is of gradients, the draws take the kinds of incoming gradients in turn.
     """
     if pair.max_examples is not None:
         return iter(())
@@ -36,13 +36,13 @@ def every_kind(
 
 
 def large(pair: Pair, proof: str, dtype: str, seed: int, device: str) -> Iterator[Case]:
-    """The draws with a large size that such a `proof` takes; none for a pair that limits its draws."""
+    """Yield the draws with a large size that such a `proof` takes; none for a pair that limits its draws."""
     if proof not in WITH_LARGE or pair.max_examples is not None or not extent(pair, device).large:
         return iter(())
     return itertools.islice(coverage.large_draws(pair, dtype, seed), WITH_LARGE[proof])
 
 
 def extent(pair: Pair, device: str) -> Extent:
-    """How large the sizes are: where kernels are interpreted, on a CPU, each block takes milliseconds."""
+    """Return the extent of the sizes. Where kernels are interpreted, on a CPU, each block takes milliseconds."""
     on_cpu = device == "cpu"
     return Extent(small=on_cpu, large=not on_cpu or not ahead.kernels_of(pair))

@@ -1,4 +1,4 @@
-"""How much of each workload a gate has to time, from what is known since it was accepted. Pure; no torch."""
+"""Plan how much of each workload a gate has to time, from what is known since it was accepted. Pure; no torch."""
 
 from __future__ import annotations
 
@@ -12,32 +12,35 @@ from perfsuite.stages import LOOKS, RED_PROCESSES, beta
 from perfsuite.statistics import Estimate, Noise, noise_of, t_quantile, variance
 
 LONG_S = 1.0
-"""A reference that takes longer is called once, or not at all."""
+"""Seconds of a call above which a reference is called once, or not at all."""
 SLOW_PROOF_S = 0.02
-"""A proof calls the reference about ten times, half of them in float64. Where that takes long, outputs that are bit for
-bit the accepted side's are proven by that."""
+"""Seconds of a call from which a reference makes proofs slow: a proof calls it about ten times, half of them in
+float64. Outputs that are bit for bit the accepted side's are then proven by that."""
 AMPLE = 10.0
-"""A stored speedup so many times the promised one leaves room for a reference that is timed beside other processes."""
+"""Factor: a stored speedup this many times the promised one leaves room for a reference that is timed beside other
+processes."""
 FEW_BLOCKS = 3
 FEW_FACTOR = 2.0
-"""A handful of samples does not show the tails of its own error: twice the error covers what they hide."""
+"""Factor of the error of a handful of samples. They do not show the tails of their own error, and twice the error
+covers these."""
 FEW_LEAST = math.log(1.2)
-"""A promise that a handful of samples is to confirm must be exceeded by a fifth; else the reference is sampled in full.
-"""
+"""A promise that a handful of samples is to confirm must be exceeded by a fifth; else the reference is sampled in
+full."""
 LEAST_BLOCKS, MOST_BLOCKS = 4, 24
 LEAST_LONG_BLOCKS, LONG_BLOCK_S = 2, 0.5
-"""Of blocks that take this long fewer do, where the noise allows it; two are needed to see that it does."""
+"""Fewest blocks where blocks take longer than LONG_BLOCK_S, if the noise allows so few. Two are needed to see that it
+does."""
 CALLS = 12
-"""Calls of the two optimized sides in a block of calls so long that a sample is one of them."""
+"""Calls of the two optimized sides in a block whose calls are so long that each is a sample."""
 MOST_FIRST = 6
-"""A workload does not begin with more processes than that."""
+"""Most processes that a workload begins with."""
 TARGET_SHARE = 0.35
-"""The standard deviation of a process mean aimed at, as a share of the margin: one process then decides nearly always.
-"""
+"""The standard deviation of a process mean aimed at, as a share of the margin: one process then decides nearly
+always."""
 
 
 def noise_parts(entry: Entry) -> tuple[float, float]:
-    """(variance of a block, variance of the process shift) of the accepted A/A comparison; zeros without one."""
+    """Return (variance of a block, variance of the process shift) of the accepted A/A comparison; zeros without one."""
     processes = [p.log_ratios["accepted"] for s in entry.sessions for p in s.processes if "accepted" in p.log_ratios]
     block, dof = block_variance(processes, entry.clock)
     if len(processes) < 2 or not dof:
@@ -47,7 +50,7 @@ def noise_parts(entry: Entry) -> tuple[float, float]:
 
 
 def scale(entry: Entry, blocks: float) -> float:
-    """How many times the accepted variance a process mean over so many blocks has."""
+    """Return the variance of a process mean over this many blocks, as a multiple of the accepted variance."""
     block, shift = noise_parts(entry)
     accepted = [
         len(p.log_ratios["accepted"]) for s in entry.sessions for p in s.processes if "accepted" in p.log_ratios
@@ -58,7 +61,8 @@ def scale(entry: Entry, blocks: float) -> float:
 
 
 def blocks_of(entry: Entry, margin: float) -> int | None:
-    """How many blocks one process needs so that it decides nearly always, as far as more blocks help; None: unknown."""
+    """Return how many blocks one process needs to decide nearly always, as far as more blocks help; None where this is
+    unknown."""
     block, shift = noise_parts(entry)
     if not block:
         return None
@@ -69,7 +73,7 @@ def blocks_of(entry: Entry, margin: float) -> int | None:
 
 
 def first_processes(entry: Entry, margin: float, prior: Noise, *, slow_to_prepare: bool) -> int:
-    """How many processes will probably decide a workload that is as fast as accepted: 2 to 4, or up to 6.
+    """Return how many processes will probably decide a workload that is as fast as accepted: 2 to 4, or up to 6.
 
     An estimate one standard error above the truth must still exclude the margin. Where a further process is
     `slow_to_prepare`, one too few costs more than two too many: three standard errors, and up to 6 processes. `prior`
@@ -86,29 +90,29 @@ def first_processes(entry: Entry, margin: float, prior: Noise, *, slow_to_prepar
 
 
 def is_slow(entry: Entry) -> bool:
-    """Whether the reference is so slow that its proof takes long."""
+    """Return whether the reference is so slow that its proof takes long."""
     return entry.sides["reference"].seconds > SLOW_PROOF_S
 
 
 def is_ample(entry: Entry, promised: float | None) -> bool:
-    """Whether a long reference need not be timed by itself, because its promise is exceeded by far."""
+    """Return whether a long reference need not be timed by itself, because its promise is exceeded by far."""
     return promised is not None and entry.speedup() >= AMPLE * promised
 
 
 def enough_s(entry: Entry, promised: float | None) -> float:
-    """The seconds of work of a long reference that show a promise which is exceeded by far; 0 where there is none."""
+    """Return the seconds of work of a long reference that suffice to show a promise that is exceeded by far; 0 where
+    there is none."""
     if promised is None or entry.sides["reference"].seconds <= LONG_S or not is_ample(entry, promised):
         return 0.0
     return AMPLE * promised * entry.sides["optimized"].seconds
 
 
 def doubtful_processes(entry: Entry, promised: float | None, prior: Noise, *, first: int, slow_to_prepare: bool) -> int:
-    """How many processes have to sample the reference in full to confirm the promise, 6 at most; 0 where a few samples
-    in the first will probably do.
+    """Return how many processes have to sample the reference in full to confirm the promise, at most 6; 0 where a few
+    samples in the first will probably do.
 
-    The rule decides after so many `first` processes, at the level of that stage or of a later one. Where a further
-    process is `slow_to_prepare`, the errors of both are taken twice. `prior` is the noise of all workloads with the
-    same clock.
+    The rule decides after `first` processes, at the level of that stage or of a later one. Where a further process is
+    `slow_to_prepare`, the errors of both are taken twice. `prior` is the noise of all workloads with the same clock.
     """
     if promised is None:
         return 0
@@ -125,19 +129,21 @@ def doubtful_processes(entry: Entry, promised: float | None, prior: Noise, *, fi
 
 
 def reference_blocks(entry: Entry, promised: float | None) -> int:
-    """In how many blocks of the first process the reference joins."""
+    """Return in how many blocks of the first process the reference joins."""
     if entry.sides["reference"].seconds <= LONG_S:
         return FEW_BLOCKS
     return 0 if promised is None or is_ample(entry, promised) else 1
 
 
 def more_reference_blocks(entry: Entry) -> int | None:
-    """The same of a further process, where the promise is in doubt: all (None), or one of a long reference."""
+    """Return the same for a further process, where the promise is in doubt: all blocks (None), or one for a long
+    reference."""
     return 1 if entry.sides["reference"].seconds > LONG_S else None
 
 
 def further(one: Estimate, bound: float, done: int, levels: Mapping[int, float]) -> int:
-    """How many further processes will probably show that the truth lies above `bound`, if their mean stays as it is.
+    """Return how many further processes will probably show that the truth lies above `bound`, if their mean stays as it
+    is.
 
     `one` is the estimate with the error of a single process, of which `done` are there. `levels` has the level at which
     a number of further processes decides; the last number stands for all that are less likely.

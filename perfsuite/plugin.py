@@ -38,7 +38,7 @@ SANITIZER_LOG = "PERFSUITE_SANITIZER_LOG"
 CONTROL = pytest.StashKey["Control"]()
 SANITIZED = pytest.StashKey[Any]()
 TIMED_ONLY = pytest.StashKey[bool]()
-"""Whether this is a worker that needs no item but timed ones. To make the others takes half of its collection."""
+"""Whether this is a worker that needs only timed items. Making the others takes half of its collection."""
 
 WORKER = JOB in os.environ  # which is taken out of it before any code under test is imported
 if WORKER:  # before anything else: an orphan would disturb the next measurement
@@ -102,7 +102,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_load_initial_conftests(early_config: pytest.Config) -> Generator[None, object, object]:
-    """A verdict that is asked for is awaited from here on; no conftest can end the run before it is reached."""
+    """Await the verdict that is asked for, from here on: no conftest can end the run before it is reached."""
     if JOB in os.environ:
         return (yield)
     from perfsuite import conclusion
@@ -130,7 +130,7 @@ def pytest_load_initial_conftests(early_config: pytest.Config) -> Generator[None
 
 
 def _proves_in_workers_again(config: pytest.Config) -> bool:
-    """Whether this machine proves in worker processes, and a run has left a folder in the project before."""
+    """Return whether this machine proves in worker processes, and an earlier run has left a folder in the project."""
     from perfsuite.folders import SCRATCH
 
     return any(map(os.path.exists, DEVICE_NODES)) and (config.rootpath / SCRATCH).is_dir()
@@ -155,12 +155,12 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(wrapper=True, tryfirst=True, specname="pytest_cmdline_main")
 def pytest_cmdline_main_concluded(config: pytest.Config) -> Generator[None, int | None, int | None]:
-    """Whatever ends the run, a verdict that was asked for and not reached is red. A worker exits at once."""
+    """Make a run red whose verdict was asked for and not reached, whatever ended it. A worker exits at once."""
     from perfsuite.conclusion import AWAITED
 
     code = yield
     if WORKER:
-        # Its results are written. To end Python, torch and the compiler takes up to 7 s, for which the run would wait.
+        # Its results are written. Ending Python, torch and the compiler takes up to 7 s, for which the run would wait.
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(int(code or 0))
@@ -169,7 +169,7 @@ def pytest_cmdline_main_concluded(config: pytest.Config) -> Generator[None, int 
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """In a run of perfsuite's own, leave out `perfsuite_ignore`, unless the command line names what lies there."""
+    """Leave out `perfsuite_ignore` in a run of perfsuite's own, unless the command line names a path in it."""
     if JOB in os.environ or not _wants_control(config) or collection_path not in config.getini("perfsuite_ignore"):
         return None
     given = [(config.invocation_params.dir / a.partition("::")[0]).resolve() for a in config.args]
@@ -194,7 +194,7 @@ def pytest_cmdline_main(config: pytest.Config) -> int | None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_protocol(item: pytest.Item) -> None:
-    """Where there are cores for both, a pair's other processes begin while it is proven."""
+    """Begin a pair's other processes while it is proven, where there are cores for both."""
     begin_beside = getattr(item.parent, "begin_beside", None)  # only a pair has it
     if begin_beside is not None and not WORKER:
         begin_beside(item.session.items, item)
@@ -214,7 +214,7 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
 
 
 def _wants_gate(option: Any) -> bool:
-    """Whether the command line asks for the gate: `-m perf --benchmark-compare`. "-m 'not perf'" does not."""
+    """Return whether the command line asks for the gate: `-m perf --benchmark-compare`. "-m 'not perf'" does not."""
     perf = re.search(r"(?<!not )\bperf\b", getattr(option, "markexpr", None) or "")
     return bool(perf and getattr(option, "benchmark_compare", None))
 
@@ -226,7 +226,7 @@ def _wants_control(config: pytest.Config) -> bool:
 
 
 def _control(config: pytest.Config) -> Control:
-    """The run's control, made when the first pair (or a gate) needs it."""
+    """Return the run's control, made when the first pair (or a gate) needs it."""
     if CONTROL not in config.stash:
         from perfsuite.errors import PerfsuiteError
         from perfsuite.modes import control_for
@@ -244,7 +244,7 @@ def _control(config: pytest.Config) -> Control:
 def pytest_make_collect_report(
     collector: pytest.Collector,
 ) -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
-    """Notes what the import of a module with a pair leaves changed, for the pair's item `effects`."""
+    """Note what the import of a module with a pair leaves changed, for the pair's item `effects`."""
     if not _declares_a_pair(collector):
         return (yield)
     from perfsuite import process_state
@@ -259,7 +259,7 @@ def pytest_make_collect_report(
 
 
 def _say_in_one_line(collector: pytest.Collector, report: pytest.CollectReport) -> None:
-    """Where a declaration is wrong, its line and what to do about it are all that is shown."""
+    """Show only the line of a wrong declaration and what to do about it."""
     from perfsuite.errors import PairError
 
     call = getattr(report, "call", None)
@@ -308,7 +308,7 @@ def _pairs(collector: pytest.Collector, name: str, obj: object) -> list[tuple[st
 
 
 def _collected(collector: pytest.Module, name: str, obj: object) -> list[Any]:
-    """What pytest itself makes of it."""
+    """Return the items that pytest itself makes of the object."""
     from _pytest.python import pytest_pycollect_makeitem as make_item
 
     found: Any = make_item(collector, name, obj)
@@ -316,7 +316,7 @@ def _collected(collector: pytest.Module, name: str, obj: object) -> list[Any]:
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
-    """`gpu` and `multi_gpu` on ordinary tests skip with their reason where there are too few devices."""
+    """Skip ordinary tests marked `gpu` or `multi_gpu`, with the reason, where there are too few devices."""
     needed = 2 if item.get_closest_marker("multi_gpu") else 1 if item.get_closest_marker("gpu") else 0
     if needed:
         from perfsuite import machine

@@ -29,22 +29,22 @@ SERVER = {
 SETTINGS = ("CUDA_", "NCCL", "NVIDIA_", "OMP_", "MKL_", "PYTHON", "PYTORCH", "TORCH", "TRITON")
 """Prefixes of environment variables that a module may read when it is imported."""
 READ_LATER = "_CACHE_DIR"
-"""Suffix of those that are read when they are needed. Importing the compiler sets one of them."""
+"""Suffix of variables that are read only when they are needed. Importing the compiler sets one of them."""
 
 _servers: list[tuple[dict[str, str], Forks]] = []
 
 
 def is_useful() -> bool:
-    """Whether processes that prove are forks of one that has imported torch and the compiler.
+    """Return whether processes that prove are forks of one that has imported torch and the compiler.
 
-    Only Linux lets a fork use all of that. Without a GPU few need the compiler, and to import torch once more beside
-    everything else takes a machine of two cores as long as it saves.
+    Only Linux lets a fork use all of that. Without a GPU few processes need the compiler, and on a machine of two
+    cores, importing torch once more beside everything else takes as long as it saves.
     """
     return sys.platform == "linux" and has_gpu()
 
 
 def server() -> Forks:
-    """This process's server, started if necessary. It takes seconds to import torch.
+    """Return this process's server, started if necessary. Importing torch takes it seconds.
 
     A server that was started with other environment variables, which a conftest has changed since, is replaced.
     """
@@ -59,7 +59,7 @@ def server() -> Forks:
 
 
 def is_preparing() -> bool:
-    """Whether there is a server that is still importing what it needs."""
+    """Return whether there is a server that is still importing what it needs."""
     return bool(_servers) and _servers[0][1].is_preparing()
 
 
@@ -70,7 +70,7 @@ def close() -> None:
 
 
 def environment_of(variables: Mapping[str, str]) -> dict[str, str]:
-    """The environment of a measuring process: this one's with these variables."""
+    """Return the environment of a measuring process: this one's with these variables."""
     known = {**os.environ, **variables, "PYTHONUNBUFFERED": "1"}
     known.pop("PYTEST_ADDOPTS", None)  # it could narrow what is collected; the caller's own options are passed on
     # A side that needs most of the memory must find room for it in one piece at every call.
@@ -93,7 +93,7 @@ def prepare() -> None:
 
 
 def import_compiler() -> None:
-    """Import what the first use of torch.compile, or of what belongs to it, would wait for."""
+    """Import the modules that the first use of torch.compile, or of its parts, would have to wait for."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for name in COMPILER:
@@ -102,7 +102,8 @@ def import_compiler() -> None:
 
 
 def read_environment() -> None:
-    """In a fork: set what was read from the server's environment to what this process's says."""
+    """Set, in a fork, the settings that were read from the server's environment to the values of this process's
+    environment."""
     config: Any = sys.modules.get("torch._inductor.config")
     if config is not None and COMPILE_THREADS in os.environ:
         config.compile_threads = int(os.environ[COMPILE_THREADS])

@@ -11,20 +11,21 @@ from perfsuite.statistics import DEFAULT_NOISE, PRIOR_WORKLOADS, Noise, fit_prio
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Suite:
-    """The suite's noise, as accepted: of the ratio to the reference, and of two imports of one revision (A/A)."""
+    """The suite's accepted noise: of the ratio to the reference, and of two imports of one revision (A/A)."""
 
     ratio: Noise = DEFAULT_NOISE
     paired: Noise = DEFAULT_NOISE
     clocks: Mapping[str, Suite] = field(default_factory=dict)
-    """The same for the workloads of one clock. The host varies more than the device, above all between machines."""
+    """Noise by clock, for the workloads of that clock. The host varies more than the device, above all between
+    machines."""
 
     def of(self, clock: str) -> Suite:
-        """The noise of workloads with this clock; of all where too few have it."""
+        """Return the noise of workloads with this clock; of all where too few have it."""
         return self.clocks.get(clock, self)
 
 
 def suite_noise(entries: Mapping[str, Entry]) -> Suite:
-    """The noise priors that all accepted workloads of a device give."""
+    """Return the noise priors that all accepted workloads of a device give."""
     clocks: dict[str, list[Entry]] = {}
     for entry in entries.values():
         clocks.setdefault(entry.clock, []).append(entry)

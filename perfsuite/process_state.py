@@ -1,4 +1,4 @@
-"""Reads and restores what a call can change for the whole process: settings, modes, hooks, patched functions.
+"""Read and restore what a call can change for the whole process: settings, modes, hooks, patched functions.
 
 Nothing here is a list of known cases. Settings are all that torch can be asked for without an argument, patches are
 all that torch lets a subclass override, and hooks are all that lie in torch's module of global hooks.
@@ -29,7 +29,7 @@ from torch.nn.modules import module as module_hooks
 from perfsuite import guard
 
 State = Mapping[str, Any]
-"""Name, in words → value: compared with ==, or, of objects, by identity."""
+"""Name, in words → value, which is compared with ==; objects are compared by identity."""
 
 ASKED = ((torch, ("get_", "is_", "are_")), (torch._C, ("_get_", "_is_", "_are_", "_len_")))
 SKIPPED = (
@@ -43,7 +43,8 @@ SKIPPED = (
     "_get_DTensor_sharding_propagator_cache_stats",
     "_get_thread_name",
 )
-"""Not settings: paths, names, counts and messages; or what is initialised when it is asked for."""
+"""Names that are not settings: paths, names, counts and messages, and functions that initialise something when
+called."""
 FLAGS = (
     "allow_tf32",
     "fp32_precision",
@@ -56,15 +57,16 @@ AUTOCAST = ("cpu", "cuda")
 PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.device)
 GROUP = "torch.distributed's default process group"
 UNDECIDED = object()
-"""The value of a setting that does not hold yet: whatever it is later is no change."""
+"""Value of a setting that is not decided yet: no later value counts as a change."""
 MOST_HELD = 1000
-"""A container of more is compared by identity."""
+"""Most items of a container that is compared by its items; a larger one is compared by identity."""
 TINY, HALF = 2.0**-1022, 0.5
 """Their product is subnormal."""
 
 
 def set_profile(function: Any) -> None:
-    """As `sys.setprofile`, also given what `sys.getprofile` returns for a profiler in C, which is no function."""
+    """Set the profiler as `sys.setprofile` does. Also accepts what `sys.getprofile` returns for a profiler in C, which
+    is not a function."""
     if function is None or callable(function):
         sys.setprofile(function)
     elif enable := getattr(function, "enable", None):  # of cProfile
@@ -110,14 +112,15 @@ _SETTERS = {
     "_get_cudnn_sdp_enabled": "_set_sdp_use_cudnn",
     "_get_overrideable_sdp_enabled": "_set_sdp_use_overrideable",
 }
-"""Where torch's setter is not called as its getter is."""
+"""Getter of torch → its setter, where the setter's name does not follow from the getter's."""
 
 
 # --- settings, modes and hooks --------------------------------------------------------------------------------------
 
 
 def settings(names: Collection[str] | None = None) -> dict[str, Any]:
-    """The settings, modes and hooks that hold for every call in this thread: these, or all, which takes 0.4 ms."""
+    """Return the settings, modes and hooks that hold for every call in this thread: these names, or all. All take 0.4
+    ms."""
     found: dict[str, Any] = {}
     readers = _readers()
     for name in readers if names is None else names:
@@ -170,7 +173,7 @@ def _readers() -> Mapping[str, Callable[[], Any]]:
 
 
 def _begin_group(before: Any) -> None:
-    """Put a default process group of this process alone back. A group of several processes cannot be put back."""
+    """Restore a default process group of this process alone. A group of several processes cannot be put back."""
     if before is not UNDECIDED and before.size() == 1:
         if dist.is_initialized():
             dist.destroy_process_group()
@@ -184,7 +187,7 @@ def begin_group(device: str) -> None:
 
 
 def group_backend(device: str) -> str:
-    """The backends of a process group: NCCL for tensors on GPUs, gloo for others."""
+    """Return the backends of a process group: NCCL for tensors on GPUs, gloo for others."""
     return "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
 
 
@@ -193,13 +196,13 @@ def _default_group() -> Any:
 
 
 def _replaced_operators() -> tuple[str, ...]:
-    """The kernels of torch's own operators that were registered from Python, for devices and for gradients."""
+    """Return the kernels of torch's own operators that were registered from Python, for devices and for gradients."""
     every = getattr(torch.library, "_impls", ())
     return tuple(sorted(name for name in every if name.startswith("aten/") and name.rpartition("/")[2] in COMPUTE))
 
 
 def _answers(call: Any) -> bool:
-    """Whether it gives a plain value when called without an argument."""
+    """Return whether the call gives a plain value without an argument."""
     if not callable(call) or isinstance(call, type):
         return False
     try:
@@ -233,16 +236,17 @@ def _backends() -> Iterator[tuple[str, Any]]:
 
 
 def _chosen_precision(owner: Any) -> Any:
-    """Once a precision was set by its old name, the new one no longer says that nothing was chosen."""
+    """Return the chosen precision. Once it was set by its old name, the new name no longer says that nothing was
+    chosen."""
     chosen = getattr(owner, "fp32_precision", None)
     return "ieee" if chosen == "none" else chosen
 
 
 def _attention_order() -> Any:
-    """Attention's backends in the order that torch prefers; None where torch lets nobody ask.
+    """Return attention's backends in the order that torch prefers; None where torch has no way to ask.
 
-    torch decides on it when attention first runs on a GPU: until CUDA is initialised nothing holds, and then a tiny one
-    makes it decide before anything is compared.
+    torch decides on the order when attention first runs on a GPU. Until CUDA is initialised nothing is decided.
+    Afterwards a tiny attention makes torch decide before anything is compared.
     """
     ask = getattr(torch._C, "_get_sdp_priority_order", None)
     if ask is None:
@@ -265,7 +269,7 @@ def _copied(held: dict[Any, Any]) -> tuple[tuple[Any, Any], ...]:
 
 
 def differences(before: State, after: State) -> dict[str, str]:
-    """The settings that differ: name → words that say how."""
+    """Return the settings that differ: name → words that say how."""
     return {
         name: f"sets {name} to {_shown(after[name])} (before: {_shown(value)})"
         for name, value in before.items()
@@ -292,7 +296,7 @@ def _shown(value: Any) -> str:
 
 
 def sendable_settings() -> State:
-    """The settings that can be sent to another process, which has not read this one's conftest files."""
+    """Return the settings that can be sent to another process, which has not read this one's conftest files."""
     return {n: v for n, v in settings().items() if isinstance(v, (bool, int, float, str))}
 
 
@@ -345,7 +349,8 @@ def _refill(held: dict[Any, Any], items: tuple[tuple[Any, Any], ...]) -> None:
 
 
 def functions() -> dict[str, Any]:
-    """Each function and method of torch's that a side or a reference could call, as it is bound now; about 1 ms."""
+    """Return each function and method of torch's that a side or a reference could call, as it is bound now; about 1
+    ms."""
     return {name: vars(owner).get(attribute) for name, (owner, attribute) in _owned().items()}
 
 
@@ -381,7 +386,7 @@ def _owned() -> Mapping[str, tuple[Any, str]]:
 
 
 def patched(before: State) -> dict[str, str]:
-    """Functions that were replaced since by what is not torch's own: name → what is said of it."""
+    """Return the functions that were since replaced by code that is not torch's own: name → words for a message."""
     now = functions()
     owned = _owned()
     found: dict[str, str] = {}
@@ -400,7 +405,8 @@ def patched(before: State) -> dict[str, str]:
 
 
 def _is_own(value: Any, package: str) -> bool:
-    """Whether it is the package's own code, as are the wrappers that torch puts around its functions itself."""
+    """Return whether the object is the package's own code, as are the wrappers that torch itself puts around its
+    functions."""
     while value is not None:
         code = getattr(getattr(value, "__func__", value), "__code__", None)
         if isinstance(code, CodeType) and not guard._lies_in(package, code.co_filename):
@@ -423,10 +429,11 @@ def unpatch(before: State, names: Collection[str]) -> None:
 
 
 def bindings(function: Any) -> dict[str, Any]:
-    """What a Python function's code refers to by global names, and what that refers to in turn: "module.name" → object.
+    """Return the objects that a Python function's code refers to by global names, and those that these refer to in
+    turn: "module.name" → object.
 
     Attributes of modules that the code names are included, and the defaults of functions. Functions of torch's and of
-    the standard library are not followed. Of a list, dict or set it is a copy.
+    the standard library are not followed. A list, dict or set is copied.
     """
     found: dict[str, Any] = {}
     waiting = [_python(function)]
@@ -454,7 +461,8 @@ def bindings(function: Any) -> dict[str, Any]:
 
 
 def is_same_binding(before: Any, after: Any) -> bool:
-    """Whether a name refers to the same object, or to a container that holds the same objects in the same places."""
+    """Return whether a name refers to the same object, or to a container that holds the same objects in the same
+    places."""
     if before is after:
         return True
     if type(before) is not type(after) or not isinstance(before, (list, dict, set, tuple)):
@@ -492,7 +500,7 @@ def _functions_of(value: Any) -> list[Any]:
 
 
 def names_in(code: CodeType) -> Iterator[str]:
-    """The names that a function's code uses, those of the functions defined in it included."""
+    """Yield the names that a function's code uses, those of the functions defined in it included."""
     yield from code.co_names
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
@@ -520,12 +528,12 @@ QUICK = (
     "Python's trace function",
     "Python's profile function",
 )
-"""What is read around every call: what changes most what others compute."""
+"""Settings that are read around every call: those that most affect what other code computes."""
 
 
 @contextmanager
 def kept(*, quick: bool = False) -> Iterator[dict[str, str]]:
-    """Collects what the block leaves changed, name → words, and puts it back: all settings, modes, hooks and functions.
+    """Collect what the block leaves changed, name → words, and restore it: all settings, modes, hooks and functions.
 
     With `quick` the settings of QUICK alone, in a few µs.
     """
@@ -545,7 +553,7 @@ def kept(*, quick: bool = False) -> Iterator[dict[str, str]]:
 
 
 def generators() -> dict[str, Any]:
-    """The states of all generators that no argument names: torch's, each GPU's, numpy's and Python's."""
+    """Return the states of all generators that no argument names: torch's, each GPU's, numpy's and Python's."""
     states: dict[str, Any] = {
         "torch's random state": _bytes(torch.get_rng_state()),
         "Python's random state": str(hash(random.getstate())),
@@ -562,8 +570,8 @@ def generators() -> dict[str, Any]:
 
 @contextmanager
 def advanced_generators() -> Iterator[None]:
-    """In the block each of these generators has drawn one number more. A side that sets one to a constant, as by
-    torch.manual_seed, then changes its state, also if an earlier call has set it already."""
+    """Let each of these generators draw one more number for the block. A side that sets one to a constant, as by
+    torch.manual_seed, then changes its state, even if an earlier call has set it already."""
     numpy, cuda = sys.modules.get("numpy"), torch.cuda.is_available() and torch.cuda.is_initialized()
     of_torch, of_python = torch.get_rng_state(), random.getstate()
     of_gpus = torch.cuda.get_rng_state_all() if cuda else []
@@ -590,5 +598,5 @@ def _bytes(state: torch.Tensor) -> str:
 
 
 def threads() -> dict[int, threading.Thread]:
-    """Python's threads that live, by number."""
+    """Return Python's threads that live, by number."""
     return {thread.ident: thread for thread in threading.enumerate() if thread.ident is not None}

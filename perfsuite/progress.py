@@ -1,4 +1,5 @@
-"""What a run is about to do and how far it is: a line a workload, and a bar where the output is a terminal."""
+"""Show what a run is about to do and how far it is: a line for each workload, and a bar where the output is a
+terminal."""
 
 from __future__ import annotations
 
@@ -31,29 +32,29 @@ class Progress:
         self._total = self._ended = 0
 
     def expect(self, text: str, total: int) -> None:
-        """So many tasks are about to run; `text` says which, and how long they will take."""
+        """Announce `total` tasks; `text` says which, and how long they will take."""
         self.done()
         self._total, self._ended = total, 0
         if text:
             self.say(text)
 
     def add(self, tasks: int) -> None:
-        """Expect so many more tasks."""
+        """Announce this many more tasks."""
         self._total += tasks
 
     def begin(self, lane: int, id: str) -> None:
-        """A task begins in the given lane."""
+        """Note that a task begins in the given lane."""
         if self._console.is_terminal:
             with self._uncaptured():
                 self._draw(name_of(id))
 
     def ended(self, id: str, text: str) -> None:
-        """A task has ended, with this result."""
+        """Note that a task has ended, with this result."""
         self._ended += 1
         self.say(f"[{self._ended}/{self._total}] {name_of(id)}: {text}")
 
     def say(self, line: str) -> None:
-        """One line for the reader, past the bar."""
+        """Print a line for the reader, separate from the bar."""
         with self._uncaptured():
             if self._reporter is not None:
                 self._reporter.ensure_newline()  # pytest's own line may have begun
@@ -75,7 +76,7 @@ class Progress:
         self._bar.refresh()
 
     def done(self) -> None:
-        """Take the bar away."""
+        """Remove the bar."""
         if self._bar is not None:
             with self._uncaptured():
                 self._bar.stop()
@@ -83,7 +84,7 @@ class Progress:
 
 
 def name_of(id: str) -> str:
-    """A workload as progress shows it: its pair and name."""
+    """Return a workload as progress shows it: its pair and name."""
     return id.partition("::")[2].replace("::speed", "") or id
 
 
@@ -95,12 +96,12 @@ def measurements(ids: Sequence[str]) -> str:
 
 
 def proofs_on(tasks: Sequence[Task], chosen: Sequence[Lane]) -> str:
-    """ "12 proofs on 2 cores"."""
+    """Return words such as "12 proofs on 2 cores"."""
     return f"{units.count(len(tasks), 'proof')} on {units.count(len(chosen), 'core')}"
 
 
 def shown(outcome: Outcome) -> str:
-    """A line on a task's outcome; empty where pytest itself reports it."""
+    """Return a line on a task's outcome; empty where pytest itself reports it."""
     if isinstance(outcome, Proof):
         return f"proven in {outcome.seconds:.1f} s" + (f"; {outcome.unloaded}" if outcome.unloaded else "")
     if isinstance(outcome, Failure):

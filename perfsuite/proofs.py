@@ -1,4 +1,4 @@
-"""What is proven of a pair: one list, for pytest's items and for `perfsuite.check`."""
+"""The proofs of a pair: one list, for pytest's items and for `perfsuite.check`."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ EQUIVALENCE, GRADIENTS, INTEGRITY, CONTEXTS, EFFECTS, OUTSIDE, RANKS, TRUTH = (
 
 @dataclass(frozen=True, slots=True)
 class Proof:
-    """One proof of a pair: of `side` in `dtype`, for those kinds that look at one side."""
+    """One proof of a pair: of `side` in `dtype`, for kinds that concern one side."""
 
     kind: str
     dtype: str
@@ -34,7 +34,7 @@ class Proof:
 
     @property
     def name(self) -> str:
-        """As in the node id of its item, e.g. "gradients[bfloat16-triton]"."""
+        """Name as in the node id of its item, e.g. "gradients[bfloat16-triton]"."""
         if self.kind == RANKS:
             return f"{self.kind}[{self.ranks}]"
         if self.side is None:
@@ -43,7 +43,7 @@ class Proof:
 
 
 def of(pair: Pair) -> Iterator[Proof]:
-    """The pair's proofs, in the order in which they are made."""
+    """Yield the pair's proofs, in the order in which they are made."""
     sides = {OPTIMIZED: as_side(pair.optimized), **{name: as_side(side) for name, side in pair.variants.items()}}
     kinds = [EQUIVALENCE]
     if pair.gradients and not pair.is_stateful and execution.differentiable(pair):

@@ -1,4 +1,4 @@
-"""Which code a side runs, and whether it is the code of its own tree: no revision may be compared with itself.
+"""Find which code a side runs, and check that it is the code of its own tree: no revision may be compared with itself.
 
 One call of a side, and the building of its step where it has one, are watched by Python's profile hook, with
 torch.compile falling back to eager so that every Python function is seen.
@@ -36,7 +36,7 @@ class Executed:
     compiled: set[str] = field(default_factory=set)
 
     def note(self, frame: Any, event: str, argument: Any) -> None:
-        """A profile function, as `sys.setprofile` takes it."""
+        """Note a call: a profile function, as `sys.setprofile` takes it."""
         if event == "call":
             self.files.add(frame.f_code.co_filename)
         elif event == "c_call" and isinstance(module := getattr(argument, "__module__", None), str):
@@ -45,7 +45,8 @@ class Executed:
 
 @contextmanager
 def watched(executed: Executed) -> Iterator[None]:
-    """Records what is called inside, in this thread, in those started inside, and since Python 3.12 in all others."""
+    """Record what is called in the block, in this thread, in those started inside, and since Python 3.12 in all
+    others."""
     everywhere: Any = getattr(threading, "setprofile_all_threads", threading.setprofile)
     before = sys.getprofile()
     everywhere(executed.note)
@@ -58,7 +59,7 @@ def watched(executed: Executed) -> Iterator[None]:
 
 
 def run(pair: Pair, side: Side, master: dict[str, Any], case: Case, device: str, *, gradients: bool) -> Executed:
-    """What one call of the side executes on a copy of these inputs."""
+    """Return what one call of the side executes on a copy of these inputs."""
     executed = Executed()
     values = make.clone(master)
     steps = make.build_step(pair, case, device, 1) if pair.is_stateful else {}
@@ -73,9 +74,9 @@ def run(pair: Pair, side: Side, master: dict[str, Any], case: Case, device: str,
 
 @contextmanager
 def _eager() -> Iterator[None]:
-    """Compiled functions run their Python inside, also those that are compiled in here for the first time.
+    """Make compiled functions run their Python code in the block, including those that are first compiled there.
 
-    The compiler takes seconds to import, and only functions that are compiled need it.
+    The compiler takes seconds to import, and only compiled functions need it.
     """
     with ExitStack() as stack:
         if "torch._dynamo" in sys.modules:
@@ -110,7 +111,8 @@ def _unwatched() -> Iterator[None]:
 
 
 def problem(accepted: Executed, current: Executed, tree: Tree) -> str:
-    """Why the comparison would not be one of two revisions, with the remedy; empty where each side runs its own."""
+    """Return why the comparison would not be one of two revisions, with the remedy; empty where each side runs its
+    own."""
     top, inside = Path(tree.top), Path(tree.folder, TREE)
     ours = [p for p in _files(accepted) if not _is_harness(p)]
     for path in ours:
@@ -137,7 +139,7 @@ def problem(accepted: Executed, current: Executed, tree: Tree) -> str:
 
 
 def _files(executed: Executed) -> list[Path]:
-    """The files whose functions were called, however the paths to them were spelled."""
+    """Return the files whose functions were called, however the paths to them were spelled."""
     return [Path(f).resolve() for f in sorted(executed.files) if os.path.isabs(f)]
 
 
@@ -146,7 +148,7 @@ def _is_harness(path: Path) -> bool:
 
 
 def _installed(path: Path, tree: Path) -> Path | None:
-    """Where in the tree the source of an installed file would lie; None for a file that is not installed."""
+    """Return where in the tree the source of an installed file would lie; None for a file that is not installed."""
     inside = _below_installed(path)
     if not inside or inside[0] == HARNESS:
         return None
@@ -154,13 +156,14 @@ def _installed(path: Path, tree: Path) -> Path | None:
 
 
 def _below_installed(path: Path) -> tuple[str, ...]:
-    """The parts of a path below the folder of installed packages; none where it lies in no such folder."""
+    """Return the parts of a path below the folder of installed packages; none where it lies in no such folder."""
     places = [n for n, part in enumerate(path.parts) if part in INSTALLED]
     return path.parts[places[-1] + 1 :] if places else ()
 
 
 def _extensions(executed: Executed) -> list[Path]:
-    """Files of the compiled modules whose functions were called, and of libraries of operators, if any was called."""
+    """Return the files of the compiled modules whose functions were called, and of libraries of operators, if any was
+    called."""
     modules = [sys.modules.get(name) for name in sorted(executed.compiled)]
     files = [f for m in modules if isinstance(f := getattr(m, "__file__", None), str) and not f.endswith(".py")]
     if any(f.endswith(OPERATORS) for f in executed.files):

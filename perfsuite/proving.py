@@ -26,7 +26,7 @@ from perfsuite.records import Case
 from perfsuite.tally import Tally
 
 NO_MEMORY = "runs out of memory"
-"""Why a rival is not timed."""
+"""Reason why a rival is not timed."""
 COPIED_BYTES, COPIED_TO_HOST_BYTES = 1 << 30, 8 << 30
 """The most memory that copies of outputs take on their device, and on the host. The timed sides may need all the memory
 of the device that they had before."""
@@ -44,9 +44,9 @@ class Drawn:
 
 
 class OutputCheck:
-    """Holds the outputs of a workload's sides against the truth of one draw.
+    """Compares the outputs of a workload's sides with the truth of one draw.
 
-    `steps` are a stateful pair's.
+    `steps` are those of a stateful pair.
     """
 
     def __init__(
@@ -64,15 +64,15 @@ class OutputCheck:
         self.known = set[str]()
         """Digests of outputs that were proven for this draw."""
         self._truths: dict[int, truths.Truth] = {}
-        """By the number of replicas."""
+        """Truths by the number of replicas."""
         self.seconds = 0.0
-        """What it took to establish the truth."""
+        """Seconds that establishing the truth took."""
         self.copied: dict[str, tuple[Leaves, dict[str, torch.device], str]] = {}
-        """Digest → copies of outputs that are still to be judged, their devices, and whose they are."""
+        """Digest → copies of outputs that are still to be compared, their devices, and the name of their side."""
 
     @property
     def truth(self) -> truths.Truth:
-        """The float64 truth of the draw. PairError where the reference overflows."""
+        """The float64 truth of the draw. Raises PairError where the reference overflows."""
         return self._known(rule.NONE)
 
     def _known(self, replicas: int) -> truths.Truth:
@@ -94,14 +94,15 @@ class OutputCheck:
             raise PairError(truths.overflows(self.pair)) from None
 
     def first(self, leaves: Leaves, name: str, side: Side) -> None:
-        """NotEquivalent where what the side's first call gave is wrong."""
+        """Raise NotEquivalent where the outputs of the side's first call are wrong."""
         if self.pair.is_stateful:
             self.first_step(leaves, name, side)
         else:
             self.check(leaves, name)
 
     def hold_new(self, leaves: Leaves, drawn: Drawn) -> None:
-        """NotEquivalent where these outputs on new values are wrong. Values whose truth overflows count as right."""
+        """Raise NotEquivalent where these outputs on new values are wrong. Values whose truth overflows count as
+        right."""
         known = truths.by_replicas(
             self.pair, self.case, self.device, most=rule.FEW, gradients=self.gradients, drawn=drawn.values
         )
@@ -112,7 +113,7 @@ class OutputCheck:
         equivalence.hold(self.pair, known, leaves, name="timed optimized", strict_strides=False)
 
     def check(self, leaves: Leaves, name: str) -> None:
-        """NotEquivalent where these outputs of a stateless pair are wrong."""
+        """Raise NotEquivalent where these outputs of a stateless pair are wrong."""
         key = digest(leaves)
         if key not in self.known:
             self._hold(leaves, name)
@@ -122,7 +123,8 @@ class OutputCheck:
         equivalence.hold(self.pair, self._known, leaves, name=name, tally=tally, strict_strides=False)
 
     def check_later(self, leaves: Leaves, name: str) -> None:
-        """The same, but only look whether the outputs are known, which is quick; `check_copied` judges the others."""
+        """Check only whether the outputs are known, which is quick, and copy the others for `check_copied` to
+        compare."""
         key = digest(leaves)
         if key in self.known or key in self.copied:
             return
@@ -135,7 +137,7 @@ class OutputCheck:
         self.copied[key] = _moved(leaves, to, copy=True), devices, name
 
     def check_copied(self) -> None:
-        """NotEquivalent where outputs that `check_later` has copied are wrong."""
+        """Raise NotEquivalent where outputs that `check_later` has copied are wrong."""
         while self.copied:
             key, (copies, devices, name) = self.copied.popitem()
             if key in self.known:
@@ -149,22 +151,24 @@ class OutputCheck:
         self.known.add(digest(leaves))
 
     def first_step(self, leaves: Leaves, name: str, side: Side) -> None:
-        """The same for what a stateful side leaves after its first step: unknown, the side is proven anew."""
+        """Check what a stateful side leaves after its first step. If that is not known, the side is proven anew."""
         if digest(leaves) not in self.known:
             self.prove(side, name)
 
     def prove(self, side: Side, name: str, tally: Tally | None = None) -> None:
-        """Run the side on the draw and hold what it gives against the truth. NotEquivalent where it is wrong."""
+        """Run the side on the draw and compare its outputs with the truth. Raises NotEquivalent where they are
+        wrong."""
         produced = self.produce(side)
         self._hold(produced, name, tally)
         self.known.add(self._key(produced))
 
     def produce(self, side: Side) -> Leaves:
-        """What the side makes of the draw, in a call of its own."""
+        """Return the side's outputs on the draw, from a call of its own."""
         return truths.produce(self.pair, side, self.case, self.device, gradients=self.gradients, home=self.home)
 
     def same(self, sides: Mapping[str, Side], report: Callable[[str], None]) -> bool:
-        """Whether two sides give the same, bit for bit, the first of which is trusted; then it is known."""
+        """Return whether two sides give the same outputs, bit for bit. The first side is trusted, so that equal outputs
+        become known ones."""
         keys = []
         for name, side in sides.items():
             report(name)
@@ -176,13 +180,14 @@ class OutputCheck:
         return True
 
     def _key(self, produced: Leaves) -> str:
-        """The digest by which the outputs of a timed side are recognised: of a step, what its first call leaves."""
+        """Return the digest by which the outputs of a timed side are recognised. For a step it is that of what the
+        first call leaves."""
         if not self.pair.is_stateful:
             return digest(produced)
         return digest({n.removesuffix(AFTER_FIRST): leaf for n, leaf in produced.items() if n.endswith(AFTER_FIRST)})
 
     def explained(self, error: NotEquivalent, side: Side, name: str) -> NotEquivalent:
-        """The same error, or one that says that the side goes on working after it has returned."""
+        """Return the same error, or one that says that the side goes on working after it has returned."""
         late = comes_late(self.pair, side, self.case, self.device, self.truth, gradients=self.gradients, home=self.home)
         if not late:
             return error
@@ -192,9 +197,10 @@ class OutputCheck:
 def prove_sides(
     check: OutputCheck, sides: Mapping[str, Side], rivals: Mapping[str, Side], report: Callable[[str], None]
 ) -> tuple[Tally, dict[str, str]]:
-    """Prove `sides`, the first of which the evidence is of, then `rivals` → (tally, rivals that cannot be timed).
+    """Prove `sides`, then `rivals`. Return (tally, rivals that cannot be timed). The evidence is of the first of
+    `sides`.
 
-    NotEquivalent where one of `sides` is wrong; a rival that is wrong or raises is only left out.
+    Raises NotEquivalent where one of `sides` is wrong. A rival that is wrong or raises is only left out.
     """
     tally, skipped = Tally(draws=1), dict[str, str]()
     for number, (name, side) in enumerate(sides.items()):
@@ -217,7 +223,7 @@ def prove_sides(
 
 
 def unequal(error: NotEquivalent) -> str:
-    """Why a rival is not timed whose outputs are wrong."""
+    """Return why a rival is not timed whose outputs are wrong."""
     return f"not equal, so not timed: {error}"
 
 
@@ -226,7 +232,7 @@ def _moved(leaves: Leaves, devices: Mapping[str, torch.device], *, copy: bool = 
 
 
 def digest(leaves: Leaves) -> str:
-    """A digest of all that a side produced, bit for bit, the same in every process."""
+    """Return a digest of all that a side produced, bit for bit, the same in every process."""
     hashed = hashlib.sha256()
     for name, leaf in leaves.items():
         if isinstance(leaf, torch.Tensor):
@@ -250,7 +256,7 @@ def _bits(tensor: torch.Tensor) -> bytes:
 
 
 def _weighted(words: torch.Tensor, chunk: int) -> torch.Tensor:
-    """Two sums of the words modulo 2⁶⁴, each word with weights that depend on its position."""
+    """Return two sums of the words modulo 2⁶⁴, each word with weights that depend on its position."""
     place = torch.arange(words.numel(), device=words.device).add_(chunk * HASHED_AT_ONCE)
     sums = []
     for odd in (0x1E3779B97F4A7C15, 0x3F58476D1CE4E5B9):

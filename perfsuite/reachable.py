@@ -18,16 +18,16 @@ from perfsuite.process_state import names_in
 KERNELS = ("JITFunction", "InterpretedFunction")
 """Triton's classes of kernels, compiled and interpreted."""
 WRAPPERS = (functools.partial, MethodType, property, staticmethod, classmethod, dict, list, tuple, set)
-"""Are looked into whoever made them."""
+"""Types of wrappers that are looked into, whoever made them."""
 MOST_ITEMS = 1000
-"""Longer containers hold data."""
+"""Most items of a container that is searched: longer ones hold data."""
 
 
 def kernels(calls: Iterable[Any]) -> dict[str, Any]:
-    """Qualified name → kernel, for all that these callables can reach in their own projects.
+    """Return qualified name → kernel, for all kernels that these callables can reach in their own projects.
 
-    A function reaches the globals, attributes of modules and closures that its code names, and so on from there;
-    a class and an instance what their methods reach.
+    A function reaches the globals, attributes of modules and closures that its code names, and so on from there. A
+    class and an instance reach what their methods reach.
     """
     if "triton" not in sys.modules:
         return {}
@@ -83,7 +83,7 @@ def _few(values: Iterable[Any], count: int) -> Iterable[Any]:
 
 
 def _named(function: FunctionType) -> Iterator[Any]:
-    """The objects that the function's code names: globals, and attributes of modules.
+    """Yield the objects that the function's code names: globals, and attributes of modules.
 
     A module that the function itself imports is left out, since it may not be there yet.
     """
@@ -112,7 +112,8 @@ def _named(function: FunctionType) -> Iterator[Any]:
 
 
 def _is(value: Any, kinds: type | tuple[type, ...]) -> bool:
-    """As isinstance, but any object may be asked: one of torch's warns, on each look at its class, that it is old."""
+    """Return the same as isinstance, for any object. One of torch's objects warns that it is deprecated whenever its
+    class is read."""
     return issubclass(type(value), kinds)
 
 
@@ -128,7 +129,8 @@ def _with_submodules(call: Any) -> Iterable[Any]:
 
 
 def _project(value: Any) -> str:
-    """The first part of the name of the module that defines it; empty for what no module of a project defines."""
+    """Return the first part of the name of the module that defines the object; empty if no module of a project defines
+    it."""
     if _is(value, MethodType):
         value = value.__func__
     owner = value if _is(value, (FunctionType, type)) else type(value)
@@ -137,7 +139,8 @@ def _project(value: Any) -> str:
 
 
 def _calls(kernel: Any) -> set[str]:
-    """Names that the kernel calls or hands on: a device function is compiled into its callers, never launched."""
+    """Return the names that the kernel calls or passes on: a device function is compiled into its callers, never
+    launched."""
     tree = ast.parse(textwrap.dedent(inspect.getsource(kernel.fn)))
     calls = [n for n in ast.walk(tree) if isinstance(n, ast.Call)]
     return {n.id for call in calls for n in (call.func, *call.args) if isinstance(n, ast.Name)}

@@ -23,7 +23,7 @@ REFERENCE, OPTIMIZED, ACCEPTED = "reference", "optimized", "accepted"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class InputCase:
-    """How one tensor input is made: its memory layout and the regime of its values."""
+    """Construction of one tensor input: its memory layout and the regime of its values."""
 
     layout: str = "contiguous"
     regime: str = "normal"
@@ -38,12 +38,12 @@ class Case:
     inputs: Mapping[str, InputCase]
     seed: int
     steps: int | None = None
-    """The most steps of a stateful pair that are taken; None: all that the pair says."""
+    """Most steps of a stateful pair that are taken; None for all that the pair declares."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Evidence:
-    """What an equivalence check established."""
+    """Result of an equivalence check."""
 
     pair: str
     dtype: str
@@ -96,7 +96,7 @@ class Condition:
     power_w: float | None = None
     throttle: tuple[str, ...] = ()
     set_aside: int = 0
-    """Quads not used because the device throttled while they ran."""
+    """ABBA rounds discarded because the device throttled while they ran."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -116,11 +116,11 @@ class ProcessGroup:
     backend: str
     """"nccl" or "gloo"."""
     version: str = ""
-    """NCCL's; empty for gloo."""
+    """Version of NCCL; empty for gloo."""
     variables: Mapping[str, str] = dataclasses.field(default_factory=dict)
     """The environment variables of NCCL, gloo and torch's use of them."""
     links: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    """How the devices of two ranks are joined, as {"0-1": "NVLink"}."""
+    """Connection of the devices of two ranks, as {"0-1": "NVLink"}."""
     by_rank: tuple[Mapping[str, Counts], ...] = ()
     """The cost of a call of each side in each rank."""
 
@@ -179,7 +179,8 @@ class Measurement:
 
 
 def complete(measurements: Iterable[Measurement], side: str) -> tuple[list[Measurement], bool]:
-    """(measurements of the side that let it run to its end, or all if none did; whether all are lower bounds)."""
+    """Return (measurements in which the side ran to its end, or all if it did in none; whether all are lower
+    bounds)."""
     timed = [m for m in measurements if side in m.sides]
     whole = [m for m in timed if side not in m.at_least]
     return whole or timed, bool(timed) and not whole
@@ -197,11 +198,11 @@ class Ran:
     packages: tuple[str, ...] | None = None
     """The packages among the surroundings, as `name==version`; None where they were not noted."""
     launched: str = ""
-    """What it launched on the device (launches.py); empty where that cannot be known in full."""
+    """Digest of what the workload launched on the device (launches.py); empty where that cannot be known in full."""
     untraced: str = ""
     """Why there is no such digest."""
     unknown: str = ""
-    """Why it cannot be known; empty where it can."""
+    """Why it cannot be known what the workload ran; empty where it can."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -221,7 +222,7 @@ class Proof:
     unloaded: str = ""
     """Why the accepted side cannot be compared with; empty where it can, or where there is none."""
     ran: Ran | None = None
-    """What the optimized side ran, where that was asked for."""
+    """Record of what the optimized side ran, where that was asked for."""
     same_launches: bool = False
     """Whether a trace showed that the optimized side launches what was accepted. Then nothing was proven."""
     truth_s: float = 0.0
@@ -248,12 +249,12 @@ class Alone:
 
 
 PromiseRecord: TypeAlias = Promises
-"""What a workload promises, as declared when it was collected."""
+"""Promises of a workload, as declared when it was collected."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Machine:
-    """The machine: what must agree with a baseline (`device`) and what is said when it differs."""
+    """The machine: what must agree with a baseline (`device`), and what is reported when it differs."""
 
     device: str
     """Slug of the device, e.g. "nvidia-h200"; the baseline's file name."""
@@ -328,12 +329,13 @@ class Verdict:
     accepted_speedup: float | None = None
     moved: str | None = None
     compared: str = ""
-    """What the optimized side was compared with, e.g. "the accepted revision 1a2b3c4"; empty where with nothing."""
+    """Side that the optimized side was compared with, e.g. "the accepted revision 1a2b3c4"; empty where there was
+    none."""
     processes: int = 0
 
 
 def to_json(value: Any) -> Any:
-    """A record as plain JSON values."""
+    """Return a record as plain JSON values."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {f.name: to_json(getattr(value, f.name)) for f in dataclasses.fields(value)}
     if isinstance(value, Mapping):
@@ -346,7 +348,7 @@ def to_json(value: Any) -> Any:
 
 
 def from_json(kind: type[R], data: Any) -> R:
-    """The record of type `kind` that `to_json` gave; PerfsuiteError names a field that is missing or wrong."""
+    """Return the record of type `kind` that `to_json` gave. A PerfsuiteError names a field that is missing or wrong."""
     result: R = _read(kind, data, kind.__name__)
     return result
 

@@ -1,4 +1,5 @@
-"""What a draw says about the reference as a task: does its answer depend on its inputs, or on chance; is it rounded?"""
+"""Check the reference as a task, on a draw: whether its answer depends on its inputs, or on chance, and whether it is
+rounded."""
 
 from __future__ import annotations
 
@@ -22,24 +23,25 @@ from perfsuite.truths import run, upcast
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """What one draw says about the reference as a task, whatever side is tried on it."""
+    """Findings of one draw about the reference as a task, whatever side is tried on it."""
 
     answers_differ: bool | None = None
-    """Whether the reference answered other inputs otherwise; None where there were no others."""
+    """Whether the reference answered other inputs differently; None where there were no others."""
     roundings: bool = False
-    """Whether the reference's roundings could be looked at."""
+    """Whether the reference's roundings could be checked."""
     fault: str = ""
 
 
 def task_of(pair: Pair, case: Case, device: str, home: Path | None) -> Task:
-    """Whether the reference answers other inputs otherwise. PairError where it rounds to half precision."""
+    """Return the findings of a draw: whether the reference answers other inputs differently. Raises PairError where it
+    rounds to half precision."""
     side = as_side(pair.reference)
 
     def answer(drawn: dict[str, Any], i: Case) -> Leaves:
         given = upcast(lambda step: make.build_step(pair, i, device, step))
         return run(side, pair, make.upcast(drawn), i, False, given)
 
-    case = replace(case, inputs={})  # ordinary values: of zeros there is only one kind
+    case = replace(case, inputs={})  # ordinary values: zeros are always the same
     drawn = make.build(pair, case, device, home=home)
     others = replace(case, seed=case.seed ^ 0x2545F49)
     other = make.build(pair, others, device, home=home)
@@ -62,22 +64,23 @@ def task_of(pair: Pair, case: Case, device: str, home: Path | None) -> Task:
 
 
 def shows_roundings(pair: Pair) -> bool:
-    """Whether the reference's roundings can be looked at."""
+    """Return whether the reference's roundings can be checked."""
     return pair.precision is None and pair.excuse is None and not pair.is_stateful
 
 
 def draws_of(pair: Pair) -> int:
-    """On how many draws of a proof at most the reference is looked at as a task."""
+    """Return the most draws of a proof on which the reference is checked as a task."""
     return TASK_DRAWS if shows_roundings(pair) else FEW_TASK_DRAWS
 
 
 def is_random(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether two answers in float64 differ by more than another order of the sums explains."""
+    """Return whether two answers in float64 differ by more than another order of the sums explains."""
     return a.shape != b.shape or differences.rms(differences.difference(a, b, None)) > RANDOM * differences.rms(a)
 
 
 RANDOM = 1e-3
-"""Atomic sums of float64 differ by far less, relative to the RMS of the answer."""
+"""Difference, relative to the RMS of the answer, from which an answer is random: atomic sums of float64 differ by far
+less."""
 
 
 def _differs(a: Leaf, b: Leaf) -> bool:
@@ -97,9 +100,11 @@ def _check_roundings(
     here: Leaves,
     answer: Callable[[dict[str, Any], Case], Leaves],
 ) -> bool:
-    """In float64 every value of a reference moves with its inputs, unless it is rounded on the way.
+    """Check that every value of a reference in float64 moves with its inputs, as it does unless it is rounded on the
+    way.
 
-    Whether there were values enough to tell; PairError where they do not move. `other` are inputs of another draw.
+    Returns whether there were enough values to tell. Raises PairError where they do not move. `other` are inputs of
+    another draw.
     """
     case = Case(dtype="float64", sizes={}, inputs={}, seed=0)
     near = answer(make.jitter(pair, make.upcast(drawn), 0, "roundings", BESIDE), case)
@@ -132,7 +137,7 @@ def _depends_on_floats(
     here: Leaves,
     answer: Callable[[dict[str, Any]], Leaves],
 ) -> bool:
-    """Whether an output is another one where the floating inputs are, and nothing else."""
+    """Return whether an output changes where the floating inputs, and nothing else, change."""
     theirs = {n: dict(make.tensors_in(value, n)) for n, value in other.items()}
 
     def exchanged(n: str, value: Any) -> Any:
@@ -147,10 +152,11 @@ def _depends_on_floats(
 
 
 TASK_DRAWS, FEW_TASK_DRAWS = 20, 4
-"""The task is looked at on so many draws at most: where its roundings can be seen, until one draw shows them; and where
+"""Most draws on which the task is checked: where its roundings can be checked, until one draw shows them; and where
 they cannot."""
 BESIDE = 2.0**-24
-"""Far above float64's own rounding; a value rounded to half precision stays as it is, but for one in 8,000."""
+"""Relative distance of the neighbouring inputs. It is far above float64's own rounding, but a value rounded to half
+precision stays as it is, except for one in 8,000."""
 UNMOVED = 0.95
 GENERIC = 16
-"""So many different values are no table of constants."""
+"""Number of different values from which they are no table of constants."""

@@ -1,4 +1,4 @@
-"""How a wrong answer is related to the right one, where it is in a simple way: a factor, an offset, a shift."""
+"""Find a simple relation between a wrong answer and the right one: a factor, an offset, a shift."""
 
 from __future__ import annotations
 
@@ -7,15 +7,16 @@ from collections.abc import Iterator
 import torch
 
 EXPLAINED = 0.02
-"""A relation holds where it leaves at most this share of the error unexplained."""
+"""Largest share of the error that a relation may leave unexplained."""
 MOST = 0.9
-"""It brings at least this share of the elements nearer: rounding of a few large equal values looks like a factor."""
+"""Least share of the elements that a relation must bring nearer: rounding of a few large equal values looks like a
+factor."""
 FEWEST = 8
 """The fewest different values: with fewer, many relations hold by chance."""
 OF_ROUNDING = 1 / 32
 """The least error, of a precision's eps, that is taken for its rounding: a single one is 0.15 of it."""
 MANY = 64
-"""Elements, of which some are rounded by much."""
+"""Number of elements from which some are rounded by much."""
 SHIFTS = (1, -1)
 
 
@@ -38,9 +39,9 @@ def _explains(made: torch.Tensor, g: torch.Tensor, t: torch.Tensor) -> bool:
 
 
 def reaches(got: torch.Tensor, truth: torch.Tensor, eps: float) -> bool:
-    """Whether the error is at least about as large as rounding to a precision of `eps` makes it.
+    """Return whether the error is at least about as large as rounding to a precision of `eps` makes it.
 
-    True of few elements, whose roundings may all be small.
+    True for few elements, whose roundings may all be small.
     """
     if got.shape != truth.shape or not truth.is_floating_point():
         return False

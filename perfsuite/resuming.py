@@ -18,7 +18,7 @@ from perfsuite.workers import Outcome
 class Kept:
     """A file of measurements, a line each, of one clean revision on one machine.
 
-    What was measured on a dirty tree is not kept: nobody could say which code it was of.
+    Measurements of a dirty tree are not kept, because nobody could say which code they are of.
     """
 
     def __init__(self, folder: Path, state: State, machine: Machine, processes: int) -> None:
@@ -28,7 +28,7 @@ class Kept:
         self.path = folder / f"{name}.jsonl" if usable else None
 
     def load(self, ids: Sequence[str]) -> dict[str, list[Measurement]]:
-        """The measurements of these workloads that are kept. A line that was cut short does not count."""
+        """Return the kept measurements of these workloads. A line that was cut short does not count."""
         found: dict[str, list[Measurement]] = {}
         try:
             lines = self.path.read_bytes().splitlines() if self.path else []
@@ -44,7 +44,7 @@ class Kept:
         return found
 
     def add(self, id: str, outcome: Outcome) -> None:
-        """Keep one more. Where the file cannot be written, an interrupted run starts over."""
+        """Keep one more measurement. Where the file cannot be written, an interrupted run starts over."""
         if self.path is None or not isinstance(outcome, Measurement):
             return
         try:
@@ -55,7 +55,7 @@ class Kept:
             self.path = None
 
     def forget(self) -> None:
-        """The run has ended: the next one measures anew."""
+        """Remove the file once the run has ended: the next run measures anew."""
         if self.path is not None:
             with contextlib.suppress(OSError):
                 self.path.unlink()

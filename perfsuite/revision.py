@@ -28,11 +28,12 @@ APART = (
     *("-c", "core.splitIndex=false"),
     *("-c", "submodule.recurse=false"),
 )
-"""For a temporary index, which is not the repository's: no hook, daemon or shared index may be involved."""
+"""Options of git for a temporary index, which is not the repository's: no hook, daemon or shared index may be
+involved."""
 SHA256_DIGITS = 64
 """Length of a hash in a repository whose object format is SHA-256."""
 LONGEST_RUN_S = 86400.0
-"""Trees that are older were left by a run that was killed."""
+"""Age in seconds above which a tree counts as left by a run that was killed."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -47,7 +48,8 @@ class Tree:
 
 
 def git(*arguments: str, cwd: Path, options: Sequence[str] = (), variables: Mapping[str, str] | None = None) -> str:
-    """Output of a git command, run with git's own `options`; RevisionError with its reason where it fails."""
+    """Return the output of a git command, run with git's own `options`. Raises RevisionError with git's reason where it
+    fails."""
     environment = {**os.environ, **variables} if variables else None
     command = ["git", *options, *arguments]
     try:
@@ -60,19 +62,19 @@ def git(*arguments: str, cwd: Path, options: Sequence[str] = (), variables: Mapp
 
 
 def _reason(output: str) -> str:
-    """Why git failed, in one line, with the command that it suggests."""
+    """Return why git failed, in one line, with the command that git suggests."""
     lines = [line.strip() for line in output.splitlines() if line.strip()] or ["failed"]
     fatal = next((line.removeprefix("fatal: ") for line in lines if line.startswith("fatal: ")), lines[-1])
     return f"{fatal}: {lines[-1]}" if lines[-1].startswith("git ") else fatal
 
 
 def top_level(root: Path) -> Path:
-    """The work tree's top folder; RevisionError outside a git repository."""
+    """Return the work tree's top folder. Raises RevisionError outside a git repository."""
     return Path(git("rev-parse", "--show-toplevel", cwd=root))
 
 
 def top_or(root: Path) -> Path:
-    """The work tree's top folder, or outside git the folder itself."""
+    """Return the work tree's top folder, or outside git the folder itself."""
     try:
         return top_level(root).resolve()
     except RevisionError:
@@ -81,7 +83,7 @@ def top_or(root: Path) -> Path:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class State:
-    """What git says of a work tree. `revision` is None outside a repository, and in one without a commit."""
+    """State of a work tree according to git. `revision` is None outside a repository, and in one without a commit."""
 
     revision: str | None = None
     dirty: bool = False
@@ -91,9 +93,10 @@ class State:
 
 
 def state(root: Path, *, ignored: Path | None = None) -> State:
-    """The revision of the tree at `root`, and whether tracked files have changed. Changes in `ignored` do not count.
+    """Return the revision of the tree at `root`, and whether tracked files have changed. Changes in `ignored` do not
+    count.
 
-    RevisionError where there is a repository that git cannot read.
+    Raises RevisionError where there is a repository that git cannot read.
     """
     inside = ignored is not None and root.resolve() in ignored.resolve().parents
     others = [":(top)", f":(exclude){ignored.resolve()}"] if ignored and inside else []
@@ -115,7 +118,7 @@ def state(root: Path, *, ignored: Path | None = None) -> State:
 
 
 def quiet_state(root: Path) -> State:
-    """The same for a report, which shows no revision where git cannot read one."""
+    """Return the same for a report, which shows no revision where git cannot read one."""
     try:
         return state(root)
     except RevisionError as error:
@@ -123,7 +126,7 @@ def quiet_state(root: Path) -> State:
 
 
 def _repository(root: Path) -> Path | None:
-    """The nearest folder upward with a `.git`, where git itself would look."""
+    """Return the nearest folder upward with a `.git`, where git itself would look."""
     ceilings = {Path(c) for c in os.environ.get("GIT_CEILING_DIRECTORIES", "").split(os.pathsep) if c}
     for folder in (root, *root.parents):
         if folder in ceilings and folder != root:
@@ -134,7 +137,8 @@ def _repository(root: Path) -> Path | None:
 
 
 def added_since(revision: str, top: Path) -> frozenset[str] | None:
-    """Python files of the work tree that the revision does not have, relative to `top`; None where git cannot say."""
+    """Return the Python files of the work tree that the revision does not have, relative to `top`; None where git
+    cannot say."""
     python = ("-z", "--", "*.py")
     try:
         found = [
@@ -147,7 +151,7 @@ def added_since(revision: str, top: Path) -> frozenset[str] | None:
 
 
 def blobs(revision: str, top: Path) -> dict[str, str]:
-    """The files of a revision, relative to `top`, and git's hash of each; none where git cannot say."""
+    """Return the files of a revision, relative to `top`, and git's hash of each; none where git cannot say."""
     try:
         lines = git("ls-tree", "-r", "-z", "--full-tree", revision, cwd=top).split("\0")
     except RevisionError:
@@ -156,13 +160,13 @@ def blobs(revision: str, top: Path) -> dict[str, str]:
 
 
 def is_blob(data: bytes, hash: str) -> bool:
-    """Whether git's hash is that of a file with this content."""
+    """Return whether git's hash is that of a file with this content."""
     algorithm = "sha256" if len(hash) == SHA256_DIGITS else "sha1"
     return hashlib.new(algorithm, b"blob %d\0" % len(data) + data, usedforsecurity=False).hexdigest() == hash
 
 
 def resolve(revision: str, root: Path) -> str:
-    """The full hash of a revision; RevisionError where git does not know it."""
+    """Return the full hash of a revision. Raises RevisionError where git does not know it."""
     try:
         return git("rev-parse", "--verify", "--quiet", f"{revision}^{{commit}}", cwd=root)
     except RevisionError:
@@ -172,16 +176,16 @@ def resolve(revision: str, root: Path) -> str:
 
 
 def snapshot(root: Path) -> str:
-    """A commit of the work tree as it is, without files that git does not know; no branch leads to it."""
+    """Return a commit of the work tree as it is, without untracked files. No branch leads to it."""
     who = {f"GIT_{who}_{what}": "perfsuite" for who in ("AUTHOR", "COMMITTER") for what in ("NAME", "EMAIL")}
     return git("stash", "create", cwd=root, variables=who) or resolve("HEAD", root)
 
 
 def extract(revision: str, root: Path, into: Path) -> Tree:
-    """The revision's tree as files in a fresh folder below `into`; the repository is not changed.
+    """Write the revision's tree as files to a fresh folder below `into`. The repository is not changed.
 
-    Checked out through an index of its own. `git archive` would leave out what is marked export-ignore, as many
-    projects mark their tests, and rewrite what is marked export-subst.
+    The tree is checked out through an index of its own. `git archive` would leave out files marked export-ignore, as
+    many projects mark their tests, and rewrite those marked export-subst.
     """
     full, top = resolve(revision, root), top_level(root).resolve()
     try:
@@ -210,7 +214,7 @@ def extract(revision: str, root: Path, into: Path) -> Tree:
 def extracted(
     revisions: Iterable[str], root: Path, folder: Path
 ) -> Iterator[tuple[dict[str, Tree], dict[str, RevisionError]]]:
-    """(trees, refused): each revision's tree in `folder`, or why there is none. The trees are gone afterwards.
+    """Yield (trees, refused): each revision's tree in `folder`, or why there is none. The trees are removed afterwards.
 
     Another run may have trees of its own there; those that a killed run left are removed, too.
     """
@@ -240,9 +244,9 @@ def _remove(folder: Path) -> None:
 
 
 def load_pair(pair: Pair, module: ModuleType, tree: Tree) -> Pair:
-    """The same pair as the tree's revision declares it, with its sides, imported beside the current ones.
+    """Return the same pair as the tree's revision declares it, with its sides, imported beside the current ones.
 
-    RevisionError, in one line, where the tree lacks the pair or cannot be imported.
+    Raises RevisionError, in one line, where the tree lacks the pair or cannot be imported.
     """
     where = f"{module.__name__}::{pair.name}"
     if tree.folder not in sys.path:
@@ -273,10 +277,10 @@ def load_pair(pair: Pair, module: ModuleType, tree: Tree) -> Pair:
 
 
 def _imported(name: str, module: ModuleType, tree: Tree) -> ModuleType:
-    """The tree's version of a test module. The folder that its name is relative to need not be on sys.path."""
+    """Return the tree's version of a test module. The folder to which its name is relative need not be on sys.path."""
     inside = Path(str(module.__file__)).resolve().relative_to(tree.top)
     base = Path(tree.folder, second_import.TREE, inside).parents[module.__name__.count(".")]
-    paths: list[str] = importlib.import_module(tree.package).__path__  # type: ignore[assignment]  # a list, as installed
+    paths: list[str] = importlib.import_module(tree.package).__path__  # type: ignore[assignment]  # an installed list
     if str(base) not in paths:
         paths.append(str(base))
     found = importlib.import_module(name)

@@ -78,31 +78,32 @@ MAX_REPLICAS = 7
 FEW = 0
 """The value of `replicas` with which `establish` makes the fewest: one, or two for a small output."""
 NONE = -1
-"""The value with which it makes none: the reference's own error on the draw is all that is known of it."""
+"""The value with which `establish` makes none: the only error known is the reference's own on the draw."""
 SURE = (1 + MAX_REPLICAS) ** -0.5
 """An output within this share of the budget without replicas is within the budget by all: an RMS over n samples, of
 which the draw itself is one, is at least √(1/n) of each."""
 REPLICAS_UP_TO = 1 << 16
-"""With inputs of more elements the reference's error is well known from one draw, and the fewest replicas are made."""
+"""Most elements of inputs with which more than the fewest replicas are made: with more, one draw shows the reference's
+error well."""
 CAREFUL, NEAR = 15, 4.0
-"""So many replicas are made before a side is accused whose error is within so many times its budget."""
+"""Number of replicas that are made before a side fails whose error is within NEAR times its budget."""
 SAMPLES = 64
-"""Replicas are added until the smallest output has this many samples of the reference's error, or MAX_REPLICAS."""
+"""Samples of the reference's error in the smallest output up to which replicas are added, at most MAX_REPLICAS."""
 TRUTH_EPS = 2.0**-42
-"""A cheaper truth is held to the rule with this for eps: 1024 times float64's, and 2¹⁹ times finer than float32's."""
+"""The eps of the rule for a cheaper truth: 1024 times float64's, and 2¹⁹ times finer than float32's."""
 TF32_EPS = 2.0**-10
 
 
 @dataclass(frozen=True, slots=True)
 class Nearness:
-    """How far a neighbour of a draw lies from it, in units in the last place of the working precision."""
+    """Distance of a neighbour from its draw, in units in the last place of the working precision."""
 
     inputs: float
-    """How far each element of an input moves at most."""
+    """Most that an element of an input moves."""
     results: float
-    """How far the result of an operation of the reference moves at most."""
+    """Most that the result of an operation of the reference moves."""
     rounding: float
-    """How far one rounding moves an element of an input at most."""
+    """Most that one rounding moves an element of an input."""
 
 
 FULL = Nearness(inputs=2.0, results=1.0, rounding=0.5)
@@ -115,7 +116,7 @@ def eps_of(precision: str) -> float:
 
 
 def underflow(leaf: Leaf) -> float:
-    """What a device that flushes what is below the smallest normal number may lose."""
+    """Return the most that a device may lose which flushes values below the smallest normal number to zero."""
     dtype = dtype_of_leaf(leaf)
     if not dtype.is_floating_point:
         return K * float(torch.finfo(torch.float32).tiny)
@@ -138,12 +139,12 @@ class Norms:
     least: float
 
     def of_elements(self, error: torch.Tensor, moved: torch.Tensor, size: torch.Tensor) -> torch.Tensor:
-        """The budget of each element, from the reference's error, its truth's movement and size there."""
+        """Return the budget of each element, from the reference's error, its truth's movement and its size."""
         budget = (K * error.clamp_min(self.error)).hypot(MOVED * moved.clamp_min(self.moved))
         return budget + ((size + self.truth) * (C * self.eps)).clamp_min(self.least)
 
     def budget(self, count: int) -> float:
-        """The budget of the RMS error for so many independent elements."""
+        """Return the budget of the RMS error for this many independent elements."""
         tail = 1 / math.sqrt(count)
         moved = MOVED_NORM + (MOVED - MOVED_NORM) * tail
         floor = max((C_NORM + (C - C_NORM) * tail) * self.eps * self.truth, self.least)

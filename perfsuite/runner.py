@@ -19,20 +19,21 @@ from perfsuite.records import Case
 
 WARMUP_CALLS = 3
 LONG_S = 1.0
-"""Calls longer than this, also when repeated on the same inputs, are reused for several measurements."""
+"""Seconds above which a call, also when repeated on the same inputs, is reused for several measurements."""
 RELEASE_S = 1e-3
-"""The thread that runs a backward pass lets go of the gradients only after `grad` has returned, and on a busy host that
-may come late. What is held before a call would contain them, and the peak of the call would be too small by as much."""
+"""Seconds to wait before memory is read. The thread that runs a backward pass releases the gradients only after `grad`
+has returned, and on a busy host that may come late. The memory held before a call would include them, and the peak of
+the call would be too small by as much."""
 
 Clock = CpuClock | CudaClock
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """What one call cost."""
+    """Cost of one call."""
 
     seconds: float
-    """On the wall clock."""
+    """Seconds on the wall clock."""
     peak_bytes: int | None
     stopped: bool = False
     """Whether it was stopped because it had taken long enough."""
@@ -40,7 +41,7 @@ class Call:
 
 @dataclass(slots=True)
 class Runner:
-    """A side bound to inputs. `call` is what is timed, `reset` what must precede every call, untimed."""
+    """A side bound to inputs. `call` is timed; `reset` must precede every call, untimed."""
 
     name: str
     side: Side
@@ -60,16 +61,17 @@ class Runner:
     restored: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
     """(input that a call changes, the value that it gets back before the next call)."""
     incoming: list[torch.Tensor] | None = None
-    """The gradients of its outputs."""
+    """Incoming gradients of the outputs."""
     states: list[tuple[torch.Generator, torch.Tensor]] = field(default_factory=list)
     consumed: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
     """(incoming gradient that a backward pass changes, the value that it gets back)."""
     called_once: bool = False
-    """It draws the incoming gradients within the call: to learn which outputs there are would take one more."""
+    """Whether the incoming gradients are drawn within the call: learning which outputs there are would take another
+    call."""
     pending: list[torch.Tensor] = field(default_factory=list)
     """Outputs whose backward pass is timed next."""
     allocate_s: float = 0.0
-    """What the last `allocate` took."""
+    """Seconds that the last `allocate` took."""
     last: Call | None = None
     """The last call while warming up, with the highest peak of those after the side had settled."""
     long: Call | None = None
@@ -80,7 +82,7 @@ class Runner:
         return self.direction != "forward"
 
     def allocate(self, master: Mapping[str, Any], rng: random.Random) -> None:
-        """Fresh copies of the inputs, at other addresses than before."""
+        """Make fresh copies of the inputs, at other addresses than before."""
         began = perf_counter()
         self._bind(master, rng)
         self.allocate_s = perf_counter() - began
@@ -116,7 +118,7 @@ class Runner:
         return forward
 
     def _mark(self, function: Callable[..., Any]) -> None:
-        """Require gradients of the inputs, and draw those of the outputs."""
+        """Require gradients of the inputs, and draw the incoming gradients of the outputs."""
         self.marked = execution.require_gradients(self.pair, self.inputs)
         if (self.long is not None and self.incoming is not None) or (self.called_once and self.direction == "both"):
             return
@@ -183,7 +185,8 @@ class Runner:
         self.states = [(generator, other.get_state()) for generator, other in given]
 
     def refill(self, values: Mapping[str, Any]) -> None:
-        """Other values in the same memory: to the next call, only the values differ from the last one's."""
+        """Write other values into the same memory: for the next call, only the values differ from those of the last
+        one."""
         self.returned = self.gradients = None
         if self.pair.is_stateful:
             make.copy_values(self.arguments, tuple(values.values()))
@@ -192,22 +195,22 @@ class Runner:
         make.copy_values(self.inputs, dict(values))
 
     def leaves(self) -> execution.Leaves:
-        """What the last call produced: outputs, inputs changed in place, gradients."""
+        """Return what the last call produced: outputs, inputs changed in place, gradients."""
         leaves = execution.with_changed(self.pair, self.inputs, self.returned)
         if self.gradients is not None:
             leaves |= {f"gradient of {p}": g for p, g in zip(self.marked, self.gradients, strict=True)}
         return {n: leaf.detach() if isinstance(leaf, torch.Tensor) else leaf for n, leaf in leaves.items()}
 
     def release(self) -> None:
-        """Let go of the step and of all tensors now: `call` refers back to this object, so that they would otherwise
-        wait for the garbage collector, in which a data loader takes five seconds a worker to end."""
+        """Release the step and all tensors now. `call` refers back to this object, so that they would otherwise wait
+        for the garbage collector, in which a data loader takes five seconds for each worker to end."""
         self.call, self.reset = lambda: None, lambda: None
         self.inputs, self.arguments, self.marked = {}, (), {}
         self.restored, self.states, self.consumed, self.incoming, self.pending = [], [], [], None, []
         self.returned = self.gradients = self.padding = None
 
     def once(self, clock: Clock) -> Call:
-        """Reset, call, and wait for the end."""
+        """Reset, call, and wait for the end. Return the cost of the call."""
         on_cuda = isinstance(clock, CudaClock)
         self.reset()
         clock.synchronize()
@@ -224,7 +227,7 @@ class Runner:
         return Call(took, torch.cuda.max_memory_allocated() - held if on_cuda else None)
 
     def warm_up(self, clock: Clock, after_first: Callable[[Runner], None] = lambda runner: None) -> None:
-        """Call it until it is as fast as it stays; `after_first` sees what the first call produced."""
+        """Call the side until its speed is stable; `after_first` gets the runner after the first call."""
         before = scrutiny.compilations()
         with execution.quiet(self.side), torch.set_grad_enabled(self.grad_mode):
             calls: list[Call] = []

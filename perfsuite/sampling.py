@@ -1,9 +1,9 @@
 """Time the sides of one workload against each other in one process: block medians and their log-ratios.
 
-The unit is the *quad* (an ABBA round): all sides once in a random order, then once in the reverse order, so that a
-linear drift of the device cancels in every ratio. The median of up to QUADS quads is a *block*; between blocks the
-inputs are allocated afresh, in another order and at other addresses, which removes most of the bias that lasts a
-buffer's life. BLOCKS blocks are a process. A side too slow to repeat joins the first quad of each block only, or of a
+The unit is the *ABBA round* (`quad` in the code): all sides once in a random order, then once in the reverse order, so
+that a linear drift of the device cancels in every ratio. The median of up to QUADS rounds is a *block*; between blocks
+the inputs are allocated afresh, in another order and at other addresses, which removes most of the bias that lasts a
+buffer's life. BLOCKS blocks are a process. A side too slow to repeat joins only the first round of each block, or of a
 few blocks.
 """
 
@@ -30,15 +30,16 @@ from perfsuite.runner import Clock, Runner
 
 QUADS = 3
 BLOCKS = 16
-"""Where buffers lie moves many kernels by more than one quad differs from the next: many short blocks resolve more in
-the same time than a few long ones."""
+"""Blocks of a process. The addresses of buffers change the time of many kernels by more than one ABBA round differs
+from the next, so that many short blocks resolve more in the same time than a few long ones."""
 BLOCKS_LEAST = 4
 BUDGET_S = 4.0
-"""Fewer quads make a block, and then fewer blocks a process, where all of them would take longer than this."""
+"""Seconds of a process: where all would take longer, fewer ABBA rounds make a block, and then fewer blocks a
+process."""
 ALLOCATE_BUDGET_S = 1.0
-"""Inputs are allocated afresh, and steps built anew, between blocks until that has taken so long."""
+"""Seconds of allocating inputs afresh, and of building steps anew, between blocks, after which that ends."""
 SAMPLE_S = {"device": 1e-3, "wall": 4e-3}
-"""A sample repeats a short call until it spans about this long; the host is noisier than the device."""
+"""Seconds that a sample spans, approximately, by repeating a short call; the host is noisier than the device."""
 MAX_CALLS = {"device": 32, "wall": 64}
 HOST_S = 2e-3
 """On the device clock a sample lasts as long as the host needs to enqueue it: past this, only the fewest calls."""
@@ -46,19 +47,20 @@ FEWEST_CALLS = 4
 """Enough for the mean of the middle half to leave out the worst; half of it where each call repeats by itself."""
 FLUSH_S = 60e-6
 SLOW_S = 8e-3
-"""A side slower than this a call joins one quad a block; at 8 ms a full share would take 0.9 s."""
+"""Seconds of a call above which a side joins one ABBA round of each block; at 8 ms a full share would take 0.9 s."""
 VERY_SLOW_S = 0.2
 FEW_BLOCKS = 3
 EXTRA_BLOCKS = 4
-"""At most so many blocks are measured again because the device throttled."""
+"""Most blocks that are measured again because the device throttled."""
 OTHER_CLOCK_SAMPLES = 5
 SMALL_BYTES = 1 << 20
-"""Inputs up to this size are allocated afresh for every quad: where a small buffer lies moves a short kernel by 5%."""
+"""Inputs up to this size are allocated afresh for every ABBA round: the address of a small buffer changes the time of a
+short kernel by 5%."""
 
 
 class Sampler:
-    """Times `runners` on the clock `kind`; `masters` are the inputs of each side. `sparse` names sides that join the
-    first quad of so many blocks only."""
+    """Times `runners` on the clock `kind`; `masters` are the inputs of each side. `sparse` maps sides to the number of
+    blocks of which they join only the first ABBA round."""
 
     def __init__(
         self,
@@ -79,7 +81,7 @@ class Sampler:
         self.log_ratios: dict[str, list[float]] = {n: [] for n in runners if n != OPTIMIZED}
         self.calls = dict.fromkeys(runners, 1)
         self.few: dict[str, int] = dict(sparse or {})
-        """Sides sampled in the first quad of so many blocks."""
+        """Side → the number of blocks in whose first ABBA round it is sampled."""
         self.slow: set[str] = set()
         self.blocks, self.quads = BLOCKS, QUADS
         once_s = sum(r.allocate_s + r.side.settle * (r.last.seconds if r.last else 0.0) for r in runners.values())
@@ -91,7 +93,7 @@ class Sampler:
         """Seconds of work of these sides' timed calls, in order, without those that were interrupted."""
         self.timed_calls = 0
         self.between_s = 0.0
-        """What was done between the blocks took so long."""
+        """Seconds of the work between the blocks."""
         self.compiled: dict[str, int] = {}
 
     def run(self, between: Callable[[int], None] = lambda block: None) -> Condition:
@@ -135,10 +137,10 @@ class Sampler:
             self.slow |= other.slow & {name}
 
     def plan(self, blocks: int = BLOCKS, quads: int = QUADS) -> None:
-        """Decide how many calls make a sample, which sides are too slow to repeat, and how many quads and blocks there
-        are, at most as many as given."""
+        """Decide how many calls make a sample, which sides are too slow to repeat, and how many ABBA rounds and blocks
+        there are, at most as many as given."""
         overhead = FLUSH_S if isinstance(self.clock, CudaClock) else 0.0
-        round_s = once_s = 0.0  # of every quad, and of those sides that join one a block
+        round_s = once_s = 0.0  # of every ABBA round, and of the sides that join one a block
         for name, runner in self.runners.items():
             self.report(name)
             t = self.sample(name) if runner.long is None else runner.long.seconds
@@ -160,7 +162,8 @@ class Sampler:
                 once_s += 2 * calls * timed
             elif name not in self.few:
                 round_s += 2 * calls * timed
-        # The first quad of a block has every side; a further one without a partner for the optimized side says nothing.
+        # The first ABBA round of a block has every side; a further one without a partner for the optimized side says
+        # nothing.
         partners = set(self.runners) - {OPTIMIZED} - self.slow - set(self.few)
         self.quads = max(1, min(quads, int(BUDGET_S / (blocks * round_s)))) if partners else 1
         fitting = int(BUDGET_S / (self.quads * round_s + once_s))
@@ -168,11 +171,12 @@ class Sampler:
 
     def _launches(self, name: str) -> int:
         launches = self.counts[name].launches if name in self.counts else None
-        # What is not counted must not be queued behind a spin, which could fill the queue and wait for ever.
+        # A side whose launches are not counted must not be queued behind a spin: it could fill the queue and wait for
+        # ever.
         return (QUEUE_DEPTH + 1 if launches is None else launches) * self.repeat
 
     def sample(self, name: str, kind: str | None = None, calls: int | None = None) -> float:
-        """Seconds a call of one side, over one sample."""
+        """Return the seconds a call of one side, over one sample."""
         runner = self.runners[name]
         call = runner.call if self.repeat == 1 else functools.partial(_in_a_row, runner.call, self.repeat)
         before = scrutiny.compilations()
@@ -184,7 +188,7 @@ class Sampler:
         return scrutiny.positive(seconds / self.repeat, name)
 
     def compiling(self) -> dict[str, str]:
-        """The sides that compiled inside timed calls, each with that as the reason not to trust its time."""
+        """Return the sides that compiled inside timed calls, each with this as the reason not to trust its time."""
         counts = self.clock.peers.slowest(list(self.compiled.values()))
         return {
             name: f"compiles inside timed calls ({count:.0f} times): its time is not that of the function"
@@ -223,7 +227,7 @@ class Sampler:
                 self.log_ratios[name].append(statistics.median(values))
 
     def once(self, name: str) -> float:
-        """Seconds of one call by itself, whatever `repeat` says."""
+        """Return the seconds of one call by itself, whatever `repeat` says."""
         runner = self.runners[name]
         with torch.set_grad_enabled(runner.grad_mode):
             return self.clock.sample(
@@ -231,7 +235,7 @@ class Sampler:
             )
 
     def _allocate(self, names: list[str]) -> None:
-        """Fresh inputs for these sides, in a random order, and the calls that each needs to settle."""
+        """Allocate fresh inputs for these sides, in a random order, and make the calls that each needs to settle."""
         began = perf_counter()
         for name in self.rng.sample(names, len(names)):
             self.report(name)
@@ -253,11 +257,12 @@ class Sampler:
         return number == 0 or name not in self.slow
 
     def median(self, name: str) -> float | None:
-        """Median seconds a call over the blocks."""
+        """Return the median seconds a call over the blocks."""
         return statistics.median(self.blocks_s[name]) if self.blocks_s[name] else None
 
     def other_clock(self, name: str) -> float | None:
-        """Seconds a call on the clock that the promise is not on; None where that has no meaning for this side."""
+        """Return the seconds of a call on the clock that the promise is not on; None where that has no meaning for this
+        side."""
         if isinstance(self.clock, CpuClock):
             return None
         kind = "wall" if self.kind == "device" else "device"

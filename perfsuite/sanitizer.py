@@ -1,8 +1,8 @@
 """`pytest -m correctness --sanitize`: the proofs once more under NVIDIA's compute-sanitizer.
 
-It sees each access of each kernel, and so what canaries cannot: reads outside a tensor, races in shared memory,
-barriers that not all threads reach. pytest runs itself under the tool; each item fails with what the tool wrote while
-it ran. Each tensor has an allocation of its own meanwhile, for in a caching allocator's pool a neighbour is not
+It sees each access of each kernel, and so finds faults that canaries cannot: reads outside a tensor, races in shared
+memory, barriers that not all threads reach. pytest runs itself under the tool; each item fails with what the tool wrote
+while it ran. Each tensor has an allocation of its own meanwhile, for in a caching allocator's pool a neighbour is not
 outside. Ten to fifty times slower: select with -k.
 """
 
@@ -21,7 +21,7 @@ from perfsuite import machine
 from perfsuite.errors import PerfsuiteError
 
 LOG = "PERFSUITE_SANITIZER_LOG"
-"""Where the tool writes, in the process that runs under it."""
+"""Environment variable with the path that the tool writes to, in the process that runs under it."""
 PROGRAM = "compute-sanitizer"
 SLOWER = 50.0
 FOUND = 99
@@ -32,14 +32,14 @@ _PLACE = re.compile(r"^=========\s+at (?P<where>.+)$")
 
 
 def slower() -> float:
-    """By how much longer than without the tool an item of this process may take."""
+    """Return the factor by which an item of this process may take longer than without the tool."""
     return SLOWER if LOG in os.environ else 1.0
 
 
 def run(tool: str, arguments: Sequence[str]) -> int:
-    """pytest with these arguments under the tool → its exit code, 1 where only the tool has something to say.
+    """Run pytest with these arguments under the tool. Return its exit code, or 1 where only the tool found something.
 
-    PerfsuiteError where there is no GPU or no tool, or where the tool refuses the GPU.
+    Raises PerfsuiteError where there is no GPU or no tool, or where the tool refuses the GPU.
     """
     if not machine.has_gpu():
         raise PerfsuiteError(f"--sanitize needs a GPU: {machine.why_no_gpu()}")
@@ -63,7 +63,7 @@ def run(tool: str, arguments: Sequence[str]) -> int:
 
 
 def program() -> str:
-    """Where the tool is; PerfsuiteError where it is not."""
+    """Return the tool's path. Raises PerfsuiteError where it is not installed."""
     homes = [os.environ.get("CUDA_HOME", ""), os.environ.get("CUDA_PATH", ""), "/usr/local/cuda"]
     path = os.pathsep.join([os.environ.get("PATH", ""), *(f"{home}/bin" for home in homes if home)])
     found = shutil.which(PROGRAM, path=path)
@@ -73,9 +73,9 @@ def program() -> str:
 
 
 def command(found: str, tool: str, log: Path, arguments: Sequence[str]) -> list[str]:
-    """The whole command line."""
+    """Return the whole command line."""
     options = ["--tool", tool, "--log-file", str(log), "--error-exitcode", str(FOUND)]
-    # Torch asks the driver for things that may fail; and what follows a bad kernel is to run, too.
+    # Torch asks the driver for things that may fail, and the work after a bad kernel is to run, too.
     options += ["--target-processes", "application-only", "--report-api-errors", "no", "--print-limit", "100000"]
     if tool == "memcheck":
         options += ["--destroy-on-device-error", "kernel"]
@@ -83,7 +83,8 @@ def command(found: str, tool: str, log: Path, arguments: Sequence[str]) -> list[
 
 
 def findings(log: Path, position: int) -> tuple[list[str], int]:
-    """What the tool wrote from there on, a line for each error, each once; and where the log ends now."""
+    """Return what the tool wrote from `position` on, a line for each error, each once, and the position where the log
+    ends now."""
     text = log.read_bytes()
     lines = text[position:].decode(errors="replace").splitlines()
     found = []
@@ -96,14 +97,14 @@ def findings(log: Path, position: int) -> tuple[list[str], int]:
 
 
 class Watch:
-    """The plugin of the process under the tool: what the tool writes while an item runs fails that item."""
+    """Plugin of the process under the tool: an error that the tool writes while an item runs fails that item."""
 
     def __init__(self) -> None:
         self.log = Path(os.environ[LOG])
         self.position = 0
 
     def after_item(self) -> str | None:
-        """What is wrong with the item that has just run, or None."""
+        """Return what is wrong with the item that has just run, or None."""
         torch = sys.modules.get("torch")
         if torch is not None and torch.cuda.is_initialized():
             torch.cuda.synchronize()

@@ -1,7 +1,7 @@
-"""What only shows while a side is timed: answers replayed, work put off or hidden, times that cannot be.
+"""Checks for faults that show only while a side is timed: replayed answers, deferred or hidden work, impossible times.
 
-Each function raises NotEquivalent (NotTimed where the results are right) that names the fault, or gives what
-`watching` has to look for.
+Each function raises NotEquivalent (NotTimed where the results are right) that names the fault, or returns what
+`watching` needs.
 """
 
 from __future__ import annotations
@@ -26,50 +26,51 @@ from perfsuite.integrity.outputs import not_plain
 from perfsuite.records import Limit
 
 FRESH_RATIO = 1.5
-"""A call on new values may take this much longer than the same call again; both find the same caches."""
+"""Factor by which a call on new values may take longer than the same call again; both find the same caches."""
 FRESH_EXTRA_S = {"device": 3e-6, "wall": 20e-6}
-"""Besides: less than this is not worth replaying an answer for."""
+"""Seconds that such a call may take in addition, by clock: replaying an answer is not worth less than this."""
 BURST = 4.0
-"""A call that works this much longer than the typical one is a burst."""
+"""Factor of the typical call's work above which a call is a burst."""
 BURST_SHARE = 0.4
-"""Where bursts do this share of all work, the typical call is not what a user pays."""
+"""Share of all work from which bursts are a fault: the typical call is then not what a user pays."""
 BURST_CALLS = 32
 QUIET_SHARE = 0.98
-"""The smallest share of uninterrupted calls at which single calls are judged. On a busy machine a team of threads
+"""The smallest share of uninterrupted calls at which single calls are compared. On a busy machine a team of threads
 waits for the one that is not running, and any call may take a hundred times its time."""
 UNSEEN_SHARE = 0.1
 UNSEEN_S = 15e-6
-"""A device is idle within this once a call's last event is done; more was running where the timer does not look."""
+"""Seconds after a call's last event within which a device is idle; beyond them, work was running that the timer does
+not see."""
 UNSEEN_CALLS = 3
 UNSEEN_CALLS_MOST = 24
 UNSEEN_PAUSE_S = 0.003
 """Longer than the time slice that a device gives one process before another."""
 FLOOR_SHARE = 0.85
-"""The ceilings are measured too, and a chip boosts: only below this share of the limit is a time impossible."""
+"""Share of the limit below which a time is impossible: the ceilings are measured, too, and a chip boosts."""
 FLOOR_ATTEMPTS = 3
 OTHERS_SHARE = 0.15
-"""Of a core that other processes use: more lowers the ceiling that is measured."""
+"""Share of a core that other processes may use: more lowers the ceiling that is measured."""
 LOWERED = 100.0
-"""But not by so much: a time that is impossible even then is nobody else's doing."""
+"""Factor by which they do not lower it: a time that is impossible even then is not due to other processes."""
 CPU_CACHE_BYTES = 1 << 29
 PERSISTING_L2 = 6
 """CU_LIMIT_PERSISTING_L2_CACHE_SIZE of cuCtxGetLimit."""
 
 
 def positive(seconds: float, name: str) -> float:
-    """The time, if it is one; MachineError for zero, a negative one or NaN, which would collapse every mean."""
+    """Return the time. Raises MachineError for zero, a negative one or NaN, which would collapse every mean."""
     if not (seconds > 0 and math.isfinite(seconds)):
         raise MachineError(f"a call of the {name} side took {seconds:g} s: the clock cannot be trusted")
     return seconds
 
 
 def is_quiet(work: Sequence[float], calls: int) -> bool:
-    """Whether so few of the calls were interrupted that single ones can be judged by their time."""
+    """Return whether so few of the calls were interrupted that single ones can be compared by their time."""
     return len(work) >= QUIET_SHARE * calls
 
 
 def replays(times: Sequence[tuple[float, float]], kind: str) -> bool:
-    """Whether calls on values never seen before take far longer than the same calls again."""
+    """Return whether calls on values never seen before take far longer than the same calls again."""
     if len(times) < 4:
         return False
     fresh, again = (statistics.median(t) for t in zip(*times, strict=True))
@@ -78,7 +79,7 @@ def replays(times: Sequence[tuple[float, float]], kind: str) -> bool:
 
 
 def replayed(times: Sequence[tuple[float, float]], kind: str, where: str) -> None:
-    """NotTimed where the second of these calls replay the first ones' answers."""
+    """Raise NotTimed where the second of these calls replay the first ones' answers."""
     if replays(times, kind):
         fresh, again = (statistics.median(t) for t in zip(*times, strict=True))
         raise NotTimed(
@@ -93,10 +94,11 @@ def bursts(
     beside: Callable[[float], Sequence[float]] = lambda typical: (),
     remedy: str = "",
 ) -> None:
-    """`work` is what the timed calls took (device time, or processor time where nothing interrupted them), in order.
+    """Raise NotTimed where a few calls do much of all the work. `work` has the times of the timed calls (device time,
+    or processor time where nothing interrupted them), in order.
 
-    `beside` gives what calls of the same machine took that are known to be even, if asked for about `typical` seconds:
-    where those burst too, it is another process on the device that does it.
+    `beside` returns the times of calls on the same machine that are known to be even, of about `typical` seconds each.
+    Where these burst, too, another process on the device is the cause.
     """
     if len(work) < BURST_CALLS:
         return
@@ -110,7 +112,7 @@ def bursts(
 
 
 def _long(work: Sequence[float]) -> tuple[list[float], float]:
-    """The bursts among these calls, and their share of all work."""
+    """Return the bursts among these calls, and their share of all work."""
     if not work or sum(work) <= 0:
         return [], 0.0
     typical = statistics.median(work)
@@ -119,7 +121,8 @@ def _long(work: Sequence[float]) -> tuple[list[float], float]:
 
 
 def hidden(unseen_s: float, seconds: float, where: str) -> None:
-    """`unseen_s`: how long the device went on after the call's last event; `seconds`: what the timer saw."""
+    """Raise NotTimed where the device goes on working after the call. `unseen_s` are the seconds that it went on after
+    the call's last event, and `seconds` are those that the timer saw."""
     if unseen_s > UNSEEN_S + UNSEEN_SHARE * seconds:
         raise NotTimed(
             f"{where} keeps the device busy for {unseen_s * 1e6:.3g} µs after the timer has stopped at "
@@ -128,10 +131,10 @@ def hidden(unseen_s: float, seconds: float, where: str) -> None:
 
 
 def unseen_seconds(clock: CpuClock | CudaClock, reset: Callable[[], None], call: Callable[[], object]) -> float:
-    """Seconds of device work that events on the current stream do not see, beyond what a lone kernel shows.
+    """Return the seconds of device work that events on the current stream do not see, beyond what a lone kernel shows.
 
-    The least of a few calls, and of many where that is much: the time slices of another process on the device delay
-    any call, but not all of those that a pause lies between.
+    They are the least of a few calls, or of many where that is much. Time slices of another process on the device delay
+    single calls, but not all of several calls with pauses between them.
     """
     if isinstance(clock, CpuClock):
         return 0.0
@@ -147,7 +150,8 @@ def unseen_seconds(clock: CpuClock | CudaClock, reset: Callable[[], None], call:
 
 
 def plain(returned: object, where: str) -> None:
-    """What a timed call returned must be plain tensors: others may put off the work until they are read."""
+    """Raise NotTimed where a timed call returned tensors that are not plain: these may defer the work until they are
+    read."""
     for name, leaf in flatten(returned):
         fault = not_plain(name, leaf)
         if fault is not None:
@@ -155,7 +159,7 @@ def plain(returned: object, where: str) -> None:
 
 
 def settled(leaves: Leaves, where: str) -> None:
-    """What a call returned must not change any more."""
+    """Raise NotTimed where the outputs of a call still change."""
     changed = late(leaves)
     if changed is not None:
         raise NotTimed(f"{where} {late_message(changed)}")
@@ -164,10 +168,11 @@ def settled(leaves: Leaves, where: str) -> None:
 def floor(
     limit: Limit, again: Callable[[], Limit | None], seconds: Callable[[], float], device: str, where: str
 ) -> Limit:
-    """A time below what the device needs for the least work is an error, not a win → the limit that was found.
+    """Raise NotTimed for a time below what the device needs for the least work, since it is an error and not a win.
+    Return the limit that was found.
 
-    `again` measures the limit anew, beside `seconds`, before anyone is accused: the device may have been busy when its
-    ceiling was measured. NoisyError where others use the CPU even now, and may have lowered its ceiling so far.
+    `again` measures the limit anew, beside `seconds`, before the side is blamed: the device may have been busy when its
+    ceiling was measured. Raises NoisyError where others use the CPU even now, and may have lowered its ceiling so far.
     """
     best, took = limit, seconds()
     others = 0.0
@@ -195,7 +200,8 @@ def floor(
 
 
 def least_seconds(limit: Limit, device: str) -> float:
-    """What the device needs for the least work; what a cache can hold need not come from memory."""
+    """Return the seconds that the device needs for the least work. Data that a cache can hold need not come from
+    memory."""
     if limit.by != "memory":
         return limit.seconds
     cache = CPU_CACHE_BYTES
@@ -205,7 +211,7 @@ def least_seconds(limit: Limit, device: str) -> float:
 
 
 def compilations() -> int:
-    """How many graphs torch.compile has compiled in this process, and in how many frames it failed."""
+    """Return the number of graphs that torch.compile has compiled in this process, and of frames in which it failed."""
     dynamo: Any = sys.modules.get("torch._dynamo")
     if dynamo is None:
         return 0
@@ -215,7 +221,7 @@ def compilations() -> int:
 
 
 def persisting_l2_bytes() -> int | None:
-    """How much of L2 is set aside for persisting lines; None where there is no CUDA driver to ask."""
+    """Return the bytes of L2 that are reserved for persisting lines; None where there is no CUDA driver to ask."""
     driver = _driver()
     if driver is None:
         return None
@@ -225,7 +231,7 @@ def persisting_l2_bytes() -> int | None:
 
 
 def keeps_l2(before: int | None, where: str) -> None:
-    """No side may leave lines in L2 that the flush between calls cannot push out."""
+    """Check that no side has left lines in L2 that the flush between calls cannot evict."""
     after = persisting_l2_bytes()
     driver = _driver()
     if after is None or before is None or after <= before or driver is None:

@@ -29,12 +29,12 @@ TREE = "work-tree"
 PREFIX = "perfsuite_revision_"
 INSTALLED = frozenset({"site-packages", "dist-packages"})
 ENVIRONMENTS = frozenset(Path(p).resolve() for p in (sys.prefix, sys.base_prefix))
-"""Where Python's own modules lie, which may be a folder of the repository."""
+"""Folders of Python's own modules, which may lie in the repository."""
 _SHIM, _IMPORT, _MISSING = "__importlib__", "__import_module__", "__missing__"
 
 
 def write_package(folder: Path, top: Path) -> str:
-    """Write the package of the tree in `folder`; its name. `top` is the current work tree's top folder."""
+    """Write the package of the tree in `folder` and return its name. `top` is the current work tree's top folder."""
     name = PREFIX + folder.name.replace("-", "_")
     package = folder / name
     package.mkdir()
@@ -48,7 +48,7 @@ def write_package(folder: Path, top: Path) -> str:
 
 
 def install(package: str, tree: str, top: str) -> None:
-    """Called by the package when it is imported: from then on its submodules are the tree's."""
+    """Make the package's submodules those of the tree from now on. The package calls this when it is imported."""
     finder = _Finder(package, Path(tree), Path(top))
     module = sys.modules[package]
     module.__path__ = finder.paths
@@ -59,13 +59,13 @@ def install(package: str, tree: str, top: str) -> None:
 
 
 def missing(package: str) -> list[str]:
-    """Modules that the tree's code has asked for and the tree lacks, although the current tree has them."""
+    """Return the modules that the tree's code has asked for and the tree lacks, although the current tree has them."""
     found: list[str] = getattr(sys.modules[package], _MISSING)
     return found
 
 
 def is_first_party(file: Path, top: Path) -> bool:
-    """Whether a file is the repository's own code: below `top`, and in no environment or hidden folder of it."""
+    """Return whether a file is the repository's own code: below `top`, and in no environment or hidden folder of it."""
     if top not in file.parents:
         return False
     if any(top in e.parents and e in file.parents for e in ENVIRONMENTS):
@@ -94,7 +94,7 @@ class _Finder(MetaPathFinder):
         return spec
 
     def owns(self, name: str) -> bool:
-        """Whether an import of this top-level name is one of the tree's own modules."""
+        """Return whether an import of this top-level name is one of the tree's own modules."""
         if name not in self._owned:
             self._owned[name] = name != HARNESS and not name.startswith(PREFIX) and self._is_own(name)
         return self._owned[name]
@@ -111,7 +111,7 @@ class _Finder(MetaPathFinder):
         return True  # also where the tree lacks it: it must not be found in the current tree
 
     def import_module(self, name: str, package: str | None = None) -> ModuleType:
-        """What `importlib.import_module` is to the tree's modules."""
+        """Import a module as `importlib.import_module` does, for the tree's modules."""
         if not name.startswith(".") and self.owns(name.partition(".")[0]):
             name = f"{self.package}.{name}"
         return importlib.import_module(name, package)
@@ -125,7 +125,7 @@ class _Finder(MetaPathFinder):
 
 
 def _current_spec(name: str) -> ModuleSpec | None:
-    """What the current tree imports under this top-level name; None where there is nothing."""
+    """Return the spec of what the current tree imports under this top-level name; None where there is nothing."""
     module = sys.modules.get(name)
     try:
         return module.__spec__ if module is not None else importlib.util.find_spec(name)
@@ -134,7 +134,7 @@ def _current_spec(name: str) -> ModuleSpec | None:
 
 
 def _is_current(name: str) -> bool:
-    """Whether the current tree has this module, as far as can be said without an import."""
+    """Return whether the current tree has this module, as far as can be said without an import."""
     parent, _, last = name.rpartition(".")
     if not parent:
         return _current_spec(name) is not None
@@ -143,14 +143,14 @@ def _is_current(name: str) -> bool:
 
 
 def _location(spec: ModuleSpec) -> Path | None:
-    """The file or folder of a module; None for a built-in one."""
+    """Return the file or folder of a module; None for a built-in one."""
     if spec.submodule_search_locations:
         return Path(next(iter(spec.submodule_search_locations))).resolve()
     return Path(spec.origin).resolve() if spec.has_location and spec.origin else None
 
 
 class _Importlib(ModuleType):
-    """Stands for `importlib` in the tree's modules."""
+    """Stand-in for `importlib` in the tree's modules."""
 
     def __init__(self, finder: _Finder) -> None:
         super().__init__("importlib")
@@ -175,11 +175,11 @@ class _Loader(SourceFileLoader):
         return code
 
     def _cache_bytecode(self, source_path: str, bytecode_path: str, data: bytes) -> None:
-        """Nothing is kept: the tree is gone after the run."""
+        """Do nothing: the tree is gone after the run."""
 
 
 class _Rewritten(ast.NodeTransformer):
-    """Imports of the tree's own modules, with the package before their names."""
+    """Puts the package before the names in imports of the tree's own modules."""
 
     def __init__(self, finder: _Finder) -> None:
         self.finder = finder

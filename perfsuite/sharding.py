@@ -24,7 +24,7 @@ class Shard:
 
 
 def parse(text: str | None) -> Shard | None:
-    """The shard that "2/3" names. PerfsuiteError for anything else."""
+    """Return the shard that "2/3" names. Raises PerfsuiteError for anything else."""
     if not text:
         return None
     found = re.fullmatch(r"([0-9]{1,4})/([0-9]{1,4})", text)
@@ -34,7 +34,7 @@ def parse(text: str | None) -> Shard | None:
 
 
 def keep(selected: list[Any], shard: Shard) -> None:
-    """Leave in the list the items of this shard: every n-th of the timed ones, the first of them differing.
+    """Leave in the list the items of this shard: every n-th of the timed ones, with another first one in each shard.
 
     Neighbours cost about the same (one module's workloads), so that the shards take about as long.
     """
@@ -44,7 +44,8 @@ def keep(selected: list[Any], shard: Shard) -> None:
 
 
 def merge(reports: Sequence[RunReport]) -> RunReport:
-    """One report of all shards; what is missing or does not fit is a problem of it. PerfsuiteError for no report."""
+    """Return one report of all shards. Whatever is missing or does not fit becomes a problem of the report. Raises
+    PerfsuiteError where there is no report."""
     if not reports:
         raise PerfsuiteError("nothing to merge: name the report.json of every shard")
     first = reports[0]
@@ -124,6 +125,6 @@ def _joined(parts: Sequence[Correctness]) -> Correctness:
 
 
 def exit_code(report: RunReport) -> int:
-    """Of a merged report: as of a run."""
+    """Return the exit code of a merged report, as for a run."""
     wrong = bool(report.correctness.failed)
     return conclusion.of(report.verdicts.values(), report.problems, early=not report.complete, wrong=wrong)

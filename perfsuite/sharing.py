@@ -20,7 +20,8 @@ from perfsuite.folders import own_folder
 
 @contextmanager
 def proving(locks: Iterable[str]) -> Iterator[None]:
-    """Meanwhile no process times on the GPUs of these lock files. PerfsuiteError if one cannot be used.
+    """Keep processes from timing on the GPUs of these lock files during the block. Raises PerfsuiteError if a file
+    cannot be used.
 
     This holds on all of them until the last proof: proofs keep the host's cores busy, whatever GPU they run on.
     """
@@ -42,7 +43,7 @@ def _proofs(lock: str) -> Path:
 class Gpu:
     """One process's share of a GPU. Without a lock file it has the GPU for itself, and nothing here does anything.
 
-    A process that ends, however it ends, leaves.
+    A process that ends, however it ends, gives up its share.
     """
 
     def __init__(self, lock: str) -> None:
@@ -76,6 +77,6 @@ class Gpu:
             fcntl.flock(use, fcntl.LOCK_EX)
 
     def leave(self) -> None:
-        """Neither prepare nor time any more."""
+        """Stop preparing and timing."""
         for file in self._files or ():
             fcntl.flock(file, fcntl.LOCK_UN)

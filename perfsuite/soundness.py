@@ -1,4 +1,4 @@
-"""Whether the measurements of a workload are complete, finite, and of one and the same thing."""
+"""Check that the measurements of a workload are complete, finite, and of one and the same thing."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ import math
 from perfsuite.records import Measurement
 
 RATIO_MAX = 20.0
-"""A log-ratio beyond this is a broken clock: no side is half a billion times as fast."""
+"""Log-ratio beyond which a clock is broken: no side is half a billion times as fast."""
 
 
 def disagreement(run: tuple[Measurement, ...]) -> str:
-    """The field on which the processes of one workload disagree, with two values; empty where they agree."""
+    """Return the field on which the processes of one workload disagree, with two values; empty where they agree."""
     for name in ("device", "clock", "direction", "dtype", "sizes"):
         values = [getattr(m, name) for m in run]
         if any(v != values[0] for v in values):
@@ -20,7 +20,7 @@ def disagreement(run: tuple[Measurement, ...]) -> str:
 
 
 def incomplete(run: tuple[Measurement, ...], other: str) -> str:
-    """The side without a sound time or ratio to `other`; empty where none lacks one."""
+    """Return the side without a sound time or ratio to `other`; empty where every side has one."""
     for m in run:
         # The reference may be missing beside the accepted side, but what is there must be sound.
         reference = {"reference"} if other == "reference" or m.log_ratios.get("reference") else set()

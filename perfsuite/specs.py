@@ -1,4 +1,4 @@
-"""What an input looks like: its shape in symbolic sizes, its dtype, its values.
+"""Describe an input: its shape in symbolic sizes, its dtype, its values.
 
 A spec is a plain description. `perfsuite.inputs` draws from it with Hypothesis and builds tensors; nothing
 here imports torch, so that declaring a pair costs nothing.
@@ -128,11 +128,11 @@ Spec: TypeAlias = "TensorSpec | ScalarSpec | ListSpec | ModuleSpec | RecordedSpe
 ANY_WHOLE = Integers()
 """The values of a tensor of whole numbers, or bools, whose range was not given."""
 RANKS = "ranks"
-"""The size that is the number of processes a pair is called in."""
+"""The size that is the number of processes in which a pair is called."""
 MIDDLE_EXPANDED = "middle expanded"
 EXPANDED = ("expanded", "inner expanded", MIDDLE_EXPANDED)
 LAYOUTS = ("contiguous", "transposed", "strided", "offset", *EXPANDED, "rows", "slice", "permuted", "channels last")
-"""How a drawn tensor lies in memory.
+"""Memory layouts of a drawn tensor.
 
 "expanded" along the first dimension, "inner expanded" along the last, "middle expanded" along the first between them,
 as heads that share keys; "rows": a part of wider rows, as of a product that is split into three; "slice": all rows but
@@ -149,14 +149,14 @@ class Size:
     multiple_of: int = 1
 
     def allows(self, value: int) -> bool:
-        """Whether the size may be this."""
+        """Return whether the size may have this value."""
         return self.low <= value <= self.high and value % self.multiple_of == 0
 
 
 def floats(
     low: float | None = None, high: float | None = None, *, nonfinite: bool = True, offset: bool = True
 ) -> Floats:
-    """Real values, in [low, high] where bounds are given.
+    """Declare real values, in [low, high] where bounds are given.
 
     Some draws have NaN and infinities, where nothing is bounded, and some have small differences of large values, in
     which a variance from two sums loses its digits. `nonfinite=False` and `offset=False` leave these out.
@@ -169,7 +169,8 @@ def floats(
 def integers(
     low: Bound = 0, high: Bound | Sequence[Bound] = 2, *, outside: bool = False, also: Sequence[int] = ()
 ) -> Integers:
-    """Whole numbers in [low, high); bounds may be sizes ("V", "2*V-1"), one bound a column if `high` is a sequence.
+    """Declare whole numbers in [low, high); bounds may be sizes ("V", "2*V-1"), one bound a column if `high` is a
+    sequence.
 
     `also` are single values that occur besides, such as -100 for labels that a loss ignores.
     """
@@ -181,7 +182,7 @@ def integers(
 
 
 def sampled(make: Callable[[torch.Generator, tuple[int, ...], torch.dtype], torch.Tensor]) -> Sampled:
-    """Values from a function of (generator, shape, dtype) that returns a CPU tensor."""
+    """Declare values from a function of (generator, shape, dtype) that returns a CPU tensor."""
     return Sampled(make=make)
 
 
@@ -196,8 +197,8 @@ def tensor(
     least: int = 0,
     by_rank: int | None = None,
 ) -> TensorSpec:
-    """A tensor input of shape `dims`, each an int, the name of a size shared between inputs, or what follows from such
-    sizes, as "2*half".
+    """Declare a tensor input of shape `dims`, each an int, the name of a size shared between inputs, or what follows
+    from such sizes, as "2*half".
 
     `dtype` None follows the precision under test; `period` compares it on a circle (when it is an output too);
     `layouts` restricts the memory layouts drawn; `differentiable=False` keeps it out of the gradient check. Where the
@@ -235,7 +236,8 @@ def tensor(
 
 
 def _is_multiple_of_ranks(dim: Dim) -> bool:
-    """Whether the dimension divides into equal parts whatever the other sizes are. Tried with some that do not."""
+    """Return whether the dimension divides into equal parts whatever the other sizes are. It is tried with some sizes
+    that do not divide."""
     if not isinstance(dim, str) or RANKS not in expressions.names(dim):
         return False
     tried = [{**dict.fromkeys(expressions.names(dim), size), RANKS: n} for size in (7, 11) for n in (2, 3, 5)]
@@ -243,7 +245,8 @@ def _is_multiple_of_ranks(dim: Dim) -> bool:
 
 
 def scalar(values: Floats | Integers | Sequence[bool | int | float]) -> ScalarSpec:
-    """A Python number or bool, of a range or one of these, as [True, False]; a workload sets it by the input's name."""
+    """Declare a Python number or bool, of a range or one of these, as [True, False]; a workload sets it by the input's
+    name."""
     if isinstance(values, (Floats, Integers)):
         return ScalarSpec(values=values)
     given = tuple(values) if isinstance(values, (list, tuple)) else ()
@@ -256,27 +259,27 @@ def scalar(values: Floats | Integers | Sequence[bool | int | float]) -> ScalarSp
 
 
 def listof(count: Dim, item: Spec) -> ListSpec:
-    """A list of `count` inputs of one spec, e.g. an optimizer's parameters."""
+    """Declare a list of `count` inputs of one spec, e.g. an optimizer's parameters."""
     return ListSpec(count=count, item=item)
 
 
 def module(build: Callable[..., torch.nn.Module]) -> ModuleSpec:
-    """A module input: `build` is given the sizes that it names; its parameters are differentiated too."""
+    """Declare a module input: `build` is given the sizes that it names; its parameters are differentiated too."""
     return ModuleSpec(build=build)
 
 
 def recorded(path: str) -> RecordedSpec:
-    """An input recorded from a real run with `torch.save`; the path is relative to the test module."""
+    """Declare an input recorded from a real run with `torch.save`; the path is relative to the test module."""
     return RecordedSpec(path=path)
 
 
 def constant(value: Any) -> ConstantSpec:
-    """A Python value that is the same in every draw."""
+    """Declare a Python value that is the same in every draw."""
     return ConstantSpec(value=value)
 
 
 def generator() -> GeneratorSpec:
-    """A `torch.Generator` of the device, which begins in the same state for each call of each side.
+    """Declare a `torch.Generator` of the device, which begins in the same state for each call of each side.
 
     Draw from it in a dtype of its own, as in `torch.rand(x.shape, generator=generator, device=x.device)`: the reference
     in float64 must see the same numbers.
@@ -285,7 +288,7 @@ def generator() -> GeneratorSpec:
 
 
 def holds(spec: Any, kinds: type | tuple[type, ...]) -> bool:
-    """Whether a spec is of one of these classes, or holds one that is."""
+    """Return whether a spec is of one of these classes, or holds one that is."""
     match spec:
         case ListSpec():
             return holds(spec.item, kinds)
@@ -298,14 +301,14 @@ def holds(spec: Any, kinds: type | tuple[type, ...]) -> bool:
 
 
 def size(low: int = 0, high: int = 33, *, multiple_of: int = 1) -> Size:
-    """The range of a symbolic size in property tests, ends included."""
+    """Declare the range of a symbolic size in property tests, ends included."""
     if low > high or low < 0 or multiple_of < 1:
         raise PairError(f"size({low}, {high}, multiple_of={multiple_of}): not a range; use 0 <= low <= high")
     return Size(low=low, high=high, multiple_of=multiple_of)
 
 
 def symbols(spec: Any) -> set[str]:
-    """The names of the sizes that a spec depends on."""
+    """Return the names of the sizes that a spec depends on."""
     match spec:
         case TensorSpec():
             given: list[Dim] = list(spec.dims)
@@ -327,7 +330,7 @@ def symbols(spec: Any) -> set[str]:
 
 
 def tensors_of(spec: Any) -> Iterator[TensorSpec]:
-    """Every tensor in a spec."""
+    """Yield every tensor in a spec."""
     match spec:
         case TensorSpec():
             yield spec
@@ -340,7 +343,7 @@ def tensors_of(spec: Any) -> Iterator[TensorSpec]:
 
 
 def least_of(spec: Any, name: str) -> int:
-    """The least that a spec wants this size to be."""
+    """Return the least that a spec requires this size to be."""
     match spec:
         case TensorSpec():
             return spec.least if any(isinstance(d, str) and name in expressions.names(d) for d in spec.dims) else 0
@@ -355,7 +358,7 @@ def least_of(spec: Any, name: str) -> int:
 
 
 def accepted(call: Callable[..., Any], values: Mapping[str, Any]) -> dict[str, Any]:
-    """Those of the values, by name, that the call has a parameter for."""
+    """Return those of the values, by name, for which the call has a parameter."""
     parameters = inspect.signature(call).parameters
     if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
         return dict(values)

@@ -1,4 +1,4 @@
-"""The pytest item of a workload: `speed[name]`. What it reports was measured in worker processes."""
+"""The pytest item of a workload: `speed[name]`. It reports what was measured in worker processes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ CONTROL = "perfsuite-control"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Result:
-    """What one timed item is told."""
+    """Result that one timed item gets."""
 
     measurements: tuple[Measurement, ...] = ()
     verdict: Verdict | None = None
@@ -30,11 +30,11 @@ class Result:
 
 
 class SpeedFailure(Exception):  # noqa: N818 - a verdict, told in one line
-    """A workload that is red: the one line says why."""
+    """A workload is red; the message says why in one line."""
 
 
 class SpeedItem(pytest.Function):
-    """Times one workload of a pair, and judges it where the run is a gate."""
+    """Item that times one workload of a pair, and gives its verdict where the run is a gate."""
 
     def __init__(
         self, *, name: str, parent: pytest.Collector, pair: Pair, workload: Workload, home: Path, **kwargs: Any

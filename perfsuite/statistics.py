@@ -53,13 +53,13 @@ INFLATION_WORKLOADS = 8
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Variance:
-    """A variance (of log-ratios) and the degrees of freedom that it is worth."""
+    """A variance (of log-ratios) and its degrees of freedom."""
 
     value: float
     dof: float
 
     def updated(self, value: float, dof: float) -> Variance:
-        """This one as a prior, after seeing a sample variance `value` with `dof` degrees of freedom."""
+        """Update this variance, as a prior, with a sample variance `value` that has `dof` degrees of freedom."""
         if dof <= 0:
             return self
         total = self.dof + dof
@@ -91,7 +91,7 @@ class Mean:
     fixed: float = 0.0
 
     def minus(self, other: Mean) -> Mean:
-        """The difference of two means from different sessions."""
+        """Return the difference of two means from different sessions."""
         return Mean(
             value=self.value - other.value,
             session=self.session + other.session,
@@ -109,35 +109,35 @@ class Estimate:
     dof: float
 
     def lower(self, level: float) -> float:
-        """The bound that the truth lies above, with confidence `level`."""
+        """Return the bound above which the truth lies with confidence `level`."""
         return self.value - t_quantile(level, self.dof) * self.se
 
     def upper(self, level: float) -> float:
-        """The bound that the truth lies below, with confidence `level`."""
+        """Return the bound below which the truth lies with confidence `level`."""
         return self.value + t_quantile(level, self.dof) * self.se
 
     def interval(self, level: float = 0.95) -> tuple[float, float]:
-        """Two-sided interval with confidence `level`."""
+        """Return the two-sided interval with confidence `level`."""
         half = (1 + level) / 2
         return self.lower(half), self.upper(half)
 
     def p_above(self, bound: float) -> float:
-        """One-sided p: how often a truth of `bound` would give a value this high or higher."""
+        """Return the one-sided p: how often a truth of `bound` would give a value this high or higher."""
         return t_survival((self.value - bound) / self.se, self.dof)
 
     def p_below(self, bound: float) -> float:
-        """One-sided p: how often a truth of `bound` would give a value this low or lower."""
+        """Return the one-sided p: how often a truth of `bound` would give a value this low or lower."""
         return t_survival((bound - self.value) / self.se, self.dof)
 
 
 def variance(values: Sequence[float]) -> float:
-    """Sample variance of two values or more."""
+    """Return the sample variance of two values or more."""
     mean = fmean(values)
     return math.fsum((v - mean) ** 2 for v in values) / (len(values) - 1)
 
 
 def within(sessions: Sessions) -> tuple[float, float]:
-    """Pooled variance of process means within their sessions, and its degrees of freedom (0 if none)."""
+    """Return the pooled variance of process means within their sessions, and its degrees of freedom (0 if none)."""
     dof = sum(len(s) - 1 for s in sessions)
     if dof <= 0:
         return 0.0, 0.0
@@ -145,7 +145,8 @@ def within(sessions: Sessions) -> tuple[float, float]:
 
 
 def between(sessions: Sessions, process: float) -> tuple[float, float]:
-    """Estimate of ω² (unbiased: it may be negative) given τ², and its degrees of freedom (0 if one session)."""
+    """Return an estimate of ω² (unbiased: it may be negative) given τ², and its degrees of freedom (0 if one
+    session)."""
     if len(sessions) < 2:
         return 0.0, 0.0
     shifts = variance([fmean(s) for s in sessions])
@@ -153,7 +154,7 @@ def between(sessions: Sessions, process: float) -> tuple[float, float]:
 
 
 def fit_prior(suite: Iterable[Sessions]) -> Noise:
-    """The suite's own distribution of noise, from each workload's process means by session.
+    """Return the suite's own distribution of noise, from each workload's process means by session.
 
     τ²: scaled inverse χ², by the moments of the log variances (Smyth 2004), where at least PRIOR_WORKLOADS have a
     sample variance; otherwise the default. ω²: pooled over the workloads with several sessions, and with the default
@@ -183,7 +184,7 @@ def _fit_process(samples: Sequence[tuple[float, float]]) -> Variance:
 
 
 def _trigamma_inverse(x: float) -> float:
-    """y with trigamma(y) = x, by Newton's method on 1/trigamma, which is nearly linear."""
+    """Return y with trigamma(y) = x, by Newton's method on 1/trigamma, which is nearly linear."""
     special = _special()
     if x > 1e7:
         return 1 / math.sqrt(x)
@@ -200,14 +201,16 @@ def _trigamma_inverse(x: float) -> float:
 
 
 def noise_of(sessions: Sessions, prior: Noise) -> Noise:
-    """One workload's variances: its own, shrunk toward the suite's. Without several processes, the suite's."""
+    """Return one workload's variances: its own, shrunk toward the suite's. Without several processes, return the
+    suite's."""
     process = prior.process.updated(*within(sessions))
     value, dof = between(sessions, process.value)
     return Noise(process=process, session=prior.session.updated(max(value, 0.0), dof))
 
 
 def baseline_mean(sessions: Sessions, noise: Noise) -> Mean:
-    """Mean over sessions, each weighted by what its number of processes makes it worth. ValueError if none."""
+    """Return the mean over sessions, each weighted by what its number of processes makes it worth. Raises ValueError if
+    there is none."""
     weights = [1 / (noise.session.value + noise.process.value / len(s)) for s in sessions if s]
     total = sum(weights)
     if not total:
@@ -222,17 +225,17 @@ def baseline_mean(sessions: Sessions, noise: Noise) -> Mean:
 
 
 def run_mean(values: Sequence[float]) -> Mean:
-    """Mean of one run's process means, with the shift of its session as an error."""
+    """Return the mean of one run's process means, with the shift of its session as an error."""
     return Mean(value=fmean(values), session=1.0, process=1 / len(values))
 
 
 def paired_mean(values: Sequence[float]) -> Mean:
-    """Mean of process means of two imports interleaved: the session cancels, IMPORT_BIAS stays."""
+    """Return the mean of process means of two imports interleaved: the session cancels, IMPORT_BIAS stays."""
     return Mean(value=fmean(values), session=0.0, process=1 / len(values), fixed=IMPORT_BIAS**2)
 
 
 def estimate(mean: Mean, noise: Noise) -> Estimate:
-    """The mean with its standard error; degrees of freedom by Satterthwaite's rule over the two variances."""
+    """Return the mean with its standard error; degrees of freedom by Satterthwaite's rule over the two variances."""
     session = mean.session * noise.session.value
     process = mean.process * noise.process.value
     total = session + process + mean.fixed
@@ -241,12 +244,13 @@ def estimate(mean: Mean, noise: Noise) -> Estimate:
 
 
 def spread_p(value: float, dof: float, expected: Variance) -> float:
-    """p-value of the F test that a sample variance exceeds `expected` by chance; 1 without degrees of freedom."""
+    """Return the p-value of the F test that a sample variance exceeds `expected` by chance; 1 without degrees of
+    freedom."""
     return float(_special().fdtrc(dof, expected.dof, value / expected.value)) if dof > 0 else 1.0
 
 
 def inflation(runs: Iterable[tuple[Sequence[float], Variance]]) -> float:
-    """How many times the accepted variance this run has, over the whole suite; at least 1.
+    """Return this run's variance as a multiple of the accepted one, over the whole suite; at least 1.
 
     Each workload gives the variance of its first two process means over the expected one, which follows an
     F distribution with (1, dof) degrees of freedom. The median of these ratios over the median of that distribution
@@ -262,13 +266,13 @@ def inflation(runs: Iterable[tuple[Sequence[float], Variance]]) -> float:
 
 
 def t_quantile(level: float, dof: float) -> float:
-    """The `level` quantile of Student's t; of the normal distribution where `dof` is infinite."""
+    """Return the `level` quantile of Student's t; of the normal distribution where `dof` is infinite."""
     special = _special()
     return float(special.ndtri(level) if math.isinf(dof) else -special.stdtrit(dof, 1 - level))
 
 
 def t_survival(t: float, dof: float) -> float:
-    """P(T > t) for Student's t; for the normal distribution where `dof` is infinite."""
+    """Return P(T > t) for Student's t; for the normal distribution where `dof` is infinite."""
     special = _special()
     return float(special.ndtr(-t) if math.isinf(dof) else special.stdtr(dof, -t))
 

@@ -1,4 +1,4 @@
-"""Reads and restores what a call can change for the rest of the program outside of torch: Python, numpy, the process.
+"""Read and restore what a call can change for the rest of the program outside of torch: Python, numpy, the process.
 
 Imports change these too, so they are compared around calls alone.
 """
@@ -27,7 +27,7 @@ from unittest import mock
 import torch
 
 Setting: TypeAlias = tuple[Callable[[], Any], Callable[[Any], object]]
-"""How it is read, and how it is put back."""
+"""Functions that read a setting and restore it."""
 
 ABSENT = object()
 """The value of a setting whose module is not imported. To import the module later is no change of the setting."""
@@ -231,7 +231,8 @@ SLOW = ("the configuration of torch.compile", "the configuration of Inductor")
 
 @contextmanager
 def kept(*, quick: bool = False) -> Iterator[list[str]]:
-    """Collects the names of what the block leaves changed, and puts it back; if `quick`, not of the SLOW ones."""
+    """Collect the names of the settings that the block leaves changed, and restore these. If `quick`, the SLOW ones are
+    left out."""
     before = {name: read() for name, (read, _) in SETTINGS.items() if not (quick and name in SLOW)}
     changed: list[str] = []
     try:

@@ -1,4 +1,4 @@
-"""What the draws of a proof have established so far, and whether that is enough."""
+"""Results of a proof's draws so far, and whether they are enough."""
 
 from __future__ import annotations
 
@@ -16,53 +16,53 @@ MIN_PROOF_SHARE = 0.25
 
 @dataclass(slots=True)
 class Tally:
-    """What a run of draws has established so far."""
+    """Results of a series of draws so far."""
 
     draws: int = 0
     discarded: int = 0
     ill_conditioned: int = 0
     empty: int = 0
-    """Draws whose outputs have no elements: they are held against the truth, and prove nothing beside others."""
+    """Draws whose outputs have no elements: they are compared with the truth, but prove nothing beside others."""
     elements: int = 0
     excused: int = 0
     worst: float = 0.0
     biases: Biases = field(default_factory=Biases)
     answers_differ: bool | None = None
-    """Whether, on some draw, the reference answered other inputs otherwise; None before the first was looked at."""
+    """Whether, on some draw, the reference answered other inputs differently; None before the first was checked."""
     roundings: bool = False
-    """Whether the reference's roundings could be looked at, on a draw of enough different values."""
+    """Whether the reference's roundings could be checked, on a draw of enough different values."""
     fault: str = ""
-    """What is wrong with the reference: of every draw from then on."""
+    """Fault of the reference. It holds for every draw from then on."""
     compiles: bool = False
     """Whether a draw made a side compile."""
     raised: NotEquivalent | None = None
-    """How the reference raised first."""
+    """First error that the reference raised."""
     numbers: dict[str, int] = field(default_factory=dict)
     """The number of each draw, from 0, by the line that describes it."""
 
     def number(self, line: str) -> int:
-        """The number of this draw, the same each time that it is proven."""
+        """Return the number of this draw, the same each time that it is proven."""
         return self.numbers.setdefault(line, len(self.numbers))
 
     def take(self, other: Tally) -> None:
-        """The errors that another one has of one more draw."""
+        """Add the errors of one more draw from another tally."""
         self.elements += other.elements
         self.excused += other.excused
         self.worst = max(self.worst, other.worst)
         self.biases.add(other.biases)
 
     def discard(self, raised: NotEquivalent) -> None:
-        """The reference raises on the draw that is under way."""
+        """Note that the reference raises on the present draw."""
         self.discarded += 1
         self.raised = self.raised or raised
 
     def check(self, pair: Pair) -> None:
-        """NotEquivalent where the reference raised on so many draws that too little is proven."""
+        """Raise NotEquivalent where the reference raised on so many draws that too little is proven."""
         if self.raised is not None and self.discarded > (1 - MIN_PROOF_SHARE) * self.draws:
             raise self.raised
 
     def evidence(self, pair: Pair, dtype: str, device: str) -> Evidence:
-        """The tally as a record; NotEquivalent where the draws prove nothing."""
+        """Return the tally as a record. Raises NotEquivalent where the draws prove nothing."""
         draws = self.draws - self.empty
         proofs = draws - self.discarded - self.ill_conditioned
         if (draws or not self.empty) and (proofs <= 0 or (draws >= MIN_PROOFS and proofs < MIN_PROOF_SHARE * draws)):

@@ -38,13 +38,13 @@ from perfsuite.rule import (
 from perfsuite.specs import TensorSpec
 
 DERIVATIVES = ("gradient of ", "second derivative of ")
-"""How the names of leaves begin that are no outputs of a side, but derivatives of its inputs."""
+"""Prefixes of the names of leaves that are not outputs of a side, but derivatives of its inputs."""
 Given: TypeAlias = Callable[[int], dict[str, Any]]
 """The inputs of a step of a stateful pair, by its number."""
 Drawn: TypeAlias = Callable[[], dict[str, Any]]
 """The inputs of a draw, for the caller to change."""
 Way: TypeAlias = Callable[[Callable[..., Any], Pair, dict[str, Any], Any], Leaves]
-"""Another way of calling a side than `execution.run` or `run_steps`: (what to call, pair, inputs, seed) → leaves; of a
+"""Another way of calling a side than `execution.run` or `run_steps`: (callable, pair, inputs, seed) → leaves. For a
 stateful pair the fourth argument is `Given`."""
 
 
@@ -54,14 +54,14 @@ class Discard(Exception):  # noqa: N818 - a draw set aside, not an error
 
 @dataclass(slots=True)
 class Truth:
-    """Truth and the reference's own behaviour on one draw: what any other side is held against."""
+    """Truth and the reference's own behaviour on one draw, with which any other side is compared."""
 
     leaves: Leaves
     reference: Leaves
     errors: dict[str, torch.Tensor]
     """The reference's own error in each element, an RMS over the replicas."""
     moved: dict[str, torch.Tensor]
-    """How far one rounding of the inputs moves the truth of each element, an RMS over the replicas."""
+    """Distance by which one rounding of the inputs moves the truth of each element, an RMS over the replicas."""
     ill_conditioned: bool
     rounding: frozenset[str]
     """The outputs that are ill-conditioned by themselves."""
@@ -69,7 +69,7 @@ class Truth:
     periods: dict[str, float]
     excused: Any = None
     plain: bool = True
-    """Every input was contiguous: then the class of strides must be the reference's own."""
+    """Whether every input was contiguous: then the class of strides must be the reference's own."""
     declared_precision: bool = False
     shared: frozenset[tuple[str, str]] = frozenset()
     """Outputs of the reference's that have memory in common with another output or an input."""
@@ -78,14 +78,14 @@ class Truth:
     terms: Mapping[str, float] = field(default_factory=dict)
     """Name of a gradient that is 0 everywhere → the usual size of the terms of which it is the sum."""
     complete: bool = True
-    """The error is over as many replicas as the rule asks for."""
+    """Whether the error is over as many replicas as the rule asks for."""
     expected: dict[Any, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
-    """A cache of `comparison`: the output's name and dtype → what answers are compared with."""
+    """Cache of `comparison`: the output's name and dtype → the object that answers are compared with."""
     doubles: tuple[Doubles, Doubles] = field(init=False, repr=False, compare=False)
     """`leaves` and `reference` in float64."""
 
     def without(self, names: Collection[str]) -> Truth:
-        """The truth of the other outputs alone."""
+        """Return the truth of the other outputs alone."""
 
         def kept(leaves: dict[str, Any]) -> dict[str, Any]:
             return {name: leaf for name, leaf in leaves.items() if name not in names}
@@ -104,7 +104,8 @@ class Truth:
 
 
 def proven_way(case: Case, *, gradients: bool, kind: str | None = None) -> Way | None:
-    """How a proof calls a side: with incoming gradients of this kind, or of the draw's own; None without gradients."""
+    """Return the way in which a proof calls a side: with incoming gradients of this kind, or of the draw's own. None
+    without gradients."""
     return functools.partial(_run_with, kind or incoming.kind_of(case)) if gradients else None
 
 
@@ -115,18 +116,19 @@ def _run_with(kind: str, call: Callable[..., Any], pair: Pair, values: dict[str,
 
 
 Known: TypeAlias = Callable[[int], Truth]
-"""Number of replicas → the truth of one draw, and the reference's error over so many."""
+"""Number of replicas → the truth of one draw, and the reference's error over this many replicas."""
 
 
 def overflows(pair: Pair) -> str:
-    """The message for a reference that overflows on a workload's inputs."""
+    """Return the message for a reference that overflows on a workload's inputs."""
     return (
         f"{pair.name}: the reference overflows on the workload's own inputs; bound them with values=floats(low, high)"
     )
 
 
 def by_replicas(pair: Pair, case: Case, device: str, *, most: int = CAREFUL, **options: Any) -> Known:
-    """The truths of one draw with at most so many replicas, each established once; `options` are `establish`'s."""
+    """Return the truths of one draw with at most this many replicas, each established once; `options` are those of
+    `establish`."""
 
     @functools.cache
     def known(replicas: int) -> Truth:
@@ -148,11 +150,12 @@ def establish(
     drawn: dict[str, Any] | None = None,
     way: Way | None = None,
 ) -> Truth:
-    """Truth, the reference and its error on this draw. Discard where the reference alone is not finite.
+    """Establish the truth, the reference and its error on this draw. Raises Discard where the reference alone is not
+    finite.
 
-    `replicas` is the fewest; an output of few elements takes more, and where the inputs are large fewer are made, but
-    for CAREFUL. `eps` is the working dtype's unless given; `drawn` are other inputs of the case's sizes than its
-    seed gives. The sides are called in another `way` than usual.
+    `replicas` is the fewest number. An output of few elements takes more, and where the inputs are large fewer are
+    made, except with CAREFUL. `eps` is the working dtype's unless given; `drawn` are other inputs of the case's sizes
+    than its seed gives. The sides are called in another `way` than usual.
     """
     draw = _Draw(pair, case, device, gradients=gradients, home=home, eps=eps, drawn=drawn, way=way)
     large = replicas <= REPLICAS and sum(t.numel() for _, t in make.tensors_in(draw.inputs)) > REPLICAS_UP_TO
@@ -197,7 +200,8 @@ def establish(
 
 
 def _excused(draw: _Draw, truth: Leaves) -> Any:
-    """The mask, or the masks by output, of the elements that the pair excuses; PairError where none is of an output."""
+    """Return the mask, or the masks by output, of the elements that the pair excuses. Raises PairError where none is of
+    an output."""
     masks = draw.pair.excused(make.upcast(draw.inputs), draw.eps)
     if masks is None or draw.pair.is_stateful or (draw.way is not None and not _is_proven(draw.way)):
         return masks  # the outputs of these have further names
@@ -221,7 +225,7 @@ def _excused(draw: _Draw, truth: Leaves) -> Any:
 
 
 def _fits(mask: Any, shape: Sequence[int]) -> bool:
-    """Whether the mask can be expanded to this shape."""
+    """Return whether the mask can be expanded to this shape."""
     own = _shape(mask)
     return len(own) <= len(shape) and all(m in (1, n) for m, n in zip(reversed(own), reversed(shape), strict=False))
 
@@ -267,12 +271,12 @@ class _Draw:
         self.step: Given = functools.cache(lambda i: to_working(make.build_step(pair, case, device, i)))
 
     def first_inputs(self) -> dict[str, Any]:
-        """The inputs, and those of the first step: a state often begins as zeros."""
+        """Return the inputs, and those of the first step: a state often begins as zeros."""
         of_step = self.step(1) if self.pair.step_inputs else {}
         return {**self.inputs, **of_step}
 
     def truth(self, inputs: dict[str, Any], step: Given) -> Leaves:
-        """In float64. PairError where `truth` raises and the reference does not."""
+        """Return the truth in float64. Raises PairError where `truth` raises and the reference does not."""
         given = (self.pair, make.upcast(inputs), self.case, self.gradients, upcast(step), self.way)
         if self.pair.truth is None:
             return run(self.exact, *given)
@@ -280,15 +284,15 @@ class _Draw:
             with blaming_truth(self.pair):
                 return run(self.exact, *given)
         except PairError:
-            self.own(make.clone(inputs), step)  # where it raises, too, the draw is one that it does not support
+            self.own(make.clone(inputs), step)  # if the reference raises, too, it does not support the draw
             raise
 
     def own(self, inputs: dict[str, Any], step: Given) -> Leaves:
-        """In the working precision, on inputs that may be changed."""
+        """Run the reference in the working precision, on inputs that it may change."""
         return run(self.reference, self.pair, inputs, self.case, self.gradients, copied(step), self.way)
 
     def neighbour(self, number: int) -> tuple[Leaves, Leaves]:
-        """(truth, reference) on inputs beside these; the reference with its roundings redrawn."""
+        """Return (truth, reference) on inputs beside these, the reference with its roundings redrawn."""
         beside = functools.partial(make.jitter, self.pair, seed=self.case.seed, eps=self.nearness.inputs * self.eps)
         near = beside(self.inputs, name=f"neighbour {number}")
         step: Given = functools.cache(lambda i: beside(self.step(i), name=f"neighbour {number}, step {i}"))
@@ -317,7 +321,7 @@ class _Spread:
         self.samples, self.moves = 0 if draw.is_double else 1, 0
 
     def add(self, r: torch.Tensor, t: torch.Tensor, scale: float) -> None:
-        """A neighbour's reference and truth; `scale` is the size of the inputs."""
+        """Add a neighbour's reference and truth; `scale` is the size of the inputs."""
         if r.shape != self.truth.shape or t.shape != self.truth.shape:
             return
         # Roots of sums of squares throughout: the squares of float64's own errors would underflow.
@@ -344,20 +348,21 @@ def _replicas(truth: Leaves, fewest: int) -> int:
     counts = [n for leaf in truth.values() if is_real(leaf) and (n := leaf.numel() if torch.is_tensor(leaf) else 1)]
     if not counts:
         return fewest
-    # With none asked for the inputs are large, and each costs two runs of the reference. One there must be: a reference
-    # that sums in a tree would else bound an honest kernel that sums in sequence.
+    # Where none is asked for, the inputs are large, and each replica costs two runs of the reference. One is needed:
+    # otherwise a reference that sums in a tree would bound an honest kernel that sums in sequence.
     least, most = (fewest, MAX_REPLICAS) if fewest else (1, 2)
     return max(least, min(most, -(-SAMPLES // min(counts)) - 1))
 
 
 def _ill_conditioned(rounding: Collection[str], names: Collection[str]) -> bool:
-    """Any output, or every gradient: one that is zero in truth (as of a bias before softmax) is only rounding."""
+    """Return whether any output, or every gradient, is ill-conditioned. A single gradient that is zero in truth (as of
+    a bias before softmax) is only rounding."""
     gradients = {name for name in names if name.startswith("gradient of ")}
     return not gradients.issuperset(rounding) or (bool(gradients) and gradients.issubset(rounding))
 
 
 def _running_maximum(errors: dict[str, torch.Tensor], pair: Pair) -> dict[str, torch.Tensor]:
-    """For a stateful pair the reference's error after i steps is the largest up to there."""
+    """Return, for a stateful pair, the largest error of the reference up to each step."""
     if not pair.is_stateful:
         return errors
     largest: dict[str, torch.Tensor] = {}
@@ -384,10 +389,10 @@ def produce(
     way: Way | None = None,
     drawn: dict[str, Any] | None = None,
 ) -> Leaves:
-    """What the side makes of the case's inputs in the case's dtype.
+    """Return the side's outputs on the case's inputs in the case's dtype.
 
-    `drawn` are these inputs where the caller has them, which may be changed. `settled` is called as soon as the side
-    has returned, while its inputs still live. What has memory in common is added to `shared`.
+    `drawn` are these inputs where the caller has them; they may be changed. `settled` is called as soon as the side has
+    returned, while its inputs still live. Outputs that share memory are added to `shared`.
     """
     values = drawn if drawn is not None else make.clone(make.build(pair, case, device, home=home))
     leaves = run(side, pair, values, case, gradients, lambda i: make.build_step(pair, case, device, i), way)
@@ -399,7 +404,7 @@ def produce(
 
 
 def drawn_once(pair: Pair, case: Case, device: str, home: Path | None) -> Drawn:
-    """The case's inputs, which are made at the first call; each call gives a copy."""
+    """Return a function that gives a copy of the case's inputs at each call. They are made at the first call."""
 
     @functools.cache
     def made() -> dict[str, Any]:
@@ -437,7 +442,7 @@ def run(
 
 
 def _steps(pair: Pair, case: Case) -> Sequence[int]:
-    """After how many steps the states are compared."""
+    """Return the numbers of steps after which the states are compared."""
     most = case.steps if case.steps is not None else max(pair.steps)
     return [n for n in pair.steps if n <= most] or pair.steps[:1]
 
@@ -475,7 +480,7 @@ def _check_reference(pair: Pair, own: Leaves, truth: Leaves, doubles: tuple[Doub
 
 
 def _norms_of_floats(inputs: Mapping[str, Any]) -> dict[str, tuple[torch.Tensor, float]]:
-    """Path of each floating tensor in the inputs → (the tensor, its 2-norm)."""
+    """Return the path of each floating tensor in the inputs → (the tensor, its 2-norm)."""
     every = (tensor for name, value in inputs.items() for tensor in make.tensors_in(value, name))
     floats = {path: tensor for path, tensor in every if tensor.is_floating_point()}
     return dict(zip(floats, zip(floats.values(), differences.norms(floats.values()), strict=True), strict=True))
@@ -497,7 +502,7 @@ def _terms(
     *,
     kind: str,
 ) -> dict[str, float]:
-    """Incoming gradient times output over input, for each gradient that is 0 everywhere, but for roundings."""
+    """Return incoming gradient times output over input, for each gradient that is 0 everywhere except for roundings."""
     incoming_size = incoming.SIZES.get(kind, 1.0)
     returned = [n for n, t in truth.items() if isinstance(t, torch.Tensor) and is_real(t)]
     outputs = max((differences.rms(exact[n]) for n in returned if not n.startswith("gradient of ")), default=0.0)
@@ -519,5 +524,5 @@ def _is_proven(way: Way | None) -> TypeGuard[functools.partial[Leaves]]:
 
 
 def period_of(periods: Mapping[str, float], name: str) -> float | None:
-    """The period of an output that is an input changed in place; None where it has none."""
+    """Return the period of an output that is an input changed in place; None where it has none."""
     return next((p for key, p in periods.items() if name.startswith((f"{key} (in place)", f"{key}["))), None)

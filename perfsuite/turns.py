@@ -9,16 +9,16 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 HELD = "PERFSUITE_TURN"
-"""The devices whose turn a process above this one has: a run that it starts must not wait for it."""
+"""Environment variable with the devices whose turn a parent process has: a run that it starts must not wait for it."""
 POLL_S = 0.2
 
 
 @contextmanager
 def turn(devices: Sequence[str], name: str, tell: Callable[[str], None]) -> Iterator[None]:
-    """Hold these devices while the block runs; wait for another run that holds one, having told so once.
+    """Hold these devices while the block runs. Wait for another run that holds one, and report this once.
 
-    `devices` are what other runs on this machine call them too, such as a GPU's UUID; `name` is for the message.
-    Where no lock can be had at all (a folder that cannot be written), that is told and nothing is held.
+    `devices` are what other runs on this machine call them too, such as a GPU's UUID; `name` is for the message. Where
+    no lock can be had at all (a folder that cannot be written), this is reported and nothing is held.
     """
     from filelock import FileLock, Timeout
 

@@ -36,11 +36,11 @@ class Waiver:
 
 
 def load(path: str | os.PathLike[str], *, today: date, known_ids: Collection[str]) -> tuple[Waiver, ...]:
-    """The waivers in a file; none where there is no file.
+    """Return the waivers in a file; none where there is no file.
 
-    `known_ids` are all workloads, selected or not. PerfsuiteError, in one line, for a file that cannot be read, a
-    field that is missing, unknown or of the wrong kind, a workload that is unknown or named twice, and a waiver that
-    has ended; where there are several errors it tells the first and how many more.
+    `known_ids` are all workloads, selected or not. PerfsuiteError, in one line, for a file that cannot be read, a field
+    that is missing, unknown or of the wrong kind, a workload that is unknown or named twice, and a waiver that has
+    ended; where there are several errors, the message has the first and says how many more there are.
     """
     path = Path(path)
     try:
@@ -93,7 +93,7 @@ def _read(table: Any, *, today: date, known_ids: Collection[str]) -> Waiver:
 
 
 def apply(verdicts: Mapping[str, Verdict], waivers: Sequence[Waiver]) -> dict[str, Verdict]:
-    """The verdicts, with those that a waiver covers as WAIVED; the message keeps what was found."""
+    """Return the verdicts, with those that a waiver covers as WAIVED; the message keeps what was found."""
     by_id = {w.workload: w for w in waivers}
     return {
         key: _waived(verdict, by_id[key]) if key in by_id and verdict.status in WAIVABLE else verdict

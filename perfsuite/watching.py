@@ -1,4 +1,4 @@
-"""Look, between the timed blocks, for what a side does only while it is timed."""
+"""Look, between the timed blocks, for faults that a side has only while it is timed."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from perfsuite.sampling import Sampler
 
 SETTLES = "; if a new step's first calls warm up, compile or capture, say how many: stateful(…, settle=calls)"
 FRESH_S = 1.0
-"""Drawing new values in advance stops after this long."""
+"""Seconds after which drawing new values in advance stops."""
 FRESH_BYTES = 1 << 30
-"""It also stops when the values take this much memory."""
+"""Bytes of the values at which it stops, too."""
 FRESH_BLOCKS = {True: 4, False: 8}
 """Blocks after which calls on new values are timed, where the inputs were proven before and where not; `scrutiny` wants
 four at least."""
@@ -56,7 +56,7 @@ class NewValues:
         return len(self._ahead)
 
     def take(self) -> Drawn:
-        """A set drawn in advance, or else a new one."""
+        """Return a set drawn in advance, or else a new one."""
         return self._ahead.pop() if self._ahead else self._draw()
 
     def _draw(self) -> Drawn:
@@ -64,7 +64,7 @@ class NewValues:
 
 
 def drawn_anew(pair: Pair, case: Case, device: str, home: Path | None, peers: Peers) -> Drawn:
-    """Values that differ from the case's own by their seed; of a stateful pair those of a step."""
+    """Return values that differ from the case's own by their seed; of a stateful pair those of a step."""
     case = replace(case, seed=peers.bits(31))
     if pair.is_stateful:
         return Drawn(case, peers.part(pair.step_inputs, make.build_step(pair, case, device, 1)))
@@ -74,8 +74,8 @@ def drawn_anew(pair: Pair, case: Case, device: str, home: Path | None, peers: Pe
 class Watch:
     """Called after every block; raises NotEquivalent where a side behaves differently while it is timed.
 
-    `proven_before`: another process has proven these inputs. New values are then not proven here, and only those drawn
-    in advance are timed. Without `values`, no calls on new values are timed.
+    With `proven_before`, another process has proven these inputs. New values are then not proven here, and only those
+    drawn in advance are timed. Without `values`, no calls on new values are timed.
     """
 
     def __init__(
@@ -95,10 +95,10 @@ class Watch:
         """New values for the calls whose times are not kept."""
         self.where = f"{self.pair.name}: the optimized side"
         self.judged = sampler.rng.randrange(min(sampler.blocks, FRESH_BLOCKS[proven_before]))
-        """The block whose outputs are held against the truth: no side can know which."""
+        """The block whose outputs are compared with the truth: no side can know which."""
 
     def between(self, block: int) -> None:
-        """After the given block."""
+        """Make the checks that follow the given block."""
         guard.check()
         scrutiny.keeps_l2(self.l2_bytes, self.where)
         runner = self.sampler.runners[OPTIMIZED]
@@ -113,7 +113,7 @@ class Watch:
             self._first(runner)
 
     def _time_new_values(self, runner: Runner, drawn: Drawn, block: int | None = None) -> None:
-        """Time a call on values that it cannot have seen, and the same again."""
+        """Time a call on values that the side cannot have seen, and the same call again."""
         values = drawn.values
         stateful = self.pair.is_stateful
         old = runner.step_master if stateful else dict(self.sampler.masters[OPTIMIZED])
@@ -162,7 +162,7 @@ class Watch:
                 scrutiny.hidden(unseen, seen, self.where)
 
     def _beside(self, typical: float) -> Sequence[float]:
-        """Work of other calls of the same machine: where those burst too, the machine does it."""
+        """Return the work of other calls on the same machine: where those burst, too, the machine is the cause."""
         other = max((self.sampler.work[name] for name in (REFERENCE, ACCEPTED)), key=len)
         if len(other) >= scrutiny.BURST_CALLS or isinstance(self.sampler.clock, CpuClock):
             return other
@@ -177,7 +177,7 @@ class Watch:
         scrutiny.replayed(self.fresh, self.sampler.kind, self.where)
 
     def conclude(self) -> None:
-        """What only all blocks together show."""
+        """Check for faults that only all blocks together show."""
         work = self.sampler.work[OPTIMIZED]
         if scrutiny.is_quiet(work, self.sampler.timed_calls):
             if scrutiny.replays(self.fresh, self.sampler.kind):
@@ -193,7 +193,7 @@ class Watch:
 
 
 def prove_new(output: OutputCheck, runner: Runner, drawn: Drawn) -> None:
-    """The side must also be right on new values, which now lie in the memory of those that it was proven with."""
+    """Check that the side is right on new values, too, which are now in the memory of those that it was proven with."""
     runner.reset()
     runner.call()
     try:
@@ -205,9 +205,10 @@ def prove_new(output: OutputCheck, runner: Runner, drawn: Drawn) -> None:
 
 
 def check_timed(output: OutputCheck, runners: dict[str, Runner], sampler: Sampler) -> None:
-    """The outputs of the last timed call must be right, not only those of a separate run; its inputs untouched.
+    """Check that the outputs of the last timed call are right, and not only those of a separate run, and its inputs
+    untouched.
 
-    Outputs that are not those proven are copied. `judge_copied` judges them, which need not happen while others wait
+    Outputs that are not those proven are copied. `judge_copied` compares them, which need not happen while others wait
     for the device.
     """
     pair = output.pair
@@ -232,7 +233,7 @@ def check_timed(output: OutputCheck, runners: dict[str, Runner], sampler: Sample
 
 
 def judge_copied(output: OutputCheck) -> None:
-    """Hold what `check_timed` has copied against the truth."""
+    """Compare the outputs that `check_timed` has copied with the truth."""
     with _was_right():
         output.check_copied()
 

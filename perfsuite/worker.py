@@ -33,7 +33,7 @@ FAULTED = 86
 
 
 def get_ready() -> None:
-    """Do what the first task on a GPU would wait for: import the compiler, and make a CUDA context."""
+    """Do in advance what the first task on a GPU would wait for: import the compiler, and make a CUDA context."""
     import torch
 
     with contextlib.suppress(RuntimeError):  # the proofs may need all the memory
@@ -76,12 +76,12 @@ def run(journal: Journal, session: pytest.Session, device: str, gpu: Gpu) -> Non
 
 
 def _settle() -> None:
-    """Free what an earlier workload left, and take what stays out of the collector's sight."""
+    """Free what an earlier workload left, and exclude what stays from garbage collection."""
     from perfsuite import execution
 
     execution.forget_compiled()
     gc.collect()
-    gc.freeze()  # to look through torch's modules at each collection takes a fifth of a second
+    gc.freeze()  # looking through torch's modules at each collection takes a fifth of a second
 
 
 class _Reports:
@@ -126,11 +126,11 @@ class _Workload:
         self.journal.phase(self.item.nodeid, name)
 
     def alone(self) -> bool:
-        """Wait until no other process uses the GPU; whether there may have been one."""
+        """Wait until no other process uses the GPU. Return whether there may have been one."""
         return self._wait(self.gpu.alone)
 
     def beside(self) -> bool:
-        """Let others use the GPU, too, and wait until none times; whether there may be any."""
+        """Let others use the GPU, too, and wait until none times. Return whether there may be any."""
         return self._wait(self.gpu.prepare)
 
     def _wait(self, wait: Callable[[], None]) -> bool:
@@ -145,7 +145,7 @@ class _Workload:
         return self.gpu.shared
 
     def outcome(self) -> Outcome:
-        """What came of it; every error is a failure of this workload alone."""
+        """Return the outcome of the task. Every error is a failure of this workload alone."""
         import torch
 
         from perfsuite import convolutions
@@ -154,7 +154,7 @@ class _Workload:
         from perfsuite.ranks.group import RanksFailed
 
         try:
-            # A warning inside a timed call is the user's own affair; it must not turn into an error here.
+            # A warning inside a timed call is the user's own; it must not turn into an error here.
             pair = self.item.pair
             with warnings.catch_warnings(), convolutions.exact(pair.precision), group.alone(pair, self.device):
                 warnings.simplefilter("ignore")
@@ -184,7 +184,7 @@ class _Workload:
                     torch.cuda.empty_cache()
 
     def _in_ranks(self) -> Any:
-        """The task in processes of its own, for a workload of several."""
+        """Do the task in processes of its own, for a workload of several processes."""
         from perfsuite.rank_timing.parent import RankTiming
 
         module = self.item.getparent(pytest.Module)
@@ -231,7 +231,7 @@ class _Workload:
         return Alone(id=self.item.nodeid, blocks_s=blocks, outside_s=outside_s, seconds=perf_counter() - began)
 
     def _outside_s(self, bench: Any) -> float | None:
-        """Seconds of a call of the optimized side where no test is running; None where they cannot be had.
+        """Return the seconds of a call of the optimized side where no test is running; None where they cannot be had.
 
         The child imports the pair's module anew, with all of its sides. It makes no gradients.
         """
@@ -247,7 +247,7 @@ class _Workload:
             return None
 
     def _wait_for_proof(self) -> Proof:
-        """Others may prepare meanwhile; none times before the last proof has ended."""
+        """Wait for the proof. Others may prepare meanwhile; none times before the last proof has ended."""
         found: list[Proof] = []
         self._wait(lambda: found.append(self.journal.proof()))
         return found[0] if found else self.journal.proof()
@@ -291,7 +291,7 @@ class _Workload:
                 same_code=bool(task.same_code),
                 enough_s=task.enough_s,
                 with_rivals=task.thorough,
-                # What it launches and syncs matters to the device clock alone; of many the profiler takes seconds.
+                # Launches and syncs matter to the device clock alone; for many of them the profiler takes seconds.
                 uncounted=() if task.reference is None or bench.workload.clock == "device" else (REFERENCE,),
             )
         with phases.time("digests"):
@@ -299,7 +299,7 @@ class _Workload:
         return replace(proof, ran=ran, phases=dict(phases.seconds), seconds=perf_counter() - began)
 
     def _ran(self, bench: Any) -> Ran:
-        """Everything that the optimized side runs."""
+        """Return everything that the optimized side runs."""
         from perfsuite import digests, measuring, provenance
         from perfsuite.records import OPTIMIZED
 
@@ -318,11 +318,11 @@ class _Workload:
         return replace(ran, launched=launched, untraced=untraced)
 
     def _traced(self) -> Proof | None:
-        """A proof with `same_launches`, if a trace shows that the workload launches what was accepted."""
+        """Return a proof with `same_launches` if a trace shows that the workload launches what was accepted."""
         began = perf_counter()
         try:
             same = self._launches_the_same()
-        except (Exception, SystemExit):  # what cannot be traced is proven
+        except (Exception, SystemExit):  # a side that cannot be traced is proven instead
             return None
         finally:
             _settle()
@@ -337,7 +337,8 @@ class _Workload:
         return changed.launches_the_same(self.task.launched, self.task.changed, launched, own)
 
     def _own_sources(self) -> list[str]:
-        """The sources that only the optimized side runs: not the reference, nor the module that declares the pair."""
+        """Return the sources that only the optimized side runs: not the reference, nor the module that declares the
+        pair."""
         from perfsuite import digests
 
         declaring = self.item.getparent(pytest.Module)
@@ -350,9 +351,9 @@ class _Workload:
         return [] if optimized is declaring.obj or reference is declaring.obj else found
 
     def _comparable(self, seed: int) -> tuple[Pair | None, str]:
-        """The accepted revision's pair, or why the current side cannot be compared with it.
+        """Return the accepted revision's pair, or why the current side cannot be compared with it.
 
-        Not where both have the same code: the accepted side then does not run in the proof.
+        There is no pair where both have the same code: the accepted side then does not run in the proof.
         """
         from perfsuite.errors import NotEquivalent
 
@@ -385,7 +386,7 @@ class _Workload:
         )
 
     def _shared(self, bench: Any) -> str:
-        """Why the accepted side would not run the accepted revision's code; empty where it does."""
+        """Return why the accepted side would not run the accepted revision's code; empty where it does."""
 
         from perfsuite import provenance
         from perfsuite.errors import NotEquivalent

@@ -47,18 +47,19 @@ FORGED = (
 )
 POLL_S, MEANWHILE_S = 0.02, 0.5
 START_LIMIT_S = 300.0
-"""From a worker's start to its first task: importing torch and the test modules."""
+"""Seconds from a worker's start to its first task: importing torch and the test modules."""
 BEGIN_LIMIT_S = 10.0
-"""From when a worker gets a task to when it begins it."""
+"""Seconds from when a worker gets a task to when it begins it."""
 END_LIMIT_S = 3.0
-"""From a worker's last task to its end. Its results are known by then, so it is stopped without a message. The run
-waits for it, because the next processes must have the device for themselves; some take 7 s, or hang at exit."""
+"""Seconds from a worker's last task to its end. Its results are known by then, so it is stopped without a message. The
+run waits for it, because the next processes must have the device for themselves; some take 7 s, or hang at exit."""
 LOG_LINES = 3
 PROVE, TIME, ITEMS, ALONE = "prove", "time", "items", "alone"
 OUTSIDE = "outside"
 """The name of the items that need a child process, which takes seconds to start."""
 OUTSIDE_CHILDREN = 3
-"""Of 46 pairs' `outside` items one lane does them in 185 s on an H200, all other items together take twelve 90 s."""
+"""Groups of the `outside` items. For 46 pairs on an H200, one lane does these items in 185 s, and twelve lanes do all
+other items together in 90 s."""
 WAITS = "waits"
 """The phase of a process that waits until others let it have their GPU; its time limit does not count meanwhile."""
 OF_NO_SIDE = ("start", "timing", "profiler", WAITS)
@@ -75,18 +76,19 @@ class Failure:
     case: str = ""
     """The draw that a proof was at when its process ended."""
     crowded: bool = False
-    """It lacked memory of which other processes held much: it is to be done again once none is at work."""
+    """Whether the task lacked memory while other processes held much of it: it is to be done again once none of them
+    runs."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Reported:
-    """How a correctness item ended: pytest's own reports of its phases, as JSON."""
+    """Outcome of a correctness item: pytest's own reports of its phases, as JSON."""
 
     reports: tuple[Any, ...]
 
     @property
     def seconds(self) -> float:
-        """What its phases took."""
+        """Seconds that its phases took."""
         return sum(float(report["duration"]) for report in self.reports)
 
 
@@ -111,9 +113,9 @@ class Task:
     awaits_proof: bool = False
     """The process prepares on inputs of `seed`. It gets its proof later, as another line."""
     reference: int | None = None
-    """The reference joins one round in so many blocks; None: in full."""
+    """Number of blocks in which the reference joins one round; None for all rounds."""
     blocks: int | None = None
-    """At most so many blocks; None: as many as usual."""
+    """Most blocks; None for as many as usual."""
     note_ran: bool = False
     """While proving, note everything that the optimized side runs."""
     launched: str = ""
@@ -126,7 +128,7 @@ class Task:
     """The sources of a workload whose current code is the accepted one. If the process that proves has loaded these
     files, it leaves the accepted side out."""
     enough_s: float = 0.0
-    """While proving, call the reference once, until it has taken so many seconds; 0: it is not called for that."""
+    """While proving, call the reference once, until it has taken this many seconds; 0 if it is not called for that."""
     thorough: bool = True
     """Prove or time rivals, too, and time on the other clock."""
     new_values: bool = True
@@ -157,13 +159,13 @@ class Task:
 
     @property
     def needs_child(self) -> bool:
-        """Whether it calls a side where no test is running."""
+        """Whether the task calls a side where no test is running."""
         return self.kind == ITEMS and self.id.endswith(f"::{OUTSIDE}")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Job:
-    """What one worker is told when it starts. Its tasks come one by one."""
+    """Instructions that one worker gets when it starts. Its tasks come one by one."""
 
     out: str
     """The file that it writes a line for each event to."""
@@ -172,9 +174,9 @@ class Job:
     key: str = ""
     """Signs the worker's lines, so that code under test cannot add lines of its own."""
     note_ran: bool = False
-    """A task may ask for all that a side runs: data files are noted as they are opened."""
+    """Whether a task may ask for all that a side runs: data files are then noted as they are opened."""
     ahead: bool = False
-    """There is time until the first task."""
+    """Whether there is time until the first task."""
     lock: str = ""
     """The lock file of a GPU that it shares with other processes of this run (sharing.py)."""
 
@@ -199,7 +201,7 @@ class Lane:
 
 
 def devices_of(lanes: Sequence[Lane]) -> list[Lane]:
-    """A lane for each device: those that prepare beside each other are equal."""
+    """Return a lane for each device: those that prepare beside each other are equal."""
     return [lane for n, lane in enumerate(lanes) if lane not in lanes[:n]]
 
 
@@ -217,7 +219,7 @@ class Workers:
     _waiting: list[_Process] = field(default_factory=list)
 
     def prepare(self, lanes: Sequence[Lane], ids: Sequence[str], each: int, at_once: int) -> None:
-        """Start processes until there are so many for each lane; they import what they need and wait for a later `run`.
+        """Start processes until there are `each` for each lane. They import what they need and wait for a later `run`.
 
         No more than `at_once` start at the same time, and none while the server of the forked lanes imports torch,
         which is waited for: call it again for the others.
@@ -232,7 +234,7 @@ class Workers:
                     starting += 1
 
     def is_any_free(self, lanes: Sequence[Lane]) -> bool:
-        """Whether a process waits for a task on one of the lanes."""
+        """Return whether a process waits for a task on one of the lanes."""
         return any(process.lane in lanes and process.is_free() for process in self._waiting)
 
     def begin_early(self, tasks: Sequence[Task], lanes: Sequence[Lane], most: int) -> None:
@@ -279,7 +281,7 @@ class Workers:
         meanwhile: Callable[[Sequence[Lane]], None] = lambda busy: None,
         further: Callable[[str], Sequence[Task]] | None = None,
     ) -> Generator[tuple[str, Outcome]]:
-        """The tasks in order, each to the lane that is free first: (id, outcome) as each task ends.
+        """Do the tasks in order, each in the lane that is free first. Yield (id, outcome) as each task ends.
 
         Several tasks may have the same id: each goes to another process. Once the caller has handled an outcome,
         `further` is called with the task's id and returns tasks that come before those that are left, so that no
@@ -323,7 +325,7 @@ class Workers:
                 process.end()
 
     def _fill(self, lanes: Sequence[Lane], left: Collection[Task], running: dict[int, _Process]) -> None:
-        """A process for each lane that has none, as far as there are tasks for it."""
+        """Get a process for each lane that has none, as far as there are tasks for it."""
         for number, lane in enumerate(lanes):
             if number not in running and sum(p.can_take(left) for p in running.values()) < len(left):
                 working = [p.task for p in running.values() if p.task]
@@ -335,7 +337,7 @@ class Workers:
             self._waiting.pop().end()
 
     def _take_over(self, lanes: Sequence[Lane], left: deque[Task], running: dict[int, _Process]) -> None:
-        """The processes that have begun tasks of `left` early, each to a lane of its own."""
+        """Assign each process that has begun tasks of `left` early to a lane of its own."""
         for process in [p for p in self._waiting if p.task and p.lane in lanes]:
             self._waiting.remove(process)
             number = next((n for n, lane in enumerate(lanes) if lane == process.lane and n not in running), None)
@@ -346,11 +348,13 @@ class Workers:
             process.number, running[number] = number, process
 
     def _started_ahead(self, lane: Lane, ids: Collection[str]) -> list[_Process]:
-        """The processes that were started ahead for this lane, have collected these items and wait for a task."""
+        """Return the processes that were started ahead for this lane, have collected these items and wait for a
+        task."""
         return [p for p in self._waiting if p.lane == lane and not p.task and p.ids.issuperset(ids)]
 
     def _next(self, number: int, lane: Lane, left: Collection[Task], working: Collection[Task]) -> _Process:
-        """A process for the lane that has collected these tasks' items, or will, and those that others work at.
+        """Return a process for the lane that has collected, or will collect, the items of these tasks and of those that
+        others work at.
 
         Any of them may be the item of a further task.
         """
@@ -400,9 +404,9 @@ class Workers:
 
 
 def _is_due(process: _Process, left: Collection[Task], running: Mapping[int, _Process]) -> bool:
-    """Whether its GPU may get another task: at most its share of those that have not ended.
+    """Return whether the process's GPU may get another task: at most its share of those that have not ended.
 
-    Else one GPU might do the last tasks one after the other while another has nothing left to do.
+    Otherwise one GPU might do the last tasks one after the other while another has nothing left to do.
     """
     others = [p.lane.device for p in running.values() if p.task and p is not process]
     devices = {p.lane.device for p in running.values()}
@@ -410,7 +414,8 @@ def _is_due(process: _Process, left: Collection[Task], running: Mapping[int, _Pr
 
 
 def _without_tasks(left: Collection[Task], running: dict[int, _Process], *, more: bool) -> Iterator[_Process]:
-    """Remove from `running` the processes without a task. If `more` tasks may follow, they wait while others work."""
+    """Remove from `running` the processes without a task. If `more` tasks may follow, these processes wait while others
+    work."""
     wait = more and not left and any(process.task for process in running.values())
     for number, process in list(running.items()):
         if not wait and not process.task and not process.can_take(left):
@@ -435,16 +440,17 @@ class _Process:
     group: str = ""
     """The last task's group."""
     seen: set[str] = field(default_factory=set)
-    """The ids of the tasks that it has got."""
+    """Ids of the tasks that the process has got."""
     imported: bool = False
-    """Whether it has got a task with another revision, which may have replaced what the current side calls by name."""
+    """Whether the process has got a task with another revision, which may have replaced what the current side calls by
+    name."""
     child: subprocess.Popen[bytes] | Fork = field(init=False)
     lines: Lines = field(init=False)
     key: str = field(default_factory=secrets.token_hex)
     phase: str = "start"
     ready: bool = False
     served: bool = False
-    """Whether it has got a task."""
+    """Whether the process has got a task."""
     over: bool = False
     interrupted: bool = False
     case: str = ""
@@ -458,7 +464,8 @@ class _Process:
         return self.stem.with_suffix(suffix)
 
     def open(self, ids: Sequence[str], *, noted: bool, ahead: bool) -> int:
-        """Make the files that the worker reads and the one that it writes; the descriptor that its tasks come from."""
+        """Make the files that the worker reads and the one that it writes. Return the descriptor that its tasks come
+        from."""
         out = self.file(".jsonl")
         own_folder(out.parent)
         reader, self._pipe = os.pipe()
@@ -471,11 +478,11 @@ class _Process:
         return reader
 
     def has_started(self) -> bool:
-        """Whether it waits for tasks, or has ended."""
+        """Return whether the process waits for tasks, or has ended."""
         return self._has_written_or_ended(b'"event": "ready"')
 
     def has_prepared(self) -> bool:
-        """Whether it waits with its task for its proof or for its GPU, or has ended."""
+        """Return whether the process waits with its task for its proof or for its GPU, or has ended."""
         return self._has_written_or_ended(f'"phase": "{WAITS}"'.encode(), after=b'"event": "begin"')
 
     def _has_written_or_ended(self, words: bytes, *, after: bytes = b"") -> bool:
@@ -486,7 +493,8 @@ class _Process:
         return self.child.poll() is not None or words in (written.partition(after)[2] if after else written)
 
     def poll(self, left: deque[Task]) -> Iterator[tuple[str, Outcome]]:
-        """The outcomes since the last time, a crash or a hang being one. Takes the next task from `left` when free."""
+        """Yield the outcomes since the last time; a crash or a hang is one. Takes the next task from `left` when
+        free."""
         ended = self.child.poll() is not None
         try:
             lines = self.lines.new()
@@ -521,32 +529,32 @@ class _Process:
             self.end()
 
     def can_take(self, left: Collection[Task]) -> bool:
-        """Whether it waits for a task and one of these is for it."""
+        """Return whether the process waits for a task and one of these is for it."""
         return not self.task and any(self._is_for(task) for task in left)
 
     def _may_begin(self, left: Collection[Task]) -> bool:
-        """Whether it has had no task yet, and one of these is for it."""
+        """Return whether the process has had no task yet, and one of these is for it."""
         return not self.served and any(self._is_for(task) for task in left)
 
     def _is_for(self, task: Task) -> bool:
-        """Whether it has collected the task's item, has not had a task of it before, and has imported nothing since
-        that the task does not."""
+        """Return whether the process has collected the task's item, has not had a task of it before, and has imported
+        nothing since that the task does not import."""
         return task.id in self.ids and task.id not in self.seen and not (self.imported and task.accepted is None)
 
     def leave(self) -> None:
-        """Tell it to exit. `lives` kills one that has not started yet."""
+        """Tell the process to exit. `lives` kills one that has not started yet."""
         self.close_pipe()
         self._wait(END_LIMIT_S if self.ready else 0.0)
 
     def lives(self) -> bool:
-        """Whether it is still exiting. After its deadline it is killed."""
+        """Return whether the process is still exiting. After its deadline it is killed."""
         if self.child.poll() is None and time.monotonic() < self.deadline:
             return True
         self.end()
         return False
 
     def _give(self, left: deque[Task]) -> None:
-        """The next task to the worker, if there is one for it."""
+        """Give the worker the next task, if there is one for it."""
         free = [n for n, task in enumerate(left) if self._is_for(task)]
         if not free:
             return
@@ -556,7 +564,7 @@ class _Process:
         self.begin(task)
 
     def is_free(self) -> bool:
-        """Whether it waits for its first task, outside a `run`."""
+        """Return whether the process waits for its first task, outside a `run`."""
         if not self.task and not self.ready and not self.over:
             for _ in self.poll(deque()):
                 pass
@@ -607,7 +615,7 @@ class _Process:
         self.deadline = time.monotonic() + seconds
 
     def _stop(self, message: str, left: deque[Task], status: Status = Status.UNMEASURED) -> tuple[str, Failure]:
-        """The task that it is at fails, or the next one where it never began any; the log is evidence."""
+        """Fail the task that the process is at, or the next one where it never began any. The log is the evidence."""
         self.end(".log")
         if self.task is None:
             self.task = next(filter(self._is_for, left))
@@ -655,7 +663,8 @@ def start(
     environment: Mapping[str, str] | None = None,
     descriptors: Sequence[int] = (),
 ) -> subprocess.Popen[bytes]:
-    """A measuring process in a process group of its own, whose output goes to `log`; it inherits `descriptors`."""
+    """Start a measuring process in a process group of its own. Its output goes to `log`, and it inherits
+    `descriptors`."""
     with log.open("wb") as sink:
         return subprocess.Popen(
             command,
@@ -670,7 +679,7 @@ def start(
 
 
 def end(child: subprocess.Popen[bytes] | Fork) -> None:
-    """Kill it with all that it has started, which may outlive it, and wait for it."""
+    """Kill the process with all that it has started, which may outlive it, and wait for it."""
     if isinstance(child, Fork):
         child.kill()
         return
@@ -686,7 +695,7 @@ class Lines:
         self._path, self._position, self._begun = path, 0, b""
 
     def new(self) -> list[bytes]:
-        """The lines that were completed since the last time."""
+        """Return the lines that were completed since the last time."""
         with self._path.open("rb") as stream:
             stream.seek(self._position)
             chunk = stream.read()
@@ -700,7 +709,7 @@ def _signature(text: str, key: str) -> str:
 
 
 def _verified(line: bytes, key: str) -> Mapping[str, Any] | None:
-    """The event of a line that the worker's harness wrote, else None."""
+    """Return the event of a line that the worker's harness wrote, else None."""
     signature, _, text = line.decode(errors="replace").partition(" ")
     if not hmac.compare_digest(signature.encode(), _signature(text, key).encode()):
         return None
@@ -739,7 +748,7 @@ class Journal:
         self._given.close()
 
     def tasks(self) -> Iterator[Task]:
-        """The tasks as the parent gives them, the next after each result."""
+        """Yield the tasks as the parent gives them, the next after each result."""
         self._write({"event": "ready", "id": ""})
         for line in self._given:
             given = json.loads(line)
@@ -760,11 +769,11 @@ class Journal:
         self._write({"event": "phase", "id": id, "phase": phase})
 
     def draw(self, id: str, case: str) -> None:
-        """A proof begins with this draw."""
+        """Report that a proof begins with this draw."""
         self._write({"event": "draw", "id": id, "case": case})
 
     def fault(self, id: str, message: str) -> None:
-        """The process cannot go on and ends itself."""
+        """Report that the process cannot go on and ends itself."""
         self._write({"event": "fault", "id": id, "message": message})
 
     def result(self, id: str, outcome: Measurement | Proof | Reported | Alone) -> None:
@@ -781,7 +790,8 @@ class Journal:
 
 
 def pytest_arguments(config: pytest.Config) -> list[str]:
-    """What makes another pytest process collect the same node ids as this one, whatever its addopts select."""
+    """Return the arguments with which another pytest process collects the same node ids as this one, whatever its
+    addopts select."""
     option = config.option
     arguments = ["-q", "-m", "", "-p", "no:cacheprovider", f"--rootdir={config.rootpath}"]
     arguments += [f"--import-mode={option.importmode}"]
@@ -800,7 +810,7 @@ def pytest_arguments(config: pytest.Config) -> list[str]:
 
 
 def load_job() -> Job | None:
-    """The job of this process, if it is a worker."""
+    """Return the job of this process, if it is a worker."""
     path = os.environ.pop(JOB, None)  # neither the file nor the key in it is for the code under test
     if not path:
         return None

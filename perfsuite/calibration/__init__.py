@@ -1,6 +1,7 @@
-"""`perfsuite calibrate`: what the gate's rule assumes of a device, measured on that device.
+"""`perfsuite calibrate`: measure on a device what the gate's rule assumes of it.
 
     workloads → worker (a process) → record → resample (the real gate) → analysis → report
 
-The recording is JSON and holds every quad; all that follows it works on that alone and imports no torch.
+The recording is JSON and holds every ABBA round (`quad` in the code). All later steps work on the recording alone and
+import no torch.
 """

@@ -23,17 +23,17 @@ from perfsuite.modes import accept
 from perfsuite.records import ACCEPTED, OPTIMIZED, REFERENCE, Status
 
 SUITES = 200
-"""Simulated suites at each planted slowdown: a rate of 1% over 5 copies of a kind is known to within .6%."""
+"""Simulated suites at each planted slowdown: a rate of 1% over 5 copies of a kind is then known to within .6%."""
 UNCHANGED = 2
-"""Unchanged code gets so many times as many suites, because false alarms of a whole suite are rare."""
+"""Factor by which unchanged code gets more suites, because false alarms of a whole suite are rare."""
 WORLDS, WORLD_SHARE, WORLD_UNCHANGED = 20, 0.03, 5
 """Resampled recordings at most, their share of the suites, and how many times that for unchanged code. The range of
 their rates shows the error that comes from recording few processes."""
 STATED = 5
-"""Threshold in per cent at which the other tools are held, besides the gate's own margin."""
+"""Threshold in per cent that the other tools are given, besides the gate's own margin."""
 LEVEL = 0.95
 OUTLIER = 5.0
-"""If the noise is normal, one ABBA round in a million lies beyond this."""
+"""Robust standard deviations beyond which an ABBA round is an outlier: of normal noise, one round in a million."""
 TARGETS: Mapping[str, float] = {"device": 0.01, "wall": 0.02}
 """The slowdown that the gate is to find on each clock, in 95% of the workloads."""
 
@@ -66,9 +66,9 @@ class Components:
     block: float
     process: float
     session: float | None
-    """None where one session was recorded."""
+    """Standard deviation of the session; None where one session was recorded."""
     outliers: float
-    """Share of quads farther from their block's median than OUTLIER robust standard deviations."""
+    """Share of ABBA rounds farther from their block's median than OUTLIER robust standard deviations."""
     unit: Deviation
     bias: float
     """The mean over all processes; for two imports of one code it should be 0."""
@@ -97,7 +97,7 @@ class Gated:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Compared:
-    """How often another tool fails one kind at one planted slowdown."""
+    """Rate at which another tool fails one kind at one planted slowdown."""
 
     rule: str
     planted: float
@@ -111,16 +111,16 @@ class KindResult:
     kind: str
     clock: str
     seconds: float
-    """A call of the optimized side."""
+    """Seconds of a call of the optimized side."""
     processes: int
     to_reference: Components
     to_accepted: Components
     margin: float
-    """The median over the simulated suites."""
+    """Median margin over the simulated suites."""
     gate: tuple[Gated, ...]
     others: tuple[Compared, ...]
     coverage: Rate
-    """How often the 95% interval of the slowdown contains the true slowdown."""
+    """Rate at which the 95% interval of the slowdown contains the true slowdown."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -149,7 +149,7 @@ class Times:
     gate: Mapping[float, tuple[float, float]]
     """Planted slowdown → (rounds, seconds) of the whole simulated suite: starts and timing."""
     tools: Mapping[str, float]
-    """Tool → one run through the kinds, without its process's start."""
+    """Tool → seconds of one run through the kinds, without the start of its process."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -194,7 +194,7 @@ class Simulations:
     worlds: Sequence[Simulation]
 
     def rate(self, read: Callable[[Simulation], tuple[int, int]]) -> Rate:
-        """The share that `read` counts as (hits, trials).
+        """Return the share that `read` counts as (hits, trials).
 
         Its interval is the wider of Clopper and Pearson's and the range over the resampled recordings: the first shows
         how few suites were simulated, the second how few processes were recorded.
@@ -207,7 +207,7 @@ class Simulations:
         return Rate(value=found.value, low=min(found.low, low), high=max(found.high, high), of=found.of)
 
     def share(self, kinds: Sequence[str], side: str, *statuses: Status) -> Rate:
-        """How many of the workloads of these kinds get one of these verdicts."""
+        """Return the share of the workloads of these kinds that get one of these verdicts."""
 
         def read(s: Simulation) -> tuple[int, int]:
             tallies = [s.tallies[k][side] for k in kinds]
@@ -216,7 +216,7 @@ class Simulations:
         return self.rate(read)
 
     def covered(self, kinds: Sequence[str]) -> Rate:
-        """How many of the 95% intervals of the slowdown hold the truth, over all planted slowdowns."""
+        """Return the share of the 95% intervals of the slowdown that contain the truth, over all planted slowdowns."""
 
         def read(s: Simulation) -> tuple[int, int]:
             tallies = [t for k in kinds for t in s.tallies[k].values()]
@@ -232,7 +232,8 @@ def analyse(
     suites: int = SUITES,
     progress: Callable[[str], None] = lambda what: None,
 ) -> Analysis:
-    """All figures of a recording; the same for the same `seed`. PerfsuiteError where too little was recorded."""
+    """Return all figures of a recording, the same for the same `seed`. Raises PerfsuiteError where too little was
+    recorded."""
     recorded = pools(recording)
     if not recorded:
         raise PerfsuiteError(
@@ -295,7 +296,7 @@ def _targets(kinds: Sequence[KindResult], recording: Recording, simulated: Simul
 
 
 def clopper_pearson(count: float, of: float, level: float = LEVEL) -> tuple[float, float]:
-    """Exact interval of a share; the count may be fractional. (0, 1) of nothing."""
+    """Return the exact interval of a share; the count may be fractional. It is (0, 1) without trials."""
     if of <= 0:
         return 0.0, 1.0
     from scipy import special
@@ -307,7 +308,7 @@ def clopper_pearson(count: float, of: float, level: float = LEVEL) -> tuple[floa
 
 
 def rate(count: float, of: int) -> Rate:
-    """The share with Clopper and Pearson's interval."""
+    """Return the share with Clopper and Pearson's interval."""
     low, high = clopper_pearson(count, of)
     return Rate(value=_share(count, of), low=low, high=high, of=of)
 
@@ -317,7 +318,7 @@ def _share(count: float, of: float) -> float:
 
 
 def deviation(sd: float, dof: float) -> Deviation:
-    """A standard deviation with the χ² interval of so many degrees of freedom."""
+    """Return a standard deviation with the χ² interval of `dof` degrees of freedom."""
     from scipy import special
 
     tail = (1 - LEVEL) / 2
@@ -330,7 +331,7 @@ def deviation(sd: float, dof: float) -> Deviation:
 
 
 def components(recording: Recording, kind: str, other: str, side: str = OPTIMIZED) -> Components:
-    """The nested components of variance of log(other / side), by the moments of the means of each level."""
+    """Return the nested components of variance of log(other / side), by the moments of the means of each level."""
     sessions = [
         np.array(
             [np.log(np.array(p.kinds[kind].quads_s[other]) / np.array(p.kinds[kind].quads_s[side])) for p in found]
@@ -375,7 +376,7 @@ def _outliers(sessions: Sequence[Array]) -> float:
 
 
 def _mean_variance(values: Sequence[Array], axis: int) -> float:
-    """Variance along the axis, pooled over everything else; 0 where there is one value along it."""
+    """Return the variance along the axis, pooled over everything else; 0 where there is one value along it."""
     found = [v.var(axis=axis, ddof=1).ravel() for v in values if v.shape[axis] > 1]
     return float(np.concatenate(found).mean()) if found else 0.0
 
@@ -418,7 +419,8 @@ def _gated(kind: str, extra: float, pool: Pool, records: Sequence[KindRecord], s
 
 
 def planted_size(records: Sequence[KindRecord], side: str) -> tuple[float, float]:
-    """The side's median slowdown relative to the accepted side, over all recorded ABBA rounds, and its standard error.
+    """Return the side's median slowdown relative to the accepted side, over all recorded ABBA rounds, and its standard
+    error.
 
     The standard error is that of the process medians: they vary by more than the rounds within a process suggest.
     """
@@ -429,7 +431,8 @@ def planted_size(records: Sequence[KindRecord], side: str) -> tuple[float, float
 
 
 def thresholds(margin: float) -> tuple[int, int]:
-    """Thresholds of the other tools in per cent: the margin, in the whole per cents of pytest-benchmark, and STATED."""
+    """Return the thresholds of the other tools in per cent: the margin, in the whole per cents of pytest-benchmark, and
+    STATED."""
     return math.ceil(margin * 100 - 1e-9), STATED
 
 
@@ -445,9 +448,9 @@ def _others(kind: str, recording: Recording, margin: float) -> Iterator[Compared
 
 
 def compared(recording: Recording, kind: str, tool: str, field: str, percents: int, side: str) -> Rate | None:
-    """How often a new run of `side` fails against a stored run of the unchanged side of another process.
+    """Return the rate at which a new run of `side` fails against a stored run of the unchanged side of another process.
 
-    The stored run is of another session where there are several. All such pairs are compared, by pytest-benchmark's
+    The stored run is from another session where there are several. All such pairs are compared, by pytest-benchmark's
     own check. The interval counts half as many trials as processes, which bounds the variance of a mean over dependent
     pairs (Hoeffding 1963). None where the tool was not run.
     """
@@ -535,7 +538,8 @@ def _constants(kinds: Sequence[KindResult], whole: Simulation) -> Iterator[Const
 def _of_unchanged(
     tallies: Mapping[str, Tally], name: str, assumed: str, read: Callable[[Tally], float], *, least: float
 ) -> Constant:
-    """A constant on which it depends whether unchanged workloads are decided: the share that is, by kind."""
+    """Return a constant that determines whether unchanged workloads are decided, with the share that is decided, by
+    kind."""
     shares = {k: read(t) for k, t in tallies.items()}
     weak = [k for k, share in shares.items() if share < least]
     return Constant(
@@ -590,7 +594,7 @@ def _chi2_survival(value: float, dof: int) -> float:
 
 
 def _prior_range(sd: float, dof: float) -> tuple[float, float]:
-    """Where 95% of the true standard deviations lie, under a scaled inverse χ² prior."""
+    """Return the range of 95% of the true standard deviations, under a scaled inverse χ² prior."""
     from scipy import special
 
     low, high = (float(special.chdtri(dof, p)) for p in (0.025, 0.975))
@@ -614,7 +618,7 @@ def _found(kind: KindResult) -> str:
 
 
 def percent(value: float) -> str:
-    """A share in per cent, with as many digits as have meaning."""
+    """Return a share in per cent, with as many digits as have meaning."""
     size = abs(100 * value)
     return f"{100 * value:.{0 if size >= 99.95 else 1 if size >= 1 or size < 5e-4 else 2 if size >= 0.1 else 3}f}%"
 

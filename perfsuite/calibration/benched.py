@@ -1,4 +1,4 @@
-"""What pytest-benchmark collects: one benchmark for each (side, kind) that the measuring process registers.
+"""Module that pytest-benchmark collects: one benchmark for each (side, kind) that the measuring process registers.
 
 Not a test module of the harness: `perfsuite.calibration.worker` runs it by name, in its own process.
 """

@@ -148,7 +148,7 @@ def _show_plan(design: measure.Design, machine: Machine, as_json: bool) -> None:
 def _measured(
     design: measure.Design, machine: Machine, before: Recording | None, folder: Path, console: Console
 ) -> Recording:
-    """Measure, and keep what is recorded in a partial file until all is. Exits where it was interrupted."""
+    """Measure, and keep the recording in a partial file until it is complete. Exits where it was interrupted."""
     partial = folder / f"{machine.device}.partial.json"
     planting = dict(before.planting) if before is not None else {}
 
@@ -183,12 +183,12 @@ def _measured(
 
 
 def _ignore(value: object) -> None:
-    """Lets an expression stand where a callback must return None."""
+    """Do nothing: lets an expression stand where a callback must return None."""
 
 
 @contextmanager
 def _bar(console: Console, design: measure.Design) -> Iterator[Callable[[int, str], None]]:
-    """A progress bar, or a line for each process where the output is no terminal."""
+    """Show a progress bar, or a line for each process where the output is no terminal."""
     steps = len(design.kinds) + bool(design.benchmark_max_time) + design.do_bench
     if not console.is_terminal:
         seen: set[int] = set()

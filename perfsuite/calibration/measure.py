@@ -29,23 +29,23 @@ from perfsuite.records import Machine, from_json
 from perfsuite.workers import POLL_S, Lines, end, start
 
 SILENCE_S = 240.0
-"""A process that reports nothing for so long hangs: no kind takes a minute."""
+"""Seconds without a report after which a process counts as hanging: no kind takes a minute."""
 START_S = {"cuda": 8.0, "cpu": 3.0}
 KIND_S = {"cuda": 3.5, "cpu": 4.2}
-"""Seconds of a process's start, and of one kind at 6 planted sides, 8 blocks and 7 quads: for the plan alone."""
+"""Seconds of a process's start, and of one kind at 6 planted sides, 8 blocks and 7 ABBA rounds: for the plan alone."""
 ANALYSIS_S = 120.0
 """Reserved for simulating the gate, the table and the plot."""
 DO_BENCH_S = 0.2
 FEWEST = 2
-"""Fewer processes show nothing of the noise: these run whatever the budget is."""
+"""Fewest processes, which run whatever the budget is: fewer show nothing of the noise."""
 GIVE_UP = 2
-"""The run ends after so many processes in a row that measured nothing."""
+"""Number of processes in a row that measured nothing after which the run ends."""
 WORKER = "perfsuite.calibration.worker"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Design:
-    """What is to be measured."""
+    """Design of the measurement."""
 
     device: str
     """"cuda" or "cpu"."""
@@ -55,13 +55,13 @@ class Design:
     blocks: int
     quads: int
     seconds: float
-    """The budget of the whole, analysis included."""
+    """Budget in seconds of the whole run, including the analysis."""
     benchmark_max_time: float
     do_bench: bool
 
     @property
     def process_s(self) -> float:
-        """About what one process takes."""
+        """Estimated seconds of one process."""
         sides = len(side_names(self.extras)) / 8
         share = max(sides * self.blocks * self.quads / 56, 0.02)
         runs = len(self.extras) * len(self.kinds)
@@ -70,7 +70,7 @@ class Design:
 
     @property
     def fitting(self) -> int:
-        """Processes that the budget is expected to hold; FEWEST at least."""
+        """Number of processes that the budget is expected to hold, at least FEWEST."""
         return max(FEWEST, min(self.processes, int((self.seconds - ANALYSIS_S) / self.process_s)))
 
 
@@ -92,7 +92,7 @@ class Measuring:
     def run(self) -> Recording:
         """Measure until the design is complete, the budget is spent or Ctrl-C is pressed; what is recorded is kept.
 
-        PerfsuiteError where nothing could be measured.
+        Raises PerfsuiteError where nothing could be measured.
         """
         design = self.design
         longest, failed, number = 0.0, 0, 1
@@ -122,7 +122,7 @@ class Measuring:
         return recording
 
     def recording(self) -> Recording:
-        """Everything recorded so far."""
+        """Return everything recorded so far."""
         machine = self.machine
         session = SessionRecord(
             date=self._date,
@@ -147,7 +147,7 @@ class Measuring:
         )
 
     def _one(self, number: int) -> str | None:
-        """Run one process; the reason if it measured nothing, else None."""
+        """Run one process. Return the reason if it measured nothing, else None."""
         with tempfile.TemporaryDirectory(prefix="perfsuite-calibrate-") as folder:
             out, log = Path(folder) / "out.jsonl", Path(folder) / "log"
             design = self.design
@@ -181,7 +181,7 @@ class Measuring:
 
 
 class _Gathered:
-    """What one process has reported so far."""
+    """Results that one process has reported so far."""
 
     def __init__(self, measuring: Measuring, number: int) -> None:
         self.measuring, self.number = measuring, number
@@ -224,7 +224,7 @@ class _Gathered:
 
 
 def _events(job: Path, out: Path, log: Path) -> Iterator[Mapping[str, Any]]:
-    """The events of a worker until it ends. It is stopped where it hangs, or where the caller stops reading."""
+    """Yield the events of a worker until it ends. It is stopped where it hangs, or where the caller stops reading."""
     child = start([sys.executable, "-m", WORKER, str(job)], log)
     reported, heard = Lines(out), time.monotonic()
     try:
@@ -248,7 +248,7 @@ def _tail(log: Path) -> str:
 
 
 def plan(design: Design) -> list[str]:
-    """The plan in lines, with the estimated seconds."""
+    """Return the plan in lines, with the estimated seconds."""
     fits = design.fitting
     total = fits * design.process_s + ANALYSIS_S
     tools = []

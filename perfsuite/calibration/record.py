@@ -1,8 +1,8 @@
-"""What a calibration records, and its JSON file. No torch.
+"""Records of a calibration, and their JSON file. No torch.
 
-A process times, for each kind of pair, every side in the same quads: the reference, the optimized side of a second
-import ("accepted"), the optimized side, and the optimized side with planted work ("+1.0%"). The last two also have
-runs of pytest-benchmark, and of `triton.testing.do_bench` where that exists.
+A process times, for each kind of pair, every side in the same ABBA rounds: the reference, the optimized side of a
+second import ("accepted"), the optimized side, and the optimized side with planted work ("+1.0%"). The last two also
+have runs of pytest-benchmark, and of `triton.testing.do_bench` where that exists.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ KINDS: Mapping[str, str] = {
 }
 """The kinds of pair, and how work is planted in each."""
 BLOCKS, QUADS = 16, 3
-"""A process's design, as the gate has it: those of `perfsuite.sampling`, which imports torch."""
+"""Blocks of a process and ABBA rounds of a block, as the gate has them in `perfsuite.sampling`, which imports torch."""
 SECONDS_DIGITS = 6
-"""A time is kept to a millionth: a hundredth of the smallest noise seen."""
+"""Significant digits of a time: it is kept to a millionth, a hundredth of the smallest noise seen."""
 AGAIN = "record it anew with `perfsuite calibrate`"
 
 
 def side_name(extra: float) -> str:
-    """The name of the side that does the share `extra` more work."""
+    """Return the name of the side that does the share `extra` more work."""
     return OPTIMIZED if extra == 0 else f"+{extra:.1%}"
 
 
 def side_names(extras: Sequence[float]) -> tuple[str, ...]:
-    """Every side of a kind, as they are interleaved."""
+    """Return every side of a kind, as they are interleaved."""
     return (REFERENCE, ACCEPTED, *(side_name(x) for x in extras))
 
 
@@ -53,7 +53,7 @@ class Rounds:
     rounds: int
     iterations: int
     seconds: float
-    """How long the run took."""
+    """Seconds that the run took."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -62,7 +62,7 @@ class KindRecord:
 
     clock: str
     quads_s: Mapping[str, tuple[tuple[float, ...], ...]]
-    """Side → block → quad: seconds a call, the mean of the two turns of the quad."""
+    """Side → block → ABBA round: seconds a call, the mean of the round's two turns."""
     side_s: Mapping[str, float]
     """Seconds spent on each side: its samples and its fresh inputs."""
     seconds: float
@@ -98,7 +98,7 @@ class SessionRecord:
     processes: tuple[ProcessRecord, ...]
     seconds: float = 0.0
     left_out: tuple[str, ...] = ()
-    """What was planned but not measured, each with the reason."""
+    """Measurements that were planned but not made, each with the reason."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -125,12 +125,13 @@ class Recording:
 
 
 def save(path: Path, recording: Recording) -> Path:
-    """Write the file atomically; PerfsuiteError in one line if that fails."""
+    """Write the file atomically. Raises PerfsuiteError in one line if that fails."""
     return files.write(path, _layout(to_json(recording)) + "\n")
 
 
 def load(path: Path) -> Recording:
-    """Read and check a recording; PerfsuiteError in one line where it is missing, damaged or of another schema."""
+    """Read and check a recording. Raises PerfsuiteError in one line where it is missing, damaged or of another
+    schema."""
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -167,9 +168,8 @@ def _problem(kind: KindRecord, recording: Recording) -> str | None:
 
 
 def joined(first: Recording, other: Recording, *, name: str) -> Recording:
-    """The sessions of both recordings, without duplicates. PerfsuiteError names the other by `name` where their designs
-    differ.
-    """
+    """Return the sessions of both recordings, without duplicates. A PerfsuiteError names the other one by `name` where
+    their designs differ."""
     for what, one, two in (
         ("device", first.machine.device, other.machine.device),
         ("number of blocks", first.blocks, other.blocks),
@@ -183,12 +183,12 @@ def joined(first: Recording, other: Recording, *, name: str) -> Recording:
 
 
 def rounded(seconds: float) -> float:
-    """A time with the digits that are stored."""
+    """Return a time with the digits that are stored."""
     return float(f"{seconds:.{SECONDS_DIGITS}g}")
 
 
 def _layout(value: object, indent: str = "") -> str:
-    """JSON with one line for each block, so that a file of 100,000 figures stays readable."""
+    """Return JSON with one line for each block, so that a file of 100,000 figures stays readable."""
     inner = indent + " "
     if isinstance(value, dict) and value:
         lines = (f"{inner}{json.dumps(k)}: {_layout(v, inner)}" for k, v in value.items())

@@ -17,13 +17,13 @@ from perfsuite.report.units import duration, seconds
 REMEDY = "the plot needs matplotlib: pip install matplotlib, or leave it out with --no-plot"
 ABSENT = "–"
 KNOWN = 0.0025
-"""Where the planted slowdowns were measured less precisely than this, the plot shows them as planted."""
+"""Standard error of a planted slowdown above which the plot shows it as planted, and not as measured."""
 COLOURS = {"gate": "#0b5394", "margin": "#cc4125", "stated": "#e69138", "do_bench": "#6aa84f"}
 TOOLS = ("pytest-benchmark median", "pytest-benchmark min", "do_bench median")
 
 
 def table(analysis: Analysis, recording: Recording, *, picture: str | None) -> str:
-    """The whole page in Markdown; `picture` is the plot's file name beside it."""
+    """Return the whole page in Markdown; `picture` is the plot's file name beside it."""
     return "\n".join(_page(analysis, recording, picture)) + "\n"
 
 
@@ -96,13 +96,13 @@ def _page(a: Analysis, recording: Recording, picture: str | None) -> Iterator[st
 
 
 def _rows(heads: Sequence[str], left: int = 1) -> Iterator[str]:
-    """The head of a table whose first columns are aligned to the left."""
+    """Yield the head of a table whose first columns are aligned to the left."""
     yield f"| {' | '.join(heads)} |"
     yield f"| {' | '.join(['---'] * left + ['---:'] * (len(heads) - left))} |"
 
 
 def suite_table(a: Analysis) -> Iterator[str]:
-    """The table of required error rates of the whole suite, and of the rates that were found."""
+    """Yield the table of required error rates of the whole suite, and of the rates that were found."""
     yield from _rows(["over the whole suite", "wanted", "found", "reading"])
     for t in a.targets:
         wanted = f"{'≤' if t.at_most else '≥'} {_share(t.wanted)}"
@@ -110,14 +110,14 @@ def suite_table(a: Analysis) -> Iterator[str]:
 
 
 def constants(a: Analysis) -> Iterator[str]:
-    """The table of constants: assumed and measured."""
+    """Yield the table of constants: assumed and measured."""
     yield from _rows(["constant", "assumed", "measured", "reading"], 4)
     for c in a.constants:
         yield f"| {c.name} | {c.assumed} | {c.measured} | {c.reading} |"
 
 
 def gate_table(a: Analysis) -> Iterator[str]:
-    """The gate's verdicts, a row for each kind and planted slowdown."""
+    """Yield the gate's verdicts, a row for each kind and planted slowdown."""
     yield from _rows(
         ["kind", "planted", "measured", "REGRESSED", "PASS", "NOISY", "processes", "seconds", "95% interval holds"]
     )
@@ -181,7 +181,7 @@ def _rate(rate: Rate) -> str:
 
 
 def _share(value: float) -> str:
-    """A share in per cent; below ten with a decimal, but 0 and 100 only where they are exact."""
+    """Return a share in per cent; below ten with a decimal, but 0 and 100 only where they are exact."""
     whole = f"{100 * value:.1f}"
     if value in (0.0, 1.0) or (10 <= 100 * value <= 90):
         return f"{100 * value:.0f}%"
@@ -192,7 +192,8 @@ def _share(value: float) -> str:
 
 
 def plot(analysis: Analysis, path: Path) -> Path:
-    """Detection against slowdown, a panel a kind: `path` ends in .svg or .png. PerfsuiteError without matplotlib."""
+    """Plot detection against slowdown, a panel for each kind; `path` ends in .svg or .png. Raises PerfsuiteError
+    without matplotlib."""
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure

@@ -35,7 +35,8 @@ DATE = "2000-01-01T00:00:00+00:00"
 
 
 def block_ratios(kind: KindRecord, other: str, side: str) -> Array:
-    """A process's block log-ratios as the gate has them: medians over quads of log(time of other / time of side)."""
+    """Return a process's block log-ratios as the gate has them: medians over ABBA rounds of log(time of other / time of
+    side)."""
     ratios = np.log(np.array(kind.quads_s[other]) / np.array(kind.quads_s[side]))
     return np.asarray(np.median(ratios, axis=1), dtype=np.float64)
 
@@ -58,22 +59,22 @@ class Pool:
         return tuple(len(a) for a in self.sides[OPTIMIZED])
 
     def mean(self, side: str) -> float:
-        """The mean over sessions of their means."""
+        """Return the mean over sessions of their means."""
         return float(np.mean([_means(a, self.clock).mean() for a in self.sides[side]]))
 
     def again(self, rng: np.random.Generator) -> Pool:
-        """Another recording that might have been made: processes of each session drawn with replacement."""
+        """Return another recording that might have been made: processes of each session drawn with replacement."""
         rows = [rng.integers(0, n, n) for n in self.sizes]
         drawn = {s: tuple(a[r] for a, r in zip(arrays, rows, strict=True)) for s, arrays in self.sides.items()}
         return replace(self, sides=drawn)
 
     def noise(self) -> tuple[Array, ...]:
-        """By session: the blocks of every side around its mean, a row for each process and side."""
+        """Return by session the blocks of every side around its mean, a row for each process and side."""
         return tuple(_around(arrays, self.clock) for arrays in zip(*self.sides.values(), strict=True))
 
 
 def pools(recording: Recording) -> dict[str, Pool]:
-    """Each kind's pool; sessions in which a kind has fewer than two processes are left out for it."""
+    """Return each kind's pool; sessions in which a kind has fewer than two processes are left out for it."""
     found = {}
     for name in recording.kinds:
         sessions = [[p.kinds[name] for p in s.processes if name in p.kinds] for s in recording.sessions]
@@ -92,7 +93,7 @@ def pools(recording: Recording) -> dict[str, Pool]:
 
 
 def _means(blocks: Array, clock: str) -> Array:
-    """The process means, as a column."""
+    """Return the process means, as a column."""
     return np.array([[process_mean(row, clock)] for row in blocks.tolist()])
 
 
@@ -113,14 +114,14 @@ class Tally:
 
     statuses: Counter[Status] = field(default_factory=Counter)
     first: int = 0
-    """Decided by one process, among those that were not in the sample (`unsampled`)."""
+    """Runs decided by one process, among those that were not in the sample (`unsampled`)."""
     unsampled: int = 0
     processes: int = 0
     blocks: int = 0
     bounded: int = 0
-    """The plan asked for more blocks a process than were recorded."""
+    """Runs whose plan asked for more blocks a process than were recorded."""
     covered: int = 0
-    """The 95% interval of the slowdown held the truth."""
+    """Runs whose 95% interval of the slowdown contained the truth."""
     margins: list[float] = field(default_factory=list)
 
     @property
@@ -144,7 +145,7 @@ class SuiteTally:
 
 @dataclass(slots=True)
 class Simulation:
-    """Kind → side → tally, and side → suite."""
+    """Result of a simulation: kind → side → tally, and side → suite."""
 
     tallies: dict[str, dict[str, Tally]]
     suites: dict[str, SuiteTally]
@@ -157,7 +158,8 @@ def simulate(
     *,
     progress: Callable[[str], None] = lambda what: None,
 ) -> Simulation:
-    """Gate so many suites at each side of `suites`, with the same slowdown in every workload of a suite.
+    """Gate, for each side of `suites`, the number of suites given there, with the same slowdown in every workload of a
+    suite.
 
     Where several sessions were recorded, what is accepted and the run come from different ones.
     """
@@ -238,7 +240,7 @@ def _gate_once(
 
 
 def _drawn(noise: Array, mean: float, blocks: int, rng: np.random.Generator) -> tuple[float, ...]:
-    """The block log-ratios of one process."""
+    """Return the block log-ratios of one process."""
     row = noise[rng.integers(len(noise))]
     return tuple((row[rng.integers(0, len(row), blocks)] + mean).tolist())
 

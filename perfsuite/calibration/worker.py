@@ -43,7 +43,7 @@ BENCHMARK, DO_BENCH = "pytest-benchmark", "do_bench"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CalibrationJob:
-    """What one process is to measure."""
+    """Measurements that one process is to make."""
 
     out: str
     device: str
@@ -52,7 +52,7 @@ class CalibrationJob:
     blocks: int
     quads: int
     planting: Mapping[str, Mapping[str, float]]
-    """Of earlier processes; what is missing is calibrated here."""
+    """Calibration of planted work from earlier processes; what is missing is calibrated here."""
     benchmark_max_time: float
     """Seconds a run of pytest-benchmark; 0 leaves it out."""
     do_bench: bool
@@ -61,7 +61,8 @@ class CalibrationJob:
 
 
 class QuadSampler(Sampler):
-    """The gate's sampler, which also keeps every quad and the seconds spent on each side. All sides join every quad."""
+    """The gate's sampler, which also keeps every ABBA round and the seconds spent on each side. All sides join every
+    round."""
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
@@ -69,12 +70,12 @@ class QuadSampler(Sampler):
         self.spent_s = dict.fromkeys(self.runners, 0.0)
 
     def plan(self, blocks: int = BLOCKS, quads: int = QUADS) -> None:
-        """Decide how many calls make a sample; every process has exactly so many blocks and quads."""
+        """Decide how many calls make a sample. Every process has exactly this many blocks and ABBA rounds."""
         super().plan(blocks, quads)
         self.blocks, self.quads = blocks, quads
 
     def sample(self, name: str, *arguments: Any, **options: Any) -> float:
-        """Seconds of one sample of the side."""
+        """Return the seconds of one sample of the side."""
         began = perf_counter()
         try:
             return super().sample(name, *arguments, **options)
@@ -117,7 +118,8 @@ class Process:
         self.rng = random.Random(secrets.randbits(64))
 
     def run(self) -> None:
-        """Every kind with the gate's sampler; then the other tools, each side through every kind as in a suite."""
+        """Measure every kind with the gate's sampler, then with the other tools, each side through every kind as in a
+        suite."""
         for kind in self.job.kinds:
             self._attempt(kind, functools.partial(self._kind, kind))
         measured = [k for k in self.job.kinds if k in self.runners]
@@ -151,7 +153,7 @@ class Process:
             self.emit({"event": "planting", "kind": name, "planting": planting})
         calls = {REFERENCE: kind.reference(device), ACCEPTED: second.optimized(device, 0.0, planting)}
         calls |= {side_name(x): kind.optimized(device, x, planting) for x in job.extras}
-        # Outputs are not declared: nothing is proven here, so that nothing need be restored between calls.
+        # Outputs are not declared: nothing is proven here, so that nothing has to be restored between calls.
         pair = Pair(reference=_nothing, optimized=_nothing, inputs={n: tensor("n") for n in master}, name=name)
         case = Case(dtype="float32", sizes={}, inputs={}, seed=0)
         runners = {
@@ -197,7 +199,7 @@ class Process:
         return {k: float(v) for k, v in kind.calibrate(self.job.device, run, timed).items()}
 
     def _prepared(self, kind: str, side: str) -> Callable[[], object]:
-        """The side's call up to its completion on fresh inputs, as a test of another tool would make them."""
+        """Return the side's call up to its completion on fresh inputs, as a test of another tool would make them."""
         runner = self.runners[kind][side]
         runner.allocate(self.masters[kind], self.rng)
         runner.call()
@@ -212,7 +214,7 @@ class Process:
         return call
 
     def _benchmark(self, sides: list[str], kinds: list[str]) -> None:
-        """The real pytest-benchmark, through its command line."""
+        """Run the real pytest-benchmark through its command line."""
         import pytest
 
         names = {f"{s}-{k}": (s, k) for s in sides for k in kinds}
@@ -240,7 +242,7 @@ class Process:
             self.emit({"event": "run", "tool": "benchmark", "kind": kind, "side": side, "run": to_json(rounds)})
 
     def _do_bench(self, sides: list[str], kinds: list[str]) -> None:
-        """The real `triton.testing.do_bench`, with its own settings."""
+        """Run the real `triton.testing.do_bench` with its own settings."""
         from triton.testing import do_bench
 
         for side in sides:
@@ -270,15 +272,15 @@ def second_import() -> ModuleType:
 
 
 def _nothing(*arguments: object) -> None:
-    """Stands in for a pair's sides: here each side has its own call."""
+    """Do nothing: stands in for a pair's sides, since here each side has its own call."""
 
 
 def _reset() -> None:
-    """Nothing is restored between calls."""
+    """Do nothing: nothing is restored between calls."""
 
 
 def _quiet(phase: str) -> None:
-    """The phase is not reported."""
+    """Do nothing: the phase is not reported."""
 
 
 def main(path: str) -> None:

@@ -38,22 +38,24 @@ class Kind(ABC):
 
     @abstractmethod
     def inputs(self, device: str, most: float, generator: torch.Generator) -> dict[str, torch.Tensor]:
-        """Inputs with room for `most` extra work."""
+        """Return inputs with room for `most` extra work."""
 
     @abstractmethod
     def reference(self, device: str) -> Call:
-        """A slower way to do the same."""
+        """Return a slower way to do the same."""
 
     @abstractmethod
     def optimized(self, device: str, extra: float, planting: Mapping[str, float]) -> Call:
-        """The optimized side with the share `extra` more work; `planting` is what `calibrate` gave."""
+        """Return the optimized side with the share `extra` more work; `planting` is the result of `calibrate`."""
 
     @abstractmethod
     def launches(self, side: float | None) -> int:
-        """Kernels that one call launches: of the side with that extra work, or of the reference (None)."""
+        """Return the number of kernels that one call launches: of the side with that extra work, or of the reference
+        (None)."""
 
     def calibrate(self, device: str, call: Call, timed: Timer) -> dict[str, float]:
-        """What planting needs to know of this device; nothing where the work itself can be increased in small steps.
+        """Return the figures that planting needs on this device; empty where the work itself can be increased in small
+        steps.
 
         `call` runs the side without extra work.
         """
@@ -211,7 +213,7 @@ def _type(device: str) -> str:
 
 @cache
 def _twice() -> Call:
-    """This import's own copy of the Triton kernel. The two imports share torch's kernels only."""
+    """Return this import's own copy of the Triton kernel. The two imports share torch's kernels only."""
     path = Path(__file__).with_name("kernels.py")
     spec = importlib.util.spec_from_file_location(f"{__name__}_kernels", path)
     assert spec is not None
@@ -227,7 +229,7 @@ def _twice() -> Call:
 
 
 def _wait(device: str, extra: float, planting: Mapping[str, float]) -> Callable[[], None] | None:
-    """A wait of the share `extra` of the calibrated call; None for no extra work."""
+    """Return a wait of the share `extra` of the calibrated call; None for no extra work."""
     if extra == 0:
         return None
     seconds = max(extra * planting["seconds"] - planting["overhead_s"], 0.0)
@@ -250,7 +252,7 @@ def _sleep() -> Callable[[int], None]:
 
 
 def _busy(call: Call, timed: Timer) -> dict[str, float]:
-    """The call's time, and what a host's wait takes beyond its length."""
+    """Return the call's time, and what a host's wait takes beyond its length."""
     seconds = statistics.median(timed(call) for _ in range(ROUNDS))
     asked = 2e-6
     wait = _wait("cpu", 1.0, {"seconds": asked, "overhead_s": 0.0})
@@ -264,7 +266,8 @@ def _busy(call: Call, timed: Timer) -> dict[str, float]:
 
 
 def _spin(call: Call, timed: Timer) -> dict[str, float]:
-    """The call's time, and by a line through two waits behind it: cycles a second, and what a wait costs at least."""
+    """Return the call's time, and by a line through two waits behind it: cycles a second, and what a wait costs at
+    least."""
     sleep = _sleep()
     seconds = min(timed(call) for _ in range(5))
     # A first guess of the rate gives two waits; the line is drawn through their times.

@@ -1,4 +1,4 @@
-"""Other ways of calling the optimized side: each must give what the reference gives when it is called so.
+"""Other ways of calling the optimized side: each must give what the reference gives when it is called in the same way.
 
 A way that the reference does not support (it raises there) is left out. A side may refuse a second or a double backward
 pass by raising, as many kernels do; a wrong answer is a fault everywhere.
@@ -60,11 +60,11 @@ from perfsuite.records import Case
 __all__ = ["COSTLY", "WAYS", "check"]
 
 COMPILED_CALL = os.path.join("torch", "_dynamo", "eval_frame.py")
-"""The file of torch's that calls what was compiled."""
+"""File of torch that calls compiled functions."""
 
 
 def many_elements(probe: Probe) -> None:
-    """On more elements than 32 bits can count."""
+    """Call on more elements than 32 bits can count."""
     large.check(probe)
 
 
@@ -97,7 +97,8 @@ WAYS: tuple[Callable[[Probe], None], ...] = (
     captured_graph,
 )
 COMPILED = (no_gradient_needed, one_gradient_needed)
-"""A side that compiles takes seconds for each way. On a CPU only these are tried, unless the profile is "thorough"."""
+"""Ways that are tried on a CPU where the side compiles, unless the profile is "thorough": each way takes seconds
+then."""
 NOT_COMPILED = (
     two_gradients_needed,
     two_threads,
@@ -108,8 +109,8 @@ NOT_COMPILED = (
     one_tensor,
     inputs_with_graphs,
 )
-"""torch.compile compiles, captures graphs and replays them in one thread at a time; for the others it compiles anew,
-which takes seconds."""
+"""Ways that are not tried where the side is compiled. torch.compile compiles, captures graphs and replays them in one
+thread at a time; for the other ways it compiles anew, which takes seconds."""
 COSTLY: tuple[Callable[[Probe], None], ...] = (many_elements,)
 STATEFUL: tuple[Callable[[Probe], None], ...] = (
     every_step,
@@ -135,10 +136,10 @@ def check(
     thorough: bool = False,
     number: int | None = None,
 ) -> None:
-    """NotEquivalent, naming the way, where the optimized side is right when called plainly and wrong so.
+    """Raise NotEquivalent, naming the way, where the optimized side is right in a plain call and wrong in that way.
 
-    With `thorough` also what costs much. `number` is that of the draw, of a proof with several: it takes a part of the
-    ways IN_TURN, and all ways where it is None.
+    With `thorough` the expensive ways are tried, too. `number` is the draw's number in a proof with several draws: each
+    draw takes a part of the ways IN_TURN. All ways are tried where it is None.
     """
     probe = Probe(pair=pair, side=as_side(pair.optimized), name="optimized", case=case, device=device, home=home)
     if not pair.is_stateful and not probe.answers_rightly():
@@ -164,7 +165,7 @@ def check(
 
 
 def _is_compiled(probe: Probe) -> bool:
-    """Whether a call runs what torch.compile made."""
+    """Return whether a call runs code that torch.compile made."""
     entered = False
 
     def note(frame: FrameType, event: str, argument: object) -> None:

@@ -30,17 +30,18 @@ from perfsuite.rule import eps_of
 from perfsuite.specs import ModuleSpec, holds
 
 MOST_ALONE = 4
-"""The number of differentiable inputs that are tried alone where there are more."""
+"""Number of differentiable inputs that are tried one at a time where there are more."""
 GRAPHS = 4
-"""Other calls whose graphs live at the same time."""
+"""Number of other calls whose graphs live at the same time."""
 RAISING = "torch::autograd::Error"
 """The name of the node with which torch refuses to differentiate twice."""
 SECOND_EPS = 4
-"""Second derivatives of an equal formula differ by more than its values do: by up to 1.8 times their budget."""
+"""Factor of eps for second derivatives: those of an equal formula differ by more than its values do, by up to 1.8 times
+the values' budget."""
 
 
 def one_gradient_needed(probe: Probe) -> None:
-    """Where only one of several inputs needs a gradient, and where all but one do."""
+    """Call where only one of several inputs needs a gradient, and where all but one do."""
     paths = differentiable(probe)
     if len(paths) < 2:
         return
@@ -53,7 +54,7 @@ def one_gradient_needed(probe: Probe) -> None:
 
 
 def two_gradients_needed(probe: Probe) -> None:
-    """Where only two of four or more inputs need a gradient, other ones on each draw."""
+    """Call where only two of four or more inputs need a gradient, different ones on each draw."""
     paths = differentiable(probe)
     if len(paths) < 4:
         return
@@ -69,14 +70,14 @@ def _hold_some(probe: Probe, marked: Collection[str], others: Collection[str], w
 
 
 def second_backward(probe: Probe) -> None:
-    """A second backward pass through the same graph, which was retained, with other incoming gradients."""
+    """Make a second backward pass through the same graph, which was retained, with other incoming gradients."""
     if not differentiable(probe) or set(probe.pair.consumes) - {GRAD_OUTPUT}:
         return
 
     def way(call: Callable[..., Any], pair: Pair, values: dict[str, Any], seed: int) -> Leaves:
         leaves, outputs, marked, weights = graph_of(call, pair, values, seed)
         given = list(marked.values())
-        others = incoming.drawn(leaves, seed + 1, pair.output_dtype)[1]  # what it keeps of them is not right then
+        others = incoming.drawn(leaves, seed + 1, pair.output_dtype)[1]  # what is kept of them is wrong then
         torch.autograd.grad(outputs, given, others, retain_graph=True, allow_unused=True)
         again = torch.autograd.grad(outputs, given, weights, allow_unused=True)
         return detached(leaves) | {f"gradient of {p}": g for p, g in zip(marked, again, strict=True)}
@@ -86,8 +87,9 @@ def second_backward(probe: Probe) -> None:
 
 
 def two_graphs(probe: Probe) -> None:
-    """A backward pass after other calls, as where a layer is used several times: all inputs have other values, or all
-    but one. Their backward passes come later. An earlier call with the same values has had its own before."""
+    """Make a backward pass after other calls, as where a layer is used several times. In the other calls all inputs
+    have other values, or all but one; their backward passes come later. An earlier call with the same values has had
+    its backward pass before."""
     if not differentiable(probe):
         return
     others = [probe.drawn(probe.other_case(number)) for number in range(GRAPHS)]
@@ -116,12 +118,13 @@ def two_graphs(probe: Probe) -> None:
 
 
 NAN_ELEMENTS = 16
-"""The incoming gradients have at least so many elements. With fewer the derivative may be 0 at every one of them, where
-a side may rightly return 0."""
+"""Fewest elements of the incoming gradients. With fewer the derivative may be 0 at every one of them, where a side may
+rightly return 0."""
 
 
 def nan_gradients(probe: Probe) -> None:
-    """Where the incoming gradients are NaN, as those of a scaled loss that overflows: a scaler must see it."""
+    """Make a backward pass with incoming gradients that are NaN, as those of a scaled loss that overflows: a gradient
+    scaler must see the NaN."""
     if not differentiable(probe):
         return
 
@@ -146,7 +149,7 @@ def nan_gradients(probe: Probe) -> None:
 
 
 def inputs_with_graphs(probe: Probe) -> None:
-    """Where its inputs are outputs of other operations, as a layer's are: nothing may be written to them."""
+    """Call with inputs that are outputs of other operations, as a layer's are: nothing may be written to them."""
     names = [n for n in execution.differentiable(probe.pair) if not holds(probe.pair.inputs[n], ModuleSpec)]
     if not differentiable(probe) or not names or probe.pair.changed:
         return
@@ -170,12 +173,12 @@ def inputs_with_graphs(probe: Probe) -> None:
 
 
 def _with_graph(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy that is the output of an operation, if the tensor needs a gradient."""
+    """Return a copy that is the output of an operation, if the tensor needs a gradient."""
     return tensor.clone() if tensor.requires_grad else tensor
 
 
 def double_backward(probe: Probe) -> None:
-    """The gradients of its gradients."""
+    """Compute the gradients of the side's gradients."""
     if not differentiable(probe):
         return
 
@@ -191,7 +194,7 @@ def double_backward(probe: Probe) -> None:
             second: Any = [None] * len(given)
         else:
             second = torch.autograd.grad(again, given, directions, allow_unused=True)
-        # What is constant has no graph: its derivative is 0.
+        # A constant has no graph: its derivative is 0.
         return {
             f"second derivative of {p}": torch.zeros_like(x) if g is None else g
             for (p, x), g in zip(marked.items(), second, strict=True)
@@ -202,9 +205,9 @@ def double_backward(probe: Probe) -> None:
 
 
 def _refuses(gradients: Iterable[torch.Tensor | None]) -> bool:
-    """Whether a backward pass through the graph of these would raise, as after once_differentiable.
+    """Return whether a backward pass through the graph of these gradients would raise, as after once_differentiable.
 
-    torch.autograd.grad may end before it comes to the node that raises, and give no gradient instead.
+    torch.autograd.grad may end before it reaches the node that raises, and return no gradient instead.
     """
     left = [g.grad_fn for g in gradients if g is not None and g.grad_fn is not None]
     seen = set(left)
@@ -219,9 +222,9 @@ def _refuses(gradients: Iterable[torch.Tensor | None]) -> bool:
 
 
 def changed_before_backward(probe: Probe) -> None:
-    """Where its inputs, or its outputs, are written to between the call and the backward pass.
+    """Write to the inputs, or to the outputs, between the call and the backward pass.
 
-    torch refuses where it needs their values; a side has to refuse, too, unless its gradients are those of the call.
+    torch raises where it needs their values. A side has to raise, too, unless its gradients are those of the call.
     """
     if not differentiable(probe) or probe.pair.consumes:
         return
@@ -242,7 +245,8 @@ def changed_before_backward(probe: Probe) -> None:
 
 
 def after_calls_without_gradients(probe: Probe) -> None:
-    """Gradients after a call under torch.inference_mode(), the first at these sizes, and one under torch.no_grad()."""
+    """Compute gradients after a call under torch.inference_mode(), the first at these sizes, and one under
+    torch.no_grad()."""
     if not differentiable(probe) or probe.pair.changed or probe.pair.consumes:
         return
     first = at_seldom_sizes(probe)

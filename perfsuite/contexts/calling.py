@@ -1,4 +1,4 @@
-"""Calling a side in another way than proofs do, and holding what it gives against the truth."""
+"""Call a side in another way than proofs do, and compare its outputs with the truth."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Result = TypeVar("Result")
 SELDOM = (37, 43, 47, 53, 59, 61)
 """Sizes that few draws have."""
 SELDOM_ELEMENTS = 1 << 15
-"""So many elements have all inputs together at most, at such sizes."""
+"""Most elements of all inputs together at such sizes."""
 UNEVEN = "where the tensors in its lists differ in size"
 
 
@@ -40,13 +40,13 @@ def hold(
     reference_may_refuse: bool = False,
     reference_first: bool = False,
 ) -> None:
-    """Call the side in this way and hold it against the truth: of a plain call where none is given, unless `eps` says
-    that precision is lower in this way.
+    """Call the side in this way and compare it with the truth. Where none is given, the truth is that of a plain call,
+    unless `eps` says that precision is lower in this way.
 
-    Whether the reference supports it counts where the side is not right, and is tried only then, unless
-    `reference_first`: what it does not support could do harm, or its outputs may be other ones than in a plain call.
-    `refusable`: the side may raise. `reference_may_refuse`: the side is held against `known` also where the reference
-    raises; not where the reference gives something else.
+    The reference has to support the way only where the side is not right, and is tried only then, unless
+    `reference_first`: calling the reference in a way that it does not support could do harm, or its outputs may differ
+    from those of a plain call. `refusable`: the side may raise. `reference_may_refuse`: the side is compared with
+    `known` even where the reference raises, but not where the reference gives something else.
     """
     attempt = _Attempt(probe, way)
     reference_first |= reference_may_refuse or (known is None and eps is not None)
@@ -104,7 +104,7 @@ class _Attempt:
         return self._answer
 
     def is_right(self, known: Known) -> bool:
-        """Whether the answer is right; False if the side raises, or the truth cannot be established."""
+        """Return whether the answer is right; False if the side raises, or the truth cannot be established."""
         try:
             return _is_right(self.probe, known, self.answer())
         except Exception:
@@ -112,7 +112,7 @@ class _Attempt:
 
 
 def hold_anew(probe: Probe, way: Way, words: str, *, eps: float | None = None, refusable: bool = False) -> None:
-    """`hold` against a truth that is established in this way, too: a plain call gives something else."""
+    """Call `hold` with a truth that is established in this way, too, because a plain call gives something else."""
     known = truths.by_replicas(probe.pair, probe.case, probe.device, gradients=False, home=probe.home, eps=eps, way=way)
     hold(probe, way, words, known=known, refusable=refusable)
 
@@ -133,7 +133,7 @@ def _is_right(probe: Probe, known: Known, produced: Leaves) -> bool:
 
 
 def _is_plain(probe: Probe, expected: Leaves) -> bool:
-    """Whether these are the names that a plain call gives."""
+    """Return whether these outputs have the names that a plain call gives."""
     return sorted(expected) == sorted(probe.truth().reference)
 
 
@@ -157,7 +157,7 @@ def where_only(
     only: Collection[str],
     differentiate: bool = False,
 ) -> Leaves:
-    """Called with grad mode on, where these inputs alone need a gradient."""
+    """Call with grad mode on, where only these inputs need a gradient."""
     marked = execution.require_gradients(pair, values)
     for path, tensor in marked.items():
         tensor.requires_grad_(path in only)
@@ -171,7 +171,7 @@ def where_only(
 
 
 def graph_of(call: Callable[..., Any], pair: Pair, values: dict[str, Any], seed: int) -> Any:
-    """(leaves, outputs that need a gradient, marked inputs, incoming gradients)."""
+    """Return (leaves, outputs that need a gradient, marked inputs, incoming gradients)."""
     marked = execution.require_gradients(pair, values)
     with torch.enable_grad():
         leaves = execution.with_changed(pair, values, call(*values.values()))
@@ -182,26 +182,26 @@ def graph_of(call: Callable[..., Any], pair: Pair, values: dict[str, Any], seed:
 def gradients_of(
     leaves: Leaves, outputs: list[torch.Tensor], marked: Mapping[str, torch.Tensor], weights: list[torch.Tensor]
 ) -> Leaves:
-    """The leaves and the gradients of the marked inputs, of what `graph_of` gives."""
+    """Return the leaves and the gradients of the marked inputs, from the result of `graph_of`."""
     given = list(marked.values())
     found = torch.autograd.grad(outputs, given, weights, allow_unused=True) if outputs else [None] * len(given)
     return detached(leaves) | {f"gradient of {path}": g for path, g in zip(marked, found, strict=True)}
 
 
 def differentiable(probe: Probe) -> list[str]:
-    """The paths of the inputs whose gradients are compared."""
+    """Return the paths of the inputs whose gradients are compared."""
     if not probe.pair.gradients or probe.pair.is_stateful:
         return []
     return list(execution.require_gradients(probe.pair, probe.drawn()))
 
 
 def truth_with_gradients(probe: Probe, left_out: set[str], replicas: int) -> Truth:
-    """The truth of a plain call and of its gradients, without these outputs."""
+    """Return the truth of a plain call and of its gradients, without these outputs."""
     return probe.truth(replicas=replicas, gradients=True).without(left_out)
 
 
 def gradients_are_right(probe: Probe) -> bool:
-    """Whether a plain call has the right gradients on the draw, or none are compared."""
+    """Return whether a plain call has the right gradients on the draw, or none are compared."""
     if not differentiable(probe):
         return True
     known = functools.partial(truth_with_gradients, probe, set())
@@ -223,8 +223,8 @@ def detached(leaves: Leaves) -> Leaves:
 
 
 def in_threads(jobs: list[Callable[[], Result]]) -> list[Result]:
-    """Each job's result, in threads of their own. Raises the first error; one that is not a broken barrier comes before
-    those that are, since it has broken the barrier."""
+    """Run each job in a thread of its own and return the results. Raises the first error; an error that is not a broken
+    barrier comes before those that are, since it has broken the barrier."""
     found: list[Any] = [RuntimeError("the thread did not end")] * len(jobs)
 
     def work(number: int) -> None:
@@ -254,14 +254,14 @@ def error_name(error: BaseException) -> str:
 
 
 def on(probe: Probe, case: Case) -> Probe:
-    """The same side on another draw."""
+    """Return a probe of the same side on another draw."""
     return replace(probe, case=case, known={}, inputs={}, right={})
 
 
 def at_seldom_sizes(probe: Probe) -> Probe:
-    """The draw at sizes that few draws have, as far as the pair allows them: no earlier call had them.
+    """Return the draw at sizes that few draws have, as far as the pair allows them: no earlier call had them.
 
-    They are the same in every run: what is compiled for a size is in a cache.
+    The sizes are the same in every run, so that code compiled for them is in a cache.
     """
     pair, case, sizes = probe.pair, probe.case, dict(probe.case.sizes)
     for number, symbol in enumerate(sorted(pair.symbols)):
@@ -279,7 +279,7 @@ def at_seldom_sizes(probe: Probe) -> Probe:
 
 
 def sizes_of_their_own(specs: Iterable[TensorSpec], others: Any) -> set[str]:
-    """The sizes that are whole dimensions of these tensors, and that nothing else depends on."""
+    """Return the sizes that are whole dimensions of these tensors, and on which nothing else depends."""
     given = list(specs)
     dims = {dim for spec in given for dim in spec.dims if isinstance(dim, str) and dim.isidentifier()}
     within = (symbols(replace(spec, dims=tuple(d for d in spec.dims if d not in dims))) for spec in given)
@@ -287,7 +287,8 @@ def sizes_of_their_own(specs: Iterable[TensorSpec], others: Any) -> set[str]:
 
 
 def smaller(tensor: torch.Tensor, spec: TensorSpec, sizes: Collection[str], *, empty: bool = False) -> torch.Tensor:
-    """The first half of the tensor, or nothing of it, along the dimensions of these sizes; in memory of its own."""
+    """Return the first half of the tensor, or an empty part, along the dimensions of these sizes, in memory of its
+    own."""
     for dim, size in enumerate(spec.dims):
         if size in sizes:
             tensor = tensor.narrow(dim, 0, 0 if empty else (tensor.shape[dim] + 1) // 2)
@@ -295,7 +296,8 @@ def smaller(tensor: torch.Tensor, spec: TensorSpec, sizes: Collection[str], *, e
 
 
 def uneven(specs: Mapping[str, Spec], values: Mapping[str, Any], sizes: Collection[str]) -> dict[str, Any]:
-    """The same inputs, with every other item of each list smaller, and every fourth one empty where it may be."""
+    """Return the same inputs, with every other item of each list smaller, and every fourth one empty where it may
+    be."""
     made = dict(values)
     for name, spec in specs.items():
         if isinstance(spec, ListSpec) and isinstance(spec.item, TensorSpec):
@@ -308,7 +310,7 @@ def uneven(specs: Mapping[str, Spec], values: Mapping[str, Any], sizes: Collecti
 
 
 def sizes_of_items(pair: Pair) -> set[str]:
-    """The sizes that only the tensors in lists have."""
+    """Return the sizes that only the tensors in lists have."""
     every = {**pair.inputs, **pair.step_inputs}
     lists = {name: spec for name, spec in every.items() if isinstance(spec, ListSpec)}
     items = [spec.item for spec in lists.values() if isinstance(spec.item, TensorSpec)]

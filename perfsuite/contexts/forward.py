@@ -48,7 +48,7 @@ REWRITTEN = "where its inputs get other values after a call"
 
 
 def inference_mode(probe: Probe) -> None:
-    """Under torch.inference_mode(), with inputs made before it and with inputs made inside it."""
+    """Call under torch.inference_mode(), with inputs made before it and with inputs made inside it."""
     for inside, words in ((False, "under torch.inference_mode()"), (True, "on inputs made under inference_mode()")):
 
         def way(
@@ -62,13 +62,13 @@ def inference_mode(probe: Probe) -> None:
 
 
 def no_gradient_needed(probe: Probe) -> None:
-    """With grad mode on, where no input needs a gradient: the answer, and whether it needs one."""
+    """Call with grad mode on where no input needs a gradient. Compare the answer, and whether it needs a gradient."""
     way = functools.partial(where_only, only=())
     hold(probe, way, "with grad mode on where no input needs a gradient", reference_first=True)
 
 
 def grad_mode_off(probe: Probe) -> None:
-    """With grad mode off, where its inputs need gradients, as the weights of a model that is evaluated."""
+    """Call with grad mode off where the inputs need gradients, as the weights of a model that is evaluated."""
     if not differentiable(probe):
         return
 
@@ -80,7 +80,7 @@ def grad_mode_off(probe: Probe) -> None:
 
 
 def other_thread(probe: Probe) -> None:
-    """In a thread that has called nothing before."""
+    """Call in a thread that has called nothing before."""
 
     def way(call: Callable[..., Any], pair: Pair, values: dict[str, Any], seed: int) -> Leaves:
         (leaves,) = in_threads([functools.partial(plainly, call, pair, values, seed)])
@@ -90,7 +90,7 @@ def other_thread(probe: Probe) -> None:
 
 
 def two_threads(probe: Probe) -> None:
-    """In two threads at the same time, each with inputs of its own."""
+    """Call in two threads at the same time, each with inputs of its own."""
     cases = (probe.case, probe.other_case())
     try:
         for case in cases:
@@ -142,14 +142,15 @@ def _at_the_same_time(probe: Probe, side: Side, cases: Sequence[Case]) -> list[l
     for drawn in jobs:
         for values in drawn:
             execution.poison(probe.pair, values)
-    # What one thread sets and puts back, another may have read meanwhile: of settings that is no fault.
+    # Another thread may have read a setting between the time one thread changes it and restores it. That is no fault.
     with execution.quiet(side), process_state.kept():
         return in_threads([functools.partial(work, drawn) for drawn in jobs])
 
 
 def autocast(probe: Probe) -> None:
-    """Under torch.autocast to half precision: the reference's dtype, to the precision that it has there. The backward
-    pass comes after it. Of several draws each takes one of the two formats, in turn."""
+    """Call under torch.autocast to half precision. The answer must have the dtype of the reference's, to the precision
+    that the reference has there. The backward pass comes after it. With several draws, each takes one of the two
+    formats in turn."""
     for dtype in HALF if probe.number is None else (HALF[probe.number % len(HALF)],):
         _autocast(probe, dtype)
 
@@ -183,7 +184,8 @@ def _autocast(probe: Probe, dtype: torch.dtype) -> None:
 
 
 def after_other_dtype(probe: Probe) -> None:
-    """After a call in another dtype, the first at these sizes: what that one keeps may be of its precision."""
+    """Call after a call in another dtype, the first at these sizes: values that the first call keeps may have its
+    precision."""
     others = [dtype for dtype in probe.pair.dtypes if dtype != probe.case.dtype]
     if not others or probe.pair.changed:
         return
@@ -199,8 +201,8 @@ def after_other_dtype(probe: Probe) -> None:
 
 
 def other_default_dtype(probe: Probe) -> None:
-    """While torch's default dtype is bfloat16, as where a model is built in it: what a side makes without a dtype then
-    has fewer digits. A pair whose reference depends on the default dtype is left out."""
+    """Call while torch's default dtype is bfloat16, as where a model is built in it: tensors that a side makes without
+    a dtype then have fewer digits. A pair whose reference depends on the default dtype is left out."""
 
     def way(call: Callable[..., Any], pair: Pair, values: dict[str, Any], seed: int) -> Leaves:
         before = torch.get_default_dtype()
@@ -220,7 +222,8 @@ def other_default_dtype(probe: Probe) -> None:
 
 
 def uncounted_writes(probe: Probe) -> None:
-    """Where other values were written to its inputs past torch's counters, as `.data` and kernels of one's own do."""
+    """Call after other values were written to the inputs without torch's counters noticing, as `.data` and custom
+    kernels do."""
     if probe.pair.changed:
         return
     before, after = probe.drawn(), on(probe, probe.other_case())
@@ -237,8 +240,8 @@ def uncounted_writes(probe: Probe) -> None:
 
 
 def rewritten_inputs(probe: Probe) -> None:
-    """Where its inputs get other values after a call, as weights do: as parameters that need gradients, under inference
-    mode, and under autocast. What the call before returned stays as it is."""
+    """Call with inputs that get other values after a call, as weights do: as parameters that need gradients, under
+    inference mode, and under autocast. The outputs of the earlier call must stay as they are."""
     if probe.pair.changed:
         return
     before, after = probe.drawn(), on(probe, probe.other_case())
@@ -261,7 +264,8 @@ def rewritten_inputs(probe: Probe) -> None:
 
 
 def _rewriting(probe: Probe, before: dict[str, Any], mode: Callable[[], Any], words: str) -> Way:
-    """A call on these values `before`, and one on the values that are written into the same tensors, in this mode."""
+    """Return a way that calls on the values `before`, and then on other values written into the same tensors, in this
+    mode."""
     training, parameters = mode is torch.enable_grad, mode in (torch.enable_grad, torch.no_grad)
 
     def way(call: Callable[..., Any], pair: Pair, values: dict[str, Any], seed: int) -> Leaves:
@@ -278,7 +282,7 @@ def _rewriting(probe: Probe, before: dict[str, Any], mode: Callable[[], Any], wo
                 second = gradients_of(*graph_of(call, pair, held, seed))
             else:
                 second = execution.copies_of(execution.with_changed(pair, held, call(*held.values())))
-        # Where the reference gives views of its inputs, it raises this, too: then nothing is held.
+        # Where the reference returns views of its inputs, it raises this, too: then nothing is compared.
         for name, leaf in first.items():
             if not same_leaf(leaf, kept[name]):
                 raise probe.fault(f"changes {name} that it returned, {REWRITTEN} {words}")
@@ -288,12 +292,12 @@ def _rewriting(probe: Probe, before: dict[str, Any], mode: Callable[[], Any], wo
 
 
 def _parameters(pair: Pair) -> list[str]:
-    """The inputs that are a tensor each and can be parameters."""
+    """Return the inputs that are a tensor each and can be parameters."""
     return [name for name in execution.differentiable(pair) if isinstance(pair.inputs[name], TensorSpec)]
 
 
 def one_tensor(probe: Probe) -> None:
-    """Where several inputs of the same kind are one tensor, as the query and the keys of self-attention."""
+    """Call where several inputs of the same kind are one tensor, as the query and the keys of self-attention."""
     found = _of_one_kind(probe.pair, probe.case)
     if found is None or probe.pair.is_stateful:
         return
@@ -313,7 +317,7 @@ def one_tensor(probe: Probe) -> None:
 
 
 def uneven_lists(probe: Probe) -> None:
-    """Where the tensors in its lists differ in size, as the parameters of a model."""
+    """Call where the tensors in the lists differ in size, as the parameters of a model."""
     sizes, with_gradients = sizes_of_items(probe.pair), bool(differentiable(probe))
 
     def way(call: Callable[..., Any], pair: Pair, values: dict[str, Any], seed: int) -> Leaves:
@@ -325,7 +329,8 @@ def uneven_lists(probe: Probe) -> None:
 
 
 def _of_one_kind(pair: Pair, case: Case) -> tuple[list[str], Case] | None:
-    """(inputs that may be one tensor, the case at sizes at which they have one shape); None where there are none."""
+    """Return (inputs that may be one tensor, the case at sizes at which they have one shape); None where there are
+    none."""
     kinds: dict[Any, list[str]] = {}
     for name, spec in pair.inputs.items():
         if isinstance(spec, TensorSpec) and spec.dims and name not in pair.changed:

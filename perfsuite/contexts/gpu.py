@@ -17,15 +17,15 @@ from perfsuite.integrity.probe import Probe
 from perfsuite.pair import Pair
 
 WARMUP_CALLS = 3
-"""Before a call is captured in a graph."""
+"""Calls before one is captured in a graph."""
 EMPTY_GRAPH = "The CUDA Graph is empty"
 """Begin of torch's warning where a capture holds no work."""
 DELAY_CYCLES = 20_000_000
-"""About 10 ms of a GPU: its own stream is held up so long before the inputs are there."""
+"""About 10 ms of a GPU: the side's own stream is delayed by this before the inputs are there."""
 
 
 def other_stream(probe: Probe) -> None:
-    """On a stream that is not the default one, where the inputs are there only later."""
+    """Call on a stream that is not the default one, where the inputs are there only later."""
     if torch.device(probe.device).type != "cuda":
         return
 
@@ -45,7 +45,7 @@ def other_stream(probe: Probe) -> None:
 
 
 def captured_graph(probe: Probe) -> None:
-    """Captured in a CUDA graph, and replayed on inputs that were not there when it was captured."""
+    """Capture the call in a CUDA graph, and replay it on inputs that were not there when it was captured."""
     if torch.device(probe.device).type != "cuda":
         return
     others = probe.drawn(probe.other_case())
@@ -56,7 +56,7 @@ def captured_graph(probe: Probe) -> None:
         with torch.no_grad():
             torch.cuda.synchronize()
             with torch.cuda.stream(aside):
-                for _ in range(WARMUP_CALLS):  # what is compiled or allocated at a first call cannot be captured
+                for _ in range(WARMUP_CALLS):  # compilation and allocation at a first call cannot be captured
                     call(*make.clone(others).values())
                 with _waits_refused():  # a wait raises here, and not within the capture
                     call(*make.clone(others).values())
@@ -77,7 +77,7 @@ def captured_graph(probe: Probe) -> None:
 
 @contextmanager
 def _waits_refused() -> Iterator[None]:
-    """Inside, a call of torch that waits for the GPU raises."""
+    """Make calls of torch that wait for the GPU raise within the block."""
     before = torch.cuda.get_sync_debug_mode()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch warns that it does not know of every wait
@@ -90,7 +90,8 @@ def _waits_refused() -> Iterator[None]:
 
 @contextmanager
 def _capturing(graph: torch.cuda.CUDAGraph, stream: torch.cuda.Stream) -> Iterator[None]:
-    """torch.cuda.graph; where the capture fails, that leaves its stream current and the random generator unusable."""
+    """Capture with torch.cuda.graph. Where the capture fails, torch leaves its stream current and the random generator
+    unusable; both are restored."""
     before, generator = torch.cuda.current_stream(), torch.cuda.default_generators[torch.cuda.current_device()]
     try:
         with warnings.catch_warnings():
@@ -105,7 +106,7 @@ def _capturing(graph: torch.cuda.CUDAGraph, stream: torch.cuda.Stream) -> Iterat
 
 
 def _overwrite(value: Any) -> None:
-    """Fill the GPU's tensors in it with what is no answer."""
+    """Fill the GPU tensors in the value with values that are no answer."""
 
     def other(tensor: torch.Tensor) -> torch.Tensor:
         made = tensor.detach().clone()

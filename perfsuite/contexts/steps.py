@@ -28,14 +28,14 @@ from perfsuite.specs import EXPANDED, TensorSpec
 from perfsuite.truths import Discard, Given, Known
 
 MANY_STEPS = 300
-"""Steps of a stateful pair. A fault that begins after the steps that its proof compares shows by then."""
+"""Steps of a stateful pair by which a fault shows that begins after the steps that its proof compares."""
 STEPS = (1, 2, 3, 5, 8, 13)
-"""The steps after which states are compared here, as far as the pair's own go. What warms up before it captures a graph
-has done so by the last."""
+"""The steps after which states are compared here, as far as the pair's own steps go. A side that warms up before it
+captures a graph has done so by the last."""
 
 
 def first_steps(probe: Probe) -> None:
-    """NotEquivalent where the first steps, taken plainly, are wrong."""
+    """Raise NotEquivalent where the first steps, taken plainly, are wrong."""
     known = _known(probe)
     try:
         known(NONE)
@@ -45,7 +45,7 @@ def first_steps(probe: Probe) -> None:
 
 
 def every_step(probe: Probe) -> None:
-    """Where a caller keeps the result of every step until the last one: no later step may write to it."""
+    """Keep the result of every step until the last one, as a caller may: no later step may write to it."""
 
     def way(call: Callable[..., Any], pair: Pair, values: dict[str, Any], given: Given) -> Leaves:
         step = call(*values.values())
@@ -56,7 +56,7 @@ def every_step(probe: Probe) -> None:
 
 
 def outside_changes(probe: Probe) -> None:
-    """Where the tensors that it steps are written to between the steps, as by a checkpoint that is loaded."""
+    """Write to the stepped tensors between the steps, as loading a checkpoint does."""
 
     def way(call: Callable[..., Any], pair: Pair, values: dict[str, Any], given: Given) -> Leaves:
         views = {path: tensor.view_as(tensor) for path, tensor in _stepped(pair, values)}
@@ -74,7 +74,7 @@ def outside_changes(probe: Probe) -> None:
 
 
 def needing_gradients(probe: Probe) -> None:
-    """Where the tensors that it steps need gradients, as parameters do."""
+    """Step tensors that need gradients, as parameters do."""
 
     def way(call: Callable[..., Any], pair: Pair, values: dict[str, Any], given: Given) -> Leaves:
         for _, tensor in _stepped(pair, values):
@@ -86,7 +86,7 @@ def needing_gradients(probe: Probe) -> None:
 
 
 def same_step_tensors(probe: Probe) -> None:
-    """Where each step gets the tensors of the first again, with other values in them, as gradients that are kept."""
+    """Give each step the tensors of the first one again, with other values in them, as gradients that are kept."""
 
     def way(call: Callable[..., Any], pair: Pair, values: dict[str, Any], given: Given) -> Leaves:
         held = given(1)
@@ -105,7 +105,7 @@ def same_step_tensors(probe: Probe) -> None:
 
 
 def step_layouts(probe: Probe) -> None:
-    """Where the inputs of its steps lie in memory each in another way."""
+    """Give each step inputs with another memory layout."""
     specs = {
         name: spec
         for name, spec in probe.pair.step_inputs.items()
@@ -128,7 +128,7 @@ def step_layouts(probe: Probe) -> None:
 
 
 def step_sizes(probe: Probe) -> None:
-    """Where the inputs of every other step are smaller, as the last batch of an epoch."""
+    """Give every other step smaller inputs, as the last batch of an epoch."""
     specs = {name: spec for name, spec in probe.pair.step_inputs.items() if isinstance(spec, TensorSpec)}
     others = {name: spec for name, spec in probe.pair.step_inputs.items() if name not in specs}
     sizes = sizes_of_their_own(specs.values(), [probe.pair.inputs, others])
@@ -148,7 +148,7 @@ def step_sizes(probe: Probe) -> None:
 
 
 def uneven_step_lists(probe: Probe) -> None:
-    """Where the tensors in its lists differ in size, as the parameters of a model."""
+    """Step lists whose tensors differ in size, as the parameters of a model."""
     sizes = sizes_of_items(probe.pair)
 
     def way(call: Callable[..., Any], pair: Pair, values: dict[str, Any], given: Given) -> Leaves:
@@ -160,7 +160,7 @@ def uneven_step_lists(probe: Probe) -> None:
 
 
 def many_steps(probe: Probe) -> None:
-    """After many more steps than are usually compared."""
+    """Compare the state after many more steps than are usually compared."""
     pair = replace(probe.pair, steps=(MANY_STEPS,))
     known = truths.by_replicas(pair, probe.case, probe.device, most=1, gradients=False, home=probe.home)
     try:
@@ -184,7 +184,7 @@ def _steps_of(pair: Pair) -> list[int]:
 
 
 def _stepped(pair: Pair, values: dict[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
-    """(path, tensor) for every floating tensor that a step changes."""
+    """Yield (path, tensor) for every floating tensor that a step changes."""
     for name in sorted(pair.changed):
         if name in values:
             yield from ((p, t) for p, t in make.changing(pair, name, values[name]) if t.is_floating_point())

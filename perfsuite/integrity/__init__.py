@@ -1,7 +1,7 @@
-"""Faults that equal outputs do not show: looked for in every pair, on a handful of draws.
+"""Checks for faults that equal outputs do not show, made of every pair on a handful of draws.
 
-Each check is a function of a `Probe`, registered in CHECKS, that raises NotEquivalent naming the fault. They look for
-a kind of fault, never for one example of it. What only shows while a side is timed is looked for in `scrutiny`.
+Each check is a function of a `Probe`, registered in CHECKS, that raises NotEquivalent naming the fault. They look for a
+kind of fault, never for one example of it. `scrutiny` looks for faults that show only while a side is timed.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ CHECKS: tuple[Callable[[Probe], None], ...] = (
     lazy_output,
     late_output,
     undeclared_mutation,
-    nondeterminism,  # what changes from call to call must not be laid at memory's door
+    nondeterminism,  # a change from call to call must not be blamed on memory
     call_order,
     several_instances,
     overwritten_step_inputs,
@@ -78,12 +78,13 @@ CHECKS: tuple[Callable[[Probe], None], ...] = (
 
 
 def check(pair: Pair, case: Case, device: str, *, home: Path | None = None, number: int | None = None) -> None:
-    """Every check on the optimized side for one draw; NotEquivalent names the fault, PairError one of the reference.
+    """Make every check of the optimized side on one draw. NotEquivalent names a fault of that side, PairError one of
+    the reference.
 
-    `number` is that of the draw, of a proof with several: one in three waits for outputs that come late.
+    `number` is the draw's number in a proof with several draws, of which one in three waits for outputs that come late.
     """
     side = as_side(pair.optimized)
     probe = Probe(pair=pair, side=side, name="optimized", case=case, device=device, home=home, number=number)
     for fault in CHECKS:
-        with process_state.kept(quick=True):  # what one leaves changed must not reach the next
+        with process_state.kept(quick=True):  # a change that one check leaves must not reach the next
             fault(probe)

@@ -32,24 +32,26 @@ from perfsuite.specs import Integers, Sampled, ScalarSpec
 
 REPEATS = 3
 DRIFT_CALLS, FEW_CALLS, DRIFT_EVERY = 40, 10, 3
-"""Calls whose answers are looked at again, on one of DRIFT_EVERY draws and on the others."""
+"""Numbers of calls whose answers are checked again: on one of DRIFT_EVERY draws, and on the other draws."""
 MOST_CALLS, DRIFT_S = 300, 0.05
-"""The first draw is called so many times, unless that takes longer."""
+"""Most calls on the first draw, and the seconds after which there are no further ones."""
 HELD_BYTES = 64 << 20
-"""The answers of these calls are kept up to so many bytes."""
+"""Most bytes of the answers of these calls that are kept."""
 ODD_ANSWERS = 3
-"""The first so many answers that differ from the first one are compared with the truth."""
+"""Number of answers that are compared with the truth, of those that differ from the first one."""
 NEARBY, NEARBY_EVERY = 2.0**-13, 3
-"""How far inputs are moved to others that are the same in half precision, and on one of how many draws."""
+"""Relative distance by which inputs are moved to others that are equal in half precision. This is done on one of
+NEARBY_EVERY draws."""
 MOST_ALONE = 4
-"""The number of inputs that are changed alone where there are more."""
+"""Number of inputs that are changed one at a time where there are more."""
 LATE_S, LATE_EVERY = 0.02, 3
-"""How long after its return a side is watched, and on one of how many draws. What is worth hiding from a timer takes
-longer at the timed sizes."""
+"""Seconds for which a side is watched after its return, on one of LATE_EVERY draws. Work that is worth hiding from a
+timer takes longer at the timed sizes."""
 
 
 def unseen_inputs(probe: Probe) -> None:
-    """Right also before anybody has worked out the answer: it is not found in memory, nor in a caller's frame."""
+    """The side must be right even before anybody has computed the answer: it must not find it in memory or in a
+    caller's frame."""
     # A seed that no earlier draw can have had: its answer could still lie in memory.
     fresh = probe.other_case(secrets.randbits(30))
     try:
@@ -140,7 +142,8 @@ def call_order(probe: Probe) -> None:
 
 
 def _is_plainly_wrong(probe: Probe, case: Case, right: Case) -> bool:
-    """Whether it is wrong on this case whatever it was called with before, and goes on being right on another."""
+    """Return whether the side is wrong on `case` whatever it was called with before, and stays right on the case
+    `right`."""
     again = probe.call(probe.drawn(case), case)
     if probe.is_right(again, case) or probe.is_right(again, right):
         return False
@@ -220,7 +223,8 @@ def partial_keys(probe: Probe) -> None:
 
 
 def _changeable(probe: Probe) -> list[str]:
-    """The inputs whose elements may stand in another order: not where the pair makes the values or bounds columns."""
+    """Return the inputs whose elements may be put in another order: not those where the pair makes the values or bounds
+    columns."""
     specs = {name: make.tensor_spec(spec) for name, spec in probe.pair.inputs.items()}
     own = {n for n, s in specs.items() if s is None or isinstance(s.values, Sampled)}
     by_column = {
@@ -230,12 +234,12 @@ def _changeable(probe: Probe) -> list[str]:
 
 
 def _changed(probe: Probe, names: Collection[str], change: Callable[[torch.Tensor], torch.Tensor]) -> dict[str, Any]:
-    """The draw's inputs, these with the change."""
+    """Return the draw's inputs, with the change applied to those in `names`."""
     return {n: make.map_tensors(v, change) if n in names else v for n, v in probe.drawn().items()}
 
 
 def _nearby(probe: Probe, names: Collection[str]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The draw's inputs, of which those in `names` are moved by less than the digits of half precision."""
+    """Yield the draw's inputs, of which those in `names` are moved by less than the digits of half precision."""
     full = probe.case.dtype in ("float32", "float64") and probe.pair.precision is None
     if full and not (probe.number or 0) % NEARBY_EVERY:
         values = probe.drawn()
@@ -244,7 +248,7 @@ def _nearby(probe: Probe, names: Collection[str]) -> Iterator[tuple[str, dict[st
 
 
 def _other_numbers(probe: Probe, rng: random.Random) -> Iterator[tuple[str, dict[str, Any]]]:
-    """(name, the draw's inputs with another value of this one), for each input that is a number by itself."""
+    """Yield (name, the draw's inputs with another value of this one), for each input that is a number by itself."""
     for name, spec in probe.pair.inputs.items():
         if isinstance(spec, ScalarSpec):
             values = probe.drawn()
@@ -254,13 +258,15 @@ def _other_numbers(probe: Probe, rng: random.Random) -> Iterator[tuple[str, dict
 
 
 def _ignores(probe: Probe, name: str, value: Any) -> bool:
-    """Whether it is wrong with this value of a number also on other inputs, with which it was not called before."""
+    """Return whether the side is wrong with this value of a number on other inputs, too, with which it was not called
+    before."""
     other = replace(probe, case=probe.other_case(1), known={}, right={})
     return _error_on(other, other.drawn() | {name: value}, []) is not None
 
 
 def _other_elements(probe: Probe) -> Iterator[tuple[str, dict[str, Any]]]:
-    """(name, the draw's inputs with another value of this one), for each input that is a tensor of one element."""
+    """Yield (name, the draw's inputs with another value of this one), for each input that is a tensor of one
+    element."""
     other = probe.drawn(probe.other_case())
     for name, value in other.items():
         if isinstance(value, torch.Tensor) and value.numel() == 1 and name not in probe.pair.changed:
@@ -270,16 +276,16 @@ def _other_elements(probe: Probe) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def _repeats(produced: Leaves, earlier: Leaves) -> bool:
-    """Whether an output is the earlier one, bit for bit."""
+    """Return whether an output is the earlier one, bit for bit."""
     tensors = [(n, leaf) for n, leaf in produced.items() if isinstance(leaf, torch.Tensor) and leaf.numel()]
     return any(same_leaf(leaf, earlier.get(n)) for n, leaf in tensors if n.startswith("output"))
 
 
 def _error_on(probe: Probe, values: dict[str, Any], answers: list[Leaves]) -> NotEquivalent | None:
-    """The error of the side's answer to these values; None where the answer is right or cannot be judged.
+    """Return the error of the side's answer to these values; None where the answer is right or cannot be judged.
 
-    The answer is added to `answers`. One that is none of them and nearly right is taken as right: a slow reference
-    would be called many times to settle it, and equivalence does so on draws of its own.
+    The answer is added to `answers`. One that equals none of them and is nearly right is taken as right. To decide it,
+    a slow reference would have to be called many times, and equivalence does that on draws of its own.
     """
     pair, produced, error = probe.pair, None, None
     for replicas in (None, rule.NONE, rule.REPLICAS):
@@ -318,7 +324,8 @@ def _shape(leaf: Any) -> Any:
 
 
 def _nearly_true(probe: Probe, values: dict[str, Any]) -> truths.Truth | None:
-    """The reference's own answer to these values, with the errors that it has on the draw: in half the time of a truth.
+    """Return the reference's own answer to these values, with the errors that it has on the draw. This takes half the
+    time of a truth.
 
     None where the reference is known not to be near the truth.
     """
@@ -332,7 +339,8 @@ def _nearly_true(probe: Probe, values: dict[str, Any]) -> truths.Truth | None:
 
 
 def _last_changed(tensor: torch.Tensor) -> torch.Tensor:
-    """The last element takes the value of the first: the bounds of the values still hold."""
+    """Return the tensor with its last element set to the value of the first, so that the bounds of the values still
+    hold."""
     if tensor.is_complex() or tensor.numel() < 2:
         return tensor
     changed = tensor.detach().clone()
@@ -341,7 +349,7 @@ def _last_changed(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _one_changed(rng: random.Random, tensor: torch.Tensor) -> torch.Tensor:
-    """An element at any place takes the value of another one."""
+    """Return the tensor with an element at any place set to the value of another one."""
     if tensor.is_complex() or tensor.numel() < 2:
         return tensor
     changed = tensor.detach().clone()
@@ -387,7 +395,7 @@ def drift(probe: Probe) -> None:
 
 
 def _handed_out_again(held: Sequence[Leaves]) -> str | None:
-    """The first output that lies in the memory of another call's; all of them are alive."""
+    """Return the first output that lies in the memory of another call's; all of them are alive."""
     taken = set[int]()
     for leaves in held:
         of_call = {
@@ -402,7 +410,8 @@ def _handed_out_again(held: Sequence[Leaves]) -> str | None:
 
 
 def _odd(held: Sequence[Leaves]) -> list[tuple[int, Leaves]]:
-    """(number of the call, its answer) for the first answers whose bits differ from those of the first call's."""
+    """Return (number of the call, its answer) for the first answers whose bits differ from those of the first
+    call's."""
     odd = set[int]()
     for name, first in held[0].items() if held else ():
         if not isinstance(first, torch.Tensor) or not first.numel():
@@ -419,7 +428,7 @@ def _is_alike(leaf: execution.Leaf, first: torch.Tensor) -> TypeGuard[torch.Tens
 
 
 def late_output(probe: Probe) -> None:
-    """What is returned must be there when the call returns, not written later by a thread or on another stream."""
+    """Outputs must be complete when the call returns, and not be written later by a thread or on another stream."""
     if (probe.number or 0) % LATE_EVERY:
         return  # to wait takes long, and depends little on the draw
     values = probe.drawn()
@@ -431,7 +440,7 @@ def late_output(probe: Probe) -> None:
 
 
 def late(produced: Leaves) -> str | None:
-    """The first of the outputs that changes after the call has returned, or None."""
+    """Return the first of the outputs that changes after the call has returned, or None."""
     now = {n: leaf.detach().clone() for n, leaf in produced.items() if isinstance(leaf, torch.Tensor)}
     _wait()
     return next((n for n, kept in now.items() if not same_leaf(produced[n], kept)), None)
@@ -440,7 +449,8 @@ def late(produced: Leaves) -> str | None:
 def comes_late(
     pair: Pair, side: Side, case: Case, device: str, truth: truths.Truth, *, home: Path | None, **how: Any
 ) -> bool:
-    """Whether a side that has been wrong is right where its work may end first, and wrong again where it may not."""
+    """Return whether a side that has been wrong is right where its work may finish first, and wrong again where it may
+    not."""
 
     def is_right(settled: Callable[[], None]) -> bool:
         produced = truths.produce(pair, side, case, device, home=home, settled=settled, **how)
@@ -463,7 +473,7 @@ def _wait() -> None:
 
 
 def late_message(name: str) -> str:
-    """What is said of an output that changes after the call."""
+    """Return the message about an output that changes after the call."""
     return (
         f"goes on working after it has returned: {name} changes later, written by a background thread or on a stream "
         f"that nobody waits for"
@@ -488,7 +498,7 @@ def calls_reference(probe: Probe) -> None:
 
 
 def _function(call: Any) -> FunctionType | None:
-    """The Python function that runs when `call` is called; None for compiled code."""
+    """Return the Python function that runs when `call` is called; None for compiled code."""
     call = inspect.unwrap(modules.unwrapped(call))
     if isinstance(call, torch.nn.Module):
         call = call.forward
@@ -500,7 +510,7 @@ def _function(call: Any) -> FunctionType | None:
 
 @contextmanager
 def _watched(function: FunctionType) -> Iterator[list[str]]:
-    """Collects where the function is entered, in any thread started meanwhile."""
+    """Collect the places from which the function is entered, in any thread started meanwhile."""
     seen: list[str] = []
     code = function.__code__
     held = dict(zip(code.co_freevars, function.__closure__ or (), strict=True))

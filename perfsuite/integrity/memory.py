@@ -22,7 +22,7 @@ from perfsuite.pair import BUFFERS, Pair
 from perfsuite.specs import ModuleSpec, holds
 
 LATER_CALLS = 9
-"""A side may hand out a few buffers in turn."""
+"""Number of later calls, since a side may hand out a few buffers in turn."""
 
 
 def undeclared_mutation(probe: Probe) -> None:
@@ -55,7 +55,7 @@ def undeclared_mutation(probe: Probe) -> None:
         after = make.memory_of(tensor).clone()
         if after.numel() != storage.numel():
             continue  # it has other memory now
-        # Of the elements themselves it may change each.
+        # It may change each of the elements themselves.
         where = tensor.shape, tensor.stride(), tensor.storage_offset()
         after.as_strided(*where).copy_(storage.as_strided(*where))
         if not torch.equal(bytes_of(after.untyped_storage()), bytes_of(storage.untyped_storage())):
@@ -63,7 +63,7 @@ def undeclared_mutation(probe: Probe) -> None:
 
 
 def _held(pair: Pair, values: dict[str, Any]) -> dict[str, torch.Tensor]:
-    """Path → tensor, of the lists and the modules' parameters among the inputs that no call may change."""
+    """Return path → tensor, for the lists and the modules' parameters among the inputs that no call may change."""
     unchanging = {name: value for name, value in values.items() if name not in pair.changed}
     return {path: t for name, value in unchanging.items() for path, t in make.tensors_in(value, name, buffers=False)}
 
@@ -88,7 +88,7 @@ def _reference_exchanges(probe: Probe) -> bool:
 
 
 def declaration_of_change(pair: Pair, path: str) -> str:
-    """How the pair says that a side changes what is at this path of its inputs."""
+    """Return the declaration by which a pair says that a side changes the input at this path."""
     name, _, within = path.partition(".")
     if within and holds(pair.inputs.get(name), ModuleSpec):
         return f"declare mutates={{{name!r}: {BUFFERS!r}}}"
@@ -96,7 +96,7 @@ def declaration_of_change(pair: Pair, path: str) -> str:
 
 
 def _fill_gaps(tensor: torch.Tensor) -> None:
-    """Ones between the elements, where there is room: what is added to NaN would not show."""
+    """Fill the memory between the elements with ones, where there is any: an addition to NaN would not show."""
     whole, elements = make.memory_of(tensor), tensor.detach()
     if not tensor.is_floating_point() or 0 in tensor.stride() or whole.numel() == tensor.numel():
         return
@@ -108,7 +108,7 @@ def _fill_gaps(tensor: torch.Tensor) -> None:
 def touched_input(probe: Probe) -> None:
     """No call of the other checks may have written to an undeclared input, also where it put the values back.
 
-    The last check: what is wrong in another way has a better name.
+    This check is the last: a fault of another kind gets a better name.
     """
     if probe.touched is not None:
         remedy = declaration_of_change(probe.pair, probe.touched)
@@ -147,7 +147,7 @@ def private_buffer(probe: Probe) -> None:
 
 
 def _kept_answers(probe: Probe) -> None:
-    """What a caller writes into an output must not come back in the answer to the same inputs."""
+    """Values that a caller writes into an output must not come back in the answer to the same inputs."""
     if probe.pair.changed:
         return
     values = probe.drawn()
@@ -180,7 +180,8 @@ def _has_nan(leaf: Any) -> bool:
 
 
 def unwritten_output(probe: Probe) -> None:
-    """Fresh memory reads as NaN: an element that the side never writes is then seen."""
+    """Every element of an output must be written: fresh memory reads as NaN here, so that one that the side never
+    writes shows."""
     try:
         probe.truth()
     except truths.Discard:
@@ -228,7 +229,8 @@ def out_of_bounds(probe: Probe) -> None:
 
 
 def _between_guards(probe: Probe, *, allocated: bool = True) -> tuple[list[_Fence], Leaves]:
-    """The guards around the inputs, and around what the side allocates, after a call; what it returned."""
+    """Call the side. Return the guards around the inputs and around the memory that the side allocates, and its
+    outputs."""
     fences: list[_Fence] = []
 
     def fence(values: dict[str, Any]) -> dict[str, Any]:
@@ -243,9 +245,10 @@ def _between_guards(probe: Probe, *, allocated: bool = True) -> tuple[list[_Fenc
 
 
 def unwritten(probe: Probe) -> NotEquivalent | None:
-    """The fault of a side whose wrong answers come from memory that it never wrote, if that is so.
+    """Return the fault of a side whose wrong answers come from memory that it never wrote, if that is so.
 
-    Such memory makes a side look as if it changed from call to call: filled with NaN, it gives the same NaN each time.
+    Such memory makes a side look as if its answers changed from call to call. Filled with NaN, it gives the same NaN
+    each time.
     """
     with poisoned_memory():
         first, again = probe.call(probe.drawn()), probe.call(probe.drawn())
@@ -257,7 +260,7 @@ def unwritten(probe: Probe) -> NotEquivalent | None:
 
 
 def _gives(probe: Probe, leaves: Leaves) -> bool:
-    """Whether another call gives the same, bit for bit."""
+    """Return whether another call gives the same outputs, bit for bit."""
     return all(same_leaf(leaves.get(name), leaf) for name, leaf in probe.call(probe.drawn()).items())
 
 
@@ -268,7 +271,7 @@ def _holds_nan(leaves: Leaves) -> bool:
 NOT_RESIZABLE = "resize storage that is not resizable"
 """Part of torch's message where memory has another owner."""
 GUARD_BYTES = 4096
-"""Enough for a whole tile's row past the end, and a multiple of every alignment."""
+"""Bytes of a guard: enough for a whole tile's row past the end, and a multiple of every alignment."""
 
 
 @dataclass(slots=True)
@@ -284,7 +287,7 @@ class _Fence:
 
 
 def _fenced(tensor: torch.Tensor, what: str, fences: list[_Fence]) -> torch.Tensor:
-    """The same values, strides and offset, in a storage that has a guard before and one after it."""
+    """Return the same values, strides and offset in a storage that has a guard before and one after it."""
     plain = type(tensor) in (torch.Tensor, torch.nn.Parameter)  # a DTensor has no memory of its own
     if not plain or not tensor.numel() or tensor.layout is not torch.strided or tensor.is_meta:
         return tensor
@@ -312,7 +315,7 @@ ALLOCATES_FILLED = frozenset({"zeros", "zeros_like", "new_zeros", "ones", "ones_
 
 
 class _Guarded(execution.OutsideCompiled):
-    """What the side allocates gets guards."""
+    """Mode that puts guards around the memory that the side allocates."""
 
     def __init__(self, fences: list[_Fence]) -> None:
         super().__init__()
@@ -327,13 +330,14 @@ class _Guarded(execution.OutsideCompiled):
 
 
 def poisoned_memory() -> AbstractContextManager[None]:
-    """Every tensor made without values (torch.empty and its kin) holds NaN, or the largest whole number."""
+    """Make every tensor without values (torch.empty and the like) hold NaN, or the largest integer."""
     return deterministic_algorithms(fill=True)
 
 
 @contextmanager
 def deterministic_algorithms(*, fill: bool) -> Iterator[None]:
-    """torch's deterministic mode, which `fill`s memory only where it is on, and has libraries take other algorithms."""
+    """Turn on torch's deterministic mode. It `fill`s memory only where it is on, and makes libraries take other
+    algorithms."""
     # Not use_deterministic_algorithms, which imports torch._inductor, seconds of work.
     mode = torch.get_deterministic_debug_mode()
     settings: Any = torch.utils.deterministic

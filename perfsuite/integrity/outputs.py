@@ -1,4 +1,4 @@
-"""Faults of what is returned: it holds no values yet, or has nothing to do with the inputs."""
+"""Faults of outputs: they hold no values yet, or have nothing to do with the inputs."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ def lazy_output(probe: Probe) -> None:
 
 
 def _is_data(value: object) -> bool:
-    """Whether it is made of numbers and text alone."""
-    # Of exactly these types: a subclass may have an end of its own.
+    """Return whether the value is made of numbers and text alone."""
+    # Exactly these types: a subclass may have a finalizer of its own.
     if isinstance(value, dict):
         return type(value) is dict and all(_is_data(k) and _is_data(v) for k, v in value.items())
     if isinstance(value, (tuple, list, set, frozenset)):
@@ -38,7 +38,7 @@ def _is_data(value: object) -> bool:
 
 
 def not_plain(name: str, leaf: execution.Leaf) -> str | None:
-    """What is wrong with an output that is no plain tensor, or None."""
+    """Return what is wrong with an output that is a tensor but not a plain one, or None."""
     if not isinstance(leaf, torch.Tensor):
         return None
     if type(leaf) not in (torch.Tensor, torch.nn.Parameter):
@@ -46,7 +46,8 @@ def not_plain(name: str, leaf: execution.Leaf) -> str | None:
     own = [k for k in vars(leaf) if callable(vars(leaf)[k])]
     if own:
         return f"returns {name} with its method {own[0]} overridden: it may compute when read"
-    # torch.compile notes plain data on its outputs; what ends with a tensor, and may work then, is an object.
+    # torch.compile stores plain data on its outputs. An object is different: it ends with the tensor, and may do work
+    # then.
     held = [k for k, v in vars(leaf).items() if not _is_data(v)]
     if held and type(leaf) is torch.Tensor:
         return f"returns {name} with an attribute {held[0]} of its own: work may hang on its end"

@@ -1,4 +1,4 @@
-"""One pair on one draw, with the side under suspicion: what every check of integrity is given."""
+"""One pair on one draw, with the side under test: the argument of every integrity check."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from perfsuite.records import Case
 from perfsuite.rule import NONE
 
 STEPS = (1, 2)
-"""The steps of a stateful pair after which its state is looked at."""
+"""The steps of a stateful pair after which its state is compared."""
 
 
 @dataclass(slots=True)
 class Probe:
-    """One pair on one draw, with the side under suspicion."""
+    """One pair on one draw, with the side under test."""
 
     pair: Pair
     side: Side
@@ -35,16 +35,17 @@ class Probe:
     known: dict[tuple[int, int, bool], truths.Truth] = field(default_factory=dict)
     """Truths by the case's seed, the number of replicas, and whether they have gradients: the checks share them."""
     inputs: dict[int, dict[str, Any]] = field(default_factory=dict)
-    """By the case's seed, as they are drawn; a call gets a copy."""
+    """Inputs as drawn, by the case's seed; a call gets a copy."""
     right: dict[int, Leaves] = field(default_factory=dict)
-    """By the case's seed, the answer to it that was found right last."""
+    """The last answer that was found right, by the case's seed."""
     touched: str | None = None
     """An undeclared input that a call has written to, as torch counts it, whatever it holds now."""
     number: int | None = None
-    """The draw's number in a proof with several, each of which may try a part of the ways; None: all are tried."""
+    """The draw's number in a proof with several draws, each of which may try a part of the ways; None: all are
+    tried."""
 
     def of_reference(self) -> Probe:
-        """The same for the reference. Its right answers are not noted as the side's."""
+        """Return the same probe for the reference. Its right answers are not noted as the side's."""
         return replace(self, side=as_side(self.pair.reference), name="reference", right={})
 
     def drawn(self, case: Case | None = None) -> dict[str, Any]:
@@ -55,11 +56,11 @@ class Probe:
         return drawn
 
     def step_inputs(self, case: Case, step: int) -> dict[str, Any]:
-        """The inputs of a step of a stateful pair, from 1."""
+        """Return the inputs of a step of a stateful pair, from 1."""
         return make.build_step(self.pair, case, self.device, step)
 
     def other_case(self, number: int = 0) -> Case:
-        """Other values at the same sizes; another number, yet others."""
+        """Return a case with other values at the same sizes; each `number` gives others."""
         seed = (self.case.seed ^ (0x5DEECE6 + 7919 * number)) % 2**31
         return Case(dtype=self.case.dtype, sizes=self.case.sizes, inputs=self.case.inputs, seed=seed)
 
@@ -69,7 +70,7 @@ class Probe:
         case: Case | None = None,
         given: Callable[[dict[str, Any]], dict[str, Any]] = lambda v: v,
     ) -> Leaves:
-        """Run the side on `values`, which it may change; `given` is shown the inputs of every step."""
+        """Run the side on `values`, which it may change; `given` receives the inputs of every step."""
         used = case or self.case
         execution.poison(self.pair, values)
         versions = self._versions(values)
@@ -85,7 +86,7 @@ class Probe:
         return produced
 
     def _versions(self, values: dict[str, Any]) -> list[tuple[str, torch.Tensor, int, torch.Size, tuple[int, ...]]]:
-        """How often each undeclared input has been written to: torch counts it."""
+        """Return how often each undeclared input has been written to, as torch counts it."""
         return [
             (path, tensor, tensor._version, tensor.shape, tensor.stride())
             for path, tensor in make.unchanging(self.pair, values)
@@ -93,7 +94,7 @@ class Probe:
         ]
 
     def truth(self, case: Case | None = None, replicas: int = NONE, *, gradients: bool = False) -> truths.Truth:
-        """Discard where the reference alone is not finite on it."""
+        """Return the truth of the case. Raises Discard where the reference alone is not finite on it."""
         case = case or self.case
         key = case.seed, replicas, gradients
         if key not in self.known:
@@ -110,7 +111,7 @@ class Probe:
         return self.known[key]
 
     def is_right(self, produced: Leaves, case: Case | None = None) -> bool:
-        """Whether these are the answer to the case."""
+        """Return whether these outputs are the answer to the case."""
         try:
             self.judge(produced, case)
         except NotEquivalent:
@@ -118,7 +119,8 @@ class Probe:
         return True
 
     def answers_rightly(self) -> bool:
-        """Whether a call on the draw is right; not where it is wrong anyhow, or the reference is not finite on it."""
+        """Return whether a call on the draw is right; False where the side is wrong, or the reference is not finite on
+        the draw."""
         try:
             self.truth()
         except truths.Discard:
@@ -126,7 +128,7 @@ class Probe:
         return self.is_right(self.call(self.drawn()))
 
     def judge(self, produced: Leaves, case: Case | None = None) -> None:
-        """NotEquivalent where they are not the answer to the case."""
+        """Raise NotEquivalent where the outputs are not the answer to the case."""
         seed = (case or self.case).seed
         if self._is_known(produced, self.right.get(seed)):
             return
@@ -134,16 +136,18 @@ class Probe:
         self.right[seed] = execution.copies_of(produced)
 
     def _is_known(self, produced: Leaves, right: Leaves | None) -> bool:
-        """Whether they are a right answer again, bit for bit and in the same form: most are, and to judge takes long.
+        """Return whether the outputs repeat a right answer, bit for bit and in the same form. Most do, and comparing
+        takes long.
 
-        Where the sign of zero counts none is: equal values may differ in it.
+        Where the sign of zero counts, none does: equal values may differ in it.
         """
         if right is None or self.pair.signed_zeros or produced.keys() != right.keys():
             return False
         return all(_same_form(leaf, right[n]) and same_leaf(leaf, right[n]) for n, leaf in produced.items())
 
     def drifted(self, error: NotEquivalent) -> NotEquivalent | None:
-        """The fault of a side that was right and is wrong ever after, if that is so; `error` says how."""
+        """Return the fault of a side that was right and is wrong ever after, if that is so; `error` says how it is
+        wrong."""
         if self.case.seed not in self.right or any(self.is_right(self.call(self.drawn())) for _ in range(3)):
             return None
         return self.fault(f"drifts: right at first, and wrong ever after some calls: {error}")
@@ -153,14 +157,14 @@ class Probe:
 
 
 def same_leaf(a: Leaf, b: Leaf) -> bool:
-    """The same value, bit for bit; NaN equals NaN."""
+    """Return whether two leaves are the same value, bit for bit; NaN equals NaN."""
     if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
         return a.shape == b.shape and a.dtype == b.dtype and forms.identical(a, b)
     return type(a) is type(b) and a == b
 
 
 def _same_form(a: Leaf, b: Leaf) -> bool:
-    """Two tensors of one type that lie in memory in the same way; or no tensors."""
+    """Return whether both are tensors of one type with the same memory layout, or both are no tensors."""
     if not isinstance(a, torch.Tensor) or not isinstance(b, torch.Tensor):
         return not isinstance(a, torch.Tensor) and not isinstance(b, torch.Tensor)
     strided = a.layout == b.layout == torch.strided
@@ -168,5 +172,5 @@ def _same_form(a: Leaf, b: Leaf) -> bool:
 
 
 def bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
-    """The storage, byte by byte."""
+    """Return the storage, byte by byte."""
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)

@@ -77,7 +77,8 @@ def _stepping(
 
 
 def _hold(probe: Probe, run: Callable[[Side], list[tuple[Case, Leaves]]], words: str) -> None:
-    """NotEquivalent where the side is wrong when it is run so, and right plainly, and the reference is right so."""
+    """Raise NotEquivalent where the side is wrong when it is run in this way and right otherwise, and the reference is
+    right in this way."""
     reference = probe.of_reference()
     try:
         if not all(reference.is_right(leaves, case) for case, leaves in run(reference.side)):

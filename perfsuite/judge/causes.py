@@ -31,7 +31,8 @@ class Causes:
             self.earlier[_digest(outputs)] = _digest(_tensors(truth.leaves))
 
     def of(self, truth: Truth, outputs: Sequence[torch.Tensor]) -> str:
-        """A clause that names the likely cause, with what separates it from the words before; or nothing."""
+        """Return a clause that names the likely cause, with the punctuation that separates it from the words before; or
+        nothing."""
         right = _digest(_tensors(truth.leaves))
         if self.earlier.get(_digest(outputs), right) != right:
             return "; it is the answer that it gave to other inputs"

@@ -32,7 +32,7 @@ class Memory:
         self.held: Any = b""
 
     def bytes(self, end: int) -> Any:
-        """All of it, to `end` at least."""
+        """Return all of the memory, at least up to `end`."""
         if len(self.held) < end:
             self.held = mmap.mmap(self.file, os.fstat(self.file).st_size)
         return self.held
@@ -57,7 +57,7 @@ class Served:
         self.shared: dict[str, Any] = {}
 
     def tensor(self, at: dict[str, Any]) -> Any:
-        """The tensor at a place in the memory of the host or of the GPU that both processes have."""
+        """Return the tensor at a place in the memory of the host or of the GPU that both processes have."""
         torch = self.torch
         dtype = getattr(torch, at["dtype"])
         size = at["count"] * torch.empty(0, dtype=dtype).element_size()
@@ -72,7 +72,7 @@ class Served:
         return held.as_strided(at["shape"], at["stride"]) if size else held.view(at["shape"])
 
     def device_bytes(self, handle: str, size: int) -> Any:
-        """The GPU's memory with this handle of the driver's."""
+        """Return the GPU's memory with this handle of the driver's."""
         torch = self.torch
         if handle not in self.shared:
             torch.cuda.synchronize()  # gives this thread a context
@@ -86,7 +86,7 @@ class Served:
         return self.shared[handle]
 
     def value(self, of: Any) -> Any:
-        """An argument, which may be a nest of tensors."""
+        """Return an argument, which may be a nest of tensors."""
         if "tensor" in of:
             return self.tensor(of["tensor"])
         if "list" in of:
@@ -98,7 +98,7 @@ class Served:
         return self.read(of["pickled"])
 
     def read(self, at: list[int]) -> Any:
-        """An object of the process that asks."""
+        """Return an object of the process that asks."""
         begin, end = at
         return self.torch.load(io.BytesIO(self.memory.bytes(end)[begin:end]), weights_only=False)
 
@@ -168,19 +168,19 @@ class Served:
         return {}
 
     def wait(self) -> None:
-        """Until the device has done what it was asked."""
+        """Wait until the device has done what it was asked."""
         if self.device != "cpu":
             self.torch.cuda.synchronize()
 
     def trace(self, request: dict[str, Any]) -> dict[str, Any]:
-        """The operations of torch's that a call runs."""
+        """Return torch's operations that a call runs."""
         inputs = [self.value(of) for of in request["inputs"]]
         inputs = [v.to(self.device) if isinstance(v, self.torch.Tensor) else v for v in inputs]
         return {"operations": operations(self.torch, lambda: self.model(*inputs))}
 
 
 def operations(torch: Any, call: Callable[[], Any]) -> list[list[Any]]:
-    """The operations of torch's that it runs, but for views: [name, shapes of their tensors]."""
+    """Return torch's operations that the call runs, except views: [name, shapes of their tensors]."""
     from torch.utils._python_dispatch import TorchDispatchMode
 
     found = []
@@ -202,13 +202,13 @@ def operations(torch: Any, call: Callable[[], Any]) -> list[list[Any]]:
 
 
 def flat(value: Any) -> Iterator[Any]:
-    """The leaves of nested lists, tuples and dicts."""
+    """Yield the leaves of nested lists, tuples and dicts."""
     for _, leaf in leaves_of(value):
         yield leaf
 
 
 def leaves_of(value: Any, at: str = "") -> Iterator[tuple[str, Any]]:
-    """(path, leaf) of each leaf of nested lists, tuples and dicts; its path has the numbers and keys to it."""
+    """Yield (path, leaf) of each leaf of nested lists, tuples and dicts; its path has the numbers and keys to it."""
     if isinstance(value, (list, tuple)):
         for number, held in enumerate(value):
             yield from leaves_of(held, f"{at}[{number}]")
@@ -251,7 +251,7 @@ def serve(own: dict[str, Any], requests: int, replies_to: int, memory: int) -> N
 
 
 def fork(own: dict[str, Any], files: list[int], beside: socket.socket) -> int:
-    """The number of a new process that serves."""
+    """Fork a process that serves, and return its number."""
     pid = os.fork()
     if pid:
         for file in files:
@@ -275,7 +275,7 @@ END_LIMIT_S = 5.0
 
 
 def end(pid: int) -> int:
-    """Kill a process and all of its session's; how it had ended: its exit code, or minus the signal."""
+    """Kill a process and all processes of its session. Return how it had ended: its exit code, or minus the signal."""
     slow_stops.pop(pid, None)
     ended, status = os.waitpid(pid, os.WNOHANG)
     with contextlib.suppress(ProcessLookupError):
@@ -303,7 +303,8 @@ slow_stops: dict[int, int] = {}
 
 
 def stop(pid: int) -> int:
-    """Stop a process and all of its session's; 0 once they stand still, 1 if it has ended, 2 if one keeps running."""
+    """Stop a process and all processes of its session. Return 0 once they stand still, 1 if it has ended, 2 if one
+    keeps running."""
     began = time.monotonic()
     found = stop_within(pid, began + STOP_LIMIT_S)
     slow_stops[pid] = slow_stops.get(pid, 0) + (time.monotonic() - began > SLOW_STOP_S and len([*session_of(pid)]) > 1)
@@ -311,7 +312,7 @@ def stop(pid: int) -> int:
 
 
 def stop_within(pid: int, until: float) -> int:
-    """As `stop`."""
+    """Stop as `stop` does, until this time."""
     pause, stopped = 0.0, False
     while time.monotonic() < until:
         with contextlib.suppress(ProcessLookupError):
@@ -323,7 +324,7 @@ def stop_within(pid: int, until: float) -> int:
         if found is not None:
             # It may have been continued meanwhile by a process that it has forked.
             stopped = os.waitid(os.P_PID, pid, os.WSTOPPED | os.WNOHANG) is not None or stopped
-        # Twice: one that was looked at may have been continued by one that was not.
+        # Twice: a process that was checked may have been continued by one that was not yet.
         if stopped and all(state_of(member)[0] in STANDING for _ in range(2) for member in session_of(pid)):
             return 0
         time.sleep(pause)
@@ -332,7 +333,7 @@ def stop_within(pid: int, until: float) -> int:
 
 
 def session_of(pid: int) -> Iterator[int]:
-    """A process and its descendants, also those whose parents have ended: this process has adopted them."""
+    """Yield a process and its descendants, also those whose parents have ended: this process has adopted them."""
     left = [pid, *(child for child in children_of(os.getpid()) if child != pid and state_of(child)[1] == pid)]
     while left:
         yield left[-1]
@@ -340,7 +341,8 @@ def session_of(pid: int) -> Iterator[int]:
 
 
 def children_of(pid: int) -> list[int]:
-    """Those of each of its threads; none where it has ended, or where the kernel does not say."""
+    """Return the children of each of the process's threads; none where it has ended, or where the kernel does not
+    say."""
     found: list[int] = []
     with contextlib.suppress(OSError):
         for thread in os.listdir(f"/proc/{pid}/task"):
@@ -350,7 +352,7 @@ def children_of(pid: int) -> list[int]:
 
 
 def state_of(pid: int) -> tuple[str, int]:
-    """The letter of its state, and the number of its group."""
+    """Return the letter of the process's state, and the number of its group."""
     try:
         with open(f"/proc/{pid}/stat") as file:
             state, _, group = file.read().rpartition(")")[2].split()[:3]

@@ -110,7 +110,7 @@ def _terminated(number: int, frame: object) -> None:
 
 
 def line(verdict: object) -> str:
-    """A verdict for people."""
+    """Return a verdict for people."""
     from perfsuite.errors import printable
     from perfsuite.judge.verdict import Verdict
 

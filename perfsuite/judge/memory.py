@@ -30,18 +30,19 @@ class Arena(abc.ABC):
         self.end = 0
 
     def clear(self) -> None:
-        """Begin at its start again."""
+        """Start again at the beginning of the arena."""
         self.end = 0
 
     def take(self, size: int) -> int:
-        """The offset of so many bytes."""
+        """Reserve this many bytes and return their offset."""
         begin = -(-self.end // ALIGNMENT) * ALIGNMENT
         self.end = begin + size
         self._reach(self.end)
         return begin
 
     def place(self, tensor: torch.Tensor, *, filled: bool = True) -> tuple[dict[str, Any], torch.Tensor]:
-        """(where it is, the tensor there) for a copy of it with the same strides; without values unless `filled`."""
+        """Return (where it is, the tensor there) for a copy of the tensor with the same strides; without values unless
+        `filled`."""
         extent = 1 + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
         count = extent if tensor.numel() else 0
         size = count * tensor.element_size()
@@ -62,15 +63,15 @@ class Arena(abc.ABC):
 
     @abc.abstractmethod
     def _reach(self, end: int) -> None:
-        """Grow, so that it has so many bytes."""
+        """Grow the arena, so that it has at least `end` bytes."""
 
     @abc.abstractmethod
     def _where(self) -> dict[str, Any]:
-        """How the other process finds the arena."""
+        """Return how the other process finds the arena."""
 
     @abc.abstractmethod
     def _bytes(self, offset: int, size: int) -> torch.Tensor:
-        """This part of the arena."""
+        """Return this part of the arena."""
 
     @abc.abstractmethod
     def close(self) -> None:
@@ -83,7 +84,7 @@ class HostMemory(Arena):
     def __init__(self) -> None:
         super().__init__()
         self.file = os.memfd_create("perfsuite", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        # The other process could else make it shorter under this one's feet.
+        # Otherwise the other process could shorten it while this one uses it.
         fcntl.fcntl(self.file, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL)
         self.held: Any = b""
 
@@ -101,7 +102,7 @@ class HostMemory(Arena):
         return torch.frombuffer(self.held, dtype=torch.uint8, count=size, offset=offset)
 
     def value(self, value: Any, place: Callable[[torch.Tensor], dict[str, Any]]) -> dict[str, Any]:
-        """Where an argument is; `place` finds a place for each tensor."""
+        """Return where an argument is; `place` finds a place for each tensor."""
         if isinstance(value, torch.Tensor):
             return {"tensor": place(value.detach())}
         if isinstance(value, (list, tuple)):
@@ -111,7 +112,7 @@ class HostMemory(Arena):
         return {"pickled": self.pickled(value)}
 
     def pickled(self, value: Any) -> list[int]:
-        """Where an object is."""
+        """Return where a pickled object is."""
         stream = io.BytesIO()
         torch.save(value, stream)
         data = stream.getvalue()

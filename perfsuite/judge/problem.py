@@ -25,7 +25,7 @@ from perfsuite.reference_task import is_random
 from perfsuite.specs import module as module_input
 
 EXAMINED = 4
-"""Draws on which the reference is looked at before any candidate is."""
+"""Number of draws on which the reference is examined before any candidate."""
 MODEL, CANDIDATE = "Model", "ModelNew"
 _MOVES = """
 copy_ _to_copy clone empty empty_like empty_strided new_empty new_empty_strided new_zeros new_full zeros zeros_like ones
@@ -46,13 +46,13 @@ class Problem:
     seed: int
     device: str
     specs: Mapping[str, Any]
-    """How each input is drawn."""
+    """Spec of each input."""
     paths: tuple[str, ...] = ()
-    """Where each output is in what the reference returns."""
+    """Path of each output in the reference's result."""
 
     def varied(self) -> Problem:
-        """The same problem with weights near those that it was built with: a scale of 1 or a bias of 0 would not show
-        whether it is used."""
+        """Return the same problem with weights near those that it was built with: a scale of 1 or a bias of 0 would not
+        show whether it is used."""
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(self.seed)
             twin = modules.spec_of(self.module).build()
@@ -65,7 +65,7 @@ class Problem:
         return dict(self.module.state_dict())
 
     def cases(self, number: int, seed: int) -> list[Case]:
-        """So many draws, or more: each kind of values of each input is among them."""
+        """Return at least `number` draws, so that each kind of values of each input is among them."""
         random_ = random.Random(seed)
         kinds: dict[str, tuple[str, tuple[str, ...]]] = {}
         for name, spec in self.pair.inputs.items():
@@ -87,36 +87,36 @@ class Problem:
         ]
 
     def values(self, seed: int) -> dict[str, Any]:
-        """Inputs as the workload has them, with the module among them where it has parameters."""
+        """Return inputs as the workload has them, including the module where it has parameters."""
         case = make.workload_case(self.pair.workloads[0], "float32", seed)
         values: dict[str, Any] = make.clone(make.build(self.pair, case, self.device))
         return values
 
     def arguments(self, values: dict[str, Any]) -> list[Any]:
-        """The arguments of a call: all inputs but the module itself."""
+        """Return the arguments of a call: all inputs but the module itself."""
         return [v for name, v in values.items() if name != modules.INPUT]
 
     def call(self, values: dict[str, Any]) -> execution.Leaves:
-        """The outputs of the reference, by name."""
+        """Return the outputs of the reference, by name."""
         return dict(execution.flatten(self.returned(values)))
 
     def returned(self, values: dict[str, Any]) -> Any:
-        """The reference's answer as it is."""
+        """Return the reference's answer as it is."""
         with torch.no_grad():
             return self.module(*self.arguments(values))
 
     def work(self, operations_: Sequence[Sequence[Any]]) -> list[tuple[str, str]]:
-        """The operations that compute."""
+        """Return the operations that compute."""
         return [(n.removesuffix("_"), str(shapes)) for n, shapes in operations_ if n not in MOVES]
 
     def own_work(self) -> list[tuple[str, str]]:
-        """The operations of torch's that the reference computes with."""
+        """Return torch's operations that the reference computes with."""
         arguments = self.arguments(self.values(0))
         return self.work(operations(torch, lambda: self.module(*arguments)))
 
 
 def load(path: Path, device: str, seed: int, precision: str | None = None) -> Problem:
-    """The problem that a file states. PerfsuiteError, in one line, where it states none."""
+    """Return the problem that a file states. Raises PerfsuiteError, in one line, where it states none."""
     module = _imported(path)
     for name in (MODEL, "get_inputs"):
         if not callable(getattr(module, name, None)):
@@ -164,7 +164,8 @@ def _problem(
 
 
 def _examine(problem: Problem) -> None:
-    """PerfsuiteError where the reference is no function of its inputs, or one whose answers nobody can compare."""
+    """Raise PerfsuiteError where the reference is no function of its inputs, or one whose answers cannot be
+    compared."""
     path, answers = problem.path, list[execution.Leaves]()
     for seed in range(EXAMINED):
         values = problem.values(seed)

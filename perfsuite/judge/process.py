@@ -25,22 +25,22 @@ from perfsuite.judge.memory import Arena, DeviceMemory, HostMemory
 HERE = Path(__file__).parent
 SANDBOX = HERE / "sandbox.py"
 MOST_BYTES = 1 << 20
-"""A reply is no longer."""
+"""Most bytes of a reply."""
 SEND_LIMIT_S = 10.0
-"""Seconds in which a process has read its request."""
+"""Seconds that a process has to read its request."""
 ANSWER_LIMIT_S = 30.0
-"""For each further answer of the process that starts others."""
+"""Seconds for each further answer of the process that starts others."""
 DOES_NOT_STOP = 2
-"""Its answer where a process keeps running after SIGSTOP."""
+"""Answer of that process where a process keeps running after SIGSTOP."""
 START_LIMIT_S = 120.0
-"""Until Python and torch are imported."""
+"""Seconds until Python has started and torch is imported."""
 TRACES = ("PYTEST", "HYPOTHESIS", "PERFSUITE", "XDIST")
 """Parts of the names of variables that the process does not get."""
 SETTINGS = {"TORCHINDUCTOR_COMPILE_THREADS": "1"}
-"""No pool of processes that compile beside it."""
+"""Environment variables that prevent a pool of processes that compile beside this one."""
 ALLOCATOR = {"MALLOC_MMAP_THRESHOLD_": str(32 << 20), "MALLOC_TRIM_THRESHOLD_": str(1 << 30)}
-"""glibc moves these with what a process has freed before: one process then has fresh pages at every call, another
-none, and the same module takes five times as long."""
+"""Fixed thresholds for glibc's allocator. By default they move with what a process has freed before: one process then
+has fresh pages at every call, another none, and the same module takes five times as long."""
 CACHES = ("TMPDIR", "HOME", "XDG_CACHE_HOME", "TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "TORCH_EXTENSIONS_DIR")
 """Variables that name a folder to write to."""
 
@@ -53,13 +53,13 @@ class Ended(Exception):  # noqa: N818 - what it did, in words
 
 
 def shortened(text: str) -> str:
-    """A candidate's text in one line of at most MOST_CHARACTERS, its control characters escaped."""
+    """Return a candidate's text in one line of at most MOST_CHARACTERS, its control characters escaped."""
     shown = printable(text[: 2 * MOST_CHARACTERS])
     return shown if len(shown) <= MOST_CHARACTERS else f"{shown[:MOST_CHARACTERS]}…"
 
 
 def _is_reply(found: Any) -> bool:
-    """Whether it has the form of a reply: code under test may write into the pipe, too."""
+    """Return whether the object has the form of a reply: code under test may write into the pipe, too."""
 
     def is_shape(value: Any) -> bool:
         return isinstance(value, list) and all(type(n) is int for n in value)
@@ -107,7 +107,8 @@ class Nursery:
         self.lock = threading.Lock()
 
     def ask(self, request: Mapping[str, Any], files: Sequence[int] = ()) -> int:
-        """Its answer: the number of the process that it has forked, or how that has ended."""
+        """Return the answer to the request: the number of the process that was forked, or how that process has
+        ended."""
         with self.lock:
             socket.send_fds(self.own, [json.dumps(request).encode()], files)
             try:
@@ -172,7 +173,8 @@ class Process:
         self.device_memory.clear()
 
     def ask(self, request: Mapping[str, Any], limit_s: float) -> dict[str, Any]:
-        """Its reply, after which it stands still until it is asked again. Ended where it raised, hung or ended."""
+        """Return the reply of the process, which then stands still until it is asked again. Raises Ended where it
+        raised, hung or ended."""
         self._continue()
         self._send(json.dumps(request).encode())
         return self._checked(self._reply(limit_s))
@@ -184,7 +186,7 @@ class Process:
         fill: Callable[[], None] = lambda: None,
         read: Callable[[], None] = lambda: None,
     ) -> tuple[float, dict[str, Any]]:
-        """(seconds between the word "go" and the reply, the reply).
+        """Return (seconds between the word "go" and the reply, the reply).
 
         `fill` writes the inputs while the process stands still: before its time begins it cannot work on them. `read`
         is called at once when the reply is there, before the process is stopped.
@@ -208,7 +210,7 @@ class Process:
         return self._read(self._line(limit_s))
 
     def _read(self, line: bytes) -> dict[str, Any]:
-        """The reply in a line; what else the process does, it does when it is asked again."""
+        """Return the reply in a line. Anything else that the process does waits until it is asked again."""
         stopped = self.nursery.ask({"stop": self.number})
         if stopped:
             how = self._end()
@@ -281,6 +283,6 @@ class Process:
 
 
 def refuse_where_unsupported() -> None:
-    """PerfsuiteError where no process can be confined."""
+    """Raise PerfsuiteError where no process can be confined."""
     if not sys.platform.startswith("linux"):
         raise PerfsuiteError("perfsuite judge needs Linux: elsewhere it cannot confine what it runs")

@@ -23,21 +23,21 @@ from perfsuite.judge.process import Ended
 from perfsuite.judge.trial import Served, truth_of
 
 ROUND_S = 0.02
-"""A round has as many calls of each side as the fastest side does in this time."""
+"""Seconds that set the number of calls in a round: as many of each side as the fastest side makes in this time."""
 MOST_CALLS = 16
 WARMUP_CALLS = 3
 FEWEST_ROUNDS = 8
 NARROW = 0.01
-"""An interval of this half-width, in log-ratio, is narrow enough."""
+"""Half-width in log-ratio at which an interval is narrow enough."""
 LEVEL = 0.95
 ALONE = 0.85
 """If the reference alone takes less than this share of its time beside the candidate, the candidate slows it down."""
 ALONE_TIMES = 3
-"""The reference is faster alone in so many measurements, which alternate with others beside the candidate: once it may
-be faster because other programs have ended."""
+"""Number of measurements in which the reference must be faster alone. They alternate with others beside the candidate:
+once it may be faster because other programs have ended."""
 OTHERWISE = "it answers otherwise while it is timed"
 PROVEN, PROVING_SHARE = 4, 0.25
-"""One timed call in so many is proven, as far as that takes no more than this share of the time."""
+"""One timed call in PROVEN is proven, as far as that takes no more than PROVING_SHARE of the time."""
 UNTIMED_SHARE = 0.1
 """Once each kind of values was tried, further untimed calls are proven for at most this share of the time."""
 UNCERTAIN = 0.25
@@ -59,7 +59,7 @@ class Unusable(Exception):  # noqa: N818 - a side, not an error of the judge's
 
 @dataclass(frozen=True, slots=True)
 class Ratio:
-    """How many times as fast, with its interval at LEVEL."""
+    """Speedup, with its interval at LEVEL."""
 
     value: float
     low: float
@@ -75,16 +75,17 @@ class Times:
     seconds: Mapping[str, float]
     ratios: Mapping[str, Ratio]
     messages_s: float = 0.0
-    """Seconds of the messages for a call and of copying its output, which those of a call are without."""
+    """Seconds of the messages for a call and of copying its output; the seconds of a call exclude them."""
 
 
 def race(
     problem: Problem, sides: Mapping[str, Served], candidate: str, seconds: float, again: Callable[[], Served]
 ) -> Times:
-    """Interleaved rounds of all sides on the same values, new ones in each.
+    """Time interleaved rounds of all sides on the same values, new ones in each round.
 
-    NotEquivalent, or Ended, where the candidate fails or answers otherwise; Unusable where another side does. At the
-    end the candidate's process is closed, and the reference is timed without it. `again` starts the candidate anew.
+    Raises NotEquivalent, or Ended, where the candidate fails or answers otherwise, and Unusable where another side
+    does. At the end the candidate's process is closed, and the reference is timed without it. `again` starts the
+    candidate anew.
     """
     judge = _Judge(problem, candidate)
     calls = _calls(sides, judge)
@@ -116,7 +117,8 @@ def race(
 
 
 def _round(sides: Mapping[str, Served], judge: _Judge, calls: int) -> tuple[dict[str, float], float]:
-    """(seconds of a call of each side, seconds of the messages): medians of so many calls, each with values of its own.
+    """Return (seconds of a call of each side, seconds of the messages): medians of `calls` calls, each with values of
+    its own.
 
     Each call is a request of its own. Calls whose inputs are there together could be done in one launch.
     """
@@ -134,14 +136,14 @@ def _round(sides: Mapping[str, Served], judge: _Judge, calls: int) -> tuple[dict
 
 
 def _without(spent: float, copies: float) -> float:
-    """Seconds of a call without its messages and the copying of its output, or what is uncertain about these."""
+    """Return the seconds of a call without its messages and the copying of its output, or the uncertainty of these."""
     return max(spent - copies, UNCERTAIN * copies)
 
 
 def _same_alone(
     reference: Served, judge: _Judge, beside: Sequence[float], calls: int, again: Callable[[], Served]
 ) -> None:
-    """NotEquivalent where the reference is faster whenever the candidate's process is gone."""
+    """Raise NotEquivalent where the reference is faster whenever the candidate's process is gone."""
 
     def measured(sides: Mapping[str, Served]) -> list[float]:
         return [_round(sides, judge, calls)[0]["reference"] for _ in range(FEWEST_ROUNDS)]
@@ -177,7 +179,8 @@ class _Drawn:
 
 
 class _Judge:
-    """New values for each call, what the reference makes of them here, and whether an answer is that."""
+    """Draws new values for each call, computes the reference's outputs for them here, and compares answers with
+    these."""
 
     def __init__(self, problem: Problem, candidate: str) -> None:
         self.problem, self.candidate = problem, candidate
@@ -207,7 +210,7 @@ class _Judge:
         return found
 
     def drawn(self) -> _Drawn:
-        """New values for a call of each side."""
+        """Return new values for a call of each side."""
         seed, truth = secrets.randbits(31), None
         values = self.problem.values(seed)
         proven = not secrets.randbelow(PROVEN) and self.proving_s <= PROVING_SHARE * (time.monotonic() - self.began)
@@ -235,7 +238,7 @@ class _Judge:
             side.settled()
 
     def called(self, name: str, side: Served, drawn: _Drawn) -> float:
-        """Seconds of a side's call, and of the messages for it; its answer is checked."""
+        """Return the seconds of a side's call and of the messages for it, and check its answer."""
         with self._blaming(name):
             spent, (answer,) = side.call([drawn.arguments], self.forms)
             self._check(answer, drawn.expected)
@@ -254,7 +257,7 @@ class _Judge:
         self.proving_s += time.monotonic() - began
 
     def copying(self, reference: Served) -> float:
-        """Seconds that a request takes in which only an output is copied."""
+        """Return the seconds of a request in which only an output is copied."""
         with self._blaming("reference"):
             return reference.copies(self.forms)
 
@@ -299,14 +302,14 @@ def _near(a: torch.Tensor, b: torch.Tensor, allowed: float) -> bool:
 
 
 def _calls(sides: Mapping[str, Served], judge: _Judge) -> int:
-    """How many calls a round has; all sides are warm afterwards."""
+    """Return how many calls a round has. All sides are warm afterwards."""
     drawn = judge.drawn()
     fastest = min([judge.called(name, side, drawn) for _ in range(WARMUP_CALLS)][-1] for name, side in sides.items())
     return max(1, min(MOST_CALLS, math.ceil(ROUND_S / max(fastest, 1e-6))))
 
 
 def _ratio(slow: Sequence[float], fast: Sequence[float]) -> Ratio:
-    """The median of the rounds' ratios, with an interval that supposes no distribution."""
+    """Return the median of the rounds' ratios, with an interval that supposes no distribution."""
     logs = sorted(math.log(a / b) for a, b in zip(slow, fast, strict=True))
     cut = int(stats.binom.ppf((1 - LEVEL) / 2, len(logs), 0.5))
     low, high = logs[max(0, cut - 1)], logs[min(len(logs) - 1, len(logs) - cut)]
@@ -314,7 +317,7 @@ def _ratio(slow: Sequence[float], fast: Sequence[float]) -> Ratio:
 
 
 def _widened(ratio: Ratio, slow: float, fast: float, uncertain: float) -> Ratio:
-    """A ratio of these seconds, each uncertain by so many."""
+    """Return a ratio of these seconds, each uncertain by `uncertain` seconds."""
     least = 1 / MOST_WIDENED
     low = max(1 - uncertain / slow, least) / (1 + uncertain / fast)
     high = (1 + uncertain / slow) / max(1 - uncertain / fast, least)

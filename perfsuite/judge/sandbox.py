@@ -18,10 +18,10 @@ from collections.abc import Sequence
 READ_ONLY = ("/usr", "/lib", "/lib64", "/bin", "/sbin", "/etc", "/opt", "/proc", "/sys")
 """A Python process with compilers reads these folders, and those of its packages."""
 OPTIONAL = ("/opt",)
-"""Not of these where the reference lies there."""
+"""Folders of READ_ONLY that are left out where the reference lies there."""
 DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom", "/dev/nvidia*", "/dev/dxg")
 OWN = "/proc/self"
-"""CUDA names its threads there, and does not start where it may not."""
+"""Folder in which CUDA names its threads; it does not start where it may not."""
 MEMORY_SHARE = 0.8
 """The process may allocate this share of the machine's memory."""
 FILE_BYTES = 8 << 30
@@ -73,24 +73,25 @@ _WITHOUT_EFFECT = frozenset({
     "removexattr", "lremovexattr", "fremovexattr", "utimes", "fchownat", "futimesat", "fchmodat", "utimensat",
     "fchmodat2",
 })  # fmt: skip
-"""Calls that say they have done it: a compiler makes a process group, and a copied file gets its mode. Landlock keeps
-nobody from changing the mode or the owner of any file of the user's."""
+"""Calls that only pretend to succeed: a compiler makes a process group, and a copied file gets its mode. Landlock does
+not keep a process from changing the mode or the owner of any of the user's files."""
 _REFUSED_VALUES = {"fcntl": (1, 10)}
 """Call → (argument, its value that is refused): F_SETSIG chooses a signal, which may be the one that continues."""
 _ARCHITECTURES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 _LOAD, _EQUAL, _AT_LEAST, _RETURN = 0x20, 0x15, 0x35, 0x06
 _ALLOW, _REFUSE, _PRETEND = 0x7FFF0000, 0x00050000 | 1, 0x00050000  # EPERM; no error, and nothing done
 _ABSENT = 0x00050000 | 2
-"""ENOENT: no other process listens, as CUDA finds it where no service of its own runs."""
+"""ENOENT: no other process listens, as CUDA sees it where none of its services runs."""
 _OTHER_NUMBERS = 0x40000000
-"""Calls of the x32 table, by which a filter could be passed by."""
+"""Calls of the x32 table, with which a filter could be bypassed."""
 
 
 def confine(scratch: str, *, hidden: Sequence[str] = (), cpu_s: int = 0) -> list[str]:
-    """Keep this process to reading what Python needs and writing to `scratch` → what could not be kept from it.
+    """Restrict this process to reading what Python needs and writing to `scratch`. Return the restrictions that could
+    not be enforced.
 
-    Nothing in a folder of `hidden` is read, although Python may import from it. There is no way back, also for the
-    processes that it starts.
+    Nothing in a folder of `hidden` can be read, even if Python would import from it. The restrictions cannot be undone,
+    and hold for the processes that this one starts, too.
     """
     libc = ctypes.CDLL(None, use_errno=True)
     lacking = _limit(cpu_s)
@@ -107,13 +108,13 @@ def confine(scratch: str, *, hidden: Sequence[str] = (), cpu_s: int = 0) -> list
 
 
 def _packages(hidden: Sequence[str]) -> list[str]:
-    """The folders that Python imports from."""
+    """Return the folders that Python imports from."""
     every = {os.path.realpath(p) for p in (sys.prefix, sys.base_prefix, *sys.path) if p and os.path.isdir(p)}
     return [p for p in every if not _holds(p, hidden)]
 
 
 def _holds(folder: str, paths: Sequence[str]) -> bool:
-    """Whether one of the paths lies in the folder."""
+    """Return whether one of the paths lies in the folder."""
     return any(os.path.realpath(p).startswith(os.path.join(os.path.realpath(folder), "")) for p in paths)
 
 

@@ -1,4 +1,4 @@
-"""Calls a candidate in its process and holds what comes back against the truth, which only this process knows."""
+"""Call a candidate in its process and compare its outputs with the truth, which only this process knows."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ from perfsuite.truths import Discard, Truth
 DRAWS = 8
 """Draws of the template's shapes; each is called twice."""
 CHANGED = 4
-"""Elements of which other values must give another answer."""
+"""Number of elements whose change must change the answer."""
 CHANGES = 3
-"""How often: a key may have been among the elements that changed."""
+"""Number of times that elements are changed: a cache's key may have been among the changed ones."""
 CPU_LIMIT_S = 3600
 PIECE = 64
-"""Elements of each output that are read at once when a call is said to be done."""
+"""Elements of each output that are read at once when a call is reported as done."""
 UNWRITTEN = {
     torch.float16: (torch.int16, 0x7E3A),
     torch.bfloat16: (torch.int16, 0x7FEA),
@@ -58,7 +58,7 @@ class Served:
     def start(
         cls, nursery: Nursery, problem: Problem, source: Path, name: str, limit_s: float, *, compiled: bool = False
     ) -> Served:
-        """Build the module of the file. Ended where that fails."""
+        """Build the module of the file. Raises Ended where that fails."""
         process = Process(nursery, source, name, problem.device, hidden=[str(problem.path)], cpu_s=CPU_LIMIT_S)
         made = cls(problem=problem, process=process, limit_s=limit_s, compiled=compiled)
         try:
@@ -87,9 +87,10 @@ class Served:
     def call(
         self, every: Sequence[Sequence[Any]], forms: Sequence[torch.Tensor], *, again: bool = False
     ) -> tuple[float, list[list[torch.Tensor]]]:
-        """(seconds, outputs) of a call on each of these lists of arguments; their memory is this process's.
+        """Return (seconds, outputs) of a call on each of these lists of arguments; their memory is this process's.
 
-        With `again` all of them are the first, which is given only once. NotEquivalent, or Ended, where there are none.
+        With `again` all calls are on the first list, which is sent only once. Raises NotEquivalent, or Ended, where
+        there are no outputs.
         """
         memory, given = self.process.memory, list[tuple[torch.Tensor, torch.Tensor]]()
         self.process.clear()
@@ -133,18 +134,18 @@ class Served:
         return seconds, made
 
     def copies(self, forms: Sequence[torch.Tensor]) -> float:
-        """Seconds of a request that copies the outputs of the last call, and of the messages for it."""
+        """Return the seconds of a request that copies the outputs of the last call, and of the messages for it."""
         self.process.clear()
         _, places = self._outputs(1, forms)
         return self.process.timed({"do": "copy", "outputs": places}, self.limit_s)[0]
 
     def settled(self) -> None:
-        """NotEquivalent where outputs changed after the call was said to be done."""
+        """Raise NotEquivalent where outputs changed after the call was reported as done."""
         if not all(same_leaf(there, copied) for there, copied in self._last):
             raise NotEquivalent(WRITTEN_LATER)
 
     def operations(self, arguments: Sequence[Any]) -> list[tuple[str, str]]:
-        """The PyTorch operations of a call that compute something, with the shapes of their tensors."""
+        """Return the PyTorch operations of a call that compute something, with the shapes of their tensors."""
         memory = self.process.memory
         self.process.clear()
         request = {"do": "trace", "inputs": [memory.value(v, lambda t: memory.place(t)[0]) for v in arguments]}
@@ -152,12 +153,12 @@ class Served:
         return self.problem.work(found)
 
     def _place(self, like: torch.Tensor) -> tuple[dict[str, Any], torch.Tensor]:
-        """(where it is, the tensor there): memory without values that both processes have."""
+        """Return (where it is, the tensor there): memory without values that both processes have."""
         arena = self.process.memory if like.device.type == "cpu" else self.process.device_memory
         return arena.place(like, filled=False)
 
     def _outputs(self, number: int, forms: Sequence[torch.Tensor]) -> tuple[list[list[torch.Tensor]], list[list[Any]]]:
-        """Memory for the outputs of so many calls, and where it is."""
+        """Return memory for the outputs of this many calls, and where it is."""
         made: list[list[torch.Tensor]] = []
         places: list[list[Any]] = []
         for _ in range(number):
@@ -167,7 +168,8 @@ class Served:
         return made, places
 
     def _poison(self, outputs: Sequence[Sequence[torch.Tensor]]) -> None:
-        """Fill them with what is no answer, before the process goes on: bools by chance, which tells nothing of one."""
+        """Fill the outputs with values that are no answer, before the process goes on; bools at random, which reveals
+        no answer."""
         for one in outputs:
             for tensor in one:
                 make.fill_poison(tensor)
@@ -185,7 +187,7 @@ class Served:
 
 
 def _piece(output: torch.Tensor) -> torch.Tensor:
-    """A few elements of an output, at a place that nobody knows before."""
+    """Return a few elements of an output, at a place that nobody knows before."""
     flat = output.view(-1)
     begin = secrets.randbelow(max(1, flat.numel() - PIECE + 1))
     return flat[begin : begin + PIECE]
@@ -205,12 +207,12 @@ class Proof:
     discarded: int = 0
     worst: float = 0.0
     borrowed: str = ""
-    """The reference's own operations of torch's with which it does all of the reference's work; empty if it does not.
-    """
+    """The reference's own operations of torch's with which it does all of the reference's work; empty if it does
+    not."""
 
 
 def prove(problem: Problem, candidate: Served, draws: int = DRAWS) -> Proof:
-    """NotEquivalent, or Ended, where the candidate is not the reference's function."""
+    """Prove a candidate. Raises NotEquivalent, or Ended, where it is not the reference's function."""
     found, tally, causes = Proof(), Tally(), Causes(problem.pair)
     for case in problem.cases(draws, secrets.randbits(31)):
         found.draws += 1
@@ -228,7 +230,7 @@ def prove(problem: Problem, candidate: Served, draws: int = DRAWS) -> Proof:
 
 
 def truth_of(problem: Problem, case: Case, values: dict[str, Any]) -> Truth | None:
-    """The truth on these inputs of a draw; None if the reference refuses them, or is not finite on them."""
+    """Return the truth on these inputs of a draw; None if the reference refuses them, or is not finite on them."""
     try:
         return truths.establish(problem.pair, case, problem.device, gradients=False, drawn=make.clone(values))
     except (Discard, RuntimeError, ValueError, IndexError, ArithmeticError):
@@ -243,7 +245,7 @@ def _held(
     tally: Tally,
     causes: Causes,
 ) -> bool:
-    """Hold two calls on the same values against the truth. False where the reference alone is not finite."""
+    """Compare two calls on the same values with the truth. Return False where the reference alone is not finite."""
     truth = truth_of(problem, case, values)
     if truth is None:
         return False
@@ -258,7 +260,7 @@ def _held(
 
 
 def _other_elements(problem: Problem, candidate: Served, tally: Tally, causes: Causes) -> None:
-    """A few other elements: an answer that is kept by some of them would be given again."""
+    """Change a few elements: an answer that is cached by some of the other elements would be given again."""
     case = make.workload_case(problem.pair.workloads[0], "float32", secrets.randbits(31))
     values = make.clone(make.build(problem.pair, case, problem.device))
     beside = make.clone(make.build(problem.pair, replace(case, seed=secrets.randbits(31)), problem.device))
@@ -276,12 +278,13 @@ def _other_elements(problem: Problem, candidate: Served, tally: Tally, causes: C
 
 
 def _borrowed(problem: Problem, candidate: Served) -> str:
-    """The names of the reference's own operations of torch's, if it does all of the reference's work by them."""
+    """Return the names of torch's operations that the reference uses, if the candidate does all of the reference's work
+    by them."""
     own, left = problem.own_work(), list[tuple[str, str]]()
     try:
         left = candidate.operations(problem.arguments(problem.values(secrets.randbits(31))))
     except Ended:
-        return ""  # a kernel that no dispatch mode can be under
+        return ""  # a kernel that cannot run under a dispatch mode
     for step in own:
         if step not in left:
             return ""

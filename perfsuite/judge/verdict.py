@@ -1,4 +1,4 @@
-"""Judges candidates of one problem: proofs beside each other, times one at a time."""
+"""Judge the candidates of one problem: proofs run beside each other, and candidates are timed one at a time."""
 
 from __future__ import annotations
 
@@ -30,15 +30,17 @@ RIVALS = {
 OTHERWISE = {"compile": "; --no-compile times without it"}
 OTHER_NAMES = "; its parameters have other names than the reference's, so that both were built from one seed"
 FASTER = 1.05
-"""Who computes with the reference's own operations has a version of his own if that is surely so much faster."""
+"""Lower bound of the speedup from which a candidate that computes with the reference's own operations counts as a
+version of its own."""
 TOO_SHORT = 0.05
-"""A call whose seconds are uncertain by more than this share is too short: to measure longer would not help."""
+"""Largest share by which the seconds of a call may be uncertain. Beyond it the call is too short, and measuring longer
+would not help."""
 AT_ONCE = 4
-"""Candidates of each lane that are proven before those that are right are timed."""
+"""Number of candidates of each lane that are proven before the right ones among them are timed."""
 
 
 class Status(StrEnum):
-    """How a candidate was judged."""
+    """Outcome of judging a candidate."""
 
     PASS = "PASS"
     NOT_EQUIVALENT = "NOT_EQUIVALENT"
@@ -65,7 +67,7 @@ class Verdict:
     worst: float = 0.0
     seconds: dict[str, float] = field(default_factory=dict)
     speedup: Ratio | None = None
-    """Against the reference."""
+    """Speedup over the reference."""
     against_compile: Ratio | None = None
     borrowed: str = ""
     """The reference's own operations of torch's, if it does all of the reference's work by them."""
@@ -74,20 +76,20 @@ class Verdict:
     """The restrictions that this machine cannot enforce on the candidate."""
 
     def as_json(self) -> dict[str, Any]:
-        """For machines."""
+        """Return the verdict as a JSON object."""
         return {**dataclasses.asdict(self), "status": str(self.status)}
 
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """How candidates are judged."""
+    """Options for judging candidates."""
 
     device: str
     least: float = 1.0
-    """The speedup that is asked for."""
+    """Speedup that is asked for."""
     seconds: float = 10.0
     limit_s: float = 60.0
-    """For one request to a process: a build, or a batch of calls."""
+    """Seconds for one request to a process: a build, or a batch of calls."""
     compiled: bool = True
     """Whether torch.compile of the reference is timed too."""
     precision: str | None = None
@@ -101,9 +103,10 @@ def judge(
     done: Callable[[Verdict], None] = lambda v: None,
     nursery: Nursery | None = None,
 ) -> list[Verdict]:
-    """A verdict on each candidate, in their order; `done` is called with each. PerfsuiteError for a bad reference.
+    """Return a verdict on each candidate, in their order; `done` is called with each. Raises PerfsuiteError for a bad
+    reference.
 
-    A `nursery` that is given lives on.
+    A `nursery` that is given is not closed.
     """
     refuse_where_unsupported()
     for path in candidates:
@@ -133,7 +136,8 @@ def judge(
 def _prove(
     nursery: Nursery, problem: problems.Problem, varied: problems.Problem, path: Path, options: Options
 ) -> tuple[Verdict, Served | None]:
-    """The verdict on a candidate that is wrong, or its process. Where it can take weights it gets the `varied` ones."""
+    """Return the verdict on a candidate that is wrong, or else its process. A candidate that can take weights gets the
+    `varied` ones."""
     verdict = Verdict(candidate=str(path), status=Status.NOT_EQUIVALENT)
     served: Served | None = None
     try:
@@ -184,7 +188,7 @@ def _time(nursery: Nursery, problem: problems.Problem, served: Served, verdict: 
 
 
 def _rival(nursery: Nursery, problem: problems.Problem, name: str, options: Options) -> Served:
-    """The reference in a process of its own, compiled or not. Unusable where that fails."""
+    """Return the reference in a process of its own, compiled or not. Raises Unusable where that fails."""
     limit = options.limit_s * (COMPILE_PATIENCE if name == "compile" else 1)
     try:
         return Served.start(nursery, problem, problem.path, problems.MODEL, limit, compiled=name == "compile")

@@ -22,14 +22,14 @@ MODES = {
 
 
 def mode_of(config: pytest.Config) -> str:
-    """The kind of run that pytest's options ask for."""
+    """Return the kind of run that pytest's options ask for."""
     option = config.option
     chosen: str = option.perfsuite_mode or ("gate" if getattr(option, "benchmark_compare", None) else "measure")
     return chosen
 
 
 def control_for(config: pytest.Config) -> Control:
-    """The run's control. UsageError where the options contradict each other."""
+    """Return the run's control. Raises UsageError where the options contradict each other."""
     job = load_job()
     if job is not None:
         from perfsuite.modes.worker import Worker

@@ -19,7 +19,8 @@ from perfsuite.workers import ALONE, Failure, Lane, Task
 
 PROCESSES = 5
 THOROUGH_PROCESSES = 1
-"""Processes that time rivals, too: a rival's place in the table needs no more, and each process traces it anew."""
+"""Number of processes that time rivals, too: a rival's place in the table needs no more, and each process traces it
+anew."""
 
 
 class Accept(Whole):
@@ -59,7 +60,8 @@ class Accept(Whole):
         return self.arguments.get("more") == "yes"
 
     def _may_have_more(self, ids: Sequence[str], state: revision.State) -> list[str]:
-        """Those whose accepted figures are of the present code; a problem says of each other why they are not."""
+        """Return the ids whose accepted figures are of the present code. For each of the others a problem says why they
+        are not."""
         if state.dirty or state.revision is None:
             why = dict.fromkeys(ids, "the present code is not committed")
         else:
@@ -73,7 +75,8 @@ class Accept(Whole):
         self.problems += [f"not accepted: {i}: {text}; accept it without --more" for i, text in why.items()]
 
     def _state(self) -> revision.State:
-        """What git says of the tree; BaselineError where its code could not be loaded again, unless that is wanted."""
+        """Return git's state of the work tree. Raises BaselineError where its code could not be loaded again, unless
+        that is allowed."""
         # Another shard's figures may wait for their commit.
         found = revision.state(self.root, ignored=self.baselines.folder)
         allowed = self.arguments.get("dirty") == "yes"
@@ -111,10 +114,10 @@ class Accept(Whole):
             self.keep(id, Failure(status=Status.NOT_TIMED, message=text))
 
     def _begin_early(self, ids: Collection[str], busy: Sequence[Lane]) -> None:
-        """Nothing: an acceptance proves against the truth, which takes the memory that others would prepare in."""
+        """Do nothing: an acceptance proves against the truth, which takes the memory in which others would prepare."""
 
     def _accept_task(self, id: str) -> Task:
-        """The task that times a workload in its next process."""
+        """Return the task that times a workload in its next process."""
         number = len(self.runs.get(id, ()))
         return Task(
             id=id,
@@ -173,7 +176,7 @@ class Accept(Whole):
         )
 
     def _margins(self, accepted: Mapping[str, Entry], ids: Sequence[str]) -> list[str]:
-        """A line for each workload of which the gate will only find a slowdown beyond the usual margin."""
+        """Return a line for each workload for which the gate will find only a slowdown beyond the usual margin."""
         suite = suite_noise(accepted)
         sizes = {i: gate.margin_of(accepted[i], suite, selected=len(accepted)) for i in sorted(ids)}
         return [

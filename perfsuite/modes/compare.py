@@ -33,7 +33,7 @@ class Compare(Whole):
         self.failures[id] = Failure(status=Status.UNMEASURED, message=reason)  # there is nothing to compare with
 
     def _sample(self, ids: object) -> set[str]:
-        return set(self.items)  # without a baseline, only a second process tells how noisy a workload is
+        return set(self.items)  # without a baseline, only a second process shows how noisy a workload is
 
     def reference(self, id: str, *, first: bool) -> int | None:
         return 0

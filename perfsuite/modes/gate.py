@@ -1,4 +1,4 @@
-"""`pytest -m perf --benchmark-compare`, `perfsuite gate`: hold every workload against what was accepted."""
+"""`pytest -m perf --benchmark-compare`, `perfsuite gate`: compare every workload with what was accepted."""
 
 from __future__ import annotations
 
@@ -58,7 +58,8 @@ class Gate(Paired):
             self.problems.append("nothing was measured: no timed item of a pair was selected; see `perfsuite list`")
 
     def _missing(self) -> list[str]:
-        """Accepted workloads that this run does not judge: renamed, removed, or left out without --partial."""
+        """Return the accepted workloads of which this run gives no verdict: renamed, removed, or left out without
+        --partial."""
         unselected = [i for i in self.entries if i not in self.items]
         gone = [i for i in unselected if i not in self.known and self.in_scope(i)]
         left_out = [] if self.partial else [i for i in unselected if i not in gone]
@@ -120,7 +121,7 @@ class Gate(Paired):
         return verdicts
 
     def _slowed_references(self, ids: Collection[str]) -> dict[str, Verdict]:
-        """NOT_TIMED for each workload whose reference is slower than when it was accepted, and only beside its
+        """Return NOT_TIMED for each workload whose reference is slower than when it was accepted, and only beside its
         optimized side."""
         accepted = {i: self.entries[i].seconds_of(REFERENCE) for i in ids}
         moved = [i for i, seconds in accepted.items() if alone.has_moved(self.runs.get(i, ()), seconds)]
@@ -128,7 +129,7 @@ class Gate(Paired):
         return {i: failed(i, Failure(status=Status.NOT_TIMED, message=text)) for i, text in why.items()}
 
     def unchanged(self, ids: Sequence[str]) -> dict[str, Verdict]:
-        """The workloads that need not be measured, because nothing that they run has changed."""
+        """Return the workloads that need not be measured, because nothing that they run has changed."""
         if not self.config.option.perfsuite_changed:
             return {}
         self.found = changed.unchanged({i: self.entries[i] for i in ids}, revision.top_or(self.root), self.machine)
@@ -136,7 +137,7 @@ class Gate(Paired):
         return self._unchanged(self.found.unchanged)
 
     def _with_same_code(self, ids: Sequence[str]) -> set[str]:
-        """The workloads that run exactly what was accepted, on whatever software.
+        """Return the workloads that run exactly what was accepted, on whatever software.
 
         An entry has a comparison with itself only if each side was seen to run the code of its own tree.
         """
@@ -153,7 +154,8 @@ class Gate(Paired):
         return {i: changed.verdict(i, self.entries[i], self.found.unchanged[i]) for i in ids}
 
     def prove_task(self, id: str) -> Task:
-        """Where sources alone differ and the device's clock decides: does the device get the same work?"""
+        """Return the task that proves a workload. Where only sources differ and the device clock decides, it first
+        traces whether the device gets the same work."""
         task, sources = super().prove_task(id), self.found.sources.get(id)
         return replace(task, launched=changed.launched(self.entries[id]), changed=tuple(sources)) if sources else task
 
@@ -162,7 +164,7 @@ class Gate(Paired):
         self.found.sources.pop(id, None)  # it was traced already
 
     def _launch_the_same(self, ids: Collection[str]) -> dict[str, Verdict]:
-        """UNCHANGED for each workload that its trace has shown to launch what was accepted."""
+        """Return UNCHANGED for each workload whose trace has shown that it launches what was accepted."""
         same = [i for i in ids if self.proofs[i].same_launches]
         for id in same:
             what = f"{self.found.changed.pop(id)} changed, but what it launches is the same, bit for bit"
@@ -173,7 +175,8 @@ class Gate(Paired):
         return self._unchanged(same)
 
     def _revisions(self, ids: Sequence[str]) -> dict[str, str]:
-        """The revision at which each was accepted; where there is none to load, `stored` gets the reason."""
+        """Return the revision at which each workload was accepted. Where there is none to load, `stored` gets the
+        reason."""
         wanted: dict[str, str] = {}
         for id in ids:
             entry = self.entries[id]
@@ -186,7 +189,7 @@ class Gate(Paired):
         return wanted
 
     def _without_baseline(self, ids: Sequence[str]) -> dict[str, Verdict]:
-        """One process says what they do; without a baseline they are red all the same."""
+        """Run one process for each workload, to show its figures; without a baseline it is red all the same."""
         tasks = [
             Task(
                 id=i, limit_s=self.items[i].pair.time_limit, proof=self.proofs[i], reference=FEW_BLOCKS, thorough=False

@@ -1,4 +1,4 @@
-"""`perfsuite list`: what a selection holds, and what is accepted of it here."""
+"""`perfsuite list`: show the workloads of a selection, and what is accepted of them on this machine."""
 
 from __future__ import annotations
 
@@ -48,4 +48,4 @@ class List(Control):
         return True
 
     def pytest_terminal_summary(self, terminalreporter: object) -> None:
-        """The table is all that is shown."""
+        """Do nothing: the table is all that is shown."""

@@ -1,4 +1,5 @@
-"""What the gate and `compare` share: two revisions of the optimized side, timed in processes until each is decided."""
+"""Logic that the gate and `compare` share: two revisions of the optimized side, timed in processes until each workload
+is decided."""
 
 from __future__ import annotations
 
@@ -29,13 +30,14 @@ from perfsuite.workers import PROVE, Failure, Lane, Task
 SAMPLE_SHARE = 4
 """One workload in four always runs a second process: that shows whether this run is noisier than the accepted one."""
 MOST_PROCESSES = 2 * stages.LOOKS[-1]
-"""The rule decides before that."""
+"""Upper bound of the processes of a workload; the rule decides before it."""
 AT_ONCE, MOST_AT_ONCE = 2, 6
-"""On a GPU, at least so many further processes are requested once two have not decided a workload. They prepare at the
+"""On a GPU, at least AT_ONCE further processes are requested once two have not decided a workload. They prepare at the
 same time, which usually saves more than an unnecessary last process costs: up to MOST_AT_ONCE of a workload that
 prepares for long."""
 SLOW_PROCESS_S = 5.0
-"""A process that took so long the last time, most of it to prepare, had better not be missing."""
+"""Seconds of a workload's last process from which it is slow to prepare, so that a missing process costs more than an
+unnecessary one."""
 EARLY_SHARE = 8
 """While all proofs run, one core in eight prepares workloads to be timed: those that are timed first take longest."""
 OUT_OF_MEMORY, RAISES = "runs out of device memory", "the accepted side raises"
@@ -63,17 +65,18 @@ class Paired(Control):
 
     @functools.cached_property
     def suite(self) -> Suite:
-        """The noise of all that is accepted."""
+        """Noise of everything that is accepted."""
         return suite_noise(self.entries)
 
     def prove(self, ids: Collection[str]) -> list[str]:
-        """Prove both sides of each on all cores, which compiles what they compile; the ids that go on."""
+        """Prove both sides of each on all cores, which also compiles their code. Return the ids that go on."""
         with sharing.proving(lane.lock for lane in self.timing_lanes(())):
             self._prove(ids, ahead=list(ids))
             unloaded = [i for i in ids if i in self.proofs and self.proofs[i].unloaded]
             for id in unloaded:
                 self.without_revision(id, self.proofs.pop(id).unloaded)
-            # In processes that have not imported the other revision: it may have changed what the current side calls.
+            # Prove in processes that have not imported the other revision: it may have changed what the current side
+            # calls.
             self._prove([i for i in unloaded if i not in self.failures])
         return [i for i in ids if i not in self.failures]
 
@@ -84,7 +87,7 @@ class Paired(Control):
         tasks = [self.prove_task(i) for i in ids]
         self.announce(tasks, proving=True)
         for _ in self.work(tasks, everywhere=True, ahead=ahead):
-            _ = self.suite  # takes half a second to import scipy, while other proofs run
+            _ = self.suite  # imports scipy, which takes half a second, while other proofs run
         crowded = [t for t in tasks if self._has_failed(t.id, OUT_OF_MEMORY)]
         if not crowded:
             return
@@ -100,7 +103,7 @@ class Paired(Control):
             self._begin_early(ids, busy)
 
     def _begin_early(self, ids: Collection[str], busy: Sequence[Lane]) -> None:
-        """While proofs run, the workloads that are timed first prepare, and get their proofs as these end.
+        """Let the workloads that are timed first prepare while proofs run. They get their proofs as these end.
 
         So many prepare at the same time as there are lanes without a `busy` process that proves, but at least one for
         EARLY_SHARE cores. Those that have prepared wait, and others follow.
@@ -123,7 +126,7 @@ class Paired(Control):
         return proof is not None and not proof.unloaded and not proof.same_launches and id not in self.failures
 
     def _may_begin(self, id: str) -> bool:
-        """Whether it is proven, or its proof is awaited."""
+        """Return whether the workload is proven, or its proof is awaited."""
         if id in self.proofs or id in self.failures:
             return self._is_proven(id)
         return self.entry(id) is not None
@@ -135,12 +138,12 @@ class Paired(Control):
         return self.seeds.setdefault(id, secrets.randbits(31))
 
     def without_revision(self, id: str, reason: str) -> None:
-        """The workload cannot be timed beside the other revision, for this reason."""
+        """Note that the workload cannot be timed beside the other revision, for this reason."""
         self.stored[id] = reason
         self.same_code.discard(id)
 
     def prove_task(self, id: str) -> Task:
-        """The proof of a workload, which prepares what the first process needs."""
+        """Return the task that proves a workload and prepares what the first process needs."""
         entry, promised = self.entry(id), self.promises(id).speedup
         same_code = tuple(entry.ran.sources) if id in self.same_code and entry and entry.ran else ()
         self.one_sided |= {id} if same_code else set()
@@ -158,7 +161,8 @@ class Paired(Control):
         )
 
     def reference(self, id: str, *, first: bool) -> int | None:
-        """How many blocks the reference joins: all (None) or more where its promise is in doubt, else few or none."""
+        """Return how many blocks the reference joins: all (None) or more where its promise is in doubt, else few or
+        none."""
         entry = self.entry(id)
         if id in self.stored:
             return None
@@ -169,7 +173,7 @@ class Paired(Control):
         return planning.reference_blocks(entry, self.promises(id).speedup) if entry else planning.FEW_BLOCKS
 
     def blocks(self, id: str) -> int | None:
-        """How many blocks a process has; None: as many as usual."""
+        """Return how many blocks a process has; None for as many as usual."""
         entry = self.entry(id)
         if entry is None or id in self.stored:
             return None
@@ -199,7 +203,7 @@ class Paired(Control):
         return verdicts | {i: failed(i, self.failures[i]) for i in ids if i in self.failures}
 
     def _analysed(self, ids: Collection[str], sample: Collection[str]) -> dict[str, Verdict | Open]:
-        """The rule's answer for each of these workloads, from the processes measured so far."""
+        """Return the rule's answer for each of these workloads, from the processes measured so far."""
         subjects = [self._subject(i, sampled=i in sample) for i in ids]
         answers = gate.analyse(subjects, self.suite, selected=max(1, len(self.items)))
         for id, answer in answers.items():
@@ -217,7 +221,7 @@ class Paired(Control):
             due[id] -= 1
             if due[id] or id in self.failures:
                 return []
-            # Only workloads with two processes or more tell how noisy this run is.
+            # Only workloads with two processes or more show how noisy this run is.
             several = [i for i, runs in self.runs.items() if len(runs) > 1 and i not in self.failures]
             answer = self._analysed({*several, id}, sample)[id]
             if not isinstance(answer, Open) or len(self.runs[id]) >= MOST_PROCESSES:
@@ -244,8 +248,8 @@ class Paired(Control):
             self.alone = False
 
     def _prove_again(self, ids: Collection[str]) -> None:
-        """Prove workloads whose accepted side raises. Of the accepted code it was not checked whether two imports of it
-        can run in one process."""
+        """Prove workloads whose accepted side raises. For the accepted code, it was not checked whether two imports of
+        it can run in one process."""
         self.same_code.difference_update(ids)
         self.one_sided.difference_update(ids)
         for id in ids:
@@ -257,7 +261,8 @@ class Paired(Control):
         return id in self.failures and why in self.failures[id].message
 
     def _requested(self, id: str, answer: Open) -> int:
-        """How many further processes of an undecided workload are started: on a GPU as many as it will likely need."""
+        """Return how many further processes of an undecided workload are started: on a GPU as many as it will likely
+        need."""
         if self.device != "cuda":
             return answer.processes
         done = len(self.runs[id])
@@ -277,7 +282,7 @@ class Paired(Control):
             pass
 
     def _confirm(self, verdicts: Mapping[str, Verdict]) -> dict[str, Verdict]:
-        """The verdicts on small slowdowns, after the current code was timed against a second import of itself."""
+        """Return the verdicts on small slowdowns, after timing the current code against a second import of itself."""
         small = [i for i, v in verdicts.items() if confirmation.is_needed(v, self.runs[i], self.entry(i))]
         if not small:
             return {}
@@ -305,7 +310,8 @@ class Paired(Control):
         }
 
     def timing_lanes(self, tasks: Sequence[Task]) -> list[Lane]:
-        """On a GPU, several processes prepare beside each other as far as what was accepted fits into its memory."""
+        """Return the lanes for timing. On a GPU, several processes prepare beside each other as far as the accepted
+        peaks fit into its memory."""
         if self.device != "cuda" or self.alone:
             return super().timing_lanes(tasks)
         entries = [self.entries.get(task.id) for task in tasks]
@@ -316,7 +322,7 @@ class Paired(Control):
         return lanes.together(self.gpu_memory_bytes, peaks, self.machine.cores // max(1, self.machine.count))
 
     def _sample(self, ids: Collection[str]) -> set[str]:
-        """Drawn at random from the workloads whose code differs.
+        """Draw the sample at random from the workloads whose code differs.
 
         If these are too few to show how noisy this run is, workloads with the accepted code join them, as if theirs
         differed.
@@ -330,8 +336,8 @@ class Paired(Control):
         return sample | same
 
     def _needed(self, ids: Collection[str]) -> dict[str, int]:
-        """How many processes the workloads run before the rule decides for the first time, where it is certain: of all
-        whose code differs, where they are so few that any sample has them."""
+        """Return how many processes the workloads run before the rule decides for the first time, where this is
+        certain: for all whose code differs, where they are so few that any sample has them."""
         others = [i for i in ids if i not in self.same_code]
         return {i: self._first_processes(i) for i in others} if sample_size(len(others)) == len(others) else {}
 
@@ -350,18 +356,19 @@ class Paired(Control):
         return self.durations.of(Task(id=id)) >= SLOW_PROCESS_S
 
     def _drawn(self, ids: Collection[str], size: int) -> set[str]:
-        """So many of them at random, or all; from the half that take least where they are many."""
+        """Return `size` of the ids at random, or all of them; where they are many, from the half that takes least
+        time."""
         cheap = sorted(ids, key=lambda i: self.expected_s(Task(id=i)))[: max(size, math.ceil(len(ids) / 2))]
         return set(random.SystemRandom().sample(cheap, max(0, min(size, len(cheap)))))
 
     def _time_tasks(self, id: str, processes: int) -> list[Task]:
-        """The next processes of a workload. Only its first one times calls on new values, and samples the reference
-        where that is enough."""
+        """Return the next processes of a workload. Only its first one times calls on new values, and samples the
+        reference where that is enough."""
         first = id not in self.runs
         return [self._time_task(id, first=first and n == 0, number=n) for n in range(processes)]
 
     def _time_task(self, id: str, *, first: bool, number: int = 0) -> Task:
-        """One process, the given `number` of those that begin together."""
+        """Return the task of one process, the given `number` of those that begin together."""
         reference, entry = self.reference(id, first=first), self.entry(id)
         if reference is not None and entry and id not in self.runs and number < self._doubtful_processes(id, entry):
             reference = planning.more_reference_blocks(entry)
@@ -377,13 +384,14 @@ class Paired(Control):
         )
 
     def _doubtful_processes(self, id: str, entry: Entry) -> int:
-        """How many processes have to sample the reference in full: few samples would leave the promise in doubt."""
+        """Return how many processes have to sample the reference in full, because few samples would leave the promise
+        in doubt."""
         noise, slow = self.suite.of(entry.clock).ratio, self._is_slow_to_prepare(id)
         promised, first = self.promises(id).speedup, self._first_processes(id)
         return planning.doubtful_processes(entry, promised, noise, first=first, slow_to_prepare=slow)
 
     def _tree(self, id: str) -> Tree | None:
-        """The revision that joins the current one."""
+        """Return the tree of the revision that joins the current one."""
         return None if id in self.stored else self.trees.get(id)
 
     def _subject(self, id: str, *, sampled: bool) -> Subject:
@@ -403,21 +411,21 @@ class Paired(Control):
     words = "the revision"
 
     def entry(self, id: str) -> Entry | None:
-        """What is accepted of the workload, if that matters to this mode."""
+        """Return the accepted entry of the workload, if it matters to this mode."""
         return None
 
     def promises(self, id: str) -> PromiseRecord:
-        """The promises that this mode holds."""
+        """Return the promises that this mode holds."""
         return PromiseRecord()
 
     def undecided(self, id: str, answer: Open) -> Verdict:
-        """The verdict on a workload that the rule has not decided after as many processes as any may have."""
+        """Return the verdict on a workload that the rule has not decided after as many processes as any may have."""
         return failed(
             id, Failure(status=Status.NOISY, message=f"not decided after {MOST_PROCESSES} processes: {answer.reason}")
         )
 
     def unmeasured(self, id: str, reason: str) -> Verdict:
-        """The verdict on a workload that nothing is known of."""
+        """Return the verdict on a workload of which nothing is known."""
         return failed(id, Failure(status=Status.UNMEASURED, message=reason))
 
 
@@ -437,17 +445,17 @@ class Whole(Paired, ABC):
 
     @abstractmethod
     def whole(self) -> None:
-        """The task."""
+        """Do the run's task."""
 
 
 def sample_size(workloads: int) -> int:
-    """How many of so many workloads always run a second process: a quarter, and as many as a factor for the run needs;
-    fewer can only show their own noise."""
+    """Return how many of this many workloads always run a second process: a quarter, and as many as a factor for the
+    run needs; fewer can only show their own noise."""
     return max(math.ceil(workloads / SAMPLE_SHARE), min(workloads, INFLATION_WORKLOADS))
 
 
 def _at_once(last: Measurement) -> int:
-    """How many further processes are requested at least: while one prepares, so many others could be timed."""
+    """Return the fewest further processes that are requested: as many as could be timed while one prepares."""
     prepared = last.phases.get("warm-up", 0.0)
     alone = last.seconds - prepared
     return max(AT_ONCE, min(MOST_AT_ONCE, math.ceil(prepared / alone))) if alone > 0 else AT_ONCE

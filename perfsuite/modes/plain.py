@@ -15,9 +15,11 @@ from perfsuite.speed import Result, SpeedItem
 from perfsuite.workers import Failure, Outcome, Task
 
 BLOCKS = 8
-"""Half as many as when a baseline is accepted: a figure is shown, no slowdown of 1% is looked for."""
+"""Blocks of a process: half as many as when a baseline is accepted, since a figure is shown and no slowdown of 1% is
+looked for."""
 ONE_PROCESS = (Status.PASS, Status.NOISY)
-"""One process can break a promise, not settle one; and PASS would read as the gate's."""
+"""Verdicts that are neither red nor shown: one process can break a promise but not confirm one, and PASS would read as
+the gate's."""
 
 
 class Plain(Proofs):
@@ -70,6 +72,6 @@ class Plain(Proofs):
 
 
 def not_proven(id: str, proof: str) -> Verdict:
-    """The verdict on a workload of a pair whose proof failed."""
+    """Return the verdict on a workload of a pair whose proof failed."""
     text = f"{Status.NOT_PROVEN} {id}: {proof} failed, so that no time of it means anything"
     return replace(Verdict(id=id, status=Status.NOT_PROVEN, message=text), moved="optimized")

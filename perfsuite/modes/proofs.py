@@ -13,9 +13,9 @@ from perfsuite.control import Control
 from perfsuite.workers import ITEMS, Failure, Outcome, Reported, Task
 
 ITEM_LIMIT_S = 600.0
-"""Beyond the limit that a proof sets itself: for an item that is no pair's, or that cannot be interrupted."""
+"""Seconds beyond the limit that a proof sets itself: for an item that is no pair's, or that cannot be interrupted."""
 GRACE_S = 60.0
-"""For a side that is called alone on one draw, beyond the pair's own limit."""
+"""Seconds beyond the pair's own limit for a side that is called alone on one draw."""
 AUTO, ALWAYS = "auto", "always"
 
 
@@ -29,7 +29,8 @@ class Proofs(Control):
         self._ended: dict[str, Outcome] = {}
 
     def isolates(self, item: pytest.Item) -> bool:
-        """Whether a worker does this item: a proof, where a kernel's fault would end all that come after it."""
+        """Return whether a worker does this item: a proof, where a kernel's fault would end all items that come after
+        it."""
         from perfsuite.items import ProofItem
 
         return isinstance(item, ProofItem) and self._apart
@@ -39,7 +40,8 @@ class Proofs(Control):
         option = self.config.option
         if option.perfsuite_isolate != AUTO:
             return bool(option.perfsuite_isolate == ALWAYS)
-        # What wants to see the test itself: a debugger, its output as it comes, or xdist, which has processes already.
+        # Options that need the test in this process: a debugger, its output as it comes, or xdist, which has processes
+        # already.
         seen = option.usepdb or option.capture == "no" or hasattr(self.config, "workerinput")
         return self.device == "cuda" and not seen
 
@@ -59,7 +61,7 @@ class Proofs(Control):
             self._proofs.close()
 
     def item_tasks(self) -> list[Task]:
-        """A task for each isolated item."""
+        """Return a task for each isolated item."""
         return [self._task(item) for item in self.isolated.values()]
 
     def _task(self, item: pytest.Item) -> Task:
@@ -76,7 +78,8 @@ class Proofs(Control):
         return True
 
     def _beside_isolated(self, item: pytest.Item, nextitem: pytest.Item | None) -> bool | None:
-        """An item done here is followed by the next one done here: what that one does not need is torn down."""
+        """Run an item of this process with the next one of this process as its successor, so that fixtures which that
+        one does not need are torn down."""
         if nextitem is None or nextitem.nodeid not in self.isolated:
             return None
         items = item.session.items
@@ -102,7 +105,7 @@ class Proofs(Control):
         return self._settled(item, outcome) if isinstance(outcome, Failure) and outcome.case else outcome
 
     def _settled(self, item: Any, failure: Failure) -> Outcome:
-        """The outcome of a proof whose process ended while it was at a draw."""
+        """Return the outcome of a proof whose process ended while it was at a draw."""
         from perfsuite.isolation import Blame
 
         blame = Blame(pair=item.pair, dtype=item.dtype, run=self._alone, limit_s=item.limit_s + GRACE_S)
@@ -128,7 +131,7 @@ class Proofs(Control):
 
 
 def _message(item: Any, failure: Failure | None) -> str:
-    """Why the item has no report; only a proof's failure has a draw."""
+    """Return why the item has no report; only a proof's failure has a draw."""
     if failure is None:
         return f"{item.name}: its process never reached it"
     pair = getattr(item, "pair", None)
@@ -137,7 +140,8 @@ def _message(item: Any, failure: Failure | None) -> str:
 
 
 def _with_tuple(report: dict[str, Any]) -> dict[str, Any]:
-    """A skipped item's (path, line, reason), which JSON has made a list of, is a tuple again: pytest insists on it."""
+    """Return the report with a skipped item's (path, line, reason) as a tuple again, as pytest requires: JSON has made
+    it a list."""
     place = report.get("longrepr")
     return {**report, "longrepr": tuple(place)} if isinstance(place, list) else report
 

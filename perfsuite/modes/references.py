@@ -17,7 +17,7 @@ from perfsuite.workers import ALONE, Failure, Lane, Outcome, Task, devices_of
 
 
 def slowed(run: Paired, ids: Collection[str], *, sparse: bool = False, outside: bool = False) -> dict[str, str]:
-    """Those of the workloads whose references the optimized side slows, each with what is wrong. With `outside` also
+    """Return the workloads whose references the optimized side slows, each with what is wrong. With `outside`, include
     those whose optimized side is slower where no test is running.
 
     A reference that cannot be timed alone is a note of the run. With `sparse`, references that joined few blocks count,
@@ -54,7 +54,8 @@ def slowed(run: Paired, ids: Collection[str], *, sparse: bool = False, outside: 
 
 
 def _beside(run: Paired, id: str, outside: bool) -> Task:
-    """The task that times both sides once more, the reference in full; with `outside` on the other clock, too."""
+    """Return the task that times both sides once more, the reference in full; with `outside` on the other clock,
+    too."""
     return Task(id=id, limit_s=run.items[id].pair.time_limit, proof=run.proofs.get(id), thorough=outside)
 
 
@@ -72,7 +73,7 @@ def _done(run: Paired, tasks: Sequence[Task], *, absent: bool = False) -> Iterat
 
 
 def _without_optimized(run: Paired, lanes: Sequence[Lane]) -> Sequence[Lane]:
-    """These lanes, for processes that run nothing that only an optimized side needs."""
+    """Return these lanes, for processes that run nothing that only an optimized side needs."""
     pairs = {item.pair.name: item for item in run.known.values()}.values()
     sides = [(module_of(as_side(i.pair.optimized)), module_of(as_side(i.pair.reference))) for i in pairs]
     modules = [m.obj for i in pairs if (m := i.getparent(pytest.Module)) is not None]

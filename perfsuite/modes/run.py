@@ -43,7 +43,8 @@ class Run(Plain):
         self.announce(tasks, self.item_tasks())
 
     def expected_s(self, task: Task) -> float:
-        """A pair whose workload took long has long proofs, too, which begin first: no core is idle at the end."""
+        """Return the estimated seconds of the task. A pair whose workload took long has long proofs, too, which begin
+        first so that no core is idle at the end."""
         if task.kind != ITEMS or self.durations.has(task):
             return super().expected_s(task)
         timed = [m.seconds for i, runs in self.runs.items() if i.rpartition("::")[0] == task.group for m in runs]
@@ -51,12 +52,13 @@ class Run(Plain):
 
 
 def _turn(item: pytest.Item) -> int:
-    """Timed items first, and of these last what compiles, which may take a minute: the first figure comes soon."""
+    """Return the sort key of an item: timed items first, and of these last the ones that compile, which may take a
+    minute, so that the first figure comes soon."""
     if not isinstance(item, SpeedItem):
         return 2
     side = as_side(item.pair.optimized)
     try:
-        source = inspect.getsource(inspect.getmodule(side.call))  # type: ignore[arg-type]  # of None it raises TypeError
+        source = inspect.getsource(inspect.getmodule(side.call))  # type: ignore[arg-type]  # TypeError for None
     except (OSError, TypeError):
         source = ""
     return int(side.compile is not None or "torch.compile" in source)

@@ -42,7 +42,7 @@ class Worker(Control):
         return True
 
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
-        """Nothing is concluded here."""
+        """Do nothing: a worker concludes nothing."""
 
     def pytest_terminal_summary(self, terminalreporter: object) -> None:
-        """Nothing is shown here."""
+        """Do nothing: a worker shows nothing."""

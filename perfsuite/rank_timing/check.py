@@ -1,4 +1,4 @@
-"""In a rank: outputs are held against the truth by the process that started the ranks."""
+"""Check outputs in a rank: the process that started the ranks compares them with the truth."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from perfsuite.tally import Tally
 
 @dataclass(frozen=True, slots=True)
 class Judge:
-    """Outputs of one rank that are to be held against the truth of a case, with those of the other ranks."""
+    """Outputs of one rank that are to be compared with the truth of a case, together with those of the other ranks."""
 
     name: str
     case: Case
@@ -40,7 +40,7 @@ Ask = Callable[[Judge], Judged]
 
 
 class RankCheck(OutputCheck):
-    """Asks for a verdict on outputs that are not, in every rank, those that were proven before.
+    """Check that asks for a verdict on outputs unless every rank's were proven before.
 
     All ranks ask at the same points, because each side's outputs are known in all of them or are judged for all.
     """
@@ -49,7 +49,7 @@ class RankCheck(OutputCheck):
         super().__init__(*arguments, **options)
         self.ask, self.peers = ask, peers
         self.waiting: list[tuple[str, Leaves, str]] = []
-        """(digest, copies of outputs that are still to be judged, whose they are)."""
+        """(digest, copies of outputs that are still to be compared, the name of their side)."""
 
     def _hold(self, leaves: Leaves, name: str, tally: Tally | None = None) -> None:
         self._judge(leaves, name, self.case)

@@ -1,4 +1,4 @@
-"""In the process that has a task: start ranks, hold their outputs against the truth, and join their results."""
+"""Start ranks, compare their outputs with the truth, and join their results, in the process that has the task."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from perfsuite.tally import Tally
 from perfsuite.workers import Task
 
 VARIABLES = ("NCCL_", "TORCH_NCCL_", "GLOO_", "TORCH_DISTRIBUTED_", "TORCH_SYMM_MEM_")
-"""How the environment variables begin that change how ranks communicate."""
+"""Prefixes of environment variables that change how ranks communicate."""
 
 
 class RankTiming:
-    """One task on one workload, done in processes of its own: a group times a workload once."""
+    """One task on one workload, done in processes of its own: a group times only one workload."""
 
     def __init__(
         self, pair: Pair, workload: Workload, module: ModuleType, device: str, report: Callable[[str], None]
@@ -39,20 +39,20 @@ class RankTiming:
         self.report = report
         self.timed = replace(self.pair, steps=(1, 2)) if pair.is_stateful else self.pair
         self.tally: Tally | None = Tally(draws=1)
-        """Takes the errors of the first outputs of the optimized side."""
+        """Tally of the errors of the optimized side's first outputs."""
         self.evidence: Evidence | None = None
         self.seed: int | None = None
-        """That of the workload's own case."""
+        """Seed of the workload's own case."""
         self.own: truths.Known | None = None
 
     def prove(self, task: Task) -> Proof:
-        """The proof of all ranks' outputs."""
+        """Return the proof of all ranks' outputs."""
         proofs: list[Proof] = self._in_ranks(task)
         digests = tuple(f"{rank} {d}" for rank, proof in enumerate(proofs) for d in proof.digests)
         return replace(proofs[0], digests=digests, evidence=self.evidence)
 
     def measure(self, task: Task) -> Measurement:
-        """The measurement, of which a call's time is the slowest rank's."""
+        """Return the measurement, in which the time of a call is the slowest rank's."""
         found: list[Measurement] = self._in_ranks(task)
         return replace(
             found[0],
@@ -62,7 +62,7 @@ class RankTiming:
         )
 
     def reference_alone(self, task: Task, seconds: Callable[[], float]) -> Alone:
-        """The reference's times where no other side is called; `seconds` says how long it took."""
+        """Return the reference's times where no other side is called; `seconds` says how long it took."""
         blocks: list[tuple[float, ...]] = self._in_ranks(task)
         return Alone(id=task.id, blocks_s=blocks[0], seconds=seconds())
 
@@ -88,7 +88,7 @@ class RankTiming:
             ranks.close()
 
     def _judged(self, asked: Sequence[Judge]) -> Judged:
-        """Hold the outputs of all ranks against the truth of the case."""
+        """Compare the outputs of all ranks with the truth of the case."""
         judge = asked[0]
         began = perf_counter()
         known = self._known(judge.case)
@@ -111,7 +111,7 @@ class RankTiming:
         return Judged(text="", truth_s=took)
 
     def _known(self, case: Case) -> truths.Known:
-        """The truth of the workload's own case, kept, or of another, which is not asked for again."""
+        """Return the truth of the workload's own case, which is kept, or of another case, which is not needed again."""
         self.seed = case.seed if self.seed is None else self.seed
         if case.seed != self.seed:
             return truths.by_replicas(self.timed, case, self.device, most=rule.FEW, gradients=False, home=self.home)
@@ -132,6 +132,6 @@ class RankTiming:
 
 
 def _most(sides: Sequence[SideRecord]) -> SideRecord:
-    """The side as rank 0 timed it, with the memory of the rank that took most."""
+    """Return the side as rank 0 timed it, with the memory of the rank that took most."""
     peaks = [side.peak_bytes for side in sides if side.peak_bytes is not None]
     return replace(sides[0], peak_bytes=max(peaks, default=None))

@@ -15,11 +15,12 @@ from perfsuite.peers import Peers
 
 T = TypeVar("T")
 WAIT_S = 20.0
-"""For the other ranks to come to the same point. Longer than a side's own collectives wait, whose errors say more."""
+"""Seconds for the other ranks to come to the same point. Longer than a side's own collectives wait, because their
+errors say more."""
 
 
 class RankPeers(Peers):
-    """Answers by collectives of a group of its own, over gloo: a side's group and its GPU have no part in them."""
+    """Peers that answer through collectives of a group of their own, over gloo, without a side's group or its GPU."""
 
     def __init__(self, rank: int, ranks: int, device: str) -> None:
         self.rank, self.ranks = rank, ranks

@@ -1,4 +1,4 @@
-"""In a rank: prove or time a workload, in step with the other ranks."""
+"""Prove or time a workload in a rank, in step with the other ranks."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ class _Timing:
         )
 
     def _own(self, proof: Proof | None) -> Proof | None:
-        """The proof with the digests of this rank's outputs; where rivals are timed, each rank counts anew."""
+        """Return the proof with the digests of this rank's outputs; where rivals are timed, each rank counts anew."""
         if proof is None:
             return None
         own = f"{self.rank} "

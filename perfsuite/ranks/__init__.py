@@ -1,1 +1,1 @@
-"""Sides in several processes of torch.distributed: what each rank gets, and whether all of them are right."""
+"""Run sides in several processes of torch.distributed, give each rank its inputs, and check all results."""

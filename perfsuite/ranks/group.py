@@ -34,17 +34,17 @@ from perfsuite.pair import Pair
 from perfsuite.records import Case
 
 START_S = 120.0
-"""For all ranks to start: on a busy machine torch takes long to be imported."""
+"""Seconds for all ranks to start: on a busy machine importing torch takes long."""
 COLLECTIVE_S = 15.0
-"""For a collective of torch.distributed, after which it raises in the ranks that wait."""
+"""Seconds for a collective of torch.distributed, after which it raises in the ranks that wait."""
 GRACE_S = 5.0
-"""For the other ranks to raise what one has raised."""
+"""Seconds for the other ranks to raise what one has raised."""
 CALL_S = 300.0
-"""For a call of all ranks. Kernels may be compiled in it."""
+"""Seconds for a call of all ranks. Kernels may be compiled in it."""
 APART_S = 20.0
-"""For the last rank to return after the first has."""
+"""Seconds for the last rank to return after the first has."""
 STACK_S = 1.0
-"""For the ranks to write where they are."""
+"""Seconds for the ranks to write where they are."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +83,7 @@ class Verdict(Raised):
     """A finding of perfsuite itself in one rank: the name of an error of its own, with its text."""
 
     def error(self, where: str) -> BaseException:
-        """The error, with words on where it was found."""
+        """Return the error, with words on where it was found."""
         made: BaseException = getattr(errors, self.kind)(f"{self.text}{where}")
         return made
 
@@ -112,7 +112,8 @@ class RanksFailed(Exception):  # noqa: N818 - reported as a verdict on the side
 
 @contextmanager
 def alone(pair: Pair, device: str) -> Iterator[None]:
-    """A default process group of this process alone, for a pair with ranks; it stays as it is if there is one."""
+    """Provide a default process group of this process alone in the block, for a pair with ranks. An existing group
+    stays as it is."""
     if not pair.ranks or dist.is_initialized():
         yield
         return
@@ -125,7 +126,7 @@ def alone(pair: Pair, device: str) -> Iterator[None]:
 
 
 def lacking(ranks: int, device: str) -> str | None:
-    """Why so many ranks cannot run on this machine; None if they can."""
+    """Return why this many ranks cannot run on this machine; None if they can."""
     if not dist.is_available():
         return "torch is built without torch.distributed"
     have = torch.cuda.device_count()
@@ -135,11 +136,11 @@ def lacking(ranks: int, device: str) -> str | None:
 
 
 class Group:
-    """So many ranks on one kind of device."""
+    """A group of ranks on one kind of device."""
 
     def __init__(self, ranks: int, device: str, collective_s: float = COLLECTIVE_S, *, blocking: bool = True) -> None:
-        """With `blocking` the host waits for each collective of NCCL's, and raises where it gives up: not for timing.
-        Without, the process of a rank that waits in vain is aborted."""
+        """With `blocking` the host waits for each NCCL collective, and raises where it times out: not for timing.
+        Without it, the process of a rank that waits in vain is aborted."""
         self.ranks, self.device = ranks, device
         self.on_phase: Callable[[str], None] = lambda name: None
         self.folder = tempfile.TemporaryDirectory(prefix="perfsuite-ranks-")
@@ -180,7 +181,7 @@ class Group:
                 self.connections[rank], self.pids[rank] = accepted, pid
 
     def call(self, pair: Pair, side: str, case: Case, module: ModuleType) -> list[Leaves]:
-        """Call the side in all ranks; return the outputs by rank. RanksFailed if a rank does not return."""
+        """Call the side in all ranks and return the outputs by rank. Raises RanksFailed if a rank does not return."""
         try:
             return self._call(pair, side, case, module)
         except RanksFailed:
@@ -206,7 +207,7 @@ class Group:
     def converse(self, request: Any, answer: Callable[[list[Any]], Any], limit_s: float) -> list[Any]:
         """Send the request to all ranks, and answer what they send until all have Ended; return the outcomes by rank.
 
-        All ranks send at the same points. `answer` gets what they sent, by rank, and returns what each is sent.
+        All ranks send at the same points. `answer` gets what they sent, by rank, and returns the reply to each. Raises
         RanksFailed if a rank does not go on; a Verdict of a rank is raised.
         """
         message = request
@@ -236,7 +237,8 @@ class Group:
                 one.send(message)
 
     def _fail(self, replies: dict[int, Reply], raised: dict[int, Raised]) -> NoReturn:
-        """RanksFailed for what the ranks raised; the group ends unless all of them raised the same, or all answered."""
+        """Raise RanksFailed for what the ranks raised. The group ends unless all of them raised the same, or all
+        answered."""
         for rank, reply in raised.items():
             if isinstance(reply, Found) and len(replies) == self.ranks:
                 if reply.kind:
@@ -249,7 +251,8 @@ class Group:
         raise RanksFailed(_apart(raised, [rank for rank in replies if rank not in raised], self.ranks))
 
     def _replies(self, apart_s: float, limit_s: float = CALL_S) -> dict[int, Reply]:
-        """The replies by rank; RanksFailed where a rank ends, or does not reply for so long after the first."""
+        """Return the replies by rank. Raises RanksFailed where a rank ends, or does not reply within `apart_s` after
+        the first."""
         replies: dict[int, Reply] = {}
         until = time.monotonic() + limit_s
         while len(replies) < self.ranks:
@@ -276,7 +279,7 @@ class Group:
         return replies
 
     def _hanging(self, replies: dict[int, Reply]) -> str:
-        """Which ranks have not returned, and where they are. Ends the group."""
+        """Return which ranks have not returned, and where they are. Ends the group."""
         missing = [rank for rank in range(self.ranks) if rank not in replies]
         for rank in missing:
             with contextlib.suppress(ProcessLookupError):
@@ -290,7 +293,7 @@ class Group:
         return f"hangs: {', '.join(where)} did not return{others}"
 
     def _ended(self, rank: int) -> str:
-        """How the rank's process ended. Ends the group."""
+        """Return how the rank's process ended. Ends the group."""
         with contextlib.suppress(subprocess.TimeoutExpired):  # it ends the other ranks, and says why
             self.launcher.wait(GRACE_S)
         found = re.search(rf"exitcode: (-?\d+)\) local_rank: {rank} ", self._text())
@@ -330,7 +333,7 @@ class Group:
 
 
 def _apart(raised: dict[int, Raised], returned: list[int], ranks: int) -> str:
-    """A message for ranks that ended differently: which raised, which waited in vain, which returned."""
+    """Return a message for ranks that ended differently: which raised, which waited in vain, which returned."""
     waiting = [rank for rank in sorted(raised) if _is_of_waiting(raised[rank])]
     itself = [rank for rank in sorted(raised) if rank not in waiting]
     if itself:
@@ -347,13 +350,13 @@ def _named(ranks: list[int]) -> str:
 
 
 def _is_of_waiting(raised: Raised) -> bool:
-    """Whether a collective gave up because another rank did not come to it."""
+    """Return whether a collective timed out because another rank did not come to it."""
     words = ("timed out", "timeout", "connection closed", "connection reset", "peer")
     return any(word in raised.text.lower() for word in words)
 
 
 def _place(stack: Path) -> str:
-    """Where a rank is: the innermost line of the user's in what it wrote."""
+    """Return where a rank is: the innermost line of the user's code in what it wrote."""
     for line in stack.read_text().splitlines():
         found = re.match(r'\s+File "(.+)", line (\d+)', line)
         if found and "site-packages" not in found[1] and str(Path(__file__).parents[1]) not in found[1]:
@@ -365,7 +368,7 @@ _groups: dict[tuple[int, str], Group] = {}
 
 
 def group_of(ranks: int, device: str) -> Group:
-    """This process's group of so many ranks, started when it is first asked for."""
+    """Return this process's group of `ranks` ranks, started when it is first needed."""
     key = (ranks, device)
     if key not in _groups:
         _groups[key] = Group(ranks, device)

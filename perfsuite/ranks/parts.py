@@ -1,4 +1,4 @@
-"""The outputs of a side in one rank, and those of all ranks put together as one process has them."""
+"""Get the outputs of a side in one rank, and join those of all ranks as one process has them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ class ChangedInputError(Exception):
 def prepared(
     pair: Pair, side: Side, case: Case, device: str, *, rank: int, ranks: int, home: Path | None
 ) -> Callable[[], Leaves]:
-    """A call of the side on this rank's part of the case's inputs, which are made now. It raises ChangedInputError."""
+    """Return a call of the side on this rank's part of the case's inputs, which are made now. The call raises
+    ChangedInputError."""
 
     def given(step: int) -> dict[str, Any]:
         return rank_parts.of_rank(pair.step_inputs, make.build_step(pair, case, device, step), rank, ranks)
@@ -44,8 +45,8 @@ def prepared(
 
 
 def placed_as(leaves: Leaves, truth: Leaves, device: str) -> Leaves:
-    """The outputs of another process, which sends them from the host, on the devices of the truth's; others on this
-    one."""
+    """Return the outputs of another process, which sends them from the host, on the devices of the truth's outputs;
+    others on `device`."""
 
     def place(name: str) -> torch.device | str:
         like = truth.get(name)
@@ -55,12 +56,12 @@ def placed_as(leaves: Leaves, truth: Leaves, device: str) -> Leaves:
 
 
 def joined(of_ranks: Sequence[Leaves], truth: Leaves) -> Leaves:
-    """The outputs of which each rank has a part, put together in the order of the ranks."""
+    """Return the outputs of which each rank has a part, joined in the order of the ranks."""
     return {name: whole for name, t in truth.items() if (whole := _joined(of_ranks, name, t)) is not None}
 
 
 def _joined(of_ranks: Sequence[Leaves], name: str, truth: Any) -> torch.Tensor | None:
-    """The ranks' parts of this output in one tensor; None where each rank has all of it, or something else."""
+    """Return the ranks' parts of this output in one tensor; None where each rank has all of it, or something else."""
     tensors = [leaf for leaves in of_ranks if isinstance(leaf := leaves.get(name), torch.Tensor)]
     if not isinstance(truth, torch.Tensor) or len(tensors) < len(of_ranks):
         return None

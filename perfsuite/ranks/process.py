@@ -98,7 +98,7 @@ def _raised(error: Exception) -> Raised:
 
 
 def _prepared(request: Request, rank: int, ranks: int, device: str) -> Callable[[], Leaves]:
-    """The call, with the pair's module imported and the inputs made."""
+    """Return the call, with the pair's module imported and the inputs made."""
     sys.path[:] = request.sys_path
     process_state.take(request.settings)
     pair = pair_of(request.module, request.path, request.pair)[0].at(ranks, equal_parts=request.equal_parts)
@@ -109,7 +109,7 @@ def _prepared(request: Request, rank: int, ranks: int, device: str) -> Callable[
 
 
 def pair_of(module_name: str, path: str, name: str) -> tuple[Pair, ModuleType]:
-    """The pair of that name, and the module that declares it, imported from its file."""
+    """Return the pair of that name, and the module that declares it, imported from its file."""
     module = sys.modules.get(module_name)
     if module is None or module.__file__ != path:  # test modules of two folders may have one name
         module = _imported(module_name, path)
@@ -143,7 +143,7 @@ def send(connection: Connection, answer: Any) -> None:
 
 
 def on_cpu(leaves: Leaves) -> Leaves:
-    """The outputs with all tensors in the host's memory."""
+    """Return the outputs with all tensors in the host's memory."""
     return {n: t.detach().cpu() if isinstance(t, torch.Tensor) else t for n, t in leaves.items()}
 
 

@@ -1,4 +1,4 @@
-"""Whether a pair is the same function in several processes as in one."""
+"""Check whether a pair is the same function in several processes as in one."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from perfsuite.tally import Tally
 
 
 class RanksApart(NotEquivalent):
-    """A side does not return in all ranks. To try it on other draws takes long each time."""
+    """A side does not return in all ranks. Trying it on other draws takes long each time."""
 
 
 class OnRank(NotEquivalent):
@@ -29,10 +29,11 @@ class OnRank(NotEquivalent):
 def check(
     pair: Pair, case: Case, device: str, *, module: ModuleType, home: Path | None = None, tally: Tally | None = None
 ) -> None:
-    """NotEquivalent where the optimized side, called in `pair.at_ranks` processes, is not what the reference is in one.
+    """Raise NotEquivalent where the optimized side, called in `pair.at_ranks` processes, is not what the reference is
+    in one.
 
-    PairError where the reference itself is another function there; RanksApart where one of them does not return. The
-    calling process must have a process group of its own (`group.alone`).
+    Raises PairError where the reference itself is another function there, and RanksApart where one of them does not
+    return. The calling process must have a process group of its own (`group.alone`).
     """
     known = truths.by_replicas(pair, case, device, gradients=False, home=home)
     try:
@@ -80,7 +81,7 @@ class _Calls:
         """By side: the results on the case's own inputs, by rank."""
 
     def of(self, pair: Pair, side: str) -> list[Leaves]:
-        """Return the side's outputs by rank. RanksFailed if a rank does not return."""
+        """Return the side's outputs by rank. Raises RanksFailed if a rank does not return."""
         of_ranks = group.group_of(pair.at_ranks, self.device).call(pair, side, self.case, self.module)
         found = [parts.placed_as(leaves, self.truth, self.device) for leaves in of_ranks]
         if not pair.equal_parts:
@@ -89,7 +90,8 @@ class _Calls:
 
 
 def _cause(pair: Pair, case: Case, device: str, home: Path | None, calls: _Calls) -> str:
-    """The likely cause of a wrong result, from whether the ranks agree and from equal parts of the inputs in all."""
+    """Return the likely cause of a wrong result, judging by whether the ranks agree and by equal parts of the inputs in
+    all."""
     if _disagreement(calls.produced) is not None:
         return (
             "; the ranks' results differ, which the reference leaves equal: likely a collective is missing, or waited "
@@ -113,7 +115,7 @@ def _cause(pair: Pair, case: Case, device: str, home: Path | None, calls: _Calls
 def hold(
     pair: Pair, known: truths.Known, of_ranks: list[Leaves], truth: truths.Truth, side: str, tally: Tally | None
 ) -> None:
-    """NotEquivalent where the ranks' parts together, or what one of them has alone (OnRank), is not the truth."""
+    """Raise NotEquivalent where the ranks' parts together, or what one of them has alone (OnRank), is not the truth."""
     together = parts.joined(of_ranks, truth.leaves)
     if together:
         others = set(truth.leaves) - set(together)
@@ -132,7 +134,7 @@ def hold(
 
 
 def _check_forms(pair: Pair, produced: dict[str, list[Leaves]]) -> None:
-    """NotEquivalent where a rank has another part of an output than the reference has there."""
+    """Raise NotEquivalent where a rank has another part of an output than the reference has there."""
     if OPTIMIZED not in produced:
         return
     for rank, (plain, fast) in enumerate(zip(produced[REFERENCE], produced[OPTIMIZED], strict=True)):
@@ -146,7 +148,8 @@ def _check_forms(pair: Pair, produced: dict[str, list[Leaves]]) -> None:
 
 
 def _disagreement(produced: dict[str, list[Leaves]]) -> tuple[str, int] | None:
-    """A result that differs between rank 0 and another in the optimized side, and between no ranks in the reference."""
+    """Return a result that differs between rank 0 and another in the optimized side, and between no ranks in the
+    reference."""
     reference, optimized = produced[REFERENCE], produced[OPTIMIZED]
     for name, leaf in reference[0].items():
         if name in optimized[0] and all(same_leaf(leaves[name], leaf) for leaves in reference):

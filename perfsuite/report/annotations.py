@@ -9,12 +9,12 @@ from perfsuite.report.model import RunReport, rows
 
 
 def wanted() -> bool:
-    """Whether this runs in a GitHub workflow."""
+    """Return whether this runs in a GitHub workflow."""
     return os.environ.get("GITHUB_ACTIONS") == "true"
 
 
 def lines(report: RunReport) -> list[str]:
-    """What to print to the workflow's log, errors first."""
+    """Return the lines to print to the workflow's log, errors first."""
     errors = [command("error", "perfsuite", problem) for problem in report.problems]
     if not report.complete:
         errors.append(command("error", "perfsuite", "the run was interrupted"))
@@ -32,7 +32,7 @@ def lines(report: RunReport) -> list[str]:
 
 
 def command(level: str, title: str, message: str, item: str | None = None) -> str:
-    """`::error file=…,title=…::message`, escaped as the runner reads it; `item` is a pytest node id."""
+    """Return `::error file=…,title=…::message`, escaped as the runner reads it; `item` is a pytest node id."""
     path = item.partition("::")[0] if item else ""
     file = f"file={_property(path)}," if path.endswith(".py") else ""
     return f"::{level} {file}title={_property(title)}::{_data(message)}"

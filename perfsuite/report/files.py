@@ -1,4 +1,4 @@
-"""Files are replaced whole: a reader, or a run that is killed, never sees half a report."""
+"""Replace files whole: a reader never sees half a report, nor does a killed run leave one."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from perfsuite.folders import own_folder
 
 
 def probe(folder: Path) -> None:
-    """Make the folder, with those above it, and try a file in it; OSError where that fails."""
+    """Make the folder, with those above it, and try a file in it. Raises OSError where that fails."""
     own_folder(folder)
     with tempfile.TemporaryFile(dir=folder):
         pass
 
 
 def write(path: Path, text: str) -> Path:
-    """Write `text` to `path` atomically, with the folders above it; PerfsuiteError in one line if that fails."""
+    """Write `text` to `path` atomically, with the folders above it. Raises PerfsuiteError in one line if that fails."""
     temporary = None
     try:
         own_folder(path.parent)

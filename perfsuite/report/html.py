@@ -20,7 +20,7 @@ from perfsuite.report.files import write as write_text
 from perfsuite.report.model import Row, RunReport
 
 WIDTH, LEFT, RIGHT, ROW, TOP, BOTTOM = 440, 12, 12, 18, 8, 22
-"""Of a plot, in its own units."""
+"""Dimensions of a plot, in its own units."""
 
 LOWER_BOUND = "stopped once it had taken long enough: a lower bound"
 TONES = {"faster": "good", "equal": "fair", "slower": "bad"}
@@ -46,7 +46,7 @@ class Plot:
     medians: tuple[tuple[float, float], ...]
     ticks: tuple[Mark, ...]
     guides: tuple[Mark, ...]
-    """Lines to hold the dots against: 1×, the promise."""
+    """Lines to compare the dots with: 1×, the promise."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -79,7 +79,7 @@ class Detail:
 
 
 def page(report: RunReport) -> str:
-    """The page as text."""
+    """Return the page as text."""
     every = model.rows(report)
     return _template().render(
         report=report,
@@ -105,7 +105,7 @@ def write(report: RunReport, path: Path) -> Path:
 
 
 def detail(report: RunReport, row: Row) -> Detail:
-    """What the page says of one workload."""
+    """Return all that the page says of one workload."""
     measurements = report.measurements.get(row.id, ())
     promise = report.promises.get(row.id, PromiseRecord())
     others = [name for name in model.sides(measurements) if name != "optimized"]
@@ -121,12 +121,12 @@ def detail(report: RunReport, row: Row) -> Detail:
 
 
 def anchor(row: Row) -> str:
-    """The workload's place in the page; the same in every run, so that a link to it keeps its meaning."""
+    """Return the workload's place in the page; the same in every run, so that a link to it keeps its meaning."""
     return re.sub(r"[^A-Za-z0-9_.-]+", "-", f"{row.technique}-{row.workload}")
 
 
 def plot(measurements: Sequence[Measurement], other: str, promise: PromiseRecord) -> Plot | None:
-    """The blocks' log-ratios against one other side; None where no process has any."""
+    """Return the blocks' log-ratios against one other side; None where no process has any."""
     lines = [m.log_ratios[other] for m in measurements if m.log_ratios.get(other)]
     comparison = model.compare(measurements, other)
     if not lines or comparison is None:
@@ -167,7 +167,7 @@ def plot(measurements: Sequence[Measurement], other: str, promise: PromiseRecord
 
 
 def ticks(low: float, high: float, most: int = 5) -> list[tuple[float, str]]:
-    """At most `most` round values within [low, high], each with its label."""
+    """Return at most `most` round values within [low, high], each with its label."""
     span = high - low
     power = 10.0 ** math.floor(math.log10(span / most))
     step = next(s * power for s in (1, 2, 2.5, 5, 10, 20) if span / (s * power) <= most - 0.5)

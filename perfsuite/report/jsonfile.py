@@ -14,7 +14,7 @@ SCHEMA = 1
 
 
 def document(report: RunReport) -> str:
-    """The report as JSON text."""
+    """Return the report as JSON text."""
     return json.dumps({"perfsuite_report": SCHEMA, **to_json(report)}, indent=1, ensure_ascii=False) + "\n"
 
 
@@ -24,7 +24,7 @@ def write(report: RunReport, path: Path) -> Path:
 
 
 def parse(text: str, source: str = "the report") -> RunReport:
-    """The report that `document` gave; PerfsuiteError in one line for anything else."""
+    """Return the report that `document` gave. Raises PerfsuiteError in one line for anything else."""
     try:
         data = json.loads(text)
     except ValueError as error:
@@ -40,7 +40,7 @@ def parse(text: str, source: str = "the report") -> RunReport:
 
 
 def read(path: Path) -> RunReport:
-    """The report in the file `path`."""
+    """Return the report in the file `path`."""
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:

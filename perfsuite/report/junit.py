@@ -12,7 +12,7 @@ from perfsuite.report.model import Row, RunReport, rows
 
 
 def document(report: RunReport) -> str:
-    """The report as JUnit XML text."""
+    """Return the report as JUnit XML text."""
     root = ElementTree.Element("testsuites", name="perfsuite")
     counts = report.correctness
     if counts.passed or counts.failed or counts.skipped:
@@ -100,5 +100,5 @@ def _problem(number: int, message: str) -> ElementTree.Element:
 
 
 def clean(text: str) -> str:
-    """Text without the characters that XML 1.0 cannot hold, such as a terminal's colour codes."""
+    """Return text without the characters that XML 1.0 cannot hold, such as a terminal's colour codes."""
     return re.sub("[^\t\n\r\u0020-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]", "�", re.sub(r"\x1b\[[0-9;]*m", "", text))

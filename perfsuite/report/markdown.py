@@ -20,7 +20,7 @@ RIGHT = ("reference", "optimized", "speedup", "limit")
 
 
 def table(source: Iterable[Entry] | Mapping[str, Sequence[Measurement]]) -> str:
-    """The README's table: of a baseline's entries, or of measurements by workload id."""
+    """Return the README's table: of a baseline's entries, or of measurements by workload id."""
     if isinstance(source, Mapping):
         made = [row(i, found) for i, found in source.items()]
     else:
@@ -29,7 +29,8 @@ def table(source: Iterable[Entry] | Mapping[str, Sequence[Measurement]]) -> str:
 
 
 def insert(text: str, content: str) -> str:
-    """`text` with what stands between the markers replaced; PerfsuiteError where it lacks them or has them twice."""
+    """Return `text` with the content between the markers replaced. Raises PerfsuiteError where it lacks the markers or
+    has them twice."""
     if text.count(BEGIN) != 1 or text.count(END) != 1 or text.index(BEGIN) > text.index(END):
         raise PerfsuiteError(
             f"no place for the table: put the lines {BEGIN} and {END} once, in this order, in the file"
@@ -39,7 +40,7 @@ def insert(text: str, content: str) -> str:
 
 
 def summary(report: RunReport) -> str:
-    """The run for a pull request's reader: the answer first, then the table."""
+    """Return the run for a pull request's reader: the answer first, then the table."""
     every = rows(report)
     bad = bool(report.problems or not report.complete or not_green(report) or report.correctness.failed)
     lines = [f"## {'❌' if bad else '✅'} perfsuite: {escape(headline(report))}", ""]
@@ -79,7 +80,7 @@ def append_job_summary(report: RunReport) -> bool:
 
 
 def escape(text: str) -> str:
-    """Text as text, also inside a table cell: no markup of its own, one line."""
+    """Escape text so that it shows as it is, also in a table cell: no markup of its own, one line."""
     one_line = " ".join(text.split())
     for character in "\\`*[]<>|":
         one_line = one_line.replace(character, f"\\{character}" if character not in "<>" else _ENTITIES[character])

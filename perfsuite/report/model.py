@@ -1,4 +1,4 @@
-"""What the reports show: the record of a run, and one row a workload made from it."""
+"""Data that the reports show: the record of a run, and one row for each workload made from it."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ Standing = Literal["faster", "equal", "slower"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Correctness:
-    """How the correctness items ended."""
+    """Outcome of the correctness items."""
 
     passed: int = 0
     failed: int = 0
     skipped: int = 0
     skip_reasons: Mapping[str, int] = dataclasses.field(default_factory=dict)
     failures: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    """Item id → one line."""
+    """Item id → failure in one line."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -41,16 +41,16 @@ class RunReport:
     """ISO 8601, with the offset from UTC."""
     seconds: float
     measurements: Mapping[str, tuple[Measurement, ...]] = dataclasses.field(default_factory=dict)
-    """One a process."""
+    """Measurements by workload, one for each process."""
     verdicts: Mapping[str, Verdict] = dataclasses.field(default_factory=dict)
     promises: Mapping[str, PromiseRecord] = dataclasses.field(default_factory=dict)
     correctness: Correctness = Correctness()
     problems: tuple[str, ...] = ()
-    """What went wrong with the run as a whole, a line each."""
+    """Problems of the run as a whole, a line each."""
     complete: bool = True
     """False for a run that was interrupted."""
     selected: int | None = None
-    """How many workloads were asked for, of `collected`."""
+    """Number of workloads that were asked for, of `collected`."""
     collected: int | None = None
     workloads: tuple[str, ...] = ()
     """Ids of the selected workloads."""
@@ -78,7 +78,7 @@ class RunReport:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Comparison:
-    """How many times as fast as another side the optimized one is, over all processes."""
+    """Speedup of the optimized side over another side, over all processes."""
 
     value: float
     low: float | None = None
@@ -86,7 +86,7 @@ class Comparison:
 
     @property
     def standing(self) -> Standing:
-        """Of the optimized side: "equal" where the interval does not exclude 1."""
+        """Standing of the optimized side: "equal" where the interval does not exclude 1."""
         if (self.low if self.low is not None else self.value) > 1:
             return "faster"
         if (self.high if self.high is not None else self.value) < 1:
@@ -121,7 +121,7 @@ class Row:
     least: bool = False
     """Whether the reference was stopped once it had taken long enough: its seconds and the speedup are lower bounds."""
     rival: str | None = None
-    """The fastest one."""
+    """The fastest rival."""
     rival_s: float | None = None
     against_rival: Comparison | None = None
     limit_s: float | None = None
@@ -154,7 +154,7 @@ class Row:
 
     @property
     def is_slower_than_rival(self) -> bool:
-        """Whether the best rival is faster, by more than half a percent: less than that is called equal."""
+        """Whether the best rival is faster by more than half a percent; a smaller difference is called equal."""
         against = self.against_rival
         return against is not None and against.standing == "slower" and 1 / against.value > EQUAL
 
@@ -169,14 +169,15 @@ class Row:
 
 
 def rows(report: RunReport) -> tuple[Row, ...]:
-    """A row a workload, those of one technique together."""
+    """Return a row for each workload, those of one technique together."""
     made = [row(i, report.measurements.get(i, ()), report.verdicts.get(i)) for i in report.ids]
     order = {technique: n for n, technique in enumerate(dict.fromkeys(r.technique for r in made))}
     return tuple(sorted(made, key=lambda r: order[r.technique]))
 
 
 def left_out(report: RunReport) -> list[str]:
-    """What was not run and why, a line a reason: of the proofs, then of the rivals that would have been timed."""
+    """Return a line for each reason why something was not run: for proofs, then for rivals that would have been
+    timed."""
     reasons = sorted(report.correctness.skip_reasons.items(), key=lambda item: -item[1])
     rivals: dict[str, list[str]] = {}
     for workload_id in report.ids:
@@ -190,12 +191,12 @@ def left_out(report: RunReport) -> list[str]:
 
 
 def rivals_left_out(measurements: Sequence[Measurement]) -> dict[str, str]:
-    """A workload's rivals that were not timed, each with its reason."""
+    """Return a workload's rivals that were not timed, each with its reason."""
     return {rival: why for m in measurements for rival, why in m.skipped.items()}
 
 
 def row(workload_id: str, measurements: Sequence[Measurement], verdict: Verdict | None = None) -> Row:
-    """The row of one workload: medians over its processes, the verdict's figures where it has them."""
+    """Return the row of one workload: medians over its processes, the verdict's figures where it has them."""
     technique, workload = names(workload_id)
     status, message = (verdict.status, verdict.message) if verdict else (None, "")
     if not measurements:
@@ -241,7 +242,7 @@ def row(workload_id: str, measurements: Sequence[Measurement], verdict: Verdict 
 
 
 def entry_row(entry: Entry) -> Row:
-    """The row of an accepted workload, over all its sessions."""
+    """Return the row of an accepted workload, over all its sessions."""
     technique, workload = names(entry.id)
     rivals = {n: c for n in entry.sides if n not in BASE_SIDES and (c := _accepted(entry, n)) is not None}
     best = min(rivals, key=lambda name: rivals[name].value, default=None)
@@ -269,12 +270,13 @@ def entry_row(entry: Entry) -> Row:
 
 
 def _beside(rival: Comparison, optimized_s: float | None) -> float | None:
-    """The rival's seconds beside the optimized side's. Its own are of fewer processes, in which all may be slower."""
+    """Return the rival's seconds by its ratio to the optimized side. Its own seconds are of fewer processes, in which
+    all sides may be slower."""
     return rival.value * optimized_s if optimized_s is not None else None
 
 
 def _accepted(entry: Entry, other: str) -> Comparison | None:
-    """As stored: the geometric mean over sessions, with the range of the processes."""
+    """Return the stored comparison: the geometric mean over sessions, with the range of the processes."""
     means = [mean for session in entry.process_means(other) for mean in session]
     if not means:
         return None
@@ -287,7 +289,7 @@ def _accepted(entry: Entry, other: str) -> Comparison | None:
 
 
 def names(workload_id: str) -> tuple[str, str]:
-    """(technique, workload): "tests/geometry/test_rotor_update.py::rotor_update::speed[window64]" gives
+    """Return (technique, workload): "tests/geometry/test_rotor_update.py::rotor_update::speed[window64]" gives
     ("geometry/rotor_update", "window64")."""
     path, *rest = workload_id.split("::")
     pair = rest[0] if len(rest) > 1 else re.sub(r"^test_|\.py$", "", path.rpartition("/")[2])
@@ -298,13 +300,13 @@ def names(workload_id: str) -> tuple[str, str]:
 
 
 def sides(measurements: Iterable[Measurement]) -> tuple[str, ...]:
-    """Every side timed in any process: reference and optimized first, then as measured."""
+    """Return every side timed in any process: reference and optimized first, then as measured."""
     seen = dict.fromkeys(name for m in measurements for name in m.sides)
     return tuple(sorted(seen, key=lambda name: {"reference": 0, "optimized": 1, "accepted": 2}.get(name, 3)))
 
 
 def seconds_of(side: SideRecord | None, clock: str) -> float | None:
-    """A side's time in one process on the workload's clock, or failing that on the one it has."""
+    """Return a side's time in one process on the workload's clock, or failing that on the one it has."""
     if side is None:
         return None
     first, second = (side.device_s, side.wall_s) if clock == "device" else (side.wall_s, side.device_s)
@@ -314,14 +316,15 @@ def seconds_of(side: SideRecord | None, clock: str) -> float | None:
 
 
 def side_seconds(measurements: Iterable[Measurement], side: str) -> float | None:
-    """A side's time: the median over processes, those that let it run to its end where there are any."""
+    """Return a side's time: the median over processes, those that let it run to its end where there are any."""
     found, _ = complete(measurements, side)
     times = [t for m in found if (t := seconds_of(m.sides.get(side), m.clock)) is not None]
     return statistics.median(times) if times else None
 
 
 def limit_fraction(measurement: Measurement) -> float | None:
-    """The limit over the optimized side's time in one process: on the device clock, since the limit is the device's."""
+    """Return the limit over the optimized side's time in one process: on the device clock, since the limit is the
+    device's."""
     time = seconds_of(measurement.sides.get("optimized"), "device")
     return measurement.limit.seconds / time if measurement.limit is not None and time else None
 
@@ -355,7 +358,8 @@ def _median_bounds(ordered: Sequence[float]) -> tuple[float, float] | None:
 
 
 def counts(report: RunReport) -> dict[str, int]:
-    """How many workloads have which verdict, in the order of `Status`; those without one as "measured"."""
+    """Return the number of workloads with each verdict, in the order of `Status`; those without one count as
+    "measured"."""
     found = {status.value: 0 for status in Status}
     for verdict in report.verdicts.values():
         found[verdict.status.value] += 1
@@ -364,7 +368,7 @@ def counts(report: RunReport) -> dict[str, int]:
 
 
 def headline(report: RunReport) -> str:
-    """The run in one line."""
+    """Return the run in one line."""
     parts = [f"{n} {name}" for name, n in counts(report).items()] or ["nothing measured"]
     c = report.correctness
     if c.passed or c.failed or c.skipped:
@@ -375,7 +379,7 @@ def headline(report: RunReport) -> str:
 
 
 def machine_line(machine: Machine) -> str:
-    """The machine in one line."""
+    """Return the machine in one line."""
     device = f"{machine.count} × {machine.device_name}" if machine.count > 1 else machine.device_name
     parts = [device]
     if machine.power_limit_w is not None:
@@ -394,6 +398,6 @@ def machine_line(machine: Machine) -> str:
 
 
 def not_green(report: RunReport) -> tuple[Verdict, ...]:
-    """The verdicts that are not green, in the order of the rows."""
+    """Return the verdicts that are not green, in the order of the rows."""
     every = [report.verdicts[r.id] for r in rows(report) if r.id in report.verdicts]
     return tuple(v for v in every if not v.status.green)

@@ -24,7 +24,7 @@ GAP = " "
 
 
 class Encodable:
-    """A stream that takes every text: what its encoding lacks becomes a question mark."""
+    """A stream that takes every text: characters that its encoding lacks become question marks."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -39,7 +39,7 @@ class Encodable:
 
 
 def console(file: TextIO | None = None) -> Console:
-    """A console that is readable in a CI log too."""
+    """Return a console that is readable in a CI log too."""
     target = file or sys.stdout
     width = None if target.isatty() or os.environ.get("COLUMNS") else PLAIN_WIDTH
     stream: Any = Encodable(target)
@@ -62,7 +62,8 @@ def show(report: RunReport, out: Console | None = None) -> None:
 
 
 def table(every: tuple[Row, ...], width: int = PLAIN_WIDTH) -> Group:
-    """One row a workload, a heading a technique. Columns that nothing fills are left out."""
+    """Return the table with one row for each workload and a heading for each technique. Columns that nothing fills are
+    left out."""
     columns = [c for c in COLUMNS if c.needed is None or any(c.needed(r) for r in every)]
     for spare in ("MHz", "interval", "change", "limit", "best rival"):
         if sum(min(c.width(every), c.narrowest or 999) + len(GAP) for c in columns) > width:
@@ -92,7 +93,7 @@ def _grid(columns: list[Column], widths: list[int], lines: list[list[Text]]) -> 
 
 
 def attention(report: RunReport, every: tuple[Row, ...]) -> list[Text]:
-    """What needs attention, a line each: the worst first."""
+    """Return the points that need attention, a line each, the worst first."""
     lines = [Text(f"✗ {problem}", style="red") for problem in report.problems]
     if not report.complete:
         lines.append(Text("✗ interrupted: this report holds what was measured until then", style="red"))
@@ -146,7 +147,8 @@ def _verdict(row: Row) -> Text:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Column:
-    """A column of the table. `needed`: whether a row fills it; `narrowest`: it may be folded to so many."""
+    """A column of the table. `needed`: whether a row fills it; `narrowest`: the least width to which it may be
+    folded."""
 
     title: str
     cell: Callable[[Row], Text]

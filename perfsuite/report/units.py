@@ -8,7 +8,7 @@ MISSING = "–"
 
 
 def significant(value: float, digits: int = 3) -> str:
-    """`value` with so many significant digits and no exponent: 0.0123, 1.23, 12.3, 123, 1230."""
+    """Return `value` with this many significant digits and no exponent: 0.0123, 1.23, 12.3, 123, 1230."""
     if not math.isfinite(value):
         return str(value)
     if value == 0:
@@ -20,7 +20,7 @@ def significant(value: float, digits: int = 3) -> str:
 
 
 def seconds(value: float | None) -> str:
-    """A time: "12.3 µs"."""
+    """Return a time as text: "12.3 µs"."""
     if value is None:
         return MISSING
     for unit, scale in (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6)):
@@ -30,7 +30,7 @@ def seconds(value: float | None) -> str:
 
 
 def duration(value: float) -> str:
-    """How long a run took: "48 s", "3 min 20 s"."""
+    """Return a run's duration as text: "48 s", "3 min 20 s"."""
     whole = round(value)
     if whole < 60:
         return f"{whole} s" if value >= 10 else f"{significant(value, 2)} s"
@@ -40,12 +40,12 @@ def duration(value: float) -> str:
 
 
 def ratio(value: float | None) -> str:
-    """A speedup: "5.18×"; near 1, where the third decimal decides, "1.003×"."""
+    """Return a speedup as text: "5.18×"; near 1, where the third decimal decides, "1.003×"."""
     return MISSING if value is None else f"{_ratio(value)}×"
 
 
 def interval(low: float | None, high: float | None) -> str:
-    """A speedup's interval: "5.11–5.24"."""
+    """Return a speedup's interval as text: "5.11–5.24"."""
     return "" if low is None or high is None else f"{_ratio(low)}–{_ratio(high)}"
 
 
@@ -54,7 +54,7 @@ def _ratio(value: float) -> str:
 
 
 def percent(fraction: float | None) -> str:
-    """A share: "85%", "3.4%"."""
+    """Return a share as text: "85%", "3.4%"."""
     if fraction is None:
         return MISSING
     hundred = 100 * fraction
@@ -62,7 +62,7 @@ def percent(fraction: float | None) -> str:
 
 
 def bytes_(value: float | None) -> str:
-    """An amount of memory: "1.50 GiB"."""
+    """Return an amount of memory as text: "1.50 GiB"."""
     if value is None:
         return MISSING
     for unit, scale in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
@@ -72,7 +72,7 @@ def bytes_(value: float | None) -> str:
 
 
 def rate(value: float, unit: str) -> str:
-    """A rate: "4.25 TB/s" for unit "B/s", "785 TFLOP/s" for "FLOP/s"."""
+    """Return a rate as text: "4.25 TB/s" for unit "B/s", "785 TFLOP/s" for "FLOP/s"."""
     for prefix, scale in (("P", 1e15), ("T", 1e12), ("G", 1e9), ("M", 1e6)):
         if value >= scale:
             return f"{significant(value / scale)} {prefix}{unit}"
