@@ -41,6 +41,7 @@ batched_generation = Pair(
         "end": scalar(integers(0, 1)),
     },
     gradients=False,
+    max_examples=15,
     sizes={
         "prompts": size(0, 2),
         "longest": size(1, 5),

@@ -13,6 +13,7 @@ import torch
 import perfsuite
 from perfsuite import Pair, Workload, floats, inputs, integers, side, stateful, tensor
 from perfsuite.errors import NotEquivalent, PairError, PerfsuiteError
+from perfsuite.measured import Measured
 from perfsuite.sampling import BLOCKS
 
 X = {"x": tensor("m", "n", values=floats(-4, 4))}
@@ -166,35 +167,36 @@ def test_measure_times_the_workloads_of_this_device() -> None:
     assert repr(none) == "no workload for this device"
 
 
-def test_measurements_print_as_a_table_and_have_their_speedup() -> None:
+@pytest.fixture(scope="module")
+def measured() -> Measured:
     def slow(x: torch.Tensor) -> torch.Tensor:
         return torch.stack([row.exp() for row in x])
 
-    found = perfsuite.measure(
-        pair(torch.exp, slow, workloads=[Workload("w<b>", m=40, n=4, clock="wall")]), device="cpu"
-    )
-    (made,) = found
+    workloads = [Workload(name, m=40, n=4, clock="wall") for name in ("w<b>", "two")]
+    return perfsuite.measure(pair(torch.exp, slow, workloads=workloads), device="cpu")
+
+
+def test_measurements_print_as_a_table_and_have_their_speedup(measured: Measured) -> None:
+    made = measured[0]
     assert made.speedup is not None
     assert made.speedup > 1
-    assert found.speedups["w<b>"].value == pytest.approx(made.speedup)
+    assert measured.speedups["w<b>"].value == pytest.approx(made.speedup)
     assert repr(made).startswith("<Measurement of p::speed[w<b>] on cpu, ")
     assert repr(made).endswith(" times as fast as the reference>")
-    head, _, name, line = repr(found).splitlines()
+    head, _, name, line, _ = repr(measured).splitlines()
     assert head.split() == ["workload", "reference", "optimized", "speedup", "interval"]
     assert name == "p"
     assert line.split()[0] == "w<b>"
-    assert "w&lt;b&gt;" in found._repr_html_()
+    assert "w&lt;b&gt;" in measured._repr_html_()
 
 
-def test_a_plot_has_a_panel_for_each_workload(monkeypatch: pytest.MonkeyPatch) -> None:
-    workloads = [Workload(name, m=3, n=4, clock="wall") for name in ("one", "two")]
-    found = perfsuite.measure(pair(workloads=workloads), device="cpu")
+def test_a_plot_has_a_panel_for_each_workload(measured: Measured, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(PerfsuiteError, match="a plot needs matplotlib, which is not installed"):
-        found.plot()
+        measured.plot()
     monkeypatch.undo()
     matplotlib = pytest.importorskip("matplotlib", reason="matplotlib is not installed: pip install 'perfsuite[train]'")
     matplotlib.use("agg")
-    panels = found.plot().axes
-    assert [panel.get_title().partition("[")[2][:3] for panel in panels] == ["one", "two"]
+    panels = measured.plot().axes
+    assert [panel.get_title().partition("[")[2][:3] for panel in panels] == ["w<b", "two"]
     assert [text.get_text() for text in panels[0].get_yticklabels()] == ["optimized", "reference"]

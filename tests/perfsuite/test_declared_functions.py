@@ -8,8 +8,11 @@ import pytest
 import torch
 
 import perfsuite
-from perfsuite import Pair, floats, scalar, tensor
+from perfsuite import Pair, api, contexts, floats, scalar, tensor
 from perfsuite.errors import PairError
+from perfsuite.integrity.probe import Probe
+from perfsuite.pair import as_side
+from perfsuite.records import Case, InputCase
 
 
 def sine(x: torch.Tensor) -> torch.Tensor:
@@ -90,15 +93,27 @@ def test_an_excuse_gets_the_rounding_unit_that_the_sides_compute_with() -> None:
         return x @ x.mT
 
     inputs = {"x": tensor("m", "n", values=floats(-1, 1))}
-    perfsuite.check(pair(reference=product, optimized=product, inputs=inputs, excuse=near), examples=5, device="cpu")
-    assert {torch.finfo(t).eps for t in (torch.float32, torch.bfloat16)} <= units
+    of = pair(reference=product, optimized=product, inputs=inputs, excuse=near)
+    prove(of, "equivalence")
+    assert units == {torch.finfo(torch.float32).eps}
+    case = Case(sizes={"m": 3, "n": 4}, inputs={"x": InputCase()}, seed=0, dtype="float32")
+    contexts.forward.autocast(
+        Probe(pair=of, side=as_side(product), name="optimized", case=case, device="cpu", home=None)
+    )
+    assert units == {torch.finfo(t).eps for t in (torch.float32, torch.bfloat16, torch.float16)}
     named = {"x": inputs["x"], "eps": scalar(floats(0, 1))}
 
     def shifted(x: torch.Tensor, eps: float) -> torch.Tensor:
         return x + eps
 
     of = pair(reference=shifted, optimized=shifted, inputs=named, excuse=lambda x, eps: (x + eps).isnan())
-    perfsuite.check(of, examples=5, device="cpu")
+    prove(of, "equivalence")
+
+
+def prove(of: Pair, *kinds: str) -> None:
+    for name, proof in api.proofs(of, examples=5, device="cpu"):
+        if name.startswith(kinds):
+            proof()
 
 
 def test_masks_of_gradients_and_of_one_output_are_taken() -> None:

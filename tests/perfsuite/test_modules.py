@@ -91,7 +91,7 @@ def made(candidate: Any, **fields: Any) -> Pair:
 
 def test_a_pair_of_modules_is_proven_with_its_gradients_and_timed() -> None:
     pair = made(ModelNew, gradients=True)
-    evidence = perfsuite.check(pair, examples=20, device="cpu")
+    evidence = perfsuite.check(pair, examples=5, device="cpu")
     assert len(evidence) == 2
     assert list(pair.inputs) == ["module", "x0"]
     assert list(pair.rivals) == ["compile"]
@@ -226,7 +226,7 @@ def trained(**flags: bool) -> Pair:
 def test_the_running_means_of_a_module_in_training_are_outputs() -> None:
     pair = trained()
     assert pair.mutates == {"module": "buffers"}
-    perfsuite.check(pair, device="cpu", examples=10)
+    perfsuite.check(pair, device="cpu", examples=4)
     with pytest.raises(NotEquivalent, match=r"module\.norm\.running_mean \(in place\) of the optimized side is wrong"):
         perfsuite.check(trained(forgets=True), device="cpu")
 

@@ -147,7 +147,7 @@ def test_mistakes_of_predict_are_one_line(
     [
         (["leak_cnn", "--rollout", "3"], "--rollout is an option of ups alone"),
         (["ups", "--split", "test"], "--split is an option of leak_cnn alone"),
-        (["trainer2"], "trainer2: only ups, leak_cnn, eigenstate_lm can be evaluated"),
+        (["polychromic"], "polychromic: only ups, leak_cnn, eigenstate_lm, trainer2 can be evaluated"),
         (["leak_cnn", "--data", "none.h5"], "there is no file none.h5"),
     ],
 )
