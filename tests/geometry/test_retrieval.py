@@ -2,6 +2,7 @@ import math
 
 import pytest
 import torch
+from scale import draws
 
 from optimized.geometry import retrieval as module
 from optimized.geometry.retrieval import _splits, retrieval_triton, retrieval_vectorised
@@ -74,6 +75,7 @@ retrieval = Pair(
         metric=tensor("n", "n", values=sampled(metric), layouts=("contiguous", "transposed", "strided", "offset"))
     ),
     sizes=SIZES,
+    max_examples=draws(cpu=20),
     rivals=RIVALS,
     variants=VARIANTS,
     workloads=[

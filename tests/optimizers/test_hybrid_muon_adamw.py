@@ -2,6 +2,7 @@ import functools
 
 import pytest
 import torch
+from scale import draws
 
 from optimized.optimizers.hybrid_muon_adamw import hybrid_muon_adamw as optimized
 from perfsuite import Pair, Workload, floats, listof, size, stateful, tensor
@@ -40,6 +41,7 @@ FIELDS = {
     "mutates": {"params"},
     "sizes": {"depth": size(0, 2), "width": size(0, 17)},
     "steps": (1, 2, 5),
+    "max_examples": draws(cpu=20),
 }
 CPU = Workload("cpu", depth=2, width=32, clock="wall", device="cpu")
 

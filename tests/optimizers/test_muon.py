@@ -2,6 +2,7 @@ import functools
 
 import pytest
 import torch
+from scale import draws
 
 from optimized import newton_schulz
 from optimized.kernels import triton_reason
@@ -84,6 +85,7 @@ muon_float32 = Pair(
     mutates=muon.mutates,
     sizes=muon.sizes,
     steps=muon.steps,
+    max_examples=draws(cpu=24),
     variants={
         "triton": stateful(side(in_float32(muon_triton), available=triton_reason)),
         "batched": stateful(in_float32(muon_torch)),

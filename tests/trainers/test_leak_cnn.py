@@ -14,7 +14,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from curves import NEIGHBOURS, a_rounding_away, deviation_of, share_of_rule
-from scale import count
+from scale import count, draws
 from states import same, through_a_file
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -161,7 +161,7 @@ leak_cnn = Pair(
     },
     step_inputs={"epoch": tensor(dtype="int64", values=integers(0, SMALL.epochs))},
     gradients=False,
-    max_examples=count(quick=10, full=50),
+    max_examples=draws(cpu=10),
     sizes={"F": size(1, 2), "V": size(1, 2), "L": size(2, 3)},
     steps=(1, 2),
     workloads=[

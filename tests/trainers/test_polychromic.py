@@ -116,7 +116,7 @@ polychromic = Pair(
     gradients=False,
     sizes={"V": size(258, 258), "D": size(32, 32)},
     steps=(1, 2),
-    max_examples=scale.count(quick=5, full=8),
+    max_examples=scale.count(quick=4, full=8),
     workloads=[
         Workload(
             "smollm2",
