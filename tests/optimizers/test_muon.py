@@ -58,7 +58,7 @@ muon = Pair(
     mutates={"params"},
     sizes={"count": size(0, 3), "rows": size(0, 49), "columns": size(0, 49)},
     steps=(1, 2, 5),
-    max_examples=24,  # `muon_float32` proves the same kernels on all
+    max_examples=min(24, draws(cpu=12)),  # `muon_float32` proves the same kernels on all
     rivals=RIVALS,
     variants={
         "triton": stateful(side(muon_triton, available=triton_reason)),

@@ -59,7 +59,7 @@ CRASHING = """
         return x.data_ptr() % 16 != 0
 
 
-    Pair = partial(perfsuite.Pair, workloads=[Workload("w", n=8)])
+    Pair = partial(perfsuite.Pair, workloads=[Workload("w", n=8)], max_examples=15)
     DRAWS = {"x": tensor("n")}
     crashes = Pair(reference=right, optimized=faulty(large, crash), inputs=DRAWS)
     leaves = Pair(reference=right, optimized=faulty(large, leave), inputs=DRAWS)

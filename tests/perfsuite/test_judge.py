@@ -618,6 +618,7 @@ def _target(link: Path) -> str:
         return ""
 
 
+@FULLY
 def test_parameters_of_other_names_are_those_of_the_seed(nursery: Nursery, reference: Path) -> None:
     other = candidate("return self.right(x)").replace("self.linear", "self.project")
     found = judged(nursery, reference, other, least=0.01)
@@ -709,6 +710,7 @@ def test_an_option_that_cannot_be_is_named(reference: Path, option: str, says: s
     assert says in done.output.splitlines()[-1]
 
 
+@FULLY
 def test_a_file_in_the_folder_for_temporary_files_is_not_imported(
     reference: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
