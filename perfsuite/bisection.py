@@ -1,6 +1,6 @@
-"""Which commit made a workload slower: a binary search over commits, each compared with the good one.
+"""Find the commit that made a workload slower: a binary search over commits, each compared with the good one.
 
-Pure search here, `search`; `Comparison` runs `perfsuite compare` for a commit in a work tree of its own.
+`search` is pure. `Comparer` runs `perfsuite compare` for a commit in a git work tree of its own.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from perfsuite.report import jsonfile
 from perfsuite.report.model import RunReport
 
 REPEATS = 3
-"""A commit whose interval holds half of the whole change is compared again, up to so many times in all."""
+"""Most comparisons of a commit whose interval contains half of the whole change."""
 TIME, MEMORY = "time", "memory"
 COUNTS = {MEMORY: "peak_bytes", "syncs": "host_syncs", "launches": "launches"}
-"""What may be searched for beside the time, which needs no clock: name → field of a side's record."""
+"""Counts that can be searched for instead of the time, without a clock: name → field of a side's record."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Change:
-    """How much more a commit takes than another: relative for the time (0.03 = 3%), else a number."""
+    """Increase from one commit to another: relative for the time (0.03 = 3%), else a number."""
 
     value: float
     low: float
@@ -44,7 +44,7 @@ class Change:
         return f"{self.value:+,.0f} {'bytes' if self.by == MEMORY else self.by}"
 
     def mean(self, others: Sequence[Change]) -> Change:
-        """The mean of this and further comparisons of the same commits."""
+        """Return the mean of this and further comparisons of the same commits."""
         every = [self, *others]
         value = sum(c.value for c in every) / len(every)
         half = math.sqrt(sum(((c.high - c.low) / 2) ** 2 for c in every)) / len(every)
@@ -69,7 +69,7 @@ class SkippedError(PerfsuiteError):
 
 
 Compare = Callable[[Commit, Commit], Change]
-"""(earlier commit, later commit) → how much more the later one takes. SkippedError where it cannot be compared."""
+"""(earlier commit, later commit) → the increase. Raises SkippedError where the later one cannot be compared."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -77,7 +77,7 @@ class Found:
     """The result of a search."""
 
     first: Commit
-    """The first commit that takes more; with `skipped` directly before it, it may be one of those instead."""
+    """The first commit that takes more, unless one of `suspects` is."""
     parent: Commit
     """The last commit that does not."""
     whole: Change
@@ -133,7 +133,7 @@ def search(
 
 
 def _middle(low: int, high: int, skipped: Mapping[int, str]) -> int | None:
-    """The commit nearest to the middle that was not skipped; None where none is left."""
+    """Return the commit nearest to the middle that was not skipped; None where none is left."""
     left = [n for n in range(low + 1, high) if n not in skipped]
     return min(left, key=lambda n: abs(n - (low + high) / 2), default=None)
 
@@ -147,7 +147,7 @@ def _decided(good: Commit, commit: Commit, compare: Compare, threshold: float) -
 
 
 def summary(found: Found) -> list[str]:
-    """The result in lines: the commit, its own change, and what was skipped."""
+    """Return the result in lines: the commit, its own change, and the skipped commits."""
     share = found.own.value / found.whole.value
     of_whole = "" if found.own is found.whole else f", {share:.0%} of {found.whole.shown}"
     lines = [
@@ -162,7 +162,10 @@ def summary(found: Found) -> list[str]:
 
 
 def commits_between(good: str, bad: str, root: Path) -> tuple[Commit, list[Commit]]:
-    """(the good commit, those after it up to the bad one, by first parents); PerfsuiteError where there is no line."""
+    """Return (the good commit, the later ones up to the bad one, by first parents).
+
+    PerfsuiteError where the good commit is no ancestor, or the same.
+    """
     first, last = (revision.resolve(name, root) for name in (good, bad))
     try:
         revision.git("merge-base", "--is-ancestor", first, last, cwd=root)
@@ -220,7 +223,7 @@ class Comparer:
         return change_of(jsonfile.read(file), self.by)
 
     def _environment(self) -> dict[str, str]:
-        """Packages of the project come from the tree, also where the project itself is installed in place."""
+        """Return variables that import the project's packages from the tree, even if it is installed in place."""
         if (self._tree / "perfsuite").is_dir():
             return dict(os.environ)
         places = [str(self._tree), str(self._tree / "src"), *filter(None, [os.environ.get("PYTHONPATH")])]
@@ -232,7 +235,7 @@ class Comparer:
 
 
 def change_of(report: RunReport, by: str) -> Change:
-    """The change that a comparison found of its only workload; SkippedError where it found none."""
+    """Return the change of a comparison's only workload; SkippedError where it found none."""
     if len(report.verdicts) != 1:
         reason = next(iter(report.problems), "") or f"{len(report.verdicts)} workloads of that name"
         raise SkippedError(reason)
