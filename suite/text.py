@@ -123,12 +123,12 @@ class Loaded:
 
 def load(data: Data) -> Loaded:
     """Load the batches that the fields of `data` describe."""
-    sequences, told = sequences_of(data)
+    sequences, source = sequences_of(data)
     if data.validation:
         sequences = divided(sequences, data.validation)[0]
-        told += f", {data.validation} of them held out"
+        source += f", {data.validation} of them held out"
     return Loaded(
-        batches=Batches(sequences, data.batch_size, data.seed), given=sequences.vocabulary, told=f"data: {told}"
+        batches=Batches(sequences, data.batch_size, data.seed), given=sequences.vocabulary, told=f"data: {source}"
     )
 
 
@@ -136,16 +136,16 @@ def sequences_of(data: Data) -> tuple[Sequences, str]:
     """Return all sequences that the fields of `data` describe, also those held out, and a description of the source."""
     if data.synthetic:
         sequences = synthetic(data.vocabulary, data.sequence_length, data.synthetic, data.seed)
-        told = f"{len(sequences)} random sequences"
+        source = f"{len(sequences)} random sequences"
     else:
         found = corpus(data.data)
         tokens, vocabulary = tokens_of(found, data.vocabulary, Path(data.cache))
         sequences = pack(tokens, data.sequence_length, vocabulary)
-        told = f"{len(found.texts)} files of {found.where}, {len(sequences)} sequences"
+        source = f"{len(found.texts)} files of {found.where}, {len(sequences)} sequences"
         kinds = ((found.damaged, "not UTF-8"), (found.empty, "empty"), (found.unreadable, "unreadable"))
         left = [f"{n} {what}" for n, what in kinds if n]
-        told += f" (left out: {', '.join(left)})" if left else ""
-    return sequences, f"{told} of {data.sequence_length} tokens, vocabulary {sequences.vocabulary}"
+        source += f" (left out: {', '.join(left)})" if left else ""
+    return sequences, f"{source} of {data.sequence_length} tokens, vocabulary {sequences.vocabulary}"
 
 
 def divided(sequences: Sequences, held_out: int) -> tuple[Sequences, Sequences]:
@@ -160,7 +160,7 @@ def divided(sequences: Sequences, held_out: int) -> tuple[Sequences, Sequences]:
 
 def spread(count: int, chosen: int) -> torch.Tensor:
     """Return evenly spread rows, int64 [chosen], each once where `chosen` is at most `count`."""
-    return torch.arange(chosen) * count // max(1, chosen) + count // max(1, 2 * chosen)
+    return (2 * torch.arange(chosen) + 1) * count // max(1, 2 * chosen)
 
 
 def corpus(folder: str | Path | None = None) -> Corpus:

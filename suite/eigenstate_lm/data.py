@@ -89,10 +89,7 @@ class Text:
     @cached_property
     def validation(self) -> torch.Tensor:
         """The numbers of the held-out sequences, int64."""
-        count = self.pack.sequences(self.length)
-        return torch.tensor(
-            [(2 * n + 1) * count // (2 * self.held_out) for n in range(self.held_out)], dtype=torch.int64
-        )
+        return text.spread(self.pack.sequences(self.length), self.held_out)
 
     @cached_property
     def training(self) -> torch.Tensor:
