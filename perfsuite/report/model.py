@@ -140,12 +140,15 @@ class Row:
 
     @property
     def change(self) -> str:
-        """The slowdown in words, with its interval."""
-        if self.slowdown is None:
-            return units.MISSING
-        bounds = (self.slowdown_low, self.slowdown_high)
-        low, high = (f"{100 * b:+.1f}" if b is not None else "" for b in bounds)
-        return f"{100 * self.slowdown:+.1f}%" + (f" ({low} to {high})" if low and high else "")
+        """Return the slowdown in words, without its interval."""
+        return f"{100 * self.slowdown:+.1f}%" if self.slowdown is not None else units.MISSING
+
+    @property
+    def change_interval(self) -> str:
+        """Return the interval of the slowdown in words; empty without one."""
+        if self.slowdown_low is None or self.slowdown_high is None:
+            return ""
+        return f"({100 * self.slowdown_low:+.1f} to {100 * self.slowdown_high:+.1f})"
 
     @property
     def times_as_fast(self) -> str:

@@ -161,27 +161,27 @@ class Column:
 
 
 def _change(row: Row) -> Text:
-    """With its interval where there is nothing else to see."""
-    text = row.change if _is_compared_alone(row) else row.change.partition(" ")[0]
-    return Text(text, style="" if row.status is None or row.status.green else "bold red")
-
-
-def _has_reference(row: Row) -> bool:
-    return row.reference_s is not None or not _is_compared_alone(row)
+    """Return the change, with its interval where no reference was timed and there is room for it."""
+    interval = row.change_interval if _is_compared_alone(row) else ""
+    return Text(f"{row.change} {interval}".rstrip(), style="" if row.status is None or row.status.green else "bold red")
 
 
 def _is_compared_alone(row: Row) -> bool:
-    """Whether the optimized side was timed beside another revision's, and not beside the reference."""
+    """Return whether the optimized side was timed beside another revision's, and not beside the reference."""
     return row.before_s is not None and row.reference_s is None
+
+
+def _may_have_reference(row: Row) -> bool:
+    return not _is_compared_alone(row)
 
 
 COLUMNS = (
     Column(title="workload", cell=lambda r: Text(f"  {r.workload}"), justify="left", narrowest=18),
-    Column(title="reference", cell=lambda r: Text(r.reference), needed=_has_reference),
+    Column(title="reference", cell=lambda r: Text(r.reference), needed=_may_have_reference),
     Column(title="before", cell=lambda r: Text(units.seconds(r.before_s)), needed=_is_compared_alone),
     Column(title="optimized", cell=lambda r: Text(units.seconds(r.optimized_s))),
-    Column(title="speedup", cell=_speedup, needed=_has_reference),
-    Column(title="interval", cell=_interval, justify="left", needed=_has_reference),
+    Column(title="speedup", cell=_speedup, needed=_may_have_reference),
+    Column(title="interval", cell=_interval, justify="left", needed=_may_have_reference),
     Column(
         title="change",
         cell=_change,
