@@ -44,7 +44,7 @@ from perfsuite.runner import LONG_S, Call, Clock, Runner
 from perfsuite.sampling import BLOCKS, Sampler
 from perfsuite.watching import FRESH_BLOCKS, NewValues, Watch, check_timed, drawn_anew, judge_copied, prove_new
 
-RIVAL_BLOCKS, RIVAL_QUADS = 2, 4
+RIVAL_BLOCKS, RIVAL_ROUNDS = 2, 4
 """Blocks and ABBA rounds for rivals. They are timed against the optimized side afterwards, because what is gated must
 not depend on which rivals there are."""
 ALONE_BLOCKS = 4
@@ -650,7 +650,7 @@ class Session:
 
     def _time_rivals(self, rivals: dict[str, Runner]) -> None:
         beside = self._sampler({OPTIMIZED: self.runners[OPTIMIZED], **rivals})
-        beside.plan(RIVAL_BLOCKS, RIVAL_QUADS)
+        beside.plan(RIVAL_BLOCKS, RIVAL_ROUNDS)
         beside.run()
         self.skipped |= beside.compiling()
         self.skipped |= dict.fromkeys(_waiting(self.clock) & set(rivals), WAITS)

@@ -1,7 +1,7 @@
 """Time the sides of one workload against each other in one process: block medians and their log-ratios.
 
-The unit is the *ABBA round* (`quad` in the code): all sides once in a random order, then once in the reverse order, so
-that a linear drift of the device cancels in every ratio. The median of up to QUADS rounds is a *block*; between blocks
+The unit is the *ABBA round*: all sides once in a random order, then once in the reverse order, so
+that a linear drift of the device cancels in every ratio. The median of up to ROUNDS rounds is a *block*; between blocks
 the inputs are allocated afresh, in another order and at other addresses, which removes most of the bias that lasts a
 buffer's life. BLOCKS blocks are a process. A side too slow to repeat joins only the first round of each block, or of a
 few blocks.
@@ -28,7 +28,7 @@ from perfsuite.machine import Monitor
 from perfsuite.records import ACCEPTED, OPTIMIZED, REFERENCE, Condition, Counts
 from perfsuite.runner import Clock, Runner
 
-QUADS = 3
+ROUNDS = 3
 BLOCKS = 16
 """Blocks of a process. The addresses of buffers change the time of many kernels by more than one ABBA round differs
 from the next, so that many short blocks resolve more in the same time than a few long ones."""
@@ -83,7 +83,7 @@ class Sampler:
         self.few: dict[str, int] = dict(sparse or {})
         """Side → the number of blocks in whose first ABBA round it is sampled."""
         self.slow: set[str] = set()
-        self.blocks, self.quads = BLOCKS, QUADS
+        self.blocks, self.rounds = BLOCKS, ROUNDS
         once_s = sum(r.allocate_s + r.side.settle * (r.last.seconds if r.last else 0.0) for r in runners.values())
         (self.allocating_s,) = clock.peers.slowest([once_s])
         """Seconds to allocate the inputs of all sides once, including the calls that a side needs to settle."""
@@ -110,7 +110,7 @@ class Sampler:
                         {n: list(v) for n, v in self.blocks_s.items()},
                         {n: list(v) for n, v in self.log_ratios.items()},
                     )
-                    self._block(done, self.quads)
+                    self._block(done, self.rounds)
                     if monitor is not None:
                         monitor.sample()
                         if self.clock.peers.any(monitor.throttled()) and discarded < EXTRA_BLOCKS:
@@ -121,7 +121,7 @@ class Sampler:
                     between(done)
                     self.between_s += perf_counter() - began
                     done += 1
-                return monitor.condition(set_aside=discarded * self.quads) if monitor is not None else Condition()
+                return monitor.condition(set_aside=discarded * self.rounds) if monitor is not None else Condition()
         finally:
             if collecting:
                 gc.enable()
@@ -136,7 +136,7 @@ class Sampler:
             self.few |= {n: v for n, v in other.few.items() if n == name}
             self.slow |= other.slow & {name}
 
-    def plan(self, blocks: int = BLOCKS, quads: int = QUADS) -> None:
+    def plan(self, blocks: int = BLOCKS, rounds: int = ROUNDS) -> None:
         """Decide how many calls make a sample, which sides are too slow to repeat, and how many ABBA rounds and blocks
         there are, at most as many as given."""
         overhead = FLUSH_S if isinstance(self.clock, CudaClock) else 0.0
@@ -165,8 +165,8 @@ class Sampler:
         # The first ABBA round of a block has every side; a further one without a partner for the optimized side says
         # nothing.
         partners = set(self.runners) - {OPTIMIZED} - self.slow - set(self.few)
-        self.quads = max(1, min(quads, int(BUDGET_S / (blocks * round_s)))) if partners else 1
-        fitting = int(BUDGET_S / (self.quads * round_s + once_s))
+        self.rounds = max(1, min(rounds, int(BUDGET_S / (blocks * round_s)))) if partners else 1
+        fitting = int(BUDGET_S / (self.rounds * round_s + once_s))
         self.blocks = max(min(BLOCKS_LEAST, blocks), min(blocks, fitting))
 
     def _launches(self, name: str) -> int:

@@ -18,7 +18,7 @@ from suite.building import StoppedError
 MOST = 256
 """Most processes that may be started."""
 PATIENCE_S = 5.0
-"""Seconds that a process has to end once it was told to."""
+"""Seconds that a process has to end after it was asked to."""
 
 
 def each(work: Callable[[int], None], tasks: Sequence[int], workers: int) -> Generator[int, None, None]:

@@ -33,7 +33,7 @@ from perfsuite.orphans import die_with_parent
 from perfsuite.pair import Pair, Side
 from perfsuite.records import ACCEPTED, REFERENCE, Case, Counts, from_json, to_json
 from perfsuite.runner import WARMUP_CALLS, Clock, Runner
-from perfsuite.sampling import BLOCKS, QUADS, Sampler
+from perfsuite.sampling import BLOCKS, ROUNDS, Sampler
 from perfsuite.specs import tensor
 
 DO_BENCH_QUANTILES = (0.5, 0.2, 0.8)
@@ -69,10 +69,10 @@ class QuadSampler(Sampler):
         self.quads_s: dict[str, list[tuple[float, ...]]] = {n: [] for n in self.runners}
         self.spent_s = dict.fromkeys(self.runners, 0.0)
 
-    def plan(self, blocks: int = BLOCKS, quads: int = QUADS) -> None:
+    def plan(self, blocks: int = BLOCKS, rounds: int = ROUNDS) -> None:
         """Decide how many calls make a sample. Every process has exactly this many blocks and ABBA rounds."""
-        super().plan(blocks, quads)
-        self.blocks, self.quads = blocks, quads
+        super().plan(blocks, rounds)
+        self.blocks, self.rounds = blocks, rounds
 
     def sample(self, name: str, *arguments: Any, **options: Any) -> float:
         """Return the seconds of one sample of the side."""

@@ -185,12 +185,12 @@ def step(s: Setting) -> Answer:
     verdict = _reached(list(seconds.values()))
     config = s.config
     each = _listed([f"{units.seconds(t)} in {name}" for name, t in seconds.items()])
-    told = (
+    detail = (
         f"a step of {config.batch_size} sequences of {config.sequence_length:,} tokens takes {each}{_left_out(seconds)}"
         f". The source's own {RATE:,} tokens a second are {RATE * STEP:,.0f} tokens in {units.seconds(STEP)}, and such "
         f"a step has {SOURCE.tokens:,}"
     )
-    return verdict, ("on the precision and the device: " if verdict == DEPENDS else "") + told
+    return verdict, ("on the precision and the device: " if verdict == DEPENDS else "") + detail
 
 
 @CHECKS("C48", "Without a loop over the tokens training is 53.9 times as fast.", gpu=True)
@@ -212,7 +212,7 @@ def speedup(s: Setting) -> Answer:
         [f"{units.seconds(t)} in {name} ({units.significant(whole / t)} times)" for name, t in timed.items()]
     )
     verdict = _meets(times, TIMES)
-    told = (
+    detail = (
         f"for {config.batch_size} sequences of {short:,} tokens the reference takes {units.seconds(found['short'])}, "
         f"for {longer:,} {units.seconds(found['longer'])} and, at as much a token more, for {length:,} "
         f"{units.seconds(whole)}. The optimized trainer takes {units.seconds(found['optimized'])} for {longer:,}, "
@@ -220,7 +220,7 @@ def speedup(s: Setting) -> Answer:
         f"step are {STEP_BEFORE / STEP:.1f} times, its tokens a second {RATE / RATE_BEFORE:.0f}, and its hours "
         f"{HOURS_BEFORE / HOURS:.1f}"
     )
-    return verdict, ("on the precision and the length: " if verdict == DEPENDS else "") + told
+    return verdict, ("on the precision and the length: " if verdict == DEPENDS else "") + detail
 
 
 # --- the recurrence -------------------------------------------------------------------------------------------------
@@ -242,7 +242,7 @@ def sequential(s: Setting) -> Answer:
     errors = {length: error(at_once[length](), truth) for length, truth in truths.items()}
     proportional = slow[last] * s.scanned / s.loop[-1]
     few = str(s.loop[0])
-    told = (
+    detail = (
         f"it is an associative scan. Forward and backward, step by step, take {units.seconds(slow[few])} for "
         f"{s.loop[0]:,} tokens, {units.seconds(slow[last])} for {s.loop[-1]:,} and, in proportion, "
         f"{units.seconds(proportional)} for {s.scanned:,}; scanned they take {units.seconds(fast[few])}, "
@@ -250,7 +250,7 @@ def sequential(s: Setting) -> Answer:
         f" times less. Of {s.loop[-1]:,} tokens the loop is {own:.1g} away from float64 and the scan "
         f"{errors[s.loop[-1]]:.1g}, and of {s.scanned:,} the scan {errors[s.scanned]:.1g}"
     )
-    return _in_turn(max(errors.values()), fast[whole], proportional), told
+    return _in_turn(max(errors.values()), fast[whole], proportional), detail
 
 
 @CHECKS("C51", "The chunk size is only a matter of speed.")
@@ -269,12 +269,14 @@ def chunks(s: Setting) -> Answer:
     peaks = {size: peak_bytes(s.device, call) for size, call in calls.items()}
     rows = _listed([f"{n}: {units.seconds(seconds[n])}, {amount(peaks[n])}, {errors[n]:.1g}" for n in CHUNKS], "; ")
     verdict = _only_speed(list(errors.values()), list(peaks.values()))
-    told = (
+    detail = (
         f"the plain form, forward and backward of {s.scanned:,} tokens, by chunk (time, memory at its peak, distance "
         f"from float64): {rows}. The fastest is {min(seconds, key=lambda n: seconds[n])}. The source itself lowers the "
         "chunk size where memory runs out"
     )
-    return verdict, ("on whether memory counts, for the result stays, but for rounding: " * (verdict == DEPENDS)) + told
+    return verdict, (
+        "on whether memory counts, for the result stays, but for rounding: " * (verdict == DEPENDS)
+    ) + detail
 
 
 @CHECKS("C52", "The gradient reaches back over the whole context of 32 K tokens.")
@@ -287,7 +289,7 @@ def reach(s: Setting) -> Answer:
     biggest = float(eigenvalues(first).norm(dim=-1).max())
     least = torch.finfo(torch.float32).smallest_normal * EPS
     layers = s.config.layers
-    told = (
+    detail = (
         f"with the λ that training begins with, of a magnitude of {biggest:.3g} at most, a recurrence's gradient is "
         f"below {EPS:.2g} of the newest token's {_after(scanned[0], s.reach)}, and that of the whole network, {layers} "
         f"blocks deep, {_after(whole[0], s.reach)}. With one of {SMALLEST + RANGE:.2f}, which training can only "
@@ -295,7 +297,7 @@ def reach(s: Setting) -> Answer:
         f"the {length:,} is 1e{length * math.log10(SMALLEST + RANGE):.0f}, and float32 has nothing between 0 and "
         f"{least:.2g}"
     )
-    return _spans(whole, length), told
+    return _spans(whole, length), detail
 
 
 # --- memory ---------------------------------------------------------------------------------------------------------
@@ -317,13 +319,13 @@ def chunked_loss(s: Setting) -> Answer:
         )
     verdict = _between(spared, 13, 26)
     logits = SOURCE.tokens * VOCABULARY
-    told = (
+    detail = (
         f"logits of {SOURCE.tokens:,} rows take {amount(2 * logits)} in bfloat16 and {amount(4 * logits)} in float32, "
         f"once: {'; '.join(parts)}"
     )
     if fewest != SOURCE.tokens:
-        told += f" (from {fewest:,} rows{'' if s.vocabulary == VOCABULARY else f' of {s.vocabulary:,} logits'})"
-    return verdict, ("on what chunks keep, and on the precision of the loss: " * (verdict == DEPENDS)) + told
+        detail += f" (from {fewest:,} rows{'' if s.vocabulary == VOCABULARY else f' of {s.vocabulary:,} logits'})"
+    return verdict, ("on what chunks keep, and on the precision of the loss: " * (verdict == DEPENDS)) + detail
 
 
 @CHECKS("C54", "A cache of 256 chunks of 32 K tokens takes about 4 GB.")
@@ -340,13 +342,13 @@ def cache(s: Setting) -> Answer:
     }
     whole = CACHED * SOURCE.sequence_length
     each = _listed([f"{amount(whole * size)} {how}" for how, size in a_token.items()])
-    told = (
+    detail = (
         f"{CACHED} chunks of {SOURCE.sequence_length:,} tokens take {each}. For 4 GB a token would need "
         f"{4 * GB / whole:.0f} bytes"
         f"{'' if tokens == whole else f' (from {s.cached} of {length:,})'}"
     )
     near = [_near(whole * size, 4 * GB) for size in a_token.values()]
-    return (CONFIRMED if near[0] else DEPENDS if any(near) else REFUTED), told
+    return (CONFIRMED if near[0] else DEPENDS if any(near) else REFUTED), detail
 
 
 @CHECKS("C55", "A step takes 7.2 GB in all.", gpu=True)
@@ -358,7 +360,7 @@ def memory(s: Setting) -> Answer:
     }
     count = parameters(s.config.sizes(s.vocabulary))
     verdict = _fits(list(peaks.values()), 7.2 * GB)
-    told = (
+    detail = (
         f"a step of {s.config.batch_size} sequences of {s.config.sequence_length:,} tokens in bfloat16 takes "
         f"{amount(peaks[False])} at its peak, and {amount(peaks[True])} where the linear layers are computed again in "
         f"the backward. Weights, gradients and moments are {amount(16 * count)} of it. Of the source's 7.2 GB four are "
@@ -366,7 +368,7 @@ def memory(s: Setting) -> Answer:
         f"{2 * GB / (2 * SOURCE.tokens * SOURCE.width):.2g} arrays of [tokens, width] in half precision, for "
         f"{SOURCE.layers} blocks"
     )
-    return verdict, ("on what is computed again: " * (verdict == DEPENDS)) + told
+    return verdict, ("on what is computed again: " * (verdict == DEPENDS)) + detail
 
 
 @CHECKS("C56", "The optimizer's state takes 720 MB.")
@@ -378,12 +380,12 @@ def optimizer_state(s: Setting) -> Answer:
     count = sum(w.numel() for w in trainer.weights.values())
     source = parameters(SOURCE.sizes())
     whole = size / count * source
-    told = (
+    detail = (
         f"AdamW's two moments have {size / count:g} bytes a parameter: of {source:,} that is {amount(whole)}, and half "
         f"as much in half precision. 720 MB are {720 * MB / source:.2f} bytes a parameter"
         f"{'' if count == source else f' (from {count:,} parameters)'}"
     )
-    return (CONFIRMED if _near(whole, 720 * MB) else REFUTED), told
+    return (CONFIRMED if _near(whole, 720 * MB) else REFUTED), detail
 
 
 @CHECKS("C57", "Emptying the allocator's cache every 10 steps helps.", gpu=True)
@@ -405,13 +407,13 @@ def emptying(s: Setting) -> Answer:
     every = [(EVERY - 1) * t + more for t, more in zip(found["kept"], found["emptied"], strict=True)]
     longer = ablation.paired(every, never)
     low, high = 100 * (longer.low - 1), 100 * (longer.high - 1)
-    told = (
+    detail = (
         f"a step takes {typical(found['kept'])}, and {typical(found['emptied'])} where the cache is emptied before it: "
         f"{EVERY} steps take {percent(low, high)} longer. Without it the allocator holds {amount(before)} after 3 "
         f"steps and {amount(after)} after {3 + EVERY}, of which they use {amount(used)} at the peak; what is returned "
         "the next step takes again"
     )
-    return _helps(low, high, after / before - 1 if before else 0.0), told
+    return _helps(low, high, after / before - 1 if before else 0.0), detail
 
 
 # --- the loader, and the precision ----------------------------------------------------------------------------------
@@ -458,15 +460,15 @@ def prefetch(s: Setting) -> Answer:
     each = _listed([f"{typical(found[name])} with {name}" for name in loaders])
     ratios = _listed([_times(r) for r in gains])
     more = _listed([str(ahead) for ahead in PREFETCH_MORE])
-    told = (
+    detail = (
         f"a batch of {count} sequences of {length:,} tokens comes from {s.workers} worker{'s' * (s.workers != 1)}, "
         f"when nothing else is done, every {each}: {more} are {ratios}. Gathered in the process itself it takes "
         f"{typical(found['here'])}; of the source's {units.seconds(STEP)} a step the slowest of these is "
         f"{units.percent(max(median(t) for t in found.values()) / STEP)}"
     )
     if verdict == UNMEASURED:
-        return verdict, f"{told}. That may as well be nothing: too noisy to tell"
-    return verdict, ("on whether a step waits for its batch: " * (verdict == DEPENDS)) + told
+        return verdict, f"{detail}. That may as well be nothing: too noisy to tell"
+    return verdict, ("on whether a step waits for its batch: " * (verdict == DEPENDS)) + detail
 
 
 @CHECKS("C60", "float16 makes training twice as fast, with no loss of quality.", gpu=True)
@@ -484,17 +486,17 @@ def half(s: Setting) -> Answer:
     bfloat16 = f", bfloat16 {typical(seconds['bfloat16'])}" if "bfloat16" in seconds else ""
     each = _listed([f"{name}'s {typical(seconds[name])}, {_times(r)}" for name, r in ratios.items()])
     run = s.trained
-    told = (
+    detail = (
         f"a step of {s.config.tokens:,} tokens takes {typical(low)} in float16 against {each}{bfloat16}"
         if low is not None and ratios
         else "a step did not fit in two precisions"
     )
-    told += (
+    detail += (
         f". A network of width {run.width} ends after {run.steps} steps at {_listed([f'{a:.4f}' for a, _ in ends])} in "
         f"float32 by seed, and in float16 {100 * min(lost):+.2g}% to {100 * max(lost):+.2g}% higher, with "
         f"{left_out} steps left out in all for the scale of the loss"
     )
-    return verdict, ("on what float32's products are: " * (verdict == DEPENDS)) + told
+    return verdict, ("on what float32's products are: " * (verdict == DEPENDS)) + detail
 
 
 # --- verdicts -------------------------------------------------------------------------------------------------------

@@ -124,11 +124,11 @@ def launches(s: Setting) -> Answer:
     each = ", ".join(f"{few} {name}" for name, (few, _) in found.items())
     (few, many), tensors = found["one by one"], len(shapes())
     same = "as many" if few == many else f"one by one {many}"
-    told = (
+    detail = (
         f"a step of AdamW has {what}: {each}. With {parameters[1]:,} parameters instead of {parameters[0]:,}, in "
         f"{tensors} tensors as before, {same}: they go by tensors, {few / tensors:.3g} each one by one"
     )
-    return (CONFIRMED if few >= 1e6 else REFUTED), told
+    return (CONFIRMED if few >= 1e6 else REFUTED), detail
 
 
 @CHECKS("C14", "ReLU in place saves 2.3 MB at a batch of 5632.")
@@ -142,10 +142,10 @@ def memory(s: Setting) -> Answer:
         how = "compiled" if compiled else "eager"
         parts.append(f"{how}, the peak of a forward is {_mb(forward)} lower and that of a step {_mb(step)}")
     product = BATCH * CHANNELS[1] * 16 * 4
-    told = f"the product that it is said to be, {BATCH}×{CHANNELS[1]}×16×1×4 bytes, is {_mb(product)}. {_join(parts)}"
+    detail = f"the product that it is said to be, {BATCH}×{CHANNELS[1]}×16×1×4 bytes, is {_mb(product)}. {_join(parts)}"
     claimed = 2.3 * MB
     near = [abs(n - claimed) <= TOLERANCE * claimed for n in spared]
-    return (CONFIRMED if all(near) else DEPENDS if any(near) else REFUTED), told + _scaled(s)
+    return (CONFIRMED if all(near) else DEPENDS if any(near) else REFUTED), detail + _scaled(s)
 
 
 @CHECKS("C15", "ReLU in place saves three activations of a forward.")
@@ -158,12 +158,12 @@ def activations(s: Setting) -> Answer:
         spared.append(beside - inplace)
         how = "compiled" if compiled else "eager"
         parts.append(f"{how}, a forward keeps {_mb(beside)} for the backward without it and {_mb(inplace)} with it")
-    told = (
+    detail = (
         f"three activations are {_mb(three)}. {_join(parts)}. ReLU's backward wants its result, which is kept either "
         "way, and what comes before wants none of its own"
     )
     enough = [n >= (1 - TOLERANCE) * three for n in spared]
-    return (CONFIRMED if all(enough) else DEPENDS if any(enough) else REFUTED), told + _scaled(s)
+    return (CONFIRMED if all(enough) else DEPENDS if any(enough) else REFUTED), detail + _scaled(s)
 
 
 # --- epochs, and what waits in them ---------------------------------------------------------------------------------
@@ -183,15 +183,15 @@ def syncs_saved(s: Setting) -> Answer:
     found = interleaved(s.device, s.rounds, {"each": each, "once": once}, count=5)
     low, high = saved(ablation.paired(found["each"], found["once"]))
     middle, half = ablation.mean([a - b for a, b in zip(found["each"], found["once"], strict=True)])
-    told = (
+    detail = (
         f"what an epoch does besides: {STEPS} steps on segments that lie on the device take {typical(found['each'])} "
         f"read one by one and {typical(found['once'])} read once, {percent(low, high)} less, "
         f"{units.seconds(middle / (STEPS - 1))} a sync. "
         f"Of the {EPOCH:.0f} s that an epoch takes the source that is {100 * middle / EPOCH:.1g}%"
     )
     if 100 * (middle + half) / EPOCH >= 2:
-        return within(low, high, 2, 5, told)
-    return (DEPENDS, f"on {told}") if within(low, high, 2, 5, "")[0] == CONFIRMED else (REFUTED, told)
+        return within(low, high, 2, 5, detail)
+    return (DEPENDS, f"on {detail}") if within(low, high, 2, 5, "")[0] == CONFIRMED else (REFUTED, detail)
 
 
 @CHECKS("C17", "An epoch has seven batches.")
@@ -208,7 +208,7 @@ def batches(s: Setting) -> Answer:
         trainer.train_window({"epoch": torch.tensor(0)})
         steps.append(trainer.steps)
     taken = " and ".join(map(str, steps))
-    told = (
+    detail = (
         f"on what becomes of the {rest} segments that {whole} batches of {config.batch_size} leave of {ROWS:,}. "
         f"torch's DataLoader makes {made} unless it is told to drop them. The trainers here do: {taken} steps on "
         f"{audio.segments('train')} segments in batches of {FEW_BATCH}. In validation the source rounds up, to "
@@ -216,8 +216,8 @@ def batches(s: Setting) -> Answer:
     )
     dropped = all(n == audio.segments("train") // FEW_BATCH for n in steps)
     if whole != STEPS and rounded[0] != STEPS:
-        return REFUTED, told.removeprefix("on ")
-    return (DEPENDS if made != whole and dropped else CONFIRMED), told
+        return REFUTED, detail.removeprefix("on ")
+    return (DEPENDS if made != whole and dropped else CONFIRMED), detail
 
 
 @CHECKS("C18", "With metrics on the device an epoch has one sync.", gpu=True)
@@ -238,14 +238,14 @@ def syncs(s: Setting) -> Answer:
             call()
     counted = count_calls({name: (lambda: None, call) for name, call in made.items()})
     found = {name: number for name, (number, _) in counted.items()}
-    told = (
+    detail = (
         f"on what else waits: an epoch of {STEPS} batches has {found['reference']} syncs in the reference, "
         f"{found['alone']} with metrics on the device alone, {found['resident']} with the segments there, too, where "
         f"the scaler still reads whether the gradients are finite, and {found['all']} with all techniques"
     )
     if found["alone"] <= 1:
-        return CONFIRMED, told.removeprefix("on what else waits: ")
-    return (DEPENDS, told) if found["all"] <= 1 else (REFUTED, told.removeprefix("on what else waits: "))
+        return CONFIRMED, detail.removeprefix("on what else waits: ")
+    return (DEPENDS, detail) if found["all"] <= 1 else (REFUTED, detail.removeprefix("on what else waits: "))
 
 
 @CHECKS("C19", "A worker that is spawned starts 50 to 100 ms sooner than one that is forked.")
@@ -258,12 +258,12 @@ def spawning(s: Setting) -> Answer:
     gained = [1e3 * (a - b) for a, b in zip(found["fork"], found["spawn"], strict=True)]
     middle, half = ablation.mean(gained)
     sooner = "sooner" if middle > 0 else "later"
-    told = (
+    detail = (
         f"a worker's first batch is there after {typical(found['fork'])} if it is forked and "
         f"{typical(found['spawn'])} if it is spawned, which is {units.seconds(abs(middle) / 1e3)} {sooner}: a spawned "
         "one imports torch anew"
     )
-    return within(middle - half, middle + half, 50, 100, told)
+    return within(middle - half, middle + half, 50, 100, detail)
 
 
 # --- what is faster -------------------------------------------------------------------------------------------------
@@ -280,11 +280,11 @@ def autotune(s: Setting) -> Answer:
         off, on = ([t / TOGETHER for t in seconds[f"{form}{on}"]] for on in (False, True))
         low, high = saved(ablation.paired(off, on))
         more = first.get(f"{form}{True}", 0.0) - first.get(f"{form}{False}", 0.0)
-        told = (
+        detail = (
             f"{form}: {typical(off)} a step without and {typical(on)} with it, {percent(low, high)} less; the first "
             f"call takes {more:.2g} s more"
         )
-        return within(low, high, 5, 10, told)
+        return within(low, high, 5, 10, detail)
 
     def enough(seconds: dict[str, list[float]]) -> bool:
         return all(judged(form, seconds, {})[0] != UNMEASURED for form in forms)
@@ -304,19 +304,19 @@ def fullgraph(s: Setting) -> Answer:
     except torch._dynamo.exc.TorchDynamoException:
         refused = True
     same = plain == full
-    told = (
+    detail = (
         f"the network is {len(plain)} graph{'s' * (len(plain) != 1)} without it and {len(full)} with it, "
         f"{'the same' if same else 'others'}. Where there is a break ({len(broken)} graphs) it "
         f"{'is an error' if refused else f'leaves {len(broken)}'}, and removes none"
     )
     if not s.compiled:
-        return (REFUTED if same and refused else UNMEASURED), told
+        return (REFUTED if same and refused else UNMEASURED), detail
     found = interleaved(s.device, s.rounds, {str(on): _compiled_step(s, on) for on in (False, True)})
     low, high = saved(ablation.paired(found["False"], found["True"]))
     without, with_it = typical(found["False"]), typical(found["True"])
-    told = f"{told}. A step takes {without} without it and {with_it} with it, {percent(low, high)} less"
-    verdict, told = within(low, high, 3, 8, told)
-    return (REFUTED if verdict == UNMEASURED and same and refused else verdict), told
+    detail = f"{detail}. A step takes {without} without it and {with_it} with it, {percent(low, high)} less"
+    verdict, detail = within(low, high, 3, 8, detail)
+    return (REFUTED if verdict == UNMEASURED and same and refused else verdict), detail
 
 
 @CHECKS("C22", "All that is implemented makes an epoch 15 to 30% faster.", gpu=True)
@@ -342,12 +342,12 @@ def together(s: Setting) -> Answer:
     for place in places:
         was, became = seconds[f"{place}{False}"], seconds[f"{place}{True}"]
         low, high = saved(ablation.paired(was, became))
-        told = (
+        detail = (
             f"segments {place}: {typical(was)} an epoch before and {typical(became)} after, {percent(low, high)} less"
         )
-        answers.append(within(low, high, 15, 30, told))
-    verdict, told = _together(answers, "where the segments are")
-    return verdict, f"{told}. The source's own rows add up to 22 to 48%"
+        answers.append(within(low, high, 15, 30, detail))
+    verdict, detail = _together(answers, "where the segments are")
+    return verdict, f"{detail}. The source's own rows add up to 22 to 48%"
 
 
 @CHECKS("C23", "bfloat16 needs compute capability 12.", gpu=True)
@@ -364,12 +364,12 @@ def bfloat16(s: Setting) -> Answer:
     times = ablation.paired(found["float32"], found["bfloat16"])
     loss, gradients = _gradients(s, torch.bfloat16, False)()
     finite = all(bool(t.isfinite().all()) for t in (loss, *gradients.values()))
-    told = (
+    detail = (
         f"this device has {own}: a step in bfloat16 has gradients that are {'' if finite else 'not '}finite, and a "
         f"product of 4096×4096 takes {typical(found['bfloat16'])}, {times.value:.3g} times as fast as in float32, so "
         "that nothing is emulated"
     )
-    return (REFUTED if finite and times.low > 1 else UNMEASURED), told
+    return (REFUTED if finite and times.low > 1 else UNMEASURED), detail
 
 
 # --- helpers --------------------------------------------------------------------------------------------------------
@@ -628,11 +628,11 @@ def _renewed(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tenso
 
 def _together(answers: Sequence[Answer], on: str) -> Answer:
     """Return one verdict from several answers; UNMEASURED ones count only if there are no others."""
-    told = _join([said for _, said in answers])
+    detail = _join([said for _, said in answers])
     clear = {verdict for verdict, _ in answers if verdict != UNMEASURED}
     if len(clear) > 1:
-        return DEPENDS, f"on {on}. {told}"
-    return (clear.pop() if clear else UNMEASURED), told
+        return DEPENDS, f"on {on}. {detail}"
+    return (clear.pop() if clear else UNMEASURED), detail
 
 
 def _scaled(s: Setting) -> str:

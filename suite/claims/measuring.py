@@ -135,16 +135,16 @@ def saved(ratio: Ratio) -> tuple[float, float]:
     return 100 * (1 - 1 / ratio.low), 100 * (1 - 1 / ratio.high)
 
 
-def within(low: float, high: float, least: float, most: float, told: str) -> Answer:
+def within(low: float, high: float, least: float, most: float, detail: str) -> Answer:
     """Return the verdict on whether the interval [low, high] overlaps the claimed one, [least, most].
 
-    An interval that overlaps it and contains 0 is UNMEASURED. `told` describes the measurement.
+    An interval that overlaps it and contains 0 is UNMEASURED. `detail` describes the measurement.
     """
     if low > most:
-        return EXCEEDED, told
+        return EXCEEDED, detail
     if high < least:
-        return REFUTED, told
-    return (CONFIRMED, told) if low > 0 else (UNMEASURED, f"{told}. That may as well be nothing: too noisy to tell")
+        return REFUTED, detail
+    return (CONFIRMED, detail) if low > 0 else (UNMEASURED, f"{detail}. That may as well be nothing: too noisy to tell")
 
 
 def percent(low: float, high: float) -> str:

@@ -71,8 +71,8 @@ def rotor_syncs(s: Setting) -> Answer:
         )[0]
         for optimized in (False, True)
     )
-    told = f"an update of {k} angles: {plain} syncs in the reference, {fast} in the optimized one"
-    return (CONFIRMED if fast == 0 else REFUTED), told
+    detail = f"an update of {k} angles: {plain} syncs in the reference, {fast} in the optimized one"
+    return (CONFIRMED if fast == 0 else REFUTED), detail
 
 
 @CHECKS("C2", "Batching the metrics removes 10 to 15 syncs a window.", gpu=True)
@@ -87,12 +87,12 @@ def batching(s: Setting) -> Answer:
         for optimized in (False, True)
     )
     one, none = (_window(s)[name].host_syncs or 0 for name in ("one at a time", "without graphs"))
-    told = (
+    detail = (
         f"on how often progress is shown: a report takes {plain} syncs without it and {fast} with it, so that 10 to 15 "
         f"are {math.ceil(10 / max(plain - fast, 1))} reports or more a window. With progress off a window has {one} "
         f"syncs without it and {none} with it"
     )
-    return (DEPENDS if plain > fast else REFUTED), told
+    return (DEPENDS if plain > fast else REFUTED), detail
 
 
 @CHECKS("C3", "Scripting the softmax weights and the mix gives 1 to 2%.", gpu=True)
@@ -115,11 +115,11 @@ def scripting(s: Setting) -> Answer:
     share = [100 * 2 * c.window * (e - t) / window for e, t in zip(found["e"], found["s"], strict=True)]
     middle, half = ablation.mean(share)
     low, high = middle - half, middle + half
-    told = (
+    detail = (
         f"{typical(found['e'])} eager, {typical(found['s'])} scripted, {typical(found['c'])} compiled: scripting saves "
         f"{percent(low, high)} of a window of the reference"
     )
-    return within(low, high, 1, 2, told)
+    return within(low, high, 1, 2, detail)
 
 
 @CHECKS("C4", "Where allocated/reserved is above 0.9, emptying the cache helps.", gpu=True)
@@ -135,11 +135,11 @@ def full_cache(s: Setting) -> Answer:
         parts.append((ratio, (before - torch.cuda.memory_reserved(s.device)) / before))
         del blocks
     (full, little), (half, much) = parts
-    told = (
+    detail = (
         f"at {full:.2f} it returns {little:.0%} of what is reserved, at {half:.2f} {much:.0%}: what can be returned is "
         "what is not allocated, so that the condition is the wrong way round"
     )
-    return (REFUTED if little < much else CONFIRMED), told
+    return (REFUTED if little < much else CONFIRMED), detail
 
 
 @CHECKS("C5", "Emptying the cache stalls for 10 to 100 ms.", gpu=True)
@@ -160,13 +160,13 @@ def stall(s: Setting) -> Answer:
             times.setdefault(-count, []).append(1e3 * (time.perf_counter() - emptied))
     torch.cuda.empty_cache()
     few, many = times[16], times[256]
-    told = (
+    detail = (
         f"on how much is cached: 16 blocks of 64 MiB take {median(few):.1f} ms to return and "
         f"{median(times[-16]):.1f} ms to have again, 256 take {median(many):.1f} and {median(times[-256]):.1f} ms"
     )
     inside = [10 <= median(t) <= 100 for t in (few, many)]
     across = median(few) < 10 and median(many) > 100
-    return (CONFIRMED if all(inside) else DEPENDS if any(inside) or across else REFUTED), told
+    return (CONFIRMED if all(inside) else DEPENDS if any(inside) or across else REFUTED), detail
 
 
 @CHECKS("C6", "CUDA graphs give 15 to 25%.", gpu=True)
@@ -176,11 +176,11 @@ def graphs(s: Setting) -> Answer:
     if why := _refused(with_them.notes):
         return UNMEASURED, why
     low, high = saved(ablation.paired(without.seconds, with_them.seconds))
-    told = (
+    detail = (
         f"a window takes {typical_window(without)} without and {typical_window(with_them)} with them, all else being "
         f"on: {percent(low, high)} less, and {without.launches} launches become {with_them.launches}"
     )
-    return within(low, high, 15, 25, told)
+    return within(low, high, 15, 25, detail)
 
 
 @CHECKS("C7", "A launch costs about 7 µs, in a graph less than 1 µs.", gpu=True)
@@ -208,25 +208,25 @@ def together(s: Setting) -> Answer:
     parts = timed["without graphs"]
     share = saved(ablation.paired(timed[ablation.REFERENCE].seconds, parts.seconds))
     times = ablation.paired(timed[ablation.REFERENCE].seconds, timed[ablation.ALL].seconds)
-    told = (
+    detail = (
         f"without graphs a window of {typical_window(timed[ablation.REFERENCE])} takes {typical_window(parts)}: "
         f"{percent(*share)} less. "
         f"With them {typical_window(timed[ablation.ALL])}: {times.value:.3g} times as fast ({times.low:.3g} to "
         f"{times.high:.3g}). The source's own rows add up to 9 to 16%"
     )
-    return within(*share, 10, 15, told)
+    return within(*share, 10, 15, detail)
 
 
 def launch_verdict(eager: float, replayed: float) -> Answer:
     """Return the verdict from the µs of an eager launch and of a node of a graph."""
-    told = (
+    detail = (
         f"an in-place addition to one element takes {eager:.2f} µs eagerly, and {replayed:.2f} µs as a node of a graph"
     )
     launched, cheap = 5 <= eager <= 9, replayed < 1
     if launched == cheap:
-        return (CONFIRMED if cheap else REFUTED), told
+        return (CONFIRMED if cheap else REFUTED), detail
     right, wrong = ("a launch", "a node of a graph") if launched else ("a node of a graph", "a launch")
-    return DEPENDS, f"on which of the two: {right} takes what is claimed, {wrong} does not. {told}"
+    return DEPENDS, f"on which of the two: {right} takes what is claimed, {wrong} does not. {detail}"
 
 
 # --- of the functions themselves ------------------------------------------------------------------------------------
@@ -261,11 +261,11 @@ def perplexity(s: Setting) -> Answer:
         float(lior_and_speed(velocity, curvature, None, scale * diagonal, s.config.eps)[0].mean().exp())
         for scale in (1.0, 4.0)
     )
-    told = (
+    detail = (
         f"no likelihood of a token enters lior: with the metric four times as large exp(lior) goes from {one:.3g} to "
         f"{four:.3g}, and no prediction has changed"
     )
-    return (REFUTED if four > 1.01 * one else CONFIRMED), told
+    return (REFUTED if four > 1.01 * one else CONFIRMED), detail
 
 
 @CHECKS("C11", "The metric's update has the same sign in its docstring and in its code.")
@@ -274,11 +274,11 @@ def sign(s: Setting) -> Answer:
     metric = torch.ones(s.config.coordinates)
     update(metric, torch.ones(s.config.coordinates), torch.tensor(1e-3), s.config.eta)
     grows = bool((metric > 1).all())
-    told = (
+    detail = (
         "neither the docstring nor the code is in the source's document. Ours, docstring and code alike: where the "
         f"nudge raised lior, g {'grows' if grows else 'shrinks'} along the velocity (1 becomes {metric[0]:.4f})"
     )
-    return UNMEASURED, told
+    return UNMEASURED, detail
 
 
 @CHECKS("C12", "Loss curves agree within 1e-4 with and without graphs.", gpu=True)
@@ -298,10 +298,10 @@ def curves(s: Setting) -> Answer:
     if why := _refused(notes):
         return UNMEASURED, why
     furthest = float((found[0] - found[1]).abs().max())
-    told = (
+    detail = (
         f"over {s.curve_windows} windows they differ by {furthest:.2g} at most, where the loss is {found[0].mean():.3g}"
     )
-    return (CONFIRMED if furthest <= 1e-4 else REFUTED), told
+    return (CONFIRMED if furthest <= 1e-4 else REFUTED), detail
 
 
 # --- helpers --------------------------------------------------------------------------------------------------------

@@ -82,7 +82,7 @@ def regularises(s: Setting) -> Answer:
     repeated, changed = measured.apart(ends[1], ends[0]), measured.apart(ends[2], ends[0])
     clipped = [measured.operator_after(s, dataclasses.replace(c, grad_clip=1.0)) for c in (config, without)]
     verdict = judged.regularises(norms["operator"], changed, repeated)
-    told = (
+    detail = (
         f"their gradient has the norm {norms['encoders'] ** 0.5:.2g} by the encoders' weights and "
         f"{norms['decoders'] ** 0.5:.2g} by the decoders', and {norms['operator'] ** 0.5:.2g} by the operator's: "
         f"{unused} of its {len(every)} weights are not in their graph, for they are of cached latents. After "
@@ -90,7 +90,7 @@ def regularises(s: Setting) -> Answer:
         f"{differ(repeated)}. Only where the norm of all gradients together is clipped, at 1, do they act on it, by "
         f"that norm: the weights then {differ(measured.apart(clipped[1], clipped[0]))}"
     )
-    return verdict, told
+    return verdict, detail
 
 
 @CHECKS("C25", "Half as many query points halve the cost of the query loss.", gpu=True)
@@ -137,13 +137,13 @@ def work(s: Setting) -> Answer:
             f"% less, and {100 * (1 - once / before):.1f}% less where the query points are read from the grid that is "
             "decoded anyway"
         )
-    told = (
+    detail = (
         f"forward and backward of {RARE} batches of {SOURCE.batch_size} examples, by torch's count of operations; "
         f"{'; '.join(rows)}. The frequency alone saves {100 * (1 - 1 / RARE):.0f}%: the second loss decodes the whole "
         "grid, whatever the number of query points is"
     )
     verdict = judged.is_amount(shares, 1 - 0.875)
-    return verdict, ("on the grid: " * (verdict == DEPENDS)) + told
+    return verdict, ("on the grid: " * (verdict == DEPENDS)) + detail
 
 
 @CHECKS("C27", "A batch of both tasks still has the inverse losses of both.")
@@ -165,7 +165,7 @@ def mixed(s: Setting) -> Answer:
         f"{task} has {float(loss[0].detach()):.3g} and {float(loss[1].detach()):.3g}"
         for task, loss in zip(norms, each, strict=True)
     ]
-    told = (
+    detail = (
         f"a micro-batch of {' and '.join(str(len(t.latents)) for t in tasks)} examples has losses of "
         f"{float(whole[0].detach()):.3g} and {float(whole[1].detach()):.3g}, the mean of the tasks' own: "
         f"{' and '.join(values)}. The encoder and decoder of each task get a gradient"
@@ -173,11 +173,11 @@ def mixed(s: Setting) -> Answer:
     verdict = judged.both_tasks(norms, difference)
     if verdict != CONFIRMED:
         listed = ", ".join(f"{task} {norm:.2g}" for task, norm in norms.items())
-        told = (
+        detail = (
             f"the losses of a mixed micro-batch differ by {difference:.2g} from the mean of the tasks' own, and their "
             f"gradients by the tasks' encoders and decoders have norms of {listed}"
         )
-    return verdict, told
+    return verdict, detail
 
 
 # --- the optimizers and their memory --------------------------------------------------------------------------------
@@ -192,7 +192,7 @@ def offload_frees(s: Setting) -> Answer:
     matrices, others = measured.source_sizes(s, whole=True)
     state = rates[0] * matrices + rates[1] * others
     most = 8.0 * (matrices + others)
-    told = (
+    detail = (
         f"Muon keeps {rates[0]:g} bytes for each element of a matrix and AdamW {rates[1]:g} for each of the others: of "
         f"{matrices + others:,} parameters {amount(state)}, and with AdamW alone {amount(most)}"
     )
@@ -202,11 +202,11 @@ def offload_frees(s: Setting) -> Answer:
             on: measured.peak_of_steps(s, dataclasses.replace(config, cpu_offload_optimizer=on)) for on in (False, True)
         }
         freed = [float(peaks[False] - peaks[True])]
-        told += (
+        detail += (
             f". A trainer in bfloat16 with batches of {config.batch_size} takes {amount(peaks[False])} at its peak and "
             f"{amount(peaks[True])} with its state in host memory, {less(freed[0])}"
         )
-    return judged.frees(freed, most, 8 * GB), told
+    return judged.frees(freed, most, 8 * GB), detail
 
 
 @CHECKS("C29", "Offloading works with the hybrid of Muon and AdamW.")
@@ -220,12 +220,12 @@ def offload_works(s: Setting) -> Answer:
     moved = {name: not torch.equal(w.detach(), before[name]) for name, w in trainer.weights.items()}
     distances = measured.by_kind(list(before.values()), s.steps)
     verdict = judged.updates(list(moved.values()), list(distances.values()))
-    told = (
+    detail = (
         f"after {s.steps} steps {sum(moved.values())} of the trainer's {len(moved)} weights have changed. With the "
         f"same gradients the offloaded optimizer and that on the device are {distances['Muon']:.2g} of an update apart "
         f"where Muon makes it, and {distances['AdamW']:.2g} where AdamW does"
     )
-    return verdict, told
+    return verdict, detail
 
 
 @CHECKS("C30", "FSDP2 frees about 3 GB on each GPU.")
@@ -233,14 +233,14 @@ def offload_works(s: Setting) -> Answer:
 def sharding_frees(s: Setting) -> Answer:
     count = sum(measured.source_sizes(s, whole=False))
     most = 16.0 * count
-    told = (
+    detail = (
         f"weights, gradients and AdamW's two moments of the operator's {count:,} parameters are {amount(most)} in "
         f"float32: sharding frees {amount(most / 2)} of them on each of two GPUs and {amount(most * 3 / 4)} on each of "
         "four"
     )
     own = [two_ranks(s)["held"][kind]["own"] for kind in KINDS]
     held = two_ranks(s)["held"][KINDS[0]]["parameters"]
-    told += (
+    detail += (
         f". Two ranks{where(s)}, with {held:,} parameters, hold {amount(own[0])} each with DistributedDataParallel and "
         f"{amount(own[1])} sharded"
     )
@@ -248,8 +248,8 @@ def sharding_frees(s: Setting) -> Answer:
     if s.gpus >= 2:
         peaks = [two_ranks(s)["held"][kind]["peak"] for kind in KINDS]
         freed.append(float(peaks[0] - peaks[1]))
-        told += f". A step's peak is {amount(peaks[0])} and {amount(peaks[1])}, {less(freed[-1])}"
-    return judged.frees(freed, most, 3 * GB), told
+        detail += f". A step's peak is {amount(peaks[0])} and {amount(peaks[1])}, {less(freed[-1])}"
+    return judged.frees(freed, most, 3 * GB), detail
 
 
 @CHECKS("C31", "The weights still move after the network is wrapped.")
@@ -261,12 +261,12 @@ def still_move(s: Setting) -> Answer:
     trainer.train_window({})
     trainer.last_report()
     found["the offloaded optimizer"] = not torch.equal(before, measured.predicted(trainer))
-    told = "; ".join(f"{name}: {'they move' if moved else 'they stay'}" for name, moved in found.items())
+    detail = "; ".join(f"{name}: {'they move' if moved else 'they stay'}" for name, moved in found.items())
     verdict = judged.moves(found)
-    told = f"the weights of a wrapped network{where(s)}, in a step of the optimizer: {told}"
+    detail = f"the weights of a wrapped network{where(s)}, in a step of the optimizer: {detail}"
     if verdict == DEPENDS:
-        told = f"on when the optimizer is built: {told}. fully_shard puts new parameters into the network"
-    return verdict, told
+        detail = f"on when the optimizer is built: {detail}. fully_shard puts new parameters into the network"
+    return verdict, detail
 
 
 # --- precision, checkpoints and batches -----------------------------------------------------------------------------
@@ -302,9 +302,9 @@ def batches(s: Setting) -> Answer:
         found = measured.timed(s, configs)
         each = {size: [t / (size * configs[str(size)].accumulation) for t in found[str(size)]] for size in sizes}
         ratios += [ablation.paired(each[a], each[b]) for a, b in itertools.pairwise(sizes)]
-        told = ", ".join(f"{units.significant(1 / median(each[size]))} with {size}" for size in sizes)
+        detail = ", ".join(f"{units.significant(1 / median(each[size]))} with {size}" for size in sizes)
         whole = ablation.paired(each[sizes[0]], each[sizes[-1]])
-        rows.append(f"{how}, examples a second: {told}; {sizes[-1]} against {sizes[0]} {times(whole)}")
+        rows.append(f"{how}, examples a second: {detail}; {sizes[-1]} against {sizes[0]} {times(whole)}")
     verdict = judged.faster(ratios)
     return verdict, ("on the batch, and on whether the step is compiled: " * (verdict == DEPENDS)) + "; ".join(rows)
 
@@ -325,13 +325,13 @@ def phases(s: Setting) -> Answer:
         product, claimed = product * gain.value, claimed * PHASES[name]
     listed = ", ".join(f"{name} {ratio(gain)}, claimed {PHASES[name]:.2f}" for name, gain in alone.items())
     left_out = "; ".join(f"phase {name}, which takes {NEEDS[name]}" for name in PHASES if name not in alone)
-    told = (
+    detail = (
         f"examples a second on one GPU, each phase alone against the source's settings before: phase {listed}. They "
         f"multiply to {units.significant(product)}, and the source's own to {units.significant(claimed)}. All of these "
         f"phases together are {times(together)}. Not measured: {left_out}"
     )
     verdict = judged.multiply(together, product, claimed)
-    return verdict, ("on whether the phases are measured one by one or together: " * (verdict == DEPENDS)) + told
+    return verdict, ("on whether the phases are measured one by one or together: " * (verdict == DEPENDS)) + detail
 
 
 @CHECKS("C38", "Activation checkpointing costs 20% more time and leaves the forward unchanged.", gpu=True)
@@ -350,9 +350,9 @@ def checkpointing(s: Setting) -> Answer:
             f"{how}, a step takes {typical(found['False'])} without and {typical(found['True'])} with it, "
             f"{longer(ratios[-1])}"
         )
-    told = f"the operator's output is {'the same to the bit' if same else 'different'} with it; {'; '.join(rows)}"
+    detail = f"the operator's output is {'the same to the bit' if same else 'different'} with it; {'; '.join(rows)}"
     verdict = judged.costs(ratios, 0.2, unchanged=same)
-    return verdict, ("on whether the step is compiled: " * (verdict == DEPENDS)) + told
+    return verdict, ("on whether the step is compiled: " * (verdict == DEPENDS)) + detail
 
 
 CHECKS("C61", "DistributedDataParallel is 3.8 times as fast on four GPUs.", gpu=True)(_alone(parallel.four))

@@ -29,17 +29,16 @@ def graphs(s: Setting) -> Answer:
     found = in_ranks.launched(in_ranks.graphed, max(ranks, 1), s.gpus and ranks, config, s.rounds)[0]
     eager = found.pop("eager")
     works = {name: replays(row, eager) for name, row in found.items()}
-    told = "; ".join(f"{name}, {_graphed(row, eager)}" for name, row in found.items())
-    told = (
+    detail = "; ".join(f"{name}, {_graphed(row, eager)}" for name, row in found.items())
+    detail = (
         f"a forward and backward of {config.depth} blocks takes {typical(eager['seconds'])} eagerly"
-        f"{_launches(eager)} in {units.count(max(ranks, 1), 'rank')}; {told}"
+        f"{_launches(eager)} in {units.count(max(ranks, 1), 'rank')}; {detail}"
     )
     if ranks < 2:
-        told = (
-            f"there is no second GPU. In a group of one rank, which shows that it runs and not that ranks agree, {told}"
-        )
+        alone = "there is no second GPU. In a group of one rank, which shows that it runs and not that ranks agree"
+        detail = f"{alone}, {detail}"
     verdict = judged.works(works, ranks)
-    return verdict, ("on which of the two is inside: " * (verdict == DEPENDS)) + told
+    return verdict, ("on which of the two is inside: " * (verdict == DEPENDS)) + detail
 
 
 def nccl(s: Setting) -> Answer:
@@ -54,13 +53,13 @@ def accumulation(s: Setting) -> Answer:
     found = two_ranks(s)["reductions"]
     count, one = s.config.accumulation, found["one"]
     verdict = judged.cuts(count * one, found["with no_sync"], found["without no_sync"])
-    told = (
+    detail = (
         f"{count} steps of one micro-batch have {count * one} all-reduces, {amount(count * found['one, bytes'])} for "
         f"each of two ranks{where(s)}. A step of {count} micro-batches has {found['without no_sync']}, "
         f"{amount(found['without no_sync, bytes'])}, as it is, and {found['with no_sync']}, "
         f"{amount(found['with no_sync, bytes'])}, with no_sync around all but the last"
     )
-    return verdict, ("on no_sync: " * (verdict == DEPENDS)) + told
+    return verdict, ("on no_sync: " * (verdict == DEPENDS)) + detail
 
 
 def four(s: Setting) -> Answer:
@@ -78,12 +77,12 @@ def nccl_variables(s: Setting, *, gpus: int) -> Answer:
     gain = ablation.paired(found[1], found[0])
     links = sorted(set(machine.links(2).values()))
     joined = ", ".join(links) or "an unknown link"
-    told = (
+    detail = (
         f"an all-reduce of {amount(4 * elements)} between two ranks, joined by {joined}, takes {typical(found[1])} as "
         f"NCCL is and {typical(found[0])} with the source's variables, {times(gain)}. Two of them concern sockets, "
         "which NVLink does not use, and two are NCCL's defaults"
     )
-    return (UNMEASURED if links and "NVLink" not in links else judged.helps(gain)), told
+    return (UNMEASURED if links and "NVLink" not in links else judged.helps(gain)), detail
 
 
 def data_parallel(s: Setting, *, ranks: int) -> Answer:
@@ -105,14 +104,14 @@ def data_parallel(s: Setting, *, ranks: int) -> Answer:
                 f"by itself {units.seconds(reduced)}. For four that means {units.significant(bounds[0])} to "
                 f"{units.significant(bounds[1])} times"
             )
-    told = f"the operator of ups: {'; '.join(rows)}"
+    detail = f"the operator of ups: {'; '.join(rows)}"
     if ranks != 4:
-        told += (
+        detail += (
             ". Four GPUs were not measured: there a ring takes 1.5 times as long, and the backward hides all of the "
             "difference, or none"
         )
     verdict = judged.scales(speedups, 3.8)
-    return verdict, ("on the batch, and on what the backward hides: " * (verdict == DEPENDS)) + told
+    return verdict, ("on the batch, and on what the backward hides: " * (verdict == DEPENDS)) + detail
 
 
 # --- helpers --------------------------------------------------------------------------------------------------------

@@ -394,8 +394,8 @@ def _slowest(by_rank: Sequence[Sequence[float]]) -> list[float]:
 
 def _message(found: Any) -> str:
     """Return a rank's error in a line."""
-    told = found.get("message", "") if isinstance(found, Mapping) else str(found)
-    return " ".join(str(told).split())[:300]
+    detail = found.get("message", "") if isinstance(found, Mapping) else str(found)
+    return " ".join(str(detail).split())[:300]
 
 
 def _distance(found: Sequence[torch.Tensor], truth: Sequence[torch.Tensor]) -> float:

@@ -125,7 +125,7 @@ def invoke(*arguments: object) -> Result:
 
 
 def test_the_design_is_the_gates() -> None:
-    assert (record.BLOCKS, record.QUADS) == (sampling.BLOCKS, sampling.QUADS)
+    assert (record.BLOCKS, record.QUADS) == (sampling.BLOCKS, sampling.ROUNDS)
 
 
 # --- noise -----------------------------------------------------------------------------------------------------------
@@ -714,7 +714,7 @@ def test_a_discarded_block_leaves_no_quads() -> None:
         sampler._block(block, 3)
     assert {n: [len(b) for b in q] for n, q in sampler.quads_s.items()} == {n: [3, 3] for n in runners}
     sampler.plan(9, 5)
-    assert (sampler.blocks, sampler.quads) == (9, 5)
+    assert (sampler.blocks, sampler.rounds) == (9, 5)
 
 
 @FULLY

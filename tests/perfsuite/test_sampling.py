@@ -45,7 +45,7 @@ from perfsuite.pair import Side
 from perfsuite.peers import ALONE, Peers
 from perfsuite.records import Condition, Counts, Measurement, Proof, from_json, to_json
 from perfsuite.rule import REPLICAS_UP_TO
-from perfsuite.sampling import BLOCKS, BLOCKS_LEAST, EXTRA_BLOCKS, FEW_BLOCKS, QUADS
+from perfsuite.sampling import BLOCKS, BLOCKS_LEAST, EXTRA_BLOCKS, FEW_BLOCKS, ROUNDS
 from perfsuite.watching import FRESH_BLOCKS
 
 Call = Callable[..., Any]
@@ -146,18 +146,18 @@ def test_short_calls_are_repeated_in_a_sample(time: Time) -> None:
     before = 2 * (1 + 1)
     made = measure(pair(time, reference=lasting(time, 1e-3), optimized=lasting(time, 0.5e-3)))
     assert made.log_ratios["reference"] == pytest.approx((math.log(2),) * BLOCKS)
-    assert time.calls > before + BLOCKS * QUADS * 2 * (4 + 8)
+    assert time.calls > before + BLOCKS * ROUNDS * 2 * (4 + 8)
 
 
 def test_quads_are_palindromes_in_a_random_balanced_order(time: Time, turns: list[str]) -> None:
     measure(pair(time))
-    quads = list(zip(*[iter(turns[-4 * QUADS * BLOCKS :])] * 4, strict=True))
-    assert len(quads) == QUADS * BLOCKS
-    assert set(quads) == {
+    rounds = list(zip(*[iter(turns[-4 * ROUNDS * BLOCKS :])] * 4, strict=True))
+    assert len(rounds) == ROUNDS * BLOCKS
+    assert set(rounds) == {
         ("reference", "optimized", "optimized", "reference"),
         ("optimized", "reference", "reference", "optimized"),
     }
-    heads = [quad[0] for quad in quads]
+    heads = [one_round[0] for one_round in rounds]
     assert 0.25 < heads.count("optimized") / len(heads) < 0.75
 
 
@@ -178,7 +178,7 @@ def test_inputs_are_allocated_afresh_for_every_block(time: Time) -> None:
         return torch.exp(x)
 
     measure(pair(time, optimized=optimized))
-    assert len({x.data_ptr() for x in seen}) == len(seen) >= BLOCKS * QUADS
+    assert len({x.data_ptr() for x in seen}) == len(seen) >= BLOCKS * ROUNDS
 
 
 # --- slow sides ----------------------------------------------------------------------------------------------
@@ -1196,7 +1196,7 @@ def test_blocks_under_throttling_are_set_aside_and_counted(
     monkeypatch.setattr(FakeMonitor, "throttles", iter(throttles))
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     made = measure(pair(time))
-    assert made.condition == Condition(sm_clock_mhz=1980.0, set_aside=aside * QUADS)
+    assert made.condition == Condition(sm_clock_mhz=1980.0, set_aside=aside * ROUNDS)
     assert len(made.log_ratios["reference"]) == BLOCKS
     assert len(made.sides["optimized"].blocks_s) == BLOCKS
 
