@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Mapping
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median
 from typing import Any, Protocol
 
 import torch
@@ -14,8 +14,10 @@ import torch
 from suite.batching import check_identity, whole
 from suite.runtime.display import quantity
 
-REMEMBERED = 50
-"""Most steps over whose seconds the median is taken."""
+REMEMBERED = 60
+"""Largest number of steps that the throughput is taken over."""
+GROUP = 12
+"""Steps whose mean is taken: whole periods of a schedule of 2, 3, 4, 6 or 12 steps."""
 
 
 class NumberedSteps(ABC):
@@ -90,9 +92,16 @@ class StepSeconds:
         if seconds is not None and seconds > 0:
             self._seconds.append(seconds)
 
-    def median_s(self) -> float | None:
-        """Return the median seconds of a step; None before the second one."""
-        return median(self._seconds) if self._seconds else None
+    def per_step(self) -> float | None:
+        """Return the seconds of a step, as the median of means over `GROUP` steps; None before the second step.
+
+        Means, because steps may alternate between kinds; their median, because a checkpoint may interrupt one.
+        """
+        seconds = list(self._seconds)
+        groups = [seconds[max(end - GROUP, 0) : end] for end in range(len(seconds), 0, -GROUP)]
+        if len(groups) > 1 and len(groups[-1]) < GROUP:
+            groups.pop()
+        return median(fmean(group) for group in groups) if groups else None
 
 
 class Throughput(StepSeconds):
@@ -106,7 +115,7 @@ class Throughput(StepSeconds):
 
     def metrics(self) -> dict[str, float]:
         """Return examples_per_second, and on a GPU peak_gib; empty before the second step."""
-        seconds = self.median_s()
+        seconds = self.per_step()
         if seconds is None:
             return {}
         found = {"examples_per_second": self._examples / seconds}

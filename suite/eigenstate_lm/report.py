@@ -64,7 +64,7 @@ class Throughput(StepSeconds):
 
         The result is empty as long as no time of a step is known.
         """
-        seconds = self.median_s()
+        seconds = self.per_step()
         if seconds is None:
             return {}
         rate = self._tokens / seconds

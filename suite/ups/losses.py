@@ -44,9 +44,12 @@ def query_indices(points: int, queries: int, generator: torch.Generator | None =
 def spectral_error(predicted: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     """Return the mean squared error of the amplitudes of the latents' Fourier series along the tokens, 0-d.
 
+    The series is orthonormal. With PyTorch's default scale this term outweighs the error of the latents, and a mean of
+    the wrong sign is then a minimum that training does not leave (docs/trainers/ups.md).
+
     predicted, target  [B, T, latent width]
     """
-    found, wanted = (torch.fft.rfft(z, dim=1).abs() for z in (predicted, target))
+    found, wanted = (torch.fft.rfft(z, dim=1, norm="ortho").abs() for z in (predicted, target))
     return functional.mse_loss(found, wanted)
 
 

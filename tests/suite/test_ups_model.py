@@ -163,8 +163,19 @@ def test_drop_path_rises_linearly_and_keeps_the_mean() -> None:
 def test_the_spectral_error_ignores_a_shift_along_the_tokens() -> None:
     target = torch.randn(2, 8, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     assert spectral_error(target.roll(3, 1), target).item() < 1e-20
-    # A constant of 1 over 8 tokens has an amplitude of 8 at frequency 0, one of five.
-    assert spectral_error(torch.ones(1, 8, 1), torch.zeros(1, 8, 1)).item() == pytest.approx(64 / 5)
+    # A constant of 1 over 8 tokens has an amplitude of 8 / sqrt(8) at frequency 0, one of five.
+    assert spectral_error(torch.ones(1, 8, 1), torch.zeros(1, 8, 1)).item() == pytest.approx(8 / 5)
+
+
+def test_a_mean_of_the_wrong_sign_is_no_minimum() -> None:
+    """The amplitudes of a signal and its negative are equal, so that the other terms must outweigh theirs."""
+    config, target = UpsConfig(), torch.ones(1, 128, 1, dtype=torch.float64)
+    none = torch.zeros((), dtype=torch.float64)
+    losses = [
+        ups_loss(config, scale * target, target, boundary_tokens((128,)), (none, none)).item()
+        for scale in torch.linspace(-2, 1, 31, dtype=torch.float64)
+    ]
+    assert losses == sorted(losses, reverse=True)
 
 
 def test_the_boundary_tokens_are_those_at_an_end_of_a_dimension() -> None:
@@ -178,7 +189,7 @@ def test_the_loss_is_the_weighted_sum() -> None:
     config = UpsConfig(lambda_enc=0.5, lambda_dec=0.25, spectral=2.0, boundary=4.0)
     predicted, target = torch.ones(1, 8, 1), torch.zeros(1, 8, 1)
     total = ups_loss(config, predicted, target, boundary_tokens((8,)), (torch.tensor(3.0), torch.tensor(8.0)))
-    assert total.item() == pytest.approx(1 + 0.5 * 3 + 0.25 * 8 + 2 * 64 / 5 + 4 * 1)
+    assert total.item() == pytest.approx(1 + 0.5 * 3 + 0.25 * 8 + 2 * 8 / 5 + 4 * 1)
 
 
 @pytest.mark.parametrize(
