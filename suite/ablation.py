@@ -122,6 +122,15 @@ def arms(techniques: Sequence[str], always: Sequence[str] = ()) -> list[Arm]:
     return found
 
 
+def whole_periods(windows: int, config: object) -> int:
+    """Return the number of windows, rounded up to a multiple of the `schedule_period` of a trainer's configuration.
+
+    Otherwise an arm might be timed in a round in which its windows do less work.
+    """
+    period: int = getattr(config, "schedule_period", 1)
+    return -(-windows // period) * period
+
+
 def measure(
     build: Callable[[Arm], Any],
     chosen: Sequence[Arm],

@@ -58,7 +58,7 @@ quality | same_work) # in steps of 24 examples, as the reference's are
     ;;
 rivals) "$python" tools/ups_rivals.py "$data" --seconds "${SECONDS_OF_RIVALS:-240}" --out "$out/rivals.json" ;;
 claims) perfsuite claims ups --out "$out/claims" ;;
-ablation) perfsuite ablate ups --config configs/ups/1gpu_fast.yaml --data "$data" --rounds 5 --out "$out/ablation" ;;
+ablation) perfsuite ablate ups --config configs/ups/1gpu_fast.yaml --data "$data" --rounds 7 --windows 4 --out "$out/ablation" ;;
 *)
     echo "ups_figures.sh: no part is called $part; see the top of this file" >&2
     exit 2

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -86,8 +85,7 @@ class Trainer(QueuesReports):
     @property
     def settles(self) -> int:
         """Steps after which each form of a step has been compiled, and captured where it is."""
-        frequency, accumulation = self.config.inverse_loss_frequency, self.config.accumulation
-        forms = math.lcm(frequency, accumulation) // accumulation
+        forms = self.config.schedule_period
         return forms * (WARMUP + 1) if self._is_captured() else forms
 
     def train_window(self, batch: Mapping[str, torch.Tensor]) -> None:

@@ -25,7 +25,11 @@ FOLDER = ".perfsuite/ablation"
 @click.option("--device", help="cpu, cuda or cuda:1.  [default: the GPU, if any]")
 @click.option("--rounds", type=click.IntRange(2), default=7, show_default=True, help="Interleaved rounds.")
 @click.option(
-    "--windows", type=click.IntRange(1), default=1, show_default=True, help="Timed together, a round and arm."
+    "--windows",
+    type=click.IntRange(1),
+    default=1,
+    show_default=True,
+    help="Timed together, a round and arm; rounded up to whole periods of a trainer's schedule.",
 )
 @click.option(
     "--always",
@@ -143,6 +147,7 @@ def _measured(
         side: trainers.Side = "reference" if arm.on is None else "optimized"
         return trainers.build(name, switched(arm), given, there, side)
 
+    windows = ablation.whole_periods(windows, chosen)
     timed = ablation.measure(
         build,
         arms,

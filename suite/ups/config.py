@@ -144,6 +144,11 @@ class TrainConfig(UpsConfig):
         need(first or self.init is not None, "stage", self.stage, "name the stage before's checkpoint with --init")
         need(not first or self.init is None, "init", self.init, "the operator stage has none before it; leave it out")
 
+    @property
+    def schedule_period(self) -> int:
+        """Steps after which the schedule of the inverse losses repeats."""
+        return math.lcm(self.inverse_loss_frequency, self.accumulation) // self.accumulation
+
     def has_inverse(self, number: int) -> bool:
         """Return whether a micro-batch, counted from 0, has the inverse losses.
 

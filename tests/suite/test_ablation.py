@@ -26,6 +26,7 @@ from suite import ablation, trainers
 from suite.ablation import ALL, NONE, REFERENCE, Record, Timed
 from suite.commands.ablate import ablate as command
 from suite.trainer2.config import TrainConfig, short_windows
+from suite.ups.config import TrainConfig as UpsTrainConfig
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -289,6 +290,14 @@ def test_bars_that_differ_much_are_drawn_on_a_logarithmic_axis(monkeypatch: pyte
         axes = drawn(monkeypatch, record(arms=arms))
         assert axes.get_xscale() == scale
         assert ("logarithmic" in axes.get_xlabel()) == (scale == "log")
+
+
+@pytest.mark.parametrize(("windows", "timed"), [(1, 3), (3, 3), (4, 6)])
+def test_whole_periods_of_the_schedule_are_timed(windows: int, timed: int) -> None:
+    """Inverse losses in every sixth batch, of two a step, are those of every third step."""
+    ups = UpsTrainConfig(inverse_loss_frequency=6, accumulation=2)
+    assert ablation.whole_periods(windows, ups) == timed
+    assert ablation.whole_periods(windows, TrainConfig()) == windows
 
 
 TINY = (
