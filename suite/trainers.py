@@ -55,6 +55,8 @@ class Entry:
     """The checks of its source's claims, `suite.claims.record.Checks`; None where no claim is measured."""
     setting: str | Callable[..., Any] = ""
     """device → setting that these checks are given."""
+    lowered: tuple[str, ...] = ("batch_size", "sequence_length")
+    """Fields of `config` to lower where the memory does not suffice."""
 
 
 TRAINERS: dict[str, Entry] = {
@@ -81,6 +83,7 @@ TRAINERS: dict[str, Entry] = {
         quality="suite.leak_cnn.report:quality",
         checks="suite.claims.leak_cnn:CHECKS",
         setting="suite.claims.leak_cnn:setting",
+        lowered=("batch_size",),
     ),
     "eigenstate_lm": Entry(
         config="suite.eigenstate_lm.config:TrainConfig",
@@ -110,6 +113,7 @@ TRAINERS: dict[str, Entry] = {
         quality="suite.ups.evaluation:quality",
         checks="suite.claims.ups:CHECKS",
         setting="suite.claims.ups:setting",
+        lowered=("batch_size", "num_queries"),
     ),
     "polychromic": Entry(
         config="suite.polychromic.config:TrainConfig",
@@ -124,6 +128,7 @@ TRAINERS: dict[str, Entry] = {
         quality="suite.polychromic.evaluation:quality",
         checks="suite.claims.polychromic:CHECKS",
         setting="suite.claims.polychromic:setting",
+        lowered=("batch_size", "length", "prompts"),
     ),
 }
 
@@ -181,6 +186,13 @@ def short_of(name: str) -> Callable[[Any], tuple[Any, Any, int] | None]:
     """
     found = cast("Callable[..., Any] | None", _loaded(find(name).short, name))
     return found if found is not None else lambda config: None
+
+
+def memory_remedy(name: str) -> str:
+    """Return what to do where memory runs out in trainer NAME; the same for a name that is not registered."""
+    fields = TRAINERS[name].lowered if name in TRAINERS else ("batch_size",)
+    *first, last = fields
+    return f"lower {', '.join(first)}{' or ' * bool(first)}{last}, or free the device"
 
 
 def ablated_of(name: str) -> Callable[..., tuple[Any, Any]] | None:

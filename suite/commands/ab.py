@@ -19,6 +19,7 @@ from perfsuite.errors import PerfsuiteError
 from suite.commands.ending import in_one_line, out_of_memory, writable
 from suite.naming import shown
 from suite.terminal import tell
+from suite.trainers import memory_remedy
 
 if TYPE_CHECKING:
     from suite.ab import Arm, Name, Pair
@@ -100,7 +101,7 @@ def ab(
     Ctrl-C and SIGTERM finish the window and write what was measured, marked as partial; exit code 130 or 143. A loss
     that is no finite number ends with 1, wrong input with 2.
     """
-    with in_one_line("interrupted; nothing was written"):
+    with in_one_line("interrupted; nothing was written", memory_remedy(name)):
         folder = Path(out or f"{FOLDER}/{name}")
         with _input():
             pairs = _chosen(

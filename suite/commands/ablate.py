@@ -15,6 +15,7 @@ from perfsuite.errors import PerfsuiteError
 from suite.commands.ending import in_one_line, writable
 from suite.naming import shown
 from suite.terminal import tell
+from suite.trainers import memory_remedy
 
 FOLDER = ".perfsuite/ablation"
 
@@ -68,7 +69,7 @@ def ablate(
     named = click.get_current_context().get_parameter_source("out") is not ParameterSource.DEFAULT
     # A page in the default folder may be that of another measurement.
     folder = Path(out) if source is None or named else None
-    with in_one_line("interrupted; nothing was written"):
+    with in_one_line("interrupted; nothing was written", memory_remedy(name)):
         from perfsuite.report.files import write
         from suite import ablation
         from suite.configuration import ConfigurationError

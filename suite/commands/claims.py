@@ -11,6 +11,7 @@ import click
 from suite.commands.ending import in_one_line, out_of_memory, writable
 from suite.naming import shown
 from suite.terminal import tell
+from suite.trainers import memory_remedy
 
 FOLDER = ".perfsuite/claims"
 
@@ -26,7 +27,7 @@ def claims(name: str, only: tuple[str, ...], device: str | None, out: str) -> No
     Writes claims.json and claims.md. What the folder's claims.json has of other claims stays; so does what was measured
     of one that cannot be measured here.
     """
-    with in_one_line("interrupted; what was measured by then is written"):
+    with in_one_line("interrupted; what was measured by then is written", memory_remedy(name)):
         _claims(name, only, device, Path(out))
 
 

@@ -34,9 +34,7 @@ class Wrong(Failed):
 
 
 @contextmanager
-def in_one_line(
-    interrupted: str, remedy: str = "lower batch_size or sequence_length, or free the device"
-) -> Iterator[None]:
+def in_one_line(interrupted: str, remedy: str = "free some of it") -> Iterator[None]:
     """End the command in one line where the block fails.
 
     The exit code is 1 for a PerfsuiteError and, with the `remedy`, where memory runs out; 2 for a wrong configuration;

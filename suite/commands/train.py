@@ -17,6 +17,7 @@ from perfsuite import orphans
 from perfsuite.errors import PerfsuiteError, first_line
 from suite.commands.ending import in_one_line
 from suite.terminal import tell
+from suite.trainers import memory_remedy
 
 if TYPE_CHECKING:
     from suite.runtime import Options
@@ -67,7 +68,7 @@ def train(
     Ctrl-C and SIGTERM finish the window and save; exit code 130 or 143. A loss that is no finite number ends with 1,
     a wrong configuration with 2.
     """
-    with in_one_line("interrupted"):  # before the first window, or after all was saved
+    with in_one_line("interrupted", memory_remedy(name)):  # before the first window, or after all was saved
         if ranks is not None and "RANK" in os.environ:
             raise PerfsuiteError(f"--ranks {ranks}: torchrun has started the ranks already; leave out --ranks")
         if ranks is not None and ranks > 1 and not show:
@@ -150,20 +151,20 @@ def _train(
             code = _trained(name, chosen, options, data, side, device, resume, overwrite, here)
     except BaseException as error:
         if here.ranks > 1:
-            _leave(error, here)
+            _leave(error, here, name)
         raise
     together.leave(here, code)
     return code
 
 
-def _leave(error: BaseException, here: Place) -> NoReturn:
+def _leave(error: BaseException, here: Place, name: str) -> NoReturn:
     """End a failed rank at once: anything that waits for the other ranks would never end."""
     from suite import launching
     from suite.runtime.together import RankLostError
 
     code = 1
     try:
-        with in_one_line("interrupted"):
+        with in_one_line("interrupted", memory_remedy(name)):
             raise error
     except click.ClickException as shown:
         code = shown.exit_code

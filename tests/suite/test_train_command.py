@@ -219,6 +219,15 @@ def test_memory_that_runs_out_is_one_line(monkeypatch: pytest.MonkeyPatch) -> No
     one_line(invoked("toy", "--windows", "3"), 1, "CUDA out of memory; lower batch_size")
 
 
+@pytest.mark.parametrize("name", ["trainer2", "leak_cnn", "eigenstate_lm", "ups", "polychromic"])
+def test_the_fields_to_lower_where_memory_runs_out_are_the_trainer_s(name: str) -> None:
+    config = trainers.config_of(name)
+    assert trainers.TRAINERS[name].lowered
+    for field in trainers.TRAINERS[name].lowered:
+        assert isinstance(getattr(config(), field), int)
+        assert field in trainers.memory_remedy(name)
+
+
 def test_memory_of_the_host_that_runs_out_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     import torch
     import toy
