@@ -12,6 +12,7 @@ in both directions. A matrix that is multiplied from the left is therefore kept 
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
+import numpy
 import torch
 
 from optimized.kernels import INTERPRETED, ceil_div, has_descriptors, jit, launching, tl
@@ -118,7 +119,8 @@ class NewtonSchulz:
         self.places, self.transposed = ([places[buffer] for places in at] for buffer in (X, X_T))
         self.room = torch.empty(end, self.panel, dtype=dtype, device=device)
         self.sums, self.sums_padded = sums, 1 << (sums.shape[1] - 1).bit_length()
-        self.tasks = torch.cat(list(self._tasks([forms[w] for w in wide], at))).to(device)
+        tasks = numpy.concatenate(list(self._tasks([forms[w] for w in wide], at)))
+        self.tasks = torch.from_numpy(tasks).to(device)
         # The next task, and of each matrix the number of tiles that are done.
         self.counters = torch.zeros(1 + len(shapes), dtype=torch.int32, device=device)
         self.is_fenced = not INTERPRETED and has_descriptors(self.room)
@@ -157,7 +159,7 @@ class NewtonSchulz:
                     end += rows * (columns if buffer <= OTHER_T else rows) // self.panel
         return at, end
 
-    def _tasks(self, forms: Sequence[Sequence[Step]], at: Sequence[Sequence[int]]) -> Iterator[torch.Tensor]:
+    def _tasks(self, forms: Sequence[Sequence[Step]], at: Sequence[Sequence[int]]) -> Iterator[numpy.ndarray]:
         """Yield the tiles of each step, one matrix after another.
 
         They are int32 [tiles, FIELDS]: what `_iterate_kernel` loads. Factors are the bits of a float32.
@@ -170,8 +172,8 @@ class NewtonSchulz:
                 step, (rows, columns) = form[number], self.shapes[matrix]
                 # The matrix itself has more columns than rows, and then it is the left operand and the right one.
                 height, terms = (rows, columns if step.left == X else rows) if step.is_symmetric else (columns, rows)
-                i, j = torch.meshgrid(*(torch.arange(ceil_div(n, tile)) for n in (rows, height)), indexing="ij")
-                i, j = (n[i <= j] if step.is_symmetric else n.flatten() for n in (i, j))
+                i, j = numpy.indices((ceil_div(rows, tile), ceil_div(height, tile)), dtype=numpy.int32)
+                i, j = (n[i <= j] if step.is_symmetric else n.ravel() for n in (i, j))
 
                 def rows_of(buffer, i, j, height, at=at[matrix]):
                     """The first row of a tile."""
@@ -179,15 +181,15 @@ class NewtonSchulz:
 
                 mirrored = rows_of(step.mirrored, j, i, height)
                 if step.is_symmetric:
-                    mirrored = torch.where(i == j, NOTHING, mirrored)
-                product, plus, diagonal = (torch.tensor(f, dtype=torch.float32).view(torch.int32) for f in step.factors)
+                    mirrored = numpy.where(i == j, NOTHING, mirrored)
+                product, plus, diagonal = numpy.array(step.factors, dtype=numpy.float32).view(numpy.int32)
                 fields = (
                     rows_of(step.left, i, 0, rows), rows_of(step.right, j, 0, height), rows, height,
                     terms // self.panel, rows_of(step.out, i, j, rows), mirrored, rows_of(step.added, i, j, rows),
                     (1 + step.is_symmetric) * step.scaled, matrix, done[matrix], product, plus,
-                    torch.where(i == j, diagonal, 0),
+                    numpy.where(i == j, diagonal, 0),
                 )  # fmt: skip
-                made = torch.zeros(len(i), FIELDS, dtype=torch.int32)
+                made = numpy.zeros((len(i), FIELDS), dtype=numpy.int32)
                 for field, values in enumerate(fields):
                     made[:, field] = values
                 done[matrix] += len(made)

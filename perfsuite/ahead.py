@@ -13,6 +13,7 @@ import gc
 import importlib
 import inspect
 import json
+import math
 import os
 import subprocess
 import tempfile
@@ -181,7 +182,8 @@ def _call(pair: Pair, side: Side, workload: Workload) -> None:
     # Only sizes and dtypes matter to the compiler.
     plain = {name: InputCase(regime=make.BLANK) for name in {**pair.inputs, **pair.step_inputs}}
     case = replace(make.workload_case(workload, pair.dtypes[0], seed=0), inputs=plain)
-    values = make.build(replace(pair, adjust=None), case, "cpu")
+    with _without_drawing():
+        values = make.build(replace(pair, adjust=None), case, "cpu")
     call = execution.callable_of(side)
     with _without_work():
         if pair.is_stateful:
@@ -190,6 +192,23 @@ def _call(pair: Pair, side: Side, workload: Workload) -> None:
             gradients = workload.direction != "forward"
             with torch.set_grad_enabled(gradients):
                 execution.run(call, pair, values, gradients=gradients, seed=0)
+
+
+def _without_drawing() -> Any:
+    """Make the initial values of large weights zeros in the block, without drawing them."""
+    import torch
+
+    from perfsuite import execution
+
+    drawing = {torch.ops.aten.normal_, torch.ops.aten.uniform_}
+
+    class Mode(execution.PlainMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if func.overloadpacket in drawing and args[0].numel() >= LARGE:
+                return args[0].zero_()
+            return func(*args, **(kwargs or {}))
+
+    return Mode()
 
 
 def _without_work() -> Any:
@@ -204,15 +223,23 @@ def _without_work() -> Any:
 
     aten = torch.ops.aten
     products = {aten.mm, aten.bmm, aten.addmm, aten.baddbmm}
+    filled = {aten.rand, aten.randn, aten.zeros}
 
     def tensors(value: Any) -> list[torch.Tensor]:
         return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)]
 
+    def is_large(value: Any) -> bool:
+        if isinstance(value, torch.Tensor):
+            return value.numel() >= LARGE
+        return isinstance(value, (list, tuple)) and any(map(is_large, value))
+
     class Mode(execution.PlainMode):
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             kwargs = kwargs or {}
-            large = any(t.numel() >= LARGE for t in tensors((args, kwargs)))
-            if func.is_view or not (large or func.overloadpacket in products):
+            if func.overloadpacket in filled and math.prod(args[0]) >= LARGE:
+                shape = torch.empty(args[0], dtype=kwargs.get("dtype"), device="meta")
+                return _zeros_like(shape) if shape.is_floating_point() else func(*args, **kwargs)
+            if func.is_view or not (is_large((*args, *kwargs.values())) or func.overloadpacket in products):
                 return func(*args, **kwargs)
             if func._schema.is_mutable:
                 changed = kwargs.get("out", args[0])

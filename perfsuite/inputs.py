@@ -71,6 +71,8 @@ OTHERS = "others"
 """Regime of integers that are all among `also`, as labels that are ignored."""
 BLANK = "blank"
 """Regime of zeros where floats are asked for, allowed or not: only the sizes matter. The memory is not even written."""
+BLANK_DRAWN = 1 << 16
+"""Integers that are drawn in the regime BLANK. Where more are asked for these are repeated."""
 MILD = ("normal", "sorted", HALVES, "edges")
 """Regimes of values with which a wrong layout shows."""
 
@@ -488,9 +490,11 @@ def _values(
         return made.to(device=device, dtype=dtype)
     if isinstance(spec.values, Integers):
         low, high = bounds(spec.values, case.sizes)
-        whole = _integers(generator, source, low, high, regime, shape, dtype)
+        repeated = regime == BLANK and numel > BLANK_DRAWN and len(high) == 1
+        whole = _integers(generator, source, low, high, regime, (BLANK_DRAWN,) if repeated else shape, dtype)
         whole = _with_others(whole, spec.values.also, generator, source, every=regime == OTHERS)
-        return whole.to(device=device, dtype=dtype)
+        whole = whole.to(device=device, dtype=dtype)
+        return whole.repeat(-(-numel // BLANK_DRAWN))[:numel].view(shape) if repeated else whole
     real = _floats(generator, source, spec.values, regime, shape, dtype)
     made = real.to(dtype)
     return (made if regime == "nonfinite" else _within(made, spec.values)).to(device)

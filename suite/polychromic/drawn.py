@@ -83,7 +83,7 @@ def language_model(name: str, seed: int, dtype: torch.dtype, device: torch.devic
     """
     on = torch.device(device)
     with torch.random.fork_rng(devices=[on] if on.type == "cuda" else []):
-        torch.manual_seed(seed)
+        (torch.default_generator if on.type == "cpu" else torch).manual_seed(seed)
         before = torch.get_default_dtype()
         try:
             torch.set_default_dtype(dtype if dtype.itemsize == 2 else torch.float32)
@@ -96,7 +96,7 @@ def language_model(name: str, seed: int, dtype: torch.dtype, device: torch.devic
 def sentences(seed: int, device: torch.device | str, dtype: torch.dtype = torch.float32) -> Sentences:
     """Make a small encoder of bytes, with weights drawn on the CPU."""
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
+        torch.default_generator.manual_seed(seed)
         encoder = SentenceEncoder(TINY_ENCODER)
         for weight in encoder.parameters():
             if weight.dim() == 2:

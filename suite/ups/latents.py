@@ -49,7 +49,7 @@ def _open(array: Path) -> Latents:
 def frozen_encoder(task: str, tokens: int, latent_width: int, seed: int) -> Encoder:
     """Build a task's encoder, float32 on the CPU. Its weights depend on the seed and the task alone."""
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed * len(TASK_SEEDS) + TASK_SEEDS[task] & 2**63 - 1)
+        torch.default_generator.manual_seed(seed * len(TASK_SEEDS) + TASK_SEEDS[task] & 2**63 - 1)
         return Encoder(token_grid(task, tokens), 1, latent_width).requires_grad_(False)
 
 

@@ -28,7 +28,7 @@ class Networks(nn.Module):
     def __init__(self, config: UpsConfig, given: Mixture) -> None:
         super().__init__()
         with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(config.seed)
+            torch.default_generator.manual_seed(config.seed)
             self.operator = make_operator(config)
             self.decoders = nn.ModuleDict({t.task: make_decoder(config, len(t.fields.grid)) for t in given.tasks})
         self.encoders = nn.ModuleDict(

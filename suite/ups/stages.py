@@ -75,7 +75,7 @@ class Refiner(nn.Module):
         self.stage = config.stage
         self.frozen = Networks(config, given).requires_grad_(False)
         with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(config.seed)
+            torch.default_generator.manual_seed(config.seed)
             self.denoiser = Denoiser(config)
         self.teacher = Denoiser(config).requires_grad_(False) if config.stage == "consistency" else None
         self.register_buffer("residual_scale", torch.ones(()))
