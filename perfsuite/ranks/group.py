@@ -148,13 +148,17 @@ class Group:
         self.pids: dict[int, int] = {}
         self.connections: dict[int, connection.Connection] = {}
         address = str(Path(self.folder.name) / "socket")
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+        if device == "cpu" and hasattr(os, "fork"):
+            command = ["perfsuite.ranks.forked", str(ranks)]
+        else:
+            standalone = ["--standalone", f"--nproc-per-node={ranks}", "-m", "perfsuite.ranks.process"]
+            command = ["torch.distributed.run", *standalone]
         # Ranks of one machine find each other over its loopback interface, whatever its name resolves to.
         usual = {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
         environment = {**usual, **os.environ, "TORCH_NCCL_BLOCKING_WAIT": str(int(blocking))}
         with connection.Listener(address, "AF_UNIX", backlog=ranks) as listener:
             self.launcher = subprocess.Popen(
-                [*command, "-m", "perfsuite.ranks.process", address, self.folder.name, device, f"{collective_s}"],
+                [sys.executable, "-m", *command, address, self.folder.name, device, f"{collective_s}"],
                 env=environment,
                 stdin=subprocess.DEVNULL,
                 stdout=self.log,

@@ -1,7 +1,8 @@
 """One rank: a process that torch's elastic launcher starts, and that calls sides until its connection ends.
 
-Started as `torchrun --standalone --nproc-per-node=2 -m perfsuite.ranks.process SOCKET STACKS DEVICE SECONDS`: where the
-parent listens, the folder for stacks, "cpu" or "cuda", and how long a collective waits for the other ranks.
+Started as `torchrun --standalone --nproc-per-node=2 -m perfsuite.ranks.process SOCKET STACKS DEVICE SECONDS`, or forked
+with these arguments by forked.py: where the parent listens, the folder for stacks, "cpu" or "cuda", and how long a
+collective waits for the other ranks.
 """
 
 from __future__ import annotations

@@ -1,0 +1,47 @@
+"""The launcher of ranks on the CPU: torch's elastic launcher, which forks them from a process that has imported torch.
+
+Started as `python -m perfsuite.ranks.forked RANKS SOCKET STACKS DEVICE SECONDS`: the number of ranks, and the arguments
+of each (process.py). Ranks on GPUs are no forks: CUDA may be initialised by an import.
+"""
+
+from __future__ import annotations
+
+import gc
+import signal
+import sys
+import uuid
+
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+from perfsuite.ranks import process
+
+
+def main() -> None:
+    """Run the ranks until they end."""
+    ranks = int(sys.argv.pop(1))
+    # As `torchrun --standalone` has it.
+    config = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=ranks,
+        run_id=str(uuid.uuid4()),
+        rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0",
+        max_restarts=0,
+        start_method="fork",
+    )
+    gc.collect()
+    gc.freeze()
+    elastic_launch(config, _rank)()
+
+
+def _rank() -> None:
+    """Be one rank, with the signals of a new process instead of the launcher's."""
+    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
+        signal.signal(number, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    process.main()
+
+
+if __name__ == "__main__":
+    main()
