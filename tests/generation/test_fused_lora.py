@@ -2,6 +2,7 @@ import math
 
 import pytest
 import torch
+from scale import draws
 
 from optimized.dropout_masks import packed
 from optimized.generation import fused_lora as module
@@ -69,7 +70,7 @@ fused_lora = Pair(
         "keep": scalar(floats(0.5, 1)),
     },
     sizes=SIZES,
-    max_examples=24,
+    max_examples=min(24, draws(cpu=14)),
     rivals=RIVALS,
     variants=VARIANTS,
     workloads=[
@@ -95,7 +96,7 @@ fused_lora_without_dropout = Pair(
     optimized=optimized,
     inputs=INPUTS,
     sizes=SIZES,
-    max_examples=16,
+    max_examples=min(16, draws(cpu=12)),
     rivals=RIVALS,
     variants={**VARIANTS, "all_kept": side(all_kept, available=triton_reason)},
     workloads=[

@@ -3,7 +3,7 @@ import math
 
 import pytest
 import torch
-from scale import FULLY
+from scale import FULLY, draws
 
 from optimized.compilation.compiled_function import compile_quietly
 from optimized.kernels import triton_reason
@@ -110,6 +110,7 @@ eigenstate_scan = Pair(
     },
     # The kernels run in Triton's interpreter, which takes a tenth of a second per program: longer ones are tried below.
     sizes={"B": size(1, 2), "T": size(0, 20), "K": size(1, 34)},
+    max_examples=draws(cpu=14),
     adjust=within_the_circle,
     rivals={
         "compile_chunked": compiled(side(eigenstate_scan_chunked, devices=("cuda",))),
