@@ -40,7 +40,7 @@ SMALL = TrainConfig(
     diversity=0.5,
 )
 DATA = Data(synthetic=24, length=48, batch_size=2, accumulation=2, steps=12)
-DAY = 8
+DAY = scale.count(quick=5, full=8)
 """Number of steps that are compared where a technique is switched."""
 
 
