@@ -11,6 +11,8 @@ import contextlib
 import functools
 import gc
 import inspect
+import itertools
+import operator
 import os
 import random
 import signal
@@ -119,7 +121,7 @@ _SETTERS = {
 
 
 def settings(names: Collection[str] | None = None) -> dict[str, Any]:
-    """Return the settings, modes and hooks that hold for every call in this thread: these names, or all. All take 0.4
+    """Return the settings, modes and hooks that hold for every call in this thread: these names, or all. All take 0.1
     ms."""
     found: dict[str, Any] = {}
     readers = _readers()
@@ -197,8 +199,12 @@ def _default_group() -> Any:
 
 def _replaced_operators() -> tuple[str, ...]:
     """Return the kernels of torch's own operators that were registered from Python, for devices and for gradients."""
-    every = getattr(torch.library, "_impls", ())
-    return tuple(sorted(name for name in every if name.startswith("aten/") and name.rpartition("/")[2] in COMPUTE))
+    return _of_compute(frozenset(getattr(torch.library, "_impls", ())))
+
+
+@functools.lru_cache(maxsize=1)
+def _of_compute(kernels: frozenset[str]) -> tuple[str, ...]:
+    return tuple(sorted(name for name in kernels if name.startswith("aten/") and name.rpartition("/")[2] in COMPUTE))
 
 
 def _answers(call: Any) -> bool:
@@ -348,10 +354,17 @@ def _refill(held: dict[Any, Any], items: tuple[tuple[Any, Any], ...]) -> None:
 # --- patches --------------------------------------------------------------------------------------------------------
 
 
-def functions() -> dict[str, Any]:
-    """Return each function and method of torch's that a side or a reference could call, as it is bound now; about 1
-    ms."""
-    return {name: vars(owner).get(attribute) for name, (owner, attribute) in _owned().items()}
+def functions() -> tuple[Any, ...]:
+    """Return each function and method of torch's that a side or a reference could call, as it is bound now, in the
+    order of `_owned`; about 0.1 ms."""
+    return tuple(itertools.chain.from_iterable(map(vars(owner).get, names) for owner, names in _by_owner()))
+
+
+@functools.cache
+def _by_owner() -> list[tuple[Any, list[str]]]:
+    """Return the owners with their attributes, in the order of `_owned`."""
+    owned = itertools.groupby(_owned().values(), key=lambda item: id(item[0]))
+    return [(items[0][0], [attribute for _, attribute in items]) for _, group in owned if (items := list(group))]
 
 
 @functools.cache
@@ -385,23 +398,32 @@ def _owned() -> Mapping[str, tuple[Any, str]]:
     }
 
 
-def patched(before: State) -> dict[str, str]:
+def patched(before: tuple[Any, ...]) -> dict[str, str]:
     """Return the functions that were since replaced by code that is not torch's own: name → words for a message."""
     now = functions()
     owned = _owned()
     found: dict[str, str] = {}
-    for name, value in before.items():
-        if now.get(name) is value or name not in owned:
-            continue
+    for name, value in itertools.compress(zip(owned, now, strict=True), map(operator.is_not, before, now)):
         package = owned[name][0].__name__.partition(".")[0] if name.startswith("builtins") else "torch"
-        if not _is_own(now[name], package):
-            found[name] = f"replaces {name} by {guard._told(now[name])}"
+        if not _is_own(value, package):
+            found[name] = f"replaces {name} by {guard._told(value)}"
     # What was added to a tensor or to all modules shadows what they inherit.
     for path, owner in (("torch.Tensor", torch.Tensor), ("torch.nn.Module", torch.nn.Module)):
-        for name, value in vars(owner).items():
-            if f"{path}.{name}" not in owned and callable(value) and not _is_own(value, "torch"):
+        for name in vars(owner).keys() - _attributes()[path]:
+            value = vars(owner)[name]
+            if callable(value) and not _is_own(value, "torch"):
                 found[f"{path}.{name}"] = f"replaces {path}.{name} by {guard._told(value)}"
     return found
+
+
+@functools.cache
+def _attributes() -> Mapping[str, frozenset[str]]:
+    """Return the known functions of a tensor and of all modules, without their paths."""
+    paths = ("torch.Tensor", "torch.nn.Module")
+    return {
+        path: frozenset(name for at, _, name in (key.rpartition(".") for key in _owned()) if at == path)
+        for path in paths
+    }
 
 
 def _is_own(value: Any, package: str) -> bool:
@@ -417,12 +439,13 @@ def _is_own(value: Any, package: str) -> bool:
     return True
 
 
-def unpatch(before: State, names: Collection[str]) -> None:
+def unpatch(before: tuple[Any, ...], names: Collection[str]) -> None:
     """Bind these functions as they were."""
+    bound = dict(zip(_owned(), before, strict=True))
     for name in names:
-        if name in before:
+        if name in bound:
             owner, attribute = _owned()[name]
-            setattr(owner, attribute, before[name])
+            setattr(owner, attribute, bound[name])
         else:
             path, _, attribute = name.rpartition(".")
             delattr(torch.Tensor if path == "torch.Tensor" else torch.nn.Module, attribute)
@@ -538,7 +561,7 @@ def kept(*, quick: bool = False) -> Iterator[dict[str, str]]:
     With `quick` the settings of QUICK alone, in a few µs.
     """
     changed: dict[str, str] = {}
-    before, bound = settings(QUICK if quick else None), {} if quick else functions()
+    before, bound = settings(QUICK if quick else None), () if quick else functions()
     try:
         yield changed
     finally:
