@@ -101,10 +101,10 @@ def state(root: Path, *, ignored: Path | None = None) -> State:
     inside = ignored is not None and root.resolve() in ignored.resolve().parents
     others = [":(top)", f":(exclude){ignored.resolve()}"] if ignored and inside else []
     try:
-        top_level(root)
         try:
             revision = git("rev-parse", "--verify", "--quiet", "HEAD", cwd=root)
         except RevisionError:
+            top_level(root)
             return State(problem="its git repository has no commit yet")
         return State(
             revision=revision, dirty=bool(git("status", "--porcelain", "--untracked-files=no", "--", *others, cwd=root))

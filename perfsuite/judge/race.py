@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from scipy import stats
 
 from perfsuite import equivalence, rule, truths
 from perfsuite import inputs as make
@@ -310,6 +309,8 @@ def _calls(sides: Mapping[str, Served], judge: _Judge) -> int:
 
 def _ratio(slow: Sequence[float], fast: Sequence[float]) -> Ratio:
     """Return the median of the rounds' ratios, with an interval that supposes no distribution."""
+    from scipy import stats  # on first use: it takes half a second
+
     logs = sorted(math.log(a / b) for a, b in zip(slow, fast, strict=True))
     cut = int(stats.binom.ppf((1 - LEVEL) / 2, len(logs), 0.5))
     low, high = logs[max(0, cut - 1)], logs[min(len(logs) - 1, len(logs) - cut)]
