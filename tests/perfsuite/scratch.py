@@ -19,12 +19,15 @@ import warnings
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Generator, Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import builders
 import pytest
+from _pytest.fixtures import FixtureFunctionDefinition, FixtureManager
 from _pytest.pytester import SysModulesSnapshot
 from click.testing import CliRunner, Result
+from pytest_benchmark.utils import get_machine_id
 
 from perfsuite import changed, cli, turns
 from perfsuite.records import Alone, Measurement, Proof, Ran
@@ -213,17 +216,42 @@ def forget_only_the_project(pytester: pytest.Pytester) -> SysModulesSnapshot:
 
 
 class _Installed(importlib.metadata.PathDistribution):
-    """Installed package whose entry points are read only once: pytest asks all packages for them at each start."""
+    """Installed package whose files are read only once: pytest asks all packages for them at each start."""
 
     @functools.cached_property
     def entry_points(self) -> importlib.metadata.EntryPoints:  # type: ignore[override]  # there it is a property
         return super().entry_points
+
+    @functools.cached_property
+    def metadata(self) -> importlib.metadata.PackageMetadata:  # type: ignore[override]  # as above
+        return super().metadata
+
+    @functools.cached_property
+    def files(self) -> list[importlib.metadata.PackagePath] | None:  # type: ignore[override]  # as above
+        return super().files
 
 
 @functools.cache
 def _installed() -> list[_Installed]:
     # `_path` is private.
     return [_Installed(found._path) for found in importlib.metadata.distributions()]  # type: ignore[attr-defined]
+
+
+_note_fixtures = FixtureManager.pytest_plugin_registered
+
+
+def _note_fixtures_if_any(self: FixtureManager, plugin: object, plugin_name: str) -> None:
+    """Look for fixtures as pytest does, but only in plugins that have some: it examines every attribute of each."""
+    holders = [plugin] if isinstance(plugin, ModuleType) else type(plugin).__mro__
+    has_some = any(type(value) is FixtureFunctionDefinition for holder in holders for value in vars(holder).values())
+    if has_some or plugin_name.endswith("conftest.py"):
+        _note_fixtures(self, plugin, plugin_name)
+
+
+@functools.cache
+def _machine_id() -> str:
+    found: str = get_machine_id()
+    return found
 
 
 class Project:
@@ -273,6 +301,11 @@ class Project:
         own, installed = importlib.metadata.distributions, _installed()
         with warnings.catch_warnings(), self.monkeypatch.context() as patch:
             patch.setattr("importlib.metadata.distributions", lambda **given: own(**given) if given else installed)
+            patch.setattr(FixtureManager, "pytest_plugin_registered", _note_fixtures_if_any)
+            # pytest-benchmark asks git seven times at each start, for the name of a file that nothing here saves, and
+            # another program for the processor.
+            patch.setattr("pytest_benchmark.plugin.get_tag", lambda *given: "unversioned")
+            patch.setattr("pytest_benchmark.session.get_machine_id", _machine_id)
             warnings.simplefilter("ignore")
             given = ("-p", "perfsuite.plugin", *cli.QUIET, *chosen, *arguments)
             return self.pytester.runpytest_inprocess(*given, no_reraise_ctrlc=True)
