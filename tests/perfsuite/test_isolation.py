@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from scale import FULLY
+from scale import FULL, FULLY
 from scratch import Project
 
-from perfsuite import Pair, faults, tensor
+from perfsuite import Pair, faults, preload, tensor
 from perfsuite import inputs as make
 from perfsuite.faults import DeviceFault
 from perfsuite.isolation import MOST_LEFT_OUT, Blame
@@ -70,9 +70,17 @@ CRASHING = """
 """
 
 
-def test_a_crash_costs_one_proof_and_names_the_side_and_the_draw(project: Project) -> None:
+def test_a_crash_costs_one_proof_and_names_the_side_and_the_draw(
+    project: Project, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not FULL:  # as on a GPU: four processes import torch once
+        monkeypatch.setattr(preload, "is_useful", lambda: True)
+        monkeypatch.setenv("OMP_NUM_THREADS", "1")
     project.write("test_faults.py", CRASHING)
-    result = project.run("--perfsuite-isolate=always", "-m", "correctness", "-k", f"equivalence and ({SOME})")
+    try:
+        result = project.run("--perfsuite-isolate=always", "-m", "correctness", "-k", f"equivalence and ({SOME})")
+    finally:
+        preload.close()
     output = result.stdout.str()
     result.assert_outcomes(passed=1, failed=1)
     assert "crashes: the optimized side crashed with SIGSEGV" in output
