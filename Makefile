@@ -48,8 +48,9 @@ mutate: ## put small faults into modules, one at a time: do their tests notice?
 	@$(SETUP) && { "$$python" -c "import cosmic_ray" 2>/dev/null || \
 		"$$python" -m pip install --quiet -c constraints.txt cosmic-ray >&2; } && "$$python" tools/mutate.py $(ARGS)
 
-clean: ## remove caches, builds and reports; .venv and baselines stay
-	@rm -rf build dist .perfsuite .hypothesis .pytest_cache .mypy_cache .ruff_cache *.egg-info
+clean: ## remove caches, builds and reports; .venv, baselines and the history of runs stay
+	@if [ -d .perfsuite ]; then find .perfsuite -mindepth 1 -maxdepth 1 -not -name history -not -name .gitignore -exec rm -rf {} +; fi
+	@rm -rf build dist .hypothesis .pytest_cache .mypy_cache .ruff_cache *.egg-info
 	@find . -name __pycache__ -type d -not -path './.venv/*' -not -path './.git/*' -prune -exec rm -rf {} +
 
 help: ## this list

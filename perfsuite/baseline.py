@@ -466,7 +466,7 @@ def load(path: str | os.PathLike[str]) -> Baseline:
     except OSError as error:
         raise BaselineError(f"{path}: cannot be read ({error.strerror}); make it readable") from None
     try:
-        return _parse(text)
+        return parse(text)
     except PerfsuiteError as error:
         raise BaselineError(f"{path}: {_one_line(str(error))}") from None
     except RecursionError:
@@ -474,7 +474,9 @@ def load(path: str | os.PathLike[str]) -> Baseline:
         raise BaselineError(f"{path}: not valid JSON (nested too deeply); {RESTORE}") from None
 
 
-def _parse(text: str) -> Baseline:
+def parse(text: str) -> Baseline:
+    """Return the baseline in a file's text. Raises PerfsuiteError in one line, without the file's name, where it is
+    damaged or is not a baseline of perfsuite."""
     if not text.strip():
         raise BaselineError(f"the file is empty; {RESTORE}")
     try:

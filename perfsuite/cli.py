@@ -357,6 +357,32 @@ def bisect(workload: str, good: str, bad: str, by: str) -> None:
 
 
 @main.command()
+@click.argument("workload", required=False)
+@click.option("--limit", default=20, show_default=True, type=click.IntRange(1), help="Most runs to show, the newest.")
+@click.option("--device", metavar="NAME", help="Only runs on this device, or a part of its name that fits no other.")
+@click.option("--baselines", default="baselines", show_default=True, type=click.Path(), help="Folder of the baselines.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@click.option("--html", metavar="FILE", type=click.Path(dir_okay=False), help="Write a page in place of the tables.")
+def history(
+    workload: str | None, limit: int, device: str | None, baselines: str, as_json: bool, html: str | None
+) -> None:
+    """List the last runs, or those of WORKLOAD with its times and the steps in them.
+
+    WORKLOAD is an id as reports show it, or a part of one that fits no other. Each `run`, `gate`, `accept` and
+    `pytest -m perf` leaves a file in .perfsuite/history.
+    """
+    from perfsuite.history import command
+
+    def say(line: str) -> None:
+        click.echo(line, err=True)
+
+    try:
+        command.show(workload, limit=limit, device=device, baselines=baselines, as_json=as_json, html=html, say=say)
+    except PerfsuiteError as error:
+        raise click.ClickException(str(error)) from None
+
+
+@main.command()
 @click.argument("reports", nargs=-1, required=True, type=click.Path(dir_okay=False))
 @click.option("--report", default=REPORT, show_default=True, type=click.Path(), help="Folder of the merged report.")
 def merge(reports: tuple[str, ...], report: str) -> None:

@@ -6,6 +6,7 @@ Each mode (perfsuite/modes/) is a subclass, registered with pytest as a plugin o
 from __future__ import annotations
 
 import functools
+import platform
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, closing
 from dataclasses import replace
@@ -22,6 +23,8 @@ from perfsuite.baseline import Entry
 from perfsuite.baselines import Baselines
 from perfsuite.errors import PerfsuiteError
 from perfsuite.folders import SCRATCH
+from perfsuite.history import store
+from perfsuite.history.records import run_of
 from perfsuite.progress import Progress, measurements, proofs_on, shown
 from perfsuite.records import Machine, Measurement, Proof, Status, Verdict
 from perfsuite.report import units
@@ -39,6 +42,8 @@ class Control:
     """One pytest run. Subclasses say how a workload is judged, and what the run ends with."""
 
     mode = "measure"
+    history = ""
+    """The run's kind in the history; empty for a run that is not kept there."""
     beside = False
     """Whether the run may share the machine with another one, as under xdist."""
 
@@ -344,9 +349,11 @@ class Control:
 
     def report(self) -> RunReport:
         """Return the run as the reports show it."""
+        state = revision.quiet_state(self.root, ignored=self.baselines.folder)
         return RunReport(
             machine=self.machine,
-            revision=revision.quiet_state(self.root).revision,
+            revision=state.revision,
+            dirty=state.dirty,
             started=self.started.isoformat(timespec="seconds"),
             seconds=monotonic() - self.clock,
             measurements={i: tuple(r) for i, r in self.runs.items() if i not in self._without_time()},
@@ -409,9 +416,18 @@ class Control:
                 self.written = write_all(self.report(), Path(folder))
             except PerfsuiteError as error:
                 self.notes.append(f"no report: {error}")
+        if self.history and (self.runs or self.shown_verdicts()):
+            self._keep_in_history()
         awaited = self.config.stash.get(conclusion.AWAITED, None)
         if awaited is not None:
             awaited.reach(self.mode, int(session.exitstatus))
+
+    def _keep_in_history(self) -> None:
+        try:
+            run = run_of(self.report(), kind=self.history, host=platform.node(), entries=self.entries)
+            store.write(run, store.folder_of(self.root))
+        except PerfsuiteError as error:
+            self.notes.append(f"the run is not in the history: {error}")
 
     def pytest_terminal_summary(self, terminalreporter: Any) -> None:
         from perfsuite.report import terminal

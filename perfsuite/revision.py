@@ -117,10 +117,10 @@ def state(root: Path, *, ignored: Path | None = None) -> State:
         ) from None
 
 
-def quiet_state(root: Path) -> State:
+def quiet_state(root: Path, *, ignored: Path | None = None) -> State:
     """Return the same for a report, which shows no revision where git cannot read one."""
     try:
-        return state(root)
+        return state(root, ignored=ignored)
     except RevisionError as error:
         return State(problem=str(error))
 

@@ -27,9 +27,9 @@ LOG = "bootstrap.log"
 NEWER = ("python3.13", "python3.12", "python3.11")
 
 # Extras of pyproject.toml; INSPECT names them too.
-EXTRAS = "test,train"
+EXTRAS = "test,train,history"
 # The tests run without these packages. `make check`, figures, packaging and parallel tests need them, and so do a few
-# tests of the trainers, which are skipped without them.
+# tests of the trainers and of the history, which are skipped without them.
 OPTIONAL = {
     "mypy",
     "ruff",
@@ -39,6 +39,7 @@ OPTIONAL = {
     "h5py",
     "jsonargparse",
     "pyyaml",
+    "ruptures",
     "soundfile",
     "safetensors",
     "tensorboard",
@@ -58,7 +59,7 @@ from pip._vendor.packaging.utils import canonicalize_name
 from pip._vendor.packaging.version import InvalidVersion, Version
 project = tomllib.load(open(sys.argv[1], "rb"))["project"]
 extras = project["optional-dependencies"]
-lines = [*project["dependencies"], *extras["test"], *extras.get("train", [])]
+lines = [*project["dependencies"], *extras["test"], *extras.get("train", []), *extras.get("history", [])]
 found = {}
 for d in importlib.metadata.distributions():
     try:

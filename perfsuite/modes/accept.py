@@ -26,7 +26,7 @@ anew."""
 class Accept(Whole):
     """The accepted revision is HEAD itself: an A/A comparison, whose noise the gate judges by."""
 
-    mode = "accept"
+    mode = history = "accept"
 
     def whole(self) -> None:
         if not self.items:

@@ -28,7 +28,7 @@ SHOWN = 3
 class Gate(Paired):
     """Everything is measured when the first item asks, and each item then gets its verdict."""
 
-    mode = "gate"
+    mode = history = "gate"
     words = "the accepted revision"
 
     def __init__(self, config: pytest.Config) -> None:

@@ -25,6 +25,8 @@ the gate's."""
 class Plain(Proofs):
     """The workloads are streamed: each item waits for its own measurement."""
 
+    history = "pytest"
+
     def __init__(self, config: pytest.Config) -> None:
         super().__init__(config)
         self._stream: Generator[tuple[str, Outcome]] | None = None

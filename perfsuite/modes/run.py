@@ -22,7 +22,7 @@ class Run(Plain):
     and takes a quarter of the proofs' time.
     """
 
-    mode = "run"
+    mode = history = "run"
 
     def isolates(self, item: pytest.Item) -> bool:
         return not isinstance(item, SpeedItem)

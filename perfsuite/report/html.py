@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import importlib.resources
 import itertools
 import math
 import re
@@ -81,7 +80,7 @@ class Detail:
 def page(report: RunReport) -> str:
     """Return the page as text."""
     every = model.rows(report)
-    return _template().render(
+    return template("report/page.html").render(
         report=report,
         groups=[(name, list(found)) for name, found in itertools.groupby(every, lambda row: row.technique)],
         details=[detail(report, row) for row in every],
@@ -181,15 +180,16 @@ def _side(measurements: Sequence[Measurement], name: str) -> SideRow:
     records = [m.sides[name] for m in found]
     comparison = model.compare(measurements, name) if name != "optimized" else None
     standing = TONES[comparison.standing] if comparison else ""
+    costs = model.costs(measurements, name)
     return SideRow(
         name=name,
         device=units.seconds(_median(r.device_s for r in records)),
         wall=units.seconds(_median(r.wall_s for r in records)),
         ratio=units.ratio(comparison.value) if comparison else "",
         tone=standing,
-        peak=units.bytes_(max((r.peak_bytes for r in records if r.peak_bytes is not None), default=None)),
-        syncs=_count(r.host_syncs for r in records),
-        launches=_count(r.launches for r in records),
+        peak=units.bytes_(costs.peak_bytes),
+        syncs=_count(costs.host_syncs),
+        launches=_count(costs.launches),
         note=LOWER_BOUND if least else "a few samples only" if any(name in m.few for m in measurements) else "",
     )
 
@@ -255,7 +255,7 @@ def _condition(measurements: Sequence[Measurement]) -> str:
 
 
 def _promises(promise: PromiseRecord, row: Row, found: Sequence[Measurement]) -> tuple[tuple[str, str, str], ...]:
-    sides = [m.sides["optimized"] for m in found if "optimized" in m.sides]
+    costs = model.costs(found, "optimized")
     lines = []
     if promise.speedup is not None:
         measured = units.MISSING
@@ -264,12 +264,11 @@ def _promises(promise: PromiseRecord, row: Row, found: Sequence[Measurement]) ->
             measured = row.times_as_fast + (f" ({bounds})" if bounds else "")
         lines.append(("speedup", f"≥ {units.ratio(promise.speedup)}", measured))
     if promise.peak_bytes is not None:
-        peak = max((s.peak_bytes for s in sides if s.peak_bytes is not None), default=None)
-        lines.append(("peak memory", f"≤ {units.bytes_(promise.peak_bytes)}", units.bytes_(peak)))
+        lines.append(("peak memory", f"≤ {units.bytes_(promise.peak_bytes)}", units.bytes_(costs.peak_bytes)))
     if promise.host_syncs is not None:
-        lines.append(("host syncs", f"≤ {promise.host_syncs}", _count(s.host_syncs for s in sides)))
+        lines.append(("host syncs", f"≤ {promise.host_syncs}", _count(costs.host_syncs)))
     if promise.launches is not None:
-        lines.append(("kernel launches", f"≤ {promise.launches}", _count(s.launches for s in sides)))
+        lines.append(("kernel launches", f"≤ {promise.launches}", _count(costs.launches)))
     return tuple(lines)
 
 
@@ -298,7 +297,7 @@ def _machine(report: RunReport) -> list[tuple[str, str]]:
 def _counts(report: RunReport) -> list[tuple[str, int, str]]:
     counts = []
     for name, n in model.counts(report).items():
-        tone = "plain" if name == "measured" else _tone(Status(name))
+        tone = "plain" if name == model.MEASURED else tone_of(Status(name))
         counts.append((name.replace("_", " "), n, tone))
     c = report.correctness
     if c.passed or c.failed or c.skipped:
@@ -315,7 +314,8 @@ def _failures(report: RunReport) -> list[str]:
     return lines + [f"{item}: {why}" for item, why in report.correctness.failures.items()]
 
 
-def _tone(status: Status | None) -> str:
+def tone_of(status: Status | None) -> str:
+    """Return the style of a verdict: "good", "fair", "bad", or "plain" without one."""
     if status is None:
         return "plain"
     return "fair" if status is Status.WAIVED else "good" if status.green else "bad"
@@ -326,9 +326,8 @@ def _median(values: Iterable[float | None]) -> float | None:
     return statistics.median(known) if known else None
 
 
-def _count(values: Iterable[int | None]) -> str:
-    known = {v for v in values if v is not None}
-    return units.MISSING if not known else str(max(known))
+def _count(value: int | None) -> str:
+    return units.MISSING if value is None else str(value)
 
 
 def _signed(fraction: float) -> str:
@@ -336,11 +335,14 @@ def _signed(fraction: float) -> str:
 
 
 @functools.cache
-def _template() -> jinja2.Template:
+def template(name: str) -> jinja2.Template:
+    """Return a page's template by its path in the package; `report/style.css` is what all pages include."""
     environment = jinja2.Environment(
-        autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
+        loader=jinja2.PackageLoader("perfsuite", "."),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
     )
-    environment.filters["tone"] = _tone
-    return environment.from_string(
-        importlib.resources.files("perfsuite.report").joinpath("page.html").read_text("utf-8")
-    )
+    environment.filters["tone"] = tone_of
+    return environment.get_template(name)

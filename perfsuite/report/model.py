@@ -11,10 +11,12 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from perfsuite.baseline import Entry
-from perfsuite.records import Machine, Measurement, PromiseRecord, SideRecord, Status, Verdict, complete
+from perfsuite.records import Counts, Machine, Measurement, PromiseRecord, SideRecord, Status, Verdict, complete
 from perfsuite.report import units
 
 BASE_SIDES = ("optimized", "reference", "accepted")
+MEASURED = "measured"
+"""The count of workloads that have figures and no verdict."""
 
 Standing = Literal["faster", "equal", "slower"]
 
@@ -62,6 +64,8 @@ class RunReport:
     """Seconds of the run by what it did: "proofs" on all cores, "timing" of one workload at a time."""
     proofs: Mapping[str, Mapping[str, float]] = dataclasses.field(default_factory=dict)
     """Seconds of each phase of a workload's proof."""
+    dirty: bool = False
+    """Whether tracked files differ from the revision."""
 
     @property
     def ids(self) -> tuple[str, ...]:
@@ -360,13 +364,26 @@ def _median_bounds(ordered: Sequence[float]) -> tuple[float, float] | None:
     return (ordered[k - 1], ordered[n - k]) if k else None
 
 
+def costs(measurements: Iterable[Measurement], side: str) -> Counts:
+    """Return the most memory, host syncs and launches that a call of a side took in any process."""
+    found = [m.sides[side] for m in complete(measurements, side)[0]]
+
+    def most(name: str) -> int | None:
+        return max((n for s in found if (n := getattr(s, name)) is not None), default=None)
+
+    return Counts(host_syncs=most("host_syncs"), launches=most("launches"), peak_bytes=most("peak_bytes"))
+
+
 def counts(report: RunReport) -> dict[str, int]:
-    """Return the number of workloads with each verdict, in the order of `Status`; those without one count as
-    "measured"."""
-    found = {status.value: 0 for status in Status}
-    for verdict in report.verdicts.values():
-        found[verdict.status.value] += 1
-    found["measured"] = len(set(report.measurements) - set(report.verdicts))
+    """Return the number of workloads with each verdict, as `count` does."""
+    return count(report.verdicts[i].status if i in report.verdicts else None for i in report.ids)
+
+
+def count(statuses: Iterable[Status | None]) -> dict[str, int]:
+    """Return how often there is each verdict, in the order of `Status`; None counts as "measured"."""
+    found = {status.value: 0 for status in Status} | {MEASURED: 0}
+    for status in statuses:
+        found[status.value if status else MEASURED] += 1
     return {name: n for name, n in found.items() if n}
 
 

@@ -19,7 +19,7 @@ from perfsuite.records import Ran, Status
 
 pytest_plugins = ["pytester"]
 
-COMMANDS = ("accept", "bisect", "compare", "doctor", "gate", "list", "merge", "run", "table")
+COMMANDS = ("accept", "bisect", "compare", "doctor", "gate", "history", "list", "merge", "run", "table")
 
 
 @pytest.fixture

@@ -1,0 +1,74 @@
+"""Accepted figures over time: every version of the baseline files that git knows, and the files as they are now."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from perfsuite import baseline, revision
+from perfsuite.errors import PerfsuiteError, RevisionError
+from perfsuite.history.records import Accepted, accepted_of
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Version:
+    """A version of a baseline file."""
+
+    blob: str
+    """Git's hash of the content."""
+    path: Path | None = None
+    """The file, for a version that lies in the work tree."""
+
+
+def head(folder: Path) -> str:
+    """Return the commit whose history is looked at; empty outside git, and without a commit."""
+    try:
+        return revision.git("rev-parse", "--verify", "--quiet", "HEAD", cwd=folder)
+    except (RevisionError, OSError):
+        return ""
+
+
+def committed(folder: Path) -> list[Version]:
+    """Return the versions of the baselines in `folder` that lead to HEAD; none where git cannot say."""
+    options = ("--raw", "--no-abbrev", "--no-renames", "--format=", "--")
+    try:
+        lines = revision.git("log", *options, ".", cwd=folder).splitlines()
+    except (RevisionError, OSError):
+        return []
+    found = {
+        about.split()[3]: None
+        for about, _, name in (line.partition("\t") for line in lines)
+        if name.endswith(".json") and len(about.split()) > 3
+    }
+    return [Version(blob=blob) for blob in found if blob.strip("0")]
+
+
+def present(folder: Path) -> list[Version]:
+    """Return the versions in the work tree. A file that cannot be read is left out."""
+    found = []
+    for path in sorted(folder.glob("*.json")):
+        try:
+            data = path.read_bytes()
+        except OSError:
+            continue
+        blob = hashlib.sha1(b"blob %d\0" % len(data) + data, usedforsecurity=False).hexdigest()
+        found.append(Version(blob=blob, path=path))
+    return found
+
+
+def figures(version: Version, folder: Path) -> Iterator[tuple[str, str, Accepted]]:
+    """Yield (device, workload, figures) of each entry; nothing for a version in git that this perfsuite cannot read.
+
+    Raises BaselineError for a damaged file in the work tree.
+    """
+    if version.path is not None:
+        found = baseline.load(version.path)
+    else:
+        try:
+            found = baseline.parse(revision.git("cat-file", "blob", version.blob, cwd=folder))
+        except (PerfsuiteError, RecursionError):
+            return
+    for id, entry in found.entries.items():
+        yield found.machine.device, id, accepted_of(entry)

@@ -1,0 +1,46 @@
+"""A workload or a device of the history by its name, or by a part of it that fits no other."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Mapping, Sequence
+
+from perfsuite.errors import PerfsuiteError, printable
+from perfsuite.report import model
+
+SHOWN = 5
+"""Most names in a message."""
+
+
+def workload(name: str, ids: Sequence[str]) -> str:
+    """Return the id that is `name` or contains it; "geometry/rotor_update[window64]" is a name, too.
+
+    Raises PerfsuiteError with the ids that come near where there is none or several.
+    """
+    names = {id: "{}[{}]".format(*model.names(id)) for id in ids}
+    return _chosen(name, names, "workload")
+
+
+def device(name: str, devices: Mapping[str, str]) -> str:
+    """Return the slug of the device with this name, or part of a name. Raises PerfsuiteError as `workload` does."""
+    return _chosen(name, devices, "device")
+
+
+def _chosen(given: str, names: Mapping[str, str], what: str) -> str:
+    wanted = given.casefold()
+    exact = [key for key, name in names.items() if wanted in (key.casefold(), name.casefold())]
+    found = exact or [k for k, n in names.items() if wanted in k.casefold() or wanted in n.casefold()]
+    if len(found) == 1:
+        return found[0]
+    shown = printable(repr(given))
+    if found:
+        raise PerfsuiteError(f"{shown} fits {len(found)} {what}s: {_listed(found)}; name one")
+    near = difflib.get_close_matches(given, [*names, *names.values()], n=SHOWN, cutoff=0.3)
+    keys = dict.fromkeys(key for text in near for key, name in names.items() if text in (key, name))
+    there = f"the nearest: {_listed(keys)}" if keys else f"there are: {_listed(names)}"
+    raise PerfsuiteError(f"no {what} in the history fits {shown}; {there}")
+
+
+def _listed(keys: Iterable[str]) -> str:
+    every = list(keys)
+    return ", ".join(every[:SHOWN]) + (", …" if len(every) > SHOWN else "")

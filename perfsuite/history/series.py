@@ -1,0 +1,113 @@
+"""A workload from run to run: its change against what was accepted then, and what changed since the run before."""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+
+from perfsuite.history.records import Accepted, Figures, Run
+from perfsuite.report import units
+
+STACK = (
+    ("power limit", "power_limit_w"),
+    ("driver", "driver"),
+    ("CUDA", "cuda"),
+    ("torch", "torch"),
+    ("triton", "triton"),
+    ("Python", "python"),
+)
+"""Fields of a machine whose change is marked, by their names."""
+WORKLOAD = ("clock", "direction", "dtype", "sizes")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Point:
+    """A workload in one run."""
+
+    run: Run
+    figures: Figures
+    accepted: Accepted | None
+    """What was accepted on the device when the run began."""
+    change: float | None
+    """Time against the accepted one (0.03 = 3% slower)."""
+    stored: bool = False
+    """Whether the change is against the accepted figure, because the accepted revision was not timed beside it."""
+    marks: tuple[str, ...] = ()
+    """What changed since the run before, of the same device unless that changed itself."""
+
+    @property
+    def date(self) -> str:
+        """The start, in UTC."""
+        return f"{self.run.when:%Y-%m-%d %H:%M}"
+
+    @property
+    def revision(self) -> str:
+        """The revision in short; a plus sign stands for uncommitted changes."""
+        return revision_of(self.run)
+
+    @property
+    def change_shown(self) -> str:
+        """The change in words; "~" stands for one against the stored figure."""
+        return units.MISSING if self.change is None else f"{'~' * self.stored}{100 * self.change:+.1f}%"
+
+    @property
+    def speedup_shown(self) -> str:
+        """The speedup in words."""
+        speedup = self.figures.speedup
+        return f"{'≥ ' * self.figures.least}{units.ratio(speedup.value)}" if speedup else units.MISSING
+
+
+def revision_of(run: Run) -> str:
+    """Return a run's revision in short; a plus sign stands for uncommitted changes."""
+    return f"{run.revision[:7]}{'+' * run.dirty}" if run.revision else units.MISSING
+
+
+def points(series: Sequence[tuple[Run, Figures]], accepted: Mapping[str, Sequence[Accepted]]) -> list[Point]:
+    """Return a point for each run of a workload.
+
+    series    the runs, the oldest first
+    accepted  what was accepted over time, the oldest first, by device
+    """
+    found: list[Point] = []
+    last: dict[str, Point] = {}
+    for run, figures in series:
+        device = run.machine.device
+        held = figures.baseline or _held(accepted.get(device, ()), run.when)
+        change, stored = figures.slowdown, False
+        if change is None and held is not None and figures.optimized_s is not None:
+            change, stored = figures.optimized_s / held.optimized_s - 1, True
+        before = last.get(device)
+        marks = _marks(before, run, figures, held) if before else []
+        if found and found[-1].run.machine.device != device:
+            marks.insert(0, f"device {found[-1].run.machine.device_name} → {run.machine.device_name}")
+        point = Point(run=run, figures=figures, accepted=held, change=change, stored=stored, marks=tuple(marks))
+        found.append(point)
+        last[device] = point
+    return found
+
+
+def _held(accepted: Sequence[Accepted], when: datetime) -> Accepted | None:
+    """Return what was accepted last before a time."""
+    count = bisect.bisect_right(accepted, when, key=lambda a: datetime.fromisoformat(a.date))
+    return accepted[count - 1] if count else None
+
+
+def _marks(before: Point, run: Run, figures: Figures, held: Accepted | None) -> list[str]:
+    pairs = [(name, getattr(before.run.machine, field), getattr(run.machine, field)) for name, field in STACK]
+    pairs.append(("host", before.run.host, run.host))
+    if figures.clock and before.figures.clock:  # without figures, nothing is known of the workload
+        pairs += [(name, getattr(before.figures, name), getattr(figures, name)) for name in WORKLOAD]
+    marks = [f"{name} {_text(was)} → {_text(now)}" for name, was, now in pairs if was != now]
+    was, now = before.accepted, held
+    if was != now and (was is None or now is None or was.optimized_s != now.optimized_s):
+        seconds = [units.seconds(a.optimized_s if a else None) for a in (was, now)]
+        marks.append(f"accepted {' → '.join(seconds)}")
+    return marks
+
+
+def _text(value: object) -> str:
+    if isinstance(value, Mapping):
+        return ", ".join(f"{name}={v}" for name, v in value.items()) or units.MISSING
+    return units.MISSING if value is None or value == "" else str(value)

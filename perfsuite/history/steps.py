@@ -1,0 +1,152 @@
+"""Steps in a workload's times from run to run, by change-point detection (the library ruptures)."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import math
+import statistics
+from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+from perfsuite.history.records import Figures, Run
+from perfsuite.records import Status, to_json
+
+RULE = 1
+"""Version of the rule: steps that another version has found are looked for anew."""
+SIZE = 4
+"""Fewest runs on each side of a step."""
+PENALTY = 18.0
+"""What a step must explain, in variances of the noise. In 2,000 series of 60 points of normal noise, 0.3% have a step
+by chance."""
+LEAST = 0.01
+"""Smallest step in log seconds: the gate resolves none below 1% either."""
+ALPHA = 0.01
+"""Level at which the ranks of the runs on both sides must differ, so that outliers are no step."""
+FLOOR = 0.002
+"""Least noise in log seconds that is assumed: times may repeat exactly."""
+WINDOW, CLIP = 5, 3.0
+"""A time counts at most this many standard deviations from the median of so many runs around it."""
+MEANINGLESS = (Status.NOT_EQUIVALENT, Status.NOT_PROVEN, Status.NOT_TIMED, Status.UNMEASURED, Status.WRONG_MACHINE)
+"""Verdicts with which a time means nothing."""
+MISSING = "steps are not looked for without the library ruptures (the extra `history`): pip install ruptures"
+
+Series: TypeAlias = Sequence[tuple[Run, Figures]]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Step:
+    """A lasting change of a workload's time on one device and stack."""
+
+    device: str
+    started: str
+    """ISO date-time of the first run after it."""
+    revision: str | None
+    """Revision of that run."""
+    last: str | None
+    """Revision of the run before."""
+    change: float
+    """Relative change of the median time (0.04 = 4% slower)."""
+    before: int
+    """Runs since the step before, or since the first run."""
+    after: int
+    dirty: bool = False
+    """Whether either run had uncommitted changes."""
+    hosts: str = ""
+    """"a → b" where the two runs were on different hosts."""
+
+    @property
+    def shown(self) -> str:
+        """The step in one line."""
+        change = f"{100 * self.change:.1f}% slower" if self.change > 0 else f"{-100 * self.change:.1f}% faster"
+        runs = f"{self.before} {'run' if self.before == 1 else 'runs'} before, {self.after} after"
+        revision = self.revision[:7] if self.revision else "no revision"
+        host = f"; on another host: {self.hosts}" if self.hosts else ""
+        return f"since {self.started[:10]}, {revision}: {change} ({runs}){host}"
+
+
+def is_available() -> bool:
+    """Return whether ruptures is installed."""
+    return importlib.util.find_spec("ruptures") is not None
+
+
+def has_time(figures: Figures) -> bool:
+    """Return whether the run has a time of the workload that means something."""
+    return figures.optimized_s is not None and figures.optimized_s > 0 and figures.verdict not in MEANINGLESS
+
+
+def find(series: Series) -> list[Step]:
+    """Return the steps of a workload's runs, given in the order of time; each device and stack is looked at alone."""
+    groups: dict[Hashable, list[tuple[Run, Figures]]] = {}
+    for run, figures in series:
+        if has_time(figures):
+            groups.setdefault(_conditions(run, figures), []).append((run, figures))
+    found = [step for group in groups.values() for step in _steps(group)]
+    return sorted(found, key=lambda step: step.started)
+
+
+def _conditions(run: Run, figures: Figures) -> Hashable:
+    """Return what must be the same for times to be compared: device, stack, and the workload itself."""
+    m, f = run.machine, figures
+    stack = (m.device, m.power_limit_w, m.driver, m.cuda, m.torch, m.triton, m.python)
+    return (*stack, f.clock, f.direction, f.dtype, json.dumps(to_json(f.sizes), sort_keys=True))
+
+
+def _steps(group: Series) -> Iterable[Step]:
+    times = [math.log(figures.optimized_s or math.nan) for _, figures in group]
+    bounds = [0, *changes(times), len(times)]
+    for begin, middle, end in zip(bounds, bounds[1:], bounds[2:], strict=False):
+        (last, _), (first, _) = group[middle - 1], group[middle]
+        yield Step(
+            device=first.machine.device,
+            started=first.started,
+            revision=first.revision,
+            last=last.revision,
+            change=math.exp(_difference(times[begin:middle], times[middle:end])) - 1,
+            before=middle - begin,
+            after=end - middle,
+            dirty=first.dirty or last.dirty,
+            hosts=f"{last.host} → {first.host}" if last.host != first.host else "",
+        )
+
+
+def _difference(before: Sequence[float], after: Sequence[float]) -> float:
+    return statistics.median(after) - statistics.median(before)
+
+
+def changes(times: Sequence[float]) -> list[int]:
+    """Return the positions at which the level of a series of log seconds changes.
+
+    ruptures proposes them: changes of the mean that pay for their penalty, once outliers are clipped. One that the
+    medians and ranks of both sides do not confirm is dropped, the least significant first.
+    """
+    if len(times) < 2 * SIZE:
+        return []
+    import numpy as np
+    import ruptures
+    from scipy.ndimage import median_filter
+    from scipy.stats import median_abs_deviation
+
+    values = np.asarray(times)
+    noise = max(float(median_abs_deviation(np.diff(values), scale="normal")) / math.sqrt(2), FLOOR)
+    middle = median_filter(values, WINDOW, mode="mirror")
+    clipped = np.clip(values, middle - CLIP * noise, middle + CLIP * noise)
+    search: Any = ruptures.KernelCPD(kernel="linear", min_size=SIZE)
+    bounds = [0, *search.fit(clipped.reshape(-1, 1)).predict(pen=PENALTY * noise**2)]
+    while len(bounds) > 2:
+        chances = [_chance(times[a:b], times[b:c]) for a, b, c in zip(bounds, bounds[1:], bounds[2:], strict=False)]
+        weakest = max(range(len(chances)), key=chances.__getitem__)
+        if chances[weakest] <= ALPHA:
+            break
+        del bounds[weakest + 1]
+    return [int(b) for b in bounds[1:-1]]
+
+
+def _chance(before: Sequence[float], after: Sequence[float]) -> float:
+    """Return how probably both sides have one level, by their ranks; 1 if the medians differ by less than LEAST."""
+    from scipy.stats import mannwhitneyu
+
+    if abs(_difference(before, after)) < LEAST:
+        return 1.0
+    return float(mannwhitneyu(before, after).pvalue)

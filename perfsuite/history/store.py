@@ -1,0 +1,79 @@
+"""`.perfsuite/history/`: a file for each run. The files are the history; the index beside them is made from them."""
+
+from __future__ import annotations
+
+import json
+import secrets
+from dataclasses import replace
+from datetime import datetime
+from pathlib import Path
+
+from perfsuite.errors import PerfsuiteError, printable
+from perfsuite.folders import SCRATCH
+from perfsuite.history.records import Run, compact
+from perfsuite.records import from_json
+from perfsuite.report import files
+
+SCHEMA = 1
+"""Version of the files' format."""
+KEY = "perfsuite_history"
+FOLDER = "history"
+SUFFIX = ".json"
+REMEDY = "remove it, or put a sound copy in its place"
+
+
+def folder_of(root: Path) -> Path:
+    """Return the folder of a project's history."""
+    return root / SCRATCH / FOLDER
+
+
+def find(start: Path) -> Path | None:
+    """Return the project at or above `start` that has a history; None without one. The search ends at a repository's
+    top folder."""
+    for folder in (start, *start.parents):
+        if folder_of(folder).is_dir():
+            return folder
+        if (folder / ".git").exists():
+            break
+    return None
+
+
+def write(run: Run, folder: Path) -> Path:
+    """Write a run's file, whole or not at all. Two runs never share a name. Raises PerfsuiteError in one line if that
+    fails."""
+    path = folder / f"{run.when:%Y%m%dT%H%M%SZ}-{secrets.token_hex(4)}{SUFFIX}"
+    workloads = {id: compact(figures) for id, figures in run.workloads.items()}
+    data = {KEY: SCHEMA, **compact(replace(run, workloads={})), "workloads": workloads}
+    return files.write(path, json.dumps(data, ensure_ascii=False, separators=(",", ":")) + "\n")
+
+
+def read(path: Path) -> Run:
+    """Return the run in a file. Raises PerfsuiteError in one line, with the remedy, where it is damaged."""
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+        schema = data.pop(KEY, None) if isinstance(data, dict) else None
+        if isinstance(schema, int) and schema > SCHEMA:
+            raise PerfsuiteError(
+                f"its format {schema} is newer than this perfsuite knows ({SCHEMA}); upgrade perfsuite"
+            )
+        if schema != SCHEMA:
+            raise PerfsuiteError(f"it is no run of perfsuite; {REMEDY}")
+        run = _read(data)
+    except PerfsuiteError as error:
+        raise PerfsuiteError(printable(f"{path}: {error}")) from None
+    except OSError as error:
+        raise PerfsuiteError(printable(f"{path}: cannot be read ({error.strerror}); make it readable")) from None
+    except (ValueError, RecursionError) as error:
+        reason = " ".join(str(error).split())
+        raise PerfsuiteError(printable(f"{path}: it is damaged ({reason}); {REMEDY}")) from None
+    return run
+
+
+def _read(data: object) -> Run:
+    try:
+        run = from_json(Run, data)
+    except PerfsuiteError as error:
+        raise PerfsuiteError(f"it is damaged ({error}); {REMEDY}") from None
+    if datetime.fromisoformat(run.started).tzinfo is None:
+        raise ValueError(f"started is {run.started!r}, without an offset from UTC")
+    return run
