@@ -8,7 +8,7 @@ import math
 import statistics
 import types
 import typing
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, TypeAlias, TypeVar
@@ -349,58 +349,103 @@ def to_json(value: Any) -> Any:
 
 def from_json(kind: type[R], data: Any) -> R:
     """Return the record of type `kind` that `to_json` gave. A PerfsuiteError names a field that is missing or wrong."""
-    result: R = _read(kind, data, kind.__name__)
+    known: Any = kind  # for mypy, a type variable's type is not hashable
+    result: R = _reader(known)(data, kind.__name__)
     return result
 
 
+Reader: TypeAlias = Callable[[Any, str], Any]
+"""(JSON value, its name in messages) → the value of a record."""
+
+
 @cache
-def _hints(kind: type) -> dict[str, Any]:
-    return typing.get_type_hints(kind)
-
-
-def _read(kind: Any, data: Any, where: str) -> Any:
+def _reader(kind: Any) -> Reader:
+    """Return what reads values of a type. It is made once a type, since a history has a hundred thousand records."""
     origin = typing.get_origin(kind)
     if kind is Any:
-        return data
+        return lambda data, where: data
     if origin in (typing.Union, types.UnionType):
-        options = typing.get_args(kind)
-        if data is None and type(None) in options:
-            return None
-        return _read(next(o for o in options if o is not type(None)), data, where)
+        return _optional(typing.get_args(kind))
     if dataclasses.is_dataclass(kind):
-        return _read_record(typing.cast(type, kind), data, where)
+        return _record(typing.cast(type, kind))
     if origin is tuple:
+        return _tuple(_reader(typing.get_args(kind)[0]))
+    if origin is not None and issubclass(origin, Mapping):
+        return _table(_reader(typing.get_args(kind)[1]))
+    if isinstance(kind, type) and issubclass(kind, enum.Enum):
+        return _enum(kind)
+    return _plain(kind)
+
+
+def _optional(options: tuple[Any, ...]) -> Reader:
+    inner = _reader(next(o for o in options if o is not type(None)))
+    if type(None) not in options:
+        return inner
+    return lambda data, where: None if data is None else inner(data, where)
+
+
+def _tuple(inner: Reader) -> Reader:
+    def read(data: Any, where: str) -> Any:
         if not isinstance(data, list):
             raise PerfsuiteError(f"{where} is not a list")
-        return tuple(_read(typing.get_args(kind)[0], v, where) for v in data)
-    if origin is not None and issubclass(origin, Mapping):
+        return tuple([inner(v, where) for v in data])
+
+    return read
+
+
+def _table(inner: Reader) -> Reader:
+    def read(data: Any, where: str) -> Any:
         if not isinstance(data, Mapping):
             raise PerfsuiteError(f"{where} is not a table")
-        value = typing.get_args(kind)[1]
-        return {k: _read(value, v, f"{where}.{k}") for k, v in data.items()}
-    if isinstance(kind, type) and issubclass(kind, enum.Enum):
+        return {k: inner(v, f"{where}.{k}") for k, v in data.items()}
+
+    return read
+
+
+def _enum(kind: type[enum.Enum]) -> Reader:
+    def read(data: Any, where: str) -> Any:
         try:
             return kind(data)
         except ValueError:
             raise PerfsuiteError(f"{where}: {data!r} is not a {kind.__name__}") from None
-    if kind is float and isinstance(data, int) and not isinstance(data, bool):
-        return float(data)
-    if not isinstance(data, kind) or (isinstance(data, bool) and kind is not bool):
-        raise PerfsuiteError(f"{where} is {data!r}, not {kind.__name__}")
-    return data
+
+    return read
 
 
-def _read_record(kind: type, data: Any, where: str) -> Any:
-    if not isinstance(data, Mapping):
-        raise PerfsuiteError(f"{where} is not a table")
+def _plain(kind: Any) -> Reader:
+    def read(data: Any, where: str) -> Any:
+        if type(data) is kind:
+            return data
+        if kind is float and isinstance(data, int) and not isinstance(data, bool):
+            return float(data)
+        if not isinstance(data, kind) or (isinstance(data, bool) and kind is not bool):
+            raise PerfsuiteError(f"{where} is {data!r}, not {kind.__name__}")
+        return data
+
+    return read
+
+
+def _record(kind: type) -> Reader:
     fields = {f.name: f for f in dataclasses.fields(kind)}
-    unknown = sorted(set(data) - set(fields))
-    if unknown:
-        raise PerfsuiteError(f"{where} has an unknown field {unknown[0]!r}")
-    values = {}
-    for name, field in fields.items():
-        if name in data:
-            values[name] = _read(_hints(kind)[name], data[name], f"{where}.{name}")
-        elif field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING:
-            raise PerfsuiteError(f"{where} lacks {name!r}")
-    return kind(**values)
+    hints = typing.get_type_hints(kind)
+    missing = dataclasses.MISSING
+    readers = [
+        (name, _reader(hints[name]), f.default is missing and f.default_factory is missing)
+        for name, f in fields.items()
+    ]
+
+    def read(data: Any, where: str) -> Any:
+        if not isinstance(data, Mapping):
+            raise PerfsuiteError(f"{where} is not a table")
+        unknown = data.keys() - fields.keys()
+        if unknown:
+            raise PerfsuiteError(f"{where} has an unknown field {min(unknown)!r}")
+        values = {}
+        for name, reader, is_required in readers:
+            if name in data:
+                values[name] = reader(data[name], f"{where}.{name}")
+            elif is_required:
+                raise PerfsuiteError(f"{where} lacks {name!r}")
+        return kind(**values)
+
+    return read

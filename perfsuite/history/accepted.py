@@ -31,7 +31,8 @@ def head(folder: Path) -> str:
 
 
 def committed(folder: Path) -> list[Version]:
-    """Return the versions of the baselines in `folder` that lead to HEAD; none where git cannot say."""
+    """Return the versions of the baselines in `folder` that lead to HEAD, the oldest first; none where git cannot
+    say."""
     options = ("--raw", "--no-abbrev", "--no-renames", "--format=", "--")
     try:
         lines = revision.git("log", *options, ".", cwd=folder).splitlines()
@@ -42,7 +43,7 @@ def committed(folder: Path) -> list[Version]:
         for about, _, name in (line.partition("\t") for line in lines)
         if name.endswith(".json") and len(about.split()) > 3
     }
-    return [Version(blob=blob) for blob in found if blob.strip("0")]
+    return [Version(blob=blob) for blob in reversed(found) if blob.strip("0")]
 
 
 def present(folder: Path) -> list[Version]:

@@ -19,7 +19,7 @@ from perfsuite.errors import PerfsuiteError
 from perfsuite.history import accepted, steps, store
 from perfsuite.history.accepted import Version
 from perfsuite.history.records import Accepted, Figures, Run, compact
-from perfsuite.history.steps import Step
+from perfsuite.history.steps import Step, Timed
 from perfsuite.records import from_json, to_json
 
 T = TypeVar("T")
@@ -29,7 +29,8 @@ VERSION = 1
 TABLES = """
 CREATE TABLE runs (name TEXT PRIMARY KEY, size INTEGER, changed INTEGER, started REAL, device TEXT,
                    head TEXT, counts TEXT, problem TEXT) WITHOUT ROWID;
-CREATE TABLE figures (workload TEXT, run TEXT, data TEXT, PRIMARY KEY (workload, run)) WITHOUT ROWID;
+CREATE TABLE figures (workload TEXT, run TEXT, seconds REAL, conditions TEXT, data TEXT,
+                      PRIMARY KEY (workload, run)) WITHOUT ROWID;
 CREATE TABLE steps (workload TEXT PRIMARY KEY, rule INTEGER, data TEXT) WITHOUT ROWID;
 CREATE TABLE versions (blob TEXT PRIMARY KEY) WITHOUT ROWID;
 CREATE TABLE accepted (workload TEXT, blob TEXT, device TEXT, data TEXT, PRIMARY KEY (workload, blob, device))
@@ -88,14 +89,26 @@ def using(
 def _connected(place: str) -> Iterator[sqlite3.Connection]:
     with closing(sqlite3.connect(place, timeout=LOCKED, isolation_level=None)) as connection:
         connection.execute("PRAGMA synchronous = OFF")  # what a crash damages is made anew
-        if connection.execute("PRAGMA user_version").fetchone()[0] != VERSION:
+        if not _is_ours(connection):
             with _writing(connection):
-                for (name,) in connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'").fetchall():
-                    connection.execute(f'DROP TABLE "{name}"')
-                for statement in filter(str.strip, TABLES.split(";")):
-                    connection.execute(statement)
-                connection.execute(f"PRAGMA user_version = {VERSION}")
+                if not _is_ours(connection):  # another process may have made them meanwhile
+                    _make_tables(connection)
+        (problem,) = connection.execute("PRAGMA quick_check(1)").fetchone()
+        if problem != "ok":
+            raise DamagedError(problem)
         yield connection
+
+
+def _is_ours(connection: sqlite3.Connection) -> bool:
+    return bool(connection.execute("PRAGMA user_version").fetchone()[0] == VERSION)
+
+
+def _make_tables(connection: sqlite3.Connection) -> None:
+    for (name,) in connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'").fetchall():
+        connection.execute(f'DROP TABLE "{name}"')
+    for statement in filter(str.strip, TABLES.split(";")):
+        connection.execute(statement)
+    connection.execute(f"PRAGMA user_version = {VERSION}")
 
 
 @contextmanager
@@ -118,7 +131,9 @@ class Index:
         self._connection, self._folder, self._baselines, self._say = connection, folder, baselines, say
         self.problems: list[str] = []
         """A line for each file that cannot be read."""
-        self._blobs: list[str] = []
+        self._blobs: dict[str, int] = {}
+        """The versions of the baselines, the oldest first."""
+        self._heads: dict[str, Run] = {}
         self._read_runs()
         self._read_baselines()
         rows = self._rows("SELECT problem FROM runs WHERE problem IS NOT NULL ORDER BY name")
@@ -155,7 +170,15 @@ class Index:
             f"WHERE workload = ?{where} ORDER BY started, name"
         )
         rows = self._rows(query, (workload, *given))
-        return [(self._record(Run, head), self._record(Figures, data)) for head, data in rows]
+        return [(self._head(head), self._record(Figures, data)) for head, data in rows]
+
+    def _timed(self, workload: str) -> list[Timed]:
+        query = (
+            "SELECT head, seconds, conditions FROM figures JOIN runs ON runs.name = figures.run "
+            "WHERE workload = ? AND seconds IS NOT NULL ORDER BY started, name"
+        )
+        rows = self._rows(query, (workload,))
+        return [Timed(run=self._head(head), seconds=seconds, conditions=kind) for head, seconds, kind in rows]
 
     def steps(self) -> dict[str, list[Step]]:
         """Return the steps of every workload that has one, on all devices; looked for only where runs have changed.
@@ -167,7 +190,7 @@ class Index:
         query = "SELECT workload FROM figures EXCEPT SELECT workload FROM steps WHERE rule = ?"
         unknown = [id for (id,) in self._rows(query, (steps.RULE,))]
         if unknown:
-            found = [(id, steps.RULE, _text([to_json(s) for s in steps.find(self.series(id))])) for id in unknown]
+            found = [(id, steps.RULE, _text([to_json(s) for s in steps.find(self._timed(id))])) for id in unknown]
             with _writing(self._connection):
                 self._connection.executemany("INSERT OR REPLACE INTO steps VALUES (?, ?, ?)", found)
         rows = self._rows("SELECT workload, data FROM steps WHERE data != '[]' ORDER BY workload")
@@ -175,13 +198,12 @@ class Index:
 
     def accepted(self, workload: str) -> dict[str, list[Accepted]]:
         """Return what was accepted of a workload over time, the oldest first, by device."""
-        blobs = set(self._blobs)
         rows = self._rows("SELECT blob, device, data FROM accepted WHERE workload = ?", (workload,))
+        rows = [row for row in rows if row[0] in self._blobs]
         found: dict[str, dict[str, Accepted]] = {}
-        for blob, device, data in rows:
-            if blob in blobs:
-                made = self._record(Accepted, data)
-                found.setdefault(device, {})[made.date] = made
+        for _, device, data in sorted(rows, key=lambda row: self._blobs[row[0]]):
+            made = self._record(Accepted, data)
+            found.setdefault(device, {})[made.date] = made  # of one date, the latest version counts
         return {device: [dated[date] for date in sorted(dated)] for device, dated in found.items()}
 
     # --- what it reads ----------------------------------------------------------------------------------------------
@@ -217,22 +239,25 @@ class Index:
     def _add(self, name: str, size: int, changed: int) -> None:
         insert = "INSERT OR REPLACE INTO runs VALUES (?, ?, ?, ?, ?, ?, ?, ?)"
         try:
-            run = store.read(self._folder / name)
+            run, data = store.read(self._folder / name)
         except PerfsuiteError as error:
             self._connection.execute(insert, (name, size, changed, None, None, None, None, str(error)))
             return
         head = _text(compact(replace(run, workloads={})))
         about = (run.when.timestamp(), run.machine.device, head, _text(run.counts()), None)
         self._connection.execute(insert, (name, size, changed, *about))
-        figures = [(id, name, _text(compact(f))) for id, f in run.workloads.items()]
-        self._connection.executemany("INSERT OR REPLACE INTO figures VALUES (?, ?, ?)", figures)
+        figures = []
+        for id, found in run.workloads.items():
+            timed = (found.optimized_s, steps.conditions(run, found)) if steps.has_time(found) else (None, None)
+            figures.append((id, name, *timed, _text(data["workloads"][id])))
+        self._connection.executemany("INSERT OR REPLACE INTO figures VALUES (?, ?, ?, ?, ?)", figures)
         self._connection.executemany("DELETE FROM steps WHERE workload = ?", [(id,) for id in run.workloads])
 
     def _read_baselines(self) -> None:
         """Bring the accepted figures up to date with git and the work tree."""
         present = accepted.present(self._baselines)
         committed = self._committed()
-        self._blobs = [*committed, *(v.blob for v in present)]
+        self._blobs = {blob: n for n, blob in enumerate([*committed, *(v.blob for v in present)])}
         known = {blob for (blob,) in self._rows("SELECT blob FROM versions")}
         every = {**{blob: Version(blob=blob) for blob in committed}, **{v.blob: v for v in present}}
         new = [version for blob, version in every.items() if blob not in known]
@@ -250,7 +275,7 @@ class Index:
                 self._connection.execute("INSERT OR REPLACE INTO versions VALUES (?)", (version.blob,))
 
     def _committed(self) -> list[str]:
-        """Return the hashes of the committed versions; git's log is read once for each HEAD."""
+        """Return the hashes of the committed versions, the oldest first; git's log is read once for each HEAD."""
         head = accepted.head(self._baselines)
         if not head:
             return []
@@ -268,6 +293,12 @@ class Index:
 
     def _rows(self, query: str, given: Sequence[Any] = ()) -> list[Any]:
         return self._connection.execute(query, given).fetchall()
+
+    def _head(self, text: Any) -> Run:
+        """Return a run without its workloads; read once, though every workload has it."""
+        if text not in self._heads:
+            self._heads[text] = self._record(Run, text)
+        return self._heads[text]
 
     def _record(self, kind: type[T], text: Any) -> T:
         return self._made(kind, self._json(text))

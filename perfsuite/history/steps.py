@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib.util
 import json
 import math
 import statistics
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any
 
 from perfsuite.history.records import Figures, Run
 from perfsuite.records import Status, to_json
@@ -17,9 +18,9 @@ RULE = 1
 """Version of the rule: steps that another version has found are looked for anew."""
 SIZE = 4
 """Fewest runs on each side of a step."""
-PENALTY = 18.0
-"""What a step must explain, in variances of the noise. In 2,000 series of 60 points of normal noise, 0.3% have a step
-by chance."""
+PENALTY, BY_LENGTH = 10.0, 2.0
+"""What a step must explain in variances of the noise: the sum of the first and of the second times the logarithm of the
+number of runs, since a longer series has more chances to show a step in pure noise."""
 LEAST = 0.01
 """Smallest step in log seconds: the gate resolves none below 1% either."""
 ALPHA = 0.01
@@ -32,7 +33,15 @@ MEANINGLESS = (Status.NOT_EQUIVALENT, Status.NOT_PROVEN, Status.NOT_TIMED, Statu
 """Verdicts with which a time means nothing."""
 MISSING = "steps are not looked for without the library ruptures (the extra `history`): pip install ruptures"
 
-Series: TypeAlias = Sequence[tuple[Run, Figures]]
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Timed:
+    """A workload's time in one run."""
+
+    run: Run
+    seconds: float
+    conditions: str
+    """Digest of what must be the same for times to be compared: device, stack, and the workload itself."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -76,28 +85,28 @@ def has_time(figures: Figures) -> bool:
     return figures.optimized_s is not None and figures.optimized_s > 0 and figures.verdict not in MEANINGLESS
 
 
-def find(series: Series) -> list[Step]:
+def find(series: Sequence[Timed]) -> list[Step]:
     """Return the steps of a workload's runs, given in the order of time; each device and stack is looked at alone."""
-    groups: dict[Hashable, list[tuple[Run, Figures]]] = {}
-    for run, figures in series:
-        if has_time(figures):
-            groups.setdefault(_conditions(run, figures), []).append((run, figures))
+    groups: dict[str, list[Timed]] = {}
+    for one in series:
+        groups.setdefault(one.conditions, []).append(one)
     found = [step for group in groups.values() for step in _steps(group)]
     return sorted(found, key=lambda step: step.started)
 
 
-def _conditions(run: Run, figures: Figures) -> Hashable:
-    """Return what must be the same for times to be compared: device, stack, and the workload itself."""
+def conditions(run: Run, figures: Figures) -> str:
+    """Return the digest in `Timed.conditions`."""
     m, f = run.machine, figures
-    stack = (m.device, m.power_limit_w, m.driver, m.cuda, m.torch, m.triton, m.python)
-    return (*stack, f.clock, f.direction, f.dtype, json.dumps(to_json(f.sizes), sort_keys=True))
+    stack = [m.device, m.power_limit_w, m.driver, m.cuda, m.torch, m.triton, m.python]
+    every = json.dumps([*stack, f.clock, f.direction, f.dtype, to_json(f.sizes)], sort_keys=True)
+    return hashlib.sha256(every.encode()).hexdigest()[:16]
 
 
-def _steps(group: Series) -> Iterable[Step]:
-    times = [math.log(figures.optimized_s or math.nan) for _, figures in group]
+def _steps(group: Sequence[Timed]) -> Iterable[Step]:
+    times = [math.log(one.seconds) for one in group]
     bounds = [0, *changes(times), len(times)]
     for begin, middle, end in zip(bounds, bounds[1:], bounds[2:], strict=False):
-        (last, _), (first, _) = group[middle - 1], group[middle]
+        last, first = group[middle - 1].run, group[middle].run
         yield Step(
             device=first.machine.device,
             started=first.started,
@@ -132,8 +141,9 @@ def changes(times: Sequence[float]) -> list[int]:
     noise = max(float(median_abs_deviation(np.diff(values), scale="normal")) / math.sqrt(2), FLOOR)
     middle = median_filter(values, WINDOW, mode="mirror")
     clipped = np.clip(values, middle - CLIP * noise, middle + CLIP * noise)
+    penalty = (PENALTY + BY_LENGTH * math.log(len(times))) * noise**2
     search: Any = ruptures.KernelCPD(kernel="linear", min_size=SIZE)
-    bounds = [0, *search.fit(clipped.reshape(-1, 1)).predict(pen=PENALTY * noise**2)]
+    bounds = [0, *search.fit(clipped.reshape(-1, 1)).predict(pen=penalty)]
     while len(bounds) > 2:
         chances = [_chance(times[a:b], times[b:c]) for a, b, c in zip(bounds, bounds[1:], bounds[2:], strict=False)]
         weakest = max(range(len(chances)), key=chances.__getitem__)

@@ -7,6 +7,7 @@ import secrets
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
+from typing import Any
 
 from perfsuite.errors import PerfsuiteError, printable
 from perfsuite.folders import SCRATCH
@@ -47,8 +48,9 @@ def write(run: Run, folder: Path) -> Path:
     return files.write(path, json.dumps(data, ensure_ascii=False, separators=(",", ":")) + "\n")
 
 
-def read(path: Path) -> Run:
-    """Return the run in a file. Raises PerfsuiteError in one line, with the remedy, where it is damaged."""
+def read(path: Path) -> tuple[Run, dict[str, Any]]:
+    """Return the run in a file, and its JSON. Raises PerfsuiteError in one line, with the remedy, where it is
+    damaged."""
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
         schema = data.pop(KEY, None) if isinstance(data, dict) else None
@@ -66,7 +68,7 @@ def read(path: Path) -> Run:
     except (ValueError, RecursionError) as error:
         reason = " ".join(str(error).split())
         raise PerfsuiteError(printable(f"{path}: it is damaged ({reason}); {REMEDY}")) from None
-    return run
+    return run, data
 
 
 def _read(data: object) -> Run:
