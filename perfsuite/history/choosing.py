@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterable, Mapping, Sequence
 
 from perfsuite.errors import PerfsuiteError, printable
@@ -35,8 +36,9 @@ def _chosen(given: str, names: Mapping[str, str], what: str) -> str:
     shown = printable(repr(given))
     if found:
         raise PerfsuiteError(f"{shown} fits {len(found)} {what}s: {_listed(found)}; name one")
-    near = difflib.get_close_matches(given, [*names, *names.values()], n=SHOWN, cutoff=0.3)
-    keys = dict.fromkeys(key for text in near for key, name in names.items() if text in (key, name))
+    words = {word: None for key, name in names.items() for word in (key, name, *re.findall(r"\w+", key))}
+    near = difflib.get_close_matches(given, words, n=SHOWN)
+    keys = dict.fromkeys(key for word in near for key, name in names.items() if word in key or word == name)
     there = f"the nearest: {_listed(keys)}" if keys else f"there are: {_listed(names)}"
     raise PerfsuiteError(f"no {what} in the history fits {shown}; {there}")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any
 
@@ -83,13 +83,13 @@ def of_workload(
             "change": p.change_shown,
             "peak memory": units.bytes_(p.figures.costs.peak_bytes),
             "verdict": _chip(p.figures.verdict.value if p.figures.verdict else model.MEASURED, p.figures.verdict),
-            "changed since": "; ".join(p.marks),
+            "since the run before": "; ".join(p.marks),
         }
         for p in reversed(points[-limit:])
     ]
     charts = []
     for device in dict.fromkeys(p.run.machine.device for p in points):
-        own = [p for p in points if p.run.machine.device == device and steps.has_time(p.figures)]
+        own = _timed([p for p in points if p.run.machine.device == device])
         last = accepted.get(device)
         if own:
             charts.append(_chart(id, own, [s for s in found if s.device == device], last[-1] if last else None))
@@ -140,6 +140,18 @@ def _chart(id: str, points: Sequence[Point], found: Sequence[Step], last: Accept
         lines=tuple((s.shown, terminal.bisection(id, s)) for s in found),
         accepted=terminal.held(last) if last else "",
     )
+
+
+def _timed(points: Sequence[Point]) -> list[Point]:
+    """Return the points that have a time, with the marks of those before them that have none."""
+    found: list[Point] = []
+    waiting: list[str] = []
+    for point in points:
+        waiting += point.marks
+        if steps.has_time(point.figures):
+            found.append(replace(point, marks=tuple(waiting)))
+            waiting = []
+    return found
 
 
 def _spread(count: int) -> list[int]:

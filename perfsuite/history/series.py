@@ -102,8 +102,7 @@ def _marks(before: Point, run: Run, figures: Figures, held: Accepted | None) -> 
     marks = [f"{name} {_text(was)} → {_text(now)}" for name, was, now in pairs if was != now]
     was, now = before.accepted, held
     if was != now and (was is None or now is None or was.optimized_s != now.optimized_s):
-        seconds = [units.seconds(a.optimized_s if a else None) for a in (was, now)]
-        marks.append(f"accepted {' → '.join(seconds)}")
+        marks.append(f"accepted {' → '.join(units.seconds(a.optimized_s) for a in (was, now) if a)}")
     return marks
 
 

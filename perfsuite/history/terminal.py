@@ -58,20 +58,21 @@ def show_workload(
     devices = {p.run.machine.device: p.run.machine.device_name for p in points}
     several = ("device",) if len(devices) > 1 else ()
     right = ("optimized", "speedup", "change")
-    table = _table("date (UTC)", "kind", "revision", *several, *right, "verdict", "changed since", right=right)
+    marks = ("since the run before",) if any(p.marks for p in shown) else ()
+    table = _table("date (UTC)", "kind", "revision", *several, *right, "verdict", *marks, right=right)
     for p in reversed(shown):
         table.add_row(
             *(p.date, p.run.kind, p.revision),
             *((p.run.machine.device_name,) if several else ()),
             *(units.seconds(p.figures.optimized_s), p.speedup_shown, p.change_shown),
             verdict(p.figures.verdict),
-            Text("; ".join(p.marks), style="yellow"),
+            *((Text("; ".join(p.marks), style="yellow"),) if marks else ()),
         )
     out.print(table)
     out.print(Text(_shown(len(shown), len(points)), style="dim"), soft_wrap=True)
     for device, name in devices.items():
         own = [p for p in points if p.run.machine.device == device]
-        out.print(Text(f"{name}: {course(own)}"), soft_wrap=True)
+        out.print(Text(f"{name}, optimized: {course(own)}"), soft_wrap=True)
         for step in found:
             if step.device == device:
                 out.print(_step(step, "  "), soft_wrap=True)
