@@ -23,8 +23,9 @@ PENALTY, BY_LENGTH = 10.0, 2.0
 number of runs, since a longer series has more chances to show a step in pure noise."""
 LEAST = 0.01
 """Smallest step in log seconds: the gate resolves none below 1% either."""
-ALPHA = 0.01
-"""Level at which the ranks of the runs on both sides must differ, so that outliers are no step."""
+ALPHA, USUAL = 0.01, 60
+"""Level at which the ranks of the runs on both sides must differ, so that outliers are no step; in a series of more
+than USUAL runs, where several outliers may come together, divided by its multiple of that."""
 FLOOR = 0.002
 """Least noise in log seconds that is assumed: times may repeat exactly."""
 WINDOW, CLIP = 5, 3.0
@@ -147,7 +148,7 @@ def changes(times: Sequence[float]) -> list[int]:
     while len(bounds) > 2:
         chances = [_chance(times[a:b], times[b:c]) for a, b, c in zip(bounds, bounds[1:], bounds[2:], strict=False)]
         weakest = max(range(len(chances)), key=chances.__getitem__)
-        if chances[weakest] <= ALPHA:
+        if chances[weakest] <= ALPHA * min(1.0, USUAL / len(times)):
             break
         del bounds[weakest + 1]
     return [int(b) for b in bounds[1:-1]]
