@@ -93,7 +93,7 @@ def _connected(place: str) -> Iterator[sqlite3.Connection]:
             with _writing(connection):
                 if not _is_ours(connection):  # another process may have made them meanwhile
                     _make_tables(connection)
-        (problem,) = connection.execute("PRAGMA quick_check(1)").fetchone()
+        (problem,) = connection.execute("PRAGMA integrity_check(1)").fetchone()
         if problem != "ok":
             raise DamagedError(problem)
         yield connection

@@ -29,6 +29,9 @@ from perfsuite.report.model import Comparison
 
 pytest_plugins = ["pytester"]
 
+PAGE = 4096
+"""Bytes of a page of SQLite."""
+
 
 def look(root: Path, work: Callable[[Index], Any], **given: Any) -> Any:
     """Return what `work` makes of a project's index."""
@@ -183,14 +186,16 @@ def test_a_damaged_index_loses_no_run(tmp_path: Path, kind: str) -> None:
 
 
 def test_any_damaged_page_of_the_index_loses_no_run(tmp_path: Path) -> None:
-    written(tmp_path, *(run(n) for n in range(30)))
+    """Pages of rubbish, and pages that hold another page's rows."""
+    written(tmp_path, *(run(n) for n in range(60)))
     before = names(tmp_path)
     path = store.folder_of(tmp_path) / index.NAME
     whole = path.read_bytes()
-    pages = range(0, len(whole), 4096)
-    for start in pages[:: 1 if len(pages) < count(quick=12, full=10_000) else len(pages) // 8]:
-        path.write_bytes(whole[:start] + b"\x5a" * 4096 + whole[start + 4096 :])
-        assert names(tmp_path) == before, start
+    pages = [whole[start : start + PAGE] for start in range(0, len(whole), PAGE)]
+    every = [(n, other) for n in range(len(pages)) for other in (b"\x5a" * PAGE, *pages) if other != pages[n]]
+    for n, other in every[:: max(1, len(every) // count(quick=25, full=len(every)))]:
+        path.write_bytes(b"".join([*pages[:n], other, *pages[n + 1 :]]))
+        assert names(tmp_path) == before, n
 
 
 def test_an_index_that_cannot_be_written_is_made_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

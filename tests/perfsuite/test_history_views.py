@@ -90,6 +90,17 @@ def test_a_workload_is_shown_from_run_to_run(here: Path) -> None:
     assert listed.startswith("linear/dots[large] on nvidia-h200, since 2026-11-13")
 
 
+def test_steps_follow_the_runs(here: Path) -> None:
+    pytest.importorskip("ruptures")
+    runs = with_levels((12, 1e-5), (8, 1.2e-5))
+    written(here, *runs[:12])
+    assert "slower" not in history("dots").stdout
+    paths = written(here, *runs[12:])
+    assert "20.0% slower (12 runs before, 8 after)" in history("dots").stdout
+    paths[0].unlink()
+    assert "(12 runs before, 7 after)" in history("dots").stdout
+
+
 def test_a_step_between_uncommitted_runs_has_no_command() -> None:
     step: Any = pytest.importorskip("perfsuite.history.steps").Step(
         device="d", started="", revision="a" * 40, last="b" * 40, change=0.1, before=9, after=9
