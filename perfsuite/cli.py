@@ -393,7 +393,7 @@ def merge(reports: tuple[str, ...], report: str) -> None:
     import pytest
 
     from perfsuite import sharding
-    from perfsuite.report import jsonfile, markdown, terminal, write_all
+    from perfsuite.report import jsonfile, markdown, model, terminal, write_all
 
     try:
         whole = sharding.merge([jsonfile.read(Path(path)) for path in reports])
@@ -408,7 +408,25 @@ def merge(reports: tuple[str, ...], report: str) -> None:
         markdown.append_job_summary(whole)
     except PerfsuiteError as error:
         click.echo(str(error), err=True)
-    sys.exit(sharding.exit_code(whole))
+    sys.exit(model.exit_code(whole))
+
+
+@main.command()
+@click.argument("report", type=click.Path(dir_okay=False))
+@click.option("--page", metavar="URL", help="Address of the whole report, for a link.")
+def comment(report: str, page: str | None) -> None:
+    """Print a pull request's comment on REPORT (report.json).
+
+    Markdown of at most 65,536 characters, GitHub's limit. Its first line is a hidden marker, by which a later run finds
+    the comment to renew it.
+    """
+    from perfsuite.report import comment as comments
+    from perfsuite.report import jsonfile
+
+    try:
+        click.echo(comments.text(jsonfile.read(Path(report)), page), nl=False)
+    except PerfsuiteError as error:
+        raise click.ClickException(str(error)) from None
 
 
 @main.command(name="list")

@@ -9,15 +9,15 @@ reports when it is done. Nothing here imports anything heavy: every pytest run w
 from __future__ import annotations
 
 import sys
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 import pytest
 
-GREEN, CODE_AT_FAULT, ENDED_EARLY, UNDECIDED = 0, 1, 2, 10
-"""Exit codes of perfsuite. 3 to 6 are pytest's own (internal error, could not begin, nothing collected, warnings)."""
+from perfsuite.exit_codes import CODE_AT_FAULT, ENDED_EARLY, GREEN, UNDECIDED, of
+
+__all__ = ["AWAITED", "CODE_AT_FAULT", "ENDED_EARLY", "GREEN", "UNDECIDED", "Awaited", "asked", "expecting", "of"]
 
 
 @dataclass(slots=True)
@@ -66,13 +66,3 @@ def expecting(mode: str) -> Iterator[Awaited]:
 def asked() -> Awaited | None:
     """Return the verdict that the caller of pytest.main wants, if it has said so."""
     return _asked[-1] if _asked else None
-
-
-def of(verdicts: Iterable[Any], problems: Collection[str], *, early: bool = False, wrong: bool = False) -> int:
-    """Return the exit code of a run with these verdicts and problems; `wrong` where a proof failed."""
-    red = [v for v in verdicts if not v.status.green]
-    if wrong or any(v.status.blames_code or v.moved == "optimized" for v in red):
-        return CODE_AT_FAULT
-    if early:
-        return ENDED_EARLY
-    return UNDECIDED if red or problems else GREEN

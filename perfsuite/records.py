@@ -308,6 +308,18 @@ class Status(enum.StrEnum):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Excuse:
+    """The waiver that makes a verdict WAIVED, and the verdict that there would be without it."""
+
+    status: Status
+    owner: str
+    """Person or team that is responsible for ending it."""
+    until: str
+    """Last day, ISO 8601."""
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Verdict:
     """The gate's answer for one workload, in one line (`message`) and in figures.
 
@@ -332,6 +344,8 @@ class Verdict:
     """Side that the optimized side was compared with, e.g. "the accepted revision 1a2b3c4"; empty where there was
     none."""
     processes: int = 0
+    excuse: Excuse | None = None
+    """The waiver that covers it; None unless it is WAIVED."""
 
 
 def to_json(value: Any) -> Any:
@@ -417,7 +431,10 @@ def _plain(kind: Any) -> Reader:
         if type(data) is kind:
             return data
         if kind is float and isinstance(data, int) and not isinstance(data, bool):
-            return float(data)
+            try:
+                return float(data)
+            except OverflowError:
+                raise PerfsuiteError(f"{where} is an integer too large for a float") from None
         if not isinstance(data, kind) or (isinstance(data, bool) and kind is not bool):
             raise PerfsuiteError(f"{where} is {data!r}, not {kind.__name__}")
         return data

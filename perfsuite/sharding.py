@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from perfsuite import conclusion
 from perfsuite.errors import PerfsuiteError
 from perfsuite.report.model import Correctness, RunReport
 
@@ -122,9 +121,3 @@ def _joined(parts: Sequence[Correctness]) -> Correctness:
         skip_reasons=reasons,
         failures={i: why for p in parts for i, why in p.failures.items()},
     )
-
-
-def exit_code(report: RunReport) -> int:
-    """Return the exit code of a merged report, as for a run."""
-    wrong = bool(report.correctness.failed)
-    return conclusion.of(report.verdicts.values(), report.problems, early=not report.complete, wrong=wrong)

@@ -1,7 +1,8 @@
-"""`baselines/waivers.toml`: workloads that may be red for a time, each with a reason and an end date.
+"""`baselines/waivers.toml`: workloads that may be red for a time, each with an owner, a reason and an end date.
 
     [[waiver]]
     workload = "tests/geometry/test_rotor_update.py::rotor_update::speed[window64]"
+    owner = "Ada Lovelace"
     reason = "the driver's new scheduler; reported upstream"
     until = 2026-12-31
 
@@ -20,10 +21,16 @@ from pathlib import Path
 from typing import Any
 
 from perfsuite.errors import PerfsuiteError
-from perfsuite.records import Status, Verdict
+from perfsuite.records import Excuse, Status, Verdict
 
 WAIVABLE = (Status.REGRESSED, Status.BELOW_FLOOR, Status.NOISY)
-FIELDS = ("workload", "reason", "until")
+FIELDS = {
+    "workload": "'the id that a report shows'",
+    "owner": "'the person or team that ends it'",
+    "reason": "'why it may be red'",
+    "until": "2026-12-31, unquoted",
+}
+"""Required field → what to write."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -31,6 +38,7 @@ class Waiver:
     """One workload excused through the day `until`."""
 
     workload: str
+    owner: str
     reason: str
     until: date
 
@@ -76,12 +84,14 @@ def _read(table: Any, *, today: date, known_ids: Collection[str]) -> Waiver:
         raise PerfsuiteError("is not a table; write [[waiver]] in double brackets")
     for name in sorted(set(table) - set(FIELDS)):
         raise PerfsuiteError(f"unknown field {name!r}; the fields are {', '.join(FIELDS)}")
-    for name in FIELDS:
+    for name, what in FIELDS.items():
         if name not in table:
-            raise PerfsuiteError(f"lacks {name!r}; give {', '.join(FIELDS)}")
-    workload, reason, until = (table[name] for name in FIELDS)
+            raise PerfsuiteError(f"lacks {name!r}; write {name} = {what}")
+    workload, owner, reason, until = (table[name] for name in FIELDS)
     if not isinstance(workload, str) or workload not in known_ids:
         raise PerfsuiteError(f"there is no workload {workload!r}; correct the id, or remove the waiver")
+    if not isinstance(owner, str) or not owner.strip():
+        raise PerfsuiteError(f"the waiver of {workload} names no owner; write owner = 'a person or team'")
     if not isinstance(reason, str) or not reason.strip():
         raise PerfsuiteError(f"the waiver of {workload} gives no reason; say why")
     # A date-time is a date to Python; an end at some hour of some zone is not what is meant.
@@ -89,7 +99,7 @@ def _read(table: Any, *, today: date, known_ids: Collection[str]) -> Waiver:
         raise PerfsuiteError(f"until = {until!r} of {workload} is not a date; write until = 2026-12-31, unquoted")
     if today > until:
         raise PerfsuiteError(f"the waiver of {workload} ended on {until}; mend the workload, or extend or remove it")
-    return Waiver(workload=workload, reason=" ".join(reason.split()), until=until)
+    return Waiver(workload=workload, owner=" ".join(owner.split()), reason=" ".join(reason.split()), until=until)
 
 
 def apply(verdicts: Mapping[str, Verdict], waivers: Sequence[Waiver]) -> dict[str, Verdict]:
@@ -102,5 +112,8 @@ def apply(verdicts: Mapping[str, Verdict], waivers: Sequence[Waiver]) -> dict[st
 
 
 def _waived(verdict: Verdict, waiver: Waiver) -> Verdict:
-    message = f"WAIVED until {waiver.until} ({waiver.reason}): {verdict.message}"
-    return replace(verdict, status=Status.WAIVED, message=message)
+    excuse = Excuse(status=verdict.status, owner=waiver.owner, until=waiver.until.isoformat(), reason=waiver.reason)
+    message = (
+        f"WAIVED until {excuse.until}, owner {excuse.owner} ({excuse.reason}): without the waiver {verdict.message}"
+    )
+    return replace(verdict, status=Status.WAIVED, message=message, excuse=excuse)

@@ -10,13 +10,15 @@ import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-
-import jinja2
+from typing import TYPE_CHECKING
 
 from perfsuite.records import Limit, Measurement, PromiseRecord, Status, complete
 from perfsuite.report import model, units
 from perfsuite.report.files import write as write_text
 from perfsuite.report.model import Row, RunReport
+
+if TYPE_CHECKING:
+    import jinja2
 
 WIDTH, LEFT, RIGHT, ROW, TOP, BOTTOM = 440, 12, 12, 18, 8, 22
 """Dimensions of a plot, in its own units."""
@@ -89,6 +91,8 @@ def page(report: RunReport) -> str:
         headline=model.headline(report),
         machine=_machine(report),
         failures=_failures(report),
+        excused=model.excused(report),
+        without_waivers=model.without_waivers(report),
         units=units,
         tones=TONES,
         plot_width=WIDTH,
@@ -337,6 +341,8 @@ def _signed(fraction: float) -> str:
 @functools.cache
 def template(name: str) -> jinja2.Template:
     """Return a page's template by its path in the package; `report/style.css` is what all pages include."""
+    import jinja2  # here, so that the other forms need only the standard library
+
     environment = jinja2.Environment(
         loader=jinja2.PackageLoader("perfsuite", "."),
         autoescape=True,

@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from perfsuite.errors import PerfsuiteError
+from perfsuite.errors import PerfsuiteError, printable
 from perfsuite.records import from_json, to_json
 from perfsuite.report.files import write as write_text
 from perfsuite.report.model import RunReport
 
 SCHEMA = 1
+MOST = 300
+"""Most characters of an error's message, which quotes the file."""
 
 
 def document(report: RunReport) -> str:
@@ -27,7 +29,7 @@ def parse(text: str, source: str = "the report") -> RunReport:
     """Return the report that `document` gave. Raises PerfsuiteError in one line for anything else."""
     try:
         data = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise PerfsuiteError(f"{source} is not JSON: {error}; run again to write a new one") from None
     schema = data.pop("perfsuite_report", None) if isinstance(data, dict) else None
     if schema != SCHEMA:
@@ -36,7 +38,7 @@ def parse(text: str, source: str = "the report") -> RunReport:
     try:
         return from_json(RunReport, data)
     except PerfsuiteError as error:
-        raise PerfsuiteError(f"{source}: {error}; run again to write a new one") from None
+        raise PerfsuiteError(f"{source}: {printable(error)[:MOST]}; run again to write a new one") from None
 
 
 def read(path: Path) -> RunReport:

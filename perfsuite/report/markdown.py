@@ -10,13 +10,28 @@ from perfsuite.baseline import Entry
 from perfsuite.errors import PerfsuiteError
 from perfsuite.records import Measurement
 from perfsuite.report import units
-from perfsuite.report.model import Row, RunReport, entry_row, headline, left_out, machine_line, not_green, row, rows
+from perfsuite.report.escaping import escape
+from perfsuite.report.model import (
+    Row,
+    RunReport,
+    entry_row,
+    excused,
+    findings,
+    headline,
+    left_out,
+    machine_line,
+    row,
+    rows,
+    without_waivers,
+)
 
 BEGIN = "<!-- perfsuite:table -->"
 END = "<!-- /perfsuite:table -->"
 
 HEADINGS = ("technique", "workload", "reference", "optimized", "speedup", "best rival", "limit")
-RIGHT = ("reference", "optimized", "speedup", "limit")
+RIGHT = ("reference", "optimized", "speedup", "limit", "change")
+MOST, CELL = 1000, 200
+"""Most characters of a text of others, such as a failure's message; of one in a table."""
 
 
 def table(source: Iterable[Entry] | Mapping[str, Sequence[Measurement]]) -> str:
@@ -41,20 +56,15 @@ def insert(text: str, content: str) -> str:
 
 def summary(report: RunReport) -> str:
     """Return the run for a pull request's reader: the answer first, then the table."""
-    every = rows(report)
-    bad = bool(report.problems or not report.complete or not_green(report) or report.correctness.failed)
-    lines = [f"## {'❌' if bad else '✅'} perfsuite: {escape(headline(report))}", ""]
-    failures = list(report.problems)
-    if not report.complete:
-        failures.append("interrupted: this report holds what was measured until then")
-    failures += [f"{item}: {why}" for item, why in report.correctness.failures.items()]
-    failures += [f"{v.status.value}: {v.message}" for v in not_green(report)]
+    failures = findings(report)
+    lines = [f"## {'❌' if failures else '✅'} perfsuite: {escape(headline(report))}", ""]
     lines += [f"- {escape(failure)}" for failure in failures]
     if failures:
         lines.append("")
-    if every:
-        cells = [[*_cells(r), _clock(r), r.status.value if r.status else ""] for r in every]
-        lines += [_table((*HEADINGS, "SM clock", "verdict"), cells), ""]
+    if report.ids:
+        lines += [*every_row(report), ""]
+    if excused(report):
+        lines += [f"{without_waivers(report)}:", "", *every_excuse(report), ""]
     notes = left_out(report)
     lines += [f"- {escape(note)}" for note in notes]
     if notes:
@@ -64,6 +74,21 @@ def summary(report: RunReport) -> str:
         escape(f"{machine_line(report.machine)}{revision}, {report.started}, {units.duration(report.seconds)}")
     )
     return "\n".join(lines) + "\n"
+
+
+def every_row(report: RunReport) -> list[str]:
+    """Return the lines of the table of all workloads: two of headings, then one a workload."""
+    cells = [[*_cells(r), r.change, _clock(r), r.status.value if r.status else ""] for r in rows(report)]
+    return _table((*HEADINGS, "change", "SM clock", "verdict"), cells).splitlines()
+
+
+def every_excuse(report: RunReport) -> list[str]:
+    """Return the lines of the table of what a waiver covers: two of headings, then one a workload."""
+    cells = [
+        [*_names(r), e.status.value, *(escape(text, CELL) for text in (e.owner, e.until, e.reason))]
+        for r, e in excused(report)
+    ]
+    return _table(("technique", "workload", "without the waiver", "owner", "until", "reason"), cells).splitlines()
 
 
 def append_job_summary(report: RunReport) -> bool:
@@ -79,33 +104,27 @@ def append_job_summary(report: RunReport) -> bool:
     return True
 
 
-def escape(text: str) -> str:
-    """Escape text so that it shows as it is, also in a table cell: no markup of its own, one line."""
-    one_line = " ".join(text.split())
-    for character in "\\`*[]<>|":
-        one_line = one_line.replace(character, f"\\{character}" if character not in "<>" else _ENTITIES[character])
-    return one_line
-
-
-_ENTITIES = {"<": "&lt;", ">": "&gt;"}
+def _names(r: Row) -> tuple[str, str]:
+    return escape(r.technique, CELL), escape(r.workload, CELL)
 
 
 def _cells(r: Row) -> list[str]:
     return [
-        escape(r.technique),
-        escape(r.workload),
+        *_names(r),
         r.reference,
         units.seconds(r.optimized_s),
         r.times_as_fast,
         _rival(r),
-        f"{units.percent(r.limit_fraction)} {r.limit_by}".strip() if r.limit_fraction is not None else units.MISSING,
+        f"{units.percent(r.limit_fraction)} {escape(r.limit_by, CELL)}".strip()
+        if r.limit_fraction is not None
+        else units.MISSING,
     ]
 
 
 def _rival(r: Row) -> str:
     if r.rival is None:
         return units.MISSING
-    text = f"{escape(r.rival)} {units.seconds(r.rival_s)}"
+    text = f"{escape(r.rival, CELL)} {units.seconds(r.rival_s)}"
     if not r.loses or r.against_rival is None:
         return text
     return text + (" **(not beaten)**" if r.is_slower_than_rival else " **(equal)**")
@@ -114,7 +133,7 @@ def _rival(r: Row) -> str:
 def _clock(r: Row) -> str:
     if r.sm_clock_mhz is None:
         return units.MISSING
-    return f"{r.sm_clock_mhz:.0f} MHz" + (f" ({', '.join(r.throttle)})" if r.throttle else "")
+    return f"{r.sm_clock_mhz:.0f} MHz" + (f" ({escape(', '.join(r.throttle), CELL)})" if r.throttle else "")
 
 
 def _table(headings: Sequence[str], cells: Iterable[Sequence[str]]) -> str:

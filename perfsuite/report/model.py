@@ -10,8 +10,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from perfsuite import exit_codes
 from perfsuite.baseline import Entry
-from perfsuite.records import Counts, Machine, Measurement, PromiseRecord, SideRecord, Status, Verdict, complete
+from perfsuite.records import Counts, Excuse, Machine, Measurement, PromiseRecord, SideRecord, Status, Verdict, complete
 from perfsuite.report import units
 
 BASE_SIDES = ("optimized", "reference", "accepted")
@@ -421,3 +422,43 @@ def not_green(report: RunReport) -> tuple[Verdict, ...]:
     """Return the verdicts that are not green, in the order of the rows."""
     every = [report.verdicts[r.id] for r in rows(report) if r.id in report.verdicts]
     return tuple(v for v in every if not v.status.green)
+
+
+def exit_code(report: RunReport) -> int:
+    """Return the exit code of a run with this report."""
+    wrong = bool(report.correctness.failed)
+    return exit_codes.of(report.verdicts.values(), report.problems, early=not report.complete, wrong=wrong)
+
+
+OUTCOMES = {
+    exit_codes.GREEN: "green",
+    exit_codes.CODE_AT_FAULT: "red: the code is at fault",
+    exit_codes.ENDED_EARLY: "red: it ended early",
+    exit_codes.UNDECIDED: "undecided: the machine, the baseline or the measurement is at fault",
+}
+"""Exit code → the run in words."""
+
+
+def findings(report: RunReport) -> list[str]:
+    """Return a line for each reason why the run is not green, those of the run as a whole first."""
+    lines = list(report.problems)
+    if not report.complete:
+        lines.append("interrupted: this report holds what was measured until then")
+    lines += [f"{item}: {why}" for item, why in report.correctness.failures.items()]
+    return lines + [f"{v.status}: {v.message.removeprefix(f'{v.status} ')}" for v in not_green(report)]
+
+
+def excused(report: RunReport) -> tuple[tuple[Row, Excuse], ...]:
+    """Return each workload that a waiver covers, with the waiver."""
+    waivers = ((r, report.verdicts[r.id].excuse) for r in rows(report) if r.id in report.verdicts)
+    return tuple((r, excuse) for r, excuse in waivers if excuse is not None)
+
+
+def without_waivers(report: RunReport) -> str:
+    """Return in one line what the run would be without its waivers; empty where no waiver covers anything."""
+    found = {r.id: excuse for r, excuse in excused(report)}
+    if not found:
+        return ""
+    bare = {i: replace(v, status=found[i].status) if i in found else v for i, v in report.verdicts.items()}
+    code = exit_code(replace(report, verdicts=bare))
+    return f"{units.count(len(found), 'workload')} excused; without the waivers this run is {OUTCOMES[code]}"

@@ -15,7 +15,7 @@ from rich.text import Text
 
 from perfsuite.records import Status
 from perfsuite.report import units
-from perfsuite.report.model import Row, RunReport, headline, left_out, machine_line, not_green, rows
+from perfsuite.report.model import Row, RunReport, headline, left_out, machine_line, not_green, rows, without_waivers
 
 PLAIN_WIDTH = 100
 """Columns where the output is no terminal: a CI log's, not the 80 that would fold every row."""
@@ -99,6 +99,8 @@ def attention(report: RunReport, every: tuple[Row, ...]) -> list[Text]:
         lines.append(Text("✗ interrupted: this report holds what was measured until then", style="red"))
     lines += [Text(f"✗ {item}: {why}", style="red") for item, why in report.correctness.failures.items()]
     lines += [Text(f"✗ {verdict.message}", style="red") for verdict in not_green(report)]
+    if excused := without_waivers(report):
+        lines.append(Text(f"• {excused}", style="yellow"))
     for row in every:
         if row.status in (Status.WAIVED, Status.IMPROVED):
             lines.append(Text(f"• {row.message}", style="yellow"))

@@ -19,7 +19,20 @@ from perfsuite.records import Ran, Status
 
 pytest_plugins = ["pytester"]
 
-COMMANDS = ("accept", "bisect", "compare", "doctor", "gate", "history", "list", "merge", "run", "table")
+COMMANDS = (
+    "accept",
+    "bisect",
+    "comment",
+    "compare",
+    "doctor",
+    "gate",
+    "history",
+    "init",
+    "list",
+    "merge",
+    "run",
+    "table",
+)
 
 
 @pytest.fixture

@@ -18,6 +18,7 @@ from perfsuite import baseline, sharding
 from perfsuite.errors import PerfsuiteError
 from perfsuite.records import Status, Verdict
 from perfsuite.report import Correctness, RunReport, jsonfile
+from perfsuite.report.model import exit_code
 from perfsuite.sharding import Shard, keep, merge, parse
 
 pytest_plugins = ["pytester"]
@@ -80,7 +81,7 @@ def report(number: int, count: int = 2, **fields: Any) -> RunReport:
 def test_all_parts_are_one_report() -> None:
     whole = merge([report(2), report(1)])
     assert whole.problems == ()
-    assert sharding.exit_code(whole) == 0
+    assert exit_code(whole) == 0
     assert (whole.selected, whole.collected, whole.partial, whole.shard) == (2, 2, None, "")
     assert sorted(whole.verdicts) == sorted(whole.measurements) == sorted(whole.workloads)
     assert whole.seconds == 20.0
@@ -123,14 +124,14 @@ FAULTS: dict[str, tuple[Sequence[RunReport], str, int]] = {
 def test_a_whole_is_as_red_as_its_worst_part(fault: str) -> None:
     reports, problem, code = FAULTS[fault]
     whole = merge(reports)
-    assert sharding.exit_code(whole) == code
+    assert exit_code(whole) == code
     assert any(problem in p for p in whole.problems) if problem else not whole.problems
 
 
 def test_a_workload_that_is_for_no_machine_needs_no_verdict() -> None:
     skipping = report(2, verdicts={}, measurements={}, skipped=(W2,))
     whole = merge([report(1), skipping])
-    assert sharding.exit_code(whole) == 0
+    assert exit_code(whole) == 0
     assert whole.skipped == (W2,)
 
 

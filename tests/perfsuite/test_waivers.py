@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from perfsuite.errors import PerfsuiteError
-from perfsuite.records import Status, Verdict
+from perfsuite.records import Excuse, Status, Verdict
 from perfsuite.waivers import WAIVABLE, Waiver, apply, load
 
 TODAY = date(2026, 11, 21)
@@ -16,6 +16,7 @@ KNOWN = {"a.py::a::speed[w]", "b.py::b::speed[w]"}
 GOOD = """
 [[waiver]]
 workload = "a.py::a::speed[w]"
+owner = "Ada  Lovelace"
 reason = "driver 590's scheduler, reported"
 until = 2026-12-31
 """
@@ -28,7 +29,12 @@ def read(tmp_path: Path, text: str, today: date = TODAY) -> tuple[Waiver, ...]:
 
 
 def test_a_waiver_is_read(tmp_path: Path) -> None:
-    expected = Waiver(workload="a.py::a::speed[w]", reason="driver 590's scheduler, reported", until=date(2026, 12, 31))
+    expected = Waiver(
+        workload="a.py::a::speed[w]",
+        owner="Ada Lovelace",
+        reason="driver 590's scheduler, reported",
+        until=date(2026, 12, 31),
+    )
     assert read(tmp_path, GOOD) == (expected,)
 
 
@@ -48,7 +54,10 @@ def test_no_file_and_an_empty_one_waive_nothing(tmp_path: Path) -> None:
         (GOOD.replace('workload = "a.py::a::speed[w]"', ""), "lacks 'workload'"),
         (GOOD.replace('reason = "driver 590\'s scheduler, reported"', ""), "lacks 'reason'"),
         (GOOD.replace("until = 2026-12-31", ""), "lacks 'until'"),
-        (GOOD + 'owner = "me"', "unknown field 'owner'"),
+        (GOOD.replace('owner = "Ada  Lovelace"', ""), "waiver 1: lacks 'owner'; write owner = 'the person or team"),
+        (GOOD.replace("Ada  Lovelace", " "), "names no owner; write owner = 'a person or team'"),
+        (GOOD.replace('"Ada  Lovelace"', "7"), "names no owner"),
+        (GOOD + 'team = "me"', "unknown field 'team'"),
         (GOOD.replace("driver 590's scheduler, reported", "  "), "no reason"),
         (GOOD.replace('"driver 590\'s scheduler, reported"', "3"), "no reason"),
         (GOOD.replace("2026-12-31", '"2026-12-31"'), "not a date"),
@@ -103,7 +112,10 @@ def test_only_speed_is_waived(tmp_path: Path, status: Status) -> None:
         assert waived.status is Status.WAIVED
         assert waived.status.green
         assert waived.slowdown == 0.03
-        for part in (found.message, "driver 590's scheduler", "2026-12-31"):
+        assert waived.excuse == Excuse(
+            status=status, owner="Ada Lovelace", until="2026-12-31", reason="driver 590's scheduler, reported"
+        )
+        for part in (f"without the waiver {found.message}", "driver 590's scheduler", "2026-12-31", "Ada Lovelace"):
             assert part in waived.message
         assert "\n" not in waived.message
     else:

@@ -1,0 +1,115 @@
+"""The comment on a pull request: the verdict, what is red and why, and all rows folded away.
+
+The report may come from code that nobody has reviewed: whatever it holds shows as text, and mentions nobody. Nothing
+here needs more than the standard library, because the job that posts the comment holds a token that may write.
+"""
+
+from __future__ import annotations
+
+import re
+
+from perfsuite.errors import PerfsuiteError
+from perfsuite.exit_codes import CODE_AT_FAULT, ENDED_EARLY, GREEN, UNDECIDED
+from perfsuite.report import markdown, units
+from perfsuite.report.escaping import escape
+from perfsuite.report.model import (
+    RunReport,
+    excused,
+    exit_code,
+    findings,
+    headline,
+    left_out,
+    machine_line,
+    not_green,
+    without_waivers,
+)
+
+MARKER = "<!-- perfsuite:comment -->"
+"""First line of the comment, which does not show: by it a later run finds the comment to renew."""
+
+LIMIT = 65_536
+"""Most characters of a comment on GitHub, counted here as UTF-16 does, which is never less than GitHub counts."""
+
+PARTS = {"findings": 24_000, "excuses": 12_000, "notes": 4_000}
+"""Most characters of each part before the table of all rows, which gets what is left."""
+
+MARKS = {GREEN: "✅", CODE_AT_FAULT: "❌", ENDED_EARLY: "❌", UNDECIDED: "⚠️"}
+
+
+def text(report: RunReport, page: str | None = None) -> str:
+    """Return the comment, of at most `LIMIT` characters; it says what it leaves out. `page` is the address of the
+    whole report. Raises PerfsuiteError for an address that is none, and for figures that cannot be shown."""
+    if page is not None and not re.fullmatch(r"https?://[^\s<>()\[\]\\\"`|]+", page):
+        raise PerfsuiteError(f"--page {page!r} is no address; give one that begins with https:// and has no space")
+    try:
+        return _text(report, page)
+    except (ArithmeticError, ValueError) as error:  # a report that perfsuite has not written
+        raise PerfsuiteError(f"the report has a figure that cannot be shown: {error}; run again") from None
+
+
+def _text(report: RunReport, page: str | None) -> str:
+    code = exit_code(report)
+    lines = [MARKER, f"### {MARKS[code]} {escape(sentence(report, code))}", "", escape(headline(report)), ""]
+    end = [f"[The whole report]({page})", ""] if page else []
+    place = escape(f"{machine_line(report.machine)}, revision {report.revision or 'unknown'}", markdown.MOST)
+    end.append(f"<sub>{place}</sub>")
+    lines += _list(findings(report), PARTS["findings"])
+    if waived := excused(report):
+        lines += [f"**{escape(without_waivers(report))}:**", ""]
+        lines += _table(markdown.every_excuse(report), PARTS["excuses"], len(waived))
+    notes = _list(left_out(report), PARTS["notes"])
+    if report.ids:
+        name = f"<summary>{units.count(len(report.ids), 'workload')}</summary>"
+        fold, closing = ["<details>", name, ""], ["</details>", ""]
+        used = _length([*lines, *fold, *closing, *notes, *end])
+        lines += [*fold, *_table(markdown.every_row(report), LIMIT - used - 200, len(report.ids)), *closing]
+    return "\n".join([*lines, *notes, *end]) + "\n"
+
+
+def sentence(report: RunReport, code: int) -> str:
+    """Return the verdict of a run in one sentence."""
+    every, red = len(report.verdicts), len(not_green(report))
+    shares = [f"{red} of {units.count(every, 'workload')} not green"] if red else []
+    if report.correctness.failed:
+        shares.append(f"{units.count(report.correctness.failed, 'proof')} failed")
+    why = f" ({', '.join(shares)})" if shares else ""
+    if code == CODE_AT_FAULT:
+        return f"perfsuite is red: the code is at fault{why}."
+    if code == ENDED_EARLY:
+        return f"perfsuite is red: the run ended early{why}."
+    if code == UNDECIDED:
+        return f"perfsuite cannot decide: the machine, the baseline or the measurement is at fault{why}."
+    if not every:
+        return "perfsuite is green, but nothing was compared with a baseline."
+    waived = len(excused(report))
+    but = f", {waived} of them excused by a waiver" if waived else ""
+    return f"perfsuite is green: {units.count(every, 'workload')}{but}."
+
+
+def _list(texts: list[str], room: int) -> list[str]:
+    """Return the texts as a list, as many as there is room for, and a line that counts the others."""
+    kept = _fitting([f"- {escape(text, markdown.MOST)}" for text in texts], room)
+    if len(kept) < len(texts):
+        kept.append(f"- … and {len(texts) - len(kept)} more, in the whole report")
+    return [*kept, ""] if kept else []
+
+
+def _table(table: list[str], room: int, count: int) -> list[str]:
+    """Return the lines of a table, as many as there is room for, and a line that counts the others."""
+    kept = _fitting(table, room)
+    left = len(table) - len(kept)
+    return [*kept, "", *([f"… and {left} of {count} more, in the whole report", ""] if left else [])]
+
+
+def _fitting(lines: list[str], room: int) -> list[str]:
+    kept = []
+    for line in lines:
+        room -= _length([line])
+        if room < 0:
+            break
+        kept.append(line)
+    return kept
+
+
+def _length(lines: list[str]) -> int:
+    return sum(len(line.encode("utf-16-le", "surrogatepass")) // 2 + 1 for line in lines)
