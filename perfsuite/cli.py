@@ -429,6 +429,23 @@ def comment(report: str, page: str | None) -> None:
         raise click.ClickException(str(error)) from None
 
 
+@main.command()
+@click.argument("folder", default=".", type=click.Path())
+@click.option("--ci", type=click.Choice(["github", "gitlab"]), default="github", show_default=True, help="Whose CI.")
+def init(folder: str, ci: str) -> None:
+    """Write a first pair, an example of waivers and a CI workflow into FOLDER, and print the next commands.
+
+    FOLDER is the top folder of a repository; by default the current one. What exists is left as it is, and named.
+    """
+    from perfsuite import scaffold
+
+    try:
+        for line in scaffold.write(Path(folder), ci):
+            click.echo(line)
+    except PerfsuiteError as error:
+        raise click.ClickException(str(error)) from None
+
+
 @main.command(name="list")
 @_selection
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
