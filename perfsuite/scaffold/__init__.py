@@ -117,7 +117,8 @@ def _next(
         yield "Add the lines that the README gives for GitLab to your .gitlab-ci.yml."
     ours = [path for path in written if path in FILES[ci]]
     if ours and origin.repository == PLACEHOLDER.repository:
-        yield f"Replace {origin.repository}@{origin.ref} in {' and '.join(ours)} by the address of perfsuite's repository."
+        where = " and ".join(ours)
+        yield f"Replace {origin.repository}@{origin.ref} in {where} by the address of perfsuite's repository."
     yield ""
     yield "Next, on the machine that is to be gated:"
     yield ""

@@ -1,4 +1,4 @@
-"""`perfsuite init`: what it writes and leaves, and that the commands it prints end in a green gate and then a red one."""
+"""`perfsuite init`: what it writes and leaves; the commands that it prints end in a green gate, and then a red one."""
 
 from __future__ import annotations
 

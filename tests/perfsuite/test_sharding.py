@@ -14,7 +14,7 @@ from builders import MACHINE, measurement
 from click.testing import Result
 from scratch import Failure, Project, fails, lines_with, times
 
-from perfsuite import baseline, sharding
+from perfsuite import baseline
 from perfsuite.errors import PerfsuiteError
 from perfsuite.records import Status, Verdict
 from perfsuite.report import Correctness, RunReport, jsonfile
