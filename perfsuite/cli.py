@@ -435,8 +435,8 @@ def comment(report: str, page: str | None) -> None:
 def init(folder: str, ci: str) -> None:
     """Write a first pair and the CI workflow into FOLDER, and print the next commands.
 
-    Also an example of waivers. FOLDER is the top folder of a repository; by default the current one. What exists is left
-    as it is, and named.
+    Also an example of waivers. FOLDER is the top folder of a repository; by default the current one. What exists is
+    left as it is, and named.
     """
     from perfsuite import scaffold
 
