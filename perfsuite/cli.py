@@ -433,7 +433,7 @@ def comment(report: str, page: str | None) -> None:
 @click.argument("folder", default=".", type=click.Path())
 @click.option("--ci", type=click.Choice(["github", "gitlab"]), default="github", show_default=True, help="Whose CI.")
 def init(folder: str, ci: str) -> None:
-    """Write a first pair and the CI workflow into FOLDER, and print the next commands.
+    """Write a first pair and CI workflows, and print the next commands.
 
     Also an example of waivers. FOLDER is the top folder of a repository; by default the current one. What exists is
     left as it is, and named.
