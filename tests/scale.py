@@ -17,12 +17,13 @@ def count(*, quick: int, full: int) -> int:
     return full if FULL else quick
 
 
-MOST_DRAWS = 500
+def draws(*, cpu: int, otherwise: int | None = None) -> int | None:
+    """Return the limit on a pair's draws: `cpu` in `make test` without a GPU, and `otherwise` in all other runs.
 
-
-def draws(*, cpu: int) -> int:
-    """Most draws of a pair's proof: `cpu` in `make test` without a GPU, as many as are asked for otherwise."""
-    return MOST_DRAWS if FULL or torch.cuda.is_available() else cpu
+    A pair with a limit takes random draws alone. Without one it also takes those that hold every kind of inputs, and
+    large sizes; this is what `make test-all` and a GPU are for.
+    """
+    return otherwise if FULL or torch.cuda.is_available() else cpu
 
 
 FULLY = pytest.mark.skipif(not FULL, reason="runs in make test-all")

@@ -1,3 +1,5 @@
+from scale import draws
+
 from optimized.distributed.ddp import ddp as optimized
 from perfsuite import Pair, Workload, floats, size, stateful, tensor
 from reference.distributed.ddp import ddp as reference
@@ -34,6 +36,7 @@ ddp = Pair(
     },
     steps=(1, 2, 7),
     ranks=(2, 4),
+    max_examples=draws(cpu=10),
     workloads=[
         Workload("cpu", micro=2, rows=16, features=32, hidden=64, outputs=8, clock="wall", device="cpu"),
         # In some calls DistributedDataParallel waits for events of its own timers.

@@ -1,5 +1,6 @@
 import pytest
 import torch
+from scale import draws
 
 from optimized.geometry import rotor_cache as module
 from optimized.geometry.rotor_apply import rotor_apply
@@ -45,6 +46,7 @@ rotor_cache = Pair(
     },
     variants={"triton": stateful(side(rotor_cache_triton, available=triton_reason))},
     steps=(1, 2, 17),
+    max_examples=draws(cpu=14),
     unsupported=UNSUPPORTED,
     workloads=[
         Workload("m2048", k=6, M=2048, n=8, W=16, device="cuda", repeat=16, speedup=4.0, host_syncs=0, launches=1),
@@ -67,6 +69,7 @@ rotor_cache_turning = Pair(
     sizes={"k": size(0, 34), "M": size(1, 66), "n": size(0, 18, multiple_of=2), "W": size(0, 40)},
     variants={"triton": stateful(side(rotor_cache_triton, available=triton_reason))},
     steps=(1, 2, 17),
+    max_examples=draws(cpu=14),
     unsupported=UNSUPPORTED,
     workloads=[
         Workload("m2048", k=6, M=2048, n=8, W=16, device="cuda", host_syncs=0),

@@ -1,5 +1,6 @@
 import pytest
 import torch
+from scale import draws
 
 from optimized.kernels import triton_reason
 from optimized.optimizers.fused_adamw import adamw as optimized
@@ -88,7 +89,7 @@ fused_adamw_cnn = Pair(
         "classes": size(0, 5),
     },
     steps=(1, 2, 17),
-    max_examples=16,  # the same kernels as `fused_adamw`'s
+    max_examples=draws(cpu=10, otherwise=16),  # the same kernels as `fused_adamw`'s
     rivals=RIVALS,
     variants=VARIANTS,
     workloads=[

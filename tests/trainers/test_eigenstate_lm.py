@@ -15,7 +15,7 @@ import numpy
 import pytest
 import torch
 from curves import NEIGHBOURS, a_rounding_away, deviation_of, share_of_rule
-from scale import FULLY, count
+from scale import FULLY, count, draws
 from states import same, through_a_file
 
 from optimized.trainers import eigenstate_lm as module
@@ -130,6 +130,7 @@ eigenstate_lm = Pair(
     },
     gradients=False,
     sizes={"V": size(3, 12), "D": size(1, 12), "N": size(90, 120)},
+    max_examples=draws(cpu=12),
     steps=(1, 2),
     workloads=[
         Workload(

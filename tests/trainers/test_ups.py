@@ -16,7 +16,7 @@ import pytest
 import torch
 from click.testing import CliRunner
 from curves import NEIGHBOURS, a_rounding_away, deviation_of, share_of_rule
-from scale import count
+from scale import count, draws
 from states import same, through_a_file
 
 from optimized.compilation import compiled_function
@@ -174,6 +174,7 @@ ups = Pair(
     },
     gradients=False,
     sizes={"L": size(2, 9), "W": size(8, 16, multiple_of=4)},
+    max_examples=draws(cpu=12),
     steps=(1, 2),
     workloads=[
         Workload(
