@@ -17,7 +17,8 @@ import sys
 import time
 import warnings
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Generator, Sequence
+from collections.abc import Callable, Collection, Generator, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -291,6 +292,17 @@ class Project:
         self.monkeypatch.setattr("perfsuite.control.Workers", self.workers)
         self.monkeypatch.setattr("perfsuite.guard.check", lambda: None)  # it would find the replaced workers
         return self.workers
+
+    @contextmanager
+    def pretending(self, outcome: Any) -> Iterator[None]:
+        """Measure nothing within the block, as after `measured`; afterwards runs measure again."""
+        outer = self.monkeypatch
+        try:
+            with outer.context() as self.monkeypatch:
+                self.measured(outcome)
+                yield
+        finally:
+            self.monkeypatch, self.workers = outer, None
 
     def run(self, *arguments: str) -> pytest.RunResult:
         """Run pytest in this process; warnings are not errors, as they are in our own tests.
