@@ -1,4 +1,4 @@
-"""What `perfsuite history` shows."""
+"""The output of `perfsuite history`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from perfsuite.report.terminal import console
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Found:
-    """What the index says of one workload, or without one of the last runs."""
+    """The index's answer for one workload, or for the last runs if none is given."""
 
     problems: tuple[str, ...]
     total: int

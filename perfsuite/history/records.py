@@ -1,4 +1,4 @@
-"""What the history keeps of a run: figures of its report, without the samples."""
+"""Records of the history: the figures of a run's report, without the samples."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from perfsuite.report.model import Comparison, RunReport
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Accepted:
-    """What a baseline holds of a workload."""
+    """The accepted figures of a workload in a baseline."""
 
     date: str
     """ISO date-time of the latest session."""
@@ -47,9 +47,9 @@ class Figures:
     least: bool = False
     """Whether the reference was stopped: its seconds and the speedup are lower bounds."""
     costs: Counts = dataclasses.field(default_factory=Counts)
-    """What a call of the optimized side took besides time."""
+    """Host syncs, launches and memory of a call of the optimized side."""
     baseline: Accepted | None = None
-    """What the run's baseline held; None where the run read none."""
+    """The figures in the run's baseline; None where the run read none."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -29,13 +29,13 @@ class Point:
     run: Run
     figures: Figures
     accepted: Accepted | None
-    """What was accepted on the device when the run began."""
+    """The figures that were accepted on the device when the run began."""
     change: float | None
     """Time against the accepted one (0.03 = 3% slower)."""
     stored: bool = False
     """Whether the change is against the accepted figure, because the accepted revision was not timed beside it."""
     marks: tuple[str, ...] = ()
-    """What changed since the run before, of the same device unless that changed itself."""
+    """Changes since the run before: on the same device, unless the device itself changed."""
 
     @property
     def date(self) -> str:

@@ -19,7 +19,7 @@ RULE = 1
 SIZE = 4
 """Fewest runs on each side of a step."""
 PENALTY, BY_LENGTH = 10.0, 2.0
-"""What a step must explain in variances of the noise: the sum of the first and of the second times the logarithm of the
+"""Least that a step must explain, in variances of the noise: the first plus the second times the logarithm of the
 number of runs, since a longer series has more chances to show a step in pure noise."""
 LEAST = 0.01
 """Smallest step in log seconds: the gate resolves none below 1% either."""

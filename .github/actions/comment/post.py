@@ -27,7 +27,7 @@ FILE = "report.json"
 MOST_PACKED, MOST_BYTES = 16 << 20, 16 << 20
 """Most bytes of the artifact, and of the report in it."""
 UNPACKING = (zipfile.BadZipFile, zlib.error, lzma.LZMAError, EOFError, OSError, RuntimeError, ValueError)
-"""What zipfile raises for an archive that is damaged, encrypted or of another kind."""
+"""Errors of zipfile for an archive that is damaged, encrypted or of another kind."""
 AUTHOR = "github-actions[bot]"
 """Whose comments are renewed: nobody else's, whatever they begin with."""
 
