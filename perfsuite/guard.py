@@ -111,8 +111,8 @@ def _check_one(name: str, module: ModuleType, path: str) -> None:
     named = getattr(found, "__name__", "") == path.rpartition(".")[2]
     if not named or not _is_genuine(found, module.__name__.partition(".")[0]):
         raise TamperedError(
-            f"{name} has been replaced by {_told(found)}; the clocks and functions that a verdict rests on must be as "
-            f"installed"
+            f"{name} has been replaced by {_described(found)}; the clocks and functions that a verdict rests on must "
+            f"be as installed"
         )
 
 
@@ -160,7 +160,7 @@ def _lies_in(package: str, file: str | None) -> bool:
     return path == folder or folder in path.parents
 
 
-def _told(found: Any) -> str:
+def _described(found: Any) -> str:
     code = getattr(found, "__code__", None)
     name = getattr(found, "__qualname__", type(found).__qualname__)
     return f"{name} of {code.co_filename}:{code.co_firstlineno}" if isinstance(code, CodeType) else f"{name}"
@@ -176,7 +176,7 @@ def _check_own(module: ModuleType) -> None:
         if name in vars(module) and origin is not None and hasattr(origin, attribute):
             found = vars(module)[name]
             if found is not getattr(origin, attribute):
-                raise TamperedError(f"{module.__name__}.{name} has been replaced by {_told(found)}; {INSTALLED}")
+                raise TamperedError(f"{module.__name__}.{name} has been replaced by {_described(found)}; {INSTALLED}")
     for name, codes in functions.items():
         owner, _, method = name.rpartition(".")
         holder: Any = getattr(module, owner, None) if owner else module
@@ -186,7 +186,7 @@ def _check_own(module: ModuleType) -> None:
         if found is None:
             continue
         if not _is_own(found, codes, file):
-            raise TamperedError(f"{module.__name__}.{name} has been replaced by {_told(found)}; {INSTALLED}")
+            raise TamperedError(f"{module.__name__}.{name} has been replaced by {_described(found)}; {INSTALLED}")
     for name, value in constants.items():
         now = vars(module).get(name, value)
         if type(now) is not type(value) or now != value:

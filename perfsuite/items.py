@@ -471,21 +471,21 @@ class ProofItem(pytest.Function):
     def repr_failure(self, excinfo: pytest.ExceptionInfo[BaseException], style: Any = None) -> Any:
         error = excinfo.value
         if isinstance(error, faults.DeviceFault):
-            return self._told(
+            return self._with_case(
                 f"{self.pair.name}: a GPU kernel faults ({error}), after which every proof of this process fails; "
                 f"without -n, --pdb and -s each proof has a process that is replaced",
                 self.current,
             )
         if isinstance(error, Hang):
-            return self._told(f"{self.pair.name}: {error}", self.current)
+            return self._with_case(f"{self.pair.name}: {error}", self.current)
         if isinstance(error, (NotEquivalent, PairError)):
-            return self._told(str(error), error.case)
+            return self._with_case(str(error), error.case)
         if isinstance(error, PerfsuiteError):
             return str(error)
         if isinstance(error, BaseExceptionGroup):
             found = diagnosis.unstable(error)
             if found is not None:
-                return self._told(str(found), found.case)
+                return self._with_case(str(found), found.case)
         if isinstance(error, (hypothesis.errors.Unsatisfiable, hypothesis.errors.FailedHealthCheck)):
             return (
                 f"{self.pair.name}: too few sizes satisfy where=; "
@@ -493,7 +493,7 @@ class ProofItem(pytest.Function):
             )
         return super().repr_failure(excinfo)
 
-    def _told(self, message: str, case: Case | None) -> str:
+    def _with_case(self, message: str, case: Case | None) -> str:
         if case is None:
             return message
         return self.with_reproduction(message, make.case_line(case))

@@ -406,13 +406,13 @@ def patched(before: tuple[Any, ...]) -> dict[str, str]:
     for name, value in itertools.compress(zip(owned, now, strict=True), map(operator.is_not, before, now)):
         package = owned[name][0].__name__.partition(".")[0] if name.startswith("builtins") else "torch"
         if not _is_own(value, package):
-            found[name] = f"replaces {name} by {guard._told(value)}"
+            found[name] = f"replaces {name} by {guard._described(value)}"
     # What was added to a tensor or to all modules shadows what they inherit.
     for path, owner in (("torch.Tensor", torch.Tensor), ("torch.nn.Module", torch.nn.Module)):
         for name in vars(owner).keys() - _attributes()[path]:
             value = vars(owner)[name]
             if callable(value) and not _is_own(value, "torch"):
-                found[f"{path}.{name}"] = f"replaces {path}.{name} by {guard._told(value)}"
+                found[f"{path}.{name}"] = f"replaces {path}.{name} by {guard._described(value)}"
     return found
 
 

@@ -118,7 +118,7 @@ class Loaded:
     batches: Batches
     given: int
     """Size of the vocabulary."""
-    told: str
+    summary: str
 
 
 def load(data: Data) -> Loaded:
@@ -128,7 +128,7 @@ def load(data: Data) -> Loaded:
         sequences = divided(sequences, data.validation)[0]
         source += f", {data.validation} of them held out"
     return Loaded(
-        batches=Batches(sequences, data.batch_size, data.seed), given=sequences.vocabulary, told=f"data: {source}"
+        batches=Batches(sequences, data.batch_size, data.seed), given=sequences.vocabulary, summary=f"data: {source}"
     )
 
 

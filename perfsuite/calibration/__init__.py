@@ -2,6 +2,6 @@
 
     workloads → worker (a process) → record → resample (the real gate) → analysis → report
 
-The recording is JSON and holds every ABBA round (`quads_s`). All later steps work on the recording alone and
-import no torch.
+The recording is JSON and holds the times of every ABBA round. All later steps work on the recording alone and import
+no torch.
 """

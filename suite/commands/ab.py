@@ -284,7 +284,7 @@ def _arm(name: str, chosen: Chosen, device: Any) -> Arm:
     with _input():
         loaded = trainers.data_of(name)(chosen.data)
     if chosen.name == "baseline":  # the other side's data are the same
-        tell(loaded.told, err=True)
+        tell(loaded.summary, err=True)
     ends = [chosen.options.windows, loaded.batches.total if isinstance(loaded.batches, Counted) else None]
     quality = trainers.quality_of(name)
     return Arm(

@@ -204,7 +204,7 @@ def _trained(
     with together.lost_ranks(here), together.joined(here, there):
         loaded = _loaded(name, data, here)
         tell_user = partial(tell, err=True) if here.first else _nothing
-        tell_user(loaded.told)
+        tell_user(loaded.summary)
         notes: list[str] = []
         with noting(notes):
             trainer = trainers.build(name, chosen, loaded.given, there, cast("trainers.Side", side))

@@ -220,23 +220,23 @@ class Loaded:
 
     batches: Steps
     given: Text
-    told: str
+    summary: str
 
 
 def load(data: Data) -> Loaded:
     """Return the steps that `data` describes; PerfsuiteError if there is no such text, or too little of it."""
     given = text_of(data)
     pack = given.pack
-    told = (
+    summary = (
         f"data: {pack.tokens:,} tokens of {pack.path}, {len(given)} sequences of {given.length} tokens, "
         f"{f'{given.held_out} more held out, ' if given.held_out else ''}"
         f"vocabulary {pack.vocabulary:,}"
     )
     if pack.vocabulary != data.vocabulary:
-        told += f" (the pack's own; vocabulary={data.vocabulary:,} is for what is made here)"
-    told += f"; a unigram model's loss is {unigram_loss(pack):.3f}"
+        summary += f" (the pack's own; vocabulary={data.vocabulary:,} is for what is made here)"
+    summary += f"; a unigram model's loss is {unigram_loss(pack):.3f}"
     steps = Steps(given, data.batch_size * data.accumulation, data.steps, data.seed)
-    return Loaded(batches=steps, given=given, told=told)
+    return Loaded(batches=steps, given=given, summary=summary)
 
 
 def unigram_loss(pack: PackedText) -> float:

@@ -48,14 +48,14 @@ class Loaded:
 
     batches: Epochs
     given: LeakAudio
-    told: str
+    summary: str
 
 
 def load(data: Data) -> Loaded:
     """Return the epochs that `data` describes; PerfsuiteError if there is no such set, or no whole batch."""
     audio = audio_of(data)
     audio.check_batch("train", data.batch_size)
-    return Loaded(batches=Epochs(audio, data.batch_size, data.epochs, data.seed), given=audio, told=audio.summary)
+    return Loaded(batches=Epochs(audio, data.batch_size, data.epochs, data.seed), given=audio, summary=audio.summary)
 
 
 def audio_of(data: Data) -> LeakAudio:

@@ -127,18 +127,18 @@ class Loaded:
 
     batches: Steps
     given: Given
-    told: str
+    summary: str
 
 
 def load(data: Data) -> Loaded:
     """Return the steps that `data` describes; PerfsuiteError if examples or models are missing."""
     given, left_out = given_of(data)
-    told = (
+    summary = (
         f"data: {len(given.training):,} examples to train on and {len(given.validation):,} to validate"
         f"{f', {left_out:,} left out whose prompt is too long' if left_out else ''}; model: {data.model}"
     )
     steps = Steps(given, data.batch_size * data.accumulation, data.steps, data.seed)
-    return Loaded(batches=steps, given=given, told=told)
+    return Loaded(batches=steps, given=given, summary=summary)
 
 
 def given_of(data: Data) -> tuple[Given, int]:

@@ -348,15 +348,15 @@ class Loaded:
 
     batches: Steps
     given: Mixture
-    told: str
+    summary: str
 
 
 def load(data: Data, rank: int = 0, ranks: int = 1) -> Loaded:
     """Open the data that the fields of `data` describe; PerfsuiteError if they are missing or invalid."""
     given = mixture_of(data, rank, ranks)
     parts = [f"{task.count():,} training examples of {task.fields.name}" for task in given.tasks]
-    told = f"data: {' and '.join(parts)}"
-    return Loaded(batches=Steps(given, data), given=given, told=told)
+    summary = f"data: {' and '.join(parts)}"
+    return Loaded(batches=Steps(given, data), given=given, summary=summary)
 
 
 def mixture_of(data: Data, rank: int = 0, ranks: int = 1) -> Mixture:

@@ -217,13 +217,13 @@ def test_a_large_report_fits_and_says_what_it_left_out(wide: str) -> None:
 # --- the command ----------------------------------------------------------------------------------------------------
 
 
-def told(path: Path, *arguments: str) -> Result:
+def printed(path: Path, *arguments: str) -> Result:
     return CliRunner().invoke(main, ["comment", str(path), *arguments])
 
 
 def test_the_command(tmp_path: Path) -> None:
     path = jsonfile.write(EXAMPLE, tmp_path / "report.json")
-    done = told(path, "--page", "https://example.org/")
+    done = printed(path, "--page", "https://example.org/")
     assert done.exit_code == 0
     assert done.stdout == comment.text(jsonfile.read(path), "https://example.org/")
 
@@ -239,7 +239,7 @@ def test_a_file_that_is_no_report_is_one_line(tmp_path: Path, text: str | None) 
     path = tmp_path / "report.json"
     if text is not None:
         path.write_bytes(text.encode("utf-8", "surrogateescape"))
-    done = told(path)
+    done = printed(path)
     assert done.exit_code == 1
     assert done.output.startswith("Error: ")
     assert done.output.count("\n") == 1

@@ -179,10 +179,10 @@ def test_the_printed_commands_end_in_a_green_gate_and_then_in_a_red_one(
     project.measured(times(speedup=50.0, slower=0.5))
     done = project.cli("gate")
     assert done.exit_code == 1, done.output
-    told = project.cli("comment", ".perfsuite/report/report.json")
-    assert told.exit_code == 0
-    assert told.output.startswith(f"{comment.MARKER}\n### ❌ perfsuite is red: the code is at fault")
-    assert lines_with(told.output, f"- REGRESSED: `{CPU}`: ", "slower")
+    printed = project.cli("comment", ".perfsuite/report/report.json")
+    assert printed.exit_code == 0
+    assert printed.output.startswith(f"{comment.MARKER}\n### ❌ perfsuite is red: the code is at fault")
+    assert lines_with(printed.output, f"- REGRESSED: `{CPU}`: ", "slower")
 
 
 @FULLY
@@ -199,9 +199,9 @@ def test_the_printed_commands_on_this_machine(project: Project) -> None:
     assert FAST in path.read_text()
     path.write_text(path.read_text().replace(FAST, f"return sum({FAST.removeprefix('return ')} for _ in range(8)) / 8"))
     assert project.process("perfsuite", "gate", timeout=900).returncode == 1
-    told = project.process("perfsuite", "comment", ".perfsuite/report/report.json").stdout
-    assert told.startswith(f"{comment.MARKER}\n### ❌ perfsuite is red: the code is at fault")
-    assert lines_with(told, "- REGRESSED: ", CPU) or lines_with(told, "- BELOW_FLOOR: ", CPU)
+    printed = project.process("perfsuite", "comment", ".perfsuite/report/report.json").stdout
+    assert printed.startswith(f"{comment.MARKER}\n### ❌ perfsuite is red: the code is at fault")
+    assert lines_with(printed, "- REGRESSED: ", CPU) or lines_with(printed, "- BELOW_FLOOR: ", CPU)
 
 
 def run_in_shell(command: str, folder: Path) -> None:

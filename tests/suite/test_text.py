@@ -208,8 +208,8 @@ def test_packing(count: int) -> None:
 def test_load(tokenizers: Any, folder: Path) -> None:
     found = load(Data(data=str(folder), vocabulary=300, sequence_length=8, batch_size=4))
     assert found.given == 300
-    assert found.told.startswith(f"data: 4 files of {folder}, ")
-    assert "left out: 1 not UTF-8, 1 empty" in found.told
+    assert found.summary.startswith(f"data: 4 files of {folder}, ")
+    assert "left out: 1 not UTF-8, 1 empty" in found.summary
     assert next(found.batches)["input_ids"].shape == (4, 8)
 
 
@@ -221,7 +221,7 @@ def test_synthetic() -> None:
     assert 2 <= int(one.input_ids[:-1].min()) <= int(one.input_ids.max()) < 50
     assert one.attention_mask.sum() == 20 * 12 - 4
     assert torch.equal(one.attention_mask == 0, one.input_ids == text.PAD_ID)
-    assert load(Data(synthetic=64, batch_size=4)).told.startswith("data: 64 random sequences of 256 tokens")
+    assert load(Data(synthetic=64, batch_size=4)).summary.startswith("data: 64 random sequences of 256 tokens")
 
 
 # --- batches --------------------------------------------------------------------------------------------------------
