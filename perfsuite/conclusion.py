@@ -15,9 +15,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from perfsuite.exit_codes import CODE_AT_FAULT, ENDED_EARLY, GREEN, UNDECIDED, of
-
-__all__ = ["AWAITED", "CODE_AT_FAULT", "ENDED_EARLY", "GREEN", "UNDECIDED", "Awaited", "asked", "expecting", "of"]
+from perfsuite.exit_codes import ENDED_EARLY
 
 
 @dataclass(slots=True)

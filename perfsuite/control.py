@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 from _pytest.skipping import evaluate_skip_marks
 
-from perfsuite import benchmarks, conclusion, declared, lanes, machine, revision, sharding, turns
+from perfsuite import benchmarks, conclusion, declared, exit_codes, lanes, machine, revision, sharding, turns
 from perfsuite.baseline import Entry
 from perfsuite.baselines import Baselines
 from perfsuite.errors import PerfsuiteError
@@ -347,13 +347,17 @@ class Control:
         """Return the verdicts as the reports show them."""
         return self.verdicts
 
+    @functools.cached_property
+    def tree(self) -> revision.State:
+        """State of the work tree, read when the first report is made."""
+        return revision.quiet_state(self.root, ignored=self.baselines.folder)
+
     def report(self) -> RunReport:
         """Return the run as the reports show it."""
-        state = revision.quiet_state(self.root, ignored=self.baselines.folder)
         return RunReport(
             machine=self.machine,
-            revision=state.revision,
-            dirty=state.dirty,
+            revision=self.tree.revision,
+            dirty=self.tree.dirty,
             started=self.started.isoformat(timespec="seconds"),
             seconds=monotonic() - self.clock,
             measurements={i: tuple(r) for i, r in self.runs.items() if i not in self._without_time()},
@@ -379,7 +383,7 @@ class Control:
         """Return the run's exit code, beyond what pytest itself found."""
         if self.refused:
             return int(pytest.ExitCode.USAGE_ERROR)
-        return conclusion.of(
+        return exit_codes.of(
             self.shown_verdicts().values(),
             self.problems,
             early=self.early or not self.complete,

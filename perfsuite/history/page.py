@@ -10,7 +10,7 @@ from typing import Any
 
 from markupsafe import Markup, escape
 
-from perfsuite.history import series, steps, terminal
+from perfsuite.history import steps, terminal
 from perfsuite.history.index import Listed
 from perfsuite.history.records import Accepted
 from perfsuite.history.series import Point
@@ -53,9 +53,9 @@ def of_runs(listed: Sequence[Listed], total: int) -> str:
     """Return the page of the last runs."""
     rows = [
         {
-            "date (UTC)": f"{one.run.when:%Y-%m-%d %H:%M}",
-            "kind": one.run.kind if one.run.complete else f"{one.run.kind}, interrupted",
-            "revision": series.revision_of(one.run),
+            "date (UTC)": one.run.date,
+            "kind": one.run.kind_shown,
+            "revision": one.run.revision_shown,
             "device": one.run.machine.device_name,
             "host": one.run.host,
             "verdicts": Markup(" ").join(
@@ -73,9 +73,9 @@ def of_workload(
     """Return the page of one workload: a plot for each device, and its last runs."""
     rows = [
         {
-            "date (UTC)": p.date,
+            "date (UTC)": p.run.date,
             "kind": p.run.kind,
-            "revision": p.revision,
+            "revision": p.run.revision_shown,
             "device": p.run.machine.device_name,
             "reference": f"{'≥ ' * p.figures.least}{units.seconds(p.figures.reference_s)}",
             "optimized": units.seconds(p.figures.optimized_s),
@@ -130,11 +130,11 @@ def _chart(id: str, points: Sequence[Point], found: Sequence[Step], last: Accept
     name = points[0].run.machine.device_name
     return Chart(
         name=name,
-        subtitle=f"{units.count(len(points), 'run')}, {points[0].date[:10]} to {points[-1].date[:10]}",
+        subtitle=f"{units.count(len(points), 'run')}, {points[0].run.date[:10]} to {points[-1].run.date[:10]}",
         ticks=tuple((y(log), units.seconds(math.exp(log))) for log in (middle + half * f for f in (-0.9, 0, 0.9))),
-        dates=tuple((x(n), points[n].date[:10]) for n in _spread(len(points))),
-        dots=tuple((x(n), y(log), _is_red(p), _said(p)) for n, (p, log) in enumerate(zip(points, logs, strict=True))),
-        marks=tuple((x(n - 0.5), f"{p.date}: {'; '.join(p.marks)}") for n, p in enumerate(points) if p.marks),
+        dates=tuple((x(n), points[n].run.date[:10]) for n in _spread(len(points))),
+        dots=tuple((x(n), y(log), _is_red(p), _label(p)) for n, (p, log) in enumerate(zip(points, logs, strict=True))),
+        marks=tuple((x(n - 0.5), f"{p.run.date}: {'; '.join(p.marks)}") for n, p in enumerate(points) if p.marks),
         held=tuple(_held(points, x, y, middle, half)),
         steps=tuple((x(began[s.started] - 0.5), s.shown) for s in found if s.started in began),
         lines=tuple((s.shown, terminal.bisection(id, s)) for s in found),
@@ -163,9 +163,15 @@ def _is_red(point: Point) -> bool:
     return point.figures.verdict is not None and not point.figures.verdict.green
 
 
-def _said(point: Point) -> str:
+def _label(point: Point) -> str:
     status = point.figures.verdict
-    parts = [point.date, point.run.kind, point.revision, units.seconds(point.figures.optimized_s), point.change_shown]
+    parts = [
+        point.run.date,
+        point.run.kind,
+        point.run.revision_shown,
+        units.seconds(point.figures.optimized_s),
+        point.change_shown,
+    ]
     return ", ".join([*parts, status.value if status else model.MEASURED])
 
 

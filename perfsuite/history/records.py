@@ -10,7 +10,7 @@ from typing import Any
 
 from perfsuite.baseline import Entry
 from perfsuite.records import Counts, Machine, Status, to_json
-from perfsuite.report import model
+from perfsuite.report import model, units
 from perfsuite.report.model import Comparison, RunReport
 
 
@@ -74,6 +74,21 @@ class Run:
     def when(self) -> datetime:
         """The start, in UTC."""
         return datetime.fromisoformat(self.started).astimezone(UTC)
+
+    @property
+    def date(self) -> str:
+        """The start as the tables show it, in UTC."""
+        return f"{self.when:%Y-%m-%d %H:%M}"
+
+    @property
+    def kind_shown(self) -> str:
+        """The kind, and whether the run was interrupted."""
+        return self.kind if self.complete else f"{self.kind}, interrupted"
+
+    @property
+    def revision_shown(self) -> str:
+        """The revision in short; a plus sign stands for uncommitted changes."""
+        return f"{self.revision[:7]}{'+' * self.dirty}" if self.revision else units.MISSING
 
     def counts(self) -> dict[str, int]:
         """Return how often there is each verdict, as the run's report counts them."""

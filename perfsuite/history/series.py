@@ -38,16 +38,6 @@ class Point:
     """Changes since the run before: on the same device, unless the device itself changed."""
 
     @property
-    def date(self) -> str:
-        """The start, in UTC."""
-        return f"{self.run.when:%Y-%m-%d %H:%M}"
-
-    @property
-    def revision(self) -> str:
-        """The revision in short; a plus sign stands for uncommitted changes."""
-        return revision_of(self.run)
-
-    @property
     def change_shown(self) -> str:
         """The change in words; "~" stands for one against the stored figure."""
         return units.MISSING if self.change is None else f"{'~' * self.stored}{100 * self.change:+.1f}%"
@@ -57,11 +47,6 @@ class Point:
         """The speedup in words."""
         speedup = self.figures.speedup
         return f"{'≥ ' * self.figures.least}{units.ratio(speedup.value)}" if speedup else units.MISSING
-
-
-def revision_of(run: Run) -> str:
-    """Return a run's revision in short; a plus sign stands for uncommitted changes."""
-    return f"{run.revision[:7]}{'+' * run.dirty}" if run.revision else units.MISSING
 
 
 def points(series: Sequence[tuple[Run, Figures]], accepted: Mapping[str, Sequence[Accepted]]) -> list[Point]:

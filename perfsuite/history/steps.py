@@ -13,6 +13,7 @@ from typing import Any
 
 from perfsuite.history.records import Figures, Run
 from perfsuite.records import Status, to_json
+from perfsuite.report import units
 
 RULE = 1
 """Version of the rule: steps that another version has found are looked for anew."""
@@ -70,7 +71,7 @@ class Step:
     def shown(self) -> str:
         """The step in one line."""
         change = f"{100 * self.change:.1f}% slower" if self.change > 0 else f"{-100 * self.change:.1f}% faster"
-        runs = f"{self.before} {'run' if self.before == 1 else 'runs'} before, {self.after} after"
+        runs = f"{units.count(self.before, 'run')} before, {self.after} after"
         revision = self.revision[:7] if self.revision else "no revision"
         host = f"; on another host: {self.hosts}" if self.hosts else ""
         return f"since {self.started[:10]}, {revision}: {change} ({runs}){host}"

@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from perfsuite.history import series, steps
+from perfsuite.history import steps
 from perfsuite.history.index import Listed
 from perfsuite.history.records import Accepted
 from perfsuite.history.series import Point
@@ -30,9 +30,7 @@ def show_runs(out: Console, listed: Sequence[Listed], total: int, found: Mapping
     table = _table("date (UTC)", "kind", "revision", "device", "verdicts")
     for one in listed:
         run = one.run
-        kind = run.kind if run.complete else f"{run.kind}, interrupted"
-        row = (f"{run.when:%Y-%m-%d %H:%M}", kind, series.revision_of(run), run.machine.device_name)
-        table.add_row(*row, counts(one.counts))
+        table.add_row(run.date, run.kind_shown, run.revision_shown, run.machine.device_name, counts(one.counts))
     out.print(table)
     out.print(Text(_shown(len(listed), total), style="dim"), soft_wrap=True)
     recent = [(id, s) for id, every in found.items() for s in every if s.started >= listed[-1].run.started]
@@ -62,7 +60,7 @@ def show_workload(
     table = _table("date (UTC)", "kind", "revision", *several, *right, "verdict", *marks, right=right)
     for p in reversed(shown):
         table.add_row(
-            *(p.date, p.run.kind, p.revision),
+            *(p.run.date, p.run.kind, p.run.revision_shown),
             *((p.run.machine.device_name,) if several else ()),
             *(units.seconds(p.figures.optimized_s), p.speedup_shown, p.change_shown),
             verdict(p.figures.verdict),

@@ -67,8 +67,8 @@ def judge(
     """
     import torch
 
-    from perfsuite.conclusion import CODE_AT_FAULT
     from perfsuite.errors import HarnessFault, PerfsuiteError
+    from perfsuite.exit_codes import CODE_AT_FAULT
     from perfsuite.judge import verdict as verdicts
     from perfsuite.pair import TF32
 

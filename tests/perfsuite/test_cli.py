@@ -13,7 +13,7 @@ import pytest
 from click.testing import CliRunner, Result
 from scratch import SMALL, TWO_LINES, Failure, Project, fails, lines_with, times
 
-from perfsuite import __version__, baseline, cli, conclusion, digests
+from perfsuite import __version__, baseline, cli, conclusion, digests, exit_codes
 from perfsuite.cli import main
 from perfsuite.records import Ran, Status
 
@@ -191,7 +191,7 @@ def test_the_gate_is_red_for_accepted_workloads_that_are_ignored(project: Projec
     project.accept()
     project.write("pytest.ini", "[pytest]\naddopts = --import-mode=importlib\nperfsuite_ignore = others")
     done = project.cli("gate")
-    assert done.exit_code == conclusion.UNDECIDED, done.output
+    assert done.exit_code == exit_codes.UNDECIDED, done.output
     assert lines_with(done.output, "others/test_scale.py", "in the baseline but not collected"), done.output
 
 
@@ -297,7 +297,7 @@ def test_accept_more(scale: Project) -> None:
     scale.replace("test_scale.py", "3 * x", "3.0 * x")
     scale.commit()
     done = accept_noting(scale, "test_scale.py", "--more")
-    assert done.exit_code == conclusion.UNDECIDED
+    assert done.exit_code == exit_codes.UNDECIDED
     assert lines_with(done.output, SMALL, "test_scale.py changed since it was accepted at", "accept it without --more")
     assert path.read_bytes() == before
 
@@ -315,7 +315,7 @@ def test_accept_more_leaves_out_what_has_changed(project: Project) -> None:
     workers = project.measured(times())
     workers.ran = Ran(sources={"test_one.py": digests.of_file(project.path / "test_one.py")})
     done = project.cli("accept", "--more", "--reason", "another hour")
-    assert done.exit_code == conclusion.UNDECIDED, done.output
+    assert done.exit_code == exit_codes.UNDECIDED, done.output
     assert lines_with(done.output, "test_two.py changed since it was accepted at", "accept it without --more")
     assert lines_with(done.output, "test_three.py", "has no accepted figures", "accept it without --more")
     assert {i for ids, _ in workers.calls for i in ids} == {"test_one.py::scale::speed[small]"}
@@ -335,7 +335,7 @@ def test_accept_more_of_what_ran_other_code_leaves_the_others_their_session(proj
     workers = project.measured(times())
     workers.ran = Ran(sources={"test_one.py": digests.of_file(project.path / "test_one.py")})
     done = project.cli("accept", "--more", "--reason", "another hour")
-    assert done.exit_code == conclusion.UNDECIDED, done.output
+    assert done.exit_code == exit_codes.UNDECIDED, done.output
     assert lines_with(done.output, "not accepted: test_two.py::", "with other code", "accept it without --more")
     assert lines_with(done.output, "test_one.py", "1 session more: 2 in all")
     (kept,) = (project.path / "baselines").glob("*.json")

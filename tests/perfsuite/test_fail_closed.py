@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from scratch import Failure, Project, fails, lines_with, times
 
-from perfsuite import conclusion
+from perfsuite import exit_codes
 from perfsuite.modes.gate import Gate
 from perfsuite.records import Status, Verdict
 
@@ -52,7 +52,7 @@ def accepted(project: Project) -> Project:
     return project
 
 
-UNDECIDED = conclusion.UNDECIDED
+UNDECIDED = exit_codes.UNDECIDED
 
 
 def red(result: pytest.RunResult, *words: str, code: int = 1) -> str:

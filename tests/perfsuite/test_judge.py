@@ -22,8 +22,8 @@ from scale import FULLY
 
 from perfsuite import inputs as make
 from perfsuite.cli import main
-from perfsuite.conclusion import CODE_AT_FAULT, GREEN
 from perfsuite.errors import NotEquivalent, printable
+from perfsuite.exit_codes import CODE_AT_FAULT, GREEN
 from perfsuite.judge import problem, process, race
 from perfsuite.judge import verdict as verdicts
 from perfsuite.judge.process import Nursery

@@ -10,7 +10,7 @@ import pytest
 from scale import FULLY
 from scratch import SMALL, TWO_LINES, Project, lines_with, times
 
-from perfsuite.conclusion import UNDECIDED
+from perfsuite.exit_codes import UNDECIDED
 
 pytest_plugins = ["pytester"]
 

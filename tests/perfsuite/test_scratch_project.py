@@ -17,7 +17,7 @@ from scale import FULL, FULLY
 from scratch import ROOT, SMALL, TWO_LINES, Project, lines_with, times
 
 from perfsuite import baseline, gate, lanes
-from perfsuite.conclusion import CODE_AT_FAULT, GREEN, UNDECIDED
+from perfsuite.exit_codes import CODE_AT_FAULT, GREEN, UNDECIDED
 from perfsuite.modes import paired
 from perfsuite.progress import Progress
 from perfsuite.records import Status

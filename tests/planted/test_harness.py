@@ -13,8 +13,8 @@ from scale import count
 from scratch import SMALL, TWO_LINES, Project, lines_with, times
 
 from perfsuite import api, counting, equivalence, floats, tensor
-from perfsuite.conclusion import UNDECIDED
 from perfsuite.errors import MachineError, NotEquivalent
+from perfsuite.exit_codes import UNDECIDED
 from perfsuite.records import Case
 
 pytest_plugins = ["pytester"]
