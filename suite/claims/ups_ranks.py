@@ -31,6 +31,7 @@ from torch.nn.parallel import DistributedDataParallel
 from perfsuite.counting import count_calls
 from perfsuite.errors import first_line
 from suite.claims.measuring import interleaved
+from suite.seeding import seeded_on_cpu
 from suite.techniques import implementation
 from suite.ups.config import TrainConfig
 from suite.ups.model import Block, Operator, make_operator, parameters
@@ -253,8 +254,7 @@ ROUNDING_BF16 = 0.05
 
 def make_network(config: TrainConfig, device: torch.device) -> Operator:
     """Build the operator, with the same weights in every rank."""
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
+    with seeded_on_cpu(0):
         return make_operator(config).to(device)
 
 

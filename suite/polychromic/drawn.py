@@ -15,6 +15,7 @@ from suite.polychromic.chat import Chat
 from suite.polychromic.encoder import EncoderShape, SentenceEncoder
 from suite.polychromic.llama import Llama, Shape
 from suite.polychromic.sentences import Sentences
+from suite.seeding import seeded_on_cpu
 
 SPECIAL = ("<|start|>", "<|end|>")
 TEMPLATE = (
@@ -95,8 +96,7 @@ def language_model(name: str, seed: int, dtype: torch.dtype, device: torch.devic
 
 def sentences(seed: int, device: torch.device | str, dtype: torch.dtype = torch.float32) -> Sentences:
     """Make a small encoder of bytes, with weights drawn on the CPU."""
-    with torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(seed)
+    with seeded_on_cpu(seed):
         encoder = SentenceEncoder(TINY_ENCODER)
         for weight in encoder.parameters():
             if weight.dim() == 2:

@@ -21,6 +21,7 @@ import torch
 from perfsuite.errors import PerfsuiteError
 from perfsuite.report.files import write
 from suite.building import digest_of, digest_of_file
+from suite.seeding import seeded_on_cpu
 from suite.ups.model import Encoder
 from suite.ups.task_fields import TaskFields, check_grid, token_grid
 
@@ -48,8 +49,7 @@ def _open(array: Path) -> Latents:
 
 def frozen_encoder(task: str, tokens: int, latent_width: int, seed: int) -> Encoder:
     """Build a task's encoder, float32 on the CPU. Its weights depend on the seed and the task alone."""
-    with torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(seed * len(TASK_SEEDS) + TASK_SEEDS[task] & 2**63 - 1)
+    with seeded_on_cpu(seed * len(TASK_SEEDS) + TASK_SEEDS[task] & 2**63 - 1):
         return Encoder(token_grid(task, tokens), 1, latent_width).requires_grad_(False)
 
 

@@ -8,6 +8,7 @@ from typing import cast
 import torch
 from torch import nn
 
+from suite.seeding import seeded_on_cpu
 from suite.ups.batches import Mixture
 from suite.ups.config import UpsConfig
 from suite.ups.latents import frozen_encoder
@@ -27,8 +28,7 @@ class Networks(nn.Module):
 
     def __init__(self, config: UpsConfig, given: Mixture) -> None:
         super().__init__()
-        with torch.random.fork_rng(devices=[]):
-            torch.default_generator.manual_seed(config.seed)
+        with seeded_on_cpu(config.seed):
             self.operator = make_operator(config)
             self.decoders = nn.ModuleDict({t.task: make_decoder(config, len(t.fields.grid)) for t in given.tasks})
         self.encoders = nn.ModuleDict(

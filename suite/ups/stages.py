@@ -29,6 +29,7 @@ from suite.configuration import known
 from suite.naming import shown
 from suite.runtime import Checkpoint, Store, checkpoints
 from suite.runtime.weights import check_weights
+from suite.seeding import seeded_on_cpu
 from suite.ups.batches import Maker, MicroBatch, Mixture
 from suite.ups.config import TrainConfig
 from suite.ups.model import Block, Operator
@@ -74,8 +75,7 @@ class Refiner(nn.Module):
         super().__init__()
         self.stage = config.stage
         self.frozen = Networks(config, given).requires_grad_(False)
-        with torch.random.fork_rng(devices=[]):
-            torch.default_generator.manual_seed(config.seed)
+        with seeded_on_cpu(config.seed):
             self.denoiser = Denoiser(config)
         self.teacher = Denoiser(config).requires_grad_(False) if config.stage == "consistency" else None
         self.register_buffer("residual_scale", torch.ones(()))
