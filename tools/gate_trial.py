@@ -28,7 +28,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from perfsuite import conclusion
+from perfsuite import exit_codes
 from perfsuite.errors import PerfsuiteError
 from perfsuite.records import Status
 from perfsuite.report import jsonfile
@@ -75,8 +75,8 @@ class Trial:
     def _code(self) -> int:
         red = [s for s in self.verdicts.values() if not s.green]
         if any(s.blames_code for s in red):
-            return conclusion.CODE_AT_FAULT
-        return conclusion.UNDECIDED if red else conclusion.GREEN
+            return exit_codes.CODE_AT_FAULT
+        return exit_codes.UNDECIDED if red else exit_codes.GREEN
 
 
 def gate(
