@@ -1,7 +1,8 @@
 """The launcher of ranks on the CPU: torch's elastic launcher, which forks them from a process that has imported torch.
 
 Started as `python -m perfsuite.ranks.forked RANKS SOCKET STACKS DEVICE SECONDS`: the number of ranks, and the arguments
-of each (process.py). Ranks on GPUs are no forks: CUDA may be initialised by an import.
+of each (process.py). On a machine with a GPU no rank is a fork: perfsuite and sides may use CUDA there, also for
+tensors on the CPU, and a fork of a process that has counted its GPUs cannot.
 """
 
 from __future__ import annotations

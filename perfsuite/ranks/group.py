@@ -148,7 +148,7 @@ class Group:
         self.pids: dict[int, int] = {}
         self.connections: dict[int, connection.Connection] = {}
         address = str(Path(self.folder.name) / "socket")
-        if device == "cpu" and hasattr(os, "fork"):
+        if device == "cpu" and hasattr(os, "fork") and not torch.cuda.is_available():
             command = ["perfsuite.ranks.forked", str(ranks)]
         else:
             standalone = ["--standalone", f"--nproc-per-node={ranks}", "-m", "perfsuite.ranks.process"]
