@@ -18,6 +18,7 @@ def kv_cache(model: torch.nn.Module) -> Callable[[torch.Tensor, torch.Tensor, to
     Source: polychromic, technique 003.4b.
     """
 
+    @torch.no_grad()
     def step(prompts: torch.Tensor, lengths: torch.Tensor, replies: torch.Tensor) -> torch.Tensor:
         rows, longest = prompts.shape
         both = torch.cat((prompts, replies), 1)
