@@ -57,6 +57,22 @@ def other_code(
     return {i: why for i, entry in entries.items() if (why := _other_code(entry, machine, present))}
 
 
+def differences(
+    entries: Mapping[str, Entry], top: Path, machine: Machine, added: Added = revision.added_since
+) -> dict[str, tuple[list[str], str]]:
+    """Return workload → (the sources that differ, the first difference of another kind), for the workloads of which it
+    is known what they ran when they were accepted."""
+    present = _Present(top, added)
+    found = {}
+    for id, entry in entries.items():
+        if not _unknown(entry):
+            # Python's version decides the digest of a source.
+            same_python = entry.sessions[-1].python == machine.python
+            sources = present.other_sources(entry) if same_python else []
+            found[id] = sources, _elsewhere(entry, machine) or present.other_files(entry)
+    return found
+
+
 def _other_code(entry: Entry, machine: Machine, present: _Present) -> str:
     if reason := _unknown(entry):
         return reason

@@ -320,6 +320,22 @@ class Excuse:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class CodeChange:
+    """What is different from when a workload was accepted, of all that it runs."""
+
+    since: str
+    """The accepted revision, shortened."""
+    files: tuple[str, ...] = ()
+    """Its sources that differ, relative to the repository's top folder."""
+    commits: tuple[str, ...] = ()
+    """Commits since then that changed one of these files, the newest first: short hash and subject."""
+    uncommitted: tuple[str, ...] = ()
+    """Those of the files that differ from the last commit, too."""
+    other: str = ""
+    """The first difference of another kind: software, environment, data, or a new file."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Verdict:
     """The gate's answer for one workload, in one line (`message`) and in figures.
 

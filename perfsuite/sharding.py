@@ -72,6 +72,8 @@ def merge(reports: Sequence[RunReport]) -> RunReport:
         skipped=tuple(i for r in reports for i in r.skipped),
         shard="",
         proofs={i: phases for r in reports for i, phases in r.proofs.items()},
+        changes={i: change for r in reports for i, change in r.changes.items()},
+        noise={i: deviation for r in reports for i, deviation in r.noise.items()},
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 from datetime import date
@@ -10,19 +11,20 @@ from typing import Any
 
 import pytest
 
-from perfsuite import alone, baseline, changed, revision, waivers
+from perfsuite import alone, baseline, changed, code_changes, revision, statistics, waivers
 from perfsuite.baseline import Entry
 from perfsuite.control import failed
 from perfsuite.errors import PerfsuiteError
 from perfsuite.modes import references
 from perfsuite.modes.paired import Paired
 from perfsuite.planning import FEW_BLOCKS
-from perfsuite.records import REFERENCE, PromiseRecord, Status, Verdict
-from perfsuite.report import units
+from perfsuite.records import ACCEPTED, REFERENCE, CodeChange, PromiseRecord, Status, Verdict
+from perfsuite.report import RunReport, units
 from perfsuite.speed import Result, SpeedItem
 from perfsuite.workers import Failure, Task
 
 SHOWN = 3
+AS_ACCEPTED = (Status.PASS, Status.UNCHANGED, Status.IMPROVED)
 
 
 class Gate(Paired):
@@ -36,6 +38,7 @@ class Gate(Paired):
         self.wrong_machine: list[str] = []
         self.waivers: tuple[waivers.Waiver, ...] = ()
         self.found = changed.Found()
+        self.changes: dict[str, CodeChange] = {}
         self.partial = bool(self.config.option.perfsuite_partial) or self.shard is not None
 
     def collected(self, every: Sequence[pytest.Item], selected: list[pytest.Item]) -> None:
@@ -211,6 +214,25 @@ class Gate(Paired):
 
     def promises(self, id: str) -> PromiseRecord:
         return self.items[id].promises
+
+    def report(self) -> RunReport:
+        not_as_accepted = {
+            i: self.entries[i] for i, v in self.verdicts.items() if i in self.entries and v.status not in AS_ACCEPTED
+        }
+        if missing := {i: e for i, e in not_as_accepted.items() if i not in self.changes}:
+            self.changes |= code_changes.since_accepted(missing, revision.top_or(self.root), self.machine)
+        return replace(super().report(), changes=dict(self.changes), noise=self._noise())
+
+    def _noise(self) -> dict[str, float]:
+        """Return the standard deviation of a process's mean log-ratio when the accepted code was compared with itself,
+        of each measured workload."""
+        found = {}
+        for id in self.runs.keys() & self.entries.keys():
+            means = self.entries[id].process_means(ACCEPTED)
+            if means:
+                prior = self.suite.of(self.entries[id].clock).paired
+                found[id] = math.sqrt(statistics.noise_of(means, prior).process.value)
+        return found
 
     def finish(self, session: pytest.Session) -> None:
         unasked = [i for i, item in self.items.items() if i not in self.asked and not self.inapplicable(item)]

@@ -20,7 +20,7 @@ from perfsuite.report.model import (
     headline,
     left_out,
     machine_line,
-    not_green,
+    sentence,
     without_waivers,
 )
 
@@ -49,7 +49,7 @@ def text(report: RunReport, page: str | None = None) -> str:
 
 def _text(report: RunReport, page: str | None) -> str:
     code = exit_code(report)
-    lines = [MARKER, f"### {MARKS[code]} {escape(sentence(report, code))}", "", escape(headline(report)), ""]
+    lines = [MARKER, f"### {MARKS[code]} {escape(sentence(report))}", "", escape(headline(report)), ""]
     end = [f"[The whole report]({page})", ""] if page else []
     place = escape(f"{machine_line(report.machine)}, revision {report.revision or 'unknown'}", markdown.MOST)
     end.append(f"<sub>{place}</sub>")
@@ -64,26 +64,6 @@ def _text(report: RunReport, page: str | None) -> str:
         used = _length([*lines, *fold, *closing, *notes, *end])
         lines += [*fold, *_table(markdown.every_row(report), LIMIT - used - 200, len(report.ids)), *closing]
     return "\n".join([*lines, *notes, *end]) + "\n"
-
-
-def sentence(report: RunReport, code: int) -> str:
-    """Return the verdict of a run in one sentence."""
-    every, red = len(report.verdicts), len(not_green(report))
-    shares = [f"{red} of {units.count(every, 'workload')} not green"] if red else []
-    if report.correctness.failed:
-        shares.append(f"{units.count(report.correctness.failed, 'proof')} failed")
-    why = f" ({', '.join(shares)})" if shares else ""
-    if code == CODE_AT_FAULT:
-        return f"perfsuite is red: the code is at fault{why}."
-    if code == ENDED_EARLY:
-        return f"perfsuite is red: the run ended early{why}."
-    if code == UNDECIDED:
-        return f"perfsuite cannot decide: the machine, the baseline or the measurement is at fault{why}."
-    if not every:
-        return "perfsuite is green, but nothing was compared with a baseline."
-    waived = len(excused(report))
-    but = f", {waived} of them excused by a waiver" if waived else ""
-    return f"perfsuite is green: {units.count(every, 'workload')}{but}."
 
 
 def _list(texts: list[str], room: int) -> list[str]:

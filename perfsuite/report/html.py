@@ -1,53 +1,40 @@
-"""The run as one self-contained HTML page: no scripts, no outside resources, light and dark."""
+"""The run as one self-contained HTML page: no outside resources, light and dark.
+
+Everything shows without scripts. The one script sorts and filters the table, and opens all details before printing.
+"""
 
 from __future__ import annotations
 
 import functools
 import itertools
-import math
 import re
+import shlex
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from perfsuite.records import Limit, Measurement, PromiseRecord, Status, complete
-from perfsuite.report import model, units
+from perfsuite.records import (
+    ACCEPTED,
+    OPTIMIZED,
+    CodeChange,
+    Limit,
+    Measurement,
+    PromiseRecord,
+    Status,
+    Verdict,
+    complete,
+)
+from perfsuite.report import model, plots, units
 from perfsuite.report.files import write as write_text
 from perfsuite.report.model import Row, RunReport
 
 if TYPE_CHECKING:
     import jinja2
 
-WIDTH, LEFT, RIGHT, ROW, TOP, BOTTOM = 440, 12, 12, 18, 8, 22
-"""Dimensions of a plot, in its own units."""
-
 LOWER_BOUND = "stopped once it had taken long enough: a lower bound"
 TONES = {"faster": "good", "equal": "fair", "slower": "bad"}
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Mark:
-    """A labelled position on a plot's axis."""
-
-    x: float
-    label: str
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Plot:
-    """Block log-ratios as dots, a line of them a process; x is logarithmic in the ratio."""
-
-    title: str
-    subtitle: str
-    tone: str
-    height: float
-    dots: tuple[tuple[float, float, str], ...]
-    medians: tuple[tuple[float, float], ...]
-    ticks: tuple[Mark, ...]
-    guides: tuple[Mark, ...]
-    """Lines to compare the dots with: 1×, the promise."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -66,6 +53,29 @@ class SideRow:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class ProcessRow:
+    """One process in the table of a workload."""
+
+    ratio: str
+    """Time of the accepted side, or else of the reference, over that of the optimized side."""
+    clock: str
+    temperature: str
+    power: str
+    throttle: str
+    discarded: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Alarm:
+    """A workload that is not green, as the page shows it on top."""
+
+    row: Row
+    anchor: str
+    change: str
+    cause: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Detail:
     """All that the page says of one workload."""
 
@@ -75,30 +85,40 @@ class Detail:
     sides: tuple[SideRow, ...]
     promises: tuple[tuple[str, str, str], ...]
     """(what, promised, measured)"""
-    plots: tuple[Plot, ...]
+    processes: tuple[ProcessRow, ...]
+    against: str
+    """Side that the ratios of `processes` are to."""
+    blocks: tuple[plots.Blocks, ...]
+    densities: plots.Densities | None
+    roofline: plots.Roofline | None
+    change: CodeChange | None
+    command: str
     skipped: tuple[tuple[str, str], ...]
 
 
 def page(report: RunReport) -> str:
     """Return the page as text."""
     every = model.rows(report)
+    known = plots.ceilings(m for found in report.measurements.values() for m in found)
+    red = [alarm(report, row) for row in every if row.status is not None and not row.status.green]
     return template("report/page.html").render(
         report=report,
         groups=[(name, list(found)) for name, found in itertools.groupby(every, lambda row: row.technique)],
-        details=[detail(report, row) for row in every],
+        details=[detail(report, row, known) for row in every],
+        red=red,
         anchor=anchor,
         counts=_counts(report),
         headline=model.headline(report),
+        sentence=model.sentence(report),
+        outcome="good" if model.exit_code(report) == 0 else "bad",
         machine=_machine(report),
         failures=_failures(report),
         excused=model.excused(report),
         without_waivers=model.without_waivers(report),
+        has_verdicts=bool(report.verdicts),
         units=units,
         tones=TONES,
-        plot_width=WIDTH,
-        plot_left=LEFT,
-        plot_right=WIDTH - RIGHT,
-        plot_top=TOP,
+        plots=plots,
     )
 
 
@@ -107,76 +127,88 @@ def write(report: RunReport, path: Path) -> Path:
     return write_text(path, page(report))
 
 
-def detail(report: RunReport, row: Row) -> Detail:
-    """Return all that the page says of one workload."""
+def alarm(report: RunReport, row: Row) -> Alarm:
+    """Return what the top of the page says of a workload that is not green."""
+    verdict = report.verdicts[row.id]
+    interval = f" {row.change_interval}" if row.change_interval else ""
+    causes = [CAUSES.get(verdict.moved or "", ""), model.since_accepted(report, row.id)]
+    return Alarm(
+        row=row,
+        anchor=anchor(row),
+        change=f"{row.change}{interval}" if row.slowdown is not None else "",
+        cause="; ".join(filter(None, causes)),
+    )
+
+
+CAUSES = {
+    "optimized": "the optimized side became slower",
+    "reference": "the reference moved, not the optimized side",
+    "device": "the device was slower",
+    "software": "both sides moved, and the device did not: the software or the host differs",
+}
+"""Side that moved → the cause in words."""
+
+
+def detail(report: RunReport, row: Row, known: Mapping[str, float]) -> Detail:
+    """Return all that the page says of one workload.
+
+    known  `plots.ceilings` of the run
+    """
     measurements = report.measurements.get(row.id, ())
-    promise = report.promises.get(row.id, PromiseRecord())
-    others = [name for name in model.sides(measurements) if name != "optimized"]
+    promise, verdict = report.promises.get(row.id, PromiseRecord()), report.verdicts.get(row.id)
+    margin, noise = verdict.margin if verdict else None, report.noise.get(row.id)
+    sides = model.sides(measurements)
+    others = sorted((n for n in sides if n != OPTIMIZED), key=lambda name: name != ACCEPTED)
     return Detail(
         row=row,
         anchor=anchor(row),
         facts=_facts(report, row, measurements),
-        sides=tuple(_side(measurements, name) for name in model.sides(measurements)),
+        sides=tuple(_side(measurements, name) for name in sides),
         promises=_promises(promise, row, measurements),
-        plots=tuple(p for name in others if (p := plot(measurements, name, promise)) is not None),
+        processes=_processes(measurements, others[0]) if others else (),
+        against=others[0] if others else "",
+        blocks=tuple(
+            p for n in others if (p := plots.blocks(measurements, n, promise, margin=margin, noise=noise)) is not None
+        ),
+        densities=plots.densities(measurements),
+        roofline=plots.roofline(measurements, known),
+        change=report.changes.get(row.id),
+        command=_command(row, verdict),
         skipped=tuple(model.rivals_left_out(measurements).items()),
     )
+
+
+def _command(row: Row, verdict: Verdict | None) -> str:
+    """Return the command that measures the workload again."""
+    path = row.id.partition("::")[0]
+    pair = row.technique.rpartition("/")[2]
+    mode = "perfsuite gate --partial" if verdict is not None else "pytest -m perf"
+    return f"{mode} {shlex.quote(path)} -k {shlex.quote(f'{pair} and {row.workload}')}"
+
+
+def _processes(measurements: Sequence[Measurement], other: str) -> tuple[ProcessRow, ...]:
+    rows = []
+    for m in measurements:
+        comparison, c = model.compare([m], other), m.condition
+        clock = f"{c.sm_clock_mhz:.0f}" if c.sm_clock_mhz is not None else units.MISSING
+        if c.sm_clock_min_mhz is not None and c.sm_clock_min_mhz != c.sm_clock_mhz:
+            clock += f" (lowest {c.sm_clock_min_mhz:.0f})"
+        rows.append(
+            ProcessRow(
+                ratio=units.ratio(comparison.value) if comparison else units.MISSING,
+                clock=clock,
+                temperature=f"{c.temperature_c:.0f}" if c.temperature_c is not None else units.MISSING,
+                power=f"{c.power_w:.0f}" if c.power_w is not None else units.MISSING,
+                throttle=", ".join(c.throttle) or units.MISSING,
+                discarded=str(c.set_aside),
+            )
+        )
+    return tuple(rows)
 
 
 def anchor(row: Row) -> str:
     """Return the workload's place in the page; the same in every run, so that a link to it keeps its meaning."""
     return re.sub(r"[^A-Za-z0-9_.-]+", "-", f"{row.technique}-{row.workload}")
-
-
-def plot(measurements: Sequence[Measurement], other: str, promise: PromiseRecord) -> Plot | None:
-    """Return the blocks' log-ratios against one other side; None where no process has any."""
-    lines = [m.log_ratios[other] for m in measurements if m.log_ratios.get(other)]
-    comparison = model.compare(measurements, other)
-    if not lines or comparison is None:
-        return None
-    values = [v for line in lines for v in line]
-    # At least 0.5% across, so that noise far below what the gate can see does not look like scatter.
-    middle, half = (min(values) + max(values)) / 2, max((max(values) - min(values)) / 2, 0.0025) * 1.15
-    goals = [(0.0, "1×")]
-    if other == "reference" and promise.speedup is not None:
-        goals.append((math.log(promise.speedup), f"promised {units.ratio(promise.speedup)}"))
-    low, high = middle - half, middle + half
-    for goal, _ in goals:  # shown where that does not squeeze the dots together
-        if low - 2 * half <= goal <= high + 2 * half:
-            low, high = min(low, goal - half / 4), max(high, goal + half / 4)
-
-    def x(value: float) -> float:
-        return round(LEFT + (value - low) / (high - low) * (WIDTH - LEFT - RIGHT), 1)
-
-    def y(n: int) -> float:
-        return TOP + ROW * (n + 0.5)
-
-    dots = tuple(
-        (x(v), y(n), f"process {n + 1}, block {b}: {math.exp(v):.4f}×")
-        for n, line in enumerate(lines)
-        for b, v in enumerate(line, 1)
-    )
-    bounds = units.interval(comparison.low, comparison.high)
-    return Plot(
-        title=f"{other} / optimized",
-        subtitle=units.ratio(comparison.value) + (f" ({bounds})" if bounds else ""),
-        tone=TONES[comparison.standing],
-        height=TOP + ROW * len(lines) + BOTTOM,
-        dots=dots,
-        medians=tuple((x(statistics.median(line)), y(n)) for n, line in enumerate(lines)),
-        ticks=tuple(Mark(x=x(math.log(t)), label=label) for t, label in ticks(math.exp(low), math.exp(high))),
-        guides=tuple(Mark(x=x(goal), label=label) for goal, label in goals if low <= goal <= high),
-    )
-
-
-def ticks(low: float, high: float, most: int = 5) -> list[tuple[float, str]]:
-    """Return at most `most` round values within [low, high], each with its label."""
-    span = high - low
-    power = 10.0 ** math.floor(math.log10(span / most))
-    step = next(s * power for s in (1, 2, 2.5, 5, 10, 20) if span / (s * power) <= most - 0.5)
-    digits = max(0, (step == 2.5 * power) - math.floor(math.log10(step)))
-    values = [round(step * n, digits) for n in range(math.ceil(low / step), math.floor(high / step) + 1)]
-    return [(v, f"{v:.{digits}f}×") for v in values if v > 0]
 
 
 def _side(measurements: Sequence[Measurement], name: str) -> SideRow:
@@ -325,6 +357,14 @@ def tone_of(status: Status | None) -> str:
     return "fair" if status is Status.WAIVED else "good" if status.green else "bad"
 
 
+def reason(message: str, row: Row) -> str:
+    """Return a verdict's message without what stands beside it already: the verdict and the workload's id."""
+    name = f"{row.technique.rpartition('/')[2]}[{row.workload}]"
+    for known in (row.status.value if row.status else "", row.id, name):
+        message = message.removeprefix(known).lstrip(" :") if known else message
+    return message
+
+
 def _median(values: Iterable[float | None]) -> float | None:
     known = [v for v in values if v is not None]
     return statistics.median(known) if known else None
@@ -351,4 +391,5 @@ def template(name: str) -> jinja2.Template:
         lstrip_blocks=True,
     )
     environment.filters["tone"] = tone_of
+    environment.filters["reason"] = reason
     return environment.get_template(name)

@@ -12,7 +12,18 @@ from typing import Literal
 
 from perfsuite import exit_codes
 from perfsuite.baseline import Entry
-from perfsuite.records import Counts, Excuse, Machine, Measurement, PromiseRecord, SideRecord, Status, Verdict, complete
+from perfsuite.records import (
+    CodeChange,
+    Counts,
+    Excuse,
+    Machine,
+    Measurement,
+    PromiseRecord,
+    SideRecord,
+    Status,
+    Verdict,
+    complete,
+)
 from perfsuite.report import units
 
 BASE_SIDES = ("optimized", "reference", "accepted")
@@ -67,6 +78,10 @@ class RunReport:
     """Seconds of each phase of a workload's proof."""
     dirty: bool = False
     """Whether tracked files differ from the revision."""
+    changes: Mapping[str, CodeChange] = dataclasses.field(default_factory=dict)
+    """Difference of each red workload's code from what was accepted."""
+    noise: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    """Standard deviation of a process's mean log-ratio between the accepted code and itself."""
 
     @property
     def ids(self) -> tuple[str, ...]:
@@ -399,6 +414,40 @@ def headline(report: RunReport) -> str:
     return " · ".join(parts)
 
 
+def sentence(report: RunReport) -> str:
+    """Return the verdict of a run in one sentence."""
+    code, every, red = exit_code(report), len(report.verdicts), len(not_green(report))
+    shares = [f"{red} of {units.count(every, 'workload')} not green"] if red else []
+    if report.correctness.failed:
+        shares.append(f"{units.count(report.correctness.failed, 'proof')} failed")
+    why = f" ({', '.join(shares)})" if shares else ""
+    if code == exit_codes.CODE_AT_FAULT:
+        return f"perfsuite is red: the code is at fault{why}."
+    if code == exit_codes.ENDED_EARLY:
+        return f"perfsuite is red: the run ended early{why}."
+    if code == exit_codes.UNDECIDED:
+        return f"perfsuite cannot decide: the machine, the baseline or the measurement is at fault{why}."
+    if not every:
+        return "perfsuite is green, but nothing was compared with a baseline."
+    waived = len(excused(report))
+    but = f", {waived} of them excused by a waiver" if waived else ""
+    return f"perfsuite is green: {units.count(every, 'workload')}{but}."
+
+
+def since_accepted(report: RunReport, workload_id: str) -> str:
+    """Return in one line what changed since a workload was accepted; empty where that is not known."""
+    change = report.changes.get(workload_id)
+    if change is None:
+        return ""
+    if change.other:
+        return f"since it was accepted: {change.other}"
+    if not change.files:
+        return f"none of its files has changed since {change.since}"
+    commits = f" in {units.count(len(change.commits), 'commit')}" if change.commits else ""
+    more = f" and {len(change.files) - 1} more" if len(change.files) > 1 else ""
+    return f"changed since {change.since}{commits}: {change.files[0]}{more}"
+
+
 def machine_line(machine: Machine) -> str:
     """Return the machine in one line."""
     device = f"{machine.count} × {machine.device_name}" if machine.count > 1 else machine.device_name
@@ -445,7 +494,10 @@ def findings(report: RunReport) -> list[str]:
     if not report.complete:
         lines.append("interrupted: this report holds what was measured until then")
     lines += [f"{item}: {why}" for item, why in report.correctness.failures.items()]
-    return lines + [f"{v.status}: {v.message.removeprefix(f'{v.status} ')}" for v in not_green(report)]
+    for v in not_green(report):
+        since = since_accepted(report, v.id)
+        lines.append(f"{v.status}: {v.message.removeprefix(f'{v.status} ')}{f' ({since})' if since else ''}")
+    return lines
 
 
 def excused(report: RunReport) -> tuple[tuple[Row, Excuse], ...]:

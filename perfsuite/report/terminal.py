@@ -15,7 +15,17 @@ from rich.text import Text
 
 from perfsuite.records import Status
 from perfsuite.report import units
-from perfsuite.report.model import Row, RunReport, headline, left_out, machine_line, not_green, rows, without_waivers
+from perfsuite.report.model import (
+    Row,
+    RunReport,
+    headline,
+    left_out,
+    machine_line,
+    not_green,
+    rows,
+    since_accepted,
+    without_waivers,
+)
 
 PLAIN_WIDTH = 100
 """Columns where the output is no terminal: a CI log's, not the 80 that would fold every row."""
@@ -98,7 +108,10 @@ def attention(report: RunReport, every: tuple[Row, ...]) -> list[Text]:
     if not report.complete:
         lines.append(Text("✗ interrupted: this report holds what was measured until then", style="red"))
     lines += [Text(f"✗ {item}: {why}", style="red") for item, why in report.correctness.failures.items()]
-    lines += [Text(f"✗ {verdict.message}", style="red") for verdict in not_green(report)]
+    for verdict in not_green(report):
+        lines.append(Text(f"✗ {verdict.message}", style="red"))
+        if since := since_accepted(report, verdict.id):
+            lines.append(Text(f"  {since}", style="dim"))
     if excused := without_waivers(report):
         lines.append(Text(f"• {excused}", style="yellow"))
     for row in every:

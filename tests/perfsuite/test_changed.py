@@ -384,13 +384,25 @@ def test_a_whole_gate_measures_the_accepted_code_once(scale: Project) -> None:
         timed = sum(task.kind == TIME for task in fake.tasks)
         return done.exit_code, Status(report["verdicts"][SMALL]["status"]), timed
 
+    def changes() -> dict[str, object]:
+        report = json.loads((scale.path / ".perfsuite/report/report.json").read_text())
+        return {name: report["changes"].get(SMALL, {}).get(name) for name in ("files", "commits", "uncommitted")}
+
     assert gated(0.0) == (0, Status.PASS, 1)
+    assert changes() == {"files": None, "commits": None, "uncommitted": None}
     assert gated(0.05)[:2] == (1, Status.REGRESSED)
+    assert changes() == {"files": [], "commits": [], "uncommitted": []}
     assert gated(0.009) == (0, Status.PASS, 1)
     scale.replace("fast.py", "def fast", "# quick\ndef fast")
     assert gated(0.0) == (0, Status.PASS, 1)
     scale.replace("fast.py", "3 * x", "x * 3")
     assert gated(0.0) == (0, Status.PASS, 2)
+    scale.commit("Another product")
+    scale.replace("fast.py", "x * 3", "x + x + x")
+    assert gated(0.05)[:2] == (1, Status.REGRESSED)
+    found = changes()
+    assert (found["files"], found["uncommitted"]) == (["fast.py"], ["fast.py"])
+    assert [commit.partition(" ")[2] for commit in found["commits"]] == ["Another product"]  # type: ignore[attr-defined]
 
 
 def test_code_that_could_not_be_compared_with_itself_is_not_the_accepted_code(scale: Project) -> None:

@@ -20,6 +20,7 @@ from rich.console import Console
 from perfsuite.baseline import entry_from
 from perfsuite.errors import PerfsuiteError
 from perfsuite.records import (
+    CodeChange,
     Condition,
     Evidence,
     Limit,
@@ -39,6 +40,8 @@ from perfsuite.report import (
     jsonfile,
     junit,
     markdown,
+    model,
+    plots,
     terminal,
     units,
     write_all,
@@ -543,12 +546,12 @@ class Tags(HTMLParser):
         self.loads: list[str] = []
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        if tag in ("script", "link", "img", "iframe"):
+        if tag in ("link", "img", "iframe"):
             self.loads.append(tag)
         self.loads += [
             value or "" for name, value in attrs if name in ("src", "href") and not (value or "").startswith("#")
         ]
-        if tag not in ("meta", "br"):
+        if tag not in ("meta", "br", "input"):
             self.open.append(tag)
 
     def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
@@ -580,14 +583,90 @@ def test_html_page_opens_what_is_red_and_marks_what_is_not_beaten() -> None:
     assert "not beaten" in text
     assert "promised 20.0×" not in text, "a goal far from the dots would squeeze them together"
     assert "promised 7.40×" in text
-    assert text.count("<circle") == sum(
+    assert text.count("h0") == sum(
         len(blocks) for found in example().measurements.values() for m in found for blocks in m.log_ratios.values()
     )
 
 
+def test_html_page_names_the_cause_of_what_is_red() -> None:
+    change = CodeChange(
+        since="1a2b3c4", files=("lib/fast.py", "lib/slow.py"), commits=("9f94c2b A <b>faster</b> kernel",),
+        uncommitted=("lib/slow.py",),
+    )  # fmt: skip
+    verdict = dataclasses.replace(example().verdicts[ADAMW], moved="optimized")
+    report = dataclasses.replace(example(), verdicts={**example().verdicts, ADAMW: verdict}, changes={ADAMW: change})
+    text = html.page(report)
+    assert model.sentence(report) in text
+    top = text[: text.index("<h2>Workloads")]
+    assert "<b>+3.4% (+2.9 to +3.9)</b>" in top
+    assert "the optimized side became slower; changed since 1a2b3c4 in 1 commit: lib/fast.py and 1 more" in top
+    assert "9f94c2b A &lt;b&gt;faster&lt;/b&gt; kernel" in text
+    assert text.count("not committed") == 1
+    assert "perfsuite gate --partial tests/optimizers/test_fused_adamw.py -k" in text
+    for other in (markdown.summary(report), printed(report)):
+        assert "changed since 1a2b3c4 in 1 commit: lib/fast.py and 1 more" in other.replace("\\", "")
+    other = dataclasses.replace(change, other="torch was 2.10.0, is 2.11.0")
+    report = dataclasses.replace(report, changes={ADAMW: other})
+    assert "since it was accepted: torch was 2.10.0, is 2.11.0" in html.page(report)
+
+
+def test_html_page_of_a_large_run_is_small() -> None:
+    every = [f"tests/more/test_{n}.py::technique_{n}::speed[w]" for n in range(120)]
+    sides = {"reference": 2e-3, "optimized": 1e-3, "accepted": 1e-3, "compile": 1.4e-3}
+    report = dataclasses.replace(example(), measurements={i: measured(i, sides) for i in every})
+    assert len(html.page(report).encode()) < 2e6
+
+
+def blocks_of(other: str, **options: float) -> plots.Blocks:
+    found = plots.blocks(example().measurements[ADAMW], other, PromiseRecord(), **options)
+    assert found is not None
+    return found
+
+
+def test_blocks_beside_the_accepted_side_show_the_margin_and_the_noise() -> None:
+    found = blocks_of("accepted", margin=0.01, noise=0.003)
+    margin, one = (next(g.x for g in found.guides if g.label.startswith(label)) for label in ("margin", "1×"))
+    slowest = max(row.median for row in found.rows)
+    assert slowest < margin < one
+    assert found.band is not None
+    assert margin < found.band.low < one < found.band.high
+    assert "±0.6%" in found.band.label
+    assert [g.label for g in blocks_of("reference", margin=0.01, noise=0.003).guides] == []
+    assert blocks_of("reference", margin=0.01, noise=0.003).band is None
+
+
+def test_densities_are_of_the_accepted_and_the_current_side() -> None:
+    found = plots.densities(example().measurements[ADAMW])
+    assert found is not None
+    accepted, current = found.curves
+    assert accepted.median < current.median
+    assert found.subtitle == "accepted 440 µs, current 456 µs"
+    assert plots.densities(example().measurements[COSINE_LARGE]) is None  # it has no accepted side
+
+
+def test_the_roofline_has_the_roofs_that_the_run_has_measured() -> None:
+    memory = Limit(seconds=3e-4, by="memory", bytes=1e9, flops=2e10, ceiling=4e12)
+    compute = dataclasses.replace(memory, by="compute", flops=4e11, ceiling=8e14)
+    sides = {"reference": 2e-3, "optimized": 5e-4}
+    slow, fast = measured(ROTOR, sides, limit=memory), measured(ADAMW, sides, limit=compute)
+    known = plots.ceilings([*slow, *fast])
+    assert known == {"memory": 4e12, "float32": 8e14}
+    found = plots.roofline(slow, known)
+    assert found is not None
+    assert found.subtitle == "20.0 operations a byte; optimized reaches 50% of the roof"
+    assert len(found.roof.split()) == 3  # from memory's slope over the ridge to the limit of arithmetic
+    assert [name for _, _, name, _ in found.dots] == ["reference", "optimized"]
+    assert found.dots[0][1] > found.dots[1][1]  # slower is further down
+    alone = plots.roofline(slow, {"memory": 4e12})
+    assert alone is not None
+    assert len(alone.roof.split()) == 2
+    no_operations = measured(ROTOR, sides, limit=dataclasses.replace(memory, flops=0.0))
+    assert plots.roofline(no_operations, known) is None
+
+
 @pytest.mark.parametrize(("low", "high"), [(0.997, 1.004), (5.1, 5.3), (208, 215), (1e-3, 1.4e-3), (1, 40)])
 def test_ticks_are_few_round_and_within(low: float, high: float) -> None:
-    found = html.ticks(low, high)
+    found = plots.ticks(low, high)
     assert 2 <= len(found) <= 5
     assert all(low <= value <= high for value, _ in found)
     assert len({label for _, label in found}) == len(found)

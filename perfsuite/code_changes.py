@@ -1,0 +1,49 @@
+"""What changed in the code of a workload since it was accepted: files, commits, and what else differs. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from perfsuite import changed, revision
+from perfsuite.baseline import Entry, short
+from perfsuite.errors import RevisionError
+from perfsuite.records import CodeChange, Machine
+
+MOST = 20
+"""Most commits that are listed."""
+
+
+def since_accepted(entries: Mapping[str, Entry], top: Path, machine: Machine) -> dict[str, CodeChange]:
+    """Return the change of each workload of which it is known what it ran when it was accepted."""
+    found = {}
+    for id, (files, other) in changed.differences(entries, top, machine).items():
+        entry = entries[id]
+        found[id] = CodeChange(
+            since=short(entry.revision),
+            files=tuple(files),
+            commits=_commits(entry.revision, files, top),
+            uncommitted=_uncommitted(files, top),
+            other=other,
+        )
+    return found
+
+
+def _commits(accepted: str | None, files: Sequence[str], top: Path) -> tuple[str, ...]:
+    """Return the commits after the accepted one that changed a file; none where git does not know that one."""
+    if not files or accepted is None:
+        return ()
+    try:
+        lines = revision.git("log", f"-{MOST}", "--format=%h %s", f"{accepted}..HEAD", "--", *files, cwd=top)
+    except RevisionError:
+        return ()
+    return tuple(lines.splitlines())
+
+
+def _uncommitted(files: Sequence[str], top: Path) -> tuple[str, ...]:
+    if not files:
+        return ()
+    try:
+        return tuple(revision.git("diff", "--name-only", "HEAD", "--", *files, cwd=top).splitlines())
+    except RevisionError:
+        return ()
