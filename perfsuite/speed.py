@@ -29,7 +29,7 @@ class Result:
     skipped: bool = False
 
 
-class SpeedFailure(Exception):  # noqa: N818 - a verdict, told in one line
+class SpeedFailure(Exception):  # noqa: N818 - a verdict in one line
     """A workload is red; the message says why in one line."""
 
 

@@ -207,11 +207,11 @@ def _plain(record: Record) -> dict[str, Any]:
         "loss_difference": _dict(difference([(x.loss, y.loss) for x, y in zip(a, b, strict=True)])),
         "quality_difference": {name: _dict(estimate) for name, estimate in quality.items()},
     }
-    for pair, told in zip(record.pairs, found["pairs"], strict=True):
-        told |= {"warm_up": pair.warm_up, "speedup": _dict(speedup([pair]))}
+    for pair, entry in zip(record.pairs, found["pairs"], strict=True):
+        entry |= {"warm_up": pair.warm_up, "speedup": _dict(speedup([pair]))}
         for name in ("baseline", "optimized"):
             run = getattr(pair, name)
-            told[name] |= {"items": run.items, "loss": run.loss}
+            entry[name] |= {"items": run.items, "loss": run.loss}
     whole = _finite(found)
     assert isinstance(whole, dict)
     return whole
@@ -361,8 +361,8 @@ def _seconds(values: Sequence[float]) -> str:
 
 def _times(ratio: Estimate) -> str:
     """Format a speedup with its interval."""
-    told = units.ratio(ratio.value)
-    return told if ratio.low is None else f"{told} ({units.interval(ratio.low, ratio.high)})"
+    text = units.ratio(ratio.value)
+    return text if ratio.low is None else f"{text} ({units.interval(ratio.low, ratio.high)})"
 
 
 def _mean(values: Sequence[float | None]) -> float | None:
@@ -384,8 +384,8 @@ def _files(record: Record) -> str:
 
 def _value(value: Any) -> str:
     """Format a field's value as YAML has it, for a cell of a Markdown table."""
-    told = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-    return told.replace("|", "\\|")
+    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+    return text.replace("|", "\\|")
 
 
 def _flat(fields: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -217,8 +217,8 @@ def _made(kind: type[Any], given: Mapping[str, tuple[Any, str]], fields: Mapping
                 if "Expected" in str(problem) or "validate" in str(problem) or "not accepted" in str(problem):
                     where = origin if origin == f"--{name}" else f"{origin}: {name}"
                     raise ConfigurationError(f"{where} wants {fields[name].wants()}, got {value!r}") from None
-        told = [n for n in own if re.search(rf"\b{re.escape(n)}\b", str(error))]
-        origins = dict.fromkeys(given[n][1] for n in told or own)
+        named = [n for n in own if re.search(rf"\b{re.escape(n)}\b", str(error))]
+        origins = dict.fromkeys(given[n][1] for n in named or own)
         where = ", ".join(origins) or kind.__name__
         raise ConfigurationError(f"{where}: {' '.join(str(error).split())}") from None
 

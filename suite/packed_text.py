@@ -123,11 +123,11 @@ def _check_digest(path: Path, digests: Mapping[str, str], again: str) -> None:
 
 
 def _digests(index: Mapping[str, Any]) -> dict[str, str]:
-    told = index["sha256"]
+    digests = index["sha256"]
     for name in (TOKENS, ENDS, TOKENIZER):
-        if not isinstance(told, dict) or not isinstance(told.get(name), str):
+        if not isinstance(digests, dict) or not isinstance(digests.get(name), str):
             raise ValueError(f"sha256 does not tell that of {name}")
-    return dict(told)
+    return dict(digests)
 
 
 def _count(index: Mapping[str, Any], name: str) -> int:
@@ -141,13 +141,13 @@ def _confirm(found: PackedText) -> None:
     """Raise ValueError where the numbers in `pack.json` are not those of the ends and the tokenizer."""
     ends = numpy.load(found.path / ENDS)
     known = _vocabulary_of(found.path / TOKENIZER)
-    for name, told, counted, file in (
+    for name, stated, counted, file in (
         ("documents", found.documents, len(ends), ENDS),
         ("tokens", found.tokens, int(ends[-1]) if len(ends) else 0, ENDS),
         ("vocabulary", found.vocabulary, found.vocabulary if known is None else known, TOKENIZER),
     ):
-        if told != counted:
-            raise ValueError(f"{name} is {told!r:.40}, and by {file} {counted}")
+        if stated != counted:
+            raise ValueError(f"{name} is {stated!r:.40}, and by {file} {counted}")
 
 
 def _vocabulary_of(path: Path) -> int | None:

@@ -31,11 +31,11 @@ class Bar:
         if self._console.is_terminal:
             from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-            columns = (TextColumn("{task.description}"), BarColumn(24), TextColumn("{task.fields[told]}"))
+            columns = (TextColumn("{task.description}"), BarColumn(24), TextColumn("{task.fields[text]}"))
             self._bar = Progress(
                 *columns, TimeElapsedColumn(), console=self._console, transient=True, auto_refresh=False
             )
-            self._bar.add_task("", total=None, told="")
+            self._bar.add_task("", total=None, text="")
             self._bar.start()
         return self
 
@@ -49,13 +49,13 @@ class Bar:
         if now < self._next:
             return
         self._next = now + REFRESH_S
-        told = f"{done} of {total} {self._units.get(what, 'files')}"
+        text = f"{done} of {total} {self._units.get(what, 'files')}"
         if self._bar is not None:
-            self._bar.update(self._bar.tasks[0].id, description=what, completed=done, total=total, told=told)
+            self._bar.update(self._bar.tasks[0].id, description=what, completed=done, total=total, text=text)
             self._bar.refresh()
         elif now >= self._next_line:
             self._next_line = now + LINE_S
-            self.say(f"{what}: {told}")
+            self.say(f"{what}: {text}")
 
     def say(self, line: str) -> None:
         """Print a line that stays, above the bar."""

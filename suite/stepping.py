@@ -128,8 +128,8 @@ class Throughput(StepSeconds):
         found = self.metrics()
         if not found:
             return None
-        told = f"{quantity(found['examples_per_second'])} examples/s"
-        return told + (f", peak memory {found['peak_gib']:.1f} GiB" if "peak_gib" in found else "")
+        text = f"{quantity(found['examples_per_second'])} examples/s"
+        return text + (f", peak memory {found['peak_gib']:.1f} GiB" if "peak_gib" in found else "")
 
 
 class WaitsForReports:

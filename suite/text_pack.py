@@ -176,8 +176,8 @@ def _given(tokenizers: Any, path: Path) -> Any:
     try:
         found = tokenizers.Tokenizer.from_buffer(content)
     except Exception as error:  # the library raises its own bare Exception
-        told = " ".join(str(error).split())
-        raise PerfsuiteError(f"tokenizer: {path} is none of the tokenizers library: {told}") from None
+        reason = " ".join(str(error).split())
+        raise PerfsuiteError(f"tokenizer: {path} is none of the tokenizers library: {reason}") from None
     if found.token_to_id(text.END) != text.END_ID:
         raise PerfsuiteError(
             f"tokenizer: {path} has no token {text.END} of number {text.END_ID}, by which documents end; "

@@ -294,8 +294,8 @@ def pip(venv, log, arguments):
         return NO_INDEX
     errors = [line.replace("ERROR: ", "") for line in done.stdout.splitlines() if line.lstrip().startswith("ERROR")]
     # The last line says what failed, except for one that only points to pip's manual.
-    told = [line for line in errors if not line.startswith("ResolutionImpossible")]
-    return last_line("\n".join(told)) or last_line(done.stdout) or f"exit {done.returncode}"
+    causes = [line for line in errors if not line.startswith("ResolutionImpossible")]
+    return last_line("\n".join(causes)) or last_line(done.stdout) or f"exit {done.returncode}"
 
 
 def run(command):

@@ -117,18 +117,18 @@ def main() -> None:
     plain = dataclasses.replace(TrainConfig(), accumulation=1, **sizes)
     given.out.mkdir(parents=True, exist_ok=True)
     cuda = torch.device(given.device).type == "cuda"
-    told: dict[str, Any] = {"torch": torch.__version__, "device": torch.cuda.get_device_name() if cuda else "cpu"}
+    record: dict[str, Any] = {"torch": torch.__version__, "device": torch.cuda.get_device_name() if cuda else "cpu"}
 
     def found(what: str, name: Any, value: Any) -> None:
         """Record a figure, and write it at once: the next row may take too long."""
-        told.setdefault(what, {})[name] = value
+        record.setdefault(what, {})[name] = value
         console.print(what, name, value)
-        (given.out / "steps.json").write_text(json.dumps(told, indent=1) + "\n")
+        (given.out / "steps.json").write_text(json.dumps(record, indent=1) + "\n")
 
     for length in given.reference:
         config = dataclasses.replace(plain, sequence_length=length)
         found("reference", length, timed(Reference, config, given.device, REFERENCE_STEPS)["seconds"])
-    whole = _extrapolated(told["reference"], given.length) if given.reference else None
+    whole = _extrapolated(record["reference"], given.length) if given.reference else None
     if whole is not None:
         found("reference", f"{given.length}, extrapolated", whole)
     for name, fields in ROWS.items():
@@ -137,12 +137,12 @@ def main() -> None:
         try:
             value = timed(optimized.Trainer, dataclasses.replace(plain, **fields), given.device, given.steps)
         except PerfsuiteError as error:
-            value = {"told": str(error)}
+            value = {"record": str(error)}
         found("rows", name, value)
     table = Table("", "a step", "tokens/s", "MFU", "peak memory", "reference over it")
-    for name, row in told.get("rows", {}).items():
-        if "told" in row:
-            table.add_row(name, row["told"])
+    for name, row in record.get("rows", {}).items():
+        if "record" in row:
+            table.add_row(name, row["record"])
             continue
         shares = [f"{100 * row['mfu']:.1f}%", f"{row['peak_gib']:.1f} GiB"] if "mfu" in row else ["–", "–"]
         ratio = "–"

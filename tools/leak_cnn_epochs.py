@@ -226,8 +226,8 @@ def tables(found: dict[str, Any]) -> Iterator[Table]:
     )
     for name, own in found["judged"].items():
         share = mean([100 * (1 - a / b) for a, b in zip(own["without"], own["with"], strict=True)])
-        told = [f"{1e3 * statistics.median(own[k]):.2f} ms" if k in own else "" for k in ("without", "with", "files")]
-        table.add_row(name, *told, f"{share[0]:.1f}% ({share[0] - share[1]:.1f}–{share[0] + share[1]:.1f})")
+        cells = [f"{1e3 * statistics.median(own[k]):.2f} ms" if k in own else "" for k in ("without", "with", "files")]
+        table.add_row(name, *cells, f"{share[0]:.1f}% ({share[0] - share[1]:.1f}–{share[0] + share[1]:.1f})")
     yield table
     table = Table("conventional", "an epoch", title="grid, each alone")
     for name, median in sorted(found["grid"].items(), key=lambda item: item[1]):

@@ -100,11 +100,11 @@ def main() -> int:
         )
         for seed in range(given.seeds)
     ]
-    told = [process.communicate()[0] for process in running]
+    outputs = [process.communicate()[0] for process in running]
     for seed, process in enumerate(running):
         if process.returncode:
             parser.error(f"seed {seed} ended with exit code {process.returncode}; its message is above")
-    every = [json.loads(text.splitlines()[-1]) for text in told]
+    every = [json.loads(text.splitlines()[-1]) for text in outputs]
     found = {side: [own[side] for own in every] for side in SIDES}
     (given.out / "seeds.json").write_text(
         json.dumps({"options": options, "data": open_data(given.data).digest, **found}, indent=1)

@@ -45,9 +45,9 @@ def _run(command: list[str], folder: Path) -> None:
     except subprocess.TimeoutExpired:
         raise SystemExit(f"speech_corpus: {command[0]} took more than {TIMEOUT_S} s; try again later") from None
     if done.returncode:
-        told = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
+        reason = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
         raise SystemExit(
-            f"speech_corpus: {' '.join(command[:1])}: {told}; is the package archive set up and reachable?"
+            f"speech_corpus: {' '.join(command[:1])}: {reason}; is the package archive set up and reachable?"
         )
 
 

@@ -133,8 +133,8 @@ def _measured(
         try:
             return dataclasses.replace(chosen, **{t: arm.on is not None and t in arm.on for t in switches})
         except ValueError as error:
-            told = f"each technique is switched on in turn, which these fields do not allow: {error}"
-            raise configuration.ConfigurationError(told) from None
+            message = f"each technique is switched on in turn, which these fields do not allow: {error}"
+            raise configuration.ConfigurationError(message) from None
 
     for arm in arms:  # fails now, and not after minutes
         switched(arm)

@@ -48,8 +48,8 @@ def _claims(name: str, only: tuple[str, ...], device: str | None, out: Path) -> 
     given = setting(there)
     for check in chosen:
         tell(f"{check.id}: {check.said}", err=True)
-        verdict, told = _answer(check, given)
-        tell(f"  {verdict}: {told}", err=True)
+        verdict, explanation = _answer(check, given)
+        tell(f"  {verdict}: {explanation}", err=True)
         before = known.get(check.id)
         if verdict == record.UNMEASURED and before is not None and before.verdict != record.UNMEASURED:
             tell(f"  what was measured on {before.device} stays: {before.verdict}", err=True)
@@ -59,7 +59,7 @@ def _claims(name: str, only: tuple[str, ...], device: str | None, out: Path) -> 
                 trainer=name,
                 said=check.said,
                 verdict=verdict,
-                found=told,
+                found=explanation,
                 device=name_of(there),
                 versions=f"torch {torch.__version__}",
                 date=datetime.datetime.now(datetime.UTC).date().isoformat(),
@@ -74,9 +74,9 @@ def _answer(check: Any, given: Any) -> tuple[str, str]:
     from suite.claims.record import UNMEASURED
 
     try:
-        verdict, told = check.answer(given)
+        verdict, explanation = check.answer(given)
     except (MemoryError, RuntimeError) as error:
         if (reason := out_of_memory(error)) is None:
             raise
         return UNMEASURED, reason
-    return verdict, told
+    return verdict, explanation

@@ -262,7 +262,7 @@ def pde(
         for path, recipe in targets:
             with Bar(units={"making": "samples", "writing": "samples"}) as bar:
                 built = pde_build.build(path, recipe, bar, workers=workers, overwrite=overwrite)
-            tell(f"{'kept' if built.kept else 'wrote'} {shown(path)}: {recipe.told}", err=True)
+            tell(f"{'kept' if built.kept else 'wrote'} {shown(path)}: {recipe.summary}", err=True)
             tell(f"{built.sha256}  {shown(path)}")
 
 

@@ -47,8 +47,8 @@ def in_one_line(interrupted: str, remedy: str = "free some of it") -> Iterator[N
         tell(interrupted, err=True)
         sys.exit(INTERRUPTED)
     except PerfsuiteError as error:
-        told = escaped(" ".join(str(error).split()))
-        raise (Wrong if isinstance(error, ConfigurationError) else Failed)(told) from None
+        text = escaped(" ".join(str(error).split()))
+        raise (Wrong if isinstance(error, ConfigurationError) else Failed)(text) from None
     except (MemoryError, RuntimeError) as error:
         if reason := out_of_memory(error):
             raise Failed(f"{reason}; {remedy}") from None
@@ -58,12 +58,12 @@ def in_one_line(interrupted: str, remedy: str = "free some of it") -> Iterator[N
 def out_of_memory(error: BaseException) -> str | None:
     """Return the error's message, in a line, if the memory of a device or of the host does not suffice; else None."""
     torch = sys.modules.get("torch")
-    told = " ".join(str(error).split())
+    text = " ".join(str(error).split())
     if isinstance(error, MemoryError):  # Python's own says nothing
-        return told or "out of memory"
+        return text or "out of memory"
     if torch is not None and isinstance(error, torch.OutOfMemoryError):
-        return told.split(". ")[0]
-    on_host = re.search(r"can't allocate memory: you tried to allocate \d+ bytes", told)  # a RuntimeError like others
+        return text.split(". ")[0]
+    on_host = re.search(r"can't allocate memory: you tried to allocate \d+ bytes", text)  # a RuntimeError like others
     return on_host[0] if on_host else None
 
 

@@ -284,8 +284,8 @@ def _random(data: Data) -> PackedText:
             raise _unwritable(path, error) from None
     found = packed_text.opened(path, again)
     if found.vocabulary != data.vocabulary:  # there is no tokenizer to check it against
-        told = f"{packed_text.INDEX} is damaged: vocabulary is {found.vocabulary} and must be {data.vocabulary}"
-        raise PerfsuiteError(f"data: {path}: {told}; {again}")
+        reason = f"{packed_text.INDEX} is damaged: vocabulary is {found.vocabulary} and must be {data.vocabulary}"
+        raise PerfsuiteError(f"data: {path}: {reason}; {again}")
     return found
 
 

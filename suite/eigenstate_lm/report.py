@@ -79,11 +79,11 @@ class Throughput(StepSeconds):
         found = self.metrics()
         if not found:
             return None
-        told = f"{quantity(found['tokens_per_second'])} tokens/s"
+        text = f"{quantity(found['tokens_per_second'])} tokens/s"
         if self._most is not None:
-            told += f", {100 * found['mfu']:.1f}% of the {self._most / 1e12:.0f} TFLOP/s that a matrix product reaches"
-            told += f", peak memory {found['peak_gib']:.1f} GiB"
-        return told
+            text += f", {100 * found['mfu']:.1f}% of the {self._most / 1e12:.0f} TFLOP/s that a matrix product reaches"
+            text += f", peak memory {found['peak_gib']:.1f} GiB"
+        return text
 
 
 def finish(trainer: Any, folder: Path) -> str | None:

@@ -65,7 +65,7 @@ def build(out: Path, recipe: Recipe, watcher: Watcher, *, overwrite: bool = Fals
             counts={
                 name: Counter(CLASSES[label] for label in labels(recipe, split)) for split, name in enumerate(SPLITS)
             },
-            source=source.told,
+            source=source.summary,
             kept=kept,
         )
     except OSError as error:

@@ -111,8 +111,8 @@ def read(path: Path) -> Array:
                     raise UnusableError("damaged: a sample is no number, or far above full scale")
                 parts.append(resampled(block.mean(axis=1), rate).astype(numpy.float32))
     except (OSError, soundfile.SoundFileError) as error:
-        told = getattr(error, "error_string", None) or getattr(error, "strerror", None) or str(error)
-        raise UnusableError(f"damaged: {' '.join(told.split()).rstrip('.')}") from None
+        reason = getattr(error, "error_string", None) or getattr(error, "strerror", None) or str(error)
+        raise UnusableError(f"damaged: {' '.join(reason.split()).rstrip('.')}") from None
     if expected:
         raise UnusableError("damaged: ends before its last sample")
     samples = numpy.concatenate(parts) if parts else numpy.zeros(0, numpy.float32)

@@ -66,7 +66,7 @@ class Source(Protocol):
     """A source of pieces of 10 s."""
 
     @property
-    def told(self) -> str:
+    def summary(self) -> str:
         """One line that describes the source."""
 
     def identity(self) -> object:
@@ -81,7 +81,7 @@ class Synthetic:
     """Recordings made from the seed alone."""
 
     recipe: Recipe
-    told: str = "synthetic recordings of tones and noise"
+    summary: str = "synthetic recordings of tones and noise"
 
     def identity(self) -> object:
         return "synthetic"
@@ -98,7 +98,7 @@ class Folder:
     root: Path
     parts: Parts
     watcher: Watcher
-    told: str = ""
+    summary: str = ""
     _names: list[str] = field(default_factory=list)
     """Names of the recordings' parts. The parts are not kept open, as each would need a file descriptor."""
     _identity: list[list[str]] = field(default_factory=list)
@@ -109,13 +109,13 @@ class Folder:
         names = recordings.in_order(recordings.found(self.root), self.recipe.seed)
         given, left_out, looked_at = self._read(names)
         seconds = sum(s.length for s in given) // SAMPLE_RATE
-        self.told = f"{len(self._names)} recordings of {printable(str(self.root))}, {seconds} s"
+        self.summary = f"{len(self._names)} recordings of {printable(str(self.root))}, {seconds} s"
         if left_out:
-            self.told += f"; left out: {', '.join(f'{n} {what}' for what, n in sorted(left_out.items()))}"
+            self.summary += f"; left out: {', '.join(f'{n} {what}' for what, n in sorted(left_out.items()))}"
         if looked_at < len(names):
-            self.told += f"; {len(names) - looked_at} more were not needed"
+            self.summary += f"; {len(names) - looked_at} more were not needed"
         if not given:
-            raise PerfsuiteError(f"--from {self.root} holds no usable sound: {self.told}")
+            raise PerfsuiteError(f"--from {self.root} holds no usable sound: {self.summary}")
         self._lay_out(given, seconds)
 
     def _read(self, names: list[str]) -> tuple[list[recordings.Stretch], Counter[str], int]:

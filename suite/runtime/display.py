@@ -58,9 +58,9 @@ class Display:
         self._next_line = time.monotonic() + LINE_S
         self._bar: Progress | None = None
         if console.is_terminal:
-            columns = (TextColumn("{task.description}"), BarColumn(24), TextColumn("{task.fields[told]}"))
+            columns = (TextColumn("{task.description}"), BarColumn(24), TextColumn("{task.fields[text]}"))
             self._bar = Progress(*columns, TimeElapsedColumn(), console=console, transient=True, auto_refresh=False)
-            self._bar.add_task(name, total=total, completed=done, told="")
+            self._bar.add_task(name, total=total, completed=done, text="")
 
     def __enter__(self) -> Display:
         if self._bar is not None:
@@ -79,11 +79,11 @@ class Display:
         self._next = now + REFRESH_S
         self._rate.add(now, items)
         if self._bar is not None:
-            self._bar.update(self._bar.tasks[0].id, completed=windows, told=self._told(windows, total, metrics))
+            self._bar.update(self._bar.tasks[0].id, completed=windows, text=self._text(windows, total, metrics))
             self._bar.refresh()
         elif now >= self._next_line:
             self._next_line = now + LINE_S
-            self.say(f"{self._name}: {self._told(windows, total, metrics)}")
+            self.say(f"{self._name}: {self._text(windows, total, metrics)}")
 
     def say(self, line: str) -> None:
         """Print a line that stays, above the bar."""
@@ -94,14 +94,14 @@ class Display:
         self.say(line)
         self._console.show_cursor(True)
 
-    def _told(self, windows: int, total: int | None, metrics: Mapping[str, float] | None) -> str:
-        told = [f"{windows} of {total} {self._noun}s" if total else f"{windows} {self._noun}s"]
+    def _text(self, windows: int, total: int | None, metrics: Mapping[str, float] | None) -> str:
+        parts = [f"{windows} of {total} {self._noun}s" if total else f"{windows} {self._noun}s"]
         rate = self._rate.value()
         if rate is not None:
-            told.append(f"{quantity(rate)} {self.unit}/s")
+            parts.append(f"{quantity(rate)} {self.unit}/s")
         if metrics is not None and "loss" in metrics:
-            told.append(f"loss {float(metrics['loss']):.4g}")
-        return " · ".join(told)
+            parts.append(f"loss {float(metrics['loss']):.4g}")
+        return " · ".join(parts)
 
 
 def quantity(value: float) -> str:

@@ -61,13 +61,13 @@ class Hotspots:
         if not self.operations:
             return "Nothing was recorded."
         name, (_, seconds) = self._largest()[0]
-        told = f"the largest operation is {name[:WIDEST]}, {seconds / self.seconds:.0%} of the time"
+        largest = f"the largest operation is {name[:WIDEST]}, {seconds / self.seconds:.0%} of the time"
         if not self.phases:
-            return f"First look at the operations: {told}."
+            return f"First look at the operations: {largest}."
         own = [phase for phase in self.phases if phase not in OUTER] or list(self.phases)
         first = max(own, key=lambda phase: self._weight(self.phases[phase]))
         share = self._weight(self.phases[first]) / self.seconds
-        return f"First look at the phase {first}, {share:.0%} of the time; {told}."
+        return f"First look at the phase {first}, {share:.0%} of the time; {largest}."
 
     def _weight(self, phase: tuple[int, float, float]) -> float:
         return phase[2] if self.launches else phase[1]

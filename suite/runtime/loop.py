@@ -505,8 +505,9 @@ def _fitting(path: Path, what: str, remedy: str) -> Iterator[None]:
     except PerfsuiteError as error:
         raise CheckpointError(f"{shown(path)}: {error}") from None
     except Exception as error:
-        told = " ".join(str(error).split())[:300]
-        raise CheckpointError(f"{shown(path)} does not fit {what}: {type(error).__name__}: {told}; {remedy}") from None
+        reason = " ".join(str(error).split())[:300]
+        kind = type(error).__name__
+        raise CheckpointError(f"{shown(path)} does not fit {what}: {kind}: {reason}; {remedy}") from None
 
 
 def _brief(value: object) -> str:

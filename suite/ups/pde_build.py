@@ -156,8 +156,8 @@ def _made(out: Path, recipe: Recipe, parts: Parts, watcher: Watcher, workers: in
     lacking = [block for block in make.blocks() if make.load(block) is None]
     done = len(make.blocks()) - len(lacking)
     with contextlib.closing(parallel.each(make, lacking, workers)) as finished:
-        for told, _ in enumerate(finished, done + 1):
-            watcher.progress("making", min(told * BLOCK, recipe.samples), recipe.samples)
+        for count, _ in enumerate(finished, done + 1):
+            watcher.progress("making", min(count * BLOCK, recipe.samples), recipe.samples)
     whole = parts.folder / "part-whole.h5"
     hdf5.write(whole, _content(make, watcher), _attributes(recipe))
     os.replace(whole, out)

@@ -93,8 +93,8 @@ def open_pde(path: str | Path) -> PdeFile:
         with library.File(path, "r") as file:
             return _checked(path, file)
     except ERRORS as error:
-        told = first_line(error) or type(error).__name__
-        raise _wrong(path, f"is truncated or damaged: {told}") from None
+        reason = first_line(error) or type(error).__name__
+        raise _wrong(path, f"is truncated or damaged: {reason}") from None
 
 
 class Examples(hdf5.Reader, Sequence[Example]):
@@ -134,8 +134,8 @@ class Examples(hdf5.Reader, Sequence[Example]):
         try:
             found: Array = self._opened()[name][place]
         except ERRORS as error:
-            told = first_line(error) or type(error).__name__
-            raise _wrong(self.file.path, f"is truncated or damaged: {told}") from None
+            reason = first_line(error) or type(error).__name__
+            raise _wrong(self.file.path, f"is truncated or damaged: {reason}") from None
         if not numpy.isfinite(found).all():
             sample = place if isinstance(place, int) else place[0]
             raise _wrong(self.file.path, f"has NaN or infinite values in {name}, sample {sample}")

@@ -36,7 +36,7 @@ class Recipe:
     """Cells in each direction."""
 
     @property
-    def told(self) -> str:
+    def summary(self) -> str:
         """The recipe in one line."""
         cells = f"{self.size} x {self.size}" if self.task == "darcy2d" else self.size
         return f"{self.samples} samples of {self.task}, beta {self.beta:g}, {cells} cells"

@@ -165,9 +165,9 @@ def check_grid(fields: TaskFields, tokens: int) -> None:
     """Raise PerfsuiteError if the cells of a grid do not divide into the tokens."""
     wanted = token_grid(fields.task, tokens)
     if any(cells % count for cells, count in zip(fields.grid, wanted, strict=True)):
-        told, asked = (" x ".join(map(str, sizes)) for sizes in (fields.grid, wanted))
+        actual, asked = (" x ".join(map(str, sizes)) for sizes in (fields.grid, wanted))
         raise PerfsuiteError(
-            f"tokens={tokens}: {fields.name} has {told} cells, which do not divide into {asked} tokens; "
+            f"tokens={tokens}: {fields.name} has {actual} cells, which do not divide into {asked} tokens; "
             "use another number of tokens, or other fields"
         )
 

@@ -79,15 +79,15 @@ def test_a_batch_of_another_order_in_memory(side):
 
 @pytest.mark.parametrize("side", SIDES)
 @pytest.mark.parametrize(
-    ("mel", "told"),
+    ("mel", "message"),
     [
         (torch.zeros(2, 32), r"\[2, 32\] of torch.float32"),
         (torch.zeros(2, 1, 32, 1), r"\[2, 1, 32, 1\] of torch.float32"),
         (torch.zeros(2, 32, 1, dtype=torch.int16), r"\[2, 32, 1\] of torch.int16"),
     ],
 )
-def test_bad_input_is_one_line(side, mel, told):
-    with pytest.raises(PerfsuiteError, match=rf"^mel: {told}; give \[B, mels, frames\] of a floating dtype"):
+def test_bad_input_is_one_line(side, mel, message):
+    with pytest.raises(PerfsuiteError, match=rf"^mel: {message}; give \[B, mels, frames\] of a floating dtype"):
         side(mel, "cpu")
 
 

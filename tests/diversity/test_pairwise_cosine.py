@@ -189,7 +189,7 @@ def test_without_the_extension_the_pytorch_form_serves(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("missing", "told"),
+    ("missing", "message"),
     [
         ("", None),
         ("gpu", "no CUDA device;"),
@@ -199,7 +199,7 @@ def test_without_the_extension_the_pytorch_form_serves(monkeypatch):
         ("bin/c++", "no C++ compiler was found;"),
     ],
 )
-def test_extension_names_what_is_missing(missing, told, monkeypatch, tmp_path):
+def test_extension_names_what_is_missing(missing, message, monkeypatch, tmp_path):
     (tmp_path / "bin").mkdir()
     for name in ("nvcc", "ninja", "c++"):
         if missing != f"bin/{name}":
@@ -210,7 +210,7 @@ def test_extension_names_what_is_missing(missing, told, monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", str(tmp_path / "bin"))
     monkeypatch.delenv("CXX", raising=False)
     reason = extension.available()
-    assert reason is None if told is None else reason.startswith(told)
+    assert reason is None if message is None else reason.startswith(message)
 
 
 @pytest.fixture
@@ -232,10 +232,10 @@ def test_a_failed_build_warns_once_and_falls_back(error, forgetful, monkeypatch)
     monkeypatch.setattr(extension, "available", lambda: None)
     monkeypatch.setattr(extension, "_build", fail)
     e = torch.randn(4, 8).as_subclass(OnGpu)
-    with pytest.warns(RuntimeWarning, match="falls back to PyTorch: the build failed: ninja") as told:
+    with pytest.warns(RuntimeWarning, match="falls back to PyTorch: the build failed: ninja") as message:
         first, second = extension.pairwise_cosine_cuda(e), extension.pairwise_cosine_cuda(e)
     # The warning names the caller's file, not ours.
-    assert [w.filename for w in told] == [__file__]
+    assert [w.filename for w in message] == [__file__]
     assert len(tries) == 1
     assert torch.equal(first, second)
 

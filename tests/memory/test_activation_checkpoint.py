@@ -87,7 +87,7 @@ def test_attention_and_mlp_are_computed_again_apart():
     calls = []
     for number, block in enumerate(model.blocks):
         for layer, name in ((block.project, "attention"), (block.contract, "mlp")):
-            layer.register_forward_hook(lambda *_, told=(number, name): calls.append(told))
+            layer.register_forward_hook(lambda *_, message=(number, name): calls.append(message))
     loss = optimized_operator(model, *inputs).sum()
     order = [(number, name) for number in (0, 1) for name in ("attention", "mlp")]
     assert calls == order

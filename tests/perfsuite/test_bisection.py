@@ -67,13 +67,13 @@ def test_commits_that_cannot_be_compared_are_skipped_and_named() -> None:
     assert found.suspects == (COMMITS[17], COMMITS[18])
     assert set(found.skipped) == {COMMITS[n - 1].hash for n in (16, 18, 19)}
     assert any("skipped, it does not import" in line for line in lines)
-    told = summary(found)
-    assert told[0] == f'{COMMITS[19].hash[:9]} "change 20", , is the first that takes more time'
+    text = summary(found)
+    assert text[0] == f'{COMMITS[19].hash[:9]} "change 20", , is the first that takes more time'
     assert (
-        told[1]
+        text[1]
         == f'against {COMMITS[16].hash[:9]} "change 17": +2.00% (+2.00 to +2.00), 100% of +2.00% (+2.00 to +2.00)'
     )
-    assert told[2].endswith(f"could not be compared: {COMMITS[17].hash[:9]}, {COMMITS[18].hash[:9]}")
+    assert text[2].endswith(f"could not be compared: {COMMITS[17].hash[:9]}, {COMMITS[18].hash[:9]}")
 
 
 def test_of_several_changes_the_one_beyond_half_of_the_whole_is_found() -> None:

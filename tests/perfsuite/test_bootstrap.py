@@ -91,9 +91,9 @@ def test_an_old_python_gets_one_line(
     monkeypatch.setattr(bootstrap.shutil, "which", lambda name: None)
     with pytest.raises(SystemExit, match="1"):
         bootstrap.main()
-    told = capsys.readouterr()
-    assert told.out == ""
-    assert told.err == (
+    message = capsys.readouterr()
+    assert message.out == ""
+    assert message.err == (
         "bootstrap: Python 3.8 is too old; install Python 3.11 or newer, or name one in PERFSUITE_PYTHON\n"
     )
 
@@ -107,14 +107,14 @@ def test_a_named_python_is_used_as_it_is(
     assert not bootstrap.VENV.exists()
 
 
-@pytest.mark.parametrize(("name", "told"), [("/nonexistent/python", "not an executable"), ("false", "is Python ?")])
+@pytest.mark.parametrize(("name", "message"), [("/nonexistent/python", "not an executable"), ("false", "is Python ?")])
 def test_a_named_python_that_does_not_run_is_one_line(
-    name: str, told: str, bootstrap: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    name: str, message: str, bootstrap: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("PERFSUITE_PYTHON", name)
     with pytest.raises(SystemExit):
         bootstrap.main()
-    assert told in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
 def test_a_venv_is_ready_while_the_requirements_stay(bootstrap: ModuleType) -> None:
@@ -207,9 +207,9 @@ def test_without_a_network_a_needed_package_is_one_line(
     bootstrap.answers += ["the package index cannot be reached"] * 2
     with pytest.raises(SystemExit):
         bootstrap.install_beside(bootstrap.VENV, Path("log"))
-    told = capsys.readouterr().err.splitlines()
+    message = capsys.readouterr().err.splitlines()
     told_last = "bootstrap: pip failed: the package index cannot be reached; install rich where this Python finds it"
-    assert told[-1].startswith(told_last)
+    assert message[-1].startswith(told_last)
     assert len(pips) == 2, "each try takes a minute"
     kept = pips[1][pips[1].index("-c") + 1].splitlines()
     assert kept[:2] == ["torch==2.11.0", "triton==3.6.0"], "the second try may move the rest, never these"
@@ -224,8 +224,8 @@ def test_an_optional_package_that_cannot_be_had_keeps_back_no_other(
     inspected(bootstrap, monkeypatch, facts(lacking={"rich": "rich>=13", "h5py": "h5py>=3.11"}))
     bootstrap.answers += ["No matching distribution found for h5py"] * 2
     bootstrap.install_beside(bootstrap.VENV, Path("log"))
-    told = capsys.readouterr().err
-    assert "not installed (No matching distribution found for h5py): h5py; tests run without" in told
+    message = capsys.readouterr().err
+    assert "not installed (No matching distribution found for h5py): h5py; tests run without" in message
     assert "rich>=13" in pips[2]
     assert "h5py>=3.11" not in pips[2]
 
@@ -263,7 +263,7 @@ def test_where_nothing_can_be_built_the_path_is_enough(
 
 
 @pytest.mark.parametrize(
-    ("output", "told"),
+    ("output", "message"),
     [
         (
             "ERROR: Could not find x\nERROR: No matching distribution found for x",
@@ -276,10 +276,10 @@ def test_where_nothing_can_be_built_the_path_is_enough(
     ],
 )
 def test_pip_failures_are_one_line(
-    output: str, told: str, bootstrap: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    output: str, message: str, bootstrap: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(bootstrap, "run", lambda command: subprocess.CompletedProcess([], 1, output))
-    assert bootstrap.pip(bootstrap.VENV, tmp_path / "log", ["x"]) == told
+    assert bootstrap.pip(bootstrap.VENV, tmp_path / "log", ["x"]) == message
     assert "$ pip install x" in (tmp_path / "log").read_text()
 
 

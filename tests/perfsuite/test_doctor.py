@@ -61,10 +61,10 @@ def test_what_is_not_ok_has_a_remedy_of_one_line(tmp_path: Path, monkeypatch: py
     ],
 )
 def test_a_probe_that_fails_is_told_in_one_line(code: int, out: str, err: str, problem: str) -> None:
-    facts, told = read_probe(code, out, err)
+    facts, message = read_probe(code, out, err)
     assert facts == {}
-    assert problem in told
-    assert "\n" not in told
+    assert problem in message
+    assert "\n" not in message
 
 
 def test_a_probe_may_be_preceded_by_chatter() -> None:

@@ -1149,9 +1149,9 @@ def test_a_speedup_is_not_lost_within_twice_its_error() -> None:
     made = entry([process(o, ratio=TRUTH) for o in OFFSETS])
     run = [process(o, ratio=TRUTH - 0.05) for o in OFFSETS * 4]
     session = Variance(value=0.026**2, dof=1e9)
-    for value, told in ((0.0247**2, True), (0.0253**2, False)):
+    for value, line in ((0.0247**2, True), (0.0253**2, False)):
         suite = replace(SUITE, ratio=replace(NOISE, session=replace(session, value=value)))
-        assert (verdict(judge(run, entry=made, suite=suite), Status.PASS).moved is not None) is told
+        assert (verdict(judge(run, entry=made, suite=suite), Status.PASS).moved is not None) is line
 
 
 def test_a_reference_that_was_not_timed_tells_of_no_loss() -> None:

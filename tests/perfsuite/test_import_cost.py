@@ -26,8 +26,8 @@ def pytest_unconfigure():
 
 def loaded(folder: Path, *arguments: str) -> list[str]:
     """Return which of these modules a pytest run in a fresh process has imported; other plugins are left out."""
-    (folder / "told.py").write_text(REPORT.format(names=(*HEAVY, *LATER)))
-    others = ["-p", "told", "-p", "perfsuite.plugin"]
+    (folder / "names.py").write_text(REPORT.format(names=(*HEAVY, *LATER)))
+    others = ["-p", "names", "-p", "perfsuite.plugin"]
     done = subprocess.run(
         [sys.executable, "-m", "pytest", *others, *arguments],
         cwd=folder,

@@ -130,7 +130,7 @@ def test_integers_wrap_around_or_are_reported_in_debug_mode(
 ) -> None:
     from triton.runtime import interpreter as module
 
-    def told() -> str:
+    def message() -> str:
         out = torch.zeros(4, dtype=torch.int64)
         try:
             with np.errstate(all="ignore"):
@@ -140,9 +140,9 @@ def test_integers_wrap_around_or_are_reported_in_debug_mode(
         return str(out.tolist())
 
     monkeypatch.setattr(module.interpreter_builder, "options", module.InterpreterOptions(debug=debug))
-    found = told()
+    found = message()
     with plain(monkeypatch):
-        assert told() == found
+        assert message() == found
     assert ("overflow" in found) == (overflows and debug)
 
 

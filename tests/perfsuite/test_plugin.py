@@ -275,8 +275,8 @@ OFF = TWO_LINES.replace("return 3 * x", "return 3 * x + 1e-3 * (x > 1)")
 def test_a_failure_is_short_and_its_line_reproduces_it(project: Project) -> None:
     project.write("test_scale.py", OFF)
     output = failure(project.run("-m", "correctness", "-k", "equivalence"))
-    told = output.split("FAILURES")[1].split("short test summary")[0].strip("= \n").splitlines()
-    assert len(told) <= 6, told  # heading, message, line
+    message = output.split("FAILURES")[1].split("short test summary")[0].strip("= \n").splitlines()
+    assert len(message) <= 6, message  # heading, message, line
     assert lines_with(output, "scale", "budget")
     arguments = reproduction(output)
     again = project.run(*arguments)

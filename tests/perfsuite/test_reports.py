@@ -336,16 +336,16 @@ def test_a_comparison_of_revisions_shows_both_times_and_the_change() -> None:
 
 
 @pytest.mark.parametrize(
-    "told", [lambda run: printed(run, 200), lambda run: re.sub(r"\\(.)", r"\1", markdown.summary(run))]
+    "words", [lambda run: printed(run, 200), lambda run: re.sub(r"\\(.)", r"\1", markdown.summary(run))]
 )
-def test_a_rival_that_was_not_timed_is_told_with_the_reason(told: Callable[[RunReport], str]) -> None:
+def test_a_rival_that_was_not_timed_is_told_with_the_reason(words: Callable[[RunReport], str]) -> None:
     run = example()
-    assert "rival liger of geometry/rotor_update[window64] left out: not installed" in told(run)
+    assert "rival liger of geometry/rotor_update[window64] left out: not installed" in words(run)
     several = {
         i: tuple(dataclasses.replace(m, skipped={"liger": "not installed", "fa": "raises"}) for m in found)
         for i, found in run.measurements.items()
     }
-    text = told(dataclasses.replace(run, measurements=several))
+    text = words(dataclasses.replace(run, measurements=several))
     assert f"{len(several)} rivals left out: not installed" in text
     assert f"{len(several)} rivals left out: raises" in text
 

@@ -975,10 +975,10 @@ def test_the_wall_clock_of_a_call_of_seconds_is_that_of_the_one_that_warms_up(ti
     long: Any = SimpleNamespace(long=runner.Call(2.0, 512), name="reference")
     sampler: Any = SimpleNamespace(clock=None, kind="device", runners={"reference": long})
     assert sampling.Sampler.other_clock(sampler, "reference") == 2.0
-    told = SimpleNamespace(kind="wall", report=lambda _: None, calls={"reference": 1}, counts={}, slow={"reference"})
-    told.clock, told.runners = None, sampler.runners
-    told._launches, told.sample = lambda name: 0, lambda *_: 1.5  # on the device clock, which the warm-up has not
-    assert sampling.Sampler.other_clock(told, "reference") == 1.5  # type: ignore[arg-type]
+    message = SimpleNamespace(kind="wall", report=lambda _: None, calls={"reference": 1}, counts={}, slow={"reference"})
+    message.clock, message.runners = None, sampler.runners
+    message._launches, message.sample = lambda name: 0, lambda *_: 1.5  # on the device clock, which the warm-up has not
+    assert sampling.Sampler.other_clock(message, "reference") == 1.5  # type: ignore[arg-type]
 
 
 # --- what is timed stays right -------------------------------------------------------------------------------

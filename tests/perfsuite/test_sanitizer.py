@@ -189,10 +189,10 @@ def test_a_read_outside_a_tensor_is_found_on_a_gpu(tmp_path: Path) -> None:
         pytest.skip(str(error))
     (tmp_path / "test_it.py").write_text(PLANTED)
     done = pytest_in(tmp_path, "-m", "correctness", "-k", "equivalence", "--sanitize")
-    told = done.stdout + done.stderr
+    message = done.stdout + done.stderr
     if sanitizer.REFUSED in done.stderr:
         pytest.skip(done.stderr.strip().splitlines()[-1])
-    assert done.returncode == 1, told
-    assert "1 failed, 1 passed" in told
-    assert "reads_outside" in told.partition("FAILURES")[2], told
-    assert "Invalid __global__ read of size 4 bytes" in told
+    assert done.returncode == 1, message
+    assert "1 failed, 1 passed" in message
+    assert "reads_outside" in message.partition("FAILURES")[2], message
+    assert "Invalid __global__ read of size 4 bytes" in message

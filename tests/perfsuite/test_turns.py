@@ -46,13 +46,13 @@ def line(child: subprocess.Popen[str]) -> str:
 
 
 def test_the_second_run_waits_and_says_so() -> None:
-    told: list[str] = []
-    with turn(["GPU-1"], "this GPU", told.append):
+    message: list[str] = []
+    with turn(["GPU-1"], "this GPU", message.append):
         child = other("GPU-1")
         assert line(child).startswith("waiting: another perfsuite run is measuring on the other;")
     assert line(child) == "has it"
     child.communicate("")
-    assert told == []
+    assert message == []
 
 
 def test_a_killed_run_gives_its_turn_back() -> None:
@@ -60,9 +60,9 @@ def test_a_killed_run_gives_its_turn_back() -> None:
     assert line(child) == "has it"
     child.kill()
     child.communicate()
-    told: list[str] = []
-    with turn(["GPU-1"], "this GPU", told.append):
-        assert told == []
+    message: list[str] = []
+    with turn(["GPU-1"], "this GPU", message.append):
+        assert message == []
 
 
 def test_other_devices_are_not_waited_for() -> None:
@@ -85,8 +85,8 @@ def test_what_a_run_starts_does_not_wait_for_it() -> None:
 
 def test_without_a_place_for_locks_it_goes_on_and_says_so(tmp_path: Path) -> None:
     (tmp_path / "perfsuite-measuring-GPU-1.lock").mkdir()
-    told: list[str] = []
-    with turn(["GPU-1"], "this GPU", told.append):
+    message: list[str] = []
+    with turn(["GPU-1"], "this GPU", message.append):
         pass
-    assert len(told) == 1
-    assert "cannot be locked" in told[0]
+    assert len(message) == 1
+    assert "cannot be locked" in message[0]

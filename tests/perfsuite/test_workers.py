@@ -92,10 +92,10 @@ def outcomes(made: Workers, ids: Sequence[str] = ("a", "b", "c"), limit: float =
 
 def test_outcomes_come_as_they_are_written(tmp_path: Path) -> None:
     made = scripted(tmp_path, "for id in ids(): begin(id); done(id)")
-    told: list[tuple[int, str]] = []
-    made.progress = lambda lane, id: told.append((lane, id))
+    line: list[tuple[int, str]] = []
+    made.progress = lambda lane, id: line.append((lane, id))
     assert outcomes(made) == {"a": "done a", "b": "done b", "c": "done c"}
-    assert told == [(0, "a"), (0, "b"), (0, "c")]
+    assert line == [(0, "a"), (0, "b"), (0, "c")]
     assert not list(made.folder.iterdir())  # files of processes that ended well are removed
     assert len(made.environments) == 1
 
@@ -109,12 +109,12 @@ for id in ids():
     done(id)
 """
     made = scripted(tmp_path, script)
-    told: list[tuple[int, str]] = []
-    made.progress = lambda lane, id: told.append((lane, id))
+    line: list[tuple[int, str]] = []
+    made.progress = lambda lane, id: line.append((lane, id))
     lanes = [Lane(environment={"CUDA_VISIBLE_DEVICES": str(n)}) for n in range(5)]
     found = [id for id, _ in made.run(tasks_of("abc"), lanes[:2])]
     assert sorted(found) == ["a", "b", "c"]
-    lane = {id: lane for lane, id in told}
+    lane = {id: lane for lane, id in line}
     assert lane["b"] == lane["c"] != lane["a"]
     assert made.environments == [{"CUDA_VISIBLE_DEVICES": "0"}, {"CUDA_VISIBLE_DEVICES": "1"}]
 
@@ -815,9 +815,9 @@ def test_a_lane_keeps_to_the_pair_that_it_is_at(tmp_path: Path) -> None:
 def test_a_crash_in_one_lane_is_no_other_s(tmp_path: Path) -> None:
     script = "for id in ids():\n    begin(id, 'optimized')\n    if id == 'b': os._exit(1)\n    done(id)"
     found = dict(scripted(tmp_path, script).run(tasks_of("abcdef"), [Lane(), Lane()]))
-    told = {id: o.message for id, o in found.items() if isinstance(o, Failure)}
-    assert told.pop("b").startswith("the optimized side ended the measuring process with exit code 1")
-    assert told == {i: f"done {i}" for i in "acdef"}
+    line = {id: o.message for id, o in found.items() if isinstance(o, Failure)}
+    assert line.pop("b").startswith("the optimized side ended the measuring process with exit code 1")
+    assert line == {i: f"done {i}" for i in "acdef"}
 
 
 def test_a_worker_that_crashes_at_each_task_is_started_anew_for_the_next(tmp_path: Path) -> None:

@@ -365,9 +365,9 @@ def test_differences_have_an_interval_over_seeds() -> None:
 def test_one_seed_has_none_and_the_json_no_infinity(tmp_path: Path) -> None:
     pair = Pair(seed=0, baseline=run_of(1.0, 4.0, {"f1": math.nan}), optimized=run_of(1.1, 2.0, {"f1": 1.0}))
     ab_report.save(record(pair, partial="why"), tmp_path)
-    told = json.loads((tmp_path / "ab.json").read_text())
-    assert told["loss_difference"] == {"value": pytest.approx(0.1), "low": None, "high": None, "count": 1}
-    assert told["pairs"][0]["baseline"]["quality"] == {"f1": None}
+    stored = json.loads((tmp_path / "ab.json").read_text())
+    assert stored["loss_difference"] == {"value": pytest.approx(0.1), "low": None, "high": None, "count": 1}
+    assert stored["pairs"][0]["baseline"]["quality"] == {"f1": None}
     shown = (tmp_path / "ab.md").read_text()
     assert "**Partial**: why." in shown
     assert "of one seed and have no interval" in shown
@@ -385,26 +385,26 @@ def test_two_configurations_of_a_trainer(clock: Clock) -> None:
     )  # fmt: skip
     assert done.exit_code == 0, done.output
     assert "3.00× (3.00–3.00)" in done.output
-    told = found()
-    assert [p["seed"] for p in told["pairs"]] == [5, 6]
-    for pair in told["pairs"]:
+    stored = found()
+    assert [p["seed"] for p in stored["pairs"]] == [5, 6]
+    for pair in stored["pairs"]:
         a, b = pair["baseline"], pair["optimized"]
         assert a["items"] == b["items"] == 48 * 4 * 8
         assert [s["items"] for s in a["slices"]] == [s["items"] for s in b["slices"]]
         assert (sum(s["windows"] for s in a["slices"]), sum(s["windows"] for s in b["slices"])) == (48, 24)
         assert pair["warm_up"] == 3
-    assert told["pairs"][0]["baseline"]["loss"] != told["pairs"][1]["baseline"]["loss"]
-    assert told["speedup"]["value"] == pytest.approx(3.0)
-    assert told["speedup"]["count"] == 18
-    assert told["loss_difference"]["low"] < told["loss_difference"]["value"] < told["loss_difference"]["high"]
-    assert told["differing"] == {"side": ["reference", "optimized"], "batch_size": [4, 8], "sleep": [3.0, 2.0]}
-    assert told["baseline"]["fields"]["eta_update"] == told["optimized"]["fields"]["eta_update"] == 0.02
-    assert told["partial"] is None
+    assert stored["pairs"][0]["baseline"]["loss"] != stored["pairs"][1]["baseline"]["loss"]
+    assert stored["speedup"]["value"] == pytest.approx(3.0)
+    assert stored["speedup"]["count"] == 18
+    assert stored["loss_difference"]["low"] < stored["loss_difference"]["value"] < stored["loss_difference"]["high"]
+    assert stored["differing"] == {"side": ["reference", "optimized"], "batch_size": [4, 8], "sleep": [3.0, 2.0]}
+    assert stored["baseline"]["fields"]["eta_update"] == stored["optimized"]["fields"]["eta_update"] == 0.02
+    assert stored["partial"] is None
     assert {"trainer": "toy", "item": "tokens", "noun": "window", "versions": f"torch {torch.__version__}"}.items() <= (
-        told.items()
+        stored.items()
     )
-    assert told["device"]
-    assert told["date"]
+    assert stored["device"]
+    assert stored["date"]
 
 
 def test_the_sides_are_chosen(monkeypatch: pytest.MonkeyPatch, clock: Clock) -> None:
@@ -432,9 +432,9 @@ def test_a_trainer_s_own_metrics_are_compared(monkeypatch: pytest.MonkeyPatch, c
     monkeypatch.setitem(trainers.TRAINERS, "toy", entry)
     done = toys("--windows", "3", baseline="eta_update: 0.5", optimized="eta_update: 0.25")
     assert done.exit_code == 0, done.output
-    told = found()
-    assert told["pairs"][0]["optimized"]["quality"] == {"eta": 0.25, "vocabulary": 16}
-    assert told["quality_difference"]["eta"]["value"] == -0.25
+    stored = found()
+    assert stored["pairs"][0]["optimized"]["quality"] == {"eta": 0.25, "vocabulary": 16}
+    assert stored["quality_difference"]["eta"]["value"] == -0.25
 
 
 def test_tiny_ups_beside_itself(tmp_path: Path) -> None:
@@ -443,18 +443,18 @@ def test_tiny_ups_beside_itself(tmp_path: Path) -> None:
         "--compile", "false",
     )  # fmt: skip
     assert done.exit_code == 0, done.output
-    told = found("out")
-    (pair,) = told["pairs"]
+    stored = found("out")
+    (pair,) = stored["pairs"]
     a, b = pair["baseline"], pair["optimized"]
-    assert (told["item"], told["noun"], a["items"], b["items"]) == ("examples", "step", 48, 48)
+    assert (stored["item"], stored["noun"], a["items"], b["items"]) == ("examples", "step", 48, 48)
     assert a["loss"] == pytest.approx(b["loss"], rel=0.01)
     names = [f"NRMSE of {t}, step {n}, averages" for t, n in (("advection1d", 1), ("advection1d", 4), ("darcy2d", 1))]
     assert set(names) < set(a["quality"])
     for name in names:
         assert a["quality"][name] == pytest.approx(b["quality"][name], rel=0.01)
         assert f"| {name} |" in (tmp_path / "out/ab.md").read_text()
-    assert told["differing"] == {"side": ["reference", "optimized"]}
-    assert told["baseline"]["fields"]["compile"] is False
+    assert stored["differing"] == {"side": ["reference", "optimized"]}
+    assert stored["baseline"]["fields"]["compile"] is False
     assert a["peak_bytes"] is None
     assert "not measured" in done.output
 
@@ -512,9 +512,9 @@ def test_leak_cnn_gives_its_last_validation() -> None:
     segments = EpochMetrics(loss=0.5, accuracy=0.75, f1=0.7, confusion=[])
     validation = leak_report.Validation(segments=segments, files=[[3, 1], [0, 4]])
     quality = trainers.quality_of("leak_cnn")
-    told = quality(SimpleNamespace(validation=lambda: validation), None)
-    assert told["validation_loss"] == 0.5
-    assert told["file_accuracy"] == 7 / 8
+    stored = quality(SimpleNamespace(validation=lambda: validation), None)
+    assert stored["validation_loss"] == 0.5
+    assert stored["file_accuracy"] == 7 / 8
     assert quality(SimpleNamespace(validation=lambda: None), None) == {}
     assert trainers.quality_of("trainer2")(None, None) == {}
 
@@ -567,9 +567,9 @@ def test_an_earlier_result_is_replaced_only_where_that_is_said(clock: Clock) -> 
 def test_a_loss_that_is_no_number_names_side_and_window(clock: Clock) -> None:
     done = toys("--windows", "24", optimized="batch_size: 4\nnan_at: 7")
     one_line(done, 1, "optimized, window 7: the loss is nan", "marked as partial")
-    told = found()
-    assert "optimized, window 7" in told["partial"]
-    assert [len(told["pairs"][0][name]["slices"]) for name in ("baseline", "optimized")] == [4, 4]
+    stored = found()
+    assert "optimized, window 7" in stored["partial"]
+    assert [len(stored["pairs"][0][name]["slices"]) for name in ("baseline", "optimized")] == [4, 4]
     assert toys("--windows", "24", "--out", "o", baseline="batch_size: 4\nnan_at: 3").exit_code == 1
     assert "baseline, window 3" in found("o")["partial"]
 
@@ -585,9 +585,9 @@ def test_a_signal_leaves_what_was_measured(clock: Clock, number: signal.Signals)
     done = toys("--windows", "24", "--seed", "0", "--seed", "1", baseline=both, optimized=both)
     assert done.exit_code == 128 + number, done.output
     assert clock.sleeps == 48 + 27
-    told = found()
-    assert told["partial"] == f"ended by {number.name}"
-    slices = [[len(p[name]["slices"]) for name in ("baseline", "optimized")] for p in told["pairs"]]
+    stored = found()
+    assert stored["partial"] == f"ended by {number.name}"
+    slices = [[len(p[name]["slices"]) for name in ("baseline", "optimized")] for p in stored["pairs"]]
     assert slices == [[12, 12], [7, 7]]
     assert "partial" in done.output
 

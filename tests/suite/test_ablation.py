@@ -187,9 +187,9 @@ def test_a_recording_with_a_field_of_another_type_is_one_line(changed: dict[str,
 def test_a_recording_with_an_arm_of_other_types_is_one_line(changed: dict[str, Any], tmp_path: Path) -> None:
     path = tmp_path / "x.json"
     ablation.save(record(), path)
-    told = json.loads(path.read_text())
-    told["arms"][1] |= changed
-    path.write_text(json.dumps(told))
+    stored = json.loads(path.read_text())
+    stored["arms"][1] |= changed
+    path.write_text(json.dumps(stored))
     shown(path)
 
 
@@ -209,14 +209,14 @@ def test_what_is_no_file_is_one_line(kind: str, tmp_path: Path) -> None:
     shown(path, "a\\nb.json is no file; name the .json of an ablation")
 
 
-def shown(path: Path, told: str = "x.json is no ablation") -> None:
+def shown(path: Path, stored: str = "x.json is no ablation") -> None:
     """Assert that the command refuses the file in one line and writes nothing."""
     before = sorted(path.parent.iterdir())
     done = CliRunner().invoke(command, ["toy", "--from", str(path)])
     assert isinstance(done.exception, SystemExit), done.exception
     assert done.exit_code == 1
     (line,) = done.output.splitlines()
-    assert told in line
+    assert stored in line
     assert len(line) < 600
     assert sorted(path.parent.iterdir()) == before
 

@@ -318,7 +318,7 @@ def test_random_damage_is_never_another_error(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("content", "told"),
+    ("content", "message"),
     [
         ({"format": "another", "version": 1}, "is no checkpoint of `perfsuite train`"),
         ([1, 2], "is no checkpoint of `perfsuite train`"),
@@ -326,10 +326,10 @@ def test_random_damage_is_never_another_error(tmp_path: Path) -> None:
         ({"format": "perfsuite.checkpoint", "version": 1, "name": "toy"}, "is damaged: it lacks windows, items"),
     ],
 )
-def test_a_foreign_checkpoint_is_one_line(tmp_path: Path, content: object, told: str) -> None:
+def test_a_foreign_checkpoint_is_one_line(tmp_path: Path, content: object, message: str) -> None:
     path = tmp_path / "window-00000001.pt"
     torch.save(content, path)
-    with pytest.raises(CheckpointError, match=told):
+    with pytest.raises(CheckpointError, match=message):
         load(path)
 
 
@@ -369,7 +369,7 @@ def test_no_file(tmp_path: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("state", "told"),
+    ("state", "message"),
     [
         ({"a": [torch.tensor([1.0, float("nan")])]}, r"state\['a'\]\[0\] holds NaN"),
         ({"a": {"b": numpy.float64(1)}}, r"state\['a'\]\['b'\] is a float64, which cannot be read back"),
@@ -377,8 +377,8 @@ def test_no_file(tmp_path: Path, name: str) -> None:
         ({(1, 2): 3}, "state has a key of type tuple"),
     ],
 )
-def test_a_state_that_must_not_be_written(state: Any, told: str) -> None:
-    with pytest.raises(CheckpointError, match=told):
+def test_a_state_that_must_not_be_written(state: Any, message: str) -> None:
+    with pytest.raises(CheckpointError, match=message):
         check(state)
 
 

@@ -59,9 +59,9 @@ def windows(monkeypatch: pytest.MonkeyPatch) -> dict[str, Timed]:
     ],
 )
 def test_an_interval_that_meets_what_is_claimed_confirms_it(low: float, high: float, verdict: str) -> None:
-    found, told = measuring.within(low, high, 15, 25, "so much")
+    found, finding = measuring.within(low, high, 15, 25, "so much")
     assert found == verdict
-    assert told == "so much" + ". That may as well be nothing: too noisy to tell" * (verdict == UNMEASURED)
+    assert finding == "so much" + ". That may as well be nothing: too noisy to tell" * (verdict == UNMEASURED)
 
 
 def test_every_claim_of_the_source_has_a_test() -> None:
@@ -83,10 +83,10 @@ def test_a_claim_is_measured_once() -> None:
 
 
 def test_graphs_are_judged_by_the_time_they_save(windows: dict[str, Timed]) -> None:
-    verdict, told = trainer2.graphs(SMALL)
+    verdict, finding = trainer2.graphs(SMALL)
     assert verdict == EXCEEDED
-    assert "a window takes 970 ms without and 240 ms with them" in told
-    assert "75.2% (74.8 to 75.5) less, and 500 launches become 7" in told
+    assert "a window takes 970 ms without and 240 ms with them" in finding
+    assert "75.2% (74.8 to 75.5) less, and 500 launches become 7" in finding
     windows["without graphs"] = timed("without graphs", 0.28, 0.30, 0.32)
     assert trainer2.graphs(SMALL)[0] == CONFIRMED
 
@@ -139,23 +139,23 @@ def test_each_count_of_blocks_is_emptied_alone(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_all_together_is_judged_without_graphs(windows: dict[str, Timed]) -> None:
-    verdict, told = trainer2.together(SMALL)
+    verdict, finding = trainer2.together(SMALL)
     assert verdict == CONFIRMED
-    assert "without graphs a window of 1.10 s takes 970 ms: 12.1% (11.2 to 13) less" in told
+    assert "without graphs a window of 1.10 s takes 970 ms: 12.1% (11.2 to 13) less" in finding
 
 
 def test_scripting_is_judged_by_its_share_of_a_window(windows: dict[str, Timed]) -> None:
-    verdict, told = trainer2.scripting(SMALL)
+    verdict, finding = trainer2.scripting(SMALL)
     assert verdict == REFUTED  # of a window of a second nothing this small is 1%
-    assert "of a window of the reference" in told
+    assert "of a window of the reference" in finding
 
 
 def test_functions_are_judged_on_any_device() -> None:
     assert trainer2.in_place(SMALL) == (CONFIRMED, "bit for bit, in 100 draws of up to 64 steps")
     assert trainer2.perplexity(SMALL)[0] == REFUTED
-    verdict, told = trainer2.sign(SMALL)
+    verdict, finding = trainer2.sign(SMALL)
     assert verdict == UNMEASURED
-    assert "g grows along the velocity" in told
+    assert "g grows along the velocity" in finding
 
 
 def test_another_sum_is_refuted(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -163,9 +163,9 @@ def test_another_sum_is_refuted(monkeypatch: pytest.MonkeyPatch) -> None:
         return lambda start: lambda velocities: velocities.sum(0) + optimized
 
     monkeypatch.setattr(trainer2, "implementation", implementation)
-    verdict, told = trainer2.in_place(SMALL)
+    verdict, finding = trainer2.in_place(SMALL)
     assert verdict == REFUTED
-    assert "differ by 1" in told
+    assert "differ by 1" in finding
 
 
 def test_a_window_is_timed_in_its_four_arms() -> None:
@@ -178,10 +178,10 @@ def test_a_window_is_timed_in_its_four_arms() -> None:
 def test_on_a_gpu_every_claim_has_a_verdict() -> None:
     given = dataclasses.replace(SMALL, device=torch.device("cuda"))
     for test in trainer2.CHECKS.all.values():
-        verdict, told = test.answer(given)
+        verdict, finding = test.answer(given)
         noisy = {"C3", "C6", "C8"}  # two rounds
         assert verdict in {CONFIRMED, REFUTED, DEPENDS, *({UNMEASURED} if test.id in {"C11", *noisy} else ())}
-        assert told
+        assert finding
 
 
 # --- the file and the page ------------------------------------------------------------------------------------------
@@ -234,9 +234,9 @@ def test_there_are_five_verdicts() -> None:
     ],
 )
 def test_launches_are_judged_by_both(eager: float, node: float, verdict: str, words: str) -> None:
-    found, told = trainer2.launch_verdict(1e6 * eager, 1e6 * node)
+    found, finding = trainer2.launch_verdict(1e6 * eager, 1e6 * node)
     assert found == verdict
-    assert told.startswith(words)
+    assert finding.startswith(words)
 
 
 # --- the command ----------------------------------------------------------------------------------------------------

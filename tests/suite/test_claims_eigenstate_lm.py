@@ -77,26 +77,26 @@ def test_what_is_trained_is_the_tiny_configuration() -> None:
 
 
 def test_the_recurrence_is_a_scan() -> None:
-    verdict, told = eigenstate_lm.sequential(SMALL)
+    verdict, finding = eigenstate_lm.sequential(SMALL)
     assert verdict == REFUTED
-    assert "for 64 tokens" in told
-    assert "for 256 and, in proportion" in told
-    assert "for 1,024; scanned they take" in told
+    assert "for 64 tokens" in finding
+    assert "for 256 and, in proportion" in finding
+    assert "for 1,024; scanned they take" in finding
 
 
 def test_chunks_leave_the_result_and_change_the_memory() -> None:
-    verdict, told = eigenstate_lm.chunks(SMALL)
+    verdict, finding = eigenstate_lm.chunks(SMALL)
     assert verdict == DEPENDS
-    assert told.startswith("on whether memory counts")
-    assert all(f" {chunk}: " in told for chunk in eigenstate_lm.CHUNKS)
+    assert finding.startswith("on whether memory counts")
+    assert all(f" {chunk}: " in finding for chunk in eigenstate_lm.CHUNKS)
 
 
 def test_the_gradient_reaches_tens_of_tokens_back() -> None:
-    verdict, told = eigenstate_lm.reach(SMALL)
+    verdict, finding = eigenstate_lm.reach(SMALL)
     assert verdict == REFUTED
-    assert "after 1,587 tokens and after" in told  # 0.99 ** 1587 is the first below 2 ** -23
-    assert "is 1e-143" in told
-    assert "|" not in told  # which parts the cells of a table
+    assert "after 1,587 tokens and after" in finding  # 0.99 ** 1587 is the first below 2 ** -23
+    assert "is 1e-143" in finding
+    assert "|" not in finding  # which parts the cells of a table
 
 
 def test_the_source_s_network_begins_with_eigenvalues_of_little_reach() -> None:
@@ -136,10 +136,10 @@ def test_an_influence_ends_where_it_is_below_rounding_for_good(influence: list[f
 
 @FULLY
 def test_logits_are_three_times_there_without_chunks() -> None:
-    verdict, told = eigenstate_lm.chunked_loss(SMALL)
+    verdict, finding = eigenstate_lm.chunked_loss(SMALL)
     assert verdict == DEPENDS
-    assert "take 13.2 GB in bfloat16 and 26.3 GB in float32" in told
-    assert "(from 1,024 rows of 500 logits)" in told
+    assert "take 13.2 GB in bfloat16 and 26.3 GB in float32" in finding
+    assert "(from 1,024 rows of 500 logits)" in finding
     at_once, kept, freed = (
         eigenstate_lm._peak_of_loss(SMALL, form, False)[0]
         for form in (eigenstate_lm._whole_loss, eigenstate_lm._kept_loss, eigenstate_lm._freed_loss)
@@ -173,34 +173,34 @@ def test_a_loss_in_chunks_is_the_loss() -> None:
 
 
 def test_chunks_of_tokens_take_eight_bytes_each() -> None:
-    verdict, told = eigenstate_lm.cache(SMALL)
+    verdict, finding = eigenstate_lm.cache(SMALL)
     assert verdict == REFUTED
-    assert told.startswith("256 chunks of 32,768 tokens take 67.1 MB as int64, 16.8 MB in the pack's")
-    assert told.endswith("a token would need 477 bytes (from 16 of 32)")
+    assert finding.startswith("256 chunks of 32,768 tokens take 67.1 MB as int64, 16.8 MB in the pack's")
+    assert finding.endswith("a token would need 477 bytes (from 16 of 32)")
 
 
 def test_two_moments_take_eight_bytes_a_parameter() -> None:
-    verdict, told = eigenstate_lm.optimizer_state(SMALL)
+    verdict, finding = eigenstate_lm.optimizer_state(SMALL)
     assert verdict == REFUTED
-    assert "8 bytes a parameter: of 123,104,256 that is 985 MB" in told
-    assert "5.85 bytes a parameter" in told
+    assert "8 bytes a parameter: of 123,104,256 that is 985 MB" in finding
+    assert "5.85 bytes a parameter" in finding
 
 
 @FULLY
 def test_batches_are_loaded_with_each_prefetch_and_gathered_here() -> None:
-    verdict, told = eigenstate_lm.prefetch(SMALL)
+    verdict, finding = eigenstate_lm.prefetch(SMALL)
     assert verdict in (REFUTED, DEPENDS)
-    assert "a batch of 2 sequences of 32 tokens comes from 1 worker, when" in told
-    assert all(f" with {ahead}" in told for ahead in (2, 4, 8))
+    assert "a batch of 2 sequences of 32 tokens comes from 1 worker, when" in finding
+    assert all(f" with {ahead}" in finding for ahead in (2, 4, 8))
 
 
-@pytest.mark.parametrize(("says", "told"), [("DataLoader worker (pid 7) is killed", True), ("another", False)])
-def test_a_worker_that_dies_is_told(says: str, told: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("says", "finding"), [("DataLoader worker (pid 7) is killed", True), ("another", False)])
+def test_a_worker_that_dies_is_told(says: str, finding: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     def dies(*given: Any, count: int) -> Any:
         raise RuntimeError(says)
 
     monkeypatch.setattr(eigenstate_lm, "interleaved", dies)
-    if told:
+    if finding:
         assert eigenstate_lm.prefetch(SMALL) == (UNMEASURED, says)
     else:
         with pytest.raises(RuntimeError, match=says):
@@ -211,19 +211,19 @@ def test_a_worker_that_dies_is_told(says: str, told: bool, monkeypatch: pytest.M
 
 
 def test_a_step_is_timed_in_each_precision() -> None:
-    verdict, told = eigenstate_lm.step(SMALL)
+    verdict, finding = eigenstate_lm.step(SMALL)
     assert verdict == CONFIRMED
-    assert "a step of 2 sequences of 32 tokens takes" in told
-    assert all(f"in {name}" in told for name in eigenstate_lm.PRECISIONS)
-    assert "are 8,173 tokens in 370 ms, and such a step has 131,072" in told
+    assert "a step of 2 sequences of 32 tokens takes" in finding
+    assert all(f"in {name}" in finding for name in eigenstate_lm.PRECISIONS)
+    assert "are 8,173 tokens in 370 ms, and such a step has 131,072" in finding
 
 
 def test_the_reference_is_extrapolated() -> None:
     assert eigenstate_lm.extrapolated((512, 1.2), (1024, 2.3), 32768) == pytest.approx(2.3 + 62 * 1.1)
-    verdict, told = eigenstate_lm.speedup(SMALL)
+    verdict, finding = eigenstate_lm.speedup(SMALL)
     assert verdict in VERDICTS
-    assert "for 2 sequences of 16 tokens the reference takes" in told
-    assert told.endswith("a step are 45.9 times, its tokens a second 442, and its hours 54.1")
+    assert "for 2 sequences of 16 tokens the reference takes" in finding
+    assert finding.endswith("a step are 45.9 times, its tokens a second 442, and its hours 54.1")
 
 
 @FULLY
@@ -237,30 +237,30 @@ def test_a_step_has_a_peak_and_less_of_it_if_it_computes_again(monkeypatch: pyte
 
     monkeypatch.setattr(eigenstate_lm, "_peak_of_step", noted)
     given = dataclasses.replace(SMALL, config=dataclasses.replace(SMALL.config, layers=3))
-    verdict, told = eigenstate_lm.memory(given)
+    verdict, finding = eigenstate_lm.memory(given)
     assert verdict == CONFIRMED
-    assert "a step of 2 sequences of 32 tokens in bfloat16 takes" in told
-    assert [eigenstate_lm.amount(peak) in told for peak in peaks] == [True, True]
+    assert "a step of 2 sequences of 32 tokens in bfloat16 takes" in finding
+    assert [eigenstate_lm.amount(peak) in finding for peak in peaks] == [True, True]
     assert peaks[1] < peaks[0]
 
 
 def test_steps_are_timed_with_the_cache_and_without() -> None:
-    verdict, told = eigenstate_lm.emptying(SMALL)
+    verdict, finding = eigenstate_lm.emptying(SMALL)
     assert verdict in VERDICTS
-    assert "10 steps take" in told
+    assert "10 steps take" in finding
 
 
 def test_runs_end_at_losses_by_seed(monkeypatch: pytest.MonkeyPatch) -> None:
     seconds = {"float32": [8.0, 8.1], "TF32": [1.6, 1.61], "bfloat16": [1.0, 1.0], "float16": [1.0, 1.01]}
     monkeypatch.setattr(eigenstate_lm, "_timed", Timed(seconds))
     monkeypatch.setattr(eigenstate_lm, "_ends", functools.cache(eigenstate_lm._ends))
-    verdict, told = eigenstate_lm.half(SMALL)
+    verdict, finding = eigenstate_lm.half(SMALL)
     assert verdict == DEPENDS
-    assert told.startswith("on what float32's products are: a step of 64 tokens takes 1.00 s in float16 against")
+    assert finding.startswith("on what float32's products are: a step of 64 tokens takes 1.00 s in float16 against")
     ends, left_out = eigenstate_lm._ends(SMALL)
     assert len(ends) == SMALL.seeds
     assert left_out >= 0
-    assert all(f"{a:.4f}" in told for a, _ in ends)
+    assert all(f"{a:.4f}" in finding for a, _ in ends)
     assert all(0 < abs(b / a - 1) < 0.01 for a, b in ends)
 
 
@@ -291,11 +291,11 @@ def test_a_precision_that_does_not_fit_is_told(monkeypatch: pytest.MonkeyPatch) 
 
     monkeypatch.setattr(eigenstate_lm, "_trainer", limited)
     monkeypatch.setattr(eigenstate_lm, "_ends", lambda setting: ([(3.0, 3.001)], 2))
-    _, told = eigenstate_lm.step(SMALL)
-    assert "; in float32 it does not fit. " in told
-    _, told = eigenstate_lm.half(SMALL)
-    assert "float32's" not in told
-    assert "in float16 +0.033% to +0.033% higher, with 2 steps left out" in told
+    _, finding = eigenstate_lm.step(SMALL)
+    assert "; in float32 it does not fit. " in finding
+    _, finding = eigenstate_lm.half(SMALL)
+    assert "float32's" not in finding
+    assert "in float16 +0.033% to +0.033% higher, with 2 steps left out" in finding
 
 
 @pytest.mark.parametrize("name", ["C47", *(pytest.param(name, marks=FULLY) for name in ("C48", "C57", "C60"))])
@@ -304,9 +304,9 @@ def test_a_device_that_is_too_small_for_a_step_is_told(name: str, monkeypatch: p
         raise PerfsuiteError("out of memory: so many sequences")
 
     monkeypatch.setattr(eigenstate_lm, "_steps", lambda trainer: out)
-    verdict, told = CHECKS[name].measure(SMALL)
+    verdict, finding = CHECKS[name].measure(SMALL)
     assert verdict == UNMEASURED
-    assert told.startswith("out of memory: ")
+    assert finding.startswith("out of memory: ")
 
 
 def test_another_error_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -428,9 +428,9 @@ def test_half_precision_is_judged_by_time_and_loss(ratios: tuple[float, ...], lo
     assert eigenstate_lm._twice([ratio(r, 0.01) for r in ratios], [0.0, lost]) == verdict
 
 
-@pytest.mark.parametrize(("size", "told"), [(985e6, "985 MB"), (13.17e9, "13.2 GB"), (0, "0 MB")])
-def test_memory_is_told_by_thousands(size: float, told: str) -> None:
-    assert eigenstate_lm.amount(size) == told
+@pytest.mark.parametrize(("size", "finding"), [(985e6, "985 MB"), (13.17e9, "13.2 GB"), (0, "0 MB")])
+def test_memory_is_told_by_thousands(size: float, finding: str) -> None:
+    assert eigenstate_lm.amount(size) == finding
 
 
 # --- the command, and a GPU -----------------------------------------------------------------------------------------
@@ -453,6 +453,6 @@ def test_the_command_measures_eigenstate_lm_s_claims(tmp_path: Path) -> None:
 def test_on_a_gpu_every_claim_has_a_verdict(name: str) -> None:
     config = TrainConfig(width=64, layers=2, eigenstates=16, sequence_length=256, batch_size=2, accumulation=1)
     given = dataclasses.replace(SMALL, device=torch.device("cuda"), config=config)
-    verdict, told = CHECKS[name].answer(given)
+    verdict, finding = CHECKS[name].answer(given)
     assert verdict in VERDICTS
-    assert told
+    assert finding

@@ -41,24 +41,24 @@ def test_what_says_something_of_a_gpu_is_not_measured_without_one() -> None:
 
 
 def test_launches_go_by_tensors() -> None:
-    verdict, told = leak_cnn.launches(SMALL)
+    verdict, finding = leak_cnn.launches(SMALL)
     assert verdict == REFUTED
-    assert "With 1,144,838 parameters instead of 618,758, in 12 tensors as before, as many" in told
+    assert "With 1,144,838 parameters instead of 618,758, in 12 tensors as before, as many" in finding
 
 
 def test_millions_of_launches_would_confirm_it(monkeypatch: pytest.MonkeyPatch) -> None:
     numbers = iter([6_000_000, 36, 1, 12_000_000, 36, 1])
     monkeypatch.setattr(leak_cnn, "_launches", lambda setting, call: next(numbers))
-    verdict, told = leak_cnn.launches(SMALL)
+    verdict, finding = leak_cnn.launches(SMALL)
     assert verdict == CONFIRMED
-    assert "one by one 12000000" in told
+    assert "one by one 12000000" in finding
 
 
 def test_memory_is_of_the_source_s_batch() -> None:
-    verdict, told = leak_cnn.memory(SMALL)
+    verdict, finding = leak_cnn.memory(SMALL)
     assert verdict == REFUTED
-    assert "5632×64×16×1×4 bytes, is 23.1 MB" in told
-    assert told.endswith("(from a batch of 4)")
+    assert "5632×64×16×1×4 bytes, is 23.1 MB" in finding
+    assert finding.endswith("(from a batch of 4)")
 
 
 def test_nothing_less_is_kept_for_the_backward() -> None:
@@ -96,12 +96,12 @@ def test_what_lives_at_once_is_added_up() -> None:
 
 def test_batches_depend_on_what_is_left_over() -> None:
     pytest.importorskip("h5py", reason="h5py is not installed: pip install 'perfsuite[train]'")
-    verdict, told = leak_cnn.batches(SMALL)
+    verdict, finding = leak_cnn.batches(SMALL)
     assert verdict == DEPENDS
-    assert "the 576 segments that 7 batches of 5632 leave of 40,000" in told
-    assert "makes 8 unless" in told
-    assert "do: 7 and 7 steps on 800 segments" in told
-    assert "to 5 batches of 2048" in told
+    assert "the 576 segments that 7 batches of 5632 leave of 40,000" in finding
+    assert "makes 8 unless" in finding
+    assert "do: 7 and 7 steps on 800 segments" in finding
+    assert "to 5 batches of 2048" in finding
 
 
 @pytest.mark.parametrize(
@@ -115,9 +115,9 @@ def test_workers_are_judged_by_when_their_first_batch_comes(
     fork: tuple[float, ...], spawn: tuple[float, ...], verdict: str, says: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(leak_cnn, "interleaved", lambda *given, count: {"fork": [*fork], "spawn": [*spawn]})
-    found, told = leak_cnn.spawning(SMALL)
+    found, finding = leak_cnn.spawning(SMALL)
     assert found == verdict
-    assert says in told
+    assert says in finding
 
 
 @pytest.mark.parametrize("way", ["fork", pytest.param("spawn", marks=FULLY)])
@@ -129,9 +129,9 @@ def test_a_worker_is_started_and_ended(way: str) -> None:
 
 
 def test_fullgraph_removes_no_break() -> None:
-    verdict, told = leak_cnn.fullgraph(SMALL)
+    verdict, finding = leak_cnn.fullgraph(SMALL)
     assert verdict == REFUTED
-    assert told == (
+    assert finding == (
         "the network is 1 graph without it and 1 with it, the same. Where there is a break (2 graphs) it is an error, "
         "and removes none"
     )
@@ -160,9 +160,9 @@ def test_syncs_are_judged_by_their_share_of_an_epoch(
 ) -> None:
     times = {"each": [t / 1e2 for t in each], "once": [0.01, 0.01, 0.01]}
     monkeypatch.setattr(leak_cnn, "interleaved", lambda *given, count: times)
-    found, told = leak_cnn.syncs_saved(SMALL)
+    found, finding = leak_cnn.syncs_saved(SMALL)
     assert found == verdict
-    assert told.startswith("on ") == (verdict == DEPENDS)
+    assert finding.startswith("on ") == (verdict == DEPENDS)
 
 
 def test_an_epoch_of_steps_reads_each_loss_or_their_sum(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -190,19 +190,19 @@ def test_syncs_depend_on_what_else_waits(alone: int, every: int, verdict: str, m
 @pytest.fixture
 def here(monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
     """Replace measured seconds by those given for the end of a call's name; all calls run in this process."""
-    told: dict[str, float] = {}
+    finding: dict[str, float] = {}
 
     @contextlib.contextmanager
     def apart(made: Mapping[str, measuring.Make]) -> Iterator[dict[str, Callable[[], float]]]:
         calls = {}
         for name, (make, given) in made.items():
             make(*given)()
-            seconds = next(seconds for end, seconds in told.items() if name.endswith(end))
+            seconds = next(seconds for end, seconds in finding.items() if name.endswith(end))
             calls[name] = functools.partial(next, itertools.cycle([seconds, 1.001 * seconds]))
         yield calls
 
     monkeypatch.setattr(leak_cnn, "apart", apart)
-    return told
+    return finding
 
 
 @pytest.mark.parametrize(("off", "on", "verdict"), [(1.0, 0.92, CONFIRMED), (1.0, 0.99, REFUTED)])
@@ -211,10 +211,10 @@ def test_cudnn_is_judged_in_either_precision(
 ) -> None:
     monkeypatch.setattr(leak_cnn, "TOGETHER", 1)
     here |= {"False": off, "True": on}
-    found, told = leak_cnn.autotune(SMALL)
+    found, finding = leak_cnn.autotune(SMALL)
     assert found == verdict
-    assert "float32: 1" in told
-    assert "float16, channels last: 1" in told
+    assert "float32: 1" in finding
+    assert "float16, channels last: 1" in finding
 
 
 def test_what_is_implemented_is_timed_from_the_file_and_on_the_device(
@@ -224,10 +224,10 @@ def test_what_is_implemented_is_timed_from_the_file_and_on_the_device(
     monkeypatch.setattr(leak_cnn, "audio_of", lambda data: None)
     monkeypatch.setattr(leak_cnn, "_epochs", lambda config, audio, device: lambda: asked.append(config))
     here |= {"read from the fileFalse": 1.0, "read from the fileTrue": 0.99, "False": 0.1, "True": 0.08}
-    verdict, told = leak_cnn.together(SMALL)
+    verdict, finding = leak_cnn.together(SMALL)
     assert verdict == DEPENDS
-    assert told.startswith("on where the segments are. segments read from the file: 1.00 s")
-    assert told.endswith("The source's own rows add up to 22 to 48%")
+    assert finding.startswith("on where the segments are. segments read from the file: 1.00 s")
+    assert finding.endswith("The source's own rows add up to 22 to 48%")
     assert [(c.resident_dataset, c.fused_adamw, c.autocast_fp16) for c in asked] == [
         (False, False, True),
         (False, True, True),
@@ -331,6 +331,6 @@ def test_the_command_measures_leak_cnn_s_claims(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", CHECKS)
 def test_on_a_gpu_every_claim_has_a_verdict(name: str) -> None:
     given = leak_cnn.Setting(device=torch.device("cuda"), rounds=2, workers=0, data=leak_cnn.FEW, batch_size=112)
-    verdict, told = CHECKS[name].answer(given)
+    verdict, finding = CHECKS[name].answer(given)
     assert verdict in VERDICTS
-    assert told
+    assert finding

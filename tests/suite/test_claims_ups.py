@@ -113,11 +113,11 @@ def test_the_source_s_phases_multiply_to_five() -> None:
 
 
 def test_no_gradient_of_the_inverse_losses_reaches_the_operator() -> None:
-    verdict, told = ups.regularises(SMALL)
+    verdict, finding = ups.regularises(SMALL)
     assert verdict == REFUTED
-    assert "and 0 by the operator's: 38 of its 38 weights are not in their graph" in told
-    assert "After 2 steps with and without them the operator's weights are equal to the bit" in told
-    assert not told.endswith("are equal to the bit")  # where gradients are clipped
+    assert "and 0 by the operator's: 38 of its 38 weights are not in their graph" in finding
+    assert "After 2 steps with and without them the operator's weights are equal to the bit" in finding
+    assert not finding.endswith("are equal to the bit")  # where gradients are clipped
 
 
 def test_a_gradient_that_reaches_the_operator_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -130,26 +130,26 @@ def test_a_gradient_that_reaches_the_operator_is_found(monkeypatch: pytest.Monke
         ]
 
     monkeypatch.setattr(ups, "inverse_tasks", of_predictions)
-    verdict, told = ups.regularises(SMALL)
+    verdict, finding = ups.regularises(SMALL)
     assert verdict == CONFIRMED
-    assert "and 0 by the operator's" not in told
+    assert "and 0 by the operator's" not in finding
 
 
 def test_query_points_are_timed_on_both_grids_and_counted() -> None:
-    verdict, told = ups.queries(SMALL)
+    verdict, finding = ups.queries(SMALL)
     assert verdict == DEPENDS
-    assert told.startswith("on the grid")
-    assert "on a grid of 64 points" in told
-    assert "on a grid of 256 points" in told
-    assert "the source's grid of advection1d the query loss has 1 times fewer operations" in told
-    assert "the source's grid of darcy2d the query loss has 1.98 times fewer operations" in told
+    assert finding.startswith("on the grid")
+    assert "on a grid of 64 points" in finding
+    assert "on a grid of 256 points" in finding
+    assert "the source's grid of advection1d the query loss has 1 times fewer operations" in finding
+    assert "the source's grid of darcy2d the query loss has 1.98 times fewer operations" in finding
 
 
 def test_the_schedule_saves_three_quarters_of_the_work() -> None:
-    verdict, told = ups.work(SMALL)
+    verdict, finding = ups.work(SMALL)
     assert verdict == REFUTED
-    assert "advection1d: 532 GFLOP become 133 GFLOP, 75.0% less" in told
-    assert "both tasks: 2.63 TFLOP become 624 GFLOP, 76.2% less" in told
+    assert "advection1d: 532 GFLOP become 133 GFLOP, 75.0% less" in finding
+    assert "both tasks: 2.63 TFLOP become 624 GFLOP, 76.2% less" in finding
 
 
 def test_operations_are_those_of_the_decoded_points() -> None:
@@ -161,9 +161,9 @@ def test_operations_are_those_of_the_decoded_points() -> None:
 
 
 def test_a_mixed_batch_has_the_inverse_losses_of_both_tasks() -> None:
-    verdict, told = ups.mixed(SMALL)
+    verdict, finding = ups.mixed(SMALL)
     assert verdict == CONFIRMED
-    assert "a micro-batch of 2 and 2 examples" in told
+    assert "a micro-batch of 2 and 2 examples" in finding
 
 
 def test_a_mixed_batch_that_lacks_a_task_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -172,16 +172,16 @@ def test_a_mixed_batch_that_lacks_a_task_is_found(monkeypatch: pytest.MonkeyPatc
 
     real = ups_measured.inverse
     monkeypatch.setattr(ups_measured, "inverse", first_alone)
-    verdict, told = ups.mixed(SMALL)
+    verdict, finding = ups.mixed(SMALL)
     assert verdict == REFUTED
-    assert "darcy2d 0" in told
+    assert "darcy2d 0" in finding
 
 
 def test_the_state_of_the_optimizers_is_a_hundred_megabytes() -> None:
-    verdict, told = ups.offload_frees(SMALL)
+    verdict, finding = ups.offload_frees(SMALL)
     assert verdict == REFUTED
-    assert told.startswith("Muon keeps 4 bytes for each element of a matrix and AdamW 8 for each of the others")
-    assert "of 24,129,794 parameters 96.8 MB, and with AdamW alone 193 MB" in told
+    assert finding.startswith("Muon keeps 4 bytes for each element of a matrix and AdamW 8 for each of the others")
+    assert "of 24,129,794 parameters 96.8 MB, and with AdamW alone 193 MB" in finding
 
 
 def test_a_trainer_s_peak_has_its_weights_averages_and_gradients() -> None:
@@ -191,54 +191,54 @@ def test_a_trainer_s_peak_has_its_weights_averages_and_gradients() -> None:
 
 
 def test_the_offloaded_optimizer_is_the_one_on_the_device() -> None:
-    verdict, told = ups.offload_works(SMALL)
+    verdict, finding = ups.offload_works(SMALL)
     assert verdict == CONFIRMED
-    assert "74 of the trainer's 74 weights have changed" in told
-    assert "0 of an update apart" in told
+    assert "74 of the trainer's 74 weights have changed" in finding
+    assert "0 of an update apart" in finding
 
 
 def test_an_offloaded_optimizer_that_does_nothing_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     from optimized.memory.cpu_offload_optimizer import OffloadedAdamW
 
     monkeypatch.setattr(OffloadedAdamW, "__call__", lambda self, grads: None)
-    verdict, told = ups.offload_works(SMALL)
+    verdict, finding = ups.offload_works(SMALL)
     assert verdict == REFUTED
-    assert "0 of an update apart where Muon makes it, and 1 where AdamW does" in told
+    assert "0 of an update apart where Muon makes it, and 1 where AdamW does" in finding
 
 
 @FULLY
 def test_two_ranks_on_the_cpu_answer_three_claims() -> None:
     ups_parallel.two_ranks.cache_clear()
     handlers = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
-    verdict, told = ups.sharding_frees(SMALL)
+    verdict, finding = ups.sharding_frees(SMALL)
     assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == handlers
     assert verdict == REFUTED
-    assert "are 343 MB in float32: sharding frees 172 MB of them on each of two GPUs" in told
-    assert "Two ranks on the CPU, with 7,128 parameters, hold 0.114 MB each" in told
-    assert told.endswith("and 0.0572 MB sharded")
-    verdict, told = ups.still_move(SMALL)
+    assert "are 343 MB in float32: sharding frees 172 MB of them on each of two GPUs" in finding
+    assert "Two ranks on the CPU, with 7,128 parameters, hold 0.114 MB each" in finding
+    assert finding.endswith("and 0.0572 MB sharded")
+    verdict, finding = ups.still_move(SMALL)
     assert verdict == DEPENDS
-    assert told.count("they move") == 4
-    assert "fully_shard, optimizer built before wrapping: they stay" in told
-    verdict, told = ups_parallel.accumulation(SMALL)
+    assert finding.count("they move") == 4
+    assert "fully_shard, optimizer built before wrapping: they stay" in finding
+    verdict, finding = ups_parallel.accumulation(SMALL)
     assert verdict == DEPENDS
-    assert "3 steps of one micro-batch have 3 all-reduces" in told
-    assert "A step of 3 micro-batches has 3, 0.0855 MB, as it is, and 1, 0.0285 MB, with no_sync" in told
+    assert "3 steps of one micro-batch have 3 all-reduces" in finding
+    assert "A step of 3 micro-batches has 3, 0.0855 MB, as it is, and 1, 0.0285 MB, with no_sync" in finding
 
 
 @FULLY
 def test_an_all_reduce_is_timed_in_two_halves_of_the_ranks() -> None:
     config = dataclasses.replace(SMALL, rounds=1)
-    verdict, told = ups_parallel.nccl_variables(config, gpus=0)
+    verdict, finding = ups_parallel.nccl_variables(config, gpus=0)
     assert verdict in VERDICTS
-    assert "an all-reduce of 85.8 MB between two ranks" in told
+    assert "an all-reduce of 85.8 MB between two ranks" in finding
 
 
 @FULLY
 def test_two_ranks_scale_or_do_not() -> None:
-    verdict, told = ups_parallel.data_parallel(SMALL, ranks=2)
+    verdict, finding = ups_parallel.data_parallel(SMALL, ranks=2)
     assert verdict in VERDICTS
-    assert "with 8 examples a GPU a step takes" in told
+    assert "with 8 examples a GPU a step takes" in finding
 
 
 @FULLY
@@ -311,10 +311,10 @@ def test_steps_alone_and_together_are_timed_with_their_all_reduce() -> None:
 
 
 def test_steps_are_timed_in_both_precisions() -> None:
-    verdict, told = ups.precision(SMALL)
+    verdict, finding = ups.precision(SMALL)
     assert verdict in VERDICTS
-    assert "eager, a step takes" in told
-    assert "compiled" not in told.removeprefix("on whether the step is compiled: ")
+    assert "eager, a step takes" in finding
+    assert "compiled" not in finding.removeprefix("on whether the step is compiled: ")
 
 
 def test_batches_are_compared_by_examples_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -323,19 +323,19 @@ def test_batches_are_compared_by_examples_a_second(monkeypatch: pytest.MonkeyPat
         return {"4": [0.010, 0.011], "8": [0.010, 0.011]}
 
     monkeypatch.setattr(ups_measured, "timed", timed)
-    verdict, told = ups.batches(SMALL)
+    verdict, finding = ups.batches(SMALL)
     assert verdict == CONFIRMED
-    assert "762 with 4, 1520 with 8; 8 against 4 2 times as fast" in told
+    assert "762 with 4, 1520 with 8; 8 against 4 2 times as fast" in finding
 
 
 def test_every_phase_is_timed_alone_and_all_together(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ups_measured, "TOGETHER", 1)
-    verdict, told = ups.phases(SMALL)
+    verdict, finding = ups.phases(SMALL)
     assert verdict in VERDICTS
     for name in "23568":
-        assert f" {name} " in told
-    assert "and the source's own to 2.90" in told
-    assert told.endswith(
+        assert f" {name} " in finding
+    assert "and the source's own to 2.90" in finding
+    assert finding.endswith(
         "Not measured: phase 1, which takes a compiler; phase 4, which takes workers; phase 7, which takes several GPUs"
     )
 
@@ -353,12 +353,12 @@ def test_phases_are_held_against_the_settings_that_they_change(
     each |= {name: 0.01 / gains[name] for name in configs if name not in each}
     found = {name: [seconds * examples[name]] * 2 for name, seconds in each.items()}
     monkeypatch.setattr(ups_measured, "timed_phases", lambda setting: (configs, found))
-    answer, told = ups.phases(SMALL)
+    answer, finding = ups.phases(SMALL)
     assert answer == verdict
-    assert "phase 1 1.36 (1.36 to 1.36), claimed 1.36, 2 1.45" in told
-    assert "4 1.07 (1.07 to 1.07), claimed 1.07" in told
-    assert "and the source's own to 4.23" in told
-    assert told.endswith("Not measured: phase 7, which takes several GPUs")
+    assert "phase 1 1.36 (1.36 to 1.36), claimed 1.36, 2 1.45" in finding
+    assert "4 1.07 (1.07 to 1.07), claimed 1.07" in finding
+    assert "and the source's own to 4.23" in finding
+    assert finding.endswith("Not measured: phase 7, which takes several GPUs")
 
 
 def test_phases_are_the_source_s_changes() -> None:
@@ -400,14 +400,16 @@ def test_phases_are_timed_without_workers_where_these_end(
 
 def test_checkpointing_is_timed_and_its_output_compared(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ups_measured, "timed", lambda *given: {"False": [1.0, 1.0], "True": [1.2, 1.2]})
-    verdict, told = ups.checkpointing(SMALL)
+    verdict, finding = ups.checkpointing(SMALL)
     assert verdict == CONFIRMED
-    assert told.startswith("the operator's output is the same to the bit with it; eager, a step takes 1.00 s without")
-    assert "20% (20 to 20) longer" in told
+    assert finding.startswith(
+        "the operator's output is the same to the bit with it; eager, a step takes 1.00 s without"
+    )
+    assert "20% (20 to 20) longer" in finding
     monkeypatch.setattr(ups_measured, "same_forward", lambda setting: False)
-    verdict, told = ups.checkpointing(SMALL)
+    verdict, finding = ups.checkpointing(SMALL)
     assert verdict == REFUTED
-    assert told.startswith("the operator's output is different with it")
+    assert finding.startswith("the operator's output is different with it")
 
 
 def test_a_forward_that_differs_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -462,22 +464,22 @@ def test_a_rank_that_fails_leaves_a_claim_unmeasured(monkeypatch: pytest.MonkeyP
 def test_two_gpus_hold_less_each_where_it_is_sharded(planted: Any) -> None:
     held = {"own": 100, "peak": 8_000_000_000, "parameters": 7}
     planted({"held": {ups_ranks.KINDS[0]: held, ups_ranks.KINDS[1]: {**held, "peak": 7_900_000_000}}})
-    verdict, told = ups.sharding_frees(with_gpus(2))
+    verdict, finding = ups.sharding_frees(with_gpus(2))
     assert verdict == REFUTED
-    assert "Two ranks, with 7 parameters" in told
-    assert told.endswith("A step's peak is 8.00 GB and 7.90 GB, 100 MB less")
+    assert "Two ranks, with 7 parameters" in finding
+    assert finding.endswith("A step's peak is 8.00 GB and 7.90 GB, 100 MB less")
 
 
 def test_graphs_in_two_ranks_are_judged_by_gradients_and_launches(planted: Any) -> None:
     eager = {"seconds": [0.02, 0.02], "launches": 900}
     good = {"right": True, "apart": 0.001, "seconds": [0.01, 0.01], "launches": 40}
     asked = planted({"eager": eager, "compiled inside": good, "compiled around": {"right": False, "error": "no"}})
-    verdict, told = ups_parallel.graphs(with_gpus(2))
+    verdict, finding = ups_parallel.graphs(with_gpus(2))
     assert asked[0][1:3] == (2, 2)
     assert verdict == DEPENDS
-    assert told.startswith("on which of the two is inside: a forward and backward of 2 blocks takes 20.0 ms eagerly")
-    assert "with 900 launches in 2 ranks; compiled inside, 10.0 ms with 40 launches, 2 times as fast" in told
-    assert "compiled around, it fails: no" in told
+    assert finding.startswith("on which of the two is inside: a forward and backward of 2 blocks takes 20.0 ms eagerly")
+    assert "with 900 launches in 2 ranks; compiled inside, 10.0 ms with 40 launches, 2 times as fast" in finding
+    assert "compiled around, it fails: no" in finding
     planted(
         {
             "eager": dict(eager),
@@ -494,10 +496,10 @@ def test_graphs_in_one_rank_alone_do_not_show_that_ranks_agree(planted: Any) -> 
     eager = {"seconds": [0.02, 0.02], "launches": 900}
     good = {"right": True, "apart": 0.001, "seconds": [0.01, 0.01], "launches": 40}
     asked = planted({"eager": eager, "compiled inside": good, "compiled around": good})
-    verdict, told = ups_parallel.graphs(with_gpus(1))
+    verdict, finding = ups_parallel.graphs(with_gpus(1))
     assert asked[0][1:3] == (1, 1)
     assert verdict == UNMEASURED
-    assert told.startswith("there is no second GPU. In a group of one rank, which shows that it runs")
+    assert finding.startswith("there is no second GPU. In a group of one rank, which shows that it runs")
     wrong = {"right": False, "error": "no"}
     planted({"eager": dict(eager), "compiled inside": wrong, "compiled around": wrong})
     assert ups_parallel.graphs(with_gpus(1))[0] == REFUTED
@@ -508,20 +510,20 @@ def test_graphs_in_one_rank_alone_do_not_show_that_ranks_agree(planted: Any) -> 
 )
 def test_variables_help_where_the_all_reduce_is_faster(with_them: list[float], verdict: str, planted: Any) -> None:
     asked = planted((with_them, [1.0, 1.0]))
-    found, told = ups_parallel.nccl(with_gpus(2))
+    found, finding = ups_parallel.nccl(with_gpus(2))
     assert found == verdict
     assert asked[0][1:4] == (4, 2, 21_445_120)
     assert asked[0][-1]["NCCL_MIN_NCHANNELS"] == "4"
-    assert "an all-reduce of 85.8 MB between two ranks, joined by" in told
+    assert "an all-reduce of 85.8 MB between two ranks, joined by" in finding
 
 
 def test_variables_are_judged_over_nvlink_alone(planted: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     planted(([0.9, 0.9], [1.0, 1.0]))
     for link, verdict in {"NVLink": CONFIRMED, "PCIe or host": UNMEASURED}.items():
         monkeypatch.setattr(ups_parallel.machine, "links", lambda count, link=link: {"0-1": link})
-        found, told = ups_parallel.nccl(with_gpus(2))
+        found, finding = ups_parallel.nccl(with_gpus(2))
         assert found == verdict
-        assert f"joined by {link}, takes" in told
+        assert f"joined by {link}, takes" in finding
 
 
 @pytest.mark.parametrize("finite", [True, False])
@@ -538,22 +540,22 @@ def test_a_step_in_float16_is_timed_once_its_scale_is_found(finite: bool) -> Non
 def test_two_gpus_say_what_four_would_do(planted: Any) -> None:
     row = {"alone": [0.1, 0.1], "together": [0.11, 0.11], "all-reduce": [0.02, 0.02]}
     asked = planted({4: row, 8: {**row, "together": [0.101, 0.101], "all-reduce": [0.002, 0.002]}})
-    verdict, told = ups_parallel.four(with_gpus(2))
+    verdict, finding = ups_parallel.four(with_gpus(2))
     assert asked[0][1:3] == (2, 2)
     assert verdict == DEPENDS
-    assert "1.82 times as many examples a second, and an all-reduce by itself 20.0 ms" in told
-    assert "For four that means 3.33 to 3.64 times" in told
-    assert "Four GPUs were not measured" in told
+    assert "1.82 times as many examples a second, and an all-reduce by itself 20.0 ms" in finding
+    assert "For four that means 3.33 to 3.64 times" in finding
+    assert "Four GPUs were not measured" in finding
 
 
 def test_four_gpus_are_measured(planted: Any) -> None:
     row = {"alone": [0.1, 0.1], "together": [0.105, 0.105], "all-reduce": [0.02, 0.02]}
     asked = planted({4: row, 8: row})
-    verdict, told = ups_parallel.four(with_gpus(8))
+    verdict, finding = ups_parallel.four(with_gpus(8))
     assert asked[0][1:3] == (4, 4)
     assert verdict == CONFIRMED
-    assert "3.81 times as many" in told
-    assert "not measured" not in told
+    assert "3.81 times as many" in finding
+    assert "not measured" not in finding
 
 
 # --- what is judged, on figures that are given ------------------------------------------------------------------------
@@ -700,6 +702,6 @@ def test_the_command_measures_the_claims_of_ups(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", IDS)
 def test_on_a_gpu_every_claim_has_a_verdict(name: str) -> None:
     given = dataclasses.replace(SMALL, device=torch.device("cuda"))
-    verdict, told = CHECKS[name].answer(given)
+    verdict, finding = CHECKS[name].answer(given)
     assert verdict in VERDICTS
-    assert told
+    assert finding

@@ -88,7 +88,7 @@ def test_a_field_of_two_dataclasses_is_one() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "arguments", "told"),
+    ("text", "arguments", "message"),
     [
         ("eta_updat: 1", [], "c.yaml: no field is called 'eta_updat'; did you mean 'eta_update'?"),
         ("", ["--eta_updat", "1"], "--eta_updat: no field is called 'eta_updat'; did you mean 'eta_update'?"),
@@ -125,17 +125,17 @@ def test_a_field_of_two_dataclasses_is_one() -> None:
         ("{a: 1}: 3", [], "c.yaml"),
     ],
 )
-def test_mistakes_are_one_line(text: str, arguments: list[str], told: str) -> None:
+def test_mistakes_are_one_line(text: str, arguments: list[str], message: str) -> None:
     with pytest.raises(ConfigurationError) as caught:
         given(text, *arguments)
-    assert str(caught.value).startswith(told)
+    assert str(caught.value).startswith(message)
     assert "\n" not in str(caught.value)
 
 
 def test_files_that_cannot_be_read(tmp_path: Path) -> None:
     (tmp_path / "binary.yaml").write_bytes(b"a: \xff\xfe")
-    for name, told in (("nowhere.yaml", "No such file"), (".", "Is a directory"), ("binary.yaml", "not UTF-8 text")):
-        with pytest.raises(ConfigurationError, match=told):
+    for name, message in (("nowhere.yaml", "No such file"), (".", "Is a directory"), ("binary.yaml", "not UTF-8 text")):
+        with pytest.raises(ConfigurationError, match=message):
             read([Config], tmp_path / name)
 
 

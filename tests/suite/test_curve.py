@@ -155,12 +155,12 @@ def test_a_picture_that_cannot_be_written_is_one_line(name: str, says: str, tmp_
     assert says in line
 
 
-def one_line(done: Result, *told: str) -> None:
+def one_line(done: Result, *record: str) -> None:
     assert isinstance(done.exception, SystemExit), done.exception
     assert done.exit_code == 1
     (line,) = done.output.splitlines()
     assert line.startswith("Error: ")
-    for words in told:
+    for words in record:
         assert words in line
 
 

@@ -104,8 +104,8 @@ def test_random_tokens_need_no_text() -> None:
     done = invoked(train, "--folder", "run", "--windows", "2", "--synthetic", "9", "--vocabulary", "50")
     assert done.exit_code == 0, done.output
     assert "eigenstate_lm: 2 steps in" in done.output
-    told = refused(CliRunner().invoke(generate, ["run", "--device", "cpu"]))
-    assert "was trained on random tokens" in told
+    message = refused(CliRunner().invoke(generate, ["run", "--device", "cpu"]))
+    assert "was trained on random tokens" in message
 
 
 def test_what_each_technique_brings(pack: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -126,11 +126,11 @@ def test_what_each_technique_brings(pack: Path, monkeypatch: pytest.MonkeyPatch)
 
 def test_an_empty_folder_is_one_line(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
-    told = refused(CliRunner().invoke(data, ["pack", "out", "--from", str(tmp_path / "empty")]))
-    assert "no text under" in told
-    assert "it must hold .txt, .md, .rst, .py files" in told
-    told = refused(invoked(train, "--data", tmp_path / "empty"))
-    assert "holds no packed text (pack.json is missing or damaged); make it with `perfsuite data pack`" in told
+    message = refused(CliRunner().invoke(data, ["pack", "out", "--from", str(tmp_path / "empty")]))
+    assert "no text under" in message
+    assert "it must hold .txt, .md, .rst, .py files" in message
+    message = refused(invoked(train, "--data", tmp_path / "empty"))
+    assert "holds no packed text (pack.json is missing or damaged); make it with `perfsuite data pack`" in message
 
 
 def test_a_truncated_pack_is_one_line(pack: Path, tmp_path: Path) -> None:
@@ -140,8 +140,8 @@ def test_a_truncated_pack_is_one_line(pack: Path, tmp_path: Path) -> None:
     shutil.copytree(pack, cut)
     tokens = (cut / "tokens.bin").read_bytes()
     (cut / "tokens.bin").write_bytes(tokens[:-7])
-    told = refused(invoked(train, "--data", cut))
-    assert f"tokens.bin has {len(tokens) - 7} bytes and not {len(tokens)}; make it again" in told
+    message = refused(invoked(train, "--data", cut))
+    assert f"tokens.bin has {len(tokens) - 7} bytes and not {len(tokens)}; make it again" in message
 
 
 @pytest.mark.parametrize(
@@ -167,9 +167,9 @@ def test_a_damaged_cache_may_be_deleted(
         (folder / name).unlink()
     else:
         (folder / name).write_bytes(damage)
-    told = refused(invoked(train, *given))
-    assert said in told
-    assert told.endswith(f"; delete {folder}; it is made again")
+    message = refused(invoked(train, *given))
+    assert said in message
+    assert message.endswith(f"; delete {folder}; it is made again")
     shutil.rmtree(folder)
     assert invoked(train, *given).exit_code == 0
 
@@ -179,26 +179,26 @@ def test_random_tokens_of_another_vocabulary_are_one_line() -> None:
     assert invoked(train, *given).exit_code == 0
     index = Path("cache/random-300-16-9/pack.json")
     index.write_text(json.dumps({**json.loads(index.read_text()), "vocabulary": 100}))
-    told = refused(invoked(train, *given))
-    assert "pack.json is damaged: vocabulary is 100 and must be 300; delete cache/random-300-16-9" in told
+    message = refused(invoked(train, *given))
+    assert "pack.json is damaged: vocabulary is 100 and must be 300; delete cache/random-300-16-9" in message
 
 
 @pytest.mark.parametrize("more", [["--synthetic", "9"], []], ids=["random", "library"])
 def test_a_cache_that_is_none_is_one_line(tmp_path: Path, more: list[str]) -> None:
     (tmp_path / "file").write_text("")
-    told = refused(invoked(train, "--cache", tmp_path / "file", *more))
-    assert f"cache: {tmp_path / 'file'} is a file; name a folder with --cache" in told
-    told = refused(invoked(train, "--cache", "x" * 300, *more))
-    assert told.endswith(": File name too long; name another folder with --cache")
+    message = refused(invoked(train, "--cache", tmp_path / "file", *more))
+    assert f"cache: {tmp_path / 'file'} is a file; name a folder with --cache" in message
+    message = refused(invoked(train, "--cache", "x" * 300, *more))
+    assert message.endswith(": File name too long; name another folder with --cache")
 
 
 def test_a_context_longer_than_the_data_is_one_line(pack: Path) -> None:
-    told = refused(invoked(train, "--data", pack, "--sequence_length", "1000000"))
-    assert "sequence_length: 1000000 and the token after are more than the" in told
-    assert "lower it, or pack more text" in told
-    told = refused(invoked(train, "--data", pack, "--sequence_length", "700"))
-    assert "a step takes 4 sequences" in told
-    assert "lower accumulation, batch_size or sequence_length, or pack more text" in told
+    message = refused(invoked(train, "--data", pack, "--sequence_length", "1000000"))
+    assert "sequence_length: 1000000 and the token after are more than the" in message
+    assert "lower it, or pack more text" in message
+    message = refused(invoked(train, "--data", pack, "--sequence_length", "700"))
+    assert "a step takes 4 sequences" in message
+    assert "lower accumulation, batch_size or sequence_length, or pack more text" in message
 
 
 def test_a_checkpoint_of_another_vocabulary_is_one_line(pack: Path, texts: Path, tmp_path: Path) -> None:
@@ -206,8 +206,8 @@ def test_a_checkpoint_of_another_vocabulary_is_one_line(pack: Path, texts: Path,
     other = tmp_path / "other"
     made = CliRunner().invoke(data, ["pack", str(other), "--from", str(texts), "--vocabulary", "280"])
     assert made.exit_code == 0, made.output
-    told = refused(invoked(train, "--folder", "run", "--resume", "latest", "--data", other))
-    assert "its vocabulary has 300 tokens, and that of the data 280" in told
+    message = refused(invoked(train, "--folder", "run", "--resume", "latest", "--data", other))
+    assert "its vocabulary has 300 tokens, and that of the data 280" in message
 
 
 def test_other_data_than_the_checkpoint_s_is_one_line(pack: Path, texts: Path, tmp_path: Path) -> None:
@@ -220,16 +220,16 @@ def test_other_data_than_the_checkpoint_s_is_one_line(pack: Path, texts: Path, t
     tokenizer = str(pack / "tokenizer.json")
     made = CliRunner().invoke(data, ["pack", str(other), "--from", str(more), "--tokenizer", tokenizer])
     assert made.exit_code == 0, made.output
-    told = refused(invoked(train, "--folder", "run", "--resume", "latest", "--data", other))
-    assert "the data has changed since the checkpoint was written; resume with what it was then" in told
-    told = refused(invoked(train, "--folder", "run", "--resume", "latest", "--data", pack, "--accumulation", "1"))
-    assert "batch_size x accumulation has changed since the checkpoint was written, from 4 to 2;" in told
+    message = refused(invoked(train, "--folder", "run", "--resume", "latest", "--data", other))
+    assert "the data has changed since the checkpoint was written; resume with what it was then" in message
+    message = refused(invoked(train, "--folder", "run", "--resume", "latest", "--data", pack, "--accumulation", "1"))
+    assert "batch_size x accumulation has changed since the checkpoint was written, from 4 to 2;" in message
 
 
 def test_other_sizes_than_the_checkpoint_s_are_one_line(pack: Path) -> None:
     assert invoked(train, "--folder", "run", "--windows", "1", "--data", pack).exit_code == 0
-    told = refused(invoked(train, "--folder", "run", "--resume", "latest", "--data", pack, "--width", "9"))
-    assert "embedding has shape [300, 8] in the checkpoint and [300, 9] here" in told
+    message = refused(invoked(train, "--folder", "run", "--resume", "latest", "--data", pack, "--width", "9"))
+    assert "embedding has shape [300, 8] in the checkpoint and [300, 9] here" in message
 
 
 def test_what_a_given_pack_overrules_is_told(pack: Path) -> None:
@@ -247,9 +247,9 @@ def test_a_run_that_was_at_its_end_says_so(pack: Path) -> None:
 
 
 def test_of_what_was_given_only_what_is_wrong_is_named(pack: Path) -> None:
-    told = refused(invoked(train, "--data", pack, "--steps", "20", "--batch_size", "0"))
-    assert "--batch_size: batch_size=0: use 1 or more" in told
-    assert "--steps" not in told
+    message = refused(invoked(train, "--data", pack, "--steps", "20", "--batch_size", "0"))
+    assert "--batch_size: batch_size=0: use 1 or more" in message
+    assert "--steps" not in message
 
 
 # --- memory ---------------------------------------------------------------------------------------------------------
@@ -272,8 +272,8 @@ def test_the_source_s_step_is_told_to_need_37_gib() -> None:
 
 
 def test_a_network_that_this_machine_cannot_hold_is_one_line(pack: Path) -> None:
-    told = refused(invoked(train, "--data", pack, "--width", "99999999"))
-    assert "take a smaller width, or fewer layers" in told
+    message = refused(invoked(train, "--data", pack, "--width", "99999999"))
+    assert "take a smaller width, or fewer layers" in message
 
 
 def test_what_this_machine_cannot_hold_is_refused_at_once() -> None:

@@ -164,8 +164,8 @@ def test_a_second_signal_kills_a_window_that_hangs(run: Toy, tmp_path: Path) -> 
     next(line for line in process.stdout if line.startswith("data:"))
     time.sleep(0.3)  # until it sleeps in its first window; earlier is fine too, but another path
     process.send_signal(signal.SIGINT)
-    told = next(process.stdout, "")
-    if "finishing" in told:
+    message = next(process.stdout, "")
+    if "finishing" in message:
         process.send_signal(signal.SIGINT)
         assert process.wait(30) == -signal.SIGINT
     else:
@@ -495,10 +495,10 @@ def test_the_bar_of_a_terminal(tmp_path: Path) -> None:
         display.show(10, 40, 100, {"loss": 1.25})
         display.say("a line")
         display.leave("the last line")
-    told = out.getvalue()
-    assert "10 of 40 windows · loss 1.25" in told
-    assert "a line\n" in told
-    assert told.index("\x1b[?25h", told.index("the last line")), "the cursor is back"
+    message = out.getvalue()
+    assert "10 of 40 windows · loss 1.25" in message
+    assert "a line\n" in message
+    assert message.index("\x1b[?25h", message.index("the last line")), "the cursor is back"
 
 
 def test_rate() -> None:

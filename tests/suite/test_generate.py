@@ -109,7 +109,7 @@ def test_sizes_are_those_of_the_weights() -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "told"),
+    ("change", "message"),
     [
         (lambda w: w.clear(), "of no network of eigenstate_lm"),
         (lambda w: w.pop("0.decay"), "of no network of eigenstate_lm"),
@@ -120,10 +120,10 @@ def test_sizes_are_those_of_the_weights() -> None:
         (lambda w: w.update(more=torch.ones(3)), "more is missing, or too much"),
     ],
 )
-def test_weights_of_something_else_are_an_error(change: Callable[[dict[str, Any]], object], told: str) -> None:
+def test_weights_of_something_else_are_an_error(change: Callable[[dict[str, Any]], object], message: str) -> None:
     given = make_weights(0, TINY)
     change(given)
-    with pytest.raises(PerfsuiteError, match=told):
+    with pytest.raises(PerfsuiteError, match=message):
         sizes_of(given)
 
 
@@ -278,16 +278,16 @@ def written(*arguments: str) -> str:
     """Return the text, without the line after it."""
     done = invoked(*arguments)
     assert done.exit_code == 0, done.output
-    found, _, told = done.output.removesuffix("\n").rpartition("\n")
-    assert "tokens read" in told
+    found, _, message = done.output.removesuffix("\n").rpartition("\n")
+    assert "tokens read" in message
     return found
 
 
-def one_line(done: Result, *told: str) -> None:
+def one_line(done: Result, *message: str) -> None:
     assert done.exit_code == 1, done.output
     (line,) = done.output.splitlines()
     assert line.startswith("Error: ")
-    for word in told:
+    for word in message:
         assert word in line
 
 
@@ -421,7 +421,7 @@ def test_memory_that_runs_out_is_one_line(checkpoint: Path, monkeypatch: pytest.
 
 
 @pytest.mark.parametrize(
-    ("arguments", "told"),
+    ("arguments", "message"),
     [
         (["--tokens", "0"], "tokens must be 1 or more, got 0"),
         (["--temperature", "-0.5"], "temperature must be 0 or more, got -0.5"),
@@ -433,8 +433,8 @@ def test_memory_that_runs_out_is_one_line(checkpoint: Path, monkeypatch: pytest.
         (["--device", "abacus"], "--device abacus"),
     ],
 )
-def test_mistakes_are_one_line(arguments: list[str], told: str, checkpoint: Path) -> None:
-    one_line(CliRunner().invoke(generate, [str(checkpoint), "--device", "cpu", *arguments]), told)
+def test_mistakes_are_one_line(arguments: list[str], message: str, checkpoint: Path) -> None:
+    one_line(CliRunner().invoke(generate, [str(checkpoint), "--device", "cpu", *arguments]), message)
 
 
 @pytest.mark.parametrize("name", ["nowhere.pt", "empty", "x" * 300])
@@ -461,7 +461,7 @@ def without_an_end() -> str:
 
 
 @pytest.mark.parametrize(
-    ("changes", "told"),
+    ("changes", "message"),
     [
         ({"tokenizer": ""}, "was trained on random tokens, which no text belongs to; train on text"),
         ({"tokenizer": None}, "it lacks weights or a tokenizer; name another"),
@@ -472,10 +472,10 @@ def without_an_end() -> str:
     ],
 )
 def test_a_checkpoint_that_text_does_not_come_of(
-    changes: dict[str, Any], told: str, tmp_path: Path, tokenizer: Any
+    changes: dict[str, Any], message: str, tmp_path: Path, tokenizer: Any
 ) -> None:
     path = saved(tmp_path, tokenizer, **changes)
-    one_line(invoked(str(path)), str(path), told)
+    one_line(invoked(str(path)), str(path), message)
 
 
 def test_a_tokenizer_without_an_end(tmp_path: Path, tokenizer: Any) -> None:

@@ -68,17 +68,17 @@ def _of(place: str, name: str) -> bytes | None:
     return path.read_bytes() if path.is_file() and not path.is_symlink() else None
 
 
-def refused(path: Path, named: str | None = None, *told: str) -> None:
+def refused(path: Path, named: str | None = None, *message: str) -> None:
     """Assert one line by train, into the run's own folder and a new one, and by generate; nothing is changed."""
     before = contents(Path.cwd())
     for folder in (path.parent, Path("new")):
-        one_line(resumed(path, "--folder", str(folder)), named or str(path), *told)
+        one_line(resumed(path, "--folder", str(folder)), named or str(path), *message)
     one_line(CliRunner().invoke(generate, [str(path), "--device", "cpu"]), named or str(path))
     assert contents(Path.cwd()) == before
     assert not Path("was-here").exists(), "its code was run"
 
 
-def one_line(done: Result, *told: str) -> None:
+def one_line(done: Result, *message: str) -> None:
     assert done.exit_code == 1, (done.output, done.exception)
     assert isinstance(done.exception, SystemExit), done.exception
     (line,) = [line for line in done.output.splitlines() if not line.startswith("data: ")]
@@ -86,7 +86,7 @@ def one_line(done: Result, *told: str) -> None:
     assert ";" in line, "there is no remedy"
     assert len(line) < 1000
     assert line.isprintable()
-    for words in told:
+    for words in message:
         assert words in line
 
 

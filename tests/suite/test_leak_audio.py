@@ -243,7 +243,7 @@ def replaced(source, target):
         os.kill(os.getpid(), signal.SIGKILL)
 
 class Quiet:
-    progress = say = lambda self, *told: None
+    progress = say = lambda self, *shown: None
 
 os.replace = replaced
 build.BLOCK = 1
@@ -691,7 +691,7 @@ def attribute(name: str, value: Any) -> Callable[[Any], None]:
 
 
 @pytest.mark.parametrize(
-    ("change", "told"),
+    ("change", "message"),
     [
         (attribute("sample_rate", 8000), "has sample_rate 8000, where the trainer needs 4096"),
         (attribute("mels", 64), "has mels 64, where the trainer needs 32"),
@@ -712,10 +712,10 @@ def attribute(name: str, value: Any) -> Callable[[Any], None]:
         (lambda file: file["features"].__setitem__((3, 2, 1, 0, 0), 9), "is damaged: its content"),
     ],
 )
-def test_a_file_that_is_wrong(made: Path, change: Callable[[Any], None], told: str) -> None:
+def test_a_file_that_is_wrong(made: Path, change: Callable[[Any], None], message: str) -> None:
     shutil.copy(made, "a.h5")
     changed(Path("a.h5"), change)
-    with pytest.raises(PerfsuiteError, match=told) as error:
+    with pytest.raises(PerfsuiteError, match=message) as error:
         open_data("a.h5")
     assert str(error.value).startswith("data: a.h5 ")
     assert "\n" not in str(error.value)
@@ -734,7 +734,7 @@ def sealed(path: Path, change: Callable[[Any], None]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "told"),
+    ("change", "message"),
     [
         (replaced("labels", numpy.arange(18) % 4), "has no file of UNCLASSIFIED for train"),
         (
@@ -746,10 +746,10 @@ def sealed(path: Path, change: Callable[[Any], None]) -> None:
         (scattered, "has the files for train scattered"),
     ],
 )
-def test_splits_without_a_class(made: Path, change: Callable[[Any], None], told: str) -> None:
+def test_splits_without_a_class(made: Path, change: Callable[[Any], None], message: str) -> None:
     shutil.copy(made, "a.h5")
     sealed(Path("a.h5"), change)
-    with pytest.raises(PerfsuiteError, match=told):
+    with pytest.raises(PerfsuiteError, match=message):
         open_data("a.h5")
 
 

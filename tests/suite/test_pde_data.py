@@ -379,7 +379,7 @@ def replaced(source, target):
         os.kill(os.getpid(), signal.SIGKILL)
 
 class Quiet:
-    progress = say = lambda self, *told: None
+    progress = say = lambda self, *shown: None
 
 os.replace = replaced
 pde_build.BLOCK = 2
@@ -417,7 +417,7 @@ signal.signal(signal.SIGINT, signal.default_int_handler)  # in the background of
 class Interrupted:
     say = None
 
-    def progress(self, *told):
+    def progress(self, *shown):
         os.killpg(0, signal.SIGINT)  # as a terminal does for Ctrl-C
 
 pde_build.BLOCK = 1
@@ -500,10 +500,10 @@ def test_what_a_worker_raises_is_raised_here() -> None:
 
 
 @pytest.mark.parametrize(
-    ("work", "tasks", "told"), [(os._exit, [3, 3], "exit code 3"), (signal.raise_signal, [9, 9], "signal SIGKILL")]
+    ("work", "tasks", "message"), [(os._exit, [3, 3], "exit code 3"), (signal.raise_signal, [9, 9], "signal SIGKILL")]
 )
-def test_a_worker_that_ends_is_named(work: Any, tasks: list[int], told: str) -> None:
-    with pytest.raises(StoppedError, match=rf"^a worker process ended unexpectedly \({told}\); lower --workers"):
+def test_a_worker_that_ends_is_named(work: Any, tasks: list[int], message: str) -> None:
+    with pytest.raises(StoppedError, match=rf"^a worker process ended unexpectedly \({message}\); lower --workers"):
         list(parallel.each(work, tasks, 2))
 
 

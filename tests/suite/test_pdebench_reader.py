@@ -159,7 +159,7 @@ def test_examples_go_to_other_processes_while_open(made: Path) -> None:
 # --- files that are wrong -------------------------------------------------------------------------------------------
 
 
-def told(path: str | Path) -> str:
+def message(path: str | Path) -> str:
     """Return the error of opening the file: one line that names it."""
     with pytest.raises(PerfsuiteError) as error:
         open_pde(path)
@@ -172,16 +172,16 @@ def told(path: str | Path) -> str:
 
 def test_what_is_no_file() -> None:
     Path("folder").mkdir()
-    assert told("a.hdf5") == (
+    assert message("a.hdf5") == (
         "data: there is no file a.hdf5; make it with `perfsuite data pde a.hdf5 --task advection1d|darcy2d`"
     )
-    assert told("folder") == "data: folder is a folder; name an HDF5 file in it"
+    assert message("folder") == "data: folder is a folder; name an HDF5 file in it"
 
 
 @pytest.mark.parametrize("content", [b"", b"no HDF5", b"\x93NUMPY\x01\x00" + bytes(200)])
 def test_what_is_no_hdf5(content: bytes) -> None:
     Path("a.hdf5").write_bytes(content)
-    assert told("a.hdf5") == f"data: a.hdf5 is not an HDF5 file{REMEDY}"
+    assert message("a.hdf5") == f"data: a.hdf5 is not an HDF5 file{REMEDY}"
 
 
 @pytest.mark.parametrize("keep", [0.02, 0.5, 0.999])
@@ -189,7 +189,7 @@ def test_what_is_no_hdf5(content: bytes) -> None:
 def test_a_truncated_file(made: Path, name: str, keep: float) -> None:
     shutil.copy(made / name, name)
     os.truncate(name, int(os.path.getsize(name) * keep))
-    line = told(name)
+    line = message(name)
     assert line.startswith(f"data: {name} is truncated or damaged: ")
     assert line.endswith(REMEDY)
 
@@ -218,7 +218,7 @@ def test_a_truncated_file(made: Path, name: str, keep: float) -> None:
     ],
 )
 def test_another_equation(name: str, attributes: dict[str, Any], datasets: dict[str, Any], equation: str) -> None:
-    assert told(write(name, attributes, **datasets)) == (
+    assert message(write(name, attributes, **datasets)) == (
         f"data: {name} is PDEBench's file of the {equation} equation, where advection1d or darcy2d is needed{REMEDY}"
     )
 
@@ -257,20 +257,20 @@ def without(content: dict[str, Any], name: str) -> dict[str, Any]:
     ],
 )
 def test_a_wrong_layout(datasets: dict[str, Any], what: str) -> None:
-    line = told(write("a.hdf5", {"beta": 1.0}, **datasets))
+    line = message(write("a.hdf5", {"beta": 1.0}, **datasets))
     assert line.startswith(f"data: a.hdf5 {what}")
     assert line.endswith(REMEDY)
 
 
 def test_a_file_that_does_not_tell_its_equation() -> None:
-    line = told(write("a.hdf5", **scalar()))
+    line = message(write("a.hdf5", **scalar()))
     assert "does not say whether it is of advection or of Burgers' equation" in line
     assert "give it PDEBench's name 1D_Advection_Sols_beta<beta>.hdf5 or the attribute beta" in line
 
 
 def test_an_attribute_that_is_no_number() -> None:
-    assert "has the attribute beta nan, which is no number" in told(write("a.hdf5", {"beta": numpy.nan}, **scalar()))
-    assert "is truncated or damaged: could not convert" in told(write("b.hdf5", {"beta": "fast"}, **scalar()))
+    assert "has the attribute beta nan, which is no number" in message(write("a.hdf5", {"beta": numpy.nan}, **scalar()))
+    assert "is truncated or damaged: could not convert" in message(write("b.hdf5", {"beta": "fast"}, **scalar()))
 
 
 @pytest.mark.parametrize("value", [numpy.nan, numpy.inf])

@@ -41,8 +41,8 @@ def replied(*arguments: str) -> tuple[list[str], str]:
 
 
 def test_it_replies_and_says_how_much_the_replies_differ(run: Path) -> None:
-    said, told = replied(str(run), "--prompt", "Say 3.", "--n", "3")
-    assert told.startswith("diversity: 0.")
+    said, message = replied(str(run), "--prompt", "Say 3.", "--n", "3")
+    assert message.startswith("diversity: 0.")
     assert said == replied(str(run / "window-00000002.pt"), "--prompt", "Say 3.", "--n", "3")[0]
     assert said != replied(str(run), "--prompt", "Say 3.", "--n", "3", "--seed", "1")[0]
     assert replied(str(run), "--prompt", "Say 3.", "--n", "1")[1] == ""

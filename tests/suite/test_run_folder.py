@@ -51,7 +51,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 @contextmanager
 def another_process(folder: Path) -> Iterator[int]:
     """Start another process that holds the folder, and yield its process id."""
-    told, tell = os.pipe()
+    message, tell = os.pipe()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # of threads, which the child does not need
         pid = os.fork()
@@ -63,8 +63,8 @@ def another_process(folder: Path) -> Iterator[int]:
         finally:
             os._exit(1)
     os.close(tell)
-    assert os.read(told, 2) == b"in"
-    os.close(told)
+    assert os.read(message, 2) == b"in"
+    os.close(message)
     try:
         yield pid
     finally:
@@ -180,7 +180,7 @@ def test_a_lock_that_cannot_be_had_is_one_line(run: Toy, tmp_path: Path, what: s
 
 
 @pytest.mark.parametrize(
-    ("arguments", "told"),
+    ("arguments", "message"),
     [
         (["--folder", "a/new/one", "--resume", "latest"], "no checkpoint in a/new/one"),
         (["--folder", "a/new/one", "--resume", "nowhere.pt"], "no checkpoint nowhere.pt"),
@@ -188,11 +188,11 @@ def test_a_lock_that_cannot_be_had_is_one_line(run: Toy, tmp_path: Path, what: s
         (["--folder", "a/file/one"], "cannot write into a/file/one: Not a directory; name another --folder"),
     ],
 )
-def test_a_run_that_does_not_begin_leaves_no_folder(tmp_path: Path, arguments: list[str], told: str) -> None:
+def test_a_run_that_does_not_begin_leaves_no_folder(tmp_path: Path, arguments: list[str], message: str) -> None:
     (tmp_path / "a").mkdir()
     (tmp_path / "a/file").write_text("")
     done = invoked("--windows", "2", *arguments)
-    assert (done.exit_code, told in done.output) == (1, True), done.output
+    assert (done.exit_code, message in done.output) == (1, True), done.output
     assert os.listdir("a") == ["file"]
 
 

@@ -70,9 +70,9 @@ def test_a_digest_knows_where_texts_end() -> None:
     assert of("ab", "c").digest == of("ab", "c").digest
 
 
-@pytest.mark.parametrize(("name", "told"), [("nowhere", "is no folder"), ("texts/z.rst", "is no folder")])
-def test_no_folder(folder: Path, name: str, told: str) -> None:
-    with pytest.raises(PerfsuiteError, match=told):
+@pytest.mark.parametrize(("name", "message"), [("nowhere", "is no folder"), ("texts/z.rst", "is no folder")])
+def test_no_folder(folder: Path, name: str, message: str) -> None:
+    with pytest.raises(PerfsuiteError, match=message):
         corpus(folder.parent / name)
 
 
@@ -290,15 +290,15 @@ def test_peek_is_what_comes_next() -> None:
 
 
 @pytest.mark.parametrize(
-    ("other", "told"),
+    ("other", "message"),
     [
         (Batches(numbered(9), 3), "batch_size has changed"),
         (Batches(numbered(9), 2, seed=1), "seed has changed"),
         (Batches(numbered(8), 2), "the data has changed since the checkpoint was written"),
     ],
 )
-def test_a_position_in_other_data(other: Batches, told: str) -> None:
-    with pytest.raises(PerfsuiteError, match=told):
+def test_a_position_in_other_data(other: Batches, message: str) -> None:
+    with pytest.raises(PerfsuiteError, match=message):
         other.load_state_dict(Batches(numbered(9), 2).state_dict())
 
 

@@ -216,8 +216,8 @@ def without_a_digest(path: Path) -> None:
     path.write_text(json.dumps(index))
 
 
-def saying(**told: object) -> Callable[[Path], object]:
-    return lambda path: path.write_text(json.dumps({**json.loads(path.read_text()), **told}))
+def saying(**message: object) -> Callable[[Path], object]:
+    return lambda path: path.write_text(json.dumps({**json.loads(path.read_text()), **message}))
 
 
 @pytest.mark.parametrize(

@@ -266,7 +266,7 @@ def entry(**changes: str) -> trainers.Entry:
 
 
 @pytest.mark.parametrize(
-    ("changes", "told"),
+    ("changes", "message"),
     [
         ({"config": "no_such_package.config:C"}, "there is no module no_such_package.config"),
         ({"config": "suite.no_such_module:C"}, "there is no module suite.no_such_module"),
@@ -275,12 +275,12 @@ def entry(**changes: str) -> trainers.Entry:
     ],
 )
 def test_a_trainer_that_is_not_there_is_one_line(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, changes: dict[str, str], told: str
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, changes: dict[str, str], message: str
 ) -> None:
     (tmp_path / "needs_something.py").write_text("import no_such_library\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setitem(trainers.TRAINERS, "broken", entry(**changes))
-    one_line(invoked("broken", "--windows", "1"), 1, f"trainer broken: {told}")
+    one_line(invoked("broken", "--windows", "1"), 1, f"trainer broken: {message}")
 
 
 def test_trainer2_is_known_by_name_alone() -> None:

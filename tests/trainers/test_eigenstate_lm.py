@@ -95,8 +95,8 @@ def steps(kind):
         def step():
             trainer.train_window({})
             report = trainer.last_report()
-            told = torch.tensor([report.loss, report.norm], dtype=embedding.dtype, device=embedding.device)
-            return told, torch.stack([w.detach().square().mean().sqrt() for w in trainer.weights.values()])
+            message = torch.tensor([report.loss, report.norm], dtype=embedding.dtype, device=embedding.device)
+            return message, torch.stack([w.detach().square().mean().sqrt() for w in trainer.weights.values()])
 
         return step
 
@@ -450,13 +450,13 @@ def test_a_loss_that_is_no_number_stops_the_run(kind, text, tmp_path):
 def test_a_run_tells_steps_tokens_and_throughput(text, tmp_path):
     from rich.console import Console
 
-    told = io.StringIO()
+    message = io.StringIO()
     batches = Steps(text, SMALL.sequences, 12, SMALL.seed)
     trainer = Optimized(SMALL, text, "cpu")
-    outcome = fit(trainer, batches, Options(folder=str(tmp_path)), name="eigenstate_lm", console=Console(file=told))
+    outcome = fit(trainer, batches, Options(folder=str(tmp_path)), name="eigenstate_lm", console=Console(file=message))
     assert (outcome.windows, outcome.items) == (12, 12 * SMALL.tokens)
-    assert told.getvalue().startswith("eigenstate_lm: 12 steps in ")
-    assert f"{outcome.items / 1e3:.3g}k tokens in all" in told.getvalue()
+    assert message.getvalue().startswith("eigenstate_lm: 12 steps in ")
+    assert f"{outcome.items / 1e3:.3g}k tokens in all" in message.getvalue()
     assert {"loss", "learning_rate", "gradient_norm", "tokens_per_second"} <= outcome.metrics.keys()
     assert "tokens/s" in trainer.throughput.summary()
 

@@ -127,9 +127,9 @@ def epochs(kind, change=lambda trainer: trainer):
         def step(epoch):
             trainer.train_window({"epoch": epoch.cpu()})
             report = trainer.last_report()
-            told = [*report.losses, report.validation.segments.loss]
+            message = [*report.losses, report.validation.segments.loss]
             sizes = torch.stack([w.detach().square().mean().sqrt() for w in trainer.weights.values()])
-            return torch.tensor(told, dtype=train.dtype, device=train.device), sizes
+            return torch.tensor(message, dtype=train.dtype, device=train.device), sizes
 
         return step
 
@@ -416,8 +416,8 @@ def test_stopped_at_random_epochs_and_resumed_it_is_the_same_bit_for_bit(kind):
 @pytest.mark.parametrize("kind", [Reference, Optimized])
 def test_a_checkpoint_of_other_sizes_is_refused(kind):
     other = kind(dataclasses.replace(SMALL, hidden=7), sounds(), "cpu")
-    told = r"hidden\.weight has shape \[7, 128\] in the checkpoint and \[8, 128\] here"
-    with pytest.raises(ValueError, match=told):
+    message = r"hidden\.weight has shape \[7, 128\] in the checkpoint and \[8, 128\] here"
+    with pytest.raises(ValueError, match=message):
         kind(SMALL, sounds(), "cpu").load_state_dict(other.state_dict())
     state = other.state_dict()
     del state["weights"]["leak.bias"]
@@ -522,13 +522,13 @@ def test_a_loss_that_is_no_number_is_seen_where_the_next_epoch_s_report_comes_wi
 def test_a_run_tells_epochs_and_segments(tmp_path):
     from rich.console import Console
 
-    config, told = dataclasses.replace(SMALL, epochs=3), io.StringIO()
+    config, message = dataclasses.replace(SMALL, epochs=3), io.StringIO()
     batches = Epochs(sounds(), config.batch_size, config.epochs, config.seed)
     trainer = Optimized(config, sounds(), "cpu")
-    outcome = fit(trainer, batches, Options(folder=str(tmp_path)), name="leak_cnn", console=Console(file=told))
+    outcome = fit(trainer, batches, Options(folder=str(tmp_path)), name="leak_cnn", console=Console(file=message))
     assert (outcome.windows, outcome.items) == (3, 3 * STEPS * config.batch_size)
-    assert told.getvalue().startswith("leak_cnn: 3 epochs in ")
-    assert f"{outcome.items} segments in all" in told.getvalue()
+    assert message.getvalue().startswith("leak_cnn: 3 epochs in ")
+    assert f"{outcome.items} segments in all" in message.getvalue()
     assert {"file_accuracy", "validation_f1", "learning_rate"} <= outcome.metrics.keys()
 
 

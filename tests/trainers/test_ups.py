@@ -455,7 +455,7 @@ def test_another_encoder_has_a_cache_of_its_own(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("spoil", "told"),
+    ("spoil", "message"),
     [
         (lambda array, index: array.write_bytes(array.read_bytes()[:-1]), "its bytes are not those that were written"),
         (lambda array, index: array.write_bytes(array.read_bytes()[:-1] + b"x"), "its bytes are not those"),
@@ -468,12 +468,12 @@ def test_another_encoder_has_a_cache_of_its_own(tmp_path):
         ),
     ],
 )
-def test_a_damaged_cache_is_refused_in_a_line(spoil, told, tmp_path):
+def test_a_damaged_cache_is_refused_in_a_line(spoil, message, tmp_path):
     data = files(tmp_path)
     mixture_of(data)
     array = next(tmp_path.glob("1D*.npy"))
     spoil(array, array.with_suffix(".json"))
-    with pytest.raises(PerfsuiteError, match=told) as raised:
+    with pytest.raises(PerfsuiteError, match=message) as raised:
         mixture_of(data)
     assert "\n" not in str(raised.value)
     array.with_suffix(".json").unlink()
@@ -561,7 +561,7 @@ def test_a_position_in_other_data_is_refused(given):
 
 
 @pytest.mark.parametrize(
-    ("options", "told"),
+    ("options", "message"),
     [
         (["--batch_size", "3"], "a share of 0.5 of advection1d is no whole number of examples; use a multiple of 2"),
         (["--stage", "fourth"], "--stage wants one of operator, diffusion, consistency, got 'fourth'"),
@@ -574,12 +574,12 @@ def test_a_position_in_other_data_is_refused(given):
         (["--grad_clip", "0"], "grad_clip=0.0: use a number above 0, or null"),
     ],
 )
-def test_a_mistake_is_told_in_a_line(options, told, tmp_path, monkeypatch):
+def test_a_mistake_is_told_in_a_line(options, message, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     config = str(ROOT / "configs/ups/tiny.yaml")
     result = CliRunner().invoke(train, ["ups", "--config", config, "--device", "cpu", *options])
     assert result.exit_code == 2
-    assert told in result.output
+    assert message in result.output
     assert "Traceback" not in result.output
 
 
