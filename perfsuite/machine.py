@@ -112,7 +112,7 @@ def identify(*, prefer: str | None = None) -> Machine:
     if gpu and not survey.gpus:
         raise MachineError(
             f"there is a GPU here, but which is not known: {survey.problem}; "
-            "mend that, or set CUDA_VISIBLE_DEVICES= to measure the CPU"
+            "fix that, or set CUDA_VISIBLE_DEVICES= to measure the CPU"
         )
     first = survey.gpus[0] if survey.gpus else None
     return Machine(

@@ -58,7 +58,7 @@ def load(path: str | os.PathLike[str], *, today: date, known_ids: Collection[str
     except OSError as error:
         raise PerfsuiteError(f"{path}: cannot be read ({error.strerror}); make it readable") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise PerfsuiteError(f"{path}: not valid TOML ({' '.join(str(error).split())}); mend it") from None
+        raise PerfsuiteError(f"{path}: not valid TOML ({' '.join(str(error).split())}); fix it") from None
     waivers: list[Waiver] = []
     errors = [f"unknown table or field {k!r}; only [[waiver]] is known" for k in sorted(set(data) - {"waiver"})]
     tables = data.get("waiver", [])
@@ -98,7 +98,7 @@ def _read(table: Any, *, today: date, known_ids: Collection[str]) -> Waiver:
     if not isinstance(until, date) or isinstance(until, datetime):
         raise PerfsuiteError(f"until = {until!r} of {workload} is not a date; write until = 2026-12-31, unquoted")
     if today > until:
-        raise PerfsuiteError(f"the waiver of {workload} ended on {until}; mend the workload, or extend or remove it")
+        raise PerfsuiteError(f"the waiver of {workload} ended on {until}; fix the workload, or extend or remove it")
     return Waiver(workload=workload, owner=" ".join(owner.split()), reason=" ".join(reason.split()), until=until)
 
 

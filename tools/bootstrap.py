@@ -334,4 +334,4 @@ if __name__ == "__main__":
     except KeyboardInterrupt:
         fail("interrupted; run it again to go on")
     except OSError as error:
-        fail(f"{error}; mend that, or set PERFSUITE_PYTHON")
+        fail(f"{error}; fix that, or set PERFSUITE_PYTHON")

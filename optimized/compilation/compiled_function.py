@@ -32,7 +32,7 @@ def compiled_function(cost: torch.Tensor, states: torch.Tensor, beta: float = 5.
 def compile_quietly(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
     """`torch.compile`, without the warnings that its backend raises while it compiles.
 
-    They are no caller's to mend, and with warnings as errors the function would not be compiled. Options as
+    A caller cannot fix them, and with warnings as errors the function would not be compiled. Options as
     torch.compile's, but for `backend` and `mode`.
     """
     with _quiet():

@@ -137,9 +137,9 @@ def test_the_cache(tokenizers: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert len(trained) == 3, "other texts and other settings have their own"
     for path in cache.glob("*[!k]"):  # all but the locks
         path.write_bytes(path.read_bytes()[:100])
-    mended, _ = tokens_of(of(WORDS), 300, cache)
+    repaired, _ = tokens_of(of(WORDS), 300, cache)
     assert len(trained) == 4, "a damaged cache is made anew"
-    assert numpy.array_equal(first, mended)
+    assert numpy.array_equal(first, repaired)
     assert not list(cache.glob(".*"))
 
 
