@@ -38,7 +38,8 @@ def of_ratio(entry: Entry | None, runs: Sequence[Measurement], slower: float) ->
         why = f"both sides' seconds are {word} ({change(optimized)} and {change(reference)})"
     else:
         side, other = ("reference", "optimized") if abs(reference) > abs(optimized) else ("optimized", "reference")
-        why = f"by its own seconds the {side} is {change(shift[side])}, the {other} {change(shift[other])}"
+        why = f"compared with its accepted seconds, the {side} is {change(shift[side])}, "
+        why += f"the {other} {change(shift[other])}"
         if _moved_with(anchors, shift[side]):
             side = "device"
     if side in _SHARED:
@@ -113,4 +114,4 @@ def _anchor_shifts(entry: Entry, runs: Sequence[Measurement]) -> dict[str, float
 
 def _listed(anchors: Mapping[str, float]) -> str:
     changes = ", ".join(f"{name} {change(moved)}" for name, moved in anchors.items())
-    return f" (anchor kernels: {changes})" if changes else ""
+    return f" (control kernels: {changes})" if changes else ""

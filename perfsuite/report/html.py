@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from perfsuite import exit_codes
 from perfsuite.records import (
     ACCEPTED,
     OPTIMIZED,
@@ -34,6 +35,10 @@ if TYPE_CHECKING:
     import jinja2
 
 LOWER_BOUND = "stopped once it had taken long enough: a lower bound"
+WITHOUT_FIGURES = (Status.NOT_EQUIVALENT, Status.NOT_PROVEN, Status.NOT_TIMED)
+"""Verdicts by which the measured speedup means nothing."""
+OUTCOMES = {exit_codes.GREEN: "good", exit_codes.UNDECIDED: "fair"}
+"""Exit code of a run → the style of its verdict; others are bad."""
 TONES = {"faster": "good", "equal": "fair", "slower": "bad"}
 
 
@@ -66,13 +71,22 @@ class ProcessRow:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Alarm:
-    """A workload that is not green, as the page shows it on top."""
+class RedRow:
+    """A workload that is not green, as the top of the page shows it."""
 
     row: Row
     anchor: str
     change: str
+    since: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Alarm:
+    """Workloads that are not green for the same reason."""
+
+    status: Status
     cause: str
+    rows: tuple[RedRow, ...]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -83,8 +97,8 @@ class Detail:
     anchor: str
     facts: tuple[tuple[str, str], ...]
     sides: tuple[SideRow, ...]
-    promises: tuple[tuple[str, str, str], ...]
-    """(what, promised, measured)"""
+    promises: tuple[tuple[str, str, str, str], ...]
+    """(what, promised, measured, tone)"""
     processes: tuple[ProcessRow, ...]
     against: str
     """Side that the ratios of `processes` are to."""
@@ -98,24 +112,27 @@ class Detail:
 
 def page(report: RunReport) -> str:
     """Return the page as text."""
-    every = model.rows(report)
+    every = _red_first(model.rows(report))
     known = plots.ceilings(m for found in report.measurements.values() for m in found)
-    red = [alarm(report, row) for row in every if row.status is not None and not row.status.green]
+    details = [detail(report, row, known) for row in every]
     return template("report/page.html").render(
         report=report,
         groups=[(name, list(found)) for name, found in itertools.groupby(every, lambda row: row.technique)],
-        details=[detail(report, row, known) for row in every],
-        red=red,
+        details=details,
+        alarms=alarms(report, every),
         anchor=anchor,
         counts=_counts(report),
         headline=model.headline(report),
         sentence=model.sentence(report),
-        outcome="good" if model.exit_code(report) == 0 else "bad",
+        outcome=OUTCOMES.get(model.exit_code(report), "bad"),
         machine=_machine(report),
         failures=_failures(report),
         excused=model.excused(report),
         without_waivers=model.without_waivers(report),
         has_verdicts=bool(report.verdicts),
+        filled=_filled(every),
+        without_figures=WITHOUT_FIGURES,
+        missed={d.row.id for d in details if any(what == "speedup" and tone for what, _, _, tone in d.promises)},
         units=units,
         tones=TONES,
         plots=plots,
@@ -127,26 +144,53 @@ def write(report: RunReport, path: Path) -> Path:
     return write_text(path, page(report))
 
 
-def alarm(report: RunReport, row: Row) -> Alarm:
-    """Return what the top of the page says of a workload that is not green."""
-    verdict = report.verdicts[row.id]
-    interval = f" {row.change_interval}" if row.change_interval else ""
-    causes = [CAUSES.get(verdict.moved or "", ""), model.since_accepted(report, row.id)]
+def _red_first(rows: Iterable[Row]) -> list[Row]:
+    """Return the rows with those of techniques that have a red one first."""
+    every = list(rows)
+    red = {row.technique for row in every if row.status is not None and not row.status.green}
+    return sorted(every, key=lambda row: row.technique not in red)
+
+
+def _filled(rows: Iterable[Row]) -> set[str]:
+    """Return the columns that not every table has, where a row fills them."""
+    columns = {"rival": "rival", "limit": "limit_fraction", "clock": "sm_clock_mhz"}
+    return {name for row in rows for name, field in columns.items() if getattr(row, field) is not None}
+
+
+def alarms(report: RunReport, every: Iterable[Row]) -> tuple[Alarm, ...]:
+    """Return what is not green: those with the same verdict and the same side that moved together."""
+    groups: dict[tuple[Status, str | None], list[Row]] = {}
+    for row in every:
+        if row.status is not None and not row.status.green:
+            groups.setdefault((row.status, report.verdicts[row.id].moved), []).append(row)
+    return tuple(_alarm(report, status, moved, rows) for (status, moved), rows in groups.items())
+
+
+def _alarm(report: RunReport, status: Status, moved: str | None, rows: Sequence[Row]) -> Alarm:
+    cause = CAUSES.get(moved or "") or model.MEANINGS[status]
+    if moved == "device":
+        cause += f": {_condition([m for row in rows for m in report.measurements.get(row.id, ())])}"
     return Alarm(
-        row=row,
-        anchor=anchor(row),
-        change=f"{row.change}{interval}" if row.slowdown is not None else "",
-        cause="; ".join(filter(None, causes)),
+        status=status,
+        cause=cause,
+        rows=tuple(
+            RedRow(
+                row=row,
+                anchor=anchor(row),
+                change=f"{row.change} {row.change_interval}".strip() if row.slowdown is not None else "",
+                since=model.since_accepted(report, row.id),
+            )
+            for row in rows
+        ),
     )
 
 
 CAUSES = {
-    "optimized": "the optimized side became slower",
     "reference": "the reference moved, not the optimized side",
-    "device": "the device was slower",
+    "device": "the device was slower than when the figures were accepted, for the accepted code as well",
     "software": "both sides moved, and the device did not: the software or the host differs",
 }
-"""Side that moved → the cause in words."""
+"""What moved, other than the optimized side → the cause in words."""
 
 
 def detail(report: RunReport, row: Row, known: Mapping[str, float]) -> Detail:
@@ -290,7 +334,7 @@ def _condition(measurements: Sequence[Measurement]) -> str:
     return ", ".join(parts)
 
 
-def _promises(promise: PromiseRecord, row: Row, found: Sequence[Measurement]) -> tuple[tuple[str, str, str], ...]:
+def _promises(promise: PromiseRecord, row: Row, found: Sequence[Measurement]) -> tuple[tuple[str, str, str, str], ...]:
     costs = model.costs(found, "optimized")
     lines = []
     if promise.speedup is not None:
@@ -298,14 +342,34 @@ def _promises(promise: PromiseRecord, row: Row, found: Sequence[Measurement]) ->
         if row.speedup is not None:
             bounds = units.interval(row.speedup.low, row.speedup.high)
             measured = row.times_as_fast + (f" ({bounds})" if bounds else "")
-        lines.append(("speedup", f"≥ {units.ratio(promise.speedup)}", measured))
+        missed = row.speedup is not None and row.speedup.value < promise.speedup
+        lines.append(("speedup", f"≥ {units.ratio(promise.speedup)}", measured, "bad" if missed else ""))
     if promise.peak_bytes is not None:
-        lines.append(("peak memory", f"≤ {units.bytes_(promise.peak_bytes)}", units.bytes_(costs.peak_bytes)))
+        tone = _above(costs.peak_bytes, promise.peak_bytes)
+        lines.append(("peak memory", f"≤ {units.bytes_(promise.peak_bytes)}", units.bytes_(costs.peak_bytes), tone))
     if promise.host_syncs is not None:
-        lines.append(("host syncs", f"≤ {promise.host_syncs}", _count(costs.host_syncs)))
+        lines.append(
+            (
+                "host syncs",
+                f"≤ {promise.host_syncs}",
+                _count(costs.host_syncs),
+                _above(costs.host_syncs, promise.host_syncs),
+            )
+        )
     if promise.launches is not None:
-        lines.append(("kernel launches", f"≤ {promise.launches}", _count(costs.launches)))
+        lines.append(
+            (
+                "kernel launches",
+                f"≤ {promise.launches}",
+                _count(costs.launches),
+                _above(costs.launches, promise.launches),
+            )
+        )
     return tuple(lines)
+
+
+def _above(measured: int | None, most: int) -> str:
+    return "bad" if measured is not None and measured > most else ""
 
 
 def _machine(report: RunReport) -> list[tuple[str, str]]:
@@ -351,10 +415,13 @@ def _failures(report: RunReport) -> list[str]:
 
 
 def tone_of(status: Status | None) -> str:
-    """Return the style of a verdict: "good", "fair", "bad", or "plain" without one."""
+    """Return the style of a verdict: "good"; "bad" where the code is at fault; "fair" for one that is excused or
+    undecided; "plain" without one."""
     if status is None:
         return "plain"
-    return "fair" if status is Status.WAIVED else "good" if status.green else "bad"
+    if status is Status.WAIVED:
+        return "fair"
+    return "good" if status.green else "bad" if status.blames_code else "fair"
 
 
 def reason(message: str, row: Row) -> str:

@@ -161,14 +161,14 @@ class Row:
     @property
     def change(self) -> str:
         """Return the slowdown in words, without its interval."""
-        return f"{100 * self.slowdown:+.1f}%" if self.slowdown is not None else units.MISSING
+        return f"{_percentage(self.slowdown)}%" if self.slowdown is not None else units.MISSING
 
     @property
     def change_interval(self) -> str:
         """Return the interval of the slowdown in words; empty without one."""
         if self.slowdown_low is None or self.slowdown_high is None:
             return ""
-        return f"({100 * self.slowdown_low:+.1f} to {100 * self.slowdown_high:+.1f})"
+        return f"({_percentage(self.slowdown_low)} to {_percentage(self.slowdown_high)})"
 
     @property
     def times_as_fast(self) -> str:
@@ -189,6 +189,12 @@ class Row:
         if not self.is_slower_than_rival:
             return f"no faster than {self.rival}"
         return f"slower than {self.rival}, by {units.percent(1 / self.against_rival.value - 1)}"
+
+
+def _percentage(change: float) -> str:
+    """Return a relative change in percent, without a unit: "+3.4"; "0.0" where it rounds to that."""
+    text = f"{100 * change:+.1f}"
+    return "0.0" if text in ("+0.0", "-0.0") else text
 
 
 def rows(report: RunReport) -> tuple[Row, ...]:
@@ -426,12 +432,44 @@ def sentence(report: RunReport) -> str:
     if code == exit_codes.ENDED_EARLY:
         return f"perfsuite is red: the run ended early{why}."
     if code == exit_codes.UNDECIDED:
-        return f"perfsuite cannot decide: the machine, the baseline or the measurement is at fault{why}."
+        return f"perfsuite cannot decide: {_undecided(report)}{why}."
     if not every:
         return "perfsuite is green, but nothing was compared with a baseline."
     waived = len(excused(report))
     but = f", {waived} of them excused by a waiver" if waived else ""
     return f"perfsuite is green: {units.count(every, 'workload')}{but}."
+
+
+def _undecided(report: RunReport) -> str:
+    """Return what keeps a run from a decision, each reason once."""
+    found = dict.fromkeys(
+        "the device was slower than when the figures were accepted" if v.moved == "device" else reason
+        for v in not_green(report)
+        if (reason := UNDECIDED.get(v.status))
+    )
+    return ", and ".join(found) or "the machine, the baseline or the measurement is at fault"
+
+
+UNDECIDED = {
+    Status.NOISY: "the measurement is too noisy",
+    Status.NO_BASELINE: "a baseline is missing",
+    Status.WRONG_MACHINE: "the baseline is of another machine",
+    Status.UNMEASURED: "not everything could be measured",
+}
+"""Verdict that blames no code → the reason in words."""
+
+MEANINGS = {
+    Status.NOT_EQUIVALENT: "the optimized side is not the same function",
+    Status.NOT_PROVEN: "a proof failed, so that its times mean nothing",
+    Status.NOT_TIMED: "its times are not those of its work",
+    Status.BELOW_FLOOR: "a promise is broken",
+    Status.REGRESSED: "it takes more than what was accepted",
+    Status.NOISY: "neither a slowdown nor its absence is shown",
+    Status.NO_BASELINE: "there is nothing to compare it with",
+    Status.WRONG_MACHINE: "the baseline is of another machine",
+    Status.UNMEASURED: "there is no measurement",
+}
+"""Verdict that is not green → its meaning in words."""
 
 
 def since_accepted(report: RunReport, workload_id: str) -> str:
@@ -443,9 +481,11 @@ def since_accepted(report: RunReport, workload_id: str) -> str:
         return f"since it was accepted: {change.other}"
     if not change.files:
         return f"none of its files has changed since {change.since}"
-    commits = f" in {units.count(len(change.commits), 'commit')}" if change.commits else ""
-    more = f" and {len(change.files) - 1} more" if len(change.files) > 1 else ""
-    return f"changed since {change.since}{commits}: {change.files[0]}{more}"
+    files = change.files[0] + (f" and {len(change.files) - 1} more" if len(change.files) > 1 else "")
+    if not change.commits:
+        return f"{files} changed since {change.since}"
+    others = f" and {len(change.commits) - 1} more since {change.since}" if len(change.commits) > 1 else ""
+    return f"changed in {change.commits[0]}{others}: {files}"
 
 
 def machine_line(machine: Machine) -> str:

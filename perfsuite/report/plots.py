@@ -163,7 +163,7 @@ def _row(number: int, line: Sequence[float], x: Callable[[float], float]) -> Pro
 
 def _band(noise: float, low: float, high: float) -> Band | None:
     ends = max(low, -2 * noise), min(high, 2 * noise)
-    label = f"95% of the processes of unchanged code, ±{units.percent(math.expm1(2 * noise))}"
+    label = f"95% of processes of unchanged code, when it was accepted, ±{units.percent(math.expm1(2 * noise))}"
     return Band(low=_at(ends[0], low, high), high=_at(ends[1], low, high), label=label) if ends[0] < ends[1] else None
 
 

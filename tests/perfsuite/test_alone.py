@@ -66,7 +66,7 @@ def test_a_side_is_slower_outside_only_where_each_process_says_so(outside: list[
 
 def test_the_message_has_both_times() -> None:
     text = alone.message([run(2e-3)], [by_itself(1e-3)])
-    assert "takes 2.00 ms beside the optimized side and 1.00 ms in a process" in text
+    assert "takes 100% longer beside the optimized side (2.00 ms) than in a process without it (1.00 ms)" in text
 
 
 # --- modules that are not there -------------------------------------------------------------------------------------

@@ -51,19 +51,59 @@ def test_a_change_is_said_in_words() -> None:
 @pytest.mark.parametrize(
     ("optimized", "reference", "moved", "says"),
     [
-        (0.05, 0.01, "optimized", "by its own seconds the optimized is 5.1% slower, the reference 1.0% slower"),
-        (0.01, -0.05, "reference", "by its own seconds the reference is 4.9% faster, the optimized 1.0% slower"),
-        (0.05, -0.04, "optimized", "by its own seconds the optimized is 5.1% slower, the reference 3.9% faster"),
-        (-0.04, 0.05, "reference", "by its own seconds the reference is 5.1% slower, the optimized 3.9% faster"),
+        (
+            0.05,
+            0.01,
+            "optimized",
+            "compared with its accepted seconds, the optimized is 5.1% slower, the reference 1.0% slower",
+        ),
+        (
+            0.01,
+            -0.05,
+            "reference",
+            "compared with its accepted seconds, the reference is 4.9% faster, the optimized 1.0% slower",
+        ),
+        (
+            0.05,
+            -0.04,
+            "optimized",
+            "compared with its accepted seconds, the optimized is 5.1% slower, the reference 3.9% faster",
+        ),
+        (
+            -0.04,
+            0.05,
+            "reference",
+            "compared with its accepted seconds, the reference is 5.1% slower, the optimized 3.9% faster",
+        ),
         (0.05, 0.04, "device", "both sides' seconds are slower (5.1% slower and 4.1% slower): the device"),
         (-0.05, -0.04, "device", "both sides' seconds are faster (4.9% faster and 3.9% faster): the device"),
         # Together, but by no more than a device's usual change, or than their ratio.
-        (0.03, 0.0199, "optimized", "by its own seconds the optimized is 3.0% slower, the reference 2.0% slower"),
+        (
+            0.03,
+            0.0199,
+            "optimized",
+            "compared with its accepted seconds, the optimized is 3.0% slower, the reference 2.0% slower",
+        ),
         (0.03, 0.0201, "device", "both sides' seconds are slower"),
-        (0.20, 0.09, "optimized", "by its own seconds the optimized is 22.1% slower, the reference 9.4% slower"),
+        (
+            0.20,
+            0.09,
+            "optimized",
+            "compared with its accepted seconds, the optimized is 22.1% slower, the reference 9.4% slower",
+        ),
         (0.20, 0.11, "device", "both sides' seconds are slower"),
-        (0.09, 0.20, "reference", "by its own seconds the reference is 22.1% slower, the optimized 9.4% slower"),
-        (-0.09, -0.20, "reference", "by its own seconds the reference is 18.1% faster, the optimized 8.6% faster"),
+        (
+            0.09,
+            0.20,
+            "reference",
+            "compared with its accepted seconds, the reference is 22.1% slower, the optimized 9.4% slower",
+        ),
+        (
+            -0.09,
+            -0.20,
+            "reference",
+            "compared with its accepted seconds, the reference is 18.1% faster, the optimized 8.6% faster",
+        ),
     ],
 )
 def test_the_side_that_moved_more_moved_unless_both_did(
@@ -77,13 +117,13 @@ def test_the_side_that_moved_more_moved_unless_both_did(
 @pytest.mark.parametrize(
     ("optimized", "reference", "anchors", "moved", "says"),
     [
-        (0.05, 0.0, {}, "optimized", "the optimized is 5.1% slower, the reference 0.0% slower (anchor kernels: copy"),
-        (0.0, -0.05, {}, "reference", "the reference is 4.9% faster, the optimized 0.0% slower (anchor kernels: copy"),
-        (0.05, 0.0, {"copy": 0.05}, "device", "reference 0.0% slower: the device (anchor kernels: copy 5.1% slower"),
-        (0.05, 0.0, {"matmul": 0.05}, "device", ": the device (anchor kernels: copy 0.0% slower, matmul 5.1% slower)"),
-        (0.0, -0.05, {"copy": -0.03}, "device", ": the device (anchor kernels: copy 3.0% faster, matmul 0.0% slower)"),
-        (0.05, 0.04, {"matmul": 0.05}, "device", "(5.1% slower and 4.1% slower): the device (anchor kernels: copy"),
-        (0.05, 0.04, {}, "software", "): not the device, but software that both sides use (anchor kernels: copy 0.0%"),
+        (0.05, 0.0, {}, "optimized", "the optimized is 5.1% slower, the reference 0.0% slower (control kernels: copy"),
+        (0.0, -0.05, {}, "reference", "the reference is 4.9% faster, the optimized 0.0% slower (control kernels: copy"),
+        (0.05, 0.0, {"copy": 0.05}, "device", "reference 0.0% slower: the device (control kernels: copy 5.1% slower"),
+        (0.05, 0.0, {"matmul": 0.05}, "device", ": the device (control kernels: copy 0.0% slower, matmul 5.1% slower)"),
+        (0.0, -0.05, {"copy": -0.03}, "device", ": the device (control kernels: copy 3.0% faster, matmul 0.0% slower)"),
+        (0.05, 0.04, {"matmul": 0.05}, "device", "(5.1% slower and 4.1% slower): the device (control kernels: copy"),
+        (0.05, 0.04, {}, "software", "): not the device, but software that both sides use (control kernels: copy 0.0%"),
         (-0.05, -0.04, {"copy": 0.05}, "software", "): not the device, but software that both sides use"),
         # In the other direction, less than half as far, or by no more than a device's usual change.
         (0.05, 0.0, {"copy": -0.05}, "optimized", "the optimized"),
@@ -114,8 +154,8 @@ def test_a_side_that_stayed_was_not_moved_by_the_device() -> None:
     found, why = of_ratio(ENTRY, run(0.0, 0.0, {"copy": 0.05}), 0.0)
     assert found == "optimized"
     assert why == (
-        "by its own seconds the optimized is 0.0% slower, the reference 0.0% slower "
-        "(anchor kernels: copy 5.1% slower, matmul 0.0% slower)"
+        "compared with its accepted seconds, the optimized is 0.0% slower, the reference 0.0% slower "
+        "(control kernels: copy 5.1% slower, matmul 0.0% slower)"
     )
 
 
@@ -138,7 +178,7 @@ def test_the_anchor_kernels_that_bear_on_a_workload(clock: str, by: str | None, 
 
 def test_anchor_kernels_are_compared_by_their_median_over_the_processes_that_timed_them() -> None:
     processes = [measurement(anchors={"copy": 1e-4 * f}) for f in (1.2, 1.1, 9.0)]
-    assert "(anchor kernels: copy 20.0% slower)" in of_ratio(ENTRY, [*processes, measurement()], 0.0)[1]
+    assert "(control kernels: copy 20.0% slower)" in of_ratio(ENTRY, [*processes, measurement()], 0.0)[1]
     for nothing in ({}, {"copy": 0.0}, {"copy": -1.0}, {"copy": math.nan}):
         assert "anchor" not in of_ratio(ENTRY, [measurement(anchors=nothing)], 0.0)[1]
     assert "anchor" not in of_ratio(BARE, run(0.0, 0.0, {}), 0.0)[1]

@@ -99,12 +99,13 @@ def test_a_red_gate() -> None:
     [
         (report(verdict(GREEN, Status.PASS)), "✅ perfsuite is green: 1 workload."),
         (excused_alone(), "✅ perfsuite is green: 1 workload, 1 of them excused by a waiver."),
-        (report(verdict(RED, Status.NOISY)), "⚠️ perfsuite cannot decide: the machine, the baseline or the measurement"),
+        (report(verdict(RED, Status.NOISY)), "⚠️ perfsuite cannot decide: the measurement is too noisy (1 of"),
+        (report(verdict(RED, Status.NOISY, moved="device")), "⚠️ perfsuite cannot decide: the device was slower than"),
         (report(verdict(RED, Status.NOISY, moved="optimized")), "❌ perfsuite is red: the code is at fault"),
         (report(complete=False), "❌ perfsuite is red: the run ended early."),
         (report(), "✅ perfsuite is green, but nothing was compared with a baseline."),
         (report(correctness=Correctness(failed=2)), "❌ perfsuite is red: the code is at fault (2 proofs failed)."),
-        (report(problems=("no baseline",)), "⚠️ perfsuite cannot decide"),
+        (report(problems=("no baseline",)), "⚠️ perfsuite cannot decide: the machine, the baseline or the"),
     ],
 )
 def test_the_verdict_in_a_sentence(run: RunReport, said: str) -> None:

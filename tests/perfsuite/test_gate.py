@@ -746,7 +746,9 @@ def test_where_the_accepted_revision_cannot_run_stored_figures_are_compared() ->
         opened(stored(kept(0.06, count)))
     found = verdict(stored(kept(0.06)), Status.REGRESSED)
     assert "the optimized side is 6.2% slower than when accepted, by the stored figures (95% interval " in found.message
-    assert found.message.endswith(f"; by its own seconds the optimized is 6.2% slower, the reference 0.0% slower{NOTE}")
+    assert found.message.endswith(
+        f"; compared with its accepted seconds, the optimized is 6.2% slower, the reference 0.0% slower{NOTE}"
+    )
     assert (found.moved, found.processes) == ("optimized", 4)
     assert verdict(stored(kept(-0.06)), Status.IMPROVED).message.endswith(f"to keep the gain{NOTE}")
     found = verdict(stored(kept(0.02, 12, scale=30.0)), Status.NOISY)
@@ -798,8 +800,8 @@ def test_the_margin_of_stored_figures_ends_at_4_percent_unless_the_workload_s_ow
 def test_a_ratio_that_fell_without_the_optimized_side_is_noisy() -> None:
     found = verdict(stored(kept(0.0, reference=-0.06)), Status.NOISY)
     assert found.message.endswith(
-        "it is slower by the stored figures, but not because of the optimized side: by its own seconds the reference "
-        f"is 5.8% faster, the optimized 0.0% slower{NOTE}"
+        "it is slower by the stored figures, but not because of the optimized side: compared with its "
+        f"accepted seconds, the reference is 5.8% faster, the optimized 0.0% slower{NOTE}"
     )
     assert found.moved == "reference"
 
@@ -854,7 +856,10 @@ def test_seconds_alone_do_not_blame_the_code_for_a_slower_device() -> None:
         run = [few(m) for m in kept(0.3, anchors={**STILL, "copy": copy * 1e-4})]
         found = verdict(stored(run, entry=made), status)
         assert found.moved == moved
-    assert "not because of the optimized side: by its own seconds the optimized is 35.0% slower" in found.message
+    assert (
+        "not because of the optimized side: compared with its accepted seconds, the optimized is 35.0% slower"
+        in found.message
+    )
 
 
 def test_stored_figures_of_nothing_accepted_are_no_baseline() -> None:
@@ -1083,7 +1088,10 @@ def slow_device(copy: float, **fields: Any) -> list[Measurement]:
 def test_a_promise_that_held_when_accepted_is_not_broken_by_the_device() -> None:
     made = accepted(anchors=STILL)
     found = verdict(promised(slow_device(1.1e-4), 19.5, entry=made), Status.NOISY)
-    assert "promised 19.5×, 20× when accepted; by its own seconds the optimized is 10.0% slower" in found.message
+    assert (
+        "promised 19.5×, 20× when accepted; compared with its accepted seconds, the optimized is 10.0% slower"
+        in found.message
+    )
     assert found.moved == "device"
     found = verdict(promised(slow_device(1e-4), 19.5, entry=made), Status.BELOW_FLOOR)
     assert found.moved == "software"
@@ -1119,7 +1127,10 @@ def test_a_lost_speedup_is_reported_with_its_cause_though_the_code_is_as_accepte
     found = verdict(judge(run), Status.PASS)
     assert found.moved == "reference"
     assert "a slowdown of 1.0% is excluded; 19.02× (95% interval " in found.message
-    assert ") the reference, 20× when accepted: by its own seconds the reference is 4.9% faster" in found.message
+    assert (
+        ") the reference, 20× when accepted: compared with its accepted seconds, the reference is 4.9% faster"
+        in found.message
+    )
 
 
 def test_a_speedup_is_lost_from_2_percent_or_the_margin_on() -> None:

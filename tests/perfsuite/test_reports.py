@@ -599,15 +599,32 @@ def test_html_page_names_the_cause_of_what_is_red() -> None:
     assert model.sentence(report) in text
     top = text[: text.index("<h2>Workloads")]
     assert "<b>+3.4% (+2.9 to +3.9)</b>" in top
-    assert "the optimized side became slower; changed since 1a2b3c4 in 1 commit: lib/fast.py and 1 more" in top
+    assert "<b>1 workload</b>: it takes more than what was accepted.</p>" in top
+    assert "Changed in 9f94c2b A &lt;b&gt;faster&lt;/b&gt; kernel: lib/fast.py and 1 more" in top
     assert "9f94c2b A &lt;b&gt;faster&lt;/b&gt; kernel" in text
     assert text.count("not committed") == 1
     assert "perfsuite gate --partial tests/optimizers/test_fused_adamw.py -k" in text
     for other in (markdown.summary(report), printed(report)):
-        assert "changed since 1a2b3c4 in 1 commit: lib/fast.py and 1 more" in other.replace("\\", "")
+        assert "kernel: lib/fast.py and 1 more" in other.replace("\\", "")
     other = dataclasses.replace(change, other="torch was 2.10.0, is 2.11.0")
     report = dataclasses.replace(report, changes={ADAMW: other})
-    assert "since it was accepted: torch was 2.10.0, is 2.11.0" in html.page(report)
+    assert "Since it was accepted: torch was 2.10.0, is 2.11.0" in html.page(report)
+
+
+def test_html_page_names_a_cause_that_many_share_once() -> None:
+    every = [f"tests/more/test_{n}.py::technique_{n}::speed[w]" for n in range(12)]
+    hot = Condition(sm_clock_mhz=1230.0, temperature_c=89.0, throttle=("HW thermal slowdown",))
+    report = dataclasses.replace(
+        example(),
+        measurements={i: measured(i, {"reference": 2e-3, "optimized": 1e-3}, condition=hot) for i in every},
+        verdicts={i: Verdict(id=i, status=Status.NOISY, message="NOISY: 1.4×", moved="device") for i in every},
+    )
+    text = html.page(report)
+    top = text[: text.index("<h2>Workloads")]
+    cause = "for the accepted code as well: SM clock 1230 MHz, 89 °C, clock limited by HW thermal slowdown.</p>"
+    assert top.count(cause) == 1
+    assert "<b>12 workloads</b>" in top
+    assert "<summary>9 more</summary>" in top
 
 
 def test_html_page_of_a_large_run_is_small() -> None:
