@@ -511,6 +511,7 @@ def _shown(s: Subject, slower: Estimate | None, speed: Speedup | None, margin: f
         compared="stored figures" if s.stored and s.entry else s.against,
         margin=margin,
         accepted_speedup=s.entry.speedup() if s.entry else None,
+        same_code=s.same_code,
     )
     if slower is not None:
         change, low, high = (math.expm1(x) for x in (slower.value, *slower.interval()))

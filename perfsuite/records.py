@@ -360,6 +360,8 @@ class Verdict:
     """Side that the optimized side was compared with, e.g. "the accepted revision 1a2b3c4"; empty where there was
     none."""
     processes: int = 0
+    same_code: bool = False
+    """Whether it runs exactly the accepted code, so that a slowdown of it has another cause."""
     excuse: Excuse | None = None
     """The waiver that covers it; None unless it is WAIVED."""
 

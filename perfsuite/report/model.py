@@ -137,6 +137,8 @@ class Row:
     """Relative to that side (0.03 = 3% slower), with its 95% interval."""
     slowdown_low: float | None = None
     slowdown_high: float | None = None
+    same_code: bool = False
+    """Whether the optimized side runs exactly the accepted code."""
     speedup: Comparison | None = None
     least: bool = False
     """Whether the reference was stopped once it had taken long enough: its seconds and the speedup are lower bounds."""
@@ -255,6 +257,7 @@ def row(workload_id: str, measurements: Sequence[Measurement], verdict: Verdict 
         slowdown=verdict.slowdown if verdict else None,
         slowdown_low=verdict.low if verdict else None,
         slowdown_high=verdict.high if verdict else None,
+        same_code=verdict.same_code if verdict else False,
         speedup=replace(speedup, low=None, high=None) if speedup and least else speedup,
         least=least,
         rival=best,
