@@ -6,7 +6,9 @@ if (table) {
   const rows = [...body.querySelectorAll("tr.workload")];
   const groups = [...body.querySelectorAll("tr.group")];
   const original = [...body.rows];
-  const name = document.querySelector("#name"), verdict = document.querySelector("#verdict");
+  const name = document.querySelector("#name");
+  // A run without a baseline has no verdicts.
+  const verdict = document.querySelector("#verdict") ?? { value: "", addEventListener: () => {} };
   const heads = [...table.tHead.querySelectorAll("th[data-key]")];
 
   const value = (row, key) => {
