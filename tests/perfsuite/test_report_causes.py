@@ -1,0 +1,218 @@
+"""A gate's page names the cause, the size and the side at once: six planted causes among pairs that are as accepted.
+
+PERFSUITE_KEEP_PAGES=FOLDER keeps the pages, to be looked at.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import random
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from scratch import FakeWorkers, Project
+
+from perfsuite import digests
+from perfsuite.records import (
+    Alone,
+    Condition,
+    Limit,
+    Measurement,
+    Ran,
+    SideRecord,
+    Status,
+)
+from perfsuite.workers import Failure, Outcome, Task
+
+pytest_plugins = ["pytester"]
+
+NAMES = ("adamw", "dropout", "gather", "softmax")
+TARGET = "tests/test_gather.py::gather::speed[n4096]"
+BLOCKS = 8
+REFERENCE_S, OPTIMIZED_S = 2.2e-4, 1e-4
+PAIR = """
+    from lib.NAME import fast
+    from lib.plain import slow
+
+    from perfsuite import Pair, Workload, tensor
+
+    NAME = Pair(
+        reference=slow,
+        optimized=fast,
+        inputs={"x": tensor("n")},
+        workloads=[Workload("n4096", n=4096, speedup=1.5, peak_bytes=4 << 20)],
+    )
+"""
+
+
+class Device:
+    """Times of a simulated device with noise of 0.12% a block and 0.06% a process; fields change what it measures."""
+
+    def __init__(self, seed: int) -> None:
+        self.random = random.Random(seed)
+        self.noise = 1.0
+        self.slower, self.reference_slower = 1.0, 1.0
+        """Factors of the target's optimized side and of its reference."""
+        self.device_slower = 1.0
+        """Factor of every optimized side, of the accepted ones and of the anchor kernels."""
+        self.condition = Condition(sm_clock_mhz=1980.0, temperature_c=52.0, power_w=410.0)
+        self.peak_bytes = 2 << 20
+
+    def __call__(self, id: str, process: int, second: bool) -> Measurement:
+        own = id == TARGET
+        accepted = OPTIMIZED_S * self.device_slower
+        seconds = {
+            "optimized": accepted * (self.slower if own else 1.0),
+            "reference": REFERENCE_S * (self.reference_slower if own else 1.0),
+            **({"accepted": accepted} if second else {}),
+        }
+        blocks = {name: self._blocks(value) for name, value in seconds.items()}
+        return Measurement(
+            id=id,
+            pair=id.split("::")[1],
+            workload="n4096",
+            device="cpu",
+            clock="device",
+            direction="forward",
+            dtype="float32",
+            sizes={"n": 4096},
+            seed=1,
+            sides={name: self._side(values, own and name == "optimized") for name, values in blocks.items()},
+            log_ratios={
+                name: tuple(math.log(a / b) for a, b in zip(values, blocks["optimized"], strict=True))
+                for name, values in blocks.items()
+                if name != "optimized"
+            },
+            limit=Limit(seconds=6e-5, by="memory", bytes=2.5e8, flops=1e9, ceiling=4.2e12),
+            condition=self.condition,
+            anchors={"copy": 1e-3 * self.device_slower, "matmul": 2e-3 * self.device_slower, "launch": 3e-6},
+            seconds=3.0,
+        )
+
+    def _blocks(self, seconds: float) -> list[float]:
+        shift = self.random.gauss(0, 6e-4 * self.noise)
+        return [seconds * math.exp(shift + self.random.gauss(0, 1.2e-3 * self.noise)) for _ in range(BLOCKS)]
+
+    def _side(self, blocks: list[float], changed: bool) -> SideRecord:
+        median = sorted(blocks)[BLOCKS // 2]
+        peak = self.peak_bytes if changed else 2 << 20
+        return SideRecord(
+            device_s=median, wall_s=median, blocks_s=tuple(blocks), peak_bytes=peak, host_syncs=0, launches=1
+        )
+
+
+class Gated:
+    """Four pairs that were accepted; `page` gates a change of one of them on another device."""
+
+    def __init__(self, project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.project = project
+        project.write("lib/__init__.py", "")
+        project.write("lib/plain.py", "def slow(x):\n    return x + x + x\n")
+        for name in NAMES:
+            project.write(f"lib/{name}.py", "BLOCK = 128\n\n\ndef fast(x):\n    return 3 * x\n")
+            project.write(f"tests/test_{name}.py", PAIR.replace("NAME", name))
+        project.write("pytest.ini", "[pytest]\npythonpath = .\n")
+        project.commit("Four pairs")
+        prove = FakeWorkers._proof
+
+        def noting(workers: FakeWorkers, task: Task) -> Outcome:
+            name = task.id.split("::")[1]
+            files = (f"lib/{name}.py", "lib/plain.py", f"tests/test_{name}.py")
+            workers.ran = Ran(
+                sources={f: digests.of_file(project.path / f) for f in files}, surroundings=digests.surroundings()
+            )
+            return prove(workers, task)
+
+        monkeypatch.setattr(FakeWorkers, "_proof", noting)
+        project.measured(Device(1))
+        done = project.cli("accept", "--reason", "first")
+        assert done.exit_code == 0, done.output
+        project.commit("Baseline")
+
+    def page(self, name: str, outcome: Callable[[str, int, bool], Outcome], change: str, alone_s: float = 1.0) -> str:
+        """Return what the page of a gate says above its table, without tags."""
+        fake = self.project.measured(outcome)
+        fake.alone[TARGET] = Alone(id=TARGET, blocks_s=(alone_s,) * BLOCKS)
+        if change:
+            self.project.replace("lib/gather.py", "BLOCK = 128", f"BLOCK = 128  \nMORE = {change!r}")
+            self.project.commit(change)
+        assert self.project.cli("gate").exit_code != 0
+        page = self.project.path / ".perfsuite/report/report.html"
+        if folder := os.environ.get("PERFSUITE_KEEP_PAGES"):
+            Path(folder).mkdir(parents=True, exist_ok=True)
+            shutil.copy(page, Path(folder) / f"{name}.html")
+        text = page.read_text()
+        top = text[text.index("<h1>") : text.index("<h2>Workloads")]
+        return " ".join(re.sub(r"<[^>]+>", " ", top).split())
+
+
+@pytest.fixture
+def gated(project: Project, monkeypatch: pytest.MonkeyPatch) -> Gated:
+    return Gated(project, monkeypatch)
+
+
+def test_a_slower_kernel(gated: Gated) -> None:
+    device = Device(2)
+    device.slower = 1.06
+    text = gated.page("slower-kernel", device, "Smaller blocks")
+    assert "perfsuite is red: the code is at fault (1 of 4 workloads not green)." in text
+    assert "REGRESSED 1 workload : it takes more than what was accepted." in text
+    assert re.search(r"gather\[n4096\] \+(5\.[89]|6\.[0-2])% \(\+5\.\d to \+6\.\d\) time against accepted", text)
+    assert re.search(r"Changed in [0-9a-f]{7} Smaller blocks: lib/gather\.py", text)
+
+
+def test_a_reference_that_the_optimized_side_slows(gated: Gated) -> None:
+    device = Device(3)
+    device.reference_slower = 1.7
+    text = gated.page("slower-reference", device, "One thread", alone_s=REFERENCE_S)
+    assert "NOT TIMED 1 workload : its times are not those of its work." in text
+    assert re.search(
+        r"its reference takes (69|70)% longer beside the optimized side \(37\d µs\) than in a process", text
+    )
+    assert re.search(r"Changed in [0-9a-f]{7} One thread: lib/gather\.py", text)
+
+
+def test_a_throttled_device(gated: Gated) -> None:
+    device = Device(4)
+    device.device_slower = 1.5
+    device.condition = Condition(
+        sm_clock_mhz=1230.0, sm_clock_min_mhz=1050.0, temperature_c=89.0, throttle=("HW thermal slowdown",)
+    )
+    text = gated.page("throttled-device", device, "")
+    assert "perfsuite cannot decide: the device was slower than when the figures were accepted (4 of 4" in text
+    cause = (
+        "NOISY 4 workloads : the device was slower than when the figures were accepted, for the accepted code as well"
+    )
+    assert f"{cause}: SM clock 1230 MHz (lowest 1050), 89 °C, clock limited by HW thermal slowdown." in text
+    assert "None of its files has changed since" in text
+
+
+def test_a_noisy_neighbour(gated: Gated) -> None:
+    device = Device(5)
+    device.noise = 60.0
+    text = gated.page("noisy-neighbour", device, "Other blocks")
+    assert "perfsuite cannot decide: the measurement is too noisy" in text
+    assert re.search(r"NOISY \d workloads? : neither a slowdown nor its absence is shown\.", text)
+    assert "cannot be decided at this noise after 12 processes; measure on a quiet machine" in text
+
+
+def test_a_broken_promise_of_memory(gated: Gated) -> None:
+    device = Device(6)
+    device.peak_bytes = 11 << 20
+    text = gated.page("memory", device, "In float64")
+    assert "BELOW FLOOR 1 workload : a promise is broken." in text
+    assert "the optimized side exceeds its promise: peak memory 11 MiB (promised 4 MiB)" in text
+    assert re.search(r"Changed in [0-9a-f]{7} In float64: lib/gather\.py", text)
+
+
+def test_a_wrong_result(gated: Gated) -> None:
+    device, wrong = Device(7), "gather: output of the optimized side is wrong at [0, 4095]: 1.5 instead of 2.25"
+    failure = Failure(status=Status.NOT_EQUIVALENT, message=wrong)
+    text = gated.page("wrong-result", lambda i, p, s: failure if i == TARGET else device(i, p, s), "Vector loads")
+    assert "NOT EQUIVALENT 1 workload : the optimized side is not the same function." in text
+    assert "output of the optimized side is wrong at [0, 4095]: 1.5 instead of 2.25" in text
+    assert re.search(r"Changed in [0-9a-f]{7} Vector loads: lib/gather\.py", text)
