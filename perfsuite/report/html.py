@@ -282,8 +282,7 @@ def _facts(report: RunReport, row: Row, measurements: Sequence[Measurement]) -> 
         facts.append(("workload", f"{sizes or 'no sizes'}; {first.dtype}, {first.direction}, {first.clock} clock"))
         spent = units.duration(sum(m.seconds for m in measurements))
         blocks = sum(len(m.log_ratios.get("reference", ())) for m in measurements)
-        processes = f"{len(measurements)} process{'es' if len(measurements) > 1 else ''}"
-        facts.append(("measured", f"{processes}, {blocks} blocks, {spent}, seed {first.seed}"))
+        facts.append(("measured", f"{_processes_of(len(measurements))}, {blocks} blocks, {spent}, seed {first.seed}"))
         if limits := [m.limit for m in measurements if m.limit is not None]:
             facts.append(("limit", _limit(limits[0], row)))
         condition = _condition(measurements)
@@ -300,9 +299,13 @@ def _facts(report: RunReport, row: Row, measurements: Sequence[Measurement]) -> 
         margin = f", margin {units.percent(verdict.margin)}" if verdict.margin is not None else ""
         facts.append(("time against accepted", f"{_signed(verdict.slowdown)}{interval}{margin}"))
     if verdict is not None and verdict.compared:
-        moved = f"; {verdict.moved} moved" if verdict.moved else ""
-        facts.append(("compared", f"with {verdict.compared}, in {verdict.processes} processes{moved}"))
+        moved = f"; {CAUSES[verdict.moved]}" if verdict.moved in CAUSES else ""
+        facts.append(("compared", f"with {verdict.compared}, in {_processes_of(verdict.processes)}{moved}"))
     return tuple(facts)
+
+
+def _processes_of(count: int) -> str:
+    return f"{count} process{'' if count == 1 else 'es'}"
 
 
 def _limit(limit: Limit, row: Row) -> str:
