@@ -22,13 +22,13 @@ def broken(runs: Sequence[Measurement], promises: PromiseRecord) -> str:
     """Return in words which promised counts are exceeded; empty where none is. One process above the promise is
     enough."""
     over = [
-        f"{NAMES[name]} {_shown(name, max(counted))} (promised {_shown(name, getattr(promises, name))})"
+        f"{NAMES[name]} {_shown(name, max(counted))} (promised: at most {_shown(name, getattr(promises, name))})"
         for name in NAMES
         if getattr(promises, name) is not None
         and (counted := _counted(runs, name))
         and max(counted) > getattr(promises, name)
     ]
-    return f"the optimized side exceeds its promise: {', '.join(over)}; fix it, or change the promise" if over else ""
+    return f"the optimized side breaks its promise: {', '.join(over)}; fix it, or change the promise" if over else ""
 
 
 def more_than_accepted(runs: Sequence[Measurement], entry: Entry | None) -> str:

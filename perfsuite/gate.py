@@ -285,7 +285,7 @@ def _by_speed(s: Subject, slower: Estimate, margin: float, selected: int) -> tup
         return Status.PASS, f"a slowdown of {margin:.1%} is excluded"
     if processes >= LOOKS[-1]:
         decided = math.ceil(100 * math.expm1(slower.upper(1 - beta(processes))) + 1e-9) / 100
-        advice = f", or declare margin={decided:g}" if decided < 1 else ""
+        advice = f", or let smaller slowdowns pass: declare margin={decided:g}" if decided < 1 else ""
         return Status.NOISY, (
             f"{text}: {margin:.1%} cannot be decided at this noise after {processes} processes; "
             f"measure on a quiet machine{advice}"

@@ -141,7 +141,7 @@ def blocks(
     bounds = units.interval(comparison.low, comparison.high)
     return Blocks(
         title=f"{other} / {OPTIMIZED}",
-        subtitle=units.ratio(comparison.value) + (f" (processes {bounds})" if bounds else ""),
+        subtitle=f"median {units.ratio(comparison.value)}" + (f" (processes {bounds})" if bounds else ""),
         height=TOP + ROW * len(lines) + BOTTOM,
         rows=tuple(_row(n, line, x) for n, line in enumerate(lines)),
         ticks=tuple(Mark(x=x(math.log(t)), label=label) for t, label in ticks(math.exp(low), math.exp(high))),

@@ -48,8 +48,8 @@ def test_every_broken_promise_is_named_with_the_most_that_was_counted() -> None:
     promise = PromiseRecord(host_syncs=0, launches=2, peak_bytes=3 * MIB // 2, speedup=2.0)
     run = [counting(PLAIN, host_syncs=n, launches=7 - n, peak_bytes=n * MIB) for n in (3, 2)]
     assert counts.broken(run, promise) == (
-        "the optimized side exceeds its promise: peak memory 3 MiB (promised 1.5 MiB), host syncs 3 (promised 0), "
-        "kernel launches 5 (promised 2); fix it, or change the promise"
+        "the optimized side breaks its promise: peak memory 3 MiB (promised: at most 1.5 MiB), "
+        "host syncs 3 (promised: at most 0), kernel launches 5 (promised: at most 2); fix it, or change the promise"
     )
 
 

@@ -412,7 +412,8 @@ def test_noisy_says_which_margin_this_run_would_have_decided(se: float) -> None:
     assert status is Status.NOISY
     start, _, advised = text.rpartition("declare margin=")
     assert start.endswith(
-        "margin 1.0%): 1.0% cannot be decided at this noise after 12 processes; measure on a quiet machine, or "
+        "margin 1.0%): 1.0% cannot be decided at this noise after 12 processes; measure on a quiet machine, or let "
+        "smaller slowdowns pass: "
     )
     assert by_speed(0.004, se, count=12, margin=float(advised))[0] is Status.PASS
     assert by_speed(0.004, se, count=12, margin=float(advised) - 0.01)[0] is Status.NOISY
@@ -1176,7 +1177,7 @@ def test_a_count_above_its_promise_is_below_the_floor_at_once() -> None:
     promise = PromiseRecord(host_syncs=0)
     verdict(judge(runs(count=1), promises=promise), Status.PASS)
     found = verdict(judge([counting(process(), host_syncs=1)], promises=promise), Status.BELOW_FLOOR)
-    assert "the optimized side exceeds its promise: host syncs 1 (promised 0)" in found.message
+    assert "the optimized side breaks its promise: host syncs 1 (promised: at most 0)" in found.message
     assert found.moved == "optimized"
     # One process of several is enough, and it comes before a slowdown.
     slow = [*runs(0.1, 3), counting(process(0.1), host_syncs=1)]
@@ -1316,7 +1317,7 @@ def test_promises_by_themselves_are_held_from_one_process_on() -> None:
     found = verdict(alone_with(run, speedup=25.0), Status.BELOW_FLOOR)
     assert found.message.endswith(") the reference; promised 25×")
     found = verdict(alone_with(run, launches=0), Status.BELOW_FLOOR)
-    assert "kernel launches 1 (promised 0)" in found.message
+    assert "kernel launches 1 (promised: at most 0)" in found.message
     assert (found.moved, found.speedup) == ("optimized", pytest.approx(20.0))
 
 

@@ -205,7 +205,7 @@ def test_a_broken_promise_of_memory(gated: Gated) -> None:
     device.peak_bytes = 11 << 20
     text = gated.page("memory", device, "In float64")
     assert "BELOW FLOOR 1 workload : a promise is broken." in text
-    assert "the optimized side exceeds its promise: peak memory 11 MiB (promised 4 MiB)" in text
+    assert "the optimized side breaks its promise: peak memory 11 MiB (promised: at most 4 MiB)" in text
     assert re.search(r"Changed in [0-9a-f]{7} In float64: lib/gather\.py", text)
 
 
