@@ -169,7 +169,9 @@ def alarms(report: RunReport, every: Iterable[Row]) -> tuple[Alarm, ...]:
 def _alarm(report: RunReport, status: Status, moved: str | None, rows: Sequence[Row]) -> Alarm:
     cause = CAUSES.get(moved or "") or model.MEANINGS[status]
     if moved == "device":
-        cause += f": {_condition([m for row in rows for m in report.measurements.get(row.id, ())])}"
+        measurements = [m for row in rows for m in report.measurements.get(row.id, ())]
+        cause += ", for the accepted code as well" if any(ACCEPTED in m.sides for m in measurements) else ""
+        cause += f": {condition}" if (condition := _condition(measurements)) else ""
     return Alarm(
         status=status,
         cause=cause,
@@ -187,7 +189,7 @@ def _alarm(report: RunReport, status: Status, moved: str | None, rows: Sequence[
 
 CAUSES = {
     "reference": "the reference moved, not the optimized side",
-    "device": "the device was slower than when the figures were accepted, for the accepted code as well",
+    "device": "the device was slower than when the figures were accepted",
     "software": "both sides moved, and the device did not: the software or the host differs",
 }
 """What moved, other than the optimized side → the cause in words."""

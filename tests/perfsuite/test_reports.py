@@ -621,7 +621,7 @@ def test_html_page_names_a_cause_that_many_share_once() -> None:
     )
     text = html.page(report)
     top = text[: text.index("<h2>Workloads")]
-    cause = "for the accepted code as well: SM clock 1230 MHz, 89 °C, clock limited by HW thermal slowdown.</p>"
+    cause = "when the figures were accepted: SM clock 1230 MHz, 89 °C, clock limited by HW thermal slowdown.</p>"
     assert top.count(cause) == 1
     assert "<b>12 workloads</b>" in top
     assert "<summary>9 more</summary>" in top
