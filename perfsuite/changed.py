@@ -66,9 +66,7 @@ def differences(
     found = {}
     for id, entry in entries.items():
         if not _unknown(entry):
-            # Python's version decides the digest of a source.
-            same_python = entry.sessions[-1].python == machine.python
-            sources = present.other_sources(entry) if same_python else []
+            sources = [] if _other_python(entry, machine) else present.other_sources(entry)
             found[id] = sources, _elsewhere(entry, machine) or present.other_files(entry)
     return found
 
@@ -76,13 +74,18 @@ def differences(
 def _other_code(entry: Entry, machine: Machine, present: _Present) -> str:
     if reason := _unknown(entry):
         return reason
-    before, now = (version.rpartition(".")[0] for version in (entry.sessions[-1].python, machine.python))
-    if before != now:  # whose digests of sources differ
-        return f"it was accepted with Python {before}, and this is {now}"
+    if reason := _other_python(entry, machine):
+        return reason
     if reason := present.other_files(entry):
         return reason
     what = ", ".join(present.other_sources(entry)[:3])
     return f"{what} changed since it was accepted at {short(entry.revision)}" if what else ""
+
+
+def _other_python(entry: Entry, machine: Machine) -> str:
+    """Return how the version of Python differs, whose digests of sources then differ, too; empty where it does not."""
+    before, now = (version.rpartition(".")[0] for version in (entry.sessions[-1].python, machine.python))
+    return f"it was accepted with Python {before}, and this is {now}" if before != now else ""
 
 
 def launched(entry: Entry) -> str:

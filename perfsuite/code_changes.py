@@ -1,4 +1,4 @@
-"""What changed in the code of a workload since it was accepted: files, commits, and what else differs. No torch."""
+"""Find the files, the commits and the other differences that came to a workload since it was accepted. No torch."""
 
 from __future__ import annotations
 

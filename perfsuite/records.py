@@ -321,7 +321,7 @@ class Excuse:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CodeChange:
-    """What is different from when a workload was accepted, of all that it runs."""
+    """Differences in everything that a workload runs since it was accepted."""
 
     since: str
     """The accepted revision, shortened."""

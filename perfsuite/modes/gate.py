@@ -38,7 +38,8 @@ class Gate(Paired):
         self.wrong_machine: list[str] = []
         self.waivers: tuple[waivers.Waiver, ...] = ()
         self.found = changed.Found()
-        self.changes: dict[str, CodeChange] = {}
+        self.changes: dict[str, CodeChange | None] = {}
+        """Red workload → difference of its code from what was accepted; None where that is not known."""
         self.partial = bool(self.config.option.perfsuite_partial) or self.shard is not None
 
     def collected(self, every: Sequence[pytest.Item], selected: list[pytest.Item]) -> None:
@@ -220,8 +221,10 @@ class Gate(Paired):
             i: self.entries[i] for i, v in self.verdicts.items() if i in self.entries and v.status not in AS_ACCEPTED
         }
         if missing := {i: e for i, e in not_as_accepted.items() if i not in self.changes}:
-            self.changes |= code_changes.since_accepted(missing, revision.top_or(self.root), self.machine)
-        return replace(super().report(), changes=dict(self.changes), noise=self._noise())
+            found = code_changes.since_accepted(missing, revision.top_or(self.root), self.machine)
+            self.changes |= {i: found.get(i) for i in missing}
+        changes = {i: change for i, change in self.changes.items() if change is not None}
+        return replace(super().report(), changes=changes, noise=self._noise())
 
     def _noise(self) -> dict[str, float]:
         """Return the standard deviation of a process's mean log-ratio when the accepted code was compared with itself,

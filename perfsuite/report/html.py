@@ -114,11 +114,10 @@ def page(report: RunReport) -> str:
     """Return the page as text."""
     every = _red_first(model.rows(report))
     known = plots.ceilings(m for found in report.measurements.values() for m in found)
-    details = [detail(report, row, known) for row in every]
     return template("report/page.html").render(
         report=report,
         groups=[(name, list(found)) for name, found in itertools.groupby(every, lambda row: row.technique)],
-        details=details,
+        details=[detail(report, row, known) for row in every],
         alarms=alarms(report, every),
         anchor=anchor,
         counts=_counts(report),
@@ -132,7 +131,7 @@ def page(report: RunReport) -> str:
         has_verdicts=bool(report.verdicts),
         filled=_filled(every),
         without_figures=WITHOUT_FIGURES,
-        missed={d.row.id for d in details if any(what == "speedup" and tone for what, _, _, tone in d.promises)},
+        missed={row.id for row in every if _misses(report.promises.get(row.id), row)},
         units=units,
         tones=TONES,
         plots=plots,
@@ -167,7 +166,7 @@ def alarms(report: RunReport, every: Iterable[Row]) -> tuple[Alarm, ...]:
 
 
 def _alarm(report: RunReport, status: Status, moved: str | None, rows: Sequence[Row]) -> Alarm:
-    cause = CAUSES.get(moved or "") or model.MEANINGS[status]
+    cause = model.CAUSES.get(moved or "") or model.MEANINGS[status]
     if moved == "device":
         measurements = [m for row in rows for m in report.measurements.get(row.id, ())]
         cause += ", for the accepted code as well" if any(ACCEPTED in m.sides for m in measurements) else ""
@@ -185,14 +184,6 @@ def _alarm(report: RunReport, status: Status, moved: str | None, rows: Sequence[
             for row in rows
         ),
     )
-
-
-CAUSES = {
-    "reference": "the reference moved, not the optimized side",
-    "device": "the device was slower than when the figures were accepted",
-    "software": "both sides moved, and the device did not: the software or the host differs",
-}
-"""What moved, other than the optimized side → the cause in words."""
 
 
 def detail(report: RunReport, row: Row, known: Mapping[str, float]) -> Detail:
@@ -301,7 +292,7 @@ def _facts(report: RunReport, row: Row, measurements: Sequence[Measurement]) -> 
         margin = f", margin {units.percent(verdict.margin)}" if verdict.margin is not None else ""
         facts.append(("time against accepted", f"{_signed(verdict.slowdown)}{interval}{margin}"))
     if verdict is not None and verdict.compared:
-        moved = f"; {CAUSES[verdict.moved]}" if verdict.moved in CAUSES else ""
+        moved = f"; {model.CAUSES[verdict.moved]}" if verdict.moved in model.CAUSES else ""
         facts.append(("compared", f"with {verdict.compared}, in {_processes_of(verdict.processes)}{moved}"))
     return tuple(facts)
 
@@ -347,8 +338,8 @@ def _promises(promise: PromiseRecord, row: Row, found: Sequence[Measurement]) ->
         if row.speedup is not None:
             bounds = units.interval(row.speedup.low, row.speedup.high)
             measured = row.times_as_fast + (f" ({bounds})" if bounds else "")
-        missed = row.speedup is not None and row.speedup.value < promise.speedup
-        lines.append(("speedup", f"≥ {units.ratio(promise.speedup)}", measured, "bad" if missed else ""))
+        tone = "bad" if _misses(promise, row) else ""
+        lines.append(("speedup", f"≥ {units.ratio(promise.speedup)}", measured, tone))
     if promise.peak_bytes is not None:
         tone = _above(costs.peak_bytes, promise.peak_bytes)
         lines.append(("peak memory", f"≤ {units.bytes_(promise.peak_bytes)}", units.bytes_(costs.peak_bytes), tone))
@@ -371,6 +362,12 @@ def _promises(promise: PromiseRecord, row: Row, found: Sequence[Measurement]) ->
             )
         )
     return tuple(lines)
+
+
+def _misses(promise: PromiseRecord | None, row: Row) -> bool:
+    """Return whether the measured speedup is below the promised one."""
+    promised = promise.speedup if promise is not None else None
+    return promised is not None and row.speedup is not None and row.speedup.value < promised
 
 
 def _above(measured: int | None, most: int) -> str:

@@ -446,7 +446,7 @@ def sentence(report: RunReport) -> str:
 def _undecided(report: RunReport) -> str:
     """Return what keeps a run from a decision, each reason once."""
     found = dict.fromkeys(
-        "the device was slower than when the figures were accepted" if v.moved == "device" else reason
+        CAUSES["device"] if v.moved == "device" else reason
         for v in not_green(report)
         if (reason := UNDECIDED.get(v.status))
     )
@@ -460,6 +460,13 @@ UNDECIDED = {
     Status.UNMEASURED: "not everything could be measured",
 }
 """Verdict that blames no code → the reason in words."""
+
+CAUSES = {
+    "reference": "the reference moved, not the optimized side",
+    "device": "the device was slower than when the figures were accepted",
+    "software": "both sides moved, and the device did not: the software or the host differs",
+}
+"""`Verdict.moved`, other than the optimized side → the cause in words."""
 
 MEANINGS = {
     Status.NOT_EQUIVALENT: "the optimized side is not the same function",

@@ -128,10 +128,8 @@ def blocks(
     if other == ACCEPTED and margin is not None:
         goals.append((-math.log1p(margin), f"margin, {units.percent(margin)} slower"))
     low, high = middle - half, middle + half
-    for (
-        goal,
-        _,
-    ) in goals:  # beside another side than the accepted one, only where that does not squeeze the dots together
+    for goal, _ in goals:
+        # Beside other sides than the accepted one, only where that does not squeeze the dots together.
         if other == ACCEPTED or low - 2 * half <= goal <= high + 2 * half:
             low, high = min(low, goal - half / 4), max(high, goal + half / 4)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from builders import MACHINE, entry, measurement
@@ -384,7 +385,7 @@ def test_a_whole_gate_measures_the_accepted_code_once(scale: Project) -> None:
         timed = sum(task.kind == TIME for task in fake.tasks)
         return done.exit_code, Status(report["verdicts"][SMALL]["status"]), timed
 
-    def changes() -> dict[str, object]:
+    def changes() -> dict[str, Any]:
         report = json.loads((scale.path / ".perfsuite/report/report.json").read_text())
         return {name: report["changes"].get(SMALL, {}).get(name) for name in ("files", "commits", "uncommitted")}
 
@@ -402,7 +403,7 @@ def test_a_whole_gate_measures_the_accepted_code_once(scale: Project) -> None:
     assert gated(0.05)[:2] == (1, Status.REGRESSED)
     found = changes()
     assert (found["files"], found["uncommitted"]) == (["fast.py"], ["fast.py"])
-    assert [commit.partition(" ")[2] for commit in found["commits"]] == ["Another product"]  # type: ignore[attr-defined]
+    assert [commit.partition(" ")[2] for commit in found["commits"]] == ["Another product"]
 
 
 def test_code_that_could_not_be_compared_with_itself_is_not_the_accepted_code(scale: Project) -> None:
