@@ -101,10 +101,10 @@ def opened(path: str | Path, again: str | None = None) -> PackedText:
         _check_digest(path / ENDS, digests, again)
         _check_digest(path / TOKENIZER, digests, again)
         _confirm(found)  # against these two; this also confirms the size that the third must have
-        bytes_told = found.tokens * dtype_for(found.vocabulary).itemsize
+        bytes_stated = found.tokens * dtype_for(found.vocabulary).itemsize
         bytes_found = (path / TOKENS).stat().st_size
-        if bytes_found != bytes_told:
-            raise PerfsuiteError(f"data: {path / TOKENS} has {bytes_found} bytes and not {bytes_told}; {again}")
+        if bytes_found != bytes_stated:
+            raise PerfsuiteError(f"data: {path / TOKENS} has {bytes_found} bytes and not {bytes_stated}; {again}")
         _check_digest(path / TOKENS, digests, again)
     except KeyError as error:
         raise PerfsuiteError(f"data: {path}: {INDEX} is damaged: {error} is missing; {again}") from None

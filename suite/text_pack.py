@@ -73,7 +73,7 @@ class _Found:
         return self.field is not None and any(path.suffix == json_lines.SUFFIX for path in self.paths)
 
     @property
-    def told_left_out(self) -> str:
+    def left_out_text(self) -> str:
         kinds = ((self.left_out, "not UTF-8 or empty"), (self.unreadable, "unreadable"))
         return ", ".join(f"{count} {kind}" for count, kind in kinds if count)
 
@@ -140,7 +140,7 @@ def pack(out: Path, recipe: Recipe, watcher: Watcher, *, overwrite: bool = False
                     f"{again or 'name another folder, or give --overwrite'}"
                 )
             parts.clear()
-        left = f" (left out: {found.told_left_out})" if found.told_left_out else ""
+        left = f" (left out: {found.left_out_text})" if found.left_out_text else ""
         source = f"{len(found.paths)} files of {found.root}{left}"
         return Packed(pack=packed_text.opened(out, again), source=source, kept=index is not None)
     except OSError as error:
@@ -231,7 +231,7 @@ def _read(searched: text.Searched, field: str | None, watcher: Watcher) -> _Foun
         found.left_out += 1
         leave_out(path, reason)
     if not found.paths:
-        seen = f" (left out: {found.told_left_out})" if found.told_left_out else ""
+        seen = f" (left out: {found.left_out_text})" if found.left_out_text else ""
         lines = "" if field is not None else f", or, with --field, {json_lines.SUFFIX} files"
         raise PerfsuiteError(f"data: no text under {root}{seen}; it must hold {', '.join(text.SUFFIXES)} files{lines}")
     return found

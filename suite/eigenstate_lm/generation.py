@@ -133,19 +133,19 @@ class Characters:
         self._tokens.append(token)
         text = self._decoded()
         whole = not text.endswith(UNKNOWN)
-        found = text[self._told : len(text) if whole else len(text) - 1]
-        self._told += len(found)
+        found = text[self._shown : len(text) if whole else len(text) - 1]
+        self._shown += len(found)
         if whole:
             self._begin(self._tokens)
         return found
 
     def rest(self) -> str:
         """Return the text that was held back for further tokens."""
-        return self._decoded()[self._told :]
+        return self._decoded()[self._shown :]
 
     def _begin(self, before: Sequence[int]) -> None:
         self._tokens = list(before[-1:])  # some decoders treat a text's first token differently
-        self._told = len(self._decoded())
+        self._shown = len(self._decoded())
 
     def _decoded(self) -> str:
         return str(self._tokenizer.decode(self._tokens, skip_special_tokens=False))

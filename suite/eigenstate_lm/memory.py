@@ -110,7 +110,7 @@ def told_when_out(config: TrainConfig, vocabulary: int, device: torch.device) ->
     if device.type == "cpu":
         total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         if _at_once(config, vocabulary) > total:
-            raise PerfsuiteError(_told(config, vocabulary, "this machine", total))
+            raise PerfsuiteError(_message(config, vocabulary, "this machine", total))
     try:
         yield
     except torch.OutOfMemoryError:
@@ -118,7 +118,7 @@ def told_when_out(config: TrainConfig, vocabulary: int, device: torch.device) ->
         total = 0
         if device.type == "cuda":
             total = torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)
-        raise PerfsuiteError(_told(config, vocabulary, str(device), total)) from None
+        raise PerfsuiteError(_message(config, vocabulary, str(device), total)) from None
 
 
 def _at_once(config: TrainConfig, vocabulary: int) -> float:
@@ -130,7 +130,7 @@ def _rows(config: TrainConfig) -> int:
     return config.batch_size if config.gradient_accumulation else config.sequences
 
 
-def _told(config: TrainConfig, vocabulary: int, where: str, total: int) -> str:
+def _message(config: TrainConfig, vocabulary: int, where: str, total: int) -> str:
     return (
         f"out of memory: {_rows(config)} sequences of {config.sequence_length} tokens at once take about "
         f"{_at_once(config, vocabulary) / GIB:.0f} GiB, and {where} has {total / GIB:.0f} for them; "

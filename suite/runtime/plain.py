@@ -49,7 +49,7 @@ class _Walk:
             for key, inner in value.items():
                 if type(key) not in PLAIN:
                     raise CheckpointError(
-                        f"{_told(where)} has a key of type {type(key).__name__}, which cannot be read back"
+                        f"{_named(where)} has a key of type {type(key).__name__}, which cannot be read back"
                     )
                 self.through(key, (*where, " (a key)"))
                 self.through(inner, (*where, f"[{reprlib.repr(key)}]"))
@@ -58,23 +58,23 @@ class _Walk:
                 self.through(inner, (*where, f"[{index}]"))
         elif type(value) is int:
             if value.bit_length() > BITS:
-                raise CheckpointError(f"{_told(where)} is an integer of {value.bit_length()} bits; keep it in parts")
+                raise CheckpointError(f"{_named(where)} is an integer of {value.bit_length()} bits; keep it in parts")
         elif type(value) not in PLAIN and not isinstance(value, KINDS):
             raise CheckpointError(
-                f"{_told(where)} is a {type(value).__name__}, which cannot be read back; "
+                f"{_named(where)} is a {type(value).__name__}, which cannot be read back; "
                 "keep tensors and plain values in state_dict"
             )
 
     def _tensor(self, tensor: torch.Tensor, where: Where) -> None:
         if not self._tensors:
-            raise CheckpointError(f"{_told(where)} is a tensor")
+            raise CheckpointError(f"{_named(where)} is a tensor")
         if tensor.layout != torch.strided or tensor.is_quantized or tensor.device.type == "meta":
-            raise CheckpointError(f"{_told(where)} is a tensor without plain values; keep a dense one in state_dict")
+            raise CheckpointError(f"{_named(where)} is a tensor without plain values; keep a dense one in state_dict")
         if tensor.numel() * tensor.element_size() > tensor.untyped_storage().nbytes():
-            raise CheckpointError(f"{_told(where)} is a tensor that repeats its values; keep a clone of it")
+            raise CheckpointError(f"{_named(where)} is a tensor that repeats its values; keep a clone of it")
         if not self._nan and tensor.is_floating_point() and bool(tensor.isnan().any()):
-            raise NotANumberError(f"{_told(where)} holds NaN")
+            raise NotANumberError(f"{_named(where)} holds NaN")
 
 
-def _told(where: Where) -> str:
+def _named(where: Where) -> str:
     return "".join(where)

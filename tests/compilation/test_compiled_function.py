@@ -94,7 +94,7 @@ def test_where_nothing_can_be_compiled_it_runs_as_it_is_and_says_why_once(monkey
         module._compiled.cache_clear()
 
 
-def test_a_failure_without_words_is_told_by_its_kind(monkeypatch):
+def test_a_failure_without_words_is_reported_by_its_kind(monkeypatch):
     def fails(*arguments):
         raise torch._dynamo.exc.TorchDynamoException
 

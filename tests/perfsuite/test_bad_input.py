@@ -112,7 +112,7 @@ def test_an_optimized_side_that(project: Project, name: str) -> None:
     assert lines_with(result.stdout.str(), "reproduce: pytest ")
 
 
-def test_a_side_that_takes_its_inputs_by_keyword_is_told_their_order(project: Project) -> None:
+def test_a_side_that_takes_its_inputs_by_keyword_learns_their_order(project: Project) -> None:
     project.write("test_scale.py", TWO_LINES.replace("def fast(x)", "def fast(*, x)"))
     words = ("scale: the optimized side raises TypeError", "called with its inputs by position, in this order: x")
     assert_says(project.run("-k", "equivalence"), *words)

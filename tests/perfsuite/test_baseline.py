@@ -479,7 +479,7 @@ def test_concurrent_acceptances_are_all_kept(tmp_path: Path) -> None:
     assert set(load(path).entries) == {workload_id(n) for n in range(6)}
 
 
-def test_a_held_lock_is_told(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_held_lock_is_reported(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "LOCK_SECONDS", 0.1)
     caught: list[str] = []
 

@@ -208,8 +208,8 @@ def test_without_a_network_a_needed_package_is_one_line(
     with pytest.raises(SystemExit):
         bootstrap.install_beside(bootstrap.VENV, Path("log"))
     message = capsys.readouterr().err.splitlines()
-    told_last = "bootstrap: pip failed: the package index cannot be reached; install rich where this Python finds it"
-    assert message[-1].startswith(told_last)
+    last_line = "bootstrap: pip failed: the package index cannot be reached; install rich where this Python finds it"
+    assert message[-1].startswith(last_line)
     assert len(pips) == 2, "each try takes a minute"
     kept = pips[1][pips[1].index("-c") + 1].splitlines()
     assert kept[:2] == ["torch==2.11.0", "triton==3.6.0"], "the second try may move the rest, never these"

@@ -221,7 +221,7 @@ def test_the_hooks_are_taken_down_also_when_a_side_raises(profiler: Profiler, wh
 
 
 @pytest.mark.parametrize(("given", "then"), [(None, "1"), ("0", "0")])
-def test_the_profiler_is_told_to_take_its_hooks_down(
+def test_the_profiler_has_to_take_its_hooks_down(
     profiler: Profiler, monkeypatch: pytest.MonkeyPatch, given: str | None, then: str
 ) -> None:
     """The variable is set before the profiler begins, unless the user has set it."""

@@ -41,7 +41,7 @@ def test_a_condition_on_what_is_no_size_is_named() -> None:
 
 
 @pytest.mark.parametrize("role", ["adjust", "excuse", "truth"])
-def test_what_a_function_raises_is_told_as_its_own(role: str) -> None:
+def test_what_a_function_raises_is_reported_as_its_own(role: str) -> None:
     call: dict[str, Any] = {role: lambda x: x.sine()}
     refused(pair(**call), rf"{role}= raises AttributeError: .*'sine' at test_declared_functions.py:\d+; correct it")
 
@@ -50,7 +50,7 @@ def test_what_is_no_function_is_named() -> None:
     refused(pair(where=3), "where=3 is no function")
 
 
-def test_what_a_condition_raises_is_told_with_the_sizes() -> None:
+def test_what_a_condition_raises_is_reported_with_the_sizes() -> None:
     refused(pair(where=lambda m: m > "a"), r"where= raises TypeError: .* at test_declared_functions.py:\d+; .* m=\d+")
 
 

@@ -60,7 +60,7 @@ def test_what_is_not_ok_has_a_remedy_of_one_line(tmp_path: Path, monkeypatch: py
         (0, "hello", "", "without a word"),
     ],
 )
-def test_a_probe_that_fails_is_told_in_one_line(code: int, out: str, err: str, problem: str) -> None:
+def test_a_probe_that_fails_is_reported_in_one_line(code: int, out: str, err: str, problem: str) -> None:
     facts, message = read_probe(code, out, err)
     assert facts == {}
     assert problem in message
@@ -94,7 +94,7 @@ def test_triton_says_where_kernels_run(
     assert "interpreter" in doctor._triton(lambda: ({"version": "3.6.0"}, ""), on_gpu=False).detail
 
 
-def test_nvcc_of_another_cuda_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nvcc_of_another_cuda_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     nvcc = tmp_path / "bin" / "nvcc"
     nvcc.parent.mkdir()
     nvcc.write_text("#!/bin/sh\necho 'Cuda compilation tools, release 12.4, V12.4.131'\n")
@@ -106,7 +106,7 @@ def test_nvcc_of_another_cuda_is_told(tmp_path: Path, monkeypatch: pytest.Monkey
     assert doctor._nvcc({"usable": True, "cuda": "12.8"}).status == "ok"
 
 
-def test_versions_outside_the_tested_range_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_versions_outside_the_tested_range_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     required = {"hypothesis": doctor.Requirement("hypothesis>=6.150,<7")}
     monkeypatch.setattr(doctor, "requirements", lambda: required)
     monkeypatch.setattr(doctor, "package_version", lambda name: "5.1")
@@ -115,7 +115,7 @@ def test_versions_outside_the_tested_range_are_told(monkeypatch: pytest.MonkeyPa
     assert "'hypothesis" in finding.remedy
 
 
-def test_a_pytest_benchmark_that_fails_with_this_pytest_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pytest_benchmark_that_fails_with_this_pytest_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "requirements", dict)
     monkeypatch.setattr(doctor, "package_version", {"pytest-benchmark": "5.2.3", "pytest": "9.2.0"}.get)
     assert "fails with pytest 9.2.0" in doctor._package("pytest-benchmark", "").detail

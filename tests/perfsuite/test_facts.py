@@ -267,7 +267,7 @@ def test_a_truth_that_cannot_be_written_is_established_anew(monkeypatch: pytest.
     assert len(calls) == 2 * runs
 
 
-def test_what_is_wrong_with_the_reference_is_told_to_every_proof() -> None:
+def test_what_is_wrong_with_the_reference_is_reported_to_every_proof() -> None:
     pair, known = pair_of(lambda x, y: (x @ y).bfloat16().to(x.dtype)), KnownFacts()
     case = Case(dtype="float32", sizes={"m": 8, "n": 8}, inputs={}, seed=0)
     for _ in range(2):

@@ -123,7 +123,7 @@ def test_a_task_that_is_killed_while_its_server_prepares_itself_has_ended(tmp_pa
     assert fork.poll() == GONE
 
 
-def test_a_server_that_does_not_start_is_told_by_the_code(tmp_path: Path) -> None:
+def test_a_server_that_does_not_start_is_reported_by_the_code(tmp_path: Path) -> None:
     forks = Forks("no_such_module:nothing", os.environ)
     assert forks.run(command(tmp_path, tmp_path / "log", module="os"), LIMIT_S) == GONE
 

@@ -131,7 +131,7 @@ def test_markers_are_registered(project: Project) -> None:
         assert f"@pytest.mark.{marker}:" in output
 
 
-def test_options_are_told(project: Project) -> None:
+def test_options_are_reported(project: Project) -> None:
     output = project.run("--help").stdout.str()
     for option in ("--perfsuite-profile", "--perfsuite-case", "--perfsuite-report", "--perfsuite-baselines"):
         assert option in output
@@ -318,7 +318,7 @@ def test_a_line_that_is_no_case(project: Project, line: str) -> None:
     assert lines_with(output, "case"), output
 
 
-def test_too_narrow_a_condition_is_told(project: Project) -> None:
+def test_too_narrow_a_condition_is_reported(project: Project) -> None:
     project.write("test_scale.py", TWO_LINES.replace("workloads=", "where=lambda n: n == 12345,\n        workloads="))
     output = failure(project.run("-k", "equivalence"))
     assert lines_with(output, "where=", "size(")
@@ -634,7 +634,7 @@ def test_pytest_benchmarks_own_threshold_adds_nothing_and_breaks_nothing(timed: 
     assert lines_with(result.stdout.str(), "REGRESSED", SMALL)
 
 
-def test_a_failure_of_the_harness_is_told_once(timed: Project) -> None:
+def test_a_failure_of_the_harness_is_reported_once(timed: Project) -> None:
     assert timed.workers is not None
     timed.workers.run = lambda *given: 1 / 0  # type: ignore[method-assign]
     timed.run("-m", "perf").assert_outcomes(failed=1)  # and no error of the benchmark fixture, "was not used"

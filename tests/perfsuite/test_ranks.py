@@ -116,7 +116,7 @@ def test_the_number_of_ranks_is_a_size_that_is_not_drawn() -> None:
     assert (of.size_of("ranks"), of.at(3).size_of("ranks")) == (Size(low=1, high=1), Size(low=3, high=3))
 
 
-def test_a_machine_with_too_few_gpus_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_machine_with_too_few_gpus_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     assert group.lacking(4, "cuda") == "needs 4 CUDA devices; 2 here"
     assert group.lacking(2, "cuda") is None

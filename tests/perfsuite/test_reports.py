@@ -338,7 +338,7 @@ def test_a_comparison_of_revisions_shows_both_times_and_the_change() -> None:
 @pytest.mark.parametrize(
     "words", [lambda run: printed(run, 200), lambda run: re.sub(r"\\(.)", r"\1", markdown.summary(run))]
 )
-def test_a_rival_that_was_not_timed_is_told_with_the_reason(words: Callable[[RunReport], str]) -> None:
+def test_a_rival_that_was_not_timed_is_reported_with_the_reason(words: Callable[[RunReport], str]) -> None:
     run = example()
     assert "rival liger of geometry/rotor_update[window64] left out: not installed" in words(run)
     several = {

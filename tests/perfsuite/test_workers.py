@@ -934,7 +934,7 @@ def test_a_real_process_that_is_killed(project: Project) -> None:
     assert signal.SIGKILL == 9
 
 
-def test_ctrl_c_loses_nothing_that_was_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ctrl_c_loses_nothing_that_was_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ctrl-C is pressed between two polls of the parent, when the worker has just written a result."""
     script = "given = ids(); next(given); begin('a'); done('a'); next(given); begin('b'); time.sleep(60)"
     made = scripted(tmp_path, script)

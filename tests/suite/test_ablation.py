@@ -241,7 +241,7 @@ def test_a_recording_is_shown_under_its_own_trainer_s_name(tmp_path: Path) -> No
     assert not (tmp_path / "b").exists()
 
 
-def test_without_matplotlib_it_is_told_before_anything_is_measured(
+def test_without_matplotlib_it_is_reported_before_anything_is_measured(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     from click.testing import CliRunner

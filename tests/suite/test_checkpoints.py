@@ -124,7 +124,7 @@ def test_other_files_are_left_alone(tmp_path: Path) -> None:
     assert {p.name for p in tmp_path.iterdir()} == {*mine, "window-00000002.pt"}
 
 
-def test_a_folder_or_a_dead_link_in_a_checkpoint_s_place_is_told_and_stays(tmp_path: Path) -> None:
+def test_a_folder_or_a_dead_link_in_a_checkpoint_s_place_is_reported_and_stays(tmp_path: Path) -> None:
     """It does not make `latest` take an earlier one unasked, nor make a run fail that resumes from an earlier one."""
     store = Store(tmp_path, keep=2)
     written(tmp_path, 1, 2)

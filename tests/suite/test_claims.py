@@ -266,7 +266,7 @@ def test_what_was_measured_stays_where_it_cannot_be_measured(tmp_path: Path) -> 
     assert "| C6 | It pays. | **confirmed** |" in (tmp_path / "claims.md").read_text()
 
 
-def test_a_folder_that_cannot_be_written_into_is_told_before_anything_is_measured(tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_written_into_is_reported_before_anything_is_measured(tmp_path: Path) -> None:
     (tmp_path / "claims.md").write_text("")
     asked = ["trainer2", "--only", "C9", "--device", "cpu", "--out", str(tmp_path / "claims.md/x")]
     done = CliRunner().invoke(claims, asked)

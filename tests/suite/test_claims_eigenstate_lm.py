@@ -194,13 +194,13 @@ def test_batches_are_loaded_with_each_prefetch_and_gathered_here() -> None:
     assert all(f" with {ahead}" in finding for ahead in (2, 4, 8))
 
 
-@pytest.mark.parametrize(("says", "finding"), [("DataLoader worker (pid 7) is killed", True), ("another", False)])
-def test_a_worker_that_dies_is_told(says: str, finding: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("says", "ends"), [("DataLoader worker (pid 7) is killed", True), ("another", False)])
+def test_a_worker_that_dies_is_reported(says: str, ends: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     def dies(*given: Any, count: int) -> Any:
         raise RuntimeError(says)
 
     monkeypatch.setattr(eigenstate_lm, "interleaved", dies)
-    if finding:
+    if ends:
         assert eigenstate_lm.prefetch(SMALL) == (UNMEASURED, says)
     else:
         with pytest.raises(RuntimeError, match=says):
@@ -277,7 +277,7 @@ class Timed:
         pass
 
 
-def test_a_precision_that_does_not_fit_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_precision_that_does_not_fit_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     make = eigenstate_lm._trainer
 
     def limited(setting: Any, **on: Any) -> Any:
@@ -299,7 +299,7 @@ def test_a_precision_that_does_not_fit_is_told(monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.parametrize("name", ["C47", *(pytest.param(name, marks=FULLY) for name in ("C48", "C57", "C60"))])
-def test_a_device_that_is_too_small_for_a_step_is_told(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_device_that_is_too_small_for_a_step_is_reported(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def out(*given: Any, **options: Any) -> Callable[..., None]:
         raise PerfsuiteError("out of memory: so many sequences")
 
@@ -319,7 +319,7 @@ def test_another_error_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
             measure(SMALL)
 
 
-def test_what_cannot_be_compiled_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_cannot_be_compiled_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     def warns(*given: Any) -> None:
         warnings.warn("eigenstate_lm's blocks runs uncompiled: why", RuntimeWarning, stacklevel=2)
 
@@ -428,9 +428,9 @@ def test_half_precision_is_judged_by_time_and_loss(ratios: tuple[float, ...], lo
     assert eigenstate_lm._twice([ratio(r, 0.01) for r in ratios], [0.0, lost]) == verdict
 
 
-@pytest.mark.parametrize(("size", "finding"), [(985e6, "985 MB"), (13.17e9, "13.2 GB"), (0, "0 MB")])
-def test_memory_is_told_by_thousands(size: float, finding: str) -> None:
-    assert eigenstate_lm.amount(size) == finding
+@pytest.mark.parametrize(("size", "text"), [(985e6, "985 MB"), (13.17e9, "13.2 GB"), (0, "0 MB")])
+def test_memory_is_shown_by_thousands(size: float, text: str) -> None:
+    assert eigenstate_lm.amount(size) == text
 
 
 # --- the command, and a GPU -----------------------------------------------------------------------------------------

@@ -236,7 +236,7 @@ def test_what_is_implemented_is_timed_from_the_file_and_on_the_device(
     ]
 
 
-def test_what_cannot_be_compiled_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_cannot_be_compiled_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     def refused(*given: Any) -> Any:
         raise torch._dynamo.exc.TorchDynamoException("no compiler\nand more")
 

@@ -67,7 +67,7 @@ def test_replies_are_the_same_in_both_ways() -> None:
 
 
 @pytest.mark.parametrize(("which", "verdict"), [("drawn", DEPENDS), ("greedy", REFUTED)])
-def test_replies_that_differ_are_told(which: str, verdict: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_replies_that_differ_are_reported(which: str, verdict: str, monkeypatch: pytest.MonkeyPatch) -> None:
     own = polychromic.implementation
 
     def implementation(module: str, function: str, *, optimized: bool) -> Callable[..., torch.Tensor]:

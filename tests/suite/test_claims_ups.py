@@ -427,7 +427,7 @@ def test_a_forward_that_differs_is_noticed(monkeypatch: pytest.MonkeyPatch) -> N
     assert not ups_measured.same_forward(SMALL)
 
 
-def test_what_cannot_be_compiled_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_cannot_be_compiled_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     make = ups_measured.make_trainer
 
     def uncompiled(setting: Any, config: TrainConfig) -> Any:
@@ -446,7 +446,7 @@ def test_what_cannot_be_compiled_is_told(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 @pytest.mark.parametrize("measure", [ups_parallel.nccl, ups_parallel.four])
-def test_too_few_gpus_are_told(measure: Any, planted: Any) -> None:
+def test_too_few_gpus_are_reported(measure: Any, planted: Any) -> None:
     asked = planted()
     assert measure(with_gpus(1)) == (UNMEASURED, "it takes 2 GPUs, and there is 1")
     assert not asked

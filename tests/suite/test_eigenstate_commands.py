@@ -232,7 +232,7 @@ def test_other_sizes_than_the_checkpoint_s_are_one_line(pack: Path) -> None:
     assert "embedding has shape [300, 8] in the checkpoint and [300, 9] here" in message
 
 
-def test_what_a_given_pack_overrules_is_told(pack: Path) -> None:
+def test_what_a_given_pack_overrules_is_reported(pack: Path) -> None:
     done = invoked(train, "--folder", "run", "--windows", "1", "--data", pack, "--vocabulary", "5000")
     assert done.exit_code == 0
     assert "vocabulary 300 (the pack's own; vocabulary=5,000 is for what is made here)" in done.output
@@ -264,7 +264,7 @@ def config(**fields: object) -> TrainConfig:
     return dataclasses.replace(SMALL, **fields)  # type: ignore[arg-type]  # of several kinds
 
 
-def test_the_source_s_step_is_told_to_need_37_gib() -> None:
+def test_the_source_s_step_is_said_to_need_37_gib() -> None:
     """Measured were 36.8 GiB on an H200, and 71.2 GiB with eight sequences."""
     fixed, sequence = needed(SMALL, 50257)
     assert (fixed + 4 * sequence) / GIB == pytest.approx(36.8, rel=0.03)

@@ -67,7 +67,7 @@ def test_a_text_may_be_read_in_parts() -> None:
     torch.testing.assert_close(states, last)
 
 
-def test_no_token_is_told_by_a_later_one() -> None:
+def test_no_token_depends_on_a_later_one() -> None:
     weights, text = make_weights(0, TINY), tokens()
     other = text.clone()
     other[:, 10] = (text[:, 10] + 1) % TINY.vocabulary

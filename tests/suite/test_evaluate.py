@@ -114,7 +114,7 @@ def test_it_writes_json_markdown_and_pictures(run, tmp_path):
         assert (tmp_path / f"{task}.svg").read_text().startswith("<?xml")
 
 
-def test_other_data_are_told(run, tmp_path):
+def test_other_data_are_reported(run, tmp_path):
     arguments = ["ups", "--checkpoint", str(run), "--device", "cpu", "--out", str(tmp_path), "--synthetic", "5"]
     result = CliRunner().invoke(command, arguments)
     assert result.exit_code == 0, result.output
@@ -122,7 +122,7 @@ def test_other_data_are_told(run, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "code", "record"),
+    ("arguments", "code", "message"),
     [
         (["polychromic", "--checkpoint", "x"], 2, "only ups, leak_cnn, eigenstate_lm, trainer2 can be evaluated"),
         (["ups", "--checkpoint", "x", "--rollout", "0"], 2, "--rollout 0: give 1 or more"),
@@ -130,10 +130,10 @@ def test_other_data_are_told(run, tmp_path):
         (["ups", "--checkpoint", "x", "--fold", "1"], 2, "no field is called 'fold'"),
     ],
 )
-def test_a_mistake_is_told_in_a_line(arguments, code, record, tmp_path, monkeypatch):
+def test_a_mistake_is_reported_in_a_line(arguments, code, message, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     result = CliRunner().invoke(command, [*arguments, "--device", "cpu"])
-    assert (result.exit_code, record in result.output) == (code, True), result.output
+    assert (result.exit_code, message in result.output) == (code, True), result.output
     assert result.output.count("\n") == 1
 
 

@@ -297,7 +297,7 @@ def test_a_folder_of_another_run_is_not_endangered(run: Toy) -> None:
     assert Store(run.folder).latest().name == "window-00000003.pt"
 
 
-def test_a_changed_configuration_is_told(run: Toy) -> None:
+def test_a_changed_configuration_is_reported(run: Toy) -> None:
     run.fit(4)
     run.fit(6, resume=Store(run.folder).latest(), config={"eta_update": 0.2})
     assert "resumed with another eta_update: 0.2, before 0.1" in run.said
@@ -326,7 +326,7 @@ def test_batches_without_a_position_cannot_go_on(run: Toy, tmp_path: Path) -> No
         )
 
 
-def test_a_state_that_cannot_be_read_back_is_told_at_the_start(run: Toy) -> None:
+def test_a_state_that_cannot_be_read_back_is_reported_at_the_start(run: Toy) -> None:
     def wrap(trainer: Any) -> Any:
         trainer.state_dict = lambda: {"config": trainer.config}
         return trainer
@@ -351,7 +351,7 @@ def test_a_checkpoint_that_fails_on_the_way_does_not_end_the_run(run: Toy, monke
         run.fit(5, overwrite=True)
 
 
-def test_a_folder_that_cannot_be_written_into_is_told_before_the_first_window(run: Toy, tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_written_into_is_reported_before_the_first_window(run: Toy, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     for folder in (Path("/proc/nowhere"), tmp_path / "file", tmp_path / "file" / "x"):
         run.folder = folder
@@ -425,7 +425,7 @@ def test_a_trace(run: Toy, tmp_path: Path, windows: int, said: str) -> None:
         assert [p.name for p in path.parent.iterdir()] == [path.name]
 
 
-def test_a_trace_that_cannot_be_written_is_told_at_the_start(run: Toy, tmp_path: Path) -> None:
+def test_a_trace_that_cannot_be_written_is_reported_at_the_start(run: Toy, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(PerfsuiteError, match="profile: cannot write"):
         run.fit(8, profile=str(tmp_path / "file" / "t.json"))

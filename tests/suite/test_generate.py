@@ -210,7 +210,7 @@ def tokenizer() -> Any:
     return text.trained(TEXTS, 290)
 
 
-def test_a_character_of_several_tokens_is_told_whole(tokenizer: Any) -> None:
+def test_a_character_of_several_tokens_is_shown_whole(tokenizer: Any) -> None:
     tokens = tokenizer.encode("a🎂é").ids
     characters = Characters(tokenizer)
     found = [characters.of(token) for token in tokens]
@@ -220,7 +220,7 @@ def test_a_character_of_several_tokens_is_told_whole(tokenizer: Any) -> None:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_what_is_told_is_the_whole_text(tokenizer: Any, seed: int) -> None:
+def test_what_is_shown_is_the_whole_text(tokenizer: Any, seed: int) -> None:
     """This includes tokens that are not whole characters: most of them are single bytes."""
     generator = torch.Generator().manual_seed(seed)
     tokens = torch.randint(1, tokenizer.get_vocab_size(), (200,), generator=generator).tolist()
@@ -229,7 +229,7 @@ def test_what_is_told_is_the_whole_text(tokenizer: Any, seed: int) -> None:
     assert found == tokenizer.decode(tokens, skip_special_tokens=False)
 
 
-def test_a_character_that_stays_half_is_told_at_the_end(tokenizer: Any) -> None:
+def test_a_character_that_stays_half_is_shown_at_the_end(tokenizer: Any) -> None:
     half = tokenizer.encode("a🎂").ids[:-1]
     characters = Characters(tokenizer)
     assert "".join(characters.of(token) for token in half) == "a"
@@ -371,7 +371,7 @@ def test_what_cannot_be_written_is_one_line(checkpoint: Path) -> None:
 
 
 @FULLY
-def test_a_reader_that_has_enough_is_told_nothing(checkpoint: Path) -> None:
+def test_a_reader_that_has_enough_gets_nothing(checkpoint: Path) -> None:
     command = [sys.executable, "-m", "perfsuite", "generate", str(checkpoint), "--device", "cpu", "--past-end"]
     with subprocess.Popen(
         [*command, "--prompt", "x", "--tokens", "1000000"],

@@ -273,7 +273,7 @@ def test_what_is_no_file(good: Path, what: str) -> None:
     ("name", "shown"),
     [("a\nb.pt", r"a\nb.pt"), ("a\udcffb.pt", r"a\xffb.pt"), ("a\x1b[31mb.pt", r"a\x1b[31mb.pt"), ("λ.pt", "λ.pt")],
 )
-def test_a_name_of_any_bytes_is_told_in_a_line(good: Path, name: str, shown: str) -> None:
+def test_a_name_of_any_bytes_is_reported_in_a_line(good: Path, name: str, shown: str) -> None:
     path = good.rename(good.parent / name)
     assert resumed(path, "--folder", "other").exit_code == 0
     path.write_bytes(b"PK")
@@ -377,7 +377,7 @@ def test_a_tokenizer_of_something_else(
     assert capfd.readouterr().err == ""
 
 
-def test_a_tokenizer_that_pads_is_told_not_to(good: Path, tokenizer: str) -> None:
+def test_a_tokenizer_that_pads_no_longer_pads(good: Path, tokenizer: str) -> None:
     """Otherwise every prompt would have a billion tokens."""
     import json
 

@@ -44,7 +44,7 @@ def shown(found: Hotspots) -> str:
     return captured.get()
 
 
-def test_on_a_gpu_phases_are_told_by_its_seconds() -> None:
+def test_on_a_gpu_phases_are_ordered_by_its_seconds() -> None:
     events = [
         *ranges(train=1.8e6, generation=1.2e6, policy=4e5),
         Event(f"{PREFIX}generation", 2, device_time_total=1.2e6, device_type="DeviceType.CUDA"),
@@ -70,7 +70,7 @@ def test_a_gpu_that_waits_for_the_host_is_named() -> None:
     )
 
 
-def test_without_a_gpu_operations_are_told_by_the_host_s_seconds() -> None:
+def test_without_a_gpu_operations_are_ordered_by_the_host_s_seconds() -> None:
     found = hotspots([*ranges(train=0.0), Event("aten::mm", 4, self_cpu_time_total=1e6)], windows=1, seconds=2.0)
     assert found.advice() == (
         "First look at the phase train, 45% of the time; the largest operation is aten::mm, 50% of the time."

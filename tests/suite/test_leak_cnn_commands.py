@@ -63,7 +63,7 @@ def test_without_matplotlib_a_run_ends_well(cache: str, monkeypatch: pytest.Monk
     assert "no confusion matrix was drawn, which needs matplotlib" in done.output
 
 
-def test_streaming_is_told(cache: str) -> None:
+def test_streaming_is_reported(cache: str) -> None:
     done = invoked(train, cache, "--folder", "run", "--windows", "1", "--batch_size", "80", "--limit_bytes", "20000")
     assert done.exit_code == 0, done.output
     (line,) = [line for line in done.output.splitlines() if "streamed" in line]

@@ -105,7 +105,7 @@ def test_no_output_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
     assert left(train, "toy", *SMALL, "--windows", "2", "--folder", "run") == 0
 
 
-def test_text_of_any_bytes_can_be_told(capsys: pytest.CaptureFixture[str]) -> None:
+def test_text_of_any_bytes_can_be_shown(capsys: pytest.CaptureFixture[str]) -> None:
     terminal.tell("λ \udcce\udcbb \udcff \ud800")
     terminal.tell("λ \udcce\udcbb \udcff")
     assert capsys.readouterr().out == "λ \\udcce\\udcbb \\udcff \\ud800\nλ λ \\xff\n"

@@ -147,7 +147,7 @@ def test_evaluate_says_before_and_after(run: Path, tmp_path: Path) -> None:
         (["word", "--sequence", "8"], "no field is called 'sequence'; did you mean 'sequence_length'"),
     ],
 )
-def test_a_wrong_query_is_told_in_one_line(run: Path, arguments: list[str], words: str) -> None:
+def test_a_wrong_query_is_reported_in_one_line(run: Path, arguments: list[str], words: str) -> None:
     done = asked(run, *arguments)
     assert done.exit_code in (1, 2), done.output
     last = done.output.splitlines()[-1]
@@ -155,7 +155,7 @@ def test_a_wrong_query_is_told_in_one_line(run: Path, arguments: list[str], word
     assert re.search(words, last), last
 
 
-def test_a_wrong_evaluation_is_told_in_one_line(run: Path, tmp_path: Path) -> None:
+def test_a_wrong_evaluation_is_reported_in_one_line(run: Path, tmp_path: Path) -> None:
     for arguments, words in (
         (["--validation", "0"], "validation: no sequence is held out; say how many"),
         (["--validation", "100000"], "sequences would leave none to train on; lower it"),

@@ -95,8 +95,8 @@ def steps(kind):
         def step():
             trainer.train_window({})
             report = trainer.last_report()
-            message = torch.tensor([report.loss, report.norm], dtype=embedding.dtype, device=embedding.device)
-            return message, torch.stack([w.detach().square().mean().sqrt() for w in trainer.weights.values()])
+            figures = torch.tensor([report.loss, report.norm], dtype=embedding.dtype, device=embedding.device)
+            return figures, torch.stack([w.detach().square().mean().sqrt() for w in trainer.weights.values()])
 
         return step
 
@@ -450,13 +450,13 @@ def test_a_loss_that_is_no_number_stops_the_run(kind, text, tmp_path):
 def test_a_run_tells_steps_tokens_and_throughput(text, tmp_path):
     from rich.console import Console
 
-    message = io.StringIO()
+    output = io.StringIO()
     batches = Steps(text, SMALL.sequences, 12, SMALL.seed)
     trainer = Optimized(SMALL, text, "cpu")
-    outcome = fit(trainer, batches, Options(folder=str(tmp_path)), name="eigenstate_lm", console=Console(file=message))
+    outcome = fit(trainer, batches, Options(folder=str(tmp_path)), name="eigenstate_lm", console=Console(file=output))
     assert (outcome.windows, outcome.items) == (12, 12 * SMALL.tokens)
-    assert message.getvalue().startswith("eigenstate_lm: 12 steps in ")
-    assert f"{outcome.items / 1e3:.3g}k tokens in all" in message.getvalue()
+    assert output.getvalue().startswith("eigenstate_lm: 12 steps in ")
+    assert f"{outcome.items / 1e3:.3g}k tokens in all" in output.getvalue()
     assert {"loss", "learning_rate", "gradient_norm", "tokens_per_second"} <= outcome.metrics.keys()
     assert "tokens/s" in trainer.throughput.summary()
 
@@ -470,7 +470,7 @@ def test_what_a_trainer_reaches_is_held_against_products_as_its_own(kind, precis
 
 
 @pytest.mark.parametrize("kind", [Reference, Optimized])
-def test_a_device_that_is_too_small_is_told_with_what_to_reduce(kind, text, monkeypatch):
+def test_a_device_that_is_too_small_is_reported_with_what_to_reduce(kind, text, monkeypatch):
     trainer = kind(SMALL, text, "cpu")
 
     def out(*arguments, **options):

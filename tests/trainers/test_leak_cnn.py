@@ -127,9 +127,9 @@ def epochs(kind, change=lambda trainer: trainer):
         def step(epoch):
             trainer.train_window({"epoch": epoch.cpu()})
             report = trainer.last_report()
-            message = [*report.losses, report.validation.segments.loss]
+            losses = [*report.losses, report.validation.segments.loss]
             sizes = torch.stack([w.detach().square().mean().sqrt() for w in trainer.weights.values()])
-            return torch.tensor(message, dtype=train.dtype, device=train.device), sizes
+            return torch.tensor(losses, dtype=train.dtype, device=train.device), sizes
 
         return step
 
@@ -522,13 +522,13 @@ def test_a_loss_that_is_no_number_is_seen_where_the_next_epoch_s_report_comes_wi
 def test_a_run_tells_epochs_and_segments(tmp_path):
     from rich.console import Console
 
-    config, message = dataclasses.replace(SMALL, epochs=3), io.StringIO()
+    config, output = dataclasses.replace(SMALL, epochs=3), io.StringIO()
     batches = Epochs(sounds(), config.batch_size, config.epochs, config.seed)
     trainer = Optimized(config, sounds(), "cpu")
-    outcome = fit(trainer, batches, Options(folder=str(tmp_path)), name="leak_cnn", console=Console(file=message))
+    outcome = fit(trainer, batches, Options(folder=str(tmp_path)), name="leak_cnn", console=Console(file=output))
     assert (outcome.windows, outcome.items) == (3, 3 * STEPS * config.batch_size)
-    assert message.getvalue().startswith("leak_cnn: 3 epochs in ")
-    assert f"{outcome.items} segments in all" in message.getvalue()
+    assert output.getvalue().startswith("leak_cnn: 3 epochs in ")
+    assert f"{outcome.items} segments in all" in output.getvalue()
     assert {"file_accuracy", "validation_f1", "learning_rate"} <= outcome.metrics.keys()
 
 

@@ -83,9 +83,9 @@ def steps(kind):
         def step():
             trainer.train_window({})
             report = trainer.last_report()
-            message = [report.cross_entropy, report.diversity, report.norm]
-            message = torch.tensor(message, dtype=embedding.dtype, device=embedding.device)
-            return message, torch.stack([w.detach().square().mean().sqrt() for w in trainer.weights.values()])
+            figures = [report.cross_entropy, report.diversity, report.norm]
+            figures = torch.tensor(figures, dtype=embedding.dtype, device=embedding.device)
+            return figures, torch.stack([w.detach().square().mean().sqrt() for w in trainer.weights.values()])
 
         return step
 

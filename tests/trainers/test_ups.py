@@ -574,7 +574,7 @@ def test_a_position_in_other_data_is_refused(given):
         (["--grad_clip", "0"], "grad_clip=0.0: use a number above 0, or null"),
     ],
 )
-def test_a_mistake_is_told_in_a_line(options, message, tmp_path, monkeypatch):
+def test_a_mistake_is_reported_in_a_line(options, message, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     config = str(ROOT / "configs/ups/tiny.yaml")
     result = CliRunner().invoke(train, ["ups", "--config", config, "--device", "cpu", *options])
