@@ -126,8 +126,8 @@ def unstable(group: BaseExceptionGroup[BaseException]) -> NotEquivalent | None:
     first = next((e for e in group.exceptions if isinstance(e, NotEquivalent)), None)
     if first is None:
         return None
-    told = f"{first}\nit does not always fail on the same draw: it depends on memory, order or time"
-    return NotEquivalent(told, first.case)
+    message = f"{first}\nit does not always fail on the same draw: it depends on memory, order or time"
+    return NotEquivalent(message, first.case)
 
 
 class _Trial:

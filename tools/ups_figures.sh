@@ -5,8 +5,9 @@
 #   steps        what a step takes, with each phase of the source added in turn; on as many GPUs as there are
 #   training     a run of eight minutes, on as many GPUs as there are
 #   evaluation   the errors of its predictions, and its curve
-#   quality      both trainers of configs/ups/1gpu_{baseline,fast}.yaml on as many steps of 24 examples, for the seed given
-#   same_work    the same, with the reference's losses and query points in every batch of the optimized trainer
+#   same_work    both trainers of configs/ups/1gpu_{baseline,fast}.yaml on as many steps of 24 examples, for the seed
+#                given, with the reference's losses and query points in every batch of the optimized trainer, too
+#   quality      the optimized trainer alone, with same_work's settings beside those of 1gpu_fast.yaml
 #   rivals       ups, an FNO and a U-Net, each given four minutes
 #   claims       what the source claims
 #   ablation     what each technique brings
@@ -27,9 +28,13 @@ perfsuite() { "$python" -m perfsuite "$@"; }
 # What the reference trains in four minutes, at 0.41 s a step.
 steps=${STEPS:-580}
 
-compare() { # NAME CONFIG
-    perfsuite ab ups --baseline configs/ups/1gpu_baseline.yaml --optimized "$2" --data "$data" --windows "$steps" \
-        --seed "$seed" --out "$out/$1-$seed" --overwrite
+compare() { # NAME OPTIONS: two configurations on the same data
+    perfsuite ab ups "${@:2}" --data "$data" --windows "$steps" --seed "$seed" --out "$out/$1-$seed" --overwrite
+}
+
+configured() { # NAME OPTIONS OF SED: 1gpu_fast.yaml in steps of 24 examples, as the reference's are
+    sed "${@:2}" -e 's/^accumulation:.*/accumulation: 1/' configs/ups/1gpu_fast.yaml >"$out/$1-$seed.yaml"
+    echo "$out/$1-$seed.yaml"
 }
 
 case $part in
@@ -48,13 +53,14 @@ evaluation)
     done
     perfsuite curve "$out/training" --out "$out/training.svg"
     ;;
-quality | same_work) # in steps of 24 examples, as the reference's are
-    inverse=()
+same_work | quality)
+    whole=$(configured "same_work_$part" -e 's/^inverse_loss_frequency:.*/inverse_loss_frequency: 1/' \
+        -e 's/^num_queries:.*/num_queries: 2048/')
     if [ "$part" = same_work ]; then
-        inverse=(-e 's/^inverse_loss_frequency:.*/inverse_loss_frequency: 1/' -e 's/^num_queries:.*/num_queries: 2048/')
+        compare "$part" --baseline configs/ups/1gpu_baseline.yaml --optimized "$whole"
+    else
+        compare "$part" --baseline "$whole" --baseline-side optimized --optimized "$(configured quality)"
     fi
-    sed "${inverse[@]}" -e 's/^accumulation:.*/accumulation: 1/' configs/ups/1gpu_fast.yaml >"$out/$part-$seed.yaml"
-    compare "$part" "$out/$part-$seed.yaml"
     ;;
 rivals) "$python" tools/ups_rivals.py "$data" --seconds "${SECONDS_OF_RIVALS:-240}" --out "$out/rivals.json" ;;
 claims) perfsuite claims ups --out "$out/claims" ;;

@@ -94,13 +94,13 @@ def nondeterminism(probe: Probe) -> None:
             wrong.append((i, error))
     if not wrong or len(wrong) == REPEATS:
         return  # right, or plainly wrong: then equivalence says how
-    repeat, told = wrong[0]
+    repeat, difference = wrong[0]
     if memory := unwritten(probe):
         raise memory
-    if repeat and (drifted := probe.drifted(told)):
+    if repeat and (drifted := probe.drifted(difference)):
         raise drifted
     raise probe.fault(
-        f"is not deterministic within its budget: repeat {repeat + 1} of {REPEATS} on the same inputs: {told}"
+        f"is not deterministic within its budget: repeat {repeat + 1} of {REPEATS} on the same inputs: {difference}"
     )
 
 
