@@ -86,6 +86,7 @@ def _drawn(name: str, points: Sequence[tuple[float, float]], noun: str) -> tuple
     with plotting.style(pyplot):
         figure, axes = pyplot.subplots(figsize=(4.4, 2.4), layout="constrained")
         axes.plot([window for window, _ in spaced], [value for _, value in spaced], color="#4c72b0", linewidth=1)
+        axes.set_yscale(plotting.scale([value for _, value in spaced]))
         axes.set_xlabel(noun)
         axes.spines[["top", "right"]].set_visible(False)
         drawn = StringIO()

@@ -159,6 +159,7 @@ def plot(points: Mapping[str, Points], path: Path, noun: str = "window") -> None
             2, sharex=True, figsize=(8, 4.5), layout="constrained", height_ratios=(2, 1)
         )
         above.plot([w for w, _, _ in loss], [v for *_, v in loss], color="#4c72b0", linewidth=1)
+        above.set_yscale(plotting.scale([v for *_, v in loss]))
         above.set_ylabel("loss")
         below.plot([w for w, _ in rates], [r for _, r in rates], color="#55a868", linewidth=1)
         below.set_ylabel(f"{noun}s/s")

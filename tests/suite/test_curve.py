@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 
+from suite import plotting
 from suite.commands import curve as module
 from suite.commands.curve import curve
 from suite.runtime import curve_log
@@ -23,6 +24,23 @@ def invoked(*arguments: str) -> Result:
 
 def test_a_run_in_one_line() -> None:
     assert module.summary({"loss": LOSSES}) == "windows 1 to 5 in 2 s: 2 windows/s; loss 2 at first, 0.5 at last"
+
+
+@pytest.mark.parametrize(
+    ("values", "scale"),
+    [([2.0, 0.5], "linear"), ([0.4, 2e-6], "log"), ([0.4, 0.0], "linear"), ([0.4, -2e-6], "linear"), ([], "linear")],
+)
+def test_values_of_several_magnitudes_have_a_logarithmic_axis(values: list[float], scale: str) -> None:
+    assert plotting.scale(values) == scale
+
+
+def test_a_loss_that_falls_by_magnitudes_can_be_read(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib", reason="matplotlib is not installed: pip install 'perfsuite[test]'")
+    for name, losses in {"log": (0.4, 4e-3, 4e-6), "linear": (0.4, 0.3, 0.2)}.items():
+        module.plot({"loss": [(i, float(i), loss) for i, loss in enumerate(losses)]}, tmp_path / f"{name}.svg")
+    power = "mathdefault{10^{-"  # the labels of a logarithmic axis
+    assert power in (tmp_path / "log.svg").read_text()
+    assert power not in (tmp_path / "linear.svg").read_text()
 
 
 def test_a_run_is_plotted(tmp_path: Path) -> None:
