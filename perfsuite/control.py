@@ -427,9 +427,12 @@ class Control:
             awaited.reach(self.mode, int(session.exitstatus))
 
     def _keep_in_history(self) -> None:
+        from perfsuite.history import index
+
         try:
             run = run_of(self.report(), kind=self.history, host=platform.node(), entries=self.entries)
             store.write(run, store.folder_of(self.root))
+            index.add_last(store.folder_of(self.root), self.baselines.folder)
         except PerfsuiteError as error:
             self.notes.append(f"the run is not in the history: {error}")
 

@@ -1,12 +1,13 @@
 """An index over the runs' files, in SQLite. It holds nothing that cannot be made again from the files and git.
 
-`using` brings it up to date. An index that is missing, damaged or of another version is made anew, and one that cannot
-be written is made in memory.
+`using` brings it up to date, and so does each run with `add_last`, since a long history takes seconds to index. An
+index that is missing, damaged or of another version is made anew, and one that cannot be written is made in memory.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import os
 import sqlite3
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -85,6 +86,16 @@ def using(
         return work(Index(connection, folder, baselines, say))
 
 
+def add_last(folder: Path, baselines: Path) -> None:
+    """Bring the index up to date after a run, with the steps of its workloads.
+
+    Runs, or versions of the baselines, are left to the next `using` if more than MANY are new, and all is if that
+    fails: the run itself is in its file.
+    """
+    with suppress(sqlite3.DatabaseError, OSError), _connected(str(folder / NAME)) as connection:
+        Index(connection, folder, baselines, lambda line: None, most=MANY).steps()
+
+
 @contextmanager
 def _connected(place: str) -> Iterator[sqlite3.Connection]:
     with closing(sqlite3.connect(place, timeout=LOCKED, isolation_level=None)) as connection:
@@ -123,12 +134,21 @@ def _writing(connection: sqlite3.Connection) -> Iterator[None]:
 
 
 class Index:
-    """The index, up to date with the files. A DamagedError where it holds what cannot be read."""
+    """The index, up to date with the files. A DamagedError where it holds what cannot be read.
+
+    most  number of files, and of versions of the baselines, that are read at most; where more are new, none is
+    """
 
     def __init__(
-        self, connection: sqlite3.Connection, folder: Path, baselines: Path, say: Callable[[str], None]
+        self,
+        connection: sqlite3.Connection,
+        folder: Path,
+        baselines: Path,
+        say: Callable[[str], None],
+        most: float = math.inf,
     ) -> None:
         self._connection, self._folder, self._baselines, self._say = connection, folder, baselines, say
+        self._most = most
         self.problems: list[str] = []
         """A line for each file that cannot be read."""
         self._blobs: dict[str, int] = {}
@@ -210,17 +230,12 @@ class Index:
 
     def _read_runs(self) -> None:
         """Bring the runs up to date with the files."""
-        there = {}
-        with os.scandir(self._folder) as entries:
-            for entry in entries:
-                if entry.name.endswith(store.SUFFIX) and not entry.name.startswith("."):
-                    about = entry.stat()
-                    there[entry.name] = (about.st_size, about.st_mtime_ns)
+        there = self._files()
         rows = self._rows("SELECT name, size, changed FROM runs")
         known = {name: (size, changed) for name, size, changed in rows}
         gone = [name for name, about in known.items() if there.get(name) != about]
         new = sorted(name for name, about in there.items() if known.get(name) != about)
-        if not gone and not new:
+        if not (gone or new) or len(new) > self._most:
             return
         if len(new) > MANY:
             self._say(f"indexing {len(new)} runs")
@@ -229,6 +244,16 @@ class Index:
                 self._forget(name)
             for name in new:
                 self._add(name, *there[name])
+
+    def _files(self) -> dict[str, tuple[int, int]]:
+        """Return the runs' files: name → (size in bytes, time of the last change in ns)."""
+        found = {}
+        with os.scandir(self._folder) as entries:
+            for entry in entries:
+                if entry.name.endswith(store.SUFFIX) and not entry.name.startswith("."):
+                    about = entry.stat()
+                    found[entry.name] = (about.st_size, about.st_mtime_ns)
+        return found
 
     def _forget(self, name: str) -> None:
         run = "SELECT workload FROM figures WHERE run = ?"
@@ -261,6 +286,8 @@ class Index:
         known = {blob for (blob,) in self._rows("SELECT blob FROM versions")}
         every = {**{blob: Version(blob=blob) for blob in committed}, **{v.blob: v for v in present}}
         new = [version for blob, version in every.items() if blob not in known]
+        if len(new) > self._most:
+            return
         if len(new) > MANY:
             self._say(f"indexing {len(new)} versions of the baselines")
         for version in new:

@@ -256,6 +256,32 @@ def test_a_long_update_is_announced(tmp_path: Path) -> None:
     assert said == [f"indexing {index.MANY + 1} runs"]
 
 
+def test_a_run_brings_the_index_up_to_date(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A long history opens at once, since each run has indexed itself."""
+    folder = store.folder_of(tmp_path)
+    for number in range(3):
+        written(tmp_path, run(number))
+        index.add_last(folder, tmp_path / "baselines")
+    monkeypatch.setattr(store, "read", lambda path: pytest.fail(f"{path} is read again"))
+    assert len(names(tmp_path)) == 3
+
+
+def test_a_run_does_not_index_a_long_history(tmp_path: Path) -> None:
+    written(tmp_path, *(run(n) for n in range(index.MANY + 1)))
+    index.add_last(store.folder_of(tmp_path), tmp_path / "baselines")
+    said: list[str] = []
+    look(tmp_path, lambda there: None, say=said.append)
+    assert said == [f"indexing {index.MANY + 1} runs"]
+
+
+@pytest.mark.parametrize("content", [b"no database", b""])
+def test_a_damaged_index_is_left_to_the_next_opening(tmp_path: Path, content: bytes) -> None:
+    written(tmp_path, run(0))
+    (store.folder_of(tmp_path) / index.NAME).write_bytes(content)
+    index.add_last(store.folder_of(tmp_path), tmp_path / "baselines")
+    assert len(names(tmp_path)) == 1
+
+
 # --- what a run leaves ----------------------------------------------------------------------------------------------
 
 
