@@ -308,16 +308,44 @@ def accept(
 
 
 @main.command()
-@click.argument("revision")
+@click.argument("revision", required=False)
 @_selection
+@click.option("--python", metavar="FILE", help="Another environment's interpreter, in place of a revision.")
+@click.option(
+    "--processes", default=4, show_default=True, type=click.IntRange(2), help="Pairs of processes of --python."
+)
 @click.option("--report", default=REPORT, show_default=True, type=click.Path(), help="Folder of the report.")
 @click.option("--json", "as_json", is_flag=True, help="Print the report as JSON when done.")
-def compare(revision: str, paths: tuple[str, ...], keyword: str | None, report: str, as_json: bool) -> None:
+def compare(
+    revision: str | None,
+    paths: tuple[str, ...],
+    keyword: str | None,
+    python: str | None,
+    processes: int,
+    report: str,
+    as_json: bool,
+) -> None:
     """Time the optimized sides of REVISION and of the work tree against each other.
 
     Both are loaded in one process and interleaved, so that the state of the machine cancels. No baseline is needed.
+
+    With --python, compare two environments in place of two revisions: the same code under another torch, triton or
+    Python. All is proven in both, and processes of both time in turns, block by block. Two processes differ more than
+    two revisions in one, so that only larger changes show; the table says which.
     """
-    _reported("compare", paths, keyword, report, arguments=[f"revision={revision}"], as_json=as_json)
+    if python is None:
+        if revision is None:
+            raise click.UsageError("give a REVISION, or --python another environment's interpreter")
+        _reported("compare", paths, keyword, report, arguments=[f"revision={revision}"], as_json=as_json)
+    written = Path(report) / "environments.json"
+    given = paths if revision is None else (revision, *paths)  # no revision: what comes first is a path
+    arguments = [f"python={python}", f"processes={processes}", f"file={written}"]
+    with suppress(OSError):  # of the run before
+        written.unlink()
+    code = _pytest("environments", given, keyword, arguments=arguments, as_json=as_json)
+    if as_json and written.exists():
+        click.echo(written.read_text(encoding="utf-8"))
+    sys.exit(code)
 
 
 @main.command()

@@ -22,7 +22,7 @@ def broken(runs: Sequence[Measurement], promises: PromiseRecord) -> str:
     """Return in words which promised counts are exceeded; empty where none is. One process above the promise is
     enough."""
     over = [
-        f"{NAMES[name]} {_shown(name, max(counted))} (promised: at most {_shown(name, getattr(promises, name))})"
+        f"{NAMES[name]} {shown(name, max(counted))} (promised: at most {shown(name, getattr(promises, name))})"
         for name in NAMES
         if getattr(promises, name) is not None
         and (counted := _counted(runs, name))
@@ -45,7 +45,7 @@ def more_than_accepted(runs: Sequence[Measurement], entry: Entry | None) -> str:
         ]
         if pairs and all(now - before > _allowance(name, before) for now, before in pairs):
             now, before = min(pairs)
-            over.append(f"{NAMES[name]} {_shown(name, now)}, {_shown(name, before)} when accepted")
+            over.append(f"{NAMES[name]} {shown(name, now)}, {shown(name, before)} when accepted")
     return f"the optimized side needs more: {'; '.join(over)}" if over else ""
 
 
@@ -88,5 +88,6 @@ def _allowance(name: str, before: int) -> float:
     return max(MEMORY_SHARE * before, MEMORY_BYTES) if name == "peak_bytes" else 0
 
 
-def _shown(name: str, count: int) -> str:
+def shown(name: str, count: int) -> str:
+    """Return a count as text, e.g. "1.5 MiB" of peak memory."""
     return f"{count / 2**20:.4g} MiB" if name == "peak_bytes" else str(count)

@@ -19,6 +19,7 @@ import torch
 
 from perfsuite import anchors, ceilings, execution, guard, launches, scrutiny
 from perfsuite import inputs as make
+from perfsuite.alternation import Alternation
 from perfsuite.clocks import CudaClock, clock_for
 from perfsuite.counting import COUNTED_S, count_calls
 from perfsuite.cutoff import cut_off
@@ -390,6 +391,7 @@ def measure(
     beside: Callable[[], bool] = lambda: False,
     peers: Peers = ALONE,
     checked_by: Callable[..., OutputCheck] = OutputCheck,
+    turns: Alternation | None = None,
 ) -> Measurement:
     """Time one workload's sides against each other.
 
@@ -403,7 +405,8 @@ def measure(
     name of the side that is about to run, so that a crash or a hang can be attributed. `alone` is called before any is
     timed, and returns once nothing else uses the device; `beside` is called when all is timed, and others may use it
     again. Both tell whether there may be others. `peers` are the processes that time the workload with this one, and
-    `checked_by` makes what holds outputs against the truth.
+    `checked_by` makes what holds outputs against the truth. With `turns`, blocks alternate with those of a process in
+    another environment.
 
     NotEquivalent where a side is not the same function; PairError where the workload cannot be timed as declared.
     """
@@ -420,7 +423,7 @@ def measure(
         peers=peers,
         checked_by=checked_by,
     )
-    session = Session(bench, proof, wait_for_proof, reference, thorough, new_values, alone, beside)
+    session = Session(bench, proof, wait_for_proof, reference, thorough, new_values, alone, beside, turns)
     with bench.released():
         session.run(blocks)
         return session.record(workload_id, perf_counter() - began - bench.phases.seconds.get(WAITING, 0.0))
@@ -439,8 +442,10 @@ class Session:
         new_values: bool,
         alone: Callable[[], bool],
         beside: Callable[[], bool],
+        turns: Alternation | None = None,
     ) -> None:
         self.bench, self.reference, self.thorough = bench, reference, thorough
+        self.turns = turns
         self.new_values, self.alone, self.beside = new_values, alone, beside
         self.rivals, self.skipped = bench.rivals() if thorough else ({}, {})
         self.check = bench.check()
@@ -513,10 +518,10 @@ class Session:
         gated = {n: r for n, r in self.runners.items() if n in timed}
         self.sampler = self._sampler(gated, sparse={REFERENCE: self.reference} if self.reference else None)
         with phases.time("timing"):
-            self.sampler.plan(blocks)
+            self._plan(blocks)
             proven = self.proof is not None
             watch = Watch(self.sampler, self.check, bench.l2_bytes, values=values, proven_before=proven)
-            self.condition = self.sampler.run(watch.between)
+            self.condition = self._timed(watch.between)
         phases.part("timing", {"allocation": self.sampler.allocated_s, "checks": self.sampler.between_s})
         for name in sorted(_waiting(self.clock) & set(gated)):
             raise PairError(f"{_where(bench)}: the {name} side {WAITS}; say clock='wall'")
@@ -540,6 +545,27 @@ class Session:
             bench.report(REFERENCE)
             judge_copied(self.check)
         guard.check()
+
+    def _plan(self, blocks: int) -> None:
+        sampler = self.sampler
+
+        def plan() -> int:
+            sampler.plan(blocks)
+            return sampler.blocks
+
+        sampler.blocks = plan() if self.turns is None else self.turns.planned(plan)
+
+    def _timed(self, between: Callable[[int], None]) -> Condition:
+        turns, blocks = self.turns, self.sampler.blocks
+        if turns is None:
+            return self.sampler.run(between)
+
+        def ended(block: int) -> None:
+            between(block)
+            turns.ended(block, last=block + 1 == blocks)
+
+        turns.begin()
+        return self.sampler.run(ended)
 
     def _prove(self) -> None:
         bench = self.bench

@@ -69,7 +69,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--perfsuite-report", metavar="DIR", help="write report.html, report.json and the job summary to DIR"
     )
     group.addoption(
-        "--perfsuite-mode", choices=("accept", "list", "compare", "gate", "run"), help="used by `perfsuite`"
+        "--perfsuite-mode",
+        choices=("accept", "list", "compare", "environments", "gate", "run"),
+        help="used by `perfsuite`",
     )
     group.addoption("--perfsuite-argument", action="append", default=[], help="used by `perfsuite`")
     group.addoption(

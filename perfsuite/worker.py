@@ -16,6 +16,7 @@ from typing import Any, cast
 import pytest
 
 from perfsuite import faults, preload, revision
+from perfsuite.alternation import Alternation
 from perfsuite.errors import HarnessFault, NoisyError, PerfsuiteError, RevisionError, TamperedError, in_one_line
 from perfsuite.observed import Observed
 from perfsuite.pair import Pair, as_side, module_of
@@ -197,24 +198,26 @@ class _Workload:
         task = self.task
         if self.item.workload.ranks > 1:
             return cast("Measurement", self._in_ranks().measure(task))
-        return measuring.measure(
-            self.item.pair,
-            self.item.workload,
-            workload_id=self.item.nodeid,
-            device=self.device,
-            home=self.item.home,
-            accepted=self._accepted() if task.accepted else None,
-            proof=task.proof,
-            wait_for_proof=self._wait_for_proof if task.awaits_proof else None,
-            seed=task.seed,
-            reference=task.reference,
-            blocks=task.blocks or sampling.BLOCKS,
-            thorough=task.thorough,
-            new_values=task.new_values,
-            report=self.report,
-            alone=self.alone,
-            beside=self.beside,
-        )
+        with Alternation(task.alternates, int(task.second)) if task.alternates else contextlib.nullcontext() as turns:
+            return measuring.measure(
+                self.item.pair,
+                self.item.workload,
+                workload_id=self.item.nodeid,
+                device=self.device,
+                home=self.item.home,
+                accepted=self._accepted() if task.accepted else None,
+                proof=task.proof,
+                wait_for_proof=self._wait_for_proof if task.awaits_proof else None,
+                seed=task.seed,
+                reference=task.reference,
+                blocks=task.blocks or sampling.BLOCKS,
+                thorough=task.thorough,
+                new_values=task.new_values,
+                report=self.report,
+                alone=self.alone,
+                beside=self.beside,
+                turns=turns,
+            )
 
     def _reference_alone(self) -> Alone:
         from perfsuite import measuring

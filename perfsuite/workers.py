@@ -145,6 +145,10 @@ class Task:
     """Other processes of this run may hold much of the memory."""
     clock: str = ""
     """The clock that the reference is timed on alone: that of its measurements."""
+    alternates: str = ""
+    """Time block by block, in turns with a process of another environment, over a socket at this path."""
+    second: bool = False
+    """Then that process times the first block first."""
     outside: bool = False
     """Then also time the optimized side where no test is running."""
 
@@ -190,6 +194,8 @@ class Lane:
     """The lock file of a GPU that several lanes share."""
     cores: Cores = ANY
     """The cores that its processes run on."""
+    python: str = ""
+    """The interpreter of its processes; empty for this one's."""
     forked: bool = False
     """Its processes are forks of a server that has imported torch. Not for timing: all forks of a process share its
     memory addresses, which change the speed of host code, and the rule needs processes that vary independently."""
@@ -393,7 +399,7 @@ class Workers:
         log, variables = process.file(".log"), {**process.lane.environment, JOB: str(process.file(".json"))}
         items = f"@{process.file('.args')}"
         if not process.lane.forked:
-            command = [sys.executable, "-m", "pytest", *self.arguments, items]
+            command = [process.lane.python or sys.executable, "-m", "pytest", *self.arguments, items]
             variables[PARENT] = str(os.getpid())
             with confined(process.lane.cores):
                 process.child = start(command, log, cwd=self.root, environment=variables, descriptors=(reader,))

@@ -17,6 +17,7 @@ MODES = {
     "gate": "gate:Gate",
     "accept": "accept:Accept",
     "compare": "compare:Compare",
+    "environments": "environments:Environments",
     "list": "listing:List",
 }
 

@@ -11,7 +11,8 @@ from perfsuite.baseline import Entry
 from perfsuite.control import failed
 from perfsuite.errors import BaselineError
 from perfsuite.modes import references
-from perfsuite.modes.paired import Whole
+from perfsuite.modes.paired import Paired
+from perfsuite.modes.whole import Whole
 from perfsuite.priors import suite_noise
 from perfsuite.records import Ran, Status
 from perfsuite.resuming import Kept
@@ -23,7 +24,7 @@ THOROUGH_PROCESSES = 1
 anew."""
 
 
-class Accept(Whole):
+class Accept(Whole, Paired):
     """The accepted revision is HEAD itself: an A/A comparison, whose noise the gate judges by."""
 
     mode = history = "accept"

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from perfsuite import revision
 from perfsuite.control import failed
-from perfsuite.modes.paired import Whole
+from perfsuite.modes.paired import Paired
+from perfsuite.modes.whole import Whole
 from perfsuite.records import Status
 from perfsuite.workers import Failure
 
 
-class Compare(Whole):
+class Compare(Whole, Paired):
     """The work tree against a revision."""
 
     mode = "compare"

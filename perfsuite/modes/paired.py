@@ -7,7 +7,6 @@ import functools
 import math
 import random
 import secrets
-from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -17,7 +16,7 @@ import pytest
 from perfsuite import confirmation, gate, lanes, planning, revision, sharing, stages
 from perfsuite.baseline import Entry, short
 from perfsuite.control import Control, failed
-from perfsuite.errors import PerfsuiteError, RevisionError
+from perfsuite.errors import RevisionError
 from perfsuite.gate import Open, Subject
 from perfsuite.priors import Suite, suite_noise
 from perfsuite.progress import name_of
@@ -427,25 +426,6 @@ class Paired(Control):
     def unmeasured(self, id: str, reason: str) -> Verdict:
         """Return the verdict on a workload of which nothing is known."""
         return failed(id, Failure(status=Status.UNMEASURED, message=reason))
-
-
-class Whole(Paired, ABC):
-    """The whole run is one task of its own; no item is run."""
-
-    @pytest.hookimpl(tryfirst=True)
-    def pytest_runtestloop(self, session: pytest.Session) -> object:
-        if session.testsfailed:
-            raise session.Interrupted(f"{session.testsfailed} error(s) while collecting; fix them first")
-        try:
-            with self.turn():
-                self.whole()
-        except PerfsuiteError as error:
-            self.refuse(str(error))
-        return True
-
-    @abstractmethod
-    def whole(self) -> None:
-        """Do the run's task."""
 
 
 def sample_size(workloads: int) -> int:

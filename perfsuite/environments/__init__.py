@@ -1,0 +1,8 @@
+"""`perfsuite compare --python`: the same code in two Python environments, timed in turns on one device.
+
+    interpreter → its packages, what differs
+    rule → the change of each workload, with its interval
+    report → table and JSON
+
+`perfsuite.alternation` lets two processes time block by block, one after the other.
+"""

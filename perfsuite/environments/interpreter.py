@@ -1,0 +1,106 @@
+"""Another Python interpreter: which packages it has, and whether perfsuite can measure in it."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from perfsuite.errors import PerfsuiteError, printable
+
+DESCRIBE = """
+import importlib.metadata, json, platform, sys
+found = {}
+for distribution in importlib.metadata.distributions():
+    name = distribution.metadata["Name"]
+    if name:
+        found.setdefault(name.lower().replace("_", "-"), distribution.version)
+needed = {}
+for name in ("perfsuite", "pytest", "torch"):
+    try:
+        module = __import__(name)
+        needed[name] = getattr(module, "__version__", "")
+    except Exception as error:
+        needed[name] = None
+print(json.dumps({"python": platform.python_version(), "packages": found, "needed": needed}))
+"""
+LIMIT_S = 120.0
+"""Seconds that an interpreter may take to import torch."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Interpreter:
+    """An interpreter and its packages."""
+
+    path: str
+    python: str
+    """Its version."""
+    harness: str
+    """The version of perfsuite that it imports."""
+    packages: Mapping[str, str] = field(default_factory=dict)
+    """Name of each installed package, in lower case with hyphens → its version."""
+
+
+def describe(path: str, root: Path) -> Interpreter:
+    """Return the packages of an interpreter as a process started in `root` finds them.
+
+    PerfsuiteError in one line where it cannot be run, or cannot measure.
+    """
+    shown, found = printable(path), path
+    if os.sep not in path:
+        found = shutil.which(path) or ""
+        if not found:
+            raise PerfsuiteError(f"--python {shown}: there is no such command; give the path of an interpreter")
+    if not os.path.isfile(found):
+        raise PerfsuiteError(
+            f"--python {shown}: it is no file; give the path of an interpreter, for instance .venv-new/bin/python"
+        )
+    found = os.path.abspath(found)  # without resolving links: a virtual environment's interpreter is one
+    try:
+        done = subprocess.run(
+            [found, "-c", DESCRIBE], cwd=root, capture_output=True, text=True, timeout=LIMIT_S, check=False
+        )
+        about: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
+        needed, python, packages = about["needed"], about["python"], about["packages"]
+    except OSError as error:
+        raise PerfsuiteError(f"--python {shown}: it cannot be run ({error.strerror}); give another") from None
+    except subprocess.TimeoutExpired:
+        raise PerfsuiteError(f"--python {shown}: it has not imported torch after {LIMIT_S:g} s; give another") from None
+    except (ValueError, IndexError, KeyError, TypeError):
+        last = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
+        raise PerfsuiteError(f"--python {shown}: it is no Python interpreter that works ({printable(last)})") from None
+    missing = [name for name, version in needed.items() if version is None]
+    if missing:
+        raise PerfsuiteError(
+            f"--python {shown}: {' and '.join(missing)} cannot be imported there; install the project with its test "
+            "dependencies in that environment"
+        )
+    return Interpreter(path=found, python=python, harness=needed["perfsuite"], packages=packages)
+
+
+def check(here: Interpreter, there: Interpreter) -> None:
+    """Raise PerfsuiteError unless both measure with the same version of perfsuite."""
+    if there.harness != here.harness:
+        raise PerfsuiteError(
+            f"--python {printable(there.path)}: it has perfsuite {there.harness}, and this is {here.harness}; install "
+            "the same version in both"
+        )
+
+
+def here(root: Path) -> Interpreter:
+    """Return this process's own interpreter."""
+    return describe(sys.executable, root)
+
+
+def differences(one: Interpreter, other: Interpreter) -> list[str]:
+    """Return what differs between two environments, a line for each package: "torch 2.10.0 → 2.11.0"."""
+    every = {"python": (one.python, other.python)}
+    for name in sorted({*one.packages, *other.packages}):
+        every[name] = (one.packages.get(name, "absent"), other.packages.get(name, "absent"))
+    return [f"{name} {before} → {after}" for name, (before, after) in every.items() if before != after]

@@ -1,0 +1,92 @@
+"""Does a workload's time change from one environment to the other? Pure; no torch.
+
+The unit is the mean log-ratio of a pair of processes, one in each environment, that timed the same blocks in turns. Two
+processes differ more than two imports in one do: their code, buffers and allocators lie at other addresses. So the
+interval is wider than the gate's, and every workload takes several pairs. Its variance is its own, shrunk toward those
+of all workloads on the same clock, as in `statistics`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+from perfsuite.blocks import process_mean
+from perfsuite.statistics import DEFAULT_NOISE, Estimate, Mean, Noise, Variance, estimate, fit_prior, noise_of
+
+LEVEL = 0.99
+"""Confidence that none of the intervals of a run misses its truth."""
+LEAST = math.log(1.01)
+"""Smallest change that is named, as a log-ratio: smaller ones are not worth an upgrade's delay."""
+SD = 0.01
+"""Default standard deviation of a pair's mean, where fewer than five workloads show it: about three times that of two
+imports in one process."""
+
+
+class Change(Enum):
+    """What the other environment does to a workload."""
+
+    SLOWER = "slower"
+    FASTER = "faster"
+    SAME = "no change shown"
+    UNEQUAL = "not the same function"
+    """It is proven in one environment only."""
+    UNTIMED = "not compared"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Compared:
+    """A workload in both environments."""
+
+    id: str
+    change: Change
+    message: str = ""
+    """Why it was not timed."""
+    clock: str = ""
+    seconds: tuple[float, float] | None = None
+    """Median seconds of a call here and there."""
+    ratio: float | None = None
+    """Seconds there over seconds here."""
+    interval: tuple[float, float] | None = None
+    """Of the ratio. All intervals of a run hold together with confidence LEVEL."""
+    pairs: int = 0
+    """Pairs of processes."""
+    costs: tuple[str, ...] = ()
+    """What of a call's memory, host syncs and launches differs, in words."""
+
+
+def pair_mean(here: Sequence[float], there: Sequence[float], clock: str) -> float:
+    """Return the mean log-ratio of two processes from their blocks' seconds, there over here."""
+    return process_mean([math.log(b / a) for a, b in zip(here, there, strict=True)], clock)
+
+
+def estimates(means: Mapping[str, Sequence[float]], clocks: Mapping[str, str]) -> dict[str, Estimate]:
+    """Return each workload's mean over its pairs, with its error.
+
+    means   workload → the means of its pairs, at least one
+    clocks  workload → its clock: the host is noisier than the device, so each has a prior of its own
+    """
+    default = Noise(process=Variance(value=SD**2, dof=DEFAULT_NOISE.process.dof), session=DEFAULT_NOISE.session)
+    found = {}
+    for clock in set(clocks.values()):
+        ids = [i for i in means if clocks[i] == clock]
+        fitted = fit_prior([[means[i]] for i in ids])
+        prior = default if fitted.process == DEFAULT_NOISE.process else fitted
+        for id in ids:
+            values = means[id]
+            mean = Mean(value=math.fsum(values) / len(values), session=0.0, process=1 / len(values))
+            found[id] = estimate(mean, noise_of([values], prior))
+    return found
+
+
+def change_of(one: Estimate, workloads: int) -> tuple[Change, tuple[float, float]]:
+    """Return the change, and the interval of the ratio that holds for all of so many workloads at once."""
+    low, high = one.interval(1 - (1 - LEVEL) / max(1, workloads))
+    interval = (math.exp(low), math.exp(high))
+    if low > 0 and one.value >= LEAST:
+        return Change.SLOWER, interval
+    if high < 0 and one.value <= -LEAST:
+        return Change.FASTER, interval
+    return Change.SAME, interval

@@ -1,0 +1,272 @@
+"""`perfsuite compare --python`: time the optimized sides in this environment and in another, in turns."""
+
+from __future__ import annotations
+
+import math
+import secrets
+import tempfile
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import median
+from time import monotonic
+from typing import Any
+
+from perfsuite import alternation, exit_codes
+from perfsuite.counts import NAMES, shown
+from perfsuite.environments import interpreter, report, rule
+from perfsuite.environments.interpreter import Interpreter
+from perfsuite.environments.report import Comparison
+from perfsuite.environments.rule import Change, Compared
+from perfsuite.modes.whole import Whole
+from perfsuite.records import OPTIMIZED, Measurement, Proof, Status
+from perfsuite.report import terminal, units
+from perfsuite.report.files import write
+from perfsuite.workers import PROVE, Failure, Lane, Outcome, Task, Workers
+
+PAIRS = 4
+"""Pairs of processes that time each workload."""
+LOST = Failure(status=Status.UNMEASURED, message="its process never reached it")
+
+
+class _StoppedError(Exception):
+    """The processes of one environment are ended because those of the other were."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Environment:
+    """One of the two, with what starts its processes."""
+
+    interpreter: Interpreter
+    lane: Lane
+    workers: Workers
+    where: str
+    """"here" or "there"."""
+
+
+class Environments(Whole):
+    """The first environment is the one that runs pytest."""
+
+    mode = "environments"
+    found: Comparison | None = None
+
+    def whole(self) -> None:
+        began = monotonic()
+        ids = self._comparable()
+        if not ids:
+            self.refuse("nothing to compare: no timed item of a pair for this machine was selected")
+            return
+        there = interpreter.describe(self.arguments["python"], self.root)
+        here = interpreter.here(self.root)
+        interpreter.check(here, there)
+        lane = self.timing_lanes(())[0]
+        both = (
+            _Environment(interpreter=here, lane=lane, workers=self.workers, where="here"),
+            _Environment(
+                interpreter=there,
+                lane=replace(lane, python=there.path),
+                workers=replace(self.workers, progress=lambda lane, id: None, _waiting=[]),
+                where="there",
+            ),
+        )
+        proofs, failed = self._proven(ids, both)
+        left = [i for i in ids if i not in failed]
+        timed: dict[str, list[tuple[Measurement, Measurement]]] = {i: [] for i in left}
+        for number in range(int(self.arguments.get("processes", PAIRS)) if left else 0):
+            for id, outcome in self._timed([i for i in left if i not in failed], both, proofs, number).items():
+                if isinstance(outcome, Compared):
+                    failed[id] = outcome
+                else:
+                    timed[id].append(outcome)
+        workloads = {**failed, **_compared({i: t for i, t in timed.items() if i not in failed}, len(ids))}
+        self.found = Comparison(
+            device=self.machine.device_name,
+            here=here,
+            there=there,
+            workloads=tuple(workloads[i] for i in ids),
+            seconds=monotonic() - began,
+        )
+        if file := self.arguments.get("file"):
+            self.written["json"] = write(Path(file), report.document(self.found))
+
+    def _comparable(self) -> list[str]:
+        ids = self.measurable()
+        several = [i for i in ids if self.ranks_of(i) > 1]
+        if several:
+            self.notes.append(f"{units.count(len(several), 'workload')} of several processes: not compared")
+        return [i for i in ids if i not in several]
+
+    def _proven(
+        self, ids: Sequence[str], both: Sequence[_Environment]
+    ) -> tuple[list[dict[str, Proof]], dict[str, Compared]]:
+        """Prove all in each environment, which also compiles what each compiles. Return each one's proofs, and what is
+        not proven in both."""
+        failed: dict[str, Compared] = {}
+        proofs: list[dict[str, Proof]] = []
+        for one in both:
+            tasks = [
+                Task(id=i, kind=PROVE, limit_s=self._limit_s(i), seed=secrets.randbits(31), reference=0, thorough=False)
+                for i in ids
+                if i not in failed
+            ]
+            lanes = [replace(lane, forked=False, python=one.lane.python) for lane in self.lanes_for(tasks, True)]
+            self.progress.expect(f"{units.count(len(tasks), 'proof')} {one.where}", len(tasks))
+            found: dict[str, Proof] = {}
+            for id, outcome in _outcomes(one.workers, tasks, lanes).items():
+                if isinstance(outcome, Proof):
+                    found[id] = outcome
+                else:
+                    failed[id] = _failed(id, outcome, one.where)
+            proofs.append(found)
+        self.progress.done()
+        return proofs, failed
+
+    def _timed(
+        self, ids: Sequence[str], both: Sequence[_Environment], proofs: Sequence[Mapping[str, Proof]], number: int
+    ) -> dict[str, tuple[Measurement, Measurement] | Compared]:
+        """Time these in one further pair of processes."""
+        self.progress.expect(f"{units.count(len(ids), 'workload')} in turns, pair {number + 1}", len(ids))
+        # A socket's path has room for about a hundred characters.
+        with tempfile.TemporaryDirectory(prefix="perfsuite-", dir="/tmp") as folder:
+            places = {id: f"{folder}/{n}" for n, id in enumerate(ids)}
+
+            def tasks(side: int) -> list[Task]:
+                return [
+                    Task(
+                        id=i,
+                        limit_s=self._limit_s(i),
+                        proof=proofs[side][i],
+                        reference=0,
+                        thorough=False,
+                        new_values=number == 0,
+                        alternates=places[i],
+                        second=(side + number) % 2 == 1,
+                    )
+                    for i in ids
+                ]
+
+            def abandon(id: str, outcome: Outcome) -> None:
+                if isinstance(outcome, Failure):
+                    alternation.abandon(places[id])
+
+            def ended(id: str, outcome: Outcome) -> None:
+                abandon(id, outcome)
+                self.progress.ended(id, "failed" if isinstance(outcome, Failure) else "timed")
+
+            stop = threading.Event()
+            with ThreadPoolExecutor(1) as pool:
+                here, there = both
+                other = pool.submit(_outcomes, there.workers, tasks(1), [there.lane], abandon, stop)
+                try:
+                    first = _outcomes(here.workers, tasks(0), [here.lane], ended, stop)
+                except BaseException:
+                    stop.set()
+                    raise
+                second = other.result()
+        return {i: _together(i, first[i], second[i]) for i in ids}
+
+    def _limit_s(self, id: str) -> float:
+        return self.items[id].pair.time_limit
+
+    def exit_code(self) -> int:
+        if self.found is None:
+            return super().exit_code()
+        if self.found.of(Change.SLOWER, Change.UNEQUAL):
+            return exit_codes.CODE_AT_FAULT
+        return exit_codes.UNDECIDED if self.found.of(Change.UNTIMED) else exit_codes.GREEN
+
+    def pytest_terminal_summary(self, terminalreporter: Any) -> None:
+        out = terminal.console(terminalreporter._tw._file)
+        terminalreporter.section("perfsuite", sep="=")
+        if self.found is not None:
+            report.show(self.found, out)
+        for line in (*self.problems, *self.notes, *(f"{form}: {path}" for form, path in self.written.items())):
+            terminalreporter.write_line(line)
+
+
+def _outcomes(
+    workers: Workers,
+    tasks: Sequence[Task],
+    lanes: Sequence[Lane],
+    ended: Callable[[str, Outcome], None] = lambda id, outcome: None,
+    stop: threading.Event | None = None,
+) -> dict[str, Outcome]:
+    """Do the tasks and return their outcomes. `ended` is called with each, also with LOST for a task that has none."""
+    found: dict[str, Outcome] = {}
+
+    def check(busy: Sequence[Lane]) -> None:
+        if stop is not None and stop.is_set():
+            raise _StoppedError
+
+    try:
+        with closing(workers.run(tasks, lanes, check)) as outcomes:
+            for id, outcome in outcomes:
+                found[id] = outcome
+                ended(id, outcome)
+    finally:
+        for task in tasks:
+            if task.id not in found:
+                found[task.id] = LOST
+                ended(task.id, LOST)
+    return found
+
+
+def _failed(id: str, outcome: Outcome, where: str) -> Compared:
+    """Return what is said of a workload that failed in one environment."""
+    failure = outcome if isinstance(outcome, Failure) else LOST
+    change = Change.UNEQUAL if failure.status is Status.NOT_EQUIVALENT else Change.UNTIMED
+    return Compared(id=id, change=change, message=f"{where}, {failure.message}")
+
+
+def _together(id: str, here: Outcome, there: Outcome) -> tuple[Measurement, Measurement] | Compared:
+    """Return both measurements of a workload, or why there are none."""
+    if isinstance(here, Measurement) and isinstance(there, Measurement):
+        if here.clock == there.clock:
+            return here, there
+        text = f"it is timed by the {here.clock} clock here and by the {there.clock} clock there"
+        return Compared(id=id, change=Change.UNTIMED, message=text)
+    sides = {"here": here, "there": there}
+    failures = {where: o for where, o in sides.items() if not isinstance(o, Measurement)}
+    # If one ends, the other only says so.
+    own = {w: o for w, o in failures.items() if not (isinstance(o, Failure) and alternation.ENDED in o.message)}
+    where, outcome = next(iter((own or failures).items()))
+    return _failed(id, outcome, where)
+
+
+def _compared(timed: Mapping[str, Sequence[tuple[Measurement, Measurement]]], workloads: int) -> dict[str, Compared]:
+    """Return the change of each workload, from its pairs of processes."""
+    clocks = {i: pairs[0][0].clock for i, pairs in timed.items()}
+    means = {i: [rule.pair_mean(_blocks(a), _blocks(b), a.clock) for a, b in pairs] for i, pairs in timed.items()}
+    found = {}
+    for id, one in rule.estimates(means, clocks).items():
+        change, interval = rule.change_of(one, workloads)
+        seconds = [median(s for m in side for s in _blocks(m)) for side in zip(*timed[id], strict=True)]
+        found[id] = Compared(
+            id=id,
+            change=change,
+            clock=clocks[id],
+            seconds=(seconds[0], seconds[1]),
+            ratio=math.exp(one.value),
+            interval=interval,
+            pairs=len(timed[id]),
+            costs=_costs(timed[id]),
+        )
+    return found
+
+
+def _blocks(measurement: Measurement) -> tuple[float, ...]:
+    return measurement.sides[OPTIMIZED].blocks_s
+
+
+def _costs(pairs: Sequence[tuple[Measurement, Measurement]]) -> tuple[str, ...]:
+    """Say which counts of a call differ between the environments in every pair of processes."""
+    found = []
+    for name, noun in NAMES.items():
+        counted = [tuple(getattr(m.sides[OPTIMIZED], name) for m in pair) for pair in pairs]
+        if all(None not in both and both[0] != both[1] for both in counted):
+            before, after = counted[0]
+            found.append(f"{noun} {shown(name, before)} here, {shown(name, after)} there")
+    return tuple(found)

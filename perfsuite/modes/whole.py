@@ -1,0 +1,29 @@
+"""A run that is one task of its own."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+import pytest
+
+from perfsuite.control import Control
+from perfsuite.errors import PerfsuiteError
+
+
+class Whole(Control, ABC):
+    """No item is run."""
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtestloop(self, session: pytest.Session) -> object:
+        if session.testsfailed:
+            raise session.Interrupted(f"{session.testsfailed} error(s) while collecting; fix them first")
+        try:
+            with self.turn():
+                self.whole()
+        except PerfsuiteError as error:
+            self.refuse(str(error))
+        return True
+
+    @abstractmethod
+    def whole(self) -> None:
+        """Do the run's task."""

@@ -1,0 +1,269 @@
+"""`perfsuite compare --python`: two environments, timed in turns."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from scratch import Project, lines_with
+
+from perfsuite import exit_codes
+from perfsuite.alternation import ENDED, Alternation, abandon
+from perfsuite.environments import rule
+from perfsuite.environments.interpreter import Interpreter, check, describe, differences
+from perfsuite.environments.rule import Change
+from perfsuite.errors import PerfsuiteError
+
+pytest_plugins = ["pytester"]
+
+# --- in turns -------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.chdir(tmp_path)
+    return "socket"  # the whole path may be too long for a socket
+
+
+def test_two_processes_time_their_blocks_in_turns(place: str) -> None:
+    """A B, B A, A B: neither times while the other does, and a drift of the device affects both alike."""
+    order: list[str] = []
+    timing = threading.Lock()
+
+    def process(number: int, name: str, wanted: int) -> int:
+        with Alternation(place, number) as turns:
+            blocks = turns.planned(lambda: wanted)
+            turns.begin()
+            for block in range(blocks):
+                assert timing.acquire(blocking=False), "both time at once"
+                order.append(f"{name}{block}")
+                timing.release()
+                turns.ended(block, last=block + 1 == blocks)
+            return blocks
+
+    with ThreadPoolExecutor(2) as pool:
+        there = pool.submit(process, 1, "B", 7)
+        here = pool.submit(process, 0, "A", 5)
+        assert (here.result(), there.result()) == (5, 5)  # the fewer of both
+    assert order == ["A0", "B0", "B1", "A1", "A2", "B2", "B3", "A3", "A4", "B4"]
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_nobody_waits_for_a_process_that_will_not_come(place: str, number: int) -> None:
+    abandon(place)
+    with pytest.raises(PerfsuiteError, match=ENDED), Alternation(place, number) as turns:
+        turns.planned(lambda: 3)
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_nobody_waits_for_a_process_that_has_ended(place: str, number: int) -> None:
+    def process(number: int, *, ends: bool) -> None:
+        with Alternation(place, number) as turns:
+            turns.planned(lambda: 3)
+            if not ends:
+                turns.begin()
+                turns.ended(0, last=False)
+
+    with ThreadPoolExecutor(2) as pool:
+        left = pool.submit(process, number, ends=False)
+        pool.submit(process, 1 - number, ends=True).result()
+        with pytest.raises(PerfsuiteError, match=ENDED):
+            left.result()
+
+
+# --- the other interpreter ------------------------------------------------------------------------------------------
+
+
+def wrapper(folder: Path, *lines: str, name: str = "python") -> Path:
+    """Write an interpreter that runs this one after the lines of a shell script."""
+    path = folder / name
+    path.write_text("\n".join(["#!/bin/sh", *lines, f'exec {sys.executable} "$@"', ""]))
+    path.chmod(0o755)
+    return path
+
+
+def test_what_differs_between_two_environments(tmp_path: Path) -> None:
+    about = tmp_path / "site/fast_kernels-2.1.dist-info"
+    about.mkdir(parents=True)
+    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: fast_kernels\nVersion: 2.1\n")
+    other = wrapper(tmp_path, f'export PYTHONPATH="{tmp_path}/site:$PYTHONPATH"')
+    here, there = describe(sys.executable, tmp_path), describe(str(other), tmp_path)
+    assert there.path == str(other)
+    assert differences(here, there) == ["fast-kernels absent → 2.1"]
+    assert differences(here, here) == []
+    new = Interpreter(path="x", python="3.99", harness=here.harness, packages={**here.packages, "torch": "9"})
+    assert differences(here, new) == [f"python {here.python} → 3.99", f"torch {here.packages['torch']} → 9"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "says"),
+    [
+        ("no-such-command", "there is no such command; give the path of an interpreter"),
+        ("./absent", "it is no file; give the path of an interpreter, for instance .venv-new/bin/python"),
+        (".", "there is no such command"),
+        ("./", "it is no file"),
+        ("./data", "it cannot be run (Permission denied)"),
+        ("/bin/true", "it is no Python interpreter that works (exit code 0)"),
+        ("./broken", "it is no Python interpreter that works (no library)"),
+        ("./bare", "perfsuite and pytest and torch cannot be imported there; install the project"),
+    ],
+    ids=lambda text: text.partition(" ")[0].replace("/", "") or None,
+)
+@pytest.mark.usefixtures("place")
+def test_an_interpreter_that_cannot_measure_is_one_line(kind: str, says: str, tmp_path: Path) -> None:
+    (tmp_path / "data").write_text("no program")
+    wrapper(tmp_path, "echo no library >&2", "exit 1", name="broken")
+    bare = wrapper(tmp_path, name="bare")
+    bare.write_text(bare.read_text().replace('"$@"', '-S -E "$@"'))
+    with pytest.raises(PerfsuiteError) as raised:
+        describe(kind, tmp_path)
+    message = str(raised.value)
+    assert message.startswith(f"--python {kind}: ")
+    assert says in message
+    assert "\n" not in message
+
+
+def test_both_environments_measure_with_one_version_of_perfsuite() -> None:
+    def version(number: str) -> Interpreter:
+        return Interpreter(path=f"/{number}/python", python="3.12", harness=number)
+
+    check(version("1.0"), version("1.0"))
+    says = "--python /0.9/python: it has perfsuite 0.9, and this is 1.0; install the same version in both"
+    with pytest.raises(PerfsuiteError, match=says):
+        check(version("1.0"), version("0.9"))
+
+
+# --- the rule -------------------------------------------------------------------------------------------------------
+
+
+def changes(rng: random.Random, shifts: list[float], sd: float, pairs: int = 4) -> list[Change]:
+    """Return what the rule says of workloads whose true log-ratios are `shifts`; noise differs between workloads."""
+    means = {}
+    for number, shift in enumerate(shifts):
+        own = sd * math.exp(rng.gauss(0, 0.4))
+        means[str(number)] = [rng.gauss(shift, own) for _ in range(pairs)]
+    found = rule.estimates(means, dict.fromkeys(means, "device"))
+    return [rule.change_of(one, len(means))[0] for one in found.values()]
+
+
+@pytest.mark.parametrize("sd", [0.002, 0.01, 0.04])
+def test_unchanged_workloads_seldom_change(sd: float) -> None:
+    """Of runs of 40 workloads in two like environments, one in a hundred may have a false change."""
+    rng = random.Random(7)
+    runs = [changes(rng, [0.0] * 40, sd) for _ in range(200)]
+    assert sum(any(c is not Change.SAME for c in run) for run in runs) <= 6
+
+
+def test_a_large_change_is_found_in_its_direction() -> None:
+    rng = random.Random(3)
+    for _ in range(50):
+        found = changes(rng, [0.1, -0.1, *[0.0] * 38], 0.005)
+        assert found[:2] == [Change.SLOWER, Change.FASTER]
+
+
+def test_a_change_below_a_percent_is_not_named() -> None:
+    means = {str(n): [0.008 + d for d in (0.0, 1e-5, -1e-5, 2e-5)] for n in range(10)}
+    found = rule.estimates(means, dict.fromkeys(means, "device"))
+    assert {rule.change_of(one, 10)[0] for one in found.values()} == {Change.SAME}
+
+
+def test_few_workloads_do_not_show_their_own_noise() -> None:
+    """Two processes that agree by chance do not make a change of 2% certain."""
+    one = rule.estimates({"a": [0.02, 0.0201]}, {"a": "device"})["a"]
+    assert rule.change_of(one, 1)[0] is Change.SAME
+
+
+# --- the command ----------------------------------------------------------------------------------------------------
+
+PAIRS = """
+    import os
+    import time
+
+    from perfsuite import Pair, Workload, tensor
+
+    try:
+        import fast_kernels as installed
+    except ImportError:
+        installed = None
+
+
+    def double(x):
+        return x + x
+
+
+    def slower(x):
+        if installed:
+            time.sleep(0.005)
+        return 2 * x
+
+
+    def wrong(x):
+        return 3 * x if installed else 2 * x
+
+
+    def ends(x):
+        if installed:
+            os._exit(7)
+        return 2 * x
+
+
+    for function in [slower, wrong, ends]:
+        globals()[function.__name__] = Pair(
+            name=function.__name__,
+            reference=double,
+            optimized=function,
+            inputs={"x": tensor("n")},
+            workloads=[Workload(name="small", sizes={"n": 64})],
+        )
+"""
+
+
+def test_two_environments_are_compared(project: Project) -> None:
+    """A package of the other environment makes one workload slower, one wrong, and ends the third one's process."""
+    project.write("test_kernels.py", PAIRS)
+    project.write("site/fast_kernels.py", "")
+    project.write("site/fast_kernels-2.1.dist-info/METADATA", "Metadata-Version: 2.1\nName: fast_kernels\nVersion: 2.1")
+    other = wrapper(project.path, f'export PYTHONPATH="{project.path}/site:$PYTHONPATH"')
+    done = project.process(
+        "perfsuite", "compare", "--python", str(other), "--processes", "2", "test_kernels.py", "--json"
+    )
+    assert done.returncode == exit_codes.CODE_AT_FAULT, done.stderr
+    found = json.loads(done.stdout)
+    assert found["differences"] == ["fast-kernels absent → 2.1"]
+    by_name = {w["id"].rpartition("::speed")[0].rpartition("::")[2]: w for w in found["workloads"]}
+    assert {n: w["change"] for n, w in by_name.items()} == {
+        "slower": "slower",
+        "wrong": "not the same function",
+        "ends": "not compared",
+    }
+    here, there = by_name["slower"]["seconds"]
+    assert there > here + 0.004
+    assert by_name["slower"]["pairs"] == 2
+    assert by_name["slower"]["interval"][0] > 2
+    assert "there, " in by_name["wrong"]["message"]
+    assert "there, the optimized side ended" in by_name["ends"]["message"]
+    assert lines_with(done.stderr, "slower[small]", "slower")
+    assert lines_with(done.stderr, "fast-kernels absent → 2.1")
+    assert lines_with(done.stderr, "1 slower, 1 not the same function, 1 not compared")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["compare"], "give a REVISION, or --python another environment's interpreter"),
+        (["compare", "--python", "./absent"], "--python ./absent: it is no file"),
+        (["compare", "--python", sys.executable, "-k", "nothing_of_the_name"], "nothing to compare"),
+    ],
+)
+def test_what_cannot_be_compared_is_one_line(arguments: list[str], says: str, project: Project) -> None:
+    project.write("test_kernels.py", PAIRS)
+    done = project.process("perfsuite", *arguments)
+    assert done.returncode not in (0, 1)
+    assert lines_with(done.stdout + done.stderr, says)
+    assert "Traceback" not in done.stdout + done.stderr
