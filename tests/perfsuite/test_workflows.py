@@ -22,6 +22,8 @@ from scratch import ROOT, lines_with
 from test_comment import EXAMPLE
 
 from perfsuite.cli import main
+from perfsuite.folders import SCRATCH
+from perfsuite.history.store import FOLDER
 from perfsuite.report import comment, jsonfile
 from perfsuite.scaffold import FILES, Source
 
@@ -29,7 +31,7 @@ yaml = pytest.importorskip("yaml")
 
 SOURCE = Source("github.com", "ada/perfsuite", "0123456789abcdef0123456789abcdef01234567")
 ACTIONS = ("action.yml", ".github/actions/comment/action.yml")
-PINNED = re.compile(r"actions/[\w-]+@v\d+|ada/perfsuite(/[\w./-]+)?@[0-9a-f]{40}|\./\.github/actions/comment")
+PINNED = re.compile(r"actions/[\w/-]+@v\d+|ada/perfsuite(/[\w./-]+)?@[0-9a-f]{40}|\./\.github/actions/comment")
 POST = ROOT / ".github/actions/comment/post.py"
 
 
@@ -119,6 +121,24 @@ def test_the_gate_of_the_users_workflow(written: Path) -> None:
     artifact = parsed(ROOT / ACTIONS[1])["inputs"]["artifact"]["default"]
     assert inputs["artifact"]["default"] == artifact
     assert artifact in (ROOT / ".github/workflows/gate.yml").read_text()
+
+
+def test_the_history_outlasts_the_runner() -> None:
+    """The action restores the latest history before the gate, and saves it with the run's own file, whatever came of
+    the gate. A cache is never overwritten, so that each run has a key of its own."""
+    every = steps(parsed(ROOT / "action.yml"))
+    (restore,) = [s for s in every if s.get("uses", "").startswith("actions/cache/restore@")]
+    (save,) = [s for s in every if s.get("uses", "").startswith("actions/cache/save@")]
+    gate = next(s for s in every if "perfsuite gate" in s.get("run", ""))
+    assert every.index(restore) < every.index(gate) < every.index(save)
+    assert save["if"].startswith("always()")
+    assert restore["with"]["path"] == save["with"]["path"] == f"{SCRATCH}/{FOLDER}/"
+    assert restore["with"]["key"] == save["with"]["key"]
+    assert "github.run_id" in save["with"]["key"]
+    assert save["with"]["key"].startswith(restore["with"]["restore-keys"])
+    _, template = yaml.safe_load_all((ROOT / ".gitlab/perfsuite.yml").read_text())
+    cache = template["perfsuite gate"]["cache"]
+    assert (cache["paths"], cache["when"]) == ([f"{SCRATCH}/{FOLDER}/"], "always")
 
 
 def test_the_gitlab_template() -> None:
