@@ -106,9 +106,10 @@ class Environments(Whole):
         not proven in both."""
         failed: dict[str, Compared] = {}
         proofs: list[dict[str, Proof]] = []
+        seeds = {i: secrets.randbits(31) for i in ids}  # the time of some depends on the values drawn
         for one in both:
             tasks = [
-                Task(id=i, kind=PROVE, limit_s=self._limit_s(i), seed=secrets.randbits(31), reference=0, thorough=False)
+                Task(id=i, kind=PROVE, limit_s=self._limit_s(i), seed=seeds[i], reference=0, thorough=False)
                 for i in ids
                 if i not in failed
             ]

@@ -197,7 +197,14 @@ PAIRS = """
         return x + x
 
 
+    noted = []
+
+
     def slower(x):
+        if not noted:  # the first inputs of each process
+            noted.append(True)
+            with open("there" if installed else "here", "a") as file:
+                file.write(f"{x.double().sum().item()}\\n")
         if installed:
             time.sleep(0.005)
         return 2 * x
@@ -246,6 +253,8 @@ def test_two_environments_are_compared(project: Project) -> None:
     assert there > here + 0.004
     assert by_name["slower"]["pairs"] == 2
     assert by_name["slower"]["interval"][0] > 2
+    drawn = {(project.path / where).read_text() for where in ("here", "there")}
+    assert len(drawn) == 1, "both must have the same inputs"
     assert "there, " in by_name["wrong"]["message"]
     assert "there, the optimized side ended" in by_name["ends"]["message"]
     assert lines_with(done.stderr, "slower[small]", "slower")
