@@ -9,7 +9,7 @@ ARGS ?=
 # Dozens of processes import the same modules; with this variable set each would compile them anew.
 run test test-all: export PYTHONDONTWRITEBYTECODE =
 
-.PHONY: run test test-all check format gate doctor mutate clean help
+.PHONY: run test test-all check format gate doctor site mutate clean help
 
 run: ## prove, measure and report, with what this machine has
 	@$(SETUP) && "$$python" -m perfsuite run $(ARGS)
@@ -37,6 +37,12 @@ check: ## formatting, lint and types
 
 format: ## rewrite the sources as `make check` wants them
 	@$(SETUP) && "$$python" -m ruff format . && "$$python" -m ruff check --fix .
+
+site: export NO_MKDOCS_2_WARNING = 1
+site: ## the documents as HTML, in build/site
+	@$(SETUP) && { "$$python" -c "import material, mkdocstrings" 2>/dev/null || \
+		"$$python" -m pip install --quiet -c constraints.txt mkdocs mkdocs-material mkdocstrings mkdocstrings-python >&2; } && \
+		"$$python" -m mkdocs build --quiet --strict $(ARGS)
 
 gate: ## hold this machine's measurements against its baseline
 	@$(SETUP) && "$$python" -m perfsuite gate $(ARGS)

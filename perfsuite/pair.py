@@ -278,38 +278,38 @@ class Pair:
     Sides are called with the inputs by position, in the order of `inputs`. They return a tensor, a number, None,
     or a tuple, list or dict of these. Sides may be modules: all use the parameters of the reference's, by their names.
 
-    inputs       name → spec (`tensor`, `scalar`, `listof`, `module`, `generator`, `recorded`, `constant`, or nested)
-    step_inputs  for stateful sides: inputs drawn anew for each step
-    mutates      inputs changed in place, {"x"}; any other must come back untouched. As a dict, name → "changed", or
-                 "written" for an input that is an output only: it is filled with NaN before the call; or "buffers" for
-                 a module whose parameters come back untouched, as those of a batch norm in training do
-    consumes     inputs that a call, or its backward pass, uses up: what is left in them means nothing, and their
-                 gradients are compared; "grad_output" is the gradient that comes in to the backward pass
-    gradients    compare gradients of every floating input that is not mutated, of modules those of the parameters
-    rivals       name → side: what a user would pick instead; proven equal, then timed beside the two
-    variants     name → side: other paths of the optimized side, proven equal but not timed
-    workloads    the sizes that are timed
-    cost         the least bytes and operations → the limit on this device
-    dtypes       precisions to prove, each an item of its own
-    sizes        name → `size(low, high, multiple_of=)` for property tests
-    where        a condition on the sizes, by name; other draws are not made
-    truth        a cheaper float64 truth; proven against the reference at small sizes
-    precision    a lower working precision that the optimized side declares, e.g. "bfloat16"; "tf32" where products
-                 of float32 are in TF32
-    excuse       inputs (float64) → bool mask of output elements within rounding of a threshold; a keyword-only
-                 parameter `eps` gets the rounding unit that both sides compute with, under autocast a larger one
-    adjust       called with the drawn inputs before any side sees them: changes in place what lies at such a threshold;
-                 where they are few elements it is called on the CPU
-    steps        for stateful sides: after how many steps the states are compared
-    strides      "reference" (the optimized side's outputs lie in memory as the reference's do), or "any"
-    unsupported  ways of calling (CONTEXTS) that the optimized side is not made for → why; they are not tried
-    max_examples draws a proof takes at most, for a pair whose draws are dear
-    output_dtype the dtype of the optimized side's outputs, where it is not the reference's
-    ranks        numbers of processes of torch.distributed that both sides are proven in, too, e.g. (2, 4): each is a
-                 rank of the default group, over NCCL on GPUs and gloo on CPUs, and gets its part of what is `by_rank`.
-                 The truth is the reference in a group of one, on all inputs
-    signed_zeros whether -0.0 is another answer than 0.0
-    time_limit   seconds one item may take before it counts as hanging; more where a profile draws more than "dev"
+    inputs        name → spec (`tensor`, `scalar`, `listof`, `module`, `generator`, `recorded`, `constant`, or nested)
+    step_inputs   for stateful sides: inputs drawn anew for each step
+    mutates       inputs changed in place, {"x"}; any other must come back untouched. As a dict, name → "changed", or
+                  "written" for an input that is an output only: it is filled with NaN before the call; or "buffers" for
+                  a module whose parameters come back untouched, as those of a batch norm in training do
+    consumes      inputs that a call, or its backward pass, uses up: what is left in them means nothing, and their
+                  gradients are compared; "grad_output" is the gradient that comes in to the backward pass
+    gradients     compare gradients of every floating input that is not mutated, of modules those of the parameters
+    rivals        name → side: what a user would pick instead; proven equal, then timed beside the two
+    variants      name → side: other paths of the optimized side, proven equal but not timed
+    workloads     the sizes that are timed
+    cost          the least bytes and operations → the limit on this device
+    dtypes        precisions to prove, each an item of its own
+    sizes         name → `size(low, high, multiple_of=)` for property tests
+    where         a condition on the sizes, by name; other draws are not made
+    truth         a cheaper float64 truth; proven against the reference at small sizes
+    precision     a lower working precision that the optimized side declares, e.g. "bfloat16"; "tf32" where products
+                  of float32 are in TF32
+    excuse        inputs (float64) → bool mask of output elements within rounding of a threshold; a keyword-only
+                  parameter `eps` gets the rounding unit that both sides compute with, under autocast a larger one
+    adjust        called with the drawn inputs before any side sees them: changes in place what lies at such a
+                  threshold; where they are few elements it is called on the CPU
+    steps         for stateful sides: after how many steps the states are compared
+    strides       "reference" (the optimized side's outputs lie in memory as the reference's do), or "any"
+    unsupported   ways of calling (CONTEXTS) that the optimized side is not made for → why; they are not tried
+    max_examples  draws a proof takes at most, for a pair whose draws are dear
+    output_dtype  the dtype of the optimized side's outputs, where it is not the reference's
+    ranks         numbers of processes of torch.distributed that both sides are proven in, too, e.g. (2, 4): each is a
+                  rank of the default group, over NCCL on GPUs and gloo on CPUs, and gets its part of what is `by_rank`.
+                  The truth is the reference in a group of one, on all inputs
+    signed_zeros  whether -0.0 is another answer than 0.0
+    time_limit    seconds one item may take before it counts as hanging; more where a profile draws more than "dev"
     """
 
     reference: Callable[..., Any] | Side

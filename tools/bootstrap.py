@@ -27,9 +27,9 @@ LOG = "bootstrap.log"
 NEWER = ("python3.13", "python3.12", "python3.11")
 
 # Extras of pyproject.toml; INSPECT names them too.
-EXTRAS = "test,train,history"
+EXTRAS = "test,train,history,docs"
 # The tests run without these packages. `make check`, figures, packaging and parallel tests need them, and so do a few
-# tests of the trainers and of the history, which are skipped without them.
+# tests of the trainers, of the history and of the documents' site, which are skipped without them.
 OPTIONAL = {
     "mypy",
     "ruff",
@@ -38,6 +38,10 @@ OPTIONAL = {
     "pytest-xdist",
     "h5py",
     "jsonargparse",
+    "mkdocs",
+    "mkdocs-material",
+    "mkdocstrings",
+    "mkdocstrings-python",
     "pyyaml",
     "ruptures",
     "soundfile",
@@ -59,7 +63,8 @@ from pip._vendor.packaging.utils import canonicalize_name
 from pip._vendor.packaging.version import InvalidVersion, Version
 project = tomllib.load(open(sys.argv[1], "rb"))["project"]
 extras = project["optional-dependencies"]
-lines = [*project["dependencies"], *extras["test"], *extras.get("train", []), *extras.get("history", [])]
+lines = [*project["dependencies"], *extras["test"]]
+lines += [line for name in ("train", "history", "docs") for line in extras.get(name, [])]
 found = {}
 for d in importlib.metadata.distributions():
     try:
