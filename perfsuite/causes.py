@@ -38,12 +38,12 @@ def of_ratio(entry: Entry | None, runs: Sequence[Measurement], slower: float) ->
         why = f"both sides' seconds are {word} ({change(optimized)} and {change(reference)})"
     else:
         side, other = ("reference", "optimized") if abs(reference) > abs(optimized) else ("optimized", "reference")
-        why = f"compared with its accepted seconds, the {side} is {change(shift[side])}, "
-        why += f"the {other} {change(shift[other])}"
+        why = f"against the stored times, the {side} side is {change(shift[side])}, "
+        why += f"the {other} side {change(shift[other])}"
         if _moved_with(anchors, shift[side]):
             side = "device"
     if side in _SHARED:
-        why += f": {_SHARED[side]}"
+        why += f", so it is {_SHARED[side]}"
     return side, why + _listed(anchors)
 
 
@@ -64,10 +64,8 @@ def of_speedup(entry: Entry | None, runs: Sequence[Measurement]) -> tuple[str | 
     known = bool(_anchor_shifts(entry, timed))
     side = "software" if known else "device"
     beneath = _SHARED["software"] if known else "the device or its software"
-    return (
-        side,
-        f"both revisions of the optimized side moved alike ({change(_shift(entry, timed, 'optimized'))}): {beneath}",
-    )
+    moved = change(_shift(entry, timed, "optimized"))
+    return side, f"both revisions of the optimized side moved alike ({moved}), so it is {beneath}"
 
 
 def reference_moved(entry: Entry | None, runs: Sequence[Measurement], most: float) -> str:

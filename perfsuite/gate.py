@@ -168,7 +168,7 @@ class Speedup:
     def __str__(self) -> str:
         low, high = (math.exp(x) for x in self.now.interval())
         interval = "" if self.least else f" (95% interval {low:.4g} to {high:.4g})"
-        return f"{'at least ' * self.least}{math.exp(self.now.value):.4g}×{interval} the reference"
+        return f"{'at least ' * self.least}{math.exp(self.now.value):.4g}× as fast as the reference{interval}"
 
 
 def analyse(subjects: Iterable[Subject], suite: Suite, *, selected: int) -> dict[str, Verdict | Open]:
@@ -284,11 +284,12 @@ def _by_speed(s: Subject, slower: Estimate, margin: float, selected: int) -> tup
             return Status.IMPROVED, f"{text}; run `perfsuite accept` to keep the gain"
         return Status.PASS, f"a slowdown of {margin:.1%} is excluded"
     if processes >= LOOKS[-1]:
-        decided = math.ceil(100 * math.expm1(slower.upper(1 - beta(processes))) + 1e-9) / 100
-        advice = f", or let smaller slowdowns pass: declare margin={decided:g}" if decided < 1 else ""
+        bound = math.expm1(slower.upper(1 - beta(processes)))
+        decided = math.ceil(100 * bound + 1e-9) / 100
+        always = f"; if it is always as noisy, let smaller ones pass: declare margin={decided:g}" if decided < 1 else ""
         return Status.NOISY, (
-            f"{text}: {margin:.1%} cannot be decided at this noise after {processes} processes; "
-            f"measure on a quiet machine{advice}"
+            f"too noisy: after {processes} processes a slowdown of up to {bound:.1%} is not excluded, "
+            f"where {margin:.1%} matters; {text}; measure on a quiet machine{always}"
         )
     return None, f"a slowdown of {margin:.1%} is neither shown nor excluded yet"
 

@@ -9,7 +9,6 @@ import functools
 import itertools
 import re
 import shlex
-import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +18,7 @@ from perfsuite import exit_codes
 from perfsuite.records import (
     ACCEPTED,
     OPTIMIZED,
+    REFERENCE,
     CodeChange,
     Limit,
     Measurement,
@@ -29,7 +29,7 @@ from perfsuite.records import (
 )
 from perfsuite.report import model, plots, units
 from perfsuite.report.files import write as write_text
-from perfsuite.report.model import Row, RunReport
+from perfsuite.report.model import Comparison, Row, RunReport
 
 if TYPE_CHECKING:
     import jinja2
@@ -77,6 +77,7 @@ class RedRow:
     row: Row
     anchor: str
     change: str
+    """Seconds of the accepted code and of the current one, timed side by side."""
     since: str
 
 
@@ -87,6 +88,8 @@ class Alarm:
     status: Status
     cause: str
     rows: tuple[RedRow, ...]
+    shown: int
+    """Number of rows that are shown at once; the others are folded away."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -132,6 +135,15 @@ def page(report: RunReport) -> str:
         filled=_filled(every),
         without_figures=WITHOUT_FIGURES,
         missed={row.id for row in every if _misses(report.promises.get(row.id), row)},
+        broken={
+            row.id: ", ".join(what for what, _, _, tone in found if tone)
+            for row in every
+            if (
+                found := _promises(
+                    report.promises.get(row.id, PromiseRecord()), row, report.measurements.get(row.id, ())
+                )
+            )
+        },
         units=units,
         tones=TONES,
         plots=plots,
@@ -170,20 +182,27 @@ def _alarm(report: RunReport, status: Status, moved: str | None, rows: Sequence[
     if moved == "device":
         measurements = [m for row in rows for m in report.measurements.get(row.id, ())]
         cause += ", for the accepted code as well" if any(ACCEPTED in m.sides for m in measurements) else ""
-        cause += f": {condition}" if (condition := _condition(measurements)) else ""
+        cause += f": {condition}" if (condition := model.condition(measurements)) else ""
     return Alarm(
         status=status,
         cause=cause,
+        shown=1 if moved in ("device", "software") else 3,  # it is the same for all
         rows=tuple(
             RedRow(
                 row=row,
                 anchor=anchor(row),
-                change=f"{row.change} {row.change_interval}".strip() if row.slowdown is not None else "",
+                change=_side_by_side(row),
                 since=model.since_accepted(report, row.id),
             )
             for row in rows
         ),
     )
+
+
+def _side_by_side(row: Row) -> str:
+    if row.slowdown is None or row.before_s is None or row.optimized_s is None:
+        return ""
+    return f"accepted code {units.seconds(row.before_s)}, now {units.seconds(row.optimized_s)}, side by side"
 
 
 def detail(report: RunReport, row: Row, known: Mapping[str, float]) -> Detail:
@@ -200,12 +219,15 @@ def detail(report: RunReport, row: Row, known: Mapping[str, float]) -> Detail:
         row=row,
         anchor=anchor(row),
         facts=_facts(report, row, measurements),
-        sides=tuple(_side(measurements, name) for name in sides),
+        sides=tuple(_side(measurements, name, verdict) for name in sides),
         promises=_promises(promise, row, measurements),
         processes=_processes(measurements, others[0]) if others else (),
         against=others[0] if others else "",
         blocks=tuple(
-            p for n in others if (p := plots.blocks(measurements, n, promise, margin=margin, noise=noise)) is not None
+            p
+            for n in others
+            if (p := plots.blocks(measurements, n, promise, _judged(verdict, n), margin=margin, noise=noise))
+            is not None
         ),
         densities=plots.densities(measurements),
         roofline=plots.roofline(measurements, known),
@@ -248,17 +270,30 @@ def anchor(row: Row) -> str:
     return re.sub(r"[^A-Za-z0-9_.-]+", "-", f"{row.technique}-{row.workload}")
 
 
-def _side(measurements: Sequence[Measurement], name: str) -> SideRow:
+def _judged(verdict: Verdict | None, other: str) -> Comparison | None:
+    """Return the ratio of another side's time to the optimized side's as the verdict has it; None where it has none."""
+    if verdict is None:
+        return None
+    if other == ACCEPTED and verdict.slowdown is not None:
+        low, high = ((1 / (1 + v) if v is not None else None) for v in (verdict.high, verdict.low))
+        return Comparison(value=1 / (1 + verdict.slowdown), low=low, high=high)
+    if other == REFERENCE and verdict.speedup is not None:
+        return Comparison(value=verdict.speedup, low=verdict.speedup_low, high=verdict.speedup_high)
+    return None
+
+
+def _side(measurements: Sequence[Measurement], name: str, verdict: Verdict | None) -> SideRow:
     found, least = complete(measurements, name)
     records = [m.sides[name] for m in found]
-    comparison = model.compare(measurements, name) if name != "optimized" else None
-    standing = TONES[comparison.standing] if comparison else ""
+    comparison = _judged(verdict, name) or model.compare(measurements, name) if name != OPTIMIZED else None
+    invalid = verdict is not None and verdict.status in WITHOUT_FIGURES
+    standing = TONES[comparison.standing] if comparison and not invalid else ""
     costs = model.costs(measurements, name)
     return SideRow(
         name=name,
-        device=units.seconds(_median(r.device_s for r in records)),
-        wall=units.seconds(_median(r.wall_s for r in records)),
-        ratio=units.ratio(comparison.value) if comparison else "",
+        device=units.seconds(model.median(r.device_s for r in records)),
+        wall=units.seconds(model.median(r.wall_s for r in records)),
+        ratio=units.ratio(comparison.value) if comparison and not (invalid and name == REFERENCE) else "",
         tone=standing,
         peak=units.bytes_(costs.peak_bytes),
         syncs=_count(costs.host_syncs),
@@ -278,7 +313,7 @@ def _facts(report: RunReport, row: Row, measurements: Sequence[Measurement]) -> 
         facts.append(("measured", f"{_processes_of(len(measurements))}, {blocks} blocks, {spent}, seed {first.seed}"))
         if limits := [m.limit for m in measurements if m.limit is not None]:
             facts.append(("limit", _limit(limits[0], row)))
-        condition = _condition(measurements)
+        condition = model.condition(measurements)
         if condition:
             facts.append(("device", condition))
         if first.evidence is not None:
@@ -308,28 +343,6 @@ def _limit(limit: Limit, row: Row) -> str:
     return f"{units.seconds(limit.seconds)} by {limit.by} ({work} at {ceiling}){fraction}"
 
 
-def _condition(measurements: Sequence[Measurement]) -> str:
-    conditions = [m.condition for m in measurements]
-    parts = []
-    clock = _median(c.sm_clock_mhz for c in conditions)
-    if clock is not None:
-        lowest = min((c.sm_clock_min_mhz for c in conditions if c.sm_clock_min_mhz is not None), default=None)
-        parts.append(f"SM clock {clock:.0f} MHz" + (f" (lowest {lowest:.0f})" if lowest not in (None, clock) else ""))
-    temperature = max((c.temperature_c for c in conditions if c.temperature_c is not None), default=None)
-    if temperature is not None:
-        parts.append(f"{temperature:.0f} °C")
-    power = _median(c.power_w for c in conditions)
-    if power is not None:
-        parts.append(f"{power:.0f} W")
-    reasons = sorted({reason for c in conditions for reason in c.throttle})
-    if reasons:
-        parts.append(f"clock limited by {', '.join(reasons)}")
-    aside = sum(c.set_aside for c in conditions)
-    if aside:
-        parts.append(f"{aside} ABBA rounds discarded")
-    return ", ".join(parts)
-
-
 def _promises(promise: PromiseRecord, row: Row, found: Sequence[Measurement]) -> tuple[tuple[str, str, str, str], ...]:
     costs = model.costs(found, "optimized")
     lines = []
@@ -338,6 +351,7 @@ def _promises(promise: PromiseRecord, row: Row, found: Sequence[Measurement]) ->
         if row.speedup is not None:
             bounds = units.interval(row.speedup.low, row.speedup.high)
             measured = row.times_as_fast + (f" ({bounds})" if bounds else "")
+        measured = "not valid" if row.status in WITHOUT_FIGURES else measured
         tone = "bad" if _misses(promise, row) else ""
         lines.append(("speedup", f"≥ {units.ratio(promise.speedup)}", measured, tone))
     if promise.peak_bytes is not None:
@@ -426,25 +440,13 @@ def tone_of(status: Status | None) -> str:
     return "good" if status.green else "bad" if status.blames_code else "fair"
 
 
-def reason(message: str, row: Row) -> str:
-    """Return a verdict's message without what stands beside it already: the verdict and the workload's id."""
-    name = f"{row.technique.rpartition('/')[2]}[{row.workload}]"
-    for known in (row.status.value if row.status else "", row.id, name):
-        message = message.removeprefix(known).lstrip(" :") if known else message
-    return message
-
-
-def _median(values: Iterable[float | None]) -> float | None:
-    known = [v for v in values if v is not None]
-    return statistics.median(known) if known else None
-
-
 def _count(value: int | None) -> str:
     return units.MISSING if value is None else str(value)
 
 
 def _signed(fraction: float) -> str:
-    return f"{100 * fraction:+.1f}%".replace("-", "−")
+    text = f"{100 * fraction:+.1f}%".replace("-", "−")
+    return "0.0%" if text in ("+0.0%", "−0.0%") else text
 
 
 @functools.cache
@@ -460,5 +462,5 @@ def template(name: str) -> jinja2.Template:
         lstrip_blocks=True,
     )
     environment.filters["tone"] = tone_of
-    environment.filters["reason"] = reason
+    environment.filters["reason"] = model.reason
     return environment.get_template(name)

@@ -13,6 +13,7 @@ from typing import Literal
 from perfsuite import exit_codes
 from perfsuite.baseline import Entry
 from perfsuite.records import (
+    OPTIMIZED,
     CodeChange,
     Counts,
     Excuse,
@@ -431,7 +432,7 @@ def sentence(report: RunReport) -> str:
         shares.append(f"{units.count(report.correctness.failed, 'proof')} failed")
     why = f" ({', '.join(shares)})" if shares else ""
     if code == exit_codes.CODE_AT_FAULT:
-        return f"perfsuite is red: the code is at fault{why}."
+        return f"perfsuite is red: {_at_fault(report)}{why}."
     if code == exit_codes.ENDED_EARLY:
         return f"perfsuite is red: the run ended early{why}."
     if code == exit_codes.UNDECIDED:
@@ -443,12 +444,71 @@ def sentence(report: RunReport) -> str:
     return f"perfsuite is green: {units.count(every, 'workload')}{but}."
 
 
+def _at_fault(report: RunReport) -> str:
+    """Return the first workload whose code is at fault, and why."""
+    for row in rows(report):
+        verdict = report.verdicts.get(row.id)
+        if verdict is None or verdict.status.green:
+            continue
+        if verdict.status.blames_code or verdict.moved == OPTIMIZED:
+            why = CLAUSE.split(reason(row.message, row), maxsplit=1)[0]
+            return f"{row.technique}[{row.workload}]: {why}"
+    return "the code is at fault"
+
+
+CLAUSE = re.compile(r"; | \((?=95% interval)")
+"""End of the first clause of a verdict's message."""
+
+
+def reason(message: str, row: Row) -> str:
+    """Return a verdict's message without what stands beside it already: the verdict and the workload's id."""
+    pair = row.technique.rpartition("/")[2]
+    for known in (row.status.value if row.status else "", row.id, f"{pair}[{row.workload}]", f"{pair}: "):
+        message = message.removeprefix(known).lstrip(" :") if known else message
+    return message
+
+
+def condition(measurements: Sequence[Measurement]) -> str:
+    """Return the state of the device while these were measured, in words."""
+    conditions = [m.condition for m in measurements]
+    parts = []
+    clock = median(c.sm_clock_mhz for c in conditions)
+    if clock is not None:
+        lowest = min((c.sm_clock_min_mhz for c in conditions if c.sm_clock_min_mhz is not None), default=None)
+        parts.append(f"SM clock {clock:.0f} MHz" + (f" (lowest {lowest:.0f})" if lowest not in (None, clock) else ""))
+    temperature = max((c.temperature_c for c in conditions if c.temperature_c is not None), default=None)
+    if temperature is not None:
+        parts.append(f"{temperature:.0f} °C")
+    power = median(c.power_w for c in conditions)
+    if power is not None:
+        parts.append(f"{power:.0f} W")
+    reasons = sorted({reason for c in conditions for reason in c.throttle})
+    if reasons:
+        parts.append(f"clock limited by {', '.join(reasons)}")
+    aside = sum(c.set_aside for c in conditions)
+    if aside:
+        parts.append(f"{aside} ABBA rounds discarded")
+    return ", ".join(parts)
+
+
+def median(values: Iterable[float | None]) -> float | None:
+    """Return the median of the values that are known; None where none is."""
+    known = [v for v in values if v is not None]
+    return statistics.median(known) if known else None
+
+
+def _limited(report: RunReport) -> str:
+    """Return in words what limited the clock of the workloads that are not green; empty where nothing did."""
+    found = [m for v in not_green(report) for m in report.measurements.get(v.id, ())]
+    return f" ({condition(found)})" if any(m.condition.throttle for m in found) else ""
+
+
 def _undecided(report: RunReport) -> str:
     """Return what keeps a run from a decision, each reason once."""
     found = dict.fromkeys(
-        CAUSES["device"] if v.moved == "device" else reason
+        CAUSES["device"] + _limited(report) if v.moved == "device" else why
         for v in not_green(report)
-        if (reason := UNDECIDED.get(v.status))
+        if (why := UNDECIDED.get(v.status))
     )
     return ", and ".join(found) or "the machine, the baseline or the measurement is at fault"
 
@@ -469,12 +529,12 @@ CAUSES = {
 """`Verdict.moved`, other than the optimized side → the cause in words."""
 
 MEANINGS = {
-    Status.NOT_EQUIVALENT: "the optimized side is not the same function",
+    Status.NOT_EQUIVALENT: "the optimized side gives wrong results",
     Status.NOT_PROVEN: "a proof failed, so that its times mean nothing",
-    Status.NOT_TIMED: "its times are not those of its work",
+    Status.NOT_TIMED: "the measured times cannot be trusted",
     Status.BELOW_FLOOR: "a promise is broken",
-    Status.REGRESSED: "it takes more than what was accepted",
-    Status.NOISY: "neither a slowdown nor its absence is shown",
+    Status.REGRESSED: "it takes more time, memory, syncs or launches than what was accepted",
+    Status.NOISY: "the measurement is too noisy to decide",
     Status.NO_BASELINE: "there is nothing to compare it with",
     Status.WRONG_MACHINE: "the baseline is of another machine",
     Status.UNMEASURED: "there is no measurement",
@@ -495,7 +555,8 @@ def since_accepted(report: RunReport, workload_id: str) -> str:
     if not change.commits:
         return f"{files} changed since {change.since}"
     others = f" and {len(change.commits) - 1} more since {change.since}" if len(change.commits) > 1 else ""
-    return f"changed in {change.commits[0]}{others}: {files}"
+    revision, _, title = change.commits[0].partition(" ")
+    return f"changed in {revision} “{title}”{others}: {files}"
 
 
 def machine_line(machine: Machine) -> str:

@@ -106,17 +106,19 @@ def blocks(
     measurements: Sequence[Measurement],
     other: str,
     promise: PromiseRecord,
+    judged: model.Comparison | None = None,
     *,
     margin: float | None = None,
     noise: float | None = None,
 ) -> Blocks | None:
     """Return the blocks' log-ratios against one other side; None where no process has any.
 
+    judged  the ratio as the verdict has it
     margin  the slowdown that the gate calls a regression, drawn beside the accepted side
     noise   the standard deviation of a process's mean log-ratio between the accepted code and itself
     """
     lines = [m.log_ratios[other] for m in measurements if m.log_ratios.get(other)]
-    comparison = model.compare(measurements, other)
+    comparison = judged or model.compare(measurements, other)
     if not lines or comparison is None:
         return None
     values = [v for line in lines for v in line]
@@ -136,10 +138,11 @@ def blocks(
     def x(value: float) -> float:
         return _at(value, low, high)
 
-    bounds = units.interval(comparison.low, comparison.high)
+    medians = [math.exp(statistics.median(line)) for line in lines]
+    ends = units.interval(min(medians), max(medians))
     return Blocks(
         title=f"{other} / {OPTIMIZED}",
-        subtitle=f"median {units.ratio(comparison.value)}" + (f" (processes {bounds})" if bounds else ""),
+        subtitle=units.ratio(comparison.value) + (f" (medians of the processes {ends})" if len(lines) > 1 else ""),
         height=TOP + ROW * len(lines) + BOTTOM,
         rows=tuple(_row(n, line, x) for n, line in enumerate(lines)),
         ticks=tuple(Mark(x=x(math.log(t)), label=label) for t, label in ticks(math.exp(low), math.exp(high))),

@@ -55,54 +55,54 @@ def test_a_change_is_said_in_words() -> None:
             0.05,
             0.01,
             "optimized",
-            "compared with its accepted seconds, the optimized is 5.1% slower, the reference 1.0% slower",
+            "against the stored times, the optimized side is 5.1% slower, the reference side 1.0% slower",
         ),
         (
             0.01,
             -0.05,
             "reference",
-            "compared with its accepted seconds, the reference is 4.9% faster, the optimized 1.0% slower",
+            "against the stored times, the reference side is 4.9% faster, the optimized side 1.0% slower",
         ),
         (
             0.05,
             -0.04,
             "optimized",
-            "compared with its accepted seconds, the optimized is 5.1% slower, the reference 3.9% faster",
+            "against the stored times, the optimized side is 5.1% slower, the reference side 3.9% faster",
         ),
         (
             -0.04,
             0.05,
             "reference",
-            "compared with its accepted seconds, the reference is 5.1% slower, the optimized 3.9% faster",
+            "against the stored times, the reference side is 5.1% slower, the optimized side 3.9% faster",
         ),
-        (0.05, 0.04, "device", "both sides' seconds are slower (5.1% slower and 4.1% slower): the device"),
-        (-0.05, -0.04, "device", "both sides' seconds are faster (4.9% faster and 3.9% faster): the device"),
+        (0.05, 0.04, "device", "both sides' seconds are slower (5.1% slower and 4.1% slower), so it is the device"),
+        (-0.05, -0.04, "device", "both sides' seconds are faster (4.9% faster and 3.9% faster), so it is the device"),
         # Together, but by no more than a device's usual change, or than their ratio.
         (
             0.03,
             0.0199,
             "optimized",
-            "compared with its accepted seconds, the optimized is 3.0% slower, the reference 2.0% slower",
+            "against the stored times, the optimized side is 3.0% slower, the reference side 2.0% slower",
         ),
         (0.03, 0.0201, "device", "both sides' seconds are slower"),
         (
             0.20,
             0.09,
             "optimized",
-            "compared with its accepted seconds, the optimized is 22.1% slower, the reference 9.4% slower",
+            "against the stored times, the optimized side is 22.1% slower, the reference side 9.4% slower",
         ),
         (0.20, 0.11, "device", "both sides' seconds are slower"),
         (
             0.09,
             0.20,
             "reference",
-            "compared with its accepted seconds, the reference is 22.1% slower, the optimized 9.4% slower",
+            "against the stored times, the reference side is 22.1% slower, the optimized side 9.4% slower",
         ),
         (
             -0.09,
             -0.20,
             "reference",
-            "compared with its accepted seconds, the reference is 18.1% faster, the optimized 8.6% faster",
+            "against the stored times, the reference side is 18.1% faster, the optimized side 8.6% faster",
         ),
     ],
 )
@@ -117,14 +117,14 @@ def test_the_side_that_moved_more_moved_unless_both_did(
 @pytest.mark.parametrize(
     ("optimized", "reference", "anchors", "moved", "says"),
     [
-        (0.05, 0.0, {}, "optimized", "the optimized is 5.1% slower, the reference 0.0% slower (control kernels: copy"),
-        (0.0, -0.05, {}, "reference", "the reference is 4.9% faster, the optimized 0.0% slower (control kernels: copy"),
-        (0.05, 0.0, {"copy": 0.05}, "device", "reference 0.0% slower: the device (control kernels: copy 5.1% slower"),
-        (0.05, 0.0, {"matmul": 0.05}, "device", ": the device (control kernels: copy 0.0% slower, matmul 5.1% slower)"),
-        (0.0, -0.05, {"copy": -0.03}, "device", ": the device (control kernels: copy 3.0% faster, matmul 0.0% slower)"),
-        (0.05, 0.04, {"matmul": 0.05}, "device", "(5.1% slower and 4.1% slower): the device (control kernels: copy"),
-        (0.05, 0.04, {}, "software", "): not the device, but software that both sides use (control kernels: copy 0.0%"),
-        (-0.05, -0.04, {"copy": 0.05}, "software", "): not the device, but software that both sides use"),
+        (0.05, 0.0, {}, "optimized", "is 5.1% slower, the reference side 0.0% slower (control kernels: copy"),
+        (0.0, -0.05, {}, "reference", "is 4.9% faster, the optimized side 0.0% slower (control kernels: copy"),
+        (0.05, 0.0, {"copy": 0.05}, "device", "so it is the device (control kernels: copy 5.1% slower"),
+        (0.05, 0.0, {"matmul": 0.05}, "device", "the device (control kernels: copy 0.0% slower, matmul 5.1% slower)"),
+        (0.0, -0.05, {"copy": -0.03}, "device", "the device (control kernels: copy 3.0% faster, matmul 0.0% slower)"),
+        (0.05, 0.04, {"matmul": 0.05}, "device", "4.1% slower), so it is the device (control kernels: copy"),
+        (0.05, 0.04, {}, "software", "is not the device, but software that both sides use (control kernels: copy 0.0%"),
+        (-0.05, -0.04, {"copy": 0.05}, "software", "), so it is not the device, but software that both sides use"),
         # In the other direction, less than half as far, or by no more than a device's usual change.
         (0.05, 0.0, {"copy": -0.05}, "optimized", "the optimized"),
         (0.05, 0.0, {"copy": 0.0249}, "optimized", "the optimized"),
@@ -154,7 +154,7 @@ def test_a_side_that_stayed_was_not_moved_by_the_device() -> None:
     found, why = of_ratio(ENTRY, run(0.0, 0.0, {"copy": 0.05}), 0.0)
     assert found == "optimized"
     assert why == (
-        "compared with its accepted seconds, the optimized is 0.0% slower, the reference 0.0% slower "
+        "against the stored times, the optimized side is 0.0% slower, the reference side 0.0% slower "
         "(control kernels: copy 5.1% slower, matmul 0.0% slower)"
     )
 
@@ -190,7 +190,7 @@ def test_a_side_moves_by_the_mean_over_its_processes_of_the_median_block() -> No
         return replace(m, sides={**m.sides, "optimized": replace(side(1.0), blocks_s=seconds)})
 
     run_ = [process(1e-4, 1e-4, 9e-4), process(4e-4, 4e-4, 4e-4)]
-    assert "the optimized is 100.0% slower" in of_ratio(ENTRY, run_, 0.5)[1]
+    assert "the optimized side is 100.0% slower" in of_ratio(ENTRY, run_, 0.5)[1]
 
 
 def test_a_side_without_seconds_is_taken_to_have_stayed() -> None:
@@ -199,7 +199,7 @@ def test_a_side_without_seconds_is_taken_to_have_stayed() -> None:
         {"optimized": side(1.1e-4), "reference": replace(side(1.0), blocks_s=())},
     ):
         found, why = of_ratio(ENTRY, [measurement(sides=sides)], 0.1)
-        assert (found, "the reference 0.0% slower" in why) == ("optimized", True)
+        assert (found, "the reference side 0.0% slower" in why) == ("optimized", True)
 
 
 def test_without_an_entry_nothing_is_known_to_have_moved() -> None:
@@ -215,13 +215,13 @@ def test_beside_its_accepted_revision_the_optimized_side_is_not_what_moved() -> 
     found, why = of_speedup(ENTRY, run(0.05, 0.0, {}, accepted=0.0))
     assert (found, why) == (
         "software",
-        "both revisions of the optimized side moved alike (5.1% slower): not the device, but software that both sides "
-        "use",
+        "both revisions of the optimized side moved alike (5.1% slower), so it is not the device, but software that "
+        "both sides use",
     )
     found, why = of_speedup(BARE, run(0.05, 0.0, accepted=0.0))
     assert (found, why) == (
         "device",
-        "both revisions of the optimized side moved alike (5.1% slower): the device or its software",
+        "both revisions of the optimized side moved alike (5.1% slower), so it is the device or its software",
     )
 
 

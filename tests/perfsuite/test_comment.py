@@ -82,7 +82,9 @@ def test_a_red_gate() -> None:
     text = comment.text(EXAMPLE, "https://example.org/runs/7")
     lines = text.splitlines()
     assert lines[0] == comment.MARKER
-    assert lines[1] == "### ❌ perfsuite is red: the code is at fault (1 of 3 workloads not green)."
+    assert (
+        lines[1] == "### ❌ perfsuite is red: dots\\[large\\]: optimized is 5.0% slower (1 of 3 workloads not green)."
+    )
     assert f"- REGRESSED: `{RED}`: optimized is 5.0% slower; the device did not move" in lines
     assert "**1 workload excused; without the waivers this run is red: the code is at fault:**" in lines
     assert "| dots | small | REGRESSED | Ada Lovelace | 2030-12-31 | driver 590, reported |" in lines
@@ -101,7 +103,10 @@ def test_a_red_gate() -> None:
         (excused_alone(), "✅ perfsuite is green: 1 workload, 1 of them excused by a waiver."),
         (report(verdict(RED, Status.NOISY)), "⚠️ perfsuite cannot decide: the measurement is too noisy (1 of"),
         (report(verdict(RED, Status.NOISY, moved="device")), "⚠️ perfsuite cannot decide: the device was slower than"),
-        (report(verdict(RED, Status.NOISY, moved="optimized")), "❌ perfsuite is red: the code is at fault"),
+        (
+            report(verdict(RED, Status.NOISY, moved="optimized")),
+            "❌ perfsuite is red: dots\\[large\\]: the reason (1 of 1 workload",
+        ),
         (report(complete=False), "❌ perfsuite is red: the run ended early."),
         (report(), "✅ perfsuite is green, but nothing was compared with a baseline."),
         (report(correctness=Correctness(failed=2)), "❌ perfsuite is red: the code is at fault (2 proofs failed)."),

@@ -262,7 +262,7 @@ WRONG = Failure(status=Status.NOT_EQUIVALENT, message="scale: output is off by 1
     ("outcome", "words"),
     [
         (times(slower=0.05), ["REGRESSED", "5.0% slower"]),
-        (times(noise=100), ["NOISY", "cannot be decided", "declare margin="]),
+        (times(noise=100), ["NOISY", "is not excluded", "declare margin="]),
         (times(speedup=1.4), ["BELOW_FLOOR", "1.5"]),
         (fails(DIED, only="large"), ["UNMEASURED", LARGE, "SIGSEGV"]),
         (fails(WRONG, only="large"), ["NOT_EQUIVALENT", LARGE, "off by 1"]),
