@@ -41,7 +41,7 @@ Whatever is missing, contradictory or not finite is red: UNMEASURED or NO_BASELI
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean, median
 
@@ -53,6 +53,7 @@ from perfsuite.priors import Suite
 from perfsuite.records import Measurement, PromiseRecord, Status, Verdict, complete
 from perfsuite.stages import BETA, LOOKS, RED_LOOKS, RED_PROCESSES, ahead, beta
 from perfsuite.statistics import (
+    INFLATION_WORKLOADS,
     PROCESS_DOF,
     PROCESS_SD,
     SESSION_DOF,
@@ -64,6 +65,7 @@ from perfsuite.statistics import (
     estimate,
     fit_prior,
     inflation,
+    inflation_of_few,
     noise_of,
     paired_mean,
     run_mean,
@@ -182,8 +184,7 @@ def analyse(subjects: Iterable[Subject], suite: Suite, *, selected: int) -> dict
         raise ValueError(f"selected={selected}, but {len(every)} workloads are named: the family would be too small")
     found = {s.id: _unusable(s) for s in every}
     expected = {s.id: _expected(s, suite) for s in every if found[s.id] is None}
-    compared = [s for s in every if s.id in expected and not s.stored and not s.same_code]
-    factor = inflation((s.values, expected[s.id]) for s in compared)
+    factor = _noise_factor([s for s in every if s.id in expected and not s.stored], expected)
     return {
         s.id: found[s.id] or _judge(s, suite.of(s.clock), expected[s.id], 1.0 if s.stored else factor, selected)
         for s in every
@@ -346,6 +347,30 @@ def _expected(s: Subject, suite: Suite) -> Variance:
         return found
     blocks = median(len(m.log_ratios["accepted"]) for m in s.runs)
     return replace(found, value=found.value * planning.scale(s.entry, blocks))
+
+
+def _noise_factor(subjects: Sequence[Subject], expected: Mapping[str, Variance]) -> float:
+    """Return how many times the accepted variance this run has, over the workloads timed with both revisions."""
+    if len(subjects) < INFLATION_WORKLOADS:
+        return inflation_of_few(_block_variances(subjects))
+    return inflation((s.values, expected[s.id]) for s in subjects if not s.same_code)
+
+
+def _block_variances(subjects: Iterable[Subject]) -> Iterator[tuple[Variance, Variance]]:
+    """Yield (variance of a block in this run, the same when it was accepted) of each workload that has both."""
+    for s in subjects:
+        if s.entry is None:
+            continue
+        clock, processes = s.runs[0].clock, [p for session in s.entry.sessions for p in session.processes]
+        now, before = (
+            Variance(value=value, dof=dof)
+            for value, dof in (
+                block_variance([m.log_ratios[s.other] for m in s.runs], clock),
+                block_variance([p.log_ratios.get("accepted", ()) for p in processes], clock),
+            )
+        )
+        if min(now.value, now.dof, before.value, before.dof) > 0:
+            yield now, before
 
 
 def _known(expected: Variance, run: Sequence[Measurement], other: str) -> Variance:

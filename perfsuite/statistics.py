@@ -265,6 +265,21 @@ def inflation(runs: Iterable[tuple[Sequence[float], Variance]]) -> float:
     return max(1.0, median(ratios)) if len(ratios) >= INFLATION_WORKLOADS else 1.0
 
 
+def inflation_of_few(blocks: Iterable[tuple[Variance, Variance]]) -> float:
+    """Return the same factor for a run of few workloads, from their blocks; at least 1.
+
+    blocks  of each workload (variance of a block in this run, the same when it was accepted)
+
+    Blocks have many degrees of freedom, so that they show a noisy run where few processes do not. The processes are
+    taken to vary more by the same factor. It is the (lower) median over the workloads, if an F test finds it.
+    """
+    known = sorted(blocks, key=lambda pair: pair[0].value / pair[1].value)
+    if not known:
+        return 1.0
+    now, before = known[(len(known) - 1) // 2]
+    return max(1.0, now.value / before.value) if spread_p(now.value, now.dof, before) < SPREAD_P else 1.0
+
+
 def t_quantile(level: float, dof: float) -> float:
     """Return the `level` quantile of Student's t; of the normal distribution where `dof` is infinite."""
     special = _special()

@@ -19,6 +19,7 @@ from scale import FULLY
 from perfsuite import planning
 from perfsuite.baseline import Entry
 from perfsuite.gate import Open, Subject, analyse, margin_of
+from perfsuite.modes.paired import sample_size
 from perfsuite.priors import suite_noise
 from perfsuite.records import Measurement, Status, Verdict
 
@@ -27,7 +28,6 @@ PROCESS_SD, BLOCK_SD = (3e-4, 4e-3), (1e-3, 6e-3)
 """Ranges of the workloads' standard deviations."""
 TAILS = 5
 """Degrees of freedom of Student's t, by which shifts and blocks have heavy tails."""
-SAMPLE = math.ceil(WORKLOADS / 4)
 TRUTH = math.log(20.0)
 PROCESS = measurement(accepted=0.0)
 ENTRY = entry([PROCESS])
@@ -40,9 +40,9 @@ def suites(few: int) -> int:
 class Simulated:
     """A suite with its baseline: measurements have the accepted noise, in a run times `scale`."""
 
-    def __init__(self, rng: np.random.Generator) -> None:
-        self.rng = rng
-        draws = [np.exp(rng.uniform(*np.log(bounds), WORKLOADS)) for bounds in (PROCESS_SD, BLOCK_SD)]
+    def __init__(self, rng: np.random.Generator, workloads: int = WORKLOADS) -> None:
+        self.rng, self.workloads = rng, workloads
+        draws = [np.exp(rng.uniform(*np.log(bounds), workloads)) for bounds in (PROCESS_SD, BLOCK_SD)]
         self.deviations = {workload_id(i): (float(p), float(b)) for i, (p, b) in enumerate(zip(*draws, strict=True))}
         self.entries = {key: self._entry(key) for key in self.deviations}
         self.noise = suite_noise(self.entries)
@@ -68,9 +68,9 @@ class Simulated:
         """Return the verdicts if every workload is slower by `slower` margins, which are 1% or the `default`."""
         subjects: dict[str, Subject] = {}
         measured: dict[str, list[Measurement]] = {}
-        sampled = set(self.rng.choice(list(self.entries), SAMPLE, replace=False).tolist())
+        sampled = set(self.rng.choice(list(self.entries), sample_size(self.workloads), replace=False).tolist())
         for key, made in self.entries.items():
-            margin = margin_of(made, self.noise, selected=WORKLOADS) if default else 0.01
+            margin = margin_of(made, self.noise, selected=self.workloads) if default else 0.01
             blocks = planning.blocks_of(made, margin) if default else BLOCKS
             rows = scale * self.processes(key, PROCESSES, blocks) - math.log1p(slower * margin)
             measured[key] = [replace(PROCESS, id=key, log_ratios={"accepted": tuple(row.tolist())}) for row in rows]
@@ -82,7 +82,7 @@ class Simulated:
             for key in left:
                 s = subjects[key]
                 subjects[key] = replace(s, runs=tuple(measured[key][: len(s.runs) + 1]))
-            answers = analyse(subjects.values(), self.noise, selected=WORKLOADS)
+            answers = analyse(subjects.values(), self.noise, selected=self.workloads)
             left = [key for key, answer in answers.items() if isinstance(answer, Open)]
         return {key: answer for key, answer in answers.items() if isinstance(answer, Verdict)}
 
@@ -151,3 +151,22 @@ def test_a_slowdown_of_each_workload_s_own_margin_is_found_with_the_planned_bloc
     assert found.of(Status.REGRESSED) > 0.95
     # At most BETA, within three standard errors.
     assert found.of(Status.PASS) < 0.02 + 3 * math.sqrt(0.02 * 0.98 / (found.suites * WORKLOADS))
+
+
+@pytest.mark.parametrize("workloads", [1, 4])
+@pytest.mark.parametrize("scale", [4.0, 20.0])
+def test_few_workloads_on_a_far_noisier_machine_are_not_judged_by_luck(workloads: int, scale: float) -> None:
+    """They have too few processes to show the noise of the run; their blocks show it."""
+    rng = np.random.default_rng(4)
+    count = suites(120) // workloads
+    alike, slower = (
+        Counter(
+            v.status
+            for _ in range(count)
+            for v in Simulated(rng, workloads).run(margins, scale, default=False).values()
+        )
+        for margins in (0.0, 1.0)
+    )
+    total = count * workloads
+    assert alike[Status.REGRESSED] <= 0.02 * total
+    assert slower[Status.PASS] <= 0.02 * total

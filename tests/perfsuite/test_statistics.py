@@ -27,6 +27,7 @@ from perfsuite.statistics import (
     estimate,
     fit_prior,
     inflation,
+    inflation_of_few,
     noise_of,
     paired_mean,
     run_mean,
@@ -358,3 +359,20 @@ def test_inflation_takes_the_first_two_processes_only() -> None:
     """Further processes belong to workloads that were still undecided: their variance is a biased sample."""
     values, expected = of_ratio(40.0)
     assert inflation([([*values, 1e3], expected)] * 8) == inflation([(values, expected)] * 8)
+
+
+def test_blocks_of_few_workloads_show_a_noisy_run() -> None:
+    before = Variance(value=1e-6, dof=35.0)
+
+    def blocks(*ratios: float, dof: float = 14.0) -> float:
+        return inflation_of_few((Variance(value=r * before.value, dof=dof), before) for r in ratios)
+
+    limit = stats.f.isf(1e-3, 14, 35)
+    assert blocks(1.001 * limit) == pytest.approx(1.001 * limit)
+    assert blocks(0.999 * limit) == 1.0
+    assert blocks(0.1) == blocks() == 1.0
+    assert blocks(100.0, 400.0, 900.0) == 400.0
+    assert blocks(100.0, 400.0) == 100.0
+    assert blocks(1.0, 900.0) == 1.0  # one of two is noisy by itself
+    assert blocks(100.0, dof=1.0) > 1.0
+    assert blocks(5.0, dof=1.0) == 1.0
