@@ -27,8 +27,6 @@ from perfsuite.report import terminal, units
 from perfsuite.report.files import write
 from perfsuite.workers import PROVE, Failure, Lane, Outcome, Task, Workers
 
-PAIRS = 4
-"""Pairs of processes that time each workload."""
 LOST = Failure(status=Status.UNMEASURED, message="its process never reached it")
 
 
@@ -75,7 +73,7 @@ class Environments(Whole):
         proofs, failed = self._proven(ids, both)
         left = [i for i in ids if i not in failed]
         timed: dict[str, list[tuple[Measurement, Measurement]]] = {i: [] for i in left}
-        for number in range(int(self.arguments.get("processes", PAIRS)) if left else 0):
+        for number in range(int(self.arguments["processes"]) if left else 0):
             for id, outcome in self._timed([i for i in left if i not in failed], both, proofs, number).items():
                 if isinstance(outcome, Compared):
                     failed[id] = outcome
@@ -89,8 +87,7 @@ class Environments(Whole):
             workloads=tuple(workloads[i] for i in ids),
             seconds=monotonic() - began,
         )
-        if file := self.arguments.get("file"):
-            self.written["json"] = write(Path(file), report.document(self.found))
+        self.written["json"] = write(Path(self.arguments["file"]), report.document(self.found))
 
     def _comparable(self) -> list[str]:
         ids = self.measurable()

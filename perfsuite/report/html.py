@@ -135,15 +135,7 @@ def page(report: RunReport) -> str:
         filled=_filled(every),
         without_figures=WITHOUT_FIGURES,
         missed={row.id for row in every if _misses(report.promises.get(row.id), row)},
-        broken={
-            row.id: ", ".join(what for what, _, _, tone in found if tone)
-            for row in every
-            if (
-                found := _promises(
-                    report.promises.get(row.id, PromiseRecord()), row, report.measurements.get(row.id, ())
-                )
-            )
-        },
+        broken={row.id: _broken(report, row) for row in every},
         units=units,
         tones=TONES,
         plots=plots,
@@ -376,6 +368,13 @@ def _promises(promise: PromiseRecord, row: Row, found: Sequence[Measurement]) ->
             )
         )
     return tuple(lines)
+
+
+def _broken(report: RunReport, row: Row) -> str:
+    """Return in words which promises the workload breaks."""
+    promise = report.promises.get(row.id, PromiseRecord())
+    found = _promises(promise, row, report.measurements.get(row.id, ()))
+    return ", ".join(what for what, _, _, tone in found if tone)
 
 
 def _misses(promise: PromiseRecord | None, row: Row) -> bool:
