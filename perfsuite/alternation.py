@@ -30,10 +30,12 @@ class Alternation:
 
     place   path of the socket, at most about 100 characters
     number  0 for the process that is first in the first block, 1 for the other
+    waits   called with true before each wait for the other process, and with false after it: the time limit of this one
+            does not count meanwhile
     """
 
-    def __init__(self, place: str, number: int) -> None:
-        self._place, self._number = place, number
+    def __init__(self, place: str, number: int, waits: Callable[[bool], None] = lambda begins: None) -> None:
+        self._place, self._number, self._waits = place, number, waits
         self._socket: socket.socket | None = None
         self._received = b""
 
@@ -75,6 +77,7 @@ class Alternation:
             self._socket = None
 
     def _connect(self) -> None:
+        self._waits(True)
         if self._number:
             self._socket = self._called()
         else:
@@ -85,6 +88,7 @@ class Alternation:
                 os.rename(f"{self._place}.new", self._place)  # it is only found once it listens
                 self._socket = self._answered(listening)
         self._socket.settimeout(POLL_S)
+        self._waits(False)
 
     def _answered(self, listening: socket.socket) -> socket.socket:
         while True:
@@ -122,6 +126,8 @@ class Alternation:
 
     def _receive(self) -> int:
         assert self._socket is not None
+        if waits := b"\n" not in self._received:
+            self._waits(True)
         while b"\n" not in self._received:
             try:
                 got = self._socket.recv(64)
@@ -133,6 +139,8 @@ class Alternation:
             if not got:
                 raise PerfsuiteError(ENDED)
             self._received += got
+        if waits:
+            self._waits(False)
         line, _, self._received = self._received.partition(b"\n")
         return int(line)
 

@@ -339,6 +339,8 @@ def compare(
         _reported("compare", paths, keyword, report, arguments=[f"revision={revision}"], as_json=as_json)
     written = Path(report) / "environments.json"
     given = paths if revision is None else (revision, *paths)  # no revision: what comes first is a path
+    if revision is not None and not Path(revision.partition("::")[0]).exists():
+        raise click.UsageError(f"{revision} is no path, and --python takes the place of a revision; leave it out")
     arguments = [f"python={python}", f"processes={processes}", f"file={written}"]
     with suppress(OSError):  # of the run before
         written.unlink()

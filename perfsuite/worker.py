@@ -198,7 +198,12 @@ class _Workload:
         task = self.task
         if self.item.workload.ranks > 1:
             return cast("Measurement", self._in_ranks().measure(task))
-        with Alternation(task.alternates, int(task.second)) if task.alternates else contextlib.nullcontext() as turns:
+
+        def waits(begins: bool) -> None:
+            self.report(WAITS if begins else "timing")
+
+        alternating = Alternation(task.alternates, int(task.second), waits) if task.alternates else None
+        with alternating or contextlib.nullcontext() as turns:
             return measuring.measure(
                 self.item.pair,
                 self.item.workload,

@@ -21,14 +21,14 @@ for distribution in importlib.metadata.distributions():
     name = distribution.metadata["Name"]
     if name:
         found.setdefault(name.lower().replace("_", "-"), distribution.version)
-needed = {}
+needed, missing = {}, {}
 for name in ("perfsuite", "pytest", "torch"):
     try:
         module = __import__(name)
         needed[name] = getattr(module, "__version__", "")
     except Exception as error:
-        needed[name] = None
-print(json.dumps({"python": platform.python_version(), "packages": found, "needed": needed}))
+        missing[name] = f"{type(error).__name__}: {error}"
+print(json.dumps({"python": platform.python_version(), "packages": found, "needed": needed, "missing": missing}))
 """
 LIMIT_S = 120.0
 """Seconds that an interpreter may take to import torch."""
@@ -67,19 +67,23 @@ def describe(path: str, root: Path) -> Interpreter:
             [found, "-c", DESCRIBE], cwd=root, capture_output=True, text=True, timeout=LIMIT_S, check=False
         )
         about: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
-        needed, python, packages = about["needed"], about["python"], about["packages"]
+        needed, missing = about["needed"], about["missing"]
+        python, packages = about["python"], about["packages"]
     except OSError as error:
         raise PerfsuiteError(f"--python {shown}: it cannot be run ({error.strerror}); give another") from None
     except subprocess.TimeoutExpired:
         raise PerfsuiteError(f"--python {shown}: it has not imported torch after {LIMIT_S:g} s; give another") from None
     except (ValueError, IndexError, KeyError, TypeError):
         last = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
-        raise PerfsuiteError(f"--python {shown}: it is no Python interpreter that works ({printable(last)})") from None
-    missing = [name for name, version in needed.items() if version is None]
-    if missing:
         raise PerfsuiteError(
-            f"--python {shown}: {' and '.join(missing)} cannot be imported there; install the project with its test "
-            "dependencies in that environment"
+            f"--python {shown}: it is no Python interpreter that works ({printable(last)}); give the path of one, for "
+            "instance .venv-new/bin/python"
+        ) from None
+    if missing:
+        why = printable(next(iter(missing.values())))
+        raise PerfsuiteError(
+            f"--python {shown}: {' and '.join(missing)} cannot be imported there ({why}); install the project with its "
+            "test dependencies in that environment"
         )
     return Interpreter(path=found, python=python, harness=needed["perfsuite"], packages=packages)
 

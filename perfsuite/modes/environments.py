@@ -73,8 +73,9 @@ class Environments(Whole):
         proofs, failed = self._proven(ids, both)
         left = [i for i in ids if i not in failed]
         timed: dict[str, list[tuple[Measurement, Measurement]]] = {i: [] for i in left}
-        for number in range(int(self.arguments["processes"]) if left else 0):
-            for id, outcome in self._timed([i for i in left if i not in failed], both, proofs, number).items():
+        for number in range(int(self.arguments["processes"])):
+            todo = [i for i in left if i not in failed]
+            for id, outcome in self._timed(todo, both, proofs, number).items() if todo else ():
                 if isinstance(outcome, Compared):
                     failed[id] = outcome
                 else:
@@ -101,25 +102,19 @@ class Environments(Whole):
     ) -> tuple[list[dict[str, Proof]], dict[str, Compared]]:
         """Prove all in each environment, which also compiles what each compiles. Return each one's proofs, and what is
         not proven in both."""
-        failed: dict[str, Compared] = {}
-        proofs: list[dict[str, Proof]] = []
+        outcomes: list[dict[str, Outcome]] = []
         seeds = {i: secrets.randbits(31) for i in ids}  # the time of some depends on the values drawn
         for one in both:
             tasks = [
                 Task(id=i, kind=PROVE, limit_s=self._limit_s(i), seed=seeds[i], reference=0, thorough=False)
                 for i in ids
-                if i not in failed
             ]
             lanes = [replace(lane, forked=False, python=one.lane.python) for lane in self.lanes_for(tasks, True)]
             self.progress.expect(f"{units.count(len(tasks), 'proof')} {one.where}", len(tasks))
-            found: dict[str, Proof] = {}
-            for id, outcome in _outcomes(one.workers, tasks, lanes).items():
-                if isinstance(outcome, Proof):
-                    found[id] = outcome
-                else:
-                    failed[id] = _failed(id, outcome, one.where)
-            proofs.append(found)
+            outcomes.append(_outcomes(one.workers, tasks, lanes))
         self.progress.done()
+        proofs = [{i: o for i, o in found.items() if isinstance(o, Proof)} for found in outcomes]
+        failed = {i: _unproven(i, *(found[i] for found in outcomes)) for i in ids if not all(i in p for p in proofs)}
         return proofs, failed
 
     def _timed(
@@ -152,7 +147,8 @@ class Environments(Whole):
 
             def ended(id: str, outcome: Outcome) -> None:
                 abandon(id, outcome)
-                self.progress.ended(id, "failed" if isinstance(outcome, Failure) else "timed")
+                if outcome is not LOST:  # the run is interrupted
+                    self.progress.ended(id, "failed" if isinstance(outcome, Failure) else "timed")
 
             stop = threading.Event()
             with ThreadPoolExecutor(1) as pool:
@@ -219,6 +215,17 @@ def _failed(id: str, outcome: Outcome, where: str) -> Compared:
     return Compared(id=id, change=change, message=f"{where}, {failure.message}")
 
 
+def _unproven(id: str, here: Outcome, there: Outcome) -> Compared:
+    """Return what is said of a workload that is not proven in both environments."""
+    sides = {"here": here, "there": there}
+    failed = [_failed(id, outcome, where) for where, outcome in sides.items() if not isinstance(outcome, Proof)]
+    messages = [one.message for one in failed]
+    if len(failed) < len(sides):
+        messages.append(f"{next(w for w, o in sides.items() if isinstance(o, Proof))} it is proven")
+    worst = next((one for one in failed if one.change is Change.UNEQUAL), failed[0])
+    return replace(worst, message="; ".join(messages))
+
+
 def _together(id: str, here: Outcome, there: Outcome) -> tuple[Measurement, Measurement] | Compared:
     """Return both measurements of a workload, or why there are none."""
     if isinstance(here, Measurement) and isinstance(there, Measurement):
@@ -249,7 +256,7 @@ def _compared(timed: Mapping[str, Sequence[tuple[Measurement, Measurement]]], wo
             seconds=(seconds[0], seconds[1]),
             ratio=math.exp(one.value),
             interval=interval,
-            pairs=len(timed[id]),
+            means=tuple(map(math.exp, means[id])),
             costs=_costs(timed[id]),
         )
     return found

@@ -54,6 +54,25 @@ def test_two_processes_time_their_blocks_in_turns(place: str) -> None:
     assert order == ["A0", "B0", "B1", "A1", "A2", "B2", "B3", "A3", "A4", "B4"]
 
 
+def test_the_time_limit_does_not_count_while_one_waits_for_the_other(place: str) -> None:
+    """Otherwise the process that waits would be stopped, and blamed, for the other's hang."""
+    waited: list[bool] = []
+
+    def process(number: int) -> None:
+        with Alternation(place, number, waited.append if number == 0 else lambda begins: None) as turns:
+            turns.planned(lambda: 2)
+            turns.begin()
+            for block in range(2):
+                turns.ended(block, last=block == 1)
+
+    with ThreadPoolExecutor(2) as pool:
+        for done in [pool.submit(process, number) for number in (1, 0)]:
+            done.result()
+    assert waited[:2] == [True, False]
+    assert len(waited) >= 4
+    assert waited == [True, False] * (len(waited) // 2)
+
+
 @pytest.mark.parametrize("number", [0, 1])
 def test_nobody_waits_for_a_process_that_will_not_come(place: str, number: int) -> None:
     abandon(place)
@@ -111,7 +130,10 @@ def test_what_differs_between_two_environments(tmp_path: Path) -> None:
         ("./data", "it cannot be run (Permission denied)"),
         ("/bin/true", "it is no Python interpreter that works (exit code 0)"),
         ("./broken", "it is no Python interpreter that works (no library)"),
-        ("./bare", "perfsuite and pytest and torch cannot be imported there; install the project"),
+        (
+            "./bare",
+            "perfsuite and pytest and torch cannot be imported there (ModuleNotFoundError: No module named",
+        ),
     ],
     ids=lambda text: text.partition(" ")[0].replace("/", "") or None,
 )
@@ -142,13 +164,13 @@ def test_both_environments_measure_with_one_version_of_perfsuite() -> None:
 # --- the rule -------------------------------------------------------------------------------------------------------
 
 
-def changes(rng: random.Random, shifts: list[float], sd: float, pairs: int = 4) -> list[Change]:
+def changes(rng: random.Random, shifts: list[float], sd: float, pairs: int = 4, clock: str = "device") -> list[Change]:
     """Return what the rule says of workloads whose true log-ratios are `shifts`; noise differs between workloads."""
     means = {}
     for number, shift in enumerate(shifts):
         own = sd * math.exp(rng.gauss(0, 0.4))
         means[str(number)] = [rng.gauss(shift, own) for _ in range(pairs)]
-    found = rule.estimates(means, dict.fromkeys(means, "device"))
+    found = rule.estimates(means, dict.fromkeys(means, clock))
     return [rule.change_of(one, len(means))[0] for one in found.values()]
 
 
@@ -177,6 +199,9 @@ def test_few_workloads_do_not_show_their_own_noise() -> None:
     """Two processes that agree by chance do not make a change of 2% certain."""
     one = rule.estimates({"a": [0.02, 0.0201]}, {"a": "device"})["a"]
     assert rule.change_of(one, 1)[0] is Change.SAME
+    rng = random.Random(1)  # what was measured of a softmax on two shared cores
+    false = [c for _ in range(500) for c in changes(rng, [0.0], 0.038, pairs=2, clock="wall") if c is not Change.SAME]
+    assert len(false) <= 10
 
 
 # --- the command ----------------------------------------------------------------------------------------------------
@@ -251,11 +276,12 @@ def test_two_environments_are_compared(project: Project) -> None:
     }
     here, there = by_name["slower"]["seconds"]
     assert there > here + 0.004
-    assert by_name["slower"]["pairs"] == 2
+    assert len(by_name["slower"]["means"]) == 2
     assert by_name["slower"]["interval"][0] > 2
     drawn = {(project.path / where).read_text() for where in ("here", "there")}
     assert len(drawn) == 1, "both must have the same inputs"
-    assert "there, " in by_name["wrong"]["message"]
+    assert by_name["wrong"]["message"].startswith("there, ")
+    assert by_name["wrong"]["message"].endswith("; here it is proven")
     assert "there, the optimized side ended" in by_name["ends"]["message"]
     assert lines_with(done.stderr, "slower[small]", "slower")
     assert lines_with(done.stderr, "fast-kernels absent → 2.1")
@@ -267,6 +293,7 @@ def test_two_environments_are_compared(project: Project) -> None:
     [
         (["compare"], "give a REVISION, or --python another environment's interpreter"),
         (["compare", "--python", "./absent"], "--python ./absent: it is no file"),
+        (["compare", "HEAD", "--python", "./absent"], "HEAD is no path, and --python takes the place of a revision"),
         (["compare", "--python", sys.executable, "-k", "nothing_of_the_name"], "nothing to compare"),
     ],
 )
