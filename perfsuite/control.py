@@ -30,7 +30,19 @@ from perfsuite.records import Machine, Measurement, Proof, Status, Verdict
 from perfsuite.report import units
 from perfsuite.report.model import Correctness, RunReport
 from perfsuite.speed import Result, SpeedItem
-from perfsuite.workers import ITEMS, PROVE, TIME, Failure, Lane, Outcome, Task, Workers, devices_of, pytest_arguments
+from perfsuite.workers import (
+    ITEMS,
+    NEVER_REACHED,
+    PROVE,
+    TIME,
+    Failure,
+    Lane,
+    Outcome,
+    Task,
+    Workers,
+    devices_of,
+    pytest_arguments,
+)
 
 RERUNS = ("reruns", "retries", "force_flaky")
 """Options of plugins that run a failed test again."""
@@ -223,9 +235,8 @@ class Control:
                         self.progress.ended(id, text)
                     yield id, outcome
             for id in lost:
-                failure = Failure(status=Status.UNMEASURED, message="its measuring process never reached it")
-                self.keep(id, failure)
-                yield id, failure
+                self.keep(id, NEVER_REACHED)
+                yield id, NEVER_REACHED
         finally:
             self.spent[what] = self.spent.get(what, 0.0) + monotonic() - began
             self.progress.done()

@@ -80,6 +80,10 @@ class Failure:
     runs."""
 
 
+NEVER_REACHED = Failure(status=Status.UNMEASURED, message="its measuring process never reached it")
+"""The failure of a task that has no outcome."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Reported:
     """Outcome of a correctness item: pytest's own reports of its phases, as JSON."""

@@ -34,7 +34,7 @@ def style(plots: Any) -> AbstractContextManager[None]:
 
 
 def scale(values: Sequence[float]) -> str:
-    """Return matplotlib's name of the scale on which the values can be told apart: linear, or log."""
+    """Return matplotlib's name of the scale on which the values can be distinguished: linear, or log."""
     return "log" if values and min(values) > 0 and max(values) > LINEAR * min(values) else "linear"
 
 

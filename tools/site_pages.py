@@ -25,7 +25,7 @@ PAGES = {"README.md": "index.md", "CONTRIBUTING.md": "contributing.md", "baselin
 """File outside docs/ → the page that it becomes."""
 LINK = re.compile(r"(?P<text>\[(?:[^\[\]]|\[[^\[\]]*\])*\])\((?P<target>[^()\s]+)\)")
 COMMANDS = "<!-- commands -->"
-"""What is replaced by the help of every command."""
+"""Marker that is replaced by the help of every command."""
 CODE = re.compile(r"(^ *```.*?^ *```$)", re.MULTILINE | re.DOTALL)
 
 

@@ -26,7 +26,7 @@ three times that of two imports in one process; for a softmax of 160 µs on two 
 
 
 class Change(Enum):
-    """What the other environment does to a workload."""
+    """Effect of the other environment on a workload."""
 
     SLOWER = "slower"
     FASTER = "faster"
@@ -50,11 +50,11 @@ class Compared:
     ratio: float | None = None
     """Seconds there over seconds here."""
     interval: tuple[float, float] | None = None
-    """Of the ratio. All intervals of a run hold together with confidence LEVEL."""
+    """Interval of the ratio. All intervals of a run hold together with confidence LEVEL."""
     means: tuple[float, ...] = ()
     """The ratio by each pair of processes."""
     costs: tuple[str, ...] = ()
-    """What of a call's memory, host syncs and launches differs, in words."""
+    """A line for each of memory, host syncs and launches of a call that differs."""
 
 
 def pair_mean(here: Sequence[float], there: Sequence[float], clock: str) -> float:

@@ -18,16 +18,13 @@ from typing import Any
 from perfsuite import alternation, exit_codes
 from perfsuite.counts import NAMES, shown
 from perfsuite.environments import interpreter, report, rule
-from perfsuite.environments.interpreter import Interpreter
 from perfsuite.environments.report import Comparison
 from perfsuite.environments.rule import Change, Compared
 from perfsuite.modes.whole import Whole
 from perfsuite.records import OPTIMIZED, Measurement, Proof, Status
 from perfsuite.report import terminal, units
 from perfsuite.report.files import write
-from perfsuite.workers import PROVE, Failure, Lane, Outcome, Task, Workers
-
-LOST = Failure(status=Status.UNMEASURED, message="its process never reached it")
+from perfsuite.workers import NEVER_REACHED, PROVE, Failure, Lane, Outcome, Task, Workers
 
 
 class _StoppedError(Exception):
@@ -36,9 +33,8 @@ class _StoppedError(Exception):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Environment:
-    """One of the two, with what starts its processes."""
+    """One of the two, as its processes are started."""
 
-    interpreter: Interpreter
     lane: Lane
     workers: Workers
     where: str
@@ -62,9 +58,8 @@ class Environments(Whole):
         interpreter.check(here, there)
         lane = self.timing_lanes(())[0]
         both = (
-            _Environment(interpreter=here, lane=lane, workers=self.workers, where="here"),
+            _Environment(lane=lane, workers=self.workers, where="here"),
             _Environment(
-                interpreter=there,
                 lane=replace(lane, python=there.path),
                 workers=replace(self.workers, progress=lambda lane, id: None, _waiting=[]),
                 where="there",
@@ -147,7 +142,7 @@ class Environments(Whole):
 
             def ended(id: str, outcome: Outcome) -> None:
                 abandon(id, outcome)
-                if outcome is not LOST:  # the run is interrupted
+                if outcome is not NEVER_REACHED:  # the run is interrupted
                     self.progress.ended(id, "failed" if isinstance(outcome, Failure) else "timed")
 
             stop = threading.Event()
@@ -188,7 +183,7 @@ def _outcomes(
     ended: Callable[[str, Outcome], None] = lambda id, outcome: None,
     stop: threading.Event | None = None,
 ) -> dict[str, Outcome]:
-    """Do the tasks and return their outcomes. `ended` is called with each, also with LOST for a task that has none."""
+    """Do the tasks and return their outcomes, NEVER_REACHED for a task that has none. `ended` is called with each."""
     found: dict[str, Outcome] = {}
 
     def check(busy: Sequence[Lane]) -> None:
@@ -203,14 +198,14 @@ def _outcomes(
     finally:
         for task in tasks:
             if task.id not in found:
-                found[task.id] = LOST
-                ended(task.id, LOST)
+                found[task.id] = NEVER_REACHED
+                ended(task.id, NEVER_REACHED)
     return found
 
 
 def _failed(id: str, outcome: Outcome, where: str) -> Compared:
     """Return what is said of a workload that failed in one environment."""
-    failure = outcome if isinstance(outcome, Failure) else LOST
+    failure = outcome if isinstance(outcome, Failure) else NEVER_REACHED
     change = Change.UNEQUAL if failure.status is Status.NOT_EQUIVALENT else Change.UNTIMED
     return Compared(id=id, change=change, message=f"{where}, {failure.message}")
 
@@ -267,7 +262,7 @@ def _blocks(measurement: Measurement) -> tuple[float, ...]:
 
 
 def _costs(pairs: Sequence[tuple[Measurement, Measurement]]) -> tuple[str, ...]:
-    """Say which counts of a call differ between the environments in every pair of processes."""
+    """Return a line for each count of a call that differs between the environments in every pair of processes."""
     found = []
     for name, noun in NAMES.items():
         counted = [tuple(getattr(m.sides[OPTIMIZED], name) for m in pair) for pair in pairs]

@@ -12,7 +12,7 @@ from perfsuite.control import failed
 from perfsuite.modes.proofs import Proofs
 from perfsuite.records import Status, Verdict
 from perfsuite.speed import Result, SpeedItem
-from perfsuite.workers import Failure, Outcome, Task
+from perfsuite.workers import NEVER_REACHED, Outcome, Task
 
 BLOCKS = 8
 """Blocks of a process: half as many as when a baseline is accepted, since a figure is shown and no slowdown of 1% is
@@ -45,7 +45,7 @@ class Plain(Proofs):
             self._stream = self._measured()
         while id not in self.runs and id not in self.failures:
             if next(self._stream, None) is None:
-                self.keep(id, Failure(status=Status.UNMEASURED, message="its measuring process never reached it"))
+                self.keep(id, NEVER_REACHED)
         failure = self.failures.get(id)
         if failure is not None and failure.skipped:
             return Result(skipped=True, message=failure.message)

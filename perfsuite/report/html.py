@@ -117,10 +117,11 @@ def page(report: RunReport) -> str:
     """Return the page as text."""
     every = _red_first(model.rows(report))
     known = plots.ceilings(m for found in report.measurements.values() for m in found)
+    details = [detail(report, row, known) for row in every]
     return template("report/page.html").render(
         report=report,
         groups=[(name, list(found)) for name, found in itertools.groupby(every, lambda row: row.technique)],
-        details=[detail(report, row, known) for row in every],
+        details=details,
         alarms=alarms(report, every),
         anchor=anchor,
         counts=_counts(report),
@@ -134,8 +135,7 @@ def page(report: RunReport) -> str:
         has_verdicts=bool(report.verdicts),
         filled=_filled(every),
         without_figures=WITHOUT_FIGURES,
-        missed={row.id for row in every if _misses(report.promises.get(row.id), row)},
-        broken={row.id: _broken(report, row) for row in every},
+        broken={d.row.id: [what for what, _, _, tone in d.promises if tone] for d in details},
         units=units,
         tones=TONES,
         plots=plots,
@@ -344,7 +344,7 @@ def _promises(promise: PromiseRecord, row: Row, found: Sequence[Measurement]) ->
             bounds = units.interval(row.speedup.low, row.speedup.high)
             measured = row.times_as_fast + (f" ({bounds})" if bounds else "")
         measured = "not valid" if row.status in WITHOUT_FIGURES else measured
-        tone = "bad" if _misses(promise, row) else ""
+        tone = "bad" if row.speedup is not None and row.speedup.value < promise.speedup else ""
         lines.append(("speedup", f"≥ {units.ratio(promise.speedup)}", measured, tone))
     if promise.peak_bytes is not None:
         tone = _above(costs.peak_bytes, promise.peak_bytes)
@@ -368,19 +368,6 @@ def _promises(promise: PromiseRecord, row: Row, found: Sequence[Measurement]) ->
             )
         )
     return tuple(lines)
-
-
-def _broken(report: RunReport, row: Row) -> str:
-    """Return in words which promises the workload breaks."""
-    promise = report.promises.get(row.id, PromiseRecord())
-    found = _promises(promise, row, report.measurements.get(row.id, ()))
-    return ", ".join(what for what, _, _, tone in found if tone)
-
-
-def _misses(promise: PromiseRecord | None, row: Row) -> bool:
-    """Return whether the measured speedup is below the promised one."""
-    promised = promise.speedup if promise is not None else None
-    return promised is not None and row.speedup is not None and row.speedup.value < promised
 
 
 def _above(measured: int | None, most: int) -> str:
@@ -444,8 +431,7 @@ def _count(value: int | None) -> str:
 
 
 def _signed(fraction: float) -> str:
-    text = f"{100 * fraction:+.1f}%".replace("-", "−")
-    return "0.0%" if text in ("+0.0%", "−0.0%") else text
+    return f"{model.percentage(fraction)}%".replace("-", "−")
 
 
 @functools.cache

@@ -164,14 +164,14 @@ class Row:
     @property
     def change(self) -> str:
         """Return the slowdown in words, without its interval."""
-        return f"{_percentage(self.slowdown)}%" if self.slowdown is not None else units.MISSING
+        return f"{percentage(self.slowdown)}%" if self.slowdown is not None else units.MISSING
 
     @property
     def change_interval(self) -> str:
         """Return the interval of the slowdown in words; empty without one."""
         if self.slowdown_low is None or self.slowdown_high is None:
             return ""
-        return f"({_percentage(self.slowdown_low)} to {_percentage(self.slowdown_high)})"
+        return f"({percentage(self.slowdown_low)} to {percentage(self.slowdown_high)})"
 
     @property
     def times_as_fast(self) -> str:
@@ -194,7 +194,7 @@ class Row:
         return f"slower than {self.rival}, by {units.percent(1 / self.against_rival.value - 1)}"
 
 
-def _percentage(change: float) -> str:
+def percentage(change: float) -> str:
     """Return a relative change in percent, without a unit: "+3.4"; "0.0" where it rounds to that."""
     text = f"{100 * change:+.1f}"
     return "0.0" if text in ("+0.0", "-0.0") else text

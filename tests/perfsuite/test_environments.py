@@ -176,7 +176,7 @@ def changes(rng: random.Random, shifts: list[float], sd: float, pairs: int = 4, 
 
 @pytest.mark.parametrize("sd", [0.002, 0.01, 0.04])
 def test_unchanged_workloads_seldom_change(sd: float) -> None:
-    """Of runs of 40 workloads in two like environments, one in a hundred may have a false change."""
+    """A run of 40 workloads in two identical environments may have a false change once in a hundred runs."""
     rng = random.Random(7)
     runs = [changes(rng, [0.0] * 40, sd) for _ in range(200)]
     assert sum(any(c is not Change.SAME for c in run) for run in runs) <= 6

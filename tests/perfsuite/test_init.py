@@ -181,7 +181,10 @@ def test_the_printed_commands_end_in_a_green_gate_and_then_in_a_red_one(
     assert done.exit_code == 1, done.output
     printed = project.cli("comment", ".perfsuite/report/report.json")
     assert printed.exit_code == 0
-    assert printed.output.startswith(f"{comment.MARKER}\n### ❌ perfsuite is red: ")
+    first, second = printed.output.splitlines()[:2]
+    assert first == comment.MARKER
+    assert second.startswith("### ❌ perfsuite is red: ")
+    assert "the optimized side is 50.0% slower than the accepted revision" in second
     assert lines_with(printed.output, f"- REGRESSED: `{CPU}`: ", "slower")
 
 
@@ -200,7 +203,7 @@ def test_the_printed_commands_on_this_machine(project: Project) -> None:
     path.write_text(path.read_text().replace(FAST, f"return sum({FAST.removeprefix('return ')} for _ in range(8)) / 8"))
     assert project.process("perfsuite", "gate", timeout=900).returncode == 1
     printed = project.process("perfsuite", "comment", ".perfsuite/report/report.json").stdout
-    assert printed.startswith(f"{comment.MARKER}\n### ❌ perfsuite is red: ")
+    assert re.match(rf"{re.escape(comment.MARKER)}\n### ❌ perfsuite is red: .+: the optimized side ", printed)
     assert lines_with(printed, "- REGRESSED: ", CPU) or lines_with(printed, "- BELOW_FLOOR: ", CPU)
 
 
