@@ -24,8 +24,9 @@ from packaging.requirements import InvalidRequirement, Requirement
 from rich.table import Table
 from rich.text import Text
 
+from perfsuite import device_nodes
 from perfsuite.errors import PerfsuiteError
-from perfsuite.machine import DEVICE_NODES, has_gpu, identify, package_version, survey_gpus, why_no_gpu
+from perfsuite.machine import has_gpu, identify, package_version, survey_gpus, why_no_gpu
 
 State = Literal["ok", "warn", "missing"]
 
@@ -180,7 +181,7 @@ def _gpu(torch: Mapping[str, Any]) -> Finding:
     if not has_gpu():
         lost = "CPU workloads only" if torch else "none"
         remedy = why_no_gpu()
-        present = any(os.path.exists(node) for node in DEVICE_NODES)
+        present = device_nodes.exist()
         return Finding(
             name="GPU",
             status="warn",

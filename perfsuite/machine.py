@@ -22,10 +22,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from perfsuite import device_nodes
 from perfsuite.errors import MachineError
 from perfsuite.records import Condition, Machine
-
-DEVICE_NODES = ("/dev/nvidiactl", "/dev/nvidia0", "/dev/dxg")
 
 # NVML's clocks event reasons. The bits are part of its ABI; named here because pynvml renamed the constants.
 REASONS = {
@@ -90,7 +89,7 @@ class Sample:
 def has_gpu() -> bool:
     """Return whether there is an NVIDIA GPU here that torch could use. Takes under a millisecond where there is
     none."""
-    if _hidden() or not any(os.path.exists(node) for node in DEVICE_NODES):
+    if not device_nodes.are_visible():
         return False
     version = package_version("torch")
     return version is None or not version.endswith("+cpu")
@@ -134,9 +133,9 @@ def identify(*, prefer: str | None = None) -> Machine:
 
 def why_no_gpu() -> str:
     """Return why `has_gpu` is False, with the remedy."""
-    if not any(os.path.exists(node) for node in DEVICE_NODES):
+    if not device_nodes.exist():
         return "no NVIDIA device node in /dev; run on a machine, or in a container, with a GPU (docker run --gpus all)"
-    if _hidden():
+    if device_nodes.are_hidden():
         return f"CUDA_VISIBLE_DEVICES={os.environ['CUDA_VISIBLE_DEVICES']!r} hides it; unset it"
     version = package_version("torch")
     return f"torch {version} is a CPU build; install a CUDA build of torch"
@@ -467,11 +466,6 @@ def _survey_smi(problem: str) -> Survey:
     if not gpus:
         return Survey(problem=f"NVML: {problem}; nvidia-smi names no visible GPU")
     return Survey(driver=rows[0][3], gpus=gpus, source="nvidia-smi", problem=f"NVML: {problem}")
-
-
-def _hidden() -> bool:
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    return visible is not None and visible.strip() in ("", "-1", "NoDevFiles")
 
 
 @cache

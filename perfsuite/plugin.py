@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from perfsuite import device_nodes
+
 if TYPE_CHECKING:
     from collections.abc import Generator, Iterable
     from pathlib import Path
@@ -26,7 +28,6 @@ MARKERS = (
     "multi_gpu: needs two or more CUDA devices",
 )
 PROFILES = ("dev", "ci", "thorough")
-DEVICE_NODES = ("/dev/nvidiactl", "/dev/nvidia0", "/dev/dxg")
 JOB = "PERFSUITE_JOB"
 """Environment variable that makes this pytest process a measuring worker: the path of its job file."""
 
@@ -135,14 +136,14 @@ def _proves_in_workers_again(config: pytest.Config) -> bool:
     """Return whether this machine proves in worker processes, and an earlier run has left a folder in the project."""
     from perfsuite.folders import SCRATCH
 
-    return any(map(os.path.exists, DEVICE_NODES)) and (config.rootpath / SCRATCH).is_dir()
+    return device_nodes.are_visible() and (config.rootpath / SCRATCH).is_dir()
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_configure(config: pytest.Config) -> None:
     for marker in MARKERS:
         config.addinivalue_line("markers", marker)
-    if not any(os.path.exists(node) for node in DEVICE_NODES):
+    if not device_nodes.are_visible():
         # Triton reads this when it is first imported: without a GPU its kernels can only run interpreted.
         os.environ.setdefault("TRITON_INTERPRET", "1")
     if SANITIZER_LOG in os.environ:

@@ -5,11 +5,20 @@ from __future__ import annotations
 import pytest
 from judging import nursery
 from revisions import repo
-from scratch import project
+from scratch import hide_gpus, project
+
+from perfsuite import machine
 
 __all__ = ["nursery", "project", "repo"]
 
 LONGEST = "test_the_readmes_example_from_times_to_gate"
+
+
+@pytest.fixture(autouse=True)
+def _cpu_only(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hide GPUs from scratch projects, except in tests marked `gpu`: what tests expect is the same on all machines."""
+    if "project" in request.fixturenames and request.node.get_closest_marker("gpu") is None and machine.has_gpu():
+        hide_gpus(monkeypatch)
 
 
 @pytest.hookimpl(tryfirst=True)

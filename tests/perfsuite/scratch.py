@@ -25,6 +25,7 @@ from typing import Any
 
 import builders
 import pytest
+import torch
 from _pytest.fixtures import FixtureFunctionDefinition, FixtureManager
 from _pytest.pytester import SysModulesSnapshot
 from click.testing import CliRunner, Result
@@ -255,6 +256,16 @@ def _machine_id() -> str:
     return found
 
 
+def hide_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let this process and those that it starts find a machine without GPUs."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.setenv("TRITON_INTERPRET", "1")  # what the plugin sets on such a machine
+    # torch may know the GPUs from an earlier test.
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+
+
 class Project:
     """Folder with test modules of its own, and the ways to run them."""
 
@@ -452,6 +463,7 @@ __all__ = [
     "Job",
     "Project",
     "fails",
+    "hide_gpus",
     "lines_with",
     "real_workers",
     "run_tasks",

@@ -12,7 +12,7 @@ import pytest
 from scale import FULLY
 from scratch import TWO_LINES, Project, times
 
-from perfsuite import bytecode, plugin
+from perfsuite import bytecode, device_nodes
 
 pytest_plugins = ["pytester"]
 
@@ -142,6 +142,6 @@ def test_proofs_in_workers_keep_copies_from_the_start_once_a_run_has_left_its_fo
         assert bool(list(project.path.glob(".perfsuite/bytecode/**/conftest*.pyc"))) is kept
     assert not list(project.path.glob("__pycache__"))
     for nodes, kept in (((), False), ((os.devnull,), True)):
-        monkeypatch.setattr(plugin, "DEVICE_NODES", nodes)
+        monkeypatch.setattr(device_nodes, "NODES", nodes)
         seen = project.run(*plain, "-s").stdout.str()
         assert ("prefix None" not in seen) is kept

@@ -42,6 +42,8 @@ def test_everything_is_looked_at(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("quick")
 def test_what_is_not_ok_has_a_remedy_of_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "/nonexistent")
+    for name in ("CC", "CXX"):
+        monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(doctor, "package_version", lambda name: None)
     findings = examine(tmp_path)
     assert {f.name for f in findings if f.status != "ok"} >= {"GPU", "C compiler", "pytest", "hypothesis", "git"}

@@ -115,7 +115,16 @@ def test_out_of_memory_errors_are_recognised() -> None:
     assert faults.lacks_memory(torch.OutOfMemoryError("no"))
     assert faults.lacks_memory(RuntimeError("CUDNN_STATUS_ALLOC_FAILED"))
     assert not faults.lacks_memory(RuntimeError("shape"))
-    assert not faults.is_crowded()
+
+
+@pytest.mark.parametrize(("initialized", "free", "crowded"), [(True, 9, True), (True, 90, False), (False, 9, False)])
+def test_a_gpu_is_crowded_where_other_processes_hold_most_of_it(
+    monkeypatch: pytest.MonkeyPatch, initialized: bool, free: int, crowded: bool
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: initialized)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (free, 100))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: 5)
+    assert faults.is_crowded() == crowded
 
 
 def test_items_done_here_are_set_up_and_torn_down_between_proofs(

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from perfsuite import machine
+from perfsuite import device_nodes, machine
 from perfsuite.errors import MachineError
 from perfsuite.machine import Monitor, cpu_slug, gpu_slug, has_gpu, identify, reason_names, survey_gpus
 
@@ -69,7 +69,7 @@ def all_visible(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machine, "DEVICE_NODES", ("/nonexistent/nvidiactl",))
+    monkeypatch.setattr(device_nodes, "NODES", ("/nonexistent/nvidiactl",))
 
 
 @pytest.fixture
@@ -79,7 +79,7 @@ def nvml(monkeypatch: pytest.MonkeyPatch) -> Nvml:
 
 def install(monkeypatch: pytest.MonkeyPatch, fake: Nvml) -> Nvml:
     """Simulate a machine with `fake`'s GPUs and a CUDA build of torch."""
-    monkeypatch.setattr(machine, "DEVICE_NODES", ("/dev/null",))
+    monkeypatch.setattr(device_nodes, "NODES", ("/dev/null",))
     monkeypatch.setitem(sys.modules, "pynvml", fake)
     monkeypatch.setattr(machine, "package_version", lambda name: {"torch": "2.11.0+cu130", "triton": "3.6.0"}.get(name))
     monkeypatch.setattr(machine, "torch_cuda", lambda: "13.0")

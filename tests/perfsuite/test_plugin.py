@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shlex
 
@@ -10,6 +11,7 @@ import pytest
 from scale import FULLY
 from scratch import SMALL, TWO_LINES, Project, lines_with, times
 
+from perfsuite import device_nodes
 from perfsuite.exit_codes import UNDECIDED
 
 pytest_plugins = ["pytester"]
@@ -327,14 +329,6 @@ def test_too_narrow_a_condition_is_reported(project: Project) -> None:
 # --- devices --------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    from perfsuite import machine
-
-    monkeypatch.setattr(machine, "has_gpu", lambda: False)
-
-
-@pytest.mark.usefixtures("no_gpu")
 @pytest.mark.parametrize(
     ("names", "options", "shown"),
     [
@@ -405,7 +399,6 @@ def test_what_needs_devices_is_skipped_with_the_reason(project: Project) -> None
     assert lines_with(result.stdout.str(), "SKIPPED", "needs 2 CUDA devices; 0 here")
 
 
-@pytest.mark.usefixtures("no_gpu")
 def test_a_pair_can_be_marked_as_a_whole(project: Project) -> None:
     text = "import pytest\npytestmark = pytest.mark.multi_gpu\n" + project.write("x.py", TWO_LINES).read_text()
     project.write("test_scale.py", text)
@@ -414,7 +407,6 @@ def test_a_pair_can_be_marked_as_a_whole(project: Project) -> None:
     assert lines_with(result.stdout.str(), "SKIPPED", "needs 2 CUDA devices; 0 here")
 
 
-@pytest.mark.usefixtures("no_gpu")
 def test_a_workload_for_the_gpu_is_skipped_with_the_reason(project: Project) -> None:
     project.write("test_dot.py", FULL)
     fake = project.measured(times(sizes={"m": 4, "n": 16}))
@@ -424,10 +416,6 @@ def test_a_workload_for_the_gpu_is_skipped_with_the_reason(project: Project) -> 
 
 
 def test_a_side_for_another_device_is_skipped_with_the_reason(project: Project) -> None:
-    import torch
-
-    if torch.cuda.is_available():
-        pytest.skip("the side is for CUDA, which is here")
     project.write(
         "test_scale.py",
         TWO_LINES.replace("optimized=fast", 'optimized=side(fast, devices=["cuda"])').replace(
@@ -481,6 +469,20 @@ def test_a_triton_kernel_adds_an_item(project: Project) -> None:
     project.write("test_triple.py", KERNEL)
     names = [i.rpartition("::")[2] for i in collected(project.run("--collect-only", "-q", "-m", "correctness"))]
     assert names == ["equivalence[float32]", *OF_ALL_PAIRS, "kernels[sm_90]"]
+
+
+@pytest.mark.parametrize(("visible", "interpreted"), [(None, False), ("0", False), ("", True), ("-1", True)])
+def test_kernels_are_interpreted_where_every_gpu_is_hidden(
+    project: Project, monkeypatch: pytest.MonkeyPatch, visible: str | None, interpreted: bool
+) -> None:
+    (project.path / "node").touch()
+    monkeypatch.setattr(device_nodes, "NODES", (str(project.path / "node"),))
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    project.run("--collect-only")
+    assert (os.environ.pop("TRITON_INTERPRET", "0") == "1") == interpreted
 
 
 def test_perfsuite_run_leaves_the_compilation_for_another_device_out_and_says_so(project: Project) -> None:
