@@ -30,6 +30,11 @@ def lacks_memory(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and any(words in str(error) for words in LACKS_MEMORY)
 
 
+def mentions_memory(error: BaseException) -> bool:
+    """Return whether the error, or what a failed proof says of one, is that the memory of a device did not suffice."""
+    return lacks_memory(error) or any(words in str(error) for words in LACKS_MEMORY)
+
+
 def is_of_device(error: BaseException) -> bool:
     """Return whether a device is the cause of the error: an earlier kernel, or too little memory."""
     return lacks_memory(error) or OF_THE_DEVICE in str(error)
@@ -37,11 +42,29 @@ def is_of_device(error: BaseException) -> bool:
 
 def is_crowded() -> bool:
     """Return whether other processes hold much of the GPU's memory."""
+    others, total = _held_by_others()
+    return others > CROWDED_SHARE * total
+
+
+def crowd() -> str:
+    """Return how much of the GPU's memory other processes hold, for a message; empty where that is little."""
+    others, total = _held_by_others()
+    if others <= CROWDED_SHARE * total:
+        return ""
+    return f"other processes hold {others / 2**30:.1f} of the GPU's {total / 2**30:.1f} GiB"
+
+
+def _held_by_others() -> tuple[int, int]:
+    """Return the bytes that other processes hold of the GPU's memory, and all its bytes; zeros where no GPU is in use
+    here, or it does not answer."""
     torch: Any = sys.modules.get("torch")
     if torch is None or not torch.cuda.is_initialized():
-        return False
-    free, total = torch.cuda.mem_get_info()
-    return bool(total - free - torch.cuda.memory_reserved() > CROWDED_SHARE * total)
+        return 0, 0
+    try:
+        free, total = torch.cuda.mem_get_info()
+    except RuntimeError:
+        return 0, 0
+    return total - free - torch.cuda.memory_reserved(), total
 
 
 def free_memory() -> None:

@@ -393,6 +393,14 @@ class ProofItem(pytest.Function):
 
     def runtest(self) -> None:
         __tracebackhide__ = True
+        try:
+            self._run()
+        except BaseException as error:
+            self.lacked_memory |= faults.mentions_memory(error)
+            raise
+
+    def _run(self) -> None:
+        __tracebackhide__ = True
         # Our line says how to reproduce a failure; Hypothesis would add its own, about a test that is not the user's.
         with (
             time_limit(self.limit_s * sanitizer.slower()),
@@ -469,6 +477,14 @@ class ProofItem(pytest.Function):
         return diagnosis.explained(error, self.pair, self.side, device(), gradients=gradients, home=self.home)
 
     def repr_failure(self, excinfo: pytest.ExceptionInfo[BaseException], style: Any = None) -> Any:
+        text = self._failure(excinfo, style)
+        if faults.mentions_memory(excinfo.value) and (crowd := faults.crowd()):
+            return (
+                f"{self.pair.name}: no verdict, for lack of memory: {crowd}; prove again when they have ended\n{text}"
+            )
+        return text
+
+    def _failure(self, excinfo: pytest.ExceptionInfo[BaseException], style: Any) -> Any:
         error = excinfo.value
         if isinstance(error, faults.DeviceFault):
             return self._with_case(

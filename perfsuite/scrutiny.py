@@ -222,7 +222,7 @@ def compilations() -> int:
 
 def persisting_l2_bytes() -> int | None:
     """Return the bytes of L2 that are reserved for persisting lines; None where there is no CUDA driver to ask."""
-    driver = _driver()
+    driver = _driver() if torch.cuda.is_available() else None
     if driver is None:
         return None
     torch.cuda.synchronize()  # makes this thread's context where nothing has yet: the driver has no answer without one
@@ -246,8 +246,6 @@ def keeps_l2(before: int | None, where: str) -> None:
 
 @functools.cache
 def _driver() -> Any:
-    if not torch.cuda.is_available():
-        return None
     try:
         return ctypes.CDLL("libcuda.so.1")
     except OSError:

@@ -117,14 +117,61 @@ def test_out_of_memory_errors_are_recognised() -> None:
     assert not faults.lacks_memory(RuntimeError("shape"))
 
 
+def occupied(monkeypatch: pytest.MonkeyPatch, *, free_gib: int, initialized: bool = True) -> None:
+    """Let torch find a GPU of 100 GiB, of which this process holds 5."""
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: initialized)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (free_gib << 30, 100 << 30))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: 5 << 30)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: 5 << 30)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+
+
 @pytest.mark.parametrize(("initialized", "free", "crowded"), [(True, 9, True), (True, 90, False), (False, 9, False)])
 def test_a_gpu_is_crowded_where_other_processes_hold_most_of_it(
     monkeypatch: pytest.MonkeyPatch, initialized: bool, free: int, crowded: bool
 ) -> None:
-    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: initialized)
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (free, 100))
-    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: 5)
+    occupied(monkeypatch, free_gib=free, initialized=initialized)
     assert faults.is_crowded() == crowded
+    assert faults.crowd() == ("other processes hold 86.0 of the GPU's 100.0 GiB" if crowded else "")
+
+
+def test_a_gpu_that_does_not_answer_is_not_crowded(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fault() -> None:
+        raise RuntimeError("CUDA error: misaligned address")
+
+    occupied(monkeypatch, free_gib=9)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", fault)
+    assert not faults.is_crowded()
+
+
+LACKING = """
+    from perfsuite import Pair, Workload, tensor
+
+
+    def right(x):
+        return x + 1.0
+
+
+    def lacking(x):
+        raise RuntimeError("CUDA error: out of memory")
+
+
+    pair = Pair(reference=right, optimized=lacking, inputs={"x": tensor("n")}, workloads=[Workload("w", n=8)])
+"""
+
+
+@pytest.mark.parametrize("free", [2, 90])
+def test_a_lack_of_memory_beside_others_is_no_verdict(
+    project: Project, monkeypatch: pytest.MonkeyPatch, free: int
+) -> None:
+    occupied(monkeypatch, free_gib=free)
+    project.write("test_lacking.py", LACKING)
+    result = project.run("--perfsuite-isolate=never", "-m", "correctness", "-k", "equivalence")
+    result.assert_outcomes(failed=1)
+    output = result.stdout.str()
+    said = "pair: no verdict, for lack of memory: other processes hold 93.0 of the GPU's 100.0 GiB; prove again when"
+    assert (said in output) is (free == 2)
+    assert "pair: the optimized side runs out of memory" in output
 
 
 def test_items_done_here_are_set_up_and_torn_down_between_proofs(

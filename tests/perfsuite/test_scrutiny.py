@@ -180,6 +180,7 @@ def test_l2_is_asked_of_a_device_that_nothing_has_used_yet(monkeypatch: pytest.M
         ctypes.cast(found, ctypes.POINTER(ctypes.c_size_t))[0] = 1 << 20
         return 0
 
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(scrutiny, "_driver", lambda: SimpleNamespace(cuCtxGetLimit=asked))
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: used.append("device"))
     assert scrutiny.persisting_l2_bytes() == 1 << 20
