@@ -169,7 +169,11 @@ class Trainer(QueuesReports):
             return found | dict(zip(("level", "noise"), draw(self.maker, micro.number, found["before"]), strict=True))
         scales = micro.scales if self.device.type == "cpu" else micro.scales.pin_memory()
         found["scales"] = scales.to(self.device, non_blocking=True)
-        return found | {"fields": [part.field for part in parts], "queries": [part.queries for part in parts]}
+        return found | {
+            "coded": [part.coded for part in parts],
+            "fields": [part.field for part in parts],
+            "queries": [part.queries for part in parts],
+        }
 
     def _step(self, given: list[dict[str, Any]]) -> torch.Tensor:
         """A step on micro-batches: [1], what it lost, and [2] with the gradients' norm, where they are clipped."""
@@ -227,7 +231,7 @@ class Trainer(QueuesReports):
     def _tasks(self, micro: dict[str, Any]) -> list[InverseTask]:
         """Return the inputs of the inverse losses, one for each task."""
         names = [task.task for task in self.given.tasks]
-        given = zip(names, micro["before"].split(micro["counts"]), micro["fields"], micro["queries"], strict=True)
+        given = zip(names, micro["coded"], micro["fields"], micro["queries"], strict=True)
         tasks = [
             self.networks.inverse_task(task, latents, field, queries, self.points[task])
             for task, latents, field, queries in given

@@ -137,7 +137,7 @@ class Trainer(WaitsForReports):
         if self.refiner is not None:
             with autocast(config, self.device):
                 return self.refiner.loss(before, after, dt, draw(self.maker, micro.number, before), self.averages)
-        tasks = [self.networks.inverse_task(p.task, p.before, p.field, p.queries, self.points[p.task]) for p in parts]
+        tasks = [self.networks.inverse_task(p.task, p.coded, p.field, p.queries, self.points[p.task]) for p in parts]
         with autocast(config, self.device):
             predicted = self.networks.operator(before, dt, micro.scales.to(self.device, self.dtype))
             inverse = inverse_losses(tasks, micro.number, config.inverse_loss_frequency, query_sampling)

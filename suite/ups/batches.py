@@ -40,6 +40,8 @@ PATTERNS = {"advection1d": "*Advection*.hdf5", "darcy2d": "*DarcyFlow*.hdf5"}
 """Task → glob pattern for the names of PDEBench's files."""
 LARGEST_DENOMINATOR = 1000
 """Largest denominator of the share of advection in a batch."""
+CODED_STREAM = -2000
+"""Stream among the generators of a micro-batch that chooses the latents of the inverse losses."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,8 +126,11 @@ class TaskPart:
     """Shape and dtype as for `before`."""
     dt: torch.Tensor
     """float32 [B], in s."""
+    coded: torch.Tensor
+    """Latents of the inverse losses: of each example those before or after the step, drawn at random. Shape and dtype
+    as for `before`; B is 0 without inverse losses in the batch."""
     field: torch.Tensor
-    """float32 [B, *grid, 1]: the fields that `before` was encoded from; B is 0 without inverse losses in the batch."""
+    """float32 [B, *grid, 1]: the fields that `coded` was encoded from."""
     queries: torch.Tensor
     """int64 [Q], indices into the flattened grid; empty where the batch has no inverse losses."""
 
@@ -219,6 +224,11 @@ class Maker:
             indices.append(_order(examples, mixed(self.config.seed + place), epoch)[position])
         return task.rows(indices)
 
+    def coded(self, place: int, number: int, rows: torch.Tensor) -> torch.Tensor:
+        """Return the rows of the latents for the inverse losses, int64 [B]: each of `rows` or the next one."""
+        after = torch.randint(2, rows.shape, generator=self.generator(number, CODED_STREAM - place))
+        return rows + after
+
     def queries(self, place: int, number: int) -> torch.Tensor:
         """Return the query points of a task in a micro-batch, int64 [Q]."""
         points = self.given.tasks[place].fields.points.shape[:-1].numel()
@@ -231,15 +241,17 @@ class Maker:
 
     def _part(self, place: int, number: int) -> TaskPart:
         task, rows = self.given.tasks[place], self.rows(place, number)
-        wanted = rows if self.every or self.config.has_inverse(number) else rows[:0]
-        field = self.fields(place, wanted) if len(wanted) else torch.empty(0, *task.fields.grid, 1)
+        with_fields = self.every or self.config.has_inverse(number)
+        coded = self.coded(place, number, rows) if with_fields else rows[:0]
+        field = self.fields(place, coded) if with_fields else torch.empty(0, *task.fields.grid, 1)
         return TaskPart(
             task=task.task,
             before=task.latents.rows[rows],
             after=task.latents.rows[rows + 1],
             dt=torch.full((len(rows),), task.fields.dt),
+            coded=task.latents.rows[coded],
             field=field,
-            queries=self.queries(place, number) if len(wanted) else wanted,
+            queries=self.queries(place, number) if with_fields else coded,
         )
 
     def generator(self, number: int, stream: int) -> torch.Generator:

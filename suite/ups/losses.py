@@ -1,8 +1,9 @@
 """The losses of ups that need no decoder, the inputs of the inverse losses, and the sum of all losses.
 
-loss = MSE(ẑ, z) + λ_enc · MSE(D(z₀)(x_q), u(x_q)) + λ_dec · MSE(E(D(z₀)), stop(z₀)) + spectral and boundary errors,
+loss = MSE(ẑ₁, z₁) + λ_enc · MSE(D(z)(x_q), u(x_q)) + λ_dec · MSE(E(D(z)), stop(z)) + spectral and boundary errors,
 each with its weight. The first and the last two terms compare the operator's latents. The inverse losses depend only on
-the cached latents z₀, the encoder and the decoder, so none of their gradients reaches the operator.
+cached latents z, the encoder and the decoder, so none of their gradients reaches the operator. z is z₀ or z₁ of each
+example, drawn at random: the decoder must know the latents that the operator predicts.
 """
 
 from __future__ import annotations

@@ -30,15 +30,16 @@ class Resident:
     def _part(self, place: int, number: int) -> TaskPart:
         maker, task = self._maker, self._maker.given.tasks[place]
         rows = maker.rows(place, number)
-        if self._device.type == "cuda":  # a copy from pageable memory would wait for all queued work
-            rows = rows.pin_memory().to(self._device, non_blocking=True)
         with_fields = maker.every or maker.config.has_inverse(number)
-        wanted = rows if with_fields else rows[:0]
+        coded = maker.coded(place, number, rows) if with_fields else rows[:0]
+        if self._device.type == "cuda":  # a copy from pageable memory would wait for all queued work
+            rows, coded = (r.pin_memory().to(self._device, non_blocking=True) for r in (rows, coded))
         return TaskPart(
             task=task.task,
             before=self._latents[place][rows],
             after=self._latents[place][rows + 1],
             dt=torch.full((len(rows),), task.fields.dt, device=self._device),
-            field=self._fields[place][wanted],
-            queries=maker.queries(place, number) if with_fields else wanted,
+            coded=self._latents[place][coded],
+            field=self._fields[place][coded],
+            queries=maker.queries(place, number) if with_fields else coded,
         )

@@ -35,6 +35,7 @@ from suite.ups import latents as latents_module
 from suite.ups.batches import Data, Feed, Maker, load, mixture_of
 from suite.ups.config import OF_RANKS, TECHNIQUES, TRADES, TrainConfig, without_techniques
 from suite.ups.model import Operator
+from suite.ups.resident import Resident
 
 ROOT = Path(__file__).resolve().parents[2]
 STEPS = 5
@@ -525,7 +526,7 @@ def test_the_micro_batches_of_ranks_are_those_of_one_process_with_more_accumulat
     for number, (rank, maker) in itertools.product(range(2), enumerate(makers)):
         found, same = maker[number], alone[2 * number + rank]
         for part, expected in zip(found.parts, same.parts, strict=True):
-            for name in ("before", "after", "dt", "field", "queries"):
+            for name in ("before", "after", "dt", "coded", "field", "queries"):
                 assert torch.equal(getattr(part, name), getattr(expected, name))
         assert torch.equal(found.scales, same.scales)
         noise, expected = (
@@ -540,6 +541,28 @@ def test_batches_have_both_tasks_in_their_share(given):
     batch = Maker(given=given, config=SMALL)[0]
     assert [(part.task, len(part.before)) for part in batch.parts] == [("advection1d", 2), ("darcy2d", 2)]
     assert batch.scales.shape == (2, 2, 4)
+
+
+@pytest.mark.parametrize("resident", [False, True])
+def test_inverse_losses_take_the_latents_before_and_after_the_step(given, resident):
+    """Otherwise the decoder of Darcy flow would never see a solution."""
+    config = dataclasses.replace(SMALL, inverse_loss_frequency=2)
+    maker = Maker(given=given, config=config)
+    source = Resident(maker, torch.device("cpu")) if resident else maker
+    states = {task.task: set() for task in given.tasks}
+    for number in range(20):
+        batch = source.batch(number) if resident else maker[number]
+        for task, part in zip(given.tasks, batch.parts, strict=True):
+            if number % 2:
+                assert len(part.coded) == len(part.field) == len(part.queries) == 0
+                continue
+            for found, field, before, after in zip(part.coded, part.field, part.before, part.after, strict=True):
+                state = 0 if torch.equal(found, before) else 1
+                states[task.task].add(state)
+                assert torch.equal(found, (before, after)[state])
+                row = (task.latents.rows == found).flatten(1).all(1).nonzero()[0].item()
+                assert torch.equal(field[..., 0], task.fields.at(*divmod(row, task.fields.states)))
+    assert states == {task.task: {0, 1} for task in given.tasks}
 
 
 def test_workers_make_the_same_batches(given):
