@@ -21,10 +21,8 @@ test test-all: export TORCHINDUCTOR_COMPILE_THREADS ?= 1
 # list of what the processor has is enough.
 run test test-all: export TORCHINDUCTOR_VEC_ISA_OK ?= 1
 
-# A worker takes tests in their order, so that the proofs of a pair share what they know of its draws.
 test: ## correctness of every pair and the harness's own tests (nothing is timed)
-	@beside= && $(SETUP) && { ! "$$python" -c "import xdist" 2>/dev/null || beside="-n auto --dist worksteal"; } && \
-	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} "$$python" -m pytest -p perfsuite.plugin -p tools.rare_garbage -m "not perf" $$beside $(ARGS)
+	@$(SETUP) && OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} "$$python" -m tools.run_tests $(ARGS)
 
 test-all: export PERFSUITE_TEST_SCALE = full
 test-all: override ARGS += --perfsuite-profile=thorough
