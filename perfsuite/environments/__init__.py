@@ -1,6 +1,7 @@
 """`perfsuite compare --python`: the same code in two Python environments, timed in turns on one device.
 
     interpreter → its packages, what differs
+    collection → the test modules that cannot be imported there
     rule → the change of each workload, with its interval
     report → table and JSON
 

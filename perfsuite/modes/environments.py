@@ -17,14 +17,15 @@ from typing import Any
 
 from perfsuite import alternation, exit_codes
 from perfsuite.counts import NAMES, shown
-from perfsuite.environments import interpreter, report, rule
+from perfsuite.environments import collection, interpreter, report, rule
+from perfsuite.environments.interpreter import Interpreter
 from perfsuite.environments.report import Comparison
 from perfsuite.environments.rule import Change, Compared
 from perfsuite.modes.whole import Whole
 from perfsuite.records import OPTIMIZED, Measurement, Proof, Status
 from perfsuite.report import terminal, units
 from perfsuite.report.files import write
-from perfsuite.workers import NEVER_REACHED, PROVE, Failure, Lane, Outcome, Task, Workers
+from perfsuite.workers import NEVER_REACHED, PROVE, Failure, Lane, Outcome, Task, Workers, pytest_arguments
 
 
 class _StoppedError(Exception):
@@ -65,7 +66,9 @@ class Environments(Whole):
                 where="there",
             ),
         )
-        proofs, failed = self._proven(ids, both)
+        failed = self._not_collected(ids, there)
+        proofs, unproven = self._proven([i for i in ids if i not in failed], both)
+        failed |= unproven
         left = [i for i in ids if i not in failed]
         timed: dict[str, list[tuple[Measurement, Measurement]]] = {i: [] for i in left}
         for number in range(int(self.arguments["processes"])):
@@ -91,6 +94,17 @@ class Environments(Whole):
         if several:
             self.notes.append(f"{units.count(len(several), 'workload')} of several processes: not compared")
         return [i for i in ids if i not in several]
+
+    def _not_collected(self, ids: Sequence[str], there: Interpreter) -> dict[str, Compared]:
+        """Return what is said of the workloads of modules that the other environment cannot import: each would end the
+        process that collects it beside others."""
+        module = {i: i.partition("::")[0] for i in ids}
+        why = collection.failures(there, dict.fromkeys(module.values()), pytest_arguments(self.config), self.root)
+        return {
+            i: Compared(id=i, change=Change.UNTIMED, message=f"there, {module[i]} cannot be imported: {why[module[i]]}")
+            for i in ids
+            if module[i] in why
+        }
 
     def _proven(
         self, ids: Sequence[str], both: Sequence[_Environment]

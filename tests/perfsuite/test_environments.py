@@ -15,7 +15,7 @@ from scratch import Project, lines_with
 
 from perfsuite import exit_codes
 from perfsuite.alternation import ENDED, Alternation, abandon
-from perfsuite.environments import rule
+from perfsuite.environments import collection, rule
 from perfsuite.environments.interpreter import Interpreter, check, describe, differences
 from perfsuite.environments.rule import Change
 from perfsuite.errors import PerfsuiteError
@@ -286,6 +286,30 @@ def test_two_environments_are_compared(project: Project) -> None:
     assert lines_with(done.stderr, "slower[small]", "slower")
     assert lines_with(done.stderr, "fast-kernels absent → 2.1")
     assert lines_with(done.stderr, "1 slower, 1 not the same function, 1 not compared")
+
+
+@pytest.mark.parametrize(
+    ("conftest", "says"),
+    [
+        ("", {"test_lacking.py": "ModuleNotFoundError: No module named 'only_here'"}),
+        ("import os; os._exit(3)", "pytest ends while it collects there (exit code 3)"),
+    ],
+)
+def test_modules_that_cannot_be_imported_there_are_named(
+    tmp_path: Path, conftest: str, says: dict[str, str] | str
+) -> None:
+    (tmp_path / "conftest.py").write_text(conftest)
+    (tmp_path / "test_right.py").write_text("def test_one(): pass")
+    (tmp_path / "test_lacking.py").write_text("import only_here")
+    there = Interpreter(path=sys.executable, python="3", harness="0")
+    modules = ["test_right.py", "test_lacking.py"]
+    arguments = ["-p", "no:cacheprovider", f"--rootdir={tmp_path}"]
+    if isinstance(says, dict):
+        assert collection.failures(there, modules, arguments, tmp_path) == says
+        return
+    with pytest.raises(PerfsuiteError) as caught:
+        collection.failures(there, modules, arguments, tmp_path)
+    assert says in str(caught.value)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,71 @@
+"""Which test modules cannot be imported in another environment, and why.
+
+Run in that environment as `python -m perfsuite.environments.collection PYTEST'S ARGUMENTS`, this prints them as JSON on
+the last line of its output.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Collection, Sequence
+from pathlib import Path
+
+import pytest
+
+from perfsuite.environments.interpreter import Interpreter
+from perfsuite.errors import PerfsuiteError, printable
+
+LIMIT_S = 600.0
+"""Seconds that the collection may take."""
+
+
+def failures(there: Interpreter, modules: Collection[str], arguments: Sequence[str], root: Path) -> dict[str, str]:
+    """Return module → the error with which the other environment fails to collect it.
+
+    modules    paths from `root`
+    arguments  pytest's arguments of this run
+
+    PerfsuiteError if pytest cannot collect there at all.
+    """
+    command = [there.path, "-m", __name__, *arguments, *modules]
+    try:
+        done = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=LIMIT_S, check=False)
+        found: dict[str, str] = json.loads(done.stdout.splitlines()[-1])
+        return found
+    except subprocess.TimeoutExpired:
+        raise PerfsuiteError(
+            f"--python {printable(there.path)}: it has not imported the test modules after {LIMIT_S:g} s"
+        ) from None
+    except (ValueError, IndexError):
+        last = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
+        raise PerfsuiteError(
+            f"--python {printable(there.path)}: pytest ends while it collects there ({printable(last)}); run it there "
+            "by itself to see why"
+        ) from None
+
+
+class _Errors:
+    """A plugin that keeps the last line of each collector's error."""
+
+    def __init__(self) -> None:
+        self.found: dict[str, str] = {}
+
+    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+        if report.failed:
+            lines = report.longreprtext.strip().splitlines()
+            raised = [line.removeprefix("E").strip() for line in lines if line.startswith("E ")]
+            self.found[report.nodeid.partition("::")[0]] = (raised or lines or ["no error is shown"])[-1]
+
+
+def main() -> None:
+    """Print what cannot be collected."""
+    errors = _Errors()
+    pytest.main([*sys.argv[1:], "--collect-only", "--continue-on-collection-errors"], plugins=[errors])
+    print()
+    print(json.dumps(errors.found))
+
+
+if __name__ == "__main__":
+    main()
