@@ -186,6 +186,8 @@ class Environments(Whole):
         terminalreporter.section("perfsuite", sep="=")
         if self.found is not None:
             report.show(self.found, out)
+        elif not self.problems:
+            terminalreporter.write_line("✗ the run ended before all was compared: no file is written", red=True)
         for line in (*self.problems, *self.notes, *(f"{form}: {path}" for form, path in self.written.items())):
             terminalreporter.write_line(line)
 

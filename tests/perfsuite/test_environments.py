@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import random
@@ -9,6 +10,8 @@ import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from scratch import Project, lines_with
@@ -19,6 +22,7 @@ from perfsuite.environments import collection, rule
 from perfsuite.environments.interpreter import Interpreter, check, describe, differences
 from perfsuite.environments.rule import Change
 from perfsuite.errors import PerfsuiteError
+from perfsuite.modes.environments import Environments
 
 pytest_plugins = ["pytester"]
 
@@ -286,6 +290,20 @@ def test_two_environments_are_compared(project: Project) -> None:
     assert lines_with(done.stderr, "slower[small]", "slower")
     assert lines_with(done.stderr, "fast-kernels absent → 2.1")
     assert lines_with(done.stderr, "1 slower, 1 not the same function, 1 not compared")
+
+
+@pytest.mark.parametrize("problems", [[], ["the interpreter cannot be used"]])
+def test_a_run_that_ends_early_says_that_it_wrote_no_file(problems: list[str]) -> None:
+    run: Any = object.__new__(Environments)
+    run.found, run.problems, run.notes, run.written = None, problems, [], {}
+    lines: list[str] = []
+    reporter = SimpleNamespace(
+        _tw=SimpleNamespace(_file=io.StringIO()),
+        section=lambda *given, **more: None,
+        write_line=lambda line, **more: lines.append(line),
+    )
+    run.pytest_terminal_summary(reporter)
+    assert lines == (problems or ["✗ the run ended before all was compared: no file is written"])
 
 
 @pytest.mark.parametrize(
