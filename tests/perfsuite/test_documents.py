@@ -1,4 +1,5 @@
-"""The documents: the site builds without a warning, and the tutorial's files and commands do what it says."""
+"""The documents: the site builds without a warning, the tutorial's files and commands do what it says, and the commands
+of all documents exist."""
 
 from __future__ import annotations
 
@@ -11,9 +12,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import click
 import pytest
+from click.testing import CliRunner
 from scratch import ROOT, Project, times
 
+from perfsuite import cli
 from perfsuite.exit_codes import CODE_AT_FAULT
 
 pytest_plugins = ["pytester"]
@@ -155,3 +159,63 @@ def test_the_tutorial(project: Project) -> None:
         "perfsuite gate",
         "perfsuite gate",
     ]
+
+
+# --- the commands of all documents ----------------------------------------------------------------------------------
+
+DOCUMENTS = (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md")))
+SHELL_BLOCK = re.compile(r"^```(?:sh|bash|console)?\n(.*?)^```", re.DOTALL | re.MULTILINE)
+
+
+def commands_of(document: Path) -> Iterator[list[str]]:
+    """Yield the words of each line of a document's code blocks that runs perfsuite or a file of Python."""
+    for block in SHELL_BLOCK.findall(document.read_text()):
+        for line in block.replace("\\\n", " ").splitlines():
+            words = line.strip().removeprefix("$ ")
+            if re.match(r"(perfsuite|python3?) ", words):
+                yield shlex.split(words, comments=True)
+
+
+def refusal(words: list[str]) -> str:
+    """Return why the command line is refused, without doing what it says; empty where it is not."""
+    program, *arguments = words
+    if program != "perfsuite":
+        file = next((a for a in arguments if a.endswith(".py") and a.startswith("tools/")), None)
+        return "" if file is None or (ROOT / file).is_file() else f"there is no {file}"
+    if arguments[0] == "train":
+        shown = CliRunner().invoke(cli.main, [*arguments, "--show"])
+        return shown.output if shown.exit_code else ""
+    command: click.Command = cli.main
+    context: click.Context | None = None
+    try:
+        while isinstance(command, click.Group):
+            context = click.Context(command, parent=context)
+            name, *arguments = arguments
+            found = command.get_command(context, name)
+            if found is None:
+                return f"there is no command {name}"
+            command = found
+        command.make_context(command.name, arguments, parent=context)
+    except click.exceptions.Exit:  # --help
+        return ""
+    except click.UsageError as error:
+        message = error.format_message()
+        return "" if "does not exist" in message else message  # a file of the reader's
+    return ""
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_every_command_of_a_document_is_accepted(document: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("jsonargparse")
+    monkeypatch.chdir(ROOT)
+    refused = {shlex.join(words): why for words in commands_of(document) if (why := refusal(words))}
+    assert not refused
+
+
+def test_a_command_that_is_not_accepted_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("jsonargparse")
+    monkeypatch.chdir(ROOT)
+    assert "no_field" in refusal(["perfsuite", "train", "ups", "--no_field", "3"])
+    assert "--no-option" in refusal(["perfsuite", "gate", "--no-option"])
+    assert "no command wrong" in refusal(["perfsuite", "wrong"])
+    assert "no tools/wrong.py" in refusal(["python", "tools/wrong.py"])
