@@ -227,7 +227,7 @@ def _incoming(trial: _Trial, case: Case) -> Iterator[str]:
     kind = incoming.kind_of(case)
     plain = _Trial(trial.pair, trial.side, trial.device, trial.home, incoming.PLAIN)
     if kind != incoming.PLAIN and plain.is_right(case, True):
-        what = "a gradient" if kind == incoming.ONE_OUTPUT else f"{kind} ones"
+        what = "a gradient" if kind == incoming.SOME_OUTPUTS else f"{kind} ones"
         yield f"the gradient is right for plain incoming gradients, and wrong for {what}{_WHENCE.get(kind, '')}"
 
 
@@ -237,7 +237,7 @@ _WHENCE = {
     "large": ", as where a loss is scaled",
     "tiny": ", as where a loss is a mean over many elements",
     "sliced": ", as behind a concatenation",
-    incoming.ONE_OUTPUT: f" {incoming.ONE_OUTPUT}",
+    incoming.SOME_OUTPUTS: f" {incoming.SOME_OUTPUTS}",
 }
 
 

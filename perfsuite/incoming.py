@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import random
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
@@ -22,12 +23,15 @@ def _transposed(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _sliced(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the same values as a slice of a wider tensor, as the backward pass of a concatenation gives them."""
+    """Return the same values as a slice of a wider tensor, as the backward pass of a concatenation gives them; with
+    four dimensions in channels-last format, as a convolution's gives them."""
+    if tensor.ndim == 4:
+        return tensor.contiguous(memory_format=torch.channels_last)
     return torch.cat([tensor, tensor], -1)[..., : tensor.shape[-1]] if tensor.ndim else tensor
 
 
 LARGE, TINY = 2.0**16, 2.0**-40
-PLAIN, ONE_OUTPUT, SHARED = "plain", "of one output alone", "shared"
+PLAIN, SOME_OUTPUTS, SHARED = "plain", "of some outputs alone", "shared"
 KINDS: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = {
     PLAIN: lambda g: g,
     "expanded": lambda g: g.flatten()[:1].reshape([1] * g.ndim).expand_as(g) if g.numel() else g,
@@ -37,27 +41,32 @@ KINDS: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "partly zero": lambda g: g.where(g.real > 0, 0.0),
     "large": lambda g: g * LARGE,
     "tiny": lambda g: g * TINY,
-    ONE_OUTPUT: lambda g: g,
+    SOME_OUTPUTS: lambda g: g,
     SHARED: lambda g: g,
 }
 """Kinds of incoming gradients → one of that kind, from one that is plain. A sum gives an expanded one, a transposed
 output a transposed one, a concatenation a slice, the scaling of a loss a large one, a mean over many elements a tiny
-one, and the sum of two outputs gives both one tensor."""
+one, the sum of two outputs gives both one tensor, and an output that is not used gets none."""
 SIZES = {"large": LARGE, "tiny": TINY}
 """The usual size of the gradients of a kind, where it is not 1."""
 
 DRAWN = (PLAIN, *KINDS)
 """Kinds of incoming gradients; one draw in four has plain ones."""
-NEEDS_ORDINARY = ("zero", "partly zero", "large", "tiny", ONE_OUTPUT)
+NEEDS_ORDINARY = ("zero", "partly zero", "large", "tiny", SOME_OUTPUTS)
 """Kinds that are drawn with ORDINARY values alone: zero times infinity is NaN, which a kernel need not reproduce."""
 ORDINARY = ("normal", "sorted", "repeated")
 """Regimes of values at which gradients are finite for incoming ones that are zero or large, and not 0 for tiny ones."""
 
 
+def are_ordinary(case: Case) -> bool:
+    """Return whether all values of a draw are ordinary."""
+    return all(how.regime in ORDINARY for how in case.inputs.values())
+
+
 def kind_of(case: Case) -> str:
     """Return the kind of incoming gradients with which the gradients of a draw are proven. The draw's seed decides."""
     kind = DRAWN[case.seed % len(DRAWN)]
-    if kind in NEEDS_ORDINARY and any(how.regime not in ORDINARY for how in case.inputs.values()):
+    if kind in NEEDS_ORDINARY and not are_ordinary(case):
         return PLAIN
     return PLAIN if kind in SIZES and case.dtype == "float16" else kind
 
@@ -67,7 +76,7 @@ def in_turn(cases: Iterable[Case]) -> Iterator[Case]:
     others."""
     numbers = {True: itertools.count(), False: itertools.count()}
     for case in cases:
-        ordinary = all(how.regime in ORDINARY for how in case.inputs.values()) and 0 not in case.sizes.values()
+        ordinary = are_ordinary(case) and 0 not in case.sizes.values()
         place = next(numbers[ordinary]) % len(DRAWN)
         yield replace(case, seed=case.seed - case.seed % len(DRAWN) + place)
 
@@ -80,8 +89,10 @@ def drawn(
     They are rounded to `dtype`, if one side's outputs are declared to be in it.
     """
     real = list(real_of(outputs).items())
-    if kind == ONE_OUTPUT and real:  # by its place among all: of one side's some may need no gradient
-        real = [real[seed // len(KINDS) % len(real)]]
+    if kind == SOME_OUTPUTS and len(real) > 1:  # by their places among all: of one side's some may need no gradient
+        random_ = random.Random(seed)
+        chosen = random_.sample(range(len(real)), random_.randint(1, len(real) - 1))
+        real = [real[place] for place in sorted(chosen)]
     kept = {n: o for n, o in real if o.requires_grad}
     return list(kept.values()), for_outputs(kept, seed, dtype, kind=kind)
 

@@ -16,14 +16,17 @@ from perfsuite import execution, process_state
 from perfsuite import many_elements as large
 from perfsuite.contexts.backward import (
     after_calls_without_gradients,
+    backward_in_other_thread,
     changed_before_backward,
     double_backward,
     inputs_with_graphs,
     nan_gradients,
     one_gradient_needed,
+    saved_tensor_hooks,
     second_backward,
     two_gradients_needed,
     two_graphs,
+    written_gradients,
 )
 from perfsuite.contexts.calling import gradients_are_right
 from perfsuite.contexts.forward import (
@@ -77,15 +80,18 @@ OF_ONE_DRAW: tuple[Callable[[Probe], None], ...] = (
     rewritten_inputs,
     one_tensor,
     uneven_lists,
-    grad_mode_off,
     inputs_with_graphs,
     nan_gradients,
+    written_gradients,
+    saved_tensor_hooks,
+    backward_in_other_thread,
 )
 WAYS: tuple[Callable[[Probe], None], ...] = (
     inference_mode,
     no_gradient_needed,
     other_thread,
     two_threads,
+    grad_mode_off,
     autocast,
     one_gradient_needed,
     two_gradients_needed,
@@ -108,6 +114,8 @@ NOT_COMPILED = (
     rewritten_inputs,
     one_tensor,
     inputs_with_graphs,
+    saved_tensor_hooks,
+    backward_in_other_thread,
 )
 """Ways that are not tried where the side is compiled. torch.compile compiles, captures graphs and replays them in one
 thread at a time; for the other ways it compiles anew, which takes seconds."""

@@ -6,6 +6,7 @@ import functools
 import math
 import random
 from collections.abc import Callable, Collection, Iterable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,20 +18,27 @@ from perfsuite.contexts.calling import (
     call_in,
     detached,
     differentiable,
+    gradients_are_right,
     gradients_of,
     graph_of,
     hold,
+    hold_anew,
+    in_threads,
+    on,
     truth_with_gradients,
     where_only,
 )
 from perfsuite.execution import Leaves
 from perfsuite.integrity.probe import Probe
+from perfsuite.kinds import drawn_tensors
 from perfsuite.pair import GRAD_OUTPUT, Pair, as_side
+from perfsuite.records import InputCase
 from perfsuite.rule import eps_of
 from perfsuite.specs import ModuleSpec, holds
 
 MOST_ALONE = 4
 """Number of differentiable inputs that are tried one at a time where there are more."""
+TRANSPOSED = "transposed"
 GRAPHS = 4
 """Number of other calls whose graphs live at the same time."""
 RAISING = "torch::autograd::Error"
@@ -54,13 +62,14 @@ def one_gradient_needed(probe: Probe) -> None:
 
 
 def two_gradients_needed(probe: Probe) -> None:
-    """Call where only two of four or more inputs need a gradient, different ones on each draw."""
+    """Call where two or more of four or more inputs need a gradient, and two or more do not; others on each draw."""
     paths = differentiable(probe)
     if len(paths) < 4:
         return
-    both = random.Random(probe.case.seed).sample(paths, 2)
-    others = tuple(path for path in paths if path not in both)
-    _hold_some(probe, both, others, f"where only {' and '.join(both)} need a gradient")
+    random_ = random.Random(probe.case.seed)
+    some = random_.sample(paths, random_.randint(2, len(paths) - 2))
+    others = tuple(path for path in paths if path not in some)
+    _hold_some(probe, some, others, f"where only {' and '.join(some)} need a gradient")
 
 
 def _hold_some(probe: Probe, marked: Collection[str], others: Collection[str], words: str) -> None:
@@ -84,6 +93,74 @@ def second_backward(probe: Probe) -> None:
 
     known = functools.partial(truth_with_gradients, probe, set())
     hold(probe, way, "in a second backward pass with retain_graph=True", known=known, refusable=True)
+
+
+def written_gradients(probe: Probe) -> None:
+    """Write to the gradients that a backward pass returned, as clipping does: neither the other gradients may change,
+    nor those of another pass through the same graph. Incoming gradients are all 1, as those of a sum, or all 0."""
+    if not differentiable(probe) or set(probe.pair.consumes) - {GRAD_OUTPUT}:
+        return
+    if second_backward.__name__ in probe.pair.unsupported or not incoming.are_ordinary(probe.case):
+        return
+    for value in (0, 1):
+        _hold_written(probe, value)
+
+
+def _hold_written(probe: Probe, value: int) -> None:
+    def way(call: Callable[..., Any], pair: Pair, values: dict[str, Any], seed: int) -> Leaves:
+        _, outputs, marked, weights = graph_of(call, pair, values, seed)
+        given, weights = list(marked.values()), [torch.full_like(w, value) for w in weights]
+        names = [f"gradient of {path}" for path in marked]
+        first = torch.autograd.grad(outputs, given, [w.clone() for w in weights], retain_graph=True, allow_unused=True)
+        before = execution.copies_of(dict(zip(names, first, strict=True)))
+        written = next((g for g in first if g is not None and not make.overlaps(g)), None)
+        if written is not None:
+            written.add_(1)
+        after = {n: b if g is written else g for (n, b), g in zip(before.items(), first, strict=True)}
+        again = torch.autograd.grad(outputs, given, weights, allow_unused=True)
+        later = {f"second {n}": g for n, g in zip(names, again, strict=True)}
+        return execution.copies_of(after) | later
+
+    words = f"when a returned gradient is written to, where the incoming ones are {value}"
+    hold_anew(probe, way, words, refusable=True, reference_may_refuse=True)
+
+
+def saved_tensor_hooks(probe: Probe) -> None:
+    """Make a backward pass where hooks replace each tensor that the call saves by a contiguous copy, as
+    torch.autograd.graph.save_on_cpu does. Inputs are transposed, where they may be."""
+    if not differentiable(probe) or probe.pair.consumes:
+        return
+    laid_out = dict(probe.case.inputs)
+    for name, spec in drawn_tensors(probe.pair).items():
+        if TRANSPOSED in make.layouts(probe.pair, name, spec):
+            laid_out[name] = replace(laid_out.get(name, InputCase()), layout=TRANSPOSED)
+    probe = on(probe, replace(probe.case, inputs=laid_out))
+    if not probe.answers_rightly() or not gradients_are_right(probe):
+        return  # equivalence and gradients say how
+
+    def packed(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.detach().clone(memory_format=torch.contiguous_format)
+
+    def way(call: Callable[..., Any], pair: Pair, values: dict[str, Any], seed: int) -> Leaves:
+        with torch.autograd.graph.saved_tensors_hooks(packed, lambda tensor: tensor):
+            graph = graph_of(call, pair, values, seed)
+            return gradients_of(*graph)
+
+    known = functools.partial(truth_with_gradients, probe, set())
+    hold(probe, way, "where saved_tensors_hooks give contiguous copies of what it saves", known=known, refusable=True)
+
+
+def backward_in_other_thread(probe: Probe) -> None:
+    """Make the backward pass in a thread that has not made the call."""
+    if not differentiable(probe):
+        return
+
+    def way(call: Callable[..., Any], pair: Pair, values: dict[str, Any], seed: int) -> Leaves:
+        (found,) = in_threads([functools.partial(gradients_of, *graph_of(call, pair, values, seed))])
+        return found
+
+    known = functools.partial(truth_with_gradients, probe, set())
+    hold(probe, way, "in a backward pass in another thread", known=known)
 
 
 def two_graphs(probe: Probe) -> None:
@@ -178,27 +255,27 @@ def _with_graph(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def double_backward(probe: Probe) -> None:
-    """Compute the gradients of the side's gradients."""
+    """Compute the gradients of the side's gradients, by its inputs and by the incoming gradients."""
     if not differentiable(probe):
         return
 
     def way(call: Callable[..., Any], pair: Pair, values: dict[str, Any], seed: int) -> Leaves:
         _, outputs, marked, weights = graph_of(call, pair, values, seed)
-        given = list(marked.values())
+        given, weights = list(marked.values()), [w.detach().clone().requires_grad_() for w in weights]
         first = torch.autograd.grad(outputs, given, weights, create_graph=True, allow_unused=True)
         if not all(g is None or g.requires_grad for g in first) or _refuses(first):
             raise RuntimeError("a gradient without a graph: it cannot be differentiated, and says so")
         named = {f"gradient of {p}": g for p, g in zip(marked, first, strict=True) if g is not None}
         again, directions = incoming.drawn(named, seed)
-        if not again:
-            second: Any = [None] * len(given)
-        else:
-            second = torch.autograd.grad(again, given, directions, allow_unused=True)
+        by = {**marked, **{f"incoming gradient {n}": w for n, w in enumerate(weights)}}
+        second: Any = [None] * len(by)
+        if again:
+            second = torch.autograd.grad(again, list(by.values()), directions, allow_unused=True)
         # A constant has no graph: its derivative is 0.
-        return {
-            f"second derivative of {p}": torch.zeros_like(x) if g is None else g
-            for (p, x), g in zip(marked.items(), second, strict=True)
-        }
+        found = {f"second derivative of {p}": g for p, g in zip(by, second, strict=True)}
+        found |= {f"gradient of {p} with create_graph": g for p, g in zip(marked, first, strict=True)}
+        likes = [*by.values(), *given]
+        return {n: torch.zeros_like(x) if g is None else g for (n, g), x in zip(found.items(), likes, strict=True)}
 
     eps = SECOND_EPS * eps_of(probe.pair.precision or probe.case.dtype)
     hold(probe, way, "when its gradients are differentiated once more", eps=eps, refusable=True)

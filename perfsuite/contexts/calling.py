@@ -111,10 +111,18 @@ class _Attempt:
             return False
 
 
-def hold_anew(probe: Probe, way: Way, words: str, *, eps: float | None = None, refusable: bool = False) -> None:
+def hold_anew(
+    probe: Probe,
+    way: Way,
+    words: str,
+    *,
+    eps: float | None = None,
+    refusable: bool = False,
+    reference_may_refuse: bool = False,
+) -> None:
     """Call `hold` with a truth that is established in this way, too, because a plain call gives something else."""
     known = truths.by_replicas(probe.pair, probe.case, probe.device, gradients=False, home=probe.home, eps=eps, way=way)
-    hold(probe, way, words, known=known, refusable=refusable)
+    hold(probe, way, words, known=known, refusable=refusable, reference_may_refuse=reference_may_refuse)
 
 
 def judge(probe: Probe, known: Known, produced: Leaves, words: str) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import itertools
+import random
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -37,13 +39,15 @@ from perfsuite.integrity.probe import Probe, same_leaf
 from perfsuite.pair import Pair, Side, as_side
 from perfsuite.records import Case
 from perfsuite.rule import eps_of
-from perfsuite.specs import Size, TensorSpec
+from perfsuite.specs import ListSpec, Size, TensorSpec
 from perfsuite.truths import Discard, Way
 
 THREAD_CALLS = 3
 HALF = (torch.bfloat16, torch.float16)
 MOST_REWRITTEN = 1 << 13
 """The most elements of inputs that are rewritten in several modes."""
+MOST_SHARED = 3
+"""The most pairs among three or more inputs of one kind that are tried as one tensor."""
 REWRITTEN = "where its inputs get other values after a call"
 
 
@@ -157,8 +161,11 @@ def autocast(probe: Probe) -> None:
 
 def _autocast(probe: Probe, dtype: torch.dtype) -> None:
     device = torch.device(probe.device).type
+    needing = bool(differentiable(probe))  # as a model's weights do where it is evaluated
 
     def way(call: Callable[..., Any], pair: Pair, values: dict[str, Any], seed: int) -> Leaves:
+        if needing:
+            execution.require_gradients(pair, values)
         with torch.autocast(device, dtype=dtype):
             return plainly(call, pair, values, seed)
 
@@ -172,6 +179,13 @@ def _autocast(probe: Probe, dtype: torch.dtype) -> None:
     words, own = f"under torch.autocast({device!r}, {dtype})", eps_of(probe.pair.precision or probe.case.dtype)
     eps = max(torch.finfo(dtype).eps, own) if lower else None
     hold(probe, way, words, eps=eps)
+    if inference_mode.__name__ not in probe.pair.unsupported:
+
+        def inference(call: Callable[..., Any], pair: Pair, values: dict[str, Any], seed: int) -> Leaves:
+            with torch.inference_mode(), torch.autocast(device, dtype=dtype):
+                return execution.copies_of(execution.with_changed(pair, values, call(*values.values())))
+
+        hold(probe, inference, f"{words} and inference_mode()", eps=eps)
     if not differentiable(probe):
         return
 
@@ -299,11 +313,23 @@ def _parameters(pair: Pair) -> list[str]:
 def one_tensor(probe: Probe) -> None:
     """Call where several inputs of the same kind are one tensor, as the query and the keys of self-attention."""
     found = _of_one_kind(probe.pair, probe.case)
-    if found is None or probe.pair.is_stateful:
+    if probe.pair.is_stateful:
         return
-    (first, *others), case = found
-    alike = on(probe, case)
-    with_gradients = bool(differentiable(alike))
+    if found is not None:
+        names, case = found
+        _hold_shared(on(probe, case), names)
+        some = list(itertools.combinations(names, 2)) if len(names) > 2 else []
+        for both in random.Random(case.seed).sample(some, min(len(some), MOST_SHARED)):
+            _hold_shared(on(probe, case), both)
+    for name, spec in probe.pair.inputs.items():
+        if isinstance(spec, ListSpec) and name not in probe.pair.changed:
+            _hold_tied(probe, name)
+
+
+def _hold_shared(probe: Probe, names: Sequence[str]) -> None:
+    """Call where these inputs are one tensor."""
+    first, *others = names
+    with_gradients = bool(differentiable(probe))
 
     def way(call: Callable[..., Any], pair: Pair, values: dict[str, Any], seed: int) -> Leaves:
         if any(values[name].shape != values[first].shape for name in others):
@@ -313,7 +339,23 @@ def one_tensor(probe: Probe) -> None:
             return gradients_of(*graph_of(call, pair, shared, seed))
         return plainly(call, pair, shared, seed)
 
-    hold_anew(alike, way, f"where {' and '.join((first, *others))} are one tensor")
+    hold_anew(probe, way, f"where {' and '.join(names)} are one tensor")
+
+
+def _hold_tied(probe: Probe, name: str) -> None:
+    """Call where the first and the last tensor of a list are one, as tied weights."""
+    with_gradients = bool(differentiable(probe))
+
+    def way(call: Callable[..., Any], pair: Pair, values: dict[str, Any], seed: int) -> Leaves:
+        first, *_, last = items = list(values[name])
+        if not isinstance(first, torch.Tensor) or first.shape != last.shape or first is last:
+            raise ValueError("not of one shape")
+        tied = values | {name: type(values[name])([*items[:-1], first])}
+        if with_gradients:
+            return gradients_of(*graph_of(call, pair, tied, seed))
+        return plainly(call, pair, tied, seed)
+
+    hold_anew(probe, way, f"where two tensors of {name} are one")
 
 
 def uneven_lists(probe: Probe) -> None:

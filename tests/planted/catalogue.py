@@ -17,7 +17,7 @@ from perfsuite import Pair, Workload, floats, tensor
 
 Call = Callable[..., Any]
 
-NUMBERS = range(1, 58)
+NUMBERS = range(1, 59)
 """Numbers of the catalogue."""
 X = {"x": tensor("m", "n", values=floats(-4, 4))}
 SIZES = {"m": 23, "n": 37}

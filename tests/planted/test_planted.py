@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import callers  # noqa: F401 - registers its faults
+import combinations  # noqa: F401 - registers its faults
 import drawn  # noqa: F401 - registers its faults
 import gradients  # noqa: F401 - registers its faults
 import leftovers
