@@ -56,6 +56,7 @@ CONTEXTS = (
     "grad_mode_off",
     "inputs_with_graphs",
     "nan_gradients",
+    "some_outputs_used",
     "written_gradients",
     "saved_tensor_hooks",
     "backward_in_other_thread",

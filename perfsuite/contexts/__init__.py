@@ -24,6 +24,7 @@ from perfsuite.contexts.backward import (
     one_gradient_needed,
     saved_tensor_hooks,
     second_backward,
+    some_outputs_used,
     two_gradients_needed,
     two_graphs,
     written_gradients,
@@ -95,6 +96,7 @@ WAYS: tuple[Callable[[Probe], None], ...] = (
     autocast,
     one_gradient_needed,
     two_gradients_needed,
+    some_outputs_used,
     two_graphs,
     second_backward,
     double_backward,
@@ -107,6 +109,7 @@ COMPILED = (no_gradient_needed, one_gradient_needed)
 then."""
 NOT_COMPILED = (
     two_gradients_needed,
+    some_outputs_used,
     two_threads,
     after_calls_without_gradients,
     after_other_dtype,

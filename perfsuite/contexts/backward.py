@@ -78,6 +78,20 @@ def _hold_some(probe: Probe, marked: Collection[str], others: Collection[str], w
     hold(probe, way, words, known=known)
 
 
+def some_outputs_used(probe: Probe) -> None:
+    """Make a backward pass from two or more of three or more outputs, and not from all."""
+    if not differentiable(probe) or len(incoming.real_of(probe.truth().reference)) < 3:
+        return
+
+    def way(call: Callable[..., Any], pair: Pair, values: dict[str, Any], seed: int) -> Leaves:
+        leaves, outputs, marked, weights = graph_of(call, pair, values, seed)
+        random_ = random.Random(seed)
+        some = random_.sample(range(len(outputs)), random_.randint(2, len(outputs) - 1))
+        return gradients_of(leaves, [outputs[n] for n in some], marked, [weights[n] for n in some])
+
+    hold_anew(probe, way, "where only some of its outputs are used")
+
+
 def second_backward(probe: Probe) -> None:
     """Make a second backward pass through the same graph, which was retained, with other incoming gradients."""
     if not differentiable(probe) or set(probe.pair.consumes) - {GRAD_OUTPUT}:

@@ -141,7 +141,7 @@ def three(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     return x.sin(), x.cos(), x * x
 
 
-@fault(58, "two of three outputs used", "wrong for a gradient of some outputs alone", stage="gradients")
+@fault(58, "two of three outputs used", "where only some of its outputs are used", stage="contexts")
 def two_outputs_used(time: Time) -> Pair:
     class Three(torch.autograd.Function):
         @staticmethod
