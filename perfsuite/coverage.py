@@ -24,6 +24,7 @@ from perfsuite.kinds import (
     RAGGED,
     TILES,
     TOGETHER_SIZES,
+    TRANSPOSED,
     UP_TO_HALF,
     WHOLE,
     Extent,
@@ -147,7 +148,7 @@ def _case(
         left_out = EXPANDED if {*LARGE, *TOGETHER_SIZES} & set(wanted.values()) else ()
         layout = next((k[1] for k in left if k[0] == "layout" and k[1] not in left_out), "")
         if UP_TO_HALF in wanted.values():
-            layout = "transposed"  # long rows may take another path, which must not rely on their layout
+            layout = TRANSPOSED  # long rows may take another path, which must not rely on their layout
         if layout:
             tried.add(("layout", layout))
         else:

@@ -42,8 +42,7 @@ def is_of_device(error: BaseException) -> bool:
 
 def is_crowded() -> bool:
     """Return whether other processes hold much of the GPU's memory."""
-    others, total = _held_by_others()
-    return others > CROWDED_SHARE * total
+    return bool(crowd())
 
 
 def crowd() -> str:

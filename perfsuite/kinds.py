@@ -51,7 +51,8 @@ LEAST, MOST = "least", "most"
 FEWEST = 2
 """Smallest size at which the effect of values and layouts shows."""
 
-APART, APART_LAYOUTS = "apart", ("transposed", "rows", "expanded")
+TRANSPOSED = "transposed"
+APART, APART_LAYOUTS = "apart", (TRANSPOSED, "rows", "expanded")
 """One input has such a layout while the others are contiguous: a kernel may use the strides of one for all."""
 MOST_APART = 3
 """A pair with more tensors than this has only the first of these layouts drawn."""

@@ -44,13 +44,14 @@ def worst(codes: Sequence[int]) -> int:
 def main() -> int:
     """Run each pass in a process of its own, also after a failed one."""
     installed = importlib.util.find_spec("xdist") is not None
+    # A worker takes tests in their order, so that the proofs of a pair share what they know of its draws.
     beside = ("-n", "auto", "--dist", "worksteal") if installed else ()
     codes = []
     for own in passes(sys.argv[1:], on_gpu=device_nodes.are_visible(), beside=beside):
         code = subprocess.run([sys.executable, "-m", "pytest", *PLUGINS, *own], check=False).returncode
         if code == int(pytest.ExitCode.INTERRUPTED):
             return code
-        codes.append(abs(code))
+        codes.append(abs(code))  # negative: pytest was ended by a signal
     return worst(codes)
 
 

@@ -30,7 +30,7 @@ from perfsuite.contexts.calling import (
 )
 from perfsuite.execution import Leaves
 from perfsuite.integrity.probe import Probe
-from perfsuite.kinds import drawn_tensors
+from perfsuite.kinds import TRANSPOSED, drawn_tensors
 from perfsuite.pair import GRAD_OUTPUT, Pair, as_side
 from perfsuite.records import InputCase
 from perfsuite.rule import eps_of
@@ -38,7 +38,6 @@ from perfsuite.specs import ModuleSpec, holds
 
 MOST_ALONE = 4
 """Number of differentiable inputs that are tried one at a time where there are more."""
-TRANSPOSED = "transposed"
 GRAPHS = 4
 """Number of other calls whose graphs live at the same time."""
 RAISING = "torch::autograd::Error"
@@ -282,6 +281,8 @@ def double_backward(probe: Probe) -> None:
         first = differentiate(outputs, given, weights, allow_unused=True)
         if not all(g is None or g.requires_grad for g in first) or _refuses(first):
             raise RuntimeError("a gradient without a graph: it cannot be differentiated, and says so")
+        # Only now may the incoming gradients need one: they alone would give a graph to a side that refuses by having
+        # none.
         if pair.output_dtype is None:  # otherwise the incoming gradients of both sides differ in dtype
             weights = [weight.detach().clone().requires_grad_() for weight in weights]
             first = differentiate(outputs, given, weights, allow_unused=True)

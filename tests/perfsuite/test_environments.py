@@ -277,6 +277,7 @@ def test_two_environments_are_compared(project: Project) -> None:
     changes = {n: w["change"] for n, w in by_name.items()}
     slower = changes.pop("slower")
     assert changes == {"wrong": "not the same function", "ends": "not compared"}
+    assert lines_with(done.stderr, "1 not the same function", "not compared")
     if FULL:  # beside other tests a time may be too noisy to be compared
         assert slower == "slower"
         here, there = by_name["slower"]["seconds"]

@@ -80,16 +80,13 @@ def kept_gradient(time: Time) -> Pair:
 def one_zero(time: Time) -> Pair:
     zeros: dict[Any, torch.Tensor] = {}
 
-    def change(g: torch.Tensor) -> torch.Tensor:
-        return g
-
     class Zero(Sine):
         @classmethod
         @once_differentiable
         def backward(cls, ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
             (x,) = ctx.saved_tensors
             if gradient.any():
-                return change(gradient) * x.cos()
+                return gradient * x.cos()
             return zeros.setdefault((x.shape, x.dtype, x.device), torch.zeros_like(x))
 
     return differentiated(Zero.apply)
