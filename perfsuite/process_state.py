@@ -22,7 +22,7 @@ import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from types import CodeType, FunctionType, ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -62,6 +62,8 @@ UNDECIDED = object()
 """Value of a setting that is not decided yet: no later value counts as a change."""
 MOST_HELD = 1000
 """Most items of a container that is compared by its items; a larger one is compared by identity."""
+_EXTENDED: Mapping[str, Any] = {"torch.Tensor": torch.Tensor, "torch.nn.Module": torch.nn.Module}
+"""Classes to which libraries add functions."""
 TINY, HALF = 2.0**-1022, 0.5
 """Their product is subnormal."""
 
@@ -354,10 +356,28 @@ def _refill(held: dict[Any, Any], items: tuple[tuple[Any, Any], ...]) -> None:
 # --- patches --------------------------------------------------------------------------------------------------------
 
 
-def functions() -> tuple[Any, ...]:
-    """Return each function and method of torch's that a side or a reference could call, as it is bound now, in the
-    order of `_owned`; about 0.1 ms."""
-    return tuple(itertools.chain.from_iterable(map(vars(owner).get, names) for owner, names in _by_owner()))
+class Functions(NamedTuple):
+    """torch's functions and methods that a side or a reference could call, as they are bound at some time."""
+
+    bound: tuple[Any, ...]
+    """In the order of `_owned`."""
+    added: Mapping[str, Any]
+    """Those that other code added to torch.Tensor or torch.nn.Module, such as a plain test or transformers."""
+
+
+def functions() -> Functions:
+    """Return the functions as they are bound now; about 0.1 ms."""
+    bound = tuple(itertools.chain.from_iterable(map(vars(owner).get, names) for owner, names in _by_owner()))
+    return Functions(bound, _added())
+
+
+def _added() -> dict[str, Any]:
+    """Return what was added to a tensor or to all modules: it shadows what they inherit."""
+    return {
+        f"{path}.{name}": vars(owner)[name]
+        for path, owner in _EXTENDED.items()
+        for name in vars(owner).keys() - _attributes()[path]
+    }
 
 
 @functools.cache
@@ -398,31 +418,29 @@ def _owned() -> Mapping[str, tuple[Any, str]]:
     }
 
 
-def patched(before: tuple[Any, ...]) -> dict[str, str]:
+def patched(before: Functions) -> dict[str, str]:
     """Return the functions that were since replaced by code that is not torch's own: name → words for a message."""
     now = functions()
     owned = _owned()
     found: dict[str, str] = {}
-    for name, value in itertools.compress(zip(owned, now, strict=True), map(operator.is_not, before, now)):
+    for name, value in itertools.compress(
+        zip(owned, now.bound, strict=True), map(operator.is_not, before.bound, now.bound)
+    ):
         package = owned[name][0].__name__.partition(".")[0] if name.startswith("builtins") else "torch"
         if not _is_own(value, package):
             found[name] = f"replaces {name} by {guard._described(value)}"
-    # What was added to a tensor or to all modules shadows what they inherit.
-    for path, owner in (("torch.Tensor", torch.Tensor), ("torch.nn.Module", torch.nn.Module)):
-        for name in vars(owner).keys() - _attributes()[path]:
-            value = vars(owner)[name]
-            if callable(value) and not _is_own(value, "torch"):
-                found[f"{path}.{name}"] = f"replaces {path}.{name} by {guard._described(value)}"
+    for name, value in now.added.items():
+        if value is not before.added.get(name) and callable(value) and not _is_own(value, "torch"):
+            found[name] = f"replaces {name} by {guard._described(value)}"
     return found
 
 
 @functools.cache
 def _attributes() -> Mapping[str, frozenset[str]]:
     """Return the known functions of a tensor and of all modules, without their paths."""
-    paths = ("torch.Tensor", "torch.nn.Module")
     return {
         path: frozenset(name for at, _, name in (key.rpartition(".") for key in _owned()) if at == path)
-        for path in paths
+        for path in _EXTENDED
     }
 
 
@@ -439,16 +457,19 @@ def _is_own(value: Any, package: str) -> bool:
     return True
 
 
-def unpatch(before: tuple[Any, ...], names: Collection[str]) -> None:
+def unpatch(before: Functions, names: Collection[str]) -> None:
     """Bind these functions as they were."""
-    bound = dict(zip(_owned(), before, strict=True))
+    bound = {**dict(zip(_owned(), before.bound, strict=True)), **before.added}
     for name in names:
-        if name in bound:
+        if name in _owned():
             owner, attribute = _owned()[name]
-            setattr(owner, attribute, bound[name])
         else:
             path, _, attribute = name.rpartition(".")
-            delattr(torch.Tensor if path == "torch.Tensor" else torch.nn.Module, attribute)
+            owner = _EXTENDED[path]
+        if name in bound:
+            setattr(owner, attribute, bound[name])
+        else:
+            delattr(owner, attribute)
 
 
 def bindings(function: Any) -> dict[str, Any]:
@@ -561,13 +582,13 @@ def kept(*, quick: bool = False) -> Iterator[dict[str, str]]:
     With `quick` the settings of QUICK alone, in a few µs.
     """
     changed: dict[str, str] = {}
-    before, bound = settings(QUICK if quick else None), () if quick else functions()
+    before, bound = settings(QUICK if quick else None), None if quick else functions()
     try:
         yield changed
     finally:
         changed |= differences(before, settings(before))
         restore(before, changed)
-        if bound and (replaced := patched(bound)):
+        if bound is not None and (replaced := patched(bound)):
             unpatch(bound, replaced)
             changed |= replaced
 

@@ -2,7 +2,7 @@
 
 Tests run beside each other, by pytest-xdist where it is installed. With a GPU the proofs run first and without it: each
 then has a process that is replaced after a fault of a kernel, and perfsuite uses all cores itself. In a worker of xdist
-a fault would fail whatever that worker proves afterwards.
+a fault would fail whatever that worker proves afterwards. The file that --junitxml names holds the tests of both runs.
 """
 
 from __future__ import annotations
@@ -11,7 +11,10 @@ import argparse
 import importlib.util
 import subprocess
 import sys
+import tempfile
 from collections.abc import Sequence
+from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 
@@ -41,18 +44,36 @@ def worst(codes: Sequence[int]) -> int:
     return max(ran, default=NOTHING_TO_RUN)
 
 
+def merge_junit(files: Sequence[Path], merged: Path) -> None:
+    """Write one JUnit file with the test suites of these; a file that pytest did not write is left out."""
+    root = ElementTree.Element("testsuites")
+    for file in filter(Path.exists, files):
+        root.extend(ElementTree.parse(file).getroot())
+    merged.parent.mkdir(parents=True, exist_ok=True)
+    ElementTree.ElementTree(root).write(merged, encoding="utf-8", xml_declaration=True)
+
+
 def main() -> int:
     """Run each pass in a process of its own, also after a failed one."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--junitxml", "--junit-xml", type=Path)
+    found, rest = parser.parse_known_args()
     installed = importlib.util.find_spec("xdist") is not None
     # A worker takes tests in their order, so that the proofs of a pair share what they know of its draws.
     beside = ("-n", "auto", "--dist", "worksteal") if installed else ()
     codes = []
-    for own in passes(sys.argv[1:], on_gpu=device_nodes.are_visible(), beside=beside):
-        code = subprocess.run([sys.executable, "-m", "pytest", *PLUGINS, *own], check=False).returncode
-        if code == int(pytest.ExitCode.INTERRUPTED):
-            return code
-        codes.append(abs(code))  # negative: pytest was ended by a signal
-    return worst(codes)
+    with tempfile.TemporaryDirectory() as folder:
+        reports = []
+        for own in passes(rest, on_gpu=device_nodes.are_visible(), beside=beside):
+            reports.append(Path(folder, f"{len(reports)}.xml"))
+            written = [f"--junitxml={reports[-1]}"] if found.junitxml else []
+            code = subprocess.run([sys.executable, "-m", "pytest", *PLUGINS, *own, *written], check=False).returncode
+            codes.append(abs(code))  # negative: pytest was ended by a signal
+            if code == int(pytest.ExitCode.INTERRUPTED):
+                break
+        if found.junitxml:
+            merge_junit(reports, found.junitxml)
+    return codes[-1] if codes[-1] == int(pytest.ExitCode.INTERRUPTED) else worst(codes)
 
 
 if __name__ == "__main__":

@@ -121,6 +121,24 @@ def test_quick_reads_a_part_of_it() -> None:
     assert [*changed] == ["torch's default dtype"]
 
 
+def test_what_was_added_before_the_call_is_neither_reported_nor_removed() -> None:
+    """transformers adds a method to torch.nn.Module when it first initializes a model."""
+    theirs, other = lambda self: 1, lambda self: 2
+    with process_state.kept():  # the known attributes are listed once a process
+        pass
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.nn.Module, "smart_apply", theirs, raising=False)
+        with process_state.kept() as changed:
+            assert torch.nn.Linear(1, 1).smart_apply() == 1
+        assert changed == {}
+        assert torch.nn.Module.smart_apply is theirs
+        with process_state.kept() as changed:
+            torch.nn.Module.smart_apply, torch.Tensor.added = other, other
+        assert set(changed) == {"torch.nn.Module.smart_apply", "torch.Tensor.added"}
+        assert torch.nn.Module.smart_apply is theirs
+        assert not hasattr(torch.Tensor, "added")
+
+
 def test_generators() -> None:
     before = process_state.generators()
     assert process_state.generators() == before

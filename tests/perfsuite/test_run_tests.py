@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 from scratch import ROOT
 
-from tools.run_tests import passes, worst
+from tools.run_tests import merge_junit, passes, worst
 
 BESIDE = ("-n", "auto", "--dist", "worksteal")
 
@@ -33,10 +35,22 @@ def test_a_run_without_tests_counts_only_where_none_has_any(codes: list[int], co
     assert worst(codes) == code
 
 
-def test_the_arguments_reach_pytest() -> None:
+def test_the_arguments_reach_pytest(tmp_path: Path) -> None:
+    file, report = "tests/perfsuite/test_run_tests.py", tmp_path / "tests.xml"
     command = [sys.executable, "-m", "tools.run_tests", "-q", "-n", "0", "-k", "reach_pytest", "--collect-only"]
-    file = "tests/perfsuite/test_run_tests.py"
     environment = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST_")}
-    done = subprocess.run([*command, file], cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [*command, file, "--junitxml", str(report)], cwd=ROOT, env=environment, capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     assert f"{file}::test_the_arguments_reach_pytest" in done.stdout
+    assert [suite.get("name") for suite in ElementTree.parse(report).iter("testsuite")] == ["pytest"]
+
+
+def test_one_junit_file_holds_the_tests_of_all_runs(tmp_path: Path) -> None:
+    for name in ("first", "second"):
+        suite = f'<testsuite name="{name}" tests="1"><testcase name="of {name}" /></testsuite>'
+        (tmp_path / f"{name}.xml").write_text(f"<testsuites>{suite}</testsuites>")
+    merged = tmp_path / "made" / "all.xml"
+    merge_junit([tmp_path / "first.xml", tmp_path / "none.xml", tmp_path / "second.xml"], merged)
+    assert [case.get("name") for case in ElementTree.parse(merged).iter("testcase")] == ["of first", "of second"]

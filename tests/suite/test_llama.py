@@ -16,6 +16,8 @@ def tokens() -> torch.Tensor:
     return torch.randint(SHAPE.vocabulary, (3, 20), generator=torch.Generator().manual_seed(0))
 
 
+# Where torchao is installed, transformers imports it, and Python compiles its docstrings at the first import.
+@pytest.mark.filterwarnings("ignore:invalid escape sequence")
 @pytest.mark.parametrize("tied", [True, False])
 def test_it_is_transformers_llama(tied: bool) -> None:
     transformers = pytest.importorskip("transformers", reason="transformers is not installed")
