@@ -459,8 +459,9 @@ class Pair:
         side.
 
         What `get_inputs` returns is a template: inputs of its shapes, dtypes and layouts are drawn, with values of the
-        same range. One workload has just these shapes; `torch.compile` of the reference is the rival. `fields` are
-        further ones of `Pair`, or others in the place of these.
+        same range. Outputs are compared by value, whatever their strides. One workload has just these shapes;
+        `torch.compile` of the reference is the rival. `fields` are further ones of `Pair`, or others in the place of
+        these.
         """
         init = list(get_init_inputs())
         made = {"reference": reference(*init), "optimized": optimized(*init)}
@@ -469,6 +470,7 @@ class Pair:
             "workloads": [Workload("template")],
             "rivals": {"compile": compiled(made["reference"])},
             "gradients": False,
+            "strides": "any",
             "unsupported": {"autocast": "the convention calls modules outside of it"},
             "max_examples": TEMPLATE_DRAWS,
         }

@@ -5,6 +5,7 @@ Run on a GPU, with the package installed:  pytest -m correctness docs/foreign/te
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -211,7 +212,7 @@ kl_div = rows(
 
 def plain_jsd(x: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     """The Jensen-Shannon divergence of two rows of log-probabilities, a mean over the rows."""
-    mixed = torch.log(0.5 * x.exp() + 0.5 * target.exp())
+    mixed = torch.logaddexp(x, target) - math.log(2)  # finite, also where both probabilities are 0
     each = target.exp() * (target - mixed) + x.exp() * (x - mixed)
     return 0.5 * each.sum() / x.shape[0]
 

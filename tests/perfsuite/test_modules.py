@@ -113,6 +113,20 @@ def test_a_wrong_module_is_rejected(candidate: Any, says: str) -> None:
         perfsuite.check(made(candidate), examples=20, device="cpu")
 
 
+class Padded(Model):
+    """Returns a part of longer rows, as torch.compile does for some products on a GPU."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out = torch.relu(self.linear(x) + self.shift)
+        return torch.nn.functional.pad(out, (0, 3))[:, : out.shape[1]]
+
+
+def test_outputs_of_modules_are_compared_by_value() -> None:
+    perfsuite.check(made(Padded), examples=3, device="cpu")
+    with pytest.raises(NotEquivalent, match="strided in memory"):
+        perfsuite.check(made(Padded, strides="reference"), examples=3, device="cpu")
+
+
 class Shiftless(Model):
     """Replaces the buffer by its value in a new module."""
 
