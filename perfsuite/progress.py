@@ -42,6 +42,10 @@ class Progress:
         """Announce this many more tasks."""
         self._total += tasks
 
+    def include(self, tasks: int) -> None:
+        """Announce these tasks, as far as those announced before leave no room for them."""
+        self._total = max(self._total, self._ended + tasks)
+
     def begin(self, lane: int, id: str) -> None:
         """Note that a task begins in the given lane."""
         if self._console.is_terminal:

@@ -1,0 +1,64 @@
+"""Lines of progress count every task, also those that a run decides on later."""
+
+from __future__ import annotations
+
+import re
+from itertools import pairwise
+from typing import Any
+
+import pytest
+from scratch import Project, times
+from test_fail_closed import OTHER, SCALE
+
+from perfsuite import exit_codes
+from perfsuite.modes.paired import OUT_OF_MEMORY
+from perfsuite.records import Status
+from perfsuite.workers import Failure
+
+pytest_plugins = ["pytester"]
+
+
+def counters(text: str) -> list[tuple[int, int]]:
+    return [(int(a), int(b)) for a, b in re.findall(r"^\[(\d+)/(\d+)\] ", text, re.MULTILINE)]
+
+
+def check(lines: str) -> None:
+    """Each announced number of tasks is counted from 1, and not beyond it."""
+    seen = counters(lines)
+    assert seen
+    assert all(ended <= total for ended, total in seen), seen
+    assert all(later in (ended + 1, 1) for (ended, _), (later, _) in pairwise(seen)), seen
+    assert seen[-1][0] == seen[-1][1]
+
+
+@pytest.fixture
+def accepted(project: Project) -> Project:
+    project.write("tests/test_scale.py", SCALE)
+    project.write("tests/test_other.py", OTHER)
+    project.accept_again("progress")
+    return project
+
+
+@pytest.mark.parametrize(("slower", "code"), [(0.0, exit_codes.GREEN), (0.5, exit_codes.CODE_AT_FAULT)])
+def test_a_gate_counts_within_its_total(accepted: Project, slower: float, code: int) -> None:
+    """A workload that is not decided by its first processes gets more of them, and is confirmed alone."""
+    accepted.measured(times(slower=slower))
+    done = accepted.cli("gate")
+    assert done.exit_code == code, done.output
+    check(done.output)
+
+
+def test_a_workload_that_is_timed_again_alone_is_counted(accepted: Project) -> None:
+    lacked: list[str] = []
+
+    def outcome(id: str, process: int, second: bool) -> Any:
+        if "large" in id and not lacked:
+            lacked.append(id)
+            return Failure(status=Status.UNMEASURED, message=f"{id} {OUT_OF_MEMORY}")
+        return times()(id, process, second)
+
+    accepted.measured(outcome)
+    done = accepted.cli("gate")
+    assert lacked
+    assert done.exit_code == exit_codes.GREEN, done.output
+    check(done.output)
