@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
 from perfsuite import changed, revision
@@ -14,16 +14,21 @@ MOST = 20
 """Most commits that are listed."""
 
 
-def since_accepted(entries: Mapping[str, Entry], top: Path, machine: Machine) -> dict[str, CodeChange]:
-    """Return the change of each workload of which it is known what it ran when it was accepted."""
+def since_accepted(
+    entries: Mapping[str, Entry], top: Path, machine: Machine, with_commits: Collection[str]
+) -> dict[str, CodeChange]:
+    """Return the change of each workload of which it is known what it ran when it was accepted.
+
+    with_commits  the workloads of which commits are listed, too, and what is not committed: git takes longest
+    """
     found = {}
     for id, (files, other) in changed.differences(entries, top, machine).items():
-        entry = entries[id]
+        entry, asked = entries[id], id in with_commits
         found[id] = CodeChange(
             since=short(entry.revision),
             files=tuple(files),
-            commits=_commits(entry.revision, files, top),
-            uncommitted=_uncommitted(files, top),
+            commits=_commits(entry.revision, files, top) if asked else (),
+            uncommitted=_uncommitted(files, top) if asked else (),
             other=other,
         )
     return found

@@ -217,11 +217,15 @@ class Gate(Paired):
         return self.items[id].promises
 
     def report(self) -> RunReport:
-        not_as_accepted = {
-            i: self.entries[i] for i, v in self.verdicts.items() if i in self.entries and v.status not in AS_ACCEPTED
+        judged = {
+            i: self.entries[i]
+            for i, v in self.verdicts.items()
+            if i in self.entries and v.status is not Status.UNCHANGED
         }
-        if missing := {i: e for i, e in not_as_accepted.items() if i not in self.changes}:
-            found = code_changes.since_accepted(missing, revision.top_or(self.root), self.machine)
+        if missing := {i: e for i, e in judged.items() if i not in self.changes}:
+            not_as_accepted = [i for i in missing if self.verdicts[i].status not in AS_ACCEPTED]
+            top = revision.top_or(self.root)
+            found = code_changes.since_accepted(missing, top, self.machine, not_as_accepted)
             self.changes |= {i: found.get(i) for i in missing}
         changes = {i: change for i, change in self.changes.items() if change is not None}
         return replace(super().report(), changes=changes, noise=self._noise())

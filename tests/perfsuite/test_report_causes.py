@@ -134,25 +134,52 @@ class Gated:
         project.commit("Baseline")
 
     def page(self, name: str, outcome: Callable[[str, int, bool], Outcome], change: str, alone_s: float = 1.0) -> str:
-        """Return what the page of a gate says above its table, without tags."""
+        """Return what the page of a red gate says above its table, without tags."""
+        page = self._page(name, outcome, change, alone_s)
+        top = page[page.index("<h1>") : page.index("<h2>Workloads")]
+        return without_tags(top)
+
+    def details(self, outcome: Callable[[str, int, bool], Outcome], change: str) -> dict[str, str]:
+        """Return what the page of a green gate says of each workload below its table, by pair."""
+        page = self._page("green", outcome, change, 1.0, green=True)
+        cards = [without_tags(card) for card in page.split("<details")[1:]]
+        return {pair: card for card in cards for pair in NAMES if f"{pair}[" in card.partition("to repeat")[0]}
+
+    def _page(
+        self,
+        name: str,
+        outcome: Callable[[str, int, bool], Outcome],
+        change: str,
+        alone_s: float,
+        *,
+        green: bool = False,
+    ) -> str:
         fake = self.project.measured(outcome)
         fake.alone[TARGET] = Alone(id=TARGET, blocks_s=(alone_s,) * BLOCKS)
         if change:
             self.project.replace("lib/gather.py", "BLOCK = 128", f"BLOCK = 128  \nMORE = {change!r}")
             self.project.commit(change)
-        assert self.project.cli("gate").exit_code != 0
+        assert (self.project.cli("gate").exit_code == 0) is green
         page = self.project.path / ".perfsuite/report/report.html"
         if folder := os.environ.get("PERFSUITE_KEEP_PAGES"):
             Path(folder).mkdir(parents=True, exist_ok=True)
             shutil.copy(page, Path(folder) / f"{name}.html")
-        text = page.read_text()
-        top = text[text.index("<h1>") : text.index("<h2>Workloads")]
-        return " ".join(re.sub(r"<[^>]+>", " ", top).split())
+        return page.read_text()
+
+
+def without_tags(page: str) -> str:
+    return " ".join(re.sub(r"<[^>]+>", " ", page).split())
 
 
 @pytest.fixture
 def gated(project: Project, monkeypatch: pytest.MonkeyPatch) -> Gated:
     return Gated(project, monkeypatch)
+
+
+def test_a_green_workload_says_what_changed(gated: Gated) -> None:
+    found = gated.details(Device(8), "Other blocks")
+    assert re.search(r"Changed since it was accepted at [0-9a-f]{7} lib/gather\.py", found["gather"])
+    assert all("Nothing that it runs has changed." in found[pair] for pair in NAMES if pair != "gather")
 
 
 def test_a_slower_kernel(gated: Gated) -> None:
