@@ -390,7 +390,7 @@ def test_a_whole_gate_measures_the_accepted_code_once(scale: Project) -> None:
         return {name: report["changes"].get(SMALL, {}).get(name) for name in ("files", "commits", "uncommitted")}
 
     assert gated(0.0) == (0, Status.PASS, 1)
-    assert changes() == {"files": None, "commits": None, "uncommitted": None}
+    assert changes() == {"files": [], "commits": [], "uncommitted": []}
     assert gated(0.05)[:2] == (1, Status.REGRESSED)
     assert changes() == {"files": [], "commits": [], "uncommitted": []}
     assert gated(0.009) == (0, Status.PASS, 1)
@@ -398,6 +398,7 @@ def test_a_whole_gate_measures_the_accepted_code_once(scale: Project) -> None:
     assert gated(0.0) == (0, Status.PASS, 1)
     scale.replace("fast.py", "3 * x", "x * 3")
     assert gated(0.0) == (0, Status.PASS, 2)
+    assert changes() == {"files": ["fast.py"], "commits": [], "uncommitted": []}
     scale.commit("Another product")
     scale.replace("fast.py", "x * 3", "x + x + x")
     assert gated(0.05)[:2] == (1, Status.REGRESSED)
