@@ -223,7 +223,7 @@ class Control:
         began, what = monotonic(), "proofs" if everywhere else "timing"
         try:
             planned, chosen = self._planned(tasks, everywhere)
-            self.progress.include(_shown_count(planned))
+            self.progress.include(sum(task.kind != ITEMS for task in planned))
             self._start_ahead(ahead, chosen)
             run = self.workers.run(planned, chosen, lambda busy: self._start_ahead(ahead, busy), further)
             with closing(run) as outcomes:
@@ -301,9 +301,7 @@ class Control:
             parts.append(f"{measurements([t.id for t in timed])} timed one at a time{on}")
         if proofs:
             parts.append(proofs_on(*then))
-        self.progress.expect(
-            f"{', then '.join(parts)}: about {units.duration(seconds)}", _shown_count([*timed, *proofs])
-        )
+        self.progress.expect(f"{', then '.join(parts)}: about {units.duration(seconds)}", len(timed))
 
     def keep(self, id: str, outcome: Outcome) -> None:
         """Note the outcome of a task. A workload keeps its first failure, unless a later one blames the code."""
@@ -466,11 +464,6 @@ class Control:
             benchmarks.hide_table(self.config)
         for line in (*self.notes, *(f"{form}: {path}" for form, path in self.written.items())):
             terminalreporter.write_line(line)
-
-
-def _shown_count(tasks: Sequence[Task]) -> int:
-    """Return how many of the tasks get a line of progress; pytest itself reports items."""
-    return sum(task.kind != ITEMS for task in tasks)
 
 
 def failed(id: str, failure: Failure) -> Verdict:

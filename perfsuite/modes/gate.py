@@ -24,7 +24,7 @@ from perfsuite.speed import Result, SpeedItem
 from perfsuite.workers import Failure, Task
 
 SHOWN = 3
-AS_ACCEPTED = (Status.PASS, Status.UNCHANGED, Status.IMPROVED)
+AS_ACCEPTED = (Status.PASS, Status.IMPROVED)
 
 
 class Gate(Paired):
@@ -223,9 +223,8 @@ class Gate(Paired):
             if i in self.entries and v.status is not Status.UNCHANGED
         }
         if missing := {i: e for i, e in judged.items() if i not in self.changes}:
-            not_as_accepted = [i for i in missing if self.verdicts[i].status not in AS_ACCEPTED]
-            top = revision.top_or(self.root)
-            found = code_changes.since_accepted(missing, top, self.machine, not_as_accepted)
+            others = [i for i in missing if self.verdicts[i].status not in AS_ACCEPTED]
+            found = code_changes.since_accepted(missing, revision.top_or(self.root), self.machine, others)
             self.changes |= {i: found.get(i) for i in missing}
         changes = {i: change for i, change in self.changes.items() if change is not None}
         return replace(super().report(), changes=changes, noise=self._noise())
