@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from dataclasses import replace
 from pathlib import Path
 
@@ -44,7 +43,7 @@ def judge(
 class Facts:
     """Facts about a draw that are known before any side is tried on it."""
 
-    def truth(
+    def truths(
         self,
         pair: Pair,
         case: Case,
@@ -52,15 +51,13 @@ class Facts:
         *,
         gradients: bool,
         home: Path | None,
-        replicas: int = REPLICAS,
         drawn: Drawn | None = None,
-    ) -> Truth:
-        """Return the truth as `establish` does; `drawn` makes the inputs where the caller has them."""
+    ) -> Known:
+        """Return the truths of the draw by their number of replicas; `drawn` makes the inputs where the caller has
+        them."""
         way = truths.proven_way(case, gradients=gradients)
         inputs = drawn() if drawn is not None else None
-        return truths.establish(
-            pair, case, device, gradients=gradients, home=home, replicas=replicas, way=way, drawn=inputs
-        )
+        return truths.by_replicas(pair, case, device, gradients=gradients, home=home, way=way, drawn=inputs)
 
     def task(self, pair: Pair, case: Case, device: str, *, home: Path | None) -> Task:
         """Return the findings of the draw about the reference."""
@@ -88,11 +85,7 @@ def check_case(
     tally.draws += 1
 
     drawn = truths.drawn_once(pair, case, device, home)
-
-    @functools.cache
-    def known(replicas: int) -> Truth:
-        return facts.truth(pair, case, device, gradients=gradients, home=home, replicas=replicas, drawn=drawn)
-
+    known = facts.truths(pair, case, device, gradients=gradients, home=home, drawn=drawn)
     try:
         known(NONE)
     except Discard:

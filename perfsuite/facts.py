@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import io
 from pathlib import Path
 
@@ -19,8 +20,7 @@ from perfsuite.known_sizes import KnownSizes
 from perfsuite.pair import Pair
 from perfsuite.records import Case
 from perfsuite.reference_task import Task
-from perfsuite.rule import REPLICAS
-from perfsuite.truths import Discard, Drawn, Truth
+from perfsuite.truths import Discard, Drawn, Known, Truth
 
 MOST_BYTES = 256 << 20
 """Most bytes of the truths of one pair that are kept; truths of later draws are established anew."""
@@ -36,7 +36,7 @@ class KnownFacts(Facts):
         self._tasks: dict[tuple[str, ...], Task] = {}
         self.sizes = KnownSizes()
 
-    def truth(
+    def truths(
         self,
         pair: Pair,
         case: Case,
@@ -44,27 +44,33 @@ class KnownFacts(Facts):
         *,
         gradients: bool,
         home: Path | None,
-        replicas: int = REPLICAS,
         drawn: Drawn | None = None,
-    ) -> Truth:
-        """Return the truth as `establish` does, or from an earlier proof of another side. It is kept only for a pair
+    ) -> Known:
+        """Return the truths of the draw, or those from an earlier proof of another side. They are kept only for a pair
         with variants."""
-        key = (*_key(case, device), str(gradients), str(replicas))
-        if key in self._truths:
-            kept = self._truths[key]
-            if kept is None:
-                raise Discard
-            return _read(kept)
-        try:
-            truth = super().truth(pair, case, device, gradients=gradients, home=home, replicas=replicas, drawn=drawn)
-        except Discard:
-            self._truths[key] = None
-            raise
-        written = _written(truth) if pair.variants else b""
-        if 0 < len(written) <= self._left:
-            self._left -= len(written)
-            self._truths[key] = written
-        return truth
+        own = super().truths
+        established = functools.cache(lambda: own(pair, case, device, gradients=gradients, home=home, drawn=drawn))
+
+        @functools.cache
+        def known(replicas: int) -> Truth:
+            key = (*_key(case, device), str(gradients), str(replicas))
+            if key in self._truths:
+                kept = self._truths[key]
+                if kept is None:
+                    raise Discard
+                return _read(kept)
+            try:
+                truth = established()(replicas)
+            except Discard:
+                self._truths[key] = None
+                raise
+            written = _written(truth) if pair.variants else b""
+            if 0 < len(written) <= self._left:
+                self._left -= len(written)
+                self._truths[key] = written
+            return truth
+
+        return known
 
     def task(self, pair: Pair, case: Case, device: str, *, home: Path | None) -> Task:
         """Return the findings of the draw about the reference, from an earlier proof where there was one."""

@@ -18,6 +18,7 @@ from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
 from perfsuite.errors import TamperedError
+from perfsuite.garbage import uncollected
 
 TRUSTED = (
     "time.perf_counter",
@@ -221,7 +222,8 @@ def _declared(file: str) -> tuple[dict[str, set[int]], dict[str, Any], dict[str,
     Function or Class.method → the lines where it may begin; constant → its literal value; name → where it is imported
     from, (module, attribute).
     """
-    tree = ast.parse(Path(file).read_text())
+    with uncollected():
+        tree = ast.parse(Path(file).read_text())
     functions: dict[str, set[int]] = {}
     for name, node in _functions(tree):
         if any(ast.unparse(d).startswith(FOREIGN) for d in node.decorator_list):

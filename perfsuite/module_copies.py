@@ -12,7 +12,7 @@ import torch
 
 Change = Callable[[torch.Tensor], torch.Tensor]
 
-IMMUTABLE = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
+IMMUTABLE = frozenset({bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device})
 CUSTOM = (
     "__new__",
     "__slots__",
@@ -46,9 +46,11 @@ def changed_copy(module: torch.nn.Module, change: Change) -> torch.nn.Module:
 def _changed(tensor: torch.Tensor, change: Change) -> torch.Tensor:
     if type(tensor) is torch.nn.Parameter and not vars(tensor):
         return torch.nn.Parameter(change(tensor.data), tensor.requires_grad)
-    twin = copy.deepcopy(tensor)
-    twin.data = change(tensor.data)
-    return twin
+    if type(tensor) is torch.Tensor and not vars(tensor) and not tensor.requires_grad:
+        return change(tensor.data)
+    copied = copy.deepcopy(tensor)
+    copied.data = change(tensor.data)
+    return copied
 
 
 def _copied(value: Any, known: dict[int, Any]) -> Any:
@@ -66,7 +68,11 @@ def _copied(value: Any, known: dict[int, Any]) -> Any:
     elif isinstance(value, torch.nn.Module) and not _is_custom(kind):
         twin = known[id(value)] = object.__new__(kind)
         # Not setattr: a module's own registers what it is given.
-        vars(twin).update((n, _copied(held, known)) for n, held in vars(value).items() if n not in NOT_COPIED)
+        vars(twin).update(
+            (name, held if type(held) in IMMUTABLE else _copied(held, known))
+            for name, held in vars(value).items()
+            if name not in NOT_COPIED
+        )
     else:
         return copy.deepcopy(value, known)
     known[id(value)] = twin

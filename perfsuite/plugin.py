@@ -5,6 +5,7 @@ Kept light: nothing here imports torch, Hypothesis or the stages until a test mo
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import sys
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from perfsuite import device_nodes
+from perfsuite.garbage import uncollected
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Iterable
@@ -27,7 +29,7 @@ MARKERS = (
     "gpu: needs a CUDA device",
     "multi_gpu: needs two or more CUDA devices",
 )
-PROFILES = ("dev", "ci", "thorough")
+PROFILES = ("quick", "dev", "ci", "thorough")
 JOB = "PERFSUITE_JOB"
 """Environment variable that makes this pytest process a measuring worker: the path of its job file."""
 
@@ -57,7 +59,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption(
         "--perfsuite-profile",
         choices=PROFILES,
-        help="draws a proof takes: dev (random), ci (the same each time; the default where CI is set), thorough",
+        help="draws of a proof: quick (10), dev (25), ci (25, the same in each run; the default if CI is set), "
+        "thorough (500)",
     )
     group.addoption(
         "--perfsuite-isolate",
@@ -107,7 +110,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_load_initial_conftests(early_config: pytest.Config) -> Generator[None, object, object]:
     """Await the verdict that is asked for, from here on: no conftest can end the run before it is reached."""
     if JOB in os.environ:
-        return (yield)
+        with uncollected():
+            return (yield)
     from perfsuite import conclusion
 
     awaited = conclusion.asked()
@@ -137,6 +141,12 @@ def _proves_in_workers_again(config: pytest.Config) -> bool:
     from perfsuite.folders import SCRATCH
 
     return device_nodes.are_visible() and (config.rootpath / SCRATCH).is_dir()
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_collection() -> Generator[None, object, object]:
+    with uncollected() if JOB in os.environ else contextlib.nullcontext():
+        return (yield)
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -289,7 +299,8 @@ def pytest_pycollect_makeitem(collector: pytest.Collector, name: str, obj: objec
     found = _pairs(collector, name, obj)
     if not found:
         return [] if timed_only else None
-    from perfsuite.items import PairCollector
+    with uncollected():
+        from perfsuite.items import PairCollector
 
     _control(collector.config)
     made = [PairCollector.from_parent(collector, name=name, pair=pair, timed_only=timed_only) for name, pair in found]

@@ -128,11 +128,21 @@ def overflows(pair: Pair) -> str:
 
 def by_replicas(pair: Pair, case: Case, device: str, *, most: int = CAREFUL, **options: Any) -> Known:
     """Return the truths of one draw with at most this many replicas, each established once; `options` are those of
-    `establish`."""
+    `establish`.
+
+    A truth with more replicas adds them to those of the truth before. Where the tensors are large it starts anew: the
+    memory is then free while a side runs.
+    """
+    kept: list[Runs] = []
 
     @functools.cache
+    @raises_harness_faults
     def known(replicas: int) -> Truth:
-        return establish(pair, case, device, replicas=min(replicas, most), **options)
+        runs = kept.pop() if kept else Runs(_Draw(pair, case, device, **options))
+        truth = runs.truth(min(replicas, most))
+        if runs.elements <= REPLICAS_UP_TO:
+            kept.append(runs)
+        return truth
 
     return known
 
@@ -158,45 +168,7 @@ def establish(
     than its seed gives. The sides are called in another `way` than usual.
     """
     draw = _Draw(pair, case, device, gradients=gradients, home=home, eps=eps, drawn=drawn, way=way)
-    large = replicas <= REPLICAS and sum(t.numel() for _, t in make.tensors_in(draw.inputs)) > REPLICAS_UP_TO
-    all_replicas = FEW if large else max(replicas, REPLICAS)
-    truth, given = draw.truth(draw.inputs, draw.step), make.clone(draw.inputs)
-    own = draw.own(given, draw.step)
-    shared = frozenset() if pair.is_stateful else frozenset(execution.shared_memory(pair, own, given))
-    del given
-    doubles = exact, plain = Doubles(truth), Doubles(own)
-    _check_reference(pair, own, truth, doubles)
-    periods = {name: spec.period for name, spec in pair.inputs.items() if isinstance(spec, TensorSpec) and spec.period}
-    spread = {n: _Spread(plain[n], exact[n], period_of(periods, n), draw) for n, t in truth.items() if is_real(t)}
-    norms = _norms_of_floats(draw.first_inputs())
-    scale = max((differences.rms_of(tensor, norm) for tensor, norm in norms.values()), default=0.0)
-    number = 0 if replicas == NONE else _replicas(truth, min(replicas, all_replicas))
-    for i in range(number):
-        near_truth, near = draw.neighbour(i)
-        of_truth, of_reference = Doubles(near_truth), Doubles(near)
-        for name, errors in spread.items():
-            if is_real(near.get(name)) and is_real(near_truth.get(name)):
-                errors.add(of_reference[name], of_truth[name], scale)
-    rounding = frozenset(name for name, errors in spread.items() if errors.ill_conditioned())
-    found = Truth(
-        leaves=truth,
-        reference=own,
-        errors=_running_maximum({name: errors.error() for name, errors in spread.items()}, pair),
-        moved=_running_maximum({name: errors.one_rounding() for name, errors in spread.items()}, pair),
-        ill_conditioned=_ill_conditioned(rounding, spread),
-        rounding=rounding,
-        eps=draw.eps,
-        periods=periods,
-        excused=_excused(draw, truth),
-        plain=all(how.layout == "contiguous" for how in case.inputs.values()),
-        declared_precision=pair.precision not in (None, TF32),
-        shared=shared,
-        undefined=_undefined(norms),
-        terms=_terms(draw.inputs, truth, exact, norms, kind=way.args[0] if _is_proven(way) else incoming.PLAIN),
-        complete=number >= _replicas(truth, all_replicas),
-    )
-    found.doubles = doubles
-    return found
+    return Runs(draw).truth(replicas)
 
 
 def _excused(draw: _Draw, truth: Leaves) -> Any:
@@ -240,7 +212,7 @@ def _shape(mask: Any) -> tuple[int, ...]:
 
 def of_reference(pair: Pair, case: Case, device: str, drawn: dict[str, Any]) -> Leaves:
     """Run the reference in the working precision on these inputs, which it may change; return its outputs."""
-    draw = _Draw(pair, case, device, gradients=False, home=None, eps=None, drawn=drawn, way=None)
+    draw = _Draw(pair, case, device, gradients=False, drawn=drawn)
     return draw.own(draw.inputs, draw.step)
 
 
@@ -254,10 +226,10 @@ class _Draw:
         device: str,
         *,
         gradients: bool,
-        home: Path | None,
-        eps: float | None,
-        drawn: dict[str, Any] | None,
-        way: Way | None,
+        home: Path | None = None,
+        eps: float | None = None,
+        drawn: dict[str, Any] | None = None,
+        way: Way | None = None,
     ) -> None:
         working = pair.precision or case.dtype
         to_working = make.rounder(case.dtype, working)
@@ -300,6 +272,71 @@ class _Draw:
         # The neighbour's inputs are made by now: only the reference itself runs with its roundings redrawn.
         with execution.redrawn_roundings(self.case.seed + number, self.nearness.results, self.least):
             return truth, self.own(near, step)
+
+
+class Runs:
+    """What the reference gives on a draw and on its neighbours: on as many as were asked for so far."""
+
+    def __init__(self, draw: _Draw) -> None:
+        """Run the reference in float64 and in the working precision. Raises Discard where the latter alone is not
+        finite."""
+        self.draw, pair, self.number = draw, draw.pair, 0
+        self.exact, given = draw.truth(draw.inputs, draw.step), make.clone(draw.inputs)
+        self.own = draw.own(given, draw.step)
+        self.shared = frozenset() if pair.is_stateful else frozenset(execution.shared_memory(pair, self.own, given))
+        del given
+        self.doubles = exact, own = Doubles(self.exact), Doubles(self.own)
+        _check_reference(pair, self.own, self.exact, self.doubles)
+        of_inputs = ((name, spec) for name, spec in pair.inputs.items() if isinstance(spec, TensorSpec))
+        self.periods = {name: spec.period for name, spec in of_inputs if spec.period}
+        real = [name for name, leaf in self.exact.items() if is_real(leaf)]
+        self.spread = {n: _Spread(own[n], exact[n], period_of(self.periods, n), draw) for n in real}
+        self.norms = _norms_of_floats(draw.first_inputs())
+        self.scale = max((differences.rms_of(tensor, norm) for tensor, norm in self.norms.values()), default=0.0)
+        self.of_inputs = sum(tensor.numel() for _, tensor in make.tensors_in(draw.inputs))
+        self.elements = self.of_inputs + sum(errors.truth.numel() for errors in self.spread.values())
+
+    @functools.cached_property
+    def excused(self) -> Any:
+        return _excused(self.draw, self.exact)
+
+    def truth(self, replicas: int) -> Truth:
+        """Return the truth with this many replicas, or more, as `establish` does."""
+        draw, pair, way = self.draw, self.draw.pair, self.draw.way
+        large = replicas <= REPLICAS and self.of_inputs > REPLICAS_UP_TO
+        all_replicas = FEW if large else max(replicas, REPLICAS)
+        wanted = 0 if replicas == NONE else _replicas(self.exact, min(replicas, all_replicas))
+        while self.number < wanted:
+            self._add(*draw.neighbour(self.number))
+            self.number += 1
+        spread = self.spread
+        rounding = frozenset(name for name, errors in spread.items() if errors.ill_conditioned())
+        kind = way.args[0] if _is_proven(way) else incoming.PLAIN
+        found = Truth(
+            leaves=self.exact,
+            reference=self.own,
+            errors=_running_maximum({name: errors.error() for name, errors in spread.items()}, pair),
+            moved=_running_maximum({name: errors.one_rounding() for name, errors in spread.items()}, pair),
+            ill_conditioned=_ill_conditioned(rounding, spread),
+            rounding=rounding,
+            eps=draw.eps,
+            periods=self.periods,
+            excused=self.excused,
+            plain=all(how.layout == "contiguous" for how in draw.case.inputs.values()),
+            declared_precision=pair.precision not in (None, TF32),
+            shared=self.shared,
+            undefined=_undefined(self.norms),
+            terms=_terms(draw.inputs, self.exact, self.doubles[0], self.norms, kind=kind),
+            complete=self.number >= _replicas(self.exact, all_replicas),
+        )
+        found.doubles = self.doubles
+        return found
+
+    def _add(self, near_truth: Leaves, near: Leaves) -> None:
+        of_truth, of_reference = Doubles(near_truth), Doubles(near)
+        for name, errors in self.spread.items():
+            if is_real(near.get(name)) and is_real(near_truth.get(name)):
+                errors.add(of_reference[name], of_truth[name], self.scale)
 
 
 def blaming_truth(pair: Pair) -> AbstractContextManager[None]:

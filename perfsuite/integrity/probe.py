@@ -32,8 +32,8 @@ class Probe:
     case: Case
     device: str
     home: Path | None
-    known: dict[tuple[int, int, bool], truths.Truth] = field(default_factory=dict)
-    """Truths by the case's seed, the number of replicas, and whether they have gradients: the checks share them."""
+    known: dict[tuple[int, bool], truths.Known] = field(default_factory=dict)
+    """Truths by the case's seed, and whether they have gradients: the checks share them."""
     inputs: dict[int, dict[str, Any]] = field(default_factory=dict)
     """Inputs as drawn, by the case's seed; a call gets a copy."""
     right: dict[int, Leaves] = field(default_factory=dict)
@@ -96,19 +96,13 @@ class Probe:
     def truth(self, case: Case | None = None, replicas: int = NONE, *, gradients: bool = False) -> truths.Truth:
         """Return the truth of the case. Raises Discard where the reference alone is not finite on it."""
         case = case or self.case
-        key = case.seed, replicas, gradients
+        key = case.seed, gradients
         if key not in self.known:
             pair = replace(self.pair, steps=STEPS) if self.pair.is_stateful else self.pair
-            self.known[key] = truths.establish(
-                pair,
-                case,
-                self.device,
-                gradients=gradients,
-                home=self.home,
-                replicas=replicas,
-                drawn=self.drawn(case),
+            self.known[key] = truths.by_replicas(
+                pair, case, self.device, gradients=gradients, home=self.home, drawn=self.drawn(case)
             )
-        return self.known[key]
+        return self.known[key](replicas)
 
     def is_right(self, produced: Leaves, case: Case | None = None) -> bool:
         """Return whether these outputs are the answer to the case."""

@@ -168,7 +168,7 @@ def case_of(seed: int = 0, **sizes: int) -> Case:
 
 
 def ask(known: KnownFacts, pair: Pair, case: Case, *, gradients: bool = False) -> truths.Truth:
-    return known.truth(pair, case, "cpu", gradients=gradients, home=None)
+    return known.truths(pair, case, "cpu", gradients=gradients, home=None)(REPLICAS)
 
 
 def counted(call: Callable[..., Any]) -> tuple[Callable[..., Any], list[int]]:
@@ -319,15 +319,38 @@ def test_the_budget_without_replicas_bounds_that_by_all(dtype: str, sizes: tuple
                 assert (by_all[name] >= rule.SURE * error * (1 - 1e-12)).all()
 
 
+@pytest.mark.parametrize("elements", [16, rule.REPLICAS_UP_TO])
+def test_a_truth_with_more_replicas_is_as_if_all_were_made_at_once(elements: int) -> None:
+    """It adds them to those of the truth before, unless the tensors are large."""
+    calls = []
+
+    def exp(x: torch.Tensor) -> torch.Tensor:
+        calls.append(x.dtype)
+        return torch.exp(x)
+
+    pair = Pair(name="p", reference=exp, optimized=exp, inputs={"x": tensor("n")})
+    case = Case(dtype="float32", sizes={"n": elements}, inputs={}, seed=0)
+    known = truths.by_replicas(pair, case, "cpu", gradients=False)
+    for replicas in (NONE, REPLICAS, rule.CAREFUL):
+        found, own = known(replicas), len(calls)
+        calls.clear()
+        at_once = truths.establish(pair, case, "cpu", gradients=False, replicas=replicas)
+        assert found.complete == at_once.complete
+        assert torch.equal(found.errors["output"], at_once.errors["output"])
+        assert torch.equal(found.moved["output"], at_once.moved["output"])
+        assert (own < len(calls)) == (elements == 16 and replicas != NONE)
+        calls.clear()
+
+
 def test_a_side_that_is_not_surely_right_is_judged_by_all_replicas(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
-    own = truths.establish
+    own = truths.Runs.truth
 
-    def counting(*given: Any, replicas: int = rule.REPLICAS, **options: Any) -> truths.Truth:
+    def counting(runs: truths.Runs, replicas: int) -> truths.Truth:
         asked.append(replicas)
-        return own(*given, replicas=replicas, **options)
+        return own(runs, replicas)
 
-    monkeypatch.setattr(truths, "establish", counting)
+    monkeypatch.setattr(truths.Runs, "truth", counting)
     case = Case(dtype="float32", sizes={"n": 16}, inputs={}, seed=0)
     for wrong, expected in ((0.0, [NONE]), (1e-3, [NONE, REPLICAS])):
         asked.clear()

@@ -451,10 +451,10 @@ def test_what_is_no_output_is_an_error_of_the_declaration() -> None:
 @pytest.fixture
 def lucky(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Put no answer within the budget without replicas; return the list of the replica counts asked for."""
-    establish, judge, asked, bare = truths.establish, equivalence.judge, list[int](), list[truths.Truth]()
+    own, judge, asked, bare = truths.Runs.truth, equivalence.judge, list[int](), list[truths.Truth]()
 
-    def establish_(*given: Any, replicas: int, **named: Any) -> truths.Truth:
-        truth = establish(*given, replicas=replicas, **named)
+    def truth_(runs: truths.Runs, replicas: int) -> truths.Truth:
+        truth = own(runs, replicas)
         asked.append(replicas)
         bare.extend([truth] * (replicas == NONE))
         return truth
@@ -464,19 +464,19 @@ def lucky(monkeypatch: pytest.MonkeyPatch) -> list[int]:
             raise NotEquivalent("the reference was lucky")
         judge(of, truth, produced, **named)
 
-    monkeypatch.setattr(truths, "establish", establish_)
+    monkeypatch.setattr(truths.Runs, "truth", truth_)
     monkeypatch.setattr(equivalence, "judge", judge_)
     return asked
 
 
 def test_a_side_surely_within_the_budget_is_judged_without_replicas(monkeypatch: pytest.MonkeyPatch) -> None:
-    establish, asked = truths.establish, []
+    own, asked = truths.Runs.truth, []
 
-    def counted(*given: Any, replicas: int, **named: Any) -> truths.Truth:
+    def counted(runs: truths.Runs, replicas: int) -> truths.Truth:
         asked.append(replicas)
-        return establish(*given, replicas=replicas, **named)
+        return own(runs, replicas)
 
-    monkeypatch.setattr(truths, "establish", counted)
+    monkeypatch.setattr(truths.Runs, "truth", counted)
     integrity.check(pair(exp_, lambda x: torch.exp(x)), CASE, "cpu")
     assert set(asked) == {NONE}
 
