@@ -6,7 +6,6 @@ A message that says only "wrong at [3]" leaves it to the reader to find the caus
 
 from __future__ import annotations
 
-import inspect
 import itertools
 import math
 import traceback
@@ -50,7 +49,7 @@ NOT_DIFFERENTIABLE = "is not differentiable with respect to argument"
 """Part of torch's message where an input of an operation has no gradient."""
 MISPLACED = "storage_offset divisible by"
 """Part of torch's message where data begins at a place that an operation does not support."""
-CALL_THE_REFERENCE = frozenset({inspect.unwrap(truths.establish).__code__, task_of.__code__})
+CALL_THE_REFERENCE = frozenset(call.__code__ for call in (truths.begin, truths.Runs.truth, task_of))
 """Functions that call a reference, and no other side."""
 TIED = 1e-3
 """Gradients of equal values are added up. Two gradients that only choose different ones of these values then differ by

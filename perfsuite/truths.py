@@ -138,7 +138,7 @@ def by_replicas(pair: Pair, case: Case, device: str, *, most: int = CAREFUL, **o
     @functools.cache
     @raises_harness_faults
     def known(replicas: int) -> Truth:
-        runs = kept.pop() if kept else Runs(_Draw(pair, case, device, **options))
+        runs = kept.pop() if kept else begin(pair, case, device, **options)
         truth = runs.truth(min(replicas, most))
         if runs.elements <= REPLICAS_UP_TO:
             kept.append(runs)
@@ -167,8 +167,13 @@ def establish(
     made, except with CAREFUL. `eps` is the working dtype's unless given; `drawn` are other inputs of the case's sizes
     than its seed gives. The sides are called in another `way` than usual.
     """
-    draw = _Draw(pair, case, device, gradients=gradients, home=home, eps=eps, drawn=drawn, way=way)
-    return Runs(draw).truth(replicas)
+    runs = begin(pair, case, device, gradients=gradients, home=home, eps=eps, drawn=drawn, way=way)
+    return runs.truth(replicas)
+
+
+def begin(pair: Pair, case: Case, device: str, **options: Any) -> Runs:
+    """Run the reference on the draw, with the options of `establish`; its truth can be had by numbers of replicas."""
+    return Runs(_Draw(pair, case, device, **options))
 
 
 def _excused(draw: _Draw, truth: Leaves) -> Any:
