@@ -27,6 +27,7 @@ import pytest
 from perfsuite import reachable
 from perfsuite.errors import PairError, PerfsuiteError
 from perfsuite.forks import Command, Forks, finish
+from perfsuite.garbage import uncollected
 from perfsuite.machine import usable_cores
 from perfsuite.pair import Pair, Side, Workload, as_side
 from perfsuite.records import InputCase
@@ -60,9 +61,10 @@ def _forks() -> Forks:
 def prepare() -> None:
     """Import what most compiling processes need, in the server that forks them. Import nothing of the project."""
     modules = ("perfsuite.items", "perfsuite.modes", "pytest", "torch._dynamo", "torch.distributed.fsdp")
-    for name in (*modules, "triton.language"):
-        with contextlib.suppress(ImportError):
-            importlib.import_module(name)
+    with uncollected():
+        for name in (*modules, "triton.language"):
+            with contextlib.suppress(ImportError):
+                importlib.import_module(name)
     with contextlib.suppress(ImportError):
         from triton.runtime.cache import triton_key
 

@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from perfsuite.forks import Forks
+from perfsuite.garbage import uncollected
 from perfsuite.machine import has_gpu
 
 PREPARE = "perfsuite.preload:prepare"
@@ -83,11 +84,12 @@ def environment_of(variables: Mapping[str, str]) -> dict[str, str]:
 
 def prepare() -> None:
     """Import torch, and on a machine with a GPU the compiler, too."""
-    for name in ("torch", "numpy", "triton.language", "pytest", "hypothesis", "hypothesis.strategies"):
-        with contextlib.suppress(ImportError):
-            importlib.import_module(name)
-    if has_gpu():
-        import_compiler()
+    with uncollected():
+        for name in ("torch", "numpy", "triton.language", "pytest", "hypothesis", "hypothesis.strategies"):
+            with contextlib.suppress(ImportError):
+                importlib.import_module(name)
+        if has_gpu():
+            import_compiler()
     gc.collect()  # what imports leave would be collected, and may warn, in every fork
     gc.freeze()
 

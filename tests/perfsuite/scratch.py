@@ -16,6 +16,7 @@ import os
 import shutil
 import subprocess
 import sys
+import sysconfig
 import time
 import warnings
 from collections import Counter, deque
@@ -207,13 +208,23 @@ def fails(failure: Failure, *, among: Callable[[str, int, bool], Outcome] | None
     return lambda id, process, second: failure if only in id else others(id, process, second)
 
 
+LIBRARY = (sysconfig.get_paths()["stdlib"], sysconfig.get_paths()["purelib"])
+"""Folders whose modules belong to no project."""
+_INSTALLED: set[str] = set()
+"""Names of modules that were found there: thousands, which are asked for after each run."""
+
+
 def forget_only_the_project(pytester: pytest.Pytester) -> SysModulesSnapshot:
     """Make pytester forget only the project's modules after a run in this process: torch cannot be imported twice."""
 
     folder = str(pytester.path)
 
     def keep(name: str) -> bool:
+        if name in _INSTALLED:
+            return True
         file = getattr(sys.modules.get(name), "__file__", None)
+        if file is not None and file.startswith(LIBRARY):
+            _INSTALLED.add(name)
         return file is None or not file.startswith(folder)
 
     return SysModulesSnapshot(preserve=keep)
