@@ -197,7 +197,7 @@ def _registered() -> bool:
 @main.command()
 @_selection
 @click.option("--report", default=REPORT, show_default=True, type=click.Path(), help="Folder of the report.")
-@click.option("--profile", type=click.Choice(["quick", "dev", "ci", "thorough"]), help="How many draws a proof takes.")
+@click.option("--profile", type=click.Choice(["dev", "ci", "thorough"]), help="How many draws a proof takes.")
 @click.option("--json", "as_json", is_flag=True, help="Print the report as JSON when done.")
 def run(paths: tuple[str, ...], keyword: str | None, report: str, profile: str | None, as_json: bool) -> None:
     """Prove and measure every pair on this machine, and write a report.

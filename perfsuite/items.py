@@ -56,8 +56,8 @@ from perfsuite.records import REFERENCE, Case, Evidence
 from perfsuite.speed import SpeedItem
 from perfsuite.tally import Tally
 
-EXAMPLES = {"quick": 10, "dev": 25, "ci": 25, "thorough": 500}
-FEW_EXAMPLES = {"quick": 2, "dev": 3, "ci": 3, "thorough": 30}
+EXAMPLES = {"dev": 25, "ci": 25, "thorough": 500}
+FEW_EXAMPLES = {"dev": 3, "ci": 3, "thorough": 30}
 FEW = (proofs.INTEGRITY, proofs.CONTEXTS, proofs.EFFECTS, proofs.OUTSIDE, proofs.RANKS)
 """Items whose draws take many calls each, and for which a handful of draws is enough."""
 ANY_DRAW = (proofs.INTEGRITY, proofs.EFFECTS)
@@ -296,15 +296,12 @@ class ProofItem(pytest.Function):
         """Draws on which the reference faults."""
         self.kind = name.partition("[")[0]
         self._gradients = pair.gradients and self.kind not in FORWARD_ONLY
-        in_ci = bool(os.environ.get("CI"))
-        profile = parent.config.option.perfsuite_profile or ("ci" if in_ci else "dev")
-        self.repeats = profile == "ci" or (profile == "quick" and in_ci)
-        """Whether every run makes the same draws."""
-        self.limit_s = pair.time_limit * max(1.0, EXAMPLES[profile] / EXAMPLES["dev"])
+        profile = parent.config.option.perfsuite_profile or ("ci" if os.environ.get("CI") else "dev")
+        self.limit_s = pair.time_limit * EXAMPLES[profile] / EXAMPLES["dev"]
         node = f"{parent.nodeid}::{name}"
         # One for all sides of the pair, which are so proven on the same draws.
-        self.seed = self._seed_of(parent, f"{self.kind} {dtype}") if self.kind in EVERY_KIND else None
-        self.large_seed = self._seed_of(parent, f"{self.kind} {dtype}, large")
+        self.seed = _seed(parent, f"{self.kind} {dtype}", profile) if self.kind in EVERY_KIND else None
+        self.large_seed = _seed(parent, f"{self.kind} {dtype}, large", profile)
         # Many faults need some elements to show: draws of every kind would be mostly tiny.
         self.first = self._test(profile, f"{node}, first", make.plain_cases) if self.kind in ANY_DRAW else None
         cases = make.plain_cases if self.kind in PLAIN_ONLY else make.cases
@@ -312,8 +309,6 @@ class ProofItem(pytest.Function):
 
     def _test(self, profile: str, nodeid: str, strategy: Callable[..., Any], seed: int | None = None) -> Any:
         examples = (FEW_EXAMPLES if self.kind in FEW else EXAMPLES)[profile]
-        if self.kind == proofs.CONTEXTS:
-            examples = max(examples, contexts.TURNS)
         if self.pair.is_stateful and self.kind not in FEW:
             examples = max(SMALL_STEP_EXAMPLES, examples // 8)
         examples = min(examples, self.pair.max_examples or examples)
@@ -321,7 +316,7 @@ class ProofItem(pytest.Function):
 
         @hypothesis.settings(
             max_examples=examples if self.kind in FEW else MORE_DRAWS * examples,
-            derandomize=self.repeats,  # takes no notice of earlier failures either
+            derandomize=profile == "ci",  # takes no notice of earlier failures either
             deadline=None,
             print_blob=False,
             report_multiple_bugs=False,
@@ -348,11 +343,6 @@ class ProofItem(pytest.Function):
         # Not hypothesis.seed, which would also switch off the database of failures.
         wrapped._hypothesis_internal_use_seed = seed
         return wrapped
-
-    def _seed_of(self, collector: PairCollector, proof: str) -> int:
-        """Return the seed of a proof's draws, the same for every side."""
-        run = "" if self.repeats else _seed_of_run(collector.config)
-        return int.from_bytes(hashlib.sha256(f"{run} {collector.nodeid} {proof}".encode()).digest())
 
     def _prove(self, case: Case) -> None:
         self.current = case
@@ -562,6 +552,13 @@ class KernelsItem(pytest.Function):
 
     def reportinfo(self) -> tuple[Path, int, str]:
         return self.path, 0, self.nodeid.partition("::")[2].replace("::", ".")
+
+
+def _seed(collector: PairCollector, proof: str, profile: str) -> int:
+    """Return the seed of a proof's draws: the same for every side, and another in each run unless the profile is
+    "ci"."""
+    run = "" if profile == "ci" else _seed_of_run(collector.config)
+    return int.from_bytes(hashlib.sha256(f"{run} {collector.nodeid} {proof}".encode()).digest())
 
 
 def _seed_of_run(config: pytest.Config) -> str:

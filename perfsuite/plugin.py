@@ -29,7 +29,7 @@ MARKERS = (
     "gpu: needs a CUDA device",
     "multi_gpu: needs two or more CUDA devices",
 )
-PROFILES = ("quick", "dev", "ci", "thorough")
+PROFILES = ("dev", "ci", "thorough")
 JOB = "PERFSUITE_JOB"
 """Environment variable that makes this pytest process a measuring worker: the path of its job file."""
 
@@ -59,8 +59,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption(
         "--perfsuite-profile",
         choices=PROFILES,
-        help="draws of a proof: quick (10), dev (25), ci (25, the same in each run; the default if CI is set), "
-        "thorough (500)",
+        help="draws a proof takes: dev (random), ci (the same each time; the default where CI is set), thorough",
     )
     group.addoption(
         "--perfsuite-isolate",

@@ -3,8 +3,6 @@
 Tests run beside each other, by pytest-xdist where it is installed. With a GPU the proofs run first and without it: each
 then has a process that is replaced after a fault of a kernel, and perfsuite uses all cores itself. In a worker of xdist
 a fault would fail whatever that worker proves afterwards. The file that --junitxml names holds the tests of both runs.
-
-Without a GPU the proofs take the profile "quick", unless a profile is given.
 """
 
 from __future__ import annotations
@@ -23,7 +21,6 @@ import pytest
 from perfsuite import device_nodes
 
 PLUGINS = ("-p", "perfsuite.plugin", "-p", "tools.rare_garbage")
-QUICK = ("--perfsuite-profile=quick",)
 NOTHING_TO_RUN = int(pytest.ExitCode.NO_TESTS_COLLECTED)
 
 
@@ -36,7 +33,7 @@ def passes(arguments: Sequence[str], *, on_gpu: bool, beside: Sequence[str]) -> 
     parser.add_argument("-m", dest="marks", default="not perf")
     found, rest = parser.parse_known_args(arguments)
     if not on_gpu:
-        return [["-m", found.marks, *QUICK, *beside, *rest]]
+        return [["-m", found.marks, *beside, *rest]]
     of_proofs, of_others = (f"({found.marks}) and {kind}" for kind in ("correctness", "not correctness"))
     return [["-m", of_proofs, *rest], ["-m", of_others, *beside, *rest]]
 

@@ -11,7 +11,7 @@ from xml.etree import ElementTree
 import pytest
 from scratch import ROOT
 
-from tools.run_tests import QUICK, merge_junit, passes, worst
+from tools.run_tests import merge_junit, passes, worst
 
 BESIDE = ("-n", "auto", "--dist", "worksteal")
 
@@ -20,7 +20,7 @@ BESIDE = ("-n", "auto", "--dist", "worksteal")
     ("arguments", "marks"), [([], "not perf"), (["-m", "correctness"], "correctness"), (["-mperf"], "perf")]
 )
 def test_without_a_gpu_all_tests_run_beside_each_other(arguments: list[str], marks: str) -> None:
-    assert passes([*arguments, "-k", "x"], on_gpu=False, beside=BESIDE) == [["-m", marks, *QUICK, *BESIDE, "-k", "x"]]
+    assert passes([*arguments, "-k", "x"], on_gpu=False, beside=BESIDE) == [["-m", marks, *BESIDE, "-k", "x"]]
 
 
 def test_on_a_gpu_proofs_run_first_and_without_xdist() -> None:
