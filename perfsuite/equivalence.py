@@ -56,8 +56,7 @@ class Facts:
         """Return the truths of the draw by their number of replicas; `drawn` makes the inputs where the caller has
         them."""
         way = truths.proven_way(case, gradients=gradients)
-        inputs = drawn() if drawn is not None else None
-        return truths.by_replicas(pair, case, device, gradients=gradients, home=home, way=way, drawn=inputs)
+        return truths.by_replicas(pair, case, device, gradients=gradients, home=home, way=way, drawn=drawn)
 
     def task(self, pair: Pair, case: Case, device: str, *, home: Path | None) -> Task:
         """Return the findings of the draw about the reference."""

@@ -48,8 +48,7 @@ class KnownFacts(Facts):
     ) -> Known:
         """Return the truths of the draw, or those from an earlier proof of another side. They are kept only for a pair
         with variants."""
-        own = super().truths
-        established = functools.cache(lambda: own(pair, case, device, gradients=gradients, home=home, drawn=drawn))
+        established = super().truths(pair, case, device, gradients=gradients, home=home, drawn=drawn)
 
         @functools.cache
         def known(replicas: int) -> Truth:
@@ -60,7 +59,7 @@ class KnownFacts(Facts):
                     raise Discard
                 return _read(kept)
             try:
-                truth = established()(replicas)
+                truth = established(replicas)
             except Discard:
                 self._truths[key] = None
                 raise

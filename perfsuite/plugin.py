@@ -144,6 +144,7 @@ def _proves_in_workers_again(config: pytest.Config) -> bool:
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_collection() -> Generator[None, object, object]:
+    """Import the test modules without garbage collections, only in processes that are perfsuite's own."""
     with uncollected() if JOB in os.environ else contextlib.nullcontext():
         return (yield)
 

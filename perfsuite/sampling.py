@@ -10,7 +10,6 @@ few blocks.
 from __future__ import annotations
 
 import functools
-import gc
 import math
 import random
 import statistics
@@ -24,6 +23,7 @@ import torch
 from perfsuite import execution, scrutiny
 from perfsuite import inputs as make
 from perfsuite.clocks import QUEUE_DEPTH, CpuClock, CudaClock
+from perfsuite.garbage import uncollected
 from perfsuite.machine import Monitor
 from perfsuite.records import ACCEPTED, OPTIMIZED, REFERENCE, Condition, Counts
 from perfsuite.runner import Clock, Runner
@@ -101,30 +101,24 @@ class Sampler:
         blocks = self.blocks
         index = None if isinstance(self.clock, CpuClock) else torch.cuda.current_device()
         discarded = done = 0
-        collecting = gc.isenabled()
-        gc.disable()
-        try:
-            with Monitor(index) if index is not None else nullcontext() as monitor:
-                while done < blocks:
-                    kept = (
-                        {n: list(v) for n, v in self.blocks_s.items()},
-                        {n: list(v) for n, v in self.log_ratios.items()},
-                    )
-                    self._block(done, self.rounds)
-                    if monitor is not None:
-                        monitor.sample()
-                        if self.clock.peers.any(monitor.throttled()) and discarded < EXTRA_BLOCKS:
-                            self.blocks_s, self.log_ratios = kept
-                            discarded += 1
-                            continue
-                    began = perf_counter()
-                    between(done)
-                    self.between_s += perf_counter() - began
-                    done += 1
-                return monitor.condition(set_aside=discarded * self.rounds) if monitor is not None else Condition()
-        finally:
-            if collecting:
-                gc.enable()
+        with uncollected(), Monitor(index) if index is not None else nullcontext() as monitor:
+            while done < blocks:
+                kept = (
+                    {n: list(v) for n, v in self.blocks_s.items()},
+                    {n: list(v) for n, v in self.log_ratios.items()},
+                )
+                self._block(done, self.rounds)
+                if monitor is not None:
+                    monitor.sample()
+                    if self.clock.peers.any(monitor.throttled()) and discarded < EXTRA_BLOCKS:
+                        self.blocks_s, self.log_ratios = kept
+                        discarded += 1
+                        continue
+                began = perf_counter()
+                between(done)
+                self.between_s += perf_counter() - began
+                done += 1
+            return monitor.condition(set_aside=discarded * self.rounds) if monitor is not None else Condition()
 
     def add(self, other: Sampler) -> None:
         """Take over the sides that only `other` has timed."""

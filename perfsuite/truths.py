@@ -126,9 +126,11 @@ def overflows(pair: Pair) -> str:
     )
 
 
-def by_replicas(pair: Pair, case: Case, device: str, *, most: int = CAREFUL, **options: Any) -> Known:
-    """Return the truths of one draw with at most this many replicas, each established once; `options` are those of
-    `establish`.
+def by_replicas(
+    pair: Pair, case: Case, device: str, *, most: int = CAREFUL, drawn: Drawn | None = None, **options: Any
+) -> Known:
+    """Return the truths of one draw with at most this many replicas, each established once. `drawn` makes the inputs
+    where the caller has them; the other `options` are those of `establish`.
 
     A truth with more replicas adds them to those of the truth before. Where the tensors are large it starts anew: the
     memory is then free while a side runs.
@@ -138,7 +140,10 @@ def by_replicas(pair: Pair, case: Case, device: str, *, most: int = CAREFUL, **o
     @functools.cache
     @raises_harness_faults
     def known(replicas: int) -> Truth:
-        runs = kept.pop() if kept else begin(pair, case, device, **options)
+        if kept:
+            runs = kept.pop()
+        else:
+            runs = begin(pair, case, device, drawn=drawn() if drawn is not None else None, **options)
         truth = runs.truth(min(replicas, most))
         if runs.elements <= REPLICAS_UP_TO:
             kept.append(runs)
@@ -172,7 +177,7 @@ def establish(
 
 
 def begin(pair: Pair, case: Case, device: str, **options: Any) -> Runs:
-    """Run the reference on the draw, with the options of `establish`; its truth can be had by numbers of replicas."""
+    """Run the reference on the draw without replicas, with the options of `establish`."""
     return Runs(_Draw(pair, case, device, **options))
 
 
@@ -280,7 +285,7 @@ class _Draw:
 
 
 class Runs:
-    """What the reference gives on a draw and on its neighbours: on as many as were asked for so far."""
+    """Runs of the reference on a draw and on neighbouring draws. `truth` adds the neighbours that it needs."""
 
     def __init__(self, draw: _Draw) -> None:
         """Run the reference in float64 and in the working precision. Raises Discard where the latter alone is not

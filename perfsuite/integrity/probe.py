@@ -100,7 +100,7 @@ class Probe:
         if key not in self.known:
             pair = replace(self.pair, steps=STEPS) if self.pair.is_stateful else self.pair
             self.known[key] = truths.by_replicas(
-                pair, case, self.device, gradients=gradients, home=self.home, drawn=self.drawn(case)
+                pair, case, self.device, gradients=gradients, home=self.home, drawn=functools.partial(self.drawn, case)
             )
         return self.known[key](replicas)
 
