@@ -341,6 +341,12 @@ def compare(
     given = paths if revision is None else (revision, *paths)  # no revision: what comes first is a path
     if revision is not None and not Path(revision.partition("::")[0]).exists():
         raise click.UsageError(f"{revision} is no path, and --python takes the place of a revision; leave it out")
+    from perfsuite.environments.interpreter import located
+
+    try:
+        located(python)
+    except PerfsuiteError as error:
+        raise click.UsageError(str(error)) from None
     arguments = [f"python={python}", f"processes={processes}", f"file={written}"]
     with suppress(OSError):  # of the run before
         written.unlink()

@@ -18,7 +18,7 @@ from typing import TypeAlias
 
 import torch
 
-from perfsuite import execution, held_memory, incoming, marks, modules, process_state, surroundings
+from perfsuite import execution, held_memory, incoming, marks, modules, process_state, proofs, surroundings
 from perfsuite import inputs as make
 from perfsuite.errors import NotEquivalent
 from perfsuite.integrity.probe import Probe, bytes_of, same_leaf
@@ -55,7 +55,8 @@ def check(
     """Raise NotEquivalent where the optimized side leaves behind an effect that the reference does not.
 
     `imported` is what the import of the pair's module left changed. `number` is the draw's number in a proof with
-    several draws, of which one in THREADS_EVERY watches other threads.
+    several draws. The first makes all checks, the others take turns at those IN_TURN, and one in THREADS_EVERY watches
+    other threads.
     """
     for words in imported.values():
         raise NotEquivalent(f"{pair.name}: the import of its module {words} for all that runs after it; put it back")
@@ -70,6 +71,8 @@ def check(
         return
     with execution.recompiling():
         for kind in KINDS:
+            if not proofs.has_turn(kind, IN_TURN, number or None):
+                continue
             with process_state.kept(quick=True):
                 found = kind(optimized)
             if not found:
@@ -313,3 +316,5 @@ KINDS: tuple[Callable[[Probe], Effects], ...] = (
     held_memory.held_memory,
     threads,
 )
+IN_TURN = (process, settings, generators, named_generators, bindings, held_memory.held_memory)
+"""Kinds that depend little on the draw."""

@@ -197,20 +197,30 @@ class PairCollector(pytest.Collector):
             facts=facts_of(self.pair),
         )
 
+    def _number(self, case: Case, tally: Tally) -> int | None:
+        """Return the number of this draw, by which it takes its turn at some checks. None where it makes all of them:
+        where it is proven alone, to reproduce a failure, or where there are too few draws for turns."""
+        if self.config.option.perfsuite_case or (self.pair.max_examples or proofs.TURNS) < proofs.TURNS:
+            return None
+        return tally.number(make.case_line(case), large=coverage.has_large(case.sizes))
+
     def _integrity(self, case: Case, tally: Tally) -> None:
         tally.draws += 1
-        integrity.check(self.pair, case, device(), home=self.home, number=tally.number(make.case_line(case)))
+        number = self._number(case, tally)
+        if coverage.has_large(case.sizes):  # few draws show what many blocks do together
+            number = None
+        integrity.check(self.pair, case, device(), home=self.home, number=number)
 
     def _contexts(self, case: Case, tally: Tally) -> None:
         thorough = device() == "cuda" or self.config.option.perfsuite_profile == "thorough"
-        number = tally.number(make.case_line(case))
-        several = (self.pair.max_examples or contexts.TURNS) >= contexts.TURNS
-        check = functools.partial(contexts.check, thorough=thorough and not number, number=number if several else None)
-        self._once_if_compiled(check, case, tally)
+        tally.first = tally.first or make.case_line(case)
+        thorough &= make.case_line(case) == tally.first  # what it adds does not depend on the draw
+        number = self._number(case, tally)
+        self._once_if_compiled(functools.partial(contexts.check, thorough=thorough, number=number), case, tally)
 
     def _effects(self, case: Case, tally: Tally) -> None:
         imported = self.parent.stash.get(IMPORTED, {}) if self.parent is not None else {}
-        number = tally.number(make.case_line(case))
+        number = self._number(case, tally)
         self._once_if_compiled(functools.partial(effects.check, imported=imported, number=number), case, tally)
 
     def _prepare_outside(self) -> None:
@@ -438,6 +448,16 @@ class ProofItem(pytest.Function):
         super().runtest()
         if failure is not None:
             raise failure
+        if self.tally.numbers:
+            self._complete_turns()
+
+    def _complete_turns(self) -> None:
+        """Prove the last draw again, with the checks of the turns that no draw had because several were alike."""
+        numbers = self.tally.numbers
+        line = list(numbers)[-1]
+        for number in range(len(numbers), proofs.TURNS):
+            numbers[line] = number
+            self._prove(make.parse_case(line, self.dtype))
 
     def _draw_every_kind(self) -> NotEquivalent | None:
         """Prove draws that hold every kind of inputs; they count among the draws of the proof. Return the first

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from perfsuite import execution
 from perfsuite.pair import Pair, Side, as_side
@@ -19,6 +20,8 @@ EQUIVALENCE, GRADIENTS, INTEGRITY, CONTEXTS, EFFECTS, OUTSIDE, RANKS, TRUTH = (
     "ranks",
     "truth",
 )
+TURNS = 3
+"""Checks that depend little on the draw take turns: each draw makes one in this many of them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +43,14 @@ class Proof:
         if self.side is None:
             return self.kind
         return f"{self.kind}[{self.dtype}{'' if self.side_name == OPTIMIZED else f'-{self.side_name}'}]"
+
+
+def has_turn(check: Callable[..., Any], in_turn: Sequence[Callable[..., Any]], number: int | None) -> bool:
+    """Return whether this draw of a proof makes the check, which may be one of those that take turns.
+
+    number  that of the draw, from 0; None for a draw that makes all checks
+    """
+    return number is None or check not in in_turn or (in_turn.index(check) + number) % TURNS == 0
 
 
 def of(pair: Pair) -> Iterator[Proof]:

@@ -35,14 +35,19 @@ class Tally:
     """Fault of the reference. It holds for every draw from then on."""
     compiles: bool = False
     """Whether a draw made a side compile."""
+    first: str = ""
+    """The line that describes the first draw."""
     raised: NotEquivalent | None = None
     """First error that the reference raised."""
     numbers: dict[str, int] = field(default_factory=dict)
-    """The number of each draw, from 0, by the line that describes it."""
+    """The number of each small draw, from 0, by the line that describes it."""
+    large: dict[str, int] = field(default_factory=dict)
+    """Likewise of the draws with a large size."""
 
-    def number(self, line: str) -> int:
-        """Return the number of this draw, the same each time that it is proven."""
-        return self.numbers.setdefault(line, len(self.numbers))
+    def number(self, line: str, *, large: bool = False) -> int:
+        """Return the number of this draw among the small or the large ones, the same each time that it is proven."""
+        numbers = self.large if large else self.numbers
+        return numbers.setdefault(line, len(numbers))
 
     def take(self, other: Tally) -> None:
         """Add the errors of one more draw from another tally."""

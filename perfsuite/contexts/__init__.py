@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 
-from perfsuite import execution, process_state
+from perfsuite import execution, process_state, proofs
 from perfsuite import many_elements as large
 from perfsuite.contexts.backward import (
     after_calls_without_gradients,
@@ -132,9 +132,22 @@ STATEFUL: tuple[Callable[[Probe], None], ...] = (
     step_sizes,
     uneven_step_lists,
 )
-IN_TURN = (*OF_ONE_DRAW, *STATEFUL, other_thread, double_backward, other_stream, captured_graph)
-"""Ways that depend little on the draw: each draw of a proof takes one in TURNS of them."""
-TURNS = 3
+IN_TURN = (
+    *OF_ONE_DRAW,
+    *STATEFUL,
+    other_thread,
+    two_threads,
+    grad_mode_off,
+    autocast,
+    two_gradients_needed,
+    some_outputs_used,
+    two_graphs,
+    second_backward,
+    double_backward,
+    other_stream,
+    captured_graph,
+)
+"""Ways that depend little on the draw: the draws of a proof take turns at them."""
 COSTLY_STATEFUL: tuple[Callable[[Probe], None], ...] = (many_steps,)
 
 
@@ -169,8 +182,7 @@ def check(
     probe.number = number
     with execution.recompiling():
         for way in ways:
-            its_turn = number is None or way not in IN_TURN or (IN_TURN.index(way) + number) % TURNS == 0
-            if its_turn and way.__name__ not in pair.unsupported:
+            if proofs.has_turn(way, IN_TURN, number) and way.__name__ not in pair.unsupported:
                 with process_state.kept(quick=True):
                     _try(way, probe)
 

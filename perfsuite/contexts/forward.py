@@ -153,9 +153,8 @@ def _at_the_same_time(probe: Probe, side: Side, cases: Sequence[Case]) -> list[l
 
 def autocast(probe: Probe) -> None:
     """Call under torch.autocast to half precision. The answer must have the dtype of the reference's, to the precision
-    that the reference has there. The backward pass comes after it. With several draws, each takes one of the two
-    formats in turn."""
-    for dtype in HALF if probe.number is None else (HALF[probe.number % len(HALF)],):
+    that the reference has there. The backward pass comes after it."""
+    for dtype in HALF:
         _autocast(probe, dtype)
 
 

@@ -7,11 +7,12 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import perfsuite
 from perfsuite.errors import PerfsuiteError, printable
 
 DESCRIBE = """
@@ -22,7 +23,7 @@ for distribution in importlib.metadata.distributions():
     if name:
         found.setdefault(name.lower().replace("_", "-"), distribution.version)
 needed, missing = {}, {}
-for name in ("perfsuite", "pytest", "torch"):
+for name in sys.argv[1:]:
     try:
         module = __import__(name)
         needed[name] = getattr(module, "__version__", "")
@@ -30,6 +31,8 @@ for name in ("perfsuite", "pytest", "torch"):
         missing[name] = f"{type(error).__name__}: {error}"
 print(json.dumps({"python": platform.python_version(), "packages": found, "needed": needed, "missing": missing}))
 """
+NEEDED = ("perfsuite", "pytest", "torch")
+"""Modules that an environment must have to measure."""
 LIMIT_S = 120.0
 """Seconds that an interpreter may take to import torch."""
 
@@ -47,11 +50,9 @@ class Interpreter:
     """Name of each installed package, in lower case with hyphens → its version."""
 
 
-def describe(path: str, root: Path) -> Interpreter:
-    """Return the packages of an interpreter as a process started in `root` finds them.
-
-    PerfsuiteError in one line where it cannot be run, or cannot measure.
-    """
+def located(path: str) -> str:
+    """Return the file of an interpreter, given its path or a command. PerfsuiteError in one line where there is
+    none."""
     shown, found = printable(path), path
     if os.sep not in path:
         found = shutil.which(path) or ""
@@ -61,14 +62,42 @@ def describe(path: str, root: Path) -> Interpreter:
         raise PerfsuiteError(
             f"--python {shown}: it is no file; give the path of an interpreter, for instance .venv-new/bin/python"
         )
-    found = os.path.abspath(found)  # without resolving links: a virtual environment's interpreter is one
-    try:
-        done = subprocess.run(
-            [found, "-c", DESCRIBE], cwd=root, capture_output=True, text=True, timeout=LIMIT_S, check=False
+    return os.path.abspath(found)  # without resolving links: a virtual environment's interpreter is one
+
+
+def describe(path: str, root: Path) -> Interpreter:
+    """Return the packages of an interpreter as a process started in `root` finds them.
+
+    PerfsuiteError in one line where it cannot be run, or cannot measure.
+    """
+    shown, found = printable(path), located(path)
+    about = _described(found, shown, root, NEEDED)
+    if missing := about["missing"]:
+        why = printable(next(iter(missing.values())))
+        raise PerfsuiteError(
+            f"--python {shown}: {' and '.join(missing)} cannot be imported there ({why}); install the project with its "
+            "test dependencies in that environment"
         )
+    return Interpreter(
+        path=found, python=about["python"], harness=about["needed"]["perfsuite"], packages=about["packages"]
+    )
+
+
+def here(root: Path) -> Interpreter:
+    """Return this process's own interpreter, which has imported what it needs."""
+    about = _described(sys.executable, sys.executable, root, ())
+    return Interpreter(
+        path=sys.executable, python=about["python"], harness=perfsuite.__version__, packages=about["packages"]
+    )
+
+
+def _described(file: str, shown: str, root: Path, needed: Sequence[str]) -> dict[str, Any]:
+    """Return what DESCRIBE prints in this interpreter, which imports the modules `needed`."""
+    command = [file, "-c", DESCRIBE, *needed]
+    try:
+        done = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=LIMIT_S, check=False)
         about: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
-        needed, missing = about["needed"], about["missing"]
-        python, packages = about["python"], about["packages"]
+        _ = about["needed"], about["missing"], about["python"], about["packages"]
     except OSError as error:
         raise PerfsuiteError(f"--python {shown}: it cannot be run ({error.strerror}); give another") from None
     except subprocess.TimeoutExpired:
@@ -79,13 +108,7 @@ def describe(path: str, root: Path) -> Interpreter:
             f"--python {shown}: it is no Python interpreter that works ({printable(last)}); give the path of one, for "
             "instance .venv-new/bin/python"
         ) from None
-    if missing:
-        why = printable(next(iter(missing.values())))
-        raise PerfsuiteError(
-            f"--python {shown}: {' and '.join(missing)} cannot be imported there ({why}); install the project with its "
-            "test dependencies in that environment"
-        )
-    return Interpreter(path=found, python=python, harness=needed["perfsuite"], packages=packages)
+    return about
 
 
 def check(here: Interpreter, there: Interpreter) -> None:
@@ -95,11 +118,6 @@ def check(here: Interpreter, there: Interpreter) -> None:
             f"--python {printable(there.path)}: it has perfsuite {there.harness}, and this is {here.harness}; install "
             "the same version in both"
         )
-
-
-def here(root: Path) -> Interpreter:
-    """Return this process's own interpreter."""
-    return describe(sys.executable, root)
 
 
 def differences(one: Interpreter, other: Interpreter) -> list[str]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from perfsuite import process_state
+from perfsuite import process_state, proofs
 from perfsuite.integrity.calls import (
     call_order,
     calls_reference,
@@ -75,16 +75,30 @@ CHECKS: tuple[Callable[[Probe], None], ...] = (
     drift,
     touched_input,
 )
+IN_TURN = (
+    several_instances,
+    unseen_inputs,
+    call_order,
+    overwritten_step_inputs,
+    reused_memory,
+    partial_keys,
+    private_buffer,
+    calls_reference,
+)
+"""Checks that depend little on the draw: the draws of a proof take turns at them."""
 
 
 def check(pair: Pair, case: Case, device: str, *, home: Path | None = None, number: int | None = None) -> None:
     """Make every check of the optimized side on one draw. NotEquivalent names a fault of that side, PairError one of
     the reference.
 
-    `number` is the draw's number in a proof with several draws, of which one in three waits for outputs that come late.
+    `number` is the draw's number in a proof with several draws, which take turns at the checks IN_TURN; one draw in
+    three waits for outputs that come late. None: all checks are made.
     """
     side = as_side(pair.optimized)
     probe = Probe(pair=pair, side=side, name="optimized", case=case, device=device, home=home, number=number)
     for fault in CHECKS:
+        if not proofs.has_turn(fault, IN_TURN, number):
+            continue
         with process_state.kept(quick=True):  # a change that one check leaves must not reach the next
             fault(probe)

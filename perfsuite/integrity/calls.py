@@ -31,17 +31,16 @@ from perfsuite.records import Case
 from perfsuite.specs import Integers, Sampled, ScalarSpec
 
 REPEATS = 3
-DRIFT_CALLS, FEW_CALLS, DRIFT_EVERY = 40, 10, 3
-"""Numbers of calls whose answers are checked again: on one of DRIFT_EVERY draws, and on the other draws."""
+DRIFT_CALLS, DRIFT_EVERY = 40, 3
+"""Number of calls whose answers are checked again, on one of DRIFT_EVERY draws."""
 MOST_CALLS, DRIFT_S = 300, 0.05
 """Most calls on the first draw, and the seconds after which there are no further ones."""
 HELD_BYTES = 64 << 20
 """Most bytes of the answers of these calls that are kept."""
 ODD_ANSWERS = 3
 """Number of answers that are compared with the truth, of those that differ from the first one."""
-NEARBY, NEARBY_EVERY = 2.0**-13, 3
-"""Relative distance by which inputs are moved to others that are equal in half precision. This is done on one of
-NEARBY_EVERY draws."""
+NEARBY = 2.0**-13
+"""Relative distance by which inputs are moved to others that are equal in half precision."""
 MOST_ALONE = 4
 """Number of inputs that are changed one at a time where there are more."""
 LATE_S, LATE_EVERY = 0.02, 3
@@ -241,7 +240,7 @@ def _changed(probe: Probe, names: Collection[str], change: Callable[[torch.Tenso
 def _nearby(probe: Probe, names: Collection[str]) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield the draw's inputs, of which those in `names` are moved by less than the digits of half precision."""
     full = probe.case.dtype in ("float32", "float64") and probe.pair.precision is None
-    if full and not (probe.number or 0) % NEARBY_EVERY:
+    if full:
         values = probe.drawn()
         moved = make.jitter(probe.pair, values, probe.case.seed, "nearby", NEARBY)
         yield "their last digits", {n: moved[n] if n in names else v for n, v in values.items()}
@@ -366,15 +365,14 @@ def _rolled(tensor: torch.Tensor) -> torch.Tensor:
 
 def drift(probe: Probe) -> None:
     """The answers of many calls must be as right as the first, and in memory of their own while a caller holds them."""
-    if probe.pair.is_stateful:
-        return  # its answers are meant to change; the steps of its proof are compared
+    if probe.pair.is_stateful or (probe.number or 0) % DRIFT_EVERY:
+        return  # a state is meant to change; the steps of its proof are compared
     if not probe.answers_rightly():
         return  # wrong from the start: equivalence says how
     held: list[Leaves] = []
     calls, room, ends = 0, HELD_BYTES, perf_counter() + DRIFT_S
-    least = FEW_CALLS if (probe.number or 0) % DRIFT_EVERY else DRIFT_CALLS
-    most = least if probe.number else MOST_CALLS
-    while calls < least or (calls < most and perf_counter() < ends):
+    most = DRIFT_CALLS if probe.number else MOST_CALLS
+    while calls < DRIFT_CALLS or (calls < most and perf_counter() < ends):
         produced = probe.call(probe.drawn())
         calls += 1
         room -= sum(leaf.untyped_storage().nbytes() for leaf in produced.values() if isinstance(leaf, torch.Tensor))

@@ -14,7 +14,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from scale import FULL
+from scale import FULLY
 from scratch import Project, lines_with
 
 from perfsuite import exit_codes
@@ -250,7 +250,8 @@ PAIRS = """
         return 2 * x
 
 
-    for function in [slower, wrong, ends]:
+    functions = {"slower": slower, "wrong": wrong, "ends": ends}
+    for function in map(functions.get, os.environ.get("PAIRS", "slower wrong ends").split()):
         globals()[function.__name__] = Pair(
             name=function.__name__,
             reference=double,
@@ -261,11 +262,12 @@ PAIRS = """
 """
 
 
-def test_two_environments_are_compared(project: Project) -> None:
-    """A package of the other environment makes one workload slower, one wrong, and ends the third one's process."""
+def compared(project: Project, pairs: str) -> tuple[str, dict[str, dict[str, Any]]]:
+    """Compare these pairs in this environment and in one with another package; return (stderr, the workloads)."""
     project.write("test_kernels.py", PAIRS)
     project.write("site/fast_kernels.py", "")
     project.write("site/fast_kernels-2.1.dist-info/METADATA", "Metadata-Version: 2.1\nName: fast_kernels\nVersion: 2.1")
+    project.monkeypatch.setenv("PAIRS", pairs)
     other = wrapper(project.path, f'export PYTHONPATH="{project.path}/site:$PYTHONPATH"')
     done = project.process(
         "perfsuite", "compare", "--python", str(other), "--processes", "2", "test_kernels.py", "--json"
@@ -273,25 +275,36 @@ def test_two_environments_are_compared(project: Project) -> None:
     assert done.returncode == exit_codes.CODE_AT_FAULT, done.stderr
     found = json.loads(done.stdout)
     assert found["differences"] == ["fast-kernels absent → 2.1"]
-    by_name = {w["id"].rpartition("::speed")[0].rpartition("::")[2]: w for w in found["workloads"]}
-    changes = {n: w["change"] for n, w in by_name.items()}
-    slower = changes.pop("slower")
-    assert changes == {"wrong": "not the same function", "ends": "not compared"}
-    assert lines_with(done.stderr, "1 not the same function", "not compared")
-    if FULL:  # beside other tests a time may be too noisy to be compared
-        assert slower == "slower"
-        here, there = by_name["slower"]["seconds"]
-        assert there > here + 0.004
-        assert len(by_name["slower"]["means"]) == 2
-        assert by_name["slower"]["interval"][0] > 2
-        assert lines_with(done.stderr, "1 slower, 1 not the same function, 1 not compared")
+    assert lines_with(done.stderr, "fast-kernels absent → 2.1")
+    return done.stderr, {w["id"].rpartition("::speed")[0].rpartition("::")[2]: w for w in found["workloads"]}
+
+
+def test_what_is_wrong_in_the_other_environment_is_not_timed(project: Project) -> None:
+    shown, found = compared(project, "wrong ends")
+    assert {n: w["change"] for n, w in found.items()} == {"wrong": "not the same function", "ends": "not compared"}
+    assert lines_with(shown, "1 not the same function", "1 not compared")
+    assert found["wrong"]["message"].startswith("there, ")
+    assert found["wrong"]["message"].endswith("; here it is proven")
+    assert "there, the optimized side ended" in found["ends"]["message"]
+
+
+@FULLY
+def test_two_environments_are_compared(project: Project) -> None:
+    """A package of the other environment makes one workload slower, one wrong, and ends the third one's process."""
+    shown, found = compared(project, "slower wrong ends")
+    assert {n: w["change"] for n, w in found.items()} == {
+        "slower": "slower",
+        "wrong": "not the same function",
+        "ends": "not compared",
+    }
+    here, there = found["slower"]["seconds"]
+    assert there > here + 0.004
+    assert len(found["slower"]["means"]) == 2
+    assert found["slower"]["interval"][0] > 2
     drawn = {(project.path / where).read_text() for where in ("here", "there")}
     assert len(drawn) == 1, "both must have the same inputs"
-    assert by_name["wrong"]["message"].startswith("there, ")
-    assert by_name["wrong"]["message"].endswith("; here it is proven")
-    assert "there, the optimized side ended" in by_name["ends"]["message"]
-    assert lines_with(done.stderr, "slower[small]", slower)
-    assert lines_with(done.stderr, "fast-kernels absent → 2.1")
+    assert lines_with(shown, "1 slower, 1 not the same function, 1 not compared")
+    assert lines_with(shown, "slower[small]", "slower")
 
 
 @pytest.mark.parametrize("problems", [[], ["the interpreter cannot be used"]])

@@ -6,6 +6,7 @@ import json
 import os
 import re
 import shlex
+import textwrap
 
 import pytest
 from scale import FULLY
@@ -300,6 +301,15 @@ def test_the_line_reproduces_a_failure_of_gradients(project: Project) -> None:
     output = failure(project.run("-m", "correctness"))
     assert lines_with(output, "FAILED", "gradients[float32]")
     assert not lines_with(output, "FAILED", "equivalence")
+    failure(project.run(*reproduction(output)))
+
+
+@pytest.mark.parametrize("where", ["torch.is_autocast_enabled('cpu')", "torch.get_default_dtype() == torch.bfloat16"])
+def test_the_line_reproduces_a_failure_in_one_way_of_calling(project: Project, where: str) -> None:
+    """The draws of a proof take turns at the ways; the draw of the line tries all of them."""
+    faulty = TWO_LINES.replace("return 3 * x", f"return (2 if {where} else 3) * x")
+    project.write("test_scale.py", f"import torch\n{textwrap.dedent(faulty)}")
+    output = failure(project.run("-k", "contexts"))
     failure(project.run(*reproduction(output)))
 
 
