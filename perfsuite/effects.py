@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 
@@ -27,6 +27,7 @@ from perfsuite.records import Case
 
 Effects: TypeAlias = dict[str, str]
 """Name → the words that follow "the optimized side" in a message about it."""
+Kind: TypeAlias = Callable[[Probe], Effects]
 
 BUSY_S, BUSY_SHARE, WINDOWS = 0.04, 0.2, 3
 """Seconds for which other threads are watched, the share of it that a busy one computes even where it waits for a core,
@@ -61,8 +62,12 @@ def check(
     for words in imported.values():
         raise NotEquivalent(f"{pair.name}: the import of its module {words} for all that runs after it; put it back")
 
+    # What makes the inputs of a module draws random numbers: they are made before any side is watched.
+    inputs: dict[int, dict[str, Any]] = {}
     optimized, reference = (
-        Probe(pair=pair, side=as_side(side), name=name, case=case, device=device, home=home, number=number)
+        Probe(
+            pair=pair, side=as_side(side), name=name, case=case, device=device, home=home, number=number, inputs=inputs
+        )
         for name, side in (("optimized", pair.optimized), ("reference", pair.reference))
     )
     try:
@@ -304,7 +309,7 @@ def _constant(tensor: torch.Tensor) -> torch.Tensor:
     return torch.full_like(tensor, float(tensor.detach()[(0,) * tensor.dim()]))
 
 
-KINDS: tuple[Callable[[Probe], Effects], ...] = (
+KINDS: tuple[Kind, ...] = (
     process,
     settings,
     generators,
