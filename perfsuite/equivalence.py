@@ -150,18 +150,29 @@ def hold(
 def _surely(pair: Pair, bare: Truth, produced: Leaves, name: str, tally: Tally | None, strict_strides: bool) -> bool:
     """Return whether the budget without replicas shows that `produced` is within the budget with all of them. Only then
     are its figures counted."""
+    if bare.ill_conditioned:
+        return False  # replicas decide whether the draw proves anything
     if bare.rounding:
-        return False
+        # With replicas the same outputs may be found to be more than rounding, and then have the smaller budget.
+        smaller = replace(bare, rounding=frozenset())
+        smaller.doubles = bare.doubles
+        if not _is_sure(pair, smaller, produced, name, Tally(), strict_strides):
+            return False
     trial = Tally()
-    try:
-        judge(pair, bare, produced, name=name, tally=trial, strict_strides=strict_strides)
-    except NotEquivalent:
-        return False
-    if trial.excused or trial.worst > SURE:
+    if not _is_sure(pair, bare, produced, name, trial, strict_strides):
         return False
     if tally is not None:
         tally.take(trial)
     return True
+
+
+def _is_sure(pair: Pair, bare: Truth, produced: Leaves, name: str, trial: Tally, strict_strides: bool) -> bool:
+    """Return whether all outputs are within SURE of their budgets. The figures are added to `trial`."""
+    try:
+        judge(pair, bare, produced, name=name, tally=trial, strict_strides=strict_strides)
+    except NotEquivalent:
+        return False
+    return not trial.excused and trial.worst <= SURE
 
 
 def check_truth(pair: Pair, case: Case, device: str, *, gradients: bool = False) -> None:

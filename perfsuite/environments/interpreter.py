@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import perfsuite
 from perfsuite.errors import PerfsuiteError, printable
 
 DESCRIBE = """
@@ -83,12 +82,10 @@ def describe(path: str, root: Path) -> Interpreter:
     )
 
 
-def here(root: Path) -> Interpreter:
-    """Return this process's own interpreter, which has imported what it needs."""
+def here(root: Path, harness: str) -> Interpreter:
+    """Return this process's own interpreter, which has imported what it needs; `harness` is perfsuite's version."""
     about = _described(sys.executable, sys.executable, root, ())
-    return Interpreter(
-        path=sys.executable, python=about["python"], harness=perfsuite.__version__, packages=about["packages"]
-    )
+    return Interpreter(path=sys.executable, python=about["python"], harness=harness, packages=about["packages"])
 
 
 def _described(file: str, shown: str, root: Path, needed: Sequence[str]) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -15,6 +16,7 @@ from perfsuite import inputs as make
 from perfsuite.errors import NotEquivalent, PairError
 from perfsuite.facts import KnownFacts, facts_of
 from perfsuite.items import EXAMPLES
+from perfsuite.pair import as_side
 from perfsuite.records import Case, InputCase
 from perfsuite.rule import NONE, REPLICAS
 from perfsuite.tally import MIN_PROOFS, Tally
@@ -369,3 +371,25 @@ def test_a_side_that_is_not_surely_right_is_judged_by_all_replicas(monkeypatch: 
             assert tally.elements == 16
             assert 0 < tally.worst <= rule.SURE
         assert asked == expected
+
+
+@pytest.mark.parametrize(("factor", "runs"), [(1.0, 2), (1e5, 2 + 2 * rule.MAX_REPLICAS)])
+def test_a_gradient_that_is_only_rounding_needs_no_replicas_where_it_is_surely_right(factor: float, runs: int) -> None:
+    """The shift's gradient is 0 in truth. Replicas are made only where the side's own is far from it."""
+    calls = []
+
+    def shifted(x: torch.Tensor, shift: torch.Tensor) -> torch.Tensor:
+        calls.append(1)
+        return x + shift - (x + shift).mean(-1, keepdim=True)
+
+    inputs = {"x": tensor("m", "n"), "shift": tensor(values=floats(1, 2))}
+    pair = Pair(name="p", reference=shifted, optimized=shifted, inputs=inputs)
+    case = Case(dtype="float32", sizes={"m": 5, "n": 40}, inputs={}, seed=1)
+    produced = truths.produce(pair, as_side(shifted), case, "cpu", gradients=True)
+    produced["gradient of shift"] = factor * produced["gradient of shift"]
+    known = truths.by_replicas(pair, case, "cpu", gradients=True)
+    calls.clear()
+    assert known(NONE).rounding == {"gradient of shift"}
+    with contextlib.suppress(NotEquivalent):
+        equivalence.hold(pair, known, produced)
+    assert len(calls) == runs if factor == 1 else len(calls) >= runs
