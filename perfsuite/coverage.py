@@ -253,7 +253,7 @@ def _drawn_sizes(
                 among = [1]  # as one sequence that is decoded, or a vector
             elif symbol in counted and attempt < ATTEMPTS // 2:
                 among = _most_different(pair, symbol) or among
-            most = make.SMALL_HIGH if has_large(sizes) else max(among)
+            most = make.SMALL_HIGH if _has_large(sizes) else max(among)
             if together:
                 most = max(LEAST_UP_TO[kind], UP_TO[kind] >> attempt) if extent.large else LEAST_UP_TO[kind]
             elif extent.small or long:
@@ -293,9 +293,8 @@ def _largest(sizes: Sequence[int]) -> Sequence[int]:
     return [n for n in sizes if n > tile]
 
 
-def has_large(sizes: Mapping[str, Any]) -> bool:
-    """Return whether a size is larger than those of small draws."""
-    return any(isinstance(n, int) and n > make.SMALL_HIGH for n in sizes.values())
+def _has_large(sizes: Mapping[str, int]) -> bool:
+    return any(n > make.SMALL_HIGH for n in sizes.values())
 
 
 def _scalar(spec: ScalarSpec, sizes: Mapping[str, Any], random_: random.Random, halves: bool) -> Any:

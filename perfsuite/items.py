@@ -202,12 +202,12 @@ class PairCollector(pytest.Collector):
         where it is proven alone, to reproduce a failure, or where there are too few draws for turns."""
         if self.config.option.perfsuite_case or (self.pair.max_examples or proofs.TURNS) < proofs.TURNS:
             return None
-        return tally.number(make.case_line(case), large=coverage.has_large(case.sizes))
+        return tally.number(make.case_line(case))
 
     def _integrity(self, case: Case, tally: Tally) -> None:
         tally.draws += 1
         number = self._number(case, tally)
-        if coverage.has_large(case.sizes):  # few draws show what many blocks do together
+        if make.case_line(case) in tally.large:  # few draws show what many blocks do together
             number = None
         integrity.check(self.pair, case, device(), home=self.home, number=number)
 
@@ -443,6 +443,7 @@ class ProofItem(pytest.Function):
         if self.first is not None:
             self.first()
         for case in planned.large(self.pair, self.kind, self.dtype, self.large_seed, device()):
+            self.tally.large.append(make.case_line(case))
             self._prove(case)
         failure = self._draw_every_kind()
         super().runtest()

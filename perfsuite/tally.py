@@ -40,14 +40,13 @@ class Tally:
     raised: NotEquivalent | None = None
     """First error that the reference raised."""
     numbers: dict[str, int] = field(default_factory=dict)
-    """The number of each small draw, from 0, by the line that describes it."""
-    large: dict[str, int] = field(default_factory=dict)
-    """Likewise of the draws with a large size."""
+    """The number of each draw, from 0, by the line that describes it; not of those planned with a large size."""
+    large: list[str] = field(default_factory=list)
+    """The draws that were planned with a large size, which are numbered by themselves."""
 
-    def number(self, line: str, *, large: bool = False) -> int:
-        """Return the number of this draw among the small or the large ones, the same each time that it is proven."""
-        numbers = self.large if large else self.numbers
-        return numbers.setdefault(line, len(numbers))
+    def number(self, line: str) -> int:
+        """Return the number of this draw, the same each time that it is proven."""
+        return self.large.index(line) if line in self.large else self.numbers.setdefault(line, len(self.numbers))
 
     def take(self, other: Tally) -> None:
         """Add the errors of one more draw from another tally."""

@@ -82,10 +82,12 @@ def describe(path: str, root: Path) -> Interpreter:
     )
 
 
-def here(root: Path, harness: str) -> Interpreter:
-    """Return this process's own interpreter, which has imported what it needs; `harness` is perfsuite's version."""
-    about = _described(sys.executable, sys.executable, root, ())
-    return Interpreter(path=sys.executable, python=about["python"], harness=harness, packages=about["packages"])
+def here(root: Path) -> Interpreter:
+    """Return this process's own interpreter. It can measure: torch is not imported again."""
+    about = _described(sys.executable, sys.executable, root, NEEDED[:1])
+    return Interpreter(
+        path=sys.executable, python=about["python"], harness=about["needed"]["perfsuite"], packages=about["packages"]
+    )
 
 
 def _described(file: str, shown: str, root: Path, needed: Sequence[str]) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from statistics import median
 from time import monotonic
 from typing import Any
 
-from perfsuite import __version__, alternation, exit_codes
+from perfsuite import alternation, exit_codes
 from perfsuite.counts import NAMES, shown
 from perfsuite.environments import collection, interpreter, report, rule
 from perfsuite.environments.interpreter import Interpreter
@@ -55,7 +55,7 @@ class Environments(Whole):
             self.refuse("nothing to compare: no timed item of a pair for this machine was selected")
             return
         there = interpreter.describe(self.arguments["python"], self.root)
-        here = interpreter.here(self.root, __version__)
+        here = interpreter.here(self.root)
         interpreter.check(here, there)
         lane = self.timing_lanes(())[0]
         both = (
