@@ -72,21 +72,6 @@ def many_elements(probe: Probe) -> None:
     large.check(probe)
 
 
-OF_ONE_DRAW: tuple[Callable[[Probe], None], ...] = (
-    changed_before_backward,
-    after_calls_without_gradients,
-    after_other_dtype,
-    other_default_dtype,
-    uncounted_writes,
-    rewritten_inputs,
-    one_tensor,
-    uneven_lists,
-    inputs_with_graphs,
-    nan_gradients,
-    written_gradients,
-    saved_tensor_hooks,
-    backward_in_other_thread,
-)
 WAYS: tuple[Callable[[Probe], None], ...] = (
     inference_mode,
     no_gradient_needed,
@@ -100,7 +85,19 @@ WAYS: tuple[Callable[[Probe], None], ...] = (
     two_graphs,
     second_backward,
     double_backward,
-    *OF_ONE_DRAW,
+    changed_before_backward,
+    after_calls_without_gradients,
+    after_other_dtype,
+    other_default_dtype,
+    uncounted_writes,
+    rewritten_inputs,
+    one_tensor,
+    uneven_lists,
+    inputs_with_graphs,
+    nan_gradients,
+    written_gradients,
+    saved_tensor_hooks,
+    backward_in_other_thread,
     other_stream,
     captured_graph,
 )
@@ -132,21 +129,8 @@ STATEFUL: tuple[Callable[[Probe], None], ...] = (
     step_sizes,
     uneven_step_lists,
 )
-IN_TURN = (
-    *OF_ONE_DRAW,
-    *STATEFUL,
-    other_thread,
-    two_threads,
-    grad_mode_off,
-    autocast,
-    two_gradients_needed,
-    some_outputs_used,
-    two_graphs,
-    second_backward,
-    double_backward,
-    other_stream,
-    captured_graph,
-)
+EVERY_DRAW = (inference_mode, no_gradient_needed, one_gradient_needed)
+IN_TURN = tuple(way for way in (*WAYS, *STATEFUL) if way not in EVERY_DRAW)
 """Ways that depend little on the draw: the draws of a proof take turns at them."""
 COSTLY_STATEFUL: tuple[Callable[[Probe], None], ...] = (many_steps,)
 

@@ -69,34 +69,22 @@ def describe(path: str, root: Path) -> Interpreter:
 
     PerfsuiteError in one line where it cannot be run, or cannot measure.
     """
-    shown, found = printable(path), located(path)
-    about = _described(found, shown, root, NEEDED)
-    if missing := about["missing"]:
-        why = printable(next(iter(missing.values())))
-        raise PerfsuiteError(
-            f"--python {shown}: {' and '.join(missing)} cannot be imported there ({why}); install the project with its "
-            "test dependencies in that environment"
-        )
-    return Interpreter(
-        path=found, python=about["python"], harness=about["needed"]["perfsuite"], packages=about["packages"]
-    )
+    return _described(located(path), printable(path), root, NEEDED)
 
 
 def here(root: Path) -> Interpreter:
     """Return this process's own interpreter. It can measure: torch is not imported again."""
-    about = _described(sys.executable, sys.executable, root, NEEDED[:1])
-    return Interpreter(
-        path=sys.executable, python=about["python"], harness=about["needed"]["perfsuite"], packages=about["packages"]
-    )
+    return _described(sys.executable, sys.executable, root, NEEDED[:1])
 
 
-def _described(file: str, shown: str, root: Path, needed: Sequence[str]) -> dict[str, Any]:
-    """Return what DESCRIBE prints in this interpreter, which imports the modules `needed`."""
-    command = [file, "-c", DESCRIBE, *needed]
+def _described(file: str, shown: str, root: Path, wanted: Sequence[str]) -> Interpreter:
+    """Return what DESCRIBE finds in this interpreter, which imports the modules `wanted`, perfsuite among them."""
+    command = [file, "-c", DESCRIBE, *wanted]
     try:
         done = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=LIMIT_S, check=False)
         about: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
-        _ = about["needed"], about["missing"], about["python"], about["packages"]
+        needed, missing = about["needed"], about["missing"]
+        python, packages = about["python"], about["packages"]
     except OSError as error:
         raise PerfsuiteError(f"--python {shown}: it cannot be run ({error.strerror}); give another") from None
     except subprocess.TimeoutExpired:
@@ -107,7 +95,13 @@ def _described(file: str, shown: str, root: Path, needed: Sequence[str]) -> dict
             f"--python {shown}: it is no Python interpreter that works ({printable(last)}); give the path of one, for "
             "instance .venv-new/bin/python"
         ) from None
-    return about
+    if missing:
+        why = printable(next(iter(missing.values())))
+        raise PerfsuiteError(
+            f"--python {shown}: {' and '.join(missing)} cannot be imported there ({why}); install the project with its "
+            "test dependencies in that environment"
+        )
+    return Interpreter(path=file, python=python, harness=needed["perfsuite"], packages=packages)
 
 
 def check(here: Interpreter, there: Interpreter) -> None:
