@@ -15,7 +15,7 @@ from perfsuite.execution import Leaves
 from perfsuite.pair import Pair, Side, as_side
 from perfsuite.records import Case
 from perfsuite.reference_task import Task, draws_of, task_of
-from perfsuite.rule import CAREFUL, NEAR, NONE, REPLICAS, SURE, TRUTH_EPS
+from perfsuite.rule import CAREFUL, FEW, NEAR, NONE, REPLICAS, TRUTH_EPS, sure
 from perfsuite.rule import C as C
 from perfsuite.rule import K as K
 from perfsuite.tally import Tally
@@ -124,15 +124,17 @@ def hold(
     tally: Tally | None = None,
     strict_strides: bool = True,
 ) -> Truth:
-    """Call `judge` with as many replicas as it takes: none where `produced` is surely within the budget with all of
-    them, and CAREFUL before a side fails whose error is near its budget.
+    """Call `judge` with as many replicas as it takes: none, or the fewest, where `produced` is then surely within the
+    budget with all of them, and CAREFUL before a side fails whose error is near its budget.
 
     Returns the truth that was decisive.
     """
-    truth = known(NONE)
-    if not truth.complete and _surely(pair, truth, produced, name, tally, strict_strides):
-        return truth
-    truth = truth if truth.complete else known(REPLICAS)
+    for replicas in (NONE, FEW, REPLICAS):
+        truth = known(replicas)
+        if truth.is_complete:
+            break
+        if _surely(pair, truth, produced, name, tally, strict_strides):
+            return truth
     trial = Tally()
     try:
         judge(pair, truth, produced, name=name, tally=trial, strict_strides=strict_strides)
@@ -147,32 +149,32 @@ def hold(
     return truth
 
 
-def _surely(pair: Pair, bare: Truth, produced: Leaves, name: str, tally: Tally | None, strict_strides: bool) -> bool:
-    """Return whether the budget without replicas shows that `produced` is within the budget with all of them. Only then
-    are its figures counted."""
-    if bare.ill_conditioned:
-        return False  # replicas decide whether the draw proves anything
-    if bare.rounding:
-        # With replicas the same outputs may be found to be more than rounding, and then have the smaller budget.
-        smaller = replace(bare, rounding=frozenset())
-        smaller.doubles = bare.doubles
+def _surely(pair: Pair, truth: Truth, produced: Leaves, name: str, tally: Tally | None, strict_strides: bool) -> bool:
+    """Return whether the budget by these replicas shows that `produced` is within the budget by all. Only then are its
+    figures counted."""
+    if truth.ill_conditioned and not truth.surely_ill_conditioned:
+        return False  # all replicas decide whether the draw proves anything
+    if truth.rounding != truth.surely_rounding:
+        # With more replicas these outputs may be found to be more than rounding, and then have the smaller budget.
+        smaller = replace(truth, rounding=truth.surely_rounding)
+        smaller.doubles = truth.doubles
         if not _is_sure(pair, smaller, produced, name, Tally(), strict_strides):
             return False
     trial = Tally()
-    if not _is_sure(pair, bare, produced, name, trial, strict_strides):
+    if not _is_sure(pair, truth, produced, name, trial, strict_strides):
         return False
     if tally is not None:
         tally.take(trial)
     return True
 
 
-def _is_sure(pair: Pair, bare: Truth, produced: Leaves, name: str, trial: Tally, strict_strides: bool) -> bool:
-    """Return whether all outputs are within SURE of their budgets. The figures are added to `trial`."""
+def _is_sure(pair: Pair, truth: Truth, produced: Leaves, name: str, trial: Tally, strict_strides: bool) -> bool:
+    """Return whether all outputs are within the share `sure` of their budgets. The figures are added to `trial`."""
     try:
-        judge(pair, bare, produced, name=name, tally=trial, strict_strides=strict_strides)
+        judge(pair, truth, produced, name=name, tally=trial, strict_strides=strict_strides)
     except NotEquivalent:
         return False
-    return not trial.excused and trial.worst <= SURE
+    return not trial.excused and trial.worst <= sure(truth.replicas, truth.needed)
 
 
 def check_truth(pair: Pair, case: Case, device: str, *, gradients: bool = False) -> None:

@@ -57,7 +57,7 @@ class Blame:
         if isinstance(outcome, Failure) and outcome.case:
             found = _what(outcome)
             return _verdict(f"the optimized side {found}, but not when it is called plainly", failure.case)
-        if _failed(outcome):
+        if isinstance(outcome, Reported) and outcome.has_failed:
             return outcome
         return _verdict(
             f"the process of this proof {_what(failure)}, and not when the draw was repeated; run it again by itself",
@@ -85,10 +85,6 @@ class Blame:
 def _what(failure: Failure) -> str:
     """Return how the process of a side failed, e.g. "crashed with SIGSEGV"."""
     return failure.message.removeprefix("the measuring process ")
-
-
-def _failed(outcome: Outcome) -> bool:
-    return isinstance(outcome, Reported) and any(report["outcome"] == "failed" for report in outcome.reports)
 
 
 def _verdict(message: str, case: str) -> Failure:

@@ -20,8 +20,9 @@ the inputs off, which is up to one unit. A rounding of a value between two opera
 rounding of the inputs moves t, by m. It moves many elements together, so that it does not average out. A jump is no
 such movement.
 
-The budget with replicas is at least √(1/8) of the budget without them, so that an output within that share of the
-latter holds the rule, and no replica is made (`hold`). This settles 97 of 100 draws of the pairs here.
+An RMS over n samples is at least √(m/n) of the RMS over m of them. So an output may be so far within the budget by no
+replica, or by the fewest, that it holds the rule whatever the others would be (`sure`), and they are not made (`hold`).
+Without replicas this settles 97 of 100 draws of the pairs here.
 
 Errors that lean to one side are looked for over all draws (perfsuite.bias).
 
@@ -79,9 +80,6 @@ FEW = 0
 """The value of `replicas` with which `establish` makes the fewest: one, or two for a small output."""
 NONE = -1
 """The value with which `establish` makes none: the only error known is the reference's own on the draw."""
-SURE = (1 + MAX_REPLICAS) ** -0.5
-"""An output within this share of the budget without replicas is within the budget by all: an RMS over n samples, of
-which the draw itself is one, is at least √(1/n) of each."""
 REPLICAS_UP_TO = 1 << 16
 """Most elements of inputs with which more than the fewest replicas are made: with more, one draw shows the reference's
 error well."""
@@ -109,6 +107,14 @@ class Nearness:
 FULL = Nearness(inputs=2.0, results=1.0, rounding=0.5)
 HALF = Nearness(inputs=0.5, results=0.5, rounding=0.5)
 NEARNESS = {"bfloat16": HALF, "float16": HALF, TF32: Nearness(inputs=1.0, results=0.5, rounding=1.0)}
+
+
+def sure(made: int, needed: int) -> float:
+    """Return the share of the budget by `made` replicas within which an output is surely within that by `needed`.
+
+    The draw itself is one more sample of the reference's error, but none of the movement of the truth.
+    """
+    return math.sqrt(made / needed if made else 1 / (1 + needed))
 
 
 def eps_of(precision: str) -> float:

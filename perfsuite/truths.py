@@ -34,6 +34,7 @@ from perfsuite.rule import (
     TRUTH_EPS,
     K,
     eps_of,
+    sure,
 )
 from perfsuite.specs import TensorSpec
 
@@ -65,6 +66,9 @@ class Truth:
     ill_conditioned: bool
     rounding: frozenset[str]
     """The outputs that are ill-conditioned by themselves."""
+    surely_rounding: frozenset[str]
+    """Those of them that are so by all replicas, whatever the others give."""
+    surely_ill_conditioned: bool
     eps: float
     periods: dict[str, float]
     excused: Any = None
@@ -77,8 +81,10 @@ class Truth:
     """Name of a gradient → the elements at which its input is NaN, where a function has no derivative."""
     terms: Mapping[str, float] = field(default_factory=dict)
     """Name of a gradient that is 0 everywhere → the usual size of the terms of which it is the sum."""
-    complete: bool = True
-    """Whether the error is over as many replicas as the rule asks for."""
+    replicas: int = 0
+    """Number of replicas that the error is over."""
+    needed: int = 0
+    """Number of replicas that the rule asks for."""
     expected: dict[Any, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
     """Cache of `comparison`: the output's name and dtype → the object that answers are compared with."""
     doubles: tuple[Doubles, Doubles] = field(init=False, repr=False, compare=False)
@@ -97,7 +103,13 @@ class Truth:
             errors=kept(self.errors),
             moved=kept(self.moved),
             rounding=self.rounding.difference(names),
+            surely_rounding=self.surely_rounding.difference(names),
         )
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the error is over as many replicas as the rule asks for."""
+        return self.replicas >= self.needed
 
     def __post_init__(self) -> None:
         self.doubles = Doubles(self.leaves), Doubles(self.reference)
@@ -319,8 +331,10 @@ class Runs:
         while self.number < wanted:
             self._add(*draw.neighbour(self.number))
             self.number += 1
-        spread = self.spread
+        spread, needed = self.spread, _replicas(self.exact, all_replicas)
         rounding = frozenset(name for name, errors in spread.items() if errors.ill_conditioned())
+        share = min(1.0, sure(self.number, needed))
+        surely = frozenset(name for name in rounding if spread[name].ill_conditioned(share))
         kind = way.args[0] if _is_proven(way) else incoming.PLAIN
         found = Truth(
             leaves=self.exact,
@@ -329,6 +343,8 @@ class Runs:
             moved=_running_maximum({name: errors.one_rounding() for name, errors in spread.items()}, pair),
             ill_conditioned=_ill_conditioned(rounding, spread),
             rounding=rounding,
+            surely_rounding=surely,
+            surely_ill_conditioned=_ill_conditioned(surely, spread),
             eps=draw.eps,
             periods=self.periods,
             excused=self.excused,
@@ -337,7 +353,8 @@ class Runs:
             shared=self.shared,
             undefined=_undefined(self.norms),
             terms=_terms(draw.inputs, self.exact, self.doubles[0], self.norms, kind=kind),
-            complete=self.number >= _replicas(self.exact, all_replicas),
+            replicas=self.number,
+            needed=needed,
         )
         found.doubles = self.doubles
         return found
@@ -386,8 +403,9 @@ class _Spread:
     def one_rounding(self) -> torch.Tensor:
         return self.moved / self.roundings / math.sqrt(max(1, self.moves))
 
-    def ill_conditioned(self) -> bool:
-        own = differences.rms(self.error())
+    def ill_conditioned(self, share: float = 1.0) -> bool:
+        """Return whether the output is nothing but rounding; with a `share`, also if its error is only that share."""
+        own = share * differences.rms(self.error())
         return own > 0 and K * own > math.sqrt(K * self.eps) * self.rms_t
 
 

@@ -95,6 +95,11 @@ class Reported:
         """Seconds that its phases took."""
         return sum(float(report["duration"]) for report in self.reports)
 
+    @property
+    def has_failed(self) -> bool:
+        """Whether a phase of it failed."""
+        return any(report["outcome"] == "failed" for report in self.reports)
+
 
 Outcome: TypeAlias = Measurement | Proof | Reported | Alone | Failure
 RESULTS: Mapping[str, Any] = {"measurement": Measurement, "proof": Proof, "reported": Reported, "alone": Alone}
@@ -451,6 +456,9 @@ class _Process:
     """The last task's group."""
     seen: set[str] = field(default_factory=set)
     """Ids of the tasks that the process has got."""
+    failed: bool = False
+    """Whether a correctness item failed in the process. It gets no other task: a side that raises may leave the device
+    in a state that fails what comes after it, as in the middle of capturing a CUDA graph."""
     imported: bool = False
     """Whether the process has got a task with another revision, which may have replaced what the current side calls by
     name."""
@@ -521,6 +529,7 @@ class _Process:
             outcome = self._event(event)
             if outcome is not None and self.task is not None:
                 done, self.task = self.task, None
+                self.failed |= isinstance(outcome, Reported) and outcome.has_failed
                 if not ended and not self.interrupted:
                     self._give(left)  # before the caller deals with the outcome
                 yield done.id, outcome
@@ -547,9 +556,10 @@ class _Process:
         return not self.served and any(self._is_for(task) for task in left)
 
     def _is_for(self, task: Task) -> bool:
-        """Return whether the process has collected the task's item, has not had a task of it before, and has imported
-        nothing since that the task does not import."""
-        return task.id in self.ids and task.id not in self.seen and not (self.imported and task.accepted is None)
+        """Return whether the process has collected the task's item, has not had a task of it before, and has neither
+        failed nor imported anything since that the task does not import."""
+        unused = task.id in self.ids and task.id not in self.seen
+        return unused and not self.failed and not (self.imported and task.accepted is None)
 
     def leave(self) -> None:
         """Tell the process to exit. `lives` kills one that has not started yet."""

@@ -2,6 +2,7 @@
 
 import functools
 import signal
+import threading
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -73,9 +74,28 @@ def compile_if_possible(
 
 
 def replay_begins() -> None:
-    """`torch.compiler.cudagraph_mark_step_begin`: what compiled functions' last replay left may be written over."""
+    """`torch.compiler.cudagraph_mark_step_begin`: what compiled functions' last replay left may be written over.
+
+    The first call of a thread also makes the thread's handles of cuBLAS and cuDNN. PyTorch may capture a graph in
+    another thread than the one that ran its launches before, and cuDNN cannot make a handle during a capture.
+    """
+    _make_handles(torch.cuda.current_device())
     with _quiet():  # the first call imports the backend
         torch.compiler.cudagraph_mark_step_begin()
+
+
+_of_thread = threading.local()
+
+
+def _make_handles(device: int) -> None:
+    devices = _of_thread.__dict__.setdefault("devices", set())
+    if device in devices or torch.cuda.is_current_stream_capturing():
+        return
+    devices.add(device)
+    torch.cuda.current_blas_handle()
+    with torch.inference_mode():
+        one = torch.ones(1, 1, 1, device=torch.device("cuda", device))
+        torch.nn.functional.conv1d(one, one)
 
 
 def _inductor(graph: torch.fx.GraphModule, inputs: Any, options: dict[str, Any] | None = None) -> Any:

@@ -1,12 +1,13 @@
 import functools
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 
 from optimized.compilation import fullgraph_model as compiled
-from optimized.compilation.compiled_function import compile_quietly, replay_begins
+from optimized.compilation.compiled_function import _make_handles, compile_quietly, replay_begins
 from optimized.compilation.fullgraph_model import fullgraph_coder as optimized_coder
 from optimized.compilation.fullgraph_model import fullgraph_model as optimized
 from optimized.compilation.fullgraph_model import fullgraph_operator as optimized_operator
@@ -277,3 +278,31 @@ def test_on_a_cpu_the_operator_runs_as_it_is(compilations):
     inputs = operator(4, 2, 4, 1), torch.randn(2, 3, 4), torch.rand(2), torch.ones(1, 2, 2)
     assert torch.equal(optimized_operator(*inputs), reference_operator(*inputs))
     assert not asked
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_a_graph_is_captured_in_another_thread_than_that_of_the_warm_up():
+    """The handle that cuDNN needs there cannot be made during the capture."""
+    convolve = compiled._compiled(lambda images, weights: torch.conv2d(images, weights).relu(), True)
+    given = torch.randn(2, 3, 8, 8, device="cuda"), torch.randn(4, 3, 3, 3, device="cuda")
+
+    def called():
+        replay_begins()
+        return convolve(*given).clone()
+
+    first = called()  # runs the launches; the next call captures them
+    with ThreadPoolExecutor(1) as threads:
+        assert torch.equal(threads.submit(called).result(), first)
+
+
+def test_each_thread_makes_its_handles_once(monkeypatch):
+    calls = []
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(torch.cuda, "current_blas_handle", lambda: calls.append("cuBLAS"))
+    monkeypatch.setattr(torch, "ones", lambda *shape, device: calls.append(str(device)))
+    monkeypatch.setattr(torch.nn.functional, "conv1d", lambda *tensors: calls.append("cuDNN"))
+    for _ in range(2):
+        with ThreadPoolExecutor(1) as threads:
+            for device in (0, 1, 0):
+                threads.submit(_make_handles, device).result()
+    assert calls == 2 * ["cuBLAS", "cuda:0", "cuDNN", "cuBLAS", "cuda:1", "cuDNN"]

@@ -18,9 +18,9 @@ from perfsuite.facts import KnownFacts, facts_of
 from perfsuite.items import EXAMPLES
 from perfsuite.pair import as_side
 from perfsuite.records import Case, InputCase
-from perfsuite.rule import NONE, REPLICAS
+from perfsuite.rule import FEW, NONE, REPLICAS
 from perfsuite.tally import MIN_PROOFS, Tally
-from perfsuite.truths import Discard
+from perfsuite.truths import Discard, Known, Truth
 
 pytest_plugins = ["pytester"]
 
@@ -306,19 +306,22 @@ def test_a_profile_of_more_draws_may_take_longer(project: Project, profile: str,
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float64"])
 @pytest.mark.parametrize("sizes", [(3, 5), (1, 33), (17, 8)])
-def test_the_budget_without_replicas_bounds_that_by_all(dtype: str, sizes: tuple[int, int]) -> None:
+def test_the_budget_by_no_or_few_replicas_bounds_that_by_all(dtype: str, sizes: tuple[int, int]) -> None:
     def norm(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         return (x * y).softmax(-1).cumsum(-1) / y.square().sum(-1, keepdim=True)
 
     pair = Pair(name="p", reference=norm, optimized=norm, inputs={n: tensor("m", "n") for n in "xy"})
     for seed in range(count(full=100, quick=5)):
         case = Case(dtype=dtype, sizes=dict(zip("mn", sizes, strict=True)), inputs={}, seed=seed)
-        bare, every = (truths.establish(pair, case, "cpu", gradients=True, replicas=r) for r in (NONE, REPLICAS))
-        assert not bare.complete
-        assert every.complete
-        for by_one, by_all in ((bare.errors, every.errors), (bare.moved, every.moved)):
-            for name, error in by_one.items():
-                assert (by_all[name] >= rule.SURE * error * (1 - 1e-12)).all()
+        established = (truths.establish(pair, case, "cpu", gradients=True, replicas=r) for r in (NONE, FEW, REPLICAS))
+        bare, few, every = established
+        assert (bare.replicas, every.is_complete) == (0, True)
+        assert 0 < few.replicas < few.needed == bare.needed == every.replicas
+        for fewer in (bare, few):
+            share = rule.sure(fewer.replicas, fewer.needed)
+            for by_fewer, by_all in ((fewer.errors, every.errors), (fewer.moved, every.moved)):
+                for name, error in by_fewer.items():
+                    assert (by_all[name] >= share * error * (1 - 1e-12)).all()
 
 
 @pytest.mark.parametrize("elements", [16, rule.REPLICAS_UP_TO])
@@ -337,7 +340,7 @@ def test_a_truth_with_more_replicas_is_as_if_all_were_made_at_once(elements: int
         found, own = known(replicas), len(calls)
         calls.clear()
         at_once = truths.establish(pair, case, "cpu", gradients=False, replicas=replicas)
-        assert found.complete == at_once.complete
+        assert (found.replicas, found.needed) == (at_once.replicas, at_once.needed)
         assert torch.equal(found.errors["output"], at_once.errors["output"])
         assert torch.equal(found.moved["output"], at_once.moved["output"])
         assert (own < len(calls)) == (elements == 16 and replicas != NONE)
@@ -354,7 +357,7 @@ def test_a_side_that_is_not_surely_right_is_judged_by_all_replicas(monkeypatch: 
 
     monkeypatch.setattr(truths.Runs, "truth", counting)
     case = Case(dtype="float32", sizes={"n": 16}, inputs={}, seed=0)
-    for wrong, expected in ((0.0, [NONE]), (1e-3, [NONE, REPLICAS])):
+    for wrong, expected in ((0.0, [NONE]), (1e-3, [NONE, FEW, REPLICAS])):
         asked.clear()
         pair = Pair(
             name="p",
@@ -369,8 +372,56 @@ def test_a_side_that_is_not_surely_right_is_judged_by_all_replicas(monkeypatch: 
         else:
             equivalence.check_case(pair, case, "cpu", tally=tally)
             assert tally.elements == 16
-            assert 0 < tally.worst <= rule.SURE
+            assert 0 < tally.worst <= rule.sure(0, rule.MAX_REPLICAS)
         assert asked == expected
+
+
+@pytest.mark.parametrize("gradients", [False, True])
+def test_a_side_is_only_surely_right_where_all_replicas_agree(gradients: bool) -> None:
+    """Whatever the error, a side that passes by no or few replicas passes by all."""
+
+    def product(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return (x @ y).softmax(-1)
+
+    pair = Pair(name="p", reference=product, optimized=product, inputs={n: tensor("n", "n") for n in "xy"})
+    settled = set()
+    for seed in range(count(full=40, quick=4)):
+        case = Case(dtype="float32", sizes={"n": 8}, inputs={}, seed=seed)
+        known, asked = truths.by_replicas(pair, case, "cpu", gradients=gradients), list[int]()
+
+        def counted(replicas: int, known: Known = known, asked: list[int] = asked) -> Truth:
+            asked.append(replicas)
+            return known(replicas)
+
+        right = truths.produce(pair, as_side(product), case, "cpu", gradients=gradients)
+        for eps in range(0, 60, 3):
+            asked.clear()
+            wrong = {name: leaf * (1 + eps * 2.0**-24) for name, leaf in right.items()}
+            with contextlib.suppress(NotEquivalent):
+                equivalence.hold(pair, counted, wrong)
+            settled.add(asked[-1])
+            if asked[-1] in (NONE, FEW):
+                equivalence.judge(pair, known(REPLICAS), wrong)
+    assert {NONE, FEW} < settled
+
+
+@pytest.mark.parametrize("add", [1e6, 0.0])
+def test_a_draw_that_is_surely_ill_conditioned_needs_no_replicas(add: float) -> None:
+    def shifted(x: torch.Tensor) -> torch.Tensor:
+        return x + add - add
+
+    pair = Pair(name="p", reference=shifted, optimized=shifted, inputs={"x": tensor("n")})
+    case, asked = Case(dtype="float32", sizes={"n": 40}, inputs={}, seed=1), list[int]()
+    known = truths.by_replicas(pair, case, "cpu", gradients=False)
+    produced = truths.produce(pair, as_side(shifted), case, "cpu", gradients=False)
+
+    def counted(replicas: int) -> Truth:
+        asked.append(replicas)
+        return known(replicas)
+
+    truth = equivalence.hold(pair, counted, produced)
+    assert asked == [NONE]
+    assert truth.ill_conditioned == known(REPLICAS).ill_conditioned == bool(add)
 
 
 @pytest.mark.parametrize(("factor", "runs"), [(1.0, 2), (1e5, 2 + 2 * rule.MAX_REPLICAS)])

@@ -826,6 +826,24 @@ def test_a_worker_that_crashes_at_each_task_is_started_anew_for_the_next(tmp_pat
     assert len(made.environments) == 3
 
 
+def test_a_process_in_which_an_item_failed_gets_no_other_task(tmp_path: Path) -> None:
+    """What comes after a failed CUDA graph in the same process fails, too."""
+    script = """
+for id in ids():
+    begin(id)
+    outcome = "failed" if id in "bd" else "passed"
+    reports = [{"outcome": "passed"}, {"outcome": outcome, "process": os.getpid()}]
+    write("reported", id=id, result={"reports": reports})
+"""
+    made, process = scripted(tmp_path, script), {}
+    for id, outcome in made.run([Task(id=id, kind=ITEMS, limit_s=60.0) for id in "abcde"], [Lane()]):
+        assert isinstance(outcome, Reported)
+        process[id] = outcome.reports[1]["process"]
+    assert len(made.environments) == len(set(process.values())) == 3
+    assert process["a"] == process["b"]
+    assert process["c"] == process["d"]
+
+
 def test_no_two_runs_share_files(tmp_path: Path) -> None:
     """Both run at once in one folder, as when a run proves while another of its streams is not read to its end."""
     made = scripted(tmp_path, "for id in ids():\n    begin(id)\n    done(id)\n    if id == 'd': time.sleep(3600)")

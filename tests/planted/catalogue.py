@@ -45,6 +45,8 @@ class Planted:
     gpu: bool = False
     stage: str = ""
     """Proof that finds the fault, if the others would take long."""
+    device: str = ""
+    """The device on which alone it is a fault; empty for every device."""
 
     def __str__(self) -> str:
         return f"{self.number:02}-{self.name.replace(' ', '_')}"
@@ -55,12 +57,13 @@ HONEST: list[Planted] = []
 
 
 def fault(
-    number: int, name: str, *says: str, timed: bool = False, gpu: bool = False, stage: str = ""
+    number: int, name: str, *says: str, timed: bool = False, gpu: bool = False, stage: str = "", device: str = ""
 ) -> Callable[[Any], Any]:
     """Register a factory of pairs as a fault; its rejection must contain each of `says`."""
 
     def register(make: Callable[[Time], Pair]) -> Callable[[Time], Pair]:
-        FAULTS.append(Planted(number=number, name=name, make=make, says=says, timed=timed, gpu=gpu, stage=stage))
+        kind: dict[str, Any] = {"timed": timed, "gpu": gpu, "stage": stage, "device": device}
+        FAULTS.append(Planted(number=number, name=name, make=make, says=says, **kind))
         return make
 
     return register

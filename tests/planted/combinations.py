@@ -236,7 +236,8 @@ def tied_stacked(time: Time) -> Pair:
 # --- other threads, and hooks ---------------------------------------------------------------------------------------
 
 
-@fault(58, "a factor of the thread that called", "in a backward pass in another thread", stage="contexts")
+# A backward pass on a GPU runs in a thread of autograd's own, whichever thread asks for it.
+@fault(58, "a factor of the thread that called", "in a backward pass in another thread", stage="contexts", device="cpu")
 def factor_of_the_thread(time: Time) -> Pair:
     local = threading.local()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import os
 import statistics
@@ -83,8 +84,9 @@ def messages(planted: Planted, time: Time, monkeypatch: pytest.MonkeyPatch, exam
         monkeypatch.setattr(guard, "check", lambda: None)  # it would find the functions that this test replaces
     else:
         monkeypatch.undo()
-    device = "cpu" if simulated else DEVICE
-    stages = [] if planted.timed else [name for name, _ in api.proofs(planted.make(time), examples=examples)]
+    device = "cpu" if simulated else planted.device or DEVICE
+    proofs = functools.partial(api.proofs, examples=examples, device=device)
+    stages = [] if planted.timed else [name for name, _ in proofs(planted.make(time))]
     for stage in [stage for stage in stages if stage.startswith(planted.stage)] or ["measure"]:
         # A new pair for each, as if each proof were run by itself.
         made = planted.make(time)
@@ -92,7 +94,7 @@ def messages(planted: Planted, time: Time, monkeypatch: pytest.MonkeyPatch, exam
             if stage == "measure":
                 api.measure(made, device=device)
             else:
-                dict(api.proofs(made, examples=examples))[stage]()
+                dict(proofs(made))[stage]()
             guard.check()
         except (NotEquivalent, PerfsuiteError) as error:
             yield str(error)
