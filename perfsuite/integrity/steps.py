@@ -9,6 +9,7 @@ from perfsuite import execution, process_state, truths
 from perfsuite import inputs as make
 from perfsuite.errors import NotEquivalent, first_line
 from perfsuite.execution import Leaves
+from perfsuite.integrity.memory import unwritten
 from perfsuite.integrity.probe import STEPS, Probe
 from perfsuite.pair import Side
 from perfsuite.records import Case
@@ -94,6 +95,8 @@ def _hold(probe: Probe, run: Callable[[Side], list[tuple[Case, Leaves]]], words:
             return
     except Exception:  # Discard among others: the reference does not support it
         return
+    if memory := unwritten(probe):
+        raise memory from None
     if not isinstance(found, NotEquivalent):
         raise probe.fault(f"raises {type(found).__name__} ({first_line(found)}) {words}") from None
     if all(probe.is_right(probe.call(probe.drawn(c), c), c) for c in (probe.case, probe.other_case())):

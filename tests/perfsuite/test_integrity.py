@@ -367,6 +367,28 @@ def test_stateful_sides() -> None:
         integrity.check(pair(stateful(descend), stateful(uninitialised), **STATE), CASE, "cpu")
 
 
+def test_memory_that_was_never_written_is_no_state_that_instances_share(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What lies in such memory may be finite when one instance steps, and NaN when several do."""
+    monkeypatch.setattr(integrity, "CHECKS", (integrity.several_instances,))
+    instances = []
+
+    def unlucky(params: list[torch.Tensor]) -> Call:
+        instances.append(1)
+        odd = len(instances) % 2 == 0
+        speed = [torch.empty_like(p).copy_(p * (torch.nan if odd else 0)) for p in params]
+        if torch.utils.deterministic.fill_uninitialized_memory and torch.are_deterministic_algorithms_enabled():
+            speed = [torch.empty_like(p) for p in params]
+
+        def step(grads: list[torch.Tensor]) -> None:
+            for p, g, v in zip(params, grads, speed, strict=True):
+                p.sub_(0.1 * g + 0 * v)
+
+        return step
+
+    with pytest.raises(NotEquivalent, match="leaves output unwritten, or reads memory it never wrote"):
+        integrity.check(pair(stateful(descend), stateful(unlucky), **STATE), CASE, "cpu")
+
+
 # --- seams ---------------------------------------------------------------------------------------------------
 
 
