@@ -225,7 +225,13 @@ def loads(sources: Collection[str], top: Path) -> bool:
 
 def _modules_by_file() -> dict[Path, ModuleType]:
     """Return file → the module loaded from it."""
-    return {Path(f): m for m in list(sys.modules.values()) if isinstance(f := getattr(m, "__file__", None), str)}
+    return {_path(f): m for m in list(sys.modules.values()) if isinstance(f := getattr(m, "__file__", None), str)}
+
+
+@functools.cache
+def _path(file: str) -> Path:
+    """Return the file's path, the same object each time: it keeps its hash."""
+    return Path(file)
 
 
 def _is_own(path: Path, top: Path) -> bool:

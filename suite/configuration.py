@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import functools
 import re
 import types
 import typing
@@ -236,10 +237,17 @@ def _nested(flat: Mapping[str, Any]) -> dict[str, Any]:
 
 def _parser(kind: type[Any]) -> ArgumentParser:
     try:
-        from jsonargparse import ArgumentParser
+        import jsonargparse  # noqa: F401 - to say so where it is missing
     except ModuleNotFoundError:
         raise PerfsuiteError(f"configurations need jsonargparse, which is not installed; {REMEDY}") from None
     _yaml()  # it reads values as YAML does
+    return _parser_of(kind)
+
+
+@functools.cache
+def _parser_of(kind: Any) -> ArgumentParser:
+    from jsonargparse import ArgumentParser
+
     parser = ArgumentParser(exit_on_error=False, add_help=False)
     parser.add_class_arguments(kind, "it")
     return parser

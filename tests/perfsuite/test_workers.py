@@ -1015,7 +1015,7 @@ def test_an_item_is_run_as_pytest_runs_it(project: Project, monkeypatch: pytest.
     project.write("test_items.py", PROOFS)
     made = real_workers(project.path)
     made.arguments = [*made.arguments, "-c", str(project.path / "pytest.ini"), "-o", "addopts="]
-    names = ["test_passes", "test_fails", "test_is_skipped", "test_warns"]
+    names = ["test_passes", "test_is_skipped", "test_fails", "test_warns"]  # one more process, after the first failure
     found = dict(made.run([Task(id=f"test_items.py::{n}", kind=ITEMS) for n in names], [Lane()]))
     ended = {}
     for id, outcome in found.items():
