@@ -17,6 +17,9 @@ from typing import Any
 MOST_KEPT = 4096
 """Entries of a table before it is emptied."""
 
+OPERANDS = ("lhs", "rhs", "allow_lhs_ptr", "allow_rhs_ptr", "arithmetic_check", "div_or_mod")
+"""The parameters of Triton's function that makes the operands of an operation alike."""
+
 _quick = False
 
 
@@ -36,6 +39,7 @@ def quicken() -> None:
     _replace(interpreter, "_patch_lang", ("fn",), functools.partial(_patched_once, language))
     _replace(interpreter, "_get_np_dtype", ("tt_dtype",), _dtypes)
     _replace(semantic, "broadcast_impl_value", ("lhs", "rhs"), _broadcast)
+    _replace(semantic, "binary_op_type_checking_impl", OPERANDS, functools.partial(_operands, language, semantic))
     _replace(
         semantic, "binary_op_sanitize_overflow_impl", ("lhs", "rhs", "binary_op"), functools.partial(_checked, semantic)
     )
@@ -110,6 +114,45 @@ def _broadcast(own: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
         return own(lhs, rhs)
 
     return broadcast
+
+
+def _operands(language: Any, semantic: Any, own: Callable[..., Any]) -> Callable[..., Any]:
+    """Take two tensors of one element type as they are, and so a pointer and its offset; take a number beside a tensor
+    as a constant of its type. This is what Triton's rules of promotion give."""
+    floats = {id(dtype) for dtype in (language.float32, language.float64)}
+    integers = {id(language.int32): 1 << 31, id(language.int64): 1 << 63}
+    kinds = floats | integers.keys()
+
+    def constant(value: Any, dtype: Any) -> Any:
+        """Return the number as a tensor of this dtype; None where Triton has to decide."""
+        kind, end = type(value), integers.get(id(dtype))
+        if end is None:
+            fits = id(dtype) in floats and (kind is float or (kind is int and -(1 << 63) <= value < 1 << 64))
+        else:
+            fits = kind is int and -end <= value < end
+        return semantic.scalar_constant(value, dtype=dtype) if fits else None
+
+    def operands(
+        lhs: Any,
+        rhs: Any,
+        allow_lhs_ptr: bool = False,
+        allow_rhs_ptr: bool = False,
+        arithmetic_check: bool = True,
+        div_or_mod: bool = False,
+    ) -> Any:
+        left = lhs.type.scalar if type(lhs) is language.tensor else None
+        right = rhs.type.scalar if type(rhs) is language.tensor else None
+        if left is right is not None and id(left) in kinds:
+            return semantic.broadcast_impl_value(lhs, rhs)
+        if allow_lhs_ptr and id(right) in integers and left is not None and left.is_ptr():
+            return semantic.broadcast_impl_value(lhs, rhs)
+        if arithmetic_check and right is None and left is not None and (made := constant(rhs, left)) is not None:
+            return semantic.broadcast_impl_value(lhs, made)
+        if arithmetic_check and left is None and right is not None and (made := constant(lhs, right)) is not None:
+            return semantic.broadcast_impl_value(made, rhs)
+        return own(lhs, rhs, allow_lhs_ptr, allow_rhs_ptr, arithmetic_check, div_or_mod)
+
+    return operands
 
 
 def _checked(semantic: Any, own: Callable[[Any, Any, Any], None]) -> Callable[[Any, Any, Any], None]:

@@ -15,7 +15,7 @@ import typing
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from perfsuite.errors import PerfsuiteError
 from suite.naming import as_typed
@@ -241,7 +241,7 @@ def _parser(kind: type[Any]) -> ArgumentParser:
     except ModuleNotFoundError:
         raise PerfsuiteError(f"configurations need jsonargparse, which is not installed; {REMEDY}") from None
     _yaml()  # it reads values as YAML does
-    return _parser_of(kind)
+    return _parser_of(cast("Any", kind))
 
 
 @functools.cache

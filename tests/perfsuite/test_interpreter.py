@@ -83,6 +83,7 @@ def places() -> list[tuple[Any, str]]:
     interpreter.quicken()
     semantic = module.interpreter_semantic
     found = [(module, "_patch_lang"), (module, "_get_np_dtype"), (semantic, "broadcast_impl_value")]
+    found += [(semantic, "binary_op_type_checking_impl")]
     found += [(semantic, "binary_op_sanitize_overflow_impl"), (tl.block_type, "__init__"), (tl.tensor, "__init__")]
     found = [(owner, name) for owner, name in found if getattr(owner, name).__module__ == interpreter.__name__]
     if not found:
@@ -159,6 +160,43 @@ def test_a_mistake_within_a_kernel_leaves_the_interpreter_as_it_was(monkeypatch:
         expected = mixed(5, 8, 8)
     assert torch.equal(out, expected[0])
     assert torch.equal(counts, expected[1])
+
+
+NUMBERS = (0, 3, -1, 2.5, -0.5, True, 2**31, -(2**31), 2**40, 2**63, 2**64, 1e40, float("inf"))
+OF_POINTERS = ("allow_lhs_ptr", "allow_rhs_ptr")
+TYPES = ("float32", "float64", "float16", "bfloat16", "int1", "int8", "uint8", "int32", "uint32", "int64", "uint64")
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"div_or_mod": True}, {"arithmetic_check": False}, dict.fromkeys(OF_POINTERS, True)], ids=str
+)
+def test_operands_become_alike_as_they_do_by_triton_s_rules(options: dict[str, bool]) -> None:
+    from triton.runtime import interpreter as module
+
+    semantic = module.interpreter_semantic
+    assert (semantic, "binary_op_type_checking_impl") in places()
+    shortened = semantic.binary_op_type_checking_impl
+    own = inspect.getclosurevars(shortened).nonlocals["own"]
+
+    def answer(operands: Any, lhs: Any, rhs: Any) -> Any:
+        try:
+            with np.errstate(all="ignore"):
+                found = operands(lhs, rhs, **options)
+        except Exception as error:
+            return type(error), str(error)
+        return [(str(t.type), t.handle.data.dtype, t.handle.data.tolist()) for t in found]
+
+    three = semantic.to_tensor(3)
+    scalars = [semantic.cast(three, getattr(tl, name)) for name in TYPES]
+    blocks = [semantic.splat(scalar, size) for scalar in scalars for size in ([4], [2, 4])]
+    pointer = tl.tensor(three.handle, tl.pointer_type(tl.float32))
+    tensors, served = [*scalars, *blocks, pointer, semantic.splat(pointer, [4])], 0
+    for lhs in (*tensors, *NUMBERS):
+        for rhs in (*tensors, *NUMBERS):
+            expected = answer(own, lhs, rhs)
+            assert str(answer(shortened, lhs, rhs)) == str(expected), (lhs, rhs)
+            served += isinstance(expected, list)
+    assert served > 1000
 
 
 def test_a_function_with_other_parameters_is_left_alone() -> None:
