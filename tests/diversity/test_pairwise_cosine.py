@@ -54,7 +54,7 @@ pairwise_cosine = Pair(
     },
     # In one dimension every distance is exactly 0 or 2, and its gradient is nothing but rounding.
     sizes={"N": size(0, 70), "D": size(2, 390)},
-    max_examples=draws(cpu=14),
+    max_examples=draws(cpu=10),
     truth=matrix_product,
     rivals={
         "compile": compiled(side(matrix_product, devices=("cuda",))),

@@ -89,7 +89,7 @@ fused_adamw_cnn = Pair(
         "classes": size(0, 5),
     },
     steps=(1, 2, 17),
-    max_examples=draws(cpu=10, otherwise=16),  # the same kernels as `fused_adamw`'s
+    max_examples=draws(cpu=8, otherwise=16),  # the same kernels as `fused_adamw`'s
     rivals=RIVALS,
     variants=VARIANTS,
     workloads=[

@@ -100,7 +100,10 @@ def test_a_setting_by_its_newer_names_is_put_back() -> None:
     CUDNN.rnn.fp32_precision = "none"
 
 
-@pytest.mark.parametrize("precision", [None, "tf32"])
+PRECISIONS = [pytest.param(None, marks=FULLY), "tf32"]
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
 def test_in_proofs_and_times_from_python(precision: str | None) -> None:
     assert perfsuite.check(pair(precision), examples=3, device="cpu")
     assert perfsuite.measure(pair(precision), device="cpu")
@@ -115,7 +118,7 @@ def test_in_proofs_and_times_of_pytest(project: Project, marked: str) -> None:
     assert found.returncode == 0, found.stdout
 
 
-@pytest.mark.parametrize("precision", [None, "tf32"])
+@pytest.mark.parametrize("precision", PRECISIONS)
 def test_in_the_process_of_a_judged_module(precision: str | None, nursery: Nursery, tmp_path: Path) -> None:
     reference = tmp_path / "reference.py"
     reference.write_text(textwrap.dedent(REFERENCE))

@@ -15,6 +15,7 @@ from pathlib import Path
 import click
 import pytest
 from click.testing import CliRunner
+from scale import FULL
 from scratch import ROOT, Project, times
 
 from perfsuite import cli
@@ -23,7 +24,10 @@ from perfsuite.exit_codes import CODE_AT_FAULT
 pytest_plugins = ["pytester"]
 
 TUTORIAL = ROOT / "docs/tutorial.md"
+DOCUMENTS = (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md")))
 BLOCK = re.compile(r'^```(?P<kind>\w+)(?: title="(?P<title>[^"]+)")?\n(?P<text>.*?)^```$', re.MULTILINE | re.DOTALL)
+OWN_LINK = re.compile(r"\]\((?![a-z]+:)([^)\s]+)\)")
+FENCED = re.compile(r"^ *```.*?^ *```$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r'(?:href|src)="([^"]+)"')
 
 
@@ -32,7 +36,9 @@ LINK = re.compile(r'(?:href|src)="([^"]+)"')
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Build the site; a warning is an error."""
+    """Build the site, which takes ten seconds; a warning is an error."""
+    if not FULL:
+        pytest.skip("the site is built in make test-all; the documents' own links are tested in each run")
     pytest.importorskip("material", reason="mkdocs-material is not installed: pip install 'perfsuite[docs]'")
     pytest.importorskip("mkdocstrings", reason="mkdocstrings is not installed: pip install 'perfsuite[docs]'")
     folder = tmp_path_factory.mktemp("site")
@@ -59,6 +65,24 @@ def test_every_link_of_the_site_leads_somewhere(site: Path) -> None:
             if path and not re.match(r"[a-z]+:|//", path) and not (page.parent / path).exists():
                 missing.add(f"{page.relative_to(site)}: {target}")
     assert not missing
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_every_link_of_a_document_leads_somewhere(document: Path) -> None:
+    """A link to a heading names one; its anchor is the heading's words, as GitHub and the site make it."""
+    missing = []
+    for target in OWN_LINK.findall(re.sub(r"`[^`\n]*`", "", FENCED.sub("", document.read_text()))):
+        path, _, anchor = target.partition("#")
+        file = (document.parent / path).resolve() if path else document
+        if not file.exists() or (anchor and file.suffix == ".md" and anchor not in anchors_of(file)):
+            missing.append(target)
+    assert not missing
+
+
+def anchors_of(document: Path) -> set[str]:
+    headings = re.findall(r"^#+ (.+)$", FENCED.sub("", document.read_text()), re.MULTILINE)
+    words = (re.sub(r"[^\w\- ]", "", re.sub(r"\]\([^)]*\)", "]", heading)) for heading in headings)
+    return {word.strip().lower().replace(" ", "-") for word in words}
 
 
 def test_the_site_loads_nothing_from_elsewhere(site: Path) -> None:
@@ -163,7 +187,6 @@ def test_the_tutorial(project: Project) -> None:
 
 # --- the commands of all documents ----------------------------------------------------------------------------------
 
-DOCUMENTS = (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md")))
 SHELL_BLOCK = re.compile(r"^```(?:sh|bash|console)?\n(.*?)^```", re.DOTALL | re.MULTILINE)
 
 

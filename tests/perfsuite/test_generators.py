@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from scale import FULLY, count
 
 import perfsuite
 from perfsuite import Pair, Workload, floats, generator, tensor
@@ -42,8 +43,12 @@ def pair(optimized: Callable[..., Any], reference: Callable[..., Any] = dropout)
     )
 
 
-def test_a_side_that_draws_the_same_numbers_is_proven_and_timed() -> None:
-    perfsuite.check(pair(masked), examples=20, device="cpu")
+def test_a_side_that_draws_the_same_numbers_is_proven() -> None:
+    perfsuite.check(pair(masked), examples=count(quick=8, full=20), device="cpu")
+
+
+@FULLY
+def test_a_side_that_draws_the_same_numbers_is_timed() -> None:
     for record in perfsuite.measure(pair(masked), device="cpu"):
         assert set(record.sides) == {"reference", "optimized"}
 

@@ -722,6 +722,7 @@ def test_a_file_in_the_folder_for_temporary_files_is_not_imported(
     assert found.status is Status.PASS, found
 
 
+@FULLY
 def test_what_a_compiler_asks_of_the_system_is_granted(nursery: Nursery, reference: Path) -> None:
     """A process group of its own, and the mode and times of files, are granted, but not carried out."""
     asks = """

@@ -89,12 +89,16 @@ def made(candidate: Any, **fields: Any) -> Pair:
     return Pair.from_modules(Model, candidate, get_inputs, get_init_inputs, **fields)
 
 
-def test_a_pair_of_modules_is_proven_with_its_gradients_and_timed() -> None:
+def test_a_pair_of_modules_is_proven_with_its_gradients() -> None:
     pair = made(ModelNew, gradients=True)
     evidence = perfsuite.check(pair, examples=5, device="cpu")
     assert len(evidence) == 2
     assert list(pair.inputs) == ["module", "x0"]
     assert list(pair.rivals) == ["compile"]
+
+
+@FULLY
+def test_a_pair_of_modules_is_timed() -> None:
     assert set(perfsuite.measure(made(ModelNew, rivals={}), device="cpu")[0].sides) == {"reference", "optimized"}
 
 

@@ -110,7 +110,7 @@ eigenstate_scan = Pair(
     },
     # The kernels run in Triton's interpreter, which takes a tenth of a second per program: longer ones are tried below.
     sizes={"B": size(1, 2), "T": size(0, 20), "K": size(1, 34)},
-    max_examples=draws(cpu=14),
+    max_examples=draws(cpu=10),
     adjust=within_the_circle,
     rivals={
         "compile_chunked": compiled(side(eigenstate_scan_chunked, devices=("cuda",))),
