@@ -39,11 +39,6 @@ def changed_copy(module: torch.nn.Module, change: Change) -> torch.nn.Module:
     for tensor in [*module.parameters(), *module.buffers()]:
         if id(tensor) not in known:
             known[id(tensor)] = _changed(tensor, change)
-    return copy_with(module, known)
-
-
-def copy_with(module: torch.nn.Module, known: dict[int, Any]) -> torch.nn.Module:
-    """Return a copy, as copy.deepcopy makes it with this memo: id → what is in the place of the object."""
     copied: torch.nn.Module = _copied(module, known)
     return copied
 

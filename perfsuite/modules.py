@@ -160,11 +160,9 @@ class Sharing:
         return held[1]
 
     def _sharing(self, given: Any) -> Any:
-        from perfsuite import module_copies  # it imports torch
-
         # The copy keeps its own module's tensors, all of which are replaced below.
         kept = {id(tensor): tensor for tensor in (*self.module.parameters(), *self.module.buffers())}
-        twin: Any = module_copies.copy_with(self.module, kept).train(given.training)
+        twin = copy.deepcopy(self.module, kept).train(given.training)
         every = {"remove_duplicate": False}  # a parameter with two names is shared under both
         for what, mine, theirs in (
             ("parameter", _by_name(twin.named_parameters(**every)), _by_name(given.named_parameters(**every))),

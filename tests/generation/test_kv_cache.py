@@ -1,5 +1,6 @@
 import pytest
 import torch
+from scale import FULLY
 
 from optimized import decoding_kernels
 from optimized.cached_decoding import Cache
@@ -112,7 +113,14 @@ def test_the_keys_and_values_of_a_cache_lie_at_their_positions():
 
 @pytest.mark.interpreted
 @pytest.mark.parametrize(
-    ("shape", "rank"), [((1, 2, 2), 16), ((3, 2, 4), None), ((3, 2, 4), 1), ((2, 3, 16), None), ((2, 3, 16), 16)]
+    ("shape", "rank"),
+    [
+        ((1, 2, 2), 16),
+        ((3, 2, 4), None),
+        ((3, 2, 4), 1),
+        pytest.param((2, 3, 16), None, marks=FULLY),
+        pytest.param((2, 3, 16), 16, marks=FULLY),
+    ],
 )
 def test_the_kernels_make_the_step_of_adapted_layers(shape, rank):
     torch.manual_seed(0)

@@ -279,6 +279,7 @@ def compared(project: Project, pairs: str) -> tuple[str, dict[str, dict[str, Any
     return done.stderr, {w["id"].rpartition("::speed")[0].rpartition("::")[2]: w for w in found["workloads"]}
 
 
+@FULLY
 def test_what_is_wrong_in_the_other_environment_is_not_timed(project: Project) -> None:
     shown, found = compared(project, "wrong")
     assert {n: w["change"] for n, w in found.items()} == {"wrong": "not the same function"}

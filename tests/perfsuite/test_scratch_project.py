@@ -214,7 +214,8 @@ def test_processes_that_prepare_before_their_proofs_have_ended(
         assert report["measurements"][id][0]["seed"] == timed[0].seed
 
 
-@pytest.mark.parametrize("name", ["check", pytest.param("measure", marks=FULLY)])
+@FULLY
+@pytest.mark.parametrize("name", ["check", "measure"])
 def test_the_readmes_example_in_a_notebook(project: Project, name: str) -> None:
     import perfsuite
 
