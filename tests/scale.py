@@ -26,5 +26,11 @@ def draws(*, cpu: int, otherwise: int | None = None) -> int | None:
     return otherwise if FULL or torch.cuda.is_available() else cpu
 
 
+def ranks(*numbers: int) -> tuple[int, ...]:
+    """Return the numbers of processes that a pair is proven in: the first alone in `make test` without a GPU. Four
+    processes take two cores long to start."""
+    return numbers if FULL or torch.cuda.is_available() else numbers[:1]
+
+
 FULLY = pytest.mark.skipif(not FULL, reason="runs in make test-all")
 """Mark of a case that a normal run leaves out."""

@@ -1,4 +1,4 @@
-from scale import draws
+from scale import draws, ranks
 
 from optimized.distributed.ddp import ddp as optimized
 from perfsuite import Pair, Workload, floats, size, stateful, tensor
@@ -35,7 +35,7 @@ ddp = Pair(
         "outputs": size(1, 9),
     },
     steps=(1, 2, 7),
-    ranks=(2, 4),
+    ranks=ranks(2, 4),
     max_examples=draws(cpu=10),
     workloads=[
         Workload("cpu", micro=2, rows=16, features=32, hidden=64, outputs=8, clock="wall", device="cpu"),

@@ -4,6 +4,7 @@ import os
 import pytest
 import torch
 import torch.distributed as dist
+from scale import ranks
 
 from optimized import process_groups
 from optimized.distributed.nccl_settings import VARIABLES
@@ -26,7 +27,7 @@ nccl_settings = Pair(
     },
     sizes={"examples": size(1, 9), "rows": size(0, 17), "columns": size(0, 17)},
     gradients=False,
-    ranks=(2, 4),
+    ranks=ranks(2, 4),
     workloads=[
         Workload("cpu", examples=4, rows=64, columns=64, clock="wall", device="cpu"),
     ],

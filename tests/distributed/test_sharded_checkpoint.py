@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from scale import FULLY
+from scale import FULLY, ranks
 
 from optimized.distributed.sharded_checkpoint import load as optimized_load
 from optimized.distributed.sharded_checkpoint import save as optimized_save
@@ -63,7 +63,7 @@ sharded_checkpoint = Pair(
     steps=(1, 2),
     gradients=False,
     max_examples=1,  # each step writes and reads files
-    ranks=(2, 4),
+    ranks=ranks(2, 4),
     workloads=[
         Workload("dp2", ranks=2, features=1024, hidden=2048, outputs=1024, clock="wall", device="cuda"),
         Workload("cpu", features=256, hidden=512, outputs=64, clock="wall", device="cpu"),

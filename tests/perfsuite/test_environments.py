@@ -352,7 +352,9 @@ def test_modules_that_cannot_be_imported_there_are_named(
         (["compare"], "give a REVISION, or --python another environment's interpreter"),
         (["compare", "--python", "./absent"], "--python ./absent: it is no file"),
         (["compare", "HEAD", "--python", "./absent"], "HEAD is no path, and --python takes the place of a revision"),
-        (["compare", "--python", sys.executable, "-k", "nothing_of_the_name"], "nothing to compare"),
+        pytest.param(
+            ["compare", "--python", sys.executable, "-k", "nothing_of_the_name"], "nothing to compare", marks=FULLY
+        ),
     ],
 )
 def test_what_cannot_be_compared_is_one_line(arguments: list[str], says: str, project: Project) -> None:

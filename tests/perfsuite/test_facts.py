@@ -89,7 +89,7 @@ def test_each_proof_draws_its_number_of_distinct_cases_and_all_sides_the_same(
     assert len(both) < EXAMPLES[profile] / 5
 
 
-@pytest.mark.parametrize(("profile", "same"), [("dev", False), ("ci", True)])
+@pytest.mark.parametrize(("profile", "same"), [pytest.param("dev", False, marks=FULLY), ("ci", True)])
 def test_another_run_draws_other_cases_unless_the_profile_fixes_them(
     project: Project, drawn: dict[str, list[str]], profile: str, same: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

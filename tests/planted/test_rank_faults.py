@@ -43,10 +43,8 @@ USUAL_WRONG = (
     "missing_on_one_rank",
     "averaged_twice",
     "rounded_at_random",
-    "ends_the_group",
-    "writes_an_input",
 )
-USUAL_RIGHT = ("in_one_bucket", "rows", "with_a_common_seed")
+USUAL_RIGHT = ("in_one_bucket", "with_a_common_seed")
 CASE = Case(dtype="float32", sizes={"n": 5, "rows": 3, "ranks": 2}, inputs={}, seed=1)
 
 
