@@ -21,6 +21,9 @@ def pytest_configure() -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers() -> int:
-    """Return the number of workers for `-n auto`: one per usable core, and one more because many tests wait."""
+    """Return the number of workers for `-n auto`: one per usable core, and two more because many tests wait.
+
+    On two cores all tests took 794 s in two workers, 661 s in three and, with few tests less, 598 s in four.
+    """
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return min(MOST_WORKERS, cores + 1)
+    return min(MOST_WORKERS, cores + 2)
