@@ -197,30 +197,32 @@ class PairCollector(pytest.Collector):
             facts=facts_of(self.pair),
         )
 
-    def _number(self, case: Case, tally: Tally) -> int | None:
-        """Return the number of this draw, by which it takes its turn at some checks. None where it makes all of them:
-        where it is proven alone, to reproduce a failure, or where there are too few draws for turns."""
+    def _number(self, line: str, tally: Tally) -> int | None:
+        """Return the number of the draw with this line, by which it takes its turn at some checks. None where it makes
+        all of them: where it is proven alone, to reproduce a failure, or where there are too few draws for turns."""
         if self.config.option.perfsuite_case or (self.pair.max_examples or proofs.TURNS) < proofs.TURNS:
             return None
-        return tally.number(make.case_line(case))
+        return tally.number(line)
 
     def _integrity(self, case: Case, tally: Tally) -> None:
         tally.draws += 1
-        number = self._number(case, tally)
-        if make.case_line(case) in tally.large:  # few draws show what many blocks do together
+        line = make.case_line(case)
+        number = self._number(line, tally)
+        if line in tally.large:  # few draws show what many blocks do together
             number = None
         integrity.check(self.pair, case, device(), home=self.home, number=number)
 
     def _contexts(self, case: Case, tally: Tally) -> None:
         thorough = device() == "cuda" or self.config.option.perfsuite_profile == "thorough"
-        tally.first = tally.first or make.case_line(case)
-        thorough &= make.case_line(case) == tally.first  # what it adds does not depend on the draw
-        number = self._number(case, tally)
+        line = make.case_line(case)
+        tally.first = tally.first or line
+        thorough &= line == tally.first  # what it adds does not depend on the draw
+        number = self._number(line, tally)
         self._once_if_compiled(functools.partial(contexts.check, thorough=thorough, number=number), case, tally)
 
     def _effects(self, case: Case, tally: Tally) -> None:
         imported = self.parent.stash.get(IMPORTED, {}) if self.parent is not None else {}
-        number = self._number(case, tally)
+        number = self._number(make.case_line(case), tally)
         self._once_if_compiled(functools.partial(effects.check, imported=imported, number=number), case, tally)
 
     def _prepare_outside(self) -> None:

@@ -20,9 +20,9 @@ the inputs off, which is up to one unit. A rounding of a value between two opera
 rounding of the inputs moves t, by m. It moves many elements together, so that it does not average out. A jump is no
 such movement.
 
-An RMS over n samples is at least √(m/n) of the RMS over m of them. So an output may be so far within the budget by no
-replica, or by the fewest, that it holds the rule whatever the others would be (`sure`), and they are not made (`hold`).
-Without replicas this settles 97 of 100 draws of the pairs here.
+An RMS over n samples is at least √(m/n) of the RMS over m of them. An output that is far enough within the budget
+without replicas, or with the fewest, therefore holds the rule whatever further replicas give (`sure`), and these are
+not made (`hold`). Without replicas this settles 97 of 100 draws of the pairs here.
 
 Errors that lean to one side are looked for over all draws (perfsuite.bias).
 

@@ -67,7 +67,7 @@ class Truth:
     rounding: frozenset[str]
     """The outputs that are ill-conditioned by themselves."""
     surely_rounding: frozenset[str]
-    """Those of them that are so by all replicas, whatever the others give."""
+    """The outputs of `rounding` that stay ill-conditioned whatever further replicas give."""
     surely_ill_conditioned: bool
     eps: float
     periods: dict[str, float]
@@ -404,7 +404,7 @@ class _Spread:
         return self.moved / self.roundings / math.sqrt(max(1, self.moves))
 
     def ill_conditioned(self, share: float = 1.0) -> bool:
-        """Return whether the output is nothing but rounding; with a `share`, also if its error is only that share."""
+        """Return whether the output is nothing but rounding, if its error is this share of the one that was found."""
         own = share * differences.rms(self.error())
         return own > 0 and K * own > math.sqrt(K * self.eps) * self.rms_t
 

@@ -376,6 +376,17 @@ def test_a_side_that_is_not_surely_right_is_judged_by_all_replicas(monkeypatch: 
         assert asked == expected
 
 
+def noted(known: Known) -> tuple[Known, list[int]]:
+    """Return the truths, and the list of the numbers of replicas that they are asked for with."""
+    asked = list[int]()
+
+    def noting(replicas: int) -> Truth:
+        asked.append(replicas)
+        return known(replicas)
+
+    return noting, asked
+
+
 @pytest.mark.parametrize("gradients", [False, True])
 def test_a_side_is_only_surely_right_where_all_replicas_agree(gradients: bool) -> None:
     """Whatever the error, a side that passes by no or few replicas passes by all."""
@@ -387,20 +398,15 @@ def test_a_side_is_only_surely_right_where_all_replicas_agree(gradients: bool) -
     settled = set()
     for seed in range(count(full=40, quick=4)):
         case = Case(dtype="float32", sizes={"n": 8}, inputs={}, seed=seed)
-        known, asked = truths.by_replicas(pair, case, "cpu", gradients=gradients), list[int]()
-
-        def counted(replicas: int, known: Known = known, asked: list[int] = asked) -> Truth:
-            asked.append(replicas)
-            return known(replicas)
-
+        known, asked = noted(truths.by_replicas(pair, case, "cpu", gradients=gradients))
         right = truths.produce(pair, as_side(product), case, "cpu", gradients=gradients)
         for eps in range(0, 60, 3):
             asked.clear()
             wrong = {name: leaf * (1 + eps * 2.0**-24) for name, leaf in right.items()}
             with contextlib.suppress(NotEquivalent):
-                equivalence.hold(pair, counted, wrong)
-            settled.add(asked[-1])
-            if asked[-1] in (NONE, FEW):
+                equivalence.hold(pair, known, wrong)
+            settled.add(last := asked[-1])
+            if last in (NONE, FEW):
                 equivalence.judge(pair, known(REPLICAS), wrong)
     assert {NONE, FEW} < settled
 
@@ -411,15 +417,10 @@ def test_a_draw_that_is_surely_ill_conditioned_needs_no_replicas(add: float) -> 
         return x + add - add
 
     pair = Pair(name="p", reference=shifted, optimized=shifted, inputs={"x": tensor("n")})
-    case, asked = Case(dtype="float32", sizes={"n": 40}, inputs={}, seed=1), list[int]()
-    known = truths.by_replicas(pair, case, "cpu", gradients=False)
+    case = Case(dtype="float32", sizes={"n": 40}, inputs={}, seed=1)
+    known, asked = noted(truths.by_replicas(pair, case, "cpu", gradients=False))
     produced = truths.produce(pair, as_side(shifted), case, "cpu", gradients=False)
-
-    def counted(replicas: int) -> Truth:
-        asked.append(replicas)
-        return known(replicas)
-
-    truth = equivalence.hold(pair, counted, produced)
+    truth = equivalence.hold(pair, known, produced)
     assert asked == [NONE]
     assert truth.ill_conditioned == known(REPLICAS).ill_conditioned == bool(add)
 

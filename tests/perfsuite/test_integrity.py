@@ -368,7 +368,7 @@ def test_stateful_sides() -> None:
 
 
 def test_memory_that_was_never_written_is_no_state_that_instances_share(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What lies in such memory may be finite when one instance steps, and NaN when several do."""
+    """Uninitialised memory may hold finite values when one instance steps, and NaN when several do."""
     monkeypatch.setattr(integrity, "CHECKS", (integrity.several_instances,))
     instances = []
 

@@ -827,7 +827,7 @@ def test_a_worker_that_crashes_at_each_task_is_started_anew_for_the_next(tmp_pat
 
 
 def test_a_process_in_which_an_item_failed_gets_no_other_task(tmp_path: Path) -> None:
-    """What comes after a failed CUDA graph in the same process fails, too."""
+    """After the capture of a CUDA graph has failed, later captures in the same process fail, too."""
     script = """
 for id in ids():
     begin(id)
