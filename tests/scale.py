@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Collection, Iterable
+from typing import Any
 
 import pytest
 import torch
@@ -31,6 +33,11 @@ def draws(*, cpu: int, otherwise: int | None = None) -> int | None:
     return otherwise if _in_full() else cpu
 
 
+def steps(*, cpu: tuple[int, ...], otherwise: tuple[int, ...]) -> tuple[int, ...]:
+    """Return after how many steps a pair's states are compared: `cpu` in `make test` without a GPU."""
+    return otherwise if _in_full() else cpu
+
+
 def ranks(*numbers: int) -> tuple[int, ...]:
     """Return the numbers of processes that a pair is proven in: the first alone in `make test` without a GPU. Four
     processes take two cores long to start."""
@@ -39,3 +46,14 @@ def ranks(*numbers: int) -> tuple[int, ...]:
 
 FULLY = pytest.mark.skipif(not FULL, reason="runs in make test-all")
 """Mark of a case that a normal run leaves out."""
+
+
+def some(cases: Iterable[Any], usual: Collection[Any]) -> list[Any]:
+    """Return parameters for these cases; only make test-all runs those that are not `usual`.
+
+    Raises ValueError for a usual case that is not among the cases.
+    """
+    cases = list(cases)
+    if absent := [case for case in usual if case not in cases]:
+        raise ValueError(f"no such case: {absent[0]!r}")
+    return [pytest.param(case, marks=[] if case in usual else FULLY) for case in cases]

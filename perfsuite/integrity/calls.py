@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from time import perf_counter
+from time import perf_counter, thread_time
 from types import FunctionType
 from typing import Any, TypeGuard
 
@@ -33,8 +33,8 @@ from perfsuite.specs import Integers, Sampled, ScalarSpec
 REPEATS = 3
 DRIFT_CALLS, DRIFT_EVERY = 40, 3
 """Number of calls whose answers are checked again, on one of DRIFT_EVERY draws."""
-MOST_CALLS, DRIFT_S = 300, 0.05
-"""Most calls on the first draw, and the seconds after which there are no further ones."""
+MOST_CALLS, DRIFT_S, DRIFT_WALL_S = 300, 0.05, 0.1
+"""Most calls on the first draw, and the seconds of work and of waiting after which there are no further ones."""
 HELD_BYTES = 64 << 20
 """Most bytes of the answers of these calls that are kept."""
 ODD_ANSWERS = 3
@@ -137,7 +137,16 @@ def call_order(probe: Probe) -> None:
                 raise memory from None
             if i and (drifted := probe.drifted(error)):
                 raise drifted from None
+            if _is_right_again(probe, cases):
+                raise probe.fault(
+                    f"drifts: right at first, wrong at {which}, and right when these calls are repeated: {error}"
+                ) from None
             raise probe.fault(f"depends on the order of its calls: {which}: {error}") from None
+
+
+def _is_right_again(probe: Probe, cases: Sequence[Case]) -> bool:
+    """Return whether the side is right at each of four calls that alternate between the cases."""
+    return all(probe.is_right(probe.call(probe.drawn(case), case), case) for case in (*cases, *cases))
 
 
 def _is_plainly_wrong(probe: Probe, case: Case, right: Case) -> bool:
@@ -370,9 +379,9 @@ def drift(probe: Probe) -> None:
     if not probe.answers_rightly():
         return  # wrong from the start: equivalence says how
     held: list[Leaves] = []
-    calls, room, ends = 0, HELD_BYTES, perf_counter() + DRIFT_S
+    calls, room, ends, wall_ends = 0, HELD_BYTES, thread_time() + DRIFT_S, perf_counter() + DRIFT_WALL_S
     most = DRIFT_CALLS if probe.number else MOST_CALLS
-    while calls < DRIFT_CALLS or (calls < most and perf_counter() < ends):
+    while calls < DRIFT_CALLS or (calls < most and thread_time() < ends and perf_counter() < wall_ends):
         produced = probe.call(probe.drawn())
         calls += 1
         room -= sum(leaf.untyped_storage().nbytes() for leaf in produced.values() if isinstance(leaf, torch.Tensor))

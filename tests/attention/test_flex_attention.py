@@ -4,6 +4,7 @@ import warnings
 import pytest
 import torch
 from attending import by_flash_attn, different, flash_attn_reason
+from scale import some
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -112,7 +113,7 @@ def test_two_keys_by_hand(call):
 
 
 @pytest.mark.parametrize("T", [1, 7, 128, 130])
-@pytest.mark.parametrize("head_width", [16, 48, 64])
+@pytest.mark.parametrize("head_width", some([16, 48, 64], [48]))
 def test_flex_attention_is_the_same_function(taken, T, head_width):
     inputs = drawn(T, head_width)
     torch.testing.assert_close(optimized(*inputs), reference(*inputs))

@@ -87,7 +87,7 @@ conv_relu_pool = Pair(
     # The kernels run in Triton's interpreter, which takes tens of milliseconds per program. Sizes still exceed the
     # tiles: 64 positions, 64 and 32 channels.
     sizes={"N": size(1, 9), "C": size(1, 34), "K": size(1, 66), "H": size(2, 18), "W": size(1, 2)},
-    max_examples=draws(cpu=10),
+    max_examples=draws(cpu=7),
     rivals={
         "compile": compiled(side(reference, devices=("cuda",))),
         "compile_vectorised": compiled(side(conv_relu_pool_vectorised, devices=("cuda",))),

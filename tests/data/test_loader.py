@@ -97,7 +97,7 @@ loader = Pair(
     inputs=INPUTS,
     sizes=SIZES,
     steps=(1, 2, 5),
-    max_examples=draws(cpu=14),
+    max_examples=draws(cpu=10),
     rivals={"anew": stateful(side(epochs(anew), devices=("cuda",)))},
     workloads=[
         # Data that is there at once does not test the loader: from one set of workers to another the same code takes a
@@ -114,7 +114,7 @@ loader_start = Pair(
     inputs=INPUTS,
     sizes=SIZES,
     steps=(1, 2),
-    max_examples=draws(cpu=14),
+    max_examples=draws(cpu=10),
     workloads=[
         Workload("storage", **STORAGE, workers=0, clock="wall", device="cuda"),
         Workload("cpu", rows=512, batch_size=64, workers=1, milliseconds=0, clock="wall", device="cpu"),

@@ -36,7 +36,7 @@ ddp = Pair(
     },
     steps=(1, 2, 7),
     ranks=ranks(2, 4),
-    max_examples=draws(cpu=10),
+    max_examples=draws(cpu=7),
     workloads=[
         Workload("cpu", micro=2, rows=16, features=32, hidden=64, outputs=8, clock="wall", device="cpu"),
         # In some calls DistributedDataParallel waits for events of its own timers.

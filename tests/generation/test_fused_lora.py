@@ -70,7 +70,7 @@ fused_lora = Pair(
         "keep": scalar(floats(0.5, 1)),
     },
     sizes=SIZES,
-    max_examples=draws(cpu=10, otherwise=24),
+    max_examples=draws(cpu=7, otherwise=24),
     rivals=RIVALS,
     variants=VARIANTS,
     workloads=[
@@ -96,7 +96,7 @@ fused_lora_without_dropout = Pair(
     optimized=optimized,
     inputs=INPUTS,
     sizes=SIZES,
-    max_examples=draws(cpu=8, otherwise=16),
+    max_examples=draws(cpu=6, otherwise=16),
     rivals=RIVALS,
     variants={**VARIANTS, "all_kept": side(all_kept, available=triton_reason)},
     workloads=[

@@ -141,7 +141,7 @@ def test_the_kernels_make_the_step_of_adapted_layers(shape, rank):
 
 
 @pytest.mark.interpreted
-@pytest.mark.parametrize("kernels", [False, True])
+@pytest.mark.parametrize("kernels", [False, pytest.param(True, marks=FULLY)])
 def test_adapters_that_are_attached_later_or_are_off_are_seen(kernels):
     model, prompts, lengths, replies = drawn()
     step = (kv_cache_triton if kernels else optimized)(model)

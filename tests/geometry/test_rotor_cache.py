@@ -46,7 +46,7 @@ rotor_cache = Pair(
     },
     variants={"triton": stateful(side(rotor_cache_triton, available=triton_reason))},
     steps=(1, 2, 17),
-    max_examples=draws(cpu=14),
+    max_examples=draws(cpu=10),
     unsupported=UNSUPPORTED,
     workloads=[
         Workload("m2048", k=6, M=2048, n=8, W=16, device="cuda", repeat=16, speedup=4.0, host_syncs=0, launches=1),
@@ -69,7 +69,7 @@ rotor_cache_turning = Pair(
     sizes={"k": size(0, 34), "M": size(1, 66), "n": size(0, 18, multiple_of=2), "W": size(0, 40)},
     variants={"triton": stateful(side(rotor_cache_triton, available=triton_reason))},
     steps=(1, 2, 17),
-    max_examples=draws(cpu=14),
+    max_examples=draws(cpu=10),
     unsupported=UNSUPPORTED,
     workloads=[
         Workload("m2048", k=6, M=2048, n=8, W=16, device="cuda", host_syncs=0),

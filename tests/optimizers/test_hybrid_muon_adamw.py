@@ -41,7 +41,7 @@ FIELDS = {
     "mutates": {"params"},
     "sizes": {"depth": size(0, 2), "width": size(0, 17)},
     "steps": (1, 2, 5),
-    "max_examples": draws(cpu=14),
+    "max_examples": draws(cpu=10),
 }
 CPU = Workload("cpu", depth=2, width=32, clock="wall", device="cpu")
 

@@ -58,7 +58,7 @@ muon = Pair(
     mutates={"params"},
     sizes={"count": size(0, 3), "rows": size(0, 49), "columns": size(0, 49)},
     steps=(1, 2, 5),
-    max_examples=draws(cpu=8, otherwise=24),  # `muon_float32` proves the same kernels on all
+    max_examples=draws(cpu=6, otherwise=24),  # `muon_float32` proves the same kernels on all
     rivals=RIVALS,
     variants={
         "triton": stateful(side(muon_triton, available=triton_reason)),
@@ -85,7 +85,7 @@ muon_float32 = Pair(
     mutates=muon.mutates,
     sizes=muon.sizes,
     steps=muon.steps,
-    max_examples=draws(cpu=10),
+    max_examples=draws(cpu=7),
     variants={
         "triton": stateful(side(in_float32(muon_triton), available=triton_reason)),
         "batched": stateful(in_float32(muon_torch)),
@@ -143,7 +143,7 @@ SIDES = [reference, optimized, muon_torch]
 if triton_reason() is None and not torch.cuda.is_available():
     SIDES += [muon_triton]
 # Wide, tall and square, of one tile and of several, with rows that begin at vectors and with others.
-SHAPES = [(8, 8), (5, 130), (130, 5), (0, 3), (144, 160), (160, 144), (1, 1), (129, 129)]
+SHAPES = [(8, 8), (5, 130), (130, 5), (0, 3), (144, 160), (1, 1), (129, 129)]
 
 
 def iterated(signs, singular):
@@ -238,8 +238,7 @@ def test_there_is_one_gradient_for_each_parameter(call, count):
 def test_the_kernels_write_within_their_tensors(fences):
     params = [fences.around(p) for p in drawn(0)]
     step = muon_triton(params)
-    for seed in (1, 2):
-        step([fences.around(grad) for grad in drawn(seed)])
+    step([fences.around(grad) for grad in drawn(1)])
     assert fences.intact()
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import hypothesis
 import pytest
 import torch
+from scale import count
 
 import perfsuite
 from perfsuite import Pair, Workload, floats, inputs, integers, side, stateful, tensor
@@ -16,6 +17,7 @@ from perfsuite.errors import NotEquivalent, PairError, PerfsuiteError
 from perfsuite.measured import Measured
 from perfsuite.sampling import BLOCKS
 
+EXAMPLES = count(quick=4, full=10)
 X = {"x": tensor("m", "n", values=floats(-4, 4))}
 
 
@@ -33,12 +35,12 @@ def fixed_draws() -> Iterator[None]:
 
 
 def test_a_good_pair_gives_evidence_of_every_proof() -> None:
-    evidence = perfsuite.check(pair(dtypes=("float32", "float64")), examples=10, device="cpu")
+    evidence = perfsuite.check(pair(dtypes=("float32", "float64")), examples=EXAMPLES, device="cpu")
     assert [e.dtype for e in evidence] == ["float32", "float64", "float32", "float64"]
-    assert all(e.draws >= 10 for e in evidence)
+    assert all(e.draws >= EXAMPLES for e in evidence)
     assert all(e.pair == "p" for e in evidence)
     assert all(0 <= e.worst < 1 for e in evidence)
-    assert len(perfsuite.check(pair(gradients=False), examples=10, device="cpu")) == 1
+    assert len(perfsuite.check(pair(gradients=False), examples=EXAMPLES, device="cpu")) == 1
     assert (
         len(
             perfsuite.check(
@@ -93,8 +95,10 @@ def test_a_bad_pair_is_named_with_a_small_draw(optimized: Any, match: str) -> No
 
 def test_a_wrong_truth_is_found() -> None:
     with pytest.raises(NotEquivalent, match="truth= must compute the same function as the reference"):
-        perfsuite.check(pair(truth=lambda x: torch.exp(x) * (1 + 1e-9), gradients=False), examples=10, device="cpu")
-    perfsuite.check(pair(truth=lambda x: 1 / torch.exp(-x), gradients=False), examples=10, device="cpu")
+        perfsuite.check(
+            pair(truth=lambda x: torch.exp(x) * (1 + 1e-9), gradients=False), examples=EXAMPLES, device="cpu"
+        )
+    perfsuite.check(pair(truth=lambda x: 1 / torch.exp(-x), gradients=False), examples=EXAMPLES, device="cpu")
 
 
 def test_a_pair_of_which_nothing_is_proven_fails() -> None:
@@ -103,7 +107,7 @@ def test_a_pair_of_which_nothing_is_proven_fails() -> None:
 
     bad = pair(overflowing, overflowing, gradients=False, sizes={"m": perfsuite.size(1, 9), "n": perfsuite.size(1, 9)})
     with pytest.raises(NotEquivalent, match=r"the reference alone overflows.*too little is proven"):
-        perfsuite.check(bad, examples=10, device="cpu")
+        perfsuite.check(bad, examples=EXAMPLES, device="cpu")
 
 
 def test_an_error_of_the_declaration_stays_one() -> None:

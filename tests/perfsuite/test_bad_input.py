@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from scale import FULLY
+from scale import FULLY, some
 from scratch import ROOT, SMALL, TWO_LINES, Failure, Job, Project, lines_with, times, wait_for
 
 from perfsuite.records import Status, from_json, to_json
@@ -243,7 +243,7 @@ DAMAGE: dict[str, tuple[Callable[[str], str], list[str]]] = {
 }
 
 
-@pytest.mark.parametrize("name", DAMAGE)
+@pytest.mark.parametrize("name", some(DAMAGE, ("truncated", "edited", "foreign", "newer")))
 def test_a_damaged_baseline(project: Project, name: str) -> None:
     damage, words = DAMAGE[name]
     project.write("test_scale.py", TWO_LINES)
@@ -352,7 +352,7 @@ def test_an_older_report_that_cannot_be_removed_is_not_shown(verdict: tuple[Proj
     assert not (project.path / "summary.md").exists()
 
 
-@pytest.mark.parametrize("place", ["", "folder", "folder/below"])
+@pytest.mark.parametrize("place", ["", pytest.param("folder", marks=FULLY), pytest.param("folder/below", marks=FULLY)])
 def test_a_job_summary_that_cannot_be_written(verdict: tuple[Project, int], place: str) -> None:
     project, code = verdict
     (project.path / "folder").mkdir()

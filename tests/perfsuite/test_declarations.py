@@ -7,6 +7,7 @@ from typing import Any
 import hypothesis
 import pytest
 import torch
+from scale import count
 
 import perfsuite
 from perfsuite import Pair, Workload, contexts, expressions, floats, integers, size, tensor
@@ -23,7 +24,7 @@ def check(pair: Pair) -> None:
     hypothesis.settings.register_profile("declared", derandomize=True)
     hypothesis.settings.load_profile("declared")
     try:
-        perfsuite.check(pair, examples=12, device="cpu")
+        perfsuite.check(pair, examples=count(quick=5, full=12), device="cpu")
     finally:
         hypothesis.settings.load_profile(before)
 

@@ -15,7 +15,7 @@ from pathlib import Path
 import click
 import pytest
 from click.testing import CliRunner
-from scale import FULL
+from scale import FULL, FULLY
 from scratch import ROOT, Project, times
 
 from perfsuite import cli
@@ -160,6 +160,7 @@ def output_of(project: Project, line: str, *, slower: float) -> tuple[int, str]:
         return result.exit_code, result.output
 
 
+@FULLY  # three runs of pytest and three of the gate
 def test_the_tutorial(project: Project) -> None:
     project.write(".gitignore", "__pycache__/\n.perfsuite/\n.hypothesis/\n.benchmarks/")
     slower, ran = 1.0, []

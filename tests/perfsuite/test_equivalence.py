@@ -671,7 +671,7 @@ FAMILIES = {
 
 def families() -> list[Any]:
     """Return one precision of each family; make test-all runs the others, too."""
-    other = ("in float16", "in bfloat16", "in float64", ", fused")
+    other = ("in float16", "in bfloat16", "in float64", ", fused", ", unfused", "one after another", "of NaN")
     return [pytest.param(name, marks=FULLY if any(words in name for words in other) else ()) for name in FAMILIES]
 
 

@@ -9,6 +9,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+from scale import FULLY
 from scratch import Failure, Project, fails, lines_with, times
 
 from perfsuite import exit_codes
@@ -390,7 +391,13 @@ def test_a_path_that_the_option_swallows_is_red(accepted: Project) -> None:
 
 @pytest.mark.parametrize(
     "arguments",
-    [["-m", "perf"], ["-m", "perf and not gpu"], ["-k", "speed"], [LITTLE], ["-m", "correctness or perf"]],
+    [
+        ["-m", "perf"],
+        pytest.param(["-m", "perf and not gpu"], marks=FULLY),
+        ["-k", "speed"],
+        pytest.param([LITTLE], marks=FULLY),
+        pytest.param(["-m", "correctness or perf"], marks=FULLY),
+    ],
 )
 def test_the_gate_applies_however_the_items_are_chosen(accepted: Project, arguments: list[str]) -> None:
     accepted.measured(times(slower=0.05))
@@ -437,7 +444,7 @@ ENDINGS = {
 
 
 @pytest.mark.parametrize("ending", ENDINGS.values(), ids=ENDINGS)
-@pytest.mark.parametrize("command", ["pytest", "perfsuite"])
+@pytest.mark.parametrize("command", [pytest.param("pytest", marks=FULLY), "perfsuite"])
 def test_a_run_that_ends_early_is_red(accepted: Project, ending: str, command: str) -> None:
     (accepted.path / "conftest.py").write_text(ending)
     result = accepted.gate() if command == "pytest" else accepted.cli("gate")
@@ -448,7 +455,7 @@ def test_a_run_that_ends_early_is_red(accepted: Project, ending: str, command: s
 @pytest.mark.parametrize(
     "option", ["--co", "--fixtures", "--cache-show", "--setup-plan", "--perfsuite-mode=list", "--markers"]
 )
-@pytest.mark.parametrize("place", ["addopts", "PYTEST_ADDOPTS", "after --"])
+@pytest.mark.parametrize("place", ["addopts", pytest.param("PYTEST_ADDOPTS", marks=FULLY), "after --"])
 def test_an_option_that_runs_no_test_is_red(
     accepted: Project, monkeypatch: pytest.MonkeyPatch, option: str, place: str
 ) -> None:

@@ -7,14 +7,13 @@ PERFSUITE_TEST_SCALE=full simulates all.
 from __future__ import annotations
 
 import math
-import os
 from collections import Counter
 from dataclasses import replace
 
 import numpy as np
 import pytest
 from builders import entry, measurement, workload_id
-from scale import FULLY
+from scale import FULL, FULLY
 
 from perfsuite import planning
 from perfsuite.baseline import Entry
@@ -34,7 +33,7 @@ ENTRY = entry([PROCESS])
 
 
 def suites(few: int) -> int:
-    return 200 if os.environ.get("PERFSUITE_TEST_SCALE") == "full" else few
+    return 200 if FULL else few
 
 
 class Simulated:
@@ -118,7 +117,7 @@ class Rates:
         return abs(self.processes - processes) <= 0.1 + 1.5 / math.sqrt(self.suites)
 
 
-@pytest.mark.parametrize(("scale", "few", "noisy", "processes"), [(1.0, 10, 0.0, 1.45), (2.0, 6, 0.006, 2.6)])
+@pytest.mark.parametrize(("scale", "few", "noisy", "processes"), [(1.0, 5, 0.0, 1.45), (2.0, 3, 0.006, 2.6)])
 def test_an_unchanged_suite_raises_no_alarm(scale: float, few: int, noisy: float, processes: float) -> None:
     found = Rates(1, few, 0.0, scale)
     # With a rate of 1%, more than six of 200 suite runs would be beyond chance.
@@ -131,7 +130,7 @@ def test_an_unchanged_suite_raises_no_alarm(scale: float, few: int, noisy: float
 @pytest.mark.parametrize(
     ("slower", "scale", "few", "red", "passed", "processes"),
     [
-        (1.0, 1.0, 6, 0.988, 0.011, 4.2),
+        (1.0, 1.0, 4, 0.988, 0.011, 4.2),
         (1.5, 1.0, 3, 0.999, 0.001, 4.05),
         pytest.param(1.0, 2.0, 5, 0.927, 0.017, 5.8, marks=FULLY),
         pytest.param(1.5, 2.0, 3, 0.991, 0.002, 4.7, marks=FULLY),
@@ -158,7 +157,7 @@ def test_a_slowdown_of_each_workload_s_own_margin_is_found_with_the_planned_bloc
 def test_few_workloads_on_a_far_noisier_machine_are_not_judged_by_luck(workloads: int, scale: float) -> None:
     """They have too few processes to show the noise of the run; their blocks show it."""
     rng = np.random.default_rng(4)
-    count = suites(120) // workloads
+    count = suites(60) // workloads
     alike, slower = (
         Counter(
             v.status

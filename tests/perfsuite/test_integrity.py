@@ -106,6 +106,11 @@ def seldom_wrong() -> Call:
     return lambda x: torch.exp(x) if next(calls) % 30 else torch.zeros_like(x)
 
 
+def wrong_once(at: int) -> Call:
+    calls = itertools.count(1)
+    return lambda x: torch.zeros_like(x) if next(calls) == at else torch.exp(x)
+
+
 def unwritten(x: torch.Tensor) -> torch.Tensor:
     out = torch.empty_like(x)
     out[:-1] = torch.exp(x[:-1])
@@ -197,6 +202,11 @@ FAULTS: dict[str, tuple[Callable[[Probe], None], Call, str]] = {
         replayed(lambda x: x.shape),
         "gives one answer to different inputs: an earlier answer is replayed",
     ),
+    "one wrong answer between others": (
+        integrity.call_order,
+        wrong_once(3),
+        "drifts: right at first, wrong at call 3, alternating between two inputs, and right when these calls are",
+    ),
     "one call late": (integrity.call_order, late(), "depends on the order of its calls: call 2"),
 }
 
@@ -226,6 +236,11 @@ def test_every_planted_fault_is_found_by_the_whole_check(name: str) -> None:
         "many private buffers in turn": many_buffers,
         "an answer of thirty": seldom_wrong,
         "race": racing,
+        "one wrong answer between others": (
+            integrity.call_order,
+            wrong_once(3),
+            "drifts: right at first, wrong at call 3, alternating between two inputs, and right when these calls are",
+        ),
         "one call late": late,
         "replayed by shape": lambda: replayed(lambda x: x.shape),
     }

@@ -299,7 +299,7 @@ def test_modules_without_parameters_are_sides_like_any_other() -> None:
 
     pair = Pair(reference=nn.GELU(), optimized=Gelu(), inputs={"x": tensor("m", "n", values=floats(-3, 3))})
     assert list(pair.inputs) == ["x"]
-    perfsuite.check(pair, examples=10, device="cpu")
+    perfsuite.check(pair, examples=5, device="cpu")
 
 
 def test_a_function_beside_a_module_with_parameters_is_refused() -> None:

@@ -11,6 +11,7 @@ import pytest
 from builders import MACHINE, measurement
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from scale import count
 
 from perfsuite import records
 from perfsuite.errors import PerfsuiteError
@@ -45,7 +46,7 @@ def tables(kind: type) -> dict[str, st.SearchStrategy[Any]]:
 
 @pytest.mark.parametrize("kind", RECORDS, ids=lambda kind: kind.__name__)
 def test_every_record_survives_json(kind: type) -> None:
-    @settings(derandomize=True, max_examples=20, deadline=None, database=None)
+    @settings(derandomize=True, max_examples=count(quick=6, full=20), deadline=None, database=None)
     @given(st.builds(kind, **tables(kind)))
     def survives(record: Any) -> None:
         text = json.dumps(to_json(record))

@@ -9,6 +9,7 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
+from scale import FULLY
 from scratch import ROOT
 
 from tools.run_tests import merge_junit, passes, worst
@@ -35,6 +36,7 @@ def test_a_run_without_tests_counts_only_where_none_has_any(codes: list[int], co
     assert worst(codes) == code
 
 
+@FULLY  # it collects in a process of its own
 def test_the_arguments_reach_pytest(tmp_path: Path) -> None:
     file, report = "tests/perfsuite/test_run_tests.py", tmp_path / "tests.xml"
     command = [sys.executable, "-m", "tools.run_tests", "-q", "-n", "0", "-k", "reach_pytest", "--collect-only"]

@@ -31,7 +31,7 @@ from perfsuite.errors import NotEquivalent, PerfsuiteError
 from perfsuite.integrity import calls
 
 EXAMPLES = 60
-HONEST_EXAMPLES = count(quick=6, full=EXAMPLES)
+HONEST_EXAMPLES = count(quick=4, full=EXAMPLES)
 GPU = torch.cuda.is_available()
 DEVICE = "cuda" if GPU else "cpu"
 PATCHED: tuple[tuple[Any, str], ...] = (

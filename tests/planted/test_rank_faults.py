@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Iterable, Iterator
-from typing import Any
+from collections.abc import Iterator
 
 import pytest
 import rank_faults
-from scale import FULLY
+from scale import some
 
 from perfsuite.errors import NotEquivalent
 from perfsuite.ranks import group, proof
@@ -69,11 +68,6 @@ def check(name: str) -> None:
     pair.name = name
     with group.alone(pair, "cpu"):
         proof.check(pair.at(2), CASE, "cpu", module=rank_faults)
-
-
-def some(names: Iterable[str], usual: Collection[str]) -> list[Any]:
-    """Return parameters for these names; only make test-all runs those that are not `usual`."""
-    return [pytest.param(name, marks=[] if name in usual else FULLY) for name in names]
 
 
 @pytest.mark.parametrize("name", some(rank_faults.WRONG, USUAL_WRONG))

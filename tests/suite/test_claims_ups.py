@@ -145,6 +145,7 @@ def test_query_points_are_timed_on_both_grids_and_counted() -> None:
     assert "the source's grid of darcy2d the query loss has 1.98 times fewer operations" in finding
 
 
+@FULLY
 def test_the_schedule_saves_three_quarters_of_the_work() -> None:
     verdict, finding = ups.work(SMALL)
     assert verdict == REFUTED

@@ -14,7 +14,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from curves import NEIGHBOURS, a_rounding_away, deviation_of, share_of_rule
-from scale import count, draws
+from scale import FULLY, count, draws
 from states import same, through_a_file
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -161,7 +161,7 @@ leak_cnn = Pair(
     },
     step_inputs={"epoch": tensor(dtype="int64", values=integers(0, SMALL.epochs))},
     gradients=False,
-    max_examples=draws(cpu=10, otherwise=50),
+    max_examples=draws(cpu=7, otherwise=50),
     sizes={"F": size(1, 2), "V": size(1, 2), "L": size(2, 3)},
     steps=(1, 2),
     workloads=[
@@ -236,6 +236,7 @@ def test_the_conventional_set_up_learns_the_same(where, known):
     assert share_of_budget([torch.tensor(losses, dtype=torch.float64)], known[:1]) <= 1
 
 
+@FULLY
 def test_at_the_source_s_size_both_begin_the_same():
     """Later roundings of ReLUs and ties, which are many more here, go so far that agreement would show little."""
     config = dataclasses.replace(

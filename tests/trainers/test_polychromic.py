@@ -40,7 +40,8 @@ SMALL = TrainConfig(
     diversity=0.5,
 )
 DATA = Data(synthetic=24, length=48, batch_size=2, accumulation=2, steps=12)
-DAY = scale.count(quick=5, full=8)
+LONG, DAY = (8, 4) if not scale.FULL else (DATA.steps, 8)
+"""Numbers of steps over which both sides are compared."""
 """Number of steps that are compared where a technique is switched."""
 
 
@@ -168,10 +169,10 @@ def trained(kind, given, config=SMALL, count=3, **options):
     return trainer
 
 
-def curve(trainer, count=SMALL.steps):
+def curve(trainer, windows=LONG):
     """Return cross-entropy and diversity, [steps, 2]."""
     found = []
-    for _ in range(count):
+    for _ in range(windows):
         trainer.train_window({})
         report = trainer.last_report()
         found.append([report.cross_entropy, report.diversity])

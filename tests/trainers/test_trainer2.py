@@ -23,7 +23,7 @@ VOCABULARY = 50
 SMALL = TrainConfig(
     batch_size=3, sequence_length=6, blocks=1, lattice=3, memory_slots=16, window=2, compiled_function=False
 )
-WINDOWS = count(quick=50, full=200)
+WINDOWS = count(quick=30, full=200)
 NEIGHBOURS = 3
 """Number of reference runs with a first field a rounding away; they show how far rounding alone moves the curve."""
 CLAIMED = 1e-4

@@ -16,7 +16,7 @@ import pytest
 import torch
 from click.testing import CliRunner
 from curves import NEIGHBOURS, a_rounding_away, deviation_of, share_of_rule
-from scale import count, draws
+from scale import FULLY, count, draws
 from states import same, through_a_file
 
 from optimized.compilation import compiled_function
@@ -175,7 +175,7 @@ ups = Pair(
     },
     gradients=False,
     sizes={"L": size(2, 9), "W": size(8, 16, multiple_of=4)},
-    max_examples=draws(cpu=8),
+    max_examples=draws(cpu=6),
     steps=(1, 2),
     workloads=[
         Workload(
@@ -366,7 +366,8 @@ def test_each_goes_on_from_the_other_s_checkpoint(first, second, given):
 
 @pytest.mark.parametrize("kind", [Reference, Optimized])
 @pytest.mark.parametrize(
-    "changes", [{}, {"precision": "fp16"}, {"cpu_offload_optimizer": True, "resident_latents": False}]
+    "changes",
+    [{}, pytest.param({"precision": "fp16"}, marks=FULLY), {"cpu_offload_optimizer": True, "resident_latents": False}],
 )
 def test_stopped_at_random_steps_and_resumed_it_is_the_same_bit_for_bit(kind, changes, given):
     config = dataclasses.replace(SMALL, **changes)
@@ -565,6 +566,7 @@ def test_inverse_losses_take_the_latents_before_and_after_the_step(given, reside
     assert states == {task.task: {0, 1} for task in given.tasks}
 
 
+@FULLY  # `loader` proves workers, too
 def test_workers_make_the_same_batches(given):
     config = dataclasses.replace(SMALL, num_workers=1, prefetch_factor=2)
     maker = Maker(given=given, config=config)
@@ -814,7 +816,7 @@ def test_a_stage_trains_the_denoiser_alone_and_resumes_bit_for_bit(stage, runs, 
 
 
 @pytest.mark.parametrize("stage", ["diffusion", "consistency"])
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.parametrize("precision", ["bf16", pytest.param("fp16", marks=FULLY)])
 def test_a_stage_in_half_precision_learns_nearly_the_same(precision, stage, runs, given):
     config = at_stage(stage, runs)
     expected = curve(made(Reference, given, config), 3)
