@@ -7,7 +7,7 @@ from subprocess import PIPE
 
 import pytest
 import torch
-from scale import draws
+from scale import FULLY, draws
 
 from optimized.compilation import compiled_function as module
 from optimized.compilation.compiled_function import compiled_function as optimized
@@ -104,6 +104,7 @@ def test_a_failure_without_words_is_reported_by_its_kind(monkeypatch):
         assert call(1) == 2
 
 
+@FULLY  # it compiles anew
 def test_what_the_compiler_warns_of_is_no_error_and_keeps_nothing_from_being_compiled(monkeypatch, tmp_path):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # warnings of the modules that it imports

@@ -1,6 +1,6 @@
 import pytest
 import torch
-from scale import FULLY
+from scale import FULLY, draws
 
 from optimized import decoding_kernels
 from optimized.cached_decoding import Cache
@@ -34,7 +34,7 @@ kv_cache = Pair(
         "pairs": size(1, 3),
     },
     steps=(1, 2),
-    max_examples=12,
+    max_examples=draws(cpu=6, otherwise=12),
     rivals={"compile": compiled(stateful(side(reference, devices=("cuda",))))},
     variants={"triton": stateful(side(kv_cache_triton, available=triton_reason))},
     workloads=[
@@ -116,7 +116,7 @@ def test_the_keys_and_values_of_a_cache_lie_at_their_positions():
     ("shape", "rank"),
     [
         ((1, 2, 2), 16),
-        ((3, 2, 4), None),
+        pytest.param((3, 2, 4), None, marks=FULLY),
         ((3, 2, 4), 1),
         pytest.param((2, 3, 16), None, marks=FULLY),
         pytest.param((2, 3, 16), 16, marks=FULLY),

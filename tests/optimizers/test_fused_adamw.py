@@ -39,7 +39,7 @@ fused_adamw = Pair(
     step_inputs={"grads": listof("count", tensor("rows", "columns"))},
     mutates={"params"},
     sizes={"count": size(0, 3), "rows": size(0, 49), "columns": size(0, 49)},
-    steps=steps(cpu=(1, 2, 17), otherwise=(1, 2, 17, 100)),
+    steps=steps(cpu=(1, 2, 5), otherwise=(1, 2, 17, 100)),
     rivals=RIVALS,
     variants=VARIANTS,
     workloads=[
@@ -89,7 +89,7 @@ fused_adamw_cnn = Pair(
         "hidden": size(0, 9),
         "classes": size(0, 5),
     },
-    steps=(1, 2, 17),
+    steps=steps(cpu=(1, 2, 5), otherwise=(1, 2, 17)),
     max_examples=draws(cpu=6, otherwise=16),  # the same kernels as `fused_adamw`'s
     rivals=RIVALS,
     variants=VARIANTS,

@@ -32,7 +32,7 @@ from perfsuite.priors import suite_noise
 from perfsuite.records import Measurement, SideRecord, to_json
 
 REAL = ROOT / "baselines/nvidia-h200.json"
-DAMAGED = count(quick=100, full=1000)
+DAMAGED = count(quick=50, full=1000)
 KEPT = 6
 KILLS = count(quick=10, full=200)
 REMEDIES = ("restore it from git", "upgrade perfsuite", "`git checkout`", "record a baseline with `perfsuite accept`")

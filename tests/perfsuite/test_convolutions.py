@@ -118,6 +118,7 @@ def test_in_proofs_and_times_of_pytest(project: Project, marked: str) -> None:
     assert found.returncode == 0, found.stdout
 
 
+@FULLY  # two compilations of a judged module
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_in_the_process_of_a_judged_module(precision: str | None, nursery: Nursery, tmp_path: Path) -> None:
     reference = tmp_path / "reference.py"

@@ -41,7 +41,6 @@ from perfsuite.tally import Tally
 Call = Callable[..., Any]
 FINITE = floats(nonfinite=False)
 DRAWS = count(quick=100, full=200)
-QUICK_DRAWS = 50
 
 
 def drawn(pair: Pair, dtype: str, number: int, seed: int = 0) -> list[Case]:
@@ -94,12 +93,13 @@ class Family:
     gradients: bool = True
     dtype: str = "float32"
     draws: int = DRAWS
+    quick: int = 30
     options: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def trials(self) -> int:
         """Number of draws in this run."""
-        return count(quick=min(self.draws, QUICK_DRAWS), full=self.draws)
+        return count(quick=self.quick, full=self.draws)
 
 
 def judge_family(family: Family, seed: int) -> tuple[dict[str, list[str]], dict[str, int], Tally]:
@@ -505,6 +505,7 @@ FAMILIES = {
         options={"sizes": HEAD_SIZES},
     ),
     "exp": Family(
+        quick=50,
         reference=torch.exp,
         inputs=NEAR,
         honest={"exp2": lambda x: torch.exp2(x * math.log2(math.e)), "square": lambda x: torch.exp(x / 2).square()},

@@ -91,7 +91,7 @@ def made(candidate: Any, **fields: Any) -> Pair:
 
 def test_a_pair_of_modules_is_proven_with_its_gradients() -> None:
     pair = made(ModelNew, gradients=True)
-    evidence = perfsuite.check(pair, examples=5, device="cpu")
+    evidence = perfsuite.check(pair, examples=count(quick=3, full=10), device="cpu")
     assert len(evidence) == 2
     assert list(pair.inputs) == ["module", "x0"]
     assert list(pair.rivals) == ["compile"]
@@ -299,7 +299,7 @@ def test_modules_without_parameters_are_sides_like_any_other() -> None:
 
     pair = Pair(reference=nn.GELU(), optimized=Gelu(), inputs={"x": tensor("m", "n", values=floats(-3, 3))})
     assert list(pair.inputs) == ["x"]
-    perfsuite.check(pair, examples=5, device="cpu")
+    perfsuite.check(pair, examples=count(quick=3, full=10), device="cpu")
 
 
 def test_a_function_beside_a_module_with_parameters_is_refused() -> None:

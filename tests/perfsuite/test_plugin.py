@@ -344,7 +344,7 @@ def test_too_narrow_a_condition_is_reported(project: Project) -> None:
     [
         pytest.param("speed", [], False, marks=FULLY),
         pytest.param("speed", ["--benchmark-columns=median"], True, marks=FULLY),
-        ("speed or own", [], True),
+        pytest.param("speed or own", [], True, marks=FULLY),
     ],
 )
 def test_the_table_of_pytest_benchmark_is_shown_where_it_is_asked_for(

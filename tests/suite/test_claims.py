@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from click.testing import CliRunner
+from scale import FULLY
 
 from perfsuite.errors import PerfsuiteError
 from suite.ablation import ALL, REFERENCE, Timed
@@ -144,6 +145,7 @@ def test_all_together_is_judged_without_graphs(windows: dict[str, Timed]) -> Non
     assert "without graphs a window of 1.10 s takes 970 ms: 12.1% (11.2 to 13) less" in finding
 
 
+@FULLY  # it scripts and times
 def test_scripting_is_judged_by_its_share_of_a_window(windows: dict[str, Timed]) -> None:
     verdict, finding = trainer2.scripting(SMALL)
     assert verdict == REFUTED  # of a window of a second nothing this small is 1%

@@ -185,6 +185,7 @@ def test_the_state_of_the_optimizers_is_a_hundred_megabytes() -> None:
     assert "of 24,129,794 parameters 96.8 MB, and with AdamW alone 193 MB" in finding
 
 
+@FULLY
 def test_a_trainer_s_peak_has_its_weights_averages_and_gradients() -> None:
     trainer = ups_setting.make_trainer(SMALL, ups_setting.tuned(SMALL))
     weights = sum(w.nbytes for w in trainer.weights.values())

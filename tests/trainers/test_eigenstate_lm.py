@@ -15,7 +15,7 @@ import numpy
 import pytest
 import torch
 from curves import NEIGHBOURS, a_rounding_away, deviation_of, share_of_rule
-from scale import FULLY, count, draws
+from scale import FULL, FULLY, count, draws
 from states import same, through_a_file
 
 from optimized.trainers import eigenstate_lm as module
@@ -365,7 +365,7 @@ def test_stopped_at_random_steps_and_resumed_it_is_the_same_bit_for_bit(kind, lo
         going.train_window({})
         saved[step] = through_a_file(going)
     for stop in stops:
-        trainer = kind(dataclasses.replace(config, loader=stop == stops[0]), text, "cpu")
+        trainer = kind(dataclasses.replace(config, loader=FULL and stop == stops[0]), text, "cpu")
         trainer.load_state_dict(saved[stop])
         for step in range(stop, 16):
             trainer.train_window({"step": torch.tensor(step)})
