@@ -3,6 +3,7 @@ import itertools
 import pytest
 import torch
 from attending import by_flash_attn, different, flash_attn_reason
+from scale import draws
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
@@ -105,7 +106,7 @@ flash_attention = Pair(
     optimized=dense(optimized),
     inputs={**INPUTS, "causal": CAUSAL},
     sizes=SIZES,
-    max_examples=15,
+    max_examples=draws(cpu=7, otherwise=15),
     strides="any",
     unsupported=UNSUPPORTED,
     rivals={"compile": compiled(side(dense(reference), devices=("cuda",)))},
@@ -121,7 +122,7 @@ flash_attention_half = Pair(
     inputs={**INPUTS, "causal": CAUSAL},
     sizes=SIZES,
     dtypes=HALF,
-    max_examples=15,
+    max_examples=draws(cpu=7, otherwise=15),
     strides="any",
     unsupported=UNSUPPORTED,
     workloads=[Workload("d64_t1000", B=16, groups=4, K=8, T=1000, D=64, causal=1, dtype="bfloat16", device="cuda")],
@@ -134,7 +135,7 @@ flash_attention_tiles = Pair(
     inputs={**inputs("128 * tiles"), "causal": CAUSAL},
     sizes={"B": size(1, 2), "groups": size(1, 2), "K": size(1, 1), "tiles": size(1, 2), "D": size(64, 64)},
     dtypes=HALF,
-    max_examples=15,
+    max_examples=draws(cpu=7, otherwise=15),
     strides="any",
     unsupported=UNSUPPORTED,
     rivals=BACKENDS,
@@ -146,7 +147,7 @@ flash_attention_padded = Pair(
     optimized=padded(optimized),
     inputs={**INPUTS, "causal": CAUSAL, "lengths": tensor("B", dtype="int64", values=integers(1, "T"))},
     sizes=SIZES,
-    max_examples=15,
+    max_examples=draws(cpu=7, otherwise=15),
     strides="any",
     unsupported=UNSUPPORTED,
     workloads=[
@@ -193,7 +194,7 @@ flash_attention_packed = Pair(
     optimized=packed(optimized_packed),
     inputs=PACKED,
     sizes=PACKED_SIZES,
-    max_examples=15,
+    max_examples=draws(cpu=7, otherwise=15),
     strides="any",
     unsupported=UNSUPPORTED,
     workloads=[Workload("cpu", **ONCE, clock="wall", direction="both", device="cpu")],
@@ -204,7 +205,7 @@ flash_attention_packed_half = Pair(
     inputs=PACKED,
     sizes=PACKED_SIZES,
     dtypes=HALF,
-    max_examples=15,
+    max_examples=draws(cpu=7, otherwise=15),
     strides="any",
     unsupported={**UNSUPPORTED, "captured_graph": "the host reads the longest sequence's length"},
     variants={"longest": side(packed(optimized_packed, longest=True), devices=("cuda",))},

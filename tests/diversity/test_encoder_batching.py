@@ -2,6 +2,7 @@ import functools
 
 import pytest
 import torch
+from scale import draws
 
 from optimized.diversity.encoder_batching import encoder_batching as optimized
 from perfsuite import Pair, Workload, compiled, integers, module, side, size, tensor
@@ -21,7 +22,7 @@ encoder_batching = Pair(
         "lengths": tensor("sets", "n", dtype="int64", values=integers(1, "longest + 1")),
     },
     gradients=False,
-    max_examples=15,
+    max_examples=draws(cpu=8, otherwise=15),
     sizes={
         "sets": size(1, 4),
         "n": size(1, 3),

@@ -2,6 +2,7 @@ import math
 
 import pytest
 import torch
+from scale import draws
 
 from optimized.generation import fused_lora_nf4 as module
 from optimized.generation.fused_lora import NARROW, TORCH
@@ -48,7 +49,7 @@ fused_lora_nf4 = Pair(
         "keep": scalar(floats(0.5, 1)),
     },
     sizes={"tokens": size(0, 24), "blocks": size(0, 2), "outputs": size(0, 24), "rank": size(1, 18)},
-    max_examples=16,
+    max_examples=draws(cpu=7, otherwise=16),
     rivals={
         "compile": compiled(side(reference, devices=("cuda",))),
         "product_kernel": side(fused_lora_nf4_triton, devices=("cuda",), available=triton_reason),

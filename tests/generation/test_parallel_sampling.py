@@ -2,7 +2,7 @@ import math
 
 import pytest
 import torch
-from scale import count, some
+from scale import count, draws, some
 
 from optimized.generation.parallel_sampling import parallel_sampling as optimized
 from optimized.generation.parallel_sampling import parallel_sampling_torch, parallel_sampling_triton
@@ -88,7 +88,7 @@ parallel_sampling = Pair(
     dtypes=("float32", "bfloat16"),
     # The interpreter takes some ten milliseconds per row.
     sizes={"rows": size(0, 5), "vocabulary": size(1, 300)},
-    max_examples=30,
+    max_examples=draws(cpu=12, otherwise=30),
     excuse=near_a_boundary,
     rivals={"compile": compiled(side(reference, devices=("cuda",)))},
     variants={

@@ -3,6 +3,7 @@ import itertools
 
 import pytest
 import torch
+from scale import draws
 from torch.func import functional_call
 
 from optimized.losses.inverse_losses import inverse_losses as optimized
@@ -79,7 +80,7 @@ inverse_losses = Pair(
         "batch": scalar(integers(0, 9)),
         "frequency": scalar(integers(1, 4)),
     },
-    max_examples=12,
+    max_examples=draws(cpu=7, otherwise=12),
     sizes={
         "B": size(1, 3),
         "C": size(1, 3),

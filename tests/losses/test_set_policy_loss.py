@@ -3,7 +3,7 @@ import math
 
 import pytest
 import torch
-from scale import some
+from scale import draws, some
 from torch.nn import functional
 
 from optimized.kernels import INTERPRETED, triton_reason
@@ -64,7 +64,7 @@ set_policy_loss = Pair(
     optimized=optimized,
     # NaN and infinities have tests below: where the mask is False, the reference's gradient of them is NaN.
     inputs=inputs(floats(nonfinite=False)),
-    max_examples=25,
+    max_examples=draws(cpu=10, otherwise=25),
     sizes=SIZES,
     rivals=RIVALS,
     variants={"triton": side(set_policy_loss_triton, available=triton_reason)},
@@ -80,7 +80,7 @@ set_policy_loss_bfloat16 = Pair(
     optimized=optimized,
     # The logits are as large as a language model's; float32 draws those of any size.
     inputs=inputs(floats(-30, 30)),
-    max_examples=25,
+    max_examples=draws(cpu=10, otherwise=25),
     sizes=SIZES,
     dtypes=("bfloat16",),
     rivals=RIVALS,

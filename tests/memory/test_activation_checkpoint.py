@@ -1,4 +1,5 @@
 import torch
+from scale import draws
 
 from optimized.memory.activation_checkpoint import activation_checkpoint as optimized
 from optimized.memory.activation_checkpoint import activation_checkpoint_operator as optimized_operator
@@ -14,6 +15,7 @@ activation_checkpoint = Pair(
     optimized=on_network(optimized),
     inputs=INPUTS,
     sizes=SIZES,
+    max_examples=draws(cpu=12),
     adjust=off_thresholds,
     excuse=near_a_threshold,
     rivals={"compile": compiled(side(on_network(reference), devices=("cuda",)))},
@@ -36,7 +38,7 @@ activation_checkpoint_operator = Pair(
         "head_width": size(4, 5),
         "depth": size(1, 2),
     },
-    max_examples=12,
+    max_examples=draws(cpu=7, otherwise=12),
     rivals={"compile": compiled(side(reference_operator, devices=("cuda",)))},
     workloads=[
         Workload("ups_both", **OPERATOR, direction="both", device="cuda"),

@@ -1,4 +1,5 @@
 import torch
+from scale import draws
 
 from optimized.memory.channels_last import channels_last as optimized
 from perfsuite import Pair, Workload, compiled, side
@@ -11,6 +12,7 @@ channels_last = Pair(
     optimized=on_network(optimized),
     inputs=INPUTS,
     sizes=SIZES,
+    max_examples=draws(cpu=12),
     adjust=off_thresholds,
     excuse=near_a_threshold,
     rivals={"compile": compiled(side(on_network(reference), devices=("cuda",)))},

@@ -1,3 +1,5 @@
+from scale import draws
+
 from optimized.memory.inplace_activation import inplace_activation as optimized
 from perfsuite import Pair, Workload, compiled, side
 from reference.memory.inplace_activation import inplace_activation as reference
@@ -9,6 +11,7 @@ inplace_activation = Pair(
     optimized=on_network(optimized),
     inputs=INPUTS,
     sizes=SIZES,
+    max_examples=draws(cpu=12),
     adjust=off_thresholds,
     excuse=near_a_threshold,
     rivals={"compile": compiled(side(on_network(reference), devices=("cuda",)))},

@@ -99,7 +99,7 @@ class Family:
     @property
     def trials(self) -> int:
         """Number of draws in this run."""
-        return count(quick=self.quick, full=self.draws)
+        return count(quick=min(self.quick, self.draws), full=self.draws)
 
 
 def judge_family(family: Family, seed: int) -> tuple[dict[str, list[str]], dict[str, int], Tally]:

@@ -376,6 +376,7 @@ def test_timed_items_in_an_xdist_worker_are_red(accepted: Project) -> None:
     assert not accepted.workers.calls
 
 
+@FULLY  # it starts a worker
 def test_proofs_in_an_xdist_worker_run(project: Project) -> None:
     project.write("test_scale.py", SCALE)
     project.write("conftest.py", "def pytest_configure(config):\n    config.workerinput = {'workerid': 'gw0'}")

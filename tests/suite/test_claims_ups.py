@@ -330,6 +330,7 @@ def test_batches_are_compared_by_examples_a_second(monkeypatch: pytest.MonkeyPat
     assert "762 with 4, 1520 with 8; 8 against 4 2 times as fast" in finding
 
 
+@FULLY
 def test_every_phase_is_timed_alone_and_all_together(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ups_measured, "TOGETHER", 1)
     verdict, finding = ups.phases(SMALL)
