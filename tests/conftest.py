@@ -9,12 +9,36 @@ from contextlib import AbstractContextManager, contextmanager
 
 import pytest
 import torch
+from scale import FULLY, in_full
 
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line(
         "markers", "interpreted: runs kernels in Triton's interpreter; skipped where there is none."
     )
+
+
+DEAR = {
+    "fullgraph_model::contexts",  # C++ is compiled for each of them
+    # Variants of kernels that another pair compiles:
+    "fused_adamw_cnn::kernels[sm_90]",
+    "fused_lora_without_dropout::kernels[sm_90]",
+    "lior_and_speed_diagonal::kernels[sm_90]",
+    "muon_float32::kernels[sm_90]",
+    "retrieval_batched::kernels[sm_90]",
+    "retrieval_diagonal::kernels[sm_90]",
+    "rotor_cache_turning::kernels[sm_90]",
+    "set_policy_loss_bfloat16::kernels[sm_90]",
+}
+"""Items that `make test` leaves out on a CPU, because compiling with empty caches takes long."""
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if not in_full():
+        for item in items:
+            if item.nodeid.partition("::")[2] in DEAR:
+                item.add_marker(FULLY)
 
 
 def pytest_collection_finish() -> None:

@@ -19,7 +19,7 @@ def count(*, quick: int, full: int) -> int:
     return full if FULL else quick
 
 
-def _in_full() -> bool:
+def in_full() -> bool:
     """Return whether pairs are proven in full: in `make test-all`, and wherever there is a GPU."""
     return FULL or torch.cuda.is_available()
 
@@ -30,18 +30,18 @@ def draws(*, cpu: int, otherwise: int | None = None) -> int | None:
     A pair with a limit takes random draws alone. Without one it also takes those that hold every kind of inputs, and
     large sizes; this is what `make test-all` and a GPU are for.
     """
-    return otherwise if _in_full() else cpu
+    return otherwise if in_full() else cpu
 
 
 def steps(*, cpu: tuple[int, ...], otherwise: tuple[int, ...]) -> tuple[int, ...]:
     """Return after how many steps a pair's states are compared: `cpu` in `make test` without a GPU."""
-    return otherwise if _in_full() else cpu
+    return otherwise if in_full() else cpu
 
 
 def ranks(*numbers: int) -> tuple[int, ...]:
     """Return the numbers of processes that a pair is proven in: the first alone in `make test` without a GPU. Four
     processes take two cores long to start."""
-    return numbers if _in_full() else numbers[:1]
+    return numbers if in_full() else numbers[:1]
 
 
 FULLY = pytest.mark.skipif(not FULL, reason="runs in make test-all")

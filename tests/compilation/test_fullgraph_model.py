@@ -46,7 +46,7 @@ fullgraph_model = Pair(
     },
     # Each shape is compiled anew, which takes seconds.
     sizes={"N": size(3, 4), "c1": size(3, 3), "c2": size(4, 4), "c3": size(5, 5), "h": size(6, 6)},
-    max_examples=draws(cpu=2),
+    max_examples=draws(cpu=1),
     adjust=off_thresholds,
     excuse=near_a_threshold,
     unsupported={"two_graphs": "a replay writes over what the one before it kept for its backward pass"},

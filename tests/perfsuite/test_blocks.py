@@ -6,7 +6,7 @@ import math
 
 import numpy as np
 import pytest
-from scipy import stats
+import scipy  # its parts are imported where they are used
 
 from perfsuite.blocks import block_variance, process_mean
 from perfsuite.statistics import within
@@ -63,4 +63,4 @@ def test_one_interrupted_block_in_eight_moves_neither_on_the_wall_clock() -> Non
 
 def test_the_trimmed_mean_is_scipy_s() -> None:
     blocks = np.random.default_rng(3).normal(size=22).tolist()
-    assert process_mean(blocks, "wall") == pytest.approx(float(stats.trim_mean(blocks, 0.25)))
+    assert process_mean(blocks, "wall") == pytest.approx(float(scipy.stats.trim_mean(blocks, 0.25)))

@@ -1160,9 +1160,10 @@ def test_a_reference_that_depends_on_its_dtype_is_an_error(reference: Call, matc
 # --- a cheaper truth -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("case", drawn(pair_of(torch_sum, torch_sum, ROWS), "float64", 25))
-def test_a_cheaper_truth_is_proven(case: Case) -> None:
-    equivalence.check_truth(pair_of(sequential_sum, sequential_sum, ROWS, truth=torch_sum), case, "cpu")
+def test_a_cheaper_truth_is_proven() -> None:
+    pair = pair_of(sequential_sum, sequential_sum, ROWS, truth=torch_sum)
+    for case in drawn(pair, "float64", 25):
+        equivalence.check_truth(pair, case, "cpu")
 
 
 @pytest.mark.parametrize(

@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+import scipy  # its parts are imported where they are used
 from builders import counting, entry, few, measurement, side, workload_id
-from scipy import stats
 
 from perfsuite import gate, planning, soundness, stages
 from perfsuite.baseline import Entry
@@ -107,12 +107,12 @@ def paired_error(known: Variance, count: int) -> tuple[float, float]:
 
 def resolvable(se: float, dof: float, selected: int = SELECTED, steps: int = 1000, least: float = 0.01) -> float:
     """Return the margin of an estimate with this error, by scipy's distributions."""
-    needed = stats.t.isf(0.01 / 4 / selected, dof) + stats.t.ppf(0.95, dof)
+    needed = scipy.stats.t.isf(0.01 / 4 / selected, dof) + scipy.stats.t.ppf(0.95, dof)
     return max(least, math.ceil(steps * math.expm1(needed * se) - 1e-6) / steps)
 
 
 def interval(value: float, se: float, dof: float) -> tuple[float, float]:
-    half = stats.t.ppf(0.975, dof) * se
+    half = scipy.stats.t.ppf(0.975, dof) * se
     return value - half, value + half
 
 
@@ -258,7 +258,7 @@ def by_speed(
 @pytest.mark.parametrize("count", [*LOOKS, 20])
 @pytest.mark.parametrize("dof", [3.0, 30.0])
 def test_a_slowdown_is_excluded_at_each_look_s_share_of_beta(dof: float, count: int) -> None:
-    limit = stats.t.isf(0.03 * {1: 0.4, 2: 0.2, 3: 0.1, 12: 0.15, 20: 0.15}.get(count, 0.05), dof)
+    limit = scipy.stats.t.isf(0.03 * {1: 0.4, 2: 0.2, 3: 0.1, 12: 0.15, 20: 0.15}.get(count, 0.05), dof)
     for factor, passes in ((1.001, True), (0.999, False)):
         se = (math.log1p(0.01) - math.log1p(0.002)) / (factor * limit)
         assert (by_speed(0.002, se, dof=dof, count=count)[0] is Status.PASS) is passes
@@ -356,7 +356,7 @@ def test_the_limits_themselves_count() -> None:
 
 
 def test_a_change_is_called_at_alpha_over_looks_and_workloads() -> None:
-    limit = stats.t.isf(0.01 / 4 / SELECTED, 9.0)
+    limit = scipy.stats.t.isf(0.01 / 4 / SELECTED, 9.0)
     for factor, called in ((1.001, True), (0.999, False)):
         se = math.log1p(0.02) / (factor * limit)
         assert (by_speed(0.02, se, dof=9.0)[0] is Status.REGRESSED) is called
@@ -471,7 +471,7 @@ def test_the_default_margin_grows_with_the_noise_between_1_and_10_percent() -> N
 
 def test_the_default_margin_is_rounded_up_to_a_tenth_of_a_percent() -> None:
     for needed, size in ((0.0149, 0.015), (0.0150, 0.015), (0.0151, 0.016), (0.004, 0.01)):
-        per_se = stats.t.isf(0.01 / 4 / SELECTED, 9.0) + stats.t.ppf(0.95, 9.0)
+        per_se = scipy.stats.t.isf(0.01 / 4 / SELECTED, 9.0) + scipy.stats.t.ppf(0.95, 9.0)
         error = Estimate(value=1.0, se=math.log1p(needed) / per_se, dof=9.0)
         assert gate._resolvable(error, SELECTED, 0.01) == size
 
@@ -577,7 +577,7 @@ def known_of(expected: Variance, *processes: Sequence[float]) -> Variance:
 @pytest.mark.parametrize("blocks", [1, 8])
 def test_a_workload_far_noisier_than_accepted_is_judged_by_its_own_processes(blocks: int) -> None:
     expected = Variance(value=1e-6, dof=24.0)
-    limit = math.sqrt(stats.f.isf(1e-3, 3, 24))
+    limit = math.sqrt(scipy.stats.f.isf(1e-3, 3, 24))
     for factor, grown in ((1.001, True), (0.999, False)):
         values = [v * 1e-3 * factor * limit / math.sqrt(5 / 3) for v in (0.0, 1.0, 2.0, 3.0)]
         own = Variance(value=float(np.var(values, ddof=1)), dof=3.0)
@@ -591,7 +591,7 @@ def test_blocks_that_vary_far_beyond_the_accepted_noise_show_it_after_one_proces
     """Otherwise a process whose blocks differ by 60% would exclude a slowdown of 1%."""
     opened(judge([uneven(0.0, 8, spread=0.3)]))
     expected = Variance(value=1e-6, dof=24.0)
-    limit = math.sqrt(stats.f.isf(1e-3, 7, 24) * 8 * 7 / 8)
+    limit = math.sqrt(scipy.stats.f.isf(1e-3, 7, 24) * 8 * 7 / 8)
     for factor, grown in ((1.001, True), (0.999, False)):
         blocks = factor * limit * 1e-3 * np.resize([1.0, -1.0], 8)
         found = known_of(expected, blocks.tolist())
@@ -604,7 +604,7 @@ def test_the_blocks_of_all_processes_are_pooled_about_their_own_means() -> None:
     first, second = [0.0, 0.02, 0.04], [0.03, 0.01]
     block = (8e-4 + 2e-4) / 3
     grown = Variance(value=block * (1 / 3 + 1 / 2) / 2, dof=24.0)
-    assert stats.f.sf(grown.value / 1e-6, 3, 24) < 1e-3
+    assert scipy.stats.f.sf(grown.value / 1e-6, 3, 24) < 1e-3
     found, wanted = known_of(expected, first, second), pooled([[0.02, 0.02]], grown)
     assert (found.value, found.dof) == (pytest.approx(wanted.value), wanted.dof)
 
@@ -629,7 +629,7 @@ def crowd(count: int, scale: float, processes: int = 2, **fields: Any) -> list[S
 
 def factor_of(scale: float) -> float:
     known = pooled(ENTRY.process_means("accepted"), NOISE.process)
-    return max(1.0, (scale * 1e-3) ** 2 / 2 / known.value / stats.f.median(1, known.dof))
+    return max(1.0, (scale * 1e-3) ** 2 / 2 / known.value / scipy.stats.f.median(1, known.dof))
 
 
 @pytest.mark.parametrize("scale", [0.5, 4.0])
@@ -979,8 +979,8 @@ def test_a_promise_holds_as_a_slowdown_is_excluded_and_is_broken_at_alpha_over_l
     error = speed_of(run, None).now
     # A promise is accepted for every session; a gate asks whether this run shows it.
     here = error if looks == 1 else speed_of(run, None, prior=replace(NOISE, session=NO_SHIFT)).now
-    above = stats.t.isf(beta, here.dof) * here.se
-    below = stats.t.isf(0.01 / looks / SELECTED, error.dof) * error.se
+    above = scipy.stats.t.isf(beta, here.dof) * here.se
+    below = scipy.stats.t.isf(0.01 / looks / SELECTED, error.dof) * error.se
     for distance, holds, broken in (
         (1.001 * above, True, False),
         (0.999 * above, False, False),

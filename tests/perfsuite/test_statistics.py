@@ -9,7 +9,7 @@ import sys
 
 import numpy as np
 import pytest
-from scipy import optimize, special, stats
+import scipy  # its parts are imported where they are used
 
 from perfsuite import statistics as module
 from perfsuite.statistics import (
@@ -45,7 +45,7 @@ def draw(rng: np.random.Generator, process: float, session: float, sessions: int
 @pytest.mark.parametrize("dof", [2.0, 7.3, 40.0, math.inf])
 @pytest.mark.parametrize("level", [0.5, 0.95, 1 - 5e-5])
 def test_quantiles_are_student_s(dof: float, level: float) -> None:
-    expected = stats.norm.ppf(level) if math.isinf(dof) else stats.t.ppf(level, dof)
+    expected = scipy.stats.norm.ppf(level) if math.isinf(dof) else scipy.stats.t.ppf(level, dof)
     assert t_quantile(level, dof) == pytest.approx(expected, rel=1e-6, abs=1e-9)
     assert t_survival(t_quantile(level, dof), dof) == pytest.approx(1 - level, rel=1e-6)
 
@@ -161,7 +161,7 @@ def test_spread_is_an_f_test() -> None:
     expected = Variance(value=1e-4, dof=8)
     for dof in (1, 2, 7.5):
         for ratio in (0.3, 1.0, 9.0):
-            assert spread_p(ratio * 1e-4, dof, expected) == pytest.approx(stats.f.sf(ratio, dof, 8))
+            assert spread_p(ratio * 1e-4, dof, expected) == pytest.approx(scipy.stats.f.sf(ratio, dof, 8))
     assert spread_p(1.0, 0.0, expected) == 1.0
 
 
@@ -221,8 +221,8 @@ def test_an_estimate_adds_all_three_variances() -> None:
     assert (found.value, found.se) == (-1.0, pytest.approx(math.sqrt(1.5 + 2.0 + 0.75)))
     assert found.dof == pytest.approx((1.5 + 2.0 + 0.75) ** 2 / (1.5**2 / 7.0 + 2.0**2 / 5.0))
     assert found.interval() == (found.lower(0.975), found.upper(0.975))
-    assert found.lower(0.975) == pytest.approx(-1.0 - stats.t.ppf(0.975, found.dof) * found.se)
-    assert found.upper(0.9) == pytest.approx(-1.0 + stats.t.ppf(0.9, found.dof) * found.se)
+    assert found.lower(0.975) == pytest.approx(-1.0 - scipy.stats.t.ppf(0.975, found.dof) * found.se)
+    assert found.upper(0.9) == pytest.approx(-1.0 + scipy.stats.t.ppf(0.9, found.dof) * found.se)
 
 
 def test_a_workload_s_own_noise_is_pooled_with_the_suite_s() -> None:
@@ -244,13 +244,15 @@ def fitted(suite: list[list[list[float]]]) -> Noise:
     known = [(max(v, 1e-8), d) for v, d in pairs if d > 0]
     process = Variance(value=0.0035**2, dof=4.0)
     if len(known) >= 5:
-        logs = np.array([math.log(v) - special.digamma(d / 2) + math.log(d / 2) for v, d in known])
-        excess = np.var(logs, ddof=1) - np.mean([special.polygamma(1, d / 2) for _, d in known])
+        logs = np.array([math.log(v) - scipy.special.digamma(d / 2) + math.log(d / 2) for v, d in known])
+        excess = np.var(logs, ddof=1) - np.mean([scipy.special.polygamma(1, d / 2) for _, d in known])
         dof = 30.0
         if excess > 0:
-            half = optimize.brentq(lambda y: special.polygamma(1, y) - excess, 1e-4, 1e8, xtol=1e-12, rtol=1e-14)
+            half = scipy.optimize.brentq(
+                lambda y: scipy.special.polygamma(1, y) - excess, 1e-4, 1e8, xtol=1e-12, rtol=1e-14
+            )
             dof = min(30.0, 2 * half)
-        value = math.exp(np.mean(logs) + special.digamma(dof / 2) - math.log(dof / 2))
+        value = math.exp(np.mean(logs) + scipy.special.digamma(dof / 2) - math.log(dof / 2))
         process = Variance(value=max(value, 1e-8), dof=dof)
     shifts = [(0.002**2, 6.0)]
     for sessions, (v, d) in zip(suite, pairs, strict=True):
@@ -299,7 +301,7 @@ def test_a_few_loud_workloads_among_silent_ones_do_not_lower_the_floor() -> None
 @pytest.mark.parametrize("x", [1e-9, 1e-6, 1e-3, 0.1, 0.9, 1.0, 1.7, 10.0, 300.0, 1e5, 1e7, 1e9])
 def test_trigamma_is_inverted(x: float) -> None:
     rel = 1e-9 if 1e-6 < x < 1e7 else 1e-6  # beyond, the leading term is all that is needed
-    assert special.polygamma(1, module._trigamma_inverse(x)) == pytest.approx(x, rel=rel)
+    assert scipy.special.polygamma(1, module._trigamma_inverse(x)) == pytest.approx(x, rel=rel)
 
 
 # --- noise of a whole run --------------------------------------------------------------------------------------------
@@ -341,7 +343,7 @@ def of_ratio(ratio: float, dof: float = 8.0) -> tuple[list[float], Variance]:
 def test_inflation_is_the_median_ratio_over_the_median_of_the_f_distribution() -> None:
     runs = [of_ratio(r, dof) for r, dof in [(1, 4), (2, 8), (3, 8), (4, 8), (50, 8), (60, 4), (70, 8), (80, 2)]]
     scaled = sorted(
-        np.var(values, ddof=1) / expected.value / stats.f.median(1, expected.dof) for values, expected in runs
+        np.var(values, ddof=1) / expected.value / scipy.stats.f.median(1, expected.dof) for values, expected in runs
     )
     assert inflation(runs) == pytest.approx((scaled[3] + scaled[4]) / 2)
 
@@ -349,7 +351,7 @@ def test_inflation_is_the_median_ratio_over_the_median_of_the_f_distribution() -
 def test_inflation_needs_eight_workloads_with_two_processes() -> None:
     loud = of_ratio(40.0)
     single = ([1.0], Variance(value=1.0, dof=8.0))
-    assert inflation([loud] * 8) == pytest.approx(40.0 / stats.f.median(1, 8))
+    assert inflation([loud] * 8) == pytest.approx(40.0 / scipy.stats.f.median(1, 8))
     assert inflation([loud] * 7) == 1.0
     assert inflation([*[loud] * 7, single]) == 1.0
     assert inflation([]) == 1.0
@@ -367,7 +369,7 @@ def test_blocks_of_few_workloads_show_a_noisy_run() -> None:
     def blocks(*ratios: float, dof: float = 14.0) -> float:
         return inflation_of_few((Variance(value=r * before.value, dof=dof), before) for r in ratios)
 
-    limit = stats.f.isf(1e-3, 14, 35)
+    limit = scipy.stats.f.isf(1e-3, 14, 35)
     assert blocks(1.001 * limit) == pytest.approx(1.001 * limit)
     assert blocks(0.999 * limit) == 1.0
     assert blocks(0.1) == blocks() == 1.0

@@ -100,33 +100,40 @@ def test_ranks_learn_what_one_process_learns_and_read_its_checkpoints(tmp_path, 
     begin, middle, sharded = (str(tmp_path / f"{name}.pt") for name in ("begin", "middle", "sharded"))
     torch.save(alone(Reference, 4).state_dict(), begin)
     two, four = {**EACH_BATCH, "accumulation": 2}, {**EACH_BATCH, "accumulation": 1}
-    jobs = [
+    by_rule = [
         {"side": "reference", "changes": two, "steps": STEPS},
         {"side": "optimized", "changes": two, "steps": STEPS, "leave": middle},
         {"side": "optimized", "changes": two | SWITCHED, "steps": STEPS, "begin": begin},
-        # This schedule leaves some batches without inverse losses, so that some weights have no gradient.
-        {"side": "reference", "changes": {"accumulation": 1}, "steps": STEPS, "dtype": "float64"},
-        {"side": "reference", "changes": {"accumulation": 1}, "steps": STEPS},
-        {"side": "optimized", "changes": {"accumulation": 1}, "steps": STEPS},
-        {"side": "optimized", "changes": {"lambda_enc": 0.0, "lambda_dec": 0.0}, "steps": 2},
         {"side": "optimized", "changes": two | SHARDED, "steps": STEPS, "leave": sharded},
-        {"side": "optimized", "changes": SHARDED | {"accumulation": 1}, "steps": STEPS},
     ]
-    more = [
-        {"side": "optimized", "changes": SHARDED | {"lambda_enc": 0.0, "lambda_dec": 0.0}, "steps": 2},
-        # Only rank 0 has a part of weights with a single row.
-        {"side": "optimized", "changes": SHARDED | {"precision": "fp16", "grad_clip": 0.5}, "steps": 2},
-        {"side": "optimized", "changes": {"precision": "fp16", "grad_clip": 0.5, "accumulation": 1}, "steps": 2},
-        {"side": "optimized", "changes": two | SWITCHED | SHARDED, "steps": STEPS, "begin": begin},
-        {"side": "optimized", "changes": two | {"cpu_offload_optimizer": True}, "steps": STEPS, "begin": begin},
-        {"side": "optimized", "changes": two | {"shared_optimizer": False}, "steps": STEPS, "begin": begin},
+    # This schedule leaves some batches without inverse losses, so that some weights have no gradient.
+    by_tolerance = [
+        {"side": "reference", "changes": {"accumulation": 1}, "steps": STEPS, "dtype": "float64"},
+        {"side": "optimized", "changes": {"accumulation": 1}, "steps": STEPS},
     ]
-    found = in_ranks(2, jobs + more * FULL, tmp_path, monkeypatch)
+    alike = [{"side": "optimized", "changes": {"lambda_enc": 0.0, "lambda_dec": 0.0}, "steps": 2}]
+    if FULL:
+        by_rule += [
+            {"side": "optimized", "changes": two | SWITCHED | SHARDED, "steps": STEPS, "begin": begin},
+            {"side": "optimized", "changes": two | {"cpu_offload_optimizer": True}, "steps": STEPS, "begin": begin},
+            {"side": "optimized", "changes": two | {"shared_optimizer": False}, "steps": STEPS, "begin": begin},
+        ]
+        by_tolerance += [
+            {"side": "reference", "changes": {"accumulation": 1}, "steps": STEPS},
+            {"side": "optimized", "changes": SHARDED | {"accumulation": 1}, "steps": STEPS},
+        ]
+        alike += [
+            {"side": "optimized", "changes": SHARDED | {"lambda_enc": 0.0, "lambda_dec": 0.0}, "steps": 2},
+            # Only rank 0 has a part of weights with a single row.
+            {"side": "optimized", "changes": SHARDED | {"precision": "fp16", "grad_clip": 0.5}, "steps": 2},
+            {"side": "optimized", "changes": {"precision": "fp16", "grad_clip": 0.5, "accumulation": 1}, "steps": 2},
+        ]
+    found = in_ranks(2, by_rule + by_tolerance + alike, tmp_path, monkeypatch)
     assert all(job["equal"] for job in found)
     known = known_to(STEPS)
-    by_rule = [*found[:3], found[7], *found[12:]]
-    assert all(share(job, known) <= 1 for job in by_rule)
-    truth, *others = (torch.tensor(found[i]["losses"], dtype=torch.float64) for i in (3, 4, 5, 8))
+    assert all(share(job, known) <= 1 for job in found[: len(by_rule)])
+    compared = found[len(by_rule) :][: len(by_tolerance)]
+    truth, *others = (torch.tensor(job["losses"], dtype=torch.float64) for job in compared)
     for other in others:
         torch.testing.assert_close(other, truth, rtol=1e-4, atol=0)
     # From two ranks to one, and to four.
