@@ -8,6 +8,7 @@ a fault would fail whatever that worker proves afterwards. The file that --junit
 from __future__ import annotations
 
 import argparse
+import compileall
 import importlib.util
 import subprocess
 import sys
@@ -21,6 +22,7 @@ import pytest
 from perfsuite import device_nodes
 
 PLUGINS = ("-p", "perfsuite.plugin", "-p", "tools.rare_garbage")
+FOLDERS = ("perfsuite", "reference", "optimized", "suite", "tools", "tests")
 NOTHING_TO_RUN = int(pytest.ExitCode.NO_TESTS_COLLECTED)
 
 
@@ -53,12 +55,20 @@ def merge_junit(files: Sequence[Path], merged: Path) -> None:
     ElementTree.ElementTree(root).write(merged, encoding="utf-8", xml_declaration=True)
 
 
+def compile_modules() -> None:
+    """Compile the project's modules, or workers that begin together would each compile all of them."""
+    for folder in FOLDERS:
+        compileall.compile_dir(folder, quiet=2, workers=0)  # as many as there are cores
+
+
 def main() -> int:
     """Run each pass in a process of its own, also after a failed one."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--junitxml", "--junit-xml", type=Path)
     found, rest = parser.parse_known_args()
     installed = importlib.util.find_spec("xdist") is not None
+    if installed and not sys.dont_write_bytecode:
+        compile_modules()
     # A worker takes tests in their order, so that the proofs of a pair share what they know of its draws.
     beside = ("-n", "auto", "--dist", "worksteal") if installed else ()
     codes = []

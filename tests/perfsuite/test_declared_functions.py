@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from scale import count
 
 import perfsuite
 from perfsuite import Pair, api, contexts, floats, scalar, tensor
@@ -124,7 +125,7 @@ def test_masks_of_gradients_and_of_one_output_are_taken() -> None:
 
     fields: dict[str, Any] = {"reference": total, "optimized": total, "gradients": True}
     for mask in (lambda x: x.isnan(), lambda x: {"gradient of x": x.isnan(), "output": None}):
-        perfsuite.check(pair(**fields, excuse=mask), examples=5, device="cpu")
+        perfsuite.check(pair(**fields, excuse=mask), examples=count(quick=3, full=5), device="cpu")
 
 
 def test_a_condition_may_name_a_scalar() -> None:

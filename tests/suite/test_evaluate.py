@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from click.testing import CliRunner
+from scale import FULLY
 
 from suite.commands.evaluate import evaluate as command
 from suite.commands.train import train
@@ -86,6 +87,7 @@ def test_the_averages_are_used(given):
     assert all(torch.equal(weight, averages[name]) for name, weight in found.weights().items())
 
 
+@FULLY
 def test_the_trained_weights_are_evaluated_where_they_are_asked_for(run, tmp_path):
     found = []
     for weights, words in (("averages", "averaged weights"), ("trained", "the trained weights, not averaged")):

@@ -17,6 +17,7 @@ from typing import Any
 import numpy
 import pytest
 from click.testing import CliRunner, Result
+from scale import FULLY
 from scipy import sparse
 from scipy.sparse import linalg
 from training import environment
@@ -390,7 +391,10 @@ pde_build.build(Path("a.hdf5"), made, Quiet())
 
 
 @pytest.mark.skipif(not hasattr(signal, "SIGKILL"), reason="no SIGKILL here")
-@pytest.mark.parametrize(("task", "moment"), [("advection1d", 1), ("darcy2d", 2), ("advection1d", 5)])
+@pytest.mark.parametrize(
+    ("task", "moment"),
+    [("advection1d", 1), *(pytest.param(*p, marks=FULLY) for p in (("darcy2d", 2), ("advection1d", 5)))],
+)
 def test_a_killed_run_is_gone_on_from(task: str, moment: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The run is killed before or after a file is put in place: 4 blocks, then the whole."""
     monkeypatch.setattr(pde_build, "BLOCK", 2)

@@ -244,7 +244,7 @@ def test_with_every_technique_off_it_is_the_reference_bit_for_bit(text):
     assert plain.last_report() == off.last_report()
 
 
-@pytest.mark.parametrize("name", ["activation_checkpoint", "loader"])
+@pytest.mark.parametrize("name", ["activation_checkpoint", pytest.param("loader", marks=FULLY)])
 def test_what_trades_changes_nothing(name, text, known):
     config = dataclasses.replace(SMALL, **{name: True})
     assert share_of_budget(curve(Optimized(config, text, "cpu"), 8), known) <= 1

@@ -236,7 +236,7 @@ def test_the_curve_is_no_constant(given, known):
 
 
 @pytest.mark.parametrize("name", [*TECHNIQUES, *TRADES])
-@pytest.mark.parametrize("alone", [False, True])
+@pytest.mark.parametrize("alone", [False, pytest.param(True, marks=FULLY)])
 def test_each_switch_changes_nothing(name, alone, given, known):
     config = without_techniques(SMALL) if alone else SMALL
     config = dataclasses.replace(config, **{name: alone or not getattr(config, name)})
