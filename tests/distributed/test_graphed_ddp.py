@@ -5,7 +5,7 @@ import os
 import pytest
 import torch
 import torch.distributed as dist
-from scale import ranks
+from scale import ranks, steps
 
 from optimized.distributed import graphed_ddp as module
 from optimized.distributed.graphed_ddp import graphed_ddp as optimized
@@ -48,7 +48,7 @@ graphed_ddp = Pair(
     mutates={"weights"},
     sizes={"rows": size(1, 9), "features": size(1, 17), "hidden": size(1, 17), "outputs": size(1, 9)},
     # Enough for the warm-up, the capture and a few replays.
-    steps=(1, 2, 17),
+    steps=steps(cpu=(1, 2, 5), otherwise=(1, 2, 17)),
     ranks=ranks(2, 4),
     workloads=[
         Workload("alone", rows=64, features=256, hidden=512, outputs=64, clock="wall", device="cuda", host_syncs=0),

@@ -1,6 +1,6 @@
 import pytest
 import torch
-from scale import draws
+from scale import draws, steps
 
 from optimized.geometry import rotor_cache as module
 from optimized.geometry.rotor_apply import rotor_apply
@@ -45,7 +45,7 @@ rotor_cache = Pair(
         "kernel_at_every_query": stateful(side(kernel_at_every_query, devices=("cuda",))),
     },
     variants={"triton": stateful(side(rotor_cache_triton, available=triton_reason))},
-    steps=(1, 2, 17),
+    steps=steps(cpu=(1, 2, 5), otherwise=(1, 2, 17)),
     max_examples=draws(cpu=10),
     unsupported=UNSUPPORTED,
     workloads=[
@@ -68,7 +68,7 @@ rotor_cache_turning = Pair(
     },
     sizes={"k": size(0, 34), "M": size(1, 66), "n": size(0, 18, multiple_of=2), "W": size(0, 40)},
     variants={"triton": stateful(side(rotor_cache_triton, available=triton_reason))},
-    steps=(1, 2, 17),
+    steps=steps(cpu=(1, 2, 5), otherwise=(1, 2, 17)),
     max_examples=draws(cpu=10),
     unsupported=UNSUPPORTED,
     workloads=[

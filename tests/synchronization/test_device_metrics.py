@@ -2,6 +2,7 @@ import math
 
 import pytest
 import torch
+from scale import steps
 
 from optimized.synchronization.device_metrics import DeviceMetrics as Optimized
 from perfsuite import Cost, Pair, PerfsuiteError, Workload, integers, listof, size, stateful, tensor
@@ -61,7 +62,7 @@ device_metrics = Pair(
         "labels": listof("batches", tensor("B", dtype="int64", values=integers(0, CLASSES))),
     },
     sizes={"batches": size(1, 8), "B": size(1, 65)},
-    steps=(1, 2, 17),
+    steps=steps(cpu=(1, 2, 5), otherwise=(1, 2, 17)),
     rivals={"kept": stateful(epoch(Kept))},
     workloads=[
         # The only wait is the one in which the epoch's metrics are read.
