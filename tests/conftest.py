@@ -18,7 +18,7 @@ def pytest_configure(config: pytest.Config) -> None:
     )
 
 
-DEAR = {
+SLOW_TO_COMPILE = {
     # C++ is compiled for each of them:
     "compiled_function::contexts",
     "fullgraph_model::contexts",
@@ -39,7 +39,7 @@ DEAR = {
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if not in_full():
         for item in items:
-            if item.nodeid.partition("::")[2] in DEAR:
+            if item.nodeid.partition("::")[2] in SLOW_TO_COMPILE:
                 item.add_marker(FULLY)
 
 

@@ -47,9 +47,8 @@ batched_generation = Pair(
         "end": scalar(integers(0, 1)),
     },
     gradients=False,
-    max_examples=draws(
-        cpu=16, otherwise=30
-    ),  # of four draws three have no token, and on few of the others all answers are the same
+    # Of four draws three have no token, and on few of the others all answers are the same.
+    max_examples=draws(cpu=16, otherwise=30),
     sizes={
         "prompts": size(0, 2),
         "longest": size(1, 5),

@@ -2,7 +2,7 @@ import functools
 
 import pytest
 import torch
-from scale import FULLY, draws
+from scale import FULL, FULLY, draws
 
 from optimized import newton_schulz
 from optimized.kernels import triton_reason
@@ -143,7 +143,7 @@ SIDES = [reference, optimized, muon_torch]
 if triton_reason() is None and not torch.cuda.is_available():
     SIDES += [muon_triton]
 # Wide, tall and square, of one tile and of several, with rows that begin at vectors and with others.
-SHAPES = [(8, 8), (5, 130), (130, 5), (0, 3), (144, 160), (1, 1), (129, 129)]
+SHAPES = [(8, 8), (5, 130), (130, 5), (0, 3), (144, 160), (1, 1), (129, 129)] + [(160, 144)] * FULL
 
 
 def iterated(signs, singular):

@@ -71,7 +71,8 @@ def drawn(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[str]]:
     return found
 
 
-@pytest.mark.parametrize("profile", [pytest.param("dev", marks=FULLY), pytest.param("ci", marks=FULLY)])
+@FULLY
+@pytest.mark.parametrize("profile", ["dev", "ci"])
 def test_each_proof_draws_its_number_of_distinct_cases_and_all_sides_the_same(
     project: Project, drawn: dict[str, list[str]], profile: str
 ) -> None:

@@ -115,7 +115,7 @@ polychromic = Pair(
         "accumulation": scalar(integers(1, scale.count(quick=2, full=3))),
         "prompts": scalar(integers(1, 2)),
         "replies": scalar(integers(3, 4)),
-        "new_tokens": scalar(integers(1, scale.count(quick=3, full=6))),
+        "new_tokens": scalar(integers(1, scale.count(quick=4, full=6))),
         "rate": scalar(floats(1e-4, 2e-2)),
         "diversity": scalar(floats(0.1, 2)),
         "seed": scalar(integers(0, 1000)),
@@ -123,7 +123,7 @@ polychromic = Pair(
     gradients=False,
     sizes={"V": size(258, 258), "D": size(32, 32)},
     steps=(1, 2),
-    max_examples=scale.count(quick=3, full=8),
+    max_examples=scale.draws(cpu=3, otherwise=scale.count(quick=4, full=8)),
     workloads=[
         Workload(
             "smollm2",

@@ -217,10 +217,10 @@ def test_all_techniques_can_be_switched_off(known):
 
 def test_in_bfloat16_it_errs_no_more_than_the_reference_does_in_it(known):
     config = dataclasses.replace(SMALL, autocast_bf16=True)
-    truth = known[0]
+    truth = known[0][:50]
     plain = (curve(Reference(config, VOCABULARY, "cpu"), len(truth)) - truth).abs()
     found = (curve(Optimized(config, VOCABULARY, "cpu"), len(truth)) - truth).abs()
-    assert plain.max() > 100 * known[2].max()
+    assert plain.max() > 100 * known[2][:50].max()
     assert (found <= K * plain.cummax(0).values + C * torch.finfo(torch.bfloat16).eps * truth.abs()).all()
 
 
