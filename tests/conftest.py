@@ -21,8 +21,11 @@ def pytest_configure(config: pytest.Config) -> None:
 SLOW_TO_COMPILE = {
     # C++ is compiled for each of them:
     "compiled_function::contexts",
+    "compiled_function::effects",
+    "compiled_function::outside",
     "fullgraph_model::contexts",
-    # Variants of kernels that another pair compiles:
+    # Kernels, or variants of them, that another pair compiles:
+    "batched_generation::kernels[sm_90]",
     "fused_adamw_cnn::kernels[sm_90]",
     "fused_lora_without_dropout::kernels[sm_90]",
     "lior_and_speed_diagonal::kernels[sm_90]",

@@ -17,7 +17,7 @@ from perfsuite.errors import NotEquivalent, PairError, PerfsuiteError
 from perfsuite.measured import Measured
 from perfsuite.sampling import BLOCKS
 
-EXAMPLES = count(quick=4, full=10)
+EXAMPLES = count(quick=3, full=10)
 X = {"x": tensor("m", "n", values=floats(-4, 4))}
 
 

@@ -24,7 +24,7 @@ def check(pair: Pair) -> None:
     hypothesis.settings.register_profile("declared", derandomize=True)
     hypothesis.settings.load_profile("declared")
     try:
-        perfsuite.check(pair, examples=count(quick=5, full=12), device="cpu")
+        perfsuite.check(pair, examples=count(quick=3, full=12), device="cpu")
     finally:
         hypothesis.settings.load_profile(before)
 
