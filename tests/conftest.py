@@ -24,6 +24,8 @@ SLOW_TO_COMPILE = {
     "compiled_function::effects",
     "compiled_function::outside",
     "fullgraph_model::contexts",
+    "fullgraph_model::gradients[float32]",
+    "fullgraph_model::outside",
     # Kernels, or variants of them, that another pair compiles:
     "batched_generation::kernels[sm_90]",
     "fused_adamw_cnn::kernels[sm_90]",
