@@ -64,14 +64,14 @@ def unseen_inputs(probe: Probe) -> None:
         right = probe.is_right(produced, fresh)
     except truths.Discard:
         return
-    if right or not probe.is_right(probe.call(probe.drawn(fresh), fresh), fresh):
+    if right or not probe.is_right_on(fresh):
         return  # wrong with the answer in memory, too: equivalence says how
     known = probe.other_case(secrets.randbits(30))
     try:
         probe.truth(known)
     except truths.Discard:
         return
-    if not probe.is_right(probe.call(probe.drawn(known), known), known):
+    if not probe.is_right_on(known):
         return  # its first answer to new values is wrong also where the right one is in memory
     raise unwritten(probe) or probe.fault(
         "is right only once the reference has answered: it finds the expected answer in memory (through gc, or a "
@@ -138,16 +138,11 @@ def call_order(probe: Probe) -> None:
                 raise memory from None
             if i and (drifted := probe.drifted(error)):
                 raise drifted from None
-            if _is_right_again(probe, cases):
+            if probe.is_right_on(*cases, *cases):
                 raise probe.fault(
                     f"drifts: right at first, wrong at {which}, and right when these calls are repeated: {error}"
                 ) from None
             raise probe.fault(f"depends on the order of its calls: {which}: {error}") from None
-
-
-def _is_right_again(probe: Probe, cases: Sequence[Case]) -> bool:
-    """Return whether the side is right at each of four calls that alternate between the cases."""
-    return all(probe.is_right(probe.call(probe.drawn(case), case), case) for case in (*cases, *cases))
 
 
 def _is_plainly_wrong(probe: Probe, case: Case, right: Case) -> bool:
@@ -156,7 +151,7 @@ def _is_plainly_wrong(probe: Probe, case: Case, right: Case) -> bool:
     again = probe.call(probe.drawn(case), case)
     if probe.is_right(again, case) or probe.is_right(again, right):
         return False
-    return probe.is_right(probe.call(probe.drawn(right), right), right)
+    return probe.is_right_on(right)
 
 
 def _has_elements(leaves: Leaves) -> bool:
@@ -183,7 +178,7 @@ def reused_memory(probe: Probe) -> None:
     except NotEquivalent as error:
         if memory := unwritten(probe):
             raise memory from None
-        if not probe.is_right(probe.call(probe.drawn(other), other), other):
+        if not probe.is_right_on(other):
             return  # plainly wrong there
         stale = "the answer to the values before" if probe.is_right(produced) else f"a wrong answer: {error}"
         raise probe.fault(
@@ -380,12 +375,8 @@ def drift(probe: Probe) -> None:
     if not probe.answers_rightly():
         return  # wrong from the start: equivalence says how
     held: list[Leaves] = []
-    calls, room, ends, wall_ends = (
-        0,
-        HELD_BYTES,
-        thread_time() + DRIFT_S,
-        perf_counter() + DRIFT_WALL_S[torch.device(probe.device).type],
-    )
+    calls, room, ends = 0, HELD_BYTES, thread_time() + DRIFT_S
+    wall_ends = perf_counter() + DRIFT_WALL_S[torch.device(probe.device).type]
     most = DRIFT_CALLS if probe.number else MOST_CALLS
     while calls < DRIFT_CALLS or (calls < most and thread_time() < ends and perf_counter() < wall_ends):
         produced = probe.call(probe.drawn())

@@ -112,6 +112,10 @@ class Probe:
             return False
         return True
 
+    def is_right_on(self, *cases: Case) -> bool:
+        """Return whether calls on these cases, one after another, are right."""
+        return all(self.is_right(self.call(self.drawn(case), case), case) for case in cases)
+
     def answers_rightly(self) -> bool:
         """Return whether a call on the draw is right; False where the side is wrong, or the reference is not finite on
         the draw."""

@@ -99,5 +99,5 @@ def _hold(probe: Probe, run: Callable[[Side], list[tuple[Case, Leaves]]], words:
         raise probe.fault(f"raises {type(found).__name__} ({first_line(found)}) {words}") from None
     if memory := unwritten(probe):
         raise memory from None
-    if all(probe.is_right(probe.call(probe.drawn(c), c), c) for c in (probe.case, probe.other_case())):
+    if probe.is_right_on(probe.case, probe.other_case()):
         raise probe.fault(f"is wrong {words}: {found}") from None

@@ -2,7 +2,7 @@ import math
 
 import pytest
 import torch
-from scale import draws
+from scale import FULLY, draws
 
 from optimized.geometry import retrieval as module
 from optimized.geometry.retrieval import _splits, retrieval_triton, retrieval_vectorised
@@ -339,7 +339,10 @@ def test_the_kernels_serve_float32_on_a_gpu(gpu, diagonal, monkeypatch):
 
 @pytest.mark.interpreted
 @pytest.mark.parametrize("form", ["full", "diagonal", "batched"])
-@pytest.mark.parametrize(("B", "K", "M", "n", "D"), [(1, 1, 1, 1, 1), (2, 65, 3, 3, 65), (17, 3, 33, 3, 5)])
+@pytest.mark.parametrize(
+    ("B", "K", "M", "n", "D"),
+    [(1, 1, 1, 1, 1), (2, 65, 3, 3, 65), (17, 3, 33, 3, 5), pytest.param(17, 3, 65, 8, 5, marks=FULLY)],
+)
 def test_the_kernels_write_within_their_outputs(B, K, M, n, D, form, fences):
     arguments = drawn(B, K, M, n, D)
     if form == "batched":

@@ -3,7 +3,7 @@ import math
 
 import pytest
 import torch
-from scale import FULLY, draws
+from scale import FULLY, count, draws
 
 from optimized.compilation.compiled_function import compile_quietly
 from optimized.kernels import triton_reason
@@ -197,7 +197,14 @@ def test_the_chunk_changes_nothing_beyond_rounding(chunk, magnitude):
 @pytest.mark.interpreted
 @pytest.mark.parametrize(
     ("T", "length", "chunks", "at_once"),
-    [(1, 32, 32, 8), (26, 2, 2, 4), (24, 2, 2, 2), (23, 4, 1, 2), (38, 8, 4, 8), (20, 2, 2, 1)],
+    [
+        (1, 32, 32, 8),
+        (26, 2, 2, 4),
+        (24, 2, 2, 2),
+        (23, 4, 1, 2),
+        (count(quick=38, full=70), 8, 4, 8),
+        (count(quick=20, full=52), 2, 2, 1),
+    ],
     ids=["one step", "a group cut short", "whole groups", "groups of one chunk", "chunks cut short", "many groups"],
 )
 @pytest.mark.parametrize("magnitude", [LARGEST, pytest.param(0.4, marks=FULLY)])

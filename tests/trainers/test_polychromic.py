@@ -40,7 +40,7 @@ SMALL = TrainConfig(
     diversity=0.5,
 )
 DATA = Data(synthetic=24, length=48, batch_size=2, accumulation=2, steps=12)
-LONG, DAY = (8, 4) if not scale.FULL else (DATA.steps, 8)
+LONG, DAY = scale.count(quick=8, full=DATA.steps), scale.count(quick=4, full=8)
 """Numbers of steps over which both sides are compared."""
 """Number of steps that are compared where a technique is switched."""
 
