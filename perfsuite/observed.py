@@ -25,6 +25,25 @@ INCLUDING = (".c", ".cc", ".cpp", ".cu", ".cuh", ".h", ".hpp")
 INCLUDE = re.compile(r'^\s*#\s*include\s*"([^"]+)"', re.MULTILINE)
 
 
+_noting: list[Observed] = []
+"""Those that are not closed yet."""
+
+
+@functools.cache
+def _add_audit_hook() -> None:
+    """Add the process's one hook. A hook cannot be removed, and each is called at every event, `id()` among them."""
+    sys.addaudithook(_audit)
+
+
+def _audit(event: str, arguments: tuple[Any, ...]) -> None:
+    if event != "open" or not _noting:
+        return
+    path, mode = arguments[0], arguments[1]
+    if isinstance(path, str) and not str(mode or "r").startswith(("w", "a", "x")):
+        for observed in _noting:
+            observed.paths.add(os.path.abspath(path))
+
+
 class Observed:
     """Notes files that are opened for reading and calls of `importlib.import_module`, from the time it is made.
 
@@ -40,13 +59,16 @@ class Observed:
         """Modules that the repository's code imported by name and did not find."""
         self._collected: int | None = None
         self._begun = 0
-        sys.addaudithook(self._opened)
+        _add_audit_hook()
+        _noting.append(self)
         self._import_module = importlib.import_module
         importlib.import_module = self._noted(self._import_module)
 
     def close(self) -> None:
-        """Stop noting imports. The audit hook cannot be removed, so that opened files are still noted."""
-        importlib.import_module = self._import_module
+        """Stop noting; a second call does nothing."""
+        if self in _noting:
+            _noting.remove(self)
+            importlib.import_module = self._import_module
 
     def begin(self) -> None:
         """Begin with another workload, to which the imports by name of earlier workloads do not belong.
@@ -56,14 +78,6 @@ class Observed:
         self._begun = len(self.imports)
         if self._collected is None:
             self._collected = self._begun
-
-    def _opened(self, event: str, arguments: tuple[Any, ...]) -> None:
-        if (
-            event == "open"
-            and isinstance(arguments[0], str)
-            and not str(arguments[1] or "r").startswith(("w", "a", "x"))
-        ):
-            self.paths.add(os.path.abspath(arguments[0]))
 
     def _noted(self, original: Callable[..., ModuleType]) -> Callable[..., ModuleType]:
         @functools.wraps(original)

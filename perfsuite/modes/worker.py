@@ -42,7 +42,9 @@ class Worker(Control):
         return True
 
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
-        """Do nothing: a worker concludes nothing."""
+        """Conclude nothing: that is left to the run whose job this is."""
+        if (observed := self.config.stash.get(OBSERVED, None)) is not None:
+            observed.close()
 
     def pytest_terminal_summary(self, terminalreporter: object) -> None:
         """Do nothing: a worker shows nothing."""

@@ -258,6 +258,26 @@ def test_data_files_of_the_repository_are_noted_as_they_are_opened(tree: Path, s
     assert found.data["tuned.json"] == ""
 
 
+def test_nothing_is_noted_after_the_end(tree: Path) -> None:
+    original = importlib.import_module
+    first, second = observed.Observed(tree), observed.Observed(tree)
+    second.close()
+    (tree / "tokens.bin").write_text("1")
+    (tree / "tokens.bin").read_text()
+    first.close()
+    (tree / "weights.pt").write_text("1")
+    (tree / "weights.pt").read_text()
+    assert importlib.import_module is original
+    assert [p.name for p in first.data()] == ["tokens.bin"]
+    assert second.data() == []
+
+
+def test_a_process_has_one_audit_hook(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    observed.Observed(tree).close()
+    monkeypatch.setattr(sys, "addaudithook", lambda hook: pytest.fail("another hook"))
+    observed.Observed(tree).close()
+
+
 def test_headers_of_an_opened_source_are_data(tree: Path, seen: observed.Observed) -> None:
     (tree / "csrc").mkdir()
     (tree / "csrc/kernel.cu").write_text('#include <cuda.h>\n #include "tiles.h"\n#include "../gone.h"\n')
