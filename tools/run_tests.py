@@ -21,7 +21,8 @@ import pytest
 
 from perfsuite import device_nodes
 
-PLUGINS = ("-p", "perfsuite.plugin", "-p", "tools.rare_garbage")
+# pytest's own logging plugin visits each of torch's 50 loggers six times a test, which took a fortieth of all time.
+PLUGINS = ("-p", "perfsuite.plugin", "-p", "tools.rare_garbage", "-p", "no:logging")
 FOLDERS = ("perfsuite", "reference", "optimized", "suite", "tools", "tests")
 NOTHING_TO_RUN = int(pytest.ExitCode.NO_TESTS_COLLECTED)
 

@@ -343,7 +343,7 @@ class Project:
             patch.setattr("pytest_benchmark.plugin.get_tag", lambda *given: "unversioned")
             patch.setattr("pytest_benchmark.session.get_machine_id", _machine_id)
             warnings.simplefilter("ignore")
-            given = ("-p", "perfsuite.plugin", *cli.QUIET, *chosen, *arguments)
+            given = ("-p", "perfsuite.plugin", "-p", "no:logging", *cli.QUIET, *chosen, *arguments)
             done = self.pytester.runpytest_inprocess(*given, no_reraise_ctrlc=True)
             if any("--benchmark-json" in a for a in arguments):
                 _close_written_files()

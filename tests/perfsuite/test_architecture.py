@@ -51,6 +51,11 @@ def tree_of(path: Path) -> ast.Module:
     return ast.parse(path.read_text())
 
 
+@cache
+def nodes_of(path: Path) -> list[ast.AST]:
+    return list(ast.walk(tree_of(path)))
+
+
 def stage_of(path: Path) -> str:
     """Return the stage of a file: a module of perfsuite, or its package `report`."""
     return path.relative_to(HARNESS).parts[0].removesuffix(".py")
@@ -69,7 +74,7 @@ def imports(path: Path, *, top_only: bool = False, typing: bool = True) -> Itera
         if isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"
         for inner in ast.walk(node)
     }
-    for node in ast.iter_child_nodes(tree) if top_only else ast.walk(tree):
+    for node in ast.iter_child_nodes(tree) if top_only else nodes_of(path):
         if node in for_checkers and not typing:
             continue
         if isinstance(node, ast.Import):
@@ -140,7 +145,7 @@ def test_suite_knows_the_sides_by_name_alone() -> None:
     for path in sides("suite"):
         roots = {module.split(".")[0] for module, _ in imports(path)}
         assert not roots & {"reference", "optimized", "tests"}, path.relative_to(ROOT)
-        named = [n.value for n in ast.walk(tree_of(path)) if isinstance(n, ast.Constant) and isinstance(n.value, str)]
+        named = [n.value for n in nodes_of(path) if isinstance(n, ast.Constant) and isinstance(n.value, str)]
         late = [text for text in named if re.match(r"(reference|optimized)(\.\w+)+(:\w+)?$", text)]
         assert not late or path.name == "trainers.py", f"{path.relative_to(ROOT)} names the module {late[0]}"
 
@@ -206,7 +211,7 @@ def test_the_sides_never_meet(folder: str, other: str) -> None:
     for path in sides(folder):
         roots = {module.split(".")[0] for module, _ in imports(path)}
         assert other not in roots, f"{path.relative_to(ROOT)} imports {other}"
-        named = [n.value for n in ast.walk(tree_of(path)) if isinstance(n, ast.Constant) and isinstance(n.value, str)]
+        named = [n.value for n in nodes_of(path) if isinstance(n, ast.Constant) and isinstance(n.value, str)]
         late = [text for text in named if re.match(rf"{other}(\.\w+)+$", text)]
         assert not late, f"{path.relative_to(ROOT)} names the module {late[0]}"
 

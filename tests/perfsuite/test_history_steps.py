@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,7 @@ from perfsuite.history.records import Run
 from perfsuite.history.steps import Step, Timed
 from perfsuite.records import Status
 
-pytest.importorskip("ruptures")
+pytestmark = pytest.mark.skipif(find_spec("ruptures") is None, reason="ruptures is not installed")
 
 SERIES = count(quick=100, full=2000)
 POINTS = 60
