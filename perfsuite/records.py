@@ -366,10 +366,22 @@ class Verdict:
     """The waiver that covers it; None unless it is WAIVED."""
 
 
+PLAIN = frozenset({str, int, float, bool, type(None)})
+"""Types of most values of a record, which JSON has, too."""
+
+
+@cache
+def _names(kind: type) -> tuple[str, ...]:
+    return tuple(field.name for field in dataclasses.fields(kind))
+
+
 def to_json(value: Any) -> Any:
     """Return a record as plain JSON values."""
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {f.name: to_json(getattr(value, f.name)) for f in dataclasses.fields(value)}
+    kind = type(value)
+    if kind in PLAIN:
+        return value
+    if dataclasses.is_dataclass(kind):
+        return {name: to_json(getattr(value, name)) for name in _names(kind)}
     if isinstance(value, Mapping):
         return {str(k): to_json(v) for k, v in value.items()}
     if isinstance(value, (list, tuple)):

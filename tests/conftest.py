@@ -24,8 +24,11 @@ SLOW_TO_COMPILE = {
     "compiled_function::effects",
     "compiled_function::outside",
     "fullgraph_model::contexts",
+    "fullgraph_model::effects",
     "fullgraph_model::gradients[float32]",
     "fullgraph_model::outside",
+    # Two kernels, whose loops are unrolled, for 20 s:
+    "eigenstate_scan::kernels[sm_90]",
     # Kernels, or variants of them, that another pair compiles:
     "batched_generation::kernels[sm_90]",
     "fused_adamw_cnn::kernels[sm_90]",

@@ -45,7 +45,7 @@ kv_cache = Pair(
     rivals={"compile": stateful(side(with_compiled_model, devices=("cuda",)))},
     variants={"triton": stateful(side(kv_cache_triton, available=triton_reason))},
     workloads=[
-        Workload("replies12", **SMOLLM2, rows=12, longest=64, tokens=64, device="cuda", speedup=3.0),
+        Workload("replies12", **SMOLLM2, rows=12, longest=64, tokens=64, clock="wall", device="cuda", speedup=3.0),
         Workload(
             "cpu",
             rows=3,
