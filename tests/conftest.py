@@ -49,6 +49,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for item in items:
             if item.nodeid.partition("::")[2] in SLOW_TO_COMPILE:
                 item.add_marker(FULLY)
+    # xdist gives neighbours to one worker, which alone then starts the server whose forks compile kernels.
+    items.sort(key=lambda item: not item.name.startswith("kernels["))
 
 
 def pytest_collection_finish() -> None:
