@@ -24,14 +24,6 @@ from perfsuite import device_nodes
 # pytest's own logging plugin visits each of torch's 50 loggers six times a test, which took a fortieth of all time.
 PLUGINS = ("-p", "perfsuite.plugin", "-p", "tools.rare_garbage", "-p", "no:logging")
 FOLDERS = ("perfsuite", "reference", "optimized", "suite", "tools", "tests")
-MODULES = (
-    ("torch._inductor.compile_fx", "torch.distributed.fsdp"),
-    ("hypothesis", "matplotlib.pyplot", "scipy.signal", "scipy.stats", "triton", "rich.console", "tensorboard.summary"),
-)
-"""What the tests import most. A process each imports them."""
-IMPORT = (
-    "import importlib, sys\nfor name in sys.argv[1:]:\n try: importlib.import_module(name)\n except ImportError: pass"
-)
 NOTHING_TO_RUN = int(pytest.ExitCode.NO_TESTS_COLLECTED)
 
 
@@ -65,22 +57,23 @@ def merge_junit(files: Sequence[Path], merged: Path) -> None:
 
 
 def compile_modules() -> None:
-    """Compile the project's modules, and after an installation most of PyTorch's.
+    """Compile the project's modules, and after a new clone also what the tests import.
 
-    Workers that begin together would each compile all of them, and pip leaves them uncompiled (bootstrap.py).
+    Workers that begin together would each do it: pip leaves packages uncompiled (bootstrap.py), and pytest compiles
+    tests in a way of its own, when it collects them.
     """
-    names = () if is_compiled("torch") else MODULES
-    importing = [subprocess.Popen([sys.executable, "-c", IMPORT, *some]) for some in names]
     for folder in FOLDERS:
         compileall.compile_dir(folder, quiet=2, workers=0)  # as many as there are cores
-    for process in importing:
-        process.wait()
-
-
-def is_compiled(package: str) -> bool:
-    """Return whether a package was imported before."""
-    spec = importlib.util.find_spec(package)
-    return spec is None or spec.origin is None or Path(importlib.util.cache_from_source(spec.origin)).exists()
+    if any(Path("tests").rglob("*-pytest-*.pyc")):
+        return
+    options = ("--collect-only", "-qq", "-p", "no:cacheprovider")
+    parts = (["tests/perfsuite"], ["tests", "--ignore=tests/perfsuite"])
+    collecting = [
+        subprocess.Popen([sys.executable, "-m", "pytest", *PLUGINS, *options, *part], stdout=subprocess.DEVNULL)
+        for part in parts
+    ]
+    for process in collecting:
+        process.wait()  # a file that cannot be collected is reported by the run itself
 
 
 def main() -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import os
 import subprocess
 import sys
@@ -13,7 +12,7 @@ import pytest
 from scale import FULLY
 from scratch import ROOT
 
-from tools.run_tests import is_compiled, merge_junit, passes, worst
+from tools.run_tests import merge_junit, passes, worst
 
 BESIDE = ("-n", "auto", "--dist", "worksteal")
 
@@ -35,17 +34,6 @@ def test_on_a_gpu_proofs_run_first_and_without_xdist() -> None:
 @pytest.mark.parametrize(("codes", "code"), [([0], 0), ([5], 5), ([0, 5], 0), ([5, 1], 1), ([5, 5], 5), ([1, 0], 1)])
 def test_a_run_without_tests_counts_only_where_none_has_any(codes: list[int], code: int) -> None:
     assert worst(codes) == code
-
-
-def test_a_package_is_compiled_once_it_was_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "package_of_test").mkdir()
-    (tmp_path / "package_of_test/__init__.py").write_text("")
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(sys, "dont_write_bytecode", False)
-    assert not is_compiled("package_of_test")
-    importlib.import_module("package_of_test")
-    assert is_compiled("package_of_test")
-    assert is_compiled("no_package_of_this_name")  # there is nothing to compile
 
 
 @FULLY  # it collects in a process of its own
