@@ -58,7 +58,7 @@ muon = Pair(
     mutates={"params"},
     sizes={"count": size(0, 3), "rows": size(0, 49), "columns": size(0, 49)},
     steps=(1, 2, 5),
-    max_examples=draws(cpu=6, otherwise=24),  # `muon_float32` proves the same kernels on all
+    max_examples=draws(cpu=4, otherwise=24),  # `muon_float32` proves the same kernels on all
     rivals=RIVALS,
     variants={
         "triton": stateful(side(muon_triton, available=triton_reason)),
@@ -85,7 +85,7 @@ muon_float32 = Pair(
     mutates=muon.mutates,
     sizes=muon.sizes,
     steps=muon.steps,
-    max_examples=draws(cpu=7),
+    max_examples=draws(cpu=4),
     variants={
         "triton": stateful(side(in_float32(muon_triton), available=triton_reason)),
         "batched": stateful(in_float32(muon_torch)),

@@ -130,7 +130,7 @@ eigenstate_lm = Pair(
     },
     gradients=False,
     sizes={"V": size(3, 12), "D": size(1, 12), "N": size(90, 120)},
-    max_examples=draws(cpu=6),
+    max_examples=draws(cpu=3),
     steps=(1, 2),
     workloads=[
         Workload(

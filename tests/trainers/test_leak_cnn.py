@@ -161,7 +161,7 @@ leak_cnn = Pair(
     },
     step_inputs={"epoch": tensor(dtype="int64", values=integers(0, SMALL.epochs))},
     gradients=False,
-    max_examples=draws(cpu=7, otherwise=50),
+    max_examples=draws(cpu=4, otherwise=50),
     sizes={"F": size(1, 2), "V": size(1, 2), "L": size(2, 3)},
     steps=(1, 2),
     workloads=[

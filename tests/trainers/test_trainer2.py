@@ -124,7 +124,7 @@ trainer2 = Pair(
     gradients=False,
     sizes={"B": size(1, 4), "T": size(1, 9), "V": size(1, 50), "D": size(256, 256)},
     steps=(1, 3),
-    max_examples=draws(cpu=6, otherwise=12),  # the field alone has 32,768 numbers
+    max_examples=draws(cpu=3, otherwise=12),  # the field alone has 32,768 numbers
     rivals={"reduce_overhead": stateful(side(windows(Reference, compiled_step), devices=("cuda",)), settle=2)},
     workloads=[
         Workload("launches", B=16, T=128, V=32000, D=256, **DEEP, window=8, speedup=2.5),

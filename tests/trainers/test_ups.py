@@ -175,7 +175,7 @@ ups = Pair(
     },
     gradients=False,
     sizes={"L": size(2, 9), "W": size(8, 16, multiple_of=4)},
-    max_examples=draws(cpu=6),
+    max_examples=draws(cpu=3),
     steps=(1, 2),
     workloads=[
         Workload(
