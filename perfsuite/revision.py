@@ -51,7 +51,7 @@ def git(*arguments: str, cwd: Path, options: Sequence[str] = (), variables: Mapp
     """Return the output of a git command, run with git's own `options`. Raises RevisionError with git's reason where it
     fails."""
     if not options and "GIT_DIR" not in os.environ and _repository(cwd.absolute()) is None:
-        # Every run asks several times, and a process takes a hundred times as long.
+        # Every run asks several times. Looking for .git takes a hundredth of the time of a process.
         raise RevisionError(f"git {arguments[0]}: not a git repository (or any of the parent directories): .git")
     environment = {**os.environ, **variables} if variables else None
     command = ["git", *options, *arguments]

@@ -44,13 +44,14 @@ SLOW_TO_COMPILE = {
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if not in_full():
         for item in items:
             if item.nodeid.partition("::")[2] in SLOW_TO_COMPILE:
                 item.add_marker(FULLY)
-    # xdist gives neighbours to one worker, which alone then starts the server whose forks compile kernels.
-    items.sort(key=lambda item: not item.name.startswith("kernels["))
+    if hasattr(config, "workerinput"):
+        # xdist gives neighbours to one worker, which alone then starts the server whose forks compile kernels.
+        items.sort(key=lambda item: not item.name.startswith("kernels["))
 
 
 def pytest_collection_finish() -> None:

@@ -12,7 +12,7 @@ import pytest
 from scale import FULLY
 from scratch import ROOT
 
-from tools.run_tests import merge_junit, passes, worst
+from tools.run_tests import compile_modules, merge_junit, passes, worst
 
 BESIDE = ("-n", "auto", "--dist", "worksteal")
 
@@ -34,6 +34,28 @@ def test_on_a_gpu_proofs_run_first_and_without_xdist() -> None:
 @pytest.mark.parametrize(("codes", "code"), [([0], 0), ([5], 5), ([0, 5], 0), ([5, 1], 1), ([5, 5], 5), ([1, 0], 1)])
 def test_a_run_without_tests_counts_only_where_none_has_any(codes: list[int], code: int) -> None:
     assert worst(codes) == code
+
+
+def test_tests_are_collected_before_the_workers_begin_unless_they_were_already(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parts: list[str] = []
+
+    class Collects:
+        def __init__(self, command: list[str], **options: object) -> None:
+            parts.append(command[-1])
+
+        def wait(self) -> None:
+            parts.append("waited")
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(subprocess, "Popen", Collects)
+    compile_modules()
+    assert parts == ["tests/perfsuite", "--ignore=tests/perfsuite", "waited", "waited"]
+    (tmp_path / "tests/__pycache__").mkdir(parents=True)
+    (tmp_path / "tests/__pycache__/test_x.cpython-311-pytest-9.2.0.pyc").touch()
+    compile_modules()
+    assert len(parts) == 4
 
 
 @FULLY  # it collects in a process of its own
