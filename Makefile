@@ -21,12 +21,18 @@ test test-all: export TORCHINDUCTOR_COMPILE_THREADS ?= 1
 # list of what the processor has is enough.
 run test test-all: export TORCHINDUCTOR_VEC_ISA_OK ?= 1
 
+RUN_TESTS = OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} "$$python" -m tools.run_tests $(ARGS)
+# What builds the site: 15,000 files, a third of all that would be installed.
+SITE_TOOLS = { "$$python" -c "import material, mkdocstrings" 2>/dev/null || \
+	"$$python" -m pip install --quiet -c constraints.txt mkdocs mkdocs-material mkdocstrings mkdocstrings-python >&2; }
+
 test: ## correctness of every pair and the harness's own tests (nothing is timed)
-	@$(SETUP) && OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} "$$python" -m tools.run_tests $(ARGS)
+	@$(SETUP) && $(RUN_TESTS)
 
 test-all: export PERFSUITE_TEST_SCALE = full
 test-all: override ARGS += --perfsuite-profile=thorough
-test-all: test ## the same with every count at its full size, and 500 draws a proof: an hour or two
+test-all: ## the same with every count at its full size, and 500 draws a proof: an hour or two
+	@$(SETUP) && { [ -n "$$PERFSUITE_PYTHON" ] || $(SITE_TOOLS) || echo "make test-all: tests of the documents' site are skipped" >&2; } && $(RUN_TESTS)
 
 check: ## formatting, lint and types
 	@$(SETUP) && { "$$python" -c "import ruff, mypy" 2>/dev/null || \
@@ -38,9 +44,7 @@ format: ## rewrite the sources as `make check` wants them
 
 site: export NO_MKDOCS_2_WARNING = 1
 site: ## the documents as HTML, in build/site
-	@$(SETUP) && { "$$python" -c "import material, mkdocstrings" 2>/dev/null || \
-		"$$python" -m pip install --quiet -c constraints.txt mkdocs mkdocs-material mkdocstrings mkdocstrings-python >&2; } && \
-		"$$python" -m mkdocs build --quiet --strict $(ARGS)
+	@$(SETUP) && $(SITE_TOOLS) && "$$python" -m mkdocs build --quiet --strict $(ARGS)
 
 gate: ## hold this machine's measurements against its baseline
 	@$(SETUP) && "$$python" -m perfsuite gate $(ARGS)

@@ -27,9 +27,9 @@ LOG = "bootstrap.log"
 NEWER = ("python3.13", "python3.12", "python3.11")
 
 # Extras of pyproject.toml; INSPECT names them too.
-EXTRAS = "test,train,history,docs"
+EXTRAS = "test,train,history"
 # The tests run without these packages. `make check`, figures, packaging and parallel tests need them, and so do a few
-# tests of the trainers, of the history and of the documents' site, which are skipped without them.
+# tests of the trainers and of the history, which are skipped without them.
 OPTIONAL = {
     "mypy",
     "ruff",
@@ -38,10 +38,6 @@ OPTIONAL = {
     "pytest-xdist",
     "h5py",
     "jsonargparse",
-    "mkdocs",
-    "mkdocs-material",
-    "mkdocstrings",
-    "mkdocstrings-python",
     "pyyaml",
     "ruptures",
     "soundfile",
@@ -64,7 +60,7 @@ from pip._vendor.packaging.version import InvalidVersion, Version
 project = tomllib.load(open(sys.argv[1], "rb"))["project"]
 extras = project["optional-dependencies"]
 lines = [*project["dependencies"], *extras["test"]]
-lines += [line for name in ("train", "history", "docs") for line in extras.get(name, [])]
+lines += [line for name in ("train", "history") for line in extras.get(name, [])]
 found = {}
 for d in importlib.metadata.distributions():
     try:
