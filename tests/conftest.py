@@ -22,6 +22,7 @@ SLOW_TO_COMPILE = {
     # C++ is compiled for each of them:
     "compiled_function::contexts",
     "compiled_function::effects",
+    "compiled_function::gradients[float32]",
     "compiled_function::outside",
     "fullgraph_model::contexts",
     "fullgraph_model::effects",
