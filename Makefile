@@ -32,7 +32,8 @@ test: ## correctness of every pair and the harness's own tests (nothing is timed
 test-all: export PERFSUITE_TEST_SCALE = full
 test-all: override ARGS += --perfsuite-profile=thorough
 test-all: ## the same with every count at its full size, and 500 draws a proof: an hour or two
-	@$(SETUP) && { [ -n "$$PERFSUITE_PYTHON" ] || $(SITE_TOOLS) || echo "make test-all: tests of the documents' site are skipped" >&2; } && $(RUN_TESTS)
+	@$(SETUP) && { [ -n "$$PERFSUITE_PYTHON" ] || $(SITE_TOOLS) || \
+		echo "make test-all: tests of the documents' site are skipped" >&2; } && $(RUN_TESTS)
 
 check: ## formatting, lint and types
 	@$(SETUP) && { "$$python" -c "import ruff, mypy" 2>/dev/null || \

@@ -23,7 +23,7 @@ from perfsuite import device_nodes
 
 # pytest's own logging plugin visits each of torch's 50 loggers six times a test, which took a fortieth of all time.
 PLUGINS = ("-p", "perfsuite.plugin", "-p", "tools.rare_garbage", "-p", "no:logging")
-FOLDERS = ("perfsuite", "reference", "optimized", "suite", "tools", "tests")
+FOLDERS = ("perfsuite", "reference", "optimized", "suite", "tools")
 NOTHING_TO_RUN = int(pytest.ExitCode.NO_TESTS_COLLECTED)
 
 
@@ -56,15 +56,17 @@ def merge_junit(files: Sequence[Path], merged: Path) -> None:
     ElementTree.ElementTree(root).write(merged, encoding="utf-8", xml_declaration=True)
 
 
-def compile_modules() -> None:
-    """Compile the project's modules, and after a new clone also what the tests import.
+def compile_modules(arguments: Sequence[str]) -> None:
+    """Compile the project's modules, and after a new clone also what the tests import, unless `arguments` name some of
+    their files.
 
     Workers that begin together would each do it: pip leaves packages uncompiled (bootstrap.py), and pytest compiles
     tests in a way of its own, when it collects them.
     """
     for folder in FOLDERS:
         compileall.compile_dir(folder, quiet=2, workers=0)  # as many as there are cores
-    if any(Path("tests").rglob("*-pytest-*.pyc")):
+    named = any(Path(argument.partition("::")[0]).exists() for argument in arguments)
+    if named or any(Path("tests").rglob("*-pytest-*.pyc")):
         return
     options = ("--collect-only", "-qq", "-p", "no:cacheprovider")
     parts = (["tests/perfsuite"], ["tests", "--ignore=tests/perfsuite"])
@@ -83,7 +85,7 @@ def main() -> int:
     found, rest = parser.parse_known_args()
     installed = importlib.util.find_spec("xdist") is not None
     if installed and not sys.dont_write_bytecode:
-        compile_modules()
+        compile_modules(rest)
     # A worker takes tests in their order, so that the proofs of a pair share what they know of its draws.
     beside = ("-n", "auto", "--dist", "worksteal") if installed else ()
     codes = []

@@ -50,11 +50,14 @@ def test_tests_are_collected_before_the_workers_begin_unless_they_were_already(
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(subprocess, "Popen", Collects)
-    compile_modules()
+    (tmp_path / "test_x.py").touch()
+    compile_modules(["-q", "test_x.py::test_y"])
+    assert not parts
+    compile_modules(["-k", "y"])
     assert parts == ["tests/perfsuite", "--ignore=tests/perfsuite", "waited", "waited"]
     (tmp_path / "tests/__pycache__").mkdir(parents=True)
     (tmp_path / "tests/__pycache__/test_x.cpython-311-pytest-9.2.0.pyc").touch()
-    compile_modules()
+    compile_modules([])
     assert len(parts) == 4
 
 
