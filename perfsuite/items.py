@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, NoReturn
 
 import hypothesis
 import pytest
@@ -230,14 +230,21 @@ class PairCollector(pytest.Collector):
 
     def _outside(self, case: Case, tally: Tally) -> None:
         check = functools.partial(outside.check, module=self._module)
-        self._once_if_compiled(check, case, tally)
+        try:
+            self._once_if_compiled(check, case, tally)
+        except outside.Hangs as error:
+            self._hang(error)
 
     def _ranks(self, ranks: int, case: Case, tally: Tally) -> None:
         tally.draws += 1
         try:
             ranks_proof.check(self.pair.at(ranks), case, device(), module=self._module, home=self.home, tally=tally)
-        except ranks_proof.RanksApart as error:  # a smaller draw would take as long
-            raise Hang(str(error).removeprefix(f"{self.pair.name}: ")) from None
+        except ranks_proof.RanksApart as error:
+            self._hang(error)
+
+    def _hang(self, error: NotEquivalent) -> NoReturn:
+        """End the proof at once: a smaller draw would take as long."""
+        raise Hang(str(error).removeprefix(f"{self.pair.name}: ")) from None
 
     def _once_if_compiled(self, check: Callable[..., None], case: Case, tally: Tally) -> None:
         """Make the check on one draw only, if the side compiles. It compiles anew for each draw, which takes seconds,
@@ -601,7 +608,10 @@ def time_limit(seconds: float) -> Iterator[None]:
     """Raise Hang in the main thread after `seconds`; end the process if it is stuck where Python cannot interrupt."""
 
     def expire(signum: int, frame: Any) -> None:
-        raise Hang(f"hangs: stopped after its time limit of {seconds:g} s")
+        raise Hang(
+            f"hangs: stopped after its time limit of {seconds:g} s; if it compiles or tunes for so long, raise the "
+            f"pair's time_limit"
+        )
 
     before = signal.signal(signal.SIGALRM, expire)
     signal.setitimer(signal.ITIMER_REAL, seconds)

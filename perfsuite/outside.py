@@ -30,13 +30,18 @@ from perfsuite.records import Case
 
 TRACES = ("PYTEST", "HYPOTHESIS", "PERFSUITE", "XDIST")
 """Parts of the names of environment variables that say that a test is running."""
-LIMIT_S = 120.0
-"""Seconds for one call, including the import of the pair's module."""
+SHARE = 0.4
+"""Of the pair's time limit, for one call, including the import of the pair's module: the proof's own limit is not
+reached before, and its message would not name the call."""
 SOURCE = Path(__file__).with_name("outside_child.py")
 
 
 class Unsendable(Exception):  # noqa: N818 - no fault of the side
     """The inputs cannot be given to another process, or the pair cannot be found in it."""
+
+
+class Hangs(NotEquivalent):
+    """The side does not return there. Trying it on other draws takes long each time."""
 
 
 def check(pair: Pair, case: Case, device: str, *, module: ModuleType, home: Path | None = None) -> None:
@@ -138,7 +143,7 @@ class Child:
         """Call the side on the draw. Return its outputs, and the gradients too if `like` has the outputs that it gives
         here.
 
-        Raises NotEquivalent where the side raises, hangs or ends the process.
+        Raises NotEquivalent where the side raises or ends the process, Hangs where it does not return.
         """
         values, request = self._give(pair, case, device, module, home, like)
         self._ask(pair, request)
@@ -180,17 +185,24 @@ class Child:
 
     def _ask(self, pair: Pair, request: dict[str, Any]) -> dict[str, Any]:
         what = f"{pair.name}: where no test is running, the optimized side"
+        seconds = SHARE * pair.time_limit
         try:
             if self.preparing:
-                self._reply()
+                self._reply(seconds)
                 self.preparing = False
             self._send(request)
-            reply = self._reply()
+            reply = self._reply(seconds)
         except BrokenPipeError:
             reply = ""
+        except BaseException:  # the proof's own time limit, or Ctrl-C: the process is busy, and of no use to the next
+            self.close()
+            raise
         if reply is None:
             self.close()
-            raise NotEquivalent(f"{what} hangs: stopped after {LIMIT_S:g} s")
+            raise Hangs(
+                f"{what} hangs: stopped after {seconds:g} s; if it compiles or tunes for so long, raise the pair's "
+                f"time_limit of {pair.time_limit:g} s"
+            )
         if not reply:
             self.close()
             raise NotEquivalent(f"{what} ends the process with exit code {self.process.returncode}")
@@ -207,9 +219,9 @@ class Child:
         here = {"sys_path": sys.path, "settings": process_state.sendable_settings()}
         print(json.dumps({**request, **here}), file=self.process.stdin, flush=True)
 
-    def _reply(self) -> str | None:
+    def _reply(self, seconds: float) -> str | None:
         """Return the next line; empty where the process has ended, None where there is none in time."""
-        ready, _, _ = select.select([self.replies], [], [], LIMIT_S)
+        ready, _, _ = select.select([self.replies], [], [], seconds)
         return self.replies.readline() if ready else None
 
     def close(self) -> None:

@@ -86,6 +86,7 @@ def pair(reference: Callable[..., Any], optimized: Any, *, chunked: bool, **furt
         workloads=[WORKLOAD],
         strides="any",
         max_examples=15,
+        time_limit=1200 if chunked else 300,  # s; most of it is tuning
         unsupported=UNSUPPORTED,
         **options,
     )

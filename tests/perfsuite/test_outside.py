@@ -21,6 +21,7 @@ pytest_plugins = ["pytester"]
 MODULE = """
     import os
     import sys
+    import time
     import torch
     import perfsuite
     from functools import partial
@@ -71,6 +72,10 @@ MODULE = """
         raise ValueError("not under test")
 
 
+    def hang(x):
+        time.sleep(600)
+
+
     def adding(by):
         def make(x):
             def step(y):
@@ -103,6 +108,7 @@ MODULE = """
     by_import = Pair(reference=right, optimized=at_import)
     by_crash = Pair(reference=right, optimized=only_where(under_test, crash))
     by_error = Pair(reference=right, optimized=only_where(under_test, complain))
+    by_hang = Pair(reference=right, optimized=only_where(under_test, hang), time_limit=10)
     by_step = Pair(
         reference=adding(None), optimized=adding(under_test), step_inputs={"y": tensor("n")}, mutates={"x"}
     )
@@ -154,18 +160,20 @@ def high_precision() -> Iterator[None]:
     torch.set_float32_matmul_precision(before)
 
 
-ENDING = "by_crash or by_error"
+ENDING = "by_crash or by_error or by_hang"
 """Cases that cost a new process each."""
 
 
 @FULLY
-def test_a_side_that_ends_or_raises_there(project: Project) -> None:
+def test_a_side_that_ends_raises_or_hangs_there(project: Project) -> None:
     write(project)
     result = project.run("-m", "correctness", "-k", f"outside and ({ENDING})")
     output = result.stdout.str()
-    result.assert_outcomes(failed=2)
+    result.assert_outcomes(failed=3)
     assert "by_crash: where no test is running, the optimized side ends the process with exit code 3" in output
     assert "by_error: where no test is running, the optimized side raises ValueError: not under test" in output
+    assert "by_hang: where no test is running, the optimized side hangs: stopped after 4 s; if it compiles" in output
+    assert "raise the pair's time_limit of 10 s" in output
 
 
 @pytest.mark.usefixtures("high_precision")
