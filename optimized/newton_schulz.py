@@ -9,12 +9,14 @@ and one tensor descriptor serves all matrices, whatever their shapes. Matrices a
 in both directions. A matrix that is multiplied from the left is therefore kept transposed, too.
 """
 
+import functools
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import numpy
 import torch
 
+from optimized import newton_schulz_strips as strips
 from optimized.kernels import INTERPRETED, ceil_div, has_descriptors, jit, launching, tl
 
 try:
@@ -93,8 +95,9 @@ def _symmetric(left: int, right: int, out: int, scaled: bool = False) -> Step:
 class NewtonSchulz:
     """The iteration of wide matrices, whose shapes are given.
 
-    shapes   (rows, columns) of each matrix, with no more rows than columns
-    sums     float32 [matrices, n] whose rows have the squares of the matrices' norms as their sums
+    shapes     (rows, columns) of each matrix, with no more rows than columns
+    sums       float32 [matrices, n] whose rows have the squares of the matrices' norms as their sums
+    in_strips  by `newton_schulz_strips`, where that serves these matrices
 
     `room` has rows of a panel, `panel` columns. From row `places[i]` on it holds a matrix, and from `transposed[i]` on
     its transpose, each padded with zeros; after `run` the results lie in the matrices' places.
@@ -107,6 +110,7 @@ class NewtonSchulz:
         coefficients: tuple[float, float, float],
         iterations: int,
         dtype: torch.dtype,
+        in_strips: bool = False,
     ) -> None:
         device = sums.device
         self.panel = PANEL_BYTES // dtype.itemsize
@@ -119,17 +123,25 @@ class NewtonSchulz:
         self.places, self.transposed = ([places[buffer] for places in at] for buffer in (X, X_T))
         self.room = torch.empty(end, self.panel, dtype=dtype, device=device)
         self.sums, self.sums_padded = sums, 1 << (sums.shape[1] - 1).bit_length()
-        tasks = numpy.concatenate(list(self._tasks([forms[w] for w in wide], at)))
+        self.in_strips = in_strips and strips.serves(self.room, self.tile)
+        listed = self._strips if self.in_strips else self._tasks
+        tasks = numpy.concatenate(list(listed([forms[w] for w in wide], at)))
         self.tasks = torch.from_numpy(tasks).to(device)
         # The next task, and of each matrix the number of tiles that are done.
         self.counters = torch.zeros(1 + len(shapes), dtype=torch.int32, device=device)
         self.is_fenced = not INTERPRETED and has_descriptors(self.room)
-        self.blocks = TensorDescriptor.from_tensor(self.room, [self.tile, self.panel])
+        if self.in_strips:
+            self.blocks = strips.blocks_of(self.room)
+        else:
+            self.blocks = TensorDescriptor.from_tensor(self.room, [self.tile, self.panel])
 
     def run(self) -> None:
         """Iterate. The transposes are lost."""
         self.counters.zero_()
         with launching(self.room):
+            if self.in_strips:
+                strips.iterate(self.blocks, self.tasks, self.counters, self.sums, self.sums_padded)
+                return
             _iterate_kernel[(min(PROGRAMS, len(self.tasks)),)](
                 self.blocks,
                 self.tasks,
@@ -159,12 +171,11 @@ class NewtonSchulz:
                     end += rows * (columns if buffer <= OTHER_T else rows) // self.panel
         return at, end
 
-    def _tasks(self, forms: Sequence[Sequence[Step]], at: Sequence[Sequence[int]]) -> Iterator[numpy.ndarray]:
-        """Yield the tiles of each step, one matrix after another.
-
-        They are int32 [tiles, FIELDS]: what `_iterate_kernel` loads. Factors are the bits of a float32.
-        """
-        tile, done = self.tile, [0] * len(forms)
+    def _steps(
+        self, forms: Sequence[Sequence[Step]]
+    ) -> Iterator[tuple[int, Step, int, int, int, numpy.ndarray, numpy.ndarray]]:
+        """Yield matrix and step, one matrix after another and one step after another, and of each the rows of its
+        result, those of the right operand, the terms of a product's sums, and the rows and columns of its tiles."""
         for number in range(max(map(len, forms))):
             for matrix, form in enumerate(forms):
                 if number >= len(form):
@@ -172,28 +183,75 @@ class NewtonSchulz:
                 step, (rows, columns) = form[number], self.shapes[matrix]
                 # The matrix itself has more columns than rows, and then it is the left operand and the right one.
                 height, terms = (rows, columns if step.left == X else rows) if step.is_symmetric else (columns, rows)
-                i, j = numpy.indices((ceil_div(rows, tile), ceil_div(height, tile)), dtype=numpy.int32)
+                i, j = numpy.indices((rows // self.tile, height // self.tile), dtype=numpy.int32)
                 i, j = (n[i <= j] if step.is_symmetric else n.ravel() for n in (i, j))
+                yield matrix, step, rows, height, terms, i, j
 
-                def rows_of(buffer, i, j, height, at=at[matrix]):
-                    """The first row of a tile."""
-                    return at[buffer] + (j * height // self.panel + i) * tile if buffer != NOTHING else NOTHING
+    def _first_row(self, at: Sequence[int], buffer: int, i: numpy.ndarray, j: int | numpy.ndarray, height: int):
+        """The first row of a tile of a buffer that has `height` rows."""
+        return at[buffer] + (j * height // self.panel + i) * self.tile if buffer != NOTHING else NOTHING
 
-                mirrored = rows_of(step.mirrored, j, i, height)
-                if step.is_symmetric:
-                    mirrored = numpy.where(i == j, NOTHING, mirrored)
-                product, plus, diagonal = numpy.array(step.factors, dtype=numpy.float32).view(numpy.int32)
-                fields = (
+    def _tasks(self, forms: Sequence[Sequence[Step]], at: Sequence[Sequence[int]]) -> Iterator[numpy.ndarray]:
+        """Yield the tiles of each step, one matrix after another.
+
+        They are int32 [tiles, FIELDS]: what `_iterate_kernel` loads. Factors are the bits of a float32.
+        """
+        done = [0] * len(forms)
+        for matrix, step, rows, height, terms, i, j in self._steps(forms):
+            rows_of = functools.partial(self._first_row, at[matrix])
+            mirrored = rows_of(step.mirrored, j, i, height)
+            if step.is_symmetric:
+                mirrored = numpy.where(i == j, NOTHING, mirrored)
+            product, plus, diagonal = _bits(step.factors)
+            yield _table(
+                len(i),
+                (
                     rows_of(step.left, i, 0, rows), rows_of(step.right, j, 0, height), rows, height,
                     terms // self.panel, rows_of(step.out, i, j, rows), mirrored, rows_of(step.added, i, j, rows),
                     (1 + step.is_symmetric) * step.scaled, matrix, done[matrix], product, plus,
                     numpy.where(i == j, diagonal, 0),
-                )  # fmt: skip
-                made = numpy.zeros((len(i), FIELDS), dtype=numpy.int32)
-                for field, values in enumerate(fields):
-                    made[:, field] = values
-                done[matrix] += len(made)
-                yield made
+                ),
+            )  # fmt: skip
+            done[matrix] += len(i)
+
+    def _strips(self, forms: Sequence[Sequence[Step]], at: Sequence[Sequence[int]]) -> Iterator[numpy.ndarray]:
+        """Yield the strips of each step: tiles beside each other, whose left operand is the same.
+
+        They are int32 [strips, FIELDS]: what `newton_schulz_strips` loads. A left operand that finds no room in shared
+        memory is loaded for each tile anew.
+        """
+        done = [0] * len(forms)
+        for matrix, step, rows, height, terms, i, j in self._steps(forms):
+            longest = strips.LONGEST if terms // self.panel <= strips.LEFT else 1
+            _, first, lengths = numpy.unique(i, return_index=True, return_counts=True)
+            begin = numpy.concatenate([numpy.arange(a, a + n, longest) for a, n in zip(first, lengths, strict=True)])
+            tiles = numpy.diff(numpy.append(begin, len(i)))
+            i, j, rows_of = i[begin], j[begin], functools.partial(self._first_row, at[matrix])
+            is_diagonal = (i == j) & step.is_symmetric
+            is_shared = is_diagonal & (step.left == step.right)
+            product, plus, diagonal = _bits(step.factors)
+            yield _table(
+                len(i),
+                (
+                    rows_of(step.left, i, 0, rows), rows, rows_of(step.right, j, 0, height), height,
+                    terms // self.panel, tiles, strips.DIAGONAL * is_diagonal + strips.SHARED * is_shared, matrix,
+                    done[matrix], rows_of(step.out, i, j, rows), rows_of(step.mirrored, j, i, height),
+                    rows_of(step.added, i, j, rows), (1 + step.is_symmetric) * step.scaled, product, plus, diagonal,
+                ),
+            )  # fmt: skip
+            done[matrix] += int(tiles.sum())
+
+
+def _bits(factors: tuple[float, float, float]) -> numpy.ndarray:
+    return numpy.array(factors, dtype=numpy.float32).view(numpy.int32)
+
+
+def _table(count: int, fields: Sequence[int | numpy.ndarray]) -> numpy.ndarray:
+    """One row for each task, int32 [count, FIELDS]."""
+    made = numpy.zeros((count, FIELDS), dtype=numpy.int32)
+    for field, values in enumerate(fields):
+        made[:, field] = values
+    return made
 
 
 @jit

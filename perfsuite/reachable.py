@@ -15,8 +15,8 @@ from typing import Any
 from perfsuite import modules
 from perfsuite.process_state import names_in
 
-KERNELS = ("JITFunction", "InterpretedFunction")
-"""Triton's classes of kernels, compiled and interpreted."""
+KERNELS = ("JITFunction", "GluonJITFunction", "InterpretedFunction")
+"""Triton's classes of kernels, compiled, written in Gluon, and interpreted."""
 WRAPPERS = (functools.partial, MethodType, property, staticmethod, classmethod, dict, list, tuple, set)
 """Types of wrappers that are looked into, whoever made them."""
 MOST_ITEMS = 1000
@@ -143,4 +143,5 @@ def _calls(kernel: Any) -> set[str]:
     launched."""
     tree = ast.parse(textwrap.dedent(inspect.getsource(kernel.fn)))
     calls = [n for n in ast.walk(tree) if isinstance(n, ast.Call)]
-    return {n.id for call in calls for n in (call.func, *call.args) if isinstance(n, ast.Name)}
+    parts = [part for call in calls for part in (call.func, *call.args)]
+    return {n.id for part in parts for n in ast.walk(part) if isinstance(n, ast.Name)}

@@ -133,6 +133,18 @@ def muon_triton(
     return _TritonMuon(list(params), lr, momentum, weight_decay, dtype)
 
 
+def muon_strips(
+    params: Sequence[torch.Tensor],
+    lr: float = 1.4e-3,
+    momentum: float = MOMENTUM,
+    weight_decay: float = 0.03,
+    dtype: torch.dtype = torch.bfloat16,
+) -> "_TritonMuon":
+    """`muon_triton` whose products keep operands in shared memory, where all of the matrices' tiles are of 128 rows, on
+    Hopper GPUs and in half precision."""
+    return _TritonMuon(list(params), lr, momentum, weight_decay, dtype, in_strips=True)
+
+
 def places_by_shape(params: Sequence[torch.Tensor]) -> list[list[int]]:
     """The places of the parameters with elements, together with those of the same shape."""
     places: dict[torch.Size, list[int]] = {}
@@ -157,6 +169,7 @@ class _TritonMuon:
         momentum: float,
         weight_decay: float,
         dtype: torch.dtype,
+        in_strips: bool = False,
     ) -> None:
         self.params, self.momentum, self.decay = params, momentum, 1 - lr * weight_decay
         self.live = [i for i, p in enumerate(params) if p.numel()]
@@ -173,7 +186,7 @@ class _TritonMuon:
         per_matrix = [ceil_div(rows, SQUARE) * ceil_div(columns, SQUARE) for rows, columns in shapes]
         self.sums = torch.zeros(self.count, max(per_matrix), device=device)
         dtype = torch.float32 if INTERPRETED else dtype
-        products = self.products = NewtonSchulz(wide, self.sums, COEFFICIENTS, ITERATIONS, dtype)
+        products = self.products = NewtonSchulz(wide, self.sums, COEFFICIENTS, ITERATIONS, dtype, in_strips)
         sizes = [rows * _padded(columns) for rows, columns in shapes]
         self.spans = dict(zip(self.live, itertools.accumulate([0, *sizes]), strict=False))
         self.momenta = torch.zeros(sum(sizes), device=device)

@@ -13,6 +13,8 @@ import torch
 from perfsuite import modules, reachable
 
 triton = pytest.importorskip("triton")
+gluon = pytest.importorskip("triton.experimental.gluon")
+gl = pytest.importorskip("triton.experimental.gluon.language")
 
 
 @triton.jit
@@ -30,8 +32,22 @@ def other_kernel(x_ptr):
     pass
 
 
+@gluon.jit
+def warps_of_gluon(x_ptr):
+    pass
+
+
+@gluon.jit
+def kernel_of_gluon(x_ptr):
+    gl.warp_specialize([(warps_of_gluon, (x_ptr,)), (device_function, (x_ptr,))], [4], [24])
+
+
 def launches(x: torch.Tensor) -> None:
     own_kernel[(1,)](x)
+
+
+def launches_gluon(x: torch.Tensor) -> None:
+    kernel_of_gluon[(1,)](x)
 
 
 class Launching(torch.autograd.Function):
@@ -89,6 +105,10 @@ def test_a_kernel_is_reached_through(side: Callable[..., Any]) -> None:
 def test_a_kernel_is_reached_through_a_compiled_module() -> None:
     """It is made here: torch.compile imports the compiler, which takes a second."""
     assert list(reachable.kernels([torch.compile(Module())])) == [f"{__name__}.own_kernel"]
+
+
+def test_a_kernel_in_gluon_is_reached_without_the_functions_of_its_warps() -> None:
+    assert list(reachable.kernels([launches_gluon])) == [f"{__name__}.kernel_of_gluon"]
 
 
 def test_others_of_the_module_are_not_reached() -> None:

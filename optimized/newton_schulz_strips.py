@@ -1,0 +1,393 @@
+"""The products of `optimized.newton_schulz` in strips, for Hopper GPUs (ups, technique 002.8).
+
+The L2 cache gives the tiles' operands no faster than tensor cores use a third of them. Here a multiprocessor keeps the
+left operand of a row of tiles, a strip, in shared memory, and loads it once. A warp loads operands, two groups of four
+warps compute tiles in turn: while one stores a tile, the other one multiplies. This is written in Gluon, the level of
+Triton at which shared memory and barriers are explicit.
+"""
+
+import functools
+
+import torch
+
+from optimized.kernels import HOPPER, INTERPRETED
+
+try:
+    from triton.experimental import gluon
+    from triton.experimental.gluon import language as gl
+    from triton.experimental.gluon.language.nvidia.hopper import (
+        fence_async_shared,
+        mbarrier,
+        tma,
+        warpgroup_mma,
+        warpgroup_mma_init,
+        warpgroup_mma_wait,
+    )
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+except ImportError:
+    gluon = None
+
+# Rows and columns of a tile, and columns of a panel, of which a row has 128 bytes.
+ROWS_OF_TILE, COLUMNS_OF_PANEL = 128, 64
+# Panels of 128 rows that find room in shared memory, beside a panel for the results of each group.
+LEFT, RIGHT = 8, 4
+# Tiles of a strip, at most. Longer ones would leave multiprocessors without work.
+LONGEST = 8
+# Numbers that a strip has; a power of two.
+NUMBERS = 16
+# Registers of a thread: as the kernel starts, of the groups that multiply, and of the warp that loads.
+REGISTERS, MULTIPLYING, LOADING = 168, 232, 40
+# Bits of a strip's flags.
+DIAGONAL, SHARED = 1, 2
+
+
+def reason() -> str | None:
+    """None if the strips' kernel can run here or be compiled ahead for a Hopper GPU, else why not."""
+    if gluon is None:
+        return "Triton has no Gluon; pip install 'triton>=3.6,<3.8' (Linux only)"
+    if INTERPRETED:
+        return "Triton's interpreter does not run Gluon"
+    if torch.cuda.is_available() and torch.cuda.get_device_capability() != HOPPER:
+        return "the kernel is for GPUs of compute capability 9.0"
+    return None
+
+
+def serves(room: torch.Tensor, tile: int) -> bool:
+    """Whether the strips' kernel multiplies tiles of this size in `room`: of 128 rows, in half precision."""
+    if reason() is not None or room.element_size() != 2 or tile != ROWS_OF_TILE:
+        return False
+    return not room.is_cuda or torch.cuda.get_device_capability(room.device) == HOPPER
+
+
+def blocks_of(room: torch.Tensor) -> "TensorDescriptor":
+    """Return the descriptor by which panels of `room` are loaded and stored."""
+    element = gl.bfloat16 if room.dtype == torch.bfloat16 else gl.float16
+    block = [ROWS_OF_TILE, COLUMNS_OF_PANEL]
+    return TensorDescriptor.from_tensor(room, block, gl.NVMMASharedLayout.get_default_for(block, element))
+
+
+@functools.cache
+def programs(device: torch.device) -> int:
+    """Return how many programs run at once, one on each multiprocessor."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+
+
+def iterate(
+    blocks: "TensorDescriptor",
+    tasks: torch.Tensor,
+    counters: torch.Tensor,
+    sums: torch.Tensor,
+    sums_padded: int,
+) -> None:
+    """Compute all strips of `tasks`, int32 [strips, NUMBERS].
+
+    counters     zeros: the next strip, and of each matrix the number of tiles that are done
+    sums         float32 [matrices, n] whose rows have the squares of the matrices' norms as their sums
+    sums_padded  n, or more, a power of two
+    """
+    iterate_kernel[(min(programs(tasks.device), len(tasks)),)](
+        blocks,
+        tasks,
+        len(tasks),
+        counters,
+        sums,
+        sums.shape[1],
+        SUMS=sums_padded,
+        num_warps=4,
+        maxnreg=REGISTERS,
+    )
+
+
+if gluon is not None:
+    TILE, PANEL = gl.constexpr(ROWS_OF_TILE), gl.constexpr(COLUMNS_OF_PANEL)
+    LEFT_SLOTS, RIGHT_SLOTS, TASK_SLOTS = gl.constexpr(LEFT), gl.constexpr(RIGHT), gl.constexpr(2)
+    FIELDS, BYTES = gl.constexpr(NUMBERS), gl.constexpr(ROWS_OF_TILE * COLUMNS_OF_PANEL * 2)
+    MULTIPLYING_REGISTERS, LOADING_REGISTERS = gl.constexpr(MULTIPLYING), gl.constexpr(LOADING)
+    IS_DIAGONAL, IS_SHARED = gl.constexpr(DIAGONAL), gl.constexpr(SHARED)
+    barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier  # its name until Triton 3.6
+
+    @gluon.jit
+    def _fence_global():
+        """Order stores of other programs before loads by the tensor memory accelerator."""
+        gl.inline_asm_elementwise("fence.proxy.async.global; mov.u32 $0, 0;", "=r", [], gl.int32, False, 1)
+
+    @gluon.jit
+    def _wait_for_stores():
+        """Wait until the accelerator's stores are visible; `tma.store_wait` waits until it has read their source."""
+        gl.inline_asm_elementwise("cp.async.bulk.wait_group 0; mov.u32 $0, 0;", "=r", [], gl.int32, False, 1)
+
+    @gluon.jit
+    def _load(blocks, operands, full, empty, row, slot, number, SLOTS: gl.constexpr):
+        """Load a panel's rows, the `number`th of its kind, once its place is free."""
+        at = number % SLOTS
+        mbarrier.wait(empty.index(at), (number // SLOTS & 1) ^ 1)
+        mbarrier.expect(full.index(at), BYTES)
+        tma.async_copy_global_to_shared(blocks, [row, 0], full.index(at), operands.index(slot + at))
+
+    @gluon.jit
+    def _loader(blocks, tasks_ptr, count, counters_ptr, operands, strips, barriers):
+        """Take strips from the list, tell the groups that multiply which, and load their operands."""
+        left_full, left_empty, right_full, right_empty, strip_full, strip_empty, _ = barriers
+        layout: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+        lefts = 0
+        rights = 0
+        number = 0
+        live = True
+        while live:
+            task = gl.atomic_add(counters_ptr, 1, sem="relaxed")
+            live = task < count
+            task_ptr = tasks_ptr + FIELDS * task
+            if live:
+                done_ptr = counters_ptr + 1 + gl.load(task_ptr + 7)
+                needed = gl.load(task_ptr + 8)
+                while gl.atomic_add(done_ptr, 0, sem="acquire") < needed:
+                    pass
+            slot = number % TASK_SLOTS
+            mbarrier.wait(strip_empty.index(slot), (number // TASK_SLOTS & 1) ^ 1)
+            strips.index(slot).store(gl.full([1], task, gl.int32, layout))
+            mbarrier.arrive(strip_full.index(slot), count=1)
+            number += 1
+            if live:
+                left_row, left_height = gl.load(task_ptr), gl.load(task_ptr + 1)
+                right_row, right_height = gl.load(task_ptr + 2), gl.load(task_ptr + 3)
+                panels, tiles = gl.load(task_ptr + 4), gl.load(task_ptr + 5)
+                is_shared = (gl.load(task_ptr + 6) & IS_SHARED) > 0
+                _fence_global()
+                for tile in range(tiles):
+                    for k in range(panels):
+                        if tile == 0:
+                            row = left_row + k * left_height
+                            _load(blocks, operands, left_full, left_empty, row, 0, lefts, LEFT_SLOTS)
+                            lefts += 1
+                        if (tile > 0) | (not is_shared):
+                            row = right_row + tile * TILE + k * right_height
+                            _load(blocks, operands, right_full, right_empty, row, LEFT_SLOTS, rights, RIGHT_SLOTS)
+                            rights += 1
+
+    @gluon.jit
+    def _scale_of(sums_ptr, matrix, sums_of_each, SUMS: gl.constexpr):
+        """1 over the norm of a matrix, as in `newton_schulz`."""
+        at = gl.arange(0, SUMS, gl.BlockedLayout([1], [32], [4], [0]))
+        sums = gl.load(sums_ptr + matrix * sums_of_each + at, mask=at < sums_of_each, other=0.0)
+        return 1.0 / gl.maximum(gl.sqrt_rn(gl.sum(sums, 0)), 1e-7)
+
+    @gluon.jit
+    def _diagonal(first: gl.constexpr, value, layout: gl.constexpr):
+        """`value` on the diagonal of the panel that begins at column `first` of a tile."""
+        rows = gl.arange(0, TILE, gl.SliceLayout(1, layout))[:, None]
+        columns = first + gl.arange(0, PANEL, gl.SliceLayout(0, layout))[None, :]
+        return gl.where(rows == columns, value, 0.0)
+
+    @gluon.jit
+    def _store(blocks, row, out, place, value):
+        """Begin to store a panel of a result, once `out` is free; `place` is it, or its transpose."""
+        tma.store_wait(0)
+        place.store(value)
+        fence_async_shared()
+        tma.async_copy_shared_to_global(blocks, [row, 0], out)
+
+    @gluon.jit
+    def _multiply(operands, left_full, right_full, left, right, is_shared, total, use_acc: gl.constexpr):
+        """Begin to add the product of two panels, by their numbers, once they are loaded."""
+        at = left % LEFT_SLOTS
+        to = right % RIGHT_SLOTS
+        mbarrier.wait(left_full.index(at), left // LEFT_SLOTS & 1)
+        mbarrier.wait(right_full.index(to), right // RIGHT_SLOTS & 1, pred=not is_shared)
+        other = operands.index(gl.where(is_shared, at, LEFT_SLOTS + to)).permute((1, 0))
+        return warpgroup_mma(operands.index(at), other, total, is_async=True, use_acc=use_acc)
+
+    @gluon.jit
+    def _free(left_empty, right_empty, left, right, of_left, of_right):
+        """Say that two panels have been read."""
+        mbarrier.arrive(left_empty.index(left % LEFT_SLOTS), count=1, pred=of_left)
+        mbarrier.arrive(right_empty.index(right % RIGHT_SLOTS), count=1, pred=of_right)
+
+    @gluon.jit
+    def _multiplier(
+        OWN: gl.constexpr,
+        blocks,
+        tasks_ptr,
+        count,
+        counters_ptr,
+        sums_ptr,
+        sums_of_each,
+        operands,
+        strips,
+        barriers,
+        out,
+        added_full,
+        SUMS: gl.constexpr,
+    ):
+        """Compute every second tile, of two groups that number `OWN`."""
+        left_full, left_empty, right_full, right_empty, strip_full, strip_empty, turns = barriers
+        mma: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 128, 16])
+        layout: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+        # Panels of both kinds that were loaded, strips, tiles, and panels that were added, before this strip.
+        lefts = 0
+        rights = 0
+        number = 0
+        sequence = 0
+        addeds = 0
+        live = True
+        while live:
+            slot = number % TASK_SLOTS
+            mbarrier.wait(strip_full.index(slot), number // TASK_SLOTS & 1)
+            task = gl.max(strips.index(slot).load(layout), 0)
+            mbarrier.arrive(strip_empty.index(slot), count=1)
+            number += 1
+            live = task < count
+            if live:
+                task_ptr = tasks_ptr + FIELDS * task
+                height, mirrored_height = gl.load(task_ptr + 1), gl.load(task_ptr + 3)
+                panels, tiles, flags = gl.load(task_ptr + 4), gl.load(task_ptr + 5), gl.load(task_ptr + 6)
+                matrix = gl.load(task_ptr + 7)
+                out_row, mirrored_row, added_row = gl.load(task_ptr + 9), gl.load(task_ptr + 10), gl.load(task_ptr + 11)
+                power = gl.load(task_ptr + 12)
+                factor = gl.load(task_ptr + 13).to(gl.float32, bitcast=True)
+                plus = gl.load(task_ptr + 14).to(gl.float32, bitcast=True)
+                diagonal = gl.load(task_ptr + 15).to(gl.float32, bitcast=True)
+                if power > 0:
+                    scale = _scale_of(sums_ptr, matrix, sums_of_each, SUMS)
+                    factor *= gl.where(power > 1, scale * scale, scale)
+                # With the last of its own tiles the group gives the left operand free; if it has none, at once.
+                last = tiles - 1 - (sequence + tiles - 1 + OWN) % 2
+                if last < 0:
+                    for k in range(panels):
+                        at = (lefts + k) % LEFT_SLOTS
+                        mbarrier.wait(left_full.index(at), (lefts + k) // LEFT_SLOTS & 1)
+                        mbarrier.arrive(left_empty.index(at), count=1)
+                for tile in range(tiles):
+                    is_diagonal = (tile == 0) & ((flags & IS_DIAGONAL) > 0)
+                    is_shared = (tile == 0) & ((flags & IS_SHARED) > 0)
+                    if (sequence + tile) % 2 == OWN:
+                        if added_row >= 0:
+                            _fence_global()
+                            fence_async_shared()
+                            mbarrier.expect(added_full, BYTES)
+                            row = added_row + tile * 2 * height
+                            tma.async_copy_global_to_shared(blocks, [row, 0], added_full, out)
+                        # A barrier tells one phase from the next alone: right operands are waited for in their order.
+                        mbarrier.wait(turns.index(OWN), ((sequence + tile) // 2 & 1) ^ (1 - OWN))
+                        total = warpgroup_mma_init(gl.zeros([TILE, TILE], gl.float32, mma))
+                        total = _multiply(operands, left_full, right_full, lefts, rights, is_shared, total, False)
+                        for k in range(1, panels):
+                            total = _multiply(
+                                operands, left_full, right_full, lefts + k, rights + k, is_shared, total, True
+                            )
+                            total = warpgroup_mma_init(warpgroup_mma_wait(1, (total,)))
+                            _free(left_empty, right_empty, lefts + k - 1, rights + k - 1, tile == last, not is_shared)
+                        mbarrier.arrive(turns.index(1 - OWN), count=1)
+                        result = warpgroup_mma_wait(0, (total,)) * factor
+                        end = panels - 1
+                        _free(left_empty, right_empty, lefts + end, rights + end, tile == last, not is_shared)
+                        low, high = gl.split(gl.permute(gl.reshape(result, [TILE, 2, PANEL]), [0, 2, 1]))
+                        half: gl.constexpr = low.type.layout
+                        if added_row >= 0:
+                            mbarrier.wait(added_full, addeds & 1)
+                            low += plus * out.load(half).to(gl.float32)
+                            fence_async_shared()
+                            mbarrier.expect(added_full, BYTES)
+                            row = added_row + tile * 2 * height + height
+                            tma.async_copy_global_to_shared(blocks, [row, 0], added_full, out)
+                            mbarrier.wait(added_full, (addeds & 1) ^ 1)
+                            high += plus * out.load(half).to(gl.float32)
+                            addeds += 2
+                            if is_diagonal:
+                                low += _diagonal(0, diagonal, half)
+                                high += _diagonal(PANEL, diagonal, half)
+                        low, high = low.to(blocks.dtype), high.to(blocks.dtype)
+                        row = out_row + tile * 2 * height
+                        _store(blocks, row, out, out, low)
+                        _store(blocks, row + height, out, out, high)
+                        if (mirrored_row >= 0) & (not is_diagonal):
+                            whole = gl.reshape(gl.permute(gl.join(low, high), [0, 2, 1]), [2, PANEL, TILE])
+                            upper, lower = gl.split(gl.permute(whole, [1, 2, 0]))
+                            row = mirrored_row + tile * TILE
+                            transposed = out.permute((1, 0))
+                            _store(blocks, row, out, transposed, upper)
+                            _store(blocks, row + mirrored_height, out, transposed, lower)
+                        _wait_for_stores()
+                        _fence_global()
+                        # One thread says that the tile is done, after all of the group.
+                        barrier()
+                        gl.atomic_add(counters_ptr + 1 + matrix, 1, sem="release")
+                    rights += gl.where(is_shared, 0, panels)
+                lefts += panels
+                sequence += tiles
+
+    @gluon.jit
+    def _second_multiplier(
+        blocks,
+        tasks_ptr,
+        count,
+        counters_ptr,
+        sums_ptr,
+        sums_of_each,
+        operands,
+        strips,
+        barriers,
+        out,
+        added_full,
+        SUMS: gl.constexpr,
+    ):
+        _multiplier(
+            1,
+            blocks,
+            tasks_ptr,
+            count,
+            counters_ptr,
+            sums_ptr,
+            sums_of_each,
+            operands,
+            strips,
+            barriers,
+            out,
+            added_full,
+            SUMS,
+        )
+
+    @gluon.jit
+    def _barriers(SLOTS: gl.constexpr, arrivals: gl.constexpr):
+        """Return barriers that complete a phase after so many arrivals."""
+        made = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
+        for i in gl.static_range(SLOTS):
+            mbarrier.init(made.index(i), count=arrivals)
+        return made
+
+    @gluon.jit
+    def iterate_kernel(blocks, tasks_ptr, count, counters_ptr, sums_ptr, sums_of_each, SUMS: gl.constexpr):
+        operands = gl.allocate_shared_memory(blocks.dtype, [LEFT_SLOTS + RIGHT_SLOTS, TILE, PANEL], blocks.layout)
+        outs = gl.allocate_shared_memory(blocks.dtype, [2, TILE, PANEL], blocks.layout)
+        strips = gl.allocate_shared_memory(gl.int32, [TASK_SLOTS, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+        # A left operand and a strip's number are free after both groups, a right operand after the one that reads it.
+        barriers = (
+            _barriers(LEFT_SLOTS, 1),
+            _barriers(LEFT_SLOTS, 2),
+            _barriers(RIGHT_SLOTS, 1),
+            _barriers(RIGHT_SLOTS, 1),
+            _barriers(TASK_SLOTS, 1),
+            _barriers(TASK_SLOTS, 2),
+            _barriers(2, 1),
+        )
+        added_full = _barriers(2, 1)
+        gl.warp_specialize(
+            [
+                (
+                    _multiplier,
+                    (
+                        0, blocks, tasks_ptr, count, counters_ptr, sums_ptr, sums_of_each, operands, strips, barriers,
+                        outs.index(0), added_full.index(0), SUMS,
+                    ),
+                ),
+                (
+                    _second_multiplier,
+                    (
+                        blocks, tasks_ptr, count, counters_ptr, sums_ptr, sums_of_each, operands, strips, barriers,
+                        outs.index(1), added_full.index(1), SUMS,
+                    ),
+                ),
+                (_loader, (blocks, tasks_ptr, count, counters_ptr, operands, strips, barriers)),
+            ],
+            [4, 1],
+            [MULTIPLYING_REGISTERS, LOADING_REGISTERS],
+        )  # fmt: skip
