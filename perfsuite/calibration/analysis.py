@@ -16,7 +16,7 @@ import numpy as np
 from perfsuite import gate, planning, stages
 from perfsuite import statistics as rule
 from perfsuite.blocks import process_mean
-from perfsuite.calibration.record import BLOCKS, QUADS, KindRecord, Recording, Rounds, side_name
+from perfsuite.calibration.record import BLOCKS, ROUNDS, KindRecord, Recording, ToolRun, side_name
 from perfsuite.calibration.resample import COPIES, Array, Pool, Simulation, Tally, pools, simulate
 from perfsuite.errors import PerfsuiteError
 from perfsuite.modes import accept
@@ -62,7 +62,8 @@ class Deviation:
 class Components:
     """Standard deviations of a log-ratio, by level of the design; and of a process mean, which is the gate's unit."""
 
-    quad: float
+    abba: float
+    """Of the ABBA rounds of a block."""
     block: float
     process: float
     session: float | None
@@ -334,15 +335,15 @@ def components(recording: Recording, kind: str, other: str, side: str = OPTIMIZE
     """Return the nested components of variance of log(other / side), by the moments of the means of each level."""
     sessions = [
         np.array(
-            [np.log(np.array(p.kinds[kind].quads_s[other]) / np.array(p.kinds[kind].quads_s[side])) for p in found]
+            [np.log(np.array(p.kinds[kind].rounds_s[other]) / np.array(p.kinds[kind].rounds_s[side])) for p in found]
         )
         for s in recording.sessions
         if len(found := [p for p in s.processes if kind in p.kinds]) > 1
     ]
-    quads, blocks = sessions[0].shape[2], sessions[0].shape[1]
-    quad = _mean_variance(sessions, axis=2)
+    rounds, blocks = sessions[0].shape[2], sessions[0].shape[1]
+    of_rounds = _mean_variance(sessions, axis=2)
     of_blocks = _mean_variance([s.mean(axis=2) for s in sessions], axis=1)
-    block = of_blocks - quad / quads
+    block = of_blocks - of_rounds / rounds
     process_means = [[float(x) for x in s.mean(axis=(1, 2))] for s in sessions]
     of_processes, dof = rule.within(process_means)
     process = of_processes - of_blocks / blocks
@@ -357,7 +358,7 @@ def components(recording: Recording, kind: str, other: str, side: str = OPTIMIZE
     # Two sessions may agree by chance: the error is at least what their processes leave.
     error = max(rule.variance(means) / len(means) if several else 0.0, unit / count)
     return Components(
-        quad=math.sqrt(quad),
+        abba=math.sqrt(of_rounds),
         block=math.sqrt(max(block, 0.0)),
         process=math.sqrt(max(process, 0.0)),
         session=math.sqrt(max(between, 0.0)) if several else None,
@@ -391,7 +392,7 @@ def _kind(kind: str, pool: Pool, recording: Recording, simulated: Simulations) -
     return KindResult(
         kind=kind,
         clock=records[0].clock,
-        seconds=median(t for r in records for b in r.quads_s[OPTIMIZED] for t in b),
+        seconds=median(t for r in records for b in r.rounds_s[OPTIMIZED] for t in b),
         processes=len(records),
         to_reference=components(recording, kind, REFERENCE),
         to_accepted=components(recording, kind, ACCEPTED),
@@ -424,7 +425,7 @@ def planted_size(records: Sequence[KindRecord], side: str) -> tuple[float, float
 
     The standard error is that of the process medians: they vary by more than the rounds within a process suggest.
     """
-    logs = [np.log(np.array(r.quads_s[side]) / np.array(r.quads_s[ACCEPTED])) for r in records]
+    logs = [np.log(np.array(r.rounds_s[side]) / np.array(r.rounds_s[ACCEPTED])) for r in records]
     own = np.array([np.median(x) for x in logs])
     sd = 1.4826 * float(np.median(np.abs(own - np.median(own))))
     return math.expm1(float(np.median(np.concatenate(logs)))), 1.2533 * sd / math.sqrt(len(own))
@@ -477,7 +478,7 @@ def compared(recording: Recording, kind: str, tool: str, field: str, percents: i
     return Rate(value=fails / pairs, low=low, high=high, of=pairs)
 
 
-def _runs(recording: Recording, kind: str, tool: str, side: str) -> list[tuple[int, int, Rounds]]:
+def _runs(recording: Recording, kind: str, tool: str, side: str) -> list[tuple[int, int, ToolRun]]:
     return [
         (s, p, runs[side])
         for s, session in enumerate(recording.sessions)
@@ -671,10 +672,10 @@ def _warnings(recording: Recording, recorded: Mapping[str, Pool], whole: Simulat
             f"the gate would measure more than the {recording.blocks} blocks a process that were recorded (share of "
             f"workloads: {shares}); it is simulated with {recording.blocks}"
         )
-    if (recording.blocks, recording.quads) != (BLOCKS, QUADS):
+    if (recording.blocks, recording.rounds) != (BLOCKS, ROUNDS):
         yield (
-            f"{recording.blocks} blocks of {recording.quads} quads a process were recorded; "
-            f"`perfsuite accept` measures {BLOCKS} of {QUADS}"
+            f"{recording.blocks} blocks of {recording.rounds} rounds a process were recorded; "
+            f"`perfsuite accept` measures {BLOCKS} of {ROUNDS}"
         )
     if recording.machine.device.startswith("cpu"):
         yield "a CPU: calls run on one thread, both clocks are the host's, and other processes disturb them"

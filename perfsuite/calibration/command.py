@@ -16,7 +16,7 @@ from rich.table import Table
 
 from perfsuite import turns
 from perfsuite.calibration import measure, record
-from perfsuite.calibration.record import BLOCKS, KINDS, QUADS, Recording
+from perfsuite.calibration.record import BLOCKS, KINDS, ROUNDS, Recording
 from perfsuite.errors import PerfsuiteError
 from perfsuite.machine import measured_devices
 from perfsuite.records import Machine, to_json
@@ -38,7 +38,9 @@ INTERRUPTED = 2
 @click.option(
     "--blocks", default=BLOCKS, show_default=True, type=click.IntRange(2), help="Blocks a process, as the gate's."
 )
-@click.option("--quads", default=QUADS, show_default=True, type=click.IntRange(2), help="Quads a block, as the gate's.")
+@click.option(
+    "--rounds", default=ROUNDS, show_default=True, type=click.IntRange(2), help="ABBA rounds a block, as the gate's."
+)
 @click.option(
     "--benchmark-max-time",
     default=BENCHMARK_MAX_TIME,
@@ -72,7 +74,7 @@ def calibrate(
     seconds: float | None,
     kinds: tuple[str, ...],
     blocks: int,
-    quads: int,
+    rounds: int,
     benchmark_max_time: float,
     more: bool,
     add: tuple[str, ...],
@@ -87,7 +89,8 @@ def calibrate(
     """Measure on this device what the gate's rule assumes.
 
     Measures the noise, and how often the gate raises a false alarm or finds a planted slowdown of .5 to 5%, compared
-    with pytest-benchmark and do_bench on the same kernels. Writes <device>.json (every quad), <device>.md and a plot.
+    with pytest-benchmark and do_bench on the same kernels. Writes <device>.json with every ABBA round, <device>.md and
+    a plot.
     """
     folder = Path(out)
     console = Console(stderr=True, highlight=False)
@@ -110,7 +113,7 @@ def calibrate(
                 extras=record.EXTRAS,
                 processes=processes,
                 blocks=blocks,
-                quads=quads,
+                rounds=rounds,
                 seconds=seconds or SECONDS[kind],
                 benchmark_max_time=benchmark_max_time,
                 do_bench=kind == "cuda" and find_spec("triton") is not None,

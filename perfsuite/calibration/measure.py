@@ -18,8 +18,8 @@ from perfsuite.calibration.record import (
     KindRecord,
     ProcessRecord,
     Recording,
-    Rounds,
     SessionRecord,
+    ToolRun,
     rounded,
     side_names,
 )
@@ -53,7 +53,7 @@ class Design:
     extras: tuple[float, ...]
     processes: int
     blocks: int
-    quads: int
+    rounds: int
     seconds: float
     """Budget in seconds of the whole run, including the analysis."""
     benchmark_max_time: float
@@ -63,7 +63,7 @@ class Design:
     def process_s(self) -> float:
         """Estimated seconds of one process."""
         sides = len(side_names(self.extras)) / 8
-        share = max(sides * self.blocks * self.quads / 56, 0.02)
+        share = max(sides * self.blocks * self.rounds / 56, 0.02)
         runs = len(self.extras) * len(self.kinds)
         other = runs * (1.3 * self.benchmark_max_time + DO_BENCH_S * self.do_bench)
         return START_S[self.device] + KIND_S[self.device] * len(self.kinds) * share + other
@@ -140,7 +140,7 @@ class Measuring:
         return Recording(
             machine=machine,
             blocks=self.design.blocks,
-            quads=self.design.quads,
+            rounds=self.design.rounds,
             extras=self.design.extras,
             planting=dict(self.planting),
             sessions=(session,),
@@ -158,7 +158,7 @@ class Measuring:
                 "kinds": list(design.kinds),
                 "extras": list(design.extras),
                 "blocks": design.blocks,
-                "quads": design.quads,
+                "rounds": design.rounds,
                 "planting": {k: dict(v) for k, v in self.planting.items()},
                 "benchmark_max_time": design.benchmark_max_time,
                 "do_bench": design.do_bench,
@@ -203,7 +203,7 @@ class _Gathered:
             self.kinds[event["kind"]] = from_json(KindRecord, event["record"])
         elif name == "run":
             kind = self.kinds[event["kind"]]
-            run = {event["side"]: from_json(Rounds, event["run"])}
+            run = {event["side"]: from_json(ToolRun, event["run"])}
             if event["tool"] == "benchmark":
                 kind = replace(kind, benchmark={**kind.benchmark, **run})
             else:
@@ -261,7 +261,7 @@ def plan(design: Design) -> list[str]:
         f"processes: {fits} of {design.processes} fit into {design.seconds:g} s, about {design.process_s:.0f} s each",
         *(f"kind {k}: {KINDS[k]}" for k in design.kinds),
         f"sides, interleaved: {', '.join(side_names(design.extras))}",
-        f"blocks × quads a process: {design.blocks} × {design.quads}",
+        f"blocks × rounds a process: {design.blocks} × {design.rounds}",
         f"beside: {'; '.join(tools) or 'nothing'}",
         f"estimated: {total:.0f} s, {ANALYSIS_S:.0f} s of them at most for the table and the plot",
     ]

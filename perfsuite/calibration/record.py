@@ -12,12 +12,15 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from perfsuite.errors import PerfsuiteError
 from perfsuite.records import ACCEPTED, OPTIMIZED, REFERENCE, Condition, Machine, from_json, to_json
 from perfsuite.report import files
 
-SCHEMA = 1
+SCHEMA = 2
+RENAMED = {"quads": "rounds", "quads_s": "rounds_s"}
+"""Fields of schema 1 → their names in schema 2, in which runs of other tools have a field "rounds" as before."""
 EXTRAS = (0.0, 0.005, 0.01, 0.02, 0.03, 0.05)
 """Planted shares of work; 0 is the unchanged code."""
 KINDS: Mapping[str, str] = {
@@ -27,7 +30,7 @@ KINDS: Mapping[str, str] = {
     "kernels": "200 small kernels a call; planted: more kernels",
 }
 """The kinds of pair, and how work is planted in each."""
-BLOCKS, QUADS = 16, 3
+BLOCKS, ROUNDS = 16, 3
 """Blocks of a process and ABBA rounds of a block, as the gate has them in `perfsuite.sampling`, which imports torch."""
 SECONDS_DIGITS = 6
 """Significant digits of a time: it is kept to a millionth, a hundredth of the smallest noise seen."""
@@ -45,7 +48,7 @@ def side_names(extras: Sequence[float]) -> tuple[str, ...]:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Rounds:
+class ToolRun:
     """One run of one side by another tool. Seconds a call."""
 
     median: float
@@ -61,14 +64,14 @@ class KindRecord:
     """One kind of pair in one process."""
 
     clock: str
-    quads_s: Mapping[str, tuple[tuple[float, ...], ...]]
+    rounds_s: Mapping[str, tuple[tuple[float, ...], ...]]
     """Side → block → ABBA round: seconds a call, the mean of the round's two turns."""
     side_s: Mapping[str, float]
     """Seconds spent on each side: its samples and its fresh inputs."""
     seconds: float
     condition: Condition = field(default_factory=Condition)
-    benchmark: Mapping[str, Rounds] = field(default_factory=dict)
-    do_bench: Mapping[str, Rounds] = field(default_factory=dict)
+    benchmark: Mapping[str, ToolRun] = field(default_factory=dict)
+    do_bench: Mapping[str, ToolRun] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -107,7 +110,7 @@ class Recording:
 
     machine: Machine
     blocks: int
-    quads: int
+    rounds: int
     extras: tuple[float, ...]
     planting: Mapping[str, Mapping[str, float]]
     """Kind → the calibration of its planted work, done once for all processes and sessions."""
@@ -142,6 +145,8 @@ def load(path: Path) -> Recording:
         raise PerfsuiteError(f"{path}: not JSON ({error}); {AGAIN}") from None
     if not isinstance(data, dict) or "sessions" not in data:
         raise PerfsuiteError(f"{path}: not a recording of `perfsuite calibrate`; {AGAIN}")
+    if data.get("schema") == 1:
+        data = {**_renamed(data), "schema": SCHEMA}
     if data.get("schema") != SCHEMA:
         raise PerfsuiteError(f"{path}: schema {data.get('schema')!r}, this version reads {SCHEMA}; {AGAIN}")
     try:
@@ -157,11 +162,20 @@ def load(path: Path) -> Recording:
     return recording
 
 
+def _renamed(value: Any) -> Any:
+    match value:
+        case dict():
+            return {RENAMED.get(name, name): _renamed(held) for name, held in value.items()}
+        case list():
+            return [_renamed(held) for held in value]
+    return value
+
+
 def _problem(kind: KindRecord, recording: Recording) -> str | None:
     for side in side_names(recording.extras):
-        blocks = kind.quads_s.get(side, ())
-        if len(blocks) != recording.blocks or any(len(b) != recording.quads for b in blocks):
-            return f"lacks quads of the {side} side"
+        blocks = kind.rounds_s.get(side, ())
+        if len(blocks) != recording.blocks or any(len(b) != recording.rounds for b in blocks):
+            return f"lacks rounds of the {side} side"
         if not all(math.isfinite(t) and t > 0 for b in blocks for t in b):
             return f"has a time of the {side} side that is not above 0"
     return None
@@ -173,7 +187,7 @@ def joined(first: Recording, other: Recording, *, name: str) -> Recording:
     for what, one, two in (
         ("device", first.machine.device, other.machine.device),
         ("number of blocks", first.blocks, other.blocks),
-        ("number of quads", first.quads, other.quads),
+        ("number of rounds", first.rounds, other.rounds),
         ("planted shares", first.extras, other.extras),
     ):
         if one != two:

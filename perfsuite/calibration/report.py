@@ -82,7 +82,7 @@ def _page(a: Analysis, recording: Recording, picture: str | None) -> Iterator[st
         "*bias* is the mean over all processes and its standard error. The gate compares two imports of one code."
     )
     yield ""
-    yield from _rows(["kind", "ratio", "quad", "outliers", "block", "process", "session", "process mean", "bias"], 2)
+    yield from _rows(["kind", "ratio", "round", "outliers", "block", "process", "session", "process mean", "bias"], 2)
     for k in a.kinds:
         yield _noise(f"{k.kind}, {k.clock} clock, {seconds(k.seconds)}", "reference", k.to_reference, bias=False)
         yield _noise("", "two imports of one code", k.to_accepted, bias=True)
@@ -145,7 +145,7 @@ def _noise(name: str, ratio: str, c: Components, *, bias: bool) -> str:
     strays = f"{percent(c.bias)} ± {percent(c.bias_se)}" if bias else ABSENT
     session = ABSENT if c.session is None else percent(c.session)
     return (
-        f"| {name} | {ratio} | {percent(c.quad)} | {percent(c.outliers)} | {percent(c.block)} | {percent(c.process)} | "
+        f"| {name} | {ratio} | {percent(c.abba)} | {percent(c.outliers)} | {percent(c.block)} | {percent(c.process)} | "
         f"{session} | {unit} | {strays} |"
     )
 

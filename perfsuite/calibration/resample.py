@@ -37,7 +37,7 @@ DATE = "2000-01-01T00:00:00+00:00"
 def block_ratios(kind: KindRecord, other: str, side: str) -> Array:
     """Return a process's block log-ratios as the gate has them: medians over ABBA rounds of log(time of other / time of
     side)."""
-    ratios = np.log(np.array(kind.quads_s[other]) / np.array(kind.quads_s[side]))
+    ratios = np.log(np.array(kind.rounds_s[other]) / np.array(kind.rounds_s[side]))
     return np.asarray(np.median(ratios, axis=1), dtype=np.float64)
 
 

@@ -26,7 +26,7 @@ from typing import Any
 import torch
 
 from perfsuite.calibration import benched, workloads
-from perfsuite.calibration.record import KindRecord, Rounds, rounded, side_name, side_names
+from perfsuite.calibration.record import KindRecord, ToolRun, rounded, side_name, side_names
 from perfsuite.clocks import CpuClock, clock_for
 from perfsuite.errors import in_one_line
 from perfsuite.orphans import die_with_parent
@@ -50,7 +50,7 @@ class CalibrationJob:
     kinds: tuple[str, ...]
     extras: tuple[float, ...]
     blocks: int
-    quads: int
+    rounds: int
     planting: Mapping[str, Mapping[str, float]]
     """Calibration of planted work from earlier processes; what is missing is calibrated here."""
     benchmark_max_time: float
@@ -66,7 +66,7 @@ class QuadSampler(Sampler):
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
-        self.quads_s: dict[str, list[tuple[float, ...]]] = {n: [] for n in self.runners}
+        self.rounds_s: dict[str, list[tuple[float, ...]]] = {n: [] for n in self.runners}
         self.spent_s = dict.fromkeys(self.runners, 0.0)
 
     def plan(self, blocks: int = BLOCKS, rounds: int = ROUNDS) -> None:
@@ -100,7 +100,7 @@ class QuadSampler(Sampler):
         for name, values in times.items():
             self.blocks_s[name].append(statistics.median(values))
             # A discarded block is measured again under the same number.
-            self.quads_s[name] = [*self.quads_s[name][:block], tuple(map(rounded, values))]
+            self.rounds_s[name] = [*self.rounds_s[name][:block], tuple(map(rounded, values))]
 
 
 class Process:
@@ -169,11 +169,11 @@ class Process:
         clock_kind = "wall" if wall else kind.clock
         masters = dict.fromkeys(runners, master)
         sampler = QuadSampler(runners, masters, self.clock, clock_kind, counts, self.rng, _quiet)
-        sampler.plan(job.blocks, job.quads)
+        sampler.plan(job.blocks, job.rounds)
         condition = sampler.run()
         record = KindRecord(
             clock=clock_kind,
-            quads_s={n: tuple(q) for n, q in sampler.quads_s.items()},
+            rounds_s={n: tuple(q) for n, q in sampler.rounds_s.items()},
             side_s={n: rounded(s) for n, s in sampler.spent_s.items()},
             seconds=rounded(perf_counter() - began),
             condition=condition,
@@ -232,14 +232,14 @@ class Process:
         for run in runs:
             side, kind = names[run["param"]]
             stats = run["stats"]
-            rounds = Rounds(
+            timed = ToolRun(
                 median=rounded(stats["median"]),
                 min=rounded(stats["min"]),
                 rounds=stats["rounds"],
                 iterations=stats["iterations"],
                 seconds=rounded(stats["total"] * stats["iterations"]),
             )
-            self.emit({"event": "run", "tool": "benchmark", "kind": kind, "side": side, "run": to_json(rounds)})
+            self.emit({"event": "run", "tool": "benchmark", "kind": kind, "side": side, "run": to_json(timed)})
 
     def _do_bench(self, sides: list[str], kinds: list[str]) -> None:
         """Run the real `triton.testing.do_bench` with its own settings."""
@@ -250,14 +250,14 @@ class Process:
                 self._prepared(kind, side)
                 began = perf_counter()
                 middle, low, _ = do_bench(self.runners[kind][side].call, quantiles=list(DO_BENCH_QUANTILES))
-                rounds = Rounds(
+                timed = ToolRun(
                     median=rounded(middle * 1e-3),
                     min=rounded(low * 1e-3),
                     rounds=0,
                     iterations=1,
                     seconds=rounded(perf_counter() - began),
                 )
-                self.emit({"event": "run", "tool": "do_bench", "kind": kind, "side": side, "run": to_json(rounds)})
+                self.emit({"event": "run", "tool": "do_bench", "kind": kind, "side": side, "run": to_json(timed)})
 
 
 def second_import() -> ModuleType:

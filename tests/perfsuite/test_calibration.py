@@ -26,9 +26,9 @@ from perfsuite.errors import PerfsuiteError
 from perfsuite.modes import accept, paired
 from perfsuite.records import ACCEPTED, OPTIMIZED, REFERENCE, Status, to_json
 
-BLOCKS, QUADS = 8, 7
+BLOCKS, ROUNDS = 8, 7
 """Sizes of the recordings here: half as many blocks as the gate has, so that its plan may ask for more."""
-QUIET = {"quad": 0.004, "block": 0.002, "process": 0.001, "session": 0.0}
+QUIET = {"round": 0.004, "block": 0.002, "process": 0.001, "session": 0.0}
 
 
 def recording(
@@ -74,7 +74,7 @@ def recording(
     return Recording(
         machine=builders.MACHINE,
         blocks=BLOCKS,
-        quads=QUADS,
+        rounds=ROUNDS,
         extras=extras,
         planting={k: {} for k in kinds},
         sessions=tuple(found),
@@ -85,19 +85,19 @@ def kind(
     rng: np.random.Generator, noise: Mapping[str, float], shift: float, extras: tuple[float, ...], drift: float
 ) -> record.KindRecord:
     def side(seconds: float) -> tuple[tuple[float, ...], ...]:
-        logs = rng.normal(0, noise["quad"], (BLOCKS, QUADS)) + rng.normal(0, noise["block"], (BLOCKS, 1))
+        logs = rng.normal(0, noise["round"], (BLOCKS, ROUNDS)) + rng.normal(0, noise["block"], (BLOCKS, 1))
         logs += rng.normal(0, noise["process"]) + shift
         return tuple(map(tuple, (seconds * np.exp(logs)).tolist()))
 
-    exact = tuple((1e-4,) * QUADS for _ in range(BLOCKS))
-    quads = {REFERENCE: tuple((3e-4,) * QUADS for _ in range(BLOCKS)), ACCEPTED: exact}
-    quads |= {record.side_name(x): side(1e-4 * (1 + x)) for x in extras}
+    exact = tuple((1e-4,) * ROUNDS for _ in range(BLOCKS))
+    rounds = {REFERENCE: tuple((3e-4,) * ROUNDS for _ in range(BLOCKS)), ACCEPTED: exact}
+    rounds |= {record.side_name(x): side(1e-4 * (1 + x)) for x in extras}
     runs = {}
     for x in extras:
         seconds = 1e-4 * (1 + x) * math.exp(rng.normal(0, drift))
-        runs[record.side_name(x)] = record.Rounds(median=seconds, min=seconds, rounds=99, iterations=1, seconds=0.25)
+        runs[record.side_name(x)] = record.ToolRun(median=seconds, min=seconds, rounds=99, iterations=1, seconds=0.25)
     return record.KindRecord(
-        clock="device", quads_s=quads, side_s=dict.fromkeys(quads, 0.5), seconds=4.0, benchmark=runs, do_bench=runs
+        clock="device", rounds_s=rounds, side_s=dict.fromkeys(rounds, 0.5), seconds=4.0, benchmark=runs, do_bench=runs
     )
 
 
@@ -125,26 +125,26 @@ def invoke(*arguments: object) -> Result:
 
 
 def test_the_design_is_the_gates() -> None:
-    assert (record.BLOCKS, record.QUADS) == (sampling.BLOCKS, sampling.ROUNDS)
+    assert (record.BLOCKS, record.ROUNDS) == (sampling.BLOCKS, sampling.ROUNDS)
 
 
 # --- noise -----------------------------------------------------------------------------------------------------------
 
 
 def test_components_are_recovered() -> None:
-    truth = {"quad": 0.008, "block": 0.005, "process": 0.004, "session": 0.006}
+    truth = {"round": 0.008, "block": 0.005, "process": 0.004, "session": 0.006}
     made = recording({"memory": truth}, sessions=12, processes=25, extras=(0.0, 0.02))
     for other in (REFERENCE, ACCEPTED):
         c = analysis.components(made, "memory", other)
         assert c.session is not None
-        assert c.quad == pytest.approx(truth["quad"], rel=0.05)
+        assert c.abba == pytest.approx(truth["round"], rel=0.05)
         assert c.block == pytest.approx(truth["block"], rel=0.1)
         assert c.process == pytest.approx(truth["process"], rel=0.15)
         assert c.session == pytest.approx(truth["session"], rel=0.5)
         assert (c.processes, c.sessions) == (300, 12)
         assert c.outliers < 0.02
         median_of_seven = 0.2104
-        unit = truth["process"] ** 2 + (truth["block"] ** 2 + median_of_seven * truth["quad"] ** 2) / BLOCKS
+        unit = truth["process"] ** 2 + (truth["block"] ** 2 + median_of_seven * truth["round"] ** 2) / BLOCKS
         assert c.unit.low < math.sqrt(unit) < c.unit.high
 
 
@@ -153,7 +153,7 @@ def test_no_session_component_of_one_session(quiet: Recording) -> None:
 
 
 def test_drawn_process_means_vary_as_the_recorded() -> None:
-    noise = {"quad": 0.01, "block": 0.01, "process": 0.003, "session": 0.0}
+    noise = {"round": 0.01, "block": 0.01, "process": 0.003, "session": 0.0}
     pool = resample.pools(recording({"memory": noise}, processes=40))["memory"]
     recorded = np.mean([a[0].mean(axis=1).var(ddof=1) for a in pool.sides.values()])
     rng, mean, (pooled,) = np.random.default_rng(1), pool.mean("+2.0%"), pool.noise()
@@ -164,7 +164,7 @@ def test_drawn_process_means_vary_as_the_recorded() -> None:
 
 
 def test_blocks_that_do_not_vary_plan_as_many_as_usual() -> None:
-    still = {"quad": 0.0, "block": 0.0, "process": 0.004, "session": 0.0}
+    still = {"round": 0.0, "block": 0.0, "process": 0.004, "session": 0.0}
     made = resample.simulate(resample.pools(recording({"memory": still})), {OPTIMIZED: 2}, np.random.default_rng(0))
     tally = made.tallies["memory"][OPTIMIZED]
     assert tally.runs == tally.bounded == 2 * resample.COPIES
@@ -260,7 +260,7 @@ def test_the_gate_decides_round_after_round(quiet: Recording, monkeypatch: pytes
 
 
 def test_accepted_and_run_come_from_different_sessions(quiet: Recording) -> None:
-    still = {"quad": 1e-6, "block": 1e-6, "process": 1e-6, "session": 0.0}
+    still = {"round": 1e-6, "block": 1e-6, "process": 1e-6, "session": 0.0}
     calm, wild = (
         recording({"memory": still}, processes=3),
         recording({"memory": {**still, "process": 0.05}}, processes=3),
@@ -311,8 +311,8 @@ def test_too_little_is_an_error() -> None:
 # --- the other tools -------------------------------------------------------------------------------------------------
 
 
-def run(seconds: float) -> record.Rounds:
-    return record.Rounds(median=seconds, min=seconds, rounds=9, iterations=1, seconds=0.1)
+def run(seconds: float) -> record.ToolRun:
+    return record.ToolRun(median=seconds, min=seconds, rounds=9, iterations=1, seconds=0.1)
 
 
 def with_runs(made: Recording, *sessions: tuple[float, ...]) -> Recording:
@@ -365,16 +365,28 @@ def test_a_recording_comes_back_from_its_file(quiet: Recording, tmp_path: Path) 
     assert max(map(len, path.read_text().splitlines())) < 300
 
 
+def test_a_recording_of_the_first_schema_is_read(quiet: Recording, tmp_path: Path) -> None:
+    data = to_json(quiet) | {"schema": 1}
+    data["quads"] = data.pop("rounds")
+    for session in data["sessions"]:
+        for process in session["processes"]:
+            for kind in process["kinds"].values():
+                kind["quads_s"] = kind.pop("rounds_s")
+    path = tmp_path / "a.json"
+    path.write_text(json.dumps(data))
+    assert record.load(path) == quiet
+
+
 def damaged(made: Recording, what: str) -> str:
     data = to_json(made)
     if what == "schema":
         data["schema"] = 99
-    elif what == "quads":
-        data["sessions"][0]["processes"][0]["kinds"]["memory"]["quads_s"][OPTIMIZED][0].pop()
+    elif what == "rounds":
+        data["sessions"][0]["processes"][0]["kinds"]["memory"]["rounds_s"][OPTIMIZED][0].pop()
     elif what == "side":
-        del data["sessions"][0]["processes"][0]["kinds"]["memory"]["quads_s"]["+1.0%"]
+        del data["sessions"][0]["processes"][0]["kinds"]["memory"]["rounds_s"]["+1.0%"]
     elif what == "negative":
-        data["sessions"][0]["processes"][0]["kinds"]["memory"]["quads_s"][OPTIMIZED][0][0] = -1.0
+        data["sessions"][0]["processes"][0]["kinds"]["memory"]["rounds_s"][OPTIMIZED][0][0] = -1.0
     elif what == "field":
         del data["machine"]
     elif what == "another file":
@@ -387,9 +399,9 @@ def damaged(made: Recording, what: str) -> str:
 @pytest.mark.parametrize(
     ("what", "said"),
     [
-        ("schema", "schema 99, this version reads 1"),
-        ("quads", "lacks quads of the optimized side"),
-        ("side", "lacks quads of the +1.0% side"),
+        ("schema", "schema 99, this version reads 2"),
+        ("rounds", "lacks rounds of the optimized side"),
+        ("side", "lacks rounds of the +1.0% side"),
         ("negative", "not above 0"),
         ("field", "lacks 'machine'"),
         ("another file", "not a recording"),
@@ -411,8 +423,8 @@ def test_sessions_are_joined_once(quiet: Recording) -> None:
     both = record.joined(quiet, later, name="later.json")
     assert len(both.sessions) == 2
     assert record.joined(both, later, name="later.json") == both
-    with pytest.raises(PerfsuiteError, match=r"later.json: its number of quads is 3, not 7"):
-        record.joined(quiet, replace(later, quads=3), name="later.json")
+    with pytest.raises(PerfsuiteError, match=r"later.json: its number of rounds is 3, not 7"):
+        record.joined(quiet, replace(later, rounds=3), name="later.json")
 
 
 # --- table and plot --------------------------------------------------------------------------------------------------
@@ -514,7 +526,7 @@ def test_a_dry_run_measures_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     plan = json.loads(invoke("--device", "cpu", "--dry-run", "--json").stdout)
     assert plan["estimated_seconds"] > 0
     assert plan["design"]["kinds"] == list(record.KINDS)
-    assert (plan["design"]["blocks"], plan["design"]["quads"]) == (record.BLOCKS, record.QUADS)
+    assert (plan["design"]["blocks"], plan["design"]["rounds"]) == (record.BLOCKS, record.ROUNDS)
 
 
 def test_its_help_loads_no_torch() -> None:
@@ -555,7 +567,7 @@ def processes(quiet: Recording, monkeypatch: pytest.MonkeyPatch) -> list[dict[st
 
 
 def measured(out: Path, *more: object) -> Result:
-    design = ("--device", "cpu", "--blocks", BLOCKS, "--quads", QUADS, "--seconds", 9999)
+    design = ("--device", "cpu", "--blocks", BLOCKS, "--rounds", ROUNDS, "--seconds", 9999)
     return invoke(*design, "--out", out, "--suites", 1, "--no-plot", *more)
 
 
@@ -566,7 +578,7 @@ def test_what_processes_report_is_recorded(processes: list[dict[str, Any]], quie
     made = record.load(path)
     recorded = [p.kinds for p in made.sessions[0].processes]
     assert len(recorded) == 4
-    assert recorded[2]["memory"].quads_s == quiet.sessions[0].processes[2].kinds["memory"].quads_s
+    assert recorded[2]["memory"].rounds_s == quiet.sessions[0].processes[2].kinds["memory"].rounds_s
     assert recorded[2]["memory"].benchmark == quiet.sessions[0].processes[2].kinds["memory"].benchmark
     assert processes[0]["planting"] == {}
     assert processes[1]["planting"]["memory"] == {"seconds": 1.0}  # calibrated once, then handed on
@@ -581,9 +593,9 @@ def test_more_adds_a_session(processes: list[dict[str, Any]], tmp_path: Path) ->
     assert measured(tmp_path, "--processes", 2, "--more").exit_code == 0
     assert [len(s.processes) for s in record.load(path).sessions] == [3, 2]
     assert processes[3]["planting"]["memory"] == {"seconds": 1.0}
-    refused = measured(tmp_path, "--more", "--quads", 3)
+    refused = measured(tmp_path, "--more", "--rounds", 3)
     assert refused.exit_code == 1
-    assert "this session: its number of quads is 3, not 7" in refused.output
+    assert "this session: its number of rounds is 3, not 7" in refused.output
     assert len(processes) == 5
 
 
@@ -690,7 +702,7 @@ def test_the_sides_of_a_kind(name: str) -> None:
         torch.testing.assert_close(results[side][:some], results["optimized"][:some], rtol=1e-3, atol=1e-3)
 
 
-def test_a_discarded_block_leaves_no_quads() -> None:
+def test_a_discarded_block_leaves_no_rounds() -> None:
     import random
 
     import torch
@@ -712,7 +724,7 @@ def test_a_discarded_block_leaves_no_quads() -> None:
     sampler = worker.QuadSampler(runners, masters, CpuClock(), "wall", {}, rng, lambda phase: None)
     for block in (0, 0, 1):  # the first one is measured twice: the device throttled
         sampler._block(block, 3)
-    assert {n: [len(b) for b in q] for n, q in sampler.quads_s.items()} == {n: [3, 3] for n in runners}
+    assert {n: [len(b) for b in q] for n, q in sampler.rounds_s.items()} == {n: [3, 3] for n in runners}
     sampler.plan(9, 5)
     assert (sampler.blocks, sampler.rounds) == (9, 5)
 
@@ -728,7 +740,7 @@ def test_a_real_run_on_the_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         2,
         "--blocks",
         2,
-        "--quads",
+        "--rounds",
         2,
         "--kind",
         "launch",
@@ -745,14 +757,14 @@ def test_a_real_run_on_the_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert made.planting["launch"]["seconds"] > 0
     for process in made.sessions[0].processes:
         for found in process.kinds.values():
-            assert set(found.quads_s) == set(record.side_names(record.EXTRAS))
+            assert set(found.rounds_s) == set(record.side_names(record.EXTRAS))
             assert set(found.benchmark) == {record.side_name(x) for x in record.EXTRAS}
             assert found.do_bench == {}
             assert all(r.rounds >= 5 and 0 < r.min <= r.median for r in found.benchmark.values())
     assert {p.suffix for p in tmp_path.iterdir()} == {".json", ".md", ".png"}
     (table,) = tmp_path.glob("*.md")
     assert "not available here" in table.read_text()
-    assert "2 blocks of 2 quads" in result.output
+    assert "2 blocks of 2 rounds" in result.output
 
 
 def test_a_wait_on_the_device_is_as_long_as_planted(monkeypatch: pytest.MonkeyPatch) -> None:

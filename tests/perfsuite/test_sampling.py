@@ -149,7 +149,7 @@ def test_short_calls_are_repeated_in_a_sample(time: Time) -> None:
     assert time.calls > before + BLOCKS * ROUNDS * 2 * (4 + 8)
 
 
-def test_quads_are_palindromes_in_a_random_balanced_order(time: Time, turns: list[str]) -> None:
+def test_rounds_are_palindromes_in_a_random_balanced_order(time: Time, turns: list[str]) -> None:
     measure(pair(time))
     rounds = list(zip(*[iter(turns[-4 * ROUNDS * BLOCKS :])] * 4, strict=True))
     assert len(rounds) == ROUNDS * BLOCKS
@@ -184,7 +184,7 @@ def test_inputs_are_allocated_afresh_for_every_block(time: Time) -> None:
 # --- slow sides ----------------------------------------------------------------------------------------------
 
 
-def test_a_slow_side_joins_one_quad_a_block(time: Time, turns: list[str]) -> None:
+def test_a_slow_side_joins_one_round_a_block(time: Time, turns: list[str]) -> None:
     made = measure(pair(time, reference=lasting(time, 0.05)))
     assert made.few == ()
     assert made.log_ratios["reference"] == pytest.approx((math.log(12.5),) * BLOCKS)
@@ -207,7 +207,7 @@ def test_a_slow_optimized_side_is_never_left_out(time: Time, turns: list[str]) -
     assert turns.count("optimized") == turns.count("reference") - 1
 
 
-def test_fewer_quads_and_blocks_where_all_would_take_long(time: Time) -> None:
+def test_fewer_rounds_and_blocks_where_all_would_take_long(time: Time) -> None:
     usual = measure(pair(time))
     assert len(usual.log_ratios["reference"]) == BLOCKS
     long = measure(pair(time, reference=lasting(time, 0.19), optimized=lasting(time, 0.19)))
