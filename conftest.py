@@ -13,7 +13,7 @@ pytest_plugins = ["perfsuite.plugin"]
 
 
 def pytest_configure() -> None:
-    """float32 is float32 in a convolution, too: torch lets cuDNN round it to TF32 unless told otherwise."""
+    """float32 is float32 in a convolution, too: torch lets cuDNN round it to TF32 by default."""
     import torch
 
     torch.backends.cudnn.allow_tf32 = False

@@ -61,13 +61,13 @@ FEW_EXAMPLES = {"dev": 3, "ci": 3, "thorough": 30}
 FEW = (proofs.INTEGRITY, proofs.CONTEXTS, proofs.EFFECTS, proofs.OUTSIDE, proofs.RANKS)
 """Items whose draws take many calls each, and for which a handful of draws is enough."""
 ANY_DRAW = (proofs.INTEGRITY, proofs.EFFECTS)
-"""Those of FEW for which edge sizes, layouts and special values matter, after a few plain draws."""
+"""Proofs in FEW for which edge sizes, layouts and special values matter, after a few plain draws."""
 EVERY_KIND = ("equivalence", "gradients")
 """Items that draw every kind of inputs at least once."""
 FORWARD_ONLY = ("equivalence", proofs.TRUTH)
 """Kinds whose draws have no backward pass."""
 PLAIN_ONLY = (proofs.CONTEXTS, proofs.OUTSIDE, proofs.RANKS)
-"""Those of FEW for which plain draws are enough."""
+"""Proofs in FEW for which plain draws are enough."""
 OTHER_PARAMETERS = ("positional argument", "keyword-only argument")
 """Parts of Python's message where a function is called with other arguments than it takes."""
 SMALL_STEP_EXAMPLES = 8

@@ -61,22 +61,22 @@ def _copied(value: Any, known: dict[int, Any]) -> Any:
     if id(value) in known:
         return known[id(value)]
     if kind in (OrderedDict, set) and not value:
-        twin: Any = kind()
+        clone: Any = kind()
     elif kind is dict:
-        twin = known[id(value)] = {}
-        twin.update((name, _copied(held, known)) for name, held in value.items())
+        clone = known[id(value)] = {}
+        clone.update((name, _copied(held, known)) for name, held in value.items())
     elif isinstance(value, torch.nn.Module) and not _is_custom(kind):
-        twin = known[id(value)] = object.__new__(kind)
+        clone = known[id(value)] = object.__new__(kind)
         # Not setattr: a module's own registers what it is given.
-        vars(twin).update(
+        vars(clone).update(
             (name, held if type(held) in IMMUTABLE else _copied(held, known))
             for name, held in vars(value).items()
             if name not in NOT_COPIED
         )
     else:
         return copy.deepcopy(value, known)
-    known[id(value)] = twin
-    return twin
+    known[id(value)] = clone
+    return clone
 
 
 def _is_custom(kind: type) -> bool:

@@ -84,18 +84,18 @@ def spec_of(reference: Any) -> ModuleSpec:
 
     def build() -> Any:
         torch: Any = sys.modules["torch"]
-        twin = copy.deepcopy(reference)
+        clone = copy.deepcopy(reference)
         with torch.no_grad():
-            for buffer in _others(twin):
+            for buffer in _others(clone):
                 # One factor for all of it: what is sorted, or a mask, stays so.
                 buffer.mul_(1 + VARIED * float(2 * torch.rand(()) - 1))
-            for tensor in [*twin.parameters(), *_statistics(twin)]:
+            for tensor in [*clone.parameters(), *_statistics(clone)]:
                 if tensor.is_floating_point():
                     noise = VARIED * (2 * torch.rand(tensor.shape).to(tensor) - 1)
                     # A weight that starts at zero, such as a bias, would stay there, and nobody would see whether it is
                     # used.
                     tensor.mul_(1 + noise) if tensor.any() else tensor.add_(noise)
-        return twin
+        return clone
 
     return module(build)
 
@@ -162,11 +162,11 @@ class Sharing:
     def _sharing(self, given: Any) -> Any:
         # The copy keeps its own module's tensors, all of which are replaced below.
         kept = {id(tensor): tensor for tensor in (*self.module.parameters(), *self.module.buffers())}
-        twin = copy.deepcopy(self.module, kept).train(given.training)
+        clone = copy.deepcopy(self.module, kept).train(given.training)
         every = {"remove_duplicate": False}  # a parameter with two names is shared under both
         for what, mine, theirs in (
-            ("parameter", _by_name(twin.named_parameters(**every)), _by_name(given.named_parameters(**every))),
-            ("buffer", _by_name(twin.named_buffers(**every)), _by_name(given.named_buffers(**every))),
+            ("parameter", _by_name(clone.named_parameters(**every)), _by_name(given.named_parameters(**every))),
+            ("buffer", _by_name(clone.named_buffers(**every)), _by_name(given.named_buffers(**every))),
         ):
             for name in sorted(mine.keys() ^ theirs.keys()):
                 has, lacks = (self.name, "reference") if name in mine else ("reference", self.name)
@@ -181,9 +181,9 @@ class Sharing:
                         f"{tuple(tensor.shape)} in the reference: build both with the same arguments"
                     )
                 owner, _, leaf = own_name.rpartition(".")
-                holder = twin.get_submodule(owner)
+                holder = clone.get_submodule(owner)
                 (holder._parameters if what == "parameter" else holder._buffers)[leaf] = tensor
-        return twin
+        return clone
 
 
 def _by_name(named: Iterable[tuple[str, Any]]) -> dict[str, tuple[str, Any]]:

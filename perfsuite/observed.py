@@ -26,7 +26,7 @@ INCLUDE = re.compile(r'^\s*#\s*include\s*"([^"]+)"', re.MULTILINE)
 
 
 _noting: list[Observed] = []
-"""Those that are not closed yet."""
+"""Records that are not closed yet."""
 
 
 @functools.cache

@@ -31,8 +31,8 @@ from perfsuite.records import Case
 TRACES = ("PYTEST", "HYPOTHESIS", "PERFSUITE", "XDIST")
 """Parts of the names of environment variables that say that a test is running."""
 SHARE = 0.4
-"""Of the pair's time limit, for one call, including the import of the pair's module: the proof's own limit is not
-reached before, and its message would not name the call."""
+"""Share of the pair's time limit that one call may take, including the import of the pair's module. The proof's own
+limit is reached later; its message would not name the call."""
 SOURCE = Path(__file__).with_name("outside_child.py")
 
 

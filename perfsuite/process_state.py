@@ -362,7 +362,7 @@ class Functions(NamedTuple):
     bound: tuple[Any, ...]
     """In the order of `_owned`."""
     added: Mapping[str, Any]
-    """Those that other code added to torch.Tensor or torch.nn.Module, such as a plain test or transformers."""
+    """Names that other code added to torch.Tensor or torch.nn.Module, such as a plain test or transformers."""
 
 
 def functions() -> Functions:

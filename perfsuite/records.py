@@ -330,7 +330,7 @@ class CodeChange:
     commits: tuple[str, ...] = ()
     """Commits since then that changed one of these files, the newest first: short hash and subject."""
     uncommitted: tuple[str, ...] = ()
-    """Those of the files that differ from the last commit, too."""
+    """Files of these that differ from the last commit, too."""
     other: str = ""
     """The first difference of another kind: software, environment, data, or a new file."""
 

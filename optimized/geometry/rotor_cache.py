@@ -16,7 +16,7 @@ MAX_WRITE = 4096
 class RotorCache:
     """Stored coordinates and their rotation, kept up to date: all are rotated when theta changes, else what is written.
 
-    Neither waits for the device: that theta has changed is told by `set_theta`, never found by comparing. With a CUDA
+    Neither waits for the device: `set_theta` says that theta has changed; it is never found by comparing. With a CUDA
     graph, capture `write` and `rotated`, and call `set_theta` outside: its work is done at once, in the same memory.
 
     theta        [k], radians

@@ -13,7 +13,7 @@ def tf32(
     """The loss of a batch, 0-d, and its gradient by each weight; factors are rounded to TF32, sums are float32.
 
     The setting is torch's own and global: it holds for the forward and the backward, and is put back. torch has it on
-    for convolutions unless told otherwise. The sources claim 20–30% of the convolutions' time (together with
+    for convolutions by default. The sources claim 20–30% of the convolutions' time (together with
     channels-last and autocast), and 2–3x for matrix products. On a CPU it changes nothing.
 
     weights        name → tensor, `suite.leak_cnn.model.shapes`

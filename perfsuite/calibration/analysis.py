@@ -63,7 +63,7 @@ class Components:
     """Standard deviations of a log-ratio, by level of the design; and of a process mean, which is the gate's unit."""
 
     abba: float
-    """Of the ABBA rounds of a block."""
+    """Standard deviation between the ABBA rounds of a block."""
     block: float
     process: float
     session: float | None

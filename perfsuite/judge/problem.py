@@ -55,8 +55,8 @@ class Problem:
         show whether it is used."""
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(self.seed)
-            twin = modules.spec_of(self.module).build()
-        made = _problem(self.path, twin, self.specs, self.init, self.seed, self.device, self.pair.precision)
+            clone = modules.spec_of(self.module).build()
+        made = _problem(self.path, clone, self.specs, self.init, self.seed, self.device, self.pair.precision)
         return replace(made, paths=self.paths)
 
     @property

@@ -70,7 +70,7 @@ class RunReport:
     workloads: tuple[str, ...] = ()
     """Ids of the selected workloads."""
     skipped: tuple[str, ...] = ()
-    """Those of them that are not for this machine, and were never accepted on it."""
+    """Selected workloads that are not for this machine and were never accepted on it."""
     shard: str = ""
     """"2/3" for the second of three parts; empty for a whole run."""
     spent: Mapping[str, float] = dataclasses.field(default_factory=dict)

@@ -210,7 +210,7 @@ def batches(s: Setting) -> Answer:
     taken = " and ".join(map(str, steps))
     detail = (
         f"on what becomes of the {rest} segments that {whole} batches of {config.batch_size} leave of {ROWS:,}. "
-        f"torch's DataLoader makes {made} unless it is told to drop them. The trainers here do: {taken} steps on "
+        f"torch's DataLoader makes {made} unless drop_last is set. The trainers here do: {taken} steps on "
         f"{audio.segments('train')} segments in batches of {FEW_BATCH}. In validation the source rounds up, to "
         f"{rounded[1]} batches of {config.val_batch_size}"
     )

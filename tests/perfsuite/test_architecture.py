@@ -217,7 +217,7 @@ def test_the_sides_never_meet(folder: str, other: str) -> None:
 
 
 @pytest.mark.parametrize("technique", EVERY)
-def test_a_technique_has_its_twin(technique: str) -> None:
+def test_a_technique_has_both_sides(technique: str) -> None:
     for folder in ("reference", "optimized"):
         assert (ROOT / folder / f"{technique}.py").exists(), f"{folder}/{technique}.py is missing"
 

@@ -413,9 +413,9 @@ def test_a_module_is_seeded_by_the_case_and_given_the_sizes_it_names() -> None:
     assert net.weight.shape == (3, 7)
     assert torch.equal(net.weight, again.weight)
     assert not torch.equal(net.weight, other.weight)
-    twin = make.clone(net)
-    assert twin is not net
-    assert twin.weight.data_ptr() != net.weight.data_ptr()
+    clone = make.clone(net)
+    assert clone is not net
+    assert clone.weight.data_ptr() != net.weight.data_ptr()
     assert make.upcast(net).weight.dtype == torch.float64
     assert {path for path, _ in make.tensors_in(net, "net")} == {f"net.{name}" for name in LINEAR}
 
@@ -554,14 +554,14 @@ def test_a_line_that_is_no_case_is_refused(line: str) -> None:
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_clone_keeps_strides_and_offset_in_fresh_memory(layout: str) -> None:
     x = built(tensor("m", "n"), InputCase(layout=layout))
-    twin = make.clone({"x": x})["x"]
-    assert torch.equal(twin, x)
-    assert twin.stride() == x.stride()
-    assert twin.storage_offset() == x.storage_offset()
-    assert twin.untyped_storage().data_ptr() != x.untyped_storage().data_ptr()
+    clone = make.clone({"x": x})["x"]
+    assert torch.equal(clone, x)
+    assert clone.stride() == x.stride()
+    assert clone.storage_offset() == x.storage_offset()
+    assert clone.untyped_storage().data_ptr() != x.untyped_storage().data_ptr()
     if layout not in EXPANDED:
-        twin += 1
-        assert not torch.equal(twin, x)
+        clone += 1
+        assert not torch.equal(clone, x)
     wide = make.upcast({"x": x})["x"]
     assert wide.dtype == torch.float64
     assert torch.equal(wide.float(), x)

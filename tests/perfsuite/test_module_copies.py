@@ -31,9 +31,9 @@ class Own(torch.nn.Linear):
     """Module that defines how it is copied."""
 
     def __deepcopy__(self, known: dict[int, Any]) -> Own:
-        twin = Own(self.in_features, self.out_features)
-        twin.copied = True
-        return twin
+        clone = Own(self.in_features, self.out_features)
+        clone.copied = True
+        return clone
 
 
 def doubled(tensor: torch.Tensor) -> torch.Tensor:
@@ -44,36 +44,36 @@ def test_values_are_changed_and_what_is_shared_stays_shared() -> None:
     module = Tied()
     module.first.weight.grad = torch.ones(3, 3)
     module.first.weight.grad_note = "kept by deepcopy alone"
-    twin = changed_copy(module, doubled)
-    assert isinstance(twin, Tied)
-    assert twin.first.weight is twin.second.weight
-    assert twin.first is twin.again
-    assert twin.notes is twin.same_notes
-    assert [n for n, _ in twin.named_parameters()] == [n for n, _ in module.named_parameters()]
-    assert list(twin.state_dict()) == list(module.state_dict())
+    clone = changed_copy(module, doubled)
+    assert isinstance(clone, Tied)
+    assert clone.first.weight is clone.second.weight
+    assert clone.first is clone.again
+    assert clone.notes is clone.same_notes
+    assert [n for n, _ in clone.named_parameters()] == [n for n, _ in module.named_parameters()]
+    assert list(clone.state_dict()) == list(module.state_dict())
     for (name, tensor), changed in zip(
-        [*module.named_parameters(), *module.named_buffers()], [*twin.parameters(), *twin.buffers()], strict=True
+        [*module.named_parameters(), *module.named_buffers()], [*clone.parameters(), *clone.buffers()], strict=True
     ):
         assert torch.equal(changed, doubled(tensor)), name
         assert changed.requires_grad == tensor.requires_grad, name
         assert type(changed) is type(tensor), name
         assert changed.is_leaf, name
         assert changed.grad is None, name
-    assert torch.equal(twin.plain, module.plain)
-    assert twin.plain is not module.plain
+    assert torch.equal(clone.plain, module.plain)
+    assert clone.plain is not module.plain
 
 
 def test_the_copy_has_nothing_in_common_with_the_module() -> None:
     module = Tied()
     handle = module.register_forward_hook(lambda *given: None)
-    twin = changed_copy(module, torch.clone)
-    assert len(twin._forward_hooks) == 1
-    twin.notes["sizes"].append(4)
-    twin._forward_hooks.clear()
-    twin.first.register_buffer("more", torch.ones(1))
-    twin.first.eval()
+    clone = changed_copy(module, torch.clone)
+    assert len(clone._forward_hooks) == 1
+    clone.notes["sizes"].append(4)
+    clone._forward_hooks.clear()
+    clone.first.register_buffer("more", torch.ones(1))
+    clone.first.eval()
     with torch.no_grad():
-        twin.first.weight.zero_()
+        clone.first.weight.zero_()
     assert module.notes["sizes"] == [3, 3]
     assert len(module._forward_hooks) == 1
     assert "more" not in module.first._buffers
@@ -107,9 +107,9 @@ def test_it_has_what_deepcopy_gives(make: Any) -> None:
 
 def test_a_recurrent_copy_computes_with_its_own_weights() -> None:
     module, x = torch.nn.LSTM(2, 3), torch.ones(4, 1, 2)
-    twin = changed_copy(module, torch.zeros_like)
+    clone = changed_copy(module, torch.zeros_like)
     assert not torch.equal(module(x)[0], torch.zeros(4, 1, 3))
-    assert torch.equal(twin(x)[0], torch.zeros(4, 1, 3))
+    assert torch.equal(clone(x)[0], torch.zeros(4, 1, 3))
 
 
 def test_a_class_that_copies_itself_does_so() -> None:

@@ -29,7 +29,7 @@ MOST_PACKED, MOST_BYTES = 16 << 20, 16 << 20
 UNPACKING = (zipfile.BadZipFile, zlib.error, lzma.LZMAError, EOFError, OSError, RuntimeError, ValueError)
 """Errors of zipfile for an archive that is damaged, encrypted or of another kind."""
 AUTHOR = "github-actions[bot]"
-"""Whose comments are renewed: nobody else's, whatever they begin with."""
+"""Author whose comments are renewed. Others' are left alone, whatever they begin with."""
 
 
 def main() -> None:

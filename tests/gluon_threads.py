@@ -20,7 +20,7 @@ import torch
 LIMIT_S = 60
 """Until a wait counts as one for ever."""
 LOCK = threading.RLock()
-"""Of global memory's atomic operations, and of all barriers."""
+"""Held during an atomic operation on global memory, and during any change of a barrier."""
 CHANGED = threading.Condition(LOCK)
 LOCAL = threading.local()
 
