@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import secrets
-import tempfile
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -21,6 +20,7 @@ from perfsuite.environments import collection, interpreter, report, rule
 from perfsuite.environments.interpreter import Interpreter
 from perfsuite.environments.report import Comparison
 from perfsuite.environments.rule import Change, Compared
+from perfsuite.folders import socket_folder
 from perfsuite.modes.whole import Whole
 from perfsuite.records import OPTIMIZED, Measurement, Proof, Status
 from perfsuite.report import terminal, units
@@ -131,8 +131,7 @@ class Environments(Whole):
     ) -> dict[str, tuple[Measurement, Measurement] | Compared]:
         """Time these in one further pair of processes."""
         self.progress.expect(f"{units.count(len(ids), 'workload')} in turns, pair {number + 1}", len(ids))
-        # A socket's path has room for about a hundred characters.
-        with tempfile.TemporaryDirectory(prefix="perfsuite-", dir="/tmp") as folder:
+        with socket_folder() as folder:
             places = {id: f"{folder}/{n}" for n, id in enumerate(ids)}
 
             def tasks(side: int) -> list[Task]:

@@ -30,6 +30,7 @@ import torch.distributed as dist
 from perfsuite import errors, process_state
 from perfsuite.errors import MachineError
 from perfsuite.execution import Leaves
+from perfsuite.folders import socket_folder
 from perfsuite.pair import Pair
 from perfsuite.records import Case
 
@@ -143,7 +144,7 @@ class Group:
         Without it, the process of a rank that waits in vain is aborted."""
         self.ranks, self.device = ranks, device
         self.on_phase: Callable[[str], None] = lambda name: None
-        self.folder = tempfile.TemporaryDirectory(prefix="perfsuite-ranks-")
+        self.folder = socket_folder()
         self.log = tempfile.TemporaryFile("w+")  # noqa: SIM115 - until `close`
         self.pids: dict[int, int] = {}
         self.connections: dict[int, connection.Connection] = {}
