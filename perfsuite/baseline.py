@@ -1,31 +1,16 @@
-"""`baselines/<device>.json`: what was accepted, in pytest-benchmark's own schema.
-
-A workload is two benchmark records, `<id>@reference` and `<id>@optimized`. The block seconds are the records' data, as
-pytest-benchmark keeps them; the rest of our `Entry` is `extra_info["perfsuite"]` of the optimized one. Beside it lies a
-digest of both records as they are written, and the header has its own. The digests reveal an edit by hand, even of a
-figure that only pytest-benchmark reads. Entries are sorted by id and a record that did not change is written back as it
-was: accepting one workload changes that workload's lines only.
-"""
+"""What is accepted: the `Entry` of a workload, with its sessions of measurements, and all entries of a device."""
 
 from __future__ import annotations
 
-import contextlib
-import hashlib
 import json
 import math
-import os
-import tempfile
-from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from datetime import datetime
-from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
 from perfsuite.blocks import process_mean
-from perfsuite.errors import BaselineError, PerfsuiteError, printable
-from perfsuite.folders import SCRATCH, own_folder
+from perfsuite.errors import BaselineError
 from perfsuite.records import (
     OPTIMIZED,
     REFERENCE,
@@ -39,24 +24,13 @@ from perfsuite.records import (
     to_json,
 )
 
-SCHEMA = 2
-"""Version of the file format. In version 2 the digests cover everything that is written; those of version 1 left out
-pytest-benchmark's own fields."""
 SIDES = (REFERENCE, OPTIMIZED)
 LOG_RATIO_DECIMALS = 6
 """A log-ratio is kept to a millionth: a hundredth of the smallest noise seen."""
 SECONDS_DIGITS = 6
 """Significant digits of times and rates, for the same reason."""
-LOCK_SECONDS = 60.0
-"""Seconds after which a lock counts as stuck: an acceptance writes in well under a second."""
 POWER_WATTS = 1.0
 """Watts by which two power limits may differ: NVML gives them in milliwatts, and a smaller difference is rounding."""
-RESTORE = "restore it from git, or record it anew with `perfsuite accept`"
-ANEW = "move it away and record a baseline with `perfsuite accept`"
-INTEGER_MAX = 2**63
-"""Integers in a file are smaller than this. No count comes near it, and a larger one would overflow as a float."""
-TOLD = 160
-"""Characters of a name or value from a damaged file that a message shows; such a text can be of any length."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -182,22 +156,6 @@ def entry_from(
     first = measurements[0]
     for m in measurements:
         _check_measurement(m, first)
-    session = Session(
-        date=accepted,
-        driver=machine.driver,
-        cuda=machine.cuda,
-        torch=machine.torch,
-        triton=machine.triton,
-        python=machine.python,
-        processes=tuple(
-            Process(
-                log_ratios=m.log_ratios,
-                seconds={k: median(s.blocks_s) for k, s in m.sides.items() if s.blocks_s},
-                anchors=m.anchors,
-            )
-            for m in measurements
-        ),
-    )
     entry = Entry(
         id=first.id,
         pair=first.pair,
@@ -218,12 +176,31 @@ def entry_from(
         },
         limit=next((m.limit for m in measurements if m.limit is not None), None),
         few=tuple(sorted({name for m in measurements for name in m.few})),
-        sessions=(session,),
+        sessions=(_session(measurements, machine, accepted),),
         blocks_s={side: tuple(b for m in measurements for b in m.sides[side].blocks_s) for side in SIDES},
         ran=ran,
         group=first.group,
     )
-    return _rounded(entry)
+    return rounded(entry)
+
+
+def _session(measurements: Sequence[Measurement], machine: Machine, accepted: str) -> Session:
+    return Session(
+        date=accepted,
+        driver=machine.driver,
+        cuda=machine.cuda,
+        torch=machine.torch,
+        triton=machine.triton,
+        python=machine.python,
+        processes=tuple(
+            Process(
+                log_ratios=m.log_ratios,
+                seconds={k: median(s.blocks_s) for k, s in m.sides.items() if s.blocks_s},
+                anchors=m.anchors,
+            )
+            for m in measurements
+        ),
+    )
 
 
 def _check_measurement(m: Measurement, first: Measurement) -> None:
@@ -260,7 +237,7 @@ def _summary(measurements: Sequence[Measurement], name: str) -> SideSummary:
     )
 
 
-def _rounded(entry: Entry) -> Entry:
+def rounded(entry: Entry) -> Entry:
     """Return the entry as a file gives it back: with rounded floats and JSON's own types. Idempotent."""
     data = to_json(entry)
     for session in data["sessions"]:
@@ -269,17 +246,17 @@ def _rounded(entry: Entry) -> Entry:
                 k: [round(float(x), LOG_RATIO_DECIMALS) for x in v] for k, v in process["log_ratios"].items()
             }
             for name in ("seconds", "anchors"):
-                process[name] = {k: _digits(v) for k, v in process[name].items()}
+                process[name] = {k: significant(v) for k, v in process[name].items()}
     for side in data["sides"].values():
-        side["seconds"] = _digits(side["seconds"])
-        side["device_s"] = None if side["device_s"] is None else _digits(side["device_s"])
-    data["blocks_s"] = {k: [_digits(x) for x in v] for k, v in data["blocks_s"].items()}
+        side["seconds"] = significant(side["seconds"])
+        side["device_s"] = None if side["device_s"] is None else significant(side["device_s"])
+    data["blocks_s"] = {k: [significant(x) for x in v] for k, v in data["blocks_s"].items()}
     if data["limit"]:
-        data["limit"] = {k: v if isinstance(v, str) else _digits(v) for k, v in data["limit"].items()}
+        data["limit"] = {k: v if isinstance(v, str) else significant(v) for k, v in data["limit"].items()}
     return from_json(Entry, json.loads(json.dumps(data)))
 
 
-def _digits(value: float) -> float:
+def significant(value: float) -> float:
     return float(f"{value:.{SECONDS_DIGITS}g}")
 
 
@@ -336,7 +313,7 @@ def _with_sessions(old: Entry | None, new: Entry) -> Entry:
         few=tuple(sorted({*old.few, *new.few})),
         blocks_s={side: (*old.blocks_s[side], *new.blocks_s[side]) for side in SIDES},
     )
-    return _rounded(replace(both, sides={k: _joined(both, old, new, k) for k in sorted({*old.sides, *new.sides})}))
+    return rounded(replace(both, sides={k: _joined(both, old, new, k) for k in sorted({*old.sides, *new.sides})}))
 
 
 def _same_code(old: Entry, new: Entry) -> bool:
@@ -446,373 +423,3 @@ def compare_machines(accepted: Machine, here: Machine) -> tuple[list[str], list[
         notes.append(f"power limit was unknown when accepted, is {now:g} W here")
     remedy = "compare on the machine that was accepted, or record a baseline for this one with `perfsuite accept`"
     return [f"{e}; {remedy}" for e in errors], notes
-
-
-# --- the file ------------------------------------------------------------------------------------------------------
-
-
-def load(path: str | os.PathLike[str]) -> Baseline:
-    """Return the baseline in a file. Raises BaselineError, in one line with the remedy, where the file is damaged or is
-    not a baseline of perfsuite."""
-    path = Path(path)
-    try:
-        text = path.read_bytes().decode("utf-8")
-    except FileNotFoundError:
-        raise BaselineError(
-            f"{path}: there is no baseline for this device; record one with `perfsuite accept`"
-        ) from None
-    except UnicodeDecodeError as error:
-        raise BaselineError(f"{path}: not text (byte {error.start}); {RESTORE}") from None
-    except OSError as error:
-        raise BaselineError(f"{path}: cannot be read ({error.strerror}); make it readable") from None
-    try:
-        return parse(text)
-    except PerfsuiteError as error:
-        raise BaselineError(f"{path}: {_one_line(str(error))}") from None
-    except RecursionError:
-        # json's C parser allows deeper nesting than the code that reads its result.
-        raise BaselineError(f"{path}: not valid JSON (nested too deeply); {RESTORE}") from None
-
-
-def parse(text: str) -> Baseline:
-    """Return the baseline in a file's text. Raises PerfsuiteError in one line, without the file's name, where it is
-    damaged or is not a baseline of perfsuite."""
-    if not text.strip():
-        raise BaselineError(f"the file is empty; {RESTORE}")
-    try:
-        data = json.loads(
-            text,
-            parse_constant=_not_finite,
-            parse_float=_finite,
-            parse_int=_whole,
-            object_pairs_hook=_without_duplicates,
-        )
-    except json.JSONDecodeError as error:
-        ends = text.rstrip()
-        # For a file that ends inside a string, the error is at the beginning of the string, not at the end of the file.
-        what = "cut short or damaged" if error.pos >= len(ends) - 1 or not ends.endswith("}") else "not valid JSON"
-        raise BaselineError(f"{what} at line {error.lineno}, column {error.colno}; {RESTORE}") from None
-    except ValueError as error:
-        raise BaselineError(f"not valid JSON ({_short(error)}); {RESTORE}") from None
-    if not isinstance(data, dict):
-        raise BaselineError(f"holds a {type(data).__name__}, not a table; {RESTORE}")
-    ours = data.get("perfsuite")
-    if not isinstance(ours, dict):
-        whose = "a pytest-benchmark file that perfsuite did not write" if "benchmarks" in data else "not a baseline"
-        raise BaselineError(f"{whose}; {ANEW}")
-    schema = ours.get("schema")
-    if type(schema) is not int or schema < 1:
-        raise BaselineError(f"schema {_short(repr(schema))} is unknown; {RESTORE}")
-    if schema > SCHEMA:
-        raise BaselineError(f"schema {schema} is newer than this perfsuite knows ({SCHEMA}); upgrade perfsuite")
-    if schema < SCHEMA:
-        raise BaselineError(f"schema {schema} is older than this perfsuite's ({SCHEMA}); {ANEW}")
-    try:
-        machine = from_json(Machine, ours.get("machine"))
-    except PerfsuiteError as error:
-        raise BaselineError(f"{_short(error)}; {RESTORE}") from None
-    if ours.get("digest") != _header_digest(data):
-        raise BaselineError(f"the header was edited by hand (its digest does not match); {RESTORE}")
-    return Baseline(machine=machine, entries=_parse_entries(data.get("benchmarks")))
-
-
-def _parse_entries(benchmarks: Any) -> dict[str, Entry]:
-    if not isinstance(benchmarks, list):
-        raise BaselineError(f"has no list of benchmarks; {RESTORE}")
-    records: dict[str, dict[str, Any]] = {side: {} for side in SIDES}
-    for number, record in enumerate(benchmarks, 1):
-        name = record.get("fullname") if isinstance(record, dict) else None
-        key, _, side = name.rpartition("@") if isinstance(name, str) else ("", "", "")
-        if not key or side not in records:
-            raise BaselineError(f"benchmark {number} is not a side of a workload ({_short(repr(name))}); {RESTORE}")
-        if key in records[side]:
-            raise BaselineError(
-                f"{_short(key)} appears twice; remove one of the two records by `git checkout` or accept it again"
-            )
-        records[side][key] = record
-    for key in sorted(set(records["reference"]) ^ set(records["optimized"])):
-        raise BaselineError(f"{_short(key)} has one of its two records only; {RESTORE}")
-    entries = {}
-    for key in sorted(records["optimized"]):
-        try:
-            entries[key] = _parse_entry(key, {side: records[side][key] for side in SIDES})
-        except PerfsuiteError as error:
-            raise BaselineError(f"{_short(key)}: {_short(error)}; {RESTORE}") from None
-    return entries
-
-
-def _parse_entry(key: str, records: Mapping[str, Any]) -> Entry:
-    info = records["optimized"].get("extra_info")
-    data = info.get("perfsuite") if isinstance(info, dict) else None
-    if not isinstance(info, dict) or not isinstance(data, dict):
-        raise BaselineError("the optimized record has no perfsuite entry")
-    entry = _entry_in(records, data)
-    if entry.id != key:
-        raise BaselineError(f"holds the entry of {entry.id!r}")
-    _check_entry(entry)
-    if info.get("digest") != _digest(records):
-        raise BaselineError("was edited by hand (its digest does not match)")
-    return entry
-
-
-def _entry_in(records: Mapping[str, Any], data: Mapping[str, Any]) -> Entry:
-    blocks = {}
-    for side, record in records.items():
-        stats = record.get("stats")
-        blocks[side] = stats.get("data") if isinstance(stats, dict) else None
-    return from_json(Entry, {**data, "blocks_s": blocks})
-
-
-def _check_entry(entry: Entry) -> None:
-    if not entry.sessions or not all(s.processes for s in entry.sessions):
-        raise BaselineError("has a session without processes, or none")
-    for process in (p for s in entry.sessions for p in s.processes):
-        if "reference" not in process.log_ratios:
-            raise BaselineError("has a process without log_ratios to the reference")
-        for other, values in process.log_ratios.items():
-            if not values:
-                raise BaselineError(f"log_ratios to {other} are empty")
-        for side in SIDES:
-            if not process.seconds.get(side, 0) > 0:
-                raise BaselineError(f"has a process without seconds of the {side} side")
-        if not all(s > 0 for s in process.anchors.values()):
-            raise BaselineError("has an anchor kernel's time that is not above 0")
-    for side in SIDES:
-        if side not in entry.sides or not entry.blocks_s.get(side):
-            raise BaselineError(f"has no summary or no block seconds of the {side} side")
-        if not all(s > 0 for s in (entry.sides[side].seconds, *entry.blocks_s[side])):
-            raise BaselineError(f"has a time of the {side} side that is not above 0")
-    try:
-        datetime.fromisoformat(entry.accepted)
-    except ValueError:
-        raise BaselineError(f"accepted is {entry.accepted!r}, not a date") from None
-
-
-def update(
-    path: str | os.PathLike[str], change: Callable[[Baseline | None], Baseline]
-) -> tuple[Baseline | None, Baseline]:
-    """Read, change and write a baseline under its lock. Return (old, new). `change` gets None where there is no file.
-
-    The new file replaces the old one whole, or not at all. Raises BaselineError as `load` and `save` do. An error that
-    `change` raises is passed on and leaves the file as it was.
-    """
-    path = Path(path)
-    with _locked(path):
-        old = load(path) if path.exists() else None
-        new = change(old)
-        _write(path, new)
-    return old, new
-
-
-def save(path: str | os.PathLike[str], baseline: Baseline) -> None:
-    """Write the baseline, whole or not at all, under its lock. Raises BaselineError if the folder cannot be written."""
-    path = Path(path)
-    with _locked(path):
-        _write(path, baseline)
-
-
-@contextlib.contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    from filelock import FileLock, Timeout
-
-    # Beside the file: a temporary folder may be another one for another process.
-    place = path.resolve()
-    lock = FileLock(place.parent / SCRATCH / f"{place.name}.lock", mode=0o666)
-    try:
-        own_folder(Path(lock.lock_file).parent)
-        lock.acquire(timeout=LOCK_SECONDS)
-    except Timeout:
-        raise BaselineError(
-            f"{path}: another process has been writing it for {LOCK_SECONDS:.0f} s; end it, then accept again"
-        ) from None
-    except OSError as error:
-        raise BaselineError(
-            f"{path}: cannot be written ({error.filename}: {error.strerror or error}); make the folder writable, and "
-            "accept again"
-        ) from None
-    try:
-        yield
-    finally:
-        lock.release()
-
-
-def _write(path: Path, baseline: Baseline) -> None:
-    path = path.resolve()
-    temporary: str | None = None
-    try:
-        text = _render(baseline, _raw_records(path))
-        path.parent.mkdir(parents=True, exist_ok=True)
-        for stale in path.parent.glob(f".{path.name}.*.tmp"):
-            stale.unlink()  # left by a writer that was killed; the lock says that none is at work
-        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
-        # A reason from a command line may hold bytes that are no text: JSON has the same escape for them.
-        with os.fdopen(handle, "w", encoding="utf-8", errors="backslashreplace") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        os.chmod(temporary, path.stat().st_mode & 0o777 if path.exists() else 0o644)
-        os.replace(temporary, path)
-        temporary = None
-        folder = os.open(path.parent, os.O_RDONLY)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
-    except OSError as error:
-        raise BaselineError(
-            f"{path}: cannot be written ({error.strerror or error}); nothing was changed: make the folder writable, "
-            "with space on it, and accept again"
-        ) from None
-    finally:
-        if temporary is not None:
-            with contextlib.suppress(OSError):
-                os.unlink(temporary)
-
-
-def _raw_records(path: Path) -> dict[str, Any]:
-    """Return the raw content of the file: the date of its header and, by entry, the records whose digest matches. Empty
-    if the file is damaged."""
-    try:
-        data = json.loads(path.read_bytes())
-        if data["perfsuite"]["digest"] != _header_digest(data):
-            return {}
-        pairs: dict[str, dict[str, Any]] = {}
-        for record in data["benchmarks"]:
-            key, _, side = record["fullname"].rpartition("@")
-            pairs.setdefault(key, {})[side] = record
-        infos = {key: pair["optimized"]["extra_info"] for key, pair in pairs.items()}
-        sound = [(infos[k]["perfsuite"], pair) for k, pair in pairs.items() if infos[k]["digest"] == _digest(pair)]
-        return {"datetime": data["datetime"], "records": {_canonical(_entry_in(p, own)): p for own, p in sound}}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError, PerfsuiteError):
-        return {}
-
-
-def _render(baseline: Baseline, old: Mapping[str, Any]) -> str:
-    entries = [_rounded(baseline.entries[key]) for key in sorted(baseline.entries)]
-    records = []
-    for entry in entries:
-        pair = old.get("records", {}).get(_canonical(entry)) or _records(entry)
-        records += [pair[side] for side in SIDES]
-    machine = baseline.machine
-    header: dict[str, Any] = {
-        "perfsuite": {"schema": SCHEMA, "machine": to_json(machine)},
-        "machine_info": {
-            "node": machine.device,
-            "machine": machine.platform,
-            "system": machine.platform.split("-")[0],
-            "python_implementation": "CPython",
-            "python_version": machine.python,
-            "device": machine.device_name,
-            "cpu": {"brand_raw": machine.cpu, "count": machine.cores},
-        },
-        # Each workload was accepted at its own revision and date: they are in its extra_info.
-        "commit_info": {"id": "unversioned", "time": None, "dirty": False, "branch": None, "project": "perfsuite"},
-        # The date of the file's first writing: a date that changed with each acceptance would conflict in every merge.
-        "datetime": old.get("datetime") or min((e.accepted for e in entries), default="1970-01-01T00:00:00+00:00"),
-        "version": _benchmark_version(),
-    }
-    header["perfsuite"]["digest"] = _header_digest(header)
-    return _layout({**header, "benchmarks": records}, "") + "\n"
-
-
-def _benchmark_version() -> str:
-    import pytest_benchmark
-
-    return str(pytest_benchmark.__version__)
-
-
-def _records(entry: Entry) -> dict[str, dict[str, Any]]:
-    """Return the entry's two records, with their digest in the optimized one."""
-    from pytest_benchmark import stats as theirs
-
-    data = to_json(entry)
-    del data["blocks_s"]
-    records: dict[str, dict[str, Any]] = {}
-    for side in SIDES:
-        stats: Any = theirs.Stats()  # type: ignore[no-untyped-call]  # pytest-benchmark has no types
-        for seconds in entry.blocks_s[side]:
-            stats.update(seconds)
-        figures = {k: _digits(v) if isinstance(v, float) else v for k, v in stats.as_dict().items()}
-        records[side] = {
-            "name": f"{entry.id.partition('::')[2] or entry.id}@{side}",
-            "fullname": f"{entry.id}@{side}",
-            "group": entry.id,
-            "params": None,
-            "param": None,
-            "options": {"clock": entry.clock, "direction": entry.direction, "dtype": entry.dtype},
-            "extra_info": {"perfsuite": data} if side == "optimized" else {},
-            "stats": {**figures, "iterations": 1, "data": list(entry.blocks_s[side])},
-        }
-    records["optimized"]["extra_info"]["digest"] = _digest(records)
-    return records
-
-
-def _digest(records: Mapping[str, Any]) -> str:
-    """Return the digest of a workload's two records: of every field but the digest itself."""
-    optimized = records["optimized"]
-    info = {k: v for k, v in optimized["extra_info"].items() if k != "digest"}
-    return _hashed({**records, "optimized": {**optimized, "extra_info": info}})
-
-
-def _header_digest(data: Mapping[str, Any]) -> str:
-    """Return the digest of a file's header: of every field but the digest itself and the benchmarks, which have their
-    own."""
-    header = {k: v for k, v in data.items() if k != "benchmarks"}
-    return _hashed({**header, "perfsuite": {k: v for k, v in data["perfsuite"].items() if k != "digest"}})
-
-
-def _hashed(value: Any) -> str:
-    return hashlib.sha256(_canonical(value).encode()).hexdigest()
-
-
-def _canonical(value: Any) -> str:
-    return json.dumps(to_json(value), sort_keys=True, separators=(",", ":"), allow_nan=False)
-
-
-def _layout(value: Any, indent: str) -> str:
-    """Return JSON with each field of a table on a line of its own and a list of numbers on one line, so that a diff
-    reads well."""
-    inner = indent + "  "
-    if isinstance(value, dict) and value:
-        fields = (f"{inner}{json.dumps(str(k))}: {_layout(v, inner)}" for k, v in value.items())
-        return "{\n" + ",\n".join(fields) + f"\n{indent}}}"
-    if isinstance(value, list) and any(isinstance(v, (dict, list)) for v in value):
-        return "[\n" + ",\n".join(inner + _layout(v, inner) for v in value) + f"\n{indent}]"
-    return json.dumps(value, allow_nan=False, ensure_ascii=False)
-
-
-def _not_finite(token: str) -> float:
-    raise ValueError(f"{token} is not a number")
-
-
-def _finite(token: str) -> float:
-    value = float(token)
-    if not math.isfinite(value):
-        raise ValueError(f"{_short(token, 20)} is out of range")
-    return value
-
-
-def _whole(token: str) -> int:
-    # Python refuses to parse integers of some thousands of digits, with a message about Python itself.
-    if len(token) > 20 or abs(int(token)) >= INTEGER_MAX:
-        raise ValueError(f"{_short(token, 20)} is out of range")
-    return int(token)
-
-
-def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    table = dict(pairs)
-    if len(table) != len(pairs):
-        twice = next(k for k, count in Counter(k for k, _ in pairs).items() if count > 1)
-        raise ValueError(f"field {_short(repr(twice))} appears twice")
-    return table
-
-
-def _short(value: object, most: int = TOLD) -> str:
-    text = str(value)
-    return text if len(text) <= most else f"{text[:most]}…"
-
-
-def _one_line(text: str) -> str:
-    """Return text from a damaged file in a form that a terminal can show: without line breaks, escapes or halves of
-    characters."""
-    return printable(" ".join(text.split()))

@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 
-from perfsuite import baseline
+from perfsuite import baseline, baseline_file
 from perfsuite.baseline import Baseline, Entry
 from perfsuite.records import Machine
 
@@ -36,7 +36,7 @@ class Baselines:
         """Read each file that this machine can measure, which leaves out those for more GPUs than it has. Raises
         BaselineError for a damaged file."""
         numbers = [1, *sorted(self._numbers())]
-        self.files = {n: baseline.load(path) for n in numbers if (path := self.path(n)).exists()}
+        self.files = {n: baseline_file.load(path) for n in numbers if (path := self.path(n)).exists()}
         self.entries = {id: entry for file in self.files.values() for id, entry in file.entries.items()}
 
     def _numbers(self) -> set[int]:
@@ -70,7 +70,7 @@ class Baselines:
             def change(before: Baseline | None, own: Sequence[Entry] = own, gone: Collection[str] = gone) -> Baseline:
                 return baseline.merge(before, own, machine=self.machine, more=more, drop=gone)
 
-            old, new = baseline.update(self.path(number), change)
+            old, new = baseline_file.update(self.path(number), change)
             for line in baseline.describe_changes(old, new):
                 note(line)
             note(f"wrote {self.path(number)}")

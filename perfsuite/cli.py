@@ -497,7 +497,7 @@ def list_(paths: tuple[str, ...], keyword: str | None, as_json: bool) -> None:
 @click.option("--write", type=click.Path(dir_okay=False), help="Put it between the markers in this Markdown file.")
 def table(baseline: str, write: str | None) -> None:
     """Print a baseline as a Markdown table, or write it into a file."""
-    from perfsuite import baseline as stored
+    from perfsuite import baseline_file as stored
     from perfsuite.report import files, markdown
 
     try:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from perfsuite import baseline
+from perfsuite import baseline, baseline_file
 from perfsuite.errors import PerfsuiteError
 
 
@@ -29,7 +29,7 @@ def main() -> int:
     given = parser.parse_args()
     try:
         for path in given.others:
-            other = baseline.load(path)
+            other = baseline_file.load(path)
 
             def change(old: baseline.Baseline | None, other: baseline.Baseline = other) -> baseline.Baseline:
                 if old is None:
@@ -38,7 +38,7 @@ def main() -> int:
                 print("\n".join(e.id for e in found))
                 return baseline.merge(old, found, machine=other.machine)
 
-            baseline.update(given.into, change)
+            baseline_file.update(given.into, change)
     except PerfsuiteError as error:
         parser.error(str(error))
     return 0

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from perfsuite import baseline, revision
+from perfsuite import baseline_file, revision
 from perfsuite.errors import PerfsuiteError, RevisionError
 from perfsuite.history.records import Accepted, accepted_of
 
@@ -65,10 +65,10 @@ def figures(version: Version, folder: Path) -> Iterator[tuple[str, str, Accepted
     Raises BaselineError for a damaged file in the work tree.
     """
     if version.path is not None:
-        found = baseline.load(version.path)
+        found = baseline_file.load(version.path)
     else:
         try:
-            found = baseline.parse(revision.git("cat-file", "blob", version.blob, cwd=folder))
+            found = baseline_file.parse(revision.git("cat-file", "blob", version.blob, cwd=folder))
         except (PerfsuiteError, RecursionError):
             return
     for id, entry in found.entries.items():

@@ -7,7 +7,8 @@ import torch
 from builders import MACHINE, entry, measurement
 
 from perfsuite import anchors
-from perfsuite.baseline import load, merge, save
+from perfsuite.baseline import merge
+from perfsuite.baseline_file import load, save
 from perfsuite.errors import BaselineError
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

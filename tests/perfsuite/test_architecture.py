@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from scratch import ROOT
 
-from perfsuite import baseline
+from perfsuite import baseline_file
 from perfsuite.report import markdown
 
 HARNESS = ROOT / "perfsuite"
@@ -270,7 +270,7 @@ def test_every_pair_of_the_repository_is_a_techniques() -> None:
 def test_the_pages_show_the_accepted_figures(page: str, device: str) -> None:
     """The pages show the figures that `perfsuite table baselines/DEVICE.json --write PAGE` writes."""
     text = (ROOT / page).read_text()
-    entries = baseline.load(ROOT / "baselines" / f"{device}.json").entries
+    entries = baseline_file.load(ROOT / "baselines" / f"{device}.json").entries
     assert markdown.insert(text, markdown.table(entries.values())) == text
 
 

@@ -25,19 +25,17 @@ from builders import MACHINE, REVISION, counting, entry, few, measurement, workl
 from scratch import ROOT
 
 from perfsuite import baseline as module
+from perfsuite import baseline_file
 from perfsuite.baseline import (
-    SCHEMA,
     Baseline,
     Entry,
     changes_since,
     compare_machines,
     describe_changes,
     entry_from,
-    load,
     merge,
-    save,
-    update,
 )
+from perfsuite.baseline_file import SCHEMA, load, save, update
 from perfsuite.errors import BaselineError
 from perfsuite.records import Counts, Limit, ProcessGroup, PromiseRecord, Ran
 
@@ -420,7 +418,7 @@ def test_a_failed_write_leaves_the_old_file(path: Path, monkeypatch: pytest.Monk
         raise OSError(code, os.strerror(code))
 
     with monkeypatch.context() as patch:
-        patch.setattr(module.os, call, fail)
+        patch.setattr(baseline_file.os, call, fail)
         with pytest.raises(BaselineError) as caught:
             update(path, lambda old: merge(old, [make(5)], machine=MACHINE))
     message = str(caught.value)
@@ -480,7 +478,7 @@ def test_concurrent_acceptances_are_all_kept(tmp_path: Path) -> None:
 
 
 def test_a_held_lock_is_reported(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "LOCK_SECONDS", 0.1)
+    monkeypatch.setattr(baseline_file, "LOCK_SECONDS", 0.1)
     caught: list[str] = []
 
     def other() -> None:
@@ -489,7 +487,7 @@ def test_a_held_lock_is_reported(path: Path, monkeypatch: pytest.MonkeyPatch) ->
         except BaselineError as error:
             caught.append(str(error))
 
-    with module._locked(path):
+    with baseline_file._locked(path):
         thread = threading.Thread(target=other)
         thread.start()
         thread.join(30)
@@ -511,7 +509,8 @@ def test_a_lock_that_cannot_be_taken_is_reported(path: Path) -> None:
 
 WRITER = """
 import sys
-from perfsuite.baseline import load, merge, update
+from perfsuite.baseline import merge
+from perfsuite.baseline_file import load, update
 
 target, other, last = sys.argv[1:]
 new = load(other)
@@ -609,7 +608,8 @@ def test_entries_of_the_front_door_round_trip(tmp_path: Path) -> None:
 
 def test_the_constants_are_the_documented_ones() -> None:
     assert (module.LOG_RATIO_DECIMALS, module.SECONDS_DIGITS) == (6, 6)
-    assert (module.LOCK_SECONDS, module.POWER_WATTS, module.INTEGER_MAX, module.TOLD) == (60.0, 1.0, 2**63, 160)
+    assert (baseline_file.LOCK_SECONDS, module.POWER_WATTS, baseline_file.INTEGER_MAX) == (60.0, 1.0, 2**63)
+    assert baseline_file.LONGEST_SHOWN == 160
 
 
 @pytest.mark.parametrize("record", [module.Process, module.Session, module.SideSummary, Entry, Baseline])
@@ -832,19 +832,19 @@ def test_the_baselines_of_this_repository_are_read_and_written_unchanged(file: P
 
 def test_the_layout() -> None:
     value = {"a": [1, 2.5, None], "b": {}, "c": [{"d": "é"}, []], "e": []}
-    assert module._layout(value, "") == (
+    assert baseline_file._layout(value, "") == (
         '{\n  "a": [1, 2.5, null],\n  "b": {},\n  "c": [\n    {\n      "d": "é"\n    },\n    []\n  ],\n  "e": []\n}'
     )
-    assert module._layout([[1], 2], "    ") == "[\n      [1],\n      2\n    ]"
+    assert baseline_file._layout([[1], 2], "    ") == "[\n      [1],\n      2\n    ]"
     with pytest.raises(ValueError, match="not JSON compliant"):
-        module._layout([math.nan], "")
+        baseline_file._layout([math.nan], "")
 
 
 def test_the_digest_is_of_the_canonical_json() -> None:
     text = b'{"a":[1.5,null],"b":{"c":"\\u00e9","d":true}}'
-    assert module._hashed({"b": {"d": True, "c": "é"}, "a": (1.5, None)}) == hashlib.sha256(text).hexdigest()
+    assert baseline_file._hashed({"b": {"d": True, "c": "é"}, "a": (1.5, None)}) == hashlib.sha256(text).hexdigest()
     with pytest.raises(ValueError, match="not JSON compliant"):
-        module._hashed(math.inf)
+        baseline_file._hashed(math.inf)
 
 
 def test_the_header_and_a_record(path: Path) -> None:
@@ -930,6 +930,6 @@ def test_what_is_wrong_is_said_exactly(path: Path, text: str, says: str) -> None
 
 
 def test_long_names_are_cut() -> None:
-    assert [len(module._short("x" * n)) for n in (159, 160, 161, 1000)] == [159, 160, 161, 161]
-    assert module._short("abcdef", 3) == "abc…"
-    assert module._one_line("a\n b\x1b\u2028c\ud800") == "a b\\x1b c\\ud800"
+    assert [len(baseline_file._short("x" * n)) for n in (159, 160, 161, 1000)] == [159, 160, 161, 161]
+    assert baseline_file._short("abcdef", 3) == "abc…"
+    assert baseline_file._one_line("a\n b\x1b\u2028c\ud800") == "a b\\x1b c\\ud800"

@@ -24,9 +24,10 @@ from builders import MACHINE, entry, measurement, workload_id
 from scale import FULLY, count
 from scratch import ROOT
 
-from perfsuite import baseline as module
+from perfsuite import baseline_file as module
 from perfsuite import gate
-from perfsuite.baseline import Baseline, Entry, load, merge, save, update
+from perfsuite.baseline import Baseline, Entry, merge
+from perfsuite.baseline_file import load, save, update
 from perfsuite.errors import BaselineError
 from perfsuite.priors import suite_noise
 from perfsuite.records import Measurement, SideRecord, to_json
@@ -361,7 +362,8 @@ WRITERS = """
 # A writer for each line of input, forked so that it starts at once, and killed; its exit status for an answer.
 import io, json, os, signal, sys, tempfile, time
 sys.path[:0] = {paths!r}
-from perfsuite.baseline import load, merge, update
+from perfsuite.baseline import merge
+from perfsuite.baseline_file import load, update
 import filelock, pytest_benchmark.stats
 
 path, *versions = sys.argv[1:]

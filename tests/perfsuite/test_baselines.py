@@ -11,7 +11,7 @@ import pytest
 from builders import MACHINE
 from scratch import Project, times
 
-from perfsuite import Workload, baseline, lanes
+from perfsuite import Workload, baseline_file, lanes
 from perfsuite.baseline import Baseline
 from perfsuite.baselines import Baselines
 from perfsuite.modes.run import Run
@@ -23,7 +23,7 @@ TWO = replace(MACHINE, count=2)
 
 def stored(folder: Path, *numbers: int) -> None:
     for number in numbers:
-        baseline.save(Baselines(folder, lambda: TWO).path(number), Baseline(machine=TWO))
+        baseline_file.save(Baselines(folder, lambda: TWO).path(number), Baseline(machine=TWO))
 
 
 def machine_with(folder: Path, **fields: Any) -> Baselines:

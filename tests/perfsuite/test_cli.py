@@ -13,7 +13,7 @@ import pytest
 from click.testing import CliRunner, Result
 from scratch import SMALL, TWO_LINES, Failure, Project, fails, lines_with, times
 
-from perfsuite import __version__, baseline, cli, conclusion, digests, exit_codes
+from perfsuite import __version__, baseline_file, cli, conclusion, digests, exit_codes
 from perfsuite.cli import main
 from perfsuite.records import Ran, Status
 
@@ -339,7 +339,7 @@ def test_accept_more_of_what_ran_other_code_leaves_the_others_their_session(proj
     assert lines_with(done.output, "not accepted: test_two.py::", "with other code", "accept it without --more")
     assert lines_with(done.output, "test_one.py", "1 session more: 2 in all")
     (kept,) = (project.path / "baselines").glob("*.json")
-    assert [len(e.sessions) for e in baseline.load(kept).entries.values()] == [2, 1]
+    assert [len(e.sessions) for e in baseline_file.load(kept).entries.values()] == [2, 1]
 
 
 def test_accept_prune(scale: Project) -> None:

@@ -16,7 +16,7 @@ from click.testing import Result
 from scale import FULL, FULLY
 from scratch import ROOT, SMALL, TWO_LINES, Project, lines_with, times
 
-from perfsuite import baseline, gate, lanes
+from perfsuite import baseline_file, gate, lanes
 from perfsuite.exit_codes import CODE_AT_FAULT, GREEN, UNDECIDED
 from perfsuite.modes import paired
 from perfsuite.progress import Progress
@@ -97,7 +97,7 @@ def test_the_readmes_example_from_times_to_gate(two_looks: Project) -> None:
     assert accepted.exit_code == 0, accepted.output
     assert lines_with(accepted.output, DOTS, "added at")
     (path,) = (project.path / "baselines").glob("*.json")
-    entry = baseline.load(path).entries[DOTS]
+    entry = baseline_file.load(path).entries[DOTS]
     assert (entry.reason, entry.revision, entry.promises.speedup) == ("first", None, 5.0)
     assert [len(s.processes) for s in entry.sessions] == [3]
 

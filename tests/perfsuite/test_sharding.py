@@ -15,7 +15,7 @@ from click.testing import Result
 from scale import some
 from scratch import Failure, Project, fails, lines_with, times
 
-from perfsuite import baseline
+from perfsuite import baseline_file
 from perfsuite.errors import PerfsuiteError
 from perfsuite.records import Status, Verdict
 from perfsuite.report import Correctness, RunReport, jsonfile
@@ -296,6 +296,6 @@ def test_an_acceptance_in_parts(project: Project) -> None:
         done = project.cli("accept", "--reason", "the first", "--shard", f"{number}/2")
         assert done.exit_code == 0, done.output
     (path,) = (project.path / "baselines").glob("*.json")
-    assert len(baseline.load(path).entries) == 3
+    assert len(baseline_file.load(path).entries) == 3
     project.measured(times())
     assert "3 PASS" in project.gate().stdout.str()
