@@ -9,7 +9,7 @@ from rich.table import Table
 
 from perfsuite.baseline import Entry
 from perfsuite.report import terminal, units
-from perfsuite.report.model import names
+from perfsuite.report.workload_rows import names
 from perfsuite.speed import SpeedItem
 
 

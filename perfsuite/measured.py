@@ -10,7 +10,7 @@ from rich.console import Console
 from perfsuite.errors import PerfsuiteError
 from perfsuite.records import Measurement
 from perfsuite.report import terminal, units
-from perfsuite.report.model import Comparison, row, sides
+from perfsuite.report.workload_rows import Comparison, row, sides
 
 
 class Measured(tuple[Measurement, ...]):

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 
 from perfsuite.errors import PerfsuiteError, printable
-from perfsuite.report import model
+from perfsuite.report import workload_rows
 
 SHOWN = 5
 """Most names in a message."""
@@ -18,7 +18,7 @@ def workload(name: str, ids: Sequence[str]) -> str:
 
     Raises PerfsuiteError with the ids that come near where there is none or several.
     """
-    names = {id: "{}[{}]".format(*model.names(id)) for id in ids}
+    names = {id: "{}[{}]".format(*workload_rows.names(id)) for id in ids}
     return _chosen(name, names, "workload")
 
 

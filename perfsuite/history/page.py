@@ -16,7 +16,7 @@ from perfsuite.history.records import Accepted
 from perfsuite.history.series import Point
 from perfsuite.history.steps import Step
 from perfsuite.records import Status
-from perfsuite.report import html, model, units
+from perfsuite.report import html, units, workload_rows
 
 WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 1080, 320, 76, 14, 12, 26
 """Dimensions of a plot, in its own units."""
@@ -59,7 +59,8 @@ def of_runs(listed: Sequence[Listed], total: int) -> str:
             "device": one.run.machine.device_name,
             "host": one.run.host,
             "verdicts": Markup(" ").join(
-                _chip(f"{n} {name}", None if name == model.MEASURED else Status(name)) for name, n in one.counts.items()
+                _chip(f"{n} {name}", None if name == workload_rows.MEASURED else Status(name))
+                for name, n in one.counts.items()
             ),
         }
         for one in listed
@@ -82,7 +83,9 @@ def of_workload(
             "speedup": p.speedup_shown,
             "change": p.change_shown,
             "peak memory": units.bytes_(p.figures.costs.peak_bytes),
-            "verdict": _chip(p.figures.verdict.value if p.figures.verdict else model.MEASURED, p.figures.verdict),
+            "verdict": _chip(
+                p.figures.verdict.value if p.figures.verdict else workload_rows.MEASURED, p.figures.verdict
+            ),
             "since the run before": "; ".join(p.marks),
         }
         for p in reversed(points[-limit:])
@@ -172,7 +175,7 @@ def _label(point: Point) -> str:
         units.seconds(point.figures.optimized_s),
         point.change_shown,
     ]
-    return ", ".join([*parts, status.value if status else model.MEASURED])
+    return ", ".join([*parts, status.value if status else workload_rows.MEASURED])
 
 
 def _held(

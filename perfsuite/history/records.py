@@ -10,8 +10,9 @@ from typing import Any
 
 from perfsuite.baseline import Entry
 from perfsuite.records import Counts, Machine, Status, to_json
-from perfsuite.report import model, units
-from perfsuite.report.model import Comparison, RunReport
+from perfsuite.report import model, units, workload_rows
+from perfsuite.report.model import RunReport
+from perfsuite.report.workload_rows import Comparison
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -28,7 +29,7 @@ class Accepted:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Figures:
-    """One workload in one run, as `report.model.row` gives it."""
+    """One workload in one run, as `report.workload_rows.row` gives it."""
 
     verdict: Status | None = None
     clock: str = ""
@@ -110,7 +111,7 @@ def run_of(report: RunReport, *, kind: str, host: str, entries: Mapping[str, Ent
     )
 
 
-def _figures(report: RunReport, row: model.Row, entry: Entry | None) -> Figures:
+def _figures(report: RunReport, row: workload_rows.Row, entry: Entry | None) -> Figures:
     measurements = report.measurements.get(row.id, ())
     return Figures(
         verdict=row.status,
@@ -126,7 +127,7 @@ def _figures(report: RunReport, row: model.Row, entry: Entry | None) -> Figures:
         slowdown_high=row.slowdown_high,
         speedup=row.speedup,
         least=row.least,
-        costs=model.costs(measurements, "optimized"),
+        costs=workload_rows.costs(measurements, "optimized"),
         baseline=accepted_of(entry) if entry else None,
     )
 

@@ -15,7 +15,7 @@ from perfsuite.history.records import Accepted
 from perfsuite.history.series import Point
 from perfsuite.history.steps import Step
 from perfsuite.records import Status
-from perfsuite.report import html, model, units
+from perfsuite.report import html, units, workload_rows
 
 BARS = "▁▂▃▄▅▆▇█"
 LEAST_SPAN = 0.05
@@ -35,7 +35,7 @@ def show_runs(out: Console, listed: Sequence[Listed], total: int, found: Mapping
     out.print(Text(_shown(len(listed), total), style="dim"), soft_wrap=True)
     recent = [(id, s) for id, every in found.items() for s in every if s.started >= listed[-1].run.started]
     for id, step in sorted(recent, key=lambda item: item[1].started, reverse=True)[:MOST_STEPS]:
-        out.print(_step(step, f"{'{}[{}]'.format(*model.names(id))} on {step.device}, "), soft_wrap=True)
+        out.print(_step(step, f"{'{}[{}]'.format(*workload_rows.names(id))} on {step.device}, "), soft_wrap=True)
     if len(recent) > MOST_STEPS:
         out.print(f"… and {len(recent) - MOST_STEPS} more steps; see `perfsuite history WORKLOAD`", soft_wrap=True)
     _remarks(out, listed_dirty=any(one.run.dirty for one in listed), is_stored=False)
@@ -109,14 +109,16 @@ def counts(found: Mapping[str, int]) -> Text:
     """Return the counts of verdicts in words."""
     parts = []
     for name, n in found.items():
-        style = "" if name == model.MEASURED else STYLES[html.tone_of(Status(name))]
+        style = "" if name == workload_rows.MEASURED else STYLES[html.tone_of(Status(name))]
         parts.append(Text(f"{n} {name}", style=style))
     return Text(" · ").join(parts)
 
 
 def verdict(status: Status | None) -> Text:
     """Return a verdict as the tables show it."""
-    return Text(status.value.replace("_", " ") if status else model.MEASURED, style=STYLES[html.tone_of(status)])
+    return Text(
+        status.value.replace("_", " ") if status else workload_rows.MEASURED, style=STYLES[html.tone_of(status)]
+    )
 
 
 def course(points: Sequence[Point]) -> str:

@@ -27,9 +27,10 @@ from perfsuite.records import (
     Verdict,
     complete,
 )
-from perfsuite.report import model, plots, units
+from perfsuite.report import model, plots, units, workload_rows
 from perfsuite.report.files import write as write_text
-from perfsuite.report.model import Comparison, Row, RunReport
+from perfsuite.report.model import RunReport
+from perfsuite.report.workload_rows import Comparison, Row
 
 if TYPE_CHECKING:
     import jinja2
@@ -174,7 +175,7 @@ def _alarm(report: RunReport, status: Status, moved: str | None, rows: Sequence[
     if moved == "device":
         measurements = [m for row in rows for m in report.measurements.get(row.id, ())]
         cause += ", for the accepted code as well" if any(ACCEPTED in m.sides for m in measurements) else ""
-        cause += f": {condition}" if (condition := model.condition(measurements)) else ""
+        cause += f": {condition}" if (condition := workload_rows.condition(measurements)) else ""
     return Alarm(
         status=status,
         cause=cause,
@@ -205,7 +206,7 @@ def detail(report: RunReport, row: Row, known: Mapping[str, float]) -> Detail:
     measurements = report.measurements.get(row.id, ())
     promise, verdict = report.promises.get(row.id, PromiseRecord()), report.verdicts.get(row.id)
     margin, noise = verdict.margin if verdict else None, report.noise.get(row.id)
-    sides = model.sides(measurements)
+    sides = workload_rows.sides(measurements)
     others = sorted((n for n in sides if n != OPTIMIZED), key=lambda name: name != ACCEPTED)
     return Detail(
         row=row,
@@ -240,7 +241,7 @@ def _command(row: Row, verdict: Verdict | None) -> str:
 def _processes(measurements: Sequence[Measurement], other: str) -> tuple[ProcessRow, ...]:
     rows = []
     for m in measurements:
-        comparison, c = model.compare([m], other), m.condition
+        comparison, c = workload_rows.compare([m], other), m.condition
         clock = f"{c.sm_clock_mhz:.0f}" if c.sm_clock_mhz is not None else units.MISSING
         if c.sm_clock_min_mhz is not None and c.sm_clock_min_mhz != c.sm_clock_mhz:
             clock += f" (lowest {c.sm_clock_min_mhz:.0f})"
@@ -277,14 +278,14 @@ def _judged(verdict: Verdict | None, other: str) -> Comparison | None:
 def _side(measurements: Sequence[Measurement], name: str, verdict: Verdict | None) -> SideRow:
     found, least = complete(measurements, name)
     records = [m.sides[name] for m in found]
-    comparison = _judged(verdict, name) or model.compare(measurements, name) if name != OPTIMIZED else None
+    comparison = _judged(verdict, name) or workload_rows.compare(measurements, name) if name != OPTIMIZED else None
     invalid = verdict is not None and verdict.status in WITHOUT_FIGURES
     standing = TONES[comparison.standing] if comparison and not invalid else ""
-    costs = model.costs(measurements, name)
+    costs = workload_rows.costs(measurements, name)
     return SideRow(
         name=name,
-        device=units.seconds(model.median(r.device_s for r in records)),
-        wall=units.seconds(model.median(r.wall_s for r in records)),
+        device=units.seconds(workload_rows.median(r.device_s for r in records)),
+        wall=units.seconds(workload_rows.median(r.wall_s for r in records)),
         ratio=units.ratio(comparison.value) if comparison and not (invalid and name == REFERENCE) else "",
         tone=standing,
         peak=units.bytes_(costs.peak_bytes),
@@ -305,7 +306,7 @@ def _facts(report: RunReport, row: Row, measurements: Sequence[Measurement]) -> 
         facts.append(("measured", f"{_processes_of(len(measurements))}, {blocks} blocks, {spent}, seed {first.seed}"))
         if limits := [m.limit for m in measurements if m.limit is not None]:
             facts.append(("limit", _limit(limits[0], row)))
-        condition = model.condition(measurements)
+        condition = workload_rows.condition(measurements)
         if condition:
             facts.append(("device", condition))
         if first.evidence is not None:
@@ -336,7 +337,7 @@ def _limit(limit: Limit, row: Row) -> str:
 
 
 def _promises(promise: PromiseRecord, row: Row, found: Sequence[Measurement]) -> tuple[tuple[str, str, str, str], ...]:
-    costs = model.costs(found, "optimized")
+    costs = workload_rows.costs(found, "optimized")
     lines = []
     if promise.speedup is not None:
         measured = units.MISSING
@@ -399,7 +400,7 @@ def _machine(report: RunReport) -> list[tuple[str, str]]:
 def _counts(report: RunReport) -> list[tuple[str, int, str]]:
     counts = []
     for name, n in model.counts(report).items():
-        tone = "plain" if name == model.MEASURED else tone_of(Status(name))
+        tone = "plain" if name == workload_rows.MEASURED else tone_of(Status(name))
         counts.append((name.replace("_", " "), n, tone))
     c = report.correctness
     if c.passed or c.failed or c.skipped:
@@ -431,7 +432,7 @@ def _count(value: int | None) -> str:
 
 
 def _signed(fraction: float) -> str:
-    return f"{model.percentage(fraction)}%".replace("-", "−")
+    return f"{workload_rows.percentage(fraction)}%".replace("-", "−")
 
 
 @functools.cache

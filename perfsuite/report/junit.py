@@ -8,7 +8,8 @@ from xml.etree import ElementTree
 
 from perfsuite.report import units
 from perfsuite.report.files import write as write_text
-from perfsuite.report.model import Row, RunReport, rows
+from perfsuite.report.model import RunReport, rows
+from perfsuite.report.workload_rows import Row
 
 
 def document(report: RunReport) -> str:

@@ -11,19 +11,8 @@ from perfsuite.errors import PerfsuiteError
 from perfsuite.records import Measurement
 from perfsuite.report import units
 from perfsuite.report.escaping import escape
-from perfsuite.report.model import (
-    Row,
-    RunReport,
-    entry_row,
-    excused,
-    findings,
-    headline,
-    left_out,
-    machine_line,
-    row,
-    rows,
-    without_waivers,
-)
+from perfsuite.report.model import RunReport, excused, findings, headline, left_out, machine_line, rows, without_waivers
+from perfsuite.report.workload_rows import Row, entry_row, row
 
 BEGIN = "<!-- perfsuite:table -->"
 END = "<!-- /perfsuite:table -->"

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from perfsuite.records import ACCEPTED, OPTIMIZED, REFERENCE, Measurement, PromiseRecord
-from perfsuite.report import model, units
+from perfsuite.report import units, workload_rows
 
 WIDTH, LEFT, RIGHT, ROW, TOP, BOTTOM = 440, 12, 12, 18, 8, 22
 """Dimensions of a figure, in its own units."""
@@ -106,7 +106,7 @@ def blocks(
     measurements: Sequence[Measurement],
     other: str,
     promise: PromiseRecord,
-    judged: model.Comparison | None = None,
+    judged: workload_rows.Comparison | None = None,
     *,
     margin: float | None = None,
     noise: float | None = None,
@@ -118,7 +118,7 @@ def blocks(
     noise   the standard deviation of a process's mean log-ratio between the accepted code and itself
     """
     lines = [m.log_ratios[other] for m in measurements if m.log_ratios.get(other)]
-    comparison = judged or model.compare(measurements, other)
+    comparison = judged or workload_rows.compare(measurements, other)
     if not lines or comparison is None:
         return None
     values = [v for line in lines for v in line]
@@ -249,7 +249,9 @@ def roofline(measurements: Sequence[Measurement], known: Mapping[str, float]) ->
     intensity = first.limit.flops / first.limit.bytes
     rates = {
         name: first.limit.flops / seconds
-        for name in sorted(model.sides(measurements), key=lambda name: name == OPTIMIZED)  # drawn over the others
+        for name in sorted(
+            workload_rows.sides(measurements), key=lambda name: name == OPTIMIZED
+        )  # drawn over the others
         if (seconds := _on_device(measurements, name))
     }
     if not rates:
@@ -294,7 +296,7 @@ def roofline(measurements: Sequence[Measurement], known: Mapping[str, float]) ->
 
 
 def _on_device(measurements: Sequence[Measurement], name: str) -> float | None:
-    times = [t for m in measurements if (t := model.seconds_of(m.sides.get(name), "device")) is not None]
+    times = [t for m in measurements if (t := workload_rows.seconds_of(m.sides.get(name), "device")) is not None]
     return statistics.median(times) if times else None
 
 

@@ -16,7 +16,6 @@ from rich.text import Text
 from perfsuite.records import Status
 from perfsuite.report import units
 from perfsuite.report.model import (
-    Row,
     RunReport,
     headline,
     left_out,
@@ -26,6 +25,7 @@ from perfsuite.report.model import (
     since_accepted,
     without_waivers,
 )
+from perfsuite.report.workload_rows import Row
 
 PLAIN_WIDTH = 100
 """Columns where the output is no terminal: a CI log's, not the 80 that would fold every row."""

@@ -14,7 +14,7 @@ from builders import MACHINE
 from perfsuite.history import store
 from perfsuite.history.records import Figures, Run
 from perfsuite.records import Counts, Status
-from perfsuite.report.model import Comparison
+from perfsuite.report.workload_rows import Comparison
 
 DOTS = "tests/linear/test_dots.py::dots::speed[large]"
 BEGAN = datetime(2026, 11, 1, 12, tzinfo=UTC)

@@ -25,7 +25,7 @@ from perfsuite.history.index import Index
 from perfsuite.history.records import Accepted, Run
 from perfsuite.records import Status
 from perfsuite.report.files import write as write_text
-from perfsuite.report.model import Comparison
+from perfsuite.report.workload_rows import Comparison
 
 pytest_plugins = ["pytester"]
 

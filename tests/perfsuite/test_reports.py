@@ -49,7 +49,8 @@ from perfsuite.report import (
 from perfsuite.report.annotations import command
 from perfsuite.report.annotations import lines as annotation_lines
 from perfsuite.report.files import write
-from perfsuite.report.model import compare, counts, headline, names, row, rows
+from perfsuite.report.model import counts, headline, rows
+from perfsuite.report.workload_rows import compare, names, row
 
 ROTOR = "tests/geometry/test_rotor_update.py::rotor_update::speed[window64]"
 COSINE_SMALL = "tests/diversity/test_pairwise_cosine.py::pairwise_cosine::speed[n10]"
