@@ -18,7 +18,7 @@ from typing import Any, TypeAlias
 
 import torch
 
-from perfsuite import execution, held_memory, incoming, marks, modules, process_state, proofs, surroundings
+from perfsuite import execution, held_memory, incoming, marks, modules, patches, process_state, proofs, surroundings
 from perfsuite import inputs as make
 from perfsuite.errors import NotEquivalent
 from perfsuite.integrity.probe import Probe, bytes_of, same_leaf
@@ -157,13 +157,13 @@ def bindings(probe: Probe) -> Effects:
     """Return the replaced objects that the reference's code looks up by name, such as helpers and constants, including
     items of lists and dicts."""
     reference = as_side(probe.pair.reference).call
-    before = process_state.bindings(reference)
+    before = patches.bindings(reference)
     _call_and_differentiate(probe)
-    after = process_state.bindings(reference)
+    after = patches.bindings(reference)
     return {
         name: f"replaces {name}, which the reference uses"
         for name, value in before.items()
-        if not process_state.is_same_binding(value, after.get(name))
+        if not patches.is_same_binding(value, after.get(name))
     }
 
 

@@ -260,14 +260,14 @@ def pytest_make_collect_report(
     """Note what the import of a module with a pair leaves changed, for the pair's item `effects`."""
     if not _declares_a_pair(collector):
         return (yield)
-    from perfsuite import process_state
+    from perfsuite import patches, process_state
     from perfsuite.items import IMPORTED
 
-    before, bound = process_state.settings(), process_state.functions()
+    before, bound = process_state.settings(), patches.functions()
     report = yield
     _say_in_one_line(collector, report)
     after = process_state.settings(before)
-    collector.stash[IMPORTED] = process_state.differences(before, after) | process_state.patched(bound)
+    collector.stash[IMPORTED] = process_state.differences(before, after) | patches.patched(bound)
     return report
 
 

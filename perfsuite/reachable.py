@@ -13,7 +13,7 @@ from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
 from perfsuite import modules
-from perfsuite.process_state import names_in
+from perfsuite.patches import names_in
 
 KERNELS = ("JITFunction", "GluonJITFunction", "InterpretedFunction")
 """Triton's classes of kernels, compiled, written in Gluon, and interpreted."""

@@ -15,7 +15,7 @@ import torch
 from scale import FULLY
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from perfsuite import process_state
+from perfsuite import patches, process_state
 
 
 @pytest.fixture(autouse=True)
@@ -165,12 +165,12 @@ def outer(x: int) -> int:
 
 
 def test_bindings_are_followed_through_the_projects_own_functions_and_classes() -> None:
-    found = process_state.bindings(outer)
+    found = patches.bindings(outer)
     names = {f"{__name__}.{n}" for n in ("Helper", "inner", "HELD", "torch")}
     functions = [f"{__name__}.{n}" for n in ("outer", "inner", "Helper.run")]
     assert found.keys() == names | {f"the {part} of {n}" for part in ("code", "defaults") for n in functions}
     assert found[f"{__name__}.HELD"] == HELD
-    assert process_state.bindings(torch.relu) == {}
+    assert patches.bindings(torch.relu) == {}
 
 
 def through_a_module(x: float) -> float:
@@ -181,14 +181,14 @@ LISTED = [1, 2]
 
 
 def test_attributes_of_modules_and_what_containers_hold_are_bindings(monkeypatch: pytest.MonkeyPatch) -> None:
-    before = process_state.bindings(through_a_module)
-    assert process_state.is_same_binding(before, process_state.bindings(through_a_module))
+    before = patches.bindings(through_a_module)
+    assert patches.is_same_binding(before, patches.bindings(through_a_module))
     monkeypatch.setattr(math, "floor", int)
     monkeypatch.setattr(f"{__name__}.LISTED", [1, 2])  # another list of the same
-    after = process_state.bindings(through_a_module)
-    assert [n for n in before if not process_state.is_same_binding(before[n], after[n])] == ["math.floor"]
+    after = patches.bindings(through_a_module)
+    assert [n for n in before if not patches.is_same_binding(before[n], after[n])] == ["math.floor"]
     LISTED.append(3)
-    assert not process_state.is_same_binding(before[f"{__name__}.LISTED"], LISTED)
+    assert not patches.is_same_binding(before[f"{__name__}.LISTED"], LISTED)
 
 
 @pytest.mark.parametrize(
@@ -203,7 +203,7 @@ def test_attributes_of_modules_and_what_containers_hold_are_bindings(monkeypatch
     ],
 )
 def test_containers_are_the_same_where_they_hold_the_same(before: object, after: object, same: bool) -> None:
-    assert process_state.is_same_binding(before, after) == same
+    assert patches.is_same_binding(before, after) == same
 
 
 @pytest.mark.skipif(sys.version_info >= (3, 12), reason="cProfile is no profile function since Python 3.12")
