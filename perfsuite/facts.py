@@ -1,6 +1,6 @@
 """Facts about a pair's draws, kept for later proofs, so that each side is compared with the same truth.
 
-The proofs of one pair draw the same cases (`perfsuite.items`), and establishing a truth takes many runs of the
+The proofs of one pair draw the same cases (`perfsuite.proof_item`), and establishing a truth takes many runs of the
 reference. A truth is kept as bytes. No side can change them, and each proof gets tensors of its own.
 """
 

@@ -97,7 +97,7 @@ class _Reports:
 
 def _run_item(item: pytest.Item, task: Task, journal: Journal) -> Reported | Failure:
     """Run a correctness item as pytest does, with what its plugins put around one, such as filters of warnings."""
-    from perfsuite.items import ProofItem
+    from perfsuite.proof_item import ProofItem
 
     if isinstance(item, ProofItem):
         item.report = functools.partial(journal.draw, task.id)

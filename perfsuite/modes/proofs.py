@@ -31,7 +31,7 @@ class Proofs(Control):
     def isolates(self, item: pytest.Item) -> bool:
         """Return whether a worker does this item: a proof, where a kernel's fault would end all items that come after
         it."""
-        from perfsuite.items import ProofItem
+        from perfsuite.proof_item import ProofItem
 
         return isinstance(item, ProofItem) and self._apart
 

@@ -15,8 +15,8 @@ from perfsuite import Pair, Workload, equivalence, facts, floats, rule, tensor, 
 from perfsuite import inputs as make
 from perfsuite.errors import NotEquivalent, PairError
 from perfsuite.facts import KnownFacts, facts_of
-from perfsuite.items import EXAMPLES
 from perfsuite.pair import as_side
+from perfsuite.proof_item import EXAMPLES
 from perfsuite.records import Case, InputCase
 from perfsuite.rule import FEW, NONE, REPLICAS
 from perfsuite.tally import MIN_PROOFS, Tally
@@ -98,7 +98,7 @@ def test_another_run_draws_other_cases_unless_the_profile_fixes_them(
     arguments = ("-m", "correctness", f"--perfsuite-profile={profile}", "-k", "equivalence and not wrong and not other")
     runs = []
     for run in ("first", "second"):
-        monkeypatch.setattr("perfsuite.items._RUN", run)
+        monkeypatch.setattr("perfsuite.proof_item._RUN", run)
         drawn.clear()
         project.run(*arguments)
         runs.append(drawn["equivalence optimized"])
