@@ -200,11 +200,11 @@ def _without_drawing() -> Any:
     """Make the initial values of large weights zeros in the block, without drawing them."""
     import torch
 
-    from perfsuite import execution
+    from perfsuite.dispatch_modes import PlainMode
 
     drawing = {torch.ops.aten.normal_, torch.ops.aten.uniform_}
 
-    class Mode(execution.PlainMode):
+    class Mode(PlainMode):
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             if func.overloadpacket in drawing and args[0].numel() >= LARGE:
                 return args[0].zero_()
@@ -221,7 +221,7 @@ def _without_work() -> Any:
     import torch
     from torch.utils import _pytree as pytree
 
-    from perfsuite import execution
+    from perfsuite.dispatch_modes import PlainMode
 
     aten = torch.ops.aten
     products = {aten.mm, aten.bmm, aten.addmm, aten.baddbmm}
@@ -235,7 +235,7 @@ def _without_work() -> Any:
             return value.numel() >= LARGE
         return isinstance(value, (list, tuple)) and any(map(is_large, value))
 
-    class Mode(execution.PlainMode):
+    class Mode(PlainMode):
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             kwargs = kwargs or {}
             if func.overloadpacket in filled and math.prod(args[0]) >= LARGE:

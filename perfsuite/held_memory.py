@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from perfsuite import execution
+from perfsuite import dispatch_modes, execution
 from perfsuite import inputs as make
 from perfsuite.integrity.probe import Probe
 
@@ -22,7 +22,7 @@ HELD_STEPS = 40
 """The same for the steps of a stateful pair."""
 
 
-class _Allocations(execution.OutsideCompiled):
+class _Allocations(dispatch_modes.OutsideCompiled):
     """Mode that notes the storage of every new tensor, but not of tensors that an operation writes to."""
 
     def __init__(self) -> None:

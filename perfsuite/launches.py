@@ -23,8 +23,8 @@ import torch
 
 from perfsuite import guard, machine_code, process_state, scrutiny
 from perfsuite.counting import LAUNCHES, SYNCS, detach_after_profiling
+from perfsuite.dispatch_modes import PlainMode
 from perfsuite.errors import in_one_line
-from perfsuite.execution import PlainMode
 from perfsuite.runner import Clock, Runner
 from perfsuite.second_import import is_first_party
 

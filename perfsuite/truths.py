@@ -21,6 +21,7 @@ from perfsuite.forms import is_real, unusual_kind
 from perfsuite.own_faults import raises_harness_faults
 from perfsuite.pair import GRAD_OUTPUT, TF32, Pair, Side, as_side
 from perfsuite.records import Case
+from perfsuite.redrawn_roundings import redrawn_roundings
 from perfsuite.rule import (
     CAREFUL,
     FEW,
@@ -292,7 +293,7 @@ class _Draw:
         step: Given = functools.cache(lambda i: beside(self.step(i), name=f"neighbour {number}, step {i}"))
         truth = self.truth(near, step)
         # The neighbour's inputs are made by now: only the reference itself runs with its roundings redrawn.
-        with execution.redrawn_roundings(self.case.seed + number, self.nearness.results, self.least):
+        with redrawn_roundings(self.case.seed + number, self.nearness.results, self.least):
             return truth, self.own(near, step)
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.utils import dlpack
 
-from perfsuite import execution, forms, truths
+from perfsuite import dispatch_modes, execution, forms, truths
 from perfsuite import inputs as make
 from perfsuite.errors import NotEquivalent
 from perfsuite.execution import Leaves
@@ -314,7 +314,7 @@ ALLOCATES = frozenset({"empty", "empty_like", "empty_strided", "new_empty", "new
 ALLOCATES_FILLED = frozenset({"zeros", "zeros_like", "new_zeros", "ones", "ones_like", "full", "full_like", "new_full"})
 
 
-class _Guarded(execution.OutsideCompiled):
+class _Guarded(dispatch_modes.OutsideCompiled):
     """Mode that puts guards around the memory that the side allocates."""
 
     def __init__(self, fences: list[_Fence]) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from perfsuite import Pair, compiled, execution, incoming, integers, module, side, stateful, tensor
+from perfsuite import Pair, compiled, execution, incoming, integers, module, redrawn_roundings, side, stateful, tensor
 from perfsuite import inputs as make
 from perfsuite.errors import PairError
 from perfsuite.pair import Side
@@ -192,7 +192,7 @@ def test_only_a_compiled_side_s_warnings_are_silenced() -> None:
 
 
 def redrawn(call: Any, seed: int = 0, **options: Any) -> Any:
-    with execution.redrawn_roundings(seed, **options):
+    with redrawn_roundings.redrawn_roundings(seed, **options):
         return call()
 
 
@@ -248,7 +248,7 @@ def test_sums_are_redrawn_as_if_added_in_sequence() -> None:
 def test_each_operation_is_redrawn_by_its_own_depth() -> None:
     x = torch.rand(64, 768, generator=torch.Generator().manual_seed(0))
     eps = torch.finfo(torch.float32).eps
-    with execution.redrawn_roundings(0):
+    with redrawn_roundings.redrawn_roundings(0):
         both = [(torch.exp(x), x.sum(-1)) for _ in range(3)]
     for plain, summed in both:
         assert float((plain.double() / torch.exp(x).double() - 1).abs().max()) <= 1.6 * eps
@@ -256,14 +256,14 @@ def test_each_operation_is_redrawn_by_its_own_depth() -> None:
 
 
 def test_roundings_are_drawn_ahead_up_to_a_number_and_each_is_taken_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(execution, "DRAWN_AHEAD", 64)
-    with execution.redrawn_roundings(0, units=1e6) as mode:  # many: of one unit there are three
+    monkeypatch.setattr(redrawn_roundings, "DRAWN_AHEAD", 64)
+    with redrawn_roundings.redrawn_roundings(0, units=1e6) as mode:  # many: of one unit there are three
         found = [torch.ones(n, dtype=torch.float64).exp() for n in [5] * 40 + [100] + [5] * 40]
         for depth in range(1, 100):
             torch.ones(3, depth).sum(-1)
     every = torch.cat(found)
     assert len(every.unique()) == len(every) == 500
-    assert len(mode.factors) == execution.MOST_KEPT
+    assert len(mode.factors) == redrawn_roundings.MOST_KEPT
     assert max(len(f.drawn) for f in mode.factors.values()) <= 64
 
 
@@ -317,7 +317,7 @@ def test_operations_taken_apart_stay_what_they_were(dtype: torch.dtype) -> None:
 
 def test_in_place_operations_and_empty_tensors_are_handled() -> None:
     x = torch.ones(1000)
-    with execution.redrawn_roundings(0):
+    with redrawn_roundings.redrawn_roundings(0):
         x.mul_(3.0).add_(1.0)
         torch._foreach_add_([x], 1.0)
         torch.empty(0).exp().sum()
