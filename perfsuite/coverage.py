@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from perfsuite import inputs as make
@@ -240,38 +240,71 @@ def _drawn_sizes(
 
     None where `where` allows none, or all would have too many elements.
     """
-    long = [symbol for symbol, kind in wanted.items() if kind in LARGE]
+    long = tuple(symbol for symbol, kind in wanted.items() if kind in LARGE)
     together = bool(set(TOGETHER_SIZES) & set(wanted.values()))
-    bounded, alone = bool(long) or together, PAST_HALF in wanted.values()
-    counted = _bounds_of_integers(pair).difference(long) if long else ()
+    counted = _bounds_of_integers(pair).difference(long) if long else set()
+    drawing = _Drawing(pair, wanted, random_, extent, long, together, PAST_HALF in wanted.values(), counted)
     for attempt in range(ATTEMPTS):
         sizes: dict[str, Any] = {}
         for symbol in sorted(pair.symbols):
-            kind = wanted.get(symbol, "")
-            among = sizes_of_kind(pair, symbol, kind) or _plain(pair, symbol)
-            if alone and symbol not in long and (pair.size_of(symbol) or Size()).allows(1):
-                among = [1]  # as one sequence that is decoded, or a vector
-            elif symbol in counted and attempt < ATTEMPTS // 2:
-                among = _most_different(pair, symbol) or among
-            most = make.SMALL_HIGH if _has_large(sizes) else max(among)
-            if together:
-                most = max(LEAST_UP_TO[kind], UP_TO[kind] >> attempt) if extent.large else LEAST_UP_TO[kind]
-            elif extent.small or long:
-                most = max(among) if symbol in (*long, *counted) else SMALL
-            fitting = [n for n in among if n <= most] or among
-            if not bounded and attempt >= ATTEMPTS // 2:
-                fitting = [min(fitting)] if kind else [n for n in fitting if n <= FEW] or [min(fitting)]
-            sizes[symbol] = (
-                max(fitting) if kind == WHOLE else random_.choice(_largest(fitting) if together else fitting)
-            )
+            sizes[symbol] = drawing.size(symbol, sizes, attempt)
         for name, spec in drawn_scalars(pair).items():
             sizes[name] = end_value(spec, ends[name], sizes) if name in ends else _scalar(spec, sizes, random_, halves)
         if not pair.allows(sizes):
             continue
-        if _elements(pair, sizes) > (MOST_ELEMENTS if bounded else MOST_OF_TILES):
+        if _elements(pair, sizes) > (MOST_ELEMENTS if drawing.bounded else MOST_OF_TILES):
             continue
         return sizes
     return None
+
+
+@dataclass(frozen=True)
+class _Drawing:
+    """Draws sizes of the kinds that are wanted."""
+
+    pair: Pair
+    wanted: Mapping[str, str]
+    random: random.Random
+    extent: Extent
+    long: tuple[str, ...]
+    """Sizes that are to be large."""
+    together: bool
+    """Whether several sizes are to be large together."""
+    alone: bool
+    """Whether the sizes that are not to be large are 1, where they may be."""
+    counted: set[str]
+    """Sizes that bound integers, beside a large size."""
+
+    @property
+    def bounded(self) -> bool:
+        return bool(self.long) or self.together
+
+    def size(self, symbol: str, sizes: Mapping[str, Any], attempt: int) -> int:
+        """Return a size; `sizes` are those drawn before it. Later attempts are smaller."""
+        kind = self.wanted.get(symbol, "")
+        among = self._among(symbol, kind, attempt)
+        most = self._most(symbol, kind, among, sizes, attempt)
+        fitting = [n for n in among if n <= most] or among
+        if not self.bounded and attempt >= ATTEMPTS // 2:
+            fitting = [min(fitting)] if kind else [n for n in fitting if n <= FEW] or [min(fitting)]
+        if kind == WHOLE:
+            return max(fitting)
+        return self.random.choice(_largest(fitting) if self.together else fitting)
+
+    def _among(self, symbol: str, kind: str, attempt: int) -> Sequence[int]:
+        among = sizes_of_kind(self.pair, symbol, kind) or _plain(self.pair, symbol)
+        if self.alone and symbol not in self.long and (self.pair.size_of(symbol) or Size()).allows(1):
+            return [1]  # as one sequence that is decoded, or a vector
+        if symbol in self.counted and attempt < ATTEMPTS // 2:
+            return _most_different(self.pair, symbol) or among
+        return among
+
+    def _most(self, symbol: str, kind: str, among: Sequence[int], sizes: Mapping[str, Any], attempt: int) -> int:
+        if self.together:
+            return max(LEAST_UP_TO[kind], UP_TO[kind] >> attempt) if self.extent.large else LEAST_UP_TO[kind]
+        if self.extent.small or self.long:
+            return max(among) if symbol in (*self.long, *self.counted) else SMALL
+        return make.SMALL_HIGH if _has_large(sizes) else max(among)
 
 
 def _bounds_of_integers(pair: Pair) -> set[str]:

@@ -51,14 +51,7 @@ def load(path: str | os.PathLike[str], *, today: date, known_ids: Collection[str
     ended; where there are several errors, the message has the first and says how many more there are.
     """
     path = Path(path)
-    try:
-        data = tomllib.loads(path.read_bytes().decode("utf-8"))
-    except FileNotFoundError:
-        return ()
-    except OSError as error:
-        raise PerfsuiteError(f"{path}: cannot be read ({error.strerror}); make it readable") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise PerfsuiteError(f"{path}: not valid TOML ({' '.join(str(error).split())}); fix it") from None
+    data = _tables(path)
     waivers: list[Waiver] = []
     errors = [f"unknown table or field {k!r}; only [[waiver]] is known" for k in sorted(set(data) - {"waiver"})]
     tables = data.get("waiver", [])
@@ -77,6 +70,17 @@ def load(path: str | os.PathLike[str], *, today: date, known_ids: Collection[str
         others = f" (and {len(errors) - 1} more errors in this file)" if len(errors) > 1 else ""
         raise PerfsuiteError(f"{path}: {errors[0]}{others}")
     return tuple(waivers)
+
+
+def _tables(path: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(path.read_bytes().decode("utf-8"))
+    except FileNotFoundError:
+        return {}
+    except OSError as error:
+        raise PerfsuiteError(f"{path}: cannot be read ({error.strerror}); make it readable") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise PerfsuiteError(f"{path}: not valid TOML ({' '.join(str(error).split())}); fix it") from None
 
 
 def _read(table: Any, *, today: date, known_ids: Collection[str]) -> Waiver:

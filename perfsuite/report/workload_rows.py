@@ -7,7 +7,7 @@ import re
 import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 from perfsuite.baseline import Entry
 from perfsuite.records import (
@@ -134,48 +134,59 @@ def percentage(change: float) -> str:
 def row(workload_id: str, measurements: Sequence[Measurement], verdict: Verdict | None = None) -> Row:
     """Return the row of one workload: medians over its processes, the verdict's figures where it has them."""
     technique, workload = names(workload_id)
-    status, message = (verdict.status, verdict.message) if verdict else (None, "")
+    made = Row(id=workload_id, technique=technique, workload=workload)
+    if verdict:
+        made = replace(made, status=verdict.status, message=verdict.message)
     if not measurements:
-        return Row(id=workload_id, technique=technique, workload=workload, status=status, message=message)
+        return made
+    return replace(made, **_shown(measurements), **_times(measurements), **_changes(measurements, verdict))
+
+
+def _shown(measurements: Sequence[Measurement]) -> dict[str, Any]:
+    """Return what was measured, and under which conditions."""
     first = measurements[0]
+    limits = [m.limit for m in measurements if m.limit is not None]
+    fractions = [f for m in measurements if (f := limit_fraction(m)) is not None]
+    clocks = [m.condition.sm_clock_mhz for m in measurements if m.condition.sm_clock_mhz is not None]
+    return {
+        "clock": first.clock,
+        "direction": first.direction,
+        "dtype": first.dtype,
+        "processes": len(measurements),
+        "limit_s": statistics.median(m.seconds for m in limits) if limits else None,
+        "limit_by": limits[0].by if limits else "",
+        "limit_fraction": statistics.median(fractions) if fractions else None,
+        "sm_clock_mhz": statistics.median(clocks) if clocks else None,
+        "throttle": tuple(sorted({reason for m in measurements for reason in m.condition.throttle})),
+    }
+
+
+def _times(measurements: Sequence[Measurement]) -> dict[str, Any]:
+    """Return the sides' seconds, and the best rival's."""
     times = {side: side_seconds(measurements, side) for side in sides(measurements)}
     rivals = {n: c for n in times if n not in BASE_SIDES and (c := compare(measurements, n)) is not None}
     best = min(rivals, key=lambda name: rivals[name].value, default=None)
+    return {
+        "reference_s": times.get("reference"),
+        "optimized_s": times.get("optimized"),
+        "before_s": times.get("accepted"),
+        "rival": best,
+        "rival_s": _beside(rivals[best], times.get("optimized")) if best else None,
+        "against_rival": rivals[best] if best else None,
+    }
+
+
+def _changes(measurements: Sequence[Measurement], verdict: Verdict | None) -> dict[str, Any]:
+    """Return the speedup, and the change against the accepted revision."""
     speedup = compare(measurements, "reference")
     if verdict is not None and verdict.speedup is not None:
         speedup = Comparison(value=verdict.speedup, low=verdict.speedup_low, high=verdict.speedup_high)
     _, least = complete(measurements, "reference")
-    limits = [m.limit for m in measurements if m.limit is not None]
-    fractions = [f for m in measurements if (f := limit_fraction(m)) is not None]
-    clocks = [m.condition.sm_clock_mhz for m in measurements if m.condition.sm_clock_mhz is not None]
-    return Row(
-        id=workload_id,
-        technique=technique,
-        workload=workload,
-        clock=first.clock,
-        direction=first.direction,
-        dtype=first.dtype,
-        processes=len(measurements),
-        reference_s=times.get("reference"),
-        optimized_s=times.get("optimized"),
-        before_s=times.get("accepted"),
-        slowdown=verdict.slowdown if verdict else None,
-        slowdown_low=verdict.low if verdict else None,
-        slowdown_high=verdict.high if verdict else None,
-        same_code=verdict.same_code if verdict else False,
-        speedup=replace(speedup, low=None, high=None) if speedup and least else speedup,
-        least=least,
-        rival=best,
-        rival_s=_beside(rivals[best], times.get("optimized")) if best else None,
-        against_rival=rivals[best] if best else None,
-        limit_s=statistics.median(m.seconds for m in limits) if limits else None,
-        limit_by=limits[0].by if limits else "",
-        limit_fraction=statistics.median(fractions) if fractions else None,
-        sm_clock_mhz=statistics.median(clocks) if clocks else None,
-        throttle=tuple(sorted({reason for m in measurements for reason in m.condition.throttle})),
-        status=status,
-        message=message,
-    )
+    made = {"speedup": replace(speedup, low=None, high=None) if speedup and least else speedup, "least": least}
+    if verdict is None:
+        return made
+    slowdown = {"slowdown": verdict.slowdown, "slowdown_low": verdict.low, "slowdown_high": verdict.high}
+    return made | slowdown | {"same_code": verdict.same_code}
 
 
 def entry_row(entry: Entry) -> Row:
