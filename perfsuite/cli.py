@@ -17,108 +17,22 @@ import sys
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext, redirect_stdout, suppress
-from importlib.metadata import Distribution, EntryPoint, entry_points
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any, NoReturn
-from urllib.parse import unquote
 
 import click
 from rich.console import Console
 
 from perfsuite import __version__
+from perfsuite.command_group import Commands
 from perfsuite.errors import PerfsuiteError
 
-COMMANDS = "perfsuite.commands"
 REPORT = ".perfsuite/report"
 FILES = ("report.json", "junit.xml", "summary.md", "report.html")
 QUIET = ("-W", "ignore:Module already imported so cannot be rewritten; perfsuite:pytest.PytestAssertRewriteWarning")
 """Options that silence pytest's warning that it cannot rewrite the asserts of perfsuite's plugins, which this command
 has already imported."""
-
-
-class Commands(click.Group):
-    """Our commands, and those that other packages add."""
-
-    def list_commands(self, ctx: click.Context) -> list[str]:
-        own = sorted([*super().list_commands(ctx), "calibrate", "judge"])
-        others = {e.name for e in entry_points(group=COMMANDS) if not _absent(e)}
-        return [*own, *sorted(others - set(own))]
-
-    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        own = super().get_command(ctx, cmd_name)
-        if own is not None:
-            return own
-        if cmd_name == "calibrate":  # loaded when asked for: it is large
-            from perfsuite.calibration.command import calibrate
-
-            return calibrate
-        if cmd_name == "judge":
-            from perfsuite.judge.command import judge
-
-            return judge
-        missing = None
-        for entry in entry_points(group=COMMANDS, name=cmd_name):
-            if lacks := _absent(entry):
-                missing = missing or f"command {cmd_name!r} needs {lacks}"
-                continue
-            try:
-                command = entry.load()
-            except Exception as error:
-                return _broken(cmd_name, f"command {cmd_name!r} of {entry.value} cannot be loaded: {error}")
-            if isinstance(command, click.Command):
-                return command
-            return _broken(cmd_name, f"{entry.value} in the entry-point group {COMMANDS!r} is no click command")
-        return _broken(cmd_name, missing) if missing else None
-
-
-def _absent(entry: EntryPoint) -> str | None:
-    """Return what is missing for a command whose distribution was installed without its package, as from a wheel; None
-    where nothing is missing.
-
-    An editable install maps only the packages of the wheel. Its folder is added to sys.path, because the other packages
-    lie there.
-    """
-    distribution = entry.dist
-    if distribution is None:
-        return None
-    package = entry.module.partition(".")[0]
-    if folder := _editable(distribution, package):
-        if folder not in sys.path:
-            sys.path.append(folder)
-        return None
-    files = distribution.files
-    if files is None or any(f.parts[0] in (package, f"{package}.py") for f in files):
-        return None
-    name = distribution.metadata["Name"]
-    return f"the package {package!r}, which {name} does not install; run it in a clone, after `pip install -e .` there"
-
-
-def _editable(distribution: Distribution, package: str) -> str | None:
-    """Return the folder of an editable install (PEP 610), or of a clone that holds the package; None for any other.
-
-    Building or installing a clone leaves an egg-info in it, which Python finds before the installed metadata when it
-    runs in that folder. No installer wrote it, and it lists only what the wheel takes.
-    """
-    if not (distribution.read_text("RECORD") or distribution.read_text("installed-files.txt")):
-        folder = Path(os.path.abspath(str(distribution.locate_file(""))))
-        if (folder / package).is_dir() or (folder / f"{package}.py").is_file():
-            return str(folder)
-    try:
-        origin = json.loads(distribution.read_text("direct_url.json") or "{}")
-        editable = origin["dir_info"]["editable"] and origin["url"].startswith("file://")
-        return unquote(origin["url"].removeprefix("file://")) if editable else None
-    except (ValueError, KeyError, TypeError, AttributeError):
-        return None
-
-
-def _broken(name: str, reason: str) -> click.Command:
-    """Return a command that only says why it cannot run, so that the help of the other commands still works."""
-
-    def fail() -> None:
-        raise click.ClickException(" ".join(reason.split()))
-
-    anything = {"ignore_unknown_options": True, "allow_extra_args": True}
-    return click.Command(name, callback=fail, help=reason, short_help=reason, context_settings=anything)
 
 
 @click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"]})

@@ -20,7 +20,7 @@ from perfsuite import equivalence, forms, incoming, relations, truths
 from perfsuite import inputs as make
 from perfsuite.errors import NotEquivalent
 from perfsuite.execution import Leaves
-from perfsuite.integrity.calls import comes_late
+from perfsuite.integrity.late_work import comes_late
 from perfsuite.kinds import LARGE_TILE
 from perfsuite.pair import Pair, Side
 from perfsuite.records import Case, InputCase

@@ -20,7 +20,7 @@ from perfsuite import equivalence, rule, truths
 from perfsuite import inputs as make
 from perfsuite.errors import NotEquivalent, PairError, in_one_line
 from perfsuite.execution import Leaves
-from perfsuite.integrity.calls import comes_late, late_message
+from perfsuite.integrity.late_work import comes_late, late_message
 from perfsuite.pair import Pair, Side
 from perfsuite.records import Case
 from perfsuite.tally import Tally

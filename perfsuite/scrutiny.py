@@ -21,7 +21,7 @@ from perfsuite import machine
 from perfsuite.clocks import CpuClock, CudaClock
 from perfsuite.errors import MachineError, NoisyError, NotTimed
 from perfsuite.execution import Leaves, flatten
-from perfsuite.integrity.calls import late, late_message
+from perfsuite.integrity.late_work import late, late_message
 from perfsuite.integrity.outputs import not_plain
 from perfsuite.records import Limit
 

@@ -10,16 +10,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from perfsuite import process_state, proofs
-from perfsuite.integrity.calls import (
-    call_order,
-    calls_reference,
-    drift,
-    late_output,
-    nondeterminism,
-    partial_keys,
-    reused_memory,
-    unseen_inputs,
-)
+from perfsuite.integrity.calls import call_order, drift, nondeterminism, partial_keys, reused_memory, unseen_inputs
+from perfsuite.integrity.late_work import late_output
 from perfsuite.integrity.memory import (
     out_of_bounds,
     poisoned_memory,
@@ -30,6 +22,7 @@ from perfsuite.integrity.memory import (
 )
 from perfsuite.integrity.outputs import lazy_output
 from perfsuite.integrity.probe import Probe
+from perfsuite.integrity.reference_calls import calls_reference
 from perfsuite.integrity.steps import overwritten_step_inputs, several_instances
 from perfsuite.pair import Pair, as_side
 from perfsuite.records import Case

@@ -1,32 +1,24 @@
-"""Faults of one call among others: races, replayed answers, drift, work that goes on, the reference called."""
+"""Faults of one call among others: races, replayed answers, drift."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
-import inspect
 import random
 import secrets
-import sys
-import threading
-import time
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import replace
-from pathlib import Path
 from time import perf_counter, thread_time
-from types import FunctionType
 from typing import Any, TypeGuard
 
 import torch
 
-from perfsuite import equivalence, execution, forms, modules, process_state, rule, truths
+from perfsuite import equivalence, execution, forms, rule, truths
 from perfsuite import inputs as make
 from perfsuite.errors import NotEquivalent
 from perfsuite.execution import Leaves
 from perfsuite.integrity.memory import unwritten
 from perfsuite.integrity.probe import Probe, same_leaf
-from perfsuite.pair import Pair, Side, as_side
 from perfsuite.records import Case
 from perfsuite.specs import Integers, Sampled, ScalarSpec
 
@@ -44,9 +36,6 @@ NEARBY = 2.0**-13
 """Relative distance by which inputs are moved to others that are equal in half precision."""
 MOST_ALONE = 4
 """Number of inputs that are changed one at a time where there are more."""
-LATE_S, LATE_EVERY = 0.02, 3
-"""Seconds for which a side is watched after its return, on one of LATE_EVERY draws. Work that is worth hiding from a
-timer takes longer at the timed sizes."""
 
 
 def unseen_inputs(probe: Probe) -> None:
@@ -113,36 +102,47 @@ def call_order(probe: Probe) -> None:
     except truths.Discard:
         return
     for i in range(4):
-        case, other = cases[i % 2], cases[(i + 1) % 2]
+        case = cases[i % 2]
         produced = probe.call(probe.drawn(case), case)
         try:
             probe.judge(produced, case)
         except NotEquivalent as error:
-            which = f"call {i + 1}, alternating between two inputs"
-            again = probe.call(probe.drawn(other), other)
-            if forms.same_values(probe.drawn(case), probe.drawn(other)):
-                return  # empty, for example: equivalence says how
-            if all(same_leaf(leaf, again.get(name)) for name, leaf in produced.items()) and _has_elements(produced):
-                raise unwritten(probe) or probe.fault(
-                    "gives one answer to different inputs: an earlier answer is replayed, or a graph was captured over "
-                    "stale pointers"
-                ) from None
-            if not i or (i == 1 and _is_plainly_wrong(probe, case, other)):
+            fault = _by_order(probe, i, error, produced, cases)
+            if fault is None:
                 return  # equivalence says how
-            if probe.is_right(produced, other):
-                raise probe.fault(
-                    f"depends on the order of its calls: {which}, gives the answer to the other inputs: an earlier "
-                    f"answer is replayed, or a graph was captured over stale pointers"
-                ) from None
-            if memory := unwritten(probe):
-                raise memory from None
-            if i and (drifted := probe.drifted(error)):
-                raise drifted from None
-            if probe.is_right_on(*cases, *cases):
-                raise probe.fault(
-                    f"drifts: right at first, wrong at {which}, and right when these calls are repeated: {error}"
-                ) from None
-            raise probe.fault(f"depends on the order of its calls: {which}: {error}") from None
+            raise fault from None
+
+
+def _by_order(
+    probe: Probe, i: int, error: NotEquivalent, produced: Leaves, cases: tuple[Case, Case]
+) -> NotEquivalent | None:
+    """Return the fault of call `i` + 1, whose answer is wrong; None where it is wrong in whatever order."""
+    case, other = cases[i % 2], cases[(i + 1) % 2]
+    which = f"call {i + 1}, alternating between two inputs"
+    again = probe.call(probe.drawn(other), other)
+    if forms.same_values(probe.drawn(case), probe.drawn(other)):
+        return None  # empty, for example
+    if all(same_leaf(leaf, again.get(name)) for name, leaf in produced.items()) and _has_elements(produced):
+        return unwritten(probe) or probe.fault(
+            "gives one answer to different inputs: an earlier answer is replayed, or a graph was captured over "
+            "stale pointers"
+        )
+    if not i or (i == 1 and _is_plainly_wrong(probe, case, other)):
+        return None
+    if probe.is_right(produced, other):
+        return probe.fault(
+            f"depends on the order of its calls: {which}, gives the answer to the other inputs: an earlier "
+            f"answer is replayed, or a graph was captured over stale pointers"
+        )
+    if memory := unwritten(probe):
+        return memory
+    if drifted := probe.drifted(error):
+        return drifted
+    if probe.is_right_on(*cases, *cases):
+        return probe.fault(
+            f"drifts: right at first, wrong at {which}, and right when these calls are repeated: {error}"
+        )
+    return probe.fault(f"depends on the order of its calls: {which}: {error}")
 
 
 def _is_plainly_wrong(probe: Probe, case: Case, right: Case) -> bool:
@@ -429,110 +429,3 @@ def _odd(held: Sequence[Leaves]) -> list[tuple[int, Leaves]]:
 
 def _is_alike(leaf: execution.Leaf, first: torch.Tensor) -> TypeGuard[torch.Tensor]:
     return isinstance(leaf, torch.Tensor) and (leaf.shape, leaf.dtype) == (first.shape, first.dtype)
-
-
-def late_output(probe: Probe) -> None:
-    """Outputs must be complete when the call returns, and not be written later by a thread or on another stream."""
-    if (probe.number or 0) % LATE_EVERY:
-        return  # to wait takes long, and depends little on the draw
-    values = probe.drawn()
-    with torch.no_grad():
-        produced = probe.call(values)
-    changed = late(produced)
-    if changed is not None:
-        raise probe.fault(late_message(changed))
-
-
-def late(produced: Leaves) -> str | None:
-    """Return the first of the outputs that changes after the call has returned, or None."""
-    now = {n: leaf.detach().clone() for n, leaf in produced.items() if isinstance(leaf, torch.Tensor)}
-    _wait()
-    return next((n for n, kept in now.items() if not same_leaf(produced[n], kept)), None)
-
-
-def comes_late(
-    pair: Pair, side: Side, case: Case, device: str, truth: truths.Truth, *, home: Path | None, **how: Any
-) -> bool:
-    """Return whether a side that has been wrong is right where its work may finish first, and wrong again where it may
-    not."""
-
-    def is_right(settled: Callable[[], None]) -> bool:
-        produced = truths.produce(pair, side, case, device, home=home, settled=settled, **how)
-        try:
-            equivalence.judge(pair, truth, produced, strict_strides=False)
-        except NotEquivalent:
-            return False
-        return True
-
-    try:
-        return is_right(_wait) and not is_right(lambda: None)
-    except Exception:  # it only adds to a message
-        return False
-
-
-def _wait() -> None:
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-    time.sleep(LATE_S)
-
-
-def late_message(name: str) -> str:
-    """Return the message about an output that changes after the call."""
-    return (
-        f"goes on working after it has returned: {name} changes later, written by a background thread or on a stream "
-        f"that nobody waits for"
-    )
-
-
-def calls_reference(probe: Probe) -> None:
-    """The optimized side must not run the reference."""
-    reference = as_side(probe.pair.reference).call
-    if probe.side.call is reference:
-        return  # declared in the open, by itself or under torch.compile
-    function = _function(reference)
-    if function is None or _function(probe.side.call) is function:
-        return  # so is a module of the same class
-    with _watched(function) as seen:
-        probe.call(probe.drawn())
-    if seen:
-        raise probe.fault(
-            f"calls the reference itself ({seen[0]}); what both sides share on purpose is a function that the "
-            f"reference calls, and not the reference"
-        )
-
-
-def _function(call: Any) -> FunctionType | None:
-    """Return the Python function that runs when `call` is called; None for compiled code."""
-    call = inspect.unwrap(modules.unwrapped(call))
-    if isinstance(call, torch.nn.Module):
-        call = call.forward
-    if not inspect.isroutine(call):
-        call = type(call).__call__
-    call = getattr(call, "__func__", call)
-    return call if isinstance(call, FunctionType) else None
-
-
-@contextmanager
-def _watched(function: FunctionType) -> Iterator[list[str]]:
-    """Collect the places from which the function is entered, in any thread started meanwhile."""
-    seen: list[str] = []
-    code = function.__code__
-    held = dict(zip(code.co_freevars, function.__closure__ or (), strict=True))
-
-    def watch(frame: Any, event: str, argument: Any) -> None:
-        if event != "call" or frame.f_code is not code or frame.f_globals is not function.__globals__:
-            return
-        # Functions made by one factory share their code: what they close over tells them apart.
-        if any(frame.f_locals.get(name) is not cell.cell_contents for name, cell in held.items()):
-            return
-        back = frame.f_back
-        seen.append(f"{code.co_name}, from line {back.f_lineno} of {back.f_code.co_name}" if back else code.co_name)
-
-    before = sys.getprofile()
-    sys.setprofile(watch)
-    threading.setprofile(watch)
-    try:
-        yield seen
-    finally:
-        process_state.set_profile(before)
-        threading.setprofile(None)

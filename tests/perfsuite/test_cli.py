@@ -13,7 +13,7 @@ import pytest
 from click.testing import CliRunner, Result
 from scratch import SMALL, TWO_LINES, Failure, Project, fails, lines_with, times
 
-from perfsuite import __version__, baseline_file, cli, conclusion, digests, exit_codes
+from perfsuite import __version__, baseline_file, command_group, conclusion, digests, exit_codes
 from perfsuite.cli import main
 from perfsuite.records import Ran, Status
 
@@ -501,17 +501,17 @@ def group(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "others_broken.py").write_text("import no_such_module")
     monkeypatch.syspath_prepend(str(tmp_path))
     entries = [
-        EntryPoint("train", "others_commands:train", cli.COMMANDS),
-        EntryPoint("broken", "others_broken:main", cli.COMMANDS),
-        EntryPoint("absent", "others_commands:absent", cli.COMMANDS),
-        EntryPoint("plain", "others_commands:click", cli.COMMANDS),
-        EntryPoint("gate", "others_commands:train", cli.COMMANDS),
+        EntryPoint("train", "others_commands:train", command_group.COMMANDS),
+        EntryPoint("broken", "others_broken:main", command_group.COMMANDS),
+        EntryPoint("absent", "others_commands:absent", command_group.COMMANDS),
+        EntryPoint("plain", "others_commands:click", command_group.COMMANDS),
+        EntryPoint("gate", "others_commands:train", command_group.COMMANDS),
     ]
 
     def entry_points(*, group: str, name: str | None = None) -> list[EntryPoint]:
         return [e for e in entries if e.group == group and name in (None, e.name)]
 
-    monkeypatch.setattr(cli, "entry_points", entry_points)
+    monkeypatch.setattr(command_group, "entry_points", entry_points)
 
 
 @pytest.mark.usefixtures("group")

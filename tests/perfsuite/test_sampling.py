@@ -39,7 +39,7 @@ from perfsuite import (
     watching,
 )
 from perfsuite.errors import NotEquivalent, PairError
-from perfsuite.integrity import calls
+from perfsuite.integrity import late_work
 from perfsuite.measuring import RIVAL_BLOCKS
 from perfsuite.pair import Side
 from perfsuite.peers import ALONE, Peers
@@ -1306,7 +1306,7 @@ def test_a_side_that_works_on_after_its_call_is_named_before_it_is_timed(monkeyp
             out, answer = pending.pop()
             out.copy_(answer)
 
-    monkeypatch.setattr(calls, "time", SimpleNamespace(sleep=waited))
+    monkeypatch.setattr(late_work, "time", SimpleNamespace(sleep=waited))
     pair = Pair(reference=lambda x: x + 1, optimized=late, inputs=X, workloads=[Workload("w", n=64)], name="p")
     with pytest.raises(NotEquivalent, match=r"p: the optimized side goes on working after it has returned: its output"):
         measuring.measure(pair, pair.workloads[0], workload_id="w", device="cpu")

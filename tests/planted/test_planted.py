@@ -28,7 +28,7 @@ from scale import FULLY, count
 
 from perfsuite import api, clocks, guard, process_state, rule, scrutiny
 from perfsuite.errors import NotEquivalent, PerfsuiteError
-from perfsuite.integrity import calls
+from perfsuite.integrity import late_work
 
 EXAMPLES = 60
 HONEST_EXAMPLES = count(quick=4, full=EXAMPLES)
@@ -59,7 +59,7 @@ def time(monkeypatch: pytest.MonkeyPatch) -> Iterator[Time]:
                 thread.join(0.2)
         timing.WAITING.clear()
 
-    monkeypatch.setattr(calls, "time", type("Clock", (), {"sleep": staticmethod(released)}))
+    monkeypatch.setattr(late_work, "time", type("Clock", (), {"sleep": staticmethod(released)}))
     with process_state.kept():
         yield made
     leftovers.helper = helper

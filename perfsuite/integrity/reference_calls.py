@@ -1,0 +1,71 @@
+"""An optimized side that calls the reference."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FunctionType
+from typing import Any
+
+import torch
+
+from perfsuite import modules, process_state
+from perfsuite.integrity.probe import Probe
+from perfsuite.pair import as_side
+
+
+def calls_reference(probe: Probe) -> None:
+    """The optimized side must not run the reference."""
+    reference = as_side(probe.pair.reference).call
+    if probe.side.call is reference:
+        return  # declared in the open, by itself or under torch.compile
+    function = _function(reference)
+    if function is None or _function(probe.side.call) is function:
+        return  # so is a module of the same class
+    with _watched(function) as seen:
+        probe.call(probe.drawn())
+    if seen:
+        raise probe.fault(
+            f"calls the reference itself ({seen[0]}); what both sides share on purpose is a function that the "
+            f"reference calls, and not the reference"
+        )
+
+
+def _function(call: Any) -> FunctionType | None:
+    """Return the Python function that runs when `call` is called; None for compiled code."""
+    call = inspect.unwrap(modules.unwrapped(call))
+    if isinstance(call, torch.nn.Module):
+        call = call.forward
+    if not inspect.isroutine(call):
+        call = type(call).__call__
+    call = getattr(call, "__func__", call)
+    return call if isinstance(call, FunctionType) else None
+
+
+@contextmanager
+def _watched(function: FunctionType) -> Iterator[list[str]]:
+    """Collect the places from which the function is entered, in any thread started meanwhile."""
+    seen: list[str] = []
+    code = function.__code__
+    held = dict(zip(code.co_freevars, function.__closure__ or (), strict=True))
+
+    def watch(frame: Any, event: str, argument: Any) -> None:
+        if event != "call" or frame.f_code is not code or frame.f_globals is not function.__globals__:
+            return
+        # Functions made by one factory share their code: what they close over tells them apart.
+        if any(frame.f_locals.get(name) is not cell.cell_contents for name, cell in held.items()):
+            return
+        back = frame.f_back
+        seen.append(f"{code.co_name}, from line {back.f_lineno} of {back.f_code.co_name}" if back else code.co_name)
+
+    before = sys.getprofile()
+    sys.setprofile(watch)
+    threading.setprofile(watch)
+    try:
+        yield seen
+    finally:
+        process_state.set_profile(before)
+        threading.setprofile(None)
