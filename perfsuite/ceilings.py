@@ -11,6 +11,8 @@ from typing import Any
 import torch
 
 from perfsuite.errors import PairError
+from perfsuite.pair import Pair, Workload
+from perfsuite.records import Limit
 
 COPY_BYTES = {"cuda": 1 << 30, "cpu": 1 << 27}
 MATMUL_SIZE = {"cuda": 8192, "cpu": 1024}
@@ -46,6 +48,27 @@ def matmul_flops_per_s(device: str, precision: str) -> float:
     with _float32_products("tf32" if precision == "tf32" else "ieee"):
         seconds = best_s(lambda: torch.matmul(a, b), kind)
     return 2 * n**3 / seconds
+
+
+def limit(pair: Pair, workload: Workload, dtype: str, device: str) -> Limit | None:
+    """Return the device's limit for a workload; None without a cost."""
+    if pair.cost is None:
+        return None
+    moved, operations = pair.cost.of(workload.sizes, workload.direction)
+    bounds = []
+    if moved:
+        rate = copy_bytes_per_s(device)
+        bounds.append((moved / rate, "memory", rate))
+    if operations:
+        precisions = {pair.cost.precision_in(dtype)}
+        if device == "cpu":  # a CPU's own products in half precision may be far slower than those of widened inputs
+            precisions.add(pair.cost.precision)
+        rate = max(matmul_flops_per_s(device, precision) for precision in precisions)
+        bounds.append((operations / rate, "compute", rate))
+    if not bounds:
+        return None
+    seconds, by, rate = max(bounds)
+    return Limit(seconds=seconds, by=by, bytes=moved, flops=operations, ceiling=rate)
 
 
 def forget() -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import random
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
@@ -22,9 +23,11 @@ from typing import Any
 import torch
 
 from perfsuite import guard, machine_code, process_state, scrutiny
+from perfsuite.bench import Bench
 from perfsuite.counting import LAUNCHES, SYNCS, detach_after_profiling
 from perfsuite.dispatch_modes import PlainMode
 from perfsuite.errors import in_one_line
+from perfsuite.records import OPTIMIZED
 from perfsuite.runner import Clock, Runner
 from perfsuite.second_import import is_first_party
 
@@ -35,6 +38,20 @@ SEEN = frozenset({"torch", "triton", "numpy", "builtins", "cuda_utils"})
 GRAPHS = frozenset({"cudaGraphLaunch", "cuGraphLaunch"})
 WATCHED = LAUNCHES | SYNCS | {"cudaMemcpyAsync", "cudaMemsetAsync", "cudaStreamWaitEvent", "cuMemcpyAsync"}
 KERNEL_FIELDS = ("grid", "block", "shared memory", "registers per thread", "bytes", "stream")
+
+
+def launched(bench: Bench, top: Path) -> tuple[str, str]:
+    """Return (digest of what the optimized side launches, ""), or ("", why there is none)."""
+    if torch.device(bench.device).type != "cuda" or bench.workload.clock != "device":
+        return "", "its host code is timed, too"
+    clock, rng = bench.clock(), random.Random(0)
+    runner = bench.runner(OPTIMIZED, bench.sides[OPTIMIZED])
+    before = scrutiny.compilations()
+    with bench.released(), bench.phases.time("launches"):
+        bench.warm_up({OPTIMIZED: runner}, clock, rng)
+        if scrutiny.compilations() > before:
+            return "", "it runs compiled code, whose launches' arguments are not seen"
+        return digest(runner, clock, top)
 
 
 def digest(runner: Runner, clock: Clock, top: Path) -> tuple[str, str]:

@@ -274,10 +274,11 @@ class _Workload:
         return proof
 
     def _proof(self) -> Proof:
-        from perfsuite import measuring
+        from perfsuite import workload_proof
+        from perfsuite.bench import Phases
         from perfsuite.records import REFERENCE
 
-        task, phases = self.task, measuring.Phases()
+        task, phases = self.task, Phases()
         seed = secrets.randbits(31) if task.seed is None else task.seed
         began = perf_counter()
         with phases.time("accepted side"):
@@ -291,7 +292,7 @@ class _Workload:
         else:
             bench = self._bench(seed, accepted)
             bench.phases = phases
-            proof = measuring.prove(
+            proof = workload_proof.prove(
                 bench,
                 self.item.nodeid,
                 with_reference=task.reference not in (0, 1),
@@ -308,7 +309,7 @@ class _Workload:
 
     def _ran(self, bench: Any) -> Ran:
         """Return everything that the optimized side runs."""
-        from perfsuite import digests, measuring, provenance
+        from perfsuite import digests, launches, provenance
         from perfsuite.records import OPTIMIZED
 
         observed = self.item.config.stash[OBSERVED]
@@ -322,7 +323,7 @@ class _Workload:
         ran = digests.ran([module.obj], executed.files, executed.compiled, observed)
         if bench.workload.ranks > 1:  # each rank launches its own
             return replace(ran, untraced="several processes call it")
-        launched, untraced = measuring.launched(bench, observed.top)
+        launched, untraced = launches.launched(bench, observed.top)
         return replace(ran, launched=launched, untraced=untraced)
 
     def _traced(self) -> Proof | None:
@@ -337,10 +338,10 @@ class _Workload:
         return Proof(id=self.item.nodeid, seed=0, same_launches=True, seconds=perf_counter() - began) if same else None
 
     def _launches_the_same(self) -> bool:
-        from perfsuite import changed, measuring
+        from perfsuite import changed, launches
 
         bench = self._bench(secrets.randbits(31), None)
-        launched, _ = measuring.launched(bench, revision.top_or(self.item.config.rootpath))
+        launched, _ = launches.launched(bench, revision.top_or(self.item.config.rootpath))
         own = self._own_sources() if launched else ()
         return changed.launches_the_same(self.task.launched, self.task.changed, launched, own)
 
@@ -381,7 +382,7 @@ class _Workload:
         return revision.load_pair(self.item.pair, module.obj, self.task.accepted)
 
     def _bench(self, seed: int, accepted: Pair | None) -> Any:
-        from perfsuite.measuring import Bench
+        from perfsuite.bench import Bench
 
         return Bench(
             pair=self.item.pair,

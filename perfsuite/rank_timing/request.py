@@ -12,7 +12,8 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from perfsuite import convolutions, measuring, process_state, revision, sampling
+from perfsuite import convolutions, measuring, process_state, revision, sampling, workload_proof
+from perfsuite.bench import Bench
 from perfsuite.pair import Pair
 from perfsuite.rank_timing.check import Judge, Judged, RankCheck
 from perfsuite.rank_timing.peers import RankPeers
@@ -75,8 +76,8 @@ class _Timing:
             return None
         return revision.load_pair(self.pair, self.module, self.task.accepted).at(self.pair.at_ranks)
 
-    def _bench(self, seed: int | None, accepted: Pair | None) -> measuring.Bench:
-        return measuring.Bench(
+    def _bench(self, seed: int | None, accepted: Pair | None) -> Bench:
+        return Bench(
             pair=self.pair,
             workload=self.workload,
             device=self.device,
@@ -91,7 +92,7 @@ class _Timing:
     def _prove(self) -> Proof:
         task = self.task
         bench = self._bench(task.seed, None if task.same_code else self._accepted())
-        return measuring.prove(
+        return workload_proof.prove(
             bench,
             task.id,
             with_reference=task.reference not in (0, 1),

@@ -22,12 +22,14 @@ from perfsuite import (
     Cost,
     Pair,
     Workload,
+    ceilings,
     clocks,
     equivalence,
     floats,
     guard,
     measuring,
     peers,
+    preparation,
     proving,
     runner,
     sampling,
@@ -37,7 +39,9 @@ from perfsuite import (
     tensor,
     truths,
     watching,
+    workload_proof,
 )
+from perfsuite.bench import Bench
 from perfsuite.errors import NotEquivalent, PairError
 from perfsuite.integrity import late_work
 from perfsuite.measuring import RIVAL_BLOCKS
@@ -244,7 +248,7 @@ def no_clock(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(device: str, peers: Peers) -> None:
         raise AssertionError("timed before it was proven")
 
-    monkeypatch.setattr(measuring, "clock_for", refuse)
+    monkeypatch.setattr("perfsuite.bench.clock_for", refuse)
 
 
 @pytest.mark.usefixtures("no_clock")
@@ -317,8 +321,8 @@ def test_rivals_that_were_proven_ahead_are_not_proven_again(time: Time, monkeypa
         },
     )
     workload = Workload("w", n=5)
-    bench = measuring.Bench(pair=of, workload=workload, device="cpu", home=None, seed=1, report=lambda phase: None)
-    proof = measuring.prove(bench, "p::speed[w]", with_rivals=True)
+    bench = Bench(pair=of, workload=workload, device="cpu", home=None, seed=1, report=lambda phase: None)
+    proof = workload_proof.prove(bench, "p::speed[w]", with_rivals=True)
     assert proof.rivals == ("good", "changing")
     assert set(proof.skipped) == {"raising", "elsewhere"}
 
@@ -350,10 +354,10 @@ def test_of_two_sides_with_the_same_code_one_is_proven(
     judge = equivalence.judge
     monkeypatch.setattr(equivalence, "judge", lambda *a, **named: (judged.append(named["name"]), judge(*a, **named)))
     counts = Counts(host_syncs=2, launches=3)
-    monkeypatch.setattr(measuring, "_counted", lambda runners, *given: dict.fromkeys(runners, counts))
+    monkeypatch.setattr(Bench, "count", lambda self, runners, clock: dict.fromkeys(runners, counts))
     of, workload = pair(time), Workload("w", n=5)
-    bench = measuring.Bench(pair=of, workload=workload, device="cpu", home=None, seed=1, report=lambda phase: None)
-    proof = measuring.prove(bench, "i", slow=slow, same_code=True)
+    bench = Bench(pair=of, workload=workload, device="cpu", home=None, seed=1, report=lambda phase: None)
+    proof = workload_proof.prove(bench, "i", slow=slow, same_code=True)
     assert judged == ([] if slow else ["optimized", "timed optimized"])
     assert proof.counts == {"optimized": counts, "accepted": counts}
     assert (proof.evidence is None) is slow
@@ -368,10 +372,8 @@ def test_of_two_sides_with_the_same_code_one_is_proven(
 
 def test_a_side_with_the_same_code_that_gives_something_else_is_proven_where_it_is_timed(time: Time) -> None:
     of = pair(time)
-    bench = measuring.Bench(
-        pair=of, workload=Workload("w", n=5), device="cpu", home=None, seed=1, report=lambda phase: None
-    )
-    proof = measuring.prove(bench, "i", slow=True, same_code=True)
+    bench = Bench(pair=of, workload=Workload("w", n=5), device="cpu", home=None, seed=1, report=lambda phase: None)
+    proof = workload_proof.prove(bench, "i", slow=True, same_code=True)
     wrong = dataclasses.replace(of, optimized=lasting(time, FAST_S, lambda x: torch.exp(x) * 1.001))
     for current, accepted, name in ((wrong, of, "optimized"), (of, wrong, "accepted")):
         with pytest.raises(NotEquivalent, match=f"{name} side is wrong"):
@@ -407,8 +409,8 @@ def test_a_process_may_warm_up_before_the_proof_is_there(
         return pair(time, reference=adding(0.0), optimized=adding(0.1 * wrong), step_inputs=added)
 
     right, workload = of(wrong=False), Workload("w", n=5)
-    bench = measuring.Bench(pair=right, workload=workload, device="cpu", home=None, seed=7, report=lambda phase: None)
-    proof = measuring.prove(bench, "i")
+    bench = Bench(pair=right, workload=workload, device="cpu", home=None, seed=7, report=lambda phase: None)
+    proof = workload_proof.prove(bench, "i")
 
     def awaited() -> Proof:
         done.append("proof")
@@ -442,11 +444,11 @@ def test_of_large_outputs_only_the_digest_is_kept_until_the_proof_is_there(
 ) -> None:
     done: list[str] = []
     of, workload = pair(time), Workload("w", n=5)
-    bench = measuring.Bench(pair=of, workload=workload, device="cpu", home=None, seed=7, report=lambda phase: None)
-    proof = measuring.prove(bench, "i")
+    bench = Bench(pair=of, workload=workload, device="cpu", home=None, seed=7, report=lambda phase: None)
+    proof = workload_proof.prove(bench, "i")
     establish = truths.establish
     monkeypatch.setattr(truths, "establish", lambda *a, **k: done.append("truth") or establish(*a, **k))
-    monkeypatch.setattr(measuring, "COPIED_BYTES", 1)
+    monkeypatch.setattr(preparation, "COPIED_BYTES", 1)
     monkeypatch.setattr(proving, "COPIED_BYTES", 1)
     monkeypatch.setattr(proving, "COPIED_TO_HOST_BYTES", 1)
     measuring.measure(
@@ -476,8 +478,8 @@ def test_incoming_gradients_belong_to_outputs_by_name(time: Time) -> None:
 
     of = pair(time, reference=lasting(time, SLOW_S, both("a", "b")), optimized=lasting(time, FAST_S, both("b", "a")))
     workload = Workload("w", n=REPLICAS_UP_TO + 1, direction="both")
-    bench = measuring.Bench(pair=of, workload=workload, device="cpu", home=None, seed=1, report=lambda phase: None)
-    assert measuring.prove(bench, "i", slow=True, same_code=True, enough_s=1000.0).reference_s
+    bench = Bench(pair=of, workload=workload, device="cpu", home=None, seed=1, report=lambda phase: None)
+    assert workload_proof.prove(bench, "i", slow=True, same_code=True, enough_s=1000.0).reference_s
 
 
 def test_a_rival_that_lacks_memory_beside_other_proofs_is_proven_where_it_is_timed(time: Time) -> None:
@@ -489,8 +491,8 @@ def test_a_rival_that_lacks_memory_beside_other_proofs_is_proven_where_it_is_tim
         return torch.exp(x)
 
     of, workload = pair(time, rivals={"large": lasting(time, 5e-3, large)}), Workload("w", n=5)
-    bench = measuring.Bench(pair=of, workload=workload, device="cpu", home=None, seed=1, report=lambda phase: None)
-    proof = measuring.prove(bench, "p::speed[w]", with_rivals=True)
+    bench = Bench(pair=of, workload=workload, device="cpu", home=None, seed=1, report=lambda phase: None)
+    proof = workload_proof.prove(bench, "p::speed[w]", with_rivals=True)
     assert (proof.rivals, proof.skipped) == ((), {})
     crowded = False
     made = measuring.measure(of, workload, workload_id="p::speed[w]", device="cpu", proof=proof)
@@ -551,8 +553,8 @@ def test_a_call_that_takes_too_long_for_the_profiler_is_not_counted(monkeypatch:
         name: SimpleNamespace(grad_mode=False, reset=None, call=name, last=runner.Call(s, None))
         for name, s in seconds.items()
     }
-    monkeypatch.setattr(measuring, "count_calls", lambda sides, any_of: dict.fromkeys(sides, (0, 5)))
-    counts = measuring._counted(runners, FakeCuda(), counting_bench())
+    monkeypatch.setattr("perfsuite.bench.count_calls", lambda sides, any_of: dict.fromkeys(sides, (0, 5)))
+    counts = Bench.count(counting_bench(), runners, FakeCuda())
     known, unknown = Counts(host_syncs=0, launches=5), Counts()
     assert counts == {"reference": unknown, "optimized": known, "slow": unknown, "quick": known}
 
@@ -592,13 +594,14 @@ def test_more_launches_than_accepted_are_counted_again(
     """A difference that only some calls show must not make a gate red."""
     answers = iter(counted)
     monkeypatch.setattr(
-        measuring, "count_calls", lambda sides, any_of: dict(zip(("optimized", "accepted"), next(answers), strict=True))
+        "perfsuite.bench.count_calls",
+        lambda sides, any_of: dict(zip(("optimized", "accepted"), next(answers), strict=True)),
     )
     runners: Any = {
         name: SimpleNamespace(grad_mode=False, reset=None, call=name, last=runner.Call(0.1, None))
         for name in ("optimized", "accepted")
     }
-    counts = measuring._counted(runners, FakeCuda(), counting_bench())
+    counts = Bench.count(counting_bench(), runners, FakeCuda())
     assert counts == {
         name: Counts(host_syncs=syncs, launches=launches)
         for name, (syncs, launches) in (("optimized", optimized), ("accepted", accepted))
@@ -672,8 +675,8 @@ def test_a_side_of_seconds_that_was_warmed_up_beside_others_is_called_again(long
 
 def proof_until(of: Pair, enough_s: float) -> Proof:
     workload = Workload("w", n=REPLICAS_UP_TO + 1)
-    bench = measuring.Bench(pair=of, workload=workload, device="cpu", home=None, seed=1, report=lambda phase: None)
-    return measuring.prove(bench, "i", slow=True, same_code=True, enough_s=enough_s)
+    bench = Bench(pair=of, workload=workload, device="cpu", home=None, seed=1, report=lambda phase: None)
+    return workload_proof.prove(bench, "i", slow=True, same_code=True, enough_s=enough_s)
 
 
 @pytest.mark.parametrize(
@@ -695,7 +698,7 @@ def test_a_reference_is_called_until_it_has_worked_long_enough(
     breaks: bool,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(measuring, "COLD_S", 0.1)
+    monkeypatch.setattr(workload_proof, "COLD_S", 0.1)
     left, called = list(naps), []
 
     def slow(x: torch.Tensor) -> torch.Tensor:
@@ -731,8 +734,8 @@ def test_a_long_reference_is_not_called_to_learn_which_gradients_come_in(time: T
 
     of = pair(time, reference=slow)
     workload = Workload("w", n=REPLICAS_UP_TO + 1, direction="both")
-    bench = measuring.Bench(pair=of, workload=workload, device="cpu", home=None, seed=1, report=lambda phase: None)
-    proof = measuring.prove(bench, "i", slow=True, same_code=True, enough_s=1000.0)
+    bench = Bench(pair=of, workload=workload, device="cpu", home=None, seed=1, report=lambda phase: None)
+    proof = workload_proof.prove(bench, "i", slow=True, same_code=True, enough_s=1000.0)
     assert proof.reference_s
     assert called == [True, True]  # both quick
 
@@ -766,8 +769,8 @@ def test_a_reference_that_may_take_long_is_called_when_all_else_is_ready(
         return torch.exp(x)
 
     of, workload = pair(long, reference=slow, optimized=fast), Workload("w", n=REPLICAS_UP_TO + 1)
-    bench = measuring.Bench(pair=of, workload=workload, device="cpu", home=None, seed=1, report=lambda phase: None)
-    proof = measuring.prove(bench, "i")
+    bench = Bench(pair=of, workload=workload, device="cpu", home=None, seed=1, report=lambda phase: None)
+    proof = workload_proof.prove(bench, "i")
     done.clear()
     made = measuring.measure(
         of,
@@ -805,8 +808,8 @@ def test_outputs_that_are_not_those_proven_are_judged_when_all_is_timed(
     judge = equivalence.judge
     monkeypatch.setattr(equivalence, "judge", lambda *a, **named: (done.append(named["name"]), judge(*a, **named)))
     of, workload = pair(time, optimized=tiring), Workload("w", n=5)
-    bench = measuring.Bench(pair=of, workload=workload, device="cpu", home=None, seed=1, report=lambda phase: None)
-    proof = measuring.prove(bench, "i")
+    bench = Bench(pair=of, workload=workload, device="cpu", home=None, seed=1, report=lambda phase: None)
+    proof = workload_proof.prove(bench, "i")
     done.clear()
     with nullcontext() if right else pytest.raises(NotEquivalent, match=r"timed optimized.*it was right before"):
         measuring.measure(of, workload, workload_id="i", device="cpu", proof=proof, new_values=False, beside=beside)
@@ -837,8 +840,8 @@ def test_new_values_are_drawn_before_it_waits_to_time(
     if held:
         monkeypatch.setattr(watching, "FRESH_BYTES", held)
     of, workload = pair(time), Workload("w", n=100)
-    bench = measuring.Bench(pair=of, workload=workload, device="cpu", home=None, seed=1, report=lambda phase: None)
-    proof = measuring.prove(bench, "i")
+    bench = Bench(pair=of, workload=workload, device="cpu", home=None, seed=1, report=lambda phase: None)
+    proof = workload_proof.prove(bench, "i")
     timed: list[int] = []
     conclude = watching.Watch.conclude
     monkeypatch.setattr(watching.Watch, "conclude", lambda self: (timed.append(len(self.fresh)), conclude(self)))
@@ -875,7 +878,7 @@ def test_outputs_are_copied_to_where_there_is_room_or_judged_at_once(
 
 def test_copied_outputs_are_judged_where_they_were_made(time: Time) -> None:
     of, workload = pair(time), Workload("w", n=100)
-    bench = measuring.Bench(pair=of, workload=workload, device="cpu", home=None, seed=1, report=lambda phase: None)
+    bench = Bench(pair=of, workload=workload, device="cpu", home=None, seed=1, report=lambda phase: None)
     check = bench.check()
     made = check.produce(bench.sides["optimized"])
     check.check_later(made, "optimized")
@@ -897,9 +900,10 @@ def test_a_reference_whose_truth_took_long_is_called_once(long: Time, monkeypatc
 
     monkeypatch.setattr(proving, "perf_counter", lambda: long.now * 1e-9)
     of, workload = pair(long, reference=slow), Workload("w", n=REPLICAS_UP_TO + 1)
-    bench = measuring.Bench(pair=of, workload=workload, device="cpu", home=None, seed=1, report=lambda phase: None)
-    monkeypatch.setattr(measuring, "SLOW_TRUTH_S", 1.0)
-    proof = measuring.prove(bench, "i", with_reference=True)
+    bench = Bench(pair=of, workload=workload, device="cpu", home=None, seed=1, report=lambda phase: None)
+    for module in (workload_proof, preparation):
+        monkeypatch.setattr(module, "SLOW_TRUTH_S", 1.0)
+    proof = workload_proof.prove(bench, "i", with_reference=True)
     assert (next(count), proof.truth_s) == (PROOF, pytest.approx(2.0 * PROOF))
 
     made = measuring.measure(of, workload, workload_id="i", device="cpu", proof=proof)
@@ -1191,7 +1195,7 @@ class FakeMonitor:
 def test_blocks_under_throttling_are_set_aside_and_counted(
     time: Time, monkeypatch: pytest.MonkeyPatch, throttles: list[bool], aside: int
 ) -> None:
-    monkeypatch.setattr(measuring, "clock_for", lambda device, peers: FakeClock(time))
+    monkeypatch.setattr("perfsuite.bench.clock_for", lambda device, peers: FakeClock(time))
     monkeypatch.setattr(sampling, "Monitor", FakeMonitor)
     monkeypatch.setattr(FakeMonitor, "throttles", iter(throttles))
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
@@ -1218,8 +1222,8 @@ def test_the_limit_is_the_cost_over_the_ceilings(
         asked.append(precision)
         return 1e11
 
-    monkeypatch.setattr(measuring.ceilings, "copy_bytes_per_s", lambda device: 1e9)
-    monkeypatch.setattr(measuring.ceilings, "matmul_flops_per_s", flops)
+    monkeypatch.setattr(ceilings, "copy_bytes_per_s", lambda device: 1e9)
+    monkeypatch.setattr(ceilings, "matmul_flops_per_s", flops)
     limit = measure(pair(time, cost=cost)).limit
     assert limit is not None
     assert limit.seconds == pytest.approx(seconds)
@@ -1234,7 +1238,7 @@ def test_further_processes_of_a_workload_do_not_measure_the_ceilings(
     def never(device: str) -> float:
         raise AssertionError
 
-    monkeypatch.setattr(measuring.ceilings, "copy_bytes_per_s", never)
+    monkeypatch.setattr(ceilings, "copy_bytes_per_s", never)
     of, workload = pair(time, cost=Cost(bytes=lambda n: n)), Workload("w", n=5)
     options: dict[str, Any] = {"workload_id": "p::speed[w]", "device": "cpu", "thorough": False}
     assert measuring.measure(of, workload, new_values=False, **options).limit is None
@@ -1262,9 +1266,9 @@ def test_a_workload_in_bfloat16_is_held_against_its_products(
 ) -> None:
     """On a CPU the limit is that of widened products, if these are faster."""
     rates = {"bfloat16": 1e9, "float32": 4e9}
-    monkeypatch.setattr(measuring.ceilings, "matmul_flops_per_s", lambda device, precision: rates[precision])
+    monkeypatch.setattr(ceilings, "matmul_flops_per_s", lambda device, precision: rates[precision])
     made = pair(time, cost=Cost(flops=lambda n: n))
-    limit = measuring._limit(made, Workload("w", n=5), "bfloat16", device)
+    limit = ceilings.limit(made, Workload("w", n=5), "bfloat16", device)
     assert limit is not None
     assert limit.ceiling == rate
 
@@ -1391,7 +1395,7 @@ def test_timed_inputs_have_the_precision_that_the_pair_declares(in_steps: bool) 
         gradients=False,
     )
     workload = Workload("few", n=64)
-    bench = measuring.Bench(pair=of, workload=workload, device="cpu", home=None, seed=1, report=lambda phase: None)
+    bench = Bench(pair=of, workload=workload, device="cpu", home=None, seed=1, report=lambda phase: None)
     first = (bench.step_master if in_steps else bench.masters["reference"])["x"]
     new = watching.drawn_anew(of, bench.case, "cpu", None, peers.ALONE).values["x"]
     for values in (first, new):
