@@ -30,19 +30,9 @@ from perfsuite.records import Machine, Measurement, Proof, Status, Verdict
 from perfsuite.report import units
 from perfsuite.report.model import Correctness, RunReport
 from perfsuite.speed import Result, SpeedItem
-from perfsuite.workers import (
-    ITEMS,
-    NEVER_REACHED,
-    PROVE,
-    TIME,
-    Failure,
-    Lane,
-    Outcome,
-    Task,
-    Workers,
-    devices_of,
-    pytest_arguments,
-)
+from perfsuite.tasks import ITEMS, NEVER_REACHED, PROVE, TIME, Failure, Outcome, Task
+from perfsuite.worker_process import Lane, devices_of
+from perfsuite.workers import Workers, pytest_arguments
 
 RERUNS = ("reruns", "retries", "force_flaky")
 """Options of plugins that run a failed test again."""

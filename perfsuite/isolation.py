@@ -13,7 +13,7 @@ from perfsuite import inputs as make
 from perfsuite.left_out import misaligned_inputs
 from perfsuite.pair import Pair
 from perfsuite.records import OPTIMIZED, REFERENCE, Status
-from perfsuite.workers import ITEMS, Failure, Outcome, Reported, Task
+from perfsuite.tasks import ITEMS, Failure, Outcome, Reported, Task
 
 MOST_LEFT_OUT = 4
 """Draws on which the reference faults, before the pair must say what it is to be called with."""

@@ -15,7 +15,8 @@ from perfsuite import cores, preload
 from perfsuite.folders import own_folder
 from perfsuite.machine import measured_devices
 from perfsuite.records import Machine
-from perfsuite.workers import ITEMS, TIME, Lane, Task, devices_of
+from perfsuite.tasks import ITEMS, TIME, Task
+from perfsuite.worker_process import Lane, devices_of
 
 FILE = "durations.json"
 USUAL_S = {"prove": 3.0, "time": 2.0, "items": 1.0, "alone": 0.5}

@@ -16,7 +16,8 @@ from rich.progress import Progress as Bar
 
 from perfsuite.records import Measurement, Proof
 from perfsuite.report import terminal, units
-from perfsuite.workers import Failure, Lane, Outcome, Task
+from perfsuite.tasks import Failure, Outcome, Task
+from perfsuite.worker_process import Lane
 
 
 class Progress:

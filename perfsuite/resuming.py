@@ -12,7 +12,7 @@ from perfsuite.errors import PerfsuiteError
 from perfsuite.folders import own_folder
 from perfsuite.records import Machine, Measurement, from_json, to_json
 from perfsuite.revision import State
-from perfsuite.workers import Outcome
+from perfsuite.tasks import Outcome
 
 
 class Kept:

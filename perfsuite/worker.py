@@ -17,13 +17,23 @@ import pytest
 
 from perfsuite import faults, preload, revision
 from perfsuite.alternation import Alternation
-from perfsuite.errors import HarnessFault, NoisyError, PerfsuiteError, RevisionError, TamperedError, in_one_line
+from perfsuite.errors import (
+    HarnessFault,
+    NoisyError,
+    NotEquivalent,
+    NotTimed,
+    PerfsuiteError,
+    RevisionError,
+    TamperedError,
+    in_one_line,
+)
+from perfsuite.journal import WAITS, Journal
 from perfsuite.observed import Observed
 from perfsuite.pair import Pair, as_side, module_of
 from perfsuite.records import Alone, Measurement, Proof, Ran, Status
 from perfsuite.sharing import Gpu
 from perfsuite.speed import SpeedItem
-from perfsuite.workers import ALONE, ITEMS, PROVE, WAITS, Failure, Journal, Outcome, Reported, Task
+from perfsuite.tasks import ALONE, ITEMS, PROVE, Failure, Outcome, Reported, Task
 
 OBSERVED = pytest.StashKey[Observed]()
 """The worker's record of opened files and of imports by name. It begins before the test modules are imported."""
@@ -150,9 +160,7 @@ class _Workload:
         import torch
 
         from perfsuite import convolutions
-        from perfsuite.errors import NotEquivalent, NotTimed
         from perfsuite.ranks import group
-        from perfsuite.ranks.group import RanksFailed
 
         try:
             # A warning inside a timed call is the user's own; it must not turn into an error here.
@@ -161,28 +169,35 @@ class _Workload:
                 warnings.simplefilter("ignore")
                 kinds: dict[str, Callable[[], Outcome]] = {PROVE: self._prove, ALONE: self._reference_alone}
                 return kinds.get(self.task.kind, self._time)()
-        except (NotTimed, TamperedError) as error:
-            return Failure(status=Status.NOT_TIMED, message=str(error))
-        except NotEquivalent as error:
-            return Failure(status=Status.NOT_EQUIVALENT, message=str(error))
-        except NoisyError as error:
-            return Failure(status=Status.NOISY, message=str(error))
-        except PerfsuiteError as error:
-            raised = "the accepted side raises RevisionError: " if isinstance(error, RevisionError) else ""
-            return Failure(status=Status.UNMEASURED, message=f"{raised}{error}")
-        except RanksFailed as error:
-            return Failure(status=Status.UNMEASURED, message=f"the {self.phase} side {error}")
-        except HarnessFault as error:
-            return Failure(status=Status.UNMEASURED, message=str(error))
-        except (Exception, SystemExit) as error:
-            if faults.lacks_memory(error):
-                return Failure(status=Status.UNMEASURED, message=f"the {self.phase} side runs out of device memory")
-            text = f"the {self.phase} side raises {in_one_line(error)}"
-            return Failure(status=Status.UNMEASURED, message=text)
+        except (Exception, SystemExit, HarnessFault) as error:
+            return self._failure(error)
         finally:
             if self.device == "cuda":
                 with contextlib.suppress(RuntimeError):
                     torch.cuda.empty_cache()
+
+    def _failure(self, error: BaseException) -> Failure:
+        """Return what the error says of the workload."""
+        if isinstance(error, (NotTimed, TamperedError)):
+            return Failure(status=Status.NOT_TIMED, message=str(error))
+        if isinstance(error, NotEquivalent):
+            return Failure(status=Status.NOT_EQUIVALENT, message=str(error))
+        if isinstance(error, NoisyError):
+            return Failure(status=Status.NOISY, message=str(error))
+        return Failure(status=Status.UNMEASURED, message=self._why_unmeasured(error))
+
+    def _why_unmeasured(self, error: BaseException) -> str:
+        from perfsuite.ranks.group import RanksFailed
+
+        if isinstance(error, RevisionError):
+            return f"the accepted side raises RevisionError: {error}"
+        if isinstance(error, (PerfsuiteError, HarnessFault)):
+            return str(error)
+        if isinstance(error, RanksFailed):
+            return f"the {self.phase} side {error}"
+        if faults.lacks_memory(error):
+            return f"the {self.phase} side runs out of device memory"
+        return f"the {self.phase} side raises {in_one_line(error)}"
 
     def _in_ranks(self) -> Any:
         """Do the task in processes of its own, for a workload of several processes."""
@@ -244,7 +259,6 @@ class _Workload:
         The child imports the pair's module anew, with all of its sides. It makes no gradients.
         """
         from perfsuite import outside
-        from perfsuite.errors import NotEquivalent
 
         module = self.item.getparent(pytest.Module)
         if module is None or bench.gradients:
@@ -364,8 +378,6 @@ class _Workload:
 
         There is no pair where both have the same code: the accepted side then does not run in the proof.
         """
-        from perfsuite.errors import NotEquivalent
-
         if not self.task.accepted or self.task.same_code:
             return None, ""
         try:
@@ -398,7 +410,6 @@ class _Workload:
         """Return why the accepted side would not run the accepted revision's code; empty where it does."""
 
         from perfsuite import provenance
-        from perfsuite.errors import NotEquivalent
         from perfsuite.records import ACCEPTED, OPTIMIZED
 
         def executed(name: str, pair: Pair) -> provenance.Executed:

@@ -24,9 +24,11 @@ from perfsuite.calibration.record import (
     side_names,
 )
 from perfsuite.errors import PerfsuiteError
+from perfsuite.journal import Lines
 from perfsuite.machine import package_version
 from perfsuite.records import Machine, from_json
-from perfsuite.workers import POLL_S, Lines, end, start
+from perfsuite.worker_process import end, start
+from perfsuite.workers import POLL_S
 
 SILENCE_S = 240.0
 """Seconds without a report after which a process counts as hanging: no kind takes a minute."""

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from perfsuite.control import Control
-from perfsuite.workers import load_job
+from perfsuite.journal import load_job
 
 MODES = {
     "measure": "plain:Plain",

@@ -16,7 +16,8 @@ from perfsuite.modes.whole import Whole
 from perfsuite.priors import suite_noise
 from perfsuite.records import Ran, Status
 from perfsuite.resuming import Kept
-from perfsuite.workers import ALONE, Failure, Lane, Task
+from perfsuite.tasks import ALONE, Failure, Task
+from perfsuite.worker_process import Lane
 
 PROCESSES = 5
 THOROUGH_PROCESSES = 1

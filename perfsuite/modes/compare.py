@@ -7,7 +7,7 @@ from perfsuite.control import failed
 from perfsuite.modes.paired import Paired
 from perfsuite.modes.whole import Whole
 from perfsuite.records import Status
-from perfsuite.workers import Failure
+from perfsuite.tasks import Failure
 
 
 class Compare(Whole, Paired):

@@ -25,7 +25,9 @@ from perfsuite.modes.whole import Whole
 from perfsuite.records import OPTIMIZED, Measurement, Proof, Status
 from perfsuite.report import terminal, units
 from perfsuite.report.files import write
-from perfsuite.workers import NEVER_REACHED, PROVE, Failure, Lane, Outcome, Task, Workers, pytest_arguments
+from perfsuite.tasks import NEVER_REACHED, PROVE, Failure, Outcome, Task
+from perfsuite.worker_process import Lane
+from perfsuite.workers import Workers, pytest_arguments
 
 
 class _StoppedError(Exception):

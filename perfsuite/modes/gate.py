@@ -21,7 +21,7 @@ from perfsuite.planning import FEW_BLOCKS
 from perfsuite.records import ACCEPTED, REFERENCE, CodeChange, PromiseRecord, Status, Verdict
 from perfsuite.report import RunReport, units
 from perfsuite.speed import Result, SpeedItem
-from perfsuite.workers import Failure, Task
+from perfsuite.tasks import Failure, Task
 
 SHOWN = 3
 AS_ACCEPTED = (Status.PASS, Status.IMPROVED)

@@ -24,7 +24,8 @@ from perfsuite.records import Measurement, PromiseRecord, Status, Verdict
 from perfsuite.report import units
 from perfsuite.revision import Tree
 from perfsuite.statistics import INFLATION_WORKLOADS
-from perfsuite.workers import PROVE, Failure, Lane, Task
+from perfsuite.tasks import PROVE, Failure, Task
+from perfsuite.worker_process import Lane
 
 SAMPLE_SHARE = 4
 """One workload in four always runs a second process: that shows whether this run is noisier than the accepted one."""

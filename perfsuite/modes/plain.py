@@ -12,7 +12,7 @@ from perfsuite.control import failed
 from perfsuite.modes.proofs import Proofs
 from perfsuite.records import Status, Verdict
 from perfsuite.speed import Result, SpeedItem
-from perfsuite.workers import NEVER_REACHED, Outcome, Task
+from perfsuite.tasks import NEVER_REACHED, Outcome, Task
 
 BLOCKS = 8
 """Blocks of a process: half as many as when a baseline is accepted, since a figure is shown and no slowdown of 1% is

@@ -10,7 +10,7 @@ import pytest
 
 from perfsuite import bytecode
 from perfsuite.control import Control
-from perfsuite.workers import ITEMS, Failure, Outcome, Reported, Task
+from perfsuite.tasks import ITEMS, Failure, Outcome, Reported, Task
 
 ITEM_LIMIT_S = 600.0
 """Seconds beyond the limit that a proof sets itself: for an item that is no pair's, or that cannot be interrupted."""

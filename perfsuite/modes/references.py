@@ -13,7 +13,8 @@ from perfsuite.modes.paired import Paired
 from perfsuite.pair import as_side, module_of
 from perfsuite.records import Alone, Measurement
 from perfsuite.report import units
-from perfsuite.workers import ALONE, Failure, Lane, Outcome, Task, devices_of
+from perfsuite.tasks import ALONE, Failure, Outcome, Task
+from perfsuite.worker_process import Lane, devices_of
 
 
 def slowed(run: Paired, ids: Collection[str], *, sparse: bool = False, outside: bool = False) -> dict[str, str]:

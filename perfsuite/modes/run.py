@@ -12,7 +12,7 @@ from perfsuite.modes.plain import Plain
 from perfsuite.pair import as_side
 from perfsuite.report import units
 from perfsuite.speed import SpeedItem
-from perfsuite.workers import ITEMS, Task
+from perfsuite.tasks import ITEMS, Task
 
 
 class Run(Plain):

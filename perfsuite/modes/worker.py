@@ -8,10 +8,10 @@ import pytest
 
 from perfsuite import preload, revision
 from perfsuite.control import Control
+from perfsuite.journal import WAITS, Job, Journal
 from perfsuite.observed import Observed
 from perfsuite.sharing import Gpu
 from perfsuite.worker import OBSERVED
-from perfsuite.workers import WAITS, Job, Journal
 
 
 class Worker(Control):

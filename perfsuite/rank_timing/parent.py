@@ -22,7 +22,7 @@ from perfsuite.ranks import group, parts
 from perfsuite.ranks import proof as ranks_proof
 from perfsuite.records import OPTIMIZED, Alone, Case, Evidence, Measurement, ProcessGroup, Proof, SideRecord
 from perfsuite.tally import Tally
-from perfsuite.workers import Task
+from perfsuite.tasks import Task
 
 VARIABLES = ("NCCL_", "TORCH_NCCL_", "GLOO_", "TORCH_DISTRIBUTED_", "TORCH_SYMM_MEM_")
 """Prefixes of environment variables that change how ranks communicate."""

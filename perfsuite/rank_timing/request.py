@@ -20,7 +20,7 @@ from perfsuite.rank_timing.peers import RankPeers
 from perfsuite.ranks.group import Phase
 from perfsuite.ranks.process import pair_of, send
 from perfsuite.records import REFERENCE, Measurement, Proof
-from perfsuite.workers import ALONE, PROVE, Task
+from perfsuite.tasks import ALONE, PROVE, Task
 
 FIRST = 0
 """The rank that says what it is about to do."""

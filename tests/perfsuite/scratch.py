@@ -35,9 +35,12 @@ from click.testing import CliRunner, Result
 from pytest_benchmark.utils import get_machine_id
 
 from perfsuite import changed, cli, turns
+from perfsuite.journal import Job
 from perfsuite.records import Alone, Measurement, Proof, Ran
+from perfsuite.tasks import ALONE, ITEMS, PROVE, TIME, Failure, Outcome, Reported, Task
 from perfsuite.turns import HELD
-from perfsuite.workers import ALONE, ITEMS, PROVE, TIME, Failure, Job, Lane, Outcome, Reported, Task, Workers
+from perfsuite.worker_process import Lane
+from perfsuite.workers import Workers
 
 ROOT = Path(__file__).resolve().parents[2]
 JITTER = (0.0, 4e-4, -3e-4, 2e-4, -4e-4, 1e-4, 3e-4, -2e-4)

@@ -13,7 +13,7 @@ from scratch import SMALL, TWO_LINES, Project, lines_with, times
 
 from perfsuite import absent, alone
 from perfsuite.records import Alone, Measurement, Status
-from perfsuite.workers import ALONE, Failure
+from perfsuite.tasks import ALONE, Failure
 
 pytest_plugins = ["pytester"]
 

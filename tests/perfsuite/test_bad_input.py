@@ -15,8 +15,9 @@ import pytest
 from scale import FULLY, some
 from scratch import ROOT, SMALL, TWO_LINES, Failure, Job, Project, lines_with, times, wait_for
 
+from perfsuite.journal import JOB
 from perfsuite.records import Status, from_json, to_json
-from perfsuite.workers import JOB, Task
+from perfsuite.tasks import Task
 
 pytest_plugins = ["pytester"]
 

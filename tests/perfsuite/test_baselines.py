@@ -15,7 +15,7 @@ from perfsuite import Workload, baseline_file, lanes
 from perfsuite.baseline import Baseline
 from perfsuite.baselines import Baselines
 from perfsuite.modes.run import Run
-from perfsuite.workers import Task
+from perfsuite.tasks import Task
 
 pytest_plugins = ["pytester"]
 TWO = replace(MACHINE, count=2)

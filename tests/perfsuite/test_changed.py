@@ -14,7 +14,7 @@ from scratch import SMALL, Failure, Project, git, lines_with, times
 from perfsuite import changed, digests
 from perfsuite.baseline import Entry, short
 from perfsuite.records import Machine, Ran, Status
-from perfsuite.workers import PROVE, TIME
+from perfsuite.tasks import PROVE, TIME
 
 pytest_plugins = ["pytester"]
 

@@ -18,7 +18,7 @@ from perfsuite.isolation import MOST_LEFT_OUT, Blame
 from perfsuite.left_out import is_left_out
 from perfsuite.modes.proofs import Proofs
 from perfsuite.records import Status
-from perfsuite.workers import Failure, Outcome, Reported, Task
+from perfsuite.tasks import Failure, Outcome, Reported, Task
 
 pytest_plugins = ["pytester"]
 SOME = "crashes or honest"

@@ -16,7 +16,8 @@ from perfsuite.baselines import Baselines
 from perfsuite.lanes import Durations, for_proving, for_timing, ordered, seconds_of
 from perfsuite.modes.run import Run
 from perfsuite.revision import Tree
-from perfsuite.workers import ITEMS, OUTSIDE_CHILDREN, PROVE, TIME, Lane, Task, devices_of
+from perfsuite.tasks import ITEMS, OUTSIDE_CHILDREN, PROVE, TIME, Task
+from perfsuite.worker_process import Lane, devices_of
 
 CPU = replace(MACHINE, count=0, cores=4)
 TWO = replace(MACHINE, count=2, cores=16)

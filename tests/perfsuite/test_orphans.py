@@ -19,7 +19,7 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the parent's de
 START = """
 import sys
 from pathlib import Path
-from perfsuite.workers import start
+from perfsuite.worker_process import start
 
 child = start([sys.executable, *{command!r}], Path({log!r}), environment={{{variables}}})
 print(child.pid, flush=True)

@@ -20,7 +20,8 @@ from perfsuite.modes.paired import Paired, sample_size
 from perfsuite.planning import FEW_BLOCKS
 from perfsuite.records import PromiseRecord, Proof, Status, Verdict
 from perfsuite.revision import Tree
-from perfsuite.workers import Failure, Lane, Task
+from perfsuite.tasks import Failure, Task
+from perfsuite.worker_process import Lane
 
 ID = "tests/test_a.py::a::speed[b]"
 

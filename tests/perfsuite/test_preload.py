@@ -12,7 +12,9 @@ from scratch import ROOT, SMALL, TWO_LINES, Project, real_workers
 from perfsuite import lanes, machine, preload
 from perfsuite.forks import Command
 from perfsuite.records import Proof
-from perfsuite.workers import PROVE, Lane, Task, Workers
+from perfsuite.tasks import PROVE, Task
+from perfsuite.worker_process import Lane
+from perfsuite.workers import Workers
 
 pytest_plugins = ["pytester"]
 

@@ -13,7 +13,7 @@ from test_fail_closed import OTHER, SCALE
 from perfsuite import exit_codes
 from perfsuite.modes.paired import OUT_OF_MEMORY
 from perfsuite.records import Status
-from perfsuite.workers import Failure
+from perfsuite.tasks import Failure
 
 pytest_plugins = ["pytester"]
 

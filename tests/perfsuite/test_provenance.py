@@ -17,7 +17,7 @@ import torch
 from revisions import KERNELS, MODULE, PACKAGE, TEST, Repository, imports_put_back
 
 from perfsuite import provenance, sharing, worker
-from perfsuite.workers import Task
+from perfsuite.tasks import Task
 
 
 @pytest.fixture

@@ -26,7 +26,7 @@ from perfsuite.records import (
     SideRecord,
     Status,
 )
-from perfsuite.workers import Failure, Outcome, Task
+from perfsuite.tasks import Failure, Outcome, Task
 
 pytest_plugins = ["pytester"]
 

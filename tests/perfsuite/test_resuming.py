@@ -15,7 +15,7 @@ from perfsuite import machine
 from perfsuite.records import Measurement, Status
 from perfsuite.resuming import Kept
 from perfsuite.revision import State
-from perfsuite.workers import Outcome
+from perfsuite.tasks import Outcome
 
 pytest_plugins = ["pytester"]
 

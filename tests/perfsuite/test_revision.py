@@ -31,7 +31,7 @@ from perfsuite import revision, second_import
 from perfsuite.errors import RevisionError
 from perfsuite.records import Measurement, Proof, Status
 from perfsuite.revision import State, Tree
-from perfsuite.workers import PROVE, Task
+from perfsuite.tasks import PROVE, Task
 
 pytest_plugins = ["pytester"]
 

@@ -21,7 +21,8 @@ from perfsuite.exit_codes import CODE_AT_FAULT, GREEN, UNDECIDED
 from perfsuite.modes import paired
 from perfsuite.progress import Progress
 from perfsuite.records import Status
-from perfsuite.workers import PROVE, TIME, Lane, Task, _Process
+from perfsuite.tasks import PROVE, TIME, Task
+from perfsuite.worker_process import Lane, WorkerProcess
 
 pytest_plugins = ["pytester"]
 
@@ -192,16 +193,16 @@ def test_processes_that_prepare_before_their_proofs_have_ended(
             self._begin_early(ids, busy)
 
     begun: list[Task] = []
-    begin = _Process.begin
+    begin = WorkerProcess.begin
 
-    def noted(self: _Process, task: Task) -> None:
+    def noted(self: WorkerProcess, task: Task) -> None:
         begin(self, task)
         begun.append(task)
         if sum(task.awaits_proof for task in begun) == 1:
             (project.path / "begun").touch()
 
     monkeypatch.setattr(paired.Paired, "_start_ahead", also_here)
-    monkeypatch.setattr(_Process, "begin", noted)
+    monkeypatch.setattr(WorkerProcess, "begin", noted)
     done = project.cli("gate", "--report", "out")
     report = json.loads((project.path / "out/report.json").read_text())
     assert "UNMEASURED" not in done.output, done.output

@@ -18,7 +18,8 @@ from scratch import SMALL, TWO_LINES, Project
 
 from perfsuite import sharing
 from perfsuite.errors import PerfsuiteError
-from perfsuite.workers import Lane, Workers
+from perfsuite.worker_process import Lane
+from perfsuite.workers import Workers
 
 pytest_plugins = ["pytester"]
 

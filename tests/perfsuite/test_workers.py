@@ -19,11 +19,13 @@ import pytest
 from scale import FULLY
 from scratch import SMALL, TWO_LINES, Failure, Project, lines_with, real_workers, runs, wait_for
 
-from perfsuite import preload, workers
+from perfsuite import preload, worker_process, workers
 from perfsuite.errors import PerfsuiteError
 from perfsuite.records import Measurement, Proof, Status
 from perfsuite.revision import Tree
-from perfsuite.workers import ITEMS, PROVE, Lane, Reported, Task, Workers, pytest_arguments, start
+from perfsuite.tasks import ITEMS, PROVE, Reported, Task
+from perfsuite.worker_process import Lane, start
+from perfsuite.workers import Workers, pytest_arguments
 
 pytest_plugins = ["pytester"]
 
@@ -86,7 +88,7 @@ def outcomes(made: Workers, ids: Sequence[str] = ("a", "b", "c"), limit: float =
     assert [id for id, _ in found] == list(ids)
     for _, outcome in found:
         assert isinstance(outcome, Failure)
-        assert outcome.status is (Status.NOT_TIMED if outcome.message == workers.FORGED else Status.UNMEASURED)
+        assert outcome.status is (Status.NOT_TIMED if outcome.message == worker_process.FORGED else Status.UNMEASURED)
     return {id: o.message for id, o in found if isinstance(o, Failure)}
 
 
@@ -275,7 +277,7 @@ for id in ids():
 def test_nor_does_it_count_while_a_process_waits_for_its_gpu_before_it_starts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(workers, "START_LIMIT_S", 2.0)
+    monkeypatch.setattr(worker_process, "START_LIMIT_S", 2.0)
     script = """
 write("phase", id="", phase="waits"); time.sleep(2.2)
 write("phase", id="", phase="start")
@@ -516,7 +518,7 @@ def test_a_waiting_process_whose_file_was_removed_is_reported_once_it_is_used(tm
     (process,) = made._waiting
     process.file(".jsonl").unlink()
     assert process.has_started()
-    assert outcomes(made, ["a"]) == {"a": workers.FORGED}
+    assert outcomes(made, ["a"]) == {"a": worker_process.FORGED}
 
 
 def test_so_many_processes_start_at_the_same_time(tmp_path: Path) -> None:
@@ -584,7 +586,7 @@ def test_a_line_that_the_harness_did_not_write_is_named(tmp_path: Path, forgery:
     made = scripted(tmp_path, f"for id in ids():\n    begin(id)\n    if id == 'b': {forgery}\n    done(id)")
     found = outcomes(made)
     assert found["a"] == "done a"
-    assert found["b"] == workers.FORGED
+    assert found["b"] == worker_process.FORGED
 
 
 def test_no_ids_no_process(tmp_path: Path) -> None:
@@ -659,13 +661,13 @@ for id in ids():
 
 
 def test_a_hang_at_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(workers, "START_LIMIT_S", 0.2)
+    monkeypatch.setattr(worker_process, "START_LIMIT_S", 0.2)
     found = outcomes(scripted(tmp_path, "time.sleep(60)"), ["a"], limit=0.1)
     assert found["a"] == "the measuring process hangs: it was stopped after its time limit of 0.2 s"
 
 
 def test_a_hang_after_the_last_workload_costs_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(workers, "END_LIMIT_S", 0.2)
+    monkeypatch.setattr(worker_process, "END_LIMIT_S", 0.2)
     made = scripted(tmp_path, "for id in ids(): begin(id); done(id)\ntime.sleep(60)")
     assert outcomes(made) == {"a": "done a", "b": "done b", "c": "done c"}
 
@@ -703,8 +705,9 @@ out.write(line[90:] + "\\n")
 
 JOURNAL = """
 sys.path[:0] = {path}
+from perfsuite.journal import Journal, load_job
 from perfsuite.records import Status
-from perfsuite.workers import Failure, Journal, load_job
+from perfsuite.tasks import Failure
 import builders
 os.environ["PERFSUITE_JOB"] = sys.argv[1]
 journal = Journal(load_job())
@@ -724,8 +727,9 @@ journal.close()
 AWAITING = """
 sys.path[:0] = {path}
 from perfsuite.errors import PerfsuiteError
+from perfsuite.journal import Journal, load_job
 from perfsuite.records import Status
-from perfsuite.workers import Failure, Journal, load_job
+from perfsuite.tasks import Failure
 os.environ["PERFSUITE_JOB"] = sys.argv[1]
 journal = Journal(load_job())
 for task in journal.tasks():
@@ -886,7 +890,7 @@ def test_what_a_worker_has_started_ends_with_it(tmp_path: Path, ending: str) -> 
     """It ends even if the worker itself has ended: a surviving process would disturb the next measurement."""
     made = scripted(tmp_path, LEAVES_A_CHILD.format(ending=ending))
     pids: list[int] = []
-    poll = workers._Process.poll
+    poll = worker_process.WorkerProcess.poll
 
     def noted(process: Any, left: Any) -> Any:
         if not pids and (text := process.file(".log").read_text().split()):
@@ -894,7 +898,7 @@ def test_what_a_worker_has_started_ends_with_it(tmp_path: Path, ending: str) -> 
         return poll(process, left)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(workers._Process, "poll", noted)
+        patch.setattr(worker_process.WorkerProcess, "poll", noted)
         outcomes(made, ["a"])
     if not pids:  # it was over before the parent first looked
         pids = [int(next(iter(made.folder.glob("*.log"))).read_text().split()[0])]
@@ -904,7 +908,7 @@ def test_what_a_worker_has_started_ends_with_it(tmp_path: Path, ending: str) -> 
 def test_results_that_the_code_under_test_takes_away_are_forged(tmp_path: Path) -> None:
     script = "for id in ids():\n    begin(id)\n    if id == 'b': os.unlink(job['out']); time.sleep(3600)\n    done(id)"
     found = outcomes(scripted(tmp_path, script))
-    assert (found["b"], found["c"]) == (workers.FORGED, "done c")
+    assert (found["b"], found["c"]) == (worker_process.FORGED, "done c")
 
 
 def test_other_processes_collect_the_same(project: Project) -> None:

@@ -13,7 +13,7 @@ from perfsuite.rank_timing.parent import RankTiming
 from perfsuite.ranks import group
 from perfsuite.ranks.group import RanksFailed
 from perfsuite.records import OPTIMIZED, REFERENCE, Measurement, Proof
-from perfsuite.workers import PROVE, Task
+from perfsuite.tasks import PROVE, Task
 
 ENDS_S = 60.0
 """Seconds for the ranks' start and first calls, and for the 30 s within which a group ends after a fault."""
