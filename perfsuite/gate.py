@@ -41,103 +41,33 @@ Whatever is missing, contradictory or not finite is red: UNMEASURED or NO_BASELI
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from statistics import fmean, median
+from statistics import median
 
 from perfsuite import causes, counts, planning, soundness
-from perfsuite.baseline import Entry, changes_since
-from perfsuite.blocks import block_variance, process_mean
-from perfsuite.planning import FEW_FACTOR, FEW_LEAST
-from perfsuite.priors import Suite
-from perfsuite.records import Measurement, PromiseRecord, Status, Verdict, complete
-from perfsuite.stages import BETA, LOOKS, RED_LOOKS, RED_PROCESSES, ahead, beta
-from perfsuite.statistics import (
-    INFLATION_WORKLOADS,
-    PROCESS_DOF,
-    PROCESS_SD,
-    SESSION_DOF,
-    SPREAD_P,
-    Estimate,
-    Noise,
-    Variance,
-    baseline_mean,
-    estimate,
-    fit_prior,
-    inflation,
-    inflation_of_few,
-    noise_of,
-    paired_mean,
-    run_mean,
-    spread_p,
-    t_quantile,
-    within,
+from perfsuite.baseline import changes_since
+from perfsuite.estimates import (
+    ALPHA,
+    MARGIN_USUAL,
+    NO_PROMISES,
+    Speedup,
+    Subject,
+    expected_variance,
+    noise_factor,
+    process_values,
+    slowdown_of,
+    speedup_of,
 )
-
-ALPHA = 0.01
-"""Rate of false alarms over the whole suite: one in a hundred runs at most."""
-POWER = 0.95
-USUAL_PROCESSES = 6
-"""Number of processes that resolve a margin up to MARGIN_USUAL; for a larger margin all of LOOKS are counted on."""
-MARGIN_MIN = {"device": 0.01, "wall": 0.015}
-"""Below 1%, what differs between two builds of one function is code placement, not its design. What the host does
-between launches varies more from process to process."""
-MARGIN_USUAL = 0.02
-MARGIN_MOST = 0.10
-"""Largest default margin; a larger one has to be declared."""
-STORED_MARGIN_MAX = 0.04
-"""Largest margin against stored figures. Stored figures of one session resolve 2 to 3%, and beyond twice MARGIN_USUAL
-it is no gate."""
-MARGIN_STEP = 0.001
-OWN_SECONDS_SD = 0.01
-"""Standard deviation of seconds by themselves between sessions: they shift by about 1% with the chip's clock and
-temperature."""
-OWN_SECONDS_MARGIN = 0.10
-"""Margin that seconds by themselves can hold at the suite-wide level with such shifts."""
-NO_PROMISES = PromiseRecord()
-NO_SHIFT = Variance(value=0.0, dof=math.inf)
-"""The session's variance where both sides are timed in the same session."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Subject:
-    """One workload under judgement, with everything known of it."""
-
-    id: str
-    runs: tuple[Measurement, ...] = ()
-    entry: Entry | None = None
-    """None where two revisions are compared without a baseline."""
-    promises: PromiseRecord = NO_PROMISES
-    margin: float | None = None
-    """Margin as declared; None for the one that the device resolves."""
-    against: str = ""
-    """The revision that is interleaved, in words."""
-    stored: str = ""
-    """Why only stored figures can be compared; empty where the accepted revision is interleaved."""
-    sampled: bool = False
-    """In the sample that always runs a second process."""
-    same_code: bool = False
-    """Whether the current side provably runs the accepted code."""
-
-    @property
-    def few(self) -> bool:
-        """Whether the reference was too slow to repeat when accepted, so that the stored ratio is not precise."""
-        return self.entry is not None and "reference" in self.entry.few
-
-    @property
-    def other(self) -> str:
-        """The side that the optimized one is compared with."""
-        return "reference" if self.stored else "accepted"
-
-    @property
-    def clock(self) -> str:
-        """The clock that it is timed on; there is an entry or a measurement."""
-        return self.entry.clock if self.entry is not None else self.runs[0].clock
-
-    @property
-    def values(self) -> list[float]:
-        """Process means of the log-ratio to the side `other`."""
-        return _values(self.runs, self.other)
+from perfsuite.planning import FEW_LEAST
+from perfsuite.priors import Suite
+from perfsuite.records import Measurement, PromiseRecord, Status, Verdict
+from perfsuite.stages import LOOKS, RED_LOOKS, RED_PROCESSES, ahead, beta
+from perfsuite.statistics import (
+    Estimate,
+    Variance,
+    fit_prior,
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -151,28 +81,6 @@ class Open:
     likely: int = 1
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Speedup:
-    """This run's speedup over the reference (a log-ratio) and the promised one."""
-
-    now: Estimate
-    promised: float = 0.0
-    """Promised log-ratio; 0 where nothing is promised."""
-    holds: bool = True
-    broken: bool = False
-    full: int = 0
-    """Processes that sampled the reference in full; where it is too slow to repeat, that timed it."""
-    likely: int = 1
-    """As `Open.likely`."""
-    least: bool = False
-    """Whether the reference was stopped, so that this is a lower bound."""
-
-    def __str__(self) -> str:
-        low, high = (math.exp(x) for x in self.now.interval())
-        interval = "" if self.least else f" (95% interval {low:.4g} to {high:.4g})"
-        return f"{'at least ' * self.least}{math.exp(self.now.value):.4g}× as fast as the reference{interval}"
-
-
 def analyse(subjects: Iterable[Subject], suite: Suite, *, selected: int) -> dict[str, Verdict | Open]:
     """Apply the rule to all that was measured so far. Call it again with every further process.
 
@@ -183,8 +91,8 @@ def analyse(subjects: Iterable[Subject], suite: Suite, *, selected: int) -> dict
     if selected < len(every):
         raise ValueError(f"selected={selected}, but {len(every)} workloads are named: the family would be too small")
     found = {s.id: _unusable(s) for s in every}
-    expected = {s.id: _expected(s, suite) for s in every if found[s.id] is None}
-    factor = _noise_factor([s for s in every if s.id in expected and not s.stored], expected)
+    expected = {s.id: expected_variance(s, suite) for s in every if found[s.id] is None}
+    factor = noise_factor([s for s in every if s.id in expected and not s.stored], expected)
     return {
         s.id: found[s.id] or _judge(s, suite.of(s.clock), expected[s.id], 1.0 if s.stored else factor, selected)
         for s in every
@@ -200,7 +108,7 @@ def promises_only(
     neither shown nor broken is NOISY where the estimate reaches it, else BELOW_FLOOR.
     """
     prior = fit_prior(
-        [_values(r, "reference")] for r in runs.values() if r and not soundness.incomplete(r, "reference")
+        [process_values(r, "reference")] for r in runs.values() if r and not soundness.incomplete(r, "reference")
     )
     answers: dict[str, Verdict] = {}
     for key, run in runs.items():
@@ -208,7 +116,7 @@ def promises_only(
         if text := _unsound(s):
             answers[key] = _say(s, Status.UNMEASURED, text)
             continue
-        speed = _speedup(s, prior, selected, looks=1)
+        speed = speedup_of(s, prior, selected, looks=1)
         assert speed is not None  # each process has a sound ratio to the reference
         shown = _shown(s, None, speed, None)
         if broken := counts.broken(run, s.promises):
@@ -220,11 +128,6 @@ def promises_only(
     return answers
 
 
-def margin_of(entry: Entry, suite: Suite, *, selected: int) -> float:
-    """Return the smallest relative slowdown that the rule finds with 95% power, given the accepted noise."""
-    return _default_margin(_expected(Subject(id=entry.id, entry=entry), suite), selected, MARGIN_MIN[entry.clock])
-
-
 def _judge(s: Subject, suite: Suite, accepted: Variance, factor: float, selected: int) -> Verdict | Open:
     """Return the verdict on one workload whose measurements are sound, or what it still needs.
 
@@ -234,8 +137,8 @@ def _judge(s: Subject, suite: Suite, accepted: Variance, factor: float, selected
     further = next((n - processes for n in LOOKS if n > processes), 0)
     if further and processes not in LOOKS:
         return Open(processes=further, reason="between two looks")
-    slower, margin = _slowdown(s, suite, accepted, factor, selected)
-    speed = _speedup(s, suite.ratio, selected, looks=len(LOOKS))
+    slower, margin = slowdown_of(s, suite, accepted, factor, selected)
+    speed = speedup_of(s, suite.ratio, selected, looks=len(LOOKS))
     shown = _shown(s, slower, speed, margin)
     status, text = _by_speed(s, slower, margin, selected)
     if broken := counts.broken(s.runs, s.promises):
@@ -329,168 +232,6 @@ def _with_cause(s: Subject, verdict: Verdict, speed: Speedup | None, margin: flo
     side, why = causes.of_speedup(s.entry, s.runs)
     text = f"{speed}, {s.entry.speedup():.4g}× when accepted: {why}"
     return replace(verdict, moved=side, message=f"{verdict.message}; {text}")
-
-
-# --- estimates ------------------------------------------------------------------------------------------------------
-
-
-def _expected(s: Subject, suite: Suite) -> Variance:
-    """Return the variance of a process mean, as accepted, for as many blocks as this run's processes have."""
-    suite = suite.of(s.clock)
-    if s.stored:
-        return (noise_of(s.entry.process_means(), suite.ratio) if s.entry and not s.few else suite.ratio).process
-    means = s.entry.process_means("accepted") if s.entry else []
-    if not means or s.entry is None:
-        return suite.paired.process
-    found = noise_of(means, suite.paired).process
-    if not s.runs:
-        return found
-    blocks = median(len(m.log_ratios["accepted"]) for m in s.runs)
-    return replace(found, value=found.value * planning.scale(s.entry, blocks))
-
-
-def _noise_factor(subjects: Sequence[Subject], expected: Mapping[str, Variance]) -> float:
-    """Return how many times the accepted variance this run has, over the workloads timed with both revisions."""
-    if len(subjects) < INFLATION_WORKLOADS:
-        return inflation_of_few(_block_variances(subjects))
-    return inflation((s.values, expected[s.id]) for s in subjects if not s.same_code)
-
-
-def _block_variances(subjects: Iterable[Subject]) -> Iterator[tuple[Variance, Variance]]:
-    """Yield (variance of a block in this run, the same when it was accepted) of each workload that has both."""
-    for s in subjects:
-        if s.entry is None:
-            continue
-        clock, processes = s.runs[0].clock, [p for session in s.entry.sessions for p in session.processes]
-        now, before = (
-            Variance(value=value, dof=dof)
-            for value, dof in (
-                block_variance([m.log_ratios[s.other] for m in s.runs], clock),
-                block_variance([p.log_ratios.get("accepted", ()) for p in processes], clock),
-            )
-        )
-        if min(now.value, now.dof, before.value, before.dof) > 0:
-            yield now, before
-
-
-def _known(expected: Variance, run: Sequence[Measurement], other: str) -> Variance:
-    """Return the process variance as known after this run. Where this run's processes vary far beyond `expected`, they
-    alone count.
-
-    Blocks that vary far beyond it show this at once: the mean of a process is no better than its blocks.
-    """
-    processes = [m.log_ratios[other] for m in run]
-    value, dof = block_variance(processes, run[0].clock)
-    value *= fmean(1 / len(blocks) for blocks in processes)
-    if spread_p(value, dof, expected) < SPREAD_P:
-        expected = replace(expected, value=value)
-    value, dof = within([_values(run, other)])
-    if spread_p(value, dof, expected) < SPREAD_P:
-        return Variance(value=value, dof=dof)
-    return expected.updated(value, dof)
-
-
-def _slowdown(
-    s: Subject, suite: Suite, accepted_noise: Variance, factor: float, selected: int
-) -> tuple[Estimate, float]:
-    """Return (log slowdown of the optimized side, margin)."""
-    if s.stored and s.few:
-        return _own_seconds(s), s.margin or OWN_SECONDS_MARGIN
-    known = _known(replace(accepted_noise, value=factor * accepted_noise.value), s.runs, s.other)
-    if not s.stored:
-        # Without an entry nothing is known of the noise beforehand: the margin follows from this run's own.
-        margin = s.margin or (
-            margin_of(s.entry, suite, selected=selected)
-            if s.entry
-            else _default_margin(known, selected, MARGIN_MIN[s.runs[0].clock])
-        )
-        # log_ratios["accepted"] is positive where the current side is faster.
-        return _paired([-v for v in s.values], known), margin
-    assert s.entry is not None
-    noise = Noise(process=known, session=noise_of(s.entry.process_means(), suite.ratio).session)
-    accepted = baseline_mean(s.entry.process_means(), noise)
-    error = estimate(accepted.minus(run_mean([0.0] * LOOKS[-1])), noise)
-    least = MARGIN_MIN[s.entry.clock]
-    own = _default_margin(accepted_noise, selected, least)
-    # Beyond STORED_MARGIN_MAX it would be no gate, unless the accepted revision itself resolves no less.
-    margin = s.margin or min(max(own, _resolvable(error, selected, least)), max(own, STORED_MARGIN_MAX))
-    return estimate(accepted.minus(run_mean(s.values)), noise), margin
-
-
-def _own_seconds(s: Subject) -> Estimate:
-    """Return the log slowdown of the optimized side by its own seconds. It is used where the reference shows
-    nothing."""
-    assert s.entry is not None
-    accepted = [[math.log(p.seconds["optimized"]) for p in session.processes] for session in s.entry.sessions]
-    now = [math.log(median(m.sides["optimized"].blocks_s)) for m in s.runs]
-    own = Variance(value=PROCESS_SD**2, dof=PROCESS_DOF).updated(*within([*accepted, now]))
-    noise = Noise(process=own, session=Variance(value=OWN_SECONDS_SD**2, dof=SESSION_DOF))
-    return estimate(run_mean(now).minus(baseline_mean(accepted, noise)), noise)
-
-
-def _speedup(s: Subject, prior: Noise, selected: int, *, looks: int) -> Speedup | None:
-    """Return this run's speedup over the reference; None where the reference was not timed.
-
-    A promise holds where this run shows it. It is broken only if no session's shift explains why this run is below it.
-    """
-    timed, least = complete((m for m in s.runs if m.log_ratios.get("reference")), "reference")
-    full = [m for m in timed if "reference" not in m.few]
-    used = full or timed
-    if not used:
-        return None
-    # After the first process all of the reference is asked for, or none: two with few samples show that it is slow.
-    slow = s.few or (len(timed) > 1 and not full)
-    noise = noise_of(s.entry.process_means() if s.entry else [], prior)
-    noise = replace(noise, process=_known(noise.process, used, "reference"))
-    mean = run_mean(_values(used, "reference"))
-    now, here = estimate(mean, noise), estimate(mean, replace(noise, session=NO_SHIFT))
-    if not full:
-        now, here = replace(now, se=FEW_FACTOR * now.se), replace(here, se=FEW_FACTOR * here.se)
-    promised = s.promises.speedup
-    if promised is None:
-        return Speedup(now=now, full=len(full), least=least)
-    bound = math.log(promised)
-    shown = here if looks > 1 else now  # a promise that is accepted is to hold in every session
-    spare = FEW_LEAST if s.entry and not slow and not full else 0.0
-    one = replace(here, se=math.sqrt(noise.process.value))
-    return Speedup(
-        now=now,
-        promised=promised,
-        holds=shown.p_above(bound) <= (beta(len(s.runs)) if looks > 1 else BETA) and now.value >= bound + spare,
-        broken=not least and now.p_below(bound) <= ALPHA / looks / selected,
-        least=least,
-        full=len(timed) if slow else len(full),
-        likely=planning.further(one, bound, len(full), ahead(len(s.runs))),
-    )
-
-
-def _default_margin(process: Variance, selected: int, least: float) -> float:
-    """Return the slowdown that USUAL_PROCESSES resolve. Where it is above MARGIN_USUAL, return the one that all
-    processes resolve, between MARGIN_USUAL and MARGIN_MOST."""
-
-    def found_by(processes: int) -> float:
-        error = _paired([0.0] * processes, replace(process, dof=process.dof + processes - 1))
-        return _resolvable(error, selected, least)
-
-    size = found_by(USUAL_PROCESSES)
-    return size if size <= MARGIN_USUAL else min(MARGIN_MOST, max(MARGIN_USUAL, found_by(LOOKS[-1])))
-
-
-def _resolvable(error: Estimate, selected: int, least: float) -> float:
-    """Return the slowdown shown with 95% power by an estimate with this error; at least `least`, in MARGIN_STEP."""
-    needed = t_quantile(1 - ALPHA / len(RED_LOOKS) / selected, error.dof) + t_quantile(POWER, error.dof)
-    # No margin is beyond MARGIN_MOST: a larger error need not be exact, and its exponential could overflow.
-    steps = math.ceil(math.expm1(min(needed * error.se, 1.0)) / MARGIN_STEP - 1e-9)
-    return max(least, round(steps * MARGIN_STEP, 6))
-
-
-def _paired(values: Sequence[float], process: Variance) -> Estimate:
-    """Return the mean of processes that interleave two revisions: no session's shift enters."""
-    return estimate(paired_mean(values), Noise(process=process, session=NO_SHIFT))
-
-
-def _values(run: Iterable[Measurement], other: str) -> list[float]:
-    return [process_mean(m.log_ratios[other], m.clock) for m in run]
 
 
 # --- what cannot be judged ------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from perfsuite import gate, planning, stages
+from perfsuite import estimates, planning, stages
 from perfsuite import statistics as rule
 from perfsuite.blocks import process_mean
 from perfsuite.calibration.record import BLOCKS, ROUNDS, KindRecord, Recording, ToolRun, side_name
@@ -274,7 +274,7 @@ def analyse(
 def _targets(kinds: Sequence[KindResult], recording: Recording, simulated: Simulations) -> Iterator[Target]:
     yield Target(
         what="unchanged suites with a false alarm",
-        wanted=gate.ALPHA,
+        wanted=estimates.ALPHA,
         found=simulated.rate(lambda s: (s.suites[OPTIMIZED].alarms, s.suites[OPTIMIZED].runs)),
         at_most=True,
     )
@@ -283,7 +283,7 @@ def _targets(kinds: Sequence[KindResult], recording: Recording, simulated: Simul
         if names and extra in recording.extras:
             yield Target(
                 what=f"workloads {extra:.0%} slower found on the {clock} clock",
-                wanted=gate.POWER,
+                wanted=estimates.POWER,
                 found=simulated.share(names, side_name(extra), Status.REGRESSED),
             )
     yield Target(
@@ -512,10 +512,10 @@ def _constants(kinds: Sequence[KindResult], whole: Simulation) -> Iterator[Const
             )
     yield from _sessions(kinds)
     yield _import_bias({k.kind: k.to_accepted for k in kinds})
-    wide = [k.kind for k in kinds if k.margin > gate.MARGIN_MIN[k.clock]]
+    wide = [k.kind for k in kinds if k.margin > estimates.MARGIN_MIN[k.clock]]
     yield Constant(
         name="MARGIN_MIN",
-        assumed=", ".join(f"{percent(least)} on the {clock} clock" for clock, least in gate.MARGIN_MIN.items()),
+        assumed=", ".join(f"{percent(least)} on the {clock} clock" for clock, least in estimates.MARGIN_MIN.items()),
         measured="; ".join(f"{k.kind}: margin {percent(k.margin)}, {_found(k)}" for k in kinds),
         reading=f"resolved only above it: {', '.join(wide)}" if wide else "agrees",
     )
@@ -613,8 +613,8 @@ def _reading(assumed: float, found: Deviation) -> str:
 
 
 def _found(kind: KindResult) -> str:
-    found = [g for g in kind.gate if g.planted > 0 and g.regressed.value >= gate.POWER]
-    share = f"{gate.POWER:.0%}"
+    found = [g for g in kind.gate if g.planted > 0 and g.regressed.value >= estimates.POWER]
+    share = f"{estimates.POWER:.0%}"
     return f"{share} found from {percent(min(g.measured for g in found))}" if found else f"none found at {share}"
 
 

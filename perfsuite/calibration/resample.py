@@ -19,7 +19,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from perfsuite import gate, planning
+from perfsuite import estimates, gate, planning
 from perfsuite.baseline import Entry, Process, Session, SideSummary
 from perfsuite.blocks import block_variance, process_mean
 from perfsuite.calibration.record import BLOCKS, KindRecord, Recording, side_name
@@ -198,7 +198,8 @@ def _gate_once(
             )
     suite = suite_noise(entries)
     planned = {
-        k: planning.blocks_of(e, gate.margin_of(e, suite, selected=len(entries))) or BLOCKS for k, e in entries.items()
+        k: planning.blocks_of(e, estimates.margin_of(e, suite, selected=len(entries))) or BLOCKS
+        for k, e in entries.items()
     }
     size = paired.sample_size(len(entries))
     sample = {str(k) for k in rng.choice(list(entries), size, replace=False)}
@@ -211,7 +212,7 @@ def _gate_once(
             clock = entries[key].clock
             runs[key] += (replace(_MEASUREMENT, id=key, clock=clock, log_ratios={ACCEPTED: drawn}),)
         subjects = [
-            gate.Subject(id=k, runs=runs[k], entry=e, against="the accepted revision", sampled=k in sample)
+            estimates.Subject(id=k, runs=runs[k], entry=e, against="the accepted revision", sampled=k in sample)
             for k, e in entries.items()
         ]
         answers = gate.analyse(subjects, suite, selected=len(entries))

@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
 
-from perfsuite import baseline, changed, digests, gate, revision
+from perfsuite import baseline, changed, digests, estimates, gate, revision
 from perfsuite.baseline import Entry
 from perfsuite.control import failed
 from perfsuite.errors import BaselineError
@@ -180,12 +180,12 @@ class Accept(Whole, Paired):
     def _margins(self, accepted: Mapping[str, Entry], ids: Sequence[str]) -> list[str]:
         """Return a line for each workload for which the gate will find only a slowdown beyond the usual margin."""
         suite = suite_noise(accepted)
-        sizes = {i: gate.margin_of(accepted[i], suite, selected=len(accepted)) for i in sorted(ids)}
+        sizes = {i: estimates.margin_of(accepted[i], suite, selected=len(accepted)) for i in sorted(ids)}
         return [
             f"{i}: only a slowdown of {size:.1%} or more will be found; declare margin={size:.3g} if that is enough, "
             "or reduce its noise: a longer workload, or the device clock in place of the wall clock"
             for i, size in sizes.items()
-            if size > gate.MARGIN_USUAL and self.margin(i) is None and "reference" not in accepted[i].few
+            if size > estimates.MARGIN_USUAL and self.margin(i) is None and "reference" not in accepted[i].few
         ]
 
     def prove_task(self, id: str) -> Task:

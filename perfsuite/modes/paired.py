@@ -13,11 +13,12 @@ from dataclasses import replace
 
 import pytest
 
-from perfsuite import confirmation, gate, lanes, planning, revision, sharing, stages
+from perfsuite import confirmation, estimates, gate, lanes, planning, revision, sharing, stages
 from perfsuite.baseline import Entry, short
 from perfsuite.control import Control, failed
 from perfsuite.errors import RevisionError
-from perfsuite.gate import Open, Subject
+from perfsuite.estimates import Subject
+from perfsuite.gate import Open
 from perfsuite.priors import Suite, suite_noise
 from perfsuite.progress import name_of
 from perfsuite.records import Measurement, PromiseRecord, Status, Verdict
@@ -180,7 +181,7 @@ class Paired(Control):
         return planning.blocks_of(entry, self._margin(id, entry))
 
     def _margin(self, id: str, entry: Entry) -> float:
-        return self.margin(id) or gate.margin_of(entry, self.suite, selected=max(1, len(self.items)))
+        return self.margin(id) or estimates.margin_of(entry, self.suite, selected=max(1, len(self.items)))
 
     def decide(self, ids: Collection[str]) -> dict[str, Verdict]:
         """Time them process by process until the rule has decided each."""

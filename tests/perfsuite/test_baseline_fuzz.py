@@ -25,7 +25,7 @@ from scale import FULLY, count
 from scratch import ROOT
 
 from perfsuite import baseline_file as module
-from perfsuite import gate
+from perfsuite import estimates, gate
 from perfsuite.baseline import Baseline, Entry, merge
 from perfsuite.baseline_file import load, save, update
 from perfsuite.errors import BaselineError
@@ -281,7 +281,7 @@ def assert_wholly_valid(left: Baseline, sound: Baseline) -> None:
         assert all(s > 0 for p in processes for s in p.seconds.values())
         assert all(s > 0 for blocks in accepted.blocks_s.values() for s in blocks)
     subjects = [
-        gate.Subject(id=key, runs=runs_of(e), entry=e, promises=e.promises, against="itself")
+        estimates.Subject(id=key, runs=runs_of(e), entry=e, promises=e.promises, against="itself")
         for key, e in left.entries.items()
     ]
     answers = gate.analyse(subjects, suite_noise(left.entries), selected=max(1, len(left.entries)))

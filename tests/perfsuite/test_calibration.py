@@ -19,7 +19,7 @@ from click.testing import CliRunner, Result
 from scale import FULLY
 from scratch import OUTER, ROOT
 
-from perfsuite import cli, gate, machine, planning, runner, sampling
+from perfsuite import cli, estimates, gate, machine, planning, runner, sampling
 from perfsuite.calibration import analysis, command, measure, record, report, resample
 from perfsuite.calibration.record import Recording
 from perfsuite.errors import PerfsuiteError
@@ -200,13 +200,13 @@ def test_a_quiet_device(found: analysis.Analysis) -> None:
         assert unchanged.seconds == pytest.approx(unchanged.processes, rel=0.7)  # 2 sides of .5 s in 8 blocks
         assert [g.regressed.value for g in (two, three, five)] == [1, 1, 1]
         assert five.processes == gate.RED_PROCESSES
-        assert k.margin == gate.MARGIN_MIN[k.clock]
+        assert k.margin == estimates.MARGIN_MIN[k.clock]
 
 
 def test_a_noisy_device() -> None:
     noisy = analysis.analyse(recording({"launch": {**QUIET, "process": 0.03}}), suites=4)
     (k,) = noisy.kinds
-    assert k.margin > gate.MARGIN_USUAL
+    assert k.margin > estimates.MARGIN_USUAL
     assert k.gate[1].regressed.value < 0.1
     assert k.gate[0].processes > 3
     readings = {c.name: c.reading for c in noisy.constants}
@@ -238,7 +238,7 @@ def test_the_gate_decides_round_after_round(quiet: Recording, monkeypatch: pytes
         for s in every:
             assert s.entry is not None
             assert [len(p) for p in s.entry.process_means("accepted")] == [accept.PROCESSES]
-            planned = planning.blocks_of(s.entry, gate.margin_of(s.entry, suite, selected=selected))
+            planned = planning.blocks_of(s.entry, estimates.margin_of(s.entry, suite, selected=selected))
             assert {len(m.log_ratios[ACCEPTED]) for m in s.runs} == {min(planned, BLOCKS)}
         answers = decide(every, suite, selected=selected)
         rounds.append({s.id: len(s.runs) for s in every})
@@ -268,7 +268,7 @@ def test_accepted_and_run_come_from_different_sessions(quiet: Recording) -> None
     both = replace(calm, sessions=(*calm.sessions, *wild.sessions))
     made = resample.simulate(resample.pools(both), {OPTIMIZED: 12}, np.random.default_rng(0))
     # Accepted in the quiet session it is noisy in the other, and the other way round its margin is wide.
-    assert {m > gate.MARGIN_MIN["device"] for m in made.tallies["memory"][OPTIMIZED].margins} == {True, False}
+    assert {m > estimates.MARGIN_MIN["device"] for m in made.tallies["memory"][OPTIMIZED].margins} == {True, False}
 
 
 @FULLY

@@ -16,9 +16,10 @@ import pytest
 import scipy  # its parts are imported where they are used
 from builders import counting, entry, few, measurement, side, workload_id
 
-from perfsuite import gate, planning, soundness, stages
+from perfsuite import estimates, gate, planning, soundness, stages
 from perfsuite.baseline import Entry
-from perfsuite.gate import LOOKS, NO_SHIFT, Open, Speedup, Subject, analyse, margin_of, promises_only
+from perfsuite.estimates import NO_SHIFT, Speedup, Subject, margin_of
+from perfsuite.gate import LOOKS, Open, analyse, promises_only
 from perfsuite.priors import Suite, suite_noise
 from perfsuite.records import Measurement, PromiseRecord, SideRecord, Status, Verdict
 from perfsuite.statistics import DEFAULT_NOISE, IMPORT_BIAS, Estimate, Noise, Variance, fit_prior, noise_of
@@ -121,13 +122,23 @@ def interval(value: float, se: float, dof: float) -> tuple[float, float]:
 
 def test_the_rule_s_constants_are_the_documented_ones() -> None:
     assert LOOKS == (1, 2, 3, 4, 6, 8, 12)
-    assert (gate.RED_PROCESSES, gate.ALPHA, gate.BETA, gate.POWER, gate.USUAL_PROCESSES) == (4, 0.01, 0.03, 0.95, 6)
-    assert gate.MARGIN_MIN == {"device": 0.01, "wall": 0.015}
-    assert (gate.MARGIN_USUAL, gate.MARGIN_MOST, gate.MARGIN_STEP) == (0.02, 0.10, 0.001)
+    assert (
+        gate.RED_PROCESSES,
+        estimates.ALPHA,
+        stages.BETA,
+        estimates.POWER,
+        estimates.USUAL_PROCESSES,
+    ) == (4, 0.01, 0.03, 0.95, 6)
+    assert estimates.MARGIN_MIN == {"device": 0.01, "wall": 0.015}
+    assert (estimates.MARGIN_USUAL, estimates.MARGIN_MOST, estimates.MARGIN_STEP) == (0.02, 0.10, 0.001)
     assert gate.RED_LOOKS == (4, 6, 8, 12)
     assert tuple(stages.BETA_SHARES) == LOOKS
     assert math.fsum(stages.BETA_SHARES.values()) == pytest.approx(1.0)
-    assert (gate.STORED_MARGIN_MAX, gate.OWN_SECONDS_SD, gate.OWN_SECONDS_MARGIN) == (0.04, 0.01, 0.10)
+    assert (estimates.STORED_MARGIN_MAX, estimates.OWN_SECONDS_SD, estimates.OWN_SECONDS_MARGIN) == (
+        0.04,
+        0.01,
+        0.10,
+    )
     assert (2.0, math.log(1.2), 20.0) == (planning.FEW_FACTOR, planning.FEW_LEAST, soundness.RATIO_MAX)
 
 
@@ -438,8 +449,8 @@ def test_noisy_advises_no_margin_that_cannot_be_declared() -> None:
 
 @pytest.fixture
 def fine(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gate, "MARGIN_STEP", 1 / FINE)
-    monkeypatch.setattr(gate, "MARGIN_MIN", {"device": 0.0})
+    monkeypatch.setattr(estimates, "MARGIN_STEP", 1 / FINE)
+    monkeypatch.setattr(estimates, "MARGIN_MIN", {"device": 0.0})
 
 
 @pytest.mark.usefixtures("fine")
@@ -459,7 +470,9 @@ def test_the_default_margin_is_what_the_processes_resolve(scale: float, selected
 
 
 def test_the_default_margin_grows_with_the_noise_between_1_and_10_percent() -> None:
-    sizes = [gate._default_margin(Variance(value=(2e-4 * i) ** 2, dof=20.0), SELECTED, 0.01) for i in range(1, 300)]
+    sizes = [
+        estimates._default_margin(Variance(value=(2e-4 * i) ** 2, dof=20.0), SELECTED, 0.01) for i in range(1, 300)
+    ]
     assert sizes == sorted(sizes)
     assert (sizes[0], sizes[-1]) == (0.01, 0.10)
     assert all(s == round(s, 3) for s in sizes)
@@ -473,7 +486,7 @@ def test_the_default_margin_is_rounded_up_to_a_tenth_of_a_percent() -> None:
     for needed, size in ((0.0149, 0.015), (0.0150, 0.015), (0.0151, 0.016), (0.004, 0.01)):
         per_se = scipy.stats.t.isf(0.01 / 4 / SELECTED, 9.0) + scipy.stats.t.ppf(0.95, 9.0)
         error = Estimate(value=1.0, se=math.log1p(needed) / per_se, dof=9.0)
-        assert gate._resolvable(error, SELECTED, 0.01) == size
+        assert estimates._resolvable(error, SELECTED, 0.01) == size
 
 
 def test_the_least_margin_is_that_of_the_clock() -> None:
@@ -490,7 +503,7 @@ def test_the_least_margin_is_that_of_the_clock() -> None:
 
 
 def test_a_margin_of_any_noise_is_finite() -> None:
-    assert gate._resolvable(Estimate(value=0.0, se=1e6, dof=4.0), 10**6, 0.01) >= gate.MARGIN_MOST
+    assert estimates._resolvable(Estimate(value=0.0, se=1e6, dof=4.0), 10**6, 0.01) >= estimates.MARGIN_MOST
     assert margin_of(entry([process(o) for o in (-20.0, 20.0)]), Suite(), selected=10**9) == 0.10
 
 
@@ -571,7 +584,7 @@ def test_the_accepted_variance_is_scaled_to_this_run_s_blocks(blocks: int) -> No
 
 
 def known_of(expected: Variance, *processes: Sequence[float]) -> Variance:
-    return gate._known(expected, [measurement(accepted=blocks) for blocks in processes], "accepted")
+    return estimates._known(expected, [measurement(accepted=blocks) for blocks in processes], "accepted")
 
 
 @pytest.mark.parametrize("blocks", [1, 8])
@@ -700,7 +713,9 @@ def test_the_noise_of_a_clock_is_fitted_to_its_own_workloads_where_there_are_fiv
     quiet, loud = device[workload_id(0)], wall[workload_id(6)]
     margins = [margin_of(quiet, s, selected=SELECTED) for s in (found, replace(found, clocks={}))]
     assert margins[0] <= margins[1]
-    assert gate._expected(subject((), entry=loud), found) == gate._expected(subject((), entry=loud), found.of("wall"))
+    assert estimates.expected_variance(subject((), entry=loud), found) == estimates.expected_variance(
+        subject((), entry=loud), found.of("wall")
+    )
 
 
 def test_a_promise_of_a_workload_that_differs_between_machines_is_held_against_this_run() -> None:
@@ -788,14 +803,14 @@ def test_the_margin_of_stored_figures_ends_at_4_percent_unless_the_workload_s_ow
     shifty = Suite(ratio=replace(NOISE, session=Variance(value=0.01**2, dof=20.0)), paired=NOISE)
     assert verdict(stored(kept(count=12), suite=shifty), Status.NOISY).margin == 0.04
     loud = accepted(100.0)
-    own = gate._default_margin(noise_of(loud.process_means(), NOISE).process, SELECTED, 0.01)
+    own = estimates._default_margin(noise_of(loud.process_means(), NOISE).process, SELECTED, 0.01)
     found = stored(kept(0.0, 12, scale=100.0), entry=loud)
     assert isinstance(found, Verdict)
     assert found.margin == own > 0.04
     # A workload that needs no wider margin has the one of six processes.
     exact = Suite(ratio=replace(NOISE, session=Variance(value=1e-12, dof=20.0)), paired=NOISE)
     mild = accepted(14.0, sessions=3)
-    own = gate._default_margin(noise_of(mild.process_means(), exact.ratio).process, SELECTED, 0.01)
+    own = estimates._default_margin(noise_of(mild.process_means(), exact.ratio).process, SELECTED, 0.01)
     assert verdict(stored(kept(0.0, 12, scale=0.1), entry=mild, suite=exact), Status.PASS).margin == own > 0.01
 
 
@@ -884,7 +899,9 @@ def first_few(run: Sequence[Measurement]) -> list[Measurement]:
 
 def speed_of(run: Sequence[Measurement], promise: float | None, **fields: Any) -> Speedup:
     looks, prior = fields.pop("looks", 7), fields.pop("prior", NOISE)
-    found = gate._speedup(subject(run, promises=PromiseRecord(speedup=promise), **fields), prior, SELECTED, looks=looks)
+    found = estimates.speedup_of(
+        subject(run, promises=PromiseRecord(speedup=promise), **fields), prior, SELECTED, looks=looks
+    )
     assert found is not None
     return found
 
@@ -997,9 +1014,9 @@ def test_the_p_of_a_promise_may_equal_its_level(monkeypatch: pytest.MonkeyPatch)
         promise = math.exp(error.value) * factor
         p = min(error.p_above(math.log(promise)), error.p_below(math.log(promise)))
         for part, called in ((1.0, True), (0.999, False)):
-            monkeypatch.setattr(gate, "ALPHA", part * p)
-            monkeypatch.setattr(gate, "BETA", part * p)
-            found = gate._speedup(subject(runs(), promises=PromiseRecord(speedup=promise)), NOISE, 1, looks=1)
+            monkeypatch.setattr(estimates, "ALPHA", part * p)
+            monkeypatch.setattr(estimates, "BETA", part * p)
+            found = estimates.speedup_of(subject(runs(), promises=PromiseRecord(speedup=promise)), NOISE, 1, looks=1)
             assert found is not None
             assert (found.holds, found.broken) == (called and factor < 1, called and factor > 1)
 
@@ -1325,7 +1342,7 @@ def test_promises_by_themselves_are_held_from_one_process_on() -> None:
 def test_promises_by_themselves_are_shown_at_beta_in_one_look(selected: int) -> None:
     run = kept(count=5)
     prior = fit_prior([[[m.log_ratios["reference"][0] for m in run]]])
-    found = gate._speedup(subject(run, entry=None), prior, 1, looks=1)
+    found = estimates.speedup_of(subject(run, entry=None), prior, 1, looks=1)
     assert found is not None
     least = found.now.lower(1 - 0.03)
     for promise, status in ((math.exp(least) * 0.9999, Status.PASS), (math.exp(least) * 1.0001, Status.NOISY)):

@@ -17,7 +17,8 @@ from scale import FULL, FULLY
 
 from perfsuite import planning
 from perfsuite.baseline import Entry
-from perfsuite.gate import Open, Subject, analyse, margin_of
+from perfsuite.estimates import Subject, margin_of
+from perfsuite.gate import Open, analyse
 from perfsuite.modes.paired import sample_size
 from perfsuite.priors import suite_noise
 from perfsuite.records import Measurement, Status, Verdict

@@ -1,0 +1,301 @@
+"""Estimates of a gated workload: its slowdown and speedup with their errors, and the margin that counts. Pure; no
+torch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from statistics import fmean, median
+
+from perfsuite import planning
+from perfsuite.baseline import Entry
+from perfsuite.blocks import block_variance, process_mean
+from perfsuite.planning import FEW_FACTOR, FEW_LEAST
+from perfsuite.priors import Suite
+from perfsuite.records import Measurement, PromiseRecord, complete
+from perfsuite.stages import BETA, LOOKS, RED_LOOKS, ahead, beta
+from perfsuite.statistics import (
+    INFLATION_WORKLOADS,
+    PROCESS_DOF,
+    PROCESS_SD,
+    SESSION_DOF,
+    SPREAD_P,
+    Estimate,
+    Noise,
+    Variance,
+    baseline_mean,
+    estimate,
+    inflation,
+    inflation_of_few,
+    noise_of,
+    paired_mean,
+    run_mean,
+    spread_p,
+    t_quantile,
+    within,
+)
+
+ALPHA = 0.01
+"""Rate of false alarms over the whole suite: one in a hundred runs at most."""
+
+POWER = 0.95
+
+USUAL_PROCESSES = 6
+"""Number of processes that resolve a margin up to MARGIN_USUAL; for a larger margin all of LOOKS are counted on."""
+
+MARGIN_MIN = {"device": 0.01, "wall": 0.015}
+"""Below 1%, what differs between two builds of one function is code placement, not its design. What the host does
+between launches varies more from process to process."""
+
+MARGIN_USUAL = 0.02
+
+MARGIN_MOST = 0.10
+"""Largest default margin; a larger one has to be declared."""
+
+STORED_MARGIN_MAX = 0.04
+"""Largest margin against stored figures. Stored figures of one session resolve 2 to 3%, and beyond twice MARGIN_USUAL
+it is no gate."""
+
+MARGIN_STEP = 0.001
+
+OWN_SECONDS_SD = 0.01
+"""Standard deviation of seconds by themselves between sessions: they shift by about 1% with the chip's clock and
+temperature."""
+
+OWN_SECONDS_MARGIN = 0.10
+"""Margin that seconds by themselves can hold at the suite-wide level with such shifts."""
+
+NO_PROMISES = PromiseRecord()
+
+NO_SHIFT = Variance(value=0.0, dof=math.inf)
+"""The session's variance where both sides are timed in the same session."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Subject:
+    """One workload under judgement, with everything known of it."""
+
+    id: str
+    runs: tuple[Measurement, ...] = ()
+    entry: Entry | None = None
+    """None where two revisions are compared without a baseline."""
+    promises: PromiseRecord = NO_PROMISES
+    margin: float | None = None
+    """Margin as declared; None for the one that the device resolves."""
+    against: str = ""
+    """The revision that is interleaved, in words."""
+    stored: str = ""
+    """Why only stored figures can be compared; empty where the accepted revision is interleaved."""
+    sampled: bool = False
+    """In the sample that always runs a second process."""
+    same_code: bool = False
+    """Whether the current side provably runs the accepted code."""
+
+    @property
+    def few(self) -> bool:
+        """Whether the reference was too slow to repeat when accepted, so that the stored ratio is not precise."""
+        return self.entry is not None and "reference" in self.entry.few
+
+    @property
+    def other(self) -> str:
+        """The side that the optimized one is compared with."""
+        return "reference" if self.stored else "accepted"
+
+    @property
+    def clock(self) -> str:
+        """The clock that it is timed on; there is an entry or a measurement."""
+        return self.entry.clock if self.entry is not None else self.runs[0].clock
+
+    @property
+    def values(self) -> list[float]:
+        """Process means of the log-ratio to the side `other`."""
+        return process_values(self.runs, self.other)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Speedup:
+    """This run's speedup over the reference (a log-ratio) and the promised one."""
+
+    now: Estimate
+    promised: float = 0.0
+    """Promised log-ratio; 0 where nothing is promised."""
+    holds: bool = True
+    broken: bool = False
+    full: int = 0
+    """Processes that sampled the reference in full; where it is too slow to repeat, that timed it."""
+    likely: int = 1
+    """As `Open.likely`."""
+    least: bool = False
+    """Whether the reference was stopped, so that this is a lower bound."""
+
+    def __str__(self) -> str:
+        low, high = (math.exp(x) for x in self.now.interval())
+        interval = "" if self.least else f" (95% interval {low:.4g} to {high:.4g})"
+        return f"{'at least ' * self.least}{math.exp(self.now.value):.4g}× as fast as the reference{interval}"
+
+
+def margin_of(entry: Entry, suite: Suite, *, selected: int) -> float:
+    """Return the smallest relative slowdown that the rule finds with 95% power, given the accepted noise."""
+    return _default_margin(
+        expected_variance(Subject(id=entry.id, entry=entry), suite), selected, MARGIN_MIN[entry.clock]
+    )
+
+
+def expected_variance(s: Subject, suite: Suite) -> Variance:
+    """Return the variance of a process mean, as accepted, for as many blocks as this run's processes have."""
+    suite = suite.of(s.clock)
+    if s.stored:
+        return (noise_of(s.entry.process_means(), suite.ratio) if s.entry and not s.few else suite.ratio).process
+    means = s.entry.process_means("accepted") if s.entry else []
+    if not means or s.entry is None:
+        return suite.paired.process
+    found = noise_of(means, suite.paired).process
+    if not s.runs:
+        return found
+    blocks = median(len(m.log_ratios["accepted"]) for m in s.runs)
+    return replace(found, value=found.value * planning.scale(s.entry, blocks))
+
+
+def noise_factor(subjects: Sequence[Subject], expected: Mapping[str, Variance]) -> float:
+    """Return how many times the accepted variance this run has, over the workloads timed with both revisions."""
+    if len(subjects) < INFLATION_WORKLOADS:
+        return inflation_of_few(_block_variances(subjects))
+    return inflation((s.values, expected[s.id]) for s in subjects if not s.same_code)
+
+
+def _block_variances(subjects: Iterable[Subject]) -> Iterator[tuple[Variance, Variance]]:
+    """Yield (variance of a block in this run, the same when it was accepted) of each workload that has both."""
+    for s in subjects:
+        if s.entry is None:
+            continue
+        clock, processes = s.runs[0].clock, [p for session in s.entry.sessions for p in session.processes]
+        now, before = (
+            Variance(value=value, dof=dof)
+            for value, dof in (
+                block_variance([m.log_ratios[s.other] for m in s.runs], clock),
+                block_variance([p.log_ratios.get("accepted", ()) for p in processes], clock),
+            )
+        )
+        if min(now.value, now.dof, before.value, before.dof) > 0:
+            yield now, before
+
+
+def _known(expected: Variance, run: Sequence[Measurement], other: str) -> Variance:
+    """Return the process variance as known after this run. Where this run's processes vary far beyond `expected`, they
+    alone count.
+
+    Blocks that vary far beyond it show this at once: the mean of a process is no better than its blocks.
+    """
+    processes = [m.log_ratios[other] for m in run]
+    value, dof = block_variance(processes, run[0].clock)
+    value *= fmean(1 / len(blocks) for blocks in processes)
+    if spread_p(value, dof, expected) < SPREAD_P:
+        expected = replace(expected, value=value)
+    value, dof = within([process_values(run, other)])
+    if spread_p(value, dof, expected) < SPREAD_P:
+        return Variance(value=value, dof=dof)
+    return expected.updated(value, dof)
+
+
+def slowdown_of(
+    s: Subject, suite: Suite, accepted_noise: Variance, factor: float, selected: int
+) -> tuple[Estimate, float]:
+    """Return (log slowdown of the optimized side, margin)."""
+    if s.stored and s.few:
+        return _own_seconds(s), s.margin or OWN_SECONDS_MARGIN
+    known = _known(replace(accepted_noise, value=factor * accepted_noise.value), s.runs, s.other)
+    if not s.stored:
+        # Without an entry nothing is known of the noise beforehand: the margin follows from this run's own.
+        margin = s.margin or (
+            margin_of(s.entry, suite, selected=selected)
+            if s.entry
+            else _default_margin(known, selected, MARGIN_MIN[s.runs[0].clock])
+        )
+        # log_ratios["accepted"] is positive where the current side is faster.
+        return _paired([-v for v in s.values], known), margin
+    assert s.entry is not None
+    noise = Noise(process=known, session=noise_of(s.entry.process_means(), suite.ratio).session)
+    accepted = baseline_mean(s.entry.process_means(), noise)
+    error = estimate(accepted.minus(run_mean([0.0] * LOOKS[-1])), noise)
+    least = MARGIN_MIN[s.entry.clock]
+    own = _default_margin(accepted_noise, selected, least)
+    # Beyond STORED_MARGIN_MAX it would be no gate, unless the accepted revision itself resolves no less.
+    margin = s.margin or min(max(own, _resolvable(error, selected, least)), max(own, STORED_MARGIN_MAX))
+    return estimate(accepted.minus(run_mean(s.values)), noise), margin
+
+
+def _own_seconds(s: Subject) -> Estimate:
+    """Return the log slowdown of the optimized side by its own seconds. It is used where the reference shows
+    nothing."""
+    assert s.entry is not None
+    accepted = [[math.log(p.seconds["optimized"]) for p in session.processes] for session in s.entry.sessions]
+    now = [math.log(median(m.sides["optimized"].blocks_s)) for m in s.runs]
+    own = Variance(value=PROCESS_SD**2, dof=PROCESS_DOF).updated(*within([*accepted, now]))
+    noise = Noise(process=own, session=Variance(value=OWN_SECONDS_SD**2, dof=SESSION_DOF))
+    return estimate(run_mean(now).minus(baseline_mean(accepted, noise)), noise)
+
+
+def speedup_of(s: Subject, prior: Noise, selected: int, *, looks: int) -> Speedup | None:
+    """Return this run's speedup over the reference; None where the reference was not timed.
+
+    A promise holds where this run shows it. It is broken only if no session's shift explains why this run is below it.
+    """
+    timed, least = complete((m for m in s.runs if m.log_ratios.get("reference")), "reference")
+    full = [m for m in timed if "reference" not in m.few]
+    used = full or timed
+    if not used:
+        return None
+    # After the first process all of the reference is asked for, or none: two with few samples show that it is slow.
+    slow = s.few or (len(timed) > 1 and not full)
+    noise = noise_of(s.entry.process_means() if s.entry else [], prior)
+    noise = replace(noise, process=_known(noise.process, used, "reference"))
+    mean = run_mean(process_values(used, "reference"))
+    now, here = estimate(mean, noise), estimate(mean, replace(noise, session=NO_SHIFT))
+    if not full:
+        now, here = replace(now, se=FEW_FACTOR * now.se), replace(here, se=FEW_FACTOR * here.se)
+    promised = s.promises.speedup
+    if promised is None:
+        return Speedup(now=now, full=len(full), least=least)
+    bound = math.log(promised)
+    shown = here if looks > 1 else now  # a promise that is accepted is to hold in every session
+    spare = FEW_LEAST if s.entry and not slow and not full else 0.0
+    one = replace(here, se=math.sqrt(noise.process.value))
+    return Speedup(
+        now=now,
+        promised=promised,
+        holds=shown.p_above(bound) <= (beta(len(s.runs)) if looks > 1 else BETA) and now.value >= bound + spare,
+        broken=not least and now.p_below(bound) <= ALPHA / looks / selected,
+        least=least,
+        full=len(timed) if slow else len(full),
+        likely=planning.further(one, bound, len(full), ahead(len(s.runs))),
+    )
+
+
+def _default_margin(process: Variance, selected: int, least: float) -> float:
+    """Return the slowdown that USUAL_PROCESSES resolve. Where it is above MARGIN_USUAL, return the one that all
+    processes resolve, between MARGIN_USUAL and MARGIN_MOST."""
+
+    def found_by(processes: int) -> float:
+        error = _paired([0.0] * processes, replace(process, dof=process.dof + processes - 1))
+        return _resolvable(error, selected, least)
+
+    size = found_by(USUAL_PROCESSES)
+    return size if size <= MARGIN_USUAL else min(MARGIN_MOST, max(MARGIN_USUAL, found_by(LOOKS[-1])))
+
+
+def _resolvable(error: Estimate, selected: int, least: float) -> float:
+    """Return the slowdown shown with 95% power by an estimate with this error; at least `least`, in MARGIN_STEP."""
+    needed = t_quantile(1 - ALPHA / len(RED_LOOKS) / selected, error.dof) + t_quantile(POWER, error.dof)
+    # No margin is beyond MARGIN_MOST: a larger error need not be exact, and its exponential could overflow.
+    steps = math.ceil(math.expm1(min(needed * error.se, 1.0)) / MARGIN_STEP - 1e-9)
+    return max(least, round(steps * MARGIN_STEP, 6))
+
+
+def _paired(values: Sequence[float], process: Variance) -> Estimate:
+    """Return the mean of processes that interleave two revisions: no session's shift enters."""
+    return estimate(paired_mean(values), Noise(process=process, session=NO_SHIFT))
+
+
+def process_values(run: Iterable[Measurement], other: str) -> list[float]:
+    return [process_mean(m.log_ratios[other], m.clock) for m in run]
