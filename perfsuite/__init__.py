@@ -6,7 +6,8 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from perfsuite.errors import PairError, PerfsuiteError
-from perfsuite.pair import Cost, Pair, Side, Workload, compiled, side, stateful
+from perfsuite.pair import Pair
+from perfsuite.sides import Side, compiled, side, stateful
 from perfsuite.specs import (
     constant,
     floats,
@@ -20,6 +21,7 @@ from perfsuite.specs import (
     size,
     tensor,
 )
+from perfsuite.workload import Cost, Workload
 
 if TYPE_CHECKING:
     from perfsuite.api import check, measure

@@ -29,9 +29,11 @@ from perfsuite.errors import PairError, PerfsuiteError
 from perfsuite.forks import Command, Forks, finish
 from perfsuite.garbage import uncollected
 from perfsuite.machine import usable_cores
-from perfsuite.pair import Pair, Side, Workload, as_side
+from perfsuite.pair import Pair
 from perfsuite.records import InputCase
+from perfsuite.sides import Side, as_side
 from perfsuite.workers import pytest_arguments
+from perfsuite.workload import Workload
 
 KERNELS = "kernels[sm_90]"
 """Name of the pytest item that compiles the kernels."""
@@ -180,10 +182,12 @@ def _call(pair: Pair, side: Side, workload: Workload) -> None:
 
     from perfsuite import execution
     from perfsuite import inputs as make
+    from perfsuite.cases import workload_case
+    from perfsuite.tensor_values import BLANK
 
     # Only sizes and dtypes matter to the compiler.
-    plain = {name: InputCase(regime=make.BLANK) for name in {**pair.inputs, **pair.step_inputs}}
-    case = replace(make.workload_case(workload, pair.dtypes[0], seed=0), inputs=plain)
+    plain = {name: InputCase(regime=BLANK) for name in {**pair.inputs, **pair.step_inputs}}
+    case = replace(workload_case(workload, pair.dtypes[0], seed=0), inputs=plain)
     with _without_drawing():
         values = make.build(replace(pair, adjust=None), case, "cpu")
     call = execution.callable_of(side)

@@ -24,13 +24,14 @@ from perfsuite import (
     measuring,
     planned,
 )
-from perfsuite import inputs as make
 from perfsuite import proofs as proof_list
+from perfsuite.cases import PHASES, case_line, cases, plain_cases
 from perfsuite.errors import NotEquivalent, PerfsuiteError
 from perfsuite.measured import Measured
-from perfsuite.pair import Pair, as_side
+from perfsuite.pair import Pair
 from perfsuite.ranks import group
 from perfsuite.records import REFERENCE, Case, Evidence
+from perfsuite.sides import as_side
 from perfsuite.tally import Tally
 
 FEW_DRAWS = 3
@@ -82,12 +83,12 @@ def _proofs(pair: Pair, examples: int, where: str) -> Iterator[tuple[str, Callab
             yield f"{proof.kind}{words}", hold
 
 
-_PLAIN, _ANY = {"": make.plain_cases}, {"": make.plain_cases, ", any draw": make.cases}
+_PLAIN, _ANY = {"": plain_cases}, {"": plain_cases, ", any draw": cases}
 _CHECKS: dict[str, tuple[Callable[..., None], dict[str, Callable[..., Any]]]] = {
     proof_list.INTEGRITY: (integrity.check, _ANY),
     proof_list.CONTEXTS: (contexts.check, _PLAIN),
     proof_list.EFFECTS: (effects.check, _ANY),
-    proof_list.TRUTH: (lambda pair, case, device: equivalence.check_truth(pair, case, device), {"": make.cases}),
+    proof_list.TRUTH: (lambda pair, case, device: equivalence.check_truth(pair, case, device), {"": cases}),
 }
 
 
@@ -117,7 +118,7 @@ def _hold(
     dtype: str,
     examples: int,
     check: Callable[[Case], None],
-    strategy: Callable[..., Any] = make.cases,
+    strategy: Callable[..., Any] = cases,
     *,
     first: Sequence[Case] = (),
     last: Sequence[Case] = (),
@@ -135,7 +136,7 @@ def _hold(
         deadline=None,
         database=None,
         report_multiple_bugs=False,
-        phases=make.PHASES,
+        phases=PHASES,
     )
     @hypothesis.given(strategy(pair, dtype))
     def prove(case: Case) -> None:
@@ -145,7 +146,7 @@ def _hold(
         try:
             check(case)
         except NotEquivalent as error:
-            message = f"{error}\ndraw: {make.case_line(case)}"
+            message = f"{error}\ndraw: {case_line(case)}"
             raise NotEquivalent(message, case, names_its_cause=error.names_its_cause) from None
         except (PerfsuiteError, hypothesis.errors.HypothesisException):
             raise
@@ -155,7 +156,7 @@ def _hold(
             raised = (
                 f"{pair.name}: the {who} raises {type(error).__name__}: {error}{diagnosis.remedy_of(error, pair, case)}"
             )
-            failure = NotEquivalent(f"{raised}\ndraw: {make.case_line(case)}", case)
+            failure = NotEquivalent(f"{raised}\ndraw: {case_line(case)}", case)
             if not of_reference:
                 raise failure from error
             if tally is not None:

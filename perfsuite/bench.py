@@ -15,15 +15,18 @@ import torch
 
 from perfsuite import execution, guard, scrutiny
 from perfsuite import inputs as make
+from perfsuite.cases import workload_case
 from perfsuite.clocks import CudaClock, clock_for
 from perfsuite.counting import COUNTED_S, count_calls
 from perfsuite.cutoff import cut_off
 from perfsuite.errors import RevisionError
-from perfsuite.pair import Pair, Side, Workload, as_side
+from perfsuite.pair import Pair
 from perfsuite.peers import ALONE, Peers
 from perfsuite.proving import OutputCheck
 from perfsuite.records import ACCEPTED, OPTIMIZED, REFERENCE, Case, Counts
 from perfsuite.runner import Call, Clock, Runner
+from perfsuite.sides import Side, as_side
+from perfsuite.workload import Workload
 
 SLOW_TRUTH_S = 5.0
 """Seconds of establishing a truth above which the reference may take more than LONG_S a call."""
@@ -95,7 +98,7 @@ class Bench:
         if torch.device(self.device).type == "cuda":
             torch.cuda.empty_cache()
         pair = self.pair
-        self.case = make.workload_case(self.workload, self.workload.dtype or pair.dtypes[0], self.seed)
+        self.case = workload_case(self.workload, self.workload.dtype or pair.dtypes[0], self.seed)
         self.timed = replace(pair, steps=(1, 2)) if pair.is_stateful else pair
         self.sides = {REFERENCE: as_side(pair.reference), OPTIMIZED: as_side(pair.optimized)}
         with self.phases.time("inputs"):

@@ -11,8 +11,9 @@ from typing import Any
 import torch
 
 from perfsuite.errors import PairError
-from perfsuite.pair import Pair, Workload
+from perfsuite.pair import Pair
 from perfsuite.records import Limit
+from perfsuite.workload import Workload
 
 COPY_BYTES = {"cuda": 1 << 30, "cpu": 1 << 27}
 MATMUL_SIZE = {"cuda": 8192, "cpu": 1024}

@@ -9,15 +9,16 @@ from typing import Any
 import torch
 
 from perfsuite import bias, differences
-from perfsuite import inputs as make
 from perfsuite.differences import Doubles
 from perfsuite.errors import NotEquivalent
 from perfsuite.execution import Leaf
 from perfsuite.forms import is_real, judge_form
-from perfsuite.pair import TF32, Pair
+from perfsuite.pair import Pair
 from perfsuite.rule import MOVED_NORM, K, Norms, dtype_of_leaf, underflow
 from perfsuite.tally import Tally
+from perfsuite.tensor_values import dtype_of
 from perfsuite.truths import DERIVATIVES, Truth, period_of
+from perfsuite.workload import TF32
 
 
 def judge_output(
@@ -40,7 +41,7 @@ def judge_output(
     where = f"{pair.name}: {name} of the {side} side"
     if _is_unused_gradient(where, name, reference, got):
         return
-    dtype = make.dtype_of(pair.output_dtype) if pair.output_dtype and name.startswith("output") else None
+    dtype = dtype_of(pair.output_dtype) if pair.output_dtype and name.startswith("output") else None
     judge_form(
         where,
         reference,

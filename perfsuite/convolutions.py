@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from perfsuite.pair import TF32
+from perfsuite.workload import TF32
 
 
 @contextmanager

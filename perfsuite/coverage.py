@@ -10,7 +10,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from perfsuite import inputs as make
+from perfsuite import memory_layouts, tensor_values
+from perfsuite.cases import LARGE_EDGES, PLAIN, SMALL_HIGH
 from perfsuite.errors import NotEquivalent
 from perfsuite.kinds import (
     ALONE,
@@ -39,7 +40,8 @@ from perfsuite.kinds import (
 )
 from perfsuite.pair import Pair
 from perfsuite.records import Case, InputCase
-from perfsuite.specs import EXPANDED, Integers, ScalarSpec, Size, symbols
+from perfsuite.specs import EXPANDED, Integers, ScalarSpec, Size, bounds, elements, symbols
+from perfsuite.tensor_values import HALVES, MILD, OTHERS
 
 MOST_ELEMENTS = 1 << 18
 """Most elements in the inputs of a draw with a large size, or whose sizes are all of one kind."""
@@ -53,9 +55,9 @@ SMALL = 17
 UP_TO, LEAST_UP_TO = {ONES: 1, WHOLE: 64, RAGGED: 128}, {ONES: 1, WHOLE: SMALL, RAGGED: 32}
 """Kinds of all sizes → the largest size of that kind, where the pair allows it, and where there are too many
 elements."""
-SPOILING = ("huge", "nonfinite", make.OTHERS)
+SPOILING = ("huge", "nonfinite", OTHERS)
 """With these in one input the answer is often not finite, or the same, whatever is in the others."""
-TOGETHER = ("offset", make.HALVES)
+TOGETHER = ("offset", HALVES)
 """Regimes that all inputs get that may have them: the difference of two such inputs is small, too, or they are
 equal."""
 MOST_PLANNED = 0.75
@@ -140,10 +142,10 @@ def _case(
     wanted, ends = {}, {}
     if not tried:
         wanted = _wanted_sizes(pair, left, few=few_sizes)
-        if not {*ALONE, ONES} & set(wanted.values()) and make.HALVES not in regimes.values():
+        if not {*ALONE, ONES} & set(wanted.values()) and HALVES not in regimes.values():
             ends = {k[1]: k[2] for k in reversed(left) if k[0] == "scalar"}
     layout = only = ""
-    if set(regimes.values()) <= set(make.MILD) and not {"empty", "one", ONES, PAST_HALF} & set(wanted.values()):
+    if set(regimes.values()) <= set(MILD) and not {"empty", "one", ONES, PAST_HALF} & set(wanted.values()):
         # Of a long row of equal values the roundings add up in one direction.
         left_out = EXPANDED if {*LARGE, *TOGETHER_SIZES} & set(wanted.values()) else ()
         layout = next((k[1] for k in left if k[0] == "layout" and k[1] not in left_out), "")
@@ -159,7 +161,7 @@ def _case(
     tried |= {("size", *k) for k in wanted.items()} | {("scalar", *k) for k in ends.items()}
     left[:] = [k for k in left if k not in tried]
     source = random.Random(f"{pair.name} {sorted(wanted.items())}") if same_sizes else random_
-    sizes = _drawn_sizes(pair, wanted, ends, source, extent, halves=make.HALVES in regimes.values())
+    sizes = _drawn_sizes(pair, wanted, ends, source, extent, halves=HALVES in regimes.values())
     if sizes is None:
         return None
     return Case(dtype=dtype, sizes=sizes, inputs=inputs, seed=random_.getrandbits(31))
@@ -196,7 +198,7 @@ def _least_elements(pair: Pair, wanted: Mapping[str, str]) -> int:
 
 def _elements(pair: Pair, sizes: Mapping[str, Any]) -> int:
     """Return the number of elements of all inputs that are a tensor each, at these sizes."""
-    return sum(make.elements(spec, sizes) for spec in whole_tensors(pair))
+    return sum(elements(spec, sizes) for spec in whole_tensors(pair))
 
 
 def _regimes(pair: Pair, left: list[Kind], random_: random.Random) -> tuple[dict[str, str], set[Kind]]:
@@ -207,9 +209,10 @@ def _regimes(pair: Pair, left: list[Kind], random_: random.Random) -> tuple[dict
     tensors = list(drawn_tensors(pair).items())
     together = next((k[1] for k in left if k[0] == "regime" and k[1] in TOGETHER), None)
     if together is not None and ("regime", "normal") not in left:
-        return {n: together if together in make.regimes(s) else "normal" for n, s in tensors}, {("regime", together)}
+        regime_of = {n: together if together in tensor_values.regimes(s) else "normal" for n, s in tensors}
+        return regime_of, {("regime", together)}
     for name, spec in random_.sample(tensors, len(tensors)):
-        regimes = [k for k in left if k not in tried and k[0] == "regime" and k[1] in make.regimes(spec)]
+        regimes = [k for k in left if k not in tried and k[0] == "regime" and k[1] in tensor_values.regimes(spec)]
         if any(k[1] in SPOILING for k in tried) or (tried and regimes and regimes[0][1] in SPOILING):
             regimes = []  # beside it, nothing else could be seen
         tried.update(regimes[:1])
@@ -221,7 +224,7 @@ def _laid_out(pair: Pair, regimes: Mapping[str, str], layout: str, only: str = "
     """Return how each tensor is drawn: in this layout all that may have it, or `only` one."""
     found = {}
     for name, spec in drawn_tensors(pair).items():
-        may = bool(layout) and layout in make.layouts(pair, name, spec) and only in ("", name)
+        may = bool(layout) and layout in memory_layouts.layouts(pair, name, spec) and only in ("", name)
         found[name] = InputCase(layout=layout if may else "contiguous", regime=regimes[name])
     return {name: how for name, how in found.items() if how != InputCase()}
 
@@ -304,7 +307,7 @@ class _Drawing:
             return max(LEAST_UP_TO[kind], UP_TO[kind] >> attempt) if self.extent.large else LEAST_UP_TO[kind]
         if self.extent.small or self.long:
             return max(among) if symbol in (*self.long, *self.counted) else SMALL
-        return make.SMALL_HIGH if _has_large(sizes) else max(among)
+        return SMALL_HIGH if _has_large(sizes) else max(among)
 
 
 def _bounds_of_integers(pair: Pair) -> set[str]:
@@ -317,7 +320,7 @@ def _most_different(pair: Pair, symbol: str) -> list[int]:
     """Return numbers of different values beside a large size. Where few rows of a table are added up many times, the
     roundings of each add up in one direction, even in an honest sum in sequence."""
     size = pair.sizes.get(symbol)
-    return [n for n in make.LARGE_EDGES[3:] if size is None or size.allows(n)]
+    return [n for n in LARGE_EDGES[3:] if size is None or size.allows(n)]
 
 
 def _largest(sizes: Sequence[int]) -> Sequence[int]:
@@ -327,14 +330,14 @@ def _largest(sizes: Sequence[int]) -> Sequence[int]:
 
 
 def _has_large(sizes: Mapping[str, int]) -> bool:
-    return any(n > make.SMALL_HIGH for n in sizes.values())
+    return any(n > SMALL_HIGH for n in sizes.values())
 
 
 def _scalar(spec: ScalarSpec, sizes: Mapping[str, Any], random_: random.Random, halves: bool) -> Any:
     if isinstance(spec.values, tuple):
         return random_.choice(spec.values)
     if isinstance(spec.values, Integers):
-        least, ends = make.bounds(spec.values, sizes)
+        least, ends = bounds(spec.values, sizes)
         return random_.randint(least, max(least, ends[0] - 1))
     low, high = spec.values.low, spec.values.high
     number = random_.uniform(-1.0 if low is None else low, 1.0 if high is None else high)
@@ -344,8 +347,8 @@ def _scalar(spec: ScalarSpec, sizes: Mapping[str, Any], random_: random.Random, 
 
 
 def _plain(pair: Pair, symbol: str) -> Sequence[int]:
-    size = pair.size_of(symbol) or Size(low=0, high=make.SMALL_HIGH)
-    found = [n for n in make.PLAIN if size.allows(n)]
+    size = pair.size_of(symbol) or Size(low=0, high=SMALL_HIGH)
+    found = [n for n in PLAIN if size.allows(n)]
     if len(found) > FEWEST:
         return found
     return [n for n in _range(size) if n] or _range(size)

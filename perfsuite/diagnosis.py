@@ -18,14 +18,16 @@ import torch
 
 from perfsuite import equivalence, forms, incoming, relations, truths
 from perfsuite import inputs as make
+from perfsuite.cases import case_line
 from perfsuite.errors import NotEquivalent
 from perfsuite.execution import Leaves
 from perfsuite.integrity.late_work import comes_late
 from perfsuite.kinds import LARGE_TILE
-from perfsuite.pair import Pair, Side
+from perfsuite.pair import Pair
 from perfsuite.records import Case, InputCase
 from perfsuite.reference_task import task_of
-from perfsuite.specs import ConstantSpec, TensorSpec, symbols
+from perfsuite.sides import Side
+from perfsuite.specs import ConstantSpec, TensorSpec, elements, symbols, tensor_spec
 
 PRECISIONS = {"float16 or TF32": 2.0**-10, "bfloat16": 2.0**-7}
 """Name → eps. Where the error fits the budget of one of these precisions, the side computed in it."""
@@ -141,7 +143,7 @@ class _Trial:
 
     def truth(self, case: Case, gradients: bool = False) -> truths.Truth:
         """Return the truth of a draw. It is established once, because several causes are tried on the same draw."""
-        key = make.case_line(case), gradients
+        key = case_line(case), gradients
         if key not in self._truths:
             how = self.how(case, gradients)
             self._truths[key] = truths.establish(self.pair, case, self.device, home=self.home, **how)
@@ -391,9 +393,9 @@ def _within(pair: Pair, case: Case, wanted: Mapping[str, int]) -> dict[str, int]
     # A size without a declared range may be anything, beyond the sizes that are drawn, too.
     sizes = {n: v if n not in pair.sizes or pair.sizes[n].allows(v) else case.sizes[n] for n, v in wanted.items()}
     every = {**case.sizes, **sizes}
-    tensors = (make.tensor_spec(spec) for spec in {**pair.inputs, **pair.step_inputs}.values())
-    elements = sum(make.elements(spec, every) for spec in tensors if spec is not None)
-    return sizes if elements <= MOST_ELEMENTS and pair.allows(every) else {n: case.sizes[n] for n in wanted}
+    tensors = (tensor_spec(spec) for spec in {**pair.inputs, **pair.step_inputs}.values())
+    asked = sum(elements(spec, every) for spec in tensors if spec is not None)
+    return sizes if asked <= MOST_ELEMENTS and pair.allows(every) else {n: case.sizes[n] for n in wanted}
 
 
 def _most_allowed(pair: Pair, name: str, most: int) -> int:

@@ -22,8 +22,10 @@ from perfsuite import execution, held_memory, incoming, marks, modules, patches,
 from perfsuite import inputs as make
 from perfsuite.errors import NotEquivalent
 from perfsuite.integrity.probe import Probe, bytes_of, same_leaf
-from perfsuite.pair import GRAD_OUTPUT, Pair, as_side
+from perfsuite.pair import Pair
+from perfsuite.pair_fields import GRAD_OUTPUT
 from perfsuite.records import Case
+from perfsuite.sides import as_side
 
 Effects: TypeAlias = dict[str, str]
 """Name → the words that follow "the optimized side" in a message about it."""

@@ -12,12 +12,13 @@ from perfsuite.comparison import judge_output
 from perfsuite.differences import Doubles
 from perfsuite.errors import NotEquivalent, PairError
 from perfsuite.execution import Leaves
-from perfsuite.pair import Pair, Side, as_side
+from perfsuite.pair import Pair
 from perfsuite.records import Case
 from perfsuite.reference_task import Task, draws_of, task_of
 from perfsuite.rule import CAREFUL, FEW, NEAR, NONE, REPLICAS, TRUTH_EPS, sure
 from perfsuite.rule import C as C
 from perfsuite.rule import K as K
+from perfsuite.sides import Side, as_side
 from perfsuite.tally import Tally
 from perfsuite.truths import Discard, Drawn, Known, Truth
 

@@ -15,8 +15,10 @@ import torch
 from perfsuite import incoming, process_state, surroundings
 from perfsuite import inputs as make
 from perfsuite.errors import NotEquivalent, PairError
-from perfsuite.pair import Pair, Side
-from perfsuite.specs import ModuleSpec, TensorSpec
+from perfsuite.memory_layouts import fill_poison
+from perfsuite.pair import Pair
+from perfsuite.sides import Side
+from perfsuite.specs import ModuleSpec, TensorSpec, tensor_spec
 
 Leaf: TypeAlias = "torch.Tensor | float | int | bool | None"
 Leaves: TypeAlias = dict[str, Leaf]
@@ -169,7 +171,7 @@ def differentiable(pair: Pair) -> tuple[str, ...]:
 def _is_differentiable(spec: Any) -> bool:
     if isinstance(spec, ModuleSpec):
         return True
-    leaf = make.tensor_spec(spec)
+    leaf = tensor_spec(spec)
     floating = ("float", "bfloat")
     return (
         isinstance(leaf, TensorSpec) and leaf.differentiable and (leaf.dtype is None or leaf.dtype.startswith(floating))
@@ -199,7 +201,7 @@ def poison(pair: Pair, inputs: Mapping[str, Any]) -> None:
     """Fill the inputs that are outputs only, so that an element left unwritten is seen."""
     for name in pair.written:
         for _, tensor in make.tensors_in(inputs[name]):
-            make.fill_poison(tensor)
+            fill_poison(tensor)
 
 
 def require_gradients(pair: Pair, inputs: Mapping[str, Any]) -> dict[str, torch.Tensor]:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from perfsuite import inputs as make
+from perfsuite.cases import case_line
 from perfsuite.equivalence import Facts
 from perfsuite.known_sizes import KnownSizes
 from perfsuite.pair import Pair
@@ -80,7 +80,7 @@ class KnownFacts(Facts):
 
 
 def _key(case: Case, device: str) -> tuple[str, ...]:
-    return device, case.dtype, make.case_line(case)
+    return device, case.dtype, case_line(case)
 
 
 def _written(truth: Truth) -> bytes:

@@ -10,6 +10,7 @@ import torch
 from perfsuite import inputs as make
 from perfsuite.errors import NotEquivalent
 from perfsuite.execution import Leaf
+from perfsuite.memory_layouts import overlaps
 
 
 def judge_form(
@@ -77,7 +78,7 @@ def strides_class(tensor: torch.Tensor) -> str:
     """Return the class of the tensor's strides: one of STRIDES."""
     if tensor.is_contiguous():
         return "contiguous"
-    if make.overlaps(tensor):
+    if overlaps(tensor):
         return "overlapping"
     if tensor.ndim == 4 and tensor.is_contiguous(memory_format=torch.channels_last):
         return "channels last"

@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from perfsuite import inputs as make
 from perfsuite.records import Case
+from perfsuite.tensor_values import DRAW_ON_DEVICE, dtype_of, generator_for
 
 
 def _transposed(tensor: torch.Tensor) -> torch.Tensor:
@@ -109,12 +109,12 @@ def for_outputs(
     """Return an incoming gradient of this kind for each of the outputs."""
     weights: list[torch.Tensor] = []
     for name, output in outputs.items():
-        large = output.numel() > make.DRAW_ON_DEVICE
+        large = output.numel() > DRAW_ON_DEVICE
         source = output.device.type if large else "cpu"
-        generator = make.generator_for(seed, f"incoming {name}", source)
+        generator = generator_for(seed, f"incoming {name}", source)
         values = torch.randn(output.shape, generator=generator, device=source, dtype=torch.float32)
         if dtype is not None:
-            values = values.to(make.dtype_of(dtype))
+            values = values.to(dtype_of(dtype))
         made = KINDS[kind](values.to(device=output.device, dtype=output.dtype))
         alike = (w for w in weights if (w.shape, w.dtype, w.device) == (made.shape, made.dtype, made.device))
         weights.append(next(alike, made) if kind == SHARED else made)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from perfsuite import inputs as make
+from perfsuite.cases import parse_case
 from perfsuite.left_out import misaligned_inputs
 from perfsuite.pair import Pair
 from perfsuite.records import OPTIMIZED, REFERENCE, Status
@@ -73,7 +73,7 @@ class Blame:
         return Task(id=id, kind=ITEMS, limit_s=self.limit_s, case=case, side=side, left_out=left_out)
 
     def _hint(self, line: str) -> str:
-        names = sorted(misaligned_inputs(self.pair, make.parse_case(line, self.dtype)))
+        names = sorted(misaligned_inputs(self.pair, parse_case(line, self.dtype)))
         if not names:
             return ""
         return (

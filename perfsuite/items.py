@@ -24,7 +24,7 @@ from perfsuite import (
     proofs,
     scrutiny,
 )
-from perfsuite import inputs as make
+from perfsuite.cases import case_line
 from perfsuite.errors import NotEquivalent, PairError, PerfsuiteError
 from perfsuite.facts import facts_of
 from perfsuite.pair import Pair
@@ -154,7 +154,7 @@ class PairCollector(pytest.Collector):
 
     def _integrity(self, case: Case, tally: Tally) -> None:
         tally.draws += 1
-        line = make.case_line(case)
+        line = case_line(case)
         number = self._number(line, tally)
         if line in tally.large:  # few draws show what many blocks do together
             number = None
@@ -162,7 +162,7 @@ class PairCollector(pytest.Collector):
 
     def _contexts(self, case: Case, tally: Tally) -> None:
         thorough = device() == "cuda" or self.config.option.perfsuite_profile == "thorough"
-        line = make.case_line(case)
+        line = case_line(case)
         tally.first = tally.first or line
         thorough &= line == tally.first  # what it adds does not depend on the draw
         number = self._number(line, tally)
@@ -170,7 +170,7 @@ class PairCollector(pytest.Collector):
 
     def _effects(self, case: Case, tally: Tally) -> None:
         imported = self.parent.stash.get(IMPORTED, {}) if self.parent is not None else {}
-        number = self._number(make.case_line(case), tally)
+        number = self._number(case_line(case), tally)
         self._once_if_compiled(functools.partial(effects.check, imported=imported, number=number), case, tally)
 
     def _prepare_outside(self) -> None:

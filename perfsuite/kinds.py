@@ -7,10 +7,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-from perfsuite import inputs as make
+from perfsuite import memory_layouts, tensor_values
 from perfsuite.pair import Pair
 from perfsuite.records import Case, InputCase
-from perfsuite.specs import Integers, ScalarSpec, Size, TensorSpec, symbols
+from perfsuite.specs import Integers, ScalarSpec, Size, TensorSpec, bounds, symbols, tensor_spec
+from perfsuite.tensor_values import MILD
 
 TILES = (16, 32, 64, 128)
 LARGE_TILE = 1024
@@ -89,8 +90,8 @@ def kinds(pair: Pair, extent: Extent = ANY) -> list[Kind]:
         if all(sizes_of_kind(pair, symbol, together) for symbol in pair.symbols):
             found["sizes", together] = None
     for name, spec in drawn_tensors(pair).items():
-        found.update(dict.fromkeys(("regime", regime) for regime in make.regimes(spec)))
-        found.update(dict.fromkeys(("layout", layout) for layout in make.layouts(pair, name, spec)))
+        found.update(dict.fromkeys(("regime", regime) for regime in tensor_values.regimes(spec)))
+        found.update(dict.fromkeys(("layout", layout) for layout in memory_layouts.layouts(pair, name, spec)))
     found.update(dict.fromkeys((APART, *both) for both in _layouts_apart(pair)))
     for name, scalar in drawn_scalars(pair).items():
         found.update(dict.fromkeys(("scalar", name, end) for end in ends_of(scalar)))
@@ -113,7 +114,7 @@ def kinds_in(pair: Pair, case: Case) -> set[Kind]:
         found.add(("sizes", ONES))
     if all(n >= FEWEST for n in sizes.values()):
         found |= {("regime", regime) for regime in regimes}
-        if regimes <= set(make.MILD):
+        if regimes <= set(MILD):
             found |= _layouts_of_all(pair, case)
             others = [(name, how.layout) for name, how in case.inputs.items() if how.layout != "contiguous"]
             found |= {(APART, *both) for both in others if len(others) == 1}
@@ -132,7 +133,7 @@ def _layouts_apart(pair: Pair) -> list[tuple[str, str]]:
     if len(tensors) < 2:
         return []
     wanted = APART_LAYOUTS if len(tensors) <= MOST_APART else APART_LAYOUTS[:1]
-    may = {name: make.layouts(pair, name, spec) for name, spec in tensors.items()}
+    may = {name: memory_layouts.layouts(pair, name, spec) for name, spec in tensors.items()}
     return [(name, layout) for layout in wanted for name in tensors if {layout, "contiguous"} <= {*may[name]}]
 
 
@@ -141,7 +142,7 @@ def _layouts_of_all(pair: Pair, case: Case) -> set[Kind]:
     found = {"contiguous"}
     tensors = drawn_tensors(pair).items()
     for layout in {how.layout for how in case.inputs.values()}:
-        may = [name for name, spec in tensors if layout in make.layouts(pair, name, spec)]
+        may = [name for name, spec in tensors if layout in memory_layouts.layouts(pair, name, spec)]
         if all(case.inputs.get(name, InputCase()).layout == layout for name in may):
             found.add(layout)
     return {("layout", layout) for layout in found}
@@ -161,7 +162,7 @@ def end_value(spec: ScalarSpec, end: str, sizes: Mapping[str, Any]) -> Any:
     if isinstance(spec.values, tuple):
         return next(value for value in spec.values if repr(value) == end)
     if isinstance(spec.values, Integers):
-        least, ends = make.bounds(spec.values, sizes)
+        least, ends = bounds(spec.values, sizes)
         return least if end == LEAST else max(least, ends[0] - 1)
     bound = spec.values.low if end == LEAST else spec.values.high
     return None if bound is None else float(bound)
@@ -198,4 +199,4 @@ def drawn_scalars(pair: Pair) -> dict[str, ScalarSpec]:
 
 def drawn_tensors(pair: Pair) -> dict[str, TensorSpec]:
     every = {**pair.inputs, **pair.step_inputs}
-    return {name: leaf for name, spec in every.items() if (leaf := make.tensor_spec(spec)) is not None}
+    return {name: leaf for name, spec in every.items() if (leaf := tensor_spec(spec)) is not None}

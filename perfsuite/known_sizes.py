@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from time import perf_counter
 
 from perfsuite import compiling
-from perfsuite import inputs as make
+from perfsuite.cases import SMALL_HIGH, case_line
 from perfsuite.kinds import FEWEST
 from perfsuite.pair import Pair
 from perfsuite.records import Case, InputCase
@@ -44,7 +44,7 @@ class KnownSizes:
         With `few` a draw takes so many calls that nothing new is drawn where there are known ones and the side
         compiles, or where the device's libraries plan for each size (`plans`), as cuDNN does.
         """
-        asked = make.case_line(case), gradients
+        asked = case_line(case), gradients
         if asked not in self._settled:
             self._settled[asked] = self._chosen(pair, case, gradients, few and (self.compiles or plans))
         return self._settled[asked]
@@ -102,7 +102,7 @@ def _key(case: Case) -> str:
 
 def _is_small(pair: Pair, case: Case) -> bool:
     """Return whether no size is larger than those that are drawn at random."""
-    return all(case.sizes[name] <= make.SMALL_HIGH for name in pair.symbols)
+    return all(case.sizes[name] <= SMALL_HIGH for name in pair.symbols)
 
 
 def _is_plain(pair: Pair, case: Case) -> bool:

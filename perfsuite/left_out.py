@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from perfsuite import inputs as make
+from perfsuite.cases import case_line, parse_case
 from perfsuite.pair import Pair
 from perfsuite.records import Case
+from perfsuite.specs import tensor_spec
 
 MISALIGNED = "offset"
 """The layout whose data begins one element after an aligned address."""
@@ -17,14 +18,14 @@ def is_left_out(pair: Pair, case: Case, left_out: Collection[str]) -> bool:
     them."""
     if not left_out:
         return False
-    if make.case_line(case) in left_out:
+    if case_line(case) in left_out:
         return True
     misaligned = misaligned_inputs(pair, case)
-    return any(misaligned & misaligned_inputs(pair, make.parse_case(other, case.dtype)) for other in left_out)
+    return any(misaligned & misaligned_inputs(pair, parse_case(other, case.dtype)) for other in left_out)
 
 
 def misaligned_inputs(pair: Pair, case: Case) -> set[str]:
     """Return the inputs whose data does not begin at an aligned address, and need not."""
     specs = {**pair.inputs, **pair.step_inputs}
-    free = {name for name, spec in specs.items() if (leaf := make.tensor_spec(spec)) is not None and not leaf.align}
+    free = {name for name, spec in specs.items() if (leaf := tensor_spec(spec)) is not None and not leaf.align}
     return {name for name, how in case.inputs.items() if how.layout == MISALIGNED} & free

@@ -20,13 +20,16 @@ import torch
 
 from perfsuite import execution
 from perfsuite import inputs as make
+from perfsuite.cases import case_line
 from perfsuite.cutoff import CutOff, cut_off
 from perfsuite.errors import in_one_line
 from perfsuite.execution import Leaves
 from perfsuite.integrity.probe import Probe
-from perfsuite.pair import Pair, Side, as_side
+from perfsuite.pair import Pair
 from perfsuite.records import Case
-from perfsuite.specs import TensorSpec
+from perfsuite.sides import Side, as_side
+from perfsuite.specs import TensorSpec, elements, tensor_spec
+from perfsuite.tensor_values import dtype_of
 
 ELEMENTS = 1 << 31
 """Number of elements: signed integers of 32 bits end below it."""
@@ -79,7 +82,7 @@ def long_case(pair: Pair, case: Case) -> tuple[Case, str] | None:
         if not isinstance(dim, str) or dim not in pair.symbols or dim in pair.sizes:
             continue
         assert largest is not None
-        beside = make.elements(largest, {**case.sizes, dim: 1})
+        beside = elements(largest, {**case.sizes, dim: 1})
         if not beside:
             continue
         sizes = {**case.sizes, dim: -(-(ELEMENTS + MORE) // beside)}
@@ -89,13 +92,13 @@ def long_case(pair: Pair, case: Case) -> tuple[Case, str] | None:
 
 
 def _holds_tensors(spec: Any) -> bool:
-    return not isinstance(spec, TensorSpec) and make.tensor_spec(spec) is not None
+    return not isinstance(spec, TensorSpec) and tensor_spec(spec) is not None
 
 
 def fits(pair: Pair, case: Case, device: str) -> bool:
     """Return whether the memory is enough."""
     specs = [spec for spec in pair.inputs.values() if isinstance(spec, TensorSpec)]
-    needed = sum(make.dtype_of(s.dtype or case.dtype).itemsize * make.elements(s, case.sizes) for s in specs)
+    needed = sum(dtype_of(s.dtype or case.dtype).itemsize * elements(s, case.sizes) for s in specs)
     return COPIES * needed <= free_bytes(device)
 
 
@@ -143,7 +146,7 @@ def _compare(probe: Probe, case: Case, symbol: str) -> None:
 
 
 def _many(case: Case) -> str:
-    return f"more than {ELEMENTS} elements ({make.case_line(case)})"
+    return f"more than {ELEMENTS} elements ({case_line(case)})"
 
 
 def _built(pair: Pair, case: Case, symbol: str, device: str) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from perfsuite import anchors, ceilings, guard, scrutiny
 from perfsuite.alternation import Alternation
 from perfsuite.bench import WAITING, Bench, Report
 from perfsuite.errors import PairError
-from perfsuite.pair import Pair, Workload
+from perfsuite.pair import Pair
 from perfsuite.peers import ALONE, Peers
 from perfsuite.preparation import Preparation
 from perfsuite.proving import OutputCheck
@@ -33,6 +33,7 @@ from perfsuite.records import (
 from perfsuite.runner import Runner
 from perfsuite.sampling import BLOCKS, Sampler
 from perfsuite.watching import Watch, check_timed, judge_copied
+from perfsuite.workload import Workload
 
 RIVAL_BLOCKS, RIVAL_ROUNDS = 2, 4
 """Blocks and ABBA rounds for rivals. They are timed against the optimized side afterwards, because what is gated must

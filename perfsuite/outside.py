@@ -25,8 +25,9 @@ from perfsuite import equivalence, execution, incoming, process_state, rule, tru
 from perfsuite import inputs as make
 from perfsuite.errors import NotEquivalent
 from perfsuite.execution import Leaves
-from perfsuite.pair import Pair, as_side
+from perfsuite.pair import Pair
 from perfsuite.records import Case
+from perfsuite.sides import as_side
 
 TRACES = ("PYTEST", "HYPOTHESIS", "PERFSUITE", "XDIST")
 """Parts of the names of environment variables that say that a test is running."""

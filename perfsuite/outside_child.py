@@ -105,7 +105,7 @@ def side_of(request: dict[str, Any]) -> tuple[Callable[..., Any], bool]:
             del sys.modules[request["module"]]
             raise
     from perfsuite import declared, execution, interpreter
-    from perfsuite.pair import as_side
+    from perfsuite.sides import as_side
 
     interpreter.quicken()
     pair = declared.find(module, request["pair"])

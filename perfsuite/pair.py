@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import copy
-import inspect
-import keyword
-import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from perfsuite import declared_functions, modules
+from perfsuite import declared_functions, modules, pair_fields
 from perfsuite.errors import PairError
+from perfsuite.pair_fields import BUFFERS, CHANGED, GRAD_OUTPUT, WRITTEN
+from perfsuite.sides import Side, as_side, compiled
 from perfsuite.specs import (
-    ANY_WHOLE,
     RANKS,
     GeneratorSpec,
-    ModuleSpec,
     RecordedSpec,
     ScalarSpec,
     Size,
@@ -25,254 +21,11 @@ from perfsuite.specs import (
     holds,
     least_of,
     symbols,
-    tensors_of,
 )
+from perfsuite.workload import Cost, Workload
 
-CLOCKS = ("device", "wall")
-DIRECTIONS = ("forward", "backward", "both")
-DTYPES = ("float64", "float32", "bfloat16", "float16")
-STRIDES = ("reference", "any")
-TF32 = "tf32"
-"""A precision of products, in which nothing is stored."""
-CONTEXTS = (
-    "inference_mode",
-    "no_gradient_needed",
-    "other_thread",
-    "two_threads",
-    "grad_mode_off",
-    "autocast",
-    "one_gradient_needed",
-    "two_gradients_needed",
-    "some_outputs_used",
-    "two_graphs",
-    "second_backward",
-    "double_backward",
-    "changed_before_backward",
-    "after_calls_without_gradients",
-    "after_other_dtype",
-    "other_default_dtype",
-    "uncounted_writes",
-    "rewritten_inputs",
-    "one_tensor",
-    "uneven_lists",
-    "inputs_with_graphs",
-    "nan_gradients",
-    "written_gradients",
-    "saved_tensor_hooks",
-    "backward_in_other_thread",
-    "other_stream",
-    "captured_graph",
-    "many_elements",
-    "every_step",
-    "outside_changes",
-    "needing_gradients",
-    "same_step_tensors",
-    "step_layouts",
-    "step_sizes",
-    "uneven_step_lists",
-)
-"""The other ways of calling a side that are tried (perfsuite.contexts)."""
-CHANGED, WRITTEN, BUFFERS = "changed", "written", "buffers"
-"""The kinds of mutated inputs: changed in place; written as an output only; a module of which only buffers change."""
 TEMPLATE_DRAWS = 5
 """Draws of a pair made from modules, whose inputs have the full size in each."""
-GRAD_OUTPUT = "grad_output"
-"""Name in `consumes` of the incoming gradient of the backward pass."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Promises:
-    """Promises of a workload, each gated: a speedup over the reference, and bounds on one call."""
-
-    speedup: float | None = None
-    peak_bytes: int | None = None
-    host_syncs: int | None = None
-    launches: int | None = None
-
-
-class Workload:
-    """One size to time: `Workload("window64", k=6, n=8, P=8, clock="wall", speedup=20.0, host_syncs=0)`.
-
-    `clock` is the one the promise is on: "device" (kernels alone, launch latency hidden) or "wall" (from the
-    call to synchronised completion). `direction` is "forward", "backward" or "both". `device` restricts the
-    workload to one kind of device, "cpu" or "cuda"; elsewhere it is skipped with that reason. `repeat` calls in a
-    row are timed as one, as in a training loop: for calls so short that a cold cache and the timer's own overhead
-    would be most of what is measured; figures stay a call. `ranks` processes of torch.distributed call the sides
-    together, each on a device of its own (docs/ranks.md). `margin` is the relative slowdown that matters, e.g. 0.1:
-    the gate finds what is as slow as that or slower; by default, what the device resolves. Remaining keywords are the
-    sizes, and the values of scalar inputs; those that are called as one of these parameters go into `sizes`. `marks`
-    are pytest's, e.g. `pytest.mark.skipif(…)`.
-    """
-
-    __slots__ = (
-        "clock",
-        "device",
-        "direction",
-        "dtype",
-        "margin",
-        "marks",
-        "name",
-        "promises",
-        "ranks",
-        "repeat",
-        "sizes",
-    )
-
-    def __init__(
-        self,
-        name: str,
-        *,
-        clock: str = "device",
-        direction: str = "forward",
-        dtype: str | None = None,
-        device: str | None = None,
-        repeat: int = 1,
-        ranks: int = 1,
-        margin: float | None = None,
-        speedup: float | None = None,
-        peak_bytes: int | None = None,
-        host_syncs: int | None = None,
-        launches: int | None = None,
-        sizes: Mapping[str, int | float] | None = None,
-        marks: Collection[Any] = (),
-        **named: int | float,
-    ) -> None:
-        for what, value, allowed in (
-            ("clock", clock, CLOCKS),
-            ("direction", direction, DIRECTIONS),
-            ("dtype", dtype, (None, *DTYPES)),
-            ("device", device, (None, "cpu", "cuda")),
-        ):
-            if value not in allowed:
-                choices = ", ".join(str(a) for a in allowed if a is not None)
-                raise PairError(f"workload {name!r}: {what}={value!r} is not one of {choices}")
-        if speedup is not None and not speedup > 0:
-            raise PairError(f"workload {name!r}: speedup={speedup!r} must be above 0")
-        if margin is not None and not 0 < margin < 1:
-            raise PairError(f"workload {name!r}: margin={margin!r} is no share between 0 and 1, such as 0.1 for 10%")
-        if repeat < 1:
-            raise PairError(f"workload {name!r}: repeat={repeat!r} must be 1 or more")
-        if repeat > 1 and direction == "backward":
-            raise PairError(f"workload {name!r}: a backward pass cannot be repeated; use direction='both'")
-        if type(ranks) is not int or ranks < 1:
-            raise PairError(f"workload {name!r}: ranks={ranks!r} must be the number of processes, 1 or more")
-        if ranks > 1 and direction != "forward":
-            raise PairError(
-                f"workload {name!r}: ranks={ranks} with direction={direction!r}; several processes are timed forward "
-                "only: make the sides steps that compute their own gradients"
-            )
-        self.name = name
-        self.ranks = ranks
-        self.margin = margin
-        self.repeat = repeat
-        self.clock = clock
-        self.direction = direction
-        self.dtype = dtype
-        self.device = device
-        self.promises = Promises(speedup=speedup, peak_bytes=peak_bytes, host_syncs=host_syncs, launches=launches)
-        self.sizes = {**(sizes or {}), **named}
-        self.marks = tuple(marks)
-
-    @property
-    def described(self) -> dict[str, int | float]:
-        """The sizes as records and tables show them: with the repeats and the processes, if there are several."""
-        several = {"repeat": self.repeat, "ranks": self.ranks}
-        return {**self.sizes, **{name: count for name, count in several.items() if count > 1}}
-
-    def with_sizes(self, **sizes: int | float) -> Workload:
-        """Return the same workload with further sizes."""
-        changed = copy.copy(self)
-        changed.sizes = {**self.sizes, **sizes}
-        return changed
-
-    def __repr__(self) -> str:
-        sizes = ", ".join(f"{k}={v}" for k, v in self.sizes.items())
-        return f"Workload({self.name!r}, {sizes})"
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Cost:
-    """The least work the function can do, as functions of the workload's sizes.
-
-    `bytes` counts each input read once and each output written once; `flops` the arithmetic in `precision`
-    ("float32", "tf32", "bfloat16", "float16"), and that of a workload with another dtype than float32 in its own.
-    Both are for the workload's own direction: a function that names a parameter `direction` receives it.
-    """
-
-    bytes: Callable[..., float] | None = None
-    flops: Callable[..., float] | None = None
-    precision: str = "float32"
-
-    def of(self, sizes: Mapping[str, Any], direction: str) -> tuple[float, float]:
-        """Return (bytes, operations) at these sizes."""
-        return _call_cost(self.bytes, sizes, direction), _call_cost(self.flops, sizes, direction)
-
-    def precision_in(self, dtype: str) -> str:
-        """Return the precision of the arithmetic where the inputs are in `dtype`; a lower precision that is declared
-        stays."""
-        return dtype if dtype != "float32" and self.precision in ("float32", "tf32") else self.precision
-
-
-def _call_cost(count: Callable[..., float] | None, sizes: Mapping[str, Any], direction: str) -> float:
-    if count is None:
-        return 0.0
-    parameters = inspect.signature(count).parameters
-    known = {**sizes, "direction": direction}
-    return float(count(**{k: v for k, v in known.items() if k in parameters}))
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Side:
-    """A callable with what it needs: where it runs, whether it is available, whether it is compiled.
-
-    `available` returns None, or the reason (with the remedy) why this machine cannot run it.
-    """
-
-    call: Callable[..., Any]
-    devices: tuple[str, ...] = ("cpu", "cuda")
-    available: Callable[[], str | None] | None = None
-    compile: Mapping[str, Any] | None = None
-    stateful: bool = False
-    settle: int = 1
-    """Number of calls of a new step until its speed is stable."""
-
-    @property
-    def is_compiled(self) -> bool:
-        """Whether `compiled(…)` declares the side, or torch.compile made the callable."""
-        return self.compile is not None or modules.is_compiled(self.call)
-
-
-def module_of(side: Side) -> Any:
-    """Return the loaded module that defines the side; None for what no loaded module defines."""
-    return sys.modules.get(getattr(side.call, "__module__", None) or "")
-
-
-def side(
-    call: Callable[..., Any],
-    *,
-    devices: Sequence[str] = ("cpu", "cuda"),
-    available: Callable[[], str | None] | None = None,
-) -> Side:
-    """Declare a rival or variant that runs only on some devices, or only where `available()` returns None."""
-    return Side(call=call, devices=tuple(devices), available=available)
-
-
-def compiled(call: Callable[..., Any] | Side, **options: Any) -> Side:
-    """Declare `torch.compile(call, **options)`, compiled when it is first needed; `options` are torch.compile's."""
-    if isinstance(call, Side):
-        return replace(call, compile=dict(options))
-    return Side(call=call, compile=dict(options))
-
-
-def stateful(make: Callable[..., Callable[..., Any]] | Side, *, settle: int = 1) -> Side:
-    """Declare a side that is a factory: `make(*inputs)` builds a step, and `step(*step_inputs)` is run and timed.
-
-    For a step that warms up, compiles or captures, `settle` is the number of calls that this takes: every new step is
-    called this often before it is timed. Raises PairError for fewer than one.
-    """
-    if not isinstance(settle, int) or isinstance(settle, bool) or settle < 1:
-        raise PairError(f"stateful(settle={settle!r}): name a number of calls, 1 or more")
-    return replace(make if isinstance(make, Side) else Side(call=make), stateful=True, settle=settle)
 
 
 @dataclass(kw_only=True, eq=False)
@@ -353,70 +106,24 @@ class Pair:
         if self.writes:
             names = ", ".join(f'"{name}": "{WRITTEN}"' for name in sorted(self.writes))
             raise PairError(f"writes= is spelled mutates={{{names}}}")
-        for what, given in (("inputs", self.inputs), ("step_inputs", self.step_inputs)):
-            if not isinstance(given, Mapping):
-                raise PairError(
-                    f"{what}={given!r}: give each input's name with what it is, {what}={{'x': tensor('n')}}"
-                )
+        pair_fields.check_inputs_named("inputs", self.inputs)
+        pair_fields.check_inputs_named("step_inputs", self.step_inputs)
         self.mutates = dict(self.mutates) if isinstance(self.mutates, Mapping) else dict.fromkeys(self.mutates, CHANGED)
         self.consumes = frozenset(self.consumes)
         self._share_parameters()
-        for name, how in self.mutates.items():
-            if how not in (CHANGED, WRITTEN, BUFFERS):
-                raise PairError(
-                    f'mutates={{{name!r}: {how!r}}}: say "{CHANGED}", "{WRITTEN}" of an output only, or '
-                    f'"{BUFFERS}" of a module'
-                )
-            if how == BUFFERS and not holds(self.inputs.get(name), ModuleSpec):
-                raise PairError(f'mutates={{{name!r}: "{BUFFERS}"}}: it is no module and has none; say "{CHANGED}"')
+        pair_fields.check_mutates(self.mutates, self.inputs)
         if isinstance(self.workloads, Workload):
             self.workloads = (self.workloads,)
         self._check_ranks()
         every = {**self.inputs, **self.step_inputs}
-        roles = (("mutates", set(self.mutates)), ("consumes", self.consumes - {GRAD_OUTPUT}))
-        for role, named in roles:
-            for name in sorted(named - set(every)):
-                raise PairError(f"{role}={{{name!r}}}: there is no such input; the inputs are {', '.join(every)}")
-        for name in every:
-            if not name.isidentifier() or keyword.iskeyword(name):
-                raise PairError(f"input {name!r} is not a Python name; rename it")
-        for name, spec in every.items():
-            for leaf in () if name in self.written else tensors_of(spec):
-                if leaf.values is ANY_WHOLE and leaf.dtype != "bool":
-                    raise PairError(
-                        f"input {name!r} holds whole numbers of a range that is not given; give it, as "
-                        f'tensor("n", dtype={leaf.dtype!r}, values=integers(0, 10))'
-                    )
-        for name, spec in self.step_inputs.items():
-            if holds(spec, ScalarSpec):
-                raise PairError(
-                    f"step input {name!r} is a scalar, which is drawn once and not for each step; "
-                    f"use a tensor without dimensions, {name}=tensor(values=…)"
-                )
-        for name, spec in self.inputs.items():
-            if holds(spec, ScalarSpec) and not isinstance(spec, ScalarSpec):
-                raise PairError(f"input {name!r} holds a scalar, which has no name there; make it an input of its own")
-        for dtype in self.dtypes:
-            if dtype not in DTYPES:
-                raise PairError(f"dtype {dtype!r} is not one of {', '.join(DTYPES)}")
-        if self.precision not in (None, *DTYPES, TF32):
-            raise PairError(f"precision {self.precision!r} is not one of {', '.join((*DTYPES, TF32))}")
-        for name, why in self.unsupported.items():
-            if name not in CONTEXTS:
-                raise PairError(f"unsupported={{{name!r}: …}}: not one of {', '.join(CONTEXTS)}")
-            if not why.strip():
-                raise PairError(f"unsupported={{{name!r}: ''}}: say why the optimized side does not support it")
-        if self.strides not in STRIDES:
-            raise PairError(f"strides={self.strides!r} is not one of {', '.join(STRIDES)}")
-        if self.max_examples is not None and self.max_examples < 1:
-            raise PairError(f"max_examples={self.max_examples}: a proof takes 1 draw or more")
-        if self.output_dtype is not None and self.output_dtype not in DTYPES:
-            raise PairError(f"output_dtype {self.output_dtype!r} is not one of {', '.join(DTYPES)}")
-        if not self.dtypes:
-            raise PairError("dtypes is empty; name at least one precision to prove, e.g. ('float32',)")
-        for name in (*self.rivals, *self.variants):
-            if name in ("reference", "optimized"):
-                raise PairError(f"a rival or variant may not be called {name!r}; choose another name")
+        pair_fields.check_roles(every, self.mutates, self.consumes)
+        pair_fields.check_names(every)
+        pair_fields.check_ranges({name: spec for name, spec in every.items() if name not in self.written})
+        pair_fields.check_scalars(self.inputs, self.step_inputs)
+        pair_fields.check_precisions(self.dtypes, self.precision)
+        pair_fields.check_unsupported(self.unsupported)
+        pair_fields.check_proof(self.strides, self.max_examples, self.output_dtype, self.dtypes)
+        pair_fields.check_other_sides((*self.rivals, *self.variants))
         if self.is_stateful != as_side(self.optimized).stateful:
             raise PairError("one side is stateful(...) and the other is not; wrap both")
 
@@ -625,8 +332,3 @@ class Pair:
                     f"pair {self.name!r}, workload {workload.name!r}: no input has a size {unknown[0]!r}; "
                     f"the sizes are {', '.join(sorted(self.symbols | scalars))}"
                 )
-
-
-def as_side(call: Callable[..., Any] | Side) -> Side:
-    """Return the callable as a `Side`, with the defaults of one."""
-    return call if isinstance(call, Side) else Side(call=call)

@@ -10,10 +10,10 @@ from perfsuite import scrutiny
 from perfsuite.bench import SLOW_TRUTH_S, WAITING, Bench, counts_more
 from perfsuite.clocks import CudaClock
 from perfsuite.errors import NotEquivalent, PairError
-from perfsuite.pair import Side
 from perfsuite.proving import COPIED_BYTES, digest, prove_sides, unequal
 from perfsuite.records import ACCEPTED, OPTIMIZED, REFERENCE, Counts, Evidence, Proof
 from perfsuite.runner import LONG_S, Call, Runner
+from perfsuite.sides import Side
 from perfsuite.watching import FRESH_BLOCKS, NewValues
 
 

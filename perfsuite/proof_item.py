@@ -35,14 +35,15 @@ from perfsuite import (
     sanitizer,
     truths,
 )
-from perfsuite import inputs as make
+from perfsuite.cases import PHASES, case_line, cases, parse_case, plain_cases
 from perfsuite.compiling import untraced
 from perfsuite.errors import NotEquivalent, PairError, PerfsuiteError, first_line, users_frame
 from perfsuite.facts import facts_of
 from perfsuite.left_out import is_left_out
-from perfsuite.pair import Pair, Side, as_side
+from perfsuite.pair import Pair
 from perfsuite.ranks import group
 from perfsuite.records import REFERENCE, Case, Evidence
+from perfsuite.sides import Side, as_side
 from perfsuite.tally import Tally
 
 EXAMPLES = {"dev": 25, "ci": 25, "thorough": 500}
@@ -97,7 +98,7 @@ class _Distinct:
     @contextmanager
     def wanted(self, case: Case) -> Iterator[bool]:
         """Yield whether the case is to be proven. The block raises where it fails."""
-        line = make.case_line(case)
+        line = case_line(case)
         wanted = line not in self.passed and (self.failed or len(self.passed) < self.most)
         try:
             yield wanted
@@ -147,9 +148,9 @@ class ProofItem(pytest.Function):
         self.seed = _seed(parent, f"{self.kind} {dtype}", profile) if self.kind in EVERY_KIND else None
         self.large_seed = _seed(parent, f"{self.kind} {dtype}, large", profile)
         # Many faults need some elements to show: draws of every kind would be mostly tiny.
-        self.first = self._test(profile, f"{node}, first", make.plain_cases) if self.kind in ANY_DRAW else None
-        cases = make.plain_cases if self.kind in PLAIN_ONLY else make.cases
-        super().__init__(name=name, parent=parent, callobj=self._test(profile, node, cases, self.seed), **kwargs)
+        self.first = self._test(profile, f"{node}, first", plain_cases) if self.kind in ANY_DRAW else None
+        strategy = plain_cases if self.kind in PLAIN_ONLY else cases
+        super().__init__(name=name, parent=parent, callobj=self._test(profile, node, strategy, self.seed), **kwargs)
 
     def _test(self, profile: str, nodeid: str, strategy: Callable[..., Any], seed: int | None = None) -> Any:
         examples = (FEW_EXAMPLES if self.kind in FEW else EXAMPLES)[profile]
@@ -164,7 +165,7 @@ class ProofItem(pytest.Function):
             deadline=None,
             print_blob=False,
             report_multiple_bugs=False,
-            phases=make.PHASES,
+            phases=PHASES,
             suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.large_base_example],
         )
         @hypothesis.given(case=strategy(self.pair, self.dtype))
@@ -194,7 +195,7 @@ class ProofItem(pytest.Function):
             self.tally.draws += 1
             self.tally.discarded += 1
             return
-        self.report(make.case_line(case))
+        self.report(case_line(case))
         try:
             self._judge(case)
         finally:  # a fault of the GPU makes whatever comes after it fail, and is no result of this draw's rule
@@ -256,7 +257,7 @@ class ProofItem(pytest.Function):
         ):
             try:
                 if self.alone:
-                    self._call_alone(make.parse_case(self.only, self.dtype))
+                    self._call_alone(parse_case(self.only, self.dtype))
                     return
                 with execution.leaving_nothing(self.pair):
                     self._prove_all()
@@ -272,12 +273,12 @@ class ProofItem(pytest.Function):
     def _prove_all(self) -> None:
         __tracebackhide__ = True
         if self.only:
-            self._prove(make.parse_case(self.only, self.dtype))
+            self._prove(parse_case(self.only, self.dtype))
             return
         if self.first is not None:
             self.first()
         for case in planned.large(self.pair, self.kind, self.dtype, self.large_seed, device()):
-            self.tally.large.append(make.case_line(case))
+            self.tally.large.append(case_line(case))
             self._prove(case)
         failure = self._draw_every_kind()
         super().runtest()
@@ -292,7 +293,7 @@ class ProofItem(pytest.Function):
         line = list(numbers)[-1]
         for number in range(len(numbers), proofs.TURNS):
             numbers[line] = number
-            self._prove(make.parse_case(line, self.dtype))
+            self._prove(parse_case(line, self.dtype))
 
     def _draw_every_kind(self) -> NotEquivalent | None:
         """Prove draws that hold every kind of inputs; they count among the draws of the proof. Return the first
@@ -313,7 +314,7 @@ class ProofItem(pytest.Function):
         pair, gradients = self.pair, self.kind == proofs.GRADIENTS
         how: dict[str, Any] = {"gradients": gradients, "way": truths.proven_way(case, gradients=gradients)}
         self.current = case
-        self.report(make.case_line(case))
+        self.report(case_line(case))
         try:
             if self.alone == REFERENCE:
                 with contextlib.suppress(truths.Discard):
@@ -367,7 +368,7 @@ class ProofItem(pytest.Function):
     def _with_case(self, message: str, case: Case | None) -> str:
         if case is None:
             return message
-        return self.with_reproduction(message, make.case_line(case))
+        return self.with_reproduction(message, case_line(case))
 
     def with_reproduction(self, message: str, line: str) -> str:
         """Return the message, and the command that proves this draw again."""

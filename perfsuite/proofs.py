@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from perfsuite import execution
-from perfsuite.pair import Pair, Side, as_side
+from perfsuite.pair import Pair
 from perfsuite.records import OPTIMIZED
+from perfsuite.sides import Side, as_side
 
 EQUIVALENCE, GRADIENTS, INTEGRITY, CONTEXTS, EFFECTS, OUTSIDE, RANKS, TRUTH = (
     "equivalence",

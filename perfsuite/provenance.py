@@ -20,10 +20,11 @@ import torch
 from perfsuite import execution
 from perfsuite import inputs as make
 from perfsuite.observed import SOURCE_FOLDERS
-from perfsuite.pair import Pair, Side
+from perfsuite.pair import Pair
 from perfsuite.records import Case
 from perfsuite.revision import Tree
 from perfsuite.second_import import HARNESS, INSTALLED, TREE, is_first_party, missing
+from perfsuite.sides import Side
 
 OPERATORS = "torch/_ops.py"
 

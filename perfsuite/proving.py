@@ -21,8 +21,9 @@ from perfsuite import inputs as make
 from perfsuite.errors import NotEquivalent, PairError, in_one_line
 from perfsuite.execution import Leaves
 from perfsuite.integrity.late_work import comes_late, late_message
-from perfsuite.pair import Pair, Side
+from perfsuite.pair import Pair
 from perfsuite.records import Case
+from perfsuite.sides import Side
 from perfsuite.tally import Tally
 
 NO_MEMORY = "runs out of memory"

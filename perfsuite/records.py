@@ -14,7 +14,7 @@ from functools import cache
 from typing import Any, TypeAlias, TypeVar
 
 from perfsuite.errors import PerfsuiteError
-from perfsuite.pair import Promises
+from perfsuite.workload import Promises
 
 R = TypeVar("R")
 REFERENCE, OPTIMIZED, ACCEPTED = "reference", "optimized", "accepted"

@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from perfsuite import inputs as make
 from perfsuite.dispatch_modes import PlainMode
+from perfsuite.tensor_values import generator_for
 
 _ROUNDED = """
 add sub rsub mul div reciprocal addcmul addcdiv lerp sum mean prod cumsum cumprod logcumsumexp var var_mean std mm
@@ -105,7 +106,7 @@ class _RedrawnRoundings(PlainMode):
 
     def _new_factors(self, device: torch.device, work: torch.dtype, span: float) -> _Factors:
         if device not in self.generators:
-            self.generators[device] = make.generator_for(self.seed, "roundings", str(device))
+            self.generators[device] = generator_for(self.seed, "roundings", str(device))
         if len(self.factors) == MOST_KEPT:
             del self.factors[next(iter(self.factors))]
         made = self.factors[device, work, span] = _Factors(self.generators[device], work, span)

@@ -15,9 +15,10 @@ from perfsuite import inputs as make
 from perfsuite.errors import PairError
 from perfsuite.execution import Leaf, Leaves
 from perfsuite.forms import is_real, same_values
-from perfsuite.pair import Pair, as_side
+from perfsuite.pair import Pair
 from perfsuite.records import Case
 from perfsuite.rule import TRUTH_EPS
+from perfsuite.sides import as_side
 from perfsuite.truths import run, upcast
 
 

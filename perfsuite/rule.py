@@ -64,9 +64,9 @@ from dataclasses import dataclass
 
 import torch
 
-from perfsuite import inputs as make
 from perfsuite.execution import Leaf
-from perfsuite.pair import TF32
+from perfsuite.tensor_values import dtype_of
+from perfsuite.workload import TF32
 
 K = 16.0
 K_NORM = 6.0
@@ -118,7 +118,7 @@ def sure(made: int, needed: int) -> float:
 
 
 def eps_of(precision: str) -> float:
-    return TF32_EPS if precision == TF32 else torch.finfo(make.dtype_of(precision)).eps
+    return TF32_EPS if precision == TF32 else torch.finfo(dtype_of(precision)).eps
 
 
 def underflow(leaf: Leaf) -> float:

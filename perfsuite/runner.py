@@ -14,8 +14,10 @@ from perfsuite import execution, incoming, scrutiny
 from perfsuite import inputs as make
 from perfsuite.clocks import CpuClock, CudaClock
 from perfsuite.errors import PairError
-from perfsuite.pair import GRAD_OUTPUT, Pair, Side
+from perfsuite.pair import Pair
+from perfsuite.pair_fields import GRAD_OUTPUT
 from perfsuite.records import Case
+from perfsuite.sides import Side
 
 WARMUP_CALLS = 3
 LONG_S = 1.0

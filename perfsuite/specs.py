@@ -1,13 +1,14 @@
 """Describe an input: its shape in symbolic sizes, its dtype, its values.
 
-A spec is a plain description. `perfsuite.inputs` draws from it with Hypothesis and builds tensors; nothing
-here imports torch, so that declaring a pair costs nothing.
+A spec is a plain description. `perfsuite.cases` draws from it with Hypothesis, and `perfsuite.inputs` builds tensors;
+nothing here imports torch, so that declaring a pair costs nothing.
 """
 
 from __future__ import annotations
 
 import inspect
 import itertools
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -342,6 +343,19 @@ def tensors_of(spec: Any) -> Iterator[TensorSpec]:
             yield from itertools.chain.from_iterable(map(tensors_of, spec.values()))
 
 
+def tensor_spec(spec: Any) -> TensorSpec | None:
+    """Return the tensor spec at the leaves of `spec`, which share layout and regime."""
+    if isinstance(spec, TensorSpec):
+        return spec
+    if isinstance(spec, ListSpec):
+        return tensor_spec(spec.item)
+    if isinstance(spec, (tuple, list)):
+        return next(filter(None, map(tensor_spec, spec)), None)
+    if isinstance(spec, dict):
+        return next(filter(None, map(tensor_spec, spec.values())), None)
+    return None
+
+
 def least_of(spec: Any, name: str) -> int:
     """Return the least that a spec requires this size to be."""
     match spec:
@@ -355,6 +369,22 @@ def least_of(spec: Any, name: str) -> int:
             return max((least_of(s, name) for s in spec.values()), default=0)
         case _:
             return 0
+
+
+def resolve(dim: Dim | Bound, sizes: Mapping[str, Any]) -> int:
+    """Return the value of a dimension or bound at these sizes."""
+    return expressions.value(dim, sizes) if isinstance(dim, str) else dim
+
+
+def bounds(values: Integers, sizes: Mapping[str, Any]) -> tuple[int, tuple[int, ...]]:
+    """Return the lower bound of whole numbers at these sizes, and the upper one of each column."""
+    upper = values.high if isinstance(values.high, tuple) else (values.high,)
+    return resolve(values.low, sizes), tuple(resolve(b, sizes) for b in upper)
+
+
+def elements(spec: TensorSpec, sizes: Mapping[str, Any]) -> int:
+    """Return the number of elements at these sizes."""
+    return math.prod(resolve(d, sizes) for d in spec.dims)
 
 
 def accepted(call: Callable[..., Any], values: Mapping[str, Any]) -> dict[str, Any]:

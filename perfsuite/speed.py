@@ -11,8 +11,9 @@ import pytest
 
 from perfsuite import benchmarks
 from perfsuite.errors import PerfsuiteError
-from perfsuite.pair import Pair, Workload
+from perfsuite.pair import Pair
 from perfsuite.records import Measurement, PromiseRecord, Verdict, to_json
+from perfsuite.workload import Workload
 
 CONTROL = "perfsuite-control"
 """The name under which a run's `Control` is registered with pytest."""

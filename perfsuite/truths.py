@@ -19,7 +19,8 @@ from perfsuite.errors import LeftChanged, PairError
 from perfsuite.execution import Leaves
 from perfsuite.forms import is_real, unusual_kind
 from perfsuite.own_faults import raises_harness_faults
-from perfsuite.pair import GRAD_OUTPUT, TF32, Pair, Side, as_side
+from perfsuite.pair import Pair
+from perfsuite.pair_fields import GRAD_OUTPUT
 from perfsuite.records import Case
 from perfsuite.redrawn_roundings import redrawn_roundings
 from perfsuite.rule import (
@@ -37,7 +38,9 @@ from perfsuite.rule import (
     eps_of,
     sure,
 )
+from perfsuite.sides import Side, as_side
 from perfsuite.specs import TensorSpec
+from perfsuite.workload import TF32
 
 DERIVATIVES = ("gradient of ", "second derivative of ")
 """Prefixes of the names of leaves that are not outputs of a side, but derivatives of its inputs."""

@@ -29,9 +29,10 @@ from perfsuite.errors import (
 )
 from perfsuite.journal import WAITS, Journal
 from perfsuite.observed import Observed
-from perfsuite.pair import Pair, as_side, module_of
+from perfsuite.pair import Pair
 from perfsuite.records import Alone, Measurement, Proof, Ran, Status
 from perfsuite.sharing import Gpu
+from perfsuite.sides import as_side, module_of
 from perfsuite.speed import SpeedItem
 from perfsuite.tasks import ALONE, ITEMS, PROVE, Failure, Outcome, Reported, Task
 

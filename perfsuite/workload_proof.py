@@ -15,10 +15,10 @@ import torch
 
 from perfsuite import execution, scrutiny
 from perfsuite.bench import SLOW_TRUTH_S, Bench
-from perfsuite.pair import Side
 from perfsuite.proving import NO_MEMORY, OutputCheck, prove_sides
 from perfsuite.records import ACCEPTED, OPTIMIZED, REFERENCE, Counts, Evidence, Proof
 from perfsuite.runner import LONG_S, Call, Clock, Runner
+from perfsuite.sides import Side
 from perfsuite.watching import drawn_anew, prove_new
 
 NEW_VALUES_S = 2.0

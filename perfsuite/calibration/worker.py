@@ -30,10 +30,11 @@ from perfsuite.calibration.record import KindRecord, ToolRun, rounded, side_name
 from perfsuite.clocks import CpuClock, clock_for
 from perfsuite.errors import in_one_line
 from perfsuite.orphans import die_with_parent
-from perfsuite.pair import Pair, Side
+from perfsuite.pair import Pair
 from perfsuite.records import ACCEPTED, REFERENCE, Case, Counts, from_json, to_json
 from perfsuite.runner import WARMUP_CALLS, Clock, Runner
 from perfsuite.sampling import BLOCKS, ROUNDS, Sampler
+from perfsuite.sides import Side
 from perfsuite.specs import tensor
 
 DO_BENCH_QUANTILES = (0.5, 0.2, 0.8)

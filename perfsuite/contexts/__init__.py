@@ -58,8 +58,10 @@ from perfsuite.contexts.steps import (
 )
 from perfsuite.errors import NotEquivalent
 from perfsuite.integrity.probe import Probe
-from perfsuite.pair import CONTEXTS, Pair, as_side
+from perfsuite.pair import Pair
+from perfsuite.pair_fields import CONTEXTS
 from perfsuite.records import Case
+from perfsuite.sides import as_side
 
 __all__ = ["COSTLY", "WAYS", "check"]
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from perfsuite import execution, forms, incoming
+from perfsuite import execution, forms, incoming, memory_layouts
 from perfsuite import inputs as make
 from perfsuite.contexts.calling import (
     at_seldom_sizes,
@@ -31,9 +31,12 @@ from perfsuite.contexts.calling import (
 from perfsuite.execution import Leaves
 from perfsuite.integrity.probe import Probe
 from perfsuite.kinds import TRANSPOSED, drawn_tensors
-from perfsuite.pair import GRAD_OUTPUT, Pair, as_side
+from perfsuite.memory_layouts import overlaps
+from perfsuite.pair import Pair
+from perfsuite.pair_fields import GRAD_OUTPUT
 from perfsuite.records import InputCase
 from perfsuite.rule import eps_of
+from perfsuite.sides import as_side
 from perfsuite.specs import ModuleSpec, holds
 
 MOST_ALONE = 4
@@ -126,7 +129,7 @@ def _hold_written(probe: Probe, value: int) -> None:
         names = [f"gradient of {path}" for path in marked]
         first = torch.autograd.grad(outputs, given, [w.clone() for w in weights], retain_graph=True, allow_unused=True)
         before = execution.copies_of(dict(zip(names, first, strict=True)))
-        written = next((g for g in first if g is not None and not make.overlaps(g)), None)
+        written = next((g for g in first if g is not None and not overlaps(g)), None)
         if written is not None:
             written.add_(1)
         after = {n: b if g is written else g for (n, b), g in zip(before.items(), first, strict=True)}
@@ -145,7 +148,7 @@ def saved_tensor_hooks(probe: Probe) -> None:
         return
     laid_out = dict(probe.case.inputs)
     for name, spec in drawn_tensors(probe.pair).items():
-        if TRANSPOSED in make.layouts(probe.pair, name, spec):
+        if TRANSPOSED in memory_layouts.layouts(probe.pair, name, spec):
             laid_out[name] = replace(laid_out.get(name, InputCase()), layout=TRANSPOSED)
     probe = on(probe, replace(probe.case, inputs=laid_out))
     try:
@@ -336,7 +339,7 @@ def changed_before_backward(probe: Probe) -> None:
             kept = execution.copies_of(detached(leaves))
             inputs = {name: value for name, value in values.items() if name not in pair.changed}
             for _, tensor in make.tensors_in(inputs if what == "inputs" else leaves):
-                if tensor.is_floating_point() and not make.overlaps(tensor):
+                if tensor.is_floating_point() and not overlaps(tensor):
                     tensor.detach().add_(1)
             return gradients_of(kept, outputs, marked, weights)
 

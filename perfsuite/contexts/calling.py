@@ -11,14 +11,14 @@ from typing import Any, TypeVar
 import torch
 
 from perfsuite import equivalence, execution, incoming, truths
-from perfsuite import inputs as make
 from perfsuite.errors import NotEquivalent, first_line
 from perfsuite.execution import Leaves
 from perfsuite.integrity.probe import Probe
-from perfsuite.pair import Pair, Side, as_side
+from perfsuite.pair import Pair
 from perfsuite.records import Case
 from perfsuite.rule import NONE
-from perfsuite.specs import ListSpec, Size, Spec, TensorSpec, symbols
+from perfsuite.sides import Side, as_side
+from perfsuite.specs import ListSpec, Size, Spec, TensorSpec, elements, symbols
 from perfsuite.truths import Discard, Known, Truth, Way
 
 Result = TypeVar("Result")
@@ -280,8 +280,8 @@ def at_seldom_sizes(probe: Probe) -> Probe:
         if not found:
             continue
         tried = sizes | {symbol: found[number % len(found)]}
-        elements = sum(make.elements(s, tried) for s in pair.inputs.values() if isinstance(s, TensorSpec))
-        if elements <= SELDOM_ELEMENTS and pair.allows(tried):
+        asked = sum(elements(s, tried) for s in pair.inputs.values() if isinstance(s, TensorSpec))
+        if asked <= SELDOM_ELEMENTS and pair.allows(tried):
             sizes = tried
     return on(probe, replace(case, sizes=sizes))
 

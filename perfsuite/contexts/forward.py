@@ -14,6 +14,7 @@ import torch
 
 from perfsuite import execution, process_state
 from perfsuite import inputs as make
+from perfsuite.cases import SMALL_HIGH
 from perfsuite.contexts.calling import (
     UNEVEN,
     at_seldom_sizes,
@@ -36,10 +37,12 @@ from perfsuite.contexts.calling import (
 from perfsuite.errors import NotEquivalent
 from perfsuite.execution import Leaves
 from perfsuite.integrity.probe import Probe, same_leaf
-from perfsuite.pair import Pair, Side, as_side
+from perfsuite.pair import Pair
 from perfsuite.records import Case
 from perfsuite.rule import eps_of
+from perfsuite.sides import Side, as_side
 from perfsuite.specs import ListSpec, Size, TensorSpec
+from perfsuite.tensor_values import dtype_of
 from perfsuite.truths import Discard, Way
 
 THREAD_CALLS = 3
@@ -202,7 +205,7 @@ def after_other_dtype(probe: Probe) -> None:
     others = [dtype for dtype in probe.pair.dtypes if dtype != probe.case.dtype]
     if not others or probe.pair.changed:
         return
-    first, other = at_seldom_sizes(probe), make.dtype_of(others[-1])
+    first, other = at_seldom_sizes(probe), dtype_of(others[-1])
 
     def way(call: Callable[..., Any], pair: Pair, values: dict[str, Any], seed: int) -> Leaves:
         own = {t.dtype for n, t in make.tensors_in(values) if t.is_floating_point()}
@@ -384,7 +387,7 @@ def _of_one_kind(pair: Pair, case: Case) -> tuple[list[str], Case] | None:
     for dims in zip(*(spec.dims for spec in specs), strict=True):
         for symbol in (dim for dim in dims if dim in pair.symbols and isinstance(dim, str)):
             sizes[symbol] = sizes[dims[0]] if dims[0] in sizes else sizes[symbol]
-    bounds = {symbol: pair.size_of(symbol) or Size(high=make.SMALL_HIGH) for symbol in pair.symbols}
+    bounds = {symbol: pair.size_of(symbol) or Size(high=SMALL_HIGH) for symbol in pair.symbols}
     if not all(size.allows(sizes[symbol]) for symbol, size in bounds.items()) or not pair.allows(sizes):
         return None
     return names, replace(case, sizes=sizes)

@@ -14,6 +14,7 @@ from perfsuite import inputs as make
 from perfsuite.contexts.calling import hold
 from perfsuite.execution import Leaves
 from perfsuite.integrity.probe import Probe
+from perfsuite.memory_layouts import fill_poison
 from perfsuite.pair import Pair
 
 WARMUP_CALLS = 3
@@ -111,7 +112,7 @@ def _overwrite(value: Any) -> None:
     def other(tensor: torch.Tensor) -> torch.Tensor:
         made = tensor.detach().clone()
         if tensor.is_cuda:
-            make.fill_poison(made)
+            fill_poison(made)
         return made
 
     make.copy_values(value, make.map_tensors(value, other))

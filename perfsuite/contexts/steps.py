@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from perfsuite import equivalence, execution, truths
+from perfsuite import equivalence, execution, memory_layouts, truths
 from perfsuite import inputs as make
 from perfsuite.contexts.calling import (
     UNEVEN,
@@ -22,6 +22,7 @@ from perfsuite.contexts.calling import (
 )
 from perfsuite.execution import Leaves
 from perfsuite.integrity.probe import Probe
+from perfsuite.memory_layouts import with_layout
 from perfsuite.pair import Pair
 from perfsuite.rule import NONE
 from perfsuite.specs import EXPANDED, TensorSpec
@@ -111,14 +112,16 @@ def step_layouts(probe: Probe) -> None:
         for name, spec in probe.pair.step_inputs.items()
         if isinstance(spec, TensorSpec) and name not in probe.pair.changed
     }
-    allowed = {n: [x for x in make.layouts(probe.pair, n, spec) if x not in EXPANDED] for n, spec in specs.items()}
+    allowed = {
+        n: [x for x in memory_layouts.layouts(probe.pair, n, spec) if x not in EXPANDED] for n, spec in specs.items()
+    }
 
     def way(call: Callable[..., Any], pair: Pair, values: dict[str, Any], given: Given) -> Leaves:
         def laid_out(i: int) -> dict[str, Any]:
             built = given(i)
             for name, layouts in allowed.items():
                 plain, layout = built[name].contiguous(), layouts[i % len(layouts)]
-                built[name] = make.with_layout(plain, layout, specs[name].align)
+                built[name] = with_layout(plain, layout, specs[name].align)
             return built
 
         return _steps(call, pair, values, laid_out)

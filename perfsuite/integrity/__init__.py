@@ -24,8 +24,9 @@ from perfsuite.integrity.outputs import lazy_output
 from perfsuite.integrity.probe import Probe
 from perfsuite.integrity.reference_calls import calls_reference
 from perfsuite.integrity.steps import overwritten_step_inputs, several_instances
-from perfsuite.pair import Pair, as_side
+from perfsuite.pair import Pair
 from perfsuite.records import Case
+from perfsuite.sides import as_side
 
 __all__ = [
     "CHECKS",

@@ -15,12 +15,13 @@ import torch
 
 from perfsuite import equivalence, execution, forms, rule, truths
 from perfsuite import inputs as make
+from perfsuite.cases import other_number
 from perfsuite.errors import NotEquivalent
 from perfsuite.execution import Leaves
 from perfsuite.integrity.memory import unwritten
 from perfsuite.integrity.probe import Probe, same_leaf
 from perfsuite.records import Case
-from perfsuite.specs import Integers, Sampled, ScalarSpec
+from perfsuite.specs import Integers, Sampled, ScalarSpec, tensor_spec
 
 REPEATS = 3
 DRIFT_CALLS, DRIFT_EVERY = 40, 3
@@ -229,7 +230,7 @@ def partial_keys(probe: Probe) -> None:
 def _changeable(probe: Probe) -> list[str]:
     """Return the inputs whose elements may be put in another order: not those where the pair makes the values or bounds
     columns."""
-    specs = {name: make.tensor_spec(spec) for name, spec in probe.pair.inputs.items()}
+    specs = {name: tensor_spec(spec) for name, spec in probe.pair.inputs.items()}
     own = {n for n, s in specs.items() if s is None or isinstance(s.values, Sampled)}
     by_column = {
         n for n, s in specs.items() if s and isinstance(s.values, Integers) and isinstance(s.values.high, tuple)
@@ -256,7 +257,7 @@ def _other_numbers(probe: Probe, rng: random.Random) -> Iterator[tuple[str, dict
     for name, spec in probe.pair.inputs.items():
         if isinstance(spec, ScalarSpec):
             values = probe.drawn()
-            value = make.other_number(spec, values[name], probe.case.sizes, rng)
+            value = other_number(spec, values[name], probe.case.sizes, rng)
             if value != values[name]:
                 yield name, values | {name: value}
 

@@ -13,8 +13,9 @@ from perfsuite import equivalence, truths
 from perfsuite.errors import NotEquivalent
 from perfsuite.execution import Leaves
 from perfsuite.integrity.probe import Probe, same_leaf
-from perfsuite.pair import Pair, Side
+from perfsuite.pair import Pair
 from perfsuite.records import Case
+from perfsuite.sides import Side
 
 LATE_S, LATE_EVERY = 0.02, 3
 """Seconds for which a side is watched after its return, on one of LATE_EVERY draws. Work that is worth hiding from a

@@ -18,7 +18,9 @@ from perfsuite import inputs as make
 from perfsuite.errors import NotEquivalent
 from perfsuite.execution import Leaves
 from perfsuite.integrity.probe import Probe, bytes_of, same_leaf
-from perfsuite.pair import BUFFERS, Pair
+from perfsuite.memory_layouts import fill_poison, memory_of
+from perfsuite.pair import Pair
+from perfsuite.pair_fields import BUFFERS
 from perfsuite.specs import ModuleSpec, holds
 
 LATER_CALLS = 9
@@ -37,7 +39,7 @@ def undeclared_mutation(probe: Probe) -> None:
         for name, value in values.items():
             for path, tensor in make.changing(probe.pair, name, value):
                 _fill_gaps(tensor)
-                changed.append((path, tensor, make.memory_of(tensor).clone()))
+                changed.append((path, tensor, memory_of(tensor).clone()))
         return values
 
     values = probe.drawn()
@@ -52,7 +54,7 @@ def undeclared_mutation(probe: Probe) -> None:
             remedy = declaration_of_change(probe.pair, path)
             raise probe.fault(f"changes its input {path} in place, which the pair does not declare; {remedy}")
     for path, tensor, storage in changed:
-        after = make.memory_of(tensor).clone()
+        after = memory_of(tensor).clone()
         if after.numel() != storage.numel():
             continue  # it has other memory now
         # It may change each of the elements themselves.
@@ -97,7 +99,7 @@ def declaration_of_change(pair: Pair, path: str) -> str:
 
 def _fill_gaps(tensor: torch.Tensor) -> None:
     """Fill the memory between the elements with ones, where there is any: an addition to NaN would not show."""
-    whole, elements = make.memory_of(tensor), tensor.detach()
+    whole, elements = memory_of(tensor), tensor.detach()
     if not tensor.is_floating_point() or 0 in tensor.stride() or whole.numel() == tensor.numel():
         return
     kept = elements.clone()
@@ -297,8 +299,8 @@ def _fenced(tensor: torch.Tensor, what: str, fences: list[_Fence]) -> torch.Tens
     held = tensor.untyped_storage().nbytes() // size
     guard = GUARD_BYTES // size
     whole = torch.empty(held + 2 * guard, dtype=tensor.dtype, device=tensor.device)
-    make.fill_poison(whole)
-    whole[guard : guard + held] = make.memory_of(tensor)[:held]
+    fill_poison(whole)
+    whole[guard : guard + held] = memory_of(tensor)[:held]
     sides = (whole[:guard], whole[guard + held :])
     fences.append(_Fence(what, sides, (bytes_of_tensor(sides[0]).clone(), bytes_of_tensor(sides[1]).clone())))
     # A storage that begins after the first guard: of new memory, code may take for granted that it is at 0.

@@ -14,9 +14,10 @@ from perfsuite import equivalence, execution, forms, truths
 from perfsuite import inputs as make
 from perfsuite.errors import NotEquivalent
 from perfsuite.execution import Leaf, Leaves
-from perfsuite.pair import Pair, Side, as_side
+from perfsuite.pair import Pair
 from perfsuite.records import Case
 from perfsuite.rule import NONE
+from perfsuite.sides import Side, as_side
 
 STEPS = (1, 2)
 """The steps of a stateful pair after which its state is compared."""

@@ -14,7 +14,7 @@ import torch
 
 from perfsuite import modules, process_state
 from perfsuite.integrity.probe import Probe
-from perfsuite.pair import as_side
+from perfsuite.sides import as_side
 
 
 def calls_reference(probe: Probe) -> None:

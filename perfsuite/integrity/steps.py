@@ -11,8 +11,8 @@ from perfsuite.errors import NotEquivalent, first_line
 from perfsuite.execution import Leaves
 from perfsuite.integrity.memory import unwritten
 from perfsuite.integrity.probe import STEPS, Probe
-from perfsuite.pair import Side
 from perfsuite.records import Case
+from perfsuite.sides import Side
 
 INSTANCES = 9
 """The instances that step in turn on the first draw."""

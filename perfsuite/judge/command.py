@@ -70,7 +70,7 @@ def judge(
     from perfsuite.errors import HarnessFault, PerfsuiteError
     from perfsuite.exit_codes import CODE_AT_FAULT
     from perfsuite.judge import verdict as verdicts
-    from perfsuite.pair import TF32
+    from perfsuite.workload import TF32
 
     options = verdicts.Options(
         device=device or ("cuda" if torch.cuda.is_available() else "cpu"),

@@ -14,15 +14,18 @@ from typing import Any
 
 import torch
 
-from perfsuite import differences, execution, modules
+from perfsuite import differences, execution, modules, tensor_values
 from perfsuite import inputs as make
+from perfsuite.cases import workload_case
 from perfsuite.errors import PerfsuiteError, in_one_line, printable
 from perfsuite.integrity.probe import same_leaf
 from perfsuite.judge.child import leaves_of, operations
-from perfsuite.pair import Pair, Workload
+from perfsuite.pair import Pair
 from perfsuite.records import Case, InputCase
 from perfsuite.reference_task import is_random
 from perfsuite.specs import module as module_input
+from perfsuite.specs import tensor_spec
+from perfsuite.workload import Workload
 
 EXAMINED = 4
 """Number of draws on which the reference is examined before any candidate."""
@@ -69,8 +72,8 @@ class Problem:
         random_ = random.Random(seed)
         kinds: dict[str, tuple[str, tuple[str, ...]]] = {}
         for name, spec in self.pair.inputs.items():
-            if (leaf := make.tensor_spec(spec)) is not None and name != modules.INPUT:
-                kinds[name] = (leaf.layouts or ("contiguous",))[0], make.regimes(leaf)
+            if (leaf := tensor_spec(spec)) is not None and name != modules.INPUT:
+                kinds[name] = (leaf.layouts or ("contiguous",))[0], tensor_values.regimes(leaf)
         most = max([number, *(len(regimes) for _, regimes in kinds.values())])
         orders = {
             name: random_.sample(regimes, len(regimes)) * -(-most // len(regimes))
@@ -88,7 +91,7 @@ class Problem:
 
     def values(self, seed: int) -> dict[str, Any]:
         """Return inputs as the workload has them, including the module where it has parameters."""
-        case = make.workload_case(self.pair.workloads[0], "float32", seed)
+        case = workload_case(self.pair.workloads[0], "float32", seed)
         values: dict[str, Any] = make.clone(make.build(self.pair, case, self.device))
         return values
 

@@ -15,6 +15,7 @@ import torch
 
 from perfsuite import equivalence, rule, truths
 from perfsuite import inputs as make
+from perfsuite.cases import workload_case
 from perfsuite.errors import NotEquivalent
 from perfsuite.integrity.probe import same_leaf
 from perfsuite.judge.problem import Problem
@@ -203,7 +204,7 @@ class _Judge:
 
     def _truth(self, seed: int) -> truths.Truth:
         began = time.monotonic()
-        case = make.workload_case(self.problem.pair.workloads[0], "float32", seed)
+        case = workload_case(self.problem.pair.workloads[0], "float32", seed)
         found = truths.establish(self.problem.pair, case, self.problem.device, gradients=False)
         self.proving_s += time.monotonic() - began
         return found

@@ -12,16 +12,18 @@ import torch
 
 from perfsuite import equivalence, truths
 from perfsuite import inputs as make
+from perfsuite.cases import workload_case
 from perfsuite.errors import NotEquivalent, PerfsuiteError
 from perfsuite.execution import Leaves
 from perfsuite.integrity.probe import same_leaf
 from perfsuite.judge.causes import Causes
 from perfsuite.judge.problem import Problem
 from perfsuite.judge.process import Ended, Nursery, Process, shortened
-from perfsuite.pair import TF32
+from perfsuite.memory_layouts import fill_poison
 from perfsuite.records import Case
 from perfsuite.tally import Tally
 from perfsuite.truths import Discard, Truth
+from perfsuite.workload import TF32
 
 DRAWS = 8
 """Draws of the template's shapes; each is called twice."""
@@ -172,7 +174,7 @@ class Served:
         no answer."""
         for one in outputs:
             for tensor in one:
-                make.fill_poison(tensor)
+                fill_poison(tensor)
                 if tensor.dtype is torch.bool:
                     tensor.copy_(torch.rand(tensor.shape, device=tensor.device) < 0.5)
                 elif tensor.dtype in UNWRITTEN:
@@ -261,7 +263,7 @@ def _held(
 
 def _other_elements(problem: Problem, candidate: Served, tally: Tally, causes: Causes) -> None:
     """Change a few elements: an answer that is cached by some of the other elements would be given again."""
-    case = make.workload_case(problem.pair.workloads[0], "float32", secrets.randbits(31))
+    case = workload_case(problem.pair.workloads[0], "float32", secrets.randbits(31))
     values = make.clone(make.build(problem.pair, case, problem.device))
     beside = make.clone(make.build(problem.pair, replace(case, seed=secrets.randbits(31)), problem.device))
     if not _held(problem, candidate, case, values, tally, causes):

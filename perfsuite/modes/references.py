@@ -10,9 +10,9 @@ import pytest
 
 from perfsuite import absent, alone, digests, revision
 from perfsuite.modes.paired import Paired
-from perfsuite.pair import as_side, module_of
 from perfsuite.records import Alone, Measurement
 from perfsuite.report import units
+from perfsuite.sides import as_side, module_of
 from perfsuite.tasks import ALONE, Failure, Outcome, Task
 from perfsuite.worker_process import Lane, devices_of
 

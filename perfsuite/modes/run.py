@@ -9,8 +9,8 @@ import pytest
 
 from perfsuite.ahead import KERNELS
 from perfsuite.modes.plain import Plain
-from perfsuite.pair import as_side
 from perfsuite.report import units
+from perfsuite.sides import as_side
 from perfsuite.speed import SpeedItem
 from perfsuite.tasks import ITEMS, Task
 

@@ -10,12 +10,12 @@ import torch
 
 from perfsuite.errors import NotEquivalent
 from perfsuite.execution import Leaves
-from perfsuite.pair import Side
 from perfsuite.proving import Drawn, OutputCheck, digest
 from perfsuite.rank_timing.peers import RankPeers
 from perfsuite.ranks import parts
 from perfsuite.ranks.process import on_cpu
 from perfsuite.records import Case
+from perfsuite.sides import Side
 from perfsuite.tally import Tally
 
 

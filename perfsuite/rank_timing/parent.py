@@ -15,7 +15,7 @@ import torch
 
 from perfsuite import machine, process_state, rule, truths
 from perfsuite.errors import MachineError, NotEquivalent, PairError
-from perfsuite.pair import Pair, Workload
+from perfsuite.pair import Pair
 from perfsuite.rank_timing.check import Judge, Judged
 from perfsuite.rank_timing.request import TimeRequest
 from perfsuite.ranks import group, parts
@@ -23,6 +23,7 @@ from perfsuite.ranks import proof as ranks_proof
 from perfsuite.records import OPTIMIZED, Alone, Case, Evidence, Measurement, ProcessGroup, Proof, SideRecord
 from perfsuite.tally import Tally
 from perfsuite.tasks import Task
+from perfsuite.workload import Workload
 
 VARIABLES = ("NCCL_", "TORCH_NCCL_", "GLOO_", "TORCH_DISTRIBUTED_", "TORCH_SYMM_MEM_")
 """Prefixes of environment variables that change how ranks communicate."""

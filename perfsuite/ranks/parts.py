@@ -11,8 +11,9 @@ import torch
 from perfsuite import forms, rank_parts, truths
 from perfsuite import inputs as make
 from perfsuite.execution import Leaves
-from perfsuite.pair import Pair, Side
+from perfsuite.pair import Pair
 from perfsuite.records import Case
+from perfsuite.sides import Side
 
 
 class ChangedInputError(Exception):

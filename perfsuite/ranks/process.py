@@ -29,10 +29,11 @@ import torch.distributed as dist
 from perfsuite import convolutions, declared, interpreter, process_state
 from perfsuite.errors import HarnessFault, LeftChanged, NotEquivalent, PerfsuiteError, first_line, users_frame
 from perfsuite.execution import Leaves
-from perfsuite.pair import Pair, as_side
+from perfsuite.pair import Pair
 from perfsuite.ranks import parts
 from perfsuite.ranks.group import Ended, Found, Raised, Request, Verdict
 from perfsuite.records import OPTIMIZED, REFERENCE
+from perfsuite.sides import as_side
 
 
 def main() -> None:

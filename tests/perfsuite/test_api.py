@@ -12,7 +12,8 @@ import torch
 from scale import count
 
 import perfsuite
-from perfsuite import Pair, Workload, floats, inputs, integers, side, stateful, tensor
+from perfsuite import Pair, Workload, floats, integers, side, stateful, tensor
+from perfsuite.cases import parse_case
 from perfsuite.errors import NotEquivalent, PairError, PerfsuiteError
 from perfsuite.measured import Measured
 from perfsuite.sampling import BLOCKS
@@ -88,7 +89,7 @@ def test_a_bad_pair_is_named_with_a_small_draw(optimized: Any, match: str) -> No
     message, draw, *cause = str(caught.value).splitlines()
     assert not cause or cause[0].startswith("likely cause: ")
     assert message.startswith("p: ")
-    case = inputs.parse_case(draw.removeprefix("draw: "), "float32")
+    case = parse_case(draw.removeprefix("draw: "), "float32")
     assert case.seed == 0
     assert all(value <= 3 for value in case.sizes.values())
 

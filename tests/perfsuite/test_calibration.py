@@ -709,8 +709,9 @@ def test_a_discarded_block_leaves_no_rounds() -> None:
 
     from perfsuite.calibration import worker
     from perfsuite.clocks import CpuClock
-    from perfsuite.pair import Pair, Side
+    from perfsuite.pair import Pair
     from perfsuite.records import Case
+    from perfsuite.sides import Side
     from perfsuite.specs import tensor
 
     pair = Pair(reference=abs, optimized=abs, inputs={"x": tensor("n")})

@@ -14,8 +14,8 @@ from perfsuite import Pair, Workload, contexts, floats, tensor
 from perfsuite.contexts import _is_compiled
 from perfsuite.errors import NotEquivalent
 from perfsuite.integrity.probe import Probe
-from perfsuite.pair import as_side
 from perfsuite.records import Case
+from perfsuite.sides import as_side
 from perfsuite.tally import Tally
 
 CASE = Case(dtype="float32", sizes={}, inputs={}, seed=0)

@@ -25,8 +25,10 @@ from perfsuite import (
 )
 from perfsuite import inputs as make
 from perfsuite.kinds import whole_tensors
-from perfsuite.pair import as_side
 from perfsuite.records import Case, InputCase
+from perfsuite.sides import as_side
+from perfsuite.specs import LAYOUTS, elements
+from perfsuite.tensor_values import UNBOUNDED_REGIMES
 
 pytest_plugins = ["pytester"]
 
@@ -48,7 +50,7 @@ def test_all_kinds_are_in_the_draws(seed: int) -> None:
     found = drawn(of, seed)
     held = set().union(*(kinds.kinds_in(of, case) for case in found))
     assert held >= set(kinds.kinds(of))
-    assert {k[1] for k in held if k[0] == "regime"} == set(make.UNBOUNDED_REGIMES)
+    assert {k[1] for k in held if k[0] == "regime"} == set(UNBOUNDED_REGIMES)
     assert len(found) <= 38
 
 
@@ -102,7 +104,7 @@ def test_an_empty_size_and_one_stand_alone() -> None:
 @pytest.mark.parametrize("seed", range(5))
 def test_all_tensors_lie_in_the_same_layout_once_and_all_sizes_are_whole_tiles(seed: int) -> None:
     found = drawn(pair(x=tensor("n", "m", "k"), y=tensor("m", "k", 3)), seed)
-    for layout in make.LAYOUTS:
+    for layout in LAYOUTS:
         assert any({case.inputs.get(n, InputCase()).layout for n in "xy"} == {layout} for case in found)
     for sizes in kinds.TOGETHER_SIZES.values():
         assert any(all(n in sizes for n in case.sizes.values()) for case in found)
@@ -237,9 +239,7 @@ def _compared(of: Pair, case: Case) -> list[int]:
 def test_draws_of_many_sizes_are_not_too_large(dims: str) -> None:
     of = pair(x=tensor(*dims))
     cases = [*coverage.draws(of, "float32", 1)]
-    assert all(
-        make.elements(spec, case.sizes) <= coverage.MOST_OF_TILES for case in cases for spec in whole_tensors(of)
-    )
+    assert all(elements(spec, case.sizes) <= coverage.MOST_OF_TILES for case in cases for spec in whole_tensors(of))
     for symbol in dims:  # each is past a large tile all the same
         assert any(case.sizes[symbol] > 128 for case in cases)
 

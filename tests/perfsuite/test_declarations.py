@@ -12,8 +12,10 @@ from scale import count
 import perfsuite
 from perfsuite import Pair, Workload, contexts, expressions, floats, integers, size, tensor
 from perfsuite import inputs as make
+from perfsuite.cases import cases
 from perfsuite.errors import NotEquivalent, PairError
-from perfsuite.pair import CONTEXTS
+from perfsuite.memory_layouts import with_layout
+from perfsuite.pair_fields import CONTEXTS
 
 SOME = {"values": floats(-2, 2)}
 
@@ -33,7 +35,7 @@ def cases_of(pair: Pair, count: int = 40) -> list[Any]:
     found: list[Any] = []
 
     @hypothesis.settings(max_examples=count, database=None, derandomize=True)
-    @hypothesis.given(make.cases(pair, "float32"))
+    @hypothesis.given(cases(pair, "float32"))
     def collect(case: Any) -> None:
         found.append(case)
 
@@ -221,9 +223,9 @@ def test_a_pair_whose_draws_are_dear_takes_fewer() -> None:
 @pytest.mark.parametrize("align", [1, 2, 4, 16, 64])
 def test_an_offset_keeps_to_the_alignment_that_is_declared(align: int) -> None:
     spec = tensor("n", align=align)
-    view = make.with_layout(torch.zeros(33), "offset", spec.align)
+    view = with_layout(torch.zeros(33), "offset", spec.align)
     assert view.storage_offset() * 4 % align == 0 < view.storage_offset()
-    assert make.with_layout(torch.zeros(33), "offset").data_ptr() % 16 == 4
+    assert with_layout(torch.zeros(33), "offset").data_ptr() % 16 == 4
 
 
 def test_an_alignment_is_a_power_of_two() -> None:

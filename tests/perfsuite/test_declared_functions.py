@@ -12,8 +12,8 @@ import perfsuite
 from perfsuite import Pair, api, contexts, floats, scalar, tensor
 from perfsuite.errors import PairError
 from perfsuite.integrity.probe import Probe
-from perfsuite.pair import as_side
 from perfsuite.records import Case, InputCase
+from perfsuite.sides import as_side
 
 
 def sine(x: torch.Tensor) -> torch.Tensor:

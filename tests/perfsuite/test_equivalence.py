@@ -32,10 +32,10 @@ from perfsuite import (
     tensor,
     truths,
 )
-from perfsuite import inputs as make
+from perfsuite.cases import case_line, cases
 from perfsuite.errors import NotEquivalent, PairError
-from perfsuite.pair import Side
 from perfsuite.records import Case, InputCase
+from perfsuite.sides import Side
 from perfsuite.tally import Tally
 
 Call = Callable[..., Any]
@@ -44,7 +44,7 @@ DRAWS = count(quick=100, full=200)
 
 
 def drawn(pair: Pair, dtype: str, number: int, seed: int = 0) -> list[Case]:
-    cases: list[Case] = []
+    found: list[Case] = []
 
     @hypothesis.seed(seed)
     @hypothesis.settings(
@@ -54,12 +54,12 @@ def drawn(pair: Pair, dtype: str, number: int, seed: int = 0) -> list[Case]:
         phases=[Phase.generate],
         suppress_health_check=list(HealthCheck),
     )
-    @hypothesis.given(make.cases(pair, dtype))
+    @hypothesis.given(cases(pair, dtype))
     def collect(case: Case) -> None:
-        cases.append(case)
+        found.append(case)
 
     collect()
-    return cases
+    return found
 
 
 def pair_of(reference: Any, optimized: Any, inputs: Mapping[str, Any], **options: Any) -> Pair:
@@ -123,7 +123,7 @@ def judge_family(family: Family, seed: int) -> tuple[dict[str, list[str]], dict[
                 equivalence.judge(pair, truth, produced, name=name, tally=tally if name in wrong else None)
             except NotEquivalent as error:
                 if name in wrong:
-                    wrong[name].append(f"{make.case_line(case)}: {error}")
+                    wrong[name].append(f"{case_line(case)}: {error}")
                 else:
                     caught[name] += 1
     return wrong, caught, tally

@@ -12,8 +12,8 @@ import torch
 from perfsuite import Pair, compiled, execution, incoming, integers, module, redrawn_roundings, side, stateful, tensor
 from perfsuite import inputs as make
 from perfsuite.errors import PairError
-from perfsuite.pair import Side
 from perfsuite.records import Case
+from perfsuite.sides import Side
 
 INPUTS = {"x": tensor("n"), "i": tensor("n", dtype="int64", values=integers()), "y": tensor("n", dtype="float32")}
 

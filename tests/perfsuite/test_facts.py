@@ -12,13 +12,13 @@ from scale import FULLY, count
 from scratch import Project, lines_with
 
 from perfsuite import Pair, Workload, equivalence, facts, floats, rule, tensor, truths
-from perfsuite import inputs as make
+from perfsuite.cases import case_line
 from perfsuite.errors import NotEquivalent, PairError
 from perfsuite.facts import KnownFacts, facts_of
-from perfsuite.pair import as_side
 from perfsuite.proof_item import EXAMPLES
 from perfsuite.records import Case, InputCase
 from perfsuite.rule import FEW, NONE, REPLICAS
+from perfsuite.sides import as_side
 from perfsuite.tally import MIN_PROOFS, Tally
 from perfsuite.truths import Discard, Known, Truth
 
@@ -61,7 +61,7 @@ def drawn(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[str]]:
 
     def recording(pair: Pair, case: Case, device: str, **given: Any) -> None:
         kind = "gradients" if given["gradients"] else "equivalence"
-        found.setdefault(f"{kind} {given['side_name']}", []).append(make.case_line(case))
+        found.setdefault(f"{kind} {given['side_name']}", []).append(case_line(case))
         own(pair, case, device, **given)
 
     monkeypatch.setattr(equivalence, "check_case", recording)

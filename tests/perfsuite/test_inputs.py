@@ -28,13 +28,16 @@ from perfsuite import (
     size,
     stateful,
     tensor,
+    tensor_values,
 )
 from perfsuite import inputs as make
+from perfsuite.cases import SMALL_HIGH, case_line, cases, parse_case, workload_case
 from perfsuite.errors import PairError, PerfsuiteError
 from perfsuite.execution import flatten
-from perfsuite.pair import DTYPES
 from perfsuite.records import Case, InputCase
-from perfsuite.specs import EXPANDED, LAYOUTS, Floats, TensorSpec
+from perfsuite.specs import EXPANDED, LAYOUTS, Floats, TensorSpec, tensor_spec
+from perfsuite.tensor_values import DRAW_ON_DEVICE, INTEGER_REGIMES, MILD, UNBOUNDED_REGIMES, dtype_of
+from perfsuite.workload import DTYPES
 
 FIXED = settings(
     derandomize=True, deadline=None, database=None, max_examples=100, suppress_health_check=list(HealthCheck)
@@ -59,7 +62,7 @@ def draws(of: Pair, dtype: str = "float32", count: int = 100, seed: int = 0) -> 
 
     @hypothesis.seed(seed)
     @settings(FIXED, derandomize=False, max_examples=count, phases=[Phase.generate])
-    @given(make.cases(of, dtype))
+    @given(cases(of, dtype))
     def collect(one: Case) -> None:
         found.append(one)
 
@@ -228,10 +231,10 @@ SPECS = {
 def test_every_regime_stays_in_its_domain_and_dtype(name: str, dtype: str) -> None:
     values = SPECS[name]
     spec = tensor("m", "n", values=values)
-    for regime in make.regimes(spec):
+    for regime in tensor_values.regimes(spec):
         for seed in range(5):
             x = built(spec, InputCase(regime=regime), dtype=dtype, seed=seed)
-            assert x.dtype == make.dtype_of(dtype)
+            assert x.dtype == dtype_of(dtype)
             assert x.shape == (5, 7)
             if regime == "nonfinite":
                 continue
@@ -278,7 +281,7 @@ def test_regimes_are_what_they_say() -> None:
 
 
 @pytest.mark.parametrize("dtype", ["int64", "int32", "uint8", "float32"])
-@pytest.mark.parametrize("regime", make.INTEGER_REGIMES)
+@pytest.mark.parametrize("regime", INTEGER_REGIMES)
 def test_whole_numbers_hold_bounds_by_name_and_by_column(regime: str, dtype: str) -> None:
     spec = tensor("P", 3, dtype=dtype, values=integers("low", ["n", "n", "k"]))
     for seed in range(5):
@@ -304,8 +307,8 @@ def test_whole_numbers_reach_their_bounds() -> None:
 @pytest.mark.parametrize("dtype", ["int64", "int32"])
 def test_outside_values_lie_outside(dtype: str) -> None:
     spec = tensor(300, dtype=dtype, values=integers(0, "n", outside=True))
-    assert "outside" in make.regimes(spec)
-    assert "outside" not in make.regimes(tensor(3, dtype=dtype, values=integers(0, "n")))
+    assert "outside" in tensor_values.regimes(spec)
+    assert "outside" not in tensor_values.regimes(tensor(3, dtype=dtype, values=integers(0, "n")))
     x = built(spec, InputCase(regime="outside"))
     off = (x < 0) | (x >= 7)
     assert 60 < int(off.sum()) < 180
@@ -318,7 +321,7 @@ def test_sampled_values_come_from_the_function() -> None:
         return torch.arange(math.prod(shape)).reshape(shape) + torch.randint(0, 2, (), generator=generator)
 
     spec = tensor("m", "n", values=sampled(make_ramp))
-    assert make.regimes(spec) == ("normal",)
+    assert tensor_values.regimes(spec) == ("normal",)
     assert built(spec).dtype == torch.float32
     assert {float(built(spec, seed=s)[0, 0]) for s in range(20)} == {0.0, 1.0}
 
@@ -346,7 +349,7 @@ def test_different_seeds_differ(a: int, b: int) -> None:
 
 
 def test_large_inputs_are_drawn_alike_on_any_path() -> None:
-    large = make.DRAW_ON_DEVICE + 1
+    large = DRAW_ON_DEVICE + 1
     x = built(tensor(large), seed=3)
     assert torch.equal(x, built(tensor(large), seed=3))
     assert abs(float(x.mean())) < 0.05
@@ -462,7 +465,7 @@ def test_sizes_keep_their_constraints() -> None:
 def test_a_few_dozen_draws_hold_the_telling_sizes(seed: int) -> None:
     sizes = {one.sizes["n"] for one in draws(pair(inputs={"x": tensor("n")}), count=50, seed=seed)}
     assert {0, 1, 17} <= sizes
-    assert max(sizes) > make.SMALL_HIGH
+    assert max(sizes) > SMALL_HIGH
 
 
 def test_draws_cover_layouts_and_regimes_and_at_most_one_size_is_large() -> None:
@@ -470,11 +473,11 @@ def test_draws_cover_layouts_and_regimes_and_at_most_one_size_is_large() -> None
     found = draws(of, count=400)
     seen = {(how.layout, how.regime) for one in found for how in one.inputs.values()}
     assert {layout for layout, _ in seen} == set(LAYOUTS)
-    assert {regime for _, regime in seen} == set(make.UNBOUNDED_REGIMES)
-    assert all(regime in make.MILD for layout, regime in seen if layout in EXPANDED)
+    assert {regime for _, regime in seen} == set(UNBOUNDED_REGIMES)
+    assert all(regime in MILD for layout, regime in seen if layout in EXPANDED)
     assert any(not one.inputs for one in found)
     assert any(len(one.inputs) == 2 for one in found)
-    assert all(sum(v > make.SMALL_HIGH for v in one.sizes.values()) <= 1 for one in found)
+    assert all(sum(v > SMALL_HIGH for v in one.sizes.values()) <= 1 for one in found)
 
 
 @FULLY
@@ -482,14 +485,14 @@ def test_a_failing_draw_shrinks_to_a_small_case() -> None:
     of = pair(inputs={"x": tensor("m", "n"), "y": tensor("n")})
 
     @settings(FIXED, max_examples=200)
-    @given(make.cases(of, "float32"))
+    @given(cases(of, "float32"))
     def fails(one: Case) -> None:
         if one.sizes["n"] >= 3 and one.inputs.get("y", InputCase()).regime == "huge":
-            raise AssertionError(make.case_line(one))
+            raise AssertionError(case_line(one))
 
     with pytest.raises(AssertionError) as caught:
         fails()
-    found = make.parse_case(str(caught.value).splitlines()[0], "float32")
+    found = parse_case(str(caught.value).splitlines()[0], "float32")
     assert found.sizes == {"m": 0, "n": 3}
     assert found.inputs == {"y": InputCase(regime="huge")}
     assert found.seed == 0
@@ -500,24 +503,22 @@ def test_a_bool_is_drawn_and_read_again() -> None:
     found = draws(of, count=40)
     assert {one.sizes["flag"] for one in found} == {True, False}
     for one in found:
-        again = make.parse_case(make.case_line(one), "float32")
+        again = parse_case(case_line(one), "float32")
         assert again == one
         assert type(again.sizes["flag"]) is bool
 
 
 def test_a_workload_s_case_is_plain() -> None:
     workload = Workload("w", m=64, n=3, dtype="bfloat16")
-    assert make.workload_case(workload, "float32", 9) == Case(
-        dtype="bfloat16", sizes={"m": 64, "n": 3}, inputs={}, seed=9
-    )
-    assert make.workload_case(Workload("w", m=1, n=1), "float32", 9).dtype == "float32"
+    assert workload_case(workload, "float32", 9) == Case(dtype="bfloat16", sizes={"m": 64, "n": 3}, inputs={}, seed=9)
+    assert workload_case(Workload("w", m=1, n=1), "float32", 9).dtype == "float32"
 
 
 # --- one line that reproduces --------------------------------------------------------------------------------
 
 NAMES = st.sampled_from(["a", "seed", "theta", "x_1", "inputs", "é"])
 NUMBERS = st.integers(-(2**70), 2**70) | st.floats(allow_nan=False, allow_infinity=False)
-HOW = st.builds(InputCase, layout=st.sampled_from(LAYOUTS), regime=st.sampled_from(make.UNBOUNDED_REGIMES))
+HOW = st.builds(InputCase, layout=st.sampled_from(LAYOUTS), regime=st.sampled_from(UNBOUNDED_REGIMES))
 
 
 @FIXED
@@ -531,21 +532,21 @@ def test_a_case_survives_its_line(
     sizes: dict[str, Any], inputs: dict[str, InputCase], seed: int, steps: int | None
 ) -> None:
     whole = Case(dtype="float32", sizes=sizes, inputs=inputs, seed=seed, steps=steps)
-    line = make.case_line(whole)
+    line = case_line(whole)
     assert "\n" not in line
-    assert make.parse_case(line, "float32") == whole
+    assert parse_case(line, "float32") == whole
 
 
 @pytest.mark.parametrize("of", [pair(), pair(inputs={"s": scalar(floats(-1, 1)), "x": tensor("n")})])
 def test_a_drawn_case_survives_its_line(of: Pair) -> None:
     for one in draws(of):
-        assert make.parse_case(make.case_line(one), "float32") == one
+        assert parse_case(case_line(one), "float32") == one
 
 
 @pytest.mark.parametrize("line", ["n=x", "seed=1.5", "n=3;seed=", "nonsense", "n", "x steps"])
 def test_a_line_that_is_no_case_is_refused(line: str) -> None:
     with pytest.raises(PerfsuiteError, match="is not a case; copy the whole line that a failure printed"):
-        make.parse_case(line, "float32")
+        parse_case(line, "float32")
 
 
 # --- copies --------------------------------------------------------------------------------------------------
@@ -607,8 +608,8 @@ def test_leaf_spec_is_found_in_nests() -> None:
     assert isinstance(leaf, TensorSpec)
     assert isinstance(leaf.values, Floats)
     for nest in (leaf, [leaf], {"a": (constant(1), leaf)}, listof(2, leaf)):
-        assert make.tensor_spec(nest) == leaf
-    assert make.tensor_spec(constant(1)) is None
+        assert tensor_spec(nest) == leaf
+    assert tensor_spec(constant(1)) is None
     assert dict(flatten({"a": [1, None]})) == {"output['a'][0]": 1, "output['a'][1]": None}
 
 

@@ -14,9 +14,9 @@ from perfsuite import Pair, equivalence, floats, integrity, listof, rule, sample
 from perfsuite import inputs as make
 from perfsuite.errors import NotEquivalent, PairError
 from perfsuite.integrity import Probe
-from perfsuite.pair import as_side
 from perfsuite.records import Case, InputCase
 from perfsuite.rule import FEW, NONE
+from perfsuite.sides import as_side
 
 Call = Callable[..., Any]
 X = {"x": tensor("m", "n", values=floats(-4, 4))}

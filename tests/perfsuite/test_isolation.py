@@ -12,7 +12,7 @@ from scale import FULL, FULLY
 from scratch import Project
 
 from perfsuite import Pair, faults, preload, tensor
-from perfsuite import inputs as make
+from perfsuite.cases import parse_case
 from perfsuite.faults import DeviceFault
 from perfsuite.isolation import MOST_LEFT_OUT, Blame
 from perfsuite.left_out import is_left_out
@@ -343,9 +343,9 @@ def test_a_process_that_ends_outside_a_draw_stays_as_it_is() -> None:
 
 def test_misaligned_draws_are_left_out_with_one_of_them() -> None:
     pair = Pair(reference=abs, optimized=abs, inputs={"x": tensor("n")})
-    aligned, left_out = make.parse_case("n=7;seed=3", "float32"), (DRAW,)
-    assert is_left_out(pair, make.parse_case(DRAW, "float32"), left_out)
-    assert is_left_out(pair, make.parse_case("n=7;x=offset/tiny;seed=3", "float32"), left_out)
+    aligned, left_out = parse_case("n=7;seed=3", "float32"), (DRAW,)
+    assert is_left_out(pair, parse_case(DRAW, "float32"), left_out)
+    assert is_left_out(pair, parse_case("n=7;x=offset/tiny;seed=3", "float32"), left_out)
     assert not is_left_out(pair, aligned, left_out)
     assert not is_left_out(pair, aligned, ())
 

@@ -20,7 +20,6 @@ from click.testing import CliRunner, Result
 from judging import documented, judged
 from scale import FULLY
 
-from perfsuite import inputs as make
 from perfsuite.cli import main
 from perfsuite.errors import NotEquivalent, printable
 from perfsuite.exit_codes import CODE_AT_FAULT, GREEN
@@ -28,6 +27,7 @@ from perfsuite.judge import problem, process, race
 from perfsuite.judge import verdict as verdicts
 from perfsuite.judge.process import Nursery
 from perfsuite.judge.verdict import Status
+from perfsuite.tensor_values import BOUNDED_REGIMES
 
 REFERENCE = """
     import torch
@@ -800,7 +800,7 @@ def test_a_timed_answer_may_differ_by_rounding_alone() -> None:
 def test_each_kind_of_values_is_drawn(reference: Path) -> None:
     found = problem.load(reference, "cpu", 0).cases(8, seed=1)
     assert len(found) == 8
-    assert {case.inputs["x0"].regime for case in found} == set(make.BOUNDED_REGIMES)
+    assert {case.inputs["x0"].regime for case in found} == set(BOUNDED_REGIMES)
     assert len({case.seed for case in found}) == 8
 
 

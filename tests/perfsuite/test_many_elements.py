@@ -12,8 +12,8 @@ import torch
 from perfsuite import Pair, Workload, contexts, many_elements, size, tensor
 from perfsuite.errors import NotEquivalent
 from perfsuite.integrity.probe import Probe
-from perfsuite.pair import as_side
 from perfsuite.records import Case
+from perfsuite.sides import as_side
 
 LIMIT = 1 << 12
 CASE = Case(dtype="float32", sizes={"n": 5, "k": 3}, inputs={}, seed=0)

@@ -13,6 +13,7 @@ from torch import nn
 import perfsuite
 from perfsuite import Pair, Workload, compiled, execution, floats, modules, tensor
 from perfsuite import inputs as make
+from perfsuite.cases import workload_case
 from perfsuite.errors import NotEquivalent, PairError
 from perfsuite.specs import ConstantSpec, Floats, Integers, Sampled
 
@@ -346,7 +347,7 @@ def test_values_are_drawn_in_the_range_of_the_template(template: Any, kind: Any)
 
 def drawn_from(templates: Sequence[Any]) -> list[Any]:
     pair = Pair(reference=abs, optimized=abs, inputs=modules.specs_of(templates), workloads=[Workload("w")])
-    return list(make.build(pair, make.workload_case(pair.workloads[0], "float32", 3), "cpu").values())
+    return list(make.build(pair, workload_case(pair.workloads[0], "float32", 3), "cpu").values())
 
 
 def test_shapes_dtypes_and_layouts_are_those_of_the_template() -> None:

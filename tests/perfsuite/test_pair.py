@@ -9,7 +9,7 @@ import pytest
 
 from perfsuite import Cost, Pair, Workload, compiled, floats, listof, recorded, scalar, side, stateful, tensor
 from perfsuite.errors import PairError
-from perfsuite.pair import Side, as_side
+from perfsuite.sides import Side, as_side
 
 
 def identity(*args: Any) -> Any:

@@ -14,9 +14,9 @@ import perfsuite
 from perfsuite import Pair, listof, rank_parts, tensor
 from perfsuite import inputs as make
 from perfsuite.errors import NotEquivalent, PairError
-from perfsuite.pair import Size
 from perfsuite.ranks import group, parts
 from perfsuite.records import Case
+from perfsuite.specs import Size
 
 pytest_plugins = ["pytester"]
 

@@ -12,9 +12,9 @@ from perfsuite import Pair, contexts, diagnosis, floats, size, tensor
 from perfsuite.errors import NotEquivalent
 from perfsuite.integrity import calls
 from perfsuite.integrity.probe import Probe
-from perfsuite.pair import as_side
 from perfsuite.records import Case
 from perfsuite.relations import reaches, relation
+from perfsuite.sides import as_side
 
 TRUTH = torch.linspace(-3, 4, 64, dtype=torch.float64).reshape(8, 8).sin()
 

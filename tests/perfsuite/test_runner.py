@@ -11,10 +11,10 @@ import torch
 
 from perfsuite import Pair, floats, runner, tensor
 from perfsuite.clocks import CudaClock
-from perfsuite.pair import Side
 from perfsuite.peers import ALONE
 from perfsuite.records import Case
 from perfsuite.runner import Call, Runner
+from perfsuite.sides import Side
 
 
 def made(settle: int = 0) -> Runner:

@@ -45,11 +45,11 @@ from perfsuite.bench import Bench
 from perfsuite.errors import NotEquivalent, PairError
 from perfsuite.integrity import late_work
 from perfsuite.measuring import RIVAL_BLOCKS
-from perfsuite.pair import Side
 from perfsuite.peers import ALONE, Peers
 from perfsuite.records import Condition, Counts, Measurement, Proof, from_json, to_json
 from perfsuite.rule import REPLICAS_UP_TO
 from perfsuite.sampling import BLOCKS, BLOCKS_LEAST, EXTRA_BLOCKS, FEW_BLOCKS, ROUNDS
+from perfsuite.sides import Side
 from perfsuite.watching import FRESH_BLOCKS
 
 Call = Callable[..., Any]

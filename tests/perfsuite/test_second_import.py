@@ -22,7 +22,8 @@ from revisions import KERNELS, MODULE, PACKAGE, TEST, Repository, imports_put_ba
 
 from perfsuite import second_import
 from perfsuite.errors import RevisionError
-from perfsuite.pair import Pair, Side
+from perfsuite.pair import Pair
+from perfsuite.sides import Side
 
 FACTORS = (3, 5, 7)
 """Factors of the first revision, the second one, and the work tree."""

@@ -1,0 +1,158 @@
+"""Workloads: the sizes that are timed, what is promised of them, and the least work that they take."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from perfsuite.errors import PairError
+
+CLOCKS = ("device", "wall")
+DIRECTIONS = ("forward", "backward", "both")
+DTYPES = ("float64", "float32", "bfloat16", "float16")
+TF32 = "tf32"
+"""A precision of products, in which nothing is stored."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Promises:
+    """Promises of a workload, each gated: a speedup over the reference, and bounds on one call."""
+
+    speedup: float | None = None
+    peak_bytes: int | None = None
+    host_syncs: int | None = None
+    launches: int | None = None
+
+
+class Workload:
+    """One size to time: `Workload("window64", k=6, n=8, P=8, clock="wall", speedup=20.0, host_syncs=0)`.
+
+    `clock` is the one the promise is on: "device" (kernels alone, launch latency hidden) or "wall" (from the
+    call to synchronised completion). `direction` is "forward", "backward" or "both". `device` restricts the
+    workload to one kind of device, "cpu" or "cuda"; elsewhere it is skipped with that reason. `repeat` calls in a
+    row are timed as one, as in a training loop: for calls so short that a cold cache and the timer's own overhead
+    would be most of what is measured; figures stay a call. `ranks` processes of torch.distributed call the sides
+    together, each on a device of its own (docs/ranks.md). `margin` is the relative slowdown that matters, e.g. 0.1:
+    the gate finds what is as slow as that or slower; by default, what the device resolves. Remaining keywords are the
+    sizes, and the values of scalar inputs; those that are called as one of these parameters go into `sizes`. `marks`
+    are pytest's, e.g. `pytest.mark.skipif(…)`.
+    """
+
+    __slots__ = (
+        "clock",
+        "device",
+        "direction",
+        "dtype",
+        "margin",
+        "marks",
+        "name",
+        "promises",
+        "ranks",
+        "repeat",
+        "sizes",
+    )
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        clock: str = "device",
+        direction: str = "forward",
+        dtype: str | None = None,
+        device: str | None = None,
+        repeat: int = 1,
+        ranks: int = 1,
+        margin: float | None = None,
+        speedup: float | None = None,
+        peak_bytes: int | None = None,
+        host_syncs: int | None = None,
+        launches: int | None = None,
+        sizes: Mapping[str, int | float] | None = None,
+        marks: Collection[Any] = (),
+        **named: int | float,
+    ) -> None:
+        for what, value, allowed in (
+            ("clock", clock, CLOCKS),
+            ("direction", direction, DIRECTIONS),
+            ("dtype", dtype, (None, *DTYPES)),
+            ("device", device, (None, "cpu", "cuda")),
+        ):
+            if value not in allowed:
+                choices = ", ".join(str(a) for a in allowed if a is not None)
+                raise PairError(f"workload {name!r}: {what}={value!r} is not one of {choices}")
+        if speedup is not None and not speedup > 0:
+            raise PairError(f"workload {name!r}: speedup={speedup!r} must be above 0")
+        if margin is not None and not 0 < margin < 1:
+            raise PairError(f"workload {name!r}: margin={margin!r} is no share between 0 and 1, such as 0.1 for 10%")
+        if repeat < 1:
+            raise PairError(f"workload {name!r}: repeat={repeat!r} must be 1 or more")
+        if repeat > 1 and direction == "backward":
+            raise PairError(f"workload {name!r}: a backward pass cannot be repeated; use direction='both'")
+        if type(ranks) is not int or ranks < 1:
+            raise PairError(f"workload {name!r}: ranks={ranks!r} must be the number of processes, 1 or more")
+        if ranks > 1 and direction != "forward":
+            raise PairError(
+                f"workload {name!r}: ranks={ranks} with direction={direction!r}; several processes are timed forward "
+                "only: make the sides steps that compute their own gradients"
+            )
+        self.name = name
+        self.ranks = ranks
+        self.margin = margin
+        self.repeat = repeat
+        self.clock = clock
+        self.direction = direction
+        self.dtype = dtype
+        self.device = device
+        self.promises = Promises(speedup=speedup, peak_bytes=peak_bytes, host_syncs=host_syncs, launches=launches)
+        self.sizes = {**(sizes or {}), **named}
+        self.marks = tuple(marks)
+
+    @property
+    def described(self) -> dict[str, int | float]:
+        """The sizes as records and tables show them: with the repeats and the processes, if there are several."""
+        several = {"repeat": self.repeat, "ranks": self.ranks}
+        return {**self.sizes, **{name: count for name, count in several.items() if count > 1}}
+
+    def with_sizes(self, **sizes: int | float) -> Workload:
+        """Return the same workload with further sizes."""
+        changed = copy.copy(self)
+        changed.sizes = {**self.sizes, **sizes}
+        return changed
+
+    def __repr__(self) -> str:
+        sizes = ", ".join(f"{k}={v}" for k, v in self.sizes.items())
+        return f"Workload({self.name!r}, {sizes})"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Cost:
+    """The least work the function can do, as functions of the workload's sizes.
+
+    `bytes` counts each input read once and each output written once; `flops` the arithmetic in `precision`
+    ("float32", "tf32", "bfloat16", "float16"), and that of a workload with another dtype than float32 in its own.
+    Both are for the workload's own direction: a function that names a parameter `direction` receives it.
+    """
+
+    bytes: Callable[..., float] | None = None
+    flops: Callable[..., float] | None = None
+    precision: str = "float32"
+
+    def of(self, sizes: Mapping[str, Any], direction: str) -> tuple[float, float]:
+        """Return (bytes, operations) at these sizes."""
+        return _call_cost(self.bytes, sizes, direction), _call_cost(self.flops, sizes, direction)
+
+    def precision_in(self, dtype: str) -> str:
+        """Return the precision of the arithmetic where the inputs are in `dtype`; a lower precision that is declared
+        stays."""
+        return dtype if dtype != "float32" and self.precision in ("float32", "tf32") else self.precision
+
+
+def _call_cost(count: Callable[..., float] | None, sizes: Mapping[str, Any], direction: str) -> float:
+    if count is None:
+        return 0.0
+    parameters = inspect.signature(count).parameters
+    known = {**sizes, "direction": direction}
+    return float(count(**{k: v for k, v in known.items() if k in parameters}))
