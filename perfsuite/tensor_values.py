@@ -161,7 +161,7 @@ def _whole(
 
 
 def _integers(random: _Random, low: int, high: tuple[int, ...], regime: str, dtype: torch.dtype) -> torch.Tensor:
-    upper = torch.tensor(high, device=random.device)
+    upper = torch.tensor(high if len(high) > 1 else high[0], device=random.device)
     span = (upper - low).clamp_min(1)  # an empty range yields its lower bound
     unit = random.uniform(torch.float64)
     drawn = low + (unit * span).long()

@@ -304,6 +304,13 @@ def test_whole_numbers_reach_their_bounds() -> None:
     assert built(tensor(4, dtype="int64", values=integers(5, "m")), m=5).tolist() == [5] * 4  # an empty range
 
 
+@pytest.mark.parametrize("regime", ["normal", "edges", "repeated", "sorted", "outside"])
+def test_a_whole_number_without_dimensions_has_none(regime: str) -> None:
+    x = built(tensor(dtype="int64", values=integers(0, 5, outside=True)), InputCase(regime=regime))
+    assert x.shape == ()
+    assert built(tensor(dtype="int64", values=integers(4, 5))).tolist() == 4
+
+
 @pytest.mark.parametrize("dtype", ["int64", "int32"])
 def test_outside_values_lie_outside(dtype: str) -> None:
     spec = tensor(300, dtype=dtype, values=integers(0, "n", outside=True))
