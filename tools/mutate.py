@@ -65,9 +65,9 @@ PURE = {
         "cutoff",
     )
 }
-PURE["perfsuite/priors.py"] = PURE["perfsuite/gate.py"]
-PURE["perfsuite/stages.py"] = PURE["perfsuite/gate.py"]
-PURE["perfsuite/soundness.py"] = PURE["perfsuite/gate.py"]
+for name in ("estimates", "priors", "stages", "soundness"):
+    PURE[f"perfsuite/{name}.py"] = PURE["perfsuite/gate.py"]
+PURE["perfsuite/baseline_file.py"] = PURE["perfsuite/baseline.py"]
 for name in ("rule", "comparison", "truths", "tally", "forms", "reference_task", "equivalence"):
     PURE[f"perfsuite/{name}.py"] = [f"tests/perfsuite/test_{test}.py" for test in ("equivalence", "bias", "facts")]
 SHARED = {
