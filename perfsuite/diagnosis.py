@@ -413,8 +413,9 @@ def _is_dimension(pair: Pair, name: str) -> bool:
     return any(isinstance(spec, TensorSpec) and name in symbols(spec) for spec in pair.inputs.values())
 
 
-VALUES_DRAWS, SELDOM = 5, 0.25
-"""Number of draws that are tried, and the largest share of the other values that may be right by chance."""
+VALUES_DRAWS, SELDOM = 9, 0.5
+"""Number of draws that are tried, and the largest share of the other values that may be right by chance: of three
+values one in three is the largest."""
 _TAMED: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "non-negative": torch.abs,
     "small": lambda t: t / max(1.0, float(t.abs().max())) * 0.1 if t.numel() else t,
