@@ -125,8 +125,10 @@ if gluon is not None:
         tma.async_copy_global_to_shared(blocks, [row, 0], full.index(at), operands.index(slot + at))
 
     @gluon.jit
-    def _loader(blocks, tasks_ptr, count, counters_ptr, operands, strips, barriers):
+    def _loader(listed, shared):
         """Take strips from the list, tell the groups that multiply which, and load their operands."""
+        blocks, tasks_ptr, count, counters_ptr = listed
+        operands, strips, barriers = shared
         left_full, left_empty, right_full, right_empty, strip_full, strip_empty, _ = barriers
         layout: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
         lefts = 0
@@ -203,22 +205,11 @@ if gluon is not None:
         mbarrier.arrive(right_empty.index(right % RIGHT_SLOTS), count=1, pred=of_right)
 
     @gluon.jit
-    def _multiplier(
-        OWN: gl.constexpr,
-        blocks,
-        tasks_ptr,
-        count,
-        counters_ptr,
-        sums_ptr,
-        sums_of_each,
-        operands,
-        strips,
-        barriers,
-        out,
-        added_full,
-        SUMS: gl.constexpr,
-    ):
+    def _multiplier(OWN: gl.constexpr, listed, summed, shared, out, added_full, SUMS: gl.constexpr):
         """Compute every second tile, of two groups that number `OWN`."""
+        blocks, tasks_ptr, count, counters_ptr = listed
+        sums_ptr, sums_of_each = summed
+        operands, strips, barriers = shared
         left_full, left_empty, right_full, right_empty, strip_full, strip_empty, turns = barriers
         mma: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 128, 16])
         layout: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
@@ -316,35 +307,8 @@ if gluon is not None:
                 sequence += tiles
 
     @gluon.jit
-    def _second_multiplier(
-        blocks,
-        tasks_ptr,
-        count,
-        counters_ptr,
-        sums_ptr,
-        sums_of_each,
-        operands,
-        strips,
-        barriers,
-        out,
-        added_full,
-        SUMS: gl.constexpr,
-    ):
-        _multiplier(
-            1,
-            blocks,
-            tasks_ptr,
-            count,
-            counters_ptr,
-            sums_ptr,
-            sums_of_each,
-            operands,
-            strips,
-            barriers,
-            out,
-            added_full,
-            SUMS,
-        )
+    def _second_multiplier(listed, summed, shared, out, added_full, SUMS: gl.constexpr):
+        _multiplier(1, listed, summed, shared, out, added_full, SUMS)
 
     @gluon.jit
     def _barriers(SLOTS: gl.constexpr, arrivals: gl.constexpr):
@@ -370,24 +334,14 @@ if gluon is not None:
             _barriers(2, 1),
         )
         added_full = _barriers(2, 1)
+        listed, shared = (blocks, tasks_ptr, count, counters_ptr), (operands, strips, barriers)
+        summed = (sums_ptr, sums_of_each)
         gl.warp_specialize(
             [
-                (
-                    _multiplier,
-                    (
-                        0, blocks, tasks_ptr, count, counters_ptr, sums_ptr, sums_of_each, operands, strips, barriers,
-                        outs.index(0), added_full.index(0), SUMS,
-                    ),
-                ),
-                (
-                    _second_multiplier,
-                    (
-                        blocks, tasks_ptr, count, counters_ptr, sums_ptr, sums_of_each, operands, strips, barriers,
-                        outs.index(1), added_full.index(1), SUMS,
-                    ),
-                ),
-                (_loader, (blocks, tasks_ptr, count, counters_ptr, operands, strips, barriers)),
+                (_multiplier, (0, listed, summed, shared, outs.index(0), added_full.index(0), SUMS)),
+                (_second_multiplier, (listed, summed, shared, outs.index(1), added_full.index(1), SUMS)),
+                (_loader, (listed, shared)),
             ],
             [4, 1],
             [MULTIPLYING_REGISTERS, LOADING_REGISTERS],
-        )  # fmt: skip
+        )
