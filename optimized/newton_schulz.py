@@ -42,7 +42,7 @@ X, X_T, OTHER_T, POLYNOMIAL, SPARE, FACTOR = range(6)
 BUFFERS = FACTOR + 1
 NOTHING = -1
 # Numbers that a task has; a power of two.
-FIELDS = 16
+FIELDS = strips.NUMBERS
 
 
 class Step(NamedTuple):

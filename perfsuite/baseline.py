@@ -1,4 +1,4 @@
-"""What is accepted: the `Entry` of a workload, with its sessions of measurements, and all entries of a device."""
+"""Accepted figures: the `Entry` of a workload, with its sessions of measurements, and all entries of a device."""
 
 from __future__ import annotations
 

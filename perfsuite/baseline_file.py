@@ -313,7 +313,7 @@ def _render(baseline: Baseline, old: Mapping[str, Any]) -> str:
         "version": _benchmark_version(),
     }
     header["perfsuite"]["digest"] = _header_digest(header)
-    return _layout({**header, "benchmarks": records}, "") + "\n"
+    return laid_out({**header, "benchmarks": records}, "") + "\n"
 
 
 def _benchmark_version() -> str:
@@ -370,15 +370,15 @@ def _canonical(value: Any) -> str:
     return json.dumps(to_json(value), sort_keys=True, separators=(",", ":"), allow_nan=False)
 
 
-def _layout(value: Any, indent: str) -> str:
+def laid_out(value: Any, indent: str, step: int = 2) -> str:
     """Return JSON with each field of a table on a line of its own and a list of numbers on one line, so that a diff
-    reads well."""
-    inner = indent + "  "
+    reads well. Each level is indented by `step` more spaces."""
+    inner = indent + " " * step
     if isinstance(value, dict) and value:
-        fields = (f"{inner}{json.dumps(str(k))}: {_layout(v, inner)}" for k, v in value.items())
+        fields = (f"{inner}{json.dumps(str(k))}: {laid_out(v, inner, step)}" for k, v in value.items())
         return "{\n" + ",\n".join(fields) + f"\n{indent}}}"
     if isinstance(value, list) and any(isinstance(v, (dict, list)) for v in value):
-        return "[\n" + ",\n".join(inner + _layout(v, inner) for v in value) + f"\n{indent}]"
+        return "[\n" + ",\n".join(inner + laid_out(v, inner, step) for v in value) + f"\n{indent}]"
     return json.dumps(value, allow_nan=False, ensure_ascii=False)
 
 

@@ -128,21 +128,14 @@ def muon_triton(
     momentum: float = MOMENTUM,
     weight_decay: float = 0.03,
     dtype: torch.dtype = torch.bfloat16,
+    in_strips: bool = False,
 ) -> "_TritonMuon":
-    """`muon` by Triton kernels for the float32 parameters of one device, whatever their shapes."""
-    return _TritonMuon(list(params), lr, momentum, weight_decay, dtype)
+    """`muon` by Triton kernels for the float32 parameters of one device, whatever their shapes.
 
-
-def muon_strips(
-    params: Sequence[torch.Tensor],
-    lr: float = 1.4e-3,
-    momentum: float = MOMENTUM,
-    weight_decay: float = 0.03,
-    dtype: torch.dtype = torch.bfloat16,
-) -> "_TritonMuon":
-    """`muon_triton` whose products keep operands in shared memory, where all of the matrices' tiles are of 128 rows, on
-    Hopper GPUs and in half precision."""
-    return _TritonMuon(list(params), lr, momentum, weight_decay, dtype, in_strips=True)
+    in_strips  products keep operands in shared memory, where all of the matrices' tiles are of 128 rows, on Hopper GPUs
+               and in half precision
+    """
+    return _TritonMuon(list(params), lr, momentum, weight_decay, dtype, in_strips)
 
 
 def places_by_shape(params: Sequence[torch.Tensor]) -> list[list[int]]:
@@ -169,7 +162,7 @@ class _TritonMuon:
         momentum: float,
         weight_decay: float,
         dtype: torch.dtype,
-        in_strips: bool = False,
+        in_strips: bool,
     ) -> None:
         self.params, self.momentum, self.decay = params, momentum, 1 - lr * weight_decay
         self.live = [i for i, p in enumerate(params) if p.numel()]

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from perfsuite.baseline_file import laid_out
 from perfsuite.errors import PerfsuiteError
 from perfsuite.records import ACCEPTED, OPTIMIZED, REFERENCE, Condition, Machine, from_json, to_json
 from perfsuite.report import files
@@ -129,7 +130,7 @@ class Recording:
 
 def save(path: Path, recording: Recording) -> Path:
     """Write the file atomically. Raises PerfsuiteError in one line if that fails."""
-    return files.write(path, _layout(to_json(recording)) + "\n")
+    return files.write(path, laid_out(to_json(recording), "", step=1) + "\n")
 
 
 def load(path: Path) -> Recording:
@@ -199,14 +200,3 @@ def joined(first: Recording, other: Recording, *, name: str) -> Recording:
 def rounded(seconds: float) -> float:
     """Return a time with the digits that are stored."""
     return float(f"{seconds:.{SECONDS_DIGITS}g}")
-
-
-def _layout(value: object, indent: str = "") -> str:
-    """Return JSON with one line for each block, so that a file of 100,000 figures stays readable."""
-    inner = indent + " "
-    if isinstance(value, dict) and value:
-        lines = (f"{inner}{json.dumps(k)}: {_layout(v, inner)}" for k, v in value.items())
-        return "{\n" + ",\n".join(lines) + f"\n{indent}}}"
-    if isinstance(value, list) and any(isinstance(v, (dict, list)) for v in value):
-        return "[\n" + ",\n".join(inner + _layout(v, inner) for v in value) + f"\n{indent}]"
-    return json.dumps(value, ensure_ascii=False, allow_nan=False)

@@ -7,7 +7,7 @@ from scale import FULL, FULLY, count, draws
 from optimized import newton_schulz, newton_schulz_strips
 from optimized.kernels import triton_reason
 from optimized.optimizers.muon import muon as optimized
-from optimized.optimizers.muon import muon_strips, muon_torch, muon_triton
+from optimized.optimizers.muon import muon_torch, muon_triton
 from perfsuite import Cost, Pair, Workload, compiled, floats, listof, side, size, stateful, tensor
 from reference.optimizers.muon import COEFFICIENTS, ITERATIONS
 from reference.optimizers.muon import muon as reference
@@ -64,7 +64,7 @@ muon = Pair(
     rivals=RIVALS,
     variants={
         "triton": stateful(side(muon_triton, available=triton_reason)),
-        "strips": stateful(side(muon_strips, available=newton_schulz_strips.reason)),
+        "strips": stateful(side(functools.partial(muon_triton, in_strips=True), available=newton_schulz_strips.reason)),
     },
     workloads=[
         Workload("matrices200", count=200, rows=512, columns=512, device="cuda", speedup=25.0, host_syncs=0),

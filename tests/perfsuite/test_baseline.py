@@ -832,12 +832,12 @@ def test_the_baselines_of_this_repository_are_read_and_written_unchanged(file: P
 
 def test_the_layout() -> None:
     value = {"a": [1, 2.5, None], "b": {}, "c": [{"d": "é"}, []], "e": []}
-    assert baseline_file._layout(value, "") == (
+    assert baseline_file.laid_out(value, "") == (
         '{\n  "a": [1, 2.5, null],\n  "b": {},\n  "c": [\n    {\n      "d": "é"\n    },\n    []\n  ],\n  "e": []\n}'
     )
-    assert baseline_file._layout([[1], 2], "    ") == "[\n      [1],\n      2\n    ]"
+    assert baseline_file.laid_out([[1], 2], "    ") == "[\n      [1],\n      2\n    ]"
     with pytest.raises(ValueError, match="not JSON compliant"):
-        baseline_file._layout([math.nan], "")
+        baseline_file.laid_out([math.nan], "")
 
 
 def test_the_digest_is_of_the_canonical_json() -> None:
