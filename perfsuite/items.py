@@ -226,11 +226,15 @@ class KernelsItem(pytest.Function):
         __tracebackhide__ = True
         out = os.environ.get(ahead.AHEAD)
         if out:
-            ahead.compile_pair(self.pair, Path(out), self.config.rootpath)
+            ahead.compile_pair(self.pair, Path(out), self.config.rootpath, self._others())
         else:
             compiling, self._compiling = self._compiling or ahead.Compiling(self), None
             kernels = compiling.kernels(self.pair.time_limit)
             self.user_properties.append(("kernels", json.dumps(kernels)))
+
+    def _others(self) -> list[Pair]:
+        """Return the other pairs of the file; one may launch a kernel that this pair reaches and never launches."""
+        return [found for found in vars(self.module).values() if isinstance(found, Pair) and found is not self.pair]
 
     def repr_failure(self, excinfo: pytest.ExceptionInfo[BaseException], style: Any = None) -> Any:
         if isinstance(excinfo.value, PerfsuiteError):

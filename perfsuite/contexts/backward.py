@@ -134,7 +134,7 @@ def _hold_written(probe: Probe, value: int) -> None:
             written.add_(1)
         after = {n: b if g is written else g for (n, b), g in zip(before.items(), first, strict=True)}
         again = torch.autograd.grad(outputs, given, weights, allow_unused=True)
-        later = {f"second {n}": g for n, g in zip(names, again, strict=True)}
+        later = {f"{n} in a second pass": g for n, g in zip(names, again, strict=True)}
         return execution.copies_of(after) | later
 
     words = f"when a returned gradient is written to, where the incoming ones are {value}"

@@ -526,7 +526,15 @@ def test_a_kernel_that_no_workload_launches_is_red(project: Project) -> None:
         KERNEL.replace("triple_kernel[(triton", "if x.numel() > 64:\n            triple_kernel[(triton"),
     )
     output = failure(project.run("-k", "kernels"))
-    assert lines_with(output, "triple_kernel", "launched by none of the pair's workloads")
+    assert lines_with(output, "triple_kernel", "launched by no workload and no variant")
+
+
+def test_a_kernel_that_another_pair_of_the_file_launches_is_compiled_there(project: Project) -> None:
+    pytest.importorskip("triton")
+    rare = KERNEL.replace("triple_kernel[(triton", "if x.numel() > 64:\n            triple_kernel[(triton")
+    other = '\n\nlarger = replace(triple, workloads=[Workload("large", n=1000, device="cpu")])\n'
+    project.write("test_triple.py", "from dataclasses import replace" + textwrap.dedent(rare) + other)
+    project.run("-k", "kernels").assert_outcomes(passed=2)
 
 
 def test_what_a_kernel_hands_on_is_no_kernel_of_its_own(project: Project) -> None:

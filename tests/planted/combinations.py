@@ -60,6 +60,26 @@ def gradients_in_parts_of_one_memory(time: Time) -> Pair:
     return differentiated(sum_with(parts), summed, inputs=alike("xy"))
 
 
+@honest(58, "a gradient of zeros where the reference has none")
+def zeros_for_none(time: Time) -> Pair:
+    def first(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return x.sin()
+
+    class First(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+            ctx.save_for_backward(x)
+            return x.sin()
+
+        @staticmethod
+        @once_differentiable
+        def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            (x,) = ctx.saved_tensors
+            return gradient * x.cos(), torch.zeros_like(x)
+
+    return differentiated(First.apply, first, inputs=alike("xy"))
+
+
 @fault(58, "a kept gradient where a sum's comes in", "where the incoming ones are 1", stage="contexts")
 def kept_gradient(time: Time) -> Pair:
     class Kept(Sine):
