@@ -42,14 +42,17 @@ X, X_T, OTHER_T, POLYNOMIAL, SPARE, FACTOR = range(6)
 BUFFERS = FACTOR + 1
 NOTHING = -1
 # Numbers that a task has; a power of two.
-FIELDS = strips.NUMBERS
+FIELDS = 16
 
 
 class Step(NamedTuple):
     """A product α · left rightᵀ + β · added + γ, for all tiles of a matrix: the numbers of its operands and results.
 
     Of a symmetric product the tiles on one side of the diagonal are computed. The result of another one is also
-    stored as its transpose, `mirrored`. The operands that are `X` are divided by the matrix's norm where `scaled`.
+    stored as its transpose, `mirrored`.
+
+    is_gram  both operands are the matrix itself
+    scaled   the matrix is divided by its norm
     """
 
     is_symmetric: bool
@@ -59,21 +62,27 @@ class Step(NamedTuple):
     mirrored: int = NOTHING
     added: int = NOTHING
     factors: tuple[float, float, float] = (1.0, 0.0, 0.0)
+    is_gram: bool = False
     scaled: bool = False
 
 
-def steps_of(coefficients: tuple[float, float, float], iterations: int, restart: int) -> Iterator[Step]:
+def steps_of(
+    coefficients: tuple[float, float, float], iterations: int, restart: int, transposing: bool = True
+) -> Iterator[Step]:
     """Multiply x, divided by its norm, so often by P = a + b G + c G², where G = x xᵀ; x itself once in `restart`.
 
     The Gram matrix after a multiplication is P G P, and the product of all P so far is F; all are symmetric, and
     commute. After `restart` iterations x is multiplied by F, and G is computed anew.
+
+    transposing  x is also kept as its transpose, by which F is multiplied; otherwise F is multiplied by x, and the
+                 result takes the place of G
     """
     a, b, c = coefficients
-    transposed, gram = X_T, OTHER_T
+    x, transposed, gram = X, X_T, OTHER_T if transposing else X_T
     for first in range(0, iterations, restart):
         end, scaled = min(first + restart, iterations), first == 0
         polynomial, spare, factor = POLYNOMIAL, SPARE, FACTOR
-        yield _symmetric(X, X, gram, scaled)
+        yield _symmetric(x, x, gram)._replace(is_gram=True, scaled=scaled)
         for number in range(first, end):
             yield _symmetric(gram, gram, polynomial)._replace(added=gram, factors=(c, b, a))
             if number + 1 < end:
@@ -84,12 +93,16 @@ def steps_of(coefficients: tuple[float, float, float], iterations: int, restart:
             else:
                 yield _symmetric(polynomial, factor, spare)
                 spare, factor = factor, spare
-        yield Step(False, factor, transposed, X, gram if end < iterations else NOTHING, scaled=scaled)
-        transposed, gram = gram, transposed
+        if transposing:
+            yield Step(False, factor, transposed, X, gram if end < iterations else NOTHING, scaled=scaled)
+            transposed, gram = gram, transposed
+        else:
+            yield Step(False, factor, x, gram, scaled=scaled)
+            x, gram = gram, x
 
 
-def _symmetric(left: int, right: int, out: int, scaled: bool = False) -> Step:
-    return Step(True, left, right, out, out, scaled=scaled)
+def _symmetric(left: int, right: int, out: int) -> Step:
+    return Step(True, left, right, out, out)
 
 
 class NewtonSchulz:
@@ -99,8 +112,8 @@ class NewtonSchulz:
     sums       float32 [matrices, n] whose rows have the squares of the matrices' norms as their sums
     in_strips  by `newton_schulz_strips`, where that serves these matrices
 
-    `room` has rows of a panel, `panel` columns. From row `places[i]` on it holds a matrix, and from `transposed[i]` on
-    its transpose, each padded with zeros; after `run` the results lie in the matrices' places.
+    `room` has rows of a panel, `panel` columns. From row `places[i]` on it holds a matrix, padded with zeros, and its
+    transpose from `transposed[i]` on, where that is not NOTHING; after `run` a result begins at row `results[i]`.
     """
 
     def __init__(
@@ -116,21 +129,24 @@ class NewtonSchulz:
         self.panel = PANEL_BYTES // dtype.itemsize
         self.tile = min(LARGEST_TILE, max(self.panel, 1 << (max(rows for rows, _ in shapes) - 1).bit_length()))
         self.shapes = [tuple(ceil_div(n, self.tile) * self.tile for n in shape) for shape in shapes]
-        forms = [tuple(steps_of(coefficients, iterations, restart)) for restart in (1, RESTART)]
+        in_strips = in_strips and strips.serves(device, dtype, self.tile)
+        forms = [tuple(steps_of(coefficients, iterations, restart, not in_strips)) for restart in (1, RESTART)]
         # The matrices' own sizes decide: those with many rows are not padded much.
         wide = [columns >= GRAM_FROM * rows for rows, columns in shapes]
         at, end = self._lay([forms[w] for w in wide])
-        self.places, self.transposed = ([places[buffer] for places in at] for buffer in (X, X_T))
+        self.places = [places[X] for places in at]
+        self.transposed = [NOTHING if in_strips else places[X_T] for places in at]
+        self.results = [places[forms[w][-1].out] for places, w in zip(at, wide, strict=True)]
         self.room = torch.empty(end, self.panel, dtype=dtype, device=device)
         self.sums, self.sums_padded = sums, 1 << (sums.shape[1] - 1).bit_length()
-        self.in_strips = in_strips and strips.serves(self.room, self.tile)
-        listed = self._strips if self.in_strips else self._tasks
+        self.in_strips = in_strips
+        listed = self._strips if in_strips else self._tasks
         tasks = numpy.concatenate(list(listed([forms[w] for w in wide], at)))
         self.tasks = torch.from_numpy(tasks).to(device)
         # The next task, and of each matrix the number of tiles that are done.
         self.counters = torch.zeros(1 + len(shapes), dtype=torch.int32, device=device)
         self.is_fenced = not INTERPRETED and has_descriptors(self.room)
-        if self.in_strips:
+        if in_strips:
             self.blocks = strips.blocks_of(self.room)
         else:
             self.blocks = TensorDescriptor.from_tensor(self.room, [self.tile, self.panel])
@@ -181,8 +197,7 @@ class NewtonSchulz:
                 if number >= len(form):
                     continue
                 step, (rows, columns) = form[number], self.shapes[matrix]
-                # The matrix itself has more columns than rows, and then it is the left operand and the right one.
-                height, terms = (rows, columns if step.left == X else rows) if step.is_symmetric else (columns, rows)
+                height, terms = (rows, columns if step.is_gram else rows) if step.is_symmetric else (columns, rows)
                 i, j = numpy.indices((rows // self.tile, height // self.tile), dtype=numpy.int32)
                 i, j = (n[i <= j] if step.is_symmetric else n.ravel() for n in (i, j))
                 yield matrix, step, rows, height, terms, i, j
@@ -205,6 +220,7 @@ class NewtonSchulz:
             product, plus, diagonal = _bits(step.factors)
             yield _table(
                 len(i),
+                FIELDS,
                 (
                     rows_of(step.left, i, 0, rows), rows_of(step.right, j, 0, height), rows, height,
                     terms // self.panel, rows_of(step.out, i, j, rows), mirrored, rows_of(step.added, i, j, rows),
@@ -217,25 +233,33 @@ class NewtonSchulz:
     def _strips(self, forms: Sequence[Sequence[Step]], at: Sequence[Sequence[int]]) -> Iterator[numpy.ndarray]:
         """Yield the strips of each step: tiles beside each other, whose left operand is the same.
 
-        They are int32 [strips, FIELDS]: what `newton_schulz_strips` loads. A left operand that finds no room in shared
-        memory is loaded for each tile anew.
+        They are int32 [strips, strips.NUMBERS]: what `newton_schulz_strips` loads. A left operand that finds no room in
+        shared memory is loaded for each tile anew.
         """
         done = [0] * len(forms)
-        for matrix, step, rows, height, terms, i, j in self._steps(forms):
-            longest = strips.LONGEST if terms // self.panel <= strips.LEFT else 1
+        of_step = strips.longest(self.room.device, sum(rows // self.tile for rows, _ in self.shapes))
+        for matrix, step, rows, _, terms, i, j in self._steps(forms):
+            longest = of_step if terms // self.panel <= strips.LEFT else 1
             _, first, lengths = numpy.unique(i, return_index=True, return_counts=True)
             begin = numpy.concatenate([numpy.arange(a, a + n, longest) for a, n in zip(first, lengths, strict=True)])
             tiles = numpy.diff(numpy.append(begin, len(i)))
             i, j, rows_of = i[begin], j[begin], functools.partial(self._first_row, at[matrix])
             is_diagonal = (i == j) & step.is_symmetric
             is_shared = is_diagonal & (step.left == step.right)
+            of_tile, panels = self.tile // self.panel, terms // self.panel
+            # The left operand of any other product is symmetric, and the right one is too, or it is x.
+            left_turns = 0 if step.is_gram else of_tile * i
+            right_turns = 0 if step.is_gram else of_tile * j if step.is_symmetric else panels
+            flags = strips.DIAGONAL * is_diagonal + strips.SHARED * is_shared
+            flags += strips.TURNING * (step.is_symmetric and not step.is_gram)
             product, plus, diagonal = _bits(step.factors)
             yield _table(
                 len(i),
+                strips.NUMBERS,
                 (
-                    rows_of(step.left, i, 0, rows), rows, rows_of(step.right, j, 0, height), height,
-                    terms // self.panel, tiles, strips.DIAGONAL * is_diagonal + strips.SHARED * is_shared, matrix,
-                    done[matrix], rows_of(step.out, i, j, rows), rows_of(step.mirrored, j, i, height),
+                    rows_of(step.left, i, 0, rows), rows_of(step.left, 0, i, rows), left_turns,
+                    rows_of(step.right, j, 0, rows), rows_of(step.right, 0, j, rows), right_turns,
+                    rows, panels, tiles, flags, matrix, done[matrix], rows_of(step.out, i, j, rows),
                     rows_of(step.added, i, j, rows), (1 + step.is_symmetric) * step.scaled, product, plus, diagonal,
                 ),
             )  # fmt: skip
@@ -246,9 +270,9 @@ def _bits(factors: tuple[float, float, float]) -> numpy.ndarray:
     return numpy.array(factors, dtype=numpy.float32).view(numpy.int32)
 
 
-def _table(count: int, fields: Sequence[int | numpy.ndarray]) -> numpy.ndarray:
-    """One row for each task, int32 [count, FIELDS]."""
-    made = numpy.zeros((count, FIELDS), dtype=numpy.int32)
+def _table(count: int, width: int, fields: Sequence[int | numpy.ndarray]) -> numpy.ndarray:
+    """One row for each task, int32 [count, width]."""
+    made = numpy.zeros((count, width), dtype=numpy.int32)
     for field, values in enumerate(fields):
         made[:, field] = values
     return made

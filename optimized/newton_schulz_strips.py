@@ -1,9 +1,13 @@
 """The products of `optimized.newton_schulz` in strips, for Hopper GPUs (ups, technique 002.8).
 
-The L2 cache gives the tiles' operands no faster than tensor cores use a third of them. Here a multiprocessor keeps the
-left operand of a row of tiles, a strip, in shared memory, and loads it once. A warp loads operands, two groups of four
-warps compute tiles in turn: while one stores a tile, the other one multiplies. This is written in Gluon, the level of
-Triton at which shared memory and barriers are explicit.
+Memory gives the tiles' operands, and takes their results, more slowly than tensor cores could multiply. So less is
+moved here. A multiprocessor keeps the left operand of a row of tiles, a strip, in shared memory, and loads it once. No
+transpose is stored: of a symmetric matrix only the tiles on and above the diagonal exist, and where a product needs
+another panel of it, the panel's mirror image is loaded and read by rows instead of columns; it is turned. x as a right
+operand is turned as a whole.
+
+A warp loads operands, and two groups of four warps compute tiles in turn: while one stores a tile, the other one
+multiplies. This is written in Gluon, the level of Triton at which shared memory and barriers are explicit.
 """
 
 import functools
@@ -31,14 +35,15 @@ except ImportError:
 ROWS_OF_TILE, COLUMNS_OF_PANEL = 128, 64
 # Panels of 128 rows that find room in shared memory, beside a panel for the results of each group.
 LEFT, RIGHT = 8, 4
-# Tiles of a strip, at most. Longer ones would leave multiprocessors without work.
-LONGEST = 8
-# Numbers that a strip has; a power of two.
-NUMBERS = 16
+# Tiles of a strip, at most: where a step has so many rows of tiles for each program, and elsewhere. Longer ones would
+# leave multiprocessors without work, and both groups of one have some with two tiles.
+LONGEST, SHORTER, ROWS_EACH = 8, 2, 4
+# Numbers that a strip has.
+NUMBERS = 18
 # Registers of a thread: as the kernel starts, of the groups that multiply, and of the warp that loads.
 REGISTERS, MULTIPLYING, LOADING = 168, 232, 40
 # Bits of a strip's flags.
-DIAGONAL, SHARED = 1, 2
+DIAGONAL, SHARED, TURNING = 1, 2, 4
 
 
 def reason() -> str | None:
@@ -52,18 +57,19 @@ def reason() -> str | None:
     return None
 
 
-def serves(room: torch.Tensor, tile: int) -> bool:
-    """Whether the strips' kernel multiplies tiles of this size in `room`: of 128 rows, in half precision."""
-    if reason() is not None or room.element_size() != 2 or tile != ROWS_OF_TILE:
+def serves(device: torch.device, dtype: torch.dtype, tile: int) -> bool:
+    """Whether the strips' kernel multiplies tiles of this size: of 128 rows, in half precision."""
+    if reason() is not None or dtype.itemsize != 2 or tile != ROWS_OF_TILE:
         return False
-    return not room.is_cuda or torch.cuda.get_device_capability(room.device) == HOPPER
+    return device.type != "cuda" or torch.cuda.get_device_capability(device) == HOPPER
 
 
-def blocks_of(room: torch.Tensor) -> "TensorDescriptor":
-    """Return the descriptor by which panels of `room` are loaded and stored."""
+def blocks_of(room: torch.Tensor) -> "list[TensorDescriptor]":
+    """Return the descriptors by which panels of `room`, and half panels, are loaded and stored."""
     element = gl.bfloat16 if room.dtype == torch.bfloat16 else gl.float16
-    block = [ROWS_OF_TILE, COLUMNS_OF_PANEL]
-    return TensorDescriptor.from_tensor(room, block, gl.NVMMASharedLayout.get_default_for(block, element))
+    shapes = [[rows, COLUMNS_OF_PANEL] for rows in (ROWS_OF_TILE, ROWS_OF_TILE // 2)]
+    layouts = [gl.NVMMASharedLayout.get_default_for(shape, element) for shape in shapes]
+    return [TensorDescriptor.from_tensor(room, *block) for block in zip(shapes, layouts, strict=True)]
 
 
 @functools.cache
@@ -72,8 +78,13 @@ def programs(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
 
+def longest(device: torch.device, rows: int) -> int:
+    """Return the most tiles of a strip, if a step has so many rows of tiles."""
+    return LONGEST if rows >= ROWS_EACH * programs(device) else SHORTER
+
+
 def iterate(
-    blocks: "TensorDescriptor",
+    blocks: "list[TensorDescriptor]",
     tasks: torch.Tensor,
     counters: torch.Tensor,
     sums: torch.Tensor,
@@ -86,7 +97,7 @@ def iterate(
     sums_padded  n, or more, a power of two
     """
     iterate_kernel[(min(programs(tasks.device), len(tasks)),)](
-        blocks,
+        *blocks,
         tasks,
         len(tasks),
         counters,
@@ -103,7 +114,7 @@ if gluon is not None:
     LEFT_SLOTS, RIGHT_SLOTS, TASK_SLOTS = gl.constexpr(LEFT), gl.constexpr(RIGHT), gl.constexpr(2)
     FIELDS, BYTES = gl.constexpr(NUMBERS), gl.constexpr(ROWS_OF_TILE * COLUMNS_OF_PANEL * 2)
     MULTIPLYING_REGISTERS, LOADING_REGISTERS = gl.constexpr(MULTIPLYING), gl.constexpr(LOADING)
-    IS_DIAGONAL, IS_SHARED = gl.constexpr(DIAGONAL), gl.constexpr(SHARED)
+    IS_DIAGONAL, IS_SHARED, IS_TURNING = gl.constexpr(DIAGONAL), gl.constexpr(SHARED), gl.constexpr(TURNING)
     barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier  # its name until Triton 3.6
 
     @gluon.jit
@@ -117,19 +128,32 @@ if gluon is not None:
         gl.inline_asm_elementwise("cp.async.bulk.wait_group 0; mov.u32 $0, 0;", "=r", [], gl.int32, False, 1)
 
     @gluon.jit
-    def _load(blocks, operands, full, empty, row, slot, number, SLOTS: gl.constexpr):
-        """Load a panel's rows, the `number`th of its kind, once its place is free."""
+    def _load(tensors, shared, rows, height, is_turned, slot, number, SLOTS: gl.constexpr):
+        """Load a panel's rows, the `number`th of its kind, once its place is free; `rows` are the first ones of it and
+        of its mirror image.
+
+        A turned panel's are as many rows as a panel has columns, of two panels.
+        """
+        blocks, halves = tensors
+        operands, full, empty = shared
+        row, turned_row = rows
         at = number % SLOTS
         mbarrier.wait(empty.index(at), (number // SLOTS & 1) ^ 1)
         mbarrier.expect(full.index(at), BYTES)
-        tma.async_copy_global_to_shared(blocks, [row, 0], full.index(at), operands.index(slot + at))
+        to = operands.index(slot + at)
+        if is_turned:
+            tma.async_copy_global_to_shared(halves, [turned_row, 0], full.index(at), to.slice(0, PANEL))
+            tma.async_copy_global_to_shared(halves, [turned_row + height, 0], full.index(at), to.slice(PANEL, PANEL))
+        else:
+            tma.async_copy_global_to_shared(blocks, [row, 0], full.index(at), to)
 
     @gluon.jit
     def _loader(listed, shared):
         """Take strips from the list, tell the groups that multiply which, and load their operands."""
-        blocks, tasks_ptr, count, counters_ptr = listed
+        tensors, tasks_ptr, count, counters_ptr = listed
         operands, strips, barriers = shared
         left_full, left_empty, right_full, right_empty, strip_full, strip_empty, _ = barriers
+        left_shared, right_shared = (operands, left_full, left_empty), (operands, right_full, right_empty)
         layout: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
         lefts = 0
         rights = 0
@@ -140,8 +164,8 @@ if gluon is not None:
             live = task < count
             task_ptr = tasks_ptr + FIELDS * task
             if live:
-                done_ptr = counters_ptr + 1 + gl.load(task_ptr + 7)
-                needed = gl.load(task_ptr + 8)
+                done_ptr = counters_ptr + 1 + gl.load(task_ptr + 10)
+                needed = gl.load(task_ptr + 11)
                 while gl.atomic_add(done_ptr, 0, sem="acquire") < needed:
                     pass
             slot = number % TASK_SLOTS
@@ -150,20 +174,22 @@ if gluon is not None:
             mbarrier.arrive(strip_full.index(slot), count=1)
             number += 1
             if live:
-                left_row, left_height = gl.load(task_ptr), gl.load(task_ptr + 1)
-                right_row, right_height = gl.load(task_ptr + 2), gl.load(task_ptr + 3)
-                panels, tiles = gl.load(task_ptr + 4), gl.load(task_ptr + 5)
-                is_shared = (gl.load(task_ptr + 6) & IS_SHARED) > 0
+                left, left_turned, left_turns = gl.load(task_ptr), gl.load(task_ptr + 1), gl.load(task_ptr + 2)
+                right, right_turned, right_turns = gl.load(task_ptr + 3), gl.load(task_ptr + 4), gl.load(task_ptr + 5)
+                height, panels = gl.load(task_ptr + 6), gl.load(task_ptr + 7)
+                tiles, flags = gl.load(task_ptr + 8), gl.load(task_ptr + 9)
                 _fence_global()
                 for tile in range(tiles):
+                    turns = right_turns + gl.where((flags & IS_TURNING) > 0, 2 * tile, 0)
                     for k in range(panels):
                         if tile == 0:
-                            row = left_row + k * left_height
-                            _load(blocks, operands, left_full, left_empty, row, 0, lefts, LEFT_SLOTS)
+                            rows = (left + k * height, left_turned + k * PANEL)
+                            _load(tensors, left_shared, rows, height, k < left_turns, 0, lefts, LEFT_SLOTS)
                             lefts += 1
-                        if (tile > 0) | (not is_shared):
-                            row = right_row + tile * TILE + k * right_height
-                            _load(blocks, operands, right_full, right_empty, row, LEFT_SLOTS, rights, RIGHT_SLOTS)
+                        if (tile > 0) | ((flags & IS_SHARED) == 0):
+                            row = right + tile * TILE + k * height
+                            rows = (row, right_turned + 2 * tile * height + k * PANEL)
+                            _load(tensors, right_shared, rows, height, k < turns, LEFT_SLOTS, rights, RIGHT_SLOTS)
                             rights += 1
 
     @gluon.jit
@@ -181,22 +207,36 @@ if gluon is not None:
         return gl.where(rows == columns, value, 0.0)
 
     @gluon.jit
-    def _store(blocks, row, out, place, value):
-        """Begin to store a panel of a result, once `out` is free; `place` is it, or its transpose."""
+    def _store(blocks, row, out, value):
+        """Begin to store a panel of a result, once `out` is free."""
         tma.store_wait(0)
-        place.store(value)
+        out.store(value)
         fence_async_shared()
         tma.async_copy_shared_to_global(blocks, [row, 0], out)
 
     @gluon.jit
-    def _multiply(operands, left_full, right_full, left, right, is_shared, total, use_acc: gl.constexpr):
-        """Begin to add the product of two panels, by their numbers, once they are loaded."""
-        at = left % LEFT_SLOTS
-        to = right % RIGHT_SLOTS
-        mbarrier.wait(left_full.index(at), left // LEFT_SLOTS & 1)
-        mbarrier.wait(right_full.index(to), right // RIGHT_SLOTS & 1, pred=not is_shared)
-        other = operands.index(gl.where(is_shared, at, LEFT_SLOTS + to)).permute((1, 0))
-        return warpgroup_mma(operands.index(at), other, total, is_async=True, use_acc=use_acc)
+    def _turned(operand):
+        """View a turned panel as its mirror image, with few rows and many columns."""
+        layout: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
+        return operand._reinterpret(operand.dtype, [PANEL, TILE], layout)
+
+    @gluon.jit
+    def _multiply(loaded, left, right, k, freed, total, LEFT: gl.constexpr, RIGHT: gl.constexpr):
+        """Begin to add the product of two panels once they are loaded, each turned or not, and wait for the one
+        before."""
+        operands, left_full, left_empty, right_full, right_empty = loaded
+        of_left, of_right = freed
+        at = (left + k) % LEFT_SLOTS
+        to = (right + k) % RIGHT_SLOTS
+        mbarrier.wait(left_full.index(at), (left + k) // LEFT_SLOTS & 1)
+        mbarrier.wait(right_full.index(to), (right + k) // RIGHT_SLOTS & 1, pred=of_right)
+        one, other = operands.index(at), operands.index(gl.where(of_right, LEFT_SLOTS + to, at))
+        one = _turned(one).permute((1, 0)) if LEFT else one
+        other = _turned(other) if RIGHT else other.permute((1, 0))
+        total = warpgroup_mma(one, other, total, is_async=True)
+        total = warpgroup_mma_init(warpgroup_mma_wait(1, (total,)))
+        _free(left_empty, right_empty, left + k - 1, right + k - 1, of_left & (k > 0), of_right & (k > 0))
+        return total
 
     @gluon.jit
     def _free(left_empty, right_empty, left, right, of_left, of_right):
@@ -205,13 +245,33 @@ if gluon is not None:
         mbarrier.arrive(right_empty.index(right % RIGHT_SLOTS), count=1, pred=of_right)
 
     @gluon.jit
+    def _sum(loaded, left, right, turns, panels, freed, next_turn):
+        """Return a tile's product, and let the other group begin when only the last of it is under way."""
+        _, _, left_empty, _, right_empty = loaded
+        left_turns, right_turns = turns
+        mma: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 128, 16])
+        total = warpgroup_mma_init(gl.zeros([TILE, TILE], gl.float32, mma))
+        # No fewer panels of the right operand are turned than of the left one.
+        for k in range(left_turns):
+            total = _multiply(loaded, left, right, k, freed, total, True, True)
+        for k in range(left_turns, right_turns):
+            total = _multiply(loaded, left, right, k, freed, total, False, True)
+        for k in range(right_turns, panels):
+            total = _multiply(loaded, left, right, k, freed, total, False, False)
+        mbarrier.arrive(next_turn, count=1)
+        result = warpgroup_mma_wait(0, (total,))
+        _free(left_empty, right_empty, left + panels - 1, right + panels - 1, *freed)
+        return result
+
+    @gluon.jit
     def _multiplier(OWN: gl.constexpr, listed, summed, shared, out, added_full, SUMS: gl.constexpr):
         """Compute every second tile, of two groups that number `OWN`."""
-        blocks, tasks_ptr, count, counters_ptr = listed
+        tensors, tasks_ptr, count, counters_ptr = listed
+        blocks, _ = tensors
         sums_ptr, sums_of_each = summed
         operands, strips, barriers = shared
         left_full, left_empty, right_full, right_empty, strip_full, strip_empty, turns = barriers
-        mma: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 128, 16])
+        loaded = (operands, left_full, left_empty, right_full, right_empty)
         layout: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
         # Panels of both kinds that were loaded, strips, tiles, and panels that were added, before this strip.
         lefts = 0
@@ -229,14 +289,13 @@ if gluon is not None:
             live = task < count
             if live:
                 task_ptr = tasks_ptr + FIELDS * task
-                height, mirrored_height = gl.load(task_ptr + 1), gl.load(task_ptr + 3)
-                panels, tiles, flags = gl.load(task_ptr + 4), gl.load(task_ptr + 5), gl.load(task_ptr + 6)
-                matrix = gl.load(task_ptr + 7)
-                out_row, mirrored_row, added_row = gl.load(task_ptr + 9), gl.load(task_ptr + 10), gl.load(task_ptr + 11)
-                power = gl.load(task_ptr + 12)
-                factor = gl.load(task_ptr + 13).to(gl.float32, bitcast=True)
-                plus = gl.load(task_ptr + 14).to(gl.float32, bitcast=True)
-                diagonal = gl.load(task_ptr + 15).to(gl.float32, bitcast=True)
+                left_turns, right_turns = gl.load(task_ptr + 2), gl.load(task_ptr + 5)
+                height, panels = gl.load(task_ptr + 6), gl.load(task_ptr + 7)
+                tiles, flags, matrix = gl.load(task_ptr + 8), gl.load(task_ptr + 9), gl.load(task_ptr + 10)
+                out_row, added_row, power = gl.load(task_ptr + 12), gl.load(task_ptr + 13), gl.load(task_ptr + 14)
+                factor = gl.load(task_ptr + 15).to(gl.float32, bitcast=True)
+                plus = gl.load(task_ptr + 16).to(gl.float32, bitcast=True)
+                diagonal = gl.load(task_ptr + 17).to(gl.float32, bitcast=True)
                 if power > 0:
                     scale = _scale_of(sums_ptr, matrix, sums_of_each, SUMS)
                     factor *= gl.where(power > 1, scale * scale, scale)
@@ -259,18 +318,10 @@ if gluon is not None:
                             tma.async_copy_global_to_shared(blocks, [row, 0], added_full, out)
                         # A barrier tells one phase from the next alone: right operands are waited for in their order.
                         mbarrier.wait(turns.index(OWN), ((sequence + tile) // 2 & 1) ^ (1 - OWN))
-                        total = warpgroup_mma_init(gl.zeros([TILE, TILE], gl.float32, mma))
-                        total = _multiply(operands, left_full, right_full, lefts, rights, is_shared, total, False)
-                        for k in range(1, panels):
-                            total = _multiply(
-                                operands, left_full, right_full, lefts + k, rights + k, is_shared, total, True
-                            )
-                            total = warpgroup_mma_init(warpgroup_mma_wait(1, (total,)))
-                            _free(left_empty, right_empty, lefts + k - 1, rights + k - 1, tile == last, not is_shared)
-                        mbarrier.arrive(turns.index(1 - OWN), count=1)
-                        result = warpgroup_mma_wait(0, (total,)) * factor
-                        end = panels - 1
-                        _free(left_empty, right_empty, lefts + end, rights + end, tile == last, not is_shared)
+                        freed = (tile == last, not is_shared)
+                        # Triton 3.7 takes a bound of loops that another loop carries along for constant.
+                        turns_of = (left_turns, right_turns + gl.where((flags & IS_TURNING) > 0, 2 * tile, 0))
+                        result = _sum(loaded, lefts, rights, turns_of, panels, freed, turns.index(1 - OWN)) * factor
                         low, high = gl.split(gl.permute(gl.reshape(result, [TILE, 2, PANEL]), [0, 2, 1]))
                         half: gl.constexpr = low.type.layout
                         if added_row >= 0:
@@ -288,15 +339,8 @@ if gluon is not None:
                                 high += _diagonal(PANEL, diagonal, half)
                         low, high = low.to(blocks.dtype), high.to(blocks.dtype)
                         row = out_row + tile * 2 * height
-                        _store(blocks, row, out, out, low)
-                        _store(blocks, row + height, out, out, high)
-                        if (mirrored_row >= 0) & (not is_diagonal):
-                            whole = gl.reshape(gl.permute(gl.join(low, high), [0, 2, 1]), [2, PANEL, TILE])
-                            upper, lower = gl.split(gl.permute(whole, [1, 2, 0]))
-                            row = mirrored_row + tile * TILE
-                            transposed = out.permute((1, 0))
-                            _store(blocks, row, out, transposed, upper)
-                            _store(blocks, row + mirrored_height, out, transposed, lower)
+                        _store(blocks, row, out, low)
+                        _store(blocks, row + height, out, high)
                         _wait_for_stores()
                         _fence_global()
                         # One thread says that the tile is done, after all of the group.
@@ -319,7 +363,7 @@ if gluon is not None:
         return made
 
     @gluon.jit
-    def iterate_kernel(blocks, tasks_ptr, count, counters_ptr, sums_ptr, sums_of_each, SUMS: gl.constexpr):
+    def iterate_kernel(blocks, halves, tasks_ptr, count, counters_ptr, sums_ptr, sums_of_each, SUMS: gl.constexpr):
         operands = gl.allocate_shared_memory(blocks.dtype, [LEFT_SLOTS + RIGHT_SLOTS, TILE, PANEL], blocks.layout)
         outs = gl.allocate_shared_memory(blocks.dtype, [2, TILE, PANEL], blocks.layout)
         strips = gl.allocate_shared_memory(gl.int32, [TASK_SLOTS, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
@@ -334,7 +378,7 @@ if gluon is not None:
             _barriers(2, 1),
         )
         added_full = _barriers(2, 1)
-        listed, shared = (blocks, tasks_ptr, count, counters_ptr), (operands, strips, barriers)
+        listed, shared = ((blocks, halves), tasks_ptr, count, counters_ptr), (operands, strips, barriers)
         summed = (sums_ptr, sums_of_each)
         gl.warp_specialize(
             [

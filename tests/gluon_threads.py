@@ -91,6 +91,12 @@ class Shared:
     def index(self, i):
         return self.held[i] if isinstance(self.held, list) else Shared(self.held[i])
 
+    def slice(self, start, length):
+        return Shared(self.held[start : start + length])
+
+    def _reinterpret(self, dtype, shape, layout):
+        return Columns(self, shape)
+
     def permute(self, order):
         return Shared(self.held.permute(order))
 
@@ -99,6 +105,26 @@ class Shared:
 
     def store(self, value):
         self.held.copy_(value)
+
+    @property
+    def dtype(self):
+        return self.held.dtype
+
+
+class Columns:
+    """Shared memory as a matrix that lies in panels, one after the other."""
+
+    def __init__(self, memory, shape, order=(0, 1)):
+        self.memory, self.shape, self.order = memory, shape, order
+
+    def permute(self, order):
+        return Columns(self.memory, self.shape, order)
+
+    @property
+    def held(self):
+        rows, columns = self.shape
+        panels = self.memory.held.view(-1, rows, self.memory.held.shape[1])
+        return panels.transpose(0, 1).reshape(rows, columns).permute(self.order)
 
 
 class Descriptor:
@@ -210,18 +236,17 @@ class Products:
         self.total, self.pending = total, []
 
 
-def multiply(left, right, products, is_async, use_acc):
+def multiply(left, right, products, is_async):
     assert is_async
-    products.pending.append((left.held, right.held, use_acc))
+    products.pending.append((left, right))
     return products
 
 
 def wait_for_products(left, of):
     (products,) = of
     while len(products.pending) > left:
-        a, b, adds = products.pending.pop(0)
-        product = a.float() @ b.float()
-        products.total = products.total + product if adds else product
+        a, b = products.pending.pop(0)
+        products.total = products.total + a.held.float() @ b.held.float()
     return products if left else products.total.as_subclass(Value)
 
 
@@ -229,6 +254,17 @@ def allocate(dtype, shape, layout):
     if layout == "barriers":
         return Shared([Barrier() for _ in range(shape[0])])
     return Shared(torch.full(shape, torch.nan if dtype.is_floating_point else 0, dtype=dtype))
+
+
+class Layout:
+    """A layout in shared memory, of which nothing matters here."""
+
+    def __init__(self, *_):
+        pass
+
+    @classmethod
+    def get_default_for(cls, block, dtype):
+        return cls()
 
 
 LANGUAGE = {
@@ -255,7 +291,7 @@ LANGUAGE = {
     **{name: getattr(torch, name) for name in ("bfloat16", "float16", "float32", "int32", "int64")},
     **{name: lambda *_, **__: None for name in ("BlockedLayout", "NVMMADistributedLayout", "SliceLayout")},
     "SwizzledSharedLayout": lambda *_: None,
-    "NVMMASharedLayout": SimpleNamespace(get_default_for=lambda block, dtype: None),
+    "NVMMASharedLayout": Layout,
 }
 
 HOPPER = {

@@ -128,12 +128,12 @@ def muon_triton(
     momentum: float = MOMENTUM,
     weight_decay: float = 0.03,
     dtype: torch.dtype = torch.bfloat16,
-    in_strips: bool = False,
+    in_strips: bool = True,
 ) -> "_TritonMuon":
     """`muon` by Triton kernels for the float32 parameters of one device, whatever their shapes.
 
-    in_strips  products keep operands in shared memory, where all of the matrices' tiles are of 128 rows, on Hopper GPUs
-               and in half precision
+    in_strips  on Hopper GPUs and in half precision, products keep operands in shared memory, if any matrix has more
+               than 64 rows and columns
     """
     return _TritonMuon(list(params), lr, momentum, weight_decay, dtype, in_strips)
 
@@ -191,7 +191,7 @@ class _TritonMuon:
             (self.spans[i], _padded(params[i].shape[1]), *(at[::-1] if tall else at))
             for i, tall, *at in zip(self.live, is_tall, products.places, products.transposed, strict=True)
         ]
-        self.places, self.results = on_device([n for at in places for n in at]), on_device(products.places)
+        self.places, self.results = on_device([n for at in places for n in at]), on_device(products.results)
         self.rates = on_device([_rate(lr, p) for p in matrices], torch.float32)
         # A parameter's own rows begin at multiples of 16 bytes or they do not.
         in_vectors = [columns % PADDED_TO == 0 for _, columns in shapes]
@@ -340,21 +340,24 @@ def _momentum_kernel(
         g_ptr = tl.multiple_of(g_ptr, 16)
     row, column, mask = _elements_of(i, j, rows, columns, TILE)
     # x's padding is written, too: gradients that are not finite have left other values than 0 there.
-    own = (row < own_rows) & (column < own_columns)
-    g = tl.load(g_ptr + row * own_columns + column, mask=own, other=0.0)
+    inside = (row < own_rows) & (column < own_columns)
+    g = tl.load(g_ptr + row * own_columns + column, mask=inside, other=0.0)
     at = row * tl.multiple_of(tl.load(places_ptr + 1), 8) + column
-    m = tl.load(momenta_ptr + at, mask=own, other=0.0)
+    m = tl.load(momenta_ptr + at, mask=inside, other=0.0)
     m += one_minus_momentum * (g - m)
     update = g + momentum * (m - g)
-    tl.store(momenta_ptr + at, m, mask=own)
-    place = i * tl.cdiv(own_columns, TILE) + j
+    tl.store(momenta_ptr + at, m, mask=inside)
+    number = i * tl.cdiv(own_columns, TILE) + j
     total = tl.sum(tl.sum(update * update, 1), 0)
-    tl.store(sums_ptr + matrix * sums_of_each + place, total, mask=(i * TILE < own_rows) & (j * TILE < own_columns))
+    tl.store(sums_ptr + matrix * sums_of_each + number, total, mask=(i * TILE < own_rows) & (j * TILE < own_columns))
     rounded = update.to(x_ptr.dtype.element_ty)
-    tl.store(x_ptr + tl.load(places_ptr + 2) * PANEL + place_in_panels(row, column, rows, PANEL), rounded, mask=mask)
-    row, column, mask = _elements_of(j, i, columns, rows, TILE)
-    transposed = place_in_panels(row, column, columns, PANEL)
-    tl.store(x_ptr + tl.load(places_ptr + 3) * PANEL + transposed, tl.trans(rounded), mask=mask)
+    own, transposed = tl.load(places_ptr + 2), tl.load(places_ptr + 3)
+    if own >= 0:
+        tl.store(x_ptr + own * PANEL + place_in_panels(row, column, rows, PANEL), rounded, mask=mask)
+    if transposed >= 0:
+        row, column, mask = _elements_of(j, i, columns, rows, TILE)
+        place = place_in_panels(row, column, columns, PANEL)
+        tl.store(x_ptr + transposed * PANEL + place, tl.trans(rounded), mask=mask)
 
 
 @jit

@@ -4,7 +4,7 @@ import pytest
 import torch
 from scale import FULL, FULLY, count, draws
 
-from optimized import newton_schulz, newton_schulz_strips
+from optimized import newton_schulz
 from optimized.kernels import triton_reason
 from optimized.optimizers.muon import muon as optimized
 from optimized.optimizers.muon import muon_torch, muon_triton
@@ -64,7 +64,7 @@ muon = Pair(
     rivals=RIVALS,
     variants={
         "triton": stateful(side(muon_triton, available=triton_reason)),
-        "strips": stateful(side(functools.partial(muon_triton, in_strips=True), available=newton_schulz_strips.reason)),
+        "tiles": stateful(side(functools.partial(muon_triton, in_strips=False), available=triton_reason)),
     },
     workloads=[
         Workload("matrices200", count=200, rows=512, columns=512, device="cuda", speedup=25.0, host_syncs=0),
