@@ -44,6 +44,8 @@ CALL_S = 300.0
 """Seconds for a call of all ranks. Kernels may be compiled in it."""
 APART_S = 20.0
 """Seconds for the last rank to return after the first has."""
+EXIT_CODE_S, POLL_S = 20.0, 0.05
+"""Seconds for the launcher to write a rank's exit code, which takes it four, and between two readings of its log."""
 STACK_S = 1.0
 """Seconds for the ranks to write where they are."""
 
@@ -298,10 +300,15 @@ class Group:
         return f"hangs: {', '.join(where)} did not return{others}"
 
     def _ended(self, rank: int) -> str:
-        """Return how the rank's process ended. Ends the group."""
-        with contextlib.suppress(subprocess.TimeoutExpired):  # it ends the other ranks, and says why
-            self.launcher.wait(GRACE_S)
-        found = re.search(rf"exitcode: (-?\d+)\) local_rank: {rank} ", self._text())
+        """Return how the rank's process ended, which the launcher writes. Ends the group."""
+        until = time.monotonic() + EXIT_CODE_S
+        found = None
+        while found is None and time.monotonic() < until:
+            ended = self.launcher.poll() is not None
+            found = re.search(rf"exitcode: (-?\d+)\) local_rank: {rank} ", self._text())
+            if ended:
+                break
+            time.sleep(POLL_S)
         if re.search(r"\[Rank \d+\] Watchdog caught collective operation timeout", self._text()):
             waits = Raised(kind="", text="timed out", place="")
             return self._hanging({rank: waits})
