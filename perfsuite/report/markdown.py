@@ -1,4 +1,4 @@
-"""Markdown: the job summary of a CI run, and the README's table between its markers."""
+"""Markdown: the job summary of a CI run, and a page's table between its markers."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ MOST, CELL = 1000, 200
 
 
 def table(source: Iterable[Entry] | Mapping[str, Sequence[Measurement]]) -> str:
-    """Return the README's table: of a baseline's entries, or of measurements by workload id."""
+    """Return a page's table: of a baseline's entries, or of measurements by workload id."""
     if isinstance(source, Mapping):
         made = [row(i, found) for i, found in source.items()]
     else:

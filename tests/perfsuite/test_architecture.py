@@ -266,7 +266,7 @@ def test_every_pair_of_the_repository_is_a_techniques() -> None:
         assert technique in EVERY, f"{path.relative_to(ROOT)} tests no technique: there is no {technique}.py"
 
 
-@pytest.mark.parametrize(("page", "device"), [("README.md", "nvidia-h200"), ("docs/ranks.md", "nvidia-h200-x2")])
+@pytest.mark.parametrize(("page", "device"), [("docs/results.md", "nvidia-h200"), ("docs/ranks.md", "nvidia-h200-x2")])
 def test_the_pages_show_the_accepted_figures(page: str, device: str) -> None:
     """The pages show the figures that `perfsuite table baselines/DEVICE.json --write PAGE` writes."""
     text = (ROOT / page).read_text()
@@ -274,11 +274,22 @@ def test_the_pages_show_the_accepted_figures(page: str, device: str) -> None:
     assert markdown.insert(text, markdown.table(entries.values())) == text
 
 
+def test_the_readmes_rows_are_among_the_results() -> None:
+    rows = re.findall(r"^\| \w+/\w+ \|.*$", (ROOT / "README.md").read_text(), re.MULTILINE)
+    assert len(rows) == 6
+    assert set(rows) <= set((ROOT / "docs/results.md").read_text().splitlines())
+
+
+def test_the_readme_counts_the_techniques() -> None:
+    counted = [technique for technique in EVERY if not technique.startswith("trainers/")]
+    assert f"pairs for {len(counted)} techniques" in (ROOT / "README.md").read_text()
+
+
 @pytest.mark.parametrize("technique", EVERY)
-def test_a_technique_is_in_the_readme(technique: str) -> None:
-    text = (ROOT / "README.md").read_text()
+def test_a_technique_is_among_the_results(technique: str) -> None:
+    text = (ROOT / "docs/results.md").read_text()
     found = re.search(r"<!-- perfsuite:table -->(.*?)<!-- /perfsuite:table -->", text, re.DOTALL)
-    assert found, "README.md has no <!-- perfsuite:table --> … <!-- /perfsuite:table -->"
+    assert found, "docs/results.md has no <!-- perfsuite:table --> … <!-- /perfsuite:table -->"
     if not found[1].strip():
         pytest.skip("the table is generated from the first baseline of a GPU, which there is not yet")
     name = technique.rpartition("/")[2]
@@ -287,5 +298,5 @@ def test_a_technique_is_in_the_readme(technique: str) -> None:
     tables = found[1] + (ROOT / "docs" / "ranks.md").read_text()
     measured = re.search(rf"^\| {technique}(_\w+)? ", tables, re.MULTILINE) is not None
     listed = waiting is not None and re.search(rf"(?<!\w){name}(?!\w)", waiting[1]) is not None
-    assert measured or listed, f"{name} is neither in a table nor in the README's list of what is not measured yet"
-    assert not (measured and listed), f"{name} has been measured: take it out of the README's list"
+    assert measured or listed, f"{name} is neither in a table nor in the list in docs/results.md of what is not measured yet"
+    assert not (measured and listed), f"{name} has been measured: take it out of the list in docs/results.md"

@@ -213,7 +213,7 @@ def refusal(words: list[str]) -> str:
     context: click.Context | None = None
     try:
         while isinstance(command, click.Group):
-            context = click.Context(command, parent=context)
+            context = click.Context(command, parent=context, **command.context_settings)
             name, *arguments = arguments
             found = command.get_command(context, name)
             if found is None:
