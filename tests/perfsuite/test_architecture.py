@@ -298,5 +298,7 @@ def test_a_technique_is_among_the_results(technique: str) -> None:
     tables = found[1] + (ROOT / "docs" / "ranks.md").read_text()
     measured = re.search(rf"^\| {technique}(_\w+)? ", tables, re.MULTILINE) is not None
     listed = waiting is not None and re.search(rf"(?<!\w){name}(?!\w)", waiting[1]) is not None
-    assert measured or listed, f"{name} is neither in a table nor in the list in docs/results.md of what is not measured yet"
+    assert measured or listed, (
+        f"{name} is neither in a table nor in the list in docs/results.md of what is not measured yet"
+    )
     assert not (measured and listed), f"{name} has been measured: take it out of the list in docs/results.md"
