@@ -1,10 +1,11 @@
 """How long an epoch of leak_cnn takes: leak_cnn_epochs.py DATA [--device D] [--rounds N] [--out DIR].
 
-The reference trainer, the optimized one in float32 and in bfloat16, and a good conventional set-up over a small grid of
-how it loads and compiles: first each set-up of the grid alone, then its best three beside the trainers, interleaved,
-without validation. Validation is timed apart: epochs with it beside epochs without, and the files judged by themselves.
-The first epoch of each, in a process of its own with no compiler's cache, tells after how many epochs compiling has
-paid, and what memory it takes. Prints tables, and writes them with all times to DIR.
+The reference trainer, the set-up where the source began, the optimized trainer in float32 and in bfloat16, and a good
+conventional set-up over a small grid of how it loads and compiles: first each set-up of the grid alone, then its best
+three beside the others, interleaved, without validation. Validation is timed apart: epochs with it beside epochs
+without, and the files judged by themselves. The first epoch of each, in a process of its own with no compiler's cache,
+tells after how many epochs compiling has paid, and what memory it takes. Prints tables, and writes them with all times
+to DIR.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from reference.evaluation.file_level_eval import file_level_eval  # noqa: E402
 from reference.trainers.leak_cnn import Trainer as Reference  # noqa: E402
 from suite.ablation import mean, paired  # noqa: E402
 from suite.leak_cnn.config import TrainConfig, without_techniques  # noqa: E402
-from suite.leak_cnn.conventional import Conventional, SetUp  # noqa: E402
+from suite.leak_cnn.conventional import AS_SOURCE, Conventional, SetUp  # noqa: E402
 from suite.leak_cnn.dataset import LeakAudio, open_data  # noqa: E402
 
 LOADING = [(0, 2), *((workers, prefetch) for workers in (4, 8, 12) for prefetch in (2, 4))]
@@ -78,7 +79,7 @@ def built(name: str, data: LeakAudio, device: str, config: TrainConfig) -> Any:
     """Build the trainer of that name."""
     every = {**OWN, **ALONE, **JUDGING}
     if name not in every:
-        set_up = next(s for s in GRID if str(s) == name)
+        set_up = next(s for s in (AS_SOURCE, *GRID) if str(s) == name)
         return Conventional(dataclasses.replace(config, autocast_bf16=True), data, device, set_up)
     kind, fields, techniques = every[name]
     config = dataclasses.replace(config if techniques else without_techniques(config), **fields)
@@ -269,7 +270,7 @@ def main() -> int:
     found["grid"] = grid(data, given.device, config)
     best = sorted(found["grid"], key=found["grid"].__getitem__)[:BEST]
     found["segments"] = data.segments("train") // config.batch_size * config.batch_size
-    found["interleaved"] = interleaved([*OWN, *best], data, given.device, config, given.rounds)
+    found["interleaved"] = interleaved([*OWN, str(AS_SOURCE), *best], data, given.device, config, given.rounds)
     found["judged"] = judged(data, given.device, config, given.rounds)
     alone = ("reference", "optimized", "optimized, eager", best[0], *ALONE)
     found["first"] = {name: in_own_process(name, given.data, given.device, config) for name in alone}

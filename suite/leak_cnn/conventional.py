@@ -2,6 +2,8 @@
 
 It uses torch's DataLoader with persistent workers, prefetched and pinned batches, the network under torch.compile in
 channels-last and bfloat16, and fused AdamW. It does not wait for the device within an epoch.
+
+`AS_SOURCE` is where the source began: segments from the file, one by one, and float16 with a gradient scaler.
 """
 
 from __future__ import annotations
@@ -31,16 +33,21 @@ class SetUp:
     where     "file": segment by segment from the HDF5 file; "memory": segment by segment from the whole split in the
               host's memory; "batches": from the host's memory, a whole batch at once
     mode      torch.compile's mode; None: eager
+    float16   float16 with torch's gradient scaler, and AdamW that is not fused
     """
 
     where: Where = "memory"
     workers: int = 4
     prefetch: int = 2
     mode: str | None = "reduce-overhead"
+    float16: bool = False
 
     def __str__(self) -> str:
         loading = f"{self.workers} workers, prefetch {self.prefetch}" if self.workers else "no workers"
-        return f"{self.where}, {loading}, {self.mode or 'eager'}"
+        return f"{self.where}, {loading}, {self.mode or 'eager'}{', float16' if self.float16 else ''}"
+
+
+AS_SOURCE = SetUp(where="file", workers=8, prefetch=4, float16=True)
 
 
 class Conventional:
@@ -57,8 +64,9 @@ class Conventional:
             weight.requires_grad_()
         self.balance = class_weights(data.counts("train")).to(self.device)
         self.optimizer = torch.optim.AdamW(
-            self.weights.values(), config.learning_rate, weight_decay=config.weight_decay, fused=True
+            self.weights.values(), config.learning_rate, weight_decay=config.weight_decay, fused=not set_up.float16
         )
+        self.scaler = torch.amp.GradScaler(self.device.type, enabled=set_up.float16)
         self.counter = torch.full((), dropout_counter(config.seed, 0), dtype=torch.int64, device=self.device)
         self.losses: list[float] = []
         """Losses of the last epoch's steps."""
@@ -75,7 +83,8 @@ class Conventional:
             self.loader: DataLoader[Any] = DataLoader(_Rows(examples), sampler=by_batch, batch_size=None, **options)
         else:
             self.loader = DataLoader(examples, config.batch_size, sampler=self.sampler, drop_last=True, **options)
-        self._loss = _compiled(set_up.mode, config.dropout, config.autocast_bf16)
+        low = torch.float16 if set_up.float16 else torch.bfloat16 if config.autocast_bf16 else None
+        self._loss = _compiled(set_up.mode, config.dropout, low)
 
     def train_window(self, batch: Mapping[str, torch.Tensor]) -> None:
         """Train one epoch, `batch["epoch"]`, from 0, and wait for its end."""
@@ -96,15 +105,17 @@ class Conventional:
     def _step(self, mel: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         self.optimizer.zero_grad(set_to_none=True)
         loss = self._loss(self.weights, mel, labels, self.balance, self.counter)
-        loss.backward()
+        self.scaler.scale(loss).backward()
+        self.scaler.unscale_(self.optimizer)
         torch.nn.utils.clip_grad_norm_(self.weights.values(), self.config.clip)
-        self.optimizer.step()
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
         self.counter.add_(STRIDE)
         return loss.detach().clone()
 
 
 @functools.cache
-def _compiled(mode: str | None, dropout: float, low: bool) -> Callable[..., torch.Tensor]:
+def _compiled(mode: str | None, dropout: float, low: torch.dtype | None) -> Callable[..., torch.Tensor]:
     """Return the loss function of a batch with dropout, compiled once for all set-ups of the same mode."""
 
     def call(
@@ -116,7 +127,7 @@ def _compiled(mode: str | None, dropout: float, low: bool) -> Callable[..., torc
     ) -> torch.Tensor:
         segments = mel.float().unsqueeze(1).to(memory_format=torch.channels_last)
         keep = dropout_mask(counter, len(mel), POOLED_ROWS * len(weights["conv3.weight"]), dropout, torch.float32)
-        with torch.autocast(mel.device.type, torch.bfloat16, enabled=low):
+        with torch.autocast(mel.device.type, low or torch.bfloat16, enabled=low is not None):
             classes, leak = forward(weights, segments, keep)
         return leak_cnn_loss(classes.float(), leak.float(), labels, balance)
 

@@ -28,7 +28,7 @@ from perfsuite import Pair, PerfsuiteError, Workload, floats, integers, scalar, 
 from reference.trainers.leak_cnn import Trainer as Reference
 from suite.leak_cnn.classes import CLASSES, LEAK
 from suite.leak_cnn.config import TECHNIQUES, TRADES, TrainConfig, without_techniques
-from suite.leak_cnn.conventional import Conventional, SetUp
+from suite.leak_cnn.conventional import AS_SOURCE, Conventional, SetUp
 from suite.leak_cnn.dataset import Split
 from suite.leak_cnn.epochs import Epochs
 from suite.leak_cnn.features import MELS, SHORTS
@@ -294,6 +294,15 @@ def test_the_conventional_set_up_learns_the_same(where, known):
         rival.train_window({"epoch": torch.tensor(epoch)})
         losses += rival.losses
     assert share_of_budget([torch.tensor(losses, dtype=torch.float64)], known[:1]) <= 1
+
+
+def test_where_the_source_began_it_learns_the_same_in_float16(known):
+    set_up = dataclasses.replace(AS_SOURCE, workers=0, mode=None)
+    source = Conventional(SMALL, sounds(), "cpu", set_up)
+    source.train_window({"epoch": torch.tensor(0)})
+    found = torch.tensor(source.losses, dtype=torch.float64)
+    assert source.scaler.get_scale() > 1
+    assert share_of_budget([found], [tuple(t[: len(found)] for t in known[0])], torch.float16) <= 1
 
 
 @FULLY
