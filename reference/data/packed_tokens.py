@@ -1,6 +1,8 @@
 """Sequences of tokens from texts that are encoded when they are asked for (eigenstate_lm, technique 004.10)."""
 
+from bisect import bisect_right
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -11,6 +13,8 @@ from suite.text import encode
 class TokenSequences:
     """Each `length` tokens of the texts one after the other, an end's token behind each text.
 
+    Only the texts that a sequence overlaps are encoded for it. To find them, the tokens of all texts are counted once.
+
     tokenizer  of the tokenizers library, whose token 1 ends a text
 
     Source: eigenstate_lm, technique 004.10.
@@ -18,19 +22,20 @@ class TokenSequences:
 
     def __init__(self, texts: Sequence[str], tokenizer: Any, length: int) -> None:
         self.texts, self.tokenizer, self.length = texts, tokenizer, length
+        self.begins = list(accumulate((len(tokens) for tokens in encode(tokenizer, texts)), initial=0))
 
     def batch(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """(inputs, labels), int64 [B, length] each, of the sequences of these numbers, int64 [B].
-
-        A label is the token after; an input's own text is encoded from the first on.
-        """
-        starts = [row * self.length for row in rows.tolist()]
-        needed = max(starts, default=0) + self.length + 1
-        tokens: list[int] = []
-        for text in self.texts:
-            if len(tokens) >= needed:
-                break
-            tokens += next(encode(self.tokenizer, [text]))
-        found = [torch.tensor(tokens[s : s + self.length + 1], device=rows.device) for s in starts]
+        """(inputs, labels), int64 [B, length] each, of the sequences of these numbers, int64 [B]; a label is the token
+        after its input."""
+        found = [torch.tensor(self._sequence(row), device=rows.device) for row in rows.tolist()]
         both = torch.stack(found) if found else rows.new_empty((0, self.length + 1))
         return both[:, :-1].contiguous(), both[:, 1:].contiguous()
+
+    def _sequence(self, row: int) -> list[int]:
+        start, end = row * self.length, (row + 1) * self.length + 1
+        number = bisect_right(self.begins, start) - 1
+        first, tokens = start - self.begins[number], list[int]()
+        while len(tokens) < first + end - start:
+            tokens += next(encode(self.tokenizer, [self.texts[number]]))
+            number += 1
+        return tokens[first : first + end - start]
