@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from perfsuite import equivalence, forms, incoming, relations, truths
+from perfsuite import equivalence, expressions, forms, incoming, relations, truths
 from perfsuite import inputs as make
 from perfsuite.cases import case_line
 from perfsuite.errors import NotEquivalent
@@ -27,7 +27,7 @@ from perfsuite.pair import Pair
 from perfsuite.records import Case, InputCase
 from perfsuite.reference_task import task_of
 from perfsuite.sides import Side
-from perfsuite.specs import ConstantSpec, TensorSpec, elements, symbols, tensor_spec
+from perfsuite.specs import ConstantSpec, Dim, ScalarSpec, TensorSpec, elements, symbols, tensor_spec, tensors_of
 
 PRECISIONS = {"float16 or TF32": 2.0**-10, "bfloat16": 2.0**-7}
 """Name → eps. Where the error fits the budget of one of these precisions, the side computed in it."""
@@ -85,8 +85,43 @@ def remedy_of(error: BaseException, pair: Pair, case: Case) -> str:
         return "; if its data must begin at a multiple of some bytes, declare it: tensor(…, align=16)"
     empty = [name for name in sorted(pair.symbols) if case.sizes.get(name) == 0]
     if empty and not is_of_reference(error):
-        return f"; if it is never called with {' or '.join(f'{n}=0' for n in empty)}, declare it: tensor(…, least=1)"
+        dimensions = set().union(*(expressions.names(d) for d in _dims(pair) if isinstance(d, str)))
+        # Any other size is the length of a list, or bounds values.
+        others = ", ".join(f'"{name}": size(1, …)' for name in empty if name not in dimensions)
+        how = [f"sizes={{{others}}}"] if others else []
+        how += ["tensor(…, least=1)"] if dimensions.intersection(empty) else []
+        named = " or ".join(f"{name}=0" for name in empty)
+        return f"; if it is never called with {named}, declare it: {', '.join(how)}"
     return ""
+
+
+def _dims(pair: Pair) -> Iterator[Dim]:
+    for spec in {**pair.inputs, **pair.step_inputs}.values():
+        for tensor in tensors_of(spec):
+            yield from tensor.dims
+
+
+def shown(pair: Pair, case: Case, home: Path | None = None) -> str:
+    """Return the inputs of a draw as text; empty where they are many, or not tensors and numbers alone. Never raises,
+    because it only adds to a message."""
+    tensors = [spec for spec in pair.inputs.values() if isinstance(spec, TensorSpec)]
+    if not all(isinstance(spec, (TensorSpec, ScalarSpec)) for spec in pair.inputs.values()):
+        return ""
+    try:
+        if not 0 < sum(elements(spec, case.sizes) for spec in tensors) <= MOST_SHOWN:
+            return ""
+        drawn = make.build(pair, case, "cpu", home=home)
+        return ", ".join(f"{name}={_written(value)}" for name, value in drawn.items())
+    except (Exception, SystemExit):
+        return ""
+
+
+def _written(value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        return _written(value.tolist())
+    if isinstance(value, (list, tuple)):
+        return f"[{', '.join(map(_written, value))}]"
+    return f"{value:.6g}" if isinstance(value, float) else repr(value)
 
 
 def explain(
@@ -207,13 +242,26 @@ def _causes(trial: _Trial, case: Case, gradients: bool) -> Iterator[str]:
         )
         return
     yield from _exchanged(trial, case, gradients)
-    yield from _sizes(trial, case, gradients)
+    if not _is_right_on_others(trial, case, gradients):
+        yield from _sizes(trial, case, gradients)
     if not gradients and not trial.pair.is_stateful:
         yield from _values(trial, plain)
         yield from _unread(trial, case)
     yield from _related(trial, case, gradients)
     if not trial.pair.is_stateful:  # where a state begins to differ a little, any formula may be the cause
         yield from _precision(trial, case, gradients)
+
+
+MOST_SHOWN = 8
+"""Most elements of a draw's inputs that a message shows."""
+OTHERS = 3
+"""Number of draws of the same sizes that are tried before a failure is said to be due to the sizes."""
+
+
+def _is_right_on_others(trial: _Trial, case: Case, gradients: bool) -> bool:
+    """Return whether the side is right on other values of the same sizes."""
+    others = (replace(case, seed=case.seed ^ (0x4D1C6E3 * number)) for number in range(1, OTHERS + 1))
+    return any(trial.is_right(other, gradients) for other in others)
 
 
 def _outputs_stay_right(trial: _Trial, case: Case) -> bool:
@@ -340,6 +388,8 @@ def _unread(trial: _Trial, case: Case) -> Iterator[str]:
     other = replace(case, seed=case.seed ^ 0x1F3D5B7)
     there = trial.produce(other)
     every = [*tensors, *(leaf for leaf in there.values() if isinstance(leaf, torch.Tensor))]
+    larger = trial.produce(_larger(trial.pair, case))
+    every += [leaf for leaf in larger.values() if isinstance(leaf, torch.Tensor)]
     if tensors and not any(bool(t.any()) for t in every) and any(bool(t.any()) for t in answers):
         yield "it returns nothing but zeros"
     stays = any(bool(t.isfinite().any()) for t in tensors) and all(
@@ -382,6 +432,11 @@ def _sizes(trial: _Trial, case: Case, gradients: bool) -> Iterator[str]:
             return
 
 
+def _larger(pair: Pair, case: Case) -> Case:
+    """Return the draw with several elements in each dimension, where the pair allows that."""
+    return _at(pair, case, {n: max(v, SEVERAL) for n, v in _dimensions(pair, case).items()})
+
+
 def _at(pair: Pair, case: Case, wanted: Mapping[str, int]) -> Case:
     """Return the draw at these sizes, as far as `_within` allows them."""
     return replace(case, sizes={**case.sizes, **_within(pair, case, wanted)})
@@ -413,6 +468,8 @@ def _is_dimension(pair: Pair, name: str) -> bool:
     return any(isinstance(spec, TensorSpec) and name in symbols(spec) for spec in pair.inputs.values())
 
 
+SEVERAL = 16
+"""Number of elements in a dimension with which a value among them is not special by chance."""
 VALUES_DRAWS, SELDOM = 9, 0.5
 """Number of draws that are tried, and the largest share of the other values that may be right by chance: of three
 values one in three is the largest."""
@@ -424,6 +481,9 @@ _TAMED: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = {
 
 
 def _values(trial: _Trial, case: Case) -> Iterator[str]:
+    larger = _larger(trial.pair, case)
+    if larger != case and trial.is_right(larger):
+        return  # where values of every kind are
     # Several draws: of a few values, some are sorted by chance.
     seeds = (case.seed ^ (0x2B5C9A1 * number) for number in range(VALUES_DRAWS))
     every = [make.build(trial.pair, replace(case, seed=seed), trial.device, home=trial.home) for seed in seeds]

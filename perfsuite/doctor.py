@@ -27,6 +27,7 @@ from rich.text import Text
 from perfsuite import device_nodes
 from perfsuite.errors import PerfsuiteError
 from perfsuite.machine import has_gpu, identify, package_version, survey_gpus, why_no_gpu
+from perfsuite.report import units
 
 State = Literal["ok", "warn", "missing"]
 
@@ -350,12 +351,13 @@ def _baseline(folder: Path) -> Finding:
         return Finding(name="baseline", status="warn", detail=detail, remedy="perfsuite accept --reason '…'")
     further = sorted(path.name for path in path.parent.glob(f"{device}-x*.json"))
     try:
-        entries = len(json.loads(path.read_text())["benchmarks"])
+        # Each side of a workload has an entry of its own, as pytest-benchmark reads it.
+        ids = {entry["fullname"].rpartition("@")[0] for entry in json.loads(path.read_text())["benchmarks"]}
     except (OSError, ValueError, KeyError, TypeError) as error:
         detail = f"{name} cannot be read: {_first_line(str(error)) or type(error).__name__}"
         return Finding(name="baseline", status="warn", detail=detail, remedy=f"git checkout -- {name}")
     others = f"; for several processes {', '.join(further)}" if further else ""
-    return Finding(name="baseline", status="ok", detail=f"{name}, {entries} entries{others}")
+    return Finding(name="baseline", status="ok", detail=f"{name}, {units.count(len(ids), 'workload')}{others}")
 
 
 def _writable(folder: Path, purpose: str) -> Finding:

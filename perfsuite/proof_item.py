@@ -371,8 +371,10 @@ class ProofItem(pytest.Function):
         return self.with_reproduction(message, case_line(case))
 
     def with_reproduction(self, message: str, line: str) -> str:
-        """Return the message, and the command that proves this draw again."""
-        return f"{message}\nreproduce: pytest {shlex.quote(self.nodeid)} --perfsuite-case={shlex.quote(line)}"
+        """Return the message, and the command that proves this draw again; of a few numbers, also what is drawn."""
+        text = f"{message}\nreproduce: pytest {shlex.quote(self.nodeid)} --perfsuite-case={shlex.quote(line)}"
+        inputs = diagnosis.shown(self.pair, parse_case(line, self.dtype), self.home)
+        return f"{text}\ninputs: {inputs}" if inputs else text
 
     def reportinfo(self) -> tuple[Path, int, str]:
         return self.path, 0, self.nodeid.partition("::")[2].replace("::", ".")

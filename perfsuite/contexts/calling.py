@@ -129,7 +129,7 @@ def judge(probe: Probe, known: Known, produced: Leaves, words: str) -> None:
     try:
         equivalence.hold(probe.pair, known, produced, name=probe.name, strict_strides=False)
     except NotEquivalent as error:
-        raise probe.fault(f"is wrong {words}: {error}") from None
+        raise probe.fault(f"is wrong {words}: {str(error).removeprefix(f'{probe.pair.name}: ')}") from None
 
 
 def _is_right(probe: Probe, known: Known, produced: Leaves) -> bool:

@@ -151,7 +151,9 @@ class Gate(Paired):
         same = set(undecided) - set(changed.other_code(undecided, revision.top_or(self.root), self.machine))
         if entries:
             count = units.count(len(same), "workload")
-            self.progress.say(f"{count} of {len(ids)} with the accepted code: one process each, unless that is slower")
+            self.progress.say(
+                f"{count} of {len(ids)} whose code is as accepted: they are timed in one process at first"
+            )
         return same
 
     def _unchanged(self, ids: Collection[str]) -> dict[str, Verdict]:
@@ -202,13 +204,14 @@ class Gate(Paired):
         ]
         for _ in self.work(tasks):
             pass
-        texts = {i: self._lacking(self.baselines.path(self.ranks_of(i))) for i in ids}
+        texts = {i: self._lacking(i, self.baselines.path(self.ranks_of(i))) for i in ids}
         return {i: Verdict(id=i, status=Status.NO_BASELINE, message=f"NO_BASELINE {i}: {texts[i]}") for i in ids}
 
-    def _lacking(self, path: Path) -> str:
+    def _lacking(self, id: str, path: Path) -> str:
         where = path.relative_to(self.root) if self.root in path.parents else path
         what = f"it is not in {where}" if path.exists() else f"there is no {where}"
-        return f"{what}; accept it with `perfsuite accept -k … --reason …`"
+        pair = id.split("::")[1]
+        return f"{what}; accept it with `perfsuite accept -k {pair} --reason …`"
 
     def entry(self, id: str) -> Entry | None:
         return self.entries.get(id)

@@ -235,6 +235,8 @@ def since_accepted(report: RunReport, workload_id: str) -> str:
     if not change.files:
         return f"none of its files has changed since {change.since}"
     files = change.files[0] + (f" and {len(change.files) - 1} more" if len(change.files) > 1 else "")
+    if report.dirty:
+        return f"changed since {change.since}, with edits that are not committed: {files}"
     if not change.commits:
         return f"{files} changed since {change.since}"
     others = f" and {len(change.commits) - 1} more since {change.since}" if len(change.commits) > 1 else ""

@@ -62,7 +62,8 @@ def show(report: RunReport, out: Console | None = None) -> None:
     every = rows(report)
     out.print(Text(machine_line(report.machine), style="bold"), soft_wrap=True)
     if report.revision:
-        out.print(Text(f"revision {report.revision}", style="dim"))
+        edits = " with uncommitted changes" if report.dirty else ""
+        out.print(Text(f"revision {report.revision}{edits}", style="dim"))
     if every:
         out.print(table(every, out.width))
     for line in attention(report, every):

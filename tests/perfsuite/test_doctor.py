@@ -136,8 +136,10 @@ def test_baseline_missing_damaged_and_present(tmp_path: Path) -> None:
     path.parent.mkdir()
     path.write_text("{")
     assert "cannot be read" in doctor._baseline(tmp_path).detail
-    path.write_text('{"benchmarks": [{}, {}]}')
-    assert doctor._baseline(tmp_path).status == "ok"
+    path.write_text('{"benchmarks": [{"fullname": "a::b@reference"}, {"fullname": "a::b@optimized"}]}')
+    present = doctor._baseline(tmp_path)
+    assert present.status == "ok"
+    assert present.detail.endswith(", 1 workload")
 
 
 def test_folders_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
 
 import perfsuite
-from perfsuite import Pair, contexts, diagnosis, floats, size, tensor
+from perfsuite import Pair, contexts, diagnosis, floats, integers, listof, scalar, size, tensor
+from perfsuite import inputs as make
 from perfsuite.errors import NotEquivalent
 from perfsuite.integrity import calls
 from perfsuite.integrity.probe import Probe
-from perfsuite.records import Case
+from perfsuite.records import Case, InputCase
 from perfsuite.relations import reaches, relation
 from perfsuite.sides import as_side
 
@@ -212,3 +214,76 @@ def test_few_elements_are_tried_to_find_a_cause() -> None:
     case = Case(dtype="float32", sizes=dict.fromkeys("abcd", 3), inputs={}, seed=0)
     diagnosis.explain(pair, as_side(wrong), case, "cpu")
     assert max(elements) <= 2**20
+
+
+def test_the_count_of_a_list_is_declared_among_the_sizes() -> None:
+    pair = Pair(name="p", reference=torch.abs, optimized=torch.abs, inputs={"params": listof("count", tensor("n"))})
+    case = Case(dtype="float32", sizes={"count": 0, "n": 3}, inputs={}, seed=0)
+    remedy = diagnosis.remedy_of(IndexError("list index out of range"), pair, case)
+    assert remedy == '; if it is never called with count=0, declare it: sizes={"count": size(1, …)}'
+    both = diagnosis.remedy_of(IndexError(), pair, replace(case, sizes={"count": 0, "n": 0}))
+    assert both.endswith('count=0 or n=0, declare it: sizes={"count": size(1, …)}, tensor(…, least=1)')
+
+
+def share(labels: torch.Tensor, kept: torch.Tensor, otherwise: float) -> torch.Tensor:
+    """Return the share of labels that are kept, or another value if none is."""
+    return kept.double().sum() / len(labels) if kept.any() else labels.new_full((), otherwise, dtype=torch.float64)
+
+
+def guesses(pair: Pair, sizes: dict[str, int]) -> list[str]:
+    """Return what is guessed on the draws of these sizes on which the optimized side is wrong."""
+    found = []
+    for seed in range(60):
+        case = Case(dtype="float32", sizes=sizes, inputs={}, seed=seed)
+        values = make.build(pair, case, "cpu").values()
+        if not torch.allclose(pair.reference(*values), pair.optimized(*values)):
+            found.append(diagnosis.explain(pair, as_side(pair.optimized), case, "cpu") or "")
+    assert found
+    return found
+
+
+LABELS = {"labels": tensor("n", dtype="int64", values=integers(0, 3, also=(-100,)), least=1)}
+
+
+def test_a_fault_of_some_values_is_not_said_to_be_of_the_sizes() -> None:
+    """It shows where all labels are ignored, which is likely only if there is one."""
+    pair = Pair(
+        name="p",
+        reference=lambda labels: share(labels, labels >= 0, 0.0),
+        optimized=lambda labels: share(labels, labels >= 0, 1.0),
+        inputs=LABELS,
+        gradients=False,
+    )
+    assert not [words for words in guesses(pair, {"n": 1}) if "sizes" in words]
+
+
+def test_one_zero_is_not_said_to_be_nothing_but_zeros() -> None:
+    """The side takes label 0 for one that is ignored."""
+    pair = Pair(
+        name="p",
+        reference=lambda labels: share(labels, labels >= 0, 0.0),
+        optimized=lambda labels: share(labels, labels > 0, 0.0),
+        inputs=LABELS,
+        gradients=False,
+    )
+    assert not [words for words in guesses(pair, {"n": 1}) if "zeros" in words]
+
+
+def test_values_are_not_the_cause_where_larger_inputs_are_right() -> None:
+    pair = Pair(
+        name="p",
+        reference=lambda x: x + 0,
+        optimized=lambda x: x + 0 if len(x) > 3 else x.abs(),
+        inputs={"x": tensor("n", values=floats(-1, 1))},
+        gradients=False,
+    )
+    assert not [words for words in guesses(pair, {"n": 2}) if "values only" in words]
+
+
+def test_a_few_inputs_are_shown() -> None:
+    inputs = {"x": tensor("n", values=floats(-1, 1)), "labels": tensor("m", dtype="int64", values=integers(3, 3))}
+    pair = Pair(name="p", reference=torch.abs, optimized=torch.abs, inputs={**inputs, "scale": scalar(floats(2, 2))})
+    case = Case(dtype="float32", sizes={"n": 1, "m": 2, "scale": 2.0}, inputs={"x": InputCase(regime="zeros")}, seed=0)
+    assert diagnosis.shown(pair, case) == "x=[0], labels=[3, 3], scale=2"
+    assert not diagnosis.shown(pair, replace(case, sizes={"n": 7, "m": 2, "scale": 2.0}))
+    assert not diagnosis.shown(replace(pair, inputs={"x": listof("n", tensor(1))}), case)
