@@ -64,6 +64,10 @@ def worked(before: tuple[int, int], took_ns: int) -> list[float]:
     return [min(busy - before[1], took_ns) * 1e-9] if switches == before[0] else []
 
 
+EVEN_ELEMENTS, EVEN_CALLS, EVEN_MOST = 64, 16, 1000
+"""Elements of a tensor that `even_work` adds, calls that show how long an addition takes, and most of them a call."""
+
+
 class CpuClock:
     """Clock of a CPU: `perf_counter` around each call. It serves as both clocks."""
 
@@ -101,6 +105,20 @@ class CpuClock:
             work += worked(before, times[-1])
         self.work = self.peers.work(work, calls)
         return middle(self.peers.slowest(times)) * 1e-9
+
+    def even_work(self, seconds: float, calls: int) -> list[float]:
+        """Return the seconds of `calls` calls that add small tensors for about `seconds` each. Their work is equal, so
+        that something else lengthened a longer one."""
+        x = torch.ones(EVEN_ELEMENTS)
+
+        def add(times: int) -> None:
+            for _ in range(times):
+                torch.add(x, x)
+
+        once = self.sample("wall", lambda: None, lambda: add(1), EVEN_CALLS, 1)
+        times = max(1, min(EVEN_MOST, round(seconds / once))) if once > 0 else 1
+        self.sample("wall", lambda: None, lambda: add(times), calls, 1)
+        return self.work
 
     def synchronize(self) -> None:
         """Do nothing: nothing is asynchronous here."""

@@ -103,12 +103,17 @@ def bursts(
     if len(work) < BURST_CALLS:
         return
     long, share = _long(work)
-    if share >= BURST_SHARE and _long(beside(statistics.median(work)))[1] < BURST_SHARE / 2:
+    if share >= BURST_SHARE and burst_share(beside(statistics.median(work))) < BURST_SHARE / 2:
         raise NotTimed(
             f"{where} does {share:.0%} of its work in {len(long)} of {len(work)} calls: some calls do the work of the "
             f"others (or tune and compile while they are timed), so that a typical call's time is not what one pays"
             f"{remedy}"
         )
+
+
+def burst_share(work: Sequence[float]) -> float:
+    """Return the bursts' share of the work of these calls."""
+    return _long(work)[1]
 
 
 def _long(work: Sequence[float]) -> tuple[list[float], float]:

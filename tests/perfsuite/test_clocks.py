@@ -11,6 +11,7 @@ import torch
 from perfsuite import clocks
 from perfsuite.clocks import QUEUE_DEPTH, CpuClock, CudaClock, clock_for, middle
 from perfsuite.errors import MachineError
+from perfsuite.scrutiny import burst_share
 
 RATE = 2e9
 LAUNCH_S = 5e-6
@@ -205,6 +206,23 @@ def test_the_cpu_clock_times_the_calls_alone(monkeypatch: pytest.MonkeyPatch) ->
     seconds = CpuClock().sample("wall", lambda: spend(77), lambda: spend(next(costs)), 8, 0)
     assert seconds == pytest.approx(275e-9), "an interrupted call does not move it"
     assert isinstance(clock_for("cpu"), CpuClock)
+
+
+def test_even_work_on_a_cpu_is_as_many_additions_as_take_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One addition of forty takes a hundred times as long as the others."""
+    now, added = [0], [0]
+    monkeypatch.setattr(clocks, "perf_counter_ns", lambda: now[0])
+    monkeypatch.setattr(clocks, "usage", lambda: (0, now[0]))
+
+    def add(x: torch.Tensor, y: torch.Tensor) -> None:
+        added[0] += 1
+        now[0] += 700 if added[0] % 40 == 0 else 7
+
+    monkeypatch.setattr(clocks.torch, "add", add)
+    work = CpuClock().even_work(70e-9, 20)
+    assert len(work) == 20
+    assert sorted(set(work)) == pytest.approx([70e-9, 763e-9])
+    assert burst_share(work) > 0.7
 
 
 def test_the_middle_half() -> None:
