@@ -129,10 +129,10 @@ if gluon is not None:
 
     @gluon.jit
     def _load(tensors, shared, rows, height, is_turned, slot, number, SLOTS: gl.constexpr):
-        """Load a panel's rows, the `number`th of its kind, once its place is free; `rows` are the first ones of it and
-        of its mirror image.
+        """Load a panel, the `number`th of its kind, once its place is free.
 
-        A turned panel's are as many rows as a panel has columns, of two panels.
+        rows       the first row of the panel, and the first row of its mirror image
+        is_turned  whether the mirror image is loaded instead: PANEL rows of two panels
         """
         blocks, halves = tensors
         operands, full, empty = shared
@@ -319,7 +319,8 @@ if gluon is not None:
                         # A barrier tells one phase from the next alone: right operands are waited for in their order.
                         mbarrier.wait(turns.index(OWN), ((sequence + tile) // 2 & 1) ^ (1 - OWN))
                         freed = (tile == last, not is_shared)
-                        # Triton 3.7 takes a bound of loops that another loop carries along for constant.
+                        # Added up from tile to tile, it would stay at its first value: Triton 3.6 and 3.7 take a sum
+                        # that an outer loop carries along, and that bounds an inner one, for a constant.
                         turns_of = (left_turns, right_turns + gl.where((flags & IS_TURNING) > 0, 2 * tile, 0))
                         result = _sum(loaded, lefts, rights, turns_of, panels, freed, turns.index(1 - OWN)) * factor
                         low, high = gl.split(gl.permute(gl.reshape(result, [TILE, 2, PANEL]), [0, 2, 1]))

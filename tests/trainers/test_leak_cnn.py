@@ -99,6 +99,12 @@ def sounds(seed=0, files=FILES, longs=LONGS):
 # --- the pair -------------------------------------------------------------------------------------------------------
 
 
+def configured(seed, batch_size, width, rate, **fields):
+    """Return the configuration that a pair's inputs stand for."""
+    sizes = {"channels": (width, 2 * width, 4 * width), "hidden": 8 * width}
+    return dataclasses.replace(SMALL, seed=seed, batch_size=batch_size, learning_rate=rate, **sizes, **fields)
+
+
 def epochs(kind, change=lambda trainer: trainer, in_bfloat16=False, validates=True):
     """Return a pair's side: epochs of a given set. It gives the losses of steps and validation, and the weights' size;
     of a pair in bfloat16, which could not tell two sizes from each other, how far the weights have moved.
@@ -107,13 +113,11 @@ def epochs(kind, change=lambda trainer: trainer, in_bfloat16=False, validates=Tr
     """
 
     def make(train, validation, train_labels, validation_labels, seed, batch_size, width, compiled, rate):
-        config = dataclasses.replace(
-            SMALL,
-            seed=seed,
-            batch_size=batch_size,
-            channels=(width, 2 * width, 4 * width),
-            hidden=8 * width,
-            learning_rate=rate,
+        config = configured(
+            seed,
+            batch_size,
+            width,
+            rate,
             use_compile=bool(compiled),
             # How far bfloat16 alone leads, the reference shows under autocast.
             autocast_bf16=(in_bfloat16 and kind is Optimized) or train.dtype is torch.bfloat16,
@@ -199,15 +203,7 @@ def conventional_epochs():
     """Return the best conventional set-up of `tools/leak_cnn_epochs.py` as a rival of the epochs without validation."""
 
     def make(train, validation, train_labels, validation_labels, seed, batch_size, width, compiled, rate):
-        config = dataclasses.replace(
-            SMALL,
-            seed=seed,
-            batch_size=batch_size,
-            channels=(width, 2 * width, 4 * width),
-            hidden=8 * width,
-            learning_rate=rate,
-            autocast_bf16=True,
-        )
+        config = configured(seed, batch_size, width, rate, autocast_bf16=True)
         data = Drawn({"train": train[..., None].cpu()}, {"train": train_labels.cpu()})
         trainer = Conventional(config, data, train.device, SetUp(where="batches"))
 
