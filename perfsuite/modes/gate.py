@@ -150,10 +150,8 @@ class Gate(Paired):
         undecided = {i: e for i, e in entries.items() if i not in self.found.sources}
         same = set(undecided) - set(changed.other_code(undecided, revision.top_or(self.root), self.machine))
         if entries:
-            count = units.count(len(same), "workload")
-            self.progress.say(
-                f"{count} of {len(ids)} whose code is as accepted: they are timed in one process at first"
-            )
+            of_all = f"{len(same)} of {units.count(len(ids), 'workload')}"
+            self.progress.say(f"{of_all} unchanged since acceptance: one process each at first")
         return same
 
     def _unchanged(self, ids: Collection[str]) -> dict[str, Verdict]:
