@@ -23,7 +23,7 @@ from suite.backends import tf32_products
 from suite.eigenstate_lm.config import TrainConfig
 from suite.eigenstate_lm.data import Text, next_rows
 from suite.eigenstate_lm.held_out import HeldOut
-from suite.eigenstate_lm.memory import told_when_out
+from suite.eigenstate_lm.memory import naming_the_remedy
 from suite.eigenstate_lm.model import (
     Project,
     Weights,
@@ -57,7 +57,7 @@ class Trainer(QueuesReports):
 
     def __init__(self, config: TrainConfig, text: Text, device: torch.device | str) -> None:
         self.config, self.text, self.device = config, text, torch.device(device)
-        with told_when_out(config, text.vocabulary, self.device):
+        with naming_the_remedy(config, text.vocabulary, self.device):
             first = make_weights(config.seed, config.sizes(text.vocabulary))
             self.weights = {name: w.to(self.device).requires_grad_() for name, w in first.items()}
         self.lr = torch.zeros((), device=self.device)
@@ -90,7 +90,7 @@ class Trainer(QueuesReports):
         `batch["step"]` may say that number, from 0; ValueError where it is another.
         """
         config, rows = self.config, next_rows(self.config, self.text, self.steps, batch)
-        with told_when_out(config, self.text.vocabulary, self.device), tf32_products(allowed=config.tf32):
+        with naming_the_remedy(config, self.text.vocabulary, self.device), tf32_products(allowed=config.tf32):
             self._step(rows)
         self._reports.wait(AHEAD)
         if self.held_out.is_due(self.steps):

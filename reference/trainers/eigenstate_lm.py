@@ -30,7 +30,7 @@ from suite.backends import tf32_products
 from suite.eigenstate_lm.config import TrainConfig
 from suite.eigenstate_lm.data import Text, next_rows
 from suite.eigenstate_lm.held_out import HeldOut
-from suite.eigenstate_lm.memory import told_when_out
+from suite.eigenstate_lm.memory import naming_the_remedy
 from suite.eigenstate_lm.model import Weights, first_states, forward, make_weights
 from suite.eigenstate_lm.report import Report, Throughput
 from suite.eigenstate_lm.state import restore, state_of
@@ -52,7 +52,7 @@ class Trainer(WaitsForReports):
     ) -> None:
         self.config, self.text, self.device, self.dtype = config, text, torch.device(device), dtype
         self.sequences = text.encoded()
-        with told_when_out(config, text.vocabulary, self.device):
+        with naming_the_remedy(config, text.vocabulary, self.device):
             first = make_weights(config.seed, config.sizes(text.vocabulary))
             self.weights = {name: w.to(self.device, dtype).requires_grad_() for name, w in first.items()}
         self.lr = torch.zeros((), device=self.device, dtype=dtype)
@@ -76,7 +76,7 @@ class Trainer(WaitsForReports):
         `batch["step"]` may say that number, from 0; ValueError where it is another.
         """
         config, rows = self.config, next_rows(self.config, self.text, self.steps, batch)
-        with told_when_out(config, self.text.vocabulary, self.device), tf32_products(allowed=False):
+        with naming_the_remedy(config, self.text.vocabulary, self.device), tf32_products(allowed=False):
             inputs, labels = (t.to(self.device) for t in self.sequences.batch(rows))
             leaves, scale = list(self.weights.values()), self.optimizer.scale.clone()
             loss, grads = gradient_accumulation(self._loss, leaves, (inputs, labels), config.batch_size)

@@ -101,7 +101,7 @@ def _both(switches: tuple[str, ...], lower: str) -> str:
 
 
 @contextmanager
-def told_when_out(config: TrainConfig, vocabulary: int, device: torch.device) -> Iterator[None]:
+def naming_the_remedy(config: TrainConfig, vocabulary: int, device: torch.device) -> Iterator[None]:
     """Turn an OutOfMemoryError inside into a PerfsuiteError that says in one line what to reduce and by how much.
 
     On a CPU the operating system would kill the process without a message. There a step that needs more memory than the

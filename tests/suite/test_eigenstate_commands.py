@@ -16,7 +16,7 @@ from suite.commands.data import data
 from suite.commands.generate import generate
 from suite.commands.train import train
 from suite.eigenstate_lm.config import TrainConfig
-from suite.eigenstate_lm.memory import needed, remedy, told_when_out
+from suite.eigenstate_lm.memory import naming_the_remedy, needed, remedy
 
 pytest.importorskip("jsonargparse", reason="jsonargparse is not installed: pip install 'perfsuite[train]'")
 pytest.importorskip("tokenizers", reason="tokenizers is not installed: pip install 'perfsuite[train]'")
@@ -279,7 +279,7 @@ def test_a_network_that_this_machine_cannot_hold_is_one_line(pack: Path) -> None
 def test_what_this_machine_cannot_hold_is_refused_at_once() -> None:
     huge = config(batch_size=9000, accumulation=1)
     said = r"9000 sequences of 32768 tokens at once take about .* GiB, and this machine has .*; lower batch_size"
-    with pytest.raises(PerfsuiteError, match=said), told_when_out(huge, 50257, torch.device("cpu")):
+    with pytest.raises(PerfsuiteError, match=said), naming_the_remedy(huge, 50257, torch.device("cpu")):
         raise AssertionError("it was tried")
 
 
