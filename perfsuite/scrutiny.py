@@ -34,6 +34,9 @@ BURST = 4.0
 BURST_SHARE = 0.4
 """Share of all work from which bursts are a fault: the typical call is then not what a user pays."""
 BURST_CALLS = 32
+CPU_BURST_S = 20e-6
+"""Seconds beyond the typical call's work within which a call on a CPU is no burst: the machine's own interruptions,
+such as a timer's or a page of memory, take up to some 15 µs."""
 QUIET_SHARE = 0.98
 """The smallest share of uninterrupted calls at which single calls are compared. On a busy machine a team of threads
 waits for the one that is not running, and any call may take a hundred times its time."""
@@ -93,17 +96,19 @@ def bursts(
     where: str,
     beside: Callable[[float], Sequence[float]] = lambda typical: (),
     remedy: str = "",
+    least_s: float = 0.0,
 ) -> None:
     """Raise NotTimed where a few calls do much of all the work. `work` has the times of the timed calls (device time,
     or processor time where nothing interrupted them), in order.
 
     `beside` returns the times of calls on the same machine that are known to be even, of about `typical` seconds each.
-    Where these burst, too, another process on the device is the cause.
+    Where these burst, too, another process on the device is the cause. A burst takes more than `least_s` longer than
+    the typical call.
     """
     if len(work) < BURST_CALLS:
         return
-    long, share = _long(work)
-    if share >= BURST_SHARE and burst_share(beside(statistics.median(work))) < BURST_SHARE / 2:
+    long, share = _long(work, least_s)
+    if share >= BURST_SHARE and burst_share(beside(statistics.median(work)), least_s) < BURST_SHARE / 2:
         raise NotTimed(
             f"{where} does {share:.0%} of its work in {len(long)} of {len(work)} calls: some calls do the work of the "
             f"others (or tune and compile while they are timed), so that a typical call's time is not what one pays"
@@ -111,17 +116,17 @@ def bursts(
         )
 
 
-def burst_share(work: Sequence[float]) -> float:
+def burst_share(work: Sequence[float], least_s: float = 0.0) -> float:
     """Return the bursts' share of the work of these calls."""
-    return _long(work)[1]
+    return _long(work, least_s)[1]
 
 
-def _long(work: Sequence[float]) -> tuple[list[float], float]:
+def _long(work: Sequence[float], least_s: float) -> tuple[list[float], float]:
     """Return the bursts among these calls, and their share of all work."""
     if not work or sum(work) <= 0:
         return [], 0.0
     typical = statistics.median(work)
-    long = [w for w in work if w > BURST * typical]
+    long = [w for w in work if w > max(BURST * typical, typical + least_s)]
     return long, sum(long) / sum(work)
 
 

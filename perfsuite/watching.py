@@ -185,7 +185,9 @@ class Watch:
         if scrutiny.is_quiet(work, self.sampler.timed_calls):
             if scrutiny.replays(self.fresh, self.sampler.kind):
                 self._prove_replay()
-            scrutiny.bursts(work, self.where, self._beside, SETTLES if self.pair.is_stateful else "")
+            remedy = SETTLES if self.pair.is_stateful else ""
+            least_s = scrutiny.CPU_BURST_S if isinstance(self.sampler.clock, CpuClock) else 0.0
+            scrutiny.bursts(work, self.where, self._beside, remedy, least_s)
         for name in (REFERENCE, OPTIMIZED, ACCEPTED):
             count = self.sampler.compiled.get(name)
             if count:

@@ -29,6 +29,10 @@ def test_calls_that_do_the_work_of_others_are_named() -> None:
     with pytest.raises(NotEquivalent, match="it does 93% of its work in 8 of 64 calls"):
         scrutiny.bursts(BURSTS, "it", lambda typical: EVEN)
     scrutiny.bursts(BURSTS[: scrutiny.BURST_CALLS - 1], "it")
+    longest = max(BURSTS) - min(BURSTS)
+    scrutiny.bursts(BURSTS, "it", least_s=1.01 * longest)
+    with pytest.raises(NotTimed):
+        scrutiny.bursts(BURSTS, "it", least_s=0.99 * longest)
 
 
 def test_bursts_of_the_whole_machine_are_not_the_side_s() -> None:
