@@ -66,9 +66,8 @@ def text(tmp_path_factory):
 # --- the pair -------------------------------------------------------------------------------------------------------
 
 
-def steps(kind, in_bfloat16=False):
-    """Return a pair's side: steps on a given text. It gives losses, gradient norms, and the size of the weights; of a
-    pair in bfloat16, which could not tell two sizes from each other, how far the weights have moved."""
+def steps(kind):
+    """Return a pair's side: steps on a given text. It gives losses, gradient norms, and the size of the weights."""
 
     def make(embedding, tokens, length, batch_size, accumulation, layers, eigenstates, compiled, rate, seed):
         config = dataclasses.replace(
@@ -82,11 +81,7 @@ def steps(kind, in_bfloat16=False):
             learning_rate=rate,
             seed=seed,
             use_compile=bool(compiled),
-            # How far bfloat16 alone leads, the reference shows under autocast.
-            autocast_bf16=(in_bfloat16 and kind is Optimized) or embedding.dtype is torch.bfloat16,
         )
-        if embedding.dtype is torch.bfloat16:
-            embedding = embedding.float()
         with tempfile.TemporaryDirectory() as folder:
             given = text_of(tokens.cpu().numpy(), len(embedding), length, folder)
             if kind is Optimized:
@@ -96,14 +91,12 @@ def steps(kind, in_bfloat16=False):
                 trainer = Reference(config, given, embedding.device, embedding.dtype)
         with torch.no_grad():
             trainer.weights["embedding"].copy_(embedding)
-        first = {name: w.detach().clone() * in_bfloat16 for name, w in trainer.weights.items()}
 
         def step():
             trainer.train_window({})
             report = trainer.last_report()
             figures = torch.tensor([report.loss, report.norm], dtype=embedding.dtype, device=embedding.device)
-            sizes = [(w.detach() - first[name]).square().mean().sqrt() for name, w in trainer.weights.items()]
-            return figures, torch.stack(sizes)
+            return figures, torch.stack([w.detach().square().mean().sqrt() for w in trainer.weights.values()])
 
         return step
 
@@ -117,10 +110,6 @@ def flops(V, D, length, batch_size, accumulation, layers, eigenstates):
     """Count the operations: six per token and parameter."""
     config = dataclasses.replace(SMALL, width=D, layers=layers, eigenstates=eigenstates)
     return config.flops(V) * length * batch_size * accumulation
-
-
-TIMED = {**SOURCE, "batch_size": 4, "accumulation": 4, "compiled": 1, "rate": 3e-4, "seed": 0}
-TIMED |= {"clock": "wall", "device": "cuda"}
 
 
 eigenstate_lm = Pair(
@@ -144,7 +133,18 @@ eigenstate_lm = Pair(
     max_examples=draws(cpu=3),
     steps=(1, 2),
     workloads=[
-        Workload("steps1024", **TIMED, speedup=4),
+        Workload(
+            "steps1024",
+            **SOURCE,
+            batch_size=4,
+            accumulation=4,
+            compiled=1,
+            rate=3e-4,
+            seed=0,
+            clock="wall",
+            speedup=4,
+            device="cuda",
+        ),
         Workload(
             "cpu",
             V=200,
@@ -164,19 +164,6 @@ eigenstate_lm = Pair(
     ],
     cost=Cost(flops=flops, precision="float32"),
     time_limit=600,
-)
-
-
-eigenstate_lm_bfloat16 = dataclasses.replace(
-    eigenstate_lm,
-    reference=stateful(steps(Reference, in_bfloat16=True)),
-    optimized=stateful(steps(Optimized, in_bfloat16=True), settle=2),
-    precision="bfloat16",
-    workloads=[
-        Workload("steps1024", **TIMED, speedup=10),
-        eigenstate_lm.workloads[1],
-    ],
-    cost=Cost(flops=flops, precision="bfloat16"),
 )
 
 
