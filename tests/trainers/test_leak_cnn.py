@@ -24,7 +24,7 @@ from optimized.compilation import compiled_function
 from optimized.graphs.cuda_graph_step import CudaGraphStep
 from optimized.trainers import leak_cnn as module
 from optimized.trainers.leak_cnn import Trainer as Optimized
-from perfsuite import Pair, PerfsuiteError, Workload, floats, integers, scalar, side, size, stateful, tensor
+from perfsuite import Pair, PerfsuiteError, Workload, floats, integers, scalar, size, stateful, tensor
 from reference.trainers.leak_cnn import Trainer as Reference
 from suite.leak_cnn.classes import CLASSES, LEAK
 from suite.leak_cnn.config import TECHNIQUES, TRADES, TrainConfig, without_techniques
@@ -99,32 +99,22 @@ def sounds(seed=0, files=FILES, longs=LONGS):
 # --- the pair -------------------------------------------------------------------------------------------------------
 
 
-def configured(seed, batch_size, width, rate, **fields):
-    """Return the configuration that a pair's inputs stand for."""
-    sizes = {"channels": (width, 2 * width, 4 * width), "hidden": 8 * width}
-    return dataclasses.replace(SMALL, seed=seed, batch_size=batch_size, learning_rate=rate, **sizes, **fields)
-
-
-def epochs(kind, change=lambda trainer: trainer, in_bfloat16=False, validates=True):
-    """Return a pair's side: epochs of a given set. It gives the losses of steps and validation, and the weights' size;
-    of a pair in bfloat16, which could not tell two sizes from each other, how far the weights have moved.
+def epochs(kind, change=lambda trainer: trainer):
+    """Return a pair's side: epochs of a given set. It gives the losses of steps and validation, and the weights' size.
 
     The classification of the segments is left out: at equal logits a rounding decides.
     """
 
     def make(train, validation, train_labels, validation_labels, seed, batch_size, width, compiled, rate):
-        config = configured(
-            seed,
-            batch_size,
-            width,
-            rate,
+        config = dataclasses.replace(
+            SMALL,
+            seed=seed,
+            batch_size=batch_size,
+            channels=(width, 2 * width, 4 * width),
+            hidden=8 * width,
+            learning_rate=rate,
             use_compile=bool(compiled),
-            # How far bfloat16 alone leads, the reference shows under autocast.
-            autocast_bf16=(in_bfloat16 and kind is Optimized) or train.dtype is torch.bfloat16,
-            validate_every=int(validates),
         )
-        if train.dtype is torch.bfloat16:
-            train, validation = train.float(), validation.float()
         shown = {"train": train, "validation": validation}
         mels = {k: m[..., None].cpu() for k, m in shown.items()}
         data = Drawn(mels, {"train": train_labels.cpu(), "validation": validation_labels.cpu()})
@@ -133,14 +123,13 @@ def epochs(kind, change=lambda trainer: trainer, in_bfloat16=False, validates=Tr
         else:
             trainer = Reference(config, data, train.device, train.dtype)
         trainer = change(trainer)
-        first = {name: w.detach().clone() * in_bfloat16 for name, w in trainer.weights.items()}
 
         def step(epoch):
             trainer.train_window({"epoch": epoch.cpu()})
             report = trainer.last_report()
-            losses = [*report.losses, *([report.validation.segments.loss] if validates else [])]
-            sizes = [(w.detach() - first[name]).square().mean().sqrt() for name, w in trainer.weights.items()]
-            return torch.tensor(losses, dtype=train.dtype, device=train.device), torch.stack(sizes)
+            losses = [*report.losses, report.validation.segments.loss]
+            sizes = torch.stack([w.detach().square().mean().sqrt() for w in trainer.weights.values()])
+            return torch.tensor(losses, dtype=train.dtype, device=train.device), sizes
 
         return step
 
@@ -180,51 +169,6 @@ leak_cnn = Pair(
         Workload(
             "cpu", F=8, V=2, L=2, seed=0, batch_size=4, width=1, compiled=0, rate=4e-3, clock="wall", device="cpu"
         ),
-    ],
-)
-
-
-# The source's fastest form beside its reference, which is in float32.
-leak_cnn_bfloat16 = dataclasses.replace(
-    leak_cnn,
-    reference=stateful(epochs(Reference, in_bfloat16=True)),
-    optimized=stateful(epochs(Optimized, in_bfloat16=True), settle=5),
-    precision="bfloat16",
-    workloads=[
-        Workload("epoch", **SOURCE, seed=0, compiled=1, clock="wall", device="cuda", speedup=40),
-        Workload(
-            "cpu", F=8, V=2, L=2, seed=0, batch_size=4, width=1, compiled=0, rate=4e-3, clock="wall", device="cpu"
-        ),
-    ],
-)
-
-
-def conventional_epochs():
-    """Return the best conventional set-up of `tools/leak_cnn_epochs.py` as a rival of the epochs without validation."""
-
-    def make(train, validation, train_labels, validation_labels, seed, batch_size, width, compiled, rate):
-        config = configured(seed, batch_size, width, rate, autocast_bf16=True)
-        data = Drawn({"train": train[..., None].cpu()}, {"train": train_labels.cpu()})
-        trainer = Conventional(config, data, train.device, SetUp(where="batches"))
-
-        def step(epoch):
-            trainer.train_window({"epoch": epoch.cpu()})
-            sizes = torch.stack([w.detach().square().mean().sqrt() for w in trainer.weights.values()])
-            return torch.tensor(trainer.losses, dtype=train.dtype, device=train.device), sizes
-
-        return step
-
-    return make
-
-
-leak_cnn_bfloat16_unvalidated = dataclasses.replace(
-    leak_cnn_bfloat16,
-    reference=stateful(epochs(Reference, in_bfloat16=True, validates=False)),
-    optimized=stateful(epochs(Optimized, in_bfloat16=True, validates=False), settle=5),
-    rivals={"conventional": stateful(side(conventional_epochs(), devices=("cuda",)), settle=2)},
-    workloads=[
-        Workload("epoch", **SOURCE, seed=0, compiled=1, clock="wall", device="cuda", speedup=40),
-        leak_cnn_bfloat16.workloads[1],
     ],
 )
 
