@@ -159,33 +159,45 @@ class Group:
         # Ranks of one machine find each other over its loopback interface, whatever its name resolves to.
         usual = {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
         environment = {**usual, **os.environ, "TORCH_NCCL_BLOCKING_WAIT": str(int(blocking))}
-        with connection.Listener(address, "AF_UNIX", backlog=ranks) as listener:
-            self.launcher = subprocess.Popen(
-                [sys.executable, "-m", *command, address, self.folder.name, device, f"{collective_s}"],
-                env=environment,
-                stdin=subprocess.DEVNULL,
-                stdout=self.log,
-                stderr=self.log,
-                start_new_session=True,
-            )
-            try:
+        listener = connection.Listener(address, "AF_UNIX", backlog=ranks)
+        self.launcher = subprocess.Popen(
+            [sys.executable, "-m", *command, address, self.folder.name, device, f"{collective_s}"],
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=self.log,
+            stderr=self.log,
+            start_new_session=True,
+        )
+        try:
+            with listener:  # it removes its socket, which lies in the folder
                 self._accept(listener)
-            except BaseException:
-                self.close()
-                raise
+        except BaseException:
+            self.close()
+            raise
 
     def _accept(self, listener: connection.Listener) -> None:
-        """Take the connections of all ranks."""
+        """Take the connections of all ranks, and have them form a process group together."""
         socket: Any = listener._listener._socket  # type: ignore[attr-defined]  # a Listener has no time limit
         until = time.monotonic() + START_S
         while len(self.connections) < self.ranks:
             socket.settimeout(1.0)
             if self.launcher.poll() is not None or time.monotonic() > until:
-                raise MachineError(f"{self.ranks} processes of torch.distributed do not start: {self._last_line()}")
+                raise self._not_started(self._last_line())
             with contextlib.suppress(TimeoutError):
                 accepted = listener.accept()
                 rank, pid = accepted.recv()
                 self.connections[rank], self.pids[rank] = accepted, pid
+        self._send(None)
+        for rank, one in self.connections.items():
+            try:
+                reason = one.recv() if one.poll(START_S) else "it forms no process group"
+            except (EOFError, ConnectionResetError):
+                reason = "its process ends"
+            if reason is not None:
+                raise self._not_started(f"rank {rank}: {reason}")
+
+    def _not_started(self, reason: str) -> MachineError:
+        return MachineError(f"{self.ranks} processes of torch.distributed do not start: {reason}")
 
     def call(self, pair: Pair, side: str, case: Case, module: ModuleType) -> list[Leaves]:
         """Call the side in all ranks and return the outputs by rank. Raises RanksFailed if a rank does not return."""

@@ -48,8 +48,14 @@ def main() -> None:
             torch.cuda.set_device(rank)
         else:
             torch.set_num_threads(1)
-        dist.init_process_group(process_state.group_backend(device), timeout=timedelta(seconds=float(sys.argv[4])))
+        connection.recv()  # once all ranks are here: on a busy machine one may be there long before another
+        try:
+            dist.init_process_group(process_state.group_backend(device), timeout=timedelta(seconds=float(sys.argv[4])))
+        except Exception as error:
+            connection.send(first_line(error))
+            raise
         interpreter.quicken()
+        connection.send(None)
         with suppress(EOFError):
             while True:
                 _answer(connection, rank, ranks, device)

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Callable
+from multiprocessing import connection
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +17,7 @@ from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
 import perfsuite
 from perfsuite import Pair, listof, rank_parts, tensor
 from perfsuite import inputs as make
-from perfsuite.errors import NotEquivalent, PairError
+from perfsuite.errors import MachineError, NotEquivalent, PairError
 from perfsuite.ranks import group, parts
 from perfsuite.records import Case
 from perfsuite.specs import Size
@@ -217,6 +221,45 @@ def run(project: Any, body: str, reference: str = "reference") -> str:
     project.write("test_totals.py", MODULE.format(body=body, reference=reference))
     done = project.process("pytest", "-q", "-m", "correctness", "-k", "ranks", "test_totals.py")
     return str(done.stdout + done.stderr)
+
+
+@pytest.fixture
+def at_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """Have the processes that start ranks run some lines of Python first."""
+
+    def run(lines: str) -> None:
+        (tmp_path / "sitecustomize.py").write_text(lines)
+        monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}")
+
+    return run
+
+
+ONE_AFTER_ANOTHER = """
+import os, time
+forks = []
+os.register_at_fork(before=lambda: forks.append(1), after_in_child=lambda: time.sleep(3 * len(forks)))
+"""
+
+
+def test_ranks_may_start_far_apart(at_start: Callable[[str], None]) -> None:
+    at_start(ONE_AFTER_ANOTHER)
+    made = group.Group(2, "cpu", collective_s=1.0)
+    try:
+        assert not connection.wait(made.connections.values(), 1.0), "a rank has ended"
+    finally:
+        made.close()
+
+
+NO_INTERFACE = """
+import os
+os.environ["GLOO_SOCKET_IFNAME"] = "none0"
+"""
+
+
+def test_ranks_that_cannot_form_a_group_are_no_fault_of_a_side(at_start: Callable[[str], None]) -> None:
+    at_start(NO_INTERFACE)
+    with pytest.raises(MachineError, match=r"2 processes of torch.distributed do not start: rank [01]: .*none0"):
+        group.Group(2, "cpu")
 
 
 def test_a_pair_is_proven_in_two_processes(project: Any, monkeypatch: pytest.MonkeyPatch) -> None:
