@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import secrets
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import hypothesis
@@ -105,8 +105,10 @@ def _equivalence(pair: Pair, proof: proof_list.Proof, examples: int, device: str
         tally=tally,
     )
     try:
-        first = list(planned.every_kind(pair, proof.kind, proof.dtype, secrets.randbits(31), device))
-        _hold(pair, proof.dtype, examples, check, first=first, tally=tally)
+        seed = secrets.randbits(31)
+        first = list(planned.every_kind(pair, proof.kind, proof.dtype, seed, device))
+        last = planned.further(pair, proof.dtype, seed, device, tally)
+        _hold(pair, proof.dtype, examples, check, first=first, last=last, tally=tally)
     except NotEquivalent as error:
         raise diagnosis.explained(error, pair, side, device, gradients=gradients) from None
     tally.check(pair)
@@ -121,7 +123,7 @@ def _hold(
     strategy: Callable[..., Any] = cases,
     *,
     first: Sequence[Case] = (),
-    last: Sequence[Case] = (),
+    last: Iterable[Case] = (),
     tally: Tally | None = None,
 ) -> None:
     """Run the check over the first draws, then over random ones, then over the last ones.

@@ -109,6 +109,14 @@ def large_draws(pair: Pair, dtype: str, seed: int) -> Iterator[Case]:
             layout = ""
 
 
+def plain_draws(pair: Pair, dtype: str, seed: int, *, extent: Extent) -> Iterator[Case]:
+    """Yield draws with some elements in every dimension, and with ordinary layouts and values, without end; none where
+    `where` rules them out."""
+    random_ = random.Random(seed)
+    while (sizes := _drawn_sizes(pair, {}, {}, random_, extent)) is not None:
+        yield Case(dtype=dtype, sizes=sizes, inputs={}, seed=random_.getrandbits(31))
+
+
 def replaced(planned: int, draws: int) -> int:
     """Return how many of a proof's `draws` random draws the `planned` ones replace."""
     return min(planned, int(MOST_PLANNED * draws))

@@ -10,12 +10,15 @@ from perfsuite import ahead, coverage, incoming, proofs
 from perfsuite.kinds import Extent
 from perfsuite.pair import Pair
 from perfsuite.records import Case
+from perfsuite.tally import Tally
 
 WITH_LARGE = {proofs.INTEGRITY: None, proofs.CONTEXTS: 1, proofs.EFFECTS: 1}
 """Kinds of proofs that call the sides often on each draw → how many draws with a large size they take, or all (None).
 Only these draws show what many blocks do together."""
 
 
+FURTHER = 3
+"""Most plain draws after random ones that prove nothing. A pair of few draws has now and then only tiny ones."""
 FEW_STEPS = 17
 """Most steps of a draw that holds kinds of inputs; the random draws take all steps."""
 
@@ -40,6 +43,14 @@ def large(pair: Pair, proof: str, dtype: str, seed: int, device: str) -> Iterato
     if proof not in WITH_LARGE or pair.max_examples is not None or not extent(pair, device).large:
         return iter(())
     return itertools.islice(coverage.large_draws(pair, dtype, seed), WITH_LARGE[proof])
+
+
+def further(pair: Pair, dtype: str, seed: int, device: str, tally: Tally) -> Iterator[Case]:
+    """Yield plain draws while the draws in the tally prove nothing, perhaps by chance."""
+    for case in itertools.islice(coverage.plain_draws(pair, dtype, seed, extent=extent(pair, device)), FURTHER):
+        if not tally.proves_nothing:
+            return
+        yield case
 
 
 def extent(pair: Pair, device: str) -> Extent:

@@ -284,6 +284,9 @@ class ProofItem(pytest.Function):
         super().runtest()
         if failure is not None:
             raise failure
+        if self.seed is not None:
+            for case in planned.further(self.pair, self.dtype, self.seed, device(), self.tally):
+                self._prove(case)
         if self.tally.numbers:
             self._complete_turns()
 

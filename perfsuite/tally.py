@@ -60,6 +60,12 @@ class Tally:
         self.discarded += 1
         self.raised = self.raised or raised
 
+    @property
+    def proves_nothing(self) -> bool:
+        """Whether no draw could be judged, or none shows that the reference answers other inputs differently."""
+        judged = self.draws - self.empty - self.discarded - self.ill_conditioned
+        return judged <= 0 or not self.answers_differ
+
     def check(self, pair: Pair) -> None:
         """Raise NotEquivalent where the reference raised on so many draws that too little is proven."""
         if self.raised is not None and self.discarded > (1 - MIN_PROOF_SHARE) * self.draws:

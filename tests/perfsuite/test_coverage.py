@@ -11,6 +11,7 @@ from scratch import Project
 
 from perfsuite import (
     Pair,
+    check,
     coverage,
     floats,
     incoming,
@@ -24,6 +25,7 @@ from perfsuite import (
     truths,
 )
 from perfsuite import inputs as make
+from perfsuite.errors import NotEquivalent
 from perfsuite.kinds import whole_tensors
 from perfsuite.records import Case, InputCase
 from perfsuite.sides import as_side
@@ -248,3 +250,58 @@ def test_the_bound_of_elements_does_not_ask_where_for_scalars() -> None:
     inputs: dict[str, Any] = {"x": tensor(*"abcd"), "p": scalar(floats(0, 1))}
     of = pair(where=lambda a, p: p <= 1 and a >= 0, **inputs)
     assert [*coverage.draws(of, "float32", 1)]
+
+
+# --- few draws ------------------------------------------------------------------------------------------------------
+
+SELDOM_ANY = """
+import torch
+from perfsuite import Pair, Workload, size, tensor
+
+def scaled(x, y):
+    return x.sum(1) * y{times}
+
+scaled_sums = Pair(
+    reference=scaled,
+    optimized=scaled,
+    inputs={{"x": tensor("rows", "a * b * c * d * e * f * g * h"), "y": tensor("rows")}},
+    sizes={{"rows": size(1, 4)}} | dict.fromkeys("abcdefgh", size(0, 1)),
+    max_examples=5,
+    gradients=False,
+    workloads=[Workload("w", rows=4, **dict.fromkeys("abcdefgh", 1))],
+)
+"""
+
+
+def test_few_random_draws_that_prove_nothing_are_no_fault_of_the_pair(project: Project) -> None:
+    project.write("tests/test_sums.py", SELDOM_ANY.format(times=""))
+    for seed in range(3):  # in most draws the rows have no elements, and every sum is 0
+        result = project.run("-m", "correctness", "-k", "equivalence", f"--hypothesis-seed={seed}")
+        result.assert_outcomes(passed=1)
+
+
+def test_a_task_that_plain_draws_show_as_degenerate_is_named(project: Project) -> None:
+    project.write("tests/test_sums.py", SELDOM_ANY.format(times=" * 0"))
+    result = project.run("-m", "correctness", "-k", "equivalence")
+    result.assert_outcomes(failed=1)
+    result.stdout.fnmatch_lines(["*the reference gives the same answer whatever its inputs are, on all of 8 draws*"])
+
+
+@pytest.mark.parametrize("multiple", [0, 1])
+def test_check_draws_further_too(multiple: int) -> None:
+    def scaled(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return x.sum(1) * y * multiple
+
+    of = Pair(
+        name="scaled",
+        reference=scaled,
+        optimized=scaled,
+        inputs={"x": tensor("rows", "a * b * c * d * e * f * g * h"), "y": tensor("rows")},
+        sizes={"rows": size(1, 4), **dict.fromkeys("abcdefgh", size(0, 1))},
+        max_examples=5,
+    )
+    if multiple:
+        check(of, device="cpu")
+    else:
+        with pytest.raises(NotEquivalent, match="the same answer whatever its inputs are, on all of 8 draws"):
+            check(of, device="cpu")
