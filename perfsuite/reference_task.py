@@ -55,7 +55,7 @@ def task_of(pair: Pair, case: Case, device: str, home: Path | None) -> Task:
                 f"{pair.name}: {name} of the reference differs between two calls on the same inputs: let it take its "
                 f"random numbers, or what they come from, as an input, e.g. generator()"
             )
-    if not any(leaf.numel() for leaf in here.values() if isinstance(leaf, torch.Tensor)):
+    if not any(leaf.numel() if isinstance(leaf, torch.Tensor) else 1 for leaf in here.values()):
         return Task()
     looked = False
     if shows_roundings(pair):

@@ -62,9 +62,9 @@ class Tally:
 
     @property
     def proves_nothing(self) -> bool:
-        """Whether no draw could be judged, or none shows that the reference answers other inputs differently."""
+        """Whether no draw could be judged, or the reference answered none of them differently from other inputs."""
         judged = self.draws - self.empty - self.discarded - self.ill_conditioned
-        return judged <= 0 or not self.answers_differ
+        return judged <= 0 or self.answers_differ is False
 
     def check(self, pair: Pair) -> None:
         """Raise NotEquivalent where the reference raised on so many draws that too little is proven."""

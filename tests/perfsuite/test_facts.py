@@ -285,6 +285,18 @@ def test_what_is_wrong_with_the_reference_is_reported_to_every_proof() -> None:
             tally.evidence(constant, "float32", "cpu")
 
 
+@pytest.mark.parametrize("right", [True, False])
+def test_a_number_that_no_input_changes_is_a_degenerate_task(right: bool) -> None:
+    pair, tally = pair_of(lambda x, y: float((x @ y).sum() if right else 1.0)), Tally()
+    for seed in range(MIN_PROOFS):
+        equivalence.check_case(pair, case_of(seed), "cpu", tally=tally)
+    if right:
+        assert tally.evidence(pair, "float32", "cpu")
+        return
+    with pytest.raises(NotEquivalent, match="the same answer whatever its inputs are"):
+        tally.evidence(pair, "float32", "cpu")
+
+
 def test_the_facts_of_one_pair_at_a_time_are_kept() -> None:
     one, other = pair_of(), pair_of()
     known = facts_of(one)
