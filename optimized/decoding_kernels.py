@@ -13,6 +13,7 @@ import torch
 from optimized.kernels import ceil_div, has_descriptors, jit, launching, tl, use_triton
 from suite.polychromic.llama import Llama
 from suite.polychromic.lora import LAYERS, LoRALinear
+from suite.polychromic.lora_nf4 import NF4LoRALinear
 
 DTYPES = (torch.float32, torch.bfloat16)
 MOST_ROWS = 64
@@ -57,6 +58,8 @@ def is_served(model: Llama, rows: int) -> bool:
     """Whether these kernels can make a step of the model for so many rows."""
     layers = [layer for block in model.model.layers for layer in _linear_layers(block)]
     if rows > MOST_ROWS or not all(type(layer) is torch.nn.Linear or isinstance(layer, LoRALinear) for layer in layers):
+        return False
+    if any(isinstance(layer, NF4LoRALinear) for layer in layers):
         return False
     tensors = [model.lm_head.weight, *(layer.weight for layer in layers)]
     return use_triton(*tensors, dtypes=DTYPES) and all(t.is_contiguous() for t in tensors)

@@ -5,7 +5,7 @@ import functools
 import torch
 
 from optimized.generation.fused_lora import NARROW, TORCH, WIDE, Form, applied
-from optimized.kernels import ceil_div, jit, launching, tl, use_triton
+from optimized.kernels import INTERPRETED, ceil_div, jit, launching, tl, use_triton
 from suite.polychromic.nf4 import BLOCK, NF4
 
 # Bytes of codes that a program unpacks, and warps; to be swept on an H200.
@@ -78,6 +78,13 @@ def fused_lora_nf4_triton(
 ) -> torch.Tensor:
     """`fused_lora_nf4` by kernels alone, where `fused_lora_triton` uses them alone."""
     return _with(WIDE, x, codes, absmax, a, b, scale, kept, keep)
+
+
+def nf4_weight(codes: torch.Tensor, absmax: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The weight [outputs, inputs] in this dtype, by the kernel where it runs. It has no gradient."""
+    by_kernel = use_triton(absmax) and not (INTERPRETED and dtype == torch.bfloat16)  # the interpreter is wrong in it
+    with torch.no_grad():
+        return dequantised(NARROW if by_kernel else TORCH, dtype, codes, absmax)
 
 
 def _with(form, x, codes, absmax, a, b, scale, kept, keep):

@@ -20,6 +20,7 @@ from optimized.attention.flash_attention import flash_attention, flash_attention
 from optimized.block_kernels import gated, gated_torch, normed, normed_torch, turned, turned_torch
 from optimized.dropout_masks import kept_bits
 from optimized.generation.fused_lora import fused_lora
+from optimized.generation.fused_lora_nf4 import fused_lora_nf4, nf4_weight
 from optimized.graphs.cuda_graph_step import CudaGraphs, CudaGraphStep
 from suite.backends import tf32_products
 from suite.polychromic import advantages
@@ -29,6 +30,7 @@ from suite.polychromic.config import DTYPES, TrainConfig
 from suite.polychromic.data import Given, examples_of, uniforms
 from suite.polychromic.llama import rotation
 from suite.polychromic.lora import Dropout, LoRALinear, places_of, starts_of
+from suite.polychromic.lora_nf4 import NF4LoRALinear
 from suite.polychromic.objective import nucleus, rows_of, sets_of, texts, widened_loss
 from suite.polychromic.report import Report
 from suite.polychromic.state import adapted, drop, restore, state_of, weights_of
@@ -57,8 +59,32 @@ class FusedLoRALinear(LoRALinear):
             given = kept_bits(own.starts[self.number], own.places.flatten(), x.shape[-1], rate)
         a, b = self.lora_a.to(x.dtype), self.lora_b.to(x.dtype)
         keep = 1 - rate if given is not None else 1.0
-        found = fused_lora(x.flatten(0, -2), self.weight, a, b, self.scale, given, keep)
-        return found.unflatten(0, x.shape[:-1])
+        return self.fused(x.flatten(0, -2), a, b, self.scale, given, keep).unflatten(0, x.shape[:-1])
+
+    def fused(self, x: torch.Tensor, *given: Any) -> torch.Tensor:
+        """The layer of tokens [N, inputs] by one module."""
+        return fused_lora(x, self.weight, *given)
+
+
+class FusedNF4LoRALinear(FusedLoRALinear, NF4LoRALinear):
+    """The adapted layer of 4-bit weights by `fused_lora_nf4`, whose kernel also dequantises them where nothing is
+    differentiated."""
+
+    def fused(self, x: torch.Tensor, *given: Any) -> torch.Tensor:
+        return fused_lora_nf4(x, self.codes, self.absmax, *given)
+
+    @property
+    def weight(self) -> torch.Tensor:
+        return nf4_weight(self.codes, self.absmax, self.dtype)
+
+
+LORA_LAYERS: Mapping[tuple[str, bool], type[LoRALinear]] = {
+    ("none", False): LoRALinear,
+    ("none", True): FusedLoRALinear,
+    ("nf4", False): NF4LoRALinear,
+    ("nf4", True): FusedNF4LoRALinear,
+}
+"""The configuration's quantization and `fused_lora` → the adapted layer."""
 
 
 class Trainer(QueuesReports):
@@ -72,7 +98,7 @@ class Trainer(QueuesReports):
     def __init__(self, config: TrainConfig, given: Given, device: torch.device | str) -> None:
         self.config, self.given, self.device = config, given, torch.device(device)
         self.model = given.language_model(DTYPES[config.dtype], self.device)
-        layer = FusedLoRALinear if config.fused_lora else LoRALinear
+        layer = LORA_LAYERS[config.quantization, config.fused_lora]
         self.adapters = adapted(self.model, config.adapters, config.seed, torch.float32, layer)
         self.weights = weights_of(self.adapters)
         self.sentences = given.sentences(self.device) if config.diversity else None

@@ -3,7 +3,7 @@
 import torch
 
 from reference.generation.fused_lora import fused_lora
-from suite.polychromic.nf4 import BLOCK, NF4
+from suite.polychromic.nf4 import dequantised
 
 
 def fused_lora_nf4(
@@ -25,7 +25,4 @@ def fused_lora_nf4(
 
     Source: polychromic, technique 003.6.
     """
-    each = torch.stack((codes >> 4, codes & 15), 2).flatten(1).long()
-    values = torch.tensor(NF4, dtype=absmax.dtype, device=absmax.device)[each]
-    weight = values * absmax.repeat_interleave(BLOCK, 1)
-    return fused_lora(x, weight.to(x.dtype), a, b, scale, kept, keep)
+    return fused_lora(x, dequantised(codes, absmax).to(x.dtype), a, b, scale, kept, keep)

@@ -37,7 +37,8 @@ from suite.polychromic.batches import IGNORED, batch_of, prompts_of
 from suite.polychromic.chat import Encoded
 from suite.polychromic.config import DTYPES, TrainConfig
 from suite.polychromic.data import Given, examples_of, uniforms
-from suite.polychromic.lora import Dropout, places_of, starts_of
+from suite.polychromic.lora import Dropout, LoRALinear, places_of, starts_of
+from suite.polychromic.lora_nf4 import NF4LoRALinear
 from suite.polychromic.objective import Rows, nucleus, rows_of, sets_of, texts, widened_loss
 from suite.polychromic.report import Report
 from suite.polychromic.state import adapted, drop, restore, state_of, weights_of
@@ -62,7 +63,8 @@ class Trainer(WaitsForReports):
         self.dtype = dtype or DTYPES[config.dtype]
         self.model = given.language_model(self.dtype, self.device)
         trained = torch.promote_types(self.dtype, torch.float32)
-        self.adapters = adapted(self.model, config.adapters, config.seed, trained)
+        layer = NF4LoRALinear if config.quantization == "nf4" else LoRALinear
+        self.adapters = adapted(self.model, config.adapters, config.seed, trained, layer)
         self.weights = weights_of(self.adapters)
         self.sentences = given.sentences(self.device, trained) if config.diversity else None
         self.lr = torch.zeros((), device=self.device, dtype=trained)

@@ -61,6 +61,8 @@ class TrainConfig:
     """Seeds the adapters' first weights, the order of the examples, dropout and the drawn replies."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Dtype of the frozen weights and the activations. Adapters and their optimizer are float32."""
+    quantization: Literal["none", "nf4"] = "none"
+    """nf4: keep the weights of the blocks' frozen linear layers in 4 bits, as QLoRA does; in either trainer."""
     activation_checkpoint: bool = False
     """Recompute blocks in the backward pass, in either trainer: less memory, more time."""
 
@@ -97,6 +99,7 @@ class TrainConfig:
         need(self.replies >= 3, "replies", self.replies, "a reply's part in the diversity needs 3 or more")
         need(self.objective in ("policy", "as_written"), "objective", self.objective, "use policy or as_written")
         need(self.dtype in DTYPES, "dtype", self.dtype, f"use {' or '.join(DTYPES)}")
+        need(self.quantization in ("none", "nf4"), "quantization", self.quantization, "use none or nf4")
         few = self.prompts <= self.examples
         need(few, "prompts", self.prompts, f"a step has {self.examples} examples (batch_size x accumulation)")
         for name in ("learning_rate", "clip", "alpha"):

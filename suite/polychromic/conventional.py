@@ -39,6 +39,8 @@ class Conventional:
             import transformers
         except ImportError as error:
             raise PerfsuiteError(f"the conventional set-up needs transformers and peft: {error}") from None
+        if config.quantization != "none":
+            raise PerfsuiteError("the conventional set-up has no weights in 4 bits; use quantization: none")
         self.config, self.given, self.device = config, given, torch.device(device)
         base = _model(transformers, given, DTYPES[config.dtype], self.device)
         if config.activation_checkpoint:

@@ -90,7 +90,7 @@ class LoRALinear(nn.Module):
 
     def __init__(self, base: nn.Linear, settings: Settings, number: int) -> None:
         super().__init__()
-        self.weight = base.weight.requires_grad_(False)
+        self.freeze(base.weight)
         given: dict[str, Any] = {"dtype": torch.float32, "device": base.weight.device}
         self.lora_a = nn.Parameter(torch.empty(settings.rank, base.in_features, **given))
         self.lora_b = nn.Parameter(torch.zeros(base.out_features, settings.rank, **given))
@@ -98,6 +98,10 @@ class LoRALinear(nn.Module):
         self.settings, self.number = settings, number
         self.dropout: Dropout | None = None
         self.is_off = False
+
+    def freeze(self, weight: torch.Tensor) -> None:
+        """Keep the frozen layer's weight [outputs, inputs]."""
+        self.weight = weight.requires_grad_(False)
 
     @property
     def scale(self) -> float:

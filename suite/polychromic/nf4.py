@@ -46,3 +46,11 @@ def quantised(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     scaled = blocks / absmax.clamp(min=torch.finfo(torch.float32).tiny)[:, :, None]
     codes = torch.bucketize(scaled, (values[1:] + values[:-1]) / 2).to(torch.uint8).view(outputs, inputs)
     return codes[:, ::2] << 4 | codes[:, 1::2], absmax
+
+
+def dequantised(codes: torch.Tensor, absmax: torch.Tensor) -> torch.Tensor:
+    """Return the weight [outputs, inputs] of these codes and factors, as `quantised` returns them, in absmax's
+    dtype."""
+    each = torch.stack((codes >> 4, codes & 15), 2).flatten(1).long()
+    values = torch.tensor(NF4, dtype=absmax.dtype, device=absmax.device)[each]
+    return values * absmax.repeat_interleave(BLOCK, 1)

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from perfsuite.errors import PerfsuiteError
 from suite.batching import whole
 from suite.polychromic.llama import Llama
 from suite.polychromic.lora import Dropout, LoRALinear, Settings, attach
@@ -21,13 +22,19 @@ def adapted(
     dtype: torch.dtype,
     layer: Callable[..., LoRALinear] = LoRALinear,
 ) -> dict[str, LoRALinear]:
-    """Give the model adapters whose first weights depend on the seed only. Return them by name."""
-    adapters = attach(model, settings, layer)
+    """Give the model adapters whose first weights depend on the seed only. Return them by name.
+
+    PerfsuiteError if the model's layers cannot be adapted by `layer`.
+    """
+    try:
+        adapters = attach(model, settings, layer)
+    except ValueError as error:
+        raise PerfsuiteError(f"quantization: {error}; use another model, or quantization: none") from None
     generator = torch.Generator().manual_seed(seed)
     for adapter in adapters.values():
         bound = adapter.lora_a.shape[1] ** -0.5
         first = (2 * torch.rand(adapter.lora_a.shape, generator=generator) - 1) * bound  # kaiming_uniform_(a=√5)
-        adapter.lora_a.data = first.to(adapter.weight.device, dtype)
+        adapter.lora_a.data = first.to(adapter.lora_a.device, dtype)
         adapter.lora_b.data = adapter.lora_b.data.to(dtype)
     return adapters
 

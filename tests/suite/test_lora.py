@@ -14,6 +14,8 @@ from perfsuite.errors import PerfsuiteError
 from suite.polychromic import lora
 from suite.polychromic.llama import Llama, Shape
 from suite.polychromic.lora import Dropout, LoRALinear, Settings, attach, kept, places_of, starts_of
+from suite.polychromic.lora_nf4 import NF4LoRALinear
+from suite.polychromic.nf4 import NF4, dequantised
 
 SHAPE = Shape(vocabulary=16, width=8, hidden=12, layers=2, heads=2, kv_heads=1, head_width=4, positions=32)
 SETTINGS = Settings(rank=3, alpha=6.0, dropout=0.25)
@@ -63,6 +65,31 @@ def test_a_layer_by_hand() -> None:
     layer.dropout = Dropout(starts_of(7, 0, 1), places_of(0, (1, 2))[0])
     multipliers = kept(layer.dropout.starts[0], layer.dropout.places, 4, 0.25) / 0.75
     torch.testing.assert_close(layer(x), x @ layer.weight.T + (x * multipliers) @ delta.T)
+
+
+def test_a_layer_in_4_bits_by_hand() -> None:
+    torch.manual_seed(0)
+    base = torch.nn.Linear(128, 5, bias=False)
+    exact = base.weight.detach().clone()
+    layer = NF4LoRALinear(base, SETTINGS, 0)
+    x = torch.randn(2, 128)
+    with torch.no_grad():
+        layer.lora_b.normal_()
+    values, largest = torch.tensor(NF4), exact.view(5, 2, 64).abs().amax(2)
+    nearest = values[(exact.view(5, 2, 64, 1) / largest[:, :, None, None] - values).abs().argmin(-1)]
+    weight = (nearest * largest[:, :, None]).view(5, 128)
+    torch.testing.assert_close(layer.weight, weight)
+    torch.testing.assert_close(layer(x), x @ (weight + layer.lora_b @ layer.lora_a * 2.0).T)
+    frozen = [p for p in layer.parameters() if not p.requires_grad]
+    assert sum(p.numel() * p.itemsize for p in frozen) * 8 == 4.5 * exact.numel()
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_a_dequantised_weight_has_the_dtype_that_it_had(dtype: torch.dtype) -> None:
+    layer = NF4LoRALinear(torch.nn.Linear(64, 3, bias=False, dtype=dtype), SETTINGS, 0)
+    exact = dequantised(layer.codes, layer.absmax.double())
+    assert layer.weight.dtype == dtype
+    assert torch.equal(layer.weight, (exact if dtype == torch.float64 else exact.float()).to(dtype))
 
 
 def dropped(seed: int = 0, step: int = 0, adapter: int = 0, example: int = 0, token: int = 0) -> torch.Tensor:

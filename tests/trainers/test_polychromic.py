@@ -253,6 +253,43 @@ def test_in_bfloat16_the_cross_entropy_is_not_rounded_to_it(given):
     assert share_of_rule(fast, truth, deviation_of([plain], truth), torch.bfloat16) <= 1
 
 
+# --- frozen weights in 4 bits
+
+QUANTIZED = dataclasses.replace(SMALL, quantization="nf4")
+
+
+@pytest.fixture
+def given_wide(monkeypatch):
+    """Return the data of a model whose layers have multiples of 64 inputs."""
+    wide = dataclasses.replace(drawn.SHAPES["tiny"], width=64, head_width=16)
+    monkeypatch.setattr(drawn, "SHAPES", {**drawn.SHAPES, "wide": wide})
+    return load(dataclasses.replace(DATA, model="wide")).given
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_both_learn_the_same_with_weights_in_4_bits(fused, given_wide):
+    truth = curve(Reference(QUANTIZED, given_wide, "cpu", torch.float64), DAY)
+    runs = [curve(Reference(QUANTIZED, given_wide, "cpu"), DAY)]
+    runs += [curve(a_rounding_away(Reference(QUANTIZED, given_wide, "cpu"), seed), DAY) for seed in range(NEIGHBOURS)]
+    found = curve(Optimized(dataclasses.replace(QUANTIZED, fused_lora=fused), given_wide, "cpu"), DAY)
+    assert share_of_budget(found, (truth, deviation_of(runs, truth))) <= 1
+    dense = curve(Reference(SMALL, given_wide, "cpu"), DAY)
+    assert (dense - truth)[:, 0].abs().max() > 1e-3  # the weights are others
+
+
+@pytest.mark.parametrize("kind", [Reference, Optimized])
+def test_no_dense_weight_of_a_block_is_kept(kind, given_wide):
+    trainer = kind(QUANTIZED, given_wide, "cpu")
+    dense = [name for name, p in trainer.model.named_parameters() if "_proj" in name and p.is_floating_point()]
+    assert {name.rpartition(".")[2] for name in dense} == {"absmax", "lora_a", "lora_b"}
+
+
+@pytest.mark.parametrize("kind", [Reference, Optimized])
+def test_layers_that_nf4_cannot_take_are_named(kind, given):
+    with pytest.raises(PerfsuiteError, match="quantization: 32 inputs: NF4 takes multiples of 64; use another model"):
+        kind(QUANTIZED, given, "cpu")
+
+
 @pytest.mark.parametrize("tokens", [1, 60, 10_000])
 def test_any_number_of_packed_tokens_gives_the_same_gradients(tokens, given):
     found = [trained(Optimized, given, dataclasses.replace(SMALL, packed_tokens=n), 1)._sums for n in (tokens, 10_000)]
@@ -384,6 +421,7 @@ def test_a_step_s_number_is_checked(given):
         ({"temperature": 0.0}, "temperature=0.0: use"),
         ({"diversity": -1.0}, "diversity=-1.0: use 0 or more"),
         ({"dropout": 1.0}, "dropout=1.0"),
+        ({"quantization": "int8"}, "quantization='int8': use none or nf4"),
     ],
 )
 def test_a_field_that_cannot_be_is_named(fields, words):
@@ -447,6 +485,8 @@ def test_the_conventional_set_up_makes_the_same_first_step(given):
     pytest.importorskip("peft", reason="PEFT is not installed")
     from suite.polychromic.conventional import Conventional
 
+    with pytest.raises(PerfsuiteError, match="the conventional set-up has no weights in 4 bits"):
+        Conventional(QUANTIZED, given, "cpu", compiles=False)
     config = dataclasses.replace(SMALL, dropout=0.0)
     ours = Reference(config, given, "cpu")
     state = given.language_model(torch.float32, "cpu").state_dict()

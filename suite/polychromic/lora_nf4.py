@@ -1,0 +1,33 @@
+"""Low-rank adapters of frozen layers in 4 bits (QLoRA)."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from suite.polychromic.llama import widened
+from suite.polychromic.lora import LoRALinear
+from suite.polychromic.nf4 import dequantised, quantised
+
+
+class NF4LoRALinear(LoRALinear):
+    """A frozen linear layer in NF4 with an adapter: 4.5 bits a weight instead of 16 or 32.
+
+    codes   uint8 [outputs, inputs / 2]
+    absmax  float32 [outputs, inputs / 64]
+
+    Both are those of `suite.polychromic.nf4.quantised`. The weight is dequantised for each product, to the dtype that
+    it had before. ValueError if the number of inputs is no multiple of 64.
+    """
+
+    def freeze(self, weight: torch.Tensor) -> None:
+        codes, absmax = quantised(weight.detach())
+        self.codes = nn.Parameter(codes, requires_grad=False)
+        self.absmax = nn.Parameter(absmax, requires_grad=False)
+        self.dtype = weight.dtype
+
+    @property
+    def weight(self) -> torch.Tensor:  # type: ignore[override]  # a plain layer keeps it
+        """The dequantised weight [outputs, inputs]. Products are rounded once, in float32 or the wider dtype."""
+        wide = widened(torch.empty((), dtype=self.dtype)).dtype
+        return dequantised(self.codes, self.absmax.to(wide)).to(self.dtype)
