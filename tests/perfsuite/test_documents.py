@@ -188,13 +188,16 @@ def test_the_tutorial(project: Project) -> None:
 
 # --- the commands of all documents ----------------------------------------------------------------------------------
 
-SHELL_BLOCK = re.compile(r"^```(?:sh|bash|console)?\n(.*?)^```", re.DOTALL | re.MULTILINE)
+ANY_BLOCK = re.compile(r"^```(?P<kind>\w*)[^\n]*\n(?P<text>.*?)^```$", re.DOTALL | re.MULTILINE)
+SHELLS = ("", "sh", "bash", "console")
 
 
 def commands_of(document: Path) -> Iterator[list[str]]:
     """Yield the words of each line of a document's code blocks that runs perfsuite or a file of Python."""
-    for block in SHELL_BLOCK.findall(document.read_text()):
-        for line in block.replace("\\\n", " ").splitlines():
+    for block in ANY_BLOCK.finditer(document.read_text()):
+        if block["kind"] not in SHELLS:
+            continue
+        for line in block["text"].replace("\\\n", " ").splitlines():
             words = line.strip().removeprefix("$ ")
             if re.match(r"(perfsuite|python3?) ", words):
                 yield shlex.split(words, comments=True)

@@ -1,0 +1,122 @@
+"""What the README shows is what perfsuite does: its messages, its commands, and what a pair can declare.
+
+test_scratch_project.py takes its example from the first proof to the gate, and test_workflows.py has its workflows.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from scale import FULLY
+from scratch import ROOT, Project
+from test_documents import commands_of, refusal
+from test_scratch_project import FAST, example
+
+import perfsuite
+
+pytest_plugins = ["pytester"]
+
+README = ROOT / "README.md"
+TEXT = README.read_text()
+CODE = re.compile(r"`([^`\n]+)`")
+TABLE = TEXT[TEXT.index("| what is true of the kernel |") : TEXT.index("Pairs may be in a list")]
+
+
+def test_the_failure_that_it_shows(project: Project) -> None:
+    found = re.search(r"leaves\s+out the rest, `(return .+?)`:\n\n```\n(.*?)```", TEXT, re.DOTALL)
+    assert found
+    project.write("test_dots.py", example().replace(FAST, found[1]))
+    result = project.run("-m", "correctness", "-k", "equivalence")
+    result.assert_outcomes(failed=1)
+    assert " ".join(found[2].split()) in " ".join(result.stdout.str().split())
+
+
+def snippets() -> Iterator[str]:
+    """Yield the code of the second column of the table of what a pair can declare."""
+    for row in TABLE.splitlines()[2:]:
+        columns = re.split(r"(?<!\\)\|", row.strip("| "))
+        yield from CODE.findall(columns[-1])
+
+
+class Model(torch.nn.Linear):
+    def __init__(self, width: int = 2) -> None:
+        super().__init__(width, width)
+
+
+STANDS_FOR: dict[str, Any] = {
+    **{name: getattr(perfsuite, name) for name in perfsuite.__all__},
+    **dict.fromkeys(("f", "make", "slow", "fast_triton", "factory", "act_"), abs),
+    **dict.fromkeys(("Model", "FastModel", "ModelNew"), Model),
+    **dict.fromkeys(("get_inputs", "get_init_inputs"), list),
+}
+"""Names that the snippets use; the functions are the reader's."""
+OTHER = re.compile(r"@once_differentiable|once_differentiable|torch\.Generator|F\.linear|x @|make\(generator|\w+\(\)$")
+"""How code begins that declares nothing: PyTorch's own, or the reader's."""
+WORD = re.compile(r"-?[\w.]+=?")
+"""A name, a number, or an option without its value."""
+DECLARED = {
+    name
+    for declares in (perfsuite.Pair, perfsuite.Workload, perfsuite.tensor)
+    for name in inspect.signature(declares).parameters
+}
+
+
+@pytest.mark.parametrize("snippet", [s for s in snippets() if re.fullmatch(r'"[^"]+"', s) is None])
+def test_what_a_pair_can_declare_is_accepted(snippet: str) -> None:
+    whole = snippet.replace("…", "1") if "Cost" in snippet else snippet.replace(", …", "")
+    for form in ("dict({})", "{{{}}}", "{}"):  # options, entries of a dict, calls
+        try:
+            code = compile(form.format(whole), "README.md", "eval")
+        except SyntaxError:
+            continue
+        try:
+            given = eval(code, STANDS_FOR)
+        except (NameError, TypeError, ValueError, AttributeError):
+            continue
+        assert form != "dict({})" or set(given) <= DECLARED
+        return
+    assert OTHER.match(snippet) or WORD.fullmatch(snippet), "it is not accepted"
+
+
+def test_every_command_in_its_text_is_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("jsonargparse")
+    monkeypatch.chdir(ROOT)
+    found = [
+        shlex.split(code) for code in CODE.findall(TEXT) if code.startswith("perfsuite ") and len(code.split()) > 2
+    ]
+    assert len(found) > 8
+    assert [words[1] for words in commands_of(README)] == ["accept", "train", "train", "curve", "ablate", "ab"]
+    assert {shlex.join(words): why for words in found if (why := refusal(words))} == {}
+
+
+def test_make_has_its_targets() -> None:
+    targets = re.findall(r"^make (\S+) +#", TEXT, re.MULTILINE)
+    assert targets == ["run", "test", "test-all"]
+    subprocess.run(["make", "--dry-run", *targets], cwd=ROOT, check=True, capture_output=True)
+
+
+@FULLY  # two minutes
+def test_the_trainers_train(tmp_path: Path) -> None:
+    ran = []
+    for words in commands_of(README):
+        if words[:2] in (["perfsuite", "train"], ["perfsuite", "curve"]):
+            given = [str(ROOT / word) if word.startswith("configs/") else word for word in words[1:]]
+            done = subprocess.run(
+                [sys.executable, "-m", "perfsuite", *given],
+                cwd=tmp_path,
+                capture_output=True,
+                text=True,
+                check=False,
+            )
+            assert done.returncode == 0, done.stdout + done.stderr
+            ran.append(words[1])
+    assert ran == ["train", "train", "curve"]
