@@ -55,7 +55,7 @@ evaluation)
     ;;
 same_work | quality)
     whole=$(configured "same_work_$part" -e 's/^inverse_loss_frequency:.*/inverse_loss_frequency: 1/' \
-        -e 's/^num_queries:.*/num_queries: 2048/')
+        -e 's/^num_queries:.*/num_queries: 2048/' -e 's/^coder_rate:.*/coder_rate: 1/')
     if [ "$part" = same_work ]; then
         compare "$part" --baseline configs/ups/1gpu_baseline.yaml --optimized "$whole"
     else

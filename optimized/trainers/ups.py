@@ -33,7 +33,7 @@ from suite.techniques import implementation
 from suite.ups.batches import Feed, Maker, MicroBatch, Mixture, TaskPart
 from suite.ups.config import TrainConfig
 from suite.ups.losses import InverseTask, mixed_loss
-from suite.ups.networks import CODERS, grouped
+from suite.ups.networks import CODERS, grouped, rate_of
 from suite.ups.report import Report
 from suite.ups.resident import Resident
 from suite.ups.scaler import LossScale
@@ -308,7 +308,7 @@ class Trainer(QueuesReports):
     def _optimizer_of(self, group: str) -> Any:
         """The optimizer of a group of weights."""
         config, names = self.config, self.groups[group]
-        weights, rates = [self.weights[n] for n in names], (config.learning_rate, config.weight_decay)
+        weights, rates = [self.weights[n] for n in names], (rate_of(group, config), config.weight_decay)
         low = torch.bfloat16 if config.muon_in_bfloat16 else torch.float32
         if isinstance(self.gradients, FlatGradients):
             if self.gradients.owner is None:

@@ -35,7 +35,7 @@ from suite.stepping import Throughput, WaitsForReports, check_step
 from suite.ups.batches import Feed, Maker, MicroBatch, Mixture
 from suite.ups.config import TrainConfig
 from suite.ups.losses import mixed_loss
-from suite.ups.networks import CODERS, grouped
+from suite.ups.networks import CODERS, grouped, rate_of
 from suite.ups.report import Report
 from suite.ups.scaler import LossScale
 from suite.ups.stages import draw, networks_of
@@ -71,7 +71,7 @@ class Trainer(WaitsForReports):
         low = torch.bfloat16 if config.muon_in_bfloat16 else torch.float32
         self.groups = grouped(self.weights)
         self.optimizers = {
-            name: hybrid_muon_adamw([self.weights[n] for n in names], config.learning_rate, config.weight_decay, low)
+            name: hybrid_muon_adamw([self.weights[n] for n in names], rate_of(name, config), config.weight_decay, low)
             for name, names in self.groups.items()
         }
         self.average = ema(list(self.averages.values()), config.ema_decay)

@@ -71,3 +71,8 @@ def grouped(weights: Iterable[str]) -> dict[str, list[str]]:
         first = name.partition(".")[0]
         groups.setdefault(CODERS if first in CODING else first, []).append(name)
     return groups
+
+
+def rate_of(group: str, config: UpsConfig) -> float:
+    """Return the learning rate of a group's optimizer."""
+    return config.learning_rate * (config.coder_rate if group == CODERS else 1.0)

@@ -204,6 +204,7 @@ def test_the_loss_is_the_weighted_sum() -> None:
         ("lambda_dec", -0.1, "use 0 or more"),
         ("spectral", math.inf, "use 0 or more"),
         ("learning_rate", 0.0, "use a number above 0"),
+        ("coder_rate", 0.0, "use a number above 0"),
         ("ema_decay", 1.0, "use 0 or more and less than 1"),
         ("seed", -1, "use 0 to"),
     ],

@@ -54,6 +54,7 @@ SMALL = TrainConfig(
     num_queries=8,
     grad_clip=0.5,
     learning_rate=1e-2,
+    coder_rate=2.0,
     # In bfloat16 the matrices' rounding would hide small mistakes.
     muon_in_bfloat16=False,
 )
@@ -282,6 +283,21 @@ def test_only_batches_of_the_schedule_change_encoders_and_decoders(kind, given):
         trainer.train_window({})
         changed.append(any(not torch.equal(trainer.weights[name], w) for name, w in before.items()))
     assert changed == [True, True, False, True, True]
+
+
+@pytest.mark.parametrize("kind", [Reference, Optimized])
+def test_encoders_and_decoders_have_a_learning_rate_of_their_own(kind, given):
+    """A rate three times as large moves them three times as far, and the operator as before."""
+    moved = []
+    for factor in (1.0, 3.0):
+        trainer = kind(dataclasses.replace(SMALL, coder_rate=factor), given, "cpu")
+        before = {name: weight.detach().clone() for name, weight in trainer.weights.items()}
+        trainer.train_window({})
+        moved.append({name: weight.detach() - before[name] for name, weight in trainer.weights.items()})
+    for name in moved[0]:
+        factor = 1.0 if name.startswith("operator.") else 3.0
+        torch.testing.assert_close(moved[1][name], factor * moved[0][name], atol=1e-6, rtol=1e-4)
+    assert any(m.abs().max() > 1e-3 for name, m in moved[0].items() if name.startswith("decoders."))
 
 
 @pytest.mark.parametrize("kind", [Reference, Optimized])
