@@ -7,12 +7,14 @@ What the source leaves open is decided here:
 
 * Each sequence begins with states of 0: the order of the sequences is drawn anew each epoch.
 * A step is one batch of batch_size x accumulation sequences.
+* First weights are a function that both trainers share; the network is this file's own.
 * Of a step whose gradients are not finite nothing is kept, as `GradScaler` has it, in every precision.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -31,7 +33,7 @@ from suite.eigenstate_lm.config import TrainConfig
 from suite.eigenstate_lm.data import Text, next_rows
 from suite.eigenstate_lm.held_out import HeldOut
 from suite.eigenstate_lm.memory import naming_the_remedy
-from suite.eigenstate_lm.model import Weights, first_states, forward, make_weights
+from suite.eigenstate_lm.model import make_weights
 from suite.eigenstate_lm.report import Report, Throughput
 from suite.eigenstate_lm.state import restore, state_of
 from suite.runtime.reports import Reports
@@ -123,15 +125,55 @@ class Trainer(WaitsForReports):
         return self._mean_loss(weights, inputs, labels, self._drop) * self.optimizer.scale
 
     def _mean_loss(
-        self, weights: Weights, inputs: torch.Tensor, labels: torch.Tensor, drop: Callable[..., torch.Tensor]
+        self,
+        weights: Mapping[str, torch.Tensor],
+        inputs: torch.Tensor,
+        labels: torch.Tensor,
+        drop: Callable[..., torch.Tensor],
     ) -> torch.Tensor:
         config = self.config
-        states = first_states(config.sizes(self.text.vocabulary), len(inputs), self.device).to(self.dtype)
         low = torch.float16 if config.autocast_fp16 else torch.bfloat16
         with torch.autocast(self.device.type, low, enabled=config.autocast_fp16 or config.autocast_bf16):
-            hidden, _ = forward(weights, inputs, states, eigenstate_scan, fused_output_projection, drop)
+            hidden = _hidden(weights, inputs, config.layers, drop)
             loss = chunked_cross_entropy(hidden.flatten(0, 1), weights["embedding"], labels.flatten())
         return loss.to(self.dtype)
 
     def _drop(self, x: torch.Tensor) -> torch.Tensor:
         return functional.dropout(x, self.config.dropout)
+
+
+def _hidden(
+    weights: Mapping[str, torch.Tensor], tokens: torch.Tensor, layers: int, drop: Callable[..., torch.Tensor]
+) -> torch.Tensor:
+    """The head's input [B, T, D] for tokens [B, T]: blocks of a mixer along time and two linear layers, each normed."""
+    x = functional.embedding(tokens, weights["embedding"])
+    for number in range(layers):
+        own = {name.partition(".")[2]: w for name, w in weights.items() if name.startswith(f"{number}.")}
+        x = _normed(own, "norm1", x + drop(_mixed(own, x, drop)))
+        wide = functional.gelu(functional.linear(x, own["expand"], own["expand.bias"]), approximate="tanh")
+        x = _normed(own, "norm2", x + drop(functional.linear(wide, own["contract"], own["contract.bias"])))
+    return x
+
+
+def _mixed(own: Mapping[str, torch.Tensor], x: torch.Tensor, drop: Callable[..., torch.Tensor]) -> torch.Tensor:
+    """The mean over a block's cells of what their eigenstates say, [B, T, D].
+
+    Each cell has K eigenstates, which decay by λ per token and take in the driven input. All cells are scanned
+    together. The real parts are rotated a little and projected, cell by cell.
+    """
+    cells, count = own["decay"].shape
+    phase = torch.arange(count, dtype=own["decay"].dtype, device=x.device) * (2 * math.pi / count)
+    size = 0.1 + 0.89 * own["decay"].sigmoid()  # |λ| is between 0.1 and 0.99
+    eigenvalues = torch.stack((size * phase.cos(), size * phase.sin()), -1).flatten(0, 1)
+    before = torch.zeros(len(x), cells * count, 2, dtype=own["decay"].dtype, device=x.device)
+    real, _ = eigenstate_scan(functional.linear(x, own["drive"].flatten(0, 1)), eigenvalues, before)
+    said = []
+    for part, mixing, out in zip(real.split(count, dim=-1), own["rotation"], own["out"], strict=True):
+        identity = torch.eye(count, dtype=mixing.dtype, device=mixing.device)
+        rotated = identity + 0.01 * mixing / torch.linalg.matrix_norm(mixing)
+        said.append(drop(fused_output_projection(part, rotated, out)))
+    return torch.stack(said).mean(0) if cells > 1 else said[0]
+
+
+def _normed(own: Mapping[str, torch.Tensor], name: str, x: torch.Tensor) -> torch.Tensor:
+    return functional.layer_norm(x, x.shape[-1:], own[name], own[f"{name}.bias"])

@@ -10,15 +10,18 @@ What the source leaves open is decided here:
 * The cosine goes down epoch by epoch, to 0 after the last one.
 * Dropout is hashed from the seed and the step's number, so that a resumed run drops what an undisturbed one would.
 * Of a step whose gradients are not finite nothing is kept, as `GradScaler` has it, in every precision.
+* Dropout, first weights and the weights of the classes are functions that both trainers share; the network and its loss
+  are this file's own.
 * The best weights have the largest macro-F1 of the validation files; of equals the first.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+from torch.nn import functional
 from torch.utils.data import DataLoader
 
 from reference.convolution.prepare_mel_batch import prepare_mel_batch
@@ -27,15 +30,18 @@ from reference.evaluation.file_level_eval import file_level_eval
 from reference.synchronization.device_metrics import DeviceMetrics
 from reference.synchronization.sync_free_scaler_step import ScalerStep
 from suite.backends import deterministic_convolutions, tf32_products
-from suite.leak_cnn.classes import CLASSES
+from suite.leak_cnn.classes import CLASSES, LEAK
 from suite.leak_cnn.config import TrainConfig
 from suite.leak_cnn.dataset import Audio
 from suite.leak_cnn.dropout import dropout_counter, dropout_mask
-from suite.leak_cnn.loss import class_weights, leak_cnn_loss
+from suite.leak_cnn.loss import class_weights
 from suite.leak_cnn.metrics import macro_f1
-from suite.leak_cnn.model import POOLED_ROWS, forward, make_weights
+from suite.leak_cnn.model import make_weights
 from suite.leak_cnn.report import Report, Validation
 from suite.leak_cnn.state import best_f1_of, restore, state_of, stops
+
+ROWS = 16
+"""Rows after the last pooling, which has 8 rows to begin with: each stands there twice, as in the source."""
 
 
 class Trainer:
@@ -129,9 +135,9 @@ class Trainer:
         segments = prepare_mel_batch(mel, self.device, channels_last=False, dtype=self.dtype)
         labels = labels.to(self.device)
         counter = torch.tensor(dropout_counter(config.seed, self.steps), device=self.device)
-        keep = dropout_mask(counter, len(segments), POOLED_ROWS * config.channels[2], config.dropout, self.dtype)
+        keep = dropout_mask(counter, len(segments), ROWS * config.channels[2], config.dropout, self.dtype)
         classes, leak = self._logits(segments, keep)
-        loss = leak_cnn_loss(classes, leak, labels, self.balance)
+        loss = _loss(classes, leak, labels, self.balance)
         self.optimizer(torch.autograd.grad(loss * self.optimizer.scale, list(self.weights.values())))
         self.steps += 1
         metrics.add(loss.detach(), classes.detach(), labels)
@@ -142,7 +148,7 @@ class Trainer:
         low = torch.float16 if self.config.autocast_fp16 else torch.bfloat16
         on = self.config.autocast_fp16 or self.config.autocast_bf16
         with torch.autocast(self.device.type, low, enabled=on):
-            classes, leak = forward(self.weights, segments, keep)
+            classes, leak = _logits(self.weights, segments, keep)
         return classes.to(self.dtype), leak.to(self.dtype)
 
     @torch.no_grad()
@@ -151,7 +157,7 @@ class Trainer:
         for mel, labels, _ in DataLoader(self.data.examples("validation"), self.config.val_batch_size):
             classes, leak = self._logits(prepare_mel_batch(mel, self.device, channels_last=False, dtype=self.dtype))
             labels = labels.to(self.device)
-            metrics.add(leak_cnn_loss(classes, leak, labels, self.balance), classes, labels)
+            metrics.add(_loss(classes, leak, labels, self.balance), classes, labels)
         mels, leaks = self.data.read("validation").by_file()
         _, found = file_level_eval(self._logits, mels.to(self.device, self.dtype), self.config.threshold)
         files = [[0, 0], [0, 0]]
@@ -163,3 +169,26 @@ class Trainer:
             for name, weight in self.weights.items():
                 self.best[name].copy_(weight)
         return Validation(segments=metrics.value(), files=files)
+
+
+def _logits(
+    weights: Mapping[str, torch.Tensor], x: torch.Tensor, keep: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Class logits [N, 5] and the leak logit [N] of segments [N, 1, 32, 1]; `keep` multiplies what dropout keeps."""
+
+    def layer(function: Callable[..., torch.Tensor], name: str, given: torch.Tensor, **options: int) -> torch.Tensor:
+        return function(given, weights[f"{name}.weight"], weights[f"{name}.bias"], **options)
+
+    x = functional.relu(layer(functional.conv2d, "conv1", x, padding=1))
+    for name in ("conv2", "conv3"):
+        x = functional.max_pool2d(functional.relu(layer(functional.conv2d, name, x, padding=1)), (2, 1))
+    x = functional.adaptive_avg_pool2d(x, (ROWS, 1)).flatten(1)
+    x = functional.relu(layer(functional.linear, "hidden", x if keep is None else x * keep))
+    return layer(functional.linear, "classes", x), layer(functional.linear, "leak", x).squeeze(1)
+
+
+def _loss(classes: torch.Tensor, leak: torch.Tensor, labels: torch.Tensor, balance: torch.Tensor) -> torch.Tensor:
+    """The classes' cross-entropy, weighted by `balance`, plus half the binary one of a leak."""
+    is_leak = (labels == LEAK).to(leak.dtype)
+    binary = functional.binary_cross_entropy_with_logits(leak, is_leak)
+    return functional.cross_entropy(classes, labels, weight=balance) + 0.5 * binary
