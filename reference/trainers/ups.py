@@ -10,6 +10,8 @@ What the source leaves open is decided here:
 * Batches are counted by micro-batches, in the schedule of the inverse losses as in the order of the examples.
 * The learning rate is constant.
 * In float16 a step whose gradients are not finite changes nothing but the scale, as `GradScaler` has it.
+* First weights are drawn by functions that both trainers share; the operator's network, the encoders, the decoders and
+  the losses are this file's own. Both trainers share the networks of the later stages, which the source only names.
 * Several ranks train by `DistributedDataParallel`, which averages the gradients of each micro-batch over them.
 
 Source: ups, technique 002.
@@ -17,12 +19,14 @@ Source: ups, technique 002.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
 from reference.losses.inverse_losses import inverse_losses
@@ -32,15 +36,17 @@ from reference.optimizers.ema import ema
 from reference.optimizers.hybrid_muon_adamw import hybrid_muon_adamw
 from suite.runtime.reports import Reports
 from suite.stepping import Throughput, WaitsForReports, check_step
-from suite.ups.batches import Feed, Maker, MicroBatch, Mixture
+from suite.ups.batches import Feed, Maker, MicroBatch, Mixture, TaskPart
 from suite.ups.config import TrainConfig
-from suite.ups.losses import mixed_loss
+from suite.ups.losses import InverseTask
 from suite.ups.networks import CODERS, grouped, rate_of
 from suite.ups.report import Report
 from suite.ups.scaler import LossScale
 from suite.ups.stages import draw, networks_of
 from suite.ups.state import restore, state_of
 from suite.ups.step import autocast, note_what_is_ignored, sent
+
+Weights = Mapping[str, torch.Tensor]
 
 
 class Trainer(WaitsForReports):
@@ -137,12 +143,31 @@ class Trainer(WaitsForReports):
         if self.refiner is not None:
             with autocast(config, self.device):
                 return self.refiner.loss(before, after, dt, draw(self.maker, micro.number, before), self.averages)
-        tasks = [self.networks.inverse_task(p.task, p.coded, p.field, p.queries, self.points[p.task]) for p in parts]
+        tasks = [self._inverse_task(part) for part in parts]
         with autocast(config, self.device):
-            predicted = self.networks.operator(before, dt, micro.scales.to(self.device, self.dtype))
+            scales = micro.scales.to(self.device, self.dtype)
+            predicted = _stepped(self.weights, config.heads, before, dt, scales)
             inverse = inverse_losses(tasks, micro.number, config.inverse_loss_frequency, query_sampling)
-        sizes = [(len(part.before), self.boundaries[part.task]) for part in parts]
-        return mixed_loss(config, predicted.to(self.dtype), after, sizes, inverse)
+        total = config.lambda_enc * inverse[0] + config.lambda_dec * inverse[1]
+        sizes = [len(part.before) for part in parts]
+        every = zip(parts, predicted.to(self.dtype).split(sizes), after.split(sizes), strict=True)
+        for part, found, wanted in every:
+            share = len(part.before) / len(before)
+            total = total + share * _error(config, found, wanted, self.boundaries[part.task])
+        return total
+
+    def _inverse_task(self, part: TaskPart) -> InverseTask:
+        """What the inverse losses take of a task's examples."""
+        task, heads = part.task, self.config.heads
+        tokens = self.networks.encoder(task).tokens
+        return InverseTask(
+            encode=lambda field, points: _encoded(self.weights, task, tokens, field, points),
+            decode=lambda latents, points: _decoded(self.weights, task, heads, latents, points),
+            latents=part.coded,
+            field=part.field,
+            points=self.points[task],
+            queries=part.queries,
+        )
 
     @torch.no_grad()
     def _optimize(self, *, inverse: bool) -> float | None:
@@ -170,3 +195,92 @@ class _Loss(nn.Module):
 
     def forward(self, micro: MicroBatch) -> torch.Tensor:
         return self._loss(micro)
+
+
+# --- the networks, from their weights: operator, encoder and decoder of a task
+
+
+def _stepped(
+    weights: Weights, heads: int, latents: torch.Tensor, dt: torch.Tensor, scales: torch.Tensor
+) -> torch.Tensor:
+    """The operator: latents [B, T, C] after dt [B]. A sublayer's output is multiplied by scales [depth, 2, B]."""
+    time = _linear(weights, "operator.time1", torch.cat((dt[:, None], _features(dt[:, None])), -1))
+    time = _linear(weights, "operator.time2", functional.gelu(time))[:, None]
+    x = _linear(weights, "operator.take", latents)
+    for number, (at_attention, at_mlp) in enumerate(scales[..., None, None]):
+        block = f"operator.blocks.{number}"
+        given = _linear(weights, f"{block}.qkv", _normed(weights, f"{block}.norm1", x) + time)
+        q, k, v = _split(given, 3 * heads).chunk(3, 1)
+        q, k = (
+            functional.rms_norm(y, y.shape[-1:], weights[f"{block}.{name}_norm.weight"].to(y.dtype), 1e-6)
+            for name, y in (("query", q), ("key", k))
+        )
+        attended = _joined(functional.scaled_dot_product_attention(q, k, v))
+        x = x + _linear(weights, f"{block}.project", attended) * at_attention
+        wide = _linear(weights, f"{block}.expand", _normed(weights, f"{block}.norm2", x) + time)
+        x = x + _linear(weights, f"{block}.contract", functional.gelu(wide)) * at_mlp
+    return latents + _linear(weights, "operator.give", _normed(weights, "operator.norm", x))
+
+
+def _encoded(
+    weights: Weights, task: str, tokens: Sequence[int], field: torch.Tensor, points: torch.Tensor
+) -> torch.Tensor:
+    """Latents [B, T, C] of a field [B, *grid, channels] at points [*grid, d]: means over the points of each token."""
+    grid = points.shape[:-1]
+    position = _features(points).expand(len(field), *grid, -1)
+    x = _linear(weights, f"encoders.{task}.embed", torch.cat((field, position), -1))
+    for axis, count in enumerate(tokens, start=1):
+        x = x.unflatten(axis, (count, -1)).mean(axis + 1)
+    return x.flatten(1, -2)
+
+
+def _decoded(weights: Weights, task: str, heads: int, latents: torch.Tensor, points: torch.Tensor) -> torch.Tensor:
+    """Values [B, Q, channels] at points [Q, d], which attend to the latents [B, T, C] and not to each other."""
+    own = f"decoders.{task}"
+    x = _linear(weights, f"{own}.embed", _features(points)).expand(len(latents), -1, -1)
+    for number in range(sum(name.startswith(f"{own}.layers.") and name.endswith("query.bias") for name in weights)):
+        layer = f"{own}.layers.{number}"
+        q = _split(_linear(weights, f"{layer}.query", _normed(weights, f"{layer}.norm", x)), heads)
+        k, v = _split(_linear(weights, f"{layer}.key_value", latents), 2 * heads).chunk(2, 1)
+        x = x + _linear(weights, f"{layer}.project", _joined(functional.scaled_dot_product_attention(q, k, v)))
+    hidden = functional.gelu(_linear(weights, f"{own}.hidden", _normed(weights, f"{own}.norm", x)))
+    return _linear(weights, f"{own}.values", hidden)
+
+
+def _features(points: torch.Tensor) -> torch.Tensor:
+    """Sine and cosine of each coordinate, at 1, 2, 4 and 8 periods per unit: [..., d] → [..., 8 d]."""
+    angles = torch.stack([2 * math.pi * periods * points for periods in (1, 2, 4, 8)], -1).flatten(-2)
+    return torch.cat((angles.sin(), angles.cos()), -1)
+
+
+def _linear(weights: Weights, name: str, x: torch.Tensor) -> torch.Tensor:
+    return functional.linear(x, weights[f"{name}.weight"], weights[f"{name}.bias"])
+
+
+def _normed(weights: Weights, name: str, x: torch.Tensor) -> torch.Tensor:
+    return functional.layer_norm(x, x.shape[-1:], weights[f"{name}.weight"], weights[f"{name}.bias"])
+
+
+def _split(x: torch.Tensor, heads: int) -> torch.Tensor:
+    """[B, T, heads · d] → [B, heads, T, d]."""
+    return x.unflatten(-1, (heads, -1)).transpose(1, 2)
+
+
+def _joined(x: torch.Tensor) -> torch.Tensor:
+    """[B, heads, T, d] → [B, T, heads · d]."""
+    return x.transpose(1, 2).flatten(2)
+
+
+def _error(
+    config: TrainConfig, predicted: torch.Tensor, target: torch.Tensor, at_boundary: torch.Tensor
+) -> torch.Tensor:
+    """The error of latents [B, T, C], plus those of their amplitudes along the tokens and of the boundary's tokens."""
+    found, wanted = (
+        torch.linalg.vector_norm(torch.view_as_real(torch.fft.rfft(z, dim=1, norm="ortho")), dim=-1)
+        for z in (predicted, target)
+    )
+    return (
+        functional.mse_loss(predicted, target)
+        + config.spectral * functional.mse_loss(found, wanted)
+        + config.boundary * functional.mse_loss(predicted[:, at_boundary], target[:, at_boundary])
+    )
