@@ -1,12 +1,14 @@
 """Replies one after another, each token from the whole sequence before it (polychromic, technique 003.4)."""
 
+from collections.abc import Callable
+
 import torch
 
 from reference.generation.parallel_sampling import parallel_sampling
 
 
 def batched_generation(
-    model: torch.nn.Module,
+    model: Callable[[torch.Tensor], torch.Tensor],
     prompts: torch.Tensor,
     lengths: torch.Tensor,
     uniforms: torch.Tensor,

@@ -13,13 +13,13 @@ def fused_lora(
     kept: torch.Tensor | None = None,
     keep: float = 1.0,
 ) -> torch.Tensor:
-    """`x @ weight.T + scale * (dropout(x) @ a.T) @ b.T`, [tokens, outputs], in the order that PEFT has.
+    """`x @ weight.T + scale * (dropout(x) @ a.T) @ b.T`, [..., tokens, outputs], in the order that PEFT has.
 
-    x       [tokens, inputs]
+    x       [..., tokens, inputs]
     weight  [outputs, inputs], frozen: it gets no gradient
     a       [rank, inputs]
     b       [outputs, rank]
-    kept    bool or uint8 [tokens, inputs]: 1 where dropout keeps the element, 0 elsewhere; None without dropout
+    kept    bool or uint8 [..., tokens, inputs]: 1 where dropout keeps the element, 0 elsewhere; None without dropout
     keep    the probability of being kept, by which dropout divides
 
     Source: polychromic, technique 003.6.

@@ -11,6 +11,8 @@ What the source leaves open, or has wrong, is decided here:
 * The diversity's part of a step is the mean over its sets, whatever the number of micro-batches is.
 * The cross-entropy is the mean over all trained tokens of a step, as transformers' Trainer has it.
 * Replies are drawn, and their probability is computed, without dropout: it must be that of the drawn distribution.
+* The model's weights, the adapters' first weights and the random numbers come from functions that both trainers share;
+  the model's forward pass is this file's own.
 * Dropout, replies and the order of the examples follow from the seed and the step's number.
 """
 
@@ -27,6 +29,7 @@ from reference.diversity.encoder_batching import encoder_batching
 from reference.diversity.mean_pairwise_cosine import mean_pairwise_cosine
 from reference.diversity.pairwise_cosine import pairwise_cosine
 from reference.generation.batched_generation import batched_generation
+from reference.generation.fused_lora import fused_lora
 from reference.losses.chunked_cross_entropy import chunked_cross_entropy
 from reference.losses.set_policy_loss import set_policy_loss
 from reference.optimizers.clip_grad_norm import clip_grad_norm
@@ -37,7 +40,7 @@ from suite.polychromic.batches import IGNORED, batch_of, prompts_of
 from suite.polychromic.chat import Encoded
 from suite.polychromic.config import DTYPES, TrainConfig
 from suite.polychromic.data import Given, examples_of, uniforms
-from suite.polychromic.lora import Dropout, LoRALinear, places_of, starts_of
+from suite.polychromic.lora import Dropout, LoRALinear, kept, places_of, starts_of
 from suite.polychromic.lora_nf4 import NF4LoRALinear
 from suite.polychromic.objective import Rows, nucleus, rows_of, sets_of, texts, widened_loss
 from suite.polychromic.report import Report
@@ -148,7 +151,7 @@ class Trainer(WaitsForReports):
         numbers = uniforms(config.seed, self.steps, (len(examples), config.replies, config.new_tokens), self.device)
         with torch.no_grad(), phase("generation"):
             drawn = batched_generation(
-                self.model, prompts.tokens, prompts.lengths, numbers, config.temperature, config.top_p, end
+                self._logits, prompts.tokens, prompts.lengths, numbers, config.temperature, config.top_p, end
             )
         with torch.no_grad(), phase("embedding"):
             said = texts(self.given.chat, drawn)
@@ -182,13 +185,66 @@ class Trainer(WaitsForReports):
 
     # --- the model
 
+    def _logits(self, tokens: torch.Tensor) -> torch.Tensor:
+        """The logits of the next token after each, [B, T, V]."""
+        return functional.linear(self._hidden(tokens), self.model.lm_head.weight)
+
     def _hidden(self, tokens: torch.Tensor) -> torch.Tensor:
-        if not self.config.activation_checkpoint:
-            return self.model.hidden(tokens)
-        return self.model.hidden(tokens, lambda block, *given: checkpoint(block, *given, use_reentrant=False))
+        """The last hidden states [B, T, width] of tokens [B, T]."""
+        body, shape = self.model.model, self.model.shape
+        x = functional.embedding(tokens, body.embed_tokens.weight)
+        positions = torch.arange(tokens.shape[1], device=tokens.device)
+        pairs = torch.arange(0, shape.head_width, 2, dtype=torch.float32, device=tokens.device)
+        # In float32, as in transformers.
+        angles = positions[:, None].float() * (1.0 / shape.rope_theta ** (pairs / shape.head_width))
+        angles = torch.cat((angles, angles), -1)
+        causal = positions[:, None] >= positions
+        given = (angles.cos().to(x.dtype), angles.sin().to(x.dtype), causal)
+        for block in body.layers:
+            if self.config.activation_checkpoint:
+                x = checkpoint(_block, block, x, *given, use_reentrant=False)
+            else:
+                x = _block(block, x, *given)
+        return _normed(body.norm, x)
 
     def _gradients(self, loss: torch.Tensor) -> Sequence[torch.Tensor]:
         return torch.autograd.grad(loss, list(self.weights.values()))
 
     def _zeros(self) -> list[torch.Tensor]:
         return [torch.zeros_like(w) for w in self.weights.values()]
+
+
+def _block(block: Any, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, causal: torch.Tensor) -> torch.Tensor:
+    """A block of Llama with adapted layers: x [B, T, width], rotations [T, D], causal [T, T]."""
+    own, mlp, width = block.self_attn, block.mlp, cos.shape[-1]
+    given = _normed(block.input_layernorm, x)
+    q, k, v = (
+        _adapted(layer, given).unflatten(-1, (-1, width)).transpose(1, 2)
+        for layer in (own.q_proj, own.k_proj, own.v_proj)
+    )
+    q, k = (y * cos + torch.cat((-y[..., width // 2 :], y[..., : width // 2]), -1) * sin for y in (q, k))
+    k, v = (y.repeat_interleave(q.shape[1] // y.shape[1], 1) for y in (k, v))
+    scores = (q @ k.mT * width**-0.5).masked_fill(~causal, -torch.inf)
+    weights = torch.softmax(_widened(scores), -1).to(x.dtype)
+    x = x + _adapted(own.o_proj, (weights @ v).transpose(1, 2).flatten(2))
+    given = _normed(block.post_attention_layernorm, x)
+    return x + _adapted(mlp.down_proj, functional.silu(_adapted(mlp.gate_proj, given)) * _adapted(mlp.up_proj, given))
+
+
+def _adapted(layer: LoRALinear, x: torch.Tensor) -> torch.Tensor:
+    """A frozen linear layer with its adapter."""
+    rate, own, mask = layer.settings.dropout, layer.dropout, None
+    if own is not None and rate:
+        mask = kept(own.starts[layer.number], own.places, x.shape[-1], rate)
+    a, b = layer.lora_a.to(x.dtype), layer.lora_b.to(x.dtype)
+    return fused_lora(x, layer.weight, a, b, layer.scale, mask, 1 - rate)
+
+
+def _normed(norm: Any, x: torch.Tensor) -> torch.Tensor:
+    wide = _widened(x)
+    return norm.weight * (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + norm.eps)).to(x.dtype)
+
+
+def _widened(x: torch.Tensor) -> torch.Tensor:
+    """Half precision as float32; other dtypes stay."""
+    return x.float() if x.dtype.itemsize == 2 else x
