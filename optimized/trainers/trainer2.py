@@ -53,7 +53,7 @@ class Trainer:
         self.written = self.windows = 0
         self._choose(n)
         self.index = self._rotor_index(n, config.rotor_k).to(self.device)
-        self._turned = RotorCache(self.theta, self.memory_coordinates)
+        self._turned = RotorCache(self.theta, self.memory_coordinates) if config.rotor_cache else None
         self._shape: tuple[int, int] | None = None
         self.reported = torch.zeros(len(REPORTED), device=self.device)
         """The last window's loss, curvature, speed and loss_delta, still on the device."""
@@ -103,8 +103,9 @@ class Trainer:
         restore(self, state)
         for name, weight in self._half_weights().items():
             self._low[name].copy_(weight)
-        self._turned.write(torch.arange(self.config.memory_slots, device=self.device), self.memory_coordinates)
-        self._turned.set_theta(self.theta)
+        if self._turned is not None:
+            self._turned.write(torch.arange(self.config.memory_slots, device=self.device), self.memory_coordinates)
+            self._turned.set_theta(self.theta)
 
     # --- a window
 
@@ -122,7 +123,7 @@ class Trainer:
         nudged = self._window()
 
         loss_delta = nudged[0] - free[0]
-        summed = self._velocities.value() if config.velocity_accumulation else self._summed
+        summed = self._summed if self._velocities is None else self._velocities.value()
         velocity = summed.mean(0) / config.window
         self._metric_update(self.metric, self._rotor_apply(self.theta, velocity), loss_delta, config.eta)
         self._rotor_update(self.theta, velocity, self.index, loss_delta, config.eta)
@@ -135,7 +136,8 @@ class Trainer:
         """The means of lior, R_sc and speed over a window's steps and the batch, [3]."""
         self.sums.zero_()
         self._summed.zero_()
-        self._velocities.reset()
+        if self._velocities is not None:
+            self._velocities.reset()
         for _ in range(self.config.window):
             self._step()
         return self.sums / self.config.window
@@ -172,7 +174,7 @@ class Trainer:
         self._filled = torch.zeros(B, T, dtype=torch.bool, **on)
         self._embedded = torch.zeros(B, T, D, **on)
         self.nudge, self.query, self._summed = (torch.zeros(B, n, **on) for _ in range(3))
-        self._velocities = VelocitySum(self._summed)
+        self._velocities = VelocitySum(self._summed) if self.config.velocity_accumulation else None
         self.state = torch.zeros(B, D, **on)
         self.sums = torch.zeros(3, **on)
         if self.config.use_cudagraphs:
@@ -188,12 +190,12 @@ class Trainer:
         )
         torch.add(pooled[:, :n], self.nudge, out=self.query)
         self.state.copy_(pooled)
-        if config.velocity_accumulation:
+        if self._velocities is not None:
             self._velocities.add(self.query)
         else:
             self._summed.copy_(self._summed.detach() + self.query.detach())
         turned = self._rotor_apply(self.theta, self.query)
-        if config.rotor_cache:
+        if self._turned is not None:
             memory = self._turned.rotated()
         else:
             memory = self._rotor_apply(self.theta, self.memory_coordinates)
@@ -230,8 +232,9 @@ class Trainer:
         self.memory_coordinates.index_copy_(0, slots, self.query)
         self.memory_states.index_copy_(0, slots, self.state)
         self.memory_filled.index_fill_(0, slots, True)
-        self._turned.write(slots, self.query)
-        self._turned.set_theta(self.theta)
+        if self._turned is not None:
+            self._turned.write(slots, self.query)
+            self._turned.set_theta(self.theta)
         self.written = (self.written + self.query.shape[0]) % self.config.memory_slots
 
 

@@ -1,0 +1,155 @@
+"""The reference trainers share no network with the optimized ones, and these run the techniques' modules."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from scale import FULL, FULLY
+
+ROOT = Path(__file__).resolve().parents[2]
+TRAINERS = ("eigenstate_lm", "leak_cnn", "polychromic", "trainer2", "ups")
+NETWORKS = ("model", "loss", "losses", "networks", "stages", "llama", "lora", "lora_nf4")
+"""Modules of a trainer's folder in suite/ that hold networks and losses."""
+SHARED = {
+    # First weights, and the weights of the classes.
+    "make_weights", "make_field", "make_field.<locals>.normal", "make_weights.<locals>.normal", "shapes", "parameters",
+    "class_weights", "make_operator", "make_decoder", "networks_of", "adapted", "attach", "Networks.weights",
+    "Parts.weights", "Networks.encoder", "grouped", "rate_of", "boundary_tokens",
+    # Random numbers, which both sides must have alike.
+    "query_indices", "drop_path_rates", "drop_path_scales", "kept", "places_of", "starts_of",
+    # The data: cached latents of a frozen encoder.
+    "Encoder.forward", "fourier_features",
+    # Options.
+    "LoRALinear.scale", "LoRALinear.freeze", "Settings.__post_init__",
+}  # fmt: skip
+"""Functions there that a reference trainer may run, besides constructors and comprehensions."""
+SMALL: dict[str, dict[str, Any]] = {
+    "leak_cnn": {"train_files": 10, "validation_files": 5, "batch_size": 100, "epochs": 2, "use_compile": FULL},
+    "trainer2": {"synthetic": 64, "validation": 0, "compiled_function": FULL},
+    "eigenstate_lm": {"synthetic": 64, "validation": 0, "use_compile": FULL},
+    "ups": {"grad_clip": 1.0},
+    "polychromic": {},
+}
+"""Trainer → options beside those of its configuration tiny.yaml."""
+
+
+def traced(name: str, side: str, changes: tuple[str, ...] = ()) -> dict[str, Any]:
+    """Return what tests/trainers/traced_training.py prints."""
+    program, options = Path(__file__).with_name("traced_training.py"), json.dumps(SMALL[name])
+    done = subprocess.run(
+        [sys.executable, str(program), name, side, options, *changes],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": f"{ROOT}", "PYTHONWARNINGS": "ignore"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def own_functions(names: Sequence[str]) -> set[str]:
+    """Return the names without constructors, comprehensions and lambdas."""
+    return {name for name in names if not name.endswith((".__init__", "comp>", "genexpr>", "<lambda>"))}
+
+
+@pytest.mark.parametrize("name", TRAINERS)
+def test_a_reference_trainer_shares_no_network(name: str) -> None:
+    pytest.importorskip("tokenizers", reason="tokenizers is not installed: pip install 'perfsuite[train]'")
+    found = traced(name, "reference")
+    (ran,) = found["ran"]
+    shared = {f"suite/{name}/{module}.py" for module in NETWORKS} & set(ran)
+    assert {file: extra for file in shared if (extra := own_functions(ran[file]) - SHARED)} == {}
+    assert own_functions(ran[f"reference/trainers/{name}.py"])
+    assert found["optimized"] == []
+
+
+FILES = {
+    "use_cudagraphs": "graphs/cuda_graph_step",
+    "cuda_graphs": "graphs/cuda_graph_step",
+    "use_compile": "compilation/compiled_function",
+    "compile": "compilation/compiled_function",
+    "use_channels_last": "memory/channels_last",
+    "fused_optimizers": "optimizers/hybrid_muon_adamw",
+    "fused_clip": "optimizers/clip_grad_norm",
+}
+"""Switch → the module that it runs, where their names differ."""
+NOT_ON_A_CPU = {"use_cudagraphs", "cuda_graphs", "cuda_graph_step", "compile"}
+COMPILES = {"use_compile", "compiled_function"}
+"""Switches with which compiling takes up to a minute; tested in make test-all."""
+BESIDE: dict[tuple[str, str], dict[str, bool]] = {
+    ("leak_cnn", "conv_relu_pool"): {"use_compile": False},  # which traces it once
+    ("leak_cnn", "loader"): {"resident_dataset": False},  # with all examples on the device nothing is loaded
+    ("leak_cnn", "sync_free_scaler_step"): {"fused_adamw": False},  # which runs that module's AdamW
+    ("ups", "query_sampling"): {"inverse_losses": False},  # else one decoded field serves both losses
+}
+"""(trainer, switch) → other switches that are off where its module is to run alone."""
+NO_MODULE = {
+    "trainer2": {
+        "metric_batching": "reports are copied to the host without a wait, by suite.runtime.reports",
+        "autocast_bf16": "torch.autocast around the frozen model's forward pass",
+    },
+    "leak_cnn": {
+        "fused_adamw": "`sync_free_scaler_step` runs AdamW in one kernel with the rest of its step",
+        "inplace_activation": "an argument of the network's functions",
+        "cudnn_autotune": "a setting of torch, by suite.backends",
+        "tf32": "a setting of torch, by suite.backends",
+        "fullgraph_model": "an argument of `use_compile`",
+        "autocast_bf16": "torch.autocast around the network",
+    },
+    "eigenstate_lm": {
+        "fused_output_projection": "rotation and projection are multiplied once a step, in the trainer",
+        "tf32": "a setting of torch, by suite.backends",
+        "autocast_bf16": "torch.autocast around the network",
+    },
+    "ups": {"resident_latents": "suite.ups.resident: latents and fields, which are no examples of one array"},
+    "polychromic": {
+        "fused_blocks": "optimized.block_kernels: norms, rotations and gates, which have tests of their own",
+        "packed_examples": "suite.polychromic.batches",
+    },
+}
+"""Trainer → switches that run no module of a technique here, and why."""
+
+
+def switches(name: str) -> list[str]:
+    found: tuple[str, ...] = importlib.import_module(f"suite.{name}.config").TECHNIQUES
+    left_out = NOT_ON_A_CPU | set(NO_MODULE[name]) | (set() if FULL else COMPILES)
+    return [switch for switch in found if switch not in left_out]
+
+
+def module_of(switch: str) -> str:
+    """Return the file of the module that a switch runs."""
+    named = [str(path.relative_to(ROOT)) for path in (ROOT / "optimized").glob(f"*/{switch}.py")]
+    return f"optimized/{FILES[switch]}.py" if switch in FILES else named[0]
+
+
+@FULLY  # a minute
+@pytest.mark.parametrize("name", TRAINERS)
+def test_a_switch_runs_its_module(name: str) -> None:
+    """On, functions of the module run; off, none do."""
+    pytest.importorskip("tokenizers", reason="tokenizers is not installed: pip install 'perfsuite[train]'")
+    every = switches(name)
+    beside = {switch: BESIDE[name, switch] for switch in every if (name, switch) in BESIDE}
+    changes = [{**beside.get(switch, {}), switch: False} for switch in every]
+    changes += [{**others, switch: True} for switch, others in beside.items()]
+    whole, *ran = traced(name, "optimized", tuple(json.dumps(change) for change in changes))["ran"]
+    with_others = dict(zip(beside, ran[len(every) :], strict=True))
+    for switch, off in zip(every, ran, strict=False):
+        on, module = with_others.get(switch, whole), module_of(switch)
+        assert on.get(module), f"{switch} does not run {module}"
+        assert not off.get(module), f"without {switch}, {module} runs: {off[module]}"
+
+
+def test_the_exceptions_are_switches() -> None:
+    for name, exceptions in NO_MODULE.items():
+        every = importlib.import_module(f"suite.{name}.config").TECHNIQUES
+        assert set(exceptions) <= set(every)
