@@ -87,7 +87,9 @@ NOT_ON_A_CPU = {"use_cudagraphs", "cuda_graphs", "cuda_graph_step", "compile"}
 COMPILES = {"use_compile", "compiled_function"}
 """Switches with which compiling takes up to a minute; tested in make test-all."""
 BESIDE: dict[tuple[str, str], dict[str, bool]] = {
-    ("leak_cnn", "conv_relu_pool"): {"use_compile": False},  # which traces it once
+    # Compiled, a module runs once, when it is traced by the compiler.
+    ("leak_cnn", "conv_relu_pool"): {"use_compile": False},
+    ("eigenstate_lm", "fused_output_projection"): {"use_compile": False},
     ("leak_cnn", "loader"): {"resident_dataset": False},  # with all examples on the device nothing is loaded
     ("leak_cnn", "sync_free_scaler_step"): {"fused_adamw": False},  # which runs that module's AdamW
     ("ups", "query_sampling"): {"inverse_losses": False},  # else one decoded field serves both losses
@@ -107,7 +109,6 @@ NO_MODULE = {
         "autocast_bf16": "torch.autocast around the network",
     },
     "eigenstate_lm": {
-        "fused_output_projection": "rotation and projection are multiplied once a step, in the trainer",
         "tf32": "a setting of torch, by suite.backends",
         "autocast_bf16": "torch.autocast around the network",
     },
