@@ -16,7 +16,6 @@ from suite.ablation import Ratio
 from suite.claims import ups_measured as measured
 from suite.claims import ups_parallel as parallel
 from suite.claims import ups_verdicts as judged
-from suite.claims.eigenstate_lm import amount
 from suite.claims.measuring import interleaved, typical
 from suite.claims.record import CONFIRMED, DEPENDS, UNMEASURED, Answer, Checks, Measure
 from suite.claims.ups_parallel import two_ranks, where
@@ -34,7 +33,8 @@ from suite.claims.ups_setting import (
     setting,
     tuned,
 )
-from suite.claims.ups_words import differ, less, longer, ratio, times
+from suite.claims.ups_words import differ, less, longer, ratio
+from suite.claims.words import amount, times
 from suite.ups.losses import query_indices
 
 __all__ = ["CHECKS", "Setting", "setting"]

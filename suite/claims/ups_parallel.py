@@ -13,12 +13,11 @@ from perfsuite.report import units
 from suite import ablation
 from suite.claims import ups_ranks as in_ranks
 from suite.claims import ups_verdicts as judged
-from suite.claims.eigenstate_lm import amount
 from suite.claims.measuring import typical
 from suite.claims.record import DEPENDS, UNMEASURED, Answer
 from suite.claims.ups_measured import source_sizes
 from suite.claims.ups_setting import Setting
-from suite.claims.ups_words import times
+from suite.claims.words import amount, times
 from suite.techniques import implementation
 
 

@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 from suite.ablation import Ratio
-from suite.claims.eigenstate_lm import amount
+from suite.claims.words import amount
 
 
 def ratio(r: Ratio) -> str:
     """Format a ratio and its interval."""
     return f"{r.value:.3g} ({r.low:.3g} to {r.high:.3g})"
-
-
-def times(r: Ratio) -> str:
-    """Format how many times as fast something is."""
-    return f"{r.value:.3g} times as fast ({r.low:.3g} to {r.high:.3g})"
 
 
 def longer(r: Ratio) -> str:

@@ -18,7 +18,9 @@ from scale import FULLY
 from perfsuite.errors import PerfsuiteError
 from suite import trainers
 from suite.ablation import Ratio
-from suite.claims import eigenstate_lm, record
+from suite.claims import eigenstate_lm, eigenstate_lm_setting, record, words
+from suite.claims import eigenstate_lm_measured as measured
+from suite.claims import eigenstate_lm_verdicts as verdicts
 from suite.claims.record import CONFIRMED, DEPENDS, REFUTED, UNMEASURED, VERDICTS
 from suite.commands.claims import claims
 from suite.eigenstate_lm.config import TrainConfig
@@ -35,9 +37,9 @@ ON_GPU = ["C47", "C48", "C55", "C57", "C60"]
 @pytest.fixture(autouse=True)
 def anew() -> Iterator[None]:
     """Clear the cache of times, so that a test's times are not those of another test."""
-    eigenstate_lm._timed.cache_clear()
+    measured.step_seconds.cache_clear()
     yield
-    eigenstate_lm._timed.cache_clear()
+    measured.step_seconds.cache_clear()
 
 
 def ratio(value: float, half: float = 0.0) -> Ratio:
@@ -69,8 +71,8 @@ def test_what_is_trained_is_the_tiny_configuration() -> None:
 
     path = ROOT / "configs/eigenstate_lm/tiny.yaml"
     config, _, data = configuration.read([TrainConfig, Options, Data], path)
-    assert dataclasses.replace(config, use_compile=False) == eigenstate_lm.TINY
-    assert data.vocabulary == eigenstate_lm.TINY_VOCABULARY
+    assert dataclasses.replace(config, use_compile=False) == eigenstate_lm_setting.TINY
+    assert data.vocabulary == eigenstate_lm_setting.TINY_VOCABULARY
 
 
 # --- on a CPU -------------------------------------------------------------------------------------------------------
@@ -88,7 +90,7 @@ def test_chunks_leave_the_result_and_change_the_memory() -> None:
     verdict, finding = eigenstate_lm.chunks(SMALL)
     assert verdict == DEPENDS
     assert finding.startswith("on whether memory counts")
-    assert all(f" {chunk}: " in finding for chunk in eigenstate_lm.CHUNKS)
+    assert all(f" {chunk}: " in finding for chunk in eigenstate_lm_setting.CHUNKS)
 
 
 def test_the_gradient_reaches_tens_of_tokens_back() -> None:
@@ -100,7 +102,7 @@ def test_the_gradient_reaches_tens_of_tokens_back() -> None:
 
 
 def test_the_source_s_network_begins_with_eigenvalues_of_little_reach() -> None:
-    first, most = eigenstate_lm._decays(dataclasses.replace(SMALL, config=eigenstate_lm.SOURCE))
+    first, most = measured.decays(dataclasses.replace(SMALL, config=eigenstate_lm_setting.SOURCE))
     sizes = [eigenstate_lm.eigenvalues(decay).norm(dim=-1) for decay in (first, most)]
     assert first.shape == (8, 2, 128)
     assert 0.54 < float(sizes[0].max()) <= 0.545
@@ -112,14 +114,13 @@ def test_an_influence_is_that_of_the_recurrence() -> None:
     given = dataclasses.replace(SMALL, reach=6)
     decay = torch.full((1, 1, 1), -1.0)  # one eigenstate does not turn
     magnitude = 0.1 + 0.89 / (1 + math.e)
-    found = eigenstate_lm._influence_of_scan(given, decay)
+    found = measured.influence_of_scan(given, decay)
     torch.testing.assert_close(found, magnitude ** torch.arange(6.0))
 
 
 def test_the_network_s_own_reach_is_further_with_larger_eigenvalues() -> None:
     first, most = (
-        eigenstate_lm.horizon(eigenstate_lm._influence(SMALL, decay))
-        for decay in (None, eigenstate_lm._decays(SMALL)[1])
+        verdicts.horizon(measured.influence_of_network(SMALL, decay)) for decay in (None, measured.decays(SMALL)[1])
     )
     assert first is not None
     assert most is not None
@@ -131,7 +132,7 @@ def test_the_network_s_own_reach_is_further_with_larger_eigenvalues() -> None:
     [([1.0, 0.5, 1e-8], 2), ([1.0, 1e-8, 0.5, 0.0], 3), ([2.0, 1e-8, 0.0], 1), ([1.0, 0.5], None), ([0.0, 0.0], None)],
 )
 def test_an_influence_ends_where_it_is_below_rounding_for_good(influence: list[float], found: int | None) -> None:
-    assert eigenstate_lm.horizon(torch.tensor(influence)) == found
+    assert verdicts.horizon(torch.tensor(influence)) == found
 
 
 @FULLY
@@ -141,8 +142,8 @@ def test_logits_are_three_times_there_without_chunks() -> None:
     assert "take 13.2 GB in bfloat16 and 26.3 GB in float32" in finding
     assert "(from 1,024 rows of 500 logits)" in finding
     at_once, kept, freed = (
-        eigenstate_lm._peak_of_loss(SMALL, form, False)[0]
-        for form in (eigenstate_lm._whole_loss, eigenstate_lm._kept_loss, eigenstate_lm._freed_loss)
+        measured.peak_of_loss(SMALL, form, False)[0]
+        for form in (measured.whole_loss, measured.kept_loss, measured.freed_loss)
     )
     logits = 2 * 131_072 * 50_257
     assert 3 * logits <= at_once < 3.2 * logits
@@ -154,22 +155,22 @@ def test_a_loss_that_does_not_fit_is_measured_by_fewer_rows(monkeypatch: pytest.
     def peak(setting: Any, form: Any, wide: bool, rows: int) -> int | None:
         return 2 * rows * setting.vocabulary if rows <= 256 else None
 
-    monkeypatch.setattr(eigenstate_lm, "_empty", lambda: None)
-    monkeypatch.setattr(eigenstate_lm, "_peak_of_rows", peak)
-    found, rows = eigenstate_lm._peak_of_loss(SMALL, eigenstate_lm._whole_loss, False)
+    monkeypatch.setattr(measured, "free_memory", lambda: None)
+    monkeypatch.setattr(measured, "peak_of_rows", peak)
+    found, rows = measured.peak_of_loss(SMALL, measured.whole_loss, False)
     assert (found, rows) == (2 * 131_072 * 50_257, 256)
-    monkeypatch.setattr(eigenstate_lm, "_peak_of_rows", lambda *given: None)
+    monkeypatch.setattr(measured, "peak_of_rows", lambda *given: None)
     with pytest.raises(torch.OutOfMemoryError):
-        eigenstate_lm._peak_of_loss(SMALL, eigenstate_lm._whole_loss, False)
+        measured.peak_of_loss(SMALL, measured.whole_loss, False)
 
 
 def test_a_loss_in_chunks_is_the_loss() -> None:
     generator = torch.Generator().manual_seed(0)
     hidden, weight = (torch.randn(n, 8, generator=generator) for n in (96, 20))
     labels = torch.randint(20, (96,), generator=generator)
-    known = eigenstate_lm._whole_loss(hidden, weight, labels)
-    torch.testing.assert_close(eigenstate_lm._kept_loss(hidden, weight, labels), known)
-    torch.testing.assert_close(eigenstate_lm._freed_loss(hidden, weight, labels), known)
+    known = measured.whole_loss(hidden, weight, labels)
+    torch.testing.assert_close(measured.kept_loss(hidden, weight, labels), known)
+    torch.testing.assert_close(measured.freed_loss(hidden, weight, labels), known)
 
 
 def test_chunks_of_tokens_take_eight_bytes_each() -> None:
@@ -214,12 +215,12 @@ def test_a_step_is_timed_in_each_precision() -> None:
     verdict, finding = eigenstate_lm.step(SMALL)
     assert verdict == CONFIRMED
     assert "a step of 2 sequences of 32 tokens takes" in finding
-    assert all(f"in {name}" in finding for name in eigenstate_lm.PRECISIONS)
+    assert all(f"in {name}" in finding for name in eigenstate_lm_setting.PRECISIONS)
     assert "are 8,173 tokens in 370 ms, and such a step has 131,072" in finding
 
 
 def test_the_reference_is_extrapolated() -> None:
-    assert eigenstate_lm.extrapolated((512, 1.2), (1024, 2.3), 32768) == pytest.approx(2.3 + 62 * 1.1)
+    assert verdicts.extrapolated((512, 1.2), (1024, 2.3), 32768) == pytest.approx(2.3 + 62 * 1.1)
     verdict, finding = eigenstate_lm.speedup(SMALL)
     assert verdict in VERDICTS
     assert "for 2 sequences of 16 tokens the reference takes" in finding
@@ -229,18 +230,18 @@ def test_the_reference_is_extrapolated() -> None:
 @FULLY
 def test_a_step_has_a_peak_and_less_of_it_if_it_computes_again(monkeypatch: pytest.MonkeyPatch) -> None:
     peaks = []
-    measure = eigenstate_lm._peak_of_step
+    measure = measured.peak_of_step
 
     def noted(setting: Any, **on: bool) -> int:
         peaks.append(measure(setting, **on))
         return peaks[-1]
 
-    monkeypatch.setattr(eigenstate_lm, "_peak_of_step", noted)
+    monkeypatch.setattr(measured, "peak_of_step", noted)
     given = dataclasses.replace(SMALL, config=dataclasses.replace(SMALL.config, layers=3))
     verdict, finding = eigenstate_lm.memory(given)
     assert verdict == CONFIRMED
     assert "a step of 2 sequences of 32 tokens in bfloat16 takes" in finding
-    assert [eigenstate_lm.amount(peak) in finding for peak in peaks] == [True, True]
+    assert [words.amount(peak) in finding for peak in peaks] == [True, True]
     assert peaks[1] < peaks[0]
 
 
@@ -252,12 +253,12 @@ def test_steps_are_timed_with_the_cache_and_without() -> None:
 
 def test_runs_end_at_losses_by_seed(monkeypatch: pytest.MonkeyPatch) -> None:
     seconds = {"float32": [8.0, 8.1], "TF32": [1.6, 1.61], "bfloat16": [1.0, 1.0], "float16": [1.0, 1.01]}
-    monkeypatch.setattr(eigenstate_lm, "_timed", Timed(seconds))
-    monkeypatch.setattr(eigenstate_lm, "_ends", functools.cache(eigenstate_lm._ends))
+    monkeypatch.setattr(measured, "step_seconds", Timed(seconds))
+    monkeypatch.setattr(measured, "final_losses", functools.cache(measured.final_losses))
     verdict, finding = eigenstate_lm.half(SMALL)
     assert verdict == DEPENDS
     assert finding.startswith("on what float32's products are: a step of 64 tokens takes 1.00 s in float16 against")
-    ends, left_out = eigenstate_lm._ends(SMALL)
+    ends, left_out = measured.final_losses(SMALL)
     assert len(ends) == SMALL.seeds
     assert left_out >= 0
     assert all(f"{a:.4f}" in finding for a, _ in ends)
@@ -278,7 +279,7 @@ class Timed:
 
 
 def test_a_precision_that_does_not_fit_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    make = eigenstate_lm._trainer
+    make = measured.make_trainer
 
     def limited(setting: Any, **on: Any) -> Any:
         trainer = make(setting, **on)
@@ -289,8 +290,8 @@ def test_a_precision_that_does_not_fit_is_reported(monkeypatch: pytest.MonkeyPat
     def out(batch: Any) -> None:
         raise PerfsuiteError("out of memory: so many sequences")
 
-    monkeypatch.setattr(eigenstate_lm, "_trainer", limited)
-    monkeypatch.setattr(eigenstate_lm, "_ends", lambda setting: ([(3.0, 3.001)], 2))
+    monkeypatch.setattr(measured, "make_trainer", limited)
+    monkeypatch.setattr(measured, "final_losses", lambda setting: ([(3.0, 3.001)], 2))
     _, finding = eigenstate_lm.step(SMALL)
     assert "; in float32 it does not fit. " in finding
     _, finding = eigenstate_lm.half(SMALL)
@@ -303,7 +304,7 @@ def test_a_device_that_is_too_small_for_a_step_is_reported(name: str, monkeypatc
     def out(*given: Any, **options: Any) -> Callable[..., None]:
         raise PerfsuiteError("out of memory: so many sequences")
 
-    monkeypatch.setattr(eigenstate_lm, "_steps", lambda trainer: out)
+    monkeypatch.setattr(measured, "step_of", lambda trainer: out)
     verdict, finding = CHECKS[name].measure(SMALL)
     assert verdict == UNMEASURED
     assert finding.startswith("out of memory: ")
@@ -313,7 +314,7 @@ def test_another_error_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(*given: Any, **options: Any) -> None:
         raise PerfsuiteError("data: there is none")
 
-    monkeypatch.setattr(eigenstate_lm, "_steps", lambda trainer: fails)
+    monkeypatch.setattr(measured, "step_of", lambda trainer: fails)
     for measure in (eigenstate_lm.step, eigenstate_lm.emptying):
         with pytest.raises(PerfsuiteError, match="there is none"):
             measure(SMALL)
@@ -323,7 +324,7 @@ def test_what_cannot_be_compiled_is_reported(monkeypatch: pytest.MonkeyPatch) ->
     def warns(*given: Any) -> None:
         warnings.warn("eigenstate_lm's blocks runs uncompiled: why", RuntimeWarning, stacklevel=2)
 
-    monkeypatch.setattr(eigenstate_lm, "_steps", lambda trainer: warns)
+    monkeypatch.setattr(measured, "step_of", lambda trainer: warns)
     assert eigenstate_lm.emptying(SMALL) == (UNMEASURED, "eigenstate_lm's blocks runs uncompiled: why")
 
 
@@ -335,7 +336,7 @@ def test_what_cannot_be_compiled_is_reported(monkeypatch: pytest.MonkeyPatch) ->
     [((0.25, 0.4), CONFIRMED), ((0.25, 2.2), DEPENDS), ((0.5, 2.2), REFUTED)],
 )
 def test_a_step_is_held_against_the_source_s(seconds: tuple[float, ...], verdict: str) -> None:
-    assert eigenstate_lm._reached(seconds) == verdict
+    assert verdicts.reached(seconds) == verdict
 
 
 @pytest.mark.parametrize(
@@ -343,7 +344,7 @@ def test_a_step_is_held_against_the_source_s(seconds: tuple[float, ...], verdict
     [((50.0, 55.0), CONFIRMED), ((35.0, 300.0), DEPENDS), ((52.0, 300.0), DEPENDS), ((1.0, 8.0), REFUTED)],
 )
 def test_a_figure_that_lies_between_depends(found: tuple[float, ...], verdict: str) -> None:
-    assert eigenstate_lm._meets(found, 53.9) == verdict
+    assert verdicts.meets(found, 53.9) == verdict
 
 
 @pytest.mark.parametrize(
@@ -353,7 +354,7 @@ def test_a_figure_that_lies_between_depends(found: tuple[float, ...], verdict: s
 def test_what_is_equal_and_faster_at_once_needs_no_turn(
     furthest: float, scan: float, loop: float, verdict: str
 ) -> None:
-    assert eigenstate_lm._in_turn(furthest, scan, loop) == verdict
+    assert verdicts.in_turn(furthest, scan, loop) == verdict
 
 
 @pytest.mark.parametrize(
@@ -363,14 +364,14 @@ def test_what_is_equal_and_faster_at_once_needs_no_turn(
 def test_chunks_are_judged_by_result_and_memory(
     errors: tuple[float, ...], peaks: tuple[float, ...], verdict: str
 ) -> None:
-    assert eigenstate_lm._only_speed(errors, peaks) == verdict
+    assert verdicts.only_speed(errors, peaks) == verdict
 
 
 @pytest.mark.parametrize(
     ("horizons", "verdict"), [((70, 7000), REFUTED), ((70, None), DEPENDS), ((None, None), CONFIRMED)]
 )
 def test_a_reach_is_held_against_the_context(horizons: tuple[int | None, ...], verdict: str) -> None:
-    assert eigenstate_lm._spans(horizons, 32768) == verdict
+    assert verdicts.spans(horizons, 32768) == verdict
 
 
 @pytest.mark.parametrize(
@@ -378,12 +379,12 @@ def test_a_reach_is_held_against_the_context(horizons: tuple[int | None, ...], v
     [((13.0, 26.0), CONFIRMED), ((25.0, 76.0), DEPENDS), ((30.0, 80.0), DEPENDS), ((0.1, 9.0), REFUTED)],
 )
 def test_memory_saved_is_held_against_its_range(found: tuple[float, ...], verdict: str) -> None:
-    assert eigenstate_lm._between(found, 13, 26) == verdict
+    assert verdicts.between(found, 13, 26) == verdict
 
 
 @pytest.mark.parametrize(("peaks", "verdict"), [((7, 7.5), CONFIRMED), ((38, 7.5), DEPENDS), ((38, 21), REFUTED)])
 def test_a_peak_is_no_more_than_claimed(peaks: tuple[float, ...], verdict: str) -> None:
-    assert eigenstate_lm._fits(peaks, 7.2) == verdict
+    assert verdicts.fits(peaks, 7.2) == verdict
 
 
 @pytest.mark.parametrize(
@@ -397,7 +398,7 @@ def test_a_peak_is_no_more_than_claimed(peaks: tuple[float, ...], verdict: str) 
     ],
 )
 def test_emptying_is_judged_by_time_and_by_what_is_held(low: float, high: float, growth: float, verdict: str) -> None:
-    assert eigenstate_lm._helps(low, high, growth) == verdict
+    assert verdicts.helps(low, high, growth) == verdict
 
 
 @pytest.mark.parametrize(
@@ -411,7 +412,7 @@ def test_emptying_is_judged_by_time_and_by_what_is_held(low: float, high: float,
     ],
 )
 def test_prefetching_counts_where_a_step_waits(gains: tuple[float, float], batch: float, verdict: str) -> None:
-    assert eigenstate_lm._loads_faster([ratio(gain, 0.15) for gain in gains], batch) == verdict
+    assert verdicts.loads_faster([ratio(gain, 0.15) for gain in gains], batch) == verdict
 
 
 @pytest.mark.parametrize(
@@ -425,12 +426,12 @@ def test_prefetching_counts_where_a_step_waits(gains: tuple[float, float], batch
     ],
 )
 def test_half_precision_is_judged_by_time_and_loss(ratios: tuple[float, ...], lost: float, verdict: str) -> None:
-    assert eigenstate_lm._twice([ratio(r, 0.01) for r in ratios], [0.0, lost]) == verdict
+    assert verdicts.twice([ratio(r, 0.01) for r in ratios], [0.0, lost]) == verdict
 
 
 @pytest.mark.parametrize(("size", "text"), [(985e6, "985 MB"), (13.17e9, "13.2 GB"), (0, "0 MB")])
 def test_memory_is_shown_by_thousands(size: float, text: str) -> None:
-    assert eigenstate_lm.amount(size) == text
+    assert words.amount(size) == text
 
 
 # --- the command, and a GPU -----------------------------------------------------------------------------------------

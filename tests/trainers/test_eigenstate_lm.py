@@ -23,7 +23,7 @@ from optimized.trainers.eigenstate_lm import Trainer as Optimized
 from perfsuite import Cost, Pair, PerfsuiteError, Workload, floats, integers, scalar, size, stateful, tensor
 from reference.trainers.eigenstate_lm import Trainer as Reference
 from suite import packed_text
-from suite.claims.eigenstate_lm import TINY
+from suite.claims.eigenstate_lm_setting import TINY
 from suite.eigenstate_lm.config import TECHNIQUES, TRADES, TrainConfig, without_techniques
 from suite.eigenstate_lm.data import Data, Steps, Text
 from suite.runtime import DivergedError, Options, fit
