@@ -4,29 +4,21 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import gc
-import itertools
-import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch.nn import functional
-from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, TensorDataset
 
 from perfsuite.counting import count_calls
 from perfsuite.errors import first_line
 from perfsuite.report import units
 from suite import ablation
-from suite.backends import cudnn_benchmark
+from suite.claims import leak_cnn_measured as measured
+from suite.claims.leak_cnn_setting import EPOCH, FEW_BATCH, MB, STEPS, TOGETHER, TOLERANCE, VALIDATION, Setting, setting
 from suite.claims.measuring import (
-    PASSES,
     Make,
-    Operations,
-    apart,
-    counts,
     interleaved,
     percent,
     saved,
@@ -34,58 +26,17 @@ from suite.claims.measuring import (
     within,
 )
 from suite.claims.record import CONFIRMED, DEPENDS, REFUTED, UNMEASURED, Answer, Checks, Measure
-from suite.leak_cnn.classes import CLASSES
 from suite.leak_cnn.config import TrainConfig, without_techniques
 from suite.leak_cnn.costs import BATCH, ROWS
-from suite.leak_cnn.dataset import LeakAudio
-from suite.leak_cnn.epochs import Data, audio_of
+from suite.leak_cnn.epochs import audio_of
 from suite.leak_cnn.features import MELS
 from suite.leak_cnn.model import CHANNELS, HIDDEN, Activation, make_weights, shapes
-from suite.leak_cnn.step import training_loss, with_gradients
+from suite.leak_cnn.step import training_loss
 from suite.techniques import implementation
 
-EPOCH = 60.0
-"""Seconds of an epoch, as the source gives them."""
-STEPS = 7
-"""Steps of an epoch, as the source counts them."""
-VALIDATION = 10_000
-"""Segments of the validation set, as the source counts them."""
-TOGETHER = 20
-"""Steps that are timed in a row."""
-TOLERANCE = 0.1
-"""A measured figure may differ by this share of one that is claimed without a range."""
-MB = 1e6
-FEW = Data(train_files=10, validation_files=5)
-FEW_BATCH = 112
-"""Batch size for the 800 segments of ten files: seven batches and a remainder, as 5632 gives for 40,000 segments."""
+__all__ = ["CHECKS", "setting"]
+
 CHECKS = Checks()
-
-
-@dataclass(frozen=True, kw_only=True)
-class Setting:
-    """Device and sizes of the measurements; the network always has the source's size."""
-
-    device: torch.device
-    batch_size: int = BATCH
-    workers: int = 8
-    compiled: bool = True
-    """Whether compiled forms are measured, too."""
-    rounds: int = 7
-    data: Data = dataclasses.field(default_factory=Data)
-    """Data of the epochs that are timed."""
-    few: Data = FEW
-    """Data of the epochs whose steps or syncs are counted."""
-
-
-def setting(device: torch.device) -> Setting:
-    """Return the source's size on a GPU, and elsewhere small batches that need neither a compiler nor a GPU's clock."""
-    if device.type == "cuda":
-        return Setting(device=device)
-    return Setting(device=device, batch_size=32, workers=0, compiled=False, rounds=3)
-
-
-class _UncompiledError(RuntimeError):
-    """Raised where something to be measured compiled runs uncompiled; the message says why."""
 
 
 def _compiles(measure: Measure) -> Measure:
@@ -95,7 +46,7 @@ def _compiles(measure: Measure) -> Measure:
     def answer(s: Setting) -> Answer:
         try:
             return measure(s)
-        except (_UncompiledError, torch._dynamo.exc.TorchDynamoException) as error:
+        except (measured.UncompiledError, torch._dynamo.exc.TorchDynamoException) as error:
             return (
                 UNMEASURED,
                 f"it cannot be compiled: {first_line(error) or type(error).__name__}",
@@ -119,7 +70,7 @@ def launches(s: Setting) -> Answer:
             for w in own:
                 w.grad = torch.ones_like(w)
             step = torch.optim.AdamW(own, **options).step
-            found.setdefault(name, []).append(_launches(s, step))
+            found.setdefault(name, []).append(measured.launches_of(s, step))
     what = "launches" if s.device.type == "cuda" else "operations"
     each = ", ".join(f"{few} {name}" for name, (few, _) in found.items())
     (few, many), tensors = found["one by one"], len(shapes())
@@ -136,7 +87,7 @@ def launches(s: Setting) -> Answer:
 def memory(s: Setting) -> Answer:
     parts, spared = [], []
     for compiled in (False, True)[: 1 + s.compiled]:
-        beside, inplace = (_memory(s, activation, compiled) for activation in _ACTIVATIONS)
+        beside, inplace = (measured.memory_of(s, activation, compiled) for activation in _ACTIVATIONS)
         forward, step = beside.forward - inplace.forward, beside.step - inplace.step
         spared += [forward, step]
         how = "compiled" if compiled else "eager"
@@ -154,7 +105,7 @@ def activations(s: Setting) -> Answer:
     three = 4 * BATCH * (CHANNELS[0] * MELS + CHANNELS[1] * MELS + CHANNELS[2] * MELS // 2)
     parts, spared = [], []
     for compiled in (False, True)[: 1 + s.compiled]:
-        beside, inplace = (_memory(s, activation, compiled).kept for activation in _ACTIVATIONS)
+        beside, inplace = (measured.memory_of(s, activation, compiled).kept for activation in _ACTIVATIONS)
         spared.append(beside - inplace)
         how = "compiled" if compiled else "eager"
         parts.append(f"{how}, a forward keeps {_mb(beside)} for the backward without it and {_mb(inplace)} with it")
@@ -171,7 +122,7 @@ def activations(s: Setting) -> Answer:
 
 @CHECKS("C16", "Six syncs fewer save 2 to 5% of an epoch.", gpu=True)
 def syncs_saved(s: Setting) -> Answer:
-    step = _step(s)
+    step = measured.training_step(s)
 
     def each() -> None:
         for _ in range(STEPS):
@@ -228,10 +179,10 @@ def syncs(s: Setting) -> Answer:
     alone = dataclasses.replace(none, device_metrics=True)
     resident = dataclasses.replace(alone, resident_dataset=True, prepare_mel_batch=True)
     made = {
-        "reference": _trained(config, audio, s.device, optimized=False),
-        "alone": _trained(alone, audio, s.device),
-        "resident": _trained(resident, audio, s.device),
-        "all": _trained(config, audio, s.device),
+        "reference": measured.trained_epochs(config, audio, s.device, optimized=False),
+        "alone": measured.trained_epochs(alone, audio, s.device),
+        "resident": measured.trained_epochs(resident, audio, s.device),
+        "all": measured.trained_epochs(config, audio, s.device),
     }
     for call in made.values():
         for _ in range(3):  # from the third call on, no graph is captured any more
@@ -253,7 +204,7 @@ def spawning(s: Setting) -> Answer:
     ways = torch.multiprocessing.get_all_start_methods()
     if "fork" not in ways:
         return UNMEASURED, "no worker can be forked here"
-    calls = {way: functools.partial(_first_batch, way) for way in ("fork", "spawn")}
+    calls = {way: functools.partial(measured.first_batch_of_worker, way) for way in ("fork", "spawn")}
     found = interleaved(torch.device("cpu"), min(s.rounds, 3), calls, count=1)
     gained = [1e3 * (a - b) for a, b in zip(found["fork"], found["spawn"], strict=True)]
     middle, half = ablation.mean(gained)
@@ -273,7 +224,7 @@ def spawning(s: Setting) -> Answer:
 def autotune(s: Setting) -> Answer:
     forms = {"float32": (None, False), "float16, channels last": (torch.float16, True)}
     made: dict[str, Make] = {
-        f"{form}{on}": (_tuned, (s, on, *given)) for form, given in forms.items() for on in (False, True)
+        f"{form}{on}": (measured.tuned_steps, (s, on, *given)) for form, given in forms.items() for on in (False, True)
     }
 
     def judged(form: str, seconds: Mapping[str, list[float]], first: Mapping[str, float]) -> Answer:
@@ -289,17 +240,17 @@ def autotune(s: Setting) -> Answer:
     def enough(seconds: dict[str, list[float]]) -> bool:
         return all(judged(form, seconds, {})[0] != UNMEASURED for form in forms)
 
-    first, seconds = _rounds(made, s.rounds, enough)
+    first, seconds = measured.rounds_apart(made, s.rounds, enough)
     return _together([judged(form, seconds, first) for form in forms], "the precision")
 
 
 @CHECKS("C21", "fullgraph=True makes a compiled network 3 to 8% faster, for it removes graph breaks.")
 @_compiles
 def fullgraph(s: Setting) -> Answer:
-    plain, full = (_graphs(training_loss, whole, s) for whole in (False, True))
-    broken = _graphs(_breaks, False, s)
+    plain, full = (measured.graphs_of(training_loss, whole, s) for whole in (False, True))
+    broken = measured.graphs_of(measured.with_graph_break, False, s)
     try:
-        _graphs(_breaks, True, s)
+        measured.graphs_of(measured.with_graph_break, True, s)
         refused = False
     except torch._dynamo.exc.TorchDynamoException:
         refused = True
@@ -311,7 +262,7 @@ def fullgraph(s: Setting) -> Answer:
     )
     if not s.compiled:
         return (REFUTED if same and refused else UNMEASURED), detail
-    found = interleaved(s.device, s.rounds, {str(on): _compiled_step(s, on) for on in (False, True)})
+    found = interleaved(s.device, s.rounds, {str(on): measured.compiled_step(s, on) for on in (False, True)})
     low, high = saved(ablation.paired(found["False"], found["True"]))
     without, with_it = typical(found["False"]), typical(found["True"])
     detail = f"{detail}. A step takes {without} without it and {with_it} with it, {percent(low, high)} less"
@@ -336,8 +287,8 @@ def together(s: Setting) -> Answer:
         for done in (False, True):
             on: Mapping[str, Any] = dict.fromkeys(_IMPLEMENTED, True) if done else {}
             config = dataclasses.replace(before, resident_dataset=resident, **on)
-            made[f"{place}{done}"] = (_epochs, (config, audio, s.device))
-    _, seconds = _rounds(made, min(s.rounds, 5))  # an epoch from the file takes a second or more
+            made[f"{place}{done}"] = (measured.finished_epochs, (config, audio, s.device))
+    _, seconds = measured.rounds_apart(made, min(s.rounds, 5))  # an epoch from the file takes a second or more
     answers = []
     for place in places:
         was, became = seconds[f"{place}{False}"], seconds[f"{place}{True}"]
@@ -362,7 +313,7 @@ def bfloat16(s: Setting) -> Answer:
     low = a.bfloat16()
     found = interleaved(s.device, s.rounds, {"float32": lambda: a @ a, "bfloat16": lambda: low @ low})
     times = ablation.paired(found["float32"], found["bfloat16"])
-    loss, gradients = _gradients(s, torch.bfloat16, False)()
+    loss, gradients = measured.gradients_of(s, torch.bfloat16, False)()
     finite = all(bool(t.isfinite().all()) for t in (loss, *gradients.values()))
     detail = (
         f"this device has {own}: a step in bfloat16 has gradients that are {'' if finite else 'not '}finite, and a "
@@ -392,238 +343,6 @@ _IMPLEMENTED = (
 
 Two are left out: file_level_eval concerns validation alone, and the loader is on before, too.
 """
-
-
-def _launches(s: Setting, call: Callable[[], object]) -> int:
-    """Count the launches of a call on a GPU, and its operations elsewhere."""
-    if s.device.type == "cuda":
-        return counts(call)[1]
-    call()
-    with Operations() as seen:
-        call()
-    count: int = seen.count
-    return count
-
-
-@dataclass(frozen=True)
-class _Memory:
-    """Bytes at the source's batch."""
-
-    kept: float
-    """Bytes that are kept for the backward after the forward."""
-    forward: float
-    """Peak of the forward."""
-    step: float
-    """Peak of forward and backward."""
-
-
-@functools.cache
-def _memory(s: Setting, activation: Activation, compiled: bool) -> _Memory:
-    given, leaves = _given(s)
-    call = _renewed(functools.partial(training_loss, activation=activation))
-    if compiled:
-        call = _compile_quietly(call, fullgraph=True, dynamic=False)
-    measured = _on_a_gpu(s, call, given, leaves) if s.device.type == "cuda" else _anywhere(call, given, leaves)
-    return _Memory(*(n * BATCH / s.batch_size for n in measured))
-
-
-def _on_a_gpu(s: Setting, call: Callable[..., torch.Tensor], given: Any, leaves: Any) -> tuple[int, int, int]:
-    torch.autograd.grad(call(*given), leaves)  # warms up: libraries keep memory of their own
-    gc.collect()
-    torch.cuda.synchronize(s.device)
-    torch.cuda.reset_peak_memory_stats(s.device)
-    before = torch.cuda.memory_allocated(s.device)
-    loss = call(*given)
-    kept, forward = torch.cuda.memory_allocated(s.device), torch.cuda.max_memory_allocated(s.device)
-    torch.autograd.grad(loss, leaves)
-    return kept - before, forward - before, torch.cuda.max_memory_allocated(s.device) - before
-
-
-def _anywhere(call: Callable[..., torch.Tensor], given: Any, leaves: Any) -> tuple[int, int, int]:
-    with Operations([t for t in tree_leaves(given) if isinstance(t, torch.Tensor)]) as seen:
-        loss = call(*given)
-        kept, forward = seen.live(), seen.peak
-        torch.autograd.grad(loss, leaves)
-    return kept, forward, seen.peak
-
-
-def _given(s: Setting) -> tuple[tuple[Any, ...], list[torch.Tensor]]:
-    """Return (the arguments of `training_loss`: the source's network, the setting's batch; the weights among them)."""
-    generator = torch.Generator().manual_seed(0)
-    weights = {name: w.to(s.device).requires_grad_() for name, w in make_weights(0).items()}
-    segments = (8 * torch.randn(s.batch_size, 1, MELS, 1, generator=generator) - 30).to(s.device)
-    labels = torch.randint(len(CLASSES), (s.batch_size,), generator=generator).to(s.device)
-    return (weights, segments, labels, torch.ones(len(CLASSES), device=s.device)), list(weights.values())
-
-
-def _step(s: Setting) -> Callable[[], torch.Tensor]:
-    """Return a training step that never waits for the device and returns its loss."""
-    (weights, *batch), leaves = _given(s)
-    optimizer = torch.optim.AdamW(leaves, fused=True)
-
-    def step() -> torch.Tensor:
-        optimizer.zero_grad()
-        loss = training_loss(weights, *batch)
-        loss.backward()
-        optimizer.step()
-        return loss.detach()
-
-    return step
-
-
-def _gradients(
-    s: Setting, low: torch.dtype | None, channels_last: bool
-) -> Callable[[], tuple[torch.Tensor, dict[str, torch.Tensor]]]:
-    """Return a function that computes the loss and its gradients, under autocast to `low` unless that is None."""
-    (weights, segments, *rest), _ = _given(s)
-    if channels_last:
-        segments = segments.contiguous(memory_format=torch.channels_last)
-        weights = {
-            n: w.detach().contiguous(memory_format=torch.channels_last) if w.ndim == 4 else w
-            for n, w in weights.items()
-        }
-
-    def call() -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        with torch.autocast(s.device.type, low or torch.bfloat16, enabled=low is not None):
-            return with_gradients(training_loss, weights, segments, *rest)
-
-    return call
-
-
-def _tuned(s: Setting, on: bool, low: torch.dtype | None, channels_last: bool) -> Callable[[], object]:
-    """Return a function that computes the gradients TOGETHER times and waits for the device.
-
-    It needs a process of its own: cuDNN keeps the algorithms that it has found, whatever the setting is.
-    """
-    call = _gradients(s, low, channels_last)
-
-    def several() -> None:
-        with cudnn_benchmark(on=on):
-            for _ in range(TOGETHER):
-                call()
-        _wait(s.device)
-
-    return several
-
-
-def _trained(config: TrainConfig, audio: LeakAudio, device: torch.device, optimized: bool = True) -> Callable[[], None]:
-    """Return a function that trains one more epoch and does not wait for its end on the device.
-
-    It raises _UncompiledError where the network runs uncompiled.
-    """
-    trainer = implementation("trainers.leak_cnn", "Trainer", optimized=optimized)(config, audio, device)
-    numbers = itertools.count()
-
-    def epoch() -> None:
-        notes: list[str] = []
-        with ablation.noting(notes):
-            trainer.train_window({"epoch": torch.tensor(next(numbers))})
-        for note in notes:
-            if "runs uncompiled" in note:
-                raise _UncompiledError(note)
-
-    return epoch
-
-
-def _epochs(config: TrainConfig, audio: LeakAudio, device: torch.device) -> Callable[[], None]:
-    """Return a function that trains one more epoch and waits for its end on the device."""
-    train = _trained(config, audio, device)
-
-    def epoch() -> None:
-        train()
-        _wait(device)
-
-    return epoch
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
-def _rounds(
-    made: Mapping[str, Make], rounds: int, enough: Callable[[dict[str, list[float]]], bool] | None = None
-) -> tuple[dict[str, float], dict[str, list[float]]]:
-    """Return (seconds of the first call, seconds by round), each in a process of its own and no two at a time.
-
-    As long as `enough` does not accept the seconds, as many rounds again are timed, PASSES times in all.
-    """
-    with apart(made) as calls:
-        first = {name: call() for name, call in calls.items()}
-        for call in calls.values():
-            call()
-        seconds: dict[str, list[float]] = {name: [] for name in calls}
-        for number in range(PASSES * rounds):
-            if number and number % rounds == 0 and (enough is None or enough(seconds)):
-                break
-            for name in list(calls)[:: 1 if number % 2 else -1]:
-                seconds[name].append(calls[name]())
-    return first, seconds
-
-
-def _first_batch(way: str) -> None:
-    """Start a worker, take a batch from it, and end it."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # about a fork beside threads, which is what is measured
-        loader = DataLoader(TensorDataset(torch.zeros(4)), 4, num_workers=1, multiprocessing_context=way)
-        next(iter(loader))
-
-
-def _breaks(*given: Any) -> torch.Tensor:
-    """Compute twice the training loss, with a graph break before the product."""
-    loss = training_loss(*given)
-    torch._dynamo.graph_break()
-    return 2 * loss
-
-
-def _graphs(function: Callable[..., torch.Tensor], whole: bool, s: Setting) -> list[str]:
-    """Return the code of each graph that torch.compile makes of a function."""
-    (weights, segments, labels, balance), _ = _given(dataclasses.replace(s, batch_size=2))
-    found: list[str] = []
-
-    def note(graph: torch.fx.GraphModule, inputs: Sequence[torch.Tensor]) -> Callable[..., Any]:
-        found.append(str(graph.code).strip())
-        return graph.forward
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # about what the compiler's modules import
-        compiled = torch.compile(_renewed(function), backend=note, fullgraph=whole, dynamic=False)
-        compiled(weights, segments, labels, balance)
-    return found
-
-
-def _compiled_step(s: Setting, whole: bool) -> Callable[[], object]:
-    """Return a step under torch.compile with CUDA graphs of its own, as the source compiles it."""
-    given, leaves = _given(s)
-    options = {"triton.cudagraphs": True} if s.device.type == "cuda" else None
-    replay_begins = implementation("compilation.compiled_function", "replay_begins", optimized=True)
-    call = _compile_quietly(_renewed(training_loss), fullgraph=whole, dynamic=False, options=options)
-
-    def step() -> None:
-        replay_begins()
-        torch.autograd.grad(call(*given), leaves)
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # about empty graphs
-        for _ in range(3):  # compiled, captured, replayed
-            step()
-    return step
-
-
-def _compile_quietly(function: Callable[..., torch.Tensor], **options: Any) -> Callable[..., torch.Tensor]:
-    compile_quietly = implementation("compilation.compiled_function", "compile_quietly", optimized=True)
-    compiled: Callable[..., torch.Tensor] = compile_quietly(function, **options)
-    return compiled
-
-
-def _renewed(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """Return the function with a code object of its own, so that nothing compiled before is reused."""
-
-    def call(*given: Any) -> torch.Tensor:
-        return function(*given)
-
-    call.__code__ = call.__code__.replace()
-    return call
 
 
 def _together(answers: Sequence[Answer], on: str) -> Answer:

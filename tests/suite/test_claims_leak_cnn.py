@@ -17,7 +17,8 @@ import torch
 from click.testing import CliRunner
 from scale import FULLY
 
-from suite.claims import leak_cnn, measuring, record
+from suite.claims import leak_cnn, leak_cnn_setting, measuring, record
+from suite.claims import leak_cnn_measured as measured
 from suite.claims.record import CONFIRMED, DEPENDS, REFUTED, UNMEASURED, VERDICTS
 from suite.commands.claims import claims
 from suite.leak_cnn.config import TrainConfig
@@ -48,7 +49,7 @@ def test_launches_go_by_tensors() -> None:
 
 def test_millions_of_launches_would_confirm_it(monkeypatch: pytest.MonkeyPatch) -> None:
     numbers = iter([6_000_000, 36, 1, 12_000_000, 36, 1])
-    monkeypatch.setattr(leak_cnn, "_launches", lambda setting, call: next(numbers))
+    monkeypatch.setattr(measured, "launches_of", lambda setting, call: next(numbers))
     verdict, finding = leak_cnn.launches(SMALL)
     assert verdict == CONFIRMED
     assert "one by one 12000000" in finding
@@ -63,7 +64,7 @@ def test_memory_is_of_the_source_s_batch() -> None:
 
 def test_nothing_less_is_kept_for_the_backward() -> None:
     assert leak_cnn.activations(SMALL)[0] == REFUTED
-    beside, inplace = (leak_cnn._memory(SMALL, activation, False) for activation in leak_cnn._ACTIVATIONS)
+    beside, inplace = (measured.memory_of(SMALL, activation, False) for activation in leak_cnn._ACTIVATIONS)
     assert beside.kept == inplace.kept
     assert inplace.kept >= 4 * 5632 * (32 * 32 + 64 * 32 + 128 * 16)  # the results of ReLU are, at the least
 
@@ -74,11 +75,11 @@ def test_nothing_less_is_kept_for_the_backward() -> None:
 def test_what_is_claimed_of_memory_is_met_within_a_tenth(
     forward: float, step: float, verdict: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def memory(setting: Any, activation: Any, compiled: bool) -> leak_cnn._Memory:
+    def memory(setting: Any, activation: Any, compiled: bool) -> measured.Memory:
         more = 1e6 * (activation is not torch.relu_)
-        return leak_cnn._Memory(kept=115.4 * more, forward=forward * more, step=step * more)
+        return measured.Memory(kept=115.4 * more, forward=forward * more, step=step * more)
 
-    monkeypatch.setattr(leak_cnn, "_memory", memory)
+    monkeypatch.setattr(measured, "memory_of", memory)
     assert leak_cnn.memory(SMALL)[0] == verdict
     assert leak_cnn.activations(SMALL)[0] == CONFIRMED
 
@@ -124,7 +125,7 @@ def test_workers_are_judged_by_when_their_first_batch_comes(
 def test_a_worker_is_started_and_ended(way: str) -> None:
     if way not in torch.multiprocessing.get_all_start_methods():
         pytest.skip(f"no {way} here")
-    leak_cnn._first_batch(way)
+    measured.first_batch_of_worker(way)
     assert not torch.multiprocessing.active_children()
 
 
@@ -148,7 +149,7 @@ def test_fullgraph_removes_no_break() -> None:
 def test_a_gain_of_fullgraph_is_judged_by_time(
     full: tuple[float, ...], verdict: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(leak_cnn, "_compiled_step", lambda setting, whole: lambda: None)
+    monkeypatch.setattr(measured, "compiled_step", lambda setting, whole: lambda: None)
     monkeypatch.setattr(leak_cnn, "interleaved", lambda *given: {"False": [1.0, 1.01, 1.02], "True": [*full]})
     assert leak_cnn.fullgraph(dataclasses.replace(SMALL, compiled=True))[0] == verdict
 
@@ -186,7 +187,7 @@ def test_an_epoch_of_steps_reads_each_loss_or_their_sum(monkeypatch: pytest.Monk
 def test_syncs_depend_on_what_else_waits(alone: int, every: int, verdict: str, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("h5py", reason="h5py is not installed: pip install 'perfsuite[train]'")
     syncs = {"reference": 50, "alone": alone, "resident": 8, "all": every}
-    monkeypatch.setattr(leak_cnn, "_trained", lambda *given, **options: lambda: None)
+    monkeypatch.setattr(measured, "trained_epochs", lambda *given, **options: lambda: None)
     monkeypatch.setattr(leak_cnn, "count_calls", lambda sides: {name: (syncs[name], 0) for name in sides})
     assert leak_cnn.syncs(SMALL)[0] == verdict
 
@@ -205,7 +206,7 @@ def here(monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
             calls[name] = functools.partial(next, itertools.cycle([seconds, 1.001 * seconds]))
         yield calls
 
-    monkeypatch.setattr(leak_cnn, "apart", apart)
+    monkeypatch.setattr(measured, "apart", apart)
     return finding
 
 
@@ -213,7 +214,8 @@ def here(monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
 def test_cudnn_is_judged_in_either_precision(
     off: float, on: float, verdict: str, here: dict[str, float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(leak_cnn, "TOGETHER", 1)
+    for module in (leak_cnn, measured):
+        monkeypatch.setattr(module, "TOGETHER", 1)
     here |= {"False": off, "True": on}
     found, finding = leak_cnn.autotune(SMALL)
     assert found == verdict
@@ -226,7 +228,7 @@ def test_what_is_implemented_is_timed_from_the_file_and_on_the_device(
 ) -> None:
     asked = []
     monkeypatch.setattr(leak_cnn, "audio_of", lambda data: None)
-    monkeypatch.setattr(leak_cnn, "_epochs", lambda config, audio, device: lambda: asked.append(config))
+    monkeypatch.setattr(measured, "finished_epochs", lambda config, audio, device: lambda: asked.append(config))
     here |= {"read from the fileFalse": 1.0, "read from the fileTrue": 0.99, "False": 0.1, "True": 0.08}
     verdict, finding = leak_cnn.together(SMALL)
     assert verdict == DEPENDS
@@ -244,8 +246,8 @@ def test_what_cannot_be_compiled_is_reported(monkeypatch: pytest.MonkeyPatch) ->
     def refused(*given: Any) -> Any:
         raise torch._dynamo.exc.TorchDynamoException("no compiler\nand more")
 
-    monkeypatch.setattr(leak_cnn, "_memory", refused)
-    monkeypatch.setattr(leak_cnn, "_graphs", refused)
+    monkeypatch.setattr(measured, "memory_of", refused)
+    monkeypatch.setattr(measured, "graphs_of", refused)
     for measure in (leak_cnn.memory, leak_cnn.activations, leak_cnn.fullgraph):
         assert measure(SMALL) == (UNMEASURED, "it cannot be compiled: no compiler")
 
@@ -260,10 +262,10 @@ def test_an_epoch_that_was_not_compiled_is_no_measurement(monkeypatch: pytest.Mo
             if self.seen == [0, 1]:
                 warnings.warn("leak_cnn's step runs uncompiled: why", RuntimeWarning, stacklevel=2)
 
-    monkeypatch.setattr(leak_cnn, "implementation", lambda *given, optimized: Uncompiled)
-    epoch = leak_cnn._epochs(TrainConfig(), None, SMALL.device)
+    monkeypatch.setattr(measured, "implementation", lambda *given, optimized: Uncompiled)
+    epoch = measured.finished_epochs(TrainConfig(), None, SMALL.device)
     epoch()
-    with pytest.raises(leak_cnn._UncompiledError, match="leak_cnn's step runs uncompiled: why"):
+    with pytest.raises(measured.UncompiledError, match="leak_cnn's step runs uncompiled: why"):
         epoch()
 
 
@@ -334,7 +336,9 @@ def test_the_command_measures_leak_cnn_s_claims(tmp_path: Path) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", CHECKS)
 def test_on_a_gpu_every_claim_has_a_verdict(name: str) -> None:
-    given = leak_cnn.Setting(device=torch.device("cuda"), rounds=2, workers=0, data=leak_cnn.FEW, batch_size=112)
+    given = leak_cnn_setting.Setting(
+        device=torch.device("cuda"), rounds=2, workers=0, data=leak_cnn_setting.FEW, batch_size=112
+    )
     verdict, finding = CHECKS[name].answer(given)
     assert verdict in VERDICTS
     assert finding
