@@ -27,7 +27,7 @@ from suite.ablation import noting
 from suite.configuration import ConfigurationError
 from suite.runtime import DivergedError
 from suite.runtime.checkpoints import restore_rng, rng_state
-from suite.runtime.loop import Counted
+from suite.runtime.interface import Counted
 from suite.runtime.timing import synchronize
 
 Name = Literal["baseline", "optimized"]

@@ -279,7 +279,7 @@ def _arm(name: str, chosen: Chosen, device: Any) -> Arm:
     """Open the data of a side, and return how its trainer is built and evaluated."""
     from suite import trainers
     from suite.ab import Arm
-    from suite.runtime.loop import Counted
+    from suite.runtime.interface import Counted
 
     with _input():
         loaded = trainers.data_of(name)(chosen.data)

@@ -119,7 +119,6 @@ def _measured(
     from suite.commands.train import device_called, name_of
     from suite.runtime import Options
 
-    ablated = trainers.ablated_of(name)
     # The fields of `perfsuite train` are accepted here, too; those that say how a run is kept have no effect.
     kinds = [trainers.config_of(name), Options, trainers.data_config_of(name)]
     chosen, _, data = configuration.read(kinds, config, fields)
@@ -128,25 +127,13 @@ def _measured(
     always = tuple(t for t in switches if t in always)
     there = device_called(device)
     arms = ablation.arms(techniques, always)
-
-    def switched(arm: ablation.Arm) -> Any:
-        try:
-            return dataclasses.replace(chosen, **{t: arm.on is not None and t in arm.on for t in switches})
-        except ValueError as error:
-            message = f"each technique is switched on in turn, which these fields do not allow: {error}"
-            raise configuration.ConfigurationError(message) from None
-
-    for arm in arms:  # fails now, and not after minutes
-        switched(arm)
+    switched = {arm: _switched(chosen, arm, switches) for arm in arms}
     writable(out)
-    if ablated is None:
-        given, batches = ablation.VOCABULARY, ablation.random_batches(chosen, there)
-    else:
-        given, batches = ablated(chosen, data, there)
+    given, batches = _data(name, chosen, data, there)
 
     def build(arm: ablation.Arm) -> Any:
         side: trainers.Side = "reference" if arm.on is None else "optimized"
-        return trainers.build(name, switched(arm), given, there, side)
+        return trainers.build(name, switched[arm], given, there, side)
 
     windows = ablation.whole_periods(windows, chosen)
     timed = ablation.measure(
@@ -171,6 +158,27 @@ def _measured(
         windows=windows,
         arms=timed,
     )
+
+
+def _data(name: str, config: Any, data: Any, device: Any) -> tuple[Any, Any]:
+    """Return what a trainer is given, and the batches that are timed."""
+    from suite import ablation, trainers
+
+    ablated = trainers.ablated_of(name)
+    if ablated is None:
+        return ablation.VOCABULARY, ablation.random_batches(config, device)
+    return ablated(config, data, device)
+
+
+def _switched(config: Any, arm: Any, switches: tuple[str, ...]) -> Any:
+    """Return the configuration with an arm's techniques on; ConfigurationError where its fields do not allow it."""
+    from suite.configuration import ConfigurationError
+
+    try:
+        return dataclasses.replace(config, **{t: arm.on is not None and t in arm.on for t in switches})
+    except ValueError as error:
+        message = f"each technique is switched on in turn, which these fields do not allow: {error}"
+        raise ConfigurationError(message) from None
 
 
 def _others(always: tuple[str, ...], switches: tuple[str, ...]) -> tuple[str, ...]:

@@ -62,7 +62,6 @@ def _reply(
     from suite.polychromic.data import check_fits
     from suite.polychromic.evaluation import distances_of, replies_to
     from suite.polychromic.objective import texts
-    from suite.polychromic.replies import USER, Message
 
     there = device_called(device)
     path, found = checkpoint_of(checkpoint, TRAINER)
@@ -75,18 +74,7 @@ def _reply(
         config = replace(config, **{name: value for name, value in changes.items() if value is not None})
     except ValueError as error:
         raise PerfsuiteError(str(error)) from None
-    if not prompt.strip():
-        raise PerfsuiteError("--prompt: it is empty; say something")
-    try:
-        asked = given.chat.prompt([Message(USER, typed(prompt).strip())])
-    except (TypeError, UnicodeError):
-        raise PerfsuiteError("--prompt: it is not UTF-8; give other text") from None
-    positions = given.shape.positions
-    room = positions - config.new_tokens
-    if room < 1:
-        raise PerfsuiteError(f"--tokens {config.new_tokens}: the model has {positions} positions; lower it")
-    if len(asked) > room:
-        raise PerfsuiteError(f"--prompt: it has {len(asked)} tokens, and the model has room for {room}; shorten it")
+    asked = _encoded(prompt, given, config.new_tokens)
     example = Encoded(tuple(asked), len(asked))
     check_fits(replace(given, training=(example,)), 1, config.new_tokens)
     try:
@@ -106,6 +94,25 @@ def _reply(
         show(f"[{number}] {text.strip()}\n")
     if count > 1:
         tell(f"diversity: {distances_of(trainer.sentences, said, count, there)[0]:.3f}", err=True)
+
+
+def _encoded(prompt: str, given: Any, new_tokens: int) -> list[int]:
+    """Return the tokens of the prompt; PerfsuiteError where it is none, or the model has no room for it."""
+    from suite.polychromic.replies import USER, Message
+
+    if not prompt.strip():
+        raise PerfsuiteError("--prompt: it is empty; say something")
+    try:
+        asked: list[int] = given.chat.prompt([Message(USER, typed(prompt).strip())])
+    except (TypeError, UnicodeError):
+        raise PerfsuiteError("--prompt: it is not UTF-8; give other text") from None
+    positions = given.shape.positions
+    room = positions - new_tokens
+    if room < 1:
+        raise PerfsuiteError(f"--tokens {new_tokens}: the model has {positions} positions; lower it")
+    if len(asked) > room:
+        raise PerfsuiteError(f"--prompt: it has {len(asked)} tokens, and the model has room for {room}; shorten it")
+    return asked
 
 
 def _said(error: Exception) -> str:

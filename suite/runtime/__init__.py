@@ -1,6 +1,7 @@
 """Run-time services for any trainer: progress, TensorBoard, checkpoints, resuming, orderly ends, timing, traces."""
 
 from suite.runtime.checkpoints import Checkpoint, CheckpointError, Store
-from suite.runtime.loop import DivergedError, Options, Outcome, Trainer, fit
+from suite.runtime.interface import DivergedError, Options, Outcome, Trainer
+from suite.runtime.loop import fit
 
 __all__ = ["Checkpoint", "CheckpointError", "DivergedError", "Options", "Outcome", "Store", "Trainer", "fit"]

@@ -10,11 +10,10 @@ import signal
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
-from dataclasses import dataclass
 from datetime import datetime
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -28,6 +27,7 @@ from suite.runtime import checkpoints
 from suite.runtime.checkpoints import OLD, Checkpoint, CheckpointError, Store
 from suite.runtime.curve_log import FILE, CurveLog
 from suite.runtime.display import Display, board, quantity
+from suite.runtime.interface import Counted, DivergedError, Options, Outcome, Resumable, Trainer
 from suite.runtime.locking import only_one
 from suite.runtime.ranges import phase
 from suite.runtime.stopping import Stopping
@@ -39,112 +39,6 @@ SILENT = 8
 
 OVER = 1
 """Wish of a rank whose seconds are over. Any other wish is the number of a signal, and these are larger."""
-
-SEEDS = 2**63
-"""torch's generators take no larger seed."""
-
-
-class Trainer(Protocol):
-    """Interface of a trainer.
-
-    It may also have the following members. `last_metrics()` is like `metrics`, but waits for the last queued window. It
-    is called before a checkpoint is written, so that none replaces a good one after a window that diverged.
-    `window_name` is the user's word for a window, "epoch" for instance. `settles` is the number of windows after which
-    nothing is compiled or captured any more, by default 1. `stops()` is called before each window. It returns the
-    reason why the training should end, in words, or None; all ranks must return it at the same window.
-    """
-
-    def train_window(self, batch: Mapping[str, torch.Tensor]) -> None:
-        """Queue one window's work, with the batch on the CPU. It need not wait for the device."""
-
-    def metrics(self) -> Mapping[str, float] | None:
-        """Return the metrics of a window that has finished, usually the previous one; None if there are none yet.
-
-        "loss", if present, must be finite; if it is not, "step" may give the step. "window" may give the window that
-        they belong to, counted from 1 over the whole training. Without it they are assumed to lag by as many windows
-        as returned None.
-        """
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return all that the next window depends on, as tensors and plain values."""
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore a state, bitwise."""
-
-
-@runtime_checkable
-class Resumable(Protocol):
-    """Batches that can save and restore their position."""
-
-    def state_dict(self) -> dict[str, Any]: ...
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
-
-
-@runtime_checkable
-class Counted(Protocol):
-    """Batches that know the number of items in a batch, and the number of batches."""
-
-    unit: str
-    """Plural noun for the items that `items` counts."""
-    total: int
-    """Number of batches in all, including those before a resume."""
-
-    def items(self, batch: Mapping[str, torch.Tensor]) -> int:
-        """Return the number of items in a batch, without reading values on a device."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Options:
-    """Fields of every configuration that concern the run and not the trainer."""
-
-    windows: int | None = None
-    """Windows in all, including those before a resume; null: until interrupted."""
-    seconds: float | None = None
-    """Seconds after which this run ends."""
-    seed: int = 0
-    folder: str | None = None
-    """Folder for checkpoints, metrics and TensorBoard's files."""
-    checkpoint_every: int = 1000
-    """Windows between two checkpoints; 0: only at the end."""
-    keep: int = 3
-    """Checkpoints to keep, in addition to those whose loss is not known yet."""
-    tensorboard: bool = False
-    tensorboard_every: int = 10
-    timing_debug: bool = False
-    """Print seconds per phase at the end. It waits for the device after each phase, which slows the run."""
-    profile: str | None = None
-    """File into which a Chrome trace of a few windows is written."""
-
-    def __post_init__(self) -> None:
-        least = {"windows": 0, "seconds": 0, "seed": 0, "checkpoint_every": 0, "keep": 1, "tensorboard_every": 1}
-        for name, bound in least.items():
-            value = getattr(self, name)
-            if value is not None and not value >= bound:
-                raise ValueError(f"{name} must be {bound} or more, got {value}")
-        if self.seed >= SEEDS:
-            raise ValueError(f"seed must be less than 2^63, got {self.seed}")
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Outcome:
-    """Outcome of a run."""
-
-    windows: int
-    items: int
-    seconds: float
-    metrics: Mapping[str, float] | None
-    checkpoint: Path | None
-    signal: signal.Signals | None
-
-    @property
-    def exit_code(self) -> int:
-        """0, or 128 plus the number of the signal that ended the run."""
-        return 0 if self.signal is None else 128 + int(self.signal)
-
-
-class DivergedError(PerfsuiteError):
-    """The loss is NaN or infinite."""
 
 
 def fit(
@@ -227,6 +121,8 @@ class _Run:
         self.due = 0
         self.why: str | None = None
         """Reason for which the trainer has ended the run."""
+        self.phases = Phases(device, options.timing_debug)
+        self.trace = Trace(Path(options.profile) if options.profile and place.first else None, device)
 
     def begin(self, resume: Path | None, overwrite: bool) -> None:
         """Load the checkpoint to resume, or refuse a folder that holds checkpoints unless they may be overwritten."""
@@ -266,61 +162,25 @@ class _Run:
             checkpoints.restore_rng(found.rng)
 
     def go(self) -> Outcome:
-        options = self.options
-        phases = Phases(self.device, options.timing_debug)
-        trace = Trace(Path(options.profile) if options.profile and self.place.first else None, self.device)
-        started = time.monotonic()
-        first, total = self.windows, options.windows
-        ends = [n for n in (total, self.batches.total if isinstance(self.batches, Counted) else None) if n is not None]
-        end = min(ends) if ends else None
-        asked = 0
+        options, started, first = self.options, time.monotonic(), self.windows
         with ExitStack() as stack:
-            if self.store is not None:
-                self.log = CurveLog(self.store.folder, self.windows, self._about())
-                stack.callback(self._logged, self.log.close)
-            if options.tensorboard and self.store is not None:
-                self.writer = stack.enter_context(board(self.store.folder / "tensorboard", self.windows))
-                self.due = (self.windows // options.tensorboard_every + 1) * options.tensorboard_every
+            self._open_logs(stack)
+            end = self._end()
             display = stack.enter_context(Display(self.console, self.name, end, self.windows, self.unit, self.noun))
             self._say = display.say
             launched = LAUNCHED in os.environ
             stop = stack.enter_context(Stopping(display.leave, self.noun, once=launched))
-            while total is None or self.windows < total:
-                over = options.seconds is not None and time.monotonic() - started >= options.seconds
-                asked = self.together.ends(int(stop.signal or (OVER if over else 0)))
-                self.why = getattr(self.trainer, "stops", _never)()
-                if asked or self.why is not None:
-                    break
-                trace.before()
-                with phases("data"), phase("data"):
-                    batch = next(self.batches, None)
-                if batch is None:
-                    break
-                with phases("train"), phase("train"):
-                    self.trainer.train_window(batch)
-                self.windows += 1
-                self._count(batch, display)
-                with phases("metrics"):
-                    self._look(self.trainer.metrics())
-                if trace.after():
-                    display.say(f"profile: wrote {shown(options.profile or '')}")
-                if options.checkpoint_every and self.windows % options.checkpoint_every == 0:
-                    with phases("checkpoint"):
-                        self._save(last=False)
-                display.show(self.windows, end, self.items, self.metrics)
-            if trace.close():
-                display.say(f"profile: wrote {shown(options.profile or '')}, with fewer windows: the run has ended")
-            elif options.profile and trace.written is None:
-                display.say("profile: nothing was written, the run was too short: a trace begins after two windows")
-            with phases("checkpoint"):
+            asked = self._train(display, stop, started, end)
+            self._end_trace()
+            with self.phases("checkpoint"):
                 self._save(last=True)
             synchronize(self.device)
             seconds = time.monotonic() - started
         if options.timing_debug:
-            self.console.print(phases.table())
-        if trace.hotspots is not None:
-            self.console.print(trace.hotspots.table())
-            self._say(trace.hotspots.advice())
+            self.console.print(self.phases.table())
+        if self.trace.hotspots is not None:
+            self.console.print(self.trace.hotspots.table())
+            self._say(self.trace.hotspots.advice())
         by = signal.Signals(asked) if asked > OVER else stop.signal
         self._finish(first, seconds, by)
         return Outcome(
@@ -331,6 +191,60 @@ class _Run:
             checkpoint=self.doubtful[-1][1] if self.doubtful else self.saved,
             signal=by,
         )
+
+    def _end(self) -> int | None:
+        """Return the number of windows after which the run ends; None where no number of them ends it."""
+        counted = self.batches.total if isinstance(self.batches, Counted) else None
+        return min((n for n in (self.options.windows, counted) if n is not None), default=None)
+
+    def _open_logs(self, stack: ExitStack) -> None:
+        options = self.options
+        if self.store is not None:
+            self.log = CurveLog(self.store.folder, self.windows, self._about())
+            stack.callback(self._logged, self.log.close)
+        if options.tensorboard and self.store is not None:
+            self.writer = stack.enter_context(board(self.store.folder / "tensorboard", self.windows))
+            self.due = (self.windows // options.tensorboard_every + 1) * options.tensorboard_every
+
+    def _train(self, display: Display, stop: Stopping, started: float, end: int | None) -> int:
+        """Train window after window; return the wish of the ranks that ended it, or 0."""
+        options = self.options
+        while options.windows is None or self.windows < options.windows:
+            over = options.seconds is not None and time.monotonic() - started >= options.seconds
+            asked = self.together.ends(int(stop.signal or (OVER if over else 0)))
+            self.why = getattr(self.trainer, "stops", _never)()
+            if asked or self.why is not None:
+                return asked
+            self.trace.before()
+            with self.phases("data"), phase("data"):
+                batch = next(self.batches, None)
+            if batch is None:
+                return asked
+            self._window(batch, display)
+            display.show(self.windows, end, self.items, self.metrics)
+        return 0
+
+    def _window(self, batch: Mapping[str, torch.Tensor], display: Display) -> None:
+        """Train a window, with its metrics, and the checkpoint that may be due after it."""
+        every = self.options.checkpoint_every
+        with self.phases("train"), phase("train"):
+            self.trainer.train_window(batch)
+        self.windows += 1
+        self._count(batch, display)
+        with self.phases("metrics"):
+            self._look(self.trainer.metrics())
+        if self.trace.after():
+            self._say(f"profile: wrote {shown(self.options.profile or '')}")
+        if every and self.windows % every == 0:
+            with self.phases("checkpoint"):
+                self._save(last=False)
+
+    def _end_trace(self) -> None:
+        profile = self.options.profile
+        if self.trace.close():
+            self._say(f"profile: wrote {shown(profile or '')}, with fewer windows: the run has ended")
+        elif profile and self.trace.written is None:
+            self._say("profile: nothing was written, the run was too short: a trace begins after two windows")
 
     def _count(self, batch: Mapping[str, torch.Tensor], display: Display) -> None:
         """Add a batch's items: as the batches count them, else tokens, else the first tensor's rows; by sizes alone."""
