@@ -80,7 +80,7 @@ class Step:
         self.states = torch.empty(2, rows, shape.width, **self.given)
         self.qkv = torch.empty(rows, (shape.heads + 2 * shape.kv_heads) * D, **self.given)
         self.wide = torch.empty(rows, 2 * shape.hidden, **self.given)
-        # What linear layers read has rows of zeros behind.
+        # The inputs of linear layers are padded with rows of zeros.
         filled = _block(rows)
         self.normed, self.attended, self.gated = (
             torch.zeros(filled, n, **self.given) for n in (shape.width, shape.heads * D, shape.hidden)

@@ -48,7 +48,7 @@ FIELDS = 16
 class Step(NamedTuple):
     """A product α · left rightᵀ + β · added + γ, for all tiles of a matrix: the numbers of its operands and results.
 
-    Of a symmetric product the tiles on one side of the diagonal are computed. The result of another one is also
+    For a symmetric product only the tiles on one side of the diagonal are computed. The result of any other is also
     stored as its transpose, `mirrored`.
 
     is_gram  both operands are the matrix itself
@@ -332,7 +332,7 @@ def _iterate_kernel(
         while tl.atomic_add(done_ptr, 0, sem="acquire") < needed:
             pass
         if FENCED:
-            # What others have stored is now read by another unit.
+            # Tiles that other programs have stored are now read by another unit.
             _ = tl.inline_asm_elementwise("fence.proxy.async.global; mov.u32 $0, 0;", "=r", [], tl.int32, False, 1)
         total = tl.zeros((TILE, TILE), tl.float32)
         for _ in range(panels):

@@ -316,7 +316,7 @@ if gluon is not None:
                             mbarrier.expect(added_full, BYTES)
                             row = added_row + tile * 2 * height
                             tma.async_copy_global_to_shared(blocks, [row, 0], added_full, out)
-                        # A barrier tells one phase from the next alone: right operands are waited for in their order.
+                        # A barrier distinguishes only two phases in a row, so right operands are awaited in order.
                         mbarrier.wait(turns.index(OWN), ((sequence + tile) // 2 & 1) ^ (1 - OWN))
                         freed = (tile == last, not is_shared)
                         # Added up from tile to tile, it would stay at its first value: Triton 3.6 and 3.7 take a sum

@@ -18,7 +18,7 @@ reduce_scatter: Callable[..., Any] = getattr(dist, "reduce_scatter_single", dist
 class Shards:
     """Cuts tensors along their first dimension as `torch.chunk` does, and puts the ranks' parts together again.
 
-    Of n rows each of r ranks has ceil(n / r), the last ones fewer or none.
+    Each of r ranks has ceil(n / r) of n rows, the last ones fewer or none.
     """
 
     rank: int

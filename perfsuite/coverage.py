@@ -154,7 +154,7 @@ def _case(
             ends = {k[1]: k[2] for k in reversed(left) if k[0] == "scalar"}
     layout = only = ""
     if set(regimes.values()) <= set(MILD) and not {"empty", "one", ONES, PAST_HALF} & set(wanted.values()):
-        # Of a long row of equal values the roundings add up in one direction.
+        # The roundings of a long row of equal values add up in one direction.
         left_out = EXPANDED if {*LARGE, *TOGETHER_SIZES} & set(wanted.values()) else ()
         layout = next((k[1] for k in left if k[0] == "layout" and k[1] not in left_out), "")
         if UP_TO_HALF in wanted.values():

@@ -64,7 +64,7 @@ def check(
     for words in imported.values():
         raise NotEquivalent(f"{pair.name}: the import of its module {words} for all that runs after it; put it back")
 
-    # What makes the inputs of a module draws random numbers: they are made before any side is watched.
+    # Making a module's inputs draws random numbers, so it is done before any side is watched.
     inputs: dict[int, dict[str, Any]] = {}
     optimized, reference = (
         Probe(

@@ -142,7 +142,7 @@ def hold(
     except NotEquivalent as error:
         if error.excess > NEAR:
             raise
-        # Of many elements over many draws some have a larger error than a few samples of it show.
+        # Among many elements and draws some have a larger error than a few samples show.
         truth, trial = known(CAREFUL), Tally()
         judge(pair, truth, produced, name=name, tally=trial, strict_strides=strict_strides)
     if tally is not None:

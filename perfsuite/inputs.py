@@ -291,7 +291,7 @@ def copy_values(into: Any, values: Any, *, counted: bool = True) -> None:
 
 
 def _copy_tensor(target: torch.Tensor, values: torch.Tensor) -> None:
-    # What is expanded is written to once.
+    # An expanded tensor is written to once.
     for dim, stride in enumerate(target.stride()):
         if not stride:
             width = min(1, target.shape[dim])

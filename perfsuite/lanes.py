@@ -189,14 +189,14 @@ def ordered(tasks: Iterable[Task], lanes: Sequence[Lane], expected: Callable[[Ta
     The first task of each group goes before the rest of any: a lane keeps to its group, and takes from another's only
     when none is left that has not begun, one that needs a child process last.
 
-    Those without another revision go before the others. What a revision registers by name when it is imported
-    (`torch.library.custom_op`) would replace what the current side calls.
+    Tasks without another revision go before the others: an operator that a revision registers by name when it is
+    imported (`torch.library.custom_op`) would replace the one that the current side calls.
     """
     if len(lanes) < 2:
         return sorted(tasks, key=lambda task: task.accepted is not None)
     groups: dict[str | int, list[Task]] = {}
     for number, task in enumerate(tasks):
-        # Of several tasks that time one workload, each goes to another process.
+        # Tasks that time the same workload go to different processes.
         groups.setdefault(number if task.kind == TIME else task.group, []).append(task)
     longest = sorted(groups.values(), key=lambda group: sum(map(expected, group)), reverse=True)
     rest = sorted((task for group in longest for task in group[1:]), key=lambda task: task.needs_child)

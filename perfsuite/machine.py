@@ -41,7 +41,7 @@ REASONS = {
     0x0400: "reliability",
 }
 
-# Those that make a sample unfit: they halve the clock or step it at a moment that has nothing to do with the code. The
+# Reasons that make a sample unfit: they halve the clock or step it at a moment that is unrelated to the code. The
 # software power cap is not among them: a large matmul draws the board's whole power budget, so the cap holds whenever
 # such a kernel runs, for both sides alike; discarding such samples would leave nothing to time.
 UNFIT = frozenset({"HW slowdown", "SW thermal", "HW thermal", "HW power brake"})

@@ -33,7 +33,7 @@ NOT_COPIED = ("_compiled_call_impl",)
 def changed_copy(module: torch.nn.Module, change: Change) -> torch.nn.Module:
     """Return a copy, as copy.deepcopy makes it, in which each parameter and buffer holds `change` of its values.
 
-    What is shared within the module is shared within the copy.
+    Tensors that are shared within the module are shared within the copy.
     """
     known: dict[int, Any] = {}
     for tensor in [*module.parameters(), *module.buffers()]:

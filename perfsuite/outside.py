@@ -53,7 +53,7 @@ def check(pair: Pair, case: Case, device: str, *, module: ModuleType, home: Path
     if execution.unavailable(as_side(pair.optimized), device):
         return
     once = replace(pair, steps=(1,)) if pair.is_stateful else pair
-    # What a call changes in place is compared after one call alone.
+    # Inputs that a call changes in place are compared after one call alone.
     gradients = pair.gradients and not pair.is_stateful and not pair.changed and bool(execution.differentiable(pair))
     known = truths.by_replicas(once, case, device, gradients=gradients, home=home)
     try:

@@ -4,7 +4,7 @@ The reference trainer, the set-up where the source began, the optimized trainer 
 conventional set-up over a small grid of how it loads and compiles: first each set-up of the grid alone, then its best
 three beside the others, interleaved, without validation. Validation is timed apart: epochs with it beside epochs
 without, and the files judged by themselves. The first epoch of each, in a process of its own with no compiler's cache,
-tells after how many epochs compiling has paid, and what memory it takes. Prints tables, and writes them with all times
+says after how many epochs compiling has paid, and what memory it takes. Prints tables, and writes them with all times
 to DIR.
 """
 

@@ -29,9 +29,9 @@ def fullgraph_model(
 
     Source: leak_cnn, technique 001.5.
     """
-    # Of other strides each would be compiled anew.
+    # Other strides would each be compiled again.
     batch = (segments.contiguous(), labels.contiguous(), class_weights.contiguous())
-    # What watches each operation runs Python of its own at it, which would be taken for a break in the graph.
+    # A mode that watches each operation runs Python code for it, which would count as a graph break.
     if _get_current_dispatch_mode() is not None:
         return training_loss(weights, *batch)
     if not segments.is_cuda:

@@ -45,7 +45,8 @@ FEWEST = 16
 # depends on the sizes alone, so that the order of summation is the same on every device.
 WEIGHT_PROGRAMS = 2 * 132
 FINISH_BLOCK = 256
-# Of a pooled position: the even row was taken, the odd one, or what was taken is not above 0 and nothing flows back.
+# Which row a pooled position took: the even one, the odd one, or none, where the maximum is not above 0 and has no
+# gradient.
 ODD = tl.constexpr(1)
 BLOCKED = tl.constexpr(2)
 
@@ -53,9 +54,9 @@ BLOCKED = tl.constexpr(2)
 def conv_relu_pool(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
     """`max_pool(relu(conv(x)))`: convolution 3×3 with padding 1, the larger of every two rows; [N, C', H // 2, W].
 
-    Of a single column the kernel's outer columns see padding alone: there it is a convolution along H by the middle
-    column, and the outer ones' gradient is 0. (An outer weight that is not finite is so never met, where the reference
-    may multiply it by the padding's zeros.)
+    With a single column the kernel's outer columns see only padding. So the convolution along H uses the middle column
+    alone, and the outer ones' gradient is 0. (An outer weight that is not finite has no effect, where the reference may
+    multiply it by the padding's zeros.)
 
     One column on CUDA in float32, bfloat16 or float16 takes the Triton kernels: one forward (after a copy of the
     weights' middle column), which beside the result writes a byte a value where a gradient is wanted; in the backward
@@ -190,7 +191,7 @@ def _weight_gradient(grad: torch.Tensor, taken: torch.Tensor, x: torch.Tensor) -
     tiles_out, tiles_in = ceil_div(outputs, of_outputs), ceil_div(C, of_inputs)
     length = max(1, ceil_div(count * tiles_out * tiles_in, WEIGHT_PROGRAMS))
     splits = ceil_div(count, length)
-    # Of each split: the middle column's gradient [3, C', C], then the bias'. Summed in a fixed order, with no atomics:
+    # For each split: the middle column's gradient [3, C', C], then the bias'. Summed in a fixed order, with no atomics:
     # the gradient is the same at every run.
     partial = torch.empty((splits, (3 * C + 1) * outputs), dtype=torch.float32, device=x.device)
     d_weight = torch.empty((outputs, C, 3, 3), dtype=x.dtype, device=x.device)

@@ -57,7 +57,7 @@ def fused_lora(
         forward    T I + 6 T O     5 T I + 6 T O   T I + 2 T O     T I
         backward   5 T I + 4 T O   9 T I + 4 T O   3 T I + T O     T I + T O
 
-    Of kept the optimized side reads T I bytes once, writes T I / 8, and reads these in each direction; the reference
+    The optimized side reads the T I bytes of kept once, writes T I / 8 and reads these in each direction; the reference
     reads T I bytes in each. Partial sums in float32 of the products with dy add a fifth to what is read of dy for
     8192 tokens and 4096 outputs, and more for fewer.
 

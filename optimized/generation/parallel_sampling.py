@@ -202,7 +202,7 @@ def _sampling_kernel(
         target = total * top_p
         if (top_p < 1.0) & (total == total):
             low, high, above = _narrow(pivots, tl.sum(sums, 0), target, low, high, above)
-            # What lies between the bounds goes into a list, and the bounds to what lies there.
+            # The values between the bounds go into a list, and the bounds close in on them.
             found = tl.full([], 0, tl.int32)
             least = tl.full([WIDE], ONE, tl.int32)
             most = tl.full([WIDE], -1, tl.int32)

@@ -260,7 +260,7 @@ class _Retrieval(torch.autograd.Function):
         def fresh(*shape):
             return torch.empty(shape, dtype=torch.float32, device=query.device)
 
-        # Of each query and candidate: its weight, relative to the forward's largest, and the gradient of that weight.
+        # For each query and candidate: its weight, relative to the forward's largest, and the weight's gradient.
         weights, slopes = fresh(batch, own + shared), fresh(batch, own + shared)
         # Their sum and their product's, of each chunk: summed anew here, so that the weights add up to 1 exactly as
         # they are used. What remains after the mean slope is taken away may be far smaller than the slopes are.

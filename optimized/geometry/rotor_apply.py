@@ -115,7 +115,7 @@ def _backward_kernel(
     row = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     columns = load_columns(x_ptr, row, row < rows, N, 1, N)
     grads = load_columns(grad_ptr, row, row < rows, N, 1, N)
-    # What each rotation began with. Not found by turning back: an infinity would not return.
+    # The values that each rotation began with. Rotating back would not restore an infinity.
     history = ()
     cosines = ()
     sines = ()

@@ -94,7 +94,7 @@ def rotor_cache(
 ) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]:
     """Build `step(slots, written, theta=None)`: set theta if it is given, write, and return all rotated coordinates.
 
-    What a step returns is the cache's own memory, valid until the next; see `RotorCache`.
+    A step returns the cache's own memory, valid until the next step; see `RotorCache`.
 
     Source: trainer2, technique 000.F4.
     """
@@ -135,7 +135,7 @@ def _write_kernel(
 ):
     row = tl.program_id(0) * WRITE_BLOCK + tl.arange(0, WRITE_BLOCK)
     slot = tl.load(slots_ptr + row.to(tl.int64) * stride_slot, mask=row < count, other=-1)
-    # Of equal slots the last one is stored. Each row sees all slots: no order among programs is needed.
+    # The last of equal slots is stored. Each row sees all slots, so programs need no order among them.
     last = tl.full((WRITE_BLOCK,), -1, dtype=tl.int32)
     for start in range(0, count, WRITE_BLOCK):
         other = start + tl.arange(0, WRITE_BLOCK)

@@ -206,7 +206,7 @@ class CudaGraphStep:
             return "an input wants a gradient, which a replay does not record; capture the backward pass, too"
         unhashable = [leaf for leaf in leaves if not isinstance(leaf, torch.Tensor | Hashable)]
         if unhashable:
-            return f"an input of type {type(unhashable[0]).__name__} cannot be told from another"
+            return f"an input of type {type(unhashable[0]).__name__} cannot be compared with another"
         return None
 
     def _form(self, leaves: Sequence[Any], spec: Any) -> Hashable:

@@ -186,6 +186,6 @@ def _rows_kernel(
             here = block * BLOCK + at
             x = tl.load(logits_ptr + here, mask=here < V, other=-float("inf")).to(tl.float32)
             d = tl.exp(x - top) * share - tl.where((here == place) & counted, 1.0, 0.0)
-            # Of a row that does not count nothing flows back, whatever its logits are.
+            # A row that does not count has no gradient, whatever its logits are.
             d = tl.where(counted & (here < V), d, 0.0)
             tl.store(logits_ptr + here, d.to(logits_ptr.dtype.element_ty), mask=here < columns)

@@ -9,7 +9,7 @@ import torch
 EVERY = 10
 # Below this share of the device's memory still free, another process (or a library beside the allocator) may fail.
 SCARCE = 0.1
-# Of the device's memory: less than this is not worth the stall that returning it costs.
+# Share of the device's memory: returning less is not worth the stall that it costs.
 WORTH = 0.05
 
 

@@ -218,7 +218,7 @@ class _Streams:
         self.to_device.wait_stream(current)
 
     def fetch(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> torch.cuda.Event:
-        """Queue the copies to host memory; the event tells when they are there."""
+        """Queue the copies to host memory; the event says when they are there."""
         with torch.cuda.stream(self.from_device):
             for to, source in pairs:
                 to.copy_(source, non_blocking=True)

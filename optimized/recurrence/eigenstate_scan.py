@@ -71,7 +71,7 @@ def _chunked(beta, eigenvalues, state, chunk):
     powers = [p.double() for p in eigenvalues.unbind(-1)]
     wide = _powers(*powers, L + 1)
     real, imaginary = (p.to(dtype) for p in wide)  # [L + 1, K]
-    # Of the state at a chunk's end, what its steps have added.
+    # The part of the state at a chunk's end that its steps have added.
     ends = [torch.einsum("sk,bjsk->bjk", p[:L].flip(0), x[:, :-1]).double() for p in (real, imaginary)]
     carried = _carried(ends, (wide[0][L], wide[1][L]), state.double())
     begin, turned = (c.to(dtype) for c in carried)  # [B, count, K]
@@ -181,7 +181,7 @@ class _Work:
         self.groups = ceil_div(T, chunks * length)
         self.chunks = self.groups * chunks
         self.grid = (self.groups * B * ceil_div(K, states),)
-        # What each group adds, or ends with.
+        # The sum that each group adds, or the state that it ends with.
         self.board = torch.full((2, B * self.groups, K), UNWRITTEN, dtype=torch.int32, device=device)
         # Items and groups; a plane of the board and one of what is there once a chunk. From the host, since a kernel's
         # argument of 1 is a plain number there, which cannot be widened.
@@ -288,7 +288,7 @@ def _bits(value, UNWRITTEN: tl.constexpr):
 
 @jit
 def _add(board_ptr, state, item, order, real, imaginary, K, groups, board_plane, UNWRITTEN: tl.constexpr):
-    """Tell the others what a group adds, or ends with. Each value tells for itself that it is there."""
+    """Publish the sum that a group adds, or its final state. Each value marks itself as written."""
     at = board_ptr + (item * groups + order) * K + state
     tl.store(at, _bits(real, UNWRITTEN), mask=state < K)
     tl.store(at + board_plane, _bits(imaginary, UNWRITTEN), mask=state < K)

@@ -44,7 +44,7 @@ class DeviceMetrics:
         return self.read(self.whole.cpu())
 
     def read(self, whole: torch.Tensor) -> EpochMetrics:
-        """The metrics that a copy of `whole` on the host tells, which may have come with others."""
+        """The metrics from a copy of `whole` on the host, which may be part of a larger copy."""
         confusion = whole[1:].view(self.classes, self.classes).tolist()
         loss = whole[:1].clone().view(torch.float64).item() / examples(confusion)
         return EpochMetrics(loss, accuracy(confusion), macro_f1(confusion), confusion)

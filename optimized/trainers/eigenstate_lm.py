@@ -281,9 +281,9 @@ def _compiled(form: _Form, part: Callable[..., torch.Tensor]) -> Callable[..., A
     def call(*tensors: Any) -> torch.Tensor:
         return part(form, *tensors)
 
-    # Of one code object dynamo keeps few compiled forms, and these are many: each has its own.
+    # Dynamo caches few specialisations per code object, so each form gets a copy of it.
     call.__code__ = call.__code__.replace()
-    # What is fastest may come out otherwise in a run that is resumed, and round otherwise: nothing is tried out.
+    # Autotuning may choose another kernel in a resumed run, which would round differently. So it is off.
     # Layer norm's backward takes a third of the time where its two kinds of sums are kernels of their own.
     options = {"deterministic": True, "triton.mix_order_reduction": False}
     return compile_if_possible(

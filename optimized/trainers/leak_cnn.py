@@ -51,7 +51,7 @@ class Trainer:
 
     data  the set, as `suite.leak_cnn.dataset.open_data` checks it
 
-    A set that does not fit on the device is streamed, which a RuntimeWarning tells. PerfsuiteError where the training
+    A set that does not fit on the device is streamed, with a RuntimeWarning. PerfsuiteError where the training
     segments make no whole batch.
     """
 
@@ -455,7 +455,7 @@ def _compiled(form: _Form, fullgraph: bool, graphs: bool, training: bool) -> Cal
     def call(*tensors: Any) -> Any:
         return body(form, *tensors)
 
-    # Of one code object dynamo keeps few compiled forms, and these are many: each has its own.
+    # Dynamo caches few specialisations per code object, so each form gets a copy of it.
     call.__code__ = call.__code__.replace()
     options = {"triton.cudagraphs": True} if graphs else None
     what = "leak_cnn's step" if training else "leak_cnn's validation"

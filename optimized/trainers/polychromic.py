@@ -196,7 +196,7 @@ class Trainer(QueuesReports):
                 "warmup": WARMUP,
                 "graphs": GRAPHS,
                 "device": self.device,
-                # Of a pass nothing lasts but its loss, which is copied, and the sums of the gradients.
+                # Only the loss of a pass, which is copied, and the sums of the gradients outlive it.
                 "backend": CudaGraphs(torch.cuda.graph_pool_handle()),
             }
             self._packed_pass = CudaGraphStep(self._packed, **given)

@@ -156,7 +156,7 @@ class Trainer:
         self._tokens.copy_(self._staged(tokens), non_blocking=True)
         self._mask.copy_(self._staged(mask), non_blocking=True)
         self._filled.copy_(self._mask > 0)
-        # What is the same at all steps of the window.
+        # Values that are the same at all steps of the window.
         torch.index_select(
             self.weights["embedding"], 0, self._tokens.view(-1), out=self._embedded.view(-1, self.config.width)
         )

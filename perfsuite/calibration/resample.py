@@ -101,7 +101,7 @@ def _around(sides: Sequence[Array], clock: str) -> Array:
     processes, blocks = sides[0].shape
     means = [_means(a, clock) for a in sides]
     recorded = float(np.mean([m.var(ddof=1) for m in means]))
-    # What drawing blocks adds to a process mean.
+    # The variance that drawing blocks adds to a process mean.
     added = block_variance([row for a in sides for row in a.tolist()], clock)[0] * (blocks - 1) / blocks**2
     drawn = recorded * (processes - 1) / processes
     share = math.sqrt(max(recorded - added, 0.0) / drawn) if drawn > 0 else 0.0

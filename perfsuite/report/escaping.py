@@ -23,7 +23,7 @@ def escape(text: str, most: int | None = None) -> str:
     """Return the text in one line of Markdown, in or outside of a table cell: no markup, no link, no mention of a
     person, an issue or an emoji. Characters that cannot be printed show as Python escapes them.
 
-    Of a text of more than `most` characters, the rest is left out, and "…" stands for it.
+    A text is cut after `most` characters, and ends with "…".
     """
     if most is not None and len(text) > most:
         text = f"{text[:most]}…"

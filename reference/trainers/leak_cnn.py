@@ -1,4 +1,4 @@
-"""leak_cnn: a small CNN that tells leaks by their sound, plain and eager (source: leak_cnn).
+"""leak_cnn: a small CNN that detects leaks by their sound, plain and eager (source: leak_cnn).
 
 An epoch reads the training segments one by one from the file, in an order of its own, and makes an AdamW step on each
 batch; then every validation segment and file is judged. The host reads the metrics after every batch.

@@ -2,7 +2,7 @@
 
 A frozen causal transformer, conditioned on a field, gives each item coordinates. A window of steps lets the field move
 and measures lior, the length of the query in a learned metric times the field's curvature; a second window from the
-same field, with the query nudged toward the next tokens, tells how lior changes; metric and rotor follow.
+same field, with the query nudged toward the next tokens, shows how lior changes; metric and rotor follow.
 
 What the source leaves open, or has wrong, is decided here:
 

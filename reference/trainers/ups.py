@@ -157,7 +157,7 @@ class Trainer(WaitsForReports):
         return total
 
     def _inverse_task(self, part: TaskPart) -> InverseTask:
-        """What the inverse losses take of a task's examples."""
+        """The inputs of the inverse losses, from a task's examples."""
         task, heads = part.task, self.config.heads
         tokens = self.networks.encoder(task).tokens
         return InverseTask(

@@ -212,7 +212,7 @@ def _refuse(folder: Path, *, overwrite: bool) -> None:
 def _compare(name: str, chosen: Sequence[tuple[Chosen, Chosen]], slices: int, device: str | None, folder: Path) -> int:
     """Train all pairs, and return the exit code.
 
-    What was measured is written, also where an error or a signal ends the training.
+    The figures are written also where an error or a signal ends the training.
     """
     from suite.ab_report import save
     from suite.commands.train import device_called

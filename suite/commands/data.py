@@ -100,8 +100,8 @@ def leak_audio(
 
     The labels are synthetic: a file's class is drawn, and its sound is made from a recording. BACKGROUND is the
     recording far away under room noise, CRACK the recording with clicks, LEAK with steady band noise, NORMAL as it is,
-    UNCLASSIFIED with a leak's noise that comes and goes; each with a microphone's faint noise. A model that tells these
-    apart has not been shown to find leaks in pipes.
+    UNCLASSIFIED with a leak's noise that comes and goes; each with a microphone's faint noise. A model that separates
+    these has not been shown to find leaks in pipes.
 
     With --labelled DIR a recording's class is the name of its folder, e.g. DIR/LEAK/a.wav. Recordings are cut into
     pieces of 10 s, and shorter ones are repeated. All pieces of a recording are in one split: train, validation or
@@ -249,7 +249,7 @@ def pde(
 
     A sample depends on the seed and its index alone. The same options give the same bytes, with any number of workers.
     A run that was stopped is gone on from when it is called again; until then, what it has done lies in OUT.parts.
-    Of several betas, each file has the name that PDEBench gives it, and parts of its own.
+    With several betas each file has the name that PDEBench gives it, and parts of its own.
     """
     with in_one_line("interrupted; the same command goes on from here", "lower --workers, or free memory"):
         from suite.ups import pde_build

@@ -74,10 +74,10 @@ def evaluate(
     For example `perfsuite evaluate ups --checkpoint .perfsuite/train/ups-optimized --data FOLDER`, or
     `perfsuite evaluate leak_cnn --checkpoint .perfsuite/train/leak_cnn-optimized --data leak.h5`.
 
-    Of ups, writes the NRMSE by task and by step of the rollout, and a picture of each task. Of leak_cnn, writes
-    accuracy, macro-F1 and the confusion matrices of segments and files, and of eigenstate_lm the loss and bits a byte;
-    both by the best weights. Of trainer2, writes how often a passage's second half is found by its first, before and
-    after training; it takes the data of the training where none are named. The data are named as `perfsuite train`
+    For ups it writes the NRMSE by task and by step of the rollout, and a picture of each task; for leak_cnn accuracy,
+    macro-F1 and the confusion matrices of segments and files, and for eigenstate_lm the loss and bits a byte, both with
+    the best weights. For trainer2 it writes how often a passage's second half is found by its first, before and after
+    training; it takes the data of the training where none are named. The data are named as `perfsuite train`
     does: --data, --advection, --darcy, --validation.
     """
     with in_one_line("interrupted", "free some, or name another --device"):

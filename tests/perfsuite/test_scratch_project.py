@@ -31,7 +31,7 @@ FAST = "return (x * y).sum(-1)"
 
 
 def example() -> str:
-    """Return the file that the README tells a newcomer to write."""
+    """Return the file that the README has a newcomer write."""
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
     (text,) = [block for block in blocks if "test_dots.py" in block]
     assert FAST in text
