@@ -359,7 +359,8 @@ def _plain(pair: Pair, symbol: str) -> Sequence[int]:
     found = [n for n in PLAIN if size.allows(n)]
     if len(found) > FEWEST:
         return found
-    return [n for n in _range(size) if n] or _range(size)
+    every = _range(size)
+    return every[1:] if len(every) > 1 and not every[0] else every
 
 
 def _range(size: Size) -> range:

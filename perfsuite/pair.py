@@ -60,7 +60,8 @@ class Pair:
     steps         for stateful sides: after how many steps the states are compared
     strides       "reference" (the optimized side's outputs lie in memory as the reference's do), or "any"
     unsupported   ways of calling (CONTEXTS) that the optimized side is not made for → why; they are not tried
-    max_examples  draws a proof takes at most, for a pair whose draws are dear
+    max_examples  random draws a proof takes at most, for a pair whose draws are dear; up to three plain ones follow
+                  where they prove too little
     output_dtype  the dtype of the optimized side's outputs, where it is not the reference's
     ranks         numbers of processes of torch.distributed that both sides are proven in, too, e.g. (2, 4): each is a
                   rank of the default group, over NCCL on GPUs and gloo on CPUs, and gets its part of what is `by_rank`.

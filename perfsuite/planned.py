@@ -16,9 +16,8 @@ WITH_LARGE = {proofs.INTEGRITY: None, proofs.CONTEXTS: 1, proofs.EFFECTS: 1}
 """Kinds of proofs that call the sides often on each draw → how many draws with a large size they take, or all (None).
 Only these draws show what many blocks do together."""
 
-
 FURTHER = 3
-"""Most plain draws after random ones that prove nothing. A pair of few draws has now and then only tiny ones."""
+"""Most plain draws after random ones that prove too little. A pair with few draws has only tiny ones now and then."""
 FEW_STEPS = 17
 """Most steps of a draw that holds kinds of inputs; the random draws take all steps."""
 
@@ -46,9 +45,10 @@ def large(pair: Pair, proof: str, dtype: str, seed: int, device: str) -> Iterato
 
 
 def further(pair: Pair, dtype: str, seed: int, device: str, tally: Tally) -> Iterator[Case]:
-    """Yield plain draws while the draws in the tally prove nothing, perhaps by chance."""
-    for case in itertools.islice(coverage.plain_draws(pair, dtype, seed, extent=extent(pair, device)), FURTHER):
-        if not tally.proves_nothing:
+    """Yield plain draws while the draws in the tally prove too little, perhaps by chance."""
+    draws = coverage.plain_draws(pair, dtype, seed, extent=extent(pair, device))
+    for _ in range(FURTHER):
+        if not tally.proves_too_little or (case := next(draws, None)) is None:
             return
         yield case
 

@@ -61,21 +61,33 @@ class Tally:
         self.raised = self.raised or raised
 
     @property
-    def proves_nothing(self) -> bool:
-        """Whether no draw could be judged, or the reference answered none of them differently from other inputs."""
-        judged = self.draws - self.empty - self.discarded - self.ill_conditioned
-        return judged <= 0 or self.answers_differ is False
+    def proves_too_little(self) -> bool:
+        """Whether `check` or `evidence` would refuse the draws so far: few were judged, or the task is degenerate."""
+        return self._raises_too_often or self._judged_too_few or self._is_degenerate
+
+    @property
+    def _raises_too_often(self) -> bool:
+        return self.raised is not None and self.discarded > (1 - MIN_PROOF_SHARE) * self.draws
+
+    @property
+    def _judged_too_few(self) -> bool:
+        draws = self.draws - self.empty
+        proofs = draws - self.discarded - self.ill_conditioned
+        few = proofs <= 0 or (draws >= MIN_PROOFS and proofs < MIN_PROOF_SHARE * draws)
+        return bool(draws or not self.empty) and few
+
+    @property
+    def _is_degenerate(self) -> bool:
+        return self.draws >= MIN_PROOFS and self.answers_differ is False
 
     def check(self, pair: Pair) -> None:
         """Raise NotEquivalent where the reference raised on so many draws that too little is proven."""
-        if self.raised is not None and self.discarded > (1 - MIN_PROOF_SHARE) * self.draws:
+        if self.raised is not None and self._raises_too_often:
             raise self.raised
 
     def evidence(self, pair: Pair, dtype: str, device: str) -> Evidence:
         """Return the tally as a record. Raises NotEquivalent where the draws prove nothing."""
-        draws = self.draws - self.empty
-        proofs = draws - self.discarded - self.ill_conditioned
-        if (draws or not self.empty) and (proofs <= 0 or (draws >= MIN_PROOFS and proofs < MIN_PROOF_SHARE * draws)):
+        if self._judged_too_few:
             raised = f" or raises ({first_line(self.raised)})" if self.raised is not None else ""
             raise NotEquivalent(
                 f"{pair.name}: {self.discarded} of {self.draws} draws were discarded, because the reference alone "
@@ -84,7 +96,7 @@ class Tally:
                 f"bound the inputs with values=floats(low, high), let the reference compute in {dtype}, or declare "
                 f'precision="tf32" where products may be'
             )
-        if self.draws >= MIN_PROOFS and self.answers_differ is False:
+        if self._is_degenerate:
             raise NotEquivalent(
                 f"{pair.name}: the reference gives the same answer whatever its inputs are, on all of {self.draws} "
                 f"draws: the task is degenerate, and equal answers prove nothing; draw inputs that matter"

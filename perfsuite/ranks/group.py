@@ -182,19 +182,42 @@ class Group:
         while len(self.connections) < self.ranks:
             socket.settimeout(1.0)
             if self.launcher.poll() is not None or time.monotonic() > until:
-                raise self._not_started(self._last_line())
+                raise self._not_started(self._first_end() or self._last_line())
             with contextlib.suppress(TimeoutError):
                 accepted = listener.accept()
                 rank, pid = accepted.recv()
                 self.connections[rank], self.pids[rank] = accepted, pid
         self._send(None)
-        for rank, one in self.connections.items():
-            try:
-                reason = one.recv() if one.poll(START_S) else "it forms no process group"
-            except (EOFError, ConnectionResetError):
-                reason = "its process ends"
-            if reason is not None:
-                raise self._not_started(f"rank {rank}: {reason}")
+        self._form_group()
+
+    def _form_group(self) -> None:
+        """Wait until all ranks have formed a process group. Raises MachineError where one does not."""
+        waiting, until = {one: rank for rank, one in self.connections.items()}, time.monotonic() + START_S
+        while waiting:
+            ready = connection.wait(list(waiting), max(0.0, until - time.monotonic()))
+            if not ready:
+                raise self._not_started(f"{_named(sorted(waiting.values()))} form no process group in {START_S:.0f} s")
+            for one in ready:
+                rank = waiting.pop(one)  # type: ignore[call-overload]  # wait gives back what it was given
+                try:
+                    reason = self.connections[rank].recv()
+                except (EOFError, ConnectionResetError):
+                    raise self._not_started(self._awaited_end() or f"the process of rank {rank} ends") from None
+                if reason is not None:
+                    raise self._not_started(f"rank {rank}: {reason}")
+
+    def _first_end(self) -> str:
+        """Return which process ended first, and how, as the launcher has written it: it ends the others. "" if it has
+        not."""
+        found = re.search(r"exitcode: (-?\d+)\) local_rank: (\d+) ", self._text())
+        return f"rank {found[2]} ends with exit code {found[1]}" if found else ""
+
+    def _awaited_end(self) -> str:
+        """Return the same once the launcher has written it, or "" after a while."""
+        until = time.monotonic() + EXIT_CODE_S
+        while not self._first_end() and self.launcher.poll() is None and time.monotonic() < until:
+            time.sleep(POLL_S)
+        return self._first_end()
 
     def _not_started(self, reason: str) -> MachineError:
         return MachineError(f"{self.ranks} processes of torch.distributed do not start: {reason}")

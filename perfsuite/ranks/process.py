@@ -44,13 +44,15 @@ def main() -> None:
         faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=False)
         threading.Thread(target=_end_with, args=(connection.fileno(),), daemon=True).start()
         connection.send((rank, os.getpid()))
-        if device == "cuda":
-            torch.cuda.set_device(rank)
-        else:
-            torch.set_num_threads(1)
-        connection.recv()  # once all ranks are here: on a busy machine one may be there long before another
         try:
+            if device == "cuda":
+                torch.cuda.set_device(rank)
+            else:
+                torch.set_num_threads(1)
+            connection.recv()  # once all ranks are here: on a busy machine one may be there long before another
             dist.init_process_group(process_state.group_backend(device), timeout=timedelta(seconds=float(sys.argv[4])))
+        except EOFError:
+            raise
         except Exception as error:
             connection.send(first_line(error))
             raise

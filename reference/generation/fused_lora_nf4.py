@@ -3,7 +3,7 @@
 import torch
 
 from reference.generation.fused_lora import fused_lora
-from suite.polychromic.nf4 import dequantised
+from suite.polychromic.nf4 import BLOCK, NF4
 
 
 def fused_lora_nf4(
@@ -16,7 +16,7 @@ def fused_lora_nf4(
     kept: torch.Tensor | None = None,
     keep: float = 1.0,
 ) -> torch.Tensor:
-    """`fused_lora` with a weight in NF4, which is dequantised to x's dtype, all of it.
+    """`fused_lora` with a weight in NF4, which is dequantised to x's dtype, all of it. x has any leading dimensions.
 
     codes   uint8 [outputs, inputs / 2], the first of two weights in the upper four bits
     absmax  [outputs, inputs / 64], the factor of each block of 64 weights
@@ -25,4 +25,7 @@ def fused_lora_nf4(
 
     Source: polychromic, technique 003.6.
     """
-    return fused_lora(x, dequantised(codes, absmax).to(x.dtype), a, b, scale, kept, keep)
+    each = torch.stack((codes >> 4, codes & 15), 2).flatten(1).long()
+    values = torch.tensor(NF4, dtype=absmax.dtype, device=absmax.device)[each]
+    weight = values * absmax.repeat_interleave(BLOCK, 1)
+    return fused_lora(x, weight.to(x.dtype), a, b, scale, kept, keep)

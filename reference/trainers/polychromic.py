@@ -11,8 +11,9 @@ What the source leaves open, or has wrong, is decided here:
 * The diversity's part of a step is the mean over its sets, whatever the number of micro-batches is.
 * The cross-entropy is the mean over all trained tokens of a step, as transformers' Trainer has it.
 * Replies are drawn, and their probability is computed, without dropout: it must be that of the drawn distribution.
-* The model's weights, the adapters' first weights and the random numbers come from functions that both trainers share;
-  the model's forward pass is this file's own.
+* The model's weights, the adapters' first weights, the random numbers and the frozen sentence encoder come from code
+  that both trainers share, as do the nucleus and the advantage of a reply, which the tests compare with the objective
+  written out. The model's forward pass is this file's own.
 * Dropout, replies and the order of the examples follow from the seed and the step's number.
 """
 
@@ -30,6 +31,7 @@ from reference.diversity.mean_pairwise_cosine import mean_pairwise_cosine
 from reference.diversity.pairwise_cosine import pairwise_cosine
 from reference.generation.batched_generation import batched_generation
 from reference.generation.fused_lora import fused_lora
+from reference.generation.fused_lora_nf4 import fused_lora_nf4
 from reference.losses.chunked_cross_entropy import chunked_cross_entropy
 from reference.losses.set_policy_loss import set_policy_loss
 from reference.optimizers.clip_grad_norm import clip_grad_norm
@@ -236,8 +238,10 @@ def _adapted(layer: LoRALinear, x: torch.Tensor) -> torch.Tensor:
     rate, own, mask = layer.settings.dropout, layer.dropout, None
     if own is not None and rate:
         mask = kept(own.starts[layer.number], own.places, x.shape[-1], rate)
-    a, b = layer.lora_a.to(x.dtype), layer.lora_b.to(x.dtype)
-    return fused_lora(x, layer.weight, a, b, layer.scale, mask, 1 - rate)
+    given = (layer.lora_a.to(x.dtype), layer.lora_b.to(x.dtype), layer.scale, mask, 1 - rate)
+    if isinstance(layer, NF4LoRALinear):
+        return fused_lora_nf4(x, layer.codes, layer.absmax.to(_widened(x).dtype), *given)
+    return fused_lora(x, layer.weight, *given)
 
 
 def _normed(norm: Any, x: torch.Tensor) -> torch.Tensor:
@@ -246,5 +250,5 @@ def _normed(norm: Any, x: torch.Tensor) -> torch.Tensor:
 
 
 def _widened(x: torch.Tensor) -> torch.Tensor:
-    """Half precision as float32; other dtypes stay."""
+    """Convert half precision to float32; other dtypes stay."""
     return x.float() if x.dtype.itemsize == 2 else x

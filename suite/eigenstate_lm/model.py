@@ -116,7 +116,6 @@ def forward(
     states: torch.Tensor,
     scan: Scan,
     project: Project,
-    drop: Drop = lambda x: x,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute (the head's input [B, T, D], the states after the tokens) from tokens int64 [B, T].
 
@@ -124,16 +123,19 @@ def forward(
 
     scan     `reference.recurrence.eigenstate_scan`, or an equivalent function
     project  `reference.recurrence.fused_output_projection`, or an equivalent function
-    drop     dropout of each cell's output, of the mean over the cells and of the two linear layers' output
     """
     x = functional.embedding(tokens, weights["embedding"])
     after = []
     for layer, state in enumerate(states):
         own = block_weights(weights, layer)
         real, state = scan(driven(own, x), scanned_by(own), state)
-        x = fed(own, mixed(own, x, real, project, drop), drop)
+        x = fed(own, mixed(own, x, real, project, _undropped), _undropped)
         after.append(state)
     return x, torch.stack(after) if after else states
+
+
+def _undropped(x: torch.Tensor) -> torch.Tensor:
+    return x
 
 
 _BLOCK = [name.partition(".")[2] for name in shapes(Sizes(layers=1)) if name.startswith("0.")]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 
 BLOCK = 64
@@ -52,5 +54,10 @@ def dequantised(codes: torch.Tensor, absmax: torch.Tensor) -> torch.Tensor:
     """Return the weight [outputs, inputs] of these codes and factors, as `quantised` returns them, in absmax's
     dtype."""
     each = torch.stack((codes >> 4, codes & 15), 2).flatten(1).long()
-    values = torch.tensor(NF4, dtype=absmax.dtype, device=absmax.device)[each]
-    return values * absmax.repeat_interleave(BLOCK, 1)
+    return _values(absmax.dtype, absmax.device)[each] * absmax.repeat_interleave(BLOCK, 1)
+
+
+@functools.cache
+def _values(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Return the 16 values. They are kept, since a CUDA graph cannot record their copy from the host."""
+    return torch.tensor(NF4, dtype=dtype, device=device)

@@ -30,6 +30,7 @@ from perfsuite.kinds import whole_tensors
 from perfsuite.records import Case, InputCase
 from perfsuite.sides import as_side
 from perfsuite.specs import LAYOUTS, elements
+from perfsuite.tally import Tally
 from perfsuite.tensor_values import UNBOUNDED_REGIMES
 
 pytest_plugins = ["pytester"]
@@ -305,3 +306,31 @@ def test_check_draws_further_too(multiple: int) -> None:
     else:
         with pytest.raises(NotEquivalent, match="the same answer whatever its inputs are, on all of 8 draws"):
             check(of, device="cpu")
+
+
+@pytest.mark.parametrize("draws", [2, 4, 8])
+def test_few_draws_on_which_the_reference_raises_are_followed_by_plain_ones(draws: int) -> None:
+    of = Pair(
+        name="p",
+        reference=abs,
+        optimized=abs,
+        inputs={"x": tensor("rows", "a * b * c * d * e * f * g * h")},
+        sizes={"rows": size(1, 4), **dict.fromkeys("abcdefgh", size(0, 1))},
+        max_examples=draws,
+        gradients=False,
+    )
+    case, tally = Case(dtype="float32", sizes={}, inputs={}, seed=0), Tally(draws=draws, discarded=draws)
+    tally.raised = NotEquivalent("p: the reference raises ValueError", case)
+    found = []
+    for further in planned.further(of, "float32", 0, "cpu", tally):
+        found.append(further)
+        tally.draws += 1
+        assert all(further.sizes[symbol] == 1 for symbol in "abcdefgh")
+    assert len(found) == {2: 1, 4: 2, 8: 3}[draws]
+    assert not tally.proves_too_little
+
+
+def test_further_draws_are_made_only_where_they_are_needed() -> None:
+    of = pair(x=tensor("n"), where=lambda n: n < 1 / 0)  # not asked
+    proven = Tally(draws=3, answers_differ=True)
+    assert list(planned.further(of, "float32", 0, "cpu", proven)) == []

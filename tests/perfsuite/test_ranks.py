@@ -237,7 +237,7 @@ def at_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str],
 ONE_AFTER_ANOTHER = """
 import os, time
 forks = []
-os.register_at_fork(before=lambda: forks.append(1), after_in_child=lambda: time.sleep(3 * len(forks)))
+os.register_at_fork(before=lambda: forks.append(1), after_in_child=lambda: time.sleep(2 * len(forks)))
 """
 
 
@@ -248,6 +248,31 @@ def test_ranks_may_start_far_apart(at_start: Callable[[str], None]) -> None:
         assert not connection.wait(made.connections.values(), 1.0), "a rank has ended"
     finally:
         made.close()
+
+
+ENDS_EARLY = """
+import os, sys
+from importlib.abc import MetaPathFinder
+
+class Found(MetaPathFinder):
+    def find_spec(self, name, path, target=None):
+        if name == "perfsuite.interpreter" and "torch.distributed" in sys.modules:
+            import torch.distributed as dist
+            own = dist.init_process_group
+            def begin(*given, **options):
+                if os.environ["RANK"] == "1":
+                    os._exit(7)
+                return own(*given, **options)
+            dist.init_process_group = begin
+
+sys.meta_path.insert(0, Found())
+"""
+
+
+def test_the_rank_that_ends_at_the_start_is_named(at_start: Callable[[str], None]) -> None:
+    at_start(ENDS_EARLY)
+    with pytest.raises(MachineError, match=r"2 processes .* do not start: rank 1 ends with exit code 7"):
+        group.Group(2, "cpu")
 
 
 NO_INTERFACE = """

@@ -11,10 +11,14 @@ from reference.recurrence.eigenstate_scan import eigenstate_scan
 from reference.recurrence.fused_output_projection import fused_output_projection
 from suite.eigenstate_lm.model import (
     Sizes,
+    block_weights,
+    driven,
     eigenvalues,
+    fed,
     first_states,
     forward,
     make_weights,
+    mixed,
     parameters,
     rotation,
     shapes,
@@ -94,5 +98,6 @@ def test_dropout_is_called_for_each_cell_for_their_mean_and_for_the_linear_layer
         calls.append(tuple(x.shape))
         return 0 * x
 
-    forward(make_weights(0, TINY), tokens(1, 3), first_states(TINY, 1), eigenstate_scan, fused_output_projection, drop)
-    assert calls == [(1, 3, TINY.width)] * TINY.layers * (TINY.cells + 2)
+    own, x = block_weights(make_weights(0, TINY), 0), torch.randn(1, 3, TINY.width)
+    fed(own, mixed(own, x, driven(own, x), fused_output_projection, drop), drop)
+    assert calls == [(1, 3, TINY.width)] * (TINY.cells + 2)

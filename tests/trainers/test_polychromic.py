@@ -286,8 +286,11 @@ def test_both_learn_the_same_with_weights_in_4_bits(fused, given_wide):
 @pytest.mark.parametrize("kind", [Reference, Optimized])
 def test_no_dense_weight_of_a_block_is_kept(kind, given_wide):
     trainer = kind(QUANTIZED, given_wide, "cpu")
-    dense = [name for name, p in trainer.model.named_parameters() if "_proj" in name and p.is_floating_point()]
-    assert {name.rpartition(".")[2] for name in dense} == {"absmax", "lora_a", "lora_b"}
+    for layer in trainer.adapters.values():
+        kept = {**layer._parameters, **layer._buffers, **vars(layer)}
+        floating = {n for n, t in kept.items() if torch.is_tensor(t) and t.is_floating_point()}
+        assert floating == {"absmax", "lora_a", "lora_b"}
+        assert layer.codes.numel() * 2 == layer.weight.numel()
 
 
 @pytest.mark.parametrize("kind", [Reference, Optimized])
