@@ -1,4 +1,4 @@
-"""The reference trainers share no network with the optimized ones, and these run the techniques' modules."""
+"""The reference trainers run networks of their own, and the optimized ones the modules of the techniques."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ BESIDE: dict[tuple[str, str], dict[str, bool]] = {
 """(trainer, switch) → other switches that are off where its module is to run alone."""
 NO_MODULE = {
     "trainer2": {
-        "metric_batching": "reports are copied to the host without a wait, by suite.runtime.reports",
+        "metric_batching": "reports are copied to the host without a wait, by the trainer's own queue",
         "autocast_bf16": "torch.autocast around the frozen model's forward pass",
     },
     "leak_cnn": {
