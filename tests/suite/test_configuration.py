@@ -10,10 +10,14 @@ from typing import Any, Literal
 import pytest
 
 from perfsuite.errors import PerfsuiteError
+from suite import trainers
 from suite.configuration import ConfigurationError, as_yaml, read
+from suite.runtime import Options
 
 pytest.importorskip("jsonargparse", reason="jsonargparse is not installed: pip install 'perfsuite[train]'")
 pytest.importorskip("yaml", reason="PyYAML is not installed: pip install 'perfsuite[train]'")
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 @dataclass(frozen=True)
@@ -165,3 +169,10 @@ def test_text_that_no_command_line_could_give_is_refused(text: str) -> None:
 def test_a_name_of_any_bytes_is_shown_as_it_is_read() -> None:
     shown = as_yaml([Config(title="a\udcff λ")])
     assert given(shown).title == "a\udcff λ"
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*/*.yaml")), ids=lambda p: f"{p.parent.name}/{p.stem}")
+def test_every_file_of_configs_is_a_configuration(path: Path) -> None:
+    name = path.parent.name
+    kinds = [trainers.config_of(name), Options, trainers.data_config_of(name)]
+    assert len(read(kinds, path)) == len(kinds)
