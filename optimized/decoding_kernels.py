@@ -57,12 +57,15 @@ class Layer(NamedTuple):
 def is_served(model: Llama, rows: int) -> bool:
     """Whether these kernels can make a step of the model for so many rows."""
     layers = [layer for block in model.model.layers for layer in _linear_layers(block)]
-    if rows > MOST_ROWS or not all(type(layer) is torch.nn.Linear or isinstance(layer, LoRALinear) for layer in layers):
-        return False
-    if any(isinstance(layer, NF4LoRALinear) for layer in layers):
+    if rows > MOST_ROWS or not all(_is_dense(layer) for layer in layers):
         return False
     tensors = [model.lm_head.weight, *(layer.weight for layer in layers)]
     return use_triton(*tensors, dtypes=DTYPES) and all(t.is_contiguous() for t in tensors)
+
+
+def _is_dense(layer):
+    adapted = isinstance(layer, LoRALinear) and not isinstance(layer, NF4LoRALinear)
+    return adapted or type(layer) is torch.nn.Linear
 
 
 class Step:

@@ -1,12 +1,11 @@
 """A frozen linear layer of 4-bit weights and its low-rank adapter (polychromic, technique 003.6)."""
 
-import functools
-
 import torch
 
 from optimized.generation.fused_lora import NARROW, TORCH, WIDE, Form, applied
 from optimized.kernels import INTERPRETED, ceil_div, jit, launching, tl, use_triton
-from suite.polychromic.nf4 import BLOCK, NF4
+from suite.polychromic import nf4
+from suite.polychromic.nf4 import BLOCK
 
 # Bytes of codes that a program unpacks, and warps; to be swept on an H200.
 CODES, NUM_WARPS = 2048, 4
@@ -95,19 +94,13 @@ def _with(form, x, codes, absmax, a, b, scale, kept, keep):
 
 def dequantised(form: Form, dtype: torch.dtype, codes: torch.Tensor, absmax: torch.Tensor) -> torch.Tensor:
     """The weight [outputs, inputs] in this dtype. Products with absmax are rounded once."""
-    values = _values(absmax.dtype, absmax.device)
     if form.narrow:
-        return _dequantised_triton(dtype, codes.contiguous(), absmax.contiguous(), values)
-    each = torch.stack((codes >> 4, codes & 15), 2).view(*absmax.shape, BLOCK).long()
-    return (values[each] * absmax[:, :, None]).to(dtype).flatten(1)
+        return _dequantised_triton(dtype, codes.contiguous(), absmax.contiguous())
+    return nf4.dequantised(codes, absmax).to(dtype)
 
 
-@functools.cache
-def _values(dtype, device):
-    return torch.tensor(NF4, dtype=dtype, device=device)
-
-
-def _dequantised_triton(dtype, codes, absmax, values):
+def _dequantised_triton(dtype, codes, absmax):
+    values = nf4.values_in(absmax.dtype, absmax.device)
     outputs, half = codes.shape
     weight = torch.empty((outputs, 2 * half), dtype=dtype, device=codes.device)
     with launching(codes):

@@ -182,7 +182,7 @@ class Group:
         while len(self.connections) < self.ranks:
             socket.settimeout(1.0)
             if self.launcher.poll() is not None or time.monotonic() > until:
-                raise self._not_started(self._first_end() or self._last_line())
+                raise self._not_started(self._first_end(0.0) or self._last_line())
             with contextlib.suppress(TimeoutError):
                 accepted = listener.accept()
                 rank, pid = accepted.recv()
@@ -202,22 +202,26 @@ class Group:
                 try:
                     reason = self.connections[rank].recv()
                 except (EOFError, ConnectionResetError):
-                    raise self._not_started(self._awaited_end() or f"the process of rank {rank} ends") from None
+                    raise self._not_started(
+                        self._first_end(EXIT_CODE_S) or f"the process of rank {rank} ends"
+                    ) from None
                 if reason is not None:
                     raise self._not_started(f"rank {rank}: {reason}")
 
-    def _first_end(self) -> str:
-        """Return which process ended first, and how, as the launcher has written it: it ends the others. "" if it has
-        not."""
-        found = re.search(r"exitcode: (-?\d+)\) local_rank: (\d+) ", self._text())
+    def _first_end(self, wait_s: float) -> str:
+        """Return which process ended first, and how: it ends the others. "" where the launcher does not write it."""
+        found = self._logged(r"exitcode: (-?\d+)\) local_rank: (\d+) ", wait_s)
         return f"rank {found[2]} ends with exit code {found[1]}" if found else ""
 
-    def _awaited_end(self) -> str:
-        """Return the same once the launcher has written it, or "" after a while."""
-        until = time.monotonic() + EXIT_CODE_S
-        while not self._first_end() and self.launcher.poll() is None and time.monotonic() < until:
+    def _logged(self, pattern: str, wait_s: float) -> re.Match[str] | None:
+        """Return the match in the launcher's log, once it is there; None after these seconds, or when it has ended."""
+        until = time.monotonic() + wait_s
+        while True:
+            last = self.launcher.poll() is not None or time.monotonic() >= until
+            found = re.search(pattern, self._text())
+            if found or last:
+                return found
             time.sleep(POLL_S)
-        return self._first_end()
 
     def _not_started(self, reason: str) -> MachineError:
         return MachineError(f"{self.ranks} processes of torch.distributed do not start: {reason}")
@@ -336,14 +340,7 @@ class Group:
 
     def _ended(self, rank: int) -> str:
         """Return how the rank's process ended, which the launcher writes. Ends the group."""
-        until = time.monotonic() + EXIT_CODE_S
-        found = None
-        while found is None and time.monotonic() < until:
-            ended = self.launcher.poll() is not None
-            found = re.search(rf"exitcode: (-?\d+)\) local_rank: {rank} ", self._text())
-            if ended:
-                break
-            time.sleep(POLL_S)
+        found = self._logged(rf"exitcode: (-?\d+)\) local_rank: {rank} ", EXIT_CODE_S)
         if re.search(r"\[Rank \d+\] Watchdog caught collective operation timeout", self._text()):
             waits = Raised(kind="", text="timed out", place="")
             return self._hanging({rank: waits})

@@ -240,7 +240,7 @@ def _adapted(layer: LoRALinear, x: torch.Tensor) -> torch.Tensor:
         mask = kept(own.starts[layer.number], own.places, x.shape[-1], rate)
     given = (layer.lora_a.to(x.dtype), layer.lora_b.to(x.dtype), layer.scale, mask, 1 - rate)
     if isinstance(layer, NF4LoRALinear):
-        return fused_lora_nf4(x, layer.codes, layer.absmax.to(_widened(x).dtype), *given)
+        return fused_lora_nf4(x, layer.codes, layer.absmax.to(torch.promote_types(x.dtype, torch.float32)), *given)
     return fused_lora(x, layer.weight, *given)
 
 

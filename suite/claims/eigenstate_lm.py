@@ -39,7 +39,7 @@ from suite.claims.eigenstate_lm_setting import (
     Setting,
     setting,
 )
-from suite.claims.measuring import PASSES, interleaved, peak_bytes, percent, typical
+from suite.claims.measuring import PASSES, UncompiledError, compiled_call, interleaved, peak_bytes, percent, typical
 from suite.claims.record import CONFIRMED, DEPENDS, REFUTED, UNMEASURED, Answer, Checks, Measure
 from suite.claims.words import amount, listed
 from suite.eigenstate_lm.model import RANGE, SMALLEST, VOCABULARY, eigenvalues, parameters
@@ -58,7 +58,7 @@ def _alone(measure: Measure) -> Measure:
         measured.free_memory()
         try:
             return measure(s)
-        except measured.UncompiledError as error:
+        except UncompiledError as error:
             return UNMEASURED, str(error)
         except PerfsuiteError as error:
             if not measured.lacks_memory(error):
@@ -290,7 +290,7 @@ def optimizer_state(s: Setting) -> Answer:
 def emptying(s: Setting) -> Answer:
     go_on = measured.step_of(measured.make_trainer(s, autocast_bf16=True, adaptive_cleanup=False))
     for _ in range(3):
-        measured.compiled_call(go_on)
+        compiled_call(go_on)
     before = measured.reserved_bytes(s.device)
     used = peak_bytes(s.device, lambda: [go_on() for _ in range(EVERY)]) + measured.allocated_bytes(s.device)
     after = measured.reserved_bytes(s.device)

@@ -13,10 +13,9 @@ import torch
 from torch.nn import functional
 
 from perfsuite.errors import PerfsuiteError
-from suite import ablation
 from suite.backends import tf32_products
 from suite.claims.eigenstate_lm_setting import ENDS, PRECISIONS, SOURCE, Setting
-from suite.claims.measuring import interleaved, peak_bytes
+from suite.claims.measuring import compiled_call, interleaved, peak_bytes
 from suite.eigenstate_lm.data import Data, Text, text_of
 from suite.eigenstate_lm.model import (
     VOCABULARY,
@@ -29,13 +28,10 @@ from suite.eigenstate_lm.model import (
     make_weights,
     mixed,
     scanned_by,
+    undropped,
 )
 from suite.packed_text import PackedText
 from suite.techniques import implementation
-
-
-class UncompiledError(RuntimeError):
-    """Raised where something to be measured compiled runs uncompiled; the message says why."""
 
 
 def random_pack(s: Setting) -> PackedText:
@@ -52,16 +48,6 @@ def make_trainer(s: Setting, *, optimized: bool = True, length: int | None = Non
 
 def step_of(trainer: Any) -> Callable[[], None]:
     return functools.partial(trainer.train_window, {})
-
-
-def compiled_call(call: Callable[[], object]) -> None:
-    """Make a call that may compile something; raise UncompiledError where that fails."""
-    notes: list[str] = []
-    with ablation.noting(notes):
-        call()
-    for note in notes:
-        if "runs uncompiled" in note:
-            raise UncompiledError(note)
 
 
 @functools.cache
@@ -154,10 +140,6 @@ def influence_of_network(s: Setting, decay: torch.Tensor | None) -> torch.Tensor
         (found,) = torch.autograd.grad((x[0, -1] * along).sum(), given)
     norms: torch.Tensor = found[0].double().norm(dim=-1)
     return norms.flip(0)
-
-
-def undropped(x: torch.Tensor) -> torch.Tensor:
-    return x
 
 
 def whole_loss(hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:

@@ -19,6 +19,7 @@ from suite.claims import leak_cnn_measured as measured
 from suite.claims.leak_cnn_setting import EPOCH, FEW_BATCH, MB, STEPS, TOGETHER, TOLERANCE, VALIDATION, Setting, setting
 from suite.claims.measuring import (
     Make,
+    UncompiledError,
     interleaved,
     percent,
     saved,
@@ -46,7 +47,7 @@ def _compiles(measure: Measure) -> Measure:
     def answer(s: Setting) -> Answer:
         try:
             return measure(s)
-        except (measured.UncompiledError, torch._dynamo.exc.TorchDynamoException) as error:
+        except (UncompiledError, torch._dynamo.exc.TorchDynamoException) as error:
             return (
                 UNMEASURED,
                 f"it cannot be compiled: {first_line(error) or type(error).__name__}",

@@ -15,10 +15,9 @@ import torch
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, TensorDataset
 
-from suite import ablation
 from suite.backends import cudnn_benchmark
 from suite.claims.leak_cnn_setting import TOGETHER, Setting
-from suite.claims.measuring import PASSES, Make, Operations, apart, counts
+from suite.claims.measuring import PASSES, Make, Operations, apart, compiled_call, counts
 from suite.leak_cnn.classes import CLASSES
 from suite.leak_cnn.config import TrainConfig
 from suite.leak_cnn.costs import BATCH
@@ -27,10 +26,6 @@ from suite.leak_cnn.features import MELS
 from suite.leak_cnn.model import Activation, make_weights
 from suite.leak_cnn.step import training_loss, with_gradients
 from suite.techniques import implementation
-
-
-class UncompiledError(RuntimeError):
-    """Raised where something to be measured compiled runs uncompiled; the message says why."""
 
 
 def launches_of(s: Setting, call: Callable[[], object]) -> int:
@@ -156,12 +151,7 @@ def trained_epochs(
     numbers = itertools.count()
 
     def epoch() -> None:
-        notes: list[str] = []
-        with ablation.noting(notes):
-            trainer.train_window({"epoch": torch.tensor(next(numbers))})
-        for note in notes:
-            if "runs uncompiled" in note:
-                raise UncompiledError(note)
+        compiled_call(lambda: trainer.train_window({"epoch": torch.tensor(next(numbers))}))
 
     return epoch
 

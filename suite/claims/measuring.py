@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 
 from perfsuite.counting import count_calls
 from perfsuite.report import units
-from suite.ablation import Ratio
+from suite.ablation import Ratio, noting
 from suite.claims.record import CONFIRMED, EXCEEDED, REFUTED, UNMEASURED, Answer
 
 Make = tuple[Callable[..., Callable[[], object]], tuple[Any, ...]]
@@ -28,6 +28,20 @@ PATIENCE = 10.0
 """Seconds that a process has to end by itself before it is killed."""
 PASSES = 4
 """Times that a measurement is made at most, while it is too noisy for a verdict."""
+
+
+class UncompiledError(RuntimeError):
+    """Raised where something to be measured compiled runs uncompiled; the message says why."""
+
+
+def compiled_call(call: Callable[[], object]) -> None:
+    """Make a call that may compile something; raise UncompiledError where that fails."""
+    notes: list[str] = []
+    with noting(notes):
+        call()
+    for note in notes:
+        if "runs uncompiled" in note:
+            raise UncompiledError(note)
 
 
 def counts(call: Callable[[], object]) -> tuple[int, int]:

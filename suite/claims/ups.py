@@ -16,7 +16,7 @@ from suite.ablation import Ratio
 from suite.claims import ups_measured as measured
 from suite.claims import ups_parallel as parallel
 from suite.claims import ups_verdicts as judged
-from suite.claims.measuring import interleaved, typical
+from suite.claims.measuring import UncompiledError, interleaved, typical
 from suite.claims.record import CONFIRMED, DEPENDS, UNMEASURED, Answer, Checks, Measure
 from suite.claims.ups_parallel import two_ranks, where
 from suite.claims.ups_ranks import KINDS, RankError
@@ -26,7 +26,6 @@ from suite.claims.ups_setting import (
     RARE,
     SOURCE,
     Setting,
-    UncompiledError,
     inverse_tasks,
     make_trainer,
     mixture,

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from suite import ablation
+from suite.claims.measuring import compiled_call
 from suite.techniques import implementation
 from suite.ups.batches import Mixture, TaskData, TaskPart
 from suite.ups.config import TrainConfig, without_techniques
@@ -91,10 +91,6 @@ def setting(device: torch.device) -> Setting:
     )
 
 
-class UncompiledError(RuntimeError):
-    """Raised where something to be measured compiled runs uncompiled; the message says why."""
-
-
 @functools.cache
 def mixture(s: Setting) -> Mixture:
     """Return both tasks, in equal shares."""
@@ -131,8 +127,8 @@ def steps(trainer: Any) -> Callable[[], None]:
 
     UncompiledError where it cannot be compiled.
     """
-    notes: list[str] = []
-    with ablation.noting(notes):
+
+    def settle() -> None:
         for _ in range(trainer.settles + 1):
             trainer.train_window({})
         for _ in range(MOST_HALVINGS):
@@ -140,9 +136,8 @@ def steps(trainer: Any) -> Callable[[], None]:
                 break
             trainer.train_window({})  # a step that is skipped takes less time
         trainer.last_report()
-    for note in notes:
-        if "runs uncompiled" in note:
-            raise UncompiledError(note)
+
+    compiled_call(settle)
     return functools.partial(trainer.train_window, {})
 
 

@@ -129,12 +129,13 @@ def forward(
     for layer, state in enumerate(states):
         own = block_weights(weights, layer)
         real, state = scan(driven(own, x), scanned_by(own), state)
-        x = fed(own, mixed(own, x, real, project, _undropped), _undropped)
+        x = fed(own, mixed(own, x, real, project, undropped), undropped)
         after.append(state)
     return x, torch.stack(after) if after else states
 
 
-def _undropped(x: torch.Tensor) -> torch.Tensor:
+def undropped(x: torch.Tensor) -> torch.Tensor:
+    """Drop nothing."""
     return x
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from suite.polychromic.llama import widened
 from suite.polychromic.lora import LoRALinear
 from suite.polychromic.nf4 import dequantised, quantised
 
@@ -27,7 +26,7 @@ class NF4LoRALinear(LoRALinear):
         self.dtype = weight.dtype
 
     @property
-    def weight(self) -> torch.Tensor:  # type: ignore[override]  # a plain layer keeps it
+    def weight(self) -> torch.Tensor:  # type: ignore[override]  # a parameter of a plain layer
         """The dequantised weight [outputs, inputs]. Products are rounded once, in float32 or the wider dtype."""
-        wide = widened(torch.empty((), dtype=self.dtype)).dtype
+        wide = torch.promote_types(self.dtype, torch.float32)
         return dequantised(self.codes, self.absmax.to(wide)).to(self.dtype)

@@ -53,11 +53,11 @@ def quantised(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 def dequantised(codes: torch.Tensor, absmax: torch.Tensor) -> torch.Tensor:
     """Return the weight [outputs, inputs] of these codes and factors, as `quantised` returns them, in absmax's
     dtype."""
-    each = torch.stack((codes >> 4, codes & 15), 2).flatten(1).long()
-    return _values(absmax.dtype, absmax.device)[each] * absmax.repeat_interleave(BLOCK, 1)
+    each = torch.stack((codes >> 4, codes & 15), 2).view(*absmax.shape, BLOCK).long()
+    return (values_in(absmax.dtype, absmax.device)[each] * absmax[:, :, None]).flatten(1)
 
 
 @functools.cache
-def _values(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+def values_in(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """Return the 16 values. They are kept, since a CUDA graph cannot record their copy from the host."""
     return torch.tensor(NF4, dtype=dtype, device=device)

@@ -25,7 +25,7 @@ pytest_plugins = ["pytester"]
 
 TUTORIAL = ROOT / "docs/tutorial.md"
 DOCUMENTS = (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md")))
-BLOCK = re.compile(r'^```(?P<kind>\w+)(?: title="(?P<title>[^"]+)")?\n(?P<text>.*?)^```$', re.MULTILINE | re.DOTALL)
+BLOCK = re.compile(r'^```(?P<kind>\w*)(?: title="(?P<title>[^"]+)")?\n(?P<text>.*?)^```$', re.MULTILINE | re.DOTALL)
 OWN_LINK = re.compile(r"\]\((?![a-z]+:)([^)\s]+)\)")
 FENCED = re.compile(r"^ *```.*?^ *```$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r'(?:href|src)="([^"]+)"')
@@ -188,13 +188,12 @@ def test_the_tutorial(project: Project) -> None:
 
 # --- the commands of all documents ----------------------------------------------------------------------------------
 
-ANY_BLOCK = re.compile(r"^```(?P<kind>\w*)[^\n]*\n(?P<text>.*?)^```$", re.DOTALL | re.MULTILINE)
 SHELLS = ("", "sh", "bash", "console")
 
 
 def commands_of(document: Path) -> Iterator[list[str]]:
     """Yield the words of each line of a document's code blocks that runs perfsuite or a file of Python."""
-    for block in ANY_BLOCK.finditer(document.read_text()):
+    for block in BLOCK.finditer(document.read_text()):
         if block["kind"] not in SHELLS:
             continue
         for line in block["text"].replace("\\\n", " ").splitlines():

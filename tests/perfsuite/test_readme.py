@@ -59,7 +59,7 @@ STANDS_FOR: dict[str, Any] = {
     **dict.fromkeys(("get_inputs", "get_init_inputs"), list),
 }
 """Names that the snippets use; the functions are the reader's."""
-OTHER = re.compile(r"@once_differentiable|once_differentiable|torch\.Generator|F\.linear|x @|make\(generator|\w+\(\)$")
+OTHER = re.compile(r"@?once_differentiable|torch\.Generator|F\.linear|x @|make\(generator|\w+\(\)$")
 """How code begins that declares nothing: PyTorch's own, or the reader's."""
 WORDS = (
     "backward",

@@ -265,7 +265,7 @@ def test_an_epoch_that_was_not_compiled_is_no_measurement(monkeypatch: pytest.Mo
     monkeypatch.setattr(measured, "implementation", lambda *given, optimized: Uncompiled)
     epoch = measured.finished_epochs(TrainConfig(), None, SMALL.device)
     epoch()
-    with pytest.raises(measured.UncompiledError, match="leak_cnn's step runs uncompiled: why"):
+    with pytest.raises(measuring.UncompiledError, match="leak_cnn's step runs uncompiled: why"):
         epoch()
 
 

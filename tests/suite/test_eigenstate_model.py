@@ -98,6 +98,8 @@ def test_dropout_is_called_for_each_cell_for_their_mean_and_for_the_linear_layer
         calls.append(tuple(x.shape))
         return 0 * x
 
-    own, x = block_weights(make_weights(0, TINY), 0), torch.randn(1, 3, TINY.width)
-    fed(own, mixed(own, x, driven(own, x), fused_output_projection, drop), drop)
-    assert calls == [(1, 3, TINY.width)] * (TINY.cells + 2)
+    weights, x = make_weights(0, TINY), torch.randn(1, 3, TINY.width)
+    for layer in range(TINY.layers):
+        own = block_weights(weights, layer)
+        x = fed(own, mixed(own, x, driven(own, x), fused_output_projection, drop), drop)
+    assert calls == [(1, 3, TINY.width)] * TINY.layers * (TINY.cells + 2)
