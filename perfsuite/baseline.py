@@ -380,7 +380,7 @@ def _change(old: Entry | None, new: Entry | None) -> str:
 
 def changes_in_promises(old: PromiseRecord, new: PromiseRecord) -> str:
     """Return the promises that differ, e.g. "promised speedup 20.0 → 18.0"; empty if none does."""
-    names = ("speedup", "peak_bytes", "host_syncs", "launches")
+    names = ("speedup", "throughput", "peak_bytes", "host_syncs", "launches")
     return ", ".join(
         f"promised {n} {getattr(old, n)} → {getattr(new, n)}" for n in names if getattr(old, n) != getattr(new, n)
     )

@@ -68,6 +68,24 @@ def of_speedup(entry: Entry | None, runs: Sequence[Measurement]) -> tuple[str | 
     return side, f"both revisions of the optimized side moved alike ({moved}), so it is {beneath}"
 
 
+def of_seconds(entry: Entry | None, runs: Sequence[Measurement]) -> tuple[str | None, str]:
+    """Return (what moved, why) where the optimized side's own seconds are too many, and it is no slower than accepted.
+
+    Nothing moved where the accepted seconds were as many.
+    """
+    moved = _shift(entry, runs, "optimized") if entry else 0.0
+    if entry is None or moved <= math.log1p(MOVED_LEAST):
+        return None, ""
+    anchors = _anchor_shifts(entry, runs)
+    side = "optimized"
+    if _moved_with(anchors, moved):
+        side = "device"
+    elif all("accepted" in m.log_ratios for m in runs):  # both revisions moved alike
+        side = "software" if anchors else "device"
+    why = f"the optimized side is {change(moved)} than when accepted"
+    return side, why + (f", because of {_SHARED[side]}" if side in _SHARED else "") + _listed(anchors)
+
+
 def reference_moved(entry: Entry | None, runs: Sequence[Measurement], most: float) -> str:
     """Return why a stored ratio proves nothing here: the reference's own seconds moved by more than `most`. Else empty.
 

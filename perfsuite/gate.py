@@ -30,7 +30,9 @@ slow to repeat leaves the optimized side's seconds alone: they hold OWN_SECONDS_
 **Promises** A promised speedup holds where the lower bound of this run's speedup is above it, at BETA over all looks.
 It is broken where the upper bound, with the shifts between sessions in its error, is below it, at ALPHA over looks and
 workloads. Where twelve processes with the reference in full show neither, the estimate decides: NOISY above the
-promise, BELOW_FLOOR below. Promised counts (memory, syncs, launches) are exact. What each of two processes or more
+promise, BELOW_FLOOR below. A promised throughput holds where the mean of this run's processes reaches it. Below it
+after RED_PROCESSES processes, it is BELOW_FLOOR where no shift between sessions explains that, else NOISY. Promised
+counts (memory, syncs, launches) are exact. What each of two processes or more
 counted more than when accepted is REGRESSED (counts.py).
 
 A green verdict names the cause where the stored speedup is clearly no longer reached (causes.py).
@@ -45,7 +47,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from statistics import median
 
-from perfsuite import causes, counts, planning, soundness
+from perfsuite import causes, counts, planning, soundness, throughput
 from perfsuite.baseline import changes_since
 from perfsuite.estimates import (
     ALPHA,
@@ -118,9 +120,12 @@ def promises_only(
             continue
         speed = speedup_of(s, prior, selected, looks=1)
         assert speed is not None  # each process has a sound ratio to the reference
+        rate = throughput.throughput_of(s, selected, looks=1)
         shown = _shown(s, None, speed, None)
         if broken := counts.broken(run, s.promises):
             answers[key] = _say(replace(shown, moved="optimized"), Status.BELOW_FLOOR, broken)
+        elif rate is not None and not rate.holds:
+            answers[key] = _throughput_missed(s, shown, rate)
         elif speed.holds:
             answers[key] = _say(shown, Status.PASS, f"{speed}{counts.uncounted(run, s.promises)}")
         else:
@@ -162,6 +167,11 @@ def _judge(s: Subject, suite: Suite, accepted: Variance, factor: float, selected
             return _promise_missed(s, shown, speed)
         text = f"{speed}: the promised {speed.promised:.4g}× is in doubt"
         return Open(processes=1, reason=text, reference=True, likely=speed.likely)
+    rate = throughput.throughput_of(s, selected, looks=len(LOOKS))
+    if rate is not None and not rate.holds:
+        if processes >= RED_PROCESSES:
+            return _throughput_missed(s, shown, rate)
+        return Open(processes=1, reason=f"{rate}: the promised {rate.goal} are in doubt")
     if s.stored and not s.few and (moved := causes.reference_moved(s.entry, s.runs, margin)):
         return _say(shown, Status.NOISY, moved + _stored_note(s))
     return _with_cause(s, _say(shown, status, text + _stored_note(s)), speed, margin)
@@ -221,6 +231,16 @@ def _promise_missed(s: Subject, shown: Verdict, speed: Speedup) -> Verdict:
     return _say(replace(shown, moved=side), status, f"{text}; {why}" if why else text)
 
 
+def _throughput_missed(s: Subject, shown: Verdict, rate: throughput.Throughput) -> Verdict:
+    """Return the verdict where the promised throughput is not reached."""
+    text = f"{rate}; promised {rate.goal}"
+    if not rate.broken:
+        return _say(shown, Status.NOISY, f"{text}: sessions differ by as much; promise less")
+    side, why = causes.of_seconds(s.entry, s.runs)
+    status = Status.NOISY if side == "device" else Status.BELOW_FLOOR
+    return _say(replace(shown, moved=side), status, f"{text}; {why}" if why else text)
+
+
 def _with_cause(s: Subject, verdict: Verdict, speed: Speedup | None, margin: float) -> Verdict:
     """Return the green verdict; where the stored speedup is no longer reached, with the cause."""
     if s.entry is None or speed is None or speed.least or s.few:
@@ -262,7 +282,7 @@ def _unsound(s: Subject) -> str:
     text = text or soundness.incomplete(s.runs, s.other)
     if not text and s.promises.speedup is not None and not any(m.log_ratios.get("reference") for m in s.runs):
         text = "speedup promised, but no process timed the reference"
-    return text or counts.missing(s.runs, s.promises)
+    return text or throughput.missing(s) or counts.missing(s.runs, s.promises)
 
 
 # --- words ----------------------------------------------------------------------------------------------------------

@@ -256,6 +256,8 @@ class Session:
             at_least=(REFERENCE,) if prepared.long is not None and prepared.long.stopped else (),
             skipped=prepared.skipped,
             limit=self.limit,
+            items=bench.pair.cost.items_of(workload.sizes, workload.direction) if bench.pair.cost else 0.0,
+            unit=bench.pair.cost.unit if bench.pair.cost else "items",
             condition=self.condition,
             anchors=self.anchors,
             seconds=seconds,

@@ -320,6 +320,11 @@ class Pair:
                     f"pair {self.name!r}, workload {workload.name!r}: repeat={workload.repeat} calls it again on "
                     f"inputs that it has used up (consumes=); leave repeat out"
                 )
+            if workload.promises.throughput and (self.cost is None or self.cost.items is None):
+                raise PairError(
+                    f"pair {self.name!r}, workload {workload.name!r}: a throughput is promised, but not what a call "
+                    f'processes; give cost=Cost(items=lambda …: …, unit="tokens")'
+                )
             unbound = sorted((self.symbols | scalars) - set(workload.sizes))
             if unbound:
                 what = "input" if unbound[0] in scalars else "size"

@@ -152,6 +152,9 @@ class Measurement:
     skipped: Mapping[str, str] = dataclasses.field(default_factory=dict)
     """Rivals that were not timed, each with the reason."""
     limit: Limit | None = None
+    items: float = 0.0
+    """Items that a call processes, as the pair's `Cost` counts them; 0 where it does not."""
+    unit: str = "items"
     condition: Condition = Condition()
     anchors: Mapping[str, float] = dataclasses.field(default_factory=dict)
     """Seconds of each anchor kernel beside this workload."""
@@ -170,6 +173,12 @@ class Measurement:
         """
         blocks = self.log_ratios.get(REFERENCE)
         return math.exp(statistics.median(blocks)) if blocks else None
+
+    @property
+    def throughput(self) -> float | None:
+        """Items a second of the optimized side: of its median block. None where no items are counted."""
+        ours = self.sides.get(OPTIMIZED)
+        return self.items / statistics.median(ours.blocks_s) if self.items and ours and ours.blocks_s else None
 
     def __repr__(self) -> str:
         ours = self.sides.get(OPTIMIZED)

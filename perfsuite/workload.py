@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from perfsuite.errors import PairError
@@ -19,9 +19,11 @@ TF32 = "tf32"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Promises:
-    """Promises of a workload, each gated: a speedup over the reference, and bounds on one call."""
+    """Promises of a workload, each gated: a speedup over the reference, a throughput, and bounds on one call."""
 
     speedup: float | None = None
+    throughput: Mapping[str, float] = field(default_factory=dict)
+    """Items a second, by the device's slug; other devices have no such promise."""
     peak_bytes: int | None = None
     host_syncs: int | None = None
     launches: int | None = None
@@ -36,7 +38,8 @@ class Workload:
     row are timed as one, as in a training loop: for calls so short that a cold cache and the timer's own overhead
     would be most of what is measured; figures stay a call. `ranks` processes of torch.distributed call the sides
     together, each on a device of its own (docs/ranks.md). `margin` is the relative slowdown that matters, e.g. 0.1:
-    the gate finds what is as slow as that or slower; by default, what the device resolves. Remaining keywords are the
+    the gate finds what is as slow as that or slower; by default, what the device resolves. `throughput` is promised by
+    device, as {"nvidia-h200": 640e3}, in the items a second that the pair's `Cost` counts. Remaining keywords are the
     sizes, and the values of scalar inputs; those that are called as one of these parameters go into `sizes`. `marks`
     are pytest's, e.g. `pytest.mark.skipif(…)`.
     """
@@ -67,6 +70,7 @@ class Workload:
         ranks: int = 1,
         margin: float | None = None,
         speedup: float | None = None,
+        throughput: Mapping[str, float] | None = None,
         peak_bytes: int | None = None,
         host_syncs: int | None = None,
         launches: int | None = None,
@@ -85,6 +89,11 @@ class Workload:
                 raise PairError(f"workload {name!r}: {what}={value!r} is not one of {choices}")
         if speedup is not None and not speedup > 0:
             raise PairError(f"workload {name!r}: speedup={speedup!r} must be above 0")
+        if throughput is not None and not (isinstance(throughput, Mapping) and all(v > 0 for v in throughput.values())):
+            raise PairError(
+                f"workload {name!r}: throughput={throughput!r} must have items a second by device, as in "
+                f'{{"nvidia-h200": 640e3}}'
+            )
         if margin is not None and not 0 < margin < 1:
             raise PairError(f"workload {name!r}: margin={margin!r} is no share between 0 and 1, such as 0.1 for 10%")
         if repeat < 1:
@@ -106,7 +115,13 @@ class Workload:
         self.direction = direction
         self.dtype = dtype
         self.device = device
-        self.promises = Promises(speedup=speedup, peak_bytes=peak_bytes, host_syncs=host_syncs, launches=launches)
+        self.promises = Promises(
+            speedup=speedup,
+            throughput={device: float(rate) for device, rate in (throughput or {}).items()},
+            peak_bytes=peak_bytes,
+            host_syncs=host_syncs,
+            launches=launches,
+        )
         self.sizes = {**(sizes or {}), **named}
         self.marks = tuple(marks)
 
@@ -129,20 +144,27 @@ class Workload:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Cost:
-    """The least work the function can do, as functions of the workload's sizes.
+    """The least work the function can do, and the items that a call processes, as functions of the workload's sizes.
 
     `bytes` counts each input read once and each output written once; `flops` the arithmetic in `precision`
     ("float32", "tf32", "bfloat16", "float16"), and that of a workload with another dtype than float32 in its own.
-    Both are for the workload's own direction: a function that names a parameter `direction` receives it.
+    Both are for the workload's own direction: a function that names a parameter `direction` receives it. `items` counts
+    what a throughput is of, which `unit` names: tokens, examples.
     """
 
     bytes: Callable[..., float] | None = None
     flops: Callable[..., float] | None = None
     precision: str = "float32"
+    items: Callable[..., float] | None = None
+    unit: str = "items"
 
     def of(self, sizes: Mapping[str, Any], direction: str) -> tuple[float, float]:
         """Return (bytes, operations) at these sizes."""
         return _call_cost(self.bytes, sizes, direction), _call_cost(self.flops, sizes, direction)
+
+    def items_of(self, sizes: Mapping[str, Any], direction: str) -> float:
+        """Return the number of items that a call processes at these sizes; 0 where they are not counted."""
+        return _call_cost(self.items, sizes, direction)
 
     def precision_in(self, dtype: str) -> str:
         """Return the precision of the arithmetic where the inputs are in `dtype`; a lower precision that is declared

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from perfsuite import exit_codes
+from perfsuite import exit_codes, throughput
 from perfsuite.records import (
     ACCEPTED,
     OPTIMIZED,
@@ -304,6 +304,8 @@ def _facts(report: RunReport, row: Row, measurements: Sequence[Measurement]) -> 
         spent = units.duration(sum(m.seconds for m in measurements))
         blocks = sum(len(m.log_ratios.get("reference", ())) for m in measurements)
         facts.append(("measured", f"{_processes_of(len(measurements))}, {blocks} blocks, {spent}, seed {first.seed}"))
+        if (rate := throughput.of(measurements)) is not None:
+            facts.append(("throughput", throughput.shown(rate, first.unit)))
         if limits := [m.limit for m in measurements if m.limit is not None]:
             facts.append(("limit", _limit(limits[0], row)))
         condition = workload_rows.condition(measurements)
@@ -347,6 +349,11 @@ def _promises(promise: PromiseRecord, row: Row, found: Sequence[Measurement]) ->
         measured = "not valid" if row.status in WITHOUT_FIGURES else measured
         tone = "bad" if row.speedup is not None and row.speedup.value < promise.speedup else ""
         lines.append(("speedup", f"≥ {units.ratio(promise.speedup)}", measured, tone))
+    if goal := promise.throughput.get(found[0].device) if found else None:
+        rate = throughput.of(found)
+        reached = throughput.shown(rate, found[0].unit) if rate is not None else units.MISSING
+        tone = "bad" if rate is not None and rate < goal else ""
+        lines.append(("throughput", f"≥ {throughput.shown(goal, found[0].unit)}", reached, tone))
     if promise.peak_bytes is not None:
         tone = _above(costs.peak_bytes, promise.peak_bytes)
         lines.append(("peak memory", f"≤ {units.bytes_(promise.peak_bytes)}", units.bytes_(costs.peak_bytes), tone))

@@ -1434,6 +1434,7 @@ def test_any_history_ends_in_a_verdict_within_24_processes(seed: int) -> None:
                 speedup=rng.choice([None, 0.5, 2.7, 19.9, math.inf]),
                 launches=rng.choice([None, 1, 2]),
                 peak_bytes=rng.choice([None, None, 2048]),
+                throughput=rng.choice([{}, {}, {"nvidia-h200": 1e4}, {"nvidia-h200": 1e6}, {"nvidia-h100": 1e9}]),
             ),
             margin=rng.choice([None, None, 0.001, 0.05, 0.99]),
             stored=rng.choice(["", "", "no git"]),

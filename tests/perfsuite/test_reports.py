@@ -720,3 +720,16 @@ def test_write_says_in_one_line_what_stands_in_the_way(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(PerfsuiteError, match=r"cannot write .*; make its folder writable or name another"):
         write(tmp_path / "file" / "report.json", "text")
+
+
+def test_the_page_shows_a_throughput_and_its_promise() -> None:
+    run = measured(ROTOR, {"optimized": 1e-4, "reference": 2e-3}, items=100.0, unit="tokens")
+    report = dataclasses.replace(example(), measurements={ROTOR: run}, promises={ROTOR: PromiseRecord(throughput={})})
+    assert re.search(r"throughput</\w+>\s*<\w+[^>]*>\s*[\d,]+ tokens/s", html.page(report))
+    for goal, tone in ((9e5, ""), (1.1e6, "bad")):
+        (row,) = (r for r in model.rows(report) if r.id == ROTOR)
+        ((what, promised, reached, found),) = html._promises(
+            PromiseRecord(throughput={"nvidia-h200": goal, "nvidia-h100": 9e9}), row, run
+        )
+        assert (what, promised, found) == ("throughput", f"≥ {goal:,.0f} tokens/s", tone)
+        assert float(reached.removesuffix(" tokens/s").replace(",", "")) == pytest.approx(1e6, rel=0.01)

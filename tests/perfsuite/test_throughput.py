@@ -1,0 +1,175 @@
+"""Promised throughputs: what is declared, what is measured, and the verdict."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from builders import measurement, workload_id
+from test_gate import ID, accepted, judge, opened, process, runs, verdict
+
+import perfsuite
+from perfsuite import Cost, Pair, PairError, Workload, tensor, throughput
+from perfsuite.gate import promises_only
+from perfsuite.records import Measurement, PromiseRecord, Status, from_json, to_json
+
+DEVICE = "nvidia-h200"
+TOKENS: dict[str, Any] = {"items": 100.0, "unit": "tokens"}
+"""A call takes 1e-4 s, so that this is a million tokens a second."""
+
+
+def promised(rate: float, device: str = DEVICE) -> PromiseRecord:
+    return PromiseRecord(throughput={device: rate})
+
+
+def slowed(log: float, count: int = 4, **fields: Any) -> tuple[Measurement, ...]:
+    """Return processes in which the accepted side, and with it the device, is slower by `log` as well."""
+    return tuple(
+        process(optimized_s=1e-4 * math.exp(log + shift), **TOKENS, **fields)
+        for shift in (0.0, 1e-3, -1e-3, 0.0)[:count]
+    )
+
+
+# --- the declaration ------------------------------------------------------------------------------------------------
+
+
+def same(x: Any) -> Any:
+    return x
+
+
+def pair(**fields: Any) -> Pair:
+    return Pair(**{"name": "p", "reference": same, "optimized": lambda x: x, "inputs": {"x": tensor("n")}, **fields})
+
+
+@pytest.mark.parametrize("cost", [None, Cost(bytes=lambda n: 8 * n)])
+def test_a_throughput_needs_what_a_call_processes(cost: Cost | None) -> None:
+    declared = pair(cost=cost, workloads=[Workload("w", n=8, throughput={DEVICE: 1e3})])
+    with pytest.raises(PairError, match=r"workload 'w': a throughput is promised, but .* give cost=Cost\(items="):
+        declared.validate()
+
+
+@pytest.mark.parametrize("wrong", [1e3, {DEVICE: 0.0}, {DEVICE: -1.0}, {DEVICE: math.nan}])
+def test_a_throughput_is_declared_by_device(wrong: Any) -> None:
+    with pytest.raises(PairError, match=r"workload 'w': throughput=.* must have items a second by device, as in"):
+        Workload("w", n=8, throughput=wrong)
+
+
+def test_items_follow_from_the_sizes_and_the_direction() -> None:
+    assert Cost(items=lambda n, direction: n * (2 if direction == "both" else 1)).items_of({"n": 8}, "both") == 16
+    assert Cost().items_of({"n": 8}, "both") == 0
+
+
+def test_a_timed_pair_says_its_throughput() -> None:
+    cost = Cost(items=lambda n: 3 * n, unit="tokens")
+    declared = pair(cost=cost, workloads=[Workload("w", n=8, clock="wall", throughput={"x": 1.0})])
+    (found,) = perfsuite.measure(declared, device="cpu")
+    assert (found.items, found.unit) == (24.0, "tokens")
+    assert found.throughput == 24 / statistics.median(found.sides["optimized"].blocks_s)
+    assert from_json(Measurement, to_json(found)) == found
+
+
+def test_the_promise_survives_its_file() -> None:
+    known = Workload("w", n=8, throughput={DEVICE: 640e3}).promises
+    assert from_json(PromiseRecord, to_json(known)) == known
+    assert from_json(PromiseRecord, {"speedup": 2.0}).throughput == {}
+
+
+# --- the gate -------------------------------------------------------------------------------------------------------
+
+
+def test_a_promise_that_is_reached_changes_no_verdict() -> None:
+    answer = verdict(judge(runs(**TOKENS), promises=promised(0.98e6)), Status.PASS)
+    assert answer == judge(runs(**TOKENS))
+
+
+def test_one_for_another_device_is_not_held_here() -> None:
+    verdict(judge(runs(**TOKENS), promises=promised(9e9, "nvidia-h100-80gb-hbm3")), Status.PASS)
+
+
+def test_one_that_is_missed_is_measured_up_to_four_times() -> None:
+    for count in (1, 2, 3):
+        reason = opened(judge(runs(count=count, **TOKENS), promises=promised(1.2e6)))
+        assert "the promised 1,200,000 tokens/s are in doubt" in reason
+    answer = verdict(judge(runs(**TOKENS), promises=promised(1.2e6)), Status.BELOW_FLOOR)
+    assert "999,700 tokens/s (95% interval" in answer.message or "1,000,000 tokens/s (95% interval" in answer.message
+    assert "; promised 1,200,000 tokens/s" in answer.message
+
+
+def test_one_that_a_session_s_shift_may_explain_is_noisy() -> None:
+    answer = verdict(judge(runs(**TOKENS), promises=promised(1.01e6)), Status.NOISY)
+    assert "sessions differ by as much" in answer.message
+
+
+STILL = {"copy": 1e-3, "matmul": 1e-3, "launch": 1e-5}
+
+
+@pytest.mark.parametrize(
+    ("anchors", "status", "moved"),
+    [
+        (STILL, Status.BELOW_FLOOR, "software"),
+        ({name: 1.2 * seconds for name, seconds in STILL.items()}, Status.NOISY, "device"),
+        ({}, Status.NOISY, "device"),
+    ],
+)
+def test_the_cause_is_named(anchors: dict[str, float], status: Status, moved: str) -> None:
+    answer = judge(slowed(0.2, anchors=anchors), promises=promised(1e6), entry=accepted(anchors=STILL))
+    answer = verdict(answer, status)
+    assert answer.moved == moved
+    assert "the optimized side is 22.1% slower than when accepted" in answer.message
+
+
+def test_without_an_entry_nothing_has_moved() -> None:
+    answer = verdict(judge(slowed(0.2), promises=promised(1e6), entry=None), Status.BELOW_FLOOR)
+    assert answer.moved is None
+
+
+def test_what_was_accepted_below_its_promise_is_told_from_what_has_moved() -> None:
+    answer = verdict(judge(runs(**TOKENS), promises=promised(2e6)), Status.BELOW_FLOOR)
+    assert answer.moved is None
+    assert "when accepted" not in answer.message
+
+
+def test_where_nothing_is_counted_it_is_unmeasured() -> None:
+    answer = verdict(judge(runs(), promises=promised(1.0)), Status.UNMEASURED)
+    assert "throughput promised, but no process counted what a call processes" in answer.message
+
+
+def test_a_slower_side_is_slower_before_it_misses_its_promise() -> None:
+    slow = tuple(replace(m, items=100.0) for m in runs(0.3, count=4))
+    verdict(judge(slow, promises=promised(1e6)), Status.REGRESSED)
+
+
+@pytest.mark.parametrize(("rate", "status"), [(0.98e6, Status.PASS), (1e6, Status.PASS), (1.02e6, Status.NOISY)])
+def test_the_estimate_decides_near_the_promise(rate: float, status: Status) -> None:
+    verdict(judge(slowed(0.0), promises=promised(rate)), status)
+
+
+# --- before acceptance, and in a plain run --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("rate", "status"),
+    [(0.95e6, Status.PASS), (0.999e6, Status.NOISY), (1.01e6, Status.NOISY), (2e6, Status.BELOW_FLOOR)],
+)
+def test_an_accepted_one_has_room_for_other_sessions(rate: float, status: Status) -> None:
+    verdict(promises_only({ID: runs(**TOKENS)}, {ID: promised(rate)}, selected=40)[ID], status)
+
+
+# --- words ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("rate", "text"),
+    [(640_213.0, "640,200 a/s"), (12.3456, "12.35 a/s"), (999.96, "1,000 a/s"), (1.5e9, "1,500,000,000 a/s")],
+)
+def test_four_digits_are_shown(rate: float, text: str) -> None:
+    assert throughput.shown(rate, "a") == text
+
+
+def test_over_several_processes_it_is_the_median() -> None:
+    found = [measurement(workload_id(0), optimized_s=s, items=1.0) for s in (1.0, 2.0, 4.0)]
+    assert throughput.of(found) == 0.5
+    assert throughput.of([measurement()]) is None
