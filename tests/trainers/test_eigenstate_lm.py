@@ -66,8 +66,9 @@ def text(tmp_path_factory):
 # --- the pair -------------------------------------------------------------------------------------------------------
 
 
-def steps(kind):
-    """Return a pair's side: steps on a given text. It gives losses, gradient norms, and the size of the weights."""
+def steps(kind, in_bfloat16=False):
+    """Return a pair's side: steps on a given text. It gives losses, gradient norms, and the size of the weights. In
+    bfloat16, where all sizes look alike, it gives how far the weights have moved."""
 
     def make(embedding, tokens, length, batch_size, accumulation, layers, eigenstates, compiled, rate, seed):
         config = dataclasses.replace(
@@ -81,7 +82,11 @@ def steps(kind):
             learning_rate=rate,
             seed=seed,
             use_compile=bool(compiled),
+            # Inputs in bfloat16 stand for the reference under autocast, which shows the error of bfloat16 alone.
+            autocast_bf16=(in_bfloat16 and kind is Optimized) or embedding.dtype is torch.bfloat16,
         )
+        if embedding.dtype is torch.bfloat16:
+            embedding = embedding.float()
         with tempfile.TemporaryDirectory() as folder:
             given = text_of(tokens.cpu().numpy(), len(embedding), length, folder)
             if kind is Optimized:
@@ -91,12 +96,14 @@ def steps(kind):
                 trainer = Reference(config, given, embedding.device, embedding.dtype)
         with torch.no_grad():
             trainer.weights["embedding"].copy_(embedding)
+        first = {name: w.detach().clone() * in_bfloat16 for name, w in trainer.weights.items()}
 
         def step():
             trainer.train_window({})
             report = trainer.last_report()
             figures = torch.tensor([report.loss, report.norm], dtype=embedding.dtype, device=embedding.device)
-            return figures, torch.stack([w.detach().square().mean().sqrt() for w in trainer.weights.values()])
+            sizes = [(w.detach() - first[name]).square().mean().sqrt() for name, w in trainer.weights.items()]
+            return figures, torch.stack(sizes)
 
         return step
 
@@ -110,6 +117,13 @@ def flops(V, D, length, batch_size, accumulation, layers, eigenstates):
     """Count the operations: six per token and parameter."""
     config = dataclasses.replace(SMALL, width=D, layers=layers, eigenstates=eigenstates)
     return config.flops(V) * length * batch_size * accumulation
+
+
+ITEMS = {"items": lambda length, batch_size, accumulation: length * batch_size * accumulation, "unit": "tokens"}
+
+
+TIMED = {**SOURCE, "batch_size": 4, "accumulation": 4, "compiled": 1, "rate": 3e-4, "seed": 0}
+TIMED |= {"clock": "wall", "device": "cuda"}
 
 
 eigenstate_lm = Pair(
@@ -133,18 +147,7 @@ eigenstate_lm = Pair(
     max_examples=draws(cpu=3),
     steps=(1, 2),
     workloads=[
-        Workload(
-            "steps1024",
-            **SOURCE,
-            batch_size=4,
-            accumulation=4,
-            compiled=1,
-            rate=3e-4,
-            seed=0,
-            clock="wall",
-            speedup=4,
-            device="cuda",
-        ),
+        Workload("steps1024", **TIMED, speedup=4),
         Workload(
             "cpu",
             V=200,
@@ -162,8 +165,23 @@ eigenstate_lm = Pair(
             device="cpu",
         ),
     ],
-    cost=Cost(flops=flops, precision="float32"),
+    cost=Cost(flops=flops, precision="float32", **ITEMS),
     time_limit=600,
+)
+
+
+eigenstate_lm_bfloat16 = dataclasses.replace(
+    eigenstate_lm,
+    reference=stateful(steps(Reference, in_bfloat16=True)),
+    optimized=stateful(steps(Optimized, in_bfloat16=True), settle=2),
+    precision="bfloat16",
+    # At smaller sizes bfloat16 may leave nothing of a weight's gradient, so that the truth itself is uncertain.
+    sizes={"V": size(16, 40), "D": size(16, 24), "N": size(90, 120)},
+    workloads=[
+        Workload("steps1024", **TIMED, speedup=10),
+        eigenstate_lm.workloads[1],
+    ],
+    cost=Cost(flops=flops, precision="bfloat16", **ITEMS),
 )
 
 

@@ -24,7 +24,7 @@ from optimized.compilation import compiled_function
 from optimized.graphs.cuda_graph_step import CudaGraphStep
 from optimized.trainers import leak_cnn as module
 from optimized.trainers.leak_cnn import Trainer as Optimized
-from perfsuite import Pair, PerfsuiteError, Workload, floats, integers, scalar, size, stateful, tensor
+from perfsuite import Cost, Pair, PerfsuiteError, Workload, floats, integers, scalar, side, size, stateful, tensor
 from reference.trainers.leak_cnn import Trainer as Reference
 from suite.leak_cnn.classes import CLASSES, LEAK
 from suite.leak_cnn.config import TECHNIQUES, TRADES, TrainConfig, without_techniques
@@ -99,22 +99,32 @@ def sounds(seed=0, files=FILES, longs=LONGS):
 # --- the pair -------------------------------------------------------------------------------------------------------
 
 
-def epochs(kind, change=lambda trainer: trainer):
+def configured(seed, batch_size, width, rate, **fields):
+    """Return the configuration that a pair's inputs stand for."""
+    sizes = {"channels": (width, 2 * width, 4 * width), "hidden": 8 * width}
+    return dataclasses.replace(SMALL, seed=seed, batch_size=batch_size, learning_rate=rate, **sizes, **fields)
+
+
+def epochs(kind, change=lambda trainer: trainer, in_bfloat16=False, validates=True):
     """Return a pair's side: epochs of a given set. It gives the losses of steps and validation, and the weights' size.
+    In bfloat16, where all sizes look alike, it gives how far the weights have moved.
 
     The classification of the segments is left out: at equal logits a rounding decides.
     """
 
     def make(train, validation, train_labels, validation_labels, seed, batch_size, width, compiled, rate):
-        config = dataclasses.replace(
-            SMALL,
-            seed=seed,
-            batch_size=batch_size,
-            channels=(width, 2 * width, 4 * width),
-            hidden=8 * width,
-            learning_rate=rate,
+        config = configured(
+            seed,
+            batch_size,
+            width,
+            rate,
             use_compile=bool(compiled),
+            # Inputs in bfloat16 stand for the reference under autocast, which shows the error of bfloat16 alone.
+            autocast_bf16=(in_bfloat16 and kind is Optimized) or train.dtype is torch.bfloat16,
+            validate_every=int(validates),
         )
+        if train.dtype is torch.bfloat16:
+            train, validation = train.float(), validation.float()
         shown = {"train": train, "validation": validation}
         mels = {k: m[..., None].cpu() for k, m in shown.items()}
         data = Drawn(mels, {"train": train_labels.cpu(), "validation": validation_labels.cpu()})
@@ -123,13 +133,14 @@ def epochs(kind, change=lambda trainer: trainer):
         else:
             trainer = Reference(config, data, train.device, train.dtype)
         trainer = change(trainer)
+        first = {name: w.detach().clone() * in_bfloat16 for name, w in trainer.weights.items()}
 
         def step(epoch):
             trainer.train_window({"epoch": epoch.cpu()})
             report = trainer.last_report()
-            losses = [*report.losses, report.validation.segments.loss]
-            sizes = torch.stack([w.detach().square().mean().sqrt() for w in trainer.weights.values()])
-            return torch.tensor(losses, dtype=train.dtype, device=train.device), sizes
+            losses = [*report.losses, *([report.validation.segments.loss] if validates else [])]
+            sizes = [(w.detach() - first[name]).square().mean().sqrt() for name, w in trainer.weights.items()]
+            return torch.tensor(losses, dtype=train.dtype, device=train.device), torch.stack(sizes)
 
         return step
 
@@ -141,6 +152,11 @@ LABELS = integers(0, len(CLASSES))
 # Files, batch and network as the source has them. The rate is so low that a ReLU which rounding sends the other way
 # moves the weights by less than their rounding.
 SOURCE = {"F": 500, "V": 125, "L": 40, "batch_size": 5632, "width": 32, "rate": 1e-5}
+
+
+def segments(F, L, batch_size):
+    """Count the segments that an epoch trains on: an incomplete batch is left out."""
+    return F * L * SHORTS // batch_size * batch_size
 
 
 leak_cnn = Pair(
@@ -164,11 +180,58 @@ leak_cnn = Pair(
     max_examples=draws(cpu=4, otherwise=50),
     sizes={"F": size(1, 2), "V": size(1, 2), "L": size(2, 3)},
     steps=(1, 2),
+    cost=Cost(items=segments, unit="segments"),
     workloads=[
         Workload("epoch", **SOURCE, seed=0, compiled=1, clock="wall", device="cuda"),
         Workload(
             "cpu", F=8, V=2, L=2, seed=0, batch_size=4, width=1, compiled=0, rate=4e-3, clock="wall", device="cpu"
         ),
+    ],
+)
+
+
+# The source's fastest form beside its reference, which is in float32.
+leak_cnn_bfloat16 = dataclasses.replace(
+    leak_cnn,
+    reference=stateful(epochs(Reference, in_bfloat16=True)),
+    optimized=stateful(epochs(Optimized, in_bfloat16=True), settle=5),
+    precision="bfloat16",
+    workloads=[
+        Workload("epoch", **SOURCE, seed=0, compiled=1, clock="wall", device="cuda", speedup=40),
+        Workload(
+            "cpu", F=8, V=2, L=2, seed=0, batch_size=4, width=1, compiled=0, rate=4e-3, clock="wall", device="cpu"
+        ),
+    ],
+)
+
+
+def conventional_epochs():
+    """Return the best conventional set-up of `tools/leak_cnn_epochs.py` as a rival of the epochs without validation."""
+
+    def make(train, validation, train_labels, validation_labels, seed, batch_size, width, compiled, rate):
+        config = configured(seed, batch_size, width, rate, autocast_bf16=True)
+        data = Drawn({"train": train[..., None].cpu()}, {"train": train_labels.cpu()})
+        trainer = Conventional(config, data, train.device, SetUp(where="batches"))
+        first = {name: w.detach().clone() for name, w in trainer.weights.items()}
+
+        def step(epoch):
+            trainer.train_window({"epoch": epoch.cpu()})
+            moved = [(w.detach() - first[name]).square().mean().sqrt() for name, w in trainer.weights.items()]
+            return torch.tensor(trainer.losses, dtype=train.dtype, device=train.device), torch.stack(moved)
+
+        return step
+
+    return make
+
+
+leak_cnn_bfloat16_unvalidated = dataclasses.replace(
+    leak_cnn_bfloat16,
+    reference=stateful(epochs(Reference, in_bfloat16=True, validates=False)),
+    optimized=stateful(epochs(Optimized, in_bfloat16=True, validates=False), settle=5),
+    rivals={"conventional": stateful(side(conventional_epochs(), devices=("cuda",)), settle=2)},
+    workloads=[
+        Workload("epoch", **SOURCE, seed=0, compiled=1, clock="wall", device="cuda", speedup=40),
+        leak_cnn_bfloat16.workloads[1],
     ],
 )
 

@@ -32,17 +32,23 @@ OF_THEIR_OWN = ("compiled_function", "use_cudagraphs", "autocast_bf16")
 CURVES = ("loss", "curvature", "speed", "loss_delta")
 
 
-def windows(kind, change=lambda trainer: trainer):
+def windows(kind, change=lambda trainer: trainer, bfloat16=False):
     """Return a pair's side: training windows from a given first field. It gives each one's report, and the final state.
 
-    graphs  whether the optimized trainer runs as it is used. At drawn shapes, each of which would be compiled by
-            itself, it does not.
+    bfloat16  whether the forward pass is in bfloat16
+    graphs    whether the optimized trainer runs as it is used. At drawn shapes, each of which would be compiled by
+              itself, it does not.
     """
 
     def make(field, embedding, blocks, window, graphs):
         config = dataclasses.replace(
             SMALL, width=embedding.shape[1], lattice=field.shape[0], blocks=blocks, window=window, memory_slots=2048
         )
+        # Inputs in bfloat16 stand for the reference under autocast, which shows the error of bfloat16 alone. The field
+        # is complex, for which there is no bfloat16.
+        in_half = field.dtype is torch.bfloat16
+        config = dataclasses.replace(config, autocast_bf16=bfloat16 or in_half)
+        field, embedding = (t.float() if in_half else t for t in (field, embedding))
         if kind is Optimized:
             used = {"use_cudagraphs": bool(graphs), "compiled_function": bool(graphs), "warmup_steps": 2}
             trainer = Optimized(dataclasses.replace(config, **used), embedding.shape[0], field.device)
@@ -108,6 +114,7 @@ def flops(B, T, D, blocks, window):
     return 2 * window * blocks * (2 * B * T * 12 * D**2 + 2 * B * T * T * D)
 
 
+ITEMS = {"items": lambda B, T, window: B * T * window, "unit": "tokens"}
 ONE = scalar(integers(1, 1))
 DEEP = {"blocks": 6, "graphs": 1, "clock": "wall", "device": "cuda", "host_syncs": 0}
 trainer2 = Pair(
@@ -131,7 +138,24 @@ trainer2 = Pair(
         Workload("products", B=64, T=512, V=32000, D=512, **DEEP, window=1),
         Workload("cpu", B=4, T=8, V=50, D=256, blocks=1, window=1, graphs=0, clock="wall", device="cpu"),
     ],
-    cost=Cost(flops=flops),
+    cost=Cost(flops=flops, **ITEMS),
+)
+
+
+# The source's fastest form beside its reference, which is in float32.
+trainer2_bfloat16 = dataclasses.replace(
+    trainer2,
+    optimized=stateful(windows(Optimized, bfloat16=True), settle=2),
+    precision="bfloat16",
+    rivals={
+        "reduce_overhead": stateful(side(windows(Reference, compiled_step, bfloat16=True), devices=("cuda",)), settle=2)
+    },
+    workloads=[
+        Workload("launches", B=16, T=128, V=32000, D=256, **DEEP, window=8, speedup=10),
+        Workload("products", B=64, T=512, V=32000, D=512, **DEEP, window=1, speedup=8),
+        Workload("cpu", B=4, T=8, V=50, D=256, blocks=1, window=1, graphs=0, clock="wall", device="cpu"),
+    ],
+    cost=Cost(flops=flops, precision="bfloat16", **ITEMS),
 )
 
 

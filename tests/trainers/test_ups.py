@@ -154,6 +154,11 @@ def flops(L, W, tokens, depth, batch_size, accumulation):
     return 6 * accumulation * 2 * batch_size * tokens * (depth * 12 * W**2 + 2 * L * W)
 
 
+def examples(batch_size, accumulation):
+    """Count the examples of a step on both tasks."""
+    return 2 * batch_size * accumulation
+
+
 ups = Pair(
     reference=stateful(steps(Reference)),
     # In 12 batches in a row, three forms of a step have inverse losses and one has none; each is captured the fourth
@@ -216,7 +221,7 @@ ups = Pair(
             device="cpu",
         ),
     ],
-    cost=Cost(flops=flops, precision="float32"),
+    cost=Cost(flops=flops, precision="float32", items=examples, unit="examples"),
     time_limit=600,
 )
 
