@@ -348,7 +348,7 @@ class ProofItem(pytest.Function):
         if isinstance(error, faults.DeviceFault):
             return self._with_case(
                 f"{self.pair.name}: a GPU kernel faults ({error}), after which every proof of this process fails; "
-                f"without -n, --pdb and -s each proof has a process that is replaced",
+                f"without --pdb and -s each proof has a process that is replaced",
                 self.current,
             )
         if isinstance(error, Hang):

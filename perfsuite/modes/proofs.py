@@ -7,8 +7,9 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from _pytest.runner import runtestprotocol
 
-from perfsuite import bytecode
+from perfsuite import bytecode, faults
 from perfsuite.control import Control
 from perfsuite.tasks import ITEMS, Failure, Outcome, Reported, Task
 
@@ -20,13 +21,19 @@ AUTO, ALWAYS = "auto", "always"
 
 
 class Proofs(Control):
-    """The items of `isolated` are done by workers, on all cores; pytest gets their reports in its own order."""
+    """The items of `isolated` are done by workers, on all cores; pytest gets their reports in its own order.
+
+    xdist hands out the items one by one to processes of its own. These do them there, until a kernel's fault takes the
+    GPU from such a process: then a worker does that item and all further ones.
+    """
 
     def __init__(self, config: pytest.Config) -> None:
         super().__init__(config)
         self.isolated: dict[str, pytest.Item] = {}
         self._proofs: Generator[tuple[str, Outcome]] | None = None
         self._ended: dict[str, Outcome] = {}
+        self._lost = False
+        """Whether a fault has taken the GPU from this process."""
 
     def isolates(self, item: pytest.Item) -> bool:
         """Return whether a worker does this item: a proof, where a kernel's fault would end all items that come after
@@ -40,10 +47,17 @@ class Proofs(Control):
         option = self.config.option
         if option.perfsuite_isolate != AUTO:
             return bool(option.perfsuite_isolate == ALWAYS)
-        # Options that need the test in this process: a debugger, its output as it comes, or xdist, which has processes
-        # already.
-        seen = option.usepdb or option.capture == "no" or hasattr(self.config, "workerinput")
-        return self.device == "cuda" and not seen
+        # Options that need the test in this process: a debugger, or its output as it comes.
+        return self.device == "cuda" and not (option.usepdb or option.capture == "no")
+
+    @property
+    def _under_xdist(self) -> bool:
+        return hasattr(self.config, "workerinput")
+
+    @property
+    def _by_worker(self) -> bool:
+        """Whether workers do the isolated items, and not this process of xdist."""
+        return self._lost or not self._under_xdist or self.config.option.perfsuite_isolate != AUTO
 
     def collected(self, every: Sequence[pytest.Item], selected: list[pytest.Item]) -> None:
         super().collected(every, selected)
@@ -72,7 +86,7 @@ class Proofs(Control):
         if item.nodeid not in self.isolated:
             return self._beside_isolated(item, nextitem)
         item.ihook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
-        for report in self._reports(item, self._outcome(item)):
+        for report in self._here(item, nextitem) or self._reports(item, self._outcome(item)):
             item.ihook.pytest_runtest_logreport(report=report)
         item.ihook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
         return True
@@ -80,15 +94,30 @@ class Proofs(Control):
     def _beside_isolated(self, item: pytest.Item, nextitem: pytest.Item | None) -> bool | None:
         """Run an item of this process with the next one of this process as its successor, so that fixtures which that
         one does not need are torn down."""
-        if nextitem is None or nextitem.nodeid not in self.isolated:
+        if nextitem is None or nextitem.nodeid not in self.isolated or not self._by_worker:
             return None
         items = item.session.items
-        later = items[items.index(nextitem) :]
+        later = [] if self._under_xdist else items[items.index(nextitem) :]  # what xdist hands out later is not known
         following = next((i for i in later if i.nodeid not in self.isolated), None)
         item.ihook.pytest_runtest_protocol(item=item, nextitem=following)
         return True
 
+    def _here(self, item: pytest.Item, nextitem: pytest.Item | None) -> list[Any]:
+        """Return the reports of an item that xdist's process does itself; none where a worker is to do it."""
+        if self._by_worker:
+            return []
+        reports = runtestprotocol(item, log=False, nextitem=nextitem)
+        try:
+            faults.check()
+        except faults.DeviceFault:
+            self._lost = True
+            item.session._setupstate.teardown_exact(None)  # the next item of this process may be of another module
+            return []
+        return reports
+
     def _outcome(self, item: pytest.Item) -> Outcome | None:
+        if self._under_xdist:
+            return self._settled(item, self._alone(self._task(item)))
         if self._proofs is None:
             self._proofs = self.work(self.item_tasks(), everywhere=True)
         while item.nodeid not in self._ended:
@@ -102,14 +131,16 @@ class Proofs(Control):
         if isinstance(outcome, Failure) and outcome.crowded:
             self._ended |= dict(self._proofs)  # once the other processes have ended, the memory is free
             outcome = self._alone(replace(self._task(item), crowded=False))
-        return self._settled(item, outcome) if isinstance(outcome, Failure) and outcome.case else outcome
+        return self._settled(item, outcome)
 
-    def _settled(self, item: Any, failure: Failure) -> Outcome:
-        """Return the outcome of a proof whose process ended while it was at a draw."""
+    def _settled(self, item: Any, outcome: Outcome | None) -> Outcome | None:
+        """Return the outcome of a proof; where its process ended while it was at a draw, with the side to blame."""
+        if not isinstance(outcome, Failure) or not outcome.case:
+            return outcome
         from perfsuite.isolation import Blame
 
         blame = Blame(pair=item.pair, dtype=item.dtype, run=self._alone, limit_s=item.limit_s + GRACE_S)
-        return blame.settle(item.nodeid, failure)
+        return blame.settle(item.nodeid, outcome)
 
     def _alone(self, task: Task) -> Outcome:
         return dict(self.work([task], everywhere=True))[task.id]

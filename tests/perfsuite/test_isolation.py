@@ -11,7 +11,7 @@ import torch
 from scale import FULL, FULLY
 from scratch import Project
 
-from perfsuite import Pair, faults, preload, tensor
+from perfsuite import Pair, faults, modes, preload, tensor
 from perfsuite.cases import parse_case
 from perfsuite.faults import DeviceFault
 from perfsuite.isolation import MOST_LEFT_OUT, Blame
@@ -70,13 +70,18 @@ CRASHING = """
 """
 
 
+XDIST = "def pytest_configure(config):\n    config.workerinput = {'workerid': 'gw0'}"
+
+
+@pytest.mark.parametrize("conftest", [pytest.param("", id="alone"), pytest.param(XDIST, id="xdist", marks=FULLY)])
 def test_a_crash_costs_one_proof_and_names_the_side_and_the_draw(
-    project: Project, monkeypatch: pytest.MonkeyPatch
+    project: Project, monkeypatch: pytest.MonkeyPatch, conftest: str
 ) -> None:
     if not FULL:  # as on a GPU: four processes import torch once
         monkeypatch.setattr(preload, "is_useful", lambda: True)
         monkeypatch.setenv("OMP_NUM_THREADS", "1")
     project.write("test_faults.py", CRASHING)
+    project.write("conftest.py", conftest)
     try:
         result = project.run("--perfsuite-isolate=always", "-m", "correctness", "-k", f"equivalence and ({SOME})")
     finally:
@@ -109,6 +114,56 @@ def test_a_proof_that_lacked_memory_beside_others_is_made_again_once_they_have_e
     proofs.isolated, proofs._proofs, proofs._ended = items, others(), {}
     assert [proofs._outcome(items[name]) for name in "abc"] == [right] * 3
     assert events == ["ended", "a"]
+
+
+def test_xdist_does_proofs_in_its_own_process_until_a_fault_takes_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    done, tasks = list[str](), list[str]()
+
+    def here(item: Any, *, log: bool, nextitem: Any) -> list[str]:
+        assert not log
+        done.append(item.nodeid)
+        return [f"report of {item.nodeid}"]
+
+    def check() -> None:
+        if done[-1] == "faults":
+            raise faults.DeviceFault("CUDA error")
+
+    def work(self: Proofs, given: Sequence[Task], *, everywhere: bool) -> Iterator[tuple[str, Outcome]]:
+        tasks.append(given[0].id)
+        yield given[0].id, Reported(reports=({"made by": "a worker"},))
+
+    monkeypatch.setattr(modes.proofs, "runtestprotocol", here)
+    monkeypatch.setattr(faults, "check", check)
+    monkeypatch.setattr(Proofs, "work", work)
+    proofs: Any = object.__new__(Proofs)
+    option = SimpleNamespace(perfsuite_isolate="auto", perfsuite_case=None)
+    proofs.config = SimpleNamespace(option=option, workerinput={})
+    proofs._lost = False
+    logged = list[Any]()
+
+    def item(name: str) -> Any:
+        restored = SimpleNamespace(pytest_report_from_serializable=lambda config, data: data)
+        hooks = SimpleNamespace(
+            pytest_runtest_logstart=lambda **given: None,
+            pytest_runtest_logfinish=lambda **given: None,
+            pytest_runtest_logreport=lambda report: logged.append(report),
+        )
+        state = SimpleNamespace(teardown_exact=lambda nextitem: done.append(f"torn down for {nextitem}"))
+        made = SimpleNamespace(
+            nodeid=name,
+            location=(),
+            ihook=hooks,
+            config=SimpleNamespace(hook=restored),
+            pair=None,
+            session=SimpleNamespace(_setupstate=state),
+        )
+        proofs.isolated = {name: made}
+        return made
+
+    for name in ("sound", "faults", "after it"):
+        assert proofs.pytest_runtest_protocol(item(name), None)
+    assert (done, tasks) == (["sound", "faults", "torn down for None"], ["faults", "after it"])
+    assert logged == ["report of sound", *2 * [{"made by": "a worker"}]]
 
 
 def test_out_of_memory_errors_are_recognised() -> None:
@@ -257,9 +312,10 @@ FAULTING = """
 
 
 @pytest.mark.gpu
-def test_a_fault_of_the_gpu_costs_one_proof(project: Project) -> None:
+@pytest.mark.parametrize("xdist", [(), ("-n", "1")])
+def test_a_fault_of_the_gpu_costs_one_proof(project: Project, xdist: tuple[str, ...]) -> None:
     project.write("test_faults.py", FAULTING)
-    result = project.run("-m", "correctness", "-k", "equivalence")
+    result = project.run(*xdist, "-m", "correctness", "-k", "equivalence")
     output = result.stdout.str()
     result.assert_outcomes(passed=1, failed=1)
     assert "first: the optimized side faults: CUDA error: device-side assert" in output
