@@ -3,10 +3,10 @@
 Programs take tiles from one list, in its order. Before a tile they wait until the tiles that it depends on are done,
 which are earlier in the list, so that some program is always at work.
 
-Matrices lie in panels of so many columns as 128 bytes hold, one panel after another, each row by row. Of both operands
-of a product the rows are multiplied with each other, so that each of its loads is a block of adjacent rows of a panel,
-and one tensor descriptor serves all matrices, whatever their shapes. Matrices are padded with zeros to whole panels,
-in both directions. A matrix that is multiplied from the left is therefore kept transposed, too.
+A matrix is stored as panels, one after another, each row by row. A panel has as many columns as fit in 128 bytes.
+Matrices are padded with zeros to whole panels, in both directions. A product computes left · rightᵀ, so that it loads
+blocks of adjacent rows of both operands, and one tensor descriptor serves all matrices, whatever their shapes. The
+right operand is therefore stored transposed.
 """
 
 import functools
@@ -31,25 +31,26 @@ LARGEST_TILE = 128
 # In half precision: two programs find room on a multiprocessor.
 NUM_WARPS, NUM_STAGES = 4, 3
 PANEL_BYTES = 128
-# From so many times as many columns as rows on, Gram matrices are iterated, which is less work then.
+# With at least this many times as many columns as rows, the Gram matrix is iterated, which is less work.
 GRAM_FROM = 2
-# After so many iterations they are computed anew. Rounding changes their least eigenvalues, by more in each iteration:
-# after three, the error in bfloat16 is up to a hundred times that of iterating x itself, and after two it is the same.
+# The Gram matrix is recomputed after this many iterations: the rounding errors of its smallest eigenvalues grow with
+# each. After three, the error in bfloat16 is up to a hundred times that of iterating x itself; after two it is the
+# same.
 RESTART = 2
-# The buffers of a matrix: it and its transpose, which alternates with the place of Gram matrices, and polynomials of
-# these; the last two serve the iteration of Gram matrices.
+# The buffers of a matrix. X holds x. X_T and OTHER_T hold its transpose and the Gram matrix, and swap roles. The others
+# hold polynomials of the Gram matrix; SPARE and FACTOR are used only where the Gram matrix is iterated.
 X, X_T, OTHER_T, POLYNOMIAL, SPARE, FACTOR = range(6)
 BUFFERS = FACTOR + 1
 NOTHING = -1
-# Numbers that a task has; a power of two.
+# Numbers of a task, of which 14 are used. `_iterate_kernel` has this stride, too.
 FIELDS = 16
 
 
 class Step(NamedTuple):
     """A product α · left rightᵀ + β · added + γ, for all tiles of a matrix: the numbers of its operands and results.
 
-    For a symmetric product only the tiles on one side of the diagonal are computed. The result of any other is also
-    stored as its transpose, `mirrored`.
+    For a symmetric product only the tiles on one side of the diagonal are computed. The transpose of another product's
+    result is also stored, in the buffer `mirrored`, unless that is NOTHING.
 
     is_gram  both operands are the matrix itself
     scaled   the matrix is divided by its norm
@@ -69,7 +70,8 @@ class Step(NamedTuple):
 def steps_of(
     coefficients: tuple[float, float, float], iterations: int, restart: int, transposing: bool = True
 ) -> Iterator[Step]:
-    """Multiply x, divided by its norm, so often by P = a + b G + c G², where G = x xᵀ; x itself once in `restart`.
+    """Apply P = a + b G + c G², where G = x xᵀ, `iterations` times to x divided by its norm. x itself is multiplied
+    only once in every `restart` iterations.
 
     The Gram matrix after a multiplication is P G P, and the product of all P so far is F; all are symmetric, and
     commute. After `restart` iterations x is multiplied by F, and G is computed anew.
@@ -112,8 +114,8 @@ class NewtonSchulz:
     sums       float32 [matrices, n] whose rows have the squares of the matrices' norms as their sums
     in_strips  by `newton_schulz_strips`, where that serves these matrices
 
-    `room` has rows of a panel, `panel` columns. From row `places[i]` on it holds a matrix, padded with zeros, and its
-    transpose from `transposed[i]` on, where that is not NOTHING; after `run` a result begins at row `results[i]`.
+    `room` holds all buffers, as rows of `panel` columns. Matrix i, padded with zeros, begins at row `places[i]`, and
+    its transpose at row `transposed[i]`, where that is not NOTHING. After `run`, its result begins at row `results[i]`.
     """
 
     def __init__(
@@ -190,8 +192,11 @@ class NewtonSchulz:
     def _steps(
         self, forms: Sequence[Sequence[Step]]
     ) -> Iterator[tuple[int, Step, int, int, int, numpy.ndarray, numpy.ndarray]]:
-        """Yield matrix and step, one matrix after another and one step after another, and of each the rows of its
-        result, those of the right operand, the terms of a product's sums, and the rows and columns of its tiles."""
+        """Yield (matrix, step, rows, height, terms, i, j), step by step, and in each step matrix by matrix.
+
+        The result has `rows` rows and the right operand `height`; `terms` is the inner dimension. `i` and `j` are the
+        rows and columns of the tiles.
+        """
         for number in range(max(map(len, forms))):
             for matrix, form in enumerate(forms):
                 if number >= len(form):
@@ -247,7 +252,7 @@ class NewtonSchulz:
             is_diagonal = (i == j) & step.is_symmetric
             is_shared = is_diagonal & (step.left == step.right)
             of_tile, panels = self.tile // self.panel, terms // self.panel
-            # The left operand of any other product is symmetric, and the right one is too, or it is x.
+            # But for Gram products the left operand is symmetric, and the right one is symmetric or x.
             left_turns = 0 if step.is_gram else of_tile * i
             right_turns = 0 if step.is_gram else of_tile * j if step.is_symmetric else panels
             flags = strips.DIAGONAL * is_diagonal + strips.SHARED * is_shared

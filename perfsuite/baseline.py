@@ -45,7 +45,7 @@ class Process:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Session:
-    """Processes of one machine and hour, with the stack that they ran on."""
+    """Processes of one acceptance on one machine, with the stack that they ran on."""
 
     date: str
     """ISO date-time."""
@@ -129,7 +129,7 @@ class Entry:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Baseline:
-    """All that is accepted on one device."""
+    """All that is accepted on one device for one number of processes: one file."""
 
     machine: Machine
     entries: Mapping[str, Entry] = field(default_factory=dict)
@@ -274,8 +274,7 @@ def merge(
     """Return the baseline after accepting `new` on `machine`, without the ids in `drop`.
 
     An entry replaces the one of its id. With `more`, its sessions are added to the existing ones instead. Raises
-    BaselineError where `more` is given and the entries differ in code, sizes, clock, direction or dtype, or one of the
-    trees was not clean, and where the baseline is of another machine.
+    BaselineError if the baseline is of another machine; with `more`, also if `why_not_more` gives a reason.
     """
     if old is not None:
         errors, _ = compare_machines(old.machine, machine)
@@ -293,7 +292,9 @@ def why_not_more(old: Entry | None, new: Entry) -> str:
     """Return why the sessions of `new` cannot be added to what is accepted; empty if they can."""
     if old is None:
         return "no accepted entry to add a session to"
-    if new.revision is None or (old.revision != new.revision and not _same_code(old, new)):
+    if new.revision is None:
+        return "the present code has no revision: it is outside git"
+    if old.revision != new.revision and not _same_code(old, new):
         return f"accepted at revision {short(old.revision)}, now at {short(new.revision)}, with other code"
     if old.dirty or new.dirty:
         return "the tree has uncommitted changes, or had when accepted"
@@ -306,6 +307,8 @@ def _with_sessions(old: Entry | None, new: Entry) -> Entry:
         raise BaselineError(f"{new.id}: {why}; accept it without --more")
     both = replace(
         old,
+        reason=old.reason if new.reason in old.reason else f"{old.reason}; {new.reason}",
+        accepted=max(old.accepted, new.accepted),
         sessions=(*old.sessions, *new.sessions),
         promises=new.promises,
         ran=new.ran,
@@ -346,7 +349,7 @@ def changes_since(entry: Entry, now: Entry | Measurement) -> str | None:
     """Return how the workload itself differs from the accepted one, e.g. "sizes were {'n': 8}, now {'n': 16}"; or
     None."""
     for name in ("device", "clock", "direction", "dtype", "sizes"):
-        # Through JSON, as the accepted one went: a tuple comes back as a list.
+        # Converted through JSON like the accepted entry, in which tuples have become lists.
         before, after = getattr(entry, name), json.loads(json.dumps(to_json(getattr(now, name))))
         if before != after:
             return f"{name} {'were' if name == 'sizes' else 'was'} {before!r}, now {after!r}"
@@ -403,7 +406,7 @@ def compare_machines(accepted: Machine, here: Machine) -> tuple[list[str], list[
     Errors: another device (slug or name), another power limit; on a CPU, another CPU model or number of cores. A power
     limit that was known when accepted and cannot be read here is an error too. Notes: the number of devices (each
     workload is timed on one), torch, triton, CUDA, driver, Python, the platform; on a GPU also the CPU and its cores.
-    They may move both sides alike, and the gate interleaves two revisions on the same stack.
+    Such a change may affect both sides equally, and the gate times both revisions on the same stack.
     """
     cpu = is_cpu(accepted.device) or is_cpu(here.device)
     strict = ["device", "device_name", *(["cpu", "cores"] if cpu else [])]

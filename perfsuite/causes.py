@@ -71,7 +71,7 @@ def of_speedup(entry: Entry | None, runs: Sequence[Measurement]) -> tuple[str | 
 def of_seconds(entry: Entry | None, runs: Sequence[Measurement]) -> tuple[str | None, str]:
     """Return (what moved, why) where the optimized side's own seconds are too many, and it is no slower than accepted.
 
-    Nothing moved where the accepted seconds were as many.
+    Return (None, "") if the seconds rose by no more than MOVED_LEAST.
     """
     moved = _shift(entry, runs, "optimized") if entry else 0.0
     if entry is None or moved <= math.log1p(MOVED_LEAST):

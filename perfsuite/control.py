@@ -123,7 +123,7 @@ class Control:
         if self.shard is not None:
             sharding.keep(selected, self.shard)
         proofs: list[Any] = [i for i in selected if getattr(i, "kind", "") == "contexts"]
-        self.notes += declared.unsupported(proof.pair for proof in proofs)
+        self.notes += declared.unsupported_note(proof.pair for proof in proofs)
         self.items = {i.nodeid: i for i in selected if isinstance(i, SpeedItem)}
 
     def measurable(self) -> list[str]:

@@ -14,12 +14,22 @@ from perfsuite.pair import Pair
 
 
 def pairs_of(name: str, value: object, module: str) -> Iterator[tuple[str, Pair]]:
-    """Yield (name, pair) for a module's attribute `name`; nothing if it holds no pairs.
+    """Yield (name, pair) for a module's attribute `name`. A list or dict declares pairs if all its elements are pairs.
 
-    A pair in a list or a dict is called as the list, with its place or key: `losses-0`, `losses-mean`; in a class
-    `Class.name`. A function that is annotated to return a Pair and parametrized gives one pair for each set of
-    parameters, called as pytest calls a test's: `attention-64-True`. A private name such as `_known` declares no pairs.
+    A pair in a list or a dict is named after it, with the index or key (`losses-0`, `losses-mean`); a pair in a class
+    is named `Class.name`. A function that is annotated to return a Pair and parametrized gives one pair for each set of
+    parameters, named from their ids (`attention-64-True`). A list, dict, class or function with a private name is
+    ignored. PairError where two pairs have the same name.
     """
+    seen: set[str] = set()
+    for found, pair in _declared(name, value, module):
+        if found in seen:
+            raise PairError(f"{name} declares two pairs called {found!r}; give them different keys or ids=")
+        seen.add(found)
+        yield found, pair
+
+
+def _declared(name: str, value: object, module: str) -> Iterator[tuple[str, Pair]]:
     if isinstance(value, Pair):
         yield name, value
     elif name.startswith("_"):
@@ -34,8 +44,9 @@ def pairs_of(name: str, value: object, module: str) -> Iterator[tuple[str, Pair]
         yield from ((f"{name}-{id}", _made(value, name, arguments)) for id, arguments in _parameters(value))
 
 
-def unsupported(pairs: Iterable[Pair]) -> list[str]:
-    """Return a line that counts the ways of calling which these pairs declare as unsupported; no line without any."""
+def unsupported_note(pairs: Iterable[Pair]) -> list[str]:
+    """Return one line that counts the ways of calling which the pairs declare as unsupported; an empty list without
+    any."""
     counts = Counter(way for pair in pairs for way in pair.unsupported)
     ways = [f"{way} (pairs: {number})" for way, number in counts.most_common()]
     return [f"not tried, because pairs declare it as unsupported: {', '.join(ways)}"] if ways else []
@@ -77,12 +88,28 @@ def _sets(mark: Any) -> Iterator[tuple[str, Mapping[str, Any]]]:
     names = [n.strip() for n in names.split(",")] if isinstance(names, str) else list(names)
     ids = given.get("ids")
     for number, entry in enumerate(given["argvalues"]):
-        values: Any = entry.values if hasattr(entry, "marks") else entry
-        if not hasattr(entry, "marks") and len(names) == 1:
-            values = (entry,)
-        values = tuple(values)
-        own = getattr(entry, "id", None) or (ids[number] if isinstance(ids, (list, tuple)) else None)
-        yield _plain(own or "-".join(map(str, values))), dict(zip(names, values, strict=True))
+        is_param = hasattr(entry, "marks")
+        if is_param and entry.marks:
+            raise PairError(
+                f"parametrize({', '.join(names)}): marks of one set of parameters are not applied to a pair; give them "
+                f"to its workloads (marks=), or leave the set out"
+            )
+        values = tuple(entry.values) if is_param else (entry,) if len(names) == 1 else tuple(entry)
+        own = entry.id if is_param else None
+        if own is None and isinstance(ids, (list, tuple)):
+            own = ids[number]
+        if own is None:
+            chosen = ids if callable(ids) else lambda value: None
+            own = "-".join(_id(n, v, number, chosen(v)) for n, v in zip(names, values, strict=True))
+        yield _plain(own), dict(zip(names, values, strict=True))
+
+
+def _id(name: str, value: object, number: int, chosen: object) -> str:
+    """Return a parameter's part of the name: as chosen, or the value as text where that is the same in each process."""
+    if chosen is not None:
+        return str(chosen)
+    text = str(getattr(value, "__name__", value))
+    return f"{name}{number}" if " at 0x" in text else text
 
 
 def _plain(key: object) -> str:

@@ -54,17 +54,17 @@ MARGIN_MOST = 0.10
 """Largest default margin; a larger one has to be declared."""
 
 STORED_MARGIN_MAX = 0.04
-"""Largest margin against stored figures. Stored figures of one session resolve 2 to 3%, and beyond twice MARGIN_USUAL
-it is no gate."""
+"""Largest margin against stored figures. Stored figures of one session resolve 2 to 3%. A margin above twice
+MARGIN_USUAL would be too loose to be useful."""
 
 MARGIN_STEP = 0.001
 
 OWN_SECONDS_SD = 0.01
-"""Standard deviation of seconds by themselves between sessions: they shift by about 1% with the chip's clock and
+"""Standard deviation of absolute times between sessions: they shift by about 1% with the chip's clock and
 temperature."""
 
 OWN_SECONDS_MARGIN = 0.10
-"""Margin that seconds by themselves can hold at the suite-wide level with such shifts."""
+"""Margin that absolute times can hold at the suite-wide level with such shifts."""
 
 NO_PROMISES = PromiseRecord()
 
@@ -119,13 +119,15 @@ class Speedup:
 
     now: Estimate
     promised: float = 0.0
-    """Promised log-ratio; 0 where nothing is promised."""
+    """Promised speedup; 0 where nothing is promised."""
     holds: bool = True
+    """Whether this run shows the promise."""
     broken: bool = False
+    """Whether no session's shift explains the shortfall."""
     full: int = 0
-    """Processes that sampled the reference in full; where it is too slow to repeat, that timed it."""
+    """Number of processes that timed the reference in every block, or at all if it is too slow to repeat."""
     likely: int = 1
-    """As `Open.likely`."""
+    """Further processes that will probably decide."""
     least: bool = False
     """Whether the reference was stopped, so that this is a lower bound."""
 
@@ -182,10 +184,10 @@ def _block_variances(subjects: Iterable[Subject]) -> Iterator[tuple[Variance, Va
 
 
 def _known(expected: Variance, run: Sequence[Measurement], other: str) -> Variance:
-    """Return the process variance as known after this run. Where this run's processes vary far beyond `expected`, they
-    alone count.
+    """Return the process variance as known after this run.
 
-    Blocks that vary far beyond it show this at once: the mean of a process is no better than its blocks.
+    If the process means vary far beyond `expected`, their own variance is used alone. If the blocks do, their variance
+    takes the place of the expected one, since the mean of a process is no better than its blocks.
     """
     processes = [m.log_ratios[other] for m in run]
     value, dof = block_variance(processes, run[0].clock)
@@ -226,8 +228,8 @@ def slowdown_of(
 
 
 def _own_seconds(s: Subject) -> Estimate:
-    """Return the log slowdown of the optimized side by its own seconds. It is used where the reference shows
-    nothing."""
+    """Return the log slowdown of the optimized side by its own seconds. It is used where the reference is too slow for
+    a precise ratio."""
     assert s.entry is not None
     accepted = [[math.log(p.seconds["optimized"]) for p in session.processes] for session in s.entry.sessions]
     now = [math.log(median(m.sides["optimized"].blocks_s)) for m in s.runs]
@@ -239,14 +241,14 @@ def _own_seconds(s: Subject) -> Estimate:
 def speedup_of(s: Subject, prior: Noise, selected: int, *, looks: int) -> Speedup | None:
     """Return this run's speedup over the reference; None where the reference was not timed.
 
-    A promise holds where this run shows it. It is broken only if no session's shift explains why this run is below it.
+    A promise holds where this run shows it. It is broken only if no session's shift explains the shortfall.
     """
     timed, least = complete((m for m in s.runs if m.log_ratios.get("reference")), "reference")
     full = [m for m in timed if "reference" not in m.few]
     used = full or timed
     if not used:
         return None
-    # After the first process all of the reference is asked for, or none: two with few samples show that it is slow.
+    # Later processes time the reference in full or not at all, so two processes with few samples mean that it is slow.
     slow = s.few or (len(timed) > 1 and not full)
     noise = noise_of(s.entry.process_means() if s.entry else [], prior)
     noise = replace(noise, process=_known(noise.process, used, "reference"))

@@ -31,9 +31,9 @@ slow to repeat leaves the optimized side's seconds alone: they hold OWN_SECONDS_
 It is broken where the upper bound, with the shifts between sessions in its error, is below it, at ALPHA over looks and
 workloads. Where twelve processes with the reference in full show neither, the estimate decides: NOISY above the
 promise, BELOW_FLOOR below. A promised throughput holds where the mean of this run's processes reaches it. Below it
-after RED_PROCESSES processes, it is BELOW_FLOOR where no shift between sessions explains that, else NOISY. Promised
-counts (memory, syncs, launches) are exact. What each of two processes or more
-counted more than when accepted is REGRESSED (counts.py).
+after RED_PROCESSES processes, it is BELOW_FLOOR unless a shift between sessions explains that, or the device became
+slower; then it is NOISY. Promised counts (memory, syncs, launches) are exact. A count above the accepted one in each of
+at least two processes is REGRESSED (counts.py).
 
 A green verdict names the cause where the stored speedup is clearly no longer reached (causes.py).
 
@@ -107,7 +107,8 @@ def promises_only(
     """Judge the promises by themselves, from one process on: in a plain run, or before acceptance.
 
     PASS means here that the promises hold, and says nothing about a regression. One look decides: a speedup that is
-    neither shown nor broken is NOISY where the estimate reaches it, else BELOW_FLOOR.
+    neither shown nor broken is NOISY where the estimate reaches it, else BELOW_FLOOR. A throughput that is not shown is
+    NOISY unless it is clearly below its promise.
     """
     prior = fit_prior(
         [process_values(r, "reference")] for r in runs.values() if r and not soundness.incomplete(r, "reference")
@@ -122,14 +123,15 @@ def promises_only(
         assert speed is not None  # each process has a sound ratio to the reference
         rate = throughput.throughput_of(s, selected, looks=1)
         shown = _shown(s, None, speed, None)
+        missed = [] if speed.holds else [_promise_missed(s, shown, speed)]
+        if rate is not None and not rate.holds:
+            missed.append(_throughput_missed(s, shown, rate))
         if broken := counts.broken(run, s.promises):
             answers[key] = _say(replace(shown, moved="optimized"), Status.BELOW_FLOOR, broken)
-        elif rate is not None and not rate.holds:
-            answers[key] = _throughput_missed(s, shown, rate)
-        elif speed.holds:
-            answers[key] = _say(shown, Status.PASS, f"{speed}{counts.uncounted(run, s.promises)}")
+        elif missed:
+            answers[key] = next((v for v in missed if v.status is Status.BELOW_FLOOR), missed[0])
         else:
-            answers[key] = _promise_missed(s, shown, speed)
+            answers[key] = _say(shown, Status.PASS, f"{speed}{counts.uncounted(run, s.promises)}")
     return answers
 
 
@@ -236,7 +238,7 @@ def _throughput_missed(s: Subject, shown: Verdict, rate: throughput.Throughput) 
     text = f"{rate}; promised {rate.goal}"
     if not rate.broken:
         return _say(shown, Status.NOISY, f"{text}: sessions differ by as much; promise less")
-    side, why = causes.of_seconds(s.entry, s.runs)
+    side, why = causes.of_seconds(s.entry, s.runs) if throughput.had_reached(s) else (None, "")
     status = Status.NOISY if side == "device" else Status.BELOW_FLOOR
     return _say(replace(shown, moved=side), status, f"{text}; {why}" if why else text)
 

@@ -70,7 +70,7 @@ class Blame:
         return _what(outcome) if isinstance(outcome, Failure) else None
 
     def _task(self, id: str, *, case: str = "", side: str = "", left_out: tuple[str, ...] = ()) -> Task:
-        return Task(id=id, kind=ITEMS, limit_s=self.limit_s, case=case, side=side, left_out=left_out)
+        return Task(id=id, kind=ITEMS, limit_s=self.limit_s, case=case, side=side, left_out=left_out, crowded=False)
 
     def _hint(self, line: str) -> str:
         names = sorted(misaligned_inputs(self.pair, parse_case(line, self.dtype)))

@@ -1,8 +1,8 @@
-"""Keep the sizes and layouts of a pair's draws to a few different ones, where its sides compile for each of them.
+"""Reuse a few sizes and layouts in a pair's draws, where its sides compile for each of them.
 
 Compiling for a size, or for the strides of inputs, takes seconds each time. So new sizes and layouts are drawn until
-compiling has taken `BUDGET_S` in this process. Later draws have other values at sizes and layouts that were drawn
-before.
+the draws that compile have taken `BUDGET_S` in this process. Later draws have other values at sizes and layouts that
+were drawn before.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from perfsuite.pair import Pair
 from perfsuite.records import Case, InputCase
 
 BUDGET_S = 1.0
-"""Seconds of draws that compile, after which no new sizes and layouts are drawn: of forward calls, and again of those
-with a backward pass, whose kernels are others."""
+"""Seconds of draws that compile, after which no new sizes and layouts are drawn. Draws with a backward pass have this
+budget, too, for kernels of their own."""
 
 
 class KnownSizes:
@@ -32,19 +32,19 @@ class KnownSizes:
         """Whether any draw has compiled something, or read it from a cache."""
         self.forward, self.backward = _Known(), _Known()
         """The sizes of all draws, and the sizes of draws with a backward pass."""
-        self._settled: dict[tuple[str, bool], Case] = {}
+        self._settled: dict[tuple[str, str, bool], Case] = {}
 
     def settled(
         self, pair: Pair, case: Case, *, gradients: bool = False, few: bool = False, plans: bool = False
     ) -> Case:
-        """Return the draw itself, or the draw with known sizes and layouts once new ones have used up the budget; the
-        same each time.
+        """Return the draw itself, or once new sizes and layouts have used up the budget, the draw with known ones. A
+        draw always gets the same result.
 
-        With `gradients` the sizes are those of draws with a backward pass, as soon as these have used up the budget.
-        With `few` a draw takes so many calls that nothing new is drawn where there are known ones and the side
-        compiles, or where the device's libraries plan for each size (`plans`), as cuDNN does.
+        With `gradients` the sizes are those of draws with a backward pass, once these have used up their budget. `few`
+        says that this proof calls a side many times a draw: known sizes are then reused as soon as there are any, if
+        the side compiles or the device's libraries plan for each size (`plans`), as cuDNN does.
         """
-        asked = case_line(case), gradients
+        asked = case.dtype, case_line(case), gradients
         if asked not in self._settled:
             self._settled[asked] = self._chosen(pair, case, gradients, few and (self.compiles or plans))
         return self._settled[asked]
@@ -54,10 +54,10 @@ class KnownSizes:
         known_enough = [k for k in of_kind if k.spent_s > self.budget_s or (few and k.cases)]
         if not known_enough or _key(case) in known_enough[0].cases:
             return case
-        plain, flat = _is_plain(pair, case), not case.inputs
+        plain, contiguous = _is_plain(pair, case), _is_contiguous(case)
         every = known_enough[0].cases.values()
-        among = [k for k in every if (_is_plain(pair, k) or not plain) and (not k.inputs or not flat)]
-        if few:  # a reference may take long for each row
+        among = [k for k in every if (_is_plain(pair, k) or not plain) and (_is_contiguous(k) or not contiguous)]
+        if few:  # the reference may be slow at large sizes
             among = [k for k in among if _is_small(pair, k)] or among
         if not among:
             return case
@@ -68,13 +68,14 @@ class KnownSizes:
             name: InputCase(layout=layouts.get(name, "contiguous"), regime=regimes.get(name, "normal"))
             for name in {**layouts, **regimes}
         }
-        # A float is no constant of a kernel, and no bound depends on it.
+        # The draw keeps its own floats: kernels are not specialised on them, and no bound depends on them.
         sizes = {**known.sizes, **{n: v for n, v in case.sizes.items() if isinstance(v, float)}}
         return replace(case, sizes=sizes, inputs={n: how for n, how in inputs.items() if how != InputCase()})
 
     @contextmanager
     def noting(self, case: Case, *, gradients: bool = False) -> Iterator[None]:
-        """Wrap the proof of a draw: note what it compiled, and that its sizes and layouts are known."""
+        """Wrap the proof of a draw: note whether it compiled and how long it took, and that its sizes and layouts are
+        known."""
         began, before = perf_counter(), compiling.so_far()
         try:
             yield
@@ -101,10 +102,14 @@ def _key(case: Case) -> str:
 
 
 def _is_small(pair: Pair, case: Case) -> bool:
-    """Return whether no size is larger than those that are drawn at random."""
+    """Return whether every size is at most SMALL_HIGH."""
     return all(case.sizes[name] <= SMALL_HIGH for name in pair.symbols)
 
 
 def _is_plain(pair: Pair, case: Case) -> bool:
-    """Return whether every dimension has elements, so that values and layouts show something."""
+    """Return whether every size is at least FEWEST, so that values and layouts matter."""
     return all(case.sizes[name] >= FEWEST for name in pair.symbols)
+
+
+def _is_contiguous(case: Case) -> bool:
+    return all(how.layout == "contiguous" for how in case.inputs.values())

@@ -46,7 +46,7 @@ class Hangs(NotEquivalent):
 
 
 def check(pair: Pair, case: Case, device: str, *, module: ModuleType, home: Path | None = None) -> None:
-    """Raise NotEquivalent where the side answers otherwise in a process in which no test is running.
+    """Raise NotEquivalent where the side returns a different answer in a process in which no test is running.
 
     Raises Unsendable where the draw cannot be tried there.
     """
@@ -70,8 +70,8 @@ def check(pair: Pair, case: Case, device: str, *, module: ModuleType, home: Path
         equivalence.hold(once, known, produced, strict_strides=False)
     except NotEquivalent as error:
         raise NotEquivalent(
-            f"{pair.name}: the optimized side answers otherwise where no test is running (without pytest, Hypothesis "
-            f"and perfsuite in the process): {error}",
+            f"{pair.name}: the optimized side returns a different answer where no test is running (without pytest, "
+            f"Hypothesis and perfsuite in the process): {error}",
             case,
         ) from None
 

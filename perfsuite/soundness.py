@@ -12,7 +12,7 @@ RATIO_MAX = 20.0
 
 def disagreement(run: tuple[Measurement, ...]) -> str:
     """Return the field on which the processes of one workload disagree, with two values; empty where they agree."""
-    for name in ("device", "clock", "direction", "dtype", "sizes"):
+    for name in ("device", "clock", "direction", "dtype", "sizes", "items", "unit"):
         values = [getattr(m, name) for m in run]
         if any(v != values[0] for v in values):
             return f"its processes disagree on {name}: {values[0]!r}, {next(v for v in values if v != values[0])!r}"

@@ -1,6 +1,7 @@
 """The promised throughput of a workload: items a second, by the optimized side's own seconds. Pure; no torch.
 
-Seconds by themselves shift from session to session with the device's clock and temperature, which is part of the error.
+Absolute times, unlike ratios, shift from session to session with the device's clock and temperature. This is part of
+the error.
 """
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from statistics import median
+from statistics import geometric_mean
 
 from perfsuite.estimates import ALPHA, OWN_SECONDS_SD, Subject
 from perfsuite.records import Measurement
@@ -50,8 +51,8 @@ class Throughput:
 def throughput_of(s: Subject, selected: int, *, looks: int) -> Throughput | None:
     """Return this run's throughput; None where none is promised for this device.
 
-    In a gate the promise holds where the estimate reaches it. Before acceptance, with one look, its lower bound has to,
-    so that it holds in every session.
+    In a gate the promise holds where the estimate reaches it. `accept` and a plain run, which have one look, ask for
+    the lower bound to reach it.
     """
     promised = _promised(s)
     if promised is None or missing(s):
@@ -77,10 +78,20 @@ def missing(s: Subject) -> str:
     return "throughput promised, but no process counted what a call processes"
 
 
+def had_reached(s: Subject) -> bool:
+    """Return whether the accepted revision had reached the promised throughput."""
+    promised = _promised(s)
+    return (
+        s.entry is not None
+        and promised is not None
+        and s.runs[0].items >= promised * s.entry.sides["optimized"].seconds
+    )
+
+
 def of(measurements: Sequence[Measurement]) -> float | None:
-    """Return the items a second: the median over processes; None where no items are counted."""
+    """Return the items a second: the geometric mean over processes; None where no items are counted."""
     rates = [rate for m in measurements if (rate := m.throughput) is not None]
-    return median(rates) if rates else None
+    return geometric_mean(rates) if rates else None
 
 
 def shown(rate: float, unit: str) -> str:

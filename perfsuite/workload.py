@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import inspect
+import math
+import re
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -89,10 +91,10 @@ class Workload:
                 raise PairError(f"workload {name!r}: {what}={value!r} is not one of {choices}")
         if speedup is not None and not speedup > 0:
             raise PairError(f"workload {name!r}: speedup={speedup!r} must be above 0")
-        if throughput is not None and not (isinstance(throughput, Mapping) and all(v > 0 for v in throughput.values())):
+        if throughput is not None and not _is_by_device(throughput):
             raise PairError(
-                f"workload {name!r}: throughput={throughput!r} must have items a second by device, as in "
-                f'{{"nvidia-h200": 640e3}}'
+                f"workload {name!r}: throughput={throughput!r} must have items a second by device, as the baselines' "
+                f'files are named: {{"nvidia-h200": 640e3}}'
             )
         if margin is not None and not 0 < margin < 1:
             raise PairError(f"workload {name!r}: margin={margin!r} is no share between 0 and 1, such as 0.1 for 10%")
@@ -163,13 +165,28 @@ class Cost:
         return _call_cost(self.bytes, sizes, direction), _call_cost(self.flops, sizes, direction)
 
     def items_of(self, sizes: Mapping[str, Any], direction: str) -> float:
-        """Return the number of items that a call processes at these sizes; 0 where they are not counted."""
-        return _call_cost(self.items, sizes, direction)
+        """Return the number of items that a call processes at these sizes; 0 where they are not counted. PairError
+        where it is no number of items."""
+        found = _call_cost(self.items, sizes, direction)
+        if not 0 <= found < math.inf:
+            raise PairError(f"cost=Cost(items=…) gives {found:g} items at {dict(sizes)}")
+        return found
 
     def precision_in(self, dtype: str) -> str:
         """Return the precision of the arithmetic where the inputs are in `dtype`; a lower precision that is declared
         stays."""
         return dtype if dtype != "float32" and self.precision in ("float32", "tf32") else self.precision
+
+
+def _is_by_device(rates: Any) -> bool:
+    """Return whether these are positive numbers by the slug of a device."""
+    return isinstance(rates, Mapping) and all(
+        isinstance(device, str)
+        and re.fullmatch(r"[a-z0-9]+(-[a-z0-9]+)*", device)
+        and isinstance(rate, (int, float))
+        and 0 < rate < math.inf
+        for device, rate in rates.items()
+    )
 
 
 def _call_cost(count: Callable[..., float] | None, sizes: Mapping[str, Any], direction: str) -> float:

@@ -11,12 +11,13 @@ from suite.packed_text import opened
 
 
 class PackedTokens(Dataset[tuple[torch.Tensor, torch.Tensor]]):
-    """Each `length` tokens of a pack, one after the other: a map-style data set, and batches at once.
+    """Splits a pack into consecutive sequences of `length` tokens: a map-style data set, which also makes batches.
 
-    The pack is held against its digests once, when it is opened. To another process goes its path alone.
+    Opening the pack verifies its digests. Pickling sends only the path and the length, so that each process opens and
+    verifies the pack itself.
 
-    path    of a folder that `perfsuite data pack` made
-    length  tokens of a sequence
+    path    a folder that `perfsuite data pack` made
+    length  number of tokens of a sequence
 
     PerfsuiteError where the pack is damaged, or has no sequence of that length.
 
@@ -32,7 +33,7 @@ class PackedTokens(Dataset[tuple[torch.Tensor, torch.Tensor]]):
         return self.count
 
     def __getitem__(self, row: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """(inputs, labels), int64 [length] each: a label is the token after."""
+        """Return (inputs, labels), int64 [length] each: each label is the next token."""
         if not 0 <= row < self.count:
             raise IndexError(f"sequence {row} of {self.count}")
         start = row * self.length
@@ -40,14 +41,15 @@ class PackedTokens(Dataset[tuple[torch.Tensor, torch.Tensor]]):
         return both[:-1], both[1:]
 
     def batch(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """(inputs, labels), int64 [B, length] each, of the sequences of these numbers, int64 [B], on their device.
+        """Return (inputs, labels), int64 [B, length] each, for the sequences with the indices `rows`, int64 [B], on
+        their device.
 
-        They cross to a GPU as the file has them, two bytes a token.
+        Tokens are copied to a GPU in the file's width: two bytes each, or four for a vocabulary above 65,536.
         """
         numbers = rows.cpu().numpy()
         if numbers.size and not (numbers.min() >= 0 and numbers.max() < self.count):
             raise PerfsuiteError(f"rows: {numbers.min()} to {numbers.max()} is out of range; there are {self.count}")
-        # numpy has no unsigned words in torch: the same bits go as signed ones.
+        # Sent as int16 with the same bits, because CUDA has few operations on uint16.
         every = numbers[:, None] * self.length + numpy.arange(self.length + 1)
         found = self.pack.row[every]
         narrow = found.dtype.itemsize == 2
@@ -57,5 +59,5 @@ class PackedTokens(Dataset[tuple[torch.Tensor, torch.Tensor]]):
         return both[:, :-1].contiguous(), both[:, 1:].contiguous()
 
     def __reduce__(self) -> tuple[type, tuple[Path, int]]:
-        """Without what is mapped."""
+        """Pickle the path and the length, not the mapped file."""
         return type(self), (self.pack.path, self.length)

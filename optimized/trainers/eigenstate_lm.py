@@ -1,8 +1,10 @@
 """eigenstate_lm from the optimized modules, a switch for each (source: eigenstate_lm).
 
-The same function as the plain trainer beside it, step for step. The scan and the loss are kernels of their own; what is
-between them is compiled, a block like any other, so that it is compiled once. Nothing in a step waits for the device:
-rate, clipping, the scaled step and what is reported are decided there, and a step's report is read when it has come.
+It makes the same steps as `reference/trainers/eigenstate_lm.py`, up to rounding and the random choice of dropped
+elements. The scan and the loss have kernels of their own. The rest of a block is compiled, and all blocks share the
+compiled functions. A step does not wait for the device: learning rate, clipping, the optimizer step and the report are
+computed there, and the host reads a report once its copy has arrived. `train_window` waits only for older reports, so
+that at most AHEAD are outstanding, and for a validation.
 """
 
 from __future__ import annotations
@@ -66,7 +68,7 @@ class Trainer(QueuesReports):
         self.held_out = HeldOut(config, text, self.weights)
         self._form = _form(config, self.device)
         self._choose()
-        # Gradients are clipped before.
+        # `_whole_step` clips the gradients, so that the optimizer must not clip them again.
         self.optimizer = self._scaler_step(
             list(self.weights.values()),
             self.lr,
@@ -109,7 +111,7 @@ class Trainer(QueuesReports):
             return self._mean_loss(self.weights, inputs, labels, before, after)
 
     def state_dict(self) -> dict[str, Any]:
-        """All that training has changed."""
+        """Return the checkpoint: what training has changed, the configuration and the tokenizer."""
         return state_of(self)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -119,7 +121,8 @@ class Trainer(QueuesReports):
         self._count.fill_(self.steps)
 
     def _choose(self) -> None:
-        """The implementation of each technique that the configuration asks for."""
+        """Set the function of each technique that is a call: the optimized one if its switch is on, otherwise the
+        reference's."""
         config = self.config
 
         def of(module: str, function: str, on: bool) -> Callable[..., Any]:
@@ -147,11 +150,12 @@ class Trainer(QueuesReports):
         leaves, scale = list(self.weights.values()), self.optimizer.scale.clone()
         loss, grads = self._accumulated(self._loss, leaves, (inputs, labels), config.batch_size)
         with torch.no_grad():
-            # Not 1 in another precision either, once a step was not finite or float16 was resumed from.
+            # The scale can differ from 1 in every precision: after a step with non-finite gradients, or where a run in
+            # float16 is resumed.
             torch._foreach_div_(grads, scale)
             norm = self._clip(grads, config.clip)
             torch._foreach_mul_(grads, scale)
-            count = self._count.clamp(max=config.steps - 1)  # whoever goes on stays at its end
+            count = self._count.clamp(max=config.steps - 1)  # after the schedule's end, the last rate stays
             self.lr.copy_(self._one_cycle(count, config.steps, config.learning_rate)[0])
             self.optimizer(grads)
         self._count.add_(1)
@@ -167,11 +171,12 @@ class Trainer(QueuesReports):
     def _batch(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """(inputs, labels), int64 [rows, T] each, on the device."""
         found = self._loader.batch(self.steps) if self._loader is not None else self._sequences.batch(rows)
-        inputs, labels = map(self._sent, found)
+        inputs, labels = map(self._to_device, found)
         return inputs, labels
 
-    def _sent(self, tensor: torch.Tensor) -> torch.Tensor:
-        """To the device, which fetches it by itself: a copy from pageable memory waits for all that is queued."""
+    def _to_device(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Copy to the device asynchronously, from pinned memory: a copy from pageable memory would wait for all queued
+        work."""
         pinned = tensor if self.device.type == "cpu" else tensor.pin_memory()
         return pinned.to(self.device, non_blocking=True)
 
@@ -221,7 +226,7 @@ def _training(text: Text) -> Any:
 
 
 class _Prefetched:
-    """The batches of the steps in order, made ahead by workers that stay."""
+    """The batches in step order, prefetched by persistent workers."""
 
     def __init__(self, config: TrainConfig, text: Text) -> None:
         self._loader = Loader(
@@ -236,7 +241,8 @@ class _Prefetched:
         self._batches: Iterator[tuple[torch.Tensor, ...]] = iter(())
 
     def batch(self, step: int) -> tuple[torch.Tensor, ...]:
-        """A step's (inputs, labels), from 0; any but the next begins its epoch anew."""
+        """Return the (inputs, labels) of a step, counted from 0. If it is not the next one, its epoch is restarted and
+        skipped to it."""
         epoch, place = divmod(step, len(self._loader))
         if step != self._next or not place:
             self._batches = self._loader.epoch(epoch)
@@ -250,14 +256,14 @@ class _Prefetched:
 
 
 class _Form(NamedTuple):
-    """Which network is computed, and how: what a compiled function is compiled for."""
+    """Options of a block, which are constants of its compiled function."""
 
     device: str
     dropout: float
     project: Project
     low: torch.dtype | None
     tf32: bool
-    """Read when it is compiled."""
+    """torch.compile reads this setting, so that it is part of the cache's key."""
 
 
 def _form(config: TrainConfig, device: torch.device) -> _Form:
@@ -283,8 +289,9 @@ def _compiled(form: _Form, part: Callable[..., torch.Tensor]) -> Callable[..., A
 
     # Dynamo caches few specialisations per code object, so each form gets a copy of it.
     call.__code__ = call.__code__.replace()
-    # Autotuning may choose another kernel in a resumed run, which would round differently. So it is off.
-    # Layer norm's backward takes a third of the time where its two kinds of sums are kernels of their own.
+    # `deterministic` turns autotuning off: a resumed run could choose a kernel that rounds differently. Without
+    # `mix_order_reduction`, layer norm's two reductions are separate kernels, and its backward takes a third of the
+    # time.
     options = {"deterministic": True, "triton.mix_order_reduction": False}
     return compile_if_possible(
         call, "eigenstate_lm's blocks", quiet_calls=True, fullgraph=True, dynamic=False, options=options

@@ -1,6 +1,7 @@
 """leak_cnn from the optimized modules, a switch for each (source: leak_cnn).
 
-The same function as the plain trainer beside it, epoch for epoch. A step takes no arguments: its batch, weights,
+It makes the same epochs as `reference/trainers/leak_cnn.py`, up to rounding and the random choice of dropped elements.
+A step takes no arguments: its batch, weights,
 counters and metrics lie in tensors that stay where they are, so that forward, loss, backward, clipping, AdamW and
 metrics are replayed as one CUDA graph; so is a validation. The learning rate is written once an epoch, dropout is
 hashed from a counter on the device, and what an epoch reports is copied to pinned memory, where the host waits for it

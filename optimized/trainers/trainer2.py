@@ -1,8 +1,8 @@
 """trainer2 from the optimized modules, a switch for each (source: trainer2).
 
-The same function as the plain trainer beside it, window for window. All that a step changes lies in tensors that stay
-where they are, so that a step is one function without arguments: it can be replayed as one CUDA graph, and the host
-never waits for the device. What a window reports is copied to pinned memory and read when the copy is done.
+It makes the same windows as `reference/trainers/trainer2.py`, up to rounding. All that a step changes lies in tensors
+that stay where they are, so that a step is one function without arguments: it can be replayed as one CUDA graph, and
+the host never waits for the device. What a window reports is copied to pinned memory and read when the copy is done.
 """
 
 from __future__ import annotations

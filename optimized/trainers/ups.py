@@ -1,7 +1,7 @@
 """ups from the optimized modules, a switch for each (source: ups).
 
-The same function as the plain trainer beside it, step for step. Except in float16, nothing in a step waits for the
-device, and a step's report is read when it has come.
+It makes the same steps as `reference/trainers/ups.py`, up to rounding. Except in float16, nothing in a step waits for
+the device, and a step's report is read when it has come.
 
 Source: ups, technique 002.
 """

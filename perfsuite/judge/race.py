@@ -1,4 +1,4 @@
-"""Times a candidate against the reference, each in its own process, by a clock that is in neither."""
+"""Times a candidate against the reference, each in its own process. The clock is in the judge's process."""
 
 from __future__ import annotations
 
@@ -31,18 +31,21 @@ NARROW = 0.01
 """Half-width in log-ratio at which an interval is narrow enough."""
 LEVEL = 0.95
 ALONE = 0.85
-"""If the reference alone takes less than this share of its time beside the candidate, the candidate slows it down."""
+"""The candidate slows the reference down if the reference alone takes less than this share of its time beside the
+candidate, and every round alone is faster than every round beside it."""
 ALONE_TIMES = 3
-"""Number of measurements in which the reference must be faster alone. They alternate with others beside the candidate:
-once it may be faster because other programs have ended."""
-OTHERWISE = "it answers otherwise while it is timed"
+"""Number of measurements in which the reference must be faster alone. They alternate with measurements beside the
+candidate. One fast measurement is not enough: another program may just have ended."""
+WRONG_WHILE_TIMED = "it returns a different answer while it is timed"
 PROVEN, PROVING_SHARE = 4, 0.25
 """One timed call in PROVEN is proven, as far as that takes no more than PROVING_SHARE of the time."""
+MOST_DISCARDED = 8
+"""Draws on which the reference is not finite before it is called unusable."""
 UNTIMED_SHARE = 0.1
 """Once each kind of values was tried, further untimed calls are proven for at most this share of the time."""
 UNCERTAIN = 0.25
-"""Seconds of a call are uncertain by this share of what its messages take: for the same code in two processes these
-differ by up to twice as much, for as long as the processes live."""
+"""The time of a call is uncertain by this share of the time of its messages. Two processes with the same code have
+constantly differed by up to twice that amount."""
 MOST_WIDENED = 10.0
 """An interval is widened by no more than this factor at each end."""
 SLACK = 2.0
@@ -50,7 +53,7 @@ SLACK = 2.0
 
 
 class Unusable(Exception):  # noqa: N818 - a side, not an error of the judge's
-    """A side other than the candidate failed while it was timed, so that nothing can be said against it."""
+    """The reference or its compiled form failed to start or to answer, so that the candidate cannot be judged."""
 
     def __init__(self, side: str, message: str) -> None:
         super().__init__(message)
@@ -79,40 +82,46 @@ class Times:
 
 
 def race(
-    problem: Problem, sides: Mapping[str, Served], candidate: str, seconds: float, again: Callable[[], Served]
+    problem: Problem,
+    sides: Mapping[str, Served],
+    candidate: str,
+    *,
+    seconds: float,
+    least: float,
+    again: Callable[[], Served],
 ) -> Times:
-    """Time interleaved rounds of all sides on the same values, new ones in each round.
+    """Time interleaved rounds of all sides. All sides get the same values in a call, and each call has new values.
 
-    Raises NotEquivalent, or Ended, where the candidate fails or answers otherwise, and Unusable where another side
-    does. At the end the candidate's process is closed, and the reference is timed without it. `again` starts the
-    candidate anew.
+    Raises NotEquivalent, or Ended, where the candidate fails or answers differently, and Unusable where another side
+    does. At the end it closes the candidate's process. If the speedup may be at least `least`, it then times the
+    reference alone. `again` starts the candidate anew.
     """
     judge = _Judge(problem, candidate)
     calls = _calls(sides, judge)
     took: dict[str, list[float]] = {name: [] for name in sides}
-    beside: list[float] = []
+    messages: list[float] = []
     until = time.monotonic() + seconds
     while True:
         of_calls, of_messages = _round(sides, judge, calls)
         for name, spent in of_calls.items():
             took[name].append(spent)
-        beside.append(of_messages)
+        messages.append(of_messages)
         rounds = len(took[candidate])
         ratios = {name: _ratio(took[name], took[candidate]) for name in sides if name != candidate}
         if rounds >= judge.rounds and (time.monotonic() > until or all(map(_is_narrow, ratios.values()))):
             sides[candidate].close()
-            if ratios["reference"].high >= 1:  # else it is too slow, whatever it does to the reference
+            if ratios["reference"].high >= least:  # otherwise it is too slow anyway
                 _same_alone(sides["reference"], judge, took["reference"], calls, again)
             medians = {name: statistics.median(values) for name, values in took.items()}
-            messages = statistics.median(beside)
+            messages_s = statistics.median(messages)
             return Times(
                 rounds=rounds,
                 calls=calls,
                 seconds=medians,
                 ratios={
-                    n: _widened(r, medians[n], medians[candidate], UNCERTAIN * messages) for n, r in ratios.items()
+                    n: _widened(r, medians[n], medians[candidate], UNCERTAIN * messages_s) for n, r in ratios.items()
                 },
-                messages_s=messages,
+                messages_s=messages_s,
             )
 
 
@@ -120,7 +129,8 @@ def _round(sides: Mapping[str, Served], judge: _Judge, calls: int) -> tuple[dict
     """Return (seconds of a call of each side, seconds of the messages): medians of `calls` calls, each with values of
     its own.
 
-    Each call is a request of its own. Calls whose inputs are there together could be done in one launch.
+    Each call is a request of its own. If the inputs of several calls were available at once, the candidate could
+    process them in one launch.
     """
     spent: dict[str, list[float]] = {name: [] for name in sides}
     copies, untimed = [], secrets.randbelow(calls)
@@ -131,8 +141,8 @@ def _round(sides: Mapping[str, Served], judge: _Judge, calls: int) -> tuple[dict
         for name in sorted(sides, key=lambda _: secrets.randbits(30)):
             spent[name].append(judge.called(name, sides[name], drawn))
         copies.append(judge.copying(sides["reference"]))
-    beside = statistics.median(copies)
-    return {name: _without(statistics.median(every), beside) for name, every in spent.items()}, beside
+    messages = statistics.median(copies)
+    return {name: _without(statistics.median(every), messages) for name, every in spent.items()}, messages
 
 
 def _without(spent: float, copies: float) -> float:
@@ -187,10 +197,10 @@ class _Judge:
         self.began = time.monotonic()
         self.proving_s = self.untimed_s = 0.0
         self.kinds = problem.cases(1, secrets.randbits(31))
-        """Draws for untimed calls: one of each kind of values."""
+        """Draws for untimed calls, at least one of each regime."""
         self.rounds = max(FEWEST_ROUNDS, len(self.kinds))
-        """The fewest rounds: each has one of these draws."""
-        truth = self._truth(secrets.randbits(31))
+        """The fewest rounds: each of the first ones proves one of `kinds`."""
+        truth = self._first_truth()
         self.forms = [leaf for leaf in truth.reference.values() if isinstance(leaf, torch.Tensor)]
         self.allowed = [
             SLACK
@@ -202,12 +212,21 @@ class _Judge:
             if isinstance(leaf, torch.Tensor)
         ]
 
+    def _first_truth(self) -> truths.Truth:
+        for _ in range(MOST_DISCARDED):
+            with contextlib.suppress(truths.Discard):
+                return self._truth(secrets.randbits(31))
+        raise Unusable("reference", "is not finite in float32 on the inputs of get_inputs()")
+
     def _truth(self, seed: int) -> truths.Truth:
+        """Return the truth of values of `get_inputs`. Raises Discard where the reference alone is not finite on
+        them."""
         began = time.monotonic()
         case = workload_case(self.problem.pair.workloads[0], "float32", seed)
-        found = truths.establish(self.problem.pair, case, self.problem.device, gradients=False)
-        self.proving_s += time.monotonic() - began
-        return found
+        try:
+            return truths.establish(self.problem.pair, case, self.problem.device, gradients=False)
+        finally:
+            self.proving_s += time.monotonic() - began
 
     def drawn(self) -> _Drawn:
         """Return new values for a call of each side."""
@@ -222,7 +241,7 @@ class _Judge:
         return _Drawn(arguments=self.problem.arguments(values), expected=expected, truth=truth)
 
     def prove_untimed(self, side: Served) -> None:
-        """Prove a call that is not timed, on a proof's values. The candidate cannot tell it from a timed one."""
+        """Prove a call that is not timed, on a proof's values. Apart from its values it is the same as a timed call."""
         began, problem = time.monotonic(), self.problem
         if not self.kinds:
             if self.untimed_s > UNTIMED_SHARE * (began - self.began):
@@ -253,7 +272,7 @@ class _Judge:
         try:
             equivalence.judge(self.problem.pair, truth, produced, name="candidate", strict_strides=False)
         except NotEquivalent as error:
-            raise NotEquivalent(f"{OTHERWISE}: {str(error).partition(': ')[2] or error}") from None
+            raise NotEquivalent(f"{WRONG_WHILE_TIMED}: {str(error).partition(': ')[2] or error}") from None
         self.proving_s += time.monotonic() - began
 
     def copying(self, reference: Served) -> float:
@@ -273,7 +292,7 @@ class _Judge:
     def _check(self, answers: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> None:
         for number, (a, b) in enumerate(zip(answers, expected, strict=True)):
             if not _near(a, b, self.allowed[number]):
-                raise NotEquivalent(f"{OTHERWISE}: output {number} of a timed call is not the reference's")
+                raise NotEquivalent(f"{WRONG_WHILE_TIMED}: output {number} of a timed call is not the reference's")
 
 
 def _relative(error: torch.Tensor | None, leaf: torch.Tensor) -> float:
@@ -309,7 +328,7 @@ def _calls(sides: Mapping[str, Served], judge: _Judge) -> int:
 
 
 def _ratio(slow: Sequence[float], fast: Sequence[float]) -> Ratio:
-    """Return the median of the rounds' ratios, with an interval that supposes no distribution."""
+    """Return the median of the rounds' ratios, with a distribution-free interval, from order statistics."""
     from scipy import stats  # on first use: it takes half a second
 
     logs = sorted(math.log(a / b) for a, b in zip(slow, fast, strict=True))
@@ -319,7 +338,7 @@ def _ratio(slow: Sequence[float], fast: Sequence[float]) -> Ratio:
 
 
 def _widened(ratio: Ratio, slow: float, fast: float, uncertain: float) -> Ratio:
-    """Return a ratio of these seconds, each uncertain by `uncertain` seconds."""
+    """Return `ratio` with a wider interval, as if `slow` and `fast` could each be wrong by `uncertain` seconds."""
     least = 1 / MOST_WIDENED
     low = max(1 - uncertain / slow, least) / (1 + uncertain / fast)
     high = (1 + uncertain / slow) / max(1 - uncertain / fast, least)

@@ -1,4 +1,4 @@
-"""Call a candidate in its process and compare its outputs with the truth, which only this process knows."""
+"""Call a candidate in a child process and compare its outputs with the truth, which only the parent knows."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from perfsuite import equivalence, truths
+from perfsuite import equivalence, faults, truths
 from perfsuite import inputs as make
 from perfsuite.cases import workload_case
 from perfsuite.errors import NotEquivalent, PerfsuiteError
@@ -26,14 +26,16 @@ from perfsuite.truths import Discard, Truth
 from perfsuite.workload import TF32
 
 DRAWS = 8
-"""Draws of the template's shapes; each is called twice."""
+"""Draws with the shapes of get_inputs(); the candidate is called twice on each."""
 CHANGED = 4
-"""Number of elements whose change must change the answer."""
+"""Number of elements of each input that are replaced at a time."""
 CHANGES = 3
-"""Number of times that elements are changed: a cache's key may have been among the changed ones."""
+"""Number of times that elements are replaced. If one of them is in the key of a cache, the cached answer is not
+returned."""
 CPU_LIMIT_S = 3600
+"""CPU time that a process may use."""
 PIECE = 64
-"""Elements of each output that are read at once when a call is reported as done."""
+"""Elements of each output that are read immediately when a call is reported as done."""
 UNWRITTEN = {
     torch.float16: (torch.int16, 0x7E3A),
     torch.bfloat16: (torch.int16, 0x7FEA),
@@ -60,7 +62,7 @@ class Served:
     def start(
         cls, nursery: Nursery, problem: Problem, source: Path, name: str, limit_s: float, *, compiled: bool = False
     ) -> Served:
-        """Build the module of the file. Raises Ended where that fails."""
+        """Start a process and build the class `name` of the file `source` in it. Raises Ended where that fails."""
         process = Process(nursery, source, name, problem.device, hidden=[str(problem.path)], cpu_s=CPU_LIMIT_S)
         made = cls(problem=problem, process=process, limit_s=limit_s, compiled=compiled)
         try:
@@ -89,10 +91,11 @@ class Served:
     def call(
         self, every: Sequence[Sequence[Any]], forms: Sequence[torch.Tensor], *, again: bool = False
     ) -> tuple[float, list[list[torch.Tensor]]]:
-        """Return (seconds, outputs) of a call on each of these lists of arguments; their memory is this process's.
+        """Call the module on each list of arguments. Return (seconds of all calls, copies of the outputs of each).
 
-        With `again` all calls are on the first list, which is sent only once. Raises NotEquivalent, or Ended, where
-        there are no outputs.
+        `forms` has a tensor of the shape and dtype of each output. With `again` all calls are on the first list, which
+        is sent only once. Raises NotEquivalent if outputs have another form, are written late, or inputs were changed;
+        Ended if the process raises, hangs or ends.
         """
         memory, given = self.process.memory, list[tuple[torch.Tensor, torch.Tensor]]()
         self.process.clear()
@@ -136,7 +139,7 @@ class Served:
         return seconds, made
 
     def copies(self, forms: Sequence[torch.Tensor]) -> float:
-        """Return the seconds of a request that copies the outputs of the last call, and of the messages for it."""
+        """Return the seconds of a request that only copies outputs. So much of a call's time is not the call's own."""
         self.process.clear()
         _, places = self._outputs(1, forms)
         return self.process.timed({"do": "copy", "outputs": places}, self.limit_s)[0]
@@ -155,12 +158,12 @@ class Served:
         return self.problem.work(found)
 
     def _place(self, like: torch.Tensor) -> tuple[dict[str, Any], torch.Tensor]:
-        """Return (where it is, the tensor there): memory without values that both processes have."""
+        """Allocate shared memory for such a tensor, without its values. Return (address, tensor)."""
         arena = self.process.memory if like.device.type == "cpu" else self.process.device_memory
         return arena.place(like, filled=False)
 
     def _outputs(self, number: int, forms: Sequence[torch.Tensor]) -> tuple[list[list[torch.Tensor]], list[list[Any]]]:
-        """Return memory for the outputs of this many calls, and where it is."""
+        """Return shared memory for the outputs of this many calls, and its addresses."""
         made: list[list[torch.Tensor]] = []
         places: list[list[Any]] = []
         for _ in range(number):
@@ -170,8 +173,8 @@ class Served:
         return made, places
 
     def _poison(self, outputs: Sequence[Sequence[torch.Tensor]]) -> None:
-        """Fill the outputs with values that are no answer, before the process goes on; bools at random, which reveals
-        no answer."""
+        """Fill the outputs with values that no operation returns, before the process resumes. Bools are random, since
+        both of their values are valid."""
         for one in outputs:
             for tensor in one:
                 fill_poison(tensor)
@@ -189,7 +192,7 @@ class Served:
 
 
 def _piece(output: torch.Tensor) -> torch.Tensor:
-    """Return a few elements of an output, at a place that nobody knows before."""
+    """Return up to PIECE consecutive elements of an output, from a random offset."""
     flat = output.view(-1)
     begin = secrets.randbelow(max(1, flat.numel() - PIECE + 1))
     return flat[begin : begin + PIECE]
@@ -206,23 +209,24 @@ class Proof:
     """The result of proving a candidate."""
 
     draws: int = 0
-    discarded: int = 0
+    """Draws on which it was compared with the truth."""
     worst: float = 0.0
+    """The largest error seen, as a share of its budget."""
     borrowed: str = ""
-    """The reference's own operations of torch's with which it does all of the reference's work; empty if it does
-    not."""
+    """The PyTorch operations of the reference, if the candidate also makes all of them; otherwise empty."""
 
 
 def prove(problem: Problem, candidate: Served, draws: int = DRAWS) -> Proof:
-    """Prove a candidate. Raises NotEquivalent, or Ended, where it is not the reference's function."""
+    """Prove a candidate. Raises NotEquivalent if an answer is wrong, Ended if the candidate fails, and PerfsuiteError
+    if no draw has a truth."""
     found, tally, causes = Proof(), Tally(), Causes(problem.pair)
-    for case in problem.cases(draws, secrets.randbits(31)):
-        found.draws += 1
+    cases = problem.cases(draws, secrets.randbits(31))
+    for case in cases:
         values = make.clone(make.build(problem.pair, case, problem.device))
-        found.discarded += not _held(problem, candidate, case, values, tally, causes)
-    if found.discarded == found.draws:
+        found.draws += _compared(problem, candidate, case, values, tally, causes)
+    if not found.draws:
         raise PerfsuiteError(
-            f"{problem.path}: nothing can be proven: the reference raises, or is not finite, on all of {found.draws} "
+            f"{problem.path}: nothing can be proven: the reference raises, or is not finite, on all of {len(cases)} "
             f"draws of the shapes and the range that get_inputs() gives"
         )
     _other_elements(problem, candidate, tally, causes)
@@ -232,14 +236,19 @@ def prove(problem: Problem, candidate: Served, draws: int = DRAWS) -> Proof:
 
 
 def truth_of(problem: Problem, case: Case, values: dict[str, Any]) -> Truth | None:
-    """Return the truth on these inputs of a draw; None if the reference refuses them, or is not finite on them."""
+    """Return the truth on these inputs of a draw; None if the reference raises, or is not finite on them.
+    PerfsuiteError if the device has too little memory for it."""
     try:
         return truths.establish(problem.pair, case, problem.device, gradients=False, drawn=make.clone(values))
-    except (Discard, RuntimeError, ValueError, IndexError, ArithmeticError):
+    except (Discard, RuntimeError, ValueError, IndexError, ArithmeticError) as error:
+        if faults.lacks_memory(error):
+            raise PerfsuiteError(
+                f"{problem.path}: the device has too little memory for the reference in float64"
+            ) from None
         return None
 
 
-def _held(
+def _compared(
     problem: Problem,
     candidate: Served,
     case: Case,
@@ -247,7 +256,8 @@ def _held(
     tally: Tally,
     causes: Causes,
 ) -> bool:
-    """Compare two calls on the same values with the truth. Return False where the reference alone is not finite."""
+    """Compare two calls on the same values with the truth. Return False if there is none: the reference raises or is
+    not finite."""
     truth = truth_of(problem, case, values)
     if truth is None:
         return False
@@ -262,12 +272,16 @@ def _held(
 
 
 def _other_elements(problem: Problem, candidate: Served, tally: Tally, causes: Causes) -> None:
-    """Change a few elements: an answer that is cached by some of the other elements would be given again."""
-    case = workload_case(problem.pair.workloads[0], "float32", secrets.randbits(31))
-    values = make.clone(make.build(problem.pair, case, problem.device))
-    beside = make.clone(make.build(problem.pair, replace(case, seed=secrets.randbits(31)), problem.device))
-    if not _held(problem, candidate, case, values, tally, causes):
+    """Change a few elements of each input. A candidate whose cache has other elements as its key would return its old
+    answer."""
+    for _ in range(DRAWS):  # the reference may be finite on some draws only
+        case = workload_case(problem.pair.workloads[0], "float32", secrets.randbits(31))
+        values = make.clone(make.build(problem.pair, case, problem.device))
+        if _compared(problem, candidate, case, values, tally, causes):
+            break
+    else:
         return
+    beside = make.clone(make.build(problem.pair, replace(case, seed=secrets.randbits(31)), problem.device))
     others = dict(make.tensors_in(problem.arguments(beside)))
     for _ in range(CHANGES):
         for name, tensor in make.tensors_in(problem.arguments(values)):
@@ -276,12 +290,12 @@ def _other_elements(problem: Problem, candidate: Served, tally: Tally, causes: C
                 flat, source = tensor.detach().reshape(-1), others[name].detach().reshape(-1)
                 flat[at] = source[at]
                 tensor.detach().copy_(flat.view(tensor.shape))
-        _held(problem, candidate, case, values, tally, causes)
+        _compared(problem, candidate, case, values, tally, causes)
 
 
 def _borrowed(problem: Problem, candidate: Served) -> str:
-    """Return the names of torch's operations that the reference uses, if the candidate does all of the reference's work
-    by them."""
+    """Return the names of the reference's PyTorch operations if the candidate makes the same ones on the same
+    shapes."""
     own, left = problem.own_work(), list[tuple[str, str]]()
     try:
         left = candidate.operations(problem.arguments(problem.values(secrets.randbits(31))))
@@ -316,7 +330,7 @@ def _judge(
 ) -> None:
     produced: Leaves = dict(zip(truth.reference, outputs, strict=True))
     if any(map(_is_unwritten, outputs)):
-        raise NotEquivalent(f"nothing is written to its output by the time that it says that the call is done{when}")
+        raise NotEquivalent(f"it reports the call as done, but its output is not written{when}")
     try:
         equivalence.judge(problem.pair, truth, produced, name="candidate", tally=tally, strict_strides=False)
     except NotEquivalent as error:

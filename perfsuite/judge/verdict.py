@@ -70,7 +70,7 @@ class Verdict:
     """Speedup over the reference."""
     against_compile: Ratio | None = None
     borrowed: str = ""
-    """The reference's own operations of torch's, if it does all of the reference's work by them."""
+    """The PyTorch operations of the reference, if the candidate also makes all of them."""
     same_parameters: bool = True
     not_confined: list[str] = field(default_factory=list)
     """The restrictions that this machine cannot enforce on the candidate."""
@@ -171,7 +171,14 @@ def _time(nursery: Nursery, problem: problems.Problem, served: Served, verdict: 
     try:
         for name in names:
             sides[name] = _rival(nursery, problem, name, options)
-        times = race(problem, sides, "candidate", options.seconds, lambda: _candidate(nursery, problem, path, options))
+        times = race(
+            problem,
+            sides,
+            "candidate",
+            seconds=options.seconds,
+            least=options.least,
+            again=lambda: _candidate(nursery, problem, path, options),
+        )
     except Ended as error:
         verdict.message = f"while it is timed, it {error}"
     except NotEquivalent as error:

@@ -62,8 +62,8 @@ class Gate(Paired):
             self.problems.append("nothing was measured: no timed item of a pair was selected; see `perfsuite list`")
 
     def _missing(self) -> list[str]:
-        """Return the accepted workloads of which this run gives no verdict: renamed, removed, or left out without
-        --partial."""
+        """Return a message for each accepted workload that was renamed or removed, and one for those that are left out
+        without --partial."""
         unselected = [i for i in self.entries if i not in self.items]
         gone = [i for i in unselected if i not in self.known and self.in_scope(i)]
         left_out = [] if self.partial else [i for i in unselected if i not in gone]
@@ -125,15 +125,15 @@ class Gate(Paired):
         return verdicts
 
     def _slowed_references(self, ids: Collection[str]) -> dict[str, Verdict]:
-        """Return NOT_TIMED for each workload whose reference is slower than when it was accepted, and only beside its
-        optimized side."""
+        """Return NOT_TIMED for each workload whose reference became slower since it was accepted, but only when it runs
+        beside the optimized side."""
         accepted = {i: self.entries[i].seconds_of(REFERENCE) for i in ids}
         moved = [i for i, seconds in accepted.items() if alone.has_moved(self.runs.get(i, ()), seconds)]
         why = references.slowed(self, moved, sparse=True)
         return {i: failed(i, Failure(status=Status.NOT_TIMED, message=text)) for i, text in why.items()}
 
     def unchanged(self, ids: Sequence[str]) -> dict[str, Verdict]:
-        """Return the workloads that need not be measured, because nothing that they run has changed."""
+        """Return an UNCHANGED verdict for each workload whose code and data are as accepted; none without --changed."""
         if not self.config.option.perfsuite_changed:
             return {}
         self.found = changed.unchanged({i: self.entries[i] for i in ids}, revision.top_or(self.root), self.machine)
@@ -141,15 +141,16 @@ class Gate(Paired):
         return self._unchanged(self.found.unchanged)
 
     def _with_same_code(self, ids: Sequence[str]) -> set[str]:
-        """Return the workloads that run exactly what was accepted, on whatever software.
+        """Return the workloads whose code equals the accepted code, whatever the versions of libraries.
 
-        An entry has a comparison with itself only if each side was seen to run the code of its own tree.
+        Entries in which the accepted code was not compared with itself are left out: for them it is not certain that
+        each side ran the code of its own tree.
         """
         entries = {i: e for i in ids if i in self.trees and (e := self.entries[i]).process_means("accepted")}
         # `--changed` has already found that the sources of some differ.
         undecided = {i: e for i, e in entries.items() if i not in self.found.sources}
         same = set(undecided) - set(changed.other_code(undecided, revision.top_or(self.root), self.machine))
-        if entries:
+        if same:
             of_all = f"{len(same)} of {units.count(len(ids), 'workload')}"
             self.progress.say(f"{of_all} unchanged since acceptance: one process each at first")
         return same
@@ -231,8 +232,8 @@ class Gate(Paired):
         return replace(super().report(), changes=changes, noise=self._noise())
 
     def _noise(self) -> dict[str, float]:
-        """Return the standard deviation of a process's mean log-ratio when the accepted code was compared with itself,
-        of each measured workload."""
+        """Return, for each measured workload, the standard deviation of a process's mean log-ratio when the accepted
+        code was compared with itself."""
         found = {}
         for id in self.runs.keys() & self.entries.keys():
             means = self.entries[id].process_means(ACCEPTED)

@@ -1,7 +1,11 @@
-"""Correctness items in worker processes: a fault, a crash or a hang costs one proof and not the run."""
+"""Correctness items in worker processes: a fault, a crash or a hang costs one proof and not the run.
+
+Under xdist this holds for faults of the GPU only.
+"""
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Generator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -14,7 +18,8 @@ from perfsuite.control import Control
 from perfsuite.tasks import ITEMS, Failure, Outcome, Reported, Task
 
 ITEM_LIMIT_S = 600.0
-"""Seconds beyond the limit that a proof sets itself: for an item that is no pair's, or that cannot be interrupted."""
+"""Seconds added to the pair's own limit. They stop an item without a pair, and a proof that Python cannot
+interrupt."""
 GRACE_S = 60.0
 """Seconds beyond the pair's own limit for a side that is called alone on one draw."""
 AUTO, ALWAYS = "auto", "always"
@@ -23,8 +28,8 @@ AUTO, ALWAYS = "auto", "always"
 class Proofs(Control):
     """The items of `isolated` are done by workers, on all cores; pytest gets their reports in its own order.
 
-    xdist hands out the items one by one to processes of its own. These do them there, until a kernel's fault takes the
-    GPU from such a process: then a worker does that item and all further ones.
+    Under xdist, each of its processes runs its own proofs. After a GPU fault in such a process, perfsuite's workers run
+    the faulting proof and all later ones of that process.
     """
 
     def __init__(self, config: pytest.Config) -> None:
@@ -36,8 +41,7 @@ class Proofs(Control):
         """Whether a fault has taken the GPU from this process."""
 
     def isolates(self, item: pytest.Item) -> bool:
-        """Return whether a worker does this item: a proof, where a kernel's fault would end all items that come after
-        it."""
+        """Return whether the item is a proof on a GPU, where a kernel's fault would make all later items fail."""
         from perfsuite.proof_item import ProofItem
 
         return isinstance(item, ProofItem) and self._apart
@@ -56,7 +60,7 @@ class Proofs(Control):
 
     @property
     def _by_worker(self) -> bool:
-        """Whether workers do the isolated items, and not this process of xdist."""
+        """Whether perfsuite's workers run the isolated items, and not this xdist process."""
         return self._lost or not self._under_xdist or self.config.option.perfsuite_isolate != AUTO
 
     def collected(self, every: Sequence[pytest.Item], selected: list[pytest.Item]) -> None:
@@ -92,8 +96,8 @@ class Proofs(Control):
         return True
 
     def _beside_isolated(self, item: pytest.Item, nextitem: pytest.Item | None) -> bool | None:
-        """Run an item of this process with the next one of this process as its successor, so that fixtures which that
-        one does not need are torn down."""
+        """Run an item that is not isolated. The next such item is passed as `nextitem`, so that pytest tears down the
+        fixtures that it does not need. Return None where pytest can do this itself."""
         if nextitem is None or nextitem.nodeid not in self.isolated or not self._by_worker:
             return None
         items = item.session.items
@@ -111,13 +115,15 @@ class Proofs(Control):
             faults.check()
         except faults.DeviceFault:
             self._lost = True
-            item.session._setupstate.teardown_exact(None)  # the next item of this process may be of another module
+            # The next item of this process may be of another module. What a fixture does on the GPU fails now.
+            with contextlib.suppress(Exception):
+                item.session._setupstate.teardown_exact(None)
             return []
         return reports
 
     def _outcome(self, item: pytest.Item) -> Outcome | None:
         if self._under_xdist:
-            return self._settled(item, self._alone(self._task(item)))
+            return self._settled(item, self._alone(replace(self._task(item), crowded=False)))
         if self._proofs is None:
             self._proofs = self.work(self.item_tasks(), everywhere=True)
         while item.nodeid not in self._ended:

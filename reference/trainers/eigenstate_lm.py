@@ -58,7 +58,7 @@ class Trainer(WaitsForReports):
             first = make_weights(config.seed, config.sizes(text.vocabulary))
             self.weights = {name: w.to(self.device, dtype).requires_grad_() for name, w in first.items()}
         self.lr = torch.zeros((), device=self.device, dtype=dtype)
-        # Gradients are clipped before.
+        # `train_window` clips the gradients, so that the optimizer must not clip them again.
         self.optimizer = ScalerStep(
             list(self.weights.values()),
             self.lr,
@@ -84,7 +84,7 @@ class Trainer(WaitsForReports):
             loss, grads = gradient_accumulation(self._loss, leaves, (inputs, labels), config.batch_size)
             with torch.no_grad():
                 norm = clip_grad_norm([g.div_(scale) for g in grads], config.clip)
-                count = min(self.steps, config.steps - 1)  # whoever goes on stays at its end
+                count = min(self.steps, config.steps - 1)  # after the schedule's end, the last rate stays
                 self.lr.copy_(one_cycle(torch.tensor([count]), config.steps, config.learning_rate)[0])
                 self.optimizer([g.mul_(scale) for g in grads])
             self.steps += 1
@@ -111,7 +111,7 @@ class Trainer(WaitsForReports):
             return self._mean_loss(self.weights, inputs, labels, lambda x: x)
 
     def state_dict(self) -> dict[str, Any]:
-        """All that training has changed."""
+        """Return the checkpoint: what training has changed, the configuration and the tokenizer."""
         return state_of(self)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

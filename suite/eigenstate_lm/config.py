@@ -117,7 +117,8 @@ class TrainConfig:
 
     @property
     def scaling(self) -> Scaling:
-        """Loss scaling: that of `torch.amp.GradScaler` for float16, and a constant 1 for other dtypes."""
+        """Loss scaling: that of `torch.amp.GradScaler` for float16, and 1 for other dtypes, where only a step
+        with non-finite gradients changes it."""
         return scaling_for(float16=self.autocast_fp16)
 
     @property

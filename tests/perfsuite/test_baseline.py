@@ -206,12 +206,13 @@ def test_numbers_are_short(path: Path) -> None:
 
 def test_more_adds_a_session_to_an_unchanged_revision() -> None:
     old = book(make(0), make(1))
-    again = dataclasses.replace(make(0, math.log(12.4)), accepted="2026-12-01T00:00:00+00:00")
+    again = dataclasses.replace(make(0, math.log(12.4)), accepted="2026-12-01T00:00:00+00:00", reason="another host")
     new = merge(old, [again], machine=MACHINE, more=True)
     entry_0 = new.entries[workload_id(0)]
     assert [len(s.processes) for s in entry_0.sessions] == [PROCESSES, PROCESSES]
     assert len(entry_0.blocks_s["optimized"]) == 2 * PROCESSES * 8
-    assert entry_0.accepted == old.entries[workload_id(0)].accepted
+    assert entry_0.accepted == again.accepted
+    assert entry_0.reason == f"{old.entries[workload_id(0)].reason}; another host"
     assert new.entries[workload_id(1)] == old.entries[workload_id(1)]
     assert "1 session more: 2 in all" in describe_changes(old, new)[0]
 
@@ -220,7 +221,7 @@ def test_more_adds_a_session_to_an_unchanged_revision() -> None:
     ("fields", "says"),
     [
         ({"revision": "f" * 40}, "accepted at revision 1a2b3c4, now at fffffff"),
-        ({"revision": None}, r"now at \(unknown\)"),
+        ({"revision": None}, "the present code has no revision"),
         ({"dirty": True}, "uncommitted"),
         ({"sizes": {"n": 4}}, "sizes were"),
         ({"clock": "wall"}, "clock was 'device', now 'wall'"),
@@ -703,7 +704,7 @@ def test_a_dirty_tree_on_either_side_refuses_more() -> None:
                 more=True,
             )
     unknown = make(0, revision=None)
-    with pytest.raises(BaselineError, match=r"accepted at revision \(unknown\), now at \(unknown\), with other code"):
+    with pytest.raises(BaselineError, match="the present code has no revision: it is outside git"):
         merge(book(unknown), [unknown], machine=MACHINE, more=True)
 
 

@@ -136,3 +136,39 @@ def test_a_function_that_fails_says_with_what() -> None:
         list(declared.pairs_of("f", factory(lambda n: 1 / 0), "m"))
     with pytest.raises(PairError, match=r"f\(n=1\) is annotated to return a Pair and returns int"):
         list(declared.pairs_of("f", factory(lambda n: n), "m"))
+
+
+def names_of(ids: Any, *values: Any) -> list[str]:
+    def made(n: Any) -> Pair:
+        return pair()
+
+    made.__module__ = "m"
+    return [name for name, _ in declared.pairs_of("f", pytest.mark.parametrize("n", values, ids=ids)(made), "m")]
+
+
+def test_a_name_is_the_same_in_each_process() -> None:
+    assert names_of(None, abs, pair, int, object(), 2.5, "a b") == [
+        "f-abs",
+        "f-pair",
+        "f-int",
+        "f-n3",
+        "f-2.5",
+        "f-a_b",
+    ]
+
+
+def test_ids_may_be_falsy_or_a_function() -> None:
+    assert names_of([0, ""], 5, 6) == ["f-0", "f-"]
+    assert names_of(lambda n: None if n == 6 else f"of{n}", 5, 6) == ["f-of5", "f-6"]
+
+
+def test_two_pairs_of_one_name_are_refused() -> None:
+    with pytest.raises(PairError, match=r"f declares two pairs called 'f-1'; give them different keys or ids="):
+        names_of(None, 1, 1)
+    with pytest.raises(PairError, match="d declares two pairs called 'd-a_b'"):
+        list(declared.pairs_of("d", {"a b": pair(), "a/b": pair()}, "m"))
+
+
+def test_marks_of_one_set_of_parameters_are_refused() -> None:
+    with pytest.raises(PairError, match=r"parametrize\(n\): marks of one set of parameters are not applied to a pair"):
+        names_of(None, 1, pytest.param(2, marks=pytest.mark.skip(reason="not here")))

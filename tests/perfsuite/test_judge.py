@@ -139,11 +139,11 @@ EXPLOITS: dict[str, tuple[str, str]] = {
             self.kept["last"] = self.right(x)
             return self.kept["last"]
         """),
-        "it answers otherwise while it is timed",
+        "it returns a different answer while it is timed",
     ),
     "zeros taken for ones in timed calls": (
         candidate("return self.right(x if held('request')['again'] or x.any() else x + 1)", PIPE),
-        "it answers otherwise while it is timed: output of the candidate side is wrong",
+        "it returns a different answer while it is timed: output of the candidate side is wrong",
     ),
     "an element that is off in timed calls": (
         candidate(
@@ -155,7 +155,7 @@ EXPLOITS: dict[str, tuple[str, str]] = {
             """,
             PIPE,
         ),
-        "it answers otherwise while it is timed: output",
+        "it returns a different answer while it is timed: output",
     ),
     "nothing but NaN": (candidate("return torch.full_like(x, torch.nan)"), "NaN and infinities must stand"),
     "outputs by other keys": (
@@ -263,7 +263,7 @@ EXPLOITS: dict[str, tuple[str, str]] = {
             child.Served.prepare = ahead
             """,
         ),
-        "is wrong|answers otherwise|times as fast as the reference, and 1 is asked",
+        "is wrong|returns a different answer|times as fast as the reference, and 1 is asked",
     ),
     "an output that is written later": (
         candidate(
@@ -277,7 +277,7 @@ EXPLOITS: dict[str, tuple[str, str]] = {
             torch.Tensor.copy_ = later
             """,
         ),
-        "nothing is written to its output|after it has said",
+        "its output is not written|after it has said",
     ),
     "busy threads beside the reference": (
         candidate(
@@ -307,7 +307,7 @@ EXPLOITS: dict[str, tuple[str, str]] = {
             same = [o for o in gc.get_objects() if isinstance(o, torch.Tensor) and o.shape == x.shape and o is not x]
             return same[-1].clone() if same else torch.zeros_like(x)
         """),
-        "is wrong|nothing is written",
+        "is wrong|its output is not written",
     ),
     "an answer kept in a file": (
         candidate("""
@@ -332,7 +332,7 @@ EXPLOITS: dict[str, tuple[str, str]] = {
                     return super().__torch_function__(function, types, args, kwargs or {})
             """,
         ),
-        "nothing is written to its output",
+        "its output is not written",
     ),
     "a form that is not its own": (
         candidate(
@@ -555,7 +555,7 @@ def test_a_reference_that_is_always_slower_beside_the_candidate_is_said_by_name(
     [
         ('if __name__ == "candidate":\n    raise ValueError("not here")', "raises ValueError: not here"),
         ('if __name__ == "candidate":\n    os._exit(3)', "ends its process with exit code 3"),
-        ('if __name__ == "candidate":\n    torch.sigmoid = torch.tanh', "answers otherwise while it is timed"),
+        ('if __name__ == "candidate":\n    torch.sigmoid = torch.tanh', "returns a different answer while it is timed"),
     ],
 )
 def test_a_reference_that_fails_in_its_own_process_accuses_nobody(
@@ -576,8 +576,38 @@ def test_a_reference_that_torch_compiles_to_another_function_accuses_nobody(nurs
     found = judged(nursery, reference, candidate("return self.right(x)"), compiled=True, limit_s=20.0)
     assert found.status is Status.NOISY
     assert found.message == (
-        "not timed: torch.compile of the reference answers otherwise while it is timed: output 0 of a timed call is "
-        "not the reference's; --no-compile times without it"
+        "not timed: torch.compile of the reference returns a different answer while it is timed: output 0 of a timed "
+        "call is not the reference's; --no-compile times without it"
+    )
+
+
+OVERFLOWING = """
+    import torch
+
+
+    class Model(torch.nn.Module):
+        def forward(self, x):
+            return torch.exp(40 * x)
+
+
+    def get_inputs():
+        return [torch.randn(256, 64)]
+
+
+    def get_init_inputs():
+        return []
+"""
+
+
+def test_a_reference_that_overflows_on_its_own_inputs_accuses_nobody(nursery: Nursery, reference: Path) -> None:
+    reference.write_text(textwrap.dedent(OVERFLOWING))
+    own = (
+        "import torch\n\n\nclass ModelNew(torch.nn.Module):\n    def forward(self, x):\n        return (x * 40).exp()\n"
+    )
+    found = judged(nursery, reference, own)
+    assert found.status is Status.NOISY
+    assert found.message == (
+        "not timed: the reference, in a process of its own, is not finite in float32 on the inputs of get_inputs()"
     )
 
 

@@ -80,7 +80,7 @@ EXPLOITS: dict[str, tuple[str, str]] = {
             """,
             "torch.cuda.synchronize = lambda *a: None",
         ),
-        "nothing is written to its output|after it has said that the call is done",
+        "its output is not written|after it has said that the call is done",
     ),
     "an output on a stream of its own": (
         candidate(f"""

@@ -65,6 +65,20 @@ def test_layouts_are_known_ones_too_and_values_are_as_drawn(triton: Compiler) ->
     assert known.settled(PAIRS.one, case(7)) == case(7)  # a plain draw stays one
 
 
+def test_a_draw_of_a_known_regime_but_no_layout_is_reused(triton: Compiler) -> None:
+    known = KnownSizes(budget_s=0.0)
+    with known.noting(replace(case(3), inputs={"x": InputCase(regime="huge")})):
+        triton.compile()
+    assert known.settled(PAIRS.one, case(7)) == case(3)
+
+
+def test_each_dtype_keeps_its_own_draw() -> None:
+    known = KnownSizes()
+    other = replace(case(3), dtype="bfloat16")
+    assert known.settled(PAIRS.one, case(3)) == case(3)
+    assert known.settled(PAIRS.one, other) == other
+
+
 def test_the_same_draw_has_the_same_sizes_however_often_it_is_asked_for(triton: Compiler) -> None:
     known = KnownSizes(budget_s=0.0)
     first = known.settled(PAIRS.one, case(9))

@@ -143,7 +143,7 @@ HELPERS = {
     "uses_errors.py": "from perfsuite.errors import PairError",
     "uses_perfsuite.py": "import perfsuite",
 }
-WRONG = "answers otherwise where no test is running"
+WRONG = "returns a different answer where no test is running"
 
 
 def write(project: Project, module: str = MODULE) -> None:

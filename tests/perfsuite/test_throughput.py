@@ -51,15 +51,30 @@ def test_a_throughput_needs_what_a_call_processes(cost: Cost | None) -> None:
         declared.validate()
 
 
-@pytest.mark.parametrize("wrong", [1e3, {DEVICE: 0.0}, {DEVICE: -1.0}, {DEVICE: math.nan}])
+@pytest.mark.parametrize(
+    "wrong", [1e3, {DEVICE: 0.0}, {DEVICE: math.nan}, {DEVICE: math.inf}, {DEVICE: "640e3"}, {"NVIDIA H200": 1.0}]
+)
 def test_a_throughput_is_declared_by_device(wrong: Any) -> None:
-    with pytest.raises(PairError, match=r"workload 'w': throughput=.* must have items a second by device, as in"):
+    with pytest.raises(
+        PairError, match=r"workload 'w': throughput=.* must have items a second by device, as the baselines' files"
+    ):
         Workload("w", n=8, throughput=wrong)
 
 
 def test_items_follow_from_the_sizes_and_the_direction() -> None:
     assert Cost(items=lambda n, direction: n * (2 if direction == "both" else 1)).items_of({"n": 8}, "both") == 16
     assert Cost().items_of({"n": 8}, "both") == 0
+
+
+@pytest.mark.parametrize("items", [-1.0, math.inf, math.nan])
+def test_what_is_no_number_of_items_is_refused(items: float) -> None:
+    with pytest.raises(PairError, match=r"cost=Cost\(items=…\) gives (-1|inf|nan) items at \{'n': 8\}"):
+        Cost(items=lambda n: items).items_of({"n": 8}, "forward")
+
+
+def test_processes_agree_on_what_a_call_processes() -> None:
+    found = judge([*runs(count=1, **TOKENS), *runs(count=1, items=50.0, unit="tokens")])
+    assert "its processes disagree on items: 100.0, 50.0" in verdict(found, Status.UNMEASURED).message
 
 
 def test_a_timed_pair_says_its_throughput() -> None:
@@ -126,8 +141,11 @@ def test_without_an_entry_nothing_has_moved() -> None:
     assert answer.moved is None
 
 
-def test_what_was_accepted_below_its_promise_is_told_from_what_has_moved() -> None:
-    answer = verdict(judge(runs(**TOKENS), promises=promised(2e6)), Status.BELOW_FLOOR)
+@pytest.mark.parametrize("log", [0.0, 0.2])
+def test_a_promise_that_never_held_is_not_the_device_s_fault(log: float) -> None:
+    slower = {name: math.exp(log) * seconds for name, seconds in STILL.items()}
+    found = judge(slowed(log, anchors=slower), promises=promised(2e6), entry=accepted(anchors=STILL))
+    answer = verdict(found, Status.BELOW_FLOOR)
     assert answer.moved is None
     assert "when accepted" not in answer.message
 
@@ -158,6 +176,15 @@ def test_an_accepted_one_has_room_for_other_sessions(rate: float, status: Status
     verdict(promises_only({ID: runs(**TOKENS)}, {ID: promised(rate)}, selected=40)[ID], status)
 
 
+def test_a_missed_speedup_is_not_hidden_by_a_throughput_in_doubt() -> None:
+    both = PromiseRecord(speedup=60.0, throughput={DEVICE: 0.999e6})
+    answer = verdict(promises_only({ID: runs(**TOKENS)}, {ID: both}, selected=40)[ID], Status.BELOW_FLOOR)
+    assert "promised 60×" in answer.message
+    both = PromiseRecord(speedup=19.99, throughput={DEVICE: 2e6})
+    answer = verdict(promises_only({ID: runs(**TOKENS)}, {ID: both}, selected=40)[ID], Status.BELOW_FLOOR)
+    assert "promised 2,000,000 tokens/s" in answer.message
+
+
 # --- words ----------------------------------------------------------------------------------------------------------
 
 
@@ -169,7 +196,7 @@ def test_four_digits_are_shown(rate: float, text: str) -> None:
     assert throughput.shown(rate, "a") == text
 
 
-def test_over_several_processes_it_is_the_median() -> None:
+def test_over_several_processes_it_is_the_geometric_mean() -> None:
     found = [measurement(workload_id(0), optimized_s=s, items=1.0) for s in (1.0, 2.0, 4.0)]
-    assert throughput.of(found) == 0.5
+    assert throughput.of(found) == pytest.approx(0.5)
     assert throughput.of([measurement()]) is None
