@@ -207,7 +207,7 @@ EXPLOITS: dict[str, tuple[str, str]] = {
                     pass
             return self.right(x)
         """),
-        "is wrong|nothing is written|writes into|ends its process|raises",
+        "is wrong|its output is not written|writes into|ends its process|raises",
     ),
     "replies of another form": (
         candidate("os.write(pipe(), b'{\"forms\": 5}\\n' * 2)\ntime.sleep(9)", PIPE),
@@ -343,7 +343,7 @@ EXPLOITS: dict[str, tuple[str, str]] = {
             torch.Tensor.shape = property(lambda self: torch.Size([16, 64]))
             """,
         ),
-        "is wrong|nothing is written|raises|it returns",
+        "is wrong|its output is not written|raises|it returns",
     ),
     "a helper in a session of its own": (
         candidate("os.fork() or os.setsid()\nreturn self.right(x)"),

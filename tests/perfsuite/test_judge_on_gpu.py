@@ -91,7 +91,7 @@ EXPLOITS: dict[str, tuple[str, str]] = {
                 self.right(x, y)
             return y
         """),
-        "is wrong|nothing is written",
+        "is wrong|its output is not written",
     ),
     "events that measure nothing": (
         candidate(
@@ -118,7 +118,7 @@ EXPLOITS: dict[str, tuple[str, str]] = {
     ),
     "memory in which an answer may still be": (
         candidate("return torch.empty_like(x)"),
-        "is wrong|nothing is written|other inputs|does not read its inputs",
+        "is wrong|its output is not written|other inputs|does not read its inputs",
     ),
     "lower precision": (
         candidate("return self.right(x)", kernel=("tl.sigmoid(v)", "tl.sigmoid(v).to(tl.bfloat16).to(tl.float32)")),
