@@ -16,7 +16,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch.nn import functional
@@ -39,20 +39,30 @@ from suite.eigenstate_lm.state import restore, state_of
 from suite.runtime.reports import Reports
 from suite.stepping import WaitsForReports
 
+Scan: TypeAlias = Callable[..., tuple[torch.Tensor, torch.Tensor]]
+
 
 class Trainer(WaitsForReports):
     """The reference trainer. `train_window` makes a step; `metrics` gives what it reported.
 
     text   the sequences, as `suite.eigenstate_lm.data.load` opens them
     dtype  working precision: float32, or float64 for the truth
+    scan   the recurrence: token by token, or an equal function for sequences that take too long so
     """
 
     window_name = "step"
 
     def __init__(
-        self, config: TrainConfig, text: Text, device: torch.device | str, dtype: torch.dtype = torch.float32
+        self,
+        config: TrainConfig,
+        text: Text,
+        device: torch.device | str,
+        dtype: torch.dtype = torch.float32,
+        *,
+        scan: Scan = eigenstate_scan,
     ) -> None:
         self.config, self.text, self.device, self.dtype = config, text, torch.device(device), dtype
+        self.scan = scan
         self.sequences = text.encoded()
         with naming_the_remedy(config, text.vocabulary, self.device):
             first = make_weights(config.seed, config.sizes(text.vocabulary))
@@ -134,7 +144,7 @@ class Trainer(WaitsForReports):
         config = self.config
         low = torch.float16 if config.autocast_fp16 else torch.bfloat16
         with torch.autocast(self.device.type, low, enabled=config.autocast_fp16 or config.autocast_bf16):
-            hidden = _hidden(weights, inputs, config.layers, drop)
+            hidden = _hidden(weights, inputs, config.layers, drop, self.scan)
             loss = chunked_cross_entropy(hidden.flatten(0, 1), weights["embedding"], labels.flatten())
         return loss.to(self.dtype)
 
@@ -143,19 +153,25 @@ class Trainer(WaitsForReports):
 
 
 def _hidden(
-    weights: Mapping[str, torch.Tensor], tokens: torch.Tensor, layers: int, drop: Callable[..., torch.Tensor]
+    weights: Mapping[str, torch.Tensor],
+    tokens: torch.Tensor,
+    layers: int,
+    drop: Callable[..., torch.Tensor],
+    scan: Scan,
 ) -> torch.Tensor:
     """The head's input [B, T, D] for tokens [B, T]: blocks of a mixer along time and two linear layers, each normed."""
     x = functional.embedding(tokens, weights["embedding"])
     for number in range(layers):
         own = {name.partition(".")[2]: w for name, w in weights.items() if name.startswith(f"{number}.")}
-        x = _normed(own, "norm1", x + drop(_mixed(own, x, drop)))
+        x = _normed(own, "norm1", x + drop(_mixed(own, x, drop, scan)))
         wide = functional.gelu(functional.linear(x, own["expand"], own["expand.bias"]), approximate="tanh")
         x = _normed(own, "norm2", x + drop(functional.linear(wide, own["contract"], own["contract.bias"])))
     return x
 
 
-def _mixed(own: Mapping[str, torch.Tensor], x: torch.Tensor, drop: Callable[..., torch.Tensor]) -> torch.Tensor:
+def _mixed(
+    own: Mapping[str, torch.Tensor], x: torch.Tensor, drop: Callable[..., torch.Tensor], scan: Scan
+) -> torch.Tensor:
     """The mean over a block's cells of what their eigenstates say, [B, T, D].
 
     Each cell has K eigenstates, which decay by λ per token and take in the driven input. All cells are scanned
@@ -166,7 +182,7 @@ def _mixed(own: Mapping[str, torch.Tensor], x: torch.Tensor, drop: Callable[...,
     size = 0.1 + 0.89 * own["decay"].sigmoid()  # |λ| is between 0.1 and 0.99
     eigenvalues = torch.stack((size * phase.cos(), size * phase.sin()), -1).flatten(0, 1)
     before = torch.zeros(len(x), cells * count, 2, dtype=own["decay"].dtype, device=x.device)
-    real, _ = eigenstate_scan(functional.linear(x, own["drive"].flatten(0, 1)), eigenvalues, before)
+    real, _ = scan(functional.linear(x, own["drive"].flatten(0, 1)), eigenvalues, before)
     said = []
     for part, mixing, out in zip(real.split(count, dim=-1), own["rotation"], own["out"], strict=True):
         identity = torch.eye(count, dtype=mixing.dtype, device=mixing.device)

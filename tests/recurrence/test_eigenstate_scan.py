@@ -12,6 +12,7 @@ from optimized.recurrence.eigenstate_scan import eigenstate_scan as optimized
 from optimized.recurrence.eigenstate_scan import eigenstate_scan_chunked, eigenstate_scan_triton
 from perfsuite import Cost, Pair, Workload, compiled, floats, side, size, tensor
 from reference.recurrence.eigenstate_scan import eigenstate_scan as reference
+from suite.eigenstate_lm.chunked_scan import LENGTH, chunked_scan
 
 LARGEST = 1 - 2.0**-20
 
@@ -120,6 +121,7 @@ eigenstate_scan = Pair(
     variants={
         "triton": side(eigenstate_scan_triton, available=triton_reason),
         "chunked": eigenstate_scan_chunked,
+        "plain_chunks": chunked_scan,
     },
     # In "one" every size, and the number of groups, is 1, which Triton makes a constant.
     workloads=[
@@ -192,6 +194,12 @@ def test_the_chunk_changes_nothing_beyond_rounding(chunk, magnitude):
         return eigenstate_scan_chunked(*arguments, chunk=chunk)
 
     assert_no_worse(call, drawn(2, 300, 4, magnitude))
+
+
+@pytest.mark.parametrize("magnitude", [LARGEST, 0.5, 1e-3])
+@pytest.mark.parametrize("T", [1, LENGTH - 1, LENGTH, LENGTH + 1, 5 * LENGTH + 3])
+def test_plain_chunks_change_nothing_beyond_rounding(T, magnitude):
+    assert_no_worse(chunked_scan, drawn(2, T, 4, magnitude))
 
 
 @pytest.mark.interpreted

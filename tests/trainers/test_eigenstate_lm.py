@@ -21,9 +21,11 @@ from states import same, through_a_file
 from optimized.trainers import eigenstate_lm as module
 from optimized.trainers.eigenstate_lm import Trainer as Optimized
 from perfsuite import Cost, Pair, PerfsuiteError, Workload, floats, integers, scalar, size, stateful, tensor
+from reference.recurrence.eigenstate_scan import eigenstate_scan
 from reference.trainers.eigenstate_lm import Trainer as Reference
 from suite import packed_text
 from suite.claims.eigenstate_lm_setting import TINY
+from suite.eigenstate_lm.chunked_scan import chunked_scan
 from suite.eigenstate_lm.config import TECHNIQUES, TRADES, TrainConfig, without_techniques
 from suite.eigenstate_lm.data import Data, Steps, Text
 from suite.runtime import DivergedError, Options, fit
@@ -66,7 +68,7 @@ def text(tmp_path_factory):
 # --- the pair -------------------------------------------------------------------------------------------------------
 
 
-def steps(kind, in_bfloat16=False):
+def steps(kind, in_bfloat16=False, scan=eigenstate_scan):
     """Return a pair's side: steps on a given text. It gives losses, gradient norms, and the size of the weights. In
     bfloat16, where all sizes look alike, it gives how far the weights have moved."""
 
@@ -93,7 +95,7 @@ def steps(kind, in_bfloat16=False):
                 trainer = Optimized(config, given, embedding.device)
                 assert trainer._sequences.pack.row is not None  # as above
             else:
-                trainer = Reference(config, given, embedding.device, embedding.dtype)
+                trainer = Reference(config, given, embedding.device, embedding.dtype, scan=scan)
         with torch.no_grad():
             trainer.weights["embedding"].copy_(embedding)
         first = {name: w.detach().clone() * in_bfloat16 for name, w in trainer.weights.items()}
@@ -122,6 +124,8 @@ def flops(V, D, length, batch_size, accumulation, layers, eigenstates):
 ITEMS = {"items": lambda length, batch_size, accumulation: length * batch_size * accumulation, "unit": "tokens"}
 
 
+LONG_SEQUENCES = {**SOURCE, "N": 8 * 32768 + 1, "length": 32768, "batch_size": 1, "accumulation": 4}
+LONG_SEQUENCES |= {"compiled": 1, "rate": 3e-4, "seed": 0, "clock": "wall", "device": "cuda"}
 TIMED = {**SOURCE, "batch_size": 4, "accumulation": 4, "compiled": 1, "rate": 3e-4, "seed": 0}
 TIMED |= {"clock": "wall", "device": "cuda"}
 
@@ -185,6 +189,17 @@ eigenstate_lm_bfloat16 = dataclasses.replace(
 )
 
 
+# The length that the source trains at. There the reference, which goes token by token, would take a minute a step.
+eigenstate_lm_long = dataclasses.replace(
+    eigenstate_lm_bfloat16,
+    reference=stateful(steps(Reference, in_bfloat16=True, scan=chunked_scan)),
+    workloads=[
+        Workload("tokens32k", **LONG_SEQUENCES, throughput={"nvidia-h200": 4e5}),
+        eigenstate_lm.workloads[1],
+    ],
+)
+
+
 # --- the same curve -------------------------------------------------------------------------------------------------
 
 
@@ -231,6 +246,10 @@ def share_of_budget(found, known, dtype=torch.float32):
 def test_both_learn_the_same(text, known):
     assert share_of_budget(curve(Optimized(SMALL, text, "cpu")), known) <= 1
     assert known[2].max() > 0
+
+
+def test_the_reference_learns_the_same_by_chunks_of_time(text, known):
+    assert share_of_budget(curve(Reference(SMALL, text, "cpu", scan=chunked_scan)), known) <= 1
 
 
 def test_the_curve_is_no_constant(text, known):
