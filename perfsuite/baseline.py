@@ -293,7 +293,7 @@ def why_not_more(old: Entry | None, new: Entry) -> str:
     if old is None:
         return "no accepted entry to add a session to"
     if new.revision is None:
-        return "the present code has no revision: it is outside git"
+        return "the current code has no revision: it is outside git"
     if old.revision != new.revision and not _same_code(old, new):
         return f"accepted at revision {short(old.revision)}, now at {short(new.revision)}, with other code"
     if old.dirty or new.dirty:

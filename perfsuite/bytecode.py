@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import shutil
 import sys
 from collections.abc import Callable
@@ -61,7 +62,7 @@ def keep(root: Path) -> Callable[[], None] | None:
 
 
 def forget(folder: Path) -> None:
-    """Remove the compiled copies of a folder's sources, where they do not lie in the folder itself."""
+    """Remove the compiled copies of a folder's sources from the cache folder, if PYTHONPYCACHEPREFIX is in use."""
     for path in {folder.absolute(), folder.resolve()} if sys.pycache_prefix else ():
         shutil.rmtree(Path(str(sys.pycache_prefix), *path.parts[1:]), ignore_errors=True)
 
@@ -83,11 +84,16 @@ def _forget_sources(copies: Path) -> None:
         if any(e == path or e in path.parents for e in environments):
             continue
         for name in files:
-            source = Path("/", *path.relative_to(copies).parts, f"{name.partition('.')[0]}.py")
+            source = Path("/", *path.relative_to(copies).parts, f"{_stem(name)}.py")
             found = now[str(source)] = now.get(str(source)) or _hash(source)
             if not found or found != before.get(str(source)):
                 (path / name).unlink(missing_ok=True)
     (copies / HASHES).write_text(json.dumps(now))
+
+
+def _stem(name: str) -> str:
+    """Return the source's name without ".py", of a copy such as "test_a.b.cpython-311-pytest-9.2.0.pyc"."""
+    return re.sub(r"\.(cpython|pypy)[^.]*-?.*\.pyc(\.\d+)?$", "", name)
 
 
 def _hash(source: Path) -> str:

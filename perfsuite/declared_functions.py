@@ -46,10 +46,11 @@ def check_positional(
 
 def check_named(pair: str, role: str, call: Callable[..., Any], known: Collection[str]) -> None:
     """Raise PairError where the function needs a parameter that has none of the known names."""
+    role = role if role.endswith(")") else f"{role}="
     for name in required(call):
         if name not in known:
             raise PairError(
-                f"pair {pair!r}: {role}= names {name!r}, which is no size and no scalar of its inputs; they are "
+                f"pair {pair!r}: {role} names {name!r}, which is no size and no scalar of its inputs; they are "
                 f"{', '.join(sorted(known)) or 'none'}"
             )
 

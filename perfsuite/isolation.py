@@ -1,11 +1,13 @@
 """Find the side that is to blame where the process of a proof faults, crashes, hangs or exits.
 
-The draw that was under way is run again, one side alone in a process. A draw on which the reference faults is left out
-and counted, and the proof is made anew; where the optimized side faults, that is the verdict.
+The draw that was under way is run again, one side alone in a process. If the reference faults on it, the draw is left
+out and counted, and the proof is run again without it. If the optimized side faults, the proof fails and names that
+side.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -16,31 +18,47 @@ from perfsuite.records import OPTIMIZED, REFERENCE, Status
 from perfsuite.tasks import ITEMS, Failure, Outcome, Reported, Task
 
 MOST_LEFT_OUT = 4
-"""Draws on which the reference faults, before the pair must say what it is to be called with."""
+"""After this many draws on which the reference faults, the proof fails and asks for bounds on the inputs."""
+BOUND = "restrict its inputs with sizes=, where= or tensor(…, layouts=…, align=…)"
+
+
+class _Unreached(Exception):  # noqa: N818 - no error: it carries an outcome
+    """A process failed before it was at the draw, so that it shows nothing of the side."""
+
+    def __init__(self, failure: Failure) -> None:
+        super().__init__(failure.message)
+        self.failure = failure
 
 
 @dataclass(frozen=True, slots=True)
 class Blame:
-    """Finds the cause of a proof's failed process. `run` does a task in a process of its own."""
+    """Finds the cause of a proof's failed process. `run` does a task in a process of its own.
+
+    `requested` is the only draw that the user wants, as `--perfsuite-case` has it; empty for all.
+    """
 
     pair: Pair
     dtype: str
     run: Callable[[Task], Outcome]
     limit_s: float
+    requested: str = ""
 
     def settle(self, id: str, failure: Failure) -> Outcome:
         """Return the outcome of a proof whose process ended with this failure."""
+        try:
+            return self._settled(id, failure)
+        except _Unreached as unreached:
+            return unreached.failure
+
+    def _settled(self, id: str, failure: Failure) -> Outcome:
         left_out: list[str] = []
         while failure.case:
             if (found := self._alone(id, failure.case, REFERENCE)) is None:
                 return self._optimized(id, failure)
             left_out.append(failure.case)
-            if len(left_out) == MOST_LEFT_OUT:
-                return _verdict(
-                    f"the reference {found} on {len(left_out)} draws; bound what it is drawn with: sizes=, where=, "
-                    f"tensor(…, layouts=…, align=…)",
-                    failure.case,
-                )
+            if self.requested or len(left_out) == MOST_LEFT_OUT:
+                on = "this draw" if self.requested else f"{len(left_out)} draws"
+                return _verdict(f"on {on} the reference", found, f"; {BOUND}", failure.case)
             outcome = self.run(self._task(id, left_out=tuple(left_out)))
             if not isinstance(outcome, Failure):
                 return outcome
@@ -51,23 +69,27 @@ class Blame:
         """Return the verdict where the reference alone does not fail."""
         found = self._alone(id, failure.case, OPTIMIZED)
         if found is not None:
-            return _verdict(f"the optimized side {found}{self._hint(failure.case)}", failure.case)
-        # Some items call it in other ways than a plain call.
+            return _verdict("the optimized side", found, self._hint(failure.case), failure.case)
+        # Some proofs call the optimized side in other ways, such as under autocast.
         outcome = self.run(self._task(id, case=failure.case))
-        if isinstance(outcome, Failure) and outcome.case:
-            found = _what(outcome)
-            return _verdict(f"the optimized side {found}, but not when it is called plainly", failure.case)
+        if isinstance(outcome, Failure):
+            if not outcome.case:
+                raise _Unreached(outcome)
+            return _verdict("the optimized side", outcome, ", but not when it is called plainly", failure.case)
         if isinstance(outcome, Reported) and outcome.has_failed:
             return outcome
-        return _verdict(
-            f"the process of this proof {_what(failure)}, and not when the draw was repeated; run it again by itself",
-            failure.case,
-        )
+        what, log = _what(failure)
+        message = f"the process of this proof {what}, and not when the draw was repeated; run it again by itself{log}"
+        return Failure(status=Status.UNMEASURED, message=message, case=failure.case)
 
-    def _alone(self, id: str, case: str, side: str) -> str | None:
+    def _alone(self, id: str, case: str, side: str) -> Failure | None:
         """Call only this side on the draw, in a process. Return how that process failed; None if it did not fail."""
         outcome = self.run(self._task(id, case=case, side=side))
-        return _what(outcome) if isinstance(outcome, Failure) else None
+        if not isinstance(outcome, Failure):
+            return None
+        if not outcome.case:
+            raise _Unreached(outcome)
+        return outcome
 
     def _task(self, id: str, *, case: str = "", side: str = "", left_out: tuple[str, ...] = ()) -> Task:
         return Task(id=id, kind=ITEMS, limit_s=self.limit_s, case=case, side=side, left_out=left_out, crowded=False)
@@ -82,10 +104,13 @@ class Blame:
         )
 
 
-def _what(failure: Failure) -> str:
-    """Return how the process of a side failed, e.g. "crashed with SIGSEGV"."""
-    return failure.message.removeprefix("the measuring process ")
+def _what(failure: Failure) -> tuple[str, str]:
+    """Return (how the process of a side failed, where its log is), e.g. ("crashed with SIGSEGV", "; log: FILE")."""
+    what = failure.message.removeprefix("the measuring process ")
+    found = re.fullmatch(r"(.*); (?:its|the worker's) log is (\S+)", what, re.DOTALL)
+    return (found[1], f"; log: {found[2]}") if found else (what, "")
 
 
-def _verdict(message: str, case: str) -> Failure:
-    return Failure(status=Status.NOT_EQUIVALENT, message=message, case=case)
+def _verdict(side: str, failure: Failure, remedy: str, case: str) -> Failure:
+    what, log = _what(failure)
+    return Failure(status=Status.NOT_EQUIVALENT, message=f"{side} {what}{remedy}{log}", case=case)

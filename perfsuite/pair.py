@@ -311,6 +311,10 @@ class Pair:
         seen: set[str] = set()
         scalars = {k for k, v in self.inputs.items() if isinstance(v, ScalarSpec)}
         self.validate_functions()
+        for what in ("bytes", "flops", "items"):
+            if (count := getattr(self.cost, what, None)) is not None:
+                known = self.symbols | scalars | {"direction"}
+                declared_functions.check_named(self.name, f"cost=Cost({what}=…)", count, known)
         for workload in self.workloads:
             if workload.name in seen:
                 raise PairError(f"pair {self.name!r} has two workloads called {workload.name!r}; rename one")

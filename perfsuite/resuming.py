@@ -21,8 +21,8 @@ class Kept:
     Measurements of a dirty tree are not kept, because nobody could say which code they are of.
     """
 
-    def __init__(self, folder: Path, state: State, machine: Machine, processes: int) -> None:
-        about = json.dumps([state.revision, to_json(machine), processes], sort_keys=True)
+    def __init__(self, folder: Path, state: State, machine: Machine, processes: int, *, more: bool = False) -> None:
+        about = json.dumps([state.revision, to_json(machine), processes, more], sort_keys=True)
         name = hashlib.sha256(about.encode()).hexdigest()[:16]
         usable = state.revision is not None and not state.dirty
         self.path = folder / f"{name}.jsonl" if usable else None

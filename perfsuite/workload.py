@@ -16,7 +16,7 @@ CLOCKS = ("device", "wall")
 DIRECTIONS = ("forward", "backward", "both")
 DTYPES = ("float64", "float32", "bfloat16", "float16")
 TF32 = "tf32"
-"""A precision of products, in which nothing is stored."""
+"""A precision of matrix products only: no tensor has this dtype."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -38,11 +38,11 @@ class Workload:
     call to synchronised completion). `direction` is "forward", "backward" or "both". `device` restricts the
     workload to one kind of device, "cpu" or "cuda"; elsewhere it is skipped with that reason. `repeat` calls in a
     row are timed as one, as in a training loop: for calls so short that a cold cache and the timer's own overhead
-    would be most of what is measured; figures stay a call. `ranks` processes of torch.distributed call the sides
+    would be most of what is measured; figures are still per call. `ranks` processes of torch.distributed call the sides
     together, each on a device of its own (docs/ranks.md). `margin` is the relative slowdown that matters, e.g. 0.1:
     the gate finds what is as slow as that or slower; by default, what the device resolves. `throughput` is promised by
     device, as {"nvidia-h200": 640e3}, in the items a second that the pair's `Cost` counts. Remaining keywords are the
-    sizes, and the values of scalar inputs; those that are called as one of these parameters go into `sizes`. `marks`
+    sizes, and the values of scalar inputs; one with the name of a parameter above is given in `sizes={…}`. `marks`
     are pytest's, e.g. `pytest.mark.skipif(…)`.
     """
 
@@ -89,17 +89,20 @@ class Workload:
             if value not in allowed:
                 choices = ", ".join(str(a) for a in allowed if a is not None)
                 raise PairError(f"workload {name!r}: {what}={value!r} is not one of {choices}")
-        if speedup is not None and not speedup > 0:
-            raise PairError(f"workload {name!r}: speedup={speedup!r} must be above 0")
+        if speedup is not None and not (_is_number(speedup) and 0 < speedup < math.inf):
+            raise PairError(f"workload {name!r}: speedup={speedup!r} must be a number above 0")
+        for what, count in (("peak_bytes", peak_bytes), ("host_syncs", host_syncs), ("launches", launches)):
+            if count is not None and (type(count) is not int or count < 0):
+                raise PairError(f"workload {name!r}: {what}={count!r} must be a whole number, 0 or more")
         if throughput is not None and not _is_by_device(throughput):
             raise PairError(
                 f"workload {name!r}: throughput={throughput!r} must have items a second by device, as the baselines' "
                 f'files are named: {{"nvidia-h200": 640e3}}'
             )
-        if margin is not None and not 0 < margin < 1:
-            raise PairError(f"workload {name!r}: margin={margin!r} is no share between 0 and 1, such as 0.1 for 10%")
-        if repeat < 1:
-            raise PairError(f"workload {name!r}: repeat={repeat!r} must be 1 or more")
+        if margin is not None and not (_is_number(margin) and 0 < margin < 1):
+            raise PairError(f"workload {name!r}: margin={margin!r} must be between 0 and 1, such as 0.1 for 10%")
+        if type(repeat) is not int or repeat < 1:
+            raise PairError(f"workload {name!r}: repeat={repeat!r} must be a whole number, 1 or more")
         if repeat > 1 and direction == "backward":
             raise PairError(f"workload {name!r}: a backward pass cannot be repeated; use direction='both'")
         if type(ranks) is not int or ranks < 1:
@@ -130,8 +133,11 @@ class Workload:
     @property
     def described(self) -> dict[str, int | float]:
         """The sizes as records and tables show them: with the repeats and the processes, if there are several."""
-        several = {"repeat": self.repeat, "ranks": self.ranks}
-        return {**self.sizes, **{name: count for name, count in several.items() if count > 1}}
+        found = dict(self.sizes)
+        for name, count in (("repeat", self.repeat), ("ranks", self.ranks)):
+            if count > 1:
+                found[name if found.get(name, count) == count else f"Workload.{name}"] = count
+        return found
 
     def with_sizes(self, **sizes: int | float) -> Workload:
         """Return the same workload with further sizes."""
@@ -148,10 +154,10 @@ class Workload:
 class Cost:
     """The least work the function can do, and the items that a call processes, as functions of the workload's sizes.
 
-    `bytes` counts each input read once and each output written once; `flops` the arithmetic in `precision`
-    ("float32", "tf32", "bfloat16", "float16"), and that of a workload with another dtype than float32 in its own.
-    Both are for the workload's own direction: a function that names a parameter `direction` receives it. `items` counts
-    what a throughput is of, which `unit` names: tokens, examples.
+    `bytes` counts each input read once and each output written once; `flops` the arithmetic in `precision` ("float32",
+    "tf32", "bfloat16", "float16"). A workload whose dtype is not float32 counts in that dtype, unless a lower precision
+    is declared. Both are for the workload's own direction: a function that names a parameter `direction` receives it.
+    `items` is the number of items of a call, for its throughput, and `unit` their name, e.g. tokens.
     """
 
     bytes: Callable[..., float] | None = None
@@ -159,6 +165,10 @@ class Cost:
     precision: str = "float32"
     items: Callable[..., float] | None = None
     unit: str = "items"
+
+    def __post_init__(self) -> None:
+        if self.precision not in (*DTYPES, TF32):
+            raise PairError(f"cost: precision={self.precision!r} is not one of {', '.join((*DTYPES, TF32))}")
 
     def of(self, sizes: Mapping[str, Any], direction: str) -> tuple[float, float]:
         """Return (bytes, operations) at these sizes."""
@@ -178,12 +188,16 @@ class Cost:
         return dtype if dtype != "float32" and self.precision in ("float32", "tf32") else self.precision
 
 
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
 def _is_by_device(rates: Any) -> bool:
     """Return whether these are positive numbers by the slug of a device."""
     return isinstance(rates, Mapping) and all(
         isinstance(device, str)
         and re.fullmatch(r"[a-z0-9]+(-[a-z0-9]+)*", device)
-        and isinstance(rate, (int, float))
+        and _is_number(rate)
         and 0 < rate < math.inf
         for device, rate in rates.items()
     )
@@ -194,4 +208,5 @@ def _call_cost(count: Callable[..., float] | None, sizes: Mapping[str, Any], dir
         return 0.0
     parameters = inspect.signature(count).parameters
     known = {**sizes, "direction": direction}
-    return float(count(**{k: v for k, v in known.items() if k in parameters}))
+    takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    return float(count(**{k: v for k, v in known.items() if takes_all or k in parameters}))

@@ -191,6 +191,8 @@ def short_of(name: str) -> Callable[[Any], tuple[Any, Any, int] | None]:
 def memory_remedy(name: str) -> str:
     """Return what to do where memory runs out in trainer NAME; the same for a name that is not registered."""
     fields = TRAINERS[name].lowered if name in TRAINERS else ("batch_size",)
+    if not fields:
+        return "free the device"
     *first, last = fields
     return f"lower {', '.join(first)}{' or ' * bool(first)}{last}, or free the device"
 
@@ -207,7 +209,8 @@ def finish_of(name: str) -> Callable[[Any, Path], str | None]:
 
 
 def quality_of(name: str) -> Callable[[Any, Any], Mapping[str, float]]:
-    """Return the function that computes a trained trainer's evaluation metrics; none for a trainer that has none."""
+    """Return the function that computes a trained trainer's evaluation metrics. It returns none for a trainer that has
+    none."""
     found = cast("Callable[[Any, Any], Mapping[str, float]] | None", _loaded(find(name).quality, name))
     return found if found is not None else lambda trainer, given: {}
 
@@ -215,7 +218,7 @@ def quality_of(name: str) -> Callable[[Any, Any], Mapping[str, float]]:
 def checks_of(name: str) -> tuple[Any, Callable[..., Any]]:
     """Return (checks of a trainer's claims, device → setting of these); PerfsuiteError where no claim is measured."""
     entry = find(name)
-    if entry.checks is None:
+    if entry.checks is None or not entry.setting:
         raise PerfsuiteError(f"no claim of trainer {name} is measured")
     return _loaded(entry.checks, name), _loaded(entry.setting, name)
 

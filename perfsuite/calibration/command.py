@@ -33,7 +33,9 @@ INTERRUPTED = 2
 @click.option("--out", default=OUT, show_default=True, type=click.Path(file_okay=False), help="Folder of the results.")
 @click.option("--device", type=click.Choice(["cpu", "cuda"]), help="What to measure.  [default: the GPU, if any]")
 @click.option("--processes", default=12, show_default=True, type=click.IntRange(2), help="Measuring processes.")
-@click.option("--seconds", type=click.FloatRange(1), help="Budget of the whole.  [default: 500 on a GPU, 200 on a CPU]")
+@click.option(
+    "--seconds", type=click.FloatRange(1, 1e6), help="Budget of the whole.  [default: 500 on a GPU, 200 on a CPU]"
+)
 @click.option("--kind", "kinds", multiple=True, type=click.Choice(list(KINDS)), help="Only this kind; repeatable.")
 @click.option(
     "--blocks", default=BLOCKS, show_default=True, type=click.IntRange(2), help="Blocks a process, as the gate's."
@@ -45,7 +47,7 @@ INTERRUPTED = 2
     "--benchmark-max-time",
     default=BENCHMARK_MAX_TIME,
     show_default=True,
-    type=click.FloatRange(0),
+    type=click.FloatRange(0, 1e6),
     help="Seconds a run of pytest-benchmark; 0 leaves it out.",
 )
 @click.option("--more", is_flag=True, help="Add a session to the stored recording of this device.")

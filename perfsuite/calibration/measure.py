@@ -39,9 +39,9 @@ ANALYSIS_S = 120.0
 """Reserved for simulating the gate, the table and the plot."""
 DO_BENCH_S = 0.2
 FEWEST = 2
-"""Fewest processes, which run whatever the budget is: fewer show nothing of the noise."""
+"""Minimum number of processes, run even beyond the budget: one does not show the noise between processes."""
 GIVE_UP = 2
-"""Number of processes in a row that measured nothing after which the run ends."""
+"""Number of processes in a row that failed after which the run ends."""
 WORKER = "perfsuite.calibration.worker"
 
 
@@ -92,12 +92,13 @@ class Measuring:
     _date: str = field(default_factory=lambda: datetime.now(UTC).isoformat(timespec="seconds"))
 
     def run(self) -> Recording:
-        """Measure until the design is complete, the budget is spent or Ctrl-C is pressed; what is recorded is kept.
+        """Measure until the design is complete, the budget is spent or Ctrl-C is pressed. Results recorded until then
+        are kept.
 
         Raises PerfsuiteError where nothing could be measured.
         """
         design = self.design
-        longest, failed, number = 0.0, 0, 1
+        longest, failed, number, problem = 0.0, 0, 1, ""
         try:
             for number in range(1, design.processes + 1):
                 spent = time.monotonic() - self._began
@@ -111,16 +112,22 @@ class Measuring:
                 problem = self._one(number)
                 longest = max(longest, time.monotonic() - began)
                 failed = failed + 1 if problem else 0
-                if problem:
-                    self.left_out.append(f"process {number}: {problem}")
+                if problem and problem not in self.left_out:
+                    problem = f"process {number}: {problem}"
+                    self.left_out.append(problem)
                 if failed == GIVE_UP or (problem and number == 1 and not self._processes):
+                    if number < design.processes:
+                        rest = design.processes - number
+                        self.left_out.append(
+                            f"{rest} of {design.processes} processes, because {failed} in a row failed"
+                        )
                     break
         except KeyboardInterrupt:
             self.interrupted = True
-            self.left_out.append(f"what was left when it was interrupted in process {number}")
+            self.left_out.append(f"the run was interrupted in process {number}; the rest was not measured")
         recording = self.recording()
         if not recording.kinds and not self.interrupted:
-            raise PerfsuiteError(f"nothing could be measured: {self.left_out[-1]}")
+            raise PerfsuiteError(f"nothing could be measured: {problem}")
         return recording
 
     def recording(self) -> Recording:
@@ -148,8 +155,8 @@ class Measuring:
             sessions=(session,),
         )
 
-    def _one(self, number: int) -> str | None:
-        """Run one process. Return the reason if it measured nothing, else None."""
+    def _one(self, number: int) -> str:
+        """Run one process. Return why it failed or ended early; empty if it finished."""
         with tempfile.TemporaryDirectory(prefix="perfsuite-calibrate-") as folder:
             out, log = Path(folder) / "out.jsonl", Path(folder) / "log"
             design = self.design
@@ -177,9 +184,11 @@ class Measuring:
                 if record.kinds:
                     self._processes.append(record)
                     self.kept(self.recording())
+            stopped = f"it reported nothing for {SILENCE_S:g} s and was stopped"
             if record.kinds:
-                return None if gathered.done else f"it ended before it was done: {_tail(log)}"
-            return "; ".join(gathered.failures) or f"it ended before it had measured anything: {_tail(log)}"
+                return "" if gathered.done else stopped if gathered.hung else f"it ended early: {_tail(log)}"
+            ended = stopped if gathered.hung else f"it ended before it had measured anything: {_tail(log)}"
+            return "; ".join(gathered.failures) or ended
 
 
 class _Gathered:
@@ -191,7 +200,7 @@ class _Gathered:
         self.start_s = 0.0
         self.kinds: dict[str, KindRecord] = {}
         self.failures: list[str] = []
-        self.done = False
+        self.done = self.hung = False
 
     def take(self, event: Mapping[str, Any]) -> None:
         name = event["event"]
@@ -218,6 +227,8 @@ class _Gathered:
                 self.measuring.left_out.append(failure)
         elif name == "done":
             self.done = True
+        elif name == "hung":
+            self.hung = True
 
     def record(self) -> ProcessRecord:
         return ProcessRecord(
@@ -226,7 +237,7 @@ class _Gathered:
 
 
 def _events(job: Path, out: Path, log: Path) -> Iterator[Mapping[str, Any]]:
-    """Yield the events of a worker until it ends. It is stopped where it hangs, or where the caller stops reading."""
+    """Yield the events of a worker until it ends. A worker that hangs is stopped; its last event is "hung"."""
     child = start([sys.executable, "-m", WORKER, str(job)], log)
     reported, heard = Lines(out), time.monotonic()
     try:
@@ -237,7 +248,10 @@ def _events(job: Path, out: Path, log: Path) -> Iterator[Mapping[str, Any]]:
                 heard = time.monotonic()
             for line in lines:
                 yield json.loads(line)
-            if ended or time.monotonic() - heard > SILENCE_S:
+            if ended:
+                return
+            if time.monotonic() - heard > SILENCE_S:
+                yield {"event": "hung"}
                 return
             time.sleep(POLL_S)
     finally:
@@ -260,10 +274,11 @@ def plan(design: Design) -> list[str]:
         tools.append("triton.testing.do_bench")
     return [
         f"device: {design.device}",
-        f"processes: {fits} of {design.processes} fit into {design.seconds:g} s, about {design.process_s:.0f} s each",
+        f"processes: {fits} of {design.processes}, about {design.process_s:.0f} s each, with a budget of "
+        f"{design.seconds:g} s{' (the minimum)' if fits == FEWEST < design.processes else ''}",
         *(f"kind {k}: {KINDS[k]}" for k in design.kinds),
         f"sides, interleaved: {', '.join(side_names(design.extras))}",
         f"blocks × rounds a process: {design.blocks} × {design.rounds}",
-        f"beside: {'; '.join(tools) or 'nothing'}",
-        f"estimated: {total:.0f} s, {ANALYSIS_S:.0f} s of them at most for the table and the plot",
+        f"other tools: {'; '.join(tools) or 'none'}",
+        f"estimated: {total:.0f} s, including up to {ANALYSIS_S:.0f} s for the table and the plot",
     ]

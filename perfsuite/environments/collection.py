@@ -31,9 +31,10 @@ def failures(there: Interpreter, modules: Collection[str], arguments: Sequence[s
     """
     command = [there.path, "-m", __name__, *arguments, *modules]
     try:
-        done = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=LIMIT_S, check=False)
-        found: dict[str, str] = json.loads(done.stdout.splitlines()[-1])
-        return found
+        done = subprocess.run(
+            command, cwd=root, capture_output=True, text=True, errors="replace", timeout=LIMIT_S, check=False
+        )
+        code, found = json.loads(done.stdout.splitlines()[-1])
     except subprocess.TimeoutExpired:
         raise PerfsuiteError(
             f"--python {printable(there.path)}: it has not imported the test modules after {LIMIT_S:g} s"
@@ -44,6 +45,13 @@ def failures(there: Interpreter, modules: Collection[str], arguments: Sequence[s
             f"--python {printable(there.path)}: pytest ends while it collects there ({printable(last)}); run it there "
             "by itself to see why"
         ) from None
+    if not found and code not in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED):
+        last = ([*done.stderr.strip().splitlines()] or [f"exit code {code}"])[-1]
+        raise PerfsuiteError(
+            f"--python {printable(there.path)}: pytest cannot collect there ({printable(last)}); run it there by "
+            "itself to see why"
+        )
+    return dict(found)
 
 
 class _Errors:
@@ -60,11 +68,11 @@ class _Errors:
 
 
 def main() -> None:
-    """Print what cannot be collected."""
+    """Print pytest's exit code and what cannot be collected."""
     errors = _Errors()
-    pytest.main([*sys.argv[1:], "--collect-only", "--continue-on-collection-errors"], plugins=[errors])
+    code = pytest.main([*sys.argv[1:], "--collect-only", "--continue-on-collection-errors"], plugins=[errors])
     print()
-    print(json.dumps(errors.found))
+    print(json.dumps([int(code), errors.found]))
 
 
 if __name__ == "__main__":

@@ -15,12 +15,12 @@ from typing import Any
 from perfsuite.errors import PerfsuiteError, printable
 
 DESCRIBE = """
-import importlib.metadata, json, platform, sys
+import importlib.metadata, json, platform, re, sys
 found = {}
 for distribution in importlib.metadata.distributions():
     name = distribution.metadata["Name"]
     if name:
-        found.setdefault(name.lower().replace("_", "-"), distribution.version)
+        found.setdefault(re.sub("[-_.]+", "-", name).lower(), distribution.version)
 needed, missing = {}, {}
 for name in sys.argv[1:]:
     try:
@@ -46,7 +46,7 @@ class Interpreter:
     harness: str
     """The version of perfsuite that it imports."""
     packages: Mapping[str, str] = field(default_factory=dict)
-    """Name of each installed package, in lower case with hyphens → its version."""
+    """Normalised name of each installed package (PEP 503) → its version."""
 
 
 def located(path: str) -> str:
@@ -59,7 +59,7 @@ def located(path: str) -> str:
             raise PerfsuiteError(f"--python {shown}: there is no such command; give the path of an interpreter")
     if not os.path.isfile(found):
         raise PerfsuiteError(
-            f"--python {shown}: it is no file; give the path of an interpreter, for instance .venv-new/bin/python"
+            f"--python {shown}: no such file; give the path of an interpreter, for instance .venv-new/bin/python"
         )
     return os.path.abspath(found)  # without resolving links: a virtual environment's interpreter is one
 
@@ -81,18 +81,20 @@ def _described(file: str, shown: str, root: Path, wanted: Sequence[str]) -> Inte
     """Return what DESCRIBE finds in this interpreter, which imports the modules `wanted`, perfsuite among them."""
     command = [file, "-c", DESCRIBE, *wanted]
     try:
-        done = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=LIMIT_S, check=False)
+        done = subprocess.run(
+            command, cwd=root, capture_output=True, text=True, errors="replace", timeout=LIMIT_S, check=False
+        )
         about: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
         needed, missing = about["needed"], about["missing"]
         python, packages = about["python"], about["packages"]
     except OSError as error:
         raise PerfsuiteError(f"--python {shown}: it cannot be run ({error.strerror}); give another") from None
     except subprocess.TimeoutExpired:
-        raise PerfsuiteError(f"--python {shown}: it has not imported torch after {LIMIT_S:g} s; give another") from None
+        raise PerfsuiteError(f"--python {shown}: it did not answer within {LIMIT_S:g} s; give another") from None
     except (ValueError, IndexError, KeyError, TypeError):
         last = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
         raise PerfsuiteError(
-            f"--python {shown}: it is no Python interpreter that works ({printable(last)}); give the path of one, for "
+            f"--python {shown}: it is not a working Python interpreter ({printable(last)}); give the path of one, for "
             "instance .venv-new/bin/python"
         ) from None
     if missing:

@@ -85,10 +85,10 @@ def _accuracy(workloads: Sequence[Compared]) -> list[str]:
     widths = sorted(high / low - 1 for w in workloads if w.interval for low, high in [w.interval])
     if not widths:
         return []
-    middle, widest = widths[len(widths) // 2] / 2, widths[-1] / 2
+    middle, widest = widths[(len(widths) - 1) // 2] / 2, widths[-1] / 2
     return [
-        f"changes of {units.percent(max(middle, LEAST))} show for half of the workloads, of "
-        f"{units.percent(max(widest, LEAST))} for all; two processes differ more than two revisions in one"
+        f"smallest detectable change: {units.percent(max(middle, LEAST))} for half of the workloads, "
+        f"{units.percent(max(widest, LEAST))} for all; two processes vary more than two revisions loaded in one process"
     ]
 
 

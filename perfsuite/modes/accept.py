@@ -58,14 +58,14 @@ class Accept(Whole, Paired):
 
     @property
     def more(self) -> bool:
-        """Whether a session is added to accepted figures, whose rivals stay as they are."""
+        """Whether this run adds a session to the accepted figures. Rivals are then not timed again."""
         return self.arguments.get("more") == "yes"
 
     def _may_have_more(self, ids: Sequence[str], state: revision.State) -> list[str]:
-        """Return the ids whose accepted figures are of the present code. For each of the others a problem says why they
+        """Return the ids whose accepted figures are of the current code. For each of the others a problem says why they
         are not."""
         if state.dirty or state.revision is None:
-            why = dict.fromkeys(ids, "the present code is not committed")
+            why = dict.fromkeys(ids, "the current code is not committed")
         else:
             before = {i: e for i in ids if (e := self.entries.get(i)) and (e.dirty or e.revision != state.revision)}
             why = changed.other_code(before, revision.top_or(self.root), self.machine)
@@ -96,7 +96,7 @@ class Accept(Whole, Paired):
 
     def _measure(self, ids: Sequence[str], state: revision.State) -> None:
         wanted = int(self.arguments.get("processes", PROCESSES))
-        kept = Kept(self.scratch / "accept", state, self.machine, wanted)
+        kept = Kept(self.scratch / "accept", state, self.machine, wanted, more=self.more)
         self.runs = kept.load(ids)
         if self.runs:
             self.progress.say(f"resuming: {sum(map(len, self.runs.values()))} measurements of an interrupted run count")

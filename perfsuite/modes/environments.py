@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import secrets
 import threading
@@ -279,11 +280,13 @@ def _blocks(measurement: Measurement) -> tuple[float, ...]:
 
 
 def _costs(pairs: Sequence[tuple[Measurement, Measurement]]) -> tuple[str, ...]:
-    """Return a line for each count of a call that differs between the environments in every pair of processes."""
+    """Return a line for each count of a call that is larger in the same environment in every pair of processes."""
     found = []
     for name, noun in NAMES.items():
         counted = [tuple(getattr(m.sides[OPTIMIZED], name) for m in pair) for pair in pairs]
-        if all(None not in both and both[0] != both[1] for both in counted):
+        if None in itertools.chain(*counted):
+            continue
+        if all(a < b for a, b in counted) or all(a > b for a, b in counted):
             before, after = counted[0]
             found.append(f"{noun} {shown(name, before)} here, {shown(name, after)} there")
     return tuple(found)

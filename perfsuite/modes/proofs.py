@@ -145,7 +145,13 @@ class Proofs(Control):
             return outcome
         from perfsuite.isolation import Blame
 
-        blame = Blame(pair=item.pair, dtype=item.dtype, run=self._alone, limit_s=item.limit_s + GRACE_S)
+        blame = Blame(
+            pair=item.pair,
+            dtype=item.dtype,
+            run=self._alone,
+            limit_s=item.limit_s + GRACE_S,
+            requested=self.config.option.perfsuite_case or "",
+        )
         return blame.settle(item.nodeid, outcome)
 
     def _alone(self, task: Task) -> Outcome:

@@ -19,7 +19,7 @@ from perfsuite.records import (
     Verdict,
 )
 from perfsuite.report import units, workload_rows
-from perfsuite.report.workload_rows import MEASURED, Row, condition, names
+from perfsuite.report.workload_rows import MEASURED, Row, names
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -109,7 +109,8 @@ def left_out(report: RunReport) -> list[str]:
 
 def rivals_left_out(measurements: Sequence[Measurement]) -> dict[str, str]:
     """Return a workload's rivals that were not timed, each with its reason."""
-    return {rival: why for m in measurements for rival, why in m.skipped.items()}
+    timed = {name for m in measurements for name in m.sides}
+    return {rival: why for m in measurements for rival, why in m.skipped.items() if rival not in timed}
 
 
 def counts(report: RunReport) -> dict[str, int]:
@@ -182,8 +183,8 @@ def reason(message: str, row: Row) -> str:
 
 def _limited(report: RunReport) -> str:
     """Return in words what limited the clock of the workloads that are not green; empty where nothing did."""
-    found = [m for v in not_green(report) for m in report.measurements.get(v.id, ())]
-    return f" ({condition(found)})" if any(m.condition.throttle for m in found) else ""
+    limits = {t for v in not_green(report) for m in report.measurements.get(v.id, ()) for t in m.condition.throttle}
+    return f", with its clock limited by {', '.join(sorted(limits))}" if limits else ""
 
 
 def _undecided(report: RunReport) -> str:
@@ -193,7 +194,8 @@ def _undecided(report: RunReport) -> str:
         for v in not_green(report)
         if (why := UNDECIDED.get(v.status))
     )
-    return ", and ".join(found) or "the machine, the baseline or the measurement is at fault"
+    unknown = "the machine, the baseline or the measurement is at fault"
+    return ", and ".join(found) or next(iter(report.problems), unknown)
 
 
 UNDECIDED = {
@@ -213,7 +215,7 @@ CAUSES = {
 
 MEANINGS = {
     Status.NOT_EQUIVALENT: "the optimized side gives wrong results",
-    Status.NOT_PROVEN: "a proof failed, so that its times mean nothing",
+    Status.NOT_PROVEN: "a proof of the pair failed, so the workload's times mean nothing",
     Status.NOT_TIMED: "the measured times cannot be trusted",
     Status.BELOW_FLOOR: "a promise is broken",
     Status.REGRESSED: "it takes more time, memory, syncs or launches than what was accepted",
@@ -234,14 +236,18 @@ def since_accepted(report: RunReport, workload_id: str) -> str:
         return f"since it was accepted: {change.other}"
     if not change.files:
         return f"none of its files has changed since {change.since}"
-    files = change.files[0] + (f" and {len(change.files) - 1} more" if len(change.files) > 1 else "")
-    if report.dirty:
-        return f"changed since {change.since}, with edits that are not committed: {files}"
+    files, edited = _first(change.files), _first(change.uncommitted)
+    edits = f"; edited and not committed: {edited}" if edited else ""
     if not change.commits:
-        return f"{files} changed since {change.since}"
+        return f"{files} changed since {change.since}{edits}"
     others = f" and {len(change.commits) - 1} more since {change.since}" if len(change.commits) > 1 else ""
     revision, _, title = change.commits[0].partition(" ")
-    return f"changed in {revision} “{title}”{others}: {files}"
+    return f"changed in {revision} “{title}”{others}: {files}{edits}"
+
+
+def _first(files: Sequence[str]) -> str:
+    """Return the first file and how many more there are; empty where there is none."""
+    return files[0] + (f" and {len(files) - 1} more" if len(files) > 1 else "") if files else ""
 
 
 def machine_line(machine: Machine) -> str:

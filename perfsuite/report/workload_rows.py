@@ -47,7 +47,7 @@ class Comparison:
 
 
 EQUAL = 1.005
-"""The most that an optimized side may take of its rival's time and still be called as fast."""
+"""Largest ratio of the optimized side's time to its rival's at which the two are called equally fast."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -218,8 +218,8 @@ def entry_row(entry: Entry) -> Row:
 
 
 def _beside(rival: Comparison, optimized_s: float | None) -> float | None:
-    """Return the rival's seconds by its ratio to the optimized side. Its own seconds are of fewer processes, in which
-    all sides may be slower."""
+    """Return the rival's seconds by its ratio to the optimized side. It was timed in fewer processes, so that its own
+    seconds cannot be compared with the row's other times."""
     return rival.value * optimized_s if optimized_s is not None else None
 
 
@@ -280,10 +280,12 @@ def limit_fraction(measurement: Measurement) -> float | None:
 def compare(measurements: Sequence[Measurement], other: str) -> Comparison | None:
     """Time of `other` over time of optimized: the median over processes of each one's median block.
 
-    The interval is a plain one for rows that no verdict covers: the widest of the processes' own, each the
-    narrowest pair of order statistics that holds the median of its blocks with 95% confidence.
+    The interval is a plain one for rows that no verdict covers: from the lowest to the highest bound of the processes'
+    own. Each of these is the narrowest pair of order statistics that holds the median of its blocks with 95%
+    confidence. Processes that stopped `other` count only if all did.
     """
-    logs = [sorted(m.log_ratios[other]) for m in measurements if m.log_ratios.get(other)]
+    whole, _ = complete(measurements, other)
+    logs = [sorted(m.log_ratios[other]) for m in whole if m.log_ratios.get(other)]
     if not logs:
         ours, theirs = side_seconds(measurements, "optimized"), side_seconds(measurements, other)
         return Comparison(value=theirs / ours) if ours and theirs else None
@@ -322,7 +324,8 @@ def condition(measurements: Sequence[Measurement]) -> str:
     clock = median(c.sm_clock_mhz for c in conditions)
     if clock is not None:
         lowest = min((c.sm_clock_min_mhz for c in conditions if c.sm_clock_min_mhz is not None), default=None)
-        parts.append(f"SM clock {clock:.0f} MHz" + (f" (lowest {lowest:.0f})" if lowest not in (None, clock) else ""))
+        is_lower = lowest is not None and round(lowest) != round(clock)
+        parts.append(f"SM clock {clock:.0f} MHz" + (f" (lowest {lowest:.0f})" if is_lower else ""))
     temperature = max((c.temperature_c for c in conditions if c.temperature_c is not None), default=None)
     if temperature is not None:
         parts.append(f"{temperature:.0f} °C")
@@ -334,7 +337,7 @@ def condition(measurements: Sequence[Measurement]) -> str:
         parts.append(f"clock limited by {', '.join(reasons)}")
     aside = sum(c.set_aside for c in conditions)
     if aside:
-        parts.append(f"{aside} ABBA rounds discarded")
+        parts.append(f"{units.count(aside, 'ABBA round')} discarded")
     return ", ".join(parts)
 
 

@@ -22,18 +22,18 @@ FRAME_S = 0.01
 """Time between two frames, in s; the last frame is at t = 2 s."""
 WAVES = 2
 MOST_PERIODS = 8
-"""A wave has 1 to 8 periods in [0, 1]: the default of PDEBench's generator, whose advection data also reach 8."""
-RARE = 0.1
-"""Probability of the absolute value, and of the window."""
+"""A wave has 1 to 8 periods in [0, 1]. PDEBench's advection data draw 1 to 4 and double two equal draws."""
+OPTION_PROBABILITY = 0.1
+"""Probability of the absolute value and, independently, of the window."""
 EDGE = 0.01
 """Width of the window's edges."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Initial:
-    """An initial condition: sign · |Σ A sin(2 pi n x + phi)| · window, with or without the absolute value and window.
+    """An initial condition: sign · f(Σ A sin(2 pi n x + phi)) · w.
 
-    PDEBench multiplies by a random sign, and takes the absolute value and the window in one sample of ten each.
+    f is the identity or, in one sample of ten, the absolute value; w is 1 or, in one sample of ten, a window.
     """
 
     periods: tuple[int, ...]
@@ -54,7 +54,7 @@ def drawn(seed: int, index: int) -> Initial:
     periods = random.integers(1, MOST_PERIODS, WAVES, endpoint=True)
     amplitudes = random.uniform(0.0, 1.0, WAVES)
     phases = random.uniform(0.0, 2 * math.pi, WAVES)
-    absolute, windowed = random.random(2) < RARE
+    absolute, windowed = random.random(2) < OPTION_PROBABILITY
     sign = random.choice([1.0, -1.0])
     left, right = random.uniform(0.1, 0.45), random.uniform(0.55, 0.9)
     return Initial(

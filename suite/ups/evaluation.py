@@ -27,7 +27,7 @@ from suite.ups.stages import Refiner, take
 EPSILON = 1e-8
 """Added to the mean square of the target."""
 NOISE_SEED = 0
-"""Seed of the residuals that a stage after the operator's draws."""
+"""Seed of the noise from which the diffusion and consistency stages sample their residuals."""
 ROLLOUT = 10
 """Default limit on the steps of a rollout."""
 SAMPLES = 16
@@ -74,15 +74,8 @@ def nrmse(error: float, target: float) -> float:
 
 
 def data_for(config: TrainConfig, data: Data) -> Data:
-    """Return the same data with the latent sizes, seed and batch sizes of a checkpoint."""
-    return dataclasses.replace(
-        data,
-        tokens=config.tokens,
-        latent_width=config.latent_width,
-        seed=config.seed,
-        batch_size=config.batch_size,
-        accumulation=config.accumulation,
-    )
+    """Return the same data with the latent sizes and the seed of a checkpoint. An evaluation makes no batches."""
+    return dataclasses.replace(data, tokens=config.tokens, latent_width=config.latent_width, seed=config.seed)
 
 
 def loaded(
@@ -98,7 +91,9 @@ def loaded(
         refiner = Refiner(config, given, begin=False).to(device).requires_grad_(False)
         take(refiner.weights(), state[chosen])
         take(refiner.kept(), state["kept"])
-    except (KeyError, ValueError) as error:
+    except KeyError as error:
+        raise PerfsuiteError(f"the checkpoint is damaged: it has no entry {error}; take another one") from None
+    except ValueError as error:
         raise PerfsuiteError(f"the checkpoint does not fit these data: {error}; name those of its training") from None
     generator = torch.Generator().manual_seed(NOISE_SEED)
 
@@ -132,14 +127,16 @@ def quality(trainer: Any, given: Mixture) -> dict[str, float]:
 def held_out_loss(config: TrainConfig, given: Mixture, device: torch.device, step: Step) -> float:
     """Return the loss of one step in time over validation examples, without the inverse losses.
 
-    It compares configurations with different schedules of the inverse losses. The examples are evenly spaced, at most
-    `EXAMPLES` per task. Each task is weighted by its share of a batch.
+    Without them, configurations with different schedules of the inverse losses can be compared. The examples are drawn
+    with a fixed seed, at most `EXAMPLES` per task. Each task is weighted by its share of a batch.
     """
     shares = [1.0] if len(given.tasks) == 1 else [float(given.share), 1 - float(given.share)]
     total = 0.0
     for share, task in zip(shares, given.tasks, strict=True):
         count = task.count("validation")
-        rows = task.rows(range(0, count, -(-count // EXAMPLES)), "validation")
+        # Evenly spaced ones could all be of the same time, since samples have equally many states.
+        chosen = torch.randperm(count, generator=torch.Generator().manual_seed(0))[:EXAMPLES].sort().values
+        rows = task.rows(chosen.tolist(), "validation")
         errors = []
         for some in rows.split(SAMPLES):
             z, target = (task.latents.rows[at].to(device) for at in (some, some + 1))
@@ -223,7 +220,7 @@ def as_markdown(scores: list[Score], checkpoint: str, weights: Weights) -> str:
     lines = [
         f"NRMSE of {checkpoint}, over the validation samples, with {named}.",
         "",
-        "| task | step | samples | NRMSE | of the latents |",
+        "| task | step | samples | NRMSE | NRMSE of latents |",
         "| --- | ---: | ---: | ---: | ---: |",
     ]
     lines += [f"| {s.task} | {s.step} | {s.samples} | {s.nrmse:.4f} | {s.latent_nrmse:.4f} |" for s in scores]
@@ -232,18 +229,23 @@ def as_markdown(scores: list[Score], checkpoint: str, weights: Weights) -> str:
 
 def save(scores: list[Score], examples: list[Example], folder: Path, about: Mapping[str, Any]) -> list[Path]:
     """Write evaluation.json, evaluation.md and a figure per task; return the files."""
-    content = {**about, "scores": [dataclasses.asdict(score) for score in scores]}
+    plots = plotting.pyplot("pictures need matplotlib: pip install 'perfsuite[train]'")
+    content = {**about, "scores": [_finite(dataclasses.asdict(score)) for score in scores]}
     files = [
-        write(folder / "evaluation.json", json.dumps(content, indent=1) + "\n"),
+        write(folder / "evaluation.json", json.dumps(content, indent=1, allow_nan=False) + "\n"),
         write(folder / "evaluation.md", as_markdown(scores, str(about["checkpoint"]), about["weights"])),
     ]
-    plots = plotting.pyplot("pictures need matplotlib: pip install 'perfsuite[train]'")
     with plotting.style(plots):
         for example in examples:
             path = folder / f"{example.task}.svg"
             plotting.save(plots, _drawn(plots, example), path)
             files.append(path)
     return files
+
+
+def _finite(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values with null for an error that is no number: a rollout may diverge, and JSON has no NaN."""
+    return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()}
 
 
 def _drawn(plots: Any, example: Example) -> Any:

@@ -221,7 +221,7 @@ def test_more_adds_a_session_to_an_unchanged_revision() -> None:
     ("fields", "says"),
     [
         ({"revision": "f" * 40}, "accepted at revision 1a2b3c4, now at fffffff"),
-        ({"revision": None}, "the present code has no revision"),
+        ({"revision": None}, "the current code has no revision"),
         ({"dirty": True}, "uncommitted"),
         ({"sizes": {"n": 4}}, "sizes were"),
         ({"clock": "wall"}, "clock was 'device', now 'wall'"),
@@ -704,7 +704,7 @@ def test_a_dirty_tree_on_either_side_refuses_more() -> None:
                 more=True,
             )
     unknown = make(0, revision=None)
-    with pytest.raises(BaselineError, match="the present code has no revision: it is outside git"):
+    with pytest.raises(BaselineError, match="the current code has no revision: it is outside git"):
         merge(book(unknown), [unknown], machine=MACHINE, more=True)
 
 

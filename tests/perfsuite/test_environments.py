@@ -129,12 +129,12 @@ def test_what_differs_between_two_environments(tmp_path: Path) -> None:
     ("kind", "says"),
     [
         ("no-such-command", "there is no such command; give the path of an interpreter"),
-        ("./absent", "it is no file; give the path of an interpreter, for instance .venv-new/bin/python"),
+        ("./absent", "no such file; give the path of an interpreter, for instance .venv-new/bin/python"),
         (".", "there is no such command"),
-        ("./", "it is no file"),
+        ("./", "no such file"),
         ("./data", "it cannot be run (Permission denied)"),
-        ("/bin/true", "it is no Python interpreter that works (exit code 0)"),
-        ("./broken", "it is no Python interpreter that works (no library)"),
+        ("/bin/true", "it is not a working Python interpreter (exit code 0)"),
+        ("./broken", "it is not a working Python interpreter (no library)"),
         (
             "./bare",
             "perfsuite and pytest and torch cannot be imported there (ModuleNotFoundError: No module named",
@@ -341,7 +341,7 @@ def test_modules_that_cannot_be_imported_there_are_named(
     ("arguments", "says"),
     [
         (["compare"], "give a REVISION, or --python another environment's interpreter"),
-        (["compare", "--python", "./absent"], "--python ./absent: it is no file"),
+        (["compare", "--python", "./absent"], "--python ./absent: no such file"),
         (["compare", "HEAD", "--python", "./absent"], "HEAD is no path, and --python takes the place of a revision"),
         pytest.param(
             ["compare", "--python", sys.executable, "-k", "nothing_of_the_name"], "nothing to compare", marks=FULLY

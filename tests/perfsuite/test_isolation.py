@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -332,7 +333,9 @@ def reported(outcome: str = "passed") -> Reported:
     return Reported(reports=({"outcome": outcome, "duration": 0.0},))
 
 
-def settled(answer: dict[str, Outcome], *, first: Failure | None = None, align: int = 0) -> tuple[Outcome, list[Task]]:
+def settled(
+    answer: dict[str, Outcome], *, first: Failure | None = None, align: int = 0, requested: str = ""
+) -> tuple[Outcome, list[Task]]:
     """Return a crashed proof's outcome, and the tasks asked for; `answer` gives the outcome of each kind of task."""
     tasks: list[Task] = []
 
@@ -341,7 +344,7 @@ def settled(answer: dict[str, Outcome], *, first: Failure | None = None, align: 
         return answer[task.side or ("again" if task.case else "anew")]
 
     pair = Pair(reference=abs, optimized=abs, inputs={"x": tensor("n", align=align)})
-    blame = Blame(pair=pair, dtype="float32", run=run, limit_s=9.0)
+    blame = Blame(pair=pair, dtype="float32", run=run, limit_s=9.0, requested=requested)
     return blame.settle("t.py::p::equivalence[float32]", first or crashed()), tasks
 
 
@@ -372,7 +375,7 @@ def test_a_draw_on_which_the_reference_crashes_is_left_out() -> None:
 
 def test_a_reference_that_crashes_again_and_again_is_red() -> None:
     outcome, tasks = settled({"reference": crashed(), "anew": crashed(OTHER)})
-    assert f"the reference crashed with SIGSEGV on {MOST_LEFT_OUT} draws; bound" in message(outcome)
+    assert f"on {MOST_LEFT_OUT} draws the reference crashed with SIGSEGV; restrict its inputs" in message(outcome)
     assert sum(not t.side for t in tasks) == MOST_LEFT_OUT - 1
 
 
@@ -383,7 +386,31 @@ def test_what_only_other_ways_of_calling_make_crash_is_said() -> None:
 
 def test_what_does_not_repeat_is_red_and_blames_nobody() -> None:
     outcome, _ = settled({"reference": reported(), "optimized": reported(), "again": reported()})
-    assert message(outcome).startswith("the process of this proof crashed with SIGSEGV, and not when")
+    assert isinstance(outcome, Failure)
+    assert outcome.status is Status.UNMEASURED
+    assert outcome.message.startswith("the process of this proof crashed with SIGSEGV, and not when")
+
+
+@pytest.mark.parametrize("side", ["reference", "optimized", "again"])
+def test_a_process_that_never_reached_the_draw_blames_no_side(side: str) -> None:
+    lost = Failure(status=Status.UNMEASURED, message="the measuring process ended with exit code 3: no GPU")
+    outcome, _ = settled({"reference": reported(), "optimized": reported(), side: lost})
+    assert outcome is lost
+
+
+def test_the_only_draw_that_is_wanted_is_not_left_out() -> None:
+    outcome, tasks = settled({"reference": crashed()}, requested=DRAW)
+    assert message(outcome).startswith("on this draw the reference crashed with SIGSEGV; restrict its inputs")
+    assert len(tasks) == 1
+
+
+def test_the_log_is_named_last() -> None:
+    with_log = replace(crashed(), message="the measuring process crashed with SIGSEGV; the worker's log is /a/b.log")
+    outcome, _ = settled({"reference": with_log, "anew": with_log})
+    assert message(outcome).endswith("align=…); log: /a/b.log")
+    ended = "the measuring process ended with exit code 3: a; b; its log is /a/b.log"
+    outcome, _ = settled({"reference": reported(), "optimized": replace(crashed(), message=ended)}, align=16)
+    assert message(outcome) == "the optimized side ended with exit code 3: a; b; log: /a/b.log"
 
 
 def test_a_draw_that_fails_when_it_is_repeated_says_why() -> None:

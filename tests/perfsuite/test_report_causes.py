@@ -213,7 +213,8 @@ def test_a_throttled_device(gated: Gated) -> None:
     text = gated.page("throttled-device", device, "")
     slower = "the device was slower than when the figures were accepted"
     state = "SM clock 1230 MHz (lowest 1050), 89 °C, clock limited by HW thermal slowdown"
-    assert f"perfsuite cannot decide: {slower} ({state}) (4 of 4 workloads not green)." in text
+    limited = "with its clock limited by HW thermal slowdown"
+    assert f"perfsuite cannot decide: {slower}, {limited} (4 of 4 workloads not green)." in text
     assert f"NOISY 4 workloads : {slower}, for the accepted code as well: {state}." in text
     assert "3 more" in text  # all have the same cause
     assert "None of its files has changed since" in text

@@ -603,7 +603,8 @@ def test_html_page_names_the_cause_of_what_is_red() -> None:
     assert "<b>1 workload</b>: it takes more time, memory, syncs or launches than what was accepted.</p>" in top
     assert "Changed in 9f94c2b “A &lt;b&gt;faster&lt;/b&gt; kernel”: lib/fast.py and 1 more" in top
     assert "9f94c2b A &lt;b&gt;faster&lt;/b&gt; kernel" in text
-    assert text.count("not committed") == 1
+    assert "lib/fast.py and 1 more; edited and not committed: lib/slow.py" in top
+    assert text.count("not committed") == 2  # and in the workload's details
     assert "perfsuite gate --partial tests/optimizers/test_fused_adamw.py -k" in text
     for other in (markdown.summary(report), printed(report)):
         assert "kernel”: lib/fast.py and 1 more" in other.replace("\\", "")
