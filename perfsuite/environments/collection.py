@@ -46,7 +46,7 @@ def failures(there: Interpreter, modules: Collection[str], arguments: Sequence[s
             "by itself to see why"
         ) from None
     if not found and code not in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED):
-        last = ([*done.stderr.strip().splitlines()] or [f"exit code {code}"])[-1]
+        last = ([*done.stderr.strip().splitlines()] or [f"exit code {code}"])[-1].removeprefix("E").strip()
         raise PerfsuiteError(
             f"--python {printable(there.path)}: pytest cannot collect there ({printable(last)}); run it there by "
             "itself to see why"

@@ -145,3 +145,17 @@ def test_proofs_in_workers_keep_copies_from_the_start_once_a_run_has_left_its_fo
         monkeypatch.setattr(device_nodes, "NODES", nodes)
         seen = project.run(*plain, "-s").stdout.str()
         assert ("prefix None" not in seen) is kept
+
+
+@pytest.mark.parametrize(
+    ("name", "stem"),
+    [
+        ("tile.cpython-311.pyc", "tile"),
+        ("test_a.b.cpython-311-pytest-9.2.0.pyc", "test_a.b"),
+        ("tile.cpython-313.opt-1.pyc", "tile"),
+        ("tile.cpython-311.pyc.140123", "tile"),
+        ("tile.pypy310.pyc", "tile"),
+    ],
+)
+def test_a_copy_names_its_source(name: str, stem: str) -> None:
+    assert bytecode._stem(name) == stem

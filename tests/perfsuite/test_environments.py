@@ -23,7 +23,7 @@ from perfsuite.environments import collection, rule
 from perfsuite.environments.interpreter import Interpreter, check, describe, differences
 from perfsuite.environments.rule import Change
 from perfsuite.errors import PerfsuiteError
-from perfsuite.modes.environments import Environments
+from perfsuite.modes.environments import Environments, _costs
 
 pytest_plugins = ["pytester"]
 
@@ -121,6 +121,10 @@ def test_what_differs_between_two_environments(tmp_path: Path) -> None:
     assert there.path == str(other)
     assert differences(here, there) == ["fast-kernels absent → 2.1"]
     assert differences(here, here) == []
+    with_dot = tmp_path / "site/fast.kernels-2.1.dist-info"
+    about.rename(with_dot)
+    (with_dot / "METADATA").write_text("Metadata-Version: 2.1\nName: Fast.Kernels\nVersion: 2.1\n")
+    assert differences(here, describe(str(other), tmp_path)) == ["fast-kernels absent → 2.1"]
     new = Interpreter(path="x", python="3.99", harness=here.harness, packages={**here.packages, "torch": "9"})
     assert differences(here, new) == [f"python {here.python} → 3.99", f"torch {here.packages['torch']} → 9"]
 
@@ -314,10 +318,30 @@ def test_a_run_that_ends_early_says_that_it_wrote_no_file(problems: list[str]) -
 
 
 @pytest.mark.parametrize(
+    ("counted", "says"),
+    [
+        ([(10, 11), (12, 13)], ("kernel launches 10 here, 11 there",)),
+        ([(10, 11), (11, 10)], ()),
+        ([(10, 11), (10, 10)], ()),
+        ([(10, 11), (None, 10)], ()),
+    ],
+)
+def test_a_count_differs_where_it_is_larger_in_the_same_environment_each_time(
+    counted: list[tuple[Any, Any]], says: tuple[str, ...]
+) -> None:
+    def measured(launches: int | None) -> Any:
+        return SimpleNamespace(sides={"optimized": SimpleNamespace(launches=launches, peak_bytes=None, host_syncs=0)})
+
+    assert _costs([(measured(a), measured(b)) for a, b in counted]) == says
+
+
+@pytest.mark.parametrize(
     ("conftest", "says"),
     [
         ("", {"test_lacking.py": "ModuleNotFoundError: No module named 'only_here'"}),
         ("import os; os._exit(3)", "pytest ends while it collects there (exit code 3)"),
+        ("raise ValueError('no kernels here')", "pytest cannot collect there (ValueError: no kernels here)"),
+        ("import os; os.write(1, b'\\xff\\n'); os.write(2, b'\\xff\\n'); os._exit(3)", "pytest ends while it collects"),
     ],
 )
 def test_modules_that_cannot_be_imported_there_are_named(

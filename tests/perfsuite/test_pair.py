@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -72,6 +73,20 @@ def pair(**fields: Any) -> Pair:
             ).validate(),
             "input 's' is unbound",
         ),
+        (lambda: Workload("w", n=1, launches="0"), "workload 'w': launches='0' must be a whole number, 0 or more"),  # type: ignore[arg-type]  # wrong on purpose
+        (lambda: Workload("w", n=1, host_syncs=-1), "host_syncs=-1 must be a whole number, 0 or more"),
+        (lambda: Workload("w", n=1, speedup=math.inf), "speedup=inf must be a number above 0"),
+        (lambda: Workload("w", n=1, speedup="5"), "speedup='5' must be a number above 0"),  # type: ignore[arg-type]  # wrong on purpose
+        (lambda: Workload("w", n=1, margin="0.1"), "margin='0.1' must be between 0 and 1"),  # type: ignore[arg-type]  # wrong on purpose
+        (lambda: Workload("w", n=1, repeat=2.5), "repeat=2.5 must be a whole number, 1 or more"),  # type: ignore[arg-type]  # wrong on purpose
+        (
+            lambda: Cost(precision="fp32"),
+            "cost: precision='fp32' is not one of float64, float32, bfloat16, float16, tf32",
+        ),
+        (
+            lambda: pair(workloads=[Workload("w", n=1)], cost=Cost(bytes=lambda m: m)).validate(),
+            r"pair 'p': cost=Cost\(bytes=…\) names 'm', which is no size and no scalar of its inputs",
+        ),
         (
             lambda: pair(workloads=[Workload("w", n=1, batch=2)]).validate(),
             "pair 'p', workload 'w': no input has a size 'batch'; the sizes are n",
@@ -121,3 +136,12 @@ def test_cost_is_given_the_sizes_it_names_and_the_direction() -> None:
     assert cost.of({"n": 3, "m": 5}, "both") == (6.0, 15.0)
     assert cost.of({"n": 3, "m": 5}, "forward") == (3.0, 15.0)
     assert Cost().of({"n": 3}, "forward") == (0.0, 0.0)
+
+
+def test_a_size_may_be_called_as_a_parameter() -> None:
+    assert Workload("w", sizes={"repeat": 16}, repeat=5).described == {"repeat": 16, "Workload.repeat": 5}
+    assert Workload("w", sizes={"ranks": 2}, ranks=2).described == {"ranks": 2}
+
+
+def test_a_cost_may_take_all_sizes() -> None:
+    assert Cost(bytes=lambda **sizes: 8 * sizes["n"]).of({"n": 3}, "forward") == (24.0, 0.0)

@@ -50,7 +50,7 @@ from perfsuite.report.annotations import command
 from perfsuite.report.annotations import lines as annotation_lines
 from perfsuite.report.files import write
 from perfsuite.report.model import counts, headline, rows
-from perfsuite.report.workload_rows import compare, names, row
+from perfsuite.report.workload_rows import compare, condition, names, row
 
 ROTOR = "tests/geometry/test_rotor_update.py::rotor_update::speed[window64]"
 COSINE_SMALL = "tests/diversity/test_pairwise_cosine.py::pairwise_cosine::speed[n10]"
@@ -734,3 +734,27 @@ def test_the_page_shows_a_throughput_and_its_promise() -> None:
         )
         assert (what, promised, found) == ("throughput", f"≥ {goal:,.0f} tokens/s", tone)
         assert float(reached.removesuffix(" tokens/s").replace(",", "")) == pytest.approx(1e6, rel=0.01)
+
+
+def test_a_stopped_reference_does_not_count_beside_a_complete_one() -> None:
+    whole = measured(ROTOR, {"optimized": 0.1, "reference": 3.0}, processes=1)
+    stopped = measured(ROTOR, {"optimized": 0.1, "reference": 1.0}, processes=1, at_least=("reference",))
+    shown = row(ROTOR, [*stopped, *whole])
+    assert shown.speedup is not None
+    assert shown.speedup.value == pytest.approx(30, rel=0.02)
+
+
+def test_a_rival_that_some_process_timed_is_not_left_out() -> None:
+    timed = measured(ROTOR, {"optimized": 1e-4, "reference": 2e-3, "compile": 2e-4}, processes=1)
+    skipped = measured(
+        ROTOR, {"optimized": 1e-4, "reference": 2e-3}, processes=1, skipped={"compile": "no", "fft": "b"}
+    )
+    assert model.rivals_left_out([*timed, *skipped]) == {"fft": "b"}
+
+
+def test_one_round_is_one() -> None:
+    for aside, text in ((1, "1 ABBA round discarded"), (2, "2 ABBA rounds discarded")):
+        found = measured(ROTOR, {"optimized": 1e-4}, processes=1, condition=Condition(set_aside=aside))
+        assert condition(found) == text
+    steady = Condition(sm_clock_mhz=1980.0, sm_clock_min_mhz=1979.7)
+    assert condition(measured(ROTOR, {"optimized": 1e-4}, processes=1, condition=steady)) == "SM clock 1980 MHz"

@@ -55,6 +55,7 @@ def test_another_revision_or_machine_starts_anew(tmp_path: Path) -> None:
     assert kept(tmp_path, State(revision="5d6e7f8")).load(["a"]) == {}
     for change in ({"driver": "590.1"}, {"torch": "2.12.0"}, {"power_limit_w": 500.0}, {"cores": 8}):
         assert kept(tmp_path, **change).load(["a"]) == {}
+    assert Kept(tmp_path / ".perfsuite/accept", CLEAN, MACHINE, 5, more=True).load(["a"]) == {}  # it times no rivals
     assert len(kept(tmp_path).load(["a"])["a"]) == 2
 
 

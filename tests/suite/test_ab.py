@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import random
@@ -495,6 +496,31 @@ def test_the_held_out_loss_of_ups_is_that_of_all_validation_examples_without_the
         z, target = task.latents.rows[before], task.latents.rows[before + 1]
         expected += ups_loss(config, z + task.fields.dt, target, task.at_boundary, none) / 2
     assert found == pytest.approx(float(expected), rel=1e-5)
+
+
+def test_the_held_out_loss_of_ups_is_of_examples_at_many_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Evenly spaced examples could all be first states."""
+    monkeypatch.setattr(evaluation, "EXAMPLES", 4)
+    config = TrainConfig(
+        tokens=8, latent_width=8, width=16, depth=1, heads=2, decoder_width=16, decoder_depth=1, batch_size=2
+    )
+    given = mixture_of(Data(tokens=8, latent_width=8, synthetic=40, synthetic_frames=13, batch_size=2))
+    seen, (task, _) = set(), given.tasks
+    assert task.count("validation") % 4 == 0
+    rows, of_class = task.rows, type(task)
+    monkeypatch.setattr(
+        of_class, "rows", lambda self, indices, split: seen.update(i % 12 for i in indices) or rows(indices, split)
+    )
+    evaluation.held_out_loss(config, dataclasses.replace(given, tasks=given.tasks[:1]), CPU, lambda z, dt: z)
+    assert len(seen) > 1
+
+
+def test_a_checkpoint_of_any_batch_size_is_evaluated() -> None:
+    config = TrainConfig(
+        tokens=8, latent_width=8, width=16, depth=1, heads=2, decoder_width=16, decoder_depth=1, batch_size=3
+    )
+    data = evaluation.data_for(config, Data(synthetic=4, synthetic_frames=3))
+    assert len(mixture_of(data).tasks) == 2
 
 
 def test_epochs_of_ups_come_before_its_steps() -> None:
