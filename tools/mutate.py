@@ -55,6 +55,7 @@ PURE = {
         "gate",
         "causes",
         "counts",
+        "throughput",
         "planning",
         "baseline",
         "blocks",
@@ -71,6 +72,7 @@ PURE["perfsuite/baseline_file.py"] = PURE["perfsuite/baseline.py"]
 for name in ("rule", "comparison", "truths", "tally", "forms", "reference_task", "equivalence"):
     PURE[f"perfsuite/{name}.py"] = [f"tests/perfsuite/test_{test}.py" for test in ("equivalence", "bias", "facts")]
 SHARED = {
+    "optimized/addresses.py": ["tests/optimizers/test_fused_adamw.py"],
     "optimized/kernels.py": ["tests/test_kernels.py", "tests/geometry/test_rotor_update.py"],
     "optimized/rotor.py": ["tests/geometry/test_rotor_apply.py", "tests/geometry/test_rotor_cache.py"],
     "optimized/diversity/pairwise_cosine_cuda.py": ["tests/diversity/test_pairwise_cosine.py"],
