@@ -17,7 +17,7 @@ from pathlib import Path
 
 from perfsuite import revision
 from perfsuite.errors import PerfsuiteError, RevisionError
-from perfsuite.records import ACCEPTED, OPTIMIZED, Measurement
+from perfsuite.records import ACCEPTED, OPTIMIZED, Measurement, Status
 from perfsuite.report import jsonfile
 from perfsuite.report.model import RunReport
 
@@ -82,8 +82,8 @@ class Found:
     """The last commit that does not."""
     whole: Change
     """From the good commit to the bad one."""
-    own: Change
-    """From `parent` to `first`."""
+    own: Change | None
+    """From `parent` to `first`; None where these two cannot be compared with each other."""
     skipped: dict[str, str] = field(default_factory=dict)
     """Commits that could not be compared: hash → reason."""
     suspects: tuple[Commit, ...] = ()
@@ -104,7 +104,7 @@ def search(
     except SkippedError as error:
         raise PerfsuiteError(f"{bad.shown} cannot be compared: {error}; name another --bad") from None
     tell(f"{bad.shown}: {whole.shown}")
-    if whole.low <= 0:
+    if not whole.low > 0:
         raise PerfsuiteError(
             f"{bad.shown} takes no more than {good.shown}: {whole.shown}; there is nothing to search for"
         )
@@ -118,10 +118,16 @@ def search(
             tell(f"{commits[middle].shown}: skipped, {error}")
             continue
         is_bad = change.value > whole.value / 2
-        tell(f"{commits[middle].shown}: {change.shown}, {'more' if is_bad else 'as good'}")
+        tell(f"{commits[middle].shown}: {change.shown}, {'takes more' if is_bad else 'takes no more'}")
         low, high = (low, middle) if is_bad else (middle, high)
     parent = commits[low] if low >= 0 else good
-    own = whole if parent is good and high == len(commits) - 1 else compare(parent, commits[high])
+    own: Change | None = whole
+    if parent is not good or high != len(commits) - 1:
+        try:
+            own = compare(parent, commits[high])
+        except SkippedError as error:
+            own = None
+            tell(f"{commits[high].shown} against {parent.shown}: skipped, {error}")
     return Found(
         first=commits[high],
         parent=parent,
@@ -148,15 +154,17 @@ def _decided(good: Commit, commit: Commit, compare: Compare, threshold: float) -
 
 def summary(found: Found) -> list[str]:
     """Return the result in lines: the commit, its own change, and the skipped commits."""
-    share = found.own.value / found.whole.value
-    of_whole = "" if found.own is found.whole else f", {share:.0%} of {found.whole.shown}"
+    own = "it cannot be compared with that one"
+    if found.own is not None:
+        share = found.own.value / found.whole.value
+        own = found.own.shown + ("" if found.own is found.whole else f", {share:.0%} of {found.whole.shown}")
     lines = [
-        f"{found.first.shown}, {found.first.date}, is the first that takes more {found.own.by}",
-        f"against {found.parent.shown}: {found.own.shown}{of_whole}",
+        f"{found.first.shown}, {found.first.date}, is the first that takes more {found.whole.by}",
+        f"against {found.parent.shown}: {own}",
     ]
     if found.suspects:
         names = ", ".join(commit.hash[:9] for commit in found.suspects)
-        lines.append(f"it may as well be one of those between them that could not be compared: {names}")
+        lines.append(f"one of the skipped commits between the two may be the cause instead: {names}")
     lines += [f"skipped {hash[:9]}: {reason}" for hash, reason in found.skipped.items()]
     return lines
 
@@ -172,7 +180,9 @@ def commits_between(good: str, bad: str, root: Path) -> tuple[Commit, list[Commi
     except RevisionError:
         raise PerfsuiteError(f"--good {good} is no ancestor of {bad}; name one") from None
     lines = revision.git("log", "--first-parent", "--reverse", "--format=%H%x09%cs%x09%s", f"{first}..{last}", cwd=root)
-    commits = [Commit(hash=h, date=d, subject=s) for h, d, s in (line.split("\t", 2) for line in lines.splitlines())]
+    commits = [
+        Commit(hash=h, date=d, subject=s) for h, d, s in (line.split("\t", 2) for line in lines.split("\n") if line)
+    ]
     if not commits:
         raise PerfsuiteError(f"--good {good} and {bad} are the same commit; name an earlier one")
     subject = revision.git("log", "-1", "--format=%s", first, cwd=root)
@@ -203,6 +213,8 @@ class Comparer:
         self._remove()
         revision.git("worktree", "add", "--detach", "--quiet", str(self._tree), later.hash, cwd=self.top)
         there = self._tree / self.root.resolve().relative_to(self.top.resolve())
+        if not there.is_dir():
+            raise SkippedError(f"it has no folder {there.relative_to(self._tree)}")
         folder = self._scratch / "report"
         shutil.rmtree(folder, ignore_errors=True)
         # -P: the perfsuite that is installed here, and not one of the tree's.
@@ -240,14 +252,17 @@ def change_of(report: RunReport, by: str) -> Change:
         reason = next(iter(report.problems), "") or f"{len(report.verdicts)} workloads of that name"
         raise SkippedError(reason)
     ((id, verdict),) = report.verdicts.items()
+    why = verdict.message.removeprefix(f"{verdict.status.value} {id}: ")
+    if verdict.status in (Status.NOT_EQUIVALENT, Status.NOT_PROVEN, Status.NOT_TIMED, Status.UNMEASURED):
+        raise SkippedError(why)
     if by == TIME:
         if verdict.slowdown is None or verdict.low is None or verdict.high is None:
-            raise SkippedError(verdict.message.removeprefix(f"{verdict.status.value} {id}: "))
+            raise SkippedError(why)
         return Change(value=verdict.slowdown, low=verdict.low, high=verdict.high)
     measured = report.measurements.get(id, ())
     found = [change for m in measured if (change := _count(m, COUNTS[by])) is not None]
     if not found:
-        raise SkippedError(f"its {by} are not counted on this device" if measured else verdict.message)
+        raise SkippedError(f"no count of {by} on this device" if measured else why)
     least = min(found)
     return Change(value=least, low=least, high=least, by=by)
 

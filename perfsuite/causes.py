@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from statistics import fmean, median
 
 from perfsuite.baseline import Entry
+from perfsuite.blocks import process_mean
 from perfsuite.records import COPY, LAUNCH, MATMUL, Measurement
 
 MOVED_LEAST = 0.02
@@ -56,11 +57,13 @@ def of_speedup(entry: Entry | None, runs: Sequence[Measurement]) -> tuple[str | 
     if entry is None:
         return None, ""
     timed = [m for m in runs if m.log_ratios.get("reference")]
-    lost = math.log(entry.speedup()) - fmean(fmean(m.log_ratios["reference"]) for m in timed)
+    lost = math.log(entry.speedup()) - fmean(process_mean(m.log_ratios["reference"], m.clock) for m in timed)
     side, why = of_ratio(entry, timed, lost)
     if side != "optimized" or not all("accepted" in m.log_ratios for m in timed):
         return side, why
-    # Interleaved with the accepted revision it has not moved, so the cause lies beneath both revisions.
+    if (slower := _beside_accepted(timed)) >= MOVED_SHARE * lost:
+        return side, f"{why}; it is {change(slower)} than the accepted one beside it"
+    # Beside the accepted revision it has hardly moved, so the cause lies beneath both revisions.
     known = bool(_anchor_shifts(entry, timed))
     side = "software" if known else "device"
     beneath = _SHARED["software"] if known else "the device or its software"
@@ -80,10 +83,16 @@ def of_seconds(entry: Entry | None, runs: Sequence[Measurement]) -> tuple[str | 
     side = "optimized"
     if _moved_with(anchors, moved):
         side = "device"
-    elif all("accepted" in m.log_ratios for m in runs):  # both revisions moved alike
+    elif all("accepted" in m.log_ratios for m in runs) and _beside_accepted(runs) < MOVED_SHARE * moved:
+        # Both revisions moved alike.
         side = "software" if anchors else "device"
     why = f"the optimized side is {change(moved)} than when accepted"
     return side, why + (f", because of {_SHARED[side]}" if side in _SHARED else "") + _listed(anchors)
+
+
+def _beside_accepted(runs: Sequence[Measurement]) -> float:
+    """Return the log slowdown of the optimized side against the accepted one, which was timed beside it."""
+    return -fmean(process_mean(m.log_ratios["accepted"], m.clock) for m in runs)
 
 
 def reference_moved(entry: Entry | None, runs: Sequence[Measurement], most: float) -> str:
@@ -130,4 +139,4 @@ def _anchor_shifts(entry: Entry, runs: Sequence[Measurement]) -> dict[str, float
 
 def _listed(anchors: Mapping[str, float]) -> str:
     changes = ", ".join(f"{name} {change(moved)}" for name, moved in anchors.items())
-    return f" (control kernels: {changes})" if changes else ""
+    return f" (anchor kernels: {changes})" if changes else ""

@@ -46,7 +46,7 @@ def confirmed(verdict: Verdict, runs: Sequence[Measurement]) -> Verdict:
     text = verdict.message.partition(": ")[2]
     message = (
         f"{Status.NOISY} {verdict.id}: {text}; but the current code, imported twice, is {causes.change(found.value)} "
-        f"than its own copy (95% interval {100 * low:.1f} to {high:.1%}): this machine cannot show so small a slowdown "
-        "of this workload; measure on another one"
+        f"than its own copy (95% interval {100 * low:.1f} to {high:.1%}): a slowdown this small cannot be shown for "
+        "this workload on this machine; measure on another one"
     )
     return replace(verdict, status=Status.NOISY, moved=None, message=message)

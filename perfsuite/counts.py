@@ -38,15 +38,16 @@ def more_than_accepted(runs: Sequence[Measurement], entry: Entry | None) -> str:
     """
     over = []
     for name in NAMES:
-        pairs = [
-            (now, before)
-            for m in runs
-            if (now := _of(m, "optimized", name)) is not None and (before := _before(m, entry, name)) is not None
-        ]
+        pairs = [pair for m in runs if (pair := _pair(m, entry, name)) is not None]
         if pairs and all(now - before > _allowance(name, before) for now, before in pairs):
             now, before = min(pairs)
             over.append(f"{NAMES[name]} {shown(name, now)}, {shown(name, before)} when accepted")
     return f"the optimized side needs more: {'; '.join(over)}" if over else ""
+
+
+def witnesses(runs: Sequence[Measurement], entry: Entry | None) -> int:
+    """Return the number of processes that counted whatever can be compared with what was accepted."""
+    return min((n for name in NAMES if (n := sum(_pair(m, entry, name) is not None for m in runs))), default=len(runs))
 
 
 def missing(runs: Sequence[Measurement], promises: PromiseRecord) -> str:
@@ -74,6 +75,12 @@ def _of(measurement: Measurement, side: str, name: str) -> int | None:
     record = measurement.sides.get(side)
     value: int | None = getattr(record, name) if record is not None else None
     return value
+
+
+def _pair(measurement: Measurement, entry: Entry | None, name: str) -> tuple[int, int] | None:
+    """Return (count now, count when accepted); None where either is not known."""
+    now, before = _of(measurement, "optimized", name), _before(measurement, entry, name)
+    return (now, before) if now is not None and before is not None else None
 
 
 def _before(measurement: Measurement, entry: Entry | None, name: str) -> int | None:

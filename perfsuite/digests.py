@@ -75,7 +75,7 @@ def of_data(path: Path) -> str:
 
 
 def _without_docstrings(tree: ast.Module) -> ast.Module:
-    if any(isinstance(node, ast.Attribute) and node.attr == "__doc__" for node in ast.walk(tree)):
+    if any(getattr(node, "id", getattr(node, "attr", "")) in ("__doc__", "getdoc") for node in ast.walk(tree)):
         return tree  # the code reads its docstrings, so that they matter
     for node in ast.walk(tree):
         if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
@@ -234,8 +234,19 @@ def _path(file: str) -> Path:
     return Path(file)
 
 
+@functools.cache
 def _is_own(path: Path, top: Path) -> bool:
-    return is_first_party(path, top) and path.suffix == ".py" and (top / HARNESS) not in path.parents
+    """Return whether this is a Python source of the repository, also by way of a link, and not perfsuite's own."""
+    if path.suffix != ".py":
+        return False
+    real = path if is_first_party(path, top) else path.resolve()
+    return is_first_party(real, top) and not (top / HARNESS in real.parents and _is_harness(top / HARNESS))
+
+
+@functools.cache
+def _is_harness(folder: Path) -> bool:
+    """Return whether the folder is perfsuite itself, and not a folder of that name in another project."""
+    return (folder / "proof_item.py").exists()
 
 
 def imported_by(path: Path, package: str) -> Iterator[str]:
@@ -257,8 +268,10 @@ def _unseen_imports(sources: Iterable[Path], top: Path) -> str:
     for path in sorted(sources):
         unseen = UNSEEN_IMPORTS | ({"import_module"} if path.name == "conftest.py" else set())
         for node in _nodes(path):
-            name = getattr(node, "id", None) or getattr(node, "attr", None)
-            if name in unseen:
+            names = {getattr(node, "id", None), getattr(node, "attr", None)}
+            if isinstance(node, ast.ImportFrom):
+                names |= {alias.name for alias in node.names}
+            if name := next(iter(unseen & names), None):
                 return f"{_relative(path, top)} imports modules through {name}"
     return ""
 

@@ -161,9 +161,10 @@ def expected_variance(s: Subject, suite: Suite) -> Variance:
 
 def noise_factor(subjects: Sequence[Subject], expected: Mapping[str, Variance]) -> float:
     """Return how many times the accepted variance this run has, over the workloads timed with both revisions."""
-    if len(subjects) < INFLATION_WORKLOADS:
+    others = [s for s in subjects if not s.same_code]
+    if len(others) < INFLATION_WORKLOADS:
         return inflation_of_few(_block_variances(subjects))
-    return inflation((s.values, expected[s.id]) for s in subjects if not s.same_code)
+    return inflation((s.values, expected[s.id]) for s in others)
 
 
 def _block_variances(subjects: Iterable[Subject]) -> Iterator[tuple[Variance, Variance]]:

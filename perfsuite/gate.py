@@ -144,14 +144,15 @@ def _judge(s: Subject, suite: Suite, accepted: Variance, factor: float, selected
     further = next((n - processes for n in LOOKS if n > processes), 0)
     if further and processes not in LOOKS:
         return Open(processes=further, reason="between two looks")
-    slower, margin = slowdown_of(s, suite, accepted, factor, selected)
+    looked = replace(s, runs=s.runs[: LOOKS[-1]])  # further ones are for a promise, and would be further looks
+    slower, margin = slowdown_of(looked, suite, accepted, factor, selected)
     speed = speedup_of(s, suite.ratio, selected, looks=len(LOOKS))
     shown = _shown(s, slower, speed, margin)
-    status, text = _by_speed(s, slower, margin, selected)
+    status, text = _by_speed(looked, slower, margin, selected)
     if broken := counts.broken(s.runs, s.promises):
         return _say(replace(shown, moved="optimized"), Status.BELOW_FLOOR, broken)
     if more := counts.more_than_accepted(s.runs, s.entry):
-        if processes == 1:
+        if counts.witnesses(s.runs, s.entry) < 2 and processes < LOOKS[-1]:
             return Open(processes=1, reason=f"{more}; measured once more")
         return _say(replace(shown, moved="optimized"), Status.REGRESSED, more)
     if status is Status.REGRESSED:

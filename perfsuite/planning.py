@@ -28,15 +28,15 @@ FEW_LEAST = math.log(1.2)
 full."""
 LEAST_BLOCKS, MOST_BLOCKS = 4, 24
 LEAST_LONG_BLOCKS, LONG_BLOCK_S = 2, 0.5
-"""Fewest blocks where blocks take longer than LONG_BLOCK_S, if the noise allows so few. Two are needed to see that it
-does."""
+"""Fewest blocks where blocks take longer than LONG_BLOCK_S, if the noise allows so few. Two are needed to estimate how
+much blocks vary."""
 CALLS = 12
 """Calls of the two optimized sides in a block whose calls are so long that each is a sample."""
 MOST_FIRST = 6
 """Most processes that a workload begins with."""
 TARGET_SHARE = 0.35
-"""The standard deviation of a process mean aimed at, as a share of the margin: one process then decides nearly
-always."""
+"""The standard deviation of a process mean aimed at, as a share of the margin. One process then decides in about two of
+three cases."""
 
 
 def noise_parts(entry: Entry) -> tuple[float, float]:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from perfsuite.baseline import Entry
-from perfsuite.statistics import DEFAULT_NOISE, PRIOR_WORKLOADS, Noise, fit_prior
+from perfsuite.statistics import DEFAULT_NOISE, PRIOR_WORKLOADS, Noise, Sessions, fit_prior, within
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -29,11 +29,30 @@ def suite_noise(entries: Mapping[str, Entry]) -> Suite:
     clocks: dict[str, list[Entry]] = {}
     for entry in entries.values():
         clocks.setdefault(entry.clock, []).append(entry)
-    enough = {clock: _fitted(those) for clock, those in clocks.items() if len(those) >= PRIOR_WORKLOADS}
-    return replace(_fitted(entries.values()), clocks=enough)
+    ratio, paired = _means(entries.values())
+    fitted = fit_prior(ratio)
+    every = Suite(ratio=fitted, paired=fit_prior(paired) if paired else fitted)
+    fits = {clock: _of_clock(those, every) for clock, those in clocks.items()}
+    return replace(every, clocks={clock: suite for clock, suite in fits.items() if suite is not None})
 
 
-def _fitted(entries: Collection[Entry]) -> Suite:
-    paired = [means for e in entries if (means := e.process_means("accepted"))]
-    ratio = fit_prior(e.process_means() for e in entries if "reference" not in e.few)
-    return Suite(ratio=ratio, paired=fit_prior(paired) if paired else ratio)
+def _of_clock(entries: Collection[Entry], every: Suite) -> Suite | None:
+    """Return the noise of the workloads of one clock, and of all workloads where too few of these show their own; None
+    where they show neither."""
+    ratio, paired = _means(entries)
+    if not _enough(ratio) and not _enough(paired):
+        return None
+    return Suite(
+        ratio=fit_prior(ratio) if _enough(ratio) else every.ratio,
+        paired=fit_prior(paired) if _enough(paired) else every.paired,
+    )
+
+
+def _enough(workloads: Sequence[Sessions]) -> bool:
+    return sum(within(means)[1] > 0 for means in workloads) >= PRIOR_WORKLOADS
+
+
+def _means(entries: Collection[Entry]) -> tuple[list[list[list[float]]], list[list[list[float]]]]:
+    """Return the process means of each workload: of the ratio to the reference, and to the accepted side."""
+    ratio = [e.process_means() for e in entries if "reference" not in e.few]
+    return ratio, [means for e in entries if (means := e.process_means("accepted"))]

@@ -33,7 +33,7 @@ def parse(text: str | None) -> Shard | None:
 
 
 def keep(selected: list[Any], shard: Shard) -> None:
-    """Leave in the list the items of this shard: every n-th of the timed ones, with another first one in each shard.
+    """Leave in the list the items of this shard: every n-th timed one, beginning at the shard's number.
 
     Neighbours cost about the same (one module's workloads), so that the shards take about as long.
     """
@@ -54,10 +54,12 @@ def merge(reports: Sequence[RunReport]) -> RunReport:
         ("revision", {r.revision for r in reports}),
         ("device", {r.machine.device for r in reports}),
         ("number of workloads", {r.collected for r in reports}),
+        ("driver", {r.machine.driver for r in reports}),
+        ("torch", {r.machine.torch for r in reports}),
     ):
         if len(values) > 1:
             shown = ", ".join(sorted(map(str, values)))
-            problems.append(f"the shards differ in {name}: {shown}; run them on one revision and kind of device")
+            problems.append(f"the shards differ in {name}: {shown}; run them on one revision, kind of device and stack")
     return replace(
         first,
         seconds=max(r.seconds for r in reports),
@@ -71,6 +73,8 @@ def merge(reports: Sequence[RunReport]) -> RunReport:
         workloads=tuple(i for r in reports for i in r.workloads),
         skipped=tuple(i for r in reports for i in r.skipped),
         shard="",
+        dirty=any(r.dirty for r in reports),
+        spent={what: sum(r.spent.get(what, 0.0) for r in reports) for r in reports for what in r.spent},
         proofs={i: phases for r in reports for i, phases in r.proofs.items()},
         changes={i: change for r in reports for i, change in r.changes.items()},
         noise={i: deviation for r in reports for i, deviation in r.noise.items()},
@@ -83,7 +87,7 @@ def _gaps(reports: Sequence[RunReport]) -> list[str]:
     for report in reports:
         shard = parse(report.shard)
         if shard is None:
-            problems.append("a report is no shard's; give the reports of runs with --shard only")
+            problems.append("a report is not of a run with --shard; give the reports of such runs only")
         else:
             shards.append(shard)
     counts = {s.count for s in shards}
@@ -103,7 +107,9 @@ def _gaps(reports: Sequence[RunReport]) -> list[str]:
         problems.append(f"{len(unjudged)} workloads have no verdict, e.g. {unjudged[0]}")
     total = reports[0].collected
     if not problems and total is not None and len(set(every)) != total:
-        problems.append(f"the shards have {len(set(every))} of {total} workloads; give those of one run")
+        problems.append(
+            f"the shards have {len(set(every))} of {total} workloads; give all shards of one run, without a selection"
+        )
     return problems
 
 

@@ -79,7 +79,7 @@ def _tables(path: Path) -> dict[str, Any]:
         return {}
     except OSError as error:
         raise PerfsuiteError(f"{path}: cannot be read ({error.strerror}); make it readable") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:  # of TOML, of UTF-8, of a number that is too long
         raise PerfsuiteError(f"{path}: not valid TOML ({' '.join(str(error).split())}); fix it") from None
 
 
@@ -94,9 +94,9 @@ def _read(table: Any, *, today: date, known_ids: Collection[str]) -> Waiver:
     workload, owner, reason, until = (table[name] for name in FIELDS)
     if not isinstance(workload, str) or workload not in known_ids:
         raise PerfsuiteError(f"there is no workload {workload!r}; correct the id, or remove the waiver")
-    if not isinstance(owner, str) or not owner.strip():
+    if not _is_text(owner):
         raise PerfsuiteError(f"the waiver of {workload} names no owner; write owner = 'a person or team'")
-    if not isinstance(reason, str) or not reason.strip():
+    if not _is_text(reason):
         raise PerfsuiteError(f"the waiver of {workload} gives no reason; say why")
     # A date-time is a date to Python; an end at some hour of some zone is not what is meant.
     if not isinstance(until, date) or isinstance(until, datetime):
@@ -104,6 +104,11 @@ def _read(table: Any, *, today: date, known_ids: Collection[str]) -> Waiver:
     if today > until:
         raise PerfsuiteError(f"the waiver of {workload} ended on {until}; fix the workload, or extend or remove it")
     return Waiver(workload=workload, owner=" ".join(owner.split()), reason=" ".join(reason.split()), until=until)
+
+
+def _is_text(value: object) -> bool:
+    """Return whether this is text with something to read, and no characters that control a terminal."""
+    return isinstance(value, str) and any(c.isalnum() for c in value) and " ".join(value.split()).isprintable()
 
 
 def apply(verdicts: Mapping[str, Verdict], waivers: Sequence[Waiver]) -> dict[str, Verdict]:

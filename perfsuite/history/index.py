@@ -251,8 +251,9 @@ class Index:
         with os.scandir(self._folder) as entries:
             for entry in entries:
                 if entry.name.endswith(store.SUFFIX) and not entry.name.startswith("."):
-                    about = entry.stat()
-                    found[entry.name] = (about.st_size, about.st_mtime_ns)
+                    with suppress(OSError):  # a link to nothing, or a file that was just removed
+                        about = entry.stat()
+                        found[entry.name] = (about.st_size, about.st_mtime_ns)
         return found
 
     def _forget(self, name: str) -> None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from datetime import datetime
 
 from perfsuite.history.records import Accepted, Figures, Run
+from perfsuite.records import Status
 from perfsuite.report import units
 
 STACK = (
@@ -61,7 +62,7 @@ def points(series: Sequence[tuple[Run, Figures]], accepted: Mapping[str, Sequenc
         device = run.machine.device
         held = figures.baseline or _held(accepted.get(device, ()), run.when)
         change, stored = figures.slowdown, False
-        if change is None and held is not None and figures.optimized_s is not None:
+        if change is None and held is not None and figures.optimized_s is not None and _same_workload(figures):
             change, stored = figures.optimized_s / held.optimized_s - 1, True
         before = last.get(device)
         marks = _marks(before, run, figures, held) if before else []
@@ -71,6 +72,11 @@ def points(series: Sequence[tuple[Run, Figures]], accepted: Mapping[str, Sequenc
         found.append(point)
         last[device] = point
     return found
+
+
+def _same_workload(figures: Figures) -> bool:
+    """Return whether the accepted figures are of the same workload on the same kind of machine."""
+    return figures.verdict not in (Status.NO_BASELINE, Status.WRONG_MACHINE)
 
 
 def _held(accepted: Sequence[Accepted], when: datetime) -> Accepted | None:

@@ -78,4 +78,8 @@ def _read(data: object) -> Run:
         raise PerfsuiteError(f"it is damaged ({error}); {REMEDY}") from None
     if datetime.fromisoformat(run.started).tzinfo is None:
         raise ValueError(f"started is {run.started!r}, without an offset from UTC")
+    try:
+        run.when.timestamp()
+    except OverflowError:
+        raise ValueError(f"started is {run.started!r}, which is no time of a run") from None
     return run

@@ -150,9 +150,10 @@ class Gate(Paired):
         # `--changed` has already found that the sources of some differ.
         undecided = {i: e for i, e in entries.items() if i not in self.found.sources}
         same = set(undecided) - set(changed.other_code(undecided, revision.top_or(self.root), self.machine))
-        if same:
+        if entries:
             of_all = f"{len(same)} of {units.count(len(ids), 'workload')}"
-            self.progress.say(f"{of_all} unchanged since acceptance: one process each at first")
+            first = ": one process each at first" if same else ""
+            self.progress.say(f"{of_all} unchanged since acceptance{first}")
         return same
 
     def _unchanged(self, ids: Collection[str]) -> dict[str, Verdict]:

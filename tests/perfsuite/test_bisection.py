@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 import subprocess
 from pathlib import Path
@@ -48,8 +49,28 @@ def test_the_planted_commit_is_found_among_32(planted: int) -> None:
     found = search(GOOD, COMMITS, compare)
     assert found.first == COMMITS[planted - 1]
     assert found.parent == ([GOOD, *COMMITS][planted - 1])
+    assert found.own is not None
     assert found.own.value == pytest.approx(0.02, abs=0.015)
     assert len(compare.calls) <= 2 + 3 * 5  # five steps, each repeated twice at most
+
+
+def test_a_search_ends_though_the_last_two_cannot_be_compared() -> None:
+    exact = clock(20, noise=0.0)
+
+    def compare(earlier: Commit, later: Commit) -> Change:
+        if earlier is not GOOD:
+            raise SkippedError("the earlier one does not run beside it")
+        change: Change = exact(earlier, later)
+        return change
+
+    found = search(GOOD, COMMITS, compare)
+    assert (found.first, found.own) == (COMMITS[19], None)
+    assert summary(found)[1].endswith("it cannot be compared with that one")
+
+
+def test_a_change_that_is_no_number_is_none() -> None:
+    with pytest.raises(PerfsuiteError, match="there is nothing to search for"):
+        search(GOOD, COMMITS, lambda earlier, later: Change(value=math.nan, low=math.nan, high=math.nan))
 
 
 def test_commits_that_cannot_be_compared_are_skipped_and_named() -> None:
@@ -73,7 +94,7 @@ def test_commits_that_cannot_be_compared_are_skipped_and_named() -> None:
         text[1]
         == f'against {COMMITS[16].hash[:9]} "change 17": +2.00% (+2.00 to +2.00), 100% of +2.00% (+2.00 to +2.00)'
     )
-    assert text[2].endswith(f"could not be compared: {COMMITS[17].hash[:9]}, {COMMITS[18].hash[:9]}")
+    assert text[2].endswith(f"may be the cause instead: {COMMITS[17].hash[:9]}, {COMMITS[18].hash[:9]}")
 
 
 def test_of_several_changes_the_one_beyond_half_of_the_whole_is_found() -> None:
@@ -188,7 +209,7 @@ def test_each_commit_is_compared_in_a_tree_of_its_own(repository: Path, monkeypa
     assert done.exit_code == 0, done.output
     assert done.stdout.splitlines()[0].split('"')[1] == "number 3"
     assert "against " in done.stdout
-    assert "it may as well be one of those between them" in done.stdout
+    assert "one of the skipped commits between the two may be the cause" in done.stdout
     assert ": ERROR: not found: no such workload" in done.stdout
     assert [number for number, *_ in compared.asked] == [3, 1, 2, 3]
     _, command, place, there = compared.asked[0]
@@ -233,12 +254,13 @@ def counted(launches: int, before: int) -> Measurement:
 def test_counts_are_compared_without_a_clock() -> None:
     found = change_of(report(verdict(0.0), counted(9, 7), counted(8, 7)), "launches")
     assert (found.value, found.low, found.shown) == (1.0, 1.0, "+1 launches")
-    with pytest.raises(SkippedError, match="its memory are not counted on this device"):
+    with pytest.raises(SkippedError, match="no count of memory on this device"):
         change_of(report(verdict(0.0), counted(9, 7)), "memory")
     broken = verdict(None, Status.NOT_EQUIVALENT, f"NOT_EQUIVALENT {ID}: output is wrong")
     for by in ("time", "launches"):
-        with pytest.raises(SkippedError, match=r"output is wrong$"):
-            change_of(report(broken), by)
+        for measured in ((), (counted(9, 7),)):
+            with pytest.raises(SkippedError, match=r"^output is wrong$"):
+                change_of(report(broken, *measured), by)
 
 
 SLOW_PAIR = """

@@ -117,13 +117,13 @@ def test_the_side_that_moved_more_moved_unless_both_did(
 @pytest.mark.parametrize(
     ("optimized", "reference", "anchors", "moved", "says"),
     [
-        (0.05, 0.0, {}, "optimized", "is 5.1% slower, the reference side 0.0% slower (control kernels: copy"),
-        (0.0, -0.05, {}, "reference", "is 4.9% faster, the optimized side 0.0% slower (control kernels: copy"),
-        (0.05, 0.0, {"copy": 0.05}, "device", "so it is the device (control kernels: copy 5.1% slower"),
-        (0.05, 0.0, {"matmul": 0.05}, "device", "the device (control kernels: copy 0.0% slower, matmul 5.1% slower)"),
-        (0.0, -0.05, {"copy": -0.03}, "device", "the device (control kernels: copy 3.0% faster, matmul 0.0% slower)"),
-        (0.05, 0.04, {"matmul": 0.05}, "device", "4.1% slower), so it is the device (control kernels: copy"),
-        (0.05, 0.04, {}, "software", "is not the device, but software that both sides use (control kernels: copy 0.0%"),
+        (0.05, 0.0, {}, "optimized", "is 5.1% slower, the reference side 0.0% slower (anchor kernels: copy"),
+        (0.0, -0.05, {}, "reference", "is 4.9% faster, the optimized side 0.0% slower (anchor kernels: copy"),
+        (0.05, 0.0, {"copy": 0.05}, "device", "so it is the device (anchor kernels: copy 5.1% slower"),
+        (0.05, 0.0, {"matmul": 0.05}, "device", "the device (anchor kernels: copy 0.0% slower, matmul 5.1% slower)"),
+        (0.0, -0.05, {"copy": -0.03}, "device", "the device (anchor kernels: copy 3.0% faster, matmul 0.0% slower)"),
+        (0.05, 0.04, {"matmul": 0.05}, "device", "4.1% slower), so it is the device (anchor kernels: copy"),
+        (0.05, 0.04, {}, "software", "is not the device, but software that both sides use (anchor kernels: copy 0.0%"),
         (-0.05, -0.04, {"copy": 0.05}, "software", "), so it is not the device, but software that both sides use"),
         # In the other direction, less than half as far, or by no more than a device's usual change.
         (0.05, 0.0, {"copy": -0.05}, "optimized", "the optimized"),
@@ -155,7 +155,7 @@ def test_a_side_that_stayed_was_not_moved_by_the_device() -> None:
     assert found == "optimized"
     assert why == (
         "against the stored times, the optimized side is 0.0% slower, the reference side 0.0% slower "
-        "(control kernels: copy 5.1% slower, matmul 0.0% slower)"
+        "(anchor kernels: copy 5.1% slower, matmul 0.0% slower)"
     )
 
 
@@ -178,7 +178,7 @@ def test_the_anchor_kernels_that_bear_on_a_workload(clock: str, by: str | None, 
 
 def test_anchor_kernels_are_compared_by_their_median_over_the_processes_that_timed_them() -> None:
     processes = [measurement(anchors={"copy": 1e-4 * f}) for f in (1.2, 1.1, 9.0)]
-    assert "(control kernels: copy 20.0% slower)" in of_ratio(ENTRY, [*processes, measurement()], 0.0)[1]
+    assert "(anchor kernels: copy 20.0% slower)" in of_ratio(ENTRY, [*processes, measurement()], 0.0)[1]
     for nothing in ({}, {"copy": 0.0}, {"copy": -1.0}, {"copy": math.nan}):
         assert "anchor" not in of_ratio(ENTRY, [measurement(anchors=nothing)], 0.0)[1]
     assert "anchor" not in of_ratio(BARE, run(0.0, 0.0, {}), 0.0)[1]

@@ -128,3 +128,10 @@ def test_everything_that_is_more_is_said_with_what_it_was() -> None:
         "the optimized side needs more: peak memory 3 MiB, 0.5 MiB when accepted; host syncs 3, 2 when accepted; "
         "kernel launches 3, 1 when accepted"
     )
+
+
+def test_what_a_process_did_not_count_is_no_second_witness() -> None:
+    more, unknown = counting(PLAIN, launches=3), counting(PLAIN, launches=None)
+    assert counts.witnesses([more, unknown], ENTRY) == 1
+    assert counts.witnesses([more, more], ENTRY) == 2
+    assert counts.witnesses([more, more], None) == 2

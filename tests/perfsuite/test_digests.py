@@ -54,6 +54,14 @@ def test_any_other_change_is_one(tmp_path: Path, old: str, new: str) -> None:
     assert of(tmp_path, SOURCE) != of(tmp_path, SOURCE.replace(old, new))
 
 
+@pytest.mark.parametrize(
+    "reads", ["KERNEL = __doc__", "KERNEL = inspect.getdoc(f)", "from inspect import x as getdoc; getdoc(f)"]
+)
+def test_a_docstring_that_is_read_in_another_way_is_code(tmp_path: Path, reads: str) -> None:
+    first, second = (of(tmp_path, f'"""{text}"""\n{reads}\n') for text in ("a = 1", "a = 2"))
+    assert first != second
+
+
 def test_a_docstring_that_is_read_is_code(tmp_path: Path) -> None:
     read = SOURCE + "\nTEXT = area.__doc__\n"
     assert of(tmp_path, read) != of(tmp_path, read.replace("The area.", "The surface."))
@@ -341,3 +349,23 @@ def test_only_what_the_others_do_not_import(tree: Path) -> None:
     assert digests.only(module("fast"), [None], tree) == []
     assert digests.only(None, [module("slow")], tree) == []
     assert digests.only(module("fast"), [sys], tree) == []
+
+
+def test_a_folder_called_perfsuite_of_another_project_counts(tree: Path) -> None:
+    assert digests._is_own(tree / "perfsuite/kernels.py", tree)
+    root = Path(digests.__file__).resolve().parents[1]
+    assert not digests._is_own(root / "perfsuite/kernels.py", root)
+
+
+def test_a_source_that_is_reached_by_a_link_counts(tree: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    (tree / "linked.py").write_text("x = 1\n")
+    elsewhere = tmp_path_factory.mktemp("elsewhere")
+    (elsewhere / "link").symlink_to(tree)
+    assert digests._is_own(elsewhere / "link/linked.py", tree)
+    assert not digests._is_own(elsewhere / "linked.py", tree)
+
+
+def test_an_import_of_a_loader_under_another_name_makes_it_unknown(tree: Path) -> None:
+    source = tree / "loads.py"
+    source.write_text("from runpy import run_path as started\n")
+    assert digests._unseen_imports([source], tree) == "loads.py imports modules through run_path"

@@ -1474,3 +1474,50 @@ def test_no_damage_turns_a_run_green() -> None:
         answer = judge(run, promises=PromiseRecord(peak_bytes=2048))
         assert isinstance(answer, Verdict)
         assert not answer.status.green
+
+
+# --- what a run's slowdown beside the accepted code explains --------------------------------------------------------
+
+
+def test_a_promise_that_the_current_code_misses_is_no_fault_of_the_device() -> None:
+    """Within its margin it is slower than the accepted code beside it, which is why it misses its promise."""
+    slower = tuple(
+        process(0.045 + shift, ratio=TRUTH - 0.045 - shift, optimized_s=1e-4 * math.exp(0.045 + shift))
+        for shift in 6 * (0.0, 0.001)
+    )
+    answer = verdict(judge(slower, promises=PromiseRecord(speedup=19.5), margin=0.1), Status.BELOW_FLOOR)
+    assert answer.moved == "optimized"
+    assert "slower than the accepted one beside it" in answer.message
+
+
+def test_further_processes_for_a_promise_are_no_further_looks_at_the_speed() -> None:
+    run = runs(count=12)
+    later = tuple(replace(m, log_ratios={**m.log_ratios, "accepted": (-1.0,) * 8}) for m in runs(count=5))
+    assert verdict(judge(run), Status.PASS).slowdown == verdict(judge([*run, *later]), Status.PASS).slowdown
+
+
+def test_noise_is_seen_in_blocks_where_few_workloads_have_other_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(estimates, "inflation_of_few", lambda blocks: 7.0)
+    subjects = [subject(runs(count=2), same_code=n > 5) for n in range(14)]
+    expected = {ID: NOISE.process}
+    assert estimates.noise_factor(subjects, expected) == 7.0
+    assert estimates.noise_factor([replace(s, same_code=False) for s in subjects], expected) < 2.0
+
+
+def test_a_clock_with_too_few_workloads_of_a_kind_has_the_noise_of_all() -> None:
+    def workloads(clock: str, number: int, scale: float) -> list[Entry]:
+        made = []
+        for n in range(number):
+            key = workload_id(1000 * (clock == "wall") + n)
+            made.append(entry([[replace(m, id=key, clock=clock) for m in runs(count=5, scale=scale)]]))
+        return made
+
+    device, wall = workloads("device", 8, 20.0), workloads("wall", 5, 1.0)
+    lone = wall[0].sessions[0]
+    without = replace(
+        lone, processes=tuple(replace(p, log_ratios={"reference": p.log_ratios["reference"]}) for p in lone.processes)
+    )
+    wall[0] = replace(wall[0], sessions=(without,))
+    suite = suite_noise({e.id: e for e in [*device, *wall]})
+    assert suite.of("wall").paired == suite.paired
+    assert suite.of("wall").ratio != suite.ratio

@@ -101,6 +101,20 @@ def test_a_damaged_file_is_named_and_skipped(tmp_path: Path, text: str, words: s
     assert problems(tmp_path) == []
 
 
+def test_a_link_to_nothing_loses_no_run(tmp_path: Path) -> None:
+    written(tmp_path, run(1))
+    (tmp_path / ".perfsuite/history").mkdir(parents=True, exist_ok=True)
+    folder = next(path.parent for path in tmp_path.rglob("*.json"))
+    (folder / "gone.json").symlink_to("nowhere")
+    assert len(names(tmp_path)) == 1
+
+
+def test_a_time_before_all_time_is_damage(tmp_path: Path) -> None:
+    (path,) = written(tmp_path, run(1))
+    path.write_text(path.read_text().replace(run(1).started, "0001-01-01T00:00:00+14:00"))
+    assert "which is no time of a run" in problems(tmp_path)[0]
+
+
 def test_a_file_of_bytes_or_with_another_date_is_damaged(tmp_path: Path) -> None:
     good, bytes_ = written(tmp_path, run(0), run(1))
     bytes_.write_bytes(b"\xff\xfe")

@@ -98,7 +98,7 @@ FAULTS: dict[str, tuple[Sequence[RunReport], str, int]] = {
     "twice": ([report(1), report(1)], "shard 1 is there twice", 10),
     "all but one twice": ([report(1), report(2), report(2)], "shard 2 is there twice", 10),
     "of other counts": ([report(1, 2), report(2, 3)], "the shards are of 2, 3; give those of one run", 10),
-    "no shard's": ([report(1), report(2, shard="")], "a report is no shard's", 10),
+    "no shard's": ([report(1), report(2, shard="")], "a report is not of a run with --shard", 10),
     "another revision": (
         [report(1), report(2, revision="5d6e7f8")],
         "the shards differ in revision: 1a2b3c4, 5d6e7f8",
@@ -299,3 +299,10 @@ def test_an_acceptance_in_parts(project: Project) -> None:
     assert len(baseline_file.load(path).entries) == 3
     project.measured(times())
     assert "3 PASS" in project.gate().stdout.str()
+
+
+def test_a_whole_is_dirty_and_took_the_time_of_all_its_parts() -> None:
+    whole = merge([report(1, spent={"timing": 2.0}), report(2, dirty=True, spent={"timing": 3.0, "proofs": 1.0})])
+    assert (whole.dirty, whole.spent) == (True, {"timing": 5.0, "proofs": 1.0})
+    other = merge([report(1), report(2, machine=replace(MACHINE, torch="2.12.0"))])
+    assert any("the shards differ in torch: 2.11.0, 2.12.0" in problem for problem in other.problems)
