@@ -148,6 +148,13 @@ class Comparison:
         self._stopped, self._progress = stopped, progress
         self._unit = unit_of(*(side.items for side in self._sides))
         limits = [side.items * side.arm.limit for side in self._sides if side.arm.limit is not None]
+        if limits and self._unit > max(limits):
+            windows = " and ".join(str(self._unit // side.items) for side in self._sides)
+            raise ConfigurationError(
+                f"the sides have trained on equally many items after {windows} windows at the earliest, which is more "
+                f"than either may train; raise --windows or the number of steps"
+            )
+        # A side of one large window may let the other train beyond its limit.
         self._units = max(1, min(limits) // self._unit) if limits else None
         if self._units is None and seconds is None:
             raise ConfigurationError("the training has no end: say when with --windows or --seconds")
@@ -299,7 +306,7 @@ class _Side:
         """Train one window, and return its number of items."""
         batch = next(self._batches, None)
         if batch is None:
-            raise PerfsuiteError(f"{self.arm.name}: the data ended after {self._windows} {self.noun}s; lower --windows")
+            raise PerfsuiteError(f"{self.arm.name}: the data ended at {self.noun} {self._windows}; lower --windows")
         self.trainer.train_window(batch)
         self._windows += 1
         found = self.trainer.metrics()

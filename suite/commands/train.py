@@ -195,6 +195,10 @@ def _trained(
     from suite.ablation import noting
     from suite.runtime import Store, fit, together
 
+    if resume is not None and overwrite:
+        raise configuration.ConfigurationError("--resume goes on with a run, and --overwrite begins anew; give one")
+    if resume is not None and not resume.strip():
+        raise configuration.ConfigurationError("--resume wants a checkpoint, a folder that has some, or latest")
     folder = options.folder or FOLDER
     if resume is None and not overwrite and here.first:  # before the data, which may take a minute
         Store(folder).refuse_others()

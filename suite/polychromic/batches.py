@@ -42,13 +42,16 @@ class Prepared:
     left_out: int
 
 
-def prepare(examples: Sequence[Example], chat: Chat, length: int) -> Prepared:
-    """Tokenize the examples, each cut at `length` tokens in all; PerfsuiteError if no prompt fits."""
+def prepare(examples: Sequence[Example], chat: Chat, length: int, *, needed: bool = True) -> Prepared:
+    """Tokenize the examples, each cut at `length` tokens in all; PerfsuiteError if some are `needed` and no prompt
+    fits."""
     encoded = [chat.encode(example) for example in examples]
     kept = tuple(Encoded(e.tokens[:length], e.prompt) for e in encoded if e.prompt < length)
-    if encoded and not kept:
+    if needed and encoded and not kept:
         shortest = min(e.prompt for e in encoded)
-        raise PerfsuiteError(f"length={length}: the shortest prompt alone has {shortest} tokens; raise length above it")
+        raise PerfsuiteError(
+            f"length={length}: the shortest prompt alone has {shortest} tokens; give length {shortest + 1} or more"
+        )
     return Prepared(kept, len(encoded) - len(kept))
 
 

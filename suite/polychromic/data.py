@@ -153,7 +153,8 @@ def given_of(data: Data) -> tuple[Given, int]:
     training, validation = replies.split(_examples(data), data.validation, data.seed)
     if not training:
         raise PerfsuiteError("data: no example is left to train on; give more, or lower validation")
-    kept, held_out = prepare(training, chat, data.length), prepare(validation, chat, data.length)
+    kept = prepare(training, chat, data.length)
+    held_out = prepare(validation, chat, data.length, needed=False)
     encoder = Path(data.encoder) if data.encoder is not None else None if is_drawn else sentences.packaged()
     given = Given(
         chat=chat,

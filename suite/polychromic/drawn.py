@@ -68,13 +68,17 @@ def tokenizer() -> Any:
 
 
 def chat() -> Chat:
-    """Make a chat tokenizer of bytes."""
-    with tempfile.TemporaryDirectory() as temporary:
-        folder = Path(temporary)
-        tokenizer().save(str(folder / "tokenizer.json"))
-        config = {"eos_token": SPECIAL[1], "chat_template": TEMPLATE}
-        (folder / "tokenizer_config.json").write_text(json.dumps(config))
-        return Chat(folder)
+    """Make a chat tokenizer of bytes; PerfsuiteError if its files cannot be written to the temporary folder."""
+    made, config = tokenizer().to_str(), {"eos_token": SPECIAL[1], "chat_template": TEMPLATE}
+    try:
+        with tempfile.TemporaryDirectory() as temporary:
+            folder = Path(temporary)
+            (folder / "tokenizer.json").write_text(made)
+            (folder / "tokenizer_config.json").write_text(json.dumps(config))
+            return Chat(folder)
+    except OSError as error:
+        where = tempfile.gettempdir()
+        raise PerfsuiteError(f"cannot write to {where}: {error.strerror}; free space there, or set TMPDIR") from None
 
 
 def language_model(name: str, seed: int, dtype: torch.dtype, device: torch.device | str) -> Llama:

@@ -7,6 +7,7 @@ against the archive's own checksums.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import random
 import re
@@ -40,7 +41,7 @@ __all__ = [
 FORMAT = "perfsuite.checkpoint"
 VERSION = 1
 OLD = ".old"
-NAME = re.compile(rf"window-(\d{{8}}|[1-9]\d{{8,}})\.pt({re.escape(OLD)})?", re.ASCII)
+NAME = re.compile(rf"window-(\d{{8}}|[1-9]\d{{8,}})\.pt({re.escape(OLD)}\d*)?", re.ASCII)
 """Name of a checkpoint. Each number has one name: padded to eight digits, or longer. Other files are left alone."""
 MOST = 2**63
 """Upper limit, exclusive, of windows and items."""
@@ -103,11 +104,12 @@ class Store:
             return False
 
     def leave_behind(self, after: int) -> list[Path]:
-        """Rename the checkpoints of more than `after` windows to `*.old`; return their former paths."""
+        """Rename the checkpoints of more than `after` windows to `*.old`, or where that exists to `*.old2` and so on.
+        Return their former paths."""
         later = [p for p in self.files() if (place := _place(p.name)) and place[0] and place[1] > after]
         for path in later:
             try:
-                os.replace(path, f"{path}{OLD}")
+                os.replace(path, _free(path))
             except OSError as error:
                 reason = error.strerror or str(error)
                 raise CheckpointError(f"cannot rename {shown(path)}: {reason}; move it away") from None
@@ -268,8 +270,15 @@ def restore_rng(state: Mapping[str, Any]) -> None:
             torch.cuda.set_rng_state(one, index)
 
 
+def _free(path: Path) -> str:
+    """Return a name for a checkpoint that is left behind, which no other has."""
+    names = itertools.chain([OLD], (f"{OLD}{number}" for number in itertools.count(2)))
+    return next(f"{path}{name}" for name in names if not os.path.lexists(f"{path}{name}"))
+
+
 def _place(name: str) -> tuple[bool, int] | None:
-    """Return (name does not end in `.old`, windows) of a checkpoint's name, or None. A later checkpoint is greater."""
+    """Return (whether it was not left behind, windows) of a checkpoint's name, or None. A later checkpoint is
+    greater."""
     match = NAME.fullmatch(name)
     return (match[2] is None, int(match[1])) if match else None
 

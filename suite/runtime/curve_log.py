@@ -69,8 +69,11 @@ class CurveLog:
 def _write(path: Path, content: str) -> None:
     """Replace a file atomically: it is written whole, or left as it was."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    temporary.write_text(content)
-    os.replace(temporary, path)
+    try:
+        temporary.write_text(content)
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 def about_of(folder: Path) -> dict[str, Any]:

@@ -200,7 +200,8 @@ class _Run:
     def _open_logs(self, stack: ExitStack) -> None:
         options = self.options
         if self.store is not None:
-            self.log = CurveLog(self.store.folder, self.windows, self._about())
+            kept = self.windows if self.reached != -1 else 0  # the folder's curve is of another run
+            self.log = CurveLog(self.store.folder, kept, self._about())
             stack.callback(self._logged, self.log.close)
         if options.tensorboard and self.store is not None:
             self.writer = stack.enter_context(board(self.store.folder / "tensorboard", self.windows))
@@ -235,7 +236,7 @@ class _Run:
             self._look(self.trainer.metrics())
         if self.trace.after():
             self._say(f"profile: wrote {shown(self.options.profile or '')}")
-        if every and self.windows % every == 0:
+        if every and self.windows % every == 0 and self.windows != self._end():  # at the end it is saved anyway
             with self.phases("checkpoint"):
                 self._save(last=False)
 
@@ -327,10 +328,12 @@ class _Run:
                 self.store.prune(self.saved, more=len(self.doubtful))
 
     def _kept(self) -> str:
-        good = f"the last good checkpoint is {shown(self.saved)}" if self.saved else "no checkpoint was written"
+        good = f"the last checkpoint is {shown(self.saved)}" if self.saved else "no checkpoint was written"
         if not self.place.first and self.saved_windows > 0:  # rank 0 has written it
             good = f"the last checkpoint is of {self.noun} {self.saved_windows}"
-        return f"; {good}; lower the learning rate, or look at that {self.noun}'s data"
+        # A window's loss is of the weights before it, so that the newest checkpoint's may have diverged already.
+        before = ", or the one before if that fails at once" if self.saved or self.saved_windows > 0 else ""
+        return f"; {good}{before}; lower the learning rate, or look at that {self.noun}'s data"
 
     def _save(self, *, last: bool) -> None:
         """Write a checkpoint. A failure during the run is reported and the run continues; at the end it is an error."""
@@ -389,7 +392,9 @@ class _Run:
             return
         if later := store.leave_behind(self.reached):
             names = ", ".join(path.name for path in later)
-            self._say(f"in {shown(store.folder)}, of later windows or another run, now called *{OLD}: {names}")
+            self._say(
+                f"in {shown(store.folder)}, renamed to *{OLD}, since they are of later windows or another run: {names}"
+            )
         self.reached = None
 
     def _finish(self, first: int, seconds: float, by: signal.Signals | None) -> None:
@@ -399,7 +404,9 @@ class _Run:
         if self.metrics is not None and "loss" in self.metrics:
             line += f", loss {float(self.metrics['loss']):.6g}"
         line += f", {quantity(self.items)} {self.unit} in all" if self.items else ""
-        if by is None and self.windows == first and (ended := getattr(self.batches, "ended", None)):
+        if by is None and self.windows == first and 0 < (self.options.windows or 0) <= first:
+            line += f"; windows: {self.options.windows} is reached already; raise it"
+        elif by is None and self.windows == first and (ended := getattr(self.batches, "ended", None)):
             line += f"; {ended}"
         line += f"; {self.why}" if self.why is not None else ""
         self._say(line + (f"; ended by {by.name}" if by else ""))

@@ -26,6 +26,7 @@ from suite import ab, ab_report, trainers
 from suite.ab import Arm, Comparison, Pair, Run, Slice, unit_of
 from suite.ab_report import Record, Setting
 from suite.commands.ab import ab as command
+from suite.configuration import ConfigurationError
 from suite.leak_cnn import report as leak_report
 from suite.leak_cnn.metrics import EpochMetrics
 from suite.runtime import DivergedError
@@ -183,6 +184,11 @@ def test_windows_that_never_end_together_are_rounded(clock: Clock) -> None:
 def test_a_side_of_one_large_window_makes_it(clock: Clock) -> None:
     pair, _ = compared(clock, rows=(4, 400), limits=(1, 1))
     assert [s.windows for s in pair.optimized.slices] == [1]
+
+
+def test_sides_that_never_meet_are_refused(clock: Clock) -> None:
+    with pytest.raises(ConfigurationError, match="equally many items after 9 and 4 windows at the earliest"):
+        compared(clock, rows=(4, 9), limits=(1, 1))
 
 
 def test_a_slower_side_is_found_and_its_warm_up_is_reported_apart(clock: Clock) -> None:

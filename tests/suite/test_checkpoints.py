@@ -98,7 +98,7 @@ def test_what_was_left_behind_twice(tmp_path: Path) -> None:
     store = Store(tmp_path, keep=9)
     for windows in (200, 300, 150):
         store.save(made(windows))
-    assert names(tmp_path) == ["150", "100", "300.old", "200.old"]
+    assert names(tmp_path) == ["150", "100", "300.old2", "300.old", "200.old"]
 
 
 def test_a_name_that_says_another_number_is_refused(tmp_path: Path) -> None:

@@ -46,7 +46,7 @@ def test_long_replies_are_cut_and_long_prompts_left_out() -> None:
     assert [len(e.tokens) for e in prepared.examples] == [4, 4]
     assert [e.prompt for e in prepared.examples] == [2, 3]
     assert prepared.left_out == 1
-    with pytest.raises(PerfsuiteError, match="length=2: the shortest prompt alone has 2 tokens; raise length above it"):
+    with pytest.raises(PerfsuiteError, match="length=2: the shortest prompt alone has 2 tokens; give length 3 or more"):
         prepare(examples, LETTERS, 2)
     assert prepare([], LETTERS, 2).examples == ()
 

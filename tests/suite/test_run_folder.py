@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import threading
 import warnings
@@ -18,6 +19,7 @@ from training import SMALL, Toy
 from suite.commands.train import train
 from suite.runtime import CheckpointError, Store
 from suite.runtime.checkpoints import load
+from suite.runtime.curve_log import read
 from suite.runtime.locking import LOCK, only_one
 
 
@@ -203,7 +205,8 @@ def test_a_run_that_goes_on_from_an_earlier_one_is_the_last(run: Toy) -> None:
     """Later windows in the folder are reported, and stay until newer ones have taken their place."""
     run.fit(6, checkpoint_every=2)
     outcome = run.fit(3, resume=run.folder / "window-00000002.pt")
-    assert f"in {run.folder}, of later windows or another run, now called *.old: window-00000006.pt" in run.said
+    why = "renamed to *.old, since they are of later windows or another run"
+    assert f"in {run.folder}, {why}: window-00000006.pt" in run.said
     assert Store(run.folder).latest() == outcome.checkpoint == run.folder / "window-00000003.pt"
     assert sorted(contents(run.folder)) == [
         "window-00000002.pt",
@@ -212,7 +215,7 @@ def test_a_run_that_goes_on_from_an_earlier_one_is_the_last(run: Toy) -> None:
         "window-00000006.pt.old",
     ]
     run.fit(8, resume=outcome.checkpoint, checkpoint_every=1, keep=2)
-    assert "now called" not in run.said
+    assert "renamed" not in run.said
     assert [load(p).windows for p in Store(run.folder).files()] == [8, 7, 6]
 
 
@@ -220,7 +223,7 @@ def test_a_run_that_begins_anew_is_the_last(run: Toy) -> None:
     run.fit(6, checkpoint_every=2)
     run.fit(1, overwrite=True)
     assert Store(run.folder).latest() == run.folder / "window-00000001.pt"
-    assert "now called *.old: window-00000006.pt, window-00000004.pt, window-00000002.pt" in run.said
+    assert "another run: window-00000006.pt, window-00000004.pt, window-00000002.pt" in run.said
 
 
 def test_a_run_from_elsewhere_is_the_last(run: Toy, tmp_path: Path) -> None:
@@ -270,3 +273,18 @@ def test_after_a_damaged_one_the_remedy_helps(run: Toy) -> None:
     assert invoked(*arguments, "--resume", path).exit_code == 0
     assert load(Store(run.folder).latest()).windows == 4
     assert invoked(*arguments, "--windows", "5", "--resume", "latest").exit_code == 0
+
+
+def test_a_run_that_resumes_from_elsewhere_has_a_curve_of_its_own(run: Toy, tmp_path: Path) -> None:
+    run.fit(4, checkpoint_every=1)
+    other = tmp_path / "other"
+    shutil.copytree(run.folder, other)
+    run.fit(2, overwrite=True)
+    run.fit(6, resume=other / "window-00000004.pt")
+    assert min(line["window"] for line in read(run.folder)) == 5
+
+
+def test_a_run_that_has_its_windows_already_says_so(run: Toy) -> None:
+    outcome = run.fit(4)
+    run.fit(2, resume=outcome.checkpoint)
+    assert "windows: 2 is reached already; raise it" in run.said

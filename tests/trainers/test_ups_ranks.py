@@ -562,7 +562,7 @@ class Diverging:
 
 @pytest.mark.parametrize(
     ("rank", "message"),
-    [(0, r"the last good checkpoint is .*window-00000002\.pt"), (1, "the last checkpoint is of step 2")],
+    [(0, r"the last checkpoint is .*window-00000002\.pt"), (1, "the last checkpoint is of step 2")],
 )
 def test_each_rank_says_which_checkpoint_is_the_last(rank, message, tmp_path, monkeypatch):
     monkeypatch.setattr(together.Together, "ends", lambda self, wish: wish)
