@@ -16,7 +16,7 @@ from suite import trainers
 from suite.commands.reply import reply
 from suite.commands.train import train
 from suite.polychromic.batches import prompts_of
-from suite.polychromic.data import uniforms
+from suite.polychromic.data import EVERY, Given, uniforms
 
 pytest.importorskip("jsonargparse", reason="jsonargparse is not installed: pip install 'perfsuite[train]'")
 pytest.importorskip("tokenizers", reason="tokenizers is not installed: pip install 'perfsuite[train]'")
@@ -162,3 +162,17 @@ def test_what_cannot_be_is_one_line(run: Path, arguments: list[str], words: str)
 def test_the_command_joins_perfsuite() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     assert project["entry-points"]["perfsuite.commands"]["reply"] == "suite.commands.reply:reply"
+
+
+def test_models_with_the_same_first_tensors_have_other_digests(tmp_path: Path) -> None:
+    """A model with merged adapters differs from its base in later tensors alone."""
+    digests = []
+    for name, changed in (("base", b""), ("merged", b"x"), ("again", b"")):
+        folder = tmp_path / name
+        folder.mkdir()
+        (folder / "config.json").write_text("{}")
+        later = changed * EVERY or bytes(EVERY)
+        (folder / "model.safetensors").write_bytes(bytes(20 * EVERY) + later + bytes(5))
+        given: Any = None
+        digests.append(Given(chat=given, model=str(folder), encoder=None, training=(), validation=()).model_digest)
+    assert digests[0] == digests[2] != digests[1]
