@@ -38,8 +38,9 @@ FEW_DRAWS = 3
 
 
 def check(pair: Pair, *, examples: int = 25, device: str | None = None) -> tuple[Evidence, ...]:
-    """Make all proofs that `pytest -m correctness` makes, except compiling the kernels ahead. Return the evidence of
-    each.
+    """Make the proofs that `pytest -m correctness` makes, and return the evidence of each. Three are left to pytest:
+    compiling the kernels ahead, and calling the sides outside the test and in several processes, which import the
+    pair's module.
 
     Each proof has at least `examples` draws, and at least one of every kind of inputs. Raises NotEquivalent where a
     side is not the same function; one of the last lines of its message has the offending draw.

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from perfsuite import equivalence, expressions, forms, incoming, relations, truths
+from perfsuite import equivalence, expressions, forms, incoming, process_state, relations, truths
 from perfsuite import inputs as make
 from perfsuite.cases import case_line
 from perfsuite.errors import NotEquivalent
@@ -152,7 +152,8 @@ def explained(
     """Return the error with its likely cause in a line of its own, where one is found on its draw."""
     if error.case is None or error.names_its_cause:
         return error
-    cause = explain(pair, side, error.case, device, gradients=gradients, home=home)
+    with process_state.kept():  # what the side leaves behind must not reach later proofs
+        cause = explain(pair, side, error.case, device, gradients=gradients, home=home)
     return error if cause is None else NotEquivalent(f"{error}\nlikely cause: {cause}", error.case)
 
 

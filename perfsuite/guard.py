@@ -8,6 +8,7 @@ module, or Python code from the file where that module lies.
 from __future__ import annotations
 
 import ast
+import contextlib
 import functools
 import importlib
 import sys
@@ -238,11 +239,15 @@ def _declared(file: str) -> tuple[dict[str, set[int]], dict[str, Any], dict[str,
             target, value = statement.targets[0], statement.value
         elif isinstance(statement, ast.AnnAssign):
             target, value = statement.target, statement.value
-        if isinstance(target, ast.Name) and target.id.isupper() and value is not None:
-            try:
-                constants[target.id] = ast.literal_eval(value)
-            except ValueError:
-                continue
+        if target is None or value is None:
+            continue
+        both = [(target, value)]
+        if isinstance(target, ast.Tuple) and isinstance(value, ast.Tuple) and len(target.elts) == len(value.elts):
+            both = list(zip(target.elts, value.elts, strict=True))
+        for named, declared in both:
+            if isinstance(named, ast.Name) and named.id.isupper():
+                with contextlib.suppress(ValueError):
+                    constants[named.id] = _constant(declared)
     imported = {
         alias.asname or alias.name: (node.module or "", alias.name)
         for node in tree.body
@@ -250,6 +255,17 @@ def _declared(file: str) -> tuple[dict[str, set[int]], dict[str, Any], dict[str,
         for alias in node.names
     }
     return functions, constants, imported
+
+
+ARITHMETIC = (ast.Expression, ast.Constant, ast.BinOp, ast.UnaryOp, ast.operator, ast.unaryop)
+
+
+def _constant(node: ast.expr) -> Any:
+    """Return the value of a literal, or of arithmetic with numbers such as 2.0**-13; ValueError for anything else."""
+    whole = ast.Expression(node)
+    if isinstance(node, (ast.BinOp, ast.UnaryOp)) and all(isinstance(n, ARITHMETIC) for n in ast.walk(whole)):
+        return eval(compile(whole, "<constant>", "eval"), {"__builtins__": {}})  # numbers and operators alone
+    return ast.literal_eval(node)
 
 
 def _functions(tree: ast.Module) -> Iterator[tuple[str, ast.FunctionDef | ast.AsyncFunctionDef]]:

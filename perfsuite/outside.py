@@ -188,11 +188,12 @@ class Child:
         what = f"{pair.name}: where no test is running, the optimized side"
         seconds = SHARE * pair.time_limit
         try:
-            if self.preparing:
-                self._reply(seconds)
-                self.preparing = False
-            self._send(request)
-            reply = self._reply(seconds)
+            # A late reply to the preparation would be taken for the reply to this request.
+            prepared = not self.preparing or self._reply(seconds) is not None
+            self.preparing = False
+            if prepared:
+                self._send(request)
+            reply = self._reply(seconds) if prepared else None
         except BrokenPipeError:
             reply = ""
         except BaseException:  # the proof's own time limit, or Ctrl-C: the process is busy, and of no use to the next

@@ -40,7 +40,7 @@ def show() -> None:
 
 
 class Missing(Exception):  # noqa: N818 - no fault of the side
-    """The pair cannot be found in this process."""
+    """The pair cannot be found in this process, or its answer not be sent from it."""
 
 
 class Again(importlib.abc.MetaPathFinder, importlib.abc.Loader):
@@ -193,7 +193,10 @@ def answer(request: dict[str, Any], given: BinaryIO, made: BinaryIO) -> list[flo
         gradients = gradients_of(call, fresh, weights)
     made.seek(0)
     made.truncate()
-    torch.save((returned, inputs, gradients), made)
+    try:
+        torch.save((returned, inputs, gradients), made)
+    except Exception as error:  # of pickle there are many
+        raise Missing(f"an output cannot be given to another process: {error}") from None
     made.flush()
     return []
 

@@ -52,6 +52,8 @@ FLAGS = (
 )
 """Attributes of torch.backends that answer only when asked by name."""
 AUTOCAST = ("cpu", "cuda")
+HOOKED = (("modules", module_hooks), ("optimizers", sys.modules["torch.optim.optimizer"]))
+"""What torch has global hooks of → the module that holds them."""
 PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.device)
 GROUP = "torch.distributed's default process group"
 UNDECIDED = object()
@@ -73,6 +75,7 @@ _WRITERS: dict[str, Callable[[Any], Any]] = {
     "torch's grad mode": torch.set_grad_enabled,
     # A device that is set is a function mode, also where it is the processor.
     "torch's default device": lambda device: torch.set_default_device(None if device.type == "cpu" else device),
+    "torch's any autocast enabled": lambda on: None if on else _end_autocast(),
     "torch's anomaly detection": torch.autograd.set_detect_anomaly,
     "torch's deterministic algorithms": torch.use_deterministic_algorithms,
     "torch's flushing of subnormal numbers": torch.set_flush_denormal,
@@ -83,6 +86,7 @@ _WRITERS: dict[str, Callable[[Any], Any]] = {
     "the profile function of new threads": threading.setprofile,
     "Python's switch interval": sys.setswitchinterval,
     "the working directory": os.chdir,
+    "the processor's cores of this process": lambda cores: os.sched_setaffinity(0, cores),
     GROUP: lambda before: _begin_group(before),
     "torch's sdp priority order": lambda order: torch._C._set_sdp_priority_order(list(order)),
     "torch's number of function modes": lambda count: _pop(
@@ -122,7 +126,8 @@ def settings(names: Collection[str] | None = None) -> dict[str, Any]:
     for name in readers if names is None else names:
         try:
             found[name] = readers[name]()
-        except (RuntimeError, AttributeError):  # torch refuses the old name of a setting once the new one was used
+        # torch refuses the old name of a setting once the new one was used; a working directory may have been removed.
+        except (RuntimeError, AttributeError, OSError):
             found[name] = None
     return found
 
@@ -145,7 +150,7 @@ def _readers() -> Mapping[str, Callable[[], Any]]:
                 readers[f"{path}.{name}"] = functools.partial(getattr, owner, name, None)
             elif not hasattr(owner, "allow_tf32"):
                 readers[f"{path}.{name}"] = functools.partial(_chosen_precision, owner)
-    for kind, module in (("modules", module_hooks), ("optimizers", sys.modules["torch.optim.optimizer"])):
+    for kind, module in HOOKED:
         for name, held in vars(module).items():
             if name.startswith("_global_") and isinstance(held, dict):
                 readers[f"hooks of all {kind} ({name})"] = functools.partial(_copied, held)
@@ -311,7 +316,7 @@ def restore(before: State, names: Collection[str]) -> None:
     for name in names:
         write = _writer(name)
         if write is not None:
-            with contextlib.suppress(RuntimeError, TypeError):
+            with contextlib.suppress(RuntimeError, TypeError, OSError, ValueError):
                 write(before[name])
 
 
@@ -322,9 +327,14 @@ def _writer(name: str) -> Callable[[Any], Any] | None:
         path, _, flag = name.rpartition(".")
         owner = dict(_backends()).get(path)
         return functools.partial(setattr, owner, flag) if owner is not None else None
-    if name.startswith("hooks of all modules"):
-        held = vars(module_hooks)[name.partition("(")[2].rstrip(")")]
-        return functools.partial(_refill, held)
+    for kind, module in HOOKED:
+        if name.startswith(f"hooks of all {kind}"):
+            return functools.partial(_refill, vars(module)[name.partition("(")[2].rstrip(")")])
+    for device in AUTOCAST:
+        if name == f"autocast on {device}":
+            return functools.partial(torch.set_autocast_enabled, device)
+        if name == f"autocast's dtype on {device}":
+            return functools.partial(torch.set_autocast_dtype, device)
     read = _readers().get(name)
     getter = getattr(read, "__name__", "")
     setter = _SETTERS.get(getter, getter.replace("get_", "set_", 1).replace("is_", "set_", 1))
@@ -333,6 +343,11 @@ def _writer(name: str) -> Callable[[Any], Any] | None:
             found: Callable[[Any], Any] = getattr(owner, setter)
             return found
     return None
+
+
+def _end_autocast() -> None:
+    for device in AUTOCAST:
+        torch.set_autocast_enabled(device, False)
 
 
 def _pop(length: Callable[[], int], pop: Callable[[], Any], count: int) -> None:

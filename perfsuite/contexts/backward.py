@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from perfsuite import execution, forms, incoming, memory_layouts
+from perfsuite import execution, faults, forms, incoming, memory_layouts
 from perfsuite import inputs as make
 from perfsuite.contexts.calling import (
     at_seldom_sizes,
@@ -28,6 +28,7 @@ from perfsuite.contexts.calling import (
     truth_with_gradients,
     where_only,
 )
+from perfsuite.errors import in_one_line
 from perfsuite.execution import Leaves
 from perfsuite.integrity.probe import Probe
 from perfsuite.kinds import TRANSPOSED, drawn_tensors
@@ -234,9 +235,16 @@ def nan_gradients(probe: Probe) -> None:
 
     try:
         expected = call_in(probe, as_side(probe.pair.reference), way)
-        found = call_in(probe, probe.side, way)
     except Exception:
         return
+    try:
+        found = call_in(probe, probe.side, way)
+    except Exception as error:
+        if faults.is_of_device(error):
+            return
+        raise probe.fault(
+            f"raises {in_one_line(error)} in a backward pass whose incoming gradients are NaN, unlike the reference"
+        ) from None
     if found["all are finite"] and not expected["all are finite"]:
         raise probe.fault(
             "gives finite gradients where the incoming ones are NaN, unlike the reference: what watches for an "

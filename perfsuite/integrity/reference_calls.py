@@ -6,7 +6,7 @@ import inspect
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import FunctionType
 from typing import Any
 
@@ -50,13 +50,16 @@ def _watched(function: FunctionType) -> Iterator[list[str]]:
     """Collect the places from which the function is entered, in any thread started meanwhile."""
     seen: list[str] = []
     code = function.__code__
-    held = dict(zip(code.co_freevars, function.__closure__ or (), strict=True))
+    held = {}
+    for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
+        with suppress(ValueError):  # a name that has no value yet
+            held[name] = cell.cell_contents
 
     def watch(frame: Any, event: str, argument: Any) -> None:
         if event != "call" or frame.f_code is not code or frame.f_globals is not function.__globals__:
             return
         # Functions made by one factory share their code: what they close over tells them apart.
-        if any(frame.f_locals.get(name) is not cell.cell_contents for name, cell in held.items()):
+        if any(frame.f_locals.get(name) is not value for name, value in held.items()):
             return
         back = frame.f_back
         seen.append(f"{code.co_name}, from line {back.f_lineno} of {back.f_code.co_name}" if back else code.co_name)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import hypothesis
@@ -12,7 +13,7 @@ import torch
 from scale import count
 
 import perfsuite
-from perfsuite import Pair, Workload, floats, integers, side, stateful, tensor
+from perfsuite import Pair, Workload, floats, guard, integers, process_state, side, stateful, tensor
 from perfsuite.cases import parse_case
 from perfsuite.errors import NotEquivalent, PairError, PerfsuiteError
 from perfsuite.measured import Measured
@@ -205,3 +206,64 @@ def test_a_plot_has_a_panel_for_each_workload(measured: Measured, monkeypatch: p
     panels = measured.plot().axes
     assert [panel.get_title().partition("[")[2][:3] for panel in panels] == ["w<b", "two"]
     assert [text.get_text() for text in panels[0].get_yticklabels()] == ["optimized", "reference"]
+
+
+# --- what readers of the proofs found -------------------------------------------------------------------------------
+
+TABLE = torch.arange(4.0)
+
+
+def test_a_constant_that_both_sides_return_is_no_private_buffer() -> None:
+    of = pair(lambda x: (torch.exp(x), TABLE), lambda x: (torch.exp(x) * 1, TABLE))
+    perfsuite.check(of, examples=3, device="cpu")
+
+
+class RaisesAtNan(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x)
+        return torch.exp(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        if gradient.isnan().any():
+            raise ValueError("no NaN please")
+        (x,) = ctx.saved_tensors
+        return gradient * torch.exp(x)
+
+
+def test_a_backward_pass_that_raises_at_nan_is_found() -> None:
+    with pytest.raises(NotEquivalent, match="raises ValueError: no NaN please in a backward pass whose incoming"):
+        perfsuite.check(pair(RaisesAtNan.apply), examples=3, device="cpu")
+
+
+def test_what_one_side_leaves_behind_does_not_reach_the_next_pair() -> None:
+    def leaves_autocast(x: torch.Tensor) -> torch.Tensor:
+        torch.set_autocast_enabled("cpu", True)
+        return torch.exp(x)
+
+    with pytest.raises(NotEquivalent, match="autocast"):
+        perfsuite.check(pair(leaves_autocast), examples=3, device="cpu")
+    assert not torch.is_autocast_enabled("cpu")
+
+
+@pytest.mark.parametrize(
+    "name", ["autocast on cpu", "autocast's dtype on cpu", "the processor's cores of this process"]
+)
+def test_a_setting_can_be_restored(name: str) -> None:
+    other = {"autocast on cpu": True, "autocast's dtype on cpu": torch.float16}
+    before = process_state.settings([name])
+    changed = other[name] if name in other else tuple(before[name][:1])
+    process_state.restore({name: changed}, [name])
+    try:
+        assert process_state.settings([name])[name] == changed
+    finally:
+        process_state.restore(before, [name])
+    assert process_state.settings([name]) == before
+
+
+def test_constants_in_tuples_and_of_arithmetic_are_guarded(tmp_path: Path) -> None:
+    source = tmp_path / "constants.py"
+    source.write_text("A, B = 2.0**-13, 64 << 20\nC = -1\nD: int = 3\nE = len('x')\nF, G = f()\nH = 2 * other\n")
+    _, constants, _ = guard._declared(str(source))
+    assert constants == {"A": 2.0**-13, "B": 64 << 20, "C": -1, "D": 3}
