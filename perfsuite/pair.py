@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from numbers import Integral
 from typing import Any
 
 from perfsuite import declared_functions, modules, pair_fields
@@ -107,6 +108,7 @@ class Pair:
         if self.writes:
             names = ", ".join(f'"{name}": "{WRITTEN}"' for name in sorted(self.writes))
             raise PairError(f"writes= is spelled mutates={{{names}}}")
+        pair_fields.check_kinds(vars(self))
         pair_fields.check_inputs_named("inputs", self.inputs)
         pair_fields.check_inputs_named("step_inputs", self.step_inputs)
         self.mutates = dict(self.mutates) if isinstance(self.mutates, Mapping) else dict.fromkeys(self.mutates, CHANGED)
@@ -115,6 +117,9 @@ class Pair:
         pair_fields.check_mutates(self.mutates, self.inputs)
         if isinstance(self.workloads, Workload):
             self.workloads = (self.workloads,)
+        for workload in self.workloads:
+            if not isinstance(workload, Workload):
+                raise PairError(f'workloads= has {workload!r}; write each as Workload("name", size=…)')
         self._check_ranks()
         every = {**self.inputs, **self.step_inputs}
         pair_fields.check_roles(every, self.mutates, self.consumes)
@@ -303,6 +308,11 @@ class Pair:
 
     def validate(self) -> None:
         """Raise PairError for errors that show only once the whole pair is there: those of its workloads."""
+        if strange := sorted(set(self.sizes) - self.symbols):
+            raise PairError(
+                f"pair {self.name!r}: sizes={{{strange[0]!r}: …}} is the size of no input; the sizes are "
+                f"{', '.join(sorted(self.symbols)) or 'none'}"
+            )
         if not self.workloads:
             raise PairError(
                 f"pair {self.name!r} has no workload, so that nothing of it is timed; "
@@ -329,6 +339,10 @@ class Pair:
                     f"pair {self.name!r}, workload {workload.name!r}: a throughput is promised, but not what a call "
                     f'processes; give cost=Cost(items=lambda …: …, unit="tokens")'
                 )
+            for size in sorted(self.symbols & set(workload.sizes)):
+                if not _is_whole(value := workload.sizes[size]):
+                    where = f"pair {self.name!r}, workload {workload.name!r}"
+                    raise PairError(f"{where}: {size}={value!r} must be a whole number, 0 or more")
             unbound = sorted((self.symbols | scalars) - set(workload.sizes))
             if unbound:
                 what = "input" if unbound[0] in scalars else "size"
@@ -342,3 +356,7 @@ class Pair:
                     f"pair {self.name!r}, workload {workload.name!r}: no input has a size {unknown[0]!r}; "
                     f"the sizes are {', '.join(sorted(self.symbols | scalars))}"
                 )
+
+
+def _is_whole(value: object) -> bool:
+    return not isinstance(value, bool) and isinstance(value, Integral) and int(value) >= 0

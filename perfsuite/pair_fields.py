@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from perfsuite.errors import PairError
-from perfsuite.specs import ANY_WHOLE, ModuleSpec, ScalarSpec, Spec, holds, tensors_of
+from perfsuite.specs import ANY_WHOLE, ModuleSpec, ScalarSpec, Size, Spec, holds, tensors_of
 from perfsuite.workload import DTYPES, TF32
 
 STRIDES = ("reference", "any")
@@ -109,6 +109,26 @@ def check_scalars(inputs: Mapping[str, Spec], step_inputs: Mapping[str, Spec]) -
     for name, spec in inputs.items():
         if holds(spec, ScalarSpec) and not isinstance(spec, ScalarSpec):
             raise PairError(f"input {name!r} holds a scalar, which has no name there; make it an input of its own")
+
+
+def check_kinds(fields: Mapping[str, Any]) -> None:
+    """Raise PairError where a field is of another kind than it is declared with, in a line that says which."""
+    for name in ("rivals", "variants", "unsupported", "sizes"):
+        if not isinstance(fields[name], Mapping):
+            raise PairError(f"{name}={fields[name]!r}: write a dict, {name}={{name: …}}")
+    for name in ("gradients", "signed_zeros"):
+        if not isinstance(fields[name], bool):
+            raise PairError(f"{name}={fields[name]!r}: write True or False")
+    if isinstance(fields["mutates"], str):
+        raise PairError(f"mutates={fields['mutates']!r}: write a set, mutates={{{fields['mutates']!r}}}")
+    for name, given in fields["sizes"].items():
+        if not isinstance(given, Size):
+            raise PairError(f"sizes={{{name!r}: {given!r}}}: write size(low, high), as size(1, 33)")
+    steps = fields["steps"]
+    if not isinstance(steps, (list, tuple)) or not steps or not all(type(n) is int and n > 0 for n in steps):
+        raise PairError(f"steps={steps!r}: give numbers of calls, each 1 or more, as (1, 2, 17, 100)")
+    if not isinstance(fields["time_limit"], (int, float)) or not fields["time_limit"] > 0:
+        raise PairError(f"time_limit={fields['time_limit']!r}: give seconds, above 0")
 
 
 def check_precisions(dtypes: Sequence[str], precision: str | None) -> None:

@@ -187,6 +187,18 @@ def sampled(make: Callable[[torch.Generator, tuple[int, ...], torch.dtype], torc
     return Sampled(make=make)
 
 
+KNOWN_DTYPES = (
+    "float64",
+    "float32",
+    "bfloat16",
+    "float16",
+    "complex128",
+    "complex64",
+    "bool",
+    *(f"{sign}int{bits}" for bits in (8, 16, 32, 64) for sign in ("", "u")),
+)
+
+
 def tensor(
     *dims: Dim,
     dtype: str | None = None,
@@ -210,6 +222,14 @@ def tensor(
     for dim in dims:
         if isinstance(dim, str):
             expressions.names(dim)
+        elif dim < 0:
+            raise PairError(f"tensor: a dimension of {dim}; give 0 or more")
+    if dtype is not None and dtype not in KNOWN_DTYPES:
+        raise PairError(f"tensor: dtype={dtype!r} is not one of {', '.join(KNOWN_DTYPES)}")
+    if dtype is not None and isinstance(values, Floats) and not dtype.startswith(("float", "bfloat", "complex")):
+        raise PairError(f"tensor: dtype={dtype!r} holds whole numbers; give values=integers(low, high)")
+    if least < 0:
+        raise PairError(f"tensor: least={least}; give 0 or more")
     if align < 0 or align & (align - 1):
         raise PairError(f"tensor: align={align} is no power of two; give the bytes that the kernel requires, e.g. 16")
     place = range(len(dims))
@@ -305,6 +325,10 @@ def size(low: int = 0, high: int = 33, *, multiple_of: int = 1) -> Size:
     """Declare the range of a symbolic size in property tests, ends included."""
     if low > high or low < 0 or multiple_of < 1:
         raise PairError(f"size({low}, {high}, multiple_of={multiple_of}): not a range; use 0 <= low <= high")
+    if high // multiple_of * multiple_of < low:
+        raise PairError(
+            f"size({low}, {high}, multiple_of={multiple_of}): no multiple of {multiple_of} lies in the range"
+        )
     return Size(low=low, high=high, multiple_of=multiple_of)
 
 

@@ -167,6 +167,9 @@ class Cost:
     unit: str = "items"
 
     def __post_init__(self) -> None:
+        for name in ("bytes", "flops", "items"):
+            if (count := getattr(self, name)) is not None and not callable(count):
+                raise PairError(f"cost: {name}={count!r} must be a function of the sizes, as {name}=lambda n: 8 * n")
         if self.precision not in (*DTYPES, TF32):
             raise PairError(f"cost: precision={self.precision!r} is not one of {', '.join((*DTYPES, TF32))}")
 

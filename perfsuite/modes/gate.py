@@ -68,7 +68,8 @@ class Gate(Paired):
         gone = [i for i in unselected if i not in self.known and self.in_scope(i)]
         left_out = [] if self.partial else [i for i in unselected if i not in gone]
         texts = [
-            f"{i}: in the baseline but not collected; if it was renamed or removed, run `perfsuite accept`"
+            f"{i}: in the baseline but not collected; if it was renamed or removed, run `perfsuite accept --prune "
+            f"--reason …`"
             for i in sorted(gone)
         ]
         if left_out:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from perfsuite import Cost, Pair, Workload, compiled, floats, listof, recorded, scalar, side, stateful, tensor
+from perfsuite import Cost, Pair, Workload, compiled, floats, listof, recorded, scalar, side, size, stateful, tensor
 from perfsuite.errors import PairError
 from perfsuite.sides import Side, as_side
 
@@ -79,6 +79,29 @@ def pair(**fields: Any) -> Pair:
         (lambda: Workload("w", n=1, speedup="5"), "speedup='5' must be a number above 0"),  # type: ignore[arg-type]  # wrong on purpose
         (lambda: Workload("w", n=1, margin="0.1"), "margin='0.1' must be between 0 and 1"),  # type: ignore[arg-type]  # wrong on purpose
         (lambda: Workload("w", n=1, repeat=2.5), "repeat=2.5 must be a whole number, 1 or more"),  # type: ignore[arg-type]  # wrong on purpose
+        (lambda: pair(sizes={"n": (1, 4)}), r"sizes=\{'n': \(1, 4\)\}: write size\(low, high\), as size\(1, 33\)"),
+        (
+            lambda: pair(sizes={"N": size(1, 4)}).validate(),
+            r"sizes=\{'N': …\} is the size of no input; the sizes are n",
+        ),
+        (lambda: size(17, 20, multiple_of=16), "no multiple of 16 lies in the range"),
+        (lambda: pair(workloads=[{"n": 4}]), r"workloads= has \{'n': 4\}; write each as Workload"),
+        (lambda: tensor("n", dtype="fp32"), "tensor: dtype='fp32' is not one of float64, float32"),
+        (lambda: tensor("n", dtype="int64", values=floats(0, 3)), "holds whole numbers; give values=integers"),
+        (lambda: tensor("n", -4), "tensor: a dimension of -4; give 0 or more"),
+        (lambda: tensor("n", least=-1), "tensor: least=-1; give 0 or more"),
+        (lambda: pair(unsupported={"autocast"}), r"unsupported=\{'autocast'\}: write a dict"),
+        (lambda: pair(rivals=[identity]), "rivals=.*: write a dict"),
+        (lambda: pair(gradients="no"), "gradients='no': write True or False"),
+        (lambda: pair(mutates="x"), r"mutates='x': write a set, mutates=\{'x'\}"),
+        (lambda: pair(steps=(0,)), r"steps=\(0,\): give numbers of calls, each 1 or more"),
+        (lambda: pair(time_limit=-1), "time_limit=-1: give seconds, above 0"),
+        (
+            lambda: pair(workloads=[Workload("w", n=-3)]).validate(),
+            "workload 'w': n=-3 must be a whole number, 0 or more",
+        ),
+        (lambda: pair(workloads=[Workload("w", n=64.0)]).validate(), "n=64.0 must be a whole number"),
+        (lambda: Cost(bytes=4), "cost: bytes=4 must be a function of the sizes"),  # type: ignore[arg-type]  # wrong on purpose
         (
             lambda: Cost(precision="fp32"),
             "cost: precision='fp32' is not one of float64, float32, bfloat16, float16, tf32",
