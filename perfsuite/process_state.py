@@ -53,7 +53,7 @@ FLAGS = (
 """Attributes of torch.backends that answer only when asked by name."""
 AUTOCAST = ("cpu", "cuda")
 HOOKED = (("modules", module_hooks), ("optimizers", sys.modules["torch.optim.optimizer"]))
-"""What torch has global hooks of → the module that holds them."""
+"""Kinds of objects that have global hooks, each with the module of torch that holds the hooks."""
 PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.device)
 GROUP = "torch.distributed's default process group"
 UNDECIDED = object()
@@ -87,6 +87,8 @@ _WRITERS: dict[str, Callable[[Any], Any]] = {
     "Python's switch interval": sys.setswitchinterval,
     "the working directory": os.chdir,
     "the processor's cores of this process": lambda cores: os.sched_setaffinity(0, cores),
+    **{f"autocast on {device}": functools.partial(torch.set_autocast_enabled, device) for device in AUTOCAST},
+    **{f"autocast's dtype on {device}": functools.partial(torch.set_autocast_dtype, device) for device in AUTOCAST},
     GROUP: lambda before: _begin_group(before),
     "torch's sdp priority order": lambda order: torch._C._set_sdp_priority_order(list(order)),
     "torch's number of function modes": lambda count: _pop(
@@ -330,11 +332,6 @@ def _writer(name: str) -> Callable[[Any], Any] | None:
     for kind, module in HOOKED:
         if name.startswith(f"hooks of all {kind}"):
             return functools.partial(_refill, vars(module)[name.partition("(")[2].rstrip(")")])
-    for device in AUTOCAST:
-        if name == f"autocast on {device}":
-            return functools.partial(torch.set_autocast_enabled, device)
-        if name == f"autocast's dtype on {device}":
-            return functools.partial(torch.set_autocast_dtype, device)
     read = _readers().get(name)
     getter = getattr(read, "__name__", "")
     setter = _SETTERS.get(getter, getter.replace("get_", "set_", 1).replace("is_", "set_", 1))

@@ -385,7 +385,8 @@ def drift(probe: Probe) -> None:
         room -= sum(leaf.untyped_storage().nbytes() for leaf in produced.values() if isinstance(leaf, torch.Tensor))
         if room >= 0:
             held.append(produced)
-    if (name := _handed_out_again(held)) and not reference_keeps(probe, name, probe.other_case()):
+    again = dict.fromkeys(_handed_out_again(held))
+    if name := next((n for n in again if not reference_keeps(probe, n, probe.other_case())), ""):
         raise probe.fault(
             f"returns {name} in the memory of an earlier call's outputs, which the caller still has: it hands out "
             f"private buffers in turn; return a copy"
@@ -399,8 +400,8 @@ def drift(probe: Probe) -> None:
             raise probe.fault(f"drifts: right at first, after {call} calls it is not: {error}") from None
 
 
-def _handed_out_again(held: Sequence[Leaves]) -> str | None:
-    """Return the first output that lies in the memory of another call's; all of them are alive."""
+def _handed_out_again(held: Sequence[Leaves]) -> Iterator[str]:
+    """Yield the outputs that lie in the memory of another call's, with repetitions; all of them are alive."""
     taken = set[int]()
     for leaves in held:
         of_call = {
@@ -408,10 +409,8 @@ def _handed_out_again(held: Sequence[Leaves]) -> str | None:
             for name, leaf in leaves.items()
             if isinstance(leaf, torch.Tensor) and leaf.numel()
         }
-        for memory in of_call.keys() & taken:
-            return of_call[memory]
+        yield from (of_call[memory] for memory in of_call.keys() & taken)
         taken |= of_call.keys()
-    return None
 
 
 def _odd(held: Sequence[Leaves]) -> list[tuple[int, Leaves]]:

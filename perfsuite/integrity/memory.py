@@ -179,13 +179,11 @@ def _kept_answers(probe: Probe) -> None:
         for leaf in owned.values():
             leaf.fill_(float("nan"))
     again = probe.call(values)
-    name = next((n for n, leaf in again.items() if _has_nan(leaf) and not _has_nan(plain.get(n))), None)
+    changed = [n for n, leaf in again.items() if _has_nan(leaf) and not _has_nan(plain.get(n))]
     with contextlib.suppress(RuntimeError):
         for n, leaf in owned.items():
             leaf.copy_(kept[n])  # a side that keeps it is to be found at the next draw, too
-    if name is not None and reference_keeps(probe, name, probe.other_case()):
-        return
-    if name is not None:
+    if name := next((n for n in changed if not reference_keeps(probe, n, probe.other_case())), ""):
         raise probe.fault(f"keeps {name} and returns it again: what a caller writes into it comes back; return a copy")
 
 

@@ -218,6 +218,24 @@ def test_a_constant_that_both_sides_return_is_no_private_buffer() -> None:
     perfsuite.check(of, examples=3, device="cpu")
 
 
+class Rotating:
+    """Returns a constant, and its result in one of two buffers."""
+
+    def __init__(self) -> None:
+        self.buffers: dict[torch.Size, list[torch.Tensor]] = {}
+
+    def __call__(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        buffers = self.buffers.setdefault(x.shape, [torch.empty(x.shape, dtype=x.dtype) for _ in range(9)])
+        buffers.append(buffers.pop(0))
+        return TABLE, torch.exp(x, out=buffers[0])
+
+
+def test_a_private_buffer_beside_a_constant_is_found() -> None:
+    of = pair(Rotating(), lambda x: (TABLE, torch.exp(x)), gradients=False)
+    with pytest.raises(NotEquivalent, match=r"output\[1\].*return a copy"):
+        perfsuite.check(of, examples=3, device="cpu")
+
+
 class RaisesAtNan(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
