@@ -236,6 +236,23 @@ def test_a_private_buffer_beside_a_constant_is_found() -> None:
         perfsuite.check(of, examples=3, device="cpu")
 
 
+class KeepsAnswers:
+    """Returns a constant, and the answer that it has kept for these values."""
+
+    def __init__(self) -> None:
+        self.answers: dict[tuple[float, ...], torch.Tensor] = {}
+
+    def __call__(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        key = (*x.shape, *x.flatten().tolist())
+        return TABLE, self.answers.setdefault(key, torch.exp(x))
+
+
+def test_a_kept_answer_beside_a_constant_is_found() -> None:
+    of = pair(KeepsAnswers(), lambda x: (TABLE, torch.exp(x)), gradients=False)
+    with pytest.raises(NotEquivalent, match=r"keeps output\[1\] and returns it again"):
+        perfsuite.check(of, examples=3, device="cpu")
+
+
 class RaisesAtNan(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
