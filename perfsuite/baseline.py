@@ -357,12 +357,12 @@ def changes_since(entry: Entry, now: Entry | Measurement) -> str | None:
 
 
 def describe_changes(old: Baseline | None, new: Baseline) -> list[str]:
-    """Return a line for each workload that says what an acceptance changed, sorted by id."""
+    """Return a line for each workload that an acceptance changed, sorted by id, and a last one that counts the rest."""
     before = old.entries if old else {}
-    lines = []
-    for key in sorted({*before, *new.entries}):
-        lines.append(f"{key}: {_change(before.get(key), new.entries.get(key))}")
-    return lines
+    changed = [key for key in sorted({*before, *new.entries}) if before.get(key) != new.entries.get(key)]
+    lines = [f"{key}: {_change(before.get(key), new.entries.get(key))}" for key in changed]
+    rest = len({*before, *new.entries}) - len(changed)
+    return [*lines, f"{rest} workload{'s' if rest > 1 else ''} unchanged"] if rest else lines
 
 
 def _change(old: Entry | None, new: Entry | None) -> str:
@@ -371,8 +371,6 @@ def _change(old: Entry | None, new: Entry | None) -> str:
     now = new.speedup()
     if old is None:
         return f"added at {now:.3g}×"
-    if old == new:
-        return f"unchanged at {now:.3g}×"
     line = f"changed from {old.speedup():.3g}× to {now:.3g}× ({now / old.speedup() - 1:+.1%})"
     added = len(new.sessions) - len(old.sessions)
     if added > 0 and new.sessions[: len(old.sessions)] == old.sessions:

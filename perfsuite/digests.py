@@ -15,7 +15,7 @@ import sys
 from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, cast
 
 from perfsuite.observed import Observed
 from perfsuite.records import Ran
@@ -77,16 +77,15 @@ def of_data(path: Path) -> str:
 def _without_docstrings(tree: ast.Module) -> ast.Module:
     if any(getattr(node, "id", getattr(node, "attr", "")) in ("__doc__", "getdoc") for node in ast.walk(tree)):
         return tree  # the code reads its docstrings, so that they matter
-    for node in ast.walk(tree):
-        if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
-            first = node.body[0] if node.body else None
-            if (
-                isinstance(first, ast.Expr)
-                and isinstance(first.value, ast.Constant)
-                and isinstance(first.value.value, str)
-            ):
-                node.body[0] = ast.copy_location(ast.Pass(), first)
-    return tree
+    return cast("ast.Module", _StringsRemoved().visit(tree))
+
+
+class _StringsRemoved(ast.NodeTransformer):
+    """Replaces each statement that is only a string: the docstring of a module, class, function or attribute."""
+
+    def visit_Expr(self, node: ast.Expr) -> ast.stmt:
+        is_string = isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
+        return ast.copy_location(ast.Pass(), node) if is_string else node
 
 
 def _short(data: bytes) -> str:

@@ -64,7 +64,7 @@ class Trainer(WaitsForReports):
         self.config, self.text, self.device, self.dtype = config, text, torch.device(device), dtype
         self.scan = scan
         self.sequences = text.encoded()
-        with naming_the_remedy(config, text.vocabulary, self.device):
+        with naming_the_remedy(config, text.vocabulary, self.device, plain=True):
             first = make_weights(config.seed, config.sizes(text.vocabulary))
             self.weights = {name: w.to(self.device, dtype).requires_grad_() for name, w in first.items()}
         self.lr = torch.zeros((), device=self.device, dtype=dtype)
@@ -88,7 +88,10 @@ class Trainer(WaitsForReports):
         `batch["step"]` may say that number, from 0; ValueError where it is another.
         """
         config, rows = self.config, next_rows(self.config, self.text, self.steps, batch)
-        with naming_the_remedy(config, self.text.vocabulary, self.device), tf32_products(allowed=False):
+        with (
+            naming_the_remedy(config, self.text.vocabulary, self.device, plain=True),
+            tf32_products(allowed=False),
+        ):
             inputs, labels = (t.to(self.device) for t in self.sequences.batch(rows))
             leaves, scale = list(self.weights.values()), self.optimizer.scale.clone()
             loss, grads = gradient_accumulation(self._loss, leaves, (inputs, labels), config.batch_size)

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 
 from perfsuite.errors import PerfsuiteError
-from suite.eigenstate_lm.config import TrainConfig
+from suite.eigenstate_lm.config import TrainConfig, without_techniques
 from suite.eigenstate_lm.model import parameters
 
 STATES = 16
@@ -35,6 +35,7 @@ DROPPED = 4.0
 ROWS = 4096
 """Tokens whose logits chunked_cross_entropy holds at a time."""
 GIB = 2**30
+TOO_WIDE = "use a smaller width, or fewer layers"
 
 
 def needed(config: TrainConfig, vocabulary: int) -> tuple[float, float]:
@@ -86,7 +87,7 @@ def remedy(config: TrainConfig, vocabulary: int, total: int) -> str:
     while length and not fits(replace(given, sequence_length=length)):
         length //= 2
     if not length:
-        return "take a smaller width, or fewer layers"
+        return TOO_WIDE
     return _both(chosen, f"lower batch_size to 1 and sequence_length from {config.sequence_length} to {length}")
 
 
@@ -100,17 +101,38 @@ def _both(switches: tuple[str, ...], lower: str) -> str:
     return " and ".join([*parts, lower] if lower else parts)
 
 
+def plain_remedy(config: TrainConfig, vocabulary: int, total: int) -> str:
+    """Return what to do where the plain trainer's step does not fit into `total` bytes."""
+    fixed, sequence = needed(config, vocabulary)
+    fitting = min(int((total - fixed) // sequence), config.sequences - 1)
+    if fixed > total:
+        return TOO_WIDE
+    if fitting < 1:
+        return "use the optimized trainer, or a smaller sequence_length"
+    return (
+        "use the optimized trainer, which computes a micro-batch at a time, or lower batch_size × accumulation from "
+        f"{config.sequences} to {fitting}"
+    )
+
+
 @contextmanager
-def naming_the_remedy(config: TrainConfig, vocabulary: int, device: torch.device) -> Iterator[None]:
+def naming_the_remedy(
+    config: TrainConfig, vocabulary: int, device: torch.device, *, plain: bool = False
+) -> Iterator[None]:
     """Turn an OutOfMemoryError inside into a PerfsuiteError that says in one line what to reduce and by how much.
 
     On a CPU the operating system would kill the process without a message. There a step that needs more memory than the
     machine has is refused beforehand.
+
+    plain  the step is the plain trainer's, which runs none of the techniques and takes all its sequences at once
     """
+    if plain:
+        off = without_techniques(config)
+        config = replace(off, autocast_bf16=config.autocast_bf16, autocast_fp16=config.autocast_fp16)
     if device.type == "cpu":
         total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         if _at_once(config, vocabulary) > total:
-            raise PerfsuiteError(_message(config, vocabulary, "this machine", total))
+            raise PerfsuiteError(_message(config, vocabulary, "this machine", total, plain=plain))
     try:
         yield
     except torch.OutOfMemoryError:
@@ -118,7 +140,7 @@ def naming_the_remedy(config: TrainConfig, vocabulary: int, device: torch.device
         total = 0
         if device.type == "cuda":
             total = torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)
-        raise PerfsuiteError(_message(config, vocabulary, str(device), total)) from None
+        raise PerfsuiteError(_message(config, vocabulary, str(device), total, plain=plain)) from None
 
 
 def _at_once(config: TrainConfig, vocabulary: int) -> float:
@@ -130,9 +152,10 @@ def _rows(config: TrainConfig) -> int:
     return config.batch_size if config.gradient_accumulation else config.sequences
 
 
-def _message(config: TrainConfig, vocabulary: int, where: str, total: int) -> str:
+def _message(config: TrainConfig, vocabulary: int, where: str, total: int, *, plain: bool) -> str:
+    rows = _rows(config)
     return (
-        f"out of memory: {_rows(config)} sequences of {config.sequence_length} tokens at once take about "
+        f"out of memory: {rows} sequence{'s' * (rows != 1)} of {config.sequence_length} tokens at once need about "
         f"{_at_once(config, vocabulary) / GIB:.0f} GiB, and {where} has {total / GIB:.0f} for them; "
-        + remedy(config, vocabulary, total)
+        + (plain_remedy if plain else remedy)(config, vocabulary, total)
     )

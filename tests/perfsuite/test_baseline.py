@@ -244,11 +244,11 @@ def test_changes_are_described() -> None:
     old = book(make(0), make(1), make(2))
     new = merge(old, [make(1, math.log(12.9)), make(3)], machine=MACHINE, drop=[workload_id(0)])
     lines = describe_changes(old, new)
-    assert [line.partition(": ")[2] for line in lines] == [
-        "removed",
-        "changed from 12.3× to 12.9× (+4.9%)",
-        "unchanged at 12.3×",
-        "added at 12.3×",
+    assert lines == [
+        f"{workload_id(0)}: removed",
+        f"{workload_id(1)}: changed from 12.3× to 12.9× (+4.9%)",
+        f"{workload_id(3)}: added at 12.3×",
+        "1 workload unchanged",
     ]
     promised = dataclasses.replace(make(2), promises=PromiseRecord(speedup=9.0))
     (line,) = describe_changes(book(make(2)), book(promised))

@@ -226,7 +226,7 @@ def test_accept_of_part_leaves_the_rest(scale: Project) -> None:
     done = scale.cli("accept", "-k", "other", "--reason", "faster")
     assert done.exit_code == 0, done.output
     assert lines_with(done.output, "other::speed[small]", "changed from 2× to 3×")
-    assert lines_with(done.output, SMALL, "unchanged at 2×")
+    assert lines_with(done.output, "1 workload unchanged")
     assert scale.workers is not None
     assert all("scale::" not in i for ids, _ in scale.workers.calls for i in ids)
     assert path.exists()

@@ -18,6 +18,9 @@ SOURCE = '''
 
 import math
 
+UNIT = "m"
+"""Metres."""
+
 
 def area(r):
     """The area."""
@@ -37,6 +40,7 @@ def of(folder: Path, text: str | bytes, name: str = "module.py") -> str:
         ("  # of a circle", "  # of a disc, in square metres"),
         ('"""The area."""', '"""Another docstring.\n\n    Of two paragraphs.\n    """'),
         ('"""What it does."""', '"""Something."""'),
+        ('"""Metres."""', '"""The unit of a radius."""'),
         ("\n\n\ndef", "\n\n\n\n# a new comment\ndef"),
         ("math.pi * r**2", "(math.pi * (r ** 2))"),
     ],

@@ -273,12 +273,12 @@ def test_the_source_s_step_is_said_to_need_37_gib() -> None:
 
 def test_a_network_that_this_machine_cannot_hold_is_one_line(pack: Path) -> None:
     message = refused(invoked(train, "--data", pack, "--width", "99999999"))
-    assert "take a smaller width, or fewer layers" in message
+    assert "use a smaller width, or fewer layers" in message
 
 
 def test_what_this_machine_cannot_hold_is_refused_at_once() -> None:
     huge = config(batch_size=9000, accumulation=1)
-    said = r"9000 sequences of 32768 tokens at once take about .* GiB, and this machine has .*; lower batch_size"
+    said = r"9000 sequences of 32768 tokens at once need about .* GiB, and this machine has .*; lower batch_size"
     with pytest.raises(PerfsuiteError, match=said), naming_the_remedy(huge, 50257, torch.device("cpu")):
         raise AssertionError("it was tried")
 
@@ -295,7 +295,7 @@ def test_what_this_machine_cannot_hold_is_refused_at_once() -> None:
             20,
             "switch gradient_accumulation on and lower batch_size",
         ),
-        ({"width": 2**17}, 80, "take a smaller width, or fewer layers"),
+        ({"width": 2**17}, 80, "use a smaller width, or fewer layers"),
         ({"gradient_accumulation": False}, 100, "switch gradient_accumulation on"),
         ({"activation_checkpoint": True}, 4, "lower batch_size to 1 and sequence_length from 32768 to 8192"),
         ({"activation_checkpoint": True, "autocast_bf16": False}, 7, "switch autocast_bf16 on and lower batch_size"),
@@ -303,3 +303,27 @@ def test_what_this_machine_cannot_hold_is_refused_at_once() -> None:
 )
 def test_what_is_to_be_reduced_fits(fields: dict[str, object], gib: int, said: str) -> None:
     assert remedy(config(**fields), 50257, gib * GIB).startswith(said)
+
+
+@pytest.mark.parametrize(
+    ("fields", "gib", "said"),
+    [
+        (
+            {},
+            131,
+            r"16 sequences .* 434 GiB, .* 131 for them; use the optimized trainer, .* × accumulation from 16 to 4",
+        ),
+        ({}, 24, r"use the optimized trainer, or a smaller sequence_length"),
+        ({"width": 2**17}, 80, "use a smaller width, or fewer layers"),
+    ],
+)
+def test_the_plain_trainer_s_remedy_counts_all_its_sequences(
+    fields: dict[str, object], gib: int, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (gib * GIB, gib * GIB))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 0)
+    with (
+        pytest.raises(PerfsuiteError, match=said),
+        naming_the_remedy(config(**fields), 50257, torch.device("cuda"), plain=True),
+    ):
+        raise torch.OutOfMemoryError("CUDA out of memory")
