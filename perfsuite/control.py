@@ -54,6 +54,8 @@ class Control:
         self.arguments = dict(a.partition("=")[::2] for a in config.option.perfsuite_argument)
         self.items: dict[str, SpeedItem] = {}
         self.known: dict[str, SpeedItem] = {}
+        self.broken: dict[str, str] = {}
+        """Module or folder that could not be collected → its error, in one line."""
         self.problems: list[str] = []
         self.notes: list[str] = []
         self.runs: dict[str, list[Measurement]] = {}
@@ -107,6 +109,11 @@ class Control:
     def progress(self) -> Progress:
         self._progress = self._progress or Progress(self.config)
         return self._progress
+
+    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+        if report.failed:
+            errors = [line[1:].strip() for line in str(report.longrepr).splitlines() if line.startswith("E ")]
+            self.broken[report.nodeid] = errors[-1] if errors else "it could not be collected"
 
     def collected(self, every: Sequence[pytest.Item], selected: list[pytest.Item]) -> None:
         """Take all collected items, and those that -k and -m left. The timed ones go last, so that nothing runs beside

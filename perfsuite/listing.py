@@ -9,7 +9,7 @@ from rich.table import Table
 
 from perfsuite.baseline import Entry
 from perfsuite.report import terminal, units
-from perfsuite.report.workload_rows import names
+from perfsuite.report.workload_rows import names_of
 from perfsuite.speed import SpeedItem
 
 
@@ -47,8 +47,9 @@ def show(
         table.add_column(
             heading, justify="right" if heading in ("promise", "accepted") else "left", no_wrap=whole, overflow="fold"
         )
+    names = names_of([str(row["id"]) for row in rows])
     for row in rows:
-        technique, workload = names(str(row["id"]))
+        technique, workload = names[str(row["id"])]
         sizes = row["sizes"]
         assert isinstance(sizes, dict)
         promise, seconds = row["promised_speedup"], row["accepted_s"]

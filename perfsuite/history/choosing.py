@@ -18,7 +18,7 @@ def workload(name: str, ids: Sequence[str]) -> str:
 
     Raises PerfsuiteError with the ids that come near where there is none or several.
     """
-    names = {id: "{}[{}]".format(*workload_rows.names(id)) for id in ids}
+    names = {id: "{}[{}]".format(*name) for id, name in workload_rows.names_of(ids).items()}
     return _chosen(name, names, "workload")
 
 

@@ -62,12 +62,18 @@ class Gate(Paired):
             self.problems.append("nothing was measured: no timed item of a pair was selected; see `perfsuite list`")
 
     def _missing(self) -> list[str]:
-        """Return a message for each accepted workload that was renamed or removed, and one for those that are left out
-        without --partial."""
+        """Return a message for each module with accepted workloads that cannot be collected, one for each accepted
+        workload that was renamed or removed, and one for those that are left out without --partial."""
         unselected = [i for i in self.entries if i not in self.items]
         gone = [i for i in unselected if i not in self.known and self.in_scope(i)]
         left_out = [] if self.partial else [i for i in unselected if i not in gone]
-        texts = [
+        texts = []
+        for place, error in self.broken.items():
+            lost = [i for i in gone if i.startswith((f"{place}::", f"{place}/"))]
+            if lost:
+                texts.append(f"{place}: {units.count(len(lost), 'accepted workload')} not measured: {error}")
+                gone = [i for i in gone if i not in lost]
+        texts += [
             f"{i}: in the baseline but not collected; if it was renamed or removed, run `perfsuite accept --prune "
             f"--reason …`"
             for i in sorted(gone)

@@ -15,23 +15,14 @@ class List(Control):
 
     mode = "list"
 
-    def __init__(self, config: pytest.Config) -> None:
-        super().__init__(config)
-        self.broken: list[str] = []
-        """The modules that cannot be collected, each with the error."""
-
-    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
-        if report.failed:
-            errors = [line[1:].strip() for line in str(report.longrepr).splitlines() if line.startswith("E ")]
-            self.broken.append(f"{report.nodeid}: {errors[-1]}" if errors else report.nodeid)
-
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtestloop(self, session: pytest.Session) -> object:
         from perfsuite import listing
 
         if self.broken:
+            id, error = next(iter(self.broken.items()))
             others = f" (and {len(self.broken) - 1} more)" if len(self.broken) > 1 else ""
-            raise session.Interrupted(f"{self.broken[0]}{others}; fix it first")
+            raise session.Interrupted(f"{id}: {error}{others}; fix it first")
         try:
             self.baselines.load()
         except PerfsuiteError as error:

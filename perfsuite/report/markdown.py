@@ -12,7 +12,7 @@ from perfsuite.records import Measurement
 from perfsuite.report import units
 from perfsuite.report.escaping import escape
 from perfsuite.report.model import RunReport, excused, findings, headline, left_out, machine_line, rows, without_waivers
-from perfsuite.report.workload_rows import Row, entry_row, row
+from perfsuite.report.workload_rows import Row, distinct, entry_row, row
 
 BEGIN = "<!-- perfsuite:table -->"
 END = "<!-- /perfsuite:table -->"
@@ -29,7 +29,7 @@ def table(source: Iterable[Entry] | Mapping[str, Sequence[Measurement]]) -> str:
         made = [row(i, found) for i, found in source.items()]
     else:
         made = [entry_row(entry) for entry in source]
-    return _table(HEADINGS, [_cells(r) for r in made])
+    return _table(HEADINGS, [_cells(r) for r in distinct(made)])
 
 
 def insert(text: str, content: str) -> str:

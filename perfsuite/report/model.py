@@ -19,7 +19,7 @@ from perfsuite.records import (
     Verdict,
 )
 from perfsuite.report import units, workload_rows
-from perfsuite.report.workload_rows import MEASURED, Row, names
+from perfsuite.report.workload_rows import MEASURED, Row
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -87,7 +87,9 @@ class RunReport:
 
 def rows(report: RunReport) -> tuple[Row, ...]:
     """Return a row for each workload, those of one technique together."""
-    made = [workload_rows.row(i, report.measurements.get(i, ()), report.verdicts.get(i)) for i in report.ids]
+    made = workload_rows.distinct(
+        [workload_rows.row(i, report.measurements.get(i, ()), report.verdicts.get(i)) for i in report.ids]
+    )
     order = {technique: n for n, technique in enumerate(dict.fromkeys(r.technique for r in made))}
     return tuple(sorted(made, key=lambda r: order[r.technique]))
 
@@ -97,8 +99,7 @@ def left_out(report: RunReport) -> list[str]:
     timed."""
     reasons = sorted(report.correctness.skip_reasons.items(), key=lambda item: -item[1])
     rivals: dict[str, list[str]] = {}
-    for workload_id in report.ids:
-        technique, workload = names(workload_id)
+    for workload_id, (technique, workload) in workload_rows.names_of(report.ids).items():
         for rival, why in rivals_left_out(report.measurements.get(workload_id, ())).items():
             rivals.setdefault(why, []).append(f"rival {rival} of {technique}[{workload}]")
     return [f"{n} skipped: {reason}" for reason, n in reasons] + [

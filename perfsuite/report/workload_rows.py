@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -245,6 +245,26 @@ def names(workload_id: str) -> tuple[str, str]:
     found = re.search(r"\[(.*)\]$", workload_id)
     technique = pair if folder in ("", ".", "tests", "test") else f"{folder}/{pair}"
     return technique, found.group(1) if found else rest[-1] if rest else workload_id
+
+
+def names_of(ids: Collection[str]) -> dict[str, tuple[str, str]]:
+    """Return (technique, workload) for each workload id. Where modules have pairs of the same name, the technique
+    begins with the module's path."""
+    found = {id: names(id) for id in ids}
+    modules: dict[str, set[str]] = {}
+    for id, (technique, _) in found.items():
+        modules.setdefault(technique, set()).add(id.partition("::")[0])
+    for id, (technique, workload) in found.items():
+        if len(modules[technique]) > 1:
+            path, pair = id.partition("::")[0].removesuffix(".py"), technique.rpartition("/")[2]
+            found[id] = f"{path}/{pair}", workload
+    return found
+
+
+def distinct(rows: Collection[Row]) -> list[Row]:
+    """Return the rows of one table, with techniques named as by `names_of`."""
+    found = names_of([row.id for row in rows])
+    return [replace(row, technique=found[row.id][0]) for row in rows]
 
 
 def sides(measurements: Iterable[Measurement]) -> tuple[str, ...]:

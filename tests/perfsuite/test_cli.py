@@ -195,6 +195,19 @@ def test_the_gate_is_red_for_accepted_workloads_that_are_ignored(project: Projec
     assert lines_with(done.output, "others/test_scale.py", "in the baseline but not collected"), done.output
 
 
+def test_the_gate_names_a_module_that_cannot_be_collected(project: Project) -> None:
+    for folder in ("pairs", "others"):
+        project.write(f"{folder}/test_scale.py", TWO_LINES)
+    project.write("pytest.ini", "[pytest]\naddopts = --import-mode=importlib")
+    project.accept()
+    project.write("others/test_scale.py", "import nothing_of_this_name")
+    done = project.cli("gate")
+    assert done.exit_code != 0
+    error = "ModuleNotFoundError: No module named 'nothing_of_this_name'"
+    assert lines_with(done.output, f"others/test_scale.py: 1 accepted workload not measured: {error}"), done.output
+    assert "renamed" not in done.output
+
+
 # --- accept ---------------------------------------------------------------------------------------------------------
 
 

@@ -206,6 +206,25 @@ def test_names_come_from_the_id(item: str, expected: tuple[str, str]) -> None:
     assert names(item)[0] == expected[0]
 
 
+def test_pairs_of_the_same_name_are_distinguished_by_their_modules() -> None:
+    first, second = (f"tests/{name}.py::pair::speed[small]" for name in ("test_a", "test_b"))
+    found = {i: measured(i, {"reference": 2e-6, "optimized": 1e-6}) for i in (first, ROTOR, second)}
+    report = dataclasses.replace(
+        example(), measurements=found, verdicts={}, promises={}, workloads=tuple(found), skipped=(), problems=()
+    )
+    assert [(r.id, r.technique) for r in rows(report)] == [
+        (first, "tests/test_a/pair"),
+        (ROTOR, "geometry/rotor_update"),
+        (second, "tests/test_b/pair"),
+    ]
+    page = html.page(report)
+    anchors = re.findall(r'<details[^>]* id="([^"]*)"', page)
+    assert len(set(anchors)) == len(anchors) == 3
+    assert "-k 'pair and small'" in page.replace("&#39;", "'")
+    assert "tests/test_a/pair" in markdown.table(found)
+    assert "tests/test_b/pair" in printed(report)
+
+
 def test_a_rival_stands_beside_the_optimized_side_of_its_own_process() -> None:
     """Only the first process times rivals. If everything took twice as long in it, the rival is not slower for that."""
     first, *others = measured(COSINE_SMALL, {"reference": 60e-6, "optimized": 8e-6, "fast": 12e-6})
