@@ -1,11 +1,11 @@
-"""Chooses the Python that `make` runs with, sets it up where needed, and prints its path. Standard library only.
+"""Choose the Python that `make` runs with, set it up where needed, and print its path. Standard library only.
 
-1. PERFSUITE_PYTHON, if set: used as it is.
-2. .venv, if it was set up for the present pyproject.toml and constraints.txt.
-3. Otherwise .venv is created. Where the Python at hand can import torch (a GPU container, an environment of one's
-   own), .venv sees that Python's packages, and torch and triton are never installed or changed.
+1. PERFSUITE_PYTHON, if set, is used as it is.
+2. .venv is used if it was set up for the present pyproject.toml and constraints.txt.
+3. Otherwise .venv is created. If the current Python can import torch (a GPU container, the user's own environment),
+   .venv sees that Python's packages, and torch and triton are never installed or changed.
 
-Progress and errors go to stderr, a line each. The whole file must stay readable by Python 3.8, so that an old Python
+Progress and errors go to stderr, one line each. The whole file must stay readable by Python 3.8, so that an old Python
 prints an error message and not a SyntaxError.
 """
 
@@ -46,12 +46,12 @@ OPTIONAL = {
     "tokenizers",
 }
 NO_INDEX = "the package index cannot be reached"
-# These are bound to the GPU driver and to each other: the versions of a container are kept.
+# These depend on the GPU driver and on each other, so a container's versions are kept.
 KEEP = ("torch", "triton")
-# pip's options where there may be no network and the set-up can do without it: the default five retries take minutes.
+# pip options for a possibly offline machine, if the set-up also works without the package: five retries take minutes.
 HASTY = ("--retries", "1", "--timeout", "20")
 
-# The environment's own Python runs this to find what it lacks of pyproject.toml. pip carries a copy of packaging.
+# Run by the environment's own Python to find the requirements of pyproject.toml that it lacks. pip bundles packaging.
 INSPECT = r"""
 import importlib.metadata, json, sys, tomllib
 from pip._vendor.packaging.requirements import Requirement
@@ -119,7 +119,7 @@ def check_chosen(path):
 
 
 def version_of(python):
-    """Return an interpreter's version, e.g. (3, 12); () where it does not run."""
+    """Return an interpreter's version, e.g. (3, 12); () if it does not run."""
     code = "import sys; print('%d %d' % sys.version_info[:2])"
     try:
         done = subprocess.run([str(python), "-c", code], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, timeout=60)
@@ -161,7 +161,7 @@ def set_up(venv):
     else:
         say(f"installing into .venv; about a minute, the log is .venv/{LOG}")
         constraints = ["-c", str(ROOT / "constraints.txt")]
-        # The pip that Python brings may be years old and take twice as long. It suffices where there is no newer one.
+        # The bundled pip may be years old and take twice as long. It suffices if no newer one can be installed.
         pip(venv, log, [*HASTY, *constraints, "--upgrade", "pip"])
         problem = pip(venv, log, [*constraints, "-e", f"{ROOT}[{EXTRAS}]"])
         if problem:
@@ -170,13 +170,13 @@ def set_up(venv):
 
 
 def has_torch(python):
-    """Return whether a Python has torch. It is not imported: that takes seconds and may need the GPU."""
+    """Return whether a Python has torch. torch is not imported: that takes seconds and may need the GPU."""
     code = "import importlib.util, sys; sys.exit(importlib.util.find_spec('torch') is None)"
     return subprocess.run([str(python), "-c", code], stdout=subprocess.DEVNULL).returncode == 0
 
 
 def inherits_torch(python):
-    """Return whether a virtual environment's torch lies outside it."""
+    """Return whether the torch of a virtual environment is installed outside it."""
     code = (
         "import importlib.util, os, sys; s = importlib.util.find_spec('torch'); "
         "sys.exit(not (s and s.origin and not s.origin.startswith(sys.prefix + os.sep)))"
@@ -185,7 +185,7 @@ def inherits_torch(python):
 
 
 def create(venv, inherit):
-    """Make .venv, or update an existing one; a broken one that this script made is made anew."""
+    """Create .venv, or keep an existing one that works; a broken one that this script created is created again."""
     if python_of(venv).exists() and version_of(python_of(venv)) >= OLDEST:
         say("bringing .venv up to date")
         pipless = run([str(python_of(venv)), "-m", "pip", "--version"]).returncode
@@ -199,7 +199,7 @@ def create(venv, inherit):
     command += ["--system-site-packages"] if inherit else []
     done = run(command)
     if done.returncode and inherit:
-        # Debian's python3 without python3-venv: the pip to be used is inherited anyway.
+        # Debian's python3 may lack python3-venv. The pip to use is inherited anyway.
         done = run([*command, "--without-pip"])
     if done.returncode:
         shutil.rmtree(str(venv), ignore_errors=True)
@@ -210,17 +210,17 @@ def create(venv, inherit):
     if inherit:
         inherit_environment(venv)
         if (site_packages(venv) / "setuptools").exists():
-            # On Python 3.11 ensurepip installs setuptools: too old to build with, and it hides the inherited one.
+            # On Python 3.11 ensurepip installs a setuptools that is too old to build with and hides the inherited one.
             run([str(python_of(venv)), "-m", "pip", "uninstall", "-y", "setuptools"])
 
 
 def inherit_environment(venv):
-    """Make the packages of a virtual environment visible in .venv: --system-site-packages shows only its base's."""
+    """Make the packages of a virtual environment visible in .venv; --system-site-packages shows only its base's."""
     if sys.prefix == sys.base_prefix:
         return
     code = "import sysconfig; print(sysconfig.get_paths()['purelib']); print(sysconfig.get_paths()['platlib'])"
     theirs = dict.fromkeys(run([sys.executable, "-c", code]).stdout.splitlines())
-    # addsitedir and not the bare path: their editable installs are .pth files too.
+    # addsitedir instead of the bare path: editable installs in it are .pth files too.
     lines = [f"import site; site.addsitedir({path!r})\n" for path in theirs]
     site_packages(venv).joinpath("_inherited.pth").write_text("".join(lines))
 
@@ -231,7 +231,7 @@ def site_packages(venv):
 
 
 def install_beside(venv, log):
-    """Install the missing packages, and leave everything that is already there as it is."""
+    """Install the missing packages, and leave every installed package as it is."""
     done = run([str(python_of(venv)), "-c", INSPECT, str(ROOT / "pyproject.toml")])
     if done.returncode:
         fail(f"no pip in this Python ({last_line(done.stdout)}); install it, e.g. apt-get install python3-pip")
@@ -245,7 +245,7 @@ def install_beside(venv, log):
         problem = install_lacking(venv, log, facts)
         needed = sorted(set(facts["lacking"]) - OPTIONAL)
         fatal = problem
-        if problem and needed and problem != NO_INDEX:  # maybe only an optional package is not available
+        if problem and needed and problem != NO_INDEX:  # perhaps only an optional package is not available
             fatal = install_lacking(venv, log, {**facts, "lacking": {name: facts["lacking"][name] for name in needed}})
         if fatal and needed:
             remedy = f"install {', '.join(needed)} where this Python finds it, or check the network"
@@ -262,7 +262,7 @@ def install_beside(venv, log):
 
 
 def install_lacking(venv, log, facts):
-    """Install the missing packages in the tested versions; return pip's last line of error, or None."""
+    """Install the missing packages in the tested versions; return pip's last error line, or None."""
     present = {name: v.partition("+")[0] for name, v in facts["installed"].items() if name not in facts["lacking"]}
     tested = [
         line
@@ -270,7 +270,7 @@ def install_lacking(venv, log, facts):
         if line.partition("==")[0].strip().lower() in facts["lacking"]
     ]
     problem = None
-    # First keep all that is installed; where pip cannot solve that, keep at least torch and triton.
+    # First keep all installed packages. If pip cannot solve that, keep at least torch and triton.
     for kept in (present, {name: v for name, v in present.items() if name in KEEP}):
         with tempfile.TemporaryDirectory() as folder:
             constraints = Path(folder) / "constraints.txt"
@@ -283,8 +283,8 @@ def install_lacking(venv, log, facts):
 
 
 def pip(venv, log, arguments):
-    """Run pip install; return its last line of error, or None."""
-    # Python compiles a module when it is first imported; compiling all of torch takes a third of the installation.
+    """Run pip install; return its last error line, or None."""
+    # Python compiles a module at its first import; compiling all of torch takes a third of the installation time.
     options = ["--disable-pip-version-check", "--no-input", "--no-compile"]
     done = run([str(python_of(venv)), "-m", "pip", "install", *options, *arguments])
     with log.open("a") as file:
@@ -294,14 +294,14 @@ def pip(venv, log, arguments):
     if "NewConnectionError" in done.stdout or "ConnectTimeoutError" in done.stdout:
         return NO_INDEX
     errors = [line.replace("ERROR: ", "") for line in done.stdout.splitlines() if line.lstrip().startswith("ERROR")]
-    # The last line says what failed, except for one that only points to pip's manual.
+    # The last line says what failed, unless it only refers to pip's manual.
     causes = [line for line in errors if not line.startswith("ResolutionImpossible")]
     return last_line("\n".join(causes)) or last_line(done.stdout) or f"exit {done.returncode}"
 
 
 def run(command):
-    """Run a command, and return the finished process with both its outputs in `stdout`."""
-    # With these, pip would install elsewhere than into .venv.
+    """Run a command, and return the finished process, with stdout and stderr together in `stdout`."""
+    # With these variables, pip would install outside .venv.
     environment = {
         k: v for k, v in os.environ.items() if k not in ("PYTHONHOME", "PIP_TARGET", "PIP_PREFIX", "PIP_USER")
     }
@@ -315,7 +315,7 @@ def last_line(text):
 
 @contextlib.contextmanager
 def locked():
-    """Allow one bootstrap at a time: `make run` and `make test` may be started together."""
+    """Allow one bootstrap at a time: `make run` and `make test` may start together."""
     import fcntl
 
     try:

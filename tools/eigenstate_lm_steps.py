@@ -1,8 +1,8 @@
 """Time a step of eigenstate_lm: eigenstate_lm_steps.py [--device D] [--steps N] [--length T] [--out DIR].
 
-The optimized trainer at the source's size, and at the two larger ones, in each precision and with what trades time for
-memory; and the reference trainer at shorter texts, from whose times a step of the whole length is extrapolated. Random
-tokens. Prints tables, and writes them with all times to DIR.
+The optimized trainer is timed at the source's size and at the two larger sizes, in each precision, and with the options
+that trade time for memory. The reference trainer is timed on shorter texts, and its step at the full length is
+extrapolated from these times. All data are random tokens. The tool prints a table, and writes all figures to DIR.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ BF16 = {"autocast_bf16": True}
 
 
 def _sizes(name: str) -> dict[str, Any]:
-    """Return the network's size, and the number of sequences at once, from configs/eigenstate_lm/NAME.yaml."""
+    """Return the network's size and the batch size from configs/eigenstate_lm/NAME.yaml."""
     whole = yaml.safe_load((ROOT / "configs" / "eigenstate_lm" / f"{name}.yaml").read_text())
     return {field: whole[field] for field in ("width", "layers", "eigenstates", "batch_size")}
 
@@ -60,7 +60,7 @@ ROWS: dict[str, dict[str, Any]] = {
     "small, bfloat16, as many sequences as are too many": {**BF16, "batch_size": 20},
 }
 SHORT = (1024, 4096)
-"""Lengths at which the reference is timed."""
+"""Sequence lengths at which the reference is timed."""
 WARM = 2
 REFERENCE_STEPS = 2
 
@@ -72,7 +72,7 @@ def text(length: int) -> Text:
 def timed(kind: Any, config: TrainConfig, device: str, steps: int) -> dict[str, float]:
     """Return the seconds of a step and figures derived from them.
 
-    The steps do not wait for each other; the first ones are not timed.
+    The host does not wait between steps. The first steps are not timed.
     """
     optimized._compiled.cache_clear()
     torch._dynamo.reset()
@@ -120,7 +120,7 @@ def main() -> None:
     record: dict[str, Any] = {"torch": torch.__version__, "device": torch.cuda.get_device_name() if cuda else "cpu"}
 
     def found(what: str, name: Any, value: Any) -> None:
-        """Record a figure, and write it at once: the next row may take too long."""
+        """Record a figure, and write it at once: the next row may exceed the time limit."""
         record.setdefault(what, {})[name] = value
         console.print(what, name, value)
         (given.out / "steps.json").write_text(json.dumps(record, indent=1) + "\n")
@@ -146,14 +146,14 @@ def main() -> None:
             continue
         shares = [f"{100 * row['mfu']:.1f}%", f"{row['peak_gib']:.1f} GiB"] if "mfu" in row else ["–", "–"]
         ratio = "–"
-        if whole is not None and "width" not in ROWS[name]:  # the reference is timed at the small size alone
+        if whole is not None and "width" not in ROWS[name]:  # the reference is timed only at the small size
             ratio = f"{whole * row['tokens_per_second'] / plain.tokens:,.0f}×"
         table.add_row(name, f"{1e3 * row['seconds']:.1f} ms", f"{row['tokens_per_second']:,.0f}", *shares, ratio)
     console.print(table)
 
 
 def _extrapolated(seconds: dict[int, float], length: int) -> float:
-    """Extrapolate the seconds to `length` by the line through them, or in proportion from a single one."""
+    """Extrapolate the seconds to `length`: linearly, or in proportion if there is only one point."""
     if len(seconds) == 1:
         ((short, took),) = seconds.items()
         return took * length / short

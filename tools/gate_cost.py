@@ -1,7 +1,7 @@
-"""Where the seconds of a run went: gate_cost.py REPORT.json [--most N].
+"""Print where the seconds of a run went: gate_cost.py REPORT.json [--most N].
 
-Prints two tables in Markdown: seconds by part of the run, and by workload and phase, those that took longest first.
-docs/measuring.md has them for a gate on an H200.
+Prints two Markdown tables: seconds by part of the run, and seconds by workload and phase, the longest first.
+docs/measuring.md shows them for a gate on an H200.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ MOST = 12
 
 
 def parts(report: RunReport) -> list[str]:
-    """Return the table of the run's seconds by part, and the numbers of processes that measured the workloads."""
+    """Return the table of the run's seconds by part, and how many processes measured the workloads."""
     other = report.seconds - sum(report.spent.values())
     processes = Counter(len(runs) for runs in report.measurements.values())
     counts = ", ".join(f"{workloads} in {count}" for count, workloads in sorted(processes.items()))
@@ -32,7 +32,7 @@ def parts(report: RunReport) -> list[str]:
 
 
 def workloads(report: RunReport, most: int) -> list[str]:
-    """Return the table of seconds by workload: its proof, its first process with phases of it, and all processes."""
+    """Return the table of seconds by workload: its proof, its first process with some phases, and all its processes."""
     longest = sorted(report.measurements.items(), key=lambda item: sum(m.seconds for m in item[1]), reverse=True)
     rows = [_row(name_of(id), [report.proofs.get(id, {})], [runs]) for id, runs in longest[:most]]
     if rest := longest[most:]:
@@ -52,7 +52,7 @@ def _row(name: str, proofs: Sequence[Mapping[str, float]], runs: Sequence[Sequen
 
 
 def main() -> int:
-    """Print the tables; return 1, with a line that says why, where the report cannot be read."""
+    """Print the tables. If the report cannot be read, print one line that says why, and return 1."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("report", type=Path, help="report.json of `perfsuite gate`")
     parser.add_argument("--most", type=int, default=MOST, help=f"so many workloads by themselves (default: {MOST})")

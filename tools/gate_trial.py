@@ -1,11 +1,12 @@
 """Try the gate on this GPU: gate_trial.py [--gates N] [--only NAME] [--beside] [--out DIR].
 
-The whole gate N times on unchanged code, which must be green; then once for each fault of plants.py, on the workloads
-that show it and on others beside them: the first must be red by name, the others PASS. What `--changed` must not
-overlook is gated so. With --beside another process keeps the GPU's tensor cores busy meanwhile: then NOISY is right
-too. Wants a committed baseline of this device. Plants in a work tree of its own, so that this one stays as it is.
-Faults that need more GPUs than there are, are left out. Prints a table, writes it with every run's output and report to
-DIR, and exits with 1 where a run did not end as it must.
+Runs the whole gate N times on unchanged code; it must be green. Then runs the gate once for each fault of plants.py, on
+the workloads that show the fault and on some that do not. The former must be red by name, the latter PASS. Faults that
+`--changed` must not overlook are gated with --changed. With --beside another process keeps the GPU's tensor cores busy
+during each gate; NOISY is then right too. The tool needs a committed baseline of this device. It plants faults in a
+separate work tree, so the current one does not change. It leaves out faults that need more GPUs than the machine has.
+It prints a table, and writes it to DIR with the output and the report of every run. The exit code is 1 if a run did not
+end as it must.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from perfsuite.report import jsonfile
 
 GREEN: set[Status | None] = {Status.PASS, Status.IMPROVED}
 RED: set[Status | None] = {Status.REGRESSED, Status.BELOW_FLOOR}
-"""Statuses that count as red; a broken promise is reported before a regression."""
+"""Statuses that count as red. A broken promise, BELOW_FLOOR, is reported before a regression."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -44,7 +45,7 @@ class Trial:
 
     planted: str
     beside: bool = False
-    """Whether another process used the GPU meanwhile."""
+    """True if another process used the GPU during the run."""
     code: int
     seconds: float
     verdicts: dict[str, Status]
@@ -53,10 +54,10 @@ class Trial:
 
     @property
     def as_it_must(self) -> bool:
-        """Whether the run ended as it must.
+        """True if the run ended as it must.
 
-        Workloads must be red by name where the fault shows and PASS where it does not, and the exit code must follow.
-        Beside another process each may be NOISY instead.
+        Workloads must be red by name where the fault shows and PASS where it does not, and the exit code must match. If
+        another process used the GPU, each may be NOISY instead.
         """
         if not self.verdicts:
             return False
@@ -82,7 +83,7 @@ class Trial:
 def gate(
     root: Path, out: Path, name: str, *, planted: str = "", options: Sequence[str] = (), beside: bool = False
 ) -> Trial:
-    """Run the gate once in `root`; its output goes to `out`."""
+    """Run the gate once in `root`, and write its output to `out`."""
     folder = out / name
     command = [sys.executable, "-m", "perfsuite", "gate", f"--report={folder}", *options]
     began = time.monotonic()
@@ -115,7 +116,7 @@ while True:
 
 @contextlib.contextmanager
 def neighbour() -> Iterator[None]:
-    """Start another process that keeps the GPU's tensor cores busy, and so takes its power and its time slices."""
+    """Run another process that keeps the GPU's tensor cores busy, and so uses its power and its time slices."""
     process = subprocess.Popen([sys.executable, "-c", BUSY])
     try:
         time.sleep(5)
@@ -129,7 +130,7 @@ def neighbour() -> Iterator[None]:
 
 @contextlib.contextmanager
 def work_tree(root: Path) -> Iterator[Path]:
-    """Yield another work tree of the same repository, at HEAD; remove it afterwards."""
+    """Yield a separate work tree of the same repository, at HEAD, and remove it afterwards."""
     folder = Path(tempfile.mkdtemp(prefix="gate-trial-"))
     tree = folder / "tree"
     try:

@@ -1,11 +1,11 @@
-"""How long an epoch of leak_cnn takes: leak_cnn_epochs.py DATA [--device D] [--rounds N] [--out DIR].
+"""Time an epoch of leak_cnn: leak_cnn_epochs.py DATA [--device D] [--rounds N] [--out DIR].
 
-The reference trainer, the set-up where the source began, the optimized trainer in float32 and in bfloat16, and a good
-conventional set-up over a small grid of how it loads and compiles: first each set-up of the grid alone, then its best
-three beside the others, interleaved, without validation. Validation is timed apart: epochs with it beside epochs
-without, and the files judged by themselves. The first epoch of each, in a process of its own with no compiler's cache,
-says after how many epochs compiling has paid, and what memory it takes. Prints tables, and writes them with all times
-to DIR.
+Compares the reference trainer, the source's original set-up, the optimized trainer in float32 and in bfloat16, and a
+good conventional set-up, which is chosen from a small grid of loading and compilation options. First each set-up of the
+grid is timed alone. Its best three are then timed interleaved with the other trainers, without validation. Validation
+is measured separately: epochs with and without it, and the evaluation of the files alone. The first epochs of some
+trainers run in a process of their own with empty compiler caches. They show after how many epochs compilation pays off,
+and how much memory it uses. The tool prints tables, and writes them with all times to DIR.
 """
 
 from __future__ import annotations
@@ -60,13 +60,13 @@ OWN = {
     "optimized": (Optimized, {"autocast_bf16": True}, True),
     "optimized, eager": (Optimized, {"autocast_bf16": True, "use_compile": False}, True),
 }
-"""Name → (trainer, fields, whether its techniques are on). "eager" has the Triton kernels, and no torch.compile."""
+"""Name → (trainer, fields, whether its techniques are on). "eager" has the Triton kernels but no torch.compile."""
 CUDNN = {"use_compile": False, "conv_relu_pool": False}
 ALONE = {
     "optimized, cuDNN": (Optimized, CUDNN, True),
     "optimized, cuDNN autotuned": (Optimized, {**CUDNN, "cudnn_autotune": True}, True),
 }
-"""Arms of which only the first epochs are timed: in one process cuDNN gives both what the first of them found."""
+"""Arms for which only the first epochs are timed. In one process cuDNN gives both what the first of them found."""
 JUDGING = {
     "reference": OWN["reference"],
     "optimized, file by file": (Optimized, {"autocast_bf16": True, "file_level_eval": False}, True),
@@ -87,7 +87,7 @@ def built(name: str, data: LeakAudio, device: str, config: TrainConfig) -> Any:
 
 
 class Arm:
-    """A trainer whose epochs are timed, each to its end on the device."""
+    """A trainer whose epochs are timed, each until the device has finished."""
 
     def __init__(self, name: str, data: LeakAudio, device: str, config: TrainConfig) -> None:
         self.name, self.device, self.epoch = name, device, 0
@@ -120,9 +120,12 @@ def arm(name: str, data: LeakAudio, device: str, config: TrainConfig) -> Iterato
 
 
 def first_epoch(name: str, path: str, device: str, config: TrainConfig) -> dict[str, float]:
-    """Return the seconds of building the trainer and of its first epochs, where nothing is compiled yet."""
+    """Return the seconds of building the trainer and of its first epochs, and the peak memory in bytes.
+
+    Nothing is compiled before.
+    """
     if device != "cpu":
-        torch.zeros(1, device=device)  # creates the device's context, which is not counted for the trainer
+        torch.zeros(1, device=device)  # create the device's context, which does not count for the trainer
     data = open_data(path)
     began = time.perf_counter()
     with arm(name, data, device, config) as found:
@@ -147,7 +150,7 @@ def in_own_process(name: str, path: str, device: str, config: TrainConfig) -> di
 
 
 def grid(data: LeakAudio, device: str, config: TrainConfig, epochs: int = 5) -> dict[str, float]:
-    """Return set-up → median seconds of an epoch, each timed alone, without its first two epochs."""
+    """Return set-up → median seconds of an epoch. Each is timed alone, without its first two epochs."""
     found = {}
     for set_up in GRID:
         with arm(str(set_up), data, device, config) as made:
@@ -190,7 +193,7 @@ def judged(data: LeakAudio, device: str, config: TrainConfig, rounds: int) -> di
     def alone() -> float:
         began = time.perf_counter()
         with torch.no_grad():
-            file_level_eval(plain._logits, files.to(plain.dtype), config.threshold)  # answers on the host
+            file_level_eval(plain._logits, files.to(plain.dtype), config.threshold)  # returns its results to the host
         return time.perf_counter() - began
 
     try:

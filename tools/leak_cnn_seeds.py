@@ -1,9 +1,10 @@
-"""Do both trainers of leak_cnn judge alike? leak_cnn_seeds.py DATA [--seeds N] [--epochs N] [--device D] [--out DIR].
+"""Compare both trainers of leak_cnn: leak_cnn_seeds.py DATA [--seeds N] [--epochs N] [--device D] [--out DIR].
 
-Each seed trains the reference trainer in float32 and the optimized one in bfloat16, from the same first weights, on the
-same batches with the same dropout; a process for each seed, dealt out to the GPUs. Segments are taken one by one from
-memory instead of the file, which makes no difference but to the time it takes. Prints the metrics of the last epoch's
-validation, and the 95% interval of the difference over the seeds (Student's t), and writes them to DIR.
+For each seed, trains the reference trainer in float32 and the optimized one in bfloat16, from the same initial weights,
+on the same batches, with the same dropout. Each seed has a process of its own; the processes are distributed over the
+GPUs. Segments are read one by one from memory instead of the file, which affects only the time. Prints the metrics of
+the last epoch's validation, and the 95% interval of the difference over the seeds (Student's t), and writes them to
+DIR.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ def train(side: str, seed: int, path: str, epochs: int, batch_size: int, device:
 
 
 def table(found: dict[str, list[dict[str, float]]]) -> Table:
-    """Return the metrics of each side as mean and range over the seeds, in points, and the difference."""
+    """Return the table of each side's mean and range over the seeds, in percentage points, and of the difference."""
     made = Table("in points", *SIDES, "optimized − reference, 95%")
     for name in SHOWN:
         values = {side: [100 * own[name] for own in found[side]] for side in SIDES}

@@ -1,7 +1,8 @@
-"""Put what was accepted in other clones into a baseline: merge_baselines.py INTO FROM [FROM ...].
+"""Merge baselines that were accepted in other clones: merge_baselines.py INTO FROM [FROM ...].
 
-Two GPUs accept twice as fast as one, each in a clone of its own at the same commit, with `perfsuite accept -k ...`.
-What a file accepted later than INTO, or INTO lacks, is taken over, of the same device only. Prints the ids.
+Two GPUs accept twice as fast as one. Each uses a clone of its own at the same commit, with `perfsuite accept -k ...`.
+An entry of a FROM file is merged if INTO lacks it or has an older one. All files must be of the same device. The tool
+prints the ids of the merged entries.
 """
 
 from __future__ import annotations

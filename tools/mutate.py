@@ -1,10 +1,10 @@
-"""Mutation testing: puts one small fault at a time into a module, and checks whether its tests notice.
+"""Mutation testing: put one small fault at a time into a module, and check whether its tests notice.
 
     python tools/mutate.py [MODULE ...] [--sample N] [--seed N] [--fresh]
 
-cosmic-ray finds the places, makes the mutants and runs the tests on each. This file says what to mutate, which tests to
-run and what has been reviewed, and writes the report. The files are changed in a copy of the tree, never in the tree
-itself. Results are kept in .perfsuite/mutation/: a run that was ended can be resumed. See docs/mutation.md.
+cosmic-ray finds the places, makes the mutants and runs the tests on each. This file chooses what to mutate and which
+tests to run, reads what has been reviewed, and writes the report. Files are changed only in a copy of the tree. Results
+are kept in .perfsuite/mutation/, so a run that was ended can be resumed. See docs/mutation.md.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ ROOT = Path(__file__).resolve().parent.parent
 STATE = ROOT / ".perfsuite" / "mutation"
 REVIEWED = ROOT / "tests" / "mutation" / "equivalent.toml"
 CATEGORIES = ("speed_only", "needs_gpu", "equivalent")
-"""Tables of that file, in the order in which they are searched."""
+"""Tables of REVIEWED, in the order in which they are searched."""
 
 PURE = {
     f"perfsuite/{name}.py": [f"tests/perfsuite/test_{name}.py"]
@@ -79,8 +79,8 @@ SHARED = {
 }
 """Modules of `optimized/` that are not a technique by themselves, and the tests that use them."""
 
-# One replacement for each arithmetic operator, the boundary and the negation of each comparison: the dozens of others
-# that cosmic-ray knows are found by the same assertions, and would take ten times as long.
+# One replacement for each arithmetic operator, and the boundary and the negation of each comparison. cosmic-ray has
+# dozens of others, but the same assertions find them, and they would take ten times as long.
 OPERATORS = re.compile(
     r"core/(AddNot|ReplaceTrueWithFalse|ReplaceFalseWithTrue|ReplaceAndWithOr|ReplaceOrWithAnd|NumberReplacer"
     r"|ReplaceBreakWithContinue|ReplaceContinueWithBreak|ExceptionReplacer|RemoveDecorator|ZeroIterationForLoop"
@@ -91,7 +91,7 @@ OPERATORS = re.compile(
     r"|LShift_RShift|BitOr_BitAnd|BitAnd_BitOr|BitXor_BitAnd))"
 )
 TIMEOUT_FACTOR, TIMEOUT_SECONDS = 3.0, 15.0
-"""Time limit of a mutant: the factor times the time of the unmutated module, plus the seconds. Beyond it, it hangs."""
+"""Time limit of a mutant: TIMEOUT_FACTOR × the time of the unmutated module + TIMEOUT_SECONDS. Beyond it, it hangs."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,7 +108,7 @@ class Mutant:
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """One module's counts.
+    """Counts for one module.
 
     found  number of mutants that were run, by outcome
     aside  number of mutants that were not run, by category
@@ -143,20 +143,20 @@ def tests_of(module: str) -> list[str]:
 
 
 def modules() -> list[str]:
-    """Return every module that is mutated: the pure stages first, and then the smaller before the larger."""
+    """Return every module that is mutated: the pure stages first, then the others from small to large."""
     found = sorted((p for p in (ROOT / "optimized").rglob("*.py") if p.stat().st_size), key=lambda p: p.stat().st_size)
     return [*PURE, *(str(p.relative_to(ROOT)) for p in found)]
 
 
 def digest(names: Sequence[str]) -> str:
-    """Return a digest of files, and of all Python files in folders."""
+    """Return a digest of the given files, and of all Python files in the given folders."""
     files = [f for n in names for f in (sorted((ROOT / n).rglob("*.py")) if (ROOT / n).is_dir() else [ROOT / n])]
     return hashlib.sha256(b"\0".join(f.read_bytes() for f in files)).hexdigest()[:16]
 
 
 @contextlib.contextmanager
 def copy_of_the_tree() -> Iterator[None]:
-    """Let the working directory be a copy of all files that git would see, for the length of the block."""
+    """Change the working directory to a copy of all files that git lists, for the duration of the block."""
     listed = subprocess.run(
         ["git", "ls-files", "-z", "-co", "--exclude-standard"], cwd=ROOT, stdout=subprocess.PIPE, check=True, text=True
     )
@@ -165,7 +165,7 @@ def copy_of_the_tree() -> Iterator[None]:
             if (ROOT / name).is_file():
                 (target := Path(folder, name)).parent.mkdir(parents=True, exist_ok=True)
                 shutil.copy2(ROOT / name, target)
-        # The kernels of mutants must not get into the user's cache.
+        # Keep the kernels of mutants out of the user's cache.
         os.environ["TRITON_CACHE_DIR"] = str(Path(folder, ".triton"))
         with contextlib.chdir(folder):
             yield
@@ -175,7 +175,7 @@ def copy_of_the_tree() -> Iterator[None]:
 
 
 def annotation_rows(tree: ast.AST) -> list[tuple[tuple[int, int], tuple[int, int]]]:
-    """Return the spans of annotations: with `from __future__ import annotations` they are never evaluated."""
+    """Return the spans of annotations, which `from __future__ import annotations` leaves unevaluated."""
     spans = []
     for node in ast.walk(tree):
         notes = [getattr(node, "annotation", None), getattr(node, "returns", None)]
@@ -205,9 +205,9 @@ def describe(item: WorkItem, source: str, spans: Sequence[tuple[tuple[int, int],
 
 
 def prepared(module: str, *, fresh: bool) -> tuple[Path, dict[str, Any]]:
-    """Return the session's database and what is known of its mutants.
+    """Return the session's database and the recorded data of its mutants.
 
-    Both are made anew where the module or the operators have changed.
+    Both are created again if the module or the operators have changed.
     """
     stem = STATE / module.removesuffix(".py").replace("/", ".")
     database, known = Path(f"{stem}.sqlite"), Path(f"{stem}.json")
@@ -249,7 +249,7 @@ def spans_by_name(module: str) -> dict[str, tuple[int, int]]:
 
 
 def reviewed(module: str) -> list[dict[str, str]]:
-    """Return the reviewed entries for a module. SystemExit for an entry that lacks a field, or has an unknown one."""
+    """Return the reviewed entries for a module. SystemExit if an entry lacks a field or has an unknown one."""
     tables = tomllib.loads(REVIEWED.read_text()) if REVIEWED.exists() else {}
     entries = [{"category": c, **entry} for c in CATEGORIES for entry in tables.pop(c, [])]
     for entry in entries:
@@ -262,7 +262,7 @@ def reviewed(module: str) -> list[dict[str, str]]:
 
 
 def same(text: str, other: str) -> bool:
-    """Return whether two lines are equal but for blanks, some of which cosmic-ray adds."""
+    """Return whether two lines are equal except for blanks, some of which cosmic-ray adds."""
     return "".join(text.split()) == "".join(other.split())
 
 
@@ -287,7 +287,7 @@ def outcome(result: WorkResult) -> str:
 
 
 def measured_timeout(module: str, command: str) -> float:
-    """Return the time limit for one mutant in seconds. SystemExit where the tests fail without any fault."""
+    """Return the time limit for one mutant in seconds. SystemExit if the tests fail without any fault."""
     began = time.perf_counter()
     done = subprocess.run(shlex.split(command), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     if done.returncode:
@@ -296,12 +296,12 @@ def measured_timeout(module: str, command: str) -> float:
 
 
 def run(db: WorkDB, module: str, jobs: Sequence[str], again: bool, mutants: dict[str, Mutant]) -> None:
-    """Test those of `jobs` that have no result, and with `again` also the survivors."""
+    """Test those of `jobs` that have no result and, with `again`, the survivors too."""
     results = {job: outcome(r) for job, r in db.results}
     todo = [j for j in jobs if j not in results or (again and results[j] == "survived")]
     if not todo:
         return
-    # -m pytest: this folder comes first on the path, before an installed perfsuite.
+    # With `-m pytest` this folder comes first on the path, before an installed perfsuite.
     tests = " ".join(tests_of(module))
     options = "-x -q -p no:cacheprovider -p tools.quick_to_fail -m 'not perf'"
     command = f"{shlex.quote(sys.executable)} -m pytest {options} {tests}"
@@ -315,7 +315,7 @@ def run(db: WorkDB, module: str, jobs: Sequence[str], again: bool, mutants: dict
 
 
 def examine(module: str, *, sample: int | None, seed: int, fresh: bool) -> Report:
-    """Run the mutants of a module that are left, and count them all."""
+    """Run the remaining mutants of a module, and count them all."""
     tests = digest(tests_of(module))
     database, data = prepared(module, fresh=fresh)
     mutants = {job: Mutant(**fields) for job, fields in data["mutants"].items()}
@@ -323,7 +323,7 @@ def examine(module: str, *, sample: int | None, seed: int, fresh: bool) -> Repor
     lines = (ROOT / module).read_text().splitlines()
     category: dict[str, str] = {}
     for job, m in mutants.items():
-        # The marker of keyword-only arguments is no multiplication.
+        # The `*` of keyword-only arguments is not a multiplication.
         if not m.compiles or m.annotation or same(m.before.replace("*,", "/,", 1), m.after):
             category[job] = "no mutant"
         else:
@@ -334,7 +334,7 @@ def examine(module: str, *, sample: int | None, seed: int, fresh: bool) -> Repor
         for e in entries
         if not any(matches(e, m, spans, lines) for m in judged)
     ]
-    # A larger sample by the same seed extends a smaller one.
+    # A larger sample with the same seed extends a smaller one.
     order = sorted(mutants, key=lambda j: (mutants[j].row, mutants[j].operator, mutants[j].after, j))
     random.Random(seed).shuffle(order)
     eligible = [j for j in order if category[j] != "no mutant"]
@@ -343,7 +343,7 @@ def examine(module: str, *, sample: int | None, seed: int, fresh: bool) -> Repor
     with use_db(database) as db:
         run(db, module, jobs, data["tests"] != tests, mutants)
         results = {job: outcome(r) for job, r in db.results}
-    # This is written last: if the run ends before it, the next one tests the survivors again.
+    # Written last: if the run ends before this line, the next run tests the survivors again.
     database.with_suffix(".json").write_text(json.dumps({**data, "tests": tests}))
     return Report(
         module=module,
@@ -387,7 +387,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0, help="of the sample (default: 0)")
     parser.add_argument("--fresh", action="store_true", help="forget the results of earlier runs")
     chosen = parser.parse_args()
-    # SIGTERM ends the run as an interrupt does: the copy of the tree is removed.
+    # Let SIGTERM end the run as an interrupt does, so that the copy of the tree is removed.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     wanted = [os.path.relpath(Path(m).resolve(), ROOT) for m in chosen.modules] or modules()
     for module in wanted:

@@ -1,6 +1,6 @@
 """Plant a fault in one optimized module of this tree, to see the gate turn red: plant_slowdown.py NAME.
 
-It prints the gate's command for the workloads that show it. `git checkout optimized` takes the fault away.
+Prints the gate command for the workloads that show the fault. `git checkout optimized` removes the fault.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
-"""Faults planted to try the gate: edits of one optimized module each, and the verdicts that the gate must give.
+"""Faults that are planted to test the gate: edits of one optimized module each, and the verdicts that must follow.
 
-The table is `PLANTS`. `plant_slowdown.py` plants one in a tree; `gate_trial.py` plants each in turn and runs the gate.
+The table is `PLANTS`. `plant_slowdown.py` plants one fault in a tree; `gate_trial.py` plants each in turn and runs the
+gate.
 """
 
 from __future__ import annotations
@@ -28,17 +29,17 @@ class Plant:
     module: str
     edits: tuple[tuple[str, str], ...]
     red: tuple[str, ...] = ()
-    """Workloads that must be red by name: REGRESSED, or BELOW_FLOOR where a promise is broken."""
+    """Workloads that must be red by name: REGRESSED, or BELOW_FLOOR if a promise is broken."""
     green: tuple[str, ...] = ()
-    """Workloads gated beside them, which must be PASS."""
+    """Workloads that are gated with them and must be PASS."""
     seen: tuple[str, ...] = ()
-    """Workloads that `gate --changed` must not call UNCHANGED, whatever else it says of them."""
+    """Workloads that `gate --changed` must not report as UNCHANGED; any other status is right."""
     devices: int = 1
-    """GPUs that these workloads need."""
+    """Number of GPUs that these workloads need."""
 
 
 def _more_programs(share: float) -> tuple[tuple[str, str], ...]:
-    """Return edits that start this share more programs of the forward kernel, which do a part of the work again."""
+    """Return edits that start 1 + `share` times the programs of the forward kernel; the added ones repeat some work."""
     return (
         (
             "_forward_kernel[(ceil_div(rows, block * tiles),)](",
@@ -57,14 +58,14 @@ LATE = """    late = tl.full([], 1.0, tl.float32) * rows
     for _ in range(rows // 43000):
         late = tl.sqrt_rn(late + 1.0)
 """
-"""A chain of about 25 operations that depend on each other, before the first load."""
+"""A chain of about 25 dependent operations before the first load."""
 AFTER = LOOP.replace("range(tl.program_id(0) *", "range((tl.program_id(0) + (late < 0).to(tl.int32)) *")
 RANKS = "tests/distributed/test_{}.py::{}::speed[dp2]"
 ONE_RANK_LOSS = """            late = inputs.is_cuda and torch.distributed.get_rank() == 1
             loss = torch.nn.functional.mse_loss if late else lambda a, b: (a - b).square().mean()
             loss(network(inputs), targets).backward()
 """
-"""A loss of fewer launches; the device sleeps instead of them."""
+"""A loss with fewer launches, which are replaced by a sleep on the device."""
 ONE_RANK_SLEEP = """        if late:
             torch.cuda._sleep(170_000)  # cycles: 2% of 4.0 ms at 1.98 GHz, and what the loss has saved
         optimizer.zero_grad()
@@ -206,7 +207,7 @@ PLANTS = {
 
 
 def plant(root: Path, name: str) -> Path:
-    """Make the edits in the tree at `root`, and return the changed module. ValueError where they do not fit it."""
+    """Make the edits in the tree at `root`, and return the changed module. ValueError if they do not fit the module."""
     found = PLANTS[name]
     path = root / "optimized" / f"{found.module}.py"
     text = path.read_text()

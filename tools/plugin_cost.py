@@ -1,10 +1,10 @@
-"""Cost of the plugin when a suite that has no pair is collected: prints the medians, and their difference.
+"""Measure how much longer pytest collects a suite without pairs if the plugin is loaded; print medians and difference.
 
     python tools/plugin_cost.py [repeats]
 
-200 trivial tests in 10 modules are collected in fresh processes with and without `-p no:perfsuite.plugin`, in turn, so
-that drift of the machine affects both. pytest-benchmark and Hypothesis come with perfsuite, but are plugins by
-themselves: they are off in both.
+Fresh processes collect 200 trivial tests in 10 modules with and without the plugin, in turn, so that drift of the
+machine affects both. pytest-benchmark and Hypothesis are installed with perfsuite but are separate plugins: they are
+off in both.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def main() -> None:
             (folder / f"test_plain_{module}.py").write_text(text)
         times: dict[str, list[float]] = {side: [] for side in SIDES}
         for plugin in SIDES.values():
-            collect_ms(folder, plugin)  # compiles what is compiled once
+            collect_ms(folder, plugin)  # fills the bytecode caches
         for repeat in range(repeats):
             for side in sorted(SIDES, reverse=bool(repeat % 2)):
                 times[side].append(collect_ms(folder, SIDES[side]))

@@ -1,4 +1,4 @@
-"""Table of polychromic's configurations: polychromic_configurations.py CONFIG ... [--out FILE] [--FIELD VALUE].
+"""Compare polychromic's configurations: polychromic_configurations.py CONFIG ... [--out FILE] [--FIELD VALUE].
 
 Trains the optimized trainer with each configuration file in turn, for --steps steps or --seconds seconds, whichever
 ends first, after --warm steps. Other fields apply to all of them, e.g. --model 135m --synthetic 200. Prints a table and
@@ -44,7 +44,7 @@ from suite.runtime.timing import synchronize  # noqa: E402
 COPIED = 1 << 30
 """Bytes of the copy that gives the bandwidth."""
 OUTSIDE_DECODING = 5
-"""Times that a step reads the weights besides the new tokens: for prompts, and for two passes forward and backward."""
+"""Times that a step reads the weights outside decoding: for the prompts, and in two forward and backward passes."""
 
 
 def main() -> int:

@@ -1,8 +1,8 @@
 """Time a step of polychromic: polychromic_steps.py [--config FILE] [--sides NAME ...] [--out FILE].
 
-Times the reference trainer, the optimized one and a conventional set-up of transformers and PEFT in turns, in --rounds
-of a step each, on the same examples, after --warm steps of each. With any other field of the configuration: --model
-FOLDER --data FILE. Prints a table, and writes all figures as JSON.
+Times the reference trainer, the optimized one, and a conventional set-up of transformers and PEFT in turn, on the same
+examples: --rounds rounds of one step each, after --warm steps of each trainer. Any field of the configuration is an
+option too, e.g. --model FOLDER --data FILE. Prints a table, and writes all figures as JSON.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def main() -> int:
 
 
 def measure(asked: argparse.Namespace, fields: list[str]) -> int:
-    """Time the sides in turns, and print the table; return the exit code."""
+    """Time the sides in turn, and print the table; return the exit code."""
     kinds = [trainers.config_of("polychromic"), trainers.data_config_of("polychromic")]
     config, data = configuration.read(kinds, asked.config, fields)
     device = device_called(asked.device)

@@ -1,11 +1,11 @@
 """Measure the effect of λ: polychromic_tradeoff.py --out FILE [--weights λ ...] [--seeds N ...] [--config FILE] …
 
-Trains the optimized trainer of polychromic for `--steps` steps with each λ and seed, and measures each on the held-out
-examples: the loss, the diversity of five replies to each prompt, and those replies' log-likelihood under the model
-without its adapters. Other fields are those of the configuration, e.g. --model FOLDER --data FILE. FILE keeps what has
-been measured, and goes on from there: several processes may write a file each.
+Trains the optimized trainer of polychromic for `--steps` steps with each λ and seed, and evaluates each on the held-out
+examples: the loss, the diversity of five replies to each prompt, and the log-likelihood of those replies under the
+model without its adapters. Other options are fields of the configuration, e.g. --model FOLDER --data FILE. FILE keeps
+the finished runs, and the next call resumes after them. Several processes need a file each.
 
-polychromic_tradeoff.py --show FILE ... prints a table of all, relative to λ = 0 of the same seed.
+polychromic_tradeoff.py --show FILE ... prints a table of all runs, relative to λ = 0 with the same seed.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ METRICS = ("held_out_loss", "diversity", "log_likelihood")
 
 
 def main() -> int:
-    """Train and measure, or show; return the exit code."""
+    """Train and evaluate, or show; return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", type=Path)
     parser.add_argument("--weights", nargs="+", type=float, default=list(WEIGHTS), metavar="λ")
@@ -61,7 +61,7 @@ def main() -> int:
 
 
 def measure(asked: argparse.Namespace, fields: Sequence[str]) -> None:
-    """Train with each λ and seed that the file does not have yet, and write it after each."""
+    """Train with each λ and seed that the file lacks, and write the file after each run."""
     kinds = [trainers.config_of("polychromic"), trainers.data_config_of("polychromic")]
     config, data = configuration.read(kinds, asked.config, list(fields))
     device, given = device_called(asked.device), load(data).given
@@ -86,7 +86,7 @@ def measure(asked: argparse.Namespace, fields: Sequence[str]) -> None:
 
 
 def read(path: Path, about: Mapping[str, Any] | None = None) -> list[dict[str, Any]]:
-    """Read the runs of a file; PerfsuiteError where it holds none, or they were not made as `about` says."""
+    """Read the runs of a file. PerfsuiteError if it holds none, or they have another device, configuration or data."""
     try:
         stored = json.loads(path.read_text())
         runs: list[dict[str, Any]] = stored["runs"]

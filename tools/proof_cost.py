@@ -1,8 +1,8 @@
-"""Where the seconds of proofs went: proof_cost.py [--log FILE] [PYTEST'S ARGUMENTS].
+"""Print where the seconds of proofs went: proof_cost.py [--log FILE] [PYTEST'S ARGUMENTS].
 
-Proves one item after another in this process and prints, in Markdown, the seconds of each pair by kind of item, and the
-median over the pairs. For figures with full caches run it twice. --log appends each item's seconds as it ends, so that
-they are there if the run is cut off; `--read FILE` prints the tables of such a file, or of several.
+Proves one item after another in this process. Prints, in Markdown, the seconds of each pair by kind of item, and the
+median over the pairs. For figures with full caches run it twice. --log appends the seconds of each item when it ends,
+so that they are kept if the run is cut off. `--read FILE` prints the tables of one or several such files.
 docs/measuring.md has figures of an H200.
 """
 
@@ -22,13 +22,13 @@ Seconds = dict[str, dict[str, float]]
 
 
 class Log:
-    """Plugin that notes the seconds of each item, its setup and teardown included."""
+    """Plugin that records the seconds of each item, including setup and teardown."""
 
     def __init__(self, file: Path | None) -> None:
         self.file, self.lines = file, list[str]()
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """Note the seconds of a phase of an item; pytest calls this for setup, call and teardown."""
+        """Record the seconds of one phase of an item; pytest calls this for setup, call and teardown."""
         line = f"{report.duration:.3f}\t{report.nodeid}"
         self.lines.append(line)
         if self.file is not None:
@@ -47,7 +47,7 @@ def by_pair(lines: list[str]) -> Seconds:
 
 
 def table(seconds: Seconds) -> list[str]:
-    """Return the table of the pairs, those that took longest first, and the median."""
+    """Return the table of the pairs, the longest first, and the median."""
     kinds = sorted({kind for of_pair in seconds.values() for kind in of_pair})
     total = {pair: sum(of_pair.values()) for pair, of_pair in seconds.items()}
     rows = [f"| pair: seconds | all | {' | '.join(kinds)} |", f"| --- |{' ---: |' * (1 + len(kinds))}"]
@@ -59,7 +59,7 @@ def table(seconds: Seconds) -> list[str]:
 
 
 def main() -> int:
-    """Print the table; return pytest's exit code, or 4 where a file cannot be read or written."""
+    """Print the table; return pytest's exit code, or 4 if a file of --read cannot be read or is not a log."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0], allow_abbrev=False)
     parser.add_argument("--log", type=Path, help="append the seconds of each item to this file")
     parser.add_argument("--read", type=Path, nargs="+", help="prove nothing: print the table of these files")

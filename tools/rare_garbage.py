@@ -1,4 +1,4 @@
-"""A pytest plugin for `make test`: collect garbage rarely. Each full collection scans torch's modules."""
+"""A pytest plugin for `make test` that collects garbage rarely, since each full collection scans torch's modules."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 
 
 class RareGarbage:
-    """Hide living objects from the collector, after pytest's collection of tests and after each file."""
+    """Freeze living objects (gc.freeze) after pytest has collected the tests, and after the first test of each file."""
 
     def __init__(self) -> None:
         self.file = ""
@@ -18,9 +18,9 @@ class RareGarbage:
         gc.set_threshold(20_000, 20, 100)
 
     def pytest_runtest_logfinish(self, nodeid: str) -> None:
-        """Collect garbage and freeze what is left after the last test of a file.
+        """Collect garbage, and freeze the remaining objects, after the first test of each file.
 
-        Later collections then need not scan torch's compiler and Hypothesis' records each time.
+        Later collections then do not scan torch's compiler and the records of Hypothesis each time.
         """
         file = nodeid.partition("::")[0]
         if file != self.file:

@@ -1,8 +1,9 @@
 """Run the tests as `make test` does: run_tests.py [PYTEST'S ARGUMENTS]. Nothing is timed unless -m asks for it.
 
-Tests run beside each other, by pytest-xdist where it is installed. With a GPU the proofs run first and without it: each
-then has a process that is replaced after a fault of a kernel, and perfsuite uses all cores itself. In a worker of xdist
-a fault would fail whatever that worker proves afterwards. The file that --junitxml names holds the tests of both runs.
+Tests run in parallel with pytest-xdist if it is installed. On a machine with a GPU the proofs run first, without xdist.
+Each proof then has a process that is replaced after a kernel fault, and perfsuite itself uses all cores. In an xdist
+worker, a fault would fail everything that the worker proves afterwards. The file that --junitxml names holds the tests
+of both runs.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import pytest
 
 from perfsuite import device_nodes
 
-# pytest's own logging plugin visits each of torch's 50 loggers six times a test, which took a fortieth of all time.
+# pytest's own logging plugin visits each of torch's 50 loggers six times per test, which took 1/40 of the total time.
 PLUGINS = ("-p", "perfsuite.plugin", "-p", "tools.rare_garbage", "-p", "no:logging")
 FOLDERS = ("perfsuite", "reference", "optimized", "suite", "tools")
 NOTHING_TO_RUN = int(pytest.ExitCode.NO_TESTS_COLLECTED)
@@ -30,7 +31,7 @@ NOTHING_TO_RUN = int(pytest.ExitCode.NO_TESTS_COLLECTED)
 def passes(arguments: Sequence[str], *, on_gpu: bool, beside: Sequence[str]) -> list[list[str]]:
     """Return the arguments of each run of pytest.
 
-    beside  xdist's options; the arguments come later, so that an `-n` among them counts
+    beside  xdist's options; they come before `arguments`, so that an `-n` among these has priority
     """
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("-m", dest="marks", default="not perf")
@@ -42,13 +43,13 @@ def passes(arguments: Sequence[str], *, on_gpu: bool, beside: Sequence[str]) -> 
 
 
 def worst(codes: Sequence[int]) -> int:
-    """Return the exit code of all runs; one that had nothing to run does not count beside another."""
+    """Return the exit code for all runs. A run that collected no tests counts only if no other run did."""
     ran = [code for code in codes if code != NOTHING_TO_RUN]
     return max(ran, default=NOTHING_TO_RUN)
 
 
 def merge_junit(files: Sequence[Path], merged: Path) -> None:
-    """Write one JUnit file with the test suites of these; a file that pytest did not write is left out."""
+    """Write one JUnit file with the test suites of these files; skip a file that pytest did not write."""
     root = ElementTree.Element("testsuites")
     for file in filter(Path.exists, files):
         root.extend(ElementTree.parse(file).getroot())
@@ -57,14 +58,14 @@ def merge_junit(files: Sequence[Path], merged: Path) -> None:
 
 
 def compile_modules(arguments: Sequence[str]) -> None:
-    """Compile the project's modules, and after a new clone also what the tests import, unless `arguments` name some of
-    their files.
+    """Compile the project's modules and, after a new clone, everything that the tests import.
 
-    Workers that begin together would each do it: pip leaves packages uncompiled (bootstrap.py), and pytest compiles
-    tests in a way of its own, when it collects them.
+    The second part is skipped if `arguments` name existing files. Without this, workers that start together would each
+    compile the same modules: pip leaves packages uncompiled (bootstrap.py), and pytest compiles tests itself when it
+    collects them.
     """
     for folder in FOLDERS:
-        compileall.compile_dir(folder, quiet=2, workers=0)  # as many as there are cores
+        compileall.compile_dir(folder, quiet=2, workers=0)  # one worker per core
     named = any(Path(argument.partition("::")[0]).exists() for argument in arguments)
     if named or any(Path("tests").rglob("*-pytest-*.pyc")):
         return
@@ -75,18 +76,18 @@ def compile_modules(arguments: Sequence[str]) -> None:
         for part in parts
     ]
     for process in collecting:
-        process.wait()  # a file that cannot be collected is reported by the run itself
+        process.wait()  # the run itself reports a file that cannot be collected
 
 
 def main() -> int:
-    """Run each pass in a process of its own, also after a failed one."""
+    """Run each pass in a process of its own, also after a failed one, but not after an interrupted one."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--junitxml", "--junit-xml", type=Path)
     found, rest = parser.parse_known_args()
     installed = importlib.util.find_spec("xdist") is not None
     if installed and not sys.dont_write_bytecode:
         compile_modules(rest)
-    # A worker takes tests in their order, so that the proofs of a pair share what they know of its draws.
+    # worksteal gives each worker tests in their order, so that the proofs of a pair share what they know of its draws.
     beside = ("-n", "auto", "--dist", "worksteal") if installed else ()
     codes = []
     with tempfile.TemporaryDirectory() as folder:
@@ -95,7 +96,7 @@ def main() -> int:
             reports.append(Path(folder, f"{len(reports)}.xml"))
             written = [f"--junitxml={reports[-1]}"] if found.junitxml else []
             code = subprocess.run([sys.executable, "-m", "pytest", *PLUGINS, *own, *written], check=False).returncode
-            codes.append(abs(code))  # negative: pytest was ended by a signal
+            codes.append(abs(code))  # negative: a signal ended pytest
             if code == int(pytest.ExitCode.INTERRUPTED):
                 break
         if found.junitxml:

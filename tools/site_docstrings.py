@@ -1,7 +1,9 @@
-"""An extension of griffe: the docstrings' lists of parameters as tables.
+"""An extension of griffe that renders the docstrings' lists of parameters as tables.
 
-name    what it is, which may
-        go on in further lines
+A list of parameters has this form:
+
+name    description, which may
+        continue on further lines
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""A hook of mkdocs: pages of the site that lie outside docs/, links between the documents, and the commands' help.
+"""A hook of mkdocs for pages outside docs/, links between the documents, and the help of the commands.
 
-The documents are written to be read in the repository, with links by path. Here links to a page of the site become
-links to it, and links to any other file of the repository become its name.
+The documents are written to be read in the repository, with links by path. On the site, a link to another page of the
+site points to that page, and a link to any other file of the repository becomes its name.
 """
 
 from __future__ import annotations
@@ -46,13 +46,13 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str
 
 
 def _link(match: re.Match[str], source: str, uri: str) -> str:
-    """Return a link of the file `source` as the page `uri` has it."""
+    """Return a link of the file `source` as it must be on the page `uri`."""
     target, _, anchor = match["target"].partition("#")
     if not target or re.match(r"[a-z]+:", target):
         return match[0]
     place = posixpath.normpath(posixpath.join(posixpath.dirname(source), target))
     if not os.path.exists(ROOT / place):
-        return match[0]  # mkdocs warns
+        return match[0]  # mkdocs warns about it
     page = PAGES.get(place) or (place.removeprefix("docs/") if place.startswith("docs/") else "")
     if not page:
         text = match["text"][1:-1]
@@ -62,12 +62,12 @@ def _link(match: re.Match[str], source: str, uri: str) -> str:
 
 
 def _commands() -> str:
-    """Return the help of every command of the installed package, as a section each."""
+    """Return the help of every command of the installed package, one section per command."""
     above = click.Context(main, info_name="perfsuite")
     sections = []
     for name in main.list_commands(above):
         command = main.get_command(above, name)
-        if command is None or command.context_settings.get("allow_extra_args"):  # one of the repository's own
+        if command is None or command.context_settings.get("allow_extra_args"):  # a command that cannot be loaded
             continue
         text = click.Context(command, info_name=name, parent=above, max_content_width=100).get_help()
         sections.append(f"## {name}\n\n```text\n{text}\n```\n")

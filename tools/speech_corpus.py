@@ -1,10 +1,10 @@
-"""Fetches a Debian package of recorded speech and unpacks it into a folder; installs nothing.
+"""Fetch a Debian package of recorded speech and unpack it into a folder; nothing is installed.
 
     python tools/speech_corpus.py FOLDER [PACKAGE]
 
-Real recordings for `perfsuite data leak-audio OUT --from FOLDER`: 568 telephone prompts, 25 minutes, 17 MB, licensed
-CC-BY-SA 3.0 (the licence is unpacked with them). Ends with 1 and one line where the package cannot be had: on another
-system than Debian and Ubuntu, or without their archive.
+The recordings are for `perfsuite data leak-audio OUT --from FOLDER`: 568 telephone prompts, 25 minutes, 17 MB, licensed
+CC-BY-SA 3.0 (the licence is unpacked with them). The tool ends with exit code 1 and one line if the package cannot be
+fetched: on a system other than Debian and Ubuntu, or without access to their archive.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def fetch(folder: Path, package: str = PACKAGE) -> int:
             raise SystemExit(f"speech_corpus: no {tool} here; this needs Debian or Ubuntu")
     try:
         with tempfile.TemporaryDirectory() as name:
-            Path(name).chmod(0o755)  # else apt warns that its own user cannot look into it
+            Path(name).chmod(0o755)  # otherwise apt warns that its own user cannot read the folder
             _run(["apt-get", "-qq", "-o", "APT::Sandbox::User=root", "download", package], Path(name))
             (archive,) = Path(name).glob("*.deb")
             folder.mkdir(parents=True, exist_ok=True)

@@ -1,9 +1,9 @@
-"""How good is ups beside an FNO and a U-Net given the same time and data? ups_rivals.py DATA --seconds S [--out FILE].
+"""Compare ups with an FNO and a U-Net given the same time and data: ups_rivals.py DATA --seconds S [--out FILE].
 
-Each of the three trains for so many seconds on one device, compilation included: ups on all tasks at once by the
-configuration given, the others by a network for each task, which shares the time in equal parts. Prints the NRMSE of
-the validation samples at the first and the last step of a rollout, and writes all of them as JSON. The FNO needs the
-package neuraloperator and the U-Net monai.
+Each of the three trains for S seconds on one device, including compilation. ups trains on all tasks at once with the
+given configuration. The others train one network per task, and these share the time equally. Prints the NRMSE of the
+validation samples at the first and the last step of a rollout, and writes the NRMSE of all steps as JSON. The FNO needs
+the package neuraloperator, the U-Net monai.
 """
 
 from __future__ import annotations

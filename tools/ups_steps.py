@@ -1,11 +1,11 @@
 """Time a step of ups: ups_steps.py DATA [--ranks N] [--only NAME ...] [--out FILE].
 
-Times the source's settings before, each phase added to those before it, what is fastest, the same work as before, and
-smaller batches. All of them live at once and are timed in turns, in several rounds; a round's time is that of the
-slowest rank. Beside them are floors: what the products of a step take at the rate of a large product in bfloat16, what
-the all-reduce of the gradients takes alone, and what a step's own collectives take alone. Prints a table, and writes
-all figures as JSON. Each variant is compiled first, for up to a minute; --compile-only ends there, and fills PyTorch's
-caches.
+Times these variants: the source's settings before its phases, each phase added to those before it, the fastest
+settings, the fastest settings with the same work as before, and smaller batches. All variants are in memory at once and
+are timed in turn, in several rounds. The time of a round is that of the slowest rank. The tool also measures lower
+bounds of the time: the matrix products of a step at the rate of a large product in bfloat16, the all-reduce of the
+gradients alone, and a step's own collectives alone. It prints a table, and writes all figures as JSON. Each variant is
+compiled first, for up to a minute. With --compile-only the tool ends there, and has filled PyTorch's caches.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ from suite.ups.config import OF_RANKS, TECHNIQUES, TRADES, TrainConfig  # noqa: 
 from suite.ups.networks import CODERS  # noqa: E402
 
 ROUNDS, STEPS = 5, 12
-"""Rounds that are timed, and steps of a round: as many as any schedule repeats after."""
+"""Timed rounds, and steps per round. The number of steps is a multiple of every schedule's period."""
 PROFILED = 4
-"""Steps whose kernels are counted: where there are many small ones, the profiler takes seconds a step."""
+"""Steps whose kernels are counted. The profiler takes seconds per step if there are many small kernels."""
 KERNELS = 12
-"""Number of kernels that are named: those of the most time."""
+"""Number of kernels that are named, those with the most time."""
 SIDE = 8192
 """Rows and columns of the matrices whose product gives the rate of products."""
 PHASES: dict[str, Mapping[str, Any]] = {
@@ -64,7 +64,7 @@ PHASES: dict[str, Mapping[str, Any]] = {
     "7 sharding": {"use_fsdp2": True, "batch_size": 24},
     "8 optimizers": {"fused_optimizers": True},
 }
-"""Each phase of the source → what it changes."""
+"""Each phase of the source → the settings that it changes."""
 FAST: Mapping[str, Any] = {
     **dict.fromkeys((*TECHNIQUES, *OF_RANKS), True),
     **dict.fromkeys(TRADES, False),
@@ -178,7 +178,7 @@ def meet(here: together.Place, device: torch.device) -> None:
 
 
 def mean_of(device: torch.device, call: Callable[[], object], count: int) -> float:
-    """Return the mean seconds of a call, over `count` in a row, after some that are not timed."""
+    """Return the mean seconds of a call over `count` calls in a row, after three calls that are not timed."""
     for _ in range(3):
         call()
     synchronize(device)
@@ -190,7 +190,7 @@ def mean_of(device: torch.device, call: Callable[[], object], count: int) -> flo
 
 
 def communicate(buckets: Sequence[Bucket]) -> None:
-    """Make all collectives of a step with all groups of weights."""
+    """Run all collectives of a step with all groups of weights."""
     for begin, end in ((Bucket.reduce, Bucket.wait), (Bucket.send, Bucket.receive)):
         for call in (begin, end):
             for bucket in buckets:
@@ -198,7 +198,7 @@ def communicate(buckets: Sequence[Bucket]) -> None:
 
 
 def floors(timed: Mapping[str, Timed], here: together.Place, device: torch.device) -> dict[str, Any]:
-    """Measure what bounds a step's time from below: the rate of products, a step's FLOPs, and its all-reduce."""
+    """Measure the lower bounds of a step's time: the rate of products, a step's FLOPs, and its collectives."""
     found: dict[str, Any] = {}
     if device.type == "cuda":
         a = torch.randn(SIDE, SIDE, device=device, dtype=torch.bfloat16)
@@ -207,7 +207,7 @@ def floors(timed: Mapping[str, Timed], here: together.Place, device: torch.devic
     if fast is not None:
         given = [fast.trainer._given(fast.trainer.source.batch(number)) for number in (0, 1)]
         flops = []
-        fast.trainer._has_parts = lambda: False  # the count needs the operator as a whole
+        fast.trainer._has_parts = lambda: False  # count the operator as a whole
         for micro in given:
             with FlopCounterMode(display=False) as counter, torch.enable_grad():
                 loss, _ = fast.trainer._loss(micro)

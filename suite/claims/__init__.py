@@ -1,1 +1,1 @@
-"""Measurements of the sources' claims, which `perfsuite claims` makes; docs/claims.md has the results."""
+"""Measurements of the sources' claims for `perfsuite claims`; docs/claims.md has the results."""

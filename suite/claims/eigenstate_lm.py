@@ -1,4 +1,4 @@
-"""eigenstate_lm's claims, C47 to C60, each with how it is measured. There is no C50 and no C59."""
+"""Claims C47 to C60 of eigenstate_lm, each with its measurement. C50 and C59 do not exist."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ CHECKS = Checks()
 
 
 def _alone(measure: Measure) -> Measure:
-    """Free unused memory before the measurement; return UNMEASURED where it does not compile or runs out of memory."""
+    """Free unused memory before the measurement; return UNMEASURED if it does not compile or runs out of memory."""
 
     @functools.wraps(measure)
     def answer(s: Setting) -> Answer:
@@ -350,7 +350,7 @@ def prefetch(s: Setting) -> Answer:
     except RuntimeError as error:
         if "DataLoader worker" not in str(error):
             raise
-        return UNMEASURED, " ".join(str(error).split())  # mostly for lack of shared memory
+        return UNMEASURED, " ".join(str(error).split())  # usually too little shared memory
     finally:
         for loader in loaders.values():
             loader.close()

@@ -71,7 +71,7 @@ def step_seconds(s: Setting) -> Mapping[str, list[float]]:
 
 
 def drawn_recurrence(s: Setting, length: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Return ([β, λ, first states] of a block, gradients of its results), the same at each call."""
+    """Return ([β, λ, initial states] of a block, gradients of the results). They are the same at each call."""
     generator = torch.Generator().manual_seed(0)
     B, K = s.config.batch_size, s.config.cells * s.config.eigenstates
     turning = eigenvalues(decays(s)[0][0]).flatten(0, 1)
@@ -83,7 +83,7 @@ def drawn_recurrence(s: Setting, length: int) -> tuple[list[torch.Tensor], list[
 def differentiated(
     scan: Callable[..., Any], given: Sequence[torch.Tensor], grads: Sequence[torch.Tensor]
 ) -> list[torch.Tensor]:
-    """Return the scan's results and the gradients by all its inputs."""
+    """Return the results of the scan and the gradients with respect to all its inputs."""
     leaves = [t.detach().requires_grad_() for t in given]
     found = scan(*leaves)
     return [*(t.detach() for t in found), *torch.autograd.grad(found, leaves, grads)]
@@ -100,7 +100,7 @@ def by_name(calls: Mapping[int, Callable[[], object]]) -> dict[str, Callable[[],
 
 
 def decays(s: Setting) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return α [layers, cells, K] on the CPU: as at the start of training, and with the largest possible |λ|."""
+    """Return α [layers, cells, K] on the CPU: as at the start of training, and for the largest possible |λ|."""
     config = s.config
     sizes = Sizes(vocabulary=1, width=1, layers=config.layers, eigenstates=config.eigenstates, cells=config.cells)
     weights = make_weights(0, sizes)
@@ -109,7 +109,7 @@ def decays(s: Setting) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def influence_of_scan(s: Setting, decay: torch.Tensor) -> torch.Tensor:
-    """Return [distance]: the largest |dRe(c_last)/dβ| of all eigenstates, for a β so many tokens back."""
+    """Return [distance]: the largest |dRe(c_last)/dβ| over all eigenstates, where β is `distance` tokens back."""
     scan = implementation("recurrence.eigenstate_scan", "eigenstate_scan", optimized=True)
     turning = eigenvalues(decay).flatten(0, -2).to(s.device)
     beta = torch.zeros(1, s.reach, len(turning), device=s.device, requires_grad=True)
@@ -119,7 +119,7 @@ def influence_of_scan(s: Setting, decay: torch.Tensor) -> torch.Tensor:
 
 
 def influence_of_network(s: Setting, decay: torch.Tensor | None) -> torch.Tensor:
-    """Return [distance]: the norm of the gradient of the network's last output by its input so many tokens back."""
+    """Return [distance]: the norm of the gradient of the network's last output by its input `distance` tokens back."""
     config = s.config
     sizes = config.sizes(vocabulary=1)
     first = make_weights(0, sizes)
@@ -150,7 +150,7 @@ def whole_loss(hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor)
 
 
 def kept_loss(hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """Compute the loss in the chunks of `freed_loss`, but let each keep its logits for the backward."""
+    """Compute the loss in the same chunks as `freed_loss`, but keep the logits of each chunk for the backward."""
     parts = [slice(start, start + chunk_rows(hidden)) for start in range(0, len(hidden), chunk_rows(hidden))]
     losses = [functional.cross_entropy(functional.linear(hidden[p], weight), labels[p], reduction="sum") for p in parts]
     return torch.stack(losses).sum() / len(hidden)
@@ -164,12 +164,12 @@ def freed_loss(hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor)
 
 
 def chunk_rows(hidden: torch.Tensor) -> int:
-    """Return the rows of a chunk, 1/32 of all: for the source's batch, the 4096 that the optimized loss takes."""
+    """Return the rows of a chunk, 1/32 of all. For the source's batch these are 4096, as in the optimized loss."""
     return max(1, len(hidden) // 32)
 
 
 def peak_of_loss(s: Setting, form: Callable[..., torch.Tensor], wide: bool) -> tuple[float, int]:
-    """Return (peak bytes of forward and backward, scaled to the source's batch; rows that were measured).
+    """Return (peak bytes of forward and backward, scaled to the source's batch; number of measured rows).
 
     The rows are halved until they fit into memory.
     """
@@ -183,7 +183,7 @@ def peak_of_loss(s: Setting, form: Callable[..., torch.Tensor], wide: bool) -> t
 
 
 def peak_of_rows(s: Setting, form: Callable[..., torch.Tensor], wide: bool, rows: int) -> int | None:
-    """Return the peak bytes of this many rows; None where they do not fit into memory."""
+    """Return the peak bytes for `rows` rows; None if they do not fit into memory."""
     dtype = torch.float32 if wide else torch.bfloat16
     try:
         hidden, weight = (
@@ -208,7 +208,7 @@ def peak_of_step(s: Setting, **on: bool) -> int:
     def call() -> None:
         trainer = make_trainer(s, **on)
         compiled_call(step_of(trainer))
-        if s.device.type == "cuda":  # exclude the memory that compiling took
+        if s.device.type == "cuda":  # exclude the memory of compilation
             torch.cuda.synchronize(s.device)
             torch.cuda.reset_peak_memory_stats(s.device)
         trainer.train_window({})
@@ -219,7 +219,7 @@ def peak_of_step(s: Setting, **on: bool) -> int:
 
 
 def final_losses(s: Setting) -> tuple[list[tuple[float, float]], int]:
-    """Return ([(final loss in float32, in float16) by seed], number of steps whose gradient's norm was not finite)."""
+    """Return ([(final loss in float32, in float16) by seed], number of steps whose gradient norm was not finite)."""
     given = text_of(Data(synthetic=200, vocabulary=s.trained_vocabulary, sequence_length=s.trained.sequence_length))
     make = implementation("trainers.eigenstate_lm", "Trainer", optimized=True)
     found, left_out = [], 0
@@ -238,7 +238,7 @@ def final_losses(s: Setting) -> tuple[list[tuple[float, float]], int]:
 
 
 def free_memory() -> None:
-    """Free all unused memory, also that of trainers that are gone: they are reference cycles."""
+    """Free all unused memory, including that of unused trainers, which are in reference cycles."""
     gc.collect()
     torch.cuda.empty_cache()
 

@@ -12,7 +12,7 @@ from suite.eigenstate_lm.config import TrainConfig
 from suite.eigenstate_lm.model import VOCABULARY
 
 SOURCE = TrainConfig(accumulation=1)
-"""The source's network and its batch, once a step."""
+"""The source's network and its batch, with one micro-batch per step."""
 STEP, STEP_BEFORE = 0.37, 17.0
 """Seconds of a step, as the source gives them."""
 RATE, RATE_BEFORE = 22_089, 50
@@ -23,17 +23,17 @@ TIMES = 53.9
 CACHED = 256
 """Chunks in the source's cache."""
 EVERY = 10
-"""Steps from one emptying of the cache to the next."""
+"""Steps between two calls that empty the allocator's cache."""
 PREFETCH, PREFETCH_MORE = 2, (4, 8)
 CHUNKS = (1, 16, 64, 256)
 TOLERANCE = 0.1
-"""A measured figure may differ by this share of the claimed one."""
+"""A measured figure may differ from the claimed one by this share."""
 NOTHING = 0.05
 """A gain below this share counts as none."""
 QUALITY = 0.01
 """A loss that is higher by more than this share is worse."""
 ROUNDING = 1e-5
-"""Largest relative error, against float64, that is rounding of float32 sums over thousands of steps."""
+"""Largest relative error, against float64, that counts as rounding of float32 sums over thousands of steps."""
 EPS = torch.finfo(torch.float32).eps
 MB, GB = 1e6, 1e9
 PRECISIONS: Mapping[str, Mapping[str, bool]] = {
@@ -54,7 +54,7 @@ TINY = TrainConfig(
     dropout=0.0,
     use_compile=False,
 )
-"""The settings of configs/eigenstate_lm/tiny.yaml, uncompiled: compiling does not pay for kernels as small as these."""
+"""The settings of configs/eigenstate_lm/tiny.yaml, but uncompiled: torch.compile does not pay off for small kernels."""
 TINY_VOCABULARY = 2048
 ENDS = 8
 """Number of last steps whose mean loss is the final loss of a run."""
@@ -80,7 +80,7 @@ class Setting:
     reach: int = 32768
     """Number of tokens over which a gradient is followed back."""
     rows: int = 131072
-    """Rows for which the loss is computed; fewer where these do not fit into memory."""
+    """Rows for which the loss is computed, or fewer if these do not fit into memory."""
     trained: TrainConfig = TINY
     """Configuration of the runs whose losses are compared."""
     trained_vocabulary: int = TINY_VOCABULARY
@@ -89,7 +89,7 @@ class Setting:
 
 
 def setting(device: torch.device) -> Setting:
-    """Return the source's size on a GPU, and elsewhere one that takes seconds."""
+    """Return the source's size on a GPU, and elsewhere a size that takes seconds."""
     if device.type == "cuda":
         return Setting(device=device)
     small = TrainConfig(

@@ -18,14 +18,14 @@ def extrapolated(short: tuple[int, float], longer: tuple[int, float], length: in
 
 
 def error(found: Sequence[torch.Tensor], truth: Sequence[torch.Tensor]) -> float:
-    """Return the largest relative error of a tensor: the norm of its difference over the true tensor's norm."""
+    """Return the largest relative error of a tensor: the norm of its error over the norm of the true tensor."""
     return max(float((a.double() - b).norm() / b.norm()) for a, b in zip(found, truth, strict=True))
 
 
 def horizon(influence: torch.Tensor) -> int | None:
-    """Return the distance in tokens from which an influence [distance] stays below float32's epsilon times the first.
+    """Return the distance from which an influence [distance] stays below float32's epsilon times its first value.
 
-    None where it does not.
+    The distance is in tokens; None if the influence does not stay below it.
     """
     there = (influence.double() >= EPS * influence[0].double()).nonzero()
     after = int(there[-1]) + 1 if len(there) else 0
@@ -39,7 +39,7 @@ def reached(seconds: Sequence[float]) -> str:
 
 
 def meets(found: Sequence[float], claimed: float) -> str:
-    """Return the verdict on whether all figures are the claimed one: DEPENDS where only their range includes it."""
+    """Return the verdict on whether all figures equal the claimed one; DEPENDS if only their range includes it."""
     if all(near(f, claimed) for f in found):
         return CONFIRMED
     return DEPENDS if min(found) <= (1 + TOLERANCE) * claimed and max(found) >= (1 - TOLERANCE) * claimed else REFUTED
@@ -48,7 +48,7 @@ def meets(found: Sequence[float], claimed: float) -> str:
 def in_turn(furthest: float, scan: float, loop: float) -> str:
     """Return the verdict on whether the steps must run one after another.
 
-    It is REFUTED where a scan has the same results, but for rounding, in less than half the time.
+    It is REFUTED if a scan has the same results, except for rounding, in less than half the time.
     """
     if furthest > ROUNDING:
         return CONFIRMED
@@ -62,7 +62,7 @@ def only_speed(errors: Sequence[float], peaks: Sequence[float]) -> str:
 
 
 def spans(horizons: Sequence[int | None], length: int) -> str:
-    """Return the verdict from the horizons for the first λ and for the largest; None counts as `length`."""
+    """Return the verdict from the horizons for the initial λ and for the largest one; None counts as `length`."""
     first, most = (length if h is None else h for h in horizons)
     return CONFIRMED if first >= length else DEPENDS if most >= length else REFUTED
 
@@ -75,7 +75,7 @@ def between(found: Sequence[float], least: float, most: float) -> str:
 
 
 def fits(peaks: Sequence[float], claimed: float) -> str:
-    """Return the verdict on whether the peaks are at most what is claimed."""
+    """Return the verdict on whether each peak is at most the claimed one."""
     enough = [p <= (1 + TOLERANCE) * claimed for p in peaks]
     return CONFIRMED if all(enough) else DEPENDS if any(enough) else REFUTED
 
@@ -83,8 +83,8 @@ def fits(peaks: Sequence[float], claimed: float) -> str:
 def helps(low: float, high: float, growth: float) -> str:
     """Return the verdict on whether emptying the cache helps.
 
-    low, high  interval of the percent that steps take longer with it
-    growth     share by which the reserved memory grows in some steps without it
+    low, high  interval, in percent, of the extra time that steps take with it
+    growth     share by which the reserved memory grows over some steps without it
     """
     if high < 0:
         return CONFIRMED
@@ -96,7 +96,7 @@ def helps(low: float, high: float, growth: float) -> str:
 def loads_faster(gains: Sequence[Ratio], batch: float) -> str:
     """Return the verdict on whether loading is faster with more prefetched batches.
 
-    gains  how many times as fast it is with more
+    gains  speedup of each larger number of prefetched batches
     batch  seconds of a batch with few; a step waits for its batch only if this is longer than the step
     """
     faster = [r.low > 1 for r in gains]

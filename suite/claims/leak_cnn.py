@@ -1,4 +1,4 @@
-"""leak_cnn's claims, C13 to C23, each with how it is measured."""
+"""Claims C13 to C23 of leak_cnn, each with its measurement."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ CHECKS = Checks()
 
 
 def _compiles(measure: Measure) -> Measure:
-    """Return UNMEASURED, with the reason, where something cannot be compiled."""
+    """Return UNMEASURED, with the reason, if something cannot be compiled."""
 
     @functools.wraps(measure)
     def answer(s: Setting) -> Answer:
@@ -186,7 +186,7 @@ def syncs(s: Setting) -> Answer:
         "all": measured.trained_epochs(config, audio, s.device),
     }
     for call in made.values():
-        for _ in range(3):  # from the third call on, no graph is captured any more
+        for _ in range(3):  # from the third call on, no CUDA graph is captured
             call()
     counted = count_calls({name: (lambda: None, call) for name, call in made.items()})
     found = {name: number for name, (number, _) in counted.items()}
@@ -289,7 +289,7 @@ def together(s: Setting) -> Answer:
             on: Mapping[str, Any] = dict.fromkeys(_IMPLEMENTED, True) if done else {}
             config = dataclasses.replace(before, resident_dataset=resident, **on)
             made[f"{place}{done}"] = (measured.finished_epochs, (config, audio, s.device))
-    _, seconds = measured.rounds_apart(made, min(s.rounds, 5))  # an epoch from the file takes a second or more
+    _, seconds = measured.rounds_apart(made, min(s.rounds, 5))  # an epoch from the file takes 1 s or more
     answers = []
     for place in places:
         was, became = seconds[f"{place}{False}"], seconds[f"{place}{True}"]
@@ -342,7 +342,7 @@ _IMPLEMENTED = (
 )
 """Techniques that the source says it has implemented.
 
-Two are left out: file_level_eval concerns validation alone, and the loader is on before, too.
+Two are left out: file_level_eval affects only validation, and the loader is on in the baseline too.
 """
 
 

@@ -29,7 +29,7 @@ from suite.techniques import implementation
 
 
 def launches_of(s: Setting, call: Callable[[], object]) -> int:
-    """Count the launches of a call on a GPU, and its operations elsewhere."""
+    """Count the launches of a call on a GPU, or its operations on another device."""
     if s.device.type == "cuda":
         return counts(call)[1]
     call()
@@ -41,7 +41,7 @@ def launches_of(s: Setting, call: Callable[[], object]) -> int:
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes at the source's batch."""
+    """Bytes, scaled to the source's batch."""
 
     kept: float
     """Bytes that are kept for the backward after the forward."""
@@ -62,7 +62,7 @@ def memory_of(s: Setting, activation: Activation, compiled: bool) -> Memory:
 
 
 def _on_a_gpu(s: Setting, call: Callable[..., torch.Tensor], given: Any, leaves: Any) -> tuple[int, int, int]:
-    torch.autograd.grad(call(*given), leaves)  # warms up: libraries keep memory of their own
+    torch.autograd.grad(call(*given), leaves)  # warms up: libraries allocate memory of their own
     gc.collect()
     torch.cuda.synchronize(s.device)
     torch.cuda.reset_peak_memory_stats(s.device)
@@ -82,7 +82,7 @@ def _anywhere(call: Callable[..., torch.Tensor], given: Any, leaves: Any) -> tup
 
 
 def network_and_batch(s: Setting) -> tuple[tuple[Any, ...], list[torch.Tensor]]:
-    """Return (the arguments of `training_loss`: the source's network, the setting's batch; the weights among them)."""
+    """Return (arguments of `training_loss` for the source's network and the setting's batch, weights among them)."""
     generator = torch.Generator().manual_seed(0)
     weights = {name: w.to(s.device).requires_grad_() for name, w in make_weights(0).items()}
     segments = (8 * torch.randn(s.batch_size, 1, MELS, 1, generator=generator) - 30).to(s.device)
@@ -91,7 +91,7 @@ def network_and_batch(s: Setting) -> tuple[tuple[Any, ...], list[torch.Tensor]]:
 
 
 def training_step(s: Setting) -> Callable[[], torch.Tensor]:
-    """Return a training step that never waits for the device and returns its loss."""
+    """Return a training step that returns its loss and never waits for the device."""
     (weights, *batch), leaves = network_and_batch(s)
     optimizer = torch.optim.AdamW(leaves, fused=True)
 
@@ -127,7 +127,7 @@ def gradients_of(
 def tuned_steps(s: Setting, on: bool, low: torch.dtype | None, channels_last: bool) -> Callable[[], object]:
     """Return a function that computes the gradients TOGETHER times and waits for the device.
 
-    It needs a process of its own: cuDNN keeps the algorithms that it has found, whatever the setting is.
+    It must run in a process of its own: cuDNN keeps the algorithms that it has found, whatever the setting is.
     """
     call = gradients_of(s, low, channels_last)
 
@@ -145,7 +145,7 @@ def trained_epochs(
 ) -> Callable[[], None]:
     """Return a function that trains one more epoch and does not wait for its end on the device.
 
-    It raises UncompiledError where the network runs uncompiled.
+    It raises UncompiledError if the network runs uncompiled.
     """
     trainer = implementation("trainers.leak_cnn", "Trainer", optimized=optimized)(config, audio, device)
     numbers = itertools.count()
@@ -175,9 +175,9 @@ def wait(device: torch.device) -> None:
 def rounds_apart(
     made: Mapping[str, Make], rounds: int, enough: Callable[[dict[str, list[float]]], bool] | None = None
 ) -> tuple[dict[str, float], dict[str, list[float]]]:
-    """Return (seconds of the first call, seconds by round), each in a process of its own and no two at a time.
+    """Return (seconds of the first call, seconds by round). Each function has its own process; no two run at a time.
 
-    As long as `enough` does not accept the seconds, as many rounds again are timed, PASSES times in all.
+    While `enough` returns False for the seconds, `rounds` more rounds are timed, up to PASSES × `rounds` in total.
     """
     with apart(made) as calls:
         first = {name: call() for name, call in calls.items()}
@@ -193,9 +193,9 @@ def rounds_apart(
 
 
 def first_batch_of_worker(way: str) -> None:
-    """Start a worker, take a batch from it, and end it."""
+    """Start a worker, load one batch with it, and end it."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # about a fork beside threads, which is what is measured
+        warnings.simplefilter("ignore")  # about a fork in a process with threads, which is what is measured
         loader = DataLoader(TensorDataset(torch.zeros(4)), 4, num_workers=1, multiprocessing_context=way)
         next(iter(loader))
 
@@ -224,7 +224,7 @@ def graphs_of(function: Callable[..., torch.Tensor], whole: bool, s: Setting) ->
 
 
 def compiled_step(s: Setting, whole: bool) -> Callable[[], object]:
-    """Return a step under torch.compile with CUDA graphs of its own, as the source compiles it."""
+    """Return a step under torch.compile with its own CUDA graphs, as the source compiles it."""
     given, leaves = network_and_batch(s)
     options = {"triton.cudagraphs": True} if s.device.type == "cuda" else None
     replay_begins = implementation("compilation.compiled_function", "replay_begins", optimized=True)
@@ -236,7 +236,7 @@ def compiled_step(s: Setting, whole: bool) -> Callable[[], object]:
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # about empty graphs
-        for _ in range(3):  # compiled, captured, replayed
+        for _ in range(3):  # compiles, captures, replays
             step()
     return step
 
@@ -248,7 +248,7 @@ def _compile_quietly(function: Callable[..., torch.Tensor], **options: Any) -> C
 
 
 def _renewed(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """Return the function with a code object of its own, so that nothing compiled before is reused."""
+    """Return the function with a new code object, so that torch.compile reuses no earlier result."""
 
     def call(*given: Any) -> torch.Tensor:
         return function(*given)

@@ -19,7 +19,7 @@ VALIDATION = 10_000
 TOGETHER = 20
 """Steps that are timed in a row."""
 TOLERANCE = 0.1
-"""A measured figure may differ by this share of one that is claimed without a range."""
+"""A measured figure may differ by this share from one that is claimed without a range."""
 MB = 1e6
 FEW = Data(train_files=10, validation_files=5)
 FEW_BATCH = 112
@@ -34,7 +34,7 @@ class Setting:
     batch_size: int = BATCH
     workers: int = 8
     compiled: bool = True
-    """Whether compiled forms are measured, too."""
+    """True if compiled forms are measured too."""
     rounds: int = 7
     data: Data = dataclasses.field(default_factory=Data)
     """Data of the epochs that are timed."""
@@ -43,7 +43,7 @@ class Setting:
 
 
 def setting(device: torch.device) -> Setting:
-    """Return the source's size on a GPU, and elsewhere small batches that need neither a compiler nor a GPU's clock."""
+    """Return the source's size on a GPU, and elsewhere small batches that need neither a compiler nor GPU timing."""
     if device.type == "cuda":
         return Setting(device=device)
     return Setting(device=device, batch_size=32, workers=0, compiled=False, rounds=3)

@@ -23,19 +23,19 @@ from suite.ablation import Ratio, noting
 from suite.claims.record import CONFIRMED, EXCEEDED, REFUTED, UNMEASURED, Answer
 
 Make = tuple[Callable[..., Callable[[], object]], tuple[Any, ...]]
-"""A function of a module and its arguments. Called in another process, it returns the function to be timed there."""
+"""(module-level function, its arguments). Called in another process, the function returns the function to time."""
 PATIENCE = 10.0
 """Seconds that a process has to end by itself before it is killed."""
 PASSES = 4
-"""Times that a measurement is made at most, while it is too noisy for a verdict."""
+"""Maximum number of passes of a measurement while it is too noisy for a verdict."""
 
 
 class UncompiledError(RuntimeError):
-    """Raised where something to be measured compiled runs uncompiled; the message says why."""
+    """Raised if something that must be measured compiled runs uncompiled; the message says why."""
 
 
 def compiled_call(call: Callable[[], object]) -> None:
-    """Make a call that may compile something; raise UncompiledError where that fails."""
+    """Run a call that may compile something; raise UncompiledError if the compilation fails."""
     notes: list[str] = []
     with noting(notes):
         call()
@@ -53,7 +53,7 @@ def counts(call: Callable[[], object]) -> tuple[int, int]:
 def interleaved(
     device: torch.device, rounds: int, calls: Mapping[str, Callable[[], object]], *, count: int = 20
 ) -> dict[str, list[float]]:
-    """Return the seconds of a call by round; a round times `count` calls of each in a row."""
+    """Return the seconds of a call by round. Each round times `count` calls of each function in a row."""
     wait: Callable[[], object] = (lambda: torch.cuda.synchronize(device)) if device.type == "cuda" else (lambda: None)
     seconds: dict[str, list[float]] = {name: [] for name in calls}
     for number in range(rounds + 1):
@@ -63,17 +63,17 @@ def interleaved(
             for _ in range(count):
                 calls[name]()
             wait()
-            if number:  # the first warms up
+            if number:  # round 0 warms up
                 seconds[name].append((time.perf_counter() - began) / count)
     return seconds
 
 
 @contextmanager
 def apart(made: Mapping[str, Make]) -> Iterator[dict[str, Callable[[], float]]]:
-    """Yield functions by name, each of which times a call in a process of its own and returns its seconds.
+    """Yield name → function. Each function times a call in a process of its own and returns its seconds.
 
-    The processes end with the block. A timed function must wait for the device by itself. What is raised in a process
-    is raised here by the next call.
+    The processes end with the block. A timed call must itself wait for the device. An exception in a process is raised
+    here by the next call of its function, or as a RuntimeError if the process has already ended.
     """
     context = multiprocessing.get_context("spawn")
     ends: dict[str, Connection] = {}
@@ -83,7 +83,7 @@ def apart(made: Mapping[str, Make]) -> Iterator[dict[str, Callable[[], float]]]:
             ends[name], theirs = context.Pipe()
             children.append(context.Process(target=_serve, args=(theirs, make, given)))
             children[-1].start()
-            theirs.close()  # else the end of the process would not be noticed here
+            theirs.close()  # otherwise the end of the process would not be noticed here
         yield {name: partial(_asked, end) for name, end in ends.items()}
     finally:
         for end in ends.values():
@@ -96,9 +96,9 @@ def apart(made: Mapping[str, Make]) -> Iterator[dict[str, Callable[[], float]]]:
 
 
 class Operations(TorchDispatchMode):
-    """Count operations, and the bytes of the tensors that they return, as far as these are alive at once.
+    """Count operations, and the bytes of the live tensors that they return.
 
-    Tensors that were `known` before are left out.
+    `known` tensors existed before and are not counted.
     """
 
     def __init__(self, known: Sequence[torch.Tensor] = ()) -> None:
@@ -126,10 +126,10 @@ class Operations(TorchDispatchMode):
 
 
 def peak_bytes(device: torch.device, call: Callable[[], object], known: Sequence[torch.Tensor] = ()) -> int:
-    """Return the most bytes that a call has at once, beyond those before it.
+    """Return the peak bytes during a call beyond those allocated before it.
 
-    On a GPU these are all bytes that the allocator hands out, elsewhere those of the tensors that operations return.
-    `known` are the tensors that were there before.
+    On a GPU these are all bytes of the allocator, elsewhere those of the tensors that operations return. `known` are
+    the tensors that existed before the call.
     """
     gc.collect()
     if device.type == "cuda":
@@ -145,14 +145,15 @@ def peak_bytes(device: torch.device, call: Callable[[], object], known: Sequence
 
 
 def saved(ratio: Ratio) -> tuple[float, float]:
-    """Return the interval of the time saved, in percent, given the time without over the time with something."""
+    """Return the interval of the time saved, in percent; `ratio` is the time without something over that with it."""
     return 100 * (1 - 1 / ratio.low), 100 * (1 - 1 / ratio.high)
 
 
 def within(low: float, high: float, least: float, most: float, detail: str) -> Answer:
     """Return the verdict on whether the interval [low, high] overlaps the claimed one, [least, most].
 
-    An interval that overlaps it and contains 0 is UNMEASURED. `detail` describes the measurement.
+    It is EXCEEDED if the interval is above the claimed one and REFUTED if it is below. An interval that overlaps it and
+    contains 0 is UNMEASURED. `detail` describes the measurement.
     """
     if low > most:
         return EXCEEDED, detail
@@ -180,7 +181,7 @@ def _serve(end: Connection, make: Callable[..., Callable[[], object]], given: tu
             call()
             end.send(time.perf_counter() - began)
     except (EOFError, BrokenPipeError, KeyboardInterrupt):
-        return  # nobody asks any more
+        return  # no more requests will come
     except Exception as error:
         end.send(error)
 

@@ -1,4 +1,4 @@
-"""polychromic's claims, C40 to C46 (there is no C45), each with how it is measured."""
+"""Claims C40 to C46 of polychromic, each with its measurement. C45 does not exist."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Setting:
     steps: int = 3
     """Steps of a run whose weights are compared."""
     prompts: int = 64
-    """Prompts; both implementations draw three replies to each."""
+    """Number of prompts; both implementations draw three replies to each."""
     drawn_tokens: int = 20
     """Tokens of each of these replies."""
 
@@ -142,7 +142,7 @@ def attention(s: Setting) -> Answer:
     steps = {}
     others: dict[str, Any] = dict.fromkeys(
         ("fused_blocks", "packed_examples", "cuda_graph_step"), False
-    )  # these need it
+    )  # these need flash_attention
     for name, on in (("plain", False), ("flash", True)):
         config = dataclasses.replace(s.config, flash_attention=on, **others)
         steps[name] = functools.partial(_trainer(s, config).train_window, {})
@@ -214,7 +214,7 @@ def _trainer(s: Setting, config: TrainConfig, *, optimized: bool = True) -> Any:
 
 
 def _weights_after(s: Setting, config: TrainConfig) -> dict[str, torch.Tensor]:
-    """Train the reference, whose kernels give the same bits each time; return its weights."""
+    """Train the reference, whose kernels are bit-reproducible, and return its weights."""
     trainer = _trainer(s, config, optimized=False)
     for _ in range(s.steps):
         trainer.train_window({})
@@ -248,14 +248,14 @@ def _both_ways(call: Callable[..., torch.Tensor], *inputs: torch.Tensor) -> None
 
 
 def _sets(config: TrainConfig, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return random tokens [sets, replies, tokens] of as many sets as a step has, and their lengths [sets, replies]."""
+    """Return random tokens [sets, replies, tokens] for the sets of a step, and their lengths [sets, replies]."""
     shape = (config.prompts, config.replies, config.new_tokens)
     tokens = torch.randint(MINILM["vocabulary"], shape, generator=torch.Generator().manual_seed(0))
     return tokens.to(device), torch.full(shape[:2], config.new_tokens, device=device)
 
 
 def _diversity(encoder: Any, tokens: torch.Tensor, lengths: torch.Tensor) -> list[float]:
-    """Compute the reference's diversity of each set, which the host reads."""
+    """Compute the reference's diversity of each set; the host reads each result."""
     embed = implementation("diversity.encoder_batching", "encoder_batching", optimized=False)
     distances = implementation("diversity.pairwise_cosine", "pairwise_cosine", optimized=False)
     count = tokens.shape[1]
@@ -263,7 +263,7 @@ def _diversity(encoder: Any, tokens: torch.Tensor, lengths: torch.Tensor) -> lis
 
 
 def _losses_in_evaluation() -> int:
-    """Return how often transformers' Trainer calls compute_loss to evaluate four examples singly."""
+    """Return how often transformers' Trainer calls compute_loss to evaluate four examples one by one."""
     import transformers
 
     class Counting(transformers.Trainer):  # type: ignore[misc]  # it may not be installed

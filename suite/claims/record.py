@@ -1,4 +1,4 @@
-"""A claim with its verdict; the file that keeps them, and the page that shows them."""
+"""Claims with their verdicts, the JSON file that stores them, and the Markdown page that shows them."""
 
 from __future__ import annotations
 
@@ -41,20 +41,20 @@ class Claim:
 
 
 Answer = tuple[str, str]
-"""(verdict, description of what was found)."""
+"""(verdict, description of what was measured)."""
 Measure = Callable[[Any], Answer]
 """Measures a claim, given the trainer's setting, which has a device."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Check:
-    """How a claim is measured."""
+    """A claim and the function that measures it."""
 
     id: str
     said: str
     measure: Measure
     gpu: bool
-    """Whether the claim is about a GPU."""
+    """True if the claim can be measured only on a GPU."""
 
     def answer(self, setting: Any) -> Answer:
         """Return the verdict on this device."""
@@ -64,7 +64,7 @@ class Check:
 
 
 class Checks:
-    """A trainer's checks, collected by a decorator, in the order of their definition."""
+    """The checks of a trainer, collected by a decorator in the order of their definition."""
 
     def __init__(self) -> None:
         self.all: dict[str, Check] = {}
@@ -79,7 +79,7 @@ class Checks:
         return keep
 
     def chosen(self, only: Iterable[str]) -> list[Check]:
-        """Return the checks with these ids, or all if none is named. PerfsuiteError for an unknown id."""
+        """Return the checks with these ids, or all if none is given. PerfsuiteError for an unknown id."""
         wanted = list(only)
         for name in wanted:
             if name not in self.all:
@@ -88,7 +88,7 @@ class Checks:
 
 
 def load(path: Path) -> dict[str, Claim]:
-    """Read id → claim; empty where there is no file. PerfsuiteError where it cannot be read or holds no claims."""
+    """Read id → claim; empty if the file does not exist. PerfsuiteError if it cannot be read or holds no claims."""
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
         if data["schema"] != SCHEMA:
@@ -107,13 +107,13 @@ def load(path: Path) -> dict[str, Claim]:
 
 
 def save(claims: Mapping[str, Claim], path: Path) -> None:
-    """Write the claims as JSON, in the order of their numbers; the file is written whole or not at all."""
+    """Write the claims as JSON, ordered by number. The file is written whole or not at all."""
     ordered = [dataclasses.asdict(claims[name]) for name in sorted(claims, key=_number)]
     write(path, json.dumps({"schema": SCHEMA, "claims": ordered}, indent=1, ensure_ascii=False) + "\n")
 
 
 def page(claims: Mapping[str, Claim]) -> str:
-    """Return the claims as a page of Markdown."""
+    """Return the claims as a Markdown page."""
     lines = ["# What the sources claim, and what was measured", ""]
     lines += [
         "Written by `perfsuite claims TRAINER`. *depends* says on what; *not measurable here*, why.",

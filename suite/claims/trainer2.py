@@ -1,4 +1,4 @@
-"""trainer2's claims, C1 to C12, each with how it is measured."""
+"""Claims C1 to C12 of trainer2, each with its measurement."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ CHECKS = Checks()
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """Device and sizes of the measurements; `techniques` are those that count as all."""
+    """Device and sizes of the measurements. `techniques` are those that count as all techniques."""
 
     device: torch.device
     config: TrainConfig = dataclasses.field(default_factory=TrainConfig)
@@ -154,7 +154,7 @@ def stall(s: Setting) -> Answer:
             began = time.perf_counter()
             torch.cuda.empty_cache()
             emptied = time.perf_counter()
-            _blocks(s.device, count)  # what the next window pays to have it back
+            _blocks(s.device, count)  # the time that the next window needs to allocate it again
             torch.cuda.synchronize(s.device)
             times.setdefault(count, []).append(1e3 * (emptied - began))
             times.setdefault(-count, []).append(1e3 * (time.perf_counter() - emptied))
@@ -218,7 +218,7 @@ def together(s: Setting) -> Answer:
 
 
 def launch_verdict(eager: float, replayed: float) -> Answer:
-    """Return the verdict from the µs of an eager launch and of a node of a graph."""
+    """Return the verdict from the µs of an eager launch and of a graph node."""
     detail = (
         f"an in-place addition to one element takes {eager:.2f} µs eagerly, and {replayed:.2f} µs as a node of a graph"
     )
@@ -315,7 +315,11 @@ def _trainer(s: Setting, on: tuple[str, ...] | None) -> Any:
 
 @functools.cache
 def _window(s: Setting) -> Mapping[str, Timed]:
-    """Time a window of the reference, of all techniques, of all but CUDA graphs, and of these less metric batching."""
+    """Time a window of four arms.
+
+    The arms are the reference, all techniques, all without CUDA graphs, and all without CUDA graphs and metric
+    batching.
+    """
     eager = tuple(t for t in s.techniques if t != GRAPHS)
     chosen = [
         Arm(name=ablation.REFERENCE, on=None),
@@ -337,7 +341,7 @@ def _window(s: Setting) -> Mapping[str, Timed]:
 
 
 def _empty() -> None:
-    """Free all unused memory, also that of trainers that are gone: they are reference cycles."""
+    """Free all unused memory, including that of unused trainers, which are in reference cycles."""
     gc.collect()
     torch.cuda.empty_cache()
 
@@ -348,5 +352,5 @@ def _blocks(device: torch.device, count: int) -> list[torch.Tensor]:
 
 
 def _refused(notes: Iterable[str]) -> str | None:
-    """Return why there was no CUDA graph where one was asked for; None where there was one."""
+    """Return why a requested CUDA graph was not captured; None if it was."""
     return next((note for note in notes if note.startswith("cuda_graph_step runs eagerly")), None)

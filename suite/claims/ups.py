@@ -1,4 +1,4 @@
-"""The claims of ups, C24 to C38 and C61, each with how it is measured."""
+"""Claims C24 to C38 and C61 of ups, each with its measurement."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ CHECKS = Checks()
 
 
 def _alone(measure: Measure) -> Measure:
-    """Free unused memory before the measurement; return UNMEASURED where nothing can be compiled or a rank fails."""
+    """Free unused memory before the measurement; return UNMEASURED if nothing can be compiled or a rank fails."""
 
     @functools.wraps(measure)
     def answer(s: Setting) -> Answer:

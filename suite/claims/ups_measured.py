@@ -1,4 +1,4 @@
-"""Measurements in one process for the claims of ups."""
+"""Single-process measurements for the claims of ups."""
 
 from __future__ import annotations
 
@@ -20,11 +20,14 @@ from suite.ups.model import make_decoder, make_encoder, make_operator
 from suite.ups.task_fields import token_grid
 
 TOGETHER = 4
-"""Steps that are timed in a row: a multiple of the steps after which the inverse losses recur."""
+"""Steps that are timed in a row: a multiple of the period of the inverse losses."""
 
 
 def inverse(tasks: Sequence[InverseTask], *, shared: bool) -> torch.Tensor:
-    """Compute both inverse losses, [2]; the first reads the decoded grid if `shared`, and else decodes query points."""
+    """Compute both inverse losses, [2].
+
+    The first loss reads the decoded grid if `shared`; otherwise it decodes only the query points.
+    """
     function = implementation("losses.inverse_losses", "inverse_losses", optimized=True)
     sample = implementation("losses.query_sampling", "query_sampling", optimized=True)
     return torch.stack(function(tasks, 0, 1, None if shared else sample))
@@ -46,7 +49,7 @@ def differentiated(task: InverseTask, *, both: bool) -> None:
 
 
 def flops(names: Sequence[str], asked: int, which: Literal["first", "apart", "shared"]) -> float:
-    """Count the FLOPs of a micro-batch's inverse losses, forward and backward, by their shapes at the source's sizes.
+    """Count the FLOPs of a micro-batch's inverse losses, forward and backward, at the source's sizes.
 
     names  names of its tasks
     asked  number of query points
@@ -84,12 +87,12 @@ def operator_after(s: Setting, config: Any) -> list[torch.Tensor]:
 
 
 def apart(found: Sequence[torch.Tensor], known: Sequence[torch.Tensor]) -> float:
-    """Return the largest distance of a tensor from the known one, as a share of the known one's norm."""
+    """Return the largest distance of a tensor from the known one, relative to the norm of the known one."""
     return max(float((a - b).norm() / b.norm().clamp_min(1e-30)) for a, b in zip(found, known, strict=True))
 
 
 def state_rates(trainer: Any) -> tuple[float, float]:
-    """Return the bytes of the optimizers' state for each element of a matrix, and for each of the other weights."""
+    """Return the bytes of the optimizers' state per element of a matrix, and per element of the other weights."""
     states = [optimizer.state_dict() for optimizer in trainer.optimizers.values()]
     weights = list(trainer.weights.values())
     matrices = sum(w.numel() for w in weights if w.dim() == 2)
@@ -129,10 +132,10 @@ def peak_of_steps(s: Setting, config: Any) -> int:
 
 
 def by_kind(first: Sequence[torch.Tensor], count: int) -> dict[str, float]:
-    """Return how far the offloaded optimizer ends from the one on the device, as a share of the change by these steps.
+    """Return the distance of the offloaded optimizer's result from that on the device, relative to the total update.
 
-    Both start from the weights `first`, and are given the same gradients in `count` steps. The result has the largest
-    share among the weights of Muon and among those of AdamW.
+    Both start from the weights `first` and use the same gradients in `count` steps. The result has the largest relative
+    distance among the weights of Muon and among those of AdamW.
     """
     generator = torch.Generator().manual_seed(0)
     grads = [[torch.randn(w.shape, generator=generator).to(w.device) for w in first] for _ in range(count)]
@@ -176,7 +179,7 @@ def same_forward(s: Setting) -> bool:
 
 
 def modes(s: Setting) -> dict[str, bool]:
-    """Return how a step runs → `compile`."""
+    """Return the modes of a step as name → `compile`."""
     return {"eager": False, "compiled": True} if s.compiled else {"eager": False}
 
 
@@ -192,13 +195,13 @@ def timed(s: Setting, configs: Mapping[str, Any]) -> dict[str, list[float]]:
 
 
 def phases(s: Setting) -> dict[str, Any]:
-    """Return each of the source's phases alone, and all of them together, on one GPU.
+    """Return the configurations of each of the source's phases alone, and of all together, on one GPU.
 
-    before    the source's settings before, with its workers
-    resident  the same with latents on the device; all phases but that of the loader are compared with it
-    together  all phases, with the workers of the loader's
+    before    the source's settings before its phases, with its workers
+    resident  the same with latents on the device; all phases except the loader's are compared with it
+    together  all phases, with the workers of the loader's phase
 
-    A phase that changes the batch changes it by the same factor as the source's.
+    A phase that changes the batch size changes it by the source's factor.
     """
     workers = s.workers != (0, 0)
     size = s.config.batch_size
@@ -227,7 +230,7 @@ def phases(s: Setting) -> dict[str, Any]:
 def timed_phases(s: Setting) -> tuple[dict[str, Any], dict[str, list[float]]]:
     """Return (name → configuration, name → seconds of a step by round).
 
-    The phase of the loader is left out where a worker dies, as it does without enough shared memory.
+    The phase of the loader is left out if a worker dies, as it does without enough shared memory.
     """
     configs = phases(s)
     try:
@@ -239,10 +242,10 @@ def timed_phases(s: Setting) -> tuple[dict[str, Any], dict[str, list[float]]]:
 
 
 _SCHEDULED = {"inverse_losses": True, "query_sampling": True}
-"""Techniques that compute only what the schedule asks for."""
+"""Techniques that compute only what the schedule needs."""
 
 
 def empty() -> None:
-    """Free all unused memory, also that of trainers that are gone: they are reference cycles."""
+    """Free all unused memory, including that of unused trainers, which are in reference cycles."""
     gc.collect()
     torch.cuda.empty_cache()

@@ -1,4 +1,4 @@
-"""The claims of ups on several processes: the processes that are started, their figures, and the answers in words."""
+"""Claims of ups about several processes: how the processes are launched, and the answers from their figures."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from suite.techniques import implementation
 
 
 def graphs(s: Setting) -> Answer:
-    """Answer C33 by two ranks, or by one where there is one GPU."""
+    """Answer C33 with two ranks, or with one if there is only one GPU."""
     ranks = min(s.gpus, 2)
     config = dataclasses.replace(s.config, depth=min(s.config.depth, s.graphed_depth))
     found = in_ranks.launched(in_ranks.graphed, max(ranks, 1), s.gpus and ranks, config, s.rounds)[0]
@@ -48,7 +48,7 @@ def nccl(s: Setting) -> Answer:
 
 
 def accumulation(s: Setting) -> Answer:
-    """Answer C35 by two ranks."""
+    """Answer C35 with two ranks."""
     found = two_ranks(s)["reductions"]
     count, one = s.config.accumulation, found["one"]
     verdict = judged.cuts(count * one, found["with no_sync"], found["without no_sync"])
@@ -62,14 +62,14 @@ def accumulation(s: Setting) -> Answer:
 
 
 def four(s: Setting) -> Answer:
-    """Answer C61 on four GPUs, or from figures of two."""
+    """Answer C61 on four GPUs, or from the figures of two."""
     if s.gpus < 2:
         return UNMEASURED, _too_few(s, 2)
     return data_parallel(s, ranks=4 if s.gpus >= 4 else 2)
 
 
 def nccl_variables(s: Setting, *, gpus: int) -> Answer:
-    """Answer C34 by two halves of four ranks; 0 GPUs: on the CPU."""
+    """Answer C34 with four ranks in two halves; with `gpus` 0 on the CPU."""
     variables = cast("Mapping[str, str]", implementation("distributed.nccl_settings", "VARIABLES", optimized=True))
     elements = sum(source_sizes(s, whole=False))
     found = in_ranks.launched(in_ranks.all_reduce_times, 4, gpus, elements, 2 * s.rounds, 10, variables)[0]
@@ -85,7 +85,7 @@ def nccl_variables(s: Setting, *, gpus: int) -> Answer:
 
 
 def data_parallel(s: Setting, *, ranks: int) -> Answer:
-    """Answer C61 by this many ranks, each with a GPU of its own if there are any."""
+    """Answer C61 with `ranks` ranks, each with a GPU of its own if there are any."""
     sizes = (s.batches[0], s.batches[-1])
     found = in_ranks.launched(in_ranks.scaling, ranks, min(s.gpus, ranks), s.config, sizes, s.rounds)[0]
     rows, speedups = [], []
@@ -124,13 +124,13 @@ def two_ranks(s: Setting) -> dict[str, Any]:
 
 
 def replays(row: Mapping[str, Any], eager: Mapping[str, Any]) -> bool:
-    """Return whether a compiled network has the right gradients, in less than half the launches where counted."""
+    """Return whether a compiled network has the right gradients and, if counted, less than half the launches."""
     fewer = "launches" not in row or 2 * row["launches"] < eager["launches"]
     return bool(row["right"]) and fewer
 
 
 def where(s: Setting) -> str:
-    """Return a phrase that says where the ranks of `two_ranks` are."""
+    """Return a phrase that says where the ranks of `two_ranks` run."""
     return "" if s.gpus >= 2 else " on the CPU"
 
 

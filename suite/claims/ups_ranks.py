@@ -1,7 +1,7 @@
-"""Measurements in several processes for the claims of ups: how these are started, and what each of them does.
+"""Multi-process measurements for the claims of ups: how the processes are launched, and what each of them does.
 
-The network is the operator of ups by itself, with a step of AdamW, so that DistributedDataParallel and `fully_shard`
-are measured as torch has them.
+The network is the operator of ups alone, with a step of AdamW, so that DistributedDataParallel and `fully_shard` are
+measured as torch provides them.
 """
 
 from __future__ import annotations
@@ -44,17 +44,16 @@ ORDERS = ("before", "after")
 
 
 class RankError(RuntimeError):
-    """A rank has failed; the message names it and says why."""
+    """Raised if a rank fails; the message names the rank and says why."""
 
 
 def launched(work: Callable[..., Any], ranks: int, gpus: int, *given: Any) -> list[Any]:
     """Call `work(device, *given)` in each of several new processes, and return the results by rank.
 
-    work  a function of a module
+    work  a module-level function
     gpus  rank i gets GPU i modulo this number; 0: all ranks are on the CPU
 
-    The default process group is NCCL's if each rank has a GPU of its own, otherwise gloo's. RankError where a rank
-    fails.
+    The default process group uses NCCL if each rank has a GPU of its own, otherwise gloo. RankError if a rank fails.
     """
     settings = LaunchConfig(
         min_nodes=1,
@@ -93,7 +92,7 @@ def held(device: torch.device, config: TrainConfig, batch: int) -> dict[str, dic
 
     parameters  number of parameters of the network
     own         bytes of its weights, gradients and moments
-    peak        most bytes at once of a step, with its activations, beyond what was there before; on a GPU alone
+    peak        peak bytes of a step, with its activations, beyond those allocated before the network; only on a GPU
     """
     found = {}
     for kind in KINDS:
@@ -129,10 +128,10 @@ def reductions(device: torch.device, config: TrainConfig) -> dict[str, int]:
     """
     sent: list[int] = []
     network = DistributedDataParallel(make_network(config, device), device_ids=_ids(device))
-    network.register_comm_hook(sent, lambda sent, bucket: _counted(sent, bucket))  # torch refuses annotations as text
+    network.register_comm_hook(sent, lambda sent, bucket: _counted(sent, bucket))  # torch rejects string annotations
     found: dict[str, int] = {}
     for name, count, quiet in (
-        ("warm-up", 1, False),  # after it the buckets are laid out anew
+        ("warm-up", 1, False),  # after it DistributedDataParallel lays out its buckets again
         ("one", 1, False),
         ("without no_sync", config.accumulation, False),
         ("with no_sync", config.accumulation, True),
@@ -148,7 +147,7 @@ def reductions(device: torch.device, config: TrainConfig) -> dict[str, int]:
 
 
 def counted_and_held(device: torch.device, config: TrainConfig) -> dict[str, Any]:
-    """Measure all that needs no timing."""
+    """Measure everything that needs no timing."""
     return {
         "moved": wrapped_weights(device, config),
         "held": held(device, config, config.batch_size if device.type == "cuda" else 2),
@@ -157,12 +156,12 @@ def counted_and_held(device: torch.device, config: TrainConfig) -> dict[str, Any
 
 
 def graphed(device: torch.device, config: TrainConfig, rounds: int) -> dict[str, dict[str, Any]]:
-    """Measure steps of a network compiled by mode="reduce-overhead", inside DistributedDataParallel and around it.
+    """Measure steps of a network compiled with mode="reduce-overhead", inside DistributedDataParallel and around it.
 
-    right     whether the gradients are those of the eager network
+    right     whether the gradients equal those of the eager network
     launches  launches of a step
     seconds   seconds of a step, by round
-    error     why it failed, in a line
+    error     why it failed, in one line
     """
     eager = DistributedDataParallel(make_network(config, device), device_ids=_ids(device), gradient_as_bucket_view=True)
     truth = _gradients(eager, config, device)
@@ -171,9 +170,9 @@ def graphed(device: torch.device, config: TrainConfig, rounds: int) -> dict[str,
     for name, make in (("compiled inside", _compiled_inside), ("compiled around", _compiled_around)):
         try:
             network = make(make_network(config, device), device)
-            for _ in range(4):  # compiled, captured, and replayed twice
+            for _ in range(4):  # compiles, captures, and replays twice
                 gradients = _gradients(network, config, device)
-        except Exception as error:  # what the compiler raises has no common class
+        except Exception as error:  # the compiler's exceptions have no common class
             found[name] = {"right": False, "error": first_line(error) or type(error).__name__}
             continue
         apart = _distance(gradients, truth)
@@ -191,10 +190,10 @@ def graphed(device: torch.device, config: TrainConfig, rounds: int) -> dict[str,
 def all_reduce_times(
     device: torch.device, elements: int, rounds: int, count: int, variables: Mapping[str, str]
 ) -> tuple[list[float], list[float]]:
-    """Return the seconds of an all-reduce by round, with these environment variables and without, in turns.
+    """Return the seconds of an all-reduce by round, with these environment variables and without, in turn.
 
-    NCCL reads its variables once per process. So the processes are two halves with the same devices and a group each:
-    only the first half has the variables. One half waits while the other is timed.
+    NCCL reads its variables once per process. The processes therefore form two halves with the same devices and one
+    group each, and only the first half sets the variables. One half waits while the other is timed.
     """
     half, rank = dist.get_world_size() // 2, dist.get_rank()
     first = rank < half
@@ -205,7 +204,7 @@ def all_reduce_times(
     group = groups[0 if first else 1]
     tensor = torch.ones(elements, device=device)
     seconds: list[float] = []
-    for number in range(rounds + 1):  # the first warms up
+    for number in range(rounds + 1):  # round 0 warms up
         turns = (True, False) if number % 2 else (False, True)
         for turn in turns:
             dist.barrier()
@@ -221,11 +220,11 @@ def all_reduce_times(
 def scaling(
     device: torch.device, config: TrainConfig, batches: Sequence[int], rounds: int
 ) -> dict[int, dict[str, list[float]]]:
-    """Return batch size of a GPU → seconds of the slowest rank, by round.
+    """Return batch size per GPU → seconds of the slowest rank, by round.
 
-    alone       a step of each rank by itself
-    together    a step by DistributedDataParallel
-    all-reduce  an all-reduce of the gradients, by itself
+    alone       a step of each rank without communication
+    together    a step with DistributedDataParallel
+    all-reduce  an all-reduce of the gradients alone
     """
     found: dict[int, dict[str, list[float]]] = {}
     for batch in batches:
@@ -249,7 +248,7 @@ def scaling(
 # --- the network ------------------------------------------------------------------------------------------------------
 
 ROUNDING_BF16 = 0.05
-"""Two gradients under autocast to bfloat16 may differ by this share: the compiler rounds in other places."""
+"""Two gradients under autocast to bfloat16 may differ by this share: the compiler rounds at other places."""
 
 
 def make_network(config: TrainConfig, device: torch.device) -> Operator:
@@ -266,14 +265,14 @@ def wrapped(network: Operator, kind: str) -> nn.Module:
     for block in network.blocks:
         assert isinstance(block, Block)
         fully_shard(block)
-        for name in ("attend", "feed"):  # the operator calls these, and never the block itself
+        for name in ("attend", "feed"):  # the operator calls these methods, and never the block itself
             register_fsdp_forward_method(block, name)
     fully_shard(network)
     return network
 
 
 def loss_of(network: nn.Module, config: TrainConfig, batch: int, device: torch.device) -> torch.Tensor:
-    """Compute the mean squared output for latents that are the same at each call, but other ones in each rank."""
+    """Compute the mean squared output for latents that are the same at each call but differ between ranks."""
     return _loss(network, *_given(config, batch, device))
 
 
@@ -315,7 +314,7 @@ def _step(network: nn.Module, config: TrainConfig, batch: int, device: torch.dev
 
 
 def _gradients(network: nn.Module, config: TrainConfig, device: torch.device) -> list[torch.Tensor]:
-    """Return copies of a batch's gradients: a graph's next replay overwrites its own."""
+    """Return copies of a batch's gradients: the next replay of a graph overwrites the originals."""
     _call(network, config, device)()
     return [p.grad.clone() for p in network.parameters() if p.grad is not None]
 
@@ -352,14 +351,14 @@ def _counted(sent: list[int], bucket: Any) -> torch.futures.Future[torch.Tensor]
 
 @contextlib.contextmanager
 def _handlers_kept() -> Iterator[None]:
-    """Restore what the launcher leaves changed: how this process answers signals, e.g. Ctrl-C."""
+    """Restore the signal handlers, e.g. for Ctrl-C, that the launcher changes."""
     before = {
         number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
     }
     try:
         yield
     finally:
-        if threading.current_thread() is threading.main_thread():  # only that one may change them
+        if threading.current_thread() is threading.main_thread():  # only the main thread may set handlers
             for number, handler in before.items():
                 signal.signal(number, handler)
 
@@ -393,13 +392,13 @@ def _slowest(by_rank: Sequence[Sequence[float]]) -> list[float]:
 
 
 def _message(found: Any) -> str:
-    """Return a rank's error in a line."""
+    """Return a rank's error in one line."""
     detail = found.get("message", "") if isinstance(found, Mapping) else str(found)
     return " ".join(str(detail).split())[:300]
 
 
 def _distance(found: Sequence[torch.Tensor], truth: Sequence[torch.Tensor]) -> float:
-    """Return the distance of all tensors together, as a share of the norm of the true ones."""
+    """Return the distance of all tensors together, relative to the norm of the true ones."""
     wrong = sum(float((a - b).square().sum()) for a, b in zip(found, truth, strict=True))
     return math.sqrt(wrong / sum(float(b.square().sum()) for b in truth))
 

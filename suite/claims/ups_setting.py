@@ -24,10 +24,10 @@ from suite.ups.trial import LINE, PLANE
 SOURCE = without_techniques(TrainConfig(precision="fp16"))
 """The source's settings before its first phase, for each GPU."""
 FEW_QUERIES, RARE = 1024, 4
-"""Query points, and micro-batches from one with the inverse losses to the next, after the source's third phase."""
+"""Query points, and the period of the inverse losses in micro-batches, after the source's third phase."""
 GB = 1e9
 MOST_HALVINGS = 30
-"""Steps that the scale of a loss may take until the gradients are finite."""
+"""Maximum number of steps until the loss scale gives finite gradients."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,21 +38,21 @@ class Setting:
     config: TrainConfig = SOURCE
     """Settings before the source's first phase."""
     cells: tuple[int, int] = (LINE, PLANE)
-    """Cells of advection's grid, and along each dimension of Darcy flow's."""
+    """Cells of advection's grid, and of Darcy flow's grid along each dimension."""
     samples: int = 16
-    """Samples of each task, made in memory."""
+    """Samples of each task, generated in memory."""
     frames: int = 11
     rounds: int = 5
     batches: tuple[int, ...] = (8, 16, 20, 24)
-    """Batch sizes that are compared, in examples of a micro-batch."""
+    """Batch sizes that are compared, in examples per micro-batch."""
     compiled: bool = True
-    """Whether compiled steps are timed, too."""
+    """True if compiled steps are timed too."""
     workers: tuple[int, int] = (8, 12)
     """Loader workers before and after the source's loader phase; (0, 0) leaves the phase out."""
     steps: int = 4
     """Steps of the runs whose weights are compared."""
     graphed_depth: int = 4
-    """Blocks of the network that is compiled inside DistributedDataParallel."""
+    """Maximum number of blocks of the network that is compiled with DistributedDataParallel."""
 
     @property
     def gpus(self) -> int:
@@ -61,7 +61,7 @@ class Setting:
 
 
 def setting(device: torch.device) -> Setting:
-    """Return the source's size on a GPU, and elsewhere one that takes seconds."""
+    """Return the source's size on a GPU, and elsewhere a size that takes seconds."""
     if device.type == "cuda":
         return Setting(device=device)
     small = dataclasses.replace(
@@ -103,7 +103,7 @@ def mixture(s: Setting) -> Mixture:
 
 
 def tuned(s: Setting, **on: Any) -> TrainConfig:
-    """Return the settings after phases 3, 6 and 8, with latents on the device; eager unless `on` says otherwise."""
+    """Return the settings after phases 3, 6 and 8, with latents on the device; eager unless `on` sets `compile`."""
     after: Mapping[str, Any] = {
         "precision": "bf16",
         "accumulation": 2,
@@ -123,9 +123,9 @@ def make_trainer(s: Setting, config: TrainConfig) -> Any:
 
 
 def steps(trainer: Any) -> Callable[[], None]:
-    """Return a step of the trainer, after steps that compile, capture and find the scale of a loss in float16.
+    """Return a step of the trainer, after steps that compile, capture, and find the loss scale in float16.
 
-    UncompiledError where it cannot be compiled.
+    UncompiledError if it cannot be compiled.
     """
 
     def settle() -> None:
@@ -134,7 +134,7 @@ def steps(trainer: Any) -> Callable[[], None]:
         for _ in range(MOST_HALVINGS):
             if not trainer.scale.active or trainer.scale.growth:
                 break
-            trainer.train_window({})  # a step that is skipped takes less time
+            trainer.train_window({})  # a skipped step takes less time
         trainer.last_report()
 
     compiled_call(settle)

@@ -1,4 +1,4 @@
-"""Verdicts on the claims of ups from measured figures."""
+"""Verdicts on the claims of ups, from measured figures."""
 
 from __future__ import annotations
 
@@ -8,28 +8,28 @@ from suite.ablation import Ratio
 from suite.claims.record import CONFIRMED, DEPENDS, REFUTED, UNMEASURED
 
 TOLERANCE = 0.1
-"""A figure may differ by this share of the claimed one."""
+"""A figure may differ from the claimed one by this share."""
 GAIN_TOLERANCE = 0.5
-"""A gain or a cost in time may differ by this share of the claimed one: 1.10 times is 1.05 to 1.15 times."""
+"""A gain or a cost in time may differ from the claimed one by this share: 1.10 times is 1.05 to 1.15 times."""
 NOTHING = 0.02
 """A change of time below this share counts as none."""
 CHAOS = 10
-"""Two pairs of runs that differ in their rounding alone may end this many times as far apart."""
+"""Largest ratio between the distances of two pairs of runs that differ only in rounding."""
 SAME = 1e-3
 """Two updates of a weight are the same if they differ by less than this share of the update's norm."""
 
 
 def near(found: float, claimed: float) -> bool:
-    """Return whether a figure is the claimed one within the tolerance."""
+    """Return whether a figure equals the claimed one within the tolerance."""
     return abs(found - claimed) <= TOLERANCE * abs(claimed)
 
 
 def regularises(gradient: float, changed: float, repeated: float) -> str:
     """Return the verdict on whether the inverse losses act on the operator.
 
-    gradient  norm of their gradient by the operator's weights
-    changed   distance of the operator's weights after training with and without these losses
-    repeated  distance of the operator's weights after the same training twice
+    gradient  norm of their gradient with respect to the operator's weights
+    changed   distance between the operator's weights after training with and without these losses
+    repeated  distance between the operator's weights after the same training twice
     """
     if gradient > 0:
         return CONFIRMED
@@ -37,7 +37,7 @@ def regularises(gradient: float, changed: float, repeated: float) -> str:
 
 
 def is_multiple(ratios: Sequence[Ratio], claimed: float) -> str:
-    """Return the verdict on whether each ratio is the claimed one: DEPENDS where some are."""
+    """Return the verdict on whether each ratio is the claimed one; DEPENDS if only some are."""
     least, most = (1 - TOLERANCE) * claimed, (1 + TOLERANCE) * claimed
     return _of_all([r.low <= most and r.high >= least for r in ratios])
 
@@ -45,7 +45,8 @@ def is_multiple(ratios: Sequence[Ratio], claimed: float) -> str:
 def has_gain(ratios: Sequence[Ratio], claimed: float) -> str:
     """Return the verdict on whether each ratio is a gain of about the claimed size.
 
-    An interval that holds the claimed gain and none at all, or all sizes that count as the claimed one, says nothing.
+    An interval does not count if it includes both the claimed gain and no gain, or all sizes that count as the claimed
+    one.
     """
     gain = claimed - 1
     least, most = 1 + (1 - GAIN_TOLERANCE) * gain, 1 + (1 + GAIN_TOLERANCE) * gain
@@ -63,8 +64,8 @@ def is_amount(found: Sequence[float], claimed: float) -> str:
 def both_tasks(norms: Mapping[str, float], difference: float) -> str:
     """Return the verdict on whether a mixed batch has the inverse losses of all its tasks.
 
-    norms       task → norm of the gradient by its encoder's and decoder's weights
-    difference  of the losses from the mean of the tasks' own losses, relative
+    norms       task → norm of the gradient with respect to the weights of its encoder and decoder
+    difference  relative difference of the losses from the mean of the tasks' own losses
     """
     if difference > SAME:
         return REFUTED
@@ -72,15 +73,15 @@ def both_tasks(norms: Mapping[str, float], difference: float) -> str:
 
 
 def updates(moved: Sequence[bool], distances: Sequence[float]) -> str:
-    """Return the verdict on whether an optimizer moves all weights, and as far as the other one does."""
+    """Return the verdict on whether an optimizer moves all weights, and as far as another one does."""
     return CONFIRMED if all(moved) and max(distances) <= SAME else REFUTED
 
 
 def frees(freed: Sequence[float], most: float, claimed: float) -> str:
-    """Return the verdict on whether an amount is freed.
+    """Return the verdict on whether the claimed amount is freed.
 
-    freed  measured, in one or more ways
-    most   what could be freed at all
+    freed  measured amounts, in one or more ways
+    most   upper bound of the amount that can be freed
     """
     if most < (1 - TOLERANCE) * claimed:
         return REFUTED
@@ -109,42 +110,42 @@ def helps(times: Ratio) -> str:
 def cuts(plain: int, with_no_sync: int, without_no_sync: int) -> str:
     """Return the verdict on whether accumulation needs fewer all-reduces than `plain`.
 
-    `plain` is the number for as many steps of one micro-batch each.
+    `plain` is the number for the same micro-batches, each in a step of its own.
     """
     return _of_all([with_no_sync < plain, without_no_sync < plain])
 
 
 def faster(ratios: Sequence[Ratio]) -> str:
-    """Return the verdict on whether each change makes it faster: DEPENDS where some do."""
+    """Return the verdict on whether each change is faster; DEPENDS if only some are."""
     if all(r.low <= 1 <= r.high for r in ratios) and any(r.high >= 1 + NOTHING for r in ratios):
         return UNMEASURED
     return _of_all([r.low > 1 for r in ratios])
 
 
 def multiply(together: Ratio, product: float, claimed: float) -> str:
-    """Return the verdict on whether all phases together, and the product of each alone, are the claimed multiple."""
+    """Return the verdict on whether all phases together, and the product of each alone, equal the claimed multiple."""
     right = is_multiple([together], claimed) == CONFIRMED
     return _of_all([right, near(product, claimed)])
 
 
 def costs(longer: Sequence[Ratio], claimed: float, *, unchanged: bool) -> str:
-    """Return the verdict on whether something costs the claimed share of time and leaves the result as it is."""
+    """Return the verdict on whether something costs the claimed share of time and leaves the result unchanged."""
     return has_gain(longer, 1 + claimed) if unchanged else REFUTED
 
 
 def scales(speedups: Sequence[float], claimed: float) -> str:
-    """Return the verdict on whether each speedup is the claimed one, or more."""
+    """Return the verdict on whether each speedup is at least the claimed one."""
     return _of_all([s >= (1 - TOLERANCE) * claimed for s in speedups])
 
 
 def of_four(one: float, two: float, reduced: float) -> tuple[float, float]:
-    """Return the least and the largest speedup of four GPUs, from figures of two.
+    """Return bounds of the speedup of four GPUs, from figures of two: (least, largest).
 
     one, two  seconds of a step on one GPU and on two
-    reduced   seconds of an all-reduce of the gradients on two, by itself
+    reduced   seconds of an all-reduce of the gradients on two, without other work
 
     A ring of n GPUs sends 2 (n - 1) / n times the gradients, 1.5 times as much on four as on two. At worst the backward
-    hides nothing of the half that is added, at best all of it.
+    hides nothing of the extra half, at best all of it.
     """
     two = max(one, two)
     return 4 * one / (two + reduced / 2), 4 * one / two

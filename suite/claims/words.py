@@ -16,12 +16,12 @@ def amount(size: float) -> str:
 
 
 def times(r: Ratio) -> str:
-    """Format how many times as fast something is."""
+    """Format a speedup and its interval."""
     return f"{r.value:.3g} times as fast ({r.low:.3g} to {r.high:.3g})"
 
 
 def listed(parts: Sequence[str], between: str = ", ") -> str:
-    """Join the parts; between commas, the last one is joined by "and"."""
+    """Join the parts; with commas, join the last one by "and"."""
     if between != ", " or len(parts) < 2:
         return between.join(parts)
     return f"{', '.join(parts[:-1])} and {parts[-1]}"

@@ -1,1 +1,1 @@
-"""Commands that join `perfsuite` through the entry-point group "perfsuite.commands"."""
+"""Commands that the suite adds to `perfsuite` through the entry-point group "perfsuite.commands"."""

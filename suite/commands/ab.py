@@ -1,4 +1,4 @@
-"""`perfsuite ab`."""
+"""The command `perfsuite ab`."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ if TYPE_CHECKING:
 
 FOLDER = ".perfsuite/ab"
 OF_A_TRAINING = {"batch_size", "accumulation", "steps", "epochs", "cache", "latents"}
-"""Fields of the data that say how often the data are passed, in which portions, or where they are kept."""
+"""Fields of the data that may differ between the sides: batch sizes, number of passes, and where data are cached."""
 SIDES = click.Choice(["reference", "optimized"])
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Chosen:
-    """A side as given by the command line and its file."""
+    """One side of the comparison: its YAML file, its implementation and its configuration."""
 
     name: Name
     file: str
@@ -46,7 +46,7 @@ class Chosen:
     data: Any
 
     def fields(self) -> dict[str, Any]:
-        """Return all fields on which its training depends."""
+        """Return all fields that affect the training, including the seed."""
         from suite.configuration import plain
 
         return cast("dict[str, Any]", plain({**asdict(self.data), **asdict(self.config), "seed": self.options.seed}))
@@ -94,12 +94,12 @@ def ab(
     For example `perfsuite ab ups --baseline configs/ups/1gpu_baseline.yaml --optimized configs/ups/1gpu_optimized.yaml
     --data FOLDER --epochs 2`.
 
-    Both train on the same data in alternating slices, each by itself and with random numbers of its own, and end after
-    the same number of examples or tokens, as far as whole windows allow. Further fields are of both configurations.
-    Writes ab.json and ab.md.
+    Both sides train on the same data in alternating slices. Each side has its own random-number state. Both end after
+    the same number of examples or tokens, as far as whole windows allow. Further fields apply to both configurations.
+    The command writes ab.json and ab.md.
 
-    Ctrl-C and SIGTERM finish the window and write what was measured, marked as partial; exit code 130 or 143. A loss
-    that is no finite number ends with 1, wrong input with 2.
+    Ctrl-C and SIGTERM finish the current window and write the results so far, marked as partial; the exit code is 130
+    or 143. A loss that is not finite ends the command with exit code 1, wrong input with exit code 2.
     """
     with in_one_line("interrupted; nothing was written", memory_remedy(name)):
         folder = Path(out or f"{FOLDER}/{name}")
@@ -119,7 +119,7 @@ def ab(
 
 @contextmanager
 def _input() -> Iterator[None]:
-    """Raise every error within as an error of the input, which ends with exit code 2."""
+    """Re-raise every PerfsuiteError of the block as a ConfigurationError, which ends the command with exit code 2."""
     from suite.configuration import ConfigurationError
 
     try:
@@ -131,7 +131,7 @@ def _input() -> Iterator[None]:
 def _lengths(
     name: str, epochs: str | None, windows: str | None, seconds: str | None, fields: Sequence[str]
 ) -> list[str]:
-    """Return the fields that say how long to train."""
+    """Return the fields that set the length of the training, as command-line arguments."""
     from suite import trainers
     from suite.configuration import ConfigurationError
 
@@ -161,7 +161,10 @@ def _chosen(
     seeds: Sequence[str],
     fields: Sequence[str],
 ) -> list[tuple[Chosen, Chosen]]:
-    """Return (baseline, optimized) of each seed; ConfigurationError where both cannot train on the same data."""
+    """Return (baseline, optimized) for each seed.
+
+    ConfigurationError if the two sides do not train on the same data, or a seed is given twice.
+    """
     from suite import trainers
     from suite.configuration import ConfigurationError, read
     from suite.runtime import Options
@@ -212,7 +215,7 @@ def _refuse(folder: Path, *, overwrite: bool) -> None:
 def _compare(name: str, chosen: Sequence[tuple[Chosen, Chosen]], slices: int, device: str | None, folder: Path) -> int:
     """Train all pairs, and return the exit code.
 
-    The figures are written also where an error or a signal ends the training.
+    Results are also written if an error or a signal ends the training.
     """
     from suite.ab_report import save
     from suite.commands.train import device_called
@@ -252,7 +255,7 @@ def _compare(name: str, chosen: Sequence[tuple[Chosen, Chosen]], slices: int, de
 
 
 def _train(name: str, both: tuple[Chosen, Chosen], device: Any, slices: int, stop: Stopping, pairs: list[Pair]) -> None:
-    """Train a pair, and append it to `pairs` if it has a slice, whatever ends it."""
+    """Train one pair, and append it to `pairs` if it has at least one slice, even if an error ends the training."""
     from suite.ab import Comparison
 
     limits = [chosen.options.seconds for chosen in both if chosen.options.seconds is not None]
@@ -272,18 +275,18 @@ def _train(name: str, both: tuple[Chosen, Chosen], device: Any, slices: int, sto
         if pair.baseline.slices:
             pairs.append(pair)
         del comparison
-        gc.collect()  # trainers hold graphs and processes in cycles, and the next seed needs their memory
+        gc.collect()  # trainers hold graphs and processes in reference cycles, and the next seed needs their memory
 
 
 def _arm(name: str, chosen: Chosen, device: Any) -> Arm:
-    """Open the data of a side, and return how its trainer is built and evaluated."""
+    """Load the data of one side, and return the functions that build and evaluate its trainer."""
     from suite import trainers
     from suite.ab import Arm
     from suite.runtime.interface import Counted
 
     with _input():
         loaded = trainers.data_of(name)(chosen.data)
-    if chosen.name == "baseline":  # the other side's data are the same
+    if chosen.name == "baseline":  # the other side has the same data
         tell(loaded.summary, err=True)
     ends = [chosen.options.windows, loaded.batches.total if isinstance(loaded.batches, Counted) else None]
     quality = trainers.quality_of(name)
@@ -316,7 +319,7 @@ def _record(name: str, both: tuple[Chosen, Chosen], device: Any, pairs: Sequence
 
 
 def _reason(error: Exception) -> str | None:
-    """Return why the training ended, in a line; None for an error that a user cannot correct."""
+    """Return in one line why the training ended; None for an error that the user cannot correct."""
     if isinstance(error, PerfsuiteError):
         return " ".join(str(error).split())
     return out_of_memory(error)

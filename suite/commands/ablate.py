@@ -1,4 +1,4 @@
-"""`perfsuite ablate`."""
+"""The command `perfsuite ablate`."""
 
 from __future__ import annotations
 
@@ -59,15 +59,16 @@ def ablate(
     no_plot: bool,
     fields: tuple[str, ...],
 ) -> None:
-    """Measure what each technique brings to trainer NAME: switched on one after another, and each off alone.
+    """Measure the effect of each technique of trainer NAME.
 
-    Writes NAME.json, NAME.md and NAME.svg. The data of trainer2 are random tokens: they cost the same as any. Those of
-    leak_cnn are its own (`--data FILE`), and a window is an epoch. Those of eigenstate_lm are its own, too (`--data
-    FOLDER`, or `--synthetic 16` for random ones). Which techniques the configuration switches on does
-    not matter: each is measured on and off.
+    The techniques are switched on one after another, and each is switched off alone. The command writes NAME.json,
+    NAME.md and NAME.svg. trainer2 is measured on random tokens, which cost the same as real ones. leak_cnn is measured
+    on its own data (`--data FILE`), and a window is an epoch. eigenstate_lm is also measured on its own data (`--data
+    FOLDER`, or `--synthetic 16` for random tokens). It does not matter which techniques the configuration switches on:
+    each technique is measured both on and off.
     """
     named = click.get_current_context().get_parameter_source("out") is not ParameterSource.DEFAULT
-    # A page in the default folder may be that of another measurement.
+    # The default folder may hold the page of another measurement, which must not be overwritten.
     folder = Path(out) if source is None or named else None
     with in_one_line("interrupted; nothing was written", memory_remedy(name)):
         from perfsuite.report.files import write
@@ -76,7 +77,7 @@ def ablate(
 
         plots = not no_plot and folder is not None
         if plots:
-            ablation.plotting()  # fails now, and not after minutes
+            ablation.plotting()  # fail now and not after minutes of measurement
         if source is None:
             assert folder is not None
             record = _measured(name, config, device, rounds, windows, always, folder, fields)
@@ -119,7 +120,7 @@ def _measured(
     from suite.commands.train import device_called, name_of
     from suite.runtime import Options
 
-    # The fields of `perfsuite train` are accepted here, too; those that say how a run is kept have no effect.
+    # Accept the same fields as `perfsuite train`; those that control how a run is saved have no effect.
     kinds = [trainers.config_of(name), Options, trainers.data_config_of(name)]
     chosen, _, data = configuration.read(kinds, config, fields)
     switches = trainers.techniques_of(name)
@@ -161,7 +162,7 @@ def _measured(
 
 
 def _data(name: str, config: Any, data: Any, device: Any) -> tuple[Any, Any]:
-    """Return what a trainer is given, and the batches that are timed."""
+    """Return the trainer's input and the batches that are timed."""
     from suite import ablation, trainers
 
     ablated = trainers.ablated_of(name)
@@ -171,7 +172,7 @@ def _data(name: str, config: Any, data: Any, device: Any) -> tuple[Any, Any]:
 
 
 def _switched(config: Any, arm: Any, switches: tuple[str, ...]) -> Any:
-    """Return the configuration with an arm's techniques on; ConfigurationError where its fields do not allow it."""
+    """Return the configuration with an arm's techniques on; ConfigurationError if the other fields do not allow it."""
     from suite.configuration import ConfigurationError
 
     try:
@@ -182,7 +183,10 @@ def _switched(config: Any, arm: Any, switches: tuple[str, ...]) -> Any:
 
 
 def _others(always: tuple[str, ...], switches: tuple[str, ...]) -> tuple[str, ...]:
-    """Return the techniques to switch; PerfsuiteError where there are none, or `always` has an unknown one."""
+    """Return the techniques that are switched on and off.
+
+    PerfsuiteError if none is left, or `always` names an unknown technique.
+    """
     for technique in always:
         if technique not in switches:
             raise PerfsuiteError(f"--always {technique}: no technique of this trainer, which has {', '.join(switches)}")

@@ -1,4 +1,4 @@
-"""`perfsuite claims`."""
+"""The command `perfsuite claims`."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ FOLDER = ".perfsuite/claims"
 @click.option("--device", help="cpu, cuda or cuda:1.  [default: the GPU, if any]")
 @click.option("--out", type=click.Path(), default=FOLDER, show_default=True, help="Folder of claims.json and .md.")
 def claims(name: str, only: tuple[str, ...], device: str | None, out: str) -> None:
-    """Measure what the source of trainer NAME claims, and say of each claim whether it holds.
+    """Measure the claims of the source of trainer NAME, and report whether each claim holds.
 
-    Writes claims.json and claims.md. What the folder's claims.json has of other claims stays; so does what was measured
-    of one that cannot be measured here.
+    The command writes claims.json and claims.md. It keeps the other claims in the folder's claims.json, and the earlier
+    result of a claim that cannot be measured on this machine.
     """
     with in_one_line("interrupted; what was measured by then is written", memory_remedy(name)):
         _claims(name, only, device, Path(out))
@@ -70,7 +70,7 @@ def _claims(name: str, only: tuple[str, ...], device: str | None, out: Path) -> 
 
 
 def _answer(check: Any, given: Any) -> tuple[str, str]:
-    """Return the check's verdict, or UNMEASURED where the memory does not suffice."""
+    """Return the verdict and explanation of the check; UNMEASURED if memory runs out."""
     from suite.claims.record import UNMEASURED
 
     try:

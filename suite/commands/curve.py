@@ -1,4 +1,4 @@
-"""`perfsuite curve`."""
+"""The command `perfsuite curve`."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from suite.runtime import curve_log
 from suite.terminal import tell
 
 STARTED = re.compile(r"tfevents\.(\d+)\.")
-"""Pattern of an event file's name, with the second in which a run began to write it."""
+"""Pattern of an event file's name; its number is the Unix time in seconds at which the file was begun."""
 PAGE = "run.html"
 
 
@@ -32,11 +32,11 @@ PAGE = "run.html"
 @click.option("--out", type=click.Path(), help="SVG file.  [default: FOLDER/curve.svg]")
 @click.option("--open", "opens", is_flag=True, help="Open the page in a browser.")
 def curve(folder: str, out: str | None, opens: bool) -> None:
-    """Plot the loss and the throughput of the run in FOLDER, and write its page, FOLDER/run.html: all curves, metrics,
-    techniques, environment and configuration.
+    """Plot the loss and the throughput of the run in FOLDER, and write the page FOLDER/run.html.
 
-    Each run writes its metrics into FOLDER/metrics.jsonl; of older runs, TensorBoard's files are read. The time between
-    a run's end and its resumption is left out.
+    The page has all curves, metrics, techniques, the environment and the configuration. Each run writes its metrics to
+    FOLDER/metrics.jsonl. For older runs, the TensorBoard files are read instead. The time between the end of a run and
+    its resumption is left out.
     """
     with in_one_line("interrupted"):
         path = Path(out) if out else Path(folder) / "curve.svg"
@@ -59,7 +59,7 @@ def curve(folder: str, out: str | None, opens: bool) -> None:
 
 
 def read(folder: Path) -> Mapping[str, Points]:
-    """Return metric → its points. PerfsuiteError where there are none, or fewer than two losses."""
+    """Return metric → points of a run. PerfsuiteError if the folder has no metrics, or fewer than two losses."""
     if os.path.isfile(folder):
         raise PerfsuiteError(f"{shown(folder)} is a file; name the folder of a run")
     try:
@@ -76,7 +76,7 @@ def read(folder: Path) -> Mapping[str, Points]:
 
 
 def logged(lines: Sequence[Mapping[str, Any]]) -> dict[str, Points]:
-    """Return metric → its points, from the lines of a run's log."""
+    """Return metric → points, from the lines of a run's log."""
     found: dict[str, list[tuple[int, float, float]]] = {}
     for line in lines:
         for name, value in line.items():
@@ -99,7 +99,7 @@ def _from_tensorboard(folder: Path) -> Mapping[str, Points]:
     for file in files:
         if not os.path.isfile(file):  # reading a pipe would block
             raise PerfsuiteError(f"cannot read {shown(file)}: it is no file; move it away")
-    logging.getLogger("tensorboard").setLevel(logging.ERROR)  # it warns of windows of an abandoned run, which it drops
+    logging.getLogger("tensorboard").setLevel(logging.ERROR)  # it warns of an abandoned run's windows, which it drops
     try:
         with utf8_name(board) as named:
             events = EventAccumulator(str(named), size_guidance={"scalars": 0}).Reload()
@@ -119,9 +119,9 @@ def _from_tensorboard(folder: Path) -> Mapping[str, Points]:
 
 
 def joined(points: Points, starts: Sequence[int]) -> Points:
-    """Leave out the time that passed between a run's end and its resumption, at one of `starts`.
+    """Remove the time between the end of a run and its resumption at one of `starts`.
 
-    Each such gap is replaced by the time that as many windows take elsewhere, by the median.
+    Each such gap is replaced by the median time that the same number of windows takes elsewhere.
     """
     pairs = list(itertools.pairwise(points))
     resumed = [any(a[1] < start <= b[1] for start in starts) for a, b in pairs]
@@ -138,7 +138,7 @@ def joined(points: Points, starts: Sequence[int]) -> Points:
 
 
 def summary(points: Mapping[str, Points], noun: str = "window") -> str:
-    """Return the run in one line."""
+    """Return a one-line summary of the run."""
     first, last = points["loss"][0], points["loss"][-1]
     seconds = last[1] - first[1]
     rate = (last[0] - first[0]) / seconds if seconds > 0 else float("nan")
@@ -150,7 +150,7 @@ def summary(points: Mapping[str, Points], noun: str = "window") -> str:
 
 
 def plot(points: Mapping[str, Points], path: Path, noun: str = "window") -> None:
-    """Plot loss and throughput over the windows, as SVG."""
+    """Plot loss and throughput over the windows as an SVG file."""
     pyplot = plotting.pyplot("the curve needs matplotlib: pip install 'perfsuite[test]'")
     loss = points["loss"]
     rates = rates_of(loss)

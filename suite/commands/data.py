@@ -1,4 +1,4 @@
-"""`perfsuite data`."""
+"""The command `perfsuite data`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from suite.terminal import tell
 
 SYNTHETIC = {"folder": "--from", "train": "--train", "validation": "--validation", "snr": "--snr", "reuse": "--reuse"}
 LABELLED = {"classes": "--class", "validation_share": "--validation-share", "test_share": "--test-share"}
-"""Options of `leak-audio` for one kind of set alone, by parameter."""
+"""Options of `leak-audio` that apply to only one kind of data set, by parameter name."""
 
 
 @click.group()
@@ -98,18 +98,17 @@ def leak_audio(
 ) -> None:
     """Make the data set of the trainer leak_cnn: mel spectra of 10 s of sound each, in the HDF5 file OUT.
 
-    The labels are synthetic: a file's class is drawn, and its sound is made from a recording. BACKGROUND is the
-    recording far away under room noise, CRACK the recording with clicks, LEAK with steady band noise, NORMAL as it is,
-    UNCLASSIFIED with a leak's noise that comes and goes; each with a microphone's faint noise. A model that separates
-    these has not been shown to find leaks in pipes.
+    The labels are synthetic: the class of a file is drawn at random, and its sound is made from a recording. BACKGROUND
+    is the recording far away under room noise, CRACK the recording with clicks, LEAK the recording with steady band
+    noise, NORMAL the unchanged recording, and UNCLASSIFIED the recording with a leak's noise that comes and goes. Each
+    has the faint noise of a microphone. A model that separates these classes has not been shown to find leaks in pipes.
 
-    With --labelled DIR a recording's class is the name of its folder, e.g. DIR/LEAK/a.wav. Recordings are cut into
-    pieces of 10 s, and shorter ones are repeated. All pieces of a recording are in one split: train, validation or
+    With --labelled DIR the class of a recording is the name of its folder, e.g. DIR/LEAK/a.wav. Recordings are cut into
+    pieces of 10 s, and shorter ones are repeated. All pieces of a recording are in the same split: train, validation or
     test.
 
-    The same recordings, options and seed give the same bytes. A run that was stopped is gone on from when it is called
-    again; until then, what it has done lies in OUT.parts. Damaged, silent and repeated recordings are left out, and
-    counted.
+    The same recordings, options and seed give the same bytes. If a run was stopped, the same command resumes it; until
+    then its partial result is in OUT.parts. Damaged, silent and repeated recordings are left out and counted.
     """
     with in_one_line("interrupted; the same command goes on from here"):
         from suite.leak_cnn.build import build
@@ -143,7 +142,7 @@ def leak_audio(
 
 
 def _refuse_others(context: click.Context, options: Mapping[str, str], labelled: bool) -> None:
-    """Raise PerfsuiteError where an option of the other kind of set was given."""
+    """Raise PerfsuiteError if an option of the other kind of data set was given."""
     for parameter, option in options.items():
         if context.get_parameter_source(parameter) is click.core.ParameterSource.COMMANDLINE:
             which = "with --labelled; the recordings' folders give the classes" if labelled else "without --labelled"
@@ -183,11 +182,11 @@ def pack(
 ) -> None:
     """Make packed text for the trainer eigenstate_lm: the tokens of every document, in the folder OUT.
 
-    A byte-level BPE is trained on the texts. Where they have no more pairs to merge, its vocabulary is smaller than
-    asked for.
+    A byte-level BPE tokenizer is trained on the texts. If they have no more pairs to merge, its vocabulary is smaller
+    than --vocabulary.
 
-    The same texts and options give the same bytes. A run that was stopped is gone on from when it is called again;
-    until then, what it has done lies in OUT.parts. Files that are empty or not UTF-8 are left out, and counted.
+    The same texts and options give the same bytes. If a run was stopped, the same command resumes it; until then its
+    partial result is in OUT.parts. Files that are empty or not UTF-8 are left out and counted.
     """
     with in_one_line("interrupted; the same command goes on from here"):
         from suite.text_pack import Recipe
@@ -239,17 +238,17 @@ def pde(
     workers: int,
     overwrite: bool,
 ) -> None:
-    """Make data of partial differential equations for the trainer ups, in the HDF5 file OUT, as PDEBench lays it out.
+    """Make data of partial differential equations for the trainer ups, in the HDF5 file OUT, in PDEBench's layout.
 
     advection1d: u_t + beta u_x = 0, periodic on [0, 1], the exact solution in 201 frames up to t = 2. 1000 samples of
     1024 points take 0.8 GB.
 
-    darcy2d: div(a grad u) = -beta on the unit square with u = 0 at its boundary; a is 1 or 0.1. 1000 samples of
-    128 x 128 take 0.13 GB.
+    darcy2d: div(a grad u) = -beta on the unit square with u = 0 at its boundary; a is 1 or 0.1. 1000 samples of 128 x
+    128 take 0.13 GB.
 
-    A sample depends on the seed and its index alone. The same options give the same bytes, with any number of workers.
-    A run that was stopped is gone on from when it is called again; until then, what it has done lies in OUT.parts.
-    With several betas each file has the name that PDEBench gives it, and parts of its own.
+    A sample depends only on the seed and its index. The same options give the same bytes, with any number of workers.
+    If a run was stopped, the same command resumes it; until then its partial result is in OUT.parts. With several betas
+    each file has the name that PDEBench gives it, and its own folder of parts.
     """
     with in_one_line("interrupted; the same command goes on from here", "lower --workers, or free memory"):
         from suite.ups import pde_build
@@ -278,11 +277,10 @@ def pde(
 )
 @click.option("--overwrite", is_flag=True, help="Replace OUT if it has another content.")
 def replies(out: str, sources: tuple[str, ...], overwrite: bool) -> None:
-    """Make the data set of the trainer polychromic: prompts with their replies as chat messages, in JSON lines, in the
-    file OUT.
+    """Make the data set of the trainer polychromic: prompts with replies as chat messages, in the JSON Lines file OUT.
 
     Each line of a source is {"prompt": text, "reply": text} or {"messages": [{"role": "user", "content": text}, ...]},
-    whose last message is the reply. Repeated examples are left out, and counted.
+    whose last message is the reply. Repeated examples are left out and counted.
     """
     with in_one_line("interrupted"):
         from suite.polychromic.replies_build import build
@@ -308,9 +306,9 @@ def replies(out: str, sources: tuple[str, ...], overwrite: bool) -> None:
 )
 @click.option("--overwrite", is_flag=True, help="Replace the model in the folder OUT.")
 def model(out: str, gguf: str | None, overwrite: bool) -> None:
-    """Make the folder OUT of a language model for the trainer polychromic, as transformers stores it, from a GGUF file.
+    """Convert a GGUF file to a model for the trainer polychromic, in the folder OUT, as transformers stores it.
 
-    Needs the packages transformers and gguf. Folders that transformers has written need no conversion.
+    This needs the packages transformers and gguf. Folders that transformers has written need no conversion.
     """
     with in_one_line("interrupted"):
         from suite.polychromic.model_build import build

@@ -1,4 +1,4 @@
-"""Endings of the suite's commands where they cannot go on: in one line."""
+"""One-line error endings of the suite's commands."""
 
 from __future__ import annotations
 
@@ -21,24 +21,24 @@ INTERRUPTED = 130
 
 
 class Failed(click.ClickException):
-    """Error that is shown in one line, if anybody reads it."""
+    """Error that is printed in one line to stderr."""
 
     def show(self, file: Any = None) -> None:
         tell(f"Error: {self.format_message()}", err=True)
 
 
 class Wrong(Failed):
-    """Error of the command line or a configuration; click's UsageError would take three lines."""
+    """Error in the command line or a configuration, in one line; click's UsageError prints three."""
 
     exit_code = 2
 
 
 @contextmanager
 def in_one_line(interrupted: str, remedy: str = "free some of it") -> Iterator[None]:
-    """End the command in one line where the block fails.
+    """End the command with a one-line message if the block fails.
 
-    The exit code is 1 for a PerfsuiteError and, with the `remedy`, where memory runs out; 2 for a wrong configuration;
-    130, with the line `interrupted`, for Ctrl-C.
+    The exit code is 1 for a PerfsuiteError, and also if memory runs out, with `remedy` in the message. It is 2 for a
+    wrong configuration, and 130 for Ctrl-C, with the message `interrupted`.
     """
     reserve()
     try:
@@ -56,19 +56,19 @@ def in_one_line(interrupted: str, remedy: str = "free some of it") -> Iterator[N
 
 
 def out_of_memory(error: BaseException) -> str | None:
-    """Return the error's message, in a line, if the memory of a device or of the host does not suffice; else None."""
+    """Return the error's message in one line if the memory of a device or of the host ran out; else None."""
     torch = sys.modules.get("torch")
     text = " ".join(str(error).split())
-    if isinstance(error, MemoryError):  # Python's own says nothing
+    if isinstance(error, MemoryError):  # Python's own MemoryError has no message
         return text or "out of memory"
     if torch is not None and isinstance(error, torch.OutOfMemoryError):
         return text.split(". ")[0]
-    on_host = re.search(r"can't allocate memory: you tried to allocate \d+ bytes", text)  # a RuntimeError like others
+    on_host = re.search(r"can't allocate memory: you tried to allocate \d+ bytes", text)  # a plain RuntimeError
     return on_host[0] if on_host else None
 
 
 def writable(folder: Path) -> None:
-    """Make the folder before anything is measured; PerfsuiteError where no file can be written in it."""
+    """Create the folder before anything is measured; PerfsuiteError if no file can be written in it."""
     try:
         probe(folder)
     except OSError as error:

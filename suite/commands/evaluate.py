@@ -1,4 +1,4 @@
-"""`perfsuite evaluate`."""
+"""The command `perfsuite evaluate`."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ OPTIONS = {
     "split": ("--split", "leak_cnn"),
     "ngrams": ("--ngrams", "eigenstate_lm"),
 }
-"""Options that belong to one trainer alone, by parameter."""
+"""Parameter → (option, the only trainer that has this option)."""
 
 
 @click.command(context_settings={"ignore_unknown_options": True})
@@ -71,14 +71,14 @@ def evaluate(
 ) -> None:
     """Evaluate a network that ups, leak_cnn, eigenstate_lm or trainer2 has trained on held-out data.
 
-    For example `perfsuite evaluate ups --checkpoint .perfsuite/train/ups-optimized --data FOLDER`, or
-    `perfsuite evaluate leak_cnn --checkpoint .perfsuite/train/leak_cnn-optimized --data leak.h5`.
+    For example `perfsuite evaluate ups --checkpoint .perfsuite/train/ups-optimized --data FOLDER`, or `perfsuite
+    evaluate leak_cnn --checkpoint .perfsuite/train/leak_cnn-optimized --data leak.h5`.
 
-    For ups it writes the NRMSE by task and by step of the rollout, and a picture of each task; for leak_cnn accuracy,
-    macro-F1 and the confusion matrices of segments and files, and for eigenstate_lm the loss and bits a byte, both with
-    the best weights. For trainer2 it writes how often a passage's second half is found by its first, before and after
-    training; it takes the data of the training where none are named. The data are named as `perfsuite train`
-    does: --data, --advection, --darcy, --validation.
+    For ups the command writes the NRMSE by task and by rollout step, and a picture of each task. For leak_cnn it writes
+    the accuracy, the macro-F1 and the confusion matrices of segments and files; for eigenstate_lm, the loss and the
+    bits per byte. Both are evaluated with their best weights. For trainer2 it writes how often a passage's second half
+    is found by its first half, before and after training; without data options it uses the data of the training. The
+    data options are those of `perfsuite train`: --data, --advection, --darcy, --validation.
     """
     with in_one_line("interrupted", "free some, or name another --device"):
         from suite.configuration import ConfigurationError
@@ -243,13 +243,13 @@ def _trainer2(checkpoint: str, out: str | None, device: str | None, fields: tupl
 
 
 def _in_words(values: Mapping[str, float]) -> str:
-    """Format a loss in nats per token, and in bits per byte where its text is known."""
+    """Format a loss in nats per token, and in bits per byte if the bytes of the text are known."""
     bits = f", {values['bits_per_byte']:.4f} bits a byte" if "bits_per_byte" in values else ""
     return f"{values['validation_loss']:.4f} nats a token{bits}"
 
 
 def _held_out(batches: object) -> int:
-    """Return the number of sequences that a checkpoint's training has held out."""
+    """Return the number of sequences that the training of a checkpoint held out; 0 if it does not say."""
     count = batches.get("validation", 0) if isinstance(batches, Mapping) else 0
     return count if isinstance(count, int) else 0
 

@@ -1,4 +1,4 @@
-"""Lookup of the checkpoint that a command is given: a file, or the folder of a run."""
+"""Lookup of the checkpoint that is given to a command as a file or as the folder of a run."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from suite.runtime.checkpoints import Checkpoint
 
 
 def checkpoint_of(given: str, trainer: str) -> tuple[Path, Checkpoint]:
-    """Return (file, content) of a trainer's checkpoint, or of the last one in a folder; PerfsuiteError without one."""
+    """Return (path, content) of a checkpoint file, or of the latest one in a folder; PerfsuiteError if none exists."""
     path = Path(given)
     if os.path.isdir(path) and Store(path).files():  # Path.is_dir raises for a name that is too long
         return checkpoints.load_latest(Store(path), trainer)

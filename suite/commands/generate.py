@@ -1,4 +1,4 @@
-"""`perfsuite generate`."""
+"""The command `perfsuite generate`."""
 
 from __future__ import annotations
 
@@ -49,11 +49,13 @@ def generate(
     past_end: bool,
     device: str | None,
 ) -> None:
-    """Write text with a network that eigenstate_lm has trained: CHECKPOINT is a file of it, or the folder of a run,
-    whose last one is taken. Where sequences were held out, its best weights are taken.
+    """Write text with a network that eigenstate_lm has trained.
 
-    The text goes to stdout as it comes, the prompt before it. It ends after --tokens, or where the network ends it.
-    The memory that it takes does not grow with its length.
+    CHECKPOINT is one of its files, or the folder of a run, whose latest checkpoint is used. If sequences were held out,
+    the best weights are used.
+
+    The prompt and the text are written to stdout as the tokens are drawn. The text ends after --tokens, or where the
+    network ends it. Memory use does not grow with the length of the text.
     """
     with in_one_line("interrupted", "free some, or name another --device"):
         _generate(checkpoint, prompt, tokens, temperature, top_k, seed, last, past_end, device)
@@ -106,11 +108,11 @@ def _generate(
 
 
 def loaded(checkpoint: str, *, best: bool = True) -> tuple[Mapping[str, Any], Any]:
-    """Return (weights, tokenizer) of a checkpoint's file, or of the last one in a folder.
+    """Return (weights, tokenizer) of a checkpoint file, or of the latest one in a folder.
 
-    best  take the weights of the least held-out loss, if the checkpoint has any
+    best  return the weights of the least held-out loss, if the checkpoint has any
 
-    PerfsuiteError where one of the two is missing or damaged, or they do not belong together.
+    PerfsuiteError if either is missing or damaged, or the two do not fit together.
     """
     from suite import text
     from suite.commands.finding import checkpoint_of
@@ -135,7 +137,7 @@ def loaded(checkpoint: str, *, best: bool = True) -> tuple[Mapping[str, Any], An
             tokenizer = tokenizers.Tokenizer.from_str(content)
             tokenizer.no_padding()
             tokenizer.no_truncation()
-    except Exception as error:  # the library raises its own bare Exception
+    except Exception as error:  # the library raises bare Exception
         raise PerfsuiteError(
             f"{shown(path)} is damaged: its tokenizer is none ({str(error)[:200]}); name another"
         ) from None
@@ -155,13 +157,13 @@ def loaded(checkpoint: str, *, best: bool = True) -> tuple[Mapping[str, Any], An
 
 
 def encoded(tokenizer: Any, prompt: str) -> list[int]:
-    """Return the prompt's tokens after an end token, as at a text's beginning; PerfsuiteError if this fails."""
+    """Return the prompt's tokens after an end token, as at the beginning of a text; PerfsuiteError if this fails."""
     from suite import text
 
     try:
         with no_panic():
             (tokens,) = text.encode(tokenizer, [prompt])
-    except Exception as error:  # TypeError where it is not UTF-8; the library raises its own bare Exception
+    except Exception as error:  # TypeError if it is not UTF-8; the library raises bare Exception
         reason = "it is not UTF-8" if isinstance(error, TypeError) else error
         raise PerfsuiteError(f"--prompt: the tokenizer cannot encode it: {reason}; give other text") from None
     return [text.END_ID, *tokens[:-1]]
@@ -177,10 +179,10 @@ def show(text: str) -> None:
 
 
 def summary(prompt: int, count: int, first: float, last: float) -> str:
-    """Return the run in one line.
+    """Return a one-line summary of the generation.
 
-    prompt, count  tokens that were read, and drawn
-    first, last    seconds from the beginning until the first and the last token was drawn
+    prompt, count  number of tokens that were read, and drawn
+    first, last    seconds from the start until the first and the last token were drawn
     """
     from suite.runtime.display import quantity
 

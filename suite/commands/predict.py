@@ -1,4 +1,4 @@
-"""`perfsuite predict`."""
+"""The command `perfsuite predict`."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from suite.terminal import tell
 @click.option("--json", "as_json", is_flag=True, help="Print JSON, a list of all pieces.")
 @click.option("--device", help="cpu, cuda or cuda:1.  [default: the GPU, if any]")
 def predict(recordings: tuple[str, ...], checkpoint: str, as_json: bool, device: str | None) -> None:
-    """Say of each 10 s of WAV or FLAC recordings whether they sound of a leak, by a network that leak_cnn has trained.
+    """Classify each 10 s of WAV or FLAC recordings as leak or no leak, with a network that leak_cnn has trained.
 
     For example `perfsuite predict --checkpoint .perfsuite/train/leak_cnn-optimized pipe.wav`.
 
-    Prints the verdict, the probability of LEAK, and that of each class. A piece is of a leak where at least half of
-    its windows of a quarter of a second reach the threshold of the training. Shorter recordings are repeated.
+    The command prints the verdict, the probability of LEAK, and the probability of each class. A piece is a leak if at
+    least half of its windows of 0.25 s reach the threshold of the training. Shorter recordings are repeated.
     """
     with in_one_line("interrupted", "free some, or name another --device"):
         from suite.commands.finding import checkpoint_of
@@ -34,7 +34,7 @@ def predict(recordings: tuple[str, ...], checkpoint: str, as_json: bool, device:
         there = device_called(device)
         file, found = checkpoint_of(checkpoint, "leak_cnn")
         trained = trained_of(file, found.trainer, there)
-        sounds = [sound_of(Path(name)) for name in recordings]  # before anything is printed
+        sounds = [sound_of(Path(name)) for name in recordings]  # read all files before anything is printed
         judged = [
             (name, piece) for name, sound in zip(recordings, sounds, strict=True) for piece in trained.judged(sound)
         ]

@@ -1,4 +1,4 @@
-"""`perfsuite query`."""
+"""The command `perfsuite query`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from suite.terminal import tell
 
 
 class Found(NamedTuple):
-    """A passage, its distance in the learned metric, and its text."""
+    """A passage: its rank, its distance in the learned metric, and its text."""
 
     rank: int
     distance: float
@@ -39,12 +39,12 @@ class Found(NamedTuple):
 def query(
     checkpoint: str, text: str, count: int, passages: int, as_json: bool, device: str | None, fields: tuple[str, ...]
 ) -> None:
-    """Find the passages that lie nearest to TEXT in the geometry that trainer2 has learned.
+    """Find the passages that are nearest to TEXT in the geometry that trainer2 has learned.
 
     For example `perfsuite query .perfsuite/train/trainer2-optimized "open a file" -n 3`.
 
-    CHECKPOINT is a file of trainer2, or the folder of a run. The text that is searched is that of the training; its
-    fields, such as --data and --cache, may be given anew.
+    CHECKPOINT is a file of trainer2, or the folder of a run. The command searches the text of the training; options
+    such as --data and --cache replace fields of that training.
     """
     with in_one_line("interrupted", "free some, or name another --device"):
         _query(checkpoint, text, count, passages, as_json, device, fields)

@@ -1,4 +1,4 @@
-"""`perfsuite reply`."""
+"""The command `perfsuite reply`."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ TRAINER = "polychromic"
 @click.option("--seed", type=int, default=0, show_default=True, help="Seed of the random draws.")
 @click.option("--device", help="cpu, cuda or cuda:1.  [default: the GPU, if any]")
 def reply(checkpoint: str, **given: Any) -> None:
-    """Reply to a prompt several times with a model that polychromic has trained: CHECKPOINT is a file of it, or the
-    folder of a run, whose last one is taken. Says how much the replies differ.
+    """Reply to a prompt several times with a model that polychromic has trained, and print how much the replies differ.
 
-    Replies come after their number, [1] and so on.
+    CHECKPOINT is one of its files, or the folder of a run, whose latest checkpoint is used. Each reply follows its
+    number: [1], [2] and so on.
     """
     with in_one_line("interrupted", "free some, or name another --device"):
         _reply(checkpoint, **given)
@@ -69,7 +69,7 @@ def _reply(
     config, given = _given(path, state, model, encoder)
     changes = {"new_tokens": tokens, "temperature": temperature, "top_p": top_p}
     if count == 1:
-        changes["diversity"] = 0.0  # the encoder is not needed
+        changes["diversity"] = 0.0  # without diversity the encoder is not loaded
     try:
         config = replace(config, **{name: value for name, value in changes.items() if value is not None})
     except ValueError as error:
@@ -97,7 +97,7 @@ def _reply(
 
 
 def _encoded(prompt: str, given: Any, new_tokens: int) -> list[int]:
-    """Return the tokens of the prompt; PerfsuiteError where it is none, or the model has no room for it."""
+    """Return the tokens of the prompt; PerfsuiteError if it is empty, not UTF-8, or too long for the model."""
     from suite.polychromic.replies import USER, Message
 
     if not prompt.strip():
@@ -120,7 +120,7 @@ def _said(error: Exception) -> str:
 
 
 def _given(path: Path, state: Any, model: str | None, encoder: str | None) -> tuple[Any, Any]:
-    """Return (configuration, what a trainer is given) of a checkpoint."""
+    """Return (configuration, trainer input) of a checkpoint."""
     from suite.polychromic import drawn
     from suite.polychromic.chat import Chat
     from suite.polychromic.config import TrainConfig

@@ -1,4 +1,4 @@
-"""`perfsuite train`."""
+"""The command `perfsuite train`."""
 
 from __future__ import annotations
 
@@ -61,14 +61,14 @@ def train(
 
     For example `perfsuite train trainer2 --config FILE --windows 500 --eta_update 0.02`.
 
-    Every field of the configuration is an option; `--show` lists them. Of every trainer: --data PATH, --windows N
-    (leak_cnn's are epochs), --seconds S, --folder DIR, --checkpoint_every N, --tensorboard true, --timing_debug true,
+    Every field of the configuration is an option; `--show` lists them. Every trainer has --data PATH, --windows N
+    (epochs for leak_cnn), --seconds S, --folder DIR, --checkpoint_every N, --tensorboard true, --timing_debug true and
     --profile FILE.
 
-    Ctrl-C and SIGTERM finish the window and save; exit code 130 or 143. A loss that is no finite number ends with 1,
-    a wrong configuration with 2.
+    Ctrl-C and SIGTERM finish the current window and save a checkpoint; the exit code is 130 or 143. A loss that is not
+    finite ends the command with exit code 1, a wrong configuration with exit code 2.
     """
-    with in_one_line("interrupted", memory_remedy(name)):  # before the first window, or after all was saved
+    with in_one_line("interrupted", memory_remedy(name)):  # before the first window, or after the last save
         if ranks is not None and "RANK" in os.environ:
             raise PerfsuiteError(f"--ranks {ranks}: torchrun has started the ranks already; leave out --ranks")
         if ranks is not None and ranks > 1 and not show:
@@ -128,7 +128,7 @@ def _train(
     show: bool,
     fields: tuple[str, ...],
 ) -> int:
-    # Importing torch takes a second: first check as much of the command line as possible without it.
+    # Importing torch takes a second, so check as much of the command line as possible without it.
     from suite import trainers
 
     trainers.find(name)
@@ -147,7 +147,7 @@ def _train(
         orphans.die_with_parent()
     options = replace(options, folder=options.folder or f"{FOLDER}/{name}-{side}")
     try:
-        with held(options) if here.first else nullcontext():  # from before the first file until after the last
+        with held(options) if here.first else nullcontext():  # from before the first write until after the last
             code = _trained(name, chosen, options, data, side, device, resume, overwrite, here)
     except BaseException as error:
         if here.ranks > 1:
@@ -158,7 +158,7 @@ def _train(
 
 
 def _leave(error: BaseException, here: Place, name: str) -> NoReturn:
-    """End a failed rank at once: anything that waits for the other ranks would never end."""
+    """End a failed rank at once: cleaning up could wait forever for the other ranks."""
     from suite import launching
     from suite.runtime.together import RankLostError
 
@@ -170,7 +170,7 @@ def _leave(error: BaseException, here: Place, name: str) -> NoReturn:
         code = shown.exit_code
         if isinstance(error, RankLostError) and launching.LAUNCHED in os.environ:
             code = launching.LOST
-        if code != launching.LOST or not here.first:  # the launcher chooses which of the others' errors it prints
+        if code != launching.LOST or not here.first:  # the launcher chooses which error of the other ranks it prints
             shown.show()
     except SystemExit as ended:
         code = ended.code if isinstance(ended.code, int) else 1
@@ -200,7 +200,7 @@ def _trained(
     if resume is not None and not resume.strip():
         raise configuration.ConfigurationError("--resume wants a checkpoint, a folder that has some, or latest")
     folder = options.folder or FOLDER
-    if resume is None and not overwrite and here.first:  # before the data, which may take a minute
+    if resume is None and not overwrite and here.first:  # before loading the data, which may take a minute
         Store(folder).refuse_others()
     start = _start(resume, folder)
     there = device_called(together.device_of(here, device))
@@ -233,11 +233,11 @@ def _trained(
 
 
 def _nothing(text: str) -> None:
-    """Print nothing, since rank 0 prints it."""
+    """Print nothing: rank 0 prints the message."""
 
 
 def _loaded(name: str, data: Any, here: Place) -> Any:
-    """Load the data; rank 0 opens them first, since it may make files beside them."""
+    """Load the data. Rank 0 loads them first, since it may write files next to them."""
     from suite import trainers
     from suite.runtime.together import Together
 
@@ -250,7 +250,7 @@ def _loaded(name: str, data: Any, here: Place) -> Any:
 
 
 def _start(resume: str | None, folder: str) -> Path | None:
-    """Return the checkpoint file that --resume names: a file, a folder's last one, or with "latest" the run's last."""
+    """Return the checkpoint that --resume names: a file, the latest of a folder, or the run's latest for "latest"."""
     from suite.runtime import Store
 
     if resume is None:
@@ -262,9 +262,10 @@ def _start(resume: str | None, folder: str) -> Path | None:
 
 
 def device_called(name: str | None) -> Any:
-    """Return the device of that name, or the GPU if there is one, or the CPU; PerfsuiteError where it cannot be used.
+    """Return the device of that name; without a name, the GPU if there is one, else the CPU.
 
-    A GPU becomes the current device, which is used for streams, events, kernels and counters where none is named.
+    A GPU with an index becomes the current device, on which streams, events, kernels and counters are created by
+    default. PerfsuiteError if the device cannot be used.
     """
     import torch
 
@@ -276,14 +277,14 @@ def device_called(name: str | None) -> Any:
         torch.empty(0, device=device)
         if device.type == "cuda" and device.index is not None:
             torch.cuda.set_device(device)
-    except Exception as error:  # torch raises RuntimeError, AssertionError and others, by build
+    except Exception as error:  # the class depends on the build: RuntimeError, AssertionError and others
         reason = first_line(error) or type(error).__name__
         raise PerfsuiteError(f"--device {name}: {reason}; `perfsuite doctor` says what this machine has") from None
     return device
 
 
 def name_of(device: Any) -> str:
-    """Return the model of the GPU, or of the CPU."""
+    """Return the model name of the GPU, or of the CPU."""
     import torch
 
     from perfsuite import machine
