@@ -1,4 +1,4 @@
-"""Attention by the fastest backend for device, dtype, head width, padding and length (polychromic, technique 003.1)."""
+"""Attention with a backend chosen by device, dtype, head width, padding and length (polychromic, technique 003.1)."""
 
 import functools
 import itertools
@@ -11,16 +11,16 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from optimized.autocasting import as_autocast
 
-# Backends in the order in which they are tried, in half precision and in float32: PyTorch's own order. To be measured
+# Backends in half precision and in float32, in the order in which they are tried: PyTorch's own order. Not yet measured
 # on an H200.
 HALF = (SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH)
 SINGLE = (SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH)
-# cuDNN's backward may give NaN for lengths that are no multiple of this: it multiplies what lies behind the last token
+# cuDNN's backward may return NaN for lengths that are not a multiple of this: it multiplies memory past the last token
 # by 0 (pytorch issue 196678).
 WHOLE_TILES = 128
 # With max_seqlen 1 flash-attn assumes that every sequence has exactly one token, and fails if one is empty.
 LEAST_LONGEST = 2
-# Kernels load so many bytes at once, and fault where data begin elsewhere.
+# Kernels load 16 bytes at a time and fault on data that is not aligned to them.
 ALIGNMENT = 16
 WIDEST_HEAD = 256
 
@@ -28,18 +28,18 @@ WIDEST_HEAD = 256
 def flash_attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: torch.Tensor | None = None, causal: bool = True
 ) -> torch.Tensor:
-    """Return `softmax(q kᵀ / √d) v`, [B, H, T, d]; 0 for tokens behind a row's length. No scores are kept.
+    """Return `softmax(q kᵀ / √d) v`, [B, H, T, d]; 0 past a row's length. The scores are not stored.
 
-    On CUDA in half precision cuDNN computes it for lengths that are multiples of 128, and FlashAttention or the
-    memory-efficient kernel for others and where cuDNN does not take the inputs; in float32 the memory-efficient kernel
-    does. Elsewhere it is PyTorch's choice. Where attention is causal, padding needs no mask, since no token attends to
-    what is behind it. Inputs whose data are not aligned to 16 bytes are copied: these kernels fault on them. Under
-    autocast inputs are cast as PyTorch's own attention casts them. There is no second derivative on CUDA.
+    On CUDA in half precision, cuDNN computes it if T is a multiple of 128. For other lengths, and for inputs that cuDNN
+    does not support, FlashAttention or the memory-efficient kernel does; in float32, the memory-efficient kernel.
+    Elsewhere PyTorch chooses the backend. Causal attention needs no mask for padding, since no token attends to later
+    ones. The kernels fault on data that is not aligned to 16 bytes, so such inputs are copied. Under autocast, inputs
+    are cast as PyTorch's own attention casts them. There is no second derivative on CUDA.
 
     q        [B, H, T, d]
-    k, v     [B, K, T, d]; H is a multiple of K: so many query heads share each key head
-    lengths  int64 [B], from 1 to T: tokens behind it are padding, which no token attends to; None: there is none
-    causal   whether a token attends to those before it and itself alone
+    k, v     [B, K, T, d]; H is a multiple of K, and each key head serves H / K query heads
+    lengths  int64 [B], from 1 to T: tokens past it are padding, which no token attends to; None: no padding
+    causal   whether a token attends only to itself and to earlier tokens
 
     Source: polychromic, technique 003.1.
     """
@@ -59,17 +59,17 @@ def flash_attention_packed(
     causal: bool = True,
     longest: int | None = None,
 ) -> torch.Tensor:
-    """Return the attention of each of several sequences that lie behind each other, [N, H, d].
+    """Return the attention within each of several concatenated sequences, [N, H, d].
 
-    On CUDA in half precision it is one launch of flash-attn where that is installed, else of PyTorch's FlashAttention.
-    Elsewhere sequences of the same length are computed together, and the host reads the offsets. Under autocast inputs
-    are cast as PyTorch's own attention casts them.
+    On CUDA in half precision, for heads up to 256 wide, this is one launch of flash-attn if it is installed, else of
+    PyTorch's FlashAttention. Otherwise the host reads the offsets, and sequences of the same length are computed
+    together. Under autocast, inputs are cast as PyTorch's own attention casts them.
 
     q        [N, H, d]
     k, v     [N, K, d]; H is a multiple of K
-    offsets  int32 [sequences + 1], from 0 to N: where each sequence begins, and the last one's end; they do not fall
-    causal   whether a token attends to those before it and itself alone
-    longest  tokens of the longest sequence, or more; None: the host waits for the device to find it out
+    offsets  int32 [sequences + 1], non-decreasing from 0 to N: the start of each sequence, and the end of the last one
+    causal   whether a token attends only to itself and to earlier tokens
+    longest  number of tokens of the longest sequence, or more; None: read from the offsets, and the host waits for it
 
     Source: polychromic, technique 003.1.
     """
@@ -95,7 +95,7 @@ def _dense(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor
         return _attend(q, k, v, mask, causal)
     q, k, v = map(_aligned, (q, k, v))
     half = q.dtype in (torch.float16, torch.bfloat16)
-    if not half and k.shape[1] != q.shape[1]:  # the memory-efficient kernel has no key heads that are shared
+    if not half and k.shape[1] != q.shape[1]:  # the memory-efficient kernel does not support shared key heads
         k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
     backends = HALF if half else SINGLE
     if q.shape[2] % WHOLE_TILES:
@@ -106,8 +106,11 @@ def _dense(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor
 
 
 class _SameStrides(torch.autograd.Function):
-    """Identity whose gradient has the strides of its input. cuDNN's backward is wrong for a gradient that is a slice of
-    a larger tensor, as it is behind a concatenation."""
+    """Identity whose gradient gets the strides of its input.
+
+    cuDNN's backward is wrong for a gradient that is a slice of a larger tensor, as the backward of a concatenation
+    returns.
+    """
 
     @staticmethod
     def forward(ctx, x):
@@ -129,7 +132,7 @@ def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tenso
 
 
 def _aligned(x: torch.Tensor) -> torch.Tensor:
-    """The tensor, or a copy where its data or rows begin elsewhere than at multiples of 16 bytes."""
+    """Return the tensor, or a contiguous copy if its data or a row does not start at a multiple of 16 bytes."""
     size = x.element_size()
     starts = (x.data_ptr(), *(stride * size for stride in x.stride()[:-1]))
     if x.stride(-1) == 1 and not any(start % ALIGNMENT for start in starts):
@@ -139,7 +142,7 @@ def _aligned(x: torch.Tensor) -> torch.Tensor:
 
 @functools.cache
 def _variable_length() -> Callable[..., torch.Tensor]:
-    """flash-attn's kernel for packed sequences, or PyTorch's."""
+    """Return flash-attn's function for packed sequences if it is installed, else PyTorch's."""
 
     try:
         from flash_attn import flash_attn_varlen_func

@@ -1,4 +1,4 @@
-"""Attention by PyTorch's FlexAttention, compiled to one Triton kernel (ups, technique 002.8b)."""
+"""Attention with PyTorch's FlexAttention, compiled to one Triton kernel (ups, technique 002.8b)."""
 
 import functools
 from collections.abc import Callable
@@ -10,21 +10,22 @@ from torch.nn.attention import flex_attention as flex
 from optimized.compilation.compiled_function import compile_if_possible
 
 LEAST_HEAD_WIDTH = 16
-"""FlexAttention's kernels take no narrower heads. Widths that are no power of two, as 48, are padded inside them."""
+"""Minimum head width of FlexAttention's kernels. They pad widths that are not a power of two, such as 48."""
 LEAST_SIZE = 2
-"""torch.compile makes a graph of its own for sizes of 1, and compiles at most eight."""
+"""torch.compile compiles a separate graph for sizes of 1, and at most eight graphs in all."""
 
 
 def flex_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     """Return `softmax(q kᵀ / √d) v`, [B, heads, T, d]; not causal.
 
-    On CUDA FlexAttention is compiled at the first call, for any batch and number of tokens; a caller that is compiled
-    itself has it in its own graph. Elsewhere, in float64, for heads narrower than 16 and where a size is below 2
-    PyTorch's `scaled_dot_product_attention` runs: on a CPU FlexAttention has no backward. There is no second derivative
-    on CUDA. Tensors that are not contiguous are copied: each new arrangement of strides would be compiled.
+    On CUDA, FlexAttention is compiled at the first call, for any batch size and number of tokens. In a caller that is
+    compiled itself, it becomes part of the caller's graph. On a CPU, where FlexAttention has no backward, in float64,
+    for heads narrower than 16 and for sizes below 2, PyTorch's `scaled_dot_product_attention` runs instead. There is no
+    second derivative on CUDA. Tensors that are not contiguous are copied, because each new stride pattern would be
+    compiled.
 
-    Without a mask or a change of the scores FlexAttention computes what `scaled_dot_product_attention` does with its
-    flash backend. The source names no gain.
+    Without a mask or a score modification, FlexAttention computes the same as the flash backend of
+    `scaled_dot_product_attention`. The source states no speedup.
 
     q, k, v  [B, heads, T, d]
 
@@ -41,14 +42,14 @@ def flex_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.T
 
 
 def _takes(q: torch.Tensor) -> bool:
-    """Whether FlexAttention has a kernel for it."""
+    """Return whether FlexAttention has a kernel for this tensor."""
     fits = min(q.shape) >= LEAST_SIZE and q.shape[-1] >= LEAST_HEAD_WIDTH
     return q.is_cuda and q.dtype != torch.float64 and fits
 
 
 def _plain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     out = flex.flex_attention(q, k, v)
-    assert isinstance(out, torch.Tensor)  # it is a tuple where more than the output is asked for
+    assert isinstance(out, torch.Tensor)  # a tuple only if more than the output is requested
     return out
 
 

@@ -1,4 +1,4 @@
-"""Softmax weights and the mix of states under torch.compile (trainer2, technique 000.4)."""
+"""Softmax-weighted sum of states with torch.compile, and helpers for compilation (trainer2, technique 000.4)."""
 
 import functools
 import signal
@@ -11,19 +11,19 @@ from typing import Any
 import torch
 
 SHAPES = 64
-"""Shapes for each of which a function is compiled; PyTorch stops at 8."""
+"""Number of shapes for which a function with static shapes is compiled; PyTorch's default limit is 8."""
 
 
 def compiled_function(cost: torch.Tensor, states: torch.Tensor, beta: float = 5.0) -> torch.Tensor:
-    """`sum_k softmax(-beta * cost)_k * state_k`, [B, D], compiled at the first call.
+    """Return `sum_k softmax(-beta * cost)_k * state_k`, [B, D]; compiled at the first call.
 
     cost    [B, K]
     states  [B, K, D]
     beta    inverse temperature
 
-    Shapes are dynamic: sizes from 2 on share one compiled function. Where nothing can be compiled (no C++ compiler,
-    say) a warning says why, once, and the function runs as it is. The source compiled with `torch.jit.script`, which
-    PyTorch has given up since.
+    Shapes are dynamic: all sizes of 2 or more share one compiled function. If compilation fails (without a C++
+    compiler, for example), one warning says why, and the function runs eagerly. The source uses `torch.jit.script`,
+    which PyTorch has since deprecated.
 
     Source: trainer2, technique 000.4.
     """
@@ -31,10 +31,10 @@ def compiled_function(cost: torch.Tensor, states: torch.Tensor, beta: float = 5.
 
 
 def compile_quietly(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
-    """`torch.compile`, without the warnings that its backend raises while it compiles.
+    """Return the function compiled by `torch.compile`, whose backend then emits no warnings while it compiles.
 
-    A caller cannot fix them, and with warnings as errors the function would not be compiled. Options as
-    torch.compile's, but for `backend` and `mode`.
+    A caller cannot fix their causes, and with warnings as errors they would abort the compilation. The options are
+    those of torch.compile except `backend` and `mode`.
     """
     with _quiet():
         return torch.compile(function, backend=_inductor, **options)
@@ -43,18 +43,18 @@ def compile_quietly(function: Callable[..., Any], **options: Any) -> Callable[..
 def compile_if_possible(
     function: Callable[..., Any], name: str, *, quiet_calls: bool = False, **options: Any
 ) -> Callable[..., Any]:
-    """`compile_quietly`. Where nothing can be compiled a warning says why, once, and the function runs as it is.
+    """Return the function compiled by `compile_quietly`; if that fails, one warning says why, and it runs eagerly.
 
-    name         what the warning calls it
-    quiet_calls  whether warnings are kept back while it is called, too: tracing warns where an argument was computed
-                 from what wants a gradient
+    name         the function's name in the warning
+    quiet_calls  whether to suppress warnings during calls, too: tracing warns about an argument that was computed from
+                 a tensor that requires a gradient
 
-    With `dynamic=False` up to SHAPES shapes are compiled.
+    With `dynamic=False`, up to SHAPES shapes are compiled.
     """
     compiled = compile_quietly(function, **options)
     if options.get("dynamic") is False:
         compiled = torch._dynamo.config.patch(recompile_limit=SHAPES)(compiled)
-    # Graphs are captured when it runs, which warns of empty ones.
+    # CUDA graphs are captured during calls, and PyTorch warns if one is empty.
     if quiet_calls or (options.get("options") or {}).get("triton.cudagraphs"):
         compiled = _quiet()(compiled)
     failed = []
@@ -74,10 +74,10 @@ def compile_if_possible(
 
 
 def replay_begins() -> None:
-    """`torch.compiler.cudagraph_mark_step_begin`: what compiled functions' last replay left may be written over.
+    """Call `torch.compiler.cudagraph_mark_step_begin`: the next replay may overwrite the results of the last one.
 
-    The first call of a thread also makes the thread's handles of cuBLAS and cuDNN. PyTorch may capture a graph in
-    another thread than the one that ran its launches before, and cuDNN cannot make a handle during a capture.
+    The first call in a thread also creates the thread's cuBLAS and cuDNN handles. PyTorch may capture a graph in
+    another thread than the one that ran the warm-up, and cuDNN cannot create a handle during a capture.
     """
     _make_handles(torch.cuda.current_device())
     with _quiet():  # the first call imports the backend
@@ -99,7 +99,10 @@ def _make_handles(device: int) -> None:
 
 
 def _inductor(graph: torch.fx.GraphModule, inputs: Any, options: dict[str, Any] | None = None) -> Any:
-    """The backend that torch.compile takes of itself. A backward pass may be compiled later, by the same `inner`."""
+    """Compile with Inductor, torch.compile's default backend, without warnings.
+
+    The backward pass may be compiled later, by the same `inner`.
+    """
     with _quiet(), _workers_outlive_sigterm(), torch.compiler.config.patch(cache_key_tag=_cache_key_tag()):
         from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 
@@ -111,8 +114,10 @@ def _inductor(graph: torch.fx.GraphModule, inputs: Any, options: dict[str, Any] 
 
 
 def _cache_key_tag() -> str:
-    """Name the precisions of autocast: PyTorch 2.11 would take code in bfloat16 from its cache where autocast asks for
-    float16 (pytorch pull request 181564)."""
+    """Return torch.compile's cache key tag, with autocast's dtypes appended.
+
+    Without it, PyTorch 2.11 would use cached bfloat16 code when autocast is in float16 (pytorch pull request 181564).
+    """
     kinds = [kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
     of_autocast = [f"{kind}: {torch.get_autocast_dtype(kind)}" for kind in kinds]
     return ", ".join([torch.compiler.config.cache_key_tag, *of_autocast])
@@ -127,11 +132,11 @@ def _quiet() -> Iterator[None]:
 
 @contextmanager
 def _workers_outlive_sigterm() -> Iterator[None]:
-    """Processes started here keep SIGTERM blocked, as this thread does until it leaves.
+    """Block SIGTERM in this thread inside the context, and permanently in processes that are started there.
 
-    A scheduler, systemd or `timeout` sends SIGTERM to every process of a job. PyTorch's compile workers would die of
-    it, and this process, which may want to finish a step first, would wait for them forever. They ignore Ctrl-C by
-    themselves, and end when this process does.
+    A scheduler, systemd or `timeout` sends SIGTERM to every process of a job. It would kill PyTorch's compile workers,
+    and this process, which may have to finish a step first, would wait for them forever. The workers already ignore
+    Ctrl-C, and they end when this process does.
     """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     try:

@@ -1,4 +1,4 @@
-"""A network as one compiled graph (leak_cnn, technique 001.5; ups, technique 002.1a)."""
+"""Networks compiled as one graph without breaks (leak_cnn, technique 001.5; ups, technique 002.1a)."""
 
 import functools
 from collections.abc import Callable
@@ -15,23 +15,25 @@ from suite.ups.model import Operator
 def fullgraph_model(
     weights: Weights, segments: torch.Tensor, labels: torch.Tensor, class_weights: torch.Tensor
 ) -> torch.Tensor:
-    """The loss of a batch, 0-d, compiled for each shape at its first call, with no break in the graph.
+    """Return the loss of a batch, 0-d; compiled without graph breaks at the first call for each shape.
 
-    On CUDA its launches are replayed as CUDA graphs (what `mode="reduce-overhead"` asks for); the loss is a copy, for
-    the next call writes over the graph's own memory. The gradients are in that memory until then. Where nothing can be
-    compiled a warning says why, once, and the network runs as it is. The source claims 3–8% beyond torch.compile
-    without `fullgraph`, for 5–10 s more at the first call; where there is no break to begin with they are the same.
+    On CUDA, the launches are replayed as CUDA graphs, as with `mode="reduce-overhead"`. The next call overwrites the
+    graph's own memory, so the loss is returned as a copy; the gradients are in that memory until then. If compilation
+    fails, one warning says why, and the network runs eagerly.
 
-    weights        name → tensor, `suite.leak_cnn.model.shapes`
+    The source claims 3–8% over torch.compile without `fullgraph`, at the cost of 5–10 s more in the first call. For a
+    network without graph breaks, the two are the same.
+
+    weights        name → tensor, with the shapes of `suite.leak_cnn.model.shapes`
     segments       [N, 1, H, 1]
     labels         [N] int64
     class_weights  [5]
 
     Source: leak_cnn, technique 001.5.
     """
-    # Other strides would each be compiled again.
+    # Each new stride pattern would be compiled again.
     batch = (segments.contiguous(), labels.contiguous(), class_weights.contiguous())
-    # A mode that watches each operation runs Python code for it, which would count as a graph break.
+    # A dispatch mode runs Python code for each operation, which would be a graph break.
     if _get_current_dispatch_mode() is not None:
         return training_loss(weights, *batch)
     if not segments.is_cuda:
@@ -48,20 +50,19 @@ def fullgraph_operator(
     step: Callable[..., torch.Tensor] | None = None,
     graphs: bool = True,
 ) -> torch.Tensor:
-    """Step latents in time by the operator, [B, T, L], on CUDA compiled for each shape and depth at its first call.
+    """Return the latents one time step later, [B, T, L]; on CUDA compiled at the first call for each shape and depth.
 
-    Operators of the same sizes share the compiled code. Its launches are replayed as CUDA graphs; the result is a
-    copy, and the gradients are in the graph's own memory until the next call. Where nothing can be compiled a warning
-    says why, once, and the operator runs as it is. So it does on a CPU, where there are no launches to save, and where
-    each shape takes up to a minute to compile. The source claims 1.36× over an eager operator, together with NCCL
-    settings.
+    Operators of the same sizes share the compiled code. The launches are replayed as CUDA graphs. The result is a copy;
+    the gradients are in the graph's own memory until the next call. If compilation fails, one warning says why, and the
+    operator runs eagerly. On a CPU it always runs eagerly, because there are no launches to save and each shape needs
+    up to a minute to compile. The source claims 1.36× over an eager operator, together with NCCL settings.
 
-    operator  with L wide latents and any depth
+    operator  of any depth, for latents L wide
     latents   [B, T, L]
     dt        [B]
     scales    [depth, 2, B], drop-path multipliers of the sublayers
-    step      what is compiled, with the same first four arguments; None: `step_operator`
-    graphs    whether launches are replayed as CUDA graphs
+    step      function to compile, with the same first four arguments; None: `step_operator`
+    graphs    whether to replay launches as CUDA graphs
 
     Source: ups, technique 002.1a.
     """
@@ -75,7 +76,7 @@ def fullgraph_operator(
 
 
 def step_operator(operator: Operator, latents: torch.Tensor, dt: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """The function that is compiled; arguments as `fullgraph_operator`'s."""
+    """Apply the operator eagerly; `fullgraph_operator` compiles this function."""
     stepped: torch.Tensor = operator(latents, dt, scales)
     return stepped
 
@@ -83,11 +84,11 @@ def step_operator(operator: Operator, latents: torch.Tensor, dt: torch.Tensor, s
 def fullgraph_coder(coder: torch.nn.Module, values: torch.Tensor, points: torch.Tensor) -> torch.Tensor:
     """Call an encoder on fields, or a decoder on latents, at these points; on CUDA compiled for each shape.
 
-    Its launches are not replayed as CUDA graphs. All else is as with `fullgraph_operator`.
+    The launches are not replayed as CUDA graphs. Otherwise it behaves as `fullgraph_operator`.
 
     coder   `suite.ups.model.Encoder` or `Decoder`
-    values  [B, *grid, C] of an encoder, [B, T, L] of a decoder
-    points  [*grid, d] of an encoder, [Q, d] of a decoder
+    values  [B, *grid, C] for an encoder, [B, T, L] for a decoder
+    points  [*grid, d] for an encoder, [Q, d] for a decoder
 
     Source: ups, technique 002.1a.
     """
@@ -97,7 +98,7 @@ def fullgraph_coder(coder: torch.nn.Module, values: torch.Tensor, points: torch.
 
 
 def call_coder(coder: torch.nn.Module, values: torch.Tensor, points: torch.Tensor) -> torch.Tensor:
-    """The function that is compiled; arguments as `fullgraph_coder`'s."""
+    """Call the encoder or decoder eagerly; `fullgraph_coder` compiles this function."""
     coded: torch.Tensor = coder(values, points)
     return coded
 

@@ -1,4 +1,4 @@
-"""Convolution, ReLU and max-pooling in one kernel, with its own backward (leak_cnn, technique 001.F4)."""
+"""Fused convolution, ReLU and max-pooling in Triton, with a custom backward (leak_cnn, technique 001.F4)."""
 
 from typing import NamedTuple
 
@@ -12,7 +12,12 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class _Tiles(NamedTuple):
-    """A program's tile, in positions (pooled rows of some items) and channels; its warps and pipeline stages."""
+    """Launch configuration of one kernel: its tile sizes, warps and pipeline stages.
+
+    positions  pairs of rows, of one or several items
+    outputs    output channels
+    inputs     input channels
+    """
 
     positions: int
     outputs: int
@@ -22,13 +27,15 @@ class _Tiles(NamedTuple):
 
 
 class _Kernels(NamedTuple):
+    """Launch configurations of the three tiled kernels for one dtype."""
+
     forward: _Tiles
     input_gradient: _Tiles
     weight_gradient: _Tiles
 
 
-# The best together at the network's two sizes, swept on an H200. A product of float32 keeps both halves of its
-# operands, so that twice the positions would spill registers.
+# Chosen by a sweep on an H200, for the best total time at the network's two sizes. A float32 product splits each
+# operand into two TF32 halves and keeps both in registers, so twice the positions would spill.
 FLOAT32 = _Kernels(
     forward=_Tiles(positions=32, outputs=64, inputs=16, num_warps=4, num_stages=1),
     input_gradient=_Tiles(positions=64, outputs=32, inputs=32, num_warps=8, num_stages=1),
@@ -39,33 +46,33 @@ HALF = _Kernels(
     input_gradient=_Tiles(positions=64, outputs=32, inputs=64, num_warps=4, num_stages=2),
     weight_gradient=_Tiles(positions=64, outputs=64, inputs=32, num_warps=8, num_stages=2),
 )
-# The fewest rows and columns that a dot takes.
+# tl.dot needs at least 16 rows and 16 columns.
 FEWEST = 16
-# About as many programs for the weights' gradient, whatever the sizes: each adds up its positions alone. The split
-# depends on the sizes alone, so that the order of summation is the same on every device.
+# Approximate number of programs for the weight gradient; each sums over its own share of the positions. The split
+# depends only on the sizes, not on the device, so the order of summation is the same on every GPU.
 WEIGHT_PROGRAMS = 2 * 132
 FINISH_BLOCK = 256
-# Which row a pooled position took: the even one, the odd one, or none, where the maximum is not above 0 and has no
-# gradient.
+# Which row of a pair the gradient goes to: 0 is the even row, ODD the odd row, BLOCKED neither (the maximum is 0 or
+# less, so ReLU passes no gradient).
 ODD = tl.constexpr(1)
 BLOCKED = tl.constexpr(2)
 
 
 def conv_relu_pool(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
-    """`max_pool(relu(conv(x)))`: convolution 3×3 with padding 1, the larger of every two rows; [N, C', H // 2, W].
+    """Return `max_pool(relu(conv(x)))`, [N, C', H // 2, W]: 3×3 convolution, padding 1, maximum of every two rows.
 
-    With a single column the kernel's outer columns see only padding. So the convolution along H uses the middle column
-    alone, and the outer ones' gradient is 0. (An outer weight that is not finite has no effect, where the reference may
+    If W is 1, the outer columns of the weight only meet padding. The convolution then uses the middle column alone, and
+    the gradient of the outer columns is 0. (An outer weight that is not finite has no effect here; the reference may
     multiply it by the padding's zeros.)
 
-    One column on CUDA in float32, bfloat16 or float16 takes the Triton kernels: one forward (after a copy of the
-    weights' middle column), which beside the result writes a byte a value where a gradient is wanted; in the backward
-    one for the input and two for weight and bias, deterministic. They add up in float32, and multiply float32 as
-    cuDNN would: in TF32 where `torch.backends.cudnn.allow_tf32` is on, else to float32's accuracy. They have no
-    second derivative. All else takes the vectorised form. Under autocast both work in its dtype, as the reference
-    does.
+    The Triton kernels run on CUDA for W = 1 in float32, bfloat16 or float16; any other input uses the vectorised form.
+    The forward is one kernel, after a copy of the weight's middle column. If a gradient is needed, it also writes one
+    byte per output value. The backward is one kernel for the input and two for weight and bias. It is deterministic and
+    has no second derivative. The kernels accumulate in float32. They multiply float32 as cuDNN does: in TF32 if
+    `torch.backends.cudnn.allow_tf32` is on, else with float32 accuracy. Under autocast both forms compute in its dtype,
+    as the reference does.
 
-    x       [N, C, H, W], H 2 or more; the result is channels-last where x is
+    x       [N, C, H, W], H 2 or more; the result is channels-last if x is
     weight  [C', C, 3, 3]
     bias    [C']
 
@@ -77,9 +84,9 @@ def conv_relu_pool(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) ->
 
 
 def conv_relu_pool_vectorised(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
-    """`conv_relu_pool` in PyTorch operations, on any device and dtype.
+    """Compute `conv_relu_pool` with PyTorch operations, on any device and dtype.
 
-    ReLU keeps the order, so that it may come after the pooling: in place, on half the values.
+    ReLU is monotonic, so it can follow the pooling: it then runs in place on half the values.
     """
     if x.shape[3] == 1:
         convolved = functional.conv2d(x, weight[..., 1:2], bias, padding=(1, 0))
@@ -89,7 +96,7 @@ def conv_relu_pool_vectorised(x: torch.Tensor, weight: torch.Tensor, bias: torch
 
 
 def conv_relu_pool_triton(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
-    """`conv_relu_pool` by the Triton kernels, of one column; of more, or of none, the vectorised form."""
+    """Compute `conv_relu_pool` with the Triton kernels if W is 1, else (or if a tensor is empty) in vectorised form."""
     if x.shape[3] != 1 or x.shape[2] < 2 or not (x.numel() and weight.numel()):
         return conv_relu_pool_vectorised(x, weight, bias)
     return _ConvReluPool.apply(x, weight, bias, torch.is_grad_enabled())
@@ -100,7 +107,7 @@ class _ConvReluPool(torch.autograd.Function):
     def forward(ctx, x, weight, bias, recording):
         N, C, H, _ = x.shape
         outputs, rows = weight.shape[0], H // 2
-        # The middle column, [3, C', C]: read where it lies, each value would cost a sector of its own.
+        # The weight's middle column, [3, C', C]. In place, each value would load a sector of its own.
         middle = weight[..., 1].permute(2, 0, 1).contiguous()
         bias = bias.contiguous()
         layout = _layout(x)
@@ -153,7 +160,7 @@ def _input_gradient(grad: torch.Tensor, taken: torch.Tensor, middle: torch.Tenso
     outputs = taken.shape[1]
     d_x = torch.empty(x.shape, dtype=x.dtype, device=x.device, memory_format=_layout(x))
     tiles = _kernels(x).input_gradient
-    # An odd last row is not pooled, but its neighbour saw it.
+    # If H is odd, the last row is not pooled, but the row above it uses it and gives it a gradient.
     block, items, grid = _positions(tiles.positions, N, ceil_div(H, 2))
     of_inputs = _channels(tiles.inputs, C)
     with launching(x):
@@ -173,7 +180,7 @@ def _input_gradient(grad: torch.Tensor, taken: torch.Tensor, middle: torch.Tenso
             ITEMS=items,
             OUTPUTS=_channels(tiles.outputs, outputs),
             INPUTS=of_inputs,
-            # With so few channels the tensor cores' three products take longer than the plain one.
+            # With so few channels, three TF32 products take longer than one float32 product on the CUDA cores.
             PRECISION=_precision(x, accurate="ieee"),
             num_warps=tiles.num_warps,
             num_stages=tiles.num_stages,
@@ -185,14 +192,15 @@ def _weight_gradient(grad: torch.Tensor, taken: torch.Tensor, x: torch.Tensor) -
     N, C, H, _ = x.shape
     outputs = taken.shape[1]
     tiles = _kernels(x).weight_gradient
-    # An odd last row has a gradient of 0, which leaves no trace unless its neighbours are not finite.
+    # If H is odd, the output at the last row has a gradient of 0. It is included because 0 × inf is NaN, as in the
+    # reference, if an input next to it is not finite.
     block, items, count = _positions(tiles.positions, N, ceil_div(H, 2))
     of_outputs, of_inputs = _channels(tiles.outputs, outputs), _channels(tiles.inputs, C)
     tiles_out, tiles_in = ceil_div(outputs, of_outputs), ceil_div(C, of_inputs)
     length = max(1, ceil_div(count * tiles_out * tiles_in, WEIGHT_PROGRAMS))
     splits = ceil_div(count, length)
-    # For each split: the middle column's gradient [3, C', C], then the bias'. Summed in a fixed order, with no atomics:
-    # the gradient is the same at every run.
+    # For each split: the gradient of the middle column, [3, C', C], then that of the bias, [C']. The splits are summed
+    # in a fixed order, without atomics, so every run gives the same gradient.
     partial = torch.empty((splits, (3 * C + 1) * outputs), dtype=torch.float32, device=x.device)
     d_weight = torch.empty((outputs, C, 3, 3), dtype=x.dtype, device=x.device)
     d_bias = torch.empty(outputs, dtype=x.dtype, device=x.device)
@@ -231,7 +239,7 @@ def _kernels(x: torch.Tensor) -> _Kernels:
 
 
 def _positions(tile: int, N: int, rows: int) -> tuple[int, int, int]:
-    """(rows of an item in a tile, items in a tile, tiles): the rows a power of two, that indices stay aligned."""
+    """Return (rows of an item in a tile, items in a tile, number of tiles); the rows are a power of two."""
     block = min(tile, _power(rows))
     items = tile // block
     return block, items, ceil_div(N, items) * ceil_div(rows, block)
@@ -242,30 +250,31 @@ def _channels(tile: int, channels: int) -> int:
 
 
 def _power(n: int) -> int:
-    """The smallest power of two that is n or more."""
+    """Return the smallest power of two that is at least n."""
     return 1 << (n - 1).bit_length()
 
 
 def _layout(x: torch.Tensor) -> torch.memory_format:
-    """Return the memory format that a convolution's result has: that of its input."""
+    """Return the memory format of x, which a convolution's result shares."""
     if x.is_contiguous() or not x.is_contiguous(memory_format=torch.channels_last):
         return torch.contiguous_format
     return torch.channels_last
 
 
 def _precision(x: torch.Tensor, accurate: str = "tf32x3") -> str:
-    """Return the precision of a float32 product. Three TF32 products drop less than 2^-22: float32's accuracy."""
+    """Return tl.dot's input precision for float32; "tf32x3" has float32 accuracy, since it drops less than 2^-22."""
     return "tf32" if x.is_cuda and torch.backends.cudnn.conv.fp32_precision == "tf32" else accurate
 
 
-# In what follows a tile is [channels, positions]: position p of it is row `p % BLOCK_ROWS` of item `p // BLOCK_ROWS`,
-# counted in pairs of rows. Rows of a pair are kept apart (even, odd), so that nothing is shuffled to pool them; of the
-# four rows that a pair's convolution sees each is read once. Triton reads along whichever dimension has stride 1.
+# In the kernels below a tile is [channels, positions]. A position is a pair of rows: position p of a tile is pair
+# `p % BLOCK_ROWS` of item `p // BLOCK_ROWS`. The even and the odd rows of the pairs are separate tiles, so pooling
+# needs no shuffle. A pair's convolution uses four rows of the input, 2 * row - 1 to 2 * row + 2, and loads each once.
+# Triton coalesces loads along whichever dimension has stride 1.
 
 
 @jit
 def _where(tile, N, rows, BLOCK_ROWS: tl.constexpr, ITEMS: tl.constexpr):
-    """(item, row, whether the item is there) of each position of a tile."""
+    """Return (item, pair of rows, whether the item exists) for each position of a tile."""
     row_tiles = tl.cdiv(rows, BLOCK_ROWS)
     p = tl.arange(0, ITEMS * BLOCK_ROWS)
     item = (tile // row_tiles) * ITEMS + p // BLOCK_ROWS
@@ -275,14 +284,14 @@ def _where(tile, N, rows, BLOCK_ROWS: tl.constexpr, ITEMS: tl.constexpr):
 
 @jit
 def _load_row(base, row, rows, stride, channel_live, item_live):
-    """A row of every item, 0 where there is none: [channels, positions]."""
+    """Load one row for each position, [channels, positions]; 0 outside the tensor."""
     live = item_live & (row >= 0) & (row < rows)
     return tl.load(base + row[None, :] * stride, mask=channel_live[:, None] & live[None, :], other=0.0)
 
 
 @jit
 def _load_taken(grad_base, taken_base, row, rows, grad_stride, taken_stride, channel_live, item_live):
-    """The gradient that reaches a pair's even row, and its odd one."""
+    """Load the output's gradient and return the parts that go to the even and to the odd row of each pair."""
     live = channel_live[:, None] & (item_live & (row >= 0) & (row < rows))[None, :]
     grad = tl.load(grad_base + row[None, :] * grad_stride, mask=live, other=0.0)
     taken = tl.load(taken_base + row[None, :] * taken_stride, mask=live, other=BLOCKED)
@@ -313,6 +322,12 @@ def _forward_kernel(
     TAKEN: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
+    """y[n, o, r] = max(0, z[2 r], z[2 r + 1]), z[h] = bias[o] + sum over t, c of middle[t, o, c] x[n, c, h + t - 1].
+
+    Program (i, j) computes tile i of the positions for OUTPUTS output channels from j * OUTPUTS. It loops over the
+    input channels, INPUTS at a time. Each step loads four rows and computes six products: three taps for each row of a
+    pair. With TAKEN, it also stores which row of each pair was the maximum.
+    """
     rows = H // 2
     item, row, item_live = _where(tl.program_id(0), N, rows, BLOCK_ROWS, ITEMS)
     out = tl.program_id(1) * OUTPUTS + tl.arange(0, OUTPUTS)
@@ -338,10 +353,10 @@ def _forward_kernel(
         even = tl.dot(w, x2, even, input_precision=PRECISION)
         odd = tl.dot(w, x3, odd, input_precision=PRECISION)
     bias = tl.load(bias_ptr + out, mask=out_live, other=0.0).to(tl.float32)
-    # Rounded as the convolution's result would be, so that ties are the same.
+    # Round to the output's dtype before comparing, as a separate convolution does, so that ties are the same.
     even = (even + bias[:, None]).to(y_ptr.dtype.element_ty).to(tl.float32)
     odd = (odd + bias[:, None]).to(y_ptr.dtype.element_ty).to(tl.float32)
-    # The first of equals, but the last NaN; and NaN is not below 0.
+    # As in max_pool2d, the first of two equal rows wins, and the last NaN. `<=` is false for NaN, which ReLU passes on.
     second = (odd > even) | (odd != odd)
     top = tl.where(second, odd, even)
     blocked = top <= 0
@@ -377,7 +392,11 @@ def _input_gradient_kernel(
     INPUTS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """The same convolution of the gradient, with the weights turned round."""
+    """d_x[n, c, h] = sum over t, o of middle[t, o, c] g[n, o, h + 1 - t], where g is the gradient before the pooling.
+
+    Program (i, j) computes tile i of the positions for INPUTS input channels from j * INPUTS. It loops over the output
+    channels, OUTPUTS at a time. g is never stored: it is the output's gradient at the row that was taken, 0 elsewhere.
+    """
     rows = H // 2
     item, row, item_live = _where(tl.program_id(0), N, (H + 1) // 2, BLOCK_ROWS, ITEMS)
     c = tl.program_id(1) * INPUTS + tl.arange(0, INPUTS)
@@ -436,7 +455,12 @@ def _weight_gradient_kernel(
     LAST: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """A split's own sums over its `length` tiles of the `count` there are."""
+    """d_middle[t, o, c] = sum over n, h of g[n, o, h] x[n, c, h + t - 1]; d_bias[o] = sum over n, h of g[n, o, h].
+
+    Program (s, i, j) computes OUTPUTS x INPUTS entries of d_middle for all three taps. It sums over split s only: over
+    `length` of the `count` tiles of positions. The partial sums are stored in row s of `partial`; those of d_bias by
+    the programs with j = 0.
+    """
     rows = H // 2
     split = tl.program_id(0)
     out = tl.program_id(1) * OUTPUTS + tl.arange(0, OUTPUTS)
@@ -453,14 +477,15 @@ def _weight_gradient_kernel(
         even, odd = _load_taken(grads, takens, row, rows, grad_row, taken_row, out_live, item_live)
         d_bias += even.to(tl.float32) + odd.to(tl.float32)
         base = x_ptr + item[None, :] * x_item + c[:, None] * x_channel
-        # The row after the last has neighbours too, and what is not finite would not vanish in its gradient of 0.
+        # A position just past the end (2 * row == H) would load the last row of x, and its gradient of 0 times an
+        # infinite value is NaN.
         here = item_live & (2 * row < H)
         x0 = tl.trans(_load_row(base, 2 * row - 1, H, x_row, c < C, here))
         d0 = tl.dot(even, x0, d0, input_precision=PRECISION)
         x1 = tl.trans(_load_row(base, 2 * row, H, x_row, c < C, item_live))
         d1 = tl.dot(even, x1, d1, input_precision=PRECISION)
         if LAST:
-            # Below an odd last row there is none whose neighbour above it could be.
+            # If H is odd, the last pair has no odd row: mask its even row, which would be multiplied by 0 below.
             x1 = tl.where((2 * row + 1 < H)[:, None], x1, 0.0).to(x1.dtype)
         d0 = tl.dot(odd, x1, d0, input_precision=PRECISION)
         x2 = tl.trans(_load_row(base, 2 * row + 1, H, x_row, c < C, item_live))
@@ -481,7 +506,10 @@ def _weight_gradient_kernel(
 
 @jit
 def _finish_kernel(partial_ptr, d_weight_ptr, d_bias_ptr, splits, C, outputs, BLOCK: tl.constexpr):
-    """The splits' sum; the weights' outer columns have none."""
+    """Sum the splits' partial results, always in the same order: d_weight [C', C, 3, 3] and d_bias [C'].
+
+    Each program computes BLOCK values of a row of `partial`. It stores 0 in the outer columns of d_weight.
+    """
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     size = outputs * C
     width = 3 * size + outputs

@@ -1,4 +1,4 @@
-"""A batch of mel spectrograms as the network takes it, by one transfer (leak_cnn, technique 001.7)."""
+"""Transfer of a batch of mel spectrograms to the device, in one asynchronous copy (leak_cnn, technique 001.7)."""
 
 import torch
 
@@ -8,11 +8,16 @@ from suite.leak_cnn.batch import check_mel
 def prepare_mel_batch(
     mel: torch.Tensor, device: torch.device | str, channels_last: bool = True, dtype: torch.dtype | None = None
 ) -> torch.Tensor:
-    """[B, mels, frames] → [B, 1, mels, frames] on the device, in channels-last memory, of that dtype (None: its own).
+    """Return the batch on the device as the network's input, [B, 1, mels, frames].
 
-    From pinned memory the batch goes to a GPU as it is stored, and is arranged and converted there: the host waits for
-    nothing. What is not pinned is copied there first, in the smaller of the two dtypes. PerfsuiteError for a tensor of
-    another form.
+    A pinned batch is copied to a GPU as it is stored, and the GPU changes its memory format and dtype; the host does
+    not wait. A batch that is not pinned is first copied to pinned memory, in the smaller of the two dtypes.
+
+    mel            [B, mels, frames], of a floating dtype
+    channels_last  whether the result is in channels-last memory format
+    dtype          of the result; None: that of `mel`
+
+    PerfsuiteError if `mel` has another number of dimensions or is not floating.
 
     Source: leak_cnn, technique 001.7.
     """

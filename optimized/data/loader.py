@@ -1,4 +1,4 @@
-"""Shuffled batches from workers that stay, ahead of time and in pinned memory (leak_cnn, technique 001.6)."""
+"""Shuffled batches from persistent workers, prefetched into pinned memory (leak_cnn, technique 001.6)."""
 
 import multiprocessing
 from collections.abc import Iterator, Sized
@@ -10,31 +10,31 @@ from torch.utils.data import DataLoader
 from perfsuite.errors import PerfsuiteError
 from suite.batching import EpochSampler, check_batches
 
-# A worker of a fork server begins with torch imported, in milliseconds where a spawned one takes seconds. Neither has
-# the threads, the locks and the CUDA context of this process, which a forked one would find and could not use.
+# The fork server imports torch once, so a worker starts in milliseconds; a spawned worker takes seconds. Neither
+# inherits this process's threads, locks and CUDA context, which a forked worker would get and could not use.
 CONTEXT = "forkserver" if "forkserver" in multiprocessing.get_all_start_methods() else "spawn"
 PRELOADED = "torch.utils.data"
-# Batches a worker makes ahead: enough that one slow read does not leave the device without work.
+# Batches that a worker loads ahead: enough that one slow read does not leave the device idle.
 PREFETCH = 4
 
 
 class Loader:
-    """Shuffled batches of a map-style data set, each example a tuple of tensors.
+    """Shuffled batches of a map-style data set whose examples are tuples of tensors.
 
-    Workers are started at the first epoch and stay until `close`, or until nobody holds the loader any more. It is a
-    context manager, too. It pays where an example takes longer to read than to send: of rows that lie in memory, some
-    microseconds each, a process makes a batch sooner than it gets one from another.
+    The workers start with the first epoch and run until `close`, the end of a `with` block, or the deletion of the
+    loader. Workers help if reading an example takes longer than sending it to another process. For rows in memory, a
+    few microseconds each, loading in this process is faster.
 
-    dataset     goes to the workers, so that it has to be picklable
-    batch_size  examples; the last batch of an epoch may be shorter, or is left out if `drop_last`
-    workers     processes that load; with 0 this one does
-    seed        of the shuffling; each epoch has an order of its own
-    prefetch    batches that each worker makes ahead
+    dataset     sent to the workers, so it must be picklable
+    batch_size  number of examples; the last batch of an epoch may be shorter, and is dropped if `drop_last`
+    workers     number of loading processes; 0: this process loads
+    seed        seed of the shuffling; each epoch has its own order
+    prefetch    number of batches that each worker loads ahead
     context     how workers are started: "forkserver" or "spawn"
 
-    Where there is a GPU batches lie in pinned memory. One epoch at a time: the next ends the one before.
+    If there is a GPU, batches are in pinned memory. Use one epoch at a time: starting another one invalidates it.
 
-    PerfsuiteError where the data set does not make a batch, and for workers, prefetch and context out of range.
+    PerfsuiteError if the data set is too small for a batch, or if workers, prefetch or context are out of range.
 
     Source: leak_cnn, technique 001.6; ups, 002.4; eigenstate_lm, 004.2.
     """
@@ -70,17 +70,17 @@ class Loader:
         )
 
     def __len__(self) -> int:
-        """Batches an epoch."""
+        """Return the number of batches in an epoch."""
         return len(self._loader)
 
     def epoch(self, number: int) -> Iterator[tuple[torch.Tensor, ...]]:
-        """The batches of an epoch."""
+        """Yield the batches of an epoch."""
         self._sampler.epoch = number
         for batch in self._loader:
             yield tuple(batch)
 
     def close(self) -> None:
-        """End the workers; the next epoch would start others."""
+        """Stop the workers; another epoch would start new ones."""
         held, self._loader._iterator = self._loader._iterator, None
         if held is not None and self._loader.num_workers:
             held._shutdown_workers()
@@ -97,5 +97,5 @@ def _context(name: str) -> Any:
         raise PerfsuiteError(f"context: workers cannot be started by {name!r} here; give {CONTEXT!r}")
     context = multiprocessing.get_context(name)
     if name == "forkserver":
-        context.set_forkserver_preload([PRELOADED])  # heeded by a server that has not been started yet
+        context.set_forkserver_preload([PRELOADED])  # no effect if the server is already running
     return context

@@ -1,4 +1,4 @@
-"""Sequences of tokens from a file that is mapped into memory (eigenstate_lm, technique 004.10)."""
+"""Sequences of tokens from a memory-mapped file (eigenstate_lm, technique 004.10)."""
 
 from pathlib import Path
 
@@ -11,15 +11,15 @@ from suite.packed_text import opened
 
 
 class PackedTokens(Dataset[tuple[torch.Tensor, torch.Tensor]]):
-    """Splits a pack into consecutive sequences of `length` tokens: a map-style data set, which also makes batches.
+    """Map-style data set of a pack's consecutive sequences of `length` tokens, which also returns batches.
 
-    Opening the pack verifies its digests. Pickling sends only the path and the length, so that each process opens and
+    Opening the pack verifies its digests. Pickling sends only the path and the length, so each process opens and
     verifies the pack itself.
 
-    path    a folder that `perfsuite data pack` made
-    length  number of tokens of a sequence
+    path    folder that `perfsuite data pack` wrote
+    length  number of tokens in a sequence
 
-    PerfsuiteError where the pack is damaged, or has no sequence of that length.
+    PerfsuiteError if the pack is missing or damaged, or is too short for a sequence of that length.
 
     Source: eigenstate_lm, technique 004.10.
     """
@@ -33,7 +33,7 @@ class PackedTokens(Dataset[tuple[torch.Tensor, torch.Tensor]]):
         return self.count
 
     def __getitem__(self, row: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return (inputs, labels), int64 [length] each: each label is the next token."""
+        """Return (inputs, labels), int64 [length] each; a label is the token after its input."""
         if not 0 <= row < self.count:
             raise IndexError(f"sequence {row} of {self.count}")
         start = row * self.length
@@ -41,15 +41,15 @@ class PackedTokens(Dataset[tuple[torch.Tensor, torch.Tensor]]):
         return both[:-1], both[1:]
 
     def batch(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return (inputs, labels), int64 [B, length] each, for the sequences with the indices `rows`, int64 [B], on
-        their device.
+        """Return (inputs, labels), int64 [B, length] each, on the device of `rows`, int64 [B]: the sequences' indices.
 
-        Tokens are copied to a GPU in the file's width: two bytes each, or four for a vocabulary above 65,536.
+        Tokens are copied to a GPU as the file stores them: two bytes each, or four for a vocabulary above 65,536.
+        PerfsuiteError if an index is out of range.
         """
         numbers = rows.cpu().numpy()
         if numbers.size and not (numbers.min() >= 0 and numbers.max() < self.count):
             raise PerfsuiteError(f"rows: {numbers.min()} to {numbers.max()} is out of range; there are {self.count}")
-        # Sent as int16 with the same bits, because CUDA has few operations on uint16.
+        # uint16 is sent as int16 with the same bits, because PyTorch has few CUDA operations on uint16.
         every = numbers[:, None] * self.length + numpy.arange(self.length + 1)
         found = self.pack.row[every]
         narrow = found.dtype.itemsize == 2

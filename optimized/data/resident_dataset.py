@@ -1,4 +1,4 @@
-"""A split that lies on the device whole, its batches gathered there into one buffer (leak_cnn)."""
+"""Shuffled batches of a data split on the device, gathered there into one reused buffer (leak_cnn)."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
@@ -10,21 +10,23 @@ from suite.batching import bounds, check_batches, check_rows, permutation
 
 
 class ResidentDataset:
-    """Shuffled batches of a split that lies on the device whole, or streams there where it does not fit.
+    """Shuffled batches of a split that is kept on the device, or is streamed to it if it does not fit.
 
-    Every batch lies in the same memory, `batch`, a shorter one at its beginning. So a step that was captured as a CUDA
-    graph reads the batch where it is, without a copy, and an epoch neither allocates nor waits for the device.
+    All batches share one buffer, `batch`; a shorter batch uses its beginning. So a step captured as a CUDA graph reads
+    its batch in place, without a copy. If the split is on the device, a batch is gathered without allocating memory or
+    waiting for the device.
 
-    tensors      one or more on the host, with a row for every example
-    batch_size   rows; the last batch of an epoch may be shorter, or is left out if `drop_last`
-    device       where batches go
-    seed         of the shuffling; each epoch has an order of its own, made on the device
-    limit_bytes  of the device's memory for rows; None: no limit. What does not fit is gathered on the host, from pinned
-                 memory, in pieces of as many batches as do: one is copied while the other is used.
-    reason       why batches are streamed; None where the split is on the device
+    tensors      one or more on the host, each with one row per example
+    batch_size   number of rows; the last batch of an epoch may be shorter, and is dropped if `drop_last`
+    device       device of the batches
+    seed         seed of the shuffling; each epoch has its own order, computed on the device if the split is there
+    limit_bytes  device memory for rows, in bytes; None: no limit. A split that exceeds it is streamed in pieces of
+                 several batches. The host gathers a piece into pinned memory; it is copied while the piece before it
+                 is used.
+    reason       attribute: why batches are streamed; None if the split is on the device
 
-    PerfsuiteError where the tensors' rows differ in number, or do not make a batch, and where the limit is less than
-    three batches.
+    PerfsuiteError if the tensors differ in their number of rows, if there are too few rows for a batch, or if the split
+    is streamed and the limit is below three batches.
 
     Source: ours, for leak_cnn.
     """
@@ -63,13 +65,13 @@ class ResidentDataset:
         )
 
     def __len__(self) -> int:
-        """Batches an epoch."""
+        """Return the number of batches in an epoch."""
         return len(self.bounds)
 
     def epoch(self, number: int) -> Iterator[tuple[torch.Tensor, ...]]:
-        """The batches of an epoch, in the tensors' order; each is valid until the next one is asked for.
+        """Return an iterator over an epoch's batches: a tuple with the rows of each tensor, valid until the next one.
 
-        One epoch at a time: they share the buffer.
+        Run one epoch at a time, since all epochs share the buffer.
         """
         return self._gathered(number) if self._pieces is None else self._streamed(number, self._pieces)
 
@@ -95,7 +97,7 @@ class ResidentDataset:
                 if start + self.batch_size >= len(part):
                     pieces.release(i)
                 yield batch
-                # Once the device has a batch to work on, the host gathers what comes next.
+                # The device now has a batch to work on; meanwhile the host gathers the next piece.
                 if start == 0 and i + 1 < len(parts):
                     pieces.fetch(i + 1, parts[i + 1])
 
@@ -104,7 +106,7 @@ class ResidentDataset:
 
 
 class _Pieces:
-    """Rows on their way to the device: two pieces, taken in turn, in pinned memory and on the device."""
+    """Double buffer for streaming rows: two slots used in turn, each in pinned host memory and on the device."""
 
     def __init__(self, tensors: Sequence[torch.Tensor], rows: int, device: torch.device) -> None:
         self.tensors, self.rows, self.device = tuple(tensors), rows, device
@@ -120,19 +122,19 @@ class _Pieces:
         self.used = [torch.cuda.Event() for _ in range(2)] if cuda else []
         if self.stream is not None:
             for tensor in (*self.there[0], *self.there[1]):
-                tensor.record_stream(self.stream)  # an epoch that is given up leaves a copy under way
+                tensor.record_stream(self.stream)  # after an abandoned epoch, a copy may still run when they are freed
 
     def begin(self) -> None:
-        """Begin an epoch: whatever was launched before, by an epoch that was given up too, comes first."""
+        """Begin an epoch: copies wait for all work launched so far, including an abandoned epoch's."""
         if self.stream is not None:
             self.stream.wait_stream(torch.cuda.current_stream(self.device))
 
     def fetch(self, number: int, rows: torch.Tensor) -> None:
-        """Gather these rows on the host, and send them off as piece `number`."""
+        """Gather these rows on the host and start copying them to the device as piece `number`."""
         slot = number % 2
         if self.stream is not None:
-            self.copied[slot].synchronize()  # the host's memory is free again; long since, but for a slow copy
-            self.stream.wait_event(self.used[slot])  # and so is the device's; the step that runs is not waited for
+            self.copied[slot].synchronize()  # until the host's slot is free; it usually is, unless a copy is slow
+            self.stream.wait_event(self.used[slot])  # until the device's slot is free; the running step goes on
         for tensor, host, there in zip(self.tensors, self.host[slot], self.there[slot], strict=True):
             torch.index_select(tensor, 0, rows, out=host[: len(rows)])
             with torch.cuda.stream(self.stream) if self.stream is not None else nullcontext():
@@ -141,19 +143,19 @@ class _Pieces:
             self.copied[slot].record(self.stream)
 
     def ready(self, number: int) -> list[torch.Tensor]:
-        """Piece `number` on the device; what is launched from here on finds it there."""
+        """Return piece `number` on the device; work launched from here on waits for its copy."""
         if self.stream is not None:
             torch.cuda.current_stream(self.device).wait_event(self.copied[number % 2])
         return self.there[number % 2]
 
     def release(self, number: int) -> None:
-        """Piece `number` has been read by what was launched so far, and by nothing else."""
+        """Mark piece `number` as free once the work launched so far has run."""
         if self.stream is not None:
             self.used[number % 2].record(torch.cuda.current_stream(self.device))
 
 
 def _piece_rows(limit_bytes: int, row_bytes: int, batch_size: int) -> int:
-    """Rows of a piece, in whole batches: two pieces and a batch lie on the device."""
+    """Return the number of rows in a piece, in whole batches: the limit covers two pieces and a batch."""
     batches = limit_bytes // max(1, row_bytes * batch_size)
     if batches < 3:
         raise PerfsuiteError(

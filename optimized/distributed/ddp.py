@@ -1,4 +1,4 @@
-"""Data-parallel training steps by DistributedDataParallel, with one all-reduce a step (eigenstate_lm, 004.15)."""
+"""Data-parallel training with DistributedDataParallel, reducing gradients once per step (eigenstate_lm, 004.15)."""
 
 import contextlib
 from collections.abc import Callable, Sequence
@@ -10,13 +10,13 @@ from optimized.tanh_network import TanhNetwork
 
 
 def ddp(weights: Sequence[torch.Tensor], lr: float = 0.1) -> Callable[[torch.Tensor, torch.Tensor], None]:
-    """Build `step(inputs, targets)`: one step of SGD on the mean squared error of a network, in all ranks together.
+    """Build `step(inputs, targets)`, which takes one SGD step on a network's mean squared error; all ranks call it.
 
-    Every rank has the same weights and its own part of each micro-batch; the parts are of equal size. The gradient is
-    the mean over the micro-batches and ranks. It is summed over the micro-batches first: `no_sync` leaves out the
-    all-reduce of all but the last.
+    All ranks have the same weights. Each has its own part of every micro-batch; the parts have the same size. The
+    gradient is the mean over micro-batches and ranks. Each rank first sums it over the micro-batches: `no_sync` skips
+    the all-reduce of all except the last.
 
-    weights  of linear layers without biases, [out, in] each, with tanh between them; changed in place
+    weights  one per linear layer, [out, in], without biases, with tanh between the layers; changed in place
     inputs   [micro-batches, rows, in]
     targets  [micro-batches, rows, out]
 
@@ -27,7 +27,7 @@ def ddp(weights: Sequence[torch.Tensor], lr: float = 0.1) -> Callable[[torch.Ten
     parallel = DistributedDataParallel(
         network,
         device_ids=[device.index] if device.type == "cuda" else None,
-        # All ranks have the same weights already.
+        # All ranks already have the same weights.
         init_sync=False,
         gradient_as_bucket_view=True,
     )

@@ -1,4 +1,4 @@
-"""Data-parallel training steps in which every rank keeps its shard of the weights alone (ups, technique 002.7)."""
+"""Fully sharded data-parallel training: each rank stores only its shard of the weights (ups, technique 002.7)."""
 
 from collections.abc import Callable, Sequence
 
@@ -11,14 +11,14 @@ from optimized.tanh_network import TanhNetwork
 def fsdp2(
     weights: Sequence[torch.Tensor], lr: float = 0.1
 ) -> Callable[[torch.Tensor, torch.Tensor], list[torch.Tensor]]:
-    """Build `step(inputs, targets)`: one step of SGD on the mean squared error of a network, in all ranks together.
+    """Build `step(inputs, targets)`, which takes one SGD step on a network's mean squared error; all ranks call it.
 
-    Every rank has its own part of the rows; the parts are of equal size. Weights, gradients and the optimizer's state
-    are sharded by `fully_shard`, a layer at a time: a layer is gathered before it is used and freed after it. Returns
-    the rank's shard of each weight, as `torch.chunk` cuts its first dimension: of n ranks and fewer rows the last ones
-    have none.
+    Each rank has its own part of the rows; the parts have the same size. `fully_shard` shards weights, gradients and
+    optimizer state layer by layer: a layer is gathered before it is used and freed afterwards. The step returns this
+    rank's shard of each weight, as `torch.chunk` splits its first dimension. If a weight has fewer rows than there are
+    ranks, the shards of the last ranks are empty.
 
-    weights  of linear layers without biases, [out, in] each, with tanh between them; the step has copies of its own
+    weights  one per linear layer, [out, in], without biases, with tanh between the layers; the step copies them
     inputs   [rows, in]
     targets  [rows, out]
 

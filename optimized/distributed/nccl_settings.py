@@ -1,4 +1,4 @@
-"""Gradients averaged over all ranks in a group with NCCL's variables for sockets (ups, technique 002.1b)."""
+"""Average of gradients over all ranks in a process group with NCCL's socket settings (ups, technique 002.1b)."""
 
 from collections.abc import Sequence
 
@@ -14,21 +14,22 @@ VARIABLES = {
     "NCCL_P2P_DISABLE": "0",
     "NCCL_IB_DISABLE": "0",
 }
-"""As the source sets them. The first two are about sockets between hosts; the last two are NCCL's defaults."""
+"""The source's values. The first two affect sockets between hosts; the last two are NCCL's defaults."""
 
 
 def nccl_settings(gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """The mean of each gradient over the examples of all ranks, which have equally many.
+    """Return the mean of each gradient over the examples of all ranks; each rank has the same number of examples.
 
-    It is summed in a group of its own, whose communicator is made where VARIABLES are set. gloo does not know them.
+    The all-reduces use a separate process group, whose communicator is created while VARIABLES are set. gloo ignores
+    them.
 
-    NCCL keeps a variable as it first reads it, for as long as the process runs (`NCCL_PARAM` in its
-    src/include/param.h). They take effect only where this is the first communicator of the process. So one process
-    cannot time the two settings: what it times where the default group has been used before is NCCL's defaults twice.
-    A trainer sets them before it starts, as the source does.
+    NCCL reads each variable once per process and caches it (`NCCL_PARAM` in its src/include/param.h). VARIABLES take
+    effect only if this is the first communicator of the process. So one process cannot compare the two settings: if it
+    has used the default group before, both measurements use NCCL's defaults. A trainer sets the variables before it
+    starts, as the source does.
 
-    gradients  of each example of this rank, [examples, …] each
-    returns    [1, …] each, the same in every rank
+    gradients  [examples, …] each: one gradient per example of this rank
+    returns    [1, …] each, the same on every rank
 
     Source: ups, technique 002.1b, which claims 1.36x together with torch.compile.
     """

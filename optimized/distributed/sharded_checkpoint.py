@@ -1,4 +1,4 @@
-"""A checkpoint of a sharded network to which every rank writes its shards alone (ups, technique 002.7)."""
+"""Checkpoint of a sharded network in which each rank writes its own shards (ups, technique 002.7)."""
 
 import contextlib
 import os
@@ -18,16 +18,16 @@ from suite.runtime.errors import CheckpointError
 
 
 def save(model: torch.nn.Module, optimizer: torch.optim.Optimizer, path: Path) -> None:
-    """Write the weights and the optimizer's state to a folder, in place of what is there; called by all ranks.
+    """Write the weights and the optimizer's state to a folder, replacing the one at `path`; all ranks call it.
 
-    Each rank writes a file of its own shards by `torch.distributed.checkpoint`; nothing is gathered but what lies
-    where. All ranks must see the same folder. The folder gets its name once all files are written: a run that is killed
-    at any moment leaves a whole checkpoint.
+    Each rank writes its shards to its own file with `torch.distributed.checkpoint`; only the index is gathered. All
+    ranks must see the same file system. The folder is renamed to `path` after all files are written, so a run that is
+    killed at any time leaves a complete checkpoint.
 
-    model      its parameters are DTensors, sharded by `fully_shard`
-    optimizer  of these parameters; each has a state, as after a step
+    model      module whose parameters are DTensors, sharded by `fully_shard`
+    optimizer  optimizer of these parameters; each parameter has a state, as after a step
 
-    CheckpointError in one line, in all ranks, where one of them cannot write.
+    CheckpointError, in one line and on all ranks, if one of them cannot write.
 
     Source: ups, technique 002.7.
     """
@@ -57,12 +57,12 @@ def save(model: torch.nn.Module, optimizer: torch.optim.Optimizer, path: Path) -
 
 
 def load(model: torch.nn.Module, optimizer: torch.optim.Optimizer, path: Path) -> None:
-    """Read what `save` has written, also in another number of ranks; called by all ranks.
+    """Load a checkpoint that `save` wrote, with any number of ranks; all ranks call it.
 
-    Each rank reads those parts of the files that overlap its own shards. CheckpointError in one line, in all ranks and
-    before anything is loaded, for a folder or file that is missing or cut off, or of another model. The list of
-    contents is a pickle, which may run code: load only checkpoints that you trust. Bytes of a file that were changed
-    are not noticed.
+    Each rank reads the parts of the files that overlap its own shards. CheckpointError, in one line and on all ranks,
+    before anything is loaded, if the folder or a file is missing or truncated, or if the checkpoint belongs to another
+    model. The index is a pickle, which can run code: load only checkpoints that you trust. Changed bytes in a file are
+    not detected.
 
     Source: ups, technique 002.7.
     """
@@ -80,30 +80,30 @@ def load(model: torch.nn.Module, optimizer: torch.optim.Optimizer, path: Path) -
 
 
 def _old(path: Path) -> Path:
-    """Where a checkpoint is while another one takes its name."""
+    """Return the path to which the earlier checkpoint is moved while the new one is renamed."""
     return path.with_name(f".{path.name}.old")
 
 
 def _put_back(path: Path) -> None:
-    """Give the earlier checkpoint its name again, where no other has got it."""
+    """Move the earlier checkpoint back to `path`, if nothing is there."""
     if _old(path).exists() and not path.exists():
         with contextlib.suppress(OSError):
             os.replace(_old(path), path)
 
 
 def _state(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Names → DTensors and numbers; of an optimizer that has no state yet it is made, with zeros."""
+    """Return name → DTensor or number; an optimizer that has no state yet gets one, with zeros."""
     of_model, of_optimizer = get_state_dict(model, optimizer)
     return {"model": of_model, "optimizer": of_optimizer}
 
 
 def _metadata(path: Path) -> Metadata:
-    """The index of the folder's files: which shard lies where."""
+    """Read the folder's index, which says where each shard is; CheckpointError if it is missing or damaged."""
     try:
         metadata = dcp.FileSystemReader(path).read_metadata()
     except OSError as error:
         raise CheckpointError(f"no checkpoint in {path}: {error.strerror}; name one that is there") from None
-    except Exception:  # a pickle that is cut off or of something else raises a dozen kinds
+    except Exception:  # a truncated or foreign pickle raises many types
         metadata = None
     if not isinstance(metadata, Metadata):
         raise CheckpointError(f"{path} is damaged: its .metadata cannot be read; load another")
@@ -111,7 +111,7 @@ def _metadata(path: Path) -> Metadata:
 
 
 def _check_model(path: Path, metadata: Metadata, state: dict[str, Any]) -> None:
-    """CheckpointError where the weights have other names or shapes."""
+    """Raise CheckpointError if the checkpoint's weights have other names or shapes than the model's."""
     saved = {
         name.removeprefix("model."): tuple(entry.size)
         for name, entry in metadata.state_dict_metadata.items()
@@ -128,7 +128,7 @@ def _check_model(path: Path, metadata: Metadata, state: dict[str, Any]) -> None:
 
 
 def _check_files(path: Path, metadata: Metadata) -> None:
-    """CheckpointError where a file is missing or shorter than its contents."""
+    """Raise CheckpointError if a file is missing or shorter than the index says."""
     for part in metadata.storage_data.values():
         try:
             size = (path / part.relative_path).stat().st_size
@@ -139,6 +139,6 @@ def _check_files(path: Path, metadata: Metadata) -> None:
 
 
 def _cause(error: CheckpointException) -> str:
-    """The first rank's error."""
+    """Return the error of the first rank that failed."""
     rank, (cause, _) = next(iter(error.failures.items()))
     return f"rank {rank}: {first_line(cause) or type(cause).__name__}"

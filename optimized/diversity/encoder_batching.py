@@ -1,11 +1,11 @@
-"""The embeddings of sets of replies, of all sets in one batch (polychromic, technique 003.2)."""
+"""Embeddings of sets of replies, with the replies of all sets batched together (polychromic, technique 003.2)."""
 
 from collections.abc import Callable
 
 import torch
 from torch.nn import functional
 
-ROWS = 32  # of the source: `encode(texts, batch_size=32, normalize_embeddings=True)`
+ROWS = 32  # as in the source: `encode(texts, batch_size=32, normalize_embeddings=True)`
 
 
 @torch.no_grad()
@@ -15,19 +15,19 @@ def encoder_batching(
     lengths: torch.Tensor,
     rows: int = ROWS,
 ) -> torch.Tensor:
-    """Return the replies' embeddings, each divided by its length: [sets, n, width], constants.
+    """Return the L2-normalised embeddings of the replies, [sets, n, width], without gradient.
 
-    The replies of all sets are sorted by length and encoded in batches of `rows`, each as wide as its longest reply:
-    up to 32 replies, such as 3 to each of 4 prompts, are one call of the encoder. Sorting keeps long replies from
-    padding short ones where there are several batches. All embeddings are normalised at once. The host waits for the
-    GPU once, for the batches' widths; the reference does for each set.
+    The replies of all sets are sorted by length and encoded in batches of `rows`. Each batch is as wide as its longest
+    reply, so sorting avoids padding short replies to the length of long ones. Up to 32 replies, such as 3 for each of 4
+    prompts, need one call of the encoder. All embeddings are normalised at once. The host waits for the GPU once, to
+    read the widths of the batches; the reference waits for each set.
 
-    encoder  (tokens [rows, T], lengths [rows]) → [rows, width]; what lies behind a row's length has no effect
-    tokens   int64 [sets, n, longest], one set or more; behind a reply's length any token that the encoder takes
-    lengths  int64 [sets, n], from 1 to the longest
-    rows     in a batch at most
+    encoder  (tokens [rows, T], lengths [rows]) → [rows, width]; tokens past a row's length have no effect
+    tokens   int64 [sets, n, longest], one set or more; past a reply's length, any token that the encoder accepts
+    lengths  int64 [sets, n], from 1 to `longest`
+    rows     maximum number of replies in a batch
 
-    ValueError for fewer rows than one.
+    ValueError if `rows` is below 1.
 
     Source: polychromic, technique 003.2.
     """

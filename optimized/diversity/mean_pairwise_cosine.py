@@ -1,34 +1,36 @@
-"""Mean cosine distance without the matrix of distances (polychromic, technique 003.3)."""
+"""Mean pairwise cosine distance in linear time, without the distance matrix (polychromic, technique 003.3)."""
 
 import torch
 
 from optimized.kernels import ceil_div, jit, launching, tl, triton, use_triton
 
 MIN_NORM = 1e-12
-# 1 / MIN_NORM, as float32 has it: the inverse length of a row whose length is clamped.
+# 1 / MIN_NORM in float32: the inverse length of a row whose length is clamped.
 CLAMPED = tl.constexpr(999999995904.0)
-# A row lies in one piece in the registers of a program.
+# A program holds whole rows in registers.
 MAX_WIDTH = 2048
 ROWS = 8
 NUM_WARPS = 8
-# Rows of partial sums that the second launch adds at a time: with 4, its latency was most of the forward.
+# Rows of partial sums that the second launch adds at a time; with 4, its latency dominated the forward.
 FINISH_ROWS = 32
 FINISH_WARPS = 16
-# Programs that share the forward; each leaves a partial sum of D values. One on each multiprocessor of an H200 keeps
-# the second launch, which adds them up, as short as the first.
+# Maximum number of programs in the forward; each stores a partial sum of D values. With one per multiprocessor of an
+# H200, the second launch, which adds them up, is as short as the first.
 MAX_PROGRAMS = 132
-# Up to this many rows one program is as quick as two launches.
+# Up to this number of rows, one program is as fast as two launches.
 SINGLE_ROWS = 16
 
 
 def mean_pairwise_cosine(e: torch.Tensor) -> torch.Tensor:
-    """The mean distance over all pairs i < j of rows of e [N, D], 0-d; NaN if there is no pair (N < 2).
+    """Return the mean cosine distance over all pairs i < j of rows of e [N, D], 0-d; NaN if N < 2.
 
-    Linear in N: the sum of all entries of the matrix of cosines is the squared length of the sum of the unit
-    rows, so that the mean is `1 - (|sum_i u_i|^2 - sum_i |u_i|^2) / (N (N - 1))`, where |u_i|^2 is 1 except for
-    rows below the least length. float32 on CUDA with D <= 2048 takes Triton kernels, forward and backward,
-    deterministic, without a second derivative; everything else the same form in PyTorch operations. From some 128
-    rows on torch.compile of those operations is faster: on an H200 19 us against 24, forward and backward, at N = 1024.
+    The cost is linear in N. The entries of the cosine matrix sum to the squared length of the sum of the unit rows u_i,
+    so the mean is `1 - (|sum_i u_i|^2 - sum_i |u_i|^2) / (N (N - 1))`. |u_i|^2 is 1, except for rows shorter than
+    1e-12, whose length is clamped.
+
+    float32 on CUDA with D <= 2048 uses Triton kernels, forward and backward, which are deterministic and have no second
+    derivative. Any other input uses the same formula in PyTorch operations. From about 128 rows, torch.compile of these
+    operations is faster than the kernels: on an H200 19 us instead of 24, forward and backward, at N = 1024.
 
     Source: polychromic, technique 003.3.
     """
@@ -38,17 +40,17 @@ def mean_pairwise_cosine(e: torch.Tensor) -> torch.Tensor:
 
 
 def mean_pairwise_cosine_torch(e: torch.Tensor) -> torch.Tensor:
-    """`mean_pairwise_cosine` in PyTorch operations, on any device and dtype."""
+    """Compute `mean_pairwise_cosine` with PyTorch operations, on any device and dtype."""
     n = e.shape[0]
     if n < 2:
-        # Through e, so that there is a gradient: 0, as the mean of nothing has.
+        # Depend on e, so that a gradient exists: 0, as for the mean of an empty tensor.
         return e.sum() * 0 + float("nan")
     unit = e / torch.linalg.vector_norm(e, dim=-1, keepdim=True).clamp(min=MIN_NORM)
     return 1 - (unit.sum(0).square().sum() - unit.square().sum()) / (n * (n - 1))
 
 
 def mean_pairwise_cosine_triton(e: torch.Tensor) -> torch.Tensor:
-    """`mean_pairwise_cosine` as Triton kernels, float32: one launch up to 16 rows, two above, one backward."""
+    """Compute `mean_pairwise_cosine` with Triton kernels, float32: one launch up to 16 rows, else two; one backward."""
     if e.shape[0] < 2 or not 0 < e.shape[1] <= MAX_WIDTH:
         return mean_pairwise_cosine_torch(e)
     return _MeanPairwiseCosine.apply(e)
@@ -133,7 +135,12 @@ def _sum_kernel(
     WIDTH: tl.constexpr,
     SINGLE: tl.constexpr,
 ):
-    """The sum of this program's unit rows and of their squares; with SINGLE, the mean itself."""
+    """S = sum_i u_i and Q = sum_i |u_i|^2, where u_i = e_i / max(|e_i|, 1e-12).
+
+    Program p sums blocks p, p + programs, ... of ROWS whole rows and stores its part of S and Q in row p of `partial`.
+    It also stores the inverse length of each row for the backward. With SINGLE, one program sums all rows and stores S
+    and the mean, 1 - (|S|^2 - Q) / pairs.
+    """
     k = tl.arange(0, WIDTH)
     sums = tl.zeros((ROWS, WIDTH), dtype=tl.float32)
     squares = tl.zeros((ROWS, WIDTH), dtype=tl.float32)
@@ -162,7 +169,7 @@ def _sum_kernel(
 
 @jit
 def _finish_kernel(partial_ptr, total_ptr, mean_ptr, programs, width, pairs, ROWS: tl.constexpr, WIDTH: tl.constexpr):
-    """Add up the partial sums, always in the same order."""
+    """mean = 1 - (|S|^2 - Q) / pairs: one program adds the partial sums, ROWS at a time, always in the same order."""
     k = tl.arange(0, WIDTH)
     sums = tl.zeros((ROWS, WIDTH), dtype=tl.float32)
     squares = tl.zeros((ROWS,), dtype=tl.float32)
@@ -180,7 +187,11 @@ def _finish_kernel(partial_ptr, total_ptr, mean_ptr, programs, width, pairs, ROW
 def _gradient_kernel(
     e_ptr, inverse_ptr, total_ptr, grad_ptr, d_ptr, n, width, pairs, ROWS: tl.constexpr, WIDTH: tl.constexpr
 ):
-    """d_u = -2 (S - u) / (N (N - 1)) with S the sum of the unit rows; what lies along the row falls away."""
+    """d_u_i = -2 grad (S - u_i) / (N (N - 1)), and d_e_i = (d_u_i - (d_u_i . u_i) u_i) / |e_i|.
+
+    S is the sum of the unit rows u_i. The part of the gradient along u_i is removed, because it only changes the row's
+    length. Each program computes ROWS whole rows.
+    """
     k = tl.arange(0, WIDTH)
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     inside = (row < n)[:, None] & (k < width)[None, :]
@@ -190,7 +201,7 @@ def _gradient_kernel(
     total = tl.load(total_ptr + k, mask=k < width, other=0.0)
     d_unit = total[None, :] - unit
     along = tl.sum(d_unit * unit, axis=1)
-    # Where the length is clamped it is a constant, and there is nothing to take away.
+    # A clamped length is a constant, so the gradient keeps its part along the row.
     along = tl.where(inverse >= CLAMPED, 0.0, along)
     scale = tl.load(grad_ptr).to(tl.float32) * (-2.0 / pairs)
     d_e = (d_unit - unit * along[:, None]) * (scale * inverse)[:, None]

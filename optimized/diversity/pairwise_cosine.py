@@ -1,4 +1,4 @@
-"""Cosine distances of all pairs as one tiled kernel (polychromic, technique 003.3)."""
+"""Cosine distances of all pairs of rows in one tiled Triton kernel (polychromic, technique 003.3)."""
 
 import torch
 
@@ -6,41 +6,41 @@ from optimized.kernels import ceil_div, jit, launching, tl, use_triton
 
 MIN_NORM = 1e-12
 
-# (largest N, tile edge, columns in a step, steps unrolled, warps, pipeline stages), by a sweep at D = 384 on an H200.
-# Up to some 500 rows a call is bound by latency: small tiles for many programs, with the loads of two steps under way.
-# Later 64 x 64 and then 128 x 128, for the reuse that keeps the tensor cores fed.
+# (maximum N, tile edge, columns per step, steps unrolled, warps, pipeline stages), from a sweep at D = 384 on an H200.
+# Up to about 500 rows, latency dominates: small tiles give many programs, and the loads of two steps overlap. With more
+# rows, 64 x 64 and then 128 x 128 tiles reuse enough data to keep the tensor cores busy.
 FORWARD_CONFIGS = (
     (256, 16, 32, 2, 2, 3),
     (512, 16, 32, 2, 1, 4),
     (3072, 64, 32, 1, 4, 4),
     (None, 128, 32, 1, 8, 3),
 )
-# (largest N, rows of e, columns of e, rows in a step, warps, stages) of the gradient's matrix product.
+# (maximum N, rows of the tile, columns of the tile, rows per step, warps, stages) of the gradient's matrix product.
 BACKWARD_CONFIGS = (
     (256, 16, 32, 32, 4, 3),
     (768, 32, 64, 64, 4, 4),
     (None, 32, 128, 64, 8, 3),
 )
-# Above, the gradient is one float32 product by cuBLAS: TF32 tensor cores want both operands contiguous along the sum,
-# which the rows of e are not here, and without them three products cost more than one in float32.
+# Above this N, the gradient is one float32 product by cuBLAS. TF32 tensor cores need both operands contiguous along the
+# summed dimension, and here e is not; without tensor cores, three products cost more than one float32 product.
 BACKWARD_KERNEL_MAX = 1536
-# 1 / MIN_NORM, as float32 has it: the inverse length of a row whose length is clamped.
+# 1 / MIN_NORM in float32: the inverse length of a row whose length is clamped.
 CLAMPED_LENGTH = 999999995904.0
 CLAMPED = tl.constexpr(CLAMPED_LENGTH)
-# Rows of up to this many columns are projected in one piece.
+# Columns that the projection kernel handles at a time.
 PROJECT_BLOCK = 512
-# Three TF32 products (high x high, high x low, low x high) drop only what lies below 2^-22 of each product. The tensor
-# cores truncate what they add up, so their partial sums are added in float32 after every step of at most 64: the
-# error stays that of a float32 matrix product. Plain TF32 (2^-11) would not do.
+# Three TF32 products (high x high, high x low, low x high) have a relative error below 2^-22; plain TF32 (2^-11) is too
+# inaccurate. The tensor cores truncate their sums, so after each step of at most 64 terms the partial sum is added in
+# float32. The total error is that of a float32 matrix product.
 PRECISION = tl.constexpr("tf32x3")
 
 
 def pairwise_cosine(e: torch.Tensor) -> torch.Tensor:
-    """`1 - cos(e_i, e_j)` of every two rows, [N, N] from [N, D].
+    """Return `1 - cos(e_i, e_j)` for all pairs of rows of e [N, D], [N, N].
 
-    Rows are divided by max(length, 1e-12), so that a row of zeros is at distance 1 from all, itself included.
-    float32 on CUDA takes the Triton kernels, forward and backward, deterministic, on the tensor cores at
-    float32's accuracy; everything else the matrix-product form. The kernels have no second derivative.
+    Rows are divided by max(length, 1e-12), so a row of zeros is at distance 1 from every row, including itself.
+    float32 on CUDA uses Triton kernels, forward and backward. They run on the tensor cores with float32 accuracy, are
+    deterministic and have no second derivative. Any other input uses one matrix product.
 
     Source: polychromic, technique 003.3.
     """
@@ -48,20 +48,21 @@ def pairwise_cosine(e: torch.Tensor) -> torch.Tensor:
 
 
 def pairwise_cosine_vectorised(e: torch.Tensor) -> torch.Tensor:
-    """`pairwise_cosine` as one matrix product, on any device and dtype."""
+    """Compute `pairwise_cosine` with one matrix product, on any device and dtype."""
     length = torch.linalg.vector_norm(e, dim=-1, keepdim=True)
     unit = e / length.clamp(min=MIN_NORM)
-    # The reference multiplies and adds element by element, which autocast leaves in float32.
+    # Autocast would run the product in half precision. The reference's elementwise operations stay in float32.
     with torch.autocast(e.device.type, enabled=False):
         distances = 1 - unit @ unit.t()
-    # A row with a direction is at distance 0 from itself, exactly: 1 - 1 is where a product's rounding shows most.
+    # A row's distance from itself is exactly 0, unless its length is clamped or infinite. 1 - cos would leave a
+    # rounding error.
     directed = ((length > MIN_NORM) & (length < torch.inf)).squeeze(-1)
     distances.diagonal().masked_fill_(directed, 0)
     return distances
 
 
 def pairwise_cosine_triton(e: torch.Tensor) -> torch.Tensor:
-    """`pairwise_cosine` as one Triton kernel, with its own backward, float32."""
+    """Compute `pairwise_cosine` with the Triton kernels, float32."""
     return _PairwiseCosine.apply(e)
 
 
@@ -75,7 +76,7 @@ class _PairwiseCosine(torch.autograd.Function):
         e = e.contiguous()
         n, width = e.shape
         distances = torch.empty((n, n), dtype=e.dtype, device=e.device)
-        # 1 / max(length, 1e-12) of each row, for the backward.
+        # 1 / max(length, 1e-12) for each row, needed by the backward.
         inverse = torch.empty(n, dtype=e.dtype, device=e.device)
         ctx.save_for_backward(e, inverse)
         if n:
@@ -123,16 +124,16 @@ class _PairwiseCosine(torch.autograd.Function):
                 num_warps=warps,
                 num_stages=stages,
             )
-            # A row's projection needs all its columns: a kernel of its own, over the N x D result.
+            # The projection of a row needs all its columns, so it is a separate kernel over the N x D result.
             _project_kernel[(n,)](e, inverse, d_e, width, BLOCK=PROJECT_BLOCK, num_warps=4)
         return d_e
 
 
 def _backward_product(e: torch.Tensor, inverse: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
-    """The same gradient with one matrix product of float32."""
+    """Compute the gradient with one float32 matrix product by cuBLAS."""
     unit = e * inverse[:, None]
     both = grad + grad.t()
-    # A row's distance from itself is constant, except where its length is clamped.
+    # A row's distance from itself is constant, unless its length is clamped.
     both.diagonal().masked_fill_(inverse < CLAMPED_LENGTH, 0)
     d_e = torch.mm(both, unit).neg_()
     with launching(e):
@@ -148,9 +149,9 @@ def _length(squares):
 
 @jit
 def _tile(number):
-    """Row and column of a tile of the upper triangle, counted column by column."""
+    """Return the row and column of a tile in the upper triangle; tiles are numbered column by column."""
     column = ((tl.sqrt(8.0 * number.to(tl.float32) + 1.0) - 1.0) * 0.5).to(tl.int32)
-    # float32 may be one off where the number has more than 21 bits.
+    # In float32 the result can be off by one if the number has more than 21 bits.
     column = tl.where(column * (column + 1) // 2 > number, column - 1, column)
     column = tl.where((column + 1) * (column + 2) // 2 <= number, column + 1, column)
     return number - column * (column + 1) // 2, column
@@ -160,13 +161,17 @@ def _tile(number):
 def _forward_kernel(
     e_ptr, distances_ptr, inverse_ptr, n, width, BLOCK: tl.constexpr, DEPTH: tl.constexpr, UNROLL: tl.constexpr
 ):
-    # Symmetric: only the tiles on and above the diagonal are launched, and mirrored. In a square grid the programs with
-    # nothing to do would leave some SMs with twice the work of others.
+    """distances[i, j] = 1 - e_i . e_j / (max(|e_i|, 1e-12) max(|e_j|, 1e-12)).
+
+    Each program computes one BLOCK x BLOCK tile on or above the diagonal, DEPTH columns of e at a time, and also stores
+    its mirror image. A square grid with idle programs below the diagonal would give some SMs twice the work of others.
+    The squared lengths come from the same loads. Programs on the diagonal store the inverse lengths for the backward.
+    """
     tile_i, tile_j = _tile(tl.program_id(0))
     i = tile_i * BLOCK + tl.arange(0, BLOCK)
     j = tile_j * BLOCK + tl.arange(0, BLOCK)
     product = tl.zeros((BLOCK, BLOCK), dtype=tl.float32)
-    # Summed along the row after the loop: a reduction in every step costs more than the registers.
+    # Reduced after the loop: a reduction in each step would cost more than the registers.
     squares_a = tl.zeros((BLOCK, DEPTH), dtype=tl.float32)
     squares_b = tl.zeros((BLOCK, DEPTH), dtype=tl.float32)
     row_i = e_ptr + i.to(tl.int64)[:, None] * width
@@ -184,7 +189,7 @@ def _forward_kernel(
     length_j = _length(squares_j)
     infinity = float("inf")
     if tl.max(tl.where((squares_i == infinity) | (squares_j == infinity), 1, 0), axis=0) > 0:
-        # Rare: squares that overflow. A finite row counts as infinitely long; one with an infinity is NaN throughout.
+        # Rare: the squares overflow. A finite row then has infinite length; a row that contains an infinity gives NaN.
         for start in range(0, width, DEPTH):
             k = start + tl.arange(0, DEPTH)
             a = tl.load(row_i + k[None, :], mask=(i < n)[:, None] & (k < width)[None, :], other=0.0).to(tl.float32)
@@ -193,11 +198,11 @@ def _forward_kernel(
             length_j += tl.sum(b * 0.0, axis=1)
     inverse_i = tl.div_rn(tl.full((BLOCK,), 1.0, dtype=tl.float32), length_i)
     inverse_j = tl.div_rn(tl.full((BLOCK,), 1.0, dtype=tl.float32), length_j)
-    # Beside an infinitely long row the cosine is 0 (or NaN), whatever the product overflowed to.
+    # The cosine with a row of infinite length is 0 (or NaN), whatever the product overflowed to.
     endless = (length_i == infinity)[:, None] | (length_j == infinity)[None, :]
     cosine = product * inverse_i[:, None] * inverse_j[None, :]
     distance = 1.0 - tl.where(endless, inverse_i[:, None] * inverse_j[None, :], cosine)
-    # A row with a direction is at distance 0 from itself, exactly.
+    # A row's distance from itself is exactly 0, unless its length is clamped or infinite.
     itself = i[:, None] == j[None, :]
     directed = (length_i > 1e-12) & (length_i < infinity)
     distance = tl.where(itself & directed[:, None], 0.0, distance)
@@ -226,11 +231,15 @@ def _backward_kernel(
     COLUMNS: tl.constexpr,
     DEPTH: tl.constexpr,
 ):
-    """The gradient of the unit rows: d_u_i = -sum_j (G_ij + G_ji) u_j."""
+    """d_u_i = -sum_j (G_ij + G_ji) u_j, the gradient of the unit rows u = e / length, for the output's gradient G.
+
+    Each program computes a ROWS x COLUMNS tile of d_u and sums over j, DEPTH rows at a time. It reads G in both orders,
+    so G + G^T is never stored.
+    """
     i = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     k = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     i64 = i.to(tl.int64)
-    # A row's distance from itself is constant, except where its length is clamped.
+    # A row's distance from itself is constant, unless its length is clamped.
     directed = tl.load(inverse_ptr + i, mask=i < n, other=0.0) < CLAMPED
     d_unit = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
     for start in range(0, n, DEPTH):
@@ -251,7 +260,10 @@ def _backward_kernel(
 
 @jit
 def _project_kernel(e_ptr, inverse_ptr, d_ptr, width, BLOCK: tl.constexpr):
-    """From the gradient of a unit row to that of the row, in place: what lies along the row falls away."""
+    """d_e = (d_u - (d_u . u) u) / length: turn the gradient of a unit row u into that of the row, in place.
+
+    Each program handles one row, BLOCK columns at a time, in two passes: the dot product, then the projection.
+    """
     row = tl.program_id(0).to(tl.int64) * width
     inverse = tl.load(inverse_ptr + tl.program_id(0))
     along = 0.0
@@ -259,7 +271,7 @@ def _project_kernel(e_ptr, inverse_ptr, d_ptr, width, BLOCK: tl.constexpr):
         k = start + tl.arange(0, BLOCK)
         unit = tl.load(e_ptr + row + k, mask=k < width, other=0.0).to(tl.float32) * inverse
         along += tl.sum(unit * tl.load(d_ptr + row + k, mask=k < width, other=0.0), axis=0)
-    # Where the length is clamped it is a constant, and there is nothing to take away.
+    # A clamped length is a constant, so the gradient keeps its part along the row.
     clamped = inverse >= CLAMPED
     for start in range(0, width, BLOCK):
         k = start + tl.arange(0, BLOCK)

@@ -1,7 +1,7 @@
-"""Cosine distances of all pairs as a CUDA C++ extension (polychromic, technique 003.5).
+"""Cosine distances of all pairs of rows as a CUDA C++ extension (polychromic, technique 003.5).
 
-Coalesced loads, tiles in shared memory, float32 arithmetic on the ordinary cores. Kept beside the Triton kernels,
-which use the tensor cores, for machines without Triton and as their rival.
+It uses coalesced loads, tiles in shared memory and float32 arithmetic on the CUDA cores. It is an alternative to
+the Triton kernels, which use the tensor cores, for machines without Triton, and a rival in their benchmark.
 """
 
 import functools
@@ -21,10 +21,10 @@ BINDING = SOURCE.with_name("pairwise_cosine_cuda_binding.cpp")
 
 
 def pairwise_cosine_cuda(e: torch.Tensor) -> torch.Tensor:
-    """`1 - cos(e_i, e_j)` of every two rows, [N, N] from [N, D].
+    """Return `1 - cos(e_i, e_j)` for all pairs of rows of e [N, D], [N, N].
 
-    float32 on CUDA takes the extension, built at its first use; any other tensor the PyTorch form. Where the
-    extension cannot be built, a warning says why, once, and the PyTorch form serves. No second derivative.
+    float32 on CUDA uses the extension, which is built at its first use and has no second derivative. Any other tensor
+    uses PyTorch operations. If the extension cannot be built, one warning says why, and PyTorch operations are used.
 
     Source: polychromic, technique 003.5.
     """
@@ -34,7 +34,7 @@ def pairwise_cosine_cuda(e: torch.Tensor) -> torch.Tensor:
 
 
 def available() -> str | None:
-    """None if the extension can be built and run here, else why not and what to do about it."""
+    """Return None if the extension can be built and run here, else why not and what to do about it."""
     if not torch.cuda.is_available():
         return "no CUDA device; run on a machine with an NVIDIA GPU and a CUDA build of PyTorch"
     from torch.utils import cpp_extension
@@ -54,7 +54,7 @@ def _extension() -> ModuleType | None:
     if reason is None:
         try:
             return _build()
-        # Whatever goes wrong in a compiler, a linker or a file system, the PyTorch form can serve.
+        # Any failure of the compiler, the linker or the file system falls back to PyTorch.
         except (RuntimeError, OSError, ImportError) as error:
             reason = f"the build failed: {error}"
     warnings.warn(f"pairwise_cosine_cuda falls back to PyTorch: {reason}", RuntimeWarning, stacklevel=3)
@@ -65,11 +65,11 @@ def _build() -> ModuleType:
     from torch.utils import cpp_extension
 
     binding, kernels = BINDING.read_text(), SOURCE.read_text()
-    # By contents: copies of this file elsewhere share one build, and another revision's never takes its place.
+    # The name has a digest of the sources: equal copies elsewhere share one build, and other revisions have their own.
     digest = hashlib.sha256((binding + kernels).encode()).hexdigest()[:12]
     major, minor = torch.cuda.get_device_capability()
     chosen = os.environ.get("TORCH_CUDA_ARCH_LIST")
-    # For this device alone, unless the user has said otherwise.
+    # Compile for this device only, unless the user has set the variable.
     os.environ["TORCH_CUDA_ARCH_LIST"] = chosen or f"{major}.{minor}"
     try:
         return cpp_extension.load_inline(

@@ -1,11 +1,12 @@
-"""Which files leak, every file's segments in one batch (leak_cnn, techniques 001.8 and 001.F1)."""
+"""File-level leak detection with the segments of many files in one batch (leak_cnn, techniques 001.8 and 001.F1)."""
 
 import torch
 
 from suite.leak_cnn.classes import LEAK
 from suite.leak_cnn.file_level import THRESHOLD, Forward, check_mels, windows_needed
 
-# Of 80 segments each: 10,240 in a batch fill a GPU, and their activations take some 0.6 GB in float32.
+# Files in a batch. With 80 segments per file, a batch has 10,240 segments, which fill a GPU. Their activations need
+# about 0.6 GB in float32.
 FILES = 128
 
 
@@ -13,19 +14,19 @@ FILES = 128
 def file_level_eval(
     forward: Forward, mels: torch.Tensor, threshold: float = THRESHOLD, files_at_once: int = FILES
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The probability of LEAK of each long window [files, longs], and whether each file leaks, bool [files].
+    """Return each long window's probability of LEAK, [files, longs], and whether each file leaks, bool [files].
 
-    A segment's probability is half its softmax at LEAK and half the sigmoid of its leak logit, a long window's the
-    mean over its short ones. A file leaks if at least ceil(longs / 2) of its long windows reach the threshold; one that
-    is NaN does not.
+    A segment's probability is the mean of its softmax at LEAK and the sigmoid of its leak logit. A long window's
+    probability is the mean over its short windows, which are the segments. A file leaks if at least ceil(longs / 2) of
+    its long windows reach the threshold; a NaN does not reach it.
 
-    The model runs on the segments of `files_at_once` files together, which bounds its memory; nothing waits for the
-    device.
+    The model runs on the segments of `files_at_once` files at a time, which bounds its memory. The host does not wait
+    for the device.
 
-    forward  segments [N, 1, mels, frames] → logits [N, classes] and [N], in evaluation mode
-    mels     [files, longs, shorts, mels, frames], where the model is and as it takes them
+    forward  segments [N, 1, mels, frames] → class logits [N, classes] and leak logits [N], in evaluation mode
+    mels     [files, longs, shorts, mels, frames], on the model's device and in its dtype
 
-    PerfsuiteError for mels of another form, or without a window.
+    PerfsuiteError if `mels` has another number of dimensions, or no window.
 
     Source: leak_cnn, techniques 001.8 and 001.F1.
     """
@@ -37,7 +38,8 @@ def file_level_eval(
         logits, leak = forward(part.reshape(-1, 1, *mels.shape[3:]))
         p = (logits.softmax(1)[:, LEAK] + leak.sigmoid()).mul_(0.5)
         probabilities[start : start + len(part)] = p.view(-1, longs, shorts).mean(2)
-    # In float64, as the threshold is: rounded to the probabilities' own precision it would admit what is below it.
+    # Compare in float64, the threshold's precision. Rounded to the probabilities' dtype, the threshold could become
+    # smaller, and a probability below it would count.
     reached = (probabilities.double() >= threshold).sum(1)
     return probabilities, reached >= windows_needed(longs)
 
@@ -46,7 +48,7 @@ def file_level_eval(
 def file_level_eval_preallocated(
     forward: Forward, mels: torch.Tensor, threshold: float = THRESHOLD
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`file_level_eval` as the source has it (001.8): a file at a time still, into a list of known length."""
+    """Compute `file_level_eval` as the source does (001.8): one file at a time, with a preallocated list."""
     check_mels(mels)
     files, longs, shorts = mels.shape[:3]
     probabilities, leaks = mels.new_empty(files, longs), [False] * files

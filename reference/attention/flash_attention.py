@@ -1,4 +1,4 @@
-"""Attention that makes all scores (polychromic, technique 003.1)."""
+"""Attention that stores all scores (polychromic, technique 003.1)."""
 
 import itertools
 import math
@@ -9,12 +9,12 @@ import torch
 def flash_attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: torch.Tensor | None = None, causal: bool = True
 ) -> torch.Tensor:
-    """Return `softmax(q kᵀ / √d) v`, [B, H, T, d], computed in float32 at least; 0 for tokens behind a row's length.
+    """Return `softmax(q kᵀ / √d) v`, [B, H, T, d], with the softmax in float32 or wider; 0 past a row's length.
 
     q        [B, H, T, d]
-    k, v     [B, K, T, d]; H is a multiple of K: so many query heads share each key head
-    lengths  int64 [B], from 1 to T: tokens behind it are padding, which no token attends to; None: there is none
-    causal   whether a token attends to those before it and itself alone
+    k, v     [B, K, T, d]; H is a multiple of K, and each key head serves H / K query heads
+    lengths  int64 [B], from 1 to T: tokens past it are padding, which no token attends to; None: no padding
+    causal   whether a token attends only to itself and to earlier tokens
 
     Source: polychromic, technique 003.1.
     """
@@ -39,13 +39,13 @@ def flash_attention_packed(
     causal: bool = True,
     longest: int | None = None,
 ) -> torch.Tensor:
-    """Return the attention of each of several sequences that lie behind each other, [N, H, d].
+    """Return the attention within each of several concatenated sequences, [N, H, d].
 
     q        [N, H, d]
     k, v     [N, K, d]; H is a multiple of K
-    offsets  int32 [sequences + 1], from 0 to N: where each sequence begins, and the last one's end; they do not fall
-    causal   whether a token attends to those before it and itself alone
-    longest  tokens of the longest sequence, or more; it is not needed here
+    offsets  int32 [sequences + 1], non-decreasing from 0 to N: the start of each sequence, and the end of the last one
+    causal   whether a token attends only to itself and to earlier tokens
+    longest  number of tokens of the longest sequence, or more; unused here
 
     Source: polychromic, technique 003.1.
     """

@@ -1,10 +1,10 @@
-"""Softmax weights and the mix of states, operation by operation (trainer2, technique 000.4)."""
+"""Softmax-weighted sum of states, run eagerly (trainer2, technique 000.4)."""
 
 import torch
 
 
 def compiled_function(cost: torch.Tensor, states: torch.Tensor, beta: float = 5.0) -> torch.Tensor:
-    """`sum_k softmax(-beta * cost)_k * state_k`, [B, D].
+    """Return `sum_k softmax(-beta * cost)_k * state_k`, [B, D].
 
     cost    [B, K]
     states  [B, K, D]

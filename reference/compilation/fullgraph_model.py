@@ -1,4 +1,4 @@
-"""A network, operation by operation (leak_cnn, technique 001.5; ups, technique 002.1a)."""
+"""Networks run eagerly, one operation at a time (leak_cnn, technique 001.5; ups, technique 002.1a)."""
 
 import torch
 
@@ -10,9 +10,9 @@ from suite.ups.model import Operator
 def fullgraph_model(
     weights: Weights, segments: torch.Tensor, labels: torch.Tensor, class_weights: torch.Tensor
 ) -> torch.Tensor:
-    """The loss of a batch, 0-d, run eagerly.
+    """Return the loss of a batch, 0-d, computed eagerly.
 
-    weights        name → tensor, `suite.leak_cnn.model.shapes`
+    weights        name → tensor, with the shapes of `suite.leak_cnn.model.shapes`
     segments       [N, 1, H, 1]
     labels         [N] int64
     class_weights  [5]
@@ -25,9 +25,9 @@ def fullgraph_model(
 def fullgraph_operator(
     operator: Operator, latents: torch.Tensor, dt: torch.Tensor, scales: torch.Tensor
 ) -> torch.Tensor:
-    """Step latents in time by the operator, run eagerly: [B, T, L].
+    """Return the latents one time step later, [B, T, L], computed eagerly.
 
-    operator  with L wide latents and any depth
+    operator  of any depth, for latents L wide
     latents   [B, T, L]
     dt        [B]
     scales    [depth, 2, B], drop-path multipliers of the sublayers
@@ -42,8 +42,8 @@ def fullgraph_coder(coder: torch.nn.Module, values: torch.Tensor, points: torch.
     """Call an encoder on fields, or a decoder on latents, at these points, eagerly.
 
     coder   `suite.ups.model.Encoder` or `Decoder`
-    values  [B, *grid, C] of an encoder, [B, T, L] of a decoder
-    points  [*grid, d] of an encoder, [Q, d] of a decoder
+    values  [B, *grid, C] for an encoder, [B, T, L] for a decoder
+    points  [*grid, d] for an encoder, [Q, d] for a decoder
 
     Source: ups, technique 002.1a.
     """

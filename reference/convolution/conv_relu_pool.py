@@ -1,11 +1,11 @@
-"""Convolution, ReLU and max-pooling, one after the other (leak_cnn, technique 001.F4)."""
+"""Convolution, ReLU and max-pooling as three operations (leak_cnn, technique 001.F4)."""
 
 import torch
 from torch.nn import functional
 
 
 def conv_relu_pool(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
-    """`max_pool(relu(conv(x)))`: convolution 3×3 with padding 1, the larger of every two rows; [N, C', H // 2, W].
+    """Return `max_pool(relu(conv(x)))`, [N, C', H // 2, W]: 3×3 convolution, padding 1, maximum of every two rows.
 
     x       [N, C, H, W], H 2 or more
     weight  [C', C, 3, 3]

@@ -1,4 +1,4 @@
-"""A batch of mel spectrograms as the network takes it, by one copy after the other (leak_cnn, technique 001.7)."""
+"""Transfer of a batch of mel spectrograms to the device, converted on the host (leak_cnn, technique 001.7)."""
 
 import torch
 
@@ -8,9 +8,15 @@ from suite.leak_cnn.batch import check_mel
 def prepare_mel_batch(
     mel: torch.Tensor, device: torch.device | str, channels_last: bool = True, dtype: torch.dtype | None = None
 ) -> torch.Tensor:
-    """[B, mels, frames] → [B, 1, mels, frames] on the device, in channels-last memory, of that dtype (None: its own).
+    """Return the batch on the device as the network's input, [B, 1, mels, frames].
 
-    Arranged and converted on the host, then copied. PerfsuiteError for a tensor of another form.
+    The host changes the memory format and the dtype, and then copies the batch to the device.
+
+    mel            [B, mels, frames], of a floating dtype
+    channels_last  whether the result is in channels-last memory format
+    dtype          of the result; None: that of `mel`
+
+    PerfsuiteError if `mel` has another number of dimensions or is not floating.
 
     Source: leak_cnn, technique 001.7.
     """

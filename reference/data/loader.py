@@ -1,4 +1,4 @@
-"""Shuffled batches from torch's DataLoader as it comes (leak_cnn, technique 001.6)."""
+"""Shuffled batches from a DataLoader with default options (leak_cnn, technique 001.6)."""
 
 from collections.abc import Iterator, Sized
 from typing import Any
@@ -10,13 +10,13 @@ from suite.batching import EpochSampler, check_batches
 
 
 class Loader:
-    """Shuffled batches of a map-style data set, each example a tuple of tensors.
+    """Shuffled batches of a map-style data set whose examples are tuples of tensors.
 
-    batch_size  examples; the last batch of an epoch may be shorter, or is left out if `drop_last`
-    workers     processes that load; with 0 this one does. They are started as torch does, and anew at each epoch.
-    seed        of the shuffling; each epoch has an order of its own
+    batch_size  number of examples; the last batch of an epoch may be shorter, and is dropped if `drop_last`
+    workers     number of loading processes, started anew for each epoch in torch's default way; 0: this process loads
+    seed        seed of the shuffling; each epoch has its own order
 
-    PerfsuiteError where the data set does not make a batch.
+    PerfsuiteError if the data set is too small for a batch.
 
     Source: leak_cnn, technique 001.6; ups, 002.4; eigenstate_lm, 004.2.
     """
@@ -36,14 +36,14 @@ class Loader:
         )
 
     def __len__(self) -> int:
-        """Batches an epoch."""
+        """Return the number of batches in an epoch."""
         return len(self.loader)
 
     def epoch(self, number: int) -> Iterator[tuple[torch.Tensor, ...]]:
-        """The batches of an epoch."""
+        """Yield the batches of an epoch."""
         self.sampler.epoch = number
         for batch in self.loader:
             yield tuple(batch)
 
     def close(self) -> None:
-        """Nothing is left to end between epochs."""
+        """Do nothing: no workers are left between epochs."""

@@ -1,4 +1,4 @@
-"""Sequences of tokens from texts that are encoded when they are asked for (eigenstate_lm, technique 004.10)."""
+"""Sequences of tokens from texts that are encoded for each batch (eigenstate_lm, technique 004.10)."""
 
 from bisect import bisect_right
 from collections.abc import Sequence
@@ -11,11 +11,12 @@ from suite.text import encode
 
 
 class TokenSequences:
-    """Each `length` tokens of the texts one after the other, an end's token behind each text.
+    """Consecutive sequences of `length` tokens of the concatenated texts, with an end token after each text.
 
-    Only the texts that a sequence overlaps are encoded for it. To find them, the tokens of all texts are counted once.
+    Only the texts that a sequence overlaps are encoded for it. To find them, all texts are encoded once at the start
+    and their tokens counted.
 
-    tokenizer  of the tokenizers library, whose token 1 ends a text
+    tokenizer  a tokenizer of the tokenizers library, with token 1 as the end token
 
     Source: eigenstate_lm, technique 004.10.
     """
@@ -25,8 +26,10 @@ class TokenSequences:
         self.begins = list(accumulate((len(tokens) for tokens in encode(tokenizer, texts)), initial=0))
 
     def batch(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """(inputs, labels), int64 [B, length] each, of the sequences of these numbers, int64 [B]; a label is the token
-        after its input."""
+        """Return (inputs, labels), int64 [B, length] each, on the device of `rows`, int64 [B]: the sequences' indices.
+
+        A label is the token after its input.
+        """
         found = [torch.tensor(self._sequence(row), device=rows.device) for row in rows.tolist()]
         both = torch.stack(found) if found else rows.new_empty((0, self.length + 1))
         return both[:, :-1].contiguous(), both[:, 1:].contiguous()

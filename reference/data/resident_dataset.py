@@ -1,4 +1,4 @@
-"""Batches gathered on the host and copied to the device, one by one (leak_cnn)."""
+"""Shuffled batches of a data split, gathered on the host and copied to the device one by one (leak_cnn)."""
 
 from collections.abc import Iterator, Sequence
 
@@ -8,14 +8,14 @@ from suite.batching import bounds, check_batches, check_rows, permutation
 
 
 class ResidentDataset:
-    """Shuffled batches of a split that lies in the host's memory.
+    """Shuffled batches of a split in the host's memory.
 
-    tensors     one or more, with a row for every example
-    batch_size  rows; the last batch of an epoch may be shorter, or is left out if `drop_last`
-    device      where batches go
-    seed        of the shuffling; each epoch has an order of its own
+    tensors     one or more on the host, each with one row per example
+    batch_size  number of rows; the last batch of an epoch may be shorter, and is dropped if `drop_last`
+    device      device of the batches
+    seed        seed of the shuffling; each epoch has its own order
 
-    PerfsuiteError where the tensors' rows differ in number, or do not make a batch.
+    PerfsuiteError if the tensors differ in their number of rows, or if there are too few rows for a batch.
 
     Source: ours, for leak_cnn.
     """
@@ -35,11 +35,11 @@ class ResidentDataset:
         self.bounds = bounds(self.rows, batch_size, drop_last)
 
     def __len__(self) -> int:
-        """Batches an epoch."""
+        """Return the number of batches in an epoch."""
         return len(self.bounds)
 
     def epoch(self, number: int) -> Iterator[tuple[torch.Tensor, ...]]:
-        """The batches of an epoch, in the tensors' order; each is valid until the next one is asked for."""
+        """Yield an epoch's batches: a tuple with the rows of each tensor, valid until the next one."""
         order = permutation(self.rows, self.seed, number, "cpu")
         for start, end in self.bounds:
             yield tuple(tensor[order[start:end]].to(self.device) for tensor in self.tensors)

@@ -1,4 +1,4 @@
-"""Data-parallel training steps, with an all-reduce for each gradient of each micro-batch (eigenstate_lm, 004.15)."""
+"""Data-parallel training with an all-reduce for each gradient of each micro-batch (eigenstate_lm, 004.15)."""
 
 from collections.abc import Callable, Sequence
 
@@ -7,12 +7,12 @@ import torch.distributed as dist
 
 
 def ddp(weights: Sequence[torch.Tensor], lr: float = 0.1) -> Callable[[torch.Tensor, torch.Tensor], None]:
-    """Build `step(inputs, targets)`: one step of SGD on the mean squared error of a network, in all ranks together.
+    """Build `step(inputs, targets)`, which takes one SGD step on a network's mean squared error; all ranks call it.
 
-    Every rank has the same weights and its own part of each micro-batch; the parts are of equal size. The gradient is
-    the mean over the micro-batches and ranks.
+    All ranks have the same weights. Each has its own part of every micro-batch; the parts have the same size. The
+    gradient is the mean over micro-batches and ranks.
 
-    weights  of linear layers without biases, [out, in] each, with tanh between them; changed in place
+    weights  one per linear layer, [out, in], without biases, with tanh between the layers; changed in place
     inputs   [micro-batches, rows, in]
     targets  [micro-batches, rows, out]
 
@@ -36,7 +36,7 @@ def ddp(weights: Sequence[torch.Tensor], lr: float = 0.1) -> Callable[[torch.Ten
 
 
 def network(weights: Sequence[torch.Tensor], x: torch.Tensor) -> torch.Tensor:
-    """Linear layers with tanh between them: [rows, in] to [rows, out]."""
+    """Apply linear layers with tanh between them: [rows, in] → [rows, out]."""
     for i, w in enumerate(weights):
         x = (torch.tanh(x) if i else x) @ w.T
     return x

@@ -1,4 +1,4 @@
-"""Data-parallel training steps in which every rank keeps all weights (ups, technique 002.7)."""
+"""Data-parallel training in which each rank stores all weights (ups, technique 002.7)."""
 
 from collections.abc import Callable, Sequence
 
@@ -11,12 +11,13 @@ from reference.distributed.ddp import ddp
 def fsdp2(
     weights: Sequence[torch.Tensor], lr: float = 0.1
 ) -> Callable[[torch.Tensor, torch.Tensor], list[torch.Tensor]]:
-    """Build `step(inputs, targets)`: one step of SGD on the mean squared error of a network, in all ranks together.
+    """Build `step(inputs, targets)`, which takes one SGD step on a network's mean squared error; all ranks call it.
 
-    Every rank has its own part of the rows; the parts are of equal size. Returns the rank's shard of each weight, as
-    `torch.chunk` cuts its first dimension: of n ranks and fewer rows the last ones have none.
+    Each rank has its own part of the rows; the parts have the same size. The step returns this rank's shard of each
+    weight, as `torch.chunk` splits its first dimension. If a weight has fewer rows than there are ranks, the shards of
+    the last ranks are empty.
 
-    weights  of linear layers without biases, [out, in] each, with tanh between them; the step has copies of its own
+    weights  one per linear layer, [out, in], without biases, with tanh between the layers; the step copies them
     inputs   [rows, in]
     targets  [rows, out]
 
@@ -33,6 +34,6 @@ def fsdp2(
 
 
 def shard(weight: torch.Tensor) -> torch.Tensor:
-    """The rank's rows of the weight."""
+    """Return a copy of this rank's rows of the weight."""
     shards = weight.chunk(dist.get_world_size())
     return shards[dist.get_rank()].clone() if dist.get_rank() < len(shards) else weight[:0].clone()

@@ -1,4 +1,4 @@
-"""Data-parallel training steps by DistributedDataParallel, launch by launch (trainer2, technique 000.F3)."""
+"""Data-parallel training with DistributedDataParallel, run eagerly (trainer2, technique 000.F3)."""
 
 from collections.abc import Callable, Sequence
 
@@ -7,14 +7,14 @@ from torch.nn.parallel import DistributedDataParallel
 
 
 class Network(torch.nn.Module):
-    """Linear layers without biases, with tanh between them; its parameters lie in the memory of the weights."""
+    """Linear layers without biases, with tanh between them; the parameters share the memory of the weights."""
 
     def __init__(self, weights: Sequence[torch.Tensor]):
         super().__init__()
         self.weights = torch.nn.ParameterList([torch.nn.Parameter(w.detach()) for w in weights])
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """[rows, in] to [rows, out]."""
+        """Apply the layers: [rows, in] → [rows, out]."""
         for i, w in enumerate(self.weights):
             x = (torch.tanh(x) if i else x) @ w.T
         return x
@@ -23,12 +23,12 @@ class Network(torch.nn.Module):
 def graphed_ddp(
     weights: Sequence[torch.Tensor], lr: float = 0.1, momentum: float = 0.9
 ) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
-    """Build `step(inputs, targets)`: a step of SGD with momentum on the mean squared error, in all ranks together.
+    """Build `step(inputs, targets)`, a step of SGD with momentum on the mean squared error; all ranks call it.
 
-    Every rank has the same weights and its own part of the rows; the parts are of equal size. The gradient is the mean
-    over the ranks. Returns the mean squared error of this rank's rows before the step, 0-d.
+    All ranks have the same weights. Each has its own part of the rows; the parts have the same size. The gradient is
+    the mean over the ranks. The step returns the mean squared error of this rank's rows before the update, 0-d.
 
-    weights  of linear layers without biases, [out, in] each, with tanh between them; changed in place
+    weights  one per linear layer, [out, in], without biases, with tanh between the layers; changed in place
     inputs   [rows, in]
     targets  [rows, out]
 

@@ -1,4 +1,4 @@
-"""Gradients averaged over all ranks by NCCL as it is (ups, technique 002.1b)."""
+"""Average of gradients over all ranks with the backend's default settings (ups, technique 002.1b)."""
 
 from collections.abc import Sequence
 
@@ -7,10 +7,10 @@ import torch.distributed as dist
 
 
 def nccl_settings(gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """The mean of each gradient over the examples of all ranks, which have equally many.
+    """Return the mean of each gradient over the examples of all ranks; each rank has the same number of examples.
 
-    gradients  of each example of this rank, [examples, …] each
-    returns    [1, …] each, the same in every rank
+    gradients  [examples, …] each: one gradient per example of this rank
+    returns    [1, …] each, the same on every rank
 
     Source: ups, technique 002.1b.
     """

@@ -1,4 +1,4 @@
-"""A checkpoint of a sharded network in one file, which rank 0 writes and every rank reads (ups, technique 002.7)."""
+"""Checkpoint of a sharded network in one file, which rank 0 writes and each rank reads (ups, technique 002.7)."""
 
 import os
 from pathlib import Path
@@ -14,14 +14,14 @@ from suite.runtime.errors import CheckpointError
 
 
 def save(model: torch.nn.Module, optimizer: torch.optim.Optimizer, path: Path) -> None:
-    """Write the weights and the optimizer's state to a file, in place of what is there; called by all ranks.
+    """Write the weights and the optimizer's state to a file, replacing the one at `path`; all ranks call it.
 
-    Every tensor is gathered, one after the other; rank 0 has all of them in memory and writes them.
+    The tensors are gathered one after the other. Each rank holds all of them in memory, and rank 0 writes them.
 
-    model      its parameters are DTensors, sharded by `fully_shard`
-    optimizer  of these parameters; each has a state, as after a step
+    model      module whose parameters are DTensors, sharded by `fully_shard`
+    optimizer  optimizer of these parameters; each parameter has a state, as after a step
 
-    CheckpointError in one line, in all ranks, where rank 0 cannot write.
+    CheckpointError, in one line and on all ranks, if rank 0 cannot write.
 
     Source: ups, technique 002.7.
     """
@@ -44,10 +44,10 @@ def save(model: torch.nn.Module, optimizer: torch.optim.Optimizer, path: Path) -
 
 
 def load(model: torch.nn.Module, optimizer: torch.optim.Optimizer, path: Path) -> None:
-    """Read what `save` has written, also in another number of ranks; called by all ranks.
+    """Load a checkpoint that `save` wrote, with any number of ranks; all ranks call it.
 
-    Each reads the whole file and takes its shards. CheckpointError in one line for a file that is missing or damaged,
-    or of another model.
+    Each rank reads the whole file and keeps its shards. CheckpointError, in one line, if the file is missing or
+    damaged, or if it belongs to another model.
 
     Source: ups, technique 002.7.
     """
@@ -78,12 +78,12 @@ def load(model: torch.nn.Module, optimizer: torch.optim.Optimizer, path: Path) -
 
 
 def _whole(value: torch.Tensor) -> torch.Tensor:
-    """All of it, on the CPU."""
+    """Return the gathered tensor on the CPU."""
     return (value.full_tensor() if isinstance(value, DTensor) else value).cpu()
 
 
 def _shard(whole: torch.Tensor, p: DTensor) -> torch.Tensor:
-    """This rank's rows, on the parameter's device."""
+    """Return a copy of this rank's rows on the parameter's device."""
     shards = whole.chunk(dist.get_world_size())
     rank = dist.get_rank()
     return (shards[rank] if rank < len(shards) else whole[:0]).to(p.device, copy=True)

@@ -1,4 +1,4 @@
-"""The embeddings of sets of replies, one set after the other (polychromic, technique 003.2)."""
+"""Embeddings of sets of replies, one set at a time (polychromic, technique 003.2)."""
 
 from collections.abc import Callable
 
@@ -10,11 +10,11 @@ from torch.nn import functional
 def encoder_batching(
     encoder: Callable[[torch.Tensor, torch.Tensor], torch.Tensor], tokens: torch.Tensor, lengths: torch.Tensor
 ) -> torch.Tensor:
-    """Return the replies' embeddings, each divided by its length: [sets, n, width], constants.
+    """Return the L2-normalised embeddings of the replies, [sets, n, width], without gradient.
 
-    encoder  (tokens [rows, T], lengths [rows]) → [rows, width]; what lies behind a row's length has no effect
-    tokens   int64 [sets, n, longest], one set or more; behind a reply's length any token that the encoder takes
-    lengths  int64 [sets, n], from 1 to the longest
+    encoder  (tokens [rows, T], lengths [rows]) → [rows, width]; tokens past a row's length have no effect
+    tokens   int64 [sets, n, longest], one set or more; past a reply's length, any token that the encoder accepts
+    lengths  int64 [sets, n], from 1 to `longest`
 
     Source: polychromic, technique 003.2.
     """

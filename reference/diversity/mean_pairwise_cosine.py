@@ -1,4 +1,4 @@
-"""Mean cosine distance, from the matrix of distances (polychromic, technique 003.3)."""
+"""Mean pairwise cosine distance, computed from the distance matrix (polychromic, technique 003.3)."""
 
 import torch
 
@@ -6,7 +6,7 @@ from reference.diversity.pairwise_cosine import pairwise_cosine
 
 
 def mean_pairwise_cosine(e: torch.Tensor) -> torch.Tensor:
-    """The mean distance over all pairs i < j of rows of e [N, D], 0-d; NaN if there is no pair (N < 2).
+    """Return the mean cosine distance over all pairs i < j of rows of e [N, D], 0-d; NaN if N < 2.
 
     Source: polychromic, technique 003.3.
     """

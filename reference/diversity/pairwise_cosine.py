@@ -1,17 +1,17 @@
-"""Cosine distances of all pairs, by broadcasting (polychromic, techniques 003.3 and 003.5)."""
+"""Cosine distances of all pairs of rows, by broadcasting (polychromic, techniques 003.3 and 003.5)."""
 
 import torch
 
-# A row shorter than this is divided by it instead of by its length.
+# A row shorter than this is divided by MIN_NORM instead of its length.
 MIN_NORM = 1e-12
-# Rows broadcast at a time: all at once would hold N x N x D, 96 GiB at N = 8192.
+# Rows broadcast at a time. All rows at once would need an N x N x D tensor: 96 GiB at N = 8192, D = 384.
 SLICE = 256
 
 
 def pairwise_cosine(e: torch.Tensor) -> torch.Tensor:
-    """`1 - cos(e_i, e_j)` of every two rows, [N, N] from [N, D].
+    """Return `1 - cos(e_i, e_j)` for all pairs of rows of e [N, D], [N, N].
 
-    Rows are divided by max(length, 1e-12), so that a row of zeros is at distance 1 from all, itself included.
+    Rows are divided by max(length, 1e-12), so a row of zeros is at distance 1 from every row, including itself.
 
     Source: polychromic, technique 003.3.
     """

@@ -1,4 +1,4 @@
-"""Which files leak, a file at a time (leak_cnn, techniques 001.8 and 001.F1)."""
+"""File-level leak detection, one file at a time (leak_cnn, techniques 001.8 and 001.F1)."""
 
 import torch
 
@@ -10,16 +10,16 @@ from suite.leak_cnn.file_level import THRESHOLD, Forward, check_mels, windows_ne
 def file_level_eval(
     forward: Forward, mels: torch.Tensor, threshold: float = THRESHOLD
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The probability of LEAK of each long window [files, longs], and whether each file leaks, bool [files].
+    """Return each long window's probability of LEAK, [files, longs], and whether each file leaks, bool [files].
 
-    A segment's probability is half its softmax at LEAK and half the sigmoid of its leak logit, a long window's the
-    mean over its short ones. A file leaks if at least ceil(longs / 2) of its long windows reach the threshold; one that
-    is NaN does not.
+    A segment's probability is the mean of its softmax at LEAK and the sigmoid of its leak logit. A long window's
+    probability is the mean over its short windows, which are the segments. A file leaks if at least ceil(longs / 2) of
+    its long windows reach the threshold; a NaN does not reach it.
 
-    forward  segments [N, 1, mels, frames] → logits [N, classes] and [N], in evaluation mode
-    mels     [files, longs, shorts, mels, frames], where the model is and as it takes them
+    forward  segments [N, 1, mels, frames] → class logits [N, classes] and leak logits [N], in evaluation mode
+    mels     [files, longs, shorts, mels, frames], on the model's device and in its dtype
 
-    PerfsuiteError for mels of another form, or without a window.
+    PerfsuiteError if `mels` has another number of dimensions, or no window.
 
     Source: leak_cnn, techniques 001.8 and 001.F1.
     """
