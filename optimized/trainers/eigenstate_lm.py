@@ -1,10 +1,12 @@
-"""eigenstate_lm from the optimized modules, a switch for each (source: eigenstate_lm).
+"""The optimized trainer of eigenstate_lm, with a switch for each technique.
 
-It makes the same steps as `reference/trainers/eigenstate_lm.py`, up to rounding and the random choice of dropped
-elements. The scan and the loss have kernels of their own. The rest of a block is compiled, and all blocks share the
-compiled functions. A step does not wait for the device: learning rate, clipping, the optimizer step and the report are
-computed there, and the host reads a report once its copy has arrived. `train_window` waits only for older reports, so
-that at most AHEAD are outstanding, and for a validation.
+Its steps equal those of `reference/trainers/eigenstate_lm.py`, up to rounding and the random choice of dropped
+elements. The scan and the loss have their own kernels. The rest of a block is compiled, and all blocks share the
+compiled functions. With the default switches a step does not wait for the device, which computes the learning rate,
+clipping, the optimizer step and the report. The host reads a report once its copy has arrived. `train_window` waits
+only for older reports, so that at most AHEAD are outstanding, and for a validation.
+
+Source: eigenstate_lm.
 """
 
 from __future__ import annotations
@@ -44,15 +46,15 @@ from suite.stepping import QueuesReports
 from suite.techniques import implementation
 
 AHEAD = 2
-"""Steps that the device may still be at when the host goes on to the next."""
+"""Steps that may be queued or running on the device when the host starts the next one."""
 
 
 class Trainer(QueuesReports):
-    """The optimized trainer; it reads and writes the plain trainer's checkpoints.
+    """The optimized trainer. Its checkpoints are interchangeable with the reference trainer's.
 
     text  the sequences, as `suite.eigenstate_lm.data.load` opens them
 
-    PerfsuiteError where a step takes more memory than the device has.
+    PerfsuiteError if a step needs more memory than the device has.
     """
 
     window_name = "step"
@@ -68,7 +70,7 @@ class Trainer(QueuesReports):
         self.held_out = HeldOut(config, text, self.weights)
         self._form = _form(config, self.device)
         self._choose()
-        # `_whole_step` clips the gradients, so that the optimizer must not clip them again.
+        # `_whole_step` clips the gradients, so the optimizer must not clip them again.
         self.optimizer = self._scaler_step(
             list(self.weights.values()),
             self.lr,
@@ -87,9 +89,9 @@ class Trainer(QueuesReports):
         self._reports: Reports[Report] = Reports(self.device, Report.stays)
 
     def train_window(self, batch: Mapping[str, torch.Tensor]) -> None:
-        """A step on the sequences that come next, by the number of steps made.
+        """Train one step on the next sequences, as determined by the number of steps made.
 
-        `batch["step"]` may say that number, from 0; ValueError where it is another.
+        `batch["step"]`, if given, must be that number, counted from 0; otherwise ValueError.
         """
         config, rows = self.config, next_rows(self.config, self.text, self.steps, batch)
         with naming_the_remedy(config, self.text.vocabulary, self.device), tf32_products(allowed=config.tf32):
@@ -99,7 +101,7 @@ class Trainer(QueuesReports):
             self.held_out.validate(self.steps, self._validation, self.device, self.held_out_loss)
 
     def stops(self) -> str | None:
-        """Say why training should end now; None where it should go on."""
+        """Return why training should end now; None if it should go on."""
         return self.held_out.stops()
 
     @torch.no_grad()
@@ -111,18 +113,17 @@ class Trainer(QueuesReports):
             return self._mean_loss(self.weights, inputs, labels, before, after)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the checkpoint: what training has changed, the configuration and the tokenizer."""
+        """Return the checkpoint: all state that training changes, the configuration and the tokenizer."""
         return state_of(self)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from there. ValueError where a shape is another."""
+        """Restore a checkpoint's state. ValueError if a shape differs."""
         restore(self, state)
         self.steps = state["steps"]
         self._count.fill_(self.steps)
 
     def _choose(self) -> None:
-        """Set the function of each technique that is a call: the optimized one if its switch is on, otherwise the
-        reference's."""
+        """Choose the implementation of each technique: optimized if its switch is on, otherwise the reference."""
         config = self.config
 
         def of(module: str, function: str, on: bool) -> Callable[..., Any]:
@@ -150,12 +151,12 @@ class Trainer(QueuesReports):
         leaves, scale = list(self.weights.values()), self.optimizer.scale.clone()
         loss, grads = self._accumulated(self._loss, leaves, (inputs, labels), config.batch_size)
         with torch.no_grad():
-            # The scale can differ from 1 in every precision: after a step with non-finite gradients, or where a run in
+            # The scale can differ from 1 in every precision: after a step with non-finite gradients, or if a run in
             # float16 is resumed.
             torch._foreach_div_(grads, scale)
             norm = self._clip(grads, config.clip)
             torch._foreach_mul_(grads, scale)
-            count = self._count.clamp(max=config.steps - 1)  # after the schedule's end, the last rate stays
+            count = self._count.clamp(max=config.steps - 1)  # after the schedule's end, keep its last rate
             self.lr.copy_(self._one_cycle(count, config.steps, config.learning_rate)[0])
             self.optimizer(grads)
         self._count.add_(1)
@@ -169,25 +170,27 @@ class Trainer(QueuesReports):
         self._reports.send(torch.stack((loss / scale, self.lr, norm, scale)), read)
 
     def _batch(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """(inputs, labels), int64 [rows, T] each, on the device."""
+        """Return (inputs, labels), int64 [rows, T] each, on the device."""
         found = self._loader.batch(self.steps) if self._loader is not None else self._sequences.batch(rows)
         inputs, labels = map(self._to_device, found)
         return inputs, labels
 
     def _to_device(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Copy to the device asynchronously, from pinned memory: a copy from pageable memory would wait for all queued
-        work."""
+        """Copy to the device asynchronously, from pinned memory.
+
+        A copy from pageable memory would wait for all queued work.
+        """
         pinned = tensor if self.device.type == "cpu" else tensor.pin_memory()
         return pinned.to(self.device, non_blocking=True)
 
     def _loss(self, leaves: Sequence[torch.Tensor], inputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        """The mean loss of sequences [B, T], scaled, 0-d."""
+        """Return the mean loss of sequences [B, T], times the loss scale, 0-d."""
         weights = dict(zip(self.weights, leaves, strict=True))
         after = self._recomputed if self.config.activation_checkpoint else self._after
         return self._mean_loss(weights, inputs, labels, self._before, after) * self.optimizer.scale
 
     def _recomputed(self, own: Weights, x: torch.Tensor, real: torch.Tensor) -> torch.Tensor:
-        """Apply the rest of the block after the scan; the backward recomputes its two linear layers."""
+        """Apply the part of a block after the scan; the backward pass recomputes its two linear layers."""
         x = self._mixed(own, x, real)
         again: torch.Tensor = checkpoint(
             self._fed, own, x, use_reentrant=False, preserve_rng_state=self.config.dropout > 0
@@ -214,19 +217,19 @@ class Trainer(QueuesReports):
         return mean
 
     def _metrics_of(self, report: Report | None) -> Mapping[str, float] | None:
-        """The metrics of a step, and of the last validation."""
+        """Return the metrics of a step and of the last validation; None without a report."""
         found = super()._metrics_of(report)
         return None if found is None else {**found, **self.held_out.metrics()}
 
 
 def _training(text: Text) -> Any:
-    """The sequences to train on, one by one."""
+    """Return the training sequences as a map-style data set."""
     every = PackedTokens(text.pack.path, text.length)
     return Subset(every, text.training.tolist()) if text.held_out else every
 
 
 class _Prefetched:
-    """The batches in step order, prefetched by persistent workers."""
+    """Batches in step order, prefetched by persistent workers."""
 
     def __init__(self, config: TrainConfig, text: Text) -> None:
         self._loader = Loader(
@@ -241,8 +244,10 @@ class _Prefetched:
         self._batches: Iterator[tuple[torch.Tensor, ...]] = iter(())
 
     def batch(self, step: int) -> tuple[torch.Tensor, ...]:
-        """Return the (inputs, labels) of a step, counted from 0. If it is not the next one, its epoch is restarted and
-        skipped to it."""
+        """Return (inputs, labels) of a step, counted from 0.
+
+        If it is not the next step, its epoch is restarted, and the steps before it are skipped.
+        """
         epoch, place = divmod(step, len(self._loader))
         if step != self._next or not place:
             self._batches = self._loader.epoch(epoch)
@@ -256,14 +261,14 @@ class _Prefetched:
 
 
 class _Form(NamedTuple):
-    """Options of a block, which are constants of its compiled function."""
+    """Options of a block. They are constants of its compiled function."""
 
     device: str
     dropout: float
     project: Project
     low: torch.dtype | None
     tf32: bool
-    """torch.compile reads this setting, so that it is part of the cache's key."""
+    """Part of the cache key, because torch.compile reads this setting of PyTorch's."""
 
 
 def _form(config: TrainConfig, device: torch.device) -> _Form:
@@ -282,16 +287,16 @@ def _form(config: TrainConfig, device: torch.device) -> _Form:
 
 @functools.cache
 def _compiled(form: _Form, part: Callable[..., torch.Tensor]) -> Callable[..., Any]:
-    """Compile once for all trainers: the function depends on its arguments alone."""
+    """Compile a part of a block once for all trainers, since it depends only on its arguments."""
 
     def call(*tensors: Any) -> torch.Tensor:
         return part(form, *tensors)
 
-    # Dynamo caches few specialisations per code object, so each form gets a copy of it.
+    # Dynamo caches only a few specialisations per code object, so each form gets its own code object.
     call.__code__ = call.__code__.replace()
-    # `deterministic` turns autotuning off: a resumed run could choose a kernel that rounds differently. Without
-    # `mix_order_reduction`, layer norm's two reductions are separate kernels, and its backward takes a third of the
-    # time.
+    # `deterministic` turns off autotuning, with which a resumed run could choose a kernel that rounds differently.
+    # Without `mix_order_reduction`, layer norm's two reductions are separate kernels, and its backward takes a third of
+    # the time.
     options = {"deterministic": True, "triton.mix_order_reduction": False}
     return compile_if_possible(
         call, "eigenstate_lm's blocks", quiet_calls=True, fullgraph=True, dynamic=False, options=options
@@ -303,7 +308,7 @@ def _autocast(form: _Form) -> torch.autocast:
 
 
 def _before(form: _Form, own: Weights, x: torch.Tensor) -> torch.Tensor:
-    """Return the scan's inputs."""
+    """Compute the scan's inputs."""
     with _autocast(form):
         return driven(own, x)
 
@@ -319,7 +324,7 @@ def _fed(form: _Form, own: Weights, x: torch.Tensor) -> torch.Tensor:
 
 
 def _after(form: _Form, own: Weights, x: torch.Tensor, real: torch.Tensor) -> torch.Tensor:
-    """Compute the rest of a block, from the scan's result."""
+    """Compute the part of a block after the scan."""
     return _fed(form, own, _mixed(form, own, x, real))
 
 

@@ -1,11 +1,12 @@
-"""leak_cnn from the optimized modules, a switch for each (source: leak_cnn).
+"""The optimized trainer of leak_cnn, with a switch for each technique.
 
-It makes the same epochs as `reference/trainers/leak_cnn.py`, up to rounding and the random choice of dropped elements.
-A step takes no arguments: its batch, weights,
-counters and metrics lie in tensors that stay where they are, so that forward, loss, backward, clipping, AdamW and
-metrics are replayed as one CUDA graph; so is a validation. The learning rate is written once an epoch, dropout is
-hashed from a counter on the device, and what an epoch reports is copied to pinned memory, where the host waits for it
-while the device is at the next one: the only wait of an epoch.
+Its epochs equal those of `reference/trainers/leak_cnn.py`, up to rounding. A step has no arguments: its batch, weights,
+counters and metrics are tensors with fixed addresses. So one CUDA graph can replay forward, loss, backward, clipping,
+AdamW and metrics, and another one a validation. The learning rate is written once per epoch. Dropout is hashed from a
+counter on the device. An epoch's report is copied to pinned memory, and the host waits for it while the device computes
+the next epoch. With the default switches an epoch has no other wait.
+
+Source: leak_cnn.
 """
 
 from __future__ import annotations
@@ -42,18 +43,18 @@ from suite.leak_cnn.state import best_f1_of, restore, state_of, stops
 from suite.techniques import implementation
 
 AHEAD = 1
-"""Epochs that the device may still be at when the host goes on to the next."""
+"""Epochs that may be queued or running on the device when the host starts the next one."""
 FREE_SHARE = 2
-"""The segments get 1 / FREE_SHARE of the device's free memory; the rest is for activations and graphs."""
+"""The segments may use 1 / FREE_SHARE of the device's free memory; the rest is for activations and graphs."""
 
 
 class Trainer:
-    """The optimized trainer; it reads and writes the plain trainer's checkpoints.
+    """The optimized trainer. Its checkpoints are interchangeable with the reference trainer's.
 
-    data  the set, as `suite.leak_cnn.dataset.open_data` checks it
+    data  the data set, opened and checked by `suite.leak_cnn.dataset.open_data`
 
-    A set that does not fit on the device is streamed, with a RuntimeWarning. PerfsuiteError where the training
-    segments make no whole batch.
+    A data set that does not fit on the device is streamed, with a RuntimeWarning. PerfsuiteError if there are fewer
+    training segments than one batch has.
     """
 
     window_name = "epoch"
@@ -76,7 +77,7 @@ class Trainer:
         self._reports = _Reports(self.device)
 
     def train_window(self, batch: Mapping[str, torch.Tensor]) -> None:
-        """An epoch, `batch["epoch"]` (int64 [] on the CPU, from 0), and its validation."""
+        """Train one epoch, `batch["epoch"]` (int64 [] on the CPU, from 0), and validate if a validation is due."""
         config, epoch = self.config, int(batch["epoch"])
         first_step, rate = self.steps, config.rate(epoch)
         with (
@@ -99,33 +100,33 @@ class Trainer:
             self._report(epoch, rate, first_step, validates)
 
     def metrics(self) -> Mapping[str, float] | None:
-        """Return the last epoch's report that has arrived, named as in `suite.leak_cnn.report.Report`. Never waits.
+        """Return the metrics of the last report that has arrived, named as by `suite.leak_cnn.report.Report`.
 
-        None before one has arrived.
+        The result is None before the first report has arrived. Never waits.
         """
         report = self._reports.latest()
         return None if report is None else report.metrics()
 
     def last_metrics(self) -> Mapping[str, float] | None:
-        """Wait for the last epoch's report; its metrics."""
+        """Wait for the last epoch's report; return its metrics."""
         report = self.last_report()
         return None if report is None else report.metrics()
 
     def last_report(self) -> Report | None:
-        """Wait for the last epoch's report."""
+        """Wait for the last epoch's report and return it."""
         return self._reports.wait(0)
 
     def validation(self) -> Validation | None:
-        """The last one, which is waited for; None before it."""
+        """Wait for the last epoch's report; return the last validation, or None before the first."""
         self._reports.wait(0)
         return self._reports.validation
 
     def state_dict(self) -> dict[str, Any]:
-        """All that training has changed."""
+        """Return the checkpoint: all state that training changes, and the configuration."""
         return state_of(self)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from there. ValueError where a shape is another."""
+        """Restore a checkpoint's state. ValueError if a shape differs."""
         restore(self, state)
         self.steps = state["steps"]
         self._dropped.fill_(dropout_counter(self.config.seed, self.steps))
@@ -133,10 +134,10 @@ class Trainer:
         self.best_epoch.fill_(state["best"]["epoch"])
 
     def stops(self) -> str | None:
-        """Why training should end now; None where it should go on. Waits for the device where `patience` is set."""
+        """Return why training should end now; None if it should go on. Waits for the device if `patience` is set."""
         return stops(self)
 
-    # --- what it is made of
+    # --- parts of the trainer
 
     def _made_optimizer(self) -> Any:
         config = self.config
@@ -154,7 +155,7 @@ class Trainer:
         )
 
     def _choose(self) -> None:
-        """The implementation of each technique that the configuration asks for."""
+        """Choose the implementation of each technique: optimized if its switch is on, otherwise the reference."""
         config = self.config
 
         def of(module: str, function: str, on: bool) -> Callable[..., Any]:
@@ -176,14 +177,14 @@ class Trainer:
         self._step, self._validate = self._step_on_device, self._validation_on_device
         if config.use_cudagraphs:
             self._step = self._captured(self._step)
-            if config.file_level_eval and config.device_metrics:  # else the host reads on the way
+            if config.file_level_eval and config.device_metrics:  # otherwise the host reads values during a validation
                 self._validate = self._captured(self._validate)
 
     def _captured(self, call: Callable[[], None]) -> Any:
         return cuda_graph_step(call, warmup=self.config.warmup_steps, device=self.device)
 
     def _allocate(self) -> None:
-        """All that a step and a validation read and write."""
+        """Allocate all tensors that a step and a validation read and write."""
         config, data, on = self.config, self.data, {"device": self.device}
         B = config.batch_size
         self._resident: ResidentDataset | None = None
@@ -248,7 +249,7 @@ class Trainer:
     # --- a step
 
     def _batches(self, epoch: int) -> Iterator[None]:
-        """Each batch of an epoch, put where the step reads it."""
+        """Copy each batch of an epoch into the buffers that a step reads; yield after each."""
         if self._resident is not None:
             for _ in self._resident.epoch(epoch):
                 yield
@@ -261,7 +262,7 @@ class Trainer:
             self._loader.close()
 
     def _step_on_device(self) -> None:
-        """The step, as far as no technique that is off wants the host in it."""
+        """Run the part of a step that can be captured in a CUDA graph; `_rest_of_step` runs the rest."""
         segments = self._mels
         if self._resident is not None:
             segments = self._prepare(segments, self.device, self.config.use_channels_last, torch.float32)
@@ -294,12 +295,12 @@ class Trainer:
     # --- a validation
 
     def _validation_on_device(self) -> None:
-        """Every segment's class and every file, and the weights if they are the best so far."""
+        """Evaluate every segment and every file, and keep the weights if they are the best so far."""
         seen: list[tuple[torch.Tensor, torch.Tensor]] = []
 
         def forward(segments: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
             logits = self._judge(self.weights, self._laid(segments))
-            # Compiled with graphs of its own, the next call would write over them.
+            # With torch.compile's own CUDA graphs, the next call would overwrite the logits.
             seen.append((logits[0].clone(), logits[1].clone()))
             return seen[-1]
 
@@ -316,7 +317,7 @@ class Trainer:
         self._keep_best()
 
     def _segments_again(self) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-        """(class logits, leak logits, labels) of the validation segments, read from the file batch by batch."""
+        """Yield (class logits, leak logits, labels) of the validation segments, read from the file by batches."""
         for mel, labels, _ in DataLoader(self.data.examples("validation"), self.config.val_batch_size):
             segments = self._prepare(mel, self.device, self.config.use_channels_last, torch.float32)
             yield *self._judge(self.weights, self._laid(segments)), labels.to(self.device)
@@ -330,7 +331,7 @@ class Trainer:
         self.best_epoch.copy_(torch.where(better, self._epoch, self.best_epoch))
 
     def _report(self, epoch: int, rate: float, first_step: int, validates: bool) -> None:
-        """Send off what the epoch has to say: in one copy, where the metrics are on the device."""
+        """Send the epoch's report, in one copy if the metrics are on the device. Wait for reports beyond AHEAD."""
         on_device = self.config.device_metrics
         kinds = (self._training, self._validating) if validates else (self._training,)
         parts = [self._losses.view(torch.int64), *([self._files] if validates else [])]
@@ -356,7 +357,10 @@ class Trainer:
 
 
 def _macro_f1(files: torch.Tensor) -> torch.Tensor:
-    """`suite.leak_cnn.metrics.macro_f1` of files [4], counts by (is, taken for), on the device and to the bit."""
+    """Compute `suite.leak_cnn.metrics.macro_f1` on the device, bit for bit, if both classes occur.
+
+    files  int64 [4], counts by (true class, predicted class)
+    """
     counts = files.view(2, 2)
     both = (counts.sum(0) + counts.sum(1)).double()
     scores = 2 * counts.diagonal().double() / both
@@ -364,7 +368,7 @@ def _macro_f1(files: torch.Tensor) -> torch.Tensor:
 
 
 class _ReadScalerStep(ScalerStep):
-    """The fused step, with the host reading whether the gradients are finite, as `GradScaler` does."""
+    """The fused step, before which the host reads whether the gradients are finite, as with `GradScaler`."""
 
     def __call__(self, grads: Sequence[torch.Tensor]) -> None:
         torch.stack([g.isfinite().all() for g in grads]).all().item()
@@ -379,7 +383,7 @@ class _Sent:
 
 
 class _Reports:
-    """Reports of the epochs on their way to the host."""
+    """The epochs' reports in transit from the device to the host."""
 
     def __init__(self, device: torch.device) -> None:
         self._cuda = device.type == "cuda"
@@ -399,18 +403,18 @@ class _Reports:
         self._sent.append(_Sent(buffer, event, read))
 
     def latest(self) -> Report | None:
-        """The last one that has arrived; one with a loss that is no number stays. Never waits."""
+        """Return the last report that has arrived. One with a loss that is not finite stays. Never waits."""
         while self._sent and ((event := self._sent[0].event) is None or event.query()):
             sent = self._sent.popleft()
             report = sent.read(sent.buffer)
             self._free.append(sent.buffer)
             self.validation = report.validation or self.validation
-            if self._latest is None or self._latest.wrong() is None:  # two may arrive at once
+            if self._latest is None or self._latest.wrong() is None:  # several may arrive at once
                 self._latest = report
         return self._latest
 
     def wait(self, ahead: int) -> Report | None:
-        """The same, once no more than `ahead` are under way."""
+        """Return the same, after waiting until at most `ahead` reports are in transit."""
         if len(self._sent) > ahead and (event := self._sent[-1 - ahead].event) is not None:
             event.synchronize()
         return self.latest()
@@ -420,7 +424,7 @@ class _Reports:
 
 
 class _Form(NamedTuple):
-    """Which network is computed, and how: what a compiled function is compiled for."""
+    """Options of the network. They are constants of its compiled functions."""
 
     device: str
     dropout: float
@@ -429,12 +433,12 @@ class _Form(NamedTuple):
     checkpoint: bool
     low: torch.dtype | None
     tf32: bool
-    """Read when it is compiled."""
+    """Part of the cache key, because torch.compile reads this setting of PyTorch's."""
 
 
 def _form(config: TrainConfig, device: torch.device) -> _Form:
     pool = None
-    if config.conv_relu_pool:  # compiled, a form that the compiler sees into
+    if config.conv_relu_pool:  # the compiler can optimize PyTorch operations, not the kernel
         pool = conv_relu_pool_vectorised if config.use_compile else conv_relu_pool
     low = torch.bfloat16 if config.autocast_bf16 else torch.float16 if config.autocast_fp16 else None
     return _Form(
@@ -450,13 +454,13 @@ def _form(config: TrainConfig, device: torch.device) -> _Form:
 
 @functools.cache
 def _compiled(form: _Form, fullgraph: bool, graphs: bool, training: bool) -> Callable[..., Any]:
-    """Compile once for all trainers: the function depends on its arguments alone."""
+    """Compile `_loss` or `_judge` once for all trainers, since they depend only on their arguments."""
     body: Callable[..., Any] = _loss if training else _judge
 
     def call(*tensors: Any) -> Any:
         return body(form, *tensors)
 
-    # Dynamo caches few specialisations per code object, so each form gets a copy of it.
+    # Dynamo caches only a few specialisations per code object, so each form gets its own code object.
     call.__code__ = call.__code__.replace()
     options = {"triton.cudagraphs": True} if graphs else None
     what = "leak_cnn's step" if training else "leak_cnn's validation"
@@ -479,7 +483,7 @@ def _loss(
     balance: torch.Tensor,
     counter: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(the loss of a batch under dropout, 0-d; its class logits)."""
+    """Compute the loss of a batch with dropout, 0-d, and its class logits."""
     width = POOLED_ROWS * weights["conv3.weight"].shape[0]
     keep = dropout_mask(counter, segments.shape[0], width, form.dropout, balance.dtype)
     classes, leak = _judge(form, weights, segments, keep)
@@ -489,7 +493,10 @@ def _loss(
 def _judge(
     form: _Form, weights: Weights, segments: torch.Tensor, keep: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Segments [N, 1, 32, 1] → logits [N, 5] and [N], in float32."""
+    """Apply the network: segments [N, 1, 32, 1] → class logits [N, 5] and leak logits [N], in float32.
+
+    keep  [N, features]: dropout mask, by which the features are multiplied; None drops nothing
+    """
     with torch.autocast(form.device, form.low or torch.bfloat16, enabled=form.low is not None):
         if form.checkpoint:
             x = checkpoint(_features, form, weights, segments, use_reentrant=False, preserve_rng_state=False)

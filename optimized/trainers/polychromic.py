@@ -1,9 +1,11 @@
-"""polychromic: fine-tuning of a language model for replies that differ, built from the optimized modules.
+"""The optimized trainer of polychromic, with a switch for each technique.
 
-The same step as `reference.trainers.polychromic` makes, with each technique behind a switch of its own
-(`suite.polychromic.config`). The replies to all prompts are drawn together, from kept keys and values; all sets are
-embedded in one batch, and their policy's gradient is that of one batch, too. While the host turns replies into text
-the device computes the examples' gradients.
+Its steps equal those of `reference/trainers/polychromic.py`, up to rounding. The switches are in
+`suite.polychromic.config`. The replies to all prompts are drawn together, with a KV cache. All sets are embedded in one
+batch, and their policy gradient is computed in one batch, too. While the host decodes the replies to text, the device
+computes the examples' gradients.
+
+Source: polychromic.
 """
 
 import functools
@@ -41,15 +43,18 @@ from suite.techniques import implementation
 
 # Steps that may be queued before the host waits for the report of an earlier one.
 AHEAD = 2
-# Packed tokens, and those of a prompt with its reply, are padded to a multiple of so many: each number has a graph of
-# its own, and cuDNN's attention takes no others.
+# Packed examples, and prompts with their replies, are padded to a multiple of this many tokens: each length needs its
+# own CUDA graph, and cuDNN's attention is used only for multiples of 128.
 MULTIPLE = 128
-# Calls of each form that run eagerly before it is recorded, and graphs that are kept.
+# Eager calls for each form of the inputs before its graph is captured, and graphs that are kept.
 WARMUP, GRAPHS = 1, 8
 
 
 class FusedLoRALinear(LoRALinear):
-    """The adapted layer by `fused_lora` where it is differentiated; one token of a few rows gains nothing by it."""
+    """Computes the adapted layer with `fused_lora` if gradients are enabled, otherwise with PyTorch operations.
+
+    Generation, with a few rows of one token, gains nothing from `fused_lora`.
+    """
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if not torch.is_grad_enabled():
@@ -62,13 +67,15 @@ class FusedLoRALinear(LoRALinear):
         return self.fused(x.flatten(0, -2), a, b, self.scale, given, keep).unflatten(0, x.shape[:-1])
 
     def fused(self, x: torch.Tensor, *given: Any) -> torch.Tensor:
-        """The layer of tokens [N, inputs] by one module."""
+        """Compute the layer with its adapter for tokens [N, inputs]."""
         return fused_lora(x, self.weight, *given)
 
 
 class FusedNF4LoRALinear(FusedLoRALinear, NF4LoRALinear):
-    """The adapted layer of 4-bit weights by `fused_lora_nf4`, whose kernel also dequantises them where nothing is
-    differentiated."""
+    """Computes the adapted layer of 4-bit weights with `fused_lora_nf4`.
+
+    Without gradients, PyTorch operations compute the layer from weights that the same kernel dequantises.
+    """
 
     def fused(self, x: torch.Tensor, *given: Any) -> torch.Tensor:
         return fused_lora_nf4(x, self.codes, self.absmax, *given)
@@ -84,11 +91,11 @@ LORA_LAYERS: Mapping[tuple[str, bool], type[LoRALinear]] = {
     ("nf4", False): NF4LoRALinear,
     ("nf4", True): FusedNF4LoRALinear,
 }
-"""The configuration's quantization and `fused_lora` → the adapted layer."""
+"""(quantization, fused_lora) of the configuration → class of the adapted layers."""
 
 
 class Trainer(QueuesReports):
-    """The optimized trainer. `train_window` queues a step; `metrics` gives what has been reported so far.
+    """The optimized trainer. `train_window` queues a step; `metrics` returns the last metrics that have arrived.
 
     given  examples and models, as `suite.polychromic.data.load` opens them
     """
@@ -105,7 +112,7 @@ class Trainer(QueuesReports):
         self.lr = torch.zeros((), device=self.device)
         self._sums = [torch.zeros_like(weight) for weight in self.weights.values()]
         self._choose()
-        # Gradients are clipped before.
+        # `train_window` clips the gradients, so the optimizer must not clip them again.
         self.optimizer = self._scaler_step(
             list(self.weights.values()),
             self.lr,
@@ -118,9 +125,9 @@ class Trainer(QueuesReports):
         self._reports: Reports[Report] = Reports(self.device, Report.stays)
 
     def train_window(self, batch: Mapping[str, torch.Tensor]) -> None:
-        """A step on the examples that come next, by the number of steps made.
+        """Train one step on the next examples, as determined by the number of steps made.
 
-        `batch["step"]` may say that number, from 0; ValueError where it is another.
+        `batch["step"]`, if given, must be that number, counted from 0; otherwise ValueError.
         """
         config, examples = self.config, examples_of(self.config, self.given, self.steps, batch)
         with torch.enable_grad(), tf32_products(allowed=False):
@@ -154,16 +161,16 @@ class Trainer(QueuesReports):
         self._reports.wait(AHEAD)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what training has changed."""
+        """Return the checkpoint: all state that training changes, the configuration and the models' source."""
         return state_of(self)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from there. ValueError where a shape is another."""
+        """Restore a checkpoint's state. ValueError if a shape differs."""
         restore(self, state)
         self.steps = state["steps"]
 
     def _choose(self) -> None:
-        """The implementation of each technique that the configuration asks for."""
+        """Choose the implementation of each technique: optimized if its switch is on, otherwise the reference."""
         config = self.config
 
         def of(module: str, function: str, on: bool) -> Callable[..., Any]:
@@ -190,13 +197,13 @@ class Trainer(QueuesReports):
         self._packs = config.packed_examples and config.flash_attention
         self._packed_pass: Callable[..., torch.Tensor] = self._packed
         self._policy_pass: Callable[..., torch.Tensor] = self._policy
-        # In float32 the host has a part in packed attention.
+        # In float32, packed attention needs the host, which a capture excludes.
         if config.cuda_graph_step and self.device.type == "cuda" and DTYPES[config.dtype].itemsize == 2:
             given: dict[str, Any] = {
                 "warmup": WARMUP,
                 "graphs": GRAPHS,
                 "device": self.device,
-                # Only the loss of a pass, which is copied, and the sums of the gradients outlive it.
+                # The graphs can share memory: after a pass only its loss, a copy, and the gradients' sums are used.
                 "backend": CudaGraphs(torch.cuda.graph_pool_handle()),
             }
             self._packed_pass = CudaGraphStep(self._packed, **given)
@@ -205,7 +212,7 @@ class Trainer(QueuesReports):
     # --- the examples
 
     def _supervised(self, examples: Sequence[Encoded]) -> torch.Tensor:
-        """Add the gradients of the examples' mean cross-entropy to the sums; return it."""
+        """Add the gradients of the examples' mean cross-entropy to the sums; return that mean, 0-d."""
         config, end = self.config, self.given.chat.end
         whole = sum(len(e.tokens) - e.prompt for e in examples)
         starts = starts_of(config.seed, self.steps, len(self.adapters)).to(self.device)
@@ -238,7 +245,7 @@ class Trainer(QueuesReports):
         share: torch.Tensor,
         longest: int,
     ) -> torch.Tensor:
-        """Add the gradients of packed examples' cross-entropy, times their share of the step's; return the product."""
+        """Add the gradients of packed examples' cross-entropy times their share of the step; return that product."""
         drop(self.adapters, Dropout(starts, places[None]))
         body = self.model.model
         x = body.embed_tokens(tokens[None])
@@ -256,7 +263,7 @@ class Trainer(QueuesReports):
     # --- the replies
 
     def _replies(self, examples: Sequence[Encoded]) -> "Drawn":
-        """Queue the drawing of replies."""
+        """Queue the generation of replies, and their copy to the host."""
         config, end = self.config, self.given.chat.end
         multiple = MULTIPLE if self.device.type == "cuda" else 1
         prompts = prompts_of(examples, end, self.device, config.new_tokens, multiple)
@@ -275,8 +282,10 @@ class Trainer(QueuesReports):
             return Drawn(prompts, tokens, OnHost(tokens))
 
     def _policy_gradient(self, drawn: "Drawn") -> tuple[torch.Tensor, torch.Tensor]:
-        """Add the gradients of minus λ times the expected diversity; return (the sets' mean diversity, tokens of a
-        reply)."""
+        """Add the gradients of -λ times the expected diversity to the sums, with `objective: policy`.
+
+        Return (the sets' mean diversity, mean tokens of a reply), 0-d each. Waits for the drawn replies.
+        """
         config = self.config
         with torch.no_grad(), phase("embedding"):
             said = texts(self.given.chat, drawn.on_host.tensor())
@@ -313,10 +322,10 @@ class Trainer(QueuesReports):
         return self.model.hidden(tokens, functools.partial(self._run, self._block))
 
     def _run(self, block: Callable[..., torch.Tensor], *given: Any) -> torch.Tensor:
-        """A block, which is computed again in the backward where the configuration says so."""
+        """Apply a block; with `activation_checkpoint`, recompute it in the backward pass."""
         if not self.config.activation_checkpoint:
             return block(*given)
-        # Nothing in a block asks torch for random numbers.
+        # A block uses no random numbers of PyTorch's: dropout is counter-based.
         again: torch.Tensor = checkpoint(block, *given, use_reentrant=False, preserve_rng_state=False)
         return again
 
@@ -328,7 +337,7 @@ class Trainer(QueuesReports):
 
 @dataclass(frozen=True, slots=True)
 class Drawn:
-    """Replies [prompts, replies, tokens], also on their way to the host."""
+    """Drawn replies [prompts, replies, tokens], and their copy to the host."""
 
     prompts: Prompts
     tokens: torch.Tensor
@@ -336,7 +345,7 @@ class Drawn:
 
 
 class OnHost:
-    """A copy of a tensor in host memory, which is queued; the host does not wait until it reads it."""
+    """An asynchronous copy of a tensor to the host; the host waits only when it reads the copy."""
 
     def __init__(self, source: torch.Tensor) -> None:
         self._copy, self._arrived = source, None
@@ -346,7 +355,7 @@ class OnHost:
             self._arrived.record(torch.cuda.current_stream(source.device))
 
     def tensor(self) -> torch.Tensor:
-        """Wait for the copy."""
+        """Wait for the copy and return it."""
         if self._arrived is not None:
             self._arrived.synchronize()
         return self._copy
@@ -358,7 +367,7 @@ def _plain(block: nn.Module, *given: torch.Tensor) -> torch.Tensor:
 
 
 class Parts(NamedTuple):
-    """Functions for a block's norm, for the rotation of heads [B, T, heads, width], and for its gate."""
+    """A block's functions: the norm, the rotary embedding of heads [B, T, heads, width], and the gate of the MLP."""
 
     norm: Callable[..., torch.Tensor]
     turn: Callable[..., torch.Tensor]
@@ -378,7 +387,10 @@ def _attending(
     sin: torch.Tensor,
     mask: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The block with another attention, of heads [B, T, heads, width], which needs no mask: it is causal."""
+    """Apply a block with another attention, a function of heads [B, T, heads, width].
+
+    The attention is causal, so `mask` is ignored.
+    """
     own, mlp, width = block.self_attn, block.mlp, cos.shape[-1]
     given = parts.norm(block.input_layernorm, x)
     q, k, v = (project(given).unflatten(-1, (-1, width)) for project in (own.q_proj, own.k_proj, own.v_proj))
@@ -395,5 +407,5 @@ def _dense_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch
 def _packed_attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, offsets: torch.Tensor, longest: int
 ) -> torch.Tensor:
-    """Return the attention of packed sequences; heads [1, N, heads, width]."""
+    """Compute the attention of packed sequences, with heads [1, N, heads, width]."""
     return flash_attention_packed(q[0], k[0], v[0], offsets, longest=longest)[None]

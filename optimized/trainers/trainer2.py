@@ -1,8 +1,10 @@
-"""trainer2 from the optimized modules, a switch for each (source: trainer2).
+"""The optimized trainer of trainer2, with a switch for each technique.
 
-It makes the same windows as `reference/trainers/trainer2.py`, up to rounding. All that a step changes lies in tensors
-that stay where they are, so that a step is one function without arguments: it can be replayed as one CUDA graph, and
-the host never waits for the device. What a window reports is copied to pinned memory and read when the copy is done.
+Its windows equal those of `reference/trainers/trainer2.py`, up to rounding. A step changes only tensors with fixed
+addresses, so it is one function without arguments that a CUDA graph can replay. With the default switches the host
+never waits for the device. A window's report is copied to pinned memory and read once the copy has arrived.
+
+Source: trainer2.
 """
 
 from __future__ import annotations
@@ -28,13 +30,13 @@ from suite.trainer2.state import restore, state_of
 CHANNELS = math.prod(FIELD_CHANNELS)
 REPORTED = ("loss", "curvature", "speed", "loss_delta")
 AHEAD = 16
-"""Windows whose reports are under way without memory being allocated for one more."""
+"""Report buffers allocated in advance; a further one is allocated if more reports are in transit."""
 
 
 class Trainer:
-    """The optimized trainer; it reads and writes the plain trainer's checkpoints.
+    """The optimized trainer. Its checkpoints are interchangeable with the reference trainer's.
 
-    Batches must have the first one's shape while `static_shapes` is on; ValueError otherwise.
+    With `static_shapes` all batches must have the first one's shape; otherwise ValueError.
     """
 
     def __init__(self, config: TrainConfig, vocabulary: int, device: torch.device | str) -> None:
@@ -56,14 +58,14 @@ class Trainer:
         self._turned = RotorCache(self.theta, self.memory_coordinates) if config.rotor_cache else None
         self._shape: tuple[int, int] | None = None
         self.reported = torch.zeros(len(REPORTED), device=self.device)
-        """The last window's loss, curvature, speed and loss_delta, still on the device."""
+        """Loss, curvature, speed and loss_delta of the last window, on the device."""
         self._reports = _Reports(self.device, batched=config.metric_batching)
         self._cleaned = self._cleanup(self._both_windows)
         if config.cudnn_benchmark:
             torch.backends.cudnn.benchmark = True
 
     def _choose(self, n: int) -> None:
-        """The implementation of each technique that the configuration asks for."""
+        """Choose the implementation of each technique: optimized if its switch is on, otherwise the reference."""
         config = self.config
 
         def of(module: str, function: str, on: bool) -> Callable[..., Any]:
@@ -79,27 +81,27 @@ class Trainer:
         self._forward, self._push_field = _compiled() if config.compiled_function else (_forward, _leapfrog)
 
     def train_window(self, batch: Mapping[str, torch.Tensor]) -> None:
-        """One free and one nudged window on `batch` (input_ids int64 [B, T], attention_mask [B, T]), and the update."""
+        """Run both windows and the update on `batch` (input_ids int64 [B, T], attention_mask [B, T])."""
         with torch.no_grad():
             self._cleaned(batch)
 
     def metrics(self) -> Mapping[str, float] | None:
-        """Return the last report that has arrived: loss, curvature, speed, loss_delta, and "window", its number.
+        """Return the last report that has arrived, without waiting; None before the first.
 
-        None before one has arrived.
+        It has loss, curvature, speed, loss_delta, and "window", the number of its window from 1.
         """
         return self._reports.latest()
 
     def last_metrics(self) -> Mapping[str, float] | None:
-        """Wait for the last window's report; its metrics."""
+        """Wait for the last window's report; return its metrics."""
         return self._reports.wait()
 
     def state_dict(self) -> dict[str, Any]:
-        """All that training has changed, and the weights."""
+        """Return the checkpoint: all state that training changes, the weights and the configuration."""
         return state_of(self)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from there. ValueError where a shape is another."""
+        """Restore a checkpoint's state. ValueError if a shape differs."""
         restore(self, state)
         for name, weight in self._half_weights().items():
             self._low[name].copy_(weight)
@@ -133,7 +135,7 @@ class Trainer:
         self._reports.send(self.reported, self.windows)
 
     def _window(self) -> torch.Tensor:
-        """The means of lior, R_sc and speed over a window's steps and the batch, [3]."""
+        """Run a window of steps; return the means of lior, R_sc and speed over its steps and the batch, [3]."""
         self.sums.zero_()
         self._summed.zero_()
         if self._velocities is not None:
@@ -143,7 +145,7 @@ class Trainer:
         return self.sums / self.config.window
 
     def _take(self, batch: Mapping[str, torch.Tensor]) -> None:
-        """The batch into the buffers that the step reads."""
+        """Copy the batch into the buffers that a step reads. ValueError if `static_shapes` forbids its shape."""
         tokens, mask = batch["input_ids"], batch["attention_mask"]
         shape = (tokens.shape[0], tokens.shape[1])
         if self._shape is None or (shape != self._shape and not self.config.static_shapes):
@@ -156,13 +158,13 @@ class Trainer:
         self._tokens.copy_(self._staged(tokens), non_blocking=True)
         self._mask.copy_(self._staged(mask), non_blocking=True)
         self._filled.copy_(self._mask > 0)
-        # Values that are the same at all steps of the window.
+        # The embeddings are the same in all steps of both windows.
         torch.index_select(
             self.weights["embedding"], 0, self._tokens.view(-1), out=self._embedded.view(-1, self.config.width)
         )
 
     def _staged(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Where the device can fetch it by itself: a copy from pageable memory waits for all that is queued."""
+        """Pin a host tensor, so that its copy is asynchronous: one from pageable memory waits for all queued work."""
         pageable = self.device.type == "cuda" and not tensor.is_cuda and not tensor.is_pinned()
         return tensor.pin_memory() if pageable else tensor
 
@@ -221,13 +223,13 @@ class Trainer:
         momentum.copy_(pushed)
 
     def _half_weights(self) -> dict[str, torch.Tensor]:
-        """The linear layers' weights in the forward pass's precision."""
+        """Return the blocks' linear weights and biases in the precision of the forward pass."""
         dtype = torch.bfloat16 if self.config.autocast_bf16 else torch.float32
         own = (name for name in self.weights if name.split(".")[-1] != "embedding" and name[0].isdigit())
         return {name: self.weights[name].to(dtype) for name in own if "norm" not in name}
 
     def _remember(self) -> None:
-        """Write one slot an item into the ring."""
+        """Write one slot per item into the memory, a ring buffer."""
         slots = (torch.arange(self.query.shape[0], device=self.device) + self.written) % self.config.memory_slots
         self.memory_coordinates.index_copy_(0, slots, self.query)
         self.memory_states.index_copy_(0, slots, self.state)
@@ -239,9 +241,11 @@ class Trainer:
 
 
 class _Reports:
-    """Reports of the windows on their way to the host: a buffer each, with an event that says when it is there.
+    """Reports in transit from the device to the host, each with a buffer and an event that marks its arrival.
 
-    The host is as many windows ahead as fit into the device's queue.
+    The host may run as many windows ahead as fit into the device's queue.
+
+    batched  False: read each value of a report at once, which waits for the device
     """
 
     def __init__(self, device: torch.device, *, batched: bool) -> None:
@@ -263,7 +267,7 @@ class _Reports:
         self._sent.append((window, buffer, event))
 
     def latest(self) -> dict[str, float] | None:
-        """Return the last report that has arrived. Never waits."""
+        """Return the last report that has arrived; None before the first. Never waits."""
         while self._sent and (self._sent[0][2] is None or self._sent[0][2].query()):
             window, buffer, _ = self._sent.popleft()
             self._latest = _named(buffer.tolist(), window)
@@ -285,7 +289,7 @@ def _named(values: list[float], window: int) -> dict[str, float]:
 
 @functools.cache
 def _compiled() -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """Compile once for all trainers: both functions depend on their arguments alone."""
+    """Compile (forward pass, field step) once for all trainers, since they depend only on their arguments."""
     forward = compile_if_possible(_forward, "trainer2's forward pass", dynamic=False)
     return forward, compile_if_possible(_leapfrog, "trainer2's field", dynamic=False)
 
@@ -299,9 +303,10 @@ def _forward(
     mask: torch.Tensor,
     field: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(output [B, T, D], its masked mean [B, D], curvature [B]); the field as real numbers [.., 2].
+    """Compute the model's output [B, T, D], its masked mean [B, D], and the field's curvature [B].
 
-    low  the linear layers' weights in the precision of their products
+    low    the linear layers' weights and biases in the precision of their products
+    field  as pairs of real numbers, [lattice, lattice, 16, 16, 2]
     """
     B, T, D = embedded.shape
     magnitude = torch.hypot(field[..., 0], field[..., 1])
@@ -333,8 +338,11 @@ def _leapfrog(
     gamma: float,
     dt: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(field, momentum) after a step under `retrieved` [B, D]; complex numbers as pairs of real ones."""
-    # A real source: it pushes the real parts alone.
+    """Return (field, momentum) after a leapfrog step driven by `retrieved` [B, D].
+
+    Complex tensors are given and returned as pairs of real numbers.
+    """
+    # The source is real, so it drives the real parts only.
     source = gamma * retrieved.mean(0)[:CHANNELS].view(FIELD_CHANNELS)
     source = torch.stack((source, torch.zeros_like(source)), -1)
 
@@ -349,6 +357,6 @@ def _leapfrog(
 
 
 def _masked_mean(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """The mean over the tokens [B, T, ...] that `mask` [B, T] keeps; 0 where it keeps none."""
+    """Compute the mean over the tokens [B, T, ...] that `mask` [B, T] keeps; 0 if it keeps none."""
     kept = mask.unsqueeze(-1)
     return (values * kept).sum(1) / kept.sum(1).clamp(min=1)

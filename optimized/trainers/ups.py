@@ -1,7 +1,7 @@
-"""ups from the optimized modules, a switch for each (source: ups).
+"""The optimized trainer of ups, with a switch for each technique.
 
-It makes the same steps as `reference/trainers/ups.py`, up to rounding. Except in float16, nothing in a step waits for
-the device, and a step's report is read when it has come.
+Its steps equal those of `reference/trainers/ups.py`, up to rounding. With the default switches no step waits for the
+device, except in float16. A step's report is read once it has arrived.
 
 Source: ups, technique 002.
 """
@@ -42,17 +42,17 @@ from suite.ups.state import restore, state_of
 from suite.ups.step import autocast, is_sharded, is_shared, note_what_is_ignored, sent
 
 AHEAD = 2
-"""Steps that the device may still be at when the host goes on to the next."""
+"""Steps that may be queued or running on the device when the host starts the next one."""
 GRAPHS = 16
-"""Forms of a step that are kept: which of its micro-batches have the inverse losses."""
+"""CUDA graphs that are kept. Each pattern of micro-batches with inverse losses needs its own."""
 
 
 class Trainer(QueuesReports):
-    """The optimized trainer; it reads and writes the plain trainer's checkpoints.
+    """The optimized trainer. Its checkpoints are interchangeable with the reference trainer's.
 
     given  the data, as `suite.ups.batches.load` opens them
 
-    ValueError where a batch does not divide into the tasks' shares.
+    ValueError if a batch does not divide into the tasks' shares.
     """
 
     window_name = "step"
@@ -84,14 +84,14 @@ class Trainer(QueuesReports):
 
     @property
     def settles(self) -> int:
-        """Steps after which each form of a step has been compiled, and captured where it is."""
+        """Number of steps after which each form of a step has been compiled and, if it is captured, captured."""
         forms = self.config.schedule_period
         return forms * (WARMUP + 1) if self._is_captured() else forms
 
     def train_window(self, batch: Mapping[str, torch.Tensor]) -> None:
-        """A step on the examples that come next, by the number of steps made.
+        """Train one step on the next examples, as determined by the number of steps made.
 
-        `batch["step"]` may say that number, from 0; ValueError where it is another.
+        `batch["step"]`, if given, must be that number, counted from 0; otherwise ValueError.
         """
         check_step(batch, self.steps)
         accumulation, scale = self.config.accumulation, self.scale.value
@@ -109,15 +109,15 @@ class Trainer(QueuesReports):
         self._reports.wait(AHEAD)
 
     def state_dict(self) -> dict[str, Any]:
-        """All that training has changed."""
+        """Return the checkpoint: all state that training changes, and the configuration."""
         return state_of(self)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from there. ValueError where a shape, or the stage, is another."""
+        """Restore a checkpoint's state. ValueError if a shape or the stage differs."""
         restore(self, state)
 
     def _choose(self) -> None:
-        """The implementation of each technique that the configuration asks for."""
+        """Choose the implementation of each technique: optimized if its switch is on, otherwise the reference."""
         config = self.config
 
         def of(module: str, function: str, on: bool) -> Callable[..., Any]:
@@ -125,7 +125,7 @@ class Trainer(QueuesReports):
 
         self._inverse = of("losses.inverse_losses", "inverse_losses", config.inverse_losses)
         self._at_queries: Callable[..., torch.Tensor] | None = None
-        if not (config.inverse_losses and config.query_sampling):  # both together decode the grid once
+        if not (config.inverse_losses and config.query_sampling):  # with both on, the grid is decoded only once
             self._at_queries = of("losses.query_sampling", "query_sampling", config.query_sampling)
         self._clip = of("optimizers.clip_grad_norm", "clip_grad_norm", config.fused_clip)
         self._ema = of("optimizers.ema", "ema", config.fused_optimizers)
@@ -136,21 +136,21 @@ class Trainer(QueuesReports):
         self._uncompiled = made(compiled=False).whole
         self._operator = self._uncompiled
         self._parts = made(compiled=config.compile and self.device.type == "cuda")
-        if config.compile and self._is_captured():  # launches cost nothing, and sublayers are compiled sooner
+        if config.compile and self._is_captured():  # a replay has no launch cost, and sublayers compile faster
             self._operator = self._parts.whole
         elif config.compile and not is_sharded(config, self.given):
             graphs = config.compile_mode == "reduce-overhead"
             self._operator = functools.partial(fullgraph_operator, step=self._uncompiled, graphs=graphs)
 
     def _has_parts(self) -> bool:
-        """Whether the operator has two parts, so that gradients are reduced while its backward goes on."""
+        """Return whether the operator is called in two parts, so that gradients are reduced during its backward."""
         config, several = self.config, self.given.ranks > 1 and not is_sharded(self.config, self.given)
-        # Compiled with CUDA graphs of its own it is replayed as a whole.
+        # With torch.compile's own CUDA graphs, the operator is replayed as a whole.
         graphs = config.compile and config.compile_mode == "reduce-overhead" and not self._is_captured()
         return several and config.stage == "operator" and (self.device.type == "cpu" or not graphs)
 
     def _is_captured(self) -> bool:
-        """Whether a step is one CUDA graph: the host then has no part in it."""
+        """Return whether a step is captured as one CUDA graph, which requires that the host has no part in it."""
         config = self.config
         fused = config.fused_optimizers and (config.fused_clip or config.grad_clip is None)
         by_host = config.precision == "fp16" or config.cpu_offload_optimizer or is_sharded(config, self.given)
@@ -158,7 +158,7 @@ class Trainer(QueuesReports):
         return config.cuda_graphs and fused and possible
 
     def _given(self, micro: MicroBatch) -> dict[str, Any]:
-        """A micro-batch as tensors on the device, and whether it has the inverse losses."""
+        """Return a micro-batch as tensors on the device, with its counts and whether it has the inverse losses."""
         parts: list[TaskPart] = [sent(part, self.device) for part in micro.parts]
         found: dict[str, Any] = {
             name: torch.cat([getattr(part, name) for part in parts]) for name in ("before", "after", "dt")
@@ -176,7 +176,7 @@ class Trainer(QueuesReports):
         }
 
     def _step(self, given: list[dict[str, Any]]) -> torch.Tensor:
-        """A step on micro-batches: [1], what it lost, and [2] with the gradients' norm, where they are clipped."""
+        """Train one step on micro-batches; return [loss] or, if gradients are clipped, [loss, gradient norm]."""
         total = torch.zeros((), device=self.device)
         of_each = [[name for name in self.groups if name != CODERS or micro["inverse"]] for micro in given]
         for place, (micro, names) in enumerate(zip(given, of_each, strict=True)):
@@ -190,9 +190,9 @@ class Trainer(QueuesReports):
         return torch.stack([loss] if norm is None else [loss, norm])
 
     def _pass(self, micro: dict[str, Any], names: list[str], last: set[str]) -> torch.Tensor:
-        """Add a micro-batch's gradients of these groups to those of the step; its share of the step's loss, 0-d.
+        """Add a micro-batch's gradients of the groups `names` to the step's; return its share of the loss, 0-d.
 
-        last  groups of which it is the last micro-batch
+        last  groups for which it is the step's last micro-batch
         """
         scale = self.scale.value
         with torch.enable_grad():
@@ -206,7 +206,7 @@ class Trainer(QueuesReports):
         return loss.detach()
 
     def _loss(self, micro: dict[str, Any]) -> tuple[torch.Tensor, Boundary | None]:
-        """The loss of a micro-batch, 0-d, and the boundary of the operator's parts, where it has some."""
+        """Compute a micro-batch's loss, 0-d, and the boundary of the operator's two parts, None if it is whole."""
         config, before, after, dt = self.config, micro["before"], micro["after"], micro["dt"]
         if self.refiner is not None:
             with autocast(config, self.device):
@@ -221,7 +221,7 @@ class Trainer(QueuesReports):
             if config.inverse_losses and not micro["inverse"]:
                 inverse = (before.new_zeros(()), before.new_zeros(()))
             else:
-                # A graph is recorded for batches with the losses and without, and not for each number.
+                # A constant number: a graph is captured for batches with and without these losses, not for each number.
                 number = 0 if micro["inverse"] else 1
                 inverse = self._inverse(self._tasks(micro), number, config.inverse_loss_frequency, self._at_queries)
         tasks = [task.task for task in self.given.tasks]
@@ -243,9 +243,12 @@ class Trainer(QueuesReports):
 
     @torch.no_grad()
     def _optimize(self, trained: list[str]) -> torch.Tensor | None:
-        """Step the weights of these groups, and their averages; the gradients' norm, where they are clipped."""
+        """Update the weights of these groups, and all averages; return the gradients' norm, None if not clipped.
+
+        In float16, non-finite gradients update only the loss scale, and the norm is None.
+        """
         finite, norm = True, None
-        if self.scale.active or self.config.grad_clip is not None:  # by all gradients together
+        if self.scale.active or self.config.grad_clip is not None:  # both need all gradients
             grads = [g for name in trained for g in self.gradients.finished(name)]
             finite = self.gradients.agreed(finite=self.scale.undo(grads))
             if finite and self.config.grad_clip is not None:
@@ -258,7 +261,7 @@ class Trainer(QueuesReports):
         return norm
 
     def _gradients(self) -> FlatGradients | ShardedGradients:
-        """Where gradients are summed. Sharded, the weights are this rank's parts from here on."""
+        """Build the buffers that sum the gradients. With sharding, replace the weights by this rank's parts."""
         if self.shards is None:
             groups = {name: [self.weights[n] for n in names] for name, names in self.groups.items()}
             first = early(self.weights, self.config.depth) if self._has_parts() else []
@@ -267,7 +270,7 @@ class Trainer(QueuesReports):
                 owner, self._clip = self.given.rank, clip_over_ranks
             return FlatGradients(groups, self.given.ranks, [self.weights[name] for name in first], owner)
         operator = self.networks.operator
-        # FSDP2 calls it between gathering the parameters and freeing them.
+        # FSDP2 calls `forward` after it has gathered the parameters and before it frees them.
         operator.forward = self._forward(operator.forward)  # type: ignore[method-assign]  # of this instance
         coders = [*self.networks.decoders.values(), *self.networks.encoders.values()]
         gradients = ShardedGradients({"operator": [operator], CODERS: coders}, self.shards)
@@ -277,7 +280,7 @@ class Trainer(QueuesReports):
         return gradients
 
     def _forward(self, plain: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-        """The sharded operator's forward, as the configuration asks for."""
+        """Return the sharded operator's forward, compiled with `compile` on a GPU."""
 
         def forward(latents: torch.Tensor, dt: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
             return self._uncompiled(plain, latents, dt, scales)
@@ -287,7 +290,7 @@ class Trainer(QueuesReports):
         return compile_if_possible(forward, "the sharded operator", quiet_calls=True, dynamic=False)
 
     def _averaged(self) -> Callable[[], None]:
-        """Build the step of the averages of all weights, for when the optimizers have made theirs."""
+        """Build the function that updates the averages of all weights; it is called after the optimizers."""
         gradients, every = self.gradients, list(self.weights)
         own, buckets = every, []
         if isinstance(gradients, FlatGradients):
@@ -298,7 +301,7 @@ class Trainer(QueuesReports):
         weights = [[self.weights[name] for name in part] for part in parts]
 
         def average() -> None:
-            steps[0](weights[0])  # while the other ranks' weights arrive
+            steps[0](weights[0])  # meanwhile the other ranks' weights arrive
             for bucket in buckets:
                 bucket.receive()
             steps[1](weights[1])
@@ -306,7 +309,7 @@ class Trainer(QueuesReports):
         return average
 
     def _optimizer_of(self, group: str) -> Any:
-        """The optimizer of a group of weights."""
+        """Build the optimizer of a group of weights."""
         config, names = self.config, self.groups[group]
         weights, rates = [self.weights[n] for n in names], (rate_of(group, config), config.weight_decay)
         low = torch.bfloat16 if config.muon_in_bfloat16 else torch.float32

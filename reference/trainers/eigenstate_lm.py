@@ -1,14 +1,16 @@
-"""eigenstate_lm: a recurrent language model of eigenstates, plain and eager (source: eigenstate_lm).
+"""The reference trainer of eigenstate_lm, a recurrent language model of eigenstates; plain and eager.
 
-A step encodes its sequences, runs the network over them a token at a time, makes the logits of every token, and steps
-AdamW on the clipped gradients of their mean cross-entropy.
+A step encodes its sequences, runs the recurrence over them token by token, computes the logits of every token, and
+applies AdamW to the clipped gradients of the mean cross-entropy.
 
-What the source leaves open is decided here:
+The source leaves some choices open. This trainer makes them as follows:
 
-* Each sequence begins with states of 0: the order of the sequences is drawn anew each epoch.
+* Every sequence begins with zero states, because each epoch has a new order of the sequences.
 * A step is one batch of batch_size x accumulation sequences.
-* First weights are a function that both trainers share; the network is this file's own.
-* Of a step whose gradients are not finite nothing is kept, as `GradScaler` has it, in every precision.
+* Both trainers share the function that draws the initial weights. The network is implemented in this file.
+* A step with non-finite gradients changes no weight and no moment, as with `GradScaler`, in every precision.
+
+Source: eigenstate_lm.
 """
 
 from __future__ import annotations
@@ -43,11 +45,11 @@ Scan: TypeAlias = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 
 
 class Trainer(WaitsForReports):
-    """The reference trainer. `train_window` makes a step; `metrics` gives what it reported.
+    """The reference trainer. `train_window` runs one step; `metrics` returns its metrics.
 
     text   the sequences, as `suite.eigenstate_lm.data.load` opens them
-    dtype  working precision: float32, or float64 for the truth
-    scan   the recurrence: token by token, or an equal function for sequences that take too long so
+    dtype  working precision: float32, or float64 for the ground truth
+    scan   the recurrence: token by token, or an equivalent function for sequences that are too long for that
     """
 
     window_name = "step"
@@ -68,7 +70,7 @@ class Trainer(WaitsForReports):
             first = make_weights(config.seed, config.sizes(text.vocabulary))
             self.weights = {name: w.to(self.device, dtype).requires_grad_() for name, w in first.items()}
         self.lr = torch.zeros((), device=self.device, dtype=dtype)
-        # `train_window` clips the gradients, so that the optimizer must not clip them again.
+        # `train_window` clips the gradients, so the optimizer must not clip them again.
         self.optimizer = ScalerStep(
             list(self.weights.values()),
             self.lr,
@@ -78,14 +80,14 @@ class Trainer(WaitsForReports):
         )
         self.steps = 0
         self.held_out = HeldOut(config, text, self.weights)
-        # Its own products are never in TF32.
+        # The reference trainer never uses TF32.
         self.throughput = Throughput(dataclasses.replace(config, tf32=False), text.vocabulary, self.device)
         self._reports: Reports[Report] = Reports(self.device, Report.stays)
 
     def train_window(self, batch: Mapping[str, torch.Tensor]) -> None:
-        """A step on the sequences that come next, by the number of steps made.
+        """Train one step on the next sequences, as determined by the number of steps made.
 
-        `batch["step"]` may say that number, from 0; ValueError where it is another.
+        `batch["step"]`, if given, must be that number, counted from 0; otherwise ValueError.
         """
         config, rows = self.config, next_rows(self.config, self.text, self.steps, batch)
         with (
@@ -97,7 +99,7 @@ class Trainer(WaitsForReports):
             loss, grads = gradient_accumulation(self._loss, leaves, (inputs, labels), config.batch_size)
             with torch.no_grad():
                 norm = clip_grad_norm([g.div_(scale) for g in grads], config.clip)
-                count = min(self.steps, config.steps - 1)  # after the schedule's end, the last rate stays
+                count = min(self.steps, config.steps - 1)  # after the schedule's end, keep its last rate
                 self.lr.copy_(one_cycle(torch.tensor([count]), config.steps, config.learning_rate)[0])
                 self.optimizer([g.mul_(scale) for g in grads])
             self.steps += 1
@@ -109,12 +111,12 @@ class Trainer(WaitsForReports):
             self.held_out.validate(self.steps, self.sequences, self.device, self.held_out_loss)
 
     def metrics(self) -> Mapping[str, float] | None:
-        """Return the metrics of the last step and of the last validation; None before a step."""
+        """Return the metrics of the last step and of the last validation; None before the first step."""
         found = super().metrics()
         return None if found is None else {**found, **self.held_out.metrics()}
 
     def stops(self) -> str | None:
-        """Say why training should end now; None where it should go on."""
+        """Return why training should end now; None if it should go on."""
         return self.held_out.stops()
 
     @torch.no_grad()
@@ -124,16 +126,16 @@ class Trainer(WaitsForReports):
             return self._mean_loss(self.weights, inputs, labels, lambda x: x)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the checkpoint: what training has changed, the configuration and the tokenizer."""
+        """Return the checkpoint: all state that training changes, the configuration and the tokenizer."""
         return state_of(self)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from there. ValueError where a shape is another."""
+        """Restore a checkpoint's state. ValueError if a shape differs."""
         restore(self, state)
         self.steps = state["steps"]
 
     def _loss(self, leaves: Sequence[torch.Tensor], inputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        """The mean loss of sequences [B, T], scaled, 0-d."""
+        """Return the mean loss of sequences [B, T], times the loss scale, 0-d."""
         weights = dict(zip(self.weights, leaves, strict=True))
         return self._mean_loss(weights, inputs, labels, self._drop) * self.optimizer.scale
 
@@ -162,7 +164,10 @@ def _hidden(
     drop: Callable[..., torch.Tensor],
     scan: Scan,
 ) -> torch.Tensor:
-    """The head's input [B, T, D] for tokens [B, T]: blocks of a mixer along time and two linear layers, each normed."""
+    """Compute the head's input [B, T, D] for tokens [B, T].
+
+    A block has a mixer along time and two linear layers, each followed by a residual sum and a layer norm.
+    """
     x = functional.embedding(tokens, weights["embedding"])
     for number in range(layers):
         own = {name.partition(".")[2]: w for name, w in weights.items() if name.startswith(f"{number}.")}
@@ -175,10 +180,10 @@ def _hidden(
 def _mixed(
     own: Mapping[str, torch.Tensor], x: torch.Tensor, drop: Callable[..., torch.Tensor], scan: Scan
 ) -> torch.Tensor:
-    """The mean over a block's cells of what their eigenstates say, [B, T, D].
+    """Compute the mean of a block's cells, each the projection of its eigenstates, [B, T, D].
 
-    Each cell has K eigenstates, which decay by λ per token and take in the driven input. All cells are scanned
-    together. The real parts are rotated a little and projected, cell by cell.
+    Each cell has K eigenstates. At each token they are multiplied by λ, and the projected input is added. One scan
+    computes all cells. Their real parts are rotated slightly and projected, cell by cell.
     """
     cells, count = own["decay"].shape
     phase = torch.arange(count, dtype=own["decay"].dtype, device=x.device) * (2 * math.pi / count)

@@ -1,18 +1,20 @@
-"""leak_cnn: a small CNN that detects leaks by their sound, plain and eager (source: leak_cnn).
+"""The reference trainer of leak_cnn, a small CNN that detects leaks by their sound; plain and eager.
 
-An epoch reads the training segments one by one from the file, in an order of its own, and makes an AdamW step on each
-batch; then every validation segment and file is judged. The host reads the metrics after every batch.
+An epoch reads the training segments one by one from the file, in its own random order, and runs an AdamW step on each
+batch. Then it evaluates every validation segment and file. The host reads the metrics after every batch.
 
-What the source leaves open is decided here:
+The source leaves some choices open. This trainer makes them as follows:
 
-* An epoch has whole batches only (7 of 5632 in 40,000 segments, as the source counts them); what is left over is
-  another each epoch. Nothing is left out in validation.
-* The cosine goes down epoch by epoch, to 0 after the last one.
-* Dropout is hashed from the seed and the step's number, so that a resumed run drops what an undisturbed one would.
-* Of a step whose gradients are not finite nothing is kept, as `GradScaler` has it, in every precision.
-* Dropout, first weights and the weights of the classes are functions that both trainers share; the network and its loss
-  are this file's own.
-* The best weights have the largest macro-F1 of the validation files; of equals the first.
+* An epoch has whole batches only (7 of 5632 in 40,000 segments, as the source counts them). The segments that are left
+  out differ from epoch to epoch. Validation leaves none out.
+* The learning rate decays along a cosine, epoch by epoch, and reaches 0 after the last one.
+* Dropout is hashed from the seed and the step number, so a resumed run drops the same elements as an uninterrupted one.
+* A step with non-finite gradients changes no weight and no moment, as with `GradScaler`, in every precision.
+* Both trainers share the functions for dropout, the initial weights and the class weights. The network and its loss are
+  implemented in this file.
+* The best weights are those with the largest macro-F1 of the validation files; on a tie, the earliest.
+
+Source: leak_cnn.
 """
 
 from __future__ import annotations
@@ -41,16 +43,16 @@ from suite.leak_cnn.report import Report, Validation
 from suite.leak_cnn.state import best_f1_of, restore, state_of, stops
 
 ROWS = 16
-"""Rows after the last pooling, which has 8 rows to begin with: each stands there twice, as in the source."""
+"""Rows after the adaptive pooling. Its input has 8 rows, so each appears twice, as in the source."""
 
 
 class Trainer:
-    """The reference trainer. `train_window` runs an epoch; `metrics` gives what it reported.
+    """The reference trainer. `train_window` runs one epoch; `metrics` returns its metrics.
 
-    data   the set, as `suite.leak_cnn.dataset.open_data` checks it
-    dtype  working precision: float32, or float64 for the truth
+    data   the data set, opened and checked by `suite.leak_cnn.dataset.open_data`
+    dtype  working precision: float32, or float64 for the ground truth
 
-    PerfsuiteError where the training segments make no whole batch.
+    PerfsuiteError if there are fewer training segments than one batch has.
     """
 
     window_name = "epoch"
@@ -81,7 +83,7 @@ class Trainer:
         self.validated: Validation | None = None
 
     def train_window(self, batch: Mapping[str, torch.Tensor]) -> None:
-        """An epoch, `batch["epoch"]` (int64 [], from 0), and its validation."""
+        """Train one epoch, `batch["epoch"]` (int64 [], from 0), and validate if a validation is due."""
         config, epoch = self.config, int(batch["epoch"])
         first_step, losses = self.steps, []
         metrics = DeviceMetrics(len(CLASSES), self.device)
@@ -101,36 +103,36 @@ class Trainer:
         )
 
     def metrics(self) -> Mapping[str, float] | None:
-        """Return the last epoch's metrics, named as in `suite.leak_cnn.report.Report`; None before one."""
+        """Return the last epoch's metrics, named as by `suite.leak_cnn.report.Report`; None before the first epoch."""
         return None if self.report is None else self.report.metrics()
 
     def last_report(self) -> Report | None:
-        """Return the last epoch's report; None before one."""
+        """Return the last epoch's report; None before the first epoch."""
         return self.report
 
     def validation(self) -> Validation | None:
-        """The last one; None before it."""
+        """Return the last validation; None before the first."""
         return self.validated
 
     def state_dict(self) -> dict[str, Any]:
-        """All that training has changed."""
+        """Return the checkpoint: all state that training changes, and the configuration."""
         return state_of(self)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from there. ValueError where a shape is another."""
+        """Restore a checkpoint's state. ValueError if a shape differs."""
         restore(self, state)
         self.steps = state["steps"]
         self.best_f1, self.best_epoch = best_f1_of(state), state["best"]["epoch"]
 
     def stops(self) -> str | None:
-        """Why training should end now; None where it should go on."""
+        """Return why training should end now; None if it should go on."""
         return stops(self)
 
     # --- an epoch
 
     @torch.enable_grad()
     def _step(self, mel: torch.Tensor, labels: torch.Tensor, metrics: DeviceMetrics) -> float:
-        """One step on mels [B, 32, 1]; its loss."""
+        """Train one step on mels [B, 32, 1]; return its loss."""
         config = self.config
         segments = prepare_mel_batch(mel, self.device, channels_last=False, dtype=self.dtype)
         labels = labels.to(self.device)
@@ -144,7 +146,7 @@ class Trainer:
         return loss.item()
 
     def _logits(self, segments: torch.Tensor, keep: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-        """Segments [N, 1, 32, 1] → logits [N, 5] and [N], in the working precision."""
+        """Apply the network: segments [N, 1, 32, 1] → class logits [N, 5] and leak logits [N], in `self.dtype`."""
         low = torch.float16 if self.config.autocast_fp16 else torch.bfloat16
         on = self.config.autocast_fp16 or self.config.autocast_bf16
         with torch.autocast(self.device.type, low, enabled=on):
@@ -174,7 +176,10 @@ class Trainer:
 def _logits(
     weights: Mapping[str, torch.Tensor], x: torch.Tensor, keep: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Class logits [N, 5] and the leak logit [N] of segments [N, 1, 32, 1]; `keep` multiplies what dropout keeps."""
+    """Compute the class logits [N, 5] and the leak logits [N] of segments [N, 1, 32, 1].
+
+    keep  [N, features]: dropout mask, by which the features are multiplied; None drops nothing
+    """
 
     def layer(function: Callable[..., torch.Tensor], name: str, given: torch.Tensor, **options: int) -> torch.Tensor:
         return function(given, weights[f"{name}.weight"], weights[f"{name}.bias"], **options)
@@ -188,7 +193,7 @@ def _logits(
 
 
 def _loss(classes: torch.Tensor, leak: torch.Tensor, labels: torch.Tensor, balance: torch.Tensor) -> torch.Tensor:
-    """The classes' cross-entropy, weighted by `balance`, plus half the binary one of a leak."""
+    """Compute the cross-entropy of the classes, weighted by `balance`, plus half the binary cross-entropy of LEAK."""
     is_leak = (labels == LEAK).to(leak.dtype)
     binary = functional.binary_cross_entropy_with_logits(leak, is_leak)
     return functional.cross_entropy(classes, labels, weight=balance) + 0.5 * binary

@@ -1,20 +1,24 @@
-"""polychromic: fine-tuning of a language model for replies that differ, plain and eager (source: polychromic).
+"""The reference trainer of polychromic, which fine-tunes a language model for diverse replies; plain and eager.
 
-A step draws replies to some of its examples' prompts, one reply after the other, each token from the whole sequence
-before it. A sentence encoder embeds them set by set. The adapters' gradients are those of the examples' cross-entropy,
-micro-batch by micro-batch, minus λ times that of the expected diversity of a set. AdamW steps on the clipped gradients.
+A step draws replies to some of its examples' prompts, one reply after another, and each token from a forward pass over
+the whole sequence before it. A sentence encoder embeds the replies set by set. The adapters' gradient is that of the
+examples' cross-entropy, computed by micro-batches, minus λ times that of the expected diversity of a set. AdamW is
+applied to the clipped gradients.
 
-What the source leaves open, or has wrong, is decided here:
+The source leaves some choices open, and some of it is wrong. This trainer does the following:
 
-* Its diversity is a number without a gradient. `objective: policy` trains on the gradient of its expectation, with the
-  diversity of a set without the reply as the baseline of each reply; `as_written` only reports it.
-* The diversity's part of a step is the mean over its sets, whatever the number of micro-batches is.
-* The cross-entropy is the mean over all trained tokens of a step, as transformers' Trainer has it.
-* Replies are drawn, and their probability is computed, without dropout: it must be that of the drawn distribution.
-* The model's weights, the adapters' first weights, the random numbers and the frozen sentence encoder come from code
-  that both trainers share, as do the nucleus and the advantage of a reply, which the tests compare with the objective
-  written out. The model's forward pass is this file's own.
-* Dropout, replies and the order of the examples follow from the seed and the step's number.
+* The source's diversity is a number without a gradient. `objective: policy` trains on the gradient of its expectation.
+  The baseline of a reply is the diversity of its set without that reply. `as_written` only reports the diversity.
+* The diversity term of a step is the mean over its sets, whatever the number of micro-batches.
+* The cross-entropy is the mean over all trained tokens of a step, as in transformers' Trainer.
+* Replies are drawn, and their probabilities computed, without dropout: the probabilities must be those of the sampled
+  distribution.
+* Both trainers share the code for the model's weights, the adapters' initial weights, the random numbers, the frozen
+  sentence encoder, the nucleus and the advantages. The tests compare the last two with the objective written out. The
+  model's forward pass is implemented in this file.
+* Dropout, replies and the order of the examples depend only on the seed and the step number.
+
+Source: polychromic.
 """
 
 from __future__ import annotations
@@ -53,10 +57,10 @@ from suite.stepping import Throughput, WaitsForReports
 
 
 class Trainer(WaitsForReports):
-    """The reference trainer. `train_window` makes a step; `metrics` gives what it reported.
+    """The reference trainer. `train_window` runs one step; `metrics` returns its metrics.
 
     given  examples and models, as `suite.polychromic.data.load` opens them
-    dtype  working precision, by default the configuration's; float64 for the truth
+    dtype  working precision, by default the configuration's; float64 for the ground truth
     """
 
     window_name = "step"
@@ -73,7 +77,7 @@ class Trainer(WaitsForReports):
         self.weights = weights_of(self.adapters)
         self.sentences = given.sentences(self.device, trained) if config.diversity else None
         self.lr = torch.zeros((), device=self.device, dtype=trained)
-        # Gradients are clipped before.
+        # `train_window` clips the gradients, so the optimizer must not clip them again.
         self.optimizer = ScalerStep(
             list(self.weights.values()),
             self.lr,
@@ -86,9 +90,9 @@ class Trainer(WaitsForReports):
         self._reports: Reports[Report] = Reports(self.device, Report.stays)
 
     def train_window(self, batch: Mapping[str, torch.Tensor]) -> None:
-        """A step on the examples that come next, by the number of steps made.
+        """Train one step on the next examples, as determined by the number of steps made.
 
-        `batch["step"]` may say that number, from 0; ValueError where it is another.
+        `batch["step"]`, if given, must be that number, counted from 0; otherwise ValueError.
         """
         config, examples = self.config, examples_of(self.config, self.given, self.steps, batch)
         with torch.enable_grad(), tf32_products(allowed=False):
@@ -113,18 +117,18 @@ class Trainer(WaitsForReports):
         self._reports.send(torch.zeros(0, device=self.device), lambda _: found)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what training has changed."""
+        """Return the checkpoint: all state that training changes, the configuration and the models' source."""
         return state_of(self)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from there. ValueError where a shape is another."""
+        """Restore a checkpoint's state. ValueError if a shape differs."""
         restore(self, state)
         self.steps = state["steps"]
 
     # --- the examples
 
     def _supervised(self, examples: Sequence[Encoded]) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        """The mean cross-entropy of the examples' replies, and its gradients."""
+        """Return the mean cross-entropy of the examples' replies, and its gradients."""
         size, end = self.config.batch_size, self.given.chat.end
         parts = [batch_of(examples[at : at + size], end, self.device) for at in range(0, len(examples), size)]
         counts = [int((part.labels[:, 1:] != IGNORED).sum()) for part in parts]
@@ -145,7 +149,10 @@ class Trainer(WaitsForReports):
     # --- the replies
 
     def _policy_gradient(self, examples: Sequence[Encoded]) -> tuple[float, float, list[torch.Tensor]]:
-        """(the sets' mean diversity, tokens of a reply, the gradients of minus λ times the expected diversity)."""
+        """Return (the sets' mean diversity, mean tokens of a reply, gradients of -λ times the expected diversity).
+
+        The gradients are empty with `objective: as_written`. If λ is 0, nothing is drawn and both numbers are 0.
+        """
         config, end = self.config, self.given.chat.end
         if not config.diversity:
             return 0.0, 0.0, []
@@ -188,16 +195,16 @@ class Trainer(WaitsForReports):
     # --- the model
 
     def _logits(self, tokens: torch.Tensor) -> torch.Tensor:
-        """The logits of the next token after each, [B, T, V]."""
+        """Compute the logits of the token after each token, [B, T, V]."""
         return functional.linear(self._hidden(tokens), self.model.lm_head.weight)
 
     def _hidden(self, tokens: torch.Tensor) -> torch.Tensor:
-        """The last hidden states [B, T, width] of tokens [B, T]."""
+        """Compute the last hidden states [B, T, width] of tokens [B, T]."""
         body, shape = self.model.model, self.model.shape
         x = functional.embedding(tokens, body.embed_tokens.weight)
         positions = torch.arange(tokens.shape[1], device=tokens.device)
         pairs = torch.arange(0, shape.head_width, 2, dtype=torch.float32, device=tokens.device)
-        # In float32, as in transformers.
+        # transformers computes the angles in float32, too.
         angles = positions[:, None].float() * (1.0 / shape.rope_theta ** (pairs / shape.head_width))
         angles = torch.cat((angles, angles), -1)
         causal = positions[:, None] >= positions
@@ -217,7 +224,11 @@ class Trainer(WaitsForReports):
 
 
 def _block(block: Any, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, causal: torch.Tensor) -> torch.Tensor:
-    """A block of Llama with adapted layers: x [B, T, width], rotations [T, D], causal [T, T]."""
+    """Apply a Llama block with adapters to x [B, T, width].
+
+    cos, sin  [T, D], of the rotary embedding
+    causal    bool [T, T], True where a token attends
+    """
     own, mlp, width = block.self_attn, block.mlp, cos.shape[-1]
     given = _normed(block.input_layernorm, x)
     q, k, v = (
@@ -234,7 +245,7 @@ def _block(block: Any, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, ca
 
 
 def _adapted(layer: LoRALinear, x: torch.Tensor) -> torch.Tensor:
-    """A frozen linear layer with its adapter."""
+    """Apply a frozen linear layer with its adapter."""
     rate, own, mask = layer.settings.dropout, layer.dropout, None
     if own is not None and rate:
         mask = kept(own.starts[layer.number], own.places, x.shape[-1], rate)
@@ -250,5 +261,5 @@ def _normed(norm: Any, x: torch.Tensor) -> torch.Tensor:
 
 
 def _widened(x: torch.Tensor) -> torch.Tensor:
-    """Convert half precision to float32; other dtypes stay."""
+    """Convert half precision to float32; keep other dtypes."""
     return x.float() if x.dtype.itemsize == 2 else x

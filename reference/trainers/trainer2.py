@@ -1,17 +1,21 @@
-"""trainer2: an autograd-free contrastive geometry trainer, plain and eager (source: trainer2).
+"""The reference trainer of trainer2, a contrastive geometry trainer without autograd; plain and eager.
 
-A frozen causal transformer, conditioned on a field, gives each item coordinates. A window of steps lets the field move
-and measures lior, the length of the query in a learned metric times the field's curvature; a second window from the
-same field, with the query nudged toward the next tokens, shows how lior changes; metric and rotor follow.
+A frozen causal transformer, conditioned on a field, computes the coordinates of each item. In a free window of steps
+the field evolves, and the trainer measures lior: the length of the query in a learned metric times the field's
+curvature. A nudged window starts from the same field, with the query moved toward the next tokens. The difference of
+lior between the two windows updates the metric and the rotor.
 
-What the source leaves open, or has wrong, is decided here:
+The source leaves some choices open, and some of it is wrong. This trainer does the following:
 
-* The rotor returns a rotated copy. In the source it turned its own input, so that the mean velocity "in the original
-  frame" was already rotated. Retrieval, lior and speed see the rotated query; the velocity is the query as it is.
-* Memory is written once for both windows, after the update, from the nudged window's last step; the source wrote twice.
-* The nudge is taken from the free window's last query and kept for the whole nudged window. The mean velocity that
-  the update uses is the nudged window's, and the field goes on from its end.
-* Next tokens are those that the item itself holds: the last token has none.
+* The rotor returns a rotated copy. In the source it rotated its input in place, so the mean velocity "in the original
+  frame" was already rotated. Here retrieval, lior and speed use the rotated query; the velocity is the unrotated one.
+* The memory is written once for both windows, after the update, from the nudged window's last step. The source wrote it
+  twice.
+* The nudge is computed from the free window's last query and is constant during the nudged window. The update uses the
+  nudged window's mean velocity, and the field continues from that window's end.
+* The next tokens are those within the item: the last token has none.
+
+Source: trainer2.
 """
 
 from __future__ import annotations
@@ -33,13 +37,13 @@ from suite.trainer2.model import make_field, make_weights
 from suite.trainer2.state import restore, state_of
 
 CLEANUP_EVERY = 10
-"""Windows between two emptyings of the allocator's cache."""
+"""Calls of `train_window` from one `torch.cuda.empty_cache()` to the next."""
 
 
 class Trainer:
-    """The reference trainer. `train_window` runs a free and a nudged window; `metrics` gives what they reported.
+    """The reference trainer. `train_window` runs a free and a nudged window; `metrics` returns their metrics.
 
-    dtype  working precision: float32, or float64 for the truth
+    dtype  working precision: float32, or float64 for the ground truth
     """
 
     def __init__(
@@ -60,7 +64,7 @@ class Trainer:
         self.reported: dict[str, float] | None = None
 
     def train_window(self, batch: Mapping[str, torch.Tensor]) -> None:
-        """One free and one nudged window on `batch` (input_ids int64 [B, T], attention_mask [B, T]), and the update."""
+        """Run both windows and the update on `batch` (input_ids int64 [B, T], attention_mask [B, T])."""
         config = self.config
         tokens = batch["input_ids"].to(self.device)
         mask = batch["attention_mask"].to(self.device, self.dtype)
@@ -84,20 +88,20 @@ class Trainer:
         self.reported = {"loss": lior, "curvature": curvature, "speed": speed, "loss_delta": loss_delta.item()}
 
     def metrics(self) -> Mapping[str, float] | None:
-        """Return the last window's loss (mean lior when free), curvature, speed and loss_delta; None before one."""
+        """Return loss (the free window's mean lior), curvature, speed and loss_delta; None before the first window."""
         return self.reported
 
     def state_dict(self) -> dict[str, Any]:
-        """All that training has changed, and the weights."""
+        """Return the checkpoint: all state that training changes, the weights and the configuration."""
         return state_of(self)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from there. ValueError where a shape is another."""
+        """Restore a checkpoint's state. ValueError if a shape differs."""
         restore(self, state)
 
     @torch.no_grad()
     def coordinates(self, tokens: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-        """Where items lie under the field as it is, turned by the rotor as retrieval sees them: [B, n].
+        """Return the items' coordinates under the current field, rotated by the rotor as for retrieval, [B, n].
 
         tokens  int64 [B, T]
         mask    [B, T], 0 for padding
@@ -110,7 +114,10 @@ class Trainer:
     # --- a window
 
     def _window(self, tokens: torch.Tensor, mask: torch.Tensor, nudge: torch.Tensor) -> dict[str, torch.Tensor]:
-        """The means over its steps and the batch, and the last step's query and state."""
+        """Run a window of steps; return means over its steps and the batch, and the last step's query and state.
+
+        The means are those of lior, curvature and speed, 0-d, and of the velocity, [n].
+        """
         config = self.config
         zero = torch.zeros((), device=self.device, dtype=self.dtype)
         lior_acc, curvature_acc, speed_acc = zero, zero, zero
@@ -134,7 +141,8 @@ class Trainer:
         }
 
     def _step(self, tokens: torch.Tensor, mask: torch.Tensor, nudge: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """(lior, curvature, speed [B], query [B, n], output [B, T, D]); moves the field."""
+        """Run a step, which moves the field; return lior, curvature and speed, [B] each, the query [B, n] and the
+        model's output [B, T, D]."""
         config, n = self.config, self.config.coordinates
         curvature = self.field.abs().mean().expand(tokens.shape[0])
         with torch.autocast(self.device.type, torch.bfloat16, enabled=config.autocast_bf16):
@@ -161,9 +169,9 @@ class Trainer:
         return lior, curvature, speed, query, output
 
     def _forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        """[B, T, D]: six causal blocks over the embedding, to every token of which the field's density is added.
+        """Apply the model's causal blocks, [B, T, D]. The projected density of the field is added to each embedding.
 
-        Padding stands at the end of an item, where causal attention keeps it from all that comes before.
+        Padding is at the end of an item, where causal attention hides it from all tokens before it.
         """
         w, (B, T) = self.weights, tokens.shape
         D, heads = self.config.width, self.config.heads
@@ -182,7 +190,7 @@ class Trainer:
         return functional.layer_norm(x, (D,), w["norm"], w["norm.bias"])
 
     def _move_field(self, retrieved: torch.Tensor) -> None:
-        """A leapfrog step of the field under `retrieved` [B, D]."""
+        """Move the field by a leapfrog step, driven by `retrieved` [B, D]."""
         source = retrieved.mean(0)[: FIELD_CHANNELS[0] * FIELD_CHANNELS[1]].view(FIELD_CHANNELS)
         half = self.config.dt / 2
         self.momentum = self.momentum + half * self._force(source)
@@ -191,18 +199,18 @@ class Trainer:
 
     def _force(self, source: torch.Tensor) -> torch.Tensor:
         config = self.config
-        # Zero outside: functional.pad takes the last axes first.
+        # Zero outside the lattice, which is the first two axes; functional.pad lists the last axes first.
         padded = functional.pad(self.field, (0, 0, 0, 0, 1, 1, 1, 1))
         neighbours = padded[2:, 1:-1] + padded[:-2, 1:-1] + padded[1:-1, 2:] + padded[1:-1, :-2]
         laplacian = neighbours - 4 * self.field
         return -config.kappa * (self.field - self.rest) + config.diffusion * laplacian + config.gamma * source
 
     def _next_embedding(self, tokens: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-        """The mean embedding of the tokens that follow another one, [B, D]."""
+        """Compute the mean embedding of all tokens except the first, [B, D]."""
         return _masked_mean(self.weights["embedding"][tokens[:, 1:]], mask[:, 1:])
 
     def _remember(self, query: torch.Tensor, state: torch.Tensor) -> None:
-        """Write one slot an item into the ring."""
+        """Write one slot per item into the memory, a ring buffer."""
         slots = (torch.arange(query.shape[0], device=self.device) + self.written) % self.config.memory_slots
         self.memory_coordinates[slots] = query
         self.memory_states[slots] = state
@@ -211,6 +219,6 @@ class Trainer:
 
 
 def _masked_mean(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """The mean over the tokens [B, T, ...] that `mask` [B, T] keeps; 0 where it keeps none."""
+    """Compute the mean over the tokens [B, T, ...] that `mask` [B, T] keeps; 0 if it keeps none."""
     kept = mask.unsqueeze(-1)
     return (values * kept).sum(1) / kept.sum(1).clamp(min=1)

@@ -1,18 +1,19 @@
-"""ups: a neural operator on latents of PDE fields, plain and eager (source: ups).
+"""The reference trainer of ups, a neural operator on latents of PDE fields; plain and eager.
 
-A step passes `accumulation` micro-batches of both tasks through the operator, computes the inverse losses of every one
-and takes those of the schedule, and steps Muon on the matrices and AdamW on the rest, tensor by tensor.
+A step passes `accumulation` micro-batches, each with examples of all tasks, through the operator. It computes the
+inverse losses of every micro-batch and uses those that the schedule names. Then it applies Muon to the matrices and
+AdamW to the other weights, tensor by tensor.
 
-What the source leaves open is decided here:
+The source leaves some choices open. This trainer makes them as follows:
 
-* A weight that no loss of a step reaches is left as it is: the encoders and decoders have an optimizer of their own,
-  which makes a step only where a micro-batch had the inverse losses.
-* Batches are counted by micro-batches, in the schedule of the inverse losses as in the order of the examples.
+* A weight that no loss of a step reaches is not changed: the encoders and decoders have their own optimizer, which runs
+  only if a micro-batch of the step had the inverse losses.
+* The schedule of the inverse losses and the order of the examples both count micro-batches.
 * The learning rate is constant.
-* In float16 a step whose gradients are not finite changes nothing but the scale, as `GradScaler` has it.
-* First weights are drawn by functions that both trainers share; the operator's network, the encoders, the decoders and
-  the losses are this file's own. Both trainers share the networks of the later stages, which the source only names.
-* Several ranks train by `DistributedDataParallel`, which averages the gradients of each micro-batch over them.
+* In float16 a step with non-finite gradients changes only the loss scale, as with `GradScaler`.
+* Both trainers share the functions that draw the initial weights, and the networks of the later stages, which the
+  source only names. The operator, the encoders, the decoders and the losses are implemented in this file.
+* Several ranks train with `DistributedDataParallel`, which averages the gradients of each micro-batch over the ranks.
 
 Source: ups, technique 002.
 """
@@ -50,12 +51,12 @@ Weights = Mapping[str, torch.Tensor]
 
 
 class Trainer(WaitsForReports):
-    """The reference trainer. `train_window` makes a step; `metrics` gives what it reported.
+    """The reference trainer. `train_window` runs one step; `metrics` returns its metrics.
 
     given  the data, as `suite.ups.batches.load` opens them
-    dtype  working precision: float32, or float64 for the truth
+    dtype  working precision: float32, or float64 for the ground truth
 
-    ValueError where a batch does not divide into the tasks' shares.
+    ValueError if a batch does not divide into the tasks' shares.
     """
 
     window_name = "step"
@@ -88,9 +89,9 @@ class Trainer(WaitsForReports):
         self._reports: Reports[Report] = Reports(self.device, Report.stays)
 
     def train_window(self, batch: Mapping[str, torch.Tensor]) -> None:
-        """A step on the examples that come next, by the number of steps made.
+        """Train one step on the next examples, as determined by the number of steps made.
 
-        `batch["step"]` may say that number, from 0; ValueError where it is another.
+        `batch["step"]`, if given, must be that number, counted from 0; otherwise ValueError.
         """
         config = self.config
         check_step(batch, self.steps)
@@ -109,15 +110,15 @@ class Trainer(WaitsForReports):
         self._reports.send(torch.zeros(0, device=self.device), lambda _: found)
 
     def state_dict(self) -> dict[str, Any]:
-        """All that training has changed."""
+        """Return the checkpoint: all state that training changes, and the configuration."""
         return state_of(self)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from there. ValueError where a shape, or the stage, is another."""
+        """Restore a checkpoint's state. ValueError if a shape or the stage differs."""
         restore(self, state)
 
     def _in_parallel(self) -> nn.Module:
-        """Make the module that computes a micro-batch's loss; with several ranks it also averages the gradients."""
+        """Build the module that computes a micro-batch's loss. With several ranks it also averages the gradients."""
         whole = _Loss(self.networks if self.refiner is None else self.refiner, self._loss)
         if self.given.ranks == 1:
             return whole
@@ -125,18 +126,18 @@ class Trainer(WaitsForReports):
         return DistributedDataParallel(
             whole,
             device_ids=[self.device.index] if self.device.type == "cuda" else None,
-            # Without inverse losses the encoders and decoders have no gradients.
+            # In a micro-batch without inverse losses, the encoders and decoders get no gradients.
             find_unused_parameters=self.refiner is None and not every,
         )
 
     def _of_all_ranks(self, loss: torch.Tensor) -> torch.Tensor:
-        """The mean of a loss over the ranks."""
+        """Compute the mean of a loss over the ranks."""
         if self.given.ranks > 1:
             dist.all_reduce(loss)
         return loss / self.given.ranks
 
     def _loss(self, micro: MicroBatch) -> torch.Tensor:
-        """The loss of a micro-batch, 0-d."""
+        """Compute the loss of a micro-batch, 0-d."""
         config = self.config
         parts = [sent(part, self.device, self.dtype) for part in micro.parts]
         before, after, dt = (torch.cat([getattr(p, name) for p in parts]) for name in ("before", "after", "dt"))
@@ -157,7 +158,7 @@ class Trainer(WaitsForReports):
         return total
 
     def _inverse_task(self, part: TaskPart) -> InverseTask:
-        """The inputs of the inverse losses, from a task's examples."""
+        """Return the inputs of the inverse losses for a task's examples."""
         task, heads = part.task, self.config.heads
         tokens = self.networks.encoder(task).tokens
         return InverseTask(
@@ -171,7 +172,10 @@ class Trainer(WaitsForReports):
 
     @torch.no_grad()
     def _optimize(self, *, inverse: bool) -> float | None:
-        """Step the weights that have gradients, and their averages; the gradients' norm, where they are clipped."""
+        """Update the weights that have gradients, and all averages; return the gradients' norm, None if not clipped.
+
+        In float16, non-finite gradients update only the loss scale, and the norm is None.
+        """
         groups = {group: names for group, names in self.groups.items() if group != CODERS or inverse}
         found = ((name, self.weights[name].grad) for names in groups.values() for name in names)
         grads = {name: grad for name, grad in found if grad is not None}
@@ -187,7 +191,7 @@ class Trainer(WaitsForReports):
 
 
 class _Loss(nn.Module):
-    """The loss as a module, whose parameters are those of the networks."""
+    """Wraps the loss as a module with the networks' parameters, as DistributedDataParallel needs it."""
 
     def __init__(self, networks: nn.Module, loss: Callable[[MicroBatch], torch.Tensor]) -> None:
         super().__init__()
@@ -197,13 +201,16 @@ class _Loss(nn.Module):
         return self._loss(micro)
 
 
-# --- the networks, from their weights: operator, encoder and decoder of a task
+# --- the networks as functions of their weights: operator, encoder and decoder of a task
 
 
 def _stepped(
     weights: Weights, heads: int, latents: torch.Tensor, dt: torch.Tensor, scales: torch.Tensor
 ) -> torch.Tensor:
-    """The operator: latents [B, T, C] after dt [B]. A sublayer's output is multiplied by scales [depth, 2, B]."""
+    """Apply the operator: latents [B, T, C] → latents [B, T, C] after a time of dt [B].
+
+    scales  [depth, 2, B], by which the output of each block's attention and MLP is multiplied
+    """
     time = _linear(weights, "operator.time1", torch.cat((dt[:, None], _features(dt[:, None])), -1))
     time = _linear(weights, "operator.time2", functional.gelu(time))[:, None]
     x = _linear(weights, "operator.take", latents)
@@ -225,7 +232,7 @@ def _stepped(
 def _encoded(
     weights: Weights, task: str, tokens: Sequence[int], field: torch.Tensor, points: torch.Tensor
 ) -> torch.Tensor:
-    """Latents [B, T, C] of a field [B, *grid, channels] at points [*grid, d]: means over the points of each token."""
+    """Encode a field [B, *grid, channels] at points [*grid, d] as latents [B, T, C], means over each token's points."""
     grid = points.shape[:-1]
     position = _features(points).expand(len(field), *grid, -1)
     x = _linear(weights, f"encoders.{task}.embed", torch.cat((field, position), -1))
@@ -235,7 +242,10 @@ def _encoded(
 
 
 def _decoded(weights: Weights, task: str, heads: int, latents: torch.Tensor, points: torch.Tensor) -> torch.Tensor:
-    """Values [B, Q, channels] at points [Q, d], which attend to the latents [B, T, C] and not to each other."""
+    """Decode latents [B, T, C] to values [B, Q, channels] at points [Q, d].
+
+    Points attend to the latents and not to each other.
+    """
     own = f"decoders.{task}"
     x = _linear(weights, f"{own}.embed", _features(points)).expand(len(latents), -1, -1)
     for number in range(sum(name.startswith(f"{own}.layers.") and name.endswith("query.bias") for name in weights)):
@@ -248,7 +258,7 @@ def _decoded(weights: Weights, task: str, heads: int, latents: torch.Tensor, poi
 
 
 def _features(points: torch.Tensor) -> torch.Tensor:
-    """Sine and cosine of each coordinate, at 1, 2, 4 and 8 periods per unit: [..., d] → [..., 8 d]."""
+    """Compute sine and cosine of each coordinate, at 1, 2, 4 and 8 periods per unit: [..., d] → [..., 8 d]."""
     angles = torch.stack([2 * math.pi * periods * points for periods in (1, 2, 4, 8)], -1).flatten(-2)
     return torch.cat((angles.sin(), angles.cos()), -1)
 
@@ -262,19 +272,23 @@ def _normed(weights: Weights, name: str, x: torch.Tensor) -> torch.Tensor:
 
 
 def _split(x: torch.Tensor, heads: int) -> torch.Tensor:
-    """[B, T, heads · d] → [B, heads, T, d]."""
+    """Split the heads: [B, T, heads · d] → [B, heads, T, d]."""
     return x.unflatten(-1, (heads, -1)).transpose(1, 2)
 
 
 def _joined(x: torch.Tensor) -> torch.Tensor:
-    """[B, heads, T, d] → [B, T, heads · d]."""
+    """Merge the heads: [B, heads, T, d] → [B, T, heads · d]."""
     return x.transpose(1, 2).flatten(2)
 
 
 def _error(
     config: TrainConfig, predicted: torch.Tensor, target: torch.Tensor, at_boundary: torch.Tensor
 ) -> torch.Tensor:
-    """The error of latents [B, T, C], plus those of their amplitudes along the tokens and of the boundary's tokens."""
+    """Compute the error of latents [B, T, C], 0-d.
+
+    It is the mean squared error of the latents, plus the weighted errors of their Fourier amplitudes along the tokens
+    and of the tokens at the boundary.
+    """
     found, wanted = (
         torch.linalg.vector_norm(torch.view_as_real(torch.fft.rfft(z, dim=1, norm="ortho")), dim=-1)
         for z in (predicted, target)

@@ -1,1 +1,1 @@
-"""Parts that the two trainers of eigenstate_lm share."""
+"""Shared parts of the two eigenstate_lm trainers, and generation and evaluation with their weights."""

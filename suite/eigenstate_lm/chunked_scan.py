@@ -1,8 +1,8 @@
-"""The recurrence of eigenstate_lm by chunks of time, in plain PyTorch operations of any precision.
+"""The recurrence of eigenstate_lm, computed by chunks of time with plain PyTorch operations, in any precision.
 
-The reference scans token by token, which takes a minute for a training step on sequences of 32,768 tokens. This form is
-proven against it at small sizes, and takes its place where the trainers are compared at that length. It shares no code
-with the optimized scan, which it helps to judge.
+The reference scans token by token, so a training step on sequences of 32,768 tokens takes a minute. The tests compare
+this form with the reference at small sizes, and it replaces the reference where the trainers are compared at that
+length. It shares no code with the optimized scan, which it helps to check.
 """
 
 import itertools
@@ -17,7 +17,7 @@ LENGTH = 64
 def chunked_scan(
     beta: torch.Tensor, eigenvalues: torch.Tensor, state: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return what `reference.recurrence.eigenstate_scan` returns, for the same arguments.
+    """Compute the same as `reference.recurrence.eigenstate_scan`, from the same arguments.
 
     Within a chunk, `c_t = Σ λ^(t−s) β_s + λ^(t+1) c` is a matrix product, where c is the state before the chunk.
     """
@@ -25,7 +25,7 @@ def chunked_scan(
         return torch.empty_like(beta), state.clone()
     drive = beta.to(state.dtype)
     chunks = functional.pad(drive, (0, 0, 0, -drive.shape[1] % LENGTH)).unflatten(1, (-1, LENGTH))
-    # The rounding error of a power grows with its exponent, so that powers are computed in float64.
+    # Powers are computed in float64, because their rounding error grows with the exponent.
     each = torch.complex(*eigenvalues.to(state.dtype).double().unbind(-1))
     exact = itertools.accumulate([torch.ones_like(each)] + LENGTH * [each], torch.mul)
     powers = torch.stack(list(exact), 1).to(state.dtype.to_complex())

@@ -16,8 +16,8 @@ from suite.scaling import Scaling, scaling_for
 class TrainConfig:
     """All settings of eigenstate_lm. `__post_init__` raises ValueError, with field and remedy, for an invalid value.
 
-    The reference trainer reads the fields before the techniques, and `autocast_fp16` and `autocast_bf16`. It has no
-    other techniques.
+    The reference trainer reads the fields before the techniques, `autocast_fp16` and `autocast_bf16`. It ignores all
+    other switches.
     """
 
     # --- sizes
@@ -36,18 +36,18 @@ class TrainConfig:
 
     # --- constants
     steps: int = 1000
-    """Steps of the learning-rate schedule, 11 or more. The run ends with it."""
+    """Steps of the learning-rate schedule, 11 or more. The run ends with the schedule."""
     learning_rate: float = 3e-4
-    """Highest learning rate of the schedule."""
+    """Maximum learning rate of the schedule."""
     weight_decay: float = 1e-2
     clip: float = 1.0
-    """Largest norm of all gradients together; larger gradients are scaled down to it."""
+    """Maximum global norm of the gradients; larger gradients are scaled down to it."""
     dropout: float = 0.1
     seed: int = 0
-    """Seed of the first weights and of the order of the sequences."""
+    """Seed of the initial weights and of the order of the sequences."""
 
     validate_every: int = 100
-    """Steps from one validation to the next, if the data have held-out sequences (`validation`); 0: no validation."""
+    """Steps between validations, if the data have held-out sequences (`validation`); 0: no validation."""
     patience: int = 0
     """End the run after this many validations without a smaller loss; 0: never."""
 
@@ -57,11 +57,11 @@ class TrainConfig:
     prefetch_factor: int = 4
     """Batches that each worker prepares ahead."""
     cleanup_every: int = 10
-    """Steps from one check of the allocator's cache to the next, with `adaptive_cleanup` on; 0: no check."""
+    """Steps between checks of the allocator's cache, with `adaptive_cleanup` on; 0: no check."""
 
     # --- techniques
     packed_tokens: bool = True
-    """Read sequences from the memory-mapped file; off: encode texts when they are needed."""
+    """Read sequences from the memory-mapped file; off: tokenize texts when they are needed."""
     eigenstate_scan: bool = True
     fused_output_projection: bool = True
     chunked_cross_entropy: bool = True
@@ -78,13 +78,14 @@ class TrainConfig:
     autocast_bf16: bool = False
     """Compute matrix products in bfloat16, in either trainer."""
 
-    # --- techniques that trade, or exclude another
+    # --- techniques with a trade-off, or that exclude another
     autocast_fp16: bool = False
-    """Compute them in float16, with a scaled loss."""
+    """Compute matrix products in float16, with loss scaling, in either trainer."""
     activation_checkpoint: bool = False
     """Recompute a block's two linear layers in the backward pass: less memory, more time."""
     loader: bool = False
-    """Prepare batches ahead in workers; needs `packed_tokens`. Without it, batches take a thousandth of a step."""
+    """Prefetch batches in worker processes; needs `packed_tokens`. It gains little: without it, reading a step's batch
+    takes a thousandth of the step."""
 
     def __post_init__(self) -> None:
         for name in ("width", "layers", "eigenstates", "cells", "sequence_length", "batch_size", "accumulation"):
@@ -117,13 +118,13 @@ class TrainConfig:
 
     @property
     def scaling(self) -> Scaling:
-        """Loss scaling: that of `torch.amp.GradScaler` for float16, and 1 for other dtypes, where only a step
-        with non-finite gradients changes it."""
+        """Loss scaling: that of `torch.amp.GradScaler` for float16; for other dtypes it starts at 1, and only steps
+        with non-finite gradients change it."""
         return scaling_for(float16=self.autocast_fp16)
 
     @property
     def precision(self) -> str:
-        """Precision of the matrix products, under its name in `perfsuite.ceilings`."""
+        """Precision of the matrix products, as named in `perfsuite.ceilings`."""
         if self.autocast_bf16 or self.autocast_fp16:
             return "bfloat16" if self.autocast_bf16 else "float16"
         return "tf32" if self.tf32 else "float32"
@@ -139,7 +140,7 @@ class TrainConfig:
         )
 
     def flops(self, vocabulary: int = VOCABULARY) -> float:
-        """Return the FLOPs of a token's forward and backward pass: six per parameter, including the head's."""
+        """Return the FLOPs of the forward and backward pass per token: six per parameter, the tied head included."""
         return 6.0 * parameters(self.sizes(vocabulary))
 
 
@@ -157,7 +158,7 @@ TECHNIQUES = (
     "tf32",
     "autocast_bf16",
 )
-"""The switches, in the order in which the ablation turns them on. The last two change the precision."""
+"""Switches, in the order in which the ablation turns them on. The last two change the precision."""
 TRADES = ("autocast_fp16", "activation_checkpoint", "loader")
 """Switches that "all on" leaves off: one excludes autocast_bf16, one trades time for memory, one gains little."""
 CLAIMS = {

@@ -1,4 +1,4 @@
-"""The text of eigenstate_lm: a pack, the sequences that both trainers read from it, and the sequences of each step."""
+"""The text of eigenstate_lm: a file of packed tokens, its sequences, and the order in which steps use them."""
 
 from __future__ import annotations
 
@@ -30,22 +30,22 @@ if TYPE_CHECKING:
 
 
 class Sequences(Protocol):
-    """Sequences that are read by their numbers."""
+    """Token sequences, accessed by number."""
 
     def batch(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return (inputs, labels), int64 [B, length] each, of the numbers `rows`, int64 [B], on their device."""
+        """Return (inputs, labels), int64 [B, length] each, of the sequences `rows`, int64 [B], on their device."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Data:
-    """Fields of a configuration that concern the data."""
+    """The fields of a configuration that describe the data."""
 
     data: str | None = None
-    """A folder of `perfsuite data pack`; null: a pack made from Python's standard library and kept in `cache`."""
+    """Folder made by `perfsuite data pack`; null: a pack of Python's standard library, which is made in `cache`."""
     synthetic: int = 0
-    """If above 0, use this many random sequences instead; needs no tokenizers library."""
+    """If above 0, use this many random sequences instead, which needs no tokenizers library."""
     vocabulary: int = VOCABULARY
-    """Vocabulary of a pack that is made here."""
+    """Vocabulary size of a pack that is made in `cache`."""
     sequence_length: int = 32768
     batch_size: int = 4
     accumulation: int = 4
@@ -64,9 +64,9 @@ class Data:
 
 @dataclass(frozen=True)
 class Text:
-    """A pack, cut into sequences of `length` tokens. Each sequence has a following token, its last label.
+    """A trainer's data: a pack, cut into sequences of `length` tokens. The token after a sequence is its last label.
 
-    The data of a trainer. PerfsuiteError if all sequences are held out, or if there is none.
+    PerfsuiteError if all sequences are held out, or if there is none.
     """
 
     pack: PackedText
@@ -88,12 +88,12 @@ class Text:
 
     @cached_property
     def validation(self) -> torch.Tensor:
-        """The numbers of the held-out sequences, int64."""
+        """Numbers of the held-out sequences, int64."""
         return text.spread(self.pack.sequences(self.length), self.held_out)
 
     @cached_property
     def training(self) -> torch.Tensor:
-        """The numbers of all other sequences, int64."""
+        """Numbers of the training sequences, which are all others, int64."""
         is_kept = torch.ones(self.pack.sequences(self.length), dtype=torch.bool)
         is_kept[self.validation] = False
         return is_kept.nonzero().flatten()
@@ -102,12 +102,12 @@ class Text:
     def validation_bytes(self) -> int:
         """Bytes of text in the held-out labels; 0 if the tokens are random.
 
-        The token that ends a document has no bytes.
+        The token that ends a document counts as 0 bytes.
         """
         if not self.tokenizer:
             return 0
         library: Any = text.library().Tokenizer.from_str(self.tokenizer)
-        # In a byte-level BPE each character of a token stands for a byte.
+        # In a byte-level BPE, each character of a token represents one byte.
         sizes = [len(library.id_to_token(token) or "") for token in range(self.vocabulary)]
         sizes[text.END_ID] = 0
         counts = numpy.array(sizes, dtype=numpy.int64)
@@ -131,7 +131,7 @@ class Text:
         return found
 
     def encoded(self) -> Sequences:
-        """Return sequences whose texts are encoded when they are needed. Random tokens are read from the pack."""
+        """Return sequences that are tokenized when they are needed. Random tokens are read from the pack."""
         if not self.tokenizer:
             return _Random(self)
         library: Any = text.library().Tokenizer.from_str(self.tokenizer)
@@ -156,10 +156,10 @@ class _Random:
 
 
 def rows_of(step: int, sequences: int, count: int, seed: int) -> torch.Tensor:
-    """Return the numbers of the `count` sequences of a step, from 0: int64 [count] on the CPU.
+    """Return the numbers of the `count` sequences that a step, counted from 0, uses: int64 [count] on the CPU.
 
-    An epoch is a permutation of all sequences. An incomplete step at its end is left out; its sequences come in other
-    epochs.
+    An epoch is a permutation of all sequences. An incomplete step at its end is left out; other epochs leave out other
+    sequences.
     """
     epoch, place = divmod(step, sequences // count)
     return _order(sequences, seed, epoch)[place * count : (place + 1) * count]
@@ -167,21 +167,21 @@ def rows_of(step: int, sequences: int, count: int, seed: int) -> torch.Tensor:
 
 @functools.lru_cache(maxsize=2)
 def _order(sequences: int, seed: int, epoch: int) -> torch.Tensor:
-    """Return the permutation of an epoch. The cache avoids sorting at each of its steps."""
+    """Return the permutation of an epoch. It is cached, so that it is not computed in each of its steps."""
     return permutation(sequences, seed, epoch, "cpu")
 
 
 def next_rows(config: TrainConfig, given: Text, step: int, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """Return the sequences of a trainer's next step; ValueError if `batch["step"]` is given and is another step."""
+    """Return the numbers of the sequences of a trainer's next step; ValueError if `batch["step"]` is another step."""
     check_step(batch, step)
     return given.training[rows_of(step, len(given), config.sequences, config.seed)]
 
 
 class Steps(NumberedSteps):
-    """The numbers of the steps.
+    """Batches that hold only the number of the step.
 
-    The sequences of a step follow from its number and the seed (`rows_of`), so each trainer finds them by itself.
-    PerfsuiteError if there are fewer sequences than a step takes.
+    The number and the seed determine the sequences of a step (`rows_of`), so each trainer computes them itself.
+    PerfsuiteError if there are fewer sequences than a step uses.
     """
 
     unit = "tokens"
@@ -210,13 +210,13 @@ class Steps(NumberedSteps):
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go to a position. PerfsuiteError if it belongs to other data, ValueError if it is no position."""
+        """Restore a position. PerfsuiteError if it belongs to other data, ValueError if it is invalid."""
         super().load_state_dict({"validation": 0, **state})  # older checkpoints had no held-out sequences
 
 
 @dataclass(frozen=True, kw_only=True)
 class Loaded:
-    """The steps and the text for a trainer, and a line that names their source."""
+    """The batches and the text for a trainer, and a line that describes them."""
 
     batches: Steps
     given: Text
@@ -224,7 +224,7 @@ class Loaded:
 
 
 def load(data: Data) -> Loaded:
-    """Return the steps that `data` describes; PerfsuiteError if there is no such text, or too little of it."""
+    """Load the text that `data` describes; PerfsuiteError if it does not exist or is too short."""
     given = text_of(data)
     pack = given.pack
     summary = (
@@ -240,14 +240,14 @@ def load(data: Data) -> Loaded:
 
 
 def unigram_loss(pack: PackedText) -> float:
-    """Return the mean cross-entropy in nats of a unigram model, which knows the token frequencies only."""
+    """Return the mean cross-entropy of a unigram model, which knows only the token frequencies, in nats."""
     counts = numpy.bincount(pack.row, minlength=pack.vocabulary)
     shares = counts[counts > 0] / len(pack.row)
     return float(-(shares * numpy.log(shares)).sum())
 
 
 def text_of(data: Data) -> Text:
-    """Open the text; without a folder, pack the default text if it does not exist."""
+    """Open the text. If no folder is given, use the default text, and pack it first if it is not in the cache."""
     if data.synthetic:
         return Text(_random(data), data.sequence_length, data.validation)
     if data.data is not None:
@@ -260,7 +260,7 @@ def text_of(data: Data) -> Text:
 
 
 def _random(data: Data) -> PackedText:
-    """Open the pack of random tokens in the cache, and make it first if it does not exist."""
+    """Open the pack of random tokens in the cache; make it first if it does not exist."""
     name = f"random-{data.vocabulary}-{data.sequence_length}-{data.synthetic}"
     path = Path(data.cache) / name
     again = f"delete {path}; it is made again"
@@ -278,7 +278,7 @@ def _random(data: Data) -> PackedText:
             packed_text.write(whole, tokens, ends, "", data.vocabulary, {"recipe": "random"})
             try:
                 os.replace(whole, path)
-            except OSError:  # another process has made it meanwhile
+            except OSError:  # another process has made it in the meantime
                 shutil.rmtree(whole, ignore_errors=True)
         except OSError as error:
             raise _unwritable(path, error) from None

@@ -1,6 +1,6 @@
-"""Text generation with a network of eigenstate_lm: it reads the prompt at once, then draws one token at a time.
+"""Text generation with a network of eigenstate_lm, which reads the prompt in parallel and then draws token by token.
 
-Only the states are kept between two tokens, so that the cost of a token does not depend on the length of the text.
+Only the states are kept between tokens, so the cost of a token does not depend on the length of the text.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from suite.techniques import implementation
 from suite.text import END_ID, PAD_ID
 
 STRETCH = 4096
-"""Most tokens of a prompt that are read together, which bounds the memory."""
+"""Maximum tokens that are read at a time, which bounds the memory."""
 UNKNOWN = "\N{REPLACEMENT CHARACTER}"
-"""The decoder's output for invalid bytes and for those of an incomplete character."""
+"""The decoder's output for invalid bytes and for the bytes of an incomplete character."""
 
 
 def sizes_of(weights: Weights) -> Sizes:
-    """Return the sizes of the network with these weights; PerfsuiteError if they are not those of such a network."""
+    """Return the sizes of the network with these weights; PerfsuiteError if it is not an eigenstate_lm network."""
     seen = {str(name): tuple(getattr(weight, "shape", ())) for name, weight in weights.items()}
     try:
         (vocabulary, width), (cells, eigenstates) = seen["embedding"], seen["0.decay"]
@@ -43,17 +43,17 @@ def sizes_of(weights: Weights) -> Sizes:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Options:
-    """Options of generation; PerfsuiteError for a value that is out of range."""
+    """Options of text generation; PerfsuiteError for a value that is out of range."""
 
     tokens: int
-    """Most tokens that are drawn."""
+    """Maximum number of tokens to draw."""
     temperature: float
     """Divisor of the logits; 0: always take the most likely token."""
     top_k: int
     """Draw from this many most likely tokens; 0: from all."""
     seed: int
     past_end: bool = False
-    """Continue with another text after the end of one."""
+    """Continue with a new text after an end token."""
 
     def __post_init__(self) -> None:
         for name, bound in {"tokens": 1, "temperature": 0, "top_k": 0, "seed": 0}.items():
@@ -65,23 +65,23 @@ class Options:
 
 
 class Reader:
-    """Reads a text part by part, from its beginning, on the device and in the dtype of the weights.
+    """Reads a text from its beginning, in parts, on the device and in the dtype of the weights.
 
-    Several tokens are computed in parallel; a single token takes one step of the recurrence.
+    The tokens of a part are computed in parallel; a single token is one step of the recurrence.
     """
 
     def __init__(self, weights: Weights) -> None:
         self._weights = weights
         embedding = weights["embedding"]
         self.states = first_states(sizes_of(weights), 1, embedding.device).to(embedding.dtype)
-        """States after the tokens read so far, shaped as by `first_states`."""
-        # The optimized functions are made for many steps. For a single step they take 40% longer (CPU, the source's
-        # small network), mostly for the product of the projection's two factors.
+        """States after the tokens read so far, in the shape of `first_states`."""
+        # The optimized functions are built for many tokens. With them a single token takes 40% longer (CPU, the
+        # source's small network), mostly because of the product of the projection's two factors.
         self._together, self._alone = _sides(optimized=True), _sides(optimized=False)
 
     @torch.inference_mode()
     def read(self, tokens: Sequence[int]) -> torch.Tensor:
-        """Read one or more tokens; return the logits [vocabulary] of the token after them."""
+        """Read one or more tokens; return the logits [vocabulary] of the next token."""
         embedding = self._weights["embedding"]
         for stretch in torch.tensor([tokens], device=embedding.device).split(STRETCH, dim=1):
             sides = self._alone if stretch.shape[1] == 1 else self._together
@@ -92,7 +92,7 @@ class Reader:
 def generated(reader: Reader, prompt: Sequence[int], options: Options) -> Iterator[int]:
     """Yield the tokens after the prompt, each as it is drawn.
 
-    The iterator stops at the end token and does not yield it, unless `past_end` is set. The draws follow from the seed.
+    The iterator stops at the end token and does not yield it, unless `past_end` is set. The seed determines the draws.
     Padding is never drawn. PerfsuiteError if the network's output is not finite.
     """
     generator = torch.Generator().manual_seed(options.seed)
@@ -108,23 +108,23 @@ def generated(reader: Reader, prompt: Sequence[int], options: Options) -> Iterat
 
 @torch.inference_mode()
 def drawn(logits: torch.Tensor, options: Options, generator: torch.Generator) -> int:
-    """Draw a token by its logits [vocabulary]. A generator on the CPU makes the draw the same on every device."""
+    """Draw a token from its logits [vocabulary]. With a generator on the CPU, the draw is the same on every device."""
     possible = logits[PAD_ID + 1 :]
     kept = 1 if options.temperature == 0 else min(options.top_k or len(possible), len(possible))
-    likely, tokens = possible.topk(kept)  # NaN comes first
+    likely, tokens = possible.topk(kept)  # NaN sorts first
     scores = likely.double().cpu()
     if not math.isfinite(float(scores[0])):
         raise PerfsuiteError("the network's output is no number: its training diverged; name an earlier checkpoint")
-    # The largest score is subtracted: divided by a small temperature it would overflow.
+    # Subtract the largest score first: divided by a small temperature, it would overflow.
     chances = ((scores - scores[0]) / options.temperature).softmax(0) if kept > 1 else scores.new_ones(1)
     return PAD_ID + 1 + int(tokens[torch.multinomial(chances, 1, generator=generator)])
 
 
 class Characters:
-    """Decodes tokens one by one into text, where a character may consist of several tokens."""
+    """Decodes tokens one by one to text. A character may consist of several tokens."""
 
     def __init__(self, tokenizer: Any, before: Sequence[int] = ()) -> None:
-        """`before`: tokens whose text was returned already; it ends with a whole character."""
+        """Start after the tokens `before`, whose text was already returned and ends with a whole character."""
         self._tokenizer = tokenizer
         self._begin(before)
 
@@ -140,11 +140,11 @@ class Characters:
         return found
 
     def rest(self) -> str:
-        """Return the text that was held back for further tokens."""
+        """Return the text that was held back because later tokens could have changed it."""
         return self._decoded()[self._shown :]
 
     def _begin(self, before: Sequence[int]) -> None:
-        self._tokens = list(before[-1:])  # some decoders treat a text's first token differently
+        self._tokens = list(before[-1:])  # some decoders treat the first token of a text differently
         self._shown = len(self._decoded())
 
     def _decoded(self) -> str:

@@ -1,4 +1,4 @@
-"""The held-out sequences of eigenstate_lm: their loss, the weights with the smallest one, and early stopping."""
+"""Validation of eigenstate_lm on held-out sequences: the loss, the best weights and early stopping."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ MeanLoss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 class HeldOut:
-    """Validates on the held-out sequences and keeps the best weights; does nothing if there are none.
+    """Validates on the held-out sequences and keeps a copy of the best weights; does nothing without such sequences.
 
-    weights  the trainer's own tensors; the best values are copied
+    weights  the trainer's own tensors, from which the best values are copied
     """
 
     def __init__(self, config: TrainConfig, text: Text, weights: Mapping[str, torch.Tensor]) -> None:
@@ -32,19 +32,19 @@ class HeldOut:
         self.loss, self.step = 0.0, 0
 
     def is_due(self, step: int) -> bool:
-        """Return whether a validation follows a step, from 1. One follows the last step."""
+        """Return whether a validation follows a step, counted from 1. One always follows the last step."""
         return self.is_on and (step % self.config.validate_every == 0 or step == self.config.steps)
 
     @torch.no_grad()
     def validate(self, step: int, sequences: Any, device: torch.device, loss: MeanLoss) -> None:
-        """Compute the mean loss after a step; keep the weights if it is the smallest so far. Waits for the device."""
+        """Compute the mean loss after a step; keep the weights if it is the smallest yet. Waits for the device."""
         self.loss, self.step = mean_loss(self.text, self.config.batch_size, sequences, device, loss), step
         if not self.best_step or self.loss < self.best_loss:
             self.best_loss, self.best_step = self.loss, step
             torch._foreach_copy_(list(self._best.values()), list(self._weights.values()))
 
     def metrics(self) -> dict[str, float]:
-        """Return validation_loss and, for a text, bits_per_byte of the last validation; empty before one."""
+        """Return validation_loss and, for a text, bits_per_byte of the last validation; empty before the first."""
         return measures(self.loss, self.text) if self.step else {}
 
     def stops(self) -> str | None:
@@ -55,7 +55,7 @@ class HeldOut:
         return f"no held-out loss was less than that of step {self.best_step} in {patience} validations (patience)"
 
     def summary(self) -> str | None:
-        """Return the last and the best validation in one line; None before one."""
+        """Return the last and the best validation in one line; None before the first validation."""
         if not self.step:
             return None
         bits = self.metrics().get("bits_per_byte")
@@ -63,7 +63,7 @@ class HeldOut:
         return f"held-out loss {self.loss:.4f}{byte}; the least was {self.best_loss:.4f}, after step {self.best_step}"
 
     def state(self) -> dict[str, Any]:
-        """Return the state for a checkpoint: the best weights, and the best and the last loss with their steps."""
+        """Return the checkpoint's state: the best weights, and the best and the last loss with their steps."""
         return {
             "weights": copies(self._best),
             "loss": self.best_loss,
@@ -72,7 +72,7 @@ class HeldOut:
         }
 
     def restore(self, state: Mapping[str, Any] | None) -> None:
-        """Restore a state. None, of a run without held-out sequences, changes nothing. ValueError if it is damaged."""
+        """Restore a state. None, from a run without held-out sequences, is ignored. ValueError if it is damaged."""
         if not self.is_on or not state or not state["weights"]:
             return
         whole(state, "step")
@@ -86,10 +86,9 @@ class HeldOut:
 
 
 def best_of(state: Mapping[str, Any]) -> tuple[Any, Any]:
-    """Return the weights by which a checkpoint is evaluated, and their step.
+    """Return the weights with which a checkpoint is evaluated, and their step; neither is checked.
 
-    They are the weights with the smallest held-out loss, or the last ones if nothing was held out. Neither value is
-    checked.
+    They are the weights with the smallest held-out loss or, without a validation, the last ones.
     """
     best = state.get("best")
     chosen = best if isinstance(best, Mapping) and best.get("step") else {**state, "step": state.get("steps")}

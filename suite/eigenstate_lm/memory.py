@@ -1,4 +1,4 @@
-"""Estimate of the device memory that a step of eigenstate_lm needs, and the settings to change if it is too much."""
+"""Estimate of the device memory that a step of eigenstate_lm needs, and advice on settings if it is too much."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from suite.eigenstate_lm.config import TrainConfig, without_techniques
 from suite.eigenstate_lm.model import parameters
 
 STATES = 16
-"""Bytes per parameter: itself, its gradient, and AdamW's two moments."""
+"""Bytes per parameter, in float32: the parameter, its gradient and AdamW's two moments."""
 
 
 class Kept(NamedTuple):
-    """Bytes per token and channel that the optimized trainer keeps for the backward pass, measured on an H200."""
+    """Bytes per token and channel that the optimized trainer keeps for the backward pass, as measured on an H200."""
 
     block: float
     """Bytes for each block."""
     beside: float
-    """Bytes that count once: those of the block that is being computed."""
+    """Bytes that occur once, for the block that is being computed."""
 
 
 KEPT = {"half": Kept(28.5, 14.0), "wide": Kept(48.5, 28.0)}
@@ -39,7 +39,7 @@ TOO_WIDE = "use a smaller width, or fewer layers"
 
 
 def needed(config: TrainConfig, vocabulary: int) -> tuple[float, float]:
-    """Estimate (bytes for any batch, bytes per sequence of a micro-batch) that the optimized trainer needs."""
+    """Estimate the optimized trainer's memory: (bytes for any batch, bytes per sequence computed at a time)."""
     half = config.autocast_bf16 or config.autocast_fp16
     kept = (KEPT_CHECKPOINTED if config.activation_checkpoint else KEPT)["half" if half else "wide"]
     block = kept.block + (DROPPED if config.dropout and not config.activation_checkpoint else 0.0)
@@ -53,9 +53,9 @@ def needed(config: TrainConfig, vocabulary: int) -> tuple[float, float]:
 
 
 def remedy(config: TrainConfig, vocabulary: int, total: int) -> str:
-    """Return which settings to change so that a step of as many sequences fits into `total` bytes.
+    """Return which settings to change so that a step with the same number of sequences fits into `total` bytes.
 
-    Settings that cost nothing are changed first.
+    Settings that cost no time or precision are changed first. If they do not suffice, the sequences are shortened.
     """
 
     def fits(changed: TrainConfig) -> bool:
@@ -74,7 +74,7 @@ def remedy(config: TrainConfig, vocabulary: int, total: int) -> str:
             for size in sizes:
                 more = sequences // size
                 if not chosen and size == config.batch_size:
-                    continue  # this one ran out of memory, whatever the estimate says
+                    continue  # the current setting ran out of memory, whatever the estimate says
                 if sequences % size == 0 and fits(replace(given, batch_size=size, accumulation=more)):
                     found.append((size, -len(chosen), chosen))
         if found:
@@ -92,7 +92,7 @@ def remedy(config: TrainConfig, vocabulary: int, total: int) -> str:
 
 
 def _subsets(names: Sequence[str]) -> list[tuple[str, ...]]:
-    """Return all subsets, smaller ones first."""
+    """Return all subsets, the smallest first."""
     return [chosen for n in range(len(names) + 1) for chosen in itertools.combinations(names, n)]
 
 
@@ -119,12 +119,12 @@ def plain_remedy(config: TrainConfig, vocabulary: int, total: int) -> str:
 def naming_the_remedy(
     config: TrainConfig, vocabulary: int, device: torch.device, *, plain: bool = False
 ) -> Iterator[None]:
-    """Turn an OutOfMemoryError inside into a PerfsuiteError that says in one line what to reduce and by how much.
+    """Convert an OutOfMemoryError to a PerfsuiteError that says in one line which settings to change, and how.
 
     On a CPU the operating system would kill the process without a message. There a step that needs more memory than the
-    machine has is refused beforehand.
+    machine has raises PerfsuiteError before it starts.
 
-    plain  the step is the plain trainer's, which runs none of the techniques and takes all its sequences at once
+    plain  True for the plain trainer, which runs none of the techniques and processes all sequences of a step at once
     """
     if plain:
         off = without_techniques(config)
@@ -136,7 +136,7 @@ def naming_the_remedy(
     try:
         yield
     except torch.OutOfMemoryError:
-        # Memory that other processes hold on the device is not available.
+        # Do not count memory that other processes hold on the device.
         total = 0
         if device.type == "cuda":
             total = torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)

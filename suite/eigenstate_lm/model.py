@@ -1,7 +1,7 @@
-"""The network of eigenstate_lm: its shapes, its first weights, and its forward pass over a stretch of tokens.
+"""The network of eigenstate_lm: its shapes, its initial weights, and its forward pass over consecutive tokens.
 
-A block mixes along time by cells of eigenstates, each a diagonal complex recurrence, and along the width by two linear
-layers. Weights are a plain mapping, name → tensor, as in a checkpoint.
+A block mixes along time with cells of eigenstates, which are diagonal complex recurrences, and along the width with two
+linear layers. Weights are a plain mapping, name → tensor, as in a checkpoint.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ import torch
 from torch.nn import functional
 
 SMALLEST, RANGE = 0.1, 0.89
-"""Lower bound of |λ|, and the width of its range: |λ| lies between 0.1 and 0.99."""
+"""Lower bound of |λ|, and the width of its range: |λ| is between 0.1 and 0.99."""
 TURN = 0.01
-"""Distance of the rotation of the states from the identity, in the Frobenius norm."""
+"""Frobenius norm of the difference between the rotation of the states and the identity."""
 EXPANSION = 4
 VOCABULARY = 50257
 
@@ -40,7 +40,7 @@ class Sizes:
 
 
 def shapes(sizes: Sizes) -> dict[str, tuple[int, ...]]:
-    """Return name → shape, in forward order: 123,104,256 parameters by default. The head is the embedding."""
+    """Return name → shape, in forward order. The head is the embedding. There are 123,104,256 parameters by default."""
     D, K, C = sizes.width, sizes.eigenstates, sizes.cells
     found: dict[str, tuple[int, ...]] = {"embedding": (sizes.vocabulary, D)}
     for layer in range(sizes.layers):
@@ -70,8 +70,9 @@ def parameters(sizes: Sizes) -> int:
 def make_weights(seed: int, sizes: Sizes) -> dict[str, torch.Tensor]:
     """Return name → float32 tensor on the CPU.
 
-    Linear layers are normal with standard deviation 1/√(inputs), the embedding with 0.02. α is uniform within (−3, 0),
-    so that |λ| begins at 0.545 at most. Where the source leaves the choice open, it is that of most language models.
+    Linear layers are normal with standard deviation 1/√(inputs), the embedding with 0.02, and M of `rotation` with 1.
+    α is uniform within (−3, 0), so that |λ| is at most 0.545 at first. Choices that the source leaves open are those of
+    most language models.
     """
     generator = torch.Generator().manual_seed(seed)
     weights = {}
@@ -90,7 +91,7 @@ def make_weights(seed: int, sizes: Sizes) -> dict[str, torch.Tensor]:
 
 
 def eigenvalues(decay: torch.Tensor) -> torch.Tensor:
-    """Compute λ [cells, K, 2], (real, imaginary), from α [cells, K]. Eigenstate k turns by 2πk/K per step."""
+    """Compute λ [cells, K, 2], (real, imaginary), from α [cells, K]. Eigenstate k rotates by 2πk/K per token."""
     count = decay.shape[-1]
     phase = torch.arange(count, dtype=decay.dtype, device=decay.device) * (2 * math.pi / count)
     magnitude = SMALLEST + RANGE * decay.sigmoid()
@@ -98,7 +99,7 @@ def eigenvalues(decay: torch.Tensor) -> torch.Tensor:
 
 
 def rotation(mixing: torch.Tensor) -> torch.Tensor:
-    """Compute R = I + 0.01 M / ‖M‖ from M [cells, K, K], with a norm for each cell."""
+    """Compute R = I + 0.01 M / ‖M‖ from M [cells, K, K], with the Frobenius norm of each cell's matrix."""
     norm = torch.linalg.matrix_norm(mixing, keepdim=True)
     identity = torch.eye(mixing.shape[-1], dtype=mixing.dtype, device=mixing.device)
     turned: torch.Tensor = identity + TURN * mixing / norm
@@ -106,7 +107,7 @@ def rotation(mixing: torch.Tensor) -> torch.Tensor:
 
 
 def first_states(sizes: Sizes, batch: int, device: torch.device | str = "cpu") -> torch.Tensor:
-    """Return the states before a text: zeros, float32 [layers, batch, cells · K, 2]."""
+    """Return the states before the first token: zeros, float32 [layers, batch, cells · K, 2]."""
     return torch.zeros(sizes.layers, batch, sizes.cells * sizes.eigenstates, 2, device=device)
 
 
@@ -117,10 +118,9 @@ def forward(
     scan: Scan,
     project: Project,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute (the head's input [B, T, D], the states after the tokens) from tokens int64 [B, T].
+    """Compute (the head's input [B, T, D], the states after the tokens) from tokens, int64 [B, T].
 
-    The states are shaped as by `first_states`.
-
+    states   the states before the tokens, in the shape of `first_states`, as are those after them
     scan     `reference.recurrence.eigenstate_scan`, or an equivalent function
     project  `reference.recurrence.fused_output_projection`, or an equivalent function
     """
@@ -135,7 +135,7 @@ def forward(
 
 
 def undropped(x: torch.Tensor) -> torch.Tensor:
-    """Drop nothing."""
+    """Return x unchanged, as a `Drop` that drops nothing."""
     return x
 
 
@@ -143,12 +143,12 @@ _BLOCK = [name.partition(".")[2] for name in shapes(Sizes(layers=1)) if name.sta
 
 
 def block_weights(weights: Weights, layer: int) -> Weights:
-    """Return a block's weights by their names within it."""
+    """Return a block's weights, by their names within the block."""
     return {name: weights[f"{layer}.{name}"] for name in _BLOCK}
 
 
 def driven(own: Weights, x: torch.Tensor) -> torch.Tensor:
-    """Compute β of all cells of a block, [B, T, cells · K]. Their eigenstates are scanned together."""
+    """Compute the scan's input β for all cells of a block, which are scanned together, [B, T, cells · K]."""
     return functional.linear(x, own["drive"].flatten(0, 1))
 
 
@@ -158,7 +158,7 @@ def scanned_by(own: Weights) -> torch.Tensor:
 
 
 def mixed(own: Weights, x: torch.Tensor, real: torch.Tensor, project: Project, drop: Drop) -> torch.Tensor:
-    """Compute a block's first half [B, T, D]: x plus the mean over the cells of their projected states, normed.
+    """Compute a block's first half, [B, T, D]: the layer norm of x plus the mean of the cells' projected states.
 
     real  [B, T, cells · K], the real parts of the scanned states
     """
@@ -169,7 +169,7 @@ def mixed(own: Weights, x: torch.Tensor, real: torch.Tensor, project: Project, d
 
 
 def fed(own: Weights, x: torch.Tensor, drop: Drop) -> torch.Tensor:
-    """Compute a block's second half [B, T, D]: x plus the output of its two linear layers, normed."""
+    """Compute a block's second half, [B, T, D]: the layer norm of x plus the output of the two linear layers."""
     wide = functional.gelu(functional.linear(x, own["expand"], own["expand.bias"]), approximate="tanh")
     return _norm(own, "norm2", x + drop(functional.linear(wide, own["contract"], own["contract.bias"])))
 

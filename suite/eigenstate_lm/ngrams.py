@@ -1,4 +1,4 @@
-"""An interpolated Kneser–Ney model of a text's tokens: a baseline for a language model, from counts alone.
+"""An interpolated Kneser–Ney model of a text's tokens, as a baseline for language models.
 
 Source: S. F. Chen, J. Goodman: An empirical study of smoothing techniques for language modeling (1999), the modified
 form with three discounts for each order.
@@ -20,7 +20,7 @@ UNSEEN = -1
 
 
 class _Order:
-    """The n-grams of one order: their sorted keys, their probabilities, and the leftover mass of each context.
+    """The n-grams of one order: their sorted keys, their probabilities `p`, and the leftover mass `left` by context.
 
     A key is `context * vocabulary + token`. A context is the number of the (n-1)-gram before the token.
     """
@@ -31,12 +31,12 @@ class _Order:
         self.left: Values = numpy.empty(0)
 
     def smooth(self, counts: Tokens, lower: Values) -> None:
-        """Set `p` and `left`. `lower` is the probability of each n-gram's token in the order below."""
+        """Compute `p` and `left`. `lower` is the probability of each n-gram's token in the order below."""
         of_context = self.keys // self.vocabulary
         discounts = _discounts(counts)[numpy.minimum(counts, 3)]
         totals = numpy.bincount(of_context, counts, self.contexts)
         taken = numpy.bincount(of_context, discounts, self.contexts)
-        # Where a context was never followed, the order below decides alone.
+        # A context without a following token leaves all mass to the order below.
         self.left = numpy.divide(taken, totals, out=numpy.ones(self.contexts), where=totals > 0)
         kept = numpy.divide(counts - discounts, totals[of_context], out=numpy.zeros(len(counts)), where=counts > 0)
         self.p = kept + self.left[of_context] * lower
@@ -49,9 +49,9 @@ class _Order:
 
 
 class KneserNey:
-    """A model of n-grams up to `order`, counted on spans of text.
+    """A Kneser–Ney model of n-grams up to `order`, counted on spans of text.
 
-    spans  int64 tokens below `vocabulary`; no n-gram reaches from one span into another
+    spans  int64 tokens below `vocabulary`; no n-gram crosses the border between spans
     """
 
     def __init__(self, spans: Sequence[Tokens], order: int, vocabulary: int) -> None:
@@ -71,7 +71,7 @@ class KneserNey:
             if not len(keys):  # every span is shorter
                 break
             suffixes.append(numbers[ends[first]])
-            if counts:  # below the highest order: number of different tokens before an n-gram
+            if counts:  # all but the highest order count the different tokens before an n-gram
                 counts[-1] = numpy.bincount(suffixes[-1], minlength=len(self.orders[-1].keys))
             counts.append(found)
             self.orders.append(_Order(keys, len(self.orders[-1].keys) if self.orders else 1, vocabulary))
@@ -96,9 +96,9 @@ class KneserNey:
 
 
 def _discounts(counts: Tokens) -> Values:
-    """Return the discounts of a count of 0, of 1, of 2 and of 3 or more."""
+    """Return the discounts for counts of 0, 1, 2, and 3 or more, float64 [4]."""
     seen = numpy.bincount(numpy.minimum(counts, 5), minlength=6).astype(numpy.float64)
-    if not seen[1:5].all():  # too few n-grams for a discount of each
+    if not seen[1:5].all():  # too few n-grams to estimate each discount
         return numpy.array([0.0, 0.5, 0.5, 0.5])
     share = seen[1] / (seen[1] + 2 * seen[2])
     found = [k - (k + 1) * share * seen[k + 1] / seen[k] for k in (1, 2, 3)]
@@ -106,7 +106,7 @@ def _discounts(counts: Tokens) -> Values:
 
 
 def loss_of(text: Text, order: int) -> float:
-    """Return the mean loss in nats of the held-out labels under a model counted on the training sequences."""
+    """Return the mean loss of the held-out labels, in nats, with a model counted on the training sequences."""
     row, length = text.pack.row, text.length
     rows = text.training
     starts = torch.cat([torch.tensor([True]), rows.diff() != 1]).nonzero().flatten().tolist()

@@ -1,4 +1,4 @@
-"""The report of a step of eigenstate_lm, and the speed of a run. Both trainers make the same."""
+"""The report of a step of eigenstate_lm, and the throughput of a run, for both trainers."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Report:
     """Scale of the loss. If it is not 1 and the norm is not finite, the step was skipped."""
 
     def metrics(self) -> dict[str, float]:
-        """Return the metrics under the names that the shared loop expects."""
+        """Return the metrics, with the names that the shared training loop expects."""
         return {
             "loss": self.loss,
             "learning_rate": self.rate,
@@ -39,14 +39,14 @@ class Report:
         }
 
     def stays(self) -> bool:
-        """Return whether the loss is not finite. Such a report stays the latest one."""
+        """Return whether the loss is not finite. If so, later reports do not replace this one."""
         return not math.isfinite(self.loss)
 
 
 class Throughput(StepSeconds):
-    """Tokens per second, their share of the device's peak arithmetic rate, and the peak memory.
+    """Tokens per second; on a GPU also the model FLOPs utilisation and the peak memory.
 
-    On a GPU the peak rate is measured once, by a matrix product in the precision of the trainer's products.
+    The peak FLOP/s of the GPU are measured once, with a matrix product in the precision of the trainer's products.
     """
 
     def __init__(self, config: TrainConfig, vocabulary: int, device: torch.device) -> None:
@@ -55,14 +55,14 @@ class Throughput(StepSeconds):
         self._device = device
         self._most: float | None = None
         if device.type == "cuda":
-            with torch.random.fork_rng(devices=[device]):  # dropout must not depend on it
+            with torch.random.fork_rng(devices=[device]):  # do not change the state that dropout draws from
                 self._most = ceilings.matmul_flops_per_s(str(device), config.precision)
             torch.cuda.reset_peak_memory_stats(device)  # do not count the product's matrices
 
     def metrics(self) -> dict[str, float]:
         """Return tokens_per_second; on a GPU also mfu (model FLOPs utilisation, 0 to 1) and peak_gib.
 
-        The result is empty as long as no time of a step is known.
+        The result is empty before the first step has been timed.
         """
         seconds = self.per_step()
         if seconds is None:
@@ -75,7 +75,7 @@ class Throughput(StepSeconds):
         return found
 
     def summary(self) -> str | None:
-        """Return the metrics in a line for the user; None if there are none."""
+        """Return the metrics as one line for the user; None if there are none."""
         found = self.metrics()
         if not found:
             return None
@@ -87,7 +87,7 @@ class Throughput(StepSeconds):
 
 
 def finish(trainer: Any, folder: Path) -> str | None:
-    """Return the held-out loss and the speed of a finished run, in lines for the user; None if both are missing."""
+    """Return the held-out loss and the throughput of a finished run as lines for the user; None without both."""
     lines = [line for line in (trainer.held_out.summary(), trainer.throughput.summary()) if line is not None]
     return "\n".join(lines) or None
 

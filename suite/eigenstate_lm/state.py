@@ -1,4 +1,4 @@
-"""The checkpoint state of both trainers. The names are the same, so each trainer reads the other's checkpoints."""
+"""The checkpoint state of eigenstate_lm. Both trainers use the same names, so each reads the other's checkpoints."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from suite.runtime.weights import check_weights, copies, optimizer_copies
 
 
 def state_of(trainer: Any) -> dict[str, Any]:
-    """Return all that a trainer's next step depends on, its configuration, and the tokenizer for generated text.
+    """Return all that a trainer's next step depends on, its configuration, and the tokenizer for text generation.
 
     weights    name → tensor, `suite.eigenstate_lm.model.shapes`
-    optimizer  state of the scaler's step: moments, steps, scale
-    steps      number of steps made so far, which determines the learning rate
+    optimizer  state of the `ScalerStep`: moments, steps, scale
+    steps      number of steps made so far, which determines the learning rate and the next sequences
     tokenizer  JSON of the tokenizers library; empty if the tokens are random
-    best       with validations on held-out sequences only: `suite.eigenstate_lm.held_out.HeldOut.state`
+    best       `suite.eigenstate_lm.held_out.HeldOut.state`; only if held-out sequences are validated
     """
     best = {"best": trainer.held_out.state()} if trainer.held_out.is_on else {}
     return {
@@ -35,7 +35,7 @@ def state_of(trainer: Any) -> dict[str, Any]:
 def restore(trainer: Any, state: Mapping[str, Any]) -> None:
     """Copy weights and the optimizer's state into a trainer's own tensors.
 
-    ValueError if a shape differs or a weight is missing. The trainer sets its `steps` itself.
+    ValueError if a shape differs or a weight is missing. `steps` is not set; the trainer sets it.
     """
     whole(state, "steps")
     own, given = trainer.weights, state["weights"]

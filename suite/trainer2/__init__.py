@@ -1,1 +1,1 @@
-"""Shared parts of the two trainer2 trainers: configuration, shapes and frozen weights."""
+"""Shared parts of the two trainer2 trainers: configuration, frozen weights, checkpoint state and search."""

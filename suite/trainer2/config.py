@@ -8,15 +8,14 @@ from dataclasses import dataclass
 from suite.configuration import need
 
 FIELD_CHANNELS = (16, 16)
-"""Inner shape of the field. Its 256 values condition the model and are driven by the retrieved states."""
+"""Inner shape of the field. Its 256 values condition the model, and the retrieved states drive them."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:
-    """All settings of trainer2. `__post_init__` raises ValueError for an impossible value, with field and remedy.
+    """All settings of trainer2. `__post_init__` raises ValueError, with field and remedy, for an invalid value.
 
-    The reference trainer reads the sizes, constants, `step_progress_every` and `autocast_bf16` only: it has no other
-    techniques.
+    The reference trainer reads only the sizes, the constants, `step_progress_every` and `autocast_bf16`.
     """
 
     # --- sizes
@@ -24,16 +23,16 @@ class TrainConfig:
     sequence_length: int = 128
     """Tokens T of an item, at most 512."""
     width: int = 256
-    """Width D of the model; at least 256, since the first 256 channels of the retrieved states drive the field."""
+    """Width D of the model, at least 256: the first 256 channels of the retrieved states drive the field."""
     heads: int = 4
     blocks: int = 6
     coordinates: int = 8
-    """Number n of coordinates, even: the first channels of the model's output."""
+    """Number n of coordinates, which are the first channels of the model's output; even."""
     lattice: int = 8
-    """Sites along each of the field's two outer axes."""
+    """Lattice sites along each of the field's two outer axes."""
     memory_slots: int = 2048
     window: int = 64
-    """Steps of a free window, and of a nudged one."""
+    """Steps of a free window, and of a nudged window."""
 
     # --- constants
     eps: float = 1e-8
@@ -54,16 +53,17 @@ class TrainConfig:
     use_cudagraphs: bool = False
     """Replay a step as one CUDA graph."""
     static_shapes: bool = True
-    """Every batch has the configured shape; CUDA graphs need it."""
+    """Require that all batches have the first one's shape, which CUDA graphs need."""
     capture_batch_size: int | None = None
-    """Batch size that is captured; None: `batch_size`."""
+    """Batch size of the captured step; `batch_size`, or None for the same."""
     warmup_steps: int = 10
-    """Steps before a capture."""
+    """Eager steps before the capture of the CUDA graph."""
     step_progress_every: int = 0
-    """Steps between two reports within a window, each of which waits for the device; 0: one report per window."""
+    """The reference trainer prints a report after each this many steps of a window, for which it waits for the device;
+    0: none. The optimized trainer ignores it."""
     cudnn_benchmark: bool = False
     timing_debug: bool = False
-    """Measure the seconds of each phase, and wait for the device after each."""
+    """Measure the seconds of each phase, which waits for the device after each phase."""
 
     # --- techniques
     metric_batching: bool = True
@@ -77,7 +77,7 @@ class TrainConfig:
     rotor_cache: bool = True
     metric_update: bool = True
     autocast_bf16: bool = False
-    """Compute the model's matrix products and attention in bfloat16, in either trainer."""
+    """Compute the model's matrix products and attention in bfloat16, in both trainers."""
 
     def __post_init__(self) -> None:
         channels = FIELD_CHANNELS[0] * FIELD_CHANNELS[1]
@@ -112,7 +112,7 @@ class TrainConfig:
 
     @property
     def eta(self) -> float:
-        """Step size of the metric's and the rotor's update."""
+        """Step size of the updates of the metric and the rotor."""
         return self.eta_update / self.beta_nudge
 
 
@@ -129,8 +129,7 @@ TECHNIQUES = (
     "use_cudagraphs",
     "autocast_bf16",
 )
-"""The switches, in the order in which the ablation turns them on. The last is the only one that changes the precision.
-"""
+"""Switches, in the order in which the ablation turns them on. Only the last one changes the precision."""
 CLAIMS = {
     "metric_batching": "3–5%",
     "rotor_update": "2–3%",
@@ -143,7 +142,7 @@ CLAIMS = {
     "use_cudagraphs": "15–25%",
     "autocast_bf16": "20–30%",
 }
-"""Gain that the source expected of each technique."""
+"""Technique → the gain that the source expects."""
 
 
 def without_techniques(config: TrainConfig) -> TrainConfig:
@@ -152,10 +151,10 @@ def without_techniques(config: TrainConfig) -> TrainConfig:
 
 
 def short_windows(config: TrainConfig) -> tuple[TrainConfig, TrainConfig, int] | None:
-    """Return configurations with windows of one and of two steps, and how many steps beyond the first a window has.
+    """Return configurations with windows of one and of two steps, and the number of a window's steps after the first.
 
     `suite.ablation.measure` uses them to count the work of a window. The result is None if a window has at most two
-    steps, or reports within it make its steps differ.
+    steps, or if its steps differ because of reports within it.
     """
     if config.window <= 2 or config.step_progress_every:
         return None

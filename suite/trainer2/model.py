@@ -1,4 +1,4 @@
-"""The frozen model of trainer2: its weights and its first field, the same for both trainers."""
+"""The frozen weights and the initial field of trainer2, which both trainers share."""
 
 from __future__ import annotations
 
@@ -9,15 +9,16 @@ import torch
 from suite.trainer2.config import FIELD_CHANNELS, TrainConfig
 
 LINEARS = {"qkv": (3, 1), "project": (1, 1), "expand": (4, 1), "contract": (1, 4)}
-"""Linear layers of a block: name → (outputs, inputs), in multiples of the width."""
+"""Linear layers of a block: name → (outputs, inputs) in multiples of the width."""
 
 
 def make_weights(config: TrainConfig, vocabulary: int) -> dict[str, torch.Tensor]:
-    """Return name → float32 tensor on the CPU, drawn from `config.seed`; none is ever trained.
+    """Return name → float32 tensor on the CPU, drawn from `config.seed`. The weights are never trained.
 
-    embedding [V, D]; condition [D, 256]; of block i `i.qkv` [3D, D], `i.project` [D, D], `i.expand` [4D, D] and
-    `i.contract` [D, 4D] with a bias each ("i.expand.bias"), and the scale and shift of its two layer norms
-    ("i.norm1", "i.norm1.bias"); `norm` and `norm.bias` at the end. About 5 M parameters besides the embedding at D 256.
+    They are `embedding` [V, D] and `condition` [D, 256]; for block i `i.qkv` [3D, D], `i.project` [D, D], `i.expand`
+    [4D, D] and `i.contract` [D, 4D], each with a bias ("i.expand.bias"), and the scales and shifts of two layer norms
+    ("i.norm1", "i.norm1.bias"); last `norm` and `norm.bias`. With D = 256 and six blocks they have about 5 M parameters
+    without the embedding.
     """
     generator = torch.Generator().manual_seed(config.seed)
     D = config.width
@@ -43,7 +44,7 @@ def make_weights(config: TrainConfig, vocabulary: int) -> dict[str, torch.Tensor
 
 
 def make_field(config: TrainConfig) -> torch.Tensor:
-    """Return the first field T, complex64 [lattice, lattice, 16, 16] on the CPU, drawn from `config.seed`."""
+    """Return the initial field, complex64 [lattice, lattice, 16, 16] on the CPU, drawn from `config.seed`."""
     generator = torch.Generator().manual_seed(config.seed + 1)
     shape = (config.lattice, config.lattice, *FIELD_CHANNELS)
     return torch.complex(torch.randn(shape, generator=generator), torch.randn(shape, generator=generator)) / 2

@@ -1,4 +1,4 @@
-"""Search by a trained geometry: the passages nearest to a text, and how often a passage's other half is found."""
+"""Search with a trained geometry: the passages nearest to a text, and how often it finds a passage's other half."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from suite.text import Data, Sequences
 from suite.trainer2.config import TrainConfig
 
 AT_ONCE = 64
-"""Passages that the network reads together."""
+"""Passages whose coordinates are computed at a time."""
 MOST_COSTS = 1 << 24
-"""Costs that are computed together: 64 MB in float32."""
+"""Maximum number of distances that are computed at a time: 64 MiB in float32, and n times that for differences."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Scores:
-    """Scores of a search for each passage's second half by its first, among the second halves of all passages."""
+    """Scores of a search that finds each passage's second half by its first, among all passages' second halves."""
 
     passages: int
     first: float
@@ -36,7 +36,7 @@ class Scores:
 
 
 def trainer_of(file: Path, state: Mapping[str, Any], device: torch.device, *, trained: bool = True) -> Any:
-    """Return the reference trainer with a checkpoint's state, or untrained; PerfsuiteError if the state is damaged."""
+    """Return the reference trainer of a checkpoint, with its state or untrained; PerfsuiteError if it is damaged."""
     try:
         given = configuration.known(TrainConfig, state["config"])
         config = dataclasses.replace(TrainConfig(**given), use_cudagraphs=False)
@@ -50,7 +50,7 @@ def trainer_of(file: Path, state: Mapping[str, Any], device: torch.device, *, tr
 
 
 def data_of(recorded: Mapping[str, Any], fields: Sequence[str]) -> Data:
-    """Return the data of a checkpoint's configuration, with the fields of the command line in place of its own."""
+    """Return the data of a checkpoint's configuration, in which the command line's fields replace the recorded ones."""
     names = {f.name for f in dataclasses.fields(Data)}
     before = [f"--{name}={value}" for name, value in recorded.items() if name in names and value is not None]
     (data,) = configuration.read([Data], None, [*before, *fields])
@@ -67,9 +67,9 @@ def coordinates(trainer: Any, sequences: Sequences) -> torch.Tensor:
 
 
 def costs(trainer: Any, queries: torch.Tensor, candidates: torch.Tensor) -> torch.Tensor:
-    """Return the distances in the learned metric, [A, N], of A queries and N candidates, by which retrieval weighs.
+    """Compute the distances between A queries and N candidates in the learned metric, [A, N].
 
-    The field's curvature, a common factor, is left out.
+    Retrieval weights candidates by them, times the field's curvature. That common factor is left out here.
     """
     d = candidates[None] - queries[:, None]
     form = torch.einsum("abn,n->ab", d.square(), trainer.metric).clamp(min=0)
@@ -77,9 +77,10 @@ def costs(trainer: Any, queries: torch.Tensor, candidates: torch.Tensor) -> torc
 
 
 def scores_of(trainer: Any, sequences: Sequences) -> Scores:
-    """Search for each whole sequence's second half by its first; PerfsuiteError if no sequence is whole.
+    """Search for the second half of each sequence without padding by its first half.
 
-    Half of the other candidates at the same distance as the right one count as nearer.
+    Half of the other candidates at the same distance as the right one count as nearer. PerfsuiteError if all sequences
+    have padding, or if they have fewer than two tokens.
     """
     length = sequences.input_ids.shape[1]
     whole = sequences.of(sequences.attention_mask.bool().all(1))
@@ -110,7 +111,7 @@ def scores_of(trainer: Any, sequences: Sequences) -> Scores:
 
 
 def by_chance(passages: int) -> Scores:
-    """Return the average scores of a random ranking."""
+    """Return the expected scores of a random ranking."""
     ranks = torch.arange(1, passages + 1, dtype=torch.float64)
     return Scores(
         passages=passages,
@@ -121,9 +122,9 @@ def by_chance(passages: int) -> Scores:
 
 
 class Passages:
-    """Passages of the text that a geometry was trained on, or of another, in the same tokens.
+    """At most `most` passages of a text, in the tokens of a geometry: its training text or another one.
 
-    PerfsuiteError if the text's vocabulary has another size than the geometry's, or the data are synthetic.
+    PerfsuiteError if the text's vocabulary does not have `vocabulary` tokens, or if the data are synthetic.
     """
 
     def __init__(self, data: Data, vocabulary: int, most: int) -> None:
@@ -142,7 +143,7 @@ class Passages:
         self.where = f"{len(self.sequences):,} of {len(every):,} passages of {found.where}"
 
     def encoded(self, query: str) -> Sequences:
-        """Return a query's tokens, at most as many as a passage has; PerfsuiteError if it has none."""
+        """Return a query's tokens, cut at the length of a passage; PerfsuiteError if it has none."""
         ids = self._tokenizer.encode(query).ids[: self.sequences.input_ids.shape[1]]
         if not ids:
             raise PerfsuiteError("the query is empty; give some text")

@@ -1,4 +1,4 @@
-"""The state that both trainers keep in a checkpoint, under the same names, so that each reads the other's."""
+"""The checkpoint state of trainer2. Both trainers use the same names, so each reads the other's checkpoints."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ TENSORS = (
     "memory_states",
     "memory_filled",
 )
-"""Tensors that training changes, and the rest field, which the forces refer to. The weights are stored beside them."""
+"""Tensors that training changes, and `rest`, toward which the forces pull the field. The weights are stored separately.
+"""
 
 
 def state_of(trainer: Any) -> dict[str, Any]:
