@@ -47,22 +47,21 @@ class ResidentDataset:
         self.bounds = bounds(self.rows, batch_size, drop_last)
         self.batch_size = batch_size
         row_bytes = sum(t.nbytes for t in tensors) // self.rows
-        needed = (self.rows + batch_size) * row_bytes
+        batch_rows = min(batch_size, self.rows)
+        needed = (self.rows + batch_rows) * row_bytes
         self.reason: str | None = None
         self._pieces: _Pieces | None = None
         if limit_bytes is None or needed <= limit_bytes:
             self._resident = [t.to(self.device) for t in tensors]
         else:
-            rows = _piece_rows(limit_bytes, row_bytes, batch_size)
+            rows = _piece_rows(limit_bytes, row_bytes, batch_rows)
             self._pieces = _Pieces(tensors, min(rows, self.rows), self.device)
             memory = "pinned memory" if self.device.type == "cuda" else "memory"
             self.reason = (
                 f"the split takes {needed} bytes with a batch, more than limit_bytes={limit_bytes}: "
                 f"batches are streamed from {memory}, {rows} rows at a time"
             )
-        self.batch = tuple(
-            torch.empty((min(batch_size, self.rows), *t.shape[1:]), dtype=t.dtype, device=self.device) for t in tensors
-        )
+        self.batch = tuple(torch.empty((batch_rows, *t.shape[1:]), dtype=t.dtype, device=self.device) for t in tensors)
 
     def __len__(self) -> int:
         """Return the number of batches in an epoch."""

@@ -141,6 +141,8 @@ class Trainer(QueuesReports):
             with torch.no_grad(), phase("optimizer"):
                 norm = self._clip(self._sums, config.clip)
                 self.lr.fill_(config.rate(self.steps))
+                # The optimizer divides by its scale, which is below 1 after a step with non-finite gradients.
+                torch._foreach_mul_(self._sums, self.optimizer.scale)
                 self.optimizer(self._sums)
         self.steps += 1
         step, rate = self.steps, config.rate(self.steps - 1)

@@ -22,6 +22,7 @@ from optimized.compilation.compiled_function import compile_if_possible
 from optimized.geometry.rotor_cache import RotorCache
 from optimized.geometry.velocity_accumulation import VelocitySum
 from optimized.graphs.cuda_graph_step import cuda_graph_step
+from suite.backends import cudnn_benchmark
 from suite.techniques import implementation
 from suite.trainer2.config import FIELD_CHANNELS, TrainConfig
 from suite.trainer2.model import make_field, make_weights
@@ -61,8 +62,6 @@ class Trainer:
         """Loss, curvature, speed and loss_delta of the last window, on the device."""
         self._reports = _Reports(self.device, batched=config.metric_batching)
         self._cleaned = self._cleanup(self._both_windows)
-        if config.cudnn_benchmark:
-            torch.backends.cudnn.benchmark = True
 
     def _choose(self, n: int) -> None:
         """Choose the implementation of each technique: optimized if its switch is on, otherwise the reference."""
@@ -78,11 +77,12 @@ class Trainer:
         self._rotor_update = of("geometry.rotor_update", "rotor_update", config.rotor_update)
         self._metric_update = of("geometry.metric_update", "metric_update", config.metric_update)
         self._cleanup = of("memory.adaptive_cleanup", "adaptive_cleanup", config.adaptive_cleanup)
+        self._metric_batching = of("synchronization.metric_batching", "metric_batching", config.metric_batching)
         self._forward, self._push_field = _compiled() if config.compiled_function else (_forward, _leapfrog)
 
     def train_window(self, batch: Mapping[str, torch.Tensor]) -> None:
         """Run both windows and the update on `batch` (input_ids int64 [B, T], attention_mask [B, T])."""
-        with torch.no_grad():
+        with torch.no_grad(), cudnn_benchmark(on=self.config.cudnn_benchmark):
             self._cleaned(batch)
 
     def metrics(self) -> Mapping[str, float] | None:
@@ -140,8 +140,12 @@ class Trainer:
         self._summed.zero_()
         if self._velocities is not None:
             self._velocities.reset()
-        for _ in range(self.config.window):
+        every = self.config.step_progress_every
+        for step in range(1, self.config.window + 1):
             self._step()
+            if every and step % every == 0:
+                lior, curvature, speed = self._metric_batching(*self.sums.unbind(), step)
+                print(f"step {step}: lior {lior:.4f}, R_sc {curvature:.4f}, speed {speed:.4f}")
         return self.sums / self.config.window
 
     def _take(self, batch: Mapping[str, torch.Tensor]) -> None:

@@ -62,6 +62,8 @@ def load(model: torch.nn.Module, optimizer: torch.optim.Optimizer, path: Path) -
     if not isinstance(content, dict) or content.keys() != parameters.keys():
         raise CheckpointError(f"{path} is of another model, whose parameters have other names; load another")
     for name, p in parameters.items():
+        if not isinstance(content[name], dict) or content[name].keys() != {"weight", "state"}:
+            raise CheckpointError(f"{path} has no optimizer state; load a checkpoint that `save` wrote")
         saved = content[name]["weight"]
         if saved.shape != p.shape:
             shapes = f"{tuple(saved.shape)} in place of {tuple(p.shape)}"

@@ -103,7 +103,8 @@ class Trainer(WaitsForReports):
             with torch.no_grad(), phase("optimizer"):
                 norm = clip_grad_norm(grads, config.clip)
                 self.lr.fill_(config.rate(self.steps))
-                self.optimizer(grads)
+                # The optimizer divides by its scale, which is below 1 after a step with non-finite gradients.
+                self.optimizer([g * self.optimizer.scale for g in grads])
         self.steps += 1
         found = Report(
             step=self.steps,

@@ -8,6 +8,7 @@ import torch
 
 from suite.ablation import Ratio
 from suite.claims.eigenstate_lm_setting import EPS, NOTHING, QUALITY, ROUNDING, STEP, TOLERANCE
+from suite.claims.measuring import largest
 from suite.claims.record import CONFIRMED, DEPENDS, REFUTED, UNMEASURED
 
 
@@ -19,7 +20,7 @@ def extrapolated(short: tuple[int, float], longer: tuple[int, float], length: in
 
 def error(found: Sequence[torch.Tensor], truth: Sequence[torch.Tensor]) -> float:
     """Return the largest relative error of a tensor: the norm of its error over the norm of the true tensor."""
-    return max(float((a.double() - b).norm() / b.norm()) for a, b in zip(found, truth, strict=True))
+    return largest(float((a.double() - b).norm() / b.norm()) for a, b in zip(found, truth, strict=True))
 
 
 def horizon(influence: torch.Tensor) -> int | None:
@@ -50,13 +51,13 @@ def in_turn(furthest: float, scan: float, loop: float) -> str:
 
     It is REFUTED if a scan has the same results, except for rounding, in less than half the time.
     """
-    if furthest > ROUNDING:
+    if not furthest <= ROUNDING:
         return CONFIRMED
     return REFUTED if 2 * scan < loop else UNMEASURED
 
 
 def only_speed(errors: Sequence[float], peaks: Sequence[float]) -> str:
-    if max(errors) > ROUNDING:
+    if largest(errors) > ROUNDING:
         return REFUTED
     return DEPENDS if max(peaks) > (1 + TOLERANCE) * min(peaks) else CONFIRMED
 
@@ -106,7 +107,7 @@ def loads_faster(gains: Sequence[Ratio], batch: float) -> str:
 
 
 def twice(ratios: Sequence[Ratio], lost: Sequence[float]) -> str:
-    if max(lost) > QUALITY:
+    if largest(lost) > QUALITY:
         return REFUTED
     if not ratios:
         return UNMEASURED

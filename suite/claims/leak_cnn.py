@@ -167,9 +167,9 @@ def batches(s: Setting) -> Answer:
         f"{rounded[1]} batches of {config.val_batch_size}"
     )
     dropped = all(n == audio.segments("train") // FEW_BATCH for n in steps)
-    if whole != STEPS and rounded[0] != STEPS:
-        return REFUTED, detail.removeprefix("on ")
-    return (DEPENDS if made != whole and dropped else CONFIRMED), detail
+    if made != whole and dropped and STEPS in (whole, rounded[0]):
+        return DEPENDS, detail
+    return (CONFIRMED if STEPS in (whole, rounded[0]) else REFUTED), detail.removeprefix("on ")
 
 
 @CHECKS("C18", "With metrics on the device an epoch has one sync.", gpu=True)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import gc
+import math
 import multiprocessing
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from functools import partial
 from multiprocessing.connection import Connection
 from statistics import median
@@ -149,17 +150,24 @@ def saved(ratio: Ratio) -> tuple[float, float]:
     return 100 * (1 - 1 / ratio.low), 100 * (1 - 1 / ratio.high)
 
 
-def within(low: float, high: float, least: float, most: float, detail: str) -> Answer:
+def largest(distances: Iterable[float]) -> float:
+    """Return the largest distance; infinity if one is NaN, so that it passes no bound."""
+    return max(math.inf if math.isnan(d) else d for d in distances)
+
+
+def within(low: float, high: float, least: float, most: float, detail: str, *, nothing: float = 0.0) -> Answer:
     """Return the verdict on whether the interval [low, high] overlaps the claimed one, [least, most].
 
     It is EXCEEDED if the interval is above the claimed one and REFUTED if it is below. An interval that overlaps it and
-    contains 0 is UNMEASURED. `detail` describes the measurement.
+    contains `nothing`, the value without any effect, is UNMEASURED. `detail` describes the measurement.
     """
     if low > most:
         return EXCEEDED, detail
     if high < least:
         return REFUTED, detail
-    return (CONFIRMED, detail) if low > 0 else (UNMEASURED, f"{detail}. That may as well be nothing: too noisy to tell")
+    if low > nothing:
+        return CONFIRMED, detail
+    return UNMEASURED, f"{detail}. That may as well be nothing: too noisy to tell"
 
 
 def percent(low: float, high: float) -> str:
@@ -188,9 +196,10 @@ def _serve(end: Connection, make: Callable[..., Callable[[], object]], given: tu
 
 def _asked(end: Connection) -> float:
     try:
-        end.send(None)
+        with suppress(BrokenPipeError):  # a process that has ended may have left its error in the pipe
+            end.send(None)
         found = end.recv()
-    except (EOFError, BrokenPipeError, ConnectionResetError):
+    except (EOFError, ConnectionResetError):
         raise RuntimeError("a process that was to time something has ended") from None
     if isinstance(found, Exception):
         raise found

@@ -16,7 +16,7 @@ import torch
 from perfsuite.report import units
 from suite import ablation
 from suite.ablation import Ratio
-from suite.claims.measuring import interleaved, typical, within
+from suite.claims.measuring import interleaved, largest, typical, within
 from suite.claims.record import CONFIRMED, DEPENDS, EXCEEDED, REFUTED, UNMEASURED, Answer, Checks
 from suite.polychromic.config import DTYPES, TrainConfig
 from suite.polychromic.data import Data, load
@@ -116,7 +116,7 @@ def kernel(s: Setting) -> Answer:
             f"{count} replies take {typical(found['plain'])} and {typical(found['fast'])}, {_times(gains[count])}"
         )
     text = f"{'; '.join(rows)}. A few replies take the time of a launch"
-    verdict, text = within(gains[10].low, gains[10].high, 2, 3, text)
+    verdict, text = within(gains[10].low, gains[10].high, 2, 3, text, nothing=1)
     if verdict in (REFUTED, EXCEEDED) and any(2 <= gain.value <= 3 for gain in gains.values()):
         return DEPENDS, f"on how many replies a set has: {text}"
     return verdict, text
@@ -152,7 +152,7 @@ def attention(s: Setting) -> Answer:
         f"a step takes {typical(found['plain'])} without it and {typical(found['flash'])} with it, {_times(gain)}. "
         f"Attention alone, forward and backward, of two rows: {'; '.join(rows)}"
     )
-    return within(gain.low, gain.high, 1.5, 2, text)
+    return within(gain.low, gain.high, 1.5, 2, text, nothing=1)
 
 
 # --- when, and which replies ----------------------------------------------------------------------------------------
@@ -223,7 +223,7 @@ def _weights_after(s: Setting, config: TrainConfig) -> dict[str, torch.Tensor]:
 
 def _furthest(some: dict[str, torch.Tensor], others: dict[str, torch.Tensor]) -> float:
     """Return the largest absolute difference between two sets of weights."""
-    return max(float((some[name] - others[name]).abs().max()) for name in some)
+    return largest(float((some[name] - others[name]).abs().max()) for name in some)
 
 
 def _differ(most: float) -> str:

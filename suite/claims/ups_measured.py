@@ -12,7 +12,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from suite.claims.measuring import interleaved, peak_bytes
+from suite.claims.measuring import interleaved, largest, peak_bytes
 from suite.claims.ups_setting import RARE, SOURCE, Setting, make_trainer, mixture, steps, tuned
 from suite.techniques import implementation
 from suite.ups.losses import InverseTask
@@ -88,7 +88,7 @@ def operator_after(s: Setting, config: Any) -> list[torch.Tensor]:
 
 def apart(found: Sequence[torch.Tensor], known: Sequence[torch.Tensor]) -> float:
     """Return the largest distance of a tensor from the known one, relative to the norm of the known one."""
-    return max(float((a - b).norm() / b.norm().clamp_min(1e-30)) for a, b in zip(found, known, strict=True))
+    return largest(float((a - b).norm() / b.norm().clamp_min(1e-30)) for a, b in zip(found, known, strict=True))
 
 
 def state_rates(trainer: Any) -> tuple[float, float]:
@@ -154,7 +154,7 @@ def by_kind(first: Sequence[torch.Tensor], count: int) -> dict[str, float]:
     distances = {"Muon": 0.0, "AdamW": 0.0}
     for w, a, b in zip(first, *ends, strict=True):
         kind = "Muon" if w.dim() == 2 else "AdamW"
-        distances[kind] = max(distances[kind], float((a - b).norm() / (b - w).norm()))
+        distances[kind] = largest([distances[kind], float((a - b).norm() / (b - w).norm())])
     return distances
 
 

@@ -200,7 +200,9 @@ def all_reduce_times(
     if first:
         os.environ.update(variables)
     backend = "nccl" if device.type == "cuda" else "gloo"
-    groups = [dist.new_group(list(ranks), backend=backend) for ranks in (range(half), range(half, 2 * half))]
+    groups = [
+        dist.new_group(list(ranks), timeout=TIMEOUT, backend=backend) for ranks in (range(half), range(half, 2 * half))
+    ]
     group = groups[0 if first else 1]
     tensor = torch.ones(elements, device=device)
     seconds: list[float] = []

@@ -82,9 +82,10 @@ def ablate(
             assert folder is not None
             record = _measured(name, config, device, rounds, windows, always, folder, fields)
             ablation.save(record, folder / f"{name}.json")
-        elif config is not None or always or fields:
-            given = " ".join(["--config"] * (config is not None) + ["--always"] * bool(always) + list(fields))
-            raise ConfigurationError(f"--from shows a recording and measures nothing; leave out {given}, or --from")
+        elif given := [*_given_to_measure(), *fields]:
+            raise ConfigurationError(
+                f"--from shows a recording and measures nothing; leave out {' '.join(given)}, or --from"
+            )
         else:
             record = ablation.load(Path(source))
             if record.trainer != name:
@@ -99,6 +100,13 @@ def ablate(
             ablation.plot(record, folder / f"{name}.svg")
         write(folder / f"{name}.md", page)
         tell(f"wrote {shown(folder / name)}.md", err=True)
+
+
+def _given_to_measure() -> list[str]:
+    """Return the options on the command line that only a measurement reads."""
+    source = click.get_current_context().get_parameter_source
+    options = ("config", "device", "rounds", "windows", "always")
+    return [f"--{name}" for name in options if source(name) is not ParameterSource.DEFAULT]
 
 
 def _measured(

@@ -39,7 +39,7 @@ class HeldOut:
     def validate(self, step: int, sequences: Any, device: torch.device, loss: MeanLoss) -> None:
         """Compute the mean loss after a step; keep the weights if it is the smallest yet. Waits for the device."""
         self.loss, self.step = mean_loss(self.text, self.config.batch_size, sequences, device, loss), step
-        if not self.best_step or self.loss < self.best_loss:
+        if not self.best_step or self.loss < self.best_loss or math.isnan(self.best_loss):
             self.best_loss, self.best_step = self.loss, step
             torch._foreach_copy_(list(self._best.values()), list(self._weights.values()))
 

@@ -125,7 +125,7 @@ class TrainConfig:
 
     @property
     def scaling(self) -> Scaling:
-        """The loss scale: always 1, since nothing is computed in float16."""
+        """The loss scale: 1, since nothing is computed in float16; it halves at a step with non-finite gradients."""
         return scaling_for(float16=False)
 
     def rate(self, step: int) -> float:

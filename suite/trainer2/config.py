@@ -59,8 +59,8 @@ class TrainConfig:
     warmup_steps: int = 10
     """Eager steps before the capture of the CUDA graph."""
     step_progress_every: int = 0
-    """The reference trainer prints a report after each this many steps of a window, for which it waits for the device;
-    0: none. The optimized trainer ignores it."""
+    """Print a report after each this many steps of a window, which waits for the device; 0: none. A CUDA graph has
+    none."""
     cudnn_benchmark: bool = False
     timing_debug: bool = False
     """Measure the seconds of each phase, which waits for the device after each phase."""

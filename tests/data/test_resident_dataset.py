@@ -191,6 +191,12 @@ def test_a_limit_below_three_batches_is_one_line():
         Optimized(split(100), 4, "cpu", limit_bytes=239)
 
 
+def test_a_batch_size_above_the_number_of_rows_needs_no_more_memory():
+    data = Optimized([torch.zeros(10, 1)], 100, "cpu", limit_bytes=80)
+    assert data.reason is None
+    assert [len(batch[0]) for batch in data.epoch(0)] == [10]
+
+
 def test_the_smallest_rows():
     """Rows of one byte are streamed one at a time; a negative limit is refused for rows of 0 bytes, too."""
     rows = torch.arange(10, dtype=torch.uint8)

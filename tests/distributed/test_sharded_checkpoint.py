@@ -157,6 +157,14 @@ def test_another_model_is_named(save, load, shapes, says, alone, tmp_path):
         load(other.model, other.optimizer, tmp_path / "c")
 
 
+def test_a_plain_state_dict_is_named(alone, tmp_path):
+    saved = network((4, 3), (2, 4))
+    content = {name: p.detach().full_tensor() for name, p in saved.model.named_parameters()}
+    torch.save(content, tmp_path / "c")
+    with pytest.raises(CheckpointError, match="c has no optimizer state; load a checkpoint that `save` wrote"):
+        reference_load(saved.model, saved.optimizer, tmp_path / "c")
+
+
 @pytest.mark.parametrize("content", [b"", b"no pickle", b"\x80\x04N."])
 def test_a_list_of_contents_that_is_damaged_is_named(content, alone, tmp_path):
     saved, path = network((4, 3)), tmp_path / "c"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import warnings
 from pathlib import Path
 from typing import Any
@@ -63,6 +64,16 @@ def test_an_interval_that_meets_what_is_claimed_confirms_it(low: float, high: fl
     found, finding = measuring.within(low, high, 15, 25, "so much")
     assert found == verdict
     assert finding == "so much" + ". That may as well be nothing: too noisy to tell" * (verdict == UNMEASURED)
+
+
+@pytest.mark.parametrize(("low", "verdict"), [(1.01, CONFIRMED), (0.9, UNMEASURED)])
+def test_a_ratio_of_1_is_no_effect(low: float, verdict: str) -> None:
+    assert measuring.within(low, 1.6, 1.5, 2, "so much", nothing=1)[0] == verdict
+
+
+def test_a_distance_that_is_nan_passes_no_bound() -> None:
+    assert measuring.largest([0.5, math.nan, 0.25]) == math.inf
+    assert measuring.largest([0.5, 0.75]) == 0.75
 
 
 def test_every_claim_of_the_source_has_a_test() -> None:

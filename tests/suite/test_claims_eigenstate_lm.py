@@ -349,7 +349,12 @@ def test_a_figure_that_lies_between_depends(found: tuple[float, ...], verdict: s
 
 @pytest.mark.parametrize(
     ("furthest", "scan", "loop", "verdict"),
-    [(1e-7, 3e-4, 7.3, REFUTED), (1e-7, 1.0, 1.5, UNMEASURED), (1e-2, 3e-4, 7.3, CONFIRMED)],
+    [
+        (1e-7, 3e-4, 7.3, REFUTED),
+        (1e-7, 1.0, 1.5, UNMEASURED),
+        (1e-2, 3e-4, 7.3, CONFIRMED),
+        (math.nan, 3e-4, 7.3, CONFIRMED),
+    ],
 )
 def test_what_is_equal_and_faster_at_once_needs_no_turn(
     furthest: float, scan: float, loop: float, verdict: str
@@ -359,12 +364,23 @@ def test_what_is_equal_and_faster_at_once_needs_no_turn(
 
 @pytest.mark.parametrize(
     ("errors", "peaks", "verdict"),
-    [((1e-7, 2e-7), (1, 5), DEPENDS), ((1e-7, 2e-7), (100, 105), CONFIRMED), ((1e-7, 1e-3), (1, 1), REFUTED)],
+    [
+        ((1e-7, 2e-7), (1, 5), DEPENDS),
+        ((1e-7, 2e-7), (100, 105), CONFIRMED),
+        ((1e-7, 1e-3), (1, 1), REFUTED),
+        ((1e-7, math.nan), (1, 1), REFUTED),
+    ],
 )
 def test_chunks_are_judged_by_result_and_memory(
     errors: tuple[float, ...], peaks: tuple[float, ...], verdict: str
 ) -> None:
     assert verdicts.only_speed(errors, peaks) == verdict
+
+
+def test_an_error_that_is_nan_is_infinite() -> None:
+    nan = torch.full((3,), math.nan)
+    assert verdicts.error([torch.ones(3), nan], [torch.ones(3).double()] * 2) == math.inf
+    assert verdicts.error([torch.ones(3)], [torch.ones(3).double()]) == 0
 
 
 @pytest.mark.parametrize(
@@ -422,6 +438,7 @@ def test_prefetching_counts_where_a_step_waits(gains: tuple[float, float], batch
         ((2.1, 1.9), 0.001, CONFIRMED),
         ((1.2, 1.1), 0.001, REFUTED),
         ((2.1, 1.9), 0.05, REFUTED),
+        ((2.1, 1.9), math.nan, REFUTED),
         ((), 0.001, UNMEASURED),
     ],
 )

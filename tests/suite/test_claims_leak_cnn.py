@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import functools
 import itertools
+import multiprocessing
 import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -317,6 +318,22 @@ def test_what_is_timed_apart_has_a_process_of_its_own_and_its_error_is_raised_he
     assert first == second != str(os.getpid())
     with pytest.raises(ProcessLookupError):
         os.kill(int(first), 0)
+
+
+def _failing(path: str) -> Callable[[], object]:
+    Path(path).touch()
+    raise ValueError("it cannot begin")
+
+
+@FULLY
+def test_the_error_of_a_process_that_has_ended_is_raised_here(tmp_path: Path) -> None:
+    path = tmp_path / "began"
+    with measuring.apart({"one": (_failing, (str(path),))}) as calls:
+        (child,) = multiprocessing.active_children()
+        child.join(60)
+        assert path.exists()
+        with pytest.raises(ValueError, match="it cannot begin"):
+            calls["one"]()
 
 
 # --- the command, and a GPU -----------------------------------------------------------------------------------------

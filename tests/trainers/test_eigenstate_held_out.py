@@ -21,6 +21,7 @@ from suite.commands.data import data
 from suite.commands.evaluate import evaluate
 from suite.commands.generate import loaded
 from suite.commands.train import train
+from suite.eigenstate_lm import held_out
 from suite.eigenstate_lm.config import TrainConfig
 from suite.eigenstate_lm.data import Data, Steps, Text, next_rows, text_of
 from suite.eigenstate_lm.ngrams import loss_of
@@ -101,6 +102,14 @@ def test_the_weights_of_the_least_loss_are_kept(kind, text):
     assert (state["step"], state["loss"]) == (best[0], least)
     assert same(state["weights"], best[1])
     assert trainer.held_out.summary().startswith("held-out loss ")
+
+
+def test_a_first_loss_that_is_nan_is_not_the_least(text, monkeypatch):
+    trainer = Optimized(SMALL, text, "cpu")
+    for step, loss in enumerate((math.nan, 1.0, math.nan, 0.5), 1):
+        monkeypatch.setattr(held_out, "mean_loss", lambda *given, loss=loss: loss)
+        trainer.held_out.validate(4 * step, None, "cpu", None)
+    assert (trainer.held_out.best_step, trainer.held_out.best_loss) == (16, 0.5)
 
 
 @SIDES

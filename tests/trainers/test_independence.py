@@ -94,18 +94,18 @@ FILES = {
 NOT_ON_A_CPU = {"use_cudagraphs", "cuda_graphs", "cuda_graph_step", "compile"}
 COMPILES = {"use_compile", "compiled_function"}
 """Switches with which compiling takes up to a minute; tested in make test-all."""
-BESIDE: dict[tuple[str, str], dict[str, bool]] = {
+BESIDE: dict[tuple[str, str], dict[str, int]] = {
     # Compiled, a module runs once, when it is traced by the compiler.
     ("leak_cnn", "conv_relu_pool"): {"use_compile": False},
+    ("trainer2", "metric_batching"): {"step_progress_every": 1},  # reports within a window
     ("eigenstate_lm", "fused_output_projection"): {"use_compile": False},
     ("leak_cnn", "loader"): {"resident_dataset": False},  # with all examples on the device nothing is loaded
     ("leak_cnn", "sync_free_scaler_step"): {"fused_adamw": False},  # which runs that module's AdamW
     ("ups", "query_sampling"): {"inverse_losses": False},  # else one decoded field serves both losses
 }
-"""(trainer, switch) → other switches that are off where its module is to run alone."""
+"""(trainer, switch) → other settings with which its module runs alone."""
 NO_MODULE = {
     "trainer2": {
-        "metric_batching": "reports are copied to the host without a wait, by the trainer's own queue",
         "autocast_bf16": "torch.autocast around the frozen model's forward pass",
     },
     "leak_cnn": {

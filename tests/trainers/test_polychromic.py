@@ -326,6 +326,17 @@ def test_nothing_is_dropped_after_a_step(kind, diversity, given):
 
 
 @pytest.mark.parametrize("kind", [Reference, Optimized])
+def test_a_step_after_non_finite_gradients_is_as_long_as_any(kind, given):
+    """Such a step halves the optimizer's scale, by which it divides."""
+    halved, whole = kind(SMALL, given, "cpu"), kind(SMALL, given, "cpu")
+    halved.optimizer.scale.fill_(0.5)
+    for trainer in (halved, whole):
+        trainer.train_window({})
+    first, second = (trainer.state_dict()["optimizer"]["first"] for trainer in (halved, whole))
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+@pytest.mark.parametrize("kind", [Reference, Optimized])
 def test_as_the_source_writes_it_the_diversity_has_no_gradient(kind, given):
     written = trained(kind, given, dataclasses.replace(SMALL, objective="as_written"))
     without = trained(kind, given, dataclasses.replace(SMALL, diversity=0.0))

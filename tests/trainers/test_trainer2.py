@@ -389,6 +389,17 @@ def test_settings_that_cannot_be_are_refused(field, value, says):
         dataclasses.replace(SMALL, **{field: value})
 
 
+def test_both_print_the_same_reports_within_a_window(capsys):
+    config = dataclasses.replace(SMALL, step_progress_every=2)
+    shown = []
+    for kind in (Reference, Optimized):
+        kind(config, VOCABULARY, "cpu").train_window(next(batches(1)))
+        shown.append(capsys.readouterr().out)
+    assert shown[0] == shown[1]
+    assert shown[0].startswith("step 2: lior ")
+    assert shown[0].count("step ") == 2 * (config.window // 2)
+
+
 @pytest.mark.parametrize(
     ("fields", "says"),
     [
