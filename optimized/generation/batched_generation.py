@@ -1,4 +1,4 @@
-"""All replies to all prompts at once, from kept keys and values (polychromic, technique 003.4)."""
+"""Generation of all replies to all prompts in one batch, with a KV cache (polychromic, technique 003.4)."""
 
 from collections.abc import Callable
 
@@ -8,7 +8,7 @@ from optimized.cached_decoding import Caches
 from optimized.generation.parallel_sampling import parallel_sampling, parallel_sampling_triton
 from suite.polychromic.llama import Llama
 
-# The host asks so often whether all replies have ended, and waits for the answer.
+# Tokens between two checks whether all replies have ended. Each check makes the host wait for the device.
 ASKED_EVERY = 16
 _caches, _triton_caches = Caches(), Caches(kernels=True)
 
@@ -24,21 +24,20 @@ def batched_generation(
     end: int = 0,
     sample: Callable[..., torch.Tensor] = parallel_sampling,
 ) -> torch.Tensor:
-    """Draw replies to each prompt, int64 [prompts, replies, tokens]; after the token `end` there is no other.
+    """Draw replies to each prompt, int64 [prompts, replies, tokens]; all tokens after the first `end` are `end`.
 
-    Each prompt is read once, whatever the number of its replies. A reply that has ended stays in the batch: the weights
-    are read for all rows together, so that fewer rows would save little. The host waits for the device at every 16th
-    token only.
+    The model processes each prompt once, whatever the number of its replies. A reply that has ended stays in the batch:
+    all rows share one read of the weights, so fewer rows would save little. The host waits for the device only at every
+    16th token.
 
-    model        of Llama's architecture
-    prompts      int64 [prompts, longest]; what lies behind a prompt's length is ignored
-    lengths      int64 [prompts], from 1 to the longest
-    uniforms     [prompts, replies, tokens], from 0 to below 1: the number that chooses each token, as
-                 `parallel_sampling` does
+    model        a model of Llama's architecture
+    prompts      int64 [prompts, longest]; tokens past a prompt's length are ignored
+    lengths      int64 [prompts], from 1 to longest
+    uniforms     [prompts, replies, tokens], in [0, 1): the random numbers with which `parallel_sampling` draws tokens
     temperature  above 0
     top_p        above 0, at most 1
     end          the token that ends a reply
-    sample       one of `parallel_sampling`'s implementations
+    sample       one of the implementations of `parallel_sampling`
 
     Source: polychromic, technique 003.4.
     """
@@ -55,7 +54,7 @@ def batched_generation_triton(
     top_p: float = 0.9,
     end: int = 0,
 ) -> torch.Tensor:
-    """`batched_generation` by the kernels."""
+    """`batched_generation` with the Triton kernels."""
     sample = parallel_sampling_triton
     return _with(_triton_caches, model, prompts, lengths, uniforms, temperature, top_p, end, sample)
 
@@ -82,7 +81,7 @@ def _with(caches, model, prompts, lengths, uniforms, temperature, top_p, end, sa
 
 
 def _draw(logits, uniforms, ended, temperature, top_p, end, sample):
-    """The next token of each row; notes in `ended` which rows end with it."""
+    """Return the next token of each row, and mark in `ended`, in place, the rows that end with it."""
     token = sample(logits, uniforms, temperature, top_p).masked_fill(ended, end)
     ended |= token == end
     return token

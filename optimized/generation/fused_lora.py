@@ -1,4 +1,4 @@
-"""A frozen linear layer and its low-rank adapter, by products that add to their outputs (polychromic, 003.6)."""
+"""A frozen linear layer and its low-rank adapter; products accumulate into their output (polychromic, 003.6)."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -14,24 +14,26 @@ if triton is not None:
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # All constants below are still to be swept on an H200.
-# Whether `fused_lora` takes the product kernel on Hopper GPUs. What cuBLAS's products read and write more is, by its
-# bytes, 5% to 10% of a product's time; the product kernel is faster only if it loses less than that to cuBLAS.
+# Whether `fused_lora` uses the product kernel on Hopper GPUs. With cuBLAS, the additional reads and writes take 5% to
+# 10% of a product's time, estimated from their bytes. The product kernel pays off only if it is slower than cuBLAS by
+# less than that.
 PRODUCT_KERNEL = False
-# (largest number of tokens, tokens in a tile, inputs in a step, warps, stages) of dropout(x) @ a.T: small tiles for
-# few tokens, and the steps of an input shared out among programs, of which each makes so many at least.
+# (largest number of tokens, tokens per tile, inputs per step, warps, stages) of dropout(x) @ a.T. With few tokens the
+# tiles are small, and the steps over the inputs are divided among programs, at least LEAST_STEPS steps for each.
 DOWN_CONFIGS = ((2048, 16, 256, 4, 3), (None, 64, 128, 4, 4))
 LEAST_STEPS = 4
-# Tokens and columns in a tile of the kernels that read dy and x once, warps, stages. With 256 columns of x and dropout
-# registers spill.
+# (tokens per tile, columns per tile, warps, stages) of the kernels that read dy and x once. With 256 columns of x and
+# dropout, registers spill.
 ACROSS_CONFIG = (64, 256, 8, 3)
 INTO_CONFIG = (64, 128, 8, 3)
-# Programs of these kernels: each takes several tiles of tokens, to write fewer partial sums.
+# Maximum number of programs per kernel. Each program processes several tiles of tokens, so that fewer partial sums are
+# written.
 PROGRAMS = 264
-# Rows and columns of a tile of the product kernel, terms in a step, rows of tiles that share columns in the L2 cache.
+# Product kernel: rows and columns per tile, terms per step, rows of tiles that share columns in the L2 cache.
 PRODUCT_ROWS, PRODUCT_COLUMNS, PRODUCT_TERMS, PRODUCT_GROUP, PRODUCT_WARPS, PRODUCT_STAGES = 128, 256, 64, 8, 8, 3
-# tl.dot takes at least so many terms and columns.
+# tl.dot needs at least 16 terms and 16 columns.
 LEAST_RANK = 16
-# A descriptor of a tensor needs rows that begin at multiples of so many bytes.
+# A tensor descriptor needs rows that begin at multiples of 16 bytes.
 DESCRIPTOR_BYTES = 16
 
 
@@ -44,36 +46,36 @@ def fused_lora(
     kept: torch.Tensor | None = None,
     keep: float = 1.0,
 ) -> torch.Tensor:
-    """`x @ weight.T + scale * (dropout(x) @ a.T) @ b.T`, [tokens, outputs].
+    """Compute `x @ weight.T + scale * (dropout(x) @ a.T) @ b.T`, [tokens, outputs].
 
-    For the backward pass it saves x, h = scale / keep * (x * kept) @ a.T of [tokens, rank], and kept as bits. Sums
-    accumulate in float32. There is no second derivative, and the weight gets no gradient.
+    For the backward pass it saves x, h = scale / keep * (x * kept) @ a.T of shape [tokens, rank], and kept as bits.
+    Sums accumulate in float32. There is no second derivative, and the weight gets no gradient.
 
-    With T tokens, I inputs, O outputs and rank R, the frozen products take 2 T I O operations forward and again
-    backward; the others 2 T R (I + O) forward and twice as many backward. Elements read and written beyond the
-    operands and results of the frozen products:
+    With T tokens, I inputs, O outputs and rank R, the products with the frozen weight need 2 T I O operations in each
+    direction. The adapter's products need 2 T R (I + O) forward and twice as many backward. The table counts the
+    elements that are read and written in addition to the operands and results of the frozen products:
 
                    reference       with dropout    optimized       fused_lora_triton
         forward    T I + 6 T O     5 T I + 6 T O   T I + 2 T O     T I
         backward   5 T I + 4 T O   9 T I + 4 T O   3 T I + T O     T I + T O
 
-    The optimized side reads the T I bytes of kept once, writes T I / 8 and reads these in each direction; the reference
-    reads T I bytes in each. Partial sums in float32 of the products with dy add a fifth to what is read of dy for
-    8192 tokens and 4096 outputs, and more for fewer.
+    The optimized side reads the T I bytes of kept once, writes T I / 8 bytes, and reads these in each direction. The
+    reference reads T I bytes in each direction. The float32 partial sums of the products with dy add a fifth to the
+    reads of dy for 8192 tokens and 4096 outputs, and more for fewer.
 
-    On CUDA a Triton kernel packs kept, and three make the products with a narrow side: one reads x once for h; one
-    reads dy once for dy @ b and the gradient of b; one reads x once for the gradient of a, and writes the adapter's
-    part of the gradient of x. The frozen products, by cuBLAS, then add to what lies in their output (beta = 1).
-    `fused_lora_triton` makes the frozen products by a kernel of its own, which adds the adapter's part to the sums
-    before they are written. Elsewhere, and in float64, PyTorch's operations do.
+    On CUDA, one Triton kernel packs kept into bits, and three kernels compute the adapter's products. The first reads x
+    once for h. The second reads dy once for dy @ b and the gradient of b. The third reads x once for the gradient of a,
+    and writes the adapter's part of the gradient of x. cuBLAS then adds the frozen products to their output (beta = 1).
+    In `fused_lora_triton` one more kernel computes the frozen products, and adds the adapter's part before it writes
+    them. On other devices and in float64, PyTorch operations compute everything.
 
     x       [tokens, inputs]
     weight  [outputs, inputs], frozen
     a       [rank, inputs]
     b       [outputs, rank]
-    kept    bool or uint8 [tokens, inputs]: 1 where dropout keeps the element, 0 elsewhere; or these as bits, uint8
-            [tokens, ⌈inputs / 8⌉], bit i of byte j for the input 8 j + i; None without dropout
-    keep    the probability of being kept, by which dropout divides
+    kept    bool or uint8 [tokens, inputs]: 1 where dropout keeps the element, 0 elsewhere. Or the same as bits, uint8
+            [tokens, ⌈inputs / 8⌉]: bit i of byte j is for input 8 j + i. None: no dropout
+    keep    probability that an element is kept; dropout divides by it
 
     Source: polychromic, technique 003.6.
     """
@@ -89,7 +91,7 @@ def fused_lora_torch(
     kept: torch.Tensor | None = None,
     keep: float = 1.0,
 ) -> torch.Tensor:
-    """`fused_lora` in PyTorch operations, with the same tensors saved."""
+    """`fused_lora` in PyTorch operations; it saves the same tensors."""
     return _with(TORCH, x, weight, a, b, scale, kept, keep)
 
 
@@ -102,7 +104,7 @@ def fused_lora_narrow(
     kept: torch.Tensor | None = None,
     keep: float = 1.0,
 ) -> torch.Tensor:
-    """`fused_lora` by kernels for the narrow products and PyTorch's for the frozen ones; not in float64."""
+    """`fused_lora` with Triton kernels for the adapter's products and PyTorch for the frozen ones; not in float64."""
     return _with(NARROW, x, weight, a, b, scale, kept, keep)
 
 
@@ -115,15 +117,15 @@ def fused_lora_triton(
     kept: torch.Tensor | None = None,
     keep: float = 1.0,
 ) -> torch.Tensor:
-    """`fused_lora` by kernels alone, where the product kernel can be used, else by `fused_lora_narrow`'s.
+    """`fused_lora` with Triton kernels only, or `fused_lora_narrow` where the product kernel cannot run.
 
-    It needs a Hopper GPU, half precision, and numbers of inputs and outputs that are multiples of 8.
+    The product kernel needs a Hopper GPU or newer, half precision, and multiples of 8 inputs and outputs.
     """
     return _with(WIDE, x, weight, a, b, scale, kept, keep)
 
 
 class Form(NamedTuple):
-    """Which of the products are made by kernels."""
+    """The products that use Triton kernels: `narrow`, those of the adapter; `wide`, those with the frozen weight."""
 
     narrow: bool
     wide: bool
@@ -139,7 +141,7 @@ def _with(form, x, weight, a, b, scale, kept, keep):
 
 
 def _given(form, dtype, weight):
-    """The weight itself, but under autocast."""
+    """Return the weight in the dtype, which differs from its own only under autocast."""
     weight = weight.to(dtype)
     return weight.contiguous() if form.narrow else weight
 
@@ -155,14 +157,14 @@ def applied(
     kept: torch.Tensor | None,
     keep: float,
 ) -> torch.Tensor:
-    """`fused_lora` with the weight `weight_of(form, dtype, *frozen)`, which is made in each direction and not kept.
+    """`fused_lora` with the weight `weight_of(form, dtype, *frozen)`, computed again in each direction and not saved.
 
-    form  None for the one that serves x, a and b where they are
+    form  None: chosen by the device and dtype of x, a and b
     """
     x, a, b = as_autocast(x, a, b)
     if form is None:
         form = (WIDE if PRODUCT_KERNEL else NARROW) if use_triton(x, a, b, dtypes=DTYPES) else TORCH
-    # The interpreter is wrong in bfloat16.
+    # Triton's interpreter is wrong in bfloat16.
     if not (x.numel() and a.numel() and b.numel()) or (INTERPRETED and x.dtype == torch.bfloat16):
         form = TORCH
     if kept is not None and kept.shape[1] == x.shape[1]:
@@ -205,17 +207,17 @@ class FusedLora(torch.autograd.Function):
 
 
 def _down_torch(x, a, factor, bits):
-    """factor * (x * kept) @ a.T."""
+    """Compute h = factor * (x * kept) @ a.T."""
     return (x if bits is None else x * unpacked(bits, x.shape[1])) @ a.T * factor
 
 
 def _across_torch(dy, b, h, factor):
-    """g = factor * dy @ b, and the gradient of b."""
+    """Compute g = factor * dy @ b, and the gradient of b."""
     return dy @ b * factor, dy.T @ h
 
 
 def _into_torch(x, a, g, bits, added):
-    """The gradient of a, and what the adapter adds to that of x; None if it is not `added`."""
+    """Compute the gradient of a, and the adapter's part of the gradient of x, or None if not `added`."""
     kept = None if bits is None else unpacked(bits, x.shape[1])
     d_a = g.T @ (x if kept is None else x * kept)
     if not added:
@@ -258,15 +260,15 @@ def _down_triton(x, a, factor, bits):
 
 
 def _tiling(tokens, columns, config):
-    """How many tiles of tokens a program takes, and the grid: parts of the tokens, tiles of the columns."""
+    """Return the number of tiles of tokens per program, and the grid: (parts of the tokens, tiles of the columns)."""
     tiles, across = ceil_div(tokens, config[0]), ceil_div(columns, config[1])
-    # No more programs than run at once: a few left over would take as long again.
+    # No more programs than run at once: a few more would double the time.
     each = ceil_div(tiles, max(1, PROGRAMS // across))
     return each, (ceil_div(tiles, each), across)
 
 
 def _total(parts, dtype):
-    """Partial sums in float32, added up."""
+    """Add up the partial sums, in float32, and cast the total to the dtype."""
     return (parts[0] if len(parts) == 1 else parts.sum(0)).to(dtype)
 
 
@@ -329,7 +331,10 @@ def _into_triton(x, a, g, bits, added):
 
 
 def _has_product(left, weight):
-    """Whether the product kernel takes these operands: half precision, with rows at multiples of 16 bytes."""
+    """Return whether the product kernel supports these operands: half precision, with rows at multiples of 16 bytes.
+
+    In the interpreter it also supports float32.
+    """
     aligned = all(
         t.data_ptr() % DESCRIPTOR_BYTES == 0 and n * t.element_size() % DESCRIPTOR_BYTES == 0
         for t in (left, weight)
@@ -339,7 +344,7 @@ def _has_product(left, weight):
 
 
 def _product(left, weight, thin, low, bits=None, backward=False):
-    """left @ weight.T + thin @ low.T, or backward left @ weight + (thin @ low) * kept."""
+    """Compute left @ weight.T + thin @ low.T, or in the backward pass left @ weight + (thin @ low) * kept."""
     outputs, inputs = weight.shape
     columns = inputs if backward else outputs
     rows, terms = left.shape
@@ -373,7 +378,7 @@ def _product(left, weight, thin, low, bits=None, backward=False):
 
 @jit
 def _kept(bits_ptr, row, first, columns, mask, COLUMNS: tl.constexpr):
-    """0 or 1 of each of COLUMNS elements of the rows, from the column `first` on, a multiple of 8; [rows, bytes, 8]."""
+    """Unpack the bits of COLUMNS columns, from column `first`, a multiple of 8: 0 or 1, [rows, COLUMNS / 8, 8]."""
     bytes_of_row = tl.cdiv(columns, 8)
     byte = first // 8 + tl.arange(0, COLUMNS // 8)
     bits = tl.load(
@@ -384,7 +389,10 @@ def _kept(bits_ptr, row, first, columns, mask, COLUMNS: tl.constexpr):
 
 @jit
 def _dropped(x_ptr, bits_ptr, row, first, columns, mask, COLUMNS: tl.constexpr):
-    """COLUMNS elements of the rows of x, 0 where they are dropped. Eight at a time, as many as share a byte of bits."""
+    """Load COLUMNS columns of x, from column `first`, with 0 where they are dropped: [rows, COLUMNS].
+
+    The eight elements that share a byte of bits are loaded together.
+    """
     i = first + tl.arange(0, COLUMNS // 8)[:, None] * 8 + tl.arange(0, 8)[None, :]
     x = tl.load(
         x_ptr + row[:, :, None] * columns + i[None, :, :],
@@ -411,6 +419,11 @@ def _down_kernel(
     INPUTS: tl.constexpr,
     RANK: tl.constexpr,
 ):
+    """Compute h = factor * (x * kept) @ a.T, or partial sums of it over the inputs, which the caller adds up.
+
+    Program (tile, part) computes TOKENS × RANK elements from `each` steps of INPUTS inputs, and writes them to plane
+    `part` of h [parts, tokens, rank]. RANK is the rank, padded to a power of two of at least 16.
+    """
     part = tl.program_id(1)
     t = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     r = tl.arange(0, RANK)
@@ -448,6 +461,12 @@ def _across_kernel(
     COLUMNS: tl.constexpr,
     RANK: tl.constexpr,
 ):
+    """Compute partial sums of g = factor * dy @ b and of d_b = dy.T @ h, with one read of dy.
+
+    Program (part, column) processes COLUMNS columns of dy, in `each` tiles of TOKENS tokens. It writes its tiles of g
+    to plane `column` of [tiles of columns, tokens, rank]. It accumulates d_b over its tokens, and writes it to plane
+    `part` of [parts, outputs, rank].
+    """
     part = tl.program_id(0)
     column = tl.program_id(1)
     o = column * COLUMNS + tl.arange(0, COLUMNS)
@@ -488,6 +507,11 @@ def _into_kernel(
     COLUMNS: tl.constexpr,
     RANK: tl.constexpr,
 ):
+    """Compute partial sums of d_a = g.T @ (x * kept) and, if ADDS, d_x = (g @ a) * kept, with one read of x.
+
+    Program (part, column) processes COLUMNS columns of x, in `each` tiles of TOKENS tokens. It writes its tiles of d_x.
+    It accumulates d_a over its tokens, and writes it to plane `part` of [parts, rank, inputs].
+    """
     part = tl.program_id(0)
     i = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     r = tl.arange(0, RANK)
@@ -534,7 +558,12 @@ def _product_kernel(
     GROUP: tl.constexpr,
     RANK: tl.constexpr,
 ):
-    # Programs that run at the same time take GROUP tiles of rows by as few tiles of columns as possible.
+    """Compute out = left @ weight.T + thin @ low.T, or if BACKWARD out = left @ weight + (thin @ low) * kept.
+
+    One program computes a tile of ROWS × COLUMNS outputs, in steps of TERMS terms. Tensor descriptors load `left` and
+    `weight` and store `out`.
+    """
+    # Programs that run at the same time cover GROUP tiles of rows and as few tiles of columns as possible.
     down, across = tl.cdiv(rows, ROWS), tl.cdiv(columns, COLUMNS)
     group = tl.program_id(0) // (GROUP * across)
     within = tl.program_id(0) % (GROUP * across)
@@ -551,7 +580,7 @@ def _product_kernel(
         low = tl.load(low_ptr + r[:, None] * columns + n[None, :], mask=inside, other=0.0)
     else:
         low = tl.load(low_ptr + n[None, :] * rank + r[:, None], mask=inside, other=0.0)
-    # The adapter's part first: after the sums it would need registers beside them.
+    # The adapter's part comes first: after the loop it would need registers in addition to those of the sums.
     total = tl.dot(thin, low, input_precision="ieee")
     if DROPS:
         kept = _kept(bits_ptr, row, first_column, columns, m < rows, COLUMNS)

@@ -7,7 +7,7 @@ from optimized.kernels import INTERPRETED, ceil_div, jit, launching, tl, use_tri
 from suite.polychromic import nf4
 from suite.polychromic.nf4 import BLOCK
 
-# Bytes of codes that a program unpacks, and warps; to be swept on an H200.
+# Bytes of codes that a program dequantises, and its warps; still to be swept on an H200.
 CODES, NUM_WARPS = 2048, 4
 
 
@@ -23,14 +23,15 @@ def fused_lora_nf4(
 ) -> torch.Tensor:
     """`fused_lora` with a weight in NF4. There is no second derivative.
 
-    On CUDA one kernel dequantises the weight into a buffer of x's dtype: it reads 0.56 bytes a weight, and in half
-    precision writes 2, which the product reads. The backward pass does so again; no buffer outlives its product.
-    Then the kernels of `fused_lora` do as with any weight. Elsewhere, and in float64, PyTorch's operations do.
+    On CUDA, one kernel dequantises the weight into a buffer of x's dtype. It reads 0.56 bytes per weight and, in half
+    precision, writes 2 bytes per weight, which the product reads. The backward pass dequantises again, and each buffer
+    is freed after its product. The rest runs as in `fused_lora`. On other devices and in float64, PyTorch operations
+    compute everything.
 
-    codes   uint8 [outputs, inputs / 2], the first of two weights in the upper four bits
+    codes   uint8 [outputs, inputs / 2]; each byte has two weights, the first in the upper four bits
     absmax  float32 [outputs, inputs / 64], the factor of each block of 64 weights
 
-    The other arguments are those of `fused_lora`; inputs are a multiple of 64.
+    The other arguments are those of `fused_lora`. The number of inputs is a multiple of 64.
 
     Source: polychromic, technique 003.6.
     """
@@ -61,7 +62,7 @@ def fused_lora_nf4_narrow(
     kept: torch.Tensor | None = None,
     keep: float = 1.0,
 ) -> torch.Tensor:
-    """`fused_lora_nf4` by kernels, and PyTorch's frozen products; not in float64."""
+    """`fused_lora_nf4` with Triton kernels, except PyTorch for the frozen products; not in float64."""
     return _with(NARROW, x, codes, absmax, a, b, scale, kept, keep)
 
 
@@ -75,13 +76,13 @@ def fused_lora_nf4_triton(
     kept: torch.Tensor | None = None,
     keep: float = 1.0,
 ) -> torch.Tensor:
-    """`fused_lora_nf4` by kernels alone, where `fused_lora_triton` uses them alone."""
+    """`fused_lora_nf4` with Triton kernels only, under the same conditions as `fused_lora_triton`."""
     return _with(WIDE, x, codes, absmax, a, b, scale, kept, keep)
 
 
 def nf4_weight(codes: torch.Tensor, absmax: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """The weight [outputs, inputs] in this dtype, by the kernel where it runs. It has no gradient."""
-    by_kernel = use_triton(absmax) and not (INTERPRETED and dtype == torch.bfloat16)  # the interpreter is wrong in it
+    """Return the weight [outputs, inputs] in this dtype, computed by the kernel if it can run. It has no gradient."""
+    by_kernel = use_triton(absmax) and not (INTERPRETED and dtype == torch.bfloat16)  # wrong in the interpreter
     with torch.no_grad():
         return dequantised(NARROW if by_kernel else TORCH, dtype, codes, absmax)
 
@@ -93,7 +94,7 @@ def _with(form, x, codes, absmax, a, b, scale, kept, keep):
 
 
 def dequantised(form: Form, dtype: torch.dtype, codes: torch.Tensor, absmax: torch.Tensor) -> torch.Tensor:
-    """The weight [outputs, inputs] in this dtype. Products with absmax are rounded once."""
+    """Return the weight [outputs, inputs] in this dtype. Its elements are products in absmax's dtype, rounded once."""
     if form.narrow:
         return _dequantised_triton(dtype, codes.contiguous(), absmax.contiguous())
     return nf4.dequantised(codes, absmax).to(dtype)
@@ -112,10 +113,14 @@ def _dequantised_triton(dtype, codes, absmax):
 
 @jit
 def _dequantise_kernel(codes_ptr, absmax_ptr, values_ptr, weight_ptr, count, BLOCK: tl.constexpr, CODES: tl.constexpr):
+    """Compute weight = NF4[code] * absmax of its block, for each of the two codes in a byte.
+
+    One program dequantises CODES consecutive bytes of the flattened codes into 2 CODES consecutive weights.
+    """
     first = tl.program_id(0).to(tl.int64) * CODES
     at = first + tl.arange(0, CODES)
     both = tl.load(codes_ptr + at, mask=at < count, other=0).to(tl.int32)
-    # Blocks end where rows do.
+    # A row is a whole number of blocks, so the index of a byte in all codes gives its block.
     factor = tl.load(absmax_ptr + at // (BLOCK // 2), mask=at < count, other=0.0)
     upper = tl.load(values_ptr + (both >> 4)) * factor
     lower = tl.load(values_ptr + (both & 15)) * factor

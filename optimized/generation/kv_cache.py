@@ -1,4 +1,4 @@
-"""Every next token from the keys and values of those before it, by a replayed step (polychromic, technique 003.4b)."""
+"""Next-token logits from a KV cache, with a step that is replayed as a CUDA graph (polychromic, technique 003.4b)."""
 
 from collections.abc import Callable
 
@@ -11,14 +11,15 @@ from suite.polychromic.llama import Llama
 def kv_cache(model: Llama) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]:
     """Build `step(prompts, lengths, replies)`, which returns logits [rows, tokens, vocabulary] for each reply.
 
-    The logits at t are those of the token after the row's prompt and the first t tokens of its reply.
+    The logits at index t predict the token after the row's prompt and the first t tokens of its reply.
 
-    The model reads a prompt once, all rows together, and keeps its keys and values. On a GPU, in float32 and bfloat16
-    and for 64 rows at most, the step for one more token is eight Triton kernels a layer, and elsewhere PyTorch's
-    operations. On a GPU it is replayed as a CUDA graph: launches take more time than their arithmetic.
+    The model processes the prompts of all rows once and keeps their keys and values. On a GPU, in float32 and bfloat16
+    and for at most 64 rows, the step for one more token runs eight Triton kernels per layer, nine with adapters.
+    Otherwise it runs PyTorch operations. On a GPU the step is replayed as a CUDA graph, because its launches take
+    longer than its arithmetic.
 
-    model    of Llama's architecture
-    prompts  int64 [rows, longest prompt]; what lies behind a row's length is ignored
+    model    a model of Llama's architecture
+    prompts  int64 [rows, longest prompt]; tokens past a row's length are ignored
     lengths  int64 [rows], from 1 to the longest prompt
     replies  int64 [rows, tokens]
 
@@ -28,7 +29,7 @@ def kv_cache(model: Llama) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor
 
 
 def kv_cache_triton(model: Llama) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]:
-    """`kv_cache` by the kernels."""
+    """`kv_cache` with the Triton kernels."""
     return _with(model, True)
 
 

@@ -1,4 +1,4 @@
-"""A token of each row from the nucleus of its distribution, without a sort (polychromic, technique 003.4)."""
+"""Top-p (nucleus) sampling of one token per row, without a sort (polychromic, technique 003.4)."""
 
 import math
 
@@ -9,38 +9,38 @@ from suite.polychromic.sampling import check_options
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 BLOCK = 2048
-"""Logits of a row that a program compares with thresholds at once."""
+"""Logits of a row that a program compares with thresholds at a time."""
 WIDER = 2
-"""So many times as many it reads at once elsewhere: a sum or a running sum over them takes as long as over fewer."""
+"""Other loops read WIDER × BLOCK logits at a time: a sum or a running sum over them takes no longer than over fewer."""
 PIVOTS = 8
-"""Thresholds that a pass over a row compares with: a pass takes longer with more, and fewer passes are needed."""
+"""Thresholds per pass over a row. With more thresholds a pass takes longer, but fewer passes are needed."""
 CANDIDATES = 2048
-"""A program searches among so many tokens without reading the row again."""
+"""Size of the list of candidate weights. Once they fit in it, a program searches them without reading the row again."""
 NUM_WARPS = 16
 """Each of the 512 threads has BLOCK * PIVOTS / 512 = 32 partial sums. Compiled for sm_90, 16 and 32 warps do not spill
-registers; 8 do, and so does twice the BLOCK or twice the PIVOTS."""
+registers. 8 warps, twice the BLOCK, and twice the PIVOTS do."""
 
 
 def parallel_sampling(logits: torch.Tensor, uniforms: torch.Tensor, temperature: float, top_p: float) -> torch.Tensor:
     """Draw a token from each row, int64 [rows].
 
     The probabilities are softmax(logits / temperature), in float32 at least. The tokens are sorted by descending
-    probability, equal ones by ascending index. A token is kept if the sum of the probabilities before it is below
-    `top_p`, so that the first always is. In the order of the vocabulary, the token drawn is the first kept one at
-    which the running sum of the kept probabilities exceeds its row's uniform times their total. A token of
-    probability 0 is never drawn.
+    probability, and tokens of equal probability by ascending index. A token is kept if the sum of the probabilities
+    before it is below `top_p`, so the first token is always kept. Then the kept probabilities are summed in the order
+    of the vocabulary. The token drawn is the first kept token at which this running sum exceeds the row's uniform times
+    the total. A token of probability 0 is never drawn.
 
     A logit of −inf has probability 0. A row with a NaN, with a logit of +inf, or with no logit above −inf has no
     distribution: its token is −1.
 
-    On CUDA one Triton kernel draws all rows, one program for each row. It finds the least probability that is kept
-    by comparing sums with several thresholds in each pass. With several programs for each row every pass would be a
-    launch of its own, since programs cannot wait for each other. Elsewhere, and in float64, PyTorch's operations are
-    used.
+    On CUDA, one Triton kernel draws all tokens, with one program per row. It finds the least kept probability: each
+    pass compares the sums above several thresholds with the target. Several programs per row would need one launch per
+    pass, since the programs of a launch have no common barrier. On other devices and in float64, PyTorch operations
+    are used.
 
     logits       [rows, vocabulary]
     uniforms     [rows], in [0, 1)
-    temperature  finite, and 2**-126 at least, the least normal float32
+    temperature  finite and at least 2**-126, the smallest normal float32
     top_p        above 0, at most 1
 
     ValueError for other shapes, for an empty vocabulary, and for options out of range.
@@ -55,7 +55,7 @@ def parallel_sampling(logits: torch.Tensor, uniforms: torch.Tensor, temperature:
 def parallel_sampling_torch(
     logits: torch.Tensor, uniforms: torch.Tensor, temperature: float, top_p: float
 ) -> torch.Tensor:
-    """`parallel_sampling` in PyTorch operations: the sort is of values alone, and nothing is scattered."""
+    """`parallel_sampling` in PyTorch operations. It sorts only values, without indices, and needs no scatter."""
     check_options(logits, uniforms, temperature, top_p)
     x = logits.to(torch.promote_types(logits.dtype, torch.float32))
     weights = ((x - x.amax(1, keepdim=True)) / temperature).exp()
@@ -81,7 +81,7 @@ def parallel_sampling_triton(
     block: int = BLOCK,
     candidates: int = CANDIDATES,
 ) -> torch.Tensor:
-    """`parallel_sampling` by the kernel, which does not have float64."""
+    """`parallel_sampling` with the Triton kernel, which does not support float64."""
     check_options(logits, uniforms, temperature, top_p)
     rows, vocabulary = logits.shape
     tokens = torch.empty(rows, dtype=torch.int64, device=logits.device)
@@ -100,7 +100,8 @@ def parallel_sampling_triton(
             uniforms.stride(0),
             math.log2(math.e) / temperature,
             float(top_p),
-            # Tokens of a smaller weight have less than half of what top_p leaves out, since the largest weight is 1.
+            # Lower bound of the search. All smaller weights together are less than half of the sum that top_p excludes,
+            # since the largest weight is 1.
             (1 - top_p) / (2 * vocabulary),
             ONE=ONE,
             BLOCK=block,
@@ -113,32 +114,32 @@ def parallel_sampling_triton(
 
 
 ONE = 0x3F800000
-"""The bits of 1.0, the largest weight. Those of floats from 0 up are ordered as the floats are."""
+"""The bits of 1.0, the largest weight. Non-negative floats have the same order as their bits."""
 
 
 @jit
 def _weights(logits_ptr, at, vocabulary, column_stride, top, scale):
-    """exp((logit − top) / temperature); 0 behind the end of the row."""
+    """Compute exp((logit − top) / temperature), and 0 past the end of the row."""
     x = tl.load(logits_ptr + at.to(tl.int64) * column_stride, mask=at < vocabulary, other=-float("inf"))
     return tl.exp2((x.to(tl.float32) - top) * scale)
 
 
 @jit
 def _above(weights, pivots):
-    """The weights that are above each of the pivots [PIVOTS], others as 0: [BLOCK, PIVOTS]."""
+    """Return the weights for each pivot, with 0 where they are not above it: [weights, PIVOTS]."""
     return tl.where(weights[:, None] > pivots.to(tl.float32, bitcast=True)[None, :], weights[:, None], 0.0)
 
 
 @jit
 def _pivots(low, high, PIVOTS: tl.constexpr):
-    """Integers in (low, high] that divide it into equal parts; the last may be `high`, several times."""
+    """Return PIVOTS integers that divide (low, high] into equal parts. The last ones may all be `high`."""
     step = (high - low + PIVOTS) // (PIVOTS + 1)
     return tl.minimum(low + step * (1 + tl.arange(0, PIVOTS)), high)
 
 
 @jit
 def _narrow(pivots, sums, target, low, high, above):
-    """The bounds and the sum above the upper one, after the sums above each pivot are known."""
+    """Return new bounds, and the sum of the weights above the upper bound, from the sums above each pivot."""
     enough = sums >= target
     new_low = tl.maximum(low, tl.max(tl.where(enough, pivots, low), 0))
     new_high = tl.minimum(high, tl.min(tl.where(enough, high, pivots), 0))
@@ -165,10 +166,12 @@ def _sampling_kernel(
     PIVOTS: tl.constexpr,
     CANDIDATES: tl.constexpr,
 ):
-    """Draw the token of one row.
+    """Draw the token of one row per program.
 
-    Weights are probabilities up to a factor, the largest is 1. `high` converges to the bits of the least kept weight,
-    from above: the sum of the weights above `high` is below the target, that of those above `low` is not.
+    Weights are exp((logit − largest logit) / temperature), so the largest is 1. The target is top_p times their sum.
+    `high` converges from above to the bits of the least kept weight: the sum of the weights above `high` is below the
+    target, the sum of those above `low` is not. A pass reads the row in blocks of BLOCK logits and narrows the bounds
+    with PIVOTS thresholds. When at most CANDIDATES weights are between the bounds, the search continues on a list.
     """
     row = tl.program_id(0).to(tl.int64)
     logits_ptr += row * row_stride
@@ -189,7 +192,7 @@ def _sampling_kernel(
     total = tl.full([], 0.0, tl.float32)
     target = tl.full([], 0.0, tl.float32)
     found = tl.full([], CANDIDATES + 1, tl.int32)
-    # Passes over the whole row, until few enough tokens lie between the bounds.
+    # Passes over the whole row, until at most CANDIDATES tokens are between the bounds.
     while (found > CANDIDATES) & (high - low > 1):
         pivots = _pivots(low, high, PIVOTS)
         all_sums = tl.full([BLOCK], 0.0, tl.float32)
@@ -202,7 +205,7 @@ def _sampling_kernel(
         target = total * top_p
         if (top_p < 1.0) & (total == total):
             low, high, above = _narrow(pivots, tl.sum(sums, 0), target, low, high, above)
-            # The values between the bounds go into a list, and the bounds close in on them.
+            # Write the values between the bounds to a list, and narrow the bounds to these values.
             found = tl.full([], 0, tl.int32)
             least = tl.full([WIDE], ONE, tl.int32)
             most = tl.full([WIDE], -1, tl.int32)
@@ -228,7 +231,7 @@ def _sampling_kernel(
             found = tl.full([], 0, tl.int32)
     tl.debug_barrier()
 
-    # Passes over the list. Where it is too short for all tokens, these are equal, and none lies above `high`.
+    # Passes over the list. If it is too short for all tokens, they are equal, and none is above `high`.
     place = tl.arange(0, CANDIDATES)
     listed = tl.load(lists_ptr + place, mask=place < found, other=0.0)
     base = above
@@ -239,13 +242,14 @@ def _sampling_kernel(
     least_kept = high.to(tl.float32, bitcast=True)
     above = base + tl.sum(tl.where(listed > least_kept, listed, 0.0), 0)
     equals = tl.sum(((listed == least_kept) & (place < found)).to(tl.int32), 0) + tl.maximum(found - CANDIDATES, 0)
-    # So many of the least are kept: those before which the sum is below the target, the first always.
+    # Of the tokens with the least kept weight, keep those before which the sum is below the target, and at least one.
     if least_kept > 0.0:
         room = tl.ceil((target - above) / least_kept)
         equals = tl.minimum(tl.maximum(room, 1.0), equals.to(tl.float32)).to(tl.int32)
 
     goal = tl.load(uniforms_ptr + row * uniform_stride).to(tl.float32) * (above + equals.to(tl.float32) * least_kept)
-    # The block of the token: where the sum exceeds the goal, or the last with a kept token if rounding leaves none.
+    # Find the block of the token: where the running sum exceeds the goal. If it never does because of rounding, use the
+    # last block with a kept token.
     running = tl.full([], 0.0, tl.float32)
     seen = tl.full([], 0, tl.int32)
     block = tl.full([], 0, tl.int32)

@@ -10,15 +10,15 @@ import torch
 from torch.utils import _pytree as pytree
 
 WARMUP = 3
-# Each graph keeps its memory; a training loop has few shapes.
+# Each graph keeps its memory, and a training loop has few input shapes.
 GRAPHS = 4
 
 
 class CudaGraphs:
-    """CUDA operations of a `CudaGraphStep`; another object with the same two methods can replace it.
+    """CUDA operations of a `CudaGraphStep`; any object with the methods `aside` and `capture` can replace it.
 
-    pool  a `torch.cuda.graph_pool_handle()` whose memory all graphs share; None: each graph has its own memory. In a
-          shared pool a replay overwrites the results of other graphs, so a step must keep nothing that it allocated
+    pool  a `torch.cuda.graph_pool_handle()` whose memory all graphs share; None: each graph has its own memory. With a
+          shared pool, a replay overwrites the results of other graphs, so a step must keep nothing that it allocated
     """
 
     def __init__(self, pool: Any = None) -> None:
@@ -26,7 +26,7 @@ class CudaGraphs:
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
 
     def aside(self, call: Callable[[], Any], device: torch.device) -> Any:
-        """Run the call on a side stream, as capture wants it beforehand: libraries set up their workspaces there."""
+        """Run the call on the side stream used for capture. Warm-up calls run there to set up libraries' workspaces."""
         current, stream = torch.cuda.current_stream(device), self._stream(device)
         stream.wait_stream(current)
         with torch.cuda.stream(stream):
@@ -38,31 +38,32 @@ class CudaGraphs:
         return result
 
     def capture(self, call: Callable[[], Any], device: torch.device) -> tuple[Any, Callable[[], None]]:
-        """(what the call returns, in memory of the graph; a function that runs what was recorded)."""
+        """Capture the call; return (its result, in memory of the graph; a function that replays the graph)."""
         graph = torch.cuda.CUDAGraph()
         generator = _generator(device)
         before, current = generator.clone_state(), torch.cuda.current_stream(device)
-        # cuBLAS has one workspace for a stream, and a graph keeps its address. Made during this capture it lies in this
-        # graph's memory; one made before would be freed when another graph of the stream ends (pytorch issue 193402),
-        # or when torch.compile records one of its own, and a replay would write to memory that is no longer there.
+        # cuBLAS has one workspace per stream, and a graph keeps its address. If it is allocated during this capture, it
+        # is part of this graph's memory. An older workspace would be freed when another graph of the stream is
+        # destroyed (pytorch issue 193402) or when torch.compile captures a graph, and a replay would write to freed
+        # memory.
         torch._C._cuda_clearCublasWorkspaces()
-        # Garbage of elsewhere must not be collected now: what it calls of CUDA is no part of the step, and can void it.
+        # No garbage collection during capture: destructors of unrelated objects may call CUDA and invalidate it.
         collected = gc.isenabled()
         gc.disable()
         try:
-            # Threads that load data may go on with CUDA meanwhile.
+            # thread_local: data loading threads may use CUDA during the capture.
             with torch.cuda.graph(
                 graph, pool=self._pool, stream=self._stream(device), capture_error_mode="thread_local"
             ):
                 result = call()
         except BaseException:
-            # A capture that fails leaves the generator capturing, and nothing random would run any more; where ending
-            # it fails too, it leaves its stream the current one.
+            # After a failed capture the generator is still in capture mode, and random operations would fail. If ending
+            # the capture fails too, the capture stream is still the current stream.
             generator.graphsafe_set_state(before)
             torch.cuda.set_stream(current)
             raise
         finally:
-            torch._C._cuda_clearCublasWorkspaces()  # nobody else may use this graph's
+            torch._C._cuda_clearCublasWorkspaces()  # it belongs to this graph
             if collected:
                 gc.enable()
         return result, graph.replay
@@ -74,7 +75,7 @@ class CudaGraphs:
 
 
 class _Graph:
-    """One recorded step: its static inputs and outputs."""
+    """A captured step with its static inputs and outputs."""
 
     def __init__(
         self,
@@ -91,7 +92,7 @@ class _Graph:
         versions = [t._version for t in tensors]
         args, kwargs = pytree.tree_unflatten(self.inputs, spec)
         self.outputs, self.replay = graphs.capture(lambda: step(*args, **kwargs), device)
-        # A change by one of PyTorch's operations is seen; one by a kernel that it does not know has to be named.
+        # PyTorch operations that change a tensor raise its version. Changes by other kernels are named in `mutates`.
         self.changed = [
             i
             for i, (t, version) in enumerate(zip(tensors, versions, strict=True))
@@ -127,10 +128,10 @@ class _Graph:
 
 
 class CudaGraphStep:
-    """A step that is recorded once for each form of its inputs, and replayed from then on; see `cuda_graph_step`.
+    """A step that is captured once for each form of its inputs and then replayed; see `cuda_graph_step`.
 
-    reason    why the last call ran eagerly, once warmed up; None where it did not
-    captures  how many graphs were recorded so far
+    reason    why the last call ran eagerly; None for a warm-up call and for a replay
+    captures  number of graphs captured so far
     """
 
     def __init__(
@@ -172,7 +173,7 @@ class CudaGraphStep:
         graphs, device = self._backend or _shared(), self._device or _device(leaves)
         calls = self._seen[key] = self._seen.pop(key, 0) + 1
         if calls <= self._warmup:
-            # These are steps like any other: nothing is run for the warm-up alone, so that no state moves by it.
+            # Warm-up calls are regular steps. No additional call runs that would change the step's state.
             return graphs.aside(lambda: self._step(*args, **kwargs), device)
         try:
             graph = _Graph(self._step, leaves, spec, graphs, self._mutates, device)
@@ -210,7 +211,7 @@ class CudaGraphStep:
         return None
 
     def _form(self, leaves: Sequence[Any], spec: Any) -> Hashable:
-        """Return all that a graph depends on except the values of its input tensors."""
+        """Return a key for the inputs and the modes that a graph depends on, without the values of tensors."""
         forms = tuple(
             (leaf.shape, leaf.stride(), leaf.dtype, leaf.device)
             if isinstance(leaf, torch.Tensor)
@@ -227,28 +228,29 @@ class CudaGraphStep:
 
 
 def cuda_graph_step(step: Callable[..., Any], **options: Any) -> CudaGraphStep:
-    """The step as one launch: warm-up calls, capture, then replay through static copies of its inputs.
+    """Return the step as one graph launch: warm-up calls, capture, then replay with static copies of its inputs.
 
-    For every form of the inputs (shapes, strides, dtypes, device, values that are no tensors, grad and autocast mode)
-    the first `warmup` calls run eagerly on a side stream; the next one records a graph and replays it, as do all that
-    follow. No call is run twice: the warm-up calls are steps like any other. A form not seen before is recorded
-    anew; the `graphs` that were used last are kept.
+    The form of the inputs is their shapes, strides, dtypes and device, the values that are not tensors, and the grad,
+    inference, autocast and matmul precision modes. For each form, the first `warmup` calls run eagerly on a side
+    stream. The next call captures a graph and replays it, and all later calls replay it. No call runs twice: warm-up
+    calls are regular steps. A new form is captured again. The `graphs` most recently used graphs are kept.
 
-    * Inputs are copied into static buffers; those that the step changes in place are copied back. An input that only a
-      kernel unknown to PyTorch changes has to be named by its position among the tensors, in `mutates`.
-    * Outputs are fresh tensors, never the graph's own memory: what a call returned stays as it is. An input that the
-      step returns is returned itself.
-    * A step that takes no tensors, and works on its own, is captured on `device`.
-    * Tensors that the step finds elsewhere (weights, states, buffers of its own) are captured by address: they may be
-      changed in place, but not replaced. Python code in the step runs at capture and not at replay.
-    * Capture frees cuBLAS's workspaces, as torch.compile's graphs do: a torch.cuda.graph of your own that relies on one
-      made by its stream's warm-up has to be recorded after `torch._C._cuda_clearCublasWorkspaces()`.
+    * Inputs are copied into static buffers. Inputs that the step changes in place are copied back. If only a kernel
+      unknown to PyTorch changes an input, name its position among the input tensors in `mutates`.
+    * Outputs are fresh tensors, never the graph's own memory, so later calls do not change them. If the step returns
+      one of its inputs, the caller's tensor is returned.
+    * A step without tensor arguments is captured on `device`.
+    * Other tensors that the step uses (weights, states, its own buffers) are captured by address. They may be changed
+      in place, but not replaced. Python code in the step runs at capture, not at replay.
+    * Capture frees cuBLAS's workspaces, as torch.compile's graphs do. If you capture a torch.cuda.graph yourself, call
+      `torch._C._cuda_clearCublasWorkspaces()` before, so that it does not use a workspace of its stream's warm-up.
 
-    It runs eagerly, and `reason` says why, without a CUDA device, with inputs elsewhere, inside another capture, where
-    an input wants a gradient, and where the step cannot be captured (it waits for the device, say); the last is also
-    said once as a RuntimeWarning.
+    The step runs eagerly, and `reason` says why, if: there is neither an input tensor nor `device`; there is no CUDA
+    device; inputs are not on CUDA, or on several devices; another capture is in progress; an input requires a gradient;
+    a value that is not a tensor is not hashable; or the step cannot be captured, for example because it waits for the
+    device. The last case also issues a RuntimeWarning, once per form.
 
-    ValueError for fewer than one warm-up call or graph. Options: `warmup=3`, `graphs=4`, `mutates=()`, `device=None`.
+    ValueError if `warmup` or `graphs` is below 1. Options: `warmup=3`, `graphs=4`, `mutates=()`, `device=None`.
 
     Source: trainer2, technique 000.7.
     """
@@ -256,7 +258,7 @@ def cuda_graph_step(step: Callable[..., Any], **options: Any) -> CudaGraphStep:
 
 
 def aside(call: Callable[[], Any], device: torch.device) -> Any:
-    """Run the call on the CUDA stream on which steps warm up and are captured; the current one waits for it."""
+    """Run the call on the CUDA stream of warm-up and capture; the current stream waits for it."""
     return _shared().aside(call, device)
 
 
@@ -270,13 +272,13 @@ def _shared() -> CudaGraphs:
 
 
 def _generator(device: torch.device) -> torch.Generator:
-    """The one that random operations on the device draw from."""
+    """Return the device's default random generator."""
     torch.cuda.init()
     return torch.cuda.default_generators[torch.cuda.current_device() if device.index is None else device.index]
 
 
 def _with_index(device: torch.device) -> torch.device:
-    """The device as its tensors have it: "cuda" alone is the current one."""
+    """Return the device with its index, as tensors report it: "cuda" without an index is the current device."""
     if device.type != "cuda" or device.index is not None:
         return device
     return torch.device(device.type, torch.cuda.current_device())
@@ -287,10 +289,10 @@ def _device(leaves: Sequence[Any]) -> torch.device:
 
 
 def _like(tensor: torch.Tensor) -> torch.Tensor:
-    """Memory for it, laid out in the same way; contiguous where its own elements overlap."""
-    # A tensor of inference mode counts no versions, by which a change in place is seen.
+    """Return uninitialised memory with the tensor's shape and strides, or dense if a stride is 0 (expanded)."""
+    # Changes in place are detected by version, which tensors of inference mode do not have.
     with torch.inference_mode(False), torch.no_grad():
-        copy = torch.empty_like(tensor)  # keeps the strides of what is dense
+        copy = torch.empty_like(tensor)  # keeps the strides of a dense tensor
         if copy.stride() == tensor.stride() or 0 in tensor.stride():
             return copy
         extent = (

@@ -1,4 +1,4 @@
-"""Cross-entropy of some rows' logits at a time, which are never all there (eigenstate_lm, technique 004.11)."""
+"""Cross-entropy in chunks of rows: the logits of all rows never exist at once (eigenstate_lm, technique 004.11)."""
 
 import torch
 from torch.nn import functional
@@ -8,35 +8,40 @@ from optimized.kernels import ceil_div, jit, launching, tl, use_triton
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 IGNORED = -100
 ROWS = 4096
-"""At a time. A vocabulary of 50,257 then has logits of 0.4 GB in bfloat16, and products that are large enough."""
+"""Rows whose logits are computed at a time. With a vocabulary of 50,257 they take 0.4 GB in bfloat16, and the matrix
+products are large enough."""
 BLOCK, NUM_WARPS = 4096, 8
-"""Logits of a row that the kernel looks at at once."""
+"""Logits of a row that the kernel loads at a time, and its warps."""
 COLUMNS = 64
-"""On CUDA logits have a multiple of so many columns: of an odd number, as 50,257, products take five times as long."""
+"""On CUDA the columns of the logits are padded to a multiple of this. A product with an odd number of columns, such as
+50,257, takes five times as long."""
 
 
 def chunked_cross_entropy(
     hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, rows: int = ROWS
 ) -> torch.Tensor:
-    """The mean cross-entropy of `hidden @ weight.T` against the labels, 0-d; a label of −100 does not count.
+    """Compute the mean cross-entropy of `hidden @ weight.T` against the labels, 0-d; labels of −100 are ignored.
 
-    It has hidden's dtype, and under autocast float32. Logits are made for some rows at a time, once. While they are
-    there the gradients that are wanted are made too, but for the factor that the backward brings: to make the logits
-    again there, as the source does, would be a fourth product of their size. They are added up in float32 at least,
-    and so is the weight's gradient. Without a label that counts it is NaN. There is no second derivative.
+    The loss has the dtype of `hidden`, and float32 under autocast. If all labels are ignored, it is NaN. There is no
+    second derivative.
 
-    On CUDA a Triton kernel makes of a row's logits, in float32, its loss and in their place their gradients, and the
-    products are made with a weight that is filled up to a multiple of 64 rows. Elsewhere, and in float64, PyTorch's
-    operations do.
+    The logits are computed once, for `rows` rows at a time. The forward pass also computes the required gradients from
+    them, without the factor that only the backward pass knows. Computing the logits again in the backward pass, as the
+    source does, would be a fourth product of their size. The losses and the gradient of the weight are accumulated in
+    float32, or in float64 for float64.
+
+    On CUDA, in float32, bfloat16 and float16, a Triton kernel computes each row's loss in float32 and overwrites the
+    logits with their gradient. There the weight is padded to a multiple of 64 rows. All other inputs use PyTorch
+    operations.
 
     hidden  [N, D]
     weight  [V, D]
-    labels  [N] int64, below V; of a negative one but −100 the loss is NaN
-    rows    at a time
+    labels  [N] int64, below V; a negative label other than −100 makes the loss NaN
+    rows    number of rows whose logits are computed at a time
 
-    ValueError for fewer rows than one at a time.
+    ValueError if `rows` is below 1.
 
-    Source: eigenstate_lm, technique 004.11, which expects 13 to 26 GB less.
+    Source: eigenstate_lm, technique 004.11, which expects 13 to 26 GB less memory.
     """
     return _with(None, hidden, weight, labels, rows)
 
@@ -51,14 +56,14 @@ def chunked_cross_entropy_torch(
 def chunked_cross_entropy_triton(
     hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, rows: int = ROWS
 ) -> torch.Tensor:
-    """`chunked_cross_entropy` by the kernel, which does not have float64."""
+    """`chunked_cross_entropy` with the Triton kernel, which does not support float64."""
     return _with(_rows_triton, hidden, weight, labels, rows)
 
 
 def _with(by, hidden, weight, labels, rows):
     if rows < 1:
         raise ValueError(f"rows={rows}: at least one row is looked at at a time")
-    # As functional.linear would; float64 is left alone by autocast.
+    # Cast as autocast would for functional.linear; it leaves float64 unchanged.
     autocast = torch.is_autocast_enabled(hidden.device.type) and hidden.dtype != torch.float64
     if autocast:
         dtype = torch.get_autocast_dtype(hidden.device.type)
@@ -99,7 +104,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
     def backward(ctx, grad):
         *found, count = ctx.saved_tensors
         share = torch.where(count > 0, grad / count, 0.0)
-        # Widened: in a lower precision the share itself would be rounded, or nothing.
+        # Multiply in the wider dtype: in a lower precision the share itself would be rounded, or underflow to 0.
         scaled = [
             None if d is None else (d.to(share.dtype) * share).to(dtype)
             for d, dtype in zip(found, ctx.dtypes, strict=True)
@@ -108,7 +113,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
 
 
 def _widened_product(a, b):
-    """In float32 at least: a sum over thousands of rows may be more than float16 has."""
+    """Compute a @ b in float32, or in float64 for float64: a sum over thousands of rows may overflow float16."""
     wide = torch.promote_types(a.dtype, torch.float32)
     if a.device.type == "cuda" and a.dtype != wide:
         return torch.mm(a, b, out_dtype=wide)
@@ -116,7 +121,7 @@ def _widened_product(a, b):
 
 
 def _rows_torch(logits, V, labels, losses, wanted):
-    """Fill in each row's loss; the logits' gradients, in their dtype, if they are wanted."""
+    """Write each row's loss to `losses`. Return the gradient of the logits in their dtype, or None if not `wanted`."""
     counted, place = (labels != IGNORED)[:, None], labels.clamp(min=0)[:, None]
     exponents = logits.to(losses.dtype)
     exponents = exponents - exponents.amax(1, keepdim=True)
@@ -131,7 +136,7 @@ def _rows_torch(logits, V, labels, losses, wanted):
 
 
 def _rows_triton(logits, V, labels, losses, wanted):
-    """The same of the first V columns; the gradients take the logits' place, and in the columns after they are 0."""
+    """`_rows_torch` for the first V columns. The gradient overwrites the logits, with 0 in the columns after V."""
     count, columns = logits.shape
     with launching(logits):
         _rows_kernel[(count,)](
@@ -161,6 +166,12 @@ def _rows_kernel(
     WANTED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
+    """Compute loss = log(sum_j exp(x_j)) − x_label and, if WANTED, overwrite x_j by softmax(x)_j − [j = label].
+
+    One program processes one row of the contiguous logits [rows, columns], in blocks of BLOCK columns. The first pass
+    computes the largest logit and the sum of exponentials relative to it (online softmax), the second the gradient. The
+    columns from V on are padding: they are not read, and their gradient is 0.
+    """
     row = tl.program_id(0).to(tl.int64)
     label = tl.load(labels_ptr + row)
     counted = label != IGNORED
@@ -186,6 +197,6 @@ def _rows_kernel(
             here = block * BLOCK + at
             x = tl.load(logits_ptr + here, mask=here < V, other=-float("inf")).to(tl.float32)
             d = tl.exp(x - top) * share - tl.where((here == place) & counted, 1.0, 0.0)
-            # A row that does not count has no gradient, whatever its logits are.
+            # The gradient of an ignored row is 0, even if its logits are not finite.
             d = tl.where(counted & (here < V), d, 0.0)
             tl.store(logits_ptr + here, d.to(logits_ptr.dtype.element_ty), mask=here < columns)

@@ -1,4 +1,4 @@
-"""The inverse losses of those batches alone that a schedule names (ups, technique 002.3)."""
+"""The inverse losses, computed only for the batches that a schedule selects (ups, technique 002.3)."""
 
 from collections.abc import Callable, Sequence
 
@@ -16,16 +16,16 @@ def inverse_losses(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return (MSE(D(z₀)(x_q), u(x_q)), MSE(E(D(z₀)), stop(z₀))), each 0-d: means over all examples of a batch.
 
-    Batches 0, frequency, 2 · frequency, … have these losses. In all others both are 0 and have no gradient, and
-    nothing is decoded: a frequency of 4 saves three quarters of the work. The source counts 87.5% together with half
-    as many query points, but the second loss decodes the whole grid, whatever the number of query points is. The first
-    loss is therefore read from the same decoded field, and its query points cost nothing more.
+    Batches 0, frequency, 2 · frequency, … have these losses. In all other batches both are 0 without a gradient, and
+    nothing is decoded: a frequency of 4 saves three quarters of the work. The source claims 87.5% together with half as
+    many query points. But the second loss decodes the whole grid, whatever the number of query points. The first loss
+    is therefore read from the same decoded field, and its query points cost nothing extra.
 
-    tasks       what the batch has of each task; one or more, with one example or more each
-    batch       the batch's number, from 0; a resumed run goes on counting
+    tasks       each task's part of the batch; at least one task, with at least one example each
+    batch       index of the batch, from 0; a resumed run continues to count
     frequency   1 or more
-    at_queries  (decode, latents, field, points, queries) → the first of the two errors of a task, which then decodes
-                by itself, as `query_sampling` does; None reads it from the field decoded for the second one
+    at_queries  (decode, latents, field, points, queries) → the first error of a task; it calls `decode` itself, as
+                `query_sampling` does. None: the error is read from the field decoded for the second loss
 
     Source: ups, technique 002.3.
     """

@@ -1,4 +1,4 @@
-"""The decoder's error at some points of the grid, decoded at these alone (ups, technique 002.3)."""
+"""The decoder's error at some points of the grid, decoded only at these points (ups, technique 002.3)."""
 
 from collections.abc import Callable
 
@@ -15,15 +15,15 @@ def query_sampling(
 ) -> torch.Tensor:
     """Return the mean squared error of the decoded field at the query points, 0-d.
 
-    The decoder's cost is proportional to the number of query points. The source expects a gain from 1024 points
-    instead of 2048: on a grid of 1024 points both are all points, and nothing is gained. Nor is anything where the
-    whole grid is decoded for another loss, as `inverse_losses` does.
+    The cost of the decoder is proportional to the number of query points. The source expects a gain from 1024 points
+    instead of 2048. On a grid of 1024 points both select all points, and nothing is gained. Nothing is gained either if
+    the whole grid is decoded for another loss, as in `inverse_losses`.
 
-    decode   (latents, points [N, d]) → [B, N, C]; no point may depend on another
+    decode   (latents, points [N, d]) → [B, N, C]; the value at a point must not depend on the other points
     latents  [B, T, latent width]
     field    [B, *grid, C], the true values
     points   [*grid, d], coordinates
-    queries  [Q] int64, places in the flattened grid; one or more
+    queries  [Q] int64, indices into the flattened grid; at least one
 
     Source: ups, technique 002.3.
     """

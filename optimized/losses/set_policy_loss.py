@@ -1,31 +1,31 @@
 """The set policy gradient's loss in one pass over the logits each way (polychromic, its objective made differentiable).
 
-**What it is the gradient of.** The source trains on L = CE - lambda * D, with D the mean of 1 - cos(e_i, e_j) over the
-pairs i < j of n sampled replies. There D is a Python float: the tokens were sampled, which has no derivative, so that
-the gradient of lambda * D is zero and the source trains on CE alone. What has a gradient is the expectation. With
-p(set) = prod_i p(reply_i), and D(set) independent of the model's parameters once the replies are given,
+**Derivation.** The source trains on L = CE - lambda * D, where D is the mean of 1 - cos(e_i, e_j) over the pairs i < j
+of n sampled replies. There D is a Python float. Sampling tokens has no derivative, so the gradient of lambda * D is
+zero, and the source trains on CE alone. The expectation of D, however, has a gradient. With p(set) = prod_i p(reply_i),
+and with D(set) independent of the model's parameters once the replies are given,
 
     grad E[D] = sum over sets of D(set) grad p(set) = E[D(set) grad log p(set)] = E[D(set) sum_i grad log p(reply_i)].
 
-E[grad log p(reply_i)] is zero, also given the other replies of all sets. So whatever does not depend on reply i may be
-taken from the factor of grad log p(reply_i), and the expectation stays the same:
+E[grad log p(reply_i)] is zero, also given the other replies of all sets. So any baseline b_i that does not depend on
+reply i can be subtracted from the factor of grad log p(reply_i) without changing the expectation:
 
     grad E[D] = E[sum_i (D(set) - b_i) grad log p(reply_i)],   b_i independent of reply i.
 
-The advantage of reply i is D(set) - b_i. These baselines leave the gradient unbiased (`suite.polychromic.advantages`
-has those marked with *):
+The advantage of reply i is D(set) - b_i. The following baselines leave the gradient unbiased. Those marked with * are
+in `suite.polychromic.advantages`.
 
-* the mean of D over the *other* sets of the same prompt (*). The mean over *all* sets of a prompt, as the
-  polychromic objective has it, contains the set's own D, which scales the gradient by (S - 1) / S with S sets.
-  Leaving the own set out is that advantage times S / (S - 1);
-* a running mean over earlier steps, given as an input (*), where a prompt has one set;
-* the diversity of the set without reply i (*), of n - 1 >= 2 replies, which needs neither several sets nor a state;
-* the mean of D over the sets of other prompts. It is unbiased, but prompts differ in their diversity, so that the
-  advantages have an offset by prompt, which is noise.
+* The mean of D over the *other* sets of the same prompt (*). The mean over *all* sets of a prompt, as in the
+  polychromic objective, contains the set's own D, which scales the gradient by (S - 1) / S with S sets. Excluding the
+  own set gives that advantage times S / (S - 1).
+* A running mean over earlier steps, passed as an input (*), for prompts with one set.
+* The diversity of the set without reply i (*), from n - 1 >= 2 replies. It needs neither several sets nor a state.
+* The mean of D over the sets of other prompts. It is unbiased, but diversity differs between prompts, so the advantages
+  have an offset that depends on the prompt. This offset is noise.
 
-**What else has to hold.** The logits must be those of the distribution that was sampled from: divided by the
-temperature, and -inf outside the nucleus of top-p. Which tokens are in the nucleus counts as constant.
-Log-probabilities of other logits give another gradient, and a biased one.
+**Requirements.** The logits must be those of the distribution that was sampled from: divided by the temperature, and
+-inf outside the top-p nucleus. The set of tokens in the nucleus is treated as constant. Log-probabilities of other
+logits give a different, biased gradient.
 """
 
 import torch
@@ -41,27 +41,27 @@ FINISH_BLOCK = 1024
 def set_policy_loss(
     logits: torch.Tensor, tokens: torch.Tensor, mask: torch.Tensor, advantages: torch.Tensor
 ) -> torch.Tensor:
-    """Return minus the mean over the sets of the sum over a set's replies of advantage times log p(reply), 0-d.
+    """Return minus the mean over sets of the sum over a set's replies of advantage times log p(reply), 0-d.
 
     The loss is in float32, and in float64 for float64. Logits where the mask is False are not read, and their gradient
-    is 0 whatever they are.
+    is 0 even if they are not finite.
 
-    On CUDA, Triton kernels compute it in float32 and bfloat16: two launches forward and one backward, deterministic.
-    The forward reads the logits once and keeps two numbers of each position in float32: its largest logit, and the sum
-    of the exponentials relative to that. The log-sum-exp, one number, would lose digits where logits are large. The
-    backward reads the logits again and writes their gradient, in their dtype, in one pass. There is no second
-    derivative. A token outside the vocabulary makes the loss NaN.
+    On CUDA, Triton kernels compute the loss for logits in float32 and bfloat16, with two launches forward and one
+    backward. They are deterministic. The forward pass reads the logits once and saves two float32 numbers per position:
+    the largest logit, and the sum of exponentials relative to it. A single log-sum-exp would lose digits if logits
+    are large. The backward pass reads the logits again and writes their gradient, in their dtype, in one pass.
+    There is no second derivative. A token outside the vocabulary makes the loss NaN.
 
-    Elsewhere, and in other dtypes, PyTorch's operations compute it from a copy of the sampled positions' logits. Where
-    all positions were sampled, that is slower than the reference, by up to half.
+    On other devices and in other dtypes, PyTorch operations compute the loss from a copy of the logits at the sampled
+    positions. If all positions were sampled, this is slower than the reference, by up to half.
 
-    logits      [sets · n, length, vocabulary]; those at position t predict `tokens[:, t]`; any strides, and read in
-                place where those of a position are contiguous
-    tokens      [sets · n, length] int64, below the vocabulary's size, also where the mask is False
-    mask        [sets · n, length] bool, True where the token was sampled, the end-of-text token included
-    advantages  [sets, n], of each reply; constants, which get no gradient. Reply i of set s is row s · n + i
+    logits      [sets · n, length, vocabulary]; the logits at position t predict `tokens[:, t]`. Any strides; they are
+                read in place if the logits of a position are contiguous
+    tokens      [sets · n, length] int64, below the vocabulary size, also where the mask is False
+    mask        [sets · n, length] bool, True where the token was sampled, including the end-of-text token
+    advantages  [sets, n], one for each reply; constants without a gradient. Reply i of set s is row s · n + i
 
-    ValueError for advantages that are not [sets, n] of all rows.
+    ValueError if the shape of `advantages` is not [sets, n] with sets · n rows.
 
     Source: polychromic, seed 003, objective L = CE - lambda * D.
     """
@@ -78,7 +78,7 @@ def set_policy_loss_torch(
 def set_policy_loss_triton(
     logits: torch.Tensor, tokens: torch.Tensor, mask: torch.Tensor, advantages: torch.Tensor
 ) -> torch.Tensor:
-    """`set_policy_loss` by the kernels, in float32 and bfloat16."""
+    """`set_policy_loss` with the Triton kernels, in float32 and bfloat16."""
     return _with(True, logits, tokens, mask, advantages)
 
 
@@ -86,13 +86,13 @@ def _with(kernels, logits, tokens, mask, advantages):
     if advantages.dim() != 2 or advantages.numel() != len(logits):
         raise ValueError(f"advantages of shape {list(advantages.shape)} for {len(logits)} replies: give [sets, n]")
     if not tokens.numel():
-        # The sum over nothing is 0; without a set the mean is NaN.
+        # The sum over no tokens is 0; the mean over no sets is NaN.
         return logits.sum(dtype=torch.promote_types(logits.dtype, torch.float32)) / len(advantages)
     return (_SetPolicyLoss.apply if kernels else _by_torch)(logits, tokens, mask, advantages.detach())
 
 
 def _by_torch(logits, tokens, mask, advantages):
-    """Compute the loss from the sampled positions only; the gradients of the others are 0."""
+    """Compute the loss from the sampled positions only; the gradient of all other logits is 0."""
     wide = torch.promote_types(logits.dtype, torch.float32)
     log_p = functional.log_softmax(logits[mask], -1, dtype=wide).gather(-1, tokens[mask][:, None]).squeeze(-1)
     of_positions = advantages.reshape(-1, 1).expand(mask.shape)[mask]
@@ -177,7 +177,11 @@ def _forward_kernel(
     stride_at,
     BLOCK: tl.constexpr,
 ):
-    """Compute log p of the token at one position; where the mask is False it is 0, and no logit is read."""
+    """Compute log p = (x_token − top) − log(total), with top = max_j x_j and total = sum_j exp(x_j − top).
+
+    One program processes one position (reply, t), in blocks of BLOCK logits, in one pass (online softmax). Where the
+    mask is False, log p is 0 and no logit is read.
+    """
     at = tl.program_id(0).to(tl.int64)
     counted = tl.load(mask_ptr + at) != 0
     token = tl.load(tokens_ptr + at)
@@ -185,7 +189,7 @@ def _forward_kernel(
     logits_ptr += at // length * stride_row + at % length * stride_at
     own = tl.load(logits_ptr + token, mask=counted & valid, other=0.0).to(tl.float32)
     top = tl.full([], -float("inf"), tl.float32)
-    # Added up over the threads after the loop: the largest logit alone is needed in every step.
+    # Summed over the threads after the loop: each step needs only the largest logit of all threads.
     totals = tl.zeros((BLOCK,), dtype=tl.float32)
     columns = tl.arange(0, BLOCK)
     for start in range(0, tl.where(counted, V, 0), BLOCK):
@@ -204,7 +208,10 @@ def _forward_kernel(
 
 @jit
 def _finish_kernel(log_p_ptr, advantages_ptr, loss_ptr, count, length, sets, BLOCK: tl.constexpr):
-    """The loss from log p of every position, always added in the same order."""
+    """Compute loss = −sum(advantage · log p) / sets.
+
+    One program adds up all positions, BLOCK at a time, so the order of the sums is fixed.
+    """
     sums = tl.zeros((BLOCK,), dtype=tl.float32)
     for start in range(0, count, BLOCK):
         at = start + tl.arange(0, BLOCK)
@@ -231,7 +238,10 @@ def _backward_kernel(
     sets,
     BLOCK: tl.constexpr,
 ):
-    """advantage / sets · (p - [own token]) of some logits of one position; 0 where the mask is False."""
+    """Compute d_j = grad · advantage / sets · (p_j − [j = token]), and 0 where the mask is False.
+
+    Program (position, block) computes BLOCK logits of one position; `d_ptr` is contiguous [positions, V].
+    """
     at = tl.program_id(0).to(tl.int64)
     here = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     counted = tl.load(mask_ptr + at) != 0

@@ -1,24 +1,25 @@
-"""Emptying the allocator's cache only where it gives memory back that somebody needs (trainer2, 000.6)."""
+"""Emptying of the CUDA allocator's cache, only when it returns memory that is needed (trainer2, technique 000.6)."""
 
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
-# How often the allocator is asked. It answers from the host's memory, in microseconds.
+# Calls between two checks. A check takes microseconds.
 EVERY = 10
-# Below this share of the device's memory still free, another process (or a library beside the allocator) may fail.
+# Share of the device's memory. With less free memory, allocations of other processes, or of libraries that do not use
+# the allocator, may fail.
 SCARCE = 0.1
-# Share of the device's memory: returning less is not worth the stall that it costs.
+# Share of the device's memory. Returning less is not worth the stall of emptying the cache.
 WORTH = 0.05
 
 
 def adaptive_cleanup(step: Callable[..., Any], every: int = EVERY) -> Callable[..., Any]:
-    """The step, with the CUDA allocator's cache emptied where that helps; asked every `every` calls, 0 never.
+    """Wrap the step: every `every` calls, empty the CUDA allocator's cache if that helps; 0: never.
 
-    Emptying helps where little of the device is free *and* the allocator holds much that nothing uses: see
-    `can_return_memory`. The source emptied it where nearly all that was reserved was in use, when there is next to
-    nothing to give back. On a device that one process has to itself the cache is best left alone.
+    It helps if little memory of the device is free *and* the allocator holds much unused memory, see
+    `can_return_memory`. The source empties the cache when nearly all reserved memory is in use, and then there is
+    almost nothing to return. If one process uses the device alone, it is best not to empty the cache.
 
     Source: trainer2, technique 000.6; eigenstate_lm, technique 004.4.
     """
@@ -36,12 +37,12 @@ def adaptive_cleanup(step: Callable[..., Any], every: int = EVERY) -> Callable[.
 
 
 def can_return_memory(reserved: int, allocated: int, free: int, total: int) -> bool:
-    """Whether emptying the cache gives back memory that is wanted; all in bytes.
+    """Return whether free memory is scarce and emptying the cache would return enough of it. All in bytes.
 
-    reserved   held by the allocator
-    allocated  of it, in use by tensors
-    free       of the device, held by nobody
-    total      of the device
+    reserved   memory that the allocator holds
+    allocated  part of it that tensors use
+    free       memory of the device that no process holds
+    total      memory of the device
     """
     return free < SCARCE * total and reserved - allocated > WORTH * total
 

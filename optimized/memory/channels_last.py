@@ -1,4 +1,4 @@
-"""The network with the channels of a row side by side in memory (leak_cnn, technique 001.9)."""
+"""The network in channels-last layout (leak_cnn, technique 001.9)."""
 
 import torch
 
@@ -9,10 +9,10 @@ from suite.leak_cnn.step import training_loss
 def channels_last(
     weights: Weights, segments: torch.Tensor, labels: torch.Tensor, class_weights: torch.Tensor
 ) -> torch.Tensor:
-    """The loss of a batch, 0-d; segments and convolutions in channels-last layout, as cuDNN's tensor cores read it.
+    """Compute the loss of a batch, 0-d, with segments and convolution weights in channels-last layout.
 
-    A trainer keeps its weights so; here they are laid out at each call, 0.4 MB. The source claims 20–30% of the
-    convolutions' time, together with TF32 and autocast.
+    cuDNN's tensor core kernels read this layout. A trainer keeps its weights in it; here each call converts 0.4 MB of
+    weights. The source claims 20–30% of the convolutions' time, together with TF32 and autocast.
 
     weights        name → tensor, `suite.leak_cnn.model.shapes`
     segments       [N, 1, H, 1]
@@ -25,7 +25,7 @@ def channels_last(
 
 
 def laid_out(weights: Weights) -> dict[str, torch.Tensor]:
-    """The same weights, the convolutions' in channels-last layout."""
+    """Return the weights with those of the convolutions in channels-last layout."""
     return {
         name: weight.contiguous(memory_format=torch.channels_last) if weight.dim() == 4 else weight
         for name, weight in weights.items()
@@ -33,9 +33,10 @@ def laid_out(weights: Weights) -> dict[str, torch.Tensor]:
 
 
 def with_channels_last(segments: torch.Tensor) -> torch.Tensor:
-    """Segments [N, 1, H, 1] whose first convolution's result is channels-last.
+    """Return segments [N, 1, H, 1] with strides that make the result of the first convolution channels-last.
 
-    One channel has both layouts, and torch goes by its stride, which is 1 here.
+    With one channel, the memory order of both layouts is the same. torch distinguishes them by the stride of the
+    channel, which is 1 here.
     """
     segments = segments.contiguous()
     return segments.as_strided(segments.shape, (segments.shape[1:].numel(), 1, *segments.stride()[2:]))

@@ -20,28 +20,31 @@ def cpu_offload_optimizer(
 ) -> OffloadedAdamW:
     """Build `step(grads)`, which sets each parameter's `.grad` and updates the parameters in place.
 
-    No state stays on a GPU. Gradients and parameters are copied to pinned host memory, torch's fused AdamW of the CPU
-    updates each parameter as soon as its copies are there, and the parameter is copied back while the CPU works on the
-    next one. The host waits for the copies from the device; work that is queued after the step waits for the copies to
-    it. Parameters of the CPU take the same way, without pinned memory and streams.
+    No state is kept on a GPU. Gradients and parameters are copied to pinned host memory. torch's fused CPU AdamW
+    updates each parameter as soon as its copies have arrived. The parameter is copied back while the CPU updates the
+    next one. The host waits for the copies from the device. Work that is queued after the step waits for the copies to
+    the device. CPU parameters go through the same steps, without pinned memory and streams.
 
-    The parameter on the device is the one that counts: it is read in each step, so that a change by others, such as a
-    checkpoint that is loaded, takes effect. Copies in the two directions overlap, so that reading it costs little.
-    Parameters in float16 and bfloat16 have a float32 master copy, which keeps what their own dtype rounds away; an
-    element of it follows the parameter's where others have changed that.
+    The parameter on the device is authoritative. Each step reads it, so changes by others, such as a loaded checkpoint,
+    take effect. Copies in the two directions overlap, so the read costs little. Parameters in float16 and bfloat16 have
+    a float32 master copy, which keeps the digits that their dtype rounds away. Where others have changed an element of
+    the parameter, the master copy takes its value from it.
 
-    Each element takes 16 bytes of host memory in float32 and 18 in a lower precision.
+    An element needs 16 bytes of host memory in float32, and 18 in a lower precision.
 
     params  tensors of any shapes, changed in place
     grads   one for each parameter, of its shape
 
-    Source: ups, technique 002.5, which takes torchao's CPUOffloadOptimizer.
+    Source: ups, technique 002.5, which uses torchao's CPUOffloadOptimizer.
     """
     return OffloadedAdamW(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
 
 
 class OffloadedAdamW:
-    """The step of `cpu_offload_optimizer`; `transfers` are the streams that copy, for a device."""
+    """The step of `cpu_offload_optimizer`.
+
+    transfers  device → an object with the methods of `_Streams`; None: `_Streams` on CUDA, else `_Here`
+    """
 
     def __init__(
         self,
@@ -74,15 +77,15 @@ class OffloadedAdamW:
             transfers.end()
 
     def state_dict(self) -> dict[str, Any]:
-        """Copies of both moments of each parameter, in host memory, and the steps made.
+        """Return copies of both moments of each parameter, in host memory, and the number of steps.
 
-        Without the master copies of parameters in a lower precision: these follow the parameters.
+        The master copies of parameters in a lower precision are not included: they follow the parameters.
         """
         moments = [moments_of(host.optimizer.state.get(host.param, {}), host.param) for host in self.hosts]
         return {"first": [m for m, _ in moments], "second": [v for _, v in moments], "steps": self.steps}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take on a state, by copying."""
+        """Load a state. Its tensors are copied."""
         self.steps = state["steps"]
         for host, first, second in zip(self.hosts, state["first"], state["second"], strict=True):
             host.optimizer.state[host.param] = torch_state(host.param, self.steps, first, second, fused=True)
@@ -94,13 +97,13 @@ def offloaded_hybrid(
     weight_decay: float = 0.03,
     dtype: torch.dtype = torch.bfloat16,
 ) -> OffloadedHybrid:
-    """Build `step(grads)` as `hybrid_muon_adamw`, whose state stays in host memory.
+    """Build `step(grads)` like `hybrid_muon_adamw`, with its state in host memory.
 
-    AdamW is `cpu_offload_optimizer`. Muon's momenta are copied to the device for each step, all matrices of a shape
-    at a time, and back: a CPU takes too long for the products.
+    AdamW is `cpu_offload_optimizer`. Each step copies Muon's momenta to the device and back, all matrices of one shape
+    at a time, because the matrix products would take too long on a CPU.
 
     params  tensors of any shapes, changed in place
-    dtype   what Muon orthogonalizes float32 matrices in
+    dtype   dtype in which Muon orthogonalizes float32 matrices
     grads   one for each parameter, of its shape
 
     Source: ups, technique 002.5.
@@ -109,7 +112,7 @@ def offloaded_hybrid(
 
 
 class OffloadedHybrid:
-    """The step of `offloaded_hybrid`, and its state."""
+    """The step of `offloaded_hybrid` and its state."""
 
     def __init__(self, params: Sequence[torch.Tensor], lr: float, weight_decay: float, dtype: torch.dtype) -> None:
         self.matrices = [i for i, p in enumerate(params) if p.dim() == 2]
@@ -132,19 +135,19 @@ class OffloadedHybrid:
         self.adamw([grads[i] for i in self.others])
 
     def state_dict(self) -> dict[str, Any]:
-        """Copies of both optimizers' states in host memory; `hybrid_muon_adamw` reads them, too."""
+        """Return copies of both optimizers' states in host memory. `hybrid_muon_adamw` can load them, too."""
         self._wait()
         return {"muon": {"momenta": [m.clone() for m in self.momenta]}, "adamw": self.adamw.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take on a state, by copying."""
+        """Load a state. Its tensors are copied."""
         self._wait()
         for own, given in zip(self.momenta, state["muon"]["momenta"], strict=True):
             own.copy_(given)
         self.adamw.load_state_dict(state["adamw"])
 
     def _wait(self) -> None:
-        """Until all copies to host memory are there."""
+        """Wait until all copies to host memory are complete."""
         for device in {p.device for p in self.params if p.is_cuda}:
             torch.cuda.synchronize(device)
 
@@ -152,25 +155,26 @@ class OffloadedHybrid:
 class _Host:
     """A parameter's buffers and state in host memory.
 
-    grad, fetched  what is copied from the device, in its dtype
-    param          what AdamW updates, in float32 or float64
-    sent           what is copied to the device, in its dtype; it stays as it is until the next step
+    grad, fetched  gradient and parameter as copied from the device, in its dtype
+    param          the tensor that AdamW updates, in float32 or float64
+    sent           the tensor that is copied to the device, in its dtype; unchanged until the next step
     """
 
     def __init__(self, p: torch.Tensor, options: dict[str, Any]) -> None:
         wide = torch.promote_types(p.dtype, torch.float32)
         self.grad, self.fetched = host_buffer(p, p.dtype), host_buffer(p, p.dtype)
-        # In the parameter's own dtype AdamW works in the buffer of the copies.
+        # A float32 or float64 parameter is updated in the buffer of its copies.
         self.param = self.fetched if wide == p.dtype else host_buffer(p, wide)
         self.sent = self.fetched if wide == p.dtype else host_buffer(p, p.dtype)
         self.is_first = True
         self.optimizer = torch.optim.AdamW([self.param], fused=True, **options)
 
     def update(self) -> None:
-        """One step of AdamW on what was fetched, to `sent`."""
+        """Make one AdamW step on the fetched gradient and parameter; write the result to `sent`."""
         if self.param is not self.fetched:
             theirs = self.fetched.to(self.param.dtype)
-            # In the first step all of it is new. NaN differs from itself, and is taken over.
+            # Take over the elements that others have changed since the last step: in the first step all, and NaN, which
+            # differs from itself.
             others = torch.ones_like(theirs, dtype=torch.bool) if self.is_first else self.fetched != self.sent
             torch.where(others, theirs, self.param, out=self.param)
             self.is_first = False
@@ -182,7 +186,7 @@ class _Host:
 
 
 class _Here:
-    """Copies within host memory: each is done at once."""
+    """Synchronous copies within host memory."""
 
     def begin(self) -> None:
         pass
@@ -203,22 +207,23 @@ class _Here:
 
 
 class _Streams:
-    """Copies between a GPU and pinned memory, on a stream for each direction."""
+    """Copies between a GPU and pinned memory, with one stream for each direction."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.from_device, self.to_device = torch.cuda.Stream(device), torch.cuda.Stream(device)
 
     def begin(self) -> None:
-        """Make the copies wait for the work queued before the step: the backward pass, the last step's copies."""
+        """Make the copies wait for the work queued before the step: the backward pass and the last step's copies."""
         current = torch.cuda.current_stream(self.device)
         self.from_device.wait_stream(current)
-        # A step on another stream than the last one: its copies must not overtake those from the same buffers.
+        # If this step runs on another stream than the last one, its copies into the host buffers must still wait for
+        # the last step's copies out of them.
         self.from_device.wait_stream(self.to_device)
         self.to_device.wait_stream(current)
 
     def fetch(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> torch.cuda.Event:
-        """Queue the copies to host memory; the event says when they are there."""
+        """Queue the copies to host memory; return the event that is recorded after them."""
         with torch.cuda.stream(self.from_device):
             for to, source in pairs:
                 to.copy_(source, non_blocking=True)

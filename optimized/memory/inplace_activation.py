@@ -1,4 +1,4 @@
-"""The network with each ReLU in place (leak_cnn, technique 001.4)."""
+"""The network with in-place ReLUs (leak_cnn, technique 001.4)."""
 
 import torch
 
@@ -9,11 +9,11 @@ from suite.leak_cnn.step import training_loss
 def inplace_activation(
     weights: Weights, segments: torch.Tensor, labels: torch.Tensor, class_weights: torch.Tensor
 ) -> torch.Tensor:
-    """The loss of a batch, 0-d; a ReLU writes over its input, the fresh result of a convolution or a linear layer.
+    """Compute the loss of a batch, 0-d. Each ReLU overwrites its input, the result of a convolution or linear layer.
 
-    Neither of these needs its result in the backward, and ReLU only its own. What is spared is the moment at which
-    both exist: 46 MB at the second convolution and the source's batch of 5632, where it claims 2.3 MB, and 1–3%. A
-    training step whose peak lies in the backward spares nothing.
+    This is safe: those layers do not need their result in the backward pass, and ReLU needs only its own. It avoids the
+    moment in which both tensors exist: 46 MB at the second convolution with the source's batch of 5632. The source
+    claims 2.3 MB, and 1–3%. If the peak memory of a training step is in the backward pass, nothing is saved.
 
     weights        name → tensor, `suite.leak_cnn.model.shapes`
     segments       [N, 1, H, 1]

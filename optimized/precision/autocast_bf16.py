@@ -1,4 +1,4 @@
-"""The network under autocast to bfloat16 (leak_cnn, technique 001.F2; ups, technique 002.6)."""
+"""The network under bfloat16 autocast (leak_cnn, technique 001.F2; ups, technique 002.6)."""
 
 from collections.abc import Callable
 
@@ -11,9 +11,9 @@ from suite.leak_cnn.model import Weights, forward
 def autocast_bf16(
     weights: Weights, segments: torch.Tensor, labels: torch.Tensor, class_weights: torch.Tensor
 ) -> torch.Tensor:
-    """The loss of a batch, 0-d: convolutions and linear layers in bfloat16, the loss in the weights' dtype.
+    """Compute the loss of a batch, 0-d: convolutions and linear layers in bfloat16, the loss in class_weights' dtype.
 
-    bfloat16 has float32's range, so that no gradient scaler is needed. The source claims 5–10% over float16.
+    bfloat16 has the range of float32, so no gradient scaler is needed. The source claims 5–10% over float16.
 
     weights        name → tensor, `suite.leak_cnn.model.shapes`
     segments       [N, 1, H, 1]
@@ -31,11 +31,12 @@ Step = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], tuple[torch.Tensor, 
 
 
 def sgd_step(weights: Weights, lr: float = 0.1) -> Step:
-    """Build `step(segments, labels, class_weights)`: SGD under autocast to bfloat16, without a gradient scaler.
+    """Build `step(segments, labels, class_weights)`: SGD under bfloat16 autocast, without a gradient scaler.
 
-    A step changes the weights in place and returns the loss, 0-d, and the gradient by each weight. The host does not
-    wait. Where a gradient is not finite, as for segments that are not, a step is made all the same; the scaler that
-    float16 needs would leave it out. The source claims 1.10x over float16 with one.
+    A step updates the weights in place and returns the loss, 0-d, and the gradient of each weight. The host does not
+    wait for the device. If a gradient is not finite, for example because a segment is not, the weights are still
+    updated; the gradient scaler that float16 needs would skip the update. The source claims 1.10x over float16 with a
+    scaler.
 
     weights        name → tensor, `suite.leak_cnn.model.shapes`
     segments       [N, 1, H, 1]

@@ -1,4 +1,4 @@
-"""The network with cuDNN's algorithms timed and chosen (leak_cnn, technique 001.3)."""
+"""The network with cuDNN algorithms chosen by timing (leak_cnn, technique 001.3)."""
 
 import torch
 
@@ -10,10 +10,11 @@ from suite.leak_cnn.step import training_loss, with_gradients
 def cudnn_autotune(
     weights: Weights, segments: torch.Tensor, labels: torch.Tensor, class_weights: torch.Tensor
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """The loss of a batch, 0-d, and its gradient by each weight; cuDNN times its algorithms once a shape.
+    """Compute the loss of a batch, 0-d, and the gradient of each weight; cuDNN times its algorithms once per shape.
 
-    The setting is torch's own and global: it holds for the forward and the backward, and is put back; what was found
-    is kept. The source claims 5–10%, after 1–2 s more at the first call. On a CPU it changes nothing.
+    The setting, torch.backends.cudnn.benchmark, is global. It applies to the forward and backward pass and is restored
+    afterwards; the chosen algorithms are kept. The source claims 5–10%, after 1–2 s more in the first call. On a CPU
+    the setting has no effect.
 
     weights        name → tensor, `suite.leak_cnn.model.shapes`
     segments       [N, 1, H, 1]

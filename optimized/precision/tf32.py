@@ -1,4 +1,4 @@
-"""The network with its products in TF32 (leak_cnn, technique 001.9; eigenstate_lm, 004.6)."""
+"""The network with TF32 convolutions and matrix products (leak_cnn, technique 001.9; eigenstate_lm, 004.6)."""
 
 import torch
 
@@ -10,11 +10,12 @@ from suite.leak_cnn.step import training_loss, with_gradients
 def tf32(
     weights: Weights, segments: torch.Tensor, labels: torch.Tensor, class_weights: torch.Tensor
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """The loss of a batch, 0-d, and its gradient by each weight; factors are rounded to TF32, sums are float32.
+    """Compute the loss of a batch, 0-d, and the gradient of each weight; factors are rounded to TF32, sums are float32.
 
-    The setting is torch's own and global: it holds for the forward and the backward, and is put back. torch has it on
-    for convolutions by default. The sources claim 20–30% of the convolutions' time (together with
-    channels-last and autocast), and 2–3x for matrix products. On a CPU it changes nothing.
+    The settings, torch.set_float32_matmul_precision and torch.backends.cudnn.allow_tf32, are global. They apply to the
+    forward and backward pass and are restored afterwards. By default, torch allows TF32 for convolutions. The sources
+    claim 20–30% of the convolutions' time (together with channels-last and autocast), and 2–3x for matrix products. On
+    a CPU the settings have no effect.
 
     weights        name → tensor, `suite.leak_cnn.model.shapes`
     segments       [N, 1, H, 1]

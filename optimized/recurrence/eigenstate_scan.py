@@ -1,4 +1,4 @@
-"""A diagonal complex recurrence over time, in chunks that run beside each other (eigenstate_lm, 004.8 and 004.12)."""
+"""A diagonal complex recurrence over time, in chunks that run in parallel (eigenstate_lm, 004.8 and 004.12)."""
 
 import torch
 from torch.nn import functional
@@ -7,38 +7,40 @@ from optimized.kernels import ceil_div, jit, launching, tl, use_triton
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 CHUNK = 64
-"""Steps of the plain form's chunks: the work within one grows with it, the steps between them fall."""
+"""Steps per chunk of the PyTorch form. A longer chunk costs more work, but leaves fewer chunks to combine."""
 LENGTH, CHUNKS, STATES = 32, 32, 16
-"""Steps of the kernels' chunks; chunks and states that a program works on at once."""
+"""Steps per chunk of the kernels; chunks and states that one program processes."""
 VECTOR = 4
-"""States that a thread reads together, of all of a chunk's steps: 16 bytes of float32."""
+"""Consecutive states that a thread loads at once, 16 bytes in float32. It does so for all steps of its chunk."""
 AT_ONCE = 8
-"""Groups of chunks between two published states: the last publishes its final state, the others what they add."""
+"""Groups per run, at least. The last group of a run, and group 0, publish their final state; all others publish what
+they add to the state."""
 FEW = 8
-"""Steps whose inputs the backward reads ahead of what is done with them."""
+"""Steps whose inputs the backward kernel loads at a time, before it uses them."""
 UNWRITTEN = 0x7FFFDEAD
-"""Bits of a NaN that no arithmetic gives; they mark a slot that has not been written yet."""
+"""Bits of a NaN that no arithmetic produces. They mark a slot that has not been written yet."""
 
 
 def eigenstate_scan(
     beta: torch.Tensor, eigenvalues: torch.Tensor, state: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`c_t = λ c_{t−1} + β_t` from `c_{−1}`: (Re c_t of every step [B, T, K], the last c [B, K, 2]).
+    """Compute `c_t = λ c_{t−1} + β_t` from `c_{−1}`; return (Re c_t of every step [B, T, K], the last c [B, K, 2]).
 
-    Chunks of steps run beside each other, each from 0, for what it adds to the state at its end; the states between
-    them are put together in float64, and each runs once more from the state that it begins with. No power of λ is
-    ever divided by, so that any |λ| ≤ 1 will do.
+    The steps are split into chunks that run in parallel. First, each chunk runs from the state 0, which yields what it
+    adds to the state at its end. Then the states between chunks are computed from these sums in float64, and each chunk
+    runs again from the state before it. Nothing is divided by a power of λ, so any |λ| ≤ 1 works.
 
-    float32, bfloat16 or float16 on CUDA, with a float32 state, takes two Triton kernels, one forward and one backward.
-    Each reads its chunks once and has them in registers until what earlier ones add has been awaited. They are
-    deterministic, keep the states between chunks and nothing of each step, and have no second derivative. All else
-    takes the plain form.
+    On CUDA, two Triton kernels, one forward and one backward, serve beta in float32, bfloat16 or float16 with a float32
+    state and float32 eigenvalues. A program reads its chunks once and keeps them in registers while it waits for the
+    sums of earlier chunks. The kernels are deterministic. For the backward pass they save the inputs and the states
+    between chunks, but no state within a chunk. There is no second derivative. All other inputs use
+    `eigenstate_scan_chunked`.
 
     beta         [B, T, K], real
     eigenvalues  [K, 2]: λ as (real, imaginary), |λ| ≤ 1
-    state        [B, K, 2]: c_{−1} likewise; its dtype is what is computed in
+    state        [B, K, 2]: c_{−1} as (real, imaginary); its dtype is the dtype of the computation
 
-    Source: eigenstate_lm, techniques 004.8 and 004.12, which expect 53.9 times a loop.
+    Source: eigenstate_lm, techniques 004.8 and 004.12, which expect 53.9 times the speed of a loop.
     """
     served = use_triton(beta, dtypes=DTYPES) and use_triton(state, eigenvalues)
     return (eigenstate_scan_triton if served else eigenstate_scan_chunked)(beta, eigenvalues, state)
@@ -50,13 +52,14 @@ def eigenstate_scan(
 def eigenstate_scan_chunked(
     beta: torch.Tensor, eigenvalues: torch.Tensor, state: torch.Tensor, chunk: int = CHUNK
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`eigenstate_scan` in PyTorch operations, on any device and dtype: within a chunk a product with λ's powers.
+    """`eigenstate_scan` in PyTorch operations, on any device and in any dtype.
 
-    A value that is not finite reaches the earlier steps of its chunk, too.
+    Within a chunk, it multiplies the inputs by powers of λ. A non-finite input therefore also affects earlier steps of
+    its chunk. ValueError if `chunk` is below 1.
     """
     if chunk < 1:
         raise ValueError(f"chunk={chunk}: a chunk has at least one step")
-    with torch.autocast(beta.device.type, enabled=False):  # the state's dtype says what is computed in
+    with torch.autocast(beta.device.type, enabled=False):  # compute in the state's dtype
         return _chunked(beta, eigenvalues, state, chunk)
 
 
@@ -71,7 +74,7 @@ def _chunked(beta, eigenvalues, state, chunk):
     powers = [p.double() for p in eigenvalues.unbind(-1)]
     wide = _powers(*powers, L + 1)
     real, imaginary = (p.to(dtype) for p in wide)  # [L + 1, K]
-    # The part of the state at a chunk's end that its steps have added.
+    # What the steps of a chunk add to the state at its end.
     ends = [torch.einsum("sk,bjsk->bjk", p[:L].flip(0), x[:, :-1]).double() for p in (real, imaginary)]
     carried = _carried(ends, (wide[0][L], wide[1][L]), state.double())
     begin, turned = (c.to(dtype) for c in carried)  # [B, count, K]
@@ -89,7 +92,7 @@ def _chunked(beta, eigenvalues, state, chunk):
 
 
 def _powers(real: torch.Tensor, imaginary: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """λ⁰ to λ^(count − 1), [count, K] each."""
+    """Return λ⁰ to λ^(count − 1) as (real, imaginary), [count, K] each, by repeated doubling."""
     every = torch.ones_like(real)[None], torch.zeros_like(real)[None]
     while len(every[0]) < count:
         every = tuple(torch.cat(pair) for pair in zip(every, _product((real, imaginary), every), strict=True))
@@ -98,7 +101,11 @@ def _powers(real: torch.Tensor, imaginary: torch.Tensor, count: int) -> tuple[to
 
 
 def _carried(ends, power, state):
-    """The states before each chunk, [B, chunks, K] each: doubled, from what each chunk adds and λ to its length."""
+    """Compute the state before each chunk as [real, imaginary], [B, chunks, K] each, by a scan in log2(chunks) passes.
+
+    ends   what each chunk except the last adds to the state at its end
+    power  λ to the power of the chunk length
+    """
     found = [torch.cat((s[:, None], e), 1) for s, e in zip(state.unbind(-1), ends, strict=True)]
     reach = 1
     while reach < found[0].shape[1]:
@@ -109,6 +116,7 @@ def _carried(ends, power, state):
 
 
 def _product(a, b):
+    """Multiply complex numbers, each given as (real, imaginary)."""
     return a[0] * b[0] - a[1] * b[1], a[0] * b[1] + a[1] * b[0]
 
 
@@ -118,7 +126,7 @@ def _product(a, b):
 def eigenstate_scan_triton(
     beta: torch.Tensor, eigenvalues: torch.Tensor, state: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`eigenstate_scan` by the Triton kernels."""
+    """`eigenstate_scan` with the Triton kernels."""
     if not beta.numel():
         return beta.clone(memory_format=torch.contiguous_format), state.clone(memory_format=torch.contiguous_format)
     B, _, K = beta.shape
@@ -132,7 +140,8 @@ class _EigenstateScan(torch.autograd.Function):
         B, T, K = beta.shape
         every, final = torch.empty_like(beta), torch.empty_like(state)
         work = _Work(B, T, K, beta.device)
-        # In planes: of pairs a thread would have one, and every step would go through shared memory to meet them.
+        # Real and imaginary parts are in separate planes. If they were interleaved, each thread would hold one pair,
+        # and every step would go through shared memory to match that layout.
         begins = torch.empty((2, B, work.chunks, K), dtype=state.dtype, device=beta.device)
         with launching(beta):
             _forward_kernel[work.grid](
@@ -172,7 +181,7 @@ class _EigenstateScan(torch.autograd.Function):
 
 
 class _Work:
-    """How the steps are dealt out: a group of chunks of some states of an item is a program's."""
+    """Launch parameters and the board. One program processes a group of chunks of one batch item, for some states."""
 
     def __init__(self, B, T, K, device):
         length = min(LENGTH, _power_of_two(T))
@@ -181,10 +190,10 @@ class _Work:
         self.groups = ceil_div(T, chunks * length)
         self.chunks = self.groups * chunks
         self.grid = (self.groups * B * ceil_div(K, states),)
-        # The sum that each group adds, or the state that it ends with.
+        # The board: what each group adds to the state, or its final state; real parts, then imaginary parts.
         self.board = torch.full((2, B * self.groups, K), UNWRITTEN, dtype=torch.int32, device=device)
-        # Items and groups; a plane of the board and one of what is there once a chunk. From the host, since a kernel's
-        # argument of 1 is a plain number there, which cannot be widened.
+        # Items, groups, elements of a plane of the board, elements of a plane of `begins`. The host multiplies them:
+        # Triton makes an argument of 1 a Python int, which a kernel cannot cast to int64.
         self.sizes = B, self.groups, B * self.groups * K, B * self.chunks * K
         self.few = min(FEW, length)
         warps = max(1, chunks * states // (32 * VECTOR))
@@ -193,7 +202,8 @@ class _Work:
             "LENGTH": length,
             "CHUNKS": chunks,
             "STATES": states,
-            # No value of the board is read by two threads: they could see it at different times.
+            # At least one value for each thread: two threads that read the same value of the board could see different
+            # states of it.
             "AT_ONCE": max(AT_ONCE, 32 * warps // states),
             "UNWRITTEN": UNWRITTEN,
             "num_warps": warps,
@@ -201,19 +211,22 @@ class _Work:
 
 
 def _power_of_two(n):
-    """The least that is no smaller."""
+    """Return the smallest power of two that is at least n."""
     return 1 << (n - 1).bit_length()
 
 
 @jit
 def _product_of(a, a_turn, b, b_turn):
-    """Multiply complex numbers."""
+    """Multiply the complex numbers a + i a_turn and b + i b_turn."""
     return a * b - a_turn * b_turn, a * b_turn + a_turn * b
 
 
 @jit
 def _power(across, turn, exponent, MOST: tl.constexpr):
-    """λ to whole numbers of at most MOST, a power of two; of the exponents' shape."""
+    """Compute λ^exponent by repeated squaring, for integer exponents from 0 to MOST, a power of two.
+
+    across, turn  λ as (real, imaginary)
+    """
     real = (exponent * 0 + across * 0.0) + 1.0
     imaginary = exponent * 0 + across * 0.0
     for i in tl.static_range(32):
@@ -228,9 +241,10 @@ def _power(across, turn, exponent, MOST: tl.constexpr):
 
 @jit
 def _begun(K, items, STATES: tl.constexpr):
-    """(which group in their order, item, states [STATES]) this program is for.
+    """Return this program's (position of its group in scan order, item, states [STATES]).
 
-    Programs begin in the order of their numbers, as CUB's scans rely on, too: all that one waits for are under way.
+    Earlier groups have lower program ids. Programs start in the order of their ids, which CUB's scans rely on too, so
+    every program that this one waits for has already started.
     """
     columns = tl.cdiv(K, STATES)
     program = tl.program_id(0)
@@ -253,14 +267,15 @@ def _awaited(
     AT_ONCE: tl.constexpr,
     UNWRITTEN: tl.constexpr,
 ):
-    """The state that this group begins with, in float64, [1, STATES].
+    """Wait for earlier groups and return the state before this group, in float64, [1, STATES].
 
-    From what the last of the AT_ONCE before ended with, and what those since then add.
+    It is the sum of the last published final state and of what each group since then adds, each times λ to the power of
+    the number of steps that follow. The program polls these slots, at most AT_ONCE, until all are written.
 
-    across, turn  λ to a group's length
+    across, turn  λ to the power of a group's length
     """
     row = tl.arange(0, AT_ONCE)[:, None]
-    # The last row is the nearest.
+    # The last row is the group directly before this one.
     weight, weight_turn = _power(across, turn, AT_ONCE - 1 - row, AT_ONCE)
     other = order - AT_ONCE + row
     mask = (other >= 0) & (other >= order // AT_ONCE * AT_ONCE - 1) & (state < K)
@@ -281,14 +296,17 @@ def _awaited(
 
 @jit
 def _bits(value, UNWRITTEN: tl.constexpr):
-    """A float32's. A NaN that somebody has given those of what is missing gets others, or all would wait for it."""
+    """Return the bits of a value in float32, as int32.
+
+    A NaN with the bits UNWRITTEN is replaced by another NaN, since later groups would wait for it forever.
+    """
     bits = value.to(tl.float32).to(tl.int32, bitcast=True)
     return tl.where(bits == UNWRITTEN, 0x7FC00000, bits)
 
 
 @jit
 def _add(board_ptr, state, item, order, real, imaginary, K, groups, board_plane, UNWRITTEN: tl.constexpr):
-    """Publish the sum that a group adds, or its final state. Each value marks itself as written."""
+    """Publish what a group adds to the state, or its final state. Overwriting UNWRITTEN marks a value as published."""
     at = board_ptr + (item * groups + order) * K + state
     tl.store(at, _bits(real, UNWRITTEN), mask=state < K)
     tl.store(at + board_plane, _bits(imaginary, UNWRITTEN), mask=state < K)
@@ -296,7 +314,10 @@ def _add(board_ptr, state, item, order, real, imaginary, K, groups, board_plane,
 
 @jit
 def _joined(a, a_turn, x, x_turn, b, b_turn, y, y_turn):
-    """Join two consecutive ranges of steps: return λ to the power of their length, and what they add to a state."""
+    """Combine two consecutive ranges of steps.
+
+    Return λ to the power of their joint length, and what they add to the state.
+    """
     across, turn = _product_of(a, a_turn, b, b_turn)
     more, turned = _product_of(b, b_turn, x, x_turn)
     return across, turn, more + y, turned + y_turn
@@ -304,7 +325,7 @@ def _joined(a, a_turn, x, x_turn, b, b_turn, y, y_turn):
 
 @jit
 def _of_last(values, CHUNKS: tl.constexpr):
-    """The last row, [1, STATES]."""
+    """Return the last row, [1, STATES]."""
     return tl.sum(tl.where(tl.arange(0, CHUNKS)[:, None] == CHUNKS - 1, values, 0.0), 0)[None, :]
 
 
@@ -339,12 +360,16 @@ def _states_between(
     AT_ONCE: tl.constexpr,
     UNWRITTEN: tl.constexpr,
 ):
-    """The states that chunks begin with, [CHUNKS, STATES], from what each adds (real, imaginary) in its steps.
+    """Compute the state before each chunk of this group, [CHUNKS, STATES], in float32.
 
-    The first group begins with what `initial_ptr` has, and the last leaves what it ends with in `last_ptr`. What chunks
-    add together is summed up in float64.
+    A scan over the group's chunks, in float64, yields what the group adds to the state. Most groups publish that, and
+    then wait for earlier groups. The last group of a run waits first, and then publishes its final state. Group 0
+    starts from the state at `initial_ptr` and publishes its final state. The last group writes its final state to
+    `last_ptr`.
 
-    left  steps of each chunk, and more
+    left             steps from the start of each chunk to the end of the sequence, as `_left` returns them
+    one, one_turn    λ, or its conjugate in the backward kernel
+    real, imaginary  what each chunk adds to the state at its end
     """
     there = state < K
     one = one.to(tl.float64)
@@ -393,7 +418,10 @@ def _states_between(
 
 @jit
 def _left(group, row, state, T, K, WHOLE: tl.constexpr, LENGTH: tl.constexpr, CHUNKS: tl.constexpr):
-    """Steps left of each chunk of a group, [CHUNKS, STATES]: for a state beyond K none."""
+    """Return the number of steps from the start of each chunk to the end of the sequence, [CHUNKS, STATES].
+
+    It is 0 for states beyond K, and LENGTH for all others if the groups are WHOLE. A chunk past the end has 0 or fewer.
+    """
     if WHOLE:
         left = tl.where(state < K, LENGTH + row * 0, 0)
     else:
@@ -403,7 +431,7 @@ def _left(group, row, state, T, K, WHOLE: tl.constexpr, LENGTH: tl.constexpr, CH
 
 @jit
 def _has(left, step, WHOLE: tl.constexpr):
-    """Whether a chunk has that step. Whole ones have all, but for states beyond K."""
+    """Return whether a chunk has this step. If the groups are WHOLE, every step exists except for states beyond K."""
     if WHOLE:
         step = 0
     return left > step
@@ -411,7 +439,7 @@ def _has(left, step, WHOLE: tl.constexpr):
 
 @jit
 def _where(valid, new, old, WHOLE: tl.constexpr):
-    """`tl.where`; of whole chunks all steps are taken."""
+    """`tl.where(valid, new, old)`; if the groups are WHOLE, every step is valid and it returns `new`."""
     if not WHOLE:
         new = tl.where(valid, new, old)
     return new
@@ -419,9 +447,10 @@ def _where(valid, new, old, WHOLE: tl.constexpr):
 
 @jit
 def _read(pointer, left, first, stride, COUNT: tl.constexpr, WHOLE: tl.constexpr, SKIP: tl.constexpr = 0):
-    """Load COUNT steps, `stride` apart, as a tuple of float32 tiles. Each thread holds all steps of its states.
+    """Load COUNT steps, `stride` elements apart, as a tuple of float32 tiles: a thread holds all steps of its states.
 
-    `first` is the number of the step at the pointers. Steps that are not `left`, and the first SKIP, are 0.
+    `first` is the index, within the chunk, of the step at the pointers. Steps past the end of the sequence, and the
+    first SKIP steps, are 0.
     """
     steps = ()
     for i in tl.static_range(COUNT):
@@ -452,6 +481,12 @@ def _forward_kernel(
     AT_ONCE: tl.constexpr,
     UNWRITTEN: tl.constexpr,
 ):
+    """Compute c_t = λ c_{t−1} + β_t; write Re c_t, the state before each chunk and the final state.
+
+    A program processes a group of CHUNKS × LENGTH consecutive steps of STATES states of one batch item, as LENGTH tiles
+    [CHUNKS, STATES] in registers: row j of tile i is step i of chunk j. It runs over the tiles twice, first from the
+    state 0 for what each chunk adds, then from the state before each chunk.
+    """
     order, item, states = _begun(K, items, STATES)
     group, state, row = order, states[None, :], tl.arange(0, CHUNKS)[:, None]
     one = tl.load(eigenvalues_ptr + 2 * state, mask=state < K, other=0.0)
@@ -526,14 +561,17 @@ def _backward_kernel(
     AT_ONCE: tl.constexpr,
     UNWRITTEN: tl.constexpr,
 ):
-    """The same from the end, with λ's conjugate: r_t, what reaches a step, is what the step itself has and λ̄ r_{t+1}.
+    """Compute the gradients: r_t = grad_t + λ̄ r_{t+1}, from the last step to the first; β_t has the gradient Re r_t.
 
-    λ's own gradient is the sum of r_t times the conjugate of c_{t−1}. In a chunk, which begins with c and is handed r,
-    that is the sum over its steps of s_{t+1} β_t, and for the first s_t times c's conjugate, where s_t is r_t and
-    λ̄ s_{t+1}: so no state of a step is kept for the way back.
+    Programs and tiles are those of the forward kernel, in reverse order of time.
+
+    The gradient of λ is the sum over t of r_t conj(c_{t−1}). For a chunk that starts from the state c, this equals the
+    sum over its steps of s_{t+1} β_t, plus s conj(c) with s of its first step. Here s_t = r_t + λ̄ s_{t+1}, and s is 0
+    after the chunk's last step. So the backward pass needs no state within a chunk. Each program writes its part of
+    the sum to `parts_ptr`.
     """
     order, item, states = _begun(K, items, STATES)
-    # The last chunk is the first row.
+    # The first row is the last chunk.
     group, state, row = groups - 1 - order, states[None, :], CHUNKS - 1 - tl.arange(0, CHUNKS)[:, None]
     one = tl.load(eigenvalues_ptr + 2 * state, mask=state < K, other=0.0)
     one_turn = -tl.load(eigenvalues_ptr + 2 * state + 1, mask=state < K, other=0.0)
@@ -571,7 +609,8 @@ def _backward_kernel(
         AT_ONCE,
         UNWRITTEN,
     )
-    # Never stored: it keeps the steps in the layout of what is stored, where the shift by a row has another.
+    # The mask is never true. The stores make the compiler convert both to the layout of stores; the shift by a row in
+    # `_states_between` leaves them in another one.
     tl.store(begins, real, mask=(left > 0) & (T < 0))
     tl.store(begins, imaginary, mask=(left > 0) & (T < 0))
     slope = tl.zeros([CHUNKS, STATES], tl.float32)
@@ -579,7 +618,7 @@ def _backward_kernel(
     part = tl.zeros([CHUNKS, STATES], tl.float32)
     part_imaginary = tl.zeros([CHUNKS, STATES], tl.float32)
     place = d_beta_ptr + begin + at + (LENGTH - 1) * K
-    # Each step goes with the input of the one before it.
+    # Step i needs the input of step i − 1.
     for end in tl.static_range(LENGTH, 0, -FEW):
         start = end - FEW - 1
         before = _read(beta_ptr + begin + at + start * K, left, start, K, FEW, WHOLE, end == FEW)

@@ -1,4 +1,4 @@
-"""Unscale, clip, AdamW and the scale's update without the host (leak_cnn, technique 001.2b)."""
+"""Unscaling, clipping, AdamW and the update of the scale, decided on the device (leak_cnn, technique 001.2b)."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -10,21 +10,21 @@ from suite.scaling import CLIP_EPS, Scaling
 
 
 class ScalerStep:
-    """An optimizer's step on gradients of a scaled loss, as `torch.amp.GradScaler` has it.
+    """An optimizer step on the gradients of a scaled loss, with the rules of `torch.amp.GradScaler`.
 
-    Where a gradient is not finite nothing but the scale changes: `scale *= backoff_factor`. Else gradients are divided
-    by the scale and clipped to a global norm of `max_norm`, AdamW (decoupled weight decay) makes a step, and after
-    `growth_interval` such steps in a row `scale *= growth_factor`, unless it would overflow.
+    If a gradient is not finite, parameters and moments do not change, and `scale *= backoff_factor`. Otherwise the
+    gradients are divided by the scale and clipped to a global norm of `max_norm`, and AdamW (decoupled weight decay)
+    makes a step. After `growth_interval` such steps in a row, `scale *= growth_factor`, unless that would overflow.
 
-    All of that is decided on the device: a step never waits for it, and may be captured in a CUDA graph as long as the
-    gradients stay where they are. One pass over the gradients gives their norm, from which it is also seen whether
-    they are finite; torch's fused AdamW kernel, which skips by a flag on the device, unscales and clips as it reads.
+    The device makes all these decisions. A step never waits for it, and can be captured in a CUDA graph if the
+    gradients stay at the same addresses. One pass over the gradients computes their norm, which also shows whether they
+    are finite. torch's fused AdamW kernel unscales and clips as it reads, and skips the update by a flag on the device.
 
     params  tensors of any shapes, at least one, all on one device; changed in place
-    lr      a number, or a 0-d float32 tensor on that device, read at each step: a schedule may change it in place
-    scale   0-d float32, what the loss has to be multiplied by; changed in place
+    lr      a number, or a 0-d float32 tensor on that device. Each step reads it, so a schedule can change it in place
+    scale   0-d float32, the factor by which the loss must be multiplied; changed in place
 
-    PerfsuiteError where there are no parameters.
+    PerfsuiteError if there are no parameters.
 
     Source: leak_cnn, technique 001.2b.
     """
@@ -50,8 +50,8 @@ class ScalerStep:
         self.steps = torch.zeros((), dtype=torch.float32, device=device)
         self.first = [torch.zeros_like(p) for p in self.params]
         self.second = [torch.zeros_like(p) for p in self.params]
-        # The fused kernel walks memory in order, all four arrays alike. A parameter with gaps has no such order: a
-        # dense copy of it is updated, and copied back.
+        # The fused kernel reads all four arrays in memory order. A parameter with gaps does not have the order of its
+        # moments, so a dense copy is updated and copied back.
         self._copies = {
             i: torch.empty_like(m)
             for i, (p, m) in enumerate(zip(self.params, self.first, strict=True))
@@ -60,11 +60,11 @@ class ScalerStep:
 
     @torch.no_grad()
     def __call__(self, grads: Sequence[torch.Tensor]) -> None:
-        """Make a step; `grads`, one for each parameter and of its shape, are used up: they may be overwritten."""
-        # In float64 the sum of squares of finite float32 values does not overflow: it is finite if they are.
+        """Make a step with one gradient for each parameter, of its shape. The gradients may be overwritten."""
+        # In float64 the sum of squares of float32 values does not overflow, so it is finite if and only if they are.
         norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(grads, 2, dtype=torch.float64)))
         found_inf = norm.isfinite().logical_not().float()
-        # g / divisor is g / scale, times max_norm / (‖g / scale‖ + CLIP_EPS) where that is below 1.
+        # g / divisor is g / scale, times max_norm / (‖g / scale‖ + CLIP_EPS) if that factor is below 1.
         scale = self.scale.double()
         divisor = torch.maximum(scale, (norm + CLIP_EPS * scale) / self.max_norm).float()
         self.steps.add_(1 - found_inf)
@@ -104,7 +104,7 @@ class ScalerStep:
             self.params[i].copy_(copy)
 
     def state_dict(self) -> dict[str, Any]:
-        """Moments, steps made, scale, and steps towards its growth; the other side reads it, too."""
+        """Return moments, number of steps, scale, and number of steps towards its growth; the reference can load it."""
         return {
             "first": list(self.first),
             "second": list(self.second),
@@ -114,7 +114,7 @@ class ScalerStep:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take on a state, by copying."""
+        """Load a state. Its tensors are copied."""
         for own, given in ((self.first, state["first"]), (self.second, state["second"])):
             for tensor, value in zip(own, given, strict=True):
                 tensor.copy_(value)

@@ -1,4 +1,4 @@
-"""Replies one after another, each token from the whole sequence before it (polychromic, technique 003.4)."""
+"""Generation of one reply after another, each token from the whole sequence before it (polychromic, 003.4)."""
 
 from collections.abc import Callable
 
@@ -16,13 +16,12 @@ def batched_generation(
     top_p: float = 0.9,
     end: int = 0,
 ) -> torch.Tensor:
-    """Draw replies to each prompt, int64 [prompts, replies, tokens]; after the token `end` there is no other.
+    """Draw replies to each prompt, int64 [prompts, replies, tokens]; all tokens after the first `end` are `end`.
 
     model        a causal language model: tokens [rows, length] → logits [rows, length, vocabulary]
-    prompts      int64 [prompts, longest]; what lies behind a prompt's length is ignored
-    lengths      int64 [prompts], from 1 to the longest
-    uniforms     [prompts, replies, tokens], from 0 to below 1: the number that chooses each token, as
-                 `parallel_sampling` does
+    prompts      int64 [prompts, longest]; tokens past a prompt's length are ignored
+    lengths      int64 [prompts], from 1 to longest
+    uniforms     [prompts, replies, tokens], in [0, 1): the random numbers with which `parallel_sampling` draws tokens
     temperature  above 0
     top_p        above 0, at most 1
     end          the token that ends a reply

@@ -13,14 +13,14 @@ def fused_lora(
     kept: torch.Tensor | None = None,
     keep: float = 1.0,
 ) -> torch.Tensor:
-    """`x @ weight.T + scale * (dropout(x) @ a.T) @ b.T`, [..., tokens, outputs], in the order that PEFT has.
+    """Compute `x @ weight.T + scale * (dropout(x) @ a.T) @ b.T`, [..., tokens, outputs], in PEFT's order of operations.
 
     x       [..., tokens, inputs]
     weight  [outputs, inputs], frozen: it gets no gradient
     a       [rank, inputs]
     b       [outputs, rank]
-    kept    bool or uint8 [..., tokens, inputs]: 1 where dropout keeps the element, 0 elsewhere; None without dropout
-    keep    the probability of being kept, by which dropout divides
+    kept    bool or uint8 [..., tokens, inputs]: 1 where dropout keeps the element, 0 elsewhere; None: no dropout
+    keep    probability that an element is kept; dropout divides by it
 
     Source: polychromic, technique 003.6.
     """

@@ -16,12 +16,12 @@ def fused_lora_nf4(
     kept: torch.Tensor | None = None,
     keep: float = 1.0,
 ) -> torch.Tensor:
-    """`fused_lora` with a weight in NF4, which is dequantised to x's dtype, all of it. x has any leading dimensions.
+    """`fused_lora` with a weight in NF4, which is dequantised as a whole to x's dtype.
 
-    codes   uint8 [outputs, inputs / 2], the first of two weights in the upper four bits
+    codes   uint8 [outputs, inputs / 2]; each byte has two weights, the first in the upper four bits
     absmax  [outputs, inputs / 64], the factor of each block of 64 weights
 
-    The other arguments are those of `fused_lora`; inputs are a multiple of 64.
+    The other arguments are those of `fused_lora`; x has any leading dimensions. Inputs are a multiple of 64.
 
     Source: polychromic, technique 003.6.
     """

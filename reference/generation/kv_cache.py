@@ -1,4 +1,4 @@
-"""Every next token from the whole sequence before it (polychromic, technique 003.4b)."""
+"""Next-token logits, each computed from the whole sequence before it (polychromic, technique 003.4b)."""
 
 from collections.abc import Callable
 
@@ -8,10 +8,10 @@ import torch
 def kv_cache(model: torch.nn.Module) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]:
     """Build `step(prompts, lengths, replies)`, which returns logits [rows, tokens, vocabulary] for each reply.
 
-    The logits at t are those of the token after the row's prompt and the first t tokens of its reply.
+    The logits at index t predict the token after the row's prompt and the first t tokens of its reply.
 
     model    a causal language model: tokens [rows, length] → logits [rows, length, vocabulary]
-    prompts  int64 [rows, longest prompt]; what lies behind a row's length is ignored
+    prompts  int64 [rows, longest prompt]; tokens past a row's length are ignored
     lengths  int64 [rows], from 1 to the longest prompt
     replies  int64 [rows, tokens]
 
@@ -25,7 +25,7 @@ def kv_cache(model: torch.nn.Module) -> Callable[[torch.Tensor, torch.Tensor, to
         found = []
         for t in range(replies.shape[1]):
             at = torch.arange(longest + t, device=prompts.device).expand(rows, -1)
-            # Replies follow their prompts without a gap; what comes after them is seen by no token before.
+            # Replies follow their prompts without a gap. The model is causal, so tokens after the reply have no effect.
             behind = at >= lengths[:, None]
             at = torch.where(behind, at - lengths[:, None] + longest, at).clamp(max=both.shape[1] - 1)
             logits = model(both.gather(1, at))

@@ -5,9 +5,9 @@ from torch.nn import functional
 
 
 def chunked_cross_entropy(hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """The mean cross-entropy of `hidden @ weight.T` against the labels, 0-d; a label of −100 does not count.
+    """Compute the mean cross-entropy of `hidden @ weight.T` against the labels, 0-d; labels of −100 are ignored.
 
-    Without one that counts it is NaN.
+    If all labels are ignored, the loss is NaN.
 
     hidden  [N, D]
     weight  [V, D]

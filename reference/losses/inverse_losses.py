@@ -1,4 +1,4 @@
-"""The inverse losses of every batch, of which a schedule takes some (ups, technique 002.3)."""
+"""The inverse losses, computed for every batch; a schedule selects which are used (ups, technique 002.3)."""
 
 from collections.abc import Callable, Sequence
 
@@ -17,12 +17,12 @@ def inverse_losses(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return (MSE(D(z₀)(x_q), u(x_q)), MSE(E(D(z₀)), stop(z₀))), each 0-d: means over all examples of a batch.
 
-    Batches 0, frequency, 2 · frequency, … have these losses. In all others both are 0 and have no gradient.
+    Batches 0, frequency, 2 · frequency, … have these losses. In all other batches both are 0 without a gradient.
 
-    tasks       what the batch has of each task; one or more, with one example or more each
-    batch       the batch's number, from 0; a resumed run goes on counting
+    tasks       each task's part of the batch; at least one task, with at least one example each
+    batch       index of the batch, from 0; a resumed run continues to count
     frequency   1 or more
-    at_queries  (decode, latents, field, points, queries) → the first of the two errors of a task
+    at_queries  (decode, latents, field, points, queries) → the first error of a task
 
     Source: ups, technique 002.3.
     """

@@ -15,11 +15,11 @@ def query_sampling(
 ) -> torch.Tensor:
     """Return the mean squared error of the decoded field at the query points, 0-d.
 
-    decode   (latents, points [N, d]) → [B, N, C]; no point may depend on another
+    decode   (latents, points [N, d]) → [B, N, C]; the value at a point must not depend on the other points
     latents  [B, T, latent width]
     field    [B, *grid, C], the true values
     points   [*grid, d], coordinates
-    queries  [Q] int64, places in the flattened grid; one or more
+    queries  [Q] int64, indices into the flattened grid; at least one
 
     Source: ups, technique 002.3.
     """

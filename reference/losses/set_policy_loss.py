@@ -1,4 +1,4 @@
-"""The set policy gradient's loss in plain operations (polychromic, the differentiable form of its objective)."""
+"""The set policy gradient's loss in plain operations (polychromic, its objective made differentiable)."""
 
 import torch
 from torch.nn import functional
@@ -7,17 +7,17 @@ from torch.nn import functional
 def set_policy_loss(
     logits: torch.Tensor, tokens: torch.Tensor, mask: torch.Tensor, advantages: torch.Tensor
 ) -> torch.Tensor:
-    """Return minus the mean over the sets of the sum over a set's replies of advantage times log p(reply), 0-d.
+    """Return minus the mean over sets of the sum over a set's replies of advantage times log p(reply), 0-d.
 
-    The loss is in float32 at least. Its gradient estimates that of minus the expected diversity;
-    `optimized.losses.set_policy_loss` has the derivation.
+    The loss is in float32, and in float64 for float64. Its gradient is an estimate of the gradient of minus the
+    expected diversity; `optimized.losses.set_policy_loss` has the derivation.
 
-    logits      [sets · n, length, vocabulary]; those at position t predict `tokens[:, t]`
-    tokens      [sets · n, length] int64, below the vocabulary's size, also where the mask is False
-    mask        [sets · n, length] bool, True where the token was sampled, the end-of-text token included
-    advantages  [sets, n], of each reply; constants, which get no gradient. Reply i of set s is row s · n + i
+    logits      [sets · n, length, vocabulary]; the logits at position t predict `tokens[:, t]`
+    tokens      [sets · n, length] int64, below the vocabulary size, also where the mask is False
+    mask        [sets · n, length] bool, True where the token was sampled, including the end-of-text token
+    advantages  [sets, n], one for each reply; constants without a gradient. Reply i of set s is row s · n + i
 
-    ValueError for advantages that are not [sets, n] of all rows.
+    ValueError if the shape of `advantages` is not [sets, n] with sets · n rows.
 
     Source: polychromic, seed 003, objective L = CE - lambda * D.
     """

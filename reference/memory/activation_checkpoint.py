@@ -1,4 +1,4 @@
-"""A network with every activation kept for the backward (leak_cnn, technique 001.F3; ups, technique 002.2)."""
+"""A network that keeps every activation for the backward pass (leak_cnn, technique 001.F3; ups, technique 002.2)."""
 
 import torch
 
@@ -10,7 +10,7 @@ from suite.ups.model import Operator
 def activation_checkpoint(
     weights: Weights, segments: torch.Tensor, labels: torch.Tensor, class_weights: torch.Tensor
 ) -> torch.Tensor:
-    """The loss of a batch, 0-d.
+    """Compute the loss of a batch, 0-d.
 
     weights        name → tensor, `suite.leak_cnn.model.shapes`
     segments       [N, 1, H, 1]
@@ -25,9 +25,9 @@ def activation_checkpoint(
 def activation_checkpoint_operator(
     operator: Operator, latents: torch.Tensor, dt: torch.Tensor, scales: torch.Tensor
 ) -> torch.Tensor:
-    """Step latents in time by the operator: [B, T, L].
+    """Step latents in time with the operator, [B, T, L].
 
-    operator  with L wide latents and any depth
+    operator  the model, of any depth; L is the width of its latents
     latents   [B, T, L]
     dt        [B]
     scales    [depth, 2, B], drop-path multipliers of the sublayers

@@ -1,4 +1,4 @@
-"""Emptying the allocator's cache every so many windows (trainer2, technique 000.6; eigenstate_lm, 004.4)."""
+"""Emptying of the CUDA allocator's cache at fixed intervals (trainer2, technique 000.6; eigenstate_lm, 004.4)."""
 
 from collections.abc import Callable
 from typing import Any
@@ -9,7 +9,7 @@ EVERY = 10
 
 
 def adaptive_cleanup(step: Callable[..., Any], every: int = EVERY) -> Callable[..., Any]:
-    """The step, with the CUDA allocator's cache emptied after every `every` calls; 0 never empties it.
+    """Wrap the step: after every `every` calls, empty the CUDA allocator's cache; 0: never.
 
     Source: trainer2, technique 000.6; eigenstate_lm, technique 004.4.
     """

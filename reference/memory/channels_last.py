@@ -1,4 +1,4 @@
-"""The network with rows of a channel side by side in memory (leak_cnn, technique 001.9)."""
+"""The network in the default layout (leak_cnn, technique 001.9)."""
 
 import torch
 
@@ -9,7 +9,7 @@ from suite.leak_cnn.step import training_loss
 def channels_last(
     weights: Weights, segments: torch.Tensor, labels: torch.Tensor, class_weights: torch.Tensor
 ) -> torch.Tensor:
-    """The loss of a batch, 0-d, in the default layout, [N, C, H, W].
+    """Compute the loss of a batch, 0-d, in the default layout, contiguous [N, C, H, W].
 
     weights        name → tensor, `suite.leak_cnn.model.shapes`
     segments       [N, 1, H, 1]

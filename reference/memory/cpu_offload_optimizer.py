@@ -16,7 +16,7 @@ def cpu_offload_optimizer(
 ) -> Callable[[Sequence[torch.Tensor]], None]:
     """Build `step(grads)`, which sets each parameter's `.grad` and updates the parameters in place.
 
-    The two moments of each parameter stay on its device, in its dtype: 8 bytes for each element in float32.
+    The two moments of each parameter are kept on its device, in its dtype: 8 bytes per element in float32.
 
     params  tensors of any shapes, changed in place
     grads   one for each parameter, of its shape

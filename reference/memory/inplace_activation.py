@@ -1,4 +1,4 @@
-"""The network with each ReLU's result beside its input (leak_cnn, technique 001.4)."""
+"""The network with out-of-place ReLUs (leak_cnn, technique 001.4)."""
 
 import torch
 
@@ -9,7 +9,7 @@ from suite.leak_cnn.step import training_loss
 def inplace_activation(
     weights: Weights, segments: torch.Tensor, labels: torch.Tensor, class_weights: torch.Tensor
 ) -> torch.Tensor:
-    """The loss of a batch, 0-d; a ReLU writes to memory of its own.
+    """Compute the loss of a batch, 0-d. Each ReLU writes its result to new memory.
 
     weights        name → tensor, `suite.leak_cnn.model.shapes`
     segments       [N, 1, H, 1]

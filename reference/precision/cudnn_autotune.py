@@ -1,4 +1,4 @@
-"""The network with cuDNN's heuristic choice of algorithms (leak_cnn, technique 001.3)."""
+"""The network with cuDNN algorithms chosen by heuristics (leak_cnn, technique 001.3)."""
 
 import torch
 
@@ -10,7 +10,7 @@ from suite.leak_cnn.step import training_loss, with_gradients
 def cudnn_autotune(
     weights: Weights, segments: torch.Tensor, labels: torch.Tensor, class_weights: torch.Tensor
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """The loss of a batch, 0-d, and its gradient by each weight; algorithms are chosen by rule.
+    """Compute the loss of a batch, 0-d, and the gradient of each weight; cuDNN chooses algorithms by its heuristics.
 
     weights        name → tensor, `suite.leak_cnn.model.shapes`
     segments       [N, 1, H, 1]

@@ -1,4 +1,4 @@
-"""The network in float32 throughout (leak_cnn, technique 001.9; eigenstate_lm, 004.6)."""
+"""The network without TF32 (leak_cnn, technique 001.9; eigenstate_lm, 004.6)."""
 
 import torch
 
@@ -10,7 +10,7 @@ from suite.leak_cnn.step import training_loss, with_gradients
 def tf32(
     weights: Weights, segments: torch.Tensor, labels: torch.Tensor, class_weights: torch.Tensor
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """The loss of a batch, 0-d, and its gradient by each weight; no factor is rounded.
+    """Compute the loss of a batch, 0-d, and the gradient of each weight; factors are not rounded to TF32.
 
     weights        name → tensor, `suite.leak_cnn.model.shapes`
     segments       [N, 1, H, 1]

@@ -6,13 +6,13 @@ import torch
 def eigenstate_scan(
     beta: torch.Tensor, eigenvalues: torch.Tensor, state: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`c_t = λ c_{t−1} + β_t` from `c_{−1}`: (Re c_t of every step [B, T, K], the last c [B, K, 2]).
+    """Compute `c_t = λ c_{t−1} + β_t` from `c_{−1}`; return (Re c_t of every step [B, T, K], the last c [B, K, 2]).
 
-    It is computed in the state's dtype; the first result has beta's.
+    The computation runs in the dtype of `state`; the first result is returned in the dtype of `beta`.
 
     beta         [B, T, K], real
     eigenvalues  [K, 2]: λ as (real, imaginary), |λ| ≤ 1
-    state        [B, K, 2]: c_{−1} likewise
+    state        [B, K, 2]: c_{−1} as (real, imaginary)
 
     Source: eigenstate_lm, techniques 004.8 and 004.12.
     """

@@ -1,10 +1,10 @@
-"""Rotating the states, then projecting them (eigenstate_lm, technique 004.13)."""
+"""Rotation of states, then their projection (eigenstate_lm, technique 004.13)."""
 
 import torch
 
 
 def fused_output_projection(states: torch.Tensor, rotation: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """`(states R) Wᵀ`, [..., D].
+    """Compute `(states R) Wᵀ`, [..., D].
 
     states    [..., K]
     rotation  [K, K]: R

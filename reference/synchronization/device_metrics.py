@@ -6,9 +6,10 @@ from suite.leak_cnn.metrics import EpochMetrics, examples, macro_f1
 
 
 class DeviceMetrics:
-    """Mean loss, accuracy, macro-F1 and confusion matrix of an epoch, kept as Python numbers.
+    """Mean loss, accuracy, macro-F1 and confusion matrix of an epoch, accumulated as Python numbers.
 
-    Three copies to the host a batch, each of which waits for the device.
+    `add` makes three copies to the host per batch, and each of them waits for the device. So does torch.bincount on
+    CUDA.
 
     Source: leak_cnn, technique 001.1.
     """
@@ -18,17 +19,17 @@ class DeviceMetrics:
         self.reset()
 
     def reset(self) -> None:
-        """Begin an epoch."""
+        """Set all metrics to zero, at the start of an epoch."""
         self.loss = 0.0
         self.correct = 0
         self.confusion = [[0] * self.classes for _ in range(self.classes)]
 
     @torch.no_grad()
     def add(self, loss: torch.Tensor, logits: torch.Tensor, labels: torch.Tensor) -> None:
-        """Count a batch.
+        """Add a batch to the metrics.
 
-        loss    0-d, the batch's mean
-        logits  [B, classes]; the largest one is the prediction, NaN above all
+        loss    0-d, mean loss of the batch
+        logits  [B, classes]; the prediction is the class with the largest logit, where NaN counts as the largest
         labels  int64 [B], 0 to classes - 1
         """
         predictions = logits.argmax(1)
@@ -39,7 +40,7 @@ class DeviceMetrics:
             row[:] = [old + count for old, count in zip(row, new, strict=True)]
 
     def value(self) -> EpochMetrics:
-        """The metrics since the last reset; PerfsuiteError where no example was added."""
+        """Return the metrics since the last reset. PerfsuiteError if no example was added."""
         total = examples(self.confusion)
         confusion = [list(row) for row in self.confusion]
         return EpochMetrics(self.loss / total, self.correct / total, macro_f1(confusion), confusion)

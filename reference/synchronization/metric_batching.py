@@ -1,4 +1,4 @@
-"""Reading a report's metrics one at a time (trainer2, technique 000.1)."""
+"""Reading of a report's metrics one at a time (trainer2, technique 000.1)."""
 
 import torch
 
@@ -6,9 +6,9 @@ import torch
 def metric_batching(
     lior_acc: torch.Tensor, R_acc: torch.Tensor, speed_acc: torch.Tensor, steps: int
 ) -> tuple[float, float, float]:
-    """The means (lior, R_sc, speed) over `steps` steps, as Python floats, from their 0-d sums.
+    """Return the means (lior, R_sc, speed) over `steps` steps, as Python floats, from their 0-d sums.
 
-    Three device-to-host copies, each of which waits for the device. Raises ZeroDivisionError when steps is 0.
+    It makes three device-to-host copies, and each of them waits for the device. Raises ZeroDivisionError if steps is 0.
 
     Source: trainer2, technique 000.1.
     """

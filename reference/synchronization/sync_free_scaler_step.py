@@ -1,4 +1,4 @@
-"""Unscale, clip, AdamW and the scale's update, the host deciding at each step (leak_cnn, technique 001.2b)."""
+"""Unscaling, clipping, AdamW and the update of the scale, decided by the host (leak_cnn, technique 001.2b)."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -10,18 +10,18 @@ from suite.scaling import CLIP_EPS, Scaling
 
 
 class ScalerStep:
-    """An optimizer's step on gradients of a scaled loss, as `torch.amp.GradScaler` has it.
+    """An optimizer step on the gradients of a scaled loss, with the rules of `torch.amp.GradScaler`.
 
-    The host reads whether a gradient is not finite, and decides. If so nothing but the scale changes:
-    `scale *= backoff_factor`. Else gradients are divided by the scale and clipped to a global norm of `max_norm`,
-    AdamW (decoupled weight decay) makes a step, and after `growth_interval` such steps in a row
-    `scale *= growth_factor`, unless it would overflow.
+    The host reads whether all gradients are finite, and decides. If a gradient is not finite, parameters and moments do
+    not change, and `scale *= backoff_factor`. Otherwise the gradients are divided by the scale and clipped to a global
+    norm of `max_norm`, and AdamW (decoupled weight decay) makes a step. After `growth_interval` such steps in a row,
+    `scale *= growth_factor`, unless that would overflow.
 
     params  tensors of any shapes, at least one, all on one device; changed in place
-    lr      a number, or a 0-d tensor that is read at each step, so that a schedule may change it in place
-    scale   0-d float32, what the loss has to be multiplied by; changed in place
+    lr      a number, or a 0-d tensor. Each step reads it, so a schedule can change it in place
+    scale   0-d float32, the factor by which the loss must be multiplied; changed in place
 
-    PerfsuiteError where there are no parameters.
+    PerfsuiteError if there are no parameters.
 
     Source: leak_cnn, technique 001.2b.
     """
@@ -49,7 +49,7 @@ class ScalerStep:
 
     @torch.no_grad()
     def __call__(self, grads: Sequence[torch.Tensor]) -> None:
-        """Make a step; `grads`, one for each parameter and of its shape, are used up: they may be overwritten."""
+        """Make a step with one gradient for each parameter, of its shape. The gradients may be overwritten."""
         if torch.stack([g.isfinite().all() for g in grads]).all().item():
             self._adamw(self._clipped([g / self.scale for g in grads]))
             self.growth += 1
@@ -79,7 +79,7 @@ class ScalerStep:
             p.sub_(self.lr * m_hat / (v_hat.sqrt() + self.eps))
 
     def state_dict(self) -> dict[str, Any]:
-        """Moments, steps made, scale, and steps towards its growth; the other side reads it, too."""
+        """Return moments, number of steps, scale, and steps towards its growth; the optimized side can load it."""
         return {
             "first": list(self.first),
             "second": list(self.second),
@@ -89,7 +89,7 @@ class ScalerStep:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take on a state, by copying."""
+        """Load a state. Its tensors are copied."""
         for own, given in ((self.first, state["first"]), (self.second, state["second"])):
             for tensor, value in zip(own, given, strict=True):
                 tensor.copy_(value)
