@@ -1,1 +1,1 @@
-"""Parts that the two trainers of leak_cnn share: data, network, loss and metrics."""
+"""Parts of leak_cnn that both trainers share: data sets, network, loss and metrics."""

@@ -1,8 +1,9 @@
-"""Builds the data set of leak_cnn: recordings → pieces of 10 s → sounds of the five classes → mels → one HDF5 file.
+"""Builder of leak_cnn's data set: recordings → pieces of 10 s → sounds of five classes → mels → one HDF5 file.
 
-The file's bytes depend only on the recordings, their paths in their folder and the recipe. Finished parts are kept
-beside the file until it is complete, so that a killed run can be resumed.
-source: leak_cnn, technique 001 (data)
+The bytes of the file depend only on the recordings, their relative paths and the recipe. Finished parts are kept in a
+folder next to the file until it is complete, so that a killed run can be resumed.
+
+Source: leak_cnn, technique 001 (data)
 """
 
 from __future__ import annotations
@@ -27,25 +28,26 @@ from suite.leak_cnn.sources import Folder, Recipe, Source, Synthetic, printable
 from suite.leak_cnn.storage import FORMAT, VERSION
 
 BLOCK = 32
-"""Number of files whose mels are computed and saved together while the set is made."""
+"""Number of files whose mels are computed and saved together as one part."""
 LABELS = "synthetic: every file's class was chosen by chance and its sound mixed so, see the attributes made_*"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Built:
-    """A finished set."""
+    """A finished data set."""
 
     sha256: str
     """SHA-256 of the file."""
     counts: Mapping[str, Mapping[str, int]]
-    """Split → class → files."""
+    """Split → class → number of files."""
     source: str
+    """One-line description of the recordings."""
     kept: bool
-    """True if the requested set already existed and was kept."""
+    """True if the requested data set already existed and was kept."""
 
 
 def build(out: Path, recipe: Recipe, watcher: Watcher, *, overwrite: bool = False) -> Built:
-    """Make the set `out`. PerfsuiteError if that fails, or if `out` exists and is something else."""
+    """Build the data set `out`. PerfsuiteError if that fails, or if `out` exists and has other content."""
     hdf5.library()
     refuse(out, _chosen(recipe), overwrite)
     try:
@@ -74,7 +76,7 @@ def build(out: Path, recipe: Recipe, watcher: Watcher, *, overwrite: bool = Fals
 
 
 def labels(recipe: Recipe, split: int) -> list[int]:
-    """Return the class of each file of a split, in a random order. The classes' counts differ by at most one."""
+    """Return the class of each file of a split, in random order. The class counts differ by at most one."""
     count = getattr(recipe, SPLITS[split])
     return [int(label) for label in recipe.random(3, split).permutation(numpy.arange(count) % len(CLASSES))]
 
@@ -82,7 +84,7 @@ def labels(recipe: Recipe, split: int) -> list[int]:
 def refuse(out: Path, chosen: Mapping[str, Any], overwrite: bool) -> None:
     """Raise PerfsuiteError if `out` is a folder or cannot be written.
 
-    Without `overwrite`, also if it exists and is not an intact set of the chosen options.
+    Without `overwrite`, also raise it if `out` exists and is not an intact data set with the attributes `chosen`.
     """
     if out.is_dir():
         raise PerfsuiteError(f"{out} is a folder; name the file to write, e.g. {out / 'leak.h5'}")
@@ -103,12 +105,12 @@ def refuse(out: Path, chosen: Mapping[str, Any], overwrite: bool) -> None:
 
 
 def other(out: Path, what: str) -> PerfsuiteError:
-    """Return the error for an `out` that is another data set."""
+    """Return the error for an existing `out` that is a different data set."""
     return PerfsuiteError(f"{out} exists and is another data set, of {what}; name another file, or give --overwrite")
 
 
 def _chosen(recipe: Recipe) -> dict[str, Any]:
-    """Return the attributes of a data set that a recipe determines."""
+    """Return the data set attributes that a recipe determines."""
     return {
         "format_version": VERSION,
         "train_files": recipe.train,
@@ -125,7 +127,7 @@ def _settings(recipe: Recipe, source: Source) -> dict[str, Any]:
 
 
 def _made(out: Path, recipe: Recipe, source: Source, settings: dict[str, Any], parts: Parts, watcher: Watcher) -> None:
-    """Compute and save the mels block by block, then write the whole file at once."""
+    """Compute and save the mels block by block, then write the complete file."""
     index = [(split, file) for split, name in enumerate(SPLITS) for file in range(getattr(recipe, name))]
     classes = [labels(recipe, split) for split in range(len(SPLITS))]
     snr = {key: recipe.random(4, *key).uniform(*recipe.snr_db) for key in index}
@@ -165,7 +167,7 @@ def _made(out: Path, recipe: Recipe, source: Source, settings: dict[str, Any], p
 
 
 def _described(settings: dict[str, Any]) -> dict[str, Any]:
-    """Return the attributes of the file."""
+    """Return all attributes of the file, except its digest."""
     chosen = {name: value for name, value in settings.items() if name != "recordings"}
     return {
         "format": FORMAT,
@@ -179,7 +181,7 @@ def _described(settings: dict[str, Any]) -> dict[str, Any]:
 
 
 def attributes_of_features() -> dict[str, Any]:
-    """Return the attributes that describe how mels are made. They are the same in every set."""
+    """Return the attributes that describe how mels are computed. They are the same in every data set."""
     return {
         "sample_rate": SAMPLE_RATE,
         "samples": SAMPLES,

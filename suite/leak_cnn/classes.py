@@ -1,4 +1,5 @@
-"""The classes of leak_cnn."""
+"""The class names of leak_cnn."""
 
 CLASSES = ("BACKGROUND", "CRACK", "LEAK", "NORMAL", "UNCLASSIFIED")
 LEAK = CLASSES.index("LEAK")
+"""Label of the class LEAK."""

@@ -1,4 +1,4 @@
-"""The configuration of leak_cnn: the source's fields and defaults, and a switch for each technique."""
+"""The configuration of leak_cnn: the fields and defaults of the source, and a switch for each technique."""
 
 from __future__ import annotations
 
@@ -14,83 +14,85 @@ from suite.scaling import Scaling, scaling_for
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:
-    """All settings of leak_cnn. `__post_init__` raises ValueError, with field and remedy, for an invalid value.
+    """All settings of leak_cnn.
 
-    The reference trainer reads the fields before the techniques, and `autocast_fp16` and `autocast_bf16`. It has no
-    other techniques.
+    The reference trainer reads only the fields before the techniques, `autocast_fp16` and `autocast_bf16`.
+
+    Raises ValueError for an invalid value. The message names the field and the remedy.
     """
 
     # --- sizes
     batch_size: int = 5632
-    """Segments of a step. An incomplete batch at an epoch's end is left out; its segments come in other epochs."""
+    """Segments per step. An epoch drops the incomplete last batch; other epochs contain its segments."""
     val_batch_size: int = 2048
-    """Segments whose loss is computed together in validation; none is left out."""
+    """Segments per validation batch. An incomplete last batch is included."""
     channels: tuple[int, int, int] = CHANNELS
-    """Output channels of the three convolutions. With the default `hidden`, too, the network has 618,758 parameters."""
+    """Output channels of the three convolutions. At the default sizes, the network has 618,758 parameters."""
     hidden: int = HIDDEN
+    """Width of the hidden fully connected layer."""
 
     # --- constants
     epochs: int = 200
-    """Epochs of the cosine schedule. The run ends with it."""
+    """Number of epochs. The cosine schedule of the learning rate spans all of them."""
     learning_rate: float = 1e-3
     """Learning rate of the first epoch."""
     weight_decay: float = 1e-2
     clip: float = 1.0
-    """Largest global norm of the gradients; larger gradients are scaled down to it."""
+    """Maximum global norm of the gradients. Larger gradients are scaled down to it."""
     dropout: float = DROPOUT
     threshold: float = 0.5
-    """Threshold for a long window's probability of LEAK."""
+    """Threshold on the probability that a long window contains a leak."""
     validate_every: int = 1
-    """Epochs from one validation to the next; 0: no validation."""
+    """Interval between validations, in epochs; 0: no validation."""
     patience: int = 0
-    """End the run after this many epochs without a new best validation; 0: never."""
+    """Number of epochs without a new best validation after which the run ends; 0: it never ends early."""
     seed: int = 0
-    """Seed of the first weights, the order of the segments and the dropout."""
+    """Seed for the initial weights, the order of the segments and the dropout."""
 
-    # --- how it runs
+    # --- execution
     num_workers: int = 8
-    """Processes that read segments from the file if they are not on the device; 0: this process reads them."""
+    """Worker processes that read segments that are not on the device; 0: the training process reads them."""
     prefetch_factor: int = 4
-    """Batches that each of these processes prepares ahead, with `loader` on."""
+    """Batches that each worker prepares ahead of time, with `loader` on."""
     persistent_workers: bool = True
-    """Keep these processes from one epoch to the next, with `loader` on."""
+    """Keep the workers alive between epochs, with `loader` on."""
     compile_mode: Literal["default", "reduce-overhead"] = "reduce-overhead"
-    """reduce-overhead: use torch.compile's own CUDA graphs where `use_cudagraphs` does not capture the whole step."""
+    """reduce-overhead: use torch.compile's own CUDA graphs if `use_cudagraphs` does not capture the whole step."""
     limit_bytes: int | None = None
-    """Most bytes of device memory for the segments; null: half of the free memory. A larger set is streamed."""
+    """Maximum device memory for the segments, in bytes; null: half of the free memory. A larger set is streamed."""
     warmup_steps: int = 3
-    """Warm-up steps before a CUDA graph is captured."""
+    """Number of warm-up steps before a CUDA graph is captured."""
 
     # --- techniques
     loader: bool = True
     prepare_mel_batch: bool = True
     resident_dataset: bool = True
-    """Keep the segments on the device; no worker reads any."""
+    """Keep the segments on the device. No worker processes are used."""
     device_metrics: bool = True
     file_level_eval: bool = True
-    """Evaluate up to 128 validation files in a batch, and compute the segments' metrics from the same logits."""
+    """Evaluate up to 128 validation files per batch, and compute the metrics of the segments from the same logits."""
     fused_adamw: bool = True
     sync_free_scaler_step: bool = True
-    """Clip and run AdamW without waiting for the host. This AdamW is fused."""
+    """Clip gradients and run AdamW on the device, without waiting for the host. This AdamW is fused."""
     inplace_activation: bool = True
     cudnn_autotune: bool = False
-    """Off by default: a resumed run may choose other algorithms, which round differently."""
+    """Off by default: a resumed run might choose other algorithms, which round differently."""
     use_channels_last: bool = True
     conv_relu_pool: bool = True
-    """Use the Triton kernel or, with `use_compile`, the vectorised form."""
+    """Fuse convolution, ReLU and pooling: in a Triton kernel or, with `use_compile`, in a vectorised form."""
     use_compile: bool = True
-    """Run network, dropout and loss under torch.compile."""
+    """Compile network, dropout and loss with torch.compile."""
     fullgraph_model: bool = True
-    """Compile them as one graph; no effect without `use_compile`."""
+    """Compile them as one graph. It has no effect without `use_compile`."""
     use_cudagraphs: bool = True
-    """Replay a step as one CUDA graph, and a validation as another."""
+    """Replay a training step as one CUDA graph, and a validation as another."""
     tf32: bool = False
     autocast_bf16: bool = False
-    """Compute convolutions and linear layers in bfloat16, in either trainer."""
+    """Compute convolutions and linear layers in bfloat16, in both trainers."""
 
-    # --- techniques that trade, or exclude another
+    # --- techniques with a trade-off, or that exclude another
     autocast_fp16: bool = False
-    """Compute them in float16, with a scaled loss."""
+    """Compute convolutions and linear layers in float16 with a scaled loss, in both trainers."""
     activation_checkpoint: bool = False
     """Recompute the convolutions in the backward pass: less memory, more time."""
 
@@ -113,15 +115,15 @@ class TrainConfig:
 
     @property
     def scaling(self) -> Scaling:
-        """Loss scaling: that of `torch.amp.GradScaler` for float16, and a constant 1 for other dtypes."""
+        """Loss scaling: the defaults of `torch.amp.GradScaler` for float16, a constant 1 for other dtypes."""
         return scaling_for(float16=self.autocast_fp16)
 
     def rate(self, epoch: int) -> float:
-        """Return the learning rate of an epoch, from 0: half a cosine that ends at 0 after `epochs`."""
+        """Return the learning rate of an epoch, counted from 0: half a cosine that reaches 0 at `epochs`."""
         return 0.5 * self.learning_rate * (1 + math.cos(math.pi * min(epoch, self.epochs) / self.epochs))
 
     def validates(self, epoch: int) -> bool:
-        """Return whether a validation follows an epoch, from 0. With validations, one follows the last epoch."""
+        """Return whether a validation follows an epoch, counted from 0. With validations on, the last epoch has one."""
         every = self.validate_every
         return every > 0 and ((epoch + 1) % every == 0 or epoch + 1 == self.epochs)
 
@@ -144,9 +146,9 @@ TECHNIQUES = (
     "tf32",
     "autocast_bf16",
 )
-"""The switches, in the order in which the ablation turns them on. The last two change the precision."""
+"""Switches, in the order in which the ablation turns them on. The last two change the precision."""
 TRADES = ("autocast_fp16", "activation_checkpoint")
-"""Switches that "all on" leaves off: the first excludes autocast_bf16, the second trades time for memory."""
+"""Switches that "all on" leaves off: the first excludes autocast_bf16; the second trades time for memory."""
 CLAIMS = {
     "loader": "1–2%",
     "prepare_mel_batch": "0",
@@ -160,7 +162,7 @@ CLAIMS = {
     "fullgraph_model": "3–8%",
     "autocast_bf16": "5–10% over float16",
 }
-"""Technique → the gain that the source expects."""
+"""Technique → gain that the source claims."""
 
 
 def without_techniques(config: TrainConfig) -> TrainConfig:

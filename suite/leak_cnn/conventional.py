@@ -1,9 +1,11 @@
-"""A good conventional set-up of leak_cnn, as one would write it first. The trainers are timed against it.
+"""A good conventional training set-up for leak_cnn, which the trainers are timed against.
 
-It uses torch's DataLoader with persistent workers, prefetched and pinned batches, the network under torch.compile in
-channels-last and bfloat16, and fused AdamW. It does not wait for the device within an epoch.
+It uses a PyTorch DataLoader with persistent workers and prefetched, pinned batches. The network is in channels-last
+format under torch.compile, with a fused AdamW, and in bfloat16 if `autocast_bf16` is on. The host does not wait for the
+device within an epoch.
 
-`AS_SOURCE` is where the source began: segments from the file, one by one, and float16 with a gradient scaler.
+`AS_SOURCE` is the starting point of the source: segments read one by one from the file, and float16 with a gradient
+scaler.
 """
 
 from __future__ import annotations
@@ -28,12 +30,14 @@ Where = Literal["file", "memory", "batches"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SetUp:
-    """How batches are loaded, and how the network is compiled.
+    """Options for loading batches and compiling the network.
 
-    where     "file": segment by segment from the HDF5 file; "memory": segment by segment from the whole split in the
-              host's memory; "batches": from the host's memory, a whole batch at once
-    mode      torch.compile's mode; None: eager
-    float16   float16 with torch's gradient scaler, and AdamW that is not fused
+    where     "file": read segments one by one from the HDF5 file; "memory": keep the split in host memory and fetch
+              segments one by one; "batches": keep the split in host memory and fetch a whole batch at once
+    workers   number of worker processes of the DataLoader
+    prefetch  batches that each worker prepares ahead of time
+    mode      mode of torch.compile; None: eager execution
+    float16   train in float16 with `torch.amp.GradScaler` and an AdamW that is not fused
     """
 
     where: Where = "memory"
@@ -51,7 +55,10 @@ AS_SOURCE = SetUp(where="file", workers=8, prefetch=4, float16=True)
 
 
 class Conventional:
-    """Trains epoch by epoch as the two trainers do, without validation. `close` ends its workers."""
+    """Trainer with the conventional set-up. Like the two trainers, it runs epoch by epoch, but without validation.
+
+    `close` ends its workers.
+    """
 
     def __init__(self, config: TrainConfig, data: Any, device: torch.device | str, set_up: SetUp) -> None:
         self.config, self.device, self.set_up = config, torch.device(device), set_up
@@ -69,7 +76,7 @@ class Conventional:
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=set_up.float16)
         self.counter = torch.full((), dropout_counter(config.seed, 0), dtype=torch.int64, device=self.device)
         self.losses: list[float] = []
-        """Losses of the last epoch's steps."""
+        """Losses of the steps of the last epoch."""
         split = data.read("train") if set_up.where != "file" else None
         examples = data.examples("train")
         if split is not None:
@@ -87,7 +94,7 @@ class Conventional:
         self._loss = _compiled(set_up.mode, config.dropout, low)
 
     def train_window(self, batch: Mapping[str, torch.Tensor]) -> None:
-        """Train one epoch, `batch["epoch"]`, from 0, and wait for its end."""
+        """Train the epoch with number `batch["epoch"]`, counted from 0, and wait until it is finished."""
         epoch = int(batch["epoch"])
         for group in self.optimizer.param_groups:
             group["lr"] = self.config.rate(epoch)
@@ -96,7 +103,7 @@ class Conventional:
 
     def close(self) -> None:
         """End the persistent workers."""
-        self.loader._iterator = None  # torch ends them with their iterator
+        self.loader._iterator = None  # the workers end when their iterator is deleted
 
     def _batches(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         for mel, labels, _ in self.loader:
@@ -116,7 +123,7 @@ class Conventional:
 
 @functools.cache
 def _compiled(mode: str | None, dropout: float, low: torch.dtype | None) -> Callable[..., torch.Tensor]:
-    """Return the loss function of a batch with dropout, compiled once for all set-ups of the same mode."""
+    """Return the loss function of a batch with dropout, compiled once for each mode, dropout rate and dtype."""
 
     def call(
         weights: Mapping[str, torch.Tensor],
@@ -139,7 +146,7 @@ def _compiled(mode: str | None, dropout: float, low: torch.dtype | None) -> Call
 
     def quietly(*arguments: Any) -> torch.Tensor:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # from the compiler's own modules
+            warnings.simplefilter("ignore")  # warnings come from the compiler's own modules
             torch.compiler.cudagraph_mark_step_begin()
             loss: torch.Tensor = compiled(*arguments)
             return loss
@@ -148,7 +155,7 @@ def _compiled(mode: str | None, dropout: float, low: torch.dtype | None) -> Call
 
 
 class _Rows(Dataset[Any]):
-    """A data set whose item is a whole batch. Its index is the list of the batch's rows."""
+    """Data set whose items are whole batches. The index is the list of the batch's rows."""
 
     def __init__(self, examples: TensorDataset) -> None:
         self.tensors = examples.tensors

@@ -1,4 +1,4 @@
-"""The data set of leak_cnn for a trainer: checked as a whole, then read segment by segment or a split at once."""
+"""Reader for leak_cnn's data set: checks the file as a whole, then reads single segments or a whole split."""
 
 from __future__ import annotations
 
@@ -44,15 +44,15 @@ WANTED = {
     "mel_scale": "HTK, no norm",
     "decibels": f"20 log10(max(m, {FLOOR:g}))",
 }
-"""Attributes that a data set must have: other values mean other features."""
+"""Required attributes of a data set. With other values, the features would differ."""
 
 
 Example = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-"""Mels [32, 1], label int64 [], leak float32 []."""
+"""(mels float16 [32, 1], label int64 [], leak float32 [])."""
 
 
 class Audio(Protocol):
-    """Interface of a data set that a trainer needs."""
+    """Interface that a trainer requires of a data set."""
 
     def segments(self, split: str) -> int:
         """Return the number of segments of a split."""
@@ -61,7 +61,7 @@ class Audio(Protocol):
         """Return the number of segments of each class, int64 [5]."""
 
     def examples(self, split: str) -> Dataset[Example]:
-        """Return a data set of single segments, for a loader."""
+        """Return a PyTorch data set of single segments, for a loader."""
 
     def read(self, split: str) -> Split:
         """Read all segments of a split at once."""
@@ -69,21 +69,21 @@ class Audio(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class LeakAudio:
-    """A data set that passed all checks. It is small and has no open file, so it can be sent to other processes."""
+    """A data set that passed all checks. It is small, holds no open file and can be pickled."""
 
     path: str
     source: str
     digest: str
     labels: torch.Tensor
-    """int64 [files]"""
+    """int64 [files]: class of each file"""
     files: Mapping[str, range]
-    """Split → its files, which are contiguous."""
+    """Split → range of its files."""
     labelled: str = "synthetic"
-    """Source of the labels: synthetic or folders."""
+    """Origin of the labels: "synthetic" or "folders"."""
 
     @property
     def summary(self) -> str:
-        """The file, its source and the number of files in each split, in one line."""
+        """One-line description: the file, its source and the number of files in each split."""
         labels = "labelled by their folders" if self.labelled == "folders" else "synthetic labels"
         parts = ", ".join(f"{len(found)} for {split}" for split, found in self.files.items())
         return f"data: {self.path} of {self.source}, {labels}: files {parts}, of {SEGMENTS} segments"
@@ -98,7 +98,7 @@ class LeakAudio:
         return torch.bincount(self.labels[found.start : found.stop], minlength=len(CLASSES)) * SEGMENTS
 
     def examples(self, split: str) -> Segments:
-        """Return a data set of single segments, read from the file."""
+        """Return a PyTorch data set of single segments, which are read from the file."""
         return Segments(self, split)
 
     def read(self, split: str) -> Split:
@@ -106,7 +106,7 @@ class LeakAudio:
         return read_split(self, split)
 
     def check_batch(self, split: str, batch_size: int, field: str = "batch_size") -> None:
-        """Raise PerfsuiteError if the split is smaller than a batch."""
+        """Raise PerfsuiteError if the split has fewer segments than a batch."""
         if batch_size > self.segments(split):
             raise PerfsuiteError(
                 f"{field}: {batch_size} is more than the {self.segments(split)} segments for {split} in {self.path}; "
@@ -116,25 +116,28 @@ class LeakAudio:
 
 @dataclass(frozen=True, kw_only=True)
 class Split:
-    """Every segment of a split, file by file, in order of time."""
+    """All segments of a split, ordered by file and then by time."""
 
     features: torch.Tensor
     """float16 [N, 1, 32, 1]"""
     labels: torch.Tensor
     """int64 [N]"""
     leaks: torch.Tensor
-    """float32 [N]: 1 where the file is of the class LEAK"""
+    """float32 [N]: 1 if the file has the class LEAK, else 0"""
     files: torch.Tensor
-    """int64 [N]: number of the segment's file, from 0 within the split"""
+    """int64 [N]: index of the segment's file within the split"""
 
     def by_file(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return (mels [files, long windows, short windows, 32, 1], whether each file is of LEAK, bool [files])."""
+        """Return (mels [files, long windows, short windows, 32, 1], bool [files]: True for the class LEAK)."""
         files = int(self.files[-1]) + 1
         return self.features.view(files, -1, SHORTS, MELS, 1), self.leaks.view(files, -1)[:, 0] > 0
 
 
 def open_data(path: str | Path) -> LeakAudio:
-    """Check a data set in full, including its digest. A PerfsuiteError says in one line what is wrong with it."""
+    """Open a data set after a full check, including its digest.
+
+    PerfsuiteError if a check fails; its one-line message names the problem.
+    """
     path = Path(path)
     if not path.is_file():
         raise PerfsuiteError(f"data: there is no file {path}; make it with `perfsuite data leak-audio {path}`")
@@ -160,7 +163,7 @@ def open_data(path: str | Path) -> LeakAudio:
 
 
 def read_split(data: LeakAudio, split: str) -> Split:
-    """Read a whole split into memory: 5 KiB per file."""
+    """Read a whole split into memory, which takes 5 KiB per file."""
     files = data.files[split]
     with storage.opened(data.path, data.digest) as file:
         features = file["features"][files.start : files.stop]
@@ -174,9 +177,9 @@ def read_split(data: LeakAudio, split: str) -> Split:
 
 
 class Segments(hdf5.Reader, Dataset[Example]):
-    """Segments of a split, read from the file one by one: (mels float16 [32, 1], label int64 [], leak float32 []).
+    """The segments of a split, read from the file one by one: (mels float16 [32, 1], label int64 [], leak float32 []).
 
-    Each process opens the file itself when it first reads, so the object can be sent to other processes.
+    The object can be pickled: each process opens the file itself when it first reads.
     """
 
     def __init__(self, data: LeakAudio, split: str) -> None:
@@ -209,7 +212,7 @@ def _first_line(error: BaseException) -> str:
 
 
 def _content(path: Path, file: Any, attributes: Mapping[str, Any]) -> dict[str, Array]:
-    """Read all datasets. PerfsuiteError if one has a wrong type or shape, or was made with other settings."""
+    """Read all datasets. PerfsuiteError if one has a wrong type or shape, or if an attribute has a wrong value."""
     for name, value in WANTED.items():
         if attributes.get(name) != value:
             raise _wrong(path, f"has {name} {attributes.get(name)}, where the trainer needs {value}")
@@ -237,9 +240,10 @@ def _names(values: Array) -> tuple[str, ...]:
 
 
 def _files(path: Path, content: Mapping[str, Array], *, labelled: bool) -> dict[str, range]:
-    """Return split → its files. Each split must be contiguous and have each class.
+    """Return split → range of its files. PerfsuiteError if the files of a split are not contiguous, or lack a class.
 
-    labelled  True for labels from folders: then a class may be missing in all splits, but not LEAK, nor all others
+    labelled  True if the labels come from folders. Then a class may be absent from all splits, but LEAK and at least
+              one other class are required.
     """
     labels, splits = content["labels"], content["splits"]
     present = [n for n in range(len(CLASSES)) if not labelled or (labels == n).any()]

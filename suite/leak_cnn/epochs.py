@@ -1,7 +1,7 @@
-"""The epochs of leak_cnn, which the shared loop hands to a trainer one after another, and their data.
+"""The epochs of leak_cnn and their data. The shared training loop passes the epochs to a trainer one by one.
 
-A batch of the loop is an epoch, given by its number. The order of its segments follows from the seed and that number
-(`suite.batching.permutation`), so each trainer finds the segments by itself.
+A batch of that loop is the number of an epoch. The seed and this number determine the order of the segments
+(`suite.batching.permutation`), so a trainer needs nothing else to find them.
 """
 
 from __future__ import annotations
@@ -28,23 +28,25 @@ CACHE = ".perfsuite/cache"
 
 @dataclass(frozen=True, kw_only=True)
 class Data:
-    """Fields of a configuration that concern the data."""
+    """The fields of a configuration that describe the data."""
 
     data: str | None = None
-    """A file of `perfsuite data leak-audio`; null: a file made from synthetic recordings and kept in `cache`."""
+    """File written by `perfsuite data leak-audio`; null: a synthetic data set that is made once and kept in `cache`."""
     train_files: int = 500
-    """Training files of the synthetic set, of 80 segments each."""
+    """Training files of the synthetic data set, with 80 segments each."""
     validation_files: int = 125
+    """Validation files of the synthetic data set."""
     batch_size: int = 5632
     epochs: int = 200
     seed: int = 0
-    """Seed of the order of the segments; the synthetic set does not depend on it."""
+    """Seed for the order of the segments. The synthetic data set does not depend on it."""
     cache: str = CACHE
+    """Folder of the synthetic data set."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Loaded:
-    """The epochs and the data set for a trainer, and a line that names their source."""
+    """The epochs and the data set for a trainer, and a line that describes them."""
 
     batches: Epochs
     given: LeakAudio
@@ -52,14 +54,17 @@ class Loaded:
 
 
 def load(data: Data) -> Loaded:
-    """Return the epochs that `data` describes; PerfsuiteError if there is no such set, or no whole batch."""
+    """Open the data set and return its epochs.
+
+    PerfsuiteError if the data set is missing or invalid, or has fewer training segments than a batch.
+    """
     audio = audio_of(data)
     audio.check_batch("train", data.batch_size)
     return Loaded(batches=Epochs(audio, data.batch_size, data.epochs, data.seed), given=audio, summary=audio.summary)
 
 
 def audio_of(data: Data) -> LeakAudio:
-    """Open the data set; without a path, make the synthetic one if it does not exist."""
+    """Open the data set. Without a path, open the synthetic one, which is built if it does not exist."""
     if data.data is not None:
         return open_data(data.data)
     recipe = Recipe(train=data.train_files, validation=data.validation_files)
@@ -72,21 +77,21 @@ def audio_of(data: Data) -> LeakAudio:
 def for_ablation(
     config: TrainConfig, data: Data, device: torch.device
 ) -> tuple[LeakAudio, Iterator[Mapping[str, torch.Tensor]]]:
-    """Return (data set, endless iterator of epochs), for `perfsuite ablate`."""
+    """Return (data set, endless iterator of epochs) for `perfsuite ablate`."""
     audio = audio_of(data)
     audio.check_batch("train", config.batch_size)
     return audio, ({"epoch": torch.tensor(number)} for number in itertools.count())
 
 
 class Epochs:
-    """Iterator of {"epoch": its number, int64 [] on the CPU}, from 0 to `count` - 1."""
+    """Iterator of batches {"epoch": number}, int64 [] on the CPU, with numbers from 0 to `count` - 1."""
 
     unit = "segments"
 
     def __init__(self, audio: LeakAudio, batch_size: int, count: int, seed: int) -> None:
         self.batch_size, self.total, self.seed, self.digest = batch_size, count, seed, audio.digest
         self.segments = audio.segments("train") // batch_size * batch_size
-        """Segments of an epoch, in whole batches."""
+        """Segments per epoch: a multiple of the batch size."""
         self.epoch = 0
 
     def __iter__(self) -> Epochs:
@@ -99,15 +104,15 @@ class Epochs:
         return {"epoch": torch.tensor(self.epoch - 1)}
 
     def items(self, batch: Mapping[str, torch.Tensor]) -> int:
-        """Return the number of segments that an epoch trains on."""
+        """Return the number of segments per epoch."""
         return self.segments
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position, with the data and settings that it belongs to."""
+        """Return the position, and the data and settings to which it belongs."""
         return {"epoch": self.epoch, **self._identity()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go to a position. PerfsuiteError if it belongs to other data, ValueError if it is no position."""
+        """Go to a position. PerfsuiteError if it belongs to other data; ValueError if it is invalid."""
         check_identity(state, self._identity())
         self.epoch = whole(state, "epoch")
 

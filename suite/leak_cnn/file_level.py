@@ -1,4 +1,4 @@
-"""File-level detection of LEAK: the parts that the reference and the optimized evaluation share."""
+"""Parts of the file-level leak detection that the reference and the optimized evaluation share."""
 
 from __future__ import annotations
 
@@ -9,18 +9,22 @@ import torch
 from perfsuite.errors import PerfsuiteError
 
 THRESHOLD = 0.5
+"""Default threshold on the leak probability of a long window."""
 
 Forward = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
-"""Segments [N, 1, mels, frames] → logits of the classes [N, classes] and of a leak [N]."""
+"""Segments [N, 1, mels, frames] → (class logits [N, classes], leak logits [N])."""
 
 
 def windows_needed(long_windows: int) -> int:
-    """Return how many long windows of a file must reach the threshold: half of them, rounded up."""
+    """Return the number of long windows of a file that must reach the threshold: half of them, rounded up."""
     return -(-long_windows // 2)
 
 
 def check_mels(mels: torch.Tensor) -> None:
-    """Raise PerfsuiteError unless `mels` is [files, long windows, short windows, mels, frames], with windows."""
+    """Raise PerfsuiteError unless `mels` has shape [files, long windows, short windows, mels, frames].
+
+    Both numbers of windows must be 1 or more.
+    """
     if mels.ndim != 5 or not all(mels.shape[1:3]):
         raise PerfsuiteError(
             f"mels: the shape is {list(mels.shape)}; give [files, long windows, short windows, mels, frames], with one "

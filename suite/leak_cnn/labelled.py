@@ -1,6 +1,7 @@
-"""Builds leak_cnn's data set from labelled recordings: the folder of a recording names its class.
+"""Builder of leak_cnn's data set from labelled recordings, where the folder of a recording names its class.
 
-A recording is in one split only. The set depends on the recordings, their paths and the options.
+All pieces of a recording are in the same split. The data set depends only on the recordings, their relative paths and
+the options.
 """
 
 from __future__ import annotations
@@ -28,21 +29,22 @@ from suite.leak_cnn.storage import FORMAT, VERSION
 
 LABELS = "folders: a recording's class is the name of its folder"
 FEWEST = len(ALL_SPLITS)
-"""Fewest recordings of a class: one for each split."""
+"""Minimum number of recordings per class: one for each split."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Labelled:
-    """Options of a set of labelled recordings."""
+    """Options of a data set of labelled recordings."""
 
     folder: Path
-    """Holds a folder of recordings for each class."""
+    """Folder that contains a folder of recordings for each class."""
     validation: float = 0.15
-    """Share of each class's recordings for validation; at least one recording."""
+    """Fraction of the recordings of each class used for validation; at least one recording."""
     test: float = 0.15
+    """Fraction of the recordings of each class used for testing; at least one recording."""
     seed: int = 0
     classes: Mapping[str, str] = field(default_factory=dict)
-    """Folder name → class, for folders with other names than the classes."""
+    """Folder name → class, for folders that do not have the name of their class."""
 
     def __post_init__(self) -> None:
         for name, share in (("validation-share", self.validation), ("test-share", self.test)):
@@ -59,17 +61,17 @@ class Labelled:
 
 
 class Recording(NamedTuple):
-    """A recording that has been read."""
+    """A recording that was read, and its mels."""
 
     name: str
     digest: str
     """SHA-256 of its samples."""
     mels: Array
-    """float16 [files of 10 s, 40, 2, 32, 1]"""
+    """float16 [pieces of 10 s, 40, 2, 32, 1]"""
 
 
 def build_labelled(out: Path, chosen: Labelled, watcher: Watcher, *, overwrite: bool = False) -> Built:
-    """Make the set `out`. PerfsuiteError if that fails, or if `out` exists and is something else."""
+    """Build the data set `out`. PerfsuiteError if that fails, or if `out` exists and has other content."""
     hdf5.library()
     recordings.library()
     names = found(chosen)
@@ -102,7 +104,10 @@ def build_labelled(out: Path, chosen: Labelled, watcher: Watcher, *, overwrite: 
 
 
 def found(chosen: Labelled) -> dict[str, list[str]]:
-    """Return class → its recordings, as paths from the folder. PerfsuiteError if a folder belongs to no class."""
+    """Return class → relative paths of its recordings.
+
+    PerfsuiteError if a folder or recording belongs to no class, or if LEAK or every other class is missing.
+    """
     root = chosen.folder
     if not root.is_dir():
         raise PerfsuiteError(f"--labelled {root} is no folder; name one that holds a folder for each class")
@@ -134,7 +139,10 @@ def found(chosen: Labelled) -> dict[str, list[str]]:
 
 
 def pieces(samples: Array) -> list[Array]:
-    """Cut a recording into pieces of 10 s, float64 [40960] each, without silent ones. Repeat a shorter recording."""
+    """Cut a recording into pieces of 10 s, float64 [40960] each. Silent pieces and a shorter remainder are dropped.
+
+    If no piece has the full 10 s, the shorter stretches are repeated to make one.
+    """
     cut = recordings.stretches(0, samples)
     whole = [[stretch] for stretch in cut if stretch.length == SAMPLES]
     if not whole:
@@ -146,7 +154,7 @@ def pieces(samples: Array) -> list[Array]:
 def _read(
     chosen: Labelled, names: Mapping[str, list[str]], parts: Parts, watcher: Watcher
 ) -> tuple[dict[str, list[Recording]], Counter[str]]:
-    """Return class → its usable recordings in a random order, and reason → number of recordings left out."""
+    """Return (class → usable recordings in random order, reason → number of recordings left out)."""
     total = sum(map(len, names.values()))
     done = 0
     seen: set[str] = set()
@@ -172,7 +180,7 @@ def _read(
 
 
 def _recording(root: Path, name: str, parts: Parts) -> Recording:
-    """Return a recording with its mels, from the saved parts if the file has not changed since they were made."""
+    """Return a recording with its mels. Use the saved parts if the file has not changed since they were saved."""
     path = root / name
     key = recordings.key_of(path, "labelled")
     mels, digest = (parts.load(f"part-{what}-{key}") for what in ("mels", "digest"))
@@ -186,7 +194,7 @@ def _recording(root: Path, name: str, parts: Parts) -> Recording:
 
 
 def _divided(chosen: Labelled, kind: str, own: list[Recording]) -> dict[str, list[Recording]]:
-    """Divide a class's recordings: return split → its recordings. PerfsuiteError if there are too few."""
+    """Divide the recordings of a class: return split → recordings. PerfsuiteError if there are too few."""
     count = len(own)
     if count < FEWEST:
         raise PerfsuiteError(
@@ -225,7 +233,7 @@ def _write(
     recipe: str,
     parts: Parts,
 ) -> None:
-    """Write the whole set at once: 5 KiB per file of 10 s."""
+    """Write the data set, which is assembled in memory: 5 KiB per piece of 10 s."""
     mels, labels, numbers = [], [], []
     for number, split in enumerate(ALL_SPLITS):
         for kind, own in splits.items():

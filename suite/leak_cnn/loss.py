@@ -1,4 +1,4 @@
-"""The loss of leak_cnn, and the weights of its classes."""
+"""The loss of leak_cnn, and its class weights."""
 
 from __future__ import annotations
 
@@ -8,13 +8,15 @@ from torch.nn import functional
 from suite.leak_cnn.classes import LEAK
 
 LEAK_WEIGHT = 0.5
-"""Weight of the binary cross-entropy on the leak logit."""
+"""Weight of the binary cross-entropy of the leak logit."""
 
 
 def class_weights(counts: torch.Tensor) -> torch.Tensor:
-    """Return inverse frequencies with mean 1, float32 [classes], from integer counts [classes].
+    """Return the inverse class frequencies, scaled to a mean of 1, float32 [classes].
 
-    The mean is over the classes with segments. A class without segments has weight 1.
+    The mean is over the classes that have segments. A class without segments gets weight 1.
+
+    counts  integer [classes]: number of segments of each class
     """
     present = counts > 0
     inverse = torch.where(present, 1.0 / counts.clamp(min=1).double(), 0.0)
@@ -25,12 +27,12 @@ def class_weights(counts: torch.Tensor) -> torch.Tensor:
 def leak_cnn_loss(
     classes: torch.Tensor, leak: torch.Tensor, labels: torch.Tensor, weights: torch.Tensor
 ) -> torch.Tensor:
-    """Compute the weighted cross-entropy of the classes plus half the binary cross-entropy of LEAK; a 0-d tensor.
+    """Return the weighted cross-entropy of the classes plus half the binary cross-entropy of LEAK, 0-d.
 
     classes  [N, classes] logits
-    leak     [N] logit
-    labels   [N] int64
-    weights  [classes]: the cross-entropy is the weighted mean over the segments
+    leak     [N] logits
+    labels   int64 [N]
+    weights  [classes]: class weights of the cross-entropy, which is a weighted mean over the segments
     """
     is_leak = (labels == LEAK).to(leak.dtype)
     binary = functional.binary_cross_entropy_with_logits(leak, is_leak)

@@ -1,4 +1,4 @@
-"""Metrics of an epoch's confusion matrix: accuracy and macro-averaged F1."""
+"""Metrics that are computed from a confusion matrix: accuracy and macro-averaged F1."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import NamedTuple
 from perfsuite.errors import PerfsuiteError
 
 Confusion = Sequence[Sequence[int]]
-"""Counts [classes, classes]: a row for each true class, a column for each predicted one."""
+"""Counts [classes, classes]: rows are true classes, columns are predicted classes."""
 
 
 class EpochMetrics(NamedTuple):
-    """Metrics over all examples of an epoch. `loss` is the mean loss, with each batch weighted by its size."""
+    """Metrics over all examples of an epoch. `loss` is the mean over batches, weighted by their sizes."""
 
     loss: float
     accuracy: float
@@ -21,7 +21,7 @@ class EpochMetrics(NamedTuple):
 
 
 def examples(confusion: Confusion) -> int:
-    """Return the number of examples in a confusion matrix. PerfsuiteError if it is not square or counts none."""
+    """Return the number of examples in a confusion matrix. PerfsuiteError if it is not square or has no examples."""
     if any(len(row) != len(confusion) for row in confusion):
         widths = sorted({len(row) for row in confusion})
         raise PerfsuiteError(
@@ -35,15 +35,15 @@ def examples(confusion: Confusion) -> int:
 
 
 def accuracy(confusion: Confusion) -> float:
-    """Return the share of examples that were predicted correctly."""
+    """Return the fraction of examples that were predicted correctly."""
     return sum(row[i] for i, row in enumerate(confusion)) / examples(confusion)
 
 
 def macro_f1(confusion: Confusion) -> float:
     """Return the unweighted mean over classes of 2 TP / (2 TP + FP + FN).
 
-    A class that is neither a true nor a predicted class of any example has no F1 and is left out of the mean. A class
-    that is only one of the two has an F1 of 0. (scikit-learn's `f1_score(average="macro")` does the same.)
+    A class that occurs neither as a true nor as a predicted class has no F1 and is omitted from the mean. A class that
+    occurs only as one of them has an F1 of 0. scikit-learn's `f1_score(average="macro")` does the same.
 
     Source: leak_cnn.
     """

@@ -1,7 +1,7 @@
-"""The network of leak_cnn: parameter names and shapes, first weights, and the parts of the forward pass.
+"""The network of leak_cnn: parameter names and shapes, initial weights, and the parts of the forward pass.
 
-Weights are a plain mapping, name → tensor, as in a checkpoint. The number of channels and the width of the
-fully connected layer are read from the weights.
+Weights are a plain mapping, name → tensor, as in a checkpoint. Their shapes determine the number of channels and the
+width of the hidden layer.
 """
 
 from __future__ import annotations
@@ -17,8 +17,9 @@ from suite.leak_cnn.classes import CLASSES
 CHANNELS = (32, 64, 128)
 """Output channels of the three convolutions."""
 POOLED_ROWS = 16
-"""Rows after the adaptive pooling. Its input has 8 rows, so each appears twice, as in the source."""
+"""Rows after the adaptive pooling. For 32 mels, its input has 8 rows, so each row appears twice, as in the source."""
 HIDDEN = 256
+"""Width of the hidden fully connected layer."""
 DROPOUT = 0.25
 
 Weights = Mapping[str, torch.Tensor]
@@ -28,7 +29,7 @@ Activation = Callable[[torch.Tensor], torch.Tensor]
 def shapes(
     channels: tuple[int, int, int] = CHANNELS, hidden: int = HIDDEN, classes: int = len(CLASSES)
 ) -> dict[str, tuple[int, ...]]:
-    """Return name → shape of the 12 tensors, in forward order. By default they have 618,758 parameters."""
+    """Return name → shape of the 12 tensors, in forward order. By default, they have 618,758 elements."""
     first, second, third = channels
     weights: dict[str, tuple[int, ...]] = {
         "conv1": (first, 1, 3, 3),
@@ -45,7 +46,7 @@ def shapes(
 
 
 def make_weights(seed: int, channels: tuple[int, int, int] = CHANNELS, hidden: int = HIDDEN) -> dict[str, torch.Tensor]:
-    """Return name → float32 tensor on the CPU, uniform within ±1/√(inputs of the layer), as `torch.nn` draws them."""
+    """Draw the initial weights, name → float32 tensor on the CPU, uniform in ±1/√fan_in as in `torch.nn`."""
     generator = torch.Generator().manual_seed(seed)
     every = shapes(channels, hidden)
     weights = {}
@@ -62,12 +63,12 @@ def convolution(weights: Weights, name: str, x: torch.Tensor) -> torch.Tensor:
 
 
 def pool(x: torch.Tensor) -> torch.Tensor:
-    """Take the larger of every two rows: [N, C, H, 1] → [N, C, H // 2, 1]."""
+    """Apply max pooling over pairs of rows: [N, C, H, 1] → [N, C, H // 2, 1]."""
     return functional.max_pool2d(x, (2, 1))
 
 
 def features(weights: Weights, segments: torch.Tensor, activation: Activation = functional.relu) -> torch.Tensor:
-    """Apply the convolutions: segments [N, 1, H, 1], H 4 or more, → [N, C, H // 4, 1]."""
+    """Apply the convolutional layers: segments [N, 1, H, 1] with H ≥ 4 → [N, C, H // 4, 1]."""
     x = activation(convolution(weights, "conv1", segments))
     x = pool(activation(convolution(weights, "conv2", x)))
     return pool(activation(convolution(weights, "conv3", x)))
@@ -76,9 +77,9 @@ def features(weights: Weights, segments: torch.Tensor, activation: Activation = 
 def head(
     weights: Weights, x: torch.Tensor, keep: torch.Tensor | None = None, activation: Activation = functional.relu
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute the class logits [N, 5] and the leak logit [N] from the convolutions' output [N, C, rows, 1].
+    """Compute class logits [N, 5] and leak logits [N] from the output of `features`, [N, C, rows, 1].
 
-    keep  [N, 16 C]: dropout mask of 0 or 1 / (1 - p); None drops nothing
+    keep  [N, 16 C]: dropout factors, each 0 or 1 / (1 - p); None drops nothing
     """
     x = functional.adaptive_avg_pool2d(x, (POOLED_ROWS, 1)).flatten(1)
     if keep is not None:
@@ -92,5 +93,5 @@ def head(
 def forward(
     weights: Weights, segments: torch.Tensor, keep: torch.Tensor | None = None, activation: Activation = functional.relu
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Apply the whole network: segments [N, 1, H, 1] → class logits [N, 5] and leak logit [N]; `keep` as in `head`."""
+    """Apply the network: segments [N, 1, H, 1] → (class logits [N, 5], leak logits [N]); `keep` as for `head`."""
     return head(weights, features(weights, segments, activation), keep, activation)

@@ -1,4 +1,4 @@
-"""Recordings in a folder: found, read as mono at 4096 Hz, and laid out as pieces of 10 s."""
+"""Recordings in a folder: functions to find them, read them as mono at 4096 Hz and cut them into pieces of 10 s."""
 
 from __future__ import annotations
 
@@ -21,25 +21,26 @@ from suite.leak_cnn.storage import VERSION
 
 SUFFIXES = (".wav", ".flac")
 RATES = (SAMPLE_RATE, 768_000)
-"""Lowest and highest sample rate in Hz. Below, a part of the band would be missing; no microphone samples faster."""
+"""Minimum and maximum sample rate in Hz. A lower rate lacks part of the band; no microphone has a higher rate."""
 SILENT_DB = -60.0
-"""RMS level relative to full scale, in dB, below which a stretch is silent."""
+"""Level in dB relative to full scale. A stretch is silent if its RMS is lower."""
 LOUDEST = 1000.0
-"""60 dB above full scale. A recording with a sample this large is damaged."""
+"""Amplitude limit, 60 dB above full scale. A recording with a sample this large is damaged."""
 SHORTEST = SAMPLE_RATE // 10
+"""Minimum length of a stretch or recording, in samples: 0.1 s."""
 FADE = SAMPLE_RATE // 200
-"""Samples of the fade at a stretch's ends: 5 ms, so that a joint does not click as CRACK does."""
+"""Length of the fade at both ends of a stretch, in samples: 5 ms. It avoids clicks, which the class CRACK has."""
 UNKNOWN = (0, 0xFFFFFFFF)
-"""Sizes in the header of a WAV file by a program that could not seek back to write the real size."""
+"""Placeholder sizes in the header of a WAV file, left by a program that could not seek back to write the size."""
 
 
 class UnusableError(Exception):
-    """A recording cannot be used. The message says why; recordings are counted by the text before its colon."""
+    """A recording cannot be used. The message is "category: reason"; unusable recordings are counted by category."""
 
 
 @dataclass(frozen=True)
 class Stretch:
-    """At most 10 s of a recording, from the sample `start`. A stretch is never in two splits."""
+    """A section of a recording, 10 s or shorter, from sample `start`. A stretch is in only one split."""
 
     recording: int
     start: int
@@ -47,7 +48,10 @@ class Stretch:
 
 
 def found(root: Path, option: str = "--from") -> list[str]:
-    """Return the recordings under a folder, as relative paths with `/`. PerfsuiteError if there are none."""
+    """Return the recordings in a folder and its subfolders, as sorted relative paths with `/`.
+
+    PerfsuiteError if there are none.
+    """
     if not root.is_dir():
         raise PerfsuiteError(f"{option} {root} is no folder; name one that holds WAV or FLAC recordings")
     names = [
@@ -62,7 +66,7 @@ def found(root: Path, option: str = "--from") -> list[str]:
 
 
 def in_order(names: Sequence[str], seed: int) -> list[str]:
-    """Shuffle the names by a hash of the seed and each name. Two names keep their order whatever the others are."""
+    """Sort names by a hash of the seed and the name. The relative order of two names does not depend on the others."""
     return sorted(names, key=lambda name: hashlib.sha256(f"{seed}/".encode() + os.fsencode(name)).digest())
 
 
@@ -70,7 +74,7 @@ def library() -> Any:
     """Import and return soundfile; PerfsuiteError if that fails."""
     try:
         import soundfile
-    except (ImportError, OSError):  # OSError: without libsndfile
+    except (ImportError, OSError):  # OSError: libsndfile is missing
         raise PerfsuiteError(
             "recordings need the package soundfile, which cannot be imported; pip install 'perfsuite[train]', "
             "or leave --from out for synthetic recordings"
@@ -79,9 +83,9 @@ def library() -> Any:
 
 
 def key_of(path: Path, *kinds: str) -> str:
-    """Return a key for the parts made from a recording, which changes with the file.
+    """Return a key for the parts of a recording. The key changes when the file changes.
 
-    UnusableError if the path is no regular file.
+    UnusableError if the path is not a regular file or cannot be accessed.
     """
     try:
         stat = path.stat()
@@ -93,9 +97,11 @@ def key_of(path: Path, *kinds: str) -> str:
 
 
 def read(path: Path) -> Array:
-    """Read a recording as mono at 4096 Hz, float32 [samples]; UnusableError if it is damaged, silent or too short.
+    """Read a recording as mono at 4096 Hz, float32 [samples].
 
-    Blocks of 10 s are resampled separately, so that an hour needs 120 MB whatever its sample rate.
+    Blocks of 10 s are resampled separately, so that an hour of sound needs 120 MB at any sample rate.
+
+    UnusableError if the recording is damaged, silent or too short, or has an unsuitable sample rate.
     """
     soundfile = library()
     parts: list[Array] = []
@@ -107,7 +113,7 @@ def read(path: Path) -> Array:
                 raise UnusableError(f"unsuited: sampled at {rate} Hz, not at {RATES[0]} to {RATES[1]}")
             for block in _blocks(file, 10 * rate):
                 expected -= len(block)
-                if not (numpy.abs(block) < LOUDEST).all():  # NaN fails, too
+                if not (numpy.abs(block) < LOUDEST).all():  # also fails for NaN
                     raise UnusableError("damaged: a sample is no number, or far above full scale")
                 parts.append(resampled(block.mean(axis=1), rate).astype(numpy.float32))
     except (OSError, soundfile.SoundFileError) as error:
@@ -124,7 +130,7 @@ def read(path: Path) -> Array:
 
 
 def _whole(path: Path) -> None:
-    """Raise UnusableError if a WAV file is shorter than its header says: libsndfile would read it without an error."""
+    """Raise UnusableError if a WAV file is shorter than its header says; libsndfile would not report it."""
     with path.open("rb") as file:
         head = file.read(8)
     size = int.from_bytes(head[4:8], "little")
@@ -133,13 +139,13 @@ def _whole(path: Path) -> None:
 
 
 def _blocks(file: Any, frames: int) -> Iterator[Array]:
-    """Yield blocks [frames, channels]; the last one may be shorter."""
+    """Yield blocks [frames, channels]; the last block may be shorter."""
     while len(block := file.read(frames, dtype="float64", always_2d=True)):
         yield block
 
 
 def resampled(samples: Array, rate: int) -> Array:
-    """Resample to 4096 Hz by scipy's polyphase filter; 10 s at any integer rate give 40960 samples."""
+    """Resample to 4096 Hz with SciPy's polyphase filter. 10 s at any integer rate give 40960 samples."""
     if rate == SAMPLE_RATE:
         return samples
     from scipy.signal import resample_poly
@@ -150,15 +156,15 @@ def resampled(samples: Array, rate: int) -> Array:
 
 
 def stretches(recording: int, samples: Array) -> list[Stretch]:
-    """Cut a recording every 10 s, and leave out stretches that are silent or too short."""
+    """Cut a recording into stretches of 10 s; the last may be shorter. Silent or too short stretches are omitted."""
     cut = [Stretch(recording, start, min(SAMPLES, len(samples) - start)) for start in range(0, len(samples), SAMPLES)]
     return [s for s in cut if s.length >= SHORTEST and rms(samples[s.start : s.start + s.length]) >= gain(SILENT_DB)]
 
 
 def divided(given: Sequence[Stretch], share: float) -> tuple[list[Stretch], list[Stretch]]:
-    """Return stretches (for training, for validation); the latter get about `share` of the time.
+    """Divide stretches into (training, validation). Validation gets about `share` of the total time.
 
-    With two or more stretches neither list is empty.
+    With two or more stretches, neither list is empty.
     """
     wanted = share * sum(s.length for s in given)
     kept, taken = 0, 0
@@ -170,11 +176,11 @@ def divided(given: Sequence[Stretch], share: float) -> tuple[list[Stretch], list
 
 
 def pieces(given: Sequence[Stretch], most: int, reuse: int, order: Callable[[int], Array]) -> list[list[Stretch]]:
-    """Return at most `most` pieces of 10 s, made in `reuse` rounds.
+    """Return at most `most` pieces of 10 s, each a list of stretches. They are assembled in up to `reuse` rounds.
 
-    A round uses each stretch once, in the order that `order(round)` gives. A stretch of 10 s is a piece by itself.
-    Shorter stretches are joined. The rest of a stretch, if 0.1 s or longer, begins the next piece. An unfinished piece
-    is continued in the next round.
+    A round uses each stretch once, in the order that `order(round)` returns. A stretch of 10 s is a piece by itself.
+    Shorter stretches are joined until they fill a piece. The rest of the last stretch, if it is 0.1 s or longer, begins
+    the next piece. The next round continues an unfinished piece.
     """
     made: list[list[Stretch]] = []
     begun: list[Stretch] = []
@@ -200,9 +206,9 @@ def pieces(given: Sequence[Stretch], most: int, reuse: int, order: Callable[[int
 
 
 def joined(piece: Sequence[Stretch], load: Callable[[int], Array]) -> Array:
-    """Return the samples of a piece, float64 [40960], with each stretch faded in and out.
+    """Return the samples of a piece, float64 [40960]. Each stretch is faded in and out.
 
-    load  number of a recording → its samples
+    load  function: number of a recording → its samples
     """
     ramp = 0.5 - 0.5 * numpy.cos(numpy.pi * (numpy.arange(FADE) + 0.5) / FADE)
     parts = []

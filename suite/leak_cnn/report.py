@@ -1,4 +1,4 @@
-"""The report of an epoch of leak_cnn, and a plot of the last validation. Both trainers make the same."""
+"""The report of an epoch of leak_cnn and a plot of the last validation, which both trainers use."""
 
 from __future__ import annotations
 
@@ -14,19 +14,23 @@ from suite.leak_cnn.classes import CLASSES
 from suite.leak_cnn.metrics import Confusion, EpochMetrics, accuracy, macro_f1
 
 FILE_CLASSES = ("no leak", "LEAK")
+"""Class names in the confusion matrix of the files."""
 PICTURE = "confusion.svg"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Validation:
-    """Metrics of all validation files, by segment and by file."""
+    """Metrics over all validation files, per segment and per file."""
 
     segments: EpochMetrics
     files: Confusion
-    """Counts [2, 2]: rows are the true classes, columns the predicted ones; LEAK is the second."""
+    """Counts [2, 2]: rows are true classes, columns are predicted classes; LEAK is the second class."""
 
     def metrics(self) -> dict[str, float]:
-        """Return `validation_loss`, `_accuracy` and `_f1` of the segments, `file_accuracy` and `file_f1`."""
+        """Return `validation_loss`, `validation_accuracy`, `validation_f1`, `file_accuracy` and `file_f1`.
+
+        The first three are computed over the segments.
+        """
         return {
             "validation_loss": self.segments.loss,
             "validation_accuracy": self.segments.accuracy,
@@ -37,7 +41,7 @@ class Validation:
 
     @property
     def summary(self) -> str:
-        """Accuracy and macro-F1 of segments and files, in one line."""
+        """One line with the accuracy and macro-F1 of segments and files."""
         return (
             f"{100 * self.segments.accuracy:.1f}% of the segments, macro-F1 {self.segments.f1:.3f}; "
             f"{100 * accuracy(self.files):.1f}% of the files, macro-F1 {macro_f1(self.files):.3f}"
@@ -46,27 +50,29 @@ class Validation:
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """The report of an epoch."""
+    """Report of an epoch."""
 
     epoch: int
-    """Number of the epoch, from 1."""
+    """Number of the epoch, counted from 1."""
     rate: float
+    """Learning rate."""
     losses: Sequence[float] = field(repr=False)
-    """Losses of the epoch's steps."""
+    """Losses of the steps in the epoch."""
     first_step: int
-    """Number of steps made before the epoch."""
+    """Number of steps before the epoch."""
     training: EpochMetrics
     validation: Validation | None
 
     def wrong(self) -> int | None:
-        """Return the epoch's first step, from 0, whose loss is not finite; None if all are finite."""
+        """Return the index of the epoch's first step whose loss is not finite; None if all are finite."""
         return next((i for i, loss in enumerate(self.losses) if not math.isfinite(loss)), None)
 
     def metrics(self) -> dict[str, float]:
-        """Return the metrics for the shared loop: `loss`, `accuracy` and `f1` are those of the training segments.
+        """Return the metrics for the shared training loop.
 
-        With a validation also `validation_loss`, `_accuracy` and `_f1` (segments) and `file_accuracy` and `file_f1`.
-        If a loss is not finite, "step" is the first step with such a loss, and "loss" is that loss.
+        `loss`, `accuracy` and `f1` are computed over the training segments. After a validation, the metrics of
+        `Validation.metrics` are included. If a loss is not finite, `step` is the first such step of the run, counted
+        from 1, and `loss` is its loss.
         """
         found = {
             "loss": self.training.loss,
@@ -82,9 +88,9 @@ class Report:
 
 
 def finish(trainer: Any, folder: Path) -> str | None:
-    """Plot the last validation's confusion matrices into the folder, at the end of a run.
+    """Plot the confusion matrices of the last validation into `folder`, at the end of a run.
 
-    Returns a line for the user; None if there was no validation.
+    Return a line for the user; None if there was no validation.
     """
     validation: Validation | None = trainer.validation()
     if validation is None:
@@ -92,19 +98,19 @@ def finish(trainer: Any, folder: Path) -> str | None:
     line = f"validation: {validation.summary}"
     try:
         plot(validation, folder / PICTURE)
-    except PerfsuiteError as error:  # the run has been saved: a missing plot is no reason to fail
+    except PerfsuiteError as error:  # the run is already saved, so a missing plot is not a failure
         return f"{line}; {error}"
     return f"{line}; wrote {folder / PICTURE}"
 
 
 def quality(trainer: Any, given: Any) -> dict[str, float]:
-    """Return the last validation's metrics, for `perfsuite ab`; empty if there was none."""
+    """Return the metrics of the last validation, for `perfsuite ab`; empty if there was none."""
     validation: Validation | None = trainer.validation()
     return {} if validation is None else validation.metrics()
 
 
 def plot(validation: Validation, path: Path) -> None:
-    """Plot both confusion matrices as SVG; PerfsuiteError if matplotlib is not installed."""
+    """Plot both confusion matrices to an SVG file. PerfsuiteError if matplotlib is not installed."""
     pyplot = plotting.pyplot("no confusion matrix was drawn, which needs matplotlib: pip install 'perfsuite[test]'")
     with plotting.style(pyplot):
         figure, both = pyplot.subplots(1, 2, figsize=(9, 4), layout="constrained", width_ratios=(3, 2))
@@ -114,7 +120,7 @@ def plot(validation: Validation, path: Path) -> None:
 
 
 def _matrix(axes: Any, confusion: Confusion, names: Sequence[str], what: str) -> None:
-    """Draw the counts in cells that are shaded by their share of the row."""
+    """Draw a confusion matrix. A cell shows its count and is shaded by its share of the row."""
     shares = [[count / max(1, sum(row)) for count in row] for row in confusion]
     axes.imshow(shares, cmap="Blues", vmin=0, vmax=1)
     for i, row in enumerate(confusion):

@@ -1,7 +1,7 @@
-"""The sounds of leak_cnn's classes, made from a recording and a random generator. None was recorded at a pipe.
+"""Synthesis of the sounds of leak_cnn's classes from a recording and a random generator. None was recorded at a pipe.
 
-Every file, whatever its class, has the faint noise of a microphone. Otherwise the pauses of a clean recording would
-distinguish NORMAL from the other classes.
+Files of every class contain faint microphone noise. Otherwise, the silent pauses of a clean recording would distinguish
+NORMAL from the other classes.
 """
 
 from __future__ import annotations
@@ -19,14 +19,17 @@ MADE = {
     "NORMAL": "the recording as it is, but for the microphone's noise",
     "UNCLASSIFIED": "the recording with LEAK's band noise, but only for 20 to 60% of the time, in ten stretches",
 }
-"""How each class is made, as written to the file's attributes."""
+"""Class → description of its synthesis, which is written to the attributes of the file."""
 MICROPHONE = "every file of whatever class has white noise 35 to 45 dB below its recording"
 MICROPHONE_DB = (-45.0, -35.0)
-"""Range of the microphone noise that every file has, in dB relative to the recording."""
+"""Range of the level of the microphone noise, in dB relative to the recording."""
 
 
 def mixed(kind: str, recording: Array, snr_db: float, random: Generator) -> Array:
-    """Make a file of the class `kind` from a recording; float64 [40960]. Levels are relative to the recording's RMS."""
+    """Generate a file of class `kind` from a recording, float64 [40960].
+
+    Levels are relative to the RMS of the recording. ValueError for an unknown class.
+    """
     level = rms(recording)
     sound = recording.astype(numpy.float64)
     if kind == "BACKGROUND":
@@ -44,17 +47,21 @@ def mixed(kind: str, recording: Array, snr_db: float, random: Generator) -> Arra
 
 
 def rms(samples: Array) -> float:
-    """Return the root mean square of the samples, computed in float64."""
+    """Return the root mean square of samples, computed in float64."""
     return float(numpy.sqrt(numpy.mean(numpy.square(samples, dtype=numpy.float64))))
 
 
 def gain(decibels: float) -> float:
-    """Return the amplitude factor of a level in decibels."""
+    """Convert a level in decibels to an amplitude factor."""
     return float(10.0 ** (decibels / 20.0))
 
 
 def band_noise(random: Generator) -> Array:
-    """Make steady noise of RMS 1 in a band of half to two octaves around 150 to 1500 Hz, with raised-cosine flanks."""
+    """Generate steady band-limited noise with RMS 1, float64 [40960].
+
+    The centre is at 150 to 1500 Hz. The amplitude falls off on both sides as a raised cosine over log-frequency, whose
+    full width at half maximum is 0.5 to 2 octaves.
+    """
     centre = numpy.exp(random.uniform(numpy.log(150), numpy.log(1500)))
     octaves = random.uniform(0.5, 2.0)
     distance = numpy.abs(numpy.log2(numpy.maximum(_frequencies(), 1.0) / centre)) / octaves
@@ -62,7 +69,7 @@ def band_noise(random: Generator) -> Array:
 
 
 def room_noise(random: Generator) -> Array:
-    """Make noise of RMS 1 whose power falls with frequency, between white and brown."""
+    """Generate noise with RMS 1 whose spectrum is between white and brown (power ~ 1/f^0 to 1/f^2), float64 [40960]."""
     exponent = random.uniform(0.0, 2.0)
     return _of_magnitudes(numpy.maximum(_frequencies(), 20.0) ** (-exponent / 2), random)
 
@@ -80,7 +87,10 @@ def _of_magnitudes(magnitudes: Array, random: Generator) -> Array:
 
 
 def clicks(random: Generator) -> Array:
-    """Make noise bursts at random times, with decay times of 0.5 to 3 ms and gains of 0 to 15 dB."""
+    """Generate 4 to 20 noise bursts per second at random times, float64 [40960].
+
+    Their decay times are 0.5 to 3 ms, and their gains 0 to 15 dB.
+    """
     found = numpy.zeros(SAMPLES)
     length = SAMPLE_RATE // 50
     for _ in range(random.poisson(random.uniform(4, 20) * SAMPLES / SAMPLE_RATE)):
@@ -92,7 +102,10 @@ def clicks(random: Generator) -> Array:
 
 
 def comes_and_goes(random: Generator) -> Array:
-    """Make an envelope between 0 and 1 that is on for 20 to 60% of the time, with flanks of 10 ms."""
+    """Generate an envelope from 0 to 1 that is on for 20 to 60% of the time, float64 [40960].
+
+    It has ten stretches. The ramp at each end of a stretch lasts 20 ms, the length of the Hann window that smooths it.
+    """
     share = random.uniform(0.2, 0.6)
     stretches = 10
     lengths = random.uniform(0.5, 1.5, stretches), random.uniform(0.5, 1.5, stretches)
@@ -107,7 +120,10 @@ def comes_and_goes(random: Generator) -> Array:
 
 
 def synthetic_recording(random: Generator) -> Array:
-    """Make 10 s of sound like a voice in a room from tones and noise that come and go, without any recording."""
+    """Generate 10 s of synthetic sound that resembles a voice in a room, float64 [40960].
+
+    It consists of tones and noise whose levels vary over time.
+    """
     times = numpy.arange(SAMPLES) / SAMPLE_RATE
     points = numpy.linspace(0, SAMPLES / SAMPLE_RATE, 40)
     pitch = random.uniform(80, 300) * (1 + 0.2 * numpy.interp(times, points, random.uniform(-1, 1, len(points))))
@@ -116,7 +132,7 @@ def synthetic_recording(random: Generator) -> Array:
         numpy.maximum(0.0, numpy.interp(times, points, random.uniform(-0.7, 1, len(points)))) for _ in range(2)
     )
     tones = numpy.zeros(SAMPLES)
-    for harmonic in range(1, 7):  # below half the sample rate: 6 · 300 · 1.2 is just above it, and rarely drawn
+    for harmonic in range(1, 7):  # rarely above half the sample rate: at most 6 · 300 · 1.2 = 2160 Hz
         tones += random.uniform(0.2, 1.0) / harmonic * numpy.sin(harmonic * phase)
     sound = voiced * tones + 0.3 * hissing * room_noise(random)
     return gain(random.uniform(-24, -14)) * sound / rms(sound)

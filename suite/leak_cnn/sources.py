@@ -1,6 +1,6 @@
-"""Sources of the sound in leak_cnn's data: a folder of recordings, or synthetic recordings.
+"""Sources of sound for leak_cnn's data set: a folder of recordings, or synthetic recordings.
 
-source: leak_cnn, technique 001 (data)
+Source: leak_cnn, technique 001 (data)
 """
 
 from __future__ import annotations
@@ -21,23 +21,26 @@ from suite.leak_cnn.classes import CLASSES
 from suite.leak_cnn.features import SAMPLE_RATE, SAMPLES, SPLITS, Array
 
 MOST = 100_000
-"""Most files of a split, of 5 KiB each."""
+"""Maximum number of files in a split, of 5 KiB each."""
 NAMED = 10
-"""Most recordings that are named when they are left out; further ones are only counted."""
+"""Maximum number of unusable recordings that are reported by name. Further ones are only counted."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """Options that determine a set, together with the recordings."""
+    """Options of a data set. Together with the recordings, they determine its content."""
 
     folder: Path | None = None
     """Folder of recordings; None: synthetic recordings."""
     train: int = 500
+    """Number of training files."""
     validation: int = 125
+    """Number of validation files."""
     snr_db: tuple[float, float] = (-10.0, 10.0)
+    """Range of the signal-to-noise ratio in dB, from which each file's ratio is drawn."""
     seed: int = 0
     reuse: int = 10
-    """Most files that use the same stretch of sound."""
+    """Maximum number of times that a stretch of sound is used."""
 
     def __post_init__(self) -> None:
         for name in SPLITS:
@@ -58,27 +61,27 @@ class Recipe:
         return self.train + self.validation
 
     def random(self, *key: int) -> sounds.Generator:
-        """Return an independent random generator for each key."""
+        """Return a random generator for a key. The generators of different keys are independent."""
         return numpy.random.default_rng([self.seed, *key])
 
 
 class Source(Protocol):
-    """A source of pieces of 10 s."""
+    """Interface of a source of pieces of 10 s."""
 
     @property
     def summary(self) -> str:
-        """One line that describes the source."""
+        """One-line description of the source."""
 
     def identity(self) -> object:
-        """Return all that the pieces depend on, as JSON values."""
+        """Return everything that the pieces depend on besides the recipe, as JSON values."""
 
     def piece(self, split: int, index: int) -> Array:
-        """Return one piece of a split, [40960]."""
+        """Return a piece of a split, [40960]."""
 
 
 @dataclass(frozen=True)
 class Synthetic:
-    """Recordings made from the seed alone."""
+    """Source of synthetic recordings. They depend only on the seed."""
 
     recipe: Recipe
     summary: str = "synthetic recordings of tones and noise"
@@ -92,7 +95,7 @@ class Synthetic:
 
 @dataclass
 class Folder:
-    """Recordings under a folder, read in an order that depends on the seed until there is enough sound."""
+    """Source of the recordings in a folder. They are read in an order that depends on the seed, until they suffice."""
 
     recipe: Recipe
     root: Path
@@ -100,9 +103,11 @@ class Folder:
     watcher: Watcher
     summary: str = ""
     _names: list[str] = field(default_factory=list)
-    """Names of the recordings' parts. The parts are not kept open, as each would need a file descriptor."""
+    """Names of the recordings' parts. Parts are opened on demand, because an open part uses a file descriptor."""
     _identity: list[list[str]] = field(default_factory=list)
+    """Name and SHA-256 digest of the samples of each recording."""
     _pieces: list[list[list[recordings.Stretch]]] = field(default_factory=list)
+    """Split → pieces → stretches."""
 
     def __post_init__(self) -> None:
         recordings.library()
@@ -119,7 +124,7 @@ class Folder:
         self._lay_out(given, seconds)
 
     def _read(self, names: list[str]) -> tuple[list[recordings.Stretch], Counter[str], int]:
-        """Return the stretches, reason → number of recordings left out, and the number of recordings looked at."""
+        """Return (stretches, reason → number of recordings left out, number of recordings examined)."""
         given: list[recordings.Stretch] = []
         left_out: Counter[str] = Counter()
         seen: set[str] = set()
@@ -150,7 +155,7 @@ class Folder:
         return given, left_out, len(names)
 
     def _part(self, name: str) -> str:
-        """Return the name of a recording's part. Read the recording if there is no part, or if the file has changed."""
+        """Return the name of a recording's part. Create the part if it is missing or the file has changed."""
         path = self.root / name
         part = f"part-recording-{recordings.key_of(path)}"
         if self.parts.load(part) is None:
@@ -188,5 +193,5 @@ class Folder:
 
 
 def printable(name: str) -> str:
-    """Return a path as printable text; bytes that are not UTF-8 become replacement characters."""
+    """Return a path as printable text. Bytes that are not UTF-8 become replacement characters."""
     return os.fsencode(name).decode(errors="replace")

@@ -1,4 +1,4 @@
-"""The checkpoint state of both trainers. The names are the same, so each trainer reads the other's checkpoints."""
+"""The checkpoint state of both trainers. They use the same names, so each can read the other's checkpoints."""
 
 from __future__ import annotations
 
@@ -13,13 +13,14 @@ from suite.runtime.weights import check_weights, copies, optimizer_copies
 
 
 def state_of(trainer: Any) -> dict[str, Any]:
-    """Return all that a trainer's next epoch depends on, its configuration, and the best weights so far.
+    """Return the configuration, the best weights so far, and everything that the next epoch depends on.
 
     weights    name → tensor
-    optimizer  state of the scaler's step: moments, steps, scale
-    steps      number of steps made so far, from which the dropout is hashed
-    best       the weights with the largest macro-F1 of the validation files, that F1, and the epoch (from 1); on a tie
-               the first. Before a validation the F1 is -1, and the epoch 0.
+    optimizer  state of the optimizer and the loss scale: moments, steps, scale
+    steps      number of completed steps, from which the dropout is hashed
+    best       the weights with the highest macro-F1 over the validation files, this F1, and their epoch (counted from
+               1). On a tie, the earliest epoch counts. Before the first validation, the F1 is -1 and the epoch 0.
+    config     configuration as plain values
     """
     return {
         "weights": copies(trainer.weights),
@@ -35,9 +36,11 @@ def state_of(trainer: Any) -> dict[str, Any]:
 
 
 def restore(trainer: Any, state: Mapping[str, Any]) -> None:
-    """Copy a state into a trainer's own tensors. ValueError if a shape differs or a weight is missing.
+    """Copy a state's weights into a trainer's own tensors, and load the state of its optimizer.
 
-    Values that are no tensors are left to the trainer.
+    The trainer itself restores the number of steps, the best F1 and the best epoch.
+
+    ValueError if a weight is missing or has another shape, or a count is invalid.
     """
     best = state["best"]
     for counts, name in ((state, "steps"), (best, "epoch")):
@@ -53,9 +56,9 @@ def restore(trainer: Any, state: Mapping[str, Any]) -> None:
 
 
 def best_f1_of(state: Mapping[str, Any]) -> float:
-    """Return the F1 of a state's best weights; -1 if they were chosen by another measure, as in older checkpoints.
+    """Return the F1 of a state's best weights; -1 if the state has none, because an older version chose them otherwise.
 
-    ValueError if the value is no F1.
+    ValueError if the value is not an F1.
     """
     found = state["best"].get("f1", -1.0)
     if not isinstance(found, float) or not -1 <= found <= 1:
@@ -64,7 +67,7 @@ def best_f1_of(state: Mapping[str, Any]) -> float:
 
 
 def stops(trainer: Any) -> str | None:
-    """Return why training should end now: no better validation for `patience` epochs. None if it should go on."""
+    """Return the reason to end training, if no validation was better for `patience` epochs; None to continue."""
     patience, done = trainer.config.patience, trainer.steps // trainer.steps_of_epoch
     best = int(trainer.best_epoch) if patience else 0  # waits for the device
     if not best or done - best < patience:

@@ -1,4 +1,4 @@
-"""A training step of leak_cnn up to its gradients, for the techniques that do not change the function."""
+"""The loss and gradients of a training step of leak_cnn, for techniques that do not change the function."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from suite.leak_cnn.loss import leak_cnn_loss
 from suite.leak_cnn.model import Activation, Weights, forward
 
 Step = Callable[[Weights, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+"""(weights, segments, labels, class weights) → loss, as `training_loss`."""
 
 
 def training_loss(
@@ -20,7 +21,7 @@ def training_loss(
     class_weights: torch.Tensor,
     activation: Activation = functional.relu,
 ) -> torch.Tensor:
-    """Return the loss of a batch, 0-d, without dropout: segments [N, 1, H, 1], labels [N] int64, class_weights [5]."""
+    """Return the loss of a batch without dropout, 0-d: segments [N, 1, H, 1], labels int64 [N], class_weights [5]."""
     classes, leak = forward(weights, segments, activation=activation)
     return leak_cnn_loss(classes, leak, labels, class_weights)
 
@@ -28,7 +29,7 @@ def training_loss(
 def with_gradients(
     step: Step, weights: Weights, segments: torch.Tensor, labels: torch.Tensor, class_weights: torch.Tensor
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Return a step's loss and its gradient by each weight. Both passes run in the call, under the same settings."""
+    """Return (loss, name → gradient of the weight). The forward and backward pass run under the same settings."""
     leaves = {name: weight.detach().requires_grad_() for name, weight in weights.items()}
     with torch.enable_grad():
         loss = step(leaves, segments, labels, class_weights)

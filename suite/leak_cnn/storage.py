@@ -1,4 +1,4 @@
-"""The HDF5 file of leak_cnn's data: its format, and how it is opened again."""
+"""The HDF5 file of leak_cnn's data set: its format, and a function that reopens it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ VERSION = 1
 
 
 def opened(path: Path | str, digest: str) -> Any:
-    """Open a file that was checked before, for reading. PerfsuiteError if it is no longer the same set."""
+    """Open a file for reading that was checked before. PerfsuiteError if it now contains another data set."""
     try:
         file = hdf5.library().File(path, "r")
     except OSError as error:

@@ -1,4 +1,4 @@
-"""A trained network of leak_cnn, applied to a split of a data set and to recordings."""
+"""Evaluation of a trained leak_cnn network on a split of a data set, and prediction for recordings."""
 
 from __future__ import annotations
 
@@ -26,17 +26,18 @@ from suite.runtime.weights import check_weights
 from suite.techniques import implementation
 
 FILES = 256
-"""Files of 10 s that are evaluated at once."""
+"""Number of files of 10 s that are evaluated at once."""
 
 
 class Piece(NamedTuple):
     """The prediction for 10 s of a recording."""
 
     begin: float
-    """Start within the recording, in seconds."""
+    """Start within the recording, in s."""
     end: float
+    """End within the recording, in s."""
     leak: bool
-    """Whether at least half of the long windows reach the threshold."""
+    """True if at least half of the long windows reach the threshold."""
     probability: float
     """Mean probability of LEAK over the long windows."""
     classes: tuple[float, ...]
@@ -45,19 +46,19 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Trained:
-    """A network with a checkpoint's best weights, or with its last ones if no validation was made."""
+    """A network with the best weights of a checkpoint, or with its last weights if there was no validation."""
 
     weights: Mapping[str, torch.Tensor]
     config: TrainConfig
     epoch: int
-    """Epoch after which the weights were kept; 0: the last weights."""
+    """Epoch of the best weights, counted from 1; 0: the last weights."""
     device: torch.device
 
     @torch.no_grad()
     def __call__(self, mels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return (class logits [N, 5], leak logits [N], probability of LEAK [files, longs], whether each file leaks).
+        """Return (class logits [N, 5], leak logits [N], leak probabilities [files, longs], leak decisions [files]).
 
-        mels  [files, longs, shorts, 32, 1]
+        mels  [files, longs, shorts, 32, 1], with N = files · longs · shorts segments
         """
         judge = implementation("evaluation.file_level_eval", "file_level_eval", optimized=True)
         logits: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -71,7 +72,7 @@ class Trained:
         return classes, leak, p, leaks
 
     def evaluated(self, data: LeakAudio, split: str) -> Validation:
-        """Compute the metrics of a split; PerfsuiteError if the set has no such split."""
+        """Compute the metrics of a split. PerfsuiteError if the data set does not have it."""
         if split not in data.files:
             raise PerfsuiteError(
                 f"--split {split}: {data.path} has {', '.join(data.files)} alone; sets of labelled recordings have test"
@@ -99,9 +100,10 @@ class Trained:
         return Validation(segments=segments, files=files.tolist())
 
     def judged(self, samples: Array) -> list[Piece]:
-        """Return the predictions for every 10 s of a recording, float32 [samples] at 4096 Hz.
+        """Return the predictions for each 10 s of a recording, float32 [samples] at 4096 Hz.
 
-        The last piece is the recording's last 10 s and may overlap the one before. A shorter recording is repeated.
+        The last piece is the last 10 s of the recording and may overlap the piece before it. A recording shorter than
+        10 s is repeated to fill a piece.
         """
         starts = list(range(0, len(samples) - SAMPLES + 1, SAMPLES)) or [0]
         if len(samples) - starts[-1] > SAMPLES:
@@ -120,7 +122,7 @@ class Trained:
 
 
 def trained_of(path: Path, state: Mapping[str, Any], device: torch.device) -> Trained:
-    """Return the network of a checkpoint's state; PerfsuiteError if the state is damaged."""
+    """Return the network of a checkpoint's state. PerfsuiteError if the state is damaged or a weight is not finite."""
     try:
         best = state["best"]
         chosen = best["weights"] if best["epoch"] else state["weights"]
@@ -139,7 +141,7 @@ def trained_of(path: Path, state: Mapping[str, Any], device: torch.device) -> Tr
 
 
 def sound_of(path: Path) -> Array:
-    """Read a recording's samples; PerfsuiteError if it cannot be used."""
+    """Read the samples of a recording, float32 [samples] at 4096 Hz. PerfsuiteError if it cannot be used."""
     if not path.is_file():
         raise PerfsuiteError(f"{shown(path)} is no file; name a WAV or FLAC recording")
     try:
@@ -149,7 +151,7 @@ def sound_of(path: Path) -> Array:
 
 
 def _count(confusion: torch.Tensor, wanted: torch.Tensor, found: torch.Tensor) -> None:
-    """Add to a confusion matrix [classes, classes], indexed by (true class, predicted class)."""
+    """Add predictions to a confusion matrix [classes, classes] in place; rows are true classes."""
     n = len(confusion)
     confusion += torch.bincount(wanted.cpu() * n + found.cpu(), minlength=n * n).view(n, n)
 

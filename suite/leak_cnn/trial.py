@@ -1,4 +1,4 @@
-"""Parts that the pairs on the whole network share: inputs, its weights as a module, and where its gradients jump."""
+"""Parts shared by the pairs that run the whole network: inputs, its weights as a module, and gradient jumps."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from suite.leak_cnn.classes import CLASSES
 from suite.leak_cnn.model import POOLED_ROWS, Weights, head, pool
 
 ROUNDING = 64 * torch.finfo(torch.float32).eps
-"""Bound on the rounding error of a float32 sum, relative to the sum of its terms' absolute values."""
+"""Bound on the rounding error of a float32 sum, relative to the sum of the absolute values of its terms."""
 
 
 class Network(torch.nn.Module):
-    """The 12 tensors of the network under their names, for any number of channels."""
+    """Module that holds the 12 weight tensors of the network by name, for any number of channels."""
 
     def __init__(self, c1: int, c2: int, c3: int, h: int) -> None:
         super().__init__()
@@ -36,7 +36,7 @@ INPUTS: Mapping[str, Any] = {
     "labels": tensor("N", dtype="int64", values=integers(0, len(CLASSES))),
     "class_weights": tensor(len(CLASSES), values=floats(0.5, 2), differentiable=False),
 }
-"""Inputs of a pair on the network, of any size within `SIZES`."""
+"""Inputs of a pair that runs the network. Their sizes are drawn from `SIZES`."""
 SIZES = {
     "N": size(1, 9),
     "H": size(4, 33),
@@ -45,19 +45,20 @@ SIZES = {
     "c3": size(1, 5),
     "h": size(1, 9),
 }
+"""Range of each size of the inputs."""
 FEW = {"N": 2, "H": 32, "c1": 4, "c2": 4, "c3": 4, "h": 8}
-"""Sizes with so few values that hardly ever one lies within rounding error of a ReLU's 0 or of a tie."""
+"""Small sizes: with so few values, one is rarely within rounding error of a ReLU's kink at 0 or of a pooling tie."""
 
 
 def drawn() -> tuple[dict[str, torch.Tensor], torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return weights of a small network, segments, labels and class weights, the same at each call."""
+    """Return (weights of a small network, segments, labels, class weights), the same in each call."""
     torch.manual_seed(0)
     weights: dict[str, torch.Tensor] = dict(Network(3, 4, 5, 6).named_parameters())
     return weights, torch.randn(6, 1, 32, 1), torch.tensor([0, 1, 2, 3, 4, 2]), torch.ones(5)
 
 
 class Seen(TorchDispatchMode):
-    """Records `note(arguments)` for each operation."""
+    """Dispatch mode that records `note(arguments)` for each operation."""
 
     def __init__(self, note: Callable[[tuple[Any, ...]], object]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch has not typed it
@@ -68,12 +69,12 @@ class Seen(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
     def of(self, name: str) -> list[object]:
-        """Return the records of all operations of this name."""
+        """Return the records of all operations with this name."""
         return [noted for operation, noted in self.seen if operation == name]
 
 
 def on_network(call: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a call so that it takes a `Network` in place of its weights."""
+    """Wrap `call`, whose first argument is a mapping of weights, to accept a `Network` instead."""
 
     def given(network: Network, *arguments: torch.Tensor) -> Any:
         return call(dict(network.named_parameters()), *arguments)
@@ -84,28 +85,30 @@ def on_network(call: Callable[..., Any]) -> Callable[..., Any]:
 def near_a_threshold(
     network: Network, segments: torch.Tensor, labels: torch.Tensor, class_weights: torch.Tensor
 ) -> dict[str, torch.Tensor]:
-    """Return gradient name → whether float32 rounding may make it jump, at a ReLU input near 0 or a tie in a pooling.
+    """Return gradient name → whether float32 rounding may make the gradient jump, bool 0-d.
 
-    The value is the same for all gradients: True if any segment is near such a threshold.
+    A gradient jumps where a ReLU input is near 0 or a pooling has nearly equal inputs. The value is the same for all
+    gradients: True if any segment is near such a threshold.
     """
     weights = dict(network.named_parameters())
     with torch.no_grad():
         near = _near(weights, segments).any()
-    # Names of the harness's own gradients, and of those that a step returns.
+    # Names of the gradients that the harness computes, and of those that a step returns.
     names = [*(f"gradient of network.{name}" for name in weights), *(f"output[1]['{name}']" for name in weights)]
     return dict.fromkeys(names, near)
 
 
 def off_thresholds(network: Network, segments: torch.Tensor, *_: torch.Tensor) -> None:
-    """Overwrite, in place, segments whose gradient may jump with segments whose gradient cannot.
+    """Overwrite segments whose gradients may jump with segments whose gradients cannot, in place.
 
-    One jump among the thousands of a large batch would change every gradient of the weights by more than its rounding.
+    A large batch has thousands of segments. A jump in one of them would change every weight gradient by more than its
+    rounding error.
     """
     write_over(segments, _near({name: w.double() for name, w in network.named_parameters()}, segments.double()))
 
 
 def write_over(items: torch.Tensor, where: torch.Tensor) -> None:
-    """Overwrite, in place, the finite items [N, …] where `where` [N] is True with finite items where it is False."""
+    """Overwrite finite items [N, …] whose `where` [N] is True with finite items whose `where` is False, in place."""
     finite = items.isfinite().flatten(1).all(1)
     at, others = (finite & where).nonzero().flatten(), (finite & ~where).nonzero().flatten()
     if len(others):
@@ -113,7 +116,7 @@ def write_over(items: torch.Tensor, where: torch.Tensor) -> None:
 
 
 def _near(weights: Weights, x: torch.Tensor) -> torch.Tensor:
-    """Return whether each segment is within rounding error of a ReLU's 0 or of a tie in a pooling, bool [N]."""
+    """Return whether each segment is within rounding error of a ReLU's kink or of a pooling tie, bool [N]."""
     near = torch.zeros(len(x), dtype=torch.bool, device=x.device)
     for name in ("conv1", "conv2", "conv3"):
         weight, bias = weights[f"{name}.weight"], weights[f"{name}.bias"]

@@ -1,1 +1,1 @@
-"""ups: the data sets, the model and the losses of a neural operator on latents of PDE fields."""
+"""Data sets, model, losses and configuration of ups, a neural operator that steps latents of PDE fields in time."""

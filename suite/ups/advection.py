@@ -1,9 +1,10 @@
 """Samples of the 1-D advection equation u_t + beta u_x = 0, periodic on [0, 1].
 
-The solution is known, u(x, t) = u0(x - beta t), and is evaluated in float64 at the cell centres. PDEBench stores the
-cell averages of a second-order finite-volume scheme instead. For a cell of width 1/1024, the average and the centre
-value of a wave differ by at most (k/1024)²/24: 1e-4 of its amplitude for k = 16 pi.
-source: ups, technique 002 (data); Takamoto et al., PDEBench (2022)
+The exact solution, u(x, t) = u0(x - beta t), is evaluated in float64 at the cell centres. PDEBench instead stores the
+cell averages of a second-order finite-volume scheme. In a cell of width 1/1024, the average and the centre value of a
+wave sin(k x) differ by at most (k/1024)²/24 of its amplitude, which is 1e-4 for k = 16 pi.
+
+Source: ups, technique 002 (data); Takamoto et al., PDEBench (2022)
 """
 
 from __future__ import annotations
@@ -19,12 +20,13 @@ BETAS = (0.1, 0.2, 0.4, 0.7, 1.0, 2.0, 4.0, 7.0)
 """Advection speeds of PDEBench's files."""
 FRAMES = 201
 FRAME_S = 0.01
-"""Time between two frames, in s; the last frame is at t = 2 s."""
+"""Time between consecutive frames, in s. The last frame is at t = 2 s."""
 WAVES = 2
+"""Sine waves in an initial condition."""
 MOST_PERIODS = 8
-"""A wave has 1 to 8 periods in [0, 1]. PDEBench's advection data draw 1 to 4 and double two equal draws."""
+"""Maximum number of periods of a wave in [0, 1]; the minimum is 1. PDEBench draws 1 to 4 and doubles equal draws."""
 OPTION_PROBABILITY = 0.1
-"""Probability of the absolute value and, independently, of the window."""
+"""Probability that the absolute value is applied and, independently, that the window is applied."""
 EDGE = 0.01
 """Width of the window's edges."""
 
@@ -33,7 +35,7 @@ EDGE = 0.01
 class Initial:
     """An initial condition: sign · f(Σ A sin(2 pi n x + phi)) · w.
 
-    f is the identity or, in one sample of ten, the absolute value; w is 1 or, in one sample of ten, a window.
+    f is the absolute value in 10% of the samples, otherwise the identity. w is a window in 10%, otherwise 1.
     """
 
     periods: tuple[int, ...]
@@ -46,9 +48,9 @@ class Initial:
 
 
 def drawn(seed: int, index: int) -> Initial:
-    """Draw the initial condition of a sample, which depends on the seed and the index alone.
+    """Draw the initial condition of a sample. It depends only on the seed and the index.
 
-    It is the same for each beta, as in PDEBench, which has one seed for all its files.
+    It is the same for each beta. PDEBench also uses a single seed for all its files.
     """
     random = numpy.random.default_rng([seed, index])
     periods = random.integers(1, MOST_PERIODS, WAVES, endpoint=True)
@@ -68,7 +70,7 @@ def drawn(seed: int, index: int) -> Initial:
 
 
 def centres(cells: int) -> Array:
-    """Return the centres of equal cells of [0, 1], float64 [cells]."""
+    """Return the centres of `cells` equal cells of [0, 1], float64 [cells]."""
     return (numpy.arange(cells) + 0.5) / cells
 
 
@@ -78,16 +80,16 @@ def times() -> Array:
 
 
 def stored_times() -> Array:
-    """Return the t-coordinate as PDEBench stores it: the frames' times and one more, 2.01 s; float64 [202]."""
+    """Return the t-coordinate that PDEBench stores: the times of the frames and an extra 2.01 s; float64 [202]."""
     return numpy.arange(FRAMES + 1) * FRAME_S
 
 
 def solution(initial: Initial, beta: float, points: int) -> Array:
-    """Return the exact solution at the frames' times and the cells' centres, float64 [201, points]."""
+    """Return the exact solution at the times of the frames and the cell centres, float64 [201, points]."""
     x, shift = centres(points), beta * times()
     u = numpy.zeros((FRAMES, points))
     for periods, amplitude, phase in zip(initial.periods, initial.amplitudes, initial.phases, strict=True):
-        # sin(k (x - beta t) + phi) by the addition theorem: two products per element instead of a sine
+        # sin(k (x - beta t) + phi) by the angle addition formula: two products per element instead of a sine
         k = 2 * math.pi * periods
         u += (amplitude * numpy.cos(k * shift))[:, None] * numpy.sin(k * x + phase)
         u -= (amplitude * numpy.sin(k * shift))[:, None] * numpy.cos(k * x + phase)

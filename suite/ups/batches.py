@@ -1,8 +1,9 @@
-"""The data of ups: latents and fields of both tasks, and which examples are in a micro-batch.
+"""The data of ups: the latents and fields of both tasks, and the assignment of examples to micro-batches.
 
-The examples, query points and drop-path multipliers of a micro-batch follow from its number and the seed, so that any
-trainer, process or resumed run makes the same ones.
-source: ups, technique 002 (data)
+The seed and the number of a micro-batch determine its examples, query points and drop-path multipliers. Every trainer,
+process and resumed run therefore builds the same micro-batches.
+
+Source: ups, technique 002 (data)
 """
 
 from __future__ import annotations
@@ -37,43 +38,43 @@ if TYPE_CHECKING:
     from suite.ups.config import TrainConfig
 
 PATTERNS = {"advection1d": "*Advection*.hdf5", "darcy2d": "*DarcyFlow*.hdf5"}
-"""Task → glob pattern for the names of PDEBench's files."""
+"""Task → glob pattern that matches the names of PDEBench's files."""
 LARGEST_DENOMINATOR = 1000
-"""Largest denominator of the share of advection in a batch."""
+"""Maximum denominator of the fraction that `advection_share` is rounded to."""
 CODED_STREAM = -2000
-"""Stream among the generators of a micro-batch that chooses the latents of the inverse losses."""
+"""Random stream of a micro-batch that selects the latents for the inverse losses."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Data:
-    """Fields of a configuration that concern the data."""
+    """The fields of a configuration that describe the data."""
 
     data: str | None = None
-    """Folder with PDEBench's files, one per task or of one task only; null: fields made in memory."""
+    """Folder with a PDEBench file for one task or for each; null: use the named files, or fields made in memory."""
     advection: str | None = None
-    """File of advection1d."""
+    """Data file for advection1d."""
     darcy: str | None = None
-    """File of darcy2d."""
+    """Data file for darcy2d."""
     latents: str | None = None
     """Folder of the latent cache; null: the folder of each data file."""
     validation: float = 0.1
-    """Share of the samples to validate on."""
+    """Fraction of the samples used for validation."""
     advection_share: float = 0.5
-    """Share of advection in a batch, where there are both tasks."""
+    """Fraction of a batch that is advection, if both tasks are trained."""
     synthetic: int = 16
-    """Samples of each task that are made in memory where no file is named."""
+    """Samples per task that are made in memory if no file is named."""
     synthetic_frames: int = 11
-    """Frames of each of these samples of advection."""
+    """Frames of each advection sample that is made in memory; a sample has at most 201."""
     steps: int | None = None
-    """Steps of the whole training, after which the run ends; null: as many as `epochs` takes."""
+    """Total number of training steps; null: `epochs` determines it."""
     epochs: int = 40
-    """Passes over all training examples."""
+    """Passes over the training examples. It has no effect if `steps` is set."""
     batch_size: int = 8
     accumulation: int = 3
     tokens: int = 128
     latent_width: int = 128
     seed: int = 0
-    """Seed of the splits, the frozen encoders, the order of the examples and the samples made in memory."""
+    """Seed for the splits, the frozen encoders, the order of the examples and the samples made in memory."""
 
     def __post_init__(self) -> None:
         for name, least in {"synthetic": 2, "synthetic_frames": 2, "epochs": 1}.items():
@@ -87,12 +88,12 @@ class Data:
 
 @dataclass(frozen=True, kw_only=True)
 class TaskData:
-    """A task's fields and latents."""
+    """The fields and latents of a task."""
 
     fields: TaskFields
     latents: Latents
     tokens: tuple[int, ...]
-    """Tokens along each dimension."""
+    """Number of tokens along each dimension."""
 
     @property
     def task(self) -> str:
@@ -101,7 +102,7 @@ class TaskData:
 
     @property
     def at_boundary(self) -> torch.Tensor:
-        """Indices of the tokens at the boundary, int64. Indexing by a mask would make the host wait for the device."""
+        """Indices of the boundary tokens, int64. Indexing with a mask would make the host wait for the device."""
         return boundary_tokens(self.tokens).nonzero().flatten()
 
     def count(self, split: str = "train") -> int:
@@ -109,7 +110,7 @@ class TaskData:
         return len(getattr(self.fields, split)) * (self.fields.states - 1)
 
     def rows(self, indices: Sequence[int], split: str = "train") -> torch.Tensor:
-        """Return the rows of the latents before the step, int64; each latent after it is in the next row."""
+        """Return the row of each example's latents before the step, int64; the latents after it are in the next row."""
         samples = getattr(self.fields, split)
         places = (divmod(index, self.fields.states - 1) for index in indices)
         return torch.tensor([samples[sample] * self.fields.states + state for sample, state in places])
@@ -127,23 +128,23 @@ class TaskPart:
     dt: torch.Tensor
     """float32 [B], in s."""
     coded: torch.Tensor
-    """Latents of the inverse losses: of each example those before or after the step, drawn at random. Shape and dtype
-    as for `before`; B is 0 without inverse losses in the batch."""
+    """Latents for the inverse losses: for each example, those before or after the step, chosen at random. Shape and
+    dtype as for `before`; B is 0 if the batch has no inverse losses."""
     field: torch.Tensor
     """float32 [B, *grid, 1]: the fields that `coded` was encoded from."""
     queries: torch.Tensor
-    """int64 [Q], indices into the flattened grid; empty where the batch has no inverse losses."""
+    """int64 [Q]: indices into the flattened grid; empty if the batch has no inverse losses."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class MicroBatch:
-    """Examples of all tasks that pass through the networks at once."""
+    """The examples of all tasks that pass through the networks together."""
 
     number: int
     """Number of the micro-batch, counted from 0."""
     parts: tuple[TaskPart, ...]
     scales: torch.Tensor
-    """float32 [depth, 2, B]: drop-path multipliers of the operator's sublayers, in the order of the parts."""
+    """float32 [depth, 2, B]: drop-path multipliers of the operator's sublayers; the B examples are in part order."""
 
     def __len__(self) -> int:
         return sum(len(part.before) for part in self.parts)
@@ -151,17 +152,17 @@ class MicroBatch:
 
 @dataclass(frozen=True, kw_only=True)
 class Mixture:
-    """The tasks that a trainer trains on."""
+    """The tasks to train on, and the share of each in a batch."""
 
     tasks: tuple[TaskData, ...]
     share: Fraction = Fraction(1, 2)
-    """Share of advection in a batch, where there are both tasks."""
+    """Fraction of a batch that is advection, if both tasks are trained."""
     rank: int = 0
     ranks: int = 1
-    """Processes that train together; each has its own examples."""
+    """Number of processes that train together. Each process has its own examples."""
 
     def counts(self, batch_size: int) -> tuple[int, ...]:
-        """Return the examples of each task in a micro-batch; ValueError if they are not whole numbers."""
+        """Return the number of examples of each task in a micro-batch; ValueError if it is not a whole number."""
         if len(self.tasks) == 1:
             return (batch_size,)
         first = self.share * batch_size
@@ -179,26 +180,26 @@ class Mixture:
         return sum(task.count() for task in self.tasks)
 
     def task(self, name: str) -> TaskData:
-        """Return the task of that name."""
+        """Return the task with this name."""
         return next(task for task in self.tasks if task.task == name)
 
     @functools.cached_property
     def digest(self) -> str:
-        """Digest of the data of all tasks."""
+        """Digest over the data of all tasks."""
         return digest_of([task.fields.digest for task in self.tasks])
 
 
 @dataclass(frozen=True, kw_only=True)
 class Maker:
-    """Sequence that makes the micro-batches of a configuration by their number.
+    """The micro-batches of a configuration as a sequence; each is built when it is indexed.
 
-    ValueError if a batch does not divide into the tasks' shares.
+    ValueError if the batch size does not divide into the shares of the tasks.
     """
 
     given: Mixture
     config: TrainConfig
     every: bool = False
-    """Whether batches without inverse losses have fields and query points, too."""
+    """If True, batches without inverse losses also contain fields and query points."""
     counts: tuple[int, ...] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -214,7 +215,7 @@ class Maker:
         return drop_path_scales(rates, sum(self.counts), self.generator(number, 0))
 
     def rows(self, place: int, number: int) -> torch.Tensor:
-        """Return the rows of a task's latents in a micro-batch, int64 [B]."""
+        """Return the rows of a task's latents before the step for a micro-batch, int64 [B]."""
         task, count = self.given.tasks[place], self.counts[place]
         first = self._of_all(number) * count
         examples = task.count()
@@ -225,17 +226,17 @@ class Maker:
         return task.rows(indices)
 
     def coded(self, place: int, number: int, rows: torch.Tensor) -> torch.Tensor:
-        """Return the rows of the latents for the inverse losses, int64 [B]: each of `rows` or the next one."""
+        """Return the rows of the latents for the inverse losses, int64 [B]: each row of `rows` or the row after it."""
         after = torch.randint(2, rows.shape, generator=self.generator(number, CODED_STREAM - place))
         return rows + after
 
     def queries(self, place: int, number: int) -> torch.Tensor:
-        """Return the query points of a task in a micro-batch, int64 [Q]."""
+        """Return the query points of a task for a micro-batch, int64 [Q], as indices into the flattened grid."""
         points = self.given.tasks[place].fields.points.shape[:-1].numel()
         return query_indices(points, self.config.num_queries, self.generator(number, -1 - place))
 
     def fields(self, place: int, rows: torch.Tensor) -> torch.Tensor:
-        """Return the fields of some rows, float32 [B, *grid, 1]."""
+        """Return the fields that belong to rows of the latents, float32 [B, *grid, 1]."""
         fields = self.given.tasks[place].fields
         return torch.stack([fields.at(*divmod(row, fields.states)) for row in rows.tolist()]).unsqueeze(-1)
 
@@ -255,26 +256,26 @@ class Maker:
         )
 
     def generator(self, number: int, stream: int) -> torch.Generator:
-        """Return the CPU generator of a micro-batch's random draws; each stream has its own."""
+        """Return a CPU generator for random draws of a micro-batch; each stream has its own generator."""
         word = mixed(word_of(self.config.seed, self._of_all(number)) + stream & WORD)
         return torch.Generator().manual_seed(word & 2**63 - 1)
 
     def first(self) -> MicroBatch:
-        """Return the first micro-batch of the training; every rank gets that of rank 0."""
+        """Return the first micro-batch of rank 0, whichever rank calls it."""
         return dataclasses.replace(self, given=dataclasses.replace(self.given, rank=0))[0]
 
     def _of_all(self, number: int) -> int:
-        """Return the number of a micro-batch among those of all ranks.
+        """Return the global number of a micro-batch, counted over all ranks.
 
-        Which micro-batches a step has depends only on the product of ranks and accumulation.
+        The ranks' micro-batches are interleaved, so the micro-batches of a step depend only on ranks × accumulation.
         """
         return number * self.given.ranks + self.given.rank
 
 
 class Feed:
-    """Micro-batches in order, made in this process or ahead of time by persistent workers.
+    """Micro-batches in order, built in this process or ahead of time by worker processes.
 
-    A request for any number but the next restarts the workers at that number.
+    A request for any number other than the next one restarts the workers at that number.
     """
 
     def __init__(self, maker: Maker) -> None:
@@ -308,9 +309,9 @@ def _as_it_is(batch: Any) -> Any:
 
 
 def _end_with_parent(number: int) -> None:
-    """End this worker once the training process has ended, even if that was killed.
+    """End this worker when the training process ends, even if that process was killed.
 
-    PyTorch watches the worker's parent. This is the fork server, which lives as long as it has a worker.
+    PyTorch's own check watches the worker's parent. The parent is the fork server, which lives as long as its workers.
     """
     trains = multiprocessing.parent_process()
     assert trains is not None
@@ -324,13 +325,13 @@ def _end_with_parent(number: int) -> None:
 
 @functools.lru_cache(maxsize=4)
 def _order(examples: int, seed: int, epoch: int) -> list[int]:
-    """Return the order of an epoch's examples, cached so that it is not computed again for each batch."""
+    """Return the order of the examples in an epoch. The cache avoids computing it for each batch."""
     order: list[int] = permutation(examples, seed, epoch, "cpu").tolist()
     return order
 
 
 class Steps(NumberedSteps):
-    """Step numbers, from which a trainer makes its micro-batches."""
+    """Step numbers. A trainer builds the micro-batches of a step from its number."""
 
     unit = "examples"
     raised_by = "steps or epochs"
@@ -342,7 +343,7 @@ class Steps(NumberedSteps):
         super().__init__(data.steps if data.steps is not None else data.epochs * epoch)
 
     def items(self, batch: Mapping[str, torch.Tensor]) -> int:
-        """Return the number of examples that a step trains on, over all ranks."""
+        """Return the number of examples per step, summed over all ranks."""
         return self.count
 
     def identity(self) -> dict[str, Any]:
@@ -356,7 +357,7 @@ class Steps(NumberedSteps):
 
 @dataclass(frozen=True, kw_only=True)
 class Loaded:
-    """Data of a trainer, and a line that says where they come from."""
+    """The data of a trainer, and a line that names their origin."""
 
     batches: Steps
     given: Mixture
@@ -364,7 +365,7 @@ class Loaded:
 
 
 def load(data: Data, rank: int = 0, ranks: int = 1) -> Loaded:
-    """Open the data that the fields of `data` describe; PerfsuiteError if they are missing or invalid."""
+    """Open the data that a configuration describes; PerfsuiteError if they are missing or invalid."""
     given = mixture_of(data, rank, ranks)
     parts = [f"{task.count():,} training examples of {task.fields.name}" for task in given.tasks]
     summary = f"data: {' and '.join(parts)}"
@@ -372,7 +373,10 @@ def load(data: Data, rank: int = 0, ranks: int = 1) -> Loaded:
 
 
 def mixture_of(data: Data, rank: int = 0, ranks: int = 1) -> Mixture:
-    """Open the tasks with their latents, which are encoded where they are not cached."""
+    """Open the tasks and their latents. Latents that are not cached are encoded.
+
+    PerfsuiteError if the data are missing or invalid, or the batch size does not divide into the tasks' shares.
+    """
     files = files_of(data)
     if files:
         opened = [from_file(path, task, validation=data.validation, seed=data.seed) for task, path in files.items()]
@@ -392,9 +396,9 @@ def mixture_of(data: Data, rank: int = 0, ranks: int = 1) -> Mixture:
 
 
 def files_of(data: Data) -> dict[str, Path]:
-    """Return task → file for the named tasks; empty if none is named.
+    """Return task → file for each task that has one; empty if the configuration names neither files nor a folder.
 
-    PerfsuiteError if a named file is missing, or a folder has no matching file, or several for one task.
+    PerfsuiteError if a named file is missing, or the folder has no matching file or several for one task.
     """
     named = {"advection1d": data.advection, "darcy2d": data.darcy}
     if data.data is None:
@@ -424,12 +428,12 @@ def files_of(data: Data) -> dict[str, Path]:
 def for_ablation(
     config: TrainConfig, data: Data, device: torch.device
 ) -> tuple[Mixture, Iterator[Mapping[str, torch.Tensor]]]:
-    """Return (data, endless batches) for `perfsuite ablate`; each trainer counts its steps itself."""
+    """Return (data, endless iterator of empty batches) for `perfsuite ablate`; each trainer counts its own steps."""
     return mixture_of(data), itertools.repeat({})
 
 
 def _made(task: str, data: Data) -> TaskFields:
-    # At least two cells per token along each dimension: a small grid, whose fields vary within a token.
+    # A small grid with at least two cells per token along each dimension, so that fields vary within a token.
     line = task == "advection1d"
     cells = 2 * max(token_grid(task, data.tokens)) if line else 2 * _plane(token_grid(task, data.tokens))
     frames = data.synthetic_frames
@@ -439,5 +443,5 @@ def _made(task: str, data: Data) -> TaskFields:
 
 
 def _plane(tokens: tuple[int, ...]) -> int:
-    """Return the fewest cells along a side of a square grid that divides into tokens."""
+    """Return the smallest side, in cells, of a square grid that divides evenly into the tokens."""
     return math.lcm(*tokens)

@@ -1,9 +1,10 @@
 """Samples of 2-D Darcy flow: div(a grad u) = -beta on the unit square, with u = 0 at its boundary.
 
-The solver uses cell-centred finite volumes with two-point fluxes. a is constant in each cell. A face between two cells
-has the harmonic mean of their values, so that u is second-order accurate even where a jumps. u is 0 at the boundary,
-half a cell from the nearest centre.
-source: ups, technique 002 (data); a as in Li et al., Fourier Neural Operator (2021)
+The solver uses cell-centred finite volumes with two-point fluxes. a is constant in each cell. At a face between two
+cells, a is the harmonic mean of their values, so that u is second-order accurate even where a jumps. u is 0 at the
+boundary, which is half a cell from the nearest centres.
+
+Source: ups, technique 002 (data); a as in Li et al., Fourier Neural Operator (2021)
 """
 
 from __future__ import annotations
@@ -20,32 +21,32 @@ BETAS = (0.01, 0.1, 1.0, 10.0, 100.0)
 LOW, HIGH = 0.1, 1.0
 """The two values of a."""
 MODES = 64
-"""Cosines in each direction. The last have 1/500 of the first one's amplitude at any resolution."""
+"""Maximum number of cosine modes in each direction. Mode 63 has 1/2000 of the amplitude of mode 1."""
 TAU = 3.0
-"""The field's covariance is (-Laplacian + TAU²)^-2, with reflecting boundaries."""
+"""Inverse length scale: the covariance of the field is (-Laplacian + TAU²)^-2 with reflecting boundaries."""
 TOLERANCE = 1e-12
-"""Largest norm of the residual, relative to the norm of the source. The file's float32 resolves 1e-7."""
+"""Maximum norm of the residual relative to that of the source. float32, the dtype of the files, resolves 1e-7."""
 MOST_STEPS = 300
-"""Limit on the steps. About 40 are needed at any resolution: a's range, a factor of 10, bounds the condition."""
+"""Maximum number of CG steps. About 40 suffice at any resolution: max(a) / min(a) = 10 bounds the condition number."""
 
 
 def coefficient(seed: int, index: int, cells: int) -> Array:
-    """Return a of a sample at the cells' centres, float64 [cells, cells]: 1 where `field` is positive, else 0.1."""
+    """Return the coefficient a at the cell centres, float64 [cells, cells]: 1 where `field` is positive, else 0.1."""
     return numpy.where(field(seed, index, cells) > 0, HIGH, LOW)
 
 
 def field(seed: int, index: int, cells: int) -> Array:
-    """Return a Gaussian random field at the cells' centres, float64 [cells, cells].
+    """Return a Gaussian random field at the cell centres, float64 [cells, cells].
 
-    It is Σ w c_m(x) c_n(y) / (pi² (m² + n²) + TAU²) with w ~ N(0, 1), c_0 = 1 and c_m(x) = sqrt(2) cos(m pi x). It
-    depends on the seed and the index alone; more cells resolve the same field more finely. It has no constant part, so
-    that neither value of a prevails in most samples.
+    The field is Σ w c_m(x) c_n(y) / (pi² (m² + n²) + TAU²) with w ~ N(0, 1), c_0 = 1 and c_m(x) = sqrt(2) cos(m pi x).
+    It depends only on the seed and the index; more cells resolve the same field more finely. The constant mode is
+    omitted, so that neither value of a dominates most samples.
     """
     white = numpy.random.default_rng([seed, index]).standard_normal((MODES, MODES))
     square = (math.pi * numpy.arange(MODES)) ** 2
     spectrum = white / (square[:, None] + square + TAU**2)
     spectrum[0, 0] = 0.0
-    spectrum[1:] /= math.sqrt(2)  # dctn gives cosines the weight 2, and the constant 1
+    spectrum[1:] /= math.sqrt(2)  # dctn weights cosines by 2 and the constant by 1
     spectrum[:, 1:] /= math.sqrt(2)
     kept = min(MODES, cells)
     padded = numpy.zeros((cells, cells))
@@ -55,11 +56,12 @@ def field(seed: int, index: int, cells: int) -> Array:
 
 
 def solve(a: Array, source: Array | float) -> Array:
-    """Solve div(a grad u) = -source for u at the cells' centres; float64 [n, n], like a.
+    """Solve div(a grad u) = -source for u at the cell centres; float64 [n, n], like a.
 
-    source  values at the cells' centres, [n, n], or a number
+    source  values at the cell centres, [n, n], or a number
 
-    The method is conjugate gradients, preconditioned by the solution for a = 1, which a sine transform gives.
+    The method is conjugate gradients. The preconditioner is the exact solution for a = 1, computed by a sine transform.
+    ArithmeticError if it does not converge within MOST_STEPS steps.
     """
     cells = len(a)
     fluxes = _conductances(a)
@@ -86,7 +88,7 @@ def solve(a: Array, source: Array | float) -> Array:
 
 
 def _conductances(a: Array) -> tuple[Array, Array]:
-    """Return the fluxes through the faces per unit difference in u: [n + 1, n] along x, and [n, n + 1] along y."""
+    """Return the flux through each face per unit difference in u: [n + 1, n] along x and [n, n + 1] along y."""
     cells = len(a)
     along_x, along_y = numpy.empty((cells + 1, cells)), numpy.empty((cells, cells + 1))
     for faces, values in ((along_x, a), (along_y.T, a.T)):
@@ -96,7 +98,7 @@ def _conductances(a: Array) -> tuple[Array, Array]:
 
 
 def _applied(fluxes: tuple[Array, Array], u: Array) -> Array:
-    """Return -div(a grad u) · h²."""
+    """Return -div(a grad u) · h², where h is the cell width; [n, n]."""
     along_x, along_y = fluxes
     flow_x, flow_y = along_x.copy(), along_y.copy()
     for flow, values in ((flow_x, u), (flow_y.T, u.T)):

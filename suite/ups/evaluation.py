@@ -1,6 +1,6 @@
-"""Errors of a trained operator's predictions, by task and by step of a rollout.
+"""Prediction errors of a trained operator, per task and per step of a rollout.
 
-source: ups, technique 002 (NRMSE)
+Source: ups, technique 002 (NRMSE)
 """
 
 from __future__ import annotations
@@ -25,63 +25,66 @@ from suite.ups.networks import Networks
 from suite.ups.stages import Refiner, take
 
 EPSILON = 1e-8
-"""Added to the mean square of the target."""
+"""Term added to the mean square of the target, which avoids a division by 0."""
 NOISE_SEED = 0
 """Seed of the noise from which the diffusion and consistency stages sample their residuals."""
 ROLLOUT = 10
-"""Default limit on the steps of a rollout."""
+"""Default maximum number of steps in a rollout."""
 SAMPLES = 16
-"""Samples that are predicted at once."""
+"""Number of samples predicted at once."""
 EXAMPLES = 256
-"""Largest number of validation examples per task for the held-out loss."""
+"""Maximum number of validation examples per task in the held-out loss."""
 Weights = Literal["averages", "trained"]
-"""Exponential moving averages, or the weights themselves. After few steps the averages lag behind."""
+"""The exponential moving averages of the weights, or the trained weights. After few steps, the averages lag behind."""
 KEYS: Mapping[Weights, str] = {"averages": "averages", "trained": "weights"}
-"""Weights → their name in a checkpoint."""
+"""Weights → their key in a checkpoint."""
 Step = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-"""(latents [B, T, latent width], dt [B]) → the latents after that step."""
+"""(latents [B, T, latent width], dt [B]) → the latents after a step of dt."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Score:
-    """Errors over all validation samples of a task, at a step of the rollout."""
+    """Errors over all validation samples of a task at a step of the rollout."""
 
     task: str
     step: int
     """Step of the rollout, counted from 1."""
     samples: int
     nrmse: float
-    """NRMSE of the decoded fields, in the fields' own units."""
+    """NRMSE of the decoded fields, computed on denormalised fields."""
     latent_nrmse: float
     """NRMSE of the latents."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Example:
-    """The first validation sample of a task, at the last step of the rollout."""
+    """The first validation sample of a task at the last step of the rollout."""
 
     task: str
     step: int
     field: torch.Tensor
-    """[*grid], in the field's own units."""
+    """[*grid], denormalised."""
     prediction: torch.Tensor
-    """Shape and units as for `field`."""
+    """[*grid], denormalised."""
 
 
 def nrmse(error: float, target: float) -> float:
-    """Return sqrt(error / (target + 1e-8)) of two mean squares."""
+    """Return sqrt(error / (target + 1e-8)), where both arguments are mean squares."""
     return math.sqrt(error / (target + EPSILON))
 
 
 def data_for(config: TrainConfig, data: Data) -> Data:
-    """Return the same data with the latent sizes and the seed of a checkpoint. An evaluation makes no batches."""
+    """Return `data` with the latent sizes and seed of a checkpoint's configuration; evaluation makes no batches."""
     return dataclasses.replace(data, tokens=config.tokens, latent_width=config.latent_width, seed=config.seed)
 
 
 def loaded(
     config: TrainConfig, given: Mixture, state: Mapping[str, Any], device: torch.device, weights: Weights = "averages"
 ) -> tuple[Networks, Step]:
-    """Return (networks, step in time) of a checkpoint's state; PerfsuiteError if it does not fit the data."""
+    """Return (networks, step in time) from a checkpoint's state.
+
+    PerfsuiteError if the state is damaged or does not fit the data.
+    """
     chosen = KEYS[weights]
     try:
         if config.stage == "operator":
@@ -105,7 +108,7 @@ def loaded(
 
 
 def quality(trainer: Any, given: Mixture) -> dict[str, float]:
-    """Return a trainer's errors at the first and last step of a rollout and its held-out loss, for `perfsuite ab`."""
+    """Return the errors at the first and last step of a rollout and the held-out loss, for `perfsuite ab`."""
     kept = trainer.refiner.kept() if trainer.refiner is not None else {}
     state = {"averages": trainer.averages, "weights": trainer.weights, "kept": kept}
     found: dict[str, float] = {}
@@ -127,14 +130,14 @@ def quality(trainer: Any, given: Mixture) -> dict[str, float]:
 def held_out_loss(config: TrainConfig, given: Mixture, device: torch.device, step: Step) -> float:
     """Return the loss of one step in time over validation examples, without the inverse losses.
 
-    Without them, configurations with different schedules of the inverse losses can be compared. The examples are drawn
-    with a fixed seed, at most `EXAMPLES` per task. Each task is weighted by its share of a batch.
+    Configurations with different schedules of the inverse losses can thus be compared. At most `EXAMPLES` examples per
+    task are drawn with a fixed seed. Each task is weighted by its share of a batch.
     """
     shares = [1.0] if len(given.tasks) == 1 else [float(given.share), 1 - float(given.share)]
     total = 0.0
     for share, task in zip(shares, given.tasks, strict=True):
         count = task.count("validation")
-        # Evenly spaced ones could all be of the same time, since samples have equally many states.
+        # Evenly spaced examples could all be at the same time, because all samples have the same number of states.
         chosen = torch.randperm(count, generator=torch.Generator().manual_seed(0))[:EXAMPLES].sort().values
         rows = task.rows(chosen.tolist(), "validation")
         errors = []
@@ -151,12 +154,10 @@ def held_out_loss(config: TrainConfig, given: Mixture, device: torch.device, ste
 def evaluate(
     networks: Networks, given: Mixture, device: torch.device, rollout: int, step: Step | None = None
 ) -> tuple[list[Score], list[Example]]:
-    """Predict all validation samples step by step from their first states.
+    """Predict all validation samples step by step from their first states. Return (scores, an example of each task).
 
-    rollout  largest number of steps; a task with fewer states has fewer
-    step     a step in time; None: the operator's
-
-    Return the scores, and an example of each task.
+    rollout  maximum number of steps; a task with fewer states has fewer steps
+    step     function that steps the latents in time; None: the operator
     """
     scores, examples = [], []
     for task in given.tasks:
@@ -197,7 +198,7 @@ def evaluate(
 def _rolled(
     networks: Networks, task: TaskData, samples: tuple[int, ...], steps: int, device: torch.device, step: Step
 ) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]]:
-    """Return (decoded prediction, field, predicted latents, latents) of each step; fields in their own units."""
+    """Return (decoded prediction, field, predicted latents, latents) for each step; the fields are denormalised."""
     first = torch.tensor(samples) * task.fields.states
     states = torch.stack([task.fields.read(sample) for sample in samples])
     points = task.fields.points.to(device).flatten(0, -2)
@@ -215,7 +216,7 @@ def _rolled(
 
 
 def as_markdown(scores: list[Score], checkpoint: str, weights: Weights) -> str:
-    """Return a Markdown table of the scores."""
+    """Return the scores as a Markdown table."""
     named = {"averages": "averaged weights", "trained": "the trained weights, not averaged"}[weights]
     lines = [
         f"NRMSE of {checkpoint}, over the validation samples, with {named}.",
@@ -228,7 +229,7 @@ def as_markdown(scores: list[Score], checkpoint: str, weights: Weights) -> str:
 
 
 def save(scores: list[Score], examples: list[Example], folder: Path, about: Mapping[str, Any]) -> list[Path]:
-    """Write evaluation.json, evaluation.md and a figure per task; return the files."""
+    """Write evaluation.json, evaluation.md and a figure per task; return the paths."""
     plots = plotting.pyplot("pictures need matplotlib: pip install 'perfsuite[train]'")
     content = {**about, "scores": [_finite(dataclasses.asdict(score)) for score in scores]}
     files = [
@@ -244,12 +245,12 @@ def save(scores: list[Score], examples: list[Example], folder: Path, about: Mapp
 
 
 def _finite(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values with null for an error that is no number: a rollout may diverge, and JSON has no NaN."""
+    """Replace non-finite values by None: a rollout may diverge, and JSON has no NaN or infinity."""
     return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()}
 
 
 def _drawn(plots: Any, example: Example) -> Any:
-    """Draw the field, its prediction and the error, side by side."""
+    """Plot the field, its prediction and the error side by side; return the figure."""
     error = example.prediction - example.field
     parts = {"field": example.field, "prediction": example.prediction, "error": error}
     figure, axes = plots.subplots(1, 3, figsize=(9, 3), layout="constrained")

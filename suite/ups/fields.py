@@ -1,6 +1,6 @@
-"""Batches of fields for a trainer of ups: the split of the samples, the normalisation and the query points.
+"""The fields of one data file: the split of its samples, their normalisation, and batches of examples.
 
-source: ups, technique 002 (data)
+Source: ups, technique 002 (data)
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ SPLITS = ("train", "validation")
 
 @dataclass(frozen=True, kw_only=True)
 class Normalisation:
-    """Normalisation z = (u - mean) / std."""
+    """Affine normalisation z = (u - mean) / std."""
 
     mean: float
     std: float
@@ -43,27 +43,27 @@ class Batch:
 
     task: str
     before: torch.Tensor
-    """float32 [B, cells…], normalised: u at a time, or the coefficient a."""
+    """float32 [B, *grid], normalised: u at one time, or the coefficient a of Darcy flow."""
     after: torch.Tensor
-    """float32 [B, cells…], normalised: u at the next time, or the solution u."""
+    """float32 [B, *grid], normalised: u at the next time, or the solution u of Darcy flow."""
     times: torch.Tensor
     """Times of `before`, in s, float32 [B]; 0 for Darcy flow."""
     points: torch.Tensor
-    """Cell centres at which to query a decoder, float32 [N, dimensions]. Row i is that of `before.flatten(1)[:, i]`."""
+    """Cell centres at which a decoder is queried, float32 [N, dimensions]; row i is for `before.flatten(1)[:, i]`."""
 
 
 class Fields:
-    """The examples of one file for training and validation.
+    """Training and validation examples of one file.
 
     All frames of a sample are in the same split. The seed, the number of samples and `validation` determine the splits.
     """
 
     def __init__(self, path: str | Path, *, validation: float = 0.1, seed: int = 0) -> None:
-        """Open a file, and read all its training samples for their mean and standard deviation.
+        """Open a file, and read all its training samples to compute their mean and standard deviation.
 
-        validation  share of the samples to validate on; each split has at least one
+        validation  fraction of the samples used for validation; each split has at least one sample
 
-        PerfsuiteError if the file is invalid or has too few samples.
+        PerfsuiteError if the file is invalid, has too few samples, or all its training samples have the same value.
         """
         self.file: PdeFile = open_pde(path)
         if not 0 < validation < 1:
@@ -86,7 +86,7 @@ class Fields:
         return len(self.samples[split]) * self._examples.of_a_sample
 
     def batch(self, split: str, indices: Sequence[int]) -> Batch:
-        """Return the examples of these indices, 0 to count(split) - 1, on the CPU; IndexError for others."""
+        """Return the examples at `indices` on the CPU. IndexError if an index is outside 0 to count(split) - 1."""
         examples = [self._examples[self._place(split, index)] for index in indices]
         before = torch.from_numpy(numpy.stack([e.before for e in examples]))
         after = torch.from_numpy(numpy.stack([e.after for e in examples]))
@@ -99,22 +99,22 @@ class Fields:
         )
 
     def raw(self, sample: int) -> tuple[Array, Array]:
-        """Return all (inputs, outputs) of a sample of the file, float32, not normalised."""
+        """Return all (inputs, outputs) of a sample of the file, float32 and not normalised."""
         return self._examples.fields(sample)
 
     def close(self) -> None:
-        """Close the file; the next batch opens it again."""
+        """Close the file. The next read opens it again."""
         self._examples.close()
 
     def _place(self, split: str, index: int) -> int:
-        """Return the index of an example among all examples of the file."""
+        """Convert an index within a split to an index among all examples of the file."""
         if not 0 <= index < self.count(split):
             raise IndexError(index)
         sample, frame = divmod(index, self._examples.of_a_sample)
         return self.samples[split][sample] * self._examples.of_a_sample + frame
 
     def _normalisations(self) -> tuple[Normalisation, Normalisation]:
-        """Return the normalisations of inputs and outputs. For advection they are the same, since both are u."""
+        """Return the normalisations of (inputs, outputs). For advection they are the same, because both are u."""
         before, after = _Moments(), _Moments()
         one = self.file.task == "advection1d"
         for sample in self.samples["train"]:
@@ -127,7 +127,7 @@ class Fields:
 
 
 class _Moments:
-    """Mean and variance of arrays that arrive one by one, in float64 (Chan, Golub and LeVeque, 1979)."""
+    """Running mean and variance over a sequence of arrays, in float64 (Chan, Golub and LeVeque, 1979)."""
 
     def __init__(self) -> None:
         self.count, self.mean, self.squares = 0, 0.0, 0.0

@@ -1,8 +1,10 @@
-"""Latents of all fields, encoded once by a frozen encoder and kept in a memory-mapped file.
+"""Latents of all fields, encoded once by a frozen encoder and stored in a memory-mapped file.
 
-The cache of a data file is two files: the latents as NumPy's .npy, and an index in JSON. The index is written last, so
-that latents without one count as missing. The names contain a digest of the data, the encoder and the normalisation.
-source: ups, technique 002 (data)
+The cache of a data file consists of two files: the latents as .npy and an index as JSON. The index is written last, so
+that latents without an index count as missing. The file names contain a digest of the data, the encoder and the
+normalisation.
+
+Source: ups, technique 002 (data)
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ from suite.ups.model import Encoder
 from suite.ups.task_fields import TaskFields, check_grid, token_grid
 
 TASK_SEEDS = {"advection1d": 0, "darcy2d": 1}
-"""Task → number that distinguishes the seed of its encoder."""
+"""Task → number that is part of its encoder's seed, so that the encoders differ."""
 FORMAT = 1
 
 
@@ -35,9 +37,9 @@ class Latents:
     """The latents of all states of a task."""
 
     rows: torch.Tensor
-    """float32 [samples · states, tokens, latent width]; row `sample · states + state`."""
+    """float32 [samples · states, tokens, latent width]; a state is in row `sample · states + state`."""
     mapped: Path | None = None
-    """File that they are memory-mapped from. Another process maps it itself, so that pickling sends only the path."""
+    """Memory-mapped file of the latents, if any. Pickling then sends only its path, and the receiver maps it again."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return (Latents, (self.rows,)) if self.mapped is None else (_open, (self.mapped,))
@@ -48,13 +50,13 @@ def _open(array: Path) -> Latents:
 
 
 def frozen_encoder(task: str, tokens: int, latent_width: int, seed: int) -> Encoder:
-    """Build a task's encoder, float32 on the CPU. Its weights depend on the seed and the task alone."""
+    """Build the frozen encoder of a task, float32 on the CPU. Its weights depend only on the seed and the task."""
     with seeded_on_cpu(seed * len(TASK_SEEDS) + TASK_SEEDS[task] & 2**63 - 1):
         return Encoder(token_grid(task, tokens), 1, latent_width).requires_grad_(False)
 
 
 def key_of(fields: TaskFields, tokens: int, latent_width: int, seed: int) -> str:
-    """Return the digest of everything that the latents depend on."""
+    """Return a digest of everything that the latents depend on."""
     encoder = {"tokens": tokens, "latent_width": latent_width, "seed": seed, "task": fields.task}
     normalised = [asdict(n) for n in fields.normalisations]
     return digest_of({"format": FORMAT, "data": fields.digest, "encoder": encoder, "normalisation": normalised})
@@ -63,10 +65,10 @@ def key_of(fields: TaskFields, tokens: int, latent_width: int, seed: int) -> str
 def latents_of(fields: TaskFields, tokens: int, latent_width: int, seed: int, folder: str | None = None) -> Latents:
     """Return the latents of all states, on the CPU.
 
-    For a file's fields they are mapped from the cache, which is made if it is missing. Other fields are encoded in
-    memory.
+    The latents of a file are mapped from the cache, which is written if it is missing. Fields without a file are
+    encoded in memory.
 
-    folder  folder of the cache; None: the data file's own
+    folder  folder of the cache; None: the folder of the data file
 
     PerfsuiteError if the grid does not divide into the tokens, or the cache is damaged or cannot be written.
     """
@@ -105,7 +107,7 @@ def _make(fields: TaskFields, encoder: Encoder, array: Path, index: Path, shape:
         mapped.flush()
         del mapped
         digest = digest_of_file(Path(temporary))
-        os.chmod(temporary, 0o644)  # mkstemp's 0600 would hide it from other users
+        os.chmod(temporary, 0o644)  # mkstemp's 0600 would exclude other users
         os.replace(temporary, array)
         temporary = None
     except OSError as error:
@@ -119,20 +121,20 @@ def _make(fields: TaskFields, encoder: Encoder, array: Path, index: Path, shape:
 
 
 def _stamp(array: Path) -> list[int]:
-    """Return a file's size in bytes, and its modification time in ns."""
+    """Return the size of a file in bytes and its modification time in ns."""
     found = array.stat()
     return [found.st_size, found.st_mtime_ns]
 
 
 def _mapped(array: Path) -> torch.Tensor:
-    # Copy-on-write, since PyTorch wants writable memory; nothing is written.
+    # Copy-on-write, because PyTorch requires writable memory. Nothing is written.
     return torch.from_numpy(numpy.load(array, mmap_mode="c"))
 
 
 def _check(array: Path, index: Path, shape: list[int], key: str) -> None:
-    """Raise PerfsuiteError if the array's bytes are not those that were written for this key.
+    """Raise PerfsuiteError if the array does not contain the bytes that were written for this key.
 
-    A file with the recorded size and modification time is assumed unchanged: reading 13 GB takes a minute.
+    If size and modification time are as recorded, the file counts as unchanged, because reading 13 GB takes a minute.
     """
     try:
         known = json.loads(index.read_text(encoding="utf-8"))
@@ -143,7 +145,7 @@ def _check(array: Path, index: Path, shape: list[int], key: str) -> None:
         if known.get("written") != (now := _stamp(array)):
             if digest_of_file(array) != known["sha256"]:
                 raise ValueError("its bytes are not those that were written")
-            with suppress(PerfsuiteError):  # in a read-only folder the bytes are compared at each start
+            with suppress(PerfsuiteError):  # in a read-only folder, each start compares the bytes
                 write(index, json.dumps({**known, "written": now}) + "\n")
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error

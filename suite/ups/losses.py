@@ -1,9 +1,12 @@
 """The losses of ups that need no decoder, the inputs of the inverse losses, and the sum of all losses.
 
-loss = MSE(ẑ₁, z₁) + λ_enc · MSE(D(z)(x_q), u(x_q)) + λ_dec · MSE(E(D(z)), stop(z)) + spectral and boundary errors,
-each with its weight. The first and the last two terms compare the operator's latents. The inverse losses depend only on
-cached latents z, the encoder and the decoder, so none of their gradients reaches the operator. z is z₀ or z₁ of each
-example, drawn at random: the decoder must know the latents that the operator predicts.
+loss = MSE(ẑ₁, z₁) + λ_enc · MSE(D(z)(x_q), u(x_q)) + λ_dec · MSE(E(D(z)), stop(z))
+       + w_spectral · spectral error + w_boundary · boundary error
+
+The first and the last two terms compare the operator's prediction ẑ₁ with the latents z₁. The inverse losses, weighted
+by λ_enc and λ_dec, depend only on cached latents z, the encoder E and the decoder D. They have no gradient with respect
+to the operator. z is z₀ or z₁ of each example, chosen at random, so that the decoder is also trained on latents after a
+step, which the operator predicts.
 """
 
 from __future__ import annotations
@@ -19,45 +22,45 @@ from suite.ups.config import UpsConfig
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class InverseTask:
-    """A task's part of a batch, for the inverse losses."""
+    """The part of a batch that belongs to one task, for the inverse losses."""
 
     encode: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
     """Encoder with the signature of `suite.ups.model.Encoder`."""
     decode: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
     """Decoder with the signature of `suite.ups.model.Decoder`."""
     latents: torch.Tensor
-    """[B, T, latent width], cached."""
+    """[B, T, latent width]: cached latents."""
     field: torch.Tensor
-    """[B, *grid, C], the fields that the latents were encoded from."""
+    """[B, *grid, C]: the fields that the latents were encoded from."""
     points: torch.Tensor
-    """[*grid, d], the coordinates of the field."""
+    """[*grid, d]: the coordinates of the field's points."""
     queries: torch.Tensor
-    """[Q] int64, indices into the flattened grid."""
+    """int64 [Q]: indices into the flattened grid."""
 
 
 def query_indices(points: int, queries: int, generator: torch.Generator | None = None) -> torch.Tensor:
-    """Draw `queries` distinct indices below `points`, int64 [queries]; all in order if there are no more points."""
+    """Draw `queries` distinct indices below `points`, int64 [queries]. If `points` ≤ `queries`, return all in order."""
     if points <= queries:
         return torch.arange(points)
     return torch.randperm(points, generator=generator)[:queries]
 
 
 def spectral_error(predicted: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    """Return the mean squared error of the amplitudes of the latents' Fourier series along the tokens, 0-d.
+    """Return the mean squared error of the Fourier amplitudes of the latents along the tokens, 0-d.
 
-    The series is orthonormal. With PyTorch's default scale this term outweighs the error of the latents, and a mean of
-    the wrong sign is then a minimum that training does not leave (docs/trainers/ups.md).
+    The transform is orthonormal. With PyTorch's default scale, this term outweighs the error of the latents. Latents
+    whose mean has the wrong sign are then a local minimum that training does not leave (docs/trainers/ups.md).
 
     predicted, target  [B, T, latent width]
     """
     series = (torch.view_as_real(torch.fft.rfft(z, dim=1, norm="ortho")) for z in (predicted, target))
-    # Not abs(), whose kernel for complex numbers is compiled at run time and kept in a cache that processes share.
+    # Not abs(): its complex kernel is compiled at run time and stored in a cache that processes share.
     found, wanted = (torch.linalg.vector_norm(z, dim=-1) for z in series)
     return functional.mse_loss(found, wanted)
 
 
 def boundary_tokens(tokens: Sequence[int]) -> torch.Tensor:
-    """Return the mask of the tokens at the boundary of their grid, bool [T].
+    """Return a mask of the tokens at the boundary of the token grid, bool [T].
 
     tokens  number of tokens along each dimension, e.g. (128,) or (16, 8)
     """
@@ -70,10 +73,10 @@ def boundary_tokens(tokens: Sequence[int]) -> torch.Tensor:
 def boundary_error(predicted: torch.Tensor, target: torch.Tensor, at_boundary: torch.Tensor) -> torch.Tensor:
     """Return the mean squared error of the tokens at the boundary, 0-d.
 
-    The source does not define the term. It is computed on the latent tokens, since the operator has no field.
+    The source does not define this term. It is computed on the latent tokens, because the operator predicts no field.
 
     predicted, target  [B, T, latent width]
-    at_boundary        [T] bool, as returned by `boundary_tokens`, or the int64 indices of its true entries
+    at_boundary        bool [T], as returned by `boundary_tokens`, or the int64 indices of its true entries
     """
     return functional.mse_loss(predicted[:, at_boundary], target[:, at_boundary])
 
@@ -85,10 +88,11 @@ def ups_loss(
     at_boundary: torch.Tensor,
     inverse: tuple[torch.Tensor, torch.Tensor],
 ) -> torch.Tensor:
-    """Sum all losses of a batch with their weights, 0-d.
+    """Return the weighted sum of all losses of a batch, 0-d.
 
     predicted, target  [B, T, latent width], the latents after the step
-    inverse            the two terms of `inverse_losses`
+    at_boundary        as for `boundary_error`
+    inverse            the two unweighted inverse losses, as `inverse_losses` returns them
     """
     at_queries, again = inverse
     return (
@@ -107,11 +111,13 @@ def mixed_loss(
     parts: Sequence[tuple[int, torch.Tensor]],
     inverse: tuple[torch.Tensor, torch.Tensor],
 ) -> torch.Tensor:
-    """Sum all losses of a batch of several tasks, 0-d; each task is weighted by its share of the examples.
+    """Return the weighted sum of all losses of a batch of several tasks, 0-d.
 
-    predicted, target  [B, T, latent width], task after task
-    parts              number of examples of each task, and its tokens at the boundary as for `boundary_error`
-    inverse            the two terms of `inverse_losses`, of the whole batch
+    Each task is weighted by its share of the examples.
+
+    predicted, target  [B, T, latent width], with the examples of one task after those of the other
+    parts              number of examples of each task, and its boundary tokens as for `boundary_error`
+    inverse            the two unweighted inverse losses of the whole batch
     """
     none = (torch.zeros_like(inverse[0]), torch.zeros_like(inverse[1]))
     total = config.lambda_enc * inverse[0] + config.lambda_dec * inverse[1]

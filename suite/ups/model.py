@@ -1,8 +1,8 @@
 """The model of ups: a transformer that steps latent tokens in time, and an encoder and decoder for each task.
 
-The modules are plain PyTorch. A technique may replace the attention function and the way a sublayer is called; both are
-parameters. No module draws random numbers in its forward pass. Drop-path multipliers are an input, so that compiled,
-recomputed and resumed runs drop the same sublayers.
+The modules are plain PyTorch. The attention function and the function that calls a sublayer are parameters, so that a
+technique can replace them. No module draws random numbers in its forward pass. Drop-path multipliers are an input, so
+that compiled, recomputed and resumed runs drop the same sublayers.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from torch.nn import functional
 from suite.ups.config import UpsConfig
 
 FREQUENCIES = (1, 2, 4, 8)
-"""Periods per unit length of the Fourier features of coordinates and time steps."""
+"""Frequencies of the Fourier features of coordinates and time steps, in periods per unit length."""
 EPSILON = 1e-6
-"""Epsilon of the RMS norm of queries and keys. PyTorch's default depends on the dtype."""
+"""Epsilon of the RMS norm of queries and keys. PyTorch's default would depend on the dtype."""
 
 Attention = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
-"""(q, k, v), each [B, heads, tokens, head width] → [B, heads, query tokens, head width]."""
+"""(q, k, v), each [B, heads, tokens, head width] → attention output [B, heads, query tokens, head width]."""
 Call = Callable[..., torch.Tensor]
-"""(sublayer, *arguments) → the sublayer's result."""
+"""(sublayer, *arguments) → the result of the sublayer."""
 
 
 def fourier_features(points: torch.Tensor) -> torch.Tensor:
@@ -39,7 +39,7 @@ def drop_path_rates(depth: int, last: float) -> list[float]:
 
 
 def drop_path_scales(rates: Sequence[float], batch: int, generator: torch.Generator | None = None) -> torch.Tensor:
-    """Draw the multipliers of all sublayers, float32 [depth, 2, batch] on the CPU: 0 or 1 / (1 - rate)."""
+    """Draw the drop-path multipliers of all sublayers, float32 [depth, 2, batch] on the CPU: 0 or 1 / (1 - rate)."""
     kept = 1 - torch.tensor(rates, dtype=torch.float64)[:, None, None]
     drawn = torch.rand(len(rates), 2, batch, generator=generator, dtype=torch.float64)
     return ((drawn < kept) / kept).float()
@@ -53,7 +53,7 @@ def call_plainly(sublayer: Callable[..., torch.Tensor], *arguments: object) -> t
 class Block(nn.Module):
     """A pre-LN transformer block: attention with RMS-normalized queries and keys, then a GELU MLP.
 
-    Both sublayers read the normalized tokens plus the embedding of the time step.
+    The embedding of the time step is added to the normalized tokens before both sublayers.
     """
 
     def __init__(self, width: int, heads: int, mlp_ratio: int = 4) -> None:
@@ -75,19 +75,19 @@ class Block(nn.Module):
         scale: torch.Tensor | None = None,
         attention: Attention = functional.scaled_dot_product_attention,
     ) -> torch.Tensor:
-        """Add the attention sublayer: x [B, T, D], time [B, D], scale [B] → [B, T, D]."""
+        """Apply the attention sublayer with its residual: x [B, T, D], time [B, D], scale [B] → [B, T, D]."""
         q, k, v = split_heads(self.qkv(self.norm1(x) + time[:, None]), 3 * self.heads).chunk(3, 1)
         mixed = attention(normalized(q, self.query_norm), normalized(k, self.key_norm), v)
         return x + scaled(self.project(join_heads(mixed)), scale)
 
     def feed(self, x: torch.Tensor, time: torch.Tensor, scale: torch.Tensor | None = None) -> torch.Tensor:
-        """Add the MLP sublayer; shapes as `attend`'s."""
+        """Apply the MLP sublayer with its residual; shapes as for `attend`."""
         wide = functional.gelu(self.expand(self.norm2(x) + time[:, None]))
         return x + scaled(self.contract(wide), scale)
 
 
 class Operator(nn.Module):
-    """The latent operator: latent tokens and a time step → the latent tokens after that step.
+    """The latent operator: (latent tokens, time step) → latent tokens after that step.
 
     It has 21,445,120 parameters at the default sizes.
     """
@@ -104,7 +104,7 @@ class Operator(nn.Module):
         self.give = nn.Linear(width, latent_width)
 
     def embed_time(self, dt: torch.Tensor) -> torch.Tensor:
-        """Embed the time steps by a two-layer MLP on dt and its Fourier features: [B] → [B, D]."""
+        """Embed the time steps with a two-layer MLP on dt and its Fourier features: [B] → [B, D]."""
         features = torch.cat((dt[:, None], fourier_features(dt[:, None])), -1)
         embedded: torch.Tensor = self.time2(functional.gelu(self.time1(features)))
         return embedded
@@ -121,15 +121,15 @@ class Operator(nn.Module):
 
         latents    [B, T, latent width]
         dt         [B]
-        scales     [depth, 2, B], as `drop_path_scales` draws them; None drops nothing
+        scales     [depth, 2, B], as returned by `drop_path_scales`; None drops nothing
         attention  attention function of each block, on [B, heads, T, head width]
-        call       how each sublayer is called
+        call       function that calls each sublayer
         """
         x, time = self.enter(latents, dt)
         return self.leave(latents, self.through(x, time, scales, 0, len(self.blocks), attention, call))
 
     def enter(self, latents: torch.Tensor, dt: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the tokens [B, T, D] and the embedded time steps [B, D] that the blocks begin with."""
+        """Return the inputs of the first block: tokens [B, T, D] and embedded time steps [B, D]."""
         return self.take(latents), self.embed_time(dt)
 
     def through(
@@ -142,7 +142,7 @@ class Operator(nn.Module):
         attention: Attention,
         call: Call,
     ) -> torch.Tensor:
-        """Return the tokens after the blocks from `first` up to `end`; the arguments are those of `forward`."""
+        """Apply the blocks from `first` to `end` - 1 and return the tokens; other arguments as for `forward`."""
         for number in range(first, end):
             block = self.blocks[number]
             at_attention, at_mlp = (None, None) if scales is None else scales[number]
@@ -151,18 +151,18 @@ class Operator(nn.Module):
         return x
 
     def leave(self, latents: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        """Return the latents after dt, from the latents before it and the tokens after all blocks."""
+        """Return the latents after dt, computed from the latents before it and the tokens after all blocks."""
         stepped: torch.Tensor = latents + self.give(self.norm(x))
         return stepped
 
 
 class Encoder(nn.Module):
-    """The grid encoder of a task: patches of one point, a linear layer, and the mean over the points of each token.
+    """The grid encoder of a task: a linear layer on each point, then the mean over the points of each token.
 
-    Each point's features are the field's channels and the Fourier features of its coordinates: 9 for one channel on a
-    line.
+    The features of a point are the channels of the field and the Fourier features of its coordinates: 9 features for
+    one channel on a line.
 
-    tokens  tokens along each dimension of the grid, e.g. (128,) or (16, 8)
+    tokens  number of tokens along each dimension of the grid, e.g. (128,) or (16, 8)
     """
 
     def __init__(self, tokens: Sequence[int], channels: int = 1, latent_width: int = 128) -> None:
@@ -171,9 +171,9 @@ class Encoder(nn.Module):
         self.embed = nn.Linear(channels + 2 * len(FREQUENCIES) * len(self.tokens), latent_width)
 
     def forward(self, field: torch.Tensor, points: torch.Tensor) -> torch.Tensor:
-        """Encode a field: [B, *grid, C] at points [*grid, d] → latents [B, tokens, latent width].
+        """Encode fields [B, *grid, C] at points [*grid, d] → latents [B, tokens, latent width].
 
-        ValueError if a dimension of the grid is not a multiple of its tokens.
+        ValueError if a dimension of the grid is not a multiple of its number of tokens.
         """
         grid = points.shape[:-1]
         if len(grid) != len(self.tokens) or any(n % t for n, t in zip(grid, self.tokens, strict=True)):
@@ -205,9 +205,9 @@ class CrossAttention(nn.Module):
 
 
 class Decoder(nn.Module):
-    """The decoder of a task: values of the field at any points, each point independent of the others.
+    """The decoder of a task: computes the field at arbitrary points, each independently of the others.
 
-    dims  dimensions of a point
+    dims  number of coordinates of a point
     """
 
     def __init__(
@@ -227,7 +227,7 @@ class Decoder(nn.Module):
         self.values = nn.Linear(width, channels)
 
     def forward(self, latents: torch.Tensor, points: torch.Tensor) -> torch.Tensor:
-        """Decode latents [B, T, latent width] at points [Q, d] → values [B, Q, C]."""
+        """Decode latents [B, T, latent width] at points [Q, d] → field values [B, Q, C]."""
         x = self.embed(fourier_features(points)).expand(len(latents), -1, -1)
         for layer in self.layers:
             x = layer(x, latents)
@@ -236,19 +236,21 @@ class Decoder(nn.Module):
 
 
 def make_operator(config: UpsConfig) -> Operator:
-    """Build the operator of a configuration, its initial weights drawn from the global generator as in `torch.nn`."""
+    """Build the operator of a configuration. As in `torch.nn`, the global generator draws the initial weights."""
     return Operator(config.latent_width, config.width, config.depth, config.heads, config.mlp_ratio)
 
 
 def make_decoder(config: UpsConfig, dims: int, channels: int = 1) -> Decoder:
-    """Build a task's decoder, with initial weights as in `make_operator`."""
+    """Build the decoder of a task. Its initial weights are drawn as in `make_operator`."""
     return Decoder(dims, channels, config.latent_width, config.decoder_width, config.decoder_depth, config.heads)
 
 
 def make_encoder(config: UpsConfig, tokens: Sequence[int], channels: int = 1) -> Encoder:
-    """Build a task's encoder, with initial weights as in `make_operator`.
+    """Build the encoder of a task. Its initial weights are drawn as in `make_operator`.
 
-    ValueError if `tokens`, the tokens along each dimension, do not multiply to `config.tokens`.
+    tokens  number of tokens along each dimension
+
+    ValueError if the product of `tokens` is not `config.tokens`.
     """
     if math.prod(tokens) != config.tokens:
         raise ValueError(
@@ -258,7 +260,7 @@ def make_encoder(config: UpsConfig, tokens: Sequence[int], channels: int = 1) ->
 
 
 def parameters(module: nn.Module) -> int:
-    """Return the number of a module's parameters."""
+    """Return the number of parameters of a module."""
     return sum(p.numel() for p in module.parameters())
 
 
@@ -274,11 +276,11 @@ def join_heads(x: torch.Tensor) -> torch.Tensor:
 
 
 def normalized(x: torch.Tensor, norm: nn.RMSNorm) -> torch.Tensor:
-    """Apply a norm in the dtype of x, with its weight cast: under autocast a fused kernel needs a single dtype."""
+    """Apply a norm in the dtype of x. The weight is cast, because under autocast the fused kernel needs one dtype."""
     assert norm.weight is not None
     return functional.rms_norm(x, norm.normalized_shape, norm.weight.to(x.dtype), norm.eps)
 
 
 def scaled(x: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
-    """Multiply each sample of x [B, T, D] by its entry of scale [B]; None returns x unchanged."""
+    """Multiply each sample of x [B, T, D] by its entry in scale [B]; for None, return x unchanged."""
     return x if scale is None else x * scale[:, None, None]

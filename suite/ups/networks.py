@@ -1,4 +1,4 @@
-"""The networks of a training: the operator, and an encoder and a decoder for each task."""
+"""The networks that are trained: the operator, and an encoder and a decoder for each task."""
 
 from __future__ import annotations
 
@@ -16,14 +16,15 @@ from suite.ups.losses import InverseTask
 from suite.ups.model import Decoder, Encoder, make_decoder, make_operator
 
 CODERS = "coders"
-"""Group of the encoders' and decoders' weights, which only batches with inverse losses train."""
+"""Name of the weight group of the encoders and decoders. Only batches with inverse losses train it."""
 CODING = ("encoders", "decoders")
+"""Submodules of `Networks` in the group CODERS."""
 
 
 class Networks(nn.Module):
-    """All networks that are trained.
+    """All networks that the operator stage trains.
 
-    The encoders start as copies of the frozen encoders. The cached latents remain those of the frozen encoders.
+    The encoders start as copies of the frozen encoders. The cached latents still come from the frozen encoders.
     """
 
     def __init__(self, config: UpsConfig, given: Mixture) -> None:
@@ -39,13 +40,13 @@ class Networks(nn.Module):
         )
 
     def weights(self) -> dict[str, torch.Tensor]:
-        """Return name → parameter. The operator's come first, and their names begin with `operator.`."""
+        """Return name → parameter. Those of the operator come first, and their names begin with `operator.`."""
         return dict(self.named_parameters())
 
     def inverse_task(
         self, task: str, latents: torch.Tensor, field: torch.Tensor, queries: torch.Tensor, points: torch.Tensor
     ) -> InverseTask:
-        """Return a task's part of a batch for the inverse losses; shapes as in `InverseTask`."""
+        """Return the inputs of the inverse losses for one task; shapes as in `InverseTask`."""
         return InverseTask(
             encode=self.encoders[task],
             decode=self.decoders[task],
@@ -56,16 +57,16 @@ class Networks(nn.Module):
         )
 
     def encoder(self, task: str) -> Encoder:
-        """Return a task's encoder."""
+        """Return the encoder of a task."""
         return cast("Encoder", self.encoders[task])
 
     def decoder(self, task: str) -> Decoder:
-        """Return a task's decoder."""
+        """Return the decoder of a task."""
         return cast("Decoder", self.decoders[task])
 
 
 def grouped(weights: Iterable[str]) -> dict[str, list[str]]:
-    """Return optimizer → the names of its weights. Encoders and decoders share one optimizer, CODERS."""
+    """Return optimizer → names of its weights. Encoders and decoders share the optimizer CODERS."""
     groups: dict[str, list[str]] = {}
     for name in weights:
         first = name.partition(".")[0]

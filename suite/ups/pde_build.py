@@ -1,8 +1,9 @@
-"""Makes files of PDE samples in PDEBench's layout: blocks of samples → parts beside the file → one HDF5 file.
+"""Generation of PDE samples in PDEBench's file layout: blocks of samples → part files → one HDF5 file.
 
-The recipe determines the file: the same recipe gives the same bytes, with any number of processes. Finished parts lie
-beside the file until it is complete, so that a killed run can be resumed.
-source: ups, technique 002 (data)
+The same recipe gives the same bytes with any number of processes. Finished parts are kept in a folder next to the
+output file until it is complete, so that a killed run can be resumed.
+
+Source: ups, technique 002 (data)
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from suite.ups.recipe import Recipe, file_name
 FORMAT = "perfsuite-pde"
 VERSION = 1
 BLOCK = 32
-"""Samples that are made and saved together: 26 MB of advection, 4 MB of Darcy flow."""
+"""Samples per block, which is generated and saved as a whole: 26 MB of advection or 4 MB of Darcy flow."""
 DESCRIBED = {
     "advection1d": {
         "equation": "u_t + beta u_x = 0, periodic on [0, 1]",
@@ -39,7 +40,7 @@ DESCRIBED = {
         "values": "at the cells' centres, by cell-centred finite volumes with harmonic means of nu",
     },
 }
-"""Task → descriptive attributes of its file."""
+"""Task → attributes that describe the content of its file."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,14 +52,15 @@ class Built:
     """SHA-256 of the file."""
     recipe: Recipe
     kept: bool
-    """Whether the file existed already and is the one that was asked for."""
+    """True if the requested file already existed and was kept."""
 
 
 def targets(out: Path, recipes: list[Recipe]) -> list[tuple[Path, Recipe]]:
     """Return the file of each recipe.
 
-    For one recipe it is `out`. For several they have PDEBench's names, in the folder `out`. ConfigurationError if `out`
-    is a folder and should be a file, or the other way round.
+    For one recipe, the file is `out`. For several, the files have PDEBench's names and are in the folder `out`.
+
+    ConfigurationError if `out` is a folder where a file is needed, or a file where a folder is needed.
     """
     if len(recipes) == 1:
         recipe = recipes[0]
@@ -72,7 +74,7 @@ def targets(out: Path, recipes: list[Recipe]) -> list[tuple[Path, Recipe]]:
 
 
 def check(out: Path, recipe: Recipe, *, workers: int, overwrite: bool) -> None:
-    """Raise PerfsuiteError, before minutes are spent, if `out` is something else or cannot be written."""
+    """Raise PerfsuiteError, before minutes of computation, if `out` has other content or cannot be written."""
     hdf5.library()
     if not 1 <= workers <= parallel.MOST:
         raise ConfigurationError(f"--workers {workers}: give 1 to {parallel.MOST}")
@@ -97,7 +99,7 @@ def check(out: Path, recipe: Recipe, *, workers: int, overwrite: bool) -> None:
 
 
 def build(out: Path, recipe: Recipe, watcher: Watcher, *, workers: int = 1, overwrite: bool = False) -> Built:
-    """Make the file `out`; PerfsuiteError if it cannot be made, or `out` exists and is something else."""
+    """Generate the file `out`. PerfsuiteError if that fails, or if `out` exists and has other content."""
     check(out, recipe, workers=workers, overwrite=overwrite)
     try:
         with parts_beside(out) as parts:
@@ -115,7 +117,7 @@ def build(out: Path, recipe: Recipe, watcher: Watcher, *, workers: int = 1, over
 
 @dataclass(frozen=True, kw_only=True)
 class MakeBlock:
-    """Callable that makes the samples of a block and saves them as a part. It can be sent to other processes."""
+    """Picklable callable that generates the samples of a block and saves them as a part file."""
 
     recipe: Recipe
     folder: Path
@@ -127,7 +129,7 @@ class MakeBlock:
         Parts(self.folder).save(self.name(block), numpy.stack(samples))
 
     def name(self, block: int) -> str:
-        """Return the name of the block's part. It contains the block size, since another size gives other blocks."""
+        """Return the name of a block's part. It contains the block size, because another size gives other blocks."""
         return f"part-samples-{digest_of(_settings(self.recipe))[:32]}-{self.size}-{block}"
 
     def blocks(self) -> range:
@@ -135,7 +137,7 @@ class MakeBlock:
         return range(-(-self.recipe.samples // self.size))
 
     def load(self, block: int) -> Array | None:
-        """Return the saved part; None if it is missing or damaged."""
+        """Return the saved part of a block; None if it is missing or damaged."""
         return Parts(self.folder).load(self.name(block))
 
     def _samples(self, block: int) -> range:
@@ -143,7 +145,7 @@ class MakeBlock:
 
 
 def sample(recipe: Recipe, index: int) -> Array:
-    """Make a sample, float32: the frames [201, points] of advection, or (nu, u), [2, n, n], of Darcy flow."""
+    """Generate a sample, float32: the frames [201, points] of advection, or (nu, u) [2, n, n] of Darcy flow."""
     if recipe.task == "advection1d":
         initial = advection.drawn(recipe.seed, index)
         return advection.solution(initial, recipe.beta, recipe.size).astype(numpy.float32)
@@ -164,7 +166,7 @@ def _made(out: Path, recipe: Recipe, parts: Parts, watcher: Watcher, workers: in
 
 
 def _content(make: MakeBlock, watcher: Watcher) -> hdf5.Content:
-    """Return the datasets of PDEBench's layout, in the order of their names."""
+    """Return the datasets of PDEBench's layout, sorted by name."""
     recipe = make.recipe
     x = advection.centres(recipe.size).astype(numpy.float32)
 
@@ -197,7 +199,7 @@ def _float32(shape: tuple[int, ...], read: Any) -> Blocks:
 
 
 def _settings(recipe: Recipe) -> dict[str, Any]:
-    """Return the attributes that record a recipe in its file; `beta` is PDEBench's own attribute."""
+    """Return the file attributes that record a recipe. PDEBench's files also have the attribute `beta`."""
     return {"format_version": VERSION, **asdict(recipe)}
 
 
@@ -206,7 +208,7 @@ def _attributes(recipe: Recipe) -> dict[str, Any]:
 
 
 def _verify(out: Path, recipe: Recipe) -> None:
-    """Raise ConfigurationError if a file with the right attributes does not have the content that was written."""
+    """Raise ConfigurationError if the content of a file with matching attributes differs from what was written."""
     try:
         with hdf5.library().File(out, "r") as file:
             content = {name: _dataset(file[name]) for name in file}

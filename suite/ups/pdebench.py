@@ -1,6 +1,6 @@
-"""Reads PDEBench's HDF5 files of advection and Darcy flow, and those of `perfsuite data pde`, sample by sample.
+"""Reader for HDF5 files of advection and Darcy flow, from PDEBench or `perfsuite data pde`, sample by sample.
 
-PDEBench's layouts, from its generators (Data_Merge.py, data_io.py) and the keys of its published files:
+PDEBench uses these layouts, according to its generators (Data_Merge.py, data_io.py) and its published files:
 
 | equation | datasets | attributes |
 | --- | --- | --- |
@@ -12,9 +12,10 @@ PDEBench's layouts, from its generators (Data_Merge.py, data_io.py) and the keys
 | incompressible Navier-Stokes | velocity, particles, force, t | config |
 | others | groups 0000, 0001, … with data [101, cells…, channels] | |
 
-The t-coordinate has one entry more than there are frames; only the first ones are used. All arrays are float32. Where
-an attribute is missing, the equation and beta are read from the file's name.
-source: ups, technique 002 (data)
+The t-coordinate has one more entry than there are frames; the extra entry is ignored. All arrays are float32. If an
+attribute is missing, the equation and beta are read from the file name.
+
+Source: ups, technique 002 (data)
 """
 
 from __future__ import annotations
@@ -42,42 +43,44 @@ EQUATIONS = {"advection": "advection1d", "burgers": "Burgers", "reacdiff": "reac
 
 @dataclass(frozen=True, kw_only=True)
 class PdeFile:
-    """A file whose layout was checked. It holds no open file, so that it can be sent to other processes."""
+    """Description of a file whose layout was checked. It holds no open file and can be pickled."""
 
     path: str
     task: str
     """advection1d or darcy2d."""
     beta: float | None
-    """Speed or source; None if neither an attribute nor the file's name gives it."""
+    """Advection speed or Darcy source term; None if neither an attribute nor the file name contains it."""
     samples: int
     frames: int
-    """1 for Darcy flow."""
+    """Frames per sample; 1 for Darcy flow."""
     shape: tuple[int, ...]
-    """Cells in each direction."""
+    """Number of cells in each direction."""
     times: Array
     """Times of the frames, in s, float64 [frames]; 0 for Darcy flow."""
     coordinates: tuple[Array, ...]
-    """Coordinates of the cells' centres in each direction, float64."""
+    """Coordinates of the cell centres in each direction, float64 [cells] each."""
     stamp: tuple[int, int]
-    """Size in bytes and modification time in ns, by which a replaced file is noticed."""
+    """Size in bytes and modification time in ns, used to detect that the file was replaced."""
 
 
 class Example(NamedTuple):
     """The input and output of one prediction."""
 
     before: Array
-    """float32 [cells…]: u at a time, or the coefficient a."""
+    """float32 [*grid]: u at one time, or the coefficient a of Darcy flow."""
     after: Array
-    """float32 [cells…]: u at the next time, or the solution u."""
+    """float32 [*grid]: u at the next time, or the solution u of Darcy flow."""
     time: float
     """Time of `before`, in s; 0 for Darcy flow."""
     sample: int
 
 
 def open_pde(path: str | Path) -> PdeFile:
-    """Check the layout of a file. A PerfsuiteError of one line says what is wrong with it, and the remedy.
+    """Check the layout of a file and return its description.
 
-    The values are checked only when they are read, since reading all of a large file takes long.
+    The values are checked later, when they are read, because reading all of a large file takes long.
+
+    PerfsuiteError if the layout is wrong; its one-line message names the problem and the remedy.
     """
     path = Path(path)
     if path.is_dir():
@@ -98,10 +101,11 @@ def open_pde(path: str | Path) -> PdeFile:
 
 
 class Examples(hdf5.Reader, Sequence[Example]):
-    """The examples of a file by index, each read on access.
+    """Sequence of the examples of a file, each read on access.
 
-    Advection has (frames - 1) examples per sample, u at a frame and at the next: index = sample · (frames - 1) + frame.
-    Darcy flow has one per sample. Each process opens the file itself, so that the object can be sent to others.
+    An example of advection is u at a frame and at the next frame. A sample has frames - 1 examples, and the index is
+    sample · (frames - 1) + frame. Darcy flow has one example per sample. The object can be pickled: each process opens
+    the file itself.
     """
 
     def __init__(self, file: PdeFile) -> None:
@@ -113,7 +117,7 @@ class Examples(hdf5.Reader, Sequence[Example]):
         return self.file.samples * self.of_a_sample
 
     def __getitem__(self, index: int) -> Example:  # type: ignore[override]  # no slices
-        """Read an example; PerfsuiteError if a value is NaN or infinite, or cannot be read."""
+        """Read an example. PerfsuiteError if it cannot be read, or has a NaN or infinite value."""
         if not -len(self) <= index < len(self):
             raise IndexError(index)
         sample, frame = divmod(index % len(self), self.of_a_sample)
@@ -124,7 +128,7 @@ class Examples(hdf5.Reader, Sequence[Example]):
         return Example(before=before, after=after, time=float(self.file.times[frame]), sample=sample)
 
     def fields(self, sample: int) -> tuple[Array, Array]:
-        """Return all `before` and all `after` values of a sample, float32; for advection they are the same array."""
+        """Return (inputs, outputs) of a sample, float32. For advection, both are the array of all its frames."""
         if self.file.task == "darcy2d":
             return self._read("nu", sample), self._read("tensor", (sample, 0))
         frames = self._read("tensor", sample)
@@ -196,7 +200,10 @@ def _checked(path: Path, file: Any) -> PdeFile:
 
 
 def _equation(path: Path, file: Any) -> str:
-    """Return a task, or the name of another of PDEBench's equations."""
+    """Return the task of a file, or the name of an unsupported PDEBench equation.
+
+    PerfsuiteError if the equation cannot be determined.
+    """
     names, attributes = set(file), hdf5.attributes_of(file)
     if {"density", "pressure", "Vx"} & names:
         return "compressible Navier-Stokes"

@@ -1,6 +1,6 @@
-"""Recipes for files of PDE samples, and PDEBench's names of such files.
+"""Recipes for files of PDE samples, and the names that PDEBench gives such files.
 
-source: ups, technique 002 (data)
+Source: ups, technique 002 (data)
 """
 
 from __future__ import annotations
@@ -15,29 +15,29 @@ from suite.ups import advection, darcy
 TASKS = ("advection1d", "darcy2d")
 BETAS = {"advection1d": advection.BETAS, "darcy2d": darcy.BETAS}
 NAMES = {"advection1d": "1D_Advection_Sols_beta{beta}.hdf5", "darcy2d": "2D_DarcyFlow_beta{beta}_Train.hdf5"}
-"""Task → name of PDEBench's file for a beta."""
+"""Task → template of PDEBench's file name for a beta."""
 OPTIONS = {"advection1d": "--points", "darcy2d": "--resolution"}
 SIZES = {"advection1d": (1024, 32, 16384), "darcy2d": (128, 8, 1024)}
-"""Cells in each direction: (default, minimum, maximum). The default is PDEBench's."""
+"""Task → number of cells in each direction: (default, minimum, maximum). The default is PDEBench's."""
 MOST = 1_000_000
-"""Largest number of samples of a file."""
+"""Maximum number of samples in a file."""
 ALL = "all"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """Settings from which one file is made. Its samples are drawn from the seed and their index alone."""
+    """Settings of one file. The random numbers of a sample depend only on the seed and the sample's index."""
 
     task: str
     samples: int
     seed: int
     beta: float
     size: int
-    """Cells in each direction."""
+    """Number of cells in each direction."""
 
     @property
     def summary(self) -> str:
-        """The recipe in one line."""
+        """One-line description of the recipe."""
         cells = f"{self.size} x {self.size}" if self.task == "darcy2d" else self.size
         return f"{self.samples} samples of {self.task}, beta {self.beta:g}, {cells} cells"
 
@@ -45,9 +45,9 @@ class Recipe:
 def recipes(
     *, task: str, samples: int, seed: int, betas: Sequence[str], points: int | None, resolution: int | None
 ) -> list[Recipe]:
-    """Return a recipe for each requested beta, in ascending order; ConfigurationError if an option is wrong.
+    """Return a recipe for each requested beta, in ascending order. ConfigurationError if an option is invalid.
 
-    betas  numbers of `BETAS` as text, or `all`; if empty, 1
+    betas  numbers from `BETAS` as text, or `all`; an empty sequence means 1
     """
     if task not in TASKS:
         what = f"--task {task}: there is no such task" if task else "--task is missing"
@@ -69,7 +69,7 @@ def recipes(
 
 
 def file_name(task: str, beta: float) -> str:
-    """Return PDEBench's name of the file."""
+    """Return the name that PDEBench gives the file of a task and beta."""
     return NAMES[task].format(beta=float(beta))
 
 

@@ -1,4 +1,4 @@
-"""All latents and fields of a training, kept on the device, where micro-batches are gathered from them."""
+"""Micro-batches that are gathered on the device, where all latents and fields are kept."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from suite.ups.batches import Maker, MicroBatch, TaskPart
 
 
 class Resident:
-    """Micro-batches by their number, whose examples are gathered on the device.
+    """Builder of micro-batches whose examples are gathered on the device.
 
-    Only the indices of the examples are sent, 8 bytes each. The latents of a sample of 201 frames take 13 MB at the
-    default sizes, and its fields 0.8 MB. On a CPU the latents are not copied.
+    Only indices are sent to the device, 8 bytes each. At the default sizes, the latents of a sample of 201 frames take
+    13 MB and its fields 0.8 MB. On a CPU, the latents are not copied.
     """
 
     def __init__(self, maker: Maker, device: torch.device) -> None:
@@ -23,7 +23,10 @@ class Resident:
             self._fields.append(torch.cat(samples).unsqueeze(-1).to(device))
 
     def batch(self, number: int) -> MicroBatch:
-        """Return micro-batch `number`, from 0; the examples on the device, the drop-path multipliers on the CPU."""
+        """Return micro-batch `number`, counted from 0.
+
+        Latents, fields and time steps are on the device; query points and drop-path multipliers are on the CPU.
+        """
         parts = [self._part(place, number) for place in range(len(self._latents))]
         return MicroBatch(number=number, parts=tuple(parts), scales=self._maker.scales(number))
 

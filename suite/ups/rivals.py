@@ -1,7 +1,7 @@
-"""Networks of other libraries that predict the same fields: an FNO and a U-Net, one of each for a task.
+"""Networks of other libraries that predict the same fields: an FNO and a U-Net for each task.
 
-Their inputs are normalised fields and not latents. For a task with time, a network predicts the change from a state to
-the next, as the operator does. For a task without time, it predicts the result.
+Their inputs are normalised fields instead of latents. For a time-dependent task, a network predicts the change from a
+state to the next, as the operator does. For a steady task, it predicts the result itself.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from suite.ups.evaluation import nrmse
 from suite.ups.task_fields import TaskFields
 
 RATE = 1e-3
-"""Initial learning rate of AdamW. It falls to 0 as a half cosine over the training time."""
+"""Initial learning rate of AdamW. It decays to 0 along half a cosine over the training time."""
 BATCH = 32
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Trained:
-    """A network after its training."""
+    """A trained network, with the steps and the seconds of its training."""
 
     network: nn.Module
     steps: int
@@ -34,7 +34,7 @@ class Trained:
 
 
 def fno(dims: int) -> nn.Module:
-    """Build the Fourier neural operator of the package neuraloperator, at the width of its own examples."""
+    """Build the Fourier neural operator of the package neuraloperator, with the width that its examples use."""
     modes = {1: (64,), 2: (24, 24)}[dims]
     found: nn.Module = _imported("neuralop.models", "FNO", "neuraloperator")(
         n_modes=modes, in_channels=1, out_channels=1, hidden_channels=64
@@ -51,18 +51,19 @@ def unet(dims: int) -> nn.Module:
 
 
 RIVALS: Mapping[str, Callable[[int], nn.Module]] = {"FNO": fno, "U-Net": unet}
-"""Name → dimensions of the grid → a network [B, 1, *grid] → [B, 1, *grid]."""
+"""Name → function that builds a network [B, 1, *grid] → [B, 1, *grid] for a number of grid dimensions."""
 
 
 def parameters(network: nn.Module) -> int:
-    """Return the number of real parameters of a network; a complex one counts as two."""
+    """Return the number of real parameters of a network. A complex parameter counts as two."""
     return sum(p.numel() * (2 if p.is_complex() else 1) for p in network.parameters())
 
 
 def train(network: nn.Module, fields: TaskFields, seconds: float, device: torch.device, seed: int = 0) -> Trained:
-    """Train a network on all steps of the training samples for `seconds`, in float32, on the mean squared error.
+    """Train a network in float32 for `seconds`, with the mean squared error as the loss.
 
-    All fields are on the device. The time includes any compilation in the first steps.
+    The examples are random steps of the training samples. All fields are kept on the device. The time includes any
+    compilation in the first steps.
     """
     states = torch.stack([fields.read(sample) for sample in fields.train]).to(device)
     network = network.to(device).train()
@@ -81,19 +82,19 @@ def train(network: nn.Module, fields: TaskFields, seconds: float, device: torch.
         optimizer.step()
         steps += 1
         if steps % 10 == 0:
-            loss.item()  # wait for the device: the host would run ahead of the clock
+            loss.item()  # wait for the device: otherwise the host would queue steps past the time limit
     return Trained(network=network.eval(), steps=steps, seconds=time.monotonic() - began)
 
 
 def step(network: nn.Module, fields: TaskFields, state: torch.Tensor) -> torch.Tensor:
-    """Predict the next states [B, *grid]."""
+    """Predict the next states [B, *grid] from states [B, *grid], both normalised."""
     found: torch.Tensor = network(state.unsqueeze(1)).squeeze(1)
     return state + found if fields.states > 2 else found
 
 
 @torch.no_grad()
 def errors(network: nn.Module, fields: TaskFields, rollout: int, device: torch.device) -> list[float]:
-    """Return the NRMSE over the validation samples at each step of a rollout, in the fields' own units."""
+    """Return the NRMSE over the validation samples at each step of a rollout, computed on denormalised fields."""
     states = torch.stack([fields.read(sample) for sample in fields.validation]).to(device)
     undo, found, state = fields.normalisations[1].undo, [], states[:, 0]
     for number in range(1, min(rollout, fields.states - 1) + 1):

@@ -1,4 +1,4 @@
-"""Loss scaling for float16, decided by the host, with the rules of `torch.amp.GradScaler`."""
+"""Loss scaling for float16 on the host, with the rules of `torch.amp.GradScaler`."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from suite.scaling import scaling_for
 
 
 class LossScale:
-    """Factor that a loss is multiplied by: 65536 at first in float16, and always 1 in every other precision.
+    """The factor by which a loss is multiplied. It starts at 65536 in float16 and is always 1 in other precisions.
 
-    It doubles after 2000 consecutive steps without an infinite or NaN gradient, and halves after a step with one.
+    It doubles after 2000 consecutive steps with finite gradients, and halves after a step with a non-finite gradient.
     """
 
     def __init__(self, *, float16: bool) -> None:
@@ -23,13 +23,13 @@ class LossScale:
 
     @torch.no_grad()
     def undo(self, grads: Sequence[torch.Tensor]) -> bool:
-        """Divide gradients of a scaled loss by the scale, in place; return whether they are finite.
+        """Divide the gradients of a scaled loss by the scale, in place; return whether all are finite.
 
-        In float16 the host waits for the device. In any other precision nothing is done, and the result is True.
+        In float16, the host waits for the device. In other precisions, the function only returns True.
         """
         if not self.active:
             return True
-        own = [g for g in grads if g.numel()]  # a rank may have no part of a sharded weight with few rows
+        own = [g for g in grads if g.numel()]  # a rank may have an empty shard of a weight with few rows
         if not own:
             return True
         torch._foreach_div_(own, self.value)
@@ -48,10 +48,10 @@ class LossScale:
             self.growth = 0
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the scale, and the number of steps towards its growth."""
+        """Return the scale and the number of consecutive finite steps."""
         return {"scale": self.value, "growth": self.growth}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore a state; in a precision without a scale it stays 1."""
+        """Restore a state. In a precision other than float16, the scale stays 1."""
         if self.active:
             self.value, self.growth = float(state["scale"]), int(state["growth"])

@@ -1,14 +1,17 @@
-"""The stages after the operator's: a diffusion model of the operator's residual, and its distillation to one step.
+"""The stages after the operator stage: a diffusion model of the operator's residual, and its distillation to one step.
 
-The first stage models the residual r = (z₁ − ẑ₁) / s of the frozen operator; s is the RMS of z₁ − ẑ₁ over the first
-micro-batch. At noise level t from 0 to 1, x_t = cos(πt/2) r + sin(πt/2) ε, with ε ~ N(0, 1). The denoiser is given x_t,
-ẑ₁ and t, and predicts v = cos(πt/2) ε − sin(πt/2) r (Salimans and Ho, 2022). So r = cos(πt/2) x_t − sin(πt/2) v.
+The diffusion stage models the residual r = (z₁ − ẑ₁) / s of the frozen operator, where s is the RMS of z₁ − ẑ₁ over the
+first micro-batch. At noise level t from 0 to 1, x_t = cos(πt/2) r + sin(πt/2) ε with ε ~ N(0, 1). From x_t, ẑ₁ and t,
+the denoiser predicts v = cos(πt/2) ε − sin(πt/2) r (Salimans and Ho, 2022). Hence r = cos(πt/2) x_t − sin(πt/2) v.
 
-The second stage distils that model (Song et al., Consistency Models, 2023). The student's r at one level of a grid is
-trained to match what its averaged weights give at the level below, after a DDIM step of the teacher. The student then
-needs only one step from t = 1.
+The consistency stage distils that model, the teacher, into a student (Song et al., Consistency Models, 2023). The
+student is trained on a grid of noise levels. At each level, its r must match a target from the level below: the teacher
+makes a DDIM step to that level, and the student with averaged weights predicts r there. After the distillation, a
+prediction needs only one step, from t = 1.
 
-The source names these stages and does not define them. Source: ups, technique 002 (stages).
+The source names these stages but does not define them.
+
+Source: ups, technique 002 (stages).
 """
 
 from __future__ import annotations
@@ -36,17 +39,17 @@ from suite.ups.model import Block, Operator
 from suite.ups.networks import Networks
 
 DEPTH = 4
-"""Blocks of a denoiser."""
+"""Number of blocks in a denoiser."""
 LEVELS = 16
-"""Noise levels of the distillation, and DDIM steps of a prediction by the diffusion stage."""
+"""Number of noise levels in the distillation, and of DDIM steps in a prediction of the diffusion stage."""
 BEFORE = {"diffusion": "operator", "consistency": "diffusion"}
-"""Stage → the stage that it starts from."""
+"""Stage → the previous stage, whose checkpoint it starts from."""
 NOISE_STREAM = -1000
-"""Stream of the noise among the generators of a micro-batch."""
+"""Random stream of a micro-batch that the noise is drawn from."""
 
 
 class Denoiser(Operator):
-    """Predicts v from noisy residuals, the operator's prediction and the noise level, with four operator blocks."""
+    """A network of four blocks that predicts v from noisy residuals, the operator's prediction and the noise level."""
 
     def __init__(self, config: TrainConfig) -> None:
         super().__init__(config.latent_width, config.width, DEPTH, config.heads, config.mlp_ratio)
@@ -63,14 +66,14 @@ class Denoiser(Operator):
 
 
 class Refiner(nn.Module):
-    """The networks of a stage after the operator's; only the denoiser is trained."""
+    """The networks of a stage after the operator stage. Only the denoiser is trained."""
 
     def __init__(self, config: TrainConfig, given: Mixture, *, begin: bool = True) -> None:
-        """Build the networks, and load the previous stage's averaged weights from its checkpoint, `config.init`.
+        """Build the networks, and load the averaged weights from the previous stage's checkpoint, `config.init`.
 
-        begin  whether to load them; otherwise the caller must set all weights
+        begin  whether to load these weights; if False, the caller must set all weights
 
-        PerfsuiteError if the checkpoint is of another stage, or does not fit.
+        PerfsuiteError if the checkpoint is from another stage or does not fit.
         """
         super().__init__()
         self.stage = config.stage
@@ -84,19 +87,19 @@ class Refiner(nn.Module):
             self._begin(config)
 
     def weights(self) -> dict[str, torch.Tensor]:
-        """Return name → parameter of the denoiser."""
+        """Return name → parameter of the denoiser. The names begin with `denoiser.`."""
         return {f"denoiser.{name}": p for name, p in self.denoiser.named_parameters()}
 
     def kept(self) -> dict[str, torch.Tensor]:
-        """Return all tensors that are not trained: operator, encoders, decoders, teacher and the residuals' scale."""
+        """Return name → tensor that is not trained: operator, encoders, decoders, teacher and residual scale."""
         own = self.weights()
         return {name: tensor for name, tensor in self.state_dict(keep_vars=True).items() if name not in own}
 
     @torch.no_grad()
     def measure(self, micro: MicroBatch) -> None:
-        """Set the residuals' scale from the first micro-batch of the training.
+        """Set the residual scale s from the first micro-batch of the training.
 
-        Only the diffusion stage does so; the consistency stage keeps the scale that it has loaded.
+        Only the diffusion stage sets it. The consistency stage keeps the scale that was loaded.
         """
         like = self.residual_scale
         before, after, dt = (_joined(micro, name).to(like) for name in ("before", "after", "dt"))
@@ -116,7 +119,7 @@ class Refiner(nn.Module):
         before, after  [B, T, latent width]
         dt             [B]
         drawn          noise level [B] and noise [B, T, latent width], as drawn by `draw`
-        averages       moving averages of the denoiser's weights, by the names of `weights`
+        averages       moving averages of the denoiser's weights, with the names that `weights` returns
         """
         level, noise = drawn
         with torch.no_grad():
@@ -136,7 +139,12 @@ class Refiner(nn.Module):
 
     @torch.no_grad()
     def refine(self, predicted: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
-        """Add a drawn residual to the operator's prediction, in 16 DDIM steps, or in one after distillation."""
+        """Add a sampled residual to the operator's prediction.
+
+        Sampling makes 16 DDIM steps in the diffusion stage and one in the consistency stage.
+
+        predicted, noise  [B, T, latent width]
+        """
         x, steps = noise, 1 if self.stage == "consistency" else LEVELS
         for number in range(steps, 0, -1):
             level = torch.full((len(x),), number / steps, dtype=x.dtype, device=x.device)
@@ -167,26 +175,29 @@ class Refiner(nn.Module):
 
 
 def schedule(level: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (cos, sin) of πt/2 for noise levels t: [B] → [B, 1, 1] each."""
+    """Return cos(πt/2) and sin(πt/2) for noise levels t: [B] → [B, 1, 1] each."""
     angle = level[:, None, None] * (math.pi / 2)
     return angle.cos(), angle.sin()
 
 
 def cleaned(noisy: torch.Tensor, v: torch.Tensor, level: torch.Tensor) -> torch.Tensor:
-    """Return the residual that follows from a noisy residual and v."""
+    """Return the residual r = cos(πt/2) x_t − sin(πt/2) v."""
     alpha, sigma = schedule(level)
     return alpha * noisy - sigma * v
 
 
 def ddim(noisy: torch.Tensor, v: torch.Tensor, level: torch.Tensor, below: torch.Tensor) -> torch.Tensor:
-    """Step from a noise level to one below, without new noise (Song, Meng and Ermon, 2021)."""
+    """Make a deterministic DDIM step from `level` to the lower noise level `below` (Song, Meng and Ermon, 2021)."""
     alpha, sigma = schedule(level)
     next_alpha, next_sigma = schedule(below)
     return next_alpha * (alpha * noisy - sigma * v) + next_sigma * (sigma * noisy + alpha * v)
 
 
 def draw(maker: Maker, number: int, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Draw noise levels [B] and noise of the shape and device of `like`, by the micro-batch's number alone."""
+    """Draw (noise levels [B], noise with the shape, dtype and device of `like`) for micro-batch `number`.
+
+    The result depends only on the seed and the micro-batch.
+    """
     generator = maker.generator(number, NOISE_STREAM)
     if maker.config.stage == "consistency":
         level = torch.randint(1, LEVELS + 1, (len(like),), generator=generator) / LEVELS
@@ -196,7 +207,7 @@ def draw(maker: Maker, number: int, like: torch.Tensor) -> tuple[torch.Tensor, t
 
 
 def opened(path: Path) -> tuple[Path, Checkpoint, TrainConfig]:
-    """Return (file, checkpoint, configuration) of a checkpoint of ups, or of the last one in a folder."""
+    """Return (file, checkpoint, configuration) of a checkpoint of ups. In a folder, use the last checkpoint."""
     file = Store(path).latest() if path.is_dir() else path
     found = checkpoints.load(file, "ups")
     given = found.trainer.get("config")
@@ -211,7 +222,7 @@ def opened(path: Path) -> tuple[Path, Checkpoint, TrainConfig]:
 
 @torch.no_grad()
 def take(own: Mapping[str, torch.Tensor], given: Mapping[str, Any]) -> None:
-    """Copy weights into a network's own. ValueError if one is missing or has another shape."""
+    """Copy the tensors `given` into `own`. ValueError if one is missing or has another shape."""
     check_weights(own, given)
     for name, weight in given.items():
         own[name].copy_(weight)
@@ -219,19 +230,19 @@ def take(own: Mapping[str, torch.Tensor], given: Mapping[str, Any]) -> None:
 
 @dataclass(frozen=True)
 class Parts:
-    """The networks and weights that a stage trains, in the same form for all stages."""
+    """The networks of a stage, in the same form for all stages."""
 
     networks: Networks
     refiner: Refiner | None
 
     @property
     def weights(self) -> dict[str, torch.Tensor]:
-        """The weights that are trained."""
+        """Name → parameter that the stage trains."""
         return self.networks.weights() if self.refiner is None else self.refiner.weights()
 
 
 def networks_of(config: TrainConfig, maker: Maker, device: torch.device, dtype: torch.dtype = torch.float32) -> Parts:
-    """Build the networks of a stage, and load those of the previous stage."""
+    """Build the networks of a stage. After the operator stage, load the weights of the previous stage."""
     if config.stage == "operator":
         return Parts(Networks(config, maker.given).to(device, dtype), None)
     refiner = Refiner(config, maker.given).to(device, dtype)

@@ -1,4 +1,4 @@
-"""The state that both trainers keep in a checkpoint, under the same names, so that each reads the other's."""
+"""The checkpoint state of both trainers. They use the same names, so each can read the other's checkpoints."""
 
 from __future__ import annotations
 
@@ -14,16 +14,18 @@ from suite.runtime.weights import check_weights, copies
 
 
 def state_of(trainer: Any) -> dict[str, Any]:
-    """Return all that a trainer's next step depends on, and its configuration.
+    """Return the configuration, and everything that the next training step depends on.
 
-    weights     name → tensor, `suite.ups.networks.Networks.weights`
-    averages    the same for their exponential moving averages
-    kept        name → tensor that is not trained, in the stages after the operator's
-    optimizers  group of weights → Muon's and AdamW's state
+    weights     name → trained tensor, with the names that the `weights` methods of the networks return
+    averages    name → exponential moving average of the weight
+    kept        name → tensor that is not trained; empty in the operator stage
+    optimizers  weight group → state of Muon and AdamW
     scale       state of the loss scale
-    steps       number of steps made so far, which determines the examples of the next
+    steps       number of completed steps, which determines the next examples
     data        digest of the data
     config      configuration as plain values
+
+    With sharded parameters, all ranks must call it.
     """
     whole = copies if trainer.shards is None else partial(gathered, trainer)
     return {
@@ -39,22 +41,22 @@ def state_of(trainer: Any) -> dict[str, Any]:
 
 
 def gathered(trainer: Any, parts: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Gather the whole tensors of which each rank has a part; all ranks must call it."""
+    """Gather whole tensors from the shards of all ranks. All ranks must call it."""
     found = trainer.shards.whole([parts[name].detach() for name in parts], [trainer.shapes[name] for name in parts])
     return dict(zip(parts, found, strict=True))
 
 
 @torch.no_grad()
 def take(own: Mapping[str, torch.Tensor], given: Mapping[str, torch.Tensor]) -> None:
-    """Copy weights into a trainer's own."""
+    """Copy the tensors `given` into `own`, by name."""
     for name, weight in given.items():
         own[name].copy_(weight)
 
 
 def restore(trainer: Any, state: Mapping[str, Any]) -> None:
-    """Copy a state into a trainer's own tensors.
+    """Copy a checkpoint's state into a trainer's own tensors.
 
-    ValueError if a weight is missing or has another shape, or the checkpoint is of another stage.
+    ValueError if a weight is missing or has another shape, or the checkpoint is from another stage.
     """
     stage = state["config"].get("stage")
     if stage != trainer.config.stage:

@@ -1,6 +1,6 @@
-"""The fields of a task, from a file or made in memory, from which the latents of ups are encoded.
+"""The fields of a task, from a file or made in memory. The latents of ups are encoded from them.
 
-source: ups, technique 002 (data)
+Source: ups, technique 002 (data)
 """
 
 from __future__ import annotations
@@ -20,57 +20,58 @@ from suite.ups import advection, darcy
 from suite.ups.fields import Fields, Normalisation
 
 STEADY_DT = 1.0
-"""Time step of a task without time: any number that is no time step of the other task."""
+"""Time step of a steady task. It has no meaning, but must differ from the time steps of the other task."""
 SYNTHETIC_BETA = 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class TaskFields:
-    """The normalised fields of a task, sample by sample.
+    """The normalised fields of a task.
 
-    A sample is a sequence of states: the frames of advection, or (a, u) of Darcy flow. Each state but the last forms an
-    example with the next one.
+    A sample is a sequence of states: the frames of advection, or (a, u) of Darcy flow. Two consecutive states form an
+    example.
     """
 
     task: str
     name: str
-    """Name for messages: the file, or a note that the fields were made in memory."""
+    """Name in messages: the file, or a note that the fields were made in memory."""
     train: tuple[int, ...]
-    """Samples to train on; no sample is in both splits."""
+    """Indices of the training samples. No sample is in both splits."""
     validation: tuple[int, ...]
+    """Indices of the validation samples."""
     states: int
-    """States per sample."""
+    """Number of states per sample."""
     dt: float
-    """Time from a state to the next, in s."""
+    """Time from a state to the next, in s; 1 for Darcy flow."""
     points: torch.Tensor
-    """float32 [*grid, d]: the cells' centres."""
+    """float32 [*grid, d]: the cell centres."""
     normalisations: tuple[Normalisation, Normalisation]
-    """Normalisations of the first state and of the later ones; the same for advection."""
+    """Normalisation of the first state, and of the later states. For advection they are the same."""
     digest: str
     """Digest of the file's bytes, or of the settings that the fields were made from."""
     read: Callable[[int], torch.Tensor]
-    """A sample's number → its states, float32 [states, *grid], normalised."""
+    """Index of a sample → its normalised states, float32 [states, *grid]."""
     path: Path | None = None
     """The file, if there is one."""
 
     @property
     def grid(self) -> tuple[int, ...]:
-        """Cells in each direction."""
+        """Number of cells in each direction."""
         return tuple(self.points.shape[:-1])
 
     @property
     def samples(self) -> int:
-        """Number of samples of both splits."""
+        """Number of samples in both splits together."""
         return len(self.train) + len(self.validation)
 
     def at(self, sample: int, state: int) -> torch.Tensor:
-        """Return one state, float32 [*grid]."""
+        """Return one normalised state, float32 [*grid]."""
         return self.read(sample)[state]
 
 
 @dataclass(frozen=True)
 class _OfFile:
-    """Reads the samples of a file."""
+    """Function that reads a sample from a file."""
 
     fields: Fields
 
@@ -84,7 +85,7 @@ class _OfFile:
 
 @dataclass(frozen=True)
 class _InMemory:
-    """Reads the samples of a tensor."""
+    """Function that reads a sample from a tensor."""
 
     states: torch.Tensor
 
@@ -93,7 +94,10 @@ class _InMemory:
 
 
 def from_file(path: str | Path, task: str, *, validation: float, seed: int) -> TaskFields:
-    """Open a file of PDEBench's layout; PerfsuiteError if it is invalid or of another task."""
+    """Open a file in PDEBench's layout. PerfsuiteError if it is invalid or belongs to another task.
+
+    The frames are assumed to be evenly spaced in time.
+    """
     fields = Fields(path, validation=validation, seed=seed)
     file = fields.file
     if file.task != task:
@@ -115,10 +119,10 @@ def from_file(path: str | Path, task: str, *, validation: float, seed: int) -> T
 
 
 def synthetic(task: str, *, samples: int, cells: int, frames: int, validation: float, seed: int) -> TaskFields:
-    """Make a few samples in memory, of the same equations as the files of `perfsuite data pde`.
+    """Make samples in memory, from the same equations as the files of `perfsuite data pde`.
 
     cells   number of cells in each direction
-    frames  number of frames of advection: the first of the 201
+    frames  number of frames of an advection sample, which are the first of its 201 frames
     """
     if task == "advection1d":
         solved = [advection.solution(advection.drawn(seed, i), SYNTHETIC_BETA, cells)[:frames] for i in range(samples)]
@@ -154,7 +158,7 @@ def synthetic(task: str, *, samples: int, cells: int, frames: int, validation: f
 
 
 def token_grid(task: str, tokens: int) -> tuple[int, ...]:
-    """Return the tokens along each dimension: (tokens,) on a line, the factors nearest to a square on a plane."""
+    """Return the number of tokens along each dimension: (tokens,) in 1-D, the two most equal factors in 2-D."""
     if task == "advection1d":
         return (tokens,)
     columns = max(n for n in range(1, math.isqrt(tokens) + 1) if tokens % n == 0)
@@ -162,7 +166,7 @@ def token_grid(task: str, tokens: int) -> tuple[int, ...]:
 
 
 def check_grid(fields: TaskFields, tokens: int) -> None:
-    """Raise PerfsuiteError if the cells of a grid do not divide into the tokens."""
+    """Raise PerfsuiteError if the cells of the grid do not divide evenly into the tokens."""
     wanted = token_grid(fields.task, tokens)
     if any(cells % count for cells, count in zip(fields.grid, wanted, strict=True)):
         actual, asked = (" x ".join(map(str, sizes)) for sizes in (fields.grid, wanted))
