@@ -1,4 +1,4 @@
 """Code that the reference and the optimized trainers share: run-time services, configurations, data and commands.
 
-Imports neither side; `suite.trainers` knows their trainers by name and loads one when it is asked for.
+The package imports neither side. `suite.trainers` lists their trainers by name and imports one on demand.
 """

@@ -1,10 +1,10 @@
-"""Two configurations of a trainer, trained side by side on the same data in alternating slices of windows.
+"""Trains two configurations of a trainer on the same data in alternating slices of windows.
 
-    two arms → slices (A B, B A, A B, …) → Pair, one for each seed → `suite.ab_report`
+    two arms → slices (A B, B A, A B, …) → Pair, one per seed → `suite.ab_report`
 
-Both trainers are alive in one process, and neither is ahead of the other by more than a slice, so that drift of the
-machine affects both. Each has random generators of its own: it learns what it would learn alone. At the end of a slice
-both have trained on the same number of items, as far as whole windows allow.
+Both trainers live in one process, and neither is ahead of the other by more than one slice, so machine drift affects
+both. Each has its own random state, so it learns the same as it would alone. At the end of a slice both have trained on
+the same number of items, rounded to whole windows.
 """
 
 from __future__ import annotations
@@ -34,63 +34,63 @@ Name = Literal["baseline", "optimized"]
 Batch = Mapping[str, torch.Tensor]
 clock = time.perf_counter
 TICK_S = 1e-9
-"""Resolution of the clock in seconds: no slice takes less."""
+"""Resolution of the clock in seconds, and the minimum duration of a slice."""
 WARM_UP = 3
-"""First slices that are left out of the throughput; a third of all slices where these are fewer than nine."""
+"""First slices, which are excluded from the throughput; a third of all slices if there are fewer than nine."""
 LONGEST_S = 30.0
-"""Most seconds to which a pair of slices grows: in longer ones the machine could drift between the sides."""
+"""Maximum seconds of a pair of slices. In longer ones the machine could drift between the sides."""
 LARGEST_UNIT = 64
-"""Most windows of the larger size after which both sides meet at the same item; beyond that, counts are rounded."""
+"""Both sides meet at the same item after at most this many windows of the larger size; otherwise counts are rounded."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Arm:
-    """A side of the comparison, before anything of it is built."""
+    """One side of the comparison, before its trainer is built."""
 
     name: Name
     build: Callable[[], Any]
-    """Function that makes the trainer."""
+    """Function that builds the trainer."""
     batches: Iterator[Batch]
     limit: int | None = None
-    """Most windows to train."""
+    """Maximum number of windows to train."""
     quality: Callable[[Any], Mapping[str, float]] = lambda trainer: {}
-    """The trainer's own evaluation metrics, once it is trained."""
+    """Function that computes the trained trainer's evaluation metrics."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Slice:
-    """Windows that a side trained in a row."""
+    """Consecutive windows that one side trained."""
 
     windows: int
     items: int
     seconds: float
-    """Seconds until the device had finished, including the making of batches and the metrics."""
+    """Seconds until the device had finished, including the time for batches and metrics."""
     loss: float | None
-    """Mean loss over the windows whose loss is known; None if none is."""
+    """Mean loss over the windows with a known loss; None if there are none."""
     losses: int
-    """Windows whose loss is known: a trainer that never waits for the device may pass over some."""
+    """Number of windows with a known loss. A trainer that never waits for the device may skip some."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Run:
-    """One side's training with one seed, as far as both sides have come."""
+    """One side's training with one seed, up to the last slice that both sides completed."""
 
     slices: tuple[Slice, ...]
     build_s: float
     peak_bytes: int | None
-    """Peak GPU memory in bytes, without the other side's; None on a CPU."""
+    """Peak GPU memory in bytes, excluding the other side's; None on a CPU."""
     quality: Mapping[str, float] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
-    """Warnings raised while building or warming up."""
+    """Warnings that were raised during build and warm-up."""
 
     @property
     def items(self) -> int:
-        """Items trained on."""
+        """Number of items trained on."""
         return sum(s.items for s in self.slices)
 
     @property
     def loss(self) -> float | None:
-        """The mean loss of the last slice."""
+        """Mean loss of the last slice."""
         return self.slices[-1].loss if self.slices else None
 
 
@@ -102,34 +102,34 @@ class Pair:
     baseline: Run
     optimized: Run
     item: str = "items"
-    """The unit of the items, in the plural: examples, tokens, segments."""
+    """Plural unit of the items: examples, tokens, segments."""
     noun: str = "window"
-    """The name of a window."""
+    """The trainer's word for a window."""
 
     @property
     def warm_up(self) -> int:
-        """Slices of each side, from the first on, that are not counted in the throughput."""
+        """Number of first slices of each side that are excluded from the throughput."""
         return warm_up(len(self.baseline.slices))
 
     def timed(self) -> list[tuple[Slice, Slice]]:
-        """Return (baseline, optimized) of the slices that are counted in the throughput."""
+        """Return the pairs (baseline, optimized) of slices that are included in the throughput."""
         both = zip(self.baseline.slices, self.optimized.slices, strict=True)
         return list(both)[self.warm_up :]
 
 
 def warm_up(slices: int) -> int:
-    """Return how many of this many slices are left out of the throughput."""
+    """Return how many of `slices` slices are excluded from the throughput."""
     return min(slices, WARM_UP, max(1, slices // 3))
 
 
 class Comparison:
     """Train both arms with one seed.
 
-    slices   approximate number of slices of a training; a long one has more
-    seconds  seconds after which the training of both ends, without the warm-up; None: at the end of the data
-    stopped  called after each window; if it returns true, the training ends there, and the current slice is dropped
+    slices   approximate number of slices of a training; a long training has more
+    seconds  seconds from the end of warm-up until both sides' training ends; None: train to the arms' limits
+    stopped  called after each window; if it returns True, training ends there and the current slice is discarded
 
-    ConfigurationError where the training has no end.
+    ConfigurationError if the training has no end, or the limits are too small for the sides to meet at the same item.
     """
 
     def __init__(
@@ -154,13 +154,13 @@ class Comparison:
                 f"the sides have trained on equally many items after {windows} windows at the earliest, which is more "
                 f"than either may train; raise --windows or the number of steps"
             )
-        # A side of one large window may let the other train beyond its limit.
+        # A side with one large window may let the other side train beyond its limit.
         self._units = max(1, min(limits) // self._unit) if limits else None
         if self._units is None and seconds is None:
             raise ConfigurationError("the training has no end: say when with --windows or --seconds")
 
     def run(self) -> None:
-        """Build, train and evaluate both. DivergedError, naming side and window, where a loss is not finite."""
+        """Build, train and evaluate both sides. DivergedError, with side and window, if a loss is not finite."""
         for side in self._sides:
             if self._stopped():
                 return
@@ -176,23 +176,23 @@ class Comparison:
             side.evaluate()
 
     def pair(self) -> Pair:
-        """Return the slices that both sides have trained so far."""
+        """Return the slices that both sides have completed so far."""
         whole = min(len(side.slices) for side in self._sides)
         baseline, optimized = (side.run(whole) for side in self._sides)
         first = self._sides[0]
         return Pair(seed=self._seed, baseline=baseline, optimized=optimized, item=first.item, noun=first.noun)
 
     def _goals(self) -> Iterator[int]:
-        """Yield the number of items on which each side has trained at the end of each slice."""
+        """Yield the cumulative number of items per side at the end of each slice."""
         total = sys.maxsize if self._units is None else self._units
         largest = max(1, total // self._slices)
-        # The first slice holds whatever compiles and captures.
+        # Compilation and capture take place in the first slice.
         settled = max(math.ceil(side.settles * side.items / self._unit) for side in self._sides)
         longest_s = LONGEST_S if self._seconds is None else min(LONGEST_S, self._seconds / self._slices)
         done, size, ends = 0, min(settled, largest), math.inf
         for number in itertools.count(1):
             left = total - done
-            done += size if left >= 2 * size else left  # a short slice at the end would say little of the loss
+            done += size if left >= 2 * size else left  # the loss of a short last slice would be noisy
             before = clock()
             yield done * self._unit
             now = clock()
@@ -205,13 +205,13 @@ class Comparison:
 
 
 def unit_of(*items: int) -> int:
-    """Return the items after which windows of these sizes end together, or the largest size if that takes too many."""
+    """Return the items after which windows of these sizes end together; the largest size if that takes too many."""
     together = math.lcm(*items)
     return together if together <= LARGEST_UNIT * max(items) else max(items)
 
 
 class _Side:
-    """An arm while it trains."""
+    """An arm with its trainer and its measurements."""
 
     def __init__(self, arm: Arm, device: torch.device, stopped: Callable[[], bool]) -> None:
         self.arm, self.device = arm, device
@@ -223,7 +223,7 @@ class _Side:
         self._count: Callable[[Batch], int] = counted.items if counted is not None else _items
         self.item = counted.unit if counted is not None else "tokens" if "input_ids" in first else "items"
         self.items = max(1, self._count(first))
-        """Number of items of a window."""
+        """Number of items per window."""
         self._batches = itertools.chain([first], arm.batches)
         self.trainer: Any = None
         self.slices: list[tuple[int, int, float]] = []
@@ -238,7 +238,7 @@ class _Side:
 
     @property
     def settles(self) -> int:
-        """Windows after which the trainer compiles and captures nothing more."""
+        """Number of windows after which the trainer compiles and captures nothing more."""
         found: int = getattr(self.trainer, "settles", 1)
         return found
 
@@ -248,7 +248,7 @@ class _Side:
         return found
 
     def build(self, seed: int) -> None:
-        """Make the trainer, with the generators at the seed."""
+        """Build the trainer with freshly seeded random generators."""
         _seed(seed)
         self._own.take()
         with noting(self._notes), self._own:
@@ -258,7 +258,7 @@ class _Side:
             self._build_s = clock() - began
 
     def train_to(self, goal: int, *, warm: bool) -> None:
-        """Train one slice: until `goal` items, to the nearest whole window."""
+        """Train one slice, up to `goal` items in total, rounded to the nearest whole window."""
         last = max(1, (2 * goal + self.items) // (2 * self.items))
         with noting(self._notes) if warm else contextlib.nullcontext(), self._own:
             items = 0
@@ -276,17 +276,17 @@ class _Side:
         self.slices.append((last, items, seconds))
 
     def evaluate(self) -> None:
-        """Compute the trainer's own metrics."""
+        """Compute the trainer's evaluation metrics."""
         self._quality = {name: float(value) for name, value in self.arm.quality(self.trainer).items()}
 
     def summary(self) -> str:
-        """Describe the last slice in words."""
+        """Describe the last slice as text."""
         _, items, seconds = self.slices[-1]
         loss = self._slice(len(self.slices) - 1).loss
         return f"{self.arm.name} {items / seconds:.4g} {self.item}/s" + ("" if loss is None else f", loss {loss:.4g}")
 
     def run(self, slices: int) -> Run:
-        """Return the training as it is recorded, with its first slices."""
+        """Return the record of the training with its first `slices` slices."""
         return Run(
             slices=tuple(self._slice(number) for number in range(slices)),
             build_s=self._build_s,
@@ -303,7 +303,7 @@ class _Side:
         return Slice(windows=last - first, items=items, seconds=seconds, loss=mean, losses=len(losses))
 
     def _window(self) -> int:
-        """Train one window, and return its number of items."""
+        """Train one window and return its number of items."""
         batch = next(self._batches, None)
         if batch is None:
             raise PerfsuiteError(f"{self.arm.name}: the data ended at {self.noun} {self._windows}; lower --windows")
@@ -317,7 +317,7 @@ class _Side:
         return self._count(batch)
 
     def _look(self, found: Mapping[str, float] | None, window: int) -> None:
-        """Record the loss of a window; DivergedError where it is not a finite number."""
+        """Record the loss of a window; DivergedError if it is not finite."""
         loss = None if found is None else found.get("loss")
         if loss is None:
             return
@@ -331,9 +331,9 @@ class _Side:
 
 
 class _Own:
-    """Context with one side's own state: its random generators and cuDNN's switch. It also measures the side's memory.
+    """Context with one side's random state and cuDNN benchmark flag. It also measures the side's memory.
 
-    Attributes: `peak` of the GPU memory, in bytes, without what the other side held; None on a CPU.
+    Attribute `peak`: peak GPU memory in bytes, excluding the other side's memory; None on a CPU.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -344,7 +344,7 @@ class _Own:
         self.take()
 
     def take(self) -> None:
-        """Save the generators and the switch as they are now; the side continues from them."""
+        """Save the current random state and flag, from which the side continues."""
         self._rng, self._benchmark = rng_state(), torch.backends.cudnn.benchmark
 
     def __enter__(self) -> None:
@@ -364,7 +364,7 @@ class _Own:
 
 
 def _items(batch: Batch) -> int:
-    """Return the number of tokens of a text, or else of the rows of the first tensor that has any."""
+    """Return the number of tokens in `input_ids`, or else the number of rows of the first tensor that has rows."""
     if "input_ids" in batch:
         return batch["input_ids"].numel()
     return next((len(t) for t in batch.values() if t.dim()), 1)

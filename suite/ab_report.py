@@ -1,6 +1,6 @@
-"""Results of a comparison of two configurations: a table for the terminal, a page of Markdown, and JSON.
+"""Report of a comparison of two configurations: a table for the terminal, a page of Markdown, and JSON.
 
-Speedups and their 95% intervals are over pairs of slices; intervals of the other figures are over seeds (Student's t).
+Speedups and their 95% intervals are over pairs of slices. Intervals of the other figures are over seeds (Student's t).
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Setting:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Record:
-    """A whole comparison."""
+    """A complete comparison."""
 
     trainer: str
     device: str
@@ -46,28 +46,28 @@ class Record:
     baseline: Setting
     optimized: Setting
     pairs: tuple[Pair, ...]
-    """One for each seed, at least one."""
+    """One per seed, at least one."""
     partial: str | None = None
     """Reason why the comparison is incomplete; None if it is complete."""
 
     @property
     def item(self) -> str:
-        """The unit of the items, in the plural."""
+        """Plural unit of the items."""
         return self.pairs[0].item
 
     @property
     def noun(self) -> str:
-        """The name of a window."""
+        """The trainer's word for a window."""
         return self.pairs[0].noun
 
     def runs(self, name: str) -> list[Run]:
-        """Return a side's runs, one for each seed."""
+        """Return a side's runs, one per seed."""
         return [getattr(pair, name) for pair in self.pairs]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Estimate:
-    """A value with its 95% interval; a single observation has no interval."""
+    """A value with its 95% interval. A single observation has no interval."""
 
     value: float
     low: float | None
@@ -78,7 +78,7 @@ class Estimate:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Row:
-    """A figure of both sides, formatted."""
+    """A formatted figure of both sides."""
 
     name: str
     baseline: str
@@ -87,7 +87,7 @@ class Row:
 
 
 def speedup(pairs: Sequence[Pair]) -> Estimate | None:
-    """Estimate how many times as many items a second the optimized side trains on; None where no slice was timed."""
+    """Estimate the optimized side's items per second relative to the baseline's; None if no slice was timed."""
     timed = [both for pair in pairs for both in pair.timed()]
     if not timed:
         return None
@@ -99,7 +99,7 @@ def speedup(pairs: Sequence[Pair]) -> Estimate | None:
 
 
 def difference(pairs: Sequence[tuple[float | None, float | None]]) -> Estimate | None:
-    """Estimate optimized minus baseline from (baseline, optimized) by seed; None where no seed has both."""
+    """Estimate optimized minus baseline from (baseline, optimized) per seed; None if no seed has both."""
     found = [b - a for a, b in pairs if a is not None and b is not None]
     if not found:
         return None
@@ -111,14 +111,14 @@ def difference(pairs: Sequence[tuple[float | None, float | None]]) -> Estimate |
 
 
 def differing(record: Record) -> dict[str, tuple[Any, Any]]:
-    """Return field → (baseline, optimized), for the fields in which the configurations differ."""
+    """Return field → (baseline, optimized) for the fields in which the configurations differ."""
     a, b = ({"side": s.side, **_flat(s.fields)} for s in (record.baseline, record.optimized))
     names = dict.fromkeys([*a, *b])
     return {name: (a.get(name), b.get(name)) for name in names if a.get(name) != b.get(name)}
 
 
 def rows(record: Record) -> list[Row]:
-    """Return all figures, in the order of the table."""
+    """Return all figures in the table's order."""
     a, b = record.runs("baseline"), record.runs("optimized")
     timed = [both for pair in record.pairs for both in pair.timed()]
     first, second = [x for x, _ in timed], [y for _, y in timed]
@@ -163,7 +163,7 @@ def rows(record: Record) -> list[Row]:
 
 
 def table(record: Record, width: int) -> str:
-    """Return the figures as a table for a terminal of that width."""
+    """Return the figures as a table for a terminal of `width` columns."""
     from rich.console import Console
     from rich.table import Table
 
@@ -182,18 +182,18 @@ def table(record: Record, width: int) -> str:
 
 
 def page(record: Record) -> str:
-    """Return the whole comparison as Markdown."""
+    """Return the complete comparison as Markdown."""
     return "\n".join(_lines(record)) + "\n"
 
 
 def save(record: Record, folder: Path) -> None:
-    """Write ab.json and ab.md, each whole or not at all."""
+    """Write ab.json and ab.md, each completely or not at all."""
     write(folder / FILE, json.dumps(_plain(record), indent=1, allow_nan=False) + "\n")
     write(folder / PAGE, page(record))
 
 
 def _plain(record: Record) -> dict[str, Any]:
-    """Return the record and the figures derived from it, as JSON can hold them."""
+    """Return the record and its derived figures as values that JSON can represent."""
     a, b = record.runs("baseline"), record.runs("optimized")
     names = dict.fromkeys(name for run in (*a, *b) for name in run.quality)
     quality = {n: difference([(x.quality.get(n), y.quality.get(n)) for x, y in zip(a, b, strict=True)]) for n in names}
@@ -218,7 +218,7 @@ def _plain(record: Record) -> dict[str, Any]:
 
 
 def _finite(value: Any) -> Any:
-    """Replace the numbers that JSON does not have, infinities and NaN, by None."""
+    """Replace infinities and NaN, which JSON lacks, by None."""
     if isinstance(value, Mapping):
         return {k: _finite(v) for k, v in value.items()}
     if isinstance(value, (list, tuple)):
@@ -292,7 +292,7 @@ def _losses(record: Record) -> Iterator[str]:
 
 
 def _remarks(record: Record) -> Iterator[str]:
-    """Yield remarks on how to read the figures."""
+    """Yield notes on how to read the figures."""
     ratio = speedup(record.pairs)
     count = len(record.pairs)
     if ratio is None:
@@ -330,13 +330,13 @@ def _memory(a: Sequence[int | None], b: Sequence[int | None]) -> Row:
 
 
 def _at(record: Record) -> str:
-    """Return the name of the loss: after how many items, if all runs have as many, or at the end."""
+    """Return the loss's row name, with the number of items if it is the same for all runs."""
     items = {run.items for name in ("baseline", "optimized") for run in record.runs(name)}
     return f"loss after {next(iter(items)):,} {record.item}" if len(items) == 1 else "loss at the end"
 
 
 def _first(record: Record, name: str) -> list[float]:
-    """Return the seconds of the slices that are left out of the throughput."""
+    """Return the seconds of the slices that are excluded from the throughput."""
     return [s.seconds for pair in record.pairs for s in getattr(pair, name).slices[: pair.warm_up]]
 
 
@@ -383,13 +383,13 @@ def _files(record: Record) -> str:
 
 
 def _value(value: Any) -> str:
-    """Format a field's value as YAML has it, for a cell of a Markdown table."""
+    """Format a field's value for a cell of a Markdown table: strings as they are, other values as JSON."""
     text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
     return text.replace("|", "\\|")
 
 
 def _flat(fields: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return nested fields by their dotted names."""
+    """Return nested fields as a flat dict with dotted names."""
     found: dict[str, Any] = {}
     for name, value in fields.items():
         if isinstance(value, Mapping):

@@ -1,9 +1,9 @@
-"""Gain of each technique of a trainer: switched on one after another, and each off alone, in interleaved rounds.
+"""Ablation of a trainer's techniques: they are switched on one after another, and each one is switched off alone.
 
     trainer → arms → rounds of timed windows, in random order → Record (JSON) → table and waterfall
 
-Every round times each arm once, so that drift of the machine affects all of them. A ratio of two arms is taken within
-its round, and its interval is over the rounds (Student's t of the log-ratios).
+Rounds are interleaved: each round times every arm once, so machine drift affects all arms. Ratios of two arms are
+computed within a round, and their intervals over the rounds (Student's t of the log-ratios).
 """
 
 from __future__ import annotations
@@ -37,19 +37,19 @@ if TYPE_CHECKING:
 SCHEMA = 1
 VOCABULARY = 32000
 BATCHES = 8
-"""Number of different batches, which are on the device before the clock starts."""
+"""Number of different batches. They are on the device before timing starts."""
 REFERENCE, NONE, ALL = "reference", "none", "all"
 WIDE = 20
-"""Ratio of the longest bar to the shortest above which the axis is logarithmic: else short bars could not be seen."""
+"""Ratio of the longest to the shortest bar above which the axis is logarithmic, so that short bars stay visible."""
 SHORTEST_S, LONGEST_S = 1e-12, 1e12
-"""Bounds of a window's seconds: a recorded time outside them is invalid."""
+"""Bounds of a window's seconds. A recorded time outside them is invalid."""
 Batches = Iterator[Mapping[str, Any]]
 Short = Callable[[Any], tuple[Any, Any, int] | None]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Arm:
-    """A trainer to time: the reference, or the optimized one with these techniques on."""
+    """A trainer to time: the reference, or the optimized trainer with the techniques `on`."""
 
     name: str
     on: tuple[str, ...] | None
@@ -58,23 +58,23 @@ class Arm:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Timed:
-    """An arm's figures; counts and memory are None on a CPU."""
+    """Measurements of an arm. Counts and memory are None on a CPU."""
 
     name: str
     seconds: tuple[float, ...]
-    """Seconds of a window, by round."""
+    """Seconds per window, by round."""
     peak_bytes: int | None = None
-    """Peak bytes of a window, with the trainer's own tensors, but without the memory of a CUDA graph."""
+    """Peak memory of a window in bytes, including the trainer's tensors, excluding memory of CUDA graphs."""
     host_syncs: int | None = None
-    """Host syncs of a window."""
+    """Host synchronisations per window."""
     launches: int | None = None
     notes: tuple[str, ...] = ()
-    """Warnings raised while building or running it."""
+    """Warnings that were raised during build and warm-up."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Record:
-    """A whole ablation."""
+    """A complete ablation."""
 
     trainer: str
     device: str
@@ -84,14 +84,14 @@ class Record:
     techniques: tuple[str, ...]
     claims: Mapping[str, str]
     windows: int
-    """Windows that are timed together, in each round and arm."""
+    """Windows that are timed together, per round and arm."""
     arms: tuple[Timed, ...]
     always: tuple[str, ...] = ()
-    """Techniques that are on in every arm, and not among `techniques`; if any, the reference trainer was not timed."""
+    """Techniques that are on in every arm and not in `techniques`. If there are any, the reference was not timed."""
 
     @property
     def begin(self) -> str:
-        """Name of the arm with which all others are compared."""
+        """Name of the arm that the total speedup is relative to."""
         return NONE if self.always else REFERENCE
 
     def arm(self, name: str) -> Timed:
@@ -100,7 +100,7 @@ class Record:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Ratio:
-    """How many times as long one arm takes as another, with its 95% interval."""
+    """Ratio of two arms' times, with its 95% interval."""
 
     value: float
     low: float
@@ -108,24 +108,24 @@ class Ratio:
 
 
 def arms(techniques: Sequence[str], always: Sequence[str] = ()) -> list[Arm]:
-    """Return the arms: the reference, the techniques switched on one after another, and each off alone.
+    """Return the arms: the reference, the techniques switched on one after another, and each one off alone.
 
-    If techniques are `always` on, there is no reference: it may be what takes too long.
+    If techniques are `always` on, the reference is omitted, since it may take too long.
     """
     found = [] if always else [Arm(name=REFERENCE, on=None)]
     found.append(Arm(name=NONE, on=(*always,)))
     for count in range(1, len(techniques)):
         found.append(Arm(name=f"+{techniques[count - 1]}", on=(*always, *techniques[:count])))
     found.append(Arm(name=ALL, on=(*always, *techniques)))
-    for off in techniques[:-1]:  # without the last technique it is the arm before "all"
+    for off in techniques[:-1]:  # the last technique off alone is the arm before "all"
         found.append(Arm(name=f"-{off}", on=(*always, *(t for t in techniques if t != off))))
     return found
 
 
 def whole_periods(windows: int, config: object) -> int:
-    """Return the number of windows, rounded up to a multiple of the `schedule_period` of a trainer's configuration.
+    """Return the number of windows, rounded up to a multiple of the configuration's `schedule_period`.
 
-    Otherwise an arm might be timed in a round in which its windows do less work.
+    Otherwise an arm might be timed on windows that do less work than others.
     """
     period: int = getattr(config, "schedule_period", 1)
     return -(-windows // period) * period
@@ -143,11 +143,12 @@ def measure(
     short: Short = lambda config: None,
     progress: Callable[[str], None] = lambda what: None,
 ) -> tuple[Timed, ...]:
-    """Time every arm in each of `rounds` rounds; `build` makes an arm's trainer.
+    """Time every arm in each of `rounds` rounds; `build` builds an arm's trainer.
 
-    short  how launches and syncs are counted where a window has many equal steps, of which the profiler would record
-           millions of events. From a trainer's configuration it returns None, or (configuration of a short window, of
-           one that is a step longer, steps that the whole window has beyond the short one)
+    short  function of a trainer's configuration for windows of many equal steps, for which the profiler would record
+           millions of events. It returns None, or (configuration of a short window, configuration of a window that is
+           one step longer, number of steps that the full window has beyond the short one). Launches and syncs of the
+           full window are extrapolated from these two windows.
     """
     import torch
 
@@ -199,7 +200,7 @@ def _warm(
     wait: Callable[[], object],
     cuda: bool,
 ) -> tuple[int | None, float]:
-    """Return (peak memory in bytes, seconds) of an arm's first window after those that settle it."""
+    """Build and warm up an arm. Return (peak memory in bytes, seconds) of its first window after it has settled."""
     import torch
 
     before = torch.cuda.memory_allocated() if cuda else 0
@@ -218,7 +219,7 @@ def _warm(
 
 @contextlib.contextmanager
 def noting(found: list[str]) -> Iterator[None]:
-    """Add the RuntimeWarnings that are raised within to `found`, each in one line."""
+    """Append each RuntimeWarning that the block raises to `found`, as one line. Other warnings are dropped."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", RuntimeWarning)
         yield
@@ -254,22 +255,22 @@ def _counted(
 
 
 def _nothing() -> None:
-    """Do nothing: every window goes on from the last, so that nothing has to be reset."""
+    """Do nothing. Each window continues from the previous one, so nothing needs a reset."""
 
 
 def ratio(record: Record, slower: str, faster: str) -> Ratio:
-    """Return how many times as long the one arm takes as the other."""
+    """Return the ratio of the arm `slower`'s time to the arm `faster`'s."""
     return paired(record.arm(slower).seconds, record.arm(faster).seconds)
 
 
 def paired(slower: Sequence[float], faster: Sequence[float]) -> Ratio:
-    """Return the geometric mean of the ratios of two arms' seconds, round by round, with its 95% interval."""
+    """Return the geometric mean, with its 95% interval, of the per-round ratios of two arms' seconds."""
     middle, half = mean([math.log(a / b) for a, b in zip(slower, faster, strict=True)])
     return Ratio(value=math.exp(middle), low=math.exp(middle - half), high=math.exp(min(middle + half, 700.0)))
 
 
 def mean(values: Sequence[float]) -> tuple[float, float]:
-    """Return (mean of the values, half the width of its 95% interval), by Student's t."""
+    """Return (mean, half-width of its 95% interval by Student's t). The half-width of a single value is infinite."""
     from scipy import stats
 
     count = len(values)
@@ -278,7 +279,7 @@ def mean(values: Sequence[float]) -> tuple[float, float]:
 
 
 def random_batches(config: Any, device: torch.device) -> Batches:
-    """Return an endless cycle of a few batches of random tokens, of the batch_size and sequence_length configured."""
+    """Return an infinite cycle of a few batches of random tokens, with the config's batch_size and sequence_length."""
     from suite import text
 
     sequences = text.synthetic(VOCABULARY, config.sequence_length, BATCHES * config.batch_size)
@@ -287,12 +288,12 @@ def random_batches(config: Any, device: torch.device) -> Batches:
 
 
 def save(record: Record, path: Path) -> None:
-    """Write the record as JSON; the file is written whole or not at all."""
+    """Write the record as JSON, completely or not at all."""
     write(path, json.dumps({"schema": SCHEMA, **dataclasses.asdict(record)}, indent=1) + "\n")
 
 
 def load(path: Path) -> Record:
-    """Read a record that `save` wrote; PerfsuiteError where there is none."""
+    """Read a record that `save` wrote; PerfsuiteError if the file is missing or invalid."""
     if os.path.exists(path) and not os.path.isfile(path):  # reading a pipe would block
         raise PerfsuiteError(f"{shown(path)} is no file; name the .json of an ablation")
     try:
@@ -312,7 +313,7 @@ def load(path: Path) -> Record:
 
 
 def _typed(record: Record) -> Record:
-    """Return the record; ValueError where a field has another type, which JSON does not check."""
+    """Return the record; ValueError if a field has a wrong type, which JSON does not check."""
     for name in ("trainer", "device", "versions", "date"):
         if not isinstance(getattr(record, name), str):
             raise ValueError(f"{name} is no text")
@@ -334,7 +335,7 @@ def _names(given: Any) -> tuple[str, ...]:
 
 
 def _whole(record: Record) -> Record:
-    """Return the record; ValueError where an arm or a round of it is missing, or a time is invalid."""
+    """Return the record; ValueError if an arm or a round is missing, or a time is invalid."""
     timed = {a.name: a.seconds for a in record.arms}
     rounds = len(timed.get(record.begin, ()))
     for arm in arms(record.techniques, record.always):
@@ -350,7 +351,7 @@ def _whole(record: Record) -> Record:
 
 
 def table(record: Record, picture: str | None = None) -> str:
-    """Return the record as a page of Markdown; `picture` is the plot's file name beside it."""
+    """Return the record as a page of Markdown; `picture` is the file name of its plot."""
     return "\n".join(_lines(record, picture)) + "\n"
 
 
@@ -407,12 +408,12 @@ def _lines(record: Record, picture: str | None) -> Iterator[str]:
 
 
 def plotting() -> Any:
-    """Import matplotlib's pyplot; PerfsuiteError where it is not installed."""
+    """Import matplotlib's pyplot; PerfsuiteError if it is not installed."""
     return plots.pyplot("the plot needs matplotlib; pip install 'perfsuite[test]', or use --no-plot")
 
 
 def plot(record: Record, path: Path) -> None:
-    """Draw the waterfall as SVG."""
+    """Plot the waterfall chart as SVG."""
     pyplot = plotting()
     names = [NONE, *(f"+{t}" for t in record.techniques[:-1]), ALL]
     labels = ["all off", *(f"+ {t}" for t in record.techniques)]
@@ -450,7 +451,7 @@ def _figures(arm: Timed) -> str:
 
 
 def typical(arm: Timed) -> str:
-    """Format a window's time, the median over the rounds."""
+    """Format the time per window, the median over the rounds."""
     return units.seconds(median(arm.seconds))
 
 

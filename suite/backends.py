@@ -10,7 +10,7 @@ import torch
 
 @contextmanager
 def tf32_products(*, allowed: bool) -> Iterator[None]:
-    """Set whether float32 matrix products and convolutions round factors to TF32, 10 bits, on the tensor cores."""
+    """Set whether float32 matrix products and convolutions may use TF32 (10-bit mantissa) on tensor cores."""
     products, convolutions = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
     torch.set_float32_matmul_precision("high" if allowed else "highest")
     torch.backends.cudnn.allow_tf32 = allowed
@@ -22,12 +22,12 @@ def tf32_products(*, allowed: bool) -> Iterator[None]:
 
 
 def deterministic_convolutions() -> AbstractContextManager[None]:
-    """Let cuDNN use only algorithms whose sums have a fixed order: every run has the same bits."""
+    """Restrict cuDNN to algorithms with a fixed summation order, so that every run gives the same bits."""
     return _cudnn("deterministic", True)
 
 
 def cudnn_benchmark(*, on: bool) -> AbstractContextManager[None]:
-    """Set whether cuDNN times its algorithms at the first call of each shape and keeps the fastest."""
+    """Set whether cuDNN times its algorithms at the first call of each shape and then uses the fastest."""
     return _cudnn("benchmark", on)
 
 

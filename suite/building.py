@@ -1,4 +1,4 @@
-"""Resumable making of a data set: its parts lie beside it until it is complete, and one process makes it at a time."""
+"""Resumable building of a data set by one process at a time. Its parts are stored next to it until it is complete."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ Array = numpy.ndarray[Any, Any]
 
 
 class StoppedError(PerfsuiteError):
-    """Raised where the making has stopped; the same command goes on from the parts."""
+    """Building has stopped. The same command continues from the stored parts."""
 
 
 class Watcher(Protocol):
-    """Receiver of messages about the progress."""
+    """Receiver of progress messages."""
 
     def progress(self, what: str, done: int, total: int) -> None: ...
 
@@ -32,13 +32,13 @@ class Watcher(Protocol):
 
 
 class Parts:
-    """Arrays in a folder, each complete or absent; no other file in it is ever touched."""
+    """Arrays in a folder, each complete or absent. Other files in the folder are never touched."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
     def load(self, name: str) -> Array | None:
-        """Return an array, mapped into memory; None where it is missing or damaged."""
+        """Return a memory-mapped array; None if it is missing or damaged."""
         try:
             loaded: Array = numpy.load(self.folder / f"{name}.npy", mmap_mode="r")
         except (OSError, ValueError, EOFError):
@@ -46,14 +46,14 @@ class Parts:
         return loaded
 
     def save(self, name: str, array: Array) -> None:
-        """Write an array; the file is replaced as a whole."""
-        temporary = self.folder / f"{name}.{os.getpid()}.tmp"  # workers of a run that was killed may still write
+        """Write an array atomically."""
+        temporary = self.folder / f"{name}.{os.getpid()}.tmp"  # workers of a killed run may still write
         with temporary.open("wb") as file:
             numpy.save(file, array)
         os.replace(temporary, self.folder / f"{name}.npy")
 
     def clear(self) -> None:
-        """Remove what a run wrote, and the folder if that leaves it empty."""
+        """Remove all parts, and the folder if it is then empty."""
         for path in self.folder.glob("part-*"):
             if path.is_dir():
                 shutil.rmtree(path, ignore_errors=True)
@@ -65,7 +65,7 @@ class Parts:
 
 @contextlib.contextmanager
 def parts_beside(out: Path) -> Iterator[Parts]:
-    """Yield the folder of parts beside `out`; PerfsuiteError where another process is making the same."""
+    """Yield the parts folder next to `out`; PerfsuiteError if another process is building the same data set."""
     folder = out.with_name(f"{out.name}.parts")
     try:
         with FileLock(f"{folder}.lock", timeout=0) as lock:
@@ -75,7 +75,7 @@ def parts_beside(out: Path) -> Iterator[Parts]:
                 yield parts
             except StoppedError:
                 raise
-            except PerfsuiteError:  # nothing to go on from: other options or recordings are needed
+            except PerfsuiteError:  # a retry needs other options or recordings, so the parts are useless
                 parts.clear()
                 raise
             finally:
@@ -86,7 +86,7 @@ def parts_beside(out: Path) -> Iterator[Parts]:
 
 
 def digest_of(settings: object) -> str:
-    """Return the SHA-256 digest of settings that JSON can represent."""
+    """Return the SHA-256 digest of settings, which must be representable in JSON."""
     return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()
 
 

@@ -1,7 +1,7 @@
-"""A YAML file and the command line → dataclasses. The command line wins, then the file, then the defaults.
+"""Reads dataclasses from a YAML file and the command line. The command line overrides the file, the file the defaults.
 
-Several dataclasses share one flat set of fields (a trainer's own, the run's, the data's): a field that two of them
-have is the same field. A field that is itself a dataclass is reached by a dot: `--model.layers 4`.
+Several dataclasses (of the trainer, the run and the data) share one flat namespace: a field that two of them have is
+the same field. Fields of a nested dataclass are addressed with a dot: `--model.layers 4`.
 """
 
 from __future__ import annotations
@@ -27,38 +27,38 @@ REMEDY = "install it with: pip install 'perfsuite[train]'"
 
 
 def known(kind: type[Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the stored fields that the dataclass has: a checkpoint of another version may have more."""
+    """Return only the fields that the dataclass has, since a checkpoint of another version may have more."""
     names = {field.name for field in dataclasses.fields(kind)}
     return {name: value for name, value in given.items() if name in names}
 
 
 def need(holds: bool, name: str, value: object, remedy: str) -> None:
-    """Raise ValueError where a field cannot have the value; for a configuration's `__post_init__`."""
+    """Raise ValueError unless the field's value is valid. For a configuration's `__post_init__`."""
     if not holds:
         raise ValueError(f"{name}={value!r}: {remedy}")
 
 
 class ConfigurationError(PerfsuiteError):
-    """An unknown field, a value of a wrong type, or a file that cannot be read."""
+    """A field is unknown, a value has a wrong type, or a file cannot be read."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Field:
-    """A field: its dotted name and its type."""
+    """A field with its dotted name and its type."""
 
     name: str
     type: Any
 
     def wants(self) -> str:
-        """Describe its type in a user's words."""
+        """Describe the field's type for the user."""
         return _in_words(self.type)
 
 
 def read(kinds: Sequence[type[Any]], path: str | Path | None, arguments: Sequence[str] = ()) -> tuple[Any, ...]:
     """Return an instance of each dataclass, from a YAML file and arguments like `--eta_update 0.02`.
 
-    A dash in a name is an underscore; a bool without a value is true. ConfigurationError names the field and the
-    nearest known one.
+    A dash in a name counts as an underscore. A bool without a value is True. ConfigurationError names the invalid
+    field; for an unknown field it suggests the most similar one.
     """
     fields = {f.name: f for kind in kinds for f in _fields(kind)}
     given: dict[str, tuple[Any, str]] = {}
@@ -72,13 +72,13 @@ def read(kinds: Sequence[type[Any]], path: str | Path | None, arguments: Sequenc
     for name, (_, origin) in given.items():
         if name not in fields:
             raise ConfigurationError(f"{origin}: no field is called {name!r}{_nearest(name, fields)}")
-        if given[name][0] is None and not _takes_none(fields[name].type):  # the parser would let it pass
+        if given[name][0] is None and not _takes_none(fields[name].type):  # the parser would accept it
             raise ConfigurationError(f"{origin}: {name} wants {fields[name].wants()}, got nothing")
     return tuple(_made(kind, given, fields) for kind in kinds)
 
 
 def as_yaml(instances: Sequence[Any]) -> str:
-    """Return the fields of several dataclasses as a YAML file that `read` takes."""
+    """Return the fields of several dataclasses as YAML text that `read` accepts."""
     import yaml
 
     merged: dict[str, Any] = {}
@@ -88,7 +88,7 @@ def as_yaml(instances: Sequence[Any]) -> str:
 
 
 def _given(instance: Any) -> dict[str, Any]:
-    """Return the fields that can be given, and their values."""
+    """Return the fields of `__init__` and their values."""
     values = ((f.name, getattr(instance, f.name)) for f in dataclasses.fields(instance) if f.init)
     return {name: _given(value) if dataclasses.is_dataclass(value) else plain(value) for name, value in values}
 
@@ -115,11 +115,11 @@ def _fields(kind: type[Any], prefix: str = "") -> Iterator[Field]:
 
 
 def _document(path: Path) -> dict[str, Any]:
-    """Read the mapping in a YAML file."""
+    """Read a YAML file that contains a mapping."""
     yaml = _yaml()
 
     class Loader(yaml.SafeLoader):  # type: ignore[name-defined, misc]  # a module imported late
-        """Loader that refuses a duplicate key, of which YAML would take the last value."""
+        """Loader that rejects duplicate keys, for which PyYAML would use the last value."""
 
         def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
             keys = [self.construct_object(key, deep=True) for key, _ in node.value]
@@ -158,14 +158,14 @@ def _yaml() -> Any:
 
 
 def _typed(value: Any) -> Any:
-    """Convert a file's strings to what the command line would give: both may be names of files."""
+    """Convert a file's strings to the form of command-line arguments, since both may be file names."""
     if isinstance(value, list):
         return [_typed(inner) for inner in value]
     return as_typed(value) if isinstance(value, str) else value
 
 
 def _flat(document: Mapping[Any, Any], fields: Mapping[str, Field], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield dotted names and values; a mapping is flattened only where it contains fields."""
+    """Yield dotted names and values. A mapping is flattened only if it contains fields."""
     for key, value in document.items():
         name = f"{prefix}{key}"
         if isinstance(value, Mapping) and any(f.startswith(f"{name}.") for f in fields):
@@ -175,7 +175,7 @@ def _flat(document: Mapping[Any, Any], fields: Mapping[str, Field], prefix: str 
 
 
 def _split(arguments: Sequence[str], fields: Mapping[str, Field]) -> Iterator[tuple[str, str]]:
-    """Yield (name, value) of `--name value`, `--name=value` and, for a bool, `--name`."""
+    """Yield (name, value) for `--name value`, `--name=value` and, for a bool, `--name`."""
     left = list(arguments)
     while left:
         token = left.pop(0)
@@ -210,7 +210,7 @@ def _made(kind: type[Any], given: Mapping[str, tuple[Any, str]], fields: Mapping
     except ConfigurationError:
         raise
     except Exception as error:  # raised by the parser, or by the dataclass itself
-        for name in own:  # find the field that caused it
+        for name in own:  # find the field that caused the error
             value, origin = given[name]
             try:
                 parser.parse_object(_nested({name: value}), defaults=False)
@@ -240,7 +240,7 @@ def _parser(kind: type[Any]) -> ArgumentParser:
         import jsonargparse  # noqa: F401 - to say so where it is missing
     except ModuleNotFoundError:
         raise PerfsuiteError(f"configurations need jsonargparse, which is not installed; {REMEDY}") from None
-    _yaml()  # it reads values as YAML does
+    _yaml()  # jsonargparse parses values as YAML
     return _parser_of(cast("Any", kind))
 
 

@@ -1,4 +1,4 @@
-"""HDF5 files of data sets: their attributes, their digest, and a writer whose bytes depend on the content alone."""
+"""HDF5 files of data sets: attributes, digest, and a writer whose bytes depend only on the content."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from suite.building import Array
 
 
 def library() -> Any:
-    """Import h5py; PerfsuiteError where it is not installed."""
+    """Import h5py; PerfsuiteError if it is not installed."""
     try:
         import h5py
     except ImportError:
@@ -28,20 +28,20 @@ def library() -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class Blocks:
-    """A dataset that is too large for memory, as blocks of rows in their order."""
+    """A dataset that is too large for memory, as consecutive blocks of rows."""
 
     shape: tuple[int, ...]
     dtype: numpy.dtype[Any]
     read: Callable[[], Iterator[Array]]
-    """Function that returns a fresh iterator over all blocks; it is called more than once."""
+    """Function that returns a new iterator over all blocks; it is called more than once."""
 
 
 Content = Mapping[str, Array | Blocks]
-"""Datasets by their names."""
+"""Name → dataset."""
 
 
 def attributes(path: Path) -> dict[str, Any]:
-    """Return the attributes of a file, arrays as lists; empty where it is no HDF5 file."""
+    """Return the attributes of a file, with arrays as lists; an empty dict if it is not an HDF5 file."""
     try:
         with library().File(path, "r") as file:
             return attributes_of(file)
@@ -50,7 +50,7 @@ def attributes(path: Path) -> dict[str, Any]:
 
 
 def attributes_of(file: Any) -> dict[str, Any]:
-    """Return the attributes of an open file, arrays as lists."""
+    """Return the attributes of an open file, with arrays as lists."""
     return {name: _plain(value) for name, value in file.attrs.items()}
 
 
@@ -61,7 +61,7 @@ def _plain(value: Any) -> Any:
 
 
 def content_digest(content: Content) -> str:
-    """Return the SHA-256 digest of all datasets, in the order of their names; readers check a file against it."""
+    """Return the SHA-256 digest of all datasets, sorted by name. Readers use it to verify a file."""
     digest = hashlib.sha256()
     for name in sorted(content):
         array = content[name]
@@ -72,7 +72,7 @@ def content_digest(content: Content) -> str:
 
 
 def write(path: Path, content: Content, attributes: Mapping[str, Any]) -> None:
-    """Write an HDF5 file without timestamps, so that its bytes depend on its content alone."""
+    """Write an HDF5 file without timestamps, so that its bytes depend only on its content."""
     with library().File(path, "w", libver="v110") as file:
         for name, array in content.items():
             if isinstance(array, Blocks):
@@ -101,24 +101,24 @@ def _blocks(array: Array | Blocks) -> Iterator[Array]:
 
 
 class Reader:
-    """A file that each process opens for itself when it first reads, so that the reader can be pickled."""
+    """Picklable reader of a file, which each process opens when it first reads."""
 
     def __init__(self) -> None:
         self._file: Any = None
         self._process = 0
 
     def _open(self) -> Any:
-        """Open the file; PerfsuiteError where it is no longer the one that was checked."""
+        """Open the file; PerfsuiteError if it is not the file that was checked."""
         raise NotImplementedError
 
     def _opened(self) -> Any:
-        if self._file is None or self._process != os.getpid():  # a handle that came through a fork is the parent's
+        if self._file is None or self._process != os.getpid():  # a handle inherited through a fork is the parent's
             self._file = self._open()
             self._process = os.getpid()
         return self._file
 
     def close(self) -> None:
-        """Close the file; the next item opens it again."""
+        """Close the file. The next read opens it again."""
         if self._file is not None and self._process == os.getpid():
             self._file.close()
         self._file = None

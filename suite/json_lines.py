@@ -1,4 +1,4 @@
-"""Documents in a file of JSON lines: each line is an object whose text is in the same field."""
+"""Documents in a JSON-lines file: each line is an object that has its text in the same field."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ SUFFIX = ".jsonl"
 
 
 def documents(content: str, path: Path, field: str) -> list[str]:
-    """Return every text that is not blank; PerfsuiteError names the first line that has no text."""
+    """Return all texts that are not blank; PerfsuiteError names the first line that has no valid text."""
     found = []
     for number, line in enumerate(content.removeprefix("\ufeff").split("\n"), 1):
         if not line.strip():

@@ -1,4 +1,4 @@
-"""Starts the ranks of a training on this machine, and ends all of them where one ends."""
+"""Starts the ranks of a training on this machine, and ends all of them if one fails."""
 
 from __future__ import annotations
 
@@ -20,32 +20,32 @@ from perfsuite import orphans
 from perfsuite.errors import PerfsuiteError
 
 LOST = 75
-"""Exit code of a rank that cannot go on since another one has ended (EX_TEMPFAIL); rank 0 prints nothing then."""
+"""Exit code of a rank that cannot continue because another rank has ended (EX_TEMPFAIL). Rank 0 then prints nothing."""
 GO_ON = "go on with --resume latest where a checkpoint was written"
-"""Remedy in each message about ranks that were ended."""
+"""Remedy in every message about ranks that were ended."""
 LAUNCHED = "PERFSUITE_LAUNCHED"
-"""Environment variable of the ranks that are started here."""
+"""Environment variable of the ranks that this module starts."""
 GRACE_S = 3.0
-"""Seconds that the other ranks have to end by themselves, after one has ended with an error of its own."""
+"""Seconds that the other ranks have to end by themselves after a rank has ended with an error."""
 SAVING_S = 60.0
-"""Seconds that all ranks have to end after a signal, in which rank 0 writes a checkpoint."""
+"""Seconds that all ranks have to end after a signal. Rank 0 writes a checkpoint in this time."""
 TWICE_S = 0.3
-"""Seconds within which a repeated signal counts as one request, sent to the process and to its process group."""
+"""Seconds within which a repeated signal counts as one request that was sent to the process and its process group."""
 PASSED_ON_S = 2.0
-"""Seconds after which Ctrl-C is sent to rank 0, if it has not received it from the terminal."""
+"""Seconds after which Ctrl-C is forwarded to rank 0, if it has not received it from the terminal."""
 POLL_S = 0.05
 PREFIX = re.compile(r"^\[rank\d+\]: ")
-"""Prefix that torch writes before each line of a rank's traceback."""
+"""Prefix that torch adds to each line of a rank's traceback."""
 MESSAGE = "Error: "
 """Prefix of perfsuite's messages to the user."""
 EXCEPTION = re.compile(r"([A-Za-z_][\w.]*)?(Error|Exception|Interrupt|Exit)(: |$)")
-"""Beginning of an exception's line in a traceback, or of such a message."""
+"""Beginning of a traceback's exception line, or of a perfsuite message."""
 ASKED = {128 + signal.SIGINT, 128 + signal.SIGTERM}
-"""Exit codes of ranks that were asked to end, and have saved."""
+"""Exit codes of ranks that ended on request and have saved."""
 
 
 class RankFailedError(PerfsuiteError):
-    """A rank has ended the training; `code` is the exit code of the command."""
+    """A rank has failed and ended the training. `code` is the exit code of the command."""
 
     def __init__(self, message: str, code: int) -> None:
         super().__init__(message)
@@ -54,14 +54,14 @@ class RankFailedError(PerfsuiteError):
 
 @dataclass
 class _Asked:
-    """The signals that asked the ranks to end."""
+    """Signals that requested the end of the ranks."""
 
     moments: dict[int, float] = field(default_factory=dict)
-    """Signal → time at which it first came."""
+    """Signal → time of its first arrival."""
     passed_on: bool = False
-    """Whether rank 0 has received SIGINT."""
+    """True after SIGINT was forwarded to rank 0, or did not need to be."""
     at_once: int | None = None
-    """A signal that came again: all ranks are ended at once."""
+    """A signal that arrived a second time, after which all ranks are ended immediately."""
 
     def add(self, number: int) -> None:
         first = self.moments.setdefault(number, time.monotonic())
@@ -74,7 +74,7 @@ class _Rank:
     number: int
     process: subprocess.Popen[bytes]
     log: IO[bytes] | None
-    """File of its output; None for rank 0, whose output goes to the user."""
+    """File with the rank's output; None for rank 0, whose output goes to the user."""
     code: int | None = field(default=None)
 
     @property
@@ -86,12 +86,12 @@ class _Rank:
 
     @property
     def error(self) -> str:
-        """Exception that ended it, without the prefixes that torch and perfsuite add, or else its last line."""
+        """Exception that ended the rank, without the prefixes of torch and perfsuite, or its last line of output."""
         return self._last_line.removeprefix(MESSAGE)
 
     @property
     def error_by_name(self) -> str:
-        """The same after the rank's name; a message of perfsuite's stands alone."""
+        """`error` preceded by the rank's name, unless it is a perfsuite message."""
         line = self._last_line
         return line.removeprefix(MESSAGE) if line.startswith(MESSAGE) or not line else f"rank {self.number}: {line}"
 
@@ -102,10 +102,10 @@ class _Rank:
 
 
 def launch(command: Sequence[str], ranks: int) -> int:
-    """Run a command in this many processes, with torchrun's environment variables, and return its exit code.
+    """Run a command in `ranks` processes with torchrun's environment variables, and return its exit code.
 
-    Rank 0 writes to this process's standard streams. A first SIGINT or SIGTERM asks all ranks to end; a second one ends
-    them at once. Where a rank ends with an error, all others are ended, and RankFailedError says which it was.
+    Rank 0 writes to this process's standard streams. A first SIGINT or SIGTERM requests all ranks to end; a second one
+    ends them immediately. If a rank ends with an error, all others are ended, and RankFailedError names that rank.
     """
     port = _free_port()
     with contextlib.ExitStack() as stack:
@@ -118,7 +118,7 @@ def launch(command: Sequence[str], ranks: int) -> int:
 
 
 def _watch(running: list[_Rank], asked: _Asked) -> int:
-    """Wait until all ranks have ended, and return the exit code. RankFailedError where one failed."""
+    """Wait until all ranks have ended, and return the exit code. RankFailedError if a rank failed."""
     until: float | None = None
     while any(rank.code is None for rank in running):
         for rank in running:
@@ -142,7 +142,7 @@ def _watch(running: list[_Rank], asked: _Asked) -> int:
 
 
 def _without_failure(running: Sequence[_Rank]) -> int:
-    """Return the exit code where no rank has failed by itself. RankFailedError where they lost one another."""
+    """Return the exit code if no rank has failed by itself. RankFailedError if ranks lost each other or did not end."""
     for rank in running:
         if rank.code is None:
             message = f"rank {rank.number} did not end when others had, and was ended: {GO_ON}"
@@ -155,7 +155,7 @@ def _without_failure(running: Sequence[_Rank]) -> int:
 
 
 def _pass_on(first: _Rank, asked: _Asked) -> None:
-    """Send SIGINT to rank 0 if it came to this process alone: Ctrl-C in a terminal reaches all of them."""
+    """Forward SIGINT to rank 0 if only this process received it. Ctrl-C in a terminal reaches all processes."""
     moment = asked.moments.get(signal.SIGINT)
     if moment is None or asked.passed_on or time.monotonic() - moment < PASSED_ON_S:
         return
@@ -165,7 +165,7 @@ def _pass_on(first: _Rank, asked: _Asked) -> None:
 
 
 def _ignores(pid: int, number: int) -> bool:
-    """Return whether a process ignores a signal, as a rank does after receiving it. True where Linux cannot say."""
+    """Return True if a process ignores a signal, as a rank does after receiving it, or if this is unknown."""
     try:
         with open(f"/proc/{pid}/status") as file:
             mask = next(line.split()[1] for line in file if line.startswith("SigIgn:"))
@@ -179,7 +179,7 @@ def _killed(ended: Sequence[_Rank]) -> bool:
 
 
 def _failure(rank: _Rank, *, interrupted: bool) -> RankFailedError:
-    """Describe which rank failed and how; empty for an error that rank 0 has printed itself."""
+    """Describe which rank failed and how. The message is empty if rank 0 has already printed its error."""
     assert rank.code is not None
     if rank.code < 0:
         name = signal.Signals(-rank.code).name
@@ -193,7 +193,7 @@ def _failure(rank: _Rank, *, interrupted: bool) -> RankFailedError:
 @contextlib.contextmanager
 def _rank(command: Sequence[str], number: int, ranks: int, port: int) -> Iterator[_Rank]:
     usual = {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // ranks)), "GLOO_SOCKET_IFNAME": "lo"}
-    usual["TORCH_CPP_LOG_LEVEL"] = "ERROR"  # torch warns of parameters that no batch has left out so far
+    usual["TORCH_CPP_LOG_LEVEL"] = "ERROR"  # suppresses torch's warning that no parameter was unused so far
     own = {
         "RANK": number,
         "LOCAL_RANK": number,
@@ -218,9 +218,9 @@ def _rank(command: Sequence[str], number: int, ranks: int, port: int) -> Iterato
 
 @contextlib.contextmanager
 def _forwarded(first: subprocess.Popen[bytes]) -> Iterator[_Asked]:
-    """Forward SIGTERM to rank 0, whose stop the other ranks follow, and yield the signals seen.
+    """Forward SIGTERM to rank 0, which all other ranks follow, and yield the signals seen so far.
 
-    A rank that has received the signal already ignores it.
+    A rank that has already received the signal ignores it.
     """
     seen = _Asked()
 

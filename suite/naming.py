@@ -1,4 +1,4 @@
-"""Names of files in messages: in one line, whatever bytes they consist of."""
+"""File names in messages, in one line for any bytes in the name."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ def shown(path: str | Path) -> str:
     """Return a path with unprintable characters and bytes escaped: `a\\nb`, `\\xff`."""
     try:
         return escaped(os.fsencode(path).decode("utf-8", "backslashreplace"))
-    except UnicodeEncodeError:  # a lone surrogate, which no file's name has
+    except UnicodeEncodeError:  # a lone surrogate, which no file name has
         return escaped(str(path))
 
 
@@ -22,7 +22,7 @@ def escaped(text: str) -> str:
 
 
 def typed(argument: str) -> str:
-    """Return text of the command line as UTF-8, even where the locale knows fewer characters; other bytes stay."""
+    """Decode a command-line argument as UTF-8, whatever the locale; return it unchanged if its bytes are not UTF-8."""
     try:
         return os.fsencode(argument).decode()
     except UnicodeError:
@@ -30,7 +30,7 @@ def typed(argument: str) -> str:
 
 
 def as_typed(text: str) -> str:
-    """Return text as the command line would give it in a locale of fewer characters; ValueError where it cannot."""
+    """Return text in the form of a command-line argument in this locale; ValueError if no argument can contain it."""
     if "\0" in text:
         raise ValueError("it has a null character")
     try:
@@ -42,7 +42,7 @@ def as_typed(text: str) -> str:
 
 @contextmanager
 def utf8_name(folder: Path) -> Iterator[Path]:
-    """Yield the folder by a name in UTF-8, which some libraries require; its own name where that is UTF-8."""
+    """Yield a UTF-8 name for the folder, as some libraries require; the folder's own name if that is UTF-8."""
     try:
         str(folder).encode()
     except UnicodeEncodeError:

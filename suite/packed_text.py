@@ -1,9 +1,9 @@
-"""Packed text: a folder whose tokens are mapped into memory, with where each document ends and the tokenizer.
+"""Packed text: a folder with memory-mapped tokens, the documents' ends and the tokenizer.
 
-tokens.bin      every document's tokens and its end's, one after the other; uint16, or int32 beyond 65,536 tokens
-ends.npy        int64: after how many tokens each document ends
-tokenizer.json  the tokenizers library's
-pack.json       what it is, and the digests of the other three
+tokens.bin      tokens of all documents, each followed by the end token; uint16, or int32 for vocabularies above 65,536
+ends.npy        int64: number of tokens up to the end of each document
+tokenizer.json  tokenizer in the tokenizers library's format
+pack.json       description of the pack, and the digests of the other three files
 
 source: eigenstate_lm, technique 004.10
 """
@@ -31,7 +31,7 @@ Tokens = numpy.ndarray[Any, Any]
 
 @dataclass(frozen=True, kw_only=True)
 class PackedText:
-    """An opened pack, checked to be complete and undamaged."""
+    """An open pack that was verified to be complete and undamaged."""
 
     path: Path
     vocabulary: int
@@ -40,17 +40,17 @@ class PackedText:
     digest: str
     """SHA-256 digest of the tokens."""
     recipe: str
-    """Digest of everything that it was made from."""
+    """Digest of everything that the pack was built from."""
 
     @cached_property
     def row(self) -> Tokens:
-        """The tokens, mapped into memory and read-only."""
+        """The tokens, memory-mapped and read-only."""
         return numpy.memmap(self.path / TOKENS, dtype=dtype_for(self.vocabulary), mode="r")
 
     def sequences(self, length: int) -> int:
-        """Return the number of sequences of this many tokens, each of which a token follows.
+        """Return the number of sequences of `length` tokens, each of which is followed by at least one more token.
 
-        PerfsuiteError where there is none.
+        PerfsuiteError if there is no such sequence, or `length` is below 1.
         """
         if length < 1:
             raise PerfsuiteError(f"sequence_length: {length} is out of range; give 1 or more")
@@ -64,14 +64,14 @@ class PackedText:
 
 
 def dtype_for(vocabulary: int) -> Any:
-    """Return the dtype of the tokens in a file."""
+    """Return the dtype in which tokens of this vocabulary size are stored."""
     return numpy.dtype("<u2" if vocabulary <= WORD else "<i4")
 
 
 def opened(path: str | Path, again: str | None = None) -> PackedText:
-    """Open the pack in a folder; PerfsuiteError, in one line, where there is none or it is damaged.
+    """Open the pack in a folder; PerfsuiteError, with a one-line message, if it is missing or damaged.
 
-    `again` replaces the remedy in these messages where `perfsuite data pack` does not apply.
+    `again` replaces the remedy in these messages if `perfsuite data pack` does not apply.
     """
     path = Path(path)
     made, again = again or "make it with `perfsuite data pack`", again or AGAIN
@@ -100,7 +100,7 @@ def opened(path: str | Path, again: str | None = None) -> PackedText:
         )
         _check_digest(path / ENDS, digests, again)
         _check_digest(path / TOKENIZER, digests, again)
-        _confirm(found)  # against these two; this also confirms the size that the third must have
+        _confirm(found)  # against these two files; this confirms the third's size, too
         bytes_stated = found.tokens * dtype_for(found.vocabulary).itemsize
         bytes_found = (path / TOKENS).stat().st_size
         if bytes_found != bytes_stated:
@@ -138,7 +138,7 @@ def _count(index: Mapping[str, Any], name: str) -> int:
 
 
 def _confirm(found: PackedText) -> None:
-    """Raise ValueError where the numbers in `pack.json` are not those of the ends and the tokenizer."""
+    """Raise ValueError if the counts in `pack.json` differ from those of ends.npy and the tokenizer."""
     ends = numpy.load(found.path / ENDS)
     known = _vocabulary_of(found.path / TOKENIZER)
     for name, stated, counted, file in (
@@ -151,13 +151,13 @@ def _confirm(found: PackedText) -> None:
 
 
 def _vocabulary_of(path: Path) -> int | None:
-    """Count a tokenizer's tokens, without its library; None where there is no tokenizer, as beside random tokens."""
+    """Count a tokenizer's tokens without the library; None if there is no tokenizer, as for random tokens."""
     content = path.read_bytes()
     found = json.loads(content) if content else {}
     model = found.get("model") if isinstance(found, dict) else None
     if not isinstance(model, dict) or "vocab" not in model:
         return None
-    tokens, added = model["vocab"], found.get("added_tokens", [])  # {token: number}, or [token, score] each
+    tokens, added = model["vocab"], found.get("added_tokens", [])  # {token: number}, or a list of [token, score]
     names = tokens.keys() if isinstance(tokens, dict) else {token for token, _ in tokens}
     return len(names | {token["content"] for token in added})
 
@@ -169,7 +169,7 @@ def unreadable(what: str, path: Path, error: OSError) -> PerfsuiteError:
 
 
 def index_of(path: Path) -> dict[str, Any] | None:
-    """Read `pack.json`; None where it is no index of packed text, PerfsuiteError where it cannot be read."""
+    """Read `pack.json`; None if it is missing or not an index of packed text, PerfsuiteError if it cannot be read."""
     try:
         found = json.loads((path / INDEX).read_text(encoding="utf-8"))
     except (FileNotFoundError, NotADirectoryError, ValueError, RecursionError):
@@ -180,7 +180,7 @@ def index_of(path: Path) -> dict[str, Any] | None:
 
 
 def is_pack(path: Path) -> bool:
-    """Return whether a folder is packed text, or holds only its files: replacing it loses nothing else."""
+    """Return True if a folder is packed text or contains only files of one, so that replacing it loses nothing else."""
     if index_of(path) is not None:
         return True
     try:
@@ -191,7 +191,7 @@ def is_pack(path: Path) -> bool:
 
 
 def write(path: Path, tokens: Tokens, ends: Tokens, tokenizer: str, vocabulary: int, about: Mapping[str, Any]) -> None:
-    """Fill an empty folder; `pack.json` is written last, so that an incomplete folder has none."""
+    """Write a pack into an empty folder. `pack.json` is written last, so an incomplete folder has none."""
     tokens.astype(dtype_for(vocabulary)).tofile(path / TOKENS)
     numpy.save(path / ENDS, ends.astype(numpy.int64))
     (path / TOKENIZER).write_text(tokenizer, encoding="utf-8")

@@ -1,4 +1,4 @@
-"""Protection against panics of libraries written in Rust: no Exception, and a trace on the standard error."""
+"""Protection against panics in Rust libraries, which raise no Exception and print a trace to stderr."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from contextlib import contextmanager, suppress
 
 @contextmanager
 def no_panic() -> Iterator[None]:
-    """Raise ValueError where the block panics.
+    """Raise ValueError if the block panics.
 
-    Whatever the block writes to the standard error is dropped: keep it short.
+    Everything that the block writes to stderr is dropped, so keep the block short.
     """
     kept = silent = None
-    with suppress(OSError):  # the standard error may be closed
+    with suppress(OSError):  # stderr may be closed
         kept = os.dup(2)
         silent = os.open(os.devnull, os.O_WRONLY)
         os.dup2(silent, 2)
@@ -23,7 +23,7 @@ def no_panic() -> Iterator[None]:
     except Exception:
         raise
     except BaseException as error:
-        if type(error).__name__ == "PanicException":  # pyo3's: each library has a class of its own
+        if type(error).__name__ == "PanicException":  # from pyo3; each library has its own class
             raise ValueError(str(error)) from None
         raise
     finally:

@@ -1,4 +1,4 @@
-"""Tasks that run in several processes, none of which outlives the one that started them."""
+"""Runs tasks in several processes, none of which outlives the process that started them."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ from perfsuite import orphans
 from suite.building import StoppedError
 
 MOST = 256
-"""Most processes that may be started."""
+"""Maximum number of processes."""
 PATIENCE_S = 5.0
-"""Seconds that a process has to end after it was asked to."""
+"""Seconds that a process has to end after the request."""
 
 
 def each(work: Callable[[int], None], tasks: Sequence[int], workers: int) -> Generator[int, None, None]:
-    """Do `work(task)` for every task, and yield each task when it is done, in any order.
+    """Call `work(task)` for every task, and yield each task when it is done, in any order.
 
-    With one worker, the tasks run in this process. With more, they run in as many spawned processes: `work` must be
-    picklable, and its results must not depend on the process. An exception of `work` is raised here, and the other
-    processes are ended. StoppedError where a process was killed.
+    With one worker, the tasks run in this process. With more, they run in up to `workers` spawned processes; `work`
+    must be picklable, and its results must not depend on the process. If `work` raises an exception, it is raised here
+    and the other processes are ended. StoppedError if a process was killed.
     """
     if min(workers, len(tasks)) <= 1:
         for task in tasks:
             work(task)
             yield task
         return
-    context = multiprocessing.get_context("spawn")  # no fork: a thread of this process may hold a lock
+    context = multiprocessing.get_context("spawn")  # not fork, since a thread of this process may hold a lock
     processes: dict[Connection, Any] = {}
     left = iter(tasks)
     try:
@@ -42,9 +42,9 @@ def each(work: Callable[[int], None], tasks: Sequence[int], workers: int) -> Gen
             process = context.Process(target=_serve, args=(there, work, os.getpid()), daemon=True)
             with _interrupts_ignored():
                 process.start()
-            there.close()  # else the end of the process would not be noticed here
+            there.close()  # otherwise the process's end would go unnoticed here
             processes[here] = process
-            with contextlib.suppress(OSError):  # it has ended, which `wait` reports
+            with contextlib.suppress(OSError):  # the process has ended, which `wait` reports
                 here.send(next(left))
         for _ in tasks:
             ready = connection.wait(list(processes))[0]
@@ -65,8 +65,8 @@ def each(work: Callable[[int], None], tasks: Sequence[int], workers: int) -> Gen
 
 @contextlib.contextmanager
 def _interrupts_ignored() -> Iterator[None]:
-    """Let processes started within the block ignore Ctrl-C, which reaches all processes: this one ends the others."""
-    if threading.current_thread() is not threading.main_thread():  # only that one may change it
+    """Make processes started in the block ignore Ctrl-C, which reaches all processes. This one ends them instead."""
+    if threading.current_thread() is not threading.main_thread():  # only the main thread may set handlers
         yield
         return
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -95,10 +95,10 @@ def _ended(code: int | None) -> str:
 
 
 def _serve(end: Connection, work: Callable[[int], None], parent: int) -> None:
-    """Run in a worker: do the tasks that arrive until there are no more."""
+    """Serve as a worker: run each task that arrives until there are no more."""
     os.environ[orphans.PARENT] = str(parent)
     orphans.die_with_parent()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a thread that started this one could not have it ignored
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a parent thread other than the main thread could not set this
     with contextlib.suppress(EOFError, OSError):
         while True:
             task = end.recv()

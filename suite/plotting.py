@@ -1,4 +1,4 @@
-"""Pictures by matplotlib, as SVG that is the same byte for byte for the same figures."""
+"""SVG plots by matplotlib, byte for byte reproducible."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from perfsuite.errors import PerfsuiteError
 from perfsuite.report.files import write
 
 LINEAR = 100.0
-"""Largest ratio of values that a linear axis shows: of smaller ones nothing would be seen but a line at zero."""
+"""Largest ratio of maximum to minimum on a linear axis. With a larger ratio, small values would look like zero."""
 
 
 def pyplot(missing: str) -> Any:
-    """Import matplotlib's pyplot; PerfsuiteError with the line `missing` where it is not installed."""
+    """Import matplotlib's pyplot; PerfsuiteError with the message `missing` if it is not installed."""
     try:
         import matplotlib
     except ImportError:
@@ -28,18 +28,18 @@ def pyplot(missing: str) -> Any:
 
 
 def style(plots: Any) -> AbstractContextManager[None]:
-    """Return the context in which all pictures are drawn."""
+    """Return the style context for all plots."""
     context: Callable[..., AbstractContextManager[None]] = plots.rc_context
     return context({"svg.hashsalt": "perfsuite", "font.size": 9})
 
 
 def scale(values: Sequence[float]) -> str:
-    """Return matplotlib's name of the scale on which the values can be distinguished: linear, or log."""
+    """Return matplotlib's name of the scale on which the values are distinguishable: linear or log."""
     return "log" if values and min(values) > 0 and max(values) > LINEAR * min(values) else "linear"
 
 
 def save(plots: Any, figure: Any, path: Path) -> None:
-    """Write the figure, whole or not at all, and close it."""
+    """Write the figure, completely or not at all, and close it."""
     drawn = StringIO()
     figure.savefig(drawn, format="svg", metadata={"Date": None})
     plots.close(figure)

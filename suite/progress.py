@@ -1,4 +1,4 @@
-"""Progress of making a data set."""
+"""Progress display for building a data set."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from suite import terminal
 
 REFRESH_S = 0.1
 LINE_S = 30.0
-"""Seconds between two lines where the output is no terminal."""
+"""Seconds between two lines if stderr is not a terminal."""
 
 
 class Bar:
-    """Progress shown as a bar, or as a line now and then where stderr is no terminal.
+    """Progress bar, or a line every 30 s if stderr is not a terminal.
 
-    units  name of a stage → what is counted in it; files by default
+    units  name of a step → plural unit of its count; "files" by default
     """
 
     def __init__(self, console: Any = None, units: Mapping[str, str] | None = None) -> None:
@@ -44,7 +44,7 @@ class Bar:
             self._bar.stop()
 
     def progress(self, what: str, done: int, total: int) -> None:
-        """Show the progress; it is called often, and mostly does nothing."""
+        """Show the progress if an update is due. Called often; most calls do nothing."""
         now = time.monotonic()
         if now < self._next:
             return
@@ -58,5 +58,5 @@ class Bar:
             self.say(f"{what}: {text}")
 
     def say(self, line: str) -> None:
-        """Print a line that stays, above the bar."""
+        """Print a permanent line above the bar."""
         self._console.print(line, soft_wrap=True, markup=False, highlight=False)

@@ -1,4 +1,4 @@
-"""Page of a run, run.html: its curves, metrics, techniques, environment and configuration, in one file."""
+"""HTML page of a run, run.html: curves, metrics, techniques, environment and configuration in one file."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from perfsuite.errors import PerfsuiteError
 from suite import plotting, trainers
 
 Points = Sequence[tuple[int, float, float]]
-"""(window, seconds, value). Seconds are counted from the run's start, or from 1970."""
+"""(window, seconds, value). Seconds count from the run's start, or from 1970."""
 SHOWN = 400
-"""Curves are thinned to fewer than twice as many points, so that a long run's throughput is seen behind its noise."""
+"""Curves are thinned to fewer than 800 points. Throughput is averaged between them, so that noise does not hide it."""
 TEMPLATE = Path(__file__).with_suffix(".html")
 
 
 def page(about: Mapping[str, Any], points: Mapping[str, Points], summary: str) -> str:
-    """Return the HTML.
+    """Return the page as HTML.
 
-    about    content of `run.json`; empty where a run has none
-    points   metric → its curve
-    summary  the run in one line
+    about    content of `run.json`; empty if the run has none
+    points   metric → its curve; "loss" is required
+    summary  one-line summary of the run
 
-    PerfsuiteError where matplotlib is not installed.
+    PerfsuiteError if matplotlib is not installed.
     """
     environment = jinja2.Environment(
         autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
@@ -57,7 +57,7 @@ def page(about: Mapping[str, Any], points: Mapping[str, Points], summary: str) -
 
 
 def _techniques(name: str, fields: Mapping[str, Any]) -> list[tuple[str, bool]]:
-    """Return each technique of the trainer, and whether it was on; empty for a trainer that is not known here."""
+    """Return (technique, whether it was on) for the trainer; an empty list for an unknown trainer."""
     try:
         names = trainers.techniques_of(name)
     except PerfsuiteError:
@@ -70,7 +70,7 @@ def _extremes(values: Sequence[float]) -> list[str]:
 
 
 def rates_of(loss: Points) -> list[tuple[float, float]]:
-    """Return (window, windows a second) between the points of a curve, which is thinned as `SHOWN` says."""
+    """Return (window, windows per second) between consecutive points of a curve, thinned according to `SHOWN`."""
     spaced = loss[:: max(1, len(loss) // SHOWN)]
     return [
         ((a[0] + b[0]) / 2, (b[0] - a[0]) / (b[1] - a[1]))

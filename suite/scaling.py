@@ -1,4 +1,4 @@
-"""Scaling of a loss for half precision: the numbers that both sides of the scaler's step share."""
+"""Loss scaling for half precision: the parameters that both implementations of the scaler's step share."""
 
 from __future__ import annotations
 
@@ -7,20 +7,20 @@ from dataclasses import dataclass
 from perfsuite.errors import PerfsuiteError
 
 NEVER = 2**31 - 1
-"""More steps than any run makes: with it as `growth_interval`, the scale never grows."""
+"""A `growth_interval` longer than any run, so that the scale never grows."""
 CLIP_EPS = 1e-6
-"""Number that is added to the norm, as by torch.nn.utils.clip_grad_norm_."""
+"""Added to the norm, as in torch.nn.utils.clip_grad_norm_."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Scaling:
-    """Arguments of `torch.amp.GradScaler`; PerfsuiteError for values that are out of range."""
+    """Arguments of `torch.amp.GradScaler`; PerfsuiteError if a value is out of range."""
 
     init_scale: float = 65536.0
     growth_factor: float = 2.0
-    """Factor after `growth_interval` steps in a row without an infinity or NaN."""
+    """Factor after `growth_interval` consecutive steps without infinity or NaN."""
     backoff_factor: float = 0.5
-    """Factor after a step with an infinity or NaN."""
+    """Factor after a step with infinity or NaN."""
     growth_interval: int = 2000
 
     def __post_init__(self) -> None:
@@ -35,5 +35,5 @@ class Scaling:
 
 
 def scaling_for(*, float16: bool) -> Scaling:
-    """Return torch's own scaling for float16, and otherwise a scale of 1 that never grows."""
+    """Return torch's default scaling for float16, otherwise a scale of 1 that never grows."""
     return Scaling() if float16 else Scaling(init_scale=1.0, growth_interval=NEVER)

@@ -1,4 +1,4 @@
-"""Weights that are drawn on the CPU from a seed."""
+"""Seeded random weights, drawn on the CPU."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import torch
 
 @contextmanager
 def seeded_on_cpu(seed: int) -> Iterator[None]:
-    """Seed the CPU's generator in the block; afterwards it is as before.
+    """Seed the CPU's generator for the block, then restore its state.
 
-    The GPUs' generators stay as they are, which `torch.manual_seed` would seed, too.
+    Unlike `torch.manual_seed`, this does not seed the GPUs' generators.
     """
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)

@@ -1,4 +1,4 @@
-"""A small network whose weights and optimizer are sharded over the ranks, to be saved and loaded."""
+"""A small network with weights and optimizer state sharded over the ranks, for tests of checkpoints."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
-"""The tensors that AdamW keeps for each parameter, beside its number of steps."""
+"""Tensors that AdamW keeps per parameter, in addition to the number of steps."""
 
 
 class ShardedNetwork:
-    """Linear layers sharded by `fully_shard`, and AdamW over them.
+    """Linear layers sharded by `fully_shard`, with an AdamW optimizer.
 
-    The optimizer has a state from the beginning, so that one can be loaded into it. `step` works on the shards alone,
-    since the harness does not follow operations on DTensors.
+    The optimizer's state exists from the start, so a saved state can be loaded into it. `step` works only on the local
+    shards, since the harness does not track operations on DTensors.
 
-    weights  of the layers, [out, in] each, the same in every rank; the network has copies of its own
+    weights  weights of the layers, each [out, in], the same on every rank; the network copies them
     """
 
     def __init__(self, weights: Sequence[torch.Tensor], lr: float = 0.1) -> None:
-        # By default the mesh is of GPUs where there are any, wherever the weights are.
+        # Without a device type, the mesh would use GPUs if there are any, even for weights on the CPU.
         mesh = init_device_mesh(weights[0].device.type, (dist.get_world_size(),))
         layers: list[torch.nn.Module] = []
         for weight in weights:
@@ -45,7 +45,7 @@ class ShardedNetwork:
             }
 
     def step(self, gradients: Sequence[torch.Tensor]) -> None:
-        """Make a step of Adam on gradients that every rank has in full: each rank updates its shards."""
+        """Perform one Adam step. Every rank has the full gradients and updates its own shards."""
         beta1, beta2 = 0.9, 0.999
         for p, gradient in zip(self.model.parameters(), gradients, strict=True):
             assert isinstance(p, DTensor)
@@ -59,9 +59,9 @@ class ShardedNetwork:
             own.sub_(self.lr * first / (1 - beta1 ** state["step"].item()) / (corrected + 1e-8))
 
     def shards(self) -> dict[str, torch.Tensor]:
-        """Return copies of this rank's rows of each weight and of its moments, and each weight's number of steps.
+        """Return copies of this rank's rows of each weight and its moments, and each weight's number of steps.
 
-        The rows are those of `torch.chunk`: where there are fewer rows than ranks, the last ranks have none.
+        Rows are divided as by `torch.chunk`: with fewer rows than ranks, the last ranks have none.
         """
         found: dict[str, torch.Tensor] = {}
         for name, p in self.model.named_parameters():
@@ -72,7 +72,7 @@ class ShardedNetwork:
 
 
 def shard_of(whole: torch.Tensor) -> torch.Tensor:
-    """Return this rank's rows."""
+    """Return this rank's rows of a tensor."""
     shards, rank = whole.chunk(dist.get_world_size()), dist.get_rank()
     return shards[rank] if rank < len(shards) else whole[:0]
 

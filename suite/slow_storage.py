@@ -1,4 +1,4 @@
-"""Data set whose examples arrive after a delay, as from remote storage: for measuring loaders."""
+"""Data set whose examples arrive after a delay, as from remote storage, for timing data loaders."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from torch.utils.data import TensorDataset
 
 
 class SlowStorage(TensorDataset):
-    """Tensors, a row of which arrives after `milliseconds`, without using a core meanwhile.
+    """Tensor data set in which reading a row takes `milliseconds` without using the CPU.
 
-    It is pickled by its class's name alone. So another process can unpickle both this tree's class and that of an
-    accepted revision, imported beside it.
+    It is pickled by its class's name alone. Therefore another process can unpickle both this tree's class and the class
+    of an accepted revision that is imported next to it.
     """
 
     def __init__(self, milliseconds: float, *tensors: torch.Tensor) -> None:
@@ -32,7 +32,7 @@ class SlowStorage(TensorDataset):
 
 
 class _ByName:
-    """Object that is unpickled as whatever its name refers to."""
+    """Object that unpickles to the object that its name refers to."""
 
     def __init__(self, name: str) -> None:
         self.name = name

@@ -1,4 +1,4 @@
-"""Batches that consist of a step's number alone, and the seconds from one step's report to the next."""
+"""Batches that contain only a step number, and the throughput and metrics of trainers that use them."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from suite.batching import check_identity, whole
 from suite.runtime.display import quantity
 
 REMEMBERED = 60
-"""Largest number of steps that the throughput is taken over."""
+"""Maximum number of steps over which the throughput is computed."""
 GROUP = 12
-"""Steps whose mean is taken: whole periods of a schedule of 2, 3, 4, 6 or 12 steps."""
+"""Steps per mean: whole periods of a schedule of 2, 3, 4, 6 or 12 steps."""
 
 
 class NumberedSteps(ABC):
-    """Batches {"step": number}, int64 [] on the CPU, with numbers from 0 to `total` - 1.
+    """Iterator over batches {"step": number}, int64 [] on the CPU, with numbers from 0 to `total` - 1.
 
-    A trainer finds a step's examples by its number.
+    A trainer selects a step's examples by its number.
     """
 
     raised_by = "steps"
-    """Names of the configuration's fields that allow more steps."""
+    """Names of the configuration fields that increase the number of steps."""
 
     def __init__(self, total: int) -> None:
         self.total = total
@@ -44,27 +44,27 @@ class NumberedSteps(ABC):
 
     @property
     def ended(self) -> str | None:
-        """Reason why no further step comes; None if one does."""
+        """Reason why there are no further steps; None if there are."""
         if self.step < self.total:
             return None
         return f"all {self.total} steps were made before; raise {self.raised_by} to go on"
 
     @abstractmethod
     def identity(self) -> dict[str, Any]:
-        """Return the data and settings to which the position belongs."""
+        """Return a description of the data and settings to which the position belongs."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position, and the data and settings to which it belongs."""
+        """Return the position, and a description of the data and settings to which it belongs."""
         return {"step": self.step, **self.identity()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go to a position; PerfsuiteError where it belongs to other data, ValueError where it is invalid."""
+        """Restore a position; PerfsuiteError if it belongs to other data, ValueError if it is invalid."""
         check_identity(state, self.identity())
         self.step = whole(state, "step")
 
 
 def check_step(batch: Mapping[str, torch.Tensor], steps: int) -> None:
-    """Raise ValueError where `batch["step"]` is there and is not the number of steps made."""
+    """Raise ValueError if `batch["step"]` exists and differs from the number of completed steps."""
     if "step" in batch and int(batch["step"]) != steps:
         raise ValueError(f"step {int(batch['step'])} was given to a trainer that has made {steps}")
 
@@ -74,18 +74,18 @@ class Numbered(Protocol):
 
     @property
     def step(self) -> int:
-        """The step's number."""
+        """Number of the step."""
 
 
 class StepSeconds:
-    """Seconds from one step's report to the next."""
+    """Seconds between the reports of consecutive steps."""
 
     def __init__(self) -> None:
         self._step: int | None = None
         self._seconds: deque[float] = deque(maxlen=REMEMBERED)
 
     def add(self, report: Numbered | None, seconds: float | None) -> None:
-        """Add the last step's report, if it is new, and the seconds since the one before."""
+        """Add the last step's report, if it is new, and the seconds since the report before it."""
         if report is None or report.step == self._step:
             return
         self._step = report.step
@@ -93,9 +93,9 @@ class StepSeconds:
             self._seconds.append(seconds)
 
     def per_step(self) -> float | None:
-        """Return the seconds of a step, as the median of means over `GROUP` steps; None before the second step.
+        """Return the seconds per step, as the median of means over `GROUP` steps; None before the second step.
 
-        Means, because steps may alternate between kinds; their median, because a checkpoint may interrupt one.
+        Means are used because steps may alternate between kinds; their median, because a checkpoint may delay a step.
         """
         seconds = list(self._seconds)
         groups = [seconds[max(end - GROUP, 0) : end] for end in range(len(seconds), 0, -GROUP)]
@@ -105,7 +105,7 @@ class StepSeconds:
 
 
 class Throughput(StepSeconds):
-    """Examples per second, and on a GPU the peak memory."""
+    """Examples per second and, on a GPU, peak memory."""
 
     def __init__(self, examples: int, device: torch.device) -> None:
         super().__init__()
@@ -114,7 +114,7 @@ class Throughput(StepSeconds):
             torch.cuda.reset_peak_memory_stats(device)
 
     def metrics(self) -> dict[str, float]:
-        """Return examples_per_second, and on a GPU peak_gib; empty before the second step."""
+        """Return examples_per_second and, on a GPU, peak_gib; an empty dict before the second step."""
         seconds = self.per_step()
         if seconds is None:
             return {}
@@ -133,39 +133,39 @@ class Throughput(StepSeconds):
 
 
 class WaitsForReports:
-    """Metrics of a trainer that waits for each step; it has `_reports` and `throughput`."""
+    """Mixin with the metrics of a trainer that waits for each step. The trainer has `_reports` and `throughput`."""
 
     _reports: Any
     throughput: Any
 
     def metrics(self) -> Mapping[str, float] | None:
-        """Return the metrics of the last step; None before one."""
+        """Return the metrics of the last step; None before the first step."""
         report = self.last_report()
         return None if report is None else {**report.metrics(), **self.throughput.metrics()}
 
     def last_report(self) -> Any:
-        """Return the report of the last step; None before one."""
+        """Return the report of the last step; None before the first step."""
         report = self._reports.wait()
         self.throughput.add(report, self._reports.seconds)
         return report
 
 
 class QueuesReports:
-    """Metrics of a trainer that only queues its steps; it has `_reports` and `throughput`."""
+    """Mixin with the metrics of a trainer that only queues its steps. The trainer has `_reports` and `throughput`."""
 
     _reports: Any
     throughput: Any
 
     def metrics(self) -> Mapping[str, float] | None:
-        """Return the metrics of the last step whose report has come, without waiting; None before one."""
+        """Return the metrics of the last step whose report has arrived, without waiting; None before the first."""
         return self._metrics_of(self._reports.latest())
 
     def last_metrics(self) -> Mapping[str, float] | None:
-        """Wait for the last step's report, and return its metrics."""
+        """Wait for the last step's report and return its metrics."""
         return self._metrics_of(self._reports.wait())
 
     def last_report(self) -> Any:
-        """Wait for the last step's report, and return it."""
+        """Wait for the last step's report and return it."""
         return self._reports.wait()
 
     def _metrics_of(self, report: Any) -> Mapping[str, float] | None:
@@ -174,6 +174,6 @@ class QueuesReports:
 
 
 def finish(trainer: Any, folder: Path) -> str | None:
-    """Return a line about the throughput, for the end of a run."""
+    """Return a line about the throughput for the end of a run; None if the throughput is unknown."""
     found: str | None = trainer.throughput.summary()
     return found

@@ -1,4 +1,4 @@
-"""Access to a technique's two implementations by name, so that a trainer can switch each on and off."""
+"""Access to a technique's two implementations by name, so that a trainer can switch techniques on and off."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tensors in a file, read row by row: a data set that can be sent to other processes."""
+"""Data set of tensors in a file, read row by row. It can be pickled to other processes."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from suite.batching import check_rows
 
 
 class TensorFile(Dataset[tuple[torch.Tensor, ...]]):
-    """Data set of the rows of tensors in a file that `write` made.
+    """Data set of the rows of tensors in a file written by `write`.
 
-    Every process maps the file into memory when it first reads.
+    Each process memory-maps the file when it first reads. PerfsuiteError if the file is missing.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -26,7 +26,7 @@ class TensorFile(Dataset[tuple[torch.Tensor, ...]]):
 
     @staticmethod
     def write(path: str | Path, tensors: Sequence[torch.Tensor]) -> TensorFile:
-        """Save tensors that all have the same number of rows."""
+        """Save tensors with equal numbers of rows, and return their data set. PerfsuiteError if the numbers differ."""
         check_rows(tensors)
         torch.save([t.detach().cpu().contiguous().clone() for t in tensors], path)
         return TensorFile(path)

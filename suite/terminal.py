@@ -1,4 +1,4 @@
-"""Output of a command. No run fails because the reader has gone, or the terminal has fewer characters."""
+"""Output of a command. A closed pipe or a terminal that lacks characters does not end a run."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from perfsuite.errors import PerfsuiteError
 
 
 def tell(text: str, *, err: bool = False, nl: bool = True) -> None:
-    """Print to the standard output, or error.
+    """Print to stdout, or to stderr with `err`.
 
-    Where the reader has closed the pipe, as `head` does, nothing more is printed. PerfsuiteError where the standard
-    output cannot be written to for another reason, a full disk for instance.
+    If the reader has closed the pipe, as `head` does, nothing more is printed. PerfsuiteError if stdout cannot be
+    written for another reason, e.g. a full disk.
     """
     try:
         click.echo(_written(text), err=err, nl=nl)
@@ -28,7 +28,7 @@ def tell(text: str, *, err: bool = False, nl: bool = True) -> None:
 
 
 def _written(text: str) -> str:
-    """Return the text with the bytes of a file's name as the characters that they stand for, or escaped."""
+    """Return the text with a file name's undecoded bytes decoded as UTF-8, or escaped if they are not UTF-8."""
     try:
         return text.encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")
     except UnicodeEncodeError:
@@ -36,28 +36,28 @@ def _written(text: str) -> str:
 
 
 def reserve() -> None:
-    """Open those of the three standard streams that are closed.
+    """Open os.devnull for each of the three standard streams that is closed.
 
-    Otherwise the next file would get the number of one, and with it what is printed.
+    Otherwise the next opened file would get a standard stream's descriptor, and printed text would go into it.
     """
     for number in range(3):
         try:
             os.fstat(number)
         except OSError:
-            os.open(os.devnull, os.O_RDWR)  # the lowest number that is free
+            os.open(os.devnull, os.O_RDWR)  # uses the lowest free descriptor
 
 
 def silence(*, err: bool) -> None:
-    """Drop all later output and what is buffered: writing it when the process ends would fail again."""
+    """Drop all later output and the buffered output, since flushing it at exit would fail again."""
     stream = sys.stderr if err else sys.stdout
-    with suppress(OSError, ValueError, AttributeError):  # it is closed, or has no file descriptor
+    with suppress(OSError, ValueError, AttributeError):  # the stream is closed, or has no file descriptor
         handle = os.open(os.devnull, os.O_WRONLY)
         os.dup2(handle, stream.fileno())
         os.close(handle)
 
 
 class _Error:
-    """The standard error as it is at the time of writing; what cannot be written is dropped."""
+    """Stream that writes to the current `sys.stderr`, and drops what cannot be written."""
 
     def write(self, text: str) -> int:
         if sys.stderr is not None:
@@ -75,7 +75,7 @@ class _Error:
 
 
 def console() -> Any:
-    """Return a rich console on the standard error."""
+    """Return a rich console for stderr."""
     from rich.console import Console
 
     return Console(file=cast("IO[str]", _Error()), highlight=False)

@@ -1,6 +1,6 @@
-"""Text as token sequences: files → byte-level BPE → packed sequences → batches, the same on every machine.
+"""Token sequences from text: files → byte-level BPE → packed sequences → batches, identical on every machine.
 
-Without the tokenizers library, `synthetic` makes sequences of the same form.
+`synthetic` generates sequences of the same form without the tokenizers library.
 """
 
 from __future__ import annotations
@@ -27,30 +27,30 @@ from suite.batching import check_identity, whole
 
 SUFFIXES = (".txt", ".md", ".rst", ".py")
 LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
-"""Folders beside the standard library that are no part of it, or that hold neither prose nor programs."""
+"""Folders next to the standard library that do not belong to it, or contain neither prose nor programs."""
 PAD, END = "<pad>", "<end>"
 PAD_ID, END_ID = 0, 1
 BYTES = 256
 LARGEST = 1 << 24
-"""Largest vocabulary: the library allocates room for it at once, and aborts the process where there is none."""
+"""Largest vocabulary. The library allocates memory for it at once, and aborts the process if there is too little."""
 Tokens = numpy.ndarray[Any, numpy.dtype[numpy.int64]]
 CACHE = ".perfsuite/cache"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Data:
-    """Fields of every configuration that describe the text."""
+    """Configuration fields that describe the text."""
 
     data: str | None = None
-    """Folder of *.txt, *.md, *.rst and *.py; null: the sources of Python's standard library on this machine."""
+    """Folder of *.txt, *.md, *.rst and *.py files; null: the sources of Python's standard library on this machine."""
     synthetic: int = 0
-    """Number of random sequences to make instead; needs no tokenizers library."""
+    """If above 0, number of random sequences to use instead; this does not need the tokenizers library."""
     vocabulary: int = 32000
     sequence_length: int = 256
     batch_size: int = 32
     seed: int = 0
     validation: int = 0
-    """Sequences that are held out of the training, evenly spread over the text."""
+    """Number of sequences held out from training, evenly spaced over the text."""
     cache: str = CACHE
 
     def __post_init__(self) -> None:
@@ -62,7 +62,7 @@ class Data:
 
 @dataclass(frozen=True, kw_only=True)
 class Corpus:
-    """Texts in a fixed order, and how many files were left out."""
+    """Texts in a fixed order, and the numbers of skipped files."""
 
     where: str
     texts: tuple[str, ...]
@@ -81,7 +81,7 @@ class Corpus:
 
 
 class Searched(NamedTuple):
-    """The text files under a folder, by path, and the folders in it that cannot be read, with the reason."""
+    """The text files under a folder, sorted by path, and its unreadable subfolders with the errors."""
 
     root: Path
     paths: list[Path]
@@ -90,7 +90,7 @@ class Searched(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Sequences:
-    """`input_ids` int64 [N, T] and `attention_mask` float32 [N, T], 0 where the last sequence is padded."""
+    """`input_ids` int64 [N, T] and `attention_mask` float32 [N, T], which is 0 at padding and 1 elsewhere."""
 
     input_ids: torch.Tensor
     attention_mask: torch.Tensor
@@ -100,7 +100,7 @@ class Sequences:
         return len(self.input_ids)
 
     def of(self, rows: torch.Tensor) -> Sequences:
-        """Return those rows, selected by a mask or by their numbers."""
+        """Return the given rows, selected by a mask or by indices."""
         return Sequences(
             input_ids=self.input_ids[rows], attention_mask=self.attention_mask[rows], vocabulary=self.vocabulary
         )
@@ -113,7 +113,7 @@ class Sequences:
 
 @dataclass(frozen=True, kw_only=True)
 class Loaded:
-    """Data for a trainer, and a line that describes their source."""
+    """Data for a trainer, and a line that describes the source."""
 
     batches: Batches
     given: int
@@ -133,7 +133,7 @@ def load(data: Data) -> Loaded:
 
 
 def sequences_of(data: Data) -> tuple[Sequences, str]:
-    """Return all sequences that the fields of `data` describe, also those held out, and a description of the source."""
+    """Return (all sequences that `data` describes, including held-out ones; description of the source)."""
     if data.synthetic:
         sequences = synthetic(data.vocabulary, data.sequence_length, data.synthetic, data.seed)
         source = f"{len(sequences)} random sequences"
@@ -149,7 +149,7 @@ def sequences_of(data: Data) -> tuple[Sequences, str]:
 
 
 def divided(sequences: Sequences, held_out: int) -> tuple[Sequences, Sequences]:
-    """Return (sequences to train on, held-out ones, evenly spread); PerfsuiteError where none are left to train on."""
+    """Return (training, evenly spaced held-out) sequences; PerfsuiteError if none are left for training."""
     count = len(sequences)
     if held_out >= count:
         raise PerfsuiteError(f"validation: {held_out} of {count} sequences would leave none to train on; lower it")
@@ -159,12 +159,12 @@ def divided(sequences: Sequences, held_out: int) -> tuple[Sequences, Sequences]:
 
 
 def spread(count: int, chosen: int) -> torch.Tensor:
-    """Return evenly spread rows, int64 [chosen], each once where `chosen` is at most `count`."""
+    """Return evenly spaced row indices, int64 [chosen]; they are distinct if `chosen` is at most `count`."""
     return (2 * torch.arange(chosen) + 1) * count // max(1, 2 * chosen)
 
 
 def corpus(folder: str | Path | None = None) -> Corpus:
-    """Read the texts under a folder, by path; PerfsuiteError where there is none. None: Python's standard library."""
+    """Read the texts under a folder by path; PerfsuiteError if there are none. None: Python's standard library."""
     root, paths, left_out = searched(folder)
     texts = []
     damaged, empty, unreadable = 0, 0, len(left_out)
@@ -189,15 +189,15 @@ def corpus(folder: str | Path | None = None) -> Corpus:
 
 
 def searched(folder: str | Path | None, suffixes: tuple[str, ...] = SUFFIXES) -> Searched:
-    """Find the text files under a folder; PerfsuiteError where it is no folder, or cannot be read.
+    """Find the text files under a folder. None: Python's standard library.
 
-    None: Python's standard library.
+    PerfsuiteError if it is not a folder, or cannot be read.
     """
     root = Path(sysconfig.get_path("stdlib")) if folder is None else Path(folder)
     try:
         if not root.is_dir():
             raise PerfsuiteError(f"data: {root} is no folder; name one that holds {', '.join(suffixes)} files")
-        with os.scandir(root):  # folders within it that cannot be read are left out instead
+        with os.scandir(root):  # unreadable subfolders are only skipped
             pass
     except OSError as error:
         reason = error.strerror or str(error)
@@ -221,9 +221,9 @@ def _files(
 
 
 def _may_be_read(path: Path) -> bool:
-    """Return whether a path is a file, and no pipe for instance.
+    """Return True if a path is a regular file, not e.g. a pipe.
 
-    True also where that is not permitted to be known: reading it then reports the error.
+    Also return True if permissions prevent the check. Reading the file then reports the error.
     """
     try:
         return path.is_file()
@@ -232,10 +232,10 @@ def _may_be_read(path: Path) -> bool:
 
 
 def tokens_of(found: Corpus, vocabulary: int = 32000, cache: Path = Path(CACHE)) -> tuple[Tokens, int]:
-    """Return (the corpus as one row of tokens, each text's end marked; vocabulary size), from the cache if there.
+    """Return (tokens of the corpus, vocabulary size), from the cache if possible. An end token follows each text.
 
-    The vocabulary is that of a byte-level BPE trained on the corpus: smaller than asked for where the text has no more
-    pairs to merge.
+    The vocabulary is that of a byte-level BPE trained on the corpus. It is smaller than requested if the text has no
+    more pairs to merge.
     """
     key = _key(found, vocabulary)
     path = cache / f"tokens-{key}.npz"
@@ -254,11 +254,11 @@ def tokens_of(found: Corpus, vocabulary: int = 32000, cache: Path = Path(CACHE))
 
 
 def tokenizer_of(found: Corpus, vocabulary: int = 32000, cache: Path = Path(CACHE)) -> Any:
-    """Return a byte-level BPE trained on the corpus, from the cache if it was trained before."""
+    """Return a byte-level BPE trained on the corpus, from the cache if possible."""
     path = cache / f"bpe-{_key(found, vocabulary)}.json"
     tokenizers = library()
     with _only_one(path):
-        with suppress(Exception):  # missing or damaged: the library raises its own bare Exception
+        with suppress(Exception):  # missing or damaged; the library raises a bare Exception
             return tokenizers.Tokenizer.from_file(str(path))
         made = trained(found.texts, vocabulary)
         _write(path, lambda file: file.write(made.to_str().encode()))
@@ -266,7 +266,7 @@ def tokenizer_of(found: Corpus, vocabulary: int = 32000, cache: Path = Path(CACH
 
 
 def library() -> Any:
-    """Import tokenizers; PerfsuiteError where it is not installed."""
+    """Import tokenizers; PerfsuiteError if it is not installed."""
     try:
         import tokenizers
     except ModuleNotFoundError:
@@ -285,7 +285,7 @@ def _key(found: Corpus, vocabulary: int) -> str:
 
 
 def check_vocabulary(vocabulary: int) -> None:
-    """Raise PerfsuiteError where a vocabulary cannot hold every byte, padding and an end, or is above `LARGEST`."""
+    """Raise PerfsuiteError if a vocabulary is too small for all bytes, padding and end, or is above `LARGEST`."""
     if vocabulary < BYTES + 2:
         raise PerfsuiteError(f"vocabulary: {vocabulary} is too small for bytes; it must be {BYTES + 2} or more")
     if vocabulary > LARGEST:
@@ -293,14 +293,14 @@ def check_vocabulary(vocabulary: int) -> None:
 
 
 def check_cache(cache: Path) -> None:
-    """Raise PerfsuiteError where the cache's folder is a file."""
+    """Raise PerfsuiteError if the cache folder is a file."""
     if os.path.isfile(cache):
         raise PerfsuiteError(f"cache: {cache} is a file; name a folder with --cache")
 
 
 @contextmanager
 def _only_one(path: Path) -> Iterator[None]:
-    """Lock the making of a file: other processes that want to make it wait, and then find it."""
+    """Lock the creation of a file. Other processes that need the file wait, and then find it."""
     check_cache(path.parent)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -312,7 +312,7 @@ def _only_one(path: Path) -> Iterator[None]:
 
 
 def trained(texts: Iterable[str], vocabulary: int) -> Any:
-    """Train a byte-level BPE on these texts; it is smaller than asked for where they have no more pairs to merge."""
+    """Train a byte-level BPE on texts. It is smaller than requested if they have no more pairs to merge."""
     tokenizers = library()
     made = tokenizers.Tokenizer(tokenizers.models.BPE())
     made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -328,7 +328,7 @@ def trained(texts: Iterable[str], vocabulary: int) -> Any:
 
 
 def _write(path: Path, content: Callable[[IO[bytes]], object]) -> None:
-    """Write a file; it is replaced as a whole."""
+    """Write a file atomically."""
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
         with os.fdopen(handle, "wb") as file:
@@ -343,11 +343,11 @@ def _write(path: Path, content: Callable[[IO[bytes]], object]) -> None:
 
 def encode(tokenizer: Any, texts: Iterable[str]) -> Iterator[list[int]]:
     """Yield the tokens of each text, followed by the end token."""
-    tokenizer.encode_special_tokens = True  # else a text that says "<end>" would end there
+    tokenizer.encode_special_tokens = True  # otherwise "<end>" in a text would become the end token
     batch: list[str] = []
     for text in texts:
         batch.append(text)
-        if len(batch) == 256:  # bounds what lies in memory; the library spreads a batch over the cores
+        if len(batch) == 256:  # bounds the memory; the library encodes a batch in parallel
             yield from _encoded(tokenizer, batch)
             batch = []
     yield from _encoded(tokenizer, batch)
@@ -359,7 +359,7 @@ def _encoded(tokenizer: Any, texts: list[str]) -> Iterator[list[int]]:
 
 
 def pack(tokens: Tokens, length: int, vocabulary: int) -> Sequences:
-    """Cut a row of tokens into sequences of `length`, and pad the last one."""
+    """Split a 1-D array of tokens into sequences of `length` tokens, and pad the last one."""
     count = -(-len(tokens) // length)
     ids = numpy.full(count * length, PAD_ID, dtype=numpy.int64)
     ids[: len(tokens)] = tokens
@@ -373,9 +373,9 @@ def pack(tokens: Tokens, length: int, vocabulary: int) -> Sequences:
 
 
 def synthetic(vocabulary: int, T: int, N: int, seed: int = 0) -> Sequences:
-    """Make random sequences in the form of `pack`'s: no padding token inside, the last sequence padded by a third.
+    """Generate random sequences in the format of `pack`. The last third of the last sequence is padding.
 
-    Each token follows from the one before in three cases of four, so that there is something to learn.
+    With probability 3/4 a token is determined by the previous one, so that there is something to learn.
     """
     generator = numpy.random.default_rng(seed)
     step = generator.integers(2, vocabulary, size=vocabulary)
@@ -395,9 +395,9 @@ def synthetic(vocabulary: int, T: int, N: int, seed: int = 0) -> Sequences:
 
 
 class Batches:
-    """Endless batches {"input_ids", "attention_mask"}, reshuffled each epoch; rows that fill no batch are dropped.
+    """Infinite iterator over batches {"input_ids", "attention_mask"}. An incomplete last batch of an epoch is dropped.
 
-    The order depends on the seed and the epoch alone, so that a position is two numbers.
+    Rows are reshuffled each epoch. The order depends only on seed and epoch, so a position is two numbers.
     """
 
     def __init__(self, sequences: Sequences, batch_size: int, seed: int = 0) -> None:
@@ -415,7 +415,7 @@ class Batches:
         self._next: dict[str, torch.Tensor] | None = None
 
     def __len__(self) -> int:
-        """Return the number of batches of an epoch."""
+        """Return the number of batches per epoch."""
         return len(self.sequences) // self.batch_size
 
     def __iter__(self) -> Batches:
@@ -430,7 +430,7 @@ class Batches:
         return batch
 
     def peek(self) -> dict[str, torch.Tensor]:
-        """Return the next batch, which is made once; the position stays."""
+        """Return the next batch without advancing the position. The batch is created only once."""
         if self._next is None:
             if self._order is None:
                 self._order = numpy.random.default_rng([self.seed, self.epoch]).permutation(len(self.sequences))
@@ -442,11 +442,11 @@ class Batches:
         return self._next
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position, and the data and settings to which it belongs."""
+        """Return the position, and a description of the data and settings to which it belongs."""
         return {"epoch": self.epoch, "position": self.position, **self._identity()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go to a position; PerfsuiteError where it belongs to other data, ValueError where it is invalid."""
+        """Restore a position; PerfsuiteError if it belongs to other data, ValueError if it is invalid."""
         check_identity(state, self._identity())
         self.epoch, self.position = whole(state, "epoch"), whole(state, "position", most=len(self) - 1)
         self._order = self._next = None

@@ -1,7 +1,7 @@
-"""Makes packed text: files → byte-level BPE → tokens in one file with an index.
+"""Builds packed text: files → byte-level BPE → tokens in one file with an index.
 
-Everything follows from the files' contents, their order and the recipe: the same again gives the same bytes. Finished
-parts lie beside the folder until it is complete, so that a run that was killed can be resumed.
+The output depends only on the files' contents, their order and the recipe: equal inputs give equal bytes. Finished
+parts are stored next to the output folder until it is complete, so that a killed run can be resumed.
 source: eigenstate_lm, technique 004.10
 """
 
@@ -25,23 +25,23 @@ from suite.building import Parts, Watcher, digest_of, parts_beside
 from suite.packed_text import PackedText
 
 BLOCK_BYTES = 4 << 20
-"""Bytes of text that are encoded and kept together while the pack is made."""
+"""Bytes of text per part, which is encoded and stored as a unit while the pack is built."""
 NAMED = 10
-"""Most left-out files that are named; the rest is counted."""
+"""Maximum number of skipped files that are named; the others are only counted."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """Everything from which a pack is made."""
+    """Everything that determines a pack."""
 
     folder: Path | None = None
-    """Folder of texts, or a file of JSON lines; None: Python's standard library on this machine."""
+    """Folder of texts, or a JSON-lines file; None: Python's standard library on this machine."""
     field: str | None = None
-    """Field with the text in a line of JSON lines; None: such files are left out of a folder."""
+    """Field of a JSON line that contains the text; None: JSON-lines files in a folder are ignored."""
     vocabulary: int = 50257
-    """Vocabulary of the tokenizer that is trained on the texts."""
+    """Vocabulary size of the tokenizer that is trained on the texts."""
     tokenizer: Path | None = None
-    """File of the tokenizers library to use instead of training one."""
+    """Tokenizer file of the tokenizers library, to use instead of training one."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,12 +51,12 @@ class Packed:
     pack: PackedText
     source: str
     kept: bool
-    """Whether the pack was there already."""
+    """True if the pack existed already."""
 
 
 @dataclass
 class _Found:
-    """The files of texts, by path, with the digest, the bytes and the number of documents of each."""
+    """Text files, sorted by path, each with its digest, size in bytes and number of documents."""
 
     root: Path
     field: str | None = None
@@ -78,7 +78,7 @@ class _Found:
         return ", ".join(f"{count} {kind}" for count, kind in kinds if count)
 
     def blocks(self) -> Iterator[tuple[int, int]]:
-        """Yield (first file, end) of the files that are encoded together."""
+        """Yield (first, end) of each range of files that are encoded together."""
         first = size = 0
         for i, more in enumerate(self.sizes):
             if size and size + more > BLOCK_BYTES:
@@ -98,7 +98,7 @@ class _Found:
             yield from self.documents_of(path, content)
 
     def documents_of(self, path: Path, content: bytes) -> list[str]:
-        """Return the documents of a file that are not empty; UnicodeDecodeError where it is not UTF-8."""
+        """Return the non-empty documents of a file; UnicodeDecodeError if it is not UTF-8."""
         decoded = content.decode()
         if self.field is not None and path.suffix == json_lines.SUFFIX:
             return json_lines.documents(decoded, path, self.field)
@@ -106,10 +106,10 @@ class _Found:
 
 
 def pack(out: Path, recipe: Recipe, watcher: Watcher, *, overwrite: bool = False, cached: bool = False) -> Packed:
-    """Make the folder `out`; PerfsuiteError where that cannot be done, or `out` is there and is something else.
+    """Build the pack in the folder `out`; PerfsuiteError if that fails, or if `out` exists and is not this pack.
 
-    cached  whether `out` lies in the cache, where nobody named it: messages then say that it may be deleted, and that
-            --cache names another folder
+    cached  whether `out` is in the cache, so that the user did not name it: messages then say that it may be deleted,
+            and that --cache selects another folder
     """
     again = f"delete {out}; it is made again" if cached else None
     elsewhere = "name another folder with --cache" if cached else "name another folder"
@@ -149,9 +149,9 @@ def pack(out: Path, recipe: Recipe, watcher: Watcher, *, overwrite: bool = False
 
 
 def _refuse(out: Path, overwrite: bool, again: str | None, elsewhere: str) -> None:
-    """Raise PerfsuiteError, before minutes are spent, where `out` cannot be made.
+    """Raise PerfsuiteError if `out` cannot be built, before minutes are spent on it.
 
-    It is something else, or damaged and not to be overwritten, or nothing can be written beside it.
+    It cannot if it is not packed text, if it is damaged and must not be overwritten, or if its parent is not writable.
     """
     if out.name in ("", ".."):
         raise PerfsuiteError(f"{out} cannot be replaced as a whole; name a folder in it")
@@ -175,7 +175,7 @@ def _given(tokenizers: Any, path: Path) -> Any:
         raise packed_text.unreadable("tokenizer", path, error) from None
     try:
         found = tokenizers.Tokenizer.from_buffer(content)
-    except Exception as error:  # the library raises its own bare Exception
+    except Exception as error:  # the library raises a bare Exception
         reason = " ".join(str(error).split())
         raise PerfsuiteError(f"tokenizer: {path} is none of the tokenizers library: {reason}") from None
     if found.token_to_id(text.END) != text.END_ID:
@@ -187,9 +187,9 @@ def _given(tokenizers: Any, path: Path) -> Any:
 
 
 def _searched(recipe: Recipe) -> tuple[text.Searched, Recipe]:
-    """Return the files of texts, and the recipe.
+    """Return the text files and the recipe.
 
-    In a single file of JSON lines the field is "text" unless the recipe names another.
+    For a single JSON-lines file, the recipe's field defaults to "text".
     """
     folder = recipe.folder
     if folder is None or (recipe.field is None and folder.suffix != json_lines.SUFFIX):
@@ -274,7 +274,7 @@ def _trained(recipe: Recipe, found: _Found, key: str, parts: Parts, watcher: Wat
 
 
 def _block(tokenizer: Any, found: _Found, first: int, end: int, key: str, parts: Parts) -> tuple[Any, Any]:
-    """Return the tokens of some files, and the number of tokens of each document."""
+    """Return (tokens of the files `first` to `end` - 1, number of tokens of each document)."""
     name = f"part-{{}}-{key[:32]}-{first}-{end}"
     kept: Sequence[Any] = [parts.load(name.format(what)) for what in ("tokens", "lengths")]
     if any(k is None for k in kept) or len(kept[1]) != sum(found.documents[first:end]) or len(kept[0]) != kept[1].sum():

@@ -1,4 +1,4 @@
-"""Registry of trainers: a name, its configuration, its data and its two sides, each imported when asked for."""
+"""Registry of trainers: name, configuration, data and both sides, each imported on demand."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ Build = Callable[[Any, Any, "torch.device"], "Trainer"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Entry:
-    """A trainer. Strings, "module:name", are imported when they are needed.
+    """A trainer. Strings of the form "module:name" are imported when they are needed.
 
-    `config` is a dataclass. A side is called with (config, what its data give, device) and returns a
-    `suite.runtime.Trainer`. `data` is called with an instance of `data_config`, a dataclass too. As `suite.text.Loaded`
-    does, its result has the batches, what a trainer is given of the data (of a text, the size of its vocabulary) and a
-    line for the user.
+    `config` and `data_config` are dataclasses. `data` is called with an instance of `data_config`. Like
+    `suite.text.Loaded`, its result has `batches`, `given` (the part of the data that a trainer needs; for text, the
+    size of the vocabulary) and `summary`, a line for the user. A side is called with (config, given, device) and
+    returns a `suite.runtime.Trainer`.
     """
 
     config: str | type[Any]
@@ -36,27 +36,25 @@ class Entry:
     data_config: str | type[Any] = "suite.text:Data"
     data: str | Callable[..., Any] = "suite.text:load"
     techniques: str | tuple[str, ...] = ()
-    """Fields of `config` that switch a technique on and off, in the order in which `ablate` turns them on."""
+    """Fields of `config` that switch techniques on and off, in the order in which `ablate` turns them on."""
     claims: str | Mapping[str, str] = field(default_factory=dict)
-    """Technique → the claim of its source."""
+    """Technique → claim of its source."""
     short: str | Callable[[Any], tuple[Any, Any, int] | None] | None = None
-    """How `ablate` counts launches where a window has many equal steps; see `suite.ablation.measure`."""
+    """Shorter windows for `ablate`'s counts, if a window has many equal steps; see `suite.ablation.measure`."""
     ablated: str | Callable[..., tuple[Any, Any]] | None = None
-    """(config, data's config, device) → (what a trainer is given, batches without end), which `ablate` times; None:
-    random tokens.
-    """
+    """(config, data config, device) → (given, infinite iterator of batches) for `ablate`; None: random tokens."""
     finish: str | Callable[[Any, Path], str | None] | None = None
-    """(trainer, the run's folder), called at a run's end → a line for the user, or None."""
+    """(trainer, run's folder) → line for the user, or None. Called at the end of a run."""
     ranks: bool = False
-    """Whether several ranks may train together. If so, `data` is also called with the rank and the number of ranks."""
+    """True if several ranks may train together. `data` is then also called with the rank and the number of ranks."""
     quality: str | Callable[[Any, Any], Mapping[str, float]] | None = None
-    """(trained trainer, what it was given) → its evaluation metrics, which `ab` compares; None: the loss alone."""
+    """(trained trainer, given) → evaluation metrics, which `ab` compares; None: only the loss is compared."""
     checks: str | Any = None
-    """The checks of its source's claims, `suite.claims.record.Checks`; None where no claim is measured."""
+    """Checks of the source's claims, `suite.claims.record.Checks`; None if no claim is measured."""
     setting: str | Callable[..., Any] = ""
-    """device → setting that these checks are given."""
+    """device → setting that is passed to these checks."""
     lowered: tuple[str, ...] = ("batch_size", "sequence_length")
-    """Fields of `config` to lower where the memory does not suffice."""
+    """Fields of `config` to lower if memory runs out."""
 
 
 TRAINERS: dict[str, Entry] = {
@@ -134,14 +132,14 @@ TRAINERS: dict[str, Entry] = {
 
 
 def register(name: str, entry: Entry) -> None:
-    """Add a trainer; PerfsuiteError where the name is taken."""
+    """Add a trainer; PerfsuiteError if the name is taken."""
     if name in TRAINERS:
         raise PerfsuiteError(f"a trainer is called {name!r} already; take another name")
     TRAINERS[name] = entry
 
 
 def find(name: str) -> Entry:
-    """Return the trainer of that name; PerfsuiteError, with the nearest one, where there is none."""
+    """Return the trainer of that name. If there is none, PerfsuiteError suggests the most similar name."""
     if name in TRAINERS:
         return TRAINERS[name]
     if name.startswith("-"):
@@ -162,12 +160,12 @@ def data_config_of(name: str) -> type[Any]:
 
 
 def data_of(name: str) -> Callable[..., Any]:
-    """Return the function that makes a trainer's batches."""
+    """Return the function that loads a trainer's data."""
     return cast("Callable[..., Any]", _loaded(find(name).data, name))
 
 
 def techniques_of(name: str) -> tuple[str, ...]:
-    """Return the switches of a trainer's techniques; PerfsuiteError where it has none."""
+    """Return the switches of a trainer's techniques; PerfsuiteError if it has none."""
     found = cast("tuple[str, ...]", _loaded(find(name).techniques, name))
     if not found:
         raise PerfsuiteError(f"trainer {name} has no switches for its techniques, so that there is nothing to ablate")
@@ -175,21 +173,21 @@ def techniques_of(name: str) -> tuple[str, ...]:
 
 
 def claims_of(name: str) -> Mapping[str, str]:
-    """Return technique → the claim of its source."""
+    """Return technique → claim of its source."""
     return cast("Mapping[str, str]", _loaded(find(name).claims, name))
 
 
 def short_of(name: str) -> Callable[[Any], tuple[Any, Any, int] | None]:
-    """Return the function that gives the shorter windows in which a trainer's launches are counted.
+    """Return the function that defines the shorter windows in which a trainer's launches are counted.
 
-    It gives None for a trainer that has none.
+    For a trainer without shorter windows, the function returns None.
     """
     found = cast("Callable[..., Any] | None", _loaded(find(name).short, name))
     return found if found is not None else lambda config: None
 
 
 def memory_remedy(name: str) -> str:
-    """Return what to do where memory runs out in trainer NAME; the same for a name that is not registered."""
+    """Return the remedy if a trainer runs out of memory. The name need not be registered."""
     fields = TRAINERS[name].lowered if name in TRAINERS else ("batch_size",)
     if not fields:
         return "free the device"
@@ -198,25 +196,27 @@ def memory_remedy(name: str) -> str:
 
 
 def ablated_of(name: str) -> Callable[..., tuple[Any, Any]] | None:
-    """Return the function that makes the data for `ablate` to time; None where these are random tokens."""
+    """Return the function that creates the data for `ablate`; None if these are random tokens."""
     return cast("Callable[..., tuple[Any, Any]] | None", _loaded(find(name).ablated, name))
 
 
 def finish_of(name: str) -> Callable[[Any, Path], str | None]:
-    """Return the function to call at a run's end; it does nothing for a trainer that has none."""
+    """Return the function to call at the end of a run. For a trainer without one, it does nothing."""
     found = cast("Callable[[Any, Path], str | None] | None", _loaded(find(name).finish, name))
     return found if found is not None else lambda trainer, folder: None
 
 
 def quality_of(name: str) -> Callable[[Any, Any], Mapping[str, float]]:
-    """Return the function that computes a trained trainer's evaluation metrics. It returns none for a trainer that has
-    none."""
+    """Return the function that computes a trained trainer's evaluation metrics.
+
+    For a trainer without metrics, the function returns an empty dict.
+    """
     found = cast("Callable[[Any, Any], Mapping[str, float]] | None", _loaded(find(name).quality, name))
     return found if found is not None else lambda trainer, given: {}
 
 
 def checks_of(name: str) -> tuple[Any, Callable[..., Any]]:
-    """Return (checks of a trainer's claims, device → setting of these); PerfsuiteError where no claim is measured."""
+    """Return (checks of a trainer's claims, device → setting for them); PerfsuiteError if no claim is measured."""
     entry = find(name)
     if entry.checks is None or not entry.setting:
         raise PerfsuiteError(f"no claim of trainer {name} is measured")
@@ -224,7 +224,7 @@ def checks_of(name: str) -> tuple[Any, Callable[..., Any]]:
 
 
 def build(name: str, config: Any, given: Any, device: torch.device, side: Side) -> Trainer:
-    """Make a trainer of that side; `given` is what its data give it."""
+    """Build a trainer of the given side; `given` comes from its data, see `Entry`."""
     entry = find(name)
     make = _loaded(entry.reference if side == "reference" else entry.optimized, name)
     return cast("Trainer", make(config, given, device))

@@ -1,1 +1,1 @@
-"""Data, model and settings of the trainer polychromic."""
+"""Data, models and configuration of the polychromic trainer."""

@@ -1,7 +1,7 @@
-"""Advantages of sampled replies: how much more diverse their set is than a baseline.
+"""Advantages of sampled replies: the diversity of a set of replies minus a baseline.
 
-Every baseline here is independent of the reply whose advantage it is part of, so that the gradient of
-`losses/set_policy_loss` is unbiased; the derivation is in `optimized.losses.set_policy_loss`.
+Each baseline is independent of the reply to which it is applied, so the gradient of `losses/set_policy_loss` is
+unbiased. `optimized.losses.set_policy_loss` contains the derivation.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from perfsuite.errors import PerfsuiteError
 def of_sets(diversity: torch.Tensor, baseline: torch.Tensor | None = None) -> torch.Tensor:
     """Return the advantage of each set, [prompts, sets].
 
-    The baseline is the mean of the prompt's other sets. With one set per prompt it must be given, e.g. a running mean
-    over earlier steps. A given baseline is used with several sets, too.
+    By default the baseline is the mean diversity of the prompt's other sets. With one set per prompt the caller must
+    pass one, e.g. a running mean over earlier steps. A passed baseline replaces the default.
 
-    diversity  [prompts, sets], D of each set
+    diversity  [prompts, sets], diversity D of each set
     baseline   [prompts] or 0-d; it must not depend on the replies of this step
 
-    PerfsuiteError for one set per prompt without a baseline.
+    PerfsuiteError if there is one set per prompt and no baseline.
     """
     if baseline is not None:
         return diversity - baseline[..., None]
@@ -34,11 +34,11 @@ def of_sets(diversity: torch.Tensor, baseline: torch.Tensor | None = None) -> to
 
 
 def without_own_reply(distances: torch.Tensor) -> torch.Tensor:
-    """Return the advantage of each reply over its own set without it, [..., n]: D(set) - D(set without reply i).
+    """Return the advantage of each reply, [..., n]: D(set) - D(set without reply i).
 
-    distances  [..., n, n], 1 - cos of each pair of replies of a set, symmetric; n is 3 or more
+    distances  [..., n, n], symmetric: 1 - cos of each pair of replies in a set; n is 3 or more
 
-    PerfsuiteError for fewer replies.
+    PerfsuiteError if n is less than 3.
     """
     n = distances.shape[-1]
     if n < 3:

@@ -1,4 +1,4 @@
-"""Batches of prompts with their replies: choice of the examples, padding, and the tokens that are trained on."""
+"""Batches of prompts with replies: selection of the examples, padding, packing, and labels."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from suite.polychromic.lora import places_of
 from suite.polychromic.replies import Example
 
 IGNORED = -100
-"""Label of tokens that are not trained on: those of the prompt, and padding."""
+"""Label of tokens without a loss: prompt tokens and padding."""
 PADDED_TO = 8
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Tokens and labels, int64 [examples, length]. A label equals the token at its own position, or is `IGNORED`."""
+    """Tokens and labels, int64 [examples, length]. A label is the token at the same position, or `IGNORED`."""
 
     tokens: torch.Tensor
     labels: torch.Tensor
@@ -28,7 +28,7 @@ class Batch:
 
 @dataclass(frozen=True, slots=True)
 class Prompts:
-    """Prompts padded at their end: tokens int64 [prompts, longest], lengths int64 [prompts]."""
+    """Right-padded prompts: tokens int64 [prompts, longest], lengths int64 [prompts]."""
 
     tokens: torch.Tensor
     lengths: torch.Tensor
@@ -36,15 +36,17 @@ class Prompts:
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """The examples that fit, and the number of those whose prompt leaves no room for a token of the reply."""
+    """The examples that fit, and the number dropped because their prompt leaves no room for a reply token."""
 
     examples: tuple[Encoded, ...]
     left_out: int
 
 
 def prepare(examples: Sequence[Example], chat: Chat, length: int, *, needed: bool = True) -> Prepared:
-    """Tokenize the examples, each cut at `length` tokens in all; PerfsuiteError if some are `needed` and no prompt
-    fits."""
+    """Tokenize the examples and truncate each, prompt included, to `length` tokens.
+
+    PerfsuiteError if `needed`, and no prompt fits.
+    """
     encoded = [chat.encode(example) for example in examples]
     kept = tuple(Encoded(e.tokens[:length], e.prompt) for e in encoded if e.prompt < length)
     if needed and encoded and not kept:
@@ -56,7 +58,7 @@ def prepare(examples: Sequence[Example], chat: Chat, length: int, *, needed: boo
 
 
 def batch_of(examples: Sequence[Encoded], padding: int, device: torch.device | str) -> Batch:
-    """Return the examples as one batch, padded at their end to a multiple of 8 tokens."""
+    """Return the examples as one batch, right-padded to a multiple of 8 tokens."""
     longest = max(len(e.tokens) for e in examples)
     longest = -(-longest // PADDED_TO) * PADDED_TO
     tokens = [[*e.tokens, *[padding] * (longest - len(e.tokens))] for e in examples]
@@ -66,14 +68,14 @@ def batch_of(examples: Sequence[Encoded], padding: int, device: torch.device | s
 
 @dataclass(frozen=True, slots=True)
 class Packed:
-    """Examples one after another, N tokens, with padding only at the end.
+    """Concatenated examples, N tokens in total, with padding only at the end.
 
     tokens     int64 [N]
-    targets    int64 [N]: the next token where it is trained on, otherwise `IGNORED`
+    targets    int64 [N]: the next token if it has a loss, otherwise `IGNORED`
     positions  int64 [N]: position of each token in its example
-    places     int64 [N]: number of each token, from which its dropout is drawn
+    places     int64 [N]: number of each token, the counter of its dropout mask
     offsets    int32 [examples + 2]: start of each example, start of the padding, and N
-    count      number of tokens that are trained on
+    count      number of tokens with a loss
     """
 
     tokens: torch.Tensor
@@ -85,7 +87,7 @@ class Packed:
 
 
 def groups_of(examples: Sequence[Encoded], most: int) -> list[range]:
-    """Divide the examples, in their order, into groups of at most `most` tokens; a longer one is a group by itself."""
+    """Divide consecutive examples into groups of at most `most` tokens. A longer example forms a group by itself."""
     groups: list[range] = []
     first = total = 0
     for number, example in enumerate(examples):
@@ -97,7 +99,7 @@ def groups_of(examples: Sequence[Encoded], most: int) -> list[range]:
 
 
 def packed(examples: Sequence[Encoded], first: int, padding: int, multiple: int, device: torch.device | str) -> Packed:
-    """Pack the examples, numbered in the step from `first` on, and pad them to a multiple of `multiple` tokens."""
+    """Concatenate examples, numbered in the step from `first` on, and pad to a multiple of `multiple` tokens."""
     tokens: list[int] = []
     targets: list[int] = []
     places, positions, offsets = [], [], [0]
@@ -116,14 +118,14 @@ def packed(examples: Sequence[Encoded], first: int, padding: int, multiple: int,
     parts = (torch.tensor(tokens), torch.tensor(targets), torch.cat(positions), torch.cat(places))
     ends = torch.tensor([*offsets, len(tokens)], dtype=torch.int32)
     count = sum(len(e.tokens) - e.prompt for e in examples)
-    one, two, three, four = torch.stack(parts).to(device)  # one copy
+    one, two, three, four = torch.stack(parts).to(device)  # one copy to the device
     return Packed(one, two, three, four, ends.to(device), count)
 
 
 def prompts_of(
     examples: Sequence[Encoded], padding: int, device: torch.device | str, beside: int = 0, multiple: int = 1
 ) -> Prompts:
-    """Return the prompts, padded at their end. Their length plus `beside` is a multiple of `multiple`."""
+    """Return the right-padded prompts. The padded length plus `beside` is a multiple of `multiple`."""
     lengths = [e.prompt for e in examples]
     longest = -(-(max(lengths) + beside) // multiple) * multiple - beside
     tokens = [[*e.tokens[: e.prompt], *[padding] * (longest - e.prompt)] for e in examples]
@@ -131,9 +133,9 @@ def prompts_of(
 
 
 def numbers(step: int, size: int, count: int, seed: int) -> list[int]:
-    """Return the numbers of the `size` examples of optimizer step `step`, out of `count`.
+    """Return the indices, out of `count`, of the `size` examples of optimizer step `step`.
 
-    Each epoch has another order. An epoch's last step continues into the next epoch, so that all steps have `size`
+    Each epoch has its own order. The last step of an epoch continues into the next epoch, so every step has `size`
     examples.
     """
     found: list[int] = []

@@ -1,4 +1,4 @@
-"""A chat model's tokenizer: messages to tokens by the model's own chat template, and tokens to text."""
+"""A chat model's tokenizer: converts messages to tokens with the model's own chat template, and tokens to text."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ SPECIAL = ("bos_token", "eos_token", "pad_token", "unk_token")
 
 @dataclass(frozen=True, slots=True)
 class Encoded:
-    """Tokens of a prompt and its reply. The first `prompt` tokens are the prompt's."""
+    """Tokens of a prompt and its reply. The first `prompt` tokens belong to the prompt."""
 
     tokens: tuple[int, ...]
     prompt: int
 
 
 class Chat:
-    """The tokenizer and the chat template in a model's folder, as transformers stores them.
+    """The tokenizer and the chat template from a model's folder in transformers' format.
 
-    PerfsuiteError if a file is missing or damaged, or if there is no template.
+    PerfsuiteError if a file is missing or damaged, or if the folder has no chat template.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -51,7 +51,7 @@ class Chat:
         return found
 
     def _compiled(self, source: str) -> Any:
-        # A sandbox, as in transformers: templates are code from third parties.
+        # A sandbox, as in transformers, because templates are third-party code.
         environment = ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
         )
@@ -63,21 +63,24 @@ class Chat:
             raise PerfsuiteError(f"the chat template in {shown(self.folder)} is damaged: {error}") from None
 
     def text(self, messages: Sequence[Message], *, asks: bool) -> str:
-        """Return the messages as the template renders them; with `asks`, a prompt for a reply follows."""
+        """Render the messages with the template. With `asks`, append the generation prompt."""
         given = [{"role": m.role, "content": m.content} for m in messages]
         try:
             rendered: str = self._template.render(messages=given, add_generation_prompt=asks, **self.special)
-        except Exception as error:  # a template may divide by zero
+        except Exception as error:  # a template can raise any error, e.g. by dividing by zero
             raise PerfsuiteError(f"the chat template in {shown(self.folder)} refuses the messages: {error}") from None
         return rendered
 
     def prompt(self, messages: Sequence[Message]) -> list[int]:
-        """Return the tokens after which the model replies."""
+        """Return the tokens of the messages and the generation prompt."""
         found: list[int] = self.tokenizer.encode(self.text(messages, asks=True), add_special_tokens=False).ids
         return found
 
     def encode(self, example: Example) -> Encoded:
-        """Tokenize the prompt and the reply, up to the token that ends it, separately."""
+        """Tokenize the prompt and the reply separately. The reply ends with the end token.
+
+        PerfsuiteError if the template renders the prompt differently once a reply follows.
+        """
         asked = self.text(example.prompt, asks=True)
         whole = self.text([*example.prompt, Message(ASSISTANT, example.reply)], asks=False)
         if not whole.startswith(asked):
@@ -92,7 +95,7 @@ class Chat:
         return Encoded((*prompt, *reply), len(prompt))
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """Return the text of a reply's tokens, up to the one that ends it."""
+        """Return the text of a reply's tokens before the end token."""
         kept = list(tokens)
         if self.end in kept:
             kept = kept[: kept.index(self.end)]
@@ -101,7 +104,7 @@ class Chat:
 
 
 def _refuse(message: str) -> NoReturn:
-    """Raise the error of a template that rejects the messages (`raise_exception`)."""
+    """Raise TemplateError: the templates' function `raise_exception`, with which they reject messages."""
     raise TemplateError(message)
 
 
@@ -121,7 +124,7 @@ def _template(folder: Path, config: dict[str, Any]) -> str:
         except (OSError, UnicodeDecodeError) as error:
             raise PerfsuiteError(f"cannot read {shown(path)}: {error}") from None
     found = config.get("chat_template")
-    if isinstance(found, list):  # several by name
+    if isinstance(found, list):  # several named templates
         found = next((t.get("template") for t in found if isinstance(t, dict) and t.get("name") == "default"), None)
     if not isinstance(found, str):
         raise PerfsuiteError(

@@ -1,4 +1,4 @@
-"""The configuration of polychromic: its source's fields and defaults, and a switch for each technique."""
+"""Configuration of the polychromic trainer: the source's fields and defaults, and a switch for each technique."""
 
 from __future__ import annotations
 
@@ -19,78 +19,78 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:
-    """All settings of the trainer. `__post_init__` raises ValueError, with field and remedy, for an invalid value.
+    """All settings of the trainer. The reference trainer reads only the fields above the techniques.
 
-    The reference trainer has no techniques; it reads the fields before them.
+    `__post_init__` raises ValueError for an invalid value. The message names the field and the remedy.
     """
 
     # --- sizes
     length: int = 512
-    """Tokens of a prompt and its reply; a longer reply is cut."""
+    """Maximum tokens of a prompt and its reply together; a longer reply is truncated."""
     batch_size: int = 2
-    """Examples of a micro-batch."""
+    """Examples per micro-batch."""
     accumulation: int = 8
-    """Micro-batches of a step."""
+    """Micro-batches per optimizer step."""
     prompts: int = 4
-    """Number of examples of each step, its first ones, to which the model draws replies."""
+    """Number of prompts per step for which the model samples replies: those of the step's first examples."""
     replies: int = 3
-    """Replies drawn to each of these examples, a set; 3 or more."""
+    """Replies sampled per prompt, which form a set; 3 or more."""
     new_tokens: int = 100
-    """Most tokens of a drawn reply."""
+    """Maximum tokens of a sampled reply."""
 
     # --- constants
     steps: int = 1000
-    """Optimizer steps of the learning-rate schedule. The run ends with it."""
+    """Optimizer steps of the learning-rate schedule, after which the run ends."""
     learning_rate: float = 2e-4
-    """Learning rate of the first step; it decays along a cosine."""
+    """Learning rate of the first step. It decays to 0 with a cosine schedule."""
     weight_decay: float = 0.0
     clip: float = 1.0
-    """Largest norm of all gradients together; larger gradients are scaled down to it."""
+    """Maximum global norm of the gradients; larger gradients are scaled down to it."""
     rank: int = 16
     """Rank of the LoRA adapters."""
     alpha: float = 16.0
     dropout: float = 0.1
-    """Dropout probability of the adapters' inputs."""
+    """Dropout probability for the adapters' inputs."""
     diversity: float = 0.3
-    """λ, the weight of the diversity beside the cross-entropy. With 0 no reply is drawn."""
+    """λ, the weight of the diversity relative to the cross-entropy. With 0 no replies are sampled."""
     objective: Literal["policy", "as_written"] = "policy"
-    """policy: the gradient of the expected diversity; as_written: the source's diversity term, without a gradient."""
+    """policy: gradient of the expected diversity; as_written: the source's diversity term, which has no gradient."""
     temperature: float = 0.9
     top_p: float = 0.9
     seed: int = 0
-    """Seeds the adapters' first weights, the order of the examples, dropout and the drawn replies."""
+    """Seed of the adapters' initial weights, the order of the examples, dropout and the sampled replies."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """Dtype of the frozen weights and the activations. Adapters and their optimizer are float32."""
+    """Dtype of the frozen weights and the activations. The adapters and their optimizer state are float32."""
     quantization: Literal["none", "nf4"] = "none"
-    """nf4: keep the weights of the blocks' frozen linear layers in 4 bits, as QLoRA does; in either trainer."""
+    """nf4: store the weights of the blocks' frozen linear layers in 4 bits, as QLoRA does. Both trainers support it."""
     activation_checkpoint: bool = False
-    """Recompute blocks in the backward pass, in either trainer: less memory, more time."""
+    """Recompute blocks in the backward pass: less memory, more time. Both trainers support it."""
 
     packed_tokens: int = 8192
-    """With `packed_examples`: most tokens that are packed together, which limits the memory."""
+    """With `packed_examples`: maximum tokens per pack, which limits the memory."""
 
     # --- techniques
     batched_generation: bool = True
-    """Draw all replies in one batch, with a KV cache."""
+    """Sample all replies in one batch, with a KV cache."""
     parallel_sampling: bool = True
-    """Draw the tokens with one kernel; needs `batched_generation`."""
+    """Sample the tokens with one kernel; needs `batched_generation`."""
     encoder_batching: bool = True
     pairwise_cosine: bool = True
     pairwise_cosine_cuda: bool = False
-    """Compute the distances in CUDA C++ instead, the source's third tier; not part of the ablation."""
+    """Compute the distances in CUDA C++ instead, which is the source's third tier. Not part of the ablation."""
     set_policy_loss: bool = True
     chunked_cross_entropy: bool = True
     fused_lora: bool = True
     flash_attention: bool = True
     fused_blocks: bool = True
-    """Compute norms, rotations and gates with one kernel each; needs `flash_attention`."""
+    """Compute norms, rotary embeddings and gates with one kernel each; needs `flash_attention`."""
     packed_examples: bool = True
-    """Compute a step's examples packed without padding instead of by micro-batches; needs `flash_attention`."""
+    """Pack a step's examples without padding instead of splitting it into micro-batches; needs `flash_attention`."""
     cuda_graph_step: bool = True
-    """Replay the model's passes as CUDA graphs, in half precision."""
+    """Replay the model's forward and backward passes as CUDA graphs, in half precision."""
     clip_grad_norm: bool = True
     sync_free_scaler_step: bool = True
-    """Run AdamW in one kernel, without waiting for the host."""
+    """Run AdamW in one kernel, without synchronising with the host."""
 
     def __post_init__(self) -> None:
         for name in ("length", "batch_size", "accumulation", "steps", "rank", "new_tokens", "prompts", "packed_tokens"):
@@ -115,7 +115,7 @@ class TrainConfig:
 
     @property
     def examples(self) -> int:
-        """Examples of an optimizer step."""
+        """Examples per optimizer step."""
         return self.batch_size * self.accumulation
 
     @property
@@ -129,7 +129,7 @@ class TrainConfig:
         return scaling_for(float16=False)
 
     def rate(self, step: int) -> float:
-        """Return the learning rate of a step, from 0. After the schedule it stays at its end."""
+        """Return the learning rate of a step, counted from 0. After the schedule it stays at the final value, 0."""
         return self.learning_rate * (1 + math.cos(math.pi * min(step / self.steps, 1.0))) / 2
 
 
@@ -148,14 +148,14 @@ TECHNIQUES = (
     "clip_grad_norm",
     "sync_free_scaler_step",
 )
-"""The switches, in the order in which the ablation turns them on."""
+"""The techniques' switches, in the order in which the ablation turns them on."""
 CLAIMS = {
     "batched_generation": "2–3×",
     "pairwise_cosine": "2–3×, in CUDA C++ 3–4×",
     "fused_lora": "2×",
     "flash_attention": "1.5–2×",
 }
-"""Technique → the speedup that the source expects."""
+"""Technique → speedup that the source expects."""
 
 
 def without_techniques(config: TrainConfig) -> TrainConfig:

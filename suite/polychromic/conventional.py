@@ -1,8 +1,8 @@
-"""A good conventional set-up of polychromic, as one would write it first. The trainers are timed against it.
+"""A good conventional implementation of polychromic with standard libraries: the baseline of the trainers' timings.
 
-It uses transformers' model with scaled_dot_product_attention, PEFT's adapters, the blocks under torch.compile, and
-fused AdamW. One compiled call of `generate` with a static cache draws all replies. Both packages are imported when the
-set-up is made.
+It uses transformers' model with scaled_dot_product_attention, PEFT's adapters, torch.compile for each block, and
+fused AdamW. One compiled call of `generate` with a static cache samples all replies. `Conventional` imports both
+packages when it is constructed.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from suite.polychromic.drawn import SHAPES
 from suite.polychromic.lora import LAYERS
 from suite.polychromic.objective import nucleus, rows_of, texts
 
-# Prompts are padded to a multiple of this number of tokens.
+# Prompts are padded to a multiple of 64 tokens.
 MULTIPLE = 64
 
 
 class Conventional:
-    """Makes the same steps as the trainers, on the same examples. Its random numbers are transformers' own.
+    """Runs the same steps as the trainers, on the same examples. Its random numbers are those of the libraries.
 
     PerfsuiteError if transformers or PEFT is not installed.
     """
@@ -70,7 +70,7 @@ class Conventional:
         self.last: dict[str, float] = {}
 
     def train_window(self, batch: Mapping[str, torch.Tensor]) -> None:
-        """Make a step."""
+        """Run one optimizer step."""
         config, examples = self.config, examples_of(self.config, self.given, self.steps, batch)
         diversity = self._policy_gradient(examples[: config.prompts]) if config.diversity else None
         whole = sum(len(e.tokens) - e.prompt for e in examples)
@@ -95,7 +95,7 @@ class Conventional:
             self.last["diversity"] = float(diversity)
 
     def _policy_gradient(self, examples: Sequence[Encoded]) -> torch.Tensor:
-        """Return the mean diversity of the sets, and add the gradients of −λ times the expected diversity."""
+        """Accumulate the gradient of −λ times the expected diversity. Return the mean diversity of the sets."""
         config, end = self.config, self.given.chat.end
         tokens, mask = self._left_padded(examples)
         self.model.eval()
@@ -133,9 +133,9 @@ class Conventional:
         return diversity
 
     def _left_padded(self, examples: Sequence[Encoded]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the prompts [prompts, length], padded at the left for `generate`, and their mask.
+        """Return the prompts [prompts, length], left-padded for `generate`, and their attention mask.
 
-        The length is a multiple of `MULTIPLE`, as `generate` compiles the model anew for each length.
+        The length is a multiple of `MULTIPLE`, because `generate` recompiles the model for each new length.
         """
         longest = -(-max(e.prompt for e in examples) // MULTIPLE) * MULTIPLE
         rows = [[*[self.given.chat.end] * (longest - e.prompt), *e.tokens[: e.prompt]] for e in examples]
@@ -144,7 +144,7 @@ class Conventional:
 
 
 def _model(transformers: Any, given: Given, dtype: torch.dtype, device: torch.device) -> Any:
-    """Return the model of the folder, or a model of the named size with random weights."""
+    """Load the model from its folder, or build one of the named size with random weights."""
     if given.model not in SHAPES:
         loaded = transformers.AutoModelForCausalLM.from_pretrained(given.model, dtype=dtype, attn_implementation="sdpa")
         return loaded.to(device)
@@ -166,9 +166,9 @@ def _model(transformers: Any, given: Given, dtype: torch.dtype, device: torch.de
 
 
 def _compiled(forward: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """Compile a block's forward for calls without a cache. With a cache, `generate` compiles the whole model.
+    """Compile a block's forward for calls without a KV cache. For calls with one, `generate` compiles the whole model.
 
-    One compilation serves all blocks. Compiling the whole model for training, too, takes more than five minutes.
+    All blocks share one compilation. Compiling the whole model for training as well takes more than 5 min.
     """
     quick = torch.compile(forward, dynamic=True)
 

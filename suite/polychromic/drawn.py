@@ -1,4 +1,4 @@
-"""Models with random weights, for timings and proofs, where the text they write does not matter."""
+"""Models with random weights, for timings and tests in which the generated text does not matter."""
 
 from __future__ import annotations
 
@@ -48,12 +48,12 @@ SHAPES: Mapping[str, Shape] = {
         tied=False,
     ),
 }
-"""Name → sizes. 135m is SmolLM2-135M, and 8b is Llama 3 8B."""
+"""Name → sizes. 135m has those of SmolLM2-135M, and 8b those of Llama 3 8B."""
 TINY_ENCODER = EncoderShape(vocabulary=258, width=32, hidden=64, layers=2, heads=4, positions=512)
 
 
 def tokenizer() -> Any:
-    """Make a tokenizer of bytes, with two more tokens that begin and end a message."""
+    """Build a byte-level tokenizer, with two special tokens that begin and end a message."""
     try:
         import tokenizers
     except ImportError:
@@ -68,7 +68,7 @@ def tokenizer() -> Any:
 
 
 def chat() -> Chat:
-    """Make a chat tokenizer of bytes; PerfsuiteError if its files cannot be written to the temporary folder."""
+    """Build a byte-level chat tokenizer; PerfsuiteError if its files cannot be written to the temporary folder."""
     made, config = tokenizer().to_str(), {"eos_token": SPECIAL[1], "chat_template": TEMPLATE}
     try:
         with tempfile.TemporaryDirectory() as temporary:
@@ -82,9 +82,10 @@ def chat() -> Chat:
 
 
 def language_model(name: str, seed: int, dtype: torch.dtype, device: torch.device | str) -> Llama:
-    """Make a model of `SHAPES`, with weights drawn on its device.
+    """Build a model of `SHAPES`, with random weights drawn on `device`.
 
-    They are drawn in float32, or in half precision for a half-precision `dtype`, which gives other weights.
+    Weights are drawn in half precision for a half-precision `dtype`, otherwise in float32. The two give different
+    weights for the same seed.
     """
     on = torch.device(device)
     with torch.random.fork_rng(devices=[on] if on.type == "cuda" else []):
@@ -99,7 +100,7 @@ def language_model(name: str, seed: int, dtype: torch.dtype, device: torch.devic
 
 
 def sentences(seed: int, device: torch.device | str, dtype: torch.dtype = torch.float32) -> Sentences:
-    """Make a small encoder of bytes, with weights drawn on the CPU."""
+    """Build a small byte-level sentence encoder, with random weights drawn on the CPU."""
     with seeded_on_cpu(seed):
         encoder = SentenceEncoder(TINY_ENCODER)
         for weight in encoder.parameters():

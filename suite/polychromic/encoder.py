@@ -1,6 +1,6 @@
-"""A sentence encoder of BERT's architecture with mean pooling, and the parameter names of transformers' BertModel.
+"""A sentence encoder with BERT's architecture, mean pooling, and the parameter names of transformers' BertModel.
 
-Letters of shapes: B rows, T tokens, H heads, D width of a head.
+Shape letters: B rows, T tokens.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch.nn.functional import gelu, scaled_dot_product_attention
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EncoderShape:
-    """Sizes of the encoder; by default those of all-MiniLM-L6-v2."""
+    """Sizes of the encoder. The defaults are those of all-MiniLM-L6-v2."""
 
     vocabulary: int = 30522
     width: int = 384
@@ -27,7 +27,7 @@ class EncoderShape:
 
 
 class Embeddings(nn.Module):
-    """The sum of the embeddings of word, position and type 0, normed."""
+    """Layer norm of the sum of the word, position and type-0 embeddings."""
 
     def __init__(self, shape: EncoderShape) -> None:
         super().__init__()
@@ -45,7 +45,7 @@ class Embeddings(nn.Module):
 
 
 class SelfAttention(nn.Module):
-    """Self-attention of each token to the tokens that the mask allows."""
+    """Multi-head self-attention over the tokens that the mask allows."""
 
     def __init__(self, shape: EncoderShape) -> None:
         super().__init__()
@@ -62,7 +62,7 @@ class SelfAttention(nn.Module):
 
 
 class Output(nn.Module):
-    """A projection that is added to the sublayer's input and then normed."""
+    """Projection, residual connection to the sublayer's input, and layer norm."""
 
     def __init__(self, inner: int, shape: EncoderShape) -> None:
         super().__init__()
@@ -75,7 +75,7 @@ class Output(nn.Module):
 
 
 class Attention(nn.Module):
-    """Attention, its projection and norm."""
+    """Self-attention with its output projection, residual connection and norm."""
 
     def __init__(self, shape: EncoderShape) -> None:
         super().__init__()
@@ -88,7 +88,7 @@ class Attention(nn.Module):
 
 
 class Intermediate(nn.Module):
-    """The MLP's first projection, with GELU."""
+    """First projection of the MLP, followed by GELU."""
 
     def __init__(self, shape: EncoderShape) -> None:
         super().__init__()
@@ -99,7 +99,7 @@ class Intermediate(nn.Module):
 
 
 class Layer(nn.Module):
-    """Attention and MLP, each followed by a norm."""
+    """Attention and MLP, each followed by a residual connection and a norm."""
 
     def __init__(self, shape: EncoderShape) -> None:
         super().__init__()
@@ -114,7 +114,7 @@ class Layer(nn.Module):
 
 
 class Layers(nn.Module):
-    """The layers, one after the other."""
+    """The stack of layers."""
 
     def __init__(self, shape: EncoderShape) -> None:
         super().__init__()
@@ -127,10 +127,10 @@ class Layers(nn.Module):
 
 
 class SentenceEncoder(nn.Module):
-    """Computes the embedding of a sentence: the mean of the last layer over its tokens, not normalised. No dropout.
+    """Sentence encoder: the mean of the last layer's outputs over the tokens of a sentence, not normalised. No dropout.
 
-    A row's embedding depends on the other rows and on its padding only by rounding. Weights are drawn as transformers
-    draws them: normal, of standard deviation 0.02, with biases of 0.
+    The other rows and the padding change a row's embedding only by rounding. Weights are initialised as in
+    transformers: normal with standard deviation 0.02, biases 0.
     """
 
     def __init__(self, shape: EncoderShape) -> None:
@@ -146,7 +146,7 @@ class SentenceEncoder(nn.Module):
     def forward(self, tokens: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
         """Return embeddings [B, width].
 
-        tokens   int64 [B, T], T at most the number of positions; after a row's length any token of the vocabulary
+        tokens   int64 [B, T], T at most the number of positions; padding may be any token of the vocabulary
         lengths  int64 [B], 1 or more
         """
         inside = torch.arange(tokens.shape[1], device=tokens.device) < lengths[:, None]

@@ -1,4 +1,4 @@
-"""Evaluation of a trained model: its loss on held-out replies, and the diversity of its own replies."""
+"""Evaluation of a trained model: its loss on held-out replies, and the diversity of the replies it samples."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from suite.polychromic.sentences import Sentences
 from suite.techniques import implementation
 
 REPLIES = 5
-"""Number of replies drawn to each prompt."""
+"""Replies sampled per prompt."""
 PROMPTS = 64
-"""Largest number of prompts that the model replies to."""
+"""Maximum number of prompts for which replies are sampled."""
 EXAMPLES = 8
-"""Number of examples in a batch."""
+"""Examples per batch."""
 
 
 def quality(trainer: Any, given: Given) -> Mapping[str, float]:
-    """Return the metrics on the validation examples; empty if there are none.
+    """Return the metrics on the validation examples; an empty dict if there are none.
 
-    held_out_loss   mean cross-entropy of their replies' tokens
-    diversity       mean distance between two of five drawn replies to the same prompt
-    log_likelihood  mean over the drawn replies' tokens under the model without its adapters; low for gibberish
+    held_out_loss   mean cross-entropy over the tokens of their replies
+    diversity       mean pairwise distance of five sampled replies to the same prompt
+    log_likelihood  mean over the sampled tokens under the model without its adapters; low for gibberish
     """
     if not given.validation:
         return {}
@@ -80,7 +80,7 @@ def replies_to(
     end: int,
     seed: int,
 ) -> tuple[Prompts, torch.Tensor]:
-    """Draw `replies` replies to each prompt. Return (prompts, replies' tokens [prompts, replies, new_tokens])."""
+    """Sample `replies` replies per prompt. Return (prompts, reply tokens [prompts, replies, new_tokens])."""
     generate = implementation("generation.batched_generation", "batched_generation", optimized=True)
     device = model.lm_head.weight.device
     prompts = prompts_of(examples, end, device)
@@ -90,7 +90,10 @@ def replies_to(
 
 @torch.no_grad()
 def log_likelihood(model: Llama, prompts: Prompts, drawn: torch.Tensor, end: int) -> tuple[float, int]:
-    """Return (sum of the log-probabilities of the replies' tokens, up to the end of each; number of these tokens)."""
+    """Return (sum of the log-probabilities of the replies' tokens, number of these tokens).
+
+    Only tokens up to the end token of each reply count, the end token included.
+    """
     cross_entropy = implementation("losses.chunked_cross_entropy", "chunked_cross_entropy", optimized=True)
     rows = rows_of(prompts, drawn, end)
     hidden = model.hidden(rows.tokens)
@@ -103,7 +106,7 @@ def log_likelihood(model: Llama, prompts: Prompts, drawn: torch.Tensor, end: int
 
 
 def distances_of(sentences: Sentences, said: list[str], replies: int, device: torch.device) -> list[float]:
-    """Return the mean distance between two replies of each set."""
+    """Return the mean pairwise distance of the replies in each set."""
     embed = implementation("diversity.encoder_batching", "encoder_batching", optimized=True)
     mean = implementation("diversity.mean_pairwise_cosine", "mean_pairwise_cosine", optimized=True)
     return [float(mean(of_set)) for of_set in embed(sentences.encoder, *sets_of(sentences, said, replies, device))]

@@ -1,6 +1,6 @@
-"""A causal language model of Llama's architecture; its parameters have the names of transformers' LlamaForCausalLM.
+"""A causal language model with Llama's architecture and the parameter names of transformers' LlamaForCausalLM.
 
-Letters of shapes: B rows, T tokens, H query heads, K key and value heads, D width of a head, V vocabulary.
+Shape letters: B rows, T tokens, H query heads, K key and value heads, D width of a head, V vocabulary.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch.nn.functional import linear, silu
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Shape:
-    """Sizes of the model. `tied`: the embedding is the last projection as well."""
+    """Sizes of the model. `tied`: the output projection shares the embedding's weight."""
 
     vocabulary: int
     width: int
@@ -31,7 +31,7 @@ class Shape:
 
 
 class RMSNorm(nn.Module):
-    """Divide by the root mean square over the last dimension, computed in float32 at least."""
+    """Root-mean-square norm over the last dimension, computed in float32 or the wider dtype."""
 
     def __init__(self, width: int, eps: float) -> None:
         super().__init__()
@@ -45,12 +45,12 @@ class RMSNorm(nn.Module):
 
 
 def widened(x: torch.Tensor) -> torch.Tensor:
-    """Convert half precision to float32; other dtypes stay."""
+    """Convert half precision to float32; return other dtypes unchanged."""
     return x.float() if x.dtype.itemsize == 2 else x
 
 
 def rotation(shape: Shape, positions: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return cosines and sines of the rotary embedding, [..., D] for positions [...].
+    """Return the cosines and sines of the rotary embedding, [..., D], for positions [...].
 
     The angles are computed in float32, as in transformers.
     """
@@ -61,18 +61,18 @@ def rotation(shape: Shape, positions: torch.Tensor, dtype: torch.dtype) -> tuple
 
 
 def rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Turn each pair (d, d + D/2) of the heads [B, heads, T, D] by the angle of its position."""
+    """Rotate each pair (d, d + D/2) of the heads [B, heads, T, D] by the angle of its position."""
     first, second = x.chunk(2, -1)
     return x * cos + torch.cat((-second, first), -1) * sin
 
 
 def repeated(x: torch.Tensor, times: int) -> torch.Tensor:
-    """Repeat each head `times` times in a row: [B, K, T, D] → [B, K · times, T, D]."""
+    """Repeat each head `times` times: [B, K, T, D] → [B, K · times, T, D], copies of a head adjacent."""
     return x if times == 1 else x.repeat_interleave(times, 1)
 
 
 class Attention(nn.Module):
-    """The projections of grouped-query attention."""
+    """Grouped-query attention with its projections."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
@@ -86,9 +86,9 @@ class Attention(nn.Module):
     def heads(
         self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return queries [B, H, T, D], keys and values [B, K, T, D] of x [B, T, width].
+        """Return queries [B, H, T, D] and keys and values [B, K, T, D] of x [B, T, width].
 
-        Queries and keys are rotated to their positions.
+        The rotary embedding is applied to queries and keys.
         """
         q, k, v = (
             project(x).unflatten(-1, (-1, self.shape.head_width)).transpose(1, 2)
@@ -122,7 +122,7 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention and MLP, each after a norm and with a residual connection."""
+    """Attention and MLP, each with a norm before it and a residual connection."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
@@ -138,7 +138,7 @@ class Block(nn.Module):
 
 
 class Body(nn.Module):
-    """The layers of the model except for the last projection."""
+    """The embedding, blocks and final norm: the model without its output projection."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
@@ -153,9 +153,9 @@ def _called(block: nn.Module, *arguments: torch.Tensor) -> torch.Tensor:
 
 
 class Llama(nn.Module):
-    """The model. It computes the logits of the next token at each position.
+    """The language model: computes the logits of the next token at each position.
 
-    Weights are drawn as transformers draws them: normal, of standard deviation 0.02.
+    Weights are initialised as in transformers: normal with standard deviation 0.02.
     """
 
     def __init__(self, shape: Shape) -> None:
@@ -172,7 +172,7 @@ class Llama(nn.Module):
     def hidden(self, tokens: torch.Tensor, run: Callable[..., torch.Tensor] = _called) -> torch.Tensor:
         """Compute the final hidden states [B, T, width] of tokens [B, T], with causal attention.
 
-        `run` calls a block with its arguments, e.g. so that the backward pass recomputes it.
+        `run` calls a block with its arguments, e.g. with activation checkpointing.
         """
         x = self.model.embed_tokens(tokens)
         positions = torch.arange(tokens.shape[1], device=tokens.device)
@@ -184,5 +184,5 @@ class Llama(nn.Module):
         return normed
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Return logits [B, T, V] for tokens [B, T]. Rows are padded at their end, as no token sees those after it."""
+        """Return logits [B, T, V] for tokens [B, T]. Rows may be right-padded, since attention is causal."""
         return linear(self.hidden(tokens), self.lm_head.weight)

@@ -1,4 +1,4 @@
-"""Low-rank adapters of a language model's linear layers, stored as PEFT stores them."""
+"""Low-rank adapters (LoRA) for a language model's linear layers, stored in PEFT's format."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ from suite.polychromic.llama import Llama
 from suite.polychromic.model_files import read_json, read_tensors
 
 LAYERS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-"""The linear layers of a block, each of which gets an adapter."""
+"""The linear layers of a block; each gets an adapter."""
 PREFIX = "base_model.model."
 """Prefix of the parameter names in PEFT's files."""
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 BITS = 24
 LONGEST = 1 << 20
-"""Upper limit on the tokens of an example."""
+"""Upper limit of an example's number of tokens."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Settings:
-    """Hyperparameters that all adapters share: y = x Wᵀ + alpha / rank · dropout(x) Aᵀ Bᵀ."""
+    """Hyperparameters of all adapters: y = x Wᵀ + alpha / rank · dropout(x) Aᵀ Bᵀ."""
 
     rank: int = 16
     alpha: float = 16.0
@@ -46,10 +46,10 @@ class Settings:
 
 @dataclass(frozen=True, slots=True)
 class Dropout:
-    """The random words that decide which inputs all adapters drop.
+    """Counters of the random words that determine which inputs the adapters drop.
 
-    starts  int64 [adapters], start of each adapter's random words; `starts_of`
-    places  int64, a number for each token, in the shape of the tokens; `places_of`
+    starts  int64 [adapters]: offset of each adapter's counters, from `starts_of`
+    places  int64, same shape as the tokens: number of each token, from `places_of`
     """
 
     starts: torch.Tensor
@@ -57,14 +57,14 @@ class Dropout:
 
 
 def starts_of(seed: int, step: int, adapters: int) -> torch.Tensor:
-    """Return the start of each adapter's random words in a step, int64 [adapters]."""
+    """Return the offset of each adapter's counters in a step, int64 [adapters]."""
     return hashed(torch.arange(adapters) + signed(mixed(word_of(seed, step))))
 
 
 def places_of(first: int, shape: tuple[int, int], device: torch.device | str = "cpu") -> torch.Tensor:
-    """Return the numbers of tokens [examples, length], whose first example is the step's example `first`.
+    """Return the number of each token, int64 [examples, length]. Examples are numbered in the step from `first` on.
 
-    Neither the numbers nor the dropped inputs depend on how examples are batched and padded.
+    Batching and padding change neither the numbers nor the dropped inputs.
     """
     examples, length = shape
     rows = torch.arange(first, first + examples, device=device)
@@ -72,20 +72,20 @@ def places_of(first: int, shape: tuple[int, int], device: torch.device | str = "
 
 
 def kept(start: torch.Tensor, places: torch.Tensor, inputs: int, rate: float) -> torch.Tensor:
-    """Return which inputs a dropout of this rate keeps, bool [..., inputs] for places [...].
+    """Return the dropout mask, bool [..., inputs] for places [...]: True where an input is kept.
 
-    The result is counter-based, as in `suite.batching.permutation`. It depends on the arguments only, not on the
-    device.
+    The mask comes from a counter-based generator, as in `suite.batching.permutation`. It depends on the arguments only,
+    not on the device.
     """
     counters = places[..., None] * inputs + torch.arange(inputs, device=places.device)
     return (hashed(counters * signed(STEP) + start) & ((1 << BITS) - 1)) >= round(rate * (1 << BITS))
 
 
 class LoRALinear(nn.Module):
-    """A frozen linear layer with an adapter, whose product is 0 at first.
+    """A frozen linear layer with an adapter. The adapter's output is initially 0.
 
-    `dropout` decides which inputs are dropped; None, as in generation and evaluation, drops none. With `is_off` the
-    layer computes the frozen layer alone.
+    `dropout` determines which inputs are dropped; None, as in generation and evaluation, drops none. With `is_off` only
+    the frozen layer is computed.
     """
 
     def __init__(self, base: nn.Linear, settings: Settings, number: int) -> None:
@@ -94,22 +94,22 @@ class LoRALinear(nn.Module):
         given: dict[str, Any] = {"dtype": torch.float32, "device": base.weight.device}
         self.lora_a = nn.Parameter(torch.empty(settings.rank, base.in_features, **given))
         self.lora_b = nn.Parameter(torch.zeros(base.out_features, settings.rank, **given))
-        nn.init.kaiming_uniform_(self.lora_a, a=5**0.5)  # as PEFT draws it
+        nn.init.kaiming_uniform_(self.lora_a, a=5**0.5)  # as in PEFT
         self.settings, self.number = settings, number
         self.dropout: Dropout | None = None
         self.is_off = False
 
     def freeze(self, weight: torch.Tensor) -> None:
-        """Keep the frozen layer's weight [outputs, inputs]."""
+        """Store the frozen layer's weight [outputs, inputs]."""
         self.weight = weight.requires_grad_(False)
 
     @property
     def scale(self) -> float:
-        """Factor of the adapter's product, alpha / rank."""
+        """Factor of the adapter's output, alpha / rank."""
         return self.settings.alpha / self.settings.rank
 
     def multipliers(self, x: torch.Tensor) -> torch.Tensor | None:
-        """Return the factors of the inputs: 1 / (1 - rate) if kept, otherwise 0; None without dropout."""
+        """Return the factor of each input: 1 / (1 - rate) if it is kept, otherwise 0. Return None without dropout."""
         rate = self.settings.dropout
         if self.dropout is None or not rate:
             return None
@@ -128,7 +128,7 @@ class LoRALinear(nn.Module):
 def attach(
     model: Llama, settings: Settings, layer: Callable[[nn.Linear, Settings, int], LoRALinear] = LoRALinear
 ) -> dict[str, LoRALinear]:
-    """Freeze the model and give each linear layer of its blocks an adapter. Return the adapters by layer name."""
+    """Freeze the model and add an adapter to each linear layer of its blocks. Return layer name → adapter."""
     model.requires_grad_(False)
     found: dict[str, LoRALinear] = {}
     for i, block in enumerate(model.model.layers):
@@ -143,7 +143,7 @@ def attach(
 
 @contextmanager
 def without(adapters: Iterable[LoRALinear]) -> Iterator[None]:
-    """Switch the adapters and gradients off inside the context, so that the model is the original one."""
+    """Context in which adapters and gradients are off, so the model is the original one."""
     changed = list(adapters)
     for adapter in changed:
         adapter.is_off = True
@@ -156,7 +156,7 @@ def without(adapters: Iterable[LoRALinear]) -> Iterator[None]:
 
 
 def save(adapters: Mapping[str, LoRALinear], folder: Path, base: str) -> None:
-    """Write the adapters in PEFT's format; `base` names the model that they belong to."""
+    """Write the adapters in PEFT's format; `base` names their model. PerfsuiteError if `folder` cannot be written."""
     from safetensors.torch import save_file
 
     settings = next(iter(adapters.values())).settings
@@ -180,7 +180,7 @@ def save(adapters: Mapping[str, LoRALinear], folder: Path, base: str) -> None:
 
 
 def settings_of(folder: Path) -> Settings:
-    """Return the settings of stored adapters; PerfsuiteError if they are not plain LoRA of all linear layers."""
+    """Return the settings of stored adapters; PerfsuiteError unless they are plain LoRA of all linear layers."""
     config = read_json(folder / CONFIG)
     wanted = {"peft_type": ("LORA",), "bias": ("none", None), "use_dora": (False, None), "use_rslora": (False, None)}
     for name, values in wanted.items():
@@ -200,7 +200,7 @@ def settings_of(folder: Path) -> Settings:
 
 
 def load(adapters: Mapping[str, LoRALinear], folder: Path) -> None:
-    """Load stored adapters; PerfsuiteError if they are missing, damaged or those of another model."""
+    """Load stored adapters; PerfsuiteError if they are missing, damaged or of another model."""
     state = read_tensors(folder / WEIGHTS)
     own = _named(adapters)
     for name in (n for n in {**own, **state} if n not in own or n not in state or own[n].shape != state[n].shape):

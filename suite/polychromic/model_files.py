@@ -1,4 +1,4 @@
-"""Files in a model's folder, read as transformers stores them: JSON, safetensors and tokenizers."""
+"""Readers for the files of a model folder in transformers' format: JSON, safetensors and tokenizers."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ if TYPE_CHECKING:
 
 
 def check_folder(folder: Path, content: str) -> None:
-    """Raise PerfsuiteError if `folder` is no folder; `content` says what it must contain."""
-    if not os.path.isdir(folder):  # Path.is_dir raises for a name that is too long
+    """Raise PerfsuiteError if `folder` is not a folder. The message says with `content` what it must contain."""
+    if not os.path.isdir(folder):  # Path.is_dir raises if the name is too long
         raise PerfsuiteError(f"{shown(folder)} is no folder; name one that has {content}")
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Read a JSON object from a file; PerfsuiteError if there is none."""
+    """Read a JSON object from a file; PerfsuiteError if the file is missing, damaged or holds no object."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -35,7 +35,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def read_tensors(path: Path, remedy: str = "") -> dict[str, torch.Tensor]:
-    """Read a safetensors file, name → tensor; PerfsuiteError, with the remedy, if it is missing or damaged."""
+    """Read a safetensors file, name → tensor. PerfsuiteError, with `remedy`, if it is missing or damaged."""
     try:
         from safetensors.torch import load_file
     except ImportError:
@@ -44,13 +44,13 @@ def read_tensors(path: Path, remedy: str = "") -> dict[str, torch.Tensor]:
         found: dict[str, torch.Tensor] = load_file(path)
     except FileNotFoundError:
         raise PerfsuiteError(f"{shown(path)} is missing{remedy}") from None
-    except Exception as error:  # SafetensorError, or any error of torch for a dtype that it lacks
+    except Exception as error:  # SafetensorError, or torch's error for an unsupported dtype
         raise PerfsuiteError(f"{shown(path)} is damaged: {error}{remedy}") from None
     return found
 
 
 def read_tokenizer(folder: Path) -> Any:
-    """Read the folder's tokenizer with the package tokenizers; PerfsuiteError if it is missing or damaged."""
+    """Read tokenizer.json with the package tokenizers; PerfsuiteError if it is missing or damaged."""
     try:
         from tokenizers import Tokenizer
     except ImportError:

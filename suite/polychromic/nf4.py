@@ -1,4 +1,4 @@
-"""4-bit weights, NF4 (Dettmers et al., 2023, QLoRA): 16 values, and a factor for each block of 64 weights."""
+"""NF4, a 4-bit weight format (Dettmers et al., 2023, QLoRA): 16 values, and a scale for each block of 64 weights."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import functools
 import torch
 
 BLOCK = 64
-"""Weights of a row that share a factor, their largest absolute value."""
+"""Consecutive weights of a row that share a scale, which is their largest absolute value."""
 NF4 = (
     -1.0,
     -0.6961928009986877,
@@ -26,18 +26,17 @@ NF4 = (
     0.7229568362236023,
     1.0,
 )
-"""Quantiles of a normal distribution, scaled to [−1, 1]: the float32 values of bitsandbytes."""
+"""Quantiles of a normal distribution, scaled to [−1, 1]. These are the float32 values of bitsandbytes."""
 
 
 def quantised(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Round each weight to the nearest of its block's 16 values.
+    """Return (codes, absmax): each weight rounded to the nearest of the 16 values, scaled by its block's absmax.
 
-    weight  [outputs, inputs], with a multiple of 64 inputs
+    weight  [outputs, inputs]
+    codes   uint8 [outputs, inputs / 2]; the upper four bits hold the first weight of each pair
+    absmax  float32 [outputs, inputs / 64]; 0 for a block of zeros
 
-    Returns codes, uint8 [outputs, inputs / 2], with the first of two weights in the upper four bits, and absmax,
-    float32 [outputs, inputs / 64]. A block of zeros has absmax 0.
-
-    ValueError if the number of inputs is no multiple of 64.
+    ValueError if the number of inputs is not a multiple of 64.
     """
     outputs, inputs = weight.shape
     if inputs % BLOCK:
@@ -51,13 +50,12 @@ def quantised(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def dequantised(codes: torch.Tensor, absmax: torch.Tensor) -> torch.Tensor:
-    """Return the weight [outputs, inputs] of these codes and factors, as `quantised` returns them, in absmax's
-    dtype."""
+    """Return the weight [outputs, inputs], in absmax's dtype, from the codes and absmax of `quantised`."""
     each = torch.stack((codes >> 4, codes & 15), 2).view(*absmax.shape, BLOCK).long()
     return (values_in(absmax.dtype, absmax.device)[each] * absmax[:, :, None]).flatten(1)
 
 
 @functools.cache
 def values_in(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Return the 16 values. They are kept, since a CUDA graph cannot record their copy from the host."""
+    """Return the 16 values. They are cached, because a CUDA graph cannot capture their copy from the host."""
     return torch.tensor(NF4, dtype=dtype, device=device)

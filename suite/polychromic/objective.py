@@ -1,4 +1,4 @@
-"""Parts of the objective that both trainers share: rows of prompts with replies, and the nucleus."""
+"""Parts of the objective that both trainers share: rows of prompts with replies, and nucleus (top-p) filtering."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from suite.polychromic.sentences import Sentences
 def widened_loss(hidden: torch.Tensor) -> torch.autocast:
     """Return an autocast context for the cross-entropy of half-precision hidden states.
 
-    Products stay in half precision, and the cross-entropy is computed in float32. It is off for wider hidden states.
+    Matrix products stay in half precision, and the cross-entropy is computed in float32. For wider hidden states the
+    context does nothing.
     """
     half = hidden.dtype.itemsize == 2
     return torch.autocast(hidden.device.type, hidden.dtype if half else torch.bfloat16, enabled=half)
@@ -25,8 +26,8 @@ class Rows:
     """Prompts with their replies, tokens [prompts · replies, length], and the positions that predict the replies.
 
     before   int64 [rows, new tokens]: position of the token before each token of the reply
-    drawn    int64 [rows, new tokens]: the reply
-    sampled  bool [rows, new tokens]: True up to the token that ended the reply
+    drawn    int64 [rows, new tokens]: tokens of the reply
+    sampled  bool [rows, new tokens]: True up to and including the reply's end token
     """
 
     tokens: torch.Tensor
@@ -38,8 +39,8 @@ class Rows:
 def rows_of(prompts: Prompts, drawn: torch.Tensor, end: int) -> Rows:
     """Append replies, int64 [prompts, replies, tokens], to their prompts without a gap.
 
-    Everything after a reply's end is padding, which earlier tokens of a causal model do not see. A token of −1, drawn
-    from NaN logits, is replaced by token 0; the loss is NaN then, too.
+    Tokens after a reply's end are padding; with causal attention they do not affect earlier tokens. Token −1, which is
+    sampled from NaN logits, is replaced by token 0; the loss is NaN in that case, too.
     """
     drawn = drawn.clamp(min=0)
     count, replies, new = drawn.shape
@@ -56,16 +57,16 @@ def rows_of(prompts: Prompts, drawn: torch.Tensor, end: int) -> Rows:
 
 
 def nucleus(logits: torch.Tensor, drawn: torch.Tensor, temperature: float, top_p: float) -> torch.Tensor:
-    """Return the logits of the sampled distribution, up to a constant.
+    """Return the logits of the distribution that was sampled from, up to a constant.
 
-    They are divided by the temperature, and −inf outside the nucleus. The drawn tokens are always inside, even if the
-    logits now differ by rounding from those at the draw.
+    Logits are divided by the temperature, and set to −inf outside the nucleus (top-p). The sampled tokens always count
+    as inside, since their logits may differ by rounding from those used for sampling.
 
     logits  [..., vocabulary]
     drawn   int64 [...]
     """
     wide = logits.float() if logits.dtype.itemsize == 2 else logits
-    # The maximum is subtracted, as in the draw: with a low temperature the quotients would overflow.
+    # Subtract the maximum, as in sampling, so that the quotients do not overflow at a low temperature.
     scaled = (wide - wide.detach().amax(-1, keepdim=True)) / temperature
     with torch.no_grad():
         ordered, order = scaled.softmax(-1).sort(dim=-1, descending=True, stable=True)
@@ -76,7 +77,7 @@ def nucleus(logits: torch.Tensor, drawn: torch.Tensor, temperature: float, top_p
 
 
 def texts(chat: Chat, drawn: torch.Tensor) -> list[str]:
-    """Decode the replies [prompts, replies, tokens]; return the texts, one prompt after another."""
+    """Decode the replies [prompts, replies, tokens] to a list of texts, ordered by prompt."""
     known = chat.tokenizer.get_vocab_size()
     return [chat.decode([t for t in row if 0 <= t < known]) for row in drawn.flatten(0, 1).tolist()]
 
@@ -84,6 +85,6 @@ def texts(chat: Chat, drawn: torch.Tensor) -> list[str]:
 def sets_of(
     sentences: Sentences, said: list[str], replies: int, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the encoder's tokens [sets, replies, longest] of the replies' texts, and their counts [sets, replies]."""
+    """Tokenize the replies' texts for the encoder: tokens [sets, replies, longest] and token counts [sets, replies]."""
     tokens, lengths = sentences.tokenized(said, device)
     return tokens.unflatten(0, (-1, replies)), lengths.unflatten(0, (-1, replies))

@@ -1,4 +1,4 @@
-"""A language model read from a folder, as transformers stores it."""
+"""Loads a language model from a folder in transformers' format."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ ASSUMED: Mapping[str, tuple[object, ...]] = {
     "mlp_bias": (False, None),
     "quantization_config": (None,),
 }
-"""Field of a configuration → values that `Llama` supports; None among them: the field may be missing."""
+"""Configuration field → values that `Llama` supports. None means that the field may be missing."""
 
 
 def shape_of(folder: Path) -> Shape:
-    """Return the sizes of the model in the folder; PerfsuiteError if its architecture is another one."""
+    """Return the model's sizes; PerfsuiteError if config.json is damaged or its architecture is not Llama's."""
     path = folder / "config.json"
     check_folder(folder, "a model as transformers stores it")
     config = read_json(path)
@@ -68,14 +68,14 @@ def shape_of(folder: Path) -> Shape:
 
 
 def _rotation(config: Mapping[str, Any]) -> tuple[float, str | None]:
-    """Return the base of the rotary embedding and its type, from the new or the old field names."""
+    """Return the base of the rotary embedding and its type, from the new field names or the old ones."""
     found = config.get("rope_parameters") or config.get("rope_scaling") or {}
     theta = found.get("rope_theta", config.get("rope_theta", 10_000.0))
     return float(theta), found.get("rope_type", found.get("type"))
 
 
 def load(folder: Path, dtype: torch.dtype, device: torch.device | str) -> Llama:
-    """Read the model; PerfsuiteError if a file is missing, damaged, or does not match the configuration."""
+    """Load the model; PerfsuiteError if a file is missing, damaged, or does not match the configuration."""
     shape = shape_of(folder)
     state: dict[str, torch.Tensor] = {}
     for path in _files(folder):
@@ -84,7 +84,7 @@ def load(folder: Path, dtype: torch.dtype, device: torch.device | str) -> Llama:
         state["lm_head.weight"] = state.get("model.embed_tokens.weight", torch.empty(0))
     with torch.device("meta"):
         model = Llama(shape)
-    state = {name: t for name, t in state.items() if not name.endswith("rotary_emb.inv_freq")}  # older files have it
+    state = {name: t for name, t in state.items() if not name.endswith("rotary_emb.inv_freq")}  # in older files
     expected = {name: tuple(t.shape) for name, t in model.state_dict().items()}
     found = {name: tuple(t.shape) for name, t in state.items()}
     for name in (n for n in {**expected, **found} if expected.get(n) != found.get(n)):
@@ -99,7 +99,7 @@ def load(folder: Path, dtype: torch.dtype, device: torch.device | str) -> Llama:
 
 
 def _files(folder: Path) -> list[Path]:
-    """Return the weight files: a single one, or those that an index lists."""
+    """Return the weight files: a single file, or the files that an index lists."""
     if (folder / WEIGHTS).is_file() or not (folder / INDEX).is_file():
         return [folder / WEIGHTS]
     names = read_json(folder / INDEX).get("weight_map")

@@ -1,7 +1,7 @@
-"""Prompts with their replies, in JSON lines.
+"""Prompts with their replies, stored as JSON lines.
 
-A line is `{"prompt": text, "reply": text}`, or `{"messages": [{"role": …, "content": text}, …]}` as for chat models,
-with an assistant's message at the end.
+A line is `{"prompt": text, "reply": text}` or, in the format of chat models,
+`{"messages": [{"role": …, "content": text}, …]}`, whose last message is the assistant's.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Message:
 
 @dataclass(frozen=True, slots=True)
 class Example:
-    """The messages of a prompt, and the reply to them."""
+    """The messages of a prompt, and the reply."""
 
     prompt: tuple[Message, ...]
     reply: str
@@ -44,12 +44,12 @@ class Example:
 
 
 def single_turn(prompt: str, reply: str) -> Example:
-    """Return an example whose prompt is one message of the user."""
+    """Return an example whose prompt is a single user message."""
     return Example((Message(USER, prompt),), reply)
 
 
 def read(path: Path) -> list[Example]:
-    """Read a file of JSON lines; a PerfsuiteError names the first invalid line and the reason."""
+    """Read a file of JSON lines. PerfsuiteError names the first invalid line and the reason."""
     try:
         content = path.read_text(encoding="utf-8-sig")
     except OSError as error:
@@ -82,7 +82,7 @@ def _example(line: str, where: str) -> Example:
 
 
 def _messages(found: Any, where: str) -> list[Message]:
-    """Check and return the messages: perhaps the system's, then user's and assistant's in turn, an assistant's last."""
+    """Return the validated messages: optionally a system message, then alternating user and assistant messages."""
     if not isinstance(found, list) or not all(isinstance(m, dict) and {"role", "content"} <= m.keys() for m in found):
         raise PerfsuiteError(f"{where}: {FORMS}")
     messages = []
@@ -120,9 +120,9 @@ def _is_text(found: str) -> bool:
 
 
 def chatterbot(option: str = "--from") -> list[Example]:
-    """Return the English conversations of the package chatterbot-corpus: each line is the reply to the one before it.
+    """Return the English conversations of the package chatterbot-corpus. Each line is a reply to the line before it.
 
-    `option` is the command's option for JSON lines, which the error for a missing package suggests.
+    `option` is the command-line option for JSON lines, which the error for a missing package suggests.
     """
     try:
         import chatterbot_corpus
@@ -143,14 +143,14 @@ def chatterbot(option: str = "--from") -> list[Example]:
 
 
 def distinct(examples: Iterable[Example]) -> list[Example]:
-    """Return the examples without repetitions, in their order."""
+    """Return the examples without duplicates, in the given order."""
     return list(dict.fromkeys(examples))
 
 
 def split(examples: Sequence[Example], validation: float, seed: int) -> tuple[list[Example], list[Example]]:
-    """Split into (training, validation) examples, about `validation` of them in the second.
+    """Split into (training, validation) examples; about the fraction `validation` goes to the second list.
 
-    All replies to one prompt are in the same part.
+    All replies to the same prompt are in the same list.
     """
     sides: tuple[list[Example], list[Example]] = ([], [])
     for example in examples:
@@ -159,11 +159,11 @@ def split(examples: Sequence[Example], validation: float, seed: int) -> tuple[li
 
 
 def _place(example: Example, seed: int) -> float:
-    """Return a number in [0, 1) that depends on the user's messages of the prompt and the seed."""
+    """Return a number in [0, 1) that depends on the prompt's user messages and the seed."""
     text = json.dumps([seed, *(m.content.casefold() for m in example.prompt if m.role == USER)])
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:6], "big") / 2**48
 
 
 def lines_of(examples: Iterable[Example]) -> Iterator[str]:
-    """Yield the lines of a file of these examples."""
+    """Yield the examples as lines of a JSON-lines file."""
     return (f"{example.line()}\n" for example in examples)

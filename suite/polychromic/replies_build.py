@@ -15,7 +15,7 @@ from suite.polychromic import replies
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Built:
-    """A data set that was written. `kept` is true if the file already had the same bytes."""
+    """Summary of a data set that was written. `kept` is True if the file already had the same bytes."""
 
     examples: int
     prompts: int
@@ -26,7 +26,7 @@ class Built:
 
 
 def build(out: Path, sources: Sequence[Path], *, overwrite: bool) -> Built:
-    """Write the examples of `sources`, or those of chatterbot-corpus, into the file `out`, without repetitions."""
+    """Write the distinct examples of `sources`, or of chatterbot-corpus, into the file `out`."""
     found = [example for path in sources for example in replies.read(path)] if sources else replies.chatterbot()
     examples = replies.distinct(found)
     content = "".join(replies.lines_of(examples))
@@ -42,7 +42,7 @@ def build(out: Path, sources: Sequence[Path], *, overwrite: bool) -> Built:
 
 
 def _write(out: Path, content: str, *, overwrite: bool) -> bool:
-    """Write the file completely or not at all. Return whether it had this content already."""
+    """Write the file completely or not at all. Return True if it already had this content."""
     try:
         if out.is_file() and out.read_bytes() == content.encode():
             return True

@@ -1,4 +1,4 @@
-"""The report of an optimizer step; both trainers make the same."""
+"""Report of an optimizer step, the same for both trainers."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """The report of a step."""
+    """Metrics of an optimizer step."""
 
     step: int
-    """Number of the step, from 1."""
+    """Number of the step, counted from 1."""
     cross_entropy: float
-    """Mean over the tokens that the step trained on."""
+    """Mean over the step's tokens that have a loss."""
     diversity: float
-    """Mean over the step's sets; 0 if no reply was drawn."""
+    """Mean over the step's sets; 0 if no replies were sampled."""
     tokens: float
-    """Mean number of tokens of a drawn reply; 0 if none was drawn."""
+    """Mean number of tokens per sampled reply; 0 if none were sampled."""
     rate: float
     norm: float
-    """Norm of all gradients together, before clipping."""
+    """Global norm of the gradients before clipping."""
     weight: float
     """λ, the weight of the diversity."""
 
@@ -42,5 +42,5 @@ class Report:
         }
 
     def stays(self) -> bool:
-        """Return whether the loss is not finite. Such a report stays the latest one."""
+        """Return True if the loss is not finite. `Reports` then keeps it as the latest, even if later ones arrive."""
         return not math.isfinite(self.loss)

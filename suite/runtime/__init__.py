@@ -1,4 +1,4 @@
-"""Run-time services for any trainer: progress, TensorBoard, checkpoints, resuming, orderly ends, timing, traces."""
+"""Run-time services for any trainer: progress, TensorBoard, checkpoints, resuming, clean shutdown, timing, traces."""
 
 from suite.runtime.checkpoints import Checkpoint, CheckpointError, Store
 from suite.runtime.interface import DivergedError, Options, Outcome, Trainer

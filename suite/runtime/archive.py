@@ -1,4 +1,4 @@
-"""Reads `torch.save` files without trust: runs no code in them, and uses no more memory than the file is large."""
+"""Reads untrusted `torch.save` files: runs no code in them, and uses no more memory than the file's size."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ CUT = "is damaged, or no checkpoint"
 
 
 class DamagedError(ValueError):
-    """A file that cannot be read. The message ends a sentence that begins with the file's name."""
+    """A file cannot be read. The message completes a sentence that begins with the file's name."""
 
 
 @contextmanager
 def opened(path: Path) -> Iterator[IO[bytes]]:
-    """Open a regular file, or a link to one; OSError if it is missing, not permitted or something else.
+    """Open a regular file, or a link to one; OSError if it is missing, not readable or not a regular file.
 
-    Reading a pipe would block, and reading a device might never end.
+    Reading a pipe would block, and reading a device might never finish.
     """
     handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     try:
@@ -40,19 +40,17 @@ def opened(path: Path) -> Iterator[IO[bytes]]:
 
 
 def content(file: IO[bytes]) -> Any:
-    """Return the object in an archive, its tensors on the CPU; DamagedError if the file is not as it was written."""
+    """Load the object from an archive, with its tensors on the CPU; DamagedError if the file is damaged."""
     try:
         with zipfile.ZipFile(file) as archive:
             _check(archive, os.fstat(file.fileno()).st_size)
         file.seek(0)
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # about content that is refused later
+            warnings.simplefilter("ignore")  # for content that is rejected later
             return torch.load(file, map_location="cpu", weights_only=True)
     except (DamagedError, OSError):
         raise
-    except (
-        Exception
-    ) as error:  # zipfile and torch raise a dozen kinds on a file that is cut, empty or of something else
+    except Exception as error:  # zipfile and torch raise about a dozen types for a truncated, empty or foreign file
         if isinstance(error, MemoryError) or re.search("allocate memory", str(error)):
             raise DamagedError("takes more memory than there is, or is damaged") from None
         raise DamagedError(CUT) from None
@@ -62,7 +60,7 @@ def _check(archive: zipfile.ZipFile, size: int) -> None:
     """Raise DamagedError unless each part of an archive occurs once, is uncompressed and matches its checksum."""
     parts = archive.infolist()
     stored = all(p.compress_type == zipfile.ZIP_STORED and p.file_size == p.compress_size for p in parts)
-    # PyTorch compresses nothing. Compressed or overlapping parts could expand to any amount of memory.
+    # PyTorch does not compress. Compressed or overlapping parts could expand to any amount of memory.
     if not stored or sum(p.file_size for p in parts) > size or len({p.filename for p in parts}) < len(parts):
         raise DamagedError(CUT)
     broken = archive.testzip()

@@ -1,7 +1,7 @@
-"""Checkpoints: one file each, replaced atomically, so that a killed run leaves the last good one.
+"""Checkpoints, each in one file that is replaced atomically. A killed run leaves the last good checkpoint intact.
 
-A file is `torch.save`'s zip archive of plain values and tensors. Reading it runs no code in it, and checks every byte
-against the archive's own checksums.
+A file is a zip archive written by `torch.save` with plain values and tensors. Reading it runs no code from the file,
+and verifies every byte with the archive's checksums.
 """
 
 from __future__ import annotations
@@ -42,16 +42,16 @@ FORMAT = "perfsuite.checkpoint"
 VERSION = 1
 OLD = ".old"
 NAME = re.compile(rf"window-(\d{{8}}|[1-9]\d{{8,}})\.pt({re.escape(OLD)}\d*)?", re.ASCII)
-"""Name of a checkpoint. Each number has one name: padded to eight digits, or longer. Other files are left alone."""
+"""Pattern of checkpoint file names. Numbers are zero-padded to eight digits or longer. Other files are ignored."""
 MOST = 2**63
-"""Upper limit, exclusive, of windows and items."""
+"""Exclusive upper limit of windows and items."""
 KEYS = 624
-"""Keys of NumPy's generator, which would read beyond them if the position in a state said so."""
+"""Number of keys in the state of NumPy's generator. With a larger position in a state, it would read past them."""
 
 
 @dataclass(kw_only=True, slots=True)
 class Checkpoint:
-    """All that a run needs to continue after `windows` windows, which held `items` tokens or rows."""
+    """Everything that a run needs to continue after `windows` windows, which contained `items` tokens or rows."""
 
     name: str
     windows: int
@@ -63,10 +63,11 @@ class Checkpoint:
 
 
 class Store:
-    """The checkpoints in a folder, of which the last `keep` are kept.
+    """The checkpoints in a folder. The last `keep` checkpoints are kept.
 
-    They are ordered by the numbers in their names, since a clock may be set back. A run that resumes from an earlier
-    checkpoint, or starts anew, renames the later ones to `*.old`. These count as earlier than all others.
+    The numbers in their names determine the order, not their times, since a clock may be set back. A run that resumes
+    from an earlier checkpoint, or starts from scratch, renames the later ones to `*.old`. Renamed checkpoints sort
+    before all others.
     """
 
     def __init__(self, folder: str | Path, keep: int = 3) -> None:
@@ -74,7 +75,7 @@ class Store:
         self.keep = max(1, keep)
 
     def files(self) -> list[Path]:
-        """Return the checkpoints, the last one first; CheckpointError if the folder cannot be read."""
+        """Return the checkpoints, latest first; CheckpointError if the folder cannot be read."""
         try:
             found = [(place, name) for name in os.listdir(self.folder) if (place := _place(name))]
         except FileNotFoundError:
@@ -87,7 +88,7 @@ class Store:
         return [self.folder / name for _, name in sorted(found, reverse=True)]
 
     def latest(self) -> Path:
-        """Return the last checkpoint; CheckpointError if there is none."""
+        """Return the latest checkpoint; CheckpointError if there is none."""
         found = self.files()
         if not found:
             raise CheckpointError(
@@ -96,7 +97,7 @@ class Store:
         return found[0]
 
     def holds(self, path: Path) -> bool:
-        """Return whether a file is one of these checkpoints, and not one that was renamed to `*.old`."""
+        """Return True if a file is a checkpoint in this folder and was not renamed to `*.old`."""
         place = _place(path.name)
         try:
             return place is not None and place[0] and os.path.samefile(path.parent, self.folder)
@@ -104,8 +105,10 @@ class Store:
             return False
 
     def leave_behind(self, after: int) -> list[Path]:
-        """Rename the checkpoints of more than `after` windows to `*.old`, or where that exists to `*.old2` and so on.
-        Return their former paths."""
+        """Rename the checkpoints of more than `after` windows to `*.old`. Return their former paths.
+
+        If `*.old` exists, the name is `*.old2`, and so on.
+        """
         later = [p for p in self.files() if (place := _place(p.name)) and place[0] and place[1] > after]
         for path in later:
             try:
@@ -116,10 +119,10 @@ class Store:
         return later
 
     def save(self, checkpoint: Checkpoint, *, more: int = 0) -> Path:
-        """Write a checkpoint whole or not at all, then remove the oldest ones beyond `keep` + `more`.
+        """Write a checkpoint completely or not at all, then remove the oldest ones beyond `keep` + `more`.
 
-        Checkpoints of more windows are renamed to `*.old`. If the process is killed at any moment, the last checkpoint
-        is intact.
+        Checkpoints of more windows are renamed to `*.old`. The latest checkpoint stays intact even if the process is
+        killed at any moment.
         """
         path = self.folder / f"window-{checkpoint.windows:08d}.pt"
         temporary = self.folder / f".{path.name}.{os.getpid()}.tmp"
@@ -127,7 +130,7 @@ class Store:
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             temporary.unlink(missing_ok=True)
-            with temporary.open("xb") as file:  # a new file: if the name was a link, its target is not changed
+            with temporary.open("xb") as file:  # exclusive, so that no link's target is overwritten
                 torch.save({"format": FORMAT, "version": VERSION, **fields}, file)
                 file.flush()
                 os.fsync(file.fileno())
@@ -146,7 +149,7 @@ class Store:
         return path
 
     def prune(self, newest: Path, *, more: int = 0) -> None:
-        """Remove the oldest checkpoints beyond `keep` + `more`, where possible; `newest` always stays."""
+        """Remove the oldest checkpoints beyond `keep` + `more`, if possible. Never remove `newest`."""
         files = [p for p in self.files() if p.is_symlink() or not p.is_dir()]
         for old in files[self.keep + more :]:
             if old != newest:
@@ -154,7 +157,7 @@ class Store:
                     old.unlink()
 
     def refuse_others(self) -> None:
-        """Raise CheckpointError if the folder holds checkpoints, which a new run would remove one by one."""
+        """Raise CheckpointError if the folder contains checkpoints, which a new run would gradually remove."""
         if there := self.files():
             raise CheckpointError(
                 f"{shown(self.folder)} holds checkpoints of an earlier run ({there[0].name}); "
@@ -162,16 +165,16 @@ class Store:
             )
 
     def tidy(self) -> None:
-        """Remove the half-written files of killed runs; only the sole run in the folder may call it."""
+        """Remove half-written files of killed runs. Only the run that holds the folder's lock may call it."""
         for path in self.folder.glob(".window-*.tmp"):
             with contextlib.suppress(OSError):
                 path.unlink()
 
 
 def load(path: Path, name: str | None = None) -> Checkpoint:
-    """Read a checkpoint to the CPU; CheckpointError, in one line, if a run cannot resume from it.
+    """Read a checkpoint to the CPU; CheckpointError, with a one-line message, if a run cannot resume from it.
 
-    Neither its contents nor its name are trusted: a number in the name must be that of its windows.
+    Neither the content nor the file name is trusted: a number in the name must equal the number of windows.
     """
     try:
         with archive.opened(path) as file:
@@ -210,7 +213,7 @@ def load(path: Path, name: str | None = None) -> Checkpoint:
 
 
 def load_latest(store: Store, name: str | None = None) -> tuple[Path, Checkpoint]:
-    """Return (file, checkpoint) of the last one, even while a run in the folder removes old ones."""
+    """Return (file, checkpoint) of the latest checkpoint, even while a run in the folder removes old ones."""
     while True:
         path = store.latest()
         try:
@@ -221,12 +224,12 @@ def load_latest(store: Store, name: str | None = None) -> tuple[Path, Checkpoint
 
 
 def _is(found: object, wanted: str | int) -> bool:
-    """Return whether a value equals `wanted`. The type is compared first, since `==` of a tensor gives no bool."""
+    """Return True if a value equals `wanted`. The type is compared first, since `==` on a tensor returns no bool."""
     return type(found) is type(wanted) and found == wanted
 
 
 def _wrong(content: Mapping[Any, Any]) -> str | None:
-    """Return a phrase that says which of a checkpoint's fields is missing or invalid; None if none is."""
+    """Return a phrase that says which field of a checkpoint is missing or invalid; None if all are valid."""
     kinds: dict[str, Any] = {"name": str, "windows": int, "items": int, "batches": (Mapping, type(None))}
     missing = [field for field in Checkpoint.__slots__ if field not in content]
     if missing:
@@ -247,7 +250,7 @@ def _wrong(content: Mapping[Any, Any]) -> str | None:
 
 
 def rng_state() -> dict[str, Any]:
-    """Return the generator states of Python, NumPy and PyTorch, including all GPUs if CUDA is initialised."""
+    """Return the random generators' states of Python, NumPy and PyTorch, including all GPUs if CUDA is initialised."""
     kind, keys, position, has_gauss, cached = numpy.random.get_state(legacy=True)
     return {
         "python": random.getstate(),
@@ -258,7 +261,7 @@ def rng_state() -> dict[str, Any]:
 
 
 def restore_rng(state: Mapping[str, Any]) -> None:
-    """Restore the states of `rng_state`, except of GPUs that this machine lacks; invalid states raise an exception."""
+    """Restore the states of `rng_state`, except for GPUs that this machine lacks. Invalid states raise an exception."""
     random.setstate(state["python"])
     kind, keys, position, has_gauss, cached = state["numpy"]
     if len(keys) != KEYS or not 0 <= position <= KEYS:
@@ -271,20 +274,22 @@ def restore_rng(state: Mapping[str, Any]) -> None:
 
 
 def _free(path: Path) -> str:
-    """Return a name for a checkpoint that is left behind, which no other has."""
+    """Return an unused `*.old` name for a checkpoint."""
     names = itertools.chain([OLD], (f"{OLD}{number}" for number in itertools.count(2)))
     return next(f"{path}{name}" for name in names if not os.path.lexists(f"{path}{name}"))
 
 
 def _place(name: str) -> tuple[bool, int] | None:
-    """Return (whether it was not left behind, windows) of a checkpoint's name, or None. A later checkpoint is
-    greater."""
+    """Return (whether the name has no `.old` suffix, windows) for a checkpoint's name; None for other names.
+
+    A later checkpoint has a greater value.
+    """
     match = NAME.fullmatch(name)
     return (match[2] is None, int(match[1])) if match else None
 
 
 def _instead(path: Path) -> str:
-    """Return the remedy: the checkpoint before it, if there is one, or else the last one."""
+    """Return the remedy: resume from the checkpoint before it if there is one, otherwise from the latest."""
     try:
         found = [p.name for p in Store(path.parent).files()]
     except CheckpointError:
@@ -297,7 +302,7 @@ def _instead(path: Path) -> str:
 
 
 def _flush(folder: Path) -> None:
-    """Flush the folder to disk, so that the new name survives a loss of power."""
+    """Flush the folder to disk, so that the new name survives a power loss."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(handle)

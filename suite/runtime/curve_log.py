@@ -1,4 +1,4 @@
-"""Log of a run's metrics by window: JSON lines in the run's folder, which `perfsuite curve` draws."""
+"""Log of a run's metrics per window: JSON lines in the run's folder, which `perfsuite curve` plots."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from typing import IO, Any
 
 FILE, ABOUT = "metrics.jsonl", "run.json"
 DENSE, EVERY = 100, 10
-"""The first 100 windows are all written, and then every tenth."""
+"""The log has every window up to 100, and then every tenth."""
 
 
 class CurveLog:
     """Appends lines to `metrics.jsonl`: the window, the seconds of training so far, and the metrics.
 
-    windows  number of windows before a resume; lines of later windows are of an abandoned run, and are removed
-    about    content of run.json, beside it: the trainer, its configuration, the machine
+    windows  number of windows before a resume; lines of later windows belong to an abandoned run and are removed
+    about    content of run.json in the same folder: the trainer, its configuration, the machine
 
     Every method may raise OSError.
     """
@@ -31,7 +31,7 @@ class CurveLog:
         self._file: IO[str] | None = None
 
     def add(self, window: int, metrics: Mapping[str, float]) -> None:
-        """Write a line, unless this window or a later one has a line already, or none is due."""
+        """Write a line, unless this window or a later one has one already, or no line is due."""
         file = self._file or self._opened()
         if window <= self._last or (window > DENSE and window - self._last < EVERY):
             return
@@ -42,17 +42,17 @@ class CurveLog:
         file.write(f"{json.dumps(line)}\n")
 
     def flush(self) -> None:
-        """Write all lines to the file, before a checkpoint from which a killed run may resume."""
+        """Write all buffered lines to the file. Called before each checkpoint, from which a killed run may resume."""
         if self._file is not None:
             self._file.flush()
 
     def close(self) -> None:
-        """Write the remaining lines, and close the file."""
+        """Write the buffered lines and close the file."""
         if self._file is not None:
             self._file.close()
 
     def _opened(self) -> IO[str]:
-        """Open the file, with only the lines up to the window at which the run starts."""
+        """Open the file, and keep only the lines up to the window at which the run starts."""
         self._folder.mkdir(parents=True, exist_ok=True)
         path = self._folder / FILE
         kept = [line for line in read(self._folder) if line["window"] <= self._windows]
@@ -67,7 +67,7 @@ class CurveLog:
 
 
 def _write(path: Path, content: str) -> None:
-    """Replace a file atomically: it is written whole, or left as it was."""
+    """Replace a file atomically: it is written completely, or left unchanged."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         temporary.write_text(content)
@@ -77,7 +77,7 @@ def _write(path: Path, content: str) -> None:
 
 
 def about_of(folder: Path) -> dict[str, Any]:
-    """Return the content of a run's run.json; empty if it is missing or damaged."""
+    """Return the content of a run's run.json; an empty dict if it is missing or damaged."""
     try:
         found = json.loads((folder / ABOUT).read_text())
     except (OSError, ValueError):
@@ -86,7 +86,7 @@ def about_of(folder: Path) -> dict[str, Any]:
 
 
 def read(folder: Path) -> list[dict[str, Any]]:
-    """Return the lines of a run's folder, without damaged ones: a killed run may leave half a line."""
+    """Return the log's lines from a run's folder. Damaged lines are skipped: a killed run may leave half a line."""
     try:
         content = (folder / FILE).read_text(errors="replace")
     except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""Display of a run: a progress bar, or a line every 30 s where the output is no terminal; TensorBoard if asked."""
+"""Display of a run: a progress bar, or a line every 30 s if the output is not a terminal; optionally TensorBoard."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from suite.naming import shown, utf8_name
 
 REFRESH_S = 0.1
 LINE_S = 30.0
-"""Seconds between two lines where the output is no terminal."""
+"""Seconds between two lines if the output is not a terminal."""
 RATE_S = 5.0
 """Seconds over which the displayed throughput is averaged."""
 
@@ -31,20 +31,20 @@ class Rate:
         self._seen: deque[tuple[float, int]] = deque()
 
     def add(self, now: float, items: int) -> None:
-        """Record the number of items so far at the time `now`, in s."""
+        """Record the number of items so far at time `now`, in seconds."""
         self._seen.append((now, items))
         while len(self._seen) > 2 and now - self._seen[0][0] > self._seconds:
             self._seen.popleft()
 
     def value(self) -> float | None:
-        """Return the items per second; None until there are two times."""
+        """Return the items per second; None before two different times are recorded."""
         if len(self._seen) < 2 or self._seen[-1][0] <= self._seen[0][0]:
             return None
         return (self._seen[-1][1] - self._seen[0][1]) / (self._seen[-1][0] - self._seen[0][0])
 
 
 class Display:
-    """Display drawn in the calling thread, at most ten times a second: a drawing thread would disturb the run."""
+    """Progress display, drawn at most 10 times per second in the calling thread: another would disturb the run."""
 
     def __init__(
         self, console: Console, name: str, total: int | None, done: int, unit: str, noun: str = "window"
@@ -72,7 +72,7 @@ class Display:
             self._bar.stop()
 
     def show(self, windows: int, total: int | None, items: int, metrics: Mapping[str, float] | None) -> None:
-        """Update the display if it is due. It is called after every window, and mostly does nothing."""
+        """Update the display if it is due. Called after every window; most calls do nothing."""
         now = time.monotonic()
         if now < self._next:
             return
@@ -86,11 +86,11 @@ class Display:
             self.say(f"{self._name}: {self._text(windows, total, metrics)}")
 
     def say(self, line: str) -> None:
-        """Print a line that stays, above the bar."""
+        """Print a permanent line above the bar."""
         self._console.print(line, soft_wrap=True, markup=False, highlight=False)
 
     def leave(self, line: str) -> None:
-        """Print a line and show the cursor again: the next signal may end the process at once."""
+        """Print a line and show the cursor again, since the next signal may end the process immediately."""
         self.say(line)
         self._console.show_cursor(True)
 
@@ -114,7 +114,7 @@ def quantity(value: float) -> str:
 
 @contextmanager
 def board(folder: Path, windows: int) -> Iterator[Any]:
-    """Open TensorBoard's writer; what an abandoned run in the folder wrote after `windows` is hidden."""
+    """Open TensorBoard's writer. Points that an abandoned run in the folder wrote after `windows` are hidden."""
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError:

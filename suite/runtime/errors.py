@@ -1,4 +1,4 @@
-"""Errors of a run, each of one line."""
+"""Errors of a run, each with a one-line message."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from perfsuite.errors import PerfsuiteError
 
 
 class CheckpointError(PerfsuiteError):
-    """A checkpoint is missing, damaged or foreign, or cannot be written."""
+    """A checkpoint is missing, damaged, of another trainer, or cannot be written."""
 
 
 class NotANumberError(CheckpointError):
-    """A state holds NaN, and must not be written."""
+    """A state contains NaN and must not be written."""

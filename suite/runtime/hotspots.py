@@ -1,4 +1,4 @@
-"""The table of a trace: seconds by phase, the largest operations, and advice on where to start."""
+"""Summary of a trace: seconds per phase, the most expensive operations, and advice on where to start."""
 
 from __future__ import annotations
 
@@ -13,18 +13,19 @@ from suite.runtime.ranges import OUTER, PREFIX
 
 LARGEST = 5
 BUSY = 0.7
-"""The host limits a window if the GPU works for less than this share of the time."""
+"""The host is the bottleneck if the GPU is busy for less than this fraction of the time."""
 WIDEST = 60
-"""Largest number of characters of an operation's name."""
+"""Maximum characters of an operation's name."""
 
 
 @dataclass(frozen=True, slots=True)
 class Hotspots:
-    """Seconds of the traced windows, by phase, on the host and on the GPU, and by operation.
+    """Time of the traced windows in seconds: per phase, on host and GPU, and per operation.
 
-    phases      name → (calls, host's seconds, GPU's seconds)
-    operations  name → (calls, seconds): GPU kernels if there are any, else the self time of PyTorch's operations
-    launches    number of GPU kernels launched
+    phases      name → (calls, host seconds, GPU seconds)
+    operations  name → (calls, seconds): GPU kernels, copies and fills if there are any, otherwise PyTorch's operations
+                by self time
+    launches    number of launched GPU kernels, copies and fills
     """
 
     windows: int
@@ -34,7 +35,7 @@ class Hotspots:
     launches: int
 
     def table(self) -> Table:
-        """Return a table of the phases and the largest operations, per window."""
+        """Return a table of the phases and the most expensive operations, per window."""
         title = f"a window of {units.seconds(self.seconds / self.windows)}, over {self.windows} traced windows"
         table = Table(title=title, title_justify="left")
         for head in ("phase or operation", "calls", "host", "GPU", "share"):
@@ -77,10 +78,10 @@ class Hotspots:
 
 
 def hotspots(events: Iterable[Any], windows: int, seconds: float) -> Hotspots:
-    """Sum up a profiler's averages, `torch.profiler.profile.key_averages()`.
+    """Summarise a profiler's `torch.profiler.profile.key_averages()`.
 
     windows  number of traced windows
-    seconds  time that they took
+    seconds  their total time
     """
     phases, operations, kernels = {}, {}, {}
     for event in events:

@@ -1,4 +1,4 @@
-"""Interface of the training loop: trainers and batches that it takes, its options, and its outcome."""
+"""Interface of the training loop: the trainers and batches that it accepts, its options, and its outcome."""
 
 from __future__ import annotations
 
@@ -13,35 +13,38 @@ import torch
 from perfsuite.errors import PerfsuiteError
 
 SEEDS = 2**63
-"""torch's generators take no larger seed."""
+"""torch's generators accept only seeds below this."""
 
 
 class Trainer(Protocol):
     """Interface of a trainer.
 
-    It may also have the following members. `last_metrics()` is like `metrics`, but waits for the last queued window. It
-    is called before a checkpoint is written, so that none replaces a good one after a window that diverged.
-    `window_name` is the user's word for a window, "epoch" for instance. `settles` is the number of windows after which
-    nothing is compiled or captured any more, by default 1. `stops()` is called before each window. It returns the
-    reason why the training should end, in words, or None; all ranks must return it at the same window.
+    Optional members:
+
+    last_metrics()  like `metrics`, but waits for the last queued window. The loop calls it before it writes a
+                    checkpoint, so that a diverged state does not replace a good checkpoint.
+    window_name     the user's word for a window, e.g. "epoch"
+    settles         number of windows after which nothing more is compiled or captured; 1 by default
+    stops()         reason to end the training, as text, or None. It is called before each window. All ranks must return
+                    a reason at the same window.
     """
 
     def train_window(self, batch: Mapping[str, torch.Tensor]) -> None:
-        """Queue one window's work, with the batch on the CPU. It need not wait for the device."""
+        """Queue the work of one window. The batch is on the CPU. The method need not wait for the device."""
 
     def metrics(self) -> Mapping[str, float] | None:
-        """Return the metrics of a window that has finished, usually the previous one; None if there are none yet.
+        """Return the metrics of a finished window, usually the previous one; None if there are none yet.
 
-        "loss", if present, must be finite; if it is not, "step" may give the step. "window" may give the window that
-        they belong to, counted from 1 over the whole training. Without it they are assumed to lag by as many windows
-        as returned None.
+        "loss", if present, must be finite, or the run ends; "step" may then give the step for the message. "window" may
+        give the metrics' window, counted from 1 over the whole training. Without it, the lag is assumed to be the
+        number of windows that returned None.
         """
 
     def state_dict(self) -> dict[str, Any]:
-        """Return all that the next window depends on, as tensors and plain values."""
+        """Return everything that the next window depends on, as tensors and plain values."""
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore a state, bitwise."""
+        """Restore a state bitwise."""
 
 
 @runtime_checkable
@@ -55,38 +58,38 @@ class Resumable(Protocol):
 
 @runtime_checkable
 class Counted(Protocol):
-    """Batches that know the number of items in a batch, and the number of batches."""
+    """Batches with a known number of items per batch, and a known number of batches."""
 
     unit: str
-    """Plural noun for the items that `items` counts."""
+    """Plural noun for the items, e.g. "tokens"."""
     total: int
-    """Number of batches in all, including those before a resume."""
+    """Total number of batches, including those before a resume."""
 
     def items(self, batch: Mapping[str, torch.Tensor]) -> int:
-        """Return the number of items in a batch, without reading values on a device."""
+        """Return the number of items in a batch without reading tensor values from a device."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """Fields of every configuration that concern the run and not the trainer."""
+    """Configuration fields of the run, which every trainer's configuration has."""
 
     windows: int | None = None
-    """Windows in all, including those before a resume; null: until interrupted."""
+    """Total number of windows, including those before a resume; null: train until interrupted."""
     seconds: float | None = None
     """Seconds after which this run ends."""
     seed: int = 0
     folder: str | None = None
     """Folder for checkpoints, metrics and TensorBoard's files."""
     checkpoint_every: int = 1000
-    """Windows between two checkpoints; 0: only at the end."""
+    """Windows between two checkpoints; 0: write one only at the end."""
     keep: int = 3
-    """Checkpoints to keep, in addition to those whose loss is not known yet."""
+    """Number of checkpoints to keep, in addition to those whose loss is not known yet."""
     tensorboard: bool = False
     tensorboard_every: int = 10
     timing_debug: bool = False
-    """Print seconds per phase at the end. It waits for the device after each phase, which slows the run."""
+    """Print the seconds per phase at the end. This synchronises the device after each phase, which slows the run."""
     profile: str | None = None
-    """File into which a Chrome trace of a few windows is written."""
+    """File for a Chrome trace of a few windows."""
 
     def __post_init__(self) -> None:
         least = {"windows": 0, "seconds": 0, "seed": 0, "checkpoint_every": 0, "keep": 1, "tensorboard_every": 1}

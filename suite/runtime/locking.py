@@ -1,4 +1,4 @@
-"""Lock of a run's folder, into which one process at a time writes."""
+"""Lock on a run's folder: one process at a time may write into it."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from suite.runtime.errors import CheckpointError
 LOCK = ".lock"
 
 _mine: dict[str, int] = {}
-"""Folder → the thread that holds its lock."""
+"""Folder → thread that holds its lock."""
 
 
 @contextlib.contextmanager
 def only_one(folder: Path) -> Iterator[None]:
-    """Create the folder, and lock it against other runs while the block runs; readers need no lock.
+    """Create the folder, and lock it against other runs for the duration of the block. Readers need no lock.
 
-    CheckpointError at once if another run holds the lock, or nothing can be written into the folder. The kernel
-    releases the lock when the process ends, in whatever way. A thread that holds it may enter again. At the end the
-    lock's file is removed, and so are the folders that were created here if they are empty.
+    CheckpointError is raised immediately if another run holds the lock, or if the folder is not writable. The kernel
+    releases the lock when the process ends for any reason. A thread that holds the lock may enter again. On exit, the
+    lock file is removed, and so are folders that were created here and are empty.
     """
     key = os.path.realpath(folder)
     if _mine.get(key) == threading.get_ident():
@@ -45,7 +45,7 @@ def only_one(folder: Path) -> Iterator[None]:
         raise CheckpointError(
             f"another run is writing into {shown(folder)}; wait until it has ended, or name another --folder"
         ) from None
-    except (OSError, NotImplementedError) as error:  # the latter on a file system without locks
+    except (OSError, NotImplementedError) as error:  # NotImplementedError: a file system without locks
         _remove(made)
         reason = getattr(error, "strerror", None) or str(error)
         raise CheckpointError(f"cannot write into {shown(folder)}: {reason}; name another --folder") from None
@@ -55,13 +55,13 @@ def only_one(folder: Path) -> Iterator[None]:
     finally:
         del _mine[key]
         with contextlib.suppress(OSError):
-            os.unlink(lock.lock_file)  # while the lock is held, so that no other run's file is removed
+            os.unlink(lock.lock_file)  # before the release, so that no other run's lock file is removed
         lock.release()
         _remove(made)
 
 
 def _missing(folder: Path) -> list[Path]:
-    """Return those of the folder and its parents that do not exist, the innermost first."""
+    """Return the folder and its parents that do not exist, innermost first."""
     found = []
     for path in (folder, *folder.parents):
         if os.path.lexists(path):
@@ -71,7 +71,7 @@ def _missing(folder: Path) -> list[Path]:
 
 
 def _remove(folders: list[Path]) -> None:
-    """Remove those of the folders that are empty."""
+    """Remove the empty folders among `folders`."""
     for path in folders:
         with contextlib.suppress(OSError):
             path.rmdir()

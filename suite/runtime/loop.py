@@ -1,4 +1,4 @@
-"""The training loop around a trainer. Between windows it never waits for the device, and only calls `metrics()`."""
+"""The training loop around a trainer. Between windows it does not wait for the device; it only calls `metrics()`."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ from suite.runtime.timing import Phases, Trace, synchronize
 from suite.runtime.together import ALONE, Place, Together
 
 SILENT = 8
-"""Windows without metrics after which a trainer is assumed to have none, so that its loss stays unknown."""
+"""Number of windows without metrics after which a trainer is assumed to report none."""
 
 OVER = 1
-"""Wish of a rank whose seconds are over. Any other wish is the number of a signal, and these are larger."""
+"""Stop request of a rank whose time limit has passed. Other requests are signal numbers, which are larger."""
 
 
 def fit(
@@ -56,15 +56,15 @@ def fit(
 ) -> Outcome:
     """Train until a limit in `options` is reached, the batches end, the trainer stops or a signal arrives; then save.
 
-    With several ranks, each rank calls it with its `place`, and all end after the same window. Only rank 0 writes files
-    and prints.
+    With several ranks, each rank calls this function with its `place`, and all end after the same window. Only rank 0
+    writes files and prints.
 
-    `resume` is a checkpoint file to continue from, bitwise. A folder that holds checkpoints is refused unless `resume`
-    or `overwrite` is given. Its checkpoints after the resumed one are renamed to `*.old`, as described in `Store`; if
-    none of them is resumed, all are.
+    `resume` is a checkpoint file from which training continues bitwise. If the folder contains checkpoints, `resume` or
+    `overwrite` is required. Checkpoints later than the resumed one are renamed to `*.old`, as described in `Store`; if
+    no checkpoint of the folder is resumed, all are renamed.
 
     Raise DivergedError if the loss is not finite. Raise CheckpointError if a checkpoint cannot be read or written, or
-    another run is writing into the folder.
+    if another run is writing into the folder.
     """
     if not place.first:
         console = Console(quiet=True)
@@ -75,7 +75,7 @@ def fit(
 
 
 def held(options: Options) -> AbstractContextManager[None]:
-    """Return a context that locks the folder of a run, if it writes into one; see `only_one`."""
+    """Return a context that locks the run's folder, if the run writes into one; see `only_one`."""
     return only_one(Path(options.folder)) if options.folder and options.windows != 0 else nullcontext()
 
 
@@ -111,25 +111,25 @@ class _Run:
         self.saved: Path | None = None
         self.saved_windows = -1
         self.reached: int | None = -1
-        """Windows of the folder's resumed checkpoint, else -1. Later ones become `*.old`, after which this is None."""
+        """Windows of the resumed checkpoint if it is in the folder, else -1; None once later ones are renamed."""
         self.doubtful: list[tuple[int, Path]] = []
-        """(windows, file) of checkpoints of unknown loss: they displace none, and are removed if it is not finite."""
+        """(windows, file) of checkpoints with unknown loss. They replace none, and are removed if it is not finite."""
         self._say: Callable[[str], None] = partial(self.console.print, soft_wrap=True, markup=False, highlight=False)
-        """Prints a line for the user, above the bar once there is one."""
+        """Prints a line for the user, above the progress bar if there is one."""
         self.writer: Any = None
         self.log: CurveLog | None = None
         self.due = 0
         self.why: str | None = None
-        """Reason for which the trainer has ended the run."""
+        """Reason that the trainer gave for ending the run."""
         self.phases = Phases(device, options.timing_debug)
         self.trace = Trace(Path(options.profile) if options.profile and place.first else None, device)
 
     def begin(self, resume: Path | None, overwrite: bool) -> None:
-        """Load the checkpoint to resume, or refuse a folder that holds checkpoints unless they may be overwritten."""
+        """Load the checkpoint to resume. Without one, refuse a folder that contains checkpoints unless `overwrite`."""
         if self.options.tensorboard and not self.options.folder:
             raise PerfsuiteError("tensorboard: true needs a folder for its files; name one with --folder")
         if self.options.folder:
-            checkpoints.check(self.trainer.state_dict(), "the trainer's state")  # fail now, and not after hours
+            checkpoints.check(self.trainer.state_dict(), "the trainer's state")  # fail now, not after hours
         if resume is not None:
             self._resume(resume)
             self.together.check_begin(self.windows)
@@ -193,14 +193,14 @@ class _Run:
         )
 
     def _end(self) -> int | None:
-        """Return the number of windows after which the run ends; None where no number of them ends it."""
+        """Return the number of windows after which the run ends; None if it has no such limit."""
         counted = self.batches.total if isinstance(self.batches, Counted) else None
         return min((n for n in (self.options.windows, counted) if n is not None), default=None)
 
     def _open_logs(self, stack: ExitStack) -> None:
         options = self.options
         if self.store is not None:
-            kept = self.windows if self.reached != -1 else 0  # the folder's curve is of another run
+            kept = self.windows if self.reached != -1 else 0  # otherwise the folder's curve belongs to another run
             self.log = CurveLog(self.store.folder, kept, self._about())
             stack.callback(self._logged, self.log.close)
         if options.tensorboard and self.store is not None:
@@ -208,7 +208,7 @@ class _Run:
             self.due = (self.windows // options.tensorboard_every + 1) * options.tensorboard_every
 
     def _train(self, display: Display, stop: Stopping, started: float, end: int | None) -> int:
-        """Train window after window; return the wish of the ranks that ended it, or 0."""
+        """Train windows until the run ends. Return the ranks' stop request that ended it, or 0."""
         options = self.options
         while options.windows is None or self.windows < options.windows:
             over = options.seconds is not None and time.monotonic() - started >= options.seconds
@@ -226,7 +226,7 @@ class _Run:
         return 0
 
     def _window(self, batch: Mapping[str, torch.Tensor], display: Display) -> None:
-        """Train a window, with its metrics, and the checkpoint that may be due after it."""
+        """Train one window, process its metrics, and write a checkpoint if one is due."""
         every = self.options.checkpoint_every
         with self.phases("train"), phase("train"):
             self.trainer.train_window(batch)
@@ -236,7 +236,7 @@ class _Run:
             self._look(self.trainer.metrics())
         if self.trace.after():
             self._say(f"profile: wrote {shown(self.options.profile or '')}")
-        if every and self.windows % every == 0 and self.windows != self._end():  # at the end it is saved anyway
+        if every and self.windows % every == 0 and self.windows != self._end():  # the end of the run saves anyway
             with self.phases("checkpoint"):
                 self._save(last=False)
 
@@ -248,7 +248,7 @@ class _Run:
             self._say("profile: nothing was written, the run was too short: a trace begins after two windows")
 
     def _count(self, batch: Mapping[str, torch.Tensor], display: Display) -> None:
-        """Add a batch's items: as the batches count them, else tokens, else the first tensor's rows; by sizes alone."""
+        """Add a batch's items, from sizes only: the batches' own count, else tokens, else the first tensor's rows."""
         if isinstance(self.batches, Counted):
             self.items += self.batches.items(batch)
         elif "input_ids" in batch:
@@ -284,7 +284,7 @@ class _Run:
         }
 
     def _logged(self, call: Callable[[], object]) -> None:
-        """Call a method of the curve's log, if there is one; an OSError ends the log."""
+        """Call a method of the curve log, if there is one; an OSError ends logging."""
         if self.log is not None:
             try:
                 call()
@@ -292,12 +292,12 @@ class _Run:
                 self._end_log(error)
 
     def _end_log(self, error: OSError) -> None:
-        """Stop logging after an error: the training is worth more than its curve."""
+        """Stop logging after an error; the training continues without its curve."""
         self.log = None
         self._say(f"{FILE}: cannot write: {error.strerror or error}; the run goes on without")
 
     def _show(self, found: Mapping[str, float], window: int) -> None:
-        """Write metrics to the curve's log, and to TensorBoard where it is due."""
+        """Write metrics to the curve log, and to TensorBoard if it is due."""
         if self.log is not None:
             self._logged(partial(self.log.add, window, found))
         if self.writer is not None and window >= self.due:
@@ -306,7 +306,7 @@ class _Run:
                 for key, value in found.items():
                     if key != "window":
                         self.writer.add_scalar(key, float(value), window)
-            except OSError as error:  # of the writing thread: the training is worth more than its curves
+            except OSError as error:  # from the writer's thread; the training continues
                 self.writer = None
                 self._say(f"tensorboard: cannot write: {error.strerror or error}; the run goes on without")
 
@@ -321,7 +321,7 @@ class _Run:
             raise DivergedError(f"{where}: the loss is {float(loss)}; training has stopped{self._kept()}")
 
     def _trust(self, window: int) -> None:
-        """Mark the checkpoints up to this window as good, since the loss is finite up to it."""
+        """Mark the checkpoints up to this window as good, since the loss up to it is finite."""
         while self.doubtful and self.doubtful[0][0] <= window:
             _, self.saved = self.doubtful.pop(0)
             if self.store is not None:
@@ -329,14 +329,14 @@ class _Run:
 
     def _kept(self) -> str:
         good = f"the last checkpoint is {shown(self.saved)}" if self.saved else "no checkpoint was written"
-        if not self.place.first and self.saved_windows > 0:  # rank 0 has written it
+        if not self.place.first and self.saved_windows > 0:  # written by rank 0
             good = f"the last checkpoint is of {self.noun} {self.saved_windows}"
-        # A window's loss is of the weights before it, so that the newest checkpoint's may have diverged already.
+        # A window's loss is computed from the weights before it, so the newest checkpoint may have diverged already.
         before = ", or the one before if that fails at once" if self.saved or self.saved_windows > 0 else ""
         return f"; {good}{before}; lower the learning rate, or look at that {self.noun}'s data"
 
     def _save(self, *, last: bool) -> None:
-        """Write a checkpoint. A failure during the run is reported and the run continues; at the end it is an error."""
+        """Write a checkpoint. During the run, a failure is only reported; at the end it is raised."""
         if self.windows == self.saved_windows or self.windows == 0:
             return
         newest = getattr(self.trainer, "last_metrics", None)
@@ -357,7 +357,7 @@ class _Run:
             self.saved_windows = self.windows
 
     def _write(self, store: Store, state: dict[str, Any], *, last: bool, known: bool) -> bool:
-        """Write a checkpoint of this state; return whether that was possible."""
+        """Write a checkpoint of this state. Return True on success."""
         try:
             checkpoints.check(state, "the trainer's state")
         except checkpoints.NotANumberError as error:
@@ -415,12 +415,12 @@ class _Run:
 
 
 def _never() -> None:
-    """Stand in for `stops` of a trainer that does not end by itself."""
+    """Default for `stops` of a trainer that never ends the run itself."""
 
 
 @contextmanager
 def _fitting(path: Path, what: str, remedy: str) -> Iterator[None]:
-    """Turn any error into a CheckpointError: whatever loads a part of a checkpoint may raise errors of any kind."""
+    """Turn any error into a CheckpointError, since loading a part of a checkpoint may raise any type."""
     try:
         yield
     except PerfsuiteError as error:
@@ -432,5 +432,5 @@ def _fitting(path: Path, what: str, remedy: str) -> Iterator[None]:
 
 
 def _brief(value: object) -> str:
-    """Return a field's value as text of at most 200 characters; in a damaged checkpoint it may be long."""
+    """Return a field's value as text of at most 200 characters, since a damaged checkpoint may contain a long one."""
     return escaped(str(value) if type(value) in (bool, int, float, str, type(None)) else reprlib.repr(value))[:200]

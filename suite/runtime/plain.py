@@ -1,4 +1,4 @@
-"""Values that a checkpoint may hold: tensors and plain values, which are read back without running code."""
+"""Validation of checkpoint values: tensors and plain values, which can be read back without running code."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from suite.runtime.errors import CheckpointError, NotANumberError
 PLAIN = (bool, int, float, str, bytes, type(None))
 KINDS = (torch.dtype, torch.device, torch.Size)
 MOST = 1_000_000
-"""Largest number of values in a state. A file of a few bytes can refer to a list too often to be traversed."""
+"""Maximum number of values in a state. Even a tiny file can refer to one list too many times to traverse."""
 DEEPEST = 100
-"""Largest depth of nested containers."""
+"""Maximum depth of nested containers."""
 BITS = 4096
-"""Largest number of bits of an integer: Python does not print much longer ones."""
+"""Maximum bits of an integer. Python refuses to print much longer ones."""
 
 Where = tuple[str, ...]
-"""Name of the state, then the keys and indices that lead to a value in it."""
+"""Name of the state, followed by the keys and indices that lead to a value."""
 
 
 def check(state: Any, where: str = "state", *, tensors: bool = True, nan: bool = False) -> None:
-    """Raise CheckpointError if a state holds values that cannot be read back.
+    """Raise CheckpointError if a state contains values that cannot be read back.
 
     where    name of the state in the error
     tensors  whether it may hold tensors

@@ -1,4 +1,4 @@
-"""Named ranges of a window, e.g. generation and optimizer: in a trace, and as NVTX ranges for Nsight Systems."""
+"""Named ranges of a window, e.g. generation and optimizer, in a trace and as NVTX ranges for Nsight Systems."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import torch
 PREFIX = "window: "
 """Prefix of the ranges' names in a trace; it distinguishes them from PyTorch's own ranges."""
 OUTER = ("data", "train")
-"""Ranges of the training loop; a trainer's own ranges lie within them."""
+"""Ranges of the training loop, which contain a trainer's own ranges."""
 _traced = False
 
 
 def phase(name: str) -> AbstractContextManager[None]:
-    """Return a context that names its block in a trace; while none is made, it costs nothing."""
+    """Return a context that names its block in a trace. Without a trace it does nothing."""
     return _named(name) if _traced else nullcontext()
 
 

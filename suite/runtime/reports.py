@@ -1,4 +1,4 @@
-"""Reports of windows on their way from the device to the host, which need not wait for them."""
+"""Asynchronous transfer of window reports from the device to the host, which need not wait for them."""
 
 from __future__ import annotations
 
@@ -18,18 +18,20 @@ class _Sent(Generic[R]):
     buffer: torch.Tensor
     event: torch.cuda.Event | None
     moment: float
-    """Time of sending by the host's clock, in s."""
+    """Time of sending on the host's clock, in seconds."""
     read: Callable[[torch.Tensor], R]
 
 
 class Reports(Generic[R]):
-    """Reports in transit: each is a tensor that is copied to the host, and a function that reads it there.
+    """Reports in transit: each is a tensor that is copied to the host, and a function that interprets it there.
 
-    A GPU copies to pinned memory.
+    From a GPU, the copy goes to pinned memory.
 
-    stays  whether a report remains the latest although later ones arrive: one whose loss is not finite, for instance
+    stays  function that returns True if a report remains the latest even when later ones arrive, e.g. because its loss
+           is not finite
 
-    Attribute `seconds`: time between the last two reports, on the device's clock if it is a GPU; None before.
+    Attribute `seconds`: time between the last two reports, on the device's clock if it is a GPU; None before there are
+    two.
     """
 
     def __init__(self, device: torch.device, stays: Callable[[R], bool] = lambda report: False) -> None:
@@ -42,7 +44,7 @@ class Reports(Generic[R]):
         self.seconds: float | None = None
 
     def send(self, whole: torch.Tensor, read: Callable[[torch.Tensor], R]) -> None:
-        """Queue the copy of a report, which `read` interprets once it has arrived."""
+        """Queue the copy of a report; `read` interprets it after it has arrived."""
         fit = [i for i, b in enumerate(self._free) if b.shape == whole.shape and b.dtype == whole.dtype]
         buffer = self._free.pop(fit[0]) if fit else torch.empty(whole.shape, dtype=whole.dtype, pin_memory=self._cuda)
         buffer.copy_(whole, non_blocking=self._cuda)
@@ -53,7 +55,7 @@ class Reports(Generic[R]):
         self._sent.append(_Sent(buffer, event, time.perf_counter(), read))
 
     def latest(self) -> R | None:
-        """Return the last report that has arrived. Never waits."""
+        """Return the latest report that has arrived, without waiting; None if there is none."""
         while self._sent and ((event := self._sent[0].event) is None or event.query()):
             sent = self._sent.popleft()
             report = sent.read(sent.buffer)
@@ -64,7 +66,7 @@ class Reports(Generic[R]):
         return self._latest
 
     def wait(self, ahead: int = 0) -> R | None:
-        """Return the same, after waiting until at most `ahead` reports are in transit."""
+        """Wait until at most `ahead` reports are in transit, then return the latest report."""
         if len(self._sent) > ahead and (event := self._sent[-1 - ahead].event) is not None:
             event.synchronize()
         return self.latest()

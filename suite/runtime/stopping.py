@@ -1,6 +1,6 @@
-"""Ctrl-C and SIGTERM: the first asks the run to end after its window, a second of the same kind ends it at once.
+"""Handling of Ctrl-C and SIGTERM: the first signal ends the run after its window, a second one ends it immediately.
 
-If `perfsuite train --ranks` has started the ranks, that process ends them at the second one.
+If `perfsuite train --ranks` has started the ranks, that process ends them at the second signal.
 """
 
 from __future__ import annotations
@@ -13,10 +13,12 @@ from typing import Any
 
 
 class Stopping:
-    """Context in which `signal` is the signal that asked the run to end, or None. Only the main thread can listen.
+    """Context that handles signals. `signal` is the signal that requested the end of the run, or None.
 
-    once  whether the same signal may arrive twice for a single request: a launcher may pass on a signal that the
-          terminal or the system has already sent. The second one is then ignored.
+    Python handles signals only in the main thread; in other threads the context does nothing.
+
+    once  whether the same signal may arrive twice for a single request, since a launcher may forward a signal that the
+          terminal or the system has already sent. The second signal is then ignored.
     """
 
     def __init__(self, tell: Callable[[str], None], noun: str = "window", *, once: bool = False) -> None:
@@ -34,11 +36,11 @@ class Stopping:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         for number, handler in self._before.items():
-            if signal.getsignal(number) != signal.SIG_IGN:  # otherwise the second one may still come
+            if signal.getsignal(number) != signal.SIG_IGN:  # if ignored, a second signal may still come
                 signal.signal(number, handler)
 
     def _asked(self, number: int, frame: FrameType | None) -> None:
-        # The kernel acts on the next one, which works even while Python waits inside the driver.
+        # The kernel handles the next signal, which works even while Python waits inside the driver.
         signal.signal(number, self._next)
         again = "Ctrl-C again" if number == signal.SIGINT else f"a second {signal.Signals(number).name}"
         if self.signal is None:

@@ -1,4 +1,4 @@
-"""Timing of windows: the seconds of each phase, or a trace of a few windows. Both are off by default."""
+"""Timing of windows: seconds per phase, or a trace of a few windows. Both are off by default."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from suite.runtime.hotspots import Hotspots, hotspots
 from suite.runtime.ranges import set_traced
 
 SKIPPED = 2
-"""Windows before a trace begins: the first ones compile and allocate."""
+"""Windows before a trace begins, since the first ones compile and allocate."""
 TRACED = 3
 
 
 class Phases:
-    """Seconds of each named phase. If on, the device is synchronised after each phase; if off, it costs nothing."""
+    """Seconds per named phase. If on, the device is synchronised after each phase; if off, nothing is measured."""
 
     def __init__(self, device: torch.device, on: bool) -> None:
         self._on = on
@@ -43,7 +43,7 @@ class Phases:
         self.seconds.setdefault(name, []).append(time.perf_counter() - start)
 
     def table(self) -> Table:
-        """Return a table of the mean, p50 and p95 of each phase."""
+        """Return a table of each phase's mean, p50 and p95."""
         table = Table(title="seconds per phase, the device synchronised after each", title_justify="left")
         for head in ("phase", "calls", "mean", "p50", "p95"):
             table.add_column(head, justify="left" if head == "phase" else "right")
@@ -54,19 +54,19 @@ class Phases:
 
 
 def quantile(values: list[float], share: float) -> float:
-    """Return the value below which a share of the values lies, without interpolation."""
+    """Return the quantile of the values at the fraction `share`, without interpolation."""
     ordered = sorted(values)
     return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait until the device has done all queued work."""
+    """Wait until the device has finished all queued work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 class Trace:
-    """A Chrome trace of windows 3 to 5 of this run, written to `path` when they are done."""
+    """A Chrome trace of windows 3 to 5 of this run, which is written to `path` afterwards."""
 
     def __init__(self, path: Path | None, device: torch.device) -> None:
         self._path = path
@@ -76,7 +76,7 @@ class Trace:
         self._begun = 0.0
         self.written: Path | None = None
         self.hotspots: Hotspots | None = None
-        if path is not None:  # fail now, and not after minutes
+        if path is not None:  # fail now, not after minutes
             try:
                 path.parent.mkdir(parents=True, exist_ok=True)
             except OSError as error:
@@ -89,12 +89,12 @@ class Trace:
                 )
 
     def before(self) -> None:
-        """Begin the trace if it is due; called before each window."""
+        """Start the trace if it is due. Called before each window."""
         if self._path is not None and self._windows == SKIPPED:
             kinds = [torch.profiler.ProfilerActivity.CPU]
             if self._device.type == "cuda":
                 kinds.append(torch.profiler.ProfilerActivity.CUDA)
-            # `acc_events` is set because PyTorch 2.11 warns if it is not.
+            # PyTorch 2.11 warns unless `acc_events` is set.
             self._profiler = torch.profiler.profile(activities=kinds, acc_events=True)
             self._profiler.start()
             set_traced(True)
@@ -102,12 +102,12 @@ class Trace:
             self._begun = time.perf_counter()
 
     def after(self) -> bool:
-        """Write the trace if it is due, and return whether it was; called after each window."""
+        """Write the trace if it is due, and return True if it was written. Called after each window."""
         self._windows += 1
         return self._windows == SKIPPED + TRACED and self.close()
 
     def close(self) -> bool:
-        """Write the trace so far; return False if nothing was traced or it is written already."""
+        """Write the trace so far. Return False if nothing was traced or the trace is already written."""
         if self._profiler is None or self._path is None:
             return False
         synchronize(self._device)

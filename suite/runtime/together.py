@@ -1,4 +1,4 @@
-"""Processes that train together: the rank of this one, and decisions on which all ranks agree."""
+"""Distributed training: the rank of this process, and decisions on which all ranks agree."""
 
 from __future__ import annotations
 
@@ -18,31 +18,31 @@ from perfsuite.errors import PerfsuiteError, first_line
 from suite.launching import GO_ON
 
 VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
-"""Environment variables of a process that torchrun or `perfsuite train --ranks` has started."""
+"""Environment variables that torchrun and `perfsuite train --ranks` set for each process."""
 LOST = re.compile(r"connection (closed|reset|refused)|peer|timed ?out|nccl|socket", re.IGNORECASE)
-"""Matches the errors that a collective raises if another rank has ended."""
+"""Pattern of the errors that a collective raises if another rank has ended."""
 
 
 TAKEN = re.compile(r"EADDRINUSE|address already in use", re.IGNORECASE)
-"""Matches the error of rank 0 if another program listens on its port."""
+"""Pattern of rank 0's error if another program listens on its port."""
 
 
 class RankLostError(PerfsuiteError):
-    """Another rank has ended, so that this one cannot continue."""
+    """Another rank has ended, so this one cannot continue."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Place:
-    """A process among those that train together."""
+    """Rank of a process and the number of ranks."""
 
     rank: int = 0
     ranks: int = 1
     local: int = 0
-    """Its rank on this host, which is the index of its GPU."""
+    """Rank on this host, which is also the index of the GPU."""
 
     @property
     def first(self) -> bool:
-        """Whether it is rank 0, the only one that writes files and prints for the user."""
+        """True for rank 0, the only rank that writes files and prints for the user."""
         return self.rank == 0
 
 
@@ -50,7 +50,7 @@ ALONE = Place()
 
 
 def place() -> Place:
-    """Read this process's place from the environment; ALONE if no launcher has set one.
+    """Read this process's place from the environment; ALONE if no launcher has set it.
 
     PerfsuiteError if one of the variables is missing, not a number or out of range.
     """
@@ -69,7 +69,10 @@ def place() -> Place:
 
 
 def device_of(here: Place, name: str | None) -> str | None:
-    """Choose the device of a rank: a GPU for each. PerfsuiteError if GPUs or NCCL are missing."""
+    """Choose the device of a rank: its own GPU, or the CPU. With one rank, return `name`.
+
+    PerfsuiteError if GPUs or NCCL are missing, or `name` gives a single GPU.
+    """
     if here.ranks == 1:
         return name
     if name not in (None, "cpu", "cuda"):
@@ -88,9 +91,9 @@ def device_of(here: Place, name: str | None) -> str | None:
 
 @contextmanager
 def joined(here: Place, device: torch.device) -> Iterator[None]:
-    """Create the default process group of all ranks: NCCL for tensors on GPUs, gloo for others; none for one process.
+    """Create the default process group of all ranks: NCCL for GPU tensors, gloo for CPU tensors; none for one rank.
 
-    It lasts until `leave`. PerfsuiteError if the ranks run different versions of Python or torch.
+    The group exists until `leave`. PerfsuiteError if the ranks run different versions of Python or torch.
     """
     if here.ranks == 1:
         yield
@@ -103,14 +106,14 @@ def joined(here: Place, device: torch.device) -> Iterator[None]:
 
 
 def leave(here: Place, code: int) -> None:
-    """End this process with the exit code once all ranks have called it; return if it is the only one.
+    """Wait until all ranks have called this function, then end the process with the exit code. Return if it is alone.
 
-    The process groups are not destroyed: NCCL would wait for CUDA graphs that have its collectives, and gloo's threads
-    may abort a process that exits normally.
+    The process groups are not destroyed: NCCL would wait for CUDA graphs that contain its collectives, and gloo's
+    threads may abort a process that exits normally.
     """
     if here.ranks == 1:
         return
-    with suppress(RuntimeError):  # another rank is gone already
+    with suppress(RuntimeError):  # another rank has already ended
         dist.all_reduce(torch.zeros(()))
     sys.stdout.flush()
     sys.stderr.flush()
@@ -118,7 +121,7 @@ def leave(here: Place, code: int) -> None:
 
 
 def check_versions(here: Place) -> None:
-    """Raise PerfsuiteError if a rank runs another version of Python or torch than rank 0."""
+    """Raise PerfsuiteError if a rank's version of Python or torch differs from rank 0's."""
     own = {"python": platform.python_version(), "torch": torch.__version__}
     every: list[Any] = [None] * here.ranks
     dist.all_gather_object(every, own)
@@ -132,9 +135,9 @@ def check_versions(here: Place) -> None:
 
 @contextmanager
 def lost_ranks(here: Place) -> Iterator[None]:
-    """Turn the error of a collective into RankLostError if another rank has ended.
+    """Convert a collective's error to RankLostError if another rank has ended.
 
-    If the port is taken, raise PerfsuiteError.
+    PerfsuiteError if another program uses the port.
     """
     try:
         yield
@@ -150,7 +153,7 @@ def lost_ranks(here: Place) -> Iterator[None]:
 
 
 class Together:
-    """Decisions that all ranks must make alike."""
+    """Decisions that must be the same on all ranks."""
 
     def __init__(self, here: Place = ALONE) -> None:
         self.here = here
@@ -158,9 +161,9 @@ class Together:
         self._under_way: Any = None
 
     def ends(self, wish: int) -> int:
-        """Return the largest wish of any rank, 0 if no rank has one; called once before each window.
+        """Return the largest stop request of all ranks; 0 if there is none. Called once before each window.
 
-        With several ranks, it returns the wishes of the previous call, so that no rank waits for another.
+        With several ranks, the result is that of the previous call's requests, so that no rank waits for another.
         """
         if self.here.ranks == 1:
             return wish
@@ -173,7 +176,7 @@ class Together:
         return 0
 
     def by_first(self, value: bool) -> bool:
-        """Return rank 0's value in all ranks."""
+        """Return rank 0's value on all ranks."""
         if self.here.ranks == 1:
             return value
         given = torch.tensor(int(value))
@@ -181,7 +184,7 @@ class Together:
         return bool(given)
 
     def check_begin(self, windows: int) -> None:
-        """Raise PerfsuiteError if a rank resumes after another number of windows than rank 0."""
+        """Raise PerfsuiteError if a rank resumes after a different number of windows than rank 0."""
         if self.here.ranks == 1:
             return
         every: list[Any] = [None] * self.here.ranks
@@ -194,6 +197,6 @@ class Together:
                 )
 
     def first_alone(self) -> None:
-        """Wait for all ranks. Rank 0 calls it after the work that it must do first, the others before theirs."""
+        """Wait for all ranks. Rank 0 calls this after work that must come first, the other ranks before their work."""
         if self.here.ranks > 1:
-            dist.all_reduce(torch.zeros(()))  # on the host; a barrier of NCCL would wait on the device
+            dist.all_reduce(torch.zeros(()))  # on the host, since an NCCL barrier would wait on the device

@@ -1,4 +1,4 @@
-"""A network's weights, name → tensor, in the form that checkpoints store."""
+"""A network's weights, name → tensor, as stored in checkpoints."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 
 def check_weights(own: Mapping[str, torch.Tensor], given: Mapping[str, torch.Tensor]) -> None:
-    """Raise ValueError if a checkpoint's weights differ from a trainer's own in names, shapes or complexness."""
+    """Raise ValueError if a checkpoint's weights differ from the trainer's in names or shapes, or in being complex."""
     if others := own.keys() ^ given.keys():
         names = ", ".join(sorted(map(str, others)))
         raise ValueError(f"the weights {names} are only in the checkpoint, or only here")
@@ -23,12 +23,12 @@ def check_weights(own: Mapping[str, torch.Tensor], given: Mapping[str, torch.Ten
 
 
 def copies(weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return copies of the weights for a checkpoint: without gradients, and in memory of their own."""
+    """Return detached copies of the weights for a checkpoint."""
     return {name: weight.detach().clone() for name, weight in weights.items()}
 
 
 def optimizer_copies(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the same for an optimizer's state, made of tensors and lists of them."""
+    """Return a copy of an optimizer's state, whose values are tensors and lists of tensors."""
     return {
         name: [t.clone() for t in value] if isinstance(value, list) else value.clone() for name, value in state.items()
     }
