@@ -14,6 +14,9 @@ import numpy
 from perfsuite.errors import PerfsuiteError
 from suite.building import Array
 
+ERRORS = (OSError, RuntimeError, KeyError, ValueError, TypeError, AttributeError)
+"""Exceptions that h5py raises for a file that is damaged or laid out differently."""
+
 
 def library() -> Any:
     """Import h5py; PerfsuiteError if it is not installed."""

@@ -12,6 +12,9 @@ from torch.utils import _pytree as pytree
 WARMUP = 3
 # Each graph keeps its memory, and a training loop has few input shapes.
 GRAPHS = 4
+# Forms whose warm-up calls are counted, and whose refusals are kept. A step with more forms has an input that changes
+# at each call, such as the number of the step.
+FORMS = 64
 
 
 class CudaGraphs:
@@ -155,6 +158,7 @@ class CudaGraphStep:
         self._seen: OrderedDict[Hashable, int] = OrderedDict()
         self._graphs: OrderedDict[Hashable, _Graph] = OrderedDict()
         self._refused: dict[Hashable, str] = {}
+        self._warned = False
         self.reason: str | None = None
         self.captures = 0
 
@@ -172,12 +176,17 @@ class CudaGraphStep:
             return self._step(*args, **kwargs)
         graphs, device = self._backend or _shared(), self._device or _device(leaves)
         calls = self._seen[key] = self._seen.pop(key, 0) + 1
+        if len(self._seen) > FORMS:
+            self._seen.popitem(last=False)
+            self._warn_of_forms()
         if calls <= self._warmup:
             # Warm-up calls are regular steps. No additional call runs that would change the step's state.
             return graphs.aside(lambda: self._step(*args, **kwargs), device)
         try:
             graph = _Graph(self._step, leaves, spec, graphs, self._mutates, device)
         except RuntimeError as error:
+            if len(self._refused) >= FORMS:
+                self._refused.clear()
             self._refused[key] = self.reason = (
                 f"the step cannot be captured: {(str(error).strip().splitlines() or [type(error).__name__])[0]}"
             )
@@ -189,6 +198,16 @@ class CudaGraphStep:
         while len(self._graphs) > self._most:
             self._graphs.popitem(last=False)
         return graph.run(leaves)
+
+    def _warn_of_forms(self) -> None:
+        if not self._warned:
+            self._warned = True
+            warnings.warn(
+                f"cuda_graph_step has seen {FORMS} forms of its inputs that were never captured: an input that is no "
+                "tensor changes from call to call; pass it as a tensor",
+                RuntimeWarning,
+                stacklevel=3,
+            )
 
     def _unfit(self, leaves: Sequence[Any]) -> str | None:
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
@@ -223,6 +242,9 @@ class CudaGraphStep:
             torch.is_inference_mode_enabled(),
             torch.is_autocast_enabled("cuda") and torch.get_autocast_dtype("cuda"),
             torch.get_float32_matmul_precision(),
+            torch.backends.cudnn.allow_tf32,
+            torch.backends.cudnn.benchmark,
+            torch.backends.cudnn.deterministic,
         )
         return forms, str(spec), modes
 
@@ -230,9 +252,9 @@ class CudaGraphStep:
 def cuda_graph_step(step: Callable[..., Any], **options: Any) -> CudaGraphStep:
     """Return the step as one graph launch: warm-up calls, capture, then replay with static copies of its inputs.
 
-    The form of the inputs is their shapes, strides, dtypes and device, the values that are not tensors, and the grad,
-    inference, autocast and matmul precision modes. For each form, the first `warmup` calls run eagerly on a side
-    stream. The next call captures a graph and replays it, and all later calls replay it. No call runs twice: warm-up
+    The form of the inputs is their shapes, strides, dtypes and device, the values that are not tensors, the grad,
+    inference, autocast and matmul precision modes, and cuDNN's settings. For each form, the first `warmup` calls run
+    eagerly on a side stream. The next call captures a graph and replays it, and all later calls replay it. No call runs twice: warm-up
     calls are regular steps. A new form is captured again. The `graphs` most recently used graphs are kept.
 
     * Inputs are copied into static buffers. Inputs that the step changes in place are copied back. If only a kernel
@@ -248,7 +270,8 @@ def cuda_graph_step(step: Callable[..., Any], **options: Any) -> CudaGraphStep:
     The step runs eagerly, and `reason` says why, if: there is neither an input tensor nor `device`; there is no CUDA
     device; inputs are not on CUDA, or on several devices; another capture is in progress; an input requires a gradient;
     a value that is not a tensor is not hashable; or the step cannot be captured, for example because it waits for the
-    device. The last case also issues a RuntimeWarning, once per form.
+    device. The last case also issues a RuntimeWarning, once per form. So does a step with more than 64 forms that were
+    not captured: pass an input that changes at each call, such as a step number, as a tensor.
 
     ValueError if `warmup` or `graphs` is below 1. Options: `warmup=3`, `graphs=4`, `mutates=()`, `device=None`.
 

@@ -20,7 +20,8 @@ def metric_batching(
     """
     sums = (lior_acc, R_acc, speed_acc)
     # The host divides: this needs no kernel, and rounds as the reference does.
-    lior, r, speed = _read(sums) if lior_acc.is_cuda else (value.item() for value in sums)
+    batched = lior_acc.is_cuda and len({value.dtype for value in sums}) == 1
+    lior, r, speed = _read(sums) if batched else (value.item() for value in sums)
     return lior / steps, r / steps, speed / steps
 
 

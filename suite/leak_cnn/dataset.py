@@ -147,14 +147,14 @@ def open_data(path: str | Path) -> LeakAudio:
             if attributes.get("format") != storage.FORMAT:
                 raise _wrong(path, f"is no {storage.FORMAT} data set")
             content = _content(path, file, attributes)
-    except (OSError, RuntimeError, KeyError, ValueError, TypeError) as error:
+    except hdf5.ERRORS as error:
         raise _wrong(path, f"is damaged, or no HDF5 file: {_first_line(error)}") from None
     labelled = str(attributes.get("label_source", "")).partition(":")[0]
     if hdf5.content_digest(content) != attributes.get("digest"):
         raise _wrong(path, "is damaged: its content is not what was written")
     return LeakAudio(
         path=str(path),
-        source=str(attributes["source"]),
+        source=str(attributes.get("source", "an unknown source")),
         digest=str(attributes["digest"]),
         labels=torch.from_numpy(content["labels"]),
         files=_files(path, content, labelled=labelled == "folders"),

@@ -52,9 +52,10 @@ FEW = {"N": 2, "H": 32, "c1": 4, "c2": 4, "c3": 4, "h": 8}
 
 def drawn() -> tuple[dict[str, torch.Tensor], torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return (weights of a small network, segments, labels, class weights), the same in each call."""
-    torch.manual_seed(0)
-    weights: dict[str, torch.Tensor] = dict(Network(3, 4, 5, 6).named_parameters())
-    return weights, torch.randn(6, 1, 32, 1), torch.tensor([0, 1, 2, 3, 4, 2]), torch.ones(5)
+    with torch.random.fork_rng(devices=()):
+        torch.manual_seed(0)
+        weights: dict[str, torch.Tensor] = dict(Network(3, 4, 5, 6).named_parameters())
+        return weights, torch.randn(6, 1, 32, 1), torch.tensor([0, 1, 2, 3, 4, 2]), torch.ones(5)
 
 
 class Seen(TorchDispatchMode):

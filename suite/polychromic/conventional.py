@@ -65,6 +65,7 @@ class Conventional:
         if compiles:
             for block in base.model.layers:
                 block.forward = _compiled(block.forward)
+        self._checkpointed = list(base.model.layers) if config.activation_checkpoint else []
         self.cache = "static" if compiles else None
         self.steps = 0
         self.last: dict[str, float] = {}
@@ -121,6 +122,8 @@ class Conventional:
             unit = functional.normalize(embedded, dim=-1).unflatten(0, (-1, config.replies))
             distances = 1 - unit @ unit.mT
         rows = rows_of(prompts_of(examples, end, self.device), drawn, end)
+        for block in self._checkpointed:
+            block.training = True  # transformers checkpoints a block in training mode only; its dropout stays off
         whole = self.model(input_ids=rows.tokens, use_cache=False).logits
         logits = whole.gather(1, rows.before[..., None].expand(-1, -1, whole.shape[-1]))
         kept = nucleus(logits, rows.drawn, config.temperature, config.top_p)
@@ -158,9 +161,14 @@ def _model(transformers: Any, given: Given, dtype: torch.dtype, device: torch.de
         num_key_value_heads=shape.kv_heads,
         head_dim=shape.head_width,
         max_position_embeddings=shape.positions,
+        rms_norm_eps=shape.eps,
         tie_word_embeddings=shape.tied,
         attn_implementation="sdpa",
     )
+    if getattr(config, "rope_parameters", None):
+        config.rope_parameters["rope_theta"] = shape.rope_theta
+    else:  # before transformers 5
+        config.rope_theta = shape.rope_theta
     with device:
         return transformers.LlamaForCausalLM(config).to(dtype)
 

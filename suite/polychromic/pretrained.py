@@ -62,6 +62,10 @@ def shape_of(folder: Path) -> Shape:
         for name, value in dataclasses.asdict(found).items():
             if name != "tied" and not value > 0:
                 raise ValueError(f"{name} is {value}, and must be above 0")
+        if found.heads % found.kv_heads:
+            raise ValueError(f"{found.heads} heads are no multiple of {found.kv_heads} key-value heads")
+        if found.head_width % 2:
+            raise ValueError(f"the head width is {found.head_width}, and must be even for rotary embeddings")
         return found
     except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:
         raise PerfsuiteError(f"{shown(path)} is damaged: {type(error).__name__}: {error}") from None

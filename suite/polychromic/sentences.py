@@ -90,7 +90,7 @@ def _shape_of(folder: Path) -> EncoderShape:
     if pooling.is_file() and not read_json(pooling).get("pooling_mode_mean_tokens", True):
         raise PerfsuiteError(f"{shown(pooling)}: only encoders that take the mean over the tokens are computed here")
     try:
-        return EncoderShape(
+        found = EncoderShape(
             vocabulary=int(config["vocab_size"]),
             width=int(config["hidden_size"]),
             hidden=int(config["intermediate_size"]),
@@ -100,5 +100,8 @@ def _shape_of(folder: Path) -> EncoderShape:
             types=int(config.get("type_vocab_size", 2)),
             eps=float(config.get("layer_norm_eps", 1e-12)),
         )
-    except (KeyError, TypeError, ValueError) as error:
+        if found.width % found.heads:
+            raise ValueError(f"hidden_size {found.width} is no multiple of {found.heads} heads")
+        return found
+    except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:
         raise PerfsuiteError(f"{shown(folder / 'config.json')} is damaged: {type(error).__name__}: {error}") from None

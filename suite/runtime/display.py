@@ -106,9 +106,9 @@ class Display:
 
 def quantity(value: float) -> str:
     """Format a number with three significant digits and a suffix: 1234 → 1.23k."""
-    for size, letter in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
-        if value >= size:
-            return f"{value / size:.3g}{letter}"
+    for size, letter in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if value >= 0.9995 * size:
+            return f"{float(f'{value / size:.3g}'):g}{letter}"
     return f"{value:.3g}"
 
 

@@ -115,6 +115,8 @@ class Trace:
         set_traced(False)
         profiler, self._profiler = self._profiler, None
         profiler.stop()
+        if self._windows == SKIPPED:  # the batches ended before its first window
+            return False
         self.hotspots = hotspots(profiler.key_averages(), self._windows - SKIPPED, seconds)
         name = f".{os.getpid()}.trace" + ".gz" * (self._path.suffix == ".gz")  # PyTorch compresses files of this name
         temporary = self._path.with_name(name)

@@ -28,6 +28,7 @@ from suite.batching import WORD, mixed, permutation, word_of
 from suite.building import digest_of
 from suite.configuration import ConfigurationError, need
 from suite.stepping import NumberedSteps
+from suite.ups.advection import FRAMES
 from suite.ups.latents import Latents, latents_of
 from suite.ups.losses import boundary_tokens, query_indices
 from suite.ups.model import drop_path_rates, drop_path_scales
@@ -79,6 +80,7 @@ class Data:
     def __post_init__(self) -> None:
         for name, least in {"synthetic": 2, "synthetic_frames": 2, "epochs": 1}.items():
             need(getattr(self, name) >= least, name, getattr(self, name), f"use {least} or more")
+        need(self.synthetic_frames <= FRAMES, "synthetic_frames", self.synthetic_frames, f"use {FRAMES} or less")
         need(self.steps is None or self.steps >= 1, "steps", self.steps, "use 1 or more, or null")
         need(0 < self.validation < 1, "validation", self.validation, "use more than 0 and less than 1")
         need(0 < self.advection_share < 1, "advection_share", self.advection_share, "use more than 0 and less than 1")

@@ -230,7 +230,7 @@ def as_markdown(scores: list[Score], checkpoint: str, weights: Weights) -> str:
 
 def save(scores: list[Score], examples: list[Example], folder: Path, about: Mapping[str, Any]) -> list[Path]:
     """Write evaluation.json, evaluation.md and a figure per task; return the paths."""
-    plots = plotting.pyplot("pictures need matplotlib: pip install 'perfsuite[train]'")
+    plots = plotting.pyplot("pictures need matplotlib: pip install 'perfsuite[test]'")
     content = {**about, "scores": [_finite(dataclasses.asdict(score)) for score in scores]}
     files = [
         write(folder / "evaluation.json", json.dumps(content, indent=1, allow_nan=False) + "\n"),

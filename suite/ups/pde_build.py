@@ -213,7 +213,7 @@ def _verify(out: Path, recipe: Recipe) -> None:
         with hdf5.library().File(out, "r") as file:
             content = {name: _dataset(file[name]) for name in file}
             whole = hdf5.content_digest(content) == hdf5.attributes_of(file).get("digest")
-    except (OSError, RuntimeError, KeyError, ValueError):
+    except hdf5.ERRORS:
         whole = False
     if not whole:
         raise ConfigurationError(f"{out} exists and is damaged; give --overwrite to make it again")

@@ -34,8 +34,6 @@ from suite import hdf5
 from suite.building import Array
 from suite.ups.recipe import TASKS
 
-ERRORS = (OSError, RuntimeError, KeyError, ValueError, TypeError, AttributeError)
-"""Exceptions that h5py raises for a file that is damaged or laid out differently."""
 NAMED = re.compile(r"(Advection|Burgers|ReacDiff|DarcyFlow)", re.IGNORECASE)
 BETA_NAMED = re.compile(r"beta(\d+(?:\.\d+)?(?:e[+-]?\d+)?)", re.IGNORECASE)
 EQUATIONS = {"advection": "advection1d", "burgers": "Burgers", "reacdiff": "reaction-diffusion", "darcyflow": "darcy2d"}
@@ -95,7 +93,7 @@ def open_pde(path: str | Path) -> PdeFile:
             raise _wrong(path, "is not an HDF5 file")
         with library.File(path, "r") as file:
             return _checked(path, file)
-    except ERRORS as error:
+    except hdf5.ERRORS as error:
         reason = first_line(error) or type(error).__name__
         raise _wrong(path, f"is truncated or damaged: {reason}") from None
 
@@ -137,7 +135,7 @@ class Examples(hdf5.Reader, Sequence[Example]):
     def _read(self, name: str, place: Any) -> Array:
         try:
             found: Array = self._opened()[name][place]
-        except ERRORS as error:
+        except hdf5.ERRORS as error:
             reason = first_line(error) or type(error).__name__
             raise _wrong(self.file.path, f"is truncated or damaged: {reason}") from None
         if not numpy.isfinite(found).all():

@@ -19,6 +19,8 @@ from suite.building import Array, digest_of, digest_of_file
 from suite.ups import advection, darcy
 from suite.ups.fields import Fields, Normalisation
 
+UNEVEN = 1e-3
+"""Largest relative difference of the time steps of a file's frames."""
 STEADY_DT = 1.0
 """Time step of a steady task. It has no meaning, but must differ from the time steps of the other task."""
 SYNTHETIC_BETA = 1.0
@@ -94,15 +96,23 @@ class _InMemory:
 
 
 def from_file(path: str | Path, task: str, *, validation: float, seed: int) -> TaskFields:
-    """Open a file in PDEBench's layout. PerfsuiteError if it is invalid or belongs to another task.
+    """Open a file in PDEBench's layout.
 
-    The frames are assumed to be evenly spaced in time.
+    PerfsuiteError if it is invalid or belongs to another task, or if its frames are not evenly spaced in time.
     """
     fields = Fields(path, validation=validation, seed=seed)
     file = fields.file
     if file.task != task:
         raise PerfsuiteError(f"data: {path} is of {file.task}, where {task} is needed; name another file")
-    dt = float(file.times[1] - file.times[0]) if task == "advection1d" else STEADY_DT
+    dt = STEADY_DT
+    if task == "advection1d":
+        between = numpy.diff(file.times)
+        dt = float(between[0])
+        if not numpy.allclose(between, dt, rtol=UNEVEN, atol=0):
+            raise PerfsuiteError(
+                f"data: {path} has frames {between.min():.3g} to {between.max():.3g} s apart; the trainer needs even "
+                "steps"
+            )
     return TaskFields(
         task=task,
         name=str(path),

@@ -269,6 +269,17 @@ def test_a_step_that_cannot_be_captured_runs_and_says_why_once():
     assert step.captures == 0
 
 
+def test_a_value_that_changes_at_each_call_is_reported_and_not_kept():
+    step = optimized(lambda x, i: x * i, warmup=3, backend=Graphs(torch.zeros(1)))
+    with pytest.warns(RuntimeWarning, match="an input that is no tensor changes from call to call") as said:
+        results = [step(torch.ones(1), call).item() for call in range(200)]
+    assert results == list(range(200))
+    assert len(said) == 1
+    assert said[0].filename == __file__  # the caller's line
+    assert len(step._seen) == module.FORMS
+    assert step.captures == 0
+
+
 def test_a_capture_that_fails_leaves_the_stream_and_the_random_numbers_as_they_were(monkeypatch):
     """A failing capture is undone: where ending it fails, torch leaves the capture's stream the current one."""
     now = {"stream": "own", "state": "before"}

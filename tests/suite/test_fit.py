@@ -8,12 +8,14 @@ import random
 import signal
 import time
 from collections.abc import Iterator
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import toy
+from rich.console import Console
 from scale import FULLY
 from training import Toy, started
 
@@ -425,6 +427,17 @@ def test_a_trace(run: Toy, tmp_path: Path, windows: int, said: str) -> None:
         assert [p.name for p in path.parent.iterdir()] == [path.name]
 
 
+def test_a_trace_without_a_window_is_not_written(run: Toy, tmp_path: Path) -> None:
+    """A trace begins with the third window, which these batches do not have."""
+    path, out = tmp_path / "t.json", StringIO()
+    batches = iter([{"input_ids": torch.zeros(4, 8, dtype=torch.int64), "attention_mask": torch.ones(4, 8)}] * 2)
+    trainer = toy.Trainer(toy.Config(), 16, torch.device("cpu"))
+    outcome = fit(trainer, batches, Options(profile=str(path)), console=Console(file=out, width=200))
+    assert outcome.windows == 2
+    assert "nothing was written" in out.getvalue()
+    assert not path.exists()
+
+
 def test_a_trace_that_cannot_be_written_is_reported_at_the_start(run: Toy, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(PerfsuiteError, match="profile: cannot write"):
@@ -508,6 +521,7 @@ def test_rate() -> None:
         rate.add(float(second), 100 * second if second < 10 else 1000 + 50 * (second - 10))
     assert rate.value() == 50
     assert [quantity(v) for v in (7, 1234, 2.5e6, 3e9)] == ["7", "1.23k", "2.5M", "3G"]
+    assert [quantity(v) for v in (999.4, 999.6, 999_600, 1e12)] == ["999", "1k", "1M", "1T"]
 
 
 @pytest.mark.parametrize("wrong", [{"windows": -1}, {"keep": 0}, {"seconds": float("nan")}])

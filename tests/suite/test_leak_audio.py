@@ -706,6 +706,7 @@ def attribute(name: str, value: Any) -> Callable[[Any], None]:
         (replaced("features", numpy.zeros(18, "f2")), r"has features of the shape \[18\]"),
         (replaced("labels", numpy.zeros(17, "i8")), r"has \[17\] labels for 18 files"),
         (replaced("class_names", numpy.array(["A", "B"], "S")), "has class_names A, B, where the trainer needs BACK"),
+        (lambda file: (file.__delitem__("snr_db"), file.create_group("snr_db")), "is damaged, or no HDF5 file"),
         (lambda file: file["labels"].__setitem__(0, (file["labels"][0] + 1) % 5), "is damaged: its content"),
         (lambda file: file["features"].__setitem__((3, 2, 1, 0, 0), 9), "is damaged: its content"),
     ],
@@ -717,6 +718,12 @@ def test_a_file_that_is_wrong(made: Path, change: Callable[[Any], None], message
         open_data("a.h5")
     assert str(error.value).startswith("data: a.h5 ")
     assert "\n" not in str(error.value)
+
+
+def test_a_file_without_a_source_is_read(made: Path) -> None:
+    shutil.copy(made, "a.h5")
+    changed(Path("a.h5"), lambda file: file.attrs.__delitem__("source"))
+    assert "of an unknown source" in open_data("a.h5").summary
 
 
 def scattered(file: Any) -> None:

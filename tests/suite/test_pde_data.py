@@ -572,6 +572,7 @@ def test_a_wrong_option_is_one_line(arguments: list[str], words: list[str]) -> N
         ("made", (*DARCY, "--beta", "10"), ["made exists and has beta 1.0, not 10.0; name another file"]),
         ("made", ADVECTION, ["made exists and has task darcy2d, not advection1d; name another file"]),
         ("damaged", DARCY, ["damaged exists and is damaged; give --overwrite to make it again"]),
+        ("group", DARCY, ["group exists and is damaged; give --overwrite to make it again"]),
         ("betas", (*DARCY, "--beta", "all"), ["betas/2D_DarcyFlow_beta10.0_Train.hdf5 is a folder; name another"]),
     ],
 )
@@ -579,10 +580,13 @@ def test_a_wrong_place_is_one_line(out: str, arguments: tuple[str, ...], words: 
     Path("folder").mkdir()
     Path("betas/2D_DarcyFlow_beta10.0_Train.hdf5").mkdir(parents=True)
     Path("text").write_text("mine")
-    for name in ("made", "damaged"):
+    for name in ("made", "damaged", "group"):
         build(Path(name), SMALL["darcy2d"], Quiet())
     with h5py.File("damaged", "r+") as file:
         file["tensor"][3, 0, 2, 2] = 0
+    with h5py.File("group", "r+") as file:
+        del file["nu"]
+        file.create_group("nu")
     one_line(invoked(out, *arguments), 2, *words)
     assert Path("text").read_text() == "mine"
     assert not list(Path().rglob("*.parts"))

@@ -19,6 +19,7 @@ from suite.ups.fields import Fields, Normalisation
 from suite.ups.pde_build import build
 from suite.ups.pdebench import Examples, open_pde
 from suite.ups.recipe import Recipe
+from suite.ups.task_fields import from_file
 
 h5py = pytest.importorskip("h5py", reason="h5py is not installed: pip install 'perfsuite[train]'")
 
@@ -260,6 +261,12 @@ def test_a_wrong_layout(datasets: dict[str, Any], what: str) -> None:
     line = message(write("a.hdf5", {"beta": 1.0}, **datasets))
     assert line.startswith(f"data: a.hdf5 {what}")
     assert line.endswith(REMEDY)
+
+
+def test_frames_at_uneven_times_are_refused() -> None:
+    path = write("a.hdf5", {"beta": 1.0}, **scalar(t_coordinate=numpy.array([0.0, 1, 2, 4, 5, 6])))
+    with pytest.raises(PerfsuiteError, match=r"a\.hdf5 has frames 1 to 2 s apart; the trainer needs even steps"):
+        from_file(path, "advection1d", validation=0.5, seed=0)
 
 
 def test_a_file_that_does_not_tell_its_equation() -> None:

@@ -61,6 +61,8 @@ def test_the_sizes_are_those_of_the_configuration(tmp_path: Path) -> None:
         ({"rope_scaling": {"type": "linear", "factor": 2}}, "rotary embeddings of type 'linear' are not computed here"),
         ({"hidden_size": "wide"}, r"config\.json is damaged: ValueError"),
         ({"vocab_size": None}, r"config\.json is damaged: TypeError"),
+        ({"num_key_value_heads": 3, "num_attention_heads": 4}, "4 heads are no multiple of 3 key-value heads"),
+        ({"head_dim": 5}, "the head width is 5, and must be even"),
     ],
 )
 def test_another_architecture_is_refused(tmp_path: Path, fields: dict[str, Any], words: str) -> None:

@@ -41,6 +41,12 @@ def test_a_network_that_predicts_no_change_has_the_error_of_the_first_state(adve
     assert len(rivals.errors(Zero(), advection, 10, CPU)) == 3
 
 
+def test_advection_of_two_frames_has_time():
+    two = synthetic("advection1d", samples=4, cells=16, frames=2, validation=0.25, seed=0)
+    state = torch.randn(3, 16)
+    assert torch.equal(rivals.step(Zero(), two, state), state)
+
+
 def test_without_time_the_result_itself_is_predicted(darcy):
     (sample,) = darcy.validation
     undo = darcy.normalisations[1].undo

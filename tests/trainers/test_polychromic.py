@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import json
 import math
 
 import pytest
@@ -493,6 +494,10 @@ def test_a_sentence_encoder_is_read_from_a_folder(tmp_path):
     given = made.tokenized(["Hello.", ""], "cpu")
     assert given[1].tolist() == [6, 1]
     assert torch.equal(found.encoder(*found.tokenized(["Hello.", ""], "cpu")), made.encoder(*given))
+    for heads, words in ((shape.width - 1, "is no multiple of"), (0, "ZeroDivisionError")):
+        (tmp_path / "config.json").write_text(json.dumps({**config, "num_attention_heads": heads}))
+        with pytest.raises(PerfsuiteError, match=rf"config\.json is damaged: .*{words}"):
+            sentences.load(tmp_path, "cpu")
     (tmp_path / "config.json").write_text('{"model_type": "roberta"}')
     with pytest.raises(PerfsuiteError, match="model_type is 'roberta'; only encoders of BERT's architecture"):
         sentences.load(tmp_path, "cpu")
