@@ -1,4 +1,4 @@
-"""Addresses of tensors on the device, for kernels that work on many tensors in one launch."""
+"""Tables of tensor addresses on the device, for kernels that process many tensors in one launch."""
 
 from collections.abc import Sequence
 
@@ -9,18 +9,18 @@ ALIGNMENT = 16
 
 
 class Addresses:
-    """A table of addresses on a device, sent again only when a tensor has moved."""
+    """A table of tensor addresses on a device, copied again only when an address has changed."""
 
     def __init__(self, device: torch.device):
         self.device = device
         self.sent: list[int] | None = None
 
     def send(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Bring `table` (int64) and `aligned` up to date with these tensors."""
+        """Update `table` (int64) and `aligned` for these tensors."""
         addresses = [t.data_ptr() for t in tensors]
         if addresses == self.sent:
             return
-        # From pinned memory, which the allocator keeps until the copy is done: the host does not wait.
+        # Copy from pinned memory, so that the host does not wait. The allocator keeps it until the copy is done.
         host = torch.tensor(addresses, dtype=torch.int64, pin_memory=self.device.type == "cuda")
         self.table = host.to(self.device, non_blocking=True)
         self.aligned = are_aligned(addresses)
@@ -28,5 +28,5 @@ class Addresses:
 
 
 def are_aligned(addresses: Sequence[int]) -> bool:
-    """Whether vector accesses may begin at all of them."""
+    """Return whether all addresses allow vector accesses."""
     return all(address % ALIGNMENT == 0 for address in addresses)

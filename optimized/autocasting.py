@@ -1,10 +1,10 @@
-"""Casts as autocast makes them, for operations that PyTorch does not know."""
+"""The casts of autocast, for operations that PyTorch does not know."""
 
 import torch
 
 
 def as_autocast(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Return the tensors in autocast's dtype where autocast is on, else unchanged; autocast leaves float64 alone."""
+    """Return the tensors in autocast's dtype if autocast is on, else unchanged; autocast does not cast float64."""
     first = tensors[0]
     if not torch.is_autocast_enabled(first.device.type) or first.dtype == torch.float64:
         return tensors

@@ -1,7 +1,8 @@
 """Triton kernels for a block's norms, rotary embeddings and gates: one launch each, forward and backward.
 
-PyTorch's operations take 8 launches for a norm, 6 for a rotation and 2 for a gate forward, and more backward, and each
-of them reads and writes the whole tensor. Frozen weights get no gradient, and there is no second derivative.
+In PyTorch operations, the forward of a norm takes 8 launches, that of a rotation 6 and that of a gate 2; the backward
+takes more. Each launch reads and writes the whole tensor. The weights are frozen and get no gradient, and there is no
+second derivative.
 """
 
 import torch
@@ -11,40 +12,42 @@ from optimized.kernels import INTERPRETED, ceil_div, jit, launching, tl, use_tri
 from suite.polychromic.llama import RMSNorm, rotated
 
 DTYPES = (torch.float32, torch.bfloat16)
-# Elements that a program of the gate takes, and warps of all.
+# Elements per program of the gate's kernels, and warps per program of all kernels.
 GATED, NUM_WARPS = 1024, 4
-# A row of a norm, or of all heads of a token, is in one program.
+# Most elements of a row: one program holds a whole row of a norm, or all heads of a token.
 LARGEST_ROW = 1 << 14
 
 
 def normed(norm: RMSNorm, x: torch.Tensor) -> torch.Tensor:
-    """Return `norm(x)`, x [..., width]; the norm's weight gets no gradient."""
+    """Return `norm(x)` for x [..., width]. The kernels compute no gradient for the norm's weight."""
     return (normed_triton if _is_served(x, x.shape[-1]) else normed_torch)(norm, x)
 
 
 def normed_torch(norm: RMSNorm, x: torch.Tensor) -> torch.Tensor:
-    """`normed` in PyTorch operations."""
+    """Compute `normed` in PyTorch operations."""
     return norm(x)
 
 
 def normed_triton(norm: RMSNorm, x: torch.Tensor) -> torch.Tensor:
-    """`normed` by the kernels."""
+    """Compute `normed` with the kernel."""
     return _Normed.apply(x, norm.weight.detach().contiguous(), norm.eps) if _can_launch(x) else normed_torch(norm, x)
 
 
 def turned(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Rotate heads [B, T, heads, D] to their positions, as `suite.polychromic.llama.rotated` does; cos, sin [T, D] have
-    the same value for both elements of a pair."""
+    """Rotate heads [B, T, heads, D] to their positions, as `suite.polychromic.llama.rotated` does.
+
+    cos, sin  [T, D], with the same value for both elements of a pair
+    """
     return (turned_triton if _is_served(x, x.shape[-2] * x.shape[-1]) else turned_torch)(x, cos, sin)
 
 
 def turned_torch(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """`turned` in PyTorch operations."""
+    """Compute `turned` in PyTorch operations."""
     return rotated(x.transpose(1, 2), cos, sin).transpose(1, 2)
 
 
 def turned_triton(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """`turned` by the kernel."""
+    """Compute `turned` with the kernel."""
     return _Turned.apply(x, cos.contiguous(), sin.contiguous()) if _can_launch(x) else turned_torch(x, cos, sin)
 
 
@@ -54,23 +57,23 @@ def gated(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
 
 
 def gated_torch(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-    """`gated` in PyTorch operations."""
+    """Compute `gated` in PyTorch operations."""
     return functional.silu(gate) * up
 
 
 def gated_triton(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-    """`gated` by the kernels."""
+    """Compute `gated` with the kernels."""
     return _Gated.apply(gate, up) if _can_launch(gate) else gated_torch(gate, up)
 
 
 def _is_served(x, row=0):
-    """Whether the kernels serve x, of which one program takes a row of so many elements."""
-    # Under autocast PyTorch's operations choose dtypes of their own.
+    """Return whether the kernels support x, if one program holds `row` elements."""
+    # Under autocast, PyTorch's operations choose the dtypes themselves.
     return use_triton(x, dtypes=DTYPES) and row <= LARGEST_ROW and not torch.is_autocast_enabled(x.device.type)
 
 
 def _can_launch(x):
-    """Whether there is an element, and a kernel computes it right: Triton's interpreter is wrong in bfloat16."""
+    """Return whether x has elements that a kernel computes correctly: Triton's interpreter is wrong in bfloat16."""
     return x.numel() > 0 and not (INTERPRETED and x.dtype == torch.bfloat16)
 
 
@@ -152,6 +155,11 @@ class _Gated(torch.autograd.Function):
 
 @jit
 def _norm_kernel(x_ptr, weight_ptr, gradient_ptr, out_ptr, width, eps, BACKWARD: tl.constexpr, WIDTH: tl.constexpr):
+    """Compute out = x * factor * weight with factor = 1 / sqrt(mean(x^2) + eps), or with BACKWARD the gradient of x.
+
+    The gradient is factor * (w - s * mean(w * s)) with w = gradient * weight and s = x * factor. One program computes
+    one row, in float32; WIDTH is `width` rounded up to a power of two.
+    """
     row = tl.program_id(0).to(tl.int64) * width
     i = tl.arange(0, WIDTH)
     inside = i < width
@@ -170,6 +178,10 @@ def _norm_kernel(x_ptr, weight_ptr, gradient_ptr, out_ptr, width, eps, BACKWARD:
 
 @jit
 def _turn_kernel(x_ptr, cos_ptr, sin_ptr, out_ptr, tokens, columns, direction, WIDTH: tl.constexpr, ROW: tl.constexpr):
+    """Compute out = x * cos + (-x_2, x_1) * sin for the halves x_1, x_2 of each head; direction = -1 rotates back.
+
+    One program computes all heads of one token, in float32; ROW is `columns` rounded up to a power of two.
+    """
     token = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, ROW)
     inside = i < columns
@@ -187,6 +199,7 @@ def _turn_kernel(x_ptr, cos_ptr, sin_ptr, out_ptr, tokens, columns, direction, W
 
 @jit
 def _gate_kernel(gate_ptr, up_ptr, out_ptr, count, BLOCK: tl.constexpr):
+    """Compute out = silu(gate) * up with silu(x) = x * sigmoid(x), rounded to the dtype; BLOCK elements per program."""
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     gate = tl.load(gate_ptr + i, mask=i < count, other=0.0).to(tl.float32)
     up = tl.load(up_ptr + i, mask=i < count, other=0.0).to(tl.float32)
@@ -196,6 +209,10 @@ def _gate_kernel(gate_ptr, up_ptr, out_ptr, count, BLOCK: tl.constexpr):
 
 @jit
 def _gate_backward_kernel(gate_ptr, up_ptr, gradient_ptr, d_gate_ptr, d_up_ptr, count, BLOCK: tl.constexpr):
+    """Compute d_up = gradient * gate * share and d_gate = gradient * up * share * (1 + gate * (1 - share)).
+
+    share = sigmoid(gate). A program computes BLOCK elements.
+    """
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     gate = tl.load(gate_ptr + i, mask=i < count, other=0.0).to(tl.float32)
     up = tl.load(up_ptr + i, mask=i < count, other=0.0).to(tl.float32)

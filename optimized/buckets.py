@@ -1,4 +1,4 @@
-"""Gradients in one buffer, so that one collective serves them all (eigenstate_lm, 004.15; ups, 002.7)."""
+"""Gradients in one buffer, so that one collective reduces them all (eigenstate_lm, 004.15; ups, 002.7)."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from optimized.process_groups import CAPTURED, group_with
 from optimized.shards import gather, reduce_scatter
 
 ALIGNED_TO = 16
-"""Each tensor begins at a multiple of so many elements, for vector accesses."""
+"""Each tensor begins at a multiple of this number of elements, for vector accesses."""
 
 
 class Bucket:
-    """The gradients of some weights, averaged over the ranks in one collective.
+    """The gradients of some weights, summed over the ranks by one collective.
 
-    Without an `owner` each rank gets all averaged gradients. With one, each rank gets the gradients of the weights that
-    it owns, and sends these weights to the other ranks once it has updated them. The bucket then stores the weights in
-    a buffer, too.
+    Without an `owner`, each rank gets all summed gradients. With one, each rank gets only the gradients of the weights
+    that it owns, and sends these weights to the other ranks after it has updated them. The bucket then stores the
+    weights in a buffer, too.
 
     weights  of one dtype and device
-    ranks    processes of the default group; with 1 nothing is sent
+    ranks    processes of the default group; with 1, `reduce` does nothing
     owner    this rank, if each rank updates a share of the weights; None: each rank updates all of them
     """
 
@@ -36,11 +36,11 @@ class Bucket:
         self.views = self._views(self.buffer)
         self.values = None if owner is None else torch.zeros_like(self.buffer)
         self.is_begun = False
-        """Whether it has gradients of the step."""
+        """True if the buffer already has gradients of this step."""
         self.work: Any = None
-        """The collective of gradients under way."""
+        """The running collective of the gradients, or None."""
         self.sending: Any = None
-        """The collective of weights under way."""
+        """The running collective of the weights, or None."""
         if self.values is not None:
             for weight, view in zip(self.weights, self._views(self.values), strict=True):
                 view.copy_(weight.detach())
@@ -48,27 +48,27 @@ class Bucket:
 
     @property
     def owned(self) -> list[int]:
-        """The places of the weights that this rank updates."""
+        """Indices of the weights that this rank updates."""
         return [i for i, (owner, _) in enumerate(self.places) if self.owner is None or owner == self.owner]
 
     @torch.no_grad()
     def add(self, gradients: Iterator[torch.Tensor]) -> None:
-        """Add the next gradients; those of a step's first micro-batch are copied."""
+        """Add the next gradients of the iterator; those of a step's first micro-batch overwrite the buffer."""
         found = list(itertools.islice(gradients, len(self.views)))
         (torch._foreach_add_ if self.is_begun else torch._foreach_copy_)(self.views, found)
         self.is_begun = True
 
     def note(self, number: torch.Tensor) -> None:
-        """Keep a number, 0-d, that is summed along with the gradients."""
+        """Store a number, 0-d, that is summed over the ranks together with the gradients."""
         self.buffer[:, -1] = number
 
     @property
     def number(self) -> torch.Tensor:
-        """The sum of the numbers, 0-d: a view."""
+        """View of the sum of the numbers, 0-d."""
         return self._own(self.buffer)[-1]
 
     def reduce(self) -> None:
-        """Begin to sum the buffer over the ranks."""
+        """Start to sum the buffer over the ranks."""
         if self.ranks == 1 or self.work is not None:
             return
         if self.owner is None:
@@ -77,27 +77,29 @@ class Bucket:
             self.work = reduce_scatter(self._own(self.buffer), self.buffer.view(-1), group=self._group, async_op=True)
 
     def wait(self) -> None:
-        """Let the device wait for the sum."""
+        """Make the device wait for the sum."""
         if self.work is not None:
             self.work.wait()
             self.work = None
         self.is_begun = False
 
     def send(self) -> None:
-        """Begin to send the weights that this rank has updated to all others."""
+        """Start to send the weights that this rank has updated to all other ranks."""
         if self.values is not None:
             self.sending = gather(self.values.view(-1), self._own(self.values), group=self._group, async_op=True)
 
     def receive(self) -> None:
-        """Let the device wait for the weights of the others."""
+        """Make the device wait for the weights of the other ranks."""
         if self.sending is not None:
             self.sending.wait()
             self.sending = None
 
     def gathered(self, own: Mapping[int, torch.Tensor]) -> list[torch.Tensor]:
-        """Return for each weight a tensor of its shape, of which each rank has those of weights that it owns.
+        """Return one tensor for each weight, of its shape, from the rank that owns the weight.
 
-        All ranks call it. Zeros for those that no rank has.
+        All ranks must call it. A tensor that its rank does not pass is 0.
+
+        own  index of a weight → its tensor, for weights that this rank owns
         """
         buffer = torch.zeros_like(self.buffer)
         views = self._views(buffer)
@@ -120,9 +122,9 @@ class Bucket:
 
 
 def _layout(sizes: Sequence[int], owners: int) -> tuple[list[tuple[int, int]], tuple[int, int]]:
-    """Return (owner, begin) of each tensor, and the buffer's shape [owners, length], with one element to spare.
+    """Return (owner, begin) of each tensor, and the buffer's shape [owners, length], with a spare element at the end.
 
-    The largest tensors are given first, each to the owner with the fewest elements.
+    With several owners, the largest tensors are assigned first, each to the owner with the fewest elements.
     """
     places = [(0, 0)] * len(sizes)
     ends = [(0, owner) for owner in range(owners)]

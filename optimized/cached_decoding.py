@@ -1,4 +1,4 @@
-"""Keys and values that a language model keeps of its tokens, and the step for one more token of each row."""
+"""Key-value cache of a language model, and the decoding step that adds one token to each row."""
 
 import weakref
 from collections.abc import Callable
@@ -13,15 +13,15 @@ from optimized.graphs.cuda_graph_step import CudaGraphs, CudaGraphStep
 from suite.polychromic.llama import Llama, rotation, widened
 from suite.polychromic.lora import LoRALinear
 
-# The length of the cache is a multiple of so many tokens: few lengths need a graph of their own.
+# The cache length is a multiple of this number of tokens, so that few lengths need their own CUDA graph.
 ROUNDED_TO = 128
 Then = Callable[..., Any] | None
 
 
 class Caches:
-    """The last cache of each model that is alive.
+    """The last cache of each live model.
 
-    kernels  whether a step runs the kernels; None: wherever they can
+    kernels  whether a step runs the kernels; None: where they are supported
     """
 
     def __init__(self, kernels: bool | None = None) -> None:
@@ -29,20 +29,20 @@ class Caches:
         self._held: WeakKeyDictionary[Llama, Cache] = WeakKeyDictionary()
 
     def of(self, model: Llama, rows: int, tokens: int) -> "Cache":
-        """A cache for so many rows and at least so many tokens of each, which lasts until the next one is asked for."""
+        """Return a cache for `rows` rows of at least `tokens` tokens each. The model's next cache may replace it."""
         size = -(-tokens // ROUNDED_TO) * ROUNDED_TO
         held = self._held.get(model)
         if held is None or not held.fits(rows, size):
-            self._held.pop(model, None)  # memory for one at a time
+            self._held.pop(model, None)  # frees its memory before the next one is allocated
             held = self._held[model] = Cache(model, rows, size, self._kernels)
         return held
 
 
 class Cache:
-    """Keys and values [rows, key heads, size, head width] of each layer, at the positions of their tokens."""
+    """Keys and values of each layer, [rows, key heads, size, head width], at the positions of their tokens."""
 
     def __init__(self, model: Llama, rows: int, size: int, kernels: bool | None = None) -> None:
-        self._model = weakref.ref(model)  # a cache keeps no model alive
+        self._model = weakref.ref(model)  # the cache does not keep the model alive
         shape, weight = model.shape, model.lm_head.weight
         held = torch.zeros(
             shape.layers, 2, rows, shape.kv_heads, size, shape.head_width, dtype=weight.dtype, device=weight.device
@@ -56,21 +56,21 @@ class Cache:
         self.kernels: Step | None = None
         if is_served(model, rows) if kernels is None else kernels:
             self.kernels = Step(model, rows, size, *rotation(shape, self.places, weight.dtype))
-        # Their methods say what these return. Both are replayed as graphs, which share memory: results are copies.
+        # For `read` and `next`. Both are replayed as CUDA graphs that share memory, so their results are copies.
         pool = torch.cuda.graph_pool_handle() if weight.is_cuda else None
         given = {"device": weight.device, "backend": CudaGraphs(pool)}
         self._reading, self._going_on = CudaGraphStep(self._read, **given), CudaGraphStep(self._next, **given)
 
     @property
     def model(self) -> Llama:
-        """The model, which its user keeps."""
+        """The model, which the caller keeps alive."""
         found = self._model()
         assert found is not None
         return found
 
     def fits(self, rows: int, size: int) -> bool:
-        """Whether the cache has this form, and layers and weights are where and what they were when it was made."""
-        # A step that is recorded, or made of kernels, goes on with the layers that it had.
+        """Return whether the size is the same, and the model's modules, weight addresses, dtype and device."""
+        # A captured step, or one of kernels, keeps using the layers that it was built with.
         if [known() for known in self._modules] != list(self.model.modules()):
             return False
         if self._addresses != _addresses(self.model):
@@ -80,16 +80,21 @@ class Cache:
         return (len(self.rows), len(self.places), held.dtype, held.device) == (rows, size, weight.dtype, weight.device)
 
     def read(self, prompts: torch.Tensor, lengths: torch.Tensor, times: int = 1) -> torch.Tensor:
-        """Keep the keys and values of prompts [rows / times, T], each for so many rows in turn; return the logits after
-        each, [rows, vocabulary]. Adapters are taken as they are now."""
+        """Store the keys and values of prompts; return the logits after the last token of each row, [rows, vocabulary].
+
+        The adapters are used as they are at this call.
+
+        prompts  [rows / times, T]; each prompt fills `times` adjacent rows
+        lengths  [rows / times], tokens of each prompt
+        """
         self._off = frozenset(n for n, known in enumerate(self._adapters) if known().is_off)
         return self._reading(prompts, lengths, times, self._off)
 
     def next(self, tokens: torch.Tensor, positions: torch.Tensor, then: Then = None, *given: Any) -> Any:
-        """Add a token to each row at its position, both [rows], and call `then` with the logits of the next,
-        [rows, vocabulary], and with what is given; return what it returns, or without it the logits.
+        """Add a token to each row at its position, both [rows], and return `then(logits, *given)`.
 
-        A token of −1, which sampling returns where there is no distribution, is taken for 0.
+        The logits, [rows, vocabulary], are those of the next token. If `then` is None, they are returned. A token of
+        −1, which sampling returns if there is no distribution, is replaced by 0.
         """
         return self._going_on(tokens, positions, self._off, then, *given)
 
@@ -128,9 +133,9 @@ class Cache:
         unseen = (self.places > positions[:, None])[:, None, None]
         for block, (keys, values) in zip(body.layers, self.layers, strict=True):
             q, k, v = block.self_attn.heads(block.input_layernorm(x)[:, None], cos, sin)
-            keys[self.rows, :, positions] = k[:, :, 0].to(keys.dtype)  # under autocast it has another
+            keys[self.rows, :, positions] = k[:, :, 0].to(keys.dtype)  # another dtype under autocast
             values[self.rows, :, positions] = v[:, :, 0].to(keys.dtype)
-            # [rows, key heads, query heads of each, head width]: all query heads of a key head are one product.
+            # [rows, key heads, query heads of each, head width]: one product for all query heads of a key head.
             q = q.reshape(len(x), shape.kv_heads, -1, shape.head_width)
             scores = (q @ keys.mT * shape.head_width**-0.5).masked_fill(unseen, -torch.inf)
             weights = torch.softmax(widened(scores), -1).to(q.dtype)
@@ -143,5 +148,5 @@ class Cache:
 
 
 def _addresses(model):
-    """Where the parameters lie: a graph goes on with what lay there."""
+    """Return the addresses of the parameters: a CUDA graph keeps reading the captured addresses."""
     return [parameter.data_ptr() for parameter in model.parameters()]

@@ -1,9 +1,9 @@
-"""The step for one more token of each row by some launches a layer, for models of Llama's architecture.
+"""Decoding step for one more token of each row, in a few launches per layer, for models of Llama's architecture.
 
-A step reads every weight once and does little with it. As PyTorch's operations a layer of it is some forty launches,
-each of which takes longer than its arithmetic. Here one launch makes the input of linear layers from what came before,
-by a norm or a gate, and its products with the adapters' first factors; and one makes all products with that input, adds
-those of the adapters' second factors, and what a residual brings.
+A step reads every weight once and does little arithmetic with it. In PyTorch operations a layer takes about forty
+launches, each of which takes longer than its arithmetic. Here, one launch computes the input of linear layers, by a
+norm or a gate, and the products of this input with the adapters' first factors. A second launch computes all products
+with the input, and adds those of the adapters' second factors and the residual.
 """
 
 from typing import NamedTuple
@@ -17,34 +17,34 @@ from suite.polychromic.lora_nf4 import NF4LoRALinear
 
 DTYPES = (torch.float32, torch.bfloat16)
 MOST_ROWS = 64
-# Outputs of a tile, inputs of a step in bfloat16 and in float32, warps, stages. To be swept on an H200.
+# `_linear_kernel`: outputs of a tile, inputs of an iteration in bfloat16 and in float32, warps, stages. Not yet swept.
 OUTPUTS, INPUTS, WIDE_INPUTS, LINEAR_WARPS, LINEAR_STAGES = 64, 128, 32, 4, 5
-# Elements of adapters' first factors that a program multiplies, its inputs at most, and its warps.
+# `_prepare_kernel`: elements of the adapters' first factors per program, most inputs per program, warps.
 FACTORS, PREPARED, PREPARING_WARPS = 16384, 1024, 8
-# Keys of a step of attention, and warps.
+# `_attention_kernel`: keys of an iteration, warps.
 KEYS, ATTENTION_WARPS = 64, 4
-# Whether kernels are launched before the one before has ended (programmatic dependent launch of Hopper GPUs).
+# Whether a kernel is launched before the previous one has ended (programmatic dependent launch of Hopper GPUs).
 DEPENDENT = True
-# Fewest columns and terms of tl.dot.
+# tl.dot needs at least 16 rows, columns and terms.
 LEAST = 16
 
 
 class Adapters(NamedTuple):
-    """The adapters of layers that share an input: a [layers, rank, inputs]; b [outputs of all, rank], scaled."""
+    """Adapters of layers with the same input: a [layers, rank, inputs]; b [outputs of all layers, rank], scaled."""
 
     a: torch.Tensor
     b: torch.Tensor
 
 
 class Linear(NamedTuple):
-    """Linear layers of the same input, whose outputs lie beside each other."""
+    """Linear layers with the same input, whose outputs are adjacent."""
 
     weights: tuple[torch.Tensor, ...]
     adapters: Adapters | None
 
 
 class Layer(NamedTuple):
-    """A block's linear layers, and the weights of its norms."""
+    """Linear layers of a block, and the weights of its norms."""
 
     qkv: Linear
     o: Linear
@@ -55,7 +55,7 @@ class Layer(NamedTuple):
 
 
 def is_served(model: Llama, rows: int) -> bool:
-    """Whether these kernels can make a step of the model for so many rows."""
+    """Return whether these kernels can compute a step of the model for this number of rows."""
     layers = [layer for block in model.model.layers for layer in _linear_layers(block)]
     if rows > MOST_ROWS or not all(_is_dense(layer) for layer in layers):
         return False
@@ -69,7 +69,7 @@ def _is_dense(layer):
 
 
 class Step:
-    """The step for one more token, on keys and values that lie elsewhere."""
+    """Decoding step for one more token of each row; the caller passes the cache of keys and values."""
 
     def __init__(self, model: Llama, rows: int, size: int, cos: torch.Tensor, sin: torch.Tensor) -> None:
         weight = model.lm_head.weight
@@ -83,12 +83,12 @@ class Step:
         self.states = torch.empty(2, rows, shape.width, **self.given)
         self.qkv = torch.empty(rows, (shape.heads + 2 * shape.kv_heads) * D, **self.given)
         self.wide = torch.empty(rows, 2 * shape.hidden, **self.given)
-        # The inputs of linear layers are padded with rows of zeros.
+        # Inputs of linear layers, padded with rows of zeros.
         filled = _block(rows)
         self.normed, self.attended, self.gated = (
             torch.zeros(filled, n, **self.given) for n in (shape.width, shape.heads * D, shape.hidden)
         )
-        # The inputs' products with the adapters' first factors, in parts of the inputs.
+        # Products of the inputs with the adapters' first factors, one partial sum for each part of the inputs.
         self.rank = max((layer.qkv.adapters.a.shape[1] for layer in self.layers if layer.qkv.adapters), default=0)
         self.part = min(PREPARED, FACTORS // _block(max(self.rank, 1)))
         self.low = torch.zeros(
@@ -102,7 +102,7 @@ class Step:
         self.launch = {"launch_pdl": True} if DEPENDENT and weight.is_cuda and has_descriptors(weight) else {}
 
     def take_adapters(self) -> None:
-        """Copy the adapters as they are now: they are trained in another dtype, and scaled."""
+        """Copy the current adapters, in the dtype of the weights and with scaled second factors (0 if switched off)."""
         if self.adapted:
             given = ((layer.lora_a, layer.lora_b) for layer in self.adapted)
             first, second = (list(copies) for copies in zip(*self.copies, strict=True))
@@ -113,7 +113,7 @@ class Step:
     def __call__(
         self, x: torch.Tensor, positions: torch.Tensor, cache: list[tuple[torch.Tensor, torch.Tensor]]
     ) -> torch.Tensor:
-        """Logits [rows, vocabulary] after embedded tokens [rows, width] at their positions [rows]."""
+        """Return the logits [rows, vocabulary] after embedded tokens x [rows, width] at their positions [rows]."""
         states = self.states
         for layer, (keys, values) in zip(self.layers, cache, strict=True):
             self._prepare(x, self.normed, layer.qkv, norm=layer.before_attention)
@@ -133,8 +133,11 @@ class Step:
     def _prepare(
         self, x: torch.Tensor, out: torch.Tensor | None, linear: Linear, norm: torch.Tensor | None = None
     ) -> None:
-        """Fill `out`, the input of the linear layers, with x normalized, or without a norm with the gated product of
-        x's halves; of None x itself is the input. Fill `low` with its products with the adapters' first factors."""
+        """Compute the input of the linear layers in `out`, and its products with the adapters' first factors in `low`.
+
+        With a norm, the input is x normalized. Without one, it is the gated product of the two halves of x. If `out` is
+        None, the input is x itself.
+        """
         inputs = linear.weights[0].shape[1]
         adapters = linear.adapters
         with launching(x):
@@ -163,7 +166,7 @@ class Step:
     def _linear(
         self, linear: Linear, x: torch.Tensor, out: torch.Tensor, residual: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Fill `out` with the outputs of the linear layers, beside each other, and add the residual; return it."""
+        """Write the adjacent outputs of the linear layers to `out`, with the residual added; return `out`."""
         weights, adapters = linear
         sizes = [len(weight) for weight in weights]
         first, second, third = (*weights, *[weights[0]] * (3 - len(weights)))
@@ -244,7 +247,7 @@ class Step:
 
 
 def _linear_layers(block):
-    """The linear layers of a block, in the order of LAYERS."""
+    """Return the linear layers of a block, in the order of LAYERS."""
     return [getattr(block.self_attn, name, None) or getattr(block.mlp, name) for name in LAYERS]
 
 
@@ -254,7 +257,7 @@ def _block(size):
 
 @jit
 def _wait(DEPENDENT: tl.constexpr):
-    """Wait for the kernel before, whose end this one did not wait for, and let the next one start."""
+    """Wait for the previous kernel, which may still run, and let the next one start."""
     if DEPENDENT:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
@@ -280,6 +283,11 @@ def _prepare_kernel(
     RANK: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
+    """Compute out = x / sqrt(mean(x^2) + eps) * norm (NORMED) or silu(gate) * up (GATED) or x, and low = a @ out.
+
+    Program (row, part, layer) computes INPUTS inputs of one row, and their products with the [RANK, INPUTS] tile of the
+    layer's first factor `a`. `_linear_kernel` adds up the parts of `low`. Only layer 0 stores `out`.
+    """
     row = tl.program_id(0)
     part = tl.program_id(1)
     layer = tl.program_id(2)
@@ -297,7 +305,7 @@ def _prepare_kernel(
     _wait(DEPENDENT)
     x = tl.load(x_ptr + i, mask=inside, other=0.0)
     if NORMED:
-        # Each program computes the whole row's norm, which takes less time than another launch.
+        # Each program computes the norm of the whole row, which takes less time than another launch.
         whole = tl.arange(0, WHOLE)
         squares = tl.load(x_ptr + whole, mask=whole < inputs, other=0.0).to(tl.float32)
         factor = tl.rsqrt(tl.sum(squares * squares, 0) / inputs + eps)
@@ -340,6 +348,11 @@ def _linear_kernel(
     PARTS: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
+    """Compute out = W @ x + b @ low + residual for up to three weights W, whose outputs are adjacent in `out`.
+
+    A program computes OUTPUTS outputs of one weight for all rows, as the tile [OUTPUTS, ROWS]. It loops over the inputs
+    in steps of INPUTS.
+    """
     tile = tl.program_id(0)
     tiles_0, tiles_1 = tl.cdiv(n0, OUTPUTS), tl.cdiv(n1, OUTPUTS)
     w_ptr, outputs, before, part, layer = first_ptr, n0, 0, tile, 0
@@ -350,7 +363,7 @@ def _linear_kernel(
     r = tl.arange(0, ROWS)
     o = part * OUTPUTS + tl.arange(0, OUTPUTS)
     i = tl.arange(0, INPUTS)
-    # Behind the last output the first is computed again, and not stored: loads then need no mask.
+    # Past the last output, the first output is computed again and not stored. The loads then need no mask.
     w_row = w_ptr + tl.where(o < outputs, o, 0).to(tl.int64)[:, None] * inputs
     x_row = x_ptr + r[:, None] * inputs
     k = tl.arange(0, RANK)[None, :]
@@ -381,7 +394,7 @@ def _linear_kernel(
 
 @jit
 def _rotated(x_ptr, at, cos, sin, mask, WIDTH: tl.constexpr, COLUMNS: tl.constexpr):
-    """Heads at their position, in float32."""
+    """Return heads rotated to their position, in float32."""
     d = tl.arange(0, COLUMNS)
     half = WIDTH // 2
     other = tl.where(d < half, d + half, d - half)
@@ -409,6 +422,11 @@ def _attention_kernel(
     KEYS: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
+    """Compute out = softmax(scale * q k') v for one token of each row, and store its key and value in the cache.
+
+    Queries and the new key are rotated first. Program (row, head) computes all GROUPS query heads of one key head. It
+    loops over the earlier tokens in tiles of KEYS, with an online softmax.
+    """
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     _wait(DEPENDENT)
@@ -428,7 +446,7 @@ def _attention_kernel(
     cache = (row * KV_HEADS + head) * size
     tl.store(keys_ptr + (cache + position) * WIDTH + d, key, mask=of_column)
     tl.store(values_ptr + (cache + position) * WIDTH + d, value, mask=of_column)
-    # The token's own key and value, which other threads have just stored, are not loaded again.
+    # The sums begin with the token's own key and value. Loading them again would race with the stores of other threads.
     most = tl.sum(q.to(tl.float32) * key.to(tl.float32), 1) * scale
     weights = tl.full((QUERIES,), 1.0, tl.float32)
     total = tl.zeros((QUERIES, COLUMNS), tl.float32) + value.to(tl.float32)

@@ -13,31 +13,31 @@ from optimized.over_ranks import agreed
 
 @dataclass(frozen=True)
 class Boundary:
-    """Results of a first part of a network, from which its second part is computed."""
+    """Results of the first part of a network, which are the inputs of the second part."""
 
     made: tuple[torch.Tensor, ...]
-    """As the first part made them."""
+    """The results with the graph of the first part."""
     leaves: tuple[torch.Tensor, ...]
-    """The same without the first part's graph, as the second part gets them."""
+    """The same results, detached: the leaves of the second part's graph."""
 
     @classmethod
     def after(cls, made: Sequence[torch.Tensor]) -> Boundary:
-        """Cut the graph after these results."""
+        """Cut the autograd graph after these results."""
         return cls(tuple(made), tuple(t.detach().requires_grad_() for t in made))
 
 
 class FlatGradients:
-    """Gradients of named groups of weights, summed over the micro-batches of a step and then over the ranks.
+    """Gradients of named groups of weights, summed over the micro-batches of a step and averaged over the ranks.
 
-    An all-reduce runs beside what the device is given next. A gradient is a view of a buffer, at the same address in
-    each step, so that a CUDA graph can record the step. The process group has no watch for errors: where a rank is
-    missing the others wait for ever.
+    An all-reduce overlaps with the device's next operations. A gradient is a view of a buffer and has the same address
+    in each step, so that a CUDA graph can capture the step. The process group has no error watchdog: if a rank is
+    missing, the others wait forever.
 
-    groups  name → weights; each has a collective a step
+    groups  name → weights; each group has one collective per step
     ranks   processes of the default group; with 1 nothing is reduced
-    early   weights of what is computed first, whose gradients come last: they have a collective of their own
+    early   weights that the forward uses first, whose gradients come last: they have a collective of their own
     owner   this rank, if each rank updates a share of the weights (ZeRO, stage 1; Rajbhandari and others, 2020): it
-            then gets the gradients of its share alone. None: each updates all
+            then gets only the gradients of its share. None: each rank updates all weights
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class FlatGradients:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all gradients."""
+        """Bytes of the buffers of all gradients."""
         return sum(bucket.buffer.nbytes for bucket in self.buckets)
 
     @property
@@ -82,16 +82,17 @@ class FlatGradients:
         last: Collection[str],
         boundary: Boundary | None = None,
     ) -> None:
-        """Add a micro-batch's gradients of these groups; those of `last` have no further micro-batch in the step.
+        """Add a micro-batch's gradients to these groups.
 
-        boundary  between what the early weights have computed and the rest. With it the all-reduces of `last` begin
-                  before the backward of the early weights; without it `begin` begins all
+        last      groups without a further micro-batch in the step
+        boundary  the cut between the part with the early weights and the rest. With it, the all-reduces of `last` start
+                  before the backward of the early weights. Without it, `begin` starts all of them
         """
         late = [self._late[name] for name in names if name in self._late]
         early = [self._early[name] for name in names if name in self._early]
         first, second = (late, early) if boundary is not None else ([*late, *early], [])
         leaves = boundary.leaves if boundary is not None else ()
-        # They are copied: those of a compiled network lie in a graph's own memory until its next call.
+        # `add` copies these gradients: those of a compiled network are in graph memory, which its next call overwrites.
         found = torch.autograd.grad(loss / self.ranks, [*_weights(first), *leaves])
         gradients = iter(found)
         for bucket in first:
@@ -106,34 +107,34 @@ class FlatGradients:
             bucket.add(gradients)
 
     def begin(self, name: str, number: torch.Tensor) -> None:
-        """Begin to sum what is left of a group over the ranks, and with it the mean of a number, 0-d."""
+        """Start the remaining collectives of a group, which also compute the mean of a number, 0-d, over the ranks."""
         buckets = self._of(name)
         buckets[-1].note(number / self.ranks)
         for bucket in buckets:
             bucket.reduce()
 
     def finished(self, name: str) -> list[torch.Tensor]:
-        """Return the reduced gradients of the weights that `owned` names.
+        """Return the reduced gradients of the weights whose indices `owned` returns.
 
-        On a GPU the device waits for them, and the host does not.
+        On a GPU, the device waits for them and the host does not.
         """
         for bucket in self._of(name):
             bucket.wait()
         return self._views[name]
 
     def owned(self, name: str) -> list[int]:
-        """Return the places in the group of the weights that this rank updates."""
+        """Return the indices in the group of the weights that this rank updates."""
         return self._owned[name]
 
     def send(self, name: str) -> None:
-        """Begin to send the group's weights that this rank has updated to all others."""
+        """Start to send the group's weights that this rank has updated to all other ranks."""
         for bucket in self._of(name):
             bucket.send()
 
     def gathered(self, name: str, own: Mapping[int, torch.Tensor]) -> list[torch.Tensor]:
-        """Return for each weight of a group a tensor of its shape; all ranks call it.
+        """Return one tensor for each weight of a group, of its shape. All ranks must call it.
 
-        own  place in the group → the tensor of a weight that this rank updates; where there is none the result is 0
+        own  index in the group → tensor, for weights that this rank updates. A tensor that no rank passes is 0
         """
         found: dict[int, torch.Tensor] = {}
         for bucket in self._of(name):
@@ -143,18 +144,18 @@ class FlatGradients:
         return [found[place] for place in sorted(found)]
 
     def number(self, name: str) -> torch.Tensor:
-        """Return the mean of the number over the ranks, 0-d: a view."""
+        """Return a view of the mean of the number over the ranks, 0-d."""
         return self._of(name)[-1].number
 
     def reset(self) -> None:
-        """Begin a new step: its first gradients are written over those of the last one."""
+        """Begin a new step. This does nothing: the first gradients overwrite those of the previous step."""
 
     def agreed(self, *, finite: bool) -> bool:
-        """Return whether the gradients are finite in all ranks: not shared out, they are the same in each."""
+        """Return whether the gradients are finite on all ranks. Without an owner, all ranks have the same gradients."""
         return finite if self.owner is None else agreed(finite=finite)
 
     def _of(self, name: str) -> list[Bucket]:
-        """Return a group's buckets, in the order in which their gradients come."""
+        """Return a group's buckets, in the order in which their gradients are computed."""
         return [buckets[name] for buckets in (self._late, self._early) if name in buckets]
 
 

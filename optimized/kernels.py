@@ -1,8 +1,8 @@
-"""Shared by all Triton paths: a guarded import, whether kernels can run here, and where to launch them.
+"""Common code of all Triton paths: a guarded import, checks whether kernels can run, and the launch context.
 
-Kernel modules import `jit`, `tl` and `triton` from here, so that a machine without Triton still imports them and
-takes the PyTorch path. They must not use `from __future__ import annotations`: the interpreter then no longer
-recognises `tl.constexpr`.
+Kernel modules import `jit`, `tl` and `triton` from here. A machine without Triton can then still import them, and uses
+the PyTorch path. They must not use `from __future__ import annotations`: with it, the interpreter does not recognise
+`tl.constexpr`.
 """
 
 import contextlib
@@ -16,25 +16,25 @@ try:
     import triton.language as tl
 
     jit = triton.jit
-    # Triton's interpreter is wrong in bfloat16.
+    # Triton's interpreter computes wrong results in bfloat16.
     INTERPRETED = bool(triton.knobs.runtime.interpret)
 except ImportError:
     triton = None
     INTERPRETED = False
-    # Enough for kernel modules to be imported: constants with a `.value`, annotations.
+    # All that the import of kernel modules needs: constants with a `.value`, and annotations.
     tl = SimpleNamespace(constexpr=lambda value: SimpleNamespace(value=value))
 
     def jit(kernel):
         return kernel
 
 
-# The kernels here use 16-byte loads and TF32 tensor cores: Ampere or newer.
+# Ampere: the kernels use 16-byte loads and TF32 tensor cores.
 MIN_CAPABILITY = (8, 0)
 HOPPER = (9, 0)
 
 
 def triton_reason() -> str | None:
-    """None if Triton kernels can run here (in the interpreter, too), else why not and what to do about it."""
+    """Return None if Triton kernels can run here, also in the interpreter; else the reason and a remedy."""
     if triton is None:
         return "triton is not installed; pip install 'triton>=3.6,<3.8' (Linux only)"
     if torch.cuda.is_available() and torch.cuda.get_device_capability() < MIN_CAPABILITY:
@@ -44,7 +44,7 @@ def triton_reason() -> str | None:
 
 
 def use_triton(*tensors: torch.Tensor, dtypes: tuple[torch.dtype, ...] = (torch.float32,)) -> bool:
-    """Whether the kernels serve these tensors: of one of the dtypes, on one GPU that can run them."""
+    """Return whether kernels can run on these tensors: each has one of the dtypes, and all are on one capable GPU."""
     first = tensors[0]
     if triton is None or not first.is_cuda:
         return False
@@ -54,17 +54,18 @@ def use_triton(*tensors: torch.Tensor, dtypes: tuple[torch.dtype, ...] = (torch.
 
 
 def has_descriptors(tensor: torch.Tensor) -> bool:
-    """Whether kernels on this tensor can take descriptors of tensors, as on Hopper GPUs and newer ones.
+    """Return whether kernels on this tensor can use tensor descriptors, as on Hopper GPUs and newer.
 
-    Off a GPU they can: kernels are interpreted there, or compiled ahead for Hopper.
+    True for a CPU tensor: its kernels are interpreted, or compiled ahead of time for Hopper.
     """
     return not tensor.is_cuda or torch.cuda.get_device_capability(tensor.device) >= HOPPER
 
 
 def launching(tensor: torch.Tensor) -> contextlib.AbstractContextManager:
-    """Where to launch a kernel on the tensor: Triton takes the current device, not the arguments'.
+    """Return the context in which to launch a kernel on the tensor.
 
-    For a CPU tensor, that is in the interpreter, overflow is silent as it is on a device.
+    It makes the tensor's device the current one, because Triton launches on the current device. For a CPU tensor, which
+    runs in the interpreter, it silences NumPy's floating-point warnings, such as those of overflow.
     """
     if not tensor.is_cuda:
         return np.errstate(all="ignore")

@@ -1,12 +1,12 @@
-"""The Newton–Schulz iteration of many matrices in one launch (ups, technique 002.8).
+"""Newton–Schulz iteration of many matrices in one launch (ups, technique 002.8).
 
-Programs take tiles from one list, in its order. Before a tile they wait until the tiles that it depends on are done,
-which are earlier in the list, so that some program is always at work.
+Programs take tiles from one list, in order. Before a program computes a tile, it waits until the tiles that this one
+depends on are done. Those are earlier in the list, so some program can always proceed.
 
-A matrix is stored as panels, one after another, each row by row. A panel has as many columns as fit in 128 bytes.
-Matrices are padded with zeros to whole panels, in both directions. A product computes left · rightᵀ, so that it loads
-blocks of adjacent rows of both operands, and one tensor descriptor serves all matrices, whatever their shapes. The
-right operand is therefore stored transposed.
+A matrix is stored as panels, one after another, each in row-major order. A row of a panel has 128 bytes. Matrices
+are padded with zeros to whole tiles, in both directions. A product computes left · rightᵀ, so that it loads blocks of
+adjacent rows of both operands. One tensor descriptor is then enough for all matrices, whatever their shapes. The right
+operand is therefore stored transposed.
 """
 
 import functools
@@ -24,34 +24,35 @@ try:
 except ImportError:
     TensorDescriptor = None
 
-# Programs; more than run at once do no harm. An interpreted one would wait for ever for those after it.
+# Number of programs. More than can run at once do no harm. The interpreter runs programs one after another.
 PROGRAMS = 1 if INTERPRETED else 264
 # Rows and columns of the largest tile.
 LARGEST_TILE = 128
-# In half precision: two programs find room on a multiprocessor.
+# In half precision, where two programs fit on a multiprocessor.
 NUM_WARPS, NUM_STAGES = 4, 3
 PANEL_BYTES = 128
-# With at least this many times as many columns as rows, the Gram matrix is iterated, which is less work.
+# From this ratio of columns to rows on, the Gram matrix is iterated instead of x, which is less work.
 GRAM_FROM = 2
-# The Gram matrix is recomputed after this many iterations: the rounding errors of its smallest eigenvalues grow with
-# each. After three, the error in bfloat16 is up to a hundred times that of iterating x itself; after two it is the
-# same.
+# The Gram matrix is recomputed after this number of iterations: the rounding errors of its smallest eigenvalues grow
+# with each iteration. After three, the error in bfloat16 is up to 100 times that of iterating x itself; after two it is
+# the same.
 RESTART = 2
 # The buffers of a matrix. X holds x. X_T and OTHER_T hold its transpose and the Gram matrix, and swap roles. The others
 # hold polynomials of the Gram matrix; SPARE and FACTOR are used only where the Gram matrix is iterated.
 X, X_T, OTHER_T, POLYNOMIAL, SPARE, FACTOR = range(6)
 BUFFERS = FACTOR + 1
 NOTHING = -1
-# Numbers of a task, of which 14 are used. `_iterate_kernel` has this stride, too.
+# int32 fields of a task, of which 14 are used. `_iterate_kernel` uses the same stride, as a literal.
 FIELDS = 16
 
 
 class Step(NamedTuple):
-    """A product α · left rightᵀ + β · added + γ, for all tiles of a matrix: the numbers of its operands and results.
+    """A product α · left rightᵀ + β · added + γ I for all tiles of a matrix. Operands and results are buffer numbers.
 
-    For a symmetric product only the tiles on one side of the diagonal are computed. The transpose of another product's
-    result is also stored, in the buffer `mirrored`, unless that is NOTHING.
+    For a symmetric product, only the tiles on one side of the diagonal are computed, and each is also stored mirrored.
+    For any other product, the transpose of the result is also stored in the buffer `mirrored`, unless that is NOTHING.
 
+    factors  (α, β, γ)
     is_gram  both operands are the matrix itself
     scaled   the matrix is divided by its norm
     """
@@ -70,14 +71,14 @@ class Step(NamedTuple):
 def steps_of(
     coefficients: tuple[float, float, float], iterations: int, restart: int, transposing: bool = True
 ) -> Iterator[Step]:
-    """Apply P = a + b G + c G², where G = x xᵀ, `iterations` times to x divided by its norm. x itself is multiplied
-    only once in every `restart` iterations.
+    """Yield the steps that multiply x / |x| by P = a I + b G + c G², where G = x xᵀ, `iterations` times.
 
-    The Gram matrix after a multiplication is P G P, and the product of all P so far is F; all are symmetric, and
-    commute. After `restart` iterations x is multiplied by F, and G is computed anew.
+    x itself is multiplied only once in every `restart` iterations. The Gram matrix after a multiplication is P G P, and
+    F is the product of all P so far. These matrices are symmetric and commute. After `restart` iterations, x is
+    multiplied by F, and G is computed again.
 
-    transposing  x is also kept as its transpose, by which F is multiplied; otherwise F is multiplied by x, and the
-                 result takes the place of G
+    transposing  the transpose of x is stored too, as the right operand of the product F x. Otherwise x itself is the
+                 right operand, and the result takes the place of G
     """
     a, b, c = coefficients
     x, transposed, gram = X, X_T, OTHER_T if transposing else X_T
@@ -108,14 +109,14 @@ def _symmetric(left: int, right: int, out: int) -> Step:
 
 
 class NewtonSchulz:
-    """The iteration of wide matrices, whose shapes are given.
+    """The iteration of wide matrices with given shapes.
 
-    shapes     (rows, columns) of each matrix, with no more rows than columns
-    sums       float32 [matrices, n] whose rows have the squares of the matrices' norms as their sums
-    in_strips  by `newton_schulz_strips`, where that serves these matrices
+    shapes     (rows, columns) of each matrix, with at most as many rows as columns
+    sums       float32 [matrices, n]; the sum of row i is the squared norm of matrix i
+    in_strips  use `newton_schulz_strips`, if it supports these matrices
 
-    `room` holds all buffers, as rows of `panel` columns. Matrix i, padded with zeros, begins at row `places[i]`, and
-    its transpose at row `transposed[i]`, where that is not NOTHING. After `run`, its result begins at row `results[i]`.
+    `room` holds all buffers, as rows of `panel` columns. Matrix i, padded with zeros, begins at row `places[i]`. Its
+    transpose begins at row `transposed[i]`, unless that is NOTHING. After `run`, its result begins at row `results[i]`.
     """
 
     def __init__(
@@ -133,7 +134,7 @@ class NewtonSchulz:
         self.shapes = [tuple(ceil_div(n, self.tile) * self.tile for n in shape) for shape in shapes]
         in_strips = in_strips and strips.serves(device, dtype, self.tile)
         forms = [tuple(steps_of(coefficients, iterations, restart, not in_strips)) for restart in (1, RESTART)]
-        # The matrices' own sizes decide: those with many rows are not padded much.
+        # The unpadded sizes decide: matrices with many rows have little padding.
         wide = [columns >= GRAM_FROM * rows for rows, columns in shapes]
         at, end = self._lay([forms[w] for w in wide])
         self.places = [places[X] for places in at]
@@ -145,7 +146,7 @@ class NewtonSchulz:
         listed = self._strips if in_strips else self._tasks
         tasks = numpy.concatenate(list(listed([forms[w] for w in wide], at)))
         self.tasks = torch.from_numpy(tasks).to(device)
-        # The next task, and of each matrix the number of tiles that are done.
+        # The next task, and for each matrix the number of tiles that are done.
         self.counters = torch.zeros(1 + len(shapes), dtype=torch.int32, device=device)
         self.is_fenced = not INTERPRETED and has_descriptors(self.room)
         if in_strips:
@@ -154,7 +155,7 @@ class NewtonSchulz:
             self.blocks = TensorDescriptor.from_tensor(self.room, [self.tile, self.panel])
 
     def run(self) -> None:
-        """Iterate. The transposes are lost."""
+        """Run the iteration, which overwrites the transposes."""
         self.counters.zero_()
         with launching(self.room):
             if self.in_strips:
@@ -177,7 +178,7 @@ class NewtonSchulz:
             )
 
     def _lay(self, forms: Sequence[Sequence[Step]]) -> tuple[list[list[int]], int]:
-        """The first row of each matrix's buffers, and the number of all rows."""
+        """Return the first row of each matrix's buffers, and the number of all rows."""
         used = [
             {n for step in form for n in (step.left, step.right, step.out, step.mirrored)} | {X, X_T} for form in forms
         ]
@@ -192,10 +193,10 @@ class NewtonSchulz:
     def _steps(
         self, forms: Sequence[Sequence[Step]]
     ) -> Iterator[tuple[int, Step, int, int, int, numpy.ndarray, numpy.ndarray]]:
-        """Yield (matrix, step, rows, height, terms, i, j), step by step, and in each step matrix by matrix.
+        """Yield (matrix, step, rows, height, terms, i, j) for each step, and in each step for each matrix.
 
-        The result has `rows` rows and the right operand `height`; `terms` is the inner dimension. `i` and `j` are the
-        rows and columns of the tiles.
+        The result has `rows` rows, and the right operand has `height` rows. `terms` is the inner dimension. `i` and `j`
+        are the rows and columns of the tiles, counted in tiles.
         """
         for number in range(max(map(len, forms))):
             for matrix, form in enumerate(forms):
@@ -208,13 +209,13 @@ class NewtonSchulz:
                 yield matrix, step, rows, height, terms, i, j
 
     def _first_row(self, at: Sequence[int], buffer: int, i: numpy.ndarray, j: int | numpy.ndarray, height: int):
-        """The first row of a tile of a buffer that has `height` rows."""
+        """Return the first row of tile (i, j) of a buffer with `height` rows; NOTHING if there is no buffer."""
         return at[buffer] + (j * height // self.panel + i) * self.tile if buffer != NOTHING else NOTHING
 
     def _tasks(self, forms: Sequence[Sequence[Step]], at: Sequence[Sequence[int]]) -> Iterator[numpy.ndarray]:
-        """Yield the tiles of each step, one matrix after another.
+        """Yield the tiles of each step, one matrix after another, as int32 [tiles, FIELDS].
 
-        They are int32 [tiles, FIELDS]: what `_iterate_kernel` loads. Factors are the bits of a float32.
+        The fields are those that `_iterate_kernel` loads. Factors are stored as the bits of a float32.
         """
         done = [0] * len(forms)
         for matrix, step, rows, height, terms, i, j in self._steps(forms):
@@ -236,10 +237,10 @@ class NewtonSchulz:
             done[matrix] += len(i)
 
     def _strips(self, forms: Sequence[Sequence[Step]], at: Sequence[Sequence[int]]) -> Iterator[numpy.ndarray]:
-        """Yield the strips of each step: tiles beside each other, whose left operand is the same.
+        """Yield the strips of each step, as int32 [strips, strips.NUMBERS].
 
-        They are int32 [strips, strips.NUMBERS]: what `newton_schulz_strips` loads. A left operand that finds no room in
-        shared memory is loaded for each tile anew.
+        A strip is a row of adjacent tiles, which have the same left operand. The fields are those that
+        `newton_schulz_strips` loads. A left operand that does not fit in shared memory is loaded again for each tile.
         """
         done = [0] * len(forms)
         of_step = strips.longest(self.room.device, sum(rows // self.tile for rows, _ in self.shapes))
@@ -252,7 +253,7 @@ class NewtonSchulz:
             is_diagonal = (i == j) & step.is_symmetric
             is_shared = is_diagonal & (step.left == step.right)
             of_tile, panels = self.tile // self.panel, terms // self.panel
-            # But for Gram products the left operand is symmetric, and the right one is symmetric or x.
+            # Except in Gram products, the left operand is symmetric, and the right operand is symmetric or x.
             left_turns = 0 if step.is_gram else of_tile * i
             right_turns = 0 if step.is_gram else of_tile * j if step.is_symmetric else panels
             flags = strips.DIAGONAL * is_diagonal + strips.SHARED * is_shared
@@ -276,7 +277,7 @@ def _bits(factors: tuple[float, float, float]) -> numpy.ndarray:
 
 
 def _table(count: int, width: int, fields: Sequence[int | numpy.ndarray]) -> numpy.ndarray:
-    """One row for each task, int32 [count, width]."""
+    """Return one row for each task, int32 [count, width]."""
     made = numpy.zeros((count, width), dtype=numpy.int32)
     for field, values in enumerate(fields):
         made[:, field] = values
@@ -285,15 +286,15 @@ def _table(count: int, width: int, fields: Sequence[int | numpy.ndarray]) -> num
 
 @jit
 def _scale_of(sums_ptr, matrix, sums_of_each, SUMS: tl.constexpr):
-    """1 over the norm of a matrix, from the sums of squares of its tiles; SUMS is a power of 2, as many or more."""
+    """Return 1 / norm of a matrix, from its tiles' sums of squares; SUMS is a power of two, at least sums_of_each."""
     at = tl.arange(0, SUMS)
     sums = tl.load(sums_ptr + matrix * sums_of_each + at, mask=at < sums_of_each, other=0.0)
-    return 1.0 / tl.maximum(tl.sqrt_rn(tl.sum(sums, 0)), 1e-7)  # torch's eps
+    return 1.0 / tl.maximum(tl.sqrt_rn(tl.sum(sums, 0)), 1e-7)  # the eps of torch.optim.Muon
 
 
 @jit
 def place_in_panels(rows, columns, height, PANEL: tl.constexpr):
-    """Return the offsets of elements in a buffer with `height` rows."""
+    """Return the offsets of elements at these rows and columns, in a buffer of panels with `height` rows."""
     return (columns // PANEL * height + rows) * PANEL + columns % PANEL
 
 
@@ -318,15 +319,20 @@ def _iterate_kernel(
     SUMS: tl.constexpr,
     FENCED: tl.constexpr,
 ):
+    """Compute out = factor * left right' + plus * added + diagonal * I for each task, and mirrored = out'.
+
+    A task is one [TILE, TILE] tile of a matrix. Each program takes the next task until none is left. It waits until
+    `needed` tiles of the matrix are done, and loops over the inner dimension in steps of PANEL columns.
+    """
     task = tl.atomic_add(counters_ptr, 1, sem="relaxed")
     while task < count:
         task_ptr = tasks_ptr + 16 * task
-        # The first rows of the operands, and the rows of their panels.
+        # First rows of the operands, and numbers of rows of their panels.
         left, right = tl.load(task_ptr), tl.load(task_ptr + 1)
         left_height = tl.multiple_of(tl.load(task_ptr + 2), PANEL)
         right_height = tl.multiple_of(tl.load(task_ptr + 3), PANEL)
         panels = tl.load(task_ptr + 4)
-        # The first rows of the result, of its transpose, and of what is added.
+        # First rows of the result, of its transpose, and of the added tile.
         out, mirrored, added = tl.load(task_ptr + 5), tl.load(task_ptr + 6), tl.load(task_ptr + 7)
         power, matrix, needed = tl.load(task_ptr + 8), tl.load(task_ptr + 9), tl.load(task_ptr + 10)
         factor = tl.load(task_ptr + 11).to(tl.float32, bitcast=True)
@@ -337,7 +343,7 @@ def _iterate_kernel(
         while tl.atomic_add(done_ptr, 0, sem="acquire") < needed:
             pass
         if FENCED:
-            # Tiles that other programs have stored are now read by another unit.
+            # Order other programs' stores of tiles before the loads of these tiles by the tensor memory accelerator.
             _ = tl.inline_asm_elementwise("fence.proxy.async.global; mov.u32 $0, 0;", "=r", [], tl.int32, False, 1)
         total = tl.zeros((TILE, TILE), tl.float32)
         for _ in range(panels):
@@ -356,7 +362,7 @@ def _iterate_kernel(
         tl.store(_tile(room_ptr, out, left_height, TILE, PANEL), result)
         if mirrored >= 0:
             tl.store(_tile(room_ptr, mirrored, right_height, TILE, PANEL), tl.trans(result))
-        # All threads of the program have stored before one of them says so.
+        # All threads of the program must have stored before one of them counts the tile as done.
         tl.debug_barrier()
         tl.atomic_add(done_ptr, 1, sem="release")
         task = tl.atomic_add(counters_ptr, 1, sem="relaxed")

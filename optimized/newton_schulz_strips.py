@@ -1,13 +1,14 @@
-"""The products of `optimized.newton_schulz` in strips, for Hopper GPUs (ups, technique 002.8).
+"""Products of `optimized.newton_schulz` in strips, for Hopper GPUs (ups, technique 002.8).
 
-Memory gives the tiles' operands, and takes their results, more slowly than tensor cores could multiply. So less is
-moved here. A multiprocessor keeps the left operand of a row of tiles, a strip, in shared memory, and loads it once. No
-transpose is stored: of a symmetric matrix only the tiles on and above the diagonal exist, and where a product needs
-another panel of it, the panel's mirror image is loaded and read by rows instead of columns; it is turned. x as a right
-operand is turned as a whole.
+Memory delivers the operands of tiles, and accepts their results, more slowly than tensor cores multiply. This kernel
+therefore moves less data. A multiprocessor computes a strip, which is a row of adjacent tiles. It loads the left
+operand of the strip once and keeps it in shared memory. No transpose is stored: of a symmetric matrix, only the tiles
+on and above the diagonal exist. Where a product needs another panel of it, the kernel loads the panel's mirror image
+and reads it by rows instead of columns. Such a panel is called turned. If x is the right operand, all of its panels are
+turned.
 
-A warp loads operands, and two groups of four warps compute tiles in turn: while one stores a tile, the other one
-multiplies. This is written in Gluon, the level of Triton at which shared memory and barriers are explicit.
+One warp loads operands. Two groups of four warps compute tiles alternately: while one group stores a tile, the other
+multiplies. The kernel is written in Gluon, the level of Triton with explicit shared memory and barriers.
 """
 
 import functools
@@ -31,23 +32,23 @@ try:
 except ImportError:
     gluon = None
 
-# Rows and columns of a tile, and columns of a panel, of which a row has 128 bytes.
+# Rows and columns of a tile, and columns of a panel, whose rows have 128 bytes.
 ROWS_OF_TILE, COLUMNS_OF_PANEL = 128, 64
-# Panels of 128 rows that find room in shared memory, beside a panel for the results of each group.
+# Left and right panels of 128 rows that fit in shared memory, next to one result panel for each group.
 LEFT, RIGHT = 8, 4
-# Tiles of a strip, at most: where a step has so many rows of tiles for each program, and elsewhere. Longer ones would
-# leave multiprocessors without work, and both groups of one have some with two tiles.
+# Most tiles of a strip: LONGEST if a step has at least ROWS_EACH rows of tiles for each program, else SHORTER. Longer
+# strips would leave multiprocessors idle. Two tiles are enough for both groups of a multiprocessor to have work.
 LONGEST, SHORTER, ROWS_EACH = 8, 2, 4
-# Numbers that a strip has.
+# int32 fields of a strip.
 NUMBERS = 18
-# Registers of a thread: as the kernel starts, of the groups that multiply, and of the warp that loads.
+# Registers per thread: at the start of the kernel, in the multiplying groups, and in the loading warp.
 REGISTERS, MULTIPLYING, LOADING = 168, 232, 40
 # Bits of a strip's flags.
 DIAGONAL, SHARED, TURNING = 1, 2, 4
 
 
 def reason() -> str | None:
-    """None if the strips' kernel can run here or be compiled ahead for a Hopper GPU, else why not."""
+    """Return None if the strip kernel can run here, or be compiled ahead of time for a Hopper GPU; else the reason."""
     if gluon is None:
         return "Triton has no Gluon; pip install 'triton>=3.6,<3.8' (Linux only)"
     if INTERPRETED:
@@ -58,14 +59,14 @@ def reason() -> str | None:
 
 
 def serves(device: torch.device, dtype: torch.dtype, tile: int) -> bool:
-    """Whether the strips' kernel multiplies tiles of this size: of 128 rows, in half precision."""
+    """Return whether the strip kernel supports these tiles: 128 rows, in half precision, on a Hopper GPU."""
     if reason() is not None or dtype.itemsize != 2 or tile != ROWS_OF_TILE:
         return False
     return device.type != "cuda" or torch.cuda.get_device_capability(device) == HOPPER
 
 
 def blocks_of(room: torch.Tensor) -> "list[TensorDescriptor]":
-    """Return the descriptors by which panels of `room`, and half panels, are loaded and stored."""
+    """Return the tensor descriptors for loads and stores of panels, and of half panels, of `room`."""
     element = gl.bfloat16 if room.dtype == torch.bfloat16 else gl.float16
     shapes = [[rows, COLUMNS_OF_PANEL] for rows in (ROWS_OF_TILE, ROWS_OF_TILE // 2)]
     layouts = [gl.NVMMASharedLayout.get_default_for(shape, element) for shape in shapes]
@@ -74,12 +75,12 @@ def blocks_of(room: torch.Tensor) -> "list[TensorDescriptor]":
 
 @functools.cache
 def programs(device: torch.device) -> int:
-    """Return how many programs run at once, one on each multiprocessor."""
+    """Return the number of programs that run at once: one on each multiprocessor."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
 
 def longest(device: torch.device, rows: int) -> int:
-    """Return the most tiles of a strip, if a step has so many rows of tiles."""
+    """Return the most tiles of a strip, for a step with `rows` rows of tiles."""
     return LONGEST if rows >= ROWS_EACH * programs(device) else SHORTER
 
 
@@ -92,9 +93,9 @@ def iterate(
 ) -> None:
     """Compute all strips of `tasks`, int32 [strips, NUMBERS].
 
-    counters     zeros: the next strip, and of each matrix the number of tiles that are done
-    sums         float32 [matrices, n] whose rows have the squares of the matrices' norms as their sums
-    sums_padded  n, or more, a power of two
+    counters     zeros at first: the next strip, and for each matrix the number of tiles that are done
+    sums         float32 [matrices, n]; the sum of row i is the squared norm of matrix i
+    sums_padded  a power of two, at least n
     """
     iterate_kernel[(min(programs(tasks.device), len(tasks)),)](
         *blocks,
@@ -115,24 +116,24 @@ if gluon is not None:
     FIELDS, BYTES = gl.constexpr(NUMBERS), gl.constexpr(ROWS_OF_TILE * COLUMNS_OF_PANEL * 2)
     MULTIPLYING_REGISTERS, LOADING_REGISTERS = gl.constexpr(MULTIPLYING), gl.constexpr(LOADING)
     IS_DIAGONAL, IS_SHARED, IS_TURNING = gl.constexpr(DIAGONAL), gl.constexpr(SHARED), gl.constexpr(TURNING)
-    barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier  # its name until Triton 3.6
+    barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier  # the name until Triton 3.6
 
     @gluon.jit
     def _fence_global():
-        """Order stores of other programs before loads by the tensor memory accelerator."""
+        """Order stores of other programs before loads by the tensor memory accelerator (TMA)."""
         gl.inline_asm_elementwise("fence.proxy.async.global; mov.u32 $0, 0;", "=r", [], gl.int32, False, 1)
 
     @gluon.jit
     def _wait_for_stores():
-        """Wait until the accelerator's stores are visible; `tma.store_wait` waits until it has read their source."""
+        """Wait until the TMA's stores are visible; `tma.store_wait` waits only until the TMA has read their source."""
         gl.inline_asm_elementwise("cp.async.bulk.wait_group 0; mov.u32 $0, 0;", "=r", [], gl.int32, False, 1)
 
     @gluon.jit
     def _load(tensors, shared, rows, height, is_turned, slot, number, SLOTS: gl.constexpr):
-        """Load a panel, the `number`th of its kind, once its place is free.
+        """Load a panel, the `number`th of the left or right operands, as soon as its slot is free.
 
-        rows       the first row of the panel, and the first row of its mirror image
-        is_turned  whether the mirror image is loaded instead: PANEL rows of two panels
+        rows       (first row of the panel, first row of its mirror image)
+        is_turned  load the mirror image instead: PANEL rows of two panels
         """
         blocks, halves = tensors
         operands, full, empty = shared
@@ -149,7 +150,7 @@ if gluon is not None:
 
     @gluon.jit
     def _loader(listed, shared):
-        """Take strips from the list, tell the groups that multiply which, and load their operands."""
+        """Take strips from the list, pass their numbers to the multiplying groups, and load their operands."""
         tensors, tasks_ptr, count, counters_ptr = listed
         operands, strips, barriers = shared
         left_full, left_empty, right_full, right_empty, strip_full, strip_empty, _ = barriers
@@ -194,21 +195,21 @@ if gluon is not None:
 
     @gluon.jit
     def _scale_of(sums_ptr, matrix, sums_of_each, SUMS: gl.constexpr):
-        """1 over the norm of a matrix, as in `newton_schulz`."""
+        """Return 1 / norm of a matrix, as in `newton_schulz`."""
         at = gl.arange(0, SUMS, gl.BlockedLayout([1], [32], [4], [0]))
         sums = gl.load(sums_ptr + matrix * sums_of_each + at, mask=at < sums_of_each, other=0.0)
         return 1.0 / gl.maximum(gl.sqrt_rn(gl.sum(sums, 0)), 1e-7)
 
     @gluon.jit
     def _diagonal(first: gl.constexpr, value, layout: gl.constexpr):
-        """`value` on the diagonal of the panel that begins at column `first` of a tile."""
+        """Return the panel from column `first` of a tile on, with `value` on the tile's diagonal and 0 elsewhere."""
         rows = gl.arange(0, TILE, gl.SliceLayout(1, layout))[:, None]
         columns = first + gl.arange(0, PANEL, gl.SliceLayout(0, layout))[None, :]
         return gl.where(rows == columns, value, 0.0)
 
     @gluon.jit
     def _store(blocks, row, out, value):
-        """Begin to store a panel of a result, once `out` is free."""
+        """Start to store a panel of a result, as soon as `out` is free."""
         tma.store_wait(0)
         out.store(value)
         fence_async_shared()
@@ -216,14 +217,16 @@ if gluon is not None:
 
     @gluon.jit
     def _turned(operand):
-        """View a turned panel as its mirror image, with few rows and many columns."""
+        """View a turned panel in the shape of its mirror image, [PANEL, TILE]."""
         layout: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
         return operand._reinterpret(operand.dtype, [PANEL, TILE], layout)
 
     @gluon.jit
     def _multiply(loaded, left, right, k, freed, total, LEFT: gl.constexpr, RIGHT: gl.constexpr):
-        """Begin to add the product of two panels once they are loaded, each turned or not, and wait for the one
-        before."""
+        """Start to add the product of two panels as soon as they are loaded, and wait for the previous product.
+
+        LEFT, RIGHT  whether the left and the right panel are turned
+        """
         operands, left_full, left_empty, right_full, right_empty = loaded
         of_left, of_right = freed
         at = (left + k) % LEFT_SLOTS
@@ -240,18 +243,18 @@ if gluon is not None:
 
     @gluon.jit
     def _free(left_empty, right_empty, left, right, of_left, of_right):
-        """Say that two panels have been read."""
+        """Mark two panels as read, so that their slots can be reused."""
         mbarrier.arrive(left_empty.index(left % LEFT_SLOTS), count=1, pred=of_left)
         mbarrier.arrive(right_empty.index(right % RIGHT_SLOTS), count=1, pred=of_right)
 
     @gluon.jit
     def _sum(loaded, left, right, turns, panels, freed, next_turn):
-        """Return a tile's product, and let the other group begin when only the last of it is under way."""
+        """Return a tile's product, and let the other group begin while the last panels are being multiplied."""
         _, _, left_empty, _, right_empty = loaded
         left_turns, right_turns = turns
         mma: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 128, 16])
         total = warpgroup_mma_init(gl.zeros([TILE, TILE], gl.float32, mma))
-        # No fewer panels of the right operand are turned than of the left one.
+        # The right operand has at least as many turned panels as the left operand.
         for k in range(left_turns):
             total = _multiply(loaded, left, right, k, freed, total, True, True)
         for k in range(left_turns, right_turns):
@@ -265,7 +268,7 @@ if gluon is not None:
 
     @gluon.jit
     def _multiplier(OWN: gl.constexpr, listed, summed, shared, out, added_full, SUMS: gl.constexpr):
-        """Compute every second tile, of two groups that number `OWN`."""
+        """Compute every second tile, as group number `OWN` (0 or 1)."""
         tensors, tasks_ptr, count, counters_ptr = listed
         blocks, _ = tensors
         sums_ptr, sums_of_each = summed
@@ -273,7 +276,7 @@ if gluon is not None:
         left_full, left_empty, right_full, right_empty, strip_full, strip_empty, turns = barriers
         loaded = (operands, left_full, left_empty, right_full, right_empty)
         layout: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-        # Panels of both kinds that were loaded, strips, tiles, and panels that were added, before this strip.
+        # Counts before this strip: loaded left panels, loaded right panels, strips, tiles, added panels.
         lefts = 0
         rights = 0
         number = 0
@@ -299,7 +302,7 @@ if gluon is not None:
                 if power > 0:
                     scale = _scale_of(sums_ptr, matrix, sums_of_each, SUMS)
                     factor *= gl.where(power > 1, scale * scale, scale)
-                # With the last of its own tiles the group gives the left operand free; if it has none, at once.
+                # The group frees the left operand with the last of its tiles, or at once if it has no tile.
                 last = tiles - 1 - (sequence + tiles - 1 + OWN) % 2
                 if last < 0:
                     for k in range(panels):
@@ -316,11 +319,12 @@ if gluon is not None:
                             mbarrier.expect(added_full, BYTES)
                             row = added_row + tile * 2 * height
                             tma.async_copy_global_to_shared(blocks, [row, 0], added_full, out)
-                        # A barrier distinguishes only two phases in a row, so right operands are awaited in order.
+                        # A barrier distinguishes only two consecutive phases, so the groups wait for right operands in
+                        # order.
                         mbarrier.wait(turns.index(OWN), ((sequence + tile) // 2 & 1) ^ (1 - OWN))
                         freed = (tile == last, not is_shared)
-                        # Added up from tile to tile, it would stay at its first value: Triton 3.6 and 3.7 take a sum
-                        # that an outer loop carries along, and that bounds an inner one, for a constant.
+                        # Computed from `tile`, not added up from tile to tile: Triton 3.6 and 3.7 treat a sum that an
+                        # outer loop carries, and that bounds an inner loop, as a constant.
                         turns_of = (left_turns, right_turns + gl.where((flags & IS_TURNING) > 0, 2 * tile, 0))
                         result = _sum(loaded, lefts, rights, turns_of, panels, freed, turns.index(1 - OWN)) * factor
                         low, high = gl.split(gl.permute(gl.reshape(result, [TILE, 2, PANEL]), [0, 2, 1]))
@@ -344,7 +348,7 @@ if gluon is not None:
                         _store(blocks, row + height, out, high)
                         _wait_for_stores()
                         _fence_global()
-                        # One thread says that the tile is done, after all of the group.
+                        # One thread counts the tile as done, after all threads of the group have stored.
                         barrier()
                         gl.atomic_add(counters_ptr + 1 + matrix, 1, sem="release")
                     rights += gl.where(is_shared, 0, panels)
@@ -357,7 +361,7 @@ if gluon is not None:
 
     @gluon.jit
     def _barriers(SLOTS: gl.constexpr, arrivals: gl.constexpr):
-        """Return barriers that complete a phase after so many arrivals."""
+        """Return SLOTS barriers that complete a phase after `arrivals` arrivals."""
         made = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
         for i in gl.static_range(SLOTS):
             mbarrier.init(made.index(i), count=arrivals)
@@ -365,10 +369,15 @@ if gluon is not None:
 
     @gluon.jit
     def iterate_kernel(blocks, halves, tasks_ptr, count, counters_ptr, sums_ptr, sums_of_each, SUMS: gl.constexpr):
+        """Compute out = factor * left right' + plus * added + diagonal * I for each strip of [TILE, TILE] tiles.
+
+        Each program takes the next strip until none is left. Its loading warp and its two multiplying groups share
+        LEFT_SLOTS + RIGHT_SLOTS panels of [TILE, PANEL] in shared memory, and each group has one panel for results.
+        """
         operands = gl.allocate_shared_memory(blocks.dtype, [LEFT_SLOTS + RIGHT_SLOTS, TILE, PANEL], blocks.layout)
         outs = gl.allocate_shared_memory(blocks.dtype, [2, TILE, PANEL], blocks.layout)
         strips = gl.allocate_shared_memory(gl.int32, [TASK_SLOTS, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-        # A left operand and a strip's number are free after both groups, a right operand after the one that reads it.
+        # Both groups must free a left operand and a strip's number; only the group that reads it frees a right operand.
         barriers = (
             _barriers(LEFT_SLOTS, 1),
             _barriers(LEFT_SLOTS, 2),

@@ -1,5 +1,7 @@
-"""How the operator of ups is called: whole, or in two parts, so that the gradients of the later part are reduced in the
-backward of the earlier one (ups, techniques 002.1a and 002.7)."""
+"""Calls of the operator of ups, as a whole or in two parts (ups, techniques 002.1a and 002.7).
+
+With two parts, the gradients of the later part are reduced during the backward of the earlier one.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,7 @@ from optimized.memory.activation_checkpoint import checkpointed
 from suite.ups.model import Block, Call, Operator, call_plainly
 
 PARTS = 4
-"""The earlier part is this share of the blocks: its backward takes longer than the all-reduce of the others."""
+"""The earlier part has 1 / PARTS of the blocks: its backward takes longer than the all-reduce of the other part."""
 First = Callable[[Operator, torch.Tensor, torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 """(operator, latents, dt, scales) → (tokens, embedded time)."""
 Second = Callable[[Operator, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
@@ -24,7 +26,7 @@ Second = Callable[[Operator, torch.Tensor, torch.Tensor, torch.Tensor, torch.Ten
 
 
 class Parts(NamedTuple):
-    """The operator whole, and as two parts that follow each other."""
+    """The operator as a whole, and as two consecutive parts."""
 
     whole: Callable[..., torch.Tensor]
     """(operator, or its forward, latents, dt, scales) → the latents after dt."""
@@ -33,24 +35,24 @@ class Parts(NamedTuple):
 
 
 def split(depth: int) -> int:
-    """Count the blocks of the earlier part."""
+    """Return the number of blocks in the earlier part."""
     return max(1, depth // PARTS)
 
 
 def early(names: Iterable[str], depth: int) -> list[str]:
-    """Choose the names of the operator's weights that the earlier part has."""
+    """Return the names of the operator's weights that belong to the earlier part."""
     blocks = tuple(f"operator.blocks.{number}." for number in range(split(depth)))
     return [name for name in names if name.startswith((*blocks, "operator.take.", "operator.time"))]
 
 
 @functools.cache
 def parts(*, again: bool, flex: bool, compiled: bool) -> Parts:
-    """Make the operator's calls.
+    """Build the operator's calls.
 
-    again     whether sublayers are computed again in the backward
-    flex      whether attention is FlexAttention's
-    compiled  whether sublayers are compiled for each shape. All blocks share the code, so that twelve blocks compile
-              as soon as one. Each call of a sublayer costs the host some time, unless the step is captured.
+    again     whether sublayers are recomputed in the backward
+    flex      whether attention is FlexAttention
+    compiled  whether sublayers are compiled for each shape. All blocks share the code, so twelve blocks compile as fast
+              as one. Each call of a sublayer costs the host some time, unless the step is captured
     """
     attention = flex_attention if flex else functional.scaled_dot_product_attention
     call: Call = checkpointed if again else call_plainly
@@ -78,7 +80,7 @@ def parts(*, again: bool, flex: bool, compiled: bool) -> Parts:
 
 
 def _compiled(call: Call) -> Call:
-    """How a block's sublayer is called, compiled."""
+    """Return a compiled call of a block's sublayer."""
 
     def of_block(block: Block, name: str, *arguments: Any) -> torch.Tensor:
         return call(getattr(block, name), *arguments)

@@ -1,4 +1,4 @@
-"""Decisions about gradients of which each rank has a part (ups, technique 002.7)."""
+"""Collective decisions about gradients that are sharded over the ranks (ups, technique 002.7)."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from optimized.process_groups import CAPTURED, group_with
 
 
 def agreed(*, finite: bool) -> bool:
-    """Return whether the gradients are finite in all ranks."""
+    """Return whether the gradients are finite on all ranks."""
     found = torch.tensor(int(finite))
     dist.all_reduce(found, op=dist.ReduceOp.MIN)
     return bool(found)
 
 
 def clip_over_ranks(grads: Sequence[torch.Tensor], max_norm: float) -> torch.Tensor:
-    """Clip this rank's gradients in place as `clip_grad_norm`, by the norm of all ranks' parts; return that norm.
+    """Clip this rank's gradients in place, as `clip_grad_norm` does, by the norm over all ranks; return that norm.
 
-    A CUDA graph can record it.
+    A CUDA graph can capture the call.
     """
     squares = torch.stack(torch._foreach_norm(list(grads))).square().sum()
     dist.all_reduce(squares, group=group_with(CAPTURED, squares.device))

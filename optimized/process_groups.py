@@ -1,4 +1,4 @@
-"""Process groups that find other environment variables when they are made."""
+"""Process groups that are created with other environment variables."""
 
 from __future__ import annotations
 
@@ -12,18 +12,19 @@ import torch
 import torch.distributed as dist
 
 CAPTURED = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_BLOCKING_WAIT": "0"}
-"""Variables of a group whose collectives a CUDA graph records. During the capture no thread may ask whether a
-collective is done, as NCCL's watch for errors and a blocking wait do."""
+"""Variables of a group whose collectives a CUDA graph captures. During the capture no thread may query whether a
+collective is done, as NCCL's error watchdog and a blocking wait do."""
 
 _made: WeakKeyDictionary[Any, dict[tuple[Any, ...], Any]] = WeakKeyDictionary()
-"""Default group → variables and device → the group that was made of its ranks."""
+"""Default group → (variables and device → the group that was created with all of its ranks)."""
 
 
 def group_with(variables: Mapping[str, str], device: torch.device) -> dist.ProcessGroup:
-    """A group of all ranks whose first collective, on this device, has found these environment variables.
+    """Return a group of all ranks that was created with these environment variables, for tensors on this device.
 
-    A backend reads its own variables when the group is made, and NCCL its ones with the first collective. Afterwards
-    the environment is as before. For each default group it is made once; all ranks must call this in the same order.
+    A backend reads its variables when the group is created, and NCCL reads its own at the first collective; both happen
+    here. Then the environment is restored. The group is created once for each default group, variables and device. All
+    ranks must make these calls in the same order.
     """
     made = _made.setdefault(dist.group.WORLD, {})
     key = (*sorted(variables.items()), device)
@@ -37,7 +38,7 @@ def group_with(variables: Mapping[str, str], device: torch.device) -> dist.Proce
 
 @contextlib.contextmanager
 def environment(variables: Mapping[str, str]) -> Iterator[None]:
-    """These variables are set inside, and afterwards as they were."""
+    """Set these variables inside the context, and restore them afterwards."""
     before = {name: os.environ.get(name) for name in variables}
     os.environ.update(variables)
     try:

@@ -1,6 +1,7 @@
-"""The rotor's rotations, for every technique that rotates: a vectorised form, and a kernel with its parts.
+"""Rotations of the rotor, for every technique that rotates: a vectorised form, a kernel, and the kernel's functions.
 
-In layer l pair j joins (2j + l) mod n and the coordinate after it, and owns slot l * (n / 2) + j of theta.
+Pair j of layer l rotates coordinate i = (2j + l) mod n and the next one, (i + 1) mod n, by the angle in slot
+l * (n / 2) + j of theta.
 """
 
 import torch
@@ -10,24 +11,24 @@ from optimized.kernels import ceil_div, jit, launching, tl
 # A thread holds a row and the history of its rotations in registers, and every rotation is unrolled.
 MAX_COORDINATES = 16
 MAX_ANGLES = 32
-# Rows in a tile: the trainer's 2048 rows are 16 programs of one row a thread. Not yet swept on a GPU.
+# Rows per tile. The trainer's 2048 rows are 16 programs with one row per thread. Not yet swept on a GPU.
 BLOCK = 128
 NUM_WARPS = 4
 
 
 def check_even(n: int) -> None:
-    """ValueError for an odd number of coordinates, which has no pairing."""
+    """Raise ValueError for an odd number of coordinates, which cannot be paired."""
     if n % 2:
         raise ValueError(f"a rotor joins coordinates in pairs: n must be even, not {n}")
 
 
 def serves(theta: torch.Tensor, x: torch.Tensor) -> bool:
-    """Whether the kernels are made for a rotor of this size."""
+    """Return whether the kernels support a rotor of this size."""
     return 0 < x.shape[-1] <= MAX_COORDINATES and theta.shape[0] <= MAX_ANGLES
 
 
 def rotate(theta: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    """x rotated in PyTorch operations, all pairs of a layer at once, on any device and dtype."""
+    """Return x rotated, in PyTorch operations on all pairs of a layer at once, on any device and dtype."""
     n, k = x.shape[-1], theta.shape[0]
     check_even(n)
     half = n // 2
@@ -36,7 +37,7 @@ def rotate(theta: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     cos, sin = torch.cos(theta), torch.sin(theta)
     layers = ceil_div(k, half)
     for layer in range(layers):
-        # Rolled along by one in each layer: the pairs are neighbours.
+        # x is rolled by one after each layer, so the pairs are always coordinates (0, 1), (2, 3) and so on.
         slots = slice(layer * half, min(k, (layer + 1) * half))
         c, s = cos[slots], sin[slots]
         pairs = 2 * c.shape[0]
@@ -47,7 +48,7 @@ def rotate(theta: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
 
 
 def rotate_into(theta: torch.Tensor, x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-    """x rotated, written to `out` by one kernel; all three float32 and contiguous. Returns `out`."""
+    """Write x rotated to `out` with one kernel, and return `out`. All three tensors are float32 and contiguous."""
     n = x.shape[-1]
     rows = x.numel() // n
     with launching(x):
@@ -59,7 +60,7 @@ def rotate_into(theta: torch.Tensor, x: torch.Tensor, out: torch.Tensor) -> torc
 
 @jit
 def turned(columns, c, s, SLOT: tl.constexpr, N: tl.constexpr):
-    """The columns after the rotation of that slot, by the angle of cosine c and sine s."""
+    """Return the columns after the rotation of slot SLOT, by the angle with cosine c and sine s."""
     A: tl.constexpr = (2 * (SLOT % (N // 2)) + SLOT // (N // 2)) % N
     B: tl.constexpr = (A + 1) % N
     new = ()
@@ -75,7 +76,7 @@ def turned(columns, c, s, SLOT: tl.constexpr, N: tl.constexpr):
 
 @jit
 def rotate_columns(columns, theta_ptr, N: tl.constexpr, K: tl.constexpr):
-    """All rotations of the rows' columns."""
+    """Return the columns after all K rotations."""
     for slot in tl.static_range(K):
         theta = tl.load(theta_ptr + slot).to(tl.float32)
         columns = turned(columns, tl.cos(theta), tl.sin(theta), slot, N)
@@ -84,6 +85,7 @@ def rotate_columns(columns, theta_ptr, N: tl.constexpr, K: tl.constexpr):
 
 @jit
 def load_columns(rows_ptr, row, mask, stride_row, stride_column, N: tl.constexpr):
+    """Load the rows as a tuple of N columns, in float32."""
     columns = ()
     for m in tl.static_range(N):
         columns += (tl.load(rows_ptr + row * stride_row + m * stride_column, mask=mask, other=0.0).to(tl.float32),)
@@ -92,6 +94,7 @@ def load_columns(rows_ptr, row, mask, stride_row, stride_column, N: tl.constexpr
 
 @jit
 def _rotor_kernel(theta_ptr, x_ptr, out_ptr, rows, N: tl.constexpr, K: tl.constexpr, BLOCK: tl.constexpr):
+    """Apply K Givens rotations a' = c a - s b, b' = s a + c b to each row; a program holds BLOCK rows in registers."""
     row = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     columns = rotate_columns(load_columns(x_ptr, row, row < rows, N, 1, N), theta_ptr, N, K)
     for m in tl.static_range(N):

@@ -1,4 +1,4 @@
-"""Networks whose parameters and gradients are sharded by FSDP2, for a training loop (ups, technique 002.7)."""
+"""Parameters and gradients that FSDP2 shards, for a training loop (ups, technique 002.7)."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from optimized.shards import Shards
 
 
 class ShardedGradients:
-    """Gradients of named groups of modules: each rank has a part of their mean over the micro-batches and ranks.
+    """Sharded gradients of named groups of modules, summed over a step's micro-batches and averaged over the ranks.
 
-    Stands in for `FlatGradients`. Each module is gathered whole before its forward, and stays so until its backward has
-    ended; its gradients are then summed and cut in one reduce-scatter.
+    The training loop uses it in place of `FlatGradients`. The parameters of a module are all-gathered before its
+    forward and stay whole until its backward has ended. One reduce-scatter then reduces and shards its gradients.
 
-    groups  name → modules, which are sharded here
+    groups  name → modules, which the constructor shards in place
     """
 
     def __init__(self, groups: Mapping[str, Sequence[torch.nn.Module]], shards: Shards) -> None:
@@ -30,7 +30,7 @@ class ShardedGradients:
         self._loss: torch.Tensor | None = None
         self._is_quiet = False
         first = next(p for modules in groups.values() for module in modules for p in module.parameters())
-        # By default the mesh is of GPUs where there are any, wherever the weights are.
+        # The default mesh uses GPUs if there are any, even if the weights are on the CPU.
         mesh = init_device_mesh(first.device.type, (shards.ranks,))
         for name, modules in groups.items():
             self.modules[name] = [fully_shard(m, mesh=mesh, reshard_after_forward=False) for m in modules]
@@ -41,14 +41,14 @@ class ShardedGradients:
         return [_part(p.detach()) for p in self.params[name]]
 
     def backward(self, loss: torch.Tensor, names: Sequence[str], last: Collection[str]) -> None:
-        """Add a micro-batch's gradients of these groups; those of `last` have no further micro-batch in the step."""
+        """Add a micro-batch's gradients to these groups; groups in `last` have no further micro-batch in the step."""
         for name in names:
             for module in self.modules[name]:
                 module.set_requires_gradient_sync(name in last)
         loss.backward()
 
     def begin(self, name: str, number: torch.Tensor) -> None:
-        """Sum a number over the ranks; `backward` of the last micro-batch has summed the gradients."""
+        """Average a number over the ranks. The last micro-batch's `backward` has already reduced the gradients."""
         if self._loss is None:
             self._loss = number / self.ranks
             dist.all_reduce(self._loss)
@@ -63,9 +63,9 @@ class ShardedGradients:
         return self._loss
 
     def reset(self) -> None:
-        """Begin a new step without gradients."""
+        """Begin a new step: drop the gradients and the number."""
         if not self._is_quiet:
-            # Encoders and decoders return views, which no loss changes in place.
+            # Encoders and decoders return views. No loss changes them in place, so the warning does not apply.
             warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor", UserWarning)
             self._is_quiet = True
         self._loss = None
@@ -74,7 +74,7 @@ class ShardedGradients:
                 p.grad = None
 
     def agreed(self, *, finite: bool) -> bool:
-        """Return whether the gradients are finite in all ranks."""
+        """Return whether the gradients are finite on all ranks."""
         return agreed(finite=finite)
 
 

@@ -1,4 +1,4 @@
-"""Muon and AdamW on parameters of which each rank has a part (ups, techniques 002.7 and 002.8)."""
+"""Muon and AdamW on sharded parameters (ups, techniques 002.7 and 002.8)."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from optimized.shards import Shards
 
 
 class ShardedHybrid:
-    """`hybrid_muon_adamw`, whose state is sharded as the parameters are.
+    """`hybrid_muon_adamw` with a state that is sharded like the parameters.
 
-    Momenta and AdamW's moments are of each element, and stay where the parameter's part is. Muon orthogonalizes whole
-    matrices: the updates are gathered from all ranks, each of which then computes all of them and keeps its part.
+    Momenta and AdamW's moments are elementwise, so each rank keeps those of its parts. Muon orthogonalizes whole
+    matrices: the updates are gathered from all ranks, and each rank orthogonalizes all of them and keeps its parts.
 
     params   this rank's parts, changed in place
-    shapes   of the whole parameters
-    dtype    what Muon orthogonalizes float32 matrices in
-    offload  whether the state lies in host memory: AdamW then runs on the CPU, and momenta are copied for each step
+    shapes   shapes of the whole parameters
+    dtype    dtype in which Muon orthogonalizes float32 matrices
+    offload  keep the state in host memory: AdamW then runs on the CPU, and momenta are copied for each step
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class ShardedHybrid:
 
     @torch.no_grad()
     def __call__(self, grads: Sequence[torch.Tensor]) -> None:
-        """A step; one gradient for each part, of its shape."""
+        """Run a step, with one gradient for each part, of its shape."""
         own = [grads[i] for i in self.matrices]
         if own:
             self._muon(own)
@@ -73,7 +73,7 @@ class ShardedHybrid:
                 self.params[i].add_(self.shards.part(update), alpha=-rate)
 
     def state_dict(self) -> dict[str, Any]:
-        """The whole state, as `hybrid_muon_adamw` has it; called by all ranks."""
+        """Return the whole state, in the form of `hybrid_muon_adamw`. All ranks must call it."""
         moments = self.adamw.state_dict()
         for name in ("first", "second"):
             there = [m.to(self.device) for m in moments[name]]
@@ -81,8 +81,8 @@ class ShardedHybrid:
         return {"muon": {"momenta": self.shards.whole(self._on_device(), self.shapes)}, "adamw": moments}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take on this rank's parts of a whole state, by copying."""
-        if self.device.type == "cuda":  # until the last copies to host memory are there
+        """Load this rank's parts of a whole state, by copying."""
+        if self.device.type == "cuda":  # wait for the last copies to host memory
             torch.cuda.synchronize(self.device)
         for own, given in zip(self.momenta, state["muon"]["momenta"], strict=True):
             own.copy_(self.shards.part(given))
@@ -92,5 +92,5 @@ class ShardedHybrid:
         self.adamw.load_state_dict(moments)
 
     def _on_device(self) -> list[torch.Tensor]:
-        """The momenta; those in host memory as copies."""
+        """Return the momenta on the device; those in host memory are copied."""
         return [m.to(self.device, non_blocking=True) for m in self.momenta]

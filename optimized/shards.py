@@ -1,4 +1,4 @@
-"""Tensors of which each rank has a part, as FSDP2 cuts them (ups, technique 002.7)."""
+"""Tensors that are sharded over the ranks as FSDP2 shards them (ups, technique 002.7)."""
 
 from __future__ import annotations
 
@@ -11,26 +11,26 @@ import torch.distributed as dist
 
 gather: Callable[..., Any] = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 reduce_scatter: Callable[..., Any] = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
-"""Under the names that this torch does not warn of: they are others since 2.13."""
+"""Collectives by the names for which this version of torch does not warn: torch 2.13 renamed them."""
 
 
 @dataclass(frozen=True, slots=True)
 class Shards:
-    """Cuts tensors along their first dimension as `torch.chunk` does, and puts the ranks' parts together again.
+    """Cut tensors along their first dimension, as `torch.chunk` does, and reassemble them from the ranks' parts.
 
-    Each of r ranks has ceil(n / r) of n rows, the last ones fewer or none.
+    Each of r ranks has ceil(n / r) of n rows; the last ranks have fewer or none.
     """
 
     rank: int
     ranks: int
 
     def part(self, whole: torch.Tensor) -> torch.Tensor:
-        """This rank's part: a view."""
+        """Return this rank's part, as a view."""
         rows = self._rows(whole.shape)
         return whole[self.rank * rows : (self.rank + 1) * rows]
 
     def whole(self, parts: Sequence[torch.Tensor], shapes: Sequence[torch.Size]) -> list[torch.Tensor]:
-        """The whole tensors, of these shapes, in one all-gather; called by all ranks."""
+        """Return the whole tensors, of these shapes, by one all-gather. All ranks must call it."""
         if not parts:
             return []
         padded = []

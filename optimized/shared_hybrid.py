@@ -1,4 +1,4 @@
-"""Muon and AdamW of which each rank makes a share of the weights' updates (ups, techniques 002.7 and 002.8)."""
+"""Muon and AdamW, with each rank updating a share of the weights (ups, techniques 002.7 and 002.8)."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ MOMENTS = ("first", "second")
 
 
 class SharedHybrid:
-    """`hybrid_muon_adamw` on the weights that this rank owns; all ranks together have the state of all.
+    """`hybrid_muon_adamw` on the weights that this rank owns. Each rank has only the state of its own weights.
 
-    weights    of the group, all of them
-    gradients  that share the group out
-    name       of the group
-    make       weights → the optimizer of these
+    weights    all weights of the group
+    gradients  gradients of the group, which assign each weight to a rank
+    name       name of the group
+    make       weights → the optimizer of these weights
     """
 
     def __init__(
@@ -35,12 +35,12 @@ class SharedHybrid:
         self.optimizer = make([weights[i] for i in self.own])
 
     def __call__(self, grads: Sequence[torch.Tensor]) -> None:
-        """Make a step of this rank's weights, with their gradients, and begin to send them to the other ranks."""
+        """Update this rank's weights with their gradients, and start to send them to the other ranks."""
         self.optimizer(grads)
         self.gradients.send(self.name)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the whole state, as `hybrid_muon_adamw` has it; called by all ranks."""
+        """Return the whole state, in the form of `hybrid_muon_adamw`. All ranks must call it."""
         own = self.optimizer.state_dict()
         momenta, moments = own["muon"]["momenta"], dict(own["adamw"])
         for name in MOMENTS:
@@ -48,7 +48,7 @@ class SharedHybrid:
         return {"muon": {"momenta": self._whole(momenta, self.matrices)}, "adamw": moments}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take on this rank's part of a whole state, by copying."""
+        """Load this rank's part of a whole state, by copying."""
         moments = dict(state["adamw"])
         for name in MOMENTS:
             moments[name] = self._part(moments[name], self.others)
@@ -56,11 +56,11 @@ class SharedHybrid:
         self.optimizer.load_state_dict({"muon": {"momenta": momenta}, "adamw": moments})
 
     def _whole(self, tensors: Sequence[torch.Tensor], places: Sequence[int]) -> list[torch.Tensor]:
-        """Gather tensors of weights at these places; given are those of this rank."""
+        """Gather the tensors of the weights with these indices. `tensors` holds those of this rank's weights."""
         own = [place for place in places if place in self.own]
         found = self.gradients.gathered(self.name, dict(zip(own, tensors, strict=True)))
         return [found[place] for place in places]
 
     def _part(self, tensors: Sequence[torch.Tensor], places: Sequence[int]) -> list[torch.Tensor]:
-        """Choose this rank's of the tensors of weights at these places."""
+        """Return the tensors of this rank's weights, from those of all weights with these indices."""
         return [tensor for place, tensor in zip(places, tensors, strict=True) if place in self.own]

@@ -1,18 +1,19 @@
-"""lior and speed from one quadratic form, fused with its gradient (trainer2, technique 000.3)."""
+"""lior and speed from one quadratic form, with a fused forward and backward (trainer2, technique 000.3)."""
 
 import torch
 
 from optimized.kernels import ceil_div, jit, launching, tl, use_triton
 
-# A thread holds whole rows, its coordinates and the metric in registers: 64 entries are as many as fit well. Wider
-# forms are bound by arithmetic and belong to a matrix product.
+# A thread holds whole rows and the metric in registers. A metric of 8 x 8 = 64 entries is the largest that fits well.
+# Larger metrics are compute-bound and need a matrix product instead.
 MAX_COORDINATES = 8
-# Chosen by a sweep at 2^22 rows of 8 on an H200, where a copy of as many bytes takes 45.0 us: (rows in a tile, tiles
-# loaded before the first is used, warps). Several rows a thread keep enough bytes in flight to fill the memory bus.
-FULL_FORWARD = (512, 2, 4)  # 45.5 us; 52.4 with (128, 2, 4) and programs that walk over the rows
+# (rows per tile, tiles loaded before the first is used, warps), chosen by a sweep at 2^22 rows of 8 coordinates on an
+# H200. A copy of the same number of bytes takes 45.0 us there. Several rows per thread keep enough bytes in flight to
+# saturate the memory bandwidth.
+FULL_FORWARD = (512, 2, 4)  # 45.5 us; 52.4 us with (128, 2, 4) and programs that loop over the rows
 DIAGONAL_FORWARD = (256, 1, 8)  # 44.5 us
-# The backward keeps a running sum for each entry of the metric and writes one partial sum a program: as many programs
-# as an H200 (132 multiprocessors) holds at once, which walk over the rows.
+# Each program of the backward loops over the rows, keeps a running sum for each entry of the metric, and writes one
+# partial sum. An H200 (132 multiprocessors) holds this number of programs at once.
 BACKWARD = (128, 2, 4)
 BACKWARD_PROGRAMS = 4 * 132
 
@@ -24,17 +25,18 @@ def lior_and_speed(
     metric_diag: torch.Tensor | None = None,
     eps: float = 1e-8,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(lior, speed), each [B]: speed is the length of the velocity in the metric, lior is curvature * speed.
+    """Return (lior, speed), each [B]: speed is the length of the velocity in the metric, lior is curvature * speed.
 
     speed is `sqrt(max(v' g v, 0) + eps)`, or with `metric_diag` `sqrt(max(sum g_i v_i^2, 0) + eps)`.
-    float32 on CUDA with n <= 8 and one metric for all rows takes the Triton kernels, forward and backward,
-    deterministic; everything else the vectorised form. The kernels have no second derivative. Forward with a diagonal
-    metric torch.compile of the reference is as fast: both are at the memory's limit.
+
+    Triton kernels run for float32 tensors on CUDA with n <= 8 and one metric for all rows. Their forward and backward
+    are deterministic; they have no second derivative. All other inputs use the vectorised form. For the forward with a
+    diagonal metric, torch.compile of the reference is equally fast: both are limited by memory bandwidth.
 
     velocity     [B, n]
     curvature    [B], R_sc
     metric       [n, n] or [B, n, n]; None if metric_diag is given
-    metric_diag  [n] or None; when given it alone is the metric
+    metric_diag  [n] or None; if given, it is used instead of metric
 
     Source: trainer2, technique 000.3.
     """
@@ -51,7 +53,7 @@ def lior_and_speed_vectorised(
     metric_diag: torch.Tensor | None = None,
     eps: float = 1e-8,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`lior_and_speed` in PyTorch operations, the form computed once, on any device and dtype."""
+    """Compute `lior_and_speed` in PyTorch operations, with one quadratic form, on any device and dtype."""
     if metric_diag is not None:
         form = (metric_diag * velocity * velocity).sum(-1)
     elif metric.dim() == 3:
@@ -69,7 +71,10 @@ def lior_and_speed_triton(
     metric_diag: torch.Tensor | None = None,
     eps: float = 1e-8,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`lior_and_speed` as a fused Triton kernel with its own backward, float32, one metric for all rows."""
+    """Compute `lior_and_speed` with a fused Triton kernel and its own backward, in float32.
+
+    n > 8 and a metric for each row use the vectorised form.
+    """
     form = metric if metric_diag is None else metric_diag
     if not 0 < velocity.shape[1] <= MAX_COORDINATES or form.dim() == 3:
         return lior_and_speed_vectorised(velocity, curvature, metric, metric_diag, eps)
@@ -80,7 +85,7 @@ class _LiorAndSpeed(torch.autograd.Function):
     @staticmethod
     def forward(ctx, velocity, curvature, form, eps):
         rows, n = velocity.shape
-        # The kernels read whole rows in 16-byte pieces.
+        # The kernels load contiguous rows in 16-byte pieces.
         velocity, form = velocity.contiguous(), form.contiguous()
         lior = torch.empty(rows, dtype=velocity.dtype, device=velocity.device)
         speed = torch.empty_like(lior)
@@ -143,13 +148,16 @@ class _LiorAndSpeed(torch.autograd.Function):
                 FORM_NEEDED=form_needed,
                 num_warps=warps,
             )
-        # Summed in a fixed order, with no atomics: the gradient is the same at every run.
+        # The sum has a fixed order and uses no atomics, so every run gives the same gradient.
         return d_velocity, d_curvature, partial.sum(0) if form_needed else None, None
 
 
 @jit
 def _load_rows(velocity_ptr, row, rows, N: tl.constexpr, BLOCK: tl.constexpr):
-    """The coordinates of BLOCK rows as a tuple of [BLOCK], padded to fours: 16 bytes a load, a row in one thread."""
+    """Load BLOCK rows as a tuple of coordinates, each [BLOCK], padded with zeros to a multiple of 4.
+
+    A load reads 16 bytes of a row, and one thread holds the whole row.
+    """
     four = tl.arange(0, 4)
     v = ()
     for chunk in tl.static_range((N + 3) // 4):
@@ -178,6 +186,11 @@ def _forward_kernel(
     TILES: tl.constexpr,
     DIAGONAL: tl.constexpr,
 ):
+    """Compute q = v' g v (DIAGONAL: sum g_i v_i^2), speed = sqrt(max(q, 0) + eps) and lior = curvature * speed.
+
+    Program p computes TILES adjacent tiles of BLOCK rows, from row p * TILES * BLOCK. It loads all of its tiles before
+    it computes the first. Each thread keeps the whole metric in registers.
+    """
     g = ()
     for cell in tl.static_range(N if DIAGONAL else N * N):
         g += (tl.load(form_ptr + cell).to(tl.float32),)
@@ -201,7 +214,7 @@ def _forward_kernel(
                 for i in tl.static_range(1, N):
                     along += v[i] * g[i * N + j]
             q += along * v[j]
-        # Not tl.maximum: NaN must stay.
+        # tl.maximum would drop a NaN, which must propagate.
         speed = tl.sqrt_rn(tl.where(q < 0, 0.0, q) + eps)
         tl.store(lior_ptr + row, curvatures[tile] * speed, mask=row < rows)
         tl.store(speed_ptr + row, speed, mask=row < rows)
@@ -229,10 +242,16 @@ def _backward_kernel(
     DIAGONAL: tl.constexpr,
     FORM_NEEDED: tl.constexpr,
 ):
+    """Compute d_velocity = d_q * (g + g') v, d_curvature = d_lior * speed and d_g = sum over rows of d_q * v v'.
+
+    d_q = (d_speed + d_lior * curvature) / (2 * speed). With DIAGONAL, d_velocity = d_q * 2 g v and d_g = sum of
+    d_q * v^2. A program loads TILES tiles of BLOCK rows at a time, and advances by the rows of all programs. It writes
+    its own sum of d_g to row `program` of `partial`, if FORM_NEEDED.
+    """
     CELLS: tl.constexpr = N if DIAGONAL else N * N
     PADDED: tl.constexpr = 1 << LOG2_CELLS
     zero = tl.zeros((BLOCK,), dtype=tl.float32)
-    # The gradient needs g + g' alone, and the metric's own gradient is symmetric: i <= j of both is enough.
+    # The gradients depend on g only through g + g', and d_g is symmetric: entries with i <= j are enough for both.
     g = ()
     d_g = ()
     for i in tl.static_range(N):
@@ -273,12 +292,12 @@ def _backward_kernel(
                     s = v[0] * g[j]
                     for i in tl.static_range(1, N):
                         s += v[i] * g[i * N + j]
-                # Halved before it is added: twice the form may overflow where the form does not.
+                # Halve each term before the addition: 2 * q may overflow where q does not.
                 q += (0.5 * s) * v[j]
                 slope += (s,)
             speed = tl.sqrt_rn(tl.where(q < 0, 0.0, q) + eps)
-            # Where q is negative the clamp lets nothing through; at 0 it does, as torch.clamp(min=0). Without eps a row
-            # beyond the end would be 0 / 0, and the metric's gradient NaN.
+            # As in torch.clamp(min=0), the gradient is 0 for q < 0 and passes at q = 0. Rows past the end are masked:
+            # with eps = 0 they would be 0 / 0, and d_g would be NaN.
             d_q = tl.where((q >= 0) & (row < rows), tl.div_rn(d_speed + d_lior * curvature, 2.0 * speed), 0.0)
             tl.store(d_curvature_ptr + row, d_lior * speed, mask=row < rows)
             for chunk in tl.static_range((N + 3) // 4):
@@ -303,7 +322,7 @@ def _backward_kernel(
                             new += (d_g[i * N - i * (i - 1) // 2 + j - i] + weighted * v[j],)
                 d_g = new
     if FORM_NEEDED:
-        # All entries side by side, so that one reduction over the threads serves them.
+        # Join all entries into one tensor, so that one reduction over the threads sums them all.
         cells = ()
         for i in tl.static_range(N):
             if DIAGONAL:

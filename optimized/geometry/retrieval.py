@@ -1,4 +1,4 @@
-"""Retrieval as one pass over the candidates: distance, softmax and mix fused (trainer2, technique 000.F1)."""
+"""Retrieval in one pass over the candidates: fused distance, softmax and weighted mean (trainer2, technique 000.F1)."""
 
 from typing import NamedTuple
 
@@ -6,33 +6,34 @@ import torch
 
 from optimized.kernels import ceil_div, jit, launching, tl, use_triton
 
-# A thread keeps a candidate's offsets and the metric in registers; wider forms belong to a matrix product.
+# A thread keeps a candidate's offsets and the metric in registers. More coordinates need a matrix product instead.
 MAX_COORDINATES = 8
-# Queries that share a tile of the memory: the fewest that a dot takes.
+# Queries that share a tile of the memory. tl.dot needs at least 16 rows.
 QUERIES = 16
 
 
 class _Tiles(NamedTuple):
-    """A program's tile, and its number of warps."""
+    """Tile size and number of warps of a program."""
 
     candidates: int
     columns: int
     num_warps: int
 
 
-# On an H200 it takes 12.4 and 44.1 µs at the trainer's sizes (16 queries, 128 own candidates, 256 columns; 64, 512 and
-# 512; 2048 shared), where (64, 64, 8) takes 18.1 and 205: four warps do better than eight throughout. Of 108
-# combinations with the number of programs below this one is the best at the larger size, and within 8% of the best at
-# the smaller. With the backward, of 12 combinations, it is 169 µs at the larger size, where eight warps take 263.
+# Measured on an H200 at the trainer's two sizes: 16 queries, 128 own candidates and 256 columns; and 64, 512 and 512;
+# both with 2048 shared candidates. The forward takes 12.4 and 44.1 µs, and (64, 64, 8) takes 18.1 and 205 µs: four
+# warps are always faster than eight. Of 108 combinations with the numbers of programs below, this one is the fastest at
+# the larger size and within 8% of the fastest at the smaller. The backward's tile is the fastest of 12 combinations:
+# forward and backward take 169 µs at the larger size, and 263 µs with eight warps.
 FORWARD = _Tiles(candidates=128, columns=64, num_warps=4)
 BACKWARD = _Tiles(candidates=64, columns=64, num_warps=4)
-# About as many programs for each kind of candidates, whatever the sizes: beyond, a program passes over several tiles.
-# The split depends on the sizes alone, so that the order of summation is the same on every device.
+# Approximate number of programs for the shared and for a query's own candidates. If there are more tiles than that, a
+# program loops over several. The split depends only on the sizes, so every device sums in the same order.
 MEMORY_PROGRAMS = 132
 OWN_PROGRAMS = 4 * 132
 COMBINE_COLUMNS = 128
 COMBINE_WARPS = 4
-# Partial results that are read at once.
+# Partial results that a program loads at a time.
 PARTIALS = tl.constexpr(16)
 
 
@@ -50,15 +51,15 @@ def retrieval(
     beta: float = 5.0,
     eps: float = 1e-8,
 ) -> torch.Tensor:
-    """The mean state of each query's candidates, [B, D], weighted by `softmax(-beta * cost)`.
+    """Return the mean state of each query's candidates, [B, D], weighted by `softmax(-beta * cost)`.
 
     `cost = curvature * sqrt(max(d' g d, 0) + eps)` with `d = candidate - query`. A query's candidates are its own and
-    those of the memory, which all queries share. An empty slot gets no weight whatever it holds, NaN included; with no
-    filled slot at all the answer is 0.
+    those of the memory, which all queries share. An empty slot has weight 0, even if it holds NaN. A query without any
+    filled slot returns 0.
 
-    float32 on CUDA with n <= 8 takes the Triton kernels, forward and backward, in float32 arithmetic and deterministic;
-    everything else the vectorised form. Neither waits for the device nor lays the memory out once a query. The kernels
-    have no second derivative.
+    Triton kernels run for float32 tensors on CUDA with n <= 8. They compute in float32, and their forward and backward
+    are deterministic; they have no second derivative. All other inputs use the vectorised form. Neither form waits for
+    the device or copies the memory states for each query.
 
     query               [B, n]
     curvature           [B], R_sc
@@ -69,7 +70,7 @@ def retrieval(
     memory_states       [M, D]
     memory_filled       [M] bool
     metric              [n, n] or [B, n, n]; None if metric_diag is given
-    metric_diag         [n] or None; when given it alone is the metric
+    metric_diag         [n] or None; if given, it is used instead of metric
 
     Source: trainer2, technique 000.F1.
     """
@@ -106,13 +107,16 @@ def retrieval_vectorised(
     beta: float = 5.0,
     eps: float = 1e-8,
 ) -> torch.Tensor:
-    """`retrieval` in PyTorch operations, on any device and dtype: one softmax, and a product for each kind."""
+    """Compute `retrieval` in PyTorch operations, on any device and dtype.
+
+    One softmax covers all candidates. The own and the shared states have one product each.
+    """
     own = coordinates.shape[1]
     full = torch.cat([filled, memory_filled.expand(query.shape[0], -1)], dim=1)
     every = torch.cat([coordinates - query[:, None], memory_coordinates - query[:, None]], dim=1)
     d = torch.where(full[..., None], every, 0.0)
     along = d * metric_diag if metric_diag is not None else d @ metric
-    # 1 where the slot is empty: the root has no derivative at 0.
+    # 1 in empty slots: the square root has no derivative at 0.
     form = torch.where(full, (along * d).sum(-1), 1.0)
     cost = curvature[:, None] * torch.sqrt(torch.clamp(form, min=0) + eps)
     logits = (-beta * cost).masked_fill(~full, torch.finfo(cost.dtype).min)
@@ -137,7 +141,10 @@ def retrieval_triton(
     beta: float = 5.0,
     eps: float = 1e-8,
 ) -> torch.Tensor:
-    """`retrieval` as Triton kernels with their own backward, float32, n <= 8."""
+    """Compute `retrieval` with Triton kernels and their own backward, in float32.
+
+    n > 8 and empty inputs use the vectorised form.
+    """
     candidates = coordinates.shape[1] + memory_coordinates.shape[0]
     if not 0 < query.shape[1] <= MAX_COORDINATES or not (query.shape[0] and candidates and states.shape[2]):
         return retrieval_vectorised(
@@ -168,14 +175,14 @@ def retrieval_triton(
         beta,
         eps,
     )
-    # The reference's last step is a product, which autocast gives in its dtype.
+    # The reference ends in a product, whose result has autocast's dtype.
     if torch.is_autocast_enabled(mixed.device.type):
         return mixed.to(torch.get_autocast_dtype(mixed.device.type))
     return mixed
 
 
 def _splits(tiles: int, programs: int, most: int) -> tuple[int, int]:
-    """(tiles in a split, splits): as many splits as keep `programs` of each within `most`."""
+    """Return (tiles per split, splits), so that splits * programs is at most about `most`."""
     length = max(1, ceil_div(tiles * programs, most))
     return length, ceil_div(tiles, length)
 
@@ -210,7 +217,7 @@ class _Retrieval(torch.autograd.Function):
         own_length, own_splits = _splits(ceil_div(own, FORWARD.candidates), batch * column_tiles, OWN_PROGRAMS)
         splits = memory_splits + own_splits
         mixed = torch.empty((splits, batch, columns), dtype=torch.float32, device=query.device)
-        # The largest logit and the sum of the weights, which are relative to it.
+        # Of each split and query: the largest logit, and the sum of the weights relative to it.
         tops = torch.empty((splits, batch), dtype=torch.float32, device=query.device)
         totals = torch.empty_like(tops)
         top = torch.empty(batch, dtype=torch.float32, device=query.device)
@@ -260,17 +267,17 @@ class _Retrieval(torch.autograd.Function):
         def fresh(*shape):
             return torch.empty(shape, dtype=torch.float32, device=query.device)
 
-        # For each query and candidate: its weight, relative to the forward's largest, and the weight's gradient.
+        # For each query and candidate: the weight relative to the forward's largest logit, and the weight's gradient.
         weights, slopes = fresh(batch, own + shared), fresh(batch, own + shared)
-        # Their sum and their product's, of each chunk: summed anew here, so that the weights add up to 1 exactly as
-        # they are used. What remains after the mean slope is taken away may be far smaller than the slopes are.
+        # For each chunk: the sums of weights and of weights * slopes. The backward sums the weights itself, so that the
+        # weights that it uses add up to 1: slope - mean slope may be far smaller than the slopes themselves.
         totals, products = fresh(chunks, batch), fresh(chunks, batch)
         d_coordinates, d_states = torch.empty_like(coordinates), torch.empty_like(states)
         d_memory_states = torch.empty_like(memory_states)
         d_memory_coordinates = fresh(query_tiles, shared, n)
         form_needed = ctx.needs_input_grad[6]
-        # One after the other for all queries: the gradients of the query, of its curvature and of its metric. The sums
-        # over chunks have a fixed order, with no atomics: the gradient is the same at every run.
+        # A row for each chunk: the gradients of all queries, then of their curvatures, then of their metrics. The sum
+        # over chunks has a fixed order and uses no atomics, so every run gives the same gradient.
         partial = fresh(chunks, batch * (n + 1 + (cells if form_needed else 0)))
         constants = _constants(query, form, BACKWARD)
         states_programs = memory_chunks * column_tiles if ctx.needs_input_grad[5] else 0
@@ -354,15 +361,15 @@ def _constants(query: torch.Tensor, form: torch.Tensor, tiles: _Tiles) -> dict[s
     }
 
 
-# In what follows a query is a column [QUERIES, 1] and a candidate a row [1, CANDIDATES]; where a program has one query
-# alone it is [1, 1].
+# In the kernels below, a value per query has shape [QUERIES, 1] and a value per candidate [1, CANDIDATES]. In programs
+# for a single query, a value per query has shape [1, 1].
 
 
 @jit
 def _load_form(form_ptr, b, inside, N: tl.constexpr, DIAGONAL: tl.constexpr, BATCHED: tl.constexpr):
-    """The metric of each query as a tuple of N or N * N: g_ii, and g_ij + g_ji beside the diagonal.
+    """Load the metric of each query as a tuple of N or N * N values: g_ii, and g_ij + g_ji off the diagonal.
 
-    The form has no use for the rest.
+    The quadratic form depends on nothing else.
     """
     g = ()
     if DIAGONAL:
@@ -389,7 +396,7 @@ def _load_form(form_ptr, b, inside, N: tl.constexpr, DIAGONAL: tl.constexpr, BAT
 
 @jit
 def _load_rows(rows_ptr, row, mask, N: tl.constexpr):
-    """The coordinates of the rows as a tuple of N."""
+    """Load the coordinates of the rows as a tuple of N values."""
     x = ()
     for i in tl.static_range(N):
         x += (tl.load(rows_ptr + row * N + i, mask=mask, other=0.0).to(tl.float32),)
@@ -400,7 +407,7 @@ def _load_rows(rows_ptr, row, mask, N: tl.constexpr):
 def _offsets(candidate, query, live, N: tl.constexpr):
     d = ()
     for i in tl.static_range(N):
-        # 0 where the slot is empty: a query may hold NaN.
+        # 0 in empty slots, even if the query holds NaN.
         d += (tl.where(live, candidate[i] - query[i], 0.0),)
     return d
 
@@ -423,15 +430,18 @@ def _quadratic(d, g, N: tl.constexpr, DIAGONAL: tl.constexpr):
 
 @jit
 def _speed(q, eps):
-    # Not tl.maximum: NaN must stay.
+    # tl.maximum would drop a NaN, which must propagate.
     return tl.sqrt_rn(tl.where(q < 0, 0.0, q) + eps)
 
 
 @jit
 def _advance(logit, top, total):
-    """A step of the online softmax: the weights of a tile, and by what all earlier ones shrink."""
+    """Run one step of the online softmax.
+
+    Return (weights of the tile, factor for earlier sums, new largest logit, new sum of the weights).
+    """
     higher = tl.maximum(top, tl.max(logit, axis=1))
-    # With nothing filled so far it would be inf - inf.
+    # While no slot is filled, logit - higher would be -inf - (-inf).
     base = tl.where(higher == float("-inf"), 0.0, higher)
     weight = tl.exp(logit - base[:, None])
     shrink = tl.exp(top - base)
@@ -469,7 +479,13 @@ def _mix_kernel(
     CANDIDATES: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """The mix over one split of the candidates, not yet divided by its total weight."""
+    """Compute mixed = sum of exp(logit - top) * state over one split of the candidates, with top its largest logit.
+
+    logit = -beta * curvature * sqrt(max(d' g d, 0) + eps). The first `memory_programs` programs compute the mix of
+    shared candidates, for QUERIES queries and COLUMNS columns each. The others compute the mix of a query's own
+    candidates, for one query and COLUMNS columns each. A program loops over its split in tiles of CANDIDATES.
+    `_combine_kernel` divides by the total weight.
+    """
     program = tl.program_id(0)
     column_tiles = tl.cdiv(columns, COLUMNS)
     column = (program % column_tiles) * COLUMNS + tl.arange(0, COLUMNS)
@@ -553,6 +569,7 @@ def _mix_memory(
     CANDIDATES: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
+    """Compute the mix of one split of the shared candidates for QUERIES queries, with tl.dot(weights, states)."""
     query_tiles = tl.cdiv(batch, QUERIES)
     split = place // query_tiles
     b = ((place % query_tiles) * QUERIES + tl.arange(0, QUERIES)).to(tl.int64)
@@ -608,6 +625,7 @@ def _mix_own(
     CANDIDATES: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
+    """Compute the mix of one split of a query's own candidates."""
     split = place // batch
     one = tl.arange(0, 1)
     b = (place % batch + one).to(tl.int64)
@@ -616,7 +634,7 @@ def _mix_own(
     g = _load_form(form_ptr, b[:, None], b[:, None] < batch, N, DIAGONAL, BATCHED)
     top = tl.full((1,), float("-inf"), dtype=tl.float32)
     total = tl.zeros((1,), dtype=tl.float32)
-    # Summed over the candidates after the loop: a reduction in every step costs more than the registers.
+    # Summed over the candidates only after the loop: a reduction in each step costs more than the registers.
     mixed = tl.zeros((CANDIDATES, COLUMNS), dtype=tl.float32)
     first = split * length
     for start in range(first, tl.minimum(first + length, own), CANDIDATES):
@@ -640,7 +658,11 @@ def _mix_own(
 
 @jit
 def _combine_kernel(mixed_ptr, tops_ptr, totals_ptr, y_ptr, top_ptr, splits, batch, columns, COLUMNS: tl.constexpr):
-    """The splits of a query, each brought to the largest logit of all, over their total weight."""
+    """Compute y = (sum over splits of scale * mixed) / (sum over splits of scale * total), scale = exp(top_s - top).
+
+    top_s is the largest logit of split s, and top that of all splits, which is stored for the backward. A program
+    computes COLUMNS columns of one query, and loads PARTIALS splits at a time.
+    """
     b = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     top = float("-inf")
@@ -660,7 +682,7 @@ def _combine_kernel(mixed_ptr, tops_ptr, totals_ptr, y_ptr, top_ptr, splits, bat
         mask = (split < splits)[:, None] & (column < columns)[None, :]
         part = tl.load(mixed_ptr + row[:, None] * columns + column[None, :], mask=mask, other=0.0)
         mixed += tl.sum(part * scale[:, None], axis=0)
-    # A total of 0: no slot is filled.
+    # The total is 0 if no slot is filled.
     y = tl.where(total == 0, 0.0, tl.div_rn(mixed, tl.where(total == 0, 1.0, total)))
     tl.store(y_ptr + b * columns + column, y, mask=column < columns)
     if tl.program_id(1) == 0:
@@ -699,7 +721,12 @@ def _slopes_kernel(
     CANDIDATES: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """The weights of one chunk of candidates again, and the gradient of each weight: its state times the output's."""
+    """Recompute weight = exp(logit - top) for one chunk of candidates, and compute its gradient, slope = grad . state.
+
+    The first `memory_programs` programs have QUERIES queries and a chunk of CANDIDATES shared candidates each. The
+    others have one query and a chunk of its own candidates each. A program loops over the columns in tiles of COLUMNS.
+    It also stores the sums of weight and of weight * slope over its chunk.
+    """
     program = tl.program_id(0)
     geometry = (query_ptr, curvature_ptr, form_ptr)
     results = (weights_ptr, slopes_ptr, totals_ptr, products_ptr)
@@ -770,6 +797,7 @@ def _slopes_memory(
     CANDIDATES: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
+    """Compute the slopes of one chunk of the shared candidates for QUERIES queries, with tl.dot(grad, states')."""
     query_tiles = tl.cdiv(batch, QUERIES)
     chunk = place // query_tiles
     b = ((place % query_tiles) * QUERIES + tl.arange(0, QUERIES)).to(tl.int64)
@@ -840,6 +868,7 @@ def _slopes_own(
     CANDIDATES: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
+    """Compute the slopes of one chunk of a query's own candidates."""
     chunk = place // batch
     b = (place % batch + tl.arange(0, 1)).to(tl.int64)
     c = chunk * CANDIDATES + tl.arange(0, CANDIDATES)
@@ -905,6 +934,7 @@ def _store_slopes(
     DIAGONAL: tl.constexpr,
     BATCHED: tl.constexpr,
 ):
+    """Recompute the weights; store weights, slopes, and the sums of weight and of weight * slope over the chunk."""
     query = _load_rows(query_ptr, b[:, None], inside[:, None], N)
     curvature = tl.load(curvature_ptr + b, mask=inside, other=0.0).to(tl.float32)
     g = _load_form(form_ptr, b[:, None], inside[:, None], N, DIAGONAL, BATCHED)
@@ -922,13 +952,14 @@ def _store_slopes(
 
 @jit
 def _inverse_total(totals_ptr, b, inside, chunks, batch):
-    """1 / the total weight of each query, [queries, 1]; 0 where no slot is filled."""
+    """Return 1 / total weight of each query, [queries, 1]; 0 if no slot is filled."""
     total = _sum_chunks(totals_ptr, b, inside, chunks, batch)
     return tl.where(total == 0, 0.0, tl.div_rn(tl.zeros_like(total) + 1.0, tl.where(total == 0, 1.0, total)))
 
 
 @jit
 def _sum_chunks(values_ptr, b, inside, chunks, batch):
+    """Return the sum of each query's values over all chunks, [queries, 1]."""
     total = tl.zeros_like(b[:, None]).to(tl.float32)
     for start in range(0, chunks, PARTIALS):
         chunk = (start + tl.arange(0, PARTIALS)).to(tl.int64)
@@ -977,6 +1008,13 @@ def _backward_kernel(
     COLUMNS: tl.constexpr,
     FORM_NEEDED: tl.constexpr,
 ):
+    """Compute the gradients of all inputs from the weights and slopes of `_slopes_kernel`.
+
+    With w = weight / total weight and mean = sum of w * slope over all candidates of a query:
+    d_cost = -beta * w * (slope - mean) and d_state = w * grad. Three kinds of programs follow each other:
+    `memory_programs`, with QUERIES queries and a chunk of CANDIDATES shared candidates each; `own_programs`, with one
+    query and a chunk of its own candidates each; and one for each [CANDIDATES, COLUMNS] tile of d_memory_states.
+    """
     program = tl.program_id(0)
     geometry = (query_ptr, curvature_ptr, form_ptr)
     slopes = (weights_ptr, slopes_ptr, totals_ptr, products_ptr)
@@ -1065,6 +1103,7 @@ def _backward_memory(
     CANDIDATES: tl.constexpr,
     FORM_NEEDED: tl.constexpr,
 ):
+    """Compute the gradients of all inputs except states, for one chunk of the shared candidates and QUERIES queries."""
     query_tiles = tl.cdiv(batch, QUERIES)
     chunk = place // query_tiles
     tile = place % query_tiles
@@ -1130,6 +1169,7 @@ def _backward_own(
     COLUMNS: tl.constexpr,
     FORM_NEEDED: tl.constexpr,
 ):
+    """Compute the gradients of all inputs for one chunk of a query's own candidates."""
     chunk = place // batch
     b = (place % batch + tl.arange(0, 1)).to(tl.int64)
     c = chunk * CANDIDATES + tl.arange(0, CANDIDATES)
@@ -1165,7 +1205,7 @@ def _backward_own(
     for start in range(0, columns, COLUMNS):
         column = start + tl.arange(0, COLUMNS)
         grad = tl.load(grad_ptr + b * columns + column, mask=column < columns, other=0.0).to(tl.float32)
-        # An empty slot's gradient is 0 even where the output's is not finite.
+        # The gradient of an empty slot is 0, even if the output's gradient is not finite.
         d_state = tl.where(live[:, None], tl.trans(weight) * grad[None, :], 0.0)
         mask = within[:, None] & (column < columns)[None, :]
         tl.store(d_states_ptr + row[:, None] * columns + column[None, :], d_state, mask=mask)
@@ -1188,6 +1228,7 @@ def _backward_memory_states(
     CANDIDATES: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
+    """Compute a [CANDIDATES, COLUMNS] tile of d_memory_states = w' grad; loop over the queries in tiles of QUERIES."""
     column_tiles = tl.cdiv(columns, COLUMNS)
     column = (place % column_tiles) * COLUMNS + tl.arange(0, COLUMNS)
     c = ((place // column_tiles) * CANDIDATES + tl.arange(0, CANDIDATES)).to(tl.int64)
@@ -1235,7 +1276,11 @@ def _backward_geometry(
     BATCHED: tl.constexpr,
     FORM_NEEDED: tl.constexpr,
 ):
-    """From the slopes to the gradients of coordinates, query, curvature and metric; returns the weights."""
+    """Compute the gradients of coordinates, query, curvature and metric from the slopes; return the weights.
+
+    d_q = d_cost * curvature / (2 * speed), d_candidate = d_q * (g + g') d, d_query = -sum of d_candidate,
+    d_curvature = sum of d_cost * speed, d_g = sum of d_q * d d'.
+    """
     mask = inside[:, None] & within[None, :]
     live = inside[:, None] & live[None, :]
     query = _load_rows(query_ptr, b[:, None], inside[:, None], N)
@@ -1249,12 +1294,12 @@ def _backward_geometry(
     weight = tl.load(weights_ptr + b[:, None] * candidates, mask=mask, other=0.0) * inverse
     slope = tl.load(slopes_ptr + b[:, None] * candidates, mask=mask, other=0.0)
     d_cost = tl.where(live, weight * (slope - mean) * -beta, 0.0)
-    # Where q is negative the clamp lets nothing through; at 0 it does, as torch.clamp(min=0).
+    # As in torch.clamp(min=0), the gradient is 0 for q < 0 and passes at q = 0.
     passes = live & (q >= 0)
     d_q = tl.where(passes, tl.div_rn(d_cost * curvature[:, None], tl.where(passes, 2.0 * speed, 1.0)), 0.0)
 
     CELLS: tl.constexpr = N if DIAGONAL else N * N
-    # Not batch.to(): where it is 1 Triton compiles it in.
+    # batch.to() would fail for batch = 1, which Triton compiles in as a constant.
     width = batch * (N + 1 + (CELLS if FORM_NEEDED else 0))
     partial = partial_ptr + chunk.to(tl.int64) * width
     tl.store(partial + batch * N + b, tl.sum(tl.where(live, d_cost * speed, 0.0), axis=1), mask=inside)

@@ -1,4 +1,4 @@
-"""The rotor as one kernel: all rotations of a row in registers (trainer2, technique 000.F4)."""
+"""The rotor in one kernel, which keeps a row in registers through all rotations (trainer2, technique 000.F4)."""
 
 import torch
 
@@ -16,10 +16,10 @@ from optimized.rotor import (
 
 
 def rotor_index(n: int, k: int, device: torch.device | str | None = None) -> torch.Tensor:
-    """Rows (i, j, slot) of the k Givens rotations on n coordinates, int64 [k, 3], in the order they are applied.
+    """Return rows (i, j, slot) of the k Givens rotations on n coordinates, int64 [k, 3], in the order of application.
 
-    In layer l pair j joins (2j + l) mod n and the coordinate after it, and owns slot l * (n / 2) + j. The last of the
-    ceil(k / (n / 2)) layers may lack pairs. ValueError for an odd n, which has no pairing.
+    Pair j of layer l rotates coordinate i = (2j + l) mod n and the next one, (i + 1) mod n, by the angle in slot
+    l * (n / 2) + j. The last of the ceil(k / (n / 2)) layers may have fewer pairs. Raises ValueError if n is odd.
     """
     check_even(n)
     if not n:
@@ -31,15 +31,16 @@ def rotor_index(n: int, k: int, device: torch.device | str | None = None) -> tor
 
 
 def rotor_apply(theta: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    """x rotated by the rotor, [..., n], in fresh memory.
+    """Return x rotated by the rotor, [..., n], in a new tensor.
 
-    One Givens rotation after the other, as `rotor_index` lists them: `a' = c a - s b`, `b' = s a + c b`.
+    The Givens rotations are applied one after another, in the order of `rotor_index`: `a' = c a - s b`,
+    `b' = s a + c b`.
 
-    float32 on CUDA with n <= 16 and k <= 32 takes the Triton kernels, forward and backward, deterministic: all
-    rotations of a row in registers. Everything else the vectorised form, a layer at a time. The kernels have no second
-    derivative.
+    Triton kernels run for float32 tensors on CUDA with n <= 16 and k <= 32, and apply all rotations of a row in
+    registers. Their forward and backward are deterministic; they have no second derivative. All other inputs use the
+    vectorised form, which rotates one layer at a time.
 
-    theta  [k], radians; the rotation of a slot beyond k is by 0
+    theta  [k], radians; pairs with slots from k on are not rotated
     x      [..., n], n even, else ValueError
 
     Source: trainer2, technique 000.F4.
@@ -50,12 +51,15 @@ def rotor_apply(theta: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
 
 
 def rotor_apply_vectorised(theta: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    """`rotor_apply` in PyTorch operations, all pairs of a layer at once, on any device and dtype."""
+    """Compute `rotor_apply` in PyTorch operations on all pairs of a layer at once, on any device and dtype."""
     return rotate(theta, x)
 
 
 def rotor_apply_triton(theta: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    """`rotor_apply` as one Triton kernel with its own backward, float32, n <= 16 and k <= 32."""
+    """Compute `rotor_apply` with one Triton kernel and its own backward, in float32.
+
+    n > 16, k > 32 and empty x use the vectorised form.
+    """
     check_even(x.shape[-1])
     if not serves(theta, x) or not x.numel():
         return rotate(theta, x)
@@ -63,14 +67,15 @@ def rotor_apply_triton(theta: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
 
 
 def folded_metric(theta: torch.Tensor, metric: torch.Tensor, n: int) -> torch.Tensor:
-    """`R' g R`, [n, n], R the rotor's matrix: the metric in which distances are those of rotated coordinates in g.
+    """Return `R' g R`, [n, n], where R is the matrix of the rotor and g the metric.
 
-    `(R d)' g (R d) = d' (R' g R) d`, so that with it nothing need be rotated at all.
+    A distance in this metric equals the distance between the rotated coordinates in g, because
+    `(R d)' g (R d) = d' (R' g R) d`. Coordinates then need no rotation.
 
     theta   [k], radians
-    metric  [n, n], or [n] for a diagonal one
+    metric  g, [n, n], or [n] for a diagonal one
     """
-    # The rows are the rotated unit vectors: R'.
+    # Row i is the rotated unit vector i, so this matrix is R'.
     transposed = rotor_apply(theta, torch.eye(n, dtype=theta.dtype, device=theta.device))
     along = transposed * metric if metric.dim() == 1 else transposed @ metric
     return along @ transposed.mT
@@ -96,7 +101,7 @@ class _RotorApply(torch.autograd.Function):
             _backward_kernel[(programs,)](
                 theta, x, grad.contiguous(), d_x, partial, rows, N=n, K=k, BLOCK=BLOCK, num_warps=NUM_WARPS
             )
-        # Summed in a fixed order, with no atomics: the gradient is the same at every run.
+        # The sum has a fixed order and uses no atomics, so every run gives the same gradient.
         return partial.sum(0), d_x
 
 
@@ -112,10 +117,15 @@ def _backward_kernel(
     K: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
+    """Compute d_x, by applying the inverse rotations to grad in reverse order, and d_theta = c * d_s - s * d_c.
+
+    A program computes BLOCK rows, all in registers. It repeats the forward first, and writes its sum of d_theta over
+    the rows to row `program` of `partial`.
+    """
     row = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     columns = load_columns(x_ptr, row, row < rows, N, 1, N)
     grads = load_columns(grad_ptr, row, row < rows, N, 1, N)
-    # The values that each rotation began with. Rotating back would not restore an infinity.
+    # The inputs of each rotation. An inverse rotation would not restore infinite values.
     history = ()
     cosines = ()
     sines = ()
@@ -137,7 +147,7 @@ def _backward_kernel(
 
 @jit
 def _slope(before, grads, c, s, SLOT: tl.constexpr, N: tl.constexpr):
-    """The gradient of the slot's angle, summed over the rows: those beyond the end are 0."""
+    """Return the gradient of the slot's angle, summed over the rows. Rows past the end are 0."""
     A: tl.constexpr = (2 * (SLOT % (N // 2)) + SLOT // (N // 2)) % N
     B: tl.constexpr = (A + 1) % N
     d_c = tl.sum(grads[A] * before[A] + grads[B] * before[B], axis=0)

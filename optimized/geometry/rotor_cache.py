@@ -1,4 +1,4 @@
-"""Stored coordinates that are kept rotated until theta changes (trainer2, technique 000.F4)."""
+"""Cache of rotated coordinates, which is recomputed only when theta changes (trainer2, technique 000.F4)."""
 
 from collections.abc import Callable
 
@@ -7,17 +7,18 @@ import torch
 from optimized.kernels import ceil_div, jit, launching, tl, use_triton
 from optimized.rotor import check_even, load_columns, rotate, rotate_columns, rotate_into, serves
 
-# Rows that a program of `write` stores, and slots that it compares them with at once.
+# Rows that a program of `write` stores, and slots that it compares them with at a time.
 WRITE_BLOCK = tl.constexpr(32)
-# A write compares every slot with every other: beyond so many the linear form is the better choice.
+# The kernel compares every written slot with every other. Longer writes use the vectorised form, which is linear.
 MAX_WRITE = 4096
 
 
 class RotorCache:
-    """Stored coordinates and their rotation, kept up to date: all are rotated when theta changes, else what is written.
+    """Stored coordinates and their rotated copies.
 
-    Neither waits for the device: `set_theta` says that theta has changed; it is never found by comparing. With a CUDA
-    graph, capture `write` and `rotated`, and call `set_theta` outside: its work is done at once, in the same memory.
+    `set_theta` rotates all coordinates, and `write` only the new ones. Neither waits for the device. The cache never
+    compares angles: call `set_theta` when theta has changed. With a CUDA graph, capture `write` and `rotated`, and call
+    `set_theta` outside the graph: it rotates at once, and in the same memory.
 
     theta        [k], radians
     coordinates  [M, n], copied; n even, else ValueError
@@ -33,7 +34,7 @@ class RotorCache:
 
     @torch.no_grad()
     def set_theta(self, theta: torch.Tensor) -> None:
-        """Rotate by these angles from now on; later changes of `theta` itself are not seen."""
+        """Use these angles from now on. They are copied, so later changes of `theta` have no effect."""
         self._theta.copy_(theta)
         if self._kernels and serves(self._theta, self._coordinates) and self._coordinates.numel():
             rotate_into(self._theta, self._coordinates, self._rotated)
@@ -42,7 +43,7 @@ class RotorCache:
 
     @torch.no_grad()
     def write(self, slots: torch.Tensor, coordinates: torch.Tensor) -> None:
-        """Store `coordinates` [W, n] in `slots`, int64 [W], each in [0, M). Of equal slots the last one counts."""
+        """Store `coordinates` [W, n] in `slots`, int64 [W], each in [0, M). A repeated slot gets its last row."""
         count = slots.shape[0]
         if not count or not coordinates.numel():
             return
@@ -64,7 +65,7 @@ class RotorCache:
                     num_warps=1,
                 )
             return
-        # Equal slots are all given the last one's values: then it does not matter which of them is stored last.
+        # All rows of a repeated slot get the values of its last row, so the order of the stores does not matter.
         rows = torch.arange(count, device=slots.device)
         last = torch.full((self._coordinates.shape[0],), -1, dtype=torch.int64, device=slots.device)
         last = last.scatter_reduce_(0, slots, rows, "amax").index_select(0, slots)
@@ -73,15 +74,15 @@ class RotorCache:
         self._rotated[slots] = rotate(self._theta, coordinates)
 
     def rotated(self) -> torch.Tensor:
-        """The stored coordinates, rotated, [M, n]. Not to be written to; valid until the next change.
+        """Return the rotated coordinates, [M, n]. Do not write to them; they are valid until the next change.
 
-        It is the cache's own memory, at the same place for its whole life: clone it to keep it.
+        The result is the cache's own memory, whose address never changes. Clone it to keep it.
         """
         return self._rotated
 
 
 class _TritonRotorCache(RotorCache):
-    """By the kernels also where there is no GPU, that is in Triton's interpreter."""
+    """A `RotorCache` that always uses the kernels, also on the CPU in Triton's interpreter."""
 
     def __init__(self, theta: torch.Tensor, coordinates: torch.Tensor) -> None:
         super().__init__(theta, coordinates)
@@ -92,7 +93,7 @@ class _TritonRotorCache(RotorCache):
 def rotor_cache(
     theta: torch.Tensor, coordinates: torch.Tensor
 ) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]:
-    """Build `step(slots, written, theta=None)`: set theta if it is given, write, and return all rotated coordinates.
+    """Build `step(slots, written, theta=None)`, which sets theta if given, writes, and returns all rotated coordinates.
 
     A step returns the cache's own memory, valid until the next step; see `RotorCache`.
 
@@ -104,7 +105,7 @@ def rotor_cache(
 def rotor_cache_triton(
     theta: torch.Tensor, coordinates: torch.Tensor
 ) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]:
-    """`rotor_cache` by the kernels, float32."""
+    """Build `rotor_cache` with the kernels, in float32."""
     return _step(_TritonRotorCache(theta, coordinates))
 
 
@@ -133,16 +134,21 @@ def _write_kernel(
     N: tl.constexpr,
     K: tl.constexpr,
 ):
+    """Store coordinates[slot] = x and rotated[slot] = R x for each written row x.
+
+    A program stores WRITE_BLOCK rows. It compares their slots with all slots, WRITE_BLOCK at a time, and skips a row
+    whose slot occurs again later.
+    """
     row = tl.program_id(0) * WRITE_BLOCK + tl.arange(0, WRITE_BLOCK)
     slot = tl.load(slots_ptr + row.to(tl.int64) * stride_slot, mask=row < count, other=-1)
-    # The last of equal slots is stored. Each row sees all slots, so programs need no order among them.
+    # Only the last row of a slot is stored. Each program sees all slots, so programs may run in any order.
     last = tl.full((WRITE_BLOCK,), -1, dtype=tl.int32)
     for start in range(0, count, WRITE_BLOCK):
         other = start + tl.arange(0, WRITE_BLOCK)
         slots = tl.load(slots_ptr + other.to(tl.int64) * stride_slot, mask=other < count, other=-1)
         same = slots[None, :] == slot[:, None]
         last = tl.maximum(last, tl.max(tl.where(same, other[None, :], -1), axis=1))
-    # Out of range would be out of bounds.
+    # A slot out of range would store out of bounds.
     stored = (row < count) & (last == row) & (slot >= 0) & (slot < capacity)
     columns = load_columns(written_ptr, row.to(tl.int64), stored, stride_row, stride_column, N)
     for m in tl.static_range(N):

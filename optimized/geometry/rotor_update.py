@@ -8,15 +8,15 @@ from optimized.kernels import ceil_div, jit, launching, tl, use_triton
 
 MIN_LENGTH = 1e-6
 
-# A program owns a tile of slots and passes over all pairs in tiles, comparing every pair's slot with its own. The
-# trainer's call (a few slots, a few pairs) is one warp and one pass; 32 x 64 is as much as registers hold well.
+# A program owns a tile of slots, loops over all pairs in tiles, and compares each pair's slot with its own slots. The
+# trainer's few slots and pairs need one warp and one iteration. 32 x 64 is the largest tile that fits registers well.
 SMALL = {"BLOCK_SLOTS": 16, "BLOCK_PAIRS": 16, "num_warps": 1}
 LARGE = {"BLOCK_SLOTS": 32, "BLOCK_PAIRS": 64, "num_warps": 4}
-# The kernel does k * P comparisons. Beyond this many (some 20 us) the linear index_add_ is the better choice,
-# although its atomics make the order of accumulation vary on CUDA.
+# The kernel makes k * P comparisons. Above this number (about 20 us) the linear index_add_ is the better choice,
+# although its atomics vary the order of accumulation on CUDA.
 MAX_COMPARISONS = 1 << 24
 
-# Constants stand to the right of a tensor: the interpreter does not convert one on the left.
+# Write a constant to the right of a tensor: the interpreter does not convert a constant on the left.
 TWO_PI = tl.constexpr(2 * math.pi)
 PI = tl.constexpr(math.pi)
 HALF_PI = tl.constexpr(math.pi / 2)
@@ -31,20 +31,20 @@ def rotor_update(
     loss_delta: torch.Tensor,
     eta: float = 10.0,
 ) -> torch.Tensor:
-    """Turn each listed rotor angle against the change of the loss, in place; returns `theta`.
+    """Update the listed rotor angles in place, against the change of the loss, and return `theta`.
 
     For each row (i, j, slot) of `index`:
-    `theta[slot] += 0.01 * eta * (-loss_delta) * atan2(v_j, v_i) * hypot(v_i, v_j)`. A row is skipped where the
-    length is below 1e-6, an index is out of range, or the value is not finite. Slots may repeat and then
-    accumulate. At the end every angle is wrapped to [-pi, pi).
+    `theta[slot] += 0.01 * eta * (-loss_delta) * atan2(v_j, v_i) * hypot(v_i, v_j)`. A row is skipped if hypot is below
+    1e-6, an index is out of range, or the added value is not finite. The values of a repeated slot add up. Finally,
+    every angle is wrapped to [-pi, pi).
 
-    The host never waits for the device. float32 on CUDA takes the deterministic Triton kernel while k * P is
-    at most 2^24; everything else the vectorised form.
+    The host never waits for the device. The deterministic Triton kernel runs for float32 tensors on CUDA if k * P is at
+    most 2^24. All other inputs use the vectorised form.
 
     theta       [k], radians, changed in place
     velocity    [n], mean velocity over batch and window
     index       [P, 3] int64, rows (i, j, slot)
-    loss_delta  0-d, nudged minus free loss
+    loss_delta  0-d, nudged loss minus free loss
 
     Source: trainer2, technique 000.2.
     """
@@ -60,17 +60,17 @@ def rotor_update_vectorised(
     loss_delta: torch.Tensor,
     eta: float = 10.0,
 ) -> torch.Tensor:
-    """`rotor_update` in PyTorch operations on all pairs at once, on any device and dtype."""
+    """Compute `rotor_update` in PyTorch operations on all pairs at once, on any device and dtype."""
     slots, n, pairs = theta.shape[0], velocity.shape[0], index.shape[0]
     if slots and n and pairs:
         i, j, slot = index.unbind(1)
         valid = (i >= 0) & (i < n) & (j >= 0) & (j < n) & (slot >= 0) & (slot < slots)
-        # Clamped and zeroed rather than selected: a boolean index would have to tell the host its size.
+        # Clamp and zero instead of a boolean index: the host would have to wait for the size of its result.
         v_i = velocity[i.clamp(0, n - 1)]
         v_j = velocity[j.clamp(0, n - 1)]
         length = torch.hypot(v_i, v_j)
         delta = 0.01 * eta * (-loss_delta) * torch.atan2(v_j, v_i) * length
-        # Compared as the reference does, in double: 1e-6 in float32 is less than 1e-6.
+        # Compare in float64, as the reference does: 1e-6 rounded to float32 is less than 1e-6.
         valid &= (length.double() >= MIN_LENGTH) & torch.isfinite(delta)
         theta.index_add_(0, slot.clamp(0, slots - 1), torch.where(valid, delta, 0.0))
     turns = torch.floor((theta + math.pi) / (2 * math.pi))
@@ -87,7 +87,7 @@ def rotor_update_triton(
     loss_delta: torch.Tensor,
     eta: float = 10.0,
 ) -> torch.Tensor:
-    """`rotor_update` as one Triton kernel, float32: deterministic, O(k * P)."""
+    """Compute `rotor_update` with one Triton kernel in float32: deterministic, O(k * P)."""
     slots = theta.shape[0]
     if slots == 0:
         return theta
@@ -113,7 +113,7 @@ def rotor_update_triton(
 
 @jit
 def _hypot(x, y):
-    # Scaled by the longer side, so that no square overflows or underflows.
+    # Scale by the longer side, so that no square overflows or underflows.
     x, y = tl.abs(x), tl.abs(y)
     longer, shorter = tl.maximum(x, y), tl.minimum(x, y)
     ratio = tl.div_rn(shorter, tl.where(longer > 0, longer, 1.0))
@@ -122,7 +122,7 @@ def _hypot(x, y):
 
 @jit
 def _atan2(y, x):
-    # libdevice is not there under the interpreter. atan on [0, tan(pi/8)] is Cephes' atanf; the rest by symmetry.
+    # The interpreter has no libdevice. atan on [0, tan(pi/8)] is Cephes' atanf; symmetry gives all other values.
     ax, ay = tl.abs(x), tl.abs(y)
     longer, shorter = tl.maximum(ax, ay), tl.minimum(ax, ay)
     t = tl.div_rn(shorter, tl.where(longer > 0, longer, 1.0))
@@ -134,7 +134,7 @@ def _atan2(y, x):
     angle = tl.where(far, angle + QUARTER_PI, angle)
     angle = tl.where(ay > ax, -angle + HALF_PI, angle)
     angle = tl.where(x < 0, -angle + PI, angle)
-    # The sign bit, not y < 0: atan2(-0.0, -1) is -pi.
+    # Test the sign bit instead of y < 0: atan2(-0.0, -1) is -pi.
     return tl.where(y.to(tl.int32, bitcast=True) < 0, -angle, angle)
 
 
@@ -155,6 +155,11 @@ def _rotor_update_kernel(
     BLOCK_SLOTS: tl.constexpr,
     BLOCK_PAIRS: tl.constexpr,
 ):
+    """Add rate * -loss_delta * atan2(v_j, v_i) * hypot(v_i, v_j) of each pair to theta[slot], and wrap theta.
+
+    A program owns BLOCK_SLOTS slots, and loops over all pairs in tiles of BLOCK_PAIRS. There are no atomics, so the sum
+    is deterministic.
+    """
     own = tl.program_id(0) * BLOCK_SLOTS + tl.arange(0, BLOCK_SLOTS)
     total = tl.zeros((BLOCK_SLOTS,), dtype=tl.float32)
     scale = rate * -tl.load(loss_delta_ptr).to(tl.float32)
@@ -169,10 +174,10 @@ def _rotor_update_kernel(
         v_j = tl.load(velocity_ptr + j * stride_velocity, mask=valid, other=0.0).to(tl.float32)
         length = _hypot(v_i, v_j)
         delta = scale * _atan2(v_j, v_i) * length
-        # False for NaN too. The components as well: tl.maximum may hide a NaN in one of them.
+        # The comparisons are false for NaN too. Test the components as well: tl.maximum may drop a NaN in one of them.
         infinity = float("inf")
         finite = (tl.abs(v_i) < infinity) & (tl.abs(v_j) < infinity) & (tl.abs(delta) < infinity)
-        # 1e-6 becomes float32 here, which is less than 1e-6: a length that equals it is below.
+        # 1e-6 is rounded to float32 here, to less than 1e-6: a length that equals the rounded value is too short.
         delta = tl.where(valid & finite & (length > 1e-6), delta, 0.0)
         total += tl.sum(tl.where(slot[None, :] == own[:, None], delta[None, :], 0.0), axis=1)
     address = theta_ptr + own.to(tl.int64) * stride_theta

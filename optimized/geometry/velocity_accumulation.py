@@ -1,4 +1,4 @@
-"""Sum of velocities in place, in a tensor of its own (trainer2, technique 000.5)."""
+"""Running sum of velocities, added up in place in its own tensor (trainer2, technique 000.5)."""
 
 from collections.abc import Callable
 
@@ -6,10 +6,10 @@ import torch
 
 
 class VelocitySum:
-    """A running sum of velocities: cloned once, then added to in place, with no allocation a step.
+    """A running sum of velocities that is updated in place, without an allocation per step.
 
-    The clone is what makes it the same function: added to the first velocity itself, the sum would change the caller's
-    tensor, and handed out itself, it would change in the caller's hands. The sum carries no gradient.
+    `start` is cloned, so that the caller's tensor does not change. `value` returns a copy, so that later additions do
+    not change it. The sum carries no gradient.
 
     start  [B, n], the sum at the beginning; never written to
 
@@ -17,32 +17,32 @@ class VelocitySum:
     """
 
     def __init__(self, start: torch.Tensor) -> None:
-        # Contiguous: an expanded tensor has several elements in one place.
+        # Contiguous, because several elements of an expanded tensor share one address.
         self._sum = start.detach().clone(memory_format=torch.contiguous_format)
 
     def add(self, velocity: torch.Tensor) -> None:
-        """Add a velocity [B, n], of the same dtype and device."""
+        """Add a velocity [B, n] of the same dtype and device."""
         self._sum.add_(velocity.detach())
 
     def reset(self) -> None:
-        """Begin again from zero, in the same memory."""
+        """Set the sum to zero, in the same memory."""
         self._sum.zero_()
 
     def value(self) -> torch.Tensor:
-        """The sum so far, [B, n], as a copy: it stays as it is when more is added."""
+        """Return a copy of the sum so far, [B, n]. Later additions do not change it."""
         return self._sum.clone()
 
 
 def velocity_accumulation(start: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Build `window(velocities)`, which adds a window's velocities one after the other and returns the sum so far.
+    """Build `window(velocities)`, which adds a window's velocities one after another and returns the sum so far.
 
     start       [B, n], the sum at the beginning; never written to
     velocities  [W, B, n], of the same dtype and device
 
-    The sums carry no gradient. What is returned stays as it is when more is added.
+    The sums carry no gradient. Later windows do not change a sum that was returned.
 
-    As many kernels as without: what is saved is an allocation a step, and at sizes beyond the cache nothing of the
-    traffic.
+    This launches the same number of kernels as the reference. It saves one allocation per step, but no memory traffic
+    if the sum is larger than the cache.
 
     Source: trainer2, technique 000.5.
     """

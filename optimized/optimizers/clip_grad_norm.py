@@ -1,4 +1,4 @@
-"""Clipping gradients to a norm, all at once and on the device (eigenstate_lm, technique 004.7)."""
+"""Gradient clipping by the global norm, for all tensors at once on the device (eigenstate_lm, technique 004.7)."""
 
 from collections.abc import Sequence
 
@@ -8,10 +8,10 @@ EPS = 1e-6
 
 
 def clip_grad_norm(grads: Sequence[torch.Tensor], max_norm: float) -> torch.Tensor:
-    """Scale all gradients in place so that their norm together is at most about `max_norm`; what it was, 0-d.
+    """Scale all gradients in place to a global norm of at most about `max_norm`; return the norm before, 0-d.
 
-    They are multiplied by `min(1, max_norm / (norm + 1e-6))`, also where that is NaN. The host waits for nothing, so
-    that it can be captured in a CUDA graph.
+    Each gradient is multiplied by `min(1, max_norm / (norm + 1e-6))`, even if this factor is NaN. The host never waits
+    for the device, so a CUDA graph can capture the call.
 
     grads  of any shapes, of one dtype and device; at least one
 

@@ -1,4 +1,4 @@
-"""An exponential moving average of all weights in one launch (ups)."""
+"""Exponential moving average of all weights in one foreach operation (ups)."""
 
 from collections.abc import Callable, Sequence
 
@@ -8,8 +8,8 @@ import torch
 def ema(averages: Sequence[torch.Tensor], decay: float = 0.999) -> Callable[[Sequence[torch.Tensor]], None]:
     """Build `step(params)`, which moves each average towards its parameter: `a += (1 - decay) * (p - a)`.
 
-    averages  tensors of any shapes, changed in place; they begin as copies of the parameters
-    params    one for each average, of its shape
+    averages  tensors of any shapes, changed in place; initially copies of the parameters
+    params    one for each average, of its shape; another number of them raises ValueError
 
     Source: ups, the averaged weights of its operator.
     """

@@ -8,8 +8,8 @@ import torch
 from optimized.addresses import Addresses, are_aligned
 from optimized.kernels import ceil_div, jit, launching, tl, use_triton
 
-# 8 values a thread: with four arrays, eight 16-byte loads in flight, and registers for a fully occupied
-# multiprocessor.
+# 8 values per thread: with four arrays, these are eight 16-byte loads in flight, and few enough registers for full
+# occupancy.
 BLOCK = 2048
 NUM_WARPS = 8
 
@@ -26,9 +26,9 @@ def adamw(
     AdamW with decoupled weight decay (Loshchilov and Hutter, 2019), moments starting at 0:
     `p *= 1 - lr * weight_decay`, then `p -= lr * m_hat / (sqrt(v_hat) + eps)`.
 
-    float32 parameters on CUDA are updated by one Triton kernel over a table of addresses, deterministic and
-    without a host synchronisation; the powers of beta stay on the device, so that a step can be captured in a
-    CUDA graph as long as the gradients stay where they are. Everything else takes `adamw_torch`.
+    If all parameters are float32 on one GPU, one Triton kernel updates them through a table of addresses. It is
+    deterministic and needs no host synchronisation. The powers of beta stay on the device, so a CUDA graph can capture
+    a step, provided that the gradients keep their addresses. All other parameters use `adamw_torch`.
 
     params  tensors of any shapes, changed in place
     grads   one for each parameter, of its shape
@@ -48,16 +48,19 @@ def adamw_torch(
     eps: float = 1e-8,
     weight_decay: float = 1e-2,
 ) -> "TorchAdamW":
-    """`adamw` by torch's own `fused=True`, on any device and dtype."""
+    """Build `adamw` with torch.optim.AdamW, on any device and dtype.
+
+    Contiguous parameters use `fused=True`, the others `foreach=True`.
+    """
     return TorchAdamW(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
 
 
 class TorchAdamW:
-    """The step of `adamw_torch`, and its state."""
+    """Step of `adamw_torch`, with its state."""
 
     def __init__(self, params: Sequence[torch.Tensor], options: dict[str, Any]) -> None:
         self.params = list(params)
-        # fused=True walks the memory of contiguous tensors; given any other it is silently wrong on the CPU.
+        # fused=True assumes contiguous tensors. For any other it is silently wrong on the CPU.
         flat = [p for p in self.params if p.is_contiguous()]
         strided = [p for p in self.params if not p.is_contiguous()]
         self.optimizers = []
@@ -70,20 +73,20 @@ class TorchAdamW:
     def __call__(self, grads: Sequence[torch.Tensor]) -> None:
         self.steps += 1
         for p, grad in zip(self.params, grads, strict=True):
-            # The fused kernel compares strides also where they mean nothing, along a dimension of one.
+            # The fused kernel compares strides even along a dimension of size 1, where they have no meaning.
             same = p.stride() == grad.stride() or not p.is_contiguous()
             p.grad = grad if same else torch.empty_like(p).copy_(grad)
         for optimizer in self.optimizers:
             optimizer.step()
 
     def state_dict(self) -> dict[str, Any]:
-        """Copies of both moments of each parameter, and the steps made; the reference reads them, too."""
+        """Return copies of both moments of each parameter, and the number of steps; the reference can load them."""
         merged = {p: state for optimizer in self.optimizers for p, state in optimizer.state.items()}
         moments = [moments_of(merged.get(p, {}), p) for p in self.params]
         return {"first": [m for m, _ in moments], "second": [v for _, v in moments], "steps": self.steps}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take on a state, by copying."""
+        """Load a state, by copying."""
         self.steps = state["steps"]
         moments = dict(zip(self.params, zip(state["first"], state["second"], strict=True), strict=True))
         for optimizer in self.optimizers:
@@ -93,7 +96,7 @@ class TorchAdamW:
 
 
 def moments_of(state: Mapping[str, Any], p: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Copy both moments of a parameter from torch.optim.AdamW's state of it; zeros before its first step."""
+    """Return copies of both moments from torch.optim.AdamW's state of a parameter; zeros before the first step."""
     if not state:
         return torch.zeros_like(p), torch.zeros_like(p)
     return state["exp_avg"].clone(), state["exp_avg_sq"].clone()
@@ -119,20 +122,20 @@ def adamw_triton(
     eps: float = 1e-8,
     weight_decay: float = 1e-2,
 ) -> "_TritonAdamW":
-    """`adamw` as one Triton kernel for all float32 parameters of one device."""
+    """Build `adamw` with one Triton kernel for all parameters, which are float32 and on one device."""
     return _TritonAdamW(params, lr, betas, eps, weight_decay)
 
 
 class _TritonAdamW:
-    """The step, with its tables: each tensor's addresses, and each program's tensor and place in it."""
+    """Step of `adamw_triton`, with its tables: the addresses of each tensor, and each program's tensor and offset."""
 
     def __init__(self, params, lr, betas, eps, weight_decay):
         self.params = list(params)
         self.lr, self.betas, self.eps, self.weight_decay = lr, betas, eps, weight_decay
         self.first = [torch.zeros_like(p) for p in self.params]
         self.second = [torch.zeros_like(p) for p in self.params]
-        # Moments take a dense parameter's strides, so that all four arrays are walked in memory order. A parameter
-        # with gaps has none to share: a dense copy of it is updated, and copied back.
+        # The moments of a dense parameter have its strides, so that all four arrays are read in memory order. For a
+        # parameter with gaps, a dense copy is updated and copied back.
         self.copies = {
             i: torch.empty_like(m)
             for i, (p, m) in enumerate(zip(self.params, self.first, strict=True))
@@ -140,7 +143,7 @@ class _TritonAdamW:
         }
         self.live = [i for i, p in enumerate(self.params) if p.numel()]
         device = self.params[0].device if self.params else torch.device("cpu")
-        # On the device, where the replay of a CUDA graph counts, too.
+        # On the device, so that replays of a CUDA graph are counted, too.
         self.steps = torch.zeros((), dtype=torch.int64, device=device)
         if not self.live:
             return
@@ -156,7 +159,7 @@ class _TritonAdamW:
         self.moments = torch.tensor(moments, dtype=torch.int64, device=device)
         self.moments_aligned = are_aligned(moments)
         self.addresses = Addresses(device)
-        # beta ** step in float64: in float32 1 - beta ** step would lose most of its digits at the first steps.
+        # beta ** step is float64: in float32, 1 - beta ** step would lose most of its digits in the first steps.
         self.powers = torch.ones(2, dtype=torch.float64, device=device)
         self.factors = torch.tensor(self.betas, dtype=torch.float64, device=device)
 
@@ -167,7 +170,7 @@ class _TritonAdamW:
         self.steps.add_(1)
         if not self.live:
             return
-        # Both lists are held until the launch, so that no temporary's memory is reused before.
+        # Keep both lists alive until the launch, so that the memory of temporaries is not reused before it.
         updated, dense = [], []
         for i in self.live:
             p, grad, m = self.params[i], grads[i], self.first[i]
@@ -200,18 +203,18 @@ class _TritonAdamW:
             self.params[i].copy_(copy)
 
     def state_dict(self) -> dict[str, Any]:
-        """Copies of both moments of each parameter, and the steps made; the reference reads them, too."""
+        """Return copies of both moments of each parameter, and the number of steps; the reference can load them."""
         moments = {"first": [m.clone() for m in self.first], "second": [v.clone() for v in self.second]}
         return {**moments, "steps": int(self.steps)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take on a state, by copying."""
+        """Load a state, by copying."""
         for own, given in zip((*self.first, *self.second), (*state["first"], *state["second"]), strict=True):
             own.copy_(given)
         self.steps.fill_(state["steps"])
         if self.live:
             self.powers.fill_(1.0)
-            for _ in range(state["steps"]):  # multiplied as the steps did, so that they round alike
+            for _ in range(state["steps"]):  # multiply as the steps do, for the same rounding
                 self.powers.mul_(self.factors)
 
 
@@ -234,8 +237,9 @@ def _adamw_block(
     BLOCK: tl.constexpr,
     WHOLE: tl.constexpr,
 ):
+    """Update the BLOCK elements of one parameter from `offset` on, as `_adamw_kernel` says."""
     at = offset + tl.arange(0, BLOCK)
-    # A mask would split the vector accesses: whole blocks go without.
+    # A mask would split the vector accesses, so whole blocks have none.
     mask = None if WHOLE else at < size
     p = tl.load(p_ptr + at, mask=mask)
     g = tl.load(g_ptr + at, mask=mask)
@@ -268,8 +272,13 @@ def _adamw_kernel(
     BLOCK: tl.constexpr,
     ALIGNED: tl.constexpr,
 ):
+    """Compute m = beta1 m + (1 - beta1) g, v = beta2 v + (1 - beta2) g^2 and p = decay p - rate m / (root + eps).
+
+    rate = lr / (1 - beta1^t) and root = sqrt(v) / sqrt(1 - beta2^t). Each program updates BLOCK elements of one tensor:
+    row `owner[program]` of the address table, from element `offset[program]` on.
+    """
     row = tl.load(owner_ptr + tl.program_id(0))
-    # A multiple of the block, which the compiler cannot see in a loaded number.
+    # The offset is a multiple of BLOCK, which the compiler cannot infer for a loaded value.
     offset = tl.multiple_of(tl.load(offset_ptr + tl.program_id(0)), BLOCK)
     size = tl.load(sizes_ptr + row)
     p_ptr = tl.load(addresses_ptr + row).to(tl.pointer_type(tl.float32))

@@ -1,4 +1,4 @@
-"""The gradient of a large batch, a micro-batch at a time (eigenstate_lm, technique 004.3; ups, technique 002.2)."""
+"""Gradient of a large batch, one micro-batch at a time (eigenstate_lm, technique 004.3; ups, technique 002.2)."""
 
 from collections.abc import Callable, Sequence
 
@@ -10,17 +10,18 @@ Loss = Callable[..., torch.Tensor]
 def gradient_accumulation(
     loss: Loss, weights: Sequence[torch.Tensor], batch: Sequence[torch.Tensor], rows: int
 ) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """The mean loss of a batch, 0-d, and its gradient by each weight.
+    """Return the mean loss of a batch, 0-d, and its gradient with respect to each weight.
 
-    Micro-batches are weighted by their rows, so that a last one which is shorter counts for no more than it has; the
-    source divides by their number. What a forward keeps is that of a micro-batch; the gradients are added up in place.
+    Each micro-batch is weighted by its number of rows, so that a shorter last one has the right weight; the source
+    divides by the number of micro-batches. Only the activations of one micro-batch are kept at a time. The gradients
+    are added up in place.
 
-    loss     (weights, *batch) → the mean over the batch's rows, 0-d; no row may matter to another
-    weights  leaves that want a gradient
-    batch    tensors with the rows in their first dimension; one row or more
-    rows     of a micro-batch
+    loss     (weights, *batch) → the mean over the batch's rows, 0-d; the rows must be independent of each other
+    weights  leaves that require a gradient
+    batch    tensors with the rows in their first dimension, at least one row
+    rows     rows of a micro-batch, at least 1
 
-    ValueError for a micro-batch of no row.
+    Raises ValueError if a micro-batch or the batch has no row.
 
     Source: eigenstate_lm, technique 004.3.
     """

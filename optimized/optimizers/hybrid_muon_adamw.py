@@ -1,4 +1,4 @@
-"""Muon for the matrices and AdamW for the other parameters, each for all of them at once (ups, technique 002.8)."""
+"""Muon for the matrices and AdamW for the other parameters, both over all tensors at once (ups, technique 002.8)."""
 
 import functools
 from collections.abc import Sequence
@@ -18,11 +18,11 @@ def hybrid_muon_adamw(
 ) -> Hybrid:
     """Build `step(grads)`, which sets each parameter's `.grad` and updates the parameters in place.
 
-    Tensors of two dimensions are Muon's; biases, norms and what has more dimensions are AdamW's. Both have the same
-    learning rate and weight decay.
+    Muon updates the two-dimensional tensors. AdamW updates all others: biases, norms, and tensors of more dimensions.
+    Both use the same learning rate and weight decay.
 
     params  tensors of any shapes, changed in place
-    dtype   what Muon orthogonalizes float32 matrices in
+    dtype   dtype in which Muon orthogonalizes float32 matrices
     grads   one for each parameter, of its shape
 
     Source: ups, technique 002.8.

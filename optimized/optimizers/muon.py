@@ -1,7 +1,8 @@
-"""Muon over all matrices of a shape at once (ups, technique 002.8).
+"""Muon over many matrices at once (ups, technique 002.8).
 
-One kernel updates the momenta, one makes all products of the Newton–Schulz iteration, and one updates the parameters.
-Of a symmetric product only the tiles on one side of the diagonal are computed.
+One kernel updates the momenta, one computes all products of the Newton–Schulz iteration, and one updates the
+parameters. For a symmetric product only the tiles on one side of the diagonal are computed. Without the kernels, all
+matrices of a shape are updated at once.
 """
 
 import itertools
@@ -18,9 +19,9 @@ COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 ITERATIONS = 5
 MOMENTUM = 0.95
 EPS = 1e-7
-# One program updates so many rows and columns of a matrix.
+# Rows and columns of a matrix that one program updates.
 SQUARE = 64
-# The rows of momenta are padded to multiples of so many elements: 32 bytes, for vector accesses.
+# Rows of momenta are padded to a multiple of this number of elements, 32 bytes, for vector accesses.
 PADDED_TO = 8
 
 
@@ -34,14 +35,14 @@ def muon(
     """Build `step(grads)`, which sets each parameter's `.grad` and updates the parameters in place.
 
     Muon with Nesterov momentum and decoupled weight decay (Jordan, 2024), momenta starting at 0:
-    `m += (1 - momentum) * (g - m)`; of `g + momentum * (m - g)` the orthogonalized matrix o is taken;
-    `p *= 1 - lr * weight_decay`, then `p -= lr * sqrt(max(1, rows / columns)) * o`.
+    `m += (1 - momentum) * (g - m)`; o is `g + momentum * (m - g)`, orthogonalized; `p *= 1 - lr * weight_decay`, then
+    `p -= lr * sqrt(max(1, rows / columns)) * o`.
 
-    float32 parameters on CUDA take Triton kernels, without a host synchronisation. Everything else takes
-    `muon_torch`.
+    If all parameters are float32 on one GPU, Triton kernels update them without a host synchronisation. All other
+    parameters use `muon_torch`.
 
     params  matrices [rows, columns], changed in place
-    dtype   what float32 matrices are orthogonalized in; torch.optim.Muon does so in bfloat16
+    dtype   dtype in which float32 matrices are orthogonalized; torch.optim.Muon uses bfloat16
     grads   one for each parameter, of its shape
 
     Source: ups, technique 002.8.
@@ -59,12 +60,12 @@ def muon_torch(
     weight_decay: float = 0.03,
     dtype: torch.dtype = torch.bfloat16,
 ) -> "TorchMuon":
-    """`muon` by batched products of torch's, on any device and dtype."""
+    """Build `muon` with batched products of torch, on any device and dtype."""
     return TorchMuon(list(params), lr, momentum, weight_decay, dtype)
 
 
 class TorchMuon:
-    """The step of `muon_torch`, and its state."""
+    """Step of `muon_torch`, with its state."""
 
     def __init__(
         self, params: list[torch.Tensor], lr: float, momentum: float, weight_decay: float, dtype: torch.dtype
@@ -83,11 +84,11 @@ class TorchMuon:
             momentum_step(group, held, given, self.lr, self.momentum, self.weight_decay, self.dtype)
 
     def state_dict(self) -> dict[str, Any]:
-        """Copies of the momenta, one for each matrix; the reference reads them, too."""
+        """Return copies of the momenta, one for each matrix; the reference can load them, too."""
         return {"momenta": [m.clone() for m in self.momenta]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take on a state, by copying."""
+        """Load a state, by copying."""
         for own, given in zip(self.momenta, state["momenta"], strict=True):
             own.copy_(given)
 
@@ -101,7 +102,7 @@ def momentum_step(
     weight_decay: float,
     dtype: torch.dtype,
 ) -> None:
-    """Step matrices of one shape, which are changed in place, as their momenta are; arguments as `muon`'s."""
+    """Update matrices of one shape, and their momenta, in place; the other arguments are those of `muon`."""
     torch._foreach_lerp_(momenta, grads, 1 - momentum)
     update, own = torch.stack(torch._foreach_lerp(grads, momenta, momentum)), group[0].dtype
     update = orthogonalized(update.to(dtype) if own == torch.float32 else update)
@@ -110,8 +111,7 @@ def momentum_step(
 
 
 def orthogonalized(matrices: torch.Tensor) -> torch.Tensor:
-    """Each of the matrices [count, rows, columns] with singular values near 1, by five steps of a Newton–Schulz
-    iteration."""
+    """Return matrices [count, rows, columns] with their singular values moved near 1, by five Newton–Schulz steps."""
     tall = matrices.shape[1] > matrices.shape[2]
     x = matrices.mT if tall else matrices
     x = x / torch.linalg.vector_norm(x, dim=(1, 2), keepdim=True).clamp(min=EPS)
@@ -130,16 +130,16 @@ def muon_triton(
     dtype: torch.dtype = torch.bfloat16,
     in_strips: bool = True,
 ) -> "_TritonMuon":
-    """`muon` by Triton kernels for the float32 parameters of one device, whatever their shapes.
+    """Build `muon` with Triton kernels for parameters of any shapes, which are float32 and on one device.
 
-    in_strips  on Hopper GPUs and in half precision, products keep operands in shared memory, if any matrix has more
-               than 64 rows and columns
+    in_strips  compute the products with `newton_schulz_strips`, which keeps operands in shared memory: on Hopper GPUs,
+               in half precision, and if any matrix has more than 64 rows and columns
     """
     return _TritonMuon(list(params), lr, momentum, weight_decay, dtype, in_strips)
 
 
 def places_by_shape(params: Sequence[torch.Tensor]) -> list[list[int]]:
-    """The places of the parameters with elements, together with those of the same shape."""
+    """Return the indices of the parameters with elements, grouped by shape."""
     places: dict[torch.Size, list[int]] = {}
     for i, p in enumerate(params):
         if p.numel():
@@ -153,7 +153,7 @@ def _rate(lr: float, p: torch.Tensor) -> float:
 
 
 class _TritonMuon:
-    """The step, with its tables: of each matrix, and of each program's matrix and tile."""
+    """Step of `muon_triton`, with its tables: one row for each matrix, or each program's matrix and tile."""
 
     def __init__(
         self,
@@ -183,7 +183,7 @@ class _TritonMuon:
         sizes = [rows * _padded(columns) for rows, columns in shapes]
         self.spans = dict(zip(self.live, itertools.accumulate([0, *sizes]), strict=False))
         self.momenta = torch.zeros(sum(sizes), device=device)
-        # The products' matrices are wide, and padded to whole panels.
+        # The products use wide matrices (rows <= columns), padded to whole tiles.
         is_tall = [rows > columns for rows, columns in shapes]
         padded = [sides[::-1] if tall else sides for sides, tall in zip(products.shapes, is_tall, strict=True)]
         self.shapes = on_device([n for pair in zip(shapes, padded, strict=True) for shape in pair for n in shape])
@@ -193,7 +193,7 @@ class _TritonMuon:
         ]
         self.places, self.results = on_device([n for at in places for n in at]), on_device(products.results)
         self.rates = on_device([_rate(lr, p) for p in matrices], torch.float32)
-        # A parameter's own rows begin at multiples of 16 bytes or they do not.
+        # Whether all rows of a parameter begin at multiples of 32 bytes, for vector accesses.
         in_vectors = [columns % PADDED_TO == 0 for _, columns in shapes]
         self.elements = [
             (_tiles(padded, SQUARE, device, [i for i, found in enumerate(in_vectors) if found == vectors]), vectors)
@@ -207,7 +207,7 @@ class _TritonMuon:
             p.grad = grad
         if not self.live:
             return
-        # Held until the last launch, so that no temporary's memory is reused before.
+        # Keep both lists alive until the last launch, so that the memory of temporaries is not reused before it.
         dense = [grads[i].contiguous() for i in self.live]
         updated = [self.params[i].contiguous() for i in self.live]
         self.addresses.send([*dense, *updated])
@@ -233,16 +233,16 @@ class _TritonMuon:
                 self.params[i].copy_(copy)
 
     def state_dict(self) -> dict[str, Any]:
-        """Copies of the momenta, one for each matrix; the reference reads them, too."""
+        """Return copies of the momenta, one for each matrix; the reference can load them, too."""
         return {"momenta": [self._momentum(i).clone() for i in range(len(self.params))]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take on a state, by copying."""
+        """Load a state, by copying."""
         for i, given in enumerate(state["momenta"]):
             self._momentum(i).copy_(given)
 
     def _momentum(self, i: int) -> torch.Tensor:
-        """A view of a matrix's momentum."""
+        """Return a view of a matrix's momentum."""
         p = self.params[i]
         if not p.numel():
             return torch.zeros_like(p)
@@ -251,7 +251,7 @@ class _TritonMuon:
         return self.momenta[self.spans[i] : self.spans[i] + rows * stride].view(rows, stride)[:, :columns]
 
     def _orthogonalize(self) -> None:
-        """Update the momenta, and leave in the products' room what they are orthogonalized to."""
+        """Update the momenta, and write the orthogonalized updates to `products.room`."""
         for tiles, vectors in self.elements:
             _momentum_kernel[(len(tiles),)](
                 self.addresses.table,
@@ -277,7 +277,7 @@ def _padded(size: int) -> int:
 
 
 def _tiles(shapes: Sequence[tuple[int, int]], tile: int, device: torch.device, only: Sequence[int]) -> torch.Tensor:
-    """(matrix, row, column) of each tile of some matrices, int32."""
+    """Return (matrix, row, column) of each tile of the matrices `only`, int32 [tiles, 3]."""
     found = [
         (matrix, i, j)
         for matrix in only
@@ -289,7 +289,7 @@ def _tiles(shapes: Sequence[tuple[int, int]], tile: int, device: torch.device, o
 
 @jit
 def _tile_of(tiles_ptr, shapes_ptr):
-    """This program's matrix, its tile's row and column, and the matrix's padded shape."""
+    """Return this program's matrix, the row and column of its tile, and the padded shape of the matrix."""
     tiles_ptr += tl.program_id(0) * 3
     matrix = tl.load(tiles_ptr)
     rows = tl.multiple_of(tl.load(shapes_ptr + 4 * matrix + 2).to(tl.int32), 32)
@@ -299,7 +299,7 @@ def _tile_of(tiles_ptr, shapes_ptr):
 
 @jit
 def _shape_of(matrix, shapes_ptr, ALIGNED: tl.constexpr):
-    """The shape of a parameter."""
+    """Return the shape of a parameter."""
     rows = tl.load(shapes_ptr + 4 * matrix).to(tl.int32)
     columns = tl.load(shapes_ptr + 4 * matrix + 1).to(tl.int32)
     if ALIGNED:
@@ -309,7 +309,7 @@ def _shape_of(matrix, shapes_ptr, ALIGNED: tl.constexpr):
 
 @jit
 def _elements_of(i, j, rows, columns, TILE: tl.constexpr):
-    """Rows, columns and mask of the elements of a tile."""
+    """Return the rows, columns and mask of a tile's elements."""
     row = i * TILE + tl.arange(0, TILE)[:, None]
     column = j * TILE + tl.arange(0, TILE)[None, :]
     return row, column, (row < rows) & (column < columns)
@@ -331,6 +331,11 @@ def _momentum_kernel(
     PANEL: tl.constexpr,
     ALIGNED: tl.constexpr,
 ):
+    """Compute m += (1 - momentum) * (g - m), and update = g + momentum * (m - g), the input of the products.
+
+    A program computes one [TILE, TILE] tile of one matrix. It stores m, the sum of update^2 over the tile, and the
+    update in panels, rounded: as it is, transposed, or both.
+    """
     matrix, i, j, rows, columns = _tile_of(tiles_ptr, shapes_ptr)
     own_rows, own_columns = _shape_of(matrix, shapes_ptr, ALIGNED)
     places_ptr += 4 * matrix
@@ -339,7 +344,7 @@ def _momentum_kernel(
     if ALIGNED:
         g_ptr = tl.multiple_of(g_ptr, 16)
     row, column, mask = _elements_of(i, j, rows, columns, TILE)
-    # x's padding is written, too: gradients that are not finite have left other values than 0 there.
+    # Write the padding of x, too: after gradients that are not finite it may hold values other than 0.
     inside = (row < own_rows) & (column < own_columns)
     g = tl.load(g_ptr + row * own_columns + column, mask=inside, other=0.0)
     at = row * tl.multiple_of(tl.load(places_ptr + 1), 8) + column
@@ -374,6 +379,11 @@ def _update_kernel(
     PANEL: tl.constexpr,
     ALIGNED: tl.constexpr,
 ):
+    """Compute p = decay * p - rate * update, with the result of the products as the update.
+
+    A program computes one [TILE, TILE] tile of one matrix. The result is stored in panels; that of a tall matrix is
+    transposed.
+    """
     matrix, i, j, rows, columns = _tile_of(tiles_ptr, shapes_ptr)
     own_rows, own_columns = _shape_of(matrix, shapes_ptr, ALIGNED)
     x_ptr += tl.load(results_ptr + matrix) * PANEL

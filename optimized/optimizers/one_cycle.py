@@ -1,4 +1,4 @@
-"""A learning rate that rises and falls, looked up on the device (eigenstate_lm, technique 004.5)."""
+"""One-cycle learning rate, looked up in a table on the device (eigenstate_lm, technique 004.5)."""
 
 import functools
 
@@ -8,15 +8,15 @@ WARM_UP = 0.1
 
 
 def one_cycle(steps: torch.Tensor, total_steps: int, max_lr: float) -> torch.Tensor:
-    """The rate of each step, float64 [N]: up a cosine to `max_lr` over the first tenth, and down to almost nothing.
+    """Return the learning rate of each step, float64 [N].
 
-    torch's OneCycleLR, run through once on the host; from then on a table on the device, so that a step counted there
-    finds its rate without the host, within a CUDA graph too.
+    The rate rises to `max_lr` over the first tenth of the steps, then falls to almost 0. Both curves are cosines.
+
+    torch's OneCycleLR runs once on the host and fills a table on the device. A step that is counted on the device then
+    finds its rate without the host, also within a CUDA graph.
 
     steps        int64 [N], from 0, below `total_steps`
-    total_steps  more than 10
-
-    ValueError for fewer.
+    total_steps  more than 10, else ValueError
 
     Source: eigenstate_lm, technique 004.5.
     """

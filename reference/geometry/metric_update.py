@@ -1,4 +1,4 @@
-"""Update of the diagonal metric, with the host looking on (trainer2)."""
+"""Update of the diagonal metric, with a host synchronisation (trainer2)."""
 
 import torch
 
@@ -11,14 +11,14 @@ def metric_update(
     loss_delta: torch.Tensor,
     eta: float = 10.0,
 ) -> torch.Tensor:
-    """Move the metric with the change of the loss along the velocity, in place; returns `metric_diag`.
+    """Update the metric in place from the change of the loss along the velocity, and return `metric_diag`.
 
-    `g += eta * loss_delta * v^2 / (sum v^2 + 1e-8)`, clamped to [0.01, 100]. The metric stays as it is where that step
-    is not finite: where the loss or the velocity is not, or overflows on the way.
+    `g += eta * loss_delta * v^2 / (sum v^2 + 1e-8)`, clamped to [0.01, 100]. If any element of that step is not finite,
+    because the loss or the velocity is not finite or overflows, the whole metric stays unchanged.
 
     metric_diag       [n], changed in place
     velocity_rotated  [n], mean velocity over batch and window, rotated
-    loss_delta        0-d, nudged minus free loss
+    loss_delta        0-d, nudged loss minus free loss
 
     Source: trainer2, metric update.
     """

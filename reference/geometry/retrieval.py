@@ -1,4 +1,4 @@
-"""Retrieval by distance in the metric, over all candidates laid side by side (trainer2, technique 000.F1)."""
+"""Retrieval by distance in the metric, over the concatenated candidates (trainer2, technique 000.F1)."""
 
 import torch
 
@@ -17,11 +17,11 @@ def retrieval(
     beta: float = 5.0,
     eps: float = 1e-8,
 ) -> torch.Tensor:
-    """The mean state of each query's candidates, [B, D], weighted by `softmax(-beta * cost)`.
+    """Return the mean state of each query's candidates, [B, D], weighted by `softmax(-beta * cost)`.
 
     `cost = curvature * sqrt(max(d' g d, 0) + eps)` with `d = candidate - query`. A query's candidates are its own and
-    those of the memory, which all queries share. An empty slot gets no weight whatever it holds, NaN included; with no
-    filled slot at all the answer is 0.
+    those of the memory, which all queries share. An empty slot has weight 0, even if it holds NaN. A query without any
+    filled slot returns 0.
 
     query               [B, n]
     curvature           [B], R_sc
@@ -32,7 +32,7 @@ def retrieval(
     memory_states       [M, D]
     memory_filled       [M] bool
     metric              [n, n] or [B, n, n]; None if metric_diag is given
-    metric_diag         [n] or None; when given it alone is the metric
+    metric_diag         [n] or None; if given, it is used instead of metric
 
     Source: trainer2, technique 000.F1.
     """
@@ -41,7 +41,7 @@ def retrieval(
     every_state = torch.cat([states, memory_states.expand(batch, -1, -1)], dim=1)
     full = torch.cat([filled, memory_filled.expand(batch, -1)], dim=1)
 
-    # Masked before anything is multiplied: 0 * NaN is NaN, in the gradient too.
+    # Mask before any multiplication: 0 * NaN is NaN, in the gradient too.
     d = torch.where(full[..., None], every_coordinate - query[:, None], 0.0)
     every_state = torch.where(full[..., None], every_state, 0.0)
     if metric_diag is not None:
@@ -50,11 +50,11 @@ def retrieval(
         form = torch.einsum("bki,bij,bkj->bk", d, metric, d)
     else:
         form = torch.einsum("bki,ij,bkj->bk", d, metric, d)
-    # 1 where the slot is empty: the root has no derivative at 0.
+    # 1 in empty slots: the square root has no derivative at 0.
     form = torch.where(full, form, 1.0)
     cost = curvature[:, None] * torch.sqrt(torch.clamp(form, min=0) + eps)
 
     logits = (-beta * cost).masked_fill(~full, torch.finfo(cost.dtype).min)
-    # With no filled slot all logits are equal, and all weights are struck out.
+    # Without any filled slot all logits are equal, and the mask sets all weights to 0.
     weights = torch.softmax(logits, dim=1).masked_fill(~full, 0.0)
     return torch.einsum("bk,bkd->bd", weights, every_state)

@@ -1,13 +1,13 @@
-"""The rotor: Givens rotations of a vector's coordinates, one after the other (trainer2, technique 000.F4)."""
+"""The rotor: Givens rotations of a vector's coordinates, one after another (trainer2, technique 000.F4)."""
 
 import torch
 
 
 def rotor_index(n: int, k: int, device: torch.device | str | None = None) -> torch.Tensor:
-    """Rows (i, j, slot) of the k Givens rotations on n coordinates, int64 [k, 3], in the order they are applied.
+    """Return rows (i, j, slot) of the k Givens rotations on n coordinates, int64 [k, 3], in the order of application.
 
-    In layer l pair j joins (2j + l) mod n and the coordinate after it, and owns slot l * (n / 2) + j. The last of the
-    ceil(k / (n / 2)) layers may lack pairs. ValueError for an odd n, which has no pairing.
+    Pair j of layer l rotates coordinate i = (2j + l) mod n and the next one, (i + 1) mod n, by the angle in slot
+    l * (n / 2) + j. The last of the ceil(k / (n / 2)) layers may have fewer pairs. Raises ValueError if n is odd.
     """
     if n % 2:
         raise ValueError(f"a rotor joins coordinates in pairs: n must be even, not {n}")
@@ -20,11 +20,12 @@ def rotor_index(n: int, k: int, device: torch.device | str | None = None) -> tor
 
 
 def rotor_apply(theta: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    """x rotated by the rotor, [..., n], in fresh memory.
+    """Return x rotated by the rotor, [..., n], in a new tensor.
 
-    One Givens rotation after the other, as `rotor_index` lists them: `a' = c a - s b`, `b' = s a + c b`.
+    The Givens rotations are applied one after another, in the order of `rotor_index`: `a' = c a - s b`,
+    `b' = s a + c b`.
 
-    theta  [k], radians; the rotation of a slot beyond k is by 0
+    theta  [k], radians; pairs with slots from k on are not rotated
     x      [..., n], n even, else ValueError
 
     Source: trainer2, technique 000.F4.
@@ -37,12 +38,13 @@ def rotor_apply(theta: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
 
 
 def folded_metric(theta: torch.Tensor, metric: torch.Tensor, n: int) -> torch.Tensor:
-    """`R' g R`, [n, n], R the rotor's matrix: the metric in which distances are those of rotated coordinates in g.
+    """Return `R' g R`, [n, n], where R is the matrix of the rotor and g the metric.
 
-    `(R d)' g (R d) = d' (R' g R) d`, so that with it nothing need be rotated at all.
+    A distance in this metric equals the distance between the rotated coordinates in g, because
+    `(R d)' g (R d) = d' (R' g R) d`. Coordinates then need no rotation.
 
     theta   [k], radians
-    metric  [n, n], or [n] for a diagonal one
+    metric  g, [n, n], or [n] for a diagonal one
     """
     rotor = rotor_apply(theta, torch.eye(n, dtype=theta.dtype, device=theta.device)).mT
     return rotor.mT @ (torch.diag(metric) if metric.dim() == 1 else metric) @ rotor

@@ -1,4 +1,4 @@
-"""Stored coordinates that are rotated at every query (trainer2, technique 000.F4)."""
+"""Stored coordinates, all rotated again at every query (trainer2, technique 000.F4)."""
 
 from collections.abc import Callable
 
@@ -8,7 +8,7 @@ from reference.geometry.rotor_apply import rotor_apply
 
 
 class RotorCache:
-    """Stored coordinates, rotated anew whenever they are asked for.
+    """Stored coordinates, which every call of `rotated` rotates again.
 
     theta        [k], radians
     coordinates  [M, n], copied; n even, else ValueError
@@ -20,12 +20,12 @@ class RotorCache:
 
     @torch.no_grad()
     def set_theta(self, theta: torch.Tensor) -> None:
-        """Rotate by these angles from now on; later changes of `theta` itself are not seen."""
+        """Use these angles from now on. They are copied, so later changes of `theta` have no effect."""
         self.theta = theta.detach().clone()
 
     @torch.no_grad()
     def write(self, slots: torch.Tensor, coordinates: torch.Tensor) -> None:
-        """Store `coordinates` [W, n] in `slots`, int64 [W], each in [0, M). Of equal slots the last one counts."""
+        """Store `coordinates` [W, n] in `slots`, int64 [W], each in [0, M). A repeated slot gets its last row."""
         if slots.shape[0]:
             rows = torch.arange(slots.shape[0], device=slots.device)
             last = torch.where(slots[:, None] == slots, rows, -1).amax(1)
@@ -33,14 +33,14 @@ class RotorCache:
 
     @torch.no_grad()
     def rotated(self) -> torch.Tensor:
-        """The stored coordinates, rotated, [M, n]. Not to be written to; valid until the next change."""
+        """Return the rotated coordinates, [M, n]. Do not write to them; they are valid until the next change."""
         return rotor_apply(self.theta, self.coordinates)
 
 
 def rotor_cache(
     theta: torch.Tensor, coordinates: torch.Tensor
 ) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]:
-    """Build `step(slots, written, theta=None)`: set theta if it is given, write, and return all rotated coordinates.
+    """Build `step(slots, written, theta=None)`, which sets theta if given, writes, and returns all rotated coordinates.
 
     Source: trainer2, technique 000.F4.
     """

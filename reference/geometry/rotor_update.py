@@ -15,17 +15,17 @@ def rotor_update(
     loss_delta: torch.Tensor,
     eta: float = 10.0,
 ) -> torch.Tensor:
-    """Turn each listed rotor angle against the change of the loss, in place; returns `theta`.
+    """Update the listed rotor angles in place, against the change of the loss, and return `theta`.
 
     For each row (i, j, slot) of `index`:
-    `theta[slot] += 0.01 * eta * (-loss_delta) * atan2(v_j, v_i) * hypot(v_i, v_j)`. A row is skipped where the
-    length is below 1e-6, an index is out of range, or the value is not finite. Slots may repeat and then
-    accumulate. At the end every angle is wrapped to [-pi, pi).
+    `theta[slot] += 0.01 * eta * (-loss_delta) * atan2(v_j, v_i) * hypot(v_i, v_j)`. A row is skipped if hypot is below
+    1e-6, an index is out of range, or the added value is not finite. The values of a repeated slot add up. Finally,
+    every angle is wrapped to [-pi, pi).
 
     theta       [k], radians, changed in place
     velocity    [n], mean velocity over batch and window
     index       [P, 3] int64, rows (i, j, slot)
-    loss_delta  0-d, nudged minus free loss
+    loss_delta  0-d, nudged loss minus free loss
 
     Source: trainer2, technique 000.2.
     """
@@ -49,9 +49,9 @@ def rotor_update(
 
 
 def wrap(theta: torch.Tensor) -> torch.Tensor:
-    """Angles in [-pi, pi); one that is there already is returned exactly."""
+    """Wrap angles to [-pi, pi). In float32, an angle that is already in this range stays exactly the same."""
     turns = torch.floor((theta + math.pi) / (2 * math.pi))
     wrapped = theta - 2 * math.pi * turns
-    # Rounding can land on either end.
+    # Rounding can give pi, or a value just below -pi.
     wrapped = torch.where(wrapped >= math.pi, -math.pi, wrapped)
     return torch.where(wrapped < -math.pi, -math.pi, wrapped)

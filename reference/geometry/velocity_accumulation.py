@@ -1,4 +1,4 @@
-"""Sum of velocities, a new tensor at every step (trainer2, technique 000.5)."""
+"""Running sum of velocities, with a new tensor at every step (trainer2, technique 000.5)."""
 
 from collections.abc import Callable
 
@@ -6,12 +6,12 @@ import torch
 
 
 def velocity_accumulation(start: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Build `window(velocities)`, which adds a window's velocities one after the other and returns the sum so far.
+    """Build `window(velocities)`, which adds a window's velocities one after another and returns the sum so far.
 
     start       [B, n], the sum at the beginning; never written to
     velocities  [W, B, n], of the same dtype and device
 
-    The sums carry no gradient. What is returned stays as it is when more is added.
+    The sums carry no gradient. Later windows do not change a sum that was returned.
 
     Source: trainer2, technique 000.5.
     """

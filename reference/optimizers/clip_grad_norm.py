@@ -1,4 +1,4 @@
-"""Clipping gradients to a norm, a tensor at a time (eigenstate_lm, technique 004.7)."""
+"""Gradient clipping by the global norm, one tensor at a time (eigenstate_lm, technique 004.7)."""
 
 import math
 from collections.abc import Sequence
@@ -9,9 +9,10 @@ EPS = 1e-6
 
 
 def clip_grad_norm(grads: Sequence[torch.Tensor], max_norm: float) -> torch.Tensor:
-    """Scale all gradients in place so that their norm together is at most about `max_norm`; what it was, 0-d.
+    """Scale all gradients in place to a global norm of at most about `max_norm`; return the norm before, 0-d.
 
-    They are multiplied by `min(1, max_norm / (norm + 1e-6))`, also where that is NaN. The host reads the norm of each.
+    Each gradient is multiplied by `min(1, max_norm / (norm + 1e-6))`, even if this factor is NaN. The host reads the
+    norm of each gradient.
 
     grads  of any shapes, of one dtype and device; at least one
 

@@ -27,7 +27,7 @@ def adamw(
 
 
 class AdamW:
-    """The step of `adamw`, and its state."""
+    """Step of `adamw`, with its state."""
 
     def __init__(
         self, params: Sequence[torch.Tensor], lr: float, betas: tuple[float, float], eps: float, weight_decay: float
@@ -52,12 +52,12 @@ class AdamW:
             p.sub_(lr * m_hat / (v_hat.sqrt() + self.eps))
 
     def state_dict(self) -> dict[str, Any]:
-        """Copies of both moments of each parameter, and the steps made; the optimized side reads them, too."""
+        """Return copies of both moments of each parameter, and the number of steps; `optimized` can load them, too."""
         moments = {"first": [m.clone() for m in self.first], "second": [v.clone() for v in self.second]}
         return {**moments, "steps": self.steps}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take on a state, by copying."""
+        """Load a state, by copying."""
         for own, given in zip((*self.first, *self.second), (*state["first"], *state["second"]), strict=True):
             own.copy_(given)
         self.steps = state["steps"]

@@ -1,4 +1,4 @@
-"""The gradient of a large batch at once (eigenstate_lm, technique 004.3; ups, technique 002.2)."""
+"""Gradient of a large batch in one backward (eigenstate_lm, technique 004.3; ups, technique 002.2)."""
 
 from collections.abc import Callable, Sequence
 
@@ -10,12 +10,12 @@ Loss = Callable[..., torch.Tensor]
 def gradient_accumulation(
     loss: Loss, weights: Sequence[torch.Tensor], batch: Sequence[torch.Tensor], rows: int
 ) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """The mean loss of a batch, 0-d, and its gradient by each weight.
+    """Return the mean loss of a batch, 0-d, and its gradient with respect to each weight.
 
-    loss     (weights, *batch) → the mean over the batch's rows, 0-d; no row may matter to another
-    weights  leaves that want a gradient
-    batch    tensors with the rows in their first dimension; one row or more
-    rows     of a micro-batch; here of no effect
+    loss     (weights, *batch) → the mean over the batch's rows, 0-d; the rows must be independent of each other
+    weights  leaves that require a gradient
+    batch    tensors with the rows in their first dimension, at least one row
+    rows     rows of a micro-batch; unused here
 
     Source: eigenstate_lm, technique 004.3.
     """

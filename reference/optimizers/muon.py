@@ -20,11 +20,11 @@ def muon(
     """Build `step(grads)`, which sets each parameter's `.grad` and updates the parameters in place.
 
     Muon with Nesterov momentum and decoupled weight decay (Jordan, 2024), momenta starting at 0:
-    `m += (1 - momentum) * (g - m)`; of `g + momentum * (m - g)` the orthogonalized matrix o is taken;
-    `p *= 1 - lr * weight_decay`, then `p -= lr * sqrt(max(1, rows / columns)) * o`.
+    `m += (1 - momentum) * (g - m)`; o is `g + momentum * (m - g)`, orthogonalized; `p *= 1 - lr * weight_decay`, then
+    `p -= lr * sqrt(max(1, rows / columns)) * o`.
 
     params  matrices [rows, columns], changed in place
-    dtype   what float32 matrices are orthogonalized in; torch.optim.Muon does so in bfloat16
+    dtype   dtype in which float32 matrices are orthogonalized; torch.optim.Muon uses bfloat16
     grads   one for each parameter, of its shape
 
     Source: ups, technique 002.8.
@@ -33,7 +33,7 @@ def muon(
 
 
 class Muon:
-    """The step of `muon`, and its state."""
+    """Step of `muon`, with its state."""
 
     def __init__(
         self, params: Sequence[torch.Tensor], lr: float, momentum: float, weight_decay: float, dtype: torch.dtype
@@ -57,17 +57,17 @@ class Muon:
             p.sub_(lr * max(1.0, rows / columns) ** 0.5 * update.to(p.dtype))
 
     def state_dict(self) -> dict[str, Any]:
-        """Copies of the momenta, one for each matrix; the optimized side reads them, too."""
+        """Return copies of the momenta, one for each matrix; `optimized` can load them, too."""
         return {"momenta": [m.clone() for m in self.momenta]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take on a state, by copying."""
+        """Load a state, by copying."""
         for own, given in zip(self.momenta, state["momenta"], strict=True):
             own.copy_(given)
 
 
 def orthogonalized(matrix: torch.Tensor) -> torch.Tensor:
-    """The matrix [rows, columns] with singular values near 1, by five steps of a Newton–Schulz iteration."""
+    """Return the matrix [rows, columns] with its singular values moved near 1, by five Newton–Schulz steps."""
     tall = matrix.shape[0] > matrix.shape[1]
     x = matrix.T if tall else matrix
     x = x / x.norm().clamp(min=EPS)

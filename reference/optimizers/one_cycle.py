@@ -1,4 +1,4 @@
-"""A learning rate that rises and falls, written out (eigenstate_lm, technique 004.5)."""
+"""One-cycle learning rate, computed step by step (eigenstate_lm, technique 004.5)."""
 
 import math
 
@@ -8,14 +8,13 @@ WARM_UP, START, END = 0.1, 25.0, 1e4
 
 
 def one_cycle(steps: torch.Tensor, total_steps: int, max_lr: float) -> torch.Tensor:
-    """The rate of each step, float64 [N]: up a cosine to `max_lr` over the first tenth, and down to almost nothing.
+    """Return the learning rate of each step, float64 [N].
 
-    It begins at 1/25 of the highest, and ends at 1/10,000 of that.
+    The rate rises to `max_lr` over the first tenth of the steps, then falls to almost 0. Both curves are cosines.
+    It begins at `max_lr / 25` and ends at `max_lr / 250,000`.
 
     steps        int64 [N], from 0, below `total_steps`
-    total_steps  more than 10
-
-    ValueError for fewer.
+    total_steps  more than 10, else ValueError
 
     Source: eigenstate_lm, technique 004.5.
     """
