@@ -254,8 +254,9 @@ def cuda_graph_step(step: Callable[..., Any], **options: Any) -> CudaGraphStep:
 
     The form of the inputs is their shapes, strides, dtypes and device, the values that are not tensors, the grad,
     inference, autocast and matmul precision modes, and cuDNN's settings. For each form, the first `warmup` calls run
-    eagerly on a side stream. The next call captures a graph and replays it, and all later calls replay it. No call runs twice: warm-up
-    calls are regular steps. A new form is captured again. The `graphs` most recently used graphs are kept.
+    eagerly on a side stream. The next call captures a graph and replays it, and all later calls replay it. No call runs
+    twice: warm-up calls are regular steps. A new form is captured again. The `graphs` most recently used graphs are
+    kept.
 
     * Inputs are copied into static buffers. Inputs that the step changes in place are copied back. If only a kernel
       unknown to PyTorch changes an input, name its position among the input tensors in `mutates`.

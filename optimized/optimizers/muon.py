@@ -238,7 +238,7 @@ class _TritonMuon:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load a state, by copying."""
-        for i, given in enumerate(state["momenta"]):
+        for i, given in zip(range(len(self.params)), state["momenta"], strict=True):
             self._momentum(i).copy_(given)
 
     def _momentum(self, i: int) -> torch.Tensor:

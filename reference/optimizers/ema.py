@@ -16,7 +16,7 @@ def ema(averages: Sequence[torch.Tensor], decay: float = 0.999) -> Callable[[Seq
 
     @torch.no_grad()
     def step(params: Sequence[torch.Tensor]) -> None:
-        for average, p in zip(averages, params, strict=True):
+        for average, p in list(zip(averages, params, strict=True)):  # raises before anything is changed
             average.copy_(decay * average + (1 - decay) * p)
 
     return step

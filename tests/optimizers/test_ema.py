@@ -52,5 +52,7 @@ def test_averages_of_weights_have_no_gradient(call):
 @pytest.mark.parametrize("call", [reference, optimized])
 @pytest.mark.parametrize("count", [1, 3])
 def test_there_is_one_parameter_for_each_average(call, count):
+    averages = [torch.ones(2), torch.ones(2)]
     with pytest.raises(ValueError, match=r"zip|one for each"):
-        call([torch.ones(2), torch.ones(2)])([torch.ones(2)] * count)
+        call(averages)([torch.zeros(2)] * count)
+    assert all(torch.equal(average, torch.ones(2)) for average in averages)

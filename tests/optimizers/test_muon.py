@@ -193,6 +193,13 @@ def test_each_matrix_is_updated_as_if_it_were_alone(call):
 
 
 @pytest.mark.parametrize("call", SIDES)
+def test_a_state_of_another_number_of_matrices_is_refused(call):
+    step = call(drawn(0, [(9, 8), (5, 17)]), lr=0.1, dtype=torch.float32)
+    with pytest.raises(ValueError, match="zip"):
+        step.load_state_dict({"momenta": [torch.zeros(9, 8)]})
+
+
+@pytest.mark.parametrize("call", SIDES)
 def test_a_step_after_one_that_was_not_finite_is_right_where_the_state_was_restored(call):
     shapes = [(9, 8), (5, 17)]
     params, alone = drawn(0, shapes), drawn(0, shapes)
