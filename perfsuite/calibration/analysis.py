@@ -1,4 +1,4 @@
-"""Turn a recording into figures: noise, error rates, coverage, and readings of the rule's constants. Pure; no torch.
+"""Compute the figures of a recording: noise, error rates, coverage, and the rule's constants. Imports no torch.
 
 Every rate has a 95% interval. The figures of the gate are resampled; the others are measured.
 """
@@ -23,19 +23,19 @@ from perfsuite.modes import accept
 from perfsuite.records import ACCEPTED, OPTIMIZED, REFERENCE, Status
 
 SUITES = 200
-"""Simulated suites at each planted slowdown: a rate of 1% over 5 copies of a kind is then known to within .6%."""
+"""Simulated suites at each planted slowdown: a rate of 1% over 5 copies of a kind is then known to within 0.6%."""
 UNCHANGED = 2
-"""Factor by which unchanged code gets more suites, because false alarms of a whole suite are rare."""
+"""Factor on the number of suites for unchanged code, because false alarms of a whole suite are rare."""
 WORLDS, WORLD_SHARE, WORLD_UNCHANGED = 20, 0.03, 5
-"""Resampled recordings at most, their share of the suites, and how many times that for unchanged code. The range of
-their rates shows the error that comes from recording few processes."""
+"""Maximum number of resampled recordings, the share of the suites that each simulates, and the factor on that for
+unchanged code. The range of their rates shows the error that comes from recording few processes."""
 STATED = 5
-"""Threshold in per cent that the other tools are given, besides the gate's own margin."""
+"""Second threshold of the other tools in per cent; the first is the gate's own margin."""
 LEVEL = 0.95
 OUTLIER = 5.0
-"""Robust standard deviations beyond which an ABBA round is an outlier: of normal noise, one round in a million."""
+"""Robust standard deviations beyond which an ABBA round is an outlier: one round in a million if noise is normal."""
 TARGETS: Mapping[str, float] = {"device": 0.01, "wall": 0.02}
-"""The slowdown that the gate is to find on each clock, in 95% of the workloads."""
+"""Slowdown that the gate should find on each clock in 95% of the workloads."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -60,19 +60,19 @@ class Deviation:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Components:
-    """Standard deviations of a log-ratio, by level of the design; and of a process mean, which is the gate's unit."""
+    """Standard deviations of a log-ratio, by level of the design, and of a process mean, which is the gate's unit."""
 
     abba: float
     """Standard deviation between the ABBA rounds of a block."""
     block: float
     process: float
     session: float | None
-    """Standard deviation of the session; None where one session was recorded."""
+    """Standard deviation between sessions; None if only one was recorded."""
     outliers: float
     """Share of ABBA rounds farther from their block's median than OUTLIER robust standard deviations."""
     unit: Deviation
     bias: float
-    """The mean over all processes; for two imports of one code it should be 0."""
+    """Mean over sessions of their process means; for two imports of one code it should be 0."""
     bias_se: float
     processes: int
     sessions: int
@@ -84,7 +84,7 @@ class Gated:
 
     planted: float
     measured: float
-    """The planted slowdown as the median over all that was recorded, and its standard error."""
+    """Median of the planted slowdown over all recorded ABBA rounds. `error` is its standard error."""
     error: float
     regressed: Rate
     passed: Rate
@@ -148,14 +148,14 @@ class Times:
     sampling: Mapping[str, float]
     """Kind → seconds of all its sides."""
     gate: Mapping[float, tuple[float, float]]
-    """Planted slowdown → (rounds, seconds) of the whole simulated suite: starts and timing."""
+    """Planted slowdown → mean (rounds, seconds) of the whole simulated suite; seconds of starts and timing."""
     tools: Mapping[str, float]
     """Tool → seconds of one run through the kinds, without the start of its process."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Constant:
-    """One constant of the rule beside what was measured."""
+    """One constant of the rule: its assumed value and what was measured."""
 
     name: str
     assumed: str
@@ -178,9 +178,9 @@ class Analysis:
     kinds: tuple[KindResult, ...]
     targets: tuple[Target, ...]
     red: Rate
-    """Runs of unchanged suites with any red verdict."""
+    """Share of unchanged suites with any red verdict."""
     improved: Rate
-    """Runs of unchanged suites with an IMPROVED."""
+    """Share of unchanged suites with an IMPROVED verdict."""
     constants: tuple[Constant, ...]
     times: Times
     warnings: tuple[str, ...]
@@ -197,7 +197,7 @@ class Simulations:
     def rate(self, read: Callable[[Simulation], tuple[int, int]]) -> Rate:
         """Return the share that `read` counts as (hits, trials).
 
-        Its interval is the wider of Clopper and Pearson's and the range over the resampled recordings: the first shows
+        Its interval covers both Clopper and Pearson's and the central 95% of the resampled recordings. The first shows
         how few suites were simulated, the second how few processes were recorded.
         """
         found = rate(*read(self.whole))
@@ -233,8 +233,8 @@ def analyse(
     suites: int = SUITES,
     progress: Callable[[str], None] = lambda what: None,
 ) -> Analysis:
-    """Return all figures of a recording, the same for the same `seed`. Raises PerfsuiteError where too little was
-    recorded."""
+    """Return all figures of a recording; the same `seed` gives the same figures. Raises PerfsuiteError if too little
+    was recorded."""
     recorded = pools(recording)
     if not recorded:
         raise PerfsuiteError(
@@ -297,7 +297,7 @@ def _targets(kinds: Sequence[KindResult], recording: Recording, simulated: Simul
 
 
 def clopper_pearson(count: float, of: float, level: float = LEVEL) -> tuple[float, float]:
-    """Return the exact interval of a share; the count may be fractional. It is (0, 1) without trials."""
+    """Return Clopper and Pearson's interval of a share; (0, 1) without trials. The count may be fractional."""
     if of <= 0:
         return 0.0, 1.0
     from scipy import special
@@ -348,14 +348,14 @@ def components(recording: Recording, kind: str, other: str, side: str = OPTIMIZE
     of_processes, dof = rule.within(process_means)
     process = of_processes - of_blocks / blocks
     between, _ = rule.between(process_means, of_processes)
-    # The unit, and the bias that is left in it, as the gate has them: from block medians.
+    # The process means and their bias, computed from block medians as the gate does.
     clock = next(p.kinds[kind].clock for s in recording.sessions for p in s.processes if kind in p.kinds)
     units = [[process_mean(blocks, clock) for blocks in np.median(s, axis=2).tolist()] for s in sessions]
     unit, dof = rule.within(units)
     several = len(units) > 1
     count = sum(len(u) for u in units)
     means = [fmean(u) for u in units]
-    # Two sessions may agree by chance: the error is at least what their processes leave.
+    # Two sessions may agree by chance, so the error is at least that of the mean over all processes.
     error = max(rule.variance(means) / len(means) if several else 0.0, unit / count)
     return Components(
         abba=math.sqrt(of_rounds),
@@ -377,7 +377,7 @@ def _outliers(sessions: Sequence[Array]) -> float:
 
 
 def _mean_variance(values: Sequence[Array], axis: int) -> float:
-    """Return the variance along the axis, pooled over everything else; 0 where there is one value along it."""
+    """Return the variance along the axis, pooled over all other axes; 0 if the axis has one value."""
     found = [v.var(axis=axis, ddof=1).ravel() for v in values if v.shape[axis] > 1]
     return float(np.concatenate(found).mean()) if found else 0.0
 
@@ -432,8 +432,8 @@ def planted_size(records: Sequence[KindRecord], side: str) -> tuple[float, float
 
 
 def thresholds(margin: float) -> tuple[int, int]:
-    """Return the thresholds of the other tools in per cent: the margin, in the whole per cents of pytest-benchmark, and
-    STATED."""
+    """Return the thresholds of the other tools in per cent: the margin, rounded up because pytest-benchmark accepts
+    only whole per cents, and STATED."""
     return math.ceil(margin * 100 - 1e-9), STATED
 
 
@@ -451,9 +451,9 @@ def _others(kind: str, recording: Recording, margin: float) -> Iterator[Compared
 def compared(recording: Recording, kind: str, tool: str, field: str, percents: int, side: str) -> Rate | None:
     """Return the rate at which a new run of `side` fails against a stored run of the unchanged side of another process.
 
-    The stored run is from another session where there are several. All such pairs are compared, by pytest-benchmark's
-    own check. The interval counts half as many trials as processes, which bounds the variance of a mean over dependent
-    pairs (Hoeffding 1963). None where the tool was not run.
+    If several sessions were recorded, the stored run is from another session. pytest-benchmark's own check compares all
+    such pairs. The interval is that of half the number of processes as trials, which bounds the variance of a mean over
+    dependent pairs (Hoeffding 1963). None if the tool was not run.
     """
     stored = _runs(recording, kind, tool, OPTIMIZED)
     new = _runs(recording, kind, tool, side)
@@ -539,8 +539,7 @@ def _constants(kinds: Sequence[KindResult], whole: Simulation) -> Iterator[Const
 def _of_unchanged(
     tallies: Mapping[str, Tally], name: str, assumed: str, read: Callable[[Tally], float], *, least: float
 ) -> Constant:
-    """Return a constant that determines whether unchanged workloads are decided, with the share that is decided, by
-    kind."""
+    """Return a constant that affects how many unchanged workloads are decided, with the decided share of each kind."""
     shares = {k: read(t) for k, t in tallies.items()}
     weak = [k for k, share in shares.items() if share < least]
     return Constant(
@@ -552,7 +551,7 @@ def _of_unchanged(
 
 
 def _import_bias(biases: Mapping[str, Components]) -> Constant:
-    # Each kind's mean is the bias and its own error; the sum is a χ² where the bias is as assumed.
+    # Each kind's mean is its bias plus its own error. The sum follows a χ² distribution if the bias is as assumed.
     total = sum(b.bias**2 / (b.bias_se**2 + rule.IMPORT_BIAS**2) for b in biases.values())
     agrees = _chi2_survival(total, len(biases)) > 1 - LEVEL
     known = min(b.bias_se for b in biases.values()) <= 2 * rule.IMPORT_BIAS
@@ -619,7 +618,7 @@ def _found(kind: KindResult) -> str:
 
 
 def percent(value: float) -> str:
-    """Return a share in per cent, with as many digits as have meaning."""
+    """Return a share in per cent, with more decimals the smaller it is."""
     size = abs(100 * value)
     return f"{100 * value:.{0 if size >= 99.95 else 1 if size >= 1 or size < 5e-4 else 2 if size >= 0.1 else 3}f}%"
 

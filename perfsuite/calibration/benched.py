@@ -1,6 +1,6 @@
 """Module that pytest-benchmark collects: one benchmark for each (side, kind) that the measuring process registers.
 
-Not a test module of the harness: `perfsuite.calibration.worker` runs it by name, in its own process.
+It is not a test module of the harness: `perfsuite.calibration.worker` runs it by its path, in the worker's process.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ PREPARED = "perfsuite_prepared"
 
 
 class Benches:
-    """A pytest plugin that supplies the benchmarks: (name, prepare) with `prepare()` → the call to time."""
+    """A pytest plugin that supplies the benchmarks: (name, prepare), where `prepare()` returns the call to time."""
 
     def __init__(self, benches: Sequence[tuple[str, Callable[[], Callable[[], object]]]]) -> None:
         self.benches = benches

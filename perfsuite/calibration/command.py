@@ -1,4 +1,4 @@
-"""`perfsuite calibrate`."""
+"""The command `perfsuite calibrate`."""
 
 from __future__ import annotations
 
@@ -153,7 +153,7 @@ def _show_plan(design: measure.Design, machine: Machine, as_json: bool) -> None:
 def _measured(
     design: measure.Design, machine: Machine, before: Recording | None, folder: Path, console: Console
 ) -> Recording:
-    """Measure, and keep the recording in a partial file until it is complete. Exits where it was interrupted."""
+    """Measure, and keep the recording in a partial file until it is complete. Exits with INTERRUPTED after Ctrl-C."""
     partial = folder / f"{machine.device}.partial.json"
     planting = dict(before.planting) if before is not None else {}
 
@@ -165,7 +165,7 @@ def _measured(
         measuring.left_out.append(NO_DO_BENCH)
     if not design.benchmark_max_time:
         measuring.left_out.append("pytest-benchmark: not asked for")
-    # Fail before the minutes of measuring where sessions do not fit together or the folder cannot be written.
+    # This fails before minutes of measuring if the sessions do not fit together or the folder cannot be written.
     record.save(partial, whole(measuring.recording()))
     measuring.kept = lambda now: _ignore(record.save(partial, whole(now)))
     turn = turns.turn(measured_devices(design.device), machine.device_name, console.print)
@@ -188,12 +188,12 @@ def _measured(
 
 
 def _ignore(value: object) -> None:
-    """Do nothing: lets an expression stand where a callback must return None."""
+    """Return None: turns an expression into the body of a callback that must return None."""
 
 
 @contextmanager
 def _bar(console: Console, design: measure.Design) -> Iterator[Callable[[int, str], None]]:
-    """Show a progress bar, or a line for each process where the output is no terminal."""
+    """Show a progress bar, or a line for each process if the output is not a terminal."""
     steps = len(design.kinds) + bool(design.benchmark_max_time) + design.do_bench
     if not console.is_terminal:
         seen: set[int] = set()

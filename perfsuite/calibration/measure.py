@@ -1,4 +1,4 @@
-"""Run the measuring processes of a calibration, one after the other, and collect what each records. No torch."""
+"""Run the measuring processes of a calibration one after another, and collect their records. Imports no torch."""
 
 from __future__ import annotations
 
@@ -31,17 +31,17 @@ from perfsuite.worker_process import end, start
 from perfsuite.workers import POLL_S
 
 SILENCE_S = 240.0
-"""Seconds without a report after which a process counts as hanging: no kind takes a minute."""
+"""Seconds without a report after which a process counts as hanging: every kind takes less than a minute."""
 START_S = {"cuda": 8.0, "cpu": 3.0}
 KIND_S = {"cuda": 3.5, "cpu": 4.2}
-"""Seconds of a process's start, and of one kind at 6 planted sides, 8 blocks and 7 ABBA rounds: for the plan alone."""
+"""Seconds of a process's start, and of one kind with 8 sides, 8 blocks and 7 ABBA rounds. Only the plan uses them."""
 ANALYSIS_S = 120.0
 """Reserved for simulating the gate, the table and the plot."""
 DO_BENCH_S = 0.2
 FEWEST = 2
 """Minimum number of processes, run even beyond the budget: one does not show the noise between processes."""
 GIVE_UP = 2
-"""Number of processes in a row that failed after which the run ends."""
+"""Number of consecutive failed processes after which the run ends."""
 WORKER = "perfsuite.calibration.worker"
 
 
@@ -92,10 +92,9 @@ class Measuring:
     _date: str = field(default_factory=lambda: datetime.now(UTC).isoformat(timespec="seconds"))
 
     def run(self) -> Recording:
-        """Measure until the design is complete, the budget is spent or Ctrl-C is pressed. Results recorded until then
-        are kept.
+        """Measure until the design is complete, the budget is spent, processes fail repeatedly, or Ctrl-C is pressed.
 
-        Raises PerfsuiteError where nothing could be measured.
+        Results recorded until then are kept. Raises PerfsuiteError if nothing could be measured.
         """
         design = self.design
         longest, failed, number, problem = 0.0, 0, 1, ""

@@ -1,8 +1,8 @@
-"""Records of a calibration, and their JSON file. No torch.
+"""Records of a calibration, and their JSON file. Imports no torch.
 
 A process times, for each kind of pair, every side in the same ABBA rounds: the reference, the optimized side of a
 second import ("accepted"), the optimized side, and the optimized side with planted work ("+1.0%"). The last two also
-have runs of pytest-benchmark, and of `triton.testing.do_bench` where that exists.
+have runs of pytest-benchmark, and of `triton.testing.do_bench` if that is available.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from perfsuite.report import files
 
 SCHEMA = 2
 RENAMED = {"quads": "rounds", "quads_s": "rounds_s"}
-"""Fields of schema 1 → their names in schema 2, in which runs of other tools have a field "rounds" as before."""
+"""Fields of schema 1 → their names in schema 2. `ToolRun.rounds` has the same name in both."""
 EXTRAS = (0.0, 0.005, 0.01, 0.02, 0.03, 0.05)
 """Planted shares of work; 0 is the unchanged code."""
 KINDS: Mapping[str, str] = {
@@ -32,19 +32,19 @@ KINDS: Mapping[str, str] = {
 }
 """The kinds of pair, and how work is planted in each."""
 BLOCKS, ROUNDS = 16, 3
-"""Blocks of a process and ABBA rounds of a block, as the gate has them in `perfsuite.sampling`, which imports torch."""
+"""Blocks of a process and ABBA rounds of a block, equal to the gate's in `perfsuite.sampling`, which needs torch."""
 SECONDS_DIGITS = 6
-"""Significant digits of a time: it is kept to a millionth, a hundredth of the smallest noise seen."""
+"""Significant digits of a stored time: a relative error of 1e-6 is a hundredth of the smallest noise seen."""
 AGAIN = "record it anew with `perfsuite calibrate`"
 
 
 def side_name(extra: float) -> str:
-    """Return the name of the side that does the share `extra` more work."""
+    """Return the name of the optimized side with the share `extra` of planted work."""
     return OPTIMIZED if extra == 0 else f"+{extra:.1%}"
 
 
 def side_names(extras: Sequence[float]) -> tuple[str, ...]:
-    """Return every side of a kind, as they are interleaved."""
+    """Return the names of all sides of a kind, which are timed interleaved."""
     return (REFERENCE, ACCEPTED, *(side_name(x) for x in extras))
 
 
@@ -77,17 +77,17 @@ class KindRecord:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ProcessRecord:
-    """One measuring process. An interrupted one holds the kinds that it finished."""
+    """One measuring process. An interrupted one contains the kinds that it finished."""
 
     kinds: Mapping[str, KindRecord]
     start_s: float
-    """From its start to its first measurement: imports, the device's context."""
+    """Seconds from its start to its first measurement: imports and the device's context."""
     seconds: float
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SessionRecord:
-    """Processes that ran on one machine within about an hour, one after the other."""
+    """Processes that ran on one machine within about an hour, one after another."""
 
     date: str
     """ISO date-time."""
@@ -98,7 +98,7 @@ class SessionRecord:
     python: str
     benchmark_version: str | None
     benchmark_max_time: float
-    """pytest-benchmark's --benchmark-max-time; 0 where it was left out."""
+    """pytest-benchmark's --benchmark-max-time; 0 if pytest-benchmark was left out."""
     processes: tuple[ProcessRecord, ...]
     seconds: float = 0.0
     left_out: tuple[str, ...] = ()
@@ -134,8 +134,7 @@ def save(path: Path, recording: Recording) -> Path:
 
 
 def load(path: Path) -> Recording:
-    """Read and check a recording. Raises PerfsuiteError in one line where it is missing, damaged or of another
-    schema."""
+    """Read and check a recording. Raises PerfsuiteError in one line if it is missing, damaged or of another schema."""
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -183,8 +182,8 @@ def _problem(kind: KindRecord, recording: Recording) -> str | None:
 
 
 def joined(first: Recording, other: Recording, *, name: str) -> Recording:
-    """Return the sessions of both recordings, without duplicates. A PerfsuiteError names the other one by `name` where
-    their designs differ."""
+    """Return a recording with the sessions of both, without duplicates. Raises PerfsuiteError if their designs
+    differ; its message names `other` by `name`."""
     for what, one, two in (
         ("device", first.machine.device, other.machine.device),
         ("number of blocks", first.blocks, other.blocks),
@@ -198,5 +197,5 @@ def joined(first: Recording, other: Recording, *, name: str) -> Recording:
 
 
 def rounded(seconds: float) -> float:
-    """Return a time with the digits that are stored."""
+    """Return a time rounded to the digits that are stored."""
     return float(f"{seconds:.{SECONDS_DIGITS}g}")

@@ -17,13 +17,13 @@ from perfsuite.report.units import duration, seconds
 REMEDY = "the plot needs matplotlib: pip install matplotlib, or leave it out with --no-plot"
 ABSENT = "–"
 KNOWN = 0.0025
-"""Standard error of a planted slowdown above which the plot shows it as planted, and not as measured."""
+"""Largest standard error at which the plot uses measured slowdowns. If one is larger, it uses the planted ones."""
 COLOURS = {"gate": "#0b5394", "margin": "#cc4125", "stated": "#e69138", "do_bench": "#6aa84f"}
 TOOLS = ("pytest-benchmark median", "pytest-benchmark min", "do_bench median")
 
 
 def table(analysis: Analysis, recording: Recording, *, picture: str | None) -> str:
-    """Return the whole page in Markdown; `picture` is the plot's file name beside it."""
+    """Return the whole page in Markdown. `picture` is the file name of the plot in the same folder, or None."""
     return "\n".join(_page(analysis, recording, picture)) + "\n"
 
 
@@ -96,7 +96,7 @@ def _page(a: Analysis, recording: Recording, picture: str | None) -> Iterator[st
 
 
 def _rows(heads: Sequence[str], left: int = 1) -> Iterator[str]:
-    """Yield the head of a table whose first columns are aligned to the left."""
+    """Yield the heading of a table. The first `left` columns are aligned to the left, the others to the right."""
     yield f"| {' | '.join(heads)} |"
     yield f"| {' | '.join(['---'] * left + ['---:'] * (len(heads) - left))} |"
 
@@ -181,7 +181,7 @@ def _rate(rate: Rate) -> str:
 
 
 def _share(value: float) -> str:
-    """Return a share in per cent; below ten with a decimal, but 0 and 100 only where they are exact."""
+    """Return a share in per cent: with one decimal below 10% and above 90%, but 0% and 100% without."""
     whole = f"{100 * value:.1f}"
     if value in (0.0, 1.0) or (10 <= 100 * value <= 90):
         return f"{100 * value:.0f}%"
@@ -192,8 +192,10 @@ def _share(value: float) -> str:
 
 
 def plot(analysis: Analysis, path: Path) -> Path:
-    """Plot detection against slowdown, a panel for each kind; `path` ends in .svg or .png. Raises PerfsuiteError
-    without matplotlib."""
+    """Plot the share that is flagged against the slowdown, a panel for each kind. `path` ends in .svg or .png.
+
+    Raises PerfsuiteError if matplotlib is not installed.
+    """
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
@@ -205,7 +207,7 @@ def plot(analysis: Analysis, path: Path) -> Path:
 
     columns = 2 if len(analysis.kinds) > 1 else 1
     rows = (len(analysis.kinds) + columns - 1) // columns
-    # The salt and the missing date keep the file the same for the same figures.
+    # A fixed salt and no date, so that the same figures give the same file.
     with mpl.rc_context({"svg.hashsalt": "perfsuite", "font.size": 9.5}):
         figure = Figure(figsize=(5.0 * columns, 3.3 * rows + 1.1), layout="constrained")
         FigureCanvasAgg(figure)
@@ -252,7 +254,7 @@ def _panel(axis: Any, kind: KindResult) -> None:
     ):
         thin = {"linewidth": 1.4, "linestyle": dashes, "marker": "s", "markersize": 3.5}
         lines.append((label, colour, {c.planted: c.flagged for c in kind.others if c.rule == rule}, thin))
-    # Where the noise hides how large a planted slowdown is, the planted size is the better guess.
+    # If noise hides the size of a planted slowdown, the planted size is the better estimate.
     known = all(g.error <= KNOWN for g in kind.gate)
     where = {g.planted: 100 * (g.measured if known else g.planted) for g in kind.gate}
     axis.fill_between(

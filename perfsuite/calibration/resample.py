@@ -1,12 +1,12 @@
-"""Run the gate many times on processes drawn from a recording. Pure; no torch.
+"""Run the gate many times on processes drawn from a recording. Pure functions; imports no torch.
 
 Each simulated run accepts a suite from five processes a workload and then gates it as `perfsuite gate` does: every open
-workload gets another process, then `gate.analyse` decides on all of them, until nothing is open.
+workload gets another process, then `gate.analyse` decides on all workloads, until none is open.
 
-A process is drawn with replacement, then its blocks within it. Recorded process means already contain block noise, so
-drawing blocks would count it twice. The means are therefore moved toward the mean of their session until the drawn
-process means vary as much as the recorded ones (Davison and Hinkley, Bootstrap Methods, 3.8). The noise is drawn from
-all sides alike: a few per cent of planted work do not change it, and six sides show more of its tails than one.
+A process is drawn with replacement, then its blocks. The recorded process means already contain block noise, so drawing
+blocks would count it twice. The means are therefore shrunk toward the mean of their session until the drawn process
+means vary as much as the recorded ones (Davison and Hinkley, Bootstrap Methods, 3.8). The noise is drawn from all sides
+alike: a few per cent of planted work do not change it, and six sides show more of its tails than one.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ DATE = "2000-01-01T00:00:00+00:00"
 
 
 def block_ratios(kind: KindRecord, other: str, side: str) -> Array:
-    """Return a process's block log-ratios as the gate has them: medians over ABBA rounds of log(time of other / time of
-    side)."""
+    """Return a process's block log-ratios as the gate computes them: the median over ABBA rounds of
+    log(time of other / time of side)."""
     ratios = np.log(np.array(kind.rounds_s[other]) / np.array(kind.rounds_s[side]))
     return np.asarray(np.median(ratios, axis=1), dtype=np.float64)
 
@@ -50,7 +50,7 @@ class Pool:
 
     sides: Mapping[str, tuple[Array, ...]]
     block_s: float
-    """Seconds that a block of the accepted and the optimized side takes."""
+    """Seconds of one block, for the accepted and the optimized side together."""
     clock: str = "device"
 
     @property
@@ -59,22 +59,22 @@ class Pool:
         return tuple(len(a) for a in self.sides[OPTIMIZED])
 
     def mean(self, side: str) -> float:
-        """Return the mean over sessions of their means."""
+        """Return a side's mean over sessions of the mean over their processes."""
         return float(np.mean([_means(a, self.clock).mean() for a in self.sides[side]]))
 
     def again(self, rng: np.random.Generator) -> Pool:
-        """Return another recording that might have been made: processes of each session drawn with replacement."""
+        """Return a bootstrap copy: the processes of each session, drawn with replacement."""
         rows = [rng.integers(0, n, n) for n in self.sizes]
         drawn = {s: tuple(a[r] for a, r in zip(arrays, rows, strict=True)) for s, arrays in self.sides.items()}
         return replace(self, sides=drawn)
 
     def noise(self) -> tuple[Array, ...]:
-        """Return by session the blocks of every side around its mean, a row for each process and side."""
+        """Return the noise of each session: blocks around their side's mean, a row for each process and side."""
         return tuple(_around(arrays, self.clock) for arrays in zip(*self.sides.values(), strict=True))
 
 
 def pools(recording: Recording) -> dict[str, Pool]:
-    """Return each kind's pool; sessions in which a kind has fewer than two processes are left out for it."""
+    """Return each kind's pool, without the sessions in which the kind has fewer than two processes."""
     found = {}
     for name in recording.kinds:
         sessions = [[p.kinds[name] for p in s.processes if name in p.kinds] for s in recording.sessions]
@@ -158,10 +158,9 @@ def simulate(
     *,
     progress: Callable[[str], None] = lambda what: None,
 ) -> Simulation:
-    """Gate, for each side of `suites`, the number of suites given there, with the same slowdown in every workload of a
-    suite.
+    """Simulate `suites[side]` gated suites for each side. All workloads of a suite have the slowdown of that side.
 
-    Where several sessions were recorded, what is accepted and the run come from different ones.
+    If several sessions were recorded, the accepted processes and those of the run come from different ones.
     """
     noise = {k: p.noise() for k, p in recorded.items()}
     result = Simulation({k: {s: Tally() for s in suites} for k in recorded}, {s: SuiteTally() for s in suites})

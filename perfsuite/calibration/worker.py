@@ -53,7 +53,7 @@ class CalibrationJob:
     blocks: int
     rounds: int
     planting: Mapping[str, Mapping[str, float]]
-    """Calibration of planted work from earlier processes; what is missing is calibrated here."""
+    """Calibration of planted work from earlier processes. Kinds that it lacks are calibrated here."""
     benchmark_max_time: float
     """Seconds a run of pytest-benchmark; 0 leaves it out."""
     do_bench: bool
@@ -62,8 +62,8 @@ class CalibrationJob:
 
 
 class QuadSampler(Sampler):
-    """The gate's sampler, which also keeps every ABBA round and the seconds spent on each side. All sides join every
-    round."""
+    """The gate's sampler, which also keeps every ABBA round and the seconds spent on each side. All sides take part in
+    every round."""
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
@@ -71,7 +71,7 @@ class QuadSampler(Sampler):
         self.spent_s = dict.fromkeys(self.runners, 0.0)
 
     def plan(self, blocks: int = BLOCKS, rounds: int = ROUNDS) -> None:
-        """Decide how many calls make a sample. Every process has exactly this many blocks and ABBA rounds."""
+        """Choose the number of calls in a sample. Every process measures exactly this many blocks and ABBA rounds."""
         super().plan(blocks, rounds)
         self.blocks, self.rounds = blocks, rounds
 
@@ -105,7 +105,7 @@ class QuadSampler(Sampler):
 
 
 class Process:
-    """The work of one process; `emit` gets each event."""
+    """The work of one process; `emit` is called with each event."""
 
     def __init__(self, job: CalibrationJob, emit: Callable[[Mapping[str, Any]], None]) -> None:
         self.job, self.emit = job, emit
@@ -119,8 +119,8 @@ class Process:
         self.rng = random.Random(secrets.randbits(64))
 
     def run(self) -> None:
-        """Measure every kind with the gate's sampler, then with the other tools, each side through every kind as in a
-        suite."""
+        """Measure every kind with the gate's sampler, then with the other tools. They run each side through all kinds,
+        as in a suite."""
         for kind in self.job.kinds:
             self._attempt(kind, functools.partial(self._kind, kind))
         measured = [k for k in self.job.kinds if k in self.runners]
@@ -154,7 +154,7 @@ class Process:
             self.emit({"event": "planting", "kind": name, "planting": planting})
         calls = {REFERENCE: kind.reference(device), ACCEPTED: second.optimized(device, 0.0, planting)}
         calls |= {side_name(x): kind.optimized(device, x, planting) for x in job.extras}
-        # Outputs are not declared: nothing is proven here, so that nothing has to be restored between calls.
+        # No outputs are declared: nothing is proven here, so nothing has to be restored between calls.
         pair = Pair(reference=_nothing, optimized=_nothing, inputs={n: tensor("n") for n in master}, name=name)
         case = Case(dtype="float32", sizes={}, inputs={}, seed=0)
         runners = {
@@ -200,7 +200,7 @@ class Process:
         return {k: float(v) for k, v in kind.calibrate(self.job.device, run, timed).items()}
 
     def _prepared(self, kind: str, side: str) -> Callable[[], object]:
-        """Return the side's call up to its completion on fresh inputs, as a test of another tool would make them."""
+        """Return a call of the side that waits for completion, on fresh inputs as in a test of another tool."""
         runner = self.runners[kind][side]
         runner.allocate(self.masters[kind], self.rng)
         runner.call()
@@ -273,7 +273,7 @@ def second_import() -> ModuleType:
 
 
 def _nothing(*arguments: object) -> None:
-    """Do nothing: stands in for a pair's sides, since here each side has its own call."""
+    """Do nothing. Both sides of the pair are this function, because here each side has its own call."""
 
 
 def _reset() -> None:
@@ -290,7 +290,7 @@ def main(path: str) -> None:
     job = from_json(CalibrationJob, json.loads(Path(path).read_text()))
     if os.getppid() != job.parent:
         return  # the parent ended while this process was importing torch
-    # pytest-benchmark must see its own options only.
+    # pytest-benchmark must see only its own options.
     os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
     os.environ.pop("PYTEST_ADDOPTS", None)
     with open(job.out, "a", buffering=1) as stream:

@@ -1,7 +1,7 @@
-"""The kinds of pair that are calibrated, each with sides that do a given share more work.
+"""The kinds of pair that are calibrated, each with an optimized side that can do a given share more work.
 
 This module is imported twice in a measuring process: the second import supplies the accepted side, as the gate imports
-the accepted revision beside the current one.
+the accepted revision in addition to the current one.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ Timer = Callable[[Call], float]
 """Seconds of one call, on the kind's clock."""
 
 ROUNDS = 60
-"""Interleaved samples to calibrate a wait: their median is good to a tenth of the smallest planted share."""
+"""Interleaved samples to calibrate a wait: their median is accurate to a tenth of the smallest planted share."""
 PROBES = (0.02, 0.06)
-"""Shares of the call at which waits are timed, to find what a wait costs."""
+"""Lengths of the waits that are timed to calibrate waits, as shares of the call."""
 
 
 class Kind(ABC):
@@ -34,15 +34,15 @@ class Kind(ABC):
     name: str
     clock: str
     n: Mapping[str, int]
-    """Its size, by kind of device."""
+    """Size of the inputs by type of device."""
 
     @abstractmethod
     def inputs(self, device: str, most: float, generator: torch.Generator) -> dict[str, torch.Tensor]:
-        """Return inputs with room for `most` extra work."""
+        """Return inputs that are large enough for the share `most` of extra work."""
 
     @abstractmethod
     def reference(self, device: str) -> Call:
-        """Return a slower way to do the same."""
+        """Return the reference, a slower implementation of the same work."""
 
     @abstractmethod
     def optimized(self, device: str, extra: float, planting: Mapping[str, float]) -> Call:
@@ -50,11 +50,11 @@ class Kind(ABC):
 
     @abstractmethod
     def launches(self, side: float | None) -> int:
-        """Return the number of kernels that one call launches: of the side with that extra work, or of the reference
-        (None)."""
+        """Return the number of kernels that one call launches. `side` is the share of extra work; None stands for the
+        reference."""
 
     def calibrate(self, device: str, call: Call, timed: Timer) -> dict[str, float]:
-        """Return the figures that planting needs on this device; empty where the work itself can be increased in small
+        """Return the figures that planting needs on this device; empty if the work itself can be increased in small
         steps.
 
         `call` runs the side without extra work.
@@ -63,7 +63,7 @@ class Kind(ABC):
 
 
 class Memory(Kind):
-    """Doubles every element of a large vector; extra work is more elements. In Triton on a GPU that has it."""
+    """Doubling of all elements of a large vector, in Triton on a GPU if installed; extra work is more elements."""
 
     name, clock = "memory", "device"
     n: Mapping[str, int] = {"cuda": 1 << 26, "cpu": 1 << 19}
@@ -98,14 +98,14 @@ class Memory(Kind):
         return 2 if side is None else 1
 
     def _elements(self, device: str, extra: float) -> int:
-        # In steps of 64: a ragged end would take another path through the kernel.
+        # A multiple of 64: a ragged end would take another path through the kernel.
         return round(self.n[_type(device)] * (1 + extra) / 64) * 64
 
 
 class Matmul(Kind):
-    """A large matrix product; extra work is a wait on the device behind it.
+    """A large matrix product; extra work is a wait after it, on the device.
 
-    More rows would not work: a product's time rises in steps of whole waves of tiles.
+    Extra rows would not do, because a product's time rises in steps of whole waves of tiles.
     """
 
     name, clock = "matmul", "device"
@@ -143,7 +143,7 @@ class Matmul(Kind):
 
 
 class Launch(Kind):
-    """A few tiny kernels on the wall clock, whose time is the host's; extra work is a busy wait of the host."""
+    """20 tiny kernels on the wall clock, bound by the host; extra work is a busy wait of the host."""
 
     name, clock = "launch", "wall"
     n: Mapping[str, int] = {"cuda": 4096, "cpu": 4096}
@@ -157,7 +157,7 @@ class Launch(Kind):
         return self._calls(2 * self.kernels, None)
 
     def optimized(self, device: str, extra: float, planting: Mapping[str, float]) -> Call:
-        # The host waits, on a CPU and a GPU alike: that delays launches.
+        # The wait is on the host, with a CPU and a GPU alike: it delays the launches.
         return self._calls(self.kernels, _wait("cpu", extra, planting))
 
     def _calls(self, kernels: int, wait: Callable[[], None] | None) -> Call:
@@ -177,7 +177,7 @@ class Launch(Kind):
 
 
 class Kernels(Kind):
-    """Some 200 small kernels a call; extra work is more kernels."""
+    """200 small kernels a call; extra work is more kernels."""
 
     name, clock = "kernels", "device"
     n: Mapping[str, int] = {"cuda": 1 << 16, "cpu": 256}
@@ -229,7 +229,7 @@ def _twice() -> Call:
 
 
 def _wait(device: str, extra: float, planting: Mapping[str, float]) -> Callable[[], None] | None:
-    """Return a wait of the share `extra` of the calibrated call; None for no extra work."""
+    """Return a wait as long as the share `extra` of the calibrated call; None for no extra work."""
     if extra == 0:
         return None
     seconds = max(extra * planting["seconds"] - planting["overhead_s"], 0.0)
@@ -252,7 +252,7 @@ def _sleep() -> Callable[[int], None]:
 
 
 def _busy(call: Call, timed: Timer) -> dict[str, float]:
-    """Return the call's time, and what a host's wait takes beyond its length."""
+    """Return the call's seconds, and by how many seconds a busy wait of the host takes longer than asked."""
     seconds = statistics.median(timed(call) for _ in range(ROUNDS))
     asked = 2e-6
     wait = _wait("cpu", 1.0, {"seconds": asked, "overhead_s": 0.0})
@@ -266,11 +266,11 @@ def _busy(call: Call, timed: Timer) -> dict[str, float]:
 
 
 def _spin(call: Call, timed: Timer) -> dict[str, float]:
-    """Return the call's time, and by a line through two waits behind it: cycles a second, and what a wait costs at
-    least."""
+    """Return the call's seconds, and from a line through two waits after it: the cycles per second, and the fixed
+    seconds of a wait."""
     sleep = _sleep()
     seconds = min(timed(call) for _ in range(5))
-    # A first guess of the rate gives two waits; the line is drawn through their times.
+    # A first guess of the rate gives two waits; the line goes through their times.
     guess = 1_000_000 / max(timed(lambda: sleep(1_000_000)), 1e-9)
     short, long = (int(share * seconds * guess) for share in PROBES)
 
@@ -287,7 +287,7 @@ def _spin(call: Call, timed: Timer) -> dict[str, float]:
         for cycles, turn in turns.items():
             times[cycles].append(timed(turn))
     alone = statistics.median(times[0])
-    # Differences within each round, because the clock falls as the device heats.
+    # Differences within each round, because the clock frequency falls as the device heats up.
     steps = [b - a for a, b in zip(times[short], times[long], strict=True)]
     step = statistics.median(steps)
     rate = (long - short) / step if step > 0 else guess

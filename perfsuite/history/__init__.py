@@ -1,1 +1,1 @@
-"""The history of runs: a file for each, an index over them, and how a workload's time changed from run to run."""
+"""The history of runs: a file for each run, an index over the files, and the changes of each workload's time."""

@@ -1,4 +1,4 @@
-"""Accepted figures over time: every version of the baseline files that git knows, and the files as they are now."""
+"""Accepted figures over time, from every version of the baseline files in git and from those in the work tree."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ class Version:
     blob: str
     """Git's hash of the content."""
     path: Path | None = None
-    """The file, for a version that lies in the work tree."""
+    """The file, for a version in the work tree; None for one in git."""
 
 
 def head(folder: Path) -> str:
-    """Return the commit whose history is looked at; empty outside git, and without a commit."""
+    """Return the hash of HEAD; empty outside git or without a commit."""
     try:
         return revision.git("rev-parse", "--verify", "--quiet", "HEAD", cwd=folder)
     except (RevisionError, OSError):
@@ -31,8 +31,7 @@ def head(folder: Path) -> str:
 
 
 def committed(folder: Path) -> list[Version]:
-    """Return the versions of the baselines in `folder` that lead to HEAD, the oldest first; none where git cannot
-    say."""
+    """Return the versions of the baselines in `folder` from HEAD's history, the oldest first; none if git fails."""
     options = ("--raw", "--no-abbrev", "--no-renames", "--format=", "--")
     try:
         lines = revision.git("log", *options, ".", cwd=folder).splitlines()
@@ -47,7 +46,7 @@ def committed(folder: Path) -> list[Version]:
 
 
 def present(folder: Path) -> list[Version]:
-    """Return the versions in the work tree. A file that cannot be read is left out."""
+    """Return the versions in the work tree, without files that cannot be read."""
     found = []
     for path in sorted(folder.glob("*.json")):
         try:

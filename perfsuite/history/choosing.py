@@ -1,4 +1,4 @@
-"""A workload or a device of the history by its name, or by a part of it that fits no other."""
+"""Look-up of a workload or a device of the history by its name, or by a unique part of it."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from perfsuite.errors import PerfsuiteError, printable
 from perfsuite.report import workload_rows
 
 SHOWN = 5
-"""Most names in a message."""
+"""Maximum number of names in a message."""
 
 
 def workload(name: str, ids: Sequence[str]) -> str:
-    """Return the id that is `name` or contains it; "geometry/rotor_update[window64]" is a name, too.
+    """Return the id that equals or contains `name`. Short names such as "geometry/rotor_update[window64]" match, too.
 
-    Raises PerfsuiteError with the ids that come near where there is none or several.
+    Raises PerfsuiteError if several ids match, and lists them, or if none matches, and lists the closest ones.
     """
     names = {id: "{}[{}]".format(*name) for id, name in workload_rows.names_of(ids).items()}
     return _chosen(name, names, "workload")
 
 
 def device(name: str, devices: Mapping[str, str]) -> str:
-    """Return the slug of the device with this name, or part of a name. Raises PerfsuiteError as `workload` does."""
+    """Return the slug of the device whose slug or name matches. Raises PerfsuiteError as `workload` does."""
     return _chosen(name, devices, "device")
 
 

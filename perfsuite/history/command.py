@@ -1,4 +1,4 @@
-"""The output of `perfsuite history`."""
+"""Output of the command `perfsuite history`."""
 
 from __future__ import annotations
 
@@ -43,7 +43,10 @@ def show(
     html: str | None,
     say: Callable[[str], None],
 ) -> None:
-    """Print the history of the project in the current folder, or write it as a page. PerfsuiteError without one."""
+    """Print the history of the project in the current folder, or write it as a page.
+
+    Raises PerfsuiteError if the project has no history, or if `workload` or `device` does not match exactly one.
+    """
     root = store.find(Path.cwd())
     if root is None:
         raise PerfsuiteError(

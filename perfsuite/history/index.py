@@ -1,7 +1,8 @@
-"""An index over the runs' files, in SQLite. It holds nothing that cannot be made again from the files and git.
+"""A SQLite index over the runs' files. All of it can be rebuilt from the files and git.
 
-`using` brings it up to date, and so does each run with `add_last`, since a long history takes seconds to index. An
-index that is missing, damaged or of another version is made anew, and one that cannot be written is made in memory.
+`using` brings the index up to date. Each run does so too, with `add_last`, because indexing a long history takes
+seconds. An index that is missing, damaged or of another version is rebuilt. One that cannot be written is built in
+memory instead.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from perfsuite.records import from_json, to_json
 T = TypeVar("T")
 NAME = "history.sqlite"
 VERSION = 1
-"""Version of the tables, and of what is in them."""
+"""Version of the tables and of their contents."""
 TABLES = """
 CREATE TABLE runs (name TEXT PRIMARY KEY, size INTEGER, changed INTEGER, started REAL, device TEXT,
                    head TEXT, counts TEXT, problem TEXT) WITHOUT ROWID;
@@ -47,13 +48,13 @@ BUSY = (
     sqlite3.SQLITE_CANTOPEN,
     sqlite3.SQLITE_FULL,
 )
-"""Errors that say nothing against the file."""
+"""SQLite errors that do not mean that the file is damaged."""
 MANY = 20
-"""Files that are read without a word."""
+"""Maximum number of files that are read without a message."""
 
 
 class DamagedError(sqlite3.DatabaseError):
-    """The index holds what this version never writes."""
+    """The index contains something that this version never writes."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -67,9 +68,9 @@ class Listed:
 def using(
     folder: Path, baselines: Path, work: Callable[[Index], T], say: Callable[[str], None] = lambda line: None
 ) -> T:
-    """Return what `work` makes of the index over the runs in `folder`, brought up to date first.
+    """Return `work(index)` for the index over the runs in `folder`, after bringing the index up to date.
 
-    `work` may be called again with an index made anew, so it should only read. `say` gets a line before a long update.
+    `work` may be called again with a rebuilt index, so it should only read. `say` receives a line before a long update.
     """
     path = folder / NAME
     for _ in range(2):
@@ -89,8 +90,8 @@ def using(
 def add_last(folder: Path, baselines: Path) -> None:
     """Bring the index up to date after a run, with the steps of its workloads.
 
-    Runs, or versions of the baselines, are left to the next `using` if more than MANY are new, and all is if that
-    fails: the run itself is in its file.
+    If more than MANY runs or versions of the baselines are new, they are left to the next `using`. So is everything if
+    the update fails: nothing is lost, because the run is in its file.
     """
     with suppress(sqlite3.DatabaseError, OSError), _connected(str(folder / NAME)) as connection:
         Index(connection, folder, baselines, lambda line: None, most=MANY).steps()
@@ -99,10 +100,10 @@ def add_last(folder: Path, baselines: Path) -> None:
 @contextmanager
 def _connected(place: str) -> Iterator[sqlite3.Connection]:
     with closing(sqlite3.connect(place, timeout=LOCKED, isolation_level=None)) as connection:
-        connection.execute("PRAGMA synchronous = OFF")  # what a crash damages is made anew
+        connection.execute("PRAGMA synchronous = OFF")  # an index that a crash damages is rebuilt
         if not _is_ours(connection):
             with _writing(connection):
-                if not _is_ours(connection):  # another process may have made them meanwhile
+                if not _is_ours(connection):  # another process may have made the tables meanwhile
                     _make_tables(connection)
         (problem,) = connection.execute("PRAGMA integrity_check(1)").fetchone()
         if problem != "ok":
@@ -134,9 +135,9 @@ def _writing(connection: sqlite3.Connection) -> Iterator[None]:
 
 
 class Index:
-    """The index, up to date with the files. A DamagedError where it holds what cannot be read.
+    """The index, brought up to date with the files. Raises DamagedError if its contents cannot be read.
 
-    most  number of files, and of versions of the baselines, that are read at most; where more are new, none is
+    most  maximum number of new files, and of new versions of the baselines, to read; if more are new, none is read
     """
 
     def __init__(
@@ -152,14 +153,14 @@ class Index:
         self.problems: list[str] = []
         """A line for each file that cannot be read."""
         self._blobs: dict[str, int] = {}
-        """The versions of the baselines, the oldest first."""
+        """Hash of each version of the baselines → its position, the oldest first."""
         self._heads: dict[str, Run] = {}
         self._read_runs()
         self._read_baselines()
         rows = self._rows("SELECT problem FROM runs WHERE problem IS NOT NULL ORDER BY name")
         self.problems += [problem for (problem,) in rows]
 
-    # --- what it answers --------------------------------------------------------------------------------------------
+    # --- queries ----------------------------------------------------------------------------------------------------
 
     def count(self, device: str | None = None) -> int:
         """Return the number of runs, of all devices or of one."""
@@ -201,9 +202,9 @@ class Index:
         return [Timed(run=self._head(head), seconds=seconds, conditions=kind) for head, seconds, kind in rows]
 
     def steps(self) -> dict[str, list[Step]]:
-        """Return the steps of every workload that has one, on all devices; looked for only where runs have changed.
+        """Return the steps of every workload that has one, on all devices; empty if ruptures is not installed.
 
-        Empty without ruptures.
+        Steps are computed again only for workloads whose runs have changed.
         """
         if not steps.is_available():
             return {}
@@ -217,16 +218,16 @@ class Index:
         return {id: [self._made(Step, step) for step in self._json(data)] for id, data in rows}
 
     def accepted(self, workload: str) -> dict[str, list[Accepted]]:
-        """Return what was accepted of a workload over time, the oldest first, by device."""
+        """Return the accepted figures of a workload over time by device, the oldest first."""
         rows = self._rows("SELECT blob, device, data FROM accepted WHERE workload = ?", (workload,))
         rows = [row for row in rows if row[0] in self._blobs]
         found: dict[str, dict[str, Accepted]] = {}
         for _, device, data in sorted(rows, key=lambda row: self._blobs[row[0]]):
             made = self._record(Accepted, data)
-            found.setdefault(device, {})[made.date] = made  # of one date, the latest version counts
+            found.setdefault(device, {})[made.date] = made  # of versions with the same date, the latest counts
         return {device: [dated[date] for date in sorted(dated)] for device, dated in found.items()}
 
-    # --- what it reads ----------------------------------------------------------------------------------------------
+    # --- update -----------------------------------------------------------------------------------------------------
 
     def _read_runs(self) -> None:
         """Bring the runs up to date with the files."""
@@ -303,7 +304,7 @@ class Index:
                 self._connection.execute("INSERT OR REPLACE INTO versions VALUES (?)", (version.blob,))
 
     def _committed(self) -> list[str]:
-        """Return the hashes of the committed versions, the oldest first; git's log is read once for each HEAD."""
+        """Return the hashes of the committed versions, the oldest first. Git's log is read once for each HEAD."""
         head = accepted.head(self._baselines)
         if not head:
             return []
@@ -323,7 +324,7 @@ class Index:
         return self._connection.execute(query, given).fetchall()
 
     def _head(self, text: Any) -> Run:
-        """Return a run without its workloads; read once, though every workload has it."""
+        """Return a run without its workloads. It is parsed once, although all its workloads refer to it."""
         if text not in self._heads:
             self._heads[text] = self._record(Run, text)
         return self._heads[text]
@@ -347,7 +348,7 @@ class Index:
 
 
 def _on(device: str | None) -> tuple[str, tuple[str, ...]]:
-    """Return (condition, its value) for the runs of a device; nothing for all."""
+    """Return (SQL condition, its parameters) for the runs of a device; both are empty for all devices."""
     return (" AND runs.device = ?", (device,)) if device else ("", ())
 
 

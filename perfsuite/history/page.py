@@ -1,4 +1,4 @@
-"""The history as one self-contained HTML page, in the style of the report's."""
+"""The history as one self-contained HTML page, in the style of the report."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from perfsuite.records import Status
 from perfsuite.report import html, units, workload_rows
 
 WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 1080, 320, 76, 14, 12, 26
-"""Dimensions of a plot, in its own units."""
+"""Dimensions of a plot, in units of its SVG view box."""
 LEAST_SPAN = 0.02
-"""Least range of a plot in log seconds."""
+"""Minimum range of a plot in log seconds."""
 DATES = 6
-"""Most dates below a plot."""
+"""Maximum number of dates below a plot."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -119,7 +119,7 @@ def _chart(id: str, points: Sequence[Point], found: Sequence[Step], last: Accept
     goals = [math.log(p.accepted.optimized_s) for p in points if p.accepted]
     lowest, highest = min(logs), max(logs)
     span = max(highest - lowest, LEAST_SPAN)
-    # An accepted time far from all that was measured does not squeeze the dots together.
+    # An accepted time far from all measured times is left out, so that it does not squeeze the dots together.
     seen = [*logs, *(g for g in goals if lowest - span <= g <= highest + span)]
     middle, half = (min(seen) + max(seen)) / 2, max(max(seen) - min(seen), LEAST_SPAN) * 0.55
 
@@ -146,7 +146,7 @@ def _chart(id: str, points: Sequence[Point], found: Sequence[Step], last: Accept
 
 
 def _timed(points: Sequence[Point]) -> list[Point]:
-    """Return the points that have a time, with the marks of those before them that have none."""
+    """Return the points that have a time. Each also receives the marks of the points without a time just before it."""
     found: list[Point] = []
     waiting: list[str] = []
     for point in points:
@@ -181,7 +181,7 @@ def _label(point: Point) -> str:
 def _held(
     points: Sequence[Point], x: Callable[[float], float], y: Callable[[float], float], middle: float, half: float
 ) -> list[tuple[float, float, float, str]]:
-    """Return a line for each accepted time, over the runs that it was accepted for."""
+    """Return a horizontal line (x1, x2, y, label) for each accepted time, across the runs for which it was accepted."""
     lines = []
     for accepted, run in groupby(enumerate(points), key=lambda item: item[1].accepted):
         numbers = [n for n, _ in run]

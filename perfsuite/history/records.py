@@ -29,7 +29,7 @@ class Accepted:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Figures:
-    """One workload in one run, as `report.workload_rows.row` gives it."""
+    """One workload in one run, with the figures of `report.workload_rows.row`."""
 
     verdict: Status | None = None
     clock: str = ""
@@ -39,23 +39,23 @@ class Figures:
     optimized_s: float | None = None
     reference_s: float | None = None
     accepted_s: float | None = None
-    """Seconds of the accepted revision's optimized side, timed beside the present one."""
+    """Seconds of the accepted revision's optimized side, timed together with the current one."""
     slowdown: float | None = None
-    """Relative to that side (0.03 = 3% slower), with its 95% interval."""
+    """Slowdown relative to that side (0.03 = 3% slower). The next two fields are its 95% interval."""
     slowdown_low: float | None = None
     slowdown_high: float | None = None
     speedup: Comparison | None = None
     least: bool = False
     """Whether the reference was stopped: its seconds and the speedup are lower bounds."""
     costs: Counts = dataclasses.field(default_factory=Counts)
-    """Host syncs, launches and memory of a call of the optimized side."""
+    """Host syncs, launches and peak memory of a call of the optimized side."""
     baseline: Accepted | None = None
-    """The figures in the run's baseline; None where the run read none."""
+    """The figures in the run's baseline; None if the run read none."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Run:
-    """One run. `workloads` is empty in the heads that the index gives."""
+    """One run. `workloads` is empty in the runs that the index returns."""
 
     kind: str
     """"run", "gate", "accept" or "pytest"."""
@@ -88,16 +88,16 @@ class Run:
 
     @property
     def revision_shown(self) -> str:
-        """The revision in short; a plus sign stands for uncommitted changes."""
+        """The abbreviated revision; a plus sign marks uncommitted changes."""
         return f"{self.revision[:7]}{'+' * self.dirty}" if self.revision else units.MISSING
 
     def counts(self) -> dict[str, int]:
-        """Return how often there is each verdict, as the run's report counts them."""
+        """Return the number of each verdict, as the run's report counts them."""
         return model.count(figures.verdict for figures in self.workloads.values())
 
 
 def run_of(report: RunReport, *, kind: str, host: str, entries: Mapping[str, Entry]) -> Run:
-    """Return what the history keeps of a run; `entries` is what its baseline held before."""
+    """Return the history's record of a run. `entries` are those of its baseline before the run."""
     return Run(
         kind=kind,
         started=report.started,
@@ -133,7 +133,7 @@ def _figures(report: RunReport, row: workload_rows.Row, entry: Entry | None) -> 
 
 
 def accepted_of(entry: Entry) -> Accepted:
-    """Return what the history keeps of an accepted workload."""
+    """Return the history's record of an accepted workload."""
     return Accepted(
         date=entry.sessions[-1].date,
         optimized_s=entry.sides["optimized"].seconds,
@@ -144,7 +144,7 @@ def accepted_of(entry: Entry) -> Accepted:
 
 
 def compact(record: Any) -> dict[str, Any]:
-    """Return a record as JSON without the fields that have their default; `from_json` reads it back."""
+    """Return a record as JSON values, without fields that equal their default. `from_json` reads it back."""
     defaults = {
         f.name: f.default_factory() if f.default_factory is not dataclasses.MISSING else f.default
         for f in dataclasses.fields(record)

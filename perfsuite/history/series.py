@@ -1,4 +1,4 @@
-"""A workload from run to run: its change against what was accepted then, and what changed since the run before."""
+"""A workload from run to run: its change against the figures accepted then, and what else changed between runs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ STACK = (
     ("triton", "triton"),
     ("Python", "python"),
 )
-"""Fields of a machine whose change is marked, by their names."""
+"""(label, field) of each property of a machine whose change is marked."""
 WORKLOAD = ("clock", "direction", "dtype", "sizes")
 
 
@@ -32,20 +32,20 @@ class Point:
     accepted: Accepted | None
     """The figures that were accepted on the device when the run began."""
     change: float | None
-    """Time against the accepted one (0.03 = 3% slower)."""
+    """Relative change of the time against the accepted one (0.03 = 3% slower)."""
     stored: bool = False
-    """Whether the change is against the accepted figure, because the accepted revision was not timed beside it."""
+    """Whether the change is against the stored figure, because the run did not time the accepted revision as well."""
     marks: tuple[str, ...] = ()
-    """Changes since the run before: on the same device, unless the device itself changed."""
+    """Changes since the previous run on the same device, and a change of device since the previous run on any."""
 
     @property
     def change_shown(self) -> str:
-        """The change in words; "~" stands for one against the stored figure."""
+        """The change as text; "~" marks a change against the stored figure."""
         return units.MISSING if self.change is None else f"{'~' * self.stored}{100 * self.change:+.1f}%"
 
     @property
     def speedup_shown(self) -> str:
-        """The speedup in words."""
+        """The speedup as text; "≥" marks a lower bound."""
         speedup = self.figures.speedup
         return f"{'≥ ' * self.figures.least}{units.ratio(speedup.value)}" if speedup else units.MISSING
 
@@ -54,7 +54,7 @@ def points(series: Sequence[tuple[Run, Figures]], accepted: Mapping[str, Sequenc
     """Return a point for each run of a workload.
 
     series    the runs, the oldest first
-    accepted  what was accepted over time, the oldest first, by device
+    accepted  the accepted figures over time by device, the oldest first
     """
     found: list[Point] = []
     last: dict[str, Point] = {}
@@ -80,7 +80,7 @@ def _same_workload(figures: Figures) -> bool:
 
 
 def _held(accepted: Sequence[Accepted], when: datetime) -> Accepted | None:
-    """Return what was accepted last before a time."""
+    """Return the figures that were accepted last at this time; None if nothing was."""
     count = bisect.bisect_right(accepted, when, key=lambda a: datetime.fromisoformat(a.date))
     return accepted[count - 1] if count else None
 
@@ -88,7 +88,7 @@ def _held(accepted: Sequence[Accepted], when: datetime) -> Accepted | None:
 def _marks(before: Point, run: Run, figures: Figures, held: Accepted | None) -> list[str]:
     pairs = [(name, getattr(before.run.machine, field), getattr(run.machine, field)) for name, field in STACK]
     pairs.append(("host", before.run.host, run.host))
-    if figures.clock and before.figures.clock:  # without figures, nothing is known of the workload
+    if figures.clock and before.figures.clock:  # without figures, nothing is known about the workload
         pairs += [(name, getattr(before.figures, name), getattr(figures, name)) for name in WORKLOAD]
     marks = [f"{name} {_text(was)} → {_text(now)}" for name, was, now in pairs if was != now]
     was, now = before.accepted, held

@@ -16,21 +16,21 @@ from perfsuite.records import Status, to_json
 from perfsuite.report import units
 
 RULE = 1
-"""Version of the rule: steps that another version has found are looked for anew."""
+"""Version of the rule. Steps that another version found are computed again."""
 SIZE = 4
-"""Fewest runs on each side of a step."""
+"""Minimum number of runs on each side of a step."""
 PENALTY, BY_LENGTH = 10.0, 2.0
-"""Least that a step must explain, in variances of the noise: the first plus the second times the logarithm of the
-number of runs, since a longer series has more chances to show a step in pure noise."""
+"""Penalty for a step in variances of the noise: PENALTY + BY_LENGTH · log(number of runs), because a longer series has
+more chances to show a step in pure noise."""
 LEAST = 0.01
 """Smallest step in log seconds: the gate resolves none below 1% either."""
 ALPHA, USUAL = 0.01, 60
-"""Level at which the ranks of the runs on both sides must differ, so that outliers are no step; in a series of more
-than USUAL runs, where several outliers may come together, divided by its multiple of that."""
+"""Significance level of the rank test between the runs on both sides, so that outliers do not count as a step. A series
+of n > USUAL runs, in which several outliers may come together, uses ALPHA · USUAL / n."""
 FLOOR = 0.002
-"""Least noise in log seconds that is assumed: times may repeat exactly."""
+"""Minimum noise in log seconds that is assumed, because times may repeat exactly."""
 WINDOW, CLIP = 5, 3.0
-"""A time counts at most this many standard deviations from the median of so many runs around it."""
+"""Log times are clipped at CLIP standard deviations of the noise from the median of the WINDOW runs around them."""
 MEANINGLESS = (Status.NOT_EQUIVALENT, Status.NOT_PROVEN, Status.NOT_TIMED, Status.UNMEASURED, Status.WRONG_MACHINE)
 """Verdicts with which a time means nothing."""
 MISSING = "steps are not looked for without the library ruptures (the extra `history`): pip install ruptures"
@@ -43,7 +43,7 @@ class Timed:
     run: Run
     seconds: float
     conditions: str
-    """Digest of what must be the same for times to be compared: device, stack, and the workload itself."""
+    """Digest of what must be equal for times to be comparable: device, software stack and workload."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -60,12 +60,12 @@ class Step:
     change: float
     """Relative change of the median time (0.04 = 4% slower)."""
     before: int
-    """Runs since the step before, or since the first run."""
+    """Number of runs since the previous step, or since the first run."""
     after: int
     dirty: bool = False
     """Whether either run had uncommitted changes."""
     hosts: str = ""
-    """"a → b" where the two runs were on different hosts."""
+    """"a → b" if the two runs were on different hosts."""
 
     @property
     def shown(self) -> str:
@@ -83,12 +83,12 @@ def is_available() -> bool:
 
 
 def has_time(figures: Figures) -> bool:
-    """Return whether the run has a time of the workload that means something."""
+    """Return whether the run has a meaningful time of the workload."""
     return figures.optimized_s is not None and figures.optimized_s > 0 and figures.verdict not in MEANINGLESS
 
 
 def find(series: Sequence[Timed]) -> list[Step]:
-    """Return the steps of a workload's runs, given in the order of time; each device and stack is looked at alone."""
+    """Return the steps in a workload's runs, which are in order of time. Each device and stack is its own series."""
     groups: dict[str, list[Timed]] = {}
     for one in series:
         groups.setdefault(one.conditions, []).append(one)
@@ -129,8 +129,8 @@ def _difference(before: Sequence[float], after: Sequence[float]) -> float:
 def changes(times: Sequence[float]) -> list[int]:
     """Return the positions at which the level of a series of log seconds changes.
 
-    ruptures proposes them: changes of the mean that pay for their penalty, once outliers are clipped. One that the
-    medians and ranks of both sides do not confirm is dropped, the least significant first.
+    Outliers are clipped, then ruptures proposes the changes of the mean that explain more than their penalty. Changes
+    that the medians and ranks of both sides do not confirm are dropped, the least significant first.
     """
     if len(times) < 2 * SIZE:
         return []
@@ -156,7 +156,7 @@ def changes(times: Sequence[float]) -> list[int]:
 
 
 def _chance(before: Sequence[float], after: Sequence[float]) -> float:
-    """Return how probably both sides have one level, by their ranks; 1 if the medians differ by less than LEAST."""
+    """Return the Mann-Whitney p-value for equal levels of both sides; 1 if the medians differ by less than LEAST."""
     from scipy.stats import mannwhitneyu
 
     if abs(_difference(before, after)) < LEAST:

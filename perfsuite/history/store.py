@@ -1,4 +1,4 @@
-"""`.perfsuite/history/`: a file for each run. The files are the history; the index beside them is made from them."""
+"""`.perfsuite/history/`: one file for each run. The index in the same folder is built from these files."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ def folder_of(root: Path) -> Path:
 
 
 def find(start: Path) -> Path | None:
-    """Return the project at or above `start` that has a history; None without one. The search ends at a repository's
-    top folder."""
+    """Return the nearest folder at or above `start` that has a history; None if there is none. The search ends at the
+    top folder of a repository."""
     for folder in (start, *start.parents):
         if folder_of(folder).is_dir():
             return folder
@@ -40,7 +40,7 @@ def find(start: Path) -> Path | None:
 
 
 def write(run: Run, folder: Path) -> Path:
-    """Write a run's file, whole or not at all. Two runs never share a name. Raises PerfsuiteError in one line if that
+    """Write a run's file atomically, under a name that no other run has. Raises PerfsuiteError in one line if that
     fails."""
     path = folder / f"{run.when:%Y%m%dT%H%M%SZ}-{secrets.token_hex(4)}{SUFFIX}"
     workloads = {id: compact(figures) for id, figures in run.workloads.items()}
@@ -49,8 +49,8 @@ def write(run: Run, folder: Path) -> Path:
 
 
 def read(path: Path) -> tuple[Run, dict[str, Any]]:
-    """Return the run in a file, and its JSON. Raises PerfsuiteError in one line, with the remedy, where it is
-    damaged."""
+    """Return the run in a file, and its JSON. Raises PerfsuiteError in one line, with the remedy, if the file cannot be
+    read or is damaged."""
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
         schema = data.pop(KEY, None) if isinstance(data, dict) else None

@@ -19,7 +19,7 @@ from perfsuite.report import html, units, workload_rows
 
 BARS = "▁▂▃▄▅▆▇█"
 LEAST_SPAN = 0.05
-"""Least range of a sparkline in log seconds, so that noise does not look like a step."""
+"""Minimum range of a sparkline in log seconds, so that noise does not look like a step."""
 MOST_BARS = 60
 MOST_STEPS = 10
 STYLES = {"good": "green", "fair": "yellow", "bad": "bold red", "plain": ""}
@@ -49,8 +49,8 @@ def show_workload(
     found: Sequence[Step],
     accepted: Mapping[str, Sequence[Accepted]],
 ) -> None:
-    """Print a workload's last runs, the newest first, then for each device its course, its steps, and what is
-    accepted."""
+    """Print a workload's last runs, the newest first, then for each device a sparkline, the steps and the accepted
+    figures."""
     out.print(Text(id, style="bold"), soft_wrap=True)
     shown = points[-limit:]
     devices = {p.run.machine.device: p.run.machine.device_name for p in points}
@@ -106,7 +106,7 @@ def _step(step: Step, before: str) -> Text:
 
 
 def counts(found: Mapping[str, int]) -> Text:
-    """Return the counts of verdicts in words."""
+    """Return the number of each verdict as text."""
     parts = []
     for name, n in found.items():
         style = "" if name == workload_rows.MEASURED else STYLES[html.tone_of(Status(name))]
@@ -122,7 +122,7 @@ def verdict(status: Status | None) -> Text:
 
 
 def course(points: Sequence[Point]) -> str:
-    """Return the last times as a line of bars, with the range that they span."""
+    """Return a sparkline of the last times, with their range."""
     times = [p.figures.optimized_s for p in points if steps.has_time(p.figures)][-MOST_BARS:]
     known = [t for t in times if t is not None]
     if not known:
@@ -138,7 +138,7 @@ def sparkline(times: Iterable[float]) -> str:
 
 
 def held(found: Accepted) -> str:
-    """Return what is accepted, in one line."""
+    """Return the accepted figures in one line."""
     revision = f" at {found.revision[:7]}" if found.revision else ""
     reason = f": {found.reason}" if found.reason else ""
     speedup = units.ratio(found.speedup)
@@ -146,7 +146,7 @@ def held(found: Accepted) -> str:
 
 
 def bisection(id: str, step: Step) -> str:
-    """Return the command that finds the commit of a step; empty where no two commits are known."""
+    """Return the command that finds the commit of a slowdown; empty for a speedup or without two different commits."""
     if step.change <= 0 or step.dirty or not step.last or not step.revision or step.last == step.revision:
         return ""
     return f"perfsuite bisect '{id}' --good {step.last[:9]} --bad {step.revision[:9]}"

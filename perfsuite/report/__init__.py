@@ -1,6 +1,6 @@
-"""Reports: records → terminal, JSON, Markdown, JUnit, HTML, GitHub annotations. They show; they never decide."""
+"""Reports of a run: terminal, JSON, Markdown, JUnit XML, HTML and GitHub annotations. Reports decide nothing."""
 
-# No `from __future__ import annotations` here: that name would hide the module of that name.
+# No `from __future__ import annotations` here: the name would hide the submodule `annotations`.
 
 from pathlib import Path
 
@@ -12,7 +12,7 @@ __all__ = ["Correctness", "RunReport", "write_all"]
 
 
 def write_all(report: RunReport, folder: Path) -> dict[str, Path]:
-    """Write every file form of the report into `folder`: {"json", "junit", "markdown", "html"} → path."""
+    """Write the report to `folder` in every file format. Return the paths by "json", "junit", "markdown" and "html"."""
     texts = {
         "json": ("report.json", jsonfile.document(report)),
         "junit": ("junit.xml", junit.document(report)),

@@ -1,4 +1,4 @@
-"""GitHub annotations: one workflow command a finding, shown beside the file in a pull request."""
+"""GitHub annotations: one workflow command for each finding. GitHub shows it next to the file in a pull request."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from perfsuite.report.model import RunReport, rows
 
 
 def wanted() -> bool:
-    """Return whether this runs in a GitHub workflow."""
+    """Return whether this process runs in a GitHub workflow."""
     return os.environ.get("GITHUB_ACTIONS") == "true"
 
 
@@ -32,7 +32,7 @@ def lines(report: RunReport) -> list[str]:
 
 
 def command(level: str, title: str, message: str, item: str | None = None) -> str:
-    """Return `::error file=…,title=…::message`, escaped as the runner reads it; `item` is a pytest node id."""
+    """Return `::error file=…,title=…::message`, escaped for GitHub's runner. `item` is a pytest node id."""
     path = item.partition("::")[0] if item else ""
     file = f"file={_property(path)}," if path.endswith(".py") else ""
     return f"::{level} {file}title={_property(title)}::{_data(message)}"

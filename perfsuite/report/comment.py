@@ -1,7 +1,7 @@
-"""The comment on a pull request: the verdict, what is red and why, and all rows folded away.
+"""The comment on a pull request: the verdict, the findings, and all rows in a collapsed section.
 
-The report may come from code that nobody has reviewed: whatever it holds shows as text, and mentions nobody. Nothing
-here needs more than the standard library, because the job that posts the comment holds a token that may write.
+The report may come from code that nobody has reviewed, so its text is shown literally and cannot mention anybody. This
+module needs only the standard library, because the job that posts the comment holds a token with write access.
 """
 
 from __future__ import annotations
@@ -25,25 +25,27 @@ from perfsuite.report.model import (
 )
 
 MARKER = "<!-- perfsuite:comment -->"
-"""First line of the comment, which does not show: by it a later run finds the comment to renew."""
+"""Invisible first line of the comment, by which a later run finds the comment to update."""
 
 LIMIT = 65_536
-"""Most characters of a comment on GitHub, counted here as UTF-16 does, which is never less than GitHub counts."""
+"""Maximum length of a comment on GitHub, counted here in UTF-16 units, which are never fewer than GitHub counts."""
 
 PARTS = {"findings": 24_000, "excuses": 12_000, "notes": 4_000}
-"""Most characters of each part before the table of all rows, which gets what is left."""
+"""Maximum length of each part before the table of all rows, which gets the rest of LIMIT."""
 
 MARKS = {GREEN: "✅", CODE_AT_FAULT: "❌", ENDED_EARLY: "❌", UNDECIDED: "⚠️"}
 
 
 def text(report: RunReport, page: str | None = None) -> str:
-    """Return the comment, of at most `LIMIT` characters; it says what it leaves out. `page` is the address of the
-    whole report. Raises PerfsuiteError for an address that is none, and for figures that cannot be shown."""
+    """Return the comment. Its lists and tables are cut to keep it within `LIMIT`, and say what they leave out; the
+    verdict at the top is not cut. `page` is the URL of the whole report.
+
+    Raises PerfsuiteError if `page` is not an http or https URL, or if a figure cannot be shown."""
     if page is not None and not re.fullmatch(r"https?://[^\s<>()\[\]\\\"`|]+", page):
         raise PerfsuiteError(f"--page {page!r} is no address; give one that begins with https:// and has no space")
     try:
         return _text(report, page)
-    except (ArithmeticError, ValueError) as error:  # a report that perfsuite has not written
+    except (ArithmeticError, ValueError) as error:  # perfsuite did not write this report
         raise PerfsuiteError(f"the report has a figure that cannot be shown: {error}; run again") from None
 
 
@@ -67,7 +69,7 @@ def _text(report: RunReport, page: str | None) -> str:
 
 
 def _list(texts: list[str], room: int) -> list[str]:
-    """Return the texts as a list, as many as there is room for, and a line that counts the others."""
+    """Return a Markdown list of the texts that fit into `room`, and a line with the number of the others."""
     kept = _fitting([f"- {escape(text, markdown.MOST)}" for text in texts], room)
     if len(kept) < len(texts):
         kept.append(f"- … and {len(texts) - len(kept)} more, in the whole report")
@@ -75,7 +77,7 @@ def _list(texts: list[str], room: int) -> list[str]:
 
 
 def _table(table: list[str], room: int, count: int) -> list[str]:
-    """Return the lines of a table, as many as there is room for, and a line that counts the others."""
+    """Return the lines of a table that fit into `room`, and a line with the number of the others."""
     kept = _fitting(table, room)
     left = len(table) - len(kept)
     return [*kept, "", *([f"… and {left} of {count} more, in the whole report", ""] if left else [])]

@@ -1,4 +1,4 @@
-"""Text of others in GitHub's Markdown: it shows as it is, and does nothing."""
+"""Escaping of untrusted text for GitHub's Markdown: the text is shown literally and has no effect."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ import re
 from perfsuite.errors import printable
 
 BREAK = "&#8203;"
-"""Zero-width space, behind which GitHub sees no mention, reference, address, emoji or link."""
+"""Zero-width space, which keeps GitHub from recognising a mention, reference, URL, emoji or link."""
 
 CODE = re.compile(r"[^`|<>]*(?:::|://)[^`|<>]*")
-"""Words that show as code: ids, so that they can be copied, and addresses, so that they are no links."""
+"""Words that are shown as code: ids, so that they can be copied, and URLs, so that they do not become links."""
 
 SPECIAL = re.compile(
     r"[\\`*\[\]|~&<>$@#]|(?<![^\W_])_|_(?![^\W_])|GH-|www(?=\.)|:(?=//)|:(?!\d\d:)(?=[\w+-]+:)", re.IGNORECASE
@@ -20,10 +20,10 @@ ESCAPED = r"\`*[]|~_"
 
 
 def escape(text: str, most: int | None = None) -> str:
-    """Return the text in one line of Markdown, in or outside of a table cell: no markup, no link, no mention of a
-    person, an issue or an emoji. Characters that cannot be printed show as Python escapes them.
+    """Return the text as one line of Markdown, for use inside or outside a table cell.
 
-    A text is cut after `most` characters, and ends with "…".
+    The result has no markup, no link, no emoji and no mention of a person or an issue. Non-printable characters appear
+    as Python escapes. A text longer than `most` characters is cut there and ends with "…".
     """
     if most is not None and len(text) > most:
         text = f"{text[:most]}…"

@@ -1,4 +1,4 @@
-"""Replace files whole: a reader never sees half a report, nor does a killed run leave one."""
+"""Atomic file writes: a reader never sees half a report, and a killed run never leaves one."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from perfsuite.folders import own_folder
 
 
 def probe(folder: Path) -> None:
-    """Make the folder, with those above it, and try a file in it. Raises OSError where that fails."""
+    """Create the folder and its parents, and a temporary file in it. Raises OSError if that fails."""
     own_folder(folder)
     with tempfile.TemporaryFile(dir=folder):
         pass
 
 
 def write(path: Path, text: str) -> Path:
-    """Write `text` to `path` atomically, with the folders above it. Raises PerfsuiteError in one line if that fails."""
+    """Write `text` to `path` atomically, with its parent folders. Raises PerfsuiteError in one line if that fails."""
     temporary = None
     try:
         own_folder(path.parent)
         handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
         with os.fdopen(handle, "w", encoding="utf-8", errors="backslashreplace") as file:
             file.write(text)
-        os.chmod(temporary, 0o644)  # mkstemp's 0600 would hide it from whoever collects a CI job's files
+        os.chmod(temporary, 0o644)  # mkstemp's 0600 would hide it from other users, such as a CI runner
         os.replace(temporary, path)
     except OSError as error:
         if temporary is not None:

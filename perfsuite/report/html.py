@@ -1,6 +1,7 @@
 """The run as one self-contained HTML page: no outside resources, light and dark.
 
-Everything shows without scripts. The one script sorts and filters the table, and opens all details before printing.
+Everything is readable without scripts. The only script sorts and filters the table, and opens details for links and
+printing.
 """
 
 from __future__ import annotations
@@ -37,9 +38,9 @@ if TYPE_CHECKING:
 
 LOWER_BOUND = "stopped once it had taken long enough: a lower bound"
 WITHOUT_FIGURES = (Status.NOT_EQUIVALENT, Status.NOT_PROVEN, Status.NOT_TIMED)
-"""Verdicts by which the measured speedup means nothing."""
+"""Verdicts with which the measured speedup means nothing."""
 OUTCOMES = {exit_codes.GREEN: "good", exit_codes.UNDECIDED: "fair"}
-"""Exit code of a run → the style of its verdict; others are bad."""
+"""Exit code of a run → style of its verdict; other codes have the style "bad"."""
 TONES = {"faster": "good", "equal": "fair", "slower": "bad"}
 
 
@@ -63,7 +64,7 @@ class ProcessRow:
     """One process in the table of a workload."""
 
     ratio: str
-    """Time of the accepted side, or else of the reference, over that of the optimized side."""
+    """Time of the side `Detail.against` over that of the optimized side."""
     clock: str
     temperature: str
     power: str
@@ -95,7 +96,7 @@ class Alarm:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Detail:
-    """All that the page says of one workload."""
+    """Everything that the page shows about one workload."""
 
     row: Row
     anchor: str
@@ -105,7 +106,7 @@ class Detail:
     """(what, promised, measured, tone)"""
     processes: tuple[ProcessRow, ...]
     against: str
-    """Side that the ratios of `processes` are to."""
+    """Other side of the ratios of `processes`: the accepted one if it was timed, else the reference or a rival."""
     blocks: tuple[plots.Blocks, ...]
     densities: plots.Densities | None
     roofline: plots.Roofline | None
@@ -115,7 +116,7 @@ class Detail:
 
 
 def page(report: RunReport) -> str:
-    """Return the page as text."""
+    """Return the page as HTML text."""
     every = _red_first(model.rows(report))
     known = plots.ceilings(m for found in report.measurements.values() for m in found)
     details = [detail(report, row, known) for row in every]
@@ -149,20 +150,20 @@ def write(report: RunReport, path: Path) -> Path:
 
 
 def _red_first(rows: Iterable[Row]) -> list[Row]:
-    """Return the rows with those of techniques that have a red one first."""
+    """Return the rows, first those of techniques that have a row that is not green."""
     every = list(rows)
     red = {row.technique for row in every if row.status is not None and not row.status.green}
     return sorted(every, key=lambda row: row.technique not in red)
 
 
 def _filled(rows: Iterable[Row]) -> set[str]:
-    """Return the columns that not every table has, where a row fills them."""
+    """Return the names of the optional columns that at least one row fills."""
     columns = {"rival": "rival", "limit": "limit_fraction", "clock": "sm_clock_mhz"}
     return {name for row in rows for name, field in columns.items() if getattr(row, field) is not None}
 
 
 def alarms(report: RunReport, every: Iterable[Row]) -> tuple[Alarm, ...]:
-    """Return what is not green: those with the same verdict and the same side that moved together."""
+    """Return the workloads that are not green, grouped by their verdict and by what moved."""
     groups: dict[tuple[Status, str | None], list[Row]] = {}
     for row in every:
         if row.status is not None and not row.status.green:
@@ -179,7 +180,7 @@ def _alarm(report: RunReport, status: Status, moved: str | None, rows: Sequence[
     return Alarm(
         status=status,
         cause=cause,
-        shown=1 if moved in ("device", "software") else 3,  # it is the same for all
+        shown=1 if moved in ("device", "software") else 3,  # all rows have the same cause
         rows=tuple(
             RedRow(
                 row=row,
@@ -199,7 +200,7 @@ def _side_by_side(row: Row) -> str:
 
 
 def detail(report: RunReport, row: Row, known: Mapping[str, float]) -> Detail:
-    """Return all that the page says of one workload.
+    """Return everything that the page shows about one workload.
 
     known  `plots.ceilings` of the run
     """
@@ -259,12 +260,12 @@ def _processes(measurements: Sequence[Measurement], other: str) -> tuple[Process
 
 
 def anchor(row: Row) -> str:
-    """Return the workload's place in the page; the same in every run, so that a link to it keeps its meaning."""
+    """Return the HTML id of the workload's details. It does not depend on the order of rows: links stay valid."""
     return re.sub(r"[^A-Za-z0-9_.-]+", "-", f"{row.technique}-{row.workload}")
 
 
 def _judged(verdict: Verdict | None, other: str) -> Comparison | None:
-    """Return the ratio of another side's time to the optimized side's as the verdict has it; None where it has none."""
+    """Return the verdict's ratio of another side's time to the optimized side's; None if the verdict has none."""
     if verdict is None:
         return None
     if other == ACCEPTED and verdict.slowdown is not None:
@@ -425,8 +426,8 @@ def _failures(report: RunReport) -> list[str]:
 
 
 def tone_of(status: Status | None) -> str:
-    """Return the style of a verdict: "good"; "bad" where the code is at fault; "fair" for one that is excused or
-    undecided; "plain" without one."""
+    """Return the style of a verdict: "good" if it is green, "bad" if the code is at fault, "fair" if it is waived or
+    undecided, and "plain" without a verdict."""
     if status is None:
         return "plain"
     if status is Status.WAIVED:
@@ -444,8 +445,8 @@ def _signed(fraction: float) -> str:
 
 @functools.cache
 def template(name: str) -> jinja2.Template:
-    """Return a page's template by its path in the package; `report/style.css` is what all pages include."""
-    import jinja2  # here, so that the other forms need only the standard library
+    """Return the template at this path in the package. All pages include `report/style.css`."""
+    import jinja2  # here, so that only this format needs jinja2
 
     environment = jinja2.Environment(
         loader=jinja2.PackageLoader("perfsuite", "."),

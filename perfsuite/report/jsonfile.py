@@ -1,4 +1,4 @@
-"""The run as JSON, for machines; reads back into the same records."""
+"""The run as JSON, for other programs. It can be read back into the same records."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from perfsuite.report.model import RunReport
 
 SCHEMA = 1
 MOST = 300
-"""Most characters of an error's message, which quotes the file."""
+"""Maximum length of an error message, which quotes the file."""
 
 
 def document(report: RunReport) -> str:
@@ -26,7 +26,7 @@ def write(report: RunReport, path: Path) -> Path:
 
 
 def parse(text: str, source: str = "the report") -> RunReport:
-    """Return the report that `document` gave. Raises PerfsuiteError in one line for anything else."""
+    """Return the report in the output of `document`. Raises PerfsuiteError in one line for any other text."""
     try:
         data = json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -42,7 +42,7 @@ def parse(text: str, source: str = "the report") -> RunReport:
 
 
 def read(path: Path) -> RunReport:
-    """Return the report in the file `path`."""
+    """Return the report in the file `path`. Raises PerfsuiteError if it cannot be read or is not a report."""
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:

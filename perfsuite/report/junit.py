@@ -1,4 +1,4 @@
-"""JUnit XML: a test case a workload, red where the verdict is not green."""
+"""JUnit XML: one test case for each workload, with a failure or an error if the verdict is not green."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def _suite(
 
 
 def _correctness(report: RunReport) -> list[ElementTree.Element]:
-    # Only those that failed: pytest --junitxml lists every item.
+    # Failed items only: pytest's own --junitxml lists every item.
     cases = []
     for item, why in report.correctness.failures.items():
         case = ElementTree.Element("testcase", classname=clean(item.partition("::")[0]), name=clean(item), time="0")
@@ -101,5 +101,5 @@ def _problem(number: int, message: str) -> ElementTree.Element:
 
 
 def clean(text: str) -> str:
-    """Return text without the characters that XML 1.0 cannot hold, such as a terminal's colour codes."""
+    """Return the text without terminal colour codes, and with � for each character that XML 1.0 does not allow."""
     return re.sub("[^\t\n\r\u0020-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]", "�", re.sub(r"\x1b\[[0-9;]*m", "", text))

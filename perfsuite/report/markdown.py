@@ -1,4 +1,4 @@
-"""Markdown: the job summary of a CI run, and a page's table between its markers."""
+"""Markdown: the job summary of a CI run, and the table between the markers of a page."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ END = "<!-- /perfsuite:table -->"
 HEADINGS = ("technique", "workload", "reference", "optimized", "speedup", "best rival", "limit")
 RIGHT = ("reference", "optimized", "speedup", "limit", "change")
 MOST, CELL = 1000, 200
-"""Most characters of a text of others, such as a failure's message; of one in a table."""
+"""Maximum length of a text that is not perfsuite's own, such as a failure message: outside a table, and in a cell."""
 
 
 def table(source: Iterable[Entry] | Mapping[str, Sequence[Measurement]]) -> str:
-    """Return a page's table: of a baseline's entries, or of measurements by workload id."""
+    """Return the Markdown table of a baseline's entries, or of measurements by workload id."""
     if isinstance(source, Mapping):
         made = [row(i, found) for i, found in source.items()]
     else:
@@ -33,8 +33,8 @@ def table(source: Iterable[Entry] | Mapping[str, Sequence[Measurement]]) -> str:
 
 
 def insert(text: str, content: str) -> str:
-    """Return `text` with the content between the markers replaced. Raises PerfsuiteError where it lacks the markers or
-    has them twice."""
+    """Return `text` with the content between the markers replaced. Raises PerfsuiteError if a marker is missing, occurs
+    twice or is out of order."""
     if text.count(BEGIN) != 1 or text.count(END) != 1 or text.index(BEGIN) > text.index(END):
         raise PerfsuiteError(
             f"no place for the table: put the lines {BEGIN} and {END} once, in this order, in the file"
@@ -44,7 +44,7 @@ def insert(text: str, content: str) -> str:
 
 
 def summary(report: RunReport) -> str:
-    """Return the run for a pull request's reader: the answer first, then the table."""
+    """Return the summary of a run: the result and the findings first, then the table."""
     failures = findings(report)
     lines = [f"## {'❌' if failures else '✅'} perfsuite: {escape(headline(report))}", ""]
     lines += [f"- {escape(failure)}" for failure in failures]
@@ -66,13 +66,13 @@ def summary(report: RunReport) -> str:
 
 
 def every_row(report: RunReport) -> list[str]:
-    """Return the lines of the table of all workloads: two of headings, then one a workload."""
+    """Return the lines of the table of all workloads: two for the heading, then one for each workload."""
     cells = [[*_cells(r), r.change, _clock(r), r.status.value if r.status else ""] for r in rows(report)]
     return _table((*HEADINGS, "change", "SM clock", "verdict"), cells).splitlines()
 
 
 def every_excuse(report: RunReport) -> list[str]:
-    """Return the lines of the table of what a waiver covers: two of headings, then one a workload."""
+    """Return the lines of the table of waived workloads: two for the heading, then one for each workload."""
     cells = [
         [*_names(r), e.status.value, *(escape(text, CELL) for text in (e.owner, e.until, e.reason))]
         for r, e in excused(report)
@@ -81,7 +81,7 @@ def every_excuse(report: RunReport) -> list[str]:
 
 
 def append_job_summary(report: RunReport) -> bool:
-    """Append the summary to the file that GitHub names in GITHUB_STEP_SUMMARY; False where it names none."""
+    """Append the summary to the file that GITHUB_STEP_SUMMARY names. Return False if the variable names none."""
     path = os.environ.get("GITHUB_STEP_SUMMARY")
     if not path:
         return False

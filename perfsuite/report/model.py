@@ -1,4 +1,4 @@
-"""Data that the reports show: the record of a run, and one row for each workload made from it."""
+"""Data that the reports show: the record of a run, and texts and rows derived from it."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Correctness:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunReport:
-    """One run: what was proven, measured and decided, on which machine. Keys of the tables are workload ids."""
+    """One run: its machine, proofs, measurements and verdicts. Most mappings are keyed by workload id."""
 
     machine: Machine
     revision: str | None
@@ -53,7 +53,7 @@ class RunReport:
     complete: bool = True
     """False for a run that was interrupted."""
     selected: int | None = None
-    """Number of workloads that were asked for, of `collected`."""
+    """Number of selected workloads, out of `collected`."""
     collected: int | None = None
     workloads: tuple[str, ...] = ()
     """Ids of the selected workloads."""
@@ -62,31 +62,31 @@ class RunReport:
     shard: str = ""
     """"2/3" for the second of three parts; empty for a whole run."""
     spent: Mapping[str, float] = dataclasses.field(default_factory=dict)
-    """Seconds of the run by what it did: "proofs" on all cores, "timing" of one workload at a time."""
+    """Seconds of the run by activity: "proofs" on all cores, "timing" one workload at a time."""
     proofs: Mapping[str, Mapping[str, float]] = dataclasses.field(default_factory=dict)
     """Seconds of each phase of a workload's proof."""
     dirty: bool = False
     """Whether tracked files differ from the revision."""
     changes: Mapping[str, CodeChange] = dataclasses.field(default_factory=dict)
-    """Difference of each red workload's code from what was accepted."""
+    """Changes in the code of each red workload since it was accepted."""
     noise: Mapping[str, float] = dataclasses.field(default_factory=dict)
     """Standard deviation of a process's mean log-ratio between the accepted code and itself."""
 
     @property
     def ids(self) -> tuple[str, ...]:
-        """Every workload, in the order measured; then those that have only a verdict."""
+        """Ids of all workloads: the measured ones in the order of measurement, then those with only a verdict."""
         return tuple(dict.fromkeys([*self.measurements, *self.verdicts]))
 
     @property
     def partial(self) -> str | None:
-        """ "3 of 27 workloads" where not all were selected."""
+        """Share that was selected, such as "3 of 27 workloads"; None if all were, or if that is not known."""
         if self.selected is None or self.collected is None or self.selected >= self.collected:
             return None
         return f"{self.selected} of {self.collected} workloads"
 
 
 def rows(report: RunReport) -> tuple[Row, ...]:
-    """Return a row for each workload, those of one technique together."""
+    """Return a row for each workload, grouped by technique."""
     made = workload_rows.distinct(
         [workload_rows.row(i, report.measurements.get(i, ()), report.verdicts.get(i)) for i in report.ids]
     )
@@ -95,8 +95,7 @@ def rows(report: RunReport) -> tuple[Row, ...]:
 
 
 def left_out(report: RunReport) -> list[str]:
-    """Return a line for each reason why something was not run: for proofs, then for rivals that would have been
-    timed."""
+    """Return a line for each reason why proofs were skipped, then one for each reason why rivals were not timed."""
     reasons = sorted(report.correctness.skip_reasons.items(), key=lambda item: -item[1])
     rivals: dict[str, list[str]] = {}
     for workload_id, (technique, workload) in workload_rows.names_of(report.ids).items():
@@ -120,7 +119,7 @@ def counts(report: RunReport) -> dict[str, int]:
 
 
 def count(statuses: Iterable[Status | None]) -> dict[str, int]:
-    """Return how often there is each verdict, in the order of `Status`; None counts as "measured"."""
+    """Return the number of each verdict that occurs, in the order of `Status`; None counts as "measured"."""
     found = {status.value: 0 for status in Status} | {MEASURED: 0}
     for status in statuses:
         found[status.value if status else MEASURED] += 1
@@ -128,7 +127,7 @@ def count(statuses: Iterable[Status | None]) -> dict[str, int]:
 
 
 def headline(report: RunReport) -> str:
-    """Return the run in one line."""
+    """Return the number of each verdict, the proofs and the selected share of the run, in one line."""
     parts = [f"{n} {name}" for name, n in counts(report).items()] or ["nothing measured"]
     c = report.correctness
     if c.passed or c.failed or c.skipped:
@@ -175,7 +174,7 @@ CLAUSE = re.compile(r"; | \((?=95% interval)")
 
 
 def reason(message: str, row: Row) -> str:
-    """Return a verdict's message without what stands beside it already: the verdict and the workload's id."""
+    """Return a verdict's message without the verdict and the workload's id at its start: reports show both anyway."""
     pair = row.technique.rpartition("/")[2]
     for known in (row.status.value if row.status else "", row.id, f"{pair}[{row.workload}]", f"{pair}: "):
         message = message.removeprefix(known).lstrip(" :") if known else message
@@ -183,13 +182,13 @@ def reason(message: str, row: Row) -> str:
 
 
 def _limited(report: RunReport) -> str:
-    """Return in words what limited the clock of the workloads that are not green; empty where nothing did."""
+    """Return a clause that names what limited the clock of the workloads that are not green; empty if nothing did."""
     limits = {t for v in not_green(report) for m in report.measurements.get(v.id, ()) for t in m.condition.throttle}
     return f", with its clock limited by {', '.join(sorted(limits))}" if limits else ""
 
 
 def _undecided(report: RunReport) -> str:
-    """Return what keeps a run from a decision, each reason once."""
+    """Return the reasons why a run cannot be decided, each once."""
     found = dict.fromkeys(
         CAUSES["device"] + _limited(report) if v.moved == "device" else why
         for v in not_green(report)
@@ -229,7 +228,7 @@ MEANINGS = {
 
 
 def since_accepted(report: RunReport, workload_id: str) -> str:
-    """Return in one line what changed since a workload was accepted; empty where that is not known."""
+    """Return a line that says what changed since a workload was accepted; empty if that is not known."""
     change = report.changes.get(workload_id)
     if change is None:
         return ""
@@ -247,12 +246,12 @@ def since_accepted(report: RunReport, workload_id: str) -> str:
 
 
 def _first(files: Sequence[str]) -> str:
-    """Return the first file and how many more there are; empty where there is none."""
+    """Return the first file and the number of others; empty if there is no file."""
     return files[0] + (f" and {len(files) - 1} more" if len(files) > 1 else "") if files else ""
 
 
 def machine_line(machine: Machine) -> str:
-    """Return the machine in one line."""
+    """Return a one-line description of the machine."""
     device = f"{machine.count} × {machine.device_name}" if machine.count > 1 else machine.device_name
     parts = [device]
     if machine.power_limit_w is not None:
@@ -288,11 +287,11 @@ OUTCOMES = {
     exit_codes.ENDED_EARLY: "red: it ended early",
     exit_codes.UNDECIDED: "undecided: the machine, the baseline or the measurement is at fault",
 }
-"""Exit code → the run in words."""
+"""Exit code → outcome of the run in words."""
 
 
 def findings(report: RunReport) -> list[str]:
-    """Return a line for each reason why the run is not green, those of the run as a whole first."""
+    """Return a line for each reason why the run is not green. Reasons that concern the whole run come first."""
     lines = list(report.problems)
     if not report.complete:
         lines.append("interrupted: this report holds what was measured until then")
@@ -310,7 +309,7 @@ def excused(report: RunReport) -> tuple[tuple[Row, Excuse], ...]:
 
 
 def without_waivers(report: RunReport) -> str:
-    """Return in one line what the run would be without its waivers; empty where no waiver covers anything."""
+    """Return a line with the outcome that the run would have without its waivers; empty if no waiver applies."""
     found = {r.id: excuse for r, excuse in excused(report)}
     if not found:
         return ""

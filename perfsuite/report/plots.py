@@ -1,6 +1,6 @@
-"""The figures of the HTML page, as positions that the template draws: blocks by process, densities, and the roofline.
+"""Plots of the HTML page, as positions for the template: blocks by process, densities, and the roofline.
 
-They are drawn as SVG when the report is written, so that the page shows them without scripts, and on paper.
+The template draws them as SVG when the report is written, so that they show without scripts and in print.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from perfsuite.records import ACCEPTED, OPTIMIZED, REFERENCE, Measurement, Promi
 from perfsuite.report import units, workload_rows
 
 WIDTH, LEFT, RIGHT, ROW, TOP, BOTTOM = 440, 12, 12, 18, 8, 22
-"""Dimensions of a figure, in its own units."""
+"""Dimensions of a plot, in units of its SVG view box."""
 HEIGHT = 130
-"""Height of a figure that has no row for each process."""
+"""Height of a plot without rows for processes."""
 UNITS = ((1.0, "s"), (1e3, "ms"), (1e6, "µs"), (1e9, "ns"))
 FLOPS = "FLOP/s"
 LABELLED = 88
-"""Width of the labels of a vertical axis."""
+"""Width reserved for the labels of a vertical axis."""
 POINTS = 96
-"""Number of points of a density."""
+"""Number of points at which a density is drawn."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -47,7 +47,7 @@ class ProcessBlocks:
     """The blocks of one process."""
 
     dots: str
-    """An SVG path of a point for each block."""
+    """SVG path with a point for each block."""
     median: float
     y: float
     label: str
@@ -63,7 +63,7 @@ class Blocks:
     rows: tuple[ProcessBlocks, ...]
     ticks: tuple[Mark, ...]
     guides: tuple[Mark, ...]
-    """Lines to compare the dots with: 1×, the promise, the margin."""
+    """Vertical lines at 1×, the promise and the margin."""
     band: Band | None
     """Range of the ratios of unchanged code."""
 
@@ -79,7 +79,7 @@ class Curve:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Densities:
-    """Densities of the blocks' seconds of two sides, over each other."""
+    """Densities of the block times of two sides, drawn over each other."""
 
     title: str
     subtitle: str
@@ -90,7 +90,7 @@ class Densities:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Roofline:
-    """A workload below the roofs of its device; both axes are logarithmic."""
+    """The roofline plot of a workload; both axes are logarithmic."""
 
     subtitle: str
     height: float
@@ -111,10 +111,10 @@ def blocks(
     margin: float | None = None,
     noise: float | None = None,
 ) -> Blocks | None:
-    """Return the blocks' log-ratios against one other side; None where no process has any.
+    """Return the plot of the block log-ratios against one other side; None if no process has any.
 
-    judged  the ratio as the verdict has it
-    margin  the slowdown that the gate calls a regression, drawn beside the accepted side
+    judged  the verdict's ratio
+    margin  the slowdown that the gate calls a regression, drawn against the accepted side only
     noise   the standard deviation of a process's mean log-ratio between the accepted code and itself
     """
     lines = [m.log_ratios[other] for m in measurements if m.log_ratios.get(other)]
@@ -122,7 +122,7 @@ def blocks(
     if not lines or comparison is None:
         return None
     values = [v for line in lines for v in line]
-    # At least 0.5% across, so that noise far below what the gate can see does not look like scatter.
+    # At least 0.5% wide, so that noise far below what the gate resolves does not look large.
     middle, half = (min(values) + max(values)) / 2, max((max(values) - min(values)) / 2, 0.0025) * 1.15
     goals = [(0.0, "1×")]
     if other == REFERENCE and promise.speedup is not None:
@@ -131,7 +131,7 @@ def blocks(
         goals.append((-math.log1p(margin), f"margin, {units.percent(margin)} slower"))
     low, high = middle - half, middle + half
     for goal, _ in goals:
-        # Beside other sides than the accepted one, only where that does not squeeze the dots together.
+        # Against other sides than the accepted one, a goal is shown only if that does not squeeze the dots together.
         if other == ACCEPTED or low - 2 * half <= goal <= high + 2 * half:
             low, high = min(low, goal - half / 4), max(high, goal + half / 4)
 
@@ -175,7 +175,7 @@ def ticks(low: float, high: float, most: int = 5) -> list[tuple[float, str]]:
 
 
 def _round_values(low: float, high: float, most: int) -> tuple[list[float], int]:
-    """Return (values, number of decimals)."""
+    """Return (at most `most` round values within [low, high], the number of decimals of their labels)."""
     span = high - low
     power = 10.0 ** math.floor(math.log10(span / most))
     step = next(s * power for s in (1, 2, 2.5, 5, 10, 20) if span / (s * power) <= most - 0.5)
@@ -184,9 +184,9 @@ def _round_values(low: float, high: float, most: int) -> tuple[list[float], int]
 
 
 def densities(measurements: Sequence[Measurement]) -> Densities | None:
-    """Return the densities of the accepted and the current side; None without several blocks of both."""
+    """Return the densities of the accepted and the current side; None if either has fewer than 3 different times."""
     import numpy
-    from scipy import stats  # here: importing it takes half a second, and no other form needs it
+    from scipy import stats  # here: the import takes half a second, and no other format needs it
 
     found = {name: _seconds(measurements, name) for name in (ACCEPTED, OPTIMIZED)}
     if any(len(set(values)) < 3 for values in found.values()):
@@ -228,8 +228,8 @@ def _seconds(measurements: Iterable[Measurement], name: str) -> list[float]:
 
 
 def ceilings(measurements: Iterable[Measurement]) -> dict[str, float]:
-    """Return the device's ceilings as the run has measured them: "memory" in bytes a second, and for each dtype of a
-    workload that products limit its operations a second. Medians."""
+    """Return the median ceilings that the run measured: "memory" in bytes per second, and for each dtype of a
+    compute-bound workload its operations per second."""
     found: dict[str, list[float]] = {}
     for m in measurements:
         if m.limit is not None:
@@ -238,9 +238,9 @@ def ceilings(measurements: Iterable[Measurement]) -> dict[str, float]:
 
 
 def roofline(measurements: Sequence[Measurement], known: Mapping[str, float]) -> Roofline | None:
-    """Return where the sides lie below the roofs; None for a workload without operations and bytes.
+    """Return the roofline plot; None for a workload whose operations or bytes are not known.
 
-    known  `ceilings` of the run; a roof that no workload has measured is not drawn
+    known  `ceilings` of the run; a roof without a measured ceiling is not drawn
     """
     first = next((m for m in measurements if m.limit is not None), None)
     if first is None or first.limit is None or not (first.limit.flops and first.limit.bytes):
@@ -251,7 +251,7 @@ def roofline(measurements: Sequence[Measurement], known: Mapping[str, float]) ->
         name: first.limit.flops / seconds
         for name in sorted(
             workload_rows.sides(measurements), key=lambda name: name == OPTIMIZED
-        )  # drawn over the others
+        )  # so that it is drawn over the others
         if (seconds := _on_device(measurements, name))
     }
     if not rates:
@@ -301,5 +301,5 @@ def _on_device(measurements: Sequence[Measurement], name: str) -> float | None:
 
 
 def _at(value: float, low: float, high: float, start: int = LEFT) -> float:
-    """Return the place of a value on an axis from `low` to `high`, which begins at `start`."""
+    """Return the position of a value on an axis that spans `low` to `high` and begins at `start`."""
     return round(start + (value - low) / (high - low) * (WIDTH - start - RIGHT), 1)

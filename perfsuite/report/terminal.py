@@ -1,4 +1,4 @@
-"""The run as a table in the terminal: one row a workload, then what needs attention in plain sentences."""
+"""The run as a table in the terminal: one row for each workload, then one line for each finding."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ from perfsuite.report.model import (
 from perfsuite.report.workload_rows import Row
 
 PLAIN_WIDTH = 100
-"""Columns where the output is no terminal: a CI log's, not the 80 that would fold every row."""
+"""Width if the output is not a terminal, such as a CI log. Rich's default of 80 columns would fold every row."""
 
 GAP = " "
 
 
 class Encodable:
-    """A stream that takes every text: characters that its encoding lacks become question marks."""
+    """A stream that accepts any text: characters that its encoding lacks become question marks."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -43,13 +43,13 @@ class Encodable:
         return getattr(self._stream, name)
 
     def write(self, text: str) -> int:
-        """Write the text, as far as the encoding goes."""
+        """Write the text, with a question mark for each character that cannot be encoded."""
         encoding = self._stream.encoding or "utf-8"
         return self._stream.write(text.encode(encoding, "replace").decode(encoding))
 
 
 def console(file: TextIO | None = None) -> Console:
-    """Return a console that is readable in a CI log too."""
+    """Return a console whose output is also readable in a CI log."""
     target = file or sys.stdout
     width = None if target.isatty() or os.environ.get("COLUMNS") else PLAIN_WIDTH
     stream: Any = Encodable(target)
@@ -73,8 +73,9 @@ def show(report: RunReport, out: Console | None = None) -> None:
 
 
 def table(every: tuple[Row, ...], width: int = PLAIN_WIDTH) -> Group:
-    """Return the table with one row for each workload and a heading for each technique. Columns that nothing fills are
-    left out."""
+    """Return the table with one row for each workload and a heading for each technique.
+
+    Columns that no row fills are left out. If the others do not fit into `width`, some are dropped and names fold."""
     columns = [c for c in COLUMNS if c.needed is None or any(c.needed(r) for r in every)]
     for spare in ("MHz", "interval", "change", "limit", "best rival"):
         if sum(min(c.width(every), c.narrowest or 999) + len(GAP) for c in columns) > width:
@@ -104,7 +105,7 @@ def _grid(columns: list[Column], widths: list[int], lines: list[list[Text]]) -> 
 
 
 def attention(report: RunReport, every: tuple[Row, ...]) -> list[Text]:
-    """Return the points that need attention, a line each, the worst first."""
+    """Return a line for each point that needs attention, the worst first."""
     lines = [Text(f"✗ {problem}", style="red") for problem in report.problems]
     if not report.complete:
         lines.append(Text("✗ interrupted: this report holds what was measured until then", style="red"))
@@ -163,8 +164,8 @@ def _verdict(row: Row) -> Text:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Column:
-    """A column of the table. `needed`: whether a row fills it; `narrowest`: the least width to which it may be
-    folded."""
+    """A column of the table. `needed(row)` returns whether a row fills it; without `needed`, the column always shows.
+    `narrowest` is the smallest width to which it may be folded; 0 forbids folding."""
 
     title: str
     cell: Callable[[Row], Text]
@@ -177,13 +178,13 @@ class Column:
 
 
 def _change(row: Row) -> Text:
-    """Return the change, with its interval where no reference was timed and there is room for it."""
+    """Return the change, with its interval if no reference was timed, because then there is room for it."""
     interval = row.change_interval if _is_compared_alone(row) else ""
     return Text(f"{row.change} {interval}".rstrip(), style="" if row.status is None or row.status.green else "bold red")
 
 
 def _is_compared_alone(row: Row) -> bool:
-    """Return whether the optimized side was timed beside another revision's, and not beside the reference."""
+    """Return whether the optimized side was timed against that of another revision and not against the reference."""
     return row.before_s is not None and row.reference_s is None
 
 

@@ -1,4 +1,4 @@
-"""Figures for people: three significant digits and the unit that fits."""
+"""Figures as text: three significant digits and a suitable unit."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def significant(value: float, digits: int = 3) -> str:
         return "0"
     places = digits - 1 - math.floor(math.log10(abs(value)))
     rounded = round(value, places)
-    places = digits - 1 - math.floor(math.log10(abs(rounded)))  # 9.996 has become 10.0
+    places = digits - 1 - math.floor(math.log10(abs(rounded)))  # 9.996 is now 10.0
     return f"{rounded:.{max(places, 0)}f}"
 
 
@@ -40,7 +40,7 @@ def duration(value: float) -> str:
 
 
 def ratio(value: float | None) -> str:
-    """Return a speedup as text: "5.18×"; near 1, where the third decimal decides, "1.003×"."""
+    """Return a speedup as text: "5.18×"; near 1, with a third decimal: "1.003×"."""
     return MISSING if value is None else f"{_ratio(value)}×"
 
 
@@ -80,5 +80,5 @@ def rate(value: float, unit: str) -> str:
 
 
 def count(number: int, noun: str) -> str:
-    """ "1 proof", "2 proofs"."""
+    """Return a number with its noun: "1 proof", "2 proofs"."""
     return f"{number} {noun}{'' if number == 1 else 's'}"

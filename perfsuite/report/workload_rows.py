@@ -1,4 +1,4 @@
-"""A workload's row in a report: its sides compared, and its figures."""
+"""A workload's row in a report: its figures, and the comparison of its sides."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from perfsuite.report import units
 BASE_SIDES = ("optimized", "reference", "accepted")
 
 MEASURED = "measured"
-"""The count of workloads that have figures and no verdict."""
+"""Name under which workloads with figures but without a verdict are counted."""
 
 Standing = Literal["faster", "equal", "slower"]
 
@@ -38,7 +38,7 @@ class Comparison:
 
     @property
     def standing(self) -> Standing:
-        """Standing of the optimized side: "equal" where the interval does not exclude 1."""
+        """Standing of the optimized side: "equal" if the interval contains 1."""
         if (self.low if self.low is not None else self.value) > 1:
             return "faster"
         if (self.high if self.high is not None else self.value) < 1:
@@ -64,9 +64,9 @@ class Row:
     reference_s: float | None = None
     optimized_s: float | None = None
     before_s: float | None = None
-    """Seconds of the optimized side of the accepted revision, or of the one that is compared with."""
+    """Seconds of the optimized side of the accepted revision, or of the revision that this run is compared with."""
     slowdown: float | None = None
-    """Relative to that side (0.03 = 3% slower), with its 95% interval."""
+    """Slowdown relative to that side (0.03 = 3% slower). The next two fields are its 95% interval."""
     slowdown_low: float | None = None
     slowdown_high: float | None = None
     same_code: bool = False
@@ -81,7 +81,7 @@ class Row:
     limit_s: float | None = None
     limit_by: str = ""
     limit_fraction: float | None = None
-    """Limit / optimized: 1 is as fast as the device can."""
+    """Limit divided by the optimized side's time: 1 is as fast as the device allows."""
     sm_clock_mhz: float | None = None
     throttle: tuple[str, ...] = ()
     status: Status | None = None
@@ -89,24 +89,24 @@ class Row:
 
     @property
     def reference(self) -> str:
-        """The reference's seconds in words."""
+        """The reference's time as text; "≥" marks a lower bound."""
         return f"{'≥ ' * self.least}{units.seconds(self.reference_s)}"
 
     @property
     def change(self) -> str:
-        """Return the slowdown in words, without its interval."""
+        """The slowdown as text, without its interval."""
         return f"{percentage(self.slowdown)}%" if self.slowdown is not None else units.MISSING
 
     @property
     def change_interval(self) -> str:
-        """Return the interval of the slowdown in words; empty without one."""
+        """The interval of the slowdown as text; empty if there is none."""
         if self.slowdown_low is None or self.slowdown_high is None:
             return ""
         return f"({percentage(self.slowdown_low)} to {percentage(self.slowdown_high)})"
 
     @property
     def times_as_fast(self) -> str:
-        """The speedup in words, without its interval."""
+        """The speedup as text, without its interval; "≥" marks a lower bound."""
         return f"{'≥ ' * self.least}{units.ratio(self.speedup.value)}" if self.speedup else units.MISSING
 
     @property
@@ -117,7 +117,7 @@ class Row:
 
     @property
     def loses(self) -> str | None:
-        """Why the optimized side does not beat its best rival, in one line; None where it does or has none."""
+        """Clause that says how the optimized side fails to beat its best rival; None if it beats it or has no rival."""
         if self.rival is None or self.against_rival is None or self.against_rival.standing == "faster":
             return None
         if not self.is_slower_than_rival:
@@ -126,13 +126,13 @@ class Row:
 
 
 def percentage(change: float) -> str:
-    """Return a relative change in percent, without a unit: "+3.4"; "0.0" where it rounds to that."""
+    """Return a relative change in percent, without a unit: "+3.4"; "0.0" if it rounds to zero."""
     text = f"{100 * change:+.1f}"
     return "0.0" if text in ("+0.0", "-0.0") else text
 
 
 def row(workload_id: str, measurements: Sequence[Measurement], verdict: Verdict | None = None) -> Row:
-    """Return the row of one workload: medians over its processes, the verdict's figures where it has them."""
+    """Return the row of one workload: the verdict's figures if it has them, otherwise medians over the processes."""
     technique, workload = names(workload_id)
     made = Row(id=workload_id, technique=technique, workload=workload)
     if verdict:
@@ -143,7 +143,7 @@ def row(workload_id: str, measurements: Sequence[Measurement], verdict: Verdict 
 
 
 def _shown(measurements: Sequence[Measurement]) -> dict[str, Any]:
-    """Return what was measured, and under which conditions."""
+    """Return the fields that describe the workload, its limit and the state of the device."""
     first = measurements[0]
     limits = [m.limit for m in measurements if m.limit is not None]
     fractions = [f for m in measurements if (f := limit_fraction(m)) is not None]
@@ -162,7 +162,7 @@ def _shown(measurements: Sequence[Measurement]) -> dict[str, Any]:
 
 
 def _times(measurements: Sequence[Measurement]) -> dict[str, Any]:
-    """Return the sides' seconds, and the best rival's."""
+    """Return the fields with the seconds of the sides and of the best rival."""
     times = {side: side_seconds(measurements, side) for side in sides(measurements)}
     rivals = {n: c for n in times if n not in BASE_SIDES and (c := compare(measurements, n)) is not None}
     best = min(rivals, key=lambda name: rivals[name].value, default=None)
@@ -177,7 +177,7 @@ def _times(measurements: Sequence[Measurement]) -> dict[str, Any]:
 
 
 def _changes(measurements: Sequence[Measurement], verdict: Verdict | None) -> dict[str, Any]:
-    """Return the speedup, and the change against the accepted revision."""
+    """Return the fields with the speedup and with the change against the accepted revision."""
     speedup = compare(measurements, "reference")
     if verdict is not None and verdict.speedup is not None:
         speedup = Comparison(value=verdict.speedup, low=verdict.speedup_low, high=verdict.speedup_high)
@@ -218,8 +218,8 @@ def entry_row(entry: Entry) -> Row:
 
 
 def _beside(rival: Comparison, optimized_s: float | None) -> float | None:
-    """Return the rival's seconds by its ratio to the optimized side. It was timed in fewer processes, so that its own
-    seconds cannot be compared with the row's other times."""
+    """Return the rival's seconds, computed from its ratio to the optimized side. The rival was timed in fewer
+    processes, so its own seconds are not comparable with the other times of the row."""
     return rival.value * optimized_s if optimized_s is not None else None
 
 
@@ -248,7 +248,7 @@ def names(workload_id: str) -> tuple[str, str]:
 
 
 def names_of(ids: Collection[str]) -> dict[str, tuple[str, str]]:
-    """Return (technique, workload) for each workload id. Where modules have pairs of the same name, the technique
+    """Return (technique, workload) for each workload id. If several modules have pairs of the same name, the technique
     begins with the module's path."""
     found = {id: names(id) for id in ids}
     modules: dict[str, set[str]] = {}
@@ -268,13 +268,13 @@ def distinct(rows: Collection[Row]) -> list[Row]:
 
 
 def sides(measurements: Iterable[Measurement]) -> tuple[str, ...]:
-    """Return every side timed in any process: reference and optimized first, then as measured."""
+    """Return every side timed in any process: reference, optimized, accepted, then the rivals in measured order."""
     seen = dict.fromkeys(name for m in measurements for name in m.sides)
     return tuple(sorted(seen, key=lambda name: {"reference": 0, "optimized": 1, "accepted": 2}.get(name, 3)))
 
 
 def seconds_of(side: SideRecord | None, clock: str) -> float | None:
-    """Return a side's time in one process on the workload's clock, or failing that on the one it has."""
+    """Return a side's time in one process: on this clock, else on the other one, else the median of its blocks."""
     if side is None:
         return None
     first, second = (side.device_s, side.wall_s) if clock == "device" else (side.wall_s, side.device_s)
@@ -284,25 +284,25 @@ def seconds_of(side: SideRecord | None, clock: str) -> float | None:
 
 
 def side_seconds(measurements: Iterable[Measurement], side: str) -> float | None:
-    """Return a side's time: the median over processes, those that let it run to its end where there are any."""
+    """Return a side's time: the median over the processes in which it ran to its end, or over all if it did in none."""
     found, _ = complete(measurements, side)
     times = [t for m in found if (t := seconds_of(m.sides.get(side), m.clock)) is not None]
     return statistics.median(times) if times else None
 
 
 def limit_fraction(measurement: Measurement) -> float | None:
-    """Return the limit over the optimized side's time in one process: on the device clock, since the limit is the
-    device's."""
+    """Return the limit divided by the optimized side's time in one process. The time is on the device clock, because
+    the limit is the device's."""
     time = seconds_of(measurement.sides.get("optimized"), "device")
     return measurement.limit.seconds / time if measurement.limit is not None and time else None
 
 
 def compare(measurements: Sequence[Measurement], other: str) -> Comparison | None:
-    """Time of `other` over time of optimized: the median over processes of each one's median block.
+    """Return the time of `other` over the time of optimized: the median over processes of the median block.
 
-    The interval is a plain one for rows that no verdict covers: from the lowest to the highest bound of the processes'
-    own. Each of these is the narrowest pair of order statistics that holds the median of its blocks with 95%
-    confidence. Processes that stopped `other` count only if all did.
+    The interval is a simple one, for rows without a verdict: it spans the intervals of all processes. The interval of a
+    process is the narrowest pair of order statistics that contains the median of its blocks with 95% confidence.
+    Processes that stopped `other` count only if all of them did.
     """
     whole, _ = complete(measurements, other)
     logs = [sorted(m.log_ratios[other]) for m in whole if m.log_ratios.get(other)]
@@ -328,7 +328,7 @@ def _median_bounds(ordered: Sequence[float]) -> tuple[float, float] | None:
 
 
 def costs(measurements: Iterable[Measurement], side: str) -> Counts:
-    """Return the most memory, host syncs and launches that a call of a side took in any process."""
+    """Return the peak memory, host syncs and launches of a call of a side, each the largest over its processes."""
     found = [m.sides[side] for m in complete(measurements, side)[0]]
 
     def most(name: str) -> int | None:
@@ -338,7 +338,7 @@ def costs(measurements: Iterable[Measurement], side: str) -> Counts:
 
 
 def condition(measurements: Sequence[Measurement]) -> str:
-    """Return the state of the device while these were measured, in words."""
+    """Return a one-line description of the device's state during these measurements."""
     conditions = [m.condition for m in measurements]
     parts = []
     clock = median(c.sm_clock_mhz for c in conditions)
@@ -362,6 +362,6 @@ def condition(measurements: Sequence[Measurement]) -> str:
 
 
 def median(values: Iterable[float | None]) -> float | None:
-    """Return the median of the values that are known; None where none is."""
+    """Return the median of the values that are not None; None if all are."""
     known = [v for v in values if v is not None]
     return statistics.median(known) if known else None

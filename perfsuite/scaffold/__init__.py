@@ -22,14 +22,14 @@ FILES = {
     },
     "gitlab": {".gitlab-ci.yml": "gitlab.yml"},
 }
-"""For each CI: path in the repository → its template."""
+"""CI → path in the repository → template."""
 
 
 def write(folder: Path, ci: str) -> Iterator[str]:
     """Write the files for a CI of `FILES` into a repository's top folder, and yield the lines to print.
 
-    A path that exists is left as it is. Raises PerfsuiteError in one line where the folder is none, is not the top of
-    its repository, or cannot be written; what was written by then stays.
+    A path that exists is left unchanged. Raises PerfsuiteError in one line if `folder` is not a folder, is not the top
+    of its repository, or cannot be written. Files that were written before the error stay.
     """
     top = _top(folder)
     origin, branch = source(), _branch(folder)
@@ -48,7 +48,7 @@ def write(folder: Path, ci: str) -> Iterator[str]:
 
 
 def _top(folder: Path) -> Path | None:
-    """Return the top folder of the folder's repository, which is the folder; None outside of git."""
+    """Return the top folder of the repository; None outside git. Raises PerfsuiteError if that is not `folder`."""
     name = printable(folder)
     if not folder.is_dir():
         what = "is a file" if folder.exists() else "does not exist"
@@ -63,7 +63,7 @@ def _top(folder: Path) -> Path | None:
 
 
 def _branch(folder: Path) -> str:
-    """Return the current branch, where a workflow can name it as it is; otherwise "main"."""
+    """Return the current branch if a workflow can name it without quotes; otherwise "main"."""
     try:
         branch = git("symbolic-ref", "--short", "HEAD", cwd=folder)
     except RevisionError:
@@ -84,7 +84,7 @@ def _filled(text: str, origin: Source, branch: str) -> str:
 
 
 def _new(path: Path, text: str) -> bool:
-    """Write a new file whole; False where something has its name."""
+    """Write a new file completely. Return False if its path exists."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("x", encoding="utf-8") as file:
@@ -98,7 +98,7 @@ def _new(path: Path, text: str) -> bool:
     except FileExistsError as error:
         if os.path.lexists(path):
             return False
-        return _refuse(path, error)  # a folder of its path is a file
+        return _refuse(path, error)  # a parent of the path is a file
     except OSError as error:
         return _refuse(path, error)
     return True

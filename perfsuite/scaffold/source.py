@@ -1,4 +1,4 @@
-"""Where this perfsuite comes from, so that a workflow can use the same one."""
+"""Origin of the installed perfsuite, so that a workflow can install the same version."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from perfsuite import errors, revision
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """A repository of perfsuite, and the commit or tag of it."""
+    """A repository of perfsuite, and a commit or tag in it."""
 
     host: str
     repository: str
@@ -23,12 +23,12 @@ class Source:
 
     @property
     def url(self) -> str:
-        """Address to clone."""
+        """URL to clone from."""
         return f"https://{self.host}/{self.repository}"
 
     @property
     def raw(self) -> str:
-        """Address below which its files are served as they are."""
+        """URL below which its files are served unrendered."""
         if self.host == "github.com":
             return f"https://raw.githubusercontent.com/{self.repository}/{self.ref}"
         return f"{self.url}/-/raw/{self.ref}"
@@ -38,7 +38,7 @@ PLACEHOLDER = Source("github.com", "OWNER/perfsuite", "v0.1.0")
 
 
 def source() -> Source:
-    """Return where the installed perfsuite comes from, by pip's record (PEP 610); `PLACEHOLDER` where that names no
+    """Return the origin of the installed perfsuite from pip's record (PEP 610); `PLACEHOLDER` if that names no
     repository on a server."""
     try:
         record = json.loads(importlib.metadata.distribution("perfsuite").read_text("direct_url.json") or "{}")
@@ -52,7 +52,10 @@ def source() -> Source:
 
 
 def parse(address: str, commit: str) -> Source | None:
-    """Return the repository that an address such as git@github.com:OWNER/NAME.git names; None for another one."""
+    """Return the repository that a URL such as git@github.com:OWNER/NAME.git names, at this commit.
+
+    None for other text, and for a commit that is not a full hash.
+    """
     found = re.fullmatch(
         r"(?:(?:https|ssh|git)://(?:[^/@]+@)?|[^/@:]+@)([\w.-]+)(?::\d+)?[:/]([\w.-]+(?:/[\w.-]+)+)",
         address.removesuffix("/").removesuffix(".git"),
