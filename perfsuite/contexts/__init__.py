@@ -1,7 +1,8 @@
-"""Other ways of calling the optimized side: each must give what the reference gives when it is called in the same way.
+"""Call the optimized side in other ways than the equivalence proof does, such as under autocast or in another thread.
 
-A way that the reference does not support (it raises there) is left out. A side may refuse a second or a double backward
-pass by raising, as many kernels do; a wrong answer is a fault everywhere.
+In each way it must give what the reference gives in that way. A way in which the reference raises is skipped. A side
+may refuse some ways, such as a second or a double backward pass, by raising, as many kernels do. A wrong answer is a
+fault in every way.
 """
 
 from __future__ import annotations
@@ -66,11 +67,11 @@ from perfsuite.sides import as_side
 __all__ = ["COSTLY", "WAYS", "check"]
 
 COMPILED_CALL = os.path.join("torch", "_dynamo", "eval_frame.py")
-"""File of torch that calls compiled functions."""
+"""End of the path of the torch file that calls compiled functions."""
 
 
 def many_elements(probe: Probe) -> None:
-    """Call on more elements than 32 bits can count."""
+    """Call the side on more elements than a 32-bit index can count."""
     large.check(probe)
 
 
@@ -104,8 +105,8 @@ WAYS: tuple[Callable[[Probe], None], ...] = (
     captured_graph,
 )
 COMPILED = (no_gradient_needed, one_gradient_needed)
-"""Ways that are tried on a CPU where the side compiles, unless the profile is "thorough": each way takes seconds
-then."""
+"""The only ways that are tried on a CPU for a compiled side, unless the profile is "thorough": each way then takes
+seconds, because the side is compiled again."""
 NOT_COMPILED = (
     two_gradients_needed,
     some_outputs_used,
@@ -119,8 +120,8 @@ NOT_COMPILED = (
     saved_tensor_hooks,
     backward_in_other_thread,
 )
-"""Ways that are not tried where the side is compiled. torch.compile compiles, captures graphs and replays them in one
-thread at a time; for the other ways it compiles anew, which takes seconds."""
+"""Ways that are never tried for a compiled side. torch.compile compiles, captures graphs and replays them in one thread
+at a time. For the other ways in this list it compiles again, which takes seconds."""
 COSTLY: tuple[Callable[[Probe], None], ...] = (many_elements,)
 STATEFUL: tuple[Callable[[Probe], None], ...] = (
     every_step,
@@ -133,7 +134,7 @@ STATEFUL: tuple[Callable[[Probe], None], ...] = (
 )
 EVERY_DRAW = (inference_mode, no_gradient_needed, one_gradient_needed)
 IN_TURN = tuple(way for way in (*WAYS, *STATEFUL) if way not in EVERY_DRAW)
-"""Ways that depend little on the draw: the draws of a proof take turns at them."""
+"""Ways whose result depends little on the draw. The draws of a proof take turns: each draw tries some of them."""
 COSTLY_STATEFUL: tuple[Callable[[Probe], None], ...] = (many_steps,)
 
 
@@ -146,24 +147,25 @@ def check(
     thorough: bool = False,
     number: int | None = None,
 ) -> None:
-    """Raise NotEquivalent, naming the way, where the optimized side is right in a plain call and wrong in that way.
+    """Raise NotEquivalent if the optimized side is right in a plain call and wrong in another way; the message names
+    the way.
 
-    With `thorough` the expensive ways are tried, too. `number` is the draw's number in a proof with several draws: each
-    draw takes a part of the ways IN_TURN. All ways are tried where it is None.
+    With `thorough`, the expensive ways are tried, too. `number` is the draw's number in a proof with several draws,
+    each of which tries some of the ways IN_TURN. With None, all ways are tried.
     """
     probe = Probe(pair=pair, side=as_side(pair.optimized), name="optimized", case=case, device=device, home=home)
     if not pair.is_stateful and not probe.answers_rightly():
-        return  # equivalence says how
+        return  # the equivalence proof reports it
     ways = WAYS
     if pair.is_stateful:
         first_steps(probe)
         ways = (*STATEFUL, *COSTLY_STATEFUL) if thorough else STATEFUL
     elif _is_compiled(probe):
-        number = None  # its proof takes one draw
+        number = None  # the proof of a compiled side has only one draw
         ways = tuple(way for way in (*WAYS, *COSTLY) if way not in NOT_COMPILED) if thorough else COMPILED
     else:
         if not gradients_are_right(probe):
-            return  # gradients says how
+            return  # the gradients proof reports it
         ways = (*WAYS, *COSTLY) if thorough else WAYS
     probe.number = number
     with execution.recompiling():
@@ -174,13 +176,13 @@ def check(
 
 
 def _is_compiled(probe: Probe) -> bool:
-    """Return whether a call runs code that torch.compile made."""
+    """Return whether a call runs code compiled by torch.compile."""
     entered = False
 
     def note(frame: FrameType, event: str, argument: object) -> None:
         nonlocal entered
         if not entered and event == "call" and frame.f_code.co_filename.endswith(COMPILED_CALL):
-            # The same file keeps functions from being compiled, many of torch's own among them.
+            # The same file also calls functions that must not be compiled, including many of torch's own.
             entered = type(frame.f_locals.get("self")).__name__ in ("OptimizeContext", "RunOnlyContext")
 
     before = sys.getprofile()

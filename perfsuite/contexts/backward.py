@@ -41,18 +41,18 @@ from perfsuite.sides import as_side
 from perfsuite.specs import ModuleSpec, holds
 
 MOST_ALONE = 4
-"""Number of differentiable inputs that are tried one at a time where there are more."""
+"""The most differentiable inputs that are tried one at a time on one draw."""
 GRAPHS = 4
-"""Number of other calls whose graphs live at the same time."""
+"""Number of other calls whose autograd graphs are alive at the same time."""
 RAISING = "torch::autograd::Error"
-"""The name of the node with which torch refuses to differentiate twice."""
+"""Name of the autograd node that torch inserts to refuse a second differentiation."""
 SECOND_EPS = 4
-"""Factor of eps for second derivatives: those of an equal formula differ by more than its values do, by up to 1.8 times
-the values' budget."""
+"""Factor on eps for second derivatives. Those of two implementations of one formula differ more than its values do: by
+up to 1.8 times the budget of the values."""
 
 
 def one_gradient_needed(probe: Probe) -> None:
-    """Call where only one of several inputs needs a gradient, and where all but one do."""
+    """Call where only one of several inputs needs a gradient, and where all inputs except one need a gradient."""
     paths = differentiable(probe)
     if len(paths) < 2:
         return
@@ -65,7 +65,8 @@ def one_gradient_needed(probe: Probe) -> None:
 
 
 def two_gradients_needed(probe: Probe) -> None:
-    """Call where two or more of four or more inputs need a gradient, and two or more do not; others on each draw."""
+    """Call where at least two inputs need a gradient and at least two do not. Needs four differentiable inputs; the
+    draw's seed chooses among them."""
     paths = differentiable(probe)
     if len(paths) < 4:
         return
@@ -82,7 +83,7 @@ def _hold_some(probe: Probe, marked: Collection[str], others: Collection[str], w
 
 
 def some_outputs_used(probe: Probe) -> None:
-    """Make a backward pass from two or more of three or more outputs, and not from all."""
+    """Run a backward pass from at least two outputs, but not from all. Needs at least three outputs."""
     if not differentiable(probe) or len(incoming.real_of(probe.truth().reference)) < 3:
         return
 
@@ -96,14 +97,16 @@ def some_outputs_used(probe: Probe) -> None:
 
 
 def second_backward(probe: Probe) -> None:
-    """Make a second backward pass through the same graph, which was retained, with other incoming gradients."""
+    """Run two backward passes through one retained graph, with different incoming gradients. The second one is
+    compared."""
     if not differentiable(probe) or set(probe.pair.consumes) - {GRAD_OUTPUT}:
         return
 
     def way(call: Callable[..., Any], pair: Pair, values: dict[str, Any], seed: int) -> Leaves:
         leaves, outputs, marked, weights = graph_of(call, pair, values, seed)
         given = list(marked.values())
-        others = incoming.drawn(leaves, seed + 1, pair.output_dtype)[1]  # what is kept of them is wrong then
+        # A side that keeps values computed from these gives wrong gradients in the second pass.
+        others = incoming.drawn(leaves, seed + 1, pair.output_dtype)[1]
         torch.autograd.grad(outputs, given, others, retain_graph=True, allow_unused=True)
         again = torch.autograd.grad(outputs, given, weights, allow_unused=True)
         return detached(leaves) | {f"gradient of {p}": g for p, g in zip(marked, again, strict=True)}
@@ -113,8 +116,9 @@ def second_backward(probe: Probe) -> None:
 
 
 def written_gradients(probe: Probe) -> None:
-    """Write to the gradients that a backward pass returned, as clipping does: neither the other gradients may change,
-    nor those of another pass through the same graph. Incoming gradients are all 1, as those of a sum, or all 0."""
+    """Write to a gradient that a backward pass returned, as gradient clipping does. Neither the other gradients nor
+    those of a second pass through the same graph may change. Incoming gradients are all 1, as those of a sum, or all
+    0."""
     if not differentiable(probe) or set(probe.pair.consumes) - {GRAD_OUTPUT}:
         return
     if second_backward.__name__ in probe.pair.unsupported or not incoming.are_ordinary(probe.case):
@@ -143,8 +147,8 @@ def _hold_written(probe: Probe, value: int) -> None:
 
 
 def saved_tensor_hooks(probe: Probe) -> None:
-    """Make a backward pass where hooks replace each tensor that the call saves by a contiguous copy, as
-    torch.autograd.graph.save_on_cpu does. Inputs are transposed, where they may be."""
+    """Run a backward pass where hooks replace each saved tensor with a contiguous copy, as
+    torch.autograd.graph.save_on_cpu does. Inputs are transposed if the pair allows that layout."""
     if not differentiable(probe) or probe.pair.consumes:
         return
     laid_out = dict(probe.case.inputs)
@@ -154,8 +158,8 @@ def saved_tensor_hooks(probe: Probe) -> None:
     probe = on(probe, replace(probe.case, inputs=laid_out))
     try:
         if not probe.answers_rightly() or not gradients_are_right(probe):
-            return  # equivalence and gradients say how
-    except Exception:  # likewise
+            return  # the equivalence and gradients proofs report it
+    except Exception:  # those proofs report this, too
         return
 
     def packed(tensor: torch.Tensor) -> torch.Tensor:
@@ -171,7 +175,7 @@ def saved_tensor_hooks(probe: Probe) -> None:
 
 
 def backward_in_other_thread(probe: Probe) -> None:
-    """Make the backward pass in a thread that has not made the call."""
+    """Run the backward pass in another thread than the call."""
     if not differentiable(probe):
         return
 
@@ -184,14 +188,14 @@ def backward_in_other_thread(probe: Probe) -> None:
 
 
 def two_graphs(probe: Probe) -> None:
-    """Make a backward pass after other calls, as where a layer is used several times. In the other calls all inputs
-    have other values, or all but one; their backward passes come later. An earlier call with the same values has had
-    its backward pass before."""
+    """Run a backward pass after other calls, as where a layer is used several times. In the other calls all inputs, or
+    all except one, have other values, and their backward passes come later. Before all of these, one call with the same
+    values runs with its own backward pass."""
     if not differentiable(probe):
         return
     others = [probe.drawn(probe.other_case(number)) for number in range(GRAPHS)]
     kept = {n: spec for n, spec in probe.pair.inputs.items() if n not in probe.pair.changed}
-    # Modules first: between two calls with one module there is no call with another.
+    # Modules first, so that no call with another module comes between the calls that share one.
     names = sorted(kept, key=lambda name: not holds(kept[name], ModuleSpec))
 
     def way(call: Callable[..., Any], pair: Pair, values: dict[str, Any], seed: int) -> Leaves:
@@ -201,7 +205,7 @@ def two_graphs(probe: Probe) -> None:
         beside = []
         for number, other in enumerate(others):
             given = make.clone(other)
-            if len(names) > 1 and number % 2 == 0:  # as the weights of a layer that is used several times
+            if len(names) > 1 and number % 2 == 0:  # share one input, like the weights of a reused layer
                 shared = names[number // 2 % len(names)]
                 given[shared] = values[shared]
             beside.append(graph_of(call, pair, given, seed))
@@ -215,13 +219,13 @@ def two_graphs(probe: Probe) -> None:
 
 
 NAN_ELEMENTS = 16
-"""Fewest elements of the incoming gradients. With fewer the derivative may be 0 at every one of them, where a side may
-rightly return 0."""
+"""Fewest elements of the incoming gradients. With fewer, the derivative may be 0 at every element, and a side may then
+correctly return 0."""
 
 
 def nan_gradients(probe: Probe) -> None:
-    """Make a backward pass with incoming gradients that are NaN, as those of a scaled loss that overflows: a gradient
-    scaler must see the NaN."""
+    """Run a backward pass with incoming gradients that are NaN, as after a scaled loss has overflowed. The gradients
+    must show it to a gradient scaler: they may not all be finite where the reference's are not."""
     if not differentiable(probe):
         return
 
@@ -253,7 +257,8 @@ def nan_gradients(probe: Probe) -> None:
 
 
 def inputs_with_graphs(probe: Probe) -> None:
-    """Call with inputs that are outputs of other operations, as a layer's are: nothing may be written to them."""
+    """Call with inputs that are outputs of other operations, as the inputs of a layer are. The side may not write to
+    them."""
     names = [n for n in execution.differentiable(probe.pair) if not holds(probe.pair.inputs[n], ModuleSpec)]
     if not differentiable(probe) or not names or probe.pair.changed:
         return
@@ -277,12 +282,13 @@ def inputs_with_graphs(probe: Probe) -> None:
 
 
 def _with_graph(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a copy that is the output of an operation, if the tensor needs a gradient."""
+    """Return a copy that is the output of an operation if the tensor needs a gradient, and the tensor itself
+    otherwise."""
     return tensor.clone() if tensor.requires_grad else tensor
 
 
 def double_backward(probe: Probe) -> None:
-    """Compute the gradients of the side's gradients, by its inputs and by the incoming gradients."""
+    """Differentiate the side's gradients with respect to its inputs and to the incoming gradients."""
     if not differentiable(probe):
         return
 
@@ -292,8 +298,8 @@ def double_backward(probe: Probe) -> None:
         first = differentiate(outputs, given, weights, allow_unused=True)
         if not all(g is None or g.requires_grad for g in first) or _refuses(first):
             raise RuntimeError("a gradient without a graph: it cannot be differentiated, and says so")
-        # Only now may the incoming gradients need one: they alone would give a graph to a side that refuses by having
-        # none.
+        # Only now do the incoming gradients need a gradient. Before, they alone would have given a graph to a side that
+        # refuses by returning gradients without a graph.
         if pair.output_dtype is None:  # otherwise the incoming gradients of both sides differ in dtype
             weights = [weight.detach().clone().requires_grad_() for weight in weights]
             first = differentiate(outputs, given, weights, allow_unused=True)
@@ -305,7 +311,7 @@ def double_backward(probe: Probe) -> None:
         second: Any = [None] * len(by)
         if again:
             second = torch.autograd.grad(again, list(by.values()), directions, allow_unused=True)
-        # A constant has no graph: its derivative is 0.
+        # A constant has no graph, and its derivative is 0.
         found = {f"second derivative of {p}": g for p, g in zip(by, second, strict=True)}
         found |= {f"gradient of {p} with create_graph": g for p, g in zip(marked, first, strict=True)}
         likes = [*by.values(), *given]
@@ -316,9 +322,9 @@ def double_backward(probe: Probe) -> None:
 
 
 def _refuses(gradients: Iterable[torch.Tensor | None]) -> bool:
-    """Return whether a backward pass through the graph of these gradients would raise, as after once_differentiable.
+    """Return whether a backward pass through the graph of these gradients would raise, as with once_differentiable.
 
-    torch.autograd.grad may end before it reaches the node that raises, and return no gradient instead.
+    torch.autograd.grad may stop before the node that raises, and return None as the gradient instead.
     """
     left = [g.grad_fn for g in gradients if g is not None and g.grad_fn is not None]
     seen = set(left)
@@ -335,7 +341,8 @@ def _refuses(gradients: Iterable[torch.Tensor | None]) -> bool:
 def changed_before_backward(probe: Probe) -> None:
     """Write to the inputs, or to the outputs, between the call and the backward pass.
 
-    torch raises where it needs their values. A side has to raise, too, unless its gradients are those of the call.
+    torch raises if the backward pass needs the overwritten values. A side must raise, too, or else return the
+    gradients of the call.
     """
     if not differentiable(probe) or probe.pair.consumes:
         return
@@ -356,8 +363,8 @@ def changed_before_backward(probe: Probe) -> None:
 
 
 def after_calls_without_gradients(probe: Probe) -> None:
-    """Compute gradients after a call under torch.inference_mode(), the first at these sizes, and one under
-    torch.no_grad()."""
+    """Compute gradients after a call under torch.inference_mode(), which is the first call at these sizes, and a call
+    under torch.no_grad()."""
     if not differentiable(probe) or probe.pair.changed or probe.pair.consumes:
         return
     first = at_seldom_sizes(probe)

@@ -1,4 +1,4 @@
-"""Call a side in another way than proofs do, and compare its outputs with the truth."""
+"""Call a side in another way than the equivalence proof does, and compare its outputs with the truth."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from perfsuite.truths import Discard, Known, Truth, Way
 
 Result = TypeVar("Result")
 SELDOM = (37, 43, 47, 53, 59, 61)
-"""Sizes that few draws have."""
+"""Sizes that are rare among the draws of a proof."""
 SELDOM_ELEMENTS = 1 << 15
-"""Most elements of all inputs together at such sizes."""
+"""The most elements that all tensor inputs together may have at these sizes."""
 UNEVEN = "where the tensors in its lists differ in size"
 
 
@@ -40,13 +40,17 @@ def hold(
     reference_may_refuse: bool = False,
     reference_first: bool = False,
 ) -> None:
-    """Call the side in this way and compare it with the truth. Where none is given, the truth is that of a plain call,
-    unless `eps` says that precision is lower in this way.
+    """Call the side in this way and compare its outputs with the truth, which is `known`. Without it, the truth is that
+    of a plain call, or that of the reference called in this way if `eps` is given or its outputs have other names.
 
-    The reference has to support the way only where the side is not right, and is tried only then, unless
-    `reference_first`: calling the reference in a way that it does not support could do harm, or its outputs may differ
-    from those of a plain call. `refusable`: the side may raise. `reference_may_refuse`: the side is compared with
-    `known` even where the reference raises, but not where the reference gives something else.
+    By default the side is called first. Only if it is wrong or raises is the reference called in this way, because that
+    could do harm where the reference does not support it. If the reference raises, the side is not compared.
+
+    reference_first       call the reference first: its outputs in this way may differ from those of a plain call
+    refusable             the side may raise
+    reference_may_refuse  compare the side with `known` even if the reference raises, but not if the reference is wrong
+                          in this way; implies `reference_first`
+    eps                   precision in this way, where it is lower; without `known` it implies `reference_first`
     """
     attempt = _Attempt(probe, way)
     reference_first |= reference_may_refuse or (known is None and eps is not None)
@@ -86,7 +90,7 @@ def hold(
 
 
 class _Attempt:
-    """One call of the side in this way, made when its answer is first asked for."""
+    """One call of the side in this way. The side is called when its answer is first requested."""
 
     def __init__(self, probe: Probe, way: Way) -> None:
         self.probe, self.way = probe, way
@@ -120,7 +124,8 @@ def hold_anew(
     refusable: bool = False,
     reference_may_refuse: bool = False,
 ) -> None:
-    """Call `hold` with a truth that is established in this way, too, because a plain call gives something else."""
+    """Call `hold` with a truth that is established by calling the reference in this way, because a plain call gives
+    something else."""
     known = truths.by_replicas(probe.pair, probe.case, probe.device, gradients=False, home=probe.home, eps=eps, way=way)
     hold(probe, way, words, known=known, refusable=refusable, reference_may_refuse=reference_may_refuse)
 
@@ -141,7 +146,7 @@ def _is_right(probe: Probe, known: Known, produced: Leaves) -> bool:
 
 
 def _is_plain(probe: Probe, expected: Leaves) -> bool:
-    """Return whether these outputs have the names that a plain call gives."""
+    """Return whether these outputs have the same names as those of a plain call."""
     return sorted(expected) == sorted(probe.truth().reference)
 
 
@@ -165,7 +170,8 @@ def where_only(
     only: Collection[str],
     differentiate: bool = False,
 ) -> Leaves:
-    """Call with grad mode on, where only these inputs need a gradient."""
+    """Call with grad mode on, where only the inputs `only` need a gradient. Return the leaves, with the gradients of
+    these inputs if `differentiate` is set, and otherwise with a True entry for each output that needs a gradient."""
     marked = execution.require_gradients(pair, values)
     for path, tensor in marked.items():
         tensor.requires_grad_(path in only)
@@ -179,7 +185,8 @@ def where_only(
 
 
 def graph_of(call: Callable[..., Any], pair: Pair, values: dict[str, Any], seed: int) -> Any:
-    """Return (leaves, outputs that need a gradient, marked inputs, incoming gradients)."""
+    """Call with gradients. Return (leaves, outputs that need a gradient, path → input that needs a gradient, incoming
+    gradients)."""
     marked = execution.require_gradients(pair, values)
     with torch.enable_grad():
         leaves = execution.with_changed(pair, values, call(*values.values()))
@@ -190,7 +197,8 @@ def graph_of(call: Callable[..., Any], pair: Pair, values: dict[str, Any], seed:
 def gradients_of(
     leaves: Leaves, outputs: list[torch.Tensor], marked: Mapping[str, torch.Tensor], weights: list[torch.Tensor]
 ) -> Leaves:
-    """Return the leaves and the gradients of the marked inputs, from the result of `graph_of`."""
+    """Run the backward pass. Return the leaves and the gradients of the `marked` inputs; the arguments are the result
+    of `graph_of`."""
     given = list(marked.values())
     found = torch.autograd.grad(outputs, given, weights, allow_unused=True) if outputs else [None] * len(given)
     return detached(leaves) | {f"gradient of {path}": g for path, g in zip(marked, found, strict=True)}
@@ -204,12 +212,13 @@ def differentiable(probe: Probe) -> list[str]:
 
 
 def truth_with_gradients(probe: Probe, left_out: set[str], replicas: int) -> Truth:
-    """Return the truth of a plain call and of its gradients, without these outputs."""
+    """Return the truth of a plain call and of its gradients, without the leaves named in `left_out`."""
     return probe.truth(replicas=replicas, gradients=True).without(left_out)
 
 
 def gradients_are_right(probe: Probe) -> bool:
-    """Return whether a plain call has the right gradients on the draw, or none are compared."""
+    """Return whether a plain call has the right gradients on the draw; True if the pair compares none, or if their
+    truth cannot be established."""
     if not differentiable(probe):
         return True
     known = functools.partial(truth_with_gradients, probe, set())
@@ -231,14 +240,14 @@ def detached(leaves: Leaves) -> Leaves:
 
 
 def in_threads(jobs: list[Callable[[], Result]]) -> list[Result]:
-    """Run each job in a thread of its own and return the results. Raises the first error; an error that is not a broken
-    barrier comes before those that are, since it has broken the barrier."""
+    """Run each job in a thread of its own and return the results. Raises the first error, but a BrokenBarrierError
+    only if there is no other error, because another error is what broke the barrier."""
     found: list[Any] = [RuntimeError("the thread did not end")] * len(jobs)
 
     def work(number: int) -> None:
         try:
             if torch.cuda.is_initialized():
-                torch.cuda.synchronize()  # torch warns where a product is a thread's first use of CUDA
+                torch.cuda.synchronize()  # torch warns if a product is a thread's first use of CUDA
             found[number] = jobs[number]()
             if torch.cuda.is_available():
                 torch.cuda.synchronize()
@@ -267,9 +276,10 @@ def on(probe: Probe, case: Case) -> Probe:
 
 
 def at_seldom_sizes(probe: Probe) -> Probe:
-    """Return the draw at sizes that few draws have, as far as the pair allows them: no earlier call had them.
+    """Return the probe at sizes that are rare among draws, so that no earlier call had them, as far as the pair allows
+    such sizes.
 
-    The sizes are the same in every run, so that code compiled for them is in a cache.
+    The sizes are the same in every run, so that code compiled for them is found in the cache.
     """
     pair, case, sizes = probe.pair, probe.case, dict(probe.case.sizes)
     for number, symbol in enumerate(sorted(pair.symbols)):
@@ -287,7 +297,7 @@ def at_seldom_sizes(probe: Probe) -> Probe:
 
 
 def sizes_of_their_own(specs: Iterable[TensorSpec], others: Any) -> set[str]:
-    """Return the sizes that are whole dimensions of these tensors, and on which nothing else depends."""
+    """Return the symbols that are whole dimensions of these tensors and on which nothing else depends."""
     given = list(specs)
     dims = {dim for spec in given for dim in spec.dims if isinstance(dim, str) and dim.isidentifier()}
     within = (symbols(replace(spec, dims=tuple(d for d in spec.dims if d not in dims))) for spec in given)
@@ -295,8 +305,8 @@ def sizes_of_their_own(specs: Iterable[TensorSpec], others: Any) -> set[str]:
 
 
 def smaller(tensor: torch.Tensor, spec: TensorSpec, sizes: Collection[str], *, empty: bool = False) -> torch.Tensor:
-    """Return the first half of the tensor, or an empty part, along the dimensions of these sizes, in memory of its
-    own."""
+    """Return a copy of the first half of the tensor along each dimension in `sizes`, or with `empty` a tensor that has
+    size 0 there."""
     for dim, size in enumerate(spec.dims):
         if size in sizes:
             tensor = tensor.narrow(dim, 0, 0 if empty else (tensor.shape[dim] + 1) // 2)
@@ -304,8 +314,8 @@ def smaller(tensor: torch.Tensor, spec: TensorSpec, sizes: Collection[str], *, e
 
 
 def uneven(specs: Mapping[str, Spec], values: Mapping[str, Any], sizes: Collection[str]) -> dict[str, Any]:
-    """Return the same inputs, with every other item of each list smaller, and every fourth one empty where it may
-    be."""
+    """Return the inputs with every second item of each list of tensors smaller, and every fourth one empty if the spec
+    allows that."""
     made = dict(values)
     for name, spec in specs.items():
         if isinstance(spec, ListSpec) and isinstance(spec.item, TensorSpec):
@@ -318,7 +328,7 @@ def uneven(specs: Mapping[str, Spec], values: Mapping[str, Any], sizes: Collecti
 
 
 def sizes_of_items(pair: Pair) -> set[str]:
-    """Return the sizes that only the tensors in lists have."""
+    """Return the symbols of sizes on which only the tensors in lists depend."""
     every = {**pair.inputs, **pair.step_inputs}
     lists = {name: spec for name, spec in every.items() if isinstance(spec, ListSpec)}
     items = [spec.item for spec in lists.values() if isinstance(spec.item, TensorSpec)]

@@ -1,4 +1,4 @@
-"""Ways of calling that have no backward pass, or one that is no different."""
+"""Ways of calling that differ in the forward pass."""
 
 from __future__ import annotations
 
@@ -48,9 +48,9 @@ from perfsuite.truths import Discard, Way
 THREAD_CALLS = 3
 HALF = (torch.bfloat16, torch.float16)
 MOST_REWRITTEN = 1 << 13
-"""The most elements of inputs that are rewritten in several modes."""
+"""The most elements that all inputs together may have to be tried by `rewritten_inputs`."""
 MOST_SHARED = 3
-"""The most pairs among three or more inputs of one kind that are tried as one tensor."""
+"""With three or more inputs of one kind, the most combinations of two of them that are tried as one tensor."""
 REWRITTEN = "where its inputs get other values after a call"
 
 
@@ -69,13 +69,13 @@ def inference_mode(probe: Probe) -> None:
 
 
 def no_gradient_needed(probe: Probe) -> None:
-    """Call with grad mode on where no input needs a gradient. Compare the answer, and whether it needs a gradient."""
+    """Call with grad mode on where no input needs a gradient. Compare the outputs, and whether they need a gradient."""
     way = functools.partial(where_only, only=())
     hold(probe, way, "with grad mode on where no input needs a gradient", reference_first=True)
 
 
 def grad_mode_off(probe: Probe) -> None:
-    """Call with grad mode off where the inputs need gradients, as the weights of a model that is evaluated."""
+    """Call with grad mode off where the inputs need gradients, as when a model is evaluated."""
     if not differentiable(probe):
         return
 
@@ -87,7 +87,7 @@ def grad_mode_off(probe: Probe) -> None:
 
 
 def other_thread(probe: Probe) -> None:
-    """Call in a thread that has called nothing before."""
+    """Call in a new thread."""
 
     def way(call: Callable[..., Any], pair: Pair, values: dict[str, Any], seed: int) -> Leaves:
         (leaves,) = in_threads([functools.partial(plainly, call, pair, values, seed)])
@@ -105,7 +105,7 @@ def two_threads(probe: Probe) -> None:
     except Discard:
         return
     if not probe.is_right(probe.call(probe.drawn(cases[1]), cases[1]), cases[1]):
-        return  # plainly wrong there: equivalence says how
+        return  # a plain call is wrong: the equivalence proof reports it
     words = "when two threads call it at the same time"
     try:
         both = _at_the_same_time(probe, probe.side, cases)
@@ -127,9 +127,9 @@ def two_threads(probe: Probe) -> None:
 
 
 def _at_the_same_time(probe: Probe, side: Side, cases: Sequence[Case]) -> list[list[Leaves]]:
-    """Call the side THREAD_CALLS times in one thread for each case, in all threads at the same time.
+    """Start one thread for each case, and call the side THREAD_CALLS times in each, at the same time.
 
-    Returns the answers of each thread, in the order of the cases.
+    Return the answers of each thread, in the order of the cases.
     """
     call = execution.callable_of(side)
     jobs = [[probe.drawn(case) for _ in range(THREAD_CALLS)] for case in cases]
@@ -142,28 +142,28 @@ def _at_the_same_time(probe: Probe, side: Side, cases: Sequence[Case]) -> list[l
                 together.wait()
                 answers.append(plainly(call, probe.pair, values, probe.case.seed))
         except BaseException:
-            together.abort()  # the other thread would wait for this one
+            together.abort()  # otherwise the other threads would wait for this one
             raise
         return answers
 
     for drawn in jobs:
         for values in drawn:
             execution.poison(probe.pair, values)
-    # Another thread may have read a setting between the time one thread changes it and restores it. That is no fault.
+    # A setting may be left changed if one thread saves it while another has changed it. That is no fault of the side.
     with execution.quiet(side), process_state.kept():
         return in_threads([functools.partial(work, drawn) for drawn in jobs])
 
 
 def autocast(probe: Probe) -> None:
-    """Call under torch.autocast to half precision. The answer must have the dtype of the reference's, to the precision
-    that the reference has there. The backward pass comes after it."""
+    """Call under torch.autocast to bfloat16 and to float16, also under inference mode, and with a backward pass outside
+    the autocast block. The outputs must have the dtypes and the precision of the reference's outputs there."""
     for dtype in HALF:
         _autocast(probe, dtype)
 
 
 def _autocast(probe: Probe, dtype: torch.dtype) -> None:
     device = torch.device(probe.device).type
-    needing = bool(differentiable(probe))  # as a model's weights do where it is evaluated
+    needing = bool(differentiable(probe))  # as the weights of a model do when it is evaluated
 
     def way(call: Callable[..., Any], pair: Pair, values: dict[str, Any], seed: int) -> Leaves:
         if needing:
@@ -200,8 +200,8 @@ def _autocast(probe: Probe, dtype: torch.dtype) -> None:
 
 
 def after_other_dtype(probe: Probe) -> None:
-    """Call after a call in another dtype, the first at these sizes: values that the first call keeps may have its
-    precision."""
+    """Call after a call in another dtype, which is the first call at these sizes: values that the side caches then may
+    have the wrong precision."""
     others = [dtype for dtype in probe.pair.dtypes if dtype != probe.case.dtype]
     if not others or probe.pair.changed:
         return
@@ -217,8 +217,8 @@ def after_other_dtype(probe: Probe) -> None:
 
 
 def other_default_dtype(probe: Probe) -> None:
-    """Call while torch's default dtype is bfloat16, as where a model is built in it: tensors that a side makes without
-    a dtype then have fewer digits. A pair whose reference depends on the default dtype is left out."""
+    """Call while torch's default dtype is bfloat16, as where a model is built in bfloat16. Tensors that a side creates
+    without a dtype are then less precise. A pair whose reference depends on the default dtype is skipped."""
 
     def way(call: Callable[..., Any], pair: Pair, values: dict[str, Any], seed: int) -> Leaves:
         before = torch.get_default_dtype()
@@ -238,13 +238,13 @@ def other_default_dtype(probe: Probe) -> None:
 
 
 def uncounted_writes(probe: Probe) -> None:
-    """Call after other values were written to the inputs without torch's counters noticing, as `.data` and custom
-    kernels do."""
+    """Call after other values were written to the inputs without a change of torch's version counters, as writes
+    through `.data` and by custom kernels do."""
     if probe.pair.changed:
         return
     before, after = probe.drawn(), on(probe, probe.other_case())
     if not after.answers_rightly():
-        return  # plainly wrong there: equivalence says how
+        return  # a plain call is wrong on it: the equivalence proof reports it
 
     def way(call: Callable[..., Any], pair: Pair, values: dict[str, Any], seed: int) -> Leaves:
         held = make.clone(before)
@@ -256,15 +256,16 @@ def uncounted_writes(probe: Probe) -> None:
 
 
 def rewritten_inputs(probe: Probe) -> None:
-    """Call with inputs that get other values after a call, as weights do: as parameters that need gradients, under
-    inference mode, and under autocast. The outputs of the earlier call must stay as they are."""
+    """Call again after other values were written to the inputs, as an optimizer does to weights. This is tried under
+    inference mode, under autocast, and with parameters that need gradients. The outputs of the first call may not
+    change."""
     if probe.pair.changed:
         return
     before, after = probe.drawn(), on(probe, probe.other_case())
     if sum(tensor.numel() for _, tensor in make.tensors_in(before)) > MOST_REWRITTEN:
-        return  # large draws show no more
+        return  # a large draw would find nothing else
     if not after.answers_rightly():
-        return  # plainly wrong there: equivalence says how
+        return  # a plain call is wrong on it: the equivalence proof reports it
     device, half = torch.device(probe.device).type, torch.bfloat16
     modes: dict[str, tuple[Callable[[], Any], float | None]] = {}
     if inference_mode.__name__ not in probe.pair.unsupported:
@@ -280,8 +281,8 @@ def rewritten_inputs(probe: Probe) -> None:
 
 
 def _rewriting(probe: Probe, before: dict[str, Any], mode: Callable[[], Any], words: str) -> Way:
-    """Return a way that calls on the values `before`, and then on other values written into the same tensors, in this
-    mode."""
+    """Return a way that calls in this mode on the values `before`, and then on the draw's values, written into the same
+    tensors."""
     training, parameters = mode is torch.enable_grad, mode in (torch.enable_grad, torch.no_grad)
 
     def way(call: Callable[..., Any], pair: Pair, values: dict[str, Any], seed: int) -> Leaves:
@@ -298,7 +299,7 @@ def _rewriting(probe: Probe, before: dict[str, Any], mode: Callable[[], Any], wo
                 second = gradients_of(*graph_of(call, pair, held, seed))
             else:
                 second = execution.copies_of(execution.with_changed(pair, held, call(*held.values())))
-        # Where the reference returns views of its inputs, it raises this, too: then nothing is compared.
+        # This is raised, too, if the reference returns views of its inputs. Then nothing is compared.
         for name, leaf in first.items():
             if not same_leaf(leaf, kept[name]):
                 raise probe.fault(f"changes {name} that it returned, {REWRITTEN} {words}")
@@ -308,12 +309,13 @@ def _rewriting(probe: Probe, before: dict[str, Any], mode: Callable[[], Any], wo
 
 
 def _parameters(pair: Pair) -> list[str]:
-    """Return the inputs that are a tensor each and can be parameters."""
+    """Return the differentiable inputs that are single tensors, and so can be parameters."""
     return [name for name in execution.differentiable(pair) if isinstance(pair.inputs[name], TensorSpec)]
 
 
 def one_tensor(probe: Probe) -> None:
-    """Call where several inputs of the same kind are one tensor, as the query and the keys of self-attention."""
+    """Call with one tensor as several inputs of the same kind, as the query and the keys of self-attention. Also call
+    with one tensor as two items of a list."""
     found = _of_one_kind(probe.pair, probe.case)
     if probe.pair.is_stateful:
         return
@@ -329,7 +331,7 @@ def one_tensor(probe: Probe) -> None:
 
 
 def _hold_shared(probe: Probe, names: Sequence[str]) -> None:
-    """Call where these inputs are one tensor."""
+    """Call with one tensor for all these inputs."""
     first, *others = names
     with_gradients = bool(differentiable(probe))
 
@@ -345,7 +347,7 @@ def _hold_shared(probe: Probe, names: Sequence[str]) -> None:
 
 
 def _hold_tied(probe: Probe, name: str) -> None:
-    """Call where the first and the last tensor of a list are one, as tied weights."""
+    """Call with one tensor as the first and the last item of a list, as with tied weights."""
     with_gradients = bool(differentiable(probe))
 
     def way(call: Callable[..., Any], pair: Pair, values: dict[str, Any], seed: int) -> Leaves:
@@ -361,7 +363,7 @@ def _hold_tied(probe: Probe, name: str) -> None:
 
 
 def uneven_lists(probe: Probe) -> None:
-    """Call where the tensors in the lists differ in size, as the parameters of a model."""
+    """Call with lists whose tensors differ in size, as the parameters of a model do."""
     sizes, with_gradients = sizes_of_items(probe.pair), bool(differentiable(probe))
 
     def way(call: Callable[..., Any], pair: Pair, values: dict[str, Any], seed: int) -> Leaves:
@@ -373,8 +375,8 @@ def uneven_lists(probe: Probe) -> None:
 
 
 def _of_one_kind(pair: Pair, case: Case) -> tuple[list[str], Case] | None:
-    """Return (inputs that may be one tensor, the case at sizes at which they have one shape); None where there are
-    none."""
+    """Return (inputs of one kind, the case with sizes at which they have the same shape), or None if no two inputs are
+    of one kind or the pair does not allow such sizes."""
     kinds: dict[Any, list[str]] = {}
     for name, spec in pair.inputs.items():
         if isinstance(spec, TensorSpec) and spec.dims and name not in pair.changed:

@@ -1,4 +1,4 @@
-"""Ways of calling that only a GPU has."""
+"""Ways of calling that exist only on a GPU."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from perfsuite.memory_layouts import fill_poison
 from perfsuite.pair import Pair
 
 WARMUP_CALLS = 3
-"""Calls before one is captured in a graph."""
+"""Warm-up calls before a call is captured in a CUDA graph."""
 EMPTY_GRAPH = "The CUDA Graph is empty"
-"""Begin of torch's warning where a capture holds no work."""
+"""Start of torch's warning about a capture that holds no work."""
 DELAY_CYCLES = 20_000_000
-"""About 10 ms of a GPU: the side's own stream is delayed by this before the inputs are there."""
+"""GPU clock cycles, about 10 ms, by which the stream is delayed before the inputs are written on it."""
 
 
 def other_stream(probe: Probe) -> None:
-    """Call on a stream that is not the default one, where the inputs are there only later."""
+    """Call on a stream other than the default one, on which the inputs are written only after a delay."""
     if torch.device(probe.device).type != "cuda":
         return
 
@@ -46,7 +46,7 @@ def other_stream(probe: Probe) -> None:
 
 
 def captured_graph(probe: Probe) -> None:
-    """Capture the call in a CUDA graph, and replay it on inputs that were not there when it was captured."""
+    """Capture the call in a CUDA graph, and replay it on values that were written to the inputs after the capture."""
     if torch.device(probe.device).type != "cuda":
         return
     others = probe.drawn(probe.other_case())
@@ -57,9 +57,9 @@ def captured_graph(probe: Probe) -> None:
         with torch.no_grad():
             torch.cuda.synchronize()
             with torch.cuda.stream(aside):
-                for _ in range(WARMUP_CALLS):  # compilation and allocation at a first call cannot be captured
+                for _ in range(WARMUP_CALLS):  # the first calls may compile and allocate, which cannot be captured
                     call(*make.clone(others).values())
-                with _waits_refused():  # a wait raises here, and not within the capture
+                with _waits_refused():  # a call that waits for the GPU raises here, not within the capture
                     call(*make.clone(others).values())
             torch.cuda.synchronize()
             _overwrite(held)
@@ -78,10 +78,10 @@ def captured_graph(probe: Probe) -> None:
 
 @contextmanager
 def _waits_refused() -> Iterator[None]:
-    """Make calls of torch that wait for the GPU raise within the block."""
+    """Make torch calls inside the block raise if they wait for the GPU."""
     before = torch.cuda.get_sync_debug_mode()
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch warns that it does not know of every wait
+        warnings.simplefilter("ignore")  # torch warns that it does not detect every wait
         torch.cuda.set_sync_debug_mode("error")
     try:
         yield
@@ -91,23 +91,23 @@ def _waits_refused() -> Iterator[None]:
 
 @contextmanager
 def _capturing(graph: torch.cuda.CUDAGraph, stream: torch.cuda.Stream) -> Iterator[None]:
-    """Capture with torch.cuda.graph. Where the capture fails, torch leaves its stream current and the random generator
-    unusable; both are restored."""
+    """Capture with torch.cuda.graph. If a capture fails, torch leaves its stream current and the random generator
+    unusable, so both are restored."""
     before, generator = torch.cuda.current_stream(), torch.cuda.default_generators[torch.cuda.current_device()]
     try:
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message=EMPTY_GRAPH)  # its answer shows it
+            warnings.filterwarnings("ignore", message=EMPTY_GRAPH)  # an empty graph gives wrong outputs
             with torch.cuda.graph(graph, stream=stream):
                 yield
     except BaseException:
-        generator.graphsafe_set_state(generator.clone_state())  # a copy is in no capture
+        generator.graphsafe_set_state(generator.clone_state())  # a copied state belongs to no capture
         raise
     finally:
         torch.cuda.set_stream(before)
 
 
 def _overwrite(value: Any) -> None:
-    """Fill the GPU tensors in the value with values that are no answer."""
+    """Fill the GPU tensors in the value with NaN, or with the largest integer, so that stale values show."""
 
     def other(tensor: torch.Tensor) -> torch.Tensor:
         made = tensor.detach().clone()

@@ -1,4 +1,4 @@
-"""Ways of stepping a stateful pair, as training does."""
+"""Ways of running the steps of a stateful pair that occur in training."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ from perfsuite.specs import EXPANDED, TensorSpec
 from perfsuite.truths import Discard, Given, Known
 
 MANY_STEPS = 300
-"""Steps of a stateful pair by which a fault shows that begins after the steps that its proof compares."""
+"""Number of steps that shows a fault which begins only after the steps that the equivalence proof compares."""
 STEPS = (1, 2, 3, 5, 8, 13)
-"""The steps after which states are compared here, as far as the pair's own steps go. A side that warms up before it
-captures a graph has done so by the last."""
+"""Steps after which states are compared here, up to the last of the pair's own steps. By step 13, a side that captures
+a graph after some warm-up steps has captured it."""
 
 
 def first_steps(probe: Probe) -> None:
-    """Raise NotEquivalent where the first steps, taken plainly, are wrong."""
+    """Raise NotEquivalent if the first steps are wrong when they run in the usual way."""
     known = _known(probe)
     try:
         known(NONE)
@@ -46,7 +46,7 @@ def first_steps(probe: Probe) -> None:
 
 
 def every_step(probe: Probe) -> None:
-    """Keep the result of every step until the last one, as a caller may: no later step may write to it."""
+    """Keep the result of every step until the last one, as a caller may. No later step may write to it."""
 
     def way(call: Callable[..., Any], pair: Pair, values: dict[str, Any], given: Given) -> Leaves:
         step = call(*values.values())
@@ -57,7 +57,7 @@ def every_step(probe: Probe) -> None:
 
 
 def outside_changes(probe: Probe) -> None:
-    """Write to the stepped tensors between the steps, as loading a checkpoint does."""
+    """Write between the steps to the tensors that the steps change, as loading a checkpoint does."""
 
     def way(call: Callable[..., Any], pair: Pair, values: dict[str, Any], given: Given) -> Leaves:
         views = {path: tensor.view_as(tensor) for path, tensor in _stepped(pair, values)}
@@ -75,7 +75,7 @@ def outside_changes(probe: Probe) -> None:
 
 
 def needing_gradients(probe: Probe) -> None:
-    """Step tensors that need gradients, as parameters do."""
+    """Run the steps on tensors that need gradients, as parameters do."""
 
     def way(call: Callable[..., Any], pair: Pair, values: dict[str, Any], given: Given) -> Leaves:
         for _, tensor in _stepped(pair, values):
@@ -87,7 +87,7 @@ def needing_gradients(probe: Probe) -> None:
 
 
 def same_step_tensors(probe: Probe) -> None:
-    """Give each step the tensors of the first one again, with other values in them, as gradients that are kept."""
+    """Give every step the same tensors with other values in them, like gradient buffers that are reused."""
 
     def way(call: Callable[..., Any], pair: Pair, values: dict[str, Any], given: Given) -> Leaves:
         held = given(1)
@@ -101,12 +101,12 @@ def same_step_tensors(probe: Probe) -> None:
 
     if probe.pair.step_inputs:
         words = "where every step gets the same tensors, with other values in them"
-        # A reference that keeps them gives something else here.
+        # A reference that keeps these tensors gives other results here. The side is not compared then.
         hold(probe, way, words, known=_known(probe), reference_may_refuse=True)
 
 
 def step_layouts(probe: Probe) -> None:
-    """Give each step inputs with another memory layout."""
+    """Give successive steps inputs in different memory layouts."""
     specs = {
         name: spec
         for name, spec in probe.pair.step_inputs.items()
@@ -131,7 +131,7 @@ def step_layouts(probe: Probe) -> None:
 
 
 def step_sizes(probe: Probe) -> None:
-    """Give every other step smaller inputs, as the last batch of an epoch."""
+    """Give every second step smaller inputs, like the last batch of an epoch."""
     specs = {name: spec for name, spec in probe.pair.step_inputs.items() if isinstance(spec, TensorSpec)}
     others = {name: spec for name, spec in probe.pair.step_inputs.items() if name not in specs}
     sizes = sizes_of_their_own(specs.values(), [probe.pair.inputs, others])
@@ -151,7 +151,7 @@ def step_sizes(probe: Probe) -> None:
 
 
 def uneven_step_lists(probe: Probe) -> None:
-    """Step lists whose tensors differ in size, as the parameters of a model."""
+    """Run the steps on lists whose tensors differ in size, as the parameters of a model do."""
     sizes = sizes_of_items(probe.pair)
 
     def way(call: Callable[..., Any], pair: Pair, values: dict[str, Any], given: Given) -> Leaves:
@@ -163,7 +163,7 @@ def uneven_step_lists(probe: Probe) -> None:
 
 
 def many_steps(probe: Probe) -> None:
-    """Compare the state after many more steps than are usually compared."""
+    """Compare the state after MANY_STEPS steps, many more than the equivalence proof compares."""
     pair = replace(probe.pair, steps=(MANY_STEPS,))
     known = truths.by_replicas(pair, probe.case, probe.device, most=1, gradients=False, home=probe.home)
     try:
@@ -187,7 +187,7 @@ def _steps_of(pair: Pair) -> list[int]:
 
 
 def _stepped(pair: Pair, values: dict[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield (path, tensor) for every floating tensor that a step changes."""
+    """Yield (path, tensor) for every floating-point tensor that a step changes."""
     for name in sorted(pair.changed):
         if name in values:
             yield from ((p, t) for p, t in make.changing(pair, name, values[name]) if t.is_floating_point())

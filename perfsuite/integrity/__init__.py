@@ -1,7 +1,8 @@
-"""Checks for faults that equal outputs do not show, made of every pair on a handful of draws.
+"""Check the optimized side of a pair, on a few draws, for faults that it can have although its outputs are right.
 
-Each check is a function of a `Probe`, registered in CHECKS, that raises NotEquivalent naming the fault. They look for a
-kind of fault, never for one example of it. `scrutiny` looks for faults that show only while a side is timed.
+Each check is a function in CHECKS. It accepts a `Probe` and raises NotEquivalent, whose message names the fault. A
+check covers a whole kind of fault, not one example of it. Module `scrutiny` looks for faults that show only while a
+side is timed.
 """
 
 from __future__ import annotations
@@ -52,11 +53,11 @@ __all__ = [
 ]
 
 CHECKS: tuple[Callable[[Probe], None], ...] = (
-    unseen_inputs,  # first: before the reference has answered anything
+    unseen_inputs,  # first, before the reference has computed anything
     lazy_output,
     late_output,
     undeclared_mutation,
-    nondeterminism,  # a change from call to call must not be blamed on memory
+    nondeterminism,  # before the checks of memory, which must not be blamed for changes from call to call
     call_order,
     several_instances,
     overwritten_step_inputs,
@@ -79,20 +80,20 @@ IN_TURN = (
     private_buffer,
     calls_reference,
 )
-"""Checks that depend little on the draw: the draws of a proof take turns at them."""
+"""Checks whose result depends little on the draw. The draws of a proof take turns: each draw makes some of them."""
 
 
 def check(pair: Pair, case: Case, device: str, *, home: Path | None = None, number: int | None = None) -> None:
-    """Make every check of the optimized side on one draw. NotEquivalent names a fault of that side, PairError one of
-    the reference.
+    """Make every check of the optimized side on one draw. Raises NotEquivalent for a fault of that side, and PairError
+    for a fault of the reference.
 
-    `number` is the draw's number in a proof with several draws, which take turns at the checks IN_TURN; one draw in
-    three waits for outputs that come late. None: all checks are made.
+    `number` is the draw's number in a proof with several draws, each of which makes some of the checks IN_TURN. Only
+    one draw in three waits for late outputs and looks for drift. With None, all checks are made.
     """
     side = as_side(pair.optimized)
     probe = Probe(pair=pair, side=side, name="optimized", case=case, device=device, home=home, number=number)
     for fault in CHECKS:
         if not proofs.has_turn(fault, IN_TURN, number):
             continue
-        with process_state.kept(quick=True):  # a change that one check leaves must not reach the next
+        with process_state.kept(quick=True):  # so that settings changed by one check do not affect the next
             fault(probe)

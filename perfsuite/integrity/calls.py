@@ -1,4 +1,4 @@
-"""Faults of one call among others: races, replayed answers, drift."""
+"""Faults that show over several calls: nondeterminism, answers replayed from a cache, drift."""
 
 from __future__ import annotations
 
@@ -25,44 +25,45 @@ from perfsuite.specs import Integers, Sampled, ScalarSpec, tensor_spec
 
 REPEATS = 3
 DRIFT_CALLS, DRIFT_EVERY = 40, 3
-"""Number of calls whose answers are checked again, on one of DRIFT_EVERY draws."""
+"""Number of repeated calls whose answers are checked for drift; this is done on one of DRIFT_EVERY draws."""
 MOST_CALLS, DRIFT_S, DRIFT_WALL_S = 300, 0.05, {"cpu": 0.5, "cuda": 0.05}
-"""Most calls on the first draw, and the seconds of this thread, and of the clock by device, after which there are no
-further ones. On a CPU the clock counts more, because other processes may use the core."""
+"""The most calls on the first draw, and the limits after which no call beyond DRIFT_CALLS is made: seconds of CPU time
+of this thread, and wall-clock seconds by device. On a CPU the wall-clock limit is longer, because other processes may
+use the core."""
 HELD_BYTES = 64 << 20
-"""Most bytes of the answers of these calls that are kept."""
+"""The most bytes of the answers of these calls that are kept."""
 ODD_ANSWERS = 3
-"""Number of answers that are compared with the truth, of those that differ from the first one."""
+"""The most answers, among those that differ from the first one, that are compared with the truth."""
 NEARBY = 2.0**-13
-"""Relative distance by which inputs are moved to others that are equal in half precision."""
+"""Relative distance by which inputs are moved, so small that they mostly stay equal when rounded to half precision."""
 MOST_ALONE = 4
-"""Number of inputs that are changed one at a time where there are more."""
+"""The most inputs that are changed one at a time on one draw."""
 
 
 def unseen_inputs(probe: Probe) -> None:
-    """The side must be right even before anybody has computed the answer: it must not find it in memory or in a
-    caller's frame."""
-    # A seed that no earlier draw can have had: its answer could still lie in memory.
+    """Check that the side is right before the reference has computed the answer, so that it cannot find that answer in
+    memory or in a caller's frame."""
+    # A seed that no earlier draw had, since the answer to an earlier draw could still be in memory.
     fresh = probe.other_case(secrets.randbits(30))
     try:
         produced = probe.call(probe.drawn(fresh), fresh)
     except Exception:
         with contextlib.suppress(truths.Discard):
-            probe.truth(fresh)  # where the reference raises, too, that is what counts
+            probe.truth(fresh)  # an error of the reference is reported instead
         raise
     try:
         right = probe.is_right(produced, fresh)
     except truths.Discard:
         return
     if right or not probe.is_right_on(fresh):
-        return  # wrong with the answer in memory, too: equivalence says how
+        return  # also wrong with the answer in memory: the equivalence proof reports it
     known = probe.other_case(secrets.randbits(30))
     try:
         probe.truth(known)
     except truths.Discard:
         return
     if not probe.is_right_on(known):
-        return  # its first answer to new values is wrong also where the right one is in memory
+        return  # its first answer to new values is wrong even if the right one is in memory
     raise unwritten(probe) or probe.fault(
         "is right only once the reference has answered: it finds the expected answer in memory (through gc, or a "
         "caller's frame) instead of computing it"
@@ -70,7 +71,7 @@ def unseen_inputs(probe: Probe) -> None:
 
 
 def nondeterminism(probe: Probe) -> None:
-    """Repeated on the same inputs, every result must stay within the budget of the truth, and of the first."""
+    """Check that repeated calls on the same inputs all stay within the error budget of the truth."""
     try:
         probe.truth()
     except truths.Discard:
@@ -83,7 +84,7 @@ def nondeterminism(probe: Probe) -> None:
         except NotEquivalent as error:
             wrong.append((i, error))
     if not wrong or len(wrong) == REPEATS:
-        return  # right, or plainly wrong: then equivalence says how
+        return  # always right, or always wrong, which the equivalence proof reports
     repeat, difference = wrong[0]
     if memory := unwritten(probe):
         raise memory
@@ -95,7 +96,7 @@ def nondeterminism(probe: Probe) -> None:
 
 
 def call_order(probe: Probe) -> None:
-    """Interleaved with other inputs, the same inputs must give the same answer."""
+    """Check that answers stay right when calls alternate between two sets of inputs."""
     cases = (probe.case, probe.other_case())
     try:
         for case in cases:
@@ -110,19 +111,19 @@ def call_order(probe: Probe) -> None:
         except NotEquivalent as error:
             fault = _by_order(probe, i, error, produced, cases)
             if fault is None:
-                return  # equivalence says how
+                return  # the equivalence proof reports it
             raise fault from None
 
 
 def _by_order(
     probe: Probe, i: int, error: NotEquivalent, produced: Leaves, cases: tuple[Case, Case]
 ) -> NotEquivalent | None:
-    """Return the fault of call `i` + 1, whose answer is wrong; None where it is wrong in whatever order."""
+    """Return the fault of call `i` + 1, whose answer is wrong; None if it is wrong in any order of the calls."""
     case, other = cases[i % 2], cases[(i + 1) % 2]
     which = f"call {i + 1}, alternating between two inputs"
     again = probe.call(probe.drawn(other), other)
     if forms.same_values(probe.drawn(case), probe.drawn(other)):
-        return None  # empty, for example
+        return None  # such as empty inputs
     if all(same_leaf(leaf, again.get(name)) for name, leaf in produced.items()) and _has_elements(produced):
         return unwritten(probe) or probe.fault(
             "gives one answer to different inputs: an earlier answer is replayed, or a graph was captured over "
@@ -147,7 +148,7 @@ def _by_order(
 
 
 def _is_plainly_wrong(probe: Probe, case: Case, right: Case) -> bool:
-    """Return whether the side is wrong on `case` whatever it was called with before, and stays right on the case
+    """Return whether the side is wrong on `case` independently of earlier calls, and stays right on the case
     `right`."""
     again = probe.call(probe.drawn(case), case)
     if probe.is_right(again, case) or probe.is_right(again, right):
@@ -160,7 +161,8 @@ def _has_elements(leaves: Leaves) -> bool:
 
 
 def reused_memory(probe: Probe) -> None:
-    """Other values in the same tensors must get another answer: none is kept by address or identity."""
+    """Check that the side computes a new answer for new values in the same tensors, and does not cache answers by
+    address or identity."""
     other = probe.other_case()
     if probe.pair.is_stateful:
         return
@@ -171,7 +173,7 @@ def reused_memory(probe: Probe) -> None:
         return
     values, later = probe.drawn(), probe.drawn(other)
     if not probe.is_right(probe.call(values)):
-        return  # wrong without it, too: equivalence says how
+        return  # already wrong in a plain call: the equivalence proof reports it
     make.copy_values(values, later)
     produced = probe.call(values, other)
     try:
@@ -180,7 +182,7 @@ def reused_memory(probe: Probe) -> None:
         if memory := unwritten(probe):
             raise memory from None
         if not probe.is_right_on(other):
-            return  # plainly wrong there
+            return  # already wrong there in a plain call
         stale = "the answer to the values before" if probe.is_right(produced) else f"a wrong answer: {error}"
         raise probe.fault(
             f"gives, for other values in the same tensors, {stale}; it keeps answers by address or identity"
@@ -188,11 +190,12 @@ def reused_memory(probe: Probe) -> None:
 
 
 def partial_keys(probe: Probe) -> None:
-    """Values that differ in one place, or only in their order, must get their own answer."""
+    """Check that inputs which differ from earlier ones in one element, in their order or in their last digits only get
+    their own answer. A side that caches answers by a part of the values or by their sum fails."""
     if probe.pair.is_stateful:
         return
     if not probe.answers_rightly():
-        return  # wrong without it, too: equivalence says how
+        return  # already wrong in a plain call: the equivalence proof reports it
     names = _changeable(probe)
     step = -(-len(names) // MOST_ALONE) or 1
     alone = names[probe.case.seed % step :: step] if len(names) > 1 else []
@@ -216,7 +219,7 @@ def partial_keys(probe: Probe) -> None:
         *earlier, produced = answers
         earlier.append(probe.call(probe.drawn()))
         if not probe.is_right(earlier[-1]):
-            return  # not because of what was changed
+            return  # wrong on the unchanged inputs, too
         if not any(_repeats(produced, answer) for answer in earlier):
             raise error
         if what in numbers and _ignores(probe, what, values[what]):
@@ -228,8 +231,8 @@ def partial_keys(probe: Probe) -> None:
 
 
 def _changeable(probe: Probe) -> list[str]:
-    """Return the inputs whose elements may be put in another order: not those where the pair makes the values or bounds
-    columns."""
+    """Return the inputs whose elements may be reordered: not those whose values the pair's own function makes, and not
+    integers that are bounded by column."""
     specs = {name: tensor_spec(spec) for name, spec in probe.pair.inputs.items()}
     own = {n for n, s in specs.items() if s is None or isinstance(s.values, Sampled)}
     by_column = {
@@ -239,12 +242,13 @@ def _changeable(probe: Probe) -> list[str]:
 
 
 def _changed(probe: Probe, names: Collection[str], change: Callable[[torch.Tensor], torch.Tensor]) -> dict[str, Any]:
-    """Return the draw's inputs, with the change applied to those in `names`."""
+    """Return the draw's inputs, with `change` applied to every tensor of those in `names`."""
     return {n: make.map_tensors(v, change) if n in names else v for n, v in probe.drawn().items()}
 
 
 def _nearby(probe: Probe, names: Collection[str]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield the draw's inputs, of which those in `names` are moved by less than the digits of half precision."""
+    """Yield the draw's inputs, with those in `names` moved by the relative distance NEARBY, if the pair computes in
+    float32 or float64."""
     full = probe.case.dtype in ("float32", "float64") and probe.pair.precision is None
     if full:
         values = probe.drawn()
@@ -253,7 +257,7 @@ def _nearby(probe: Probe, names: Collection[str]) -> Iterator[tuple[str, dict[st
 
 
 def _other_numbers(probe: Probe, rng: random.Random) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield (name, the draw's inputs with another value of this one), for each input that is a number by itself."""
+    """Yield (name, the draw's inputs with another value of this input) for each input that is a number."""
     for name, spec in probe.pair.inputs.items():
         if isinstance(spec, ScalarSpec):
             values = probe.drawn()
@@ -263,14 +267,14 @@ def _other_numbers(probe: Probe, rng: random.Random) -> Iterator[tuple[str, dict
 
 
 def _ignores(probe: Probe, name: str, value: Any) -> bool:
-    """Return whether the side is wrong with this value of a number on other inputs, too, with which it was not called
-    before."""
+    """Return whether the side is also wrong with this value of the number on other inputs, with which it was never
+    called before."""
     other = replace(probe, case=probe.other_case(1), known={}, right={})
     return _error_on(other, other.drawn() | {name: value}, []) is not None
 
 
 def _other_elements(probe: Probe) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield (name, the draw's inputs with another value of this one), for each input that is a tensor of one
+    """Yield (name, the draw's inputs with another value of this input) for each input that is a tensor of one
     element."""
     other = probe.drawn(probe.other_case())
     for name, value in other.items():
@@ -281,16 +285,16 @@ def _other_elements(probe: Probe) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def _repeats(produced: Leaves, earlier: Leaves) -> bool:
-    """Return whether an output is the earlier one, bit for bit."""
+    """Return whether an output is identical to the one of the same name in the earlier answer."""
     tensors = [(n, leaf) for n, leaf in produced.items() if isinstance(leaf, torch.Tensor) and leaf.numel()]
     return any(same_leaf(leaf, earlier.get(n)) for n, leaf in tensors if n.startswith("output"))
 
 
 def _error_on(probe: Probe, values: dict[str, Any], answers: list[Leaves]) -> NotEquivalent | None:
-    """Return the error of the side's answer to these values; None where the answer is right or cannot be judged.
+    """Return the error of the side's answer to these values; None if the answer is right or cannot be compared.
 
-    The answer is added to `answers`. One that equals none of them and is nearly right is taken as right. To decide it,
-    a slow reference would have to be called many times, and equivalence does that on draws of its own.
+    The answer is added to `answers`. An answer that repeats none of the earlier ones and is nearly right counts as
+    right: deciding it would take many calls of a slow reference, and the equivalence proof does that on its own draws.
     """
     pair, produced, error = probe.pair, None, None
     for replicas in (None, rule.NONE, rule.REPLICAS):
@@ -310,7 +314,7 @@ def _error_on(probe: Probe, values: dict[str, Any], answers: list[Leaves]) -> No
                 answers.append(execution.copies_of(produced))
         except NotEquivalent:
             raise
-        except Exception:  # inputs of a form that the reference wants: not to be changed so
+        except Exception:  # the reference does not accept inputs changed in this way
             return None
         try:
             equivalence.judge(pair, truth, produced, name=probe.name)
@@ -329,10 +333,11 @@ def _shape(leaf: Any) -> Any:
 
 
 def _nearly_true(probe: Probe, values: dict[str, Any]) -> truths.Truth | None:
-    """Return the reference's own answer to these values, with the errors that it has on the draw. This takes half the
-    time of a truth.
+    """Return the reference's own answer to these values as the truth, with the reference's errors on the draw. This
+    takes half the time of a real truth.
 
-    None where the reference is known not to be near the truth.
+    Return None if an output is ill-conditioned on the draw, because the reference's answer may then be far from the
+    truth, or if the outputs have other shapes than on the draw.
     """
     known = probe.truth()
     if known.rounding or known.ill_conditioned:
@@ -344,8 +349,8 @@ def _nearly_true(probe: Probe, values: dict[str, Any]) -> truths.Truth | None:
 
 
 def _last_changed(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the tensor with its last element set to the value of the first, so that the bounds of the values still
-    hold."""
+    """Return the tensor with its last element set to the value of the first, so that it stays within the bounds of the
+    values."""
     if tensor.is_complex() or tensor.numel() < 2:
         return tensor
     changed = tensor.detach().clone()
@@ -354,7 +359,7 @@ def _last_changed(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _one_changed(rng: random.Random, tensor: torch.Tensor) -> torch.Tensor:
-    """Return the tensor with an element at any place set to the value of another one."""
+    """Return the tensor with one random element set to the value of another random element."""
     if tensor.is_complex() or tensor.numel() < 2:
         return tensor
     changed = tensor.detach().clone()
@@ -370,11 +375,12 @@ def _rolled(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def drift(probe: Probe) -> None:
-    """The answers of many calls must be as right as the first, and in memory of their own while a caller holds them."""
+    """Check that the answers of many calls stay right, and that each keeps memory of its own while the caller holds
+    it."""
     if probe.pair.is_stateful or (probe.number or 0) % DRIFT_EVERY:
         return  # a state is meant to change; the steps of its proof are compared
     if not probe.answers_rightly():
-        return  # wrong from the start: equivalence says how
+        return  # wrong from the start: the equivalence proof reports it
     held: list[Leaves] = []
     calls, room, ends = 0, HELD_BYTES, thread_time() + DRIFT_S
     wall_ends = perf_counter() + DRIFT_WALL_S[torch.device(probe.device).type]
@@ -401,7 +407,8 @@ def drift(probe: Probe) -> None:
 
 
 def _handed_out_again(held: Sequence[Leaves]) -> Iterator[str]:
-    """Yield the outputs that lie in the memory of another call's, with repetitions; all of them are alive."""
+    """Yield the names of outputs that share memory with those of an earlier call, with repetitions. All outputs in
+    `held` are alive."""
     taken = set[int]()
     for leaves in held:
         of_call = {
@@ -414,8 +421,8 @@ def _handed_out_again(held: Sequence[Leaves]) -> Iterator[str]:
 
 
 def _odd(held: Sequence[Leaves]) -> list[tuple[int, Leaves]]:
-    """Return (number of the call, its answer) for the first answers whose bits differ from those of the first
-    call's."""
+    """Return (number of the call, its answer) for the first few answers that differ in any bit from that of the first
+    call."""
     odd = set[int]()
     for name, first in held[0].items() if held else ():
         if not isinstance(first, torch.Tensor) or not first.numel():

@@ -1,4 +1,4 @@
-"""Work that goes on after a side has returned."""
+"""Detect work that continues after a side has returned."""
 
 from __future__ import annotations
 
@@ -18,14 +18,15 @@ from perfsuite.records import Case
 from perfsuite.sides import Side
 
 LATE_S, LATE_EVERY = 0.02, 3
-"""Seconds for which a side is watched after its return, on one of LATE_EVERY draws. Work that is worth hiding from a
-timer takes longer at the timed sizes."""
+"""Seconds for which outputs are watched after a side has returned, on one of LATE_EVERY draws. At the timed sizes, work
+that is worth hiding from a timer takes longer."""
 
 
 def late_output(probe: Probe) -> None:
-    """Outputs must be complete when the call returns, and not be written later by a thread or on another stream."""
+    """Check that outputs are complete when the call returns, and are not written later by a thread or on another
+    stream."""
     if (probe.number or 0) % LATE_EVERY:
-        return  # to wait takes long, and depends little on the draw
+        return  # waiting takes long, and its result depends little on the draw
     values = probe.drawn()
     with torch.no_grad():
         produced = probe.call(values)
@@ -35,7 +36,7 @@ def late_output(probe: Probe) -> None:
 
 
 def late(produced: Leaves) -> str | None:
-    """Return the first of the outputs that changes after the call has returned, or None."""
+    """Return the name of the first output that changes after the call has returned, or None."""
     now = {n: leaf.detach().clone() for n, leaf in produced.items() if isinstance(leaf, torch.Tensor)}
     _wait()
     return next((n for n, kept in now.items() if not same_leaf(produced[n], kept)), None)
@@ -44,8 +45,8 @@ def late(produced: Leaves) -> str | None:
 def comes_late(
     pair: Pair, side: Side, case: Case, device: str, truth: truths.Truth, *, home: Path | None, **how: Any
 ) -> bool:
-    """Return whether a side that has been wrong is right where its work may finish first, and wrong again where it may
-    not."""
+    """Return whether a side that was wrong is right if its outputs are read only after a wait, and wrong again if they
+    are read at once."""
 
     def is_right(settled: Callable[[], None]) -> bool:
         produced = truths.produce(pair, side, case, device, home=home, settled=settled, **how)
@@ -57,7 +58,7 @@ def comes_late(
 
     try:
         return is_right(_wait) and not is_right(lambda: None)
-    except Exception:  # it only adds to a message
+    except Exception:  # the result only adds to a message
         return False
 
 
@@ -68,7 +69,7 @@ def _wait() -> None:
 
 
 def late_message(name: str) -> str:
-    """Return the message about an output that changes after the call."""
+    """Return the message about the output `name`, which changes after the call."""
     return (
         f"goes on working after it has returned: {name} changes later, written by a background thread or on a stream "
         f"that nobody waits for"

@@ -1,4 +1,4 @@
-"""Faults of memory: inputs changed or overrun, static buffers handed out, outputs left unwritten."""
+"""Faults of memory: changed inputs, accesses out of bounds, static buffers returned as outputs, unwritten outputs."""
 
 from __future__ import annotations
 
@@ -25,11 +25,12 @@ from perfsuite.records import Case
 from perfsuite.specs import ModuleSpec, holds
 
 LATER_CALLS = 9
-"""Number of later calls, since a side may hand out a few buffers in turn."""
+"""Number of later calls that an output must survive. A side may hand out a few buffers in turn."""
 
 
 def undeclared_mutation(probe: Probe) -> None:
-    """An input that is not in `mutates` or `writes` must come back untouched, bit for bit, storage and all."""
+    """Check that an input which is not in `mutates` or `writes` is unchanged bit for bit, with its whole storage, and
+    that a side writes to no memory between the elements of the inputs that it may change."""
     before: list[tuple[str, torch.Tensor, torch.Tensor, torch.Size, tuple[int, ...]]] = []
     changed: list[tuple[str, torch.Tensor, torch.Tensor]] = []
 
@@ -57,8 +58,8 @@ def undeclared_mutation(probe: Probe) -> None:
     for path, tensor, storage in changed:
         after = memory_of(tensor).clone()
         if after.numel() != storage.numel():
-            continue  # it has other memory now
-        # It may change each of the elements themselves.
+            continue  # the side has replaced its memory
+        # The elements themselves may change, so they are made equal before the comparison.
         where = tensor.shape, tensor.stride(), tensor.storage_offset()
         after.as_strided(*where).copy_(storage.as_strided(*where))
         if not torch.equal(bytes_of(after.untyped_storage()), bytes_of(storage.untyped_storage())):
@@ -66,13 +67,14 @@ def undeclared_mutation(probe: Probe) -> None:
 
 
 def _held(pair: Pair, values: dict[str, Any]) -> dict[str, torch.Tensor]:
-    """Return path → tensor, for the lists and the modules' parameters among the inputs that no call may change."""
+    """Return path → tensor for the inputs that no call may change, without the buffers of modules."""
     unchanging = {name: value for name, value in values.items() if name not in pair.changed}
     return {path: t for name, value in unchanging.items() for path, t in make.tensors_in(value, name, buffers=False)}
 
 
 def _exchanged(before: dict[str, torch.Tensor], after: dict[str, torch.Tensor]) -> str:
-    """Describe the first tensor that a call has removed, added or replaced; empty if the inputs hold the same ones."""
+    """Describe the first tensor that a call has removed, added or replaced. Return "" if the inputs hold the same
+    tensors."""
     for path in (*before, *after):
         if path not in after:
             return f"removes {path} from its input, which the caller still has"
@@ -91,7 +93,7 @@ def _reference_exchanges(probe: Probe) -> bool:
 
 
 def declaration_of_change(pair: Pair, path: str) -> str:
-    """Return the declaration by which a pair says that a side changes the input at this path."""
+    """Return the advice on how a pair declares that a side changes the input at this path."""
     name, _, within = path.partition(".")
     if within and holds(pair.inputs.get(name), ModuleSpec):
         return f"declare mutates={{{name!r}: {BUFFERS!r}}}"
@@ -99,7 +101,8 @@ def declaration_of_change(pair: Pair, path: str) -> str:
 
 
 def _fill_gaps(tensor: torch.Tensor) -> None:
-    """Fill the memory between the elements with ones, where there is any: an addition to NaN would not show."""
+    """Fill the memory between the elements of a floating-point tensor with ones. It holds NaN before, and adding to NaN
+    would not show."""
     whole, elements = memory_of(tensor), tensor.detach()
     if not tensor.is_floating_point() or 0 in tensor.stride() or whole.numel() == tensor.numel():
         return
@@ -109,9 +112,9 @@ def _fill_gaps(tensor: torch.Tensor) -> None:
 
 
 def touched_input(probe: Probe) -> None:
-    """No call of the other checks may have written to an undeclared input, also where it put the values back.
+    """Check that no call of the other checks wrote to an undeclared input, even if it restored the values.
 
-    This check is the last: a fault of another kind gets a better name.
+    This check comes last, because the other checks name a fault more precisely.
     """
     if probe.touched is not None:
         remedy = declaration_of_change(probe.pair, probe.touched)
@@ -122,9 +125,9 @@ def touched_input(probe: Probe) -> None:
 
 
 def private_buffer(probe: Probe) -> None:
-    """An output must survive the calls after it, with other inputs: no static buffer is handed out."""
+    """Check that later calls with other inputs do not overwrite an output, and return none in its memory."""
     if probe.pair.is_stateful:
-        return  # its state is a buffer, and declared
+        return  # its state is a declared buffer
     other = probe.other_case()
     first = {n: leaf for n, leaf in probe.call(probe.drawn()).items() if isinstance(leaf, torch.Tensor)}
     kept = {n: leaf.clone() for n, leaf in first.items()}
@@ -151,7 +154,8 @@ def private_buffer(probe: Probe) -> None:
 
 
 def reference_keeps(probe: Probe, name: str, other: Case) -> bool:
-    """Return whether two calls of the reference return this output in the same memory, too, as a constant table."""
+    """Return whether two calls of the reference, too, return this output in the same memory, as with a constant
+    table."""
     reference = probe.of_reference()
     first, later = reference.call(reference.drawn()).get(name), reference.call(reference.drawn(other), other).get(name)
     both = [t.untyped_storage().data_ptr() for t in (first, later) if isinstance(t, torch.Tensor)]
@@ -159,7 +163,7 @@ def reference_keeps(probe: Probe, name: str, other: Case) -> bool:
 
 
 def _kept_answers(probe: Probe) -> None:
-    """Values that a caller writes into an output must not come back in the answer to the same inputs."""
+    """Check that values which a caller writes into an output do not come back in a later answer to the same inputs."""
     if probe.pair.changed:
         return
     values = probe.drawn()
@@ -174,7 +178,7 @@ def _kept_answers(probe: Probe) -> None:
         and leaf.untyped_storage().data_ptr() not in inputs
     }
     kept = {n: leaf.clone() for n, leaf in owned.items()}
-    # torch refuses to write to an expanded output, and so would a caller's writing fail.
+    # torch refuses to write to an expanded output. A caller could not write to it either.
     with contextlib.suppress(RuntimeError):
         for leaf in owned.values():
             leaf.fill_(float("nan"))
@@ -182,7 +186,7 @@ def _kept_answers(probe: Probe) -> None:
     changed = [n for n, leaf in again.items() if _has_nan(leaf) and not _has_nan(plain.get(n))]
     with contextlib.suppress(RuntimeError):
         for n, leaf in owned.items():
-            leaf.copy_(kept[n])  # a side that keeps it is to be found at the next draw, too
+            leaf.copy_(kept[n])  # undo it, so that the next draw finds such a side, too
     if name := next((n for n in changed if not reference_keeps(probe, n, probe.other_case())), ""):
         raise probe.fault(f"keeps {name} and returns it again: what a caller writes into it comes back; return a copy")
 
@@ -192,8 +196,8 @@ def _has_nan(leaf: Any) -> bool:
 
 
 def unwritten_output(probe: Probe) -> None:
-    """Every element of an output must be written: fresh memory reads as NaN here, so that one that the side never
-    writes shows."""
+    """Check that every element of an output is written. Fresh memory is filled with NaN here, so that an unwritten
+    element shows."""
     try:
         probe.truth()
     except truths.Discard:
@@ -206,26 +210,27 @@ def unwritten_output(probe: Probe) -> None:
         if not _holds_nan(poisoned) and (drifted := probe.drifted(error)):
             raise drifted from None
         if _gives(probe, poisoned):
-            raise  # wrong, but not because of the memory
+            raise  # also wrong without poisoned memory
         with deterministic_algorithms(fill=False):
             same = _gives(probe, poisoned)
         if same:
-            return  # a library takes another, less precise algorithm where determinism is asked for
+            return  # in deterministic mode a library uses another, less precise algorithm
         raise probe.fault(
             f"leaves output unwritten, or reads memory it never wrote: with fresh memory filled with NaN, {error}"
         ) from None
 
 
 def out_of_bounds(probe: Probe) -> None:
-    """Inputs and what the side allocates lie between guards: none may be written to, and none may be read."""
+    """Check that the side neither writes to nor reads from guards, which surround its inputs and the memory that it
+    allocates."""
     if not probe.answers_rightly():
-        return  # wrong without guards, too: equivalence says how
+        return  # wrong without guards, too: the equivalence proof reports it
     try:
         fences, produced = _between_guards(probe)
     except RuntimeError as error:
         if NOT_RESIZABLE not in str(error):
             raise
-        # Some sides free memory by setting the size of its storage to 0, which that between guards does not allow.
+        # Some sides free memory by resizing its storage to 0, which a storage between guards does not allow.
         fences, produced = _between_guards(probe, allocated=False)
     for guard in fences:
         if not guard.stands():
@@ -241,8 +246,8 @@ def out_of_bounds(probe: Probe) -> None:
 
 
 def _between_guards(probe: Probe, *, allocated: bool = True) -> tuple[list[_Fence], Leaves]:
-    """Call the side. Return the guards around the inputs and around the memory that the side allocates, and its
-    outputs."""
+    """Call the side. Return its outputs, and the guards around the inputs and, if `allocated`, around the memory that
+    the side allocates."""
     fences: list[_Fence] = []
 
     def fence(values: dict[str, Any]) -> dict[str, Any]:
@@ -257,10 +262,10 @@ def _between_guards(probe: Probe, *, allocated: bool = True) -> tuple[list[_Fenc
 
 
 def unwritten(probe: Probe) -> NotEquivalent | None:
-    """Return the fault of a side whose wrong answers come from memory that it never wrote, if that is so.
+    """Return the fault of a side whose wrong answers come from memory that it never wrote; None if that is not so.
 
-    Such memory makes a side look as if its answers changed from call to call. Filled with NaN, it gives the same NaN
-    each time.
+    Unwritten memory makes answers change from call to call, which looks like another fault. If such memory is filled
+    with NaN, the answers hold the same NaN each time.
     """
     with poisoned_memory():
         first, again = probe.call(probe.drawn()), probe.call(probe.drawn())
@@ -281,14 +286,14 @@ def _holds_nan(leaves: Leaves) -> bool:
 
 
 NOT_RESIZABLE = "resize storage that is not resizable"
-"""Part of torch's message where memory has another owner."""
+"""Part of torch's message about resizing memory that another library owns."""
 GUARD_BYTES = 4096
-"""Bytes of a guard: enough for a whole tile's row past the end, and a multiple of every alignment."""
+"""Bytes of a guard. It holds a whole row of a tile past the end, and is a multiple of every alignment."""
 
 
 @dataclass(slots=True)
 class _Fence:
-    """The memory on both sides of a tensor."""
+    """The guards before and after a tensor, and the bytes with which they were filled."""
 
     what: str
     sides: tuple[torch.Tensor, torch.Tensor]
@@ -299,7 +304,10 @@ class _Fence:
 
 
 def _fenced(tensor: torch.Tensor, what: str, fences: list[_Fence]) -> torch.Tensor:
-    """Return the same values, strides and offset in a storage that has a guard before and one after it."""
+    """Return a tensor with the same values, strides and offset, whose storage has a guard before and after it.
+
+    Add the guards to `fences`. A complex, empty, or not plain strided tensor is returned as it is.
+    """
     plain = type(tensor) in (torch.Tensor, torch.nn.Parameter)  # a DTensor has no memory of its own
     if not plain or not tensor.numel() or tensor.layout is not torch.strided or tensor.is_meta:
         return tensor
@@ -313,7 +321,7 @@ def _fenced(tensor: torch.Tensor, what: str, fences: list[_Fence]) -> torch.Tens
     whole[guard : guard + held] = memory_of(tensor)[:held]
     sides = (whole[:guard], whole[guard + held :])
     fences.append(_Fence(what, sides, (bytes_of_tensor(sides[0]).clone(), bytes_of_tensor(sides[1]).clone())))
-    # A storage that begins after the first guard: of new memory, code may take for granted that it is at 0.
+    # The storage begins after the first guard, because code may assume that new memory has storage offset 0.
     inner = dlpack.from_dlpack(bytes_of_tensor(whole[guard:])).view(tensor.dtype)
     return inner.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
 
@@ -327,7 +335,7 @@ ALLOCATES_FILLED = frozenset({"zeros", "zeros_like", "new_zeros", "ones", "ones_
 
 
 class _Guarded(dispatch_modes.OutsideCompiled):
-    """Mode that puts guards around the memory that the side allocates."""
+    """Dispatch mode that puts guards around the memory that the side allocates."""
 
     def __init__(self, fences: list[_Fence]) -> None:
         super().__init__()
@@ -342,15 +350,15 @@ class _Guarded(dispatch_modes.OutsideCompiled):
 
 
 def poisoned_memory() -> AbstractContextManager[None]:
-    """Make every tensor without values (torch.empty and the like) hold NaN, or the largest integer."""
+    """Fill every uninitialized tensor (from torch.empty and the like) with NaN, or with the largest integer."""
     return deterministic_algorithms(fill=True)
 
 
 @contextmanager
 def deterministic_algorithms(*, fill: bool) -> Iterator[None]:
-    """Turn on torch's deterministic mode. It `fill`s memory only where it is on, and makes libraries take other
-    algorithms."""
-    # Not use_deterministic_algorithms, which imports torch._inductor, seconds of work.
+    """Turn on torch's deterministic mode, in which libraries use other algorithms. With `fill`, torch also fills
+    uninitialized memory, which it does only in this mode."""
+    # use_deterministic_algorithms would import torch._inductor, which takes seconds.
     mode = torch.get_deterministic_debug_mode()
     settings: Any = torch.utils.deterministic
     filled = settings.fill_uninitialized_memory

@@ -1,4 +1,4 @@
-"""Faults of outputs: they hold no values yet, or have nothing to do with the inputs."""
+"""Faults of outputs that are no plain tensors holding their values."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from perfsuite.integrity.probe import Probe
 
 
 def lazy_output(probe: Probe) -> None:
-    """Every output must be a plain tensor that already holds its values."""
+    """Check that every tensor among the outputs is a plain tensor that already holds its values."""
     values = probe.drawn()
     execution.poison(probe.pair, values)
     call = execution.callable_of(probe.side)
@@ -28,8 +28,8 @@ def lazy_output(probe: Probe) -> None:
 
 
 def _is_data(value: object) -> bool:
-    """Return whether the value is made of numbers and text alone."""
-    # Exactly these types: a subclass may have a finalizer of its own.
+    """Return whether the value consists only of numbers, text, None, and built-in containers of them."""
+    # Exactly these types, because a subclass may have a finalizer.
     if isinstance(value, dict):
         return type(value) is dict and all(_is_data(k) and _is_data(v) for k, v in value.items())
     if isinstance(value, (tuple, list, set, frozenset)):
@@ -38,7 +38,7 @@ def _is_data(value: object) -> bool:
 
 
 def not_plain(name: str, leaf: execution.Leaf) -> str | None:
-    """Return what is wrong with an output that is a tensor but not a plain one, or None."""
+    """Return what is wrong with an output that is a tensor but not a plain tensor, or None."""
     if not isinstance(leaf, torch.Tensor):
         return None
     if type(leaf) not in (torch.Tensor, torch.nn.Parameter):
@@ -46,8 +46,8 @@ def not_plain(name: str, leaf: execution.Leaf) -> str | None:
     own = [k for k in vars(leaf) if callable(vars(leaf)[k])]
     if own:
         return f"returns {name} with its method {own[0]} overridden: it may compute when read"
-    # torch.compile stores plain data on its outputs. An object is different: it ends with the tensor, and may do work
-    # then.
+    # torch.compile stores plain data on its outputs, which is allowed. An object is not: its finalizer may do work when
+    # the tensor is freed.
     held = [k for k, v in vars(leaf).items() if not _is_data(v)]
     if held and type(leaf) is torch.Tensor:
         return f"returns {name} with an attribute {held[0]} of its own: work may hang on its end"

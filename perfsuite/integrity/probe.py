@@ -1,4 +1,4 @@
-"""One pair on one draw, with the side under test: the argument of every integrity check."""
+"""The argument of every integrity check: one pair on one draw, with the side under test."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from perfsuite.rule import NONE
 from perfsuite.sides import Side, as_side
 
 STEPS = (1, 2)
-"""The steps of a stateful pair after which its state is compared."""
+"""Steps of a stateful pair after which its state is compared."""
 
 
 @dataclass(slots=True)
@@ -34,19 +34,20 @@ class Probe:
     device: str
     home: Path | None
     known: dict[tuple[int, bool], truths.Known] = field(default_factory=dict)
-    """Truths by the case's seed, and whether they have gradients: the checks share them."""
+    """(the case's seed, whether gradients are included) → truths, which the checks share."""
     inputs: dict[int, dict[str, Any]] = field(default_factory=dict)
-    """Inputs as drawn, by the case's seed; a call gets a copy."""
+    """The case's seed → the inputs as drawn. A call gets a copy."""
     right: dict[int, Leaves] = field(default_factory=dict)
-    """The last answer that was found right, by the case's seed."""
+    """The case's seed → the last answer that was found right."""
     touched: str | None = None
-    """An undeclared input that a call has written to, as torch counts it, whatever it holds now."""
+    """Path of the first undeclared input that a call wrote to, by torch's version counter; its values may have been
+    restored since."""
     number: int | None = None
-    """The draw's number in a proof with several draws, each of which may try a part of the ways; None: all are
-    tried."""
+    """The draw's number in a proof with several draws, each of which may make only some of the checks. With None, all
+    are made."""
 
     def of_reference(self) -> Probe:
-        """Return the same probe for the reference. Its right answers are not noted as the side's."""
+        """Return the same probe for the reference, with a record of right answers of its own."""
         return replace(self, side=as_side(self.pair.reference), name="reference", right={})
 
     def drawn(self, case: Case | None = None) -> dict[str, Any]:
@@ -61,7 +62,7 @@ class Probe:
         return make.build_step(self.pair, case, self.device, step)
 
     def other_case(self, number: int = 0) -> Case:
-        """Return a case with other values at the same sizes; each `number` gives others."""
+        """Return a case with other values at the same sizes. Each `number` gives different values."""
         seed = (self.case.seed ^ (0x5DEECE6 + 7919 * number)) % 2**31
         return Case(dtype=self.case.dtype, sizes=self.case.sizes, inputs=self.case.inputs, seed=seed)
 
@@ -71,7 +72,8 @@ class Probe:
         case: Case | None = None,
         given: Callable[[dict[str, Any]], dict[str, Any]] = lambda v: v,
     ) -> Leaves:
-        """Run the side on `values`, which it may change; `given` receives the inputs of every step."""
+        """Run the side on `values`, which it may change. `given` maps the inputs of each step to those that the step
+        gets."""
         used = case or self.case
         execution.poison(self.pair, values)
         versions = self._versions(values)
@@ -87,7 +89,8 @@ class Probe:
         return produced
 
     def _versions(self, values: dict[str, Any]) -> list[tuple[str, torch.Tensor, int, torch.Size, tuple[int, ...]]]:
-        """Return how often each undeclared input has been written to, as torch counts it."""
+        """Return (path, tensor, version counter, shape, strides) of each undeclared input. The list is empty for a
+        stateful pair."""
         return [
             (path, tensor, tensor._version, tensor.shape, tensor.stride())
             for path, tensor in make.unchanging(self.pair, values)
@@ -95,7 +98,7 @@ class Probe:
         ]
 
     def truth(self, case: Case | None = None, replicas: int = NONE, *, gradients: bool = False) -> truths.Truth:
-        """Return the truth of the case. Raises Discard where the reference alone is not finite on it."""
+        """Return the truth of the case. Raises Discard if the reference is not finite on it where the truth is."""
         case = case or self.case
         key = case.seed, gradients
         if key not in self.known:
@@ -106,7 +109,7 @@ class Probe:
         return self.known[key](replicas)
 
     def is_right(self, produced: Leaves, case: Case | None = None) -> bool:
-        """Return whether these outputs are the answer to the case."""
+        """Return whether these outputs are right on the case."""
         try:
             self.judge(produced, case)
         except NotEquivalent:
@@ -118,8 +121,7 @@ class Probe:
         return all(self.is_right(self.call(self.drawn(case), case), case) for case in cases)
 
     def answers_rightly(self) -> bool:
-        """Return whether a call on the draw is right; False where the side is wrong, or the reference is not finite on
-        the draw."""
+        """Return whether a call on the draw is right. False, too, if the truth raises Discard."""
         try:
             self.truth()
         except truths.Discard:
@@ -127,7 +129,7 @@ class Probe:
         return self.is_right(self.call(self.drawn()))
 
     def judge(self, produced: Leaves, case: Case | None = None) -> None:
-        """Raise NotEquivalent where the outputs are not the answer to the case."""
+        """Raise NotEquivalent if these outputs are wrong on the case."""
         seed = (case or self.case).seed
         if self._is_known(produced, self.right.get(seed)):
             return
@@ -135,18 +137,18 @@ class Probe:
         self.right[seed] = execution.copies_of(produced)
 
     def _is_known(self, produced: Leaves, right: Leaves | None) -> bool:
-        """Return whether the outputs repeat a right answer, bit for bit and in the same form. Most do, and comparing
-        takes long.
+        """Return whether the outputs are identical to a right answer and have the same form. Most outputs are, which
+        saves the slow comparison with the truth.
 
-        Where the sign of zero counts, none does: equal values may differ in it.
+        Always False if the sign of zero matters, because this test treats +0 and -0 as equal.
         """
         if right is None or self.pair.signed_zeros or produced.keys() != right.keys():
             return False
         return all(_same_form(leaf, right[n]) and same_leaf(leaf, right[n]) for n, leaf in produced.items())
 
     def drifted(self, error: NotEquivalent) -> NotEquivalent | None:
-        """Return the fault of a side that was right and is wrong ever after, if that is so; `error` says how it is
-        wrong."""
+        """Return the fault of a side that was right at first and stays wrong now; None if that is not so. `error` says
+        how it is wrong."""
         if self.case.seed not in self.right or any(self.is_right(self.call(self.drawn())) for _ in range(3)):
             return None
         return self.fault(f"drifts: right at first, and wrong ever after some calls: {error}")
@@ -156,14 +158,14 @@ class Probe:
 
 
 def same_leaf(a: Leaf, b: Leaf) -> bool:
-    """Return whether two leaves are the same value, bit for bit; NaN equals NaN."""
+    """Return whether two leaves have the same shape, dtype and values; NaN equals NaN."""
     if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
         return a.shape == b.shape and a.dtype == b.dtype and forms.identical(a, b)
     return type(a) is type(b) and a == b
 
 
 def _same_form(a: Leaf, b: Leaf) -> bool:
-    """Return whether both are tensors of one type with the same memory layout, or both are no tensors."""
+    """Return whether both are strided tensors of one type with the same device and strides, or neither is a tensor."""
     if not isinstance(a, torch.Tensor) or not isinstance(b, torch.Tensor):
         return not isinstance(a, torch.Tensor) and not isinstance(b, torch.Tensor)
     strided = a.layout == b.layout == torch.strided
@@ -171,5 +173,5 @@ def _same_form(a: Leaf, b: Leaf) -> bool:
 
 
 def bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
-    """Return the storage, byte by byte."""
+    """Return the storage as a tensor of bytes."""
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)

@@ -1,4 +1,4 @@
-"""An optimized side that calls the reference."""
+"""Detect an optimized side that calls the reference."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from perfsuite.sides import as_side
 
 
 def calls_reference(probe: Probe) -> None:
-    """The optimized side must not run the reference."""
+    """Check that the optimized side does not run the reference."""
     reference = as_side(probe.pair.reference).call
     if probe.side.call is reference:
-        return  # declared in the open, by itself or under torch.compile
+        return  # the pair declares openly that both sides are one function, which may be compiled
     function = _function(reference)
     if function is None or _function(probe.side.call) is function:
-        return  # so is a module of the same class
+        return  # a module of the same class is declared openly, too
     with _watched(function) as seen:
         probe.call(probe.drawn())
     if seen:
@@ -35,7 +35,7 @@ def calls_reference(probe: Probe) -> None:
 
 
 def _function(call: Any) -> FunctionType | None:
-    """Return the Python function that runs when `call` is called; None for compiled code."""
+    """Return the Python function that runs when `call` is called; None if that is no Python function."""
     call = inspect.unwrap(modules.unwrapped(call))
     if isinstance(call, torch.nn.Module):
         call = call.forward
@@ -47,18 +47,18 @@ def _function(call: Any) -> FunctionType | None:
 
 @contextmanager
 def _watched(function: FunctionType) -> Iterator[list[str]]:
-    """Collect the places from which the function is entered, in any thread started meanwhile."""
+    """Collect the places from which the function is called, in this thread and in threads started inside the block."""
     seen: list[str] = []
     code = function.__code__
     held = {}
     for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
-        with suppress(ValueError):  # a name that has no value yet
+        with suppress(ValueError):  # a closure variable without a value yet
             held[name] = cell.cell_contents
 
     def watch(frame: Any, event: str, argument: Any) -> None:
         if event != "call" or frame.f_code is not code or frame.f_globals is not function.__globals__:
             return
-        # Functions made by one factory share their code: what they close over tells them apart.
+        # Functions made by one factory share their code. Their closures differ.
         if any(frame.f_locals.get(name) is not value for name, value in held.items()):
             return
         back = frame.f_back

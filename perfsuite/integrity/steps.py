@@ -1,4 +1,4 @@
-"""Faults of stateful pairs that one instance, called by itself, does not show."""
+"""Faults of stateful pairs that do not show when one instance runs alone and keeps its inputs."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from perfsuite.records import Case
 from perfsuite.sides import Side
 
 INSTANCES = 9
-"""The instances that step in turn on the first draw."""
+"""Number of instances that step in turn on the first draw."""
 
 
 def several_instances(probe: Probe) -> None:
-    """Instances that are all built before any steps, and then step in turn, must not share state. On the first draw
-    there are more than two: a side may have a few slots that they take in turn."""
+    """Check that instances share no state when all are built first and then step in turn. On the first draw there are
+    INSTANCES of them, because a side may hand out a few state slots in turn; on later draws there are two."""
     if not probe.pair.is_stateful:
         return
     cases = (probe.case, probe.other_case())
@@ -33,14 +33,15 @@ def several_instances(probe: Probe) -> None:
         with execution.quiet(side):
             for _ in range(1 + max(STEPS)):
                 states = [next(each) for each in every]
-        judged = zip(cases, states, strict=False)  # not those beside them
+        judged = zip(cases, states, strict=False)  # only the first two instances are compared
         return [(case, execution.of_all_steps(found)) for case, found in judged]
 
     _hold(probe, in_turn, "when several instances of it step in turn: they share state")
 
 
 def overwritten_step_inputs(probe: Probe) -> None:
-    """The inputs of a step may be overwritten once it has returned: a side that needs them later keeps a copy."""
+    """Check that the inputs of a step may be overwritten once it has returned. A side that needs them later must keep a
+    copy."""
     if not probe.pair.is_stateful or not probe.pair.step_inputs:
         return
     other = probe.other_case()
@@ -78,10 +79,12 @@ def _stepping(
 
 
 def _hold(probe: Probe, run: Callable[[Side], list[tuple[Case, Leaves]]], words: str) -> None:
-    """Raise NotEquivalent where the side is wrong when it is run in this way and right otherwise, and the reference is
-    right in this way."""
+    """Raise NotEquivalent if the side is wrong or raises when it is run in this way, and the reference is right.
+
+    A wrong answer counts only if the side is right in the usual way; otherwise the equivalence proof reports it.
+    """
     try:
-        with process_state.kept(quick=True):  # what it changes must not reach the reference
+        with process_state.kept(quick=True):  # so that settings changed by the side do not affect the reference
             for case, leaves in run(probe.side):
                 probe.judge(leaves, case)
         return
@@ -93,7 +96,7 @@ def _hold(probe: Probe, run: Callable[[Side], list[tuple[Case, Leaves]]], words:
     try:
         if not all(reference.is_right(leaves, case) for case, leaves in run(reference.side)):
             return
-    except Exception:  # Discard among others: the reference does not support it
+    except Exception:  # Discard, or the reference does not support this
         return
     if not isinstance(found, NotEquivalent):
         raise probe.fault(f"raises {type(found).__name__} ({first_line(found)}) {words}") from None

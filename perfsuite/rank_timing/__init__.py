@@ -1,1 +1,1 @@
-"""Workloads that several processes of torch.distributed call together."""
+"""Prove and time workloads that several torch.distributed processes run together."""

@@ -1,4 +1,4 @@
-"""Check outputs in a rank: the process that started the ranks compares them with the truth."""
+"""Check outputs in a rank. The process that started the ranks compares them with the truth."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ from perfsuite.tally import Tally
 
 @dataclass(frozen=True, slots=True)
 class Judge:
-    """Outputs of one rank that are to be compared with the truth of a case, together with those of the other ranks."""
+    """Message with outputs of one rank, which are compared with the truth of a case together with those of the other
+    ranks."""
 
     name: str
     case: Case
@@ -30,7 +31,7 @@ class Judge:
 
 @dataclass(frozen=True, slots=True)
 class Judged:
-    """The verdict: the fault, or an empty text; and how long it took to establish the truth."""
+    """The verdict on outputs: the fault, or an empty text; and the seconds that establishing the truth took."""
 
     text: str
     truth_s: float
@@ -40,16 +41,16 @@ Ask = Callable[[Judge], Judged]
 
 
 class RankCheck(OutputCheck):
-    """Check that asks for a verdict on outputs unless every rank's were proven before.
+    """Output check that asks the parent process for a verdict, unless the outputs of every rank were proven before.
 
-    All ranks ask at the same points, because each side's outputs are known in all of them or are judged for all.
+    All ranks ask at the same points: outputs are either known in every rank, or compared for all ranks.
     """
 
     def __init__(self, *arguments: Any, ask: Ask, peers: RankPeers, **options: Any) -> None:
         super().__init__(*arguments, **options)
         self.ask, self.peers = ask, peers
         self.waiting: list[tuple[str, Leaves, str]] = []
-        """(digest, copies of outputs that are still to be compared, the name of their side)."""
+        """(digest, copies of outputs that are not compared yet, name of their side)."""
 
     def _hold(self, leaves: Leaves, name: str, tally: Tally | None = None) -> None:
         self._judge(leaves, name, self.case)

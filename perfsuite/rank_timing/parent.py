@@ -1,4 +1,4 @@
-"""Start ranks, compare their outputs with the truth, and join their results, in the process that has the task."""
+"""Start ranks for a task, compare their outputs with the truth, and combine their results."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ from perfsuite.tasks import Task
 from perfsuite.workload import Workload
 
 VARIABLES = ("NCCL_", "TORCH_NCCL_", "GLOO_", "TORCH_DISTRIBUTED_", "TORCH_SYMM_MEM_")
-"""Prefixes of environment variables that change how ranks communicate."""
+"""Prefixes of environment variables that affect how ranks communicate."""
 
 
 class RankTiming:
-    """One task on one workload, done in processes of its own: a group times only one workload."""
+    """One task on one workload, done by a group of ranks that is started for it alone."""
 
     def __init__(
         self, pair: Pair, workload: Workload, module: ModuleType, device: str, report: Callable[[str], None]
@@ -40,20 +40,20 @@ class RankTiming:
         self.report = report
         self.timed = replace(self.pair, steps=(1, 2)) if pair.is_stateful else self.pair
         self.tally: Tally | None = Tally(draws=1)
-        """Tally of the errors of the optimized side's first outputs."""
+        """Tally of the errors of the optimized side's first outputs; None once they are counted."""
         self.evidence: Evidence | None = None
         self.seed: int | None = None
         """Seed of the workload's own case."""
         self.own: truths.Known | None = None
 
     def prove(self, task: Task) -> Proof:
-        """Return the proof of all ranks' outputs."""
+        """Return the proof of the outputs of all ranks."""
         proofs: list[Proof] = self._in_ranks(task)
         digests = tuple(f"{rank} {d}" for rank, proof in enumerate(proofs) for d in proof.digests)
         return replace(proofs[0], digests=digests, evidence=self.evidence)
 
     def measure(self, task: Task) -> Measurement:
-        """Return the measurement, in which the time of a call is the slowest rank's."""
+        """Return the measurement. The time of a call is that of the slowest rank."""
         found: list[Measurement] = self._in_ranks(task)
         return replace(
             found[0],
@@ -63,12 +63,12 @@ class RankTiming:
         )
 
     def reference_alone(self, task: Task, seconds: Callable[[], float]) -> Alone:
-        """Return the reference's times where no other side is called; `seconds` says how long it took."""
+        """Return the reference's times, without calling another side. `seconds` returns how long the task took."""
         blocks: list[tuple[float, ...]] = self._in_ranks(task)
         return Alone(id=task.id, blocks_s=blocks[0], seconds=seconds())
 
     def _in_ranks(self, task: Task) -> list[Any]:
-        """Do the task in ranks; return their results."""
+        """Do the task in all ranks, and return their results. Raises MachineError if this machine cannot run them."""
         lacking = group.lacking(self.workload.ranks, self.device)
         if lacking:
             raise MachineError(lacking)
@@ -96,7 +96,7 @@ class RankTiming:
         try:
             truth = known(rule.NONE)
         except truths.Discard:
-            if judge.case.seed != self.seed:  # new values, of which others will do
+            if judge.case.seed != self.seed:  # only the new values overflow: skip them
                 return Judged(text="", truth_s=0.0)
             raise PairError(truths.overflows(self.pair)) from None
         took = perf_counter() - began
@@ -112,7 +112,7 @@ class RankTiming:
         return Judged(text="", truth_s=took)
 
     def _known(self, case: Case) -> truths.Known:
-        """Return the truth of the workload's own case, which is kept, or of another case, which is not needed again."""
+        """Return the truth of the case. The first case counts as the workload's own, and its truth is kept."""
         self.seed = case.seed if self.seed is None else self.seed
         if case.seed != self.seed:
             return truths.by_replicas(self.timed, case, self.device, most=rule.FEW, gradients=False, home=self.home)
@@ -133,6 +133,6 @@ class RankTiming:
 
 
 def _most(sides: Sequence[SideRecord]) -> SideRecord:
-    """Return the side as rank 0 timed it, with the memory of the rank that took most."""
+    """Return the record of rank 0, with the peak memory of the rank that used most."""
     peaks = [side.peak_bytes for side in sides if side.peak_bytes is not None]
     return replace(sides[0], peak_bytes=max(peaks, default=None))

@@ -1,4 +1,4 @@
-"""The ranks of a group, each of which times the same workload."""
+"""Communication among the ranks that time the same workload."""
 
 from __future__ import annotations
 
@@ -15,12 +15,13 @@ from perfsuite.peers import Peers
 
 T = TypeVar("T")
 WAIT_S = 20.0
-"""Seconds for the other ranks to come to the same point. Longer than a side's own collectives wait, because their
-errors say more."""
+"""Timeout in seconds of a collective of this module. It is longer than that of a side's own collectives, whose errors
+say more."""
 
 
 class RankPeers(Peers):
-    """Peers that answer through collectives of a group of their own, over gloo, without a side's group or its GPU."""
+    """Peers that communicate over a gloo group of their own. They use no group of a side, and its GPU only in
+    `line_up`."""
 
     def __init__(self, rank: int, ranks: int, device: str) -> None:
         self.rank, self.ranks = rank, ranks
@@ -29,7 +30,7 @@ class RankPeers(Peers):
         if device == "cuda":
             self._devices = dist.new_group(backend="nccl")
             self._flag = torch.zeros(1, device="cuda")
-            self.line_up()  # NCCL makes the group's communicator in its first collective
+            self.line_up()  # NCCL creates the communicator of a group in its first collective
             torch.cuda.synchronize()
 
     def bits(self, count: int) -> int:

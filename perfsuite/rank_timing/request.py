@@ -1,4 +1,4 @@
-"""Prove or time a workload in a rank, in step with the other ranks."""
+"""Prove or time a workload in one rank, in step with the other ranks."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from perfsuite.records import REFERENCE, Measurement, Proof
 from perfsuite.tasks import ALONE, PROVE, Task
 
 FIRST = 0
-"""The rank that says what it is about to do."""
+"""The rank that reports the phases."""
 
 
 @dataclass(frozen=True, slots=True)
 class TimeRequest:
-    """A task on a workload, for all ranks together."""
+    """Request that all ranks do a task on a workload together."""
 
     module: str
     path: str
@@ -39,7 +39,7 @@ class TimeRequest:
     settings: Mapping[str, Any]
 
     def outcome(self, connection: Connection, rank: int, ranks: int, device: str) -> Any:
-        """Do the task in this rank; return a Proof, a Measurement, or seconds of the reference in each block."""
+        """Do the task in this rank. Return a Proof, a Measurement, or the seconds of the reference in each block."""
         sys.path[:] = self.sys_path
         process_state.take(self.settings)
         return _Timing(self, connection, rank, ranks, device).outcome()
@@ -55,7 +55,7 @@ class _Timing:
         self.checked_by = functools.partial(RankCheck, ask=self._ask, peers=self.peers)
 
     def outcome(self) -> Any:
-        # A warning inside a timed call is the user's own affair; it must not turn into an error here.
+        # A warning inside a timed call concerns the user's code, and must not become an error here.
         with warnings.catch_warnings(), convolutions.exact(self.pair.precision):
             warnings.simplefilter("ignore")
             if self.task.kind == PROVE:
@@ -122,7 +122,8 @@ class _Timing:
         )
 
     def _own(self, proof: Proof | None) -> Proof | None:
-        """Return the proof with the digests of this rank's outputs; where rivals are timed, each rank counts anew."""
+        """Return the proof with the digests of this rank only, and without counts if rivals are timed: each rank then
+        counts again."""
         if proof is None:
             return None
         own = f"{self.rank} "

@@ -1,1 +1,1 @@
-"""Run sides in several processes of torch.distributed, give each rank its inputs, and check all results."""
+"""Run sides in several torch.distributed processes, give each rank its inputs, and check all results."""

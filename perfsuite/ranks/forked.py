@@ -1,8 +1,8 @@
-"""The launcher of ranks on the CPU: torch's elastic launcher, which forks them from a process that has imported torch.
+"""Launch ranks on the CPU: torch's elastic launcher forks them from a process that has imported torch.
 
 Started as `python -m perfsuite.ranks.forked RANKS SOCKET STACKS DEVICE SECONDS`: the number of ranks, and the arguments
-of each (process.py). On a machine with a GPU no rank is a fork: perfsuite and sides may use CUDA there, also for
-tensors on the CPU, and a fork of a process that has counted its GPUs cannot.
+of each rank (process.py). On a machine with a GPU ranks are not forked. There perfsuite and sides may use CUDA, even
+for tensors on the CPU, and a fork of a process that has counted its GPUs cannot use CUDA.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from perfsuite.ranks import process
 def main() -> None:
     """Run the ranks until they end."""
     ranks = int(sys.argv.pop(1))
-    # As `torchrun --standalone` has it.
+    # The settings of `torchrun --standalone`.
     config = LaunchConfig(
         min_nodes=1,
         max_nodes=1,
@@ -37,7 +37,7 @@ def main() -> None:
 
 
 def _rank() -> None:
-    """Be one rank, with the signals of a new process instead of the launcher's."""
+    """Run one rank, with the default signal handlers instead of the launcher's."""
     for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
         signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -1,7 +1,7 @@
-"""Processes of torch.distributed that call sides together, started by torch's elastic launcher.
+"""Groups of torch.distributed processes that call sides together, started by torch's elastic launcher.
 
-A group is started when it is first needed and answers many calls. A rank that raises alone, hangs or ends takes the
-group with it, which the next call starts again.
+A group is started when it is first needed, and then serves many calls. If one rank raises alone, hangs or exits, the
+whole group is ended. The next call starts a new one.
 """
 
 from __future__ import annotations
@@ -35,24 +35,25 @@ from perfsuite.pair import Pair
 from perfsuite.records import Case
 
 START_S = 120.0
-"""Seconds for all ranks to start: on a busy machine importing torch takes long."""
+"""Seconds within which all ranks must start. On a busy machine importing torch takes long."""
 COLLECTIVE_S = 15.0
-"""Seconds for a collective of torch.distributed, after which it raises in the ranks that wait."""
+"""Seconds after which a collective of torch.distributed raises in the ranks that wait in it."""
 GRACE_S = 5.0
-"""Seconds for the other ranks to raise what one has raised."""
+"""Seconds to wait for the replies of the other ranks once one has raised."""
 CALL_S = 300.0
-"""Seconds for a call of all ranks. Kernels may be compiled in it."""
+"""The most seconds that a call of all ranks may take. Kernels may be compiled in it."""
 APART_S = 20.0
-"""Seconds for the last rank to return after the first has."""
+"""Seconds within which the last rank must return after the first one."""
 EXIT_CODE_S, POLL_S = 20.0, 0.05
-"""Seconds for the launcher to write a rank's exit code, which takes it four, and between two readings of its log."""
+"""Seconds to wait for the launcher to log the exit code of a rank, which takes about 4 s, and between two reads of its
+log."""
 STACK_S = 1.0
-"""Seconds for the ranks to write where they are."""
+"""Seconds to wait for the ranks to write their stacks."""
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One call of a side by all ranks."""
+    """Request that all ranks call a side once."""
 
     module: str
     path: str
@@ -78,22 +79,23 @@ class Raised:
 
 @dataclass(frozen=True, slots=True)
 class Found(Raised):
-    """A fault of a side in one rank: words that follow its name. One of a kind has changed the process itself."""
+    """A fault of a side that perfsuite found in one rank. `text` follows the side's name. If `kind` is not empty, the
+    side has left the process changed, so that the group must end."""
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict(Raised):
-    """A finding of perfsuite itself in one rank: the name of an error of its own, with its text."""
+    """An error that perfsuite raised in one rank: `kind` is the name of its class in perfsuite.errors."""
 
     def error(self, where: str) -> BaseException:
-        """Return the error, with words on where it was found."""
+        """Return the error, with `where` appended to its text."""
         made: BaseException = getattr(errors, self.kind)(f"{self.text}{where}")
         return made
 
 
 @dataclass(frozen=True, slots=True)
 class Phase:
-    """The next phase of rank 0: the name of a side, or of work that runs no side alone. It awaits no answer."""
+    """Message of rank 0 that it begins a phase: the name of a side, or of other work. It needs no answer."""
 
     name: str
 
@@ -106,17 +108,17 @@ class Ended:
 
 
 Reply: TypeAlias = Any
-"""A message of a rank: outputs, Raised, None where it is prepared, or one of a conversation."""
+"""Message of a rank: outputs, Raised, None when it is prepared for the call, or a message to `Group.converse`."""
 
 
 class RanksFailed(Exception):  # noqa: N818 - reported as a verdict on the side
-    """The ranks did not all answer: words that follow the side's name."""
+    """Not all ranks returned outputs. The message follows the side's name."""
 
 
 @contextmanager
 def alone(pair: Pair, device: str) -> Iterator[None]:
-    """Provide a default process group of this process alone in the block, for a pair with ranks. An existing group
-    stays as it is."""
+    """Provide a default process group of this process alone inside the block, for a pair with ranks. An existing group
+    is kept."""
     if not pair.ranks or dist.is_initialized():
         yield
         return
@@ -142,8 +144,11 @@ class Group:
     """A group of ranks on one kind of device."""
 
     def __init__(self, ranks: int, device: str, collective_s: float = COLLECTIVE_S, *, blocking: bool = True) -> None:
-        """With `blocking` the host waits for each NCCL collective, and raises where it times out: not for timing.
-        Without it, the process of a rank that waits in vain is aborted."""
+        """Start the ranks. Raises MachineError if they do not start.
+
+        With `blocking` the host waits for each NCCL collective, and raises if it times out, which is unsuitable for
+        timing. Without it, a rank's process is aborted if a collective times out.
+        """
         self.ranks, self.device = ranks, device
         self.on_phase: Callable[[str], None] = lambda name: None
         self.folder = socket_folder()
@@ -156,7 +161,7 @@ class Group:
         else:
             standalone = ["--standalone", f"--nproc-per-node={ranks}", "-m", "perfsuite.ranks.process"]
             command = ["torch.distributed.run", *standalone]
-        # Ranks of one machine find each other over its loopback interface, whatever its name resolves to.
+        # Ranks of one machine connect over its loopback interface, whatever the host name resolves to.
         usual = {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
         environment = {**usual, **os.environ, "TORCH_NCCL_BLOCKING_WAIT": str(int(blocking))}
         listener = connection.Listener(address, "AF_UNIX", backlog=ranks)
@@ -169,14 +174,14 @@ class Group:
             start_new_session=True,
         )
         try:
-            with listener:  # it removes its socket, which lies in the folder
+            with listener:  # closing it removes the socket from the folder
                 self._accept(listener)
         except BaseException:
             self.close()
             raise
 
     def _accept(self, listener: connection.Listener) -> None:
-        """Take the connections of all ranks, and have them form a process group together."""
+        """Accept the connections of all ranks, and wait until they have formed a process group."""
         socket: Any = listener._listener._socket  # type: ignore[attr-defined]  # a Listener has no time limit
         until = time.monotonic() + START_S
         while len(self.connections) < self.ranks:
@@ -191,7 +196,7 @@ class Group:
         self._form_group()
 
     def _form_group(self) -> None:
-        """Wait until all ranks have formed a process group. Raises MachineError where one does not."""
+        """Wait until all ranks have formed a process group. Raises MachineError if they do not."""
         waiting, until = {one: rank for rank, one in self.connections.items()}, time.monotonic() + START_S
         while waiting:
             ready = connection.wait(list(waiting), max(0.0, until - time.monotonic()))
@@ -209,12 +214,14 @@ class Group:
                     raise self._not_started(f"rank {rank}: {reason}")
 
     def _first_end(self, wait_s: float) -> str:
-        """Return which process ended first, and how: it ends the others. "" where the launcher does not write it."""
+        """Return which rank exited first, and its exit code; "" if the launcher does not log it. The launcher then ends
+        the others."""
         found = self._logged(r"exitcode: (-?\d+)\) local_rank: (\d+) ", wait_s)
         return f"rank {found[2]} ends with exit code {found[1]}" if found else ""
 
     def _logged(self, pattern: str, wait_s: float) -> re.Match[str] | None:
-        """Return the match in the launcher's log, once it is there; None after these seconds, or when it has ended."""
+        """Wait for a match in the launcher's log and return it; None after `wait_s` seconds, or if the launcher has
+        exited without one."""
         until = time.monotonic() + wait_s
         while True:
             last = self.launcher.poll() is not None or time.monotonic() >= until
@@ -232,7 +239,7 @@ class Group:
             return self._call(pair, side, case, module)
         except RanksFailed:
             raise
-        except BaseException:  # as of a time limit: the ranks are still at it
+        except BaseException:  # such as a time limit, while the ranks are still running
             self.close()
             raise
 
@@ -240,8 +247,8 @@ class Group:
         settings = process_state.sendable_settings()
         place = (module.__name__, str(module.__file__), pair.name)
         request = Request(*place, side, case, pair.equal_parts, sys_path=list(sys.path), settings=settings)
-        # Once all have imported the pair's module and made the inputs they call the side together: no rank waits in a
-        # collective for the preparations of another.
+        # The ranks call the side only after all have imported the pair's module and made the inputs, so that no rank
+        # waits in a collective while another one prepares.
         for message in (request, None):
             self._send(message)
             replies = self._replies(START_S if message is request else APART_S)
@@ -251,10 +258,10 @@ class Group:
         return [leaves for _, leaves in sorted(replies.items()) if isinstance(leaves, dict)]
 
     def converse(self, request: Any, answer: Callable[[list[Any]], Any], limit_s: float) -> list[Any]:
-        """Send the request to all ranks, and answer what they send until all have Ended; return the outcomes by rank.
+        """Send the request to all ranks, and answer their messages until each sends Ended. Return the outcomes by rank.
 
-        All ranks send at the same points. `answer` gets what they sent, by rank, and returns the reply to each. Raises
-        RanksFailed if a rank does not go on; a Verdict of a rank is raised.
+        All ranks send messages at the same points. `answer` gets these messages, by rank, and returns one reply for all
+        ranks. Raises RanksFailed if a rank stops replying or raises, and the error of a Verdict that a rank sends.
         """
         message = request
         try:
@@ -279,12 +286,12 @@ class Group:
 
     def _send(self, message: Any) -> None:
         for one in self.connections.values():
-            with contextlib.suppress(BrokenPipeError):  # its end shows where its reply is awaited
+            with contextlib.suppress(BrokenPipeError):  # `_replies` then finds that the rank has exited
                 one.send(message)
 
     def _fail(self, replies: dict[int, Reply], raised: dict[int, Raised]) -> NoReturn:
-        """Raise RanksFailed for what the ranks raised. The group ends unless all of them raised the same, or all
-        answered."""
+        """Raise RanksFailed for the errors of the ranks. The group ends, unless all ranks raised the same error or all
+        replied and one found a fault."""
         for rank, reply in raised.items():
             if isinstance(reply, Found) and len(replies) == self.ranks:
                 if reply.kind:
@@ -293,12 +300,15 @@ class Group:
         alike = len(raised) == self.ranks and len({(r.kind, r.place) for r in raised.values()}) == 1
         if alike and not _is_of_waiting(raised[0]):
             raise RanksFailed(f"raises {raised[0]}")
-        self.close()  # the ranks may have gone different ways
+        self.close()  # the ranks may be in different states
         raise RanksFailed(_apart(raised, [rank for rank in replies if rank not in raised], self.ranks))
 
     def _replies(self, apart_s: float, limit_s: float = CALL_S) -> dict[int, Reply]:
-        """Return the replies by rank. Raises RanksFailed where a rank ends, or does not reply within `apart_s` after
-        the first."""
+        """Return the replies by rank. Raises RanksFailed if a rank exits, or does not reply within `limit_s` seconds or
+        within `apart_s` seconds after the first reply.
+
+        If a rank has raised by then, and not because a collective timed out, return the replies so far instead.
+        """
         replies: dict[int, Reply] = {}
         until = time.monotonic() + limit_s
         while len(replies) < self.ranks:
@@ -325,7 +335,7 @@ class Group:
         return replies
 
     def _hanging(self, replies: dict[int, Reply]) -> str:
-        """Return which ranks have not returned, and where they are. Ends the group."""
+        """End the group. Return a message that says which ranks have not replied, and at which line each one is."""
         missing = [rank for rank in range(self.ranks) if rank not in replies]
         for rank in missing:
             with contextlib.suppress(ProcessLookupError):
@@ -339,7 +349,7 @@ class Group:
         return f"hangs: {', '.join(where)} did not return{others}"
 
     def _ended(self, rank: int) -> str:
-        """Return how the rank's process ended, which the launcher writes. Ends the group."""
+        """End the group. Return a message that says how the rank's process exited, from the launcher's log."""
         found = self._logged(rf"exitcode: (-?\d+)\) local_rank: {rank} ", EXIT_CODE_S)
         if re.search(r"\[Rank \d+\] Watchdog caught collective operation timeout", self._text()):
             waits = Raised(kind="", text="timed out", place="")
@@ -377,7 +387,8 @@ class Group:
 
 
 def _apart(raised: dict[int, Raised], returned: list[int], ranks: int) -> str:
-    """Return a message for ranks that ended differently: which raised, which waited in vain, which returned."""
+    """Return a message about ranks that ended differently: which raised, which timed out in a collective, which
+    returned."""
     waiting = [rank for rank in sorted(raised) if _is_of_waiting(raised[rank])]
     itself = [rank for rank in sorted(raised) if rank not in waiting]
     if itself:
@@ -394,13 +405,13 @@ def _named(ranks: list[int]) -> str:
 
 
 def _is_of_waiting(raised: Raised) -> bool:
-    """Return whether a collective timed out because another rank did not come to it."""
+    """Return whether the error looks like a collective that failed because another rank did not reach it."""
     words = ("timed out", "timeout", "connection closed", "connection reset", "peer")
     return any(word in raised.text.lower() for word in words)
 
 
 def _place(stack: Path) -> str:
-    """Return where a rank is: the innermost line of the user's code in what it wrote."""
+    """Return " at FILE:LINE" for the innermost line of the user's code in the stack that a rank wrote, or ""."""
     for line in stack.read_text().splitlines():
         found = re.match(r'\s+File "(.+)", line (\d+)', line)
         if found and "site-packages" not in found[1] and str(Path(__file__).parents[1]) not in found[1]:
@@ -412,7 +423,7 @@ _groups: dict[tuple[int, str], Group] = {}
 
 
 def group_of(ranks: int, device: str) -> Group:
-    """Return this process's group of `ranks` ranks, started when it is first needed."""
+    """Return this process's group of `ranks` ranks, and start it if there is none."""
     key = (ranks, device)
     if key not in _groups:
         _groups[key] = Group(ranks, device)

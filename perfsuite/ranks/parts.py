@@ -1,4 +1,4 @@
-"""Get the outputs of a side in one rank, and join those of all ranks as one process has them."""
+"""Produce the outputs of a side in one rank, and join those of all ranks into the outputs of one process."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from perfsuite.sides import Side
 
 
 class ChangedInputError(Exception):
-    """A side has changed an input that it must leave as it is."""
+    """A side changed an input that the pair does not declare as changed."""
 
     def __init__(self, path: str) -> None:
         super().__init__(f"changes its input {path} in place, which the pair does not declare; add it to mutates=")
@@ -26,8 +26,10 @@ class ChangedInputError(Exception):
 def prepared(
     pair: Pair, side: Side, case: Case, device: str, *, rank: int, ranks: int, home: Path | None
 ) -> Callable[[], Leaves]:
-    """Return a call of the side on this rank's part of the case's inputs, which are made now. The call raises
-    ChangedInputError."""
+    """Build this rank's part of the case's inputs, and return a function that calls the side on them.
+
+    That function returns the outputs. It raises ChangedInputError if the side changed an undeclared input.
+    """
 
     def given(step: int) -> dict[str, Any]:
         return rank_parts.of_rank(pair.step_inputs, make.build_step(pair, case, device, step), rank, ranks)
@@ -46,8 +48,8 @@ def prepared(
 
 
 def placed_as(leaves: Leaves, truth: Leaves, device: str) -> Leaves:
-    """Return the outputs of another process, which sends them from the host, on the devices of the truth's outputs;
-    others on `device`."""
+    """Return outputs that were received in host memory, moved to the devices of the truth's outputs; those that the
+    truth lacks are moved to `device`."""
 
     def place(name: str) -> torch.device | str:
         like = truth.get(name)
@@ -57,12 +59,13 @@ def placed_as(leaves: Leaves, truth: Leaves, device: str) -> Leaves:
 
 
 def joined(of_ranks: Sequence[Leaves], truth: Leaves) -> Leaves:
-    """Return the outputs of which each rank has a part, joined in the order of the ranks."""
+    """Return the outputs of which each rank has a part, concatenated in the order of the ranks."""
     return {name: whole for name, t in truth.items() if (whole := _joined(of_ranks, name, t)) is not None}
 
 
 def _joined(of_ranks: Sequence[Leaves], name: str, truth: Any) -> torch.Tensor | None:
-    """Return the ranks' parts of this output in one tensor; None where each rank has all of it, or something else."""
+    """Return the ranks' parts of this output as one tensor; None if each rank has the whole output, or if the parts do
+    not fit together."""
     tensors = [leaf for leaves in of_ranks if isinstance(leaf := leaves.get(name), torch.Tensor)]
     if not isinstance(truth, torch.Tensor) or len(tensors) < len(of_ranks):
         return None

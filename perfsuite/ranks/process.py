@@ -1,8 +1,8 @@
-"""One rank: a process that torch's elastic launcher starts, and that calls sides until its connection ends.
+"""One rank: a process that torch's elastic launcher starts, and that calls sides until its connection closes.
 
 Started as `torchrun --standalone --nproc-per-node=2 -m perfsuite.ranks.process SOCKET STACKS DEVICE SECONDS`, or forked
-with these arguments by forked.py: where the parent listens, the folder for stacks, "cpu" or "cuda", and how long a
-collective waits for the other ranks.
+with these arguments by forked.py. They are the socket on which the parent listens, the folder to which stacks are
+written, "cpu" or "cuda", and the timeout of a collective in seconds.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ from perfsuite.sides import as_side
 
 
 def main() -> None:
-    """Answer until there is no further request."""
+    """Answer requests until the parent closes the connection."""
     rank, ranks, device = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), sys.argv[3]
     with (Path(sys.argv[2]) / str(rank)).open("w") as stacks, Client(sys.argv[1]) as connection:
-        # Where each rank is, if it does not answer.
+        # On SIGUSR1 the rank writes its stack, so that the parent can say where it hangs.
         faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=False)
         threading.Thread(target=_end_with, args=(connection.fileno(),), daemon=True).start()
         connection.send((rank, os.getpid()))
@@ -49,7 +49,7 @@ def main() -> None:
                 torch.cuda.set_device(rank)
             else:
                 torch.set_num_threads(1)
-            connection.recv()  # once all ranks are here: on a busy machine one may be there long before another
+            connection.recv()  # sent once all ranks are connected: on a busy machine they start at different times
             dist.init_process_group(process_state.group_backend(device), timeout=timedelta(seconds=float(sys.argv[4])))
         except EOFError:
             raise
@@ -61,11 +61,11 @@ def main() -> None:
         with suppress(EOFError):
             while True:
                 _answer(connection, rank, ranks, device)
-    os._exit(0)  # the other ranks may be gone, and what waits for them would never end
+    os._exit(0)  # a normal exit could wait forever for ranks that no longer exist
 
 
 def _end_with(socket: int) -> None:
-    """End this process when the other end of the socket is gone, also in the middle of a call."""
+    """Exit this process when the other end of the socket is closed, even during a call."""
     poll = select.poll()
     poll.register(socket, select.POLLRDHUP)
     poll.poll()
@@ -73,7 +73,8 @@ def _end_with(socket: int) -> None:
 
 
 def _answer(connection: Connection, rank: int, ranks: int, device: str) -> None:
-    """Take a request and answer it: call a side once all ranks are prepared, or do what the request itself says."""
+    """Receive a request and answer it. A Request calls a side, once all ranks are prepared; any other request is run by
+    its `outcome` method."""
     request = connection.recv()
     calls = isinstance(request, Request)
     try:
@@ -108,7 +109,7 @@ def _raised(error: Exception) -> Raised:
 
 
 def _prepared(request: Request, rank: int, ranks: int, device: str) -> Callable[[], Leaves]:
-    """Return the call, with the pair's module imported and the inputs made."""
+    """Import the pair's module, make the inputs, and return a function that calls the side on them."""
     sys.path[:] = request.sys_path
     process_state.take(request.settings)
     pair = pair_of(request.module, request.path, request.pair)[0].at(ranks, equal_parts=request.equal_parts)
@@ -119,9 +120,9 @@ def _prepared(request: Request, rank: int, ranks: int, device: str) -> Callable[
 
 
 def pair_of(module_name: str, path: str, name: str) -> tuple[Pair, ModuleType]:
-    """Return the pair of that name, and the module that declares it, imported from its file."""
+    """Return the pair `name`, and the module that declares it, imported from the file `path`."""
     module = sys.modules.get(module_name)
-    if module is None or module.__file__ != path:  # test modules of two folders may have one name
+    if module is None or module.__file__ != path:  # test modules in two folders may have the same name
         module = _imported(module_name, path)
     pair = declared.find(module, name)
     if pair is None:
@@ -144,7 +145,7 @@ def _imported(name: str, path: str) -> ModuleType:
 
 
 def send(connection: Connection, answer: Any) -> None:
-    """Send outputs, or anything else that can be pickled, to the process that asks."""
+    """Send outputs, or any other object that can be pickled, to the parent process."""
     if isinstance(answer, dict):
         answer = on_cpu(answer)
     file = io.BytesIO()
@@ -153,7 +154,7 @@ def send(connection: Connection, answer: Any) -> None:
 
 
 def on_cpu(leaves: Leaves) -> Leaves:
-    """Return the outputs with all tensors in the host's memory."""
+    """Return the outputs with all tensors in host memory."""
     return {n: t.detach().cpu() if isinstance(t, torch.Tensor) else t for n, t in leaves.items()}
 
 

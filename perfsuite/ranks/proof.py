@@ -1,4 +1,4 @@
-"""Check whether a pair is the same function in several processes as in one."""
+"""Check that a pair computes the same function in several processes as in one."""
 
 from __future__ import annotations
 
@@ -19,21 +19,20 @@ from perfsuite.tally import Tally
 
 
 class RanksApart(NotEquivalent):
-    """A side does not return in all ranks. Trying it on other draws takes long each time."""
+    """A side does not return in all ranks. No other draws are tried, because each would take long."""
 
 
 class OnRank(NotEquivalent):
-    """An output is wrong on one rank, which holds all of it."""
+    """An output is wrong on one rank, and is not one that the ranks hold in parts."""
 
 
 def check(
     pair: Pair, case: Case, device: str, *, module: ModuleType, home: Path | None = None, tally: Tally | None = None
 ) -> None:
-    """Raise NotEquivalent where the optimized side, called in `pair.at_ranks` processes, is not what the reference is
-    in one.
+    """Raise NotEquivalent if the optimized side in `pair.at_ranks` processes differs from the reference in one process.
 
-    Raises PairError where the reference itself is another function there, and RanksApart where one of them does not
-    return. The calling process must have a process group of its own (`group.alone`).
+    Raises PairError if the reference itself differs in several processes, and RanksApart if a side does not return in
+    all of them. The calling process must have a process group of its own (`group.alone`).
     """
     known = truths.by_replicas(pair, case, device, gradients=False, home=home)
     try:
@@ -73,12 +72,12 @@ def _verdict(side: str, words: str, case: Case) -> Exception:
 
 
 class _Calls:
-    """Calls both sides in all ranks on one case, and keeps their outputs."""
+    """Call sides in all ranks on one case, and keep their outputs."""
 
     def __init__(self, case: Case, device: str, module: ModuleType, truth: Leaves) -> None:
         self.case, self.device, self.module, self.truth = case, device, module, truth
         self.produced: dict[str, list[Leaves]] = {}
-        """By side: the results on the case's own inputs, by rank."""
+        """Side → its outputs on the case's own inputs, by rank."""
 
     def of(self, pair: Pair, side: str) -> list[Leaves]:
         """Return the side's outputs by rank. Raises RanksFailed if a rank does not return."""
@@ -90,8 +89,10 @@ class _Calls:
 
 
 def _cause(pair: Pair, case: Case, device: str, home: Path | None, calls: _Calls) -> str:
-    """Return the likely cause of a wrong result, judging by whether the ranks agree and by equal parts of the inputs in
-    all."""
+    """Return the likely cause of a wrong output, or "".
+
+    It depends on whether the ranks agree, and on whether the side is right if all ranks get equal parts of the inputs.
+    """
     if _disagreement(calls.produced) is not None:
         return (
             "; the ranks' results differ, which the reference leaves equal: likely a collective is missing, or waited "
@@ -115,7 +116,8 @@ def _cause(pair: Pair, case: Case, device: str, home: Path | None, calls: _Calls
 def hold(
     pair: Pair, known: truths.Known, of_ranks: list[Leaves], truth: truths.Truth, side: str, tally: Tally | None
 ) -> None:
-    """Raise NotEquivalent where the ranks' parts together, or what one of them has alone (OnRank), is not the truth."""
+    """Raise NotEquivalent if outputs joined from the ranks' parts are wrong, and OnRank if another output is wrong on a
+    rank."""
     together = parts.joined(of_ranks, truth.leaves)
     if together:
         others = set(truth.leaves) - set(together)
@@ -134,7 +136,7 @@ def hold(
 
 
 def _check_forms(pair: Pair, produced: dict[str, list[Leaves]]) -> None:
-    """Raise NotEquivalent where a rank has another part of an output than the reference has there."""
+    """Raise NotEquivalent if an output has another shape on a rank than the reference's output on that rank."""
     if OPTIMIZED not in produced:
         return
     for rank, (plain, fast) in enumerate(zip(produced[REFERENCE], produced[OPTIMIZED], strict=True)):
@@ -148,8 +150,8 @@ def _check_forms(pair: Pair, produced: dict[str, list[Leaves]]) -> None:
 
 
 def _disagreement(produced: dict[str, list[Leaves]]) -> tuple[str, int] | None:
-    """Return a result that differs between rank 0 and another in the optimized side, and between no ranks in the
-    reference."""
+    """Return (name of an output, rank) where the optimized side's output differs from that on rank 0, although the
+    reference's outputs are equal on all ranks; None if there is none."""
     reference, optimized = produced[REFERENCE], produced[OPTIMIZED]
     for name, leaf in reference[0].items():
         if name in optimized[0] and all(same_leaf(leaves[name], leaf) for leaves in reference):
