@@ -1,4 +1,4 @@
-"""Fixtures of every test of `suite`."""
+"""Fixtures for all tests of `suite`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`perfsuite ab`: equal items, alternating slices, intervals by a clock that stands still, and how mistakes end."""
+"""`perfsuite ab`: equal items, alternating slices, intervals from a fake clock, and error messages."""
 
 from __future__ import annotations
 
@@ -49,13 +49,13 @@ BOTH = ("toy", "--baseline", "a.yaml", "--optimized", "a.yaml")
 
 
 class Clock:
-    """Clock that moves only when somebody sleeps."""
+    """Fake clock that `sleep` advances without waiting."""
 
     def __init__(self) -> None:
         self.now = 0.0
         self.sleeps = 0
         self.asleep: Callable[[int], None] = lambda count: None
-        """Called with the number of the sleep."""
+        """Called after each sleep with the number of sleeps so far."""
 
     def __call__(self) -> float:
         return self.now
@@ -124,7 +124,7 @@ class Rows:
 
 
 class Counter:
-    """Trainer that logs its name at each window, which takes `seconds` of its number; the loss is 1/window."""
+    """Trainer that logs its name at each window. Window n takes `seconds(n)`; its loss is 1/n."""
 
     def __init__(self, name: str, log: list[str], seconds: Callable[[int], float], clock: Clock) -> None:
         self.name, self.log, self.seconds, self.clock, self.windows = name, log, seconds, clock, 0
@@ -156,21 +156,21 @@ def compared(
     return comparison.pair(), log
 
 
-def test_slices_alternate_and_so_does_who_is_first(clock: Clock) -> None:
+def test_slices_alternate_and_the_first_side_alternates_too(clock: Clock) -> None:
     _, log = compared(clock, limits=(8, 8), slices=4)
     a, b = ["baseline"], ["optimized"]
     assert log == [*a, *b, *b * 2, *a * 2, *a * 2, *b * 2, *b * 3, *a * 3]
 
 
-def test_both_train_on_the_same_items_in_every_slice(clock: Clock) -> None:
+def test_both_sides_train_on_the_same_number_of_items_in_every_slice(clock: Clock) -> None:
     pair, _ = compared(clock, rows=(24, 40), limits=(50, 50))
     assert [s.items for s in pair.baseline.slices] == [s.items for s in pair.optimized.slices]
     assert pair.baseline.items == 1200
-    assert sum(s.windows for s in pair.baseline.slices) == 50  # the other would have trained on more
+    assert sum(s.windows for s in pair.baseline.slices) == 50  # limited: the optimized side could train on more items
     assert sum(s.windows for s in pair.optimized.slices) == 30
 
 
-def test_windows_that_never_end_together_are_rounded(clock: Clock) -> None:
+def test_slices_are_rounded_to_whole_windows_if_windows_rarely_end_together(clock: Clock) -> None:
     assert unit_of(24, 40) == 120
     assert unit_of(1000, 1001) == 1001
     pair, _ = compared(clock, rows=(999, 1500), limits=(60, 60), slices=5)
@@ -181,17 +181,17 @@ def test_windows_that_never_end_together_are_rounded(clock: Clock) -> None:
     assert sum(s.windows for s in pair.baseline.slices) <= 60
 
 
-def test_a_side_of_one_large_window_makes_it(clock: Clock) -> None:
+def test_a_side_limited_to_one_large_window_trains_that_window(clock: Clock) -> None:
     pair, _ = compared(clock, rows=(4, 400), limits=(1, 1))
     assert [s.windows for s in pair.optimized.slices] == [1]
 
 
-def test_sides_that_never_meet_are_refused(clock: Clock) -> None:
+def test_sides_that_reach_no_common_item_count_raise_configuration_error(clock: Clock) -> None:
     with pytest.raises(ConfigurationError, match="equally many items after 9 and 4 windows at the earliest"):
         compared(clock, rows=(4, 9), limits=(1, 1))
 
 
-def test_a_slower_side_is_found_and_its_warm_up_is_reported_apart(clock: Clock) -> None:
+def test_speedup_excludes_the_warm_up_slices(clock: Clock) -> None:
     pair, _ = compared(clock, seconds=(lambda n: 3.0, lambda n: 1000.0 if n == 1 else 1.0))
     assert pair.warm_up == 3
     ratio = ab_report.speedup([pair])
@@ -200,8 +200,8 @@ def test_a_slower_side_is_found_and_its_warm_up_is_reported_apart(clock: Clock) 
     assert [s.seconds for s in pair.optimized.slices[:4]] == [1000.0, 1.0, 2.0, 4.0]
 
 
-def test_a_machine_that_slows_down_favours_neither(clock: Clock) -> None:
-    """The machine is twice as slow at the end as at the beginning: A first, then all of B, would differ by half."""
+def test_speedup_is_1_for_equal_sides_on_a_machine_that_slows_down(clock: Clock) -> None:
+    """The machine is twice as slow at the end. All of A before all of B would give a difference of a half."""
 
     def drifting(_: int) -> float:
         return 1.0 + clock.now / 100
@@ -215,7 +215,7 @@ def test_a_machine_that_slows_down_favours_neither(clock: Clock) -> None:
     assert ratio.low < 1 < ratio.high
 
 
-def test_few_slices_have_a_warm_up_too(clock: Clock) -> None:
+def test_warm_up_is_shorter_when_there_are_few_slices(clock: Clock) -> None:
     counts = {limit: compared(clock, limits=(limit, limit))[0] for limit in (1, 2, 5, 6)}
     assert {limit: (len(p.baseline.slices), len(p.timed())) for limit, p in counts.items()} == {
         1: (1, 0),
@@ -229,7 +229,7 @@ def test_few_slices_have_a_warm_up_too(clock: Clock) -> None:
     assert (alone.low, alone.high) == (None, None)
 
 
-def test_seconds_end_it_after_a_pair_of_slices(clock: Clock) -> None:
+def test_time_limit_ends_the_comparison_after_a_complete_pair_of_slices(clock: Clock) -> None:
     pair, _ = compared(clock, (4, 4), (lambda n: 0.5, lambda n: 0.5), (None, None), ends_s=100.0)
     timed = [a.seconds + b.seconds for a, b in pair.timed()]
     assert sum(timed[:-1]) < 100 <= sum(timed)
@@ -238,13 +238,13 @@ def test_seconds_end_it_after_a_pair_of_slices(clock: Clock) -> None:
 
 
 def test_slices_of_slow_windows_stay_short(clock: Clock) -> None:
-    """Half of 120 windows would take ten minutes, in which the machine may change."""
+    """Half of 120 windows would take ten minutes, long enough for the machine to drift."""
     pair, _ = compared(clock, (4, 4), (lambda n: 10.0, lambda n: 10.0), (120, 120), slices=2)
     assert {s.windows for s in pair.baseline.slices} == {1}
 
 
-def test_each_learns_what_it_would_learn_alone() -> None:
-    """The toy draws from every generator, while the other side does, too."""
+def test_each_side_has_the_losses_of_a_run_by_itself() -> None:
+    """Both sides draw from the random generators of Python, NumPy and PyTorch."""
 
     def alone(batch_size: int) -> list[float]:
         random.seed(3)
@@ -272,10 +272,10 @@ def test_each_learns_what_it_would_learn_alone() -> None:
     pair = comparison.pair()
     assert [s.loss for s in pair.baseline.slices[:12]] == alone(4)
     assert [s.loss for s in pair.optimized.slices[:12]] == alone(4)
-    assert pair.baseline.slices[12].loss is None  # the toy says it a window later
+    assert pair.baseline.slices[12].loss is None  # the toy reports a loss one window later
 
 
-def test_a_slice_s_last_loss_is_waited_for(clock: Clock) -> None:
+def test_last_loss_of_a_slice_is_read_from_last_metrics(clock: Clock) -> None:
     class Late(Counter):
         def metrics(self) -> dict[str, float] | None:
             return None
@@ -294,8 +294,8 @@ def test_a_slice_s_last_loss_is_waited_for(clock: Clock) -> None:
     assert (pair.baseline.slices[1].losses, pair.optimized.slices[1].losses) == (2, 1)
 
 
-def test_memory_is_without_what_the_other_side_holds(monkeypatch: pytest.MonkeyPatch) -> None:
-    gpu = SimpleNamespace(now=50, peak=50)  # 50: of neither
+def test_peak_memory_excludes_memory_held_by_the_other_side(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = SimpleNamespace(now=50, peak=50)  # these 50 bytes belong to neither side
 
     def holding(held: int, at_most: int) -> None:
         gpu.now, gpu.peak = gpu.now + held, gpu.now + at_most
@@ -341,7 +341,7 @@ def record(*pairs: Pair, **changed: Any) -> Record:
     return Record(**{**known, **changed})
 
 
-def test_differences_have_an_interval_over_seeds() -> None:
+def test_differences_over_several_seeds_have_a_confidence_interval() -> None:
     pairs = [
         Pair(
             seed=s,
@@ -369,7 +369,7 @@ def test_differences_have_an_interval_over_seeds() -> None:
     assert "width" not in shown
 
 
-def test_one_seed_has_none_and_the_json_no_infinity(tmp_path: Path) -> None:
+def test_one_seed_gives_no_interval_and_nan_becomes_null_in_the_json(tmp_path: Path) -> None:
     pair = Pair(seed=0, baseline=run_of(1.0, 4.0, {"f1": math.nan}), optimized=run_of(1.1, 2.0, {"f1": 1.0}))
     ab_report.save(record(pair, partial="why"), tmp_path)
     stored = json.loads((tmp_path / "ab.json").read_text())
@@ -384,8 +384,8 @@ def test_one_seed_has_none_and_the_json_no_infinity(tmp_path: Path) -> None:
 # --- the command ----------------------------------------------------------------------------------------------------
 
 
-def test_two_configurations_of_a_trainer(clock: Clock) -> None:
-    """At twice the batch size the tokens are equal; the optimized side takes a third of the time per token."""
+def test_command_compares_two_configurations_of_a_trainer(clock: Clock) -> None:
+    """The optimized side has twice the batch size, as many tokens, and a third of the time per token."""
     done = toys(
         "--windows", "48", "--seed", "5", "--seed", "6", "--eta_update", "0.02",
         baseline="batch_size: 4\nsleep: 3.0", optimized="batch_size: 8\nsleep: 2.0",
@@ -414,7 +414,7 @@ def test_two_configurations_of_a_trainer(clock: Clock) -> None:
     assert stored["date"]
 
 
-def test_the_sides_are_chosen(monkeypatch: pytest.MonkeyPatch, clock: Clock) -> None:
+def test_side_options_choose_the_implementation_of_each_side(monkeypatch: pytest.MonkeyPatch, clock: Clock) -> None:
     built: list[str] = []
 
     def build(name: str, config: Any, given: Any, device: Any, side: str) -> toy.Trainer:
@@ -429,7 +429,7 @@ def test_the_sides_are_chosen(monkeypatch: pytest.MonkeyPatch, clock: Clock) -> 
     assert found("o")["differing"] == {"side": ["optimized", "reference"]}
 
 
-def test_a_trainer_s_own_metrics_are_compared(monkeypatch: pytest.MonkeyPatch, clock: Clock) -> None:
+def test_quality_metrics_of_the_trainer_are_compared(monkeypatch: pytest.MonkeyPatch, clock: Clock) -> None:
     entry = trainers.Entry(
         config=toy.Config,
         reference=toy.Trainer,
@@ -444,7 +444,7 @@ def test_a_trainer_s_own_metrics_are_compared(monkeypatch: pytest.MonkeyPatch, c
     assert stored["quality_difference"]["eta"]["value"] == -0.25
 
 
-def test_tiny_ups_beside_itself(tmp_path: Path) -> None:
+def test_ups_reference_and_optimized_agree_on_the_tiny_configuration(tmp_path: Path) -> None:
     done = invoked(
         "ups", "--baseline", TINY, "--optimized", TINY, "--windows", "6", "--device", "cpu", "--out", "out",
         "--compile", "false",
@@ -466,7 +466,7 @@ def test_tiny_ups_beside_itself(tmp_path: Path) -> None:
     assert "not measured" in done.output
 
 
-def test_ups_is_judged_by_its_averaged_weights_and_by_the_trained_ones() -> None:
+def test_ups_quality_covers_averaged_and_trained_weights() -> None:
     config = TrainConfig(
         tokens=8, latent_width=8, width=16, depth=1, heads=2, decoder_width=16, decoder_depth=1, batch_size=2
     )
@@ -490,7 +490,7 @@ def test_ups_is_judged_by_its_averaged_weights_and_by_the_trained_ones() -> None
     assert len(errors) == 14
 
 
-def test_the_held_out_loss_of_ups_is_that_of_all_validation_examples_without_the_inverse_losses() -> None:
+def test_ups_held_out_loss_covers_all_validation_examples_without_inverse_losses() -> None:
     config = TrainConfig(
         tokens=8, latent_width=8, width=16, depth=1, heads=2, decoder_width=16, decoder_depth=1, batch_size=2
     )
@@ -504,8 +504,8 @@ def test_the_held_out_loss_of_ups_is_that_of_all_validation_examples_without_the
     assert found == pytest.approx(float(expected), rel=1e-5)
 
 
-def test_the_held_out_loss_of_ups_is_of_examples_at_many_times(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Evenly spaced examples could all be first states."""
+def test_ups_held_out_loss_samples_examples_at_several_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With an even spacing, all examples could be first states."""
     monkeypatch.setattr(evaluation, "EXAMPLES", 4)
     config = TrainConfig(
         tokens=8, latent_width=8, width=16, depth=1, heads=2, decoder_width=16, decoder_depth=1, batch_size=2
@@ -521,7 +521,7 @@ def test_the_held_out_loss_of_ups_is_of_examples_at_many_times(monkeypatch: pyte
     assert len(seen) > 1
 
 
-def test_a_checkpoint_of_any_batch_size_is_evaluated() -> None:
+def test_evaluation_data_can_be_built_for_any_batch_size() -> None:
     config = TrainConfig(
         tokens=8, latent_width=8, width=16, depth=1, heads=2, decoder_width=16, decoder_depth=1, batch_size=3
     )
@@ -529,8 +529,8 @@ def test_a_checkpoint_of_any_batch_size_is_evaluated() -> None:
     assert len(mixture_of(data).tasks) == 2
 
 
-def test_epochs_of_ups_come_before_its_steps() -> None:
-    """The file says 100 steps; an epoch of its 15 examples has one whole step of 8."""
+def test_ups_epochs_option_overrides_the_steps_of_the_file() -> None:
+    """The file sets 100 steps. An epoch of its 15 examples has one whole step of 8."""
     done = invoked(
         "ups", "--baseline", TINY, "--optimized", TINY, "--epochs", "2", "--device", "cpu", "--out", "out",
         "--optimized-side", "reference",
@@ -540,7 +540,7 @@ def test_epochs_of_ups_come_before_its_steps() -> None:
     assert found("out")["differing"] == {}
 
 
-def test_leak_cnn_gives_its_last_validation() -> None:
+def test_leak_cnn_quality_comes_from_its_last_validation() -> None:
     segments = EpochMetrics(loss=0.5, accuracy=0.75, f1=0.7, confusion=[])
     validation = leak_report.Validation(segments=segments, files=[[3, 1], [0, 4]])
     quality = trainers.quality_of("leak_cnn")
@@ -551,7 +551,7 @@ def test_leak_cnn_gives_its_last_validation() -> None:
     assert trainers.quality_of("trainer2")(None, None) == {}
 
 
-# --- mistakes, and ends before the end ------------------------------------------------------------------------------
+# --- wrong input and interruptions ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -577,7 +577,7 @@ def test_leak_cnn_gives_its_last_validation() -> None:
         ([*BOTH, "--out", "a.yaml/x"], ["cannot write into a.yaml/x"]),
     ],
 )  # fmt: skip
-def test_wrong_input_ends_in_one_line(arguments: list[str], words: list[str]) -> None:
+def test_wrong_input_is_reported_in_one_line(arguments: list[str], words: list[str]) -> None:
     Path("a.yaml").write_text("batch_size: 4")
     Path("wrong.yaml").write_text("colour: red")
     Path("seven.yaml").write_text("seed: 7")
@@ -586,7 +586,7 @@ def test_wrong_input_ends_in_one_line(arguments: list[str], words: list[str]) ->
     assert not list(Path().rglob("ab.json"))
 
 
-def test_an_earlier_result_is_replaced_only_where_that_is_said(clock: Clock) -> None:
+def test_an_earlier_result_is_replaced_only_with_overwrite(clock: Clock) -> None:
     assert toys("--windows", "3").exit_code == 0
     before = Path(".perfsuite/ab/toy/ab.json").read_text()
     one_line(toys("--windows", "4"), 2, "ab.json is there already", "--out", "--overwrite")
@@ -596,7 +596,7 @@ def test_an_earlier_result_is_replaced_only_where_that_is_said(clock: Clock) -> 
     assert len(found()["pairs"][0]["baseline"]["slices"]) == 4
 
 
-def test_a_loss_that_is_no_number_names_side_and_window(clock: Clock) -> None:
+def test_nan_loss_error_names_side_and_window(clock: Clock) -> None:
     done = toys("--windows", "24", optimized="batch_size: 4\nnan_at: 7")
     one_line(done, 1, "optimized, window 7: the loss is nan", "marked as partial")
     stored = found()
@@ -607,7 +607,7 @@ def test_a_loss_that_is_no_number_names_side_and_window(clock: Clock) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_leaves_what_was_measured(clock: Clock, number: signal.Signals) -> None:
+def test_a_signal_saves_the_completed_slices_as_a_partial_result(clock: Clock, number: signal.Signals) -> None:
     def asleep(count: int) -> None:
         if count == 48 + 27:  # in the second seed
             signal.raise_signal(number)
@@ -624,7 +624,7 @@ def test_a_signal_leaves_what_was_measured(clock: Clock, number: signal.Signals)
     assert "partial" in done.output
 
 
-def test_a_signal_before_the_first_slice_leaves_an_earlier_result(clock: Clock) -> None:
+def test_a_signal_before_the_first_slice_keeps_the_earlier_result(clock: Clock) -> None:
     assert toys("--windows", "3").exit_code == 0
     before = Path(".perfsuite/ab/toy/ab.json").read_text()
     clock.asleep = lambda count: signal.raise_signal(signal.SIGINT)
@@ -637,20 +637,20 @@ def test_a_signal_before_the_first_slice_leaves_an_earlier_result(clock: Clock) 
 # --- in the CLI -----------------------------------------------------------------------------------------------------
 
 
-def test_the_entry_point_names_the_command() -> None:
+def test_entry_point_refers_to_the_command() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     assert project["entry-points"]["perfsuite.commands"]["ab"] == "suite.commands.ab:ab"
     assert command.name == "ab"
 
 
-def test_the_command_costs_no_torch() -> None:
+def test_importing_the_command_does_not_import_torch() -> None:
     """`perfsuite --help` imports the command, so it must not import torch."""
     code = "import suite.commands.ab, sys; print([m for m in ('torch', 'jsonargparse', 'yaml') if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], env=environment(), capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
 
 
-def test_help() -> None:
+def test_help_shows_an_example() -> None:
     done = invoked("--help")
     assert done.exit_code == 0
     assert "perfsuite ab ups --baseline configs/ups/1gpu_baseline.yaml" in " ".join(done.output.split())

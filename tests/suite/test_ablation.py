@@ -1,4 +1,4 @@
-"""The ablation: its arms, its figures, and the command by a tiny trainer2."""
+"""The ablation: its arms, its figures, and the command on a tiny trainer2."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def record(**changed: object) -> Record:
-    """Record of two techniques, a and b: 8, 6, 3 and 2 s, and 4 s without a; each round doubles the seconds."""
+    """Record of techniques a and b: reference 8 s, none 6 s, +a 3 s, all 2 s, -a 4 s; each round doubles the times."""
     rounds = (1.0, 2.0, 4.0)
     seconds = {REFERENCE: 8.0, NONE: 6.0, "+a": 3.0, ALL: 2.0, "-a": 4.0}
     timed = tuple(
@@ -53,7 +53,7 @@ def record(**changed: object) -> Record:
     return dataclasses.replace(made, **changed)
 
 
-def test_arms_are_the_reference_one_after_another_and_each_off_alone() -> None:
+def test_arms_are_the_reference_the_cumulative_techniques_and_each_off_alone() -> None:
     found = {a.name: a.on for a in ablation.arms(("a", "b", "c"))}
     assert found == {
         REFERENCE: None,
@@ -66,12 +66,12 @@ def test_arms_are_the_reference_one_after_another_and_each_off_alone() -> None:
     }
 
 
-def test_what_is_always_on_is_on_in_every_arm_and_leaves_the_reference_out() -> None:
+def test_always_techniques_are_on_in_every_arm_and_omit_the_reference() -> None:
     found = {a.name: a.on for a in ablation.arms(("a", "b"), ("c",))}
     assert found == {NONE: ("c",), "+a": ("c", "a"), ALL: ("c", "a", "b"), "-a": ("c", "b")}
 
 
-def test_a_ratio_is_taken_within_its_round() -> None:
+def test_ratio_is_taken_per_round() -> None:
     found = ablation.ratio(record(), REFERENCE, ALL)
     assert (found.value, found.low, found.high) == pytest.approx((4.0, 4.0, 4.0))
     noisy = Timed(name=ALL, seconds=(2.0, 4.4, 8.0))
@@ -84,7 +84,7 @@ def test_a_ratio_is_taken_within_its_round() -> None:
     assert wide.high == pytest.approx(math.exp(mean + half), rel=1e-3)
 
 
-def test_the_table_has_each_technique_s_two_figures_and_its_claim() -> None:
+def test_table_shows_both_figures_and_the_claim_of_each_technique() -> None:
     page = ablation.table(record(), "toy.svg")
     assert "![Seconds a window, one technique after another](toy.svg)" in page
     rows = {line.split("|")[1].strip(): line for line in page.splitlines() if line.startswith("| ")}
@@ -99,7 +99,7 @@ def without_a_reference() -> Record:
     return record(always=("c",), arms=tuple(a for a in record().arms if a.name != REFERENCE))
 
 
-def test_a_table_without_the_reference_says_so(tmp_path: Path) -> None:
+def test_table_says_that_the_reference_was_not_timed(tmp_path: Path) -> None:
     ablation.save(without_a_reference(), tmp_path / "toy.json")
     page = ablation.table(ablation.load(tmp_path / "toy.json"))
     assert "A window takes 12.0 s with c alone and 4.00 s with all techniques: **3.00× (3.00–3.00)**" in page
@@ -109,13 +109,13 @@ def test_a_table_without_the_reference_says_so(tmp_path: Path) -> None:
     assert "*the reference trainer*" not in page
 
 
-def test_warnings_are_kept_with_their_arm() -> None:
+def test_table_shows_the_warnings_of_each_arm() -> None:
     noted = dataclasses.replace(record().arm("+a"), notes=("cuda_graph_step runs eagerly: why",))
     arms = tuple(noted if a.name == "+a" else a for a in record().arms)
     assert "* +a: cuda_graph_step runs eagerly: why" in ablation.table(record(arms=arms))
 
 
-def test_a_record_is_kept_whole(tmp_path: Path) -> None:
+def test_saved_record_is_loaded_unchanged(tmp_path: Path) -> None:
     path = tmp_path / "new" / "toy.json"
     ablation.save(record(), path)
     assert ablation.load(path) == record()
@@ -123,7 +123,7 @@ def test_a_record_is_kept_whole(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "{}", "[]", '{"schema": 99}', '{"schema": 1, "arms": [{"name": "x"}]}'])
-def test_what_is_no_record_is_refused(text: str, tmp_path: Path) -> None:
+def test_load_rejects_files_that_hold_no_record(text: str, tmp_path: Path) -> None:
     path = tmp_path / "x.json"
     path.write_text(text)
     with pytest.raises(PerfsuiteError, match=r"x\.json is no ablation"):
@@ -141,7 +141,7 @@ def test_what_is_no_record_is_refused(text: str, tmp_path: Path) -> None:
         {"always": ["a"]},
     ],
 )
-def test_a_recording_with_odd_techniques_is_refused(changed: dict[str, Any], tmp_path: Path) -> None:
+def test_load_rejects_records_with_invalid_techniques(changed: dict[str, Any], tmp_path: Path) -> None:
     path = tmp_path / "x.json"
     ablation.save(without_a_reference(), path)
     path.write_text(json.dumps(json.loads(path.read_text()) | changed))
@@ -149,7 +149,7 @@ def test_a_recording_with_odd_techniques_is_refused(changed: dict[str, Any], tmp
         ablation.load(path)
 
 
-def test_a_recording_from_before_there_was_always_is_read(tmp_path: Path) -> None:
+def test_load_accepts_records_without_the_field_always(tmp_path: Path) -> None:
     path = tmp_path / "x.json"
     ablation.save(record(), path)
     old = json.loads(path.read_text())
@@ -176,7 +176,7 @@ def test_a_recording_from_before_there_was_always_is_read(tmp_path: Path) -> Non
         {"techniques": ["x" * 10**5], "always": ["x" * 10**5]},
     ],
 )
-def test_a_recording_with_a_field_of_another_type_is_one_line(changed: dict[str, Any], tmp_path: Path) -> None:
+def test_a_record_field_of_the_wrong_type_is_reported_in_one_line(changed: dict[str, Any], tmp_path: Path) -> None:
     path = tmp_path / "x.json"
     ablation.save(record(), path)
     path.write_text(json.dumps(json.loads(path.read_text()) | changed))
@@ -184,7 +184,7 @@ def test_a_recording_with_a_field_of_another_type_is_one_line(changed: dict[str,
 
 
 @pytest.mark.parametrize("changed", [{"peak_bytes": "x"}, {"name": [1]}, {"launches": [1]}, {"seconds": [10**400] * 3}])
-def test_a_recording_with_an_arm_of_other_types_is_one_line(changed: dict[str, Any], tmp_path: Path) -> None:
+def test_an_arm_field_of_the_wrong_type_is_reported_in_one_line(changed: dict[str, Any], tmp_path: Path) -> None:
     path = tmp_path / "x.json"
     ablation.save(record(), path)
     stored = json.loads(path.read_text())
@@ -196,21 +196,21 @@ def test_a_recording_with_an_arm_of_other_types_is_one_line(changed: dict[str, A
 @pytest.mark.parametrize(
     "content", [b"[" * 10**5, b'{"schema": 1' + b"0" * 5000 + b"}", b"\xff", b"\x80\x04cos\nsystem\n."]
 )
-def test_a_file_of_anything_is_one_line(content: bytes, tmp_path: Path) -> None:
+def test_a_file_with_arbitrary_bytes_is_reported_in_one_line(content: bytes, tmp_path: Path) -> None:
     path = tmp_path / "x.json"
     path.write_bytes(content)
     shown(path)
 
 
 @pytest.mark.parametrize("kind", ["folder", "pipe", "device"])
-def test_what_is_no_file_is_one_line(kind: str, tmp_path: Path) -> None:
+def test_a_path_that_is_no_regular_file_is_reported_in_one_line(kind: str, tmp_path: Path) -> None:
     path = tmp_path / "a\nb.json"
     {"folder": Path.mkdir, "pipe": os.mkfifo, "device": lambda p: p.symlink_to("/dev/zero")}[kind](path)
     shown(path, "a\\nb.json is no file; name the .json of an ablation")
 
 
 def shown(path: Path, stored: str = "x.json is no ablation") -> None:
-    """Assert that the command refuses the file in one line and writes nothing."""
+    """Assert that the command rejects the file in one line and writes nothing."""
     before = sorted(path.parent.iterdir())
     done = CliRunner().invoke(command, ["toy", "--from", str(path)])
     assert isinstance(done.exception, SystemExit), done.exception
@@ -222,7 +222,9 @@ def shown(path: Path, stored: str = "x.json is no ablation") -> None:
 
 
 @pytest.mark.parametrize("seconds", [(), (1.0,), (1.0, 2.0), (1.0, 2.0, math.nan), (1.0, 2.0, 0.0), (1.0, 2.0, "x")])
-def test_a_record_that_lacks_something_is_refused(seconds: tuple[float, ...], tmp_path: Path) -> None:
+def test_load_rejects_records_with_missing_rounds_arms_or_invalid_seconds(
+    seconds: tuple[float, ...], tmp_path: Path
+) -> None:
     path = tmp_path / "x.json"
     arms = [dataclasses.replace(a, seconds=seconds) if a.name == "+a" else a for a in record().arms]
     ablation.save(record(arms=tuple(arms)), path)
@@ -233,7 +235,7 @@ def test_a_record_that_lacks_something_is_refused(seconds: tuple[float, ...], tm
         ablation.load(path)
 
 
-def test_a_recording_is_shown_under_its_own_trainer_s_name(tmp_path: Path) -> None:
+def test_from_option_rejects_a_record_of_another_trainer(tmp_path: Path) -> None:
     ablation.save(record(), tmp_path / "toy.json")
     done = ablate("trainer2", "--from", str(tmp_path / "toy.json"), "--out", str(tmp_path / "b"))
     assert done.exit_code == 1
@@ -241,7 +243,7 @@ def test_a_recording_is_shown_under_its_own_trainer_s_name(tmp_path: Path) -> No
     assert not (tmp_path / "b").exists()
 
 
-def test_without_matplotlib_it_is_reported_before_anything_is_measured(
+def test_missing_matplotlib_is_reported_before_anything_is_measured(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     from click.testing import CliRunner
@@ -255,7 +257,7 @@ def test_without_matplotlib_it_is_reported_before_anything_is_measured(
     assert not (tmp_path / "x").exists()
 
 
-def test_the_plot_is_the_same_each_time(tmp_path: Path) -> None:
+def test_plot_is_deterministic(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     for name in ("one.svg", "two.svg"):
         ablation.plot(record(), tmp_path / name)
@@ -270,7 +272,7 @@ def drawn(monkeypatch: pytest.MonkeyPatch, of: Record) -> Any:
     return found[0]
 
 
-def test_bars_go_from_one_technique_to_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_bar_begins_where_the_previous_technique_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("matplotlib")
     for of, labels, bars in (
         (record(), ["reference", "all off", "+ a", "+ b"], [(0, 16e3), (0, 12e3), (6e3, 6e3), (0, 4e3)]),
@@ -283,7 +285,7 @@ def test_bars_go_from_one_technique_to_the_next(monkeypatch: pytest.MonkeyPatch)
         assert axes.get_xscale() == "linear"
 
 
-def test_bars_that_differ_much_are_drawn_on_a_logarithmic_axis(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_axis_is_logarithmic_if_bar_lengths_differ_much(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("matplotlib")
     for slowest, scale in ((1e3, "log"), (20.0, "linear")):
         arms = tuple(dataclasses.replace(a, seconds=(slowest,) * 3) if a.name == NONE else a for a in record().arms)
@@ -293,8 +295,8 @@ def test_bars_that_differ_much_are_drawn_on_a_logarithmic_axis(monkeypatch: pyte
 
 
 @pytest.mark.parametrize(("windows", "timed"), [(1, 3), (3, 3), (4, 6)])
-def test_whole_periods_of_the_schedule_are_timed(windows: int, timed: int) -> None:
-    """Inverse losses in every sixth batch, of two a step, are those of every third step."""
+def test_whole_periods_rounds_windows_up_to_the_schedule_period(windows: int, timed: int) -> None:
+    """A step has two batches, so inverse losses in every sixth batch have a period of three steps."""
     ups = UpsTrainConfig(inverse_loss_frequency=6, accumulation=2)
     assert ablation.whole_periods(windows, ups) == timed
     assert ablation.whole_periods(windows, TrainConfig()) == windows
@@ -315,7 +317,7 @@ def ablate(*arguments: str) -> Any:
     return CliRunner().invoke(command, arguments)
 
 
-def test_as_a_program() -> None:
+def test_unknown_trainer_is_reported_in_one_line_in_a_subprocess() -> None:
     pytest.importorskip("jsonargparse")
     command = [sys.executable, "-c", "from suite.commands.ablate import ablate; ablate()", "trainer3"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
@@ -323,11 +325,11 @@ def test_as_a_program() -> None:
     assert done.stderr == "Error: no trainer is called 'trainer3'; did you mean trainer2?\n"
 
 
-def test_the_command_measures_trainer2_and_shows_a_recording_again(
+def test_command_measures_trainer2_and_from_shows_the_same_page(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     pytest.importorskip("jsonargparse")
-    # Compiling takes most of a minute, and no figure is looked at.
+    # Compilation takes most of a minute, and this test checks no times.
     monkeypatch.setattr(torch, "compile", lambda function, **options: function)
     compiled_function._compiled.cache_clear()
     try:
@@ -341,13 +343,13 @@ def test_the_command_measures_trainer2_and_shows_a_recording_again(
     assert re.search(r"^\| rotor_update \| 2–3% \|", page, re.MULTILINE)
     shown = next(line for line in page.splitlines() if line.startswith("Configuration: "))
     assert "window 1" in shown
-    assert "compiled_function" not in shown  # switched on and off
+    assert "compiled_function" not in shown  # a technique, so not part of the fixed configuration
     again = ablate("trainer2", "--from", str(tmp_path / "trainer2.json"), "--out", str(tmp_path / "b"), "--no-plot")
     assert again.exit_code == 0, again.output
     assert (tmp_path / "b" / "trainer2.md").read_text() == page
 
 
-def test_what_is_always_on_is_on_in_every_trainer_and_is_no_part_of_the_rest(
+def test_always_option_switches_a_technique_on_in_every_trainer(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     pytest.importorskip("jsonargparse")
@@ -375,7 +377,7 @@ def test_what_is_always_on_is_on_in_every_trainer_and_is_no_part_of_the_rest(
     assert "rotor_cache" not in found.techniques
 
 
-def test_a_recording_is_shown_without_writing_over_another(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_from_option_without_out_writes_no_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     from click.testing import CliRunner
 
     from suite.commands.ablate import ablate as command
@@ -388,7 +390,7 @@ def test_a_recording_is_shown_without_writing_over_another(monkeypatch: pytest.M
     assert [path.name for path in tmp_path.iterdir()] == ["toy.json"]
 
 
-def test_the_entry_point_names_the_command() -> None:
+def test_entry_point_refers_to_the_command() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     assert project["entry-points"]["perfsuite.commands"]["ablate"] == "suite.commands.ablate:ablate"
 
@@ -418,7 +420,7 @@ def test_the_entry_point_names_the_command() -> None:
         (["trainer2", "--device", "meta"], 1, "only cpu and cuda"),
     ],
 )
-def test_mistakes_end_in_one_line(arguments: list[str], code: int, says: str) -> None:
+def test_wrong_arguments_are_reported_in_one_line(arguments: list[str], code: int, says: str) -> None:
     pytest.importorskip("jsonargparse")
     done = ablate(*arguments)
     assert isinstance(done.exception, SystemExit)
@@ -426,10 +428,10 @@ def test_mistakes_end_in_one_line(arguments: list[str], code: int, says: str) ->
     assert says in done.stderr
 
 
-def test_a_long_window_is_counted_by_two_short_ones(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A window of nine steps is counted from windows of one and two; a counter of operations replaces the profiler.
+def test_operations_of_a_long_window_are_extrapolated_from_two_short_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The count for nine steps is extrapolated from windows of one and two; a counter replaces the profiler.
 
-    A trainer whose window is not named short is counted whole.
+    Without short windows, the whole window is counted.
     """
     steps: list[int] = []
     during: list[int] = []
@@ -464,7 +466,7 @@ def test_a_long_window_is_counted_by_two_short_ones(monkeypatch: pytest.MonkeyPa
     by_two = ablation._counted({"long": trainers["long"]}, batch, short_windows, lambda what: None)
     whole = ablation._counted({"whole": trainers["whole"]}, batch, lambda config: None, lambda what: None)
     assert by_two["long"] == whole["whole"]
-    assert steps == [9, 9, 9]  # put back
+    assert steps == [9, 9, 9]  # the window length is restored
     assert during[0] < during[1] < during[2] / 3
     assert short_windows(dataclasses.replace(config, window=2)) is None
     assert short_windows(dataclasses.replace(config, step_progress_every=3)) is None

@@ -1,4 +1,4 @@
-"""The permutation that every device makes alike, and where batches begin and end."""
+"""The permutation, which is identical on every device, and the bounds of batches."""
 
 import pytest
 import torch
@@ -8,12 +8,12 @@ from suite.batching import STEP, WORD, EpochSampler, bounds, check_batches, chec
 
 
 @pytest.mark.parametrize("count", [0, 1, 2, 17, 1000])
-def test_every_row_comes_once(count):
+def test_permutation_contains_every_row_once(count):
     assert permutation(count, 3, 5, "cpu").sort().values.tolist() == list(range(count))
 
 
-def test_it_is_splitmix64():
-    # The first outputs of its published form from the state 1234567.
+def test_mixed_is_splitmix64():
+    # The first outputs of the published algorithm for the state 1234567.
     state, drawn = 1234567, []
     for _ in range(3):
         state = state + STEP & WORD
@@ -23,21 +23,21 @@ def test_it_is_splitmix64():
 
 @pytest.mark.parametrize(("seed", "epoch"), [(0, 0), (0, 1), (1, 0), (2**63 + 5, 10**6), (-1, 3)])
 def test_rows_are_sorted_by_their_key(seed, epoch):
-    """The order agrees with Python's integers, which do not overflow."""
+    """The expected order is computed with Python's integers, which do not overflow."""
     start = mixed(mixed(seed & WORD) + epoch & WORD)
     keys = [mixed(start + i * STEP & WORD) for i in range(500)]
     signed = [k - (1 << 64) if k >> 63 else k for k in keys]
     assert permutation(500, seed, epoch, "cpu").tolist() == sorted(range(500), key=signed.__getitem__)
 
 
-def test_seeds_and_epochs_have_orders_of_their_own():
+def test_each_seed_and_epoch_has_a_different_permutation():
     orders = {tuple(permutation(20, seed, epoch, "cpu").tolist()) for seed in range(20) for epoch in range(20)}
     assert len(orders) == 400
     assert torch.equal(permutation(20, 1, 2, "cpu"), permutation(20, 1, 2, "cpu"))
 
 
-def test_places_are_drawn_evenly():
-    """Over 4000 epochs each of 8 rows comes first about 500 times, within five standard errors."""
+def test_each_row_comes_first_equally_often():
+    """Each of 8 rows comes first in about 500 of 4000 epochs, within five standard errors."""
     first = torch.stack([permutation(8, 0, epoch, "cpu") for epoch in range(4000)])[:, 0].bincount(minlength=8)
     assert (first - 500).abs().max() < 5 * (4000 * (1 / 8) * (7 / 8)) ** 0.5
 
@@ -54,7 +54,7 @@ def test_places_are_drawn_evenly():
         (0, 3, False, []),
     ],
 )
-def test_bounds(count, size, drop_last, expected):
+def test_bounds_returns_the_rows_of_each_batch(count, size, drop_last, expected):
     assert bounds(count, size, drop_last) == expected
 
 
@@ -66,7 +66,7 @@ def test_bounds(count, size, drop_last, expected):
         ([torch.zeros(3), torch.zeros(4, 2)], "tensors: they have 3, 4 rows; give as many of each"),
     ],
 )
-def test_rows_that_differ_are_one_line(tensors, said):
+def test_check_rows_reports_different_row_counts_in_one_line(tensors, said):
     with pytest.raises(PerfsuiteError) as error:
         check_rows(tensors)
     assert str(error.value) == said
@@ -80,13 +80,13 @@ def test_rows_that_differ_are_one_line(tensors, said):
         (3, 4, True, "batch_size: 4 is more than the 3 examples, and drop_last leaves out what makes no whole batch; "),
     ],
 )
-def test_what_makes_no_batch_is_one_line(rows, size, drop_last, said):
+def test_check_batches_reports_rows_that_fill_no_batch_in_one_line(rows, size, drop_last, said):
     with pytest.raises(PerfsuiteError) as error:
         check_batches(rows, size, drop_last)
     assert str(error.value).startswith(said)
 
 
-def test_a_sampler_has_the_order_of_its_epoch():
+def test_sampler_yields_the_permutation_of_its_epoch():
     sampler = EpochSampler(9, seed=4)
     assert len(sampler) == 9
     for epoch in (0, 3):
@@ -95,7 +95,7 @@ def test_a_sampler_has_the_order_of_its_epoch():
 
 
 @pytest.mark.gpu
-def test_on_a_gpu_the_order_is_the_same(no_host_sync):
+def test_permutation_is_the_same_on_a_gpu(no_host_sync):
     with no_host_sync():
         there = permutation(40_000, 7, 3, "cuda")
     assert torch.equal(there.cpu(), permutation(40_000, 7, 3, "cpu"))

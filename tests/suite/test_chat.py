@@ -1,4 +1,4 @@
-"""A chat model's tokenizer: its template, what is tokenized apart, and what is refused."""
+"""A chat model's tokenizer: its template, separate tokenization of prompt and reply, and errors."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ TEMPLATE = """{% for message in messages %}
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A tokenizer of characters, with a template."""
+    """Folder with a character-level tokenizer and a chat template."""
     words = ["<|start|>", "<|end|>", *map(chr, range(32, 127)), "\n"]
     tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel({w: i for i, w in enumerate(words)}, unk_token="?"))
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Split(tokenizers.Regex("."), "isolated")
@@ -40,7 +40,7 @@ def configured(folder: Path, **fields: Any) -> None:
     (folder / "tokenizer_config.json").write_text(json.dumps(fields))
 
 
-def test_a_prompt_is_what_the_template_writes(folder: Path) -> None:
+def test_prompt_is_the_tokenized_output_of_the_template(folder: Path) -> None:
     chat = Chat(folder)
     messages = [Message("system", "Be kind."), Message("user", "Hi")]
     text = chat.text(messages, asks=True)
@@ -50,7 +50,7 @@ def test_a_prompt_is_what_the_template_writes(folder: Path) -> None:
     assert len(tokens) == len(text) - 3 * len("<|start|>") - 2 * len("<|end|>") + 5
 
 
-def test_a_reply_ends_with_the_token_that_ends_it(folder: Path) -> None:
+def test_reply_ends_with_the_end_token(folder: Path) -> None:
     chat = Chat(folder)
     found = chat.encode(single_turn("Hi", "Hello"))
     assert list(found.tokens[: found.prompt]) == chat.prompt([Message("user", "Hi")])
@@ -59,25 +59,25 @@ def test_a_reply_ends_with_the_token_that_ends_it(folder: Path) -> None:
     assert len(found.tokens) - found.prompt == len("Hello") + 1
 
 
-def test_a_template_that_ends_no_reply_gets_its_end(folder: Path) -> None:
+def test_encode_adds_the_end_token_if_the_template_does_not(folder: Path) -> None:
     configured(folder, eos_token="<|end|>", chat_template="{% for m in messages %}{{ m['content'] }}{% endfor %}")
     found = Chat(folder).encode(single_turn("a", "b"))
     assert found.tokens[-1] == 1
     assert len(found.tokens) == 3
 
 
-def test_a_file_of_its_own_is_the_template(folder: Path) -> None:
+def test_chat_template_file_overrides_the_tokenizer_configuration(folder: Path) -> None:
     (folder / "chat_template.jinja").write_text("{{ messages[0]['content'] | tojson }}")
     assert Chat(folder).text([Message("user", "é")], asks=False) == '"é"'
 
 
-def test_the_default_of_several_templates_is_taken(folder: Path) -> None:
+def test_template_named_default_is_chosen_from_several(folder: Path) -> None:
     several = [{"name": "tools", "template": "no"}, {"name": "default", "template": "yes"}]
     configured(folder, eos_token="<|end|>", chat_template=several)
     assert Chat(folder).text([Message("user", "a")], asks=False) == "yes"
 
 
-def test_a_template_cannot_reach_python(folder: Path) -> None:
+def test_template_cannot_access_python_attributes(folder: Path) -> None:
     configured(folder, eos_token="<|end|>", chat_template="{{ messages.__class__.__mro__ }}")
     with pytest.raises(PerfsuiteError, match="refuses the messages: access to attribute '__class__'"):
         Chat(folder).text([Message("user", "a")], asks=False)
@@ -93,13 +93,13 @@ def test_a_template_cannot_reach_python(folder: Path) -> None:
         ({"eos_token": "<|no|>", "chat_template": "a"}, "names no eos_token of the vocabulary"),
     ],
 )
-def test_what_a_tokenizer_lacks_is_named(folder: Path, fields: dict[str, Any], words: str) -> None:
+def test_missing_template_or_end_token_is_reported(folder: Path, fields: dict[str, Any], words: str) -> None:
     configured(folder, **fields)
     with pytest.raises(PerfsuiteError, match=words):
         Chat(folder)
 
 
-def test_files_that_cannot_be_read_are_named(folder: Path) -> None:
+def test_missing_or_damaged_tokenizer_files_are_reported(folder: Path) -> None:
     with pytest.raises(PerfsuiteError, match="absent is no folder; name one that has a model"):
         Chat(folder / "absent")
     for name, content, words in (
@@ -117,14 +117,14 @@ def test_files_that_cannot_be_read_are_named(folder: Path) -> None:
         Chat(folder)
 
 
-def test_a_template_may_refuse(folder: Path) -> None:
+def test_template_can_reject_messages_with_raise_exception(folder: Path) -> None:
     template = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system message') }}{% endif %}"
     configured(folder, eos_token="<|end|>", chat_template=template)
     with pytest.raises(PerfsuiteError, match="refuses the messages: no system message"):
         Chat(folder).encode(Example((Message("system", "a"), Message("user", "b")), "c"))
 
 
-def test_a_template_that_writes_a_prompt_otherwise_later_is_refused(folder: Path) -> None:
+def test_template_that_renders_the_prompt_differently_with_a_reply_is_rejected(folder: Path) -> None:
     template = "{{ messages | length }}{% for m in messages %}{{ m['content'] }}{% endfor %}"
     configured(folder, eos_token="<|end|>", chat_template=template)
     with pytest.raises(PerfsuiteError, match="writes a prompt otherwise once it has a reply"):

@@ -1,4 +1,4 @@
-"""Checkpoints: written whole or not at all, read without trust."""
+"""Checkpoints: atomic writes, and validation when they are read."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from suite.runtime.checkpoints import check, load, restore_rng
 
 
 def written(folder: Path, *windows: int) -> list[Path]:
-    """Write checkpoints and drop none; by the file system's clock each is older than the one before."""
+    """Write checkpoints and remove none. Each has an older modification time than the previous one."""
     paths = []
     for count in windows:
         paths.append(Store(folder, keep=99).save(made(count)))
@@ -31,14 +31,14 @@ def written(folder: Path, *windows: int) -> list[Path]:
 
 
 def names(folder: Path) -> list[str]:
-    """Return the numbers of the checkpoints, the last one first."""
+    """Return the numbers of the checkpoints, latest first."""
     return [p.name.removeprefix("window-").replace(".pt", "").lstrip("0") for p in Store(folder).files()]
 
 
 # --- round trip -----------------------------------------------------------------------------------------------------
 
 
-def test_what_is_saved_is_loaded(tmp_path: Path) -> None:
+def test_saved_checkpoint_is_loaded_unchanged(tmp_path: Path) -> None:
     path = Store(tmp_path).save(made(7))
     assert path == tmp_path / "window-00000007.pt"
     found = load(path, "toy")
@@ -48,11 +48,11 @@ def test_what_is_saved_is_loaded(tmp_path: Path) -> None:
     assert [p.name for p in tmp_path.iterdir()] == [path.name], "nothing temporary is left"
 
 
-def test_generators_go_on_where_they_were(tmp_path: Path) -> None:
+def test_random_generators_continue_from_the_saved_state(tmp_path: Path) -> None:
     random.seed(3)
     numpy.random.seed(3)
     torch.manual_seed(3)
-    numpy.random.randn()  # the legacy generator keeps a second normal value back
+    numpy.random.randn()  # the legacy generator caches a second normal value
     path = Store(tmp_path).save(made())
 
     def draw() -> tuple[Any, ...]:
@@ -64,8 +64,8 @@ def test_generators_go_on_where_they_were(tmp_path: Path) -> None:
     assert draw() == expected
 
 
-def test_the_number_says_which_is_the_last_and_no_clock(tmp_path: Path) -> None:
-    """The number decides even if the clock is set back between any two checkpoints."""
+def test_latest_checkpoint_has_the_largest_number_whatever_its_modification_time(tmp_path: Path) -> None:
+    """The clock is set back between every two checkpoints."""
     written(tmp_path, 1, 2, 3)
     store = Store(tmp_path, keep=2)
     for windows in range(4, 8):
@@ -75,15 +75,15 @@ def test_the_number_says_which_is_the_last_and_no_clock(tmp_path: Path) -> None:
     assert load(store.latest()).windows == 7
 
 
-def test_numbers_of_more_digits_are_later(tmp_path: Path) -> None:
+def test_numbers_with_more_digits_sort_later(tmp_path: Path) -> None:
     counts = [99_999_999, 100_000_000, 999_999_999, 1_000_000_000, 10**17]
     written(tmp_path, *counts)
     assert names(tmp_path) == [str(count) for count in reversed(counts)]
     assert load(Store(tmp_path).latest()).windows == 10**17
 
 
-def test_a_run_from_an_earlier_one_leaves_the_later_ones_behind(tmp_path: Path) -> None:
-    """Later ones are dropped, but only when others exist; the run that resumed from 100 is the last one at once."""
+def test_saving_an_earlier_number_renames_later_checkpoints_to_old(tmp_path: Path) -> None:
+    """The run that resumed from 100 has the latest checkpoint at once. Later ones are removed as others are saved."""
     written(tmp_path, 100, 200, 300)
     store = Store(tmp_path, keep=3)
     store.save(made(120))
@@ -93,7 +93,7 @@ def test_a_run_from_an_earlier_one_leaves_the_later_ones_behind(tmp_path: Path) 
     assert names(tmp_path) == ["140", "120", "100"]
 
 
-def test_what_was_left_behind_twice(tmp_path: Path) -> None:
+def test_old_checkpoints_of_the_same_number_get_distinct_names(tmp_path: Path) -> None:
     written(tmp_path, 100, 300)
     store = Store(tmp_path, keep=9)
     for windows in (200, 300, 150):
@@ -101,7 +101,7 @@ def test_what_was_left_behind_twice(tmp_path: Path) -> None:
     assert names(tmp_path) == ["150", "100", "300.old2", "300.old", "200.old"]
 
 
-def test_a_name_that_says_another_number_is_refused(tmp_path: Path) -> None:
+def test_load_rejects_a_file_whose_name_has_another_number(tmp_path: Path) -> None:
     path, _ = written(tmp_path, 5, 6)
     wrong = path.rename(tmp_path / "window-00000300.pt")
     with pytest.raises(CheckpointError) as caught:
@@ -112,7 +112,7 @@ def test_a_name_that_says_another_number_is_refused(tmp_path: Path) -> None:
     assert load(wrong.rename(tmp_path / "best.pt")).windows == 5, "a name without a number says nothing"
 
 
-def test_other_files_are_left_alone(tmp_path: Path) -> None:
+def test_other_files_are_ignored_and_kept(tmp_path: Path) -> None:
     (tmp_path / "notes.pt").write_text("mine")
     mine = {"notes.pt", "window-1.txt", "window-7.pt", "window-000000009.pt", "window-0000000\u0669.pt"}
     for name in mine:
@@ -124,8 +124,8 @@ def test_other_files_are_left_alone(tmp_path: Path) -> None:
     assert {p.name for p in tmp_path.iterdir()} == {*mine, "window-00000002.pt"}
 
 
-def test_a_folder_or_a_dead_link_in_a_checkpoint_s_place_is_reported_and_stays(tmp_path: Path) -> None:
-    """It does not make `latest` take an earlier one unasked, nor make a run fail that resumes from an earlier one."""
+def test_a_folder_or_dead_link_named_as_a_checkpoint_is_reported_and_kept(tmp_path: Path) -> None:
+    """`latest` does not silently choose an earlier one, and a run that resumes from an earlier one can save."""
     store = Store(tmp_path, keep=2)
     written(tmp_path, 1, 2)
     (tmp_path / "window-00000008.pt").symlink_to(tmp_path / "not-mounted")
@@ -140,7 +140,7 @@ def test_a_folder_or_a_dead_link_in_a_checkpoint_s_place_is_reported_and_stays(t
     assert (tmp_path / "window-00000009.pt.old").is_dir()
 
 
-def test_no_checkpoint_yet(tmp_path: Path) -> None:
+def test_latest_without_checkpoints_raises_error(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"no checkpoint in .*leave out --resume"):
         Store(tmp_path / "nowhere").latest()
 
@@ -149,7 +149,7 @@ def test_no_checkpoint_yet(tmp_path: Path) -> None:
 
 
 class Moments:
-    """Copies of the folder that a kill would leave: before each call by which a save changes it, and at the end."""
+    """Copies of the folder before each call with which a save changes it, and at the end: what a kill would leave."""
 
     CALLS = ("fsync", "replace", "rename", "unlink", "mkdir")
 
@@ -174,7 +174,7 @@ class Moments:
         self._copying = False
 
     def last(self) -> list[int]:
-        """Return the window at which `--resume latest` begins, for each moment; each is a whole checkpoint."""
+        """Return the windows of the latest checkpoint at each moment, and assert that each checkpoint is complete."""
         self.copy()
         self._copying = True
         folders = [self._copies / str(n) for n in range(len(self.calls) + 1)]
@@ -193,7 +193,9 @@ def moments(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Ca
     return lambda: Moments(folder, tmp_path / "moments", monkeypatch)
 
 
-def test_a_kill_at_any_moment_of_a_save_leaves_a_whole_one(folder: Path, moments: Callable[[], Moments]) -> None:
+def test_a_kill_at_any_moment_of_a_save_leaves_a_complete_checkpoint(
+    folder: Path, moments: Callable[[], Moments]
+) -> None:
     written(folder, 1, 2)
     seen = moments()
     store = Store(folder, keep=2)
@@ -204,8 +206,10 @@ def test_a_kill_at_any_moment_of_a_save_leaves_a_whole_one(folder: Path, moments
     assert set(found) == {2, 3}
 
 
-def test_none_is_dropped_before_the_new_one_lasts(folder: Path, moments: Callable[[], Moments]) -> None:
-    """This holds for a power loss, too: its bytes, then its name, are flushed to the disk before."""
+def test_old_checkpoints_are_removed_only_after_the_new_one_is_flushed(
+    folder: Path, moments: Callable[[], Moments]
+) -> None:
+    """A power loss is covered too: the file's bytes, then its name, are flushed to disk first."""
     written(folder, 1, 2)
     seen = moments()
     Store(folder, keep=1).save(made(3))
@@ -214,10 +218,10 @@ def test_none_is_dropped_before_the_new_one_lasts(folder: Path, moments: Callabl
 
 
 @pytest.mark.parametrize("after", [100, -1])
-def test_a_kill_while_others_are_left_behind_leaves_a_whole_one(
+def test_a_kill_while_checkpoints_are_renamed_to_old_leaves_a_complete_one(
     folder: Path, moments: Callable[[], Moments], after: int
 ) -> None:
-    """A whole checkpoint is left by a run that resumes from 100, and by one that begins anew."""
+    """Covers a run that resumes from 100 and a run that starts from scratch."""
     written(folder, 100, 200, 300)
     seen = moments()
     store = Store(folder, keep=1)
@@ -229,14 +233,14 @@ def test_a_kill_while_others_are_left_behind_leaves_a_whole_one(
     assert set(found[found.index(110) :]) == {110}
 
 
-def test_what_a_killed_run_left_half_written_goes(tmp_path: Path) -> None:
+def test_tidy_removes_half_written_files_of_killed_runs(tmp_path: Path) -> None:
     (tmp_path / f".window-00000001.pt.{os.getpid()}.tmp").write_text("half, of a process whose number is used again")
     (tmp_path / ".mine.tmp").write_text("mine")
     Store(tmp_path).tidy()
     assert [p.name for p in tmp_path.iterdir()] == [".mine.tmp"]
 
 
-def test_a_link_in_the_place_of_what_is_written_is_not_followed(tmp_path: Path) -> None:
+def test_save_does_not_follow_symbolic_links(tmp_path: Path) -> None:
     mine = tmp_path / "mine"
     mine.write_text("mine")
     (tmp_path / f".window-00000001.pt.{os.getpid()}.tmp").symlink_to(mine)
@@ -246,7 +250,7 @@ def test_a_link_in_the_place_of_what_is_written_is_not_followed(tmp_path: Path) 
     assert load(tmp_path / "window-00000001.pt").windows == 1
 
 
-def test_a_full_disk_leaves_the_last_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_leaves_the_previous_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store = Store(tmp_path, keep=1)
     store.save(made(1))
 
@@ -266,7 +270,7 @@ def test_a_full_disk_leaves_the_last_one(tmp_path: Path, monkeypatch: pytest.Mon
 # --- damaged, foreign -----------------------------------------------------------------------------------------------
 
 
-def test_a_checkpoint_cut_anywhere_is_one_line(tmp_path: Path) -> None:
+def test_a_truncated_checkpoint_is_reported_in_one_line(tmp_path: Path) -> None:
     path = Store(tmp_path).save(made())
     whole = path.read_bytes()
     for length in (0, 1, 100, len(whole) // 2, len(whole) - 30, len(whole) - 1):
@@ -278,8 +282,8 @@ def test_a_checkpoint_cut_anywhere_is_one_line(tmp_path: Path) -> None:
         assert "\n" not in str(caught.value)
 
 
-def test_one_bit_is_noticed(tmp_path: Path) -> None:
-    """One changed bit in a tensor's data is noticed, although torch itself would load the file."""
+def test_one_flipped_bit_is_detected(tmp_path: Path) -> None:
+    """One flipped bit in a tensor's data is detected, although torch itself would load the file."""
     path = Store(tmp_path).save(made())
     whole = bytearray(path.read_bytes())
     place = whole.index(numpy.arange(501.0, 505.0, dtype="<f4").tobytes())
@@ -289,7 +293,7 @@ def test_one_bit_is_noticed(tmp_path: Path) -> None:
         load(path)
 
 
-def test_the_remedy_names_the_one_before(tmp_path: Path) -> None:
+def test_remedy_names_the_checkpoint_before_the_damaged_one(tmp_path: Path) -> None:
     first, second, third = written(tmp_path, 1, 2, 3)
     second.write_bytes(b"")
     third.write_bytes(b"")
@@ -301,7 +305,7 @@ def test_the_remedy_names_the_one_before(tmp_path: Path) -> None:
         load(first)
 
 
-def test_random_damage_is_never_another_error(tmp_path: Path) -> None:
+def test_random_damage_raises_no_error_but_checkpoint_error(tmp_path: Path) -> None:
     path = Store(tmp_path).save(made())
     whole = path.read_bytes()
     chance = random.Random(5)
@@ -326,14 +330,14 @@ def test_random_damage_is_never_another_error(tmp_path: Path) -> None:
         ({"format": "perfsuite.checkpoint", "version": 1, "name": "toy"}, "is damaged: it lacks windows, items"),
     ],
 )
-def test_a_foreign_checkpoint_is_one_line(tmp_path: Path, content: object, message: str) -> None:
+def test_a_file_with_other_contents_raises_checkpoint_error(tmp_path: Path, content: object, message: str) -> None:
     path = tmp_path / "window-00000001.pt"
     torch.save(content, path)
     with pytest.raises(CheckpointError, match=message):
         load(path)
 
 
-def test_another_zip(tmp_path: Path) -> None:
+def test_a_zip_file_without_a_checkpoint_raises_checkpoint_error(tmp_path: Path) -> None:
     path = tmp_path / "x.pt"
     with zipfile.ZipFile(path, "w") as archive:
         archive.writestr("a", "b")
@@ -341,7 +345,7 @@ def test_another_zip(tmp_path: Path) -> None:
         load(path)
 
 
-def test_no_code_of_a_checkpoint_is_run(tmp_path: Path) -> None:
+def test_load_executes_no_code_from_the_file(tmp_path: Path) -> None:
     class Evil:
         def __reduce__(self) -> tuple[Any, ...]:
             return os.mkdir, (str(tmp_path / "was-here"),)
@@ -353,19 +357,19 @@ def test_no_code_of_a_checkpoint_is_run(tmp_path: Path) -> None:
     assert not (tmp_path / "was-here").exists()
 
 
-def test_another_trainers(tmp_path: Path) -> None:
+def test_load_rejects_a_checkpoint_of_another_trainer(tmp_path: Path) -> None:
     path = Store(tmp_path).save(made())
     with pytest.raises(CheckpointError, match="is of the trainer 'toy', not of 'trainer2'"):
         load(path, "trainer2")
 
 
 @pytest.mark.parametrize("name", ["nowhere.pt", "."])
-def test_no_file(tmp_path: Path, name: str) -> None:
+def test_a_missing_file_or_a_folder_raises_checkpoint_error(tmp_path: Path, name: str) -> None:
     with pytest.raises(CheckpointError):
         load(tmp_path / name)
 
 
-# --- what may be written --------------------------------------------------------------------------------------------
+# --- values that may be written -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -377,12 +381,12 @@ def test_no_file(tmp_path: Path, name: str) -> None:
         ({(1, 2): 3}, "state has a key of type tuple"),
     ],
 )
-def test_a_state_that_must_not_be_written(state: Any, message: str) -> None:
+def test_check_rejects_nan_and_types_that_cannot_be_read_back(state: Any, message: str) -> None:
     with pytest.raises(CheckpointError, match=message):
         check(state)
 
 
-def test_a_state_that_may_be_written_can_be_read(tmp_path: Path) -> None:
+def test_a_state_that_passes_check_can_be_read_back(tmp_path: Path) -> None:
     state = {
         1: [None, True, "x", b"y", (torch.float16, torch.device("cpu"), torch.Size([2]))],
         "inf": torch.tensor([float("inf")]),

@@ -1,4 +1,4 @@
-"""The claims of the sources: their verdicts, their file and page, and the command."""
+"""The sources' claims: their verdicts, their JSON file and Markdown page, and the command."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def timed(name: str, *seconds: float, syncs: int = 0, launches: int = 9) -> Time
 
 @pytest.fixture
 def windows(monkeypatch: pytest.MonkeyPatch) -> dict[str, Timed]:
-    """Replace the measured times of windows by these."""
+    """Replace the measured window times by fixed ones."""
     found = {
         REFERENCE: timed(REFERENCE, 1.0, 1.1, 1.2, launches=1000),
         "without graphs": timed("without graphs", 0.88, 0.97, 1.05, launches=500),
@@ -60,41 +60,41 @@ def windows(monkeypatch: pytest.MonkeyPatch) -> dict[str, Timed]:
         (-3, 16, UNMEASURED),
     ],
 )
-def test_an_interval_that_meets_what_is_claimed_confirms_it(low: float, high: float, verdict: str) -> None:
+def test_an_interval_that_overlaps_the_claimed_one_confirms_the_claim(low: float, high: float, verdict: str) -> None:
     found, finding = measuring.within(low, high, 15, 25, "so much")
     assert found == verdict
     assert finding == "so much" + ". That may as well be nothing: too noisy to tell" * (verdict == UNMEASURED)
 
 
 @pytest.mark.parametrize(("low", "verdict"), [(1.01, CONFIRMED), (0.9, UNMEASURED)])
-def test_a_ratio_of_1_is_no_effect(low: float, verdict: str) -> None:
+def test_within_treats_a_ratio_of_1_as_no_effect(low: float, verdict: str) -> None:
     assert measuring.within(low, 1.6, 1.5, 2, "so much", nothing=1)[0] == verdict
 
 
-def test_a_distance_that_is_nan_passes_no_bound() -> None:
+def test_largest_distance_is_infinite_if_one_is_nan() -> None:
     assert measuring.largest([0.5, math.nan, 0.25]) == math.inf
     assert measuring.largest([0.5, 0.75]) == 0.75
 
 
-def test_every_claim_of_the_source_has_a_test() -> None:
+def test_every_claim_of_the_source_has_a_check() -> None:
     assert list(trainer2.CHECKS.all) == [f"C{n}" for n in range(1, 13)]
 
 
-def test_what_says_something_of_a_gpu_is_not_measured_without_one() -> None:
+def test_claims_about_gpus_are_not_measured_without_a_gpu() -> None:
     for test in trainer2.CHECKS.all.values():
         if test.gpu:
             assert test.answer(SMALL) == (UNMEASURED, "there is no GPU")
     assert [t.id for t in trainer2.CHECKS.all.values() if not t.gpu] == ["C9", "C10", "C11"]
 
 
-def test_a_claim_is_measured_once() -> None:
+def test_a_second_check_of_the_same_claim_raises_error() -> None:
     tests = Checks()
     tests("C1", "one")(lambda setting: (CONFIRMED, ""))
     with pytest.raises(ValueError, match="C1 is measured twice"):
         tests("C1", "two")(lambda setting: (CONFIRMED, ""))
 
 
-def test_graphs_are_judged_by_the_time_they_save(windows: dict[str, Timed]) -> None:
+def test_verdict_on_graphs_depends_on_the_time_they_save(windows: dict[str, Timed]) -> None:
     verdict, finding = trainer2.graphs(SMALL)
     assert verdict == EXCEEDED
     assert "a window takes 970 ms without and 240 ms with them" in finding
@@ -103,7 +103,9 @@ def test_graphs_are_judged_by_the_time_they_save(windows: dict[str, Timed]) -> N
     assert trainer2.graphs(SMALL)[0] == CONFIRMED
 
 
-def test_without_a_graph_nothing_is_said_of_graphs(windows: dict[str, Timed], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_claims_about_graphs_are_unmeasured_if_capture_fails(
+    windows: dict[str, Timed], monkeypatch: pytest.MonkeyPatch
+) -> None:
     why = "cuda_graph_step runs eagerly: the step cannot be captured: why"
     windows[ALL] = dataclasses.replace(windows[ALL], notes=("another", why))
     assert trainer2.graphs(SMALL) == trainer2.together(SMALL) == (UNMEASURED, why)
@@ -114,7 +116,7 @@ def test_without_a_graph_nothing_is_said_of_graphs(windows: dict[str, Timed], mo
 
 
 class Refused:
-    """Trainer that warns."""
+    """Trainer that warns that it runs eagerly, if `why` is given."""
 
     def __init__(self, why: str | None) -> None:
         self.why = why
@@ -127,8 +129,8 @@ class Refused:
         return {"loss": 1.0}
 
 
-def test_each_count_of_blocks_is_emptied_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The allocator keeps freed memory: what one count leaves is not returned within the time of the other."""
+def test_stall_times_each_number_of_blocks_with_an_empty_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The allocator caches freed memory, so one count's blocks must not be freed in the other count's time."""
     cached, returned = 0, []
 
     class Blocks(list[int]):
@@ -146,24 +148,24 @@ def test_each_count_of_blocks_is_emptied_alone(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(torch.cuda, "empty_cache", emptied)
     monkeypatch.setattr(trainer2, "_blocks", lambda device, count: Blocks(count))
     trainer2.stall(SMALL)
-    timed = returned[1::2]  # before each there is one that is not timed
+    timed = returned[1::2]  # an untimed call precedes each timed one
     assert timed[: 2 * SMALL.rounds] == [16, 256] * SMALL.rounds
 
 
-def test_all_together_is_judged_without_graphs(windows: dict[str, Timed]) -> None:
+def test_together_compares_the_time_without_graphs(windows: dict[str, Timed]) -> None:
     verdict, finding = trainer2.together(SMALL)
     assert verdict == CONFIRMED
     assert "without graphs a window of 1.10 s takes 970 ms: 12.1% (11.2 to 13) less" in finding
 
 
-@FULLY  # it scripts and times
-def test_scripting_is_judged_by_its_share_of_a_window(windows: dict[str, Timed]) -> None:
+@FULLY  # scripting and timing are slow
+def test_verdict_on_scripting_depends_on_its_share_of_a_window(windows: dict[str, Timed]) -> None:
     verdict, finding = trainer2.scripting(SMALL)
-    assert verdict == REFUTED  # of a window of a second nothing this small is 1%
+    assert verdict == REFUTED  # too small to be 1% of a one-second window
     assert "of a window of the reference" in finding
 
 
-def test_functions_are_judged_on_any_device() -> None:
+def test_claims_about_functions_are_measured_on_any_device() -> None:
     assert trainer2.in_place(SMALL) == (CONFIRMED, "bit for bit, in 100 draws of up to 64 steps")
     assert trainer2.perplexity(SMALL)[0] == REFUTED
     verdict, finding = trainer2.sign(SMALL)
@@ -171,7 +173,7 @@ def test_functions_are_judged_on_any_device() -> None:
     assert "g grows along the velocity" in finding
 
 
-def test_another_sum_is_refuted(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_in_place_is_refuted_if_results_differ(monkeypatch: pytest.MonkeyPatch) -> None:
     def implementation(module: str, function: str, *, optimized: bool) -> Any:
         return lambda start: lambda velocities: velocities.sum(0) + optimized
 
@@ -181,18 +183,18 @@ def test_another_sum_is_refuted(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "differ by 1" in finding
 
 
-def test_a_window_is_timed_in_its_four_arms() -> None:
+def test_window_is_timed_in_four_arms() -> None:
     found = trainer2._window(SMALL)
     assert set(found) == {REFERENCE, ALL, "without graphs", "one at a time"}
     assert all(len(t.seconds) == SMALL.rounds for t in found.values())
 
 
 @pytest.mark.gpu
-def test_on_a_gpu_every_claim_has_a_verdict() -> None:
+def test_every_claim_has_a_verdict_on_a_gpu() -> None:
     given = dataclasses.replace(SMALL, device=torch.device("cuda"))
     for test in trainer2.CHECKS.all.values():
         verdict, finding = test.answer(given)
-        noisy = {"C3", "C6", "C8"}  # two rounds
+        noisy = {"C3", "C6", "C8"}  # too noisy with two rounds
         assert verdict in {CONFIRMED, EXCEEDED, REFUTED, DEPENDS, *({UNMEASURED} if test.id in {"C11", *noisy} else ())}
         assert finding
 
@@ -200,7 +202,7 @@ def test_on_a_gpu_every_claim_has_a_verdict() -> None:
 # --- the file and the page ------------------------------------------------------------------------------------------
 
 
-def test_claims_are_kept_in_the_order_of_their_numbers(tmp_path: Path) -> None:
+def test_claims_are_saved_in_numerical_order(tmp_path: Path) -> None:
     path = tmp_path / "claims.json"
     assert record.load(path) == {}
     given = {name: made(name) for name in ("C10", "C2")}
@@ -223,14 +225,14 @@ def test_claims_are_kept_in_the_order_of_their_numbers(tmp_path: Path) -> None:
         json.dumps({"schema": 1, "claims": [{**dataclasses.asdict(made("C1")), "id": 5}]}),
     ],
 )
-def test_a_file_that_holds_something_else_is_an_error(text: str, tmp_path: Path) -> None:
+def test_load_rejects_files_that_hold_no_claims(text: str, tmp_path: Path) -> None:
     path = tmp_path / "claims.json"
     path.write_text(text)
     with pytest.raises(PerfsuiteError, match=r"claims.json holds no claims .*; move it away"):
         record.load(path)
 
 
-def test_there_are_five_verdicts() -> None:
+def test_unknown_verdict_raises_value_error() -> None:
     with pytest.raises(
         ValueError, match="'perhaps' is not one of confirmed, more than claimed, refuted, depends, not m"
     ):
@@ -246,7 +248,9 @@ def test_there_are_five_verdicts() -> None:
         (2e-6, 2e-6, REFUTED, "an in-place"),
     ],
 )
-def test_launches_are_judged_by_both(eager: float, node: float, verdict: str, words: str) -> None:
+def test_launch_verdict_covers_eager_launches_and_graph_nodes(
+    eager: float, node: float, verdict: str, words: str
+) -> None:
     found, finding = trainer2.launch_verdict(1e6 * eager, 1e6 * node)
     assert found == verdict
     assert finding.startswith(words)
@@ -255,7 +259,7 @@ def test_launches_are_judged_by_both(eager: float, node: float, verdict: str, wo
 # --- the command ----------------------------------------------------------------------------------------------------
 
 
-def test_the_command_measures_the_chosen_ones_and_keeps_the_others(tmp_path: Path) -> None:
+def test_command_measures_the_chosen_claims_and_keeps_the_others(tmp_path: Path) -> None:
     record.save({"C1": made("C1", trainer="trainer2"), "C9": made("C9", trainer="trainer2")}, tmp_path / "claims.json")
     done = CliRunner().invoke(claims, ["trainer2", "--only", "C9", "--device", "cpu", "--out", str(tmp_path)])
     assert done.exit_code == 0, done.output
@@ -266,7 +270,7 @@ def test_the_command_measures_the_chosen_ones_and_keeps_the_others(tmp_path: Pat
     assert "**confirmed** | bit for bit" in (tmp_path / "claims.md").read_text()
 
 
-def test_what_was_measured_stays_where_it_cannot_be_measured(tmp_path: Path) -> None:
+def test_an_earlier_verdict_is_kept_if_the_claim_cannot_be_measured_here(tmp_path: Path) -> None:
     given = made("C6", trainer="trainer2")
     record.save({"C6": given}, tmp_path / "claims.json")
     asked = ["trainer2", "--only", "C6", "--only", "C7", "--device", "cpu", "--out", str(tmp_path)]
@@ -279,7 +283,7 @@ def test_what_was_measured_stays_where_it_cannot_be_measured(tmp_path: Path) -> 
     assert "| C6 | It pays. | **confirmed** |" in (tmp_path / "claims.md").read_text()
 
 
-def test_a_folder_that_cannot_be_written_into_is_reported_before_anything_is_measured(tmp_path: Path) -> None:
+def test_an_unusable_output_folder_is_reported_before_anything_is_measured(tmp_path: Path) -> None:
     (tmp_path / "claims.md").write_text("")
     asked = ["trainer2", "--only", "C9", "--device", "cpu", "--out", str(tmp_path / "claims.md/x")]
     done = CliRunner().invoke(claims, asked)
@@ -289,7 +293,7 @@ def test_a_folder_that_cannot_be_written_into_is_reported_before_anything_is_mea
 
 
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA out of memory. Tried."), MemoryError()])
-def test_memory_that_does_not_suffice_ends_a_claim_and_not_the_others(
+def test_out_of_memory_in_one_claim_does_not_stop_the_others(
     error: Exception, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     def full(setting: Any) -> Any:
@@ -313,7 +317,7 @@ def test_memory_that_does_not_suffice_ends_a_claim_and_not_the_others(
         (["trainer3"], "no trainer is called 'trainer3'; did you mean trainer2?"),
     ],
 )
-def test_what_there_is_not_ends_in_one_line(arguments: list[str], says: str, tmp_path: Path) -> None:
+def test_an_unknown_claim_or_trainer_is_reported_in_one_line(arguments: list[str], says: str, tmp_path: Path) -> None:
     done = CliRunner().invoke(claims, [*arguments, "--device", "cpu", "--out", str(tmp_path)])
     assert done.exit_code == 1
     (line,) = done.output.splitlines()
@@ -321,7 +325,7 @@ def test_what_there_is_not_ends_in_one_line(arguments: list[str], says: str, tmp
     assert not list(tmp_path.iterdir())
 
 
-def test_a_damaged_file_is_not_written_over(tmp_path: Path) -> None:
+def test_a_damaged_claims_file_is_not_overwritten(tmp_path: Path) -> None:
     path = tmp_path / "claims.json"
     path.write_text(json.dumps({"schema": 7}))
     done = CliRunner().invoke(claims, ["trainer2", "--only", "C9", "--device", "cpu", "--out", str(tmp_path)])

@@ -1,4 +1,4 @@
-"""eigenstate_lm's claims: what a CPU can show of them, and how what only a GPU shows is judged."""
+"""eigenstate_lm's claims: measurements on a CPU, and verdicts on given figures."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ ON_GPU = ["C47", "C48", "C55", "C57", "C60"]
 
 @pytest.fixture(autouse=True)
 def anew() -> Iterator[None]:
-    """Clear the cache of times, so that a test's times are not those of another test."""
+    """Clear the cached times, so that no test uses those of another test."""
     measured.step_seconds.cache_clear()
     yield
     measured.step_seconds.cache_clear()
@@ -52,19 +52,19 @@ def test_every_claim_of_the_source_has_a_function_and_a_text() -> None:
     assert trainers.checks_of("eigenstate_lm") == (eigenstate_lm.CHECKS, eigenstate_lm.setting)
 
 
-def test_what_says_something_of_a_gpu_is_not_measured_without_one() -> None:
+def test_claims_about_gpus_are_not_measured_without_a_gpu() -> None:
     assert [c.id for c in CHECKS.values() if c.gpu] == ON_GPU
     assert {CHECKS[name].answer(SMALL) for name in ON_GPU} == {(UNMEASURED, "there is no GPU")}
 
 
-def test_a_gpu_gets_the_source_s_size() -> None:
+def test_setting_on_a_gpu_has_the_source_s_sizes() -> None:
     given = eigenstate_lm.setting(torch.device("cuda"))
     assert given.config == TrainConfig(accumulation=1)
     assert (given.config.tokens, given.rows) == (131_072, 131_072)
     assert parameters(given.config.sizes(given.vocabulary)) == 123_104_256
 
 
-def test_what_is_trained_is_the_tiny_configuration() -> None:
+def test_tiny_setting_matches_the_tiny_configuration_file() -> None:
     pytest.importorskip("jsonargparse")
     from suite import configuration
     from suite.runtime import Options
@@ -78,7 +78,7 @@ def test_what_is_trained_is_the_tiny_configuration() -> None:
 # --- on a CPU -------------------------------------------------------------------------------------------------------
 
 
-def test_the_recurrence_is_a_scan() -> None:
+def test_sequential_recurrence_claim_is_refuted_by_the_scan() -> None:
     verdict, finding = eigenstate_lm.sequential(SMALL)
     assert verdict == REFUTED
     assert "for 64 tokens" in finding
@@ -86,22 +86,22 @@ def test_the_recurrence_is_a_scan() -> None:
     assert "for 1,024; scanned they take" in finding
 
 
-def test_chunks_leave_the_result_and_change_the_memory() -> None:
+def test_chunk_sizes_change_the_memory_and_not_the_result() -> None:
     verdict, finding = eigenstate_lm.chunks(SMALL)
     assert verdict == DEPENDS
     assert finding.startswith("on whether memory counts")
     assert all(f" {chunk}: " in finding for chunk in eigenstate_lm_setting.CHUNKS)
 
 
-def test_the_gradient_reaches_tens_of_tokens_back() -> None:
+def test_gradient_reaches_less_than_the_claimed_context() -> None:
     verdict, finding = eigenstate_lm.reach(SMALL)
     assert verdict == REFUTED
     assert "after 1,587 tokens and after" in finding  # 0.99 ** 1587 is the first below 2 ** -23
     assert "is 1e-143" in finding
-    assert "|" not in finding  # which parts the cells of a table
+    assert "|" not in finding  # it would separate the cells of a Markdown table
 
 
-def test_the_source_s_network_begins_with_eigenvalues_of_little_reach() -> None:
+def test_initial_eigenvalues_of_the_source_s_network_are_below_0_545() -> None:
     first, most = measured.decays(dataclasses.replace(SMALL, config=eigenstate_lm_setting.SOURCE))
     sizes = [eigenstate_lm.eigenvalues(decay).norm(dim=-1) for decay in (first, most)]
     assert first.shape == (8, 2, 128)
@@ -109,16 +109,16 @@ def test_the_source_s_network_begins_with_eigenvalues_of_little_reach() -> None:
     assert float(sizes[1].min()) == pytest.approx(0.99)
 
 
-def test_an_influence_is_that_of_the_recurrence() -> None:
-    """The influence of a step is multiplied by λ at each later step."""
+def test_influence_of_the_scan_decays_by_the_eigenvalue_at_each_step() -> None:
+    """The influence of a step is multiplied by |λ| at each later step."""
     given = dataclasses.replace(SMALL, reach=6)
-    decay = torch.full((1, 1, 1), -1.0)  # one eigenstate does not turn
+    decay = torch.full((1, 1, 1), -1.0)  # a single eigenstate has rotation angle 0
     magnitude = 0.1 + 0.89 / (1 + math.e)
     found = measured.influence_of_scan(given, decay)
     torch.testing.assert_close(found, magnitude ** torch.arange(6.0))
 
 
-def test_the_network_s_own_reach_is_further_with_larger_eigenvalues() -> None:
+def test_horizon_of_the_network_is_longer_with_larger_eigenvalues() -> None:
     first, most = (
         verdicts.horizon(measured.influence_of_network(SMALL, decay)) for decay in (None, measured.decays(SMALL)[1])
     )
@@ -131,12 +131,12 @@ def test_the_network_s_own_reach_is_further_with_larger_eigenvalues() -> None:
     ("influence", "found"),
     [([1.0, 0.5, 1e-8], 2), ([1.0, 1e-8, 0.5, 0.0], 3), ([2.0, 1e-8, 0.0], 1), ([1.0, 0.5], None), ([0.0, 0.0], None)],
 )
-def test_an_influence_ends_where_it_is_below_rounding_for_good(influence: list[float], found: int | None) -> None:
+def test_horizon_is_where_the_influence_stays_below_rounding(influence: list[float], found: int | None) -> None:
     assert verdicts.horizon(torch.tensor(influence)) == found
 
 
 @FULLY
-def test_logits_are_three_times_there_without_chunks() -> None:
+def test_unchunked_loss_holds_the_logits_three_times() -> None:
     verdict, finding = eigenstate_lm.chunked_loss(SMALL)
     assert verdict == DEPENDS
     assert "take 13.2 GB in bfloat16 and 26.3 GB in float32" in finding
@@ -151,7 +151,7 @@ def test_logits_are_three_times_there_without_chunks() -> None:
     assert freed < 0.5 * logits
 
 
-def test_a_loss_that_does_not_fit_is_measured_by_fewer_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_loss_that_does_not_fit_is_measured_with_fewer_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     def peak(setting: Any, form: Any, wide: bool, rows: int) -> int | None:
         return 2 * rows * setting.vocabulary if rows <= 256 else None
 
@@ -164,7 +164,7 @@ def test_a_loss_that_does_not_fit_is_measured_by_fewer_rows(monkeypatch: pytest.
         measured.peak_of_loss(SMALL, measured.whole_loss, False)
 
 
-def test_a_loss_in_chunks_is_the_loss() -> None:
+def test_chunked_losses_equal_the_whole_loss() -> None:
     generator = torch.Generator().manual_seed(0)
     hidden, weight = (torch.randn(n, 8, generator=generator) for n in (96, 20))
     labels = torch.randint(20, (96,), generator=generator)
@@ -173,14 +173,14 @@ def test_a_loss_in_chunks_is_the_loss() -> None:
     torch.testing.assert_close(measured.freed_loss(hidden, weight, labels), known)
 
 
-def test_chunks_of_tokens_take_eight_bytes_each() -> None:
+def test_cached_chunks_take_eight_bytes_per_token() -> None:
     verdict, finding = eigenstate_lm.cache(SMALL)
     assert verdict == REFUTED
     assert finding.startswith("256 chunks of 32,768 tokens take 67.1 MB as int64, 16.8 MB in the pack's")
     assert finding.endswith("a token would need 477 bytes (from 16 of 32)")
 
 
-def test_two_moments_take_eight_bytes_a_parameter() -> None:
+def test_optimizer_state_takes_eight_bytes_per_parameter() -> None:
     verdict, finding = eigenstate_lm.optimizer_state(SMALL)
     assert verdict == REFUTED
     assert "8 bytes a parameter: of 123,104,256 that is 985 MB" in finding
@@ -188,7 +188,7 @@ def test_two_moments_take_eight_bytes_a_parameter() -> None:
 
 
 @FULLY
-def test_batches_are_loaded_with_each_prefetch_and_gathered_here() -> None:
+def test_prefetch_is_measured_with_two_four_and_eight_batches() -> None:
     verdict, finding = eigenstate_lm.prefetch(SMALL)
     assert verdict in (REFUTED, DEPENDS)
     assert "a batch of 2 sequences of 32 tokens comes from 1 worker, when" in finding
@@ -196,7 +196,9 @@ def test_batches_are_loaded_with_each_prefetch_and_gathered_here() -> None:
 
 
 @pytest.mark.parametrize(("says", "ends"), [("DataLoader worker (pid 7) is killed", True), ("another", False)])
-def test_a_worker_that_dies_is_reported(says: str, ends: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_a_dead_worker_makes_the_prefetch_claim_unmeasured(
+    says: str, ends: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def dies(*given: Any, count: int) -> Any:
         raise RuntimeError(says)
 
@@ -208,7 +210,7 @@ def test_a_worker_that_dies_is_reported(says: str, ends: bool, monkeypatch: pyte
             eigenstate_lm.prefetch(SMALL)
 
 
-# --- what a GPU shows, small and here ---------------------------------------------------------------------------------
+# --- GPU claims, at small size on a CPU -----------------------------------------------------------------------------
 
 
 def test_a_step_is_timed_in_each_precision() -> None:
@@ -219,7 +221,7 @@ def test_a_step_is_timed_in_each_precision() -> None:
     assert "are 8,173 tokens in 370 ms, and such a step has 131,072" in finding
 
 
-def test_the_reference_is_extrapolated() -> None:
+def test_reference_time_is_extrapolated_to_the_source_s_length() -> None:
     assert verdicts.extrapolated((512, 1.2), (1024, 2.3), 32768) == pytest.approx(2.3 + 62 * 1.1)
     verdict, finding = eigenstate_lm.speedup(SMALL)
     assert verdict in VERDICTS
@@ -228,7 +230,7 @@ def test_the_reference_is_extrapolated() -> None:
 
 
 @FULLY
-def test_a_step_has_a_peak_and_less_of_it_if_it_computes_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_activation_checkpointing_lowers_the_peak_memory_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
     peaks = []
     measure = measured.peak_of_step
 
@@ -245,13 +247,13 @@ def test_a_step_has_a_peak_and_less_of_it_if_it_computes_again(monkeypatch: pyte
     assert peaks[1] < peaks[0]
 
 
-def test_steps_are_timed_with_the_cache_and_without() -> None:
+def test_emptying_the_cache_is_timed() -> None:
     verdict, finding = eigenstate_lm.emptying(SMALL)
     assert verdict in VERDICTS
     assert "10 steps take" in finding
 
 
-def test_runs_end_at_losses_by_seed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_half_precision_claim_reports_final_losses_for_each_seed(monkeypatch: pytest.MonkeyPatch) -> None:
     seconds = {"float32": [8.0, 8.1], "TF32": [1.6, 1.61], "bfloat16": [1.0, 1.0], "float16": [1.0, 1.01]}
     monkeypatch.setattr(measured, "step_seconds", Timed(seconds))
     monkeypatch.setattr(measured, "final_losses", functools.cache(measured.final_losses))
@@ -266,7 +268,7 @@ def test_runs_end_at_losses_by_seed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Timed:
-    """Replacement of `_timed`."""
+    """Replacement of `step_seconds` with fixed times."""
 
     def __init__(self, seconds: Mapping[str, list[float]]) -> None:
         self.seconds = seconds
@@ -300,7 +302,7 @@ def test_a_precision_that_does_not_fit_is_reported(monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize("name", ["C47", *(pytest.param(name, marks=FULLY) for name in ("C48", "C57", "C60"))])
-def test_a_device_that_is_too_small_for_a_step_is_reported(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_out_of_memory_in_a_step_leaves_the_claim_unmeasured(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def out(*given: Any, **options: Any) -> Callable[..., None]:
         raise PerfsuiteError("out of memory: so many sequences")
 
@@ -310,7 +312,7 @@ def test_a_device_that_is_too_small_for_a_step_is_reported(name: str, monkeypatc
     assert finding.startswith("out of memory: ")
 
 
-def test_another_error_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_errors_other_than_out_of_memory_are_raised(monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(*given: Any, **options: Any) -> None:
         raise PerfsuiteError("data: there is none")
 
@@ -320,7 +322,7 @@ def test_another_error_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
             measure(SMALL)
 
 
-def test_what_cannot_be_compiled_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_that_runs_uncompiled_leaves_the_claim_unmeasured(monkeypatch: pytest.MonkeyPatch) -> None:
     def warns(*given: Any) -> None:
         warnings.warn("eigenstate_lm's blocks runs uncompiled: why", RuntimeWarning, stacklevel=2)
 
@@ -328,14 +330,14 @@ def test_what_cannot_be_compiled_is_reported(monkeypatch: pytest.MonkeyPatch) ->
     assert eigenstate_lm.emptying(SMALL) == (UNMEASURED, "eigenstate_lm's blocks runs uncompiled: why")
 
 
-# --- what is judged, on figures that are given ------------------------------------------------------------------------
+# --- verdicts on given figures --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("seconds", "verdict"),
     [((0.25, 0.4), CONFIRMED), ((0.25, 2.2), DEPENDS), ((0.5, 2.2), REFUTED)],
 )
-def test_a_step_is_held_against_the_source_s(seconds: tuple[float, ...], verdict: str) -> None:
+def test_step_time_is_compared_with_the_source_s(seconds: tuple[float, ...], verdict: str) -> None:
     assert verdicts.reached(seconds) == verdict
 
 
@@ -343,7 +345,7 @@ def test_a_step_is_held_against_the_source_s(seconds: tuple[float, ...], verdict
     ("found", "verdict"),
     [((50.0, 55.0), CONFIRMED), ((35.0, 300.0), DEPENDS), ((52.0, 300.0), DEPENDS), ((1.0, 8.0), REFUTED)],
 )
-def test_a_figure_that_lies_between_depends(found: tuple[float, ...], verdict: str) -> None:
+def test_meets_depends_if_only_the_range_includes_the_claimed_figure(found: tuple[float, ...], verdict: str) -> None:
     assert verdicts.meets(found, 53.9) == verdict
 
 
@@ -356,7 +358,7 @@ def test_a_figure_that_lies_between_depends(found: tuple[float, ...], verdict: s
         (math.nan, 3e-4, 7.3, CONFIRMED),
     ],
 )
-def test_what_is_equal_and_faster_at_once_needs_no_turn(
+def test_sequential_steps_are_refuted_by_an_equal_and_faster_scan(
     furthest: float, scan: float, loop: float, verdict: str
 ) -> None:
     assert verdicts.in_turn(furthest, scan, loop) == verdict
@@ -371,13 +373,13 @@ def test_what_is_equal_and_faster_at_once_needs_no_turn(
         ((1e-7, math.nan), (1, 1), REFUTED),
     ],
 )
-def test_chunks_are_judged_by_result_and_memory(
+def test_verdict_on_chunks_depends_on_result_and_memory(
     errors: tuple[float, ...], peaks: tuple[float, ...], verdict: str
 ) -> None:
     assert verdicts.only_speed(errors, peaks) == verdict
 
 
-def test_an_error_that_is_nan_is_infinite() -> None:
+def test_error_is_infinite_if_one_is_nan() -> None:
     nan = torch.full((3,), math.nan)
     assert verdicts.error([torch.ones(3), nan], [torch.ones(3).double()] * 2) == math.inf
     assert verdicts.error([torch.ones(3)], [torch.ones(3).double()]) == 0
@@ -386,7 +388,7 @@ def test_an_error_that_is_nan_is_infinite() -> None:
 @pytest.mark.parametrize(
     ("horizons", "verdict"), [((70, 7000), REFUTED), ((70, None), DEPENDS), ((None, None), CONFIRMED)]
 )
-def test_a_reach_is_held_against_the_context(horizons: tuple[int | None, ...], verdict: str) -> None:
+def test_horizon_is_compared_with_the_context_length(horizons: tuple[int | None, ...], verdict: str) -> None:
     assert verdicts.spans(horizons, 32768) == verdict
 
 
@@ -394,12 +396,12 @@ def test_a_reach_is_held_against_the_context(horizons: tuple[int | None, ...], v
     ("found", "verdict"),
     [((13.0, 26.0), CONFIRMED), ((25.0, 76.0), DEPENDS), ((30.0, 80.0), DEPENDS), ((0.1, 9.0), REFUTED)],
 )
-def test_memory_saved_is_held_against_its_range(found: tuple[float, ...], verdict: str) -> None:
+def test_saved_memory_is_compared_with_the_claimed_range(found: tuple[float, ...], verdict: str) -> None:
     assert verdicts.between(found, 13, 26) == verdict
 
 
 @pytest.mark.parametrize(("peaks", "verdict"), [((7, 7.5), CONFIRMED), ((38, 7.5), DEPENDS), ((38, 21), REFUTED)])
-def test_a_peak_is_no_more_than_claimed(peaks: tuple[float, ...], verdict: str) -> None:
+def test_peaks_are_compared_with_the_claimed_maximum(peaks: tuple[float, ...], verdict: str) -> None:
     assert verdicts.fits(peaks, 7.2) == verdict
 
 
@@ -413,7 +415,9 @@ def test_a_peak_is_no_more_than_claimed(peaks: tuple[float, ...], verdict: str) 
         (1.0, 3.0, 0.5, DEPENDS),
     ],
 )
-def test_emptying_is_judged_by_time_and_by_what_is_held(low: float, high: float, growth: float, verdict: str) -> None:
+def test_verdict_on_emptying_depends_on_time_and_reserved_memory(
+    low: float, high: float, growth: float, verdict: str
+) -> None:
     assert verdicts.helps(low, high, growth) == verdict
 
 
@@ -427,7 +431,9 @@ def test_emptying_is_judged_by_time_and_by_what_is_held(low: float, high: float,
         ((1.0, 1.4), 0.5, DEPENDS),
     ],
 )
-def test_prefetching_counts_where_a_step_waits(gains: tuple[float, float], batch: float, verdict: str) -> None:
+def test_prefetching_is_confirmed_only_if_a_step_waits_for_its_batch(
+    gains: tuple[float, float], batch: float, verdict: str
+) -> None:
     assert verdicts.loads_faster([ratio(gain, 0.15) for gain in gains], batch) == verdict
 
 
@@ -442,19 +448,21 @@ def test_prefetching_counts_where_a_step_waits(gains: tuple[float, float], batch
         ((), 0.001, UNMEASURED),
     ],
 )
-def test_half_precision_is_judged_by_time_and_loss(ratios: tuple[float, ...], lost: float, verdict: str) -> None:
+def test_verdict_on_half_precision_depends_on_time_and_loss(
+    ratios: tuple[float, ...], lost: float, verdict: str
+) -> None:
     assert verdicts.twice([ratio(r, 0.01) for r in ratios], [0.0, lost]) == verdict
 
 
 @pytest.mark.parametrize(("size", "text"), [(985e6, "985 MB"), (13.17e9, "13.2 GB"), (0, "0 MB")])
-def test_memory_is_shown_by_thousands(size: float, text: str) -> None:
+def test_amount_of_memory_uses_decimal_units(size: float, text: str) -> None:
     assert words.amount(size) == text
 
 
 # --- the command, and a GPU -----------------------------------------------------------------------------------------
 
 
-def test_the_command_measures_eigenstate_lm_s_claims(tmp_path: Path) -> None:
+def test_command_measures_the_claims_of_eigenstate_lm(tmp_path: Path) -> None:
     asked = ["eigenstate_lm", "--only", "C47", "--only", "C54", "--device", "cpu", "--out", str(tmp_path)]
     done = CliRunner().invoke(claims, asked)
     assert done.exit_code == 0, done.output
@@ -468,7 +476,7 @@ def test_the_command_measures_eigenstate_lm_s_claims(tmp_path: Path) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", IDS)
-def test_on_a_gpu_every_claim_has_a_verdict(name: str) -> None:
+def test_every_claim_has_a_verdict_on_a_gpu(name: str) -> None:
     config = TrainConfig(width=64, layers=2, eigenstates=16, sequence_length=256, batch_size=2, accumulation=1)
     given = dataclasses.replace(SMALL, device=torch.device("cuda"), config=config)
     verdict, finding = CHECKS[name].answer(given)

@@ -1,4 +1,4 @@
-"""leak_cnn's claims: what a CPU can show of them, and how what only a GPU shows is judged."""
+"""leak_cnn's claims: measurements on a CPU, and verdicts on given figures."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_every_claim_of_the_source_has_a_function_and_a_text() -> None:
     assert all(check.said.endswith(".") and callable(check.measure) for check in CHECKS.values())
 
 
-def test_what_says_something_of_a_gpu_is_not_measured_without_one() -> None:
+def test_claims_about_gpus_are_not_measured_without_a_gpu() -> None:
     assert [c.id for c in CHECKS.values() if c.gpu] == ON_GPU
     assert {CHECKS[name].answer(SMALL) for name in ON_GPU} == {(UNMEASURED, "there is no GPU")}
 
@@ -42,13 +42,13 @@ def test_what_says_something_of_a_gpu_is_not_measured_without_one() -> None:
 # --- on a CPU -------------------------------------------------------------------------------------------------------
 
 
-def test_launches_go_by_tensors() -> None:
+def test_launches_depend_on_the_number_of_tensors() -> None:
     verdict, finding = leak_cnn.launches(SMALL)
     assert verdict == REFUTED
     assert "With 1,144,838 parameters instead of 618,758, in 12 tensors as before, as many" in finding
 
 
-def test_millions_of_launches_would_confirm_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_launch_claim_is_confirmed_by_millions_of_launches(monkeypatch: pytest.MonkeyPatch) -> None:
     numbers = iter([6_000_000, 36, 1, 12_000_000, 36, 1])
     monkeypatch.setattr(measured, "launches_of", lambda setting, call: next(numbers))
     verdict, finding = leak_cnn.launches(SMALL)
@@ -56,24 +56,24 @@ def test_millions_of_launches_would_confirm_it(monkeypatch: pytest.MonkeyPatch) 
     assert "one by one 12000000" in finding
 
 
-def test_memory_is_of_the_source_s_batch() -> None:
+def test_memory_is_reported_for_the_source_s_batch() -> None:
     verdict, finding = leak_cnn.memory(SMALL)
     assert verdict == REFUTED
     assert "5632×64×16×1×4 bytes, is 23.1 MB" in finding
     assert finding.endswith("(from a batch of 4)")
 
 
-def test_nothing_less_is_kept_for_the_backward() -> None:
+def test_inplace_activations_keep_as_much_memory_for_the_backward() -> None:
     assert leak_cnn.activations(SMALL)[0] == REFUTED
     beside, inplace = (measured.memory_of(SMALL, activation, False) for activation in leak_cnn._ACTIVATIONS)
     assert beside.kept == inplace.kept
-    assert inplace.kept >= 4 * 5632 * (32 * 32 + 64 * 32 + 128 * 16)  # the results of ReLU are, at the least
+    assert inplace.kept >= 4 * 5632 * (32 * 32 + 64 * 32 + 128 * 16)  # at least the outputs of ReLU are kept
 
 
 @pytest.mark.parametrize(
     ("forward", "step", "verdict"), [(2.3, 2.4, CONFIRMED), (2.3, 0, DEPENDS), (0, 0, REFUTED), (23, 46, REFUTED)]
 )
-def test_what_is_claimed_of_memory_is_met_within_a_tenth(
+def test_memory_claims_are_met_within_a_tenth(
     forward: float, step: float, verdict: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def memory(setting: Any, activation: Any, compiled: bool) -> measured.Memory:
@@ -85,7 +85,7 @@ def test_what_is_claimed_of_memory_is_met_within_a_tenth(
     assert leak_cnn.activations(SMALL)[0] == CONFIRMED
 
 
-def test_what_lives_at_once_is_added_up() -> None:
+def test_operations_track_the_peak_of_live_bytes() -> None:
     given = torch.zeros(1000)
     with measuring.Operations([given]) as seen:
         first = given + 1
@@ -96,7 +96,7 @@ def test_what_lives_at_once_is_added_up() -> None:
     assert seen.live() == 0
 
 
-def test_batches_depend_on_what_is_left_over() -> None:
+def test_number_of_batches_depends_on_the_incomplete_last_one() -> None:
     pytest.importorskip("h5py", reason="h5py is not installed: pip install 'perfsuite[train]'")
     verdict, finding = leak_cnn.batches(SMALL)
     assert verdict == DEPENDS
@@ -113,7 +113,7 @@ def test_batches_depend_on_what_is_left_over() -> None:
         ((0.3, 0.301), (0.22, 0.222), CONFIRMED, "79.5 ms sooner"),
     ],
 )
-def test_workers_are_judged_by_when_their_first_batch_comes(
+def test_verdict_on_spawn_depends_on_the_time_to_the_first_batch(
     fork: tuple[float, ...], spawn: tuple[float, ...], verdict: str, says: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(leak_cnn, "interleaved", lambda *given, count: {"fork": [*fork], "spawn": [*spawn]})
@@ -123,14 +123,14 @@ def test_workers_are_judged_by_when_their_first_batch_comes(
 
 
 @pytest.mark.parametrize("way", ["fork", pytest.param("spawn", marks=FULLY)])
-def test_a_worker_is_started_and_ended(way: str) -> None:
+def test_no_worker_is_left_after_its_first_batch(way: str) -> None:
     if way not in torch.multiprocessing.get_all_start_methods():
         pytest.skip(f"no {way} here")
     measured.first_batch_of_worker(way)
     assert not torch.multiprocessing.active_children()
 
 
-def test_fullgraph_removes_no_break() -> None:
+def test_fullgraph_removes_no_graph_break() -> None:
     verdict, finding = leak_cnn.fullgraph(SMALL)
     assert verdict == REFUTED
     assert finding == (
@@ -147,7 +147,7 @@ def test_fullgraph_removes_no_break() -> None:
         pytest.param((0.9, 1.0, 1.1), REFUTED, marks=FULLY),
     ],
 )
-def test_a_gain_of_fullgraph_is_judged_by_time(
+def test_verdict_on_fullgraph_depends_on_time(
     full: tuple[float, ...], verdict: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(measured, "compiled_step", lambda setting, whole: lambda: None)
@@ -155,13 +155,13 @@ def test_a_gain_of_fullgraph_is_judged_by_time(
     assert leak_cnn.fullgraph(dataclasses.replace(SMALL, compiled=True))[0] == verdict
 
 
-# --- what a GPU shows, on figures that are given ----------------------------------------------------------------------
+# --- GPU claims, on given figures -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("each", "verdict"), [((1.03, 1.035, 1.04), DEPENDS), ((1.5, 1.6, 1.7), REFUTED), ((0.9, 1.0, 1.1), REFUTED)]
 )
-def test_syncs_are_judged_by_their_share_of_an_epoch(
+def test_verdict_on_saved_syncs_depends_on_their_share_of_an_epoch(
     each: tuple[float, ...], verdict: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     times = {"each": [t / 1e2 for t in each], "once": [0.01, 0.01, 0.01]}
@@ -171,7 +171,7 @@ def test_syncs_are_judged_by_their_share_of_an_epoch(
     assert finding.startswith("on ") == (verdict == DEPENDS)
 
 
-def test_an_epoch_of_steps_reads_each_loss_or_their_sum(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_syncs_saved_is_confirmed_for_an_epoch_as_long_as_the_source_s(monkeypatch: pytest.MonkeyPatch) -> None:
     def once_each(device: Any, rounds: int, calls: Mapping[str, Callable[[], None]], count: int) -> Any:
         for call in calls.values():
             call()
@@ -179,13 +179,15 @@ def test_an_epoch_of_steps_reads_each_loss_or_their_sum(monkeypatch: pytest.Monk
 
     monkeypatch.setattr(leak_cnn, "interleaved", once_each)
     verdict, _ = leak_cnn.syncs_saved(SMALL)
-    assert verdict == CONFIRMED  # where the epoch is as long as the source's
+    assert verdict == CONFIRMED  # times as long as the source's epoch
 
 
 @pytest.mark.parametrize(
     ("alone", "every", "verdict"), [(1, 1, CONFIRMED), (8, 1, DEPENDS), (8, 0, DEPENDS), (8, 8, REFUTED)]
 )
-def test_syncs_depend_on_what_else_waits(alone: int, every: int, verdict: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_verdict_on_syncs_depends_on_other_syncs(
+    alone: int, every: int, verdict: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pytest.importorskip("h5py", reason="h5py is not installed: pip install 'perfsuite[train]'")
     syncs = {"reference": 50, "alone": alone, "resident": 8, "all": every}
     monkeypatch.setattr(measured, "trained_epochs", lambda *given, **options: lambda: None)
@@ -195,7 +197,7 @@ def test_syncs_depend_on_what_else_waits(alone: int, every: int, verdict: str, m
 
 @pytest.fixture
 def here(monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
-    """Replace measured seconds by those given for the end of a call's name; all calls run in this process."""
+    """Run all calls in this process, with the seconds given for the end of each call's name."""
     finding: dict[str, float] = {}
 
     @contextlib.contextmanager
@@ -212,7 +214,7 @@ def here(monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
 
 
 @pytest.mark.parametrize(("off", "on", "verdict"), [(1.0, 0.92, CONFIRMED), (1.0, 0.99, REFUTED)])
-def test_cudnn_is_judged_in_either_precision(
+def test_cudnn_autotuning_is_measured_in_both_precisions(
     off: float, on: float, verdict: str, here: dict[str, float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for module in (leak_cnn, measured):
@@ -224,7 +226,7 @@ def test_cudnn_is_judged_in_either_precision(
     assert "float16, channels last: 1" in finding
 
 
-def test_what_is_implemented_is_timed_from_the_file_and_on_the_device(
+def test_techniques_are_timed_with_segments_from_the_file_and_on_the_device(
     here: dict[str, float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked = []
@@ -243,7 +245,7 @@ def test_what_is_implemented_is_timed_from_the_file_and_on_the_device(
     ]
 
 
-def test_what_cannot_be_compiled_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_compilation_leaves_the_claim_unmeasured(monkeypatch: pytest.MonkeyPatch) -> None:
     def refused(*given: Any) -> Any:
         raise torch._dynamo.exc.TorchDynamoException("no compiler\nand more")
 
@@ -253,7 +255,7 @@ def test_what_cannot_be_compiled_is_reported(monkeypatch: pytest.MonkeyPatch) ->
         assert measure(SMALL) == (UNMEASURED, "it cannot be compiled: no compiler")
 
 
-def test_an_epoch_that_was_not_compiled_is_no_measurement(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_epoch_that_runs_uncompiled_raises_uncompiled_error(monkeypatch: pytest.MonkeyPatch) -> None:
     class Uncompiled:
         def __init__(self, *given: Any) -> None:
             self.seen: list[int] = []
@@ -270,7 +272,7 @@ def test_an_epoch_that_was_not_compiled_is_no_measurement(monkeypatch: pytest.Mo
         epoch()
 
 
-def test_of_several_answers_the_clear_ones_decide() -> None:
+def test_unmeasured_answers_do_not_affect_a_combined_verdict() -> None:
     noisy, yes, no = (UNMEASURED, "?"), (CONFIRMED, "yes"), (REFUTED, "no")
     assert leak_cnn._together([noisy, yes], "size") == (CONFIRMED, "?; yes")
     assert leak_cnn._together([noisy, noisy], "size") == (UNMEASURED, "?; ?")
@@ -281,7 +283,7 @@ def test_of_several_answers_the_clear_ones_decide() -> None:
     ("capability", "supported", "verdict"),
     [((12, 0), True, UNMEASURED), ((7, 5), False, UNMEASURED), ((9, 0), True, REFUTED)],
 )
-def test_bfloat16_is_judged_where_the_capability_is_less(
+def test_bfloat16_is_measured_only_below_capability_12_and_with_native_support(
     capability: tuple[int, int], supported: bool, verdict: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
@@ -307,7 +309,7 @@ def _counting(path: str) -> Callable[[], object]:
 
 
 @FULLY
-def test_what_is_timed_apart_has_a_process_of_its_own_and_its_error_is_raised_here(tmp_path: Path) -> None:
+def test_apart_uses_one_child_process_and_raises_its_error_here(tmp_path: Path) -> None:
     path = tmp_path / "calls"
     with measuring.apart({"one": (_counting, (str(path),))}) as calls:
         assert calls["one"]() >= 0
@@ -326,7 +328,7 @@ def _failing(path: str) -> Callable[[], object]:
 
 
 @FULLY
-def test_the_error_of_a_process_that_has_ended_is_raised_here(tmp_path: Path) -> None:
+def test_error_of_a_process_that_has_exited_is_raised_here(tmp_path: Path) -> None:
     path = tmp_path / "began"
     with measuring.apart({"one": (_failing, (str(path),))}) as calls:
         (child,) = multiprocessing.active_children()
@@ -339,7 +341,7 @@ def test_the_error_of_a_process_that_has_ended_is_raised_here(tmp_path: Path) ->
 # --- the command, and a GPU -----------------------------------------------------------------------------------------
 
 
-def test_the_command_measures_leak_cnn_s_claims(tmp_path: Path) -> None:
+def test_command_measures_the_claims_of_leak_cnn(tmp_path: Path) -> None:
     asked = ["leak_cnn", "--only", "C13", "--only", "C23", "--device", "cpu", "--out", str(tmp_path)]
     done = CliRunner().invoke(claims, asked)
     assert done.exit_code == 0, done.output
@@ -352,7 +354,7 @@ def test_the_command_measures_leak_cnn_s_claims(tmp_path: Path) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", CHECKS)
-def test_on_a_gpu_every_claim_has_a_verdict(name: str) -> None:
+def test_every_claim_has_a_verdict_on_a_gpu(name: str) -> None:
     given = leak_cnn_setting.Setting(
         device=torch.device("cuda"), rounds=2, workers=0, data=leak_cnn_setting.FEW, batch_size=112
     )

@@ -1,4 +1,4 @@
-"""polychromic's claims: what a CPU can show of them, and how what only a GPU shows is judged."""
+"""polychromic's claims: measurements on a CPU, and verdicts on given figures."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ def test_every_claim_of_the_source_has_a_function_and_a_text() -> None:
     assert all(check.said.endswith(".") and callable(check.measure) for check in CHECKS.values())
 
 
-def test_what_says_something_of_a_gpu_is_not_measured_without_one() -> None:
+def test_claims_about_gpus_are_not_measured_without_a_gpu() -> None:
     assert [c.id for c in CHECKS.values() if c.gpu] == ON_GPU
     assert {CHECKS[name].answer(SMALL) for name in ON_GPU} == {(UNMEASURED, "there is no GPU")}
 
 
-def test_a_gpu_gets_the_source_s_step() -> None:
+def test_setting_on_a_gpu_has_the_source_s_step() -> None:
     given = polychromic.setting(torch.device("cuda"))
     config = given.config
     assert (config.examples, config.prompts, config.replies, config.new_tokens) == (16, 4, 3, 100)
@@ -40,7 +40,7 @@ def test_a_gpu_gets_the_source_s_step() -> None:
 # --- on a CPU -------------------------------------------------------------------------------------------------------
 
 
-def test_as_written_the_diversity_shapes_nothing() -> None:
+def test_diversity_term_as_written_does_not_change_the_weights() -> None:
     verdict, text = polychromic.shapes(TINY)
     assert verdict == REFUTED
     assert "λ = 0 the weights are the same, bit for bit. With the gradient of its expectation they differ" in text
@@ -49,7 +49,7 @@ def test_as_written_the_diversity_shapes_nothing() -> None:
 @pytest.mark.parametrize(
     ("written", "policy", "verdict"), [(0.0, 0.1, REFUTED), (0.1, 0.1, CONFIRMED), (0.0, 0.0, UNMEASURED)]
 )
-def test_a_term_shapes_training_where_weights_move(
+def test_diversity_claim_is_confirmed_if_the_weights_change(
     written: float, policy: float, verdict: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def weights(setting: Any, config: Any) -> dict[str, torch.Tensor]:
@@ -60,7 +60,7 @@ def test_a_term_shapes_training_where_weights_move(
     assert polychromic.shapes(TINY)[0] == verdict
 
 
-def test_replies_are_the_same_in_both_ways() -> None:
+def test_replies_are_the_same_from_both_implementations() -> None:
     verdict, text = polychromic.same_replies(TINY)
     assert verdict == CONFIRMED
     assert "0 of 9 replies of 6 tokens differ, in float32, and 0 of as many greedy ones" in text
@@ -85,13 +85,13 @@ def test_replies_that_differ_are_reported(which: str, verdict: str, monkeypatch:
     assert "9 of" in text
 
 
-def test_transformers_trainer_calls_the_loss_in_evaluation() -> None:
+def test_transformers_trainer_computes_the_loss_in_evaluation() -> None:
     pytest.importorskip("transformers", reason="transformers is not installed")
     pytest.importorskip("accelerate", reason="accelerate is not installed")
     assert polychromic.in_evaluation(TINY)[0] == CONFIRMED
 
 
-def test_without_transformers_nothing_is_said_of_its_trainer(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_claim_about_transformers_is_unmeasured_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
     def missing() -> int:
         raise ImportError("No module named 'transformers'\nmore")
 
@@ -100,11 +100,11 @@ def test_without_transformers_nothing_is_said_of_its_trainer(monkeypatch: pytest
     assert polychromic.in_evaluation(TINY) == (UNMEASURED, text)
 
 
-# --- what a GPU shows -----------------------------------------------------------------------------------------------
+# --- GPU claims -----------------------------------------------------------------------------------------------------
 
 
 def timed(seconds: Mapping[str, float]) -> Callable[..., dict[str, list[float]]]:
-    """Return a replacement of the measurement: it makes each call once, and gives these seconds."""
+    """Return a replacement of `interleaved` that makes each call once and returns these seconds."""
 
     def interleaved(device: Any, rounds: int, calls: Mapping[str, Callable[[], object]], **_: Any) -> Any:
         for call in calls.values():
@@ -115,7 +115,9 @@ def timed(seconds: Mapping[str, float]) -> Callable[..., dict[str, list[float]]]
 
 
 @pytest.mark.parametrize(("diversity", "verdict"), [(3.0, CONFIRMED), (0.1, REFUTED), (40.0, REFUTED)])
-def test_the_diversity_s_share_is_of_both(diversity: float, verdict: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_verdict_on_diversity_depends_on_its_share_of_the_total_time(
+    diversity: float, verdict: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(polychromic, "interleaved", timed({"reply": 2.0, "diversity": diversity}))
     monkeypatch.setattr(polychromic, "MINILM", {**polychromic.MINILM, "layers": 1})
     found, text = polychromic.shares(TINY)
@@ -124,13 +126,15 @@ def test_the_diversity_s_share_is_of_both(diversity: float, verdict: str, monkey
 
 
 @pytest.mark.parametrize(("gain", "verdict"), [(2.5, CONFIRMED), (1.5, REFUTED), (50.0, EXCEEDED)])
-def test_a_kernel_is_judged_at_ten_replies(gain: float, verdict: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_verdict_on_the_kernel_depends_on_ten_replies(
+    gain: float, verdict: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(polychromic, "interleaved", timed({"plain": gain * 1e-5, "fast": 1e-5}))
     monkeypatch.setattr(polychromic, "REPLIES", (3, 10))
     assert polychromic.kernel(TINY)[0] == verdict
 
 
-def test_a_kernel_that_is_so_much_faster_for_more_replies_depends(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernel_claim_depends_if_only_more_replies_reach_the_gain(monkeypatch: pytest.MonkeyPatch) -> None:
     gains = iter([1.1, 1.2, 2.4])
 
     def interleaved(*given: Any, **options: Any) -> dict[str, list[float]]:
@@ -142,7 +146,9 @@ def test_a_kernel_that_is_so_much_faster_for_more_replies_depends(monkeypatch: p
 
 
 @pytest.mark.parametrize(("gain", "verdict"), [(1.7, CONFIRMED), (1.2, REFUTED), (5.0, EXCEEDED)])
-def test_attention_is_judged_by_a_step(gain: float, verdict: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_verdict_on_attention_depends_on_the_time_of_a_step(
+    gain: float, verdict: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(polychromic, "interleaved", timed({"plain": gain, "flash": 1.0}))
     monkeypatch.setattr(polychromic, "LENGTHS", (16,))
     found, text = polychromic.attention(TINY)

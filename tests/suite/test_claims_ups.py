@@ -1,4 +1,4 @@
-"""The claims of ups: what a CPU can show of them, and how what only a GPU shows is judged."""
+"""The claims of ups: measurements on a CPU, and verdicts on given figures."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ ON_GPU = ["C25", "C32", "C33", "C34", "C36", "C37", "C38", "C61"]
 
 @pytest.fixture
 def one_rank() -> Iterator[None]:
-    """Run a process group of this process alone."""
+    """Create a process group that contains only this process."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield
     dist.destroy_process_group()
@@ -42,7 +42,7 @@ def one_rank() -> Iterator[None]:
 
 @pytest.fixture
 def planted(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Replace the start of ranks by results given for each rank; return the calls that were made."""
+    """Replace the launch of ranks by a given result per rank; return the list of its calls."""
 
     def plant(*by_rank: Any) -> list[tuple[Any, ...]]:
         asked: list[tuple[Any, ...]] = []
@@ -85,12 +85,12 @@ def test_every_claim_of_the_source_has_a_function_and_a_text() -> None:
     assert trainers.checks_of("ups") == (ups.CHECKS, ups.setting)
 
 
-def test_what_says_something_of_a_gpu_is_not_measured_without_one() -> None:
+def test_claims_about_gpus_are_not_measured_without_a_gpu() -> None:
     assert [c.id for c in CHECKS.values() if c.gpu] == ON_GPU
     assert {CHECKS[name].answer(SMALL) for name in ON_GPU} == {(UNMEASURED, "there is no GPU")}
 
 
-def test_a_gpu_gets_the_source_s_settings_before() -> None:
+def test_setting_on_a_gpu_has_the_source_s_baseline() -> None:
     pytest.importorskip("jsonargparse")
     given = ups.setting(torch.device("cuda"))
     baseline, _ = configuration.read(
@@ -102,7 +102,7 @@ def test_a_gpu_gets_the_source_s_settings_before() -> None:
     assert sum(ups_measured.source_sizes(SMALL, whole=False)) == 21_445_120
 
 
-def test_the_source_s_phases_multiply_to_five() -> None:
+def test_source_s_phase_speedups_multiply_to_five() -> None:
     product = 1.0
     for gain in ups.PHASES.values():
         product *= gain
@@ -112,15 +112,15 @@ def test_the_source_s_phases_multiply_to_five() -> None:
 # --- on a CPU -------------------------------------------------------------------------------------------------------
 
 
-def test_no_gradient_of_the_inverse_losses_reaches_the_operator() -> None:
+def test_gradients_of_the_inverse_losses_do_not_reach_the_operator() -> None:
     verdict, finding = ups.regularises(SMALL)
     assert verdict == REFUTED
     assert "and 0 by the operator's: 38 of its 38 weights are not in their graph" in finding
     assert "After 2 steps with and without them the operator's weights are equal to the bit" in finding
-    assert not finding.endswith("are equal to the bit")  # where gradients are clipped
+    assert not finding.endswith("are equal to the bit")  # with clipped gradients the weights differ
 
 
-def test_a_gradient_that_reaches_the_operator_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gradient_that_reaches_the_operator_confirms_the_claim(monkeypatch: pytest.MonkeyPatch) -> None:
     real = ups.inverse_tasks
 
     def of_predictions(trainer: Any, number: int = 0) -> list[Any]:
@@ -135,7 +135,7 @@ def test_a_gradient_that_reaches_the_operator_is_found(monkeypatch: pytest.Monke
     assert "and 0 by the operator's" not in finding
 
 
-def test_query_points_are_timed_on_both_grids_and_counted() -> None:
+def test_query_loss_is_timed_and_counted_on_both_grids() -> None:
     verdict, finding = ups.queries(SMALL)
     assert verdict == DEPENDS
     assert finding.startswith("on the grid")
@@ -146,19 +146,19 @@ def test_query_points_are_timed_on_both_grids_and_counted() -> None:
 
 
 @FULLY
-def test_the_schedule_saves_three_quarters_of_the_work() -> None:
+def test_query_schedule_saves_three_quarters_of_the_operations() -> None:
     verdict, finding = ups.work(SMALL)
     assert verdict == REFUTED
     assert "advection1d: 532 GFLOP become 133 GFLOP, 75.0% less" in finding
     assert "both tasks: 2.63 TFLOP become 624 GFLOP, 76.2% less" in finding
 
 
-def test_operations_are_those_of_the_decoded_points() -> None:
-    """Apart from the latents' keys and values, the work is proportional to the number of points."""
+def test_operations_are_proportional_to_the_decoded_points() -> None:
+    """Except for the latents' keys and values, operations are proportional to the number of points."""
     few, many = (ups_measured.flops(["darcy2d"], count, "first") for count in (1024, 2048))
     apart, shared = (ups_measured.flops(["darcy2d"], 2048, which) for which in ("apart", "shared"))
     assert apart == pytest.approx(many + shared, rel=1e-6)
-    assert 15 < (shared - few) / (many - few) < 15.1  # 16384 - 1024 of 1024 points, and the encoder
+    assert 15 < (shared - few) / (many - few) < 15.1  # (16384 - 1024) / 1024 = 15, plus the encoder
 
 
 def test_a_mixed_batch_has_the_inverse_losses_of_both_tasks() -> None:
@@ -167,7 +167,7 @@ def test_a_mixed_batch_has_the_inverse_losses_of_both_tasks() -> None:
     assert "a micro-batch of 2 and 2 examples" in finding
 
 
-def test_a_mixed_batch_that_lacks_a_task_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_mixed_batch_without_a_task_s_loss_refutes_the_claim(monkeypatch: pytest.MonkeyPatch) -> None:
     def first_alone(tasks: Sequence[Any], *, shared: bool) -> torch.Tensor:
         return real(tasks[:1], shared=shared)
 
@@ -178,7 +178,7 @@ def test_a_mixed_batch_that_lacks_a_task_is_found(monkeypatch: pytest.MonkeyPatc
     assert "darcy2d 0" in finding
 
 
-def test_the_state_of_the_optimizers_is_a_hundred_megabytes() -> None:
+def test_optimizer_state_is_about_a_hundred_megabytes() -> None:
     verdict, finding = ups.offload_frees(SMALL)
     assert verdict == REFUTED
     assert finding.startswith("Muon keeps 4 bytes for each element of a matrix and AdamW 8 for each of the others")
@@ -186,20 +186,20 @@ def test_the_state_of_the_optimizers_is_a_hundred_megabytes() -> None:
 
 
 @FULLY
-def test_a_trainer_s_peak_has_its_weights_averages_and_gradients() -> None:
+def test_peak_of_steps_includes_weights_averages_and_gradients() -> None:
     trainer = ups_setting.make_trainer(SMALL, ups_setting.tuned(SMALL))
     weights = sum(w.nbytes for w in trainer.weights.values())
     assert ups_measured.peak_of_steps(SMALL, ups_setting.tuned(SMALL)) > 3 * weights
 
 
-def test_the_offloaded_optimizer_is_the_one_on_the_device() -> None:
+def test_offloaded_optimizer_matches_the_one_on_the_device() -> None:
     verdict, finding = ups.offload_works(SMALL)
     assert verdict == CONFIRMED
     assert "74 of the trainer's 74 weights have changed" in finding
     assert "0 of an update apart" in finding
 
 
-def test_an_offloaded_optimizer_that_does_nothing_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_offloaded_optimizer_that_does_nothing_refutes_the_claim(monkeypatch: pytest.MonkeyPatch) -> None:
     from optimized.memory.cpu_offload_optimizer import OffloadedAdamW
 
     monkeypatch.setattr(OffloadedAdamW, "__call__", lambda self, grads: None)
@@ -209,7 +209,7 @@ def test_an_offloaded_optimizer_that_does_nothing_is_found(monkeypatch: pytest.M
 
 
 @FULLY
-def test_two_ranks_on_the_cpu_answer_three_claims() -> None:
+def test_two_cpu_ranks_give_verdicts_on_three_claims() -> None:
     ups_parallel.two_ranks.cache_clear()
     handlers = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
     verdict, finding = ups.sharding_frees(SMALL)
@@ -229,7 +229,7 @@ def test_two_ranks_on_the_cpu_answer_three_claims() -> None:
 
 
 @FULLY
-def test_an_all_reduce_is_timed_in_two_halves_of_the_ranks() -> None:
+def test_nccl_variables_claim_times_an_all_reduce_between_two_ranks() -> None:
     config = dataclasses.replace(SMALL, rounds=1)
     verdict, finding = ups_parallel.nccl_variables(config, gpus=0)
     assert verdict in VERDICTS
@@ -237,14 +237,14 @@ def test_an_all_reduce_is_timed_in_two_halves_of_the_ranks() -> None:
 
 
 @FULLY
-def test_two_ranks_scale_or_do_not() -> None:
+def test_data_parallel_claim_times_a_step_on_two_ranks() -> None:
     verdict, finding = ups_parallel.data_parallel(SMALL, ranks=2)
     assert verdict in VERDICTS
     assert "with 8 examples a GPU a step takes" in finding
 
 
 @FULLY
-def test_a_rank_that_fails_is_named() -> None:
+def test_error_of_a_rank_names_the_rank() -> None:
     with pytest.raises(ups_ranks.RankError, match="rank 1: ValueError: this rank"):
         ups_ranks.launched(fails_on_one, 2, 0, "this rank")
 
@@ -254,24 +254,24 @@ def fails_on_one(device: torch.device, said: str) -> None:
         raise ValueError(said)
 
 
-# --- in one rank, here ----------------------------------------------------------------------------------------------
+# --- on one rank ----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.usefixtures("one_rank")
-def test_an_optimizer_from_before_wrapping_moves_nothing_that_is_sharded() -> None:
+def test_optimizer_built_before_fully_shard_moves_no_sharded_weight() -> None:
     found = ups_ranks.wrapped_weights(CPU, SMALL.config)
     assert {name for name, moved in found.items() if not moved} == {"fully_shard, optimizer built before wrapping"}
 
 
 @pytest.mark.usefixtures("one_rank")
-def test_a_rank_holds_sixteen_bytes_a_parameter() -> None:
+def test_a_rank_holds_sixteen_bytes_per_parameter() -> None:
     found = ups_ranks.held(CPU, SMALL.config, 2)
     assert {row["own"] // row["parameters"] for row in found.values()} == {16}
     assert list(found) == list(ups_ranks.KINDS)
 
 
 @pytest.mark.usefixtures("one_rank")
-def test_each_bucket_of_each_micro_batch_is_counted() -> None:
+def test_all_reduces_of_each_micro_batch_are_counted() -> None:
     found = ups_ranks.reductions(CPU, SMALL.config)
     size = 4 * parameters(make_operator(SMALL.config))
     assert (found["one"], found["without no_sync"], found["with no_sync"]) == (1, 3, 1)
@@ -279,7 +279,7 @@ def test_each_bucket_of_each_micro_batch_is_counted() -> None:
 
 
 @pytest.mark.usefixtures("one_rank")
-def test_gradients_of_the_compiled_network_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gradients_of_compiled_and_eager_networks_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
     def inside(network: Any, device: torch.device) -> Any:
         return ups_ranks.wrapped(network, ups_ranks.KINDS[0])
 
@@ -302,14 +302,14 @@ def test_gradients_of_the_compiled_network_are_compared(monkeypatch: pytest.Monk
 
 
 @pytest.mark.usefixtures("one_rank")
-def test_steps_alone_and_together_are_timed_with_their_all_reduce() -> None:
+def test_scaling_times_steps_alone_together_and_the_all_reduce() -> None:
     found = ups_ranks.scaling(CPU, SMALL.config, (2, 4), 2)
     assert list(found) == [2, 4]
     for row in found.values():
         assert {name: len(seconds) for name, seconds in row.items()} == {"alone": 2, "together": 2, "all-reduce": 2}
 
 
-# --- what a GPU shows, small and here ---------------------------------------------------------------------------------
+# --- GPU claims, at small size on a CPU -----------------------------------------------------------------------------
 
 
 def test_steps_are_timed_in_both_precisions() -> None:
@@ -319,7 +319,7 @@ def test_steps_are_timed_in_both_precisions() -> None:
     assert "compiled" not in finding.removeprefix("on whether the step is compiled: ")
 
 
-def test_batches_are_compared_by_examples_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_batch_sizes_are_compared_by_examples_per_second(monkeypatch: pytest.MonkeyPatch) -> None:
     def timed(setting: Any, configs: Mapping[str, TrainConfig]) -> dict[str, list[float]]:
         assert [c.batch_size for c in configs.values()] == [4, 8]
         return {"4": [0.010, 0.011], "8": [0.010, 0.011]}
@@ -331,7 +331,7 @@ def test_batches_are_compared_by_examples_a_second(monkeypatch: pytest.MonkeyPat
 
 
 @FULLY
-def test_every_phase_is_timed_alone_and_all_together(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_phases_are_timed_alone_and_together(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ups_measured, "TOGETHER", 1)
     verdict, finding = ups.phases(SMALL)
     assert verdict in VERDICTS
@@ -346,12 +346,12 @@ def test_every_phase_is_timed_alone_and_all_together(monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize(
     ("fifth", "together", "verdict"), [(1.23, 4.2, CONFIRMED), (1.23, 2.0, DEPENDS), (0.2, 2, REFUTED)]
 )
-def test_phases_are_held_against_the_settings_that_they_change(
+def test_verdict_on_phases_compares_each_gain_with_the_claimed_one(
     fifth: float, together: float, verdict: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     configs = ups_measured.phases(ups.setting(torch.device("cuda")))
     examples = {name: c.batch_size * c.accumulation for name, c in configs.items()}
-    each = {"before": 0.03, "resident": 0.01, "4": 0.03 / 1.07, "together": 0.03 / together}  # seconds of an example
+    each = {"before": 0.03, "resident": 0.01, "4": 0.03 / 1.07, "together": 0.03 / together}  # seconds per example
     gains = {**ups.PHASES, "5": fifth}
     each |= {name: 0.01 / gains[name] for name in configs if name not in each}
     found = {name: [seconds * examples[name]] * 2 for name, seconds in each.items()}
@@ -364,7 +364,7 @@ def test_phases_are_held_against_the_settings_that_they_change(
     assert finding.endswith("Not measured: phase 7, which takes several GPUs")
 
 
-def test_phases_are_the_source_s_changes() -> None:
+def test_phases_have_the_source_s_settings() -> None:
     on_gpu = ups.setting(torch.device("cuda"))
     found = ups_measured.phases(on_gpu)
     assert set(found) == {"before", "resident", "together", *"1234568"}
@@ -382,7 +382,7 @@ def test_phases_are_the_source_s_changes() -> None:
 
 
 @pytest.mark.parametrize(("says", "left_out"), [("DataLoader worker (pid 7) is killed", True), ("another", False)])
-def test_phases_are_timed_without_workers_where_these_end(
+def test_phase_4_is_omitted_if_data_loader_workers_die(
     says: str, left_out: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def timed(setting: Any, configs: Mapping[str, TrainConfig]) -> dict[str, list[float]]:
@@ -401,7 +401,7 @@ def test_phases_are_timed_without_workers_where_these_end(
     assert "4" not in configs
 
 
-def test_checkpointing_is_timed_and_its_output_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_checkpointing_claim_compares_time_and_output(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ups_measured, "timed", lambda *given: {"False": [1.0, 1.0], "True": [1.2, 1.2]})
     verdict, finding = ups.checkpointing(SMALL)
     assert verdict == CONFIRMED
@@ -415,7 +415,7 @@ def test_checkpointing_is_timed_and_its_output_compared(monkeypatch: pytest.Monk
     assert finding.startswith("the operator's output is different with it")
 
 
-def test_a_forward_that_differs_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_same_forward_detects_a_different_output(monkeypatch: pytest.MonkeyPatch) -> None:
     def rounded(operator: Any, *given: torch.Tensor) -> torch.Tensor:
         found: torch.Tensor = operator(*given)
         return found * 1.0001
@@ -430,7 +430,7 @@ def test_a_forward_that_differs_is_noticed(monkeypatch: pytest.MonkeyPatch) -> N
     assert not ups_measured.same_forward(SMALL)
 
 
-def test_what_cannot_be_compiled_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_that_runs_uncompiled_leaves_the_claim_unmeasured(monkeypatch: pytest.MonkeyPatch) -> None:
     make = ups_measured.make_trainer
 
     def uncompiled(setting: Any, config: TrainConfig) -> Any:
@@ -464,7 +464,7 @@ def test_a_rank_that_fails_leaves_a_claim_unmeasured(monkeypatch: pytest.MonkeyP
     assert CHECKS["C35"].answer(SMALL) == (UNMEASURED, "rank 1: no memory")
 
 
-def test_two_gpus_hold_less_each_where_it_is_sharded(planted: Any) -> None:
+def test_sharding_claim_compares_the_peaks_on_two_gpus(planted: Any) -> None:
     held = {"own": 100, "peak": 8_000_000_000, "parameters": 7}
     planted({"held": {ups_ranks.KINDS[0]: held, ups_ranks.KINDS[1]: {**held, "peak": 7_900_000_000}}})
     verdict, finding = ups.sharding_frees(with_gpus(2))
@@ -473,7 +473,7 @@ def test_two_gpus_hold_less_each_where_it_is_sharded(planted: Any) -> None:
     assert finding.endswith("A step's peak is 8.00 GB and 7.90 GB, 100 MB less")
 
 
-def test_graphs_in_two_ranks_are_judged_by_gradients_and_launches(planted: Any) -> None:
+def test_verdict_on_graphs_depends_on_gradients_and_launches_of_two_ranks(planted: Any) -> None:
     eager = {"seconds": [0.02, 0.02], "launches": 900}
     good = {"right": True, "apart": 0.001, "seconds": [0.01, 0.01], "launches": 40}
     asked = planted({"eager": eager, "compiled inside": good, "compiled around": {"right": False, "error": "no"}})
@@ -495,7 +495,7 @@ def test_graphs_in_two_ranks_are_judged_by_gradients_and_launches(planted: Any) 
     assert ups_parallel.graphs(with_gpus(2))[0] == CONFIRMED
 
 
-def test_graphs_in_one_rank_alone_do_not_show_that_ranks_agree(planted: Any) -> None:
+def test_graphs_on_a_single_gpu_do_not_confirm_the_claim(planted: Any) -> None:
     eager = {"seconds": [0.02, 0.02], "launches": 900}
     good = {"right": True, "apart": 0.001, "seconds": [0.01, 0.01], "launches": 40}
     asked = planted({"eager": eager, "compiled inside": good, "compiled around": good})
@@ -511,7 +511,9 @@ def test_graphs_in_one_rank_alone_do_not_show_that_ranks_agree(planted: Any) -> 
 @pytest.mark.parametrize(
     ("with_them", "verdict"), [([0.9, 0.91], CONFIRMED), ([1.0, 1.0], REFUTED), ([0.5, 1.5], UNMEASURED)]
 )
-def test_variables_help_where_the_all_reduce_is_faster(with_them: list[float], verdict: str, planted: Any) -> None:
+def test_nccl_variables_are_confirmed_if_the_all_reduce_is_faster(
+    with_them: list[float], verdict: str, planted: Any
+) -> None:
     asked = planted((with_them, [1.0, 1.0]))
     found, finding = ups_parallel.nccl(with_gpus(2))
     assert found == verdict
@@ -520,7 +522,7 @@ def test_variables_help_where_the_all_reduce_is_faster(with_them: list[float], v
     assert "an all-reduce of 85.8 MB between two ranks, joined by" in finding
 
 
-def test_variables_are_judged_over_nvlink_alone(planted: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nccl_variables_are_measured_only_over_nvlink(planted: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     planted(([0.9, 0.9], [1.0, 1.0]))
     for link, verdict in {"NVLink": CONFIRMED, "PCIe or host": UNMEASURED}.items():
         monkeypatch.setattr(ups_parallel.machine, "links", lambda count, link=link: {"0-1": link})
@@ -530,7 +532,7 @@ def test_variables_are_judged_over_nvlink_alone(planted: Any, monkeypatch: pytes
 
 
 @pytest.mark.parametrize("finite", [True, False])
-def test_a_step_in_float16_is_timed_once_its_scale_is_found(finite: bool) -> None:
+def test_float16_steps_are_timed_after_the_loss_scale_has_settled(finite: bool) -> None:
     config = dataclasses.replace(SMALL.config, precision="fp16")
     trainer = ups_setting.make_trainer(SMALL, config)
     if not finite:
@@ -540,7 +542,7 @@ def test_a_step_in_float16_is_timed_once_its_scale_is_found(finite: bool) -> Non
     assert (trainer.steps == trainer.settles + 1) == finite
 
 
-def test_two_gpus_say_what_four_would_do(planted: Any) -> None:
+def test_speedup_of_four_gpus_is_estimated_from_two(planted: Any) -> None:
     row = {"alone": [0.1, 0.1], "together": [0.11, 0.11], "all-reduce": [0.02, 0.02]}
     asked = planted({4: row, 8: {**row, "together": [0.101, 0.101], "all-reduce": [0.002, 0.002]}})
     verdict, finding = ups_parallel.four(with_gpus(2))
@@ -551,7 +553,7 @@ def test_two_gpus_say_what_four_would_do(planted: Any) -> None:
     assert "Four GPUs were not measured" in finding
 
 
-def test_four_gpus_are_measured(planted: Any) -> None:
+def test_speedup_of_four_gpus_is_measured_if_available(planted: Any) -> None:
     row = {"alone": [0.1, 0.1], "together": [0.105, 0.105], "all-reduce": [0.02, 0.02]}
     asked = planted({4: row, 8: row})
     verdict, finding = ups_parallel.four(with_gpus(8))
@@ -561,14 +563,14 @@ def test_four_gpus_are_measured(planted: Any) -> None:
     assert "not measured" not in finding
 
 
-# --- what is judged, on figures that are given ------------------------------------------------------------------------
+# --- verdicts on given figures --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("gradient", "changed", "repeated", "verdict"),
     [(0.0, 0.0, 0.0, REFUTED), (0.0, 3e-7, 1e-7, REFUTED), (0.0, 1e-3, 0.0, UNMEASURED), (1e-9, 0.0, 0.0, CONFIRMED)],
 )
-def test_a_loss_without_a_gradient_regularises_nothing(
+def test_regularisation_is_refuted_without_a_gradient(
     gradient: float, changed: float, repeated: float, verdict: str
 ) -> None:
     assert judged.regularises(gradient, changed, repeated) == verdict
@@ -577,7 +579,7 @@ def test_a_loss_without_a_gradient_regularises_nothing(
 @pytest.mark.parametrize(
     ("ratios", "verdict"), [((2.0, 1.9), CONFIRMED), ((1.0, 2.0), DEPENDS), ((1.0, 1.1), REFUTED), ((4.0,), REFUTED)]
 )
-def test_a_multiple_is_held_against_the_claimed_one(ratios: tuple[float, ...], verdict: str) -> None:
+def test_each_ratio_is_compared_with_the_claimed_multiple(ratios: tuple[float, ...], verdict: str) -> None:
     assert judged.is_multiple([ratio(r, 0.01) for r in ratios], 2) == verdict
 
 
@@ -593,11 +595,11 @@ def test_a_multiple_is_held_against_the_claimed_one(ratios: tuple[float, ...], v
         (1.15, 0.14, UNMEASURED),
     ],
 )
-def test_a_gain_is_about_the_claimed_one(value: float, half: float, verdict: str) -> None:
+def test_a_gain_is_compared_with_the_claimed_one(value: float, half: float, verdict: str) -> None:
     assert judged.has_gain([ratio(value, half)], 1.10) == verdict
 
 
-def test_a_gain_in_one_mode_alone_depends() -> None:
+def test_a_gain_in_only_one_mode_depends() -> None:
     assert judged.has_gain([ratio(1.0, 0.01), ratio(1.1, 0.01)], 1.10) == DEPENDS
 
 
@@ -605,7 +607,7 @@ def test_a_gain_in_one_mode_alone_depends() -> None:
     ("freed", "most", "verdict"),
     [((8.1, 7.9), 9.0, CONFIRMED), ((0.1, 8.0), 9.0, DEPENDS), ((0.1,), 9.0, REFUTED), ((8.0,), 0.2, REFUTED)],
 )
-def test_no_more_is_freed_than_there_is(freed: tuple[float, ...], most: float, verdict: str) -> None:
+def test_freed_memory_is_limited_by_the_amount_that_exists(freed: tuple[float, ...], most: float, verdict: str) -> None:
     assert judged.frees(freed, most, 8.0) == verdict
 
 
@@ -613,7 +615,9 @@ def test_no_more_is_freed_than_there_is(freed: tuple[float, ...], most: float, v
     ("norms", "difference", "verdict"),
     [((1.0, 2.0), 0.0, CONFIRMED), ((1.0, 0.0), 0.0, DEPENDS), ((0.0, 0.0), 0.0, REFUTED), ((1.0, 2.0), 0.1, REFUTED)],
 )
-def test_both_tasks_have_a_gradient_and_the_mean(norms: tuple[float, float], difference: float, verdict: str) -> None:
+def test_both_tasks_requires_a_gradient_per_task_and_the_mean_loss(
+    norms: tuple[float, float], difference: float, verdict: str
+) -> None:
     assert judged.both_tasks(dict(zip("ab", norms, strict=True)), difference) == verdict
 
 
@@ -621,7 +625,7 @@ def test_both_tasks_have_a_gradient_and_the_mean(norms: tuple[float, float], dif
     ("moved", "distances", "verdict"),
     [((True, True), (0.0, 1e-6), CONFIRMED), ((True, False), (0.0,), REFUTED), ((True,), (0.0, 0.1), REFUTED)],
 )
-def test_an_optimizer_moves_all_weights_as_far(
+def test_updates_requires_all_weights_to_move_the_same_distance(
     moved: tuple[bool, ...], distances: tuple[float, ...], verdict: str
 ) -> None:
     assert judged.updates(moved, distances) == verdict
@@ -630,14 +634,16 @@ def test_an_optimizer_moves_all_weights_as_far(
 @pytest.mark.parametrize(
     ("moved", "verdict"), [((True, True), CONFIRMED), ((True, False), DEPENDS), ((False, False), REFUTED)]
 )
-def test_weights_that_move_in_some_ways_depend(moved: tuple[bool, bool], verdict: str) -> None:
+def test_moves_depends_if_weights_move_in_only_some_ways(moved: tuple[bool, bool], verdict: str) -> None:
     assert judged.moves(dict(zip("ab", moved, strict=True))) == verdict
 
 
 @pytest.mark.parametrize(
     ("counts", "verdict"), [((12, 4, 12), DEPENDS), ((12, 4, 4), CONFIRMED), ((12, 12, 12), REFUTED)]
 )
-def test_all_reduces_are_counted_against_as_many_steps(counts: tuple[int, int, int], verdict: str) -> None:
+def test_all_reduces_are_compared_with_those_of_single_micro_batch_steps(
+    counts: tuple[int, int, int], verdict: str
+) -> None:
     assert judged.cuts(*counts) == verdict
 
 
@@ -650,11 +656,11 @@ def test_all_reduces_are_counted_against_as_many_steps(counts: tuple[int, int, i
         ((0.8,), REFUTED),
     ],
 )
-def test_a_batch_is_faster_where_each_is(ratios: tuple[float, ...], verdict: str) -> None:
+def test_faster_is_confirmed_only_if_every_ratio_is_above_1(ratios: tuple[float, ...], verdict: str) -> None:
     assert judged.faster([ratio(r, 0.005) for r in ratios]) == verdict
 
 
-def test_a_batch_that_may_be_faster_is_too_noisy() -> None:
+def test_a_ratio_with_a_wide_interval_is_unmeasured() -> None:
     assert judged.faster([ratio(1.0, 0.2)]) == UNMEASURED
 
 
@@ -662,7 +668,7 @@ def test_a_batch_that_may_be_faster_is_too_noisy() -> None:
     ("together", "product", "verdict"),
     [(5.1, 4.9, CONFIRMED), (5.1, 9.0, DEPENDS), (2.0, 5.0, DEPENDS), (8.0, 9.0, REFUTED)],
 )
-def test_phases_are_judged_multiplied_and_together(together: float, product: float, verdict: str) -> None:
+def test_verdict_on_phases_covers_their_product_and_all_together(together: float, product: float, verdict: str) -> None:
     assert judged.multiply(ratio(together, 0.1), product, 5.0) == verdict
 
 
@@ -670,26 +676,26 @@ def test_phases_are_judged_multiplied_and_together(together: float, product: flo
     ("longer", "unchanged", "verdict"),
     [((1.2,), True, CONFIRMED), ((1.2, 1.5), True, DEPENDS), ((1.5,), True, REFUTED), ((1.2,), False, REFUTED)],
 )
-def test_a_cost_is_held_against_the_claimed_one(longer: tuple[float, ...], unchanged: bool, verdict: str) -> None:
+def test_a_cost_is_compared_with_the_claimed_one(longer: tuple[float, ...], unchanged: bool, verdict: str) -> None:
     assert judged.costs([ratio(r, 0.01) for r in longer], 0.2, unchanged=unchanged) == verdict
 
 
 @pytest.mark.parametrize(
     ("speedups", "verdict"), [((3.9, 3.5), CONFIRMED), ((3.9, 2.0), DEPENDS), ((1.0, 2.0), REFUTED)]
 )
-def test_a_speedup_is_the_claimed_one_or_more(speedups: tuple[float, ...], verdict: str) -> None:
+def test_scales_requires_at_least_the_claimed_speedup(speedups: tuple[float, ...], verdict: str) -> None:
     assert judged.scales(speedups, 3.8) == verdict
 
 
-def test_four_gpus_take_longer_by_half_of_an_all_reduce_at_most() -> None:
+def test_four_gpus_take_at_most_half_an_all_reduce_longer_than_two() -> None:
     assert judged.of_four(1.0, 1.2, 0.6) == pytest.approx((4 / 1.5, 4 / 1.2))
-    assert judged.of_four(1.0, 0.9, 0.0) == (4, 4)  # what is faster than alone is noise
+    assert judged.of_four(1.0, 0.9, 0.0) == (4, 4)  # two GPUs faster than one: noise
 
 
 # --- the command, and a GPU -----------------------------------------------------------------------------------------
 
 
-def test_the_command_measures_the_claims_of_ups(tmp_path: Path) -> None:
+def test_command_measures_the_claims_of_ups(tmp_path: Path) -> None:
     asked = ["ups", "--only", "C26", "--only", "C34", "--device", "cpu", "--out", str(tmp_path)]
     done = CliRunner().invoke(claims, asked)
     assert done.exit_code == 0, done.output
@@ -703,7 +709,7 @@ def test_the_command_measures_the_claims_of_ups(tmp_path: Path) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", IDS)
-def test_on_a_gpu_every_claim_has_a_verdict(name: str) -> None:
+def test_every_claim_has_a_verdict_on_a_gpu(name: str) -> None:
     given = dataclasses.replace(SMALL, device=torch.device("cuda"))
     verdict, finding = CHECKS[name].answer(given)
     assert verdict in VERDICTS

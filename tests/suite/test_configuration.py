@@ -1,4 +1,4 @@
-"""Fields from a YAML file and the command line: values, and a line for each mistake."""
+"""Fields from a YAML file and the command line: values, and a one-line message for each mistake."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def given(text: str, *arguments: str) -> Config:
     return config
 
 
-def test_defaults() -> None:
+def test_fields_have_their_defaults_without_input() -> None:
     assert read([Config], None) == (Config(),)
     assert given("") == Config()
 
@@ -65,7 +65,7 @@ def test_defaults() -> None:
     ("text", "arguments", "expected"),
     [
         ("eta_update: 0.5", [], {"eta_update": 0.5}),
-        ("eta_update: 1e-3", [], {"eta_update": 0.001}),  # text for PyYAML
+        ("eta_update: 1e-3", [], {"eta_update": 0.001}),  # PyYAML reads it as a string
         ("eta_update: 1", [], {"eta_update": 1.0}),
         ("eta_update: 0.5", ["--eta_update", "0.02"], {"eta_update": 0.02}),
         ("", ["--eta-update=1e-3"], {"eta_update": 0.001}),
@@ -82,11 +82,13 @@ def test_defaults() -> None:
         ("model: {layers: 4}", ["--model.width", "16"], {"model": Model(4, 16)}),
     ],
 )
-def test_values(text: str, arguments: list[str], expected: dict[str, Any]) -> None:
+def test_fields_are_read_from_the_file_and_the_command_line(
+    text: str, arguments: list[str], expected: dict[str, Any]
+) -> None:
     assert given(text, *arguments) == Config(**expected)
 
 
-def test_a_field_of_two_dataclasses_is_one() -> None:
+def test_a_field_of_two_dataclasses_is_given_once() -> None:
     config, run = read([Config, Run], None, ["--seed", "5", "--keep", "9"])
     assert (config.seed, run.seed, run.keep) == (5, 5, 9)
 
@@ -129,21 +131,21 @@ def test_a_field_of_two_dataclasses_is_one() -> None:
         ("{a: 1}: 3", [], "c.yaml"),
     ],
 )
-def test_mistakes_are_one_line(text: str, arguments: list[str], message: str) -> None:
+def test_mistakes_are_reported_in_one_line(text: str, arguments: list[str], message: str) -> None:
     with pytest.raises(ConfigurationError) as caught:
         given(text, *arguments)
     assert str(caught.value).startswith(message)
     assert "\n" not in str(caught.value)
 
 
-def test_files_that_cannot_be_read(tmp_path: Path) -> None:
+def test_unreadable_files_raise_configuration_error(tmp_path: Path) -> None:
     (tmp_path / "binary.yaml").write_bytes(b"a: \xff\xfe")
     for name, message in (("nowhere.yaml", "No such file"), (".", "Is a directory"), ("binary.yaml", "not UTF-8 text")):
         with pytest.raises(ConfigurationError, match=message):
             read([Config], tmp_path / name)
 
 
-def test_what_is_shown_can_be_read_again() -> None:
+def test_output_of_as_yaml_can_be_read_again() -> None:
     config = Config(eta_update=0.5, betas=(0.1, 0.2), model=Model(5, 6), title="a: b")
     text = as_yaml([config, Run(keep=7)])
     assert "derived" not in text
@@ -152,27 +154,27 @@ def test_what_is_shown_can_be_read_again() -> None:
 
 
 @pytest.mark.parametrize("library", ["yaml", "jsonargparse"])
-def test_a_missing_library_is_one_line(library: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_library_is_reported_with_its_install_command(library: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, library, None)
     with pytest.raises(PerfsuiteError, match=r"not installed; install it with: pip install 'perfsuite\[train\]'"):
         given("seed: 1")
 
 
 @pytest.mark.parametrize("text", [r'title: "a\0b"', r'title: "a\ud800b"', r'title: ["a", "\0"]'])
-def test_text_that_no_command_line_could_give_is_refused(text: str) -> None:
+def test_text_with_nul_or_surrogate_characters_is_rejected(text: str) -> None:
     """A configured text may be a file's name, which cannot contain such characters."""
     with pytest.raises(ConfigurationError, match=r"c\.yaml: title is .*; name it otherwise") as caught:
         given(text)
     assert str(caught.value).isprintable()
 
 
-def test_a_name_of_any_bytes_is_shown_as_it_is_read() -> None:
+def test_surrogate_escaped_bytes_survive_as_yaml_and_read() -> None:
     shown = as_yaml([Config(title="a\udcff λ")])
     assert given(shown).title == "a\udcff λ"
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*/*.yaml")), ids=lambda p: f"{p.parent.name}/{p.stem}")
-def test_every_file_of_configs_is_a_configuration(path: Path) -> None:
+def test_every_file_in_configs_is_a_valid_configuration(path: Path) -> None:
     name = path.parent.name
     kinds = [trainers.config_of(name), Options, trainers.data_config_of(name)]
     assert len(read(kinds, path)) == len(kinds)

@@ -1,4 +1,4 @@
-"""`perfsuite curve`: a run's loss and throughput as a picture."""
+"""`perfsuite curve`: plots of a run's loss and throughput."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def invoked(*arguments: str) -> Result:
     return CliRunner().invoke(curve, arguments)
 
 
-def test_a_run_in_one_line() -> None:
+def test_summary_describes_a_run_in_one_line() -> None:
     assert module.summary({"loss": LOSSES}) == "windows 1 to 5 in 2 s: 2 windows/s; loss 2 at first, 0.5 at last"
 
 
@@ -30,11 +30,11 @@ def test_a_run_in_one_line() -> None:
     ("values", "scale"),
     [([2.0, 0.5], "linear"), ([0.4, 2e-6], "log"), ([0.4, 0.0], "linear"), ([0.4, -2e-6], "linear"), ([], "linear")],
 )
-def test_values_of_several_magnitudes_have_a_logarithmic_axis(values: list[float], scale: str) -> None:
+def test_scale_is_logarithmic_for_positive_values_of_several_magnitudes(values: list[float], scale: str) -> None:
     assert plotting.scale(values) == scale
 
 
-def test_a_loss_that_falls_by_magnitudes_can_be_read(tmp_path: Path) -> None:
+def test_plot_has_a_logarithmic_axis_if_the_loss_falls_by_magnitudes(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib", reason="matplotlib is not installed: pip install 'perfsuite[test]'")
     for name, losses in {"log": (0.4, 4e-3, 4e-6), "linear": (0.4, 0.3, 0.2)}.items():
         module.plot({"loss": [(i, float(i), loss) for i, loss in enumerate(losses)]}, tmp_path / f"{name}.svg")
@@ -43,7 +43,7 @@ def test_a_loss_that_falls_by_magnitudes_can_be_read(tmp_path: Path) -> None:
     assert power not in (tmp_path / "linear.svg").read_text()
 
 
-def test_a_run_is_plotted(tmp_path: Path) -> None:
+def test_tensorboard_files_of_a_run_are_plotted(tmp_path: Path) -> None:
     pytest.importorskip("tensorboard", reason="tensorboard is not installed: pip install 'perfsuite[train]'")
     pytest.importorskip("matplotlib", reason="matplotlib is not installed: pip install 'perfsuite[test]'")
     from torch.utils.tensorboard import SummaryWriter
@@ -73,7 +73,7 @@ def test_a_folder_without_a_curve_is_an_error(exists: bool, tmp_path: Path) -> N
     assert f"Error: {folder} has no metrics.jsonl, and no TensorBoard files; name the folder of a run" in done.output
 
 
-def test_the_log_of_a_run_is_plotted(tmp_path: Path) -> None:
+def test_metrics_log_of_a_run_is_plotted(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib", reason="matplotlib is not installed: pip install 'perfsuite[test]'")
     log = CurveLog(tmp_path, 0)
     for window in (1, 2, 3):
@@ -87,7 +87,7 @@ def test_the_log_of_a_run_is_plotted(tmp_path: Path) -> None:
     assert (tmp_path / "run.html").exists()
 
 
-def test_the_page_of_a_run_shows_what_it_was(tmp_path: Path) -> None:
+def test_run_page_shows_trainer_device_and_configuration(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib", reason="matplotlib is not installed: pip install 'perfsuite[test]'")
     configuration = {"side": "optimized", "loader": True, "use_compile": False, "seed": 3, "data": "<b>&.h5"}
     log = CurveLog(
@@ -111,10 +111,10 @@ def test_the_page_of_a_run_shows_what_it_was(tmp_path: Path) -> None:
         "http://purl.org", ""
     ).replace("http://creativecommons.org", "")
     (tmp_path / "run.json").write_text("{")
-    assert invoked(str(tmp_path)).exit_code == 0  # without what is damaged
+    assert invoked(str(tmp_path)).exit_code == 0  # the damaged run.json is ignored
 
 
-def test_the_log_of_a_resumed_run_leaves_out_what_was_left_and_the_time_between(
+def test_log_of_a_resumed_run_omits_replaced_windows_and_the_pause(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = 100.0
@@ -125,9 +125,9 @@ def test_the_log_of_a_resumed_run_leaves_out_what_was_left_and_the_time_between(
         first.add(window, {"loss": float(window)})
     first.close()
     with (tmp_path / "metrics.jsonl").open("a") as file:
-        file.write('{"window": 4, "sec')  # it was killed
+        file.write('{"window": 4, "sec')  # a killed run's incomplete line
     now += 1000
-    CurveLog(tmp_path, 1).close()  # one that trains nothing changes nothing
+    CurveLog(tmp_path, 1).close()  # a run that trains nothing leaves the log unchanged
     assert [line["window"] for line in curve_log.read(tmp_path)] == [1, 2, 3]
     second = CurveLog(tmp_path, 2)
     for window in (2, 3, 4):
@@ -138,7 +138,7 @@ def test_the_log_of_a_resumed_run_leaves_out_what_was_left_and_the_time_between(
     assert found == [(1, 2, 1), (2, 4, 2), (3, 8, 30), (4, 10, 40)]
 
 
-def test_later_windows_are_logged_now_and_then(tmp_path: Path) -> None:
+def test_windows_after_the_hundredth_are_logged_every_ten_windows(tmp_path: Path) -> None:
     log = CurveLog(tmp_path, 0)
     for window in range(1, 131):
         log.add(window, {"loss": 1.0})
@@ -146,7 +146,7 @@ def test_later_windows_are_logged_now_and_then(tmp_path: Path) -> None:
     assert [line["window"] for line in curve_log.read(tmp_path)] == [*range(1, 101), 110, 120, 130]
 
 
-def test_the_time_between_a_run_s_end_and_its_resumption_is_left_out() -> None:
+def test_joined_removes_the_pause_before_a_resumption() -> None:
     given = [(1, 100.2, 2.0), (2, 101.2, 1.5), (3, 102.2, 1.0), (5, 900.0, 0.5), (6, 901.0, 0.4)]
     joined = module.joined(given, [100, 890])
     assert [p[0] for p in joined] == [1, 2, 3, 5, 6]
@@ -157,7 +157,7 @@ def test_the_time_between_a_run_s_end_and_its_resumption_is_left_out() -> None:
 
 
 @pytest.mark.parametrize(("name", "says"), [("x.png", "name one that ends in .svg"), ("file/x.svg", "cannot write")])
-def test_a_picture_that_cannot_be_written_is_one_line(name: str, says: str, tmp_path: Path) -> None:
+def test_an_unwritable_plot_is_reported_in_one_line(name: str, says: str, tmp_path: Path) -> None:
     pytest.importorskip("tensorboard", reason="tensorboard is not installed: pip install 'perfsuite[train]'")
     pytest.importorskip("matplotlib", reason="matplotlib is not installed: pip install 'perfsuite[test]'")
     from torch.utils.tensorboard import SummaryWriter
@@ -183,7 +183,7 @@ def one_line(done: Result, *record: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["folder", "pipe", "device", "dead link"])
-def test_what_is_no_file_is_one_line(kind: str, tmp_path: Path) -> None:
+def test_an_events_path_that_is_no_regular_file_is_reported_in_one_line(kind: str, tmp_path: Path) -> None:
     pytest.importorskip("tensorboard", reason="tensorboard is not installed: pip install 'perfsuite[train]'")
     path = tmp_path / "a\nb" / "tensorboard" / "events.out.tfevents.1.x"
     path.parent.mkdir(parents=True)
@@ -199,7 +199,7 @@ def test_what_is_no_file_is_one_line(kind: str, tmp_path: Path) -> None:
 
 
 def length(of: int) -> bytes:
-    """Return the head of a record: its length, with a checksum."""
+    """Return the header of a record: its length and a checksum."""
     from tensorboard.compat.tensorflow_stub.pywrap_tensorflow import masked_crc32c
 
     head = struct.pack("<Q", of)
@@ -207,7 +207,7 @@ def length(of: int) -> bytes:
 
 
 @pytest.mark.parametrize("kind", ["a record beyond memory", "a record beyond counting", "no event", "noise"])
-def test_a_damaged_file_is_one_line(kind: str, tmp_path: Path) -> None:
+def test_a_damaged_events_file_is_reported_in_one_line(kind: str, tmp_path: Path) -> None:
     pytest.importorskip("tensorboard", reason="tensorboard is not installed: pip install 'perfsuite[train]'")
     from tensorboard.summary.writer.record_writer import RecordWriter
 
@@ -222,13 +222,13 @@ def test_a_damaged_file_is_one_line(kind: str, tmp_path: Path) -> None:
     one_line(invoked(str(tmp_path)), "holds no curve" if kind == "noise" else "holds a damaged file (", str(tmp_path))
 
 
-def test_a_file_in_a_folder_s_place_is_one_line(tmp_path: Path) -> None:
+def test_a_file_instead_of_a_folder_is_reported_in_one_line(tmp_path: Path) -> None:
     pytest.importorskip("tensorboard", reason="tensorboard is not installed: pip install 'perfsuite[train]'")
     (tmp_path / "window-00000001.pt").write_text("")
     one_line(invoked(str(tmp_path / "window-00000001.pt")), "window-00000001.pt is a file; name the folder of a run")
 
 
-def test_a_folder_of_any_bytes_is_plotted(tmp_path: Path) -> None:
+def test_a_folder_name_that_is_not_utf_8_is_supported(tmp_path: Path) -> None:
     """TensorBoard accepts only names in UTF-8."""
     pytest.importorskip("tensorboard", reason="tensorboard is not installed: pip install 'perfsuite[train]'")
     pytest.importorskip("matplotlib", reason="matplotlib is not installed: pip install 'perfsuite[test]'")

@@ -1,4 +1,4 @@
-"""`perfsuite data pack`, `train`, `ablate` and `generate` of eigenstate_lm, on a small text, and every wrong input."""
+"""`perfsuite data pack`, `train`, `ablate` and `generate` of eigenstate_lm on a small text, and wrong input."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def invoked(command: click.Command, *arguments: str | Path) -> Result:
 
 
 def refused(done: Result) -> str:
-    """Return the line with which a command refuses a wrong input."""
+    """Return the error message of a command with wrong input."""
     assert done.exit_code in (1, 2), done.output
     lines = [line for line in done.output.splitlines() if line.strip()]
     assert not any("Traceback" in line for line in lines), done.output
@@ -56,7 +56,7 @@ def refused(done: Result) -> str:
 
 
 @pytest.mark.parametrize("side", ["reference", "optimized"])
-def test_a_run_is_gone_on_from_and_writes_text(pack: Path, side: str) -> None:
+def test_run_is_resumed_and_generates_text(pack: Path, side: str) -> None:
     given = ["--side", side, "--folder", "run", "--data", pack]
     done = invoked(train, *given, "--windows", "5")
     assert done.exit_code == 0, done.output
@@ -71,7 +71,7 @@ def test_a_run_is_gone_on_from_and_writes_text(pack: Path, side: str) -> None:
     assert written.output.startswith("def ")
 
 
-def test_one_side_goes_on_from_the_other_s_run(pack: Path) -> None:
+def test_optimized_side_resumes_a_run_of_the_reference_side(pack: Path) -> None:
     first = invoked(train, "--side", "reference", "--folder", "run", "--windows", "4", "--data", pack)
     assert first.exit_code == 0, first.output
     second = invoked(train, "--folder", "run", "--resume", "latest", "--data", pack)
@@ -79,7 +79,7 @@ def test_one_side_goes_on_from_the_other_s_run(pack: Path) -> None:
     assert "eigenstate_lm: 12 steps, 8 of them in this run," in second.output
 
 
-def test_tensorboard_is_given_throughput(pack: Path) -> None:
+def test_tensorboard_shows_loss_and_throughput(pack: Path) -> None:
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -91,7 +91,7 @@ def test_tensorboard_is_given_throughput(pack: Path) -> None:
     assert len(found.Scalars("loss")) >= 11
 
 
-def test_without_data_python_s_own_library_is_packed(texts: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_python_s_standard_library_is_packed_without_data(texts: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import sysconfig
 
     monkeypatch.setattr(sysconfig, "get_path", lambda name: str(texts))
@@ -100,7 +100,7 @@ def test_without_data_python_s_own_library_is_packed(texts: Path, monkeypatch: p
     assert Path("cache/library-300/tokens.bin").exists()
 
 
-def test_random_tokens_need_no_text() -> None:
+def test_synthetic_tokens_train_without_text_and_cannot_generate() -> None:
     done = invoked(train, "--folder", "run", "--windows", "2", "--synthetic", "9", "--vocabulary", "50")
     assert done.exit_code == 0, done.output
     assert "eigenstate_lm: 2 steps in" in done.output
@@ -108,8 +108,8 @@ def test_random_tokens_need_no_text() -> None:
     assert "was trained on random tokens" in message
 
 
-def test_what_each_technique_brings(pack: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    few = ("packed_tokens", "eigenstate_scan", "chunked_cross_entropy")  # none that compiles
+def test_ablate_measures_each_technique(pack: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    few = ("packed_tokens", "eigenstate_scan", "chunked_cross_entropy")  # none of them compiles
     monkeypatch.setattr("suite.eigenstate_lm.config.TECHNIQUES", few)
     given = ["--data", pack, "--rounds", "2", "--out", "found", "--no-plot"]
     done = invoked(ablate, *given)
@@ -124,7 +124,7 @@ def test_what_each_technique_brings(pack: Path, monkeypatch: pytest.MonkeyPatch)
 # --- wrong input ----------------------------------------------------------------------------------------------------
 
 
-def test_an_empty_folder_is_one_line(tmp_path: Path) -> None:
+def test_an_empty_folder_is_reported(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     message = refused(CliRunner().invoke(data, ["pack", "out", "--from", str(tmp_path / "empty")]))
     assert "no text under" in message
@@ -133,7 +133,7 @@ def test_an_empty_folder_is_one_line(tmp_path: Path) -> None:
     assert "holds no packed text (pack.json is missing or damaged); make it with `perfsuite data pack`" in message
 
 
-def test_a_truncated_pack_is_one_line(pack: Path, tmp_path: Path) -> None:
+def test_a_truncated_pack_is_reported(pack: Path, tmp_path: Path) -> None:
     import shutil
 
     cut = tmp_path / "cut"
@@ -153,7 +153,7 @@ def test_a_truncated_pack_is_one_line(pack: Path, tmp_path: Path) -> None:
     ],
 )
 @pytest.mark.parametrize("more", [["--synthetic", "9"], []], ids=["random", "library"])
-def test_a_damaged_cache_may_be_deleted(
+def test_a_damaged_cache_is_reported_and_rebuilt_after_deletion(
     texts: Path, monkeypatch: pytest.MonkeyPatch, more: list[str], name: str, damage: bytes | None, said: str
 ) -> None:
     import shutil
@@ -174,7 +174,7 @@ def test_a_damaged_cache_may_be_deleted(
     assert invoked(train, *given).exit_code == 0
 
 
-def test_random_tokens_of_another_vocabulary_are_one_line() -> None:
+def test_cached_random_tokens_of_another_vocabulary_are_reported() -> None:
     given = ["--overwrite", "--windows", "1", "--vocabulary", "300", "--cache", "cache", "--synthetic", "9"]
     assert invoked(train, *given).exit_code == 0
     index = Path("cache/random-300-16-9/pack.json")
@@ -184,7 +184,7 @@ def test_random_tokens_of_another_vocabulary_are_one_line() -> None:
 
 
 @pytest.mark.parametrize("more", [["--synthetic", "9"], []], ids=["random", "library"])
-def test_a_cache_that_is_none_is_one_line(tmp_path: Path, more: list[str]) -> None:
+def test_an_invalid_cache_folder_is_reported(tmp_path: Path, more: list[str]) -> None:
     (tmp_path / "file").write_text("")
     message = refused(invoked(train, "--cache", tmp_path / "file", *more))
     assert f"cache: {tmp_path / 'file'} is a file; name a folder with --cache" in message
@@ -192,7 +192,7 @@ def test_a_cache_that_is_none_is_one_line(tmp_path: Path, more: list[str]) -> No
     assert message.endswith(": File name too long; name another folder with --cache")
 
 
-def test_a_context_longer_than_the_data_is_one_line(pack: Path) -> None:
+def test_a_context_longer_than_the_data_is_reported(pack: Path) -> None:
     message = refused(invoked(train, "--data", pack, "--sequence_length", "1000000"))
     assert "sequence_length: 1000000 and the token after are more than the" in message
     assert "lower it, or pack more text" in message
@@ -201,7 +201,7 @@ def test_a_context_longer_than_the_data_is_one_line(pack: Path) -> None:
     assert "lower accumulation, batch_size or sequence_length, or pack more text" in message
 
 
-def test_a_checkpoint_of_another_vocabulary_is_one_line(pack: Path, texts: Path, tmp_path: Path) -> None:
+def test_resume_rejects_a_checkpoint_of_another_vocabulary(pack: Path, texts: Path, tmp_path: Path) -> None:
     assert invoked(train, "--folder", "run", "--windows", "1", "--data", pack).exit_code == 0
     other = tmp_path / "other"
     made = CliRunner().invoke(data, ["pack", str(other), "--from", str(texts), "--vocabulary", "280"])
@@ -210,7 +210,7 @@ def test_a_checkpoint_of_another_vocabulary_is_one_line(pack: Path, texts: Path,
     assert "its vocabulary has 300 tokens, and that of the data 280" in message
 
 
-def test_other_data_than_the_checkpoint_s_is_one_line(pack: Path, texts: Path, tmp_path: Path) -> None:
+def test_resume_rejects_other_data_and_another_step_size(pack: Path, texts: Path, tmp_path: Path) -> None:
     assert invoked(train, "--folder", "run", "--windows", "1", "--data", pack).exit_code == 0
     more = tmp_path / "texts"
     more.mkdir()
@@ -226,19 +226,19 @@ def test_other_data_than_the_checkpoint_s_is_one_line(pack: Path, texts: Path, t
     assert "batch_size x accumulation has changed since the checkpoint was written, from 4 to 2;" in message
 
 
-def test_other_sizes_than_the_checkpoint_s_are_one_line(pack: Path) -> None:
+def test_resume_rejects_other_network_sizes(pack: Path) -> None:
     assert invoked(train, "--folder", "run", "--windows", "1", "--data", pack).exit_code == 0
     message = refused(invoked(train, "--folder", "run", "--resume", "latest", "--data", pack, "--width", "9"))
     assert "embedding has shape [300, 8] in the checkpoint and [300, 9] here" in message
 
 
-def test_what_a_given_pack_overrules_is_reported(pack: Path) -> None:
+def test_vocabulary_of_a_given_pack_overrides_the_option(pack: Path) -> None:
     done = invoked(train, "--folder", "run", "--windows", "1", "--data", pack, "--vocabulary", "5000")
     assert done.exit_code == 0
     assert "vocabulary 300 (the pack's own; vocabulary=5,000 is for what is made here)" in done.output
 
 
-def test_a_run_that_was_at_its_end_says_so(pack: Path) -> None:
+def test_resuming_a_finished_run_says_that_all_steps_are_done(pack: Path) -> None:
     assert invoked(train, "--folder", "run", "--data", pack, "--steps", "11").exit_code == 0
     done = invoked(train, "--folder", "run", "--resume", "latest", "--data", pack, "--steps", "11")
     assert done.exit_code == 0
@@ -246,7 +246,7 @@ def test_a_run_that_was_at_its_end_says_so(pack: Path) -> None:
     assert "all 11 steps were made before; raise steps to go on" in done.output
 
 
-def test_of_what_was_given_only_what_is_wrong_is_named(pack: Path) -> None:
+def test_error_names_only_the_wrong_option(pack: Path) -> None:
     message = refused(invoked(train, "--data", pack, "--steps", "20", "--batch_size", "0"))
     assert "--batch_size: batch_size=0: use 1 or more" in message
     assert "--steps" not in message
@@ -264,19 +264,19 @@ def config(**fields: object) -> TrainConfig:
     return dataclasses.replace(SMALL, **fields)  # type: ignore[arg-type]  # of several kinds
 
 
-def test_the_source_s_step_is_said_to_need_37_gib() -> None:
-    """Measured were 36.8 GiB on an H200, and 71.2 GiB with eight sequences."""
+def test_needed_memory_of_the_source_s_step_is_37_gib() -> None:
+    """Measured on an H200: 36.8 GiB with four sequences, 71.2 GiB with eight."""
     fixed, sequence = needed(SMALL, 50257)
     assert (fixed + 4 * sequence) / GIB == pytest.approx(36.8, rel=0.03)
     assert (fixed + 8 * sequence) / GIB == pytest.approx(71.2, rel=0.03)
 
 
-def test_a_network_that_this_machine_cannot_hold_is_one_line(pack: Path) -> None:
+def test_a_network_larger_than_the_memory_is_reported(pack: Path) -> None:
     message = refused(invoked(train, "--data", pack, "--width", "99999999"))
     assert "use a smaller width, or fewer layers" in message
 
 
-def test_what_this_machine_cannot_hold_is_refused_at_once() -> None:
+def test_a_step_larger_than_the_memory_is_rejected_before_it_runs() -> None:
     huge = config(batch_size=9000, accumulation=1)
     said = r"9000 sequences of 32768 tokens at once need about .* GiB, and this machine has .*; lower batch_size"
     with pytest.raises(PerfsuiteError, match=said), naming_the_remedy(huge, 50257, torch.device("cpu")):
@@ -301,7 +301,7 @@ def test_what_this_machine_cannot_hold_is_refused_at_once() -> None:
         ({"activation_checkpoint": True, "autocast_bf16": False}, 7, "switch autocast_bf16 on and lower batch_size"),
     ],
 )
-def test_what_is_to_be_reduced_fits(fields: dict[str, object], gib: int, said: str) -> None:
+def test_remedy_names_the_settings_to_reduce(fields: dict[str, object], gib: int, said: str) -> None:
     assert remedy(config(**fields), 50257, gib * GIB).startswith(said)
 
 
@@ -317,7 +317,7 @@ def test_what_is_to_be_reduced_fits(fields: dict[str, object], gib: int, said: s
         ({"width": 2**17}, 80, "use a smaller width, or fewer layers"),
     ],
 )
-def test_the_plain_trainer_s_remedy_counts_all_its_sequences(
+def test_remedy_of_the_reference_trainer_counts_all_accumulated_sequences(
     fields: dict[str, object], gib: int, said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (gib * GIB, gib * GIB))

@@ -31,11 +31,11 @@ def tokens(batch: int = 2, length: int = 20) -> torch.Tensor:
     return torch.randint(TINY.vocabulary, (batch, length), generator=torch.Generator().manual_seed(1))
 
 
-def test_the_small_one_has_123_million_parameters() -> None:
+def test_default_network_has_123_million_parameters() -> None:
     assert parameters(Sizes()) == 123_104_256
 
 
-def test_the_first_weights_have_these_shapes_and_follow_from_the_seed() -> None:
+def test_initial_weights_have_the_given_shapes_and_depend_on_the_seed() -> None:
     weights = make_weights(0, TINY)
     assert {name: tuple(w.shape) for name, w in weights.items()} == shapes(TINY)
     again, other = make_weights(0, TINY), make_weights(1, TINY)
@@ -43,24 +43,24 @@ def test_the_first_weights_have_these_shapes_and_follow_from_the_seed() -> None:
     assert not torch.equal(weights["embedding"], other["embedding"])
 
 
-def test_an_eigenvalue_begins_at_0_545_at_most_and_stays_below_0_99() -> None:
+def test_eigenvalues_start_below_0_545_and_stay_between_0_1_and_0_99() -> None:
     assert float(eigenvalues(make_weights(0, TINY)["0.decay"]).norm(dim=-1).max()) <= 0.1 + 0.89 * 0.5
     assert float(eigenvalues(torch.full((1, 4), 100.0)).norm(dim=-1).max()) == pytest.approx(0.99)
     assert float(eigenvalues(torch.full((1, 4), -100.0)).norm(dim=-1).min()) == pytest.approx(0.1)
 
 
-def test_eigenstates_turn_by_equal_parts_of_a_circle() -> None:
+def test_eigenvalue_angles_are_equally_spaced() -> None:
     turned = torch.view_as_complex(eigenvalues(torch.zeros(1, 4)))[0]
     torch.testing.assert_close(turned / turned.abs(), torch.tensor([1, 1j, -1, -1j]))
 
 
-def test_a_rotation_is_a_hundredth_from_the_identity() -> None:
+def test_rotation_differs_from_the_identity_by_a_norm_of_0_01() -> None:
     found = rotation(torch.randn(3, 5, 5)) - torch.eye(5)
     torch.testing.assert_close(found.flatten(1).norm(dim=1), torch.full((3,), 0.01), rtol=1e-4, atol=0.0)
 
 
-def test_a_text_may_be_read_in_parts() -> None:
-    """Text is generated a token at a time, which gives the same result as reading it whole."""
+def test_forward_in_parts_matches_the_whole_text() -> None:
+    """Generation reads one token at a time; the result must be the same."""
     weights, text = make_weights(0, TINY), tokens()
     whole, last = forward(weights, text, first_states(TINY, 2), eigenstate_scan, fused_output_projection)
     states, parts = first_states(TINY, 2), []
@@ -71,7 +71,7 @@ def test_a_text_may_be_read_in_parts() -> None:
     torch.testing.assert_close(states, last)
 
 
-def test_no_token_depends_on_a_later_one() -> None:
+def test_outputs_do_not_depend_on_later_tokens() -> None:
     weights, text = make_weights(0, TINY), tokens()
     other = text.clone()
     other[:, 10] = (text[:, 10] + 1) % TINY.vocabulary
@@ -82,7 +82,7 @@ def test_no_token_depends_on_a_later_one() -> None:
     assert (found[0][:, 10:] != found[1][:, 10:]).any(-1).all()
 
 
-def test_the_optimized_parts_make_the_same_network() -> None:
+def test_optimized_functions_give_the_same_network_output() -> None:
     weights, text = make_weights(0, TINY), tokens(length=150)
     known = forward(weights, text, first_states(TINY, 2), eigenstate_scan, fused_output_projection)
     for own, other in zip(
@@ -91,7 +91,7 @@ def test_the_optimized_parts_make_the_same_network() -> None:
         torch.testing.assert_close(own, other, rtol=1e-5, atol=1e-5)
 
 
-def test_dropout_is_called_for_each_cell_for_their_mean_and_for_the_linear_layers() -> None:
+def test_dropout_is_applied_per_cell_to_their_mean_and_to_the_linear_layers() -> None:
     calls = []
 
     def drop(x: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""The sentence encoder: it is transformers' BERT with mean pooling, and a row does not depend on the others."""
+"""The sentence encoder: transformers' BERT with mean pooling, in which rows are independent."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def drawn(rows: int = 5, longest: int = 20) -> tuple[SentenceEncoder, torch.Tens
     return encoder, torch.randint(50, (rows, longest)), torch.randint(1, longest + 1, (rows,))
 
 
-def test_it_is_transformers_bert() -> None:
+def test_encoder_matches_transformers_bert() -> None:
     transformers = pytest.importorskip("transformers", reason="transformers is not installed")
     torch.manual_seed(0)
     config = transformers.BertConfig(
@@ -39,8 +39,8 @@ def test_it_is_transformers_bert() -> None:
         torch.testing.assert_close(ours(tokens, lengths), mean)
 
 
-def test_it_is_torch_s_encoder_layer() -> None:
-    """It agrees with torch's own layer with the same weights, post-norm and GELU, followed by the mean."""
+def test_encoder_matches_torch_s_transformer_encoder_layer() -> None:
+    """torch's layer gets the same weights and is post-norm with GELU; mean pooling follows."""
     ours, tokens, lengths = drawn()
     ours = ours.double()
     x = ours.embeddings(tokens)
@@ -82,7 +82,7 @@ def test_embeddings_are_the_sum_of_word_position_and_type() -> None:
     torch.testing.assert_close(parts(tokens), torch.nn.functional.layer_norm(summed, (32,), eps=1e-12))
 
 
-def test_padding_and_other_rows_have_no_part() -> None:
+def test_output_does_not_depend_on_padding_or_other_rows() -> None:
     encoder, tokens, lengths = drawn()
     other = torch.where(torch.arange(20) < lengths[:, None], tokens, 49 - tokens)
     with torch.no_grad():
@@ -92,7 +92,7 @@ def test_padding_and_other_rows_have_no_part() -> None:
             torch.testing.assert_close(encoder(tokens[row : row + 1, :length], lengths[row : row + 1])[0], found[row])
 
 
-def test_all_minilm_l6_v2_has_so_many_parameters() -> None:
+def test_all_minilm_l6_v2_has_22_6_million_parameters() -> None:
     with torch.device("meta"):
         encoder = SentenceEncoder(EncoderShape())
     assert sum(p.numel() for p in encoder.parameters()) == 22_565_376

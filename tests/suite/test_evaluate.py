@@ -1,4 +1,4 @@
-"""`perfsuite evaluate`: the errors of an operator whose predictions are known, and how mistakes end."""
+"""`perfsuite evaluate`: errors of an operator with known predictions, and error messages."""
 
 from __future__ import annotations
 
@@ -43,12 +43,12 @@ def run(tmp_path_factory):
     return folder
 
 
-def test_the_norm_is_the_source_s():
+def test_nrmse_matches_the_source_s_definition():
     assert evaluation.nrmse(4.0, 16.0) == pytest.approx(0.5)
     assert evaluation.nrmse(1.0, 0.0) == pytest.approx(1e4)
 
 
-def test_latents_that_are_predicted_exactly_have_no_error(given):
+def test_exact_predictions_have_no_latent_error(given):
     networks = Networks(SMALL, given)
     calls = iter(range(100))
 
@@ -62,7 +62,7 @@ def test_latents_that_are_predicted_exactly_have_no_error(given):
     assert all(s.latent_nrmse == 0 for s in scores)
 
 
-def test_errors_are_those_of_the_decoded_fields_in_their_own_units(given):
+def test_nrmse_is_computed_on_decoded_fields_in_physical_units(given):
     networks = Networks(SMALL, given)
     scores, examples = evaluation.evaluate(networks, given, CPU, 1, lambda z, dt: 2 * z)
     for task, score, example in zip(given.tasks, scores, examples, strict=True):
@@ -79,7 +79,7 @@ def test_errors_are_those_of_the_decoded_fields_in_their_own_units(given):
         assert example.field.shape == task.fields.grid
 
 
-def test_the_averages_are_used(given):
+def test_averaged_weights_are_loaded(given):
     networks = Networks(SMALL, given)
     averages = {name: weight.detach() + 1 for name, weight in networks.weights().items()}
     found, step = evaluation.loaded(SMALL, given, {"averages": averages}, CPU)
@@ -88,7 +88,7 @@ def test_the_averages_are_used(given):
 
 
 @FULLY
-def test_the_trained_weights_are_evaluated_where_they_are_asked_for(run, tmp_path):
+def test_weights_option_selects_averaged_or_trained_weights(run, tmp_path):
     found = []
     for weights, words in (("averages", "averaged weights"), ("trained", "the trained weights, not averaged")):
         arguments = ["ups", "--checkpoint", str(run), "--device", "cpu", "--out", str(tmp_path), "--weights", weights]
@@ -100,7 +100,7 @@ def test_the_trained_weights_are_evaluated_where_they_are_asked_for(run, tmp_pat
     assert found[0]["scores"] != found[1]["scores"]
 
 
-def test_it_writes_json_markdown_and_pictures(run, tmp_path):
+def test_evaluate_writes_json_markdown_and_plots(run, tmp_path):
     arguments = ["ups", "--checkpoint", str(run), "--device", "cpu", "--out", str(tmp_path), "--rollout", "3"]
     result = CliRunner().invoke(command, [*arguments, *SYNTHETIC])
     assert result.exit_code == 0, result.output
@@ -116,7 +116,7 @@ def test_it_writes_json_markdown_and_pictures(run, tmp_path):
         assert (tmp_path / f"{task}.svg").read_text().startswith("<?xml")
 
 
-def test_other_data_are_reported(run, tmp_path):
+def test_data_other_than_the_training_data_are_reported(run, tmp_path):
     arguments = ["ups", "--checkpoint", str(run), "--device", "cpu", "--out", str(tmp_path), "--synthetic", "5"]
     result = CliRunner().invoke(command, arguments)
     assert result.exit_code == 0, result.output
@@ -132,14 +132,14 @@ def test_other_data_are_reported(run, tmp_path):
         (["ups", "--checkpoint", "x", "--fold", "1"], 2, "no field is called 'fold'"),
     ],
 )
-def test_a_mistake_is_reported_in_a_line(arguments, code, message, tmp_path, monkeypatch):
+def test_mistakes_are_reported_in_one_line(arguments, code, message, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     result = CliRunner().invoke(command, [*arguments, "--device", "cpu"])
     assert (result.exit_code, message in result.output) == (code, True), result.output
     assert result.output.count("\n") == 1
 
 
-def test_the_data_of_a_single_task_do_not_fit_a_checkpoint_of_both(run, tmp_path):
+def test_data_of_one_task_do_not_fit_a_checkpoint_of_two_tasks(run, tmp_path):
     from suite.ups.pde_build import build
     from suite.ups.recipe import recipes
 
@@ -157,6 +157,6 @@ def test_the_data_of_a_single_task_do_not_fit_a_checkpoint_of_both(run, tmp_path
     assert "the checkpoint does not fit these data" in result.output
 
 
-def test_the_command_is_one_of_perfsuite_s():
+def test_entry_point_refers_to_the_command():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     assert project["entry-points"]["perfsuite.commands"]["evaluate"] == "suite.commands.evaluate:evaluate"

@@ -1,4 +1,4 @@
-"""The loop around a trainer: its ends, its resumption, and its messages."""
+"""The training loop `fit`: how it ends, how it resumes, and its messages."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def state_of(path: Path) -> dict[str, Any]:
 
 
 def same(one: Any, other: Any) -> bool:
-    """Return whether both are equal bit for bit."""
+    """Return whether both are bitwise equal."""
     if isinstance(one, torch.Tensor):
         return one.dtype == other.dtype and torch.equal(one, other)
     if isinstance(one, dict):
@@ -43,7 +43,7 @@ def same(one: Any, other: Any) -> bool:
 
 
 def signalled(at: int, number: int) -> Any:
-    """Wrap a trainer that gets a signal within a window."""
+    """Wrap a trainer so that the process gets a signal within window `at`."""
 
     def wrap(trainer: Any) -> Any:
         train = trainer.train_window
@@ -59,16 +59,16 @@ def signalled(at: int, number: int) -> Any:
     return wrap
 
 
-# --- ends -----------------------------------------------------------------------------------------------------------
+# --- end of a run ---------------------------------------------------------------------------------------------------
 
 
-def test_a_run(run: Toy) -> None:
+def test_a_run_trains_and_keeps_the_last_checkpoints(run: Toy) -> None:
     outcome = run.fit(40, checkpoint_every=10, keep=2)
     assert (outcome.windows, outcome.items, outcome.exit_code, outcome.signal) == (40, 40 * 32, 0, None)
     assert outcome.metrics is not None
     assert outcome.metrics["loss"] < 2.8, "it has learnt something"
     assert outcome.checkpoint == run.folder / "window-00000040.pt"
-    # The loss of window 40 is not known: it pushes no good one out.
+    # The loss of window 40 is unknown, so its checkpoint does not count against `keep`.
     assert sorted(p.name for p in run.folder.glob("window-*")) == [f"window-000000{n}.pt" for n in (20, 30, 40)]
     assert "toy: 40 windows in" in run.said
     assert "1.28k tokens" in run.said
@@ -87,7 +87,7 @@ def test_each_checkpoint_is_written_once(run: Toy, monkeypatch: pytest.MonkeyPat
     assert saved == [10, 20, 3, 5]
 
 
-def test_a_trainer_without_metrics_keeps_as_many(run: Toy) -> None:
+def test_keep_limits_checkpoints_of_a_trainer_without_metrics(run: Toy) -> None:
     def wrap(trainer: Any) -> Any:
         trainer.metrics = lambda: None
         return trainer
@@ -96,24 +96,24 @@ def test_a_trainer_without_metrics_keeps_as_many(run: Toy) -> None:
     assert [p.name for p in Store(run.folder).files()] == ["window-00000020.pt", "window-00000018.pt"]
 
 
-def test_no_windows(run: Toy) -> None:
+def test_zero_windows_create_no_folder(run: Toy) -> None:
     outcome = run.fit(0)
     assert outcome.checkpoint is None
     assert not run.folder.exists()
 
 
-def test_only_the_end_is_saved(run: Toy) -> None:
+def test_only_the_end_is_saved_with_checkpoint_every_0(run: Toy) -> None:
     run.fit(12, checkpoint_every=0)
     assert [p.name for p in run.folder.glob("window-*")] == ["window-00000012.pt"]
 
 
-def test_so_many_seconds(run: Toy) -> None:
+def test_seconds_limit_the_run(run: Toy) -> None:
     assert run.fit(None, seconds=0).windows == 0
     assert run.fit(None, seconds=0.02).windows > 0
 
 
-def test_batches_that_end() -> None:
-    """Batches need not be resumable, nor text, and a run needs no folder."""
+def test_run_ends_when_the_batches_end() -> None:
+    """The batches are neither resumable nor text, and the run has no folder."""
     batches = iter([{"x": torch.zeros(3, 2)}] * 5)
 
     class Counting:
@@ -139,10 +139,10 @@ def test_a_signal_finishes_the_window_and_saves(run: Toy, number: signal.Signals
     assert signal.getsignal(number) is before
 
 
-def test_a_second_ctrl_c_leaves_at_once(tmp_path: Path) -> None:
+def test_a_second_sigint_ends_the_process_at_once(tmp_path: Path) -> None:
     process = started("toy", "--folder", "run", "--sleep", "0.02", "--checkpoint_every", "2")
     wait_for(tmp_path / "run", 1)
-    # Two of them a moment apart, in a window that lasts: the second must not wait for it.
+    # The second signal must not wait for the window to finish.
     process.send_signal(signal.SIGINT)
     first = process.stdout and next(line for line in process.stdout if "finishing the window" in line)
     assert first
@@ -164,7 +164,7 @@ def test_a_second_signal_kills_a_window_that_hangs(run: Toy, tmp_path: Path) -> 
     process = started("toy", "--folder", "run", "--sleep", "300", "--windows", "5")
     assert process.stdout is not None
     next(line for line in process.stdout if line.startswith("data:"))
-    time.sleep(0.3)  # until it sleeps in its first window; earlier is fine too, but another path
+    time.sleep(0.3)  # until the first window sleeps; an earlier signal takes the other branch
     process.send_signal(signal.SIGINT)
     message = next(process.stdout, "")
     if "finishing" in message:
@@ -178,8 +178,8 @@ def test_a_second_signal_kills_a_window_that_hangs(run: Toy, tmp_path: Path) -> 
 
 @pytest.mark.parametrize("keep", [1, 3])
 @pytest.mark.parametrize("at", [1, 7, 10, 11])
-def test_nan_stops_with_its_window(run: Toy, at: int, keep: int) -> None:
-    """It also stops if the NaN is known only after that window's checkpoint was written; the earlier one remains."""
+def test_nan_loss_stops_the_run_and_names_its_window(run: Toy, at: int, keep: int) -> None:
+    """The NaN may be known only after its window's checkpoint was written; earlier checkpoints remain."""
     with pytest.raises(DivergedError, match=rf"window {at}: the loss is nan; training has stopped") as caught:
         run.fit(30, config={"nan_at": at}, checkpoint_every=5, keep=keep)
     good = [f"window-{windows:08d}.pt" for windows in (5, 10) if windows < at]
@@ -187,7 +187,7 @@ def test_nan_stops_with_its_window(run: Toy, at: int, keep: int) -> None:
     assert (good[-1] if good else "no checkpoint was written") in str(caught.value)
 
 
-def test_nan_in_the_first_window_after_a_resume(run: Toy) -> None:
+def test_nan_in_the_first_window_after_a_resume_keeps_the_checkpoint(run: Toy) -> None:
     run.fit(4, keep=1)
     with pytest.raises(DivergedError, match="window 5: the loss is nan"):
         run.fit(9, resume=Store(run.folder).latest(), config={"nan_at": 5}, checkpoint_every=1, keep=1)
@@ -213,7 +213,7 @@ def test_nan_in_the_state_is_not_saved(run: Toy) -> None:
     assert [p.name for p in run.folder.glob("window-*")] == ["window-00000004.pt"]
 
 
-def test_the_last_window_is_asked_for_before_it_is_saved(run: Toy) -> None:
+def test_last_metrics_are_checked_before_the_last_window_is_saved(run: Toy) -> None:
     def wrap(trainer: Any) -> Any:
         trainer.last_metrics = lambda: {"loss": float(trainer.losses[-1])}
         return trainer
@@ -223,7 +223,7 @@ def test_the_last_window_is_asked_for_before_it_is_saved(run: Toy) -> None:
     assert [p.name for p in run.folder.glob("window-*")] == ["window-00000005.pt"]
 
 
-def test_a_trainer_that_names_its_windows(run: Toy) -> None:
+def test_error_uses_the_window_number_from_the_metrics(run: Toy) -> None:
     def wrap(trainer: Any) -> Any:
         trainer.metrics = lambda: {"loss": float("inf") if trainer.windows == 6 else 1.0, "window": trainer.windows - 3}
         return trainer
@@ -232,7 +232,7 @@ def test_a_trainer_that_names_its_windows(run: Toy) -> None:
         run.fit(30, wrap=wrap)
 
 
-def test_a_trainer_that_ends_the_run(run: Toy) -> None:
+def test_trainer_can_stop_the_run(run: Toy) -> None:
     def wrap(trainer: Any) -> Any:
         trainer.stops = lambda: "nothing more to learn" if trainer.windows == 7 else None
         return trainer
@@ -243,10 +243,10 @@ def test_a_trainer_that_ends_the_run(run: Toy) -> None:
     assert [p.name for p in run.folder.glob("window-*")] == ["window-00000007.pt"]
 
 
-# --- going on -------------------------------------------------------------------------------------------------------
+# --- resumption -----------------------------------------------------------------------------------------------------
 
 
-def test_interrupted_at_random_windows_it_ends_bitwise_the_same(run: Toy, tmp_path: Path) -> None:
+def test_run_interrupted_at_random_windows_ends_bitwise_the_same(run: Toy, tmp_path: Path) -> None:
     whole = Toy(tmp_path / "whole")
     expected = whole.fit(60)
     assert expected.checkpoint is not None
@@ -256,7 +256,7 @@ def test_interrupted_at_random_windows_it_ends_bitwise_the_same(run: Toy, tmp_pa
         resume, windows, n = None, 0, 0
         while windows < 60:
             at = windows + chance.randint(1, 30)
-            # Another seed each time: what the generators were must come from the checkpoint.
+            # The seed differs each time, so the generators' states must come from the checkpoint.
             outcome = broken.fit(60, seed=n, resume=resume, wrap=signalled(at, signal.SIGTERM), checkpoint_every=7)
             resume, windows, n = outcome.checkpoint, outcome.windows, n + 1
         assert n > 1
@@ -265,7 +265,7 @@ def test_interrupted_at_random_windows_it_ends_bitwise_the_same(run: Toy, tmp_pa
 
 
 @FULLY
-def test_interrupted_in_processes_of_their_own(tmp_path: Path) -> None:
+def test_run_interrupted_and_resumed_in_another_process_ends_bitwise_the_same(tmp_path: Path) -> None:
     options = ("--windows", "40", "--checkpoint_every", "5")
     whole = started("toy", "--folder", "whole", *options)
     broken = started("toy", "--folder", "broken", *options, "--sleep", "0.01")
@@ -284,14 +284,14 @@ def test_interrupted_in_processes_of_their_own(tmp_path: Path) -> None:
     assert same(*map(state_of, names))
 
 
-def test_what_is_done_is_not_done_again(run: Toy) -> None:
+def test_resuming_a_finished_run_trains_nothing(run: Toy) -> None:
     run.fit(4)
     outcome = run.fit(4, resume=Store(run.folder).latest())
     assert (outcome.windows, run.trainer.windows, outcome.exit_code) == (4, 4, 0)
     assert len(Store(run.folder).files()) == 1
 
 
-def test_a_folder_of_another_run_is_not_endangered(run: Toy) -> None:
+def test_a_folder_with_checkpoints_requires_resume_or_overwrite(run: Toy) -> None:
     run.fit(4)
     with pytest.raises(CheckpointError, match=r"holds checkpoints of an earlier run.*--resume latest.*--overwrite"):
         run.fit(4)
@@ -305,7 +305,7 @@ def test_a_changed_configuration_is_reported(run: Toy) -> None:
     assert "resumed with another eta_update: 0.2, before 0.1" in run.said
 
 
-def test_a_state_that_does_not_fit_is_one_line(run: Toy) -> None:
+def test_a_state_that_does_not_fit_raises_checkpoint_error(run: Toy) -> None:
     run.fit(4)
 
     def wrap(trainer: Any) -> Any:
@@ -316,7 +316,7 @@ def test_a_state_that_does_not_fit_is_one_line(run: Toy) -> None:
         run.fit(6, resume=Store(run.folder).latest(), wrap=wrap)
 
 
-def test_batches_without_a_position_cannot_go_on(run: Toy, tmp_path: Path) -> None:
+def test_batches_without_a_position_cannot_be_resumed(run: Toy, tmp_path: Path) -> None:
     run.fit(4)
     with pytest.raises(CheckpointError, match="position in the data"):
         fit(
@@ -328,7 +328,7 @@ def test_batches_without_a_position_cannot_go_on(run: Toy, tmp_path: Path) -> No
         )
 
 
-def test_a_state_that_cannot_be_read_back_is_reported_at_the_start(run: Toy) -> None:
+def test_an_unreadable_state_is_reported_before_the_first_window(run: Toy) -> None:
     def wrap(trainer: Any) -> Any:
         trainer.state_dict = lambda: {"config": trainer.config}
         return trainer
@@ -338,7 +338,7 @@ def test_a_state_that_cannot_be_read_back_is_reported_at_the_start(run: Toy) -> 
     assert run.trainer.windows == 0
 
 
-def test_a_checkpoint_that_fails_on_the_way_does_not_end_the_run(run: Toy, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_intermediate_checkpoint_does_not_end_the_run(run: Toy, monkeypatch: pytest.MonkeyPatch) -> None:
     save = Store.save
 
     def fails(self: Store, checkpoint: Any, **options: Any) -> Path:
@@ -353,7 +353,7 @@ def test_a_checkpoint_that_fails_on_the_way_does_not_end_the_run(run: Toy, monke
         run.fit(5, overwrite=True)
 
 
-def test_a_folder_that_cannot_be_written_into_is_reported_before_the_first_window(run: Toy, tmp_path: Path) -> None:
+def test_an_unwritable_folder_is_reported_before_the_first_window(run: Toy, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     for folder in (Path("/proc/nowhere"), tmp_path / "file", tmp_path / "file" / "x"):
         run.folder = folder
@@ -365,8 +365,8 @@ def test_a_folder_that_cannot_be_written_into_is_reported_before_the_first_windo
 # --- services -------------------------------------------------------------------------------------------------------
 
 
-def test_nothing_but_metrics_is_asked_for_between_windows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No values of a batch are read, and nothing waits for the device."""
+def test_fit_calls_only_metrics_between_windows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`fit` reads no values of a batch and does not wait for the device."""
     calls: list[str] = []
 
     class Silent:
@@ -388,7 +388,7 @@ def test_nothing_but_metrics_is_asked_for_between_windows(monkeypatch: pytest.Mo
     assert calls == ["train_window", "metrics"] * 3
 
 
-def test_timing(run: Toy) -> None:
+def test_timing_debug_shows_the_phases(run: Toy) -> None:
     run.fit(20, timing_debug=True, checkpoint_every=5)
     lines = {line.split()[1]: line.split() for line in run.said.splitlines() if line.startswith("│")}
     assert set(lines) == {"data", "train", "metrics", "checkpoint"}
@@ -398,7 +398,7 @@ def test_timing(run: Toy) -> None:
     assert "p95" not in run.said
 
 
-def test_the_device_is_waited_for_only_when_timing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_phases_synchronize_only_when_timing_is_on(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[object] = []
     monkeypatch.setattr("suite.runtime.timing.synchronize", calls.append)
     for on, count in ((False, 0), (True, 2)):
@@ -410,13 +410,13 @@ def test_the_device_is_waited_for_only_when_timing(monkeypatch: pytest.MonkeyPat
         assert list(phases.seconds) == ["train"] * on
 
 
-def test_quantiles() -> None:
+def test_quantile_returns_order_statistics() -> None:
     values = [float(n) for n in range(100)]
     assert (quantile(values, 0.5), quantile(values, 0.95), quantile([3.0], 0.95)) == (50, 95, 3)
 
 
 @pytest.mark.parametrize(("windows", "said"), [(8, "wrote"), (4, "with fewer windows"), (2, "nothing was written")])
-def test_a_trace(run: Toy, tmp_path: Path, windows: int, said: str) -> None:
+def test_profile_writes_a_trace(run: Toy, tmp_path: Path, windows: int, said: str) -> None:
     path = tmp_path / "of any \udcff bytes" / "t\udcff.json"
     run.fit(windows, profile=str(path))
     assert said in run.said
@@ -438,14 +438,14 @@ def test_a_trace_without_a_window_is_not_written(run: Toy, tmp_path: Path) -> No
     assert not path.exists()
 
 
-def test_a_trace_that_cannot_be_written_is_reported_at_the_start(run: Toy, tmp_path: Path) -> None:
+def test_an_unwritable_trace_is_reported_before_the_first_window(run: Toy, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(PerfsuiteError, match="profile: cannot write"):
         run.fit(8, profile=str(tmp_path / "file" / "t.json"))
     assert run.trainer.windows == 0
 
 
-def test_tensorboard(run: Toy) -> None:
+def test_tensorboard_logs_the_loss_of_a_resumed_run(run: Toy) -> None:
     pytest.importorskip("tensorboard", reason="tensorboard is not installed: pip install 'perfsuite[train]'")
     run.fit(25, tensorboard=True, tensorboard_every=5, checkpoint_every=10)
     run.fit(40, tensorboard=True, tensorboard_every=5, resume=Store(run.folder).latest())
@@ -456,8 +456,8 @@ def test_tensorboard(run: Toy) -> None:
     assert [e.step for e in events.Scalars("loss")] == [5, 10, 15, 20, 30, 35]
 
 
-def test_tensorboard_shows_one_run_of_a_folder(run: Toy) -> None:
-    """It shows neither another run's values there, nor the window at which a resumed run begins."""
+def test_tensorboard_shows_only_the_current_run_of_a_folder(run: Toy) -> None:
+    """Values of an overwritten run are removed, and the window before the first resumed one is not logged."""
     pytest.importorskip("tensorboard", reason="tensorboard is not installed: pip install 'perfsuite[train]'")
     run.fit(30, tensorboard=True, tensorboard_every=5)
     run.fit(8, tensorboard=True, tensorboard_every=1, overwrite=True)
@@ -482,7 +482,7 @@ def test_a_full_disk_under_tensorboard_does_not_end_the_run(run: Toy, monkeypatc
     assert Store(run.folder).latest().name == "window-00000009.pt"
 
 
-def test_without_tensorboard_it_is_one_line(run: Toy, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_tensorboard_is_reported_with_its_install_command(run: Toy, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "torch.utils.tensorboard", None)
     with pytest.raises(PerfsuiteError, match=r"needs the package tensorboard.*pip install 'perfsuite\[train\]'"):
         run.fit(5, tensorboard=True)
@@ -495,7 +495,7 @@ def test_tensorboard_needs_a_folder() -> None:
         fit(trainer, batches, Options(tensorboard=True))
 
 
-def test_the_bar_of_a_terminal(tmp_path: Path) -> None:
+def test_progress_bar_is_shown_in_a_terminal(tmp_path: Path) -> None:
     from io import StringIO
 
     from rich.console import Console
@@ -514,7 +514,7 @@ def test_the_bar_of_a_terminal(tmp_path: Path) -> None:
     assert message.index("\x1b[?25h", message.index("the last line")), "the cursor is back"
 
 
-def test_rate() -> None:
+def test_rate_covers_only_the_last_seconds() -> None:
     rate = Rate(seconds=5)
     assert rate.value() is None
     for second in range(20):
@@ -525,6 +525,6 @@ def test_rate() -> None:
 
 
 @pytest.mark.parametrize("wrong", [{"windows": -1}, {"keep": 0}, {"seconds": float("nan")}])
-def test_options_out_of_range(wrong: dict[str, Any]) -> None:
+def test_options_out_of_range_raise_value_error(wrong: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="must be"):
         Options(**wrong)

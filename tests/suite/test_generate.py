@@ -1,4 +1,4 @@
-"""`perfsuite generate`: text that a network of eigenstate_lm goes on with."""
+"""`perfsuite generate`: text generation with a network of eigenstate_lm."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ TEXTS = ["the rotor turns λ by an angle 🎈 and the field follows the plane "]
 
 
 def weights(sizes: Sizes = TINY, dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
-    """Return weights of a network that is surer than a new one, and generates other tokens than its prompt's."""
+    """Return weights of a network with sharper outputs than a new one, so that it does not just repeat its prompt."""
     factors = {"embedding": 20, "out": 8, "contract": 8}
     return {n: factors.get(n.rpartition(".")[2], 1) * w.to(dtype) for n, w in make_weights(0, sizes).items()}
 
@@ -57,7 +57,7 @@ def parallel(given: dict[str, torch.Tensor], tokens: Sequence[int]) -> torch.Ten
 
 
 @pytest.mark.parametrize(("dtype", "rtol", "atol"), [(torch.float64, 1e-10, 1e-10), (torch.float32, 1e-5, 1e-5)])
-def test_token_by_token_it_is_the_same_network(dtype: torch.dtype, rtol: float, atol: float) -> None:
+def test_reading_token_by_token_matches_the_parallel_form(dtype: torch.dtype, rtol: float, atol: float) -> None:
     given, tokens = weights(dtype=dtype), words()
     reader = Reader(given)
     found = torch.stack([reader.read([token]) for token in tokens])
@@ -66,7 +66,7 @@ def test_token_by_token_it_is_the_same_network(dtype: torch.dtype, rtol: float, 
 
 
 @pytest.mark.parametrize("stretch", [7, 149, 150, 4096])
-def test_a_long_prompt_is_read_in_stretches(stretch: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_long_prompt_is_read_in_stretches(stretch: int, monkeypatch: pytest.MonkeyPatch) -> None:
     given, tokens = weights(dtype=torch.float64), words()
     monkeypatch.setattr(generation, "STRETCH", stretch)
     seen = []
@@ -80,7 +80,7 @@ def test_a_long_prompt_is_read_in_stretches(stretch: int, monkeypatch: pytest.Mo
     assert (sum(seen), max(seen)) == (150, min(150, stretch))
 
 
-def test_a_token_costs_the_same_memory_wherever_it_comes() -> None:
+def test_memory_per_token_does_not_depend_on_its_position() -> None:
     class Shapes(TorchDispatchMode):
         """Record the shapes of all tensors that operations return."""
 
@@ -100,11 +100,11 @@ def test_a_token_costs_the_same_memory_wherever_it_comes() -> None:
     assert seen[10]
     assert seen[10] == seen[100]
     assert set(states) == {(TINY.layers, 1, TINY.cells * TINY.eigenstates, 2)}
-    # None is larger than what the weights themselves are.
+    # No tensor is larger than the largest weight.
     assert max(math.prod(shape) for shape in seen[100]) <= max(w.numel() for w in weights().values())
 
 
-def test_sizes_are_those_of_the_weights() -> None:
+def test_sizes_of_reads_the_sizes_from_the_weights() -> None:
     assert sizes_of(make_weights(0, TINY)) == TINY
 
 
@@ -120,14 +120,14 @@ def test_sizes_are_those_of_the_weights() -> None:
         (lambda w: w.update(more=torch.ones(3)), "more is missing, or too much"),
     ],
 )
-def test_weights_of_something_else_are_an_error(change: Callable[[dict[str, Any]], object], message: str) -> None:
+def test_sizes_of_rejects_weights_of_another_network(change: Callable[[dict[str, Any]], object], message: str) -> None:
     given = make_weights(0, TINY)
     change(given)
     with pytest.raises(PerfsuiteError, match=message):
         sizes_of(given)
 
 
-# --- drawing --------------------------------------------------------------------------------------------------------
+# --- sampling -------------------------------------------------------------------------------------------------------
 
 
 def text_of(options: Options, prompt: Sequence[int] = (1, 5, 9)) -> list[int]:
@@ -135,7 +135,7 @@ def text_of(options: Options, prompt: Sequence[int] = (1, 5, 9)) -> list[int]:
 
 
 @pytest.mark.parametrize("prompt", [[1], [1, 5, 9], words(20)])
-def test_the_most_likely_tokens_are_those_of_the_parallel_form(prompt: list[int]) -> None:
+def test_greedy_tokens_match_the_parallel_form(prompt: list[int]) -> None:
     found = text_of(GREEDY, prompt)
     assert found == text_of(GREEDY, prompt)
     tokens = list(prompt)
@@ -145,13 +145,13 @@ def test_the_most_likely_tokens_are_those_of_the_parallel_form(prompt: list[int]
     assert len(set(found)) > 2
 
 
-def test_the_seed_says_what_is_drawn() -> None:
+def test_sampled_tokens_depend_on_the_seed() -> None:
     assert text_of(PLAIN) == text_of(PLAIN)
     assert text_of(PLAIN) != text_of(replace(PLAIN, seed=1))
     assert len(text_of(PLAIN)) == 30
 
 
-def test_one_most_likely_token_is_the_most_likely_one() -> None:
+def test_top_k_1_and_tiny_temperature_match_greedy_tokens() -> None:
     assert text_of(replace(PLAIN, top_k=1)) == text_of(GREEDY)
     assert text_of(replace(PLAIN, temperature=1e-300)) == text_of(GREEDY)
     assert text_of(replace(GREEDY, top_k=5, seed=3)) == text_of(GREEDY)
@@ -167,8 +167,8 @@ def test_one_most_likely_token_is_the_most_likely_one() -> None:
         (1.0, 1, [0, 0, 0, 1]),
     ],
 )
-def test_tokens_are_drawn_by_their_chances(temperature: float, top_k: int, shares: list[float]) -> None:
-    """Padding is never drawn, however likely it is."""
+def test_tokens_are_sampled_with_their_probabilities(temperature: float, top_k: int, shares: list[float]) -> None:
+    """The padding token is never sampled, however likely it is."""
     options = replace(PLAIN, temperature=temperature, top_k=top_k)
     generator = torch.Generator().manual_seed(0)
     logits = torch.tensor([1e4, 5.0, 5.0, 5.0 + math.log(6)])
@@ -178,14 +178,14 @@ def test_tokens_are_drawn_by_their_chances(temperature: float, top_k: int, share
     assert found[0] == 0
 
 
-def test_no_token_beyond_the_most_likely_is_drawn() -> None:
+def test_only_the_top_k_tokens_are_sampled() -> None:
     generator = torch.Generator().manual_seed(0)
     logits = torch.tensor([9.0, 1.0, 3.0, 2.0, 3.1, 0.0])
     options = replace(PLAIN, top_k=3, temperature=9.0)
     assert {drawn(logits, options, generator) for _ in range(200)} == {2, 3, 4}
 
 
-def test_the_end_is_the_end_unless_it_is_not() -> None:
+def test_generation_stops_at_the_end_token_unless_past_end() -> None:
     options = replace(PLAIN, tokens=400)
     on = text_of(options)
     assert len(on) == 400
@@ -194,7 +194,7 @@ def test_the_end_is_the_end_unless_it_is_not() -> None:
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
-def test_an_output_that_is_no_number_is_an_error(value: float) -> None:
+def test_nan_or_infinite_logits_raise_error(value: float) -> None:
     logits = torch.tensor([0.0, 1.0, value, 1.0])
     for options in (PLAIN, GREEDY):
         with pytest.raises(PerfsuiteError, match="no number: its training diverged; name an earlier checkpoint"):
@@ -210,7 +210,7 @@ def tokenizer() -> Any:
     return text.trained(TEXTS, 290)
 
 
-def test_a_character_of_several_tokens_is_shown_whole(tokenizer: Any) -> None:
+def test_a_character_of_several_tokens_is_shown_complete(tokenizer: Any) -> None:
     tokens = tokenizer.encode("a🎂é").ids
     characters = Characters(tokenizer)
     found = [characters.of(token) for token in tokens]
@@ -220,8 +220,8 @@ def test_a_character_of_several_tokens_is_shown_whole(tokenizer: Any) -> None:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_what_is_shown_is_the_whole_text(tokenizer: Any, seed: int) -> None:
-    """This includes tokens that are not whole characters: most of them are single bytes."""
+def test_characters_join_to_the_decoded_text(tokenizer: Any, seed: int) -> None:
+    """Most of the tokens are single bytes, which are not complete characters."""
     generator = torch.Generator().manual_seed(seed)
     tokens = torch.randint(1, tokenizer.get_vocab_size(), (200,), generator=generator).tolist()
     characters = Characters(tokenizer, [1])
@@ -229,14 +229,14 @@ def test_what_is_shown_is_the_whole_text(tokenizer: Any, seed: int) -> None:
     assert found == tokenizer.decode(tokens, skip_special_tokens=False)
 
 
-def test_a_character_that_stays_half_is_shown_at_the_end(tokenizer: Any) -> None:
+def test_an_incomplete_character_is_shown_at_the_end(tokenizer: Any) -> None:
     half = tokenizer.encode("a🎂").ids[:-1]
     characters = Characters(tokenizer)
     assert "".join(characters.of(token) for token in half) == "a"
     assert characters.rest() == "\ufffd"
 
 
-def test_a_decoder_may_treat_the_first_token_differently() -> None:
+def test_decoder_may_treat_the_first_token_differently() -> None:
     tokenizers = pytest.importorskip("tokenizers", reason="tokenizers is not installed: pip install 'perfsuite[train]'")
     spaced = tokenizers.Tokenizer(tokenizers.models.WordLevel({"▁a": 0, "▁b": 1}))
     spaced.decoder = tokenizers.decoders.Metaspace()
@@ -275,7 +275,7 @@ def invoked(*arguments: str) -> Result:
 
 
 def written(*arguments: str) -> str:
-    """Return the text, without the line after it."""
+    """Return the generated text, without the summary line after it."""
     done = invoked(*arguments)
     assert done.exit_code == 0, done.output
     found, _, message = done.output.removesuffix("\n").rpartition("\n")
@@ -296,7 +296,7 @@ def process(*arguments: str, **more: str) -> subprocess.CompletedProcess[bytes]:
     return subprocess.run(command, env=environment(**more), capture_output=True)
 
 
-def test_the_entry_point_names_the_command() -> None:
+def test_entry_point_refers_to_the_command() -> None:
     import tomllib
 
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -304,7 +304,7 @@ def test_the_entry_point_names_the_command() -> None:
 
 
 @FULLY
-def test_the_text_is_that_of_the_library(checkpoint: Path, tokenizer: Any) -> None:
+def test_command_prints_the_same_text_as_the_library(checkpoint: Path, tokenizer: Any) -> None:
     given = weights(sizes_for(tokenizer))
     prompt = [1, *tokenizer.encode("the λ").ids]
     options = Options(tokens=40, temperature=0.7, top_k=20, seed=5)
@@ -322,31 +322,31 @@ def test_the_text_is_that_of_the_library(checkpoint: Path, tokenizer: Any) -> No
     assert line.endswith(" tokens/s)")
 
 
-def test_a_folder_means_its_last_checkpoint(checkpoint: Path, tokenizer: Any) -> None:
+def test_folder_selects_its_latest_checkpoint(checkpoint: Path, tokenizer: Any) -> None:
     later = saved(checkpoint.parent, tokenizer, windows=9, weights=make_weights(1, sizes_for(tokenizer)))
     assert written(str(checkpoint.parent)) == written(str(later))
     assert written(str(checkpoint.parent)) != written(str(checkpoint))
 
 
-def test_without_a_prompt_a_text_begins(checkpoint: Path, tokenizer: Any) -> None:
+def test_text_starts_at_the_end_token_without_a_prompt(checkpoint: Path, tokenizer: Any) -> None:
     tokens = list(generated(Reader(weights(sizes_for(tokenizer))), [1], replace(GREEDY, past_end=False)))
     assert written(str(checkpoint), "--temperature", "0", "--tokens", "30") == tokenizer.decode(tokens)
 
 
-def test_a_text_ends_and_another_begins(checkpoint: Path) -> None:
+def test_past_end_continues_after_the_end_token(checkpoint: Path) -> None:
     arguments = [str(checkpoint), "--tokens", "2000", "--temperature", "9", "--top-k", "0"]
     on = written(*arguments, "--past-end")
     assert "<end>" in on
     assert written(*arguments) == on.partition("<end>")[0]
 
 
-def test_a_run_in_one_line() -> None:
+def test_summary_reports_counts_seconds_and_rate() -> None:
     assert summary(12, 0, 0.0, 0.0) == "12 tokens read; the text ended at once"
     assert summary(12, 1, 0.5, 0.5) == "12 tokens read and the first drawn in 0.5 s; 0 more in 0 s"
     assert summary(12, 201, 0.25, 4.25) == "12 tokens read and the first drawn in 0.25 s; 200 more in 4 s (50 tokens/s)"
 
 
-def test_interrupted(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_interruption_exits_with_code_130(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def stopped(*given: object) -> Iterator[int]:
         yield 40
         raise KeyboardInterrupt
@@ -359,7 +359,7 @@ def test_interrupted(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @FULLY
-def test_what_cannot_be_written_is_one_line(checkpoint: Path) -> None:
+def test_a_full_output_device_is_reported_in_one_line(checkpoint: Path) -> None:
     if not Path("/dev/full").exists():
         pytest.skip("needs /dev/full")
     command = [sys.executable, "-m", "perfsuite", "generate", str(checkpoint), "--device", "cpu", "--prompt", "x"]
@@ -371,7 +371,7 @@ def test_what_cannot_be_written_is_one_line(checkpoint: Path) -> None:
 
 
 @FULLY
-def test_a_reader_that_has_enough_gets_nothing(checkpoint: Path) -> None:
+def test_a_closed_pipe_ends_the_command_silently(checkpoint: Path) -> None:
     command = [sys.executable, "-m", "perfsuite", "generate", str(checkpoint), "--device", "cpu", "--past-end"]
     with subprocess.Popen(
         [*command, "--prompt", "x", "--tokens", "1000000"],
@@ -387,15 +387,15 @@ def test_a_reader_that_has_enough_gets_nothing(checkpoint: Path) -> None:
     assert process.returncode == 0
 
 
-def test_a_run_that_writes_there_is_not_waited_for(checkpoint: Path) -> None:
+def test_generate_does_not_wait_for_a_run_that_holds_the_lock(checkpoint: Path) -> None:
     from suite.runtime.locking import only_one
 
     with only_one(checkpoint.parent):
         assert written(str(checkpoint.parent)) == written(str(checkpoint))
 
 
-def test_a_checkpoint_that_a_run_drops_meanwhile(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The run drops it between the listing of the folder and the opening of the file; by then there is a later one."""
+def test_generate_retries_if_a_run_removes_the_checkpoint(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The run removes it between listing the folder and opening the file; a later one exists by then."""
     files = Store.files
     seen: list[int] = []
 
@@ -409,7 +409,7 @@ def test_a_checkpoint_that_a_run_drops_meanwhile(checkpoint: Path, monkeypatch: 
     assert len(seen) > 2
 
 
-def test_memory_that_runs_out_is_one_line(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_out_of_memory_is_reported_in_one_line(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*given: object) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nmore")
 
@@ -417,7 +417,7 @@ def test_memory_that_runs_out_is_one_line(checkpoint: Path, monkeypatch: pytest.
     one_line(invoked(str(checkpoint)), "CUDA out of memory; free some, or name another --device")
 
 
-# --- mistakes -------------------------------------------------------------------------------------------------------
+# --- errors ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -433,27 +433,27 @@ def test_memory_that_runs_out_is_one_line(checkpoint: Path, monkeypatch: pytest.
         (["--device", "abacus"], "--device abacus"),
     ],
 )
-def test_mistakes_are_one_line(arguments: list[str], message: str, checkpoint: Path) -> None:
+def test_wrong_options_are_reported_in_one_line(arguments: list[str], message: str, checkpoint: Path) -> None:
     one_line(CliRunner().invoke(generate, [str(checkpoint), "--device", "cpu", *arguments]), message)
 
 
 @pytest.mark.parametrize("name", ["nowhere.pt", "empty", "x" * 300])
-def test_no_checkpoint(name: str) -> None:
+def test_a_missing_checkpoint_is_reported(name: str) -> None:
     Path("empty").mkdir()
     one_line(invoked(name), f"no checkpoint {name}; name a file, or a folder, that `perfsuite train eigenstate_lm`")
 
 
-def test_a_file_that_is_no_checkpoint() -> None:
+def test_a_file_that_is_no_checkpoint_is_reported() -> None:
     Path("notes.pt").write_text("mine")
     one_line(invoked("notes.pt"), "notes.pt is damaged, or no checkpoint")
 
 
-def test_a_checkpoint_of_another_trainer(tmp_path: Path, tokenizer: Any) -> None:
+def test_a_checkpoint_of_another_trainer_is_reported(tmp_path: Path, tokenizer: Any) -> None:
     one_line(invoked(str(saved(tmp_path, tokenizer, name="toy"))), "is of the trainer 'toy', not of 'eigenstate_lm'")
 
 
 def without_an_end() -> str:
-    """Return a tokenizer with as many tokens, none of which ends a text."""
+    """Return a tokenizer with 290 tokens and no end token."""
     import tokenizers
 
     made = tokenizers.Tokenizer(tokenizers.models.WordLevel({str(n): n for n in range(290)}))
@@ -471,19 +471,19 @@ def without_an_end() -> str:
         ({"weights": make_weights(0, TINY)}, "its tokenizer has 290 tokens, its network 23; name another"),
     ],
 )
-def test_a_checkpoint_that_text_does_not_come_of(
+def test_a_checkpoint_that_cannot_generate_text_is_reported(
     changes: dict[str, Any], message: str, tmp_path: Path, tokenizer: Any
 ) -> None:
     path = saved(tmp_path, tokenizer, **changes)
     one_line(invoked(str(path)), str(path), message)
 
 
-def test_a_tokenizer_without_an_end(tmp_path: Path, tokenizer: Any) -> None:
+def test_a_tokenizer_without_an_end_token_is_reported(tmp_path: Path, tokenizer: Any) -> None:
     path = saved(tmp_path, tokenizer, tokenizer=without_an_end())
     one_line(invoked(str(path)), "its tokenizer has no token <end> of number 1, by which texts end")
 
 
-def test_a_prompt_of_words_that_the_tokenizer_lacks(tmp_path: Path) -> None:
+def test_a_prompt_with_unknown_words_is_reported(tmp_path: Path) -> None:
     tokenizers = pytest.importorskip("tokenizers", reason="tokenizers is not installed: pip install 'perfsuite[train]'")
     few = tokenizers.Tokenizer(tokenizers.models.WordLevel({"<pad>": 0, "<end>": 1, "a": 2}))
     path = saved(tmp_path, few)
@@ -491,7 +491,7 @@ def test_a_prompt_of_words_that_the_tokenizer_lacks(tmp_path: Path) -> None:
     one_line(invoked(str(path), "--prompt", "b"), "--prompt: the tokenizer cannot encode it", "give other text")
 
 
-def test_training_that_diverged(tmp_path: Path, tokenizer: Any) -> None:
+def test_weights_of_a_diverged_training_are_reported(tmp_path: Path, tokenizer: Any) -> None:
     broken = weights(sizes_for(tokenizer))
     broken["embedding"] = torch.full_like(broken["embedding"], torch.inf)
     done = invoked(str(saved(tmp_path, tokenizer, weights=broken)))
@@ -499,6 +499,6 @@ def test_training_that_diverged(tmp_path: Path, tokenizer: Any) -> None:
     assert "Error: the network's output is no number: its training diverged; name an earlier checkpoint" in done.output
 
 
-def test_without_the_library_of_tokenizers(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_tokenizers_package_is_reported(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "tokenizers", None)
     one_line(invoked(str(checkpoint)), "text needs the package tokenizers, which is not installed")

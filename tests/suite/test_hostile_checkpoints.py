@@ -1,4 +1,4 @@
-"""A hostile or damaged checkpoint is one line that names it; no code in it is run, and nothing is changed."""
+"""Hostile and damaged checkpoints: a one-line error names the file, no code is executed, no file is changed."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ Fields = dict[str, Any]
 
 
 class Evil:
-    """Object that leaves a mark if pickle itself unpickles it."""
+    """Object that creates a folder if pickle unpickles it."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return os.mkdir, ("was-here",)
@@ -38,7 +38,7 @@ class Evil:
 
 @pytest.fixture
 def good(run: Toy) -> Path:
-    """Return a checkpoint of the toy trainer after 4 windows, in a folder of a run."""
+    """Return a checkpoint of the toy trainer after 4 windows, in a run's folder."""
     run.fit(4)
     return run.folder / "window-00000004.pt"
 
@@ -53,7 +53,7 @@ def resumed(path: str | Path, *arguments: str) -> Result:
 
 
 def contents(folder: Path) -> dict[str, object]:
-    """Return mode and content of everything under the folder; links and pipes are not followed."""
+    """Return the mode and content of everything under the folder, without following links or reading pipes."""
     return {
         os.path.relpath(os.path.join(place, name), folder): (
             os.lstat(os.path.join(place, name)).st_mode,
@@ -70,7 +70,7 @@ def _of(place: str, name: str) -> bytes | None:
 
 
 def refused(path: Path, named: str | None = None, *message: str) -> None:
-    """Assert one line by train, into the run's own folder and a new one, and by generate; nothing is changed."""
+    """Assert that `train`, in the run's folder and in a new one, and `generate` print one line and change no file."""
     before = contents(Path.cwd())
     for folder in (path.parent, Path("new")):
         one_line(resumed(path, "--folder", str(folder)), named or str(path), *message)
@@ -91,11 +91,11 @@ def one_line(done: Result, *message: str) -> None:
         assert words in line
 
 
-# --- what is in it --------------------------------------------------------------------------------------------------
+# --- file contents --------------------------------------------------------------------------------------------------
 
 
 def laughs(times: int = 40) -> list[Any]:
-    """Return a list of 2^times values, in a few bytes."""
+    """Return a nested list of 2^times values that takes a few bytes."""
     found: list[Any] = [1]
     for _ in range(times):
         found = [found, found]
@@ -116,7 +116,7 @@ def deep() -> list[Any]:
 
 
 def expanded() -> torch.Tensor:
-    """Return a tensor of four terabytes, in four bytes."""
+    """Return a tensor of four terabytes that is stored in four bytes."""
     return torch.ones(1).expand(10**12)
 
 
@@ -179,24 +179,24 @@ HOSTILE: dict[str, Callable[[Fields], object]] = {
 
 
 @pytest.mark.parametrize("what", some(HOSTILE, list(HOSTILE)[::2]))
-def test_hostile_content(good: Path, what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hostile_content_is_reported_in_one_line(good: Path, what: str, monkeypatch: pytest.MonkeyPatch) -> None:
     fields = fields_of(good)
     HOSTILE[what](fields)
     torch.save(fields, good)
-    monkeypatch.setattr(plain, "MOST", 10_000)  # so many are gone through in no time
+    monkeypatch.setattr(plain, "MOST", 10_000)  # a low limit keeps the test fast
     refused(good)
 
 
-def test_what_the_list_is_made_from_is_no_hostile_one(good: Path) -> None:
+def test_unmodified_content_can_be_resumed(good: Path) -> None:
     torch.save(fields_of(good), good)
     assert resumed(good, "--folder", str(good.parent)).exit_code == 0
 
 
-# --- what it is -----------------------------------------------------------------------------------------------------
+# --- file formats ---------------------------------------------------------------------------------------------------
 
 
 def rewritten(path: Path, change: Callable[[str, bytes], bytes], compression: int = zipfile.ZIP_STORED) -> bytes:
-    """Return the archive with changed parts."""
+    """Return the archive with each part replaced by `change(name, part)`."""
     out = io.BytesIO()
     with zipfile.ZipFile(path) as archive, zipfile.ZipFile(out, "w", compression) as made:
         for part in archive.namelist():
@@ -205,7 +205,7 @@ def rewritten(path: Path, change: Callable[[str, bytes], bytes], compression: in
 
 
 def overlapping(path: Path) -> bytes:
-    """Make every part begin where the first one does, which claims to have a petabyte."""
+    """Corrupt the first entry of the ZIP directory so that its part claims 4 GiB."""
     whole = bytearray(path.read_bytes())
     at = whole.index(b"PK\x01\x02")
     struct.pack_into("<II", whole, at + 20, 0xFFFFFFF0, 0xFFFFFFF0)
@@ -213,7 +213,7 @@ def overlapping(path: Path) -> bytes:
 
 
 def twice(path: Path) -> bytes:
-    """Store a part twice, so that it is not known which one is read."""
+    """Store a part twice under the same name, so that it is ambiguous which one is read."""
     out = io.BytesIO(path.read_bytes())
     with zipfile.ZipFile(path) as archive, zipfile.ZipFile(out, "a") as made:
         part = archive.namelist()[0]
@@ -243,13 +243,13 @@ FILES: dict[str, Callable[[Path], bytes]] = {
 
 
 @pytest.mark.parametrize("what", FILES)
-def test_a_file_of_something_else(good: Path, what: str) -> None:
+def test_a_file_of_another_format_is_reported_in_one_line(good: Path, what: str) -> None:
     good.write_bytes(FILES[what](good))
     refused(good)
 
 
 @pytest.mark.parametrize("what", ["folder", "pipe", "device", "dead link", "link to itself", "link to something else"])
-def test_what_is_no_file(good: Path, what: str) -> None:
+def test_a_checkpoint_path_that_is_no_regular_file_is_reported(good: Path, what: str) -> None:
     good.unlink()
     if what == "folder":
         (good / "window-00000001.pt").mkdir(parents=True)
@@ -275,7 +275,7 @@ def test_what_is_no_file(good: Path, what: str) -> None:
     ("name", "shown"),
     [("a\nb.pt", r"a\nb.pt"), ("a\udcffb.pt", r"a\xffb.pt"), ("a\x1b[31mb.pt", r"a\x1b[31mb.pt"), ("λ.pt", "λ.pt")],
 )
-def test_a_name_of_any_bytes_is_reported_in_a_line(good: Path, name: str, shown: str) -> None:
+def test_unprintable_file_names_are_escaped_in_the_error(good: Path, name: str, shown: str) -> None:
     path = good.rename(good.parent / name)
     assert resumed(path, "--folder", "other").exit_code == 0
     path.write_bytes(b"PK")
@@ -285,7 +285,7 @@ def test_a_name_of_any_bytes_is_reported_in_a_line(good: Path, name: str, shown:
 
 
 @pytest.mark.parametrize("name", ["a\nb", "a\udcffb", "λ"])
-def test_a_folder_of_any_bytes(good: Path, name: str) -> None:
+def test_folders_with_unprintable_names_are_supported(good: Path, name: str) -> None:
     folder = good.parent.rename(good.parent.parent / name)
     assert resumed("latest", "--folder", str(folder)).exit_code == 0
     assert Store(folder).latest().name == "window-00000006.pt"
@@ -295,8 +295,8 @@ def test_a_folder_of_any_bytes(good: Path, name: str) -> None:
     assert contents(folder) == before
 
 
-def test_a_link_to_a_checkpoint_is_one(good: Path) -> None:
-    """The link is dropped like any other checkpoint; its target stays."""
+def test_a_link_to_a_checkpoint_is_a_checkpoint(good: Path) -> None:
+    """The link is removed like any other checkpoint; its target stays."""
     elsewhere = good.rename(good.parent.parent / "elsewhere.pt")
     good.symlink_to(elsewhere)
     whole = elsewhere.read_bytes()
@@ -354,7 +354,7 @@ def sizes_for(tokenizer: str) -> Sizes:
 
 
 @pytest.mark.parametrize("what", [None, *WEIGHTS])
-def test_weights_of_something_else(good: Path, tokenizer: str, what: str | None) -> None:
+def test_generate_rejects_weights_of_another_type(good: Path, tokenizer: str, what: str | None) -> None:
     fields = language(good, tokenizer, sizes_for(tokenizer))
     if what is None:
         assert generated(fields, good).exit_code == 0
@@ -364,10 +364,10 @@ def test_weights_of_something_else(good: Path, tokenizer: str, what: str | None)
 
 
 @pytest.mark.parametrize("what", TOKENIZERS)
-def test_a_tokenizer_of_something_else(
+def test_generate_rejects_invalid_tokenizers(
     good: Path, tokenizer: str, what: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """It is refused even if its library panics, which prints to the terminal itself."""
+    """The error is one line even if the library panics, which prints to stderr by itself."""
     import json
 
     changed = json.dumps({**json.loads(tokenizer), **TOKENIZERS[what]})
@@ -379,7 +379,7 @@ def test_a_tokenizer_of_something_else(
     assert capfd.readouterr().err == ""
 
 
-def test_a_tokenizer_that_pads_no_longer_pads(good: Path, tokenizer: str) -> None:
+def test_padding_of_the_tokenizer_is_switched_off(good: Path, tokenizer: str) -> None:
     """Otherwise every prompt would have a billion tokens."""
     import json
 

@@ -1,4 +1,4 @@
-"""The summary of a trace shows a run's phases, and recommends the first thing to do."""
+"""The summary of a trace: a run's phases, and advice on what to optimize first."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from suite.runtime.ranges import PREFIX, phase, set_traced
 
 @dataclass
 class Event:
-    """Event as in the profiler's averages; times in microseconds."""
+    """Event with the fields of the profiler's averages; times in microseconds."""
 
     key: str
     count: int
@@ -44,7 +44,7 @@ def shown(found: Hotspots) -> str:
     return captured.get()
 
 
-def test_on_a_gpu_phases_are_ordered_by_its_seconds() -> None:
+def test_phases_are_ordered_by_gpu_time() -> None:
     events = [
         *ranges(train=1.8e6, generation=1.2e6, policy=4e5),
         Event(f"{PREFIX}generation", 2, device_time_total=1.2e6, device_type="DeviceType.CUDA"),
@@ -63,14 +63,14 @@ def test_on_a_gpu_phases_are_ordered_by_its_seconds() -> None:
     assert table.index("generation") < table.index("policy")
 
 
-def test_a_gpu_that_waits_for_the_host_is_named() -> None:
+def test_advice_says_that_the_gpu_waits_for_the_host() -> None:
     found = hotspots([*ranges(train=2e5), on_gpu("add", 3000, 2e5)], windows=2, seconds=2.0)
     assert found.advice().startswith(
         "The GPU works 10% of the time: the host is the limit, with 1500 launches a window."
     )
 
 
-def test_without_a_gpu_operations_are_ordered_by_the_host_s_seconds() -> None:
+def test_operations_are_ordered_by_cpu_time_without_a_gpu() -> None:
     found = hotspots([*ranges(train=0.0), Event("aten::mm", 4, self_cpu_time_total=1e6)], windows=1, seconds=2.0)
     assert found.advice() == (
         "First look at the phase train, 45% of the time; the largest operation is aten::mm, 50% of the time."
@@ -79,7 +79,7 @@ def test_without_a_gpu_operations_are_ordered_by_the_host_s_seconds() -> None:
 
 
 @pytest.mark.parametrize("traced", [False, True])
-def test_a_phase_is_in_a_trace_alone(traced: bool) -> None:
+def test_phases_are_recorded_only_while_tracing(traced: bool) -> None:
     set_traced(traced)
     try:
         activities = [torch.profiler.ProfilerActivity.CPU]

@@ -1,4 +1,4 @@
-"""`perfsuite data leak-audio` and what reads its file: bytes, resuming, classes, mels, and a line for each mistake."""
+"""`perfsuite data leak-audio` and readers of its file: bytes, resumption, classes, mel features, and errors."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ FILES = 18
 
 
 class Quiet:
-    """Progress that remembers the messages."""
+    """Progress that records the messages."""
 
     def __init__(self) -> None:
         self.lines: list[str] = []
@@ -69,7 +69,7 @@ def wav(path: Path, samples: Any, rate: int = 8000) -> None:
 
 
 def fill(root: Path, names: list[str]) -> Path:
-    """Write recordings whose lengths, rates and channels follow from their numbers, in any order."""
+    """Write recordings whose lengths, rates and channels depend on their numbers, not on their order."""
     for name in names:
         number = int(Path(name).stem)
         rate = (8000, 44100, 4096, 16000)[number % 4]
@@ -88,7 +88,7 @@ def folder(tmp_path: Path) -> Path:
 
 @pytest.fixture(scope="session")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Build a small set; tests that change it take a copy."""
+    """Build a small data set. Tests that change it use a copy."""
     path = tmp_path_factory.mktemp("made") / "leak.h5"
     build(path, Recipe(train=12, validation=6), Quiet())
     return path
@@ -117,13 +117,13 @@ def one_line(done: Result, *words: str) -> None:
 # --- the command ----------------------------------------------------------------------------------------------------
 
 
-def test_the_entry_point_names_the_command() -> None:
+def test_entry_point_refers_to_the_command() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     assert project["entry-points"]["perfsuite.commands"]["data"] == "suite.commands.data:data"
     assert list(data.commands) == ["leak-audio", "pack", "pde", "replies", "model"]
 
 
-def test_it_costs_no_torch_and_no_sound() -> None:
+def test_importing_the_command_does_not_import_torch_h5py_or_soundfile() -> None:
     code = "import suite.commands.data, sys; print([m for m in ('torch', 'h5py', 'soundfile') if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], env=environment(), capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
@@ -133,7 +133,7 @@ def test_help_says_that_labels_are_synthetic() -> None:
     assert "The labels are synthetic" in " ".join(invoked("--help").output.split())
 
 
-def test_without_a_folder() -> None:
+def test_synthetic_recordings_are_used_without_a_folder() -> None:
     done = invoked("a.h5", *SMALL)
     assert done.exit_code == 0, done.output
     assert "wrote a.h5: 12 files for train (3 BACKGROUND, 3 CRACK, 2 LEAK, 2 NORMAL, 2 UNCLASSIFIED)" in done.output
@@ -144,7 +144,7 @@ def test_without_a_folder() -> None:
     assert sha("a.h5") != sha("b.h5")
 
 
-def test_the_same_again_is_kept() -> None:
+def test_an_identical_data_set_is_kept() -> None:
     assert invoked("a.h5", *SMALL).exit_code == 0
     before = Path("a.h5").stat()
     again = invoked("a.h5", *SMALL)
@@ -156,7 +156,7 @@ def test_the_same_again_is_kept() -> None:
     one_line(invoked("a.h5", *SMALL), "another data set, of seed 2, not 0", "--overwrite")
 
 
-def test_a_folder(folder: Path) -> None:
+def test_recordings_of_a_folder_are_used(folder: Path) -> None:
     done = invoked("out/a.h5", *SMALL, "--from", str(folder), "--reuse", "20")
     assert done.exit_code == 0, done.output
     assert f"from 6 recordings of {folder}, " in done.output
@@ -168,7 +168,7 @@ def test_a_folder(folder: Path) -> None:
         assert (file["features"].shape, file["features"].dtype) == ((FILES, 40, 2, 32, 1), numpy.float16)
 
 
-def test_interrupted_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_interruption_is_reported_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     def stop(*arguments: object) -> None:
         raise KeyboardInterrupt
 
@@ -180,7 +180,7 @@ def test_interrupted_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     assert invoked("a.h5", *SMALL).exit_code == 0
 
 
-def test_the_bar_and_the_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bar_is_shown_in_a_terminal_and_lines_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
     now = iter(range(0, 10**6, 20))
     monkeypatch.setattr(time, "monotonic", lambda: next(now))
     for terminal in (True, False):
@@ -197,10 +197,10 @@ def test_the_bar_and_the_lines(monkeypatch: pytest.MonkeyPatch) -> None:
         assert "3 of 3 files" in out.getvalue()
 
 
-# --- the same bytes -------------------------------------------------------------------------------------------------
+# --- reproducibility ------------------------------------------------------------------------------------------------
 
 
-def test_the_order_of_the_listing_does_not_matter(
+def test_order_of_the_folder_listing_does_not_change_the_bytes(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     other = fill(tmp_path / "elsewhere" / "sounds", NAMES[::-1])
@@ -211,14 +211,14 @@ def test_the_order_of_the_listing_does_not_matter(
     assert first.sha256 == second.sha256 == sha(tmp_path / "a.h5")
 
 
-def test_what_is_left_out_does_not_matter(folder: Path, tmp_path: Path) -> None:
+def test_omitted_files_do_not_change_the_bytes(folder: Path, tmp_path: Path) -> None:
     first = build(tmp_path / "a.h5", small(folder, reuse=20), Quiet())
     (folder / "broken.wav").write_bytes(b"no sound")
     (folder / "notes.txt").write_text("no sound either")
     assert build(tmp_path / "b.h5", small(folder, reuse=20), Quiet()).sha256 == first.sha256
 
 
-def test_another_recording_is_another_set(folder: Path, tmp_path: Path) -> None:
+def test_a_changed_recording_makes_another_data_set(folder: Path, tmp_path: Path) -> None:
     recipe = small(folder, reuse=20)
     build(tmp_path / "a.h5", recipe, Quiet())
     wav(folder / "0.wav", tone(3, 8000, 9))
@@ -253,8 +253,8 @@ build.build(Path("a.h5"), sources.Recipe(folder=folder, train=12, validation=6, 
 
 @pytest.mark.skipif(not hasattr(signal, "SIGKILL"), reason="no SIGKILL here")
 @pytest.mark.parametrize("moment", some([1, *sorted(random.Random(7).sample(range(2, 24), 3)), 24], [1]))
-def test_a_killed_run_is_gone_on_from(folder: Path, moment: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The run is killed before or after a file is put in place: 6 recordings, 18 blocks, the set."""
+def test_a_killed_run_is_resumed(folder: Path, moment: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The run is killed before or after it renames one of its files: 6 recordings, 18 blocks, the data set."""
     monkeypatch.setattr(building, "BLOCK", 1)
     whole = build(Path("whole.h5"), small(folder, reuse=20), Quiet())
     command = [sys.executable, "-c", KILLED, str(moment), str(folder)]
@@ -274,7 +274,7 @@ def test_a_killed_run_is_gone_on_from(folder: Path, moment: int, monkeypatch: py
     assert sorted(p.name for p in Path.cwd().iterdir()) == ["a.h5", "sounds", "whole.h5"]
 
 
-def test_damaged_parts_are_made_anew(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_damaged_parts_are_rebuilt(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = build(Path("whole.h5"), small(folder, reuse=20), Quiet())
     with monkeypatch.context() as patch:
         patch.setattr(hdf5, "write", lambda *given: (_ for _ in ()).throw(KeyboardInterrupt))
@@ -285,25 +285,25 @@ def test_damaged_parts_are_made_anew(folder: Path, monkeypatch: pytest.MonkeyPat
     assert build(Path("a.h5"), small(folder, reuse=20), Quiet()).sha256 == whole.sha256
 
 
-def test_a_file_of_someone_elses_among_the_parts_stays() -> None:
+def test_an_unrelated_file_in_the_parts_folder_is_kept() -> None:
     Path("a.h5.parts").mkdir()
     Path("a.h5.parts/notes.txt").write_text("mine")
     build(Path("a.h5"), small(None), Quiet())
     assert os.listdir("a.h5.parts") == ["notes.txt"]
 
 
-def test_two_at_once() -> None:
+def test_a_second_process_for_the_same_file_is_rejected() -> None:
     from filelock import FileLock
 
     with FileLock("a.h5.parts.lock"):
         one_line(invoked("a.h5", *SMALL), "another process is making a.h5")
 
 
-# --- what is left out -----------------------------------------------------------------------------------------------
+# --- omitted recordings ---------------------------------------------------------------------------------------------
 
 
 def damaged(root: Path) -> dict[str, str]:
-    """Write recordings that cannot be used; return the reasons."""
+    """Write unusable recordings; return name → reason, except for a duplicate."""
     wav(root / "cut.wav", tone(3, 8000))
     os.truncate(root / "cut.wav", 9000)
     wav(root / "cut.flac", tone(3, 8000))
@@ -333,7 +333,7 @@ def damaged(root: Path) -> dict[str, str]:
     }
 
 
-def test_damaged_and_silent_recordings_are_left_out(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unusable_recordings_are_omitted_with_a_reason(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sources, "NAMED", 99)
     clean = build(Path("a.h5"), small(folder, reuse=20), Quiet())
     reasons = damaged(folder)
@@ -348,7 +348,7 @@ def test_damaged_and_silent_recordings_are_left_out(folder: Path, monkeypatch: p
     assert built.source.startswith(f"6 recordings of {folder}, ")
 
 
-def test_a_name_that_is_no_utf8(folder: Path) -> None:
+def test_names_that_are_not_utf_8_are_escaped(folder: Path) -> None:
     try:
         os.rename(folder / "0.wav", os.fsencode(folder) + b"/caf\xe9.wav")
     except OSError:
@@ -363,7 +363,7 @@ def test_a_name_that_is_no_utf8(folder: Path) -> None:
     assert "left out bad\ufffd.wav: damaged" in done.output
 
 
-def test_many_are_named_up_to_ten(folder: Path) -> None:
+def test_at_most_ten_omitted_recordings_are_named(folder: Path) -> None:
     for number in range(15):
         (folder / f"bad{number}.wav").write_text("")
     quiet = Quiet()
@@ -371,13 +371,13 @@ def test_many_are_named_up_to_ten(folder: Path) -> None:
     assert len(quiet.lines) == sources.NAMED
 
 
-def test_a_large_folder_is_read_as_far_as_needed(folder: Path) -> None:
+def test_only_as_many_recordings_are_read_as_needed(folder: Path) -> None:
     wav(folder / "long.wav", tone(400, 4096, 3), 4096)
     seed = next(s for s in range(99) if recordings.in_order([*NAMES, "long.wav"], s)[0] == "long.wav")
     assert build(Path("a.h5"), small(folder, seed=seed), Quiet()).source.endswith("; 6 more were not needed")
 
 
-def test_many_recordings_need_few_descriptors(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_many_recordings_need_few_file_descriptors(monkeypatch: pytest.MonkeyPatch) -> None:
     resource = pytest.importorskip("resource")
     for number in range(80):
         wav(Path(f"many/{number}.wav"), tone(0.3, 4096, number), 4096)
@@ -392,8 +392,8 @@ def test_many_recordings_need_few_descriptors(monkeypatch: pytest.MonkeyPatch) -
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
 
 
-def test_a_wav_of_unknown_size() -> None:
-    """A program that writes into a pipe leaves such a size."""
+def test_wav_with_an_unknown_size_is_read() -> None:
+    """Programs that write WAV to a pipe set the size to 0xFFFFFFFF."""
     wav(Path("a.wav"), tone(3, 8000))
     content = bytearray(Path("a.wav").read_bytes())
     content[4:8] = content[40:44] = b"\xff" * 4
@@ -401,7 +401,7 @@ def test_a_wav_of_unknown_size() -> None:
     assert numpy.array_equal(recordings.read(Path("a.wav")), recordings.read(Path("b.wav")))
 
 
-# --- mistakes -------------------------------------------------------------------------------------------------------
+# --- errors ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -419,7 +419,7 @@ def test_a_wav_of_unknown_size() -> None:
         (["--snr", "nan", "3"], ["--snr nan 3"]),
     ],
 )
-def test_mistakes_are_one_line(arguments: list[str], words: list[str]) -> None:
+def test_wrong_options_are_reported_in_one_line(arguments: list[str], words: list[str]) -> None:
     Path("file").write_text("")
     Path("empty").mkdir()
     wav(Path("mute/a.wav"), numpy.zeros(9000))
@@ -439,7 +439,7 @@ def test_mistakes_are_one_line(arguments: list[str], words: list[str]) -> None:
         ("/proc/a.h5", ["cannot write /proc/a.h5: ", "name another file"]),
     ],
 )
-def test_a_place_that_cannot_be_written(out: str, words: list[str]) -> None:
+def test_an_output_path_that_cannot_be_written_is_reported(out: str, words: list[str]) -> None:
     Path("folder").mkdir()
     Path("text").write_text("mine")
     with h5py.File("other.h5", "w") as file:
@@ -448,7 +448,7 @@ def test_a_place_that_cannot_be_written(out: str, words: list[str]) -> None:
     assert Path("text").read_text() == "mine"
 
 
-def test_a_full_disk_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_is_reported_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*given: object) -> None:
         raise OSError(28, "No space left on device")
 
@@ -457,17 +457,19 @@ def test_a_full_disk_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(("module", "arguments"), [("h5py", []), ("soundfile", ["--from", "."])])
-def test_without_a_library(module: str, arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_library_is_reported_with_its_install_command(
+    module: str, arguments: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     wav(Path("a.wav"), tone(1, 8000))
     monkeypatch.setitem(sys.modules, module, None)
     one_line(invoked("a.h5", *arguments), f"the package {module}", "pip install 'perfsuite[train]'")
 
 
-# --- sound ----------------------------------------------------------------------------------------------------------
+# --- audio ----------------------------------------------------------------------------------------------------------
 
 
 def independent_mels(samples: Any) -> Any:
-    """Compute one segment by definition, bin by bin: the transform as a sum, each triangle by interpolation."""
+    """Compute one segment from the definition: the DFT as a sum for each bin, each triangle by interpolation."""
     n = numpy.arange(512)
     windowed = samples.astype(numpy.float64) * numpy.sin(numpy.pi * n / 512) ** 2
     magnitudes = [abs(numpy.sum(windowed * numpy.exp(-2j * numpy.pi * k * n / 512))) for k in range(257)]
@@ -479,7 +481,7 @@ def independent_mels(samples: Any) -> Any:
     return numpy.array(found)
 
 
-def test_mels() -> None:
+def test_mel_features_match_the_definition() -> None:
     samples = numpy.random.default_rng(3).standard_normal(SAMPLES) * numpy.geomspace(1e-6, 1, SAMPLES)
     samples[: 2 * 512] = 0.0
     found = features(samples)
@@ -493,14 +495,14 @@ def test_mels() -> None:
         ).all()
 
 
-def test_a_tone_is_in_the_mel_of_its_pitch() -> None:
+def test_a_tone_peaks_in_the_mel_band_of_its_frequency() -> None:
     samples = numpy.sin(2 * numpy.pi * 1000 * numpy.arange(SAMPLES) / SAMPLE_RATE)
     mel = 2595 * numpy.log10(1 + 1000 / 700) / (2595 * numpy.log10(1 + 2048 / 700)) * 33 - 1
     assert (features(samples)[..., 0].argmax(-1) == round(mel)).all()
 
 
 @pytest.mark.parametrize("rate", [4096, 8000, 11025, 44100, 48000, 96000])
-def test_resampling(rate: int) -> None:
+def test_resampling_preserves_a_tone_without_aliasing(rate: int) -> None:
     times = numpy.arange(10 * rate) / rate
     wav(Path("a.wav"), 0.5 * numpy.sin(2 * numpy.pi * 700 * times), rate)
     found = recordings.read(Path("a.wav"))
@@ -513,7 +515,7 @@ def test_resampling(rate: int) -> None:
         assert rms(recordings.resampled(soundfile.read("b.wav")[0], rate)) < gain(-50), "no aliasing"
 
 
-def test_a_stereo_recording_of_many_blocks() -> None:
+def test_a_long_stereo_recording_is_mixed_to_mono() -> None:
     samples = tone(23, 8000)
     wav(Path("a.flac"), numpy.stack([samples, -0.5 * samples], axis=1))
     found = recordings.read(Path("a.flac"))
@@ -528,7 +530,7 @@ def level(kind: str, snr_db: float, seed: int = 1) -> tuple[float, Any, Any]:
     return rms(sound - recording), recording, sound
 
 
-def test_levels_of_the_classes() -> None:
+def test_sound_levels_match_the_class() -> None:
     added, recording, _ = level("NORMAL", 0)
     assert gain(-45) * 0.9 < added / rms(recording) < gain(-35) * 1.1
     for snr_db in (-10.0, 0.0, 10.0):
@@ -548,7 +550,7 @@ def test_levels_of_the_classes() -> None:
 # --- pieces ---------------------------------------------------------------------------------------------------------
 
 
-def test_pieces_hold_ten_seconds_and_each_stretch_once_a_round() -> None:
+def test_pieces_last_ten_seconds_and_use_each_stretch_once_per_round() -> None:
     random = numpy.random.default_rng(5)
     given = [Stretch(n, 0, int(random.choice([SAMPLES, 5000, 9999, 30001]))) for n in range(40)]
     made = recordings.pieces(given, 1000, 3, lambda turn: numpy.random.default_rng([turn]).permutation(len(given)))
@@ -563,7 +565,7 @@ def test_pieces_hold_ten_seconds_and_each_stretch_once_a_round() -> None:
     assert recordings.pieces(given, 7, 3, lambda turn: numpy.random.default_rng([turn]).permutation(40)) == made[:7]
 
 
-def test_a_short_recording_is_repeated() -> None:
+def test_a_short_recording_is_repeated_to_fill_a_piece() -> None:
     (piece,) = recordings.pieces([Stretch(0, 0, SAMPLES // 4)], 1, 4, lambda turn: numpy.arange(1))
     assert piece == [Stretch(0, 0, SAMPLES // 4)] * 4
     assert not recordings.pieces([Stretch(0, 0, SAMPLES // 4)], 1, 3, lambda turn: numpy.arange(1))
@@ -585,7 +587,7 @@ def test_no_stretch_is_in_both_splits(count: int, validation: int) -> None:
 # --- reading --------------------------------------------------------------------------------------------------------
 
 
-def test_a_whole_split(made: Path) -> None:
+def test_read_split_returns_all_segments_of_a_split(made: Path) -> None:
     found = open_data(made)
     assert (
         found.summary
@@ -608,7 +610,7 @@ def test_a_whole_split(made: Path) -> None:
         assert numpy.isfinite(file["snr_db"][()]).tolist() == [label in (LEAK, 4) for label in file["labels"][()]]
 
 
-def test_segments_are_those_of_the_split(made: Path) -> None:
+def test_segments_match_the_whole_split(made: Path) -> None:
     found = open_data(made)
     segments, whole = Segments(found, "validation"), read_split(found, "validation")
     assert len(segments) == 6 * SEGMENTS
@@ -625,7 +627,7 @@ def test_segments_are_those_of_the_split(made: Path) -> None:
     segments.close()
 
 
-def test_it_may_be_sent_to_another_process_while_open(made: Path) -> None:
+def test_open_segments_can_be_pickled(made: Path) -> None:
     segments = Segments(open_data(made), "train")
     first = segments[7][0]
     other = pickle.loads(pickle.dumps(segments))
@@ -635,12 +637,12 @@ def test_it_may_be_sent_to_another_process_while_open(made: Path) -> None:
     other.close()
 
 
-@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")  # Python 3.12, of fork
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")  # of fork, Python 3.12
 @pytest.mark.parametrize("context", [pytest.param("spawn", marks=FULLY), "fork"])
-def test_workers_read_the_same(made: Path, context: str) -> None:
+def test_data_loader_workers_read_the_same_segments(made: Path, context: str) -> None:
     found = open_data(made)
     segments, whole = Segments(found, "validation"), read_split(found, "validation")
-    assert segments[0][1] == whole.labels[0]  # open here when the workers begin
+    assert segments[0][1] == whole.labels[0]  # the file is open here when the workers start
     loader = torch.utils.data.DataLoader(segments, batch_size=96, num_workers=2, multiprocessing_context=context)
     parts = list(loader)
     assert parts[0][0].shape == (96, 32, 1)
@@ -650,7 +652,7 @@ def test_workers_read_the_same(made: Path, context: str) -> None:
     segments.close()
 
 
-def test_a_file_that_is_replaced_meanwhile(made: Path) -> None:
+def test_a_file_that_is_replaced_during_use_raises_error(made: Path) -> None:
     shutil.copy(made, "a.h5")
     found = open_data("a.h5")
     changed(Path("a.h5"), attribute("digest", "0"))
@@ -662,7 +664,7 @@ def test_a_file_that_is_replaced_meanwhile(made: Path) -> None:
         read_split(found, "train")
 
 
-def test_a_batch_larger_than_the_split(made: Path) -> None:
+def test_check_batch_rejects_a_batch_larger_than_the_split(made: Path) -> None:
     found = open_data(made)
     found.check_batch("validation", 480)
     with pytest.raises(
@@ -711,7 +713,7 @@ def attribute(name: str, value: Any) -> Callable[[Any], None]:
         (lambda file: file["features"].__setitem__((3, 2, 1, 0, 0), 9), "is damaged: its content"),
     ],
 )
-def test_a_file_that_is_wrong(made: Path, change: Callable[[Any], None], message: str) -> None:
+def test_open_data_reports_invalid_files_in_one_line(made: Path, change: Callable[[Any], None], message: str) -> None:
     shutil.copy(made, "a.h5")
     changed(Path("a.h5"), change)
     with pytest.raises(PerfsuiteError, match=message) as error:
@@ -732,7 +734,7 @@ def scattered(file: Any) -> None:
 
 
 def sealed(path: Path, change: Callable[[Any], None]) -> None:
-    """Change the file and renew its digest, as another program might write it."""
+    """Change the file and update its digest, as another program might."""
     changed(path, change)
     with h5py.File(path, "r+") as file:
         file.attrs["digest"] = hdf5.content_digest({name: file[name][()] for name in file})
@@ -751,7 +753,7 @@ def sealed(path: Path, change: Callable[[Any], None]) -> None:
         (scattered, "has the files for train scattered"),
     ],
 )
-def test_splits_without_a_class(made: Path, change: Callable[[Any], None], message: str) -> None:
+def test_open_data_rejects_invalid_labels_and_splits(made: Path, change: Callable[[Any], None], message: str) -> None:
     shutil.copy(made, "a.h5")
     sealed(Path("a.h5"), change)
     with pytest.raises(PerfsuiteError, match=message):
@@ -759,7 +761,7 @@ def test_splits_without_a_class(made: Path, change: Callable[[Any], None], messa
 
 
 @pytest.mark.parametrize("keep", [0, 100, 3000, -1000, -1])
-def test_a_truncated_file(made: Path, keep: int) -> None:
+def test_open_data_rejects_truncated_files(made: Path, keep: int) -> None:
     content = made.read_bytes()
     Path("a.h5").write_bytes(content[: keep if keep >= 0 else len(content) + keep])
     with pytest.raises(PerfsuiteError, match=r"^data: a.h5 is .*; name another, or make one with") as error:
@@ -767,12 +769,12 @@ def test_a_truncated_file(made: Path, keep: int) -> None:
     assert "\n" not in str(error.value)
 
 
-def test_no_file() -> None:
+def test_open_data_reports_a_missing_file() -> None:
     with pytest.raises(PerfsuiteError, match=r"there is no file a.h5; make it with `perfsuite data leak-audio a.h5`"):
         open_data("a.h5")
 
 
-def test_labels_are_balanced_and_drawn() -> None:
+def test_labels_are_balanced_and_shuffled() -> None:
     recipe = Recipe(train=500, validation=125)
     for split, count in enumerate((500, 125)):
         found = building.labels(recipe, split)
@@ -782,7 +784,7 @@ def test_labels_are_balanced_and_drawn() -> None:
     assert len(CLASSES) == 5
 
 
-def test_built_tells_the_counts(made: Path) -> None:
+def test_build_returns_the_counts_of_each_class(made: Path) -> None:
     built: Built = build(made, Recipe(train=12, validation=6), Quiet())
     assert built.kept
     assert sum(built.counts["train"].values()) == 12
@@ -806,7 +808,7 @@ def fetched(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([*FETCH, *arguments], env=given, capture_output=True, text=True)
 
 
-def test_a_package_is_fetched_and_unpacked() -> None:
+def test_speech_corpus_tool_downloads_and_unpacks_a_package() -> None:
     tool("apt-get", "import sys; open(f'{sys.argv[-1]}_1_all.deb', 'w')")
     tool("dpkg-deb", "import pathlib, sys; (pathlib.Path(sys.argv[-1]) / 'one.wav').write_text('')")
     done = fetched("speech")
@@ -815,7 +817,7 @@ def test_a_package_is_fetched_and_unpacked() -> None:
     assert fetched("other", "package").stderr == "speech_corpus: package has no WAV file; name another package\n"
 
 
-def test_where_there_is_no_package_it_is_one_line() -> None:
+def test_speech_corpus_tool_reports_errors_in_one_line() -> None:
     Path("bin").mkdir()
     assert fetched("speech").stderr == "speech_corpus: no apt-get here; this needs Debian or Ubuntu\n"
     tool("dpkg-deb", "")

@@ -1,4 +1,4 @@
-"""`perfsuite train leak_cnn` and `perfsuite ablate leak_cnn`, on a few files."""
+"""`perfsuite train leak_cnn` and `perfsuite ablate leak_cnn` on a few files."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ TINY = [*SIZES, "--train_files", "5", "--validation_files", "5", "--use_compile"
 
 @pytest.fixture(scope="module")
 def cache(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Return the folder in which the data set is made once."""
+    """Return the folder in which the data set is built once."""
     return str(tmp_path_factory.mktemp("cache"))
 
 
@@ -30,7 +30,7 @@ def invoked(command: click.Command, cache: str, *arguments: str) -> Result:
 
 
 @pytest.mark.parametrize("side", ["reference", "optimized"])
-def test_a_run_leaves_checkpoints_and_its_confusion_matrices(cache: str, side: str) -> None:
+def test_run_writes_checkpoints_and_confusion_matrices(cache: str, side: str) -> None:
     pytest.importorskip("matplotlib")
     given = ["--side", side, "--folder", "run", "--epochs", "4"]
     done = invoked(train, cache, *given, "--windows", "2")
@@ -46,7 +46,7 @@ def test_a_run_leaves_checkpoints_and_its_confusion_matrices(cache: str, side: s
     assert sorted(p.name for p in Path("run").glob("*.pt")) == ["window-00000002.pt", "window-00000004.pt"]
 
 
-def test_one_side_goes_on_from_the_other_s_run(cache: str) -> None:
+def test_optimized_side_resumes_a_run_of_the_reference_side(cache: str) -> None:
     first = invoked(train, cache, "--side", "reference", "--folder", "run", "--windows", "1", "--epochs", "3")
     assert first.exit_code == 0, first.output
     second = invoked(train, cache, "--folder", "run", "--resume", "latest", "--epochs", "3")
@@ -54,7 +54,7 @@ def test_one_side_goes_on_from_the_other_s_run(cache: str) -> None:
     assert "leak_cnn: 3 epochs, 2 of them in this run," in second.output
 
 
-def test_without_matplotlib_a_run_ends_well(cache: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_run_succeeds_without_matplotlib(cache: str, monkeypatch: pytest.MonkeyPatch) -> None:
     import sys
 
     monkeypatch.setitem(sys.modules, "matplotlib", None)
@@ -84,7 +84,7 @@ def test_streaming_is_reported(cache: str) -> None:
         (["--chanels", "3"], 2, "did you mean 'channels'?"),
     ],
 )
-def test_mistakes_are_one_line(cache: str, arguments: list[str], code: int, says: str) -> None:
+def test_wrong_options_are_reported_in_one_line(cache: str, arguments: list[str], code: int, says: str) -> None:
     Path("text.h5").write_text("no HDF5")
     done = invoked(train, cache, "--windows", "1", *arguments)
     assert done.exit_code == code, done.output
@@ -93,14 +93,14 @@ def test_mistakes_are_one_line(cache: str, arguments: list[str], code: int, says
     assert says in line
 
 
-def test_other_data_are_no_place_to_go_on(cache: str) -> None:
+def test_resume_rejects_other_data(cache: str) -> None:
     assert invoked(train, cache, "--folder", "run", "--windows", "1").exit_code == 0
     done = invoked(train, cache, "--folder", "run", "--resume", "latest", "--train_files", "6")
     assert done.exit_code == 1
     assert "the data has changed since the checkpoint was written" in done.output
 
 
-def test_the_ablation_times_epochs(cache: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ablate_times_epochs(cache: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("suite.leak_cnn.config.TECHNIQUES", ("resident_dataset", "device_metrics"))
     done = invoked(ablate, cache, "--rounds", "2", "--out", "found", "--no-plot")
     assert done.exit_code == 0, done.output
@@ -110,7 +110,7 @@ def test_the_ablation_times_epochs(cache: str, monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.parametrize("name", sorted(p.stem for p in CONFIGS.glob("*.yaml")))
-def test_what_train_reads_ablate_reads_too(name: str) -> None:
+def test_ablate_reads_every_configuration_file_of_train(name: str) -> None:
     done = CliRunner().invoke(ablate, ["leak_cnn", "--config", str(CONFIGS / f"{name}.yaml"), "--data", "none.h5"])
     assert done.exit_code == 1
     assert "there is no file none.h5" in done.output

@@ -1,4 +1,4 @@
-"""Masks that follow from the seed and the step alone."""
+"""Dropout masks, which depend only on the seed and the step."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def mask(seed: int = 0, step: int = 0, rows: int = 64, width: int = 2048, p: flo
 
 
 @pytest.mark.parametrize("p", [0.1, 0.25, 0.9])
-def test_so_many_are_dropped_and_the_rest_is_scaled(p: float) -> None:
+def test_mask_drops_a_share_p_and_scales_the_rest(p: float) -> None:
     found = mask(p=p)
     assert found.shape == (64, 2048)
     assert set(found.unique().tolist()) == {0.0, torch.tensor(1 / (1 - p)).item()}
@@ -24,8 +24,8 @@ def test_so_many_are_dropped_and_the_rest_is_scaled(p: float) -> None:
     assert dropped == pytest.approx(p, abs=5 * (p * (1 - p) / found.numel()) ** 0.5)
 
 
-def test_rows_columns_and_steps_do_not_go_together() -> None:
-    """131,072 decisions do not correlate with their neighbours', in units of the standard deviation."""
+def test_masks_of_neighbouring_rows_columns_and_steps_are_uncorrelated() -> None:
+    """The correlation over 131,072 decisions is below five standard deviations."""
     kept = (mask() > 0).double() - 0.75
     others = {
         "the next row": kept.roll(1, 0),
@@ -39,21 +39,21 @@ def test_rows_columns_and_steps_do_not_go_together() -> None:
         assert correlation.abs() < 5, name
 
 
-def test_a_mask_is_the_same_again_and_every_step_has_its_own() -> None:
+def test_mask_is_deterministic_and_depends_on_seed_and_step() -> None:
     assert torch.equal(mask(3, 7), mask(3, 7))
     assert not torch.equal(mask(3, 7), mask(3, 8))
     assert not torch.equal(mask(3, 7), mask(4, 7))
 
 
-def test_a_counter_on_the_device_goes_on_as_the_host_s_does() -> None:
+def test_counter_on_the_device_advances_as_on_the_host() -> None:
     counter = torch.tensor(dropout_counter(5, 0))
     for step in range(1, 200):
         counter.add_(STRIDE)
         assert counter.item() == dropout_counter(5, step)
 
 
-def test_it_is_splitmix64() -> None:
-    """The masks agree with Python's integers, which do not overflow."""
+def test_mask_is_computed_with_splitmix64() -> None:
+    """The expected masks are computed with Python's integers, which do not overflow."""
     kept = mask(9, 4, rows=2, width=16) > 0
     start = dropout_counter(9, 4)
     assert start - dropout_counter(9, 3) in (STRIDE, STRIDE + (1 << 64), STRIDE - (1 << 64))
@@ -65,5 +65,5 @@ def test_it_is_splitmix64() -> None:
             assert kept[row, column].item() == (drawn >= 16384)
 
 
-def test_nothing_is_dropped_at_zero() -> None:
+def test_mask_is_none_for_p_0() -> None:
     assert dropout_mask(torch.tensor(1), 2, 8, 0.0, torch.float32) is None

@@ -17,7 +17,7 @@ from suite.leak_cnn.step import training_loss, with_gradients
 from suite.leak_cnn.trial import Network, near_a_threshold
 
 
-def test_there_are_as_many_parameters_as_the_source_has() -> None:
+def test_network_has_618_758_parameters() -> None:
     weights = make_weights(0)
     assert len(weights) == 12
     assert sum(w.numel() for w in weights.values()) == 618_758
@@ -25,7 +25,7 @@ def test_there_are_as_many_parameters_as_the_source_has() -> None:
     assert all(w.dtype is torch.float32 for w in weights.values())
 
 
-def test_the_first_weights_are_the_seed_s_and_within_torch_s_bounds() -> None:
+def test_initial_weights_depend_on_the_seed_and_are_within_torch_s_bounds() -> None:
     first, again, other = make_weights(0), make_weights(0), make_weights(1)
     for name, weight in first.items():
         inputs = math.prod(shapes()[f"{name.partition('.')[0]}.weight"][1:])
@@ -35,12 +35,12 @@ def test_the_first_weights_are_the_seed_s_and_within_torch_s_bounds() -> None:
     assert first["hidden.weight"].abs().max() > 0.99 / math.sqrt(2048)
 
 
-def test_the_trial_s_module_has_the_network_s_names() -> None:
+def test_trial_module_has_the_parameter_names_of_the_network() -> None:
     named = dict(Network(32, 64, 128, 256).named_parameters())
     assert {name: tuple(w.shape) for name, w in named.items()} == shapes()
 
 
-def test_shapes_along_the_forward() -> None:
+def test_forward_has_the_expected_shapes() -> None:
     weights, segments = make_weights(0), torch.randn(3, 1, 32, 1)
     x = features(weights, segments)
     assert x.shape == (3, 128, 8, 1)
@@ -50,13 +50,13 @@ def test_shapes_along_the_forward() -> None:
     assert torch.equal(classes, head(weights, x)[0])
 
 
-def test_of_one_column_the_outer_weights_have_no_part() -> None:
+def test_outer_columns_of_the_kernels_do_not_affect_one_column_inputs() -> None:
     weights, segments = make_weights(0), torch.randn(2, 1, 32, 1)
     middle = {name: functional.pad(w[..., 1:2], (1, 1)) if w.dim() == 4 else w for name, w in weights.items()}
     torch.testing.assert_close(forward(middle, segments), forward(weights, segments))
 
 
-def test_the_mask_drops_what_it_does_not_keep() -> None:
+def test_keep_mask_drops_and_scales_the_features() -> None:
     weights, segments = make_weights(0), torch.randn(2, 1, 32, 1)
     every = torch.full((2, 2048), 1 / (1 - DROPOUT))
     none = forward(weights, segments, keep=torch.zeros(2, 2048))[0]
@@ -73,12 +73,12 @@ def test_class_weights_are_inverse_frequencies_of_mean_one() -> None:
     assert weights.dtype is torch.float32
 
 
-def test_a_class_that_is_not_there_weighs_one() -> None:
+def test_classes_without_examples_have_weight_one() -> None:
     assert class_weights(torch.tensor([10, 0, 10, 0, 10])).tolist() == pytest.approx([1] * 5)
     assert class_weights(torch.zeros(5, dtype=torch.int64)).tolist() == [1] * 5
 
 
-def test_the_loss_is_the_weighted_cross_entropy_and_half_the_binary_one() -> None:
+def test_loss_is_weighted_cross_entropy_plus_half_the_binary_cross_entropy() -> None:
     classes = torch.log(torch.tensor([[0.1, 0.2, 0.3, 0.2, 0.2], [0.5, 0.1, 0.1, 0.1, 0.2]]))
     leak = torch.tensor([math.log(3), 0.0])  # probabilities 3/4 and 1/2
     labels, weights = torch.tensor([LEAK, 0]), torch.tensor([2.0, 1.0, 1.0, 1.0, 1.0])
@@ -87,7 +87,7 @@ def test_the_loss_is_the_weighted_cross_entropy_and_half_the_binary_one() -> Non
     assert leak_cnn_loss(classes, leak, labels, weights).item() == pytest.approx(entropy + 0.5 * binary)
 
 
-def test_gradients_within_the_call_are_autograd_s_own() -> None:
+def test_with_gradients_returns_the_gradients_of_backward() -> None:
     weights, segments = make_weights(0), torch.randn(4, 1, 32, 1)
     labels, balance = torch.tensor([0, 1, 2, 3]), torch.ones(5)
     loss, gradients = with_gradients(training_loss, weights, segments, labels, balance)
@@ -100,7 +100,7 @@ def test_gradients_within_the_call_are_autograd_s_own() -> None:
 
 
 @pytest.mark.parametrize("layer", ["conv1", "conv2", "conv3", "hidden"])
-def test_a_threshold_is_near_where_a_relu_is_at_zero(layer: str) -> None:
+def test_near_a_threshold_detects_a_relu_input_of_zero(layer: str) -> None:
     torch.manual_seed(0)
     network = Network(2, 3, 2, 4).double()
     batch = (torch.randn(2, 1, 8, 1).double(), torch.tensor([0, 2]), torch.ones(5).double())
@@ -115,7 +115,7 @@ def test_a_threshold_is_near_where_a_relu_is_at_zero(layer: str) -> None:
 
 @pytest.mark.parametrize("within", [True, False])
 @pytest.mark.parametrize("before", [True, False])
-def test_settings_hold_within_and_are_put_back(within: bool, before: bool) -> None:
+def test_backend_settings_apply_inside_the_context_and_are_restored(within: bool, before: bool) -> None:
     cudnn, products = torch.backends.cudnn, torch.get_float32_matmul_precision()
     own = cudnn.allow_tf32, cudnn.benchmark
     try:

@@ -1,4 +1,4 @@
-"""`perfsuite data leak-audio --labelled`: classes by folders, splits by recording, and a line for each mistake."""
+"""`perfsuite data leak-audio --labelled`: classes by folder, splits by recording, and error messages."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def made(*arguments: str) -> LeakAudio:
     return open_data("a.h5")
 
 
-def test_all_pieces_of_a_recording_are_in_one_split_with_the_label_of_its_folder() -> None:
+def test_pieces_of_a_recording_share_one_split_and_the_folder_s_label() -> None:
     fill(Path("in"))
     found = made()
     assert found.summary.startswith("data: a.h5 of in, labelled by their folders: files")
@@ -72,12 +72,12 @@ def test_all_pieces_of_a_recording_are_in_one_split_with_the_label_of_its_folder
                     where.setdefault((CLASSES[label], number), set()).add(split)
     assert len(where) == 20
     assert all(len(splits) == 1 for splits in where.values())
-    # 25 s are two pieces, without the rest; 7 and 3 s are repeated.
+    # 25 s give two pieces and the rest is dropped; 7 s and 3 s are repeated.
     assert sum(len(files) for files in found.files.values()) == 5 * (2 + 1 + 1 + 1)
     assert all(count > 0 for split in SPLITS for count in found.counts(split).tolist())
 
 
-def test_a_short_recording_is_repeated() -> None:
+def test_a_short_recording_is_repeated_to_fill_a_piece() -> None:
     samples = 0.1 * numpy.random.default_rng(0).standard_normal(3 * SAMPLE_RATE).astype(numpy.float32)
     (piece,) = labelled.pieces(samples)
     assert len(piece) == SAMPLES
@@ -86,7 +86,7 @@ def test_a_short_recording_is_repeated() -> None:
     assert numpy.array_equal(piece[3 * SAMPLE_RATE : 6 * SAMPLE_RATE][middle], samples.astype(numpy.float64)[middle])
 
 
-def test_the_same_again_is_kept_and_another_seed_is_another_set() -> None:
+def test_identical_data_set_is_kept_and_another_seed_is_rejected() -> None:
     fill(Path("in"))
     made()
     first = Path("a.h5").read_bytes()
@@ -101,14 +101,14 @@ def test_the_same_again_is_kept_and_another_seed_is_another_set() -> None:
     assert Path("a.h5").read_bytes() == first
 
 
-def test_a_set_with_fewer_classes_and_other_folder_names() -> None:
+def test_class_option_maps_folder_names_and_classes_may_be_missing() -> None:
     fill(Path("in"), ("LEAK", "NORMAL"))
     os.rename("in/LEAK", "in/leaks")
     found = made("--class", "leaks=LEAK")
     assert found.counts("train").gt(0).tolist() == [False, False, True, True, False]
 
 
-def test_what_cannot_be_used_is_left_out_and_counted() -> None:
+def test_unusable_recordings_are_omitted_and_counted() -> None:
     fill(Path("in"))
     Path("in/LEAK/0.wav").write_bytes(Path("in/LEAK/1.wav").read_bytes())
     soundfile.write("in/CRACK/2.wav", numpy.zeros(SAMPLE_RATE), SAMPLE_RATE)
@@ -134,7 +134,7 @@ def test_what_cannot_be_used_is_left_out_and_counted() -> None:
         (":", ["--class", "leaks=LEAK"], "in has no folder leaks"),
     ],
 )
-def test_mistakes_are_one_line(change: str, arguments: list[str], words: str) -> None:
+def test_wrong_input_is_reported_in_one_line(change: str, arguments: list[str], words: str) -> None:
     fill(Path("in"))
     assert os.system(change) == 0
     done = invoked("a.h5", "--labelled", "in", *arguments)
@@ -144,6 +144,6 @@ def test_mistakes_are_one_line(change: str, arguments: list[str], words: str) ->
     assert not Path("a.h5").exists()
 
 
-def test_its_options_need_labelled() -> None:
+def test_option_test_share_requires_labelled() -> None:
     done = invoked("a.h5", "--test-share", ".2")
     assert (done.exit_code, "--test-share has no effect without --labelled; leave it out" in done.output) == (1, True)

@@ -1,4 +1,4 @@
-"""Accuracy and macro-F1 against counts by hand."""
+"""Accuracy and macro-F1 of small confusion matrices."""
 
 import pytest
 
@@ -11,23 +11,23 @@ BY_HAND = [
     ([[5, 0], [0, 5]], 1.0, 1.0),
     ([[0, 5], [5, 0]], 0.0, 0.0),
     ([[3]], 1.0, 1.0),
-    # The last class is neither true nor predicted: it is left out.
+    # The last class is neither true nor predicted, so it is omitted.
     ([[2, 1, 0], [1, 2, 0], [0, 0, 0]], 4 / 6, (4 / 6 + 4 / 6) / 2),
-    # True but never predicted, and predicted but never true: 0.
+    # F1 is 0 for a class that is never predicted, and for one that is never true.
     ([[4, 0], [2, 0]], 4 / 6, (8 / 10 + 0) / 2),
     ([[4, 2], [0, 0]], 4 / 6, (8 / 10 + 0) / 2),
 ]
 
 
 @pytest.mark.parametrize(("confusion", "right", "f1"), BY_HAND)
-def test_by_hand(confusion, right, f1):
+def test_scores_match_values_computed_by_hand(confusion, right, f1):
     assert accuracy(confusion) == pytest.approx(right)
     assert macro_f1(confusion) == pytest.approx(f1)
 
 
 @pytest.mark.parametrize(("confusion", "right", "f1"), BY_HAND)
-def test_from_the_examples_themselves(confusion, right, f1):
-    """Scores agree with precision and recall of each class, from lists of labels."""
+def test_scores_match_precision_and_recall_from_lists_of_labels(confusion, right, f1):
+    """Precision and recall of each class are computed from the labels of all examples."""
     truth, predicted = [], []
     for i, row in enumerate(confusion):
         for j, count in enumerate(row):
@@ -44,7 +44,7 @@ def test_from_the_examples_themselves(confusion, right, f1):
 
 
 @pytest.mark.parametrize("of", [accuracy, macro_f1])
-def test_bad_matrices_are_one_line(of):
+def test_invalid_confusion_matrices_raise_error(of):
     with pytest.raises(PerfsuiteError, match="no example was counted; add a batch"):
         of([[0, 0], [0, 0]])
     with pytest.raises(PerfsuiteError, match=r"2 rows of 2, 3 columns; give one row and one column for each class"):

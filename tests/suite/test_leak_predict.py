@@ -1,4 +1,4 @@
-"""`perfsuite evaluate leak_cnn` and `perfsuite predict`: a network that has learned two sounds says which is which."""
+"""`perfsuite evaluate leak_cnn` and `perfsuite predict`, with a network trained on two kinds of sound."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ SETTINGS = ["--channels", "[4,4,8]", "--hidden", "16", "--batch_size", "80", "--
 
 
 def sound(kind: str, seconds: float, seed: int) -> numpy.ndarray:
-    """Return a sound: LEAK hisses, NORMAL hums."""
+    """Return a sound: white noise for LEAK, a hum for NORMAL."""
     random = numpy.random.default_rng(seed)
     times = numpy.arange(int(seconds * SAMPLE_RATE)) / SAMPLE_RATE
     hum = 0.1 * numpy.sin(2 * numpy.pi * (100 + 10 * seed) * times) + 1e-3 * random.standard_normal(len(times))
@@ -37,7 +37,7 @@ def sound(kind: str, seconds: float, seed: int) -> numpy.ndarray:
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a folder with a set of labelled recordings, leak.h5, and a run that was trained on it."""
+    """Return a folder with labelled recordings, their data set leak.h5, and a run trained on it."""
     folder = tmp_path_factory.mktemp("leak")
     for kind in ("LEAK", "NORMAL"):
         for number in range(6):
@@ -57,7 +57,7 @@ def predicted(*arguments: object) -> Result:
     return CliRunner().invoke(predict, ["--device", "cpu", *map(str, arguments)])
 
 
-def test_recordings_that_were_never_trained_on(run: Path, tmp_path: Path) -> None:
+def test_predict_classifies_unseen_recordings(run: Path, tmp_path: Path) -> None:
     names = {}
     for kind in ("LEAK", "NORMAL"):
         names[kind] = tmp_path / f"{kind}.wav"
@@ -77,7 +77,7 @@ def test_recordings_that_were_never_trained_on(run: Path, tmp_path: Path) -> Non
     assert [word for word in ("0 to 10", "no leak") if word in table.output] == ["0 to 10"]
 
 
-def test_a_short_recording_is_repeated(run: Path, tmp_path: Path) -> None:
+def test_a_short_recording_is_repeated_to_fill_a_piece(run: Path, tmp_path: Path) -> None:
     soundfile.write(tmp_path / "short.wav", sound("LEAK", 3, 60), SAMPLE_RATE)
     file, found = Store(run / "run").latest(), checkpoints.load_latest(Store(run / "run"), "leak_cnn")[1]
     trained = trained_of(file, found.trainer, torch.device("cpu"))
@@ -88,14 +88,14 @@ def test_a_short_recording_is_repeated(run: Path, tmp_path: Path) -> None:
     assert repeated[2:] == piece[2:]
 
 
-def test_the_best_weights_are_taken(run: Path) -> None:
+def test_trained_of_uses_the_best_weights(run: Path) -> None:
     file, found = checkpoints.load_latest(Store(run / "run"), "leak_cnn")
     trained = trained_of(file, found.trainer, torch.device("cpu"))
     assert trained.epoch == found.trainer["best"]["epoch"] > 0
     assert all(torch.equal(trained.weights[name], w) for name, w in found.trainer["best"]["weights"].items())
 
 
-def test_evaluation_on_the_test_recordings(run: Path, tmp_path: Path) -> None:
+def test_evaluate_reports_the_test_split(run: Path, tmp_path: Path) -> None:
     arguments = ["leak_cnn", "--checkpoint", str(run / "run"), "--data", str(run / "leak.h5"), "--device", "cpu"]
     done = CliRunner().invoke(evaluate, [*arguments, "--out", str(tmp_path)])
     assert done.exit_code == 0, done.output
@@ -107,8 +107,8 @@ def test_evaluation_on_the_test_recordings(run: Path, tmp_path: Path) -> None:
     assert (tmp_path / "confusion.svg").exists()
 
 
-def test_evaluation_of_a_validation_is_that_of_the_training(run: Path, tmp_path: Path) -> None:
-    """The result is the plain trainer's last validation if its weights are the best ones, and another one otherwise."""
+def test_evaluated_matches_the_validation_of_the_reference_trainer(run: Path, tmp_path: Path) -> None:
+    """The reference trainer gets the best weights, which need not be those of its last epoch."""
     from reference.trainers.leak_cnn import Trainer
 
     file, found = checkpoints.load_latest(Store(run / "run"), "leak_cnn")
@@ -132,7 +132,7 @@ def test_evaluation_of_a_validation_is_that_of_the_training(run: Path, tmp_path:
         (["--checkpoint", "in", "in/LEAK/0.wav"], "no checkpoint in; name a file, or a folder"),
     ],
 )
-def test_mistakes_of_predict_are_one_line(
+def test_predict_reports_wrong_input_in_one_line(
     run: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str], words: str
 ) -> None:
     monkeypatch.chdir(run)
@@ -151,7 +151,7 @@ def test_mistakes_of_predict_are_one_line(
         (["leak_cnn", "--data", "none.h5"], "there is no file none.h5"),
     ],
 )
-def test_mistakes_of_evaluate_are_one_line(
+def test_evaluate_reports_wrong_input_in_one_line(
     run: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str], words: str
 ) -> None:
     monkeypatch.chdir(run)
@@ -161,7 +161,7 @@ def test_mistakes_of_evaluate_are_one_line(
     assert words in line
 
 
-def test_a_set_without_a_test_part_says_so(run: Path, tmp_path: Path) -> None:
+def test_split_test_is_rejected_for_a_data_set_without_one(run: Path, tmp_path: Path) -> None:
     synthetic = ["--train_files", "5", "--validation_files", "5", "--cache", str(tmp_path)]
     arguments = ["leak_cnn", "--checkpoint", str(run / "run"), "--device", "cpu", *synthetic]
     done = CliRunner().invoke(evaluate, [*arguments, "--split", "test"])
@@ -171,6 +171,6 @@ def test_a_set_without_a_test_part_says_so(run: Path, tmp_path: Path) -> None:
     assert "the data are not those of the training" in done.output
 
 
-def test_the_command_is_one_of_perfsuite_s() -> None:
+def test_entry_point_refers_to_the_command() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     assert project["entry-points"]["perfsuite.commands"]["predict"] == "suite.commands.predict:predict"

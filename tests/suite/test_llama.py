@@ -1,4 +1,4 @@
-"""The language model: it is transformers' Llama, and its rows do not depend on what comes after."""
+"""The language model: transformers' Llama, in which a token does not depend on later ones."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ def tokens() -> torch.Tensor:
     return torch.randint(SHAPE.vocabulary, (3, 20), generator=torch.Generator().manual_seed(0))
 
 
-# Where torchao is installed, transformers imports it, and Python compiles its docstrings at the first import.
+# transformers imports torchao if it is installed; Python warns when it first compiles torchao's docstrings.
 @pytest.mark.filterwarnings("ignore:invalid escape sequence")
 @pytest.mark.parametrize("tied", [True, False])
-def test_it_is_transformers_llama(tied: bool) -> None:
+def test_llama_matches_transformers_bitwise(tied: bool) -> None:
     transformers = pytest.importorskip("transformers", reason="transformers is not installed")
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
@@ -42,7 +42,7 @@ def test_it_is_transformers_llama(tied: bool) -> None:
         assert torch.equal(ours(tokens()), theirs(tokens()).logits)
 
 
-def test_a_token_sees_those_before_it_alone() -> None:
+def test_attention_is_causal() -> None:
     model, given = Llama(SHAPE), tokens()
     other = torch.cat((given[:, :12], given.flip(1)[:, :8]), 1)
     with torch.no_grad():
@@ -50,8 +50,8 @@ def test_a_token_sees_those_before_it_alone() -> None:
         assert not torch.equal(model(given)[:, 12:], model(other)[:, 12:])
 
 
-def test_attention_depends_on_distances_alone() -> None:
-    """Rotating all positions by the same angle changes no product of a query and a key."""
+def test_attention_depends_only_on_relative_positions() -> None:
+    """A rotation of all positions by the same angle changes no product of a query and a key."""
     model, given = Llama(SHAPE).double(), tokens()
     with torch.no_grad():
         first = model(given)
@@ -67,7 +67,7 @@ def test_attention_depends_on_distances_alone() -> None:
             torch.testing.assert_close(model(given), first, atol=1e-12, rtol=1e-12)
 
 
-def test_a_tied_model_has_one_matrix() -> None:
+def test_tied_model_shares_the_embedding_matrix() -> None:
     model = Llama(SHAPE)
     assert model.lm_head.weight is model.model.embed_tokens.weight
     assert Llama(replace(SHAPE, tied=False)).lm_head.weight is not model.lm_head.weight

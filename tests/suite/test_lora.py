@@ -1,4 +1,4 @@
-"""Low-rank adapters: what they compute, what they drop, and their files."""
+"""Low-rank adapters: their outputs, their dropout, and their files."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def tokens() -> torch.Tensor:
     return torch.randint(16, (2, 5), generator=torch.Generator().manual_seed(1))
 
 
-def test_at_first_they_change_nothing() -> None:
+def test_new_adapters_do_not_change_the_output() -> None:
     torch.manual_seed(0)
     model = Llama(SHAPE)
     before = model(tokens())
@@ -54,7 +54,7 @@ def test_at_first_they_change_nothing() -> None:
     }
 
 
-def test_a_layer_by_hand() -> None:
+def test_lora_linear_matches_its_definition() -> None:
     torch.manual_seed(0)
     layer = LoRALinear(torch.nn.Linear(4, 5, bias=False), SETTINGS, 0)
     x = torch.randn(2, 4)
@@ -67,7 +67,7 @@ def test_a_layer_by_hand() -> None:
     torch.testing.assert_close(layer(x), x @ layer.weight.T + (x * multipliers) @ delta.T)
 
 
-def test_a_layer_in_4_bits_by_hand() -> None:
+def test_nf4_lora_linear_matches_its_definition() -> None:
     torch.manual_seed(0)
     base = torch.nn.Linear(128, 5, bias=False)
     exact = base.weight.detach().clone()
@@ -85,7 +85,7 @@ def test_a_layer_in_4_bits_by_hand() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-def test_a_dequantised_weight_has_the_dtype_that_it_had(dtype: torch.dtype) -> None:
+def test_dequantised_weight_has_the_original_dtype(dtype: torch.dtype) -> None:
     layer = NF4LoRALinear(torch.nn.Linear(64, 3, bias=False, dtype=dtype), SETTINGS, 0)
     exact = dequantised(layer.codes, layer.absmax.double())
     assert layer.weight.dtype == dtype
@@ -93,33 +93,33 @@ def test_a_dequantised_weight_has_the_dtype_that_it_had(dtype: torch.dtype) -> N
 
 
 def dropped(seed: int = 0, step: int = 0, adapter: int = 0, example: int = 0, token: int = 0) -> torch.Tensor:
-    """Return the dropped elements of a row of tokens, from `token` on."""
+    """Return which elements of a row of tokens are dropped, from `token` on."""
     return ~kept(starts_of(seed, step, 2)[adapter], places_of(example, (1, token + 200))[0, token:], 500, 0.1)
 
 
-def test_what_is_dropped_follows_from_seed_step_adapter_example_and_token() -> None:
+def test_dropout_depends_on_seed_step_adapter_example_and_token() -> None:
     drawn = dropped()
     assert torch.equal(drawn, dropped())
     assert 0.097 < drawn.float().mean() < 0.103
     for other in (dropped(seed=1), dropped(step=1), dropped(adapter=1), dropped(example=1), dropped(token=1)):
-        assert 0.17 < (drawn != other).float().mean() < 0.19  # 2 · 0.1 · 0.9 where they are independent
+        assert 0.17 < (drawn != other).float().mean() < 0.19  # 2 · 0.1 · 0.9 if they are independent
     assert kept(starts_of(0, 0, 1)[0], torch.arange(10), 100, 0.0).all()
 
 
-def test_what_is_dropped_does_not_depend_on_the_batch() -> None:
+def test_dropout_does_not_depend_on_the_batch() -> None:
     start = starts_of(0, 0, 1)[0]
     whole = kept(start, places_of(0, (3, 8)), 16, 0.1)
     assert torch.equal(kept(start, places_of(2, (1, 5)), 16, 0.1), whole[2:, :5])
 
 
 @pytest.mark.parametrize("fields", [{"rank": 0}, {"dropout": 1.0}, {"dropout": -0.1}])
-def test_settings_out_of_range_are_refused(fields: dict[str, Any]) -> None:
+def test_settings_out_of_range_raise_value_error(fields: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="must be"):
         replace(SETTINGS, **fields)
 
 
 @pytest.mark.usefixtures("files")
-def test_what_is_stored_is_loaded_again(tmp_path: Path) -> None:
+def test_saved_adapters_are_loaded_unchanged(tmp_path: Path) -> None:
     model, adapters = adapted()
     lora.save(adapters, tmp_path / "new" / "folder", "the base")
     other, theirs = adapted(seed=1)
@@ -130,7 +130,7 @@ def test_what_is_stored_is_loaded_again(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("files")
-def test_adapters_of_another_model_are_refused(tmp_path: Path) -> None:
+def test_load_rejects_adapters_of_another_model(tmp_path: Path) -> None:
     lora.save(adapted()[1], tmp_path, "the base")
     wider, deeper = replace(SHAPE, hidden=16), replace(SHAPE, layers=3)
     for shape, words in (
@@ -158,7 +158,7 @@ def test_adapters_of_another_model_are_refused(tmp_path: Path) -> None:
         ({"r": 0}, "is damaged: ValueError: rank must be 1 or more"),
     ],
 )
-def test_other_adapters_are_refused(tmp_path: Path, fields: dict[str, Any], words: str) -> None:
+def test_settings_of_rejects_other_kinds_of_adapters(tmp_path: Path, fields: dict[str, Any], words: str) -> None:
     lora.save(adapted()[1], tmp_path, "the base")
     path = tmp_path / "adapter_config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), **fields}))
@@ -167,7 +167,7 @@ def test_other_adapters_are_refused(tmp_path: Path, fields: dict[str, Any], word
 
 
 @pytest.mark.usefixtures("files")
-def test_peft_loads_them_and_stores_them_alike(tmp_path: Path) -> None:
+def test_peft_loads_saved_adapters_and_saves_them_in_the_same_format(tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers", reason="transformers is not installed")
     peft = pytest.importorskip("peft", reason="peft is not installed")
     model, adapters = adapted()
@@ -198,7 +198,7 @@ def test_peft_loads_them_and_stores_them_alike(tmp_path: Path) -> None:
     assert other is not model
 
 
-def test_an_adapted_model_generates_with_its_adapters() -> None:
+def test_kv_cache_uses_the_current_adapters() -> None:
     from optimized.generation.kv_cache import kv_cache as cached
     from reference.generation.kv_cache import kv_cache as plain
 

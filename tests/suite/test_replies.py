@@ -1,4 +1,4 @@
-"""Prompts with their replies: what is read, what is refused, and what is written."""
+"""Prompts with their replies: reading, errors, and `perfsuite data replies`."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def written(folder: Path, *lines: object) -> Path:
     return path
 
 
-def test_both_forms_are_read(tmp_path: Path) -> None:
+def test_both_line_formats_are_read(tmp_path: Path) -> None:
     path = written(tmp_path, {"prompt": " Hello\n", "reply": "Hi", "source": "me"}, "", CHAT)
     first, second = replies.read(path)
     assert first == single_turn("Hello", "Hi")
@@ -40,7 +40,7 @@ def test_both_forms_are_read(tmp_path: Path) -> None:
     assert [m.content for m in second.prompt[1:]] == ["Hello", "Hi", "Who are you?"]
 
 
-def test_what_is_written_is_read_again(tmp_path: Path) -> None:
+def test_written_examples_are_read_unchanged(tmp_path: Path) -> None:
     examples = replies.read(written(tmp_path, {"prompt": 'say "é"\n\u2028 twice', "reply": "é é"}, CHAT))
     path = tmp_path / "again.jsonl"
     path.write_text("".join(replies.lines_of(examples)), encoding="utf-8")
@@ -67,7 +67,7 @@ def test_what_is_written_is_read_again(tmp_path: Path) -> None:
     ],
     ids=range(14),
 )
-def test_a_wrong_line_is_named(tmp_path: Path, line: object, words: str) -> None:
+def test_a_wrong_line_is_reported_with_its_number(tmp_path: Path, line: object, words: str) -> None:
     with pytest.raises(PerfsuiteError) as error:
         replies.read(written(tmp_path, {"prompt": "a", "reply": "b"}, line))
     assert words in str(error.value)
@@ -78,7 +78,7 @@ def test_a_wrong_line_is_named(tmp_path: Path, line: object, words: str) -> None
     ("content", "words"),
     [(None, "cannot read .*: No such file"), (b"\xff\n", "is not UTF-8: byte 0 is 0xff"), (b"\n \n", "has no lines")],
 )
-def test_a_file_that_cannot_be_read_is_one_line(tmp_path: Path, content: bytes | None, words: str) -> None:
+def test_an_unreadable_or_empty_file_is_reported(tmp_path: Path, content: bytes | None, words: str) -> None:
     path = tmp_path / "replies.jsonl"
     if content is not None:
         path.write_bytes(content)
@@ -86,7 +86,7 @@ def test_a_file_that_cannot_be_read_is_one_line(tmp_path: Path, content: bytes |
         replies.read(path)
 
 
-def test_all_replies_to_a_prompt_are_on_one_side() -> None:
+def test_split_keeps_all_replies_to_a_prompt_together() -> None:
     examples = [single_turn(f"prompt {n // 2}", f"reply {n}") for n in range(4000)]
     train, validation = replies.split(examples, 0.1, seed=0)
     assert len(train) + len(validation) == 4000
@@ -97,13 +97,13 @@ def test_all_replies_to_a_prompt_are_on_one_side() -> None:
     assert replies.split(examples, 0.0, seed=0) == (examples, [])
 
 
-def test_a_prompt_in_other_letters_is_on_the_same_side() -> None:
+def test_split_ignores_case_and_system_message_of_a_prompt() -> None:
     for n in range(50):
         a, b = single_turn(f"Prompt {n}", "x"), Example((Message("system", "s"), Message("user", f"prompt {n}")), "y")
         assert len(replies.split([a, b], 0.5, seed=0)[0]) in (0, 2)
 
 
-def test_repetitions_are_left_out_and_the_command_says_how_many(tmp_path: Path) -> None:
+def test_repeated_examples_are_omitted_and_counted(tmp_path: Path) -> None:
     source = written(tmp_path, *[{"prompt": "a", "reply": "b"}] * 2, {"prompt": "a", "reply": "c"}, CHAT)
     out = tmp_path / "made" / "out.jsonl"
     done = CliRunner().invoke(data, ["replies", str(out), "--from", str(source)])
@@ -116,7 +116,7 @@ def test_repetitions_are_left_out_and_the_command_says_how_many(tmp_path: Path) 
     assert done.stdout.split()[0] == digest
 
 
-def test_another_file_is_replaced_only_where_it_is_asked_for(tmp_path: Path) -> None:
+def test_an_existing_file_is_replaced_only_with_overwrite(tmp_path: Path) -> None:
     source, out = written(tmp_path, CHAT), tmp_path / "out.jsonl"
     out.write_text("mine")
     done = CliRunner().invoke(data, ["replies", str(out), "--from", str(source)])
@@ -130,16 +130,16 @@ def test_another_file_is_replaced_only_where_it_is_asked_for(tmp_path: Path) -> 
     assert sorted(p.name for p in tmp_path.iterdir()) == ["out.jsonl", "replies.jsonl"]
 
 
-def test_without_the_package_the_command_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_chatterbot_corpus_is_reported_with_its_install_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(sys.modules, "chatterbot_corpus", None)
     done = CliRunner().invoke(data, ["replies", str(tmp_path / "out.jsonl")])
     assert done.exit_code == 1
     assert "chatterbot_corpus is not installed; pip install" in done.stderr
 
 
-def test_of_the_package_each_line_is_the_reply_to_the_one_before(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_chatterbot_pairs_each_line_with_the_next_as_its_reply(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tmp_path / "chatterbot_corpus" / "data" / "english"
     folder.mkdir(parents=True)
     (tmp_path / "chatterbot_corpus" / "__init__.py").write_text("")

@@ -1,4 +1,4 @@
-"""`perfsuite train polychromic` and `perfsuite reply`, with a model whose weights are drawn, and every wrong input."""
+"""`perfsuite train polychromic` and `perfsuite reply` with a model of random weights, and wrong input."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def replied(*arguments: str) -> tuple[list[str], str]:
     return done.stdout.split("\n"), done.stderr
 
 
-def test_it_replies_and_says_how_much_the_replies_differ(run: Path) -> None:
+def test_reply_prints_replies_and_their_diversity(run: Path) -> None:
     said, message = replied(str(run), "--prompt", "Say 3.", "--n", "3")
     assert message.startswith("diversity: 0.")
     assert said == replied(str(run / "window-00000002.pt"), "--prompt", "Say 3.", "--n", "3")[0]
@@ -60,7 +60,7 @@ def test_it_replies_and_says_how_much_the_replies_differ(run: Path) -> None:
         ({"config": {"objective": "x"}}, "is damaged: its configuration is none (objective='x'"),
     ],
 )
-def test_a_damaged_checkpoint_is_one_line(
+def test_a_damaged_checkpoint_is_reported_in_one_line(
     run: Path, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], words: str
 ) -> None:
     from suite.commands import finding
@@ -76,7 +76,7 @@ def test_a_damaged_checkpoint_is_one_line(
     assert words in line
 
 
-def test_weights_that_are_no_numbers_are_said(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_with_nan_are_reported(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from suite.commands import finding
     from suite.runtime import checkpoints
 
@@ -87,7 +87,7 @@ def test_weights_that_are_no_numbers_are_said(run: Path, monkeypatch: pytest.Mon
     assert "x.pt has weights that are no finite numbers; name an earlier one" in done.output
 
 
-def test_the_untrained_model_replies_otherwise(run: Path) -> None:
+def test_untrained_option_changes_the_replies(run: Path) -> None:
     from suite.runtime import checkpoints
 
     state = checkpoints.load(run / "window-00000002.pt", "polychromic").trainer
@@ -97,7 +97,7 @@ def test_the_untrained_model_replies_otherwise(run: Path) -> None:
     assert replied(*asked)[0] != replied(*asked, "--untrained")[0]
 
 
-def test_the_validation_examples_are_evaluated() -> None:
+def test_quality_matches_values_computed_from_the_validation_examples() -> None:
     data_config, load = trainers.data_config_of("polychromic"), trainers.data_of("polychromic")
     loaded = load(data_config(synthetic=40, length=64, batch_size=2, accumulation=2, validation=0.3))
     config = trainers.config_of("polychromic")(length=64, accumulation=2, prompts=2, new_tokens=5)
@@ -152,20 +152,20 @@ def test_the_validation_examples_are_evaluated() -> None:
         (["RUN", "--prompt", "x", "--tokens", "600"], "--tokens 600: the model has 512 positions; lower it"),
     ],
 )
-def test_what_cannot_be_is_one_line(run: Path, arguments: list[str], words: str) -> None:
+def test_wrong_options_are_reported_in_one_line(run: Path, arguments: list[str], words: str) -> None:
     given = [str(run) if a == "RUN" else a for a in arguments]
     done = CliRunner().invoke(reply, [*given, "--device", "cpu"])
     assert done.exit_code in (1, 2), done.output
     assert words in done.output.splitlines()[-1]
 
 
-def test_the_command_joins_perfsuite() -> None:
+def test_entry_point_refers_to_the_command() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     assert project["entry-points"]["perfsuite.commands"]["reply"] == "suite.commands.reply:reply"
 
 
-def test_models_with_the_same_first_tensors_have_other_digests(tmp_path: Path) -> None:
-    """A model with merged adapters differs from its base in later tensors alone."""
+def test_model_digest_covers_later_tensors(tmp_path: Path) -> None:
+    """A model with merged adapters differs from its base only in later tensors."""
     digests = []
     for name, changed in (("base", b""), ("merged", b"x"), ("again", b"")):
         folder = tmp_path / name

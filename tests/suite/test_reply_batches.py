@@ -16,7 +16,7 @@ SHORT, LONG = Encoded((1, 2, 3, 4, 5), 3), Encoded(tuple(range(10, 20)), 1)
 
 
 class Letters:
-    """Stand-in for a chat: a token for each letter."""
+    """Fake chat with one token per character."""
 
     def encode(self, example: Example) -> Encoded:
         prompt = example.prompt[0].content
@@ -26,7 +26,7 @@ class Letters:
 LETTERS = cast(Chat, Letters())
 
 
-def test_labels_are_those_of_the_reply_alone() -> None:
+def test_only_reply_tokens_have_labels() -> None:
     batch = batch_of([SHORT, LONG], padding=9, device="cpu")
     assert batch.tokens.shape == batch.labels.shape == (2, 16)
     assert batch.tokens[0].tolist() == [1, 2, 3, 4, 5, *[9] * 11]
@@ -34,13 +34,13 @@ def test_labels_are_those_of_the_reply_alone() -> None:
     assert batch.labels[1].tolist() == [-100, *range(11, 20), *[-100] * 6]
 
 
-def test_prompts_are_padded_at_their_end() -> None:
+def test_prompts_are_padded_at_the_end() -> None:
     prompts = prompts_of([SHORT, LONG], padding=9, device="cpu")
     assert prompts.tokens.tolist() == [[1, 2, 3], [10, 9, 9]]
     assert prompts.lengths.tolist() == [3, 1]
 
 
-def test_long_replies_are_cut_and_long_prompts_left_out() -> None:
+def test_long_replies_are_truncated_and_long_prompts_omitted() -> None:
     examples = [single_turn("ab", "cdefg"), single_turn("abcd", "e"), single_turn("abc", "d")]
     prepared = prepare(examples, LETTERS, 4)
     assert [len(e.tokens) for e in prepared.examples] == [4, 4]
@@ -52,7 +52,7 @@ def test_long_replies_are_cut_and_long_prompts_left_out() -> None:
 
 
 @pytest.mark.parametrize(("size", "count"), [(4, 10), (10, 10), (16, 5), (3, 7)])
-def test_every_example_comes_once_an_epoch(size: int, count: int) -> None:
+def test_every_example_comes_once_per_epoch(size: int, count: int) -> None:
     steps = [numbers(step, size, count, seed=3) for step in range(4 * count)]
     assert {len(step) for step in steps} == {size}
     flat = [n for step in steps for n in step]
@@ -62,5 +62,5 @@ def test_every_example_comes_once_an_epoch(size: int, count: int) -> None:
     assert steps != [numbers(step, size, count, seed=4) for step in range(4 * count)]
 
 
-def test_batches_are_on_the_device_they_are_asked_for() -> None:
+def test_batch_is_on_the_given_device() -> None:
     assert batch_of([SHORT], 0, "meta").tokens.device == torch.device("meta")

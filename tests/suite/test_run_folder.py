@@ -1,4 +1,4 @@
-"""A run's folder: one run at a time writes into it, and what an earlier one left there is not lost."""
+"""A run's folder: one run at a time writes to it, and checkpoints of earlier runs are not lost."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from suite.runtime.locking import LOCK, only_one
 
 
 def during(window: int, act: Callable[[], object]) -> Callable[[Any], Any]:
-    """Wrap a trainer: during that window another thread acts, as another process would."""
+    """Wrap a trainer so that another thread calls `act` during that window, in place of another process."""
 
     def wrap(trainer: Any) -> Any:
         whole = trainer.train_window
@@ -52,10 +52,10 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 @contextmanager
 def another_process(folder: Path) -> Iterator[int]:
-    """Start another process that holds the folder, and yield its process id."""
+    """Start another process that holds the folder's lock, and yield its process id."""
     message, tell = os.pipe()
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # of threads, which the child does not need
+        warnings.simplefilter("ignore", DeprecationWarning)  # about fork; the child needs no threads
         pid = os.fork()
     if pid == 0:
         try:
@@ -79,10 +79,10 @@ def another_process(folder: Path) -> Iterator[int]:
 
 @pytest.mark.parametrize("window", [1, 5])
 @pytest.mark.parametrize("arguments", [[], ["--resume", "latest"], ["--overwrite"]])
-def test_a_second_run_in_a_folder_ends_at_once_and_neither_loses_anything(
+def test_a_second_run_in_a_folder_ends_at_once_and_no_checkpoint_is_lost(
     run: Toy, window: int, arguments: list[str]
 ) -> None:
-    """It ends before and after the first checkpoint: the folder was new when both runs began."""
+    """The second run starts before the first checkpoint (window 1) or after it (window 5)."""
     seen: list[Any] = []
 
     def second() -> None:
@@ -101,10 +101,10 @@ def test_a_second_run_in_a_folder_ends_at_once_and_neither_loses_anything(
     assert sorted(contents(run.folder)) == [f"window-0000000{n}.pt" for n in (2, 4, 6)]
 
 
-def test_the_command_holds_its_folder_from_before_the_data_to_the_end(
+def test_train_locks_its_folder_from_before_the_data_is_loaded_to_the_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The command also writes there after the last window, and reads its data for a minute before the first."""
+    """Loading the data can take a minute, and the command also writes to the folder after the last window."""
     from suite import trainers
 
     seen: list[str] = []
@@ -135,7 +135,7 @@ def test_the_command_holds_its_folder_from_before_the_data_to_the_end(
     assert [p.name for p in (tmp_path / "run").glob("window-*")] == ["window-00000002.pt"]
 
 
-def test_a_run_that_is_killed_keeps_nobody_out(run: Toy) -> None:
+def test_lock_is_released_when_its_run_is_killed(run: Toy) -> None:
     with another_process(run.folder):
         with pytest.raises(CheckpointError, match=f"another run is writing into {run.folder}; wait until it has ended"):
             run.fit(3)
@@ -144,7 +144,7 @@ def test_a_run_that_is_killed_keeps_nobody_out(run: Toy) -> None:
     assert list(contents(run.folder)) == ["window-00000003.pt"]
 
 
-def test_a_folder_by_another_name_is_the_same(run: Toy, tmp_path: Path) -> None:
+def test_lock_covers_other_paths_to_the_same_folder(run: Toy, tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(run.folder)
     with another_process(run.folder):
         for folder in (tmp_path / "link", tmp_path / "other" / ".." / "run"):
@@ -153,19 +153,19 @@ def test_a_folder_by_another_name_is_the_same(run: Toy, tmp_path: Path) -> None:
                 pass
 
 
-def test_runs_in_folders_of_their_own_do_not_meet(run: Toy, tmp_path: Path) -> None:
+def test_runs_in_different_folders_do_not_block_each_other(run: Toy, tmp_path: Path) -> None:
     with another_process(tmp_path / "another"), another_process(run.folder / "within"):
         assert run.fit(2).windows == 2
 
 
-def test_what_trains_nothing_needs_no_folder_for_itself(run: Toy) -> None:
+def test_commands_that_train_nothing_need_no_lock(run: Toy) -> None:
     with another_process(run.folder):
         assert run.fit(0).windows == 0
         assert invoked("--folder", str(run.folder), "--show").exit_code == 0
 
 
 @pytest.mark.parametrize("what", ["folder", "link"])
-def test_a_lock_that_cannot_be_had_is_one_line(run: Toy, tmp_path: Path, what: str) -> None:
+def test_a_lock_that_cannot_be_created_is_reported_in_one_line(run: Toy, tmp_path: Path, what: str) -> None:
     mine = tmp_path / "mine"
     mine.write_text("mine")
     run.folder.mkdir()
@@ -190,7 +190,7 @@ def test_a_lock_that_cannot_be_had_is_one_line(run: Toy, tmp_path: Path, what: s
         (["--folder", "a/file/one"], "cannot write into a/file/one: Not a directory; name another --folder"),
     ],
 )
-def test_a_run_that_does_not_begin_leaves_no_folder(tmp_path: Path, arguments: list[str], message: str) -> None:
+def test_a_run_that_fails_to_start_creates_no_folder(tmp_path: Path, arguments: list[str], message: str) -> None:
     (tmp_path / "a").mkdir()
     (tmp_path / "a/file").write_text("")
     done = invoked("--windows", "2", *arguments)
@@ -198,11 +198,11 @@ def test_a_run_that_does_not_begin_leaves_no_folder(tmp_path: Path, arguments: l
     assert os.listdir("a") == ["file"]
 
 
-# --- what an earlier one left ---------------------------------------------------------------------------------------
+# --- checkpoints of earlier runs ------------------------------------------------------------------------------------
 
 
-def test_a_run_that_goes_on_from_an_earlier_one_is_the_last(run: Toy) -> None:
-    """Later windows in the folder are reported, and stay until newer ones have taken their place."""
+def test_resuming_from_an_earlier_checkpoint_makes_that_run_the_latest(run: Toy) -> None:
+    """Checkpoints of later windows are reported, and kept as *.old until newer ones replace them."""
     run.fit(6, checkpoint_every=2)
     outcome = run.fit(3, resume=run.folder / "window-00000002.pt")
     why = "renamed to *.old, since they are of later windows or another run"
@@ -219,15 +219,15 @@ def test_a_run_that_goes_on_from_an_earlier_one_is_the_last(run: Toy) -> None:
     assert [load(p).windows for p in Store(run.folder).files()] == [8, 7, 6]
 
 
-def test_a_run_that_begins_anew_is_the_last(run: Toy) -> None:
+def test_overwrite_makes_the_new_run_the_latest(run: Toy) -> None:
     run.fit(6, checkpoint_every=2)
     run.fit(1, overwrite=True)
     assert Store(run.folder).latest() == run.folder / "window-00000001.pt"
     assert "another run: window-00000006.pt, window-00000004.pt, window-00000002.pt" in run.said
 
 
-def test_a_run_from_elsewhere_is_the_last(run: Toy, tmp_path: Path) -> None:
-    """Checkpoints of another run in the folder never count as later, whatever their number."""
+def test_resuming_from_another_folder_makes_that_run_the_latest(run: Toy, tmp_path: Path) -> None:
+    """Checkpoints of another run never count as later, whatever their number."""
     run.fit(3)
     source = (run.folder / "window-00000003.pt").rename(tmp_path / "window-00000003.pt")
     run.fit(2)
@@ -238,15 +238,15 @@ def test_a_run_from_elsewhere_is_the_last(run: Toy, tmp_path: Path) -> None:
     assert outcome.checkpoint == run.folder / "window-00000004.pt"
 
 
-def test_what_trains_nothing_leaves_the_later_ones_where_they_are(run: Toy) -> None:
+def test_a_run_that_trains_nothing_renames_no_checkpoint(run: Toy) -> None:
     run.fit(6, checkpoint_every=2)
     before = contents(run.folder)
     run.fit(2, resume=run.folder / "window-00000002.pt")
     assert contents(run.folder) == before
 
 
-def test_nan_in_the_first_window_after_a_run_was_left_behind(run: Toy) -> None:
-    """The failed run's own checkpoint is removed: the one at which it began is the last again."""
+def test_nan_in_the_first_window_keeps_the_checkpoint_resumed_from(run: Toy) -> None:
+    """The failed run's own checkpoint is removed, so the one that it resumed from is the latest again."""
     from suite.runtime import DivergedError
 
     run.fit(6, checkpoint_every=2)
@@ -258,8 +258,8 @@ def test_nan_in_the_first_window_after_a_run_was_left_behind(run: Toy) -> None:
     assert load(Store(run.folder).latest()).windows >= 4
 
 
-def test_after_a_damaged_one_the_remedy_helps(run: Toy) -> None:
-    """If the last two are damaged, the command names the one before; resuming from it works for good."""
+def test_remedy_for_damaged_checkpoints_leads_to_an_intact_one(run: Toy) -> None:
+    """If the latest two are damaged, the errors lead to the one before; `latest` works again after that resume."""
     run.fit(6, checkpoint_every=2)
     arguments = ["--folder", str(run.folder), "--windows", "4", "--seed", "0"]
     for number in (4, 6):
@@ -275,7 +275,7 @@ def test_after_a_damaged_one_the_remedy_helps(run: Toy) -> None:
     assert invoked(*arguments, "--windows", "5", "--resume", "latest").exit_code == 0
 
 
-def test_a_run_that_resumes_from_elsewhere_has_a_curve_of_its_own(run: Toy, tmp_path: Path) -> None:
+def test_curve_of_a_run_resumed_from_another_folder_starts_anew(run: Toy, tmp_path: Path) -> None:
     run.fit(4, checkpoint_every=1)
     other = tmp_path / "other"
     shutil.copytree(run.folder, other)
@@ -284,7 +284,7 @@ def test_a_run_that_resumes_from_elsewhere_has_a_curve_of_its_own(run: Toy, tmp_
     assert min(line["window"] for line in read(run.folder)) == 5
 
 
-def test_a_run_that_has_its_windows_already_says_so(run: Toy) -> None:
+def test_a_run_with_all_its_windows_done_says_so(run: Toy) -> None:
     outcome = run.fit(4)
     run.fit(2, resume=outcome.checkpoint)
     assert "windows: 2 is reached already; raise it" in run.said

@@ -1,4 +1,4 @@
-"""Seconds of a step, from the times between reports."""
+"""Seconds per step, from the times between reports."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ def test_steps_of_two_kinds_are_averaged() -> None:
     assert per_step(*[1, 1, 1, 5] * 25) == pytest.approx(2)
 
 
-def test_a_pause_does_not_count() -> None:
+def test_a_pause_is_excluded() -> None:
     assert per_step(*[1] * 55, 100, *[1] * 4) == 1
 
 
-def test_a_few_steps_are_averaged() -> None:
+def test_per_step_is_the_mean_of_a_few_steps_and_none_without_steps() -> None:
     assert per_step() is None
     assert per_step(1, 2, 6) == 3

@@ -1,4 +1,4 @@
-"""No command ends otherwise because its reader has gone, its disk is full, or its terminal speaks ASCII alone."""
+"""Commands keep working with a closed pipe, a full disk as the output, and a terminal that only supports ASCII."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ RECORDING = ROOT / "docs/trainers/trainer2-ablation/small/trainer2.json"
 
 
 class Gone(io.RawIOBase):
-    """Stream to which nothing can be written."""
+    """Stream on which writing raises an error."""
 
     def __init__(self, error: OSError) -> None:
         self.error: OSError | None = error
@@ -44,7 +44,7 @@ Make = Callable[[str, OSError], None]
 
 @pytest.fixture
 def gone(monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
-    """Return a function of (stream's name, error) that replaces a standard stream by one on which writing raises it."""
+    """Yield a function (stream's name, error) that makes writing to a standard stream raise the error."""
     made: list[Gone] = []
 
     def make(name: str, error: OSError) -> None:
@@ -54,7 +54,7 @@ def gone(monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
 
     yield make
     for stream in made:
-        stream.error = None  # what waits in it is written when it is collected
+        stream.error = None  # its buffer is flushed at garbage collection
 
 
 def left(command: click.Command, *arguments: str) -> int:
@@ -68,7 +68,7 @@ PIPE, DISK = BrokenPipeError(32, "Broken pipe"), OSError(28, "No space left on d
 
 
 @pytest.mark.parametrize("error", [PIPE, DISK])
-def test_a_run_goes_on_when_nobody_listens(gone: Make, error: OSError, tmp_path: Path) -> None:
+def test_run_continues_if_its_output_cannot_be_written(gone: Make, error: OSError, tmp_path: Path) -> None:
     for name in ("stderr", "stdout"):
         gone(name, error)
     assert left(train, "toy", *SMALL, "--windows", "5", "--folder", "run", "--timing_debug", "true") == 0
@@ -77,18 +77,20 @@ def test_a_run_goes_on_when_nobody_listens(gone: Make, error: OSError, tmp_path:
 
 @pytest.mark.parametrize("error", [PIPE, DISK])
 @pytest.mark.parametrize(("arguments", "code"), [(["--widnows", "3"], 2), (["--resume", "nowhere"], 1)])
-def test_a_mistake_that_nobody_reads_has_its_code(gone: Make, error: OSError, arguments: list[str], code: int) -> None:
+def test_exit_code_is_right_if_the_error_cannot_be_written(
+    gone: Make, error: OSError, arguments: list[str], code: int
+) -> None:
     gone("stderr", error)
     assert left(train, "toy", *SMALL, *arguments) == code
 
 
-def test_a_reader_that_has_enough_is_no_error(gone: Make) -> None:
+def test_a_closed_pipe_is_no_error(gone: Make) -> None:
     gone("stdout", PIPE)
     assert left(train, "toy", *SMALL, "--show") == 0
     terminal.tell("again")
 
 
-def test_an_output_that_cannot_be_written_is_one_line(gone: Make, capfd: pytest.CaptureFixture[str]) -> None:
+def test_an_unwritable_output_is_reported_in_one_line(gone: Make, capfd: pytest.CaptureFixture[str]) -> None:
     gone("stdout", DISK)
     with pytest.raises(PerfsuiteError, match="cannot write to the standard output: No space left on device; send it"):
         terminal.tell("x")
@@ -96,7 +98,7 @@ def test_an_output_that_cannot_be_written_is_one_line(gone: Make, capfd: pytest.
     assert capfd.readouterr().err.count("\n") == 1
 
 
-def test_no_output_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_run_succeeds_without_stdout_and_stderr(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("stdout", "stderr"):
         monkeypatch.setattr(sys, name, None)
     terminal.tell("x")
@@ -105,14 +107,14 @@ def test_no_output_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
     assert left(train, "toy", *SMALL, "--windows", "2", "--folder", "run") == 0
 
 
-def test_text_of_any_bytes_can_be_shown(capsys: pytest.CaptureFixture[str]) -> None:
+def test_tell_escapes_bytes_that_are_not_utf_8(capsys: pytest.CaptureFixture[str]) -> None:
     terminal.tell("λ \udcce\udcbb \udcff \ud800")
     terminal.tell("λ \udcce\udcbb \udcff")
     assert capsys.readouterr().out == "λ \\udcce\\udcbb \\udcff \\ud800\nλ λ \\xff\n"
 
 
-def test_a_closed_stream_s_number_is_no_file_s() -> None:
-    """Otherwise a library's message to the standard error would land in a checkpoint."""
+def test_reserve_keeps_closed_standard_descriptors_from_being_reused() -> None:
+    """Otherwise a library's message to stderr could end up in a checkpoint."""
     code = """
 import os
 os.close(1), os.close(2)
@@ -128,8 +130,10 @@ raise SystemExit(not (number > 2 and os.stat("file").st_size == 0))
 @pytest.mark.parametrize(
     ("command", "arguments"), [("ablate", ["--no-plot", "--from", str(RECORDING)]), ("claims", ["--only", "C5"])]
 )
-def test_a_folder_that_cannot_be_written_is_one_line(command: str, arguments: list[str], tmp_path: Path) -> None:
-    """The folder is a file, or lies in one; the summary itself still goes to the standard output."""
+def test_an_unwritable_output_folder_is_reported_in_one_line(
+    command: str, arguments: list[str], tmp_path: Path
+) -> None:
+    """The folder is a file, or its parent is one."""
     from importlib import import_module
 
     from click.testing import CliRunner
@@ -192,8 +196,8 @@ Path("codes.json").write_text(json.dumps(codes))
 
 
 @FULLY
-def test_every_command_in_ascii(tmp_path: Path) -> None:
-    """In a separate process, with non-ASCII file names, each command ends with 0 and has written its files."""
+def test_every_command_works_in_an_ascii_terminal(tmp_path: Path) -> None:
+    """In a separate process, with non-ASCII file names, each command exits with 0 and writes its files."""
     for library in ("jsonargparse", "yaml", "tensorboard", "matplotlib", "tokenizers"):
         pytest.importorskip(library, reason=f"{library} is not installed: pip install 'perfsuite[train,test]'")
     (tmp_path / "λtexts").mkdir()

@@ -1,4 +1,4 @@
-"""Text: which files, the tokenizer and its cache, packing, and the order of batches."""
+"""Text: choice of files, the tokenizer and its cache, packing, and the order of batches."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def tokenizers() -> Any:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """Write six files, four of which count."""
+    """Write four texts, and three files that are omitted."""
     root = tmp_path / "texts"
     (root / "b" / "tests").mkdir(parents=True)
     (root / "b" / "one.md").write_text(WORDS * 3)
@@ -51,13 +51,13 @@ def of(*texts: str) -> Corpus:
 # --- corpus ---------------------------------------------------------------------------------------------------------
 
 
-def test_the_files_of_a_folder(folder: Path) -> None:
+def test_corpus_reads_the_text_files_of_a_folder(folder: Path) -> None:
     found = corpus(folder)
     assert found.texts == (WORDS * 2, WORDS * 3, "print('λ')\n", "the end")
     assert (found.damaged, found.empty) == (1, 1)
 
 
-def test_pythons_own_sources() -> None:
+def test_standard_library_files_exclude_tests_and_site_packages() -> None:
     paths = text._files(Path(sysconfig.get_path("stdlib")), text.LEFT_OUT)
     names = [str(p) for p in paths]
     assert any(name.endswith("/argparse.py") for name in names)
@@ -65,18 +65,18 @@ def test_pythons_own_sources() -> None:
     assert len(names) > 200
 
 
-def test_a_digest_knows_where_texts_end() -> None:
+def test_digest_depends_on_the_boundaries_of_texts() -> None:
     assert len({of("ab", "c").digest, of("a", "bc").digest, of("abc").digest}) == 3
     assert of("ab", "c").digest == of("ab", "c").digest
 
 
 @pytest.mark.parametrize(("name", "message"), [("nowhere", "is no folder"), ("texts/z.rst", "is no folder")])
-def test_no_folder(folder: Path, name: str, message: str) -> None:
+def test_a_missing_folder_raises_error(folder: Path, name: str, message: str) -> None:
     with pytest.raises(PerfsuiteError, match=message):
         corpus(folder.parent / name)
 
 
-def test_no_text(tmp_path: Path) -> None:
+def test_a_folder_without_text_raises_error(tmp_path: Path) -> None:
     (tmp_path / "damaged.txt").write_bytes(b"\xff")
     with pytest.raises(PerfsuiteError, match=r"data: no text under .*; 1 damaged and 0 empty files were left out"):
         corpus(tmp_path)
@@ -85,7 +85,7 @@ def test_no_text(tmp_path: Path) -> None:
 # --- tokenizer ------------------------------------------------------------------------------------------------------
 
 
-def test_every_text_comes_back(tokenizers: Any) -> None:
+def test_encoded_text_decodes_unchanged(tokenizers: Any) -> None:
     tokenizer = tokenizer_of(of(WORDS * 9), 280)
     assert tokenizer.get_vocab_size() == 280
     odd = "λ \x00 🎈 <end> <pad>\n\n\tthe rotor"
@@ -96,15 +96,15 @@ def test_every_text_comes_back(tokenizers: Any) -> None:
     assert tokenizer.decode(ids[:-1], skip_special_tokens=False) == odd
 
 
-def test_a_small_text_has_a_small_vocabulary(tokenizers: Any) -> None:
+def test_vocabulary_is_smaller_for_a_small_text(tokenizers: Any) -> None:
     tokens, vocabulary = tokens_of(of("ab ab ab"), 32000)
     assert 258 <= vocabulary < 270
     assert tokens.max() < vocabulary
 
 
 @FULLY
-def test_the_tokenizer_is_the_same_in_another_process(tokenizers: Any) -> None:
-    """It does not depend on the number of threads, nor on the seed of the hashes."""
+def test_tokenizer_is_the_same_in_another_process(tokenizers: Any) -> None:
+    """The tokenizer depends neither on the number of threads nor on the hash seed."""
     code = "from suite.text import *; print(tokenizer_of(corpus('texts'), 400, Path('{}')).to_str())"
     Path("texts").mkdir()
     for n in range(20):
@@ -117,7 +117,9 @@ def test_the_tokenizer_is_the_same_in_another_process(tokenizers: Any) -> None:
     assert len(seen) == 1
 
 
-def test_the_cache(tokenizers: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tokens_are_cached_per_corpus_and_vocabulary(
+    tokenizers: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     trained: list[int] = []
     train = text.trained
 
@@ -135,7 +137,7 @@ def test_the_cache(tokenizers: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPa
     tokens_of(of(WORDS + "x"), 300, cache)
     tokens_of(of(WORDS), 280, cache)
     assert len(trained) == 3, "other texts and other settings have their own"
-    for path in cache.glob("*[!k]"):  # all but the locks
+    for path in cache.glob("*[!k]"):  # all files except the locks
         path.write_bytes(path.read_bytes()[:100])
     repaired, _ = tokens_of(of(WORDS), 300, cache)
     assert len(trained) == 4, "a damaged cache is made anew"
@@ -143,13 +145,13 @@ def test_the_cache(tokenizers: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert not list(cache.glob(".*"))
 
 
-def test_who_comes_second_waits(tokenizers: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two at once make the tokenizer only once: a file's lock works between threads as between processes."""
+def test_concurrent_calls_train_the_tokenizer_once(tokenizers: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The file lock works between threads as it does between processes."""
     train, trained, both = text.trained, [], threading.Barrier(2)
 
     def slow(*arguments: Any) -> Any:
         trained.append(1)
-        time.sleep(0.3)  # without the lock the other would begin meanwhile
+        time.sleep(0.3)  # without the lock the other thread would start in this time
         return train(*arguments)
 
     def made() -> int:
@@ -163,30 +165,30 @@ def test_who_comes_second_waits(tokenizers: Any, monkeypatch: pytest.MonkeyPatch
     assert len(trained) == 1
 
 
-def test_a_cache_that_cannot_be_written(tokenizers: Any, tmp_path: Path) -> None:
+def test_an_unwritable_cache_is_reported(tokenizers: Any, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(PerfsuiteError, match=r"cannot write .*; name another folder with --cache"):
         tokens_of(of(WORDS), 300, tmp_path / "file" / "cache")
 
 
-def test_a_cache_that_is_a_file(tokenizers: Any, tmp_path: Path) -> None:
+def test_a_cache_that_is_a_file_is_reported(tokenizers: Any, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(PerfsuiteError, match=r"^cache: .*file is a file; name a folder with --cache$"):
         tokens_of(of(WORDS), 300, tmp_path / "file")
 
 
-def test_without_the_library_it_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_tokenizers_package_is_reported_with_its_install_command(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "tokenizers", None)
     with pytest.raises(PerfsuiteError, match=r"pip install 'perfsuite\[train\]', or train on random tokens"):
         tokens_of(of(WORDS), 300)
 
 
-def test_a_vocabulary_too_small_for_bytes() -> None:
+def test_a_vocabulary_too_small_for_bytes_raises_error() -> None:
     with pytest.raises(PerfsuiteError, match="vocabulary: 257 is too small"):
         tokenizer_of(of(WORDS), 257)
 
 
-def test_a_vocabulary_too_large_for_the_library() -> None:
+def test_a_vocabulary_too_large_for_the_library_raises_error() -> None:
     with pytest.raises(PerfsuiteError, match="vocabulary: 16777217 is too large; it must be 16777216 or less"):
         tokenizer_of(of(WORDS), text.LARGEST + 1)
 
@@ -195,7 +197,7 @@ def test_a_vocabulary_too_large_for_the_library() -> None:
 
 
 @pytest.mark.parametrize("count", [1, 3, 4, 5, 8])
-def test_packing(count: int) -> None:
+def test_pack_fills_rows_and_masks_the_padding(count: int) -> None:
     found = pack(numpy.arange(2, 2 + count), 4, 99)
     rows = -(-count // 4)
     assert (found.input_ids.dtype, found.attention_mask.dtype) == (torch.int64, torch.float32)
@@ -205,7 +207,7 @@ def test_packing(count: int) -> None:
     assert not found.input_ids.reshape(-1)[count:].any()
 
 
-def test_load(tokenizers: Any, folder: Path) -> None:
+def test_load_returns_batches_vocabulary_and_summary(tokenizers: Any, folder: Path) -> None:
     found = load(Data(data=str(folder), vocabulary=300, sequence_length=8, batch_size=4))
     assert found.given == 300
     assert found.summary.startswith(f"data: 4 files of {folder}, ")
@@ -213,7 +215,7 @@ def test_load(tokenizers: Any, folder: Path) -> None:
     assert next(found.batches)["input_ids"].shape == (4, 8)
 
 
-def test_synthetic() -> None:
+def test_synthetic_sequences_depend_only_on_their_arguments() -> None:
     one, again = synthetic(50, 12, 20, 3), synthetic(50, 12, 20, 3)
     assert torch.equal(one.input_ids, again.input_ids)
     assert not torch.equal(one.input_ids, synthetic(50, 12, 20, 4).input_ids)
@@ -228,7 +230,7 @@ def test_synthetic() -> None:
 
 
 def rows(batch: dict[str, torch.Tensor]) -> list[int]:
-    """Return which sequences these are; each begins with its own number."""
+    """Return the numbers of the batch's sequences; each sequence begins with its number."""
     return batch["input_ids"][:, 0].tolist()
 
 
@@ -245,7 +247,7 @@ def test_an_epoch_has_each_sequence_at_most_once() -> None:
     assert set(next(batches)) == {"input_ids", "attention_mask"}
 
 
-def test_the_order_depends_on_seed_and_epoch_alone() -> None:
+def test_order_depends_only_on_seed_and_epoch() -> None:
     def order(seed: int) -> list[list[int]]:
         batches = Batches(numbered(9), 2, seed)
         return [rows(next(batches)) for _ in range(9)]
@@ -259,15 +261,15 @@ def test_the_order_depends_on_seed_and_epoch_alone() -> None:
     assert torch.equal(before, torch.get_rng_state()), "nor does it draw from the generators of others"
 
 
-def test_the_order_of_a_seed_is_this() -> None:
-    """A checkpoint's position would mean nothing if a later version shuffled differently."""
+def test_order_of_a_seed_matches_stored_values() -> None:
+    """If a later version shuffled differently, positions in checkpoints would become invalid."""
     batches = Batches(numbered(8), 4, seed=7)
     assert [rows(next(batches)) for _ in range(3)] == [[0, 6, 7, 2], [4, 5, 1, 3], [6, 3, 1, 0]]
 
 
 @pytest.mark.parametrize("stop", [0, 1, 3, 4, 5, 11])
 @pytest.mark.parametrize("peeked", [False, True])
-def test_a_position_is_gone_on_from(stop: int, peeked: bool) -> None:
+def test_batches_resume_from_a_position(stop: int, peeked: bool) -> None:
     whole = Batches(numbered(9), 2, seed=2)
     expected = [rows(next(whole)) for _ in range(20)]
     first = Batches(numbered(9), 2, seed=2)
@@ -281,7 +283,7 @@ def test_a_position_is_gone_on_from(stop: int, peeked: bool) -> None:
     assert seen == expected
 
 
-def test_peek_is_what_comes_next() -> None:
+def test_peek_returns_the_next_batch() -> None:
     batches = Batches(numbered(9), 2)
     for _ in range(10):
         seen = batches.peek()
@@ -297,16 +299,16 @@ def test_peek_is_what_comes_next() -> None:
         (Batches(numbered(8), 2), "the data has changed since the checkpoint was written"),
     ],
 )
-def test_a_position_in_other_data(other: Batches, message: str) -> None:
+def test_a_position_in_other_data_raises_error(other: Batches, message: str) -> None:
     with pytest.raises(PerfsuiteError, match=message):
         other.load_state_dict(Batches(numbered(9), 2).state_dict())
 
 
-def test_fewer_sequences_than_a_batch() -> None:
+def test_fewer_sequences_than_a_batch_raise_error() -> None:
     with pytest.raises(PerfsuiteError, match="batch_size: 4 is more than the 3 sequences"):
         Batches(numbered(3), 4)
 
 
-def test_data_out_of_range() -> None:
+def test_data_out_of_range_raises_value_error() -> None:
     with pytest.raises(ValueError, match="sequence_length must be 1 or more"):
         Data(sequence_length=0)

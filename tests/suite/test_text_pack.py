@@ -1,4 +1,4 @@
-"""Packed text: equal bytes whenever it is made, in one go or in parts, and one line for each error."""
+"""Packed text: reproducible bytes, with or without an interruption, and one-line errors."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ TEXTS = {f"{i}.txt": f"the field follows the plane {i} times, and the rotor turn
 
 
 class Quiet:
-    """Progress that counts its calls, and interrupts one."""
+    """Progress that counts its calls and raises KeyboardInterrupt in call number `last`."""
 
     def __init__(self, last: int | None = None) -> None:
         self.calls = 0
@@ -49,7 +49,7 @@ class Quiet:
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Write seven texts, in more than one block, and two files that are not texts."""
+    """Write seven texts, which take more than one block, and two files that are not texts."""
     monkeypatch.setattr(text_pack, "BLOCK_BYTES", 3000)
     root = tmp_path / "texts"
     root.mkdir()
@@ -69,7 +69,7 @@ def content(out: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in out.iterdir()}
 
 
-def test_what_is_packed(tmp_path: Path, recipe: Recipe) -> None:
+def test_pack_writes_the_tokens_of_all_documents(tmp_path: Path, recipe: Recipe) -> None:
     watcher = Quiet()
     made = pack(tmp_path / "out", recipe, watcher)
     found = made.pack
@@ -87,8 +87,8 @@ def test_what_is_packed(tmp_path: Path, recipe: Recipe) -> None:
     assert [tokenizer.decode(d[:-1].tolist()) for d in documents] == list(TEXTS.values())
 
 
-def test_a_line_of_json_is_a_document(tmp_path: Path, recipe: Recipe) -> None:
-    """For a folder the name of the text's field must be given; for a single file it is "text" by default."""
+def test_each_json_line_is_a_document(tmp_path: Path, recipe: Recipe) -> None:
+    """For a folder, `field` must be given; for a single file, the default field is "text"."""
     assert recipe.folder is not None
     rows = [{"body": "one line", "n": 1}, {"body": " \n"}, {"body": "é, and <end>", "text": "another"}]
     file = recipe.folder / "rows.jsonl"
@@ -107,7 +107,7 @@ def test_a_line_of_json_is_a_document(tmp_path: Path, recipe: Recipe) -> None:
     assert pack(tmp_path / "named", Recipe(folder=file, vocabulary=300), Quiet()).pack.documents == 1
 
 
-def test_the_same_again_is_kept_and_elsewhere_has_the_same_bytes(tmp_path: Path, recipe: Recipe) -> None:
+def test_an_identical_pack_is_kept_and_has_the_same_bytes_elsewhere(tmp_path: Path, recipe: Recipe) -> None:
     first = pack(tmp_path / "out", recipe, Quiet())
     again = pack(tmp_path / "out", recipe, Quiet())
     assert again.kept
@@ -116,7 +116,7 @@ def test_the_same_again_is_kept_and_elsewhere_has_the_same_bytes(tmp_path: Path,
     assert content(tmp_path / "out") == content(tmp_path / "other")
 
 
-def test_interrupted_anywhere_it_goes_on_to_the_same_bytes(tmp_path: Path, recipe: Recipe) -> None:
+def test_a_pack_interrupted_anywhere_resumes_to_the_same_bytes(tmp_path: Path, recipe: Recipe) -> None:
     whole = Quiet()
     pack(tmp_path / "whole", recipe, whole)
     out, parts = tmp_path / "out", tmp_path / "out.parts"
@@ -131,7 +131,9 @@ def test_interrupted_anywhere_it_goes_on_to_the_same_bytes(tmp_path: Path, recip
         shutil.rmtree(out)
 
 
-def test_what_was_done_is_not_done_again(tmp_path: Path, recipe: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_resumed_pack_does_not_repeat_finished_work(
+    tmp_path: Path, recipe: Recipe, monkeypatch: pytest.MonkeyPatch
+) -> None:
     whole = Quiet()
     pack(tmp_path / "whole", recipe, whole)
     with pytest.raises(KeyboardInterrupt):
@@ -142,7 +144,7 @@ def test_what_was_done_is_not_done_again(tmp_path: Path, recipe: Recipe, monkeyp
 
 
 @pytest.mark.parametrize("damage", [lambda p: p.write_bytes(p.read_bytes()[:-1]), Path.unlink])
-def test_a_part_that_is_damaged_is_made_again(tmp_path: Path, recipe: Recipe, damage) -> None:
+def test_a_damaged_part_is_rebuilt(tmp_path: Path, recipe: Recipe, damage) -> None:
     pack(tmp_path / "whole", recipe, Quiet())
     with pytest.raises(KeyboardInterrupt):
         pack(tmp_path / "out", recipe, Quiet(9 + 7 + 3))
@@ -153,7 +155,7 @@ def test_a_part_that_is_damaged_is_made_again(tmp_path: Path, recipe: Recipe, da
     assert content(tmp_path / "out") == content(tmp_path / "whole")
 
 
-def test_a_pack_s_tokenizer_packs_other_texts_alike(tmp_path: Path, recipe: Recipe) -> None:
+def test_pack_with_an_existing_tokenizer_gives_the_same_tokens(tmp_path: Path, recipe: Recipe) -> None:
     pack(tmp_path / "out", recipe, Quiet())
     given = tmp_path / "out" / TOKENIZER
     other = pack(tmp_path / "other", Recipe(folder=recipe.folder, vocabulary=999, tokenizer=given), Quiet())
@@ -161,7 +163,7 @@ def test_a_pack_s_tokenizer_packs_other_texts_alike(tmp_path: Path, recipe: Reci
     assert other.pack.vocabulary == 300
 
 
-def test_of_a_large_vocabulary_tokens_take_four_bytes(tmp_path: Path) -> None:
+def test_tokens_of_a_large_vocabulary_take_four_bytes(tmp_path: Path) -> None:
     out = tmp_path / "out"
     out.mkdir()
     row = numpy.array([70_000, 1])
@@ -170,7 +172,7 @@ def test_of_a_large_vocabulary_tokens_take_four_bytes(tmp_path: Path) -> None:
     assert (out / TOKENS).stat().st_size == 8
 
 
-def test_sequences(tmp_path: Path) -> None:
+def test_sequences_counts_contexts_with_a_next_token(tmp_path: Path) -> None:
     out = tmp_path / "out"
     out.mkdir()
     packed_text.write(out, numpy.arange(21), numpy.array([21]), "{}", 300, {"recipe": "r"})
@@ -182,7 +184,7 @@ def test_sequences(tmp_path: Path) -> None:
         found.sequences(0)
 
 
-# --- what is wrong --------------------------------------------------------------------------------------------------
+# --- errors ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -243,7 +245,7 @@ def saying(**message: object) -> Callable[[Path], object]:
         (INDEX, saying(documents=7), "pack.json is damaged: documents is 7, and by ends.npy 1"),
     ],
 )
-def test_a_damaged_pack_is_one_line(tmp_path: Path, sound: Path, name: str, damage, said: str) -> None:
+def test_a_damaged_pack_is_reported(tmp_path: Path, sound: Path, name: str, damage, said: str) -> None:
     out = tmp_path / "out"
     shutil.copytree(sound, out)
     damage(out / name)
@@ -251,7 +253,7 @@ def test_a_damaged_pack_is_one_line(tmp_path: Path, sound: Path, name: str, dama
         opened(out)
 
 
-def test_a_damaged_pack_may_be_made_again(tmp_path: Path, sound: Path) -> None:
+def test_a_damaged_pack_is_rebuilt_with_overwrite(tmp_path: Path, sound: Path) -> None:
     out = tmp_path / "out"
     shutil.copytree(sound, out)
     cut(out / TOKENS)
@@ -263,7 +265,7 @@ def test_a_damaged_pack_may_be_made_again(tmp_path: Path, sound: Path) -> None:
 
 
 @pytest.mark.parametrize("damage", [cut, Path.unlink])
-def test_a_pack_without_its_index_may_be_made_again(tmp_path: Path, sound: Path, damage) -> None:
+def test_a_pack_without_a_valid_index_is_rebuilt_with_overwrite(tmp_path: Path, sound: Path, damage) -> None:
     out = tmp_path / "out"
     shutil.copytree(sound, out)
     damage(out / INDEX)
@@ -281,7 +283,7 @@ def test_a_pack_without_its_index_may_be_made_again(tmp_path: Path, sound: Path,
 
 
 @pytest.mark.parametrize("name", [TOKENS, INDEX])
-def test_a_pack_that_may_not_be_read_is_not_damaged(
+def test_an_unreadable_pack_is_not_reported_as_damaged(
     tmp_path: Path, sound: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     forbid(monkeypatch, sound / name)
@@ -293,7 +295,7 @@ def test_a_pack_that_may_not_be_read_is_not_damaged(
 
 
 def forbid(monkeypatch: pytest.MonkeyPatch, forbidden: Path) -> None:
-    """Forbid a path, as mode 000 does, which root may read all the same."""
+    """Make opening a path raise PermissionError. Mode 000 would not stop root."""
     own_open, own_scandir = io.open, os.scandir
 
     def refused(own: Callable[..., Any], path: Any, *arguments: Any, **named: Any) -> Any:
@@ -305,7 +307,7 @@ def forbid(monkeypatch: pytest.MonkeyPatch, forbidden: Path) -> None:
     monkeypatch.setattr(os, "scandir", functools.partial(refused, own_scandir))
 
 
-def test_what_may_not_be_read_is_left_out_by_name(tmp_path: Path, recipe: Recipe, monkeypatch: Any) -> None:
+def test_unreadable_files_are_omitted_and_named(tmp_path: Path, recipe: Recipe, monkeypatch: Any) -> None:
     (recipe.folder / "sub").mkdir()
     forbid(monkeypatch, recipe.folder / "sub")
     forbid(monkeypatch, recipe.folder / "3.txt")
@@ -318,7 +320,7 @@ def test_what_may_not_be_read_is_left_out_by_name(tmp_path: Path, recipe: Recipe
         pack(tmp_path / "out", recipe, Quiet())
 
 
-def test_a_wrong_input_loses_nothing_that_was_done(tmp_path: Path, recipe: Recipe) -> None:
+def test_a_wrong_input_keeps_the_finished_parts(tmp_path: Path, recipe: Recipe) -> None:
     with pytest.raises(KeyboardInterrupt):
         pack(tmp_path / "out", recipe, Quiet(9 + 7 + 3))
     kept = content(tmp_path / "out.parts")
@@ -328,7 +330,7 @@ def test_a_wrong_input_loses_nothing_that_was_done(tmp_path: Path, recipe: Recip
     assert content(tmp_path / "out.parts") == kept
 
 
-def test_no_pack_is_one_line(tmp_path: Path) -> None:
+def test_a_missing_pack_is_reported(tmp_path: Path) -> None:
     with pytest.raises(PerfsuiteError, match="none is no folder of packed text; make it with `perfsuite data pack`"):
         opened(tmp_path / "none")
     with pytest.raises(PerfsuiteError, match=f"^data: cannot read {LONG}: File name too long; make it readable"):
@@ -339,7 +341,7 @@ def invoked(*arguments: object) -> Result:
     return CliRunner().invoke(data, ["pack", *map(str, arguments)])
 
 
-def test_the_command(tmp_path: Path, folder: Path) -> None:
+def test_command_reports_the_pack_and_its_digest(tmp_path: Path, folder: Path) -> None:
     out = tmp_path / "out"
     done = invoked(out, "--from", folder, "--vocabulary", 300)
     assert done.exit_code == 0, done.output
@@ -349,7 +351,7 @@ def test_the_command(tmp_path: Path, folder: Path) -> None:
     assert f"kept {out}: " in invoked(out, "--from", folder, "--vocabulary", 300).stderr
 
 
-def test_bad_input_is_one_line(tmp_path: Path, folder: Path) -> None:
+def test_wrong_input_is_reported_in_one_line(tmp_path: Path, folder: Path) -> None:
     out, empty, other = tmp_path / "out", tmp_path / "empty", tmp_path / "other"
     empty.mkdir()
     other.mkdir()
@@ -404,7 +406,7 @@ def test_bad_input_is_one_line(tmp_path: Path, folder: Path) -> None:
     assert not (tmp_path / "b").exists()
 
 
-def test_another_vocabulary_may_replace_it(tmp_path: Path, folder: Path) -> None:
+def test_overwrite_replaces_a_pack_of_another_vocabulary(tmp_path: Path, folder: Path) -> None:
     out = tmp_path / "out"
     assert invoked(out, "--from", folder, "--vocabulary", 300).exit_code == 0
     assert invoked(out, "--from", folder, "--vocabulary", 280, "--overwrite").exit_code == 0
@@ -412,7 +414,7 @@ def test_another_vocabulary_may_replace_it(tmp_path: Path, folder: Path) -> None
     assert not (tmp_path / "out.parts").exists()
 
 
-def test_a_text_that_changes_meanwhile_is_one_line(tmp_path: Path, recipe: Recipe) -> None:
+def test_a_text_that_changes_during_packing_raises_error(tmp_path: Path, recipe: Recipe) -> None:
     class Meddling(Quiet):
         def progress(self, what: str, done: int, total: int) -> None:
             if what == "learning" and not done:

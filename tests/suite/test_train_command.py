@@ -1,4 +1,4 @@
-"""`perfsuite train`: how the CLI finds the command, and what a user sees of it."""
+"""`perfsuite train`: how the CLI finds the command, and its output."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def one_line(done: Result, code: int, *words: str) -> None:
 
 
 def installed(folder: Path, *, record: str, editable: Path | None = None) -> Path:
-    """Make a folder as pip leaves it, where perfsuite declares a command of a package `others`."""
+    """Write a site-packages folder in which perfsuite declares a command of the package `others`."""
     info = described(folder / "perfsuite-0.1.0.dist-info", "METADATA")
     (info / "RECORD").write_text(record)
     if editable is not None:
@@ -61,7 +61,7 @@ def perfsuite(site: Path, *arguments: str, within: Path | None = None) -> subpro
 
 
 def cloned(folder: Path) -> Path:
-    """Make a clone in which the command's package lies beside those of the wheel."""
+    """Write a clone that contains the command's package, which the wheel lacks."""
     (folder / "others").mkdir(parents=True)
     (folder / "others" / "commands.py").write_text(
         "import click\n\n\n@click.command()\ndef teach():\n    'Teach it.'\n    click.echo('taught')\n"
@@ -69,8 +69,8 @@ def cloned(folder: Path) -> Path:
     return folder
 
 
-def test_in_a_clone_the_commands_are_there_though_its_egg_info_comes_first(tmp_path: Path) -> None:
-    """`pip install -e .` leaves an egg-info, which lists the wheel's files and hides the installed metadata there."""
+def test_commands_are_found_in_a_clone_despite_its_egg_info(tmp_path: Path) -> None:
+    """`pip install -e .` creates an egg-info in the clone, which hides the installed metadata."""
     clone = cloned(tmp_path / "clone")
     site = installed(tmp_path / "site", record="../perfsuite.pth,,\n", editable=clone)
     info = described(clone / "perfsuite.egg-info", "PKG-INFO")
@@ -78,20 +78,20 @@ def test_in_a_clone_the_commands_are_there_though_its_egg_info_comes_first(tmp_p
     (info / "top_level.txt").write_text("perfsuite\n")
     done = perfsuite(site, "teach", within=clone)
     assert (done.stdout, done.stderr) == ("taught\n", "")
-    shutil.rmtree(clone / "others")  # the sources of a release, without what the repository alone has
+    shutil.rmtree(clone / "others")  # as in a source release, which lacks this package
     assert "needs the package 'others'" in perfsuite(site, "teach", within=clone).stderr
 
 
-def test_an_editable_install_has_the_commands_beside_it(tmp_path: Path) -> None:
-    """This holds from any folder: pip maps only the wheel's packages, and the command's package lies beside them."""
+def test_commands_are_found_beside_an_editable_install(tmp_path: Path) -> None:
+    """The working folder does not matter. pip maps only the wheel's packages; the command's package is beside them."""
     clone = cloned(tmp_path / "a clone")
     site = installed(tmp_path / "site", record="../perfsuite.pth,,\n", editable=clone)
     assert perfsuite(site, "teach").stdout == "taught\n"
     assert "Teach it." in perfsuite(site, "--help").stdout
 
 
-def test_a_wheel_has_no_command_of_the_repository(tmp_path: Path) -> None:
-    """It has none even if the current folder has a package of that name, which is another's."""
+def test_a_wheel_does_not_provide_commands_of_the_repository(tmp_path: Path) -> None:
+    """An unrelated package of that name in the current folder is not imported."""
     (tmp_path / "others").mkdir()
     (tmp_path / "others" / "__init__.py").write_text("raise SystemExit('never imported')")
     site = installed(tmp_path / "site", record="perfsuite/__init__.py,,\nperfsuite/cli.py,,\n")
@@ -107,7 +107,7 @@ def test_a_wheel_has_no_command_of_the_repository(tmp_path: Path) -> None:
     assert asked.stderr.count("\n") == 1
 
 
-def test_the_entry_point_names_the_command() -> None:
+def test_entry_point_refers_to_the_command() -> None:
     import tomllib
 
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -116,14 +116,14 @@ def test_the_entry_point_names_the_command() -> None:
     assert "train" not in main.commands, "perfsuite itself knows of no trainer"
 
 
-def test_the_command_costs_no_torch() -> None:
+def test_importing_the_command_does_not_import_torch() -> None:
     """`perfsuite --help` imports the command, so it must not import torch."""
     code = "import suite.commands.train, sys; print([m for m in ('torch', 'jsonargparse', 'yaml') if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], env=environment(), capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
 
 
-def test_help() -> None:
+def test_help_shows_usage_and_an_example() -> None:
     done = invoked("--help", small=False)
     assert done.exit_code == 0
     assert done.output.startswith("Usage: ")
@@ -133,7 +133,7 @@ def test_help() -> None:
 # --- runs -----------------------------------------------------------------------------------------------------------
 
 
-def test_train_by_a_file_and_the_command_line(tmp_path: Path) -> None:
+def test_fields_come_from_the_file_and_the_command_line(tmp_path: Path) -> None:
     (tmp_path / "c.yaml").write_text("eta_update: 0.3\nwindows: 500\nfolder: out\nmodel:\n  scale: 0.2\n")
     done = invoked("toy", "--config", "c.yaml", "--windows", "12", "--checkpoint_every", "6", "--side", "reference")
     assert done.exit_code == 0, done.output
@@ -145,7 +145,7 @@ def test_train_by_a_file_and_the_command_line(tmp_path: Path) -> None:
     assert wanted.items() <= found.configuration.items()
 
 
-def test_resume_in_its_own_folder() -> None:
+def test_resume_accepts_latest_a_folder_or_a_file() -> None:
     assert invoked("toy", "--windows", "4").exit_code == 0
     folder = Path(".perfsuite/train/toy-optimized")
     assert [p.name for p in folder.glob("window-*")] == ["window-00000004.pt"]
@@ -162,13 +162,13 @@ def test_resume_in_its_own_folder() -> None:
     assert invoked("toy", "--windows", "2", "--overwrite").exit_code == 0
 
 
-def test_resume_in_other_data() -> None:
+def test_resume_with_another_seed_is_rejected() -> None:
     assert invoked("toy", "--windows", "4").exit_code == 0
     done = invoked("toy", "--windows", "6", "--resume", "latest", "--seed", "3")
     one_line(done, 1, "seed has changed since the checkpoint was written")
 
 
-def test_show() -> None:
+def test_show_prints_a_configuration_that_can_be_read_again() -> None:
     done = invoked("toy", "--eta_update", "0.5", "--show")
     assert done.exit_code == 0
     assert "eta_update: 0.5\n" in done.output
@@ -202,13 +202,13 @@ def test_show() -> None:
         ),
     ],
 )
-def test_mistakes_are_one_line(arguments: list[str], code: int, words: list[str]) -> None:
-    # The tested argument comes last, because the last one counts.
+def test_mistakes_are_reported_in_one_line(arguments: list[str], code: int, words: list[str]) -> None:
+    # The tested argument comes last, because the last value of a field is used.
     name, *others = arguments
     one_line(CliRunner().invoke(train, [name, *SMALL, *others]), code, *words)
 
 
-def test_memory_that_runs_out_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpu_out_of_memory_is_reported_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     import torch
     import toy
 
@@ -220,7 +220,7 @@ def test_memory_that_runs_out_is_one_line(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 @pytest.mark.parametrize("name", ["trainer2", "leak_cnn", "eigenstate_lm", "ups", "polychromic"])
-def test_the_fields_to_lower_where_memory_runs_out_are_the_trainer_s(name: str) -> None:
+def test_out_of_memory_remedy_names_integer_fields_of_the_trainer(name: str) -> None:
     config = trainers.config_of(name)
     assert trainers.TRAINERS[name].lowered
     for field in trainers.TRAINERS[name].lowered:
@@ -228,7 +228,7 @@ def test_the_fields_to_lower_where_memory_runs_out_are_the_trainer_s(name: str) 
         assert field in trainers.memory_remedy(name)
 
 
-def test_memory_of_the_host_that_runs_out_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_host_out_of_memory_is_reported_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     import torch
     import toy
 
@@ -239,7 +239,7 @@ def test_memory_of_the_host_that_runs_out_is_one_line(monkeypatch: pytest.Monkey
     one_line(invoked("toy", "--windows", "3"), 1, "tried to allocate 4611686018427387904 bytes; lower batch_size")
 
 
-def test_as_a_program() -> None:
+def test_train_runs_in_a_separate_process() -> None:
     process = started("toy", "--windows", "5")
     output, _ = process.communicate(timeout=60)
     assert process.returncode == 0, output
@@ -248,7 +248,7 @@ def test_as_a_program() -> None:
     assert "checkpoint: .perfsuite/train/toy-optimized/window-00000005.pt\n" in output
 
 
-def test_interrupted_before_the_first_window(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_interruption_before_the_first_window_exits_with_code_130(monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupted(name: str) -> None:
         raise KeyboardInterrupt
 
@@ -274,7 +274,7 @@ def entry(**changes: str) -> trainers.Entry:
         ({"optimized": "needs_something:T"}, "needs_something needs no_such_library, which is not installed"),
     ],
 )
-def test_a_trainer_that_is_not_there_is_one_line(
+def test_a_trainer_that_cannot_be_imported_is_reported_in_one_line(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, changes: dict[str, str], message: str
 ) -> None:
     (tmp_path / "needs_something.py").write_text("import no_such_library\n")
@@ -283,7 +283,7 @@ def test_a_trainer_that_is_not_there_is_one_line(
     one_line(invoked("broken", "--windows", "1"), 1, f"trainer broken: {message}")
 
 
-def test_trainer2_is_known_by_name_alone() -> None:
+def test_trainer2_is_registered_by_names_without_an_import() -> None:
     found = trainers.find("trainer2")
     assert (found.config, found.reference, found.optimized) == (
         "suite.trainer2.config:TrainConfig",
@@ -292,7 +292,7 @@ def test_trainer2_is_known_by_name_alone() -> None:
     )
 
 
-def test_a_side_is_built_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_build_calls_the_class_of_the_side(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[object] = []
     made = trainers.Entry(
         config=dict,
@@ -305,6 +305,6 @@ def test_a_side_is_built_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
     assert seen == [("reference", "config", 7, "cpu"), ("optimized", "config", 7, "cpu")]
 
 
-def test_a_name_is_taken_once() -> None:
+def test_register_rejects_a_name_that_is_in_use() -> None:
     with pytest.raises(PerfsuiteError, match="a trainer is called 'trainer2' already"):
         trainers.register("trainer2", entry())

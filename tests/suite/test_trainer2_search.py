@@ -1,4 +1,4 @@
-"""`perfsuite evaluate trainer2` and `perfsuite query` find what lies near, and refuse every wrong input."""
+"""`perfsuite evaluate trainer2` and `perfsuite query`: nearest passages, scores, and errors."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ COLOURS = ("red", "green", "blue", "white")
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a folder with texts, and a run that was trained on them."""
+    """Return the folder of a run that was trained on texts of four colours."""
     folder = tmp_path_factory.mktemp("trainer2")
     (folder / "texts").mkdir()
     for colour in COLOURS:
@@ -50,7 +50,7 @@ def evaluated(run: Path, *arguments: str) -> Result:
     return CliRunner().invoke(evaluate, ["trainer2", "--checkpoint", str(run), "--device", "cpu", *arguments])
 
 
-def test_a_passage_is_nearest_to_itself_and_no_other_is_nearer(run: Path) -> None:
+def test_query_ranks_a_passage_itself_first(run: Path) -> None:
     file = Store(run).latest()
     found = checkpoints.load(file, "trainer2")
     passages = search.Passages(search.data_of(found.configuration, []), len(found.trainer["weights"]["embedding"]), 999)
@@ -62,13 +62,13 @@ def test_a_passage_is_nearest_to_itself_and_no_other_is_nearer(run: Path) -> Non
     assert rows[0]["passage"] == own
     distances = [row["distance"] for row in rows]
     assert distances == sorted(distances)
-    assert distances[0] == pytest.approx(1e-4, rel=0.1)  # the root of eps
+    assert distances[0] == pytest.approx(1e-4, rel=0.1)  # sqrt(eps)
     shown = asked(run, own, "--passages", "10")
     assert "10 of " in shown.output
     assert shown.output.count("│ ") > 5
 
 
-def test_costs_weigh_as_the_reference_s_retrieval_does() -> None:
+def test_costs_give_the_weights_of_the_reference_retrieval() -> None:
     from reference.geometry.retrieval import retrieval
 
     torch.manual_seed(0)
@@ -76,32 +76,32 @@ def test_costs_weigh_as_the_reference_s_retrieval_does() -> None:
     trainer = SimpleNamespace(metric=metric, config=SimpleNamespace(eps=1e-8))
     weights = torch.softmax(-5 * search.costs(trainer, at, candidates), 1)
     none = torch.zeros(1, 0, 4), torch.zeros(1, 0, 6), torch.zeros(1, 0, dtype=torch.bool)
-    memory = candidates, torch.eye(6), torch.ones(6, dtype=torch.bool)  # so that the mixed state is the weights
+    memory = candidates, torch.eye(6), torch.ones(6, dtype=torch.bool)  # identity: the result equals the weights
     torch.testing.assert_close(weights, retrieval(at, torch.ones(1), *none, *memory, None, metric, 5.0, 1e-8))
 
 
 class Known:
-    """Geometry with given coordinates: a function of a sequence's tokens."""
+    """Geometry whose coordinates are a given function of a sequence's tokens."""
 
     def __init__(self, of: Any) -> None:
         self.metric, self.config, self.coordinates = torch.ones(1), SimpleNamespace(eps=0.0), of
 
 
 def sequences(count: int) -> Sequences:
-    """Return sequences whose row i contains only i; the last one is padded."""
+    """Return sequences in which row i contains only the token i; the last row is padded."""
     ids = torch.arange(count)[:, None].expand(-1, 6).clone()
     mask = torch.ones(count, 6)
     mask[-1, 4:] = 0
     return Sequences(input_ids=ids, attention_mask=mask, vocabulary=count)
 
 
-def test_scores_of_geometries_that_are_known() -> None:
+def test_scores_match_known_geometries() -> None:
     every = sequences(41)
     best = search.scores_of(Known(lambda tokens, mask: tokens[:, :1].double()), every)
     assert best == search.Scores(passages=40, first=1.0, among_ten=1.0, reciprocal_rank=1.0)
     same = search.scores_of(Known(lambda tokens, mask: torch.zeros(len(tokens), 1)), every)
     assert (same.first, same.among_ten, same.reciprocal_rank) == (0.0, 0.0, pytest.approx(1 / 20.5))
-    shift = iter((0.0, 3.2))  # the second halves lie three places on
+    shift = iter((0.0, 3.2))  # shifts the second halves by about three rows
 
     def moved(tokens: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         return tokens[:, :1].double() - next(shift)
@@ -112,7 +112,7 @@ def test_scores_of_geometries_that_are_known() -> None:
     assert (chance.first, chance.among_ten) == (1 / 40, 1 / 4)
 
 
-def test_what_is_held_out_is_not_trained_on(run: Path) -> None:
+def test_held_out_sequences_are_not_trained_on(run: Path) -> None:
     found = checkpoints.load(Store(run).latest(), "trainer2")
     data = search.data_of(found.configuration, [])
     whole = text.sequences_of(data)[0]
@@ -125,7 +125,7 @@ def test_what_is_held_out_is_not_trained_on(run: Path) -> None:
     assert sorted(together) == sorted(whole.input_ids.tolist())
 
 
-def test_evaluate_says_before_and_after(run: Path, tmp_path: Path) -> None:
+def test_evaluate_reports_scores_before_and_after_training(run: Path, tmp_path: Path) -> None:
     done = evaluated(run, "--out", "here")
     assert done.exit_code == 0, done.output
     assert all(word in done.output for word in ("before", "after", "by chance", "9 held-out passages"))

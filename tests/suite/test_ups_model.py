@@ -29,12 +29,12 @@ def small(depth: int = 2) -> tuple[Operator, torch.Tensor, torch.Tensor]:
     return Operator(6, 8, depth, 2), torch.randn(3, 5, 6), torch.rand(3)
 
 
-def test_the_operator_has_21_4_million_parameters() -> None:
+def test_operator_has_21_4_million_parameters() -> None:
     with torch.device("meta"):
         assert parameters(make_operator(UpsConfig())) == 21_445_120
 
 
-def test_the_encoder_has_9_features_and_the_decoder_three_layers() -> None:
+def test_encoder_has_9_input_features_and_decoder_three_layers() -> None:
     encoder, decoder = make_encoder(UpsConfig(), (128,)), make_decoder(UpsConfig(), dims=1)
     assert encoder.embed.weight.shape == (128, 9)
     assert len(decoder.layers) == 3
@@ -43,14 +43,14 @@ def test_the_encoder_has_9_features_and_the_decoder_three_layers() -> None:
     assert decoder(latents, torch.rand(7, 1)).shape == (2, 7, 1)
 
 
-def test_a_plane_is_pooled_to_tokens_of_both_dimensions() -> None:
+def test_encoder_pools_a_2d_field_to_tokens_of_both_dimensions() -> None:
     encoder = make_encoder(UpsConfig(), (16, 8), channels=2)
     assert encoder(torch.randn(1, 32, 16, 2), torch.rand(32, 16, 2)).shape == (1, 128, 128)
     with pytest.raises(ValueError, match=r"tokens \(16, 16\) are 256 in all; the configuration has 128"):
         make_encoder(UpsConfig(), (16, 16))
 
 
-def test_fourier_features_by_hand() -> None:
+def test_fourier_features_match_values_computed_by_hand() -> None:
     found = fourier_features(torch.tensor([[0.125]], dtype=torch.float64))
     half = math.sqrt(0.5)
     torch.testing.assert_close(found, torch.tensor([[half, 1, 0, 0, half, 0, -1, 1]], dtype=torch.float64))
@@ -67,7 +67,7 @@ def test_a_token_is_the_mean_of_its_points() -> None:
 
 
 @pytest.mark.parametrize("grid", [(3, 2), (4,)])
-def test_a_grid_that_does_not_divide_into_tokens_is_an_error(grid: tuple[int, ...]) -> None:
+def test_a_grid_that_does_not_divide_into_tokens_raises_error(grid: tuple[int, ...]) -> None:
     with pytest.raises(ValueError, match=r"does not divide into tokens of \(2, 1\)"):
         Encoder((2, 1))(torch.zeros(1, *grid, 1), torch.zeros(*grid, len(grid)))
 
@@ -80,7 +80,7 @@ def test_a_point_is_decoded_independently_of_the_others() -> None:
     torch.testing.assert_close(decoder(latents, points[2:4]), whole[:, 2:4])
 
 
-def test_the_step_is_added_to_the_latents() -> None:
+def test_operator_adds_its_step_to_the_latents() -> None:
     operator, latents, dt = small()
     with torch.no_grad():
         operator.give.weight.zero_()
@@ -88,7 +88,7 @@ def test_the_step_is_added_to_the_latents() -> None:
     torch.testing.assert_close(operator(latents, dt), latents + 0.25)
 
 
-def test_the_time_step_matters_to_its_own_sample_alone() -> None:
+def test_time_step_affects_only_its_own_sample() -> None:
     operator, latents, dt = small()
     other = operator(latents, dt + torch.tensor([0.0, 0.1, 0.0]))
     moved = (other - operator(latents, dt)).abs().amax((1, 2))
@@ -96,7 +96,7 @@ def test_the_time_step_matters_to_its_own_sample_alone() -> None:
     assert moved[[0, 2]].max() < 1e-6
 
 
-def test_tokens_have_no_order() -> None:
+def test_operator_is_equivariant_to_permutations_of_tokens() -> None:
     operator, latents, dt = small()
     order = torch.tensor([3, 0, 4, 1, 2])
     torch.testing.assert_close(operator(latents[:, order], dt), operator(latents, dt)[:, order])
@@ -140,7 +140,7 @@ def test_every_parameter_of_the_operator_has_a_gradient() -> None:
     assert all(p.grad is not None and p.grad.any() for p in operator.parameters())
 
 
-def test_it_runs_in_float64() -> None:
+def test_operator_runs_in_float64() -> None:
     operator, latents, dt = small()
     stepped = operator(latents, dt, torch.ones(2, 2, 3))
     exact = operator.double()(latents.double(), dt.double(), torch.ones(2, 2, 3))
@@ -148,7 +148,7 @@ def test_it_runs_in_float64() -> None:
     torch.testing.assert_close(stepped.double(), exact, atol=1e-5, rtol=0)
 
 
-def test_drop_path_rises_linearly_and_keeps_the_mean() -> None:
+def test_drop_path_rates_rise_linearly_and_scales_have_mean_one() -> None:
     assert drop_path_rates(12, 0.11) == pytest.approx([0.01 * block for block in range(12)])
     assert drop_path_rates(1, 0.1) == [0.0]
     drawn = [drop_path_scales([0.0, 0.25], 20000, torch.Generator().manual_seed(seed)) for seed in (1, 1, 2)]
@@ -160,15 +160,15 @@ def test_drop_path_rises_linearly_and_keeps_the_mean() -> None:
     assert drawn[0][1].mean().item() == pytest.approx(1, abs=0.02)
 
 
-def test_the_spectral_error_ignores_a_shift_along_the_tokens() -> None:
+def test_spectral_error_ignores_a_shift_along_the_tokens() -> None:
     target = torch.randn(2, 8, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     assert spectral_error(target.roll(3, 1), target).item() < 1e-20
     # A constant of 1 over 8 tokens has an amplitude of 8 / sqrt(8) at frequency 0, one of five.
     assert spectral_error(torch.ones(1, 8, 1), torch.zeros(1, 8, 1)).item() == pytest.approx(8 / 5)
 
 
-def test_a_mean_of_the_wrong_sign_is_no_minimum() -> None:
-    """The amplitudes of a signal and its negative are equal, so that the other terms must outweigh theirs."""
+def test_loss_has_no_minimum_at_the_wrong_sign() -> None:
+    """A signal and its negative have the same amplitudes, so other terms must outweigh the spectral error."""
     config, target = UpsConfig(), torch.ones(1, 128, 1, dtype=torch.float64)
     none = torch.zeros((), dtype=torch.float64)
     losses = [
@@ -178,14 +178,14 @@ def test_a_mean_of_the_wrong_sign_is_no_minimum() -> None:
     assert losses == sorted(losses, reverse=True)
 
 
-def test_the_boundary_tokens_are_those_at_an_end_of_a_dimension() -> None:
+def test_boundary_tokens_are_at_an_end_of_a_dimension() -> None:
     assert boundary_tokens((4,)).tolist() == [True, False, False, True]
     assert boundary_tokens((3, 4)).view(3, 4).tolist() == [[True] * 4, [True, False, False, True], [True] * 4]
     predicted = torch.tensor([1.0, 5.0, 5.0, 3.0])[None, :, None]
     assert boundary_error(predicted, torch.zeros(1, 4, 1), boundary_tokens((4,))).item() == (1 + 9) / 2
 
 
-def test_the_loss_is_the_weighted_sum() -> None:
+def test_ups_loss_is_the_weighted_sum_of_its_terms() -> None:
     config = UpsConfig(lambda_enc=0.5, lambda_dec=0.25, spectral=2.0, boundary=4.0)
     predicted, target = torch.ones(1, 8, 1), torch.zeros(1, 8, 1)
     total = ups_loss(config, predicted, target, boundary_tokens((8,)), (torch.tensor(3.0), torch.tensor(8.0)))
@@ -209,6 +209,6 @@ def test_the_loss_is_the_weighted_sum() -> None:
         ("seed", -1, "use 0 to"),
     ],
 )
-def test_an_impossible_value_is_named_with_its_remedy(field: str, value: float, remedy: str) -> None:
+def test_an_invalid_field_is_reported_with_its_remedy(field: str, value: float, remedy: str) -> None:
     with pytest.raises(ValueError, match=f"^{field}={value}: {remedy}"):
         UpsConfig(**{field: value})  # type: ignore[arg-type]

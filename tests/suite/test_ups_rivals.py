@@ -1,4 +1,4 @@
-"""The networks of other libraries that ups is compared with: their training and evaluation."""
+"""Training and evaluation of the networks from other libraries that ups is compared with."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_advection_of_two_frames_has_time():
     assert torch.equal(rivals.step(Zero(), two, state), state)
 
 
-def test_without_time_the_result_itself_is_predicted(darcy):
+def test_for_data_without_time_the_network_predicts_the_solution(darcy):
     (sample,) = darcy.validation
     undo = darcy.normalisations[1].undo
     target, mean = undo(darcy.read(sample)[1]).double(), undo(torch.zeros(8, 8)).double()
@@ -55,7 +55,7 @@ def test_without_time_the_result_itself_is_predicted(darcy):
     assert rivals.errors(Zero(), darcy, 10, CPU) == pytest.approx([expected], rel=1e-5)
 
 
-def test_training_lasts_as_long_as_it_is_given_and_lowers_the_error(advection, monkeypatch):
+def test_training_lasts_the_given_time_and_lowers_the_error(advection, monkeypatch):
     clock = itertools.count(0.0, 0.5)
     monkeypatch.setattr(rivals.time, "monotonic", lambda: next(clock))
     torch.manual_seed(0)
@@ -72,7 +72,7 @@ def test_complex_parameters_count_twice():
 
 
 @pytest.mark.parametrize(("name", "package"), [("FNO", "neuraloperator"), ("U-Net", "monai")])
-def test_a_package_that_is_missing_is_named(monkeypatch, name, package):
+def test_a_missing_package_is_reported_with_its_install_command(monkeypatch, name, package):
     for module in ("neuralop", "neuralop.models", "monai", "monai.networks.nets"):
         monkeypatch.setitem(__import__("sys").modules, module, None)
     with pytest.raises(PerfsuiteError, match=f"needs the package {package}: pip install {package}"):

@@ -1,4 +1,4 @@
-"""tools/ups_steps.py runs, and times the settings that it should."""
+"""tools/ups_steps.py: its settings, and a run on a CPU."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def steps(monkeypatch):
     return ups_steps
 
 
-def test_phases_add_up_to_the_source_s_settings_after(steps):
+def test_phases_add_up_to_the_source_s_final_settings(steps):
     found = steps.variants(BEFORE, 4)
     assert found["before"] == (Reference, BEFORE)
     kind, last = found["8 optimizers"]
@@ -37,7 +37,7 @@ def test_phases_add_up_to_the_source_s_settings_after(steps):
     assert "7 sharding" not in steps.variants(BEFORE, 1)
 
 
-def test_the_same_work_has_the_examples_and_losses_of_before(steps):
+def test_same_work_has_the_examples_and_losses_of_before(steps):
     _, same = steps.variants(BEFORE, 1)["same work as before"]
     assert same.batch_size * same.accumulation == BEFORE.batch_size * BEFORE.accumulation
     assert (same.inverse_loss_frequency, same.num_queries) == (1, 2048)
@@ -46,7 +46,7 @@ def test_the_same_work_has_the_examples_and_losses_of_before(steps):
 
 @FULLY
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_it_times_in_one_process_and_in_several(ranks, tmp_path):
+def test_tool_times_steps_in_one_and_in_several_processes(ranks, tmp_path):
     options = ["--device", "cpu", "--config", "configs/ups/tiny.yaml", "--only", "before", "--only", "fast"]
     command = [sys.executable, "tools/ups_steps.py", "none", *options, "--ranks", str(ranks)]
     done = subprocess.run([*command, "--out", str(tmp_path / "out.json")], cwd=ROOT, capture_output=True, text=True)

@@ -1,7 +1,7 @@
-"""A trainer that trains in microseconds, registered as "toy"; run as a program it is `perfsuite train`.
+"""A trainer whose windows take microseconds, registered as "toy"; as a script it runs `perfsuite train`.
 
-A bigram model by hand, without autograd, with noise from every generator that a checkpoint must bring back. Its
-metrics are one window late, as a real trainer's are.
+A bigram model without autograd, with noise from every random generator that a checkpoint must restore. Its
+metrics are one window late, like those of a real trainer.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Config:
 
 
 class Trainer:
-    """Table of scores; the score of each token that follows another is increased."""
+    """Bigram model: a table of scores for each pair of consecutive tokens."""
 
     def __init__(self, config: Config, vocabulary: int, device: torch.device) -> None:
         self.config = config

@@ -1,4 +1,4 @@
-"""Helpers shared by the tests of `suite`: the toy trainer in this process and in a separate one."""
+"""Helpers shared by the tests of `suite`: the toy trainer in this process or in a separate one."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ SMALL = ("--synthetic", "64", "--vocabulary", "16", "--sequence_length", "8", "-
 
 
 class Toy:
-    """The toy trainer under `fit`, with its arguments and its output."""
+    """Runs the toy trainer with `fit` and keeps its output."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder / "run"
@@ -46,7 +46,7 @@ class Toy:
         config: dict[str, Any] | None = None,
         **options: Any,
     ) -> Outcome:
-        """Train as a process of its own would: generators begin at `seed`."""
+        """Train as in a new process: all random generators are seeded with `seed`."""
         random.seed(seed)
         numpy.random.seed(seed)
         torch.manual_seed(seed)
@@ -69,13 +69,13 @@ class Toy:
 
 
 def environment(**more: str) -> dict[str, str]:
-    """Return the environment of a process that finds this tree first."""
+    """Return the environment of a subprocess that imports this checkout first."""
     given = {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests/suite")]), "OMP_NUM_THREADS": "1"}
     return {**os.environ, **given, "CUDA_VISIBLE_DEVICES": "", **more}
 
 
 def started(*arguments: str, small: bool = True) -> subprocess.Popen[str]:
-    """Start `perfsuite train toy` in a separate process; skip the test if that lacks a library."""
+    """Start `perfsuite train toy` in a separate process; skip the test if a library is missing."""
     for library in ("jsonargparse", "yaml"):
         pytest.importorskip(library, reason=f"{library} is not installed: pip install 'perfsuite[train]'")
     command = [sys.executable, str(PROGRAM), *arguments, *(SMALL if small else ())]
