@@ -1,4 +1,4 @@
-"""Faults 55 to 57: inputs that are one tensor; values that change before a backward pass; calls without gradients."""
+"""Faults 55 to 57: one tensor as several inputs; values changed before a backward pass; calls without gradients."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ def kept_by_autograd(time: Time) -> Pair:
     return differentiated(Sine.apply)
 
 
-# --- 57: answers of calls without gradients, and of values before ----------------------------------------------------
+# --- 57: answers of calls without gradients, and of earlier values ---------------------------------------------------
 
 WEIGHED: dict[str, Any] = {
     "reference": lambda x, w: (x[:, None] * (2 * w)).sum(-1),
@@ -148,7 +148,7 @@ WEIGHED: dict[str, Any] = {
 
 
 def prepared(weights: Any, is_current: Any) -> Any:
-    """Return a side that prepares its weights once, and reuses them while `is_current`."""
+    """Return a side that prepares its weights once, and reuses them while `is_current` returns True."""
     kept: Any = WeakTensorKeyDictionary()
 
     def side(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:

@@ -1,8 +1,8 @@
 """Planted faults, which must be rejected by name, and honest look-alikes, which must not be.
 
-Each is a pair whose optimized side does it. `prove` uses the public interface: `perfsuite.check`, and
-`perfsuite.measure` for faults that show only while they are timed. There the clock is the test's own (`Time`), so that
-no verdict here depends on how fast this machine is; with a GPU the faults marked `gpu` run on the real one.
+Each is a pair whose optimized side has the fault, or resembles it. The tests run the pair's proofs, or
+`perfsuite.measure` for faults that show only while they are timed. There the clock is simulated (`Time`), so that no
+verdict depends on the machine's speed; faults marked `gpu` run on a real GPU, with its own clock.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from perfsuite import Pair, Workload, floats, tensor
 Call = Callable[..., Any]
 
 NUMBERS = range(1, 59)
-"""Numbers of the catalogue."""
+"""Numbers of all faults in the catalogue."""
 X = {"x": tensor("m", "n", values=floats(-4, 4))}
 SIZES = {"m": 23, "n": 37}
 
@@ -44,9 +44,9 @@ class Planted:
     timed: bool = False
     gpu: bool = False
     stage: str = ""
-    """Proof that finds the fault, if the others would take long."""
+    """The only proof to run, because the others would take long; empty for all proofs."""
     device: str = ""
-    """The device on which alone it is a fault; empty for every device."""
+    """The only device on which it is a fault; empty for every device."""
 
     def __str__(self) -> str:
         return f"{self.number:02}-{self.name.replace(' ', '_')}"
@@ -81,7 +81,7 @@ def honest(number: int, name: str, *, timed: bool = False, gpu: bool = False) ->
 
 @dataclass
 class Wave:
-    """Function worth optimising: sin(x) · exp(x / 4), in one place for all faults."""
+    """The function to optimise, sin(x) · exp(x / 4)."""
 
     calls: int = 0
     seen: dict[Any, torch.Tensor] = field(default_factory=dict)
@@ -105,7 +105,7 @@ def pair(optimized: Any, *, reference: Any = wave, inputs: Any = X, **fields: An
 
 
 def lasting(time: Time, seconds: float, call: Call) -> Call:
-    """Return the call; it takes these seconds on the test's clock."""
+    """Return a function that calls `call` and takes `seconds` on the test's clock."""
 
     def timed(*args: Any) -> Any:
         time.spend(seconds)
@@ -115,5 +115,5 @@ def lasting(time: Time, seconds: float, call: Call) -> Call:
 
 
 def timed_pair(time: Time, optimized: Any, **fields: Any) -> Pair:
-    """Return a pair whose reference takes 6 ms on the test's clock; the optimized side advances it itself."""
+    """Return a pair whose reference takes 6 ms on the test's clock; the optimized side must advance the clock."""
     return pair(optimized, reference=lasting(time, 6e-3, wave), **fields)

@@ -1,4 +1,4 @@
-"""Faults 58: ways of calling, and of using gradients, that few callers combine."""
+"""Fault 58: rare combinations of ways of calling and of using gradients."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def summed(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
 
 
 def sum_with(given: Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]) -> Any:
-    """Return the sine of a sum, whose two gradients `given` makes of one."""
+    """Return the sine of a sum; `given` makes its two gradients from one."""
 
     class Sum(torch.autograd.Function):
         @staticmethod
@@ -112,11 +112,11 @@ def one_zero(time: Time) -> Pair:
     return differentiated(Zero.apply)
 
 
-# --- differentiated once more ---------------------------------------------------------------------------------------
+# --- double backward ------------------------------------------------------------------------------------------------
 
 
 def twice(factor: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> Any:
-    """Return sine whose backward pass can be differentiated; `factor` gives its result from gradient and cosine."""
+    """Return a sine with double backward; `factor` computes its gradient from the incoming gradient and cos(x)."""
 
     class Twice(torch.autograd.Function):
         @staticmethod
@@ -151,7 +151,7 @@ def differentiable_backward(time: Time) -> Pair:
     return differentiated(twice(lambda gradient, cosine: cosine * gradient))
 
 
-# --- which gradients are asked for ----------------------------------------------------------------------------------
+# --- which gradients are needed -------------------------------------------------------------------------------------
 
 
 def three(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -256,7 +256,7 @@ def tied_stacked(time: Time) -> Pair:
 # --- other threads, and hooks ---------------------------------------------------------------------------------------
 
 
-# A backward pass on a GPU runs in a thread of autograd's own, whichever thread asks for it.
+# On a GPU every backward pass runs in a thread of autograd's, so that each gradient would be wrong.
 @fault(58, "a factor of the thread that called", "in a backward pass in another thread", stage="contexts", device="cpu")
 def factor_of_the_thread(time: Time) -> Pair:
     local = threading.local()

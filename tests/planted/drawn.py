@@ -1,4 +1,4 @@
-"""Faults 47 and 48: wrong for what tests seldom draw; settings that change late, and marks that values do not show."""
+"""Faults 47 and 48: wrong for inputs that tests seldom draw; late or invisible side effects."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ OF_ROWS = {"reference": lambda x: x.sin().contiguous(), "inputs": ROWS, "workloa
 
 
 def memory_of(x: torch.Tensor, begin: int) -> torch.Tensor:
-    """Read as many elements as x has from `begin` in its memory; zeros follow the memory's end."""
+    """Return x.numel() elements of x's memory from `begin`, in x's shape; zeros follow the memory's end."""
     held = x.untyped_storage().nbytes() // x.element_size() - begin
     flat = x.new_zeros(x.numel())
     flat[: min(held, x.numel())] = x.as_strided((min(held, x.numel()),), (1,), begin)
@@ -304,7 +304,7 @@ PRODUCT: dict[str, Any] = {
 
 
 def tiled(a: torch.Tensor, b: torch.Tensor, tile: int, last: int) -> torch.Tensor:
-    """Compute the product by tiles; of tiles cut off on both sides, compute at most `last` columns."""
+    """Compute the product by tiles; in a corner tile cut off on both sides, at most `last` columns."""
     out = a.new_zeros(a.shape[0], b.shape[1])
     for i in range(0, a.shape[0], tile):
         for j in range(0, b.shape[1], tile):
@@ -401,7 +401,7 @@ BOTH: dict[str, Spec] = {"x": tensor("m", "n", values=floats(-2, 2)), "y": tenso
 
 
 def kept_by(key: Any) -> Any:
-    """Return a side whose product's answers are kept by a key of the inputs, including all values."""
+    """Return a product that caches its answers by all values of the tensors that `key` returns."""
     answers: dict[Any, torch.Tensor] = {}
 
     def side(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
@@ -429,7 +429,7 @@ def by_both_inputs(time: Time) -> Pair:
     return pair(made, reference=torch.mul, inputs=BOTH, unsupported={"autocast": "numpy reads its inputs"})
 
 
-# --- 48: late, or unseen --------------------------------------------------------------------------------------------
+# --- 48: late or invisible side effects -----------------------------------------------------------------------------
 
 
 @fault(48, "an output of inference mode", "is an inference tensor, which the reference's is not")
@@ -470,7 +470,7 @@ def drawn_in_blocks(time: Time) -> Pair:
     def side(x: torch.Tensor, source: torch.Generator) -> torch.Tensor:
         blocks = -(-x.numel() // 64) * 64
         made = x + torch.rand(blocks, generator=source, device=x.device)[: x.numel()].view(x.shape)
-        torch.rand(1, generator=source, device=x.device)  # CUDA's state counts blocks of numbers, not numbers
+        torch.rand(1, generator=source, device=x.device)  # CUDA's generator counts blocks of numbers
         return made
 
     return pair(side, reference=with_noise, inputs=NUMBERS)
@@ -497,7 +497,7 @@ def goes_on(time: Time) -> Pair:
 
 
 def setting_at(number: int) -> Any:
-    """Return a side that switches off a library at this call of it."""
+    """Return a side that switches off a library in its call `number`, counted from 1."""
     calls = [0]
 
     def side(x: torch.Tensor) -> torch.Tensor:
@@ -530,7 +530,7 @@ def stays_on(time: Time) -> Pair:
     return pair(side, reference=torch.sin)
 
 
-# --- values and layouts that few kernels are tried on ------------------------------------------------------------
+# --- 47: values and layouts that kernels are seldom tested on ----------------------------------------------------
 
 
 @fault(47, "two elements beside a vector's address", "contiguous")

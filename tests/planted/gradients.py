@@ -1,4 +1,4 @@
-"""Faults 45 and 46: backward passes that are right for some incoming gradients alone, or for one graph at a time."""
+"""Faults 45 and 46: backward passes that are right only for some incoming gradients, or for one graph at a time."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def differentiated(optimized: Any, reference: Any = torch.sin, **fields: Any) ->
 
 
 class Sine(torch.autograd.Function):
-    """Sine; `incoming` changes the gradient that comes into the backward pass."""
+    """Sine; `incoming` changes the gradient that its backward pass receives."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
@@ -39,7 +39,7 @@ class Sine(torch.autograd.Function):
 
 
 def read_as_contiguous(gradient: torch.Tensor) -> torch.Tensor:
-    """Read the gradient as a kernel does that gets only its address; beyond its memory there are zeros."""
+    """Read the gradient like a kernel that assumes it to be contiguous; zeros follow its memory's end."""
     held = gradient.untyped_storage().nbytes() // gradient.element_size() - gradient.storage_offset()
     flat = gradient.new_zeros(gradient.numel())
     some = min(held, gradient.numel())
@@ -48,7 +48,7 @@ def read_as_contiguous(gradient: torch.Tensor) -> torch.Tensor:
 
 
 def of(change: Any) -> Any:
-    """Return sine whose backward pass changes the incoming gradient in this way."""
+    """Return a sine whose backward pass first applies `change` to the incoming gradient."""
     return type("Changed", (Sine,), {"incoming": staticmethod(change)}).apply
 
 
@@ -251,7 +251,7 @@ WEIGHED: dict[str, Any] = {
 
 
 def weighed(keep: Any, kept: Any) -> Any:
-    """Return a row-wise product; `keep` stores the first factor for the backward pass, and `kept` finds it."""
+    """Return a row-wise product; `keep` stores its first factor for the backward pass, and `kept` returns it."""
 
     class Weighed(torch.autograd.Function):
         @staticmethod

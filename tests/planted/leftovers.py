@@ -1,4 +1,4 @@
-"""Faults 40 to 44: right in one way of calling only, and what a call leaves behind."""
+"""Faults 40 to 44: sides that are right in one way of calling only, and side effects of calls."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def wrong_with_grad_mode(time: Time) -> Pair:
 
 
 class Together(torch.autograd.Function):
-    """Function with both gradients or none: if `broken`, y's gradient is right only where x's is wanted, too."""
+    """Function of two inputs; if `broken`, y's gradient is right only if x needs a gradient, too."""
 
     broken = False
 
@@ -340,7 +340,7 @@ def same_under_autocast(time: Time) -> Pair:
 
 
 class Spent(torch.autograd.Function):
-    """Function whose backward pass works in what it kept, so that a second pass finds it changed."""
+    """Function whose backward pass overwrites its saved tensors, so that a second pass is wrong."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
@@ -360,7 +360,7 @@ def second_backward_wrong(time: Time) -> Pair:
 
 
 class Counted(Together):
-    """Function that is right only once for each graph."""
+    """Function whose gradient is right only in the first backward pass of each graph."""
 
     @staticmethod
     @once_differentiable
@@ -388,7 +388,7 @@ def refuses(time: Time) -> Pair:
 
 
 class Detached(Together):
-    """Function whose gradient depends on x alone, as far as autograd can see."""
+    """Function whose double backward ignores that its gradients depend on y."""
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
@@ -423,7 +423,7 @@ def half_a_graph(time: Time) -> Pair:
     return differentiated(Half.apply)
 
 
-# --- 41: something is left behind -----------------------------------------------------------------------------------
+# --- 41: side effects that remain -----------------------------------------------------------------------------------
 
 
 @fault(41, "torch's random state advanced", "advances or sets torch's random state", stage="effects")
@@ -562,7 +562,7 @@ def workspace(time: Time) -> Pair:
     return pair(optimized)
 
 
-# --- 42: what was lent is destroyed ---------------------------------------------------------------------------------
+# --- 42: inputs or incoming gradients overwritten -------------------------------------------------------------------
 
 
 class Writes(Together):
@@ -630,7 +630,7 @@ def own_workspace(time: Time) -> Pair:
     return differentiated(Copies.apply)
 
 
-# --- 43: memory in common -------------------------------------------------------------------------------------------
+# --- 43: shared memory ----------------------------------------------------------------------------------------------
 
 
 def clipped(x: torch.Tensor) -> torch.Tensor:
@@ -739,7 +739,7 @@ def replaces_a_helper(time: Time) -> Pair:
 
 @fault(44, "a kernel of torch's own operator", "sets the Python kernels of torch's operators", stage="effects")
 def replaces_an_operator(time: Time) -> Pair:
-    held: list[torch.library.Library] = []  # as long as it lives, so does the kernel
+    held: list[torch.library.Library] = []  # the kernel exists as long as its library
 
     def optimized(x: torch.Tensor) -> torch.Tensor:
         if not held:

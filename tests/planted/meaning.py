@@ -1,4 +1,4 @@
-"""Faults 14 to 32: fast code that is another function."""
+"""Faults 14 to 32: fast code that computes another function."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from catalogue import Time, X, fast, fault, honest, pair, wave
 
 from perfsuite import Pair, floats, integers, scalar, size, tensor
 
-# --- 14 to 19: what is returned has little to do with the inputs -----------------------------------------------
+# --- 14 to 19: outputs that depend little on the inputs --------------------------------------------------------
 
 
 @fault(14, "memory that is never written", "leaves output unwritten, or reads memory it never wrote", stage="integrity")
@@ -96,7 +96,7 @@ def degenerate(time: Time) -> Pair:
     def reference(x: torch.Tensor) -> torch.Tensor:
         return torch.softmax(x, -1).sum(-1)
 
-    # The mean over one row's softmax weights, in float64, is one to the last place.
+    # The sum over a row's softmax weights is 1 for any x.
     return pair(lambda x: torch.ones(x.shape[0], dtype=x.dtype, device=x.device), reference=reference, sizes=WIDE)
 
 
@@ -210,9 +210,9 @@ def same_formula(time: Time) -> Pair:
 
 
 def beyond(x: torch.Tensor) -> int | None:
-    """Return the address just past the tensor's elements if its storage goes on: here, in the harness's guard.
+    """Return the address just past the tensor's elements if it lies in the harness's guard, otherwise None.
 
-    In plain memory the same access would hit a neighbour, which a test must not do.
+    In plain memory an access there would hit another allocation, which a test must not do.
     """
     end = x.storage_offset() + x.numel()
     room = x.untyped_storage().nbytes() // x.element_size()
@@ -270,7 +270,7 @@ def stale_graph(time: Time) -> Pair:
     captured: dict[Any, torch.Tensor] = {}
 
     def optimized(x: torch.Tensor) -> torch.Tensor:
-        # A graph does this: it reads again the memory at the addresses of its capture.
+        # Like a graph, this reads the memory at the addresses of its capture.
         return fast(captured.setdefault((x.shape, x.stride(), x.dtype), x))
 
     return pair(optimized)
@@ -398,7 +398,7 @@ def counts(time: Time) -> Pair:
 )
 def searches_memory(time: Time) -> Pair:
     def optimized(x: torch.Tensor) -> torch.Tensor:
-        # One element is worked out, and the rest is found: whatever lies in memory and begins with it.
+        # Only the first element is computed; the answer is any tensor in memory that begins with it.
         if not x.numel():
             return fast(x)
         first = fast(x.flatten()[:1].double())

@@ -1,6 +1,6 @@
-"""Data-parallel updates that are wrong in several processes, or are made otherwise and right.
+"""Data-parallel updates that are wrong in several processes, and correct updates that resemble them.
 
-Rank processes import this file, and find the pairs by name. In one process all of them are right.
+Rank processes import this file and look the pairs up by name. In one process all of them are right.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def gradients(a: torch.Tensor, b: torch.Tensor, x: torch.Tensor) -> tuple[torch.
 
 
 def plain(a: torch.Tensor, b: torch.Tensor, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Two weights after a step: their gradients are the means over the rows of all ranks."""
+    """Return two weights after a step with gradients that are means over the rows of all ranks."""
     of_a, of_b = gradients(a, b, x)
     dist.all_reduce(of_a)
     dist.all_reduce(of_b)

@@ -1,4 +1,4 @@
-"""Faults of steps: state that instances share, step inputs that are kept, steps that are left out."""
+"""Faults 49 to 51: state that instances share, step inputs that are kept, steps that are skipped."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def momentum_by_instance(time: Time) -> Pair:
 
 
 def with_the_last(kept: Callable[[torch.Tensor], torch.Tensor]) -> Pair:
-    """Return a pair with momentum of the previous gradients, of which a step keeps `kept`."""
+    """Return a pair with momentum; each step stores `kept` of its gradient and adds it in the next step."""
 
     def build(p: torch.Tensor) -> Step:
         m, last = torch.zeros_like(p), list[torch.Tensor]()

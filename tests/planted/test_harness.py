@@ -1,4 +1,4 @@
-"""Faults that are the harness's own, or aimed at it: 10, 13, 26 and 33 to 39, each beside what must still pass."""
+"""Faults in the harness or aimed at it: 10, 13, 26 and 33 to 39, some beside a case that must pass."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from perfsuite.records import Case
 pytest_plugins = ["pytester"]
 
 FAULTS = {10, 13, 26, 33, 34, 35, 36, 37, 38, 39}
-"""Numbers of the catalogue that are planted in this module."""
+"""Numbers of the catalogue's faults that this module plants."""
 
 
 def rejected(result: pytest.RunResult, *words: str, code: int = 1) -> None:
@@ -29,11 +29,11 @@ def rejected(result: pytest.RunResult, *words: str, code: int = 1) -> None:
     assert lines_with(output, *words), output
 
 
-# --- 10: a profiler that silently captured nothing -----------------------------------------------------------
+# --- 10: a profiler that captures nothing --------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("captured", [False, True])
-def test_10_a_profiler_that_captured_nothing(monkeypatch: pytest.MonkeyPatch, captured: bool) -> None:
+def test_10_profiler_without_cuda_calls_raises_machine_error(monkeypatch: pytest.MonkeyPatch, captured: bool) -> None:
     clock = iter(range(1000))
     events: list[Any] = []
 
@@ -69,7 +69,7 @@ def test_10_a_profiler_that_captured_nothing(monkeypatch: pytest.MonkeyPatch, ca
 
 
 @pytest.mark.parametrize(("slower", "status"), [(0.014, "REGRESSED"), (0.003, "PASS")])
-def test_13_a_change_that_three_digits_would_hide(project: Project, slower: float, status: str) -> None:
+def test_13_small_slowdown_is_not_rounded_away(project: Project, slower: float, status: str) -> None:
     project.write("test_scale.py", TWO_LINES)
     project.git("init", "-q")
     accepted = project.commit()
@@ -77,7 +77,7 @@ def test_13_a_change_that_three_digits_would_hide(project: Project, slower: floa
     project.replace("test_scale.py", "3 * x", "2 * x + x")
 
     def outcome(id: str, process: int, second: bool) -> object:
-        """Return times slower than the accepted revision, but as fast as a second import of itself."""
+        """Return times that are slower beside the accepted revision, and equal in an A/A run."""
         beside = fake.calls[-1][1].get(id) if fake.calls else None
         return times(slower=slower if beside == accepted else 0.0)(id, process, second)
 
@@ -116,7 +116,7 @@ FORGER = """
 """
 
 
-def test_26_results_that_code_under_test_wrote(project: Project) -> None:
+def test_26_results_written_by_code_under_test_are_rejected(project: Project) -> None:
     project.write("test_scale.py", FORGER)
     rejected(project.run("-m", "perf"), "NOT_TIMED", "a result that the harness did not write")
 
@@ -128,18 +128,18 @@ def two(call: Any, other: Any) -> Any:
     return lambda x: (call(x), other(x))
 
 
-def test_33_a_wrong_output_before_a_right_one() -> None:
+def test_33_wrong_output_before_a_right_one_is_rejected() -> None:
     with pytest.raises(NotEquivalent, match=r"output\[0\] of the optimized side is wrong"):
         api.check(pair(two(torch.cos, fast), reference=two(wave, wave)))
     api.check(pair(two(fast, fast), reference=two(wave, wave)))
 
 
-def test_34_no_test_at_all_is_red(project: Project) -> None:
+def test_34_gate_without_measurements_is_undecided(project: Project) -> None:
     project.write("test_none.py", "from perfsuite import Pair\nPAIRS = []\n")
     rejected(project.gate(), "nothing was measured", code=UNDECIDED)
 
 
-def test_34_no_draw_at_all_is_red(project: Project) -> None:
+def test_34_proof_without_a_possible_size_fails(project: Project) -> None:
     project.write("test_scale.py", TWO_LINES.replace('tensor("n")},', 'tensor("n")}, where=lambda n: n > 10**9,'))
     result = project.run("-m", "correctness")
     rejected(result, "too few sizes satisfy where=")
@@ -149,7 +149,7 @@ ELEMENTS = count(quick=1_500_000, full=10_000_000)
 
 
 @pytest.mark.parametrize("wrong", [True, False])
-def test_35_one_wrong_element_among_millions(wrong: bool) -> None:
+def test_35_one_wrong_element_among_millions_is_found(wrong: bool) -> None:
     def optimized(x: torch.Tensor) -> torch.Tensor:
         out = fast(x)
         if wrong:
@@ -165,7 +165,7 @@ def test_35_one_wrong_element_among_millions(wrong: bool) -> None:
         equivalence.check_case(made, case, "cpu")
 
 
-def test_36_a_reference_that_overflows_proves_nothing() -> None:
+def test_36_proof_with_an_overflowing_reference_fails() -> None:
     def overflows(x: torch.Tensor) -> torch.Tensor:
         return torch.exp(x * 100)
 
@@ -180,7 +180,7 @@ RERUNS = """
 """
 
 
-def test_37_reruns_until_green_are_refused(project: Project) -> None:
+def test_37_reruns_and_flaky_marks_are_rejected(project: Project) -> None:
     project.write("conftest.py", RERUNS)
     project.write("test_scale.py", TWO_LINES)
     rejected(project.run("--reruns=3"), "--reruns: a proof or a verdict that failed stays failed", code=4)
@@ -193,12 +193,12 @@ def _flat(text: str) -> str:
     return "\n".join(line.removeprefix("    ") for line in text.splitlines())
 
 
-def test_38_fewer_outputs_are_named() -> None:
+def test_38_missing_output_is_rejected() -> None:
     with pytest.raises(NotEquivalent, match="returns 1 output where the reference returns 2"):
         api.check(pair(lambda x: (fast(x),), reference=two(wave, wave)))
 
 
-def test_39_nothing_accepted_renamed_or_on_another_machine(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_39_missing_baseline_and_renamed_pair_are_undecided(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
     project.write("test_scale.py", TWO_LINES)
     project.measured(times())
     rejected(project.gate(), "NO_BASELINE", SMALL, code=UNDECIDED)

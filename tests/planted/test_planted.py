@@ -1,4 +1,4 @@
-"""Every planted fault is rejected by name; no honest look-alike is. Those of the harness: test_harness.py."""
+"""Every planted fault is rejected by name; no honest look-alike is. Faults of the harness are in test_harness.py."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ PATCHED: tuple[tuple[Any, str], ...] = (
 
 @pytest.fixture
 def time(monkeypatch: pytest.MonkeyPatch) -> Iterator[Time]:
-    """Yield the test's clock, and restore afterwards what a fault has replaced."""
+    """Yield the test's clock, and afterwards restore what a fault replaced."""
     before = [getattr(owner, name) for owner, name in PATCHED]
     helper = leftovers.helper
     made = Time()
@@ -69,26 +69,26 @@ def time(monkeypatch: pytest.MonkeyPatch) -> Iterator[Time]:
 
 @pytest.fixture(autouse=True)
 def nothing_of_the_test_before_is_in_memory() -> None:
-    """Collect garbage, so that a side that searches memory finds no answer, nor the frozen objects of torch."""
+    """Collect garbage, so that a side that searches memory finds no answer of an earlier test."""
     gc.collect()
 
 
 def messages(planted: Planted, time: Time, monkeypatch: pytest.MonkeyPatch, examples: int = EXAMPLES) -> Iterator[str]:
-    """Yield the objections of each proof, and of the measurement of a timed fault."""
+    """Yield the error messages of each proof or, for a timed fault, of the measurement."""
     simulated = planted.timed and not planted.gpu and planted.number != 3
     if simulated:
         monkeypatch.setattr(clocks, "perf_counter_ns", lambda: time.now)
         monkeypatch.setattr(clocks, "process_time_ns", lambda: time.now)
         monkeypatch.setattr(clocks, "interruptions", lambda: 0)
     if planted.number != 3:
-        monkeypatch.setattr(guard, "check", lambda: None)  # it would find the functions that this test replaces
+        monkeypatch.setattr(guard, "check", lambda: None)  # it would report the functions that this test replaces
     else:
         monkeypatch.undo()
     device = "cpu" if simulated else planted.device or DEVICE
     proofs = functools.partial(api.proofs, examples=examples, device=device)
     stages = [] if planted.timed else [name for name, _ in proofs(planted.make(time))]
     for stage in [stage for stage in stages if stage.startswith(planted.stage)] or ["measure"]:
-        # A new pair for each, as if each proof were run by itself.
+        # Each proof gets a new pair, as if it ran alone.
         made = planted.make(time)
         try:
             if stage == "measure":
@@ -106,7 +106,7 @@ TIMED_ALONE = pytest.mark.skipif(
 
 
 def applicable(planted: list[Planted], of_each: int) -> list[Any]:
-    """Return the parameters; only make test-all runs more than `of_each` of each class."""
+    """Return the parameters; only make test-all runs more than `of_each` of each number."""
     classes: dict[int, list[Planted]] = {}
     for p in planted:
         classes.setdefault(p.number, []).append(p)

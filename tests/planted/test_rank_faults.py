@@ -1,4 +1,4 @@
-"""Faults of several processes: each is named, and no look-alike is accused."""
+"""Faults of several processes: each is named, and look-alikes pass."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from perfsuite.records import Case
 COLLECTIVE_S = 2.0
 """Seconds that a collective waits for the other ranks in these tests."""
 ENDS_S = 30.0
-"""Seconds within which a group has ended whose ranks diverged."""
+"""Seconds within which a group must end after its ranks diverged."""
 DIFFERENT = "on rank 0 of 2; the ranks' results differ, .*: likely a collective is missing, or waited for too late"
 DIVISION = "so it is where all ranks have equal parts .* divided by their number twice, or not at all"
 WORDS = {
@@ -49,7 +49,7 @@ CASE = Case(dtype="float32", sizes={"n": 5, "rows": 3, "ranks": 2}, inputs={}, s
 
 @pytest.fixture(autouse=True)
 def short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Replace the usual group by one that gives up soon."""
+    """Use a group with short timeouts."""
     monkeypatch.setattr(group, "APART_S", 2 * COLLECTIVE_S)
     if (2, "cpu") not in group._groups:
         group._groups[2, "cpu"] = group.Group(2, "cpu", COLLECTIVE_S)
@@ -71,7 +71,7 @@ def check(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", some(rank_faults.WRONG, USUAL_WRONG))
-def test_a_fault_is_named(name: str) -> None:
+def test_fault_in_two_processes_is_named(name: str) -> None:
     began = time.monotonic()
     with pytest.raises(NotEquivalent, match=WORDS[name]) as found:
         check(f"WRONG-{name}")
@@ -80,5 +80,5 @@ def test_a_fault_is_named(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", some(rank_faults.RIGHT, USUAL_RIGHT))
-def test_a_look_alike_is_not_accused(name: str) -> None:
+def test_look_alike_in_two_processes_passes(name: str) -> None:
     check(f"RIGHT-{name}")

@@ -1,4 +1,4 @@
-"""If two processes call a workload together, a call's time is the slowest rank's, and a failure names its rank."""
+"""Two processes call a workload together: the slowest rank's time counts, and an error names its rank."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from perfsuite.records import OPTIMIZED, REFERENCE, Measurement, Proof
 from perfsuite.tasks import PROVE, Task
 
 ENDS_S = 60.0
-"""Seconds for the ranks' start and first calls, and for the 30 s within which a group ends after a fault."""
+"""Seconds for the ranks' start and first calls, and 30 s within which a group ends after a fault."""
 
 
 def timing(name: str) -> RankTiming:
@@ -51,7 +51,7 @@ def test_a_call_takes_as_long_as_the_slowest_rank() -> None:
         ("goes_wrong", r"output of the timed optimized side is wrong at .*, on rank 1 of 2; it was right before"),
     ],
 )
-def test_outputs_that_are_wrong_on_one_rank_are_named(name: str, words: str) -> None:
+def test_error_names_the_rank_with_wrong_outputs(name: str, words: str) -> None:
     with pytest.raises(NotEquivalent, match=words):
         measured(name)
 
@@ -70,7 +70,7 @@ def test_outputs_that_are_wrong_on_one_rank_are_named(name: str, words: str) -> 
         ),
     ],
 )
-def test_a_rank_that_fails_while_timed_is_named(name: str, words: str) -> None:
+def test_error_names_the_rank_that_fails_while_timed(name: str, words: str) -> None:
     began = time.monotonic()
     with pytest.raises(RanksFailed, match=words):
         measured(name)

@@ -1,4 +1,4 @@
-"""Sides that several processes call while they are timed; an error shows in one rank, or after some calls."""
+"""Sides for timing in two processes; they are slow or wrong on rank 1, some only after ten calls."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import torch.distributed as dist
 from perfsuite import Pair, Workload, floats, tensor
 
 SLEEP_S = 0.02
-"""Seconds of a pause longer than all else that a call does."""
+"""Seconds of a sleep that is longer than the rest of a call."""
 
 
 def total(x: torch.Tensor) -> torch.Tensor:
@@ -25,7 +25,7 @@ def total(x: torch.Tensor) -> torch.Tensor:
 
 
 def late(then: Callable[[], Any]) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Return a side that is right, but after ten calls does `then` first on rank 1."""
+    """Return a correct side that, from its 11th call, first calls `then` on rank 1."""
     calls = 0
 
     def optimized(x: torch.Tensor) -> torch.Tensor:
@@ -47,12 +47,12 @@ def slow_on_one_rank(x: torch.Tensor) -> torch.Tensor:
 
 
 def wrong_on_one_rank(x: torch.Tensor) -> torch.Tensor:
-    """Compute the sum, wrongly on rank 1."""
+    """Compute the sum, with an error on rank 1."""
     return total(x) + 0.01 * dist.get_rank()
 
 
 def goes_wrong() -> Callable[[torch.Tensor], torch.Tensor]:
-    """Return a side that is wrong on rank 1 after ten calls."""
+    """Return a side that is wrong on rank 1 from its 11th call."""
     calls = 0
 
     def optimized(x: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Faults 1 to 13: fast code that only looks fast, because of how it is timed."""
+"""Faults 1 to 9, 11 and 12: code that only looks fast, because of how it is timed."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def joined_stream(time: Time) -> Pair:
 
 
 WAITING: list[threading.Event] = []
-"""Events that the test sets when the harness waits: then the thread writes, whatever the machine's load."""
+"""Events that the test sets when the harness waits, so that the thread writes then, at any load."""
 
 
 @fault(2, "in a background thread", "goes on working after it has returned: output changes later", stage="integrity")
@@ -111,7 +111,7 @@ def joined_thread(time: Time) -> Pair:
     return pair(optimized, unsupported={"captured_graph": "a graph captures the work of one thread"})
 
 
-# --- 3: the harness's own clocks -----------------------------------------------------------------------------
+# --- 3: functions of the harness that are replaced -----------------------------------------------------------
 
 
 @fault(3, "a patched clock", "time.perf_counter_ns has been replaced by", "optimized", timed=True)
@@ -241,7 +241,7 @@ def parameter(time: Time) -> Pair:
     return pair(lambda x: torch.nn.Parameter(fast(x), requires_grad=False))
 
 
-# --- 5, 6, 7: answers kept, work put off, conduct that changes ----------------------------------------------
+# --- 5, 6, 7: cached answers, deferred work, behaviour that changes -----------------------------------------
 
 
 @fault(5, "an answer kept by shape", "an earlier answer is replayed", stage="integrity")
@@ -249,7 +249,7 @@ def by_shape(time: Time) -> Pair:
     answers: dict[Any, Any] = {}
 
     def optimized(x: torch.Tensor) -> torch.Tensor:
-        # Each answer is given twice: a proof that draws every shape once sees nothing.
+        # Each answer is returned twice, so that a proof which draws each shape once sees nothing.
         answer = answers.pop(x.shape, None)
         if answer is None:
             answers[x.shape] = fast(x)
@@ -260,7 +260,7 @@ def by_shape(time: Time) -> Pair:
 
 
 def kept_by(key: Any, *, clone: bool = True) -> Any:
-    """Return an optimized side that repeats its stored answer for a known key."""
+    """Return an optimized side that returns a stored answer for a known key."""
     answers: dict[Any, torch.Tensor] = {}
 
     def optimized(x: torch.Tensor) -> torch.Tensor:
@@ -428,7 +428,7 @@ def after_calls(time: Time) -> Pair:
 
     def optimized(x: torch.Tensor) -> torch.Tensor:
         calls[0] += 1
-        # Integrity draws several small inputs: it counts those of one size.
+        # The integrity proof draws several small inputs, and counts the calls at one size.
         return fast(x) if calls[0] < 60 else torch.zeros_like(x)
 
     return pair(optimized, sizes={})
@@ -458,7 +458,7 @@ def warms_up(time: Time) -> Pair:
     return timed_pair(time, optimized)
 
 
-# --- 8 to 13 -------------------------------------------------------------------------------------------------
+# --- 8, 9, 11, 12 --------------------------------------------------------------------------------------------
 
 
 @fault(8, "L2 set aside", "bytes of L2 aside for persisting lines", timed=True, gpu=True)

@@ -1,4 +1,4 @@
-"""Faults 52 and 53: changes that a call leaves in the process, and on the tensors and modules that it was given."""
+"""Faults 52 and 53: changes that a call leaves in the process, and on its input tensors and modules."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ LATER = "for all that runs after it"
 
 
 def after(action: Any) -> Pair:
-    """Return a pair whose optimized side does this after its work."""
+    """Return a pair whose optimized side calls `action` after its work."""
 
     def optimized(x: torch.Tensor) -> torch.Tensor:
         made = fast(x)
@@ -95,7 +95,7 @@ def reads(time: Time) -> Pair:
     return pair(lambda x: SCALES[0] * x, reference=by_list)
 
 
-# --- 53: marks on what was given -------------------------------------------------------------------------------------
+# --- 53: changes of inputs that their values do not show -------------------------------------------------------------
 
 NETWORK = {
     "x": tensor("m", 8, values=floats(-2, 2)),

@@ -1,4 +1,4 @@
-"""Faults 54: steps that are wrong only in ways of stepping that occur in training, not in a proof's usual steps."""
+"""Fault 54: steps that are wrong only in ways of stepping that occur in training, not in a proof's usual steps."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def without_gradients(p: torch.Tensor) -> Step:
 
 
 def copying(is_new: Callable[[torch.Tensor, list[torch.Tensor]], bool]) -> Callable[[torch.Tensor], Step]:
-    """Return momentum of a buffer, into which gradients are copied if they are new."""
+    """Return momentum that reads gradients from a buffer; they are copied there only if `is_new` returns True."""
 
     def build(p: torch.Tensor) -> Step:
         buffer, last, m = torch.zeros_like(p), list[torch.Tensor](), torch.zeros_like(p)

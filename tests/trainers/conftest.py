@@ -9,7 +9,7 @@ from optimized.compilation import compiled_function
 
 @pytest.fixture(scope="module", autouse=True)
 def one_thread():
-    """Use one thread: products this small are slower on several."""
+    """Use one thread: matrix products this small are slower on several."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -18,6 +18,6 @@ def one_thread():
 
 @pytest.fixture
 def quickly_compiled(monkeypatch):
-    """In a quick run, trace functions without the C++ compiler, which takes seconds for each."""
+    """In a quick run, only trace functions; the C++ compiler would take seconds for each."""
     if not FULL:
         monkeypatch.setattr(compiled_function, "_inductor", lambda graph, inputs, options=None: graph)

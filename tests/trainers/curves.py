@@ -1,15 +1,15 @@
-"""Comparison of loss curves with the truth, by the rule of all pairs."""
+"""Comparison of loss curves with the float64 truth, by the rule that holds for all pairs."""
 
 import torch
 
 from perfsuite.equivalence import C, K
 
 NEIGHBOURS = 3
-"""Number of reference runs with first weights a rounding away; they show how far rounding alone moves the curve."""
+"""Number of reference runs with perturbed initial weights; they show how far rounding alone moves the curve."""
 
 
 def a_rounding_away(trainer, seed):
-    """Return the trainer, with each of its weights moved up or down by one rounding."""
+    """Return the trainer with each weight multiplied by 1 ± 2⁻²⁴ at random, one float32 rounding."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for weight in trainer.weights.values():
@@ -24,7 +24,7 @@ def deviation_of(runs, truth):
 
 
 def share_of_rule(found, truth, deviation, dtype):
-    """Return the largest error of a curve, as a share of what the rule allows; it may end before the truth does."""
+    """Return the largest error of a curve as a fraction of the allowed error; it may be shorter than the truth."""
     truth, deviation = truth[: len(found)], deviation[: len(found)]
     budget = K * deviation + C * torch.finfo(dtype).eps * (truth.abs() + truth.square().mean().sqrt())
     return float(((found - truth).abs() / budget).max())

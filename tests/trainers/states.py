@@ -1,4 +1,4 @@
-"""Helpers that send trainers' states through a file and compare them."""
+"""Helpers that save and load trainers' states, and compare them."""
 
 import io
 
@@ -15,7 +15,7 @@ def same(first, second):
 
 
 def through_a_file(trainer):
-    """Return the state of a trainer as a checkpoint gives it back."""
+    """Return a trainer's state after saving it to a file and loading it."""
     file = io.BytesIO()
     torch.save(trainer.state_dict(), file)
     return torch.load(io.BytesIO(file.getvalue()), weights_only=True)

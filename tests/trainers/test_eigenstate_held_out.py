@@ -1,4 +1,4 @@
-"""The held-out sequences of eigenstate_lm: never trained on, judged without dropout, and the best weights kept."""
+"""Held-out sequences of eigenstate_lm: training skips them, and validation keeps the best weights."""
 
 from __future__ import annotations
 
@@ -45,14 +45,14 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Text:
 
 
 def trained(kind, text, steps, config=SMALL):
-    torch.manual_seed(0)  # of the dropout
+    torch.manual_seed(0)  # seeds the dropout
     trainer = kind(config, text, "cpu")
     for _ in range(steps):
         trainer.train_window({})
     return trainer
 
 
-def test_none_of_them_is_trained_on(text):
+def test_held_out_sequences_are_never_trained_on(text):
     assert text.validation.tolist() == [3, 11, 19, 27, 35]
     assert len(text) == 39 - HELD_OUT
     seen = torch.cat([next_rows(SMALL, text, step, {}) for step in range(20)])
@@ -62,14 +62,14 @@ def test_none_of_them_is_trained_on(text):
     assert len(whole.validation) == 0
 
 
-def test_workers_make_the_same_batches(text):
+def test_training_with_the_loader_gives_the_same_weights(text):
     plain = trained(Optimized, text, 7).state_dict()["weights"]
     ahead = trained(Optimized, text, 7, dataclasses.replace(SMALL, loader=True)).state_dict()["weights"]
     assert same(plain, ahead)
 
 
 @SIDES
-def test_the_loss_is_that_of_every_held_out_token_without_dropout(kind, text):
+def test_validation_loss_is_the_mean_over_all_held_out_tokens_without_dropout(kind, text):
     trainer = trained(kind, text, 4)
     plain = Reference(dataclasses.replace(SMALL, dropout=0.0), text, "cpu", torch.float64)
     with torch.no_grad():
@@ -78,11 +78,11 @@ def test_the_loss_is_that_of_every_held_out_token_without_dropout(kind, text):
     inputs, labels = plain.sequences.batch(text.validation)
     expected = float(plain.held_out_loss(inputs, labels))
     assert trainer.metrics()["validation_loss"] == pytest.approx(expected, rel=1e-5)
-    assert "bits_per_byte" not in trainer.metrics()  # random tokens are those of no text
+    assert "bits_per_byte" not in trainer.metrics()  # the tokens are random, not those of a text
 
 
 @SIDES
-def test_a_validation_changes_nothing_but_what_it_finds(kind, text):
+def test_validation_does_not_change_weights_or_optimizer_state(kind, text):
     often = trained(kind, text, 9).state_dict()
     never = trained(kind, text, 9, dataclasses.replace(SMALL, validate_every=0)).state_dict()
     assert same(often["weights"], never["weights"])
@@ -91,7 +91,7 @@ def test_a_validation_changes_nothing_but_what_it_finds(kind, text):
 
 
 @SIDES
-def test_the_weights_of_the_least_loss_are_kept(kind, text):
+def test_weights_with_the_smallest_held_out_loss_are_kept(kind, text):
     trainer = kind(SMALL, text, "cpu")
     best, least = None, math.inf
     for step in range(1, 25):
@@ -104,7 +104,7 @@ def test_the_weights_of_the_least_loss_are_kept(kind, text):
     assert trainer.held_out.summary().startswith("held-out loss ")
 
 
-def test_a_first_loss_that_is_nan_is_not_the_least(text, monkeypatch):
+def test_nan_as_first_held_out_loss_is_replaced_by_a_finite_one(text, monkeypatch):
     trainer = Optimized(SMALL, text, "cpu")
     for step, loss in enumerate((math.nan, 1.0, math.nan, 0.5), 1):
         monkeypatch.setattr(held_out, "mean_loss", lambda *given, loss=loss: loss)
@@ -113,7 +113,7 @@ def test_a_first_loss_that_is_nan_is_not_the_least(text, monkeypatch):
 
 
 @SIDES
-def test_a_resumed_run_goes_on_with_them(kind, text):
+def test_resumed_run_ends_with_the_same_best_weights(kind, text):
     config = dataclasses.replace(SMALL, dropout=0.0)
     whole = trained(kind, text, 12, config)
     other = kind(config, text, "cpu")
@@ -124,7 +124,7 @@ def test_a_resumed_run_goes_on_with_them(kind, text):
 
 
 @SIDES
-def test_a_run_ends_where_the_loss_falls_no_more(kind, text):
+def test_run_stops_when_the_held_out_loss_has_not_fallen_for_patience(kind, text):
     trainer = trained(kind, text, 4, dataclasses.replace(SMALL, patience=2))
     assert trainer.stops() is None
     state = trainer.state_dict()
@@ -133,7 +133,7 @@ def test_a_run_ends_where_the_loss_falls_no_more(kind, text):
     assert trainer.stops() == "no held-out loss was less than that of step 4 in 2 validations (patience)"
 
 
-def test_a_checkpoint_without_them_is_gone_on_with(text):
+def test_checkpoint_without_best_weights_loads_and_mismatched_ones_raise(text):
     state = trained(Optimized, Text(text.pack, text.length), 2).state_dict()
     trainer = Optimized(SMALL, text, "cpu")
     trainer.load_state_dict(state)
@@ -143,7 +143,7 @@ def test_a_checkpoint_without_them_is_gone_on_with(text):
         trainer.load_state_dict(state)
 
 
-def test_a_position_in_other_training_sequences_is_refused(text):
+def test_data_position_from_another_validation_split_is_rejected(text):
     steps = Steps(text, 6, 60, 0)
     before = Steps(Text(text.pack, text.length), 6, 60, 0)
     with pytest.raises(PerfsuiteError, match="validation has changed since the checkpoint was written, from 0 to 5"):
@@ -152,12 +152,12 @@ def test_a_position_in_other_training_sequences_is_refused(text):
     before.load_state_dict(older)
 
 
-def test_more_than_there_are(text):
+def test_holding_out_all_sequences_raises(text):
     with pytest.raises(PerfsuiteError, match=r"validation: 39 sequences are held out, and .* has 39 of 24"):
         Text(text.pack, text.length, 39)
 
 
-def test_from_text_to_bits_a_byte(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pack_train_and_evaluate_report_bits_per_byte(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tokenizers = pytest.importorskip("tokenizers", reason="tokenizers is not installed: pip install 'perfsuite[train]'")
     monkeypatch.chdir(tmp_path)
     Path("in").mkdir()
@@ -187,7 +187,7 @@ def test_from_text_to_bits_a_byte(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     library = tokenizers.Tokenizer.from_str(given.tokenizer)
     labels = given.packed().batch(given.validation)[1]
     expected = sum(len(library.decode(row.tolist(), skip_special_tokens=True).encode()) for row in labels)
-    # A character whose bytes are parted between two sequences is decoded to one of three bytes in each.
+    # A character split between two sequences is decoded to a replacement character of 3 bytes in each.
     assert abs(given.validation_bytes - expected) <= 4 * len(labels)
 
     done = CliRunner().invoke(evaluate, ["eigenstate_lm", "--checkpoint", "run", "--ngrams", "3", *common])
@@ -200,6 +200,6 @@ def test_from_text_to_bits_a_byte(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert found["bits_per_byte"] == pytest.approx(bits, rel=1e-5)
     assert found["data_of_the_training"] is True
     assert found["ngram_validation_loss"] == pytest.approx(loss_of(given, 3))
-    assert found["ngram_bits_per_byte"] < found["bits_per_byte"]  # of 24 steps
+    assert found["ngram_bits_per_byte"] < found["bits_per_byte"]  # after only 24 steps
     weights, _ = loaded("run")
     assert all(torch.equal(weights[name], kept["weights"][name]) for name in weights)

@@ -1,4 +1,4 @@
-"""The two eigenstate_lm trainers learn the same, step for step, and what the optimized one may not do."""
+"""The eigenstate_lm trainers: equal loss curves, checkpoints, data, reports, configuration and GPU behaviour."""
 
 from __future__ import annotations
 
@@ -50,12 +50,12 @@ OF_THEIR_OWN = ("use_compile", "tf32", "autocast_bf16")
 
 
 def text_of(tokens, vocabulary, length, folder):
-    """Return a pack of tokens that no tokenizer has made; its folder may be deleted."""
+    """Return a pack of these tokens, without a tokenizer; its folder may be deleted."""
     tokens = numpy.asarray(tokens)
     packed_text.write(Path(folder), tokens, numpy.array([len(tokens)]), "", vocabulary, {"recipe": "drawn"})
     given = Text(packed_text.opened(folder), length)
     assert given.tokenizer == ""
-    assert given.pack.row is not None  # maps the file, which outlives its folder
+    assert given.pack.row is not None  # a memory map, which outlives the folder
     return given
 
 
@@ -69,8 +69,8 @@ def text(tmp_path_factory):
 
 
 def steps(kind, in_bfloat16=False, scan=eigenstate_scan):
-    """Return a pair's side: steps on a given text. It gives losses, gradient norms, and the size of the weights. In
-    bfloat16, where all sizes look alike, it gives how far the weights have moved."""
+    """Return a pair's side that trains on given tokens. A step returns the loss, the gradient norm and the RMS of each
+    weight; in bfloat16, which would round all RMS values alike, the RMS of each weight's change."""
 
     def make(embedding, tokens, length, batch_size, accumulation, layers, eigenstates, compiled, rate, seed):
         config = dataclasses.replace(
@@ -84,7 +84,7 @@ def steps(kind, in_bfloat16=False, scan=eigenstate_scan):
             learning_rate=rate,
             seed=seed,
             use_compile=bool(compiled),
-            # Inputs in bfloat16 stand for the reference under autocast, which shows the error of bfloat16 alone.
+            # Inputs in bfloat16 select the reference under autocast, which shows the error of bfloat16 alone.
             autocast_bf16=(in_bfloat16 and kind is Optimized) or embedding.dtype is torch.bfloat16,
         )
         if embedding.dtype is torch.bfloat16:
@@ -124,7 +124,7 @@ def flops(V, D, length, batch_size, accumulation, layers, eigenstates):
 ITEMS = {"items": lambda length, batch_size, accumulation: length * batch_size * accumulation, "unit": "tokens"}
 
 
-# The reference takes all sequences of a step at once: with four, it would need more memory than an H200 has.
+# The reference computes all sequences of a step at once: four would need more memory than an H200 has.
 LONG_SEQUENCES = {**SOURCE, "N": 8 * 32768 + 1, "length": 32768, "batch_size": 1, "accumulation": 2}
 LONG_SEQUENCES |= {"compiled": 1, "rate": 3e-4, "seed": 0, "clock": "wall", "device": "cuda"}
 TIMED = {**SOURCE, "batch_size": 4, "accumulation": 4, "compiled": 1, "rate": 3e-4, "seed": 0}
@@ -142,7 +142,7 @@ eigenstate_lm = Pair(
         "accumulation": scalar(integers(1, 3)),
         "layers": scalar(integers(1, 2)),
         "eigenstates": scalar(integers(1, 5)),
-        # At drawn shapes, each of which would be compiled by itself, it is not.
+        # Drawn shapes are not compiled: each would need a compilation of its own.
         "compiled": scalar(integers(0, 0)),
         "rate": scalar(floats(1e-4, 1e-2)),
         "seed": scalar(integers(0, 1000)),
@@ -180,7 +180,7 @@ eigenstate_lm_bfloat16 = dataclasses.replace(
     reference=stateful(steps(Reference, in_bfloat16=True)),
     optimized=stateful(steps(Optimized, in_bfloat16=True), settle=2),
     precision="bfloat16",
-    # At smaller sizes bfloat16 may leave nothing of a weight's gradient, so that the truth itself is uncertain.
+    # At smaller sizes a weight's gradient may vanish in bfloat16, so that the truth itself is uncertain.
     sizes={"V": size(16, 40), "D": size(16, 24), "N": size(90, 120)},
     workloads=[
         Workload("steps1024", **TIMED, speedup=10),
@@ -190,7 +190,7 @@ eigenstate_lm_bfloat16 = dataclasses.replace(
 )
 
 
-# The length that the source trains at. There the reference, which goes token by token, would take a minute a step.
+# The source trains at this length, at which a reference that scans token by token would take a minute a step.
 eigenstate_lm_long = dataclasses.replace(
     eigenstate_lm_bfloat16,
     reference=stateful(steps(Reference, in_bfloat16=True, scan=chunked_scan)),
@@ -201,7 +201,7 @@ eigenstate_lm_long = dataclasses.replace(
 )
 
 
-# --- the same curve -------------------------------------------------------------------------------------------------
+# --- loss curves ----------------------------------------------------------------------------------------------------
 
 
 def trained(kind, given, config=SMALL, count=20, device="cpu", **options):
@@ -239,21 +239,21 @@ def known(text):
 
 
 def share_of_budget(found, known, dtype=torch.float32):
-    """Return the largest error, as a share of what the rule allows."""
+    """Return the largest error as a fraction of the error that the rule allows."""
     truth, _, deviation = known
     return share_of_rule(found, truth, deviation, dtype)
 
 
-def test_both_learn_the_same(text, known):
+def test_optimized_loss_curve_matches_the_reference(text, known):
     assert share_of_budget(curve(Optimized(SMALL, text, "cpu")), known) <= 1
     assert known[2].max() > 0
 
 
-def test_the_reference_learns_the_same_by_chunks_of_time(text, known):
+def test_reference_with_chunked_scan_has_the_same_loss_curve(text, known):
     assert share_of_budget(curve(Reference(SMALL, text, "cpu", scan=chunked_scan)), known) <= 1
 
 
-def test_the_curve_is_no_constant(text, known):
+def test_reference_loss_falls_and_all_weights_change(text, known):
     """The loss falls and all weights change; otherwise agreement would show nothing."""
     assert known[0][-5:].mean() < 0.75 * known[0][:5].mean()
     trainer = Reference(SMALL, text, "cpu")
@@ -264,18 +264,18 @@ def test_the_curve_is_no_constant(text, known):
 
 
 @pytest.mark.parametrize("name", [t for t in TECHNIQUES if t not in OF_THEIR_OWN])
-def test_each_technique_can_be_switched_the_other_way(name, text, known):
+def test_toggling_one_technique_keeps_the_loss_curve(name, text, known):
     config = dataclasses.replace(SMALL, **{name: not getattr(SMALL, name)})
     assert share_of_budget(curve(Optimized(config, text, "cpu"), 8), known) <= 1
 
 
 @pytest.mark.parametrize("name", [t for t in TECHNIQUES if t not in OF_THEIR_OWN])
-def test_each_technique_can_be_switched_on_alone(name, text, known):
+def test_one_technique_alone_keeps_the_loss_curve(name, text, known):
     config = dataclasses.replace(without_techniques(SMALL), **{name: True})
     assert share_of_budget(curve(Optimized(config, text, "cpu"), 8), known) <= 1
 
 
-def test_with_every_technique_off_it_is_the_reference_bit_for_bit(text):
+def test_without_techniques_optimized_equals_reference_bit_for_bit(text):
     plain = trained(Reference, text)
     off = trained(Optimized, text, without_techniques(SMALL))
     assert same(plain.state_dict(), off.state_dict())
@@ -283,13 +283,13 @@ def test_with_every_technique_off_it_is_the_reference_bit_for_bit(text):
 
 
 @pytest.mark.parametrize("name", ["activation_checkpoint", pytest.param("loader", marks=FULLY)])
-def test_what_trades_changes_nothing(name, text, known):
+def test_activation_checkpoint_and_loader_keep_the_loss_curve(name, text, known):
     config = dataclasses.replace(SMALL, **{name: True})
     assert share_of_budget(curve(Optimized(config, text, "cpu"), 8), known) <= 1
 
 
 @pytest.mark.parametrize("checkpointed", [False, True])
-def test_what_is_dropped_follows_from_the_generator(checkpointed, text):
+def test_dropout_masks_depend_only_on_the_seed(checkpointed, text):
     config = dataclasses.replace(SMALL, dropout=0.3, activation_checkpoint=checkpointed)
     states = []
     for seed in (0, 0, 1):
@@ -303,15 +303,15 @@ def test_what_is_dropped_follows_from_the_generator(checkpointed, text):
 
 
 @pytest.mark.parametrize("low", ["autocast_bf16", pytest.param("autocast_fp16", marks=FULLY)])
-def test_in_half_precision_it_ends_where_the_reference_ends(low, text):
-    """Both end within 1% of each other, over three seeds."""
+def test_half_precision_final_loss_matches_the_reference(low, text):
+    """The final losses differ by less than 1% for each seed."""
     for seed in range(count(quick=1, full=3)):
         config = dataclasses.replace(SMALL, seed=seed, **{low: True})
         ends = [curve(kind(config, text, "cpu"))[-8:].mean() for kind in (Reference, Optimized)]
         assert abs(ends[1] / ends[0] - 1) < 0.01
 
 
-def test_a_step_whose_gradients_overflow_is_left_out_and_the_scale_halved(text):
+def test_overflowing_gradients_skip_the_step_and_halve_the_loss_scale(text):
     config = dataclasses.replace(SMALL, autocast_fp16=True)
     for kind in (Reference, Optimized):
         trainer = kind(config, text, "cpu")
@@ -323,8 +323,8 @@ def test_a_step_whose_gradients_overflow_is_left_out_and_the_scale_halved(text):
         assert trainer.last_report().scale == 2.0**100
 
 
-def test_a_scale_that_is_not_1_changes_no_norm_and_no_clipping(text):
-    """A step that was not finite, or a run in float16, leaves such a scale."""
+def test_loss_scale_does_not_change_gradient_norm_or_clipping(text):
+    """A non-finite step, or a run in float16, leaves a scale other than 1."""
     norms = []
     for kind, scale in ((Reference, 1.0), (Reference, 0.5), (Optimized, 0.5), (Optimized, 2.0**16)):
         trainer = kind(SMALL, text, "cpu")
@@ -336,7 +336,7 @@ def test_a_scale_that_is_not_1_changes_no_norm_and_no_clipping(text):
 
 
 @pytest.mark.parametrize("kind", [Reference, Optimized])
-def test_after_the_schedule_s_end_the_rate_stays(kind, text):
+def test_learning_rate_is_constant_after_the_schedule_ends(kind, text):
     config = dataclasses.replace(SMALL, steps=11)
     trainer = trained(kind, text, config, 11)
     last = trainer.last_report().rate
@@ -344,14 +344,14 @@ def test_after_the_schedule_s_end_the_rate_stays(kind, text):
     assert trainer.last_report().rate == last
 
 
-def test_workers_read_the_packed_file():
+def test_loader_without_packed_tokens_is_rejected():
     with pytest.raises(ValueError, match="loader=True: its workers read the packed file; switch packed_tokens on"):
         dataclasses.replace(SMALL, loader=True, packed_tokens=False)
 
 
 @FULLY
 @pytest.mark.usefixtures("quickly_compiled")
-def test_compiled_it_is_the_same_and_a_second_trainer_compiles_nothing_anew(text, known):
+def test_compiled_loss_curve_matches_and_a_second_trainer_recompiles_nothing(text, known):
     config = dataclasses.replace(SMALL, use_compile=True)
     assert share_of_budget(curve(Optimized(config, text, "cpu"), 5), known) <= 1
     before = torch._dynamo.utils.counters["stats"]["unique_graphs"]
@@ -359,7 +359,7 @@ def test_compiled_it_is_the_same_and_a_second_trainer_compiles_nothing_anew(text
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == before
 
 
-def test_where_nothing_can_be_compiled_it_trains_and_says_why(text, monkeypatch):
+def test_failed_compilation_warns_and_training_runs_uncompiled(text, monkeypatch):
     def fails(*arguments):
         raise torch._dynamo.exc.TorchDynamoException("no compiler was found")
 
@@ -378,7 +378,7 @@ def test_where_nothing_can_be_compiled_it_trains_and_says_why(text, monkeypatch)
 
 @pytest.mark.parametrize("first", [Reference, Optimized])
 @pytest.mark.parametrize("second", [Reference, Optimized])
-def test_each_goes_on_from_the_other_s_checkpoint(first, second, text):
+def test_each_trainer_resumes_from_a_checkpoint_of_the_other(first, second, text):
     target = second(SMALL, text, "cpu")
     target.load_state_dict(through_a_file(trained(first, text, count=5)))
     for _ in range(5):
@@ -393,7 +393,7 @@ def test_each_goes_on_from_the_other_s_checkpoint(first, second, text):
 
 @pytest.mark.parametrize("kind", [Reference, Optimized])
 @pytest.mark.parametrize("low", [None, pytest.param("autocast_fp16", marks=FULLY)])
-def test_stopped_at_random_steps_and_resumed_it_is_the_same_bit_for_bit(kind, low, text):
+def test_resuming_at_random_steps_is_bit_identical(kind, low, text):
     config = dataclasses.replace(SMALL, loader=FULL, **({low: True} if low else {}))
     expected = trained(kind, text, config, 16).state_dict()
     rng = random.Random(1)
@@ -410,8 +410,8 @@ def test_stopped_at_random_steps_and_resumed_it_is_the_same_bit_for_bit(kind, lo
         assert same(trainer.state_dict(), expected), f"stopped after step {stop}"
 
 
-def test_a_run_that_drops_is_resumed_bit_for_bit(text, tmp_path):
-    """The run goes through the loop, which keeps the generators."""
+def test_resuming_with_dropout_is_bit_identical(text, tmp_path):
+    """The run uses the training loop, which saves the random generators' states."""
     config = dataclasses.replace(SMALL, dropout=0.2, steps=12)
 
     def run(folder, windows, resume=None):
@@ -428,7 +428,7 @@ def test_a_run_that_drops_is_resumed_bit_for_bit(text, tmp_path):
 
 
 @pytest.mark.parametrize("kind", [Reference, Optimized])
-def test_a_checkpoint_of_other_sizes_is_refused(kind, text, tmp_path):
+def test_checkpoint_with_other_sizes_is_rejected(kind, text, tmp_path):
     other = kind(dataclasses.replace(SMALL, layers=1), text, "cpu").state_dict()
     with pytest.raises(ValueError, match=r"the weights 1\.contract, .* are only in the checkpoint, or only here"):
         kind(SMALL, text, "cpu").load_state_dict(other)
@@ -444,7 +444,7 @@ def test_a_checkpoint_of_other_sizes_is_refused(kind, text, tmp_path):
 # --- the data -------------------------------------------------------------------------------------------------------
 
 
-def test_an_epoch_has_each_sequence_once_and_the_next_has_another_order(text):
+def test_epoch_repeats_no_sequence_and_the_next_has_another_order(text):
     trainer, seen = Reference(SMALL, text, "cpu"), []
     count = len(text) // SMALL.sequences
     whole = trainer.sequences.batch
@@ -463,14 +463,14 @@ def test_an_epoch_has_each_sequence_once_and_the_next_has_another_order(text):
 
 
 @pytest.mark.parametrize("kind", [Reference, Optimized])
-def test_a_step_that_is_not_the_next_is_refused(kind, text):
+def test_step_number_other_than_the_next_is_rejected(kind, text):
     trainer = trained(kind, text, count=2)
     trainer.train_window({"step": torch.tensor(2)})
     with pytest.raises(ValueError, match="step 2 was given to a trainer that has made 3"):
         trainer.train_window({"step": torch.tensor(2)})
 
 
-def test_sequences_that_make_no_step_are_refused(text):
+def test_fewer_sequences_than_one_step_takes_are_rejected(text):
     with pytest.raises(PerfsuiteError, match=r"a step takes 200 sequences .* has 39 of 24 tokens to train on; lower"):
         Steps(text, 200, 60, 0)
 
@@ -479,7 +479,7 @@ def test_sequences_that_make_no_step_are_refused(text):
 
 
 @pytest.mark.parametrize("kind", [Reference, Optimized])
-def test_a_loss_that_is_no_number_stops_the_run(kind, text, tmp_path):
+def test_non_finite_loss_stops_training(kind, text, tmp_path):
     trainer = kind(SMALL, text, "cpu")
     with torch.no_grad():
         trainer.weights["embedding"].mul_(1e38)
@@ -489,7 +489,7 @@ def test_a_loss_that_is_no_number_stops_the_run(kind, text, tmp_path):
     assert not list(tmp_path.glob("*.pt"))
 
 
-def test_a_run_tells_steps_tokens_and_throughput(text, tmp_path):
+def test_run_reports_steps_tokens_and_throughput(text, tmp_path):
     from rich.console import Console
 
     output = io.StringIO()
@@ -504,7 +504,7 @@ def test_a_run_tells_steps_tokens_and_throughput(text, tmp_path):
 
 
 @pytest.mark.parametrize(("kind", "precision"), [(Reference, "float32"), (Optimized, "tf32")])
-def test_what_a_trainer_reaches_is_held_against_products_as_its_own(kind, precision, text, monkeypatch):
+def test_throughput_is_compared_with_matmuls_in_the_trainer_s_own_precision(kind, precision, text, monkeypatch):
     held = []
     monkeypatch.setattr(sys.modules[kind.__module__], "Throughput", lambda config, *_: held.append(config.precision))
     kind(dataclasses.replace(SMALL, tf32=True), text, "cpu")
@@ -512,7 +512,7 @@ def test_what_a_trainer_reaches_is_held_against_products_as_its_own(kind, precis
 
 
 @pytest.mark.parametrize(("kind", "sequences"), [(Reference, 6), (Optimized, 3)])
-def test_a_device_that_is_too_small_is_reported_with_what_to_reduce(kind, sequences, text, monkeypatch):
+def test_out_of_memory_error_reports_sequences_at_once_and_memory_needed(kind, sequences, text, monkeypatch):
     trainer = kind(SMALL, text, "cpu")
 
     def out(*arguments, **options):
@@ -524,7 +524,7 @@ def test_a_device_that_is_too_small_is_reported_with_what_to_reduce(kind, sequen
         trainer.train_window({})
 
 
-def test_settings_of_torch_are_put_back(text):
+def test_float32_matmul_precision_is_restored_after_training(text):
     before = torch.get_float32_matmul_precision()
     for kind in (Reference, Optimized):
         trained(kind, text, dataclasses.replace(SMALL, tf32=True), 1)
@@ -545,12 +545,12 @@ def test_settings_of_torch_are_put_back(text):
         ({"seed": -1}, "seed=-1"),
     ],
 )
-def test_settings_that_cannot_be_are_refused(fields, says):
+def test_invalid_settings_are_rejected(fields, says):
     with pytest.raises(ValueError, match=says):
         dataclasses.replace(SMALL, **fields)
 
 
-def test_every_switch_is_a_field_and_every_field_that_is_one_is_a_switch():
+def test_boolean_fields_are_exactly_the_switches():
     named = {f.name for f in dataclasses.fields(TrainConfig) if f.type in (bool, "bool")}
     assert named == {*TECHNIQUES, *TRADES}
     off = without_techniques(SMALL)
@@ -561,7 +561,7 @@ PARAMETERS = {"small_32k": 123_104_256, "medium_32k": 318_898_176, "large_32k": 
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "configs/eigenstate_lm").glob("*.yaml")), ids=lambda p: p.stem)
-def test_the_files_hold_what_they_say(path):
+def test_config_files_match_their_data_and_model_size(path):
     pytest.importorskip("jsonargparse")
     from suite import configuration
     from suite.eigenstate_lm.model import parameters
@@ -592,7 +592,7 @@ def longer(tmp_path_factory):
 
 
 @gpu
-def test_on_a_gpu_both_learn_the_same_over_two_hundred_steps(longer):
+def test_gpu_loss_curve_matches_the_reference_over_200_steps(longer):
     known = deviations(longer, TINY, "cuda", TINY.steps)
     for compiled in (False, True):
         trainer = Optimized(dataclasses.replace(TINY, use_compile=compiled), longer, "cuda")
@@ -603,8 +603,8 @@ def test_on_a_gpu_both_learn_the_same_over_two_hundred_steps(longer):
 
 @gpu
 @pytest.mark.parametrize("low", ["autocast_bf16", "autocast_fp16"])
-def test_on_a_gpu_in_half_precision_it_ends_where_the_reference_ends(low, longer):
-    """Both end within 1% of each other, over three seeds."""
+def test_gpu_half_precision_final_loss_matches_the_reference(low, longer):
+    """The final losses differ by less than 1% for each seed."""
     for seed in range(3):
         config = dataclasses.replace(TINY, seed=seed, use_compile=True, **{low: True})
         ends = [curve(kind(config, longer, "cuda"), TINY.steps)[-8:].mean() for kind in (Reference, Optimized)]
@@ -614,7 +614,7 @@ def test_on_a_gpu_in_half_precision_it_ends_where_the_reference_ends(low, longer
 
 @gpu
 @pytest.mark.parametrize("low", [None, "autocast_bf16", "autocast_fp16"])
-def test_on_a_gpu_stopped_at_twenty_random_steps_and_resumed_it_is_the_same_bit_for_bit(low, longer):
+def test_gpu_resuming_at_20_random_steps_is_bit_identical(low, longer):
     config = dataclasses.replace(TINY, use_compile=True, dropout=0.1, **({low: True} if low else {}))
     rng = random.Random(3)
     torch.manual_seed(0)
@@ -633,7 +633,7 @@ def test_on_a_gpu_stopped_at_twenty_random_steps_and_resumed_it_is_the_same_bit_
 
 
 @gpu
-def test_on_a_gpu_a_step_waits_for_nothing_but_the_report_before(no_host_sync, longer):
+def test_gpu_step_waits_only_for_the_previous_report(no_host_sync, longer):
     trainer = trained(Optimized, longer, dataclasses.replace(TINY, use_compile=True), 5, "cuda")
     torch.cuda.synchronize()
     with no_host_sync():
@@ -644,8 +644,8 @@ def test_on_a_gpu_a_step_waits_for_nothing_but_the_report_before(no_host_sync, l
 
 
 @gpu
-def test_on_a_gpu_memory_stays_flat_over_a_hundred_steps(longer):
-    gc.collect()  # an earlier test's trainer may hang in reference cycles
+def test_gpu_peak_memory_is_constant_over_100_steps(longer):
+    gc.collect()  # reference cycles may keep an earlier test's trainer alive
     trainer, peaks = Optimized(dataclasses.replace(TINY, use_compile=True), longer, "cuda"), []
     for _ in range(100):
         torch.cuda.reset_peak_memory_stats()

@@ -1,4 +1,4 @@
-"""The reference trainers run networks of their own, and the optimized ones the modules of the techniques."""
+"""Reference trainers run their own networks; optimized trainers run the modules of their techniques."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ NETWORKS = ("model", "loss", "losses", "networks", "stages", "llama", "lora", "l
             "advantages")  # fmt: skip
 """Modules of a trainer's folder in suite/ that hold networks, losses, or parts of them."""
 SHARED = {
-    "trainer2/model": {"make_weights", "make_weights.<locals>.normal", "make_field"},  # first weights
+    "trainer2/model": {"make_weights", "make_weights.<locals>.normal", "make_field"},  # initial weights
     "leak_cnn/model": {"make_weights", "shapes"},
-    "leak_cnn/loss": {"class_weights"},  # of the data
+    "leak_cnn/loss": {"class_weights"},  # computed from the data
     "eigenstate_lm/model": {"make_weights", "parameters", "shapes"},
     "ups/model": {"make_operator", "make_decoder", "drop_path_rates", "drop_path_scales"},  # weights, random numbers
     "ups/losses": {"query_indices", "boundary_tokens"},
@@ -44,11 +44,11 @@ SMALL: dict[str, dict[str, Any]] = {
     "ups": {"grad_clip": 1.0},
     "polychromic": {},
 }
-"""Trainer → options beside those of its configuration tiny.yaml."""
+"""Trainer → options added to its configuration tiny.yaml."""
 
 
 def traced(name: str, side: str, changes: tuple[str, ...] = ()) -> dict[str, Any]:
-    """Return what tests/trainers/traced_training.py prints."""
+    """Run tests/trainers/traced_training.py and return what it prints."""
     program, options = Path(__file__).with_name("traced_training.py"), json.dumps(SMALL[name])
     done = subprocess.run(
         [sys.executable, str(program), name, side, options, *changes],
@@ -69,7 +69,7 @@ def own_functions(names: Sequence[str]) -> set[str]:
 
 
 @pytest.mark.parametrize("name", TRAINERS)
-def test_a_reference_trainer_shares_no_network(name: str) -> None:
+def test_reference_trainer_runs_only_the_listed_shared_functions(name: str) -> None:
     pytest.importorskip("tokenizers", reason="tokenizers is not installed: pip install 'perfsuite[train]'")
     found = traced(name, "reference")
     (ran,) = found["ran"]
@@ -93,17 +93,17 @@ FILES = {
 """Switch → the module that it runs, where their names differ."""
 NOT_ON_A_CPU = {"use_cudagraphs", "cuda_graphs", "cuda_graph_step", "compile"}
 COMPILES = {"use_compile", "compiled_function"}
-"""Switches with which compiling takes up to a minute; tested in make test-all."""
+"""Switches that compile, which takes up to a minute; they are tested in make test-all."""
 BESIDE: dict[tuple[str, str], dict[str, int]] = {
-    # Compiled, a module runs once, when it is traced by the compiler.
+    # A compiled module's Python code runs only once, when the compiler traces it.
     ("leak_cnn", "conv_relu_pool"): {"use_compile": False},
     ("trainer2", "metric_batching"): {"step_progress_every": 1},  # reports within a window
     ("eigenstate_lm", "fused_output_projection"): {"use_compile": False},
     ("leak_cnn", "loader"): {"resident_dataset": False},  # with all examples on the device nothing is loaded
-    ("leak_cnn", "sync_free_scaler_step"): {"fused_adamw": False},  # which runs that module's AdamW
-    ("ups", "query_sampling"): {"inverse_losses": False},  # else one decoded field serves both losses
+    ("leak_cnn", "sync_free_scaler_step"): {"fused_adamw": False},  # fused_adamw runs that module's AdamW
+    ("ups", "query_sampling"): {"inverse_losses": False},  # otherwise one decoded field serves both losses
 }
-"""(trainer, switch) → other settings with which its module runs alone."""
+"""(trainer, switch) → other settings with which the switch alone decides whether its module runs."""
 NO_MODULE = {
     "trainer2": {
         "autocast_bf16": "torch.autocast around the frozen model's forward pass",
@@ -141,10 +141,10 @@ def module_of(switch: str) -> str:
     return f"optimized/{FILES[switch]}.py" if switch in FILES else named[0]
 
 
-@FULLY  # a minute
+@FULLY  # takes a minute
 @pytest.mark.parametrize("name", TRAINERS)
-def test_a_switch_runs_its_module(name: str) -> None:
-    """On, functions of the module run; off, none do."""
+def test_switch_decides_whether_its_module_runs(name: str) -> None:
+    """Functions of the module run if the switch is on, and none if it is off."""
     pytest.importorskip("tokenizers", reason="tokenizers is not installed: pip install 'perfsuite[train]'")
     every = switches(name)
     beside = {switch: BESIDE[name, switch] for switch in every if (name, switch) in BESIDE}
@@ -158,7 +158,7 @@ def test_a_switch_runs_its_module(name: str) -> None:
         assert not off.get(module), f"without {switch}, {module} runs: {off[module]}"
 
 
-def test_the_exceptions_are_switches() -> None:
+def test_exceptions_are_existing_switches() -> None:
     for name, exceptions in NO_MODULE.items():
         every = importlib.import_module(f"suite.{name}.config").TECHNIQUES
         assert set(exceptions) <= set(every)

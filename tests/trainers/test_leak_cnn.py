@@ -1,4 +1,4 @@
-"""The two leak_cnn trainers learn the same, step for step, and what the optimized one may not do."""
+"""The leak_cnn trainers: equal loss curves, checkpoints, reports, configuration and GPU behaviour."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ SMALL = TrainConfig(
     use_compile=False,
 )
 FILES, LONGS = 4, 8
-"""Size of each split: files, with 16 segments each."""
+"""Files of each split, and long windows of each file, which make 16 segments."""
 STEPS = FILES * LONGS * SHORTS // SMALL.batch_size
 OF_THEIR_OWN = ("use_compile", "fullgraph_model", "tf32", "autocast_bf16")
 
@@ -85,7 +85,7 @@ class Drawn:
 
 
 def sounds(seed=0, files=FILES, longs=LONGS):
-    """Return a set with values like the real one's, in float16; each class has another level."""
+    """Return a data set with values like the real ones, in float16; each class has its own level."""
     generator = torch.Generator().manual_seed(seed)
     mels, labels = {}, {}
     for split in ("train", "validation"):
@@ -100,16 +100,16 @@ def sounds(seed=0, files=FILES, longs=LONGS):
 
 
 def configured(seed, batch_size, width, rate, **fields):
-    """Return the configuration that a pair's inputs stand for."""
+    """Return the configuration for a pair's inputs."""
     sizes = {"channels": (width, 2 * width, 4 * width), "hidden": 8 * width}
     return dataclasses.replace(SMALL, seed=seed, batch_size=batch_size, learning_rate=rate, **sizes, **fields)
 
 
 def epochs(kind, change=lambda trainer: trainer, in_bfloat16=False, validates=True):
-    """Return a pair's side: epochs of a given set. It gives the losses of steps and validation, and the weights' size.
-    In bfloat16, where all sizes look alike, it gives how far the weights have moved.
+    """Return a pair's side that trains on given data. An epoch returns the losses of steps and validation, and the RMS
+    of each weight; in bfloat16, which would round all RMS values alike, the RMS of each weight's change.
 
-    The classification of the segments is left out: at equal logits a rounding decides.
+    The predicted classes are not compared: between equal logits, rounding decides.
     """
 
     def make(train, validation, train_labels, validation_labels, seed, batch_size, width, compiled, rate):
@@ -119,7 +119,7 @@ def epochs(kind, change=lambda trainer: trainer, in_bfloat16=False, validates=Tr
             width,
             rate,
             use_compile=bool(compiled),
-            # Inputs in bfloat16 stand for the reference under autocast, which shows the error of bfloat16 alone.
+            # Inputs in bfloat16 select the reference under autocast, which shows the error of bfloat16 alone.
             autocast_bf16=(in_bfloat16 and kind is Optimized) or train.dtype is torch.bfloat16,
             validate_every=int(validates),
         )
@@ -149,13 +149,13 @@ def epochs(kind, change=lambda trainer: trainer, in_bfloat16=False, validates=Tr
 
 VALUES = floats(-3, 3)
 LABELS = integers(0, len(CLASSES))
-# Files, batch and network as the source has them. The rate is so low that a ReLU which rounding sends the other way
-# moves the weights by less than their rounding.
+# The source's files, batch and network. The learning rate is so low that a ReLU which rounding flips moves the weights
+# by less than their own rounding.
 SOURCE = {"F": 500, "V": 125, "L": 40, "batch_size": 5632, "width": 32, "rate": 1e-5}
 
 
 def segments(F, L, batch_size):
-    """Count the segments that an epoch trains on: an incomplete batch is left out."""
+    """Count the segments that an epoch trains on, without the incomplete batch."""
     return F * L * SHORTS // batch_size * batch_size
 
 
@@ -171,7 +171,7 @@ leak_cnn = Pair(
         "seed": scalar(integers(0, 1000)),
         "batch_size": scalar(integers(3, 5)),
         "width": scalar(integers(1, 1)),
-        # At drawn shapes, each of which would be compiled by itself, it is not.
+        # Drawn shapes are not compiled: each would need a compilation of its own.
         "compiled": scalar(integers(0, 0)),
         "rate": scalar(floats(1e-3, 4e-3)),
     },
@@ -190,7 +190,7 @@ leak_cnn = Pair(
 )
 
 
-# The source's fastest form beside its reference, which is in float32.
+# The source's fastest form, in bfloat16, against the float32 reference.
 leak_cnn_bfloat16 = dataclasses.replace(
     leak_cnn,
     reference=stateful(epochs(Reference, in_bfloat16=True)),
@@ -206,7 +206,7 @@ leak_cnn_bfloat16 = dataclasses.replace(
 
 
 def conventional_epochs():
-    """Return the best conventional set-up of `tools/leak_cnn_epochs.py` as a rival of the epochs without validation."""
+    """Return the best conventional set-up of `tools/leak_cnn_epochs.py` as a rival for epochs without validation."""
 
     def make(train, validation, train_labels, validation_labels, seed, batch_size, width, compiled, rate):
         config = configured(seed, batch_size, width, rate, autocast_bf16=True)
@@ -236,7 +236,7 @@ leak_cnn_bfloat16_unvalidated = dataclasses.replace(
 )
 
 
-# --- the same curve -------------------------------------------------------------------------------------------------
+# --- loss curves ----------------------------------------------------------------------------------------------------
 
 
 def trained(kind, config=SMALL, count=SMALL.epochs, data=None, device="cpu", **options):
@@ -247,7 +247,7 @@ def trained(kind, config=SMALL, count=SMALL.epochs, data=None, device="cpu", **o
 
 
 def curve(trainer, count=SMALL.epochs):
-    """Return the loss of each step, [steps], and the validation's loss of each epoch."""
+    """Return the loss of each step, [steps], and the validation loss of each epoch, [epochs]."""
     steps, validations = [], []
     for epoch in range(count):
         trainer.train_window({"epoch": torch.tensor(epoch)})
@@ -258,7 +258,7 @@ def curve(trainer, count=SMALL.epochs):
 
 
 def deviations(config=SMALL, device="cpu", data=None):
-    """Return for each curve (truth, float32 curve, largest deviation from the truth up to each point)."""
+    """Return (truth, float32 curve, largest deviation from the truth up to each point) for each curve."""
     data, count = data or sounds(), config.epochs
     truth = curve(Reference(config, data, device, torch.float64), count)
     runs = [curve(Reference(config, data, device), count)]
@@ -276,21 +276,21 @@ def known():
 
 
 def share_of_budget(found, known, dtype=torch.float32):
-    """Return the largest error, as a share of what the rule allows."""
+    """Return the largest error as a fraction of the error that the rule allows."""
     return max(
         share_of_rule(values, truth, deviation, dtype)
         for values, (truth, _, deviation) in zip(found, known, strict=True)
     )
 
 
-def test_both_learn_the_same_over_fifty_steps(known):
+def test_optimized_loss_curve_matches_the_reference_over_50_steps(known):
     assert len(known[0][0]) == SMALL.epochs * STEPS == 50
     assert share_of_budget(curve(Optimized(SMALL, sounds(), "cpu")), known) <= 1
     assert known[0][2].max() > 0
 
 
 @pytest.mark.parametrize("where", ["file", "memory", "batches"])
-def test_the_conventional_set_up_learns_the_same(where, known):
+def test_conventional_set_up_has_the_same_loss_curve(where, known):
     rival = Conventional(SMALL, sounds(), "cpu", SetUp(where=where, workers=0, mode=None))
     losses = []
     for epoch in range(SMALL.epochs):
@@ -299,7 +299,7 @@ def test_the_conventional_set_up_learns_the_same(where, known):
     assert share_of_budget([torch.tensor(losses, dtype=torch.float64)], known[:1]) <= 1
 
 
-def test_where_the_source_began_it_learns_the_same_in_float16(known):
+def test_source_set_up_in_float16_has_the_same_loss_curve(known):
     set_up = dataclasses.replace(AS_SOURCE, workers=0, mode=None)
     source = Conventional(SMALL, sounds(), "cpu", set_up)
     source.train_window({"epoch": torch.tensor(0)})
@@ -309,8 +309,8 @@ def test_where_the_source_began_it_learns_the_same_in_float16(known):
 
 
 @FULLY
-def test_at_the_source_s_size_both_begin_the_same():
-    """Later roundings of ReLUs and ties, which are many more here, go so far that agreement would show little."""
+def test_first_losses_match_at_the_source_s_network_size():
+    """Only 8 steps: rounding flips many more ReLUs and ties here, and later losses would differ too much."""
     config = dataclasses.replace(
         SMALL, channels=(32, 64, 128), hidden=256, learning_rate=1e-3, batch_size=48, val_batch_size=64, epochs=2
     )
@@ -320,7 +320,7 @@ def test_at_the_source_s_size_both_begin_the_same():
     assert known[0][2].max() < 1e-3
 
 
-def test_the_curve_is_no_constant(known):
+def test_reference_loss_falls_and_all_weights_change(known):
     """The loss falls and all weights change; otherwise agreement would show nothing."""
     truth = known[0][0]
     assert truth[-STEPS:].mean() < 0.9 * truth[:STEPS].mean()
@@ -332,18 +332,18 @@ def test_the_curve_is_no_constant(known):
 
 
 @pytest.mark.parametrize("name", [t for t in TECHNIQUES if t not in OF_THEIR_OWN])
-def test_each_technique_can_be_switched_off(name, known):
+def test_switching_one_technique_off_keeps_the_loss_curve(name, known):
     config = dataclasses.replace(SMALL, **{name: False})
     assert share_of_budget(curve(Optimized(config, sounds(), "cpu"), 3), known) <= 1
 
 
 @pytest.mark.parametrize("name", [t for t in TECHNIQUES if t not in OF_THEIR_OWN])
-def test_each_technique_can_be_switched_on_alone(name, known):
+def test_one_technique_alone_keeps_the_loss_curve(name, known):
     config = dataclasses.replace(without_techniques(SMALL), **{name: True})
     assert share_of_budget(curve(Optimized(config, sounds(), "cpu"), 3), known) <= 1
 
 
-def test_with_every_technique_off_it_is_the_reference_bit_for_bit():
+def test_without_techniques_optimized_equals_reference_bit_for_bit():
     plain = trained(Reference, count=4)
     off = trained(Optimized, without_techniques(SMALL), count=4)
     assert same(plain.state_dict(), off.state_dict())
@@ -351,13 +351,13 @@ def test_with_every_technique_off_it_is_the_reference_bit_for_bit():
     assert plain.validation() == off.validation()
 
 
-def test_memory_is_traded_for_time_without_a_change(known):
+def test_activation_checkpoint_keeps_the_loss_curve(known):
     config = dataclasses.replace(SMALL, activation_checkpoint=True)
     assert share_of_budget(curve(Optimized(config, sounds(), "cpu"), 3), known) <= 1
 
 
 @pytest.mark.parametrize(("low", "dtype"), [("autocast_bf16", torch.bfloat16), ("autocast_fp16", torch.float16)])
-def test_in_half_precision_it_errs_no_more_than_the_reference_does_in_it(low, dtype, known):
+def test_half_precision_error_is_within_that_of_the_half_precision_reference(low, dtype, known):
     config, count = dataclasses.replace(SMALL, **{low: True}), 5
     plain = curve(Reference(config, sounds(), "cpu"), count)
     halves = [
@@ -370,20 +370,20 @@ def test_in_half_precision_it_errs_no_more_than_the_reference_does_in_it(low, dt
 
 
 @pytest.mark.usefixtures("quickly_compiled")
-def test_compiled_it_is_the_same_and_a_second_trainer_compiles_nothing_anew(known, monkeypatch):
+def test_compiled_loss_curve_matches_and_a_second_trainer_recompiles_nothing(known, monkeypatch):
     config = dataclasses.replace(SMALL, use_compile=True)
     assert share_of_budget(curve(Optimized(config, sounds(), "cpu"), 3), known) <= 1
     before = torch._dynamo.utils.counters["stats"]["unique_graphs"]
     trained(Optimized, dataclasses.replace(config, seed=3, learning_rate=1e-2), count=2)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == before
-    # Forms are counted by themselves: traced, and not compiled, which takes seconds.
+    # Each form counts its own recompilations. They are only traced, since compiling takes seconds.
     monkeypatch.setattr(compiled_function, "_inductor", lambda graph, inputs, options=None: graph)
     with torch._dynamo.config.patch(recompile_limit=1):
         trained(Optimized, dataclasses.replace(config, dropout=0.0), count=1)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > before
 
 
-def test_where_nothing_can_be_compiled_it_trains_and_says_why(monkeypatch):
+def test_failed_compilation_warns_and_training_runs_uncompiled(monkeypatch):
     def fails(*arguments):
         raise torch._dynamo.exc.TorchDynamoException("no compiler was found")
 
@@ -398,7 +398,7 @@ def test_where_nothing_can_be_compiled_it_trains_and_says_why(monkeypatch):
 
 
 class Recorded(TorchDispatchMode):
-    """Backend that replays as CUDA does: the capture's operations, over the same memory, without the step's Python."""
+    """Backend that replays like CUDA: the captured operations, in the same memory, without the step's Python code."""
 
     def __init__(self):
         super().__init__()
@@ -422,7 +422,7 @@ class Recorded(TorchDispatchMode):
         def replay():
             nonlocal fresh
             self.replayed += 1
-            if fresh:  # what was recorded was also done
+            if fresh:  # the capture has already executed the operations
                 fresh = False
                 return
             for func, args, kwargs, out in operations:
@@ -434,8 +434,8 @@ class Recorded(TorchDispatchMode):
         return outputs, replay
 
 
-def test_replayed_as_a_graph_it_is_the_same_bit_for_bit(monkeypatch):
-    """No part of a step or a validation is decided in Python, or lies in memory that another step would not find."""
+def test_graph_replay_is_bit_identical_to_eager(monkeypatch):
+    """No step or validation depends on decisions in Python, or on memory that another step would not use."""
     backends = []
 
     def graphed(call, **options):
@@ -460,7 +460,7 @@ def test_replayed_as_a_graph_it_is_the_same_bit_for_bit(monkeypatch):
 
 @pytest.mark.parametrize("first", [Reference, Optimized])
 @pytest.mark.parametrize("second", [Reference, Optimized])
-def test_each_goes_on_from_the_other_s_checkpoint(first, second):
+def test_each_trainer_resumes_from_a_checkpoint_of_the_other(first, second):
     target = second(SMALL, sounds(), "cpu")
     target.load_state_dict(through_a_file(trained(first, count=3)))
     for epoch in range(3, 6):
@@ -474,7 +474,7 @@ def test_each_goes_on_from_the_other_s_checkpoint(first, second):
 
 
 @pytest.mark.parametrize("kind", [Reference, Optimized])
-def test_stopped_at_random_epochs_and_resumed_it_is_the_same_bit_for_bit(kind):
+def test_resuming_at_random_epochs_is_bit_identical(kind):
     expected = trained(kind, count=8).state_dict()
     rng = random.Random(1)
     for _ in range(count(quick=3, full=20 if kind is Optimized else 7)):
@@ -487,7 +487,7 @@ def test_stopped_at_random_epochs_and_resumed_it_is_the_same_bit_for_bit(kind):
 
 
 @pytest.mark.parametrize("kind", [Reference, Optimized])
-def test_a_checkpoint_of_other_sizes_is_refused(kind):
+def test_checkpoint_with_other_sizes_or_missing_weights_is_rejected(kind):
     other = kind(dataclasses.replace(SMALL, hidden=7), sounds(), "cpu")
     message = r"hidden\.weight has shape \[7, 128\] in the checkpoint and \[8, 128\] here"
     with pytest.raises(ValueError, match=message):
@@ -499,7 +499,7 @@ def test_a_checkpoint_of_other_sizes_is_refused(kind):
 
 
 @pytest.mark.parametrize("kind", [Reference, Optimized])
-def test_the_best_weights_have_the_largest_macro_f1_of_the_files(kind):
+def test_best_weights_have_the_largest_macro_f1_over_files(kind):
     trainer = kind(dataclasses.replace(SMALL, learning_rate=3e-2), sounds(3), "cpu")
     best, most = None, -1.0
     for epoch in range(6):
@@ -513,7 +513,7 @@ def test_the_best_weights_have_the_largest_macro_f1_of_the_files(kind):
 
 
 @pytest.mark.parametrize("kind", [Reference, Optimized])
-def test_a_checkpoint_whose_best_weights_were_kept_by_another_measure(kind):
+def test_best_score_of_another_measure_is_reset_and_f1_above_1_is_rejected(kind):
     state = kind(SMALL, sounds(3), "cpu").state_dict()
     state["best"] = {"weights": state["best"]["weights"], "files": 3, "epoch": 1}
     trainer = kind(SMALL, sounds(3), "cpu")
@@ -525,7 +525,7 @@ def test_a_checkpoint_whose_best_weights_were_kept_by_another_measure(kind):
 
 
 @pytest.mark.parametrize("kind", [Reference, Optimized])
-def test_a_run_ends_where_no_validation_is_better(kind):
+def test_run_stops_after_patience_epochs_without_a_better_validation(kind):
     trainer = kind(dataclasses.replace(SMALL, patience=2), sounds(3), "cpu")
     assert trainer.stops() is None
     for epoch in range(3):
@@ -554,7 +554,7 @@ def poisoned():
 
 
 @pytest.mark.parametrize("kind", [Reference, Optimized])
-def test_a_loss_that_is_no_number_stops_the_run_and_names_its_step(kind, tmp_path):
+def test_nan_loss_stops_training_and_names_its_step(kind, tmp_path):
     data = poisoned()
     losses = trained(kind, count=1, data=data).last_report().losses
     step = next(i for i, loss in enumerate(losses, 1) if math.isnan(loss))
@@ -564,8 +564,8 @@ def test_a_loss_that_is_no_number_stops_the_run_and_names_its_step(kind, tmp_pat
     assert not list(tmp_path.glob("*.pt"))
 
 
-def test_a_loss_that_is_no_number_is_seen_where_the_next_epoch_s_report_comes_with_it(monkeypatch):
-    """The device is simulated: its work is done when the host has waited for it."""
+def test_nan_loss_is_reported_when_the_next_epoch_s_report_arrives_with_it(monkeypatch):
+    """A simulated device completes its work only when the host waits for it."""
 
     class Event:
         done = False
@@ -592,7 +592,7 @@ def test_a_loss_that_is_no_number_is_seen_where_the_next_epoch_s_report_comes_wi
     assert "step" in trainer.metrics()
 
 
-def test_a_run_tells_epochs_and_segments(tmp_path):
+def test_run_reports_epochs_and_segments(tmp_path):
     from rich.console import Console
 
     config, output = dataclasses.replace(SMALL, epochs=3), io.StringIO()
@@ -606,7 +606,7 @@ def test_a_run_tells_epochs_and_segments(tmp_path):
 
 
 @pytest.mark.parametrize("kind", [Reference, Optimized])
-def test_a_validation_comes_when_it_is_due(kind):
+def test_validation_runs_every_validate_every_epochs_and_after_the_last(kind):
     config = dataclasses.replace(SMALL, validate_every=2, epochs=5)
     trainer, seen = kind(config, sounds(), "cpu"), []
     for epoch in range(5):
@@ -619,7 +619,7 @@ def test_a_validation_comes_when_it_is_due(kind):
 
 
 @pytest.mark.parametrize("kind", [Reference, Optimized])
-def test_every_validation_segment_and_file_is_counted(kind):
+def test_confusion_matrices_count_every_validation_segment_and_file(kind):
     found = trained(kind, count=1).validation()
     labels = sounds().labels["validation"]
     of_class = torch.bincount(labels, minlength=len(CLASSES)) * LONGS * SHORTS
@@ -628,7 +628,7 @@ def test_every_validation_segment_and_file_is_counted(kind):
     assert [sum(row) for row in found.files] == [FILES - leaks, leaks]
 
 
-def test_a_set_that_does_not_fit_is_streamed_and_says_so():
+def test_data_set_larger_than_limit_bytes_is_streamed_with_a_warning():
     resident = trained(Optimized, count=3)
     with pytest.warns(RuntimeWarning, match="leak_cnn: the split takes .* batches are streamed from memory"):
         streamed = trained(Optimized, dataclasses.replace(SMALL, limit_bytes=12 * 72 * 3), count=3)
@@ -638,18 +638,18 @@ def test_a_set_that_does_not_fit_is_streamed_and_says_so():
 
 
 @pytest.mark.parametrize("kind", [Reference, Optimized])
-def test_a_set_without_a_whole_batch_is_refused(kind):
+def test_data_set_smaller_than_a_batch_is_rejected(kind):
     config = dataclasses.replace(SMALL, batch_size=65, resident_dataset=False)
     with pytest.raises(PerfsuiteError, match="batch_size: 65 is more than the 64 examples"):
         kind(config, sounds(), "cpu")
 
 
-def test_workers_read_what_is_not_on_the_device():
+def test_loader_workers_give_the_same_state_as_a_resident_data_set():
     config = dataclasses.replace(SMALL, resident_dataset=False, num_workers=1, persistent_workers=False)
     assert same(trained(Optimized, config, count=2).state_dict(), trained(Optimized, count=2).state_dict())
 
 
-def test_settings_of_torch_are_put_back():
+def test_torch_settings_are_restored_after_training():
     cudnn = torch.backends.cudnn
 
     def settings():
@@ -664,7 +664,7 @@ def test_settings_of_torch_are_put_back():
 # --- the configuration ----------------------------------------------------------------------------------------------
 
 
-def test_the_network_has_the_source_s_size_by_default():
+def test_default_network_and_settings_match_the_source():
     trainer = Optimized(dataclasses.replace(TrainConfig(), batch_size=8, use_compile=False), sounds(), "cpu")
     assert sum(w.numel() for w in trainer.weights.values()) == 618_758
     assert len(trainer.weights) == 12
@@ -672,7 +672,7 @@ def test_the_network_has_the_source_s_size_by_default():
     assert (default.batch_size, default.val_batch_size, default.learning_rate) == (5632, 2048, 1e-3)
 
 
-def test_the_learning_rate_is_half_a_cosine():
+def test_learning_rate_matches_cosine_annealing():
     rates = [SMALL.rate(epoch) for epoch in range(SMALL.epochs + 2)]
     weight = torch.zeros(1, requires_grad=True)
     optimizer = torch.optim.AdamW([weight], lr=SMALL.learning_rate)
@@ -699,12 +699,12 @@ def test_the_learning_rate_is_half_a_cosine():
         ({"seed": -1}, "seed=-1"),
     ],
 )
-def test_settings_that_cannot_be_are_refused(fields, says):
+def test_invalid_settings_are_rejected(fields, says):
     with pytest.raises(ValueError, match=says):
         dataclasses.replace(SMALL, **fields)
 
 
-def test_every_switch_is_a_field_and_every_field_that_is_one_is_a_switch():
+def test_boolean_fields_are_exactly_the_switches():
     named = {f.name for f in dataclasses.fields(TrainConfig) if f.type in (bool, "bool")}
     assert named == {*TECHNIQUES, *TRADES, "persistent_workers"}
     off = without_techniques(SMALL)
@@ -712,7 +712,7 @@ def test_every_switch_is_a_field_and_every_field_that_is_one_is_a_switch():
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "configs/leak_cnn").glob("*.yaml")), ids=lambda p: p.stem)
-def test_the_files_hold_what_they_say(path):
+def test_config_files_have_the_techniques_and_sizes_of_their_names(path):
     pytest.importorskip("jsonargparse")
     from suite import configuration
     from suite.leak_cnn.epochs import Data
@@ -745,7 +745,7 @@ def known_on_gpu():
 @gpu
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("graphs", [False, True])
-def test_on_a_gpu_both_learn_the_same_over_fifty_steps(compiled, graphs, known_on_gpu):
+def test_gpu_loss_curve_matches_the_reference_over_50_steps(compiled, graphs, known_on_gpu):
     config = dataclasses.replace(SMALL, use_cudagraphs=graphs, use_compile=compiled)
     trainer = Optimized(config, sounds(), "cuda")
     assert share_of_budget(curve(trainer), known_on_gpu) <= 1
@@ -756,7 +756,7 @@ def test_on_a_gpu_both_learn_the_same_over_fifty_steps(compiled, graphs, known_o
 
 @gpu
 @pytest.mark.parametrize("graphs", [False, True])
-def test_on_a_gpu_stopped_at_random_epochs_and_resumed_it_is_the_same_bit_for_bit(graphs):
+def test_gpu_resuming_at_random_epochs_is_bit_identical(graphs):
     config = dataclasses.replace(LARGER, use_cudagraphs=graphs, use_compile=True)
     whole = trained(Optimized, config, 8, larger(), "cuda").state_dict()
     rng = random.Random(3)
@@ -770,7 +770,7 @@ def test_on_a_gpu_stopped_at_random_epochs_and_resumed_it_is_the_same_bit_for_bi
 
 
 @gpu
-def test_on_a_gpu_an_epoch_waits_for_nothing_but_the_report_of_the_one_before(no_host_sync):
+def test_gpu_epoch_waits_only_for_the_previous_report(no_host_sync):
     config = dataclasses.replace(LARGER, use_compile=True, epochs=40)
     trainer = trained(Optimized, config, 6, larger(), "cuda")
     torch.cuda.synchronize()
@@ -782,9 +782,9 @@ def test_on_a_gpu_an_epoch_waits_for_nothing_but_the_report_of_the_one_before(no
 
 
 @gpu
-def test_on_a_gpu_memory_stays_flat_over_a_hundred_epochs():
+def test_gpu_peak_memory_is_constant_over_100_epochs():
     config = dataclasses.replace(LARGER, use_compile=True, epochs=100)
-    gc.collect()  # an earlier test's trainer may hang in reference cycles
+    gc.collect()  # reference cycles may keep an earlier test's trainer alive
     trainer, peaks = Optimized(config, larger(), "cuda"), []
     for epoch in range(100):
         torch.cuda.reset_peak_memory_stats()
@@ -794,8 +794,8 @@ def test_on_a_gpu_memory_stays_flat_over_a_hundred_epochs():
     assert len(set(peaks[8:])) == 1, f"{min(peaks[8:])} to {max(peaks[8:])} bytes"
 
 
-def test_the_host_waits_for_the_report_before_the_last_one(monkeypatch):
-    """The device is simulated: its work is done when it is waited for."""
+def test_host_waits_for_the_report_before_the_last_one(monkeypatch):
+    """A simulated device completes its work only when the host waits for it."""
     made, waited = [], []
 
     class Event:

@@ -1,4 +1,4 @@
-"""The two polychromic trainers learn the same, step for step, and the objective is what it says."""
+"""The polychromic trainers: equal curves, 4-bit weights, the objective, checkpoints and configuration."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ SMALL = TrainConfig(
 )
 DATA = Data(synthetic=24, length=48, batch_size=2, accumulation=2, steps=12)
 LONG, DAY = scale.count(quick=8, full=DATA.steps), scale.count(quick=4, full=8)
-"""Numbers of steps over which both sides are compared."""
-"""Number of steps that are compared where a technique is switched."""
+"""Number of steps over which both sides are compared."""
+"""Number of steps that are compared if a technique is switched."""
 
 
 @pytest.fixture(scope="module")
@@ -60,12 +60,12 @@ MODELS = {shape.width: name for name, shape in drawn.SHAPES.items()}
 
 @functools.cache
 def given_for(model):
-    """Return the data of a trainer of this model, which does not depend on the other inputs."""
+    """Return the data for this model, which does not depend on the pair's other inputs."""
     return load(dataclasses.replace(DATA, model=model)).given
 
 
 def steps(kind):
-    """Return a pair's side: steps with a given embedding. It gives losses, and the size of gradients and weights."""
+    """Return a pair's side with a given embedding. A step returns losses, gradient norm and the RMS of each weight."""
 
     def make(embedding, accumulation, prompts, replies, new_tokens, rate, diversity, seed):
         config = dataclasses.replace(
@@ -97,12 +97,12 @@ def steps(kind):
 
 
 def embeddings(generator, shape, dtype):
-    """Draw embeddings like a model's; with others all tokens would be equally likely, or one certain."""
+    """Draw embeddings like a model's; at other scales all tokens would be equally likely, or one certain."""
     return (0.1 * torch.randn(shape, generator=generator, device=generator.device)).to(dtype)
 
 
 def flops(V, D, accumulation, prompts, replies, new_tokens):
-    """Count the products with the weights: two per token forward, four backward, with some 40 tokens an example."""
+    """Count operations with the weights: two per token forward, four backward, with about 40 tokens an example."""
     shape = drawn.SHAPES[MODELS[D]]
     attention = (2 * shape.heads + 2 * shape.kv_heads) * shape.head_width
     weights = V * D + shape.layers * D * (attention + 3 * shape.hidden)
@@ -162,7 +162,7 @@ polychromic = Pair(
 )
 
 
-# --- the same curve -------------------------------------------------------------------------------------------------
+# --- loss curves ----------------------------------------------------------------------------------------------------
 
 
 def trained(kind, given, config=SMALL, count=3, **options):
@@ -192,35 +192,35 @@ def known(given):
 
 
 def share_of_budget(found, known):
-    """Return the largest error, as a share of what the rule allows."""
+    """Return the largest error as a fraction of the error that the rule allows."""
     return max(share_of_rule(found[:, n], known[0][:, n], known[1][:, n], torch.float32) for n in range(2))
 
 
-def test_both_learn_the_same(given, known):
+def test_optimized_curves_match_the_reference(given, known):
     assert share_of_budget(curve(Optimized(SMALL, given, "cpu")), known) <= 1
 
 
-def test_the_curve_is_no_constant(given, known):
+def test_reference_loss_falls_and_all_weights_change(given, known):
     """The curves change and so do the weights; otherwise agreement would show nothing."""
     assert known[0][-3:, 0].mean() < known[0][:3, 0].mean() - 0.1
-    assert known[1].max() < 1e-4  # no token came out otherwise
+    assert known[1].max() < 1e-4  # all runs sampled the same tokens
     trainer = Reference(SMALL, given, "cpu")
     before = trainer.state_dict()["weights"]
-    for _ in range(2):  # of adapters that begin at 0, one half gets a gradient at first
+    for _ in range(2):  # lora_b begins at 0, so that lora_a gets no gradient in the first step
         trainer.train_window({})
     after = trainer.state_dict()["weights"]
     assert not any(torch.equal(after[name], before[name]) for name in before)
 
 
 @pytest.mark.parametrize("name", TECHNIQUES)
-def test_each_technique_can_be_switched_off_and_on_alone(name, given, known):
+def test_switching_one_technique_off_or_on_alone_keeps_the_curves(name, given, known):
     off = dataclasses.replace(SMALL, **{name: False})
     alone = dataclasses.replace(without_techniques(SMALL), **{name: True})
     for config in (off, alone) if scale.FULL else (off,):
         assert share_of_budget(curve(Optimized(config, given, "cpu"), DAY), known) <= 1
 
 
-def test_the_third_tier_computes_the_distances_by_cuda(given, known, monkeypatch):
+def test_pairwise_cosine_cuda_is_called_and_keeps_the_curves(given, known, monkeypatch):
     called = []
     own = pairwise_cosine_cuda.pairwise_cosine_cuda
     monkeypatch.setattr(pairwise_cosine_cuda, "pairwise_cosine_cuda", lambda e: called.append(len(e)) or own(e))
@@ -234,7 +234,7 @@ def test_the_third_tier_computes_the_distances_by_cuda(given, known, monkeypatch
     [(Reference, reference_module, "_block"), (Optimized, optimized_module, "_attending")],
     ids=["reference", "optimized"],
 )
-def test_blocks_that_are_computed_again_change_nothing(kind, module, block, given, monkeypatch):
+def test_activation_checkpoint_recomputes_blocks_and_keeps_the_weights(kind, module, block, given, monkeypatch):
     calls, weights, own = [], [], getattr(module, block)
     monkeypatch.setattr(module, block, lambda *arguments: calls.append(1) or own(*arguments))
     counts = []
@@ -247,8 +247,8 @@ def test_blocks_that_are_computed_again_change_nothing(kind, module, block, give
     assert same(*weights)
 
 
-def test_in_bfloat16_the_cross_entropy_is_not_rounded_to_it(given):
-    """The loss of 5.5 is not rounded to bfloat16, where neighbouring numbers differ by 1/32."""
+def test_bfloat16_training_does_not_round_the_cross_entropy_to_bfloat16(given):
+    """Near the loss, 5.5, neighbouring bfloat16 numbers differ by 1/32."""
     config = dataclasses.replace(SMALL, dtype="bfloat16", dropout=0.0)
     reports = [trained(kind, given, config, 1).last_report() for kind in (Reference, Optimized)]
     exact = trained(Reference, given, dataclasses.replace(config, dtype="float32"), 1).last_report()
@@ -267,25 +267,25 @@ QUANTIZED = dataclasses.replace(SMALL, quantization="nf4")
 
 @pytest.fixture
 def given_wide(monkeypatch):
-    """Return the data of a model whose layers have multiples of 64 inputs."""
+    """Return the data for a model whose layers have a multiple of 64 inputs."""
     wide = dataclasses.replace(drawn.SHAPES["tiny"], width=64, head_width=16)
     monkeypatch.setattr(drawn, "SHAPES", {**drawn.SHAPES, "wide": wide})
     return load(dataclasses.replace(DATA, model="wide")).given
 
 
 @pytest.mark.parametrize("fused", [True, False])
-def test_both_learn_the_same_with_weights_in_4_bits(fused, given_wide):
+def test_optimized_curves_match_the_reference_with_4_bit_weights(fused, given_wide):
     truth = curve(Reference(QUANTIZED, given_wide, "cpu", torch.float64), DAY)
     runs = [curve(Reference(QUANTIZED, given_wide, "cpu"), DAY)]
     runs += [curve(a_rounding_away(Reference(QUANTIZED, given_wide, "cpu"), seed), DAY) for seed in range(NEIGHBOURS)]
     found = curve(Optimized(dataclasses.replace(QUANTIZED, fused_lora=fused), given_wide, "cpu"), DAY)
     assert share_of_budget(found, (truth, deviation_of(runs, truth))) <= 1
     dense = curve(Reference(SMALL, given_wide, "cpu"), DAY)
-    assert (dense - truth)[:, 0].abs().max() > 1e-3  # the weights are others
+    assert (dense - truth)[:, 0].abs().max() > 1e-3  # quantization changes the weights
 
 
 @pytest.mark.parametrize("kind", [Reference, Optimized])
-def test_no_dense_weight_of_a_block_is_kept(kind, given_wide):
+def test_quantized_layers_keep_no_dense_weight(kind, given_wide):
     trainer = kind(QUANTIZED, given_wide, "cpu")
     for layer in trainer.adapters.values():
         kept = {**layer._parameters, **layer._buffers, **vars(layer)}
@@ -295,19 +295,19 @@ def test_no_dense_weight_of_a_block_is_kept(kind, given_wide):
 
 
 @pytest.mark.parametrize("kind", [Reference, Optimized])
-def test_layers_that_nf4_cannot_take_are_named(kind, given):
+def test_nf4_rejects_layers_whose_inputs_are_no_multiple_of_64(kind, given):
     with pytest.raises(PerfsuiteError, match="quantization: 32 inputs: NF4 takes multiples of 64; use another model"):
         kind(QUANTIZED, given, "cpu")
 
 
 @pytest.mark.parametrize("tokens", [1, 60, 10_000])
-def test_any_number_of_packed_tokens_gives_the_same_gradients(tokens, given):
+def test_gradients_do_not_depend_on_packed_tokens(tokens, given):
     found = [trained(Optimized, given, dataclasses.replace(SMALL, packed_tokens=n), 1)._sums for n in (tokens, 10_000)]
     for one, other in zip(*found, strict=True):
         torch.testing.assert_close(one, other, atol=1e-6, rtol=1e-4)
 
 
-def test_packed_examples_stand_behind_each_other():
+def test_packed_examples_are_concatenated_and_padded():
     examples = [Encoded((5, 6, 7, 8), 2), Encoded((9, 3), 1)]
     found = packed(examples, 4, 0, 8, "cpu")
     assert found.tokens.tolist() == [5, 6, 7, 8, 9, 3, 0, 0]
@@ -321,14 +321,14 @@ def test_packed_examples_stand_behind_each_other():
 
 @pytest.mark.parametrize("diversity", [0.0, 0.5])
 @pytest.mark.parametrize("kind", [Reference, Optimized])
-def test_nothing_is_dropped_after_a_step(kind, diversity, given):
+def test_dropout_is_off_after_a_step(kind, diversity, given):
     trainer = trained(kind, given, dataclasses.replace(SMALL, diversity=diversity), 1)
     assert all(adapter.dropout is None for adapter in trainer.adapters.values())
 
 
 @pytest.mark.parametrize("kind", [Reference, Optimized])
-def test_a_step_after_non_finite_gradients_is_as_long_as_any(kind, given):
-    """Such a step halves the optimizer's scale, by which it divides."""
+def test_halved_optimizer_scale_does_not_change_the_first_moments(kind, given):
+    """Non-finite gradients halve the scale, by which the optimizer divides the next gradients."""
     halved, whole = kind(SMALL, given, "cpu"), kind(SMALL, given, "cpu")
     halved.optimizer.scale.fill_(0.5)
     for trainer in (halved, whole):
@@ -338,7 +338,7 @@ def test_a_step_after_non_finite_gradients_is_as_long_as_any(kind, given):
 
 
 @pytest.mark.parametrize("kind", [Reference, Optimized])
-def test_as_the_source_writes_it_the_diversity_has_no_gradient(kind, given):
+def test_as_written_objective_has_no_diversity_gradient(kind, given):
     written = trained(kind, given, dataclasses.replace(SMALL, objective="as_written"))
     without = trained(kind, given, dataclasses.replace(SMALL, diversity=0.0))
     assert same(written.state_dict()["weights"], without.state_dict()["weights"])
@@ -346,11 +346,11 @@ def test_as_the_source_writes_it_the_diversity_has_no_gradient(kind, given):
     assert not same(written.state_dict()["weights"], trained(kind, given).state_dict()["weights"])
 
 
-def test_the_gradient_is_that_of_the_objective_written_out(given):
-    """The objective has λ, temperature and nucleus, in float64, without the modules, for the first step's replies."""
+def test_policy_gradient_matches_autograd_of_the_written_out_objective(given):
+    """The test computes the objective without the modules, in float64, with λ, temperature and nucleus."""
     config = dataclasses.replace(SMALL, dropout=0.0, clip=1e9)
     trainer = Reference(config, given, "cpu", torch.float64)
-    for adapter in trainer.adapters.values():  # not at 0
+    for adapter in trainer.adapters.values():  # at lora_b = 0, lora_a would get no gradient
         adapter.lora_b.data.normal_(std=0.1, generator=torch.Generator().manual_seed(adapter.number))
     examples = data.examples_of(config, given, 0, {})[: config.prompts]
     diversity, _, grads = trainer._policy_gradient(examples)
@@ -387,7 +387,7 @@ def test_the_gradient_is_that_of_the_objective_written_out(given):
 
 
 @pytest.mark.parametrize("kind", [Reference, Optimized])
-def test_a_resumed_run_has_the_same_bits(kind, given):
+def test_resuming_is_bit_identical(kind, given):
     whole = trained(kind, given, count=4)
     other = kind(SMALL, given, "cpu")
     other.load_state_dict(through_a_file(trained(kind, given, count=2)))
@@ -396,7 +396,7 @@ def test_a_resumed_run_has_the_same_bits(kind, given):
     assert same(whole.state_dict(), other.state_dict())
 
 
-def test_each_side_reads_the_other_s_checkpoint(given, known):
+def test_each_trainer_resumes_from_a_checkpoint_of_the_other(given, known):
     for first, second in ((Reference, Optimized), (Optimized, Reference)):
         trainer = second(SMALL, given, "cpu")
         trainer.load_state_dict(through_a_file(trained(first, given, count=4)))
@@ -404,13 +404,13 @@ def test_each_side_reads_the_other_s_checkpoint(given, known):
         assert share_of_budget(rest, known) <= 1
 
 
-def test_a_checkpoint_of_other_adapters_is_refused(given):
+def test_checkpoint_with_another_adapter_rank_is_rejected(given):
     state = trained(Reference, given, count=1).state_dict()
     with pytest.raises(ValueError, match="lora_a has shape"):
         Optimized(dataclasses.replace(SMALL, rank=2), given, "cpu").load_state_dict(state)
 
 
-def test_replies_stand_behind_their_prompts():
+def test_rows_hold_each_prompt_followed_by_its_reply():
     prompts = Prompts(torch.tensor([[5, 6, 0], [7, 8, 9]]), torch.tensor([2, 3]))
     rows = rows_of(prompts, torch.tensor([[[3, 4], [1, 1]], [[4, 1], [-1, 1]]]), end=1)
     assert rows.tokens.tolist() == [[5, 6, 3, 4, 1], [5, 6, 1, 1, 1], [7, 8, 9, 4, 1], [7, 8, 9, 0, 1]]
@@ -418,7 +418,7 @@ def test_replies_stand_behind_their_prompts():
     assert rows.sampled.tolist() == [[True, True], [True, False], [True, True], [True, True]]
 
 
-def test_what_was_drawn_is_in_its_nucleus():
+def test_nucleus_always_contains_the_sampled_token():
     logits = torch.tensor([[4.0, 3.0, 2.0, 1.0]]).log()
     for drawn_token, kept in ((0, [0, 1]), (3, [0, 1, 3])):
         found = nucleus(logits, torch.tensor([drawn_token]), temperature=0.5, top_p=0.7)
@@ -428,7 +428,7 @@ def test_what_was_drawn_is_in_its_nucleus():
     assert found.softmax(-1).tolist() == [[1, 0]]
 
 
-def test_a_step_s_number_is_checked(given):
+def test_step_number_other_than_the_next_is_rejected(given):
     with pytest.raises(ValueError, match="step 5 was given to a trainer that has made 0"):
         Reference(SMALL, given, "cpu").train_window({"step": torch.tensor(5)})
 
@@ -445,7 +445,7 @@ def test_a_step_s_number_is_checked(given):
         ({"quantization": "int8"}, "quantization='int8': use none or nf4"),
     ],
 )
-def test_a_field_that_cannot_be_is_named(fields, words):
+def test_invalid_config_field_is_named(fields, words):
     with pytest.raises(ValueError, match=words):
         dataclasses.replace(SMALL, **fields)
 
@@ -464,12 +464,12 @@ def test_a_field_that_cannot_be_is_named(fields, words):
         ({"encoder": "no/such"}, "no/such is no folder; name one that has a sentence encoder"),
     ],
 )
-def test_data_that_cannot_be_is_named(fields, words):
+def test_invalid_data_setting_is_named(fields, words):
     with pytest.raises(PerfsuiteError, match=words):
         load(dataclasses.replace(DATA, **fields)).given.sentences("cpu")
 
 
-def test_a_position_in_other_examples_is_refused(given):
+def test_data_position_from_other_examples_is_rejected(given):
     steps = Steps(given, 4, 12, 0)
     state = steps.state_dict()
     steps.load_state_dict(state)
@@ -477,7 +477,7 @@ def test_a_position_in_other_examples_is_refused(given):
         Steps(load(dataclasses.replace(DATA, synthetic=30)).given, 4, 12, 0).load_state_dict(state)
 
 
-def test_a_sentence_encoder_is_read_from_a_folder(tmp_path):
+def test_sentence_encoder_is_loaded_from_a_folder(tmp_path):
     safetensors = pytest.importorskip("safetensors.torch")
     made = drawn.sentences(3, "cpu")
     state = {f"bert.{name}": t for name, t in made.encoder.state_dict().items()}
@@ -503,9 +503,9 @@ def test_a_sentence_encoder_is_read_from_a_folder(tmp_path):
         sentences.load(tmp_path, "cpu")
 
 
-@pytest.mark.filterwarnings("ignore::FutureWarning")  # of transformers, by PEFT
-def test_the_conventional_set_up_makes_the_same_first_step(given):
-    """With the same weights, and adapters that begin at 0, the cross-entropy is the same."""
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # raised by transformers, through PEFT
+def test_conventional_set_up_has_the_same_first_cross_entropy(given):
+    """The weights are equal, and the adapters begin at 0."""
     pytest.importorskip("transformers", reason="transformers is not installed")
     pytest.importorskip("peft", reason="PEFT is not installed")
     from suite.polychromic.conventional import Conventional

@@ -1,4 +1,4 @@
-"""Long runs of polychromic: both trainers agree over a hundred steps, and killed runs resume in the same bits."""
+"""Long runs of polychromic: both trainers agree over 100 steps, and killed runs resume bit for bit."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ CONFIG = Path(__file__).parents[2] / "configs/polychromic/tiny.yaml"
 
 
 def curve(trainer):
-    """Return cross-entropy, diversity and mean number of tokens of a reply, [steps, 3]."""
+    """Return cross-entropy, diversity and mean number of tokens in a reply, [steps, 3]."""
     found = []
     for _ in range(STEPS):
         trainer.train_window({})
@@ -39,7 +39,7 @@ def curve(trainer):
 
 
 @FULLY
-def test_a_hundred_steps_agree_in_float32():
+def test_optimized_curves_match_the_reference_over_100_steps_in_float32():
     """Both sides sample with the same random numbers. The lengths of the replies would differ if their tokens did."""
     fields = {"length": 48, "batch_size": 2, "accumulation": 2, "steps": STEPS}
     config = TrainConfig(
@@ -69,7 +69,7 @@ def resumed(folder):
 
 
 @FULLY
-def test_a_run_that_is_killed_at_random_steps_goes_on_in_the_same_bits(tmp_path):
+def test_run_killed_at_random_steps_resumes_bit_identically(tmp_path):
     folder, rng, steps = tmp_path / "killed", random.Random(0), []
     for _ in range(KILLS):
         before = checkpoints.Store(folder).files()

@@ -1,4 +1,4 @@
-"""The two trainer2 trainers learn the same, window for window, and what the optimized one may not do."""
+"""The trainer2 trainers: equal metrics in each window, checkpoints, reports, configuration and GPU behaviour."""
 
 from __future__ import annotations
 
@@ -25,27 +25,27 @@ SMALL = TrainConfig(
 )
 WINDOWS = count(quick=30, full=200)
 NEIGHBOURS = 3
-"""Number of reference runs with a first field a rounding away; they show how far rounding alone moves the curve."""
+"""Number of reference runs with a perturbed initial field; they show how far rounding alone moves the curve."""
 CLAIMED = 1e-4
-"""Tolerance of the source for loss curves."""
+"""The source's tolerance for loss curves."""
 OF_THEIR_OWN = ("compiled_function", "use_cudagraphs", "autocast_bf16")
 CURVES = ("loss", "curvature", "speed", "loss_delta")
 
 
 def windows(kind, change=lambda trainer: trainer, bfloat16=False):
-    """Return a pair's side: training windows from a given first field. It gives each one's report, and the final state.
+    """Return a pair's side that trains from a given initial field. A window returns its metrics and the new state.
 
     bfloat16  whether the forward pass is in bfloat16
-    graphs    whether the optimized trainer runs as it is used. At drawn shapes, each of which would be compiled by
-              itself, it does not.
+    graphs    whether the optimized trainer compiles and captures CUDA graphs. Drawn shapes do not: each would need a
+              compilation of its own.
     """
 
     def make(field, embedding, blocks, window, graphs):
         config = dataclasses.replace(
             SMALL, width=embedding.shape[1], lattice=field.shape[0], blocks=blocks, window=window, memory_slots=2048
         )
-        # Inputs in bfloat16 stand for the reference under autocast, which shows the error of bfloat16 alone. The field
-        # is complex, for which there is no bfloat16.
+        # Inputs in bfloat16 select the reference under autocast, which shows the error of bfloat16 alone. There is no
+        # complex bfloat16 dtype for the field.
         in_half = field.dtype is torch.bfloat16
         config = dataclasses.replace(config, autocast_bf16=bfloat16 or in_half)
         field, embedding = (t.float() if in_half else t for t in (field, embedding))
@@ -78,9 +78,9 @@ COMPILED = {}
 
 
 def compiled_step(trainer):
-    """Return what a user would write: the reference's step under torch.compile, with graphs of its own.
+    """Return the reference with its step under torch.compile and its CUDA graphs, as a user would write it.
 
-    One trainer of a configuration is compiled, and takes over the state of every further one.
+    Only one trainer of each configuration is compiled; it loads the state of every later one.
     """
     key = trainer.config, len(trainer.weights["embedding"])
     if key in COMPILED:
@@ -96,11 +96,11 @@ def compiled_step(trainer):
     compiled = torch.compile(moved, mode="reduce-overhead")
 
     def call(*batch):
-        with warnings.catch_warnings():  # of what is slow in complex numbers, among others
+        with warnings.catch_warnings():  # for example about slow complex operations
             warnings.simplefilter("ignore")
             torch.compiler.cudagraph_mark_step_begin()
             after, momentum, reported = compiled(trainer.field, trainer.momentum, *batch)
-        # The graph writes to the same memory at the next call.
+        # The next replay overwrites the graph's outputs.
         trainer.field, trainer.momentum = after.clone(), momentum.clone()
         return tuple(t.clone() for t in reported)
 
@@ -110,7 +110,7 @@ def compiled_step(trainer):
 
 
 def flops(B, T, D, blocks, window):
-    """Count the operations of both windows: products of the weights, and attention, whose upper half is masked."""
+    """Count the operations of the free and the nudged window: weight products, and attention, half of it masked."""
     return 2 * window * blocks * (2 * B * T * 12 * D**2 + 2 * B * T * T * D)
 
 
@@ -142,7 +142,7 @@ trainer2 = Pair(
 )
 
 
-# The source's fastest form beside its reference, which is in float32.
+# The source's fastest form, in bfloat16, against the float32 reference.
 trainer2_bfloat16 = dataclasses.replace(
     trainer2,
     optimized=stateful(windows(Optimized, bfloat16=True), settle=2),
@@ -160,7 +160,7 @@ trainer2_bfloat16 = dataclasses.replace(
 
 
 def batches(count, config=SMALL):
-    """Yield the same items for every trainer; the last tokens of some of them are padding."""
+    """Yield the same batches for every trainer; the second half of each batch's last item is padding."""
     generator = torch.Generator().manual_seed(5)
     B, T = config.batch_size, config.sequence_length
     for _ in range(count):
@@ -204,20 +204,20 @@ def budget(known):
     return K * deviation + C * eps * (truth.abs() + truth.square().mean(0).sqrt())
 
 
-def test_both_learn_the_same_over_many_windows(known):
+def test_optimized_metrics_match_the_reference_over_many_windows(known):
     truth, plain, deviation = known
     found = curve(Optimized(SMALL, VOCABULARY, "cpu"))
     beyond = (found - truth).abs() / budget(known)
     window, which = divmod(int(beyond.argmax()), len(CURVES))
     assert beyond.max() <= 1, f"{CURVES[which]} of window {window}: {beyond.max():.2f} of its budget"
-    # The source's tolerance is finer than rounding allows where the reference itself strays further.
+    # The source's tolerance holds only if rounding alone moves the reference's curve by less.
     if K * deviation[:, 0].max() <= CLAIMED:
         assert (found - plain)[:, 0].abs().max() <= CLAIMED
     assert deviation[:, 0].max() > 0
 
 
-def test_the_curve_is_no_constant(known):
-    """Metric, rotor, field and memory all move the curve; otherwise agreement would show nothing."""
+def test_reference_loss_varies_and_all_state_except_rest_changes(known):
+    """Metric, rotor, field and memory all change; otherwise agreement would show nothing."""
     truth, *_ = known
     assert truth[:, 0].std() > 0.01
     trainer = Reference(SMALL, VOCABULARY, "cpu")
@@ -228,18 +228,18 @@ def test_the_curve_is_no_constant(known):
 
 
 @pytest.mark.parametrize("name", [t for t in TECHNIQUES if t not in OF_THEIR_OWN])
-def test_each_technique_can_be_switched_off(name, known):
+def test_switching_one_technique_off_keeps_the_metrics(name, known):
     config = dataclasses.replace(SMALL, **{name: False})
     found = curve(Optimized(config, VOCABULARY, "cpu"), 20)
     assert ((found - known[0][:20]).abs() <= budget(known)[:20]).all()
 
 
-def test_all_techniques_can_be_switched_off(known):
+def test_switching_all_techniques_off_keeps_the_metrics(known):
     found = curve(Optimized(without_techniques(SMALL), VOCABULARY, "cpu"), 20)
     assert ((found - known[0][:20]).abs() <= budget(known)[:20]).all()
 
 
-def test_in_bfloat16_it_errs_no_more_than_the_reference_does_in_it(known):
+def test_bfloat16_error_is_within_that_of_the_bfloat16_reference(known):
     config = dataclasses.replace(SMALL, autocast_bf16=True)
     truth = known[0][:50]
     plain = (curve(Reference(config, VOCABULARY, "cpu"), len(truth)) - truth).abs()
@@ -249,14 +249,14 @@ def test_in_bfloat16_it_errs_no_more_than_the_reference_does_in_it(known):
 
 
 @pytest.mark.usefixtures("quickly_compiled")
-def test_compiled_it_is_the_same(known):
+def test_compiled_metrics_match_the_reference(known):
     found = curve(Optimized(dataclasses.replace(SMALL, compiled_function=True), VOCABULARY, "cpu"), 20)
     assert ((found - known[0][:20]).abs() <= budget(known)[:20]).all()
 
 
 @pytest.mark.parametrize("first", [Reference, Optimized])
 @pytest.mark.parametrize("second", [Reference, Optimized])
-def test_each_goes_on_from_the_other_s_checkpoint(first, second):
+def test_each_trainer_resumes_from_a_checkpoint_of_the_other(first, second):
     every = list(batches(6))
     source, target = first(SMALL, VOCABULARY, "cpu"), second(SMALL, VOCABULARY, "cpu")
     for batch in every[:3]:
@@ -275,7 +275,7 @@ def test_each_goes_on_from_the_other_s_checkpoint(first, second):
 
 
 @pytest.mark.parametrize("side", [Reference, Optimized])
-def test_stopped_at_random_windows_and_resumed_it_is_the_same_bit_for_bit(side, tmp_path):
+def test_resuming_at_random_windows_is_bit_identical(side, tmp_path):
     every = list(batches(12))
     undisturbed = side(SMALL, VOCABULARY, "cpu")
     for batch in every:
@@ -297,20 +297,20 @@ def test_stopped_at_random_windows_and_resumed_it_is_the_same_bit_for_bit(side, 
 
 
 @pytest.mark.parametrize("side", [Reference, Optimized])
-def test_a_checkpoint_of_other_sizes_is_refused(side):
+def test_checkpoint_with_other_memory_slots_is_rejected(side):
     other = side(dataclasses.replace(SMALL, memory_slots=8), VOCABULARY, "cpu")
     with pytest.raises(ValueError, match=r"memory_coordinates has shape \[8, 8\] in the checkpoint and \[16, 8\] here"):
         side(SMALL, VOCABULARY, "cpu").load_state_dict(other.state_dict())
 
 
 @pytest.mark.parametrize("side", [Reference, Optimized])
-def test_a_checkpoint_of_fewer_blocks_is_refused(side):
+def test_checkpoint_with_fewer_blocks_is_rejected(side):
     other = side(SMALL, VOCABULARY, "cpu")
     with pytest.raises(ValueError, match=r"the weights 1\.contract, .* are only in the checkpoint, or only here"):
         side(dataclasses.replace(SMALL, blocks=2), VOCABULARY, "cpu").load_state_dict(other.state_dict())
 
 
-def test_where_nothing_can_be_compiled_it_trains_and_says_why(monkeypatch):
+def test_failed_compilation_warns_and_training_runs_uncompiled(monkeypatch):
     def fails(*arguments):
         raise torch._dynamo.exc.TorchDynamoException("no compiler was found")
 
@@ -327,7 +327,7 @@ def test_where_nothing_can_be_compiled_it_trains_and_says_why(monkeypatch):
     assert torch.equal(trainer.field, plain.field)
 
 
-def test_a_report_says_which_window_it_is_of():
+def test_report_contains_its_window_number():
     trainer = Optimized(SMALL, VOCABULARY, "cpu")
     assert trainer.metrics() is None
     for number, batch in enumerate(batches(5), 1):
@@ -340,7 +340,7 @@ def test_a_report_says_which_window_it_is_of():
 
 
 @pytest.mark.usefixtures("quickly_compiled")
-def test_a_second_trainer_compiles_nothing_anew():
+def test_second_trainer_recompiles_nothing():
     config = dataclasses.replace(SMALL, compiled_function=True)
     curve(Optimized(config, VOCABULARY, "cpu"), 1)
     before = torch._dynamo.utils.counters["stats"]["unique_graphs"]
@@ -349,7 +349,7 @@ def test_a_second_trainer_compiles_nothing_anew():
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == before
 
 
-def test_padding_is_not_seen():
+def test_reference_metrics_do_not_depend_on_padding_tokens():
     short = next(iter(batches(1)))
     other = {k: v.clone() for k, v in short.items()}
     other["input_ids"][-1, SMALL.sequence_length // 2 :] = 7
@@ -361,7 +361,7 @@ def test_padding_is_not_seen():
     assert found[0] == found[1]
 
 
-def test_another_shape_is_refused_where_shapes_are_static():
+def test_changed_batch_shape_is_rejected_with_static_shapes():
     trainer = Optimized(SMALL, VOCABULARY, "cpu")
     first, second = batches(2)
     trainer.train_window(first)
@@ -384,12 +384,12 @@ def test_another_shape_is_refused_where_shapes_are_static():
         ("batch_size", 17, "batch_size=17: use at most memory_slots=16"),
     ],
 )
-def test_settings_that_cannot_be_are_refused(field, value, says):
+def test_invalid_settings_are_rejected(field, value, says):
     with pytest.raises(ValueError, match=says):
         dataclasses.replace(SMALL, **{field: value})
 
 
-def test_both_print_the_same_reports_within_a_window(capsys):
+def test_both_trainers_print_the_same_reports_within_a_window(capsys):
     config = dataclasses.replace(SMALL, step_progress_every=2)
     shown = []
     for kind in (Reference, Optimized):
@@ -408,7 +408,7 @@ def test_both_print_the_same_reports_within_a_window(capsys):
         ({"step_progress_every": 8}, "step_progress_every=8: a report waits"),
     ],
 )
-def test_what_a_graph_cannot_do_is_refused(fields, says):
+def test_settings_incompatible_with_cuda_graphs_are_rejected(fields, says):
     with pytest.raises(ValueError, match=says):
         dataclasses.replace(SMALL, use_cudagraphs=True, **fields)
 
@@ -428,7 +428,7 @@ def known_on_gpu():
 
 @gpu
 @pytest.mark.parametrize("graphs", [False, True])
-def test_on_a_gpu_both_learn_the_same_over_200_windows(graphs, known_on_gpu):
+def test_gpu_metrics_match_the_reference_over_many_windows(graphs, known_on_gpu):
     config = dataclasses.replace(LARGER, use_cudagraphs=graphs, compiled_function=True)
     trainer = Optimized(config, VOCABULARY, "cuda")
     found = curve(trainer, config=LARGER)
@@ -439,7 +439,7 @@ def test_on_a_gpu_both_learn_the_same_over_200_windows(graphs, known_on_gpu):
 
 @gpu
 @pytest.mark.parametrize("graphs", [False, True])
-def test_on_a_gpu_stopped_at_twenty_random_windows_and_resumed_it_is_the_same_bit_for_bit(graphs):
+def test_gpu_resuming_at_20_random_windows_is_bit_identical(graphs):
     config = dataclasses.replace(LARGER, use_cudagraphs=graphs, compiled_function=True, warmup_steps=3)
     every = list(batches(40, config))
 
@@ -461,7 +461,7 @@ def test_on_a_gpu_stopped_at_twenty_random_windows_and_resumed_it_is_the_same_bi
 
 
 @gpu
-def test_on_a_gpu_a_window_waits_for_nothing(no_host_sync):
+def test_gpu_window_has_no_host_sync(no_host_sync):
     config = dataclasses.replace(LARGER, use_cudagraphs=True, compiled_function=True, warmup_steps=3)
     trainer = Optimized(config, VOCABULARY, "cuda")
     every = [{k: v.cuda() for k, v in batch.items()} for batch in batches(12, config)]
@@ -477,7 +477,7 @@ def test_on_a_gpu_a_window_waits_for_nothing(no_host_sync):
 
 @gpu
 @pytest.mark.parametrize("graphs", [False, True])
-def test_on_a_gpu_memory_stays_flat_over_a_hundred_epochs(graphs):
+def test_gpu_peak_memory_is_constant_over_100_epochs(graphs):
     config = dataclasses.replace(LARGER, window=8, use_cudagraphs=graphs, compiled_function=True, warmup_steps=3)
     trainer = Optimized(config, VOCABULARY, "cuda")
     peaks = []
@@ -490,8 +490,8 @@ def test_on_a_gpu_memory_stays_flat_over_a_hundred_epochs(graphs):
     assert len(set(peaks[5:])) == 1, f"{min(peaks[5:])} to {max(peaks)} bytes"
 
 
-def test_reports_are_read_as_they_arrive_however_far_the_host_is_ahead(monkeypatch):
-    """The device is simulated: its work is done when this test says so."""
+def test_latest_report_follows_the_device_however_far_the_host_is_ahead(monkeypatch):
+    """A simulated device completes its work when the test says so."""
     done = 0
 
     class Event:
@@ -520,7 +520,7 @@ def test_reports_are_read_as_they_arrive_however_far_the_host_is_ahead(monkeypat
         assert (found["window"], found["loss"]) == (window - 7, window - 7) if found else window <= 7
     assert reports.wait() == {**dict.fromkeys(CURVES, windows), "window": windows}
     assert len(reports._free) == module.AHEAD
-    for window in range(1, 2 * module.AHEAD):  # more than there are buffers for
+    for window in range(1, 2 * module.AHEAD):  # more reports than buffers
         reports.send(torch.full((4,), float(window)), window)
     assert reports.latest()["window"] == windows
     assert reports.wait()["window"] == 2 * module.AHEAD - 1

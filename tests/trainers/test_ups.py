@@ -1,4 +1,4 @@
-"""The two ups trainers learn the same, step for step; their data, caches, configurations and checkpoints."""
+"""The ups trainers: equal loss curves, checkpoints, data, caches, configurations, graphs and stages."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ SMALL = TrainConfig(
     grad_clip=0.5,
     learning_rate=1e-2,
     coder_rate=2.0,
-    # In bfloat16 the matrices' rounding would hide small mistakes.
+    # In bfloat16, rounding of the matrices would hide small errors.
     muon_in_bfloat16=False,
 )
 DATA = Data(tokens=8, latent_width=8, batch_size=4, accumulation=2, synthetic=4, synthetic_frames=5, steps=STEPS)
@@ -96,7 +96,7 @@ def known(given):
 
 
 def share(found, known):
-    """Return the largest error, as a share of what the rule allows."""
+    """Return the largest error as a fraction of the error that the rule allows."""
     return share_of_rule(found, *known, torch.float32)
 
 
@@ -105,13 +105,13 @@ def share(found, known):
 
 @functools.lru_cache(maxsize=8)
 def pair_data(tokens, latent_width):
-    """Return a few samples; the order of the examples follows from a trainer's own seed."""
+    """Return a few samples; a trainer's own seed determines the order of the examples."""
     data = dataclasses.replace(DATA, tokens=tokens, latent_width=latent_width, batch_size=2)
     return mixture_of(data)
 
 
 def steps(kind):
-    """Return a pair's side: steps from given weights of the first layer. It gives losses and the operator's size."""
+    """Return a pair's side with given first-layer weights. A step returns the loss and the RMS of each matrix."""
 
     def make(
         weight, tokens, heads, depth, batch_size, accumulation, frequency, queries, decoder_depth, compiled, rate, seed
@@ -161,8 +161,8 @@ def examples(batch_size, accumulation):
 
 ups = Pair(
     reference=stateful(steps(Reference)),
-    # In 12 batches in a row, three forms of a step have inverse losses and one has none; each is captured the fourth
-    # time.
+    # Within 12 consecutive batches, three forms of a step have inverse losses and one has none. Each is captured at
+    # its fourth call.
     optimized=stateful(steps(Optimized), settle=16),
     inputs={
         "weight": tensor("W", "L", values=floats(-0.5, 0.5), differentiable=False),
@@ -174,7 +174,7 @@ ups = Pair(
         "frequency": scalar(integers(1, 3)),
         "queries": scalar(integers(1, 20)),
         "decoder_depth": scalar(integers(1, 2)),
-        # At drawn shapes, each of which would be compiled by itself, it is not.
+        # Drawn shapes are not compiled: each would need a compilation of its own.
         "compiled": scalar(integers(0, 0)),
         "rate": scalar(floats(1e-4, 1e-2)),
         "seed": scalar(integers(0, 1000)),
@@ -226,14 +226,14 @@ ups = Pair(
 )
 
 
-# --- the same curve -------------------------------------------------------------------------------------------------
+# --- loss curves ----------------------------------------------------------------------------------------------------
 
 
-def test_both_learn_the_same(given, known):
+def test_optimized_loss_curve_matches_the_reference(given, known):
     assert share(curve(made(Optimized, given)), known) <= 1
 
 
-def test_the_curve_is_no_constant(given, known):
+def test_reference_loss_falls_and_all_weights_change(given, known):
     assert known[0][-1] < 0.9 * known[0][0]
     trainer = made(Reference, given)
     before = {name: weight.detach().clone() for name, weight in trainer.weights.items()}
@@ -243,13 +243,13 @@ def test_the_curve_is_no_constant(given, known):
 
 @pytest.mark.parametrize("name", [*TECHNIQUES, *TRADES])
 @pytest.mark.parametrize("alone", [False, pytest.param(True, marks=FULLY)])
-def test_each_switch_changes_nothing(name, alone, given, known):
+def test_toggling_one_switch_keeps_the_loss_curve(name, alone, given, known):
     config = without_techniques(SMALL) if alone else SMALL
     config = dataclasses.replace(config, **{name: alone or not getattr(config, name)})
     assert share(curve(made(Optimized, given, config)), known) <= 1
 
 
-def test_with_matrices_in_bfloat16_both_learn_the_same(given):
+def test_loss_curves_match_with_muon_in_bfloat16(given):
     config = dataclasses.replace(SMALL, muon_in_bfloat16=True)
     truth = curve(made(Reference, given, config, dtype=torch.float64))
     runs = [curve(a_rounding_away(made(Reference, given, config), seed)) for seed in range(NEIGHBOURS)]
@@ -258,7 +258,7 @@ def test_with_matrices_in_bfloat16_both_learn_the_same(given):
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
-def test_in_half_precision_both_learn_the_same_and_nothing_is_nan(precision, given, known):
+def test_half_precision_losses_match_and_weights_are_finite(precision, given, known):
     config = dataclasses.replace(SMALL, precision=precision)
     ends = [curve(made(kind, given, config)) for kind in (Reference, Optimized)]
     assert torch.stack(ends).isfinite().all()
@@ -269,7 +269,7 @@ def test_in_half_precision_both_learn_the_same_and_nothing_is_nan(precision, giv
 
 
 @pytest.mark.parametrize("kind", [Reference, Optimized])
-def test_a_step_whose_gradients_overflow_is_left_out_and_the_scale_halved(kind, given):
+def test_overflowing_gradients_skip_the_step_and_halve_the_loss_scale(kind, given):
     trainer = made(kind, given, dataclasses.replace(SMALL, precision="fp16"))
     trainer.scale.value = 2.0**120
     before = {name: weight.detach().clone() for name, weight in trainer.weights.items()}
@@ -279,8 +279,8 @@ def test_a_step_whose_gradients_overflow_is_left_out_and_the_scale_halved(kind, 
 
 
 @pytest.mark.parametrize("kind", [Reference, Optimized])
-def test_only_batches_of_the_schedule_change_encoders_and_decoders(kind, given):
-    """Micro-batches 0, 3, 6 and 9 have the inverse losses: of five steps of two, all but the third have one."""
+def test_encoders_and_decoders_change_only_in_steps_with_inverse_losses(kind, given):
+    """Micro-batches 0, 3, 6 and 9 have inverse losses: the third of five two-batch steps has none."""
     trainer = made(kind, given)
     changed = []
     for _ in range(5):
@@ -291,8 +291,8 @@ def test_only_batches_of_the_schedule_change_encoders_and_decoders(kind, given):
 
 
 @pytest.mark.parametrize("kind", [Reference, Optimized])
-def test_encoders_and_decoders_have_a_learning_rate_of_their_own(kind, given):
-    """A rate three times as large moves them three times as far, and the operator as before."""
+def test_coder_rate_scales_only_the_updates_of_encoders_and_decoders(kind, given):
+    """Three times the rate moves them three times as far, and the operator as far as before."""
     moved = []
     for factor in (1.0, 3.0):
         trainer = kind(dataclasses.replace(SMALL, coder_rate=factor), given, "cpu")
@@ -306,7 +306,7 @@ def test_encoders_and_decoders_have_a_learning_rate_of_their_own(kind, given):
 
 
 @pytest.mark.parametrize("kind", [Reference, Optimized])
-def test_without_inverse_losses_encoders_and_decoders_stay(kind, given):
+def test_encoders_and_decoders_do_not_change_without_inverse_losses(kind, given):
     config = dataclasses.replace(SMALL, lambda_enc=0.0, lambda_dec=0.0)
     trainer = made(kind, given, config)
     before = {name: trainer.weights[name].detach().clone() for name in trainer.groups["coders"]}
@@ -314,7 +314,7 @@ def test_without_inverse_losses_encoders_and_decoders_stay(kind, given):
     assert all(torch.equal(trainer.weights[name], weight) for name, weight in before.items())
 
 
-def test_without_inverse_losses_nothing_is_decoded(given, monkeypatch):
+def test_decoder_is_not_called_without_inverse_losses(given, monkeypatch):
     config = dataclasses.replace(SMALL, lambda_enc=0.0, lambda_dec=0.0)
     trainer = made(Optimized, given, config)
     monkeypatch.setattr(trainer.networks.decoder("darcy2d"), "forward", None)
@@ -325,14 +325,14 @@ def test_without_inverse_losses_nothing_is_decoded(given, monkeypatch):
         other.train_window({})
 
 
-def test_checkpointing_leaves_the_curve_bit_for_bit(given):
+def test_activation_checkpoint_keeps_the_loss_curve_bit_for_bit(given):
     plain, checkpointed = (
         curve(made(Optimized, given, dataclasses.replace(SMALL, activation_checkpoint=on))) for on in (False, True)
     )
     assert torch.equal(plain, checkpointed)
 
 
-def test_offloaded_state_lies_on_the_cpu_and_the_weights_change(given):
+def test_cpu_offload_uses_offloaded_hybrid_and_changes_all_weights(given):
     trainer = made(Optimized, given, dataclasses.replace(SMALL, cpu_offload_optimizer=True))
     assert all(type(o).__name__ == "OffloadedHybrid" for o in trainer.optimizers.values())
     before = {name: weight.detach().clone() for name, weight in trainer.weights.items()}
@@ -340,7 +340,7 @@ def test_offloaded_state_lies_on_the_cpu_and_the_weights_change(given):
     assert not any(torch.equal(weight, before[name]) for name, weight in trainer.weights.items())
 
 
-def test_the_offloaded_step_is_the_one_beside_the_device():
+def test_offloaded_hybrid_step_equals_hybrid_muon_adamw():
     generator = torch.Generator().manual_seed(0)
     shapes = [(4, 6), (6,), (4, 6), (5, 2)]
     draw = lambda: [torch.randn(shape, generator=generator) for shape in shapes]  # noqa: E731
@@ -355,7 +355,7 @@ def test_the_offloaded_step_is_the_one_beside_the_device():
     assert same(steps[0].state_dict(), steps[1].state_dict())
 
 
-def test_averages_follow_the_weights(given):
+def test_averages_are_an_exponential_moving_average_of_the_weights(given):
     trainer = made(Optimized, given)
     first = {name: a.clone() for name, a in trainer.averages.items()}
     trainer.train_window({})
@@ -364,7 +364,7 @@ def test_averages_follow_the_weights(given):
         torch.testing.assert_close(average, expected)
 
 
-def test_sharding_is_ignored_in_a_line(given):
+def test_use_fsdp2_in_one_process_is_ignored_with_a_warning(given):
     config = dataclasses.replace(SMALL, use_fsdp2=True)
     for kind in (Reference, Optimized):
         with pytest.warns(RuntimeWarning, match=r"^use_fsdp2: a single process trains, so that nothing is sharded$"):
@@ -375,7 +375,7 @@ def test_sharding_is_ignored_in_a_line(given):
 
 
 @pytest.mark.parametrize(("first", "second"), [*itertools.product((Reference, Optimized), repeat=2)])
-def test_each_goes_on_from_the_other_s_checkpoint(first, second, given):
+def test_each_trainer_resumes_from_a_checkpoint_of_the_other(first, second, given):
     target = made(second, given)
     target.load_state_dict(through_a_file(trained(first, given, steps=3)))
     found = curve(target, 3)
@@ -390,7 +390,7 @@ def test_each_goes_on_from_the_other_s_checkpoint(first, second, given):
     "changes",
     [{}, pytest.param({"precision": "fp16"}, marks=FULLY), {"cpu_offload_optimizer": True, "resident_latents": False}],
 )
-def test_stopped_at_random_steps_and_resumed_it_is_the_same_bit_for_bit(kind, changes, given):
+def test_resuming_at_random_steps_is_bit_identical(kind, changes, given):
     config = dataclasses.replace(SMALL, **changes)
     expected = trained(kind, given, config, 8).state_dict()
     rng = random.Random(0)
@@ -403,7 +403,7 @@ def test_stopped_at_random_steps_and_resumed_it_is_the_same_bit_for_bit(kind, ch
 
 
 @pytest.mark.parametrize("kind", [Reference, Optimized])
-def test_a_run_that_is_resumed_ends_in_the_same_bits(kind, tmp_path):
+def test_resuming_through_fit_is_bit_identical(kind, tmp_path):
     ends = []
     for name, ends_at in (("whole", [6]), ("parts", [2, 6])):
         options = [Options(folder=str(tmp_path / name), windows=windows) for windows in ends_at]
@@ -416,7 +416,7 @@ def test_a_run_that_is_resumed_ends_in_the_same_bits(kind, tmp_path):
     assert same(*ends)
 
 
-def test_a_checkpoint_of_another_depth_or_stage_is_refused(given):
+def test_checkpoint_of_another_depth_or_stage_is_rejected(given):
     state = made(Reference, given).state_dict()
     with pytest.raises(ValueError, match="only in the checkpoint, or only here"):
         made(Reference, given, dataclasses.replace(SMALL, depth=1)).load_state_dict(state)
@@ -429,7 +429,7 @@ def test_a_checkpoint_of_another_depth_or_stage_is_refused(given):
 
 
 def files(folder, samples=3, cells=16):
-    """Write a file of each task, in PDEBench's layout."""
+    """Write one file per task in PDEBench's layout."""
     rng = numpy.random.default_rng(0)
     x = ((numpy.arange(cells) + 0.5) / cells).astype("f4")
     with h5py.File(folder / "1D_Advection_Sols_beta1.0.hdf5", "w") as file:
@@ -444,11 +444,11 @@ def files(folder, samples=3, cells=16):
     return dataclasses.replace(DATA, data=str(folder))
 
 
-def test_latents_are_encoded_once_and_then_mapped(tmp_path, monkeypatch):
+def test_latents_are_encoded_once_and_then_memory_mapped(tmp_path, monkeypatch):
     data = files(tmp_path)
     first = mixture_of(data)
     assert sorted(p.suffix for p in tmp_path.iterdir()) == [".hdf5", ".hdf5", ".json", ".json", ".npy", ".npy"]
-    monkeypatch.setattr(latents_module, "_encode", None)  # would be called
+    monkeypatch.setattr(latents_module, "_encode", None)  # a call would raise
     second = mixture_of(data)
     for one, other in zip(first.tasks, second.tasks, strict=True):
         assert torch.equal(one.latents.rows, other.latents.rows)
@@ -457,7 +457,7 @@ def test_latents_are_encoded_once_and_then_mapped(tmp_path, monkeypatch):
         assert torch.isfinite(curve(made(kind, second), 2)).all()
 
 
-def test_latents_are_the_frozen_encoder_s_of_the_normalised_fields(tmp_path):
+def test_latents_are_frozen_encoder_outputs_of_normalised_fields(tmp_path):
     for task in mixture_of(files(tmp_path)).tasks:
         encoder = latents_module.frozen_encoder(task.task, 8, 8, 0)
         for sample, state in itertools.product(range(3), range(task.fields.states)):
@@ -469,7 +469,7 @@ def test_latents_are_the_frozen_encoder_s_of_the_normalised_fields(tmp_path):
         assert 0.5 < values.std() < 1.5
 
 
-def test_another_encoder_has_a_cache_of_its_own(tmp_path):
+def test_each_encoder_seed_has_its_own_latent_cache(tmp_path):
     data = files(tmp_path)
     first = mixture_of(data)
     other = mixture_of(dataclasses.replace(data, seed=1))
@@ -491,7 +491,7 @@ def test_another_encoder_has_a_cache_of_its_own(tmp_path):
         ),
     ],
 )
-def test_a_damaged_cache_is_refused_in_a_line(spoil, message, tmp_path):
+def test_damaged_latent_cache_raises_one_line_error(spoil, message, tmp_path):
     data = files(tmp_path)
     mixture_of(data)
     array = next(tmp_path.glob("1D*.npy"))
@@ -503,7 +503,7 @@ def test_a_damaged_cache_is_refused_in_a_line(spoil, message, tmp_path):
     mixture_of(data)
 
 
-def test_a_cache_is_read_whole_only_where_its_file_may_have_changed(tmp_path, monkeypatch):
+def test_latent_cache_is_hashed_only_if_its_file_may_have_changed(tmp_path, monkeypatch):
     data = files(tmp_path)
     mixture_of(data)
     compared = []
@@ -518,7 +518,7 @@ def test_a_cache_is_read_whole_only_where_its_file_may_have_changed(tmp_path, mo
     assert compared == [array.name]
 
 
-def test_a_cache_that_cannot_be_written_leaves_nothing(tmp_path, monkeypatch):
+def test_latent_cache_that_cannot_be_written_leaves_no_files(tmp_path, monkeypatch):
     data = files(tmp_path)
 
     def full(*arguments):
@@ -530,7 +530,7 @@ def test_a_cache_that_cannot_be_written_leaves_nothing(tmp_path, monkeypatch):
     assert {p.suffix for p in tmp_path.iterdir()} == {".hdf5"}
 
 
-def test_an_epoch_has_each_example_once(given):
+def test_epoch_visits_each_example_at_most_once(given):
     maker = Maker(given=given, config=SMALL)
     for place, task in enumerate(given.tasks):
         examples, each = task.count(), maker.counts[place]
@@ -541,7 +541,7 @@ def test_an_epoch_has_each_example_once(given):
         assert set(rows) <= trained_on
 
 
-def test_the_micro_batches_of_ranks_are_those_of_one_process_with_more_accumulation(given):
+def test_micro_batches_of_two_ranks_equal_those_of_one_process(given):
     config = dataclasses.replace(SMALL, inverse_loss_frequency=1)
     makers = [Maker(given=dataclasses.replace(given, rank=rank, ranks=2), config=config) for rank in range(2)]
     alone = Maker(given=given, config=config)
@@ -559,15 +559,15 @@ def test_the_micro_batches_of_ranks_are_those_of_one_process_with_more_accumulat
     assert not torch.equal(makers[0][0].scales, makers[1][0].scales)
 
 
-def test_batches_have_both_tasks_in_their_share(given):
+def test_batch_contains_both_tasks_in_equal_shares(given):
     batch = Maker(given=given, config=SMALL)[0]
     assert [(part.task, len(part.before)) for part in batch.parts] == [("advection1d", 2), ("darcy2d", 2)]
     assert batch.scales.shape == (2, 2, 4)
 
 
 @pytest.mark.parametrize("resident", [False, True])
-def test_inverse_losses_take_the_latents_before_and_after_the_step(given, resident):
-    """Otherwise the decoder of Darcy flow would never see a solution."""
+def test_inverse_losses_use_latents_before_and_after_the_step(given, resident):
+    """Otherwise the decoder of Darcy flow would never be trained on a solution."""
     config = dataclasses.replace(SMALL, inverse_loss_frequency=2)
     maker = Maker(given=given, config=config)
     source = Resident(maker, torch.device("cpu")) if resident else maker
@@ -587,8 +587,8 @@ def test_inverse_losses_take_the_latents_before_and_after_the_step(given, reside
     assert states == {task.task: {0, 1} for task in given.tasks}
 
 
-@FULLY  # `loader` proves workers, too
-def test_workers_make_the_same_batches(given):
+@FULLY  # the switch `loader` also tests workers
+def test_workers_produce_the_same_batches(given):
     config = dataclasses.replace(SMALL, num_workers=1, prefetch_factor=2)
     maker = Maker(given=given, config=config)
     feed = Feed(maker)
@@ -600,7 +600,7 @@ def test_workers_make_the_same_batches(given):
                 assert torch.equal(getattr(one, field.name), getattr(other, field.name))
 
 
-def test_a_position_in_other_data_is_refused(given):
+def test_data_position_from_other_data_is_rejected(given):
     state = load(DATA).batches.state_dict()
     with pytest.raises(PerfsuiteError, match="the data has changed since the checkpoint was written"):
         load(dataclasses.replace(DATA, synthetic=5)).batches.load_state_dict(state)
@@ -620,7 +620,7 @@ def test_a_position_in_other_data_is_refused(given):
         (["--grad_clip", "0"], "grad_clip=0.0: use a number above 0, or null"),
     ],
 )
-def test_a_mistake_is_reported_in_a_line(options, message, tmp_path, monkeypatch):
+def test_invalid_option_is_reported_without_a_traceback(options, message, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     config = str(ROOT / "configs/ups/tiny.yaml")
     result = CliRunner().invoke(train, ["ups", "--config", config, "--device", "cpu", *options])
@@ -629,13 +629,13 @@ def test_a_mistake_is_reported_in_a_line(options, message, tmp_path, monkeypatch
     assert "Traceback" not in result.output
 
 
-def test_cells_that_do_not_divide_into_tokens_are_refused(tmp_path):
+def test_cells_not_divisible_by_tokens_are_rejected(tmp_path):
     data = dataclasses.replace(files(tmp_path, cells=12), tokens=8)
     with pytest.raises(PerfsuiteError, match=r"tokens=8: .* has 12 cells, which do not divide into 8 tokens"):
         mixture_of(data)
 
 
-def test_it_runs_at_once(tmp_path, monkeypatch):
+def test_tiny_configuration_trains_three_steps(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     config = str(ROOT / "configs/ups/tiny.yaml")
     result = CliRunner().invoke(train, ["ups", "--config", config, "--device", "cpu", "--steps", "3"])
@@ -644,13 +644,13 @@ def test_it_runs_at_once(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "configs/ups").glob("*.yaml")), ids=lambda path: path.stem)
-def test_every_configuration_is_one(path):
+def test_every_configuration_file_is_valid(path):
     chosen, _, data = configuration.read([trainers.config_of("ups"), Options, trainers.data_config_of("ups")], path)
     assert (chosen.batch_size, chosen.accumulation) == (data.batch_size, data.accumulation)
     assert path.stem == "tiny" or chosen.depth == 12
 
 
-def test_the_configurations_have_the_source_s_values():
+def test_configuration_files_have_the_source_s_values():
     def of(name):
         kinds = [trainers.config_of("ups"), trainers.data_config_of("ups")]
         chosen, _ = configuration.read(kinds, ROOT / f"configs/ups/{name}.yaml")
@@ -674,7 +674,7 @@ def test_the_configurations_have_the_source_s_values():
 
 
 @pytest.mark.parametrize("again", [False, True])
-def test_an_operator_in_two_parts_learns_the_same(again, given, known, monkeypatch):
+def test_operator_in_two_parts_has_the_same_loss_curve(again, given, known, monkeypatch):
     monkeypatch.setattr(Optimized, "_has_parts", lambda trainer: True)
     trainer = made(Optimized, given, dataclasses.replace(SMALL, activation_checkpoint=again))
     assert share(curve(trainer), known) <= 1
@@ -685,7 +685,7 @@ def test_an_operator_in_two_parts_learns_the_same(again, given, known, monkeypat
 
 
 @pytest.mark.parametrize("again", [False, True])
-def test_blocks_share_the_compiled_code_of_their_sublayers(again, monkeypatch):
+def test_blocks_share_compiled_sublayer_graphs(again, monkeypatch):
     graphs = []
     monkeypatch.setattr(compiled_function, "_inductor", lambda graph, inputs, **options: graphs.append(1) or graph)
     operator = Operator(latent_width=8, width=16, depth=3, heads=2)
@@ -700,11 +700,11 @@ def test_blocks_share_the_compiled_code_of_their_sublayers(again, monkeypatch):
     torch.testing.assert_close(found[0], found[1], rtol=0, atol=0)
 
 
-# --- a step as one graph --------------------------------------------------------------------------------------------
+# --- a step as one CUDA graph ---------------------------------------------------------------------------------------
 
 
 class Replays:
-    """Stand-in for CUDA: a replay calls the step over its static inputs, and Python's records are not repeated."""
+    """Stand-in for CUDA graphs: each replay calls the step again with its static inputs."""
 
     def __init__(self):
         self.captured = 0
@@ -726,20 +726,20 @@ class Replays:
 
 
 @pytest.mark.parametrize("stage", ["operator", "diffusion", "consistency"])
-def test_a_step_is_a_function_of_its_tensors(given, runs, stage):
+def test_replayed_steps_equal_eager_steps(given, runs, stage):
     config = at_stage(stage, runs) if stage != "operator" else SMALL
     plain, replayed = made(Optimized, given, config), made(Optimized, given, config)
     graphs = Replays()
     replayed._replayed = CudaGraphStep(replayed._step, warmup=1, graphs=8, device="cpu", backend=graphs)
     assert torch.equal(curve(plain, 12), curve(replayed, 12))
     assert same(plain.state_dict(), replayed.state_dict())
-    # With three batches in a row, a step of two has inverse losses in the first, in the second or in none.
+    # Every third batch has inverse losses: the first of a step's two batches, the second or none.
     assert graphs.captured == (3 if stage == "operator" else 1)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("changes", [{}, {"precision": "bf16"}, {"grad_clip": None}, {"activation_checkpoint": True}])
-def test_on_a_gpu_a_replayed_step_is_the_eager_one(given, changes):
+def test_gpu_replayed_losses_match_eager_losses(given, changes):
     config = dataclasses.replace(SMALL, compile=False, **changes)
     eager = Optimized(dataclasses.replace(config, cuda_graphs=False), given, "cuda")
     replayed = Optimized(config, given, "cuda")
@@ -751,7 +751,7 @@ def test_on_a_gpu_a_replayed_step_is_the_eager_one(given, changes):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("graphs", [True, False])
-def test_on_a_gpu_compiled_it_learns_the_same(given, graphs):
+def test_gpu_compiled_loss_curve_matches_the_reference(given, graphs):
     truth = curve(made(Reference, given, dtype=torch.float64), 30)
     runs = [curve(a_rounding_away(Reference(SMALL, given, "cuda"), seed), 30) for seed in range(NEIGHBOURS)]
     compiled = Optimized(dataclasses.replace(SMALL, compile=True, cuda_graphs=graphs), given, "cuda")
@@ -759,7 +759,7 @@ def test_on_a_gpu_compiled_it_learns_the_same(given, graphs):
     assert isinstance(compiled._replayed, CudaGraphStep) == graphs
 
 
-def test_it_settles_once_each_form_of_a_step_was_captured(given, monkeypatch):
+def test_settles_covers_the_capture_of_every_form_of_a_step(given, monkeypatch):
     trainer = made(Optimized, given)
     assert trainer.settles == 3
     monkeypatch.setattr(Optimized, "_is_captured", lambda trainer: True)
@@ -778,7 +778,7 @@ def test_it_settles_once_each_form_of_a_step_was_captured(given, monkeypatch):
         ({"cuda_graphs": False}, False),
     ],
 )
-def test_a_step_is_captured_where_the_host_has_no_part_in_it(given, monkeypatch, changes, captured):
+def test_step_is_captured_only_if_it_needs_no_host_work(given, monkeypatch, changes, captured):
     trainer = made(Optimized, given, dataclasses.replace(SMALL, **changes))
     assert not trainer._is_captured()
     trainer.device = torch.device("cuda")
@@ -786,12 +786,12 @@ def test_a_step_is_captured_where_the_host_has_no_part_in_it(given, monkeypatch,
     assert trainer._is_captured() == captured
 
 
-# --- the stages after the operator's --------------------------------------------------------------------------------
+# --- the stages after the operator ----------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    """Return stage → folder of a run of three steps, each stage from the one before."""
+    """Return stage → folder of a run of three steps; each stage starts from the one before."""
     folders = {}
     for stage in ("operator", "diffusion", "consistency"):
         folders[stage] = tmp_path_factory.mktemp(stage)
@@ -808,7 +808,7 @@ def at_stage(stage, folders):
 
 
 @pytest.mark.parametrize("stage", ["diffusion", "consistency"])
-def test_both_learn_the_same_at_each_stage(stage, runs, given):
+def test_optimized_loss_curve_matches_the_reference_at_each_stage(stage, runs, given):
     config = at_stage(stage, runs)
     truth = curve(made(Reference, given, config, dtype=torch.float64))
     compared = [curve(made(Reference, given, config))]
@@ -819,7 +819,7 @@ def test_both_learn_the_same_at_each_stage(stage, runs, given):
 
 
 @pytest.mark.parametrize("stage", ["diffusion", "consistency"])
-def test_a_stage_trains_the_denoiser_alone_and_resumes_bit_for_bit(stage, runs, given):
+def test_stage_trains_only_the_denoiser_and_resuming_is_bit_identical(stage, runs, given):
     config = at_stage(stage, runs)
     trainer = made(Optimized, given, config)
     before = trainer.state_dict()
@@ -838,7 +838,7 @@ def test_a_stage_trains_the_denoiser_alone_and_resumes_bit_for_bit(stage, runs, 
 
 @pytest.mark.parametrize("stage", ["diffusion", "consistency"])
 @pytest.mark.parametrize("precision", ["bf16", pytest.param("fp16", marks=FULLY)])
-def test_a_stage_in_half_precision_learns_nearly_the_same(precision, stage, runs, given):
+def test_stage_losses_in_half_precision_are_within_5_percent_of_float32(precision, stage, runs, given):
     config = at_stage(stage, runs)
     expected = curve(made(Reference, given, config), 3)
     for kind in (Reference, Optimized):
@@ -846,7 +846,7 @@ def test_a_stage_in_half_precision_learns_nearly_the_same(precision, stage, runs
         torch.testing.assert_close(found, expected, rtol=0.05, atol=0)
 
 
-def test_the_diffusion_starts_from_the_averaged_operator_and_the_student_from_its_teacher(runs, given):
+def test_diffusion_starts_from_averaged_operator_and_student_from_its_teacher(runs, given):
     operator = stages.opened(runs["operator"])[1].trainer["averages"]
     diffusion = made(Optimized, given, at_stage("diffusion", runs)).refiner
     assert all(torch.equal(weight, operator[name]) for name, weight in diffusion.frozen.weights().items())
@@ -858,7 +858,7 @@ def test_the_diffusion_starts_from_the_averaged_operator_and_the_student_from_it
     assert torch.equal(student.residual_scale, diffusion.residual_scale)
 
 
-def test_steps_of_ddim_with_the_true_v_end_at_the_residual():
+def test_ddim_steps_with_the_true_v_end_at_the_residual():
     generator = torch.Generator().manual_seed(0)
     residual, noise = torch.randn(2, 3, 4, 5, generator=generator, dtype=torch.float64)
     x = noise
@@ -872,7 +872,7 @@ def test_steps_of_ddim_with_the_true_v_end_at_the_residual():
     torch.testing.assert_close(x, residual)
 
 
-def test_a_stage_of_the_wrong_checkpoint_is_refused_in_a_line(runs, given):
+def test_stage_that_starts_from_a_wrong_checkpoint_is_rejected(runs, given):
     with pytest.raises(PerfsuiteError, match="is of the stage operator, and consistency starts from diffusion"):
         made(Optimized, given, dataclasses.replace(SMALL, stage="consistency", init=str(runs["operator"])))
     with pytest.raises(PerfsuiteError, match="does not fit: "):

@@ -1,4 +1,4 @@
-"""ups in several ranks over gloo: the same curve, the same weights, checkpoints for any number, and how a run ends."""
+"""ups in several ranks over gloo: loss curves, weights, checkpoints for any number of ranks, and how a run ends."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ from suite.ups.config import OF_RANKS, TECHNIQUES
 ROOT = Path(__file__).resolve().parents[2]
 STEPS = 5
 EACH_BATCH = {"inverse_loss_frequency": 1}
-"""Schedule with inverse losses in each batch; with another one, processes with more accumulation would differ."""
+"""Schedule with inverse losses in each batch; with others, one process with more accumulation would differ."""
 LIMIT_S = 30.0
 """Seconds within which all ranks must have ended after one was killed."""
 
@@ -85,7 +85,7 @@ def known_to(steps, begin=None):
 
 
 def share(job, known):
-    """Return the largest error of a job's curve, as a share of what the rule allows."""
+    """Return the largest error of a job's curve as a fraction of the error that the rule allows."""
     return share_of_rule(torch.tensor(job["losses"], dtype=torch.float64), *known, torch.float32)
 
 
@@ -96,7 +96,7 @@ SWITCHED = dict.fromkeys((*TECHNIQUES, *OF_RANKS), False) | {
 }
 
 
-def test_ranks_learn_what_one_process_learns_and_read_its_checkpoints(tmp_path, monkeypatch):
+def test_loss_curves_and_checkpoints_of_ranks_match_those_of_one_process(tmp_path, monkeypatch):
     begin, middle, sharded = (str(tmp_path / f"{name}.pt") for name in ("begin", "middle", "sharded"))
     torch.save(alone(Reference, 4).state_dict(), begin)
     two, four = {**EACH_BATCH, "accumulation": 2}, {**EACH_BATCH, "accumulation": 1}
@@ -124,7 +124,7 @@ def test_ranks_learn_what_one_process_learns_and_read_its_checkpoints(tmp_path, 
         ]
         alike += [
             {"side": "optimized", "changes": SHARDED | {"lambda_enc": 0.0, "lambda_dec": 0.0}, "steps": 2},
-            # Only rank 0 has a part of weights with a single row.
+            # Of weights with a single row, only rank 0 has a part.
             {"side": "optimized", "changes": SHARDED | {"precision": "fp16", "grad_clip": 0.5}, "steps": 2},
             {"side": "optimized", "changes": {"precision": "fp16", "grad_clip": 0.5, "accumulation": 1}, "steps": 2},
         ]
@@ -136,12 +136,12 @@ def test_ranks_learn_what_one_process_learns_and_read_its_checkpoints(tmp_path, 
     truth, *others = (torch.tensor(job["losses"], dtype=torch.float64) for job in compared)
     for other in others:
         torch.testing.assert_close(other, truth, rtol=1e-4, atol=0)
-    # From two ranks to one, and to four.
+    # Resume the two ranks' state in one rank, and in four.
     for left in (middle, sharded) if FULL else (sharded,):
         resumed = alone(Optimized, 4)
         resumed.load_state_dict(torch.load(left, weights_only=True))
         assert share({"losses": curve(resumed, STEPS).tolist()}, known_to(STEPS, left)) <= 1
-    if not FULL:  # four processes take two cores long to start
+    if not FULL:  # on two cores, four processes start slowly
         return
     jobs = [
         {"side": "optimized", "changes": four, "steps": STEPS, "begin": middle},
@@ -153,7 +153,7 @@ def test_ranks_learn_what_one_process_learns_and_read_its_checkpoints(tmp_path, 
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
-def test_each_rank_owns_as_much_of_the_weights(ranks):
+def test_bucket_splits_weights_evenly_between_ranks(ranks):
     sizes = [(12, 8), (8, 8), (8,), (8,), (16, 8), (8, 8), (12, 8), (12,), (16, 8)]
     buckets = [
         Bucket([torch.full(size, 1.0 + i) for i, size in enumerate(sizes)], ranks, rank) for rank in range(ranks)
@@ -167,7 +167,7 @@ def test_each_rank_owns_as_much_of_the_weights(ranks):
         ends = [(owner, at, at + math.prod(size)) for (owner, at), size in zip(bucket.places, sizes, strict=True)]
         followed = zip(sorted(ends), sorted(ends)[1:], strict=False)
         assert all(a[0] != b[0] or a[2] <= b[1] for a, b in followed)
-        assert max(end for *_, end in ends) < bucket.buffer.shape[1]  # the last element is the number's
+        assert max(end for *_, end in ends) < bucket.buffer.shape[1]  # the last element holds an extra number
 
 
 # --- the command ----------------------------------------------------------------------------------------------------
@@ -190,7 +190,7 @@ def ended(process):
 
 
 def ranks_of(process):
-    """Return rank → process id of the ranks that run."""
+    """Return rank → process id of the running ranks."""
     found = {}
     for child in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split():
         variables = Path(f"/proc/{child}/environ").read_bytes().split(b"\0")
@@ -214,7 +214,7 @@ def once(condition, limit_s=60.0):
 
 
 def new_files(process, folder, before):
-    """Return whether a run has written a checkpoint, or ended."""
+    """Return whether a run has written a new checkpoint, or ended."""
     return process.poll() is not None or checkpoints.Store(folder).files() != before
 
 
@@ -222,7 +222,7 @@ def last_of(folder):
     return checkpoints.load(checkpoints.Store(folder).latest(), "ups")
 
 
-def test_ranks_that_are_killed_at_random_moments_end_in_one_line_and_go_on_in_the_same_bits(tmp_path):
+def test_killed_rank_ends_all_with_one_line_and_the_run_resumes_bit_identically(tmp_path):
     steps, folder, rng = count(quick=100, full=1500), tmp_path / "killed", random.Random(0)
     kills = 0
     every = ("--checkpoint_every", "10", "--steps", str(steps))
@@ -231,19 +231,19 @@ def test_ranks_that_are_killed_at_random_moments_end_in_one_line_and_go_on_in_th
         process = begun(folder, *every, *resume)
         pids = once(functools.partial(both, process))
         before = checkpoints.Store(folder).files()
-        if rng.random() < 0.7:  # else while they start
+        if rng.random() < 0.7:  # otherwise kill while they start
             once(functools.partial(new_files, process, folder, before))
         time.sleep(rng.uniform(0, 0.5))
         rank = rng.randrange(2)
         try:
             os.kill(pids[rank], signal.SIGKILL)
-        except ProcessLookupError:  # it came too late
+        except ProcessLookupError:  # the run had already ended
             ended(process)
             break
         killed = time.monotonic()
         code, lines = ended(process)
         assert time.monotonic() - killed < LIMIT_S
-        if code == 0:  # it came too late
+        if code == 0:  # the run had already ended
             break
         assert (code, len(lines)) == (128 + signal.SIGKILL, 1), lines
         assert lines[0].startswith(
@@ -252,7 +252,7 @@ def test_ranks_that_are_killed_at_random_moments_end_in_one_line_and_go_on_in_th
         assert not any(Path(f"/proc/{pid}").exists() for pid in pids.values())
         kills += 1
     assert kills >= count(quick=0, full=20)
-    if not FULL:  # that a run is resumed in the same bits is shown without ranks, too
+    if not FULL:  # tests without ranks also resume runs bit for bit
         return
     resume = ("--resume", "latest") if checkpoints.Store(folder).files() else ()
     assert ended(begun(folder, *every, *resume))[0] == 0
@@ -262,7 +262,7 @@ def test_ranks_that_are_killed_at_random_moments_end_in_one_line_and_go_on_in_th
 
 
 @FULLY
-def test_a_signal_ends_all_ranks_after_the_same_step(tmp_path):
+def test_sigterm_ends_ranks_after_a_whole_step_and_saves_a_checkpoint(tmp_path):
     process = begun(tmp_path, "--steps", "100000", "--checkpoint_every", "10")
     once(lambda: checkpoints.Store(tmp_path).files())
     process.send_signal(signal.SIGTERM)
@@ -282,7 +282,7 @@ signal.signal(signal.SIGTERM, signal.SIG_IGN)
 pathlib.Path(sys.argv[1], os.environ["RANK"]).touch()
 time.sleep(60 if os.environ["RANK"] == "0" or sys.argv[2] == "both" else 0)
 """
-"""Program of two ranks, of which rank 0, or both, wait for a signal."""
+"""Program of two ranks. Rank 0, or both, wait for a signal."""
 
 
 def signalled(folder, which, *signals):
@@ -303,19 +303,19 @@ def signalled(folder, which, *signals):
         sender.join()
 
 
-def test_a_second_signal_ends_all_ranks_at_once(tmp_path):
+def test_second_sigterm_ends_all_ranks_at_once(tmp_path):
     with pytest.raises(launching.RankFailedError, match="all ranks were ended at once by a second SIGTERM") as failed:
         signalled(tmp_path / "ranks", "both", signal.SIGTERM, signal.SIGTERM)
     assert failed.value.code == 128 + signal.SIGTERM
 
 
-def test_sigint_that_reaches_the_launcher_alone_is_passed_on(tmp_path, monkeypatch):
+def test_launcher_forwards_sigint_to_the_ranks(tmp_path, monkeypatch):
     monkeypatch.setattr(launching, "PASSED_ON_S", 0.1)
     assert signalled(tmp_path / "ranks", "first", signal.SIGINT) == 128 + signal.SIGINT
 
 
-def test_a_launched_rank_that_gets_a_signal_twice_saves():
-    """The system may send SIGTERM to all processes of a service, and the launcher also passes on its own."""
+def test_launched_rank_treats_repeated_signals_as_one():
+    """The system may send SIGTERM to all processes of a service, and the launcher forwards its own, too."""
     messages = []
     before = signal.getsignal(signal.SIGTERM)
     try:
@@ -337,7 +337,7 @@ def test_a_launched_rank_that_gets_a_signal_twice_saves():
         ("rank == '1' and time.sleep(60); sys.exit(75)", "rank 1 did not end when others had"),
     ],
 )
-def test_ranks_that_lose_one_another_end_in_one_line(program, message, monkeypatch):
+def test_ranks_that_lose_contact_raise_rank_failed_error(program, message, monkeypatch):
     monkeypatch.setattr(launching, "GRACE_S", 0.5)
     program = f"import os, sys, time; rank = os.environ['RANK']; {program}"
     with pytest.raises(launching.RankFailedError, match=message) as failed:
@@ -358,14 +358,14 @@ def test_ranks_that_lose_one_another_end_in_one_line(program, message, monkeypat
         ("", "rank 1 ended with exit code 3"),
     ],
 )
-def test_a_rank_that_fails_is_one_line_with_its_exception(text, message):
+def test_error_of_a_failed_rank_is_its_exception_in_one_line(text, message):
     program = f"import os, sys; rank = os.environ['RANK']; rank == '1' and (print({text!r}), sys.exit(3))"
     with pytest.raises(launching.RankFailedError) as failed:
         launching.launch([sys.executable, "-c", program], 2)
     assert (str(failed.value), failed.value.code) == (message, 3)
 
 
-def test_ranks_that_cannot_be_started_are_one_line(monkeypatch):
+def test_failure_to_start_ranks_raises_perfsuite_error(monkeypatch):
     def full(*arguments, **options):
         raise OSError(errno.EMFILE, "Too many open files")
 
@@ -386,14 +386,14 @@ os.kill(os.getpid(), 9)
 
 
 @FULLY
-def test_workers_end_with_a_rank_that_is_killed(monkeypatch):
+def test_workers_end_when_their_rank_is_killed(monkeypatch):
     monkeypatch.setenv("PYTHONPATH", path(ROOT, ROOT / "tests", ROOT / "tests/trainers"))
     command = [sys.executable, "-c", FEEDS]
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, start_new_session=True
     ) as process:
         try:
-            process.communicate(timeout=60)  # until no process has the pipe
+            process.communicate(timeout=60)  # until no process holds the pipe
         finally:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
@@ -401,7 +401,7 @@ def test_workers_end_with_a_rank_that_is_killed(monkeypatch):
 
 
 @FULLY
-def test_torchrun_starts_the_ranks_too(tmp_path):
+def test_torchrun_can_start_the_ranks(tmp_path):
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "perfsuite"]
     options = ["--config", "configs/ups/tiny.yaml", "--device", "cpu", "--folder", str(tmp_path), "--steps", "5"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path(ROOT)}
@@ -410,7 +410,7 @@ def test_torchrun_starts_the_ranks_too(tmp_path):
     assert last_of(tmp_path).items == 5 * 2 * 4 * 2
 
 
-# --- mistakes -------------------------------------------------------------------------------------------------------
+# --- user errors ----------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -436,13 +436,13 @@ def environment(monkeypatch):
         ({"RANK": 2}, "RANK=2 of WORLD_SIZE=2 cannot be"),
     ],
 )
-def test_variables_that_cannot_be_are_one_line(environment, variables, message):
+def test_invalid_torchrun_variables_raise_perfsuite_error(environment, variables, message):
     environment(**variables)
     with pytest.raises(PerfsuiteError, match=message):
         together.place()
 
 
-def test_one_process_is_alone_also_under_torchrun(environment):
+def test_single_process_under_torchrun_is_placed_alone(environment):
     environment(WORLD_SIZE=1)
     assert together.place() == together.ALONE
 
@@ -454,29 +454,29 @@ def test_one_process_is_alone_also_under_torchrun(environment):
         (("ups", "--ranks", "0"), "0 is not in the range x>=1"),
     ],
 )
-def test_a_wrong_command_is_one_line(arguments, message):
+def test_invalid_use_of_the_ranks_option_is_reported(arguments, message):
     done = CliRunner().invoke(train, list(arguments))
     assert done.exit_code
     assert message in done.output
 
 
 @FULLY
-def test_a_wrong_configuration_is_one_line_of_all_ranks(tmp_path):
+def test_invalid_configuration_prints_one_line_for_all_ranks(tmp_path):
     code, lines = ended(begun(tmp_path, "--batch_size", "3"))
     assert (code, len(lines)) == (2, 1), lines
     assert "is no whole number of examples" in lines[0]
 
 
-def test_too_few_gpus_are_one_line_before_a_rank_is_started(monkeypatch):
+def test_too_few_gpus_are_reported_before_ranks_are_started(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setattr(launching, "launch", None)  # would be called
+    monkeypatch.setattr(launching, "launch", None)  # a call would raise
     done = CliRunner().invoke(train, ["ups", "--ranks", "3", "--device", "cuda"])
     assert "3 ranks need as many GPUs, and this machine has 2" in done.output
 
 
 @pytest.mark.parametrize("ranks", ["1", "2"])
-def test_ranks_are_not_started_twice(ranks, environment):
+def test_ranks_option_under_torchrun_is_rejected(ranks, environment):
     environment()
     done = CliRunner().invoke(train, ["ups", "--ranks", ranks])
     assert "torchrun has started the ranks already; leave out --ranks" in done.output
@@ -490,7 +490,7 @@ def test_ranks_are_not_started_twice(ranks, environment):
         (None, 2, False, "ranks on GPUs need NCCL, which this PyTorch is built without"),
     ],
 )
-def test_ranks_that_cannot_have_gpus_are_one_line(monkeypatch, name, gpus, nccl, message):
+def test_unusable_gpus_for_ranks_raise_perfsuite_error(monkeypatch, name, gpus, nccl, message):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
     monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: nccl)
@@ -498,7 +498,7 @@ def test_ranks_that_cannot_have_gpus_are_one_line(monkeypatch, name, gpus, nccl,
         together.device_of(together.Place(rank=1, ranks=2, local=1), name)
 
 
-def test_a_rank_of_another_version_is_one_line(monkeypatch):
+def test_different_torch_versions_of_ranks_raise_perfsuite_error(monkeypatch):
     def gathered(every, own):
         every[:] = [own, {**own, "torch": "2.9.0"}]
 
@@ -507,7 +507,7 @@ def test_a_rank_of_another_version_is_one_line(monkeypatch):
         together.check_versions(together.Place(rank=0, ranks=2))
 
 
-def test_ranks_that_go_on_from_other_checkpoints_are_one_line(monkeypatch):
+def test_resuming_ranks_from_different_checkpoints_raises_perfsuite_error(monkeypatch):
     def gathered(every, own):
         every[:] = [own, 2]
 
@@ -516,7 +516,7 @@ def test_ranks_that_go_on_from_other_checkpoints_are_one_line(monkeypatch):
         together.Together(together.Place(rank=0, ranks=2)).check_begin(4)
 
 
-def test_a_port_that_is_taken_is_one_line(environment):
+def test_port_in_use_raises_perfsuite_error(environment):
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))
         other.listen()
@@ -530,7 +530,7 @@ def test_a_port_that_is_taken_is_one_line(environment):
             pass
 
 
-def test_rank_0_alone_writes_a_profile(tmp_path, monkeypatch):
+def test_only_rank_0_writes_a_profile(tmp_path, monkeypatch):
     asked = []
     monkeypatch.setattr(loop, "Trace", lambda path, device: asked.append(path) or Trace(None, device))
     monkeypatch.setattr(together.Together, "ends", lambda self, wish: wish)
@@ -564,7 +564,7 @@ class Diverging:
     ("rank", "message"),
     [(0, r"the last checkpoint is .*window-00000002\.pt"), (1, "the last checkpoint is of step 2")],
 )
-def test_each_rank_says_which_checkpoint_is_the_last(rank, message, tmp_path, monkeypatch):
+def test_divergence_error_of_each_rank_names_the_last_checkpoint(rank, message, tmp_path, monkeypatch):
     monkeypatch.setattr(together.Together, "ends", lambda self, wish: wish)
     monkeypatch.setattr(together.Together, "by_first", lambda self, value: value)
     options = Options(checkpoint_every=1, folder=str(tmp_path))

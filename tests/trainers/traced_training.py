@@ -1,8 +1,8 @@
-"""Trains windows of a trainer and prints, as JSON, which functions of this repository ran.
+"""Trains a few windows of a trainer and prints, as JSON, which functions of this repository ran.
 
-Started as `python traced_training.py TRAINER SIDE OPTIONS CHANGES...`: options of the configuration as JSON, and
-changes of its fields, each a training of its own. Output: for each training a mapping, file → names of its functions;
-and the modules of optimized/ that are loaded.
+Usage: `python traced_training.py TRAINER SIDE OPTIONS CHANGES...`. OPTIONS are configuration options as JSON. Each of
+CHANGES, fields of the configuration as JSON, starts another training. The output has a mapping from file to the names
+of the functions that ran, for each training, and the loaded modules of optimized/.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def main() -> None:
     loaded = trainers.data_of(name)(data)
     batches = iter(loaded.batches)
     windows = [next(batches) for _ in range(2)]
-    train(name, side, config, loaded, windows[:1])  # so that all classes are defined, and functions compiled
+    train(name, side, config, loaded, windows[:1])  # defines all classes and compiles functions
     ran = []
     for change in ({}, *map(json.loads, changes)):
         given = dataclasses.replace(config, **change)
@@ -51,7 +51,7 @@ def train(name: str, side: Any, config: Any, loaded: Any, windows: list[Any]) ->
 
 
 def traced(call: Any) -> dict[str, list[str]]:
-    """Return file → names of its functions that the call runs, in any thread."""
+    """Return file → names of its functions that the call runs in any thread."""
     found: defaultdict[str, set[str]] = defaultdict(set)
 
     def note(frame: FrameType, event: str, _: object) -> None:

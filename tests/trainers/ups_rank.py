@@ -1,7 +1,7 @@
 """One of several ranks that train ups: `python ups_rank.py JOBS OUT` reads jobs and writes results, in JSON.
 
-A job names a side, changes of the configuration, the steps, and perhaps the dtype, and files of a state to begin with
-and to leave. OUT gets each job's losses, and whether all ranks had the same weights at its end.
+A job has a side, changes of the configuration and the number of steps; optionally a dtype, a state file to begin from,
+and one to save. OUT gets each job's losses, and whether all ranks ended with the same weights.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def done(job, here):
     if "begin" in job:
         trainer.load_state_dict(torch.load(job["begin"], weights_only=True))
     losses = curve(trainer, job["steps"]).tolist()
-    left = trainer.state_dict()  # all ranks have a part in it
+    left = trainer.state_dict()  # all ranks must call it: it gathers sharded state
     if here.first and "leave" in job:
         torch.save(left, job["leave"])
     own = torch.cat([w.flatten() for w in left["weights"].values()])
