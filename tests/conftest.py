@@ -51,19 +51,19 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             if item.nodeid.partition("::")[2] in SLOW_TO_COMPILE:
                 item.add_marker(FULLY)
     if hasattr(config, "workerinput"):
-        # xdist gives neighbours to one worker, which alone then starts the server whose forks compile kernels.
+        # xdist gives neighbours to one worker, so only that one starts the server whose forks compile kernels.
         items.sort(key=lambda item: not item.name.startswith("kernels["))
 
 
 def pytest_collection_finish() -> None:
-    """Freeze what torch and the collection have made, so that garbage collections in tests need not traverse it."""
+    """Freeze the objects of torch and the collection, so that garbage collections in tests need not traverse them."""
     gc.collect()
     gc.freeze()
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
     if item.get_closest_marker("interpreted") is not None:
-        from optimized.kernels import triton_reason  # imports Triton, which then must know that it is to interpret
+        from optimized.kernels import triton_reason  # imports Triton, which must already be set to interpret
 
         if triton_reason() is not None or torch.cuda.is_available():
             pytest.skip("needs Triton's interpreter")
@@ -74,7 +74,7 @@ FENCE = 16
 
 
 class Fences:
-    """Tensors that lie within longer ones, so that a store beyond an end is detected instead of lost."""
+    """Tensors inside longer ones, so that a store beyond an end is detected."""
 
     def __init__(self) -> None:
         self.wholes: list[tuple[torch.Tensor, int]] = []

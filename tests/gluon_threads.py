@@ -1,9 +1,10 @@
-"""Run a Gluon kernel for Hopper GPUs on a CPU: a thread for each group of warps, barriers that block.
+"""Run a Gluon kernel for Hopper GPUs on a CPU: one thread for each group of warps, barriers that block.
 
-What may happen late on a GPU happens late here. A copy into shared memory gives NaN until a thread waits for its
-barrier. A copy out of shared memory reads it when the thread waits for that, and writes when it waits until the copy is
-visible. A product reads its operands when the thread waits for it. A kernel that waits too little computes wrong
-numbers, and one that waits too much raises. Fences, and barriers within a group of warps, are not tested.
+Operations that may complete late on a GPU complete late here. A copy into shared memory gives NaN until a thread waits
+for its barrier. A copy out of shared memory reads it when the thread waits for the read, and writes when the thread
+waits until the copy is visible. A product reads its operands when the thread waits for it. A kernel that waits too
+little computes wrong numbers, and one that waits too much raises. Fences, and barriers within a group of warps, are not
+tested.
 """
 
 import importlib.util
@@ -18,7 +19,7 @@ from unittest import mock
 import torch
 
 LIMIT_S = 60
-"""Until a wait counts as one for ever."""
+"""A longer wait counts as a deadlock."""
 LOCK = threading.RLock()
 """Held during an atomic operation on global memory, and during any change of a barrier."""
 CHANGED = threading.Condition(LOCK)
@@ -32,7 +33,7 @@ class Value(torch.Tensor):
 
 
 class Whole(int):
-    """A number that was loaded."""
+    """An integer loaded from memory."""
 
     def to(self, dtype, bitcast=False):
         assert dtype == torch.float32
@@ -41,7 +42,7 @@ class Whole(int):
 
 
 class Pointer:
-    """A place in a tensor, or many."""
+    """One or more positions in a tensor."""
 
     def __init__(self, memory, offset=0):
         self.memory, self.offset = memory, offset
@@ -51,7 +52,7 @@ class Pointer:
 
 
 class Barrier:
-    """A barrier in shared memory: a phase is complete after its arrivals and when its bytes have come."""
+    """A barrier in shared memory: a phase is complete after all its arrivals and bytes."""
 
     def __init__(self):
         self.count = self.arrivals = self.phase = self.bytes = 0
@@ -112,7 +113,7 @@ class Shared:
 
 
 class Columns:
-    """Shared memory as a matrix that lies in panels, one after the other."""
+    """Shared memory as a matrix stored in consecutive panels."""
 
     def __init__(self, memory, shape, order=(0, 1)):
         self.memory, self.shape, self.order = memory, shape, order
@@ -128,7 +129,7 @@ class Columns:
 
 
 class Descriptor:
-    """A matrix in global memory, of which blocks are copied."""
+    """A matrix in global memory that is copied in blocks."""
 
     def __init__(self, tensor, block, layout):
         self.tensor, self.block, self.layout, self.dtype = tensor, block, layout, tensor.dtype
@@ -140,7 +141,7 @@ class Descriptor:
 
 
 class Kernel:
-    """A function of Gluon, which may be launched."""
+    """A Gluon function that can be launched."""
 
     def __init__(self, function):
         self.function = function
@@ -161,7 +162,7 @@ def pause():
 
 
 def together(calls):
-    """Make the calls, each in a thread; raise what one of them raises."""
+    """Run each call in its own thread; raise the first error."""
     raised = []
 
     def run(function, args, options):
@@ -203,7 +204,7 @@ def where(condition, yes, no):
 
 
 def assembly(text, *_):
-    """Make the stores visible, where the text waits for them."""
+    """Make the stores visible if the assembly text waits for them."""
     if "wait_group" in text:
         read_stored()
         for place, value in LOCAL.written:
@@ -230,7 +231,7 @@ def copy_in(descriptor, place, barrier, to):
 
 
 class Products:
-    """A sum of products, some of which have not been computed."""
+    """A sum of products, some of which are pending."""
 
     def __init__(self, total):
         self.total, self.pending = total, []
@@ -257,7 +258,7 @@ def allocate(dtype, shape, layout):
 
 
 class Layout:
-    """A layout in shared memory, of which nothing matters here."""
+    """A layout in shared memory; it has no effect here."""
 
     def __init__(self, *_):
         pass
@@ -315,7 +316,7 @@ HOPPER = {
 
 
 def on_cpu(module):
-    """Return a module with Gluon kernels as one whose kernels run here."""
+    """Return a copy of the module whose Gluon kernels run on the CPU."""
     gluon = "triton.experimental.gluon"
     fakes = {
         "triton.experimental": {"gluon": SimpleNamespace(jit=Kernel)},

@@ -20,32 +20,32 @@ def count(*, quick: int, full: int) -> int:
 
 
 def in_full() -> bool:
-    """Return whether pairs are proven in full: in `make test-all`, and wherever there is a GPU."""
+    """Return whether pairs are tested in full: in `make test-all`, and wherever there is a GPU."""
     return FULL or torch.cuda.is_available()
 
 
 def draws(*, cpu: int, otherwise: int | None = None) -> int | None:
     """Return the limit on a pair's draws: `cpu` in `make test` without a GPU, and `otherwise` in all other runs.
 
-    A pair with a limit takes random draws alone. Without one it also takes those that hold every kind of inputs, and
-    large sizes; this is what `make test-all` and a GPU are for.
+    A pair with a limit uses only random draws. Without a limit, the default of `otherwise`, it also uses draws that
+    cover every kind of input, and large sizes.
     """
     return otherwise if in_full() else cpu
 
 
 def steps(*, cpu: tuple[int, ...], otherwise: tuple[int, ...]) -> tuple[int, ...]:
-    """Return after how many steps a pair's states are compared: `cpu` in `make test` without a GPU."""
+    """Return the step counts after which a pair's states are compared: `cpu` in `make test` without a GPU."""
     return otherwise if in_full() else cpu
 
 
 def ranks(*numbers: int) -> tuple[int, ...]:
-    """Return the numbers of processes that a pair is proven in: the first alone in `make test` without a GPU. Four
-    processes take two cores long to start."""
+    """Return the numbers of processes that a pair is tested in: only the first in `make test` without a GPU. On two
+    cores, four processes take long to start."""
     return numbers if in_full() else numbers[:1]
 
 
 FULLY = pytest.mark.skipif(not FULL, reason="runs in make test-all")
-"""Mark of a case that a normal run leaves out."""
+"""Mark of a case that a normal run skips."""
 
 
 def some(cases: Iterable[Any], usual: Collection[Any]) -> list[Any]:

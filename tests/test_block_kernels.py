@@ -97,7 +97,7 @@ block_gate = Pair(
 
 
 @pytest.mark.interpreted
-def test_the_norm_s_weight_gets_no_gradient():
+def test_norm_weight_gets_no_gradient():
     norm = RMSNorm(8, EPS)
     x = torch.randn(3, 8, requires_grad=True)
     assert normed_triton(norm, x).sum().requires_grad

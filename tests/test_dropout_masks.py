@@ -40,7 +40,7 @@ dropout_masks = Pair(
 
 
 @pytest.mark.parametrize("rate", [0.0, 0.1, 0.5])
-def test_as_many_are_dropped_as_the_rate_says(rate):
+def test_dropped_share_equals_the_rate(rate):
     mask = unpacked(kept_bits(starts_of(0, 0, 1)[0], places_of(0, (64, 64)).flatten(), 256, rate), 256)
     assert mask.double().mean() == pytest.approx(1 - rate, abs=1e-3)
     assert mask.dtype == torch.uint8
@@ -48,7 +48,7 @@ def test_as_many_are_dropped_as_the_rate_says(rate):
 
 @pytest.mark.interpreted
 @pytest.mark.parametrize("inputs", [0, 1, 7, 8, 9, 20, 1100])
-def test_both_forms_pack_the_same_bits(inputs):
+def test_pytorch_and_triton_pack_the_same_bits(inputs):
     mask = torch.rand(3, inputs, generator=torch.Generator().manual_seed(0)) < 0.5
     bits = packed(mask)
     assert bits.shape == (3, -(-inputs // 8))
@@ -56,5 +56,5 @@ def test_both_forms_pack_the_same_bits(inputs):
     assert torch.equal(unpacked(bits, inputs), mask.to(torch.uint8))
 
 
-def test_the_first_column_is_the_least_bit():
+def test_first_column_is_the_least_significant_bit():
     assert packed(torch.tensor([[True, False, False, True, False, False, False, False, True]])).tolist() == [[9, 1]]

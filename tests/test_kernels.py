@@ -34,27 +34,27 @@ def gpu(monkeypatch):
 
 
 @pytest.mark.parametrize(("capability", "enough"), [((7, 5), False), ((7, 9), False), ((8, 0), True), ((9, 0), True)])
-def test_a_gpu_needs_the_least_capability(gpu, capability, enough):
+def test_gpu_needs_compute_capability_8_0(gpu, capability, enough):
     gpu(capability)
     reason = kernels.triton_reason()
     assert reason is None if enough else "below 8.0;" in reason
     assert kernels.use_triton(tensor()) == enough
 
 
-def test_the_interpreter_needs_no_capability(monkeypatch):
+def test_interpreter_needs_no_compute_capability(monkeypatch):
     monkeypatch.setattr(kernels, "triton", object())
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (0, 0))
     assert kernels.triton_reason() is None
 
 
-def test_the_device_s_own_capability_counts(gpu):
+def test_use_triton_checks_the_capability_of_the_tensors_device(gpu):
     gpu((7, 5), (8, 0))
     assert kernels.use_triton(tensor("cuda:1"))
     assert not kernels.use_triton(tensor("cuda:0"))
 
 
-def test_without_triton_nothing_runs_and_the_reason_says_so(gpu, monkeypatch):
+def test_missing_triton_is_the_reason_and_disables_the_kernels(gpu, monkeypatch):
     gpu((9, 0))
     monkeypatch.setattr(kernels, "triton", None)
     assert "triton is not installed;" in kernels.triton_reason()
@@ -74,19 +74,19 @@ def test_without_triton_nothing_runs_and_the_reason_says_so(gpu, monkeypatch):
         ([tensor(), tensor(dtype=torch.float16)], False),
     ],
 )
-def test_kernels_serve_float32_on_one_gpu(gpu, tensors, served):
+def test_use_triton_requires_float32_on_one_gpu(gpu, tensors, served):
     gpu((8, 0))
     assert kernels.use_triton(*tensors) == served
 
 
-def test_kernels_may_serve_other_dtypes(gpu):
+def test_use_triton_accepts_only_the_given_dtypes(gpu):
     gpu((8, 0))
     half = tensor(dtype=torch.float16)
     assert kernels.use_triton(tensor(), half, dtypes=(torch.float32, torch.float16))
     assert not kernels.use_triton(half, dtypes=(torch.float32, torch.bfloat16))
 
 
-def test_a_kernel_is_launched_where_the_tensor_is(gpu):
+def test_kernel_is_launched_on_the_device_of_the_tensor(gpu):
     gpu((8, 0))
     assert not isinstance(kernels.launching(tensor("cuda:0")), torch.cuda.device)
     other = kernels.launching(tensor("cuda:1"))
@@ -94,12 +94,12 @@ def test_a_kernel_is_launched_where_the_tensor_is(gpu):
     assert other.idx == 1
 
 
-def test_in_the_interpreter_overflow_is_silent():
+def test_overflow_in_the_interpreter_does_not_warn():
     with kernels.launching(torch.zeros(1)):
         assert np.isinf(np.float32(3e38) * np.float32(10))
 
 
-def test_a_machine_without_triton_imports_the_kernels(monkeypatch):
+def test_kernels_can_be_imported_without_triton(monkeypatch):
     monkeypatch.setitem(sys.modules, "triton", None)
     spec = importlib.util.spec_from_file_location("kernels_without_triton", kernels.__file__)
     without = importlib.util.module_from_spec(spec)
@@ -120,7 +120,7 @@ def test_ceil_div(a, b, expected):
     assert kernels.ceil_div(a, b) == expected
 
 
-def test_annotations_of_kernels_are_no_strings():
+def test_modules_with_kernels_have_no_string_annotations():
     """With string annotations Triton's interpreter would not recognise `tl.constexpr`."""
     sources = {path.name: path.read_text() for path in Path(kernels.__file__).parent.rglob("*.py")}
     with_kernels = [name for name, text in sources.items() if "\n@jit\n" in text]

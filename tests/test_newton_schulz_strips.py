@@ -1,4 +1,4 @@
-"""The Gluon kernel of Newton–Schulz iterations, run on a CPU by threads."""
+"""Tests of the Gluon kernel for Newton–Schulz iterations, run on a CPU by threads."""
 
 import pytest
 import torch
@@ -36,7 +36,7 @@ def iterated(matrices, dtype):
     sums = torch.stack([m.float().square().sum() for m in matrices])[:, None]
     products = newton_schulz.NewtonSchulz(shapes, sums, COEFFICIENTS, ITERATIONS, dtype, in_strips=True)
     assert products.in_strips
-    products.room.fill_(torch.nan)  # what no product has written, none may read
+    products.room.fill_(torch.nan)  # no product may read memory that none has written
     for matrix, (rows, columns), place in zip(matrices, products.shapes, products.places, strict=True):
         padded = torch.zeros(rows, columns)
         padded[: matrix.shape[0], : matrix.shape[1]] = matrix
@@ -57,7 +57,7 @@ SHAPES = {
 
 
 @pytest.mark.parametrize("name", ["square", "wide", *(pytest.param(n, marks=FULLY) for n in [*SHAPES][1::2])])
-def test_strips_are_iterated_as_matrices_are(strips, name):
+def test_iteration_by_strips_is_as_accurate_as_by_matrices(strips, name):
     generator = torch.Generator().manual_seed(0)
     matrices = [torch.randn(shape, generator=generator).bfloat16().float() for shape in SHAPES[name]]
     for matrix, found in zip(matrices, iterated(matrices, torch.bfloat16), strict=True):

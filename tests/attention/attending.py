@@ -1,15 +1,15 @@
-"""Inputs and rivals that the pairs of attention share."""
+"""Inputs and rivals that the attention pairs share."""
 
 import torch
 
 
 def different(generator, shape, dtype):
-    """Draw keys that differ: with equal keys the query's gradient is 0, and only rounding errors are left of it."""
+    """Draw distinct keys: with equal keys the query's gradient is 0, and only rounding errors are compared."""
     return (2 * torch.rand(shape, generator=generator, device=generator.device) - 1).to(dtype)
 
 
 def flash_attn_reason():
-    """Why flash-attn cannot be used, or None."""
+    """Return why flash-attn cannot be used, or None."""
     try:
         import flash_attn  # noqa: F401  # a build for another torch is found, and fails only here
     except ImportError as error:
@@ -18,7 +18,7 @@ def flash_attn_reason():
 
 
 def by_flash_attn(q, k, v, causal=False):
-    """flash-attn's kernel for tensors [B, heads, T, d]."""
+    """Call flash-attn's kernel with tensors [B, heads, T, d]."""
     from flash_attn import flash_attn_func
 
     return flash_attn_func(*(x.transpose(1, 2) for x in (q, k, v)), causal=bool(causal)).transpose(1, 2)

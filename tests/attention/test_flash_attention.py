@@ -32,7 +32,7 @@ def dense(call):
 
 
 def by(backend):
-    """Attend with one of PyTorch's backends alone."""
+    """Return a side that uses only this backend of PyTorch's attention."""
 
     def called(q, k, v, causal):
         if backend == SDPBackend.EFFICIENT_ATTENTION:
@@ -56,8 +56,8 @@ HALF = ("bfloat16", "float16")
 def inputs(tokens="T"):
     """Return the specs of q, k and v.
 
-    The values are so small that no key has nearly all the weight: the query's gradient would be a small difference
-    then.
+    With larger values one key could get nearly all the weight, and the query's gradient would be a small difference
+    of large terms.
     """
     heads = {"q": ("groups * K", floats(-1, 1)), "k": ("K", sampled(different)), "v": ("K", floats(-4, 4))}
     return {name: tensor("B", number, tokens, "D", values=values) for name, (number, values) in heads.items()}
@@ -65,7 +65,7 @@ def inputs(tokens="T"):
 
 CAUSAL = scalar(integers(0, 1))
 INPUTS = inputs()
-# Each head width needs a kernel of its own.
+# Each head width needs its own kernel.
 SIZES = {"B": size(1, 3), "groups": size(1, 3), "K": size(1, 2), "T": size(2, 33), "D": size(64, 64)}
 UNSUPPORTED = {"double_backward": "its backward pass on a GPU is a kernel without a derivative"}
 CPU = Workload("cpu", B=2, groups=2, K=2, T=64, D=32, causal=1, clock="wall", direction="both", device="cpu")
@@ -166,7 +166,7 @@ def ends(generator, shape, dtype):
 
 
 def packed(call, longest=False):
-    """Turn shares of the tokens into offsets, and call with these."""
+    """Adapt `call`: convert shares of the tokens into offsets."""
 
     def called(q, k, v, causal, shares):
         offsets = (shares.double() * len(q)).round().int()
@@ -234,7 +234,7 @@ def drawn(B=2, H=4, K=2, T=9, D=8, dtype=torch.float32):
 
 @pytest.mark.parametrize("call", [reference, optimized])
 @pytest.mark.parametrize("causal", [False, True])
-def test_a_padded_row_is_what_it_is_alone(call, causal):
+def test_padded_row_matches_the_unpadded_row_and_its_padding_is_zero(call, causal):
     q, k, v = drawn()
     found = call(q, k, v, torch.tensor([9, 4]), causal)
     torch.testing.assert_close(found[0], call(q, k, v, causal=causal)[0])
@@ -244,7 +244,7 @@ def test_a_padded_row_is_what_it_is_alone(call, causal):
 
 
 @pytest.mark.parametrize("call", [reference, optimized])
-def test_a_causal_token_sees_those_before_it(call):
+def test_causal_attention_ignores_later_tokens(call):
     q, k, v = drawn()
     whole = call(q, k, v)
     torch.testing.assert_close(whole[:, :, :5], call(*(x[:, :, :5] for x in (q, k, v))))
@@ -253,7 +253,7 @@ def test_a_causal_token_sees_those_before_it(call):
 
 @pytest.mark.parametrize("call", [reference_packed, optimized_packed])
 @pytest.mark.parametrize("causal", [False, True])
-def test_packed_sequences_do_not_see_each_other(call, causal):
+def test_packed_sequences_do_not_attend_to_each_other(call, causal):
     q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in drawn())
     offsets = torch.tensor([0, 9, 9, 13, 18], dtype=torch.int32)
     found = call(q, k, v, offsets, causal)
@@ -263,12 +263,12 @@ def test_packed_sequences_do_not_see_each_other(call, causal):
 
 
 @pytest.mark.parametrize("call", [reference_packed, optimized_packed])
-def test_no_sequence_at_all(call):
+def test_packed_attention_accepts_zero_sequences(call):
     q, k, v = (torch.zeros(0, n, 8) for n in (4, 2, 2))
     assert call(q, k, v, torch.zeros(1, dtype=torch.int32)).shape == (0, 4, 8)
 
 
-def test_data_that_begin_at_no_multiple_of_16_bytes_are_copied():
+def test_unaligned_tensors_are_copied_to_16_byte_alignment():
     whole = torch.randn(65)
     aligned, apart = whole[:64].view(1, 1, 8, 8), whole[1:].view(1, 1, 8, 8)
     assert module._aligned(aligned) is aligned

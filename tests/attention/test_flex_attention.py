@@ -18,7 +18,7 @@ BEST_FIRST = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend
 
 
 def best_backend(q, k, v):
-    """Attend with the first of PyTorch's backends that accepts the inputs."""
+    """Compute attention with the first backend in BEST_FIRST that accepts the inputs."""
     with sdpa_kernel(BEST_FIRST, set_priority=True):
         return functional.scaled_dot_product_attention(q, k, v)
 
@@ -42,10 +42,10 @@ def arithmetic(B, heads, T, head_width, direction):
 
 
 FIELDS = {
-    # The values are so small that no key has nearly all the weight: the query's gradient would be a small difference
-    # then.
+    # With larger values one key could get nearly all the weight, and the query's gradient would be a small difference
+    # of large terms.
     "inputs": {"q": heads(floats(-1, 1)), "k": heads(sampled(different)), "v": heads(floats(-4, 4))},
-    # Each head width is compiled anew.
+    # Each head width is compiled separately.
     "sizes": {"B": size(1, 3), "heads": size(1, 3), "T": size(2, 33), "head_width": size(48, 48)},
     "strides": "any",
     "unsupported": {"double_backward": "its backward pass on a GPU is a kernel without a derivative"},
@@ -83,7 +83,7 @@ flex_attention_bfloat16 = Pair(
 
 @pytest.fixture
 def taken(monkeypatch):
-    """Call FlexAttention on every device, uncompiled; return the list of its calls."""
+    """Use FlexAttention on every device, uncompiled; return the list of its calls."""
     calls = []
 
     def plain(*tensors):
@@ -103,7 +103,7 @@ def drawn(T=20, head_width=48, dtype=torch.float32):
 
 
 @pytest.mark.parametrize("call", [reference, optimized])
-def test_two_keys_by_hand(call):
+def test_output_for_two_keys_matches_hand_computation(call):
     q = torch.tensor([[2.0 * math.log(3), 0.0, 0.0, 0.0]])
     k = torch.tensor([[1.0, 0.0, 0.0, 0.0], [0.0, 0.0, 0.0, 1.0]])
     v = torch.tensor([[4.0], [8.0]]).expand(2, 4)
@@ -114,13 +114,13 @@ def test_two_keys_by_hand(call):
 
 @pytest.mark.parametrize("T", [1, 7, 128, 130])
 @pytest.mark.parametrize("head_width", some([16, 48, 64], [48]))
-def test_flex_attention_is_the_same_function(taken, T, head_width):
+def test_flex_attention_matches_the_reference(taken, T, head_width):
     inputs = drawn(T, head_width)
     torch.testing.assert_close(optimized(*inputs), reference(*inputs))
     assert len(taken) == 1
 
 
-def test_under_autocast_it_computes_in_the_lower_precision(taken):
+def test_autocast_runs_flex_attention_in_bfloat16(taken):
     inputs = drawn()
     with torch.autocast("cpu", torch.bfloat16):
         found, known = optimized(*inputs), reference(*inputs)
@@ -145,12 +145,12 @@ class OnCuda(torch.Tensor):
         (torch.ones(0, 3, 4, 48), False),
     ],
 )
-def test_what_flex_attention_has_a_kernel_for(q, takes):
+def test_takes_accepts_only_cuda_inputs_with_a_flex_attention_kernel(q, takes):
     assert module._takes(q.as_subclass(OnCuda)) is takes
     assert module._takes(q) is False
 
 
-def test_within_a_compiled_caller_it_is_in_the_callers_graph(monkeypatch):
+def test_compiled_caller_traces_flex_attention_into_its_own_graph(monkeypatch):
     monkeypatch.setattr(module, "_takes", lambda q: True)
     monkeypatch.setattr(module, "_compiled", None)
     graphs = []
@@ -168,7 +168,7 @@ def test_within_a_compiled_caller_it_is_in_the_callers_graph(monkeypatch):
 
 
 @pytest.mark.gpu
-def test_on_a_gpu_batches_and_tokens_may_change():
+def test_batch_size_and_token_count_may_change_on_a_gpu():
     for B, T in ((2, 128), (24, 128), (3, 40)):
         inputs = [torch.randn(B, 8, T, 48, device="cuda", requires_grad=True) for _ in range(3)]
         grads = [torch.autograd.grad(call(*inputs).sum(), inputs) for call in (optimized, reference)]

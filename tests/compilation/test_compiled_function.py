@@ -16,7 +16,7 @@ from reference.compilation.compiled_function import compiled_function as referen
 
 
 def scripted(cost, states, beta):
-    """Call the reference through torch.jit.script, the source's own choice, which PyTorch has deprecated."""
+    """Call the reference through torch.jit.script, which the source uses and PyTorch has deprecated."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
         if not hasattr(scripted, "function"):
@@ -39,7 +39,7 @@ compiled_function = Pair(
         "beta": scalar(floats(0.5, 8)),
     },
     sizes={"B": size(0, 9), "K": size(1, 70), "D": size(0, 70)},
-    max_examples=draws(cpu=2),  # some sizes are compiled anew
+    max_examples=draws(cpu=2),  # some sizes are compiled separately
     rivals={
         "compile": compiled(side(reference, devices=("cuda",))),
         "scripted": side(scripted, devices=("cuda",)),
@@ -58,25 +58,25 @@ compiled_function = Pair(
 
 
 @pytest.mark.parametrize("call", [reference, optimized])
-def test_equal_costs_weigh_alike(call):
+def test_equal_costs_get_equal_weights(call):
     states = torch.tensor([[[1.0], [3.0]]])
     assert call(torch.zeros(1, 2), states, 5.0).tolist() == [[2.0]]
 
 
 @pytest.mark.parametrize("call", [reference, optimized])
-def test_the_inverse_temperature_is_5_where_none_is_given(call):
+def test_default_inverse_temperature_is_5(call):
     # Weights 1/4 and 3/4.
     cost, states = torch.tensor([[math.log(3.0) / 5, 0.0]]), torch.tensor([[[1.0], [3.0]]])
     assert call(cost, states).item() == pytest.approx(2.5)
 
 
 @pytest.mark.parametrize("call", [reference, optimized])
-def test_the_least_cost_wins(call):
+def test_lowest_cost_gets_all_the_weight(call):
     states = torch.tensor([[[1.0], [3.0]]])
     assert call(torch.tensor([[0.0, 100.0]]), states, 5.0).tolist() == [[1.0]]
 
 
-def test_where_nothing_can_be_compiled_it_runs_as_it_is_and_says_why_once(monkeypatch):
+def test_failed_compilation_warns_once_and_runs_eagerly(monkeypatch):
     def fails(*arguments):
         raise torch._dynamo.exc.TorchDynamoException("no compiler was found\nmore")
 
@@ -94,7 +94,7 @@ def test_where_nothing_can_be_compiled_it_runs_as_it_is_and_says_why_once(monkey
         module._compiled.cache_clear()
 
 
-def test_a_failure_without_words_is_reported_by_its_kind(monkeypatch):
+def test_error_without_a_message_is_reported_by_its_type(monkeypatch):
     def fails(*arguments):
         raise torch._dynamo.exc.TorchDynamoException
 
@@ -104,8 +104,8 @@ def test_a_failure_without_words_is_reported_by_its_kind(monkeypatch):
         assert call(1) == 2
 
 
-@FULLY  # it compiles anew
-def test_what_the_compiler_warns_of_is_no_error_and_keeps_nothing_from_being_compiled(monkeypatch, tmp_path):
+@FULLY  # it compiles with an empty cache
+def test_compiler_warnings_neither_raise_nor_prevent_compilation(monkeypatch, tmp_path):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # warnings of the modules that it imports
         from torch._inductor import compile_fx
@@ -118,7 +118,7 @@ def test_what_the_compiler_warns_of_is_no_error_and_keeps_nothing_from_being_com
     compiled = []
     inner = compile_fx.compile_fx_inner
     monkeypatch.setattr(compile_fx, "compile_fx_inner", warns)
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))  # else an earlier run's result would be used
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))  # otherwise an earlier run's result would be used
     cost = torch.rand(3, 4, requires_grad=True)
     quiet = module.compile_quietly(lambda cost: torch.softmax(cost, 1).sum(0).exp())
     with warnings.catch_warnings():
@@ -127,7 +127,7 @@ def test_what_the_compiler_warns_of_is_no_error_and_keeps_nothing_from_being_com
     assert len(compiled) == 2  # forward and backward
 
 
-def test_a_sigterm_for_all_processes_ends_no_compile_worker(monkeypatch, tmp_path):
+def test_sigterm_does_not_end_compile_workers(monkeypatch, tmp_path):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # warnings of the modules that it imports
         from torch._inductor import compile_fx
@@ -147,12 +147,12 @@ def test_a_sigterm_for_all_processes_ends_no_compile_worker(monkeypatch, tmp_pat
     monkeypatch.setattr(compile_fx, "compile_fx_inner", works)
     before = signal.pthread_sigmask(signal.SIG_BLOCK, set())
     module.compile_quietly(lambda x: x + 1)(torch.ones(2))
-    later[0]()  # as where a backward pass is compiled
+    later[0]()  # as when a backward pass is compiled
     assert answers == ["still here\n"] * 2
     assert signal.pthread_sigmask(signal.SIG_BLOCK, set()) == before
 
 
-def test_after_too_many_shapes_it_runs_as_it_is(monkeypatch):
+def test_recompile_limit_falls_back_to_eager_execution(monkeypatch):
     def fails(*arguments):
         raise torch._dynamo.exc.FailOnRecompileLimitHit("too many")
 
@@ -162,7 +162,7 @@ def test_after_too_many_shapes_it_runs_as_it_is(monkeypatch):
         assert call(1) == 2
 
 
-def test_many_shapes_are_compiled(monkeypatch):
+def test_twenty_static_shapes_are_each_compiled_once(monkeypatch):
     compiled = []
     monkeypatch.setattr(module, "_inductor", lambda graph, inputs, **options: compiled.append(1) or graph)
     call = module.compile_if_possible(lambda x: x + 1, "it", fullgraph=True, dynamic=False)
@@ -172,7 +172,7 @@ def test_many_shapes_are_compiled(monkeypatch):
     assert len(compiled) == 20
 
 
-def test_each_precision_of_autocast_has_code_of_its_own():
+def test_cache_key_tag_differs_between_autocast_dtypes():
     tags = {module._cache_key_tag()}
     for dtype in (torch.bfloat16, torch.float16):
         for enabled in (True, False):

@@ -30,7 +30,7 @@ def replayed():
 
 
 def reduce_overhead(*arguments):
-    """Call the source's "before" and copy the loss: the next call overwrites the graph's own."""
+    """Call the source's "before" version; copy the loss, because the next replay overwrites it."""
     replay_begins()
     return replayed()(*arguments).clone()
 
@@ -44,7 +44,7 @@ fullgraph_model = Pair(
         "labels": tensor("N", dtype="int64", values=integers(0, 5)),
         "class_weights": tensor(5, values=floats(0.5, 2), differentiable=False),
     },
-    # Each shape is compiled anew, which takes seconds.
+    # Each shape is compiled separately, which takes seconds.
     sizes={"N": size(3, 4), "c1": size(3, 3), "c2": size(4, 4), "c3": size(5, 5), "h": size(6, 6)},
     max_examples=draws(cpu=1),
     adjust=off_thresholds,
@@ -98,7 +98,7 @@ fullgraph_operator = Pair(
 
 
 def decoder_flops(B, T, L, heads, head_width, layers, Q, direction):
-    """Count the operations of a decoder's products."""
+    """Count the operations of a decoder's matrix products."""
     width = heads * head_width
     of_a_point = 16 * width + layers * (2 * width**2 + 2 * T * width) + width**2 + width
     products = B * (Q * of_a_point + layers * T * L * 2 * width)
@@ -121,7 +121,7 @@ fullgraph_coder = Pair(
     max_examples=6,
     rivals={"compile": compiled_side(side(reference_coder, devices=("cuda",)))},
     workloads=[
-        # The grid of darcy2d, which the second inverse loss decodes whole.
+        # The grid of darcy2d; the second inverse loss decodes all of it.
         Workload(
             "darcy_both",
             **LATENTS,
@@ -162,7 +162,7 @@ def drawn():
     return weights, torch.randn(3, 1, 32, 1), torch.tensor([0, 1, 2]), torch.ones(5)
 
 
-def test_it_asks_for_one_graph_and_keeps_what_it_has(compilations):
+def test_model_is_compiled_once_with_fullgraph(compilations):
     asked, calls = compilations
     expected = reference(*drawn())
     assert torch.equal(optimized(*drawn()), expected)
@@ -171,7 +171,7 @@ def test_it_asks_for_one_graph_and_keeps_what_it_has(compilations):
     assert [options["fullgraph"] for options in asked] == [True]
 
 
-def test_on_a_cpu_no_graph_is_replayed(compilations):
+def test_model_is_compiled_without_cuda_graphs_on_a_cpu(compilations):
     asked, _ = compilations
     optimized(*drawn())
     assert [(o["options"], o["dynamic"]) for o in asked] == [(None, False)]
@@ -184,7 +184,7 @@ class OnCuda(torch.Tensor):
 
 
 @pytest.mark.usefixtures("compilations")
-def test_on_cuda_its_launches_are_replayed_and_the_loss_is_a_copy(monkeypatch):
+def test_model_uses_cuda_graphs_on_cuda_and_returns_a_copy_of_the_loss(monkeypatch):
     asked, began, replays = [], [], []
 
     def compile_(function, **options):
@@ -213,7 +213,7 @@ class Watching(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def test_under_what_watches_each_operation_it_runs_as_it_is(compilations):
+def test_model_runs_eagerly_under_a_dispatch_mode(compilations):
     _, calls = compilations
     with Watching():
         loss = optimized(*drawn())
@@ -221,14 +221,14 @@ def test_under_what_watches_each_operation_it_runs_as_it_is(compilations):
     assert not calls
 
 
-def test_there_is_no_break_in_the_graph():
+def test_training_loss_has_no_graph_break():
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # warnings of the modules that the compiler imports
         found = torch._dynamo.explain(compiled.training_loss)(*drawn())
     assert (found.graph_count, found.graph_break_count) == (1, 0)
 
 
-def test_operators_of_the_same_sizes_share_the_compiled_code(monkeypatch):
+def test_operators_of_the_same_sizes_share_compiled_code(monkeypatch):
     compilations, graphs = [], []
 
     def counting(graph, inputs):
@@ -255,7 +255,7 @@ def test_operators_of_the_same_sizes_share_the_compiled_code(monkeypatch):
 
 
 @pytest.mark.usefixtures("compilations")
-def test_on_cuda_the_step_is_replayed_and_copied(monkeypatch):
+def test_operator_on_cuda_returns_a_copy_of_the_replayed_result(monkeypatch):
     began, owns = [], []
 
     def compile_(function, **options):
@@ -275,7 +275,7 @@ def test_on_cuda_the_step_is_replayed_and_copied(monkeypatch):
     assert found.data_ptr() != owns[0].data_ptr()
 
 
-def test_on_a_cpu_the_operator_runs_as_it_is(compilations):
+def test_operator_is_not_compiled_on_a_cpu(compilations):
     asked, _ = compilations
     inputs = operator(4, 2, 4, 1), torch.randn(2, 3, 4), torch.rand(2), torch.ones(1, 2, 2)
     assert torch.equal(optimized_operator(*inputs), reference_operator(*inputs))
@@ -283,8 +283,8 @@ def test_on_a_cpu_the_operator_runs_as_it_is(compilations):
 
 
 @pytest.mark.gpu
-def test_on_a_gpu_a_graph_is_captured_in_another_thread_than_that_of_the_warm_up():
-    """The handle that cuDNN needs there cannot be made during the capture."""
+def test_graph_can_be_captured_in_another_thread_than_the_warm_up_on_a_gpu():
+    """cuDNN needs a handle in each thread, and cannot create one during a capture."""
     convolve = compiled._compiled(lambda images, weights: torch.conv2d(images, weights).relu(), True)
     given = torch.randn(2, 3, 8, 8, device="cuda"), torch.randn(4, 3, 3, 3, device="cuda")
 
@@ -292,12 +292,12 @@ def test_on_a_gpu_a_graph_is_captured_in_another_thread_than_that_of_the_warm_up
         replay_begins()
         return convolve(*given).clone()
 
-    first = called()  # runs the launches; the next call captures them
+    first = called()  # warm-up; the next call captures
     with ThreadPoolExecutor(1) as threads:
         assert torch.equal(threads.submit(called).result(), first)
 
 
-def test_each_thread_makes_its_handles_once(monkeypatch):
+def test_each_thread_creates_its_handles_once_per_device(monkeypatch):
     calls = []
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(torch.cuda, "current_blas_handle", lambda: calls.append("cuBLAS"))

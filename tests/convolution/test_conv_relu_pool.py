@@ -15,7 +15,7 @@ from reference.convolution.conv_relu_pool import conv_relu_pool as reference
 from suite.leak_cnn.costs import BATCH
 from suite.leak_cnn.trial import write_over
 
-# Bound on float32's rounding errors of a sum, relative to the sum of its terms' magnitudes.
+# Bound on the rounding error of a float32 sum, relative to the sum of its terms' magnitudes.
 ROUNDING = 64 * torch.finfo(torch.float32).eps
 
 
@@ -64,14 +64,14 @@ def traffic(N, C, K, H, W, direction):
 def arithmetic(N, C, K, H, W, direction):
     """Count the operations.
 
-    If W is 1, only three of the nine taps count. Of two rows only one has a gradient, but which one depends on the
-    data.
+    If W is 1, only three of the nine taps count. Only one of two pooled rows has a gradient, but which one depends on
+    the data.
     """
     forward = 2 * N * H * W * K * C * (3 if W == 1 else 9)
     return forward * {"forward": 1, "backward": 2, "both": 3}[direction]
 
 
-# The two convolutions of leak_cnn that are pooled, at its batch.
+# The two pooled convolutions of leak_cnn, at its batch size.
 SECOND = {"N": BATCH, "C": 32, "K": 64, "H": 32, "W": 1, "device": "cuda"}
 THIRD = {"N": BATCH, "C": 64, "K": 128, "H": 16, "W": 1, "device": "cuda"}
 
@@ -80,7 +80,7 @@ conv_relu_pool = Pair(
     optimized=optimized,
     inputs={
         "x": tensor("N", "C", "H", "W"),
-        # An outer weight that is not finite would meet only the padding.
+        # An outer weight that is not finite would only be multiplied by padding.
         "weight": tensor("K", "C", 3, 3, values=floats(nonfinite=False)),
         "bias": tensor("K", values=floats(nonfinite=False)),
     },
@@ -105,7 +105,7 @@ conv_relu_pool = Pair(
     ],
     adjust=off_thresholds,
     excuse=near_a_threshold,
-    # The tensor cores reach float32's accuracy with up to three products, faster than float32's own units with one.
+    # Tensor cores reach float32's accuracy with up to three products, faster than float32 units do with one.
     cost=Cost(bytes=traffic, flops=arithmetic, precision="tf32"),
 )
 
@@ -124,7 +124,7 @@ def drawn(N=2, C=3, K=4, H=6, W=1, dtype=torch.float32, coarse=False):
 
 
 def differentiated(call, arguments, coarse=False):
-    """The output, then the gradients of x, weight and bias."""
+    """Return the output, then the gradients of x, weight and bias."""
     leaves = [t.detach().clone(memory_format=torch.preserve_format).requires_grad_() for t in arguments]
     y = call(*leaves)
     generator = torch.Generator().manual_seed(1)
@@ -144,14 +144,14 @@ def column(values):
 def test_known_values(call):
     x = torch.tensor([1.0, 2.0, -3.0, 4.0])[None, None, :, None]
     weight = torch.full((1, 1, 3, 3), 7.0)
-    weight[0, 0, :, 1] = torch.tensor([10.0, 1.0, 100.0])  # of the row above, the row itself, the row below
+    weight[0, 0, :, 1] = torch.tensor([10.0, 1.0, 100.0])  # for the row above, the row itself, the row below
     # 0 + 1 + 200, 10 + 2 - 300; 20 - 3 + 400, -30 + 4 + 0
     assert call(x, weight, torch.tensor([0.5])).flatten().tolist() == [201.5, 417.5]
     assert call(-x, weight, torch.tensor([0.5])).flatten().tolist() == [288.5, 26.5]
 
 
 @pytest.mark.parametrize("call", SIDES)
-def test_a_last_odd_row_is_not_pooled_but_seen(call):
+def test_last_odd_row_is_convolved_but_not_pooled(call):
     x, weight, bias = column([1.0, 2.0, 3.0])
     weight[0, 0, 2, 1] = 1.0
     x, weight, bias = (t.requires_grad_() for t in (x, weight, bias))
@@ -168,14 +168,14 @@ def test_a_last_odd_row_is_not_pooled_but_seen(call):
     [
         ([2.0, 1.0], 2.0, [1.0, 0.0]),
         ([1.0, 2.0], 2.0, [0.0, 1.0]),
-        ([3.0, 3.0], 3.0, [1.0, 0.0]),  # the first of equals
+        ([3.0, 3.0], 3.0, [1.0, 0.0]),  # the first of equal rows
         ([0.0, 0.0], 0.0, [0.0, 0.0]),  # no gradient flows at 0
         ([0.0, -1.0], 0.0, [0.0, 0.0]),
         ([-2.0, -1.0], 0.0, [0.0, 0.0]),
         ([-1.0, 5.0], 5.0, [0.0, 1.0]),
     ],
 )
-def test_which_row_is_taken(call, rows, out, taken):
+def test_gradient_goes_to_the_first_largest_positive_row(call, rows, out, taken):
     x, weight, bias = (t.requires_grad_() for t in column(rows))
     y = call(x, weight, bias)
     y.sum().backward()
@@ -188,7 +188,7 @@ def test_which_row_is_taken(call, rows, out, taken):
 @pytest.mark.parametrize(
     "rows", [[math.nan, 1.0, 2.0, 3.0], [1.0, math.inf, 2.0, -1.0], [-math.inf, -1.0, 1.0, math.nan]]
 )
-def test_not_finite_rows_stand_where_the_reference_has_them(call, rows):
+def test_nonfinite_rows_give_the_same_results_as_the_reference(call, rows):
     x, weight, bias = column(rows)
     weight[0, 0, :, 1] = torch.tensor([0.5, 1.0, -0.25])
     for got, expected in zip(
@@ -199,7 +199,7 @@ def test_not_finite_rows_stand_where_the_reference_has_them(call, rows):
 
 @pytest.mark.parametrize("call", SIDES[1:])
 @pytest.mark.parametrize("H", [5, 6, 10])
-def test_an_infinite_last_row_meets_the_gradients_of_its_neighbours_alone(call, H):
+def test_infinite_last_row_gives_the_same_gradients_as_the_reference(call, H):
     x, weight, bias = column([1.0] * (H - 1) + [math.inf])
     weight[0, 0, :, 1] = torch.tensor([-1.0, 1.0, -1.0])
     for got, expected in zip(
@@ -219,14 +219,14 @@ PRECISIONS = [
 
 @pytest.mark.parametrize(("call", "dtype"), PRECISIONS)
 @pytest.mark.parametrize("sizes", [(2, 3, 4, 6, 1), (5, 17, 33, 7, 1), (3, 2, 3, 2, 1), (2, 3, 4, 6, 2)])
-def test_ties_and_zeros_are_the_reference_s(call, dtype, sizes):
+def test_ties_and_zeros_match_the_reference(call, dtype, sizes):
     check_ties(call, dtype, sizes, "cpu")
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("sizes", [(2, 3, 4, 6, 1), (5, 17, 33, 7, 1), (9, 64, 128, 16, 1)])
-def test_ties_and_zeros_are_the_reference_s_on_a_gpu(dtype, sizes):
+def test_ties_and_zeros_match_the_reference_on_a_gpu(dtype, sizes):
     check_ties(conv_relu_pool_triton, dtype, sizes, "cuda")
 
 
@@ -244,7 +244,7 @@ def check_ties(call, dtype, sizes, device):
 
 @pytest.mark.parametrize("call", SIDES)
 @pytest.mark.parametrize("sizes", [{"N": 0}, {"N": 1, "C": 1, "K": 1, "H": 2}, {"H": 3}])
-def test_edge_sizes(call, sizes):
+def test_edge_sizes_match_the_reference(call, sizes):
     arguments = drawn(**sizes)
     for got, expected in zip(differentiated(call, arguments), differentiated(reference, arguments), strict=True):
         torch.testing.assert_close(got, expected)
@@ -252,13 +252,13 @@ def test_edge_sizes(call, sizes):
 
 @pytest.mark.parametrize("call", SIDES)
 @pytest.mark.parametrize("W", [1, 3])
-def test_one_row_cannot_be_pooled(call, W):
+def test_pooling_a_single_row_raises_runtime_error(call, W):
     with pytest.raises(RuntimeError):
         call(*drawn(H=1, W=W))
 
 
 @pytest.mark.parametrize("call", SIDES)
-def test_what_is_channels_last_stays_so(call):
+def test_channels_last_layout_is_preserved(call):
     x, weight, bias = drawn()
     x = x.contiguous(memory_format=torch.channels_last)
     got, expected = differentiated(call, [x, weight, bias]), differentiated(reference, [x, weight, bias])
@@ -269,7 +269,7 @@ def test_what_is_channels_last_stays_so(call):
 
 
 @pytest.mark.interpreted
-def test_several_tiles_a_split(monkeypatch):
+def test_splits_of_several_tiles_match_the_reference(monkeypatch):
     monkeypatch.setattr(module, "WEIGHT_PROGRAMS", 2)
     arguments = drawn(N=20, C=3, K=5, H=20)
     got, expected = differentiated(conv_relu_pool_triton, arguments), differentiated(reference, arguments)
@@ -286,7 +286,7 @@ def test_the_kernels_write_within_their_outputs(sizes, fences):
 
 @pytest.mark.interpreted
 @pytest.mark.parametrize("wanted", [(True, False, False), (False, True, False), (False, False, True)])
-def test_a_gradient_alone(wanted):
+def test_each_gradient_can_be_requested_alone(wanted):
     arguments, expected = drawn(), differentiated(reference, drawn())
     for t, needed in zip(arguments, wanted, strict=True):
         t.requires_grad_(needed)
@@ -300,7 +300,7 @@ def test_a_gradient_alone(wanted):
 
 @pytest.mark.interpreted
 @pytest.mark.parametrize("recording", [True, False])
-def test_what_was_taken_is_written_only_where_a_gradient_is_wanted(recording, monkeypatch):
+def test_taken_rows_are_recorded_only_if_gradients_are_recorded(recording, monkeypatch):
     made, empty_like = [], torch.empty_like
     monkeypatch.setattr(torch, "empty_like", lambda *a, **k: made.append(k["dtype"]) or empty_like(*a, **k))
     arguments = [t.requires_grad_() for t in drawn()]
@@ -320,7 +320,7 @@ def test_the_kernels_refuse_a_second_derivative():
 
 @pytest.mark.parametrize("gpu", [True, False])
 @pytest.mark.parametrize("mixed", [True, False])
-def test_the_kernels_serve_one_dtype_on_a_gpu(gpu, mixed, monkeypatch):
+def test_kernels_are_used_on_a_gpu_if_all_inputs_have_the_same_dtype(gpu, mixed, monkeypatch):
     monkeypatch.setattr(module, "use_triton", lambda *tensors, dtypes: gpu)
     monkeypatch.setattr(module, "conv_relu_pool_triton", lambda *arguments: "kernels")
     monkeypatch.setattr(module, "conv_relu_pool_vectorised", lambda *arguments: "vectorised")
@@ -331,7 +331,7 @@ def test_the_kernels_serve_one_dtype_on_a_gpu(gpu, mixed, monkeypatch):
 
 
 @pytest.mark.parametrize("call", [reference, optimized])
-def test_autocast_has_its_dtype(call):
+def test_autocast_output_is_bfloat16_except_for_float64_inputs(call):
     x, weight, bias = drawn(coarse=True)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         y = call(x, weight, bias)
@@ -342,7 +342,7 @@ def test_autocast_has_its_dtype(call):
 
 
 @pytest.mark.parametrize("allowed", [True, False])
-def test_float32_is_multiplied_as_cudnn_would(allowed, monkeypatch):
+def test_precision_is_tf32_only_on_cuda_if_cudnn_allows_it(allowed, monkeypatch):
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", allowed)
     assert module._precision(SimpleNamespace(is_cuda=True)) == ("tf32" if allowed else "tf32x3")
     assert module._precision(SimpleNamespace(is_cuda=False)) == "tf32x3"

@@ -23,7 +23,7 @@ def from_the_loader(side):
 
 
 def inline(mel, device, channels_last=True, dtype=None):
-    """Copy the batch as it is and arrange it on the device; the host waits for the copy."""
+    """Copy the batch unchanged and rearrange it on the device; the host waits for the copy."""
     batch = mel.to(device).unsqueeze(1)
     return (batch.contiguous(memory_format=torch.channels_last) if channels_last else batch).to(dtype or mel.dtype)
 
@@ -52,7 +52,7 @@ def drawn(dtype=torch.float32, shape=(6, 32, 3)):
 @pytest.mark.parametrize("stored", [torch.float32, torch.float16])
 @pytest.mark.parametrize("dtype", [None, torch.float16, torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("channels_last", [False, True])
-def test_shape_dtype_and_layout(side, stored, dtype, channels_last):
+def test_batch_has_the_requested_dtype_shape_and_layout(side, stored, dtype, channels_last):
     mel = drawn(stored)
     batch = side(mel, "cpu", channels_last, dtype)
     assert batch.dtype == (dtype or stored)
@@ -70,7 +70,7 @@ def test_values_beyond_half_precision_become_infinite(side):
 
 
 @pytest.mark.parametrize("side", SIDES)
-def test_a_batch_of_another_order_in_memory(side):
+def test_transposed_batch_becomes_channels_last(side):
     mel = drawn().transpose(0, 2)
     batch = side(mel, "cpu")
     assert batch.is_contiguous(memory_format=torch.channels_last)
@@ -86,12 +86,12 @@ def test_a_batch_of_another_order_in_memory(side):
         (torch.zeros(2, 32, 1, dtype=torch.int16), r"\[2, 32, 1\] of torch.int16"),
     ],
 )
-def test_bad_input_is_one_line(side, mel, message):
+def test_bad_input_raises_a_one_line_error(side, mel, message):
     with pytest.raises(PerfsuiteError, match=rf"^mel: {message}; give \[B, mels, frames\] of a floating dtype"):
         side(mel, "cpu")
 
 
-def test_the_smaller_dtype_travels():
+def test_smaller_returns_the_dtype_of_fewer_bytes():
     half, single = torch.float16, torch.float32
     assert _smaller(half, single) is half
     assert _smaller(single, half) is half
@@ -130,7 +130,7 @@ def transfers(monkeypatch):
 
 
 @pytest.mark.parametrize(("dtype", "travels"), [(None, torch.float32), (torch.float16, torch.float16)])
-def test_what_is_not_pinned_is_copied_there_first(dtype, travels, transfers):
+def test_unpinned_batch_is_copied_to_pinned_memory_first(dtype, travels, transfers):
     _, staged, sent = transfers
     mel = drawn()
     batch = optimized(mel, "cuda", dtype=dtype)
@@ -139,7 +139,7 @@ def test_what_is_not_pinned_is_copied_there_first(dtype, travels, transfers):
     assert torch.equal(batch[:, 0], mel.to(travels))
 
 
-def test_what_is_pinned_goes_as_it_is(transfers):
+def test_pinned_batch_is_sent_without_a_host_copy(transfers):
     pinned, staged, sent = transfers
     mel = drawn(torch.float16)
     pinned.add(mel.data_ptr())
@@ -149,7 +149,7 @@ def test_what_is_pinned_goes_as_it_is(transfers):
     assert torch.equal(batch[:, 0], mel.to(torch.float32))
 
 
-def test_what_is_on_the_gpu_is_not_copied_on_the_host(transfers):
+def test_batch_on_the_gpu_is_not_copied_on_the_host(transfers):
     _, staged, _ = transfers
     batch = optimized(drawn().as_subclass(OnCuda), "cuda")
     assert not staged
@@ -160,7 +160,7 @@ def test_what_is_on_the_gpu_is_not_copied_on_the_host(transfers):
 @pytest.mark.parametrize("pinned", [False, True])
 @pytest.mark.parametrize("stored", [torch.float32, torch.float16])
 @pytest.mark.parametrize("dtype", [None, torch.float16, torch.float32])
-def test_on_a_gpu_the_host_does_not_wait(pinned, stored, dtype, no_host_sync):
+def test_host_does_not_wait_for_the_copy_on_a_gpu(pinned, stored, dtype, no_host_sync):
     mel = drawn(stored)
     given = mel.pin_memory() if pinned else mel
     with no_host_sync():

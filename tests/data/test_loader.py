@@ -20,7 +20,7 @@ ROW_BYTES = 4 * MELS + 8
 
 
 def kept_apart(milliseconds, *tensors):
-    """Return a data set of the tensors; an accepted revision that is imported beside this one shares its class."""
+    """Return a data set of the tensors; its class is shared with an accepted revision imported beside this one."""
     tensors = [t.cpu().contiguous() for t in tensors]
     return SlowStorage(milliseconds, *tensors) if milliseconds else TensorDataset(*tensors)
 
@@ -30,7 +30,7 @@ def kept(batch, device):
 
 
 def anew(dataset, batch_size, workers):
-    """Return torch's DataLoader with its defaults: workers start at every epoch, by fork where nothing else is set."""
+    """Return PyTorch's DataLoader with its defaults: workers start at every epoch, by fork unless set otherwise."""
     return Reference(dataset, batch_size, workers=workers)
 
 
@@ -100,8 +100,8 @@ loader = Pair(
     max_examples=draws(cpu=10),
     rivals={"anew": stateful(side(epochs(anew), devices=("cuda",)))},
     workloads=[
-        # Data that is there at once does not test the loader: from one set of workers to another the same code takes a
-        # fifth more or less time to hand it over.
+        # Data available at once does not test the loader: delivery by the same code takes a fifth more or less time
+        # from one set of workers to the next.
         Workload("storage", **STORAGE, workers=4, clock="wall", speedup=2, device="cuda"),
         Workload("cpu", rows=512, batch_size=64, workers=1, milliseconds=0, clock="wall", device="cpu"),
     ],
@@ -137,7 +137,7 @@ def _no_process_is_left():
 
 @pytest.mark.parametrize("workers", [0, 1, 2])
 @pytest.mark.parametrize("drop_last", [False, True])
-def test_the_batches_are_those_of_the_permutation(split, workers, drop_last):
+def test_batches_follow_the_permutation_of_the_epoch(split, workers, drop_last):
     plain = Reference(split, 4, seed=3, drop_last=drop_last)
     with Optimized(split, 4, workers=workers, seed=3, drop_last=drop_last) as loader:
         assert len(loader) == len(plain) == (2 if drop_last else 3)
@@ -149,7 +149,7 @@ def test_the_batches_are_those_of_the_permutation(split, workers, drop_last):
                 assert all(torch.equal(a, b) for a, b in zip(batch, other, strict=True))
 
 
-def test_workers_stay_from_epoch_to_epoch(split):
+def test_workers_persist_across_epochs(split):
     with Optimized(split, 4) as loader:  # two workers by default
         list(loader.epoch(0))
         first = {p.pid for p in multiprocessing.active_children()}
@@ -159,7 +159,7 @@ def test_workers_stay_from_epoch_to_epoch(split):
     assert multiprocessing.active_children() == []
 
 
-def test_an_epoch_that_is_given_up_leaves_the_next_whole(split):
+def test_abandoned_epoch_does_not_affect_the_next(split):
     with Optimized(split, 2, workers=1) as loader:
         half = loader.epoch(0)
         next(half)
@@ -168,13 +168,13 @@ def test_an_epoch_that_is_given_up_leaves_the_next_whole(split):
         assert torch.equal(labels, permutation(11, 0, 1, "cpu"))
 
 
-def test_one_batch_ahead_is_enough(split):
+def test_prefetch_of_one_batch_delivers_all_batches(split):
     with Optimized(split, 2, workers=1, prefetch=1) as loader:
         labels = torch.cat([labels for _, labels in loader.epoch(0)])
     assert torch.equal(labels, permutation(11, 0, 0, "cpu"))
 
 
-def test_workers_end_with_the_last_that_holds_the_loader(split):
+def test_workers_end_when_the_loader_is_garbage_collected(split):
     loader = Optimized(split, 4, workers=1)
     list(loader.epoch(0))
     assert len(multiprocessing.active_children()) == 1
@@ -183,7 +183,7 @@ def test_workers_end_with_the_last_that_holds_the_loader(split):
     assert multiprocessing.active_children() == []
 
 
-def test_a_loader_may_be_closed_twice_and_used_again(split):
+def test_loader_can_be_closed_twice_and_used_again(split):
     loader = Optimized(split, 4, workers=1)
     loader.close()
     for _ in range(2):
@@ -192,7 +192,7 @@ def test_a_loader_may_be_closed_twice_and_used_again(split):
         loader.close()
 
 
-def test_closing_ends_the_workers_of_an_epoch_under_way(split):
+def test_close_ends_the_workers_of_a_running_epoch(split):
     loader = Optimized(split, 2, workers=1)
     half = loader.epoch(0)
     next(half)
@@ -201,13 +201,13 @@ def test_closing_ends_the_workers_of_an_epoch_under_way(split):
     half.close()
 
 
-def test_spawned_workers_do_as_well(split):
+def test_spawned_workers_deliver_the_same_batches(split):
     with Optimized(split, 4, workers=1, context="spawn") as loader:
         labels = torch.cat([labels for _, labels in loader.epoch(2)])
     assert torch.equal(labels, permutation(11, 0, 2, "cpu"))
 
 
-def test_nobody_else_s_random_numbers_are_drawn(split):
+def test_loaders_do_not_change_the_global_rng_state(split):
     before = torch.get_rng_state()
     list(Reference(split, 4).epoch(0))
     with Optimized(split, 4, workers=1) as loader:
@@ -220,7 +220,7 @@ class Broken(TensorFile):
         raise ValueError(f"row {row} is damaged")
 
 
-def test_what_a_worker_raises_is_raised_here(split):
+def test_dataset_error_is_raised_by_the_loader(split):
     with Optimized(Broken(split.path), 4, workers=0) as loader, pytest.raises(ValueError, match="is damaged"):
         list(loader.epoch(0))
 
@@ -233,21 +233,21 @@ def test_what_a_worker_raises_is_raised_here(split):
         ({"workers": 1, "context": "fork"}, "context: workers cannot be started by 'fork' here; give 'forkserver'"),
     ],
 )
-def test_bad_options_are_one_line(split, options, said):
+def test_bad_options_raise_a_one_line_error(split, options, said):
     with pytest.raises(PerfsuiteError) as error:
         Optimized(split, 4, **options)
     assert str(error.value) == said
 
 
 @pytest.mark.parametrize("side", [Reference, Optimized])
-def test_no_batch_is_one_line(split, side):
+def test_batch_size_that_gives_no_batch_raises_an_error(split, side):
     with pytest.raises(PerfsuiteError, match="batch_size: 12 is more than the 11 examples"):
         side(split, 12, drop_last=True)
     with pytest.raises(PerfsuiteError, match="batch_size: 0 is out of range"):
         side(split, 0)
 
 
-def test_slow_storage_takes_its_time_and_is_sent_by_name(monkeypatch):
+def test_slow_storage_delays_each_row_and_can_be_pickled(monkeypatch):
     waited = []
     monkeypatch.setattr(time, "sleep", waited.append)
     slow = SlowStorage(20, torch.arange(6.0).view(3, 2), torch.arange(3))
@@ -259,7 +259,7 @@ def test_slow_storage_takes_its_time_and_is_sent_by_name(monkeypatch):
     assert [t.tolist() for t in sent[1]] == [[2.0, 3.0], 1]
 
 
-def test_a_tensor_file_is_sent_without_its_content(split):
+def test_tensor_file_is_pickled_without_its_tensors(split):
     split[0]
     sent = pickle.loads(pickle.dumps(split))
     assert sent._tensors is None
@@ -267,12 +267,12 @@ def test_a_tensor_file_is_sent_without_its_content(split):
     assert [t.tolist() for t in sent[3]] == [[6.0, 7.0], 3]
 
 
-def test_a_tensor_file_that_is_not_there_is_one_line(tmp_path):
+def test_missing_tensor_file_raises_an_error(tmp_path):
     with pytest.raises(PerfsuiteError, match=r"^data: there is no file .*missing.pt; write it with"):
         TensorFile(tmp_path / "missing.pt")
 
 
 @pytest.mark.gpu
-def test_on_a_gpu_batches_are_pinned(split):
+def test_batches_are_in_pinned_memory_on_a_gpu(split):
     with Optimized(split, 4, workers=1) as loader:
         assert all(t.is_pinned() for batch in loader.epoch(0) for t in batch)

@@ -28,7 +28,7 @@ def from_a_pack(texts, tokenizer, length):
         vocabulary = tokenizer.get_vocab_size()
         packed_text.write(Path(folder), numpy.concatenate(rows), ends, tokenizer.to_str(), vocabulary, {"recipe": "r"})
         sequences = PackedTokens(folder, length)
-        assert sequences.pack.row is not None  # maps the file, which outlives its folder
+        assert sequences.pack.row is not None  # maps the file, so the mapping outlives the folder
         return sequences
 
 
@@ -36,11 +36,11 @@ MADE = {TokenSequences: TokenSequences, PackedTokens: from_a_pack}
 
 
 def batches(sequences):
-    """Return a side whose step is the batch of the sequences with these numbers, modulo their count."""
+    """Return a side whose step returns the batch of the sequences `rows`, modulo their count."""
 
     def make(letters, rows, length):
         texts = bytes(letters.tolist()).decode().split("~")
-        # So few merges still leave enough tokens for a text of one letter.
+        # With so few merges even a text of one repeated letter has enough tokens.
         tokenizer = trained(texts, 258 + len(letters) // 64)
         count = (sum(map(len, encode(tokenizer, texts))) - 1) // length
         made = MADE[sequences](texts, tokenizer, length)
@@ -73,7 +73,7 @@ def pack(tmp_path):
     return tmp_path
 
 
-def test_an_example_is_a_row_of_a_batch(pack):
+def test_batch_rows_equal_the_single_examples(pack):
     sequences = PackedTokens(pack, 6)
     assert len(sequences) == 3
     inputs, labels = sequences.batch(torch.tensor([2, 0]))
@@ -86,20 +86,20 @@ def test_an_example_is_a_row_of_a_batch(pack):
         assert after.tolist() == [t + 1 for t in own.tolist()]
 
 
-def test_tokens_of_four_bytes(tmp_path):
+def test_tokens_of_four_bytes_are_read_correctly(tmp_path):
     packed_text.write(tmp_path, numpy.array([70_000, 1, 2]), numpy.array([3]), "{}", 70_001, {"recipe": "r"})
     inputs, labels = PackedTokens(tmp_path, 2).batch(torch.tensor([0]))
     assert (inputs.tolist(), labels.tolist()) == ([[70_000, 1]], [[1, 2]])
 
 
-def test_it_is_sent_by_its_path(pack):
+def test_dataset_is_pickled_by_its_path(pack):
     sequences = PackedTokens(pack, 6)
     sent = pickle.dumps(sequences)
     assert len(sent) < 400
     assert torch.equal(pickle.loads(sent)[1][0], sequences[1][0])
 
 
-def test_what_is_not_there(pack):
+def test_out_of_range_rows_and_lengths_raise_errors(pack):
     sequences = PackedTokens(pack, 6)
     with pytest.raises(IndexError, match="sequence 3 of 3"):
         sequences[3]

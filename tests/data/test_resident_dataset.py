@@ -82,7 +82,7 @@ def split(rows=10):
 
 
 @pytest.mark.parametrize("side", SIDES)
-def test_an_epoch_is_the_permutation_in_batches(side):
+def test_epoch_yields_the_permutation_in_batches(side):
     features, labels = split()
     data = side((features, labels), 4, "cpu")
     assert len(data) == 3
@@ -117,14 +117,14 @@ def test_both_sides_give_the_same_batches(limit, rows, batch_size, drop_last):
 
 
 @pytest.mark.parametrize("limit", [None, 3 * 4 * 20])
-def test_every_batch_lies_in_the_same_memory(limit):
+def test_all_batches_use_the_same_memory(limit):
     data = Optimized(split(), 4, "cpu", limit_bytes=limit)
     whole = [t.data_ptr() for t in data.batch]
     for batch in data.epoch(0):
         assert [t.data_ptr() for t in batch] == whole
 
 
-def test_an_epoch_that_was_not_ended_does_not_disturb_the_next():
+def test_unfinished_epoch_does_not_affect_the_next():
     data = streaming(split(41), 4, "cpu")
     half = data.epoch(0)
     for _ in range(3):
@@ -133,8 +133,8 @@ def test_an_epoch_that_was_not_ended_does_not_disturb_the_next():
     assert torch.equal(labels, permutation(41, 0, 1, "cpu"))
 
 
-def test_a_piece_is_not_overwritten_before_it_was_read():
-    """Where copies run beside earlier launches, they wait for `release`."""
+def test_piece_is_not_overwritten_before_it_is_released():
+    """Copies that run concurrently with earlier launches wait for `release`."""
     data = Optimized(split(41), 4, "cpu", limit_bytes=5 * 4 * 20)
     pieces, held, said = data._pieces, set(), []
     fetch, ready, release = pieces.fetch, pieces.ready, pieces.release
@@ -173,11 +173,11 @@ def test_a_piece_is_not_overwritten_before_it_was_read():
         ),
     ],
 )
-def test_it_says_why_it_streams(limit, reason):
+def test_reason_says_why_batches_are_streamed(limit, reason):
     assert Optimized(split(), 4, "cpu", limit_bytes=limit).reason == reason
 
 
-def test_what_lies_on_the_device_keeps_to_the_limit():
+def test_device_memory_stays_within_the_limit():
     for batches in range(3, 10):
         limit = batches * 4 * 20
         data = Optimized(split(1000), 4, "cpu", limit_bytes=limit)
@@ -186,19 +186,19 @@ def test_what_lies_on_the_device_keeps_to_the_limit():
         assert sum(t.nbytes for piece in data._pieces.host for t in piece) == sum(t.nbytes for t in there)
 
 
-def test_a_limit_below_three_batches_is_one_line():
+def test_limit_below_three_batches_raises_an_error():
     with pytest.raises(PerfsuiteError, match=r"^limit_bytes: 239 is less than three batches of 80 bytes; raise it, or"):
         Optimized(split(100), 4, "cpu", limit_bytes=239)
 
 
-def test_a_batch_size_above_the_number_of_rows_needs_no_more_memory():
+def test_batch_size_above_the_number_of_rows_needs_no_extra_memory():
     data = Optimized([torch.zeros(10, 1)], 100, "cpu", limit_bytes=80)
     assert data.reason is None
     assert [len(batch[0]) for batch in data.epoch(0)] == [10]
 
 
-def test_the_smallest_rows():
-    """Rows of one byte are streamed one at a time; a negative limit is refused for rows of 0 bytes, too."""
+def test_smallest_rows_are_streamed_and_a_negative_limit_is_refused():
+    """Rows of one byte are streamed one at a time; a negative limit is refused even for rows of 0 bytes."""
     rows = torch.arange(10, dtype=torch.uint8)
     assert "1 rows at a time" in Optimized([rows], 1, "cpu", limit_bytes=3).reason
     with pytest.raises(PerfsuiteError, match=r"^limit_bytes: -1 is less than three batches of 0 bytes"):
@@ -206,14 +206,14 @@ def test_the_smallest_rows():
 
 
 @pytest.mark.parametrize("limit", [None, 3 * 4 * 8])
-def test_a_tensor_alone(limit):
+def test_dataset_of_one_tensor_yields_all_rows(limit):
     data = Optimized([torch.arange(10)], 4, "cpu", limit_bytes=limit)
     labels = torch.cat([n.clone() for (n,) in data.epoch(0)])
     assert torch.equal(labels, permutation(10, 0, 0, "cpu"))
 
 
 class Stream:
-    """A GPU's stream, or the host, as the set of operations that it knows to be done."""
+    """A GPU's stream, or the host, as the set of operations that it knows to be complete."""
 
     def __init__(self, device=None):
         self.done = set()
@@ -226,16 +226,16 @@ class Stream:
 
 
 class OnCuda(TorchDispatchMode):
-    """Runs copies on the current stream and all else on the host; asserts that memory is free before it is used.
+    """Run copies on the current stream and other operations on the host; assert that memory is free before each use.
 
-    A read needs the last write to be done, as far as its stream knows, and a write the reads since then too.
+    Before a read, the stream must know that the last write is complete; before a write, also the reads since then.
     """
 
     def __init__(self):
         super().__init__()
         self.host, self.main, self.made = Stream(), Stream(), []
         self.current, self.count = self.main, 0
-        self.kept = defaultdict(list)  # the streams that memory was recorded on
+        self.kept = defaultdict(list)  # for each address, the streams passed to `record_stream`
         self.writes, self.reads = {}, defaultdict(set)
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
@@ -297,7 +297,7 @@ def cuda(monkeypatch):
 
 
 @pytest.mark.parametrize("batches", [3, 5, 7])
-def test_on_cuda_nothing_is_touched_before_it_is_free(cuda, batches):
+def test_memory_is_not_accessed_before_it_is_free_on_cuda(cuda, batches):
     features, labels = split(41)
     data = Optimized((features, labels), 4, "cuda", limit_bytes=batches * 4 * 20)
     assert "streamed from pinned memory" in data.reason
@@ -313,7 +313,7 @@ def test_on_cuda_nothing_is_touched_before_it_is_free(cuda, batches):
 
 
 @pytest.mark.parametrize("side", [Reference, Optimized])
-def test_bad_input_is_one_line(side):
+def test_tensors_with_different_row_counts_raise_an_error(side):
     with pytest.raises(PerfsuiteError, match="3, 4 rows; give as many of each"):
         side((torch.zeros(3), torch.zeros(4)), 2, "cpu")
 
@@ -340,7 +340,7 @@ class Graphs:
 
 
 @pytest.mark.parametrize("limit", [None, 3 * 4 * 20])
-def test_a_captured_step_finds_each_batch_where_it_was(limit):
+def test_captured_step_reads_each_batch_from_the_same_memory(limit):
     features, _ = split(22)
     data = Optimized(split(22), 4, "cpu", limit_bytes=limit)
     weight = torch.zeros(3)
@@ -363,7 +363,7 @@ def test_a_captured_step_finds_each_batch_where_it_was(limit):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("limit", [None, 7 * 64 * 20])
-def test_on_a_gpu_it_gives_the_same_batches(limit, no_host_sync):
+def test_batches_match_the_reference_on_a_gpu(limit, no_host_sync):
     data = Optimized(split(1000), 64, "cuda", limit_bytes=limit)
     assert (data.reason is None) == (limit is None)
     expected = Reference(split(1000), 64, "cuda")

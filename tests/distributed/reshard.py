@@ -1,7 +1,7 @@
-"""The ranks of the test of checkpoints in other numbers of ranks: `python reshard.py FOLDER`.
+"""The ranks of the test that loads checkpoints with other numbers of ranks: `python reshard.py FOLDER`.
 
-Four processes form groups of 4, of 2 and of 1, one after the other: each group loads what each earlier one has saved,
-and in the end the four load what the others have saved. A rank that finds anything else raises.
+Four processes form groups of 4, 2 and 1 ranks in turn. Each group loads the checkpoints of all earlier groups, and at
+the end four ranks load all checkpoints. A rank raises if a loaded checkpoint differs.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def main(rank: int, folder: Path) -> None:
 
 
 def trained() -> ShardedNetwork:
-    """A network after three steps, the same in any number of ranks."""
+    """Return a network after three steps, the same for any number of ranks."""
     generator = torch.Generator().manual_seed(0)
     network = ShardedNetwork([torch.randn(shape, generator=generator) for shape in SHAPES])
     for _ in range(3):
@@ -61,7 +61,7 @@ def trained() -> ShardedNetwork:
 
 
 def check(side: ModuleType, saved: Path) -> None:
-    """Check that the loaded network has the trained one's shards, equal to the bit, and trains on alike."""
+    """Check that the loaded network has the trained one's shards, bit for bit, and trains on identically."""
     other, expected = ShardedNetwork([torch.zeros(shape) for shape in SHAPES]), trained()
     side.load(other.model, other.optimizer, saved)
     for steps in range(2):
@@ -77,7 +77,7 @@ def check(side: ModuleType, saved: Path) -> None:
 
 
 def check_damaged(side: ModuleType, saved: Path) -> None:
-    """Check that all ranks raise if one rank's file is cut off, and that the network stays unchanged."""
+    """Check that all ranks raise if one rank's file is truncated, and that the network stays unchanged."""
     network = trained()
     if dist.get_rank() == 0:
         os.truncate(saved / "__1_0.distcp", 100)

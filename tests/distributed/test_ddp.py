@@ -39,7 +39,7 @@ ddp = Pair(
     max_examples=draws(cpu=7),
     workloads=[
         Workload("cpu", micro=2, rows=16, features=32, hidden=64, outputs=8, clock="wall", device="cpu"),
-        # In some calls DistributedDataParallel waits for events of its own timers.
+        # In some calls DistributedDataParallel waits for its own timers' events.
         Workload(
             "dp2", ranks=2, micro=8, rows=256, features=1024, hidden=4096, outputs=1024, clock="wall", device="cuda"
         ),

@@ -47,7 +47,7 @@ graphed_ddp = Pair(
     },
     mutates={"weights"},
     sizes={"rows": size(1, 9), "features": size(1, 17), "hidden": size(1, 17), "outputs": size(1, 9)},
-    # Enough for the warm-up, the capture and a few replays.
+    # Enough steps for the warm-up, the capture and a few replays.
     steps=steps(cpu=(1, 2, 5), otherwise=(1, 2, 17)),
     ranks=ranks(2, 4),
     workloads=[
@@ -60,7 +60,7 @@ graphed_ddp = Pair(
 
 @contextlib.contextmanager
 def alone(device):
-    """Run a process group of this process alone."""
+    """Run a process group whose only rank is this process."""
     backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
     dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     try:
@@ -71,7 +71,7 @@ def alone(device):
 
 
 @pytest.mark.parametrize("call", [reference, optimized])
-def test_two_steps_by_hand(call):
+def test_two_steps_match_hand_computation(call):
     with alone("cpu"):
         weights = [torch.tensor([[2.0]])]
         step = call(weights, lr=0.25, momentum=0.5)
@@ -84,7 +84,7 @@ def test_two_steps_by_hand(call):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this is about machines without a CUDA device")
-def test_without_a_gpu_it_says_so():
+def test_reason_without_a_gpu_is_the_missing_cuda_device():
     with alone("cpu"):
         step = optimized([torch.ones(2, 2)])
         for _ in range(module.WARMUP + 2):
@@ -92,7 +92,7 @@ def test_without_a_gpu_it_says_so():
     assert (step.reason, step.captures) == ("there is no CUDA device", 0)
 
 
-def test_its_group_has_no_watch_for_errors(monkeypatch):
+def test_group_is_created_once_with_nccl_error_handling_off(monkeypatch):
     made = []
     new_group = dist.new_group
     names = ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "TORCH_NCCL_BLOCKING_WAIT")
@@ -109,7 +109,7 @@ def drawn(rows, seed, device):
 
 
 @pytest.mark.gpu
-def test_on_a_gpu_it_is_captured_and_the_weights_go_on():
+def test_captured_steps_match_the_reference_after_weights_change_on_a_gpu():
     def trained(call):
         weights = [t.T.contiguous() for t in (torch.randn(5, 7), torch.randn(7, 3))]
         weights = [w.to("cuda") for w in weights]
@@ -133,7 +133,7 @@ def test_on_a_gpu_it_is_captured_and_the_weights_go_on():
 
 
 @pytest.mark.gpu
-def test_on_a_gpu_a_captured_step_does_not_wait(no_host_sync):
+def test_captured_step_does_not_wait_on_a_gpu(no_host_sync):
     with alone("cuda"):
         step = optimized([torch.ones(3, 5, device="cuda")])
         batch = drawn(4, 0, "cuda")

@@ -14,7 +14,7 @@ from reference.distributed.nccl_settings import nccl_settings as reference
 
 BOUNDED = floats(-4, 4)
 
-# NCCL reads its variables once per process, so that a pair would time its defaults twice. `perfsuite claims ups` times
+# NCCL reads its variables once per process, so a pair would time NCCL's defaults twice. `perfsuite claims ups` times
 # the settings in separate processes, as C34.
 nccl_settings = Pair(
     reference=reference,
@@ -36,19 +36,19 @@ nccl_settings = Pair(
 
 @pytest.fixture
 def alone():
-    """Run a process group of this process alone."""
+    """Run a process group whose only rank is this process."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield
     dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("call", [reference, optimized])
-def test_a_mean_over_the_examples(call, alone):
+def test_gradients_are_averaged_over_the_examples(call, alone):
     found = call([torch.tensor([[1.0, 2.0], [3.0, 6.0]]), torch.tensor([5.0, -1.0])])
     assert [f.tolist() for f in found] == [[[2.0, 4.0]], [2.0]]
 
 
-def test_the_variables_are_set_while_its_group_is_made(alone, monkeypatch):
+def test_variables_are_set_only_while_the_group_is_created(alone, monkeypatch):
     names = [*VARIABLES, "OTHER"]
     seen = []
 
@@ -71,7 +71,7 @@ def test_the_variables_are_set_while_its_group_is_made(alone, monkeypatch):
     assert seen == [("new_group", inside), ("all_reduce", inside), ("all_reduce", outside), ("all_reduce", outside)]
 
 
-def test_it_is_summed_in_a_group_of_its_own(alone, monkeypatch):
+def test_all_reduce_uses_a_separate_group(alone, monkeypatch):
     groups = []
     all_reduce = dist.all_reduce
     monkeypatch.setattr(dist, "all_reduce", lambda t, group=None: (groups.append(group), all_reduce(t, group=group)))
@@ -91,7 +91,7 @@ def test_the_environment_is_restored_after_an_error(monkeypatch):
     assert (os.environ["A"], "B" in os.environ) == ("1", False)
 
 
-def test_each_default_group_has_its_own(monkeypatch):
+def test_each_default_group_gets_its_own_separate_group(monkeypatch):
     groups = []
     all_reduce = dist.all_reduce
     monkeypatch.setattr(dist, "all_reduce", lambda t, group=None: (groups.append(group), all_reduce(t, group=group)))
@@ -102,5 +102,5 @@ def test_each_default_group_has_its_own(monkeypatch):
             optimized([torch.tensor([1.0, 3.0])])
         finally:
             dist.destroy_process_group()
-    # Each is made with a collective of its own.
+    # Creating a group runs one collective in it.
     assert [groups.index(group) for group in groups] == [0, 0, 0, 3, 3, 3]

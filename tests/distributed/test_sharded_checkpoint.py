@@ -72,22 +72,22 @@ sharded_checkpoint = Pair(
 
 
 @FULLY
-def test_what_some_ranks_have_saved_others_load(tmp_path):
-    # Groups of 4, 2 and 1 ranks each load what the others have saved.
+def test_checkpoints_can_be_loaded_with_other_numbers_of_ranks(tmp_path):
+    # Groups of 4, 2 and 1 ranks each load the checkpoints of the others.
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": str(ROOT)}
     command = [sys.executable, str(Path(__file__).with_name("reshard.py")), str(tmp_path)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr[-3000:]
     saved = sorted(p.name for p in tmp_path.glob("*-by-*"))
     assert saved == [f"{side}-by-{ranks}" for side in ("optimized", "reference") for ranks in (1, 2, 4)]
-    # In the optimized side each rank writes its own file; in the reference rank 0 writes one.
+    # On the optimized side each rank writes its own file; in the reference rank 0 writes one.
     assert len(list((tmp_path / "optimized-by-2").glob("*.distcp"))) == 2
     assert (tmp_path / "reference-by-2").is_file()
 
 
 @pytest.fixture
 def alone():
-    """Run a process group of this process alone."""
+    """Run a process group whose only rank is this process."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield
     dist.destroy_process_group()
@@ -129,7 +129,7 @@ def largest(path):
         ),
     ],
 )
-def test_what_is_missing_or_cut_off_is_said_in_one_line(save, load, harm, says, alone, tmp_path):
+def test_missing_or_truncated_checkpoint_raises_a_one_line_error(save, load, harm, says, alone, tmp_path):
     saved, path = network((4, 3), (2, 4)), tmp_path / "c"
     save(saved.model, saved.optimizer, path)
     harm(path)
@@ -150,14 +150,14 @@ def test_what_is_missing_or_cut_off_is_said_in_one_line(save, load, harm, says, 
         (((4, 3), (2, 4), (2, 2)), "another model, whose parameters have other names"),
     ],
 )
-def test_another_model_is_named(save, load, shapes, says, alone, tmp_path):
+def test_checkpoint_of_another_model_raises_an_error(save, load, shapes, says, alone, tmp_path):
     saved, other = network((4, 3), (2, 4)), network(*shapes)
     save(saved.model, saved.optimizer, tmp_path / "c")
     with pytest.raises(CheckpointError, match=says):
         load(other.model, other.optimizer, tmp_path / "c")
 
 
-def test_a_plain_state_dict_is_named(alone, tmp_path):
+def test_plain_state_dict_raises_an_error(alone, tmp_path):
     saved = network((4, 3), (2, 4))
     content = {name: p.detach().full_tensor() for name, p in saved.model.named_parameters()}
     torch.save(content, tmp_path / "c")
@@ -166,7 +166,7 @@ def test_a_plain_state_dict_is_named(alone, tmp_path):
 
 
 @pytest.mark.parametrize("content", [b"", b"no pickle", b"\x80\x04N."])
-def test_a_list_of_contents_that_is_damaged_is_named(content, alone, tmp_path):
+def test_damaged_metadata_raises_an_error(content, alone, tmp_path):
     saved, path = network((4, 3)), tmp_path / "c"
     optimized_save(saved.model, saved.optimizer, path)
     (path / ".metadata").write_bytes(content)
@@ -175,7 +175,7 @@ def test_a_list_of_contents_that_is_damaged_is_named(content, alone, tmp_path):
 
 
 @pytest.mark.parametrize(("save", "load"), SIDES)
-def test_a_checkpoint_is_replaced_and_an_optimizer_without_a_state_gets_one(save, load, alone, tmp_path):
+def test_save_replaces_a_checkpoint_and_load_fills_a_new_optimizer(save, load, alone, tmp_path):
     saved, path = network((4, 3)), tmp_path / "c"
     save(saved.model, saved.optimizer, path)
     saved.step([torch.full((4, 3), 2.0)])
@@ -190,7 +190,7 @@ def test_a_checkpoint_is_replaced_and_an_optimizer_without_a_state_gets_one(save
 
 @pytest.mark.parametrize("save", [reference_save, optimized_save])
 @pytest.mark.parametrize("fails", ["mkdir", "replace"])
-def test_where_it_cannot_write_is_said_in_one_line(save, fails, alone, tmp_path, monkeypatch):
+def test_failed_save_raises_an_error_that_names_the_path(save, fails, alone, tmp_path, monkeypatch):
     saved, path = network((4, 3)), tmp_path / "file" / "c"
     if fails == "mkdir":
         (tmp_path / "file").touch()
@@ -206,7 +206,7 @@ def test_where_it_cannot_write_is_said_in_one_line(save, fails, alone, tmp_path,
         save(saved.model, saved.optimizer, path)
 
 
-def test_a_checkpoint_stays_where_no_other_takes_its_name(alone, tmp_path, monkeypatch):
+def test_failed_rename_keeps_the_earlier_checkpoint(alone, tmp_path, monkeypatch):
     saved, path = network((4, 3)), tmp_path / "c"
     optimized_save(saved.model, saved.optimizer, path)
     before = saved.shards()
@@ -227,7 +227,7 @@ def test_a_checkpoint_stays_where_no_other_takes_its_name(alone, tmp_path, monke
     assert all(torch.equal(shard, other.shards()[name]) for name, shard in before.items())
 
 
-def test_a_run_that_was_killed_while_it_renamed_leaves_the_earlier_checkpoint(alone, tmp_path):
+def test_interrupted_rename_keeps_the_earlier_checkpoint(alone, tmp_path):
     saved, path, old = network((4, 3)), tmp_path / "c", tmp_path / ".c.old"
     optimized_save(saved.model, saved.optimizer, path)
     path.rename(old)

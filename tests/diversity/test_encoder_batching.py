@@ -36,7 +36,7 @@ encoder_batching = Pair(
     rivals={"compile": compiled(side(reference, devices=("cuda",)))},
     variants={"in_threes": lambda encoder, tokens, lengths: in_threes(encoder, tokens, lengths)},
     workloads=[
-        # As the trainer embeds the replies to four prompts. Launches take most of the time, and one call replaces four.
+        # The trainer embeds the replies to four prompts. Launches take most of the time, and one call replaces four.
         Workload("sets4", **REPLIES, sets=4, clock="wall", speedup=2.0, host_syncs=1),
         # Six batches of similar length replace the reference's 64 of three replies.
         Workload("sets64", **REPLIES, sets=64, clock="wall", speedup=2.0, host_syncs=1),
@@ -67,7 +67,7 @@ def drawn(sets=4, n=3, longest=9):
 
 
 @pytest.mark.parametrize("call", SIDES)
-def test_each_reply_is_what_it_is_alone_and_in_its_place(call):
+def test_each_embedding_matches_the_reply_encoded_alone(call):
     encoder, tokens, lengths = drawn()
     found = call(encoder, tokens, lengths)
     for s, i in torch.cartesian_prod(torch.arange(4), torch.arange(3)).tolist():
@@ -77,7 +77,7 @@ def test_each_reply_is_what_it_is_alone_and_in_its_place(call):
 
 
 @pytest.mark.parametrize("call", SIDES)
-def test_embeddings_by_hand(call):
+def test_embeddings_match_hand_computation(call):
     """Embeddings have norm 1; here the encoder returns a reply's length and its first token."""
 
     def encoder(tokens, lengths):
@@ -92,11 +92,11 @@ def test_embeddings_by_hand(call):
 
 
 @pytest.mark.parametrize("call", SIDES)
-def test_embeddings_are_constants(call):
+def test_embeddings_require_no_gradient(call):
     assert not call(*drawn()).requires_grad
 
 
-def test_a_batch_has_replies_of_similar_length_and_no_padding_beyond_its_longest():
+def test_batches_group_replies_by_length_without_excess_padding():
     calls = []
 
     def encoder(tokens, lengths):
@@ -111,6 +111,6 @@ def test_a_batch_has_replies_of_similar_length_and_no_padding_beyond_its_longest
     assert calls == [([6, 7], [7, 7, 5, 3, 2, 1])]
 
 
-def test_a_batch_has_a_row():
+def test_zero_rows_per_batch_raise_value_error():
     with pytest.raises(ValueError, match="rows=0: a batch has at least one row"):
         optimized(*drawn(), rows=0)

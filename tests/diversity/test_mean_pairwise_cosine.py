@@ -63,18 +63,18 @@ def test_zero_rows_are_at_distance_one(call):
 
 
 @pytest.mark.parametrize("call", SIDES)
-def test_rows_below_the_least_length_are_divided_by_it(call):
+def test_rows_below_the_minimum_length_are_divided_by_it(call):
     e = torch.tensor([[5e-13, 0.0], [5e-13, 0.0], [2.0, 0.0]], requires_grad=True)
     mean = call(e)
     assert mean.item() == pytest.approx(1 - (0.25 + 0.5 + 0.5) / 3)
     mean.backward()
-    # A short row is divided by a constant, so that its gradient keeps the part along the row.
+    # A short row is divided by a constant, so its gradient keeps the component along the row.
     assert e.grad[:, 0].tolist() == pytest.approx([-0.5e12, -0.5e12, 0.0], rel=1e-6, abs=1e-6)
 
 
 @pytest.mark.parametrize("call", SIDES)
 @pytest.mark.parametrize("n", [0, 1])
-def test_no_pair_has_no_mean(call, n):
+def test_mean_of_no_pairs_is_nan_and_its_gradient_is_zero(call, n):
     e = torch.ones(n, 3, requires_grad=True)
     mean = call(e)
     assert mean.isnan()
@@ -83,7 +83,7 @@ def test_no_pair_has_no_mean(call, n):
 
 
 @pytest.mark.parametrize("call", SIDES)
-def test_rows_of_no_columns_are_at_distance_one(call):
+def test_rows_without_columns_are_at_distance_one(call):
     e = torch.ones(3, 0, requires_grad=True)
     mean = call(e)
     assert mean.item() == 1.0
@@ -104,7 +104,7 @@ def test_rows_of_no_columns_are_at_distance_one(call):
     ],
 )
 @pytest.mark.parametrize("gpu", [True, False])
-def test_the_kernels_serve_pairs_of_rows_of_up_to_2048_columns_on_a_gpu(shape, path, gpu, monkeypatch):
+def test_kernels_are_used_on_a_gpu_for_two_or_more_rows_of_1_to_2048_columns(shape, path, gpu, monkeypatch):
     module = "optimized.diversity.mean_pairwise_cosine"
     monkeypatch.setattr(f"{module}.use_triton", lambda e: gpu)
     monkeypatch.setattr(f"{module}._MeanPairwiseCosine", SimpleNamespace(apply=lambda e: "kernels"))

@@ -49,10 +49,10 @@ pairwise_cosine = Pair(
     reference=reference,
     optimized=optimized,
     inputs={
-        # An expanded row is N equal rows, whose distances are nothing but rounding.
+        # An expanded row is N equal rows, whose distances are only rounding errors.
         "e": tensor("N", "D", values=sampled(embeddings), layouts=("contiguous", "transposed", "strided", "offset"))
     },
-    # In one dimension every distance is exactly 0 or 2, and its gradient is nothing but rounding.
+    # In one dimension every distance is exactly 0 or 2, and its gradient is only rounding errors.
     sizes={"N": size(0, 70), "D": size(2, 390)},
     max_examples=draws(cpu=7),
     truth=matrix_product,
@@ -93,7 +93,7 @@ def test_known_values(call):
 
 @pytest.mark.parametrize("call", SIDES)
 @pytest.mark.parametrize("shape", [(0, 4), (1, 4), (3, 0), (3, 1)])
-def test_edge_sizes(call, shape):
+def test_edge_sizes_give_constant_distances_and_zero_gradients(call, shape):
     e = torch.ones(shape, requires_grad=True)
     distances = call(e)
     expected = torch.zeros(shape[0], shape[0]) if shape[1] else torch.ones(shape[0], shape[0])
@@ -103,19 +103,19 @@ def test_edge_sizes(call, shape):
 
 
 @pytest.mark.parametrize("call", SIDES)
-def test_short_rows(call):
+def test_rows_below_the_minimum_length_are_divided_by_it(call):
     e = torch.tensor([[0.0, 0.0], [3e-13, 4e-13], [1.0, 0.0]], requires_grad=True)
     distances = call(e)
     expected = [[1.0, 1.0, 1.0], [1.0, 0.75, 0.7], [1.0, 0.7, 0.0]]
     torch.testing.assert_close(distances, torch.tensor(expected))
     distances[0, 2].backward()
-    # Where the length is clamped, it counts as a constant.
+    # A clamped length is a constant in the gradient.
     torch.testing.assert_close(e.grad[0], torch.tensor([-1e12, 0.0]))
 
 
 @pytest.mark.parametrize("largest", [0, 1536])
 @pytest.mark.parametrize("call", SIDES)
-def test_a_short_row_s_distance_from_itself_has_a_gradient(call, largest, monkeypatch):
+def test_self_distance_of_a_short_row_has_a_gradient(call, largest, monkeypatch):
     # The limit chooses the backward kernel or the product for larger sizes; the other sides ignore it.
     monkeypatch.setattr("optimized.diversity.pairwise_cosine.BACKWARD_KERNEL_MAX", largest)
     e = torch.tensor([[3e-13, 4e-13], [3.0, 4.0]], requires_grad=True)
@@ -125,11 +125,11 @@ def test_a_short_row_s_distance_from_itself_has_a_gradient(call, largest, monkey
 
 
 @pytest.mark.parametrize("call", SIDES[1:])
-def test_not_finite_rows_stand_where_the_reference_has_them(call):
-    # More rows than a tile has: in most tiles only the rows of one side are not finite.
+def test_nonfinite_rows_give_the_same_distances_as_the_reference(call):
+    # There are more rows than in a tile: in most tiles only the rows of one side are not finite.
     e = torch.randn(40, 20, generator=torch.Generator().manual_seed(0))
     e[0, 3], e[1, 2] = math.inf, math.nan
-    # Right behind a row whose squares overflow, and in its place beside its end.
+    # Rows that are not finite directly after rows whose squares overflow.
     e[5] *= 1e30
     e[6, 0] = math.inf
     e[7] *= 1e30
@@ -146,7 +146,7 @@ def test_cuda_source_compiles(tmp_path):
     assert done.returncode == 0, done.stderr
 
 
-def test_extension_says_why_it_is_not_there():
+def test_available_says_why_the_extension_is_missing():
     reason = extension.available()
     if reason is None:
         pytest.skip("it is there: the pair proves it")
@@ -168,7 +168,7 @@ def counted(monkeypatch, built):
     return asked
 
 
-def test_the_extension_serves_float32_on_a_gpu_alone(monkeypatch):
+def test_extension_is_used_only_for_float32_on_a_gpu(monkeypatch):
     e = torch.randn(4, 8)
     expected = pairwise_cosine_vectorised(e)
     built = SimpleNamespace(forward=lambda e: (torch.full((4, 4), 7.0), torch.ones(4)))
@@ -180,7 +180,7 @@ def test_the_extension_serves_float32_on_a_gpu_alone(monkeypatch):
     assert len(asked) == 1
 
 
-def test_without_the_extension_the_pytorch_form_serves(monkeypatch):
+def test_missing_extension_falls_back_to_pytorch(monkeypatch):
     asked = counted(monkeypatch, None)
     e = torch.randn(4, 8)
     distances = extension.pairwise_cosine_cuda(e.as_subclass(OnGpu)).as_subclass(torch.Tensor)
@@ -199,7 +199,7 @@ def test_without_the_extension_the_pytorch_form_serves(monkeypatch):
         ("bin/c++", "no C++ compiler was found;"),
     ],
 )
-def test_extension_names_what_is_missing(missing, message, monkeypatch, tmp_path):
+def test_available_names_the_missing_device_or_tool(missing, message, monkeypatch, tmp_path):
     (tmp_path / "bin").mkdir()
     for name in ("nvcc", "ninja", "c++"):
         if missing != f"bin/{name}":
@@ -240,7 +240,7 @@ def test_a_failed_build_warns_once_and_falls_back(error, forgetful, monkeypatch)
     assert torch.equal(first, second)
 
 
-def test_an_extension_that_was_built_is_kept(forgetful, monkeypatch):
+def test_built_extension_is_cached(forgetful, monkeypatch):
     built = SimpleNamespace()
     monkeypatch.setattr(extension, "available", lambda: None)
     monkeypatch.setattr(extension, "_build", lambda: built)
@@ -249,7 +249,7 @@ def test_an_extension_that_was_built_is_kept(forgetful, monkeypatch):
     assert extension._extension() is built
 
 
-def test_what_is_missing_is_not_built(forgetful, monkeypatch):
+def test_unavailable_extension_is_not_built(forgetful, monkeypatch):
     monkeypatch.setattr(extension, "available", lambda: "no CUDA device; run elsewhere")
     monkeypatch.setattr(extension, "_build", lambda: pytest.fail("built"))
     with pytest.warns(RuntimeWarning, match="falls back to PyTorch: no CUDA device"):
@@ -258,7 +258,7 @@ def test_what_is_missing_is_not_built(forgetful, monkeypatch):
 
 @pytest.mark.parametrize("chosen", [None, "8.0;9.0"])
 @pytest.mark.parametrize("fails", [False, True])
-def test_a_build_is_for_this_gpu_unless_the_user_has_said_otherwise(chosen, fails, monkeypatch):
+def test_build_targets_this_gpu_unless_the_user_sets_an_arch_list(chosen, fails, monkeypatch):
     seen = {}
 
     def load(**options):
@@ -277,11 +277,11 @@ def test_a_build_is_for_this_gpu_unless_the_user_has_said_otherwise(chosen, fail
     assert seen["arch"] == (chosen or "9.0")
     assert "PYBIND11_MODULE" in seen["cpp_sources"][0]
     assert "__global__" in seen["cuda_sources"][0]
-    # The variable has its old value again.
+    # The variable has its old value.
     assert os.environ.get("TORCH_CUDA_ARCH_LIST") == chosen
 
 
-def test_a_build_is_kept_by_the_sources_contents(tmp_path, monkeypatch):
+def test_build_name_depends_on_the_contents_of_the_sources(tmp_path, monkeypatch):
     def name():
         monkeypatch.setattr(cpp_extension, "load_inline", lambda **options: options["name"])
         return extension._build()
@@ -297,7 +297,7 @@ def test_a_build_is_kept_by_the_sources_contents(tmp_path, monkeypatch):
     assert name() != here
 
 
-def test_the_extension_s_gradient_is_what_its_backward_says(monkeypatch):
+def test_gradient_of_the_extension_comes_from_its_backward_function(monkeypatch):
     # The extension's two functions, written in PyTorch operations.
     def forward(e):
         assert e.is_contiguous()
@@ -335,12 +335,12 @@ def test_the_kernels_write_within_their_outputs(n, width, largest, fences, monke
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("largest", [0, 1536])
 @pytest.mark.parametrize(("n", "width"), [(40, 7), (7, 40), (70, 33), (3, 600), (2, 2)])
-def test_both_ways_to_the_gradient(n, width, largest, transposed, monkeypatch):
+def test_both_backward_paths_match_the_float64_gradient(n, width, largest, transposed, monkeypatch):
     monkeypatch.setattr("optimized.diversity.pairwise_cosine.BACKWARD_KERNEL_MAX", largest)
     generator = torch.Generator().manual_seed(0)
-    # NaN lies behind the ends: a read beyond them shows, even with a weight of 0.
+    # NaN follows the ends: it reveals a read beyond them, even with a weight of 0.
     e = torch.cat([torch.randn(n, width, generator=generator), torch.full((1, width), math.nan)])[:n]
-    e[0] *= 1e-15  # shorter than the least length
+    e[0] *= 1e-15  # shorter than the minimum length
     # Not symmetric, so that the gradients of a distance and of its mirror image differ.
     weights = torch.full((n + 1, n + 1), math.nan)[:n, :n].copy_(torch.randn(n, n, generator=generator))
     weights = weights.t() if transposed else weights
@@ -373,7 +373,7 @@ def test_tiles_are_counted_column_by_column():
 
 
 @pytest.mark.parametrize("gpu", [True, False])
-def test_the_kernels_serve_a_gpu(gpu, monkeypatch):
+def test_kernels_are_used_on_a_gpu(gpu, monkeypatch):
     module = "optimized.diversity.pairwise_cosine"
     monkeypatch.setattr(f"{module}.use_triton", lambda e: gpu)
     monkeypatch.setattr(f"{module}.pairwise_cosine_triton", lambda e: "kernels")
@@ -382,7 +382,7 @@ def test_the_kernels_serve_a_gpu(gpu, monkeypatch):
 
 
 @pytest.mark.parametrize(("n", "row"), [(0, "a"), (4, "a"), (5, "b"), (8, "b"), (9, "c"), (10**9, "c")])
-def test_a_table_s_first_row_that_is_large_enough_is_chosen(n, row):
+def test_choose_returns_the_first_row_that_is_large_enough(n, row):
     assert _choose(((4, row, 1), (8, row, 2), (None, row, 3)), n) == (row, " abc".index(row))
 
 

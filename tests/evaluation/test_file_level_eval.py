@@ -27,12 +27,12 @@ def evaluating(side):
     return lambda weights, mels: side(forward_of(weights), mels)
 
 
-# Bound on what rounding in float32 changes of a probability.
+# Bound on the float32 rounding error of a probability.
 NEAR = 1e-5
 
 
 def near_the_threshold(weights, mels):
-    """Return a mask of the files that another rounding could move across the threshold."""
+    """Return a mask of the files that rounding could move across the threshold."""
     p, _ = reference(forward_of(weights), mels)
     needed = (p.shape[1] + 1) // 2
     either = [(p >= 0.5 + by).sum(1) >= needed for by in (-NEAR, NEAR)]
@@ -89,7 +89,7 @@ def files_of(p, shorts=2):
 
 @pytest.mark.parametrize("side", SIDES)
 @pytest.mark.parametrize(("longs", "needed"), [(40, 20), (39, 20), (1, 1), (2, 1)])
-def test_half_of_the_windows_decide(side, longs, needed):
+def test_file_leaks_if_at_least_half_of_its_windows_reach_the_threshold(side, longs, needed):
     p = torch.zeros(longs + 1, longs)
     for windows in range(longs + 1):
         p[windows, :windows] = 0.75
@@ -99,7 +99,7 @@ def test_half_of_the_windows_decide(side, longs, needed):
 
 
 @pytest.mark.parametrize("side", [s for s in SIDES if s is not reference])
-def test_nothing_is_kept_for_a_backward(side):
+def test_model_runs_without_recording_gradients(side):
     recording = []
     side(lambda segments: (recording.append(torch.is_grad_enabled()), given(segments))[1], files_of(torch.ones(3, 4)))
     assert set(recording) == {False}
@@ -122,7 +122,7 @@ def test_the_threshold_is_not_rounded(side):
 
 
 @pytest.mark.parametrize("side", SIDES)
-def test_a_window_of_nan_does_not_count(side):
+def test_nan_window_does_not_count(side):
     mels = files_of(torch.full((3, 4), 0.75))
     mels[0, :2, 1, 2] = math.nan
     mels[1, :3, 0, 5] = math.nan
@@ -132,7 +132,7 @@ def test_a_window_of_nan_does_not_count(side):
 
 
 @pytest.mark.parametrize("side", SIDES)
-def test_without_files(side):
+def test_no_files_give_empty_results(side):
     found, leaks = side(given, torch.zeros(0, 40, 2, 6, 1))
     assert found.shape == (0, 40)
     assert (leaks.shape, leaks.dtype) == ((0,), torch.bool)
@@ -140,13 +140,13 @@ def test_without_files(side):
 
 @pytest.mark.parametrize("side", SIDES)
 @pytest.mark.parametrize("shape", [(3, 40, 2, 32), (3, 0, 2, 32, 1), (3, 40, 0, 32, 1)])
-def test_bad_mels_are_one_line(side, shape):
+def test_mels_of_a_bad_shape_raise_an_error(side, shape):
     with pytest.raises(PerfsuiteError, match=r"^mels: the shape is \[3, .*; give \[files, long windows"):
         side(given, torch.zeros(shape))
 
 
 @pytest.mark.parametrize(("files_at_once", "calls"), [(1, 5), (2, 3), (5, 1), (128, 1), (0, 5)])
-def test_as_many_files_at_once_as_are_asked_for(files_at_once, calls):
+def test_files_at_once_limits_the_files_per_model_call(files_at_once, calls):
     seen = []
 
     def model(segments):
@@ -178,14 +178,14 @@ def test_the_model_sees_each_segment_once_and_in_order():
 
 
 @pytest.mark.parametrize("side", SIDES)
-def test_no_gradient_is_recorded(side):
+def test_probabilities_require_no_gradient(side):
     weights = torch.ones(6, 6, requires_grad=True)
     found, _ = side(lambda segments: given(segments.flatten(1) @ weights), torch.ones(2, 4, 2, 6, 1))
     assert not found.requires_grad
 
 
 @pytest.mark.gpu
-def test_on_a_gpu_nothing_waits(no_host_sync):
+def test_evaluation_does_not_wait_on_a_gpu(no_host_sync):
     mels = torch.randn(5, 40, 2, 6, 1, device="cuda")
     with no_host_sync():
         found, leaks = optimized(given, mels, files_at_once=2)

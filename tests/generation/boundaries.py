@@ -1,4 +1,4 @@
-"""Draws that rounding may change, because they lie near a boundary of top-p sampling."""
+"""Draws that rounding may change, because they are near a boundary of top-p sampling."""
 
 import torch
 
@@ -10,7 +10,7 @@ EPS = torch.finfo(torch.float32).eps
 def near_a_boundary(logits, uniforms, temperature, top_p, error=0.0):
     """Return a mask of the rows whose token rounding in float32 may change.
 
-    Such a row lies near the boundary of the nucleus or of the running sum. The relative error of a probability is the
+    Such a row is near a boundary of the nucleus or of the running sum. The relative error of a probability is the
     error of its exponent, logits / temperature; that of a sum is as large.
 
     error  of the logits themselves, relative to the largest of the row
@@ -47,8 +47,8 @@ def nucleus(scaled, top_p):
 
 
 def off_boundaries(logits, uniforms, temperature, top_p, error):
-    """Return uniform numbers in the middle of those that choose the same token; where these are too few, in the middle
-    of those that choose the likeliest token. [rows]"""
+    """Return uniform numbers in the middle of those that choose the same token; if these are too few, in the middle of
+    those that choose the likeliest token. [rows]"""
     scaled = logits.double() / temperature
     p, _, _, sums = nucleus(scaled, top_p)
     token = parallel_sampling(logits, uniforms, temperature, top_p)[:, None]

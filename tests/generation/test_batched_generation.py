@@ -30,7 +30,7 @@ def after_a_boundary(model, prompts, lengths, uniforms, temperature, top_p, end,
 
 
 def away_from_boundaries(model, prompts, lengths, uniforms, temperature, top_p, end):
-    """Leave no choice of a token to rounding in float32."""
+    """Replace uniform numbers, so that rounding in float32 decides no token."""
     move_off_boundaries(model, prompts, lengths, uniforms, temperature, top_p, ROUNDINGS * EPS)
 
 
@@ -47,7 +47,7 @@ batched_generation = Pair(
         "end": scalar(integers(0, 1)),
     },
     gradients=False,
-    # Of four draws three have no token, and on few of the others all answers are the same.
+    # Three of four draws have no token; in most of the others the replies differ.
     max_examples=draws(cpu=16, otherwise=30),
     sizes={
         "prompts": size(0, 2),
@@ -67,7 +67,7 @@ batched_generation = Pair(
         "triton": side(batched_generation_triton, available=triton_reason),
     },
     workloads=[
-        # A fifth of the layers, with which the reference takes a second.
+        # With a fifth of the layers, the reference takes one second.
         Workload(
             "replies12",
             **{**SMOLLM2, "layers": 6},
@@ -75,7 +75,7 @@ batched_generation = Pair(
             longest=64,
             replies=3,
             tokens=16,
-            # A trained model's tokens are about as likely as these weights' are at so low a temperature.
+            # At this temperature, tokens of random weights are about as likely as those of a trained model.
             temperature=0.2,
             top_p=0.9,
             end=0,
@@ -113,7 +113,7 @@ def drawn(vocabulary=11, tokens=40):
 
 
 @pytest.mark.parametrize("call", [reference, optimized])
-def test_after_the_end_there_is_nothing(call):
+def test_all_tokens_after_the_end_token_are_end_tokens(call):
     model, prompts, lengths, uniforms = drawn()
     with torch.no_grad():
         tokens = call(model, prompts, lengths, uniforms, end=3)
@@ -121,7 +121,7 @@ def test_after_the_end_there_is_nothing(call):
         assert ended[:, :, -1].any()
         assert not ended[:, :, 0].all()
         assert tokens[ended].eq(3).all()
-        # A reply that no token ends begins like one that ends.
+        # Without an end token the reply begins with the same tokens.
         endless = call(model, prompts, lengths, uniforms, end=-1)
     assert torch.equal(tokens[~ended], endless[~ended])
 
@@ -136,7 +136,7 @@ def test_a_reply_does_not_depend_on_the_others(call):
             assert torch.equal(alone[0], tokens[p, 1:3])
 
 
-def test_both_draw_the_same_long_replies():
+def test_long_replies_match_the_reference():
     model, prompts, lengths, uniforms = drawn()
     with torch.no_grad():
         assert torch.equal(
@@ -144,7 +144,7 @@ def test_both_draw_the_same_long_replies():
         )
 
 
-def test_it_ends_early_where_all_replies_have_ended(monkeypatch):
+def test_generation_stops_soon_after_all_replies_have_ended(monkeypatch):
     from optimized.cached_decoding import Cache
 
     model, prompts, lengths, uniforms = drawn(tokens=200)

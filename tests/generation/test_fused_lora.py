@@ -74,7 +74,7 @@ fused_lora = Pair(
     rivals=RIVALS,
     variants=VARIANTS,
     workloads=[
-        # The other layers' sizes compile the same kernels; each takes seconds to be made here.
+        # The other layers' sizes compile the same kernels; each takes seconds here.
         *(
             Workload(f"{name}_{tokens}", tokens=tokens, **of_layer(name), keep=0.95)
             for name, tokens in (("q", 8192), ("up", 8192), ("down", 8192), ("q", 1024))
@@ -118,7 +118,7 @@ def drawn(tokens=9, inputs=20, outputs=12, rank=3, kept=True):
 
 
 def differentiated(call, x, weight, a, b, *rest):
-    """The output, and the gradients of x, a and b."""
+    """Return the output and the gradients of x, a and b."""
     leaves = [t.detach().clone().requires_grad_() for t in (x, a, b)]
     y = call(leaves[0], weight, *leaves[1:], *rest)
     factors = torch.linspace(-1, 2, y.numel(), dtype=y.dtype).view(y.shape)
@@ -157,13 +157,13 @@ def test_known_values(call):
     ("tokens", "inputs", "outputs", "rank"),
     [(1, 4, 4, 1), (16, 16, 16, 16), (17, 20, 36, 17), (80, 44, 32, 5), (33, 21, 19, 3), (15, 28, 12, 40)],
 )
-def test_the_kernels_at_the_edges_of_tiles(tokens, inputs, outputs, rank, kept, call, small_tiles, fences):
+def test_kernels_match_the_reference_at_tile_edges(tokens, inputs, outputs, rank, kept, call, small_tiles, fences):
     assert_equal_to_reference(call, *drawn(tokens, inputs, outputs, rank, kept))
     assert fences.intact()
 
 
 @pytest.mark.interpreted
-def test_multiples_of_16_bytes_take_the_product_kernel_and_others_do_not(monkeypatch):
+def test_product_kernel_is_used_only_for_rows_aligned_to_16_bytes(monkeypatch):
     made = []
     product = module._product
     monkeypatch.setattr(module, "_product", lambda *args, **options: made.append(None) or product(*args, **options))
@@ -178,7 +178,7 @@ def test_multiples_of_16_bytes_take_the_product_kernel_and_others_do_not(monkeyp
 
 
 @pytest.mark.parametrize("call", SIDES)
-def test_a_mask_of_bytes_is_one_of_bools(call):
+def test_uint8_mask_gives_the_same_result_as_a_bool_mask(call):
     *tensors, scale, kept, keep = drawn()
     found = differentiated(call, *tensors, scale, kept, keep)
     for own, other in zip(found, differentiated(call, *tensors, scale, kept.to(torch.uint8), keep), strict=True):
@@ -187,8 +187,8 @@ def test_a_mask_of_bytes_is_one_of_bools(call):
 
 @pytest.mark.parametrize("call", SIDES)
 @pytest.mark.parametrize("at", [(0, 3), (4, 0), (8, 0)])
-def test_what_is_not_finite_stays_in_its_row(call, at):
-    """A value that is not finite stays in its row beside a dropped element, too: infinity times 0 is NaN."""
+def test_dropped_infinity_gives_the_same_result_as_the_reference(call, at):
+    """Dropout multiplies a dropped infinity by 0, which gives NaN, but only in the row of the infinity."""
     x, weight, a, b, scale, kept, keep = drawn()
     x[at], kept[at] = math.inf, False
     for own, other in zip(
@@ -200,7 +200,7 @@ def test_what_is_not_finite_stays_in_its_row(call, at):
 
 
 @pytest.mark.parametrize("call", SIDES)
-def test_an_incoming_gradient_that_is_not_finite_stays_in_its_row(call):
+def test_nan_in_the_incoming_gradient_stays_in_its_row(call):
     arguments = drawn()
     x, weight, *rest = arguments
     dy = torch.ones(9, 12)
@@ -215,7 +215,7 @@ def test_an_incoming_gradient_that_is_not_finite_stays_in_its_row(call):
 
 @pytest.mark.parametrize("call", SIDES)
 @pytest.mark.parametrize("kept", [False, True])
-def test_for_the_backward_pass_are_saved_x_h_and_bits(call, kept):
+def test_backward_saves_only_h_and_packed_bits_besides_the_inputs(call, kept):
     saved = []
     x, weight, a, b, *rest = drawn(kept=kept)
     leaves = [t.requires_grad_() for t in (x, a, b)]
@@ -229,7 +229,7 @@ def test_for_the_backward_pass_are_saved_x_h_and_bits(call, kept):
 @pytest.mark.interpreted
 @pytest.mark.parametrize("call", SIDES)
 @pytest.mark.parametrize("inputs", [1, 20])
-def test_bits_are_as_good_as_the_mask(call, inputs):
+def test_packed_bits_give_the_same_result_as_the_mask(call, inputs):
     *tensors, scale, kept, keep = drawn(inputs=inputs)
     bits = packed(kept)
     for own, other in zip(
@@ -241,7 +241,7 @@ def test_bits_are_as_good_as_the_mask(call, inputs):
 
 
 @pytest.mark.interpreted
-def test_programs_share_the_inputs_of_few_tokens(monkeypatch):
+def test_inputs_are_divided_among_programs_if_tokens_are_few(monkeypatch):
     launched = []
     monkeypatch.setattr(module, "_total", lambda parts, dtype: launched.append(len(parts)) or parts.sum(0).to(dtype))
     monkeypatch.setattr(module, "DOWN_CONFIGS", ((None, 16, 16, 4, 3),))
@@ -254,7 +254,7 @@ def test_programs_share_the_inputs_of_few_tokens(monkeypatch):
 
 @pytest.mark.parametrize("call", SIDES)
 @pytest.mark.parametrize("which", [0, 2, 3])
-def test_what_alone_wants_a_gradient_gets_the_same(call, which):
+def test_gradient_requested_alone_equals_the_jointly_requested_one(call, which):
     arguments = drawn()
     expected = differentiated(call, *arguments)[{0: 1, 2: 2, 3: 3}[which]]
     wanted = arguments[which].requires_grad_()
@@ -264,7 +264,7 @@ def test_what_alone_wants_a_gradient_gets_the_same(call, which):
 
 
 @pytest.mark.parametrize("call", [reference, *SIDES])
-def test_the_weight_is_frozen(call):
+def test_weight_gets_no_gradient(call):
     x, weight, *rest = drawn()
     weight.requires_grad_()
     call(x.requires_grad_(), weight, *rest).sum().backward()
@@ -285,7 +285,7 @@ def test_half_precision_is_no_less_accurate_than_the_reference(call, dtype):
 
 
 @pytest.mark.parametrize("call", SIDES)
-def test_it_refuses_a_second_derivative(call):
+def test_second_derivative_is_refused(call):
     x, *rest = drawn()
     y = call(x.requires_grad_(), *rest)
     (first,) = torch.autograd.grad(y.square().sum(), x, create_graph=True)
@@ -303,5 +303,5 @@ def test_it_refuses_a_second_derivative(call):
         (100, 10**6, 2, (1, 3907)),
     ],
 )
-def test_a_program_takes_so_many_tiles_that_all_programs_run_at_once(tokens, columns, each, grid):
+def test_tiling_returns_tiles_per_program_and_the_grid(tokens, columns, each, grid):
     assert module._tiling(tokens, columns, (64, 256)) == (each, grid)

@@ -20,14 +20,14 @@ from suite.polychromic.nf4 import NF4, quantised
 
 
 def arithmetic(tokens, blocks, outputs, rank, direction):
-    """The frozen product once in each direction, the low-rank ones once forward and twice backward."""
+    """Count operations: the frozen product once per direction, the low-rank ones once forward and twice backward."""
     inputs = 64 * blocks
     frozen, low = 2 * tokens * inputs * outputs, 2 * tokens * rank * (inputs + outputs)
     return {"forward": frozen + low, "backward": frozen + 2 * low, "both": 2 * frozen + 3 * low}[direction]
 
 
 def mask(generator, shape, dtype):
-    """Half of the elements, eight of each number: real sizes are drawn often."""
+    """Draw a mask of half of the elements; each random number serves eight."""
     count = math.prod(shape)
     numbers = torch.randint(-(2**62), 2**62, (count // 8 + 1,), generator=generator)
     return (numbers.view(torch.uint8)[:count].view(shape) & 1).to(dtype)
@@ -87,7 +87,7 @@ def drawn(outputs=5, inputs=128):
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_each_weight_is_the_nearest_of_its_blocks_values(form):
+def test_each_weight_is_rounded_to_the_nearest_value_of_its_block(form):
     weight = drawn()
     codes, absmax = quantised(weight)
     found = dequantised(form, torch.float32, codes, absmax)
@@ -99,7 +99,7 @@ def test_each_weight_is_the_nearest_of_its_blocks_values(form):
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_its_own_values_come_back_exactly(form):
+def test_nf4_values_are_restored_exactly(form):
     weight = 3 * torch.tensor(NF4).repeat(2, 8)
     assert torch.equal(dequantised(form, torch.float32, *quantised(weight)), weight)
 
@@ -110,13 +110,13 @@ def test_the_first_of_two_weights_is_in_the_upper_bits(form):
     assert dequantised(form, torch.float32, codes, torch.tensor([[2.0]])).tolist() == [[2.0, -2.0] * 32]
 
 
-def test_a_block_of_zeros_stays_one():
+def test_block_of_zeros_stays_zero():
     codes, absmax = quantised(torch.zeros(1, 64))
     assert absmax.tolist() == [[0.0]]
     assert not dequantised(TORCH, torch.float32, codes, absmax).any()
 
 
-def test_rows_are_whole_blocks():
+def test_rows_of_partial_blocks_raise_value_error():
     with pytest.raises(ValueError, match="100 inputs: NF4 takes multiples of 64"):
         quantised(torch.zeros(2, 100))
 
@@ -124,7 +124,7 @@ def test_rows_are_whole_blocks():
 @pytest.mark.interpreted
 @pytest.mark.parametrize("size", [16, 128, 4096])
 @pytest.mark.parametrize(("outputs", "inputs"), [(1, 64), (3, 128), (4, 64)])
-def test_the_kernel_at_the_edges_of_its_programs(outputs, inputs, size, monkeypatch, fences):
+def test_kernel_matches_pytorch_at_program_edges(outputs, inputs, size, monkeypatch, fences):
     monkeypatch.setattr(module, "CODES", size)
     codes, absmax = quantised(drawn(outputs, inputs))
     expected = dequantised(TORCH, torch.float32, codes, absmax)

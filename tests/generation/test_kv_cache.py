@@ -15,8 +15,8 @@ from suite.polychromic.trial import SMOLLM2, language_model
 
 
 def with_compiled_model(model):
-    """The reference on the compiled model. Compiled as a whole, it would unroll a forward pass for each token: 1,920
-    layers of SmolLM2, which took more than five minutes."""
+    """Run the reference with a compiled model. Compiled as a whole, it would unroll a forward pass for each token:
+    1,920 layers of SmolLM2, which took more than 5 minutes."""
     return reference(torch.compile(model, dynamic=True))
 
 
@@ -71,7 +71,7 @@ def drawn(vocabulary=11):
 
 
 @pytest.mark.parametrize("call", [reference, optimized])
-def test_each_row_is_what_it_is_alone(call):
+def test_logits_of_each_row_match_the_row_alone(call):
     model, prompts, lengths, replies = drawn()
     found = call(model)(prompts, lengths, replies)
     for row, length in enumerate(lengths.tolist()):
@@ -81,14 +81,14 @@ def test_each_row_is_what_it_is_alone(call):
 
 
 @pytest.mark.parametrize("call", [reference, optimized])
-def test_what_lies_behind_a_prompt_is_ignored(call):
+def test_padding_after_a_prompt_is_ignored(call):
     model, prompts, lengths, replies = drawn()
     other = torch.where(torch.arange(7) < lengths[:, None], prompts, 10 - prompts)
     step = call(model)
     assert torch.equal(step(prompts, lengths, replies), step(other, lengths, replies))
 
 
-def test_a_longer_call_before_changes_nothing():
+def test_earlier_longer_call_does_not_change_the_result():
     model, prompts, lengths, replies = drawn()
     step = optimized(model)
     alone = step(prompts, lengths, replies)
@@ -96,7 +96,7 @@ def test_a_longer_call_before_changes_nothing():
     assert torch.equal(step(prompts, lengths, replies), alone)
 
 
-def test_weights_that_change_in_place_are_seen():
+def test_in_place_weight_changes_take_effect():
     model, prompts, lengths, replies = drawn()
     step = optimized(model)
     step(prompts, lengths, replies)
@@ -106,7 +106,7 @@ def test_weights_that_change_in_place_are_seen():
     torch.testing.assert_close(step(prompts, lengths, replies), reference(model)(prompts, lengths, replies))
 
 
-def test_the_keys_and_values_of_a_cache_lie_at_their_positions():
+def test_cache_contains_keys_for_the_prompt_and_the_next_token():
     model, prompts, lengths, _ = drawn()
     cache = Cache(model, 3, 16)
     with torch.no_grad():
@@ -114,7 +114,7 @@ def test_the_keys_and_values_of_a_cache_lie_at_their_positions():
         cache.next(torch.tensor([1, 2, 3]), lengths)
     for keys, _ in cache.layers:
         written = keys.ne(0).any(-1).any(1)
-        # A prompt's padding is written, too, and later overwritten by the reply.
+        # The padding of a prompt is also written, and later overwritten by the reply.
         assert written.sum(1).tolist() == [8, 7, 7]
 
 
@@ -129,14 +129,14 @@ def test_the_keys_and_values_of_a_cache_lie_at_their_positions():
         pytest.param((2, 3, 16), 16, marks=FULLY),
     ],
 )
-def test_the_kernels_make_the_step_of_adapted_layers(shape, rank):
+def test_kernel_decode_step_matches_pytorch_with_and_without_adapters(shape, rank):
     torch.manual_seed(0)
     model = language_model(53, 2, *shape)
     adapters = attach(model, Settings(rank=rank, alpha=8.0), LoRALinear) if rank else {}
     prompts, lengths, tokens = torch.randint(53, (3, 70)), torch.tensor([70, 1, 33]), torch.randint(53, (3, 2))
     plain, fast = Cache(model, 3, 128, kernels=False), Cache(model, 3, 128, kernels=True)
     with torch.no_grad():
-        for _ in range(2):  # the second time with other adapter weights
+        for _ in range(2):  # the second pass has other adapter weights
             for adapter in adapters.values():
                 adapter.lora_b.normal_(std=0.1)
             assert torch.equal(plain.read(prompts, lengths), fast.read(prompts, lengths))
@@ -149,7 +149,7 @@ def test_the_kernels_make_the_step_of_adapted_layers(shape, rank):
 
 @pytest.mark.interpreted
 @pytest.mark.parametrize("kernels", [False, pytest.param(True, marks=FULLY)])
-def test_adapters_that_are_attached_later_or_are_off_are_seen(kernels):
+def test_adapters_attached_later_or_disabled_take_effect(kernels):
     model, prompts, lengths, replies = drawn()
     step = (kv_cache_triton if kernels else optimized)(model)
     plain = step(prompts, lengths, replies)
@@ -163,7 +163,7 @@ def test_adapters_that_are_attached_later_or_are_off_are_seen(kernels):
         torch.testing.assert_close(step(prompts, lengths, replies), plain, atol=1e-5, rtol=1e-5)
 
 
-def test_of_other_layers_and_many_rows_the_step_is_pytorch_s(monkeypatch):
+def test_kernels_do_not_serve_other_layer_types_or_more_than_64_rows(monkeypatch):
     model = language_model(11, 2, 2, 2, 4)
     assert not is_served(model, 3)  # on a CPU
     monkeypatch.setattr(decoding_kernels, "use_triton", lambda *_, **__: True)

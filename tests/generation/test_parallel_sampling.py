@@ -61,7 +61,7 @@ def near_a_boundary(logits, uniforms, temperature, top_p):
     most = (inner - kept) + (1 - uniforms[:, None]) * outer + 2 * sums
     # Before the first kept token the sum is exactly 0.
     first = (kept.cumsum(1) == kept) & (outer == 0)
-    # After the last one nothing follows: a goal that is rounded up to the total still has this token.
+    # After the last kept token nothing follows: a goal rounded up to the total still gives this token.
     last = surely & (kept.flip(1).cumsum(1).flip(1) == kept) & (open_.flip(1).cumsum(1).flip(1) == 0)
     sure = surely & ((least > 0) | last) & ((most <= 0) | first)
     return valid & ~sure.any(1)
@@ -71,8 +71,8 @@ def in_small_blocks(logits, uniforms, temperature, top_p):
     return parallel_sampling_triton(logits, uniforms, temperature, top_p, block=64, candidates=16)
 
 
-# Normal logits at this temperature have a nucleus of some tens of tokens, as those of a language model have. At 1.0 the
-# nucleus is half of the vocabulary, and each of its probabilities is as small as the rounding of sums.
+# Normal logits at this temperature have a nucleus of some tens of tokens, like those of a language model. At 1.0 the
+# nucleus is half of the vocabulary, and each of its probabilities is as small as the rounding error of a sum.
 LM = {"rows": 32, "temperature": 0.1, "top_p": 0.95}
 
 parallel_sampling = Pair(
@@ -86,7 +86,7 @@ parallel_sampling = Pair(
     },
     gradients=False,
     dtypes=("float32", "bfloat16"),
-    # The interpreter takes some ten milliseconds per row.
+    # The interpreter takes about 10 ms per row.
     sizes={"rows": size(0, 5), "vocabulary": size(1, 300)},
     max_examples=draws(cpu=12, otherwise=30),
     excuse=near_a_boundary,
@@ -102,7 +102,7 @@ parallel_sampling = Pair(
         Workload("llama3_bfloat16", vocabulary=128256, **LM, dtype="bfloat16", device="cuda", speedup=5),
         Workload("cpu", vocabulary=2000, **LM, clock="wall", device="cpu"),
     ],
-    # For float32; logits in bfloat16 take half.
+    # For float32; logits in bfloat16 take half of the bytes.
     cost=Cost(bytes=lambda rows, vocabulary: rows * (4 * vocabulary + 4 + 8)),
 )
 
@@ -135,7 +135,7 @@ def test_known_tokens(call):
 
 @pytest.mark.parametrize("call", SIDES)
 @pytest.mark.parametrize("n", [1, 2, 63, 64, 65, 130])
-def test_of_equal_tokens_those_of_the_least_index_are_kept(call, n):
+def test_equal_tokens_with_the_lowest_indices_are_kept(call, n):
     # With half a token more than k of n, k + 1 are kept.
     for k in {0, n // 2, n - 1}:
         top_p = (k + 0.5) / n
@@ -156,7 +156,7 @@ def test_a_token_of_probability_0_is_not_drawn(call, top_p):
 
 @pytest.mark.parametrize("call", SIDES)
 @pytest.mark.parametrize("top_p", [0.5, 1.0])
-def test_a_row_without_a_distribution_has_token_minus_1(call, top_p):
+def test_row_without_a_valid_distribution_gives_token_minus_1(call, top_p):
     logits = torch.zeros(6, 100)
     logits[1, 70] = math.nan
     logits[2, 99] = math.inf
@@ -170,7 +170,7 @@ def test_a_row_without_a_distribution_has_token_minus_1(call, top_p):
 
 
 @pytest.mark.parametrize("call", SIDES)
-def test_extreme_logits_and_temperatures(call):
+def test_extreme_logits_and_temperatures_give_the_expected_tokens(call):
     logits = torch.tensor([-3e38, 3e38, 2.9e38, 3e38, -math.inf])
     for temperature in (1.2e-38, 1e-30, 1.0):
         assert drawn(call, logits, [0.0, 0.4, 0.6, 1 - U], temperature=temperature) == [1, 1, 3, 3]
@@ -191,7 +191,7 @@ def test_extreme_logits_and_temperatures(call):
         (((3,), (1,)), 1.0, 0.9, r"logits \[3\]"),
     ],
 )
-def test_what_cannot_be_drawn_from_is_refused(call, shapes, temperature, top_p, words):
+def test_invalid_arguments_raise_value_error(call, shapes, temperature, top_p, words):
     with pytest.raises(ValueError, match=words):
         call(*map(torch.zeros, shapes), temperature, top_p)
 
@@ -203,7 +203,7 @@ def case(rows, vocabulary, seed=0, device="cpu"):
 
 
 def differing(call, logits, u, temperature, top_p, truth=None):
-    """Return (tokens that differ from those in float64, how many of these are near no boundary)."""
+    """Return (number of tokens that differ from float64, number of these that are near no boundary)."""
     exact = logits.double(), u.double()
     wrong = call(logits, u, temperature, top_p) != (reference(*exact, temperature, top_p) if truth is None else truth)
     near = near_a_boundary(*(values[wrong] for values in exact), temperature, top_p)
@@ -211,7 +211,7 @@ def differing(call, logits, u, temperature, top_p, truth=None):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_draws_differ_from_those_in_float64_only_beside_a_boundary(dtype):
+def test_draws_differ_from_float64_only_near_a_boundary(dtype):
     total, wrong = count(quick=100_000, full=1_000_000), dict.fromkeys((reference, parallel_sampling_torch), 0)
     for seed, top_p in enumerate((0.9, 1.0, 0.5, 0.99)):
         logits, u = case(total // 4, 24, seed)
@@ -224,7 +224,7 @@ def test_draws_differ_from_those_in_float64_only_beside_a_boundary(dtype):
     assert max(wrong.values()) <= total // 1000
 
 
-def test_a_token_further_than_rounding_from_its_boundary_is_found():
+def test_near_a_boundary_does_not_excuse_errors_larger_than_rounding():
     logits, u = case(4000, 24)
 
     def shifted(logits, u, temperature, top_p):
@@ -235,14 +235,14 @@ def test_a_token_further_than_rounding_from_its_boundary_is_found():
 
 
 @pytest.mark.parametrize("top_p", [0.6, 0.95, 1.0])
-def test_few_rows_lie_beside_a_boundary(top_p):
+def test_near_a_boundary_marks_few_rows(top_p):
     logits, u = case(1000, 50)
     assert near_a_boundary(logits.double(), u.double(), 1.0, top_p).sum() <= 10
 
 
 @pytest.mark.interpreted
 @pytest.mark.parametrize("vocabulary", some([1, 63, 64, 65, 129, 700], [1, 64, 65, 129]))
-def test_draws_of_the_kernel_differ_from_those_in_float64_only_beside_a_boundary(vocabulary):
+def test_kernel_draws_match_float64(vocabulary):
     for top_p in (0.3, 0.9, 0.9999, 1.0):
         assert differing(in_small_blocks, *case(6, vocabulary), 0.9, top_p) == (0, 0)
 
@@ -250,7 +250,7 @@ def test_draws_of_the_kernel_differ_from_those_in_float64_only_beside_a_boundary
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("call", [reference, optimized, parallel_sampling_torch])
-def test_a_million_draws_on_a_gpu(call, dtype):
+def test_draws_differ_from_float64_only_near_a_boundary_on_a_gpu(call, dtype):
     total, wrong = count(quick=100_000, full=1_000_000), 0
     for seed, top_p in enumerate(5 * (0.9, 1.0, 0.5, 0.99)):
         logits, u = case(total // 20, 3000, seed, "cuda")
@@ -267,13 +267,13 @@ def test_the_kernel_writes_within_its_tensors(vocabulary, top_p, fences):
     logits, u = case(3, vocabulary)
     expected = parallel_sampling_torch(logits, u, 1.0, top_p)
     assert torch.equal(in_small_blocks(logits, u, 1.0, top_p), expected)
-    # More equal tokens than the list has places for.
+    # There are more equal tokens than places in the list of candidates.
     assert in_small_blocks(torch.zeros(3, vocabulary), u, 1.0, top_p).max() < vocabulary
     assert fences.intact()
 
 
 @pytest.mark.interpreted
-def test_rows_and_columns_may_lie_apart():
+def test_kernel_accepts_strided_logits_and_uniforms():
     logits, u = case(4, 130)
     apart = torch.full((4, 131, 2), math.nan)
     apart[:, :130, 0] = logits

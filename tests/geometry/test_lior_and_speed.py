@@ -49,7 +49,7 @@ lior_and_speed = Pair(
     inputs={
         "velocity": tensor("B", "n"),
         "curvature": tensor("B", values=floats(0, 4)),
-        # An expanded tensor repeats one row, so that it is not a metric.
+        # An expanded tensor repeats one row, so it is not a metric.
         "metric": tensor("n", "n", values=sampled(metric), layouts=("contiguous", "transposed", "strided", "offset")),
     },
     sizes={"n": size(0, 12)},
@@ -100,13 +100,13 @@ def test_clamp_passes_the_gradient_at_zero_but_not_below(call):
     _, speed = call(velocity, torch.ones(3), form)
     speed.sum().backward()
     assert velocity.grad.tolist() == [pytest.approx([1.0, 0.5]), [0.0, 0.0], [0.0, 0.0]]
-    # The second row's form is negative, so that it adds nothing to the metric's gradient.
+    # The second row's form is negative, so it adds nothing to the metric's gradient.
     assert form.grad.tolist() == [pytest.approx([0.5, 0.0]), [0.0, 0.0]]
 
 
 @pytest.mark.parametrize("call", SIDES)
 @pytest.mark.parametrize("diagonal", [False, True])
-def test_without_eps_the_metric_has_a_gradient(call, diagonal):
+def test_metric_gradient_without_eps_matches_the_formula(call, diagonal):
     velocity = torch.tensor([[1.0, 2.0], [3.0, 1.0], [0.5, -1.0]])
     form = (torch.ones(2) if diagonal else torch.eye(2)).requires_grad_()
     lior, speed = call(velocity, torch.ones(3), *((None, form) if diagonal else (form,)), eps=0.0)
@@ -119,7 +119,7 @@ def test_without_eps_the_metric_has_a_gradient(call, diagonal):
 
 
 @pytest.mark.parametrize("call", [optimized, lior_and_speed_vectorised, lior_and_speed_triton])
-def test_one_metric_a_row(call):
+def test_each_row_may_have_its_own_metric(call):
     generator = torch.Generator().manual_seed(0)
     velocity = torch.randn(5, 3, generator=generator)
     factor = torch.randn(5, 3, 3, generator=generator)
@@ -131,7 +131,7 @@ def test_one_metric_a_row(call):
 
 
 @pytest.mark.parametrize("call", SIDES)
-def test_not_finite_rows_stay_apart(call):
+def test_nonfinite_row_does_not_affect_the_speed_of_others(call):
     velocity = torch.tensor([[math.nan, 1.0], [1.0, 2.0], [math.inf, 1.0]])
     _, speed = call(velocity, torch.ones(3), None, torch.tensor([1.0, 1.0]))
     assert math.isnan(speed[0])
@@ -140,7 +140,7 @@ def test_not_finite_rows_stay_apart(call):
 
 
 def one_path(monkeypatch, gpu):
-    """Make each path return its name; return the list of tensors for which the GPU was considered."""
+    """Make each path return its name; return the list of tensors passed to `use_triton`."""
     module = "optimized.geometry.lior_and_speed"
     asked = []
     monkeypatch.setattr(f"{module}.use_triton", lambda *tensors: asked.extend(tensors) or gpu)
@@ -152,7 +152,7 @@ def one_path(monkeypatch, gpu):
 @pytest.mark.parametrize("diagonal", [False, True])
 @pytest.mark.parametrize(("n", "path"), [(0, "vectorised"), (1, "kernels"), (8, "kernels"), (9, "vectorised")])
 @pytest.mark.parametrize("gpu", [True, False])
-def test_the_kernels_serve_up_to_eight_coordinates_on_a_gpu(n, path, gpu, diagonal, monkeypatch):
+def test_kernels_are_used_on_a_gpu_for_1_to_8_coordinates(n, path, gpu, diagonal, monkeypatch):
     asked = one_path(monkeypatch, gpu)
     velocity, curvature = torch.empty(3, n), torch.empty(3)
     metric, diag = (None, torch.empty(n)) if diagonal else (torch.empty(n, n), None)
@@ -163,11 +163,11 @@ def test_the_kernels_serve_up_to_eight_coordinates_on_a_gpu(n, path, gpu, diagon
         assert [id(t) for t in asked] == [id(t) for t in (velocity, curvature, form)]
 
 
-def test_the_kernels_serve_one_metric_for_all_rows(monkeypatch):
+def test_kernels_are_used_only_if_all_rows_share_one_metric(monkeypatch):
     one_path(monkeypatch, gpu=True)
     for call in (optimized, lior_and_speed_triton):
         assert call(torch.empty(3, 2), torch.empty(3), torch.empty(3, 2, 2)) == "vectorised"
-        # A given diagonal alone is the metric.
+        # If a diagonal is given, it replaces the metric.
         assert call(torch.empty(3, 2), torch.empty(3), torch.empty(3, 2, 2), torch.empty(2)) == "kernels"
 
 

@@ -51,13 +51,13 @@ def test_known_values(call):
 
 
 @pytest.mark.parametrize("call", SIDES)
-def test_stays_within_its_range(call):
+def test_metric_is_clamped_to_its_range(call):
     assert update(call, [1.0, 2.0, 0.001], [1.0, 0.0, 0.0], -5.0) == pytest.approx([0.01, 2.0, 0.01])
     assert update(call, [99.0, 2.0, 200.0], [1.0, 0.0, 0.0], 5.0) == pytest.approx([100.0, 2.0, 100.0])
 
 
 @pytest.mark.parametrize("call", SIDES)
-def test_without_velocity_nothing_moves(call):
+def test_zero_velocity_leaves_the_metric_unchanged(call):
     assert update(call, [1.0, 2.0], [0.0, 0.0], 5.0) == [1.0, 2.0]
 
 
@@ -72,23 +72,23 @@ def test_without_velocity_nothing_moves(call):
         ([1.0, -math.inf], 0.1),
         ([1.0, math.inf], 0.0),
         ([3e38, 1.0], 0.1),  # its square overflows
-        ([1.0, 0.0], 3e38),  # with eta it overflows: one step is infinite, the other not a number
+        ([1.0, 0.0], 3e38),  # times eta it overflows: one step is infinite, the other NaN
     ],
 )
-def test_a_step_that_is_not_finite_changes_nothing(call, velocity, loss_delta):
+def test_nonfinite_step_leaves_the_metric_unchanged(call, velocity, loss_delta):
     # The metric is not clamped either.
     assert update(call, [0.001, 200.0], velocity, loss_delta) == pytest.approx([0.001, 200.0])
 
 
 @pytest.mark.parametrize("call", SIDES)
-def test_a_metric_that_is_not_a_number_stays_so(call):
+def test_nan_in_the_metric_stays_nan(call):
     moved = update(call, [math.nan, 1.0], [1.0, 1.0], 0.1)
     assert math.isnan(moved[0])
     assert moved[1] == pytest.approx(1.5)
 
 
 @pytest.mark.parametrize("call", SIDES)
-def test_no_coordinates(call):
+def test_empty_metric_stays_empty(call):
     assert update(call, [], [], 0.1) == []
 
 
@@ -96,7 +96,7 @@ def test_no_coordinates(call):
     ("gpu", "n", "path"),
     [(True, 8, "kernel"), (True, 4096, "kernel"), (True, 4097, "vectorised"), (False, 8, "vectorised")],
 )
-def test_the_kernel_serves_a_gpu_up_to_what_a_program_holds(gpu, n, path, monkeypatch):
+def test_kernel_is_used_on_a_gpu_for_up_to_4096_coordinates(gpu, n, path, monkeypatch):
     module = "optimized.geometry.metric_update"
     asked = []
     monkeypatch.setattr(f"{module}.use_triton", lambda *tensors: asked.extend(tensors) or gpu)
@@ -110,7 +110,7 @@ def test_the_kernel_serves_a_gpu_up_to_what_a_program_holds(gpu, n, path, monkey
 
 
 @pytest.mark.parametrize("n", [1, 3, 8, 257, 512, 4096])
-def test_the_launch_is_one_that_a_gpu_takes(n, monkeypatch):
+def test_launch_has_one_program_and_options_valid_on_a_gpu(n, monkeypatch):
     launches = []
     # One program only: others would change the metric a second time.
     kernel = {(1,): lambda *arguments, **options: launches.append(options)}
@@ -125,12 +125,12 @@ def test_the_launch_is_one_that_a_gpu_takes(n, monkeypatch):
 
 @pytest.mark.interpreted
 @pytest.mark.parametrize("n", [1, 3, 8, 257, 4096, 4097])
-def test_the_kernel_agrees_at_every_size_it_serves(n):
+def test_kernel_matches_the_reference_at_each_size(n):
     generator = torch.Generator().manual_seed(0)
     velocity, loss_delta = torch.randn(n, generator=generator), torch.tensor(-0.3)
     whole = torch.full((n + 2,), 7.0)
     whole[1:-1] = torch.rand(n, generator=generator) + 0.5
     expected = reference(whole[1:-1].clone(), velocity, loss_delta)
     torch.testing.assert_close(metric_update_triton(whole[1:-1], velocity, loss_delta), expected)
-    # Nothing next to it is written.
+    # The neighbouring elements are unchanged.
     assert whole[0] == whole[-1] == 7.0

@@ -21,7 +21,7 @@ def metric(generator, shape, dtype):
 
 
 def marks(generator, shape, dtype):
-    """Mark some slots as filled, or none; at the sizes that are timed all of them, as the cost assumes."""
+    """Mark some or no slots as filled; at the timed sizes mark all of them, as the cost assumes."""
     share = (0.0, 0.5, 0.9)[int(torch.randint(0, 3, (), generator=generator))]
     return torch.rand(shape, generator=generator) < (1.0 if math.prod(shape) >= 2048 else share)
 
@@ -41,7 +41,7 @@ def inputs(**form):
 
 
 def cost(form):
-    """Each input read and each output written once; `form` is the metric's size in values."""
+    """Count each input and output once; `form` returns the metric's size in values."""
 
     def traffic(B, K, M, n, D, direction):
         read = 4 * (B * n + B + (B * K + M) * (n + D) + form(B, n)) + B * K + M
@@ -70,7 +70,7 @@ VARIANTS = {"triton": side(retrieval_triton, available=triton_reason)}
 retrieval = Pair(
     reference=reference,
     optimized=optimized,
-    # An expanded tensor repeats one row, so that it is not a metric.
+    # An expanded tensor repeats one row, so it is not a metric.
     inputs=inputs(
         metric=tensor("n", "n", values=sampled(metric), layouts=("contiguous", "transposed", "strided", "offset"))
     ),
@@ -145,7 +145,7 @@ def drawn(B=3, K=4, M=5, n=2, D=6, seed=0):
 
 
 def differentiated(call, arguments, **options):
-    """The output, and the gradient of each floating argument by its name."""
+    """Return the output, and the gradient of each floating argument by its name."""
     leaves = {k: v.detach().clone().requires_grad_() if v.is_floating_point() else v for k, v in arguments.items()}
     y = call(*leaves.values(), **options)
     weights = torch.randn(y.shape, generator=torch.Generator().manual_seed(1)).to(y.dtype)
@@ -155,7 +155,7 @@ def differentiated(call, arguments, **options):
 
 @pytest.mark.parametrize("call", SIDES)
 def test_known_values(call):
-    # Costs 2 * 5 and 2 * 10 of its own, 2 * 5 of the memory, and one shared slot that is empty.
+    # The query's own slots cost 2 * 5 and 2 * 10; the memory has one slot of cost 2 * 5 and an empty one.
     y = call(
         torch.tensor([[1.0, 1.0]]),
         torch.tensor([2.0]),
@@ -174,7 +174,7 @@ def test_known_values(call):
 
 
 @pytest.mark.parametrize("call", SIDES)
-def test_the_diagonal_alone_is_the_metric_where_it_is_given(call):
+def test_given_diagonal_replaces_the_metric(call):
     arguments = drawn()
     diagonal = torch.tensor([0.5, 3.0])
     expected = call(*{**arguments, "metric": torch.diag(diagonal)}.values())
@@ -184,7 +184,7 @@ def test_the_diagonal_alone_is_the_metric_where_it_is_given(call):
 
 @pytest.mark.parametrize("call", SIDES[1:])
 @pytest.mark.parametrize(("B", "n"), [(1, 1), (3, 2), (17, 8)])
-def test_one_metric_a_query(call, B, n):
+def test_each_query_may_have_its_own_metric(call, B, n):
     arguments = drawn(B=B, n=n)
     factor = torch.randn(B, n, n, generator=torch.Generator().manual_seed(2))
     arguments["metric"] = factor @ factor.mT + 0.1 * torch.triu(torch.ones(n, n), 1)
@@ -199,7 +199,7 @@ def test_one_metric_a_query(call, B, n):
 @pytest.mark.parametrize("call", SIDES)
 @pytest.mark.parametrize("held", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("what", ["coordinates", "states", "both"])
-def test_an_empty_slot_gets_no_weight_whatever_it_holds(call, held, what):
+def test_empty_slot_gets_no_weight_regardless_of_its_contents(call, held, what):
     arguments = drawn()
     arguments["filled"][:, 1] = False
     arguments["filled"][2, 3] = False
@@ -221,7 +221,7 @@ def test_an_empty_slot_gets_no_weight_whatever_it_holds(call, held, what):
 @pytest.mark.parametrize("call", SIDES)
 @pytest.mark.parametrize("eps", [0.0, 1e-8])
 @pytest.mark.parametrize("query", [0.0, math.nan])
-def test_with_no_filled_slot_the_answer_is_zero_and_so_are_the_gradients(call, eps, query):
+def test_query_without_filled_slots_gives_zero_output_and_gradients(call, eps, query):
     arguments = drawn()
     arguments["filled"][1] = False
     arguments["memory_filled"][:] = False
@@ -241,7 +241,7 @@ def test_with_no_filled_slot_the_answer_is_zero_and_so_are_the_gradients(call, e
 @pytest.mark.parametrize(
     "sizes", [{"B": 0}, {"K": 0}, {"M": 0}, {"K": 0, "M": 0}, {"D": 0}, {"n": 0}, {"B": 1, "K": 1, "M": 0}]
 )
-def test_edge_sizes(call, sizes):
+def test_edge_sizes_match_the_reference(call, sizes):
     arguments = drawn(**sizes)
     y, gradients = differentiated(call, arguments)
     expected, true = differentiated(reference, arguments)
@@ -267,7 +267,7 @@ def test_clamp_passes_the_gradient_at_zero_but_not_below(call):
 
 
 @pytest.mark.parametrize("call", SIDES)
-def test_a_filled_slot_that_is_not_finite_reaches_its_own_query_alone(call):
+def test_nonfinite_filled_slot_affects_only_its_own_query(call):
     arguments = drawn()
     arguments["coordinates"][1, 2, 0] = math.nan
     arguments["states"][2, 0, 3] = math.inf
@@ -278,7 +278,7 @@ def test_a_filled_slot_that_is_not_finite_reaches_its_own_query_alone(call):
 
 
 @pytest.mark.parametrize("call", SIDES)
-def test_far_candidates_neither_overflow_nor_vanish(call):
+def test_distant_candidates_neither_overflow_nor_underflow(call):
     arguments = drawn(B=2, K=3, M=0)
     # Logits of about -1e4: the exponentials are all 0, unless taken relative to the largest.
     arguments["coordinates"] = arguments["coordinates"] * 1e-3 + 1e3
@@ -297,8 +297,8 @@ def test_splits_cover_the_tiles(tiles, programs, most, length, splits):
 
 
 @pytest.mark.interpreted
-def test_several_tiles_a_split(monkeypatch):
-    # Few programs: each processes several tiles, and the combination one split of each kind.
+def test_splits_of_several_tiles_match_the_reference(monkeypatch):
+    # With few programs each processes several tiles, and one split of each kind is combined.
     for name in ("MEMORY_PROGRAMS", "OWN_PROGRAMS"):
         monkeypatch.setattr(module, name, 1)
     arguments = drawn(B=2, K=150, M=200, n=3, D=70)
@@ -308,8 +308,8 @@ def test_several_tiles_a_split(monkeypatch):
 
 
 @pytest.mark.interpreted
-def test_many_splits(monkeypatch):
-    # More splits than are read at once.
+def test_many_splits_match_the_reference(monkeypatch):
+    # There are more splits than are read at once.
     for name in ("FORWARD", "BACKWARD"):
         tiles = getattr(module, name)._replace(candidates=16)
         monkeypatch.setattr(module, name, tiles)
@@ -323,7 +323,7 @@ def test_many_splits(monkeypatch):
 
 @pytest.mark.parametrize("gpu", [True, False])
 @pytest.mark.parametrize("diagonal", [False, True])
-def test_the_kernels_serve_float32_on_a_gpu(gpu, diagonal, monkeypatch):
+def test_kernels_are_used_on_a_gpu(gpu, diagonal, monkeypatch):
     asked = []
     monkeypatch.setattr(module, "use_triton", lambda *tensors: asked.extend(tensors) or gpu)
     monkeypatch.setattr(module, "retrieval_triton", lambda *arguments: ("kernels", *arguments))
@@ -363,7 +363,7 @@ def test_the_kernels_refuse_a_second_derivative():
 
 
 @pytest.mark.interpreted
-def test_the_kernels_spare_the_memory_s_gradient_where_it_is_not_needed():
+def test_query_gradient_is_correct_if_the_memory_needs_no_gradient():
     arguments = drawn()
     arguments["query"].requires_grad_()
     retrieval_triton(*arguments.values()).square().sum().backward()

@@ -45,7 +45,7 @@ FOLDED = [reference_folded_metric, optimized_folded_metric]
 
 
 @pytest.mark.parametrize("index", [reference_index, optimized_index])
-def test_pairs_and_their_slots(index):
+def test_rotor_index_lists_coordinate_pairs_and_their_slots(index):
     assert index(8, 6).tolist() == [[0, 1, 0], [2, 3, 1], [4, 5, 2], [6, 7, 3], [1, 2, 4], [3, 4, 5]]
     # The layers wrap round: the last pair of an odd layer joins the last coordinate and the first.
     assert index(4, 6).tolist() == [[0, 1, 0], [2, 3, 1], [1, 2, 2], [3, 0, 3], [2, 3, 4], [0, 1, 5]]
@@ -59,7 +59,7 @@ def test_pairs_and_their_slots(index):
 
 @pytest.mark.parametrize("n", [2, 6, 16])
 @pytest.mark.parametrize("k", [1, 7, 40])
-def test_the_index_is_what_the_update_wants(n, k):
+def test_rotor_update_with_this_index_turns_every_slot_once(n, k):
     assert torch.equal(reference_index(n, k), optimized_index(n, k))
     theta = rotor_update(torch.zeros(k), torch.ones(n), optimized_index(n, k), torch.tensor(-1.0))
     # Every slot is turned exactly once.
@@ -82,12 +82,12 @@ def test_known_values(call):
 @pytest.mark.parametrize("call", SIDES)
 @pytest.mark.parametrize("shape", [(4,), (0, 4), (3, 4), (2, 0, 4), (2, 3, 4), (3, 0)])
 @pytest.mark.parametrize("k", [0, 3])
-def test_any_leading_shape_and_never_in_place(call, shape, k):
+def test_any_leading_shape_is_accepted_and_the_input_is_unchanged(call, shape, k):
     generator = torch.Generator().manual_seed(0)
     theta, x = torch.randn(k, generator=generator), torch.randn(shape, generator=generator)
     before = x.clone()
     turned = call(theta, x)
-    # The original wrote its own input: the mean velocity "in the original frame" was already rotated.
+    # The source changed its input: the mean velocity "in the original frame" was already rotated.
     assert torch.equal(x, before)
     assert not x.numel() or turned.data_ptr() != x.data_ptr()
     torch.testing.assert_close(turned, reference(theta, x))
@@ -103,17 +103,17 @@ def test_an_odd_number_of_coordinates_is_refused(call):
 
 
 @pytest.mark.parametrize("call", SIDES)
-def test_what_is_not_finite_stays_in_the_columns_that_it_meets(call):
+def test_nan_spreads_only_to_columns_it_is_rotated_with(call):
     x = torch.ones(1, 6)
     x[0, 2] = math.nan
     turned = call(torch.full((4,), 0.5), x)
-    # Joined with 3 in the first layer, and 2 with 1 in the second.
+    # Column 2 is rotated with 3 in the first layer, and with 1 in the second.
     assert turned[0].isnan().tolist() == [False, True, True, True, False, False]
 
 
 @pytest.mark.parametrize("fold", FOLDED)
 @pytest.mark.parametrize(("n", "k"), [(2, 1), (8, 6), (6, 20), (4, 0)])
-def test_the_folded_metric_makes_rotating_needless(fold, n, k):
+def test_folded_metric_gives_the_quadratic_form_of_rotated_vectors(fold, n, k):
     generator = torch.Generator().manual_seed(0)
     theta = torch.randn(k, generator=generator, dtype=torch.float64)
     d = torch.randn(10, n, generator=generator, dtype=torch.float64)
@@ -127,7 +127,7 @@ def test_the_folded_metric_makes_rotating_needless(fold, n, k):
 
 
 @pytest.mark.parametrize("fold", FOLDED)
-def test_retrieval_of_rotated_coordinates_is_retrieval_in_the_folded_metric(fold):
+def test_retrieval_with_the_folded_metric_equals_retrieval_after_rotation(fold):
     generator = torch.Generator().manual_seed(0)
 
     def drawn(*shape):
@@ -150,7 +150,7 @@ def test_retrieval_of_rotated_coordinates_is_retrieval_in_the_folded_metric(fold
     ("k", "n", "path"), [(6, 8, "kernels"), (32, 16, "kernels"), (33, 16, "vectorised"), (6, 18, "vectorised")]
 )
 @pytest.mark.parametrize("gpu", [True, False])
-def test_the_kernels_serve_small_rotors_on_a_gpu(k, n, path, gpu, monkeypatch):
+def test_kernels_are_used_on_a_gpu_for_small_rotors(k, n, path, gpu, monkeypatch):
     asked = []
     monkeypatch.setattr(module, "use_triton", lambda *tensors: asked.extend(tensors) or gpu)
     monkeypatch.setattr(module, "rotate", lambda *arguments: "vectorised")

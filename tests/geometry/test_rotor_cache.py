@@ -38,7 +38,7 @@ rotor_cache = Pair(
         "slots": tensor("W", dtype="int64", values=integers(0, "M")),
         "written": tensor("W", "n"),
     },
-    # There is at least one slot, because nothing can be written to none.
+    # There is at least one slot, because a write needs one.
     sizes={"k": size(0, 34), "M": size(1, 66), "n": size(0, 18, multiple_of=2), "W": size(0, 40)},
     rivals={
         "compile": compiled(stateful(side(reference, devices=("cuda",)))),
@@ -56,7 +56,7 @@ rotor_cache = Pair(
     cost=Cost(bytes=lambda k, n, W: 12 * W * n + 8 * W + 4 * k),
 )
 
-# Theta changes at every step: the cache must notice it, and rotate everything anew.
+# Theta changes at every step: the cache must notice it, and rotate everything again.
 rotor_cache_turning = Pair(
     reference=stateful(reference),
     optimized=stateful(optimized),
@@ -91,7 +91,7 @@ def test_a_cache_of_an_odd_number_of_coordinates_is_refused(make):
 
 @pytest.mark.parametrize("make", CACHES)
 @pytest.mark.parametrize("W", [1, 5, 70])
-def test_of_repeated_slots_the_last_one_counts(make, W):
+def test_last_write_to_a_repeated_slot_wins(make, W):
     generator = torch.Generator().manual_seed(0)
     theta, coordinates = torch.randn(3, generator=generator), torch.randn(4, 4, generator=generator)
     slots = torch.randint(0, 3, (W,), generator=generator)
@@ -102,13 +102,13 @@ def test_of_repeated_slots_the_last_one_counts(make, W):
     for slot, row in zip(slots.tolist(), written, strict=True):
         expected[slot] = row
     torch.testing.assert_close(cache.rotated(), plain_rotor(theta, expected))
-    # The stored coordinates are right after theta has changed, too.
+    # The stored coordinates are also right after theta has changed.
     cache.set_theta(torch.zeros(3))
     torch.testing.assert_close(cache.rotated(), expected)
 
 
 @pytest.mark.parametrize("make", CACHES)
-def test_writing_nothing_changes_nothing(make):
+def test_empty_write_changes_nothing(make):
     cache = make(torch.ones(2), torch.ones(3, 4))
     before = cache.rotated().clone()
     cache.write(torch.empty(0, dtype=torch.int64), torch.empty(0, 4))
@@ -116,11 +116,11 @@ def test_writing_nothing_changes_nothing(make):
 
 
 @pytest.mark.parametrize("make", CACHES)
-def test_the_cache_keeps_what_it_was_given(make):
+def test_cache_copies_theta_and_coordinates(make):
     theta, coordinates = torch.ones(2), torch.ones(3, 4)
     cache = make(theta, coordinates)
     before = cache.rotated().clone()
-    # The cache ignores a change that was not set, because the rotor's update works in place.
+    # The cache ignores in-place changes, such as those of the rotor's update, until `set_theta`.
     theta.fill_(0.5)
     coordinates.zero_()
     cache.write(torch.tensor([1]), torch.ones(1, 4))
@@ -131,16 +131,16 @@ def test_the_cache_keeps_what_it_was_given(make):
 
 
 @pytest.mark.parametrize("make", CACHES[1:])
-def test_a_query_costs_nothing_while_theta_stays(make, monkeypatch):
+def test_query_does_not_rotate_again_while_theta_is_constant(make, monkeypatch):
     cache = make(torch.ones(2), torch.ones(3, 4))
     place = cache.rotated()
     for name in ("rotate", "rotate_into"):
         monkeypatch.setattr(module, name, lambda *arguments: pytest.fail("rotated again"))
-    # Always the same memory, as a captured graph needs it.
+    # A captured graph needs the same memory at each query.
     assert cache.rotated() is place
 
 
-def test_a_write_rotates_what_is_written_alone(monkeypatch):
+def test_write_rotates_only_the_written_rows(monkeypatch):
     cache = RotorCache(torch.ones(2), torch.ones(50, 4))
     rotated = []
     whole = module.rotate
@@ -150,7 +150,7 @@ def test_a_write_rotates_what_is_written_alone(monkeypatch):
 
 
 @pytest.mark.interpreted
-def test_a_slot_out_of_range_writes_nothing_beyond():
+def test_out_of_range_slot_changes_nothing():
     # Without a GPU PyTorch's indexing raises; a kernel cannot raise, and must not write.
     cache = module._TritonRotorCache(torch.ones(2), torch.ones(3, 4))
     before = cache.rotated().clone()
@@ -159,7 +159,7 @@ def test_a_slot_out_of_range_writes_nothing_beyond():
 
 
 @pytest.mark.parametrize("make", CACHES)
-def test_no_gradient_is_kept(make):
+def test_rotated_coordinates_require_no_gradient(make):
     cache = make(torch.ones(2, requires_grad=True), torch.ones(3, 4, requires_grad=True))
     cache.write(torch.tensor([0]), torch.ones(1, 4, requires_grad=True))
     assert not cache.rotated().requires_grad

@@ -38,7 +38,7 @@ if triton_reason() is None and not torch.cuda.is_available():
 
 
 def update(call, theta, velocity, index, loss_delta=-1.0):
-    """The angles after one update with eta = 10, so that a pair turns by 0.1 * (-loss_delta) * angle * length."""
+    """Return the angles after one update with eta = 10: a pair turns by 0.1 * (-loss_delta) * angle * length."""
     theta = torch.tensor(theta)
     index = torch.tensor(index, dtype=torch.int64).reshape(-1, 3)
     returned = call(theta, torch.tensor(velocity), index, torch.tensor(loss_delta))
@@ -73,23 +73,23 @@ def test_repeated_slots_accumulate(call):
         ([0.0, 1.0], [0, 1, -(2**40)]),
     ],
 )
-def test_skipped_rows_leave_the_angle(call, velocity, row):
+def test_skipped_rows_leave_the_angle_unchanged(call, velocity, row):
     assert update(call, [0.25], velocity, [row]) == [0.25]
 
 
 @pytest.mark.parametrize("call", SIDES)
-def test_a_row_of_the_least_length_turns(call):
+def test_row_just_above_the_minimum_length_turns_the_angle(call):
     least = torch.nextafter(torch.tensor(1e-6), torch.tensor(1.0)).item()
     assert update(call, [0.0], [0.0, least], [[0, 1, 0]]) == pytest.approx([0.1 * math.pi / 2 * least], rel=1e-5)
 
 
 @pytest.mark.parametrize("call", SIDES)
-def test_the_nearest_float_to_the_least_length_is_below_it(call):
+def test_float32_row_just_below_the_minimum_length_is_skipped(call):
     assert update(call, [0.25], [0.0, 1e-6], [[0, 1, 0]]) == [0.25]
 
 
 @pytest.mark.parametrize("call", [reference, optimized, rotor_update_vectorised])
-def test_the_least_length_itself_turns(call):
+def test_row_of_exactly_the_minimum_length_turns_the_angle(call):
     # In float64 a length can equal the limit exactly.
     theta, velocity = torch.zeros(1, dtype=torch.float64), torch.tensor([0.0, 1e-6], dtype=torch.float64)
     call(theta, velocity, torch.tensor([[0, 1, 0]]), torch.tensor(-1.0, dtype=torch.float64))
@@ -99,20 +99,20 @@ def test_the_least_length_itself_turns(call):
 @pytest.mark.parametrize("call", SIDES)
 @pytest.mark.parametrize("row", [[2, 1, 0], [1, 2, 0], [-1, 1, 0], [1, -1, 0], [0, 1, 1], [0, 1, -1]])
 def test_an_index_one_beyond_an_end_reads_and_writes_nothing(call, row):
-    # Reading what lies beyond an end, or at the end instead, would show: the tensors are windows of longer ones, and
-    # any two of the components make an angle.
+    # A read beyond an end, or at the end instead, would change the angle: the tensors are windows of longer ones, and
+    # any two of the components have an angle.
     whole_theta, whole_velocity = torch.tensor([9.0, 0.25, 9.0]), torch.tensor([5.0, 2.0, 1.0, 5.0])
     call(whole_theta[1:2], whole_velocity[1:3], torch.tensor([row]), torch.tensor(-1.0))
     assert whole_theta.tolist() == [9.0, 0.25, 9.0]
 
 
 @pytest.mark.parametrize("call", SIDES)
-def test_not_finite_loss_changes_nothing(call):
+def test_nan_loss_delta_changes_nothing(call):
     assert update(call, [0.25], [0.0, 1.0], [[0, 1, 0]], math.nan) == [0.25]
 
 
 @pytest.mark.parametrize("call", SIDES)
-def test_wraps_to_the_half_open_circle(call):
+def test_angles_are_wrapped_to_the_half_open_interval(call):
     pi = float(torch.tensor(math.pi))
     wrapped = update(call, [pi, -pi, 4.0, -4.0, 3.0], [1.0], [])
     assert all(-pi <= angle < pi for angle in wrapped)
@@ -121,7 +121,7 @@ def test_wraps_to_the_half_open_circle(call):
 
 
 @pytest.mark.parametrize("call", SIDES)
-def test_rounding_near_odd_half_turns_stays_on_the_circle(call):
+def test_angles_near_odd_multiples_of_pi_are_wrapped_into_the_interval(call):
     odd = (torch.arange(-201, 202, 2) * math.pi).float()
     up, down = odd, odd
     angles = [odd]
@@ -134,8 +134,8 @@ def test_rounding_near_odd_half_turns_stays_on_the_circle(call):
 
 
 @pytest.mark.parametrize("call", [reference, optimized, rotor_update_vectorised])
-def test_every_angle_in_half_precision_stays_on_the_circle(call):
-    # Where the rounding lands on an end, and far beyond: few floats near the circle do.
+def test_every_float16_angle_is_wrapped_into_the_interval(call):
+    # These include the few angles that round to an end of the interval, and large angles.
     every = torch.arange(2**16).to(torch.int32).to(torch.int16).view(torch.float16)
     theta = every[every.isfinite()]
     one = torch.ones((), dtype=torch.float16)
@@ -145,12 +145,12 @@ def test_every_angle_in_half_precision_stays_on_the_circle(call):
 
 
 @pytest.mark.parametrize("call", SIDES)
-def test_the_sign_of_zero_is_an_angle(call):
+def test_sign_of_zero_determines_the_angle(call):
     assert update(call, [0.0], [-1.0, -0.0], [[0, 1, 0]]) == pytest.approx([-0.1 * math.pi], abs=1e-6)
     assert update(call, [0.0], [-1.0, 0.0], [[0, 1, 0]]) == pytest.approx([0.1 * math.pi], abs=1e-6)
 
 
-def test_linear_path_serves_many_slots_and_pairs():
+def test_many_slots_and_pairs_match_the_reference():
     generator = torch.Generator().manual_seed(0)
     slots, pairs = 5000, 4000
     theta = torch.rand(slots, generator=generator, dtype=torch.float64)
@@ -173,7 +173,7 @@ def test_linear_path_serves_many_slots_and_pairs():
         (False, 6, 8, "vectorised"),
     ],
 )
-def test_the_kernel_serves_a_gpu_up_to_its_most_comparisons(gpu, slots, pairs, path, monkeypatch):
+def test_kernel_is_used_on_a_gpu_up_to_the_maximum_comparisons(gpu, slots, pairs, path, monkeypatch):
     module = "optimized.geometry.rotor_update"
     asked = []
     monkeypatch.setattr(f"{module}.use_triton", lambda *tensors: asked.extend(tensors) or gpu)
@@ -184,5 +184,5 @@ def test_the_kernel_serves_a_gpu_up_to_its_most_comparisons(gpu, slots, pairs, p
     served, *given = optimized(*arguments)
     assert served == path
     assert all(a is b for a, b in zip(given, arguments, strict=True))
-    # The indices are left out, because they are whole numbers.
+    # The indices are not passed, because they are integers.
     assert [id(t) for t in asked] == [id(t) for t in (theta, velocity, loss_delta)]

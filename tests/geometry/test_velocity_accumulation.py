@@ -26,7 +26,7 @@ SIDES = [reference, optimized]
 
 
 def naive(start):
-    """Accumulate in place from the start, so that the caller's own tensor is the sum."""
+    """Accumulate in place into the start, so that the caller's own tensor is the sum."""
     accumulated = start
 
     def window(velocities):
@@ -46,7 +46,7 @@ def test_known_values(call):
 
 
 @pytest.mark.parametrize("call", SIDES)
-def test_in_place_is_the_same_function(call):
+def test_later_steps_change_neither_the_start_nor_a_returned_sum(call):
     # Claim C9. The sum starts with the first velocity; later steps must not change that tensor, nor a returned sum.
     first = torch.ones(2, 3)
     window = call(first)
@@ -56,34 +56,34 @@ def test_in_place_is_the_same_function(call):
     assert first.tolist() == [[1.0] * 3] * 2
 
 
-def test_naively_in_place_is_another_function():
+def test_naive_accumulation_overwrites_the_start_and_a_returned_sum():
     first = torch.ones(2, 3)
     window = naive(first)
     once = window(torch.ones(4, 2, 3))
     window(torch.ones(1, 2, 3))
-    # The caller's first velocity is overwritten, and so is the sum that it got before.
+    # The caller's first velocity is overwritten, and so is the sum returned earlier.
     assert first.tolist() == [[6.0] * 3] * 2
     assert once.tolist() == [[6.0] * 3] * 2
 
 
 @pytest.mark.parametrize("call", SIDES)
-def test_what_is_returned_is_the_caller_s(call):
+def test_changing_a_returned_sum_does_not_change_the_accumulator(call):
     start = torch.zeros(1, 2)
     window = call(start)
-    for _ in range(2):  # also where nothing is added
+    for _ in range(2):  # also if nothing is added
         window(torch.empty(0, 1, 2)).fill_(7.0)
     assert window(torch.ones(1, 1, 2)).tolist() == [[1.0, 1.0]]
     assert not start.any()
 
 
 @pytest.mark.parametrize("call", SIDES)
-def test_no_gradient_is_kept(call):
+def test_returned_sum_requires_no_gradient(call):
     window = call(torch.ones(1, 2, requires_grad=True))
     # A graph over all steps would keep all of them alive.
     assert not window(torch.ones(3, 1, 2, requires_grad=True)).requires_grad
 
 
-def test_a_step_allocates_nothing():
+def test_add_reuses_the_memory_of_the_sum():
     accumulated = VelocitySum(torch.zeros(2, 3))
     place = accumulated._sum.data_ptr()
     for _ in range(3):

@@ -63,7 +63,7 @@ cuda_graph_step = Pair(
 class Graphs:
     """Backend that replays as CUDA does: over the static inputs, into the capture's outputs, without Python's effects.
 
-    `state` lists the tensors that the step changes beside its inputs: a capture leaves them as they are.
+    `state` lists the tensors that the step changes besides its inputs: a capture leaves them unchanged.
     """
 
     def __init__(self, *state):
@@ -90,7 +90,7 @@ class Graphs:
         return outputs, replay
 
 
-def test_warm_up_calls_are_steps_and_the_rest_replay():
+def test_warm_up_calls_run_the_step_and_later_calls_replay_it():
     state = torch.zeros(3)
     graphs = Graphs(state)
     step = optimized(lambda x: state.add_(x).clone(), warmup=2, backend=graphs)
@@ -101,14 +101,14 @@ def test_warm_up_calls_are_steps_and_the_rest_replay():
     assert (step.captures, step.reason) == (1, None)
 
 
-def test_outputs_are_not_the_graph_s_memory():
+def test_outputs_are_copies_of_the_graph_memory():
     step = optimized(lambda x: x * 2, warmup=1, backend=Graphs())
     kept = [step(torch.full((2,), float(i))) for i in range(5)]
     assert [t[0].item() for t in kept] == [0.0, 2.0, 4.0, 6.0, 8.0]
     assert len({t.data_ptr() for t in kept}) == 5
 
 
-def test_an_input_changed_in_place_is_changed_and_returned_itself():
+def test_input_that_the_step_changes_is_changed_and_returned_itself():
     step = optimized(lambda x, y: x.add_(y), warmup=1, backend=Graphs())
     for _ in range(4):
         x, y = torch.zeros(2), torch.ones(2)
@@ -117,7 +117,7 @@ def test_an_input_changed_in_place_is_changed_and_returned_itself():
         assert y.tolist() == [1.0, 1.0]
 
 
-def test_an_input_that_an_unknown_kernel_changes_is_named():
+def test_change_by_an_unknown_kernel_is_copied_back_only_if_in_mutates():
     def unseen(x, y):
         x.data.add_(y)  # does not increase the version counter
         return y + 0
@@ -140,7 +140,7 @@ def test_an_input_that_an_unknown_kernel_changes_is_named():
     ],
     ids=["shape", "dtype", "strides", "value"],
 )
-def test_another_form_is_captured_anew(other):
+def test_inputs_of_another_form_get_their_own_graph(other):
     graphs = Graphs()
     step = optimized(lambda x, factor: x * factor, warmup=1, backend=graphs)
     for x, factor in ((torch.ones(3), 1.0), other) * 3:
@@ -152,7 +152,7 @@ def test_another_form_is_captured_anew(other):
 
 @contextmanager
 def autocast(dtype):
-    """Set CUDA's autocast dtype, on machines without a CUDA device, too."""
+    """Set CUDA's autocast dtype, also on machines without a CUDA device."""
     before = torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")
     torch.set_autocast_enabled("cuda", True)
     torch.set_autocast_dtype("cuda", dtype)
@@ -183,7 +183,7 @@ MODES = {
 }
 
 
-def test_each_mode_has_a_graph_of_its_own():
+def test_each_grad_autocast_and_matmul_precision_mode_gets_its_own_graph():
     graphs = Graphs()
     step = optimized(lambda x: x.add_(1), warmup=1, graphs=len(MODES), backend=graphs)
     for _ in range(3):
@@ -196,7 +196,7 @@ def test_each_mode_has_a_graph_of_its_own():
     assert (graphs.warmed, graphs.captured, graphs.replayed) == tuple(n * len(MODES) for n in (1, 1, 2))
 
 
-def test_the_graphs_used_last_are_kept():
+def test_most_recently_used_graphs_are_kept():
     graphs = Graphs()
     step = optimized(lambda x: x + 1, warmup=1, graphs=2, backend=graphs)
     for n in (1, 2, 1, 3):
@@ -210,7 +210,7 @@ def test_the_graphs_used_last_are_kept():
     assert graphs.captured == 4
 
 
-def test_by_default_three_calls_warm_up_and_four_graphs_are_kept():
+def test_defaults_are_three_warm_up_calls_and_four_graphs():
     graphs = Graphs()
     step = optimized(lambda x: x + 1, backend=graphs)
     for n in range(1, 6):
@@ -223,7 +223,7 @@ def test_by_default_three_calls_warm_up_and_four_graphs_are_kept():
     assert graphs.warmed == 16
 
 
-def test_layouts_that_are_not_dense_are_kept():
+def test_inputs_of_any_layout_are_replayed_correctly():
     seen = []
     step = optimized(lambda x: (seen.append(x.stride()), x + 0)[1], warmup=1, backend=Graphs())
     for x in (torch.ones(4, 6).t(), torch.ones(4, 6)[:, ::2], torch.ones(0, 3), torch.ones(1).expand(5)):
@@ -233,7 +233,7 @@ def test_layouts_that_are_not_dense_are_kept():
     assert (6, 2) in seen
 
 
-def test_a_step_without_tensors_is_captured_on_the_device_that_is_named():
+def test_step_without_tensors_is_captured_on_the_given_device():
     state = torch.zeros(2)
     graphs = Graphs(state)
     step = optimized(lambda: state.add_(1), warmup=1, device="cpu", backend=graphs)
@@ -244,7 +244,7 @@ def test_a_step_without_tensors_is_captured_on_the_device_that_is_named():
     assert "several devices" in str(step._unfit([torch.ones(1, device="meta")]))
 
 
-def test_cuda_is_the_current_cuda_device(monkeypatch):
+def test_cuda_without_an_index_is_the_current_device(monkeypatch):
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
     assert [str(module._with_index(torch.device(d))) for d in ("cuda", "cuda:0", "cpu")] == ["cuda:1", "cuda:0", "cpu"]
 
@@ -254,7 +254,7 @@ class Refuses(Graphs):
         raise RuntimeError("operation not permitted when stream is capturing\nmore")
 
 
-def test_a_step_that_cannot_be_captured_runs_and_says_why_once():
+def test_step_that_cannot_be_captured_runs_eagerly_and_warns_once():
     step = optimized(lambda x: x * 3, warmup=1, backend=Refuses())
     step(torch.ones(1))
     with pytest.warns(
@@ -280,8 +280,8 @@ def test_a_value_that_changes_at_each_call_is_reported_and_not_kept():
     assert step.captures == 0
 
 
-def test_a_capture_that_fails_leaves_the_stream_and_the_random_numbers_as_they_were(monkeypatch):
-    """A failing capture is undone: where ending it fails, torch leaves the capture's stream the current one."""
+def test_failed_capture_restores_the_stream_and_the_generator_state(monkeypatch):
+    """If ending a failed capture also fails, PyTorch leaves the capture's stream the current one."""
     now = {"stream": "own", "state": "before"}
 
     class Graph:
@@ -321,7 +321,7 @@ def test_a_capture_that_fails_leaves_the_stream_and_the_random_numbers_as_they_w
         ((torch.ones(2), {1, 2}), "an input of type set"),
     ],
 )
-def test_what_cannot_be_replayed_runs_eagerly(arguments, why):
+def test_inputs_that_cannot_be_replayed_run_eagerly(arguments, why):
     graphs = Graphs()
     step = optimized(lambda *given: len(given), warmup=1, backend=graphs)
     assert [step(*arguments) for _ in range(3)] == [len(arguments)] * 3
@@ -330,21 +330,21 @@ def test_what_cannot_be_replayed_runs_eagerly(arguments, why):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this is about machines without a CUDA device")
-def test_without_a_gpu_it_says_so():
+def test_reason_without_a_gpu_is_the_missing_cuda_device():
     step = optimized(lambda x: x + 1)
     assert [step(torch.ones(1)).item() for _ in range(6)] == [2.0] * 6
     assert step.reason == "there is no CUDA device"
 
 
 @pytest.mark.parametrize("option", ["warmup", "graphs"])
-def test_bad_options_are_refused(option):
+def test_bad_options_raise_value_error(option):
     with pytest.raises(ValueError, match=f"{option}=0"):
         optimized(lambda x: x, **{option: 0})
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_no_workspace_outlives_a_capture_or_comes_into_one(fails, monkeypatch):
-    """Workspaces of cuBLAS, to which a graph writes by address, are cleared before and after a capture."""
+def test_cublas_workspaces_are_cleared_before_and_after_a_capture(fails, monkeypatch):
+    """A graph writes to its cuBLAS workspace by address, so other graphs must not use that workspace."""
     events, collecting = [], []
 
     @contextmanager
@@ -368,7 +368,7 @@ def test_no_workspace_outlives_a_capture_or_comes_into_one(fails, monkeypatch):
     with pytest.raises(RuntimeError) if fails else nullcontext():
         assert module.CudaGraphs().capture(step, torch.device("cuda"))[0] == 1
     assert events == ["clear", "recording", "step", "clear"]
-    assert collecting == [False]  # destroying objects meanwhile can invalidate the capture
+    assert collecting == [False]  # destroying objects during a capture can invalidate it
     assert gc.isenabled()
 
 
@@ -378,7 +378,7 @@ gpu = pytest.mark.gpu
 
 
 @gpu
-def test_on_a_gpu_state_moves_once_a_call_and_no_call_waits(no_host_sync):
+def test_state_changes_once_per_call_and_a_replay_does_not_wait_on_a_gpu(no_host_sync):
     state = torch.zeros(3, device="cuda")
     step = optimized(lambda x: state.add_(x).clone())
     kept = [step(torch.ones(3, device="cuda")) for _ in range(10)]
@@ -390,7 +390,7 @@ def test_on_a_gpu_state_moves_once_a_call_and_no_call_waits(no_host_sync):
 
 
 @gpu
-def test_on_a_gpu_a_step_that_waits_falls_back_and_the_device_stays_usable():
+def test_step_that_waits_falls_back_to_eager_execution_on_a_gpu():
     step = optimized(lambda x: x * x.sum().item(), warmup=1)
     step(torch.ones(2, device="cuda"))
     with pytest.warns(RuntimeWarning, match="cuda_graph_step runs eagerly"):
@@ -400,7 +400,7 @@ def test_on_a_gpu_a_step_that_waits_falls_back_and_the_device_stays_usable():
 
 
 @gpu
-def test_on_a_gpu_random_numbers_go_on_after_a_capture_that_failed():
+def test_random_numbers_advance_after_a_failed_capture_on_a_gpu():
     step = optimized(lambda x: (torch.rand_like(x) + x) * x.sum().item(), warmup=1)
     step(torch.ones(2, device="cuda"))
     with pytest.warns(RuntimeWarning, match="cuda_graph_step runs eagerly"):
@@ -412,14 +412,14 @@ def test_on_a_gpu_random_numbers_go_on_after_a_capture_that_failed():
 
 
 @gpu
-def test_on_a_gpu_random_numbers_go_on():
+def test_random_numbers_advance_at_each_replay_on_a_gpu():
     step = optimized(lambda x: torch.rand_like(x) + x, warmup=1)
     drawn = [tuple(step(torch.zeros(4, device="cuda")).tolist()) for _ in range(6)]
     assert len(set(drawn)) == 6
 
 
 @gpu
-def test_on_a_gpu_other_shapes_get_graphs_of_their_own():
+def test_each_shape_gets_its_own_graph_on_a_gpu():
     step = optimized(lambda x: x.cumsum(0), warmup=1)
     for n in (3, 5, 3, 5, 3, 5):
         assert step(torch.ones(n, device="cuda"))[-1].item() == n
@@ -427,8 +427,8 @@ def test_on_a_gpu_other_shapes_get_graphs_of_their_own():
 
 
 @gpu
-def test_on_a_gpu_graphs_that_share_their_memory_replay_in_any_order():
-    """Two steps with sums of their own replay in any order, although their intermediate results share memory."""
+def test_graphs_with_shared_memory_replay_in_any_order_on_a_gpu():
+    """Two steps with separate sums replay in any order, although their intermediate results share memory."""
     sums = [torch.zeros(1 << 20, device="cuda") for _ in range(2)]
 
     def step(x, sum_of, n):
@@ -478,6 +478,6 @@ assert not any(f.any().item() for f in filler)
 
 
 @gpu
-def test_on_a_gpu_a_graph_outlives_the_workspaces_of_others():
+def test_graph_survives_the_workspaces_of_other_graphs_on_a_gpu():
     done = subprocess.run([sys.executable, "-c", WORKSPACES], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]

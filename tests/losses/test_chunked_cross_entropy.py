@@ -20,7 +20,7 @@ def kernel_in_threes(hidden, weight, labels):
 
 
 def liger():
-    """Why Liger's own is not there, or None."""
+    """Return why Liger's loss is unavailable, or None."""
     try:
         import liger_kernel.transformers  # noqa: F401
     except ImportError as error:
@@ -39,7 +39,7 @@ def traffic(N, D, V, direction):
     return {"forward": once, "backward": 2 * once, "both": 3 * once}[direction]
 
 
-# An eighth of a batch of four times 32768: this is as much as the reference holds in float64.
+# An eighth of a batch of 4 x 32768 tokens: as much as fits the reference in float64.
 ROWS = {"N": 16384, "D": 1024, "V": 50257, "direction": "both"}
 
 chunked_cross_entropy = Pair(
@@ -59,7 +59,7 @@ chunked_cross_entropy = Pair(
     workloads=[
         # The reference holds 9.9 GB, in bfloat16 4.9 GB.
         Workload("rows16k", **ROWS, peak_bytes=2400 << 20, host_syncs=0, device="cuda"),
-        # As eigenstate_lm trains. The reference's products are slow where the number of columns is odd.
+        # As eigenstate_lm trains. The reference's products are slow if the number of columns is odd.
         Workload("rows16k_bfloat16", **ROWS, dtype="bfloat16", speedup=4, peak_bytes=1300 << 20, device="cuda"),
         Workload("cpu", N=256, D=32, V=500, clock="wall", direction="both", device="cpu"),
     ],
@@ -87,13 +87,13 @@ def differentiated(call, hidden, weight, labels):
 
 
 @pytest.mark.parametrize("call", [reference, *SIDES])
-def test_equal_logits_are_worth_the_logarithm_of_their_number(call):
+def test_loss_of_equal_logits_is_the_log_of_the_vocabulary_size(call):
     loss = call(torch.zeros(4, 2), torch.randn(8, 2), torch.tensor([0, 1, 2, 3]))
     assert loss.item() == pytest.approx(2.0794415)
 
 
 @pytest.mark.parametrize("call", SIDES)
-def test_a_label_of_minus_100_does_not_count(call):
+def test_label_of_minus_100_is_ignored(call):
     hidden, weight, labels = drawn()
     labels[[0, 4, 5]] = -100
     for own, other in zip(
@@ -104,12 +104,12 @@ def test_a_label_of_minus_100_does_not_count(call):
 
 
 @pytest.mark.parametrize("call", [reference, *SIDES])
-def test_without_a_label_that_counts_it_is_nan(call):
+def test_loss_is_nan_if_all_labels_are_ignored(call):
     hidden, weight, labels = drawn()
     assert call(hidden, weight, torch.full_like(labels, -100)).isnan()
 
 
-def test_logits_of_all_rows_are_never_there():
+def test_logits_of_all_rows_are_never_allocated_at_once():
     largest = 0
 
     class Sizes(TorchDispatchMode):
@@ -127,7 +127,7 @@ def test_logits_of_all_rows_are_never_there():
 
 
 @pytest.mark.parametrize("call", SIDES)
-def test_under_autocast_the_products_are_in_its_precision_and_the_sums_are_not(call):
+def test_autocast_gives_float32_results_close_to_the_reference(call):
     hidden, weight, labels = drawn(N=40)
     with torch.autocast("cpu", torch.bfloat16):
         found = differentiated(call, hidden, weight, labels)
@@ -138,15 +138,15 @@ def test_under_autocast_the_products_are_in_its_precision_and_the_sums_are_not(c
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
-def test_the_loss_is_of_its_inputs_dtype(dtype):
+def test_loss_has_the_dtype_of_its_inputs(dtype):
     hidden, weight, labels = drawn(N=40)
     found = [call(hidden.to(dtype), weight.to(dtype), labels) for call in (optimized, reference)]
     assert [loss.dtype for loss in found] == [dtype] * 2
     assert float((found[0] - found[1]).abs() / found[1]) <= torch.finfo(dtype).eps
 
 
-def test_a_share_too_small_for_half_precision_is_not_lost():
-    """A row of 2¹⁸ has 2⁻¹⁸ of the gradient, which float16 rounds to a few of its smallest steps; it is not lost."""
+def test_gradients_near_the_smallest_float16_numbers_are_not_lost():
+    """With 2¹⁸ rows, a row has 2⁻¹⁸ of the gradient: only a few times the smallest positive float16 number."""
     hidden, weight, labels = drawn(N=8)
     hidden, labels = hidden.repeat(2**15, 1), labels.repeat(2**15)
     found = []
@@ -158,7 +158,7 @@ def test_a_share_too_small_for_half_precision_is_not_lost():
 
 
 @pytest.mark.parametrize("call", SIDES)
-def test_a_sum_over_rows_may_be_more_than_half_precision_has(call):
+def test_gradient_sum_over_rows_may_exceed_the_float16_range(call):
     """The sum is 81,920: 4096 rows of 20. The interpreter runs a program for each row, so it gets 64 rows of 1280."""
     rows, value = (64, 1280.0) if call is kernel_in_threes else (4096, 20.0)
     hidden = torch.full((rows, 1), value, dtype=torch.float16)
@@ -168,7 +168,7 @@ def test_a_sum_over_rows_may_be_more_than_half_precision_has(call):
     assert found.flatten().tolist() == pytest.approx([-value, value], rel=1e-3)
 
 
-def test_without_gradients_none_are_made(monkeypatch):
+def test_no_gradient_is_computed_under_no_grad(monkeypatch):
     monkeypatch.setattr(module, "_widened_product", None)
     hidden, weight, labels = drawn()
     weight.requires_grad_()
@@ -178,7 +178,7 @@ def test_without_gradients_none_are_made(monkeypatch):
 
 @pytest.mark.parametrize("call", SIDES)
 @pytest.mark.parametrize("label", [-1, -99])
-def test_a_label_that_is_none_is_nan(call, label):
+def test_negative_label_other_than_minus_100_gives_nan(call, label):
     hidden, weight, labels = drawn()
     labels[2] = label
     assert call(hidden, weight, labels).isnan()
@@ -186,14 +186,14 @@ def test_a_label_that_is_none_is_nan(call, label):
 
 @pytest.mark.interpreted
 @pytest.mark.parametrize("label", [11, 60, 10**6])
-def test_the_kernel_reads_no_label_beyond_the_vocabulary(label):
+def test_kernel_returns_nan_for_a_label_beyond_the_vocabulary(label):
     hidden, weight, labels = drawn()
     labels[2] = label
     assert chunked_cross_entropy_triton(hidden, weight, labels).isnan()
 
 
 @pytest.mark.parametrize("which", [0, 1])
-def test_what_wants_no_gradient_gets_none(which):
+def test_gradient_of_hidden_or_weight_can_be_requested_alone(which):
     hidden, weight, labels = drawn()
     wanted = (hidden, weight)[which].requires_grad_()
     optimized(hidden, weight, labels).backward()
@@ -201,14 +201,14 @@ def test_what_wants_no_gradient_gets_none(which):
     assert (hidden, weight)[1 - which].grad is None
 
 
-def test_some_rows_are_looked_at_at_a_time():
+def test_zero_rows_per_chunk_raise_value_error():
     with pytest.raises(ValueError, match="rows=0: at least one row"):
         optimized(*drawn(), rows=0)
 
 
 @pytest.mark.interpreted
 @pytest.mark.parametrize("V", [1, 4, 11, 12])
-def test_the_kernel_looks_at_a_row_in_parts(V, monkeypatch):
+def test_kernel_processes_a_row_in_blocks(V, monkeypatch):
     monkeypatch.setattr(module, "BLOCK", 4)
     hidden, weight, labels = drawn(V=V)
     labels[3] = -100
@@ -221,14 +221,14 @@ def test_the_kernel_looks_at_a_row_in_parts(V, monkeypatch):
 
 
 @pytest.mark.interpreted
-def test_a_logit_of_minus_infinity_has_no_part(monkeypatch):
+def test_logits_of_minus_infinity_are_ignored(monkeypatch):
     monkeypatch.setattr(module, "BLOCK", 2)
     hidden, labels = torch.ones(1, 1), torch.tensor([2])
     weight = torch.tensor([[-torch.inf], [-torch.inf], [1.0], [1.0]])
     assert chunked_cross_entropy_triton(hidden, weight, labels).item() == pytest.approx(0.6931472)
 
 
-def test_values_far_from_zero_do_not_overflow():
+def test_large_logits_do_not_overflow():
     hidden, weight, labels = torch.tensor([[1e4]]), torch.tensor([[1.0], [-1.0]]), torch.tensor([0])
     assert optimized(hidden, weight, labels).item() == 0.0
     assert optimized(-hidden, weight, labels).item() == pytest.approx(2e4)

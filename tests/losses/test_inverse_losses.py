@@ -84,7 +84,7 @@ inverse_losses = Pair(
     sizes={
         "B": size(1, 3),
         "C": size(1, 3),
-        "T": size(2, 4),  # attention to one token has gradients of 0, or what rounding leaves of them
+        "T": size(2, 4),  # attention to one token has gradients of 0, or rounding errors
         "L": size(1, 4),
         "per": size(1, 3),
         "rows": size(1, 3),
@@ -95,7 +95,7 @@ inverse_losses = Pair(
         "layers": size(1, 1),
     },
     workloads=[
-        # A batch that has the losses, half of it from each task: the work that is left then.
+        # A batch whose losses are due, half of it from each task.
         Workload(
             "mixed",
             **HEADS,
@@ -115,10 +115,9 @@ inverse_losses = Pair(
 
 
 def with_gradients(call):
-    """Return a side whose step gives both losses of a task, and their sum's gradient for each module.
+    """Return a side whose step returns both losses of a task, and their sum's gradient for each module.
 
-    The gradient is one vector for each module: for the biases of the keys alone it is 0, and only rounding errors are
-    left.
+    The gradient is one vector for each module, because for the biases of the keys alone it is 0 up to rounding errors.
     """
 
     def make(encoder, decoder, frequency):
@@ -196,12 +195,12 @@ SIDES = [reference, optimized, decoded_apart]
 
 
 def grid_mean(decoded, points):
-    """Encode by hand: one token, the mean of the field."""
+    """Encode the field to one token, its mean."""
     return decoded.mean(1, keepdim=True)
 
 
 def at_coordinates(latents, points):
-    """Decode by hand: at each point the latents' first value times the point's coordinate."""
+    """Decode to the latents' first value times the coordinate of each point."""
     return latents[:, :1, :1] * points
 
 
@@ -217,15 +216,15 @@ def by_hand(values, field, queries=(1,)):
 
 
 @pytest.mark.parametrize("call", SIDES)
-def test_the_two_losses_by_hand(call):
-    # Decoded to 0, 2 and encoded to 1; to 0, 6 and to 3; neither latents change.
+def test_both_losses_match_hand_computation(call):
+    # The latents 1 and 3 are decoded to (0, 2) and (0, 6), and encoded to 1 and 3 again.
     assert torch.stack(call([by_hand([1.0, 3.0], [[0.0, 2.0], [9.0, 2.0]])], 0)).tolist() == [(0 + 16) / 2, 0]
     task = dataclasses.replace(by_hand([1.0], [[0.0, 3.0]], (0, 1)), encode=lambda *field: 3 * grid_mean(*field))
     assert torch.stack(call([task], 0)).tolist() == [0.5, 4.0]
 
 
 @pytest.mark.parametrize("call", SIDES)
-def test_the_cached_latents_are_a_target_without_a_gradient(call):
+def test_latents_as_a_target_have_no_gradient(call):
     latents = torch.tensor([[[1.0]]], requires_grad=True)
     task = dataclasses.replace(by_hand([1.0], [[0.0, 3.0]]), latents=latents, encode=lambda *f: 3 * grid_mean(*f))
     (gradient,) = torch.autograd.grad(call([task], 0)[1], latents)
@@ -235,7 +234,7 @@ def test_the_cached_latents_are_a_target_without_a_gradient(call):
 
 @pytest.mark.parametrize("call", SIDES)
 @pytest.mark.parametrize(("frequency", "due"), [(1, [0, 1, 2, 3, 4, 5, 6, 7]), (3, [0, 3, 6]), (4, [0, 4])])
-def test_every_so_many_batches_have_the_losses(call, frequency, due):
+def test_losses_are_computed_once_every_frequency_batches(call, frequency, due):
     found = [call([by_hand([1.0], [[0.0, 3.0]])], batch, frequency) for batch in range(8)]
     assert [batch for batch, (first, _) in enumerate(found) if first.item() == 1.0] == due
     assert [batch for batch, (first, _) in enumerate(found) if first.requires_grad] == due
@@ -248,7 +247,7 @@ def test_a_batch_that_is_not_due_decodes_nothing():
 
 
 @pytest.mark.parametrize("call", SIDES)
-def test_a_mixed_batch_has_the_inverse_losses_of_each_of_its_tasks(call):
+def test_mixed_batch_averages_the_losses_over_all_examples(call):
     tasks = [by_hand([1.0], [[0.0, 5.0]]), by_hand([1.0, 1.0, 1.0], [[0.0, 3.0]] * 3)]
     alone = [call([task], 0)[0].item() for task in tasks]
     mixed, _ = call(tasks, 0)

@@ -36,7 +36,7 @@ query_sampling = Pair(
     max_examples=draws(cpu=7, otherwise=12),
     sizes={
         "B": size(1, 3),
-        "T": size(2, 5),  # attention to one token has gradients of 0, or what rounding leaves of them
+        "T": size(2, 5),  # attention to one token has gradients of 0, or rounding errors
         "L": size(1, 5),
         "rows": size(1, 5),
         "columns": size(1, 5),
@@ -61,7 +61,7 @@ query_sampling = Pair(
             device="cuda",
             speedup=4.0,
         ),
-        # On this grid 1024 points are all points, and 2048 would be no more.
+        # This grid has only 1024 points, so 2048 queries would decode no more.
         Workload(
             "advection1d",
             **LATENTS,
@@ -95,12 +95,12 @@ query_sampling = Pair(
 
 
 def field_as_tokens(latents, points):
-    """Decode by hand: at each point the latents' first value times the point's coordinate."""
+    """Decode to the latents' first value times the coordinate of each point."""
     return latents[:, :1, :1] * points
 
 
 @pytest.mark.parametrize("call", [reference, optimized])
-def test_the_error_at_two_points_by_hand(call):
+def test_error_at_two_points_matches_hand_computation(call):
     latents = torch.tensor([[[1.0]], [[2.0]]])
     points = torch.tensor([[0.0], [1.0], [2.0], [3.0]])
     field = torch.tensor([[0.0, 1.0, 7.0, 3.0], [1.0, 1.0, 1.0, 1.0]])[..., None]
@@ -110,7 +110,7 @@ def test_the_error_at_two_points_by_hand(call):
 
 
 @pytest.mark.parametrize("call", [reference, optimized])
-def test_the_number_of_queries_has_no_effect_where_the_grid_has_no_more_points(call):
+def test_more_queries_than_grid_points_change_nothing(call):
     torch.manual_seed(0)
     decode = plane_decoder(3, 2, 2, 3)
     latents, field, points = torch.randn(2, 4, 3), torch.randn(2, 6, 4, 1), torch.rand(6, 4, 2)
@@ -122,7 +122,7 @@ def test_the_number_of_queries_has_no_effect_where_the_grid_has_no_more_points(c
     torch.testing.assert_close(errors[0], (whole - field).square().mean())
 
 
-def test_queries_are_different_places_of_the_grid_by_the_generator():
+def test_query_indices_are_distinct_and_determined_by_the_generator():
     drawn = [query_indices(100, 40, torch.Generator().manual_seed(seed)) for seed in (0, 0, 1)]
     assert torch.equal(drawn[0], drawn[1])
     assert not torch.equal(drawn[0], drawn[2])

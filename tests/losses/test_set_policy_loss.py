@@ -17,7 +17,7 @@ from suite.polychromic import advantages as advantages_of
 
 
 def sampled_tokens(generator, shape, dtype):
-    """Mark replies with holes, some without any token; at the sizes that are timed all tokens, as the cost assumes."""
+    """Mark replies with gaps, some without any token; at the timed sizes mark all tokens, as the cost assumes."""
     share = (0.5, 0.8, 1.0)[int(torch.randint(0, 3, (), generator=generator))]
     return torch.rand(shape, generator=generator) < (1.0 if math.prod(shape) >= 1024 else share)
 
@@ -33,7 +33,7 @@ def traffic(bytes_of_a_logit):
 
 
 def bfloat16_reason():
-    """Why the kernels cannot run in bfloat16 here, or None."""
+    """Return why the kernels cannot run in bfloat16 here, or None."""
     if INTERPRETED:
         return "Triton's interpreter is wrong in bfloat16; the kernels are compiled in it, and run on a GPU"
     return triton_reason()
@@ -48,8 +48,8 @@ def inputs(values):
     }
 
 
-# Each position is a program, which takes Triton's interpreter milliseconds. Where nothing is sampled, or with a
-# vocabulary of one token, the loss is 0. Such cases are tested below: too many of them would prove nothing.
+# Each position is a program, which takes Triton's interpreter milliseconds. If nothing is sampled, or the vocabulary
+# has one token, the loss is 0. Such cases are tested below: many of them here would prove nothing.
 SIZES = {"sets": size(1, 3), "n": size(1, 3), "length": size(1, 4), "vocabulary": size(2, 30)}
 RIVALS = {"compile": compiled(side(reference, devices=("cuda",)))}
 # 12 replies and 48, of 100 tokens; the vocabularies of SmolLM2 and of Llama 3.
@@ -62,7 +62,7 @@ MIB = 1 << 20
 set_policy_loss = Pair(
     reference=reference,
     optimized=optimized,
-    # NaN and infinities have tests below: where the mask is False, the reference's gradient of them is NaN.
+    # NaN and infinities are tested below: where the mask is False, the reference's gradient of them is NaN.
     inputs=inputs(floats(nonfinite=False)),
     max_examples=draws(cpu=10, otherwise=25),
     sizes=SIZES,
@@ -112,7 +112,7 @@ def differentiated(call, logits, *others):
 
 
 @pytest.mark.parametrize("call", SIDES)
-def test_equal_logits_by_hand(call):
+def test_loss_of_equal_logits_matches_hand_computation(call):
     """Each token's log p is -log 4. The sets have 3 and 2 tokens of advantages 1 and 2, and 0 and 1 of 5 and -1."""
     mask = torch.tensor([[1, 1, 1], [1, 1, 0], [0, 0, 0], [0, 1, 0]]).bool()
     advantages = torch.tensor([[1.0, 2.0], [5.0, -1.0]])
@@ -131,7 +131,7 @@ def test_a_positive_advantage_makes_a_reply_more_likely(call):
 
 @pytest.mark.parametrize("call", SIDES[1:])
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-def test_logits_of_what_was_not_sampled_have_no_part(call, value):
+def test_nonfinite_logits_of_unsampled_positions_are_ignored(call, value):
     logits, tokens, mask, advantages = drawn()
     logits[~mask] = value
     for own, other in zip(
@@ -148,8 +148,8 @@ SPECIAL = list(itertools.product([math.nan, math.inf, -math.inf, 1.0], repeat=2)
 @pytest.mark.parametrize("call", SIDES[1:])
 @pytest.mark.filterwarnings("ignore:All-NaN slice")  # numpy's, in Triton's interpreter
 @pytest.mark.parametrize("values", some(SPECIAL, SPECIAL[1::3]))
-def test_not_finite_logits_of_sampled_tokens_give_what_the_reference_gives(call, values, monkeypatch):
-    """The values lie side by side, a block apart, at the sampled token, and throughout a position."""
+def test_nonfinite_logits_of_sampled_positions_match_the_reference(call, values, monkeypatch):
+    """The values are adjacent, a block apart, at the sampled token, and throughout a position."""
     monkeypatch.setattr(module, "BLOCK", 4)
     logits, tokens, mask, advantages = drawn(length=5)
     mask[:] = True
@@ -180,7 +180,7 @@ def test_a_token_outside_the_nucleus_has_no_probability_and_no_gradient(call, mo
 
 @pytest.mark.parametrize("call", SIDES)
 @pytest.mark.parametrize(("sets", "n", "length"), [(0, 2, 3), (0, 0, 0), (2, 0, 3), (2, 2, 0)])
-def test_of_nothing_the_loss_is_0_and_of_no_set_nan(call, sets, n, length):
+def test_loss_of_empty_sets_is_0_and_of_zero_sets_nan(call, sets, n, length):
     drawn_of = drawn(sets=sets, n=n, length=length)
     loss, d_logits = differentiated(call, *drawn_of)
     assert loss.dtype == torch.float32
@@ -189,7 +189,7 @@ def test_of_nothing_the_loss_is_0_and_of_no_set_nan(call, sets, n, length):
 
 
 @pytest.mark.parametrize("call", SIDES)
-def test_without_a_sampled_token_the_loss_and_the_gradient_are_0(call):
+def test_loss_and_gradient_without_sampled_tokens_are_0(call):
     logits, tokens, mask, advantages = drawn()
     loss, d_logits = differentiated(call, logits, tokens, torch.zeros_like(mask), advantages)
     assert loss == 0
@@ -197,7 +197,7 @@ def test_without_a_sampled_token_the_loss_and_the_gradient_are_0(call):
 
 
 @pytest.mark.parametrize("call", SIDES)
-def test_advantages_are_constants(call):
+def test_advantages_get_no_gradient(call):
     logits, tokens, mask, advantages = drawn()
     advantages.requires_grad_()
     assert not call(logits, tokens, mask, advantages).requires_grad
@@ -205,7 +205,7 @@ def test_advantages_are_constants(call):
 
 @pytest.mark.parametrize("call", SIDES)
 @pytest.mark.parametrize("shape", [(6,), (2, 2), (1, 2, 3)])
-def test_advantages_say_which_replies_are_a_set(call, shape):
+def test_advantages_of_a_wrong_shape_raise_value_error(call, shape):
     logits, tokens, mask, _ = drawn()
     with pytest.raises(ValueError, match=r"for 6 replies: give \[sets, n\]"):
         call(logits, tokens, mask, torch.ones(shape))
@@ -213,7 +213,7 @@ def test_advantages_say_which_replies_are_a_set(call, shape):
 
 @pytest.mark.interpreted
 @pytest.mark.parametrize("token", [-100, -1, 11, 10**6])
-def test_the_kernels_read_no_token_outside_the_vocabulary(token):
+def test_token_outside_the_vocabulary_gives_nan_only_if_it_was_sampled(token):
     logits, tokens, mask, advantages = drawn()
     tokens[~mask] = token
     assert set_policy_loss_triton(logits, tokens, mask, advantages).isfinite()
@@ -224,7 +224,7 @@ def test_the_kernels_read_no_token_outside_the_vocabulary(token):
 @pytest.mark.interpreted
 @pytest.mark.parametrize("vocabulary", some([1, 3, 4, 5, 8, 11], [3, 4, 11]))
 @pytest.mark.parametrize("positions", ["contiguous", "reply's end", "every second"])
-def test_the_kernels_look_at_a_position_in_parts(vocabulary, positions, monkeypatch, fences):
+def test_kernels_process_a_position_in_blocks(vocabulary, positions, monkeypatch, fences):
     monkeypatch.setattr(module, "BLOCK", 4)
     monkeypatch.setattr(module, "FINISH_BLOCK", 8)
     logits, tokens, mask, advantages = drawn(length=3, vocabulary=vocabulary)
@@ -239,7 +239,7 @@ def test_the_kernels_look_at_a_position_in_parts(vocabulary, positions, monkeypa
 
 
 @pytest.mark.parametrize("call", SIDES[1:])
-def test_large_logits_do_not_overflow_and_keep_their_digits(call):
+def test_large_logits_neither_overflow_nor_lose_precision(call):
     logits, tokens, mask, advantages = drawn()
     logits += 1e4
     truth = differentiated(reference, logits.double(), tokens, mask, advantages.double())
@@ -247,7 +247,7 @@ def test_large_logits_do_not_overflow_and_keep_their_digits(call):
         torch.testing.assert_close(own.double(), other, atol=1e-6, rtol=1e-6)
 
 
-def test_of_bfloat16_logits_sums_are_in_float32():
+def test_sums_over_bfloat16_logits_are_in_float32():
     logits, tokens, mask, advantages = drawn(sets=40, length=20)
     logits = logits.bfloat16()
     loss, d_logits = differentiated(optimized, logits, tokens, mask, advantages)
@@ -300,7 +300,7 @@ class Exact:
         """Return the expectation of the estimator's gradient: that of each draw, weighted with its probability.
 
         sets [draws, S, n], probabilities [draws], advantages [draws, S, n]. The loss is linear in the advantages and
-        the mean over the sets, so that one call on all draws, weighted, is draws times the expectation of all calls.
+        the mean over the sets, so one call on all draws with weighted advantages gives the expectation of all calls.
         """
         possible = probabilities > 0
         sets, advantages = (
@@ -317,7 +317,7 @@ FLOAT64 = [reference, optimized]
 
 @pytest.mark.parametrize("nucleus", [False, True])
 @pytest.mark.parametrize("call", FLOAT64)
-def test_with_a_baseline_of_earlier_steps_the_gradient_is_that_of_the_expected_diversity(call, nucleus):
+def test_gradient_is_unbiased_with_a_baseline_of_earlier_steps(call, nucleus):
     exact = Exact(2, nucleus)
     advantages = advantages_of.of_sets(exact.diversity[:, None], torch.tensor(0.7, dtype=torch.float64))
     found = exact.estimated(
@@ -329,20 +329,20 @@ def test_with_a_baseline_of_earlier_steps_the_gradient_is_that_of_the_expected_d
 
 
 def two_sets(exact):
-    """All draws of two sets, their probabilities and diversities."""
+    """Return all draws of two sets, their probabilities and diversities."""
     which = torch.cartesian_prod(*[torch.arange(len(exact.sets))] * 2)
     return exact.sets[which], exact.probabilities().detach()[which].prod(1), exact.diversity[which]
 
 
 @pytest.mark.parametrize("call", FLOAT64)
-def test_with_the_prompt_s_other_sets_as_a_baseline_it_is(call):
+def test_gradient_is_unbiased_with_the_other_sets_as_the_baseline(call):
     exact = Exact(2, nucleus=False)
     sets, probabilities, diversity = two_sets(exact)
     advantages = advantages_of.of_sets(diversity)[..., None].expand(-1, 2, 2)
     torch.testing.assert_close(exact.estimated(call, sets, probabilities, advantages), exact.truth())
 
 
-def test_with_the_mean_of_all_sets_as_a_baseline_it_is_smaller_by_one_set():
+def test_gradient_is_halved_with_the_mean_of_both_sets_as_the_baseline():
     exact = Exact(2, nucleus=False)
     sets, probabilities, diversity = two_sets(exact)
     advantages = (diversity - diversity.mean(1, keepdim=True))[..., None].expand(-1, 2, 2)
@@ -350,14 +350,14 @@ def test_with_the_mean_of_all_sets_as_a_baseline_it_is_smaller_by_one_set():
 
 
 @pytest.mark.parametrize("call", FLOAT64)
-def test_with_the_set_without_the_reply_as_a_baseline_it_is(call):
+def test_gradient_is_unbiased_with_the_set_without_the_reply_as_the_baseline(call):
     exact = Exact(3, nucleus=False)
     advantages = advantages_of.without_own_reply(exact.distances)[:, None]
     found = exact.estimated(call, exact.sets[:, None], exact.probabilities().detach(), advantages)
     torch.testing.assert_close(found, exact.truth())
 
 
-def test_with_a_baseline_of_the_reply_itself_it_is_not():
+def test_gradient_is_biased_with_a_baseline_that_depends_on_the_reply():
     """A biased baseline is detected: the diversity of the pairs that contain the reply depends on the reply."""
     exact = Exact(3, nucleus=False)
     advantages = exact.diversity[:, None] - exact.distances.sum(-1) / 2
@@ -365,7 +365,7 @@ def test_with_a_baseline_of_the_reply_itself_it_is_not():
     assert float((found - exact.truth()).norm()) > 0.1 * float(exact.truth().norm())
 
 
-def test_the_objective_as_the_source_writes_it_is_cross_entropy_alone():
+def test_objective_of_the_source_has_only_the_gradient_of_cross_entropy():
     """L = CE - lambda * D with D a float has the gradient of CE alone, although E[D] has a gradient, too."""
     exact = Exact(3, nucleus=False)
     gradients = []

@@ -49,7 +49,7 @@ activation_checkpoint_operator = Pair(
 
 
 def kept_bytes(call, inputs):
-    """Count the bytes that autograd keeps from the forward for the backward, each storage once."""
+    """Count the bytes that autograd saves in the forward for the backward, each storage once."""
     sizes = {}
 
     def pack(tensor):
@@ -66,7 +66,7 @@ def kept_bytes(call, inputs):
     return sum(size for address, size in sizes.items() if address not in own)
 
 
-def test_of_the_convolutions_only_the_result_is_kept():
+def test_saved_bytes_are_less_than_a_fifth_of_the_reference_s():
     inputs = drawn()
     assert kept_bytes(optimized, inputs) < 0.2 * kept_bytes(reference, inputs)
 
@@ -76,15 +76,15 @@ def step(depth):
     return operator(4, 2, 8, depth), torch.randn(2, 16, 4), torch.rand(2), torch.ones(depth, 2, 2)
 
 
-def test_of_a_sublayer_only_its_inputs_are_kept():
-    """Each input kept has 2 · 16 · 16 values, in float32; the time embedding of 2 · 16 is shared."""
+def test_only_the_inputs_of_a_sublayer_are_saved():
+    """Each saved input has 2 · 16 · 16 float32 values; the time embedding of 2 · 16 is shared."""
     kept = [kept_bytes(optimized_operator, step(depth)) for depth in (1, 2, 3)]
     assert kept[2] - kept[1] == kept[1] - kept[0] == 2 * (4 * 2 * 16 * 16)
     plain = [kept_bytes(reference_operator, step(depth)) for depth in (1, 2)]
     assert plain[1] - plain[0] > 10 * (kept[1] - kept[0])
 
 
-def test_attention_and_mlp_are_computed_again_apart():
+def test_attention_and_mlp_are_recomputed_separately():
     model, *inputs = step(2)
     calls = []
     for number, block in enumerate(model.blocks):

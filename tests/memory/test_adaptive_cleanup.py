@@ -57,13 +57,13 @@ adaptive_cleanup = Pair(
         (60, 52, 2, True),
     ],
 )
-def test_when_emptying_the_cache_helps(reserved, allocated, free, helps):
+def test_can_return_memory_only_if_memory_is_scarce_and_enough_is_unused(reserved, allocated, free, helps):
     assert can_return_memory(reserved * GIB, allocated * GIB, free * GIB, 140 * GIB) is helps
 
 
 @pytest.mark.parametrize("call", [reference, optimized])
 @pytest.mark.parametrize("every", [0, 1, 2, 3])
-def test_it_is_asked_every_so_many_calls(call, every, monkeypatch):
+def test_cache_is_emptied_once_every_n_calls(call, every, monkeypatch):
     emptied = []
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: emptied.append(True))
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
@@ -76,7 +76,7 @@ def test_it_is_asked_every_so_many_calls(call, every, monkeypatch):
 
 
 @pytest.mark.parametrize("reason", ["capturing", "enough"])
-def test_it_is_left_alone_otherwise(reason, monkeypatch):
+def test_cache_is_not_emptied_during_capture_or_if_it_does_not_help(reason, monkeypatch):
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: pytest.fail("emptied"))
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(module, "_capturing", lambda: reason == "capturing")
@@ -86,6 +86,6 @@ def test_it_is_left_alone_otherwise(reason, monkeypatch):
 
 
 @pytest.mark.gpu
-def test_on_a_gpu_the_numbers_are_there():
+def test_should_empty_can_be_called_on_a_gpu():
     torch.ones(1, device="cuda")
     assert module._should_empty() in (True, False)

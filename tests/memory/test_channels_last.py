@@ -26,7 +26,7 @@ channels_last = Pair(
 )
 
 
-def test_the_convolutions_are_given_channels_last():
+def test_convolutions_get_channels_last_tensors():
     def laid(args):
         of_four = [t for t in args[:2] if isinstance(t, torch.Tensor) and t.dim() == 4]
         return [t.is_contiguous(memory_format=torch.channels_last) and not t.is_contiguous() for t in of_four]
@@ -40,7 +40,7 @@ def test_the_convolutions_are_given_channels_last():
     assert last.of("convolution") == [[False, False], [True, True], [True, True]]
 
 
-def test_a_gradient_lies_as_its_weight_does():
+def test_gradients_are_contiguous_like_their_weights():
     weights, *batch = drawn()
     optimized(weights, *batch).backward()
     assert all(w.grad.is_contiguous() for w in weights.values())

@@ -10,7 +10,7 @@ from reference.optimizers.hybrid_muon_adamw import hybrid_muon_adamw
 
 
 def torchao():
-    """Why torchao's optimizer is not there, or None."""
+    """Return why torchao's optimizer is unavailable, or None."""
     try:
         from torchao.optim import CPUOffloadOptimizer  # noqa: F401
     except ImportError as error:
@@ -19,7 +19,7 @@ def torchao():
 
 
 def by_torchao(params):
-    """Step torchao's optimizer: its hooks copy each gradient as soon as it is there. It takes contiguous parameters."""
+    """Step torchao's optimizer, whose hooks copy each gradient once computed. It takes contiguous parameters."""
     from torchao.optim import CPUOffloadOptimizer
 
     live = [i for i, p in enumerate(params) if p.numel()]
@@ -72,7 +72,7 @@ def steps(make):
     return call
 
 
-# A stateful pair's state exists before the call that is measured, so that no peak includes it. Here the reference's
+# A stateful pair's state exists before the measured call, so that no peak includes it. Here the reference's
 # state takes 189 MB of the device's memory; the optimized side's takes none.
 cpu_offload_memory = Pair(
     reference=steps(reference),
@@ -90,7 +90,7 @@ cpu_offload_memory = Pair(
 
 
 @pytest.mark.parametrize("call", [reference, optimized])
-def test_two_steps_by_hand(call):
+def test_two_steps_match_hand_computation(call):
     params = [torch.tensor([1.0, -2.0, 3.0]), torch.tensor(0.5)]
     step = call(params, lr=0.1, betas=(0.5, 0.75), weight_decay=0.5)
     grads = [torch.tensor([0.5, -4.0, 0.0]), torch.tensor(2.0)]
@@ -109,7 +109,7 @@ def test_two_steps_by_hand(call):
 
 @pytest.mark.parametrize("call", [reference, optimized])
 @pytest.mark.parametrize("count", [1, 3])
-def test_there_is_one_gradient_for_each_parameter(call, count):
+def test_wrong_number_of_gradients_raises_value_error(call, count):
     step = call([torch.ones(2), torch.ones(3)])
     with pytest.raises(ValueError, match="zip"):
         step([torch.ones(2), torch.ones(3), torch.ones(3)][:count])
@@ -180,7 +180,7 @@ def test_every_copy_is_waited_for(dtype):
 
 
 @pytest.mark.parametrize(("call", "moves"), [(reference, False), (optimized, True)])
-def test_a_master_copy_keeps_what_bfloat16_rounds_away(call, moves):
+def test_master_copy_keeps_updates_that_bfloat16_rounds_away(call, moves):
     params = [torch.ones(4, dtype=torch.bfloat16)]
     step = call(params, lr=1e-3, weight_decay=0.0)
     for _ in range(50):
@@ -189,7 +189,7 @@ def test_a_master_copy_keeps_what_bfloat16_rounds_away(call, moves):
     assert params[0].tolist() == pytest.approx([0.95 if moves else 1.0] * 4, abs=0.004)
 
 
-def test_elements_that_others_change_are_taken_over():
+def test_external_changes_of_parameters_are_kept():
     params = [torch.ones(4, dtype=torch.bfloat16)]
     step = optimized(params, lr=1e-3, weight_decay=0.0)
     for _ in range(25):
@@ -202,7 +202,7 @@ def test_elements_that_others_change_are_taken_over():
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_on_a_gpu_no_state_is_on_it_and_its_work_is_waited_for(dtype):
+def test_state_stays_off_the_gpu_and_pending_gradients_are_waited_for(dtype):
     def run(make, delayed):
         params = [t.to("cuda", dtype) for t in tensors(0)]
         torch.cuda.synchronize()
@@ -214,7 +214,7 @@ def test_on_a_gpu_no_state_is_on_it_and_its_work_is_waited_for(dtype):
             grads = [t.to("cuda", dtype) for t in tensors(seed)]
             late = [torch.full_like(g, torch.nan) for g in grads]
             if delayed:
-                torch.cuda._sleep(20_000_000)  # about 10 ms, after which the gradients are there
+                torch.cuda._sleep(20_000_000)  # about 10 ms, after which the gradients are computed
             for to, source in zip(late, grads, strict=True):
                 to.copy_(source)
             step(late)

@@ -24,7 +24,7 @@ inplace_activation = Pair(
 )
 
 
-def test_no_activation_has_memory_of_its_own():
+def test_all_activations_are_applied_in_place():
     with Seen(lambda args: None) as beside:
         reference(*drawn())
     with Seen(lambda args: None) as inplace:

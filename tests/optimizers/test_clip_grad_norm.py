@@ -55,7 +55,7 @@ def test_known_values(call):
 
 @pytest.mark.parametrize("call", [reference, optimized])
 @pytest.mark.parametrize("wrong", [float("nan"), float("inf")])
-def test_what_is_not_finite_shows_in_all_of_them_or_in_itself(call, wrong):
+def test_nan_spreads_to_all_gradients_and_infinity_becomes_nan_alone(call, wrong):
     grads = [torch.tensor([wrong]), torch.tensor([4.0])]
     total = call(grads, 1.0)
     assert str(total.item()) == str(abs(wrong))

@@ -28,13 +28,13 @@ ema = Pair(
         Workload("ups", count=96, rows=384, columns=576, device="cuda", speedup=3.0, host_syncs=0),
         Workload("cpu", count=8, rows=64, columns=64, clock="wall", device="cpu"),
     ],
-    # The averages and the parameters read, the averages written.
+    # The averages and the parameters are read, the averages written.
     cost=Cost(bytes=lambda count, rows, columns: 12 * count * rows * columns),
 )
 
 
 @pytest.mark.parametrize("call", [reference, optimized])
-def test_two_steps_by_hand(call):
+def test_two_steps_match_hand_computation(call):
     averages = [torch.tensor([1.0, 2.0])]
     step = call(averages, decay=0.75)
     step([torch.tensor([5.0, 2.0])])
@@ -43,7 +43,7 @@ def test_two_steps_by_hand(call):
 
 
 @pytest.mark.parametrize("call", [reference, optimized])
-def test_averages_of_weights_have_no_gradient(call):
+def test_averages_require_no_gradient(call):
     averages = [torch.zeros(3)]
     call(averages)([torch.nn.Parameter(torch.ones(3))])
     assert not averages[0].requires_grad
@@ -51,7 +51,7 @@ def test_averages_of_weights_have_no_gradient(call):
 
 @pytest.mark.parametrize("call", [reference, optimized])
 @pytest.mark.parametrize("count", [1, 3])
-def test_there_is_one_parameter_for_each_average(call, count):
+def test_wrong_number_of_parameters_raises_value_error(call, count):
     averages = [torch.ones(2), torch.ones(2)]
     with pytest.raises(ValueError, match=r"zip|one for each"):
         call(averages)([torch.zeros(2)] * count)

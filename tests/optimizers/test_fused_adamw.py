@@ -11,7 +11,7 @@ from reference.optimizers.fused_adamw import adamw as reference
 
 def adamw_foreach(params):
     """Step the implementation that PyTorch picks for CUDA tensors by default."""
-    # With capturable the step count lives on the device, so that a compiled step need not be compiled again.
+    # With capturable the step count is on the device, so that a compiled step need not be compiled again.
     capturable = bool(params) and params[0].is_cuda
     optimizer = torch.optim.AdamW(params, foreach=True, capturable=capturable)
 
@@ -29,7 +29,7 @@ RIVALS = {
     "compile": compiled(stateful(side(adamw_foreach, devices=("cuda",)))),
 }
 VARIANTS = {"triton": stateful(side(adamw_triton, available=triton_reason)), "torch": stateful(adamw_torch)}
-# p, g, m and v read, p, m and v written.
+# p, g, m and v are read, p, m and v written.
 BYTES_PER_PARAMETER = 28
 
 fused_adamw = Pair(
@@ -108,18 +108,18 @@ if triton_reason() is None and not torch.cuda.is_available():
 
 
 @pytest.mark.parametrize("call", SIDES)
-def test_first_step_by_hand(call):
+def test_first_step_matches_hand_computation(call):
     params = [torch.tensor([1.0, -2.0, 3.0])]
     grads = [torch.tensor([0.5, -4.0, 0.0])]
     call(params, lr=0.1, weight_decay=0.5)(grads)
     # After one step m_hat / sqrt(v_hat) is the gradient's sign.
     assert params[0].tolist() == pytest.approx([0.95 - 0.1, -1.9 + 0.1, 2.85])
-    # The gradient stays the one that was given: a copy would be one more pass over it.
+    # The given gradient is not copied, because a copy would be one more pass over it.
     assert params[0].grad is grads[0]
 
 
 @pytest.mark.parametrize("call", SIDES)
-def test_agrees_with_torch_on_awkward_tensors(call):
+def test_steps_on_unusual_layouts_match_torch_adamw(call):
     def tensors(seed):
         generator = torch.Generator().manual_seed(seed)
         made = [torch.randn(n, generator=generator) for n in (35, 48, 300, 10, 1, 4099, 0)]
@@ -147,7 +147,7 @@ def test_agrees_with_torch_on_awkward_tensors(call):
 
 
 @pytest.mark.parametrize("call", SIDES)
-def test_parameters_may_move_between_steps(call):
+def test_parameter_data_may_be_replaced_between_steps(call):
     params = [torch.nn.Parameter(torch.ones(3))]
     step = call(params, lr=0.1, weight_decay=0.0)
     step([torch.ones(3)])
@@ -157,7 +157,7 @@ def test_parameters_may_move_between_steps(call):
 
 
 @pytest.mark.parametrize("call", SIDES)
-def test_no_gradient_passes_through_a_step(call):
+def test_parameters_stay_leaves_that_require_gradients(call):
     # Parameters of a module: dense ones, and ones with gaps, which are updated through a copy.
     params = [torch.nn.Parameter(torch.ones(6, 8)), torch.nn.Parameter(torch.ones(6, 8)[::2, ::2])]
     step = call(params, lr=0.1, weight_decay=0.0)
@@ -171,19 +171,19 @@ def test_no_gradient_passes_through_a_step(call):
 
 @pytest.mark.parametrize("call", SIDES)
 @pytest.mark.parametrize("count", [1, 3])
-def test_there_is_one_gradient_for_each_parameter(call, count):
+def test_wrong_number_of_gradients_raises_value_error(call, count):
     step = call([torch.ones(2), torch.ones(3)])
     with pytest.raises(ValueError, match="zip"):
         step([torch.ones(2), torch.ones(3), torch.ones(3)][:count])
 
 
-def test_the_cnn_has_the_published_number_of_parameters():
+def test_cnn_bytes_counts_the_published_number_of_parameters():
     sizes = {"c1": 32, "c2": 64, "c3": 128, "flat": 2048, "hidden": 256, "classes": 5}
     assert cnn_bytes(**sizes) == BYTES_PER_PARAMETER * 618_758
 
 
 @pytest.mark.parametrize(("count", "gpu", "path"), [(0, True, "torch"), (2, True, "triton"), (2, False, "torch")])
-def test_the_kernel_serves_parameters_on_a_gpu(count, gpu, path, monkeypatch):
+def test_kernel_is_used_for_parameters_on_a_gpu(count, gpu, path, monkeypatch):
     module = "optimized.optimizers.fused_adamw"
     params = [torch.empty(2) for _ in range(count)]
     asked = []

@@ -48,7 +48,7 @@ def drawn(N):
 
 
 def kept_bytes(call, rows):
-    """Return the most bytes that one forward keeps for its backward, beside weights and batch."""
+    """Return the most bytes that one forward saves for its backward, besides weights and batch."""
     sizes, most = {}, 0
     weights, batch = drawn(64)
     known = {t.untyped_storage().data_ptr() for t in (*weights, *batch)}
@@ -70,16 +70,16 @@ def kept_bytes(call, rows):
     return most
 
 
-def test_a_forward_keeps_what_a_micro_batch_needs():
+def test_forward_saves_only_the_activations_of_one_micro_batch():
     assert kept_bytes(optimized, 8) == kept_bytes(reference, 8) / 8
 
 
-def test_a_short_last_micro_batch_counts_for_what_it_has():
+def test_short_last_micro_batch_is_weighted_by_its_rows():
     weights, batch = drawn(7)
     torch.testing.assert_close(optimized(loss, weights, batch, 3), reference(loss, weights, batch, 3))
 
 
 @pytest.mark.parametrize(("N", "rows", "says"), [(4, 0, "rows=0"), (0, 2, "no rows")])
-def test_nothing_to_work_on_is_an_error(N, rows, says):
+def test_zero_rows_raise_value_error(N, rows, says):
     with pytest.raises(ValueError, match=says):
         optimized(loss, *drawn(N), rows)

@@ -51,7 +51,7 @@ hybrid_muon_adamw = Pair(
     workloads=[Workload("ups", depth=12, width=384, device="cuda", speedup=5.0, host_syncs=0), CPU],
     **FIELDS,
 )
-# In bfloat16 the error of the matrices is large; in float32 small mistakes show, too.
+# In bfloat16 the error of the matrices is large; float32 also reveals small mistakes.
 hybrid_muon_adamw_float32 = Pair(
     reference=stateful(flat(reference, torch.float32)),
     optimized=stateful(flat(optimized, torch.float32)),
@@ -61,7 +61,7 @@ hybrid_muon_adamw_float32 = Pair(
 
 
 @pytest.mark.parametrize("call", [reference, optimized])
-def test_each_parameter_has_its_optimizer(call):
+def test_matrices_are_updated_by_muon_and_other_parameters_by_adamw(call):
     def tensors(seed):
         generator = torch.Generator().manual_seed(seed)
         return [torch.randn(shape, generator=generator) for shape in ((3, 5), (5,), (5, 3), (2, 3, 1), ())]
@@ -83,6 +83,6 @@ def test_each_parameter_has_its_optimizer(call):
 
 @pytest.mark.parametrize("call", [reference, optimized])
 @pytest.mark.parametrize("count", [1, 3])
-def test_there_is_one_gradient_for_each_parameter(call, count):
+def test_wrong_number_of_gradients_raises_value_error(call, count):
     with pytest.raises(ValueError, match="one for each"):
         call([torch.ones(2, 2), torch.ones(3)])([torch.ones(2, 2), torch.ones(3), torch.ones(3)][:count])

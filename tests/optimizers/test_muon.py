@@ -28,7 +28,7 @@ def muon_of_torch(params, lr=1.4e-3, momentum=0.95, weight_decay=0.03):
 
 
 RESTARTS, SYMMETRIC_BY_GRAM = 3, 11
-"""Products of the iteration by Gram matrices: multiplications of x, and symmetric products beside x xᵀ."""
+"""Products of the iteration by Gram matrices: multiplications of x, and symmetric products besides x xᵀ."""
 
 
 def in_float32(make):
@@ -47,9 +47,9 @@ RIVALS = {
     "torch": stateful(muon_of_torch),
     "compile": compiled(stateful(side(muon_torch, devices=("cuda",)))),
 }
-# Tiles of 128 rows, which strips have, are of matrices with more than 64.
+# Only matrices of more than 64 rows have tiles of 128 rows, as strips do.
 LARGEST = 300 if torch.cuda.is_available() else 49
-# g, m and p read, m and p written.
+# g, m and p are read, m and p written.
 BYTES_PER_PARAMETER = 20
 
 muon = Pair(
@@ -79,7 +79,7 @@ muon = Pair(
 
 
 # In bfloat16 the reference's own error is up to a third of the update. In float32, where the code differs only in the
-# dtype of a tile, a coefficient that is wrong by a thousandth is found.
+# dtype of a tile, an error of 0.1% in a coefficient is detected.
 muon_float32 = Pair(
     reference=stateful(in_float32(reference)),
     optimized=stateful(in_float32(optimized)),
@@ -145,7 +145,7 @@ muon_operator = Pair(
 SIDES = [reference, optimized, muon_torch]
 if triton_reason() is None and not torch.cuda.is_available():
     SIDES += [muon_triton]
-# Wide, tall and square, of one tile and of several, with rows that begin at vectors and with others.
+# Wide, tall and square; of one tile and of several; with rows aligned to vectors and with others.
 SHAPES = [(8, 8), (5, 130), (130, 5), (0, 3), (144, 160), (1, 1), (129, 129)] + [(160, 144)] * FULL
 
 
@@ -163,7 +163,7 @@ def drawn(seed, shapes=SHAPES):
 
 
 @pytest.mark.parametrize("call", SIDES)
-def test_two_steps_by_hand(call):
+def test_two_steps_match_hand_computation(call):
     params = [torch.zeros(2, 2), torch.ones(4, 1)]
     grads = [torch.diag(torch.tensor([3.0, -4.0])), torch.tensor([[0.0], [0.0], [5.0], [0.0]])]
     step = call(params, lr=0.5, momentum=0.75, weight_decay=0.5, dtype=torch.float32)
@@ -180,7 +180,7 @@ def test_two_steps_by_hand(call):
 
 
 @pytest.mark.parametrize("call", [*SIDES[:3], *(pytest.param(call, marks=FULLY) for call in SIDES[3:])])
-def test_each_matrix_is_updated_as_if_it_were_alone(call):
+def test_each_matrix_is_updated_independently_of_the_others(call):
     params, alone = drawn(0), drawn(0)
     step, steps = call(params, lr=0.1, dtype=torch.float32), [reference([p], 0.1, dtype=torch.float32) for p in alone]
     for seed in (1, 2):
@@ -200,7 +200,7 @@ def test_a_state_of_another_number_of_matrices_is_refused(call):
 
 
 @pytest.mark.parametrize("call", SIDES)
-def test_a_step_after_one_that_was_not_finite_is_right_where_the_state_was_restored(call):
+def test_step_is_correct_after_restoring_the_state_from_before_a_nan_step(call):
     shapes = [(9, 8), (5, 17)]
     params, alone = drawn(0, shapes), drawn(0, shapes)
     step = call(params, lr=0.1, dtype=torch.float32)
@@ -216,14 +216,14 @@ def test_a_step_after_one_that_was_not_finite_is_right_where_the_state_was_resto
 
 
 @pytest.mark.parametrize("call", SIDES)
-def test_a_matrix_of_zeros_stays(call):
+def test_matrix_of_zeros_stays_zero(call):
     params = [torch.zeros(3, 4)]
     call(params)([torch.zeros(3, 4)])
     assert params[0].eq(0).all()
 
 
 @pytest.mark.parametrize("call", SIDES)
-def test_parameters_may_move_and_have_gaps(call):
+def test_parameters_may_be_strided_and_their_data_replaced(call):
     params = [torch.nn.Parameter(torch.ones(6, 8)), torch.nn.Parameter(torch.ones(6, 8)[::2, ::2])]
     expected = [p.detach().clone() for p in params]
     step, plain = call(params, 0.1, dtype=torch.float32), reference(expected, 0.1, dtype=torch.float32)
@@ -239,7 +239,7 @@ def test_parameters_may_move_and_have_gaps(call):
 
 @pytest.mark.parametrize("call", SIDES)
 @pytest.mark.parametrize("count", [1, 3])
-def test_there_is_one_gradient_for_each_parameter(call, count):
+def test_wrong_number_of_gradients_raises_value_error(call, count):
     with pytest.raises(ValueError, match="zip"):
         call([torch.ones(2, 2), torch.ones(3, 2)])([torch.ones(2, 2), torch.ones(3, 2), torch.ones(3, 2)][:count])
 
@@ -275,8 +275,8 @@ def nearly_of_low_rank(seed):
     return (directions * 0.7 ** torch.arange(8)) @ torch.randn(8, 24, generator=generator)
 
 
-def test_the_iteration_of_gram_matrices_is_as_exact_as_that_of_the_matrix():
-    """Gradients are nearly of low rank: three iterations without a new Gram matrix lose their small singular values."""
+def test_iteration_of_gram_matrices_is_nearly_as_accurate_as_that_of_the_matrix():
+    """Gradients have nearly low rank: three iterations without a new Gram matrix lose their small singular values."""
     errors = {}
     for seed in range(40):
         x = nearly_of_low_rank(seed)

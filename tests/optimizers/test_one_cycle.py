@@ -35,7 +35,7 @@ one_cycle = Pair(
 
 
 @pytest.mark.parametrize("call", [reference, optimized])
-def test_it_rises_over_a_tenth_and_falls(call):
+def test_rate_rises_over_the_first_tenth_and_then_falls(call):
     rates = call(torch.arange(100), 100, 1.0).tolist()
     assert rates[0] == pytest.approx(1 / 25)
     assert rates[9] == max(rates) == 1.0
@@ -45,18 +45,18 @@ def test_it_rises_over_a_tenth_and_falls(call):
 
 
 @pytest.mark.parametrize("total", [11, 100, 999])
-def test_every_step_has_the_same_rate(total):
+def test_rate_of_every_step_matches_the_reference(total):
     steps = torch.arange(total)
     torch.testing.assert_close(optimized(steps, total, 3e-4), reference(steps, total, 3e-4), rtol=1e-12, atol=0.0)
 
 
 @pytest.mark.parametrize("call", [reference, optimized])
-def test_too_few_steps_to_warm_up_are_an_error(call):
+def test_too_few_total_steps_raise_value_error(call):
     with pytest.raises(ValueError, match="total_steps=10: "):
         call(torch.arange(3), 10, 1.0)
 
 
-def test_the_schedule_is_run_through_once():
+def test_table_of_rates_is_computed_once():
     module._table.cache_clear()
     for _ in range(3):
         optimized(torch.arange(3), 20, 1.0)

@@ -35,8 +35,8 @@ class Float16Step:
         self.leaves = {name: weight.detach().requires_grad_() for name, weight in weights.items()}
         self.device = self.leaves["conv1.weight"].device.type
         self.optimizer = torch.optim.SGD(self.leaves.values(), lr=lr)
-        # A power of two rounds nothing. torch's own first scale, 65536, overflows in the first steps, which are then
-        # left out. This one does not grow while the step is proven and timed.
+        # A power of two rounds nothing. PyTorch's initial scale, 65536, overflows in the first steps, which are then
+        # skipped. This one does not grow while the step is tested and timed.
         self.scaler = torch.amp.GradScaler(self.device, init_scale=1024.0, growth_interval=1 << 30)
 
     def __call__(self, segments, labels, class_weights):
@@ -86,7 +86,7 @@ autocast_bf16_step = Pair(
 )
 
 
-def test_products_are_bfloat16_and_the_loss_is_not():
+def test_products_are_bfloat16_and_the_loss_is_float32():
     with Seen(lambda args: [a.dtype for a in args if isinstance(a, torch.Tensor)]) as seen:
         loss = optimized(*drawn())
     assert seen.of("convolution") == [[torch.bfloat16] * 3] * 3
@@ -96,7 +96,7 @@ def test_products_are_bfloat16_and_the_loss_is_not():
 
 
 @pytest.mark.parametrize("step", [sgd_step, bf16_step, Float16Step])
-def test_a_step_by_hand(step):
+def test_step_subtracts_lr_times_the_gradient(step):
     weights, *batch = drawn()
     before = {name: weight.detach().clone() for name, weight in weights.items()}
     expected_loss = reference(weights, *batch)
@@ -108,11 +108,11 @@ def test_a_step_by_hand(step):
         loss, gradients = make(*batch)
         torch.testing.assert_close(loss, expected_loss.detach(), rtol=0.01, atol=0)
         for name, gradient in gradients.items():
-            assert (gradient - expected[name]).norm() < 0.3 * expected[name].norm()  # where it is the smallest
+            assert (gradient - expected[name]).norm() < 0.3 * expected[name].norm()  # 0.3 for the smallest gradients
             assert torch.equal(weights[name].detach(), before[name] - 0.5 * gradient)
 
 
-def test_where_float16_overflows_bfloat16_has_no_nan(monkeypatch):
+def test_bfloat16_step_stays_finite_where_float16_overflows(monkeypatch):
     def trained(step):
         weights, segments, *others = drawn()
         before = {name: weight.detach().clone() for name, weight in weights.items()}
@@ -121,6 +121,6 @@ def test_where_float16_overflows_bfloat16_has_no_nan(monkeypatch):
         return moved, all(weight.isfinite().all() for weight in weights.values())
 
     assert trained(bf16_step) == (True, True)
-    assert trained(Float16Step) == (False, True)  # its scaler leaves the step out
+    assert trained(Float16Step) == (False, True)  # its scaler skips the step
     monkeypatch.setattr(torch.amp, "GradScaler", functools.partial(torch.amp.GradScaler, enabled=False))
     assert trained(Float16Step) == (True, False)

@@ -26,7 +26,7 @@ autocast_fp16 = Pair(
 )
 
 
-def test_products_are_float16_and_what_is_returned_is_not():
+def test_products_are_float16_and_the_results_are_float32():
     with Seen(lambda args: [a.dtype for a in args if isinstance(a, torch.Tensor)]) as seen:
         loss, gradients = optimized(*drawn())
     assert seen.of("convolution") == [[torch.float16] * 3] * 3
@@ -39,7 +39,7 @@ def test_products_are_float16_and_what_is_returned_is_not():
 def test_small_gradients_are_lost_unless_scaled(scale, monkeypatch):
     monkeypatch.setattr(half, "SCALE", scale)
     weights, *batch = drawn()
-    # Gradients of some 1e-9: float16 ends at 6e-8.
+    # Gradients of about 1e-9; the smallest positive float16 number is 6e-8.
     for name, factor in {"classes": 1e-4, "leak": 1e-4, "hidden": 0.01}.items():
         weights[f"{name}.weight"].data.mul_(factor)
     expected = reference(weights, *batch)[1]["conv1.weight"]
@@ -48,7 +48,7 @@ def test_small_gradients_are_lost_unless_scaled(scale, monkeypatch):
     assert ((gradient - expected).norm() < 0.2 * expected.norm()) == (scale > 1)
 
 
-def test_the_scale_rounds_nothing(monkeypatch):
+def test_scale_does_not_change_the_gradients(monkeypatch):
     found = optimized(*drawn())[1]
     monkeypatch.setattr(half, "SCALE", 2048.0)
     other = optimized(*drawn())[1]

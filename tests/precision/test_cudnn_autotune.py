@@ -18,7 +18,7 @@ cudnn_autotune = Pair(
     excuse=near_a_threshold,
     gradients=False,
     workloads=[
-        # None on a GPU: within one process cuDNN's cache hands both sides the plan that the first of them found.
+        # None on a GPU: within one process cuDNN's cache gives both sides the plan that the first one found.
         Workload("cpu", **FEW, clock="wall", device="cpu"),
     ],
 )
@@ -37,7 +37,7 @@ def in_bfloat16(call, tf32):
     return given
 
 
-# The two settings give each side a plan of its own.
+# The two settings give each side its own plan.
 cudnn_autotune_bf16 = Pair(
     reference=on_network(in_bfloat16(reference, tf32=False)),
     optimized=on_network(in_bfloat16(optimized, tf32=True)),
@@ -53,7 +53,7 @@ cudnn_autotune_bf16 = Pair(
 )
 
 
-def test_the_setting_holds_for_the_backward_too_and_is_put_back():
+def test_benchmark_setting_covers_the_backward_pass_and_is_restored():
     before = torch.backends.cudnn.benchmark
     with Seen(lambda args: torch.backends.cudnn.benchmark) as seen:
         optimized(*drawn())

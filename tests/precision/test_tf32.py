@@ -12,7 +12,7 @@ from suite.leak_cnn.trial import FEW, INPUTS, SIZES, Seen, drawn, near_a_thresho
 def convolutions(*arguments):
     """Call with torch's defaults: only convolutions in TF32."""
     with tf32_products(allowed=False):
-        torch.backends.cudnn.allow_tf32 = True  # put back at the end of the block
+        torch.backends.cudnn.allow_tf32 = True  # restored at the end of the block
         return with_gradients(training_loss, *arguments)
 
 
@@ -34,7 +34,7 @@ tf32 = Pair(
 )
 
 
-def test_the_setting_holds_for_the_backward_too_and_is_put_back():
+def test_tf32_setting_covers_the_backward_pass_and_is_restored():
     before = (torch.backends.cudnn.allow_tf32, torch.get_float32_matmul_precision())
     with Seen(lambda args: (torch.backends.cudnn.allow_tf32, torch.get_float32_matmul_precision())) as seen:
         optimized(*drawn())

@@ -24,7 +24,7 @@ def within_the_circle(beta, eigenvalues, state):
 
 
 def by_fft(beta, eigenvalues, state):
-    """Compute a convolution with the powers of λ."""
+    """Compute the scan as a convolution with the powers of λ, by FFT."""
     T = beta.shape[1]
     if not beta.numel():
         return torch.empty_like(beta), state.clone()
@@ -38,7 +38,7 @@ def by_fft(beta, eigenvalues, state):
 
 
 def _combined(before, after):
-    """Combine two stretches of steps; each is (λ to the power of its length, its result), a pair of numbers each."""
+    """Combine two ranges of steps; each is (λ to the power of its length, its result), both as (real, imaginary)."""
     a, a_turn, x, x_turn = before
     b, b_turn, y, y_turn = after
     added = b * x - b_turn * x_turn + y, b * x_turn + b_turn * x + y_turn
@@ -59,7 +59,7 @@ def _scanned(eigenvalues, drive, turned, state):
 
 
 class _ByAssociativeScan(torch.autograd.Function):
-    """Function whose backward uses the same scan, because torch's own goes back step by step."""
+    """Function whose backward uses the same scan, because PyTorch's backward goes step by step."""
 
     @staticmethod
     def forward(ctx, beta, eigenvalues, state):
@@ -88,7 +88,7 @@ def _scans():
 
 
 def by_associative_scan(beta, eigenvalues, state):
-    """Scan with torch's own scan, compiled."""
+    """Scan with PyTorch's associative scan, compiled."""
     return _ByAssociativeScan.apply(beta, eigenvalues, state)
 
 
@@ -109,7 +109,7 @@ eigenstate_scan = Pair(
         "eigenvalues": tensor("K", 2, values=floats(-1, 1, nonfinite=False)),
         "state": tensor("B", "K", 2, values=FINITE),
     },
-    # The kernels run in Triton's interpreter, which takes a tenth of a second per program: longer ones are tried below.
+    # The kernels run in Triton's interpreter, which takes 0.1 s per program. Longer sequences are tested below.
     sizes={"B": size(1, 2), "T": size(0, 20), "K": size(1, 34)},
     max_examples=draws(cpu=7),
     adjust=within_the_circle,
@@ -130,7 +130,7 @@ eigenstate_scan = Pair(
         Workload("one", B=1, T=1, K=1, clock="wall", direction="both", device="cpu"),
     ],
     cost=Cost(bytes=traffic),
-    # The loop takes ten seconds per call.
+    # The loop takes 10 s per call.
     time_limit=900,
 )
 
@@ -170,7 +170,7 @@ def assert_no_worse(call, arguments, factor=2.0):
 
 @pytest.mark.parametrize("call", SIDES)
 def test_known_values(call):
-    """λ = i/2 turns a drive of 1 into i/2, −1/4, −i/8."""
+    """With λ = i/2, an input of 1 becomes i/2, −1/4, −i/8 in the next steps."""
     beta = torch.tensor([1.0, 0.0, 0.0, 0.0]).view(1, 4, 1)
     every, final = call(beta, torch.tensor([[0.0, 0.5]]), torch.zeros(1, 1, 2))
     assert every.flatten().tolist() == [1.0, 0.0, -0.25, 0.0]
@@ -178,7 +178,7 @@ def test_known_values(call):
 
 
 @pytest.mark.parametrize("call", SIDES)
-def test_it_goes_on_where_it_stopped(call):
+def test_scan_can_be_continued_from_its_final_state(call):
     beta, eigenvalues, state = drawn(2, 40, 3, magnitude=0.9)
     every, final = call(beta, eigenvalues, state)
     first, middle = call(beta[:, :17], eigenvalues, state)
@@ -189,7 +189,7 @@ def test_it_goes_on_where_it_stopped(call):
 
 @pytest.mark.parametrize("magnitude", [LARGEST, 0.5, 1e-3, 0.0])
 @pytest.mark.parametrize("chunk", [1, 7, 64, 256])
-def test_the_chunk_changes_nothing_beyond_rounding(chunk, magnitude):
+def test_chunk_length_changes_only_rounding_errors(chunk, magnitude):
     def call(*arguments):
         return eigenstate_scan_chunked(*arguments, chunk=chunk)
 
@@ -198,7 +198,7 @@ def test_the_chunk_changes_nothing_beyond_rounding(chunk, magnitude):
 
 @pytest.mark.parametrize("magnitude", [LARGEST, 0.5, 1e-3])
 @pytest.mark.parametrize("T", [1, LENGTH - 1, LENGTH, LENGTH + 1, 5 * LENGTH + 3])
-def test_plain_chunks_change_nothing_beyond_rounding(T, magnitude):
+def test_chunked_scan_changes_only_rounding_errors(T, magnitude):
     assert_no_worse(chunked_scan, drawn(2, T, 4, magnitude))
 
 
@@ -216,7 +216,7 @@ def test_plain_chunks_change_nothing_beyond_rounding(T, magnitude):
     ids=["one step", "a group cut short", "whole groups", "groups of one chunk", "chunks cut short", "many groups"],
 )
 @pytest.mark.parametrize("magnitude", [LARGEST, pytest.param(0.4, marks=FULLY)])
-def test_the_kernels_hand_on_from_group_to_group(T, length, chunks, at_once, magnitude, monkeypatch):
+def test_kernels_pass_the_state_from_group_to_group(T, length, chunks, at_once, magnitude, monkeypatch):
     monkeypatch.setattr(module, "LENGTH", length)
     monkeypatch.setattr(module, "CHUNKS", chunks)
     monkeypatch.setattr(module, "AT_ONCE", at_once)
@@ -226,7 +226,7 @@ def test_the_kernels_hand_on_from_group_to_group(T, length, chunks, at_once, mag
 
 @pytest.mark.interpreted
 @pytest.mark.parametrize("bits", [module.UNWRITTEN, 0x7FBFDEAD, 0x7FC00000])
-def test_nobody_waits_for_a_nan_that_looks_like_nothing(bits, monkeypatch):
+def test_nan_state_equal_to_the_unwritten_marker_does_not_block_the_kernel(bits, monkeypatch):
     monkeypatch.setattr(module, "LENGTH", 2)
     monkeypatch.setattr(module, "CHUNKS", 2)
     beta, eigenvalues, state = drawn(1, 12, 1)
@@ -237,7 +237,7 @@ def test_nobody_waits_for_a_nan_that_looks_like_nothing(bits, monkeypatch):
 
 
 @pytest.mark.parametrize("call", SIDES)
-def test_one_state_may_be_for_all(call):
+def test_one_state_may_be_shared_by_all_sequences(call):
     beta, eigenvalues, state = drawn(3, 5, 2)
     every, final = call(beta, eigenvalues, state[:1])
     expected = call(beta, eigenvalues, state[:1].expand(3, 2, 2).contiguous())
@@ -245,7 +245,7 @@ def test_one_state_may_be_for_all(call):
     assert torch.equal(final, expected[1])
 
 
-def test_under_autocast_it_stays_in_the_state_s_precision():
+def test_autocast_does_not_change_the_result():
     arguments = drawn(2, 100, 3, magnitude=0.9)
     with torch.autocast("cpu", torch.bfloat16):
         found = eigenstate_scan_chunked(*arguments)
@@ -254,7 +254,7 @@ def test_under_autocast_it_stays_in_the_state_s_precision():
 
 
 @pytest.mark.parametrize("call", [eigenstate_scan_chunked])
-def test_the_last_result_s_gradient_reaches_the_first_input(call):
+def test_gradient_of_the_last_step_reaches_the_first_input(call):
     """Over 4096 steps with |λ| = 1 − 2⁻²⁰ the gradient is λ's power itself."""
     beta, eigenvalues, state = (t.requires_grad_() for t in drawn(1, 4096, 3))
     every, _ = call(beta, eigenvalues, state)
@@ -265,7 +265,7 @@ def test_the_last_result_s_gradient_reaches_the_first_input(call):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("call", SIDES)
-def test_a_half_precision_drive_is_added_up_in_the_state_s_precision(call, dtype):
+def test_half_precision_beta_is_accumulated_in_the_dtype_of_the_state(call, dtype):
     beta, eigenvalues, state = drawn(1, 20, 2, magnitude=0.9)
     low = beta.to(dtype)
     every, final = call(low, eigenvalues, state)
@@ -276,7 +276,7 @@ def test_a_half_precision_drive_is_added_up_in_the_state_s_precision(call, dtype
 
 
 @pytest.mark.parametrize("call", [eigenstate_scan_chunked, eigenstate_scan_triton])
-def test_without_a_step_the_state_stays(call):
+def test_zero_steps_return_a_copy_of_the_state(call):
     beta, eigenvalues, state = drawn(2, 0, 3)
     every, final = call(beta, eigenvalues, state)
     assert every.shape == (2, 0, 3)
@@ -284,7 +284,7 @@ def test_without_a_step_the_state_stays(call):
     assert final.data_ptr() != state.data_ptr()
 
 
-def test_a_chunk_has_a_step():
+def test_zero_steps_per_chunk_raise_value_error():
     with pytest.raises(ValueError, match="chunk=0: a chunk has at least one step"):
         eigenstate_scan_chunked(*drawn(1, 2, 1), chunk=0)
 
@@ -292,7 +292,7 @@ def test_a_chunk_has_a_step():
 @pytest.mark.gpu
 @pytest.mark.parametrize("magnitude", [LARGEST, 0.5])
 @pytest.mark.parametrize(("T", "K"), [(32768, 48), (20000, 40), (1025, 7), (33, 3), (1, 1)])
-def test_on_a_gpu_they_are_as_exact_at_any_length_and_repeat_themselves(T, K, magnitude):
+def test_kernels_are_accurate_and_deterministic_at_any_length_on_a_gpu(T, K, magnitude):
     arguments = [t.cuda() for t in drawn(2, T, K, magnitude)]
     exact = differentiated(eigenstate_scan_chunked, [t.double() for t in arguments])
     first, again = (differentiated(eigenstate_scan_triton, arguments) for _ in range(2))

@@ -15,8 +15,8 @@ def traffic(N, K, D, direction):
 fused_output_projection = Pair(
     reference=reference,
     optimized=optimized,
-    # In another order infinities meet others of the other sign, or none. The product of the two small factors must not
-    # underflow: a huge state would magnify what is lost there.
+    # Another order of the products adds other infinities, which may give NaN. The product of the two small factors must
+    # not underflow: a huge state would magnify the loss.
     inputs={
         "states": tensor("N", "K", values=floats(nonfinite=False)),
         "rotation": tensor("K", "K", values=floats(-1, 1)),
@@ -36,12 +36,12 @@ fused_output_projection = Pair(
 )
 
 
-def test_the_states_may_have_any_leading_dimensions():
+def test_states_may_have_any_leading_dimensions():
     states, rotation, weight = torch.randn(2, 3, 4), torch.randn(4, 4), torch.randn(5, 4)
     torch.testing.assert_close(optimized(states, rotation, weight), reference(states, rotation, weight))
 
 
-def test_no_product_but_one_has_as_many_rows_as_there_are_states():
+def test_only_one_product_has_as_many_rows_as_there_are_states():
     with Seen(lambda args: len(args[0])) as seen:
         optimized(torch.randn(100, 4), torch.randn(4, 4), torch.randn(5, 4))
     assert sorted(seen.of("mm")) == [4, 100]

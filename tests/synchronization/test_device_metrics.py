@@ -65,7 +65,7 @@ device_metrics = Pair(
     steps=steps(cpu=(1, 2, 5), otherwise=(1, 2, 17)),
     rivals={"kept": stateful(epoch(Kept))},
     workloads=[
-        # The only wait is the one in which the epoch's metrics are read.
+        # The host waits only once, to read the epoch's metrics.
         Workload("epoch", batches=-(-ROWS // BATCH), B=BATCH, clock="wall", device="cuda", host_syncs=1),
         Workload("cpu", batches=7, B=256, clock="wall", device="cpu"),
     ],
@@ -90,7 +90,7 @@ def test_known_values(side):
 
 
 @pytest.mark.parametrize("side", SIDES)
-def test_asking_changes_nothing_and_a_reset_forgets(side):
+def test_value_changes_nothing_and_reset_clears_the_metrics(side):
     held = counted(side)
     first = held.value()
     assert held.value() == first
@@ -103,7 +103,7 @@ def test_asking_changes_nothing_and_a_reset_forgets(side):
 
 
 @pytest.mark.parametrize("side", SIDES)
-def test_many_small_losses_beside_a_large_one_are_not_lost(side):
+def test_small_losses_added_to_a_large_one_are_not_lost(side):
     held = side(2, "cpu")
     held.add(torch.tensor(1e8), torch.zeros(1, 2), torch.tensor([0]))
     for _ in range(1000):
@@ -112,7 +112,7 @@ def test_many_small_losses_beside_a_large_one_are_not_lost(side):
 
 
 @pytest.mark.parametrize("side", SIDES)
-def test_losses_that_are_not_finite_are_seen(side):
+def test_nonfinite_losses_make_the_mean_loss_nonfinite(side):
     held = counted(side)
     held.add(torch.tensor(math.inf), torch.eye(3), torch.tensor([0, 1, 2]))
     assert held.value().loss == math.inf
@@ -122,7 +122,7 @@ def test_losses_that_are_not_finite_are_seen(side):
 
 @pytest.mark.parametrize("side", SIDES)
 @pytest.mark.parametrize("empty", [False, True])
-def test_no_example_is_an_error(side, empty):
+def test_value_without_examples_raises_an_error(side, empty):
     held = side(3, "cpu")
     if empty:
         held.add(torch.tensor(1.0), torch.zeros(0, 3), torch.zeros(0, dtype=torch.int64))
@@ -132,7 +132,7 @@ def test_no_example_is_an_error(side, empty):
 
 @pytest.mark.parametrize("side", SIDES)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_losses_and_logits_may_be_of_half_precision_and_want_a_gradient(side, dtype):
+def test_losses_and_logits_may_be_half_precision_and_require_gradients(side, dtype):
     held = side(2, "cpu")
     logits = torch.tensor([[1.0, 2.0]], dtype=dtype, requires_grad=True)
     for _ in range(3):
@@ -144,7 +144,7 @@ def test_losses_and_logits_may_be_of_half_precision_and_want_a_gradient(side, dt
 
 
 @pytest.mark.gpu
-def test_on_a_gpu_a_batch_does_not_wait(no_host_sync):
+def test_add_does_not_wait_on_a_gpu(no_host_sync):
     held = Optimized(CLASSES, "cuda")
     logits = torch.randn(64, CLASSES, device="cuda")
     labels = torch.randint(0, CLASSES, (64,), device="cuda")

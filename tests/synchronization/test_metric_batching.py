@@ -32,6 +32,6 @@ def test_known_values(call):
 
 
 @pytest.mark.parametrize("call", [reference, optimized, metric_batching_stacked])
-def test_no_steps_is_an_error(call):
+def test_zero_steps_raise_zero_division_error(call):
     with pytest.raises(ZeroDivisionError):
         call(torch.tensor(1.0), torch.tensor(1.0), torch.tensor(1.0), 0)

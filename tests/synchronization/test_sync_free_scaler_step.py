@@ -12,10 +12,10 @@ from suite.scaling import Scaling
 SIDES = [Reference, Optimized]
 # The scale is so small that clipping sometimes matters, and grows within a few steps.
 SHORT = Scaling(init_scale=4.0, growth_interval=3)
-# For the timed sizes: over many thousand steps a growing scale would leave nothing but denormals.
+# For the timed sizes: over thousands of steps a growing scale would leave only denormals.
 STEADY = Scaling(growth_interval=1 << 30)
 TIMED = 2048
-# p, g, m and v read, p, m and v written; g read once more, for its norm.
+# p, g, m and v are read, p, m and v written; g is read once more, for its norm.
 BYTES_PER_PARAMETER = 32
 
 
@@ -31,7 +31,7 @@ def gradients(generator, shape, dtype):
 
 
 def training(side):
-    """Return a side that steps on gradients in buffers of their own, as a backward pass leaves them."""
+    """Return a side that steps on gradients in separate buffers, as a backward pass leaves them."""
 
     def make(params, lr):
         optimizer = side(params, lr, scaling=STEADY if params[0].numel() >= TIMED else SHORT)
@@ -48,7 +48,7 @@ def training(side):
 
 
 class GradScaler:
-    """torch's own parts, combined as its documentation says; with a fused optimizer nothing waits here either."""
+    """PyTorch's own parts, combined as documented; with a fused optimizer this does not wait either."""
 
     def __init__(self, params, lr, *, scaling):
         self.params, device = params, params[0].device.type
@@ -56,7 +56,7 @@ class GradScaler:
         self.scaler = torch.amp.GradScaler(
             device, init_scale=scaling.init_scale, growth_interval=scaling.growth_interval
         )
-        self.scaler.scale(torch.ones((), device=device))  # it makes its scale when it is first used
+        self.scaler.scale(torch.ones((), device=device))  # it creates its scale at the first use
         self.scale = self.scaler._scale
 
     def __call__(self, grads):
@@ -80,7 +80,7 @@ sync_free_scaler_step = Pair(
     sizes={"count": size(1, 3), "rows": size(0, 33), "columns": size(0, 33)},
     rivals={"grad_scaler": stateful(training(GradScaler))},
     workloads=[
-        # As many parameters as leak_cnn has, in as many tensors: what takes the time is the host and its launches.
+        # As many parameters and tensors as leak_cnn has; the host and its launches take most of the time.
         Workload("leak_cnn", count=12, rows=224, columns=230, clock="wall", device="cuda", repeat=4, host_syncs=0),
         Workload("cpu", count=12, rows=64, columns=64, clock="wall", device="cpu"),
     ],
@@ -102,10 +102,10 @@ def drawn(seed, shapes=((5, 3), (7,)), factor=1.0):
 @pytest.mark.parametrize("side", SIDES)
 @pytest.mark.parametrize(
     ("factor", "max_norm", "eps"),
-    # The last values are as small as what is added to the norm.
+    # The last values are as small as the constant added to the norm.
     [*((f, n, 1e-8) for f in (0.1, 100.0) for n in (0.2, 1.0, 30.0)), (1e-6, 1e-6, 1e-6)],
 )
-def test_agrees_with_torch(side, factor, max_norm, eps):
+def test_steps_match_torch_grad_scaler_clipping_and_adamw(side, factor, max_norm, eps):
     """Results agree with GradScaler's own scale, clip_grad_norm_ and torch.optim.AdamW."""
     params, step = made(side, lr=0.1, max_norm=max_norm, eps=eps)
     expected = [torch.nn.Parameter(p.clone()) for p in params]
@@ -115,7 +115,7 @@ def test_agrees_with_torch(side, factor, max_norm, eps):
         grads = drawn(seed, factor=factor)
         if seed in (2, 7, 8):
             grads[seed % 2].view(-1)[3] = math.nan if seed == 7 else math.inf
-        scaler.scale(torch.ones(()))  # GradScaler makes its scale when it is first used
+        scaler.scale(torch.ones(()))  # GradScaler creates its scale at the first use
         for p, grad in zip(expected, grads, strict=True):
             p.grad = grad.clone()
         scaler.unscale_(optimizer)
@@ -130,7 +130,7 @@ def test_agrees_with_torch(side, factor, max_norm, eps):
 
 @pytest.mark.parametrize("side", SIDES)
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-def test_a_step_that_is_not_finite_changes_the_scale_alone(side, bad):
+def test_nonfinite_step_changes_only_the_scale(side, bad):
     params, step = made(side)
     step(drawn(1))
     before = [p.clone() for p in params]
@@ -149,7 +149,7 @@ def test_a_step_that_is_not_finite_changes_the_scale_alone(side, bad):
 
 
 @pytest.mark.parametrize("side", SIDES)
-def test_the_scale_grows_after_so_many_steps_in_a_row(side):
+def test_scale_grows_after_growth_interval_consecutive_finite_steps(side):
     _, step = made(side)
     scales = []
     for bad in (0, 0, 0, 0, 0, 1, 0, 0, 0, 1, 1):
@@ -171,8 +171,8 @@ def test_the_scale_never_overflows(side):
 
 
 @pytest.mark.parametrize("side", SIDES)
-def test_large_gradients_are_finite(side):
-    # The sum of their squares is not, in float32, before the scale is divided out.
+def test_norm_of_large_scaled_gradients_does_not_overflow(side):
+    # In float32 the sum of their squares overflows before the scale is divided out.
     params, step = made(side, scaling=Scaling(init_scale=2.0**70))
     expected, reference = made(Reference)
     reference([4.0 * g for g in drawn(1)])
@@ -183,7 +183,7 @@ def test_large_gradients_are_finite(side):
 
 
 @pytest.mark.parametrize("side", SIDES)
-def test_the_rate_is_read_at_each_step(side):
+def test_learning_rate_is_read_at_each_step(side):
     rate = torch.tensor(0.1)
     params, step = made(side, lr=rate, weight_decay=0.0, shapes=((2,),))
     before = params[0].clone()
@@ -195,7 +195,7 @@ def test_the_rate_is_read_at_each_step(side):
 
 
 @pytest.mark.parametrize(("side", "other"), [(Reference, Optimized), (Optimized, Reference)])
-def test_a_side_goes_on_where_the_other_stopped(side, other):
+def test_each_side_resumes_from_the_state_dict_of_the_other(side, other):
     params, step = made(side)
     for seed in range(4):
         step(drawn(seed))
@@ -212,7 +212,7 @@ def test_a_side_goes_on_where_the_other_stopped(side, other):
 
 
 @pytest.mark.parametrize("side", SIDES)
-def test_awkward_parameters(side):
+def test_parameters_of_unusual_layouts_match_dense_ones(side):
     """Parameters with gaps, transposed, channels last, empty and 0-d agree with dense ones."""
 
     def awkward(seed):
@@ -229,7 +229,7 @@ def test_awkward_parameters(side):
 
 
 @pytest.mark.parametrize("side", SIDES)
-def test_no_gradient_passes_through_a_step(side):
+def test_parameters_stay_leaves_after_a_step(side):
     for values in (torch.ones(3), torch.ones(6)[::2]):
         param = torch.nn.Parameter(values)
         side([param], lr=0.1, weight_decay=0.0, scaling=SHORT)([torch.ones(3)])
@@ -238,7 +238,7 @@ def test_no_gradient_passes_through_a_step(side):
 
 
 @pytest.mark.parametrize("side", SIDES)
-def test_bad_input_is_one_line(side):
+def test_bad_input_raises_an_error(side):
     with pytest.raises(PerfsuiteError, match="params: there are none"):
         side([])
     for wrong in (drawn(0)[:1], [*drawn(0), *drawn(0)]):
@@ -252,13 +252,13 @@ def test_bad_input_is_one_line(side):
 @pytest.mark.parametrize(
     "bad", [{"init_scale": 0.0}, {"growth_factor": 1.0}, {"backoff_factor": 1.0}, {"growth_interval": 0}]
 )
-def test_bad_scaling_is_one_line(bad):
+def test_bad_scaling_raises_an_error(bad):
     with pytest.raises(PerfsuiteError, match=f"^{next(iter(bad))}: .* is out of range; give"):
         Scaling(**bad)
 
 
 @pytest.mark.gpu
-def test_on_a_gpu_a_step_does_not_wait_and_is_captured(no_host_sync):
+def test_step_is_captured_and_does_not_wait_on_a_gpu(no_host_sync):
     generator = torch.Generator().manual_seed(0)
     start = [torch.randn(5, 3, generator=generator), torch.randn(7, generator=generator)]
     params, expected = [p.cuda() for p in start], [p.clone() for p in start]
