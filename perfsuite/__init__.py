@@ -1,4 +1,4 @@
-"""Is the fast version still the same function, and is it still fast? Declare a `Pair`; pytest answers."""
+"""Test whether a fast version is still the same function, and still fast: declare a `Pair`, and run pytest."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    # These need torch: imported when first used, so that `import perfsuite` costs nothing.
+    # These need torch, so they are imported at first use: `import perfsuite` costs nothing.
     if name in LATER:
         return getattr(importlib.import_module(f"perfsuite.{LATER[name]}"), name)
     raise AttributeError(f"module 'perfsuite' has no attribute {name!r}")

@@ -1,4 +1,4 @@
-"""`python -m perfsuite`: the command line, also where the `perfsuite` script is not on PATH."""
+"""`python -m perfsuite`: the command line. It also works where the `perfsuite` script is not on PATH."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Keep some source files from running in a process: an import of their modules gives stand-ins.
+"""Keep some source files from running in a process: an import of their modules returns stand-ins.
 
-A module of pairs imports both sides. So that a reference can be timed where nothing of the optimized side has ever run,
+A module of pairs imports both sides. To time a reference in a process where no code of the optimized side has ever run,
 the modules that only the optimized side needs are replaced before anything imports them.
 """
 
@@ -16,7 +16,7 @@ from types import ModuleType
 from typing import Any
 
 ABSENT = "PERFSUITE_ABSENT"
-"""Environment variable of such a process: the paths of the files, separated as in PATH."""
+"""Environment variable of such a process: the paths of the files, separated by `os.pathsep`."""
 
 
 class StandIn:
@@ -62,7 +62,7 @@ class _Loader(Loader):
 
 
 class Finder(MetaPathFinder):
-    """Finder that comes before all others and gives stand-ins for the modules of these files."""
+    """Import finder that precedes all others and returns stand-ins for the modules of these files."""
 
     def __init__(self, files: Sequence[Path]) -> None:
         self.files = {file.resolve() for file in files}
@@ -88,7 +88,7 @@ class Finder(MetaPathFinder):
 
 
 def install() -> None:
-    """Install the finder if the environment names files. From then on none of their code runs."""
+    """Install the finder if the environment variable names files. None of their code runs afterwards."""
     given = os.environ.pop(ABSENT, "")
     if given:
         sys.meta_path.insert(0, Finder([Path(file) for file in given.split(os.pathsep)]))

@@ -1,8 +1,7 @@
-"""Compile a pair's Triton kernels ahead of time for sm_90, on any machine: a kernel that would not build is red.
+"""Compile a pair's Triton kernels ahead of time for sm_90, on any machine: a kernel that does not compile is red.
 
-In a process without TRITON_INTERPRET the pair's sides are called on CPU tensors at the workloads' sizes, with a
-driver that stands for an sm_90 device. Each launch compiles its kernel, specialised exactly as on the device, and
-runs nothing.
+A process without TRITON_INTERPRET calls the pair's sides on CPU tensors at the workloads' sizes, with a driver that
+represents an sm_90 device. Each launch compiles its kernel, specialised exactly as on the device, and runs nothing.
 """
 
 from __future__ import annotations
@@ -40,18 +39,18 @@ KERNELS = "kernels[sm_90]"
 CAPABILITY = 90
 WARP_SIZE = 32
 AHEAD = "PERFSUITE_AHEAD"
-"""Environment variable of the compiling process: the path that it writes its results to."""
+"""Environment variable of the compiling process: the path to which it writes its results."""
 MAX_SHARED_BYTES = 227 * 1024
-"""Shared memory that one block may have on sm_90."""
+"""Largest shared memory of one block on sm_90, in bytes."""
 SPARE_CORES = 4
-"""Fewest cores with which a pair's kernels are compiled while the pair is proven."""
+"""Fewest usable cores at which a pair's kernels are compiled while the pair is proven."""
 LARGE = 1 << 16
-"""Number of elements from which a tensor's values are not computed."""
+"""Number of elements at or above which a tensor's values are not computed."""
 
 
 def kernels_of(pair: Pair) -> dict[str, Any]:
-    """Return the Triton kernels that the pair's sides can reach, by qualified name; empty where triton is not
-    loaded."""
+    """Return the Triton kernels that the pair's sides can reach, by qualified name; empty if triton is not
+    imported."""
     return reachable.kernels(as_side(s).call for s in (pair.optimized, *pair.variants.values()))
 
 
@@ -70,9 +69,9 @@ def prepare() -> None:
     with contextlib.suppress(ImportError):
         from triton.runtime.cache import triton_key
 
-        triton_key()  # reads all of Triton, half a second's work
+        triton_key()  # reads all of Triton, which takes half a second
     gc.collect()
-    gc.freeze()  # or each fork would look through all of torch again
+    gc.freeze()  # otherwise the garbage collector of each fork traverses all of torch again
 
 
 def _compiling(environment: Mapping[str, str]) -> dict[str, str]:
@@ -80,14 +79,14 @@ def _compiling(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 class Compiling:
-    """Compilation of an item's pair in a process of its own. It starts when this object is made."""
+    """Compilation of an item's pair in a separate process. It starts when this object is created."""
 
     def __init__(self, item: pytest.Item) -> None:
         self._folder = tempfile.TemporaryDirectory()
         self._out, self._log = Path(self._folder.name) / "compiled.json", Path(self._folder.name) / "log.txt"
         self._command = Command(
             module="pytest",
-            # pytest would warn that it cannot rewrite what the server has imported.
+            # Otherwise pytest warns that it cannot rewrite the modules that the server has imported.
             arguments=[*pytest_arguments(item.config), "--assert=plain", item.nodeid],
             cwd=item.config.rootpath,
             environment={**_compiling(os.environ), AHEAD: str(self._out)},
@@ -96,10 +95,10 @@ class Compiling:
         self._fork = _forks().start(self._command) if hasattr(os, "fork") else None
 
     def kernels(self, seconds: float) -> dict[str, Any]:
-        """Wait for the end and return a record of each compiled kernel, by name.
+        """Wait until the process has ended and return a record of each compiled kernel, by name.
 
-        Raises PerfsuiteError with the compiler's line if a kernel does not compile, and after `seconds`. Skips the item
-        if its pair cannot be called without a GPU.
+        Raises PerfsuiteError with the compiler's message if a kernel does not compile, or if it takes longer than
+        `seconds`. Skips the item if its pair cannot be called without a GPU.
         """
         with self._folder:
             try:
@@ -120,8 +119,10 @@ class Compiling:
 
 
 def beside_proofs(config: pytest.Config) -> bool:
-    """Return whether kernels may be compiled while their pair is proven: this process proves, and there are idle
-    cores."""
+    """Return whether kernels may be compiled while their pair is proven.
+
+    That needs SPARE_CORES usable cores, and a process that is neither a compiling process nor a worker of pytest-xdist.
+    """
     return AHEAD not in os.environ and not hasattr(config, "workerinput") and usable_cores() >= SPARE_CORES
 
 
@@ -129,7 +130,7 @@ def compile_pair(pair: Pair, out: Path, project: Path, others: Iterable[Pair] = 
     """Compile everything that the pair launches, in the compiling process, and write the results to `out`.
 
     Each kernel of the `project` that the sides can reach has to be launched, by this pair or by one of the `others` in
-    its file; of an installed package any number.
+    its file. Kernels of installed packages need not be.
     """
     expected = {name for name, kernel in kernels_of(pair).items() if _lies_in(project, kernel)}
     compiled: dict[str, dict[str, Any]] = {}
@@ -168,11 +169,11 @@ def _launch_all(pair: Pair, recorder: recording) -> None:
     """Call every path that launches Triton kernels, forward and backward, at every workload's sizes."""
     sides = [s for n, s in pair.variants.items() if as_side(s).available is None or not _reason(as_side(s))]
     kernels = [as_side(s) for s in sides if "cpu" in as_side(s).devices] or [as_side(pair.optimized)]
-    # A workload that is for the CPU alone never launches its kernels on a GPU.
+    # A workload for the CPU only never launches kernels on a GPU.
     workloads = [w for w in pair.workloads if w.device != "cpu"] or pair.workloads
     small = [w for w in pair.workloads if w not in workloads]
     if small and len(kernels) > 1:
-        # A variant without a kernel may take minutes here at the sizes that a GPU meets.
+        # A variant without a kernel may take minutes on the CPU at the sizes of a GPU's workload.
         kernels = [s for s in kernels if recorder.launches(functools.partial(_call, pair, s, small[0]))]
     for workload in workloads:
         for side in kernels:
@@ -204,7 +205,7 @@ def _call(pair: Pair, side: Side, workload: Workload) -> None:
 
 
 def _without_drawing() -> Any:
-    """Make the initial values of large weights zeros in the block, without drawing them."""
+    """Return a context manager in which large weights are initialised to zero instead of random values."""
     import torch
 
     from perfsuite.dispatch_modes import PlainMode
@@ -221,7 +222,7 @@ def _without_drawing() -> Any:
 
 
 def _without_work() -> Any:
-    """Make products and operations on large tensors in the block return zeros without computing anything.
+    """Return a context manager in which matrix products and operations on large tensors return zeros.
 
     Only sizes and dtypes matter to the compiler. Integers are computed, since sizes may depend on them.
     """
@@ -269,7 +270,7 @@ def _without_work() -> Any:
 
 
 def _zeros_like(shape: Any) -> Any:
-    """Return zeros in memory that costs nothing until it is touched."""
+    """Return zeros of this shape and these strides, in memory that is only allocated when it is touched."""
     import numpy
     import torch
 
@@ -284,7 +285,7 @@ def _reason(side: Any) -> str | None:
 
 
 class recording:  # noqa: N801 - a context manager
-    """Context manager in which a launch of a Triton kernel compiles it for sm_90 and records it. Nothing runs."""
+    """Context manager in which launching a Triton kernel compiles it for sm_90 and records it. Nothing runs."""
 
     def __init__(self, compiled: dict[str, dict[str, Any]]) -> None:
         self.compiled = compiled
@@ -293,7 +294,7 @@ class recording:  # noqa: N801 - a context manager
         self._noted: list[str] | None = None
 
     def launches(self, call: Callable[[], None]) -> bool:
-        """Return whether the call launches a kernel. The kernel is not compiled for this."""
+        """Return whether the call launches a kernel, without compiling the kernel."""
         noted: list[str] = []
         self._noted = noted
         try:
@@ -344,7 +345,7 @@ class recording:  # noqa: N801 - a context manager
 
 
 class _Sm90:
-    """Stand-in for the driver of an sm_90 device, with what compiling asks of it."""
+    """Stand-in for the driver of an sm_90 device, with the methods that the compiler calls."""
 
     def __init__(self, target: Any) -> None:
         self._target = target

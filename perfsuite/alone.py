@@ -1,5 +1,5 @@
-"""Detect a reference that is slower beside its optimized side than in a process where that side has never run, and an
-optimized side that is slower where no test is running. Pure; no torch."""
+"""Detect a reference that is slower in a process with its optimized side than in one where that side has never run, and
+an optimized side that is slower where no test is running. Pure functions; no torch."""
 
 from __future__ import annotations
 
@@ -10,22 +10,23 @@ from perfsuite.records import OPTIMIZED, REFERENCE, Alone, Measurement
 from perfsuite.report import units
 
 SHARES = {"device": 0.85, "wall": 0.7}
-"""Clock → the share of its time beside the optimized side below which the reference is faster alone. Clock rates,
-caches and the load of the host differ between processes."""
+"""Clock → fraction of the reference's time in a process with the optimized side, below which the reference counts as
+faster alone. Clock rates, caches and the load of the host differ between processes, so the fraction is below 1."""
 OUTSIDE_RATIO, OUTSIDE_EXTRA_S = 1.5, 1e-4
-"""Factor and seconds by which the optimized side may take longer where no test is running: there each call is waited
-for, and caches and the allocator are in another state."""
+"""Factor and seconds by which the optimized side may take longer where no test is running. There, the host waits for
+each call, and caches and the allocator are in another state."""
 TRIES = 3
-"""Number of processes that must all show a slowdown before it is reported. Between them the reference is timed beside
-the optimized side once more. By chance alone, all three would seldom lie below all the others."""
+"""Number of processes that must all show a slowdown before it is reported. Between them, the reference is timed once
+more together with the optimized side. By chance alone, all three are seldom below all the others."""
 LONGEST_S = 1.0
-"""Seconds above which a call is timed only once, which decides nothing."""
+"""Seconds above which a call is timed only once. One timing is not enough for a decision."""
 
 
 def beside_s(runs: Sequence[Measurement], *, sparse: bool = False) -> float | None:
-    """Return the seconds of a call of the reference beside the optimized side, the least over the processes.
+    """Return the seconds of a call of the reference in processes with the optimized side: the least over them.
 
-    None where it was not timed, took so long that it was called once, or (unless `sparse`) joined only a few blocks.
+    None if the reference was not timed, took so long that it was called once, or (unless `sparse`) was timed in only
+    a few blocks.
     """
     left_out = [(*m.at_least, *(() if sparse else m.few)) for m in runs]
     timed = [m.sides[REFERENCE] for m, out in zip(runs, left_out, strict=True) if REFERENCE in set(m.sides) - set(out)]
@@ -43,7 +44,8 @@ def has_moved(runs: Sequence[Measurement], accepted: Sequence[float]) -> bool:
 
 
 def is_slowed(runs: Sequence[Measurement], alone: Sequence[Alone], *, sparse: bool = False) -> bool:
-    """Return whether the reference was faster alone in each of these processes, by more than processes differ."""
+    """Return whether the reference was faster alone in each of these processes, by more than processes usually
+    differ."""
     beside = beside_s(runs, sparse=sparse)
     return beside is not None and bool(alone) and max(map(_seconds, alone)) < SHARES[runs[0].clock] * beside
 
@@ -62,7 +64,7 @@ def message(runs: Sequence[Measurement], alone: Sequence[Alone], *, sparse: bool
 
 
 def is_slower_outside(runs: Sequence[Measurement], alone: Sequence[Alone]) -> bool:
-    """Return whether the optimized side took far longer in every process where no test was running."""
+    """Return whether the optimized side took much longer in every process where no test was running."""
     measured, outside = _measured_s(runs), [a.outside_s for a in alone if a.outside_s is not None]
     return bool(measured and outside) and min(outside) > OUTSIDE_RATIO * max(measured) + OUTSIDE_EXTRA_S
 
@@ -77,7 +79,7 @@ def outside_message(runs: Sequence[Measurement], alone: Sequence[Alone]) -> str:
 
 
 def _measured_s(runs: Sequence[Measurement]) -> list[float]:
-    """Return the wall-clock seconds of a call of the optimized side in each process that measured them."""
+    """Return the wall-clock seconds of a call of the optimized side, for each process that measured them."""
     return [s for m in runs if OPTIMIZED in m.sides and (s := m.sides[OPTIMIZED].wall_s) is not None]
 
 

@@ -1,7 +1,7 @@
-"""Let two processes, one for each environment, time a workload block by block, in turns.
+"""Let two processes, one for each environment, take turns in timing the blocks of a workload.
 
 The blocks are in the order A B, B A, A B and so on, so that a linear drift of the device affects both alike. Each
-process says over a socket when it has prepared, how many blocks it plans, and when it has ended a block.
+process reports over a socket when it is prepared, how many blocks it plans, and when it has finished a block.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ from typing import Self
 from perfsuite.errors import PerfsuiteError
 
 GONE = ".gone"
-"""Suffix of the file that says that the other process will not come."""
+"""Suffix of the file that says that the other process will not connect."""
 POLL_S = 0.1
-"""Seconds between two looks for that file."""
+"""Seconds between two checks for that file."""
 SPIN_S = 0.02
-"""Seconds for which threads of a pool may look for work after a block, before the other process times."""
+"""Seconds to wait after a block, so that threads of a pool stop spinning before the other process times."""
 ENDED = "the process in the other environment ended before this workload was timed"
 
 
 class Alternation:
-    """One process's end, closed at the end of its context.
+    """One process's end of the connection. It is closed at the end of its context.
 
     place   path of the socket, at most about 100 characters
-    number  0 for the process that is first in the first block, 1 for the other
-    waits   called with true before each wait for the other process, and with false after it: the time limit of this one
-            does not count meanwhile
+    number  0 for the process that times first in the first block, 1 for the other
+    waits   called with true before each wait for the other process, and with false after it, so that the time limit of
+            this process does not include the wait
     """
 
     def __init__(self, place: str, number: int, waits: Callable[[bool], None] = lambda begins: None) -> None:
@@ -46,8 +46,8 @@ class Alternation:
         self.close()
 
     def planned(self, plan: Callable[[], int]) -> int:
-        """Wait until both have prepared, call `plan` in one after the other, and return the smaller number of
-        blocks."""
+        """Wait until both are prepared, call `plan` in one process after the other, and return the smaller of the two
+        numbers of blocks."""
         self._connect()
         theirs = self._receive() if self._number else None
         own = plan()
@@ -60,18 +60,18 @@ class Alternation:
             self._expect(0)
 
     def ended(self, block: int, *, last: bool) -> None:
-        """Say that this process has timed a block, and wait until it may time the next; after the last, until both have
-        ended."""
+        """Report that this process has timed a block, and wait until it may time the next one. After the last block,
+        wait until both have finished."""
         time.sleep(SPIN_S)
         self._send(block)
         was_first = (block + self._number) % 2 == 0
         if was_first:
             self._expect(block)
-            if not last:  # the other is first in the next
+            if not last:  # the other process is first in the next block
                 self._expect(block + 1)
 
     def close(self) -> None:
-        """Close the connection: the other process ends its wait."""
+        """Close the connection, which ends the other process's wait."""
         if self._socket is not None:
             self._socket.close()
             self._socket = None
@@ -85,7 +85,7 @@ class Alternation:
                 listening.bind(f"{self._place}.new")
                 listening.listen(1)
                 listening.settimeout(POLL_S)
-                os.rename(f"{self._place}.new", self._place)  # it is only found once it listens
+                os.rename(f"{self._place}.new", self._place)  # only now can the other process find it
                 self._socket = self._answered(listening)
         self._socket.settimeout(POLL_S)
         self._waits(False)
@@ -146,5 +146,5 @@ class Alternation:
 
 
 def abandon(place: str) -> None:
-    """Say that one of the processes will not come, so that the other does not wait for it."""
+    """Report that one of the processes will not connect, so that the other does not wait for it."""
     Path(f"{place}{GONE}").touch()

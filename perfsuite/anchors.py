@@ -1,7 +1,8 @@
-"""Anchor kernels: kernels that no change of a project can slow down, timed beside every workload.
+"""Time the anchor kernels, which no change of a project can slow down. They are timed with every workload.
 
-Where the seconds of a side have moved since they were accepted, the anchors tell a slower device from a slower side.
-They are small, so that they see the device as the workload left it, and nothing is gated on them.
+When the seconds of a side have changed since they were accepted, the anchors distinguish a slower device from a slower
+side. They are short, so that the device is still in the state in which the workload left it. The gate does not test
+them.
 """
 
 from __future__ import annotations
@@ -14,15 +15,15 @@ from perfsuite.ceilings import best_s
 from perfsuite.records import COPY, LAUNCH, MATMUL
 
 COPY_BYTES = {"cuda": 1 << 28, "cpu": 1 << 24}
-"""Bytes that are copied. On a GPU this is several times its L2 cache."""
+"""Bytes to copy, by kind of device. On a GPU this is several times the L2 cache."""
 MATMUL_SIZE = {"cuda": 4096, "cpu": 384}
 LAUNCHES = 200
-"""Number of short calls in a row: enough that the host's time to make them shows, and not the timer's."""
+"""Number of consecutive short calls: enough that the host's time for the calls dominates, not the timer's."""
 
 
 def measure(device: str) -> dict[str, float]:
-    """Return the seconds of each anchor on this device: a copy, a matrix product, and one short call as the host makes
-    it."""
+    """Return the seconds of each anchor on this device: a copy, a matrix product, and one short call including the
+    host's time."""
     kind = torch.device(device).type
     source = torch.ones(COPY_BYTES[kind] // 4, device=device)
     target = torch.empty_like(source)

@@ -38,12 +38,13 @@ FEW_DRAWS = 3
 
 
 def check(pair: Pair, *, examples: int = 25, device: str | None = None) -> tuple[Evidence, ...]:
-    """Make the proofs that `pytest -m correctness` makes, and return the evidence of each. Three are left to pytest:
-    compiling the kernels ahead, and calling the sides outside the test and in several processes, which import the
-    pair's module.
+    """Run the proofs that `pytest -m correctness` runs, and return the evidence of each.
 
-    Each proof has at least `examples` draws, and at least one of every kind of inputs. Raises NotEquivalent where a
-    side is not the same function; one of the last lines of its message has the offending draw.
+    Three proofs are left to pytest: compiling the kernels ahead, and calling the sides outside the test and in several
+    processes. The last two import the pair's module in another process.
+
+    Each proof has at least `examples` draws, and at least one of every kind of inputs. Raises NotEquivalent if a side
+    is not the same function. One of the last lines of its message has the failing draw.
     """
     found = [prove() for _, prove in proofs(pair, examples=examples, device=device)]
     guard.check()
@@ -73,7 +74,7 @@ def _proofs(pair: Pair, examples: int, where: str) -> Iterator[tuple[str, Callab
                 yield proof.name, functools.partial(_equivalence, pair, proof, examples, where)
             continue
         if proof.kind not in _CHECKS:
-            continue  # only the items of a module that another process can import
+            continue  # needs a module that another process can import
         check, strategies = _CHECKS[proof.kind]
         whole = functools.partial(check, pair, device=where)
         most = examples if proof.kind == proof_list.TRUTH else FEW_DRAWS
@@ -127,10 +128,10 @@ def _hold(
     last: Iterable[Case] = (),
     tally: Tally | None = None,
 ) -> None:
-    """Run the check over the first draws, then over random ones, then over the last ones.
+    """Run the check on the first draws, then on random ones, then on the last ones.
 
     A failing random draw is shrunk. The message ends with the failing draw. Draws on which the reference raises are
-    left out, and counted in the tally.
+    discarded, and counted in the tally.
     """
     left = examples - coverage.replaced(len(first), examples)
 
@@ -181,9 +182,10 @@ def _hold(
 
 
 def measure(pair: Pair, *, device: str | None = None) -> Measured:
-    """Time every workload of the pair in this process, each after its proof on the very inputs timed.
+    """Time every workload of the pair in this process, after proving it on the same inputs.
 
-    The result is a tuple of `Measurement` that prints as a table; `.speedups` has the figures and `.plot()` a picture.
+    The result is a tuple of `Measurement` that prints as a table. Its `.speedups` has the figures, and `.plot()` draws
+    them.
 
     Workloads for another kind of device, or for several processes, are left out.
     """

@@ -26,11 +26,11 @@ from perfsuite.records import (
 
 SIDES = (REFERENCE, OPTIMIZED)
 LOG_RATIO_DECIMALS = 6
-"""A log-ratio is kept to a millionth: a hundredth of the smallest noise seen."""
+"""Decimals of a stored log-ratio. One millionth is a hundredth of the smallest noise seen."""
 SECONDS_DIGITS = 6
 """Significant digits of times and rates, for the same reason."""
 POWER_WATTS = 1.0
-"""Watts by which two power limits may differ: NVML gives them in milliwatts, and a smaller difference is rounding."""
+"""Watts by which two power limits may differ. NVML reports them in milliwatts, and a smaller difference is rounding."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,12 +40,12 @@ class Process:
     log_ratios: Mapping[str, tuple[float, ...]]
     seconds: Mapping[str, float]
     anchors: Mapping[str, float] = field(default_factory=dict)
-    """Seconds of the anchor kernels beside this workload."""
+    """Seconds of the anchor kernels, timed with this workload."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Session:
-    """Processes of one acceptance on one machine, with the stack that they ran on."""
+    """Processes of one acceptance on one machine, with the software versions that they ran on."""
 
     date: str
     """ISO date-time."""
@@ -59,7 +59,7 @@ class Session:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SideSummary:
-    """One side over all processes: median seconds a call, and the largest counts seen."""
+    """Summary of one side over all processes: median seconds a call, and the largest counts."""
 
     seconds: float
     """Median seconds of a call, on the workload's clock."""
@@ -67,7 +67,7 @@ class SideSummary:
     host_syncs: int | None
     launches: int | None
     device_s: float | None = None
-    """Seconds on the device clock, also where the promise is on the wall clock. The limit is compared with these."""
+    """Seconds on the device clock, also where the promise is on the wall clock. They are compared with the limit."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -84,7 +84,7 @@ class Entry:
     sizes: Mapping[str, Any]
     revision: str | None
     dirty: bool
-    """Whether the tree had changes that `revision` does not hold."""
+    """Whether the working tree had changes that `revision` does not contain."""
     reason: str
     accepted: str
     """ISO date-time."""
@@ -92,17 +92,18 @@ class Entry:
     sides: Mapping[str, SideSummary]
     limit: Limit | None
     few: tuple[str, ...]
-    """Sides sampled a few times only."""
+    """Sides that were sampled only a few times."""
     sessions: tuple[Session, ...]
     blocks_s: Mapping[str, tuple[float, ...]]
     """Seconds a call in each block of "reference" and "optimized", over all sessions."""
     ran: Ran | None = None
-    """Digests of the code and data that the optimized side ran; None where they were not recorded."""
+    """Digests of the code and data that the optimized side used; None if they were not recorded."""
     group: ProcessGroup | None = None
     """Processes that called the sides together, as recorded in the first measurement; None for one process."""
 
     def process_means(self, other: str = "reference") -> list[list[float]]:
-        """Return the process means of the log-ratio to `other`, by session; sessions without it are left out."""
+        """Return the process means of the log-ratio to `other`, one list per session. Sessions without it are left
+        out."""
         means = [
             [process_mean(p.log_ratios[other], self.clock) for p in s.processes if other in p.log_ratios]
             for s in self.sessions
@@ -110,26 +111,26 @@ class Entry:
         return [m for m in means if m]
 
     def seconds_of(self, side: str) -> list[float]:
-        """Return the seconds of a call of the side, of each process that timed it."""
+        """Return the seconds of a call of the side, for each process that timed it."""
         return [p.seconds[side] for s in self.sessions for p in s.processes if side in p.seconds]
 
     def anchors(self) -> dict[str, float]:
-        """Return the seconds of each anchor kernel: the median over all processes that know it."""
+        """Return the seconds of each anchor kernel: the median over all processes that timed it."""
         known = [p.anchors for s in self.sessions for p in s.processes]
         return {name: median(a[name] for a in known if name in a) for name in sorted({n for a in known for n in a})}
 
     def peak_bytes(self) -> int | None:
-        """Return the bytes of the most memory that a side's call took; None where no side's is known."""
+        """Return the largest peak memory of a call of any side, in bytes; None if no side's is known."""
         return max((s.peak_bytes for s in self.sides.values() if s.peak_bytes is not None), default=None)
 
     def speedup(self, other: str = "reference") -> float:
-        """Time of `other` over time of `optimized`: the geometric mean over sessions."""
+        """Return the time of `other` divided by the time of `optimized`: the geometric mean over sessions."""
         return math.exp(fmean(fmean(m) for m in self.process_means(other)))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Baseline:
-    """All that is accepted on one device for one number of processes: one file."""
+    """All accepted entries of one device for one number of processes: one file."""
 
     machine: Machine
     entries: Mapping[str, Entry] = field(default_factory=dict)
@@ -148,8 +149,8 @@ def entry_from(
 ) -> Entry:
     """Return the entry of one session: its processes' measurements of one workload. `accepted` is an ISO date-time.
 
-    Raises BaselineError where there is nothing to accept: no measurement, one without blocks or with a value that is
-    not finite, or measurements of different workloads.
+    Raises BaselineError if there is no measurement, if one has no blocks or a value that is not finite, or if the
+    measurements are of different workloads.
     """
     if not measurements:
         raise BaselineError("nothing was measured, so that there is nothing to accept; measure first")
@@ -238,7 +239,7 @@ def _summary(measurements: Sequence[Measurement], name: str) -> SideSummary:
 
 
 def rounded(entry: Entry) -> Entry:
-    """Return the entry as a file gives it back: with rounded floats and JSON's own types. Idempotent."""
+    """Return the entry as it is read back from a file: with rounded floats and JSON types. Idempotent."""
     data = to_json(entry)
     for session in data["sessions"]:
         for process in session["processes"]:
@@ -273,8 +274,8 @@ def merge(
 ) -> Baseline:
     """Return the baseline after accepting `new` on `machine`, without the ids in `drop`.
 
-    An entry replaces the one of its id. With `more`, its sessions are added to the existing ones instead. Raises
-    BaselineError if the baseline is of another machine; with `more`, also if `why_not_more` gives a reason.
+    An entry replaces the one with the same id. With `more`, its sessions are added to the existing ones instead. Raises
+    BaselineError if the baseline is of another machine, and with `more` also if `why_not_more` returns a reason.
     """
     if old is not None:
         errors, _ = compare_machines(old.machine, machine)
@@ -289,7 +290,7 @@ def merge(
 
 
 def why_not_more(old: Entry | None, new: Entry) -> str:
-    """Return why the sessions of `new` cannot be added to what is accepted; empty if they can."""
+    """Return why the sessions of `new` cannot be added to the accepted entry; empty if they can."""
     if old is None:
         return "no accepted entry to add a session to"
     if new.revision is None:
@@ -322,7 +323,8 @@ def _with_sessions(old: Entry | None, new: Entry) -> Entry:
 def _same_code(old: Entry, new: Entry) -> bool:
     """Return whether the workload ran the same sources in both revisions, and read no data that differ.
 
-    Either may have noted more data than the other: a process notes what it opened for any of its workloads.
+    One entry may list more data files than the other, because a process lists the files that it opened for any of its
+    workloads.
     """
     if old.revision is None or old.ran is None or new.ran is None or old.ran.unknown or new.ran.unknown:
         return False
@@ -349,7 +351,7 @@ def changes_since(entry: Entry, now: Entry | Measurement) -> str | None:
     """Return how the workload itself differs from the accepted one, e.g. "sizes were {'n': 8}, now {'n': 16}"; or
     None."""
     for name in ("device", "clock", "direction", "dtype", "sizes"):
-        # Converted through JSON like the accepted entry, in which tuples have become lists.
+        # Converted through JSON, since tuples have become lists in the accepted entry.
         before, after = getattr(entry, name), json.loads(json.dumps(to_json(getattr(now, name))))
         if before != after:
             return f"{name} {'were' if name == 'sizes' else 'was'} {before!r}, now {after!r}"
@@ -380,7 +382,7 @@ def _change(old: Entry | None, new: Entry | None) -> str:
 
 
 def changes_in_promises(old: PromiseRecord, new: PromiseRecord) -> str:
-    """Return the promises that differ, e.g. "promised speedup 20.0 → 18.0"; empty if none does."""
+    """Return the promises that differ, e.g. "promised speedup 20.0 → 18.0"; empty if none do."""
     names = ("speedup", "throughput", "peak_bytes", "host_syncs", "launches")
     return ", ".join(
         f"promised {n} {getattr(old, n)} → {getattr(new, n)}" for n in names if getattr(old, n) != getattr(new, n)
@@ -388,12 +390,12 @@ def changes_in_promises(old: PromiseRecord, new: PromiseRecord) -> str:
 
 
 def short(revision: str | None) -> str:
-    """Return a revision in the short form that is shown."""
+    """Return a revision in the short form for display."""
     return revision[:7] if revision else "(unknown)"
 
 
 def is_cpu(device: str) -> bool:
-    """Return whether a device's slug is a CPU's."""
+    """Return whether a device slug is that of a CPU."""
     return device == "cpu" or device.startswith("cpu-")
 
 
@@ -404,7 +406,8 @@ def compare_machines(accepted: Machine, here: Machine) -> tuple[list[str], list[
     Errors: another device (slug or name), another power limit; on a CPU, another CPU model or number of cores. A power
     limit that was known when accepted and cannot be read here is an error too. Notes: the number of devices (each
     workload is timed on one), torch, triton, CUDA, driver, Python, the platform; on a GPU also the CPU and its cores.
-    Such a change may affect both sides equally, and the gate times both revisions on the same stack.
+    A difference of the second kind may affect both sides equally, and the gate times both revisions on the same
+    software.
     """
     cpu = is_cpu(accepted.device) or is_cpu(here.device)
     strict = ["device", "device_name", *(["cpu", "cores"] if cpu else [])]

@@ -1,10 +1,10 @@
-"""`baselines/<device>.json`: what was accepted, in pytest-benchmark's own schema.
+"""`baselines/<device>.json`: the accepted entries, in pytest-benchmark's schema.
 
-A workload is two benchmark records, `<id>@reference` and `<id>@optimized`. The block seconds are the records' data, as
-pytest-benchmark keeps them; the rest of our `Entry` is `extra_info["perfsuite"]` of the optimized one. Beside it lies a
-digest of both records as they are written, and the header has its own. The digests reveal an edit by hand, even of a
-figure that only pytest-benchmark reads. Entries are sorted by id and a record that did not change is written back as it
-was: accepting one workload changes that workload's lines only.
+A workload is two benchmark records, `<id>@reference` and `<id>@optimized`. Their `stats` contain the block seconds, as
+pytest-benchmark stores them. The rest of the `Entry` is `extra_info["perfsuite"]` of the optimized record. Next to it,
+`extra_info["digest"]` is a digest of both records as they are written. The header has its own digest. The digests
+reveal an edit by hand, even of a figure that only pytest-benchmark reads. Entries are sorted by id, and a record that
+did not change is written back as it was, so accepting one workload changes only that workload's lines.
 """
 
 from __future__ import annotations
@@ -27,21 +27,25 @@ from perfsuite.folders import SCRATCH, own_folder
 from perfsuite.records import Machine, from_json, to_json
 
 SCHEMA = 2
-"""Version of the file format. In version 2 the digests cover everything that is written; those of version 1 left out
+"""Version of the file format. In version 2 the digests cover everything that is written. In version 1 they left out
 pytest-benchmark's own fields."""
 LOCK_SECONDS = 60.0
-"""Seconds after which a lock counts as stuck: an acceptance writes in well under a second."""
+"""Seconds after which a lock counts as stuck. An acceptance writes in well under a second."""
 RESTORE = "restore it from git, or record it anew with `perfsuite accept`"
 ANEW = "move it away and record a baseline with `perfsuite accept`"
 INTEGER_MAX = 2**63
-"""Integers in a file are smaller than this. No count comes near it, and a larger one would overflow as a float."""
+"""Bound on the absolute value of integers in a file. No count comes near it, and an arbitrarily large integer would
+overflow when it is converted to a float."""
 LONGEST_SHOWN = 160
-"""Characters of a name or value from a damaged file that a message shows; such a text can be of any length."""
+"""Most characters of a name or value from a damaged file that a message shows. Such a text can have any length."""
 
 
 def load(path: str | os.PathLike[str]) -> Baseline:
-    """Return the baseline in a file. Raises BaselineError, in one line with the remedy, where the file is damaged or is
-    not a baseline of perfsuite."""
+    """Return the baseline in a file.
+
+    Raises BaselineError, with a one-line message that contains the remedy, if the file is damaged or is not a baseline
+    of perfsuite.
+    """
     path = Path(path)
     try:
         text = path.read_bytes().decode("utf-8")
@@ -63,8 +67,11 @@ def load(path: str | os.PathLike[str]) -> Baseline:
 
 
 def parse(text: str) -> Baseline:
-    """Return the baseline in a file's text. Raises PerfsuiteError in one line, without the file's name, where it is
-    damaged or is not a baseline of perfsuite."""
+    """Return the baseline in a file's text.
+
+    Raises PerfsuiteError, with a one-line message without the file's name, if the text is damaged or is not a baseline
+    of perfsuite.
+    """
     data = _json(text)
     ours = data.get("perfsuite")
     if not isinstance(ours, dict):
@@ -192,10 +199,10 @@ def _check_process(process: Process) -> None:
 def update(
     path: str | os.PathLike[str], change: Callable[[Baseline | None], Baseline]
 ) -> tuple[Baseline | None, Baseline]:
-    """Read, change and write a baseline under its lock. Return (old, new). `change` gets None where there is no file.
+    """Read, change and write a baseline under its lock. Return (old, new). `change` gets None if there is no file.
 
-    The new file replaces the old one whole, or not at all. Raises BaselineError as `load` and `save` do. An error that
-    `change` raises is passed on and leaves the file as it was.
+    The replacement is atomic. Raises BaselineError as `load` and `save` do. An error that `change` raises propagates
+    and leaves the file as it was.
     """
     path = Path(path)
     with _locked(path):
@@ -206,7 +213,7 @@ def update(
 
 
 def save(path: str | os.PathLike[str], baseline: Baseline) -> None:
-    """Write the baseline, whole or not at all, under its lock. Raises BaselineError if the folder cannot be written."""
+    """Write the baseline atomically, under its lock. Raises BaselineError if the folder cannot be written."""
     path = Path(path)
     with _locked(path):
         _write(path, baseline)
@@ -216,7 +223,7 @@ def save(path: str | os.PathLike[str], baseline: Baseline) -> None:
 def _locked(path: Path) -> Iterator[None]:
     from filelock import FileLock, Timeout
 
-    # Beside the file: a temporary folder may be another one for another process.
+    # Next to the file, because the temporary folder may differ between processes.
     place = path.resolve()
     lock = FileLock(place.parent / SCRATCH / f"{place.name}.lock", mode=0o666)
     try:
@@ -244,9 +251,9 @@ def _write(path: Path, baseline: Baseline) -> None:
         text = _render(baseline, _raw_records(path))
         path.parent.mkdir(parents=True, exist_ok=True)
         for stale in path.parent.glob(f".{path.name}.*.tmp"):
-            stale.unlink()  # left by a writer that was killed; the lock says that none is at work
+            stale.unlink()  # left by a writer that was killed; the lock excludes a running one
         handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
-        # A reason from a command line may hold bytes that are no text: JSON has the same escape for them.
+        # A reason from a command line may contain surrogates, which JSON escapes in the same way.
         with os.fdopen(handle, "w", encoding="utf-8", errors="backslashreplace") as file:
             file.write(text)
             file.flush()
@@ -306,9 +313,9 @@ def _render(baseline: Baseline, old: Mapping[str, Any]) -> str:
             "device": machine.device_name,
             "cpu": {"brand_raw": machine.cpu, "count": machine.cores},
         },
-        # Each workload was accepted at its own revision and date: they are in its extra_info.
+        # Each workload was accepted at its own revision and date, which are in its extra_info.
         "commit_info": {"id": "unversioned", "time": None, "dirty": False, "branch": None, "project": "perfsuite"},
-        # The date of the file's first writing: a date that changed with each acceptance would conflict in every merge.
+        # Date of the first write: a date that changed with each acceptance would cause a conflict in every merge.
         "datetime": old.get("datetime") or min((e.accepted for e in entries), default="1970-01-01T00:00:00+00:00"),
         "version": _benchmark_version(),
     }
@@ -349,15 +356,15 @@ def _records(entry: Entry) -> dict[str, dict[str, Any]]:
 
 
 def _digest(records: Mapping[str, Any]) -> str:
-    """Return the digest of a workload's two records: of every field but the digest itself."""
+    """Return the digest of a workload's two records, over every field except the digest itself."""
     optimized = records["optimized"]
     info = {k: v for k, v in optimized["extra_info"].items() if k != "digest"}
     return _hashed({**records, "optimized": {**optimized, "extra_info": info}})
 
 
 def _header_digest(data: Mapping[str, Any]) -> str:
-    """Return the digest of a file's header: of every field but the digest itself and the benchmarks, which have their
-    own."""
+    """Return the digest of a file's header, over every field except the digest itself and the benchmarks, which have
+    their own."""
     header = {k: v for k, v in data.items() if k != "benchmarks"}
     return _hashed({**header, "perfsuite": {k: v for k, v in data["perfsuite"].items() if k != "digest"}})
 
@@ -371,8 +378,8 @@ def _canonical(value: Any) -> str:
 
 
 def laid_out(value: Any, indent: str, step: int = 2) -> str:
-    """Return JSON with each field of a table on a line of its own and a list of numbers on one line, so that a diff
-    reads well. Each level is indented by `step` more spaces."""
+    """Return JSON with each field of a dict on its own line and each list of numbers on one line, so that diffs are
+    readable. Each level is indented by `step` more spaces."""
     inner = indent + " " * step
     if isinstance(value, dict) and value:
         fields = (f"{inner}{json.dumps(str(k))}: {laid_out(v, inner, step)}" for k, v in value.items())
@@ -394,7 +401,7 @@ def _finite(token: str) -> float:
 
 
 def _whole(token: str) -> int:
-    # Python refuses to parse integers of some thousands of digits, with a message about Python itself.
+    # Python does not parse integers of more than a few thousand digits, and its message is about Python's own limit.
     if len(token) > 20 or abs(int(token)) >= INTEGER_MAX:
         raise ValueError(f"{_short(token, 20)} is out of range")
     return int(token)
@@ -414,6 +421,6 @@ def _short(value: object, most: int = LONGEST_SHOWN) -> str:
 
 
 def _one_line(text: str) -> str:
-    """Return text from a damaged file in a form that a terminal can show: without line breaks, escapes or halves of
-    characters."""
+    """Return text from a damaged file in a form that a terminal can show: without line breaks, escape characters or
+    surrogates."""
     return printable(" ".join(text.split()))

@@ -13,15 +13,16 @@ from perfsuite.records import Machine
 
 
 class Baselines:
-    """Baseline files of this machine in one folder, as far as they have been read."""
+    """Baseline files of this machine in one folder. `load` reads them."""
 
     def __init__(self, folder: Path, identify: Callable[[], Machine]) -> None:
-        """`identify` says which machine this is, once that is needed: it may raise MachineError."""
+        """`identify` returns this machine. It is called when the machine is first needed, and may raise
+        MachineError."""
         self.folder, self.identify = folder, identify
         self.files: dict[int, Baseline] = {}
         """Baselines by the number of processes."""
         self.entries: Mapping[str, Entry] = {}
-        """All that is accepted, from every file that was read."""
+        """Entries of all files that were read, by id."""
 
     @functools.cached_property
     def machine(self) -> Machine:
@@ -29,11 +30,11 @@ class Baselines:
         return self.identify()
 
     def path(self, ranks: int) -> Path:
-        """Return the file of the workloads that this many processes call."""
+        """Return the path of the file for workloads that this number of processes call together."""
         return self.folder / f"{self.machine.device}{f'-x{ranks}' if ranks > 1 else ''}.json"
 
     def load(self) -> None:
-        """Read each file that this machine can measure, which leaves out those for more GPUs than it has. Raises
+        """Read each file that this machine can measure: files for more GPUs than it has are left out. Raises
         BaselineError for a damaged file."""
         numbers = [1, *sorted(self._numbers())]
         self.files = {n: baseline_file.load(path) for n in numbers if (path := self.path(n)).exists()}
@@ -55,8 +56,8 @@ class Baselines:
     ) -> dict[str, Entry]:
         """Write these entries, by number of processes, into their files, without the ids in `drop`. Return all entries.
 
-        A workload that is accepted for one number of processes is removed from the files of the others. `note` gets a
-        line for each change and for each file.
+        A workload that is accepted for one number of processes is removed from the files for other numbers. `note`
+        receives a line for each change and for each file.
         """
         after: dict[str, Entry] = {}
         for number in sorted({*entries, *self.files}):

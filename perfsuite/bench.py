@@ -1,4 +1,4 @@
-"""One workload ready to be proven and timed: its sides with the inputs of each, warmed up, called once or counted."""
+"""A workload that is ready to be proven and timed: prepare its sides and inputs, warm up, call once, and count."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ from perfsuite.sides import Side, as_side
 from perfsuite.workload import Workload
 
 SLOW_TRUTH_S = 5.0
-"""Seconds of establishing a truth above which the reference may take more than LONG_S a call."""
+"""If the truth takes more than this many seconds to compute, the reference may take more than LONG_S a call."""
 RECOUNTS = 3
-"""Most further counts of both sides. More syncs or launches than accepted are red, but some calls differ by chance: one
-may have to wait for the call before it. The gate compares the fewest of the optimized side with the most of the
-accepted one."""
+"""Most repetitions of a count of both sides. More syncs or launches than accepted are red, but some calls differ by
+chance: a call may have to wait for the one before it. The gate compares the fewest of the optimized side with the most
+of the accepted one."""
 WAITING = "waiting"
-"""The phase in which other processes have the device; the seconds of a measurement exclude it."""
+"""Name of the phase in which other processes use the device. The seconds of a measurement exclude it."""
 
 Report = Callable[[str], None]
 
@@ -56,7 +56,7 @@ class Phases:
             self.seconds[name] = self.seconds.get(name, 0.0) + perf_counter() - began
 
     def part(self, whole: str, parts: Mapping[str, float]) -> None:
-        """Subtract these parts, which were measured inside a phase, from it."""
+        """Record these parts of the phase `whole` as phases of their own, and subtract their seconds from it."""
         self.seconds[whole] -= sum(parts.values())
         self.seconds |= parts
 
@@ -65,7 +65,7 @@ class Phases:
 class Bench:
     """One workload, ready to be proven and timed: its sides with the inputs of each.
 
-    `accepted` is the same pair as another revision declares it; its optimized side joins the two.
+    `accepted` is the same pair as another revision declares it. Its optimized side becomes a third side.
     """
 
     pair: Pair
@@ -77,7 +77,7 @@ class Bench:
     accepted: Pair | None = None
     phases: Phases = field(default_factory=Phases)
     peers: Peers = ALONE
-    """The other processes that time the workload with this one."""
+    """The processes that time the workload together with this one."""
     checked_by: Callable[..., OutputCheck] = OutputCheck
     l2_bytes: int | None = None
     case: Case = field(init=False)
@@ -86,15 +86,15 @@ class Bench:
     masters: dict[str, dict[str, Any]] = field(init=False)
     step_master: dict[str, Any] = field(default_factory=dict, init=False)
     counted_here: dict[str, Counts] = field(default_factory=dict, init=False)
-    """The cost of a call of each side in this process."""
+    """Host syncs and launches of a call of each side in this process."""
     made: list[Runner] = field(default_factory=list, init=False)
-    """The runners since the last `released`."""
+    """Runners that were made and not yet released."""
 
     def __post_init__(self) -> None:
         guard.check()
         self.l2_bytes = scrutiny.persisting_l2_bytes()  # before any side has run
         execution.forget_compiled()
-        gc.collect()  # an earlier workload's tensors may hang in reference cycles
+        gc.collect()  # reference cycles may hold tensors of an earlier workload
         if torch.device(self.device).type == "cuda":
             torch.cuda.empty_cache()
         pair = self.pair
@@ -123,7 +123,7 @@ class Bench:
         return self.workload.direction != "forward"
 
     def rivals(self) -> tuple[dict[str, Side], dict[str, str]]:
-        """Return (the pair's rivals that this machine can run, the others with the reason)."""
+        """Return (rivals of the pair that this machine can run, name → reason for each of the others)."""
         every = {n: as_side(s) for n, s in self.pair.rivals.items()}
         skipped = {n: r for n, s in every.items() if (r := execution.unavailable(s, self.device))}
         return {n: s for n, s in every.items() if n not in skipped}, skipped
@@ -144,7 +144,8 @@ class Bench:
         return clock_for(self.device, self.peers)
 
     def rng(self) -> random.Random:
-        """Return a new source of random orders, the same in all processes that time the workload together."""
+        """Return a new random generator for orders, with the same seed in all processes that time the workload
+        together."""
         return random.Random(self.peers.bits(64))
 
     def runner(self, name: str, side: Side) -> Runner:
@@ -163,7 +164,7 @@ class Bench:
 
     @contextmanager
     def released(self) -> Iterator[None]:
-        """Release the runners made in the block at its end."""
+        """Release all runners at the end of the block."""
         try:
             yield
         finally:
@@ -171,7 +172,7 @@ class Bench:
                 self.made.pop().release()
 
     def master(self, name: str) -> dict[str, Any]:
-        """Return the inputs of which a side gets copies; a rival gets the reference's."""
+        """Return the inputs from which a side's copies are made. A rival uses the reference's."""
         return self.masters.get(name, self.masters[REFERENCE])
 
     def warm_up(
@@ -181,7 +182,7 @@ class Bench:
         rng: random.Random,
         after_first: Callable[[Runner], None] | None = None,
     ) -> None:
-        """Allocate the inputs of each runner and warm it up; `after_first` is called after its first call."""
+        """Allocate the inputs of each runner and warm it up. `after_first` is called after a runner's first call."""
         for name, runner in runners.items():
             self.report(name)
             with torch.set_grad_enabled(runner.grad_mode):
@@ -189,7 +190,7 @@ class Bench:
             runner.warm_up(clock, after_first or (lambda runner: None))
 
     def call_reference(self, clock: Clock, rng: random.Random, stop_s: float = 0.0) -> Call:
-        """Call the reference once on fresh inputs; with `stop_s` the call is stopped after this many seconds."""
+        """Call the reference once on fresh inputs. With `stop_s`, stop the call after this number of seconds."""
         reference = self.sides[REFERENCE]
         runner = self.runner(REFERENCE, reference)
         runner.called_once = True
@@ -207,7 +208,7 @@ class Bench:
                             call()
                     except (KeyboardInterrupt, torch.OutOfMemoryError):
                         raise
-                    except BaseException:  # what it made of CutOff
+                    except BaseException:  # the call may have converted CutOff into another exception
                         if not timer.up:
                             raise
                 stopped = timer.up
@@ -218,10 +219,10 @@ class Bench:
         return replace(took, stopped=stopped)
 
     def count(self, runners: Mapping[str, Runner], clock: Clock) -> dict[str, Counts]:
-        """Return the host syncs and launches of one call of each side; empty counts where a call takes too long for the
-        profiler.
+        """Return the host syncs and launches of one call of each side. They are empty where a call takes too long for
+        the profiler.
 
-        With several processes, they are the most that one of them makes.
+        With several processes, each count is the largest over the processes.
         """
         if not isinstance(clock, CudaClock):
             return {}
@@ -246,7 +247,8 @@ class Bench:
         return {n: Counts(host_syncs=most[n][0], launches=most[n][1]) if n in most else Counts() for n in runners}
 
     def waited(self, wait: Callable[[], bool]) -> bool:
-        """Call `wait` and note how long it waited. Return its answer: whether other processes use the device, too."""
+        """Call `wait` and return its result: whether other processes use the device too. If so, record how long it
+        waited."""
         began = perf_counter()
         shared = wait()
         if shared:

@@ -1,6 +1,6 @@
 """Write perfsuite's samples as records of pytest-benchmark. Only this module uses pytest-benchmark's private API.
 
-`tests/perfsuite/test_plugin.py` holds the contract with the versions in use.
+`tests/perfsuite/test_plugin.py` tests the API of the versions in use.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ def record(benchmark: Any, node_id: str, side: str, samples_s: tuple[float, ...]
     stats.group = node_id
     for sample in samples_s:
         stats.update(sample)
-    stats.extra_info = dict(extra)  # the fixture shares one among its records
+    stats.extra_info = dict(extra)  # by default, all records of the fixture share one dict
 
 
 def hide_table(config: pytest.Config) -> None:
-    """Hide pytest-benchmark's own table if all its records are perfsuite's, which perfsuite's own table shows, unless
-    one of pytest-benchmark's options is given."""
+    """Hide pytest-benchmark's own table if all its records are perfsuite's, unless one of pytest-benchmark's options is
+    given. perfsuite's own table shows these records."""
     session = getattr(config, "_benchmarksession", None)
     outside = shlex.split(os.environ.get("PYTEST_ADDOPTS", ""))
     given = (*config.invocation_params.args, *config.getini("addopts"), *outside)

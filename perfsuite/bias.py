@@ -1,15 +1,16 @@
-"""Detect errors that lean to one side: a small offset in every element, or digits that are cut off instead of rounded.
+"""Detect biased errors: a small offset in every element, or results that are truncated instead of rounded.
 
-Errors of an honest kernel are as often above the truth as below it. One that leans may still be within the budget of
-each element, and of all together. β is the mean error of an output in units of eps times its mean size: of all errors
-as they are (an offset), and of errors away from zero (digits that are cut off lean towards it, by 0.36).
+Errors of a correct kernel are as often above the truth as below it. Biased errors may still be within the tolerance of
+each element, and of all together. The bias β is the mean error of an output in units of eps times its mean magnitude.
+It is computed twice: for the signed errors (an offset), and for the errors away from zero (truncation moves results
+towards zero, by 0.36).
 
-An error that all elements of a draw share, such as that of a norm which each is divided by, leans too, but to another
-side on another draw. So the mean of β over the draws is tested, and β of a single draw only where it has many elements
-and leans by more than a shared rounding can.
+An error that all elements of a draw share, such as that of a norm by which each is divided, gives a bias too, but with
+another sign on another draw. So the mean of β over the draws is tested. β of a single draw is tested only if the draw
+has many elements, against a limit above that of a shared rounding.
 
-In half precision, to which kernels round once, digits that are cut off are also found element by element: on every
-draw nearly all results are the next number in one direction, whether that is the nearest one or not.
+In half precision, to which kernels round once, truncation is also detected element by element: on every draw, nearly
+all results are the next number in one direction, whether that is the nearest one or not.
 """
 
 from __future__ import annotations
@@ -26,46 +27,46 @@ FEWEST_ELEMENTS = 16
 MANY_ELEMENTS = 10_000
 FEWEST_DRAWS = 8
 OF_REFERENCE = 3.0
-"""Errors may lean by this multiple of how far the reference's errors lean."""
+"""Multiple of the reference's bias that is allowed in addition."""
 STANDARD_ERRORS = 6.0
 NEAR = 1 / 256
-"""The distance of a truth to a number of the output's dtype, in units in the last place, below which it shows nothing:
-there rounding and cutting off are the same."""
+"""Distance of a truth to the nearest number of the output's dtype, in units in the last place. Elements with a smaller
+distance are ignored, since rounding and truncation give the same result for them."""
 FEWEST_SHOWN, FEWEST_TELLING = 4, 2
-"""Fewest elements of a draw that are not so near, and fewest of those whose nearest number lies in the other
-direction."""
+"""Fewest elements of a draw that are farther away than NEAR, and fewest of these for which rounding to nearest goes in
+the other direction than truncation."""
 CUT, OFTEN, REFERENCE_OFTEN = 0.9, 0.8, 0.4
-"""The least share of a draw's elements that are cut off, the least share of the draws on which they are, and the most
-on which the reference's are. A rounding that all elements of a draw share looks so by chance on one draw in five at
-most."""
+"""Smallest share of truncated elements with which a draw counts as truncated, smallest share of such draws for a side,
+and largest share of such draws for the reference. By chance, a rounding that all elements of a draw share looks like
+truncation on at most one draw in five."""
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Largest β of the errors of an honest kernel, in eps."""
+    """Largest |β| of a correct kernel, in eps."""
 
     mean: float
     """Limit for the mean over all draws."""
     alone: float
-    """Limit for a single draw: a rounding that all elements share is half a unit in half precision."""
+    """Limit for a single draw. In half precision, a rounding that all elements share is half a unit."""
     of_error: float
-    """In addition, this share of the reference's own error: a sum that all elements share errs by as much."""
+    """Share of the reference's own error that is added to the limit: the error of a sum that all elements share."""
 
 
 SINGLE = Limits(mean=2.0, alone=4.0, of_error=0.5)
-"""Approximate exponentials and reciprocal roots lean by a fraction of this."""
+"""Approximate exponentials and reciprocal square roots have a bias of a fraction of this."""
 HALF = Limits(mean=0.1, alone=1.0, of_error=0.05)
 """Kernels for half precision compute in float32 and round once."""
 
 Leaning: TypeAlias = tuple[float, float]
 """(β of all errors, β of errors away from zero)."""
 Cut: TypeAlias = dict[str, bool]
-"""Direction → whether digits are cut off in it; directions for which no element shows it are left out."""
+"""Direction → whether results are truncated in it. Directions with too few informative elements are left out."""
 WORDS = ("too large or too small by the same amount", "away from zero or towards it")
 
 
 def leanings(truth: torch.Tensor, eps: float, *errors: torch.Tensor) -> list[Leaning] | None:
-    """Return β of each of these errors; None where there are too few elements, or the truth is zero."""
+    """Return β of each of these errors; None if there are too few elements, or the truth is zero or not finite."""
     if truth.numel() < FEWEST_ELEMENTS:
         return None
     unit = eps * float(truth.abs().mean())
@@ -76,7 +77,7 @@ def leanings(truth: torch.Tensor, eps: float, *errors: torch.Tensor) -> list[Lea
 
 
 def cuts(truth: torch.Tensor, dtype: torch.dtype, *errors: torch.Tensor) -> list[Cut]:
-    """Return the directions in which each of these errors looks like cut digits."""
+    """Return, for each of these errors, in which directions they look like truncation."""
     unit = torch.ldexp(torch.full_like(truth, torch.finfo(dtype).eps), torch.frexp(truth).exponent - 1)
     signed = truth / unit
     shows = (signed - signed.round()).abs() > NEAR
@@ -98,10 +99,10 @@ def cuts(truth: torch.Tensor, dtype: torch.dtype, *errors: torch.Tensor) -> list
 
 
 def _cut(turned: Mapping[str, tuple[torch.Tensor, torch.Tensor]]) -> Cut:
-    """Return in which directions digits are cut off.
+    """Return in which directions results are truncated.
 
-    `turned` has the errors and the truth in units in the last place, with the signs with which that direction is
-    downwards.
+    `turned` maps each direction to (errors, truth) in units in the last place, with signs chosen so that the direction
+    is downwards.
     """
     found = {}
     for name, (error, truth) in turned.items():
@@ -135,9 +136,9 @@ def draw_of(
     eps: float,
     dtype: torch.dtype,
 ) -> Draw | None:
-    """Return the bias of these errors of a side and of the reference; `spread` is the size of the reference's errors.
+    """Return the bias of the errors of a side and of the reference. `spread` is the size of the reference's errors.
 
-    None where there are too few elements, or the truth is zero.
+    None if there are too few elements, or the truth is zero.
     """
     half = dtype in (torch.bfloat16, torch.float16)
     cut, reference_cut = cuts(truth, dtype, error, reference) if half else ({}, {})
@@ -167,12 +168,12 @@ class Biases:
         self.draws.setdefault(name, []).append(draw)
 
     def add(self, other: Biases) -> None:
-        """Add the draws of another one."""
+        """Add the draws of another `Biases`."""
         for name, draws in other.draws.items():
             self.draws.setdefault(name, []).extend(draws)
 
     def found(self) -> Iterator[str]:
-        """Yield a message for each output whose errors lean to one side over all draws."""
+        """Yield a message for each output whose errors are biased over all draws."""
         for name, draws in self.draws.items():
             if message := _leaning(name, draws) or _cutting(name, draws):
                 yield message
@@ -207,8 +208,8 @@ def _cutting(name: str, draws: Sequence[Draw]) -> str:
 
 
 def alone(name: str, draw: Draw) -> str:
-    """Return a message if the errors of this draw alone lean to one side; empty if they do not, or if there are too
-    few."""
+    """Return a message if the errors of this draw alone are biased; empty if they are not, or if the draw has too few
+    elements."""
     if draw.elements < MANY_ELEMENTS or draw.side is None:
         return ""
     most = draw.limits.alone + draw.limits.of_error * draw.error
@@ -217,7 +218,7 @@ def alone(name: str, draw: Draw) -> str:
 
 
 def _beyond(name: str, values: Sequence[float], limits: Sequence[float], over: str) -> str:
-    """Return a message about the value that exceeds its limit by most; empty if none does."""
+    """Return a message about the value that exceeds its limit by the largest factor; empty if none does."""
     shares = [abs(value) / limit for value, limit in zip(values, limits, strict=True)]
     at = shares.index(max(shares))
     if shares[at] <= 1:

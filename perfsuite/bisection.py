@@ -1,6 +1,6 @@
 """Find the commit that made a workload slower: a binary search over commits, each compared with the good one.
 
-`search` is pure. `Comparer` runs `perfsuite compare` for a commit in a git work tree of its own.
+`search` has no side effects. `Comparer` runs `perfsuite compare` for a commit in a separate git work tree.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from perfsuite.report import jsonfile
 from perfsuite.report.model import RunReport
 
 REPEATS = 3
-"""Most comparisons of a commit whose interval contains half of the whole change."""
+"""Most comparisons of a commit. It is compared again while its interval contains half of the whole change."""
 TIME, MEMORY = "time", "memory"
 COUNTS = {MEMORY: "peak_bytes", "syncs": "host_syncs", "launches": "launches"}
 """Counts that can be searched for instead of the time, without a clock: name → field of a side's record."""
@@ -30,7 +30,7 @@ COUNTS = {MEMORY: "peak_bytes", "syncs": "host_syncs", "launches": "launches"}
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Change:
-    """Increase from one commit to another: relative for the time (0.03 = 3%), else a number."""
+    """Increase from one commit to another: relative for the time (0.03 = 3%), absolute for a count."""
 
     value: float
     low: float
@@ -69,7 +69,7 @@ class SkippedError(PerfsuiteError):
 
 
 Compare = Callable[[Commit, Commit], Change]
-"""(earlier commit, later commit) → the increase. Raises SkippedError where the later one cannot be compared."""
+"""(Earlier commit, later commit) → increase. Raises SkippedError if the later one cannot be compared."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -77,26 +77,27 @@ class Found:
     """The result of a search."""
 
     first: Commit
-    """The first commit that takes more, unless one of `suspects` is."""
+    """The first commit that is known to take more."""
     parent: Commit
-    """The last commit that does not."""
+    """The last commit that is known to take no more."""
     whole: Change
     """From the good commit to the bad one."""
     own: Change | None
-    """From `parent` to `first`; None where these two cannot be compared with each other."""
+    """From `parent` to `first`; None if these two cannot be compared with each other."""
     skipped: dict[str, str] = field(default_factory=dict)
     """Commits that could not be compared: hash → reason."""
     suspects: tuple[Commit, ...] = ()
-    """Skipped commits between `parent` and `first`, any of which may be the one."""
+    """Skipped commits between `parent` and `first`. Any of them may be the cause instead."""
 
 
 def search(
     good: Commit, commits: Sequence[Commit], compare: Compare, tell: Callable[[str], None] = lambda line: None
 ) -> Found:
-    """Find the first of `commits`, the oldest first, that takes more than `good`, as the last one does.
+    """Find the first of `commits`, oldest first, that takes more than `good`.
 
-    A commit counts as slower if it has more than half of the whole change. One that cannot be compared is skipped, and
-    its neighbours are tried. PerfsuiteError where the last commit takes no more than `good`, or cannot be compared.
+    A commit counts as bad if its change is more than half of the whole change, from `good` to the last commit. A commit
+    that cannot be compared is skipped, and its neighbours are tried. Raises PerfsuiteError if the last commit takes no
+    more than `good`, or cannot be compared.
     """
     *_, bad = commits
     try:
@@ -139,7 +140,7 @@ def search(
 
 
 def _middle(low: int, high: int, skipped: Mapping[int, str]) -> int | None:
-    """Return the commit nearest to the middle that was not skipped; None where none is left."""
+    """Return the number of the commit nearest to the middle that was not skipped; None if none is left."""
     left = [n for n in range(low + 1, high) if n not in skipped]
     return min(left, key=lambda n: abs(n - (low + high) / 2), default=None)
 
@@ -170,9 +171,9 @@ def summary(found: Found) -> list[str]:
 
 
 def commits_between(good: str, bad: str, root: Path) -> tuple[Commit, list[Commit]]:
-    """Return (the good commit, the later ones up to the bad one, by first parents).
+    """Return (the good commit, the later commits up to the bad one along first parents).
 
-    PerfsuiteError where the good commit is no ancestor, or the same.
+    Raises PerfsuiteError if the good commit is no ancestor of the bad one, or the same.
     """
     first, last = (revision.resolve(name, root) for name in (good, bad))
     try:
@@ -190,7 +191,7 @@ def commits_between(good: str, bad: str, root: Path) -> tuple[Commit, list[Commi
 
 
 class Comparer:
-    """Runs `perfsuite compare` for a workload in a work tree of its own; a context manager that removes the tree.
+    """Context manager that runs `perfsuite compare` for a workload in a separate work tree, and removes the tree.
 
     by  "time", or one of COUNTS
     """
@@ -209,7 +210,7 @@ class Comparer:
         shutil.rmtree(self._scratch, ignore_errors=True)
 
     def __call__(self, earlier: Commit, later: Commit) -> Change:
-        """Compare two commits; SkippedError where the later one does not run, or proves wrong."""
+        """Compare two commits. Raises SkippedError if the later one does not run, or is not equivalent."""
         self._remove()
         revision.git("worktree", "add", "--detach", "--quiet", str(self._tree), later.hash, cwd=self.top)
         there = self._tree / self.root.resolve().relative_to(self.top.resolve())
@@ -217,7 +218,7 @@ class Comparer:
             raise SkippedError(f"it has no folder {there.relative_to(self._tree)}")
         folder = self._scratch / "report"
         shutil.rmtree(folder, ignore_errors=True)
-        # -P: the perfsuite that is installed here, and not one of the tree's.
+        # -P: run the perfsuite that is installed here, not that of the tree.
         command = [sys.executable, "-P", "-m", "perfsuite", "compare", earlier.hash, self.workload]
         done = subprocess.run(
             [*command, "--report", str(folder)],
@@ -235,7 +236,8 @@ class Comparer:
         return change_of(jsonfile.read(file), self.by)
 
     def _environment(self) -> dict[str, str]:
-        """Return variables that import the project's packages from the tree, even if it is installed in place."""
+        """Return environment variables with which the project's packages are imported from the tree, even if the
+        project is installed in editable mode."""
         if (self._tree / "perfsuite").is_dir():
             return dict(os.environ)
         places = [str(self._tree), str(self._tree / "src"), *filter(None, [os.environ.get("PYTHONPATH")])]
@@ -247,7 +249,7 @@ class Comparer:
 
 
 def change_of(report: RunReport, by: str) -> Change:
-    """Return the change of a comparison's only workload; SkippedError where it found none."""
+    """Return the change of a comparison's only workload. Raises SkippedError if the report has none."""
     if len(report.verdicts) != 1:
         reason = next(iter(report.problems), "") or f"{len(report.verdicts)} workloads of that name"
         raise SkippedError(reason)

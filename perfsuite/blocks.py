@@ -1,4 +1,4 @@
-"""Mean and variance of the block log-ratios of a process, trimmed on the wall clock. Pure; no torch."""
+"""Mean and variance of the block log-ratios of a process, trimmed on the wall clock. Pure functions; no torch."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from statistics import fmean
 from perfsuite.statistics import variance
 
 TRIMMED = {"device": 0.0, "wall": 0.25}
-"""The share of a process's blocks that is left out at each end. On the wall clock the host interrupts some blocks: for
-20 workloads on an H200 the mean of the middle half has half the variance of the mean of all blocks. On the device clock
-trimming gains nothing."""
+"""Share of a process's blocks that is trimmed at each end, by clock. On the wall clock the host interrupts some blocks:
+for 20 workloads on an H200 the mean of the middle half has half the variance of the mean of all blocks. On the device
+clock trimming gains nothing."""
 
 
 def process_mean(blocks: Sequence[float], clock: str) -> float:
-    """Return the unit of the gate's rule: the trimmed mean of one process's block log-ratios.
+    """Return the trimmed mean of one process's block log-ratios, which is one observation of the gate's rule.
 
     Raises ValueError if there is no block, or one is not finite.
     """
@@ -25,7 +25,7 @@ def process_mean(blocks: Sequence[float], clock: str) -> float:
 
 
 def block_variance(processes: Iterable[Sequence[float]], clock: str) -> tuple[float, float]:
-    """Return (variance of a block within its process, pooled over processes; its degrees of freedom, 0 if none).
+    """Return (variance of a block within its process, pooled over processes; degrees of freedom, 0 if none).
 
     Divided by the number of blocks, this is the variance that block noise adds to `process_mean`. For trimmed means it
     is computed from the winsorized blocks (Tukey and McLaughlin 1963).

@@ -1,8 +1,7 @@
-"""Keep compiled copies of Python sources in a folder of perfsuite's own, where Python may not write them beside the
-sources.
+"""Keep bytecode files in a folder of perfsuite's own when Python may not write them next to the sources.
 
-Container images set PYTHONDONTWRITEBYTECODE, some without compiled copies of what they have installed. Every process
-then compiles the project anew, or torch as well, which takes seconds, and a gate starts dozens of processes.
+Container images set PYTHONDONTWRITEBYTECODE, some without bytecode for their installed packages. Every process then
+compiles the project again, or torch as well, which takes seconds, and a gate starts dozens of processes.
 """
 
 from __future__ import annotations
@@ -28,17 +27,16 @@ FORBIDDEN, PLACE = "PYTHONDONTWRITEBYTECODE", "PYTHONPYCACHEPREFIX"
 
 
 def keep_during(config: pytest.Config) -> None:
-    """Call `keep`, and undo it when pytest ends."""
+    """Call `keep`, and undo its effect when pytest ends."""
     undo = keep(config.rootpath)
     if undo is not None:
         config.add_cleanup(undo)
 
 
 def keep(root: Path) -> Callable[[], None] | None:
-    """Make this process, and those that it starts from now on, keep compiled copies in perfsuite's own folder of the
-    project.
+    """Make this process, and those that it starts from now on, keep bytecode in perfsuite's own folder of the project.
 
-    Returns a function that undoes this. Returns None, with nothing changed, where Python may write copies itself or the
+    Returns a function that undoes this. Returns None, with nothing changed, if Python may write bytecode itself or the
     folder cannot be made.
     """
     if not sys.dont_write_bytecode or sys.pycache_prefix or PLACE in os.environ:
@@ -62,18 +60,18 @@ def keep(root: Path) -> Callable[[], None] | None:
 
 
 def forget(folder: Path) -> None:
-    """Remove the compiled copies of a folder's sources from the cache folder, if PYTHONPYCACHEPREFIX is in use."""
+    """Remove the bytecode of a folder's sources from the cache folder, if PYTHONPYCACHEPREFIX is in use."""
     for path in {folder.absolute(), folder.resolve()} if sys.pycache_prefix else ():
         shutil.rmtree(Path(str(sys.pycache_prefix), *path.parts[1:]), ignore_errors=True)
 
 
 def _forget_sources(copies: Path) -> None:
-    """Remove the copies whose source may have changed since they were written.
+    """Remove the bytecode files whose source may have changed since they were written.
 
-    Python matches a copy to its source by the source's size and modification time in seconds, which a tool that sets
-    times may leave as they were. So a copy is kept only if its source has the contents that it had at the start of the
-    last run, which wrote the copy or kept it. The copies of Python's own modules and of installed packages, which only
-    an installer changes, are all kept.
+    Python matches bytecode to its source by the source's size and modification time in seconds. A tool that sets times
+    may leave both unchanged. So bytecode is kept only if its source has the same contents as at the start of the last
+    run, which wrote the bytecode or kept it. The bytecode of Python's own modules and of installed packages, which only
+    an installer changes, is always kept.
     """
     environments = [copies.joinpath(*path.parts[1:]) for path in ENVIRONMENTS]
     before, now = _hashes(copies / HASHES), dict[str, str]()
@@ -92,7 +90,7 @@ def _forget_sources(copies: Path) -> None:
 
 
 def _stem(name: str) -> str:
-    """Return the source's name without ".py", of a copy such as "test_a.b.cpython-311-pytest-9.2.0.pyc"."""
+    """Return the source's name without ".py" for a bytecode file such as "test_a.b.cpython-311-pytest-9.2.0.pyc"."""
     return re.sub(r"\.(cpython|pypy)[^.]*-?.*\.pyc(\.\d+)?$", "", name)
 
 
@@ -104,7 +102,7 @@ def _hash(source: Path) -> str:
 
 
 def _hashes(path: Path) -> dict[str, str]:
-    """Return the hash of each source at the start of the last run; empty where it is not known."""
+    """Return the hash of each source at the start of the last run; empty if they are not known."""
     try:
         return {str(k): str(v) for k, v in json.loads(path.read_text()).items()}
     except (OSError, ValueError, AttributeError, RecursionError):

@@ -1,7 +1,7 @@
-"""Cases: Hypothesis strategies that draw them, and the one line that a case is printed as.
+"""Hypothesis strategies that draw cases, and the one-line text form of a case.
 
-A case is pure data (sizes, layout and value regime of each input, one seed), so that it shrinks well and one
-printed line rebuilds the same tensors anywhere.
+A case is plain data: sizes, the layout and value regime of each input, and one seed. So it shrinks well, and its line
+is enough to rebuild the same tensors anywhere.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from perfsuite.specs import EXPANDED, Integers, ScalarSpec, Size, TensorSpec, bo
 from perfsuite.tensor_values import MILD, regimes
 from perfsuite.workload import Workload
 
-# Where kernels go wrong: empty, one, primes, and one off the usual tile sizes.
+# Sizes at which kernels often fail: empty, one, primes, and one more or less than the usual tile sizes.
 SMALL_EDGES = (0, 1, 2, 3, 4, 5, 7, 8, 9, 13, 15, 16, 17, 31, 32, 33)
 LARGE_EDGES = (63, 64, 65, 127, 128, 129, 257)
 TELLING = (0, 1, 17, 33)
-"""Sizes that are drawn more often, so that a few dozen draws hold each of them."""
+"""Sizes that are drawn more often, so that a few dozen draws contain each of them."""
 SMALL_HIGH = 33
 
-# Explaining a failing draw takes several times as long as shrinking it, and the one line that is printed says as much.
+# Hypothesis's explain phase takes several times as long as shrinking, and the printed line says as much.
 PHASES = tuple(p for p in Phase if p is not Phase.explain)
 
-# Strategies are kept: Hypothesis takes longer to make one than to draw from it.
+# Strategies are cached, because Hypothesis takes longer to create one than to draw from it.
 SEEDS = st.integers(0, 2**31 - 1)
 
 
@@ -43,7 +43,8 @@ def _among(values: tuple[Any, ...]) -> st.SearchStrategy[Any]:
 
 @st.composite
 def cases(draw: st.DrawFn, pair: Pair, dtype: str) -> Case:
-    """Return a strategy of cases of the pair in that precision; shrinks toward small, contiguous, normal, seed 0."""
+    """Return a strategy for cases of the pair in this dtype. It shrinks toward small sizes, contiguous layouts, normal
+    values and seed 0."""
     sizes = _sizes(draw, pair)
     assume(pair.allows(sizes))
     every = {**pair.inputs, **pair.step_inputs}
@@ -62,8 +63,8 @@ def cases(draw: st.DrawFn, pair: Pair, dtype: str) -> Case:
         else:
             regime = "nonfinite" if name == chosen else "normal"
         if layout in EXPANDED and (regime not in MILD or any(sizes[n] > SMALL_HIGH for n in pair.symbols)):
-            # Rows of one large value have no variance but what rounding makes of it, and of a long row of equal values
-            # the roundings add up in one direction.
+            # The variance of a row of equal large values is only rounding error, and in a long row of equal values the
+            # rounding errors add up in one direction.
             layout = "contiguous"
         if layout != "contiguous" or regime != "normal":
             inputs[name] = InputCase(layout=layout, regime=regime)
@@ -72,16 +73,16 @@ def cases(draw: st.DrawFn, pair: Pair, dtype: str) -> Case:
 
 
 def _sizes(draw: st.DrawFn, pair: Pair) -> dict[str, Any]:
-    """Draw the sizes, of which at most one is large, so that their products stay small without rejecting draws."""
+    """Draw the sizes. At most one is large, so that their products stay small without rejecting draws."""
     names = sorted(pair.symbols)
     large = draw(_among((None, *names))) if names else None
     return {name: draw(_size(pair.size_of(name), large=name == large)) for name in names}
 
 
 def _adversarial(draw: st.DrawFn, tensors: Mapping[str, TensorSpec]) -> tuple[str, str | None]:
-    """Draw which of the tensors get values of other regimes than "normal": (kind, name of the one that is chosen)."""
+    """Draw which tensors get values of other regimes than "normal". Return (kind, name of the chosen tensor)."""
     open_ = [name for name, leaf in tensors.items() if "nonfinite" in regimes(leaf)]
-    # NaN and ±inf have a share of their own: one regime among nine would be missed by a few dozen draws.
+    # NaN and ±inf have a kind of their own: a few dozen draws would miss one regime among nine.
     kind = draw(_among(("none", "one", "all", *(["nonfinite"] if open_ else []))))
     among = tuple(open_ if kind == "nonfinite" else tensors)
     chosen = draw(_among(among)) if kind in ("one", "nonfinite") and among else None
@@ -90,7 +91,8 @@ def _adversarial(draw: st.DrawFn, tensors: Mapping[str, TensorSpec]) -> tuple[st
 
 @st.composite
 def plain_cases(draw: st.DrawFn, pair: Pair, dtype: str) -> Case:
-    """Return a strategy of cases with some elements in every dimension, plain layouts and values."""
+    """Return a strategy for cases with contiguous layouts, normal values and, where the pair allows it, no empty
+    dimension."""
     sizes: dict[str, Any] = {}
     for name in sorted(pair.symbols):
         size = pair.size_of(name) or Size(low=0, high=PLAIN[-1])
@@ -131,7 +133,7 @@ def _scalar(spec: ScalarSpec, sizes: Mapping[str, int]) -> st.SearchStrategy[Any
 
 
 def other_number(spec: ScalarSpec, value: Any, sizes: Mapping[str, Any], rng: random.Random) -> Any:
-    """Return another value that the spec allows; the same one where it allows no other."""
+    """Return another value that the spec allows; the same one if it allows no other."""
     if isinstance(spec.values, tuple):
         return rng.choice([v for v in spec.values if v != value] or [value])
     if isinstance(spec.values, Integers):
@@ -143,12 +145,12 @@ def other_number(spec: ScalarSpec, value: Any, sizes: Mapping[str, Any], rng: ra
 
 
 def workload_case(workload: Workload, dtype: str, seed: int) -> Case:
-    """Return the case of a workload: its sizes, plain layouts and values, and a seed of this run."""
+    """Return the case of a workload: its sizes, contiguous layouts, normal values, and this seed."""
     return Case(dtype=workload.dtype or dtype, sizes=dict(workload.sizes), inputs={}, seed=seed)
 
 
 STEPS = " steps"
-"""End of the part of the line that says the most steps that are taken."""
+"""Suffix of the part of the line that has the largest number of steps."""
 
 
 def case_line(case: Case) -> str:

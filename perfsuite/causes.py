@@ -1,7 +1,8 @@
-"""Why a ratio differs from the accepted one: which side moved, the device, or the software beneath both.
+"""Find why a ratio differs from the accepted one: a side changed, or the device, or the software that both sides use.
 
-The seconds of each side tell which one moved. Three anchor kernels, which no change of a project can slow down, are
-timed beside every workload (anchors.py) and tell a slower device from a slower side. Nothing is gated on them.
+The seconds of each side show which one changed. Three anchor kernels, which no change of a project can slow down, are
+timed with every workload (anchors.py). They distinguish a slower device from a slower side. The gate does not test
+them.
 """
 
 from __future__ import annotations
@@ -15,15 +16,17 @@ from perfsuite.blocks import process_mean
 from perfsuite.records import COPY, LAUNCH, MATMUL, Measurement
 
 MOVED_LEAST = 0.02
-"""Smallest log change that counts as a movement. Where both sides moved by more than this and by more than their ratio,
-something that they share has moved. An anchor kernel that moved by less has not moved."""
+"""Smallest log change of seconds that counts as a change. If the seconds of both sides change in the same direction by
+more than this and by more than their ratio does, then the cause is something that they share. An anchor kernel that
+changes by less has not changed."""
 MOVED_SHARE = 0.5
-"""The device moved a side where an anchor kernel moved in the same direction by at least this share of it."""
+"""Fraction of a side's change by which an anchor kernel must change in the same direction, so that the device is the
+cause."""
 _SHARED = {"device": "the device", "software": "not the device, but software that both sides use"}
 
 
 def of_ratio(entry: Entry | None, runs: Sequence[Measurement], slower: float) -> tuple[str | None, str]:
-    """Return (what moved, why). What moved is "optimized", "reference", "device" or "software".
+    """Return (cause, explanation). The cause is "optimized", "reference", "device" or "software"; None if no entry.
 
     `slower` is the log slowdown of the ratio to the reference.
     """
@@ -49,10 +52,10 @@ def of_ratio(entry: Entry | None, runs: Sequence[Measurement], slower: float) ->
 
 
 def of_speedup(entry: Entry | None, runs: Sequence[Measurement]) -> tuple[str | None, str]:
-    """Return (what moved, why) where the optimized code is as accepted, but its speedup over the reference is not.
+    """Return (cause, explanation) if the optimized code is as accepted, but its speedup over the reference is not.
 
-    For processes without the accepted revision, return what `of_ratio` returns. At least one process timed the
-    reference.
+    For processes without the accepted revision, return what `of_ratio` returns. At least one process must have timed
+    the reference.
     """
     if entry is None:
         return None, ""
@@ -63,7 +66,7 @@ def of_speedup(entry: Entry | None, runs: Sequence[Measurement]) -> tuple[str | 
         return side, why
     if (slower := _beside_accepted(timed)) >= MOVED_SHARE * lost:
         return side, f"{why}; it is {change(slower)} than the accepted one beside it"
-    # Beside the accepted revision it has hardly moved, so the cause lies beneath both revisions.
+    # It is hardly slower than the accepted revision, so the cause is something that both revisions use.
     known = bool(_anchor_shifts(entry, timed))
     side = "software" if known else "device"
     beneath = _SHARED["software"] if known else "the device or its software"
@@ -72,7 +75,7 @@ def of_speedup(entry: Entry | None, runs: Sequence[Measurement]) -> tuple[str | 
 
 
 def of_seconds(entry: Entry | None, runs: Sequence[Measurement]) -> tuple[str | None, str]:
-    """Return (what moved, why) where the optimized side's own seconds are too many, and it is no slower than accepted.
+    """Return (cause, explanation) if the optimized side takes too many seconds, but is no slower than accepted.
 
     Return (None, "") if the seconds rose by no more than MOVED_LEAST.
     """
@@ -84,21 +87,22 @@ def of_seconds(entry: Entry | None, runs: Sequence[Measurement]) -> tuple[str | 
     if _moved_with(anchors, moved):
         side = "device"
     elif all("accepted" in m.log_ratios for m in runs) and _beside_accepted(runs) < MOVED_SHARE * moved:
-        # Both revisions moved alike.
+        # Both revisions changed alike.
         side = "software" if anchors else "device"
     why = f"the optimized side is {change(moved)} than when accepted"
     return side, why + (f", because of {_SHARED[side]}" if side in _SHARED else "") + _listed(anchors)
 
 
 def _beside_accepted(runs: Sequence[Measurement]) -> float:
-    """Return the log slowdown of the optimized side against the accepted one, which was timed beside it."""
+    """Return the log slowdown of the optimized side against the accepted one, timed in the same processes."""
     return -fmean(process_mean(m.log_ratios["accepted"], m.clock) for m in runs)
 
 
 def reference_moved(entry: Entry | None, runs: Sequence[Measurement], most: float) -> str:
-    """Return why a stored ratio proves nothing here: the reference's own seconds moved by more than `most`. Else empty.
+    """Return why a stored ratio proves nothing here: the reference's own seconds changed by more than `most`. Empty if
+    they did not.
 
-    A clock or a neighbour that slows the reference alone would hide a slowdown of the optimized side.
+    A clock rate or another process that slows only the reference would hide a slowdown of the optimized side.
     """
     moved = _shift(entry, runs, "reference") if entry else 0.0
     if abs(moved) <= math.log1p(max(most, MOVED_LEAST)):
@@ -107,25 +111,25 @@ def reference_moved(entry: Entry | None, runs: Sequence[Measurement], most: floa
 
 
 def change(log: float, more: str = "slower", less: str = "faster") -> str:
-    """Return a log-ratio in words: "3.0% slower"."""
+    """Return a log-ratio in words, e.g. "3.0% slower"."""
     relative = math.expm1(log)
     return f"{relative:.1%} {more}" if relative >= 0 else f"{-relative:.1%} {less}"
 
 
 def _shift(entry: Entry, runs: Sequence[Measurement], side: str) -> float:
-    """Return the log change of a side's own seconds since it was accepted; 0 where they were not measured."""
+    """Return the log change of a side's own seconds since it was accepted; 0 if they were not measured."""
     now = [math.log(median(m.sides[side].blocks_s)) for m in runs if side in m.sides and m.sides[side].blocks_s]
     return fmean(now) - math.log(entry.sides[side].seconds) if now else 0.0
 
 
 def _moved_with(anchors: Mapping[str, float], shift: float) -> bool:
-    """Return whether an anchor kernel moved together with a side that moved by `shift`."""
+    """Return whether an anchor kernel changed together with a side that changed by `shift`."""
     least = max(MOVED_LEAST, MOVED_SHARE * abs(shift))
     return any(a * shift > 0 and abs(a) > least for a in anchors.values())
 
 
 def _anchor_shifts(entry: Entry, runs: Sequence[Measurement]) -> dict[str, float]:
-    """Return the log change of each anchor kernel that bears on this workload; empty where none are known."""
+    """Return the log change of each anchor kernel that is relevant to this workload; empty if none are known."""
     names = {"memory": [COPY], "compute": [MATMUL]}.get(entry.limit.by if entry.limit else "", [COPY, MATMUL])
     names += [LAUNCH] if entry.clock == "wall" else []
     accepted = entry.anchors()

@@ -1,4 +1,5 @@
-"""Measure the most that the device can do, in the same process as the workloads that are compared with it."""
+"""Measure the device's peak bandwidth and throughput, in the same process as the workloads that are compared with
+them."""
 
 from __future__ import annotations
 
@@ -24,7 +25,7 @@ PRECISIONS = ("float64", "float32", "tf32", "bfloat16", "float16")
 
 @cache
 def copy_bytes_per_s(device: str) -> float:
-    """Return the bytes read plus bytes written a second by a large copy: the best of a few."""
+    """Return the bytes read plus the bytes written per second by a large copy: the best of a few."""
     kind = torch.device(device).type
     source = torch.ones(COPY_BYTES[kind] // 4, dtype=torch.float32, device=device)
     target = torch.empty_like(source)
@@ -34,14 +35,14 @@ def copy_bytes_per_s(device: str) -> float:
 
 @cache
 def matmul_flops_per_s(device: str, precision: str) -> float:
-    """Return the operations a second of a large square matrix product on random data: the best of a few.
+    """Return the operations per second of a large square matrix product on random data: the best of a few.
 
     Raises PairError for a precision in which there is no such product.
     """
     if precision not in PRECISIONS:
         raise PairError(f"a cost's precision={precision!r} is not one of {', '.join(PRECISIONS)}")
     kind = torch.device(device).type
-    # In float64 no device is fast, and a CPU may emulate half precision.
+    # Products in float64 are slow on every device, and a CPU may emulate half precision.
     smaller = precision == "float64" or (kind == "cpu" and precision in ("bfloat16", "float16"))
     n = MATMUL_SIZE[kind] // (2 if smaller else 1)
     dtype = torch.float32 if precision == "tf32" else getattr(torch, precision)
@@ -52,7 +53,7 @@ def matmul_flops_per_s(device: str, precision: str) -> float:
 
 
 def limit(pair: Pair, workload: Workload, dtype: str, device: str) -> Limit | None:
-    """Return the device's limit for a workload; None without a cost."""
+    """Return the device's limit for a workload; None if the pair declares no cost."""
     if pair.cost is None:
         return None
     moved, operations = pair.cost.of(workload.sizes, workload.direction)
@@ -62,7 +63,7 @@ def limit(pair: Pair, workload: Workload, dtype: str, device: str) -> Limit | No
         bounds.append((moved / rate, "memory", rate))
     if operations:
         precisions = {pair.cost.precision_in(dtype)}
-        if device == "cpu":  # a CPU's own products in half precision may be far slower than those of widened inputs
+        if device == "cpu":  # products in half precision may be much slower there than products of widened inputs
             precisions.add(pair.cost.precision)
         rate = max(matmul_flops_per_s(device, precision) for precision in precisions)
         bounds.append((operations / rate, "compute", rate))
@@ -80,7 +81,7 @@ def forget() -> None:
 
 @contextmanager
 def _float32_products(precision: str) -> Iterator[None]:
-    # Not allow_tf32: it cannot be read where a project has used this setting, and it forgets "medium".
+    # Not allow_tf32: it cannot be read where a project has used this setting, and it cannot represent "medium".
     settings: Any = torch.backends.cuda.matmul
     before = settings.fp32_precision
     settings.fp32_precision = precision
@@ -91,7 +92,7 @@ def _float32_products(precision: str) -> Iterator[None]:
 
 
 def best_s(call: Callable[[], object], kind: str) -> float:
-    """Return the seconds of one call: the least of a few after a first one. `kind` is "cuda" or "cpu"."""
+    """Return the seconds of one call: the least of REPEATS after a warm-up call. `kind` is "cuda" or "cpu"."""
     times: list[float] = []
     for _ in range(REPEATS + 1):
         if kind == "cuda":

@@ -1,5 +1,5 @@
-"""`perfsuite gate --changed`: find the accepted workloads that run exactly what they ran when they were accepted. No
-torch."""
+"""`perfsuite gate --changed`: find the accepted workloads that run the same code and data as when they were accepted.
+No torch."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from perfsuite.records import Machine, Ran, Status, Verdict
 from perfsuite.report import units
 
 DOCUMENTS = (".md", ".rst", ".pyc", "~")
-"""Endings of files that no code reads when it runs."""
+"""Suffixes of files that no code reads at run time."""
 
 
 @dataclass(slots=True)
 class Found:
-    """Result of the search: workload → why it need not be measured, and for the others workload → what has changed."""
+    """Result of the search: unchanged workload → why it need not be measured, changed workload → what has changed."""
 
     unchanged: dict[str, str] = field(default_factory=dict)
     changed: dict[str, str] = field(default_factory=dict)
     sources: dict[str, list[str]] = field(default_factory=dict)
-    """Changed workload → the sources that differ, where nothing else does."""
+    """Changed workload → the sources that differ. Only workloads for which nothing else differs."""
 
 
 Added: TypeAlias = Callable[[str, Path], Collection[str] | None]
@@ -34,7 +34,7 @@ Added: TypeAlias = Callable[[str, Path], Collection[str] | None]
 
 
 def unchanged(entries: Mapping[str, Entry], top: Path, machine: Machine, added: Added = revision.added_since) -> Found:
-    """Compare what each entry ran with what is here now."""
+    """Compare what each entry ran with the present files, software and environment."""
     found, present = Found(), _Present(top, added)
     for id, entry in entries.items():
         difference = _elsewhere(entry, machine) or present.other_files(entry)
@@ -51,8 +51,8 @@ def unchanged(entries: Mapping[str, Entry], top: Path, machine: Machine, added: 
 def other_code(
     entries: Mapping[str, Entry], top: Path, machine: Machine, added: Added = revision.added_since
 ) -> dict[str, str]:
-    """Return workload → why its accepted figures may be of other code than the present, for the workloads where they
-    may."""
+    """Return workload → why its accepted figures may be of other code than the present. Other workloads are left
+    out."""
     present = _Present(top, added)
     return {i: why for i, entry in entries.items() if (why := _other_code(entry, machine, present))}
 
@@ -60,8 +60,10 @@ def other_code(
 def differences(
     entries: Mapping[str, Entry], top: Path, machine: Machine, added: Added = revision.added_since
 ) -> dict[str, tuple[list[str], str]]:
-    """Return workload → (the sources that differ, the first difference of another kind), for the workloads of which it
-    is known what they ran when they were accepted."""
+    """Return workload → (the sources that differ, the first difference of another kind).
+
+    Only workloads for which it is known what they ran when they were accepted.
+    """
     present = _Present(top, added)
     found = {}
     for id, entry in entries.items():
@@ -83,15 +85,15 @@ def _other_code(entry: Entry, machine: Machine, present: _Present) -> str:
 
 
 def _other_python(entry: Entry, machine: Machine) -> str:
-    """Return how the version of Python differs, whose digests of sources then differ, too; empty where it does not."""
+    """Return how the version of Python differs; empty if it does not. Digests of sources depend on that version."""
     before, now = (version.rpartition(".")[0] for version in (entry.sessions[-1].python, machine.python))
     return f"it was accepted with Python {before}, and this is {now}" if before != now else ""
 
 
 def launched(entry: Entry) -> str:
-    """Return the digest of what the workload launched when it was accepted; empty where that does not settle anything.
+    """Return the digest of what the workload launched when it was accepted; empty if it is unknown or not sufficient.
 
-    On the wall clock the host's code matters, too.
+    It is not sufficient on the wall clock, where the host's code matters too.
     """
     return entry.ran.launched if entry.ran is not None and entry.clock == "device" else ""
 
@@ -99,9 +101,9 @@ def launched(entry: Entry) -> str:
 def launches_the_same(launched: str, sources: Collection[str], now: str, own: Collection[str]) -> bool:
     """Return whether only sources of the optimized side differ, and it launches what it launched when it was accepted.
 
-    `launched` and `now` are digests of what it launched then and launches now, empty where there is none; `own` are the
-    sources that only it runs. Another reference, or another declaration of the pair, has to be proven: what is launched
-    says nothing of it.
+    `launched` and `now` are digests of what the optimized side launched then and launches now, empty if unknown. `own`
+    are the sources that only the optimized side runs. A changed reference or declaration of the pair has to be proven,
+    since the launches of the optimized side do not depend on it.
     """
     return bool(launched) and launched == now and set(sources) <= set(own)
 
@@ -127,14 +129,14 @@ def summary(found: Found) -> str:
 
 
 def _unknown(entry: Entry) -> str:
-    """Return why it is not known what the workload ran when it was accepted; empty where it is."""
+    """Return why it is not known what the workload ran when it was accepted; empty if it is known."""
     if entry.ran is None:
         return "what it ran was not noted when it was accepted"
     return entry.ran.unknown or ("it was accepted with uncommitted changes" if entry.dirty else "")
 
 
 def _elsewhere(entry: Entry, machine: Machine) -> str:
-    """Return how the software or the environment differs from that of the acceptance; empty where it does not."""
+    """Return how the software or the environment differs from that of the acceptance; empty if it does not."""
     if reason := _unknown(entry):
         return reason
     assert entry.ran is not None
@@ -147,7 +149,7 @@ def _elsewhere(entry: Entry, machine: Machine) -> str:
 
 
 def _surroundings(ran: Ran) -> str:
-    """Return which environment variable or installed package differs, as far as the acceptance noted them."""
+    """Return which environment variable or installed package differs, as far as the acceptance recorded them."""
     if ran.variables is None:
         return "an installed package, or an environment variable that matters to speed"
     variables = digests.variables()
@@ -167,7 +169,7 @@ def _surroundings(ran: Ran) -> str:
 
 
 def _versions(packages: Iterable[str]) -> dict[str, set[str]]:
-    """Return package → its versions; a package in two places of the path can have two."""
+    """Return package → its versions. A package in two places of sys.path can have two."""
     found: dict[str, set[str]] = {}
     for package in packages:
         name, _, version = package.partition("==")
@@ -176,7 +178,7 @@ def _versions(packages: Iterable[str]) -> dict[str, set[str]]:
 
 
 class _Present:
-    """Files as they are now. Git and each file are read once for all workloads, and parsed only where necessary."""
+    """Files as they are now. Git and each file are read once for all workloads, and parsed only if necessary."""
 
     def __init__(self, top: Path, added: Added) -> None:
         self.top = top
@@ -189,15 +191,15 @@ class _Present:
         self.digest_of_source = functools.cache(lambda path: digests.of_file(top / path))
 
     def other_files(self, entry: Entry) -> str:
-        """Return the first file that is not one of its sources and differs, or that is new and would run; else
-        empty."""
+        """Return a reason if a file other than the entry's sources differs, or is new and would run; empty if none
+        is."""
         what = self.other_data(entry.ran) or self.other_beside(entry)
         if what:
             return f"{what} changed since it was accepted at {short(entry.revision)}"
         return self.added_since(entry)
 
     def other_data(self, ran: Ran | None) -> str:
-        """Return a data file that differs; empty where none does."""
+        """Return the first data file that differs; empty if none does."""
         for path, digest in ran.data.items() if ran else ():
             if self.digest_of_data(path) != digest:
                 return f"data file {path}"
@@ -207,7 +209,7 @@ class _Present:
         """Return the sources that differ."""
         different = []
         for path, digest in entry.ran.sources.items() if entry.ran else ():
-            # A package of the same name would be imported in the module's place.
+            # A package of the same name would be imported instead of the module.
             package = (self.top / path).with_suffix("") / "__init__.py"
             same = self._is_committed(path, entry) or self.digest_of_source(path) == digest
             if not same or package.exists():
@@ -215,7 +217,7 @@ class _Present:
         return different
 
     def _is_committed(self, path: str, entry: Entry) -> bool:
-        """Return whether the file is, byte for byte, that of the accepted revision."""
+        """Return whether the file is byte for byte that of the accepted revision."""
         blob = self.blobs(entry.revision).get(path) if entry.revision else None
         return blob is not None and self._is_blob(path, blob)
 
@@ -224,17 +226,18 @@ class _Present:
         return content is not None and revision.is_blob(content, blob)
 
     def other_beside(self, entry: Entry) -> str:
-        """Return the first file beside its sources that is not Python and differs. Its code may read it unobserved."""
+        """Return the first file next to the entry's sources that is not Python and differs; empty if none does. The
+        code may read such a file without being observed."""
         folders = dict.fromkeys(Path(name).parent for name in entry.ran.sources) if entry.ran else ()
         others = (p for folder in folders for p in self.beside(entry.revision, folder) if not p.endswith(".py"))
         return next((f"{path} beside its sources" for path in others), "")
 
     def _beside(self, accepted: str | None, folder: Path) -> list[str]:
-        """Return the files of a folder that the accepted revision does not have, or has with other content; no
-        documents.
+        """Return the files of a folder that the accepted revision does not have, or has with other content.
 
-        Files that git ignores are included. Of Python files, which have digests, only new ones are. The list is empty
-        for the top folder, where every tool keeps files, and for a revision that git does not know.
+        Documents are left out. Files that git ignores are included. Python files have digests, so only new ones are
+        included. The list is empty for the top folder, where every tool keeps files, and for a revision that git does
+        not know.
         """
         blobs = self.blobs(accepted) if accepted and folder.parts else {}
         names = os.listdir(self.top / folder) if blobs and (self.top / folder).is_dir() else []
@@ -243,8 +246,8 @@ class _Present:
         return [p for p in files if p not in blobs or not (p.endswith(".py") or self._is_blob(p, blobs[p]))]
 
     def added_since(self, entry: Entry) -> str:
-        """Return a reason where a file that would run now was added since the acceptance, or where this cannot be
-        known; else empty."""
+        """Return a reason if a file that would run now was added since the acceptance, or if this cannot be known;
+        empty if not."""
         since = short(entry.revision)
         files = self.added(entry.revision, self.top) if entry.revision else None
         if files is None:
@@ -252,7 +255,7 @@ class _Present:
         sources = [Path(name) for name in entry.ran.sources] if entry.ran else []
         folders = {folder for source in sources for folder in source.parents}
         files = {*files, *(p for s in sources for p in self.beside(entry.revision, s.parent) if p.endswith(".py"))}
-        # A source that imports a new module names it, or lies below it.
+        # A source that imports a new module contains its name, or is below it.
         new = {(path.parent if path.stem == "__init__" else path).stem for path in map(Path, files)}
         concerned = [
             s for s in sources if any(n in s.parts or n.encode() in (self.content(str(s)) or b"") for n in new)
@@ -262,14 +265,14 @@ class _Present:
             path = Path(name)
             if path.name in ("conftest.py", "__init__.py") and path.parent in folders:
                 return f"{name} was added since {since}"
-            # An import that failed or found another module when it was accepted.
+            # This import failed or found another module when it was accepted.
             module = ".".join(path.with_suffix("").parts).removesuffix(".__init__")
             if any(f".{module}.".endswith(f".{w}.") or f"{w}.".startswith(f"{module}.") for w in wanted):
                 return f"{name} was added since {since}"
         return ""
 
     def _content(self, path: str) -> bytes | None:
-        """Return the file's bytes; None where it cannot be read."""
+        """Return the file's bytes; None if it cannot be read."""
         try:
             return (self.top / path).read_bytes()
         except OSError:

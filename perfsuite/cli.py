@@ -1,4 +1,4 @@
-"""The command `perfsuite`: a thin front on the same pytest items.
+"""The command `perfsuite`: a thin layer over the pytest items.
 
 Exit codes: 0 all is well · 1 the code is at fault: a regression, a broken promise, a wrong result · 2 interrupted,
 ended early, or the command line is wrong · 3 an internal error · 4 the run could not begin (a damaged baseline, a wrong
@@ -40,8 +40,8 @@ has already imported."""
 def main() -> None:
     """Is the fast version still the same function, and is it still fast?
 
-    A pair of functions, declared once in a test module, is proven equal, timed on this machine, held against what was
-    accepted, and fails where it falls short. Start with `perfsuite doctor`, then `perfsuite run`.
+    A pair of functions is declared once in a test module. perfsuite proves that both are equal, times them on this
+    machine, and fails where the result is worse than accepted. Start with `perfsuite doctor`, then `perfsuite run`.
     """
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a terminal that lacks a character must not end the run
@@ -65,8 +65,8 @@ def _pytest(
     extra: Sequence[str] = (),
     as_json: bool = False,
 ) -> int:
-    """Run pytest on the items, in this process. With `as_json` pytest writes to stderr, and stdout is left to the
-    report."""
+    """Run pytest on the items, in this process. With `as_json`, pytest writes to stderr, so that stdout contains only
+    the report."""
     import pytest
 
     from perfsuite import conclusion
@@ -75,7 +75,7 @@ def _pytest(
     given += ["-k", keyword] if keyword else []
     given += [f"--perfsuite-mode={mode}", *(f"--perfsuite-argument={a}" for a in arguments)]
     given += [f"--perfsuite-report={report}"] if report else []
-    given += ["--benchmark-quiet"]  # our table says it all
+    given += ["--benchmark-quiet"]  # perfsuite's own table has the same figures
     plugins = [] if _registered() else ["-p", "perfsuite.plugin"]
     quiet = redirect_stdout(sys.stderr) if as_json else nullcontext()
     with conclusion.expecting(mode) as awaited, quiet, _terminated_as_interrupted():
@@ -89,7 +89,7 @@ def _pytest(
 
 @contextmanager
 def _terminated_as_interrupted() -> Iterator[None]:
-    """Make SIGTERM end the run as Ctrl-C does: its workers are stopped, its locks released, its report written."""
+    """Make SIGTERM end the run as Ctrl-C does: stop its workers, release its locks, and write its report."""
 
     def interrupt(signum: int, frame: Any) -> None:
         raise KeyboardInterrupt
@@ -116,7 +116,7 @@ def _registered() -> bool:
 def run(paths: tuple[str, ...], keyword: str | None, report: str, profile: str | None, as_json: bool) -> None:
     """Prove and measure every pair on this machine, and write a report.
 
-    Proofs first: only what is equal is timed. No baseline is needed; `perfsuite gate` holds the result against one.
+    Proofs run first: only equal pairs are timed. No baseline is needed; `perfsuite gate` compares with one.
     """
     extra = [f"--perfsuite-profile={profile}"] if profile else []
     _reported("run", paths, keyword, report, marker="correctness or perf", extra=extra, as_json=as_json)
@@ -140,10 +140,10 @@ def gate(
     shard: str | None,
     as_json: bool,
 ) -> None:
-    """Hold every workload against its accepted baseline; red where one falls short.
+    """Hold every workload against its accepted baseline; red if one is worse.
 
-    The same as `pytest -m perf --benchmark-compare`, which needs no options either, and besides writes JUnit, JSON, a
-    Markdown job summary and, on GitHub, annotations.
+    Does the same as `pytest -m perf --benchmark-compare`, and also writes JUnit, JSON, a Markdown job summary and, on
+    GitHub, annotations.
     """
     extra = [f"--perfsuite-baselines={baselines}"] if baselines else []
     extra += [f"--perfsuite-{name}" for name, on in (("changed", changed), ("partial", partial)) if on]
@@ -163,11 +163,11 @@ def _reported(
     arguments: Sequence[str] = (),
     extra: Sequence[str] = (),
 ) -> NoReturn:
-    """Run pytest with a report in this folder. End with pytest's exit code, whatever goes wrong with the report."""
+    """Run pytest with a report in this folder. Exit with pytest's exit code, even if the report fails."""
     from perfsuite.report import jsonfile, markdown
 
     files = [Path(report) / name for name in FILES]
-    for file in files:  # of the run before: one that cannot begin must not leave them as its own
+    for file in files:  # of an earlier run: they must not look like the report of a run that cannot begin
         with suppress(OSError):
             file.unlink()
     written = files[0]
@@ -207,8 +207,8 @@ def accept(
 ) -> None:
     """Measure on this machine and write the figures into its baseline.
 
-    The only way to change a baseline. Prints what changes and by how much. A run that was interrupted goes on where it
-    was, on the same commit and machine.
+    The only way to change a baseline. Prints what changes and by how much. An interrupted run is resumed on the same
+    commit and machine.
     """
     if not reason:
         if not sys.stdin.isatty():
@@ -243,16 +243,16 @@ def compare(
 
     Both are loaded in one process and interleaved, so that the state of the machine cancels. No baseline is needed.
 
-    With --python, compare two environments in place of two revisions: the same code under another torch, triton or
-    Python. All is proven in both, and processes of both time in turns, block by block. Two processes differ more than
-    two revisions in one, so that only larger changes show; the table says which.
+    With --python, compare two environments instead of two revisions: the same code with another torch, triton or
+    Python. Everything is proven in both, and processes of both take turns in timing, block by block. Two processes
+    differ more than two revisions in one process, so that only larger changes are found; the table says how large.
     """
     if python is None:
         if revision is None:
             raise click.UsageError("give a REVISION, or --python another environment's interpreter")
         _reported("compare", paths, keyword, report, arguments=[f"revision={revision}"], as_json=as_json)
     written = Path(report) / "environments.json"
-    given = paths if revision is None else (revision, *paths)  # no revision: what comes first is a path
+    given = paths if revision is None else (revision, *paths)  # with --python, the first argument is a path
     if revision is not None and not Path(revision.partition("::")[0]).exists():
         raise click.UsageError(f"{revision} is no path, and --python takes the place of a revision; leave it out")
     from perfsuite.environments.interpreter import located
@@ -262,7 +262,7 @@ def compare(
     except PerfsuiteError as error:
         raise click.UsageError(str(error)) from None
     arguments = [f"python={python}", f"processes={processes}", f"file={written}"]
-    with suppress(OSError):  # of the run before
+    with suppress(OSError):  # of an earlier run
         written.unlink()
     code = _pytest("environments", given, keyword, arguments=arguments, as_json=as_json)
     if as_json and written.exists():
@@ -284,9 +284,9 @@ def compare(
 def bisect(workload: str, good: str, bad: str, by: str) -> None:
     """Find the commit that made WORKLOAD slower than a good one.
 
-    WORKLOAD is an id as reports show it, for instance 'tests/test_dots.py::dots::speed[large]'. Each commit gets a work
-    tree of its own, where `perfsuite compare` times it beside the good one; the checkout stays as it is. Commits that
-    cannot be compared are skipped.
+    WORKLOAD is an id as reports show it, for instance 'tests/test_dots.py::dots::speed[large]'. Each commit gets a
+    separate work tree, where `perfsuite compare` times it against the good one; the checkout is not changed. Commits
+    that cannot be compared are skipped.
     """
     from perfsuite import bisection
 
@@ -316,10 +316,10 @@ def bisect(workload: str, good: str, bad: str, by: str) -> None:
 def history(
     workload: str | None, limit: int, device: str | None, baselines: str, as_json: bool, html: str | None
 ) -> None:
-    """List the last runs, or those of WORKLOAD with its times and the steps in them.
+    """List the last runs, or those of WORKLOAD with its times and the level shifts in them.
 
-    WORKLOAD is an id as reports show it, or a part of one that fits no other. Each `run`, `gate`, `accept` and
-    `pytest -m perf` leaves a file in .perfsuite/history.
+    WORKLOAD is an id as reports show it, or a unique part of one. Each `run`, `gate`, `accept` and `pytest -m perf`
+    leaves a file in .perfsuite/history.
     """
     from perfsuite.history import command
 
@@ -336,9 +336,9 @@ def history(
 @click.argument("reports", nargs=-1, required=True, type=click.Path(dir_okay=False))
 @click.option("--report", default=REPORT, show_default=True, type=click.Path(), help="Folder of the merged report.")
 def merge(reports: tuple[str, ...], report: str) -> None:
-    """Put the REPORTS (report.json) of all shards of a gate together.
+    """Merge the REPORTS (report.json) of all shards of a gate.
 
-    Red unless every shard is there, and green.
+    Red unless every shard is present and green.
     """
     import pytest
 
@@ -365,10 +365,10 @@ def merge(reports: tuple[str, ...], report: str) -> None:
 @click.argument("report", type=click.Path(dir_okay=False))
 @click.option("--page", metavar="URL", help="Address of the whole report, for a link.")
 def comment(report: str, page: str | None) -> None:
-    """Print a pull request's comment on REPORT (report.json).
+    """Print a pull-request comment for REPORT (report.json).
 
-    Markdown of at most 65,536 characters, GitHub's limit. Its first line is a hidden marker, by which a later run finds
-    the comment to renew it.
+    The comment is Markdown of at most 65,536 characters, GitHub's limit. Its first line is a hidden marker, by which a
+    later run finds the comment and updates it.
     """
     from perfsuite.report import comment as comments
     from perfsuite.report import jsonfile
@@ -385,8 +385,8 @@ def comment(report: str, page: str | None) -> None:
 def init(folder: str, ci: str) -> None:
     """Write a first pair and CI workflows, and print the next commands.
 
-    Also an example of waivers. FOLDER is the top folder of a repository; by default the current one. What exists is
-    left as it is, and named.
+    Also write an example of waivers. FOLDER is the top folder of a repository, by default the current one. Existing
+    files are left as they are, and listed.
     """
     from perfsuite import scaffold
 
@@ -401,7 +401,7 @@ def init(folder: str, ci: str) -> None:
 @_selection
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def list_(paths: tuple[str, ...], keyword: str | None, as_json: bool) -> None:
-    """List pairs and workloads, their promises and what is accepted on this machine."""
+    """List pairs and workloads, their promises and their accepted figures on this machine."""
     arguments = ["json=yes"] if as_json else []
     sys.exit(_pytest("list", paths, keyword, arguments=arguments, extra=["-qq", "--no-header", "--no-summary"]))
 
@@ -430,7 +430,7 @@ def table(baseline: str, write: str | None) -> None:
 @main.command()
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def doctor(as_json: bool) -> None:
-    """Say what this machine can run and what is missing, each with its remedy."""
+    """Report what this machine can run and what is missing, with a remedy for each."""
     from perfsuite import doctor as examination
     from perfsuite.records import to_json
 

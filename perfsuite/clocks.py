@@ -1,11 +1,11 @@
-"""The two clocks, on a GPU and on a CPU.
+"""The device clock and the wall clock, on a GPU and on a CPU.
 
-*device*: kernels alone. A spinning kernel holds the stream while the host enqueues the timed calls, so that launch
-latency is hidden; each call lies between two events. The spin ends by itself: a call that synchronises cannot
-deadlock behind it, only make the sample invalid, and the caller never puts one there.
-*wall*: from the call to synchronised completion, what a user waits for.
+*device*: the time of the kernels alone. A spinning kernel blocks the stream while the host enqueues the timed calls, so
+that launch latency is hidden. Each call is between two events. The spin ends by itself, so a call that synchronises
+cannot deadlock behind it. It would only make the sample invalid, and the caller does not use this clock for such calls.
+*wall*: the time from the call to synchronised completion, for which a user waits.
 
-The timers are bound here, when the module is first imported, before any user code runs.
+The timers are bound when this module is first imported, before any user code runs.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ except ImportError:  # Windows
 from perfsuite.errors import MachineError
 from perfsuite.peers import ALONE, Peers
 
-# A stream holds about 1024 pending launches; past that the host waits and its latency shows.
+# A stream holds about 1024 pending launches. Beyond that the host waits, and launch latency is no longer hidden.
 QUEUE_DEPTH = 800
 SPIN_MARGIN = 1.25
 SPIN_EXTRA_S = 50e-6
 ATTEMPTS = 3
 WAITS_WITHIN = 0.25
-"""Calls wait for the spin where, from one attempt to the next, the time to enqueue grows as the spin does, within this
-relative difference."""
+"""Calls are taken to wait for the spin if, from one attempt to the next, the time to enqueue grows by as much as the
+spin, within this relative difference."""
 FLUSH_L2_MULTIPLE = 2
 
 
 def middle(times: Sequence[float]) -> float:
-    """Return the mean of the middle half of the times. Like the median it ignores an interrupted call, and it is finer
-    than the timer's tick."""
+    """Return the mean of the middle half of the times. Like the median it ignores interrupted calls, but its resolution
+    is finer than the timer's."""
     ordered = sorted(times)
     cut = len(ordered) // 4
     kept = ordered[cut : len(ordered) - cut]
@@ -47,25 +47,26 @@ def middle(times: Sequence[float]) -> float:
 
 
 def interruptions() -> int:
-    """Return how often the system has taken the processor away from this process."""
+    """Return the number of involuntary context switches of this process; 0 on Windows."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_nivcsw if resource is not None else 0
 
 
 def usage() -> tuple[int, int]:
-    """Return (interruptions, processor nanoseconds) of this process so far."""
+    """Return (number of interruptions, CPU time in nanoseconds) of this process so far."""
     return interruptions(), process_time_ns()
 
 
 def worked(before: tuple[int, int], took_ns: int) -> list[float]:
-    """Return a list with the seconds of work since `usage` was `before`, at most `took_ns`; empty if it was
-    interrupted."""
+    """Return a list with the seconds of CPU time since `usage` returned `before`, at most `took_ns`; an empty list if
+    the process was interrupted."""
     switches, busy = usage()
-    # The less of the two: idle threads of a team spin on.
+    # The smaller of the two, because idle threads of a pool keep spinning.
     return [min(busy - before[1], took_ns) * 1e-9] if switches == before[0] else []
 
 
 EVEN_ELEMENTS, EVEN_CALLS, EVEN_MOST = 64, 16, 1000
-"""Elements of a tensor that `even_work` adds, calls that show how long an addition takes, and most of them a call."""
+"""Elements of the tensor that `CpuClock.even_work` adds, calls that measure how long one addition takes, and most
+additions a call."""
 
 
 class CpuClock:
@@ -73,15 +74,15 @@ class CpuClock:
 
     kinds = ("wall",)
     waiting: frozenset[str] = frozenset()
-    """Always empty: on a CPU nothing is queued that a call could wait for."""
+    """Always empty: a CPU has no queue for which a call could wait."""
 
     def __init__(self, peers: Peers = ALONE) -> None:
         self.peers = peers
         self._now = perf_counter_ns
-        """The timer, bound before any side runs: a side that replaces the timer during a call, and puts it back, has no
-        effect."""
+        """The timer, bound before any side runs, so that a side that replaces the timer during a call has no effect."""
         self.work: list[float] = []
-        """Seconds of the last sample's calls: the less of wall and processor time. Interrupted calls are left out."""
+        """Seconds of each call of the last sample: the smaller of wall time and CPU time. Interrupted calls are left
+        out."""
 
     def sample(
         self,
@@ -107,8 +108,8 @@ class CpuClock:
         return middle(self.peers.slowest(times)) * 1e-9
 
     def even_work(self, seconds: float, calls: int) -> list[float]:
-        """Return the seconds of `calls` calls that add small tensors for about `seconds` each. Their work is equal, so
-        that something else lengthened a longer one."""
+        """Return the seconds of each of `calls` calls that add small tensors for about `seconds`. All do equal work, so
+        differences between them are noise."""
         x = torch.ones(EVEN_ELEMENTS)
 
         def add(times: int) -> None:
@@ -121,14 +122,14 @@ class CpuClock:
         return self.work
 
     def synchronize(self) -> None:
-        """Do nothing: nothing is asynchronous here."""
+        """Do nothing: nothing is asynchronous on a CPU."""
 
 
 class CudaClock:
     """Clock of a GPU: CUDA events for the device clock, `perf_counter` and synchronisation for the wall clock.
 
-    Before each timed call L2 is emptied by reading a buffer of twice its size: reading leaves clean lines, where
-    writing would leave dirty ones for the timed kernel to write back.
+    Before each timed call, reading a buffer of twice the L2 size evicts the contents of L2. Reading leaves clean lines.
+    Writing would leave dirty ones, which the timed kernel would have to write back.
     """
 
     kinds = ("device", "wall")
@@ -145,11 +146,12 @@ class CudaClock:
         self._enqueue_s: dict[str, float] = {}
         self._cycles_per_s = self._calibrate()
         self.unhidden = 0
-        """Samples whose launch latency could not be hidden."""
+        """Number of samples whose launch latency could not be hidden."""
         self.waiting: set[str] = set()
-        """Keys whose calls wait for the device: the longer the spin, the longer these calls took."""
+        """Keys of the sides whose calls wait for the device: the longer the spin, the longer these calls took."""
         self.work: list[float] = []
-        """Seconds of the last sample's calls: on the device, or as `CpuClock.work` on the wall clock."""
+        """Seconds of each call of the last sample: on the device clock device time, on the wall clock as in
+        `CpuClock.work`."""
 
     def _calibrate(self) -> float:
         cycles = 5_000_000
@@ -168,7 +170,7 @@ class CudaClock:
         return rate
 
     def flush(self) -> None:
-        """Empty L2 of the inputs and of what earlier calls left."""
+        """Evict the inputs and the data of earlier calls from L2."""
         self._flush.amax()
 
     def synchronize(self) -> None:
@@ -186,7 +188,8 @@ class CudaClock:
     ) -> float:
         """Return the seconds a call, over `calls` calls, on the clock `kind`.
 
-        `launches` is what one call launches; `key` names the side, whose time to enqueue is remembered.
+        `launches` is the number of kernel launches of one call. `key` names the side, and its time to enqueue is
+        remembered under it.
         """
         if kind == "wall":
             return self._wall(reset, call, calls)
@@ -258,26 +261,24 @@ class CudaClock:
         return middle(self.work)
 
     def even_work(self, seconds: float, calls: int) -> list[float]:
-        """Return the device seconds of `calls` kernels that spin for `seconds` each. Their work is equal, so that
-        something else lengthened a longer one."""
+        """Return the device seconds of each of `calls` kernels that spin for `seconds`. All do equal work, so
+        differences between them are noise."""
         cycles = max(1, int(seconds * self._cycles_per_s))
         self._device(lambda: None, lambda: self._spin(cycles), min(calls, self.calls_within_queue(calls, 1)), 1, "even")
         return self.work
 
     def host_s(self, key: str) -> float:
-        """Return the host seconds that enqueueing the side's last sample on the device clock took; 0 before the
-        first."""
+        """Return the host seconds to enqueue the side's last sample on the device clock; 0 before the first sample."""
         return self._enqueue_s.get(key, 0.0)
 
     @staticmethod
     def calls_within_queue(calls: int, launches: int) -> int:
-        """Return how many calls fit in the stream's queue beside their resets, flushes and events."""
+        """Return how many calls fit in the stream's queue with their resets, flushes and events; at most `calls`."""
         return max(1, min(calls, QUEUE_DEPTH // (launches + 8)))
 
 
 def _waits(tried: Sequence[tuple[float, float]]) -> bool:
-    """Return whether calls wait for the spin, given (seconds of the spin, seconds to enqueue) of each attempt to
-    outlast them."""
+    """Return whether calls wait for the spin, given (seconds of the spin, seconds to enqueue) of each attempt."""
     for (spin, took), (longer, took_then) in itertools.pairwise(tried):
         if took < spin or abs((took_then - took) / (longer - spin) - 1) > WAITS_WITHIN:
             return False
@@ -285,5 +286,5 @@ def _waits(tried: Sequence[tuple[float, float]]) -> bool:
 
 
 def clock_for(device: str, peers: Peers = ALONE) -> CpuClock | CudaClock:
-    """Return the clock of that device. With several processes, it gives each of them the time of the slowest."""
+    """Return the clock of the device. With several processes, it returns the time of the slowest one in all of them."""
     return CudaClock(peers) if torch.device(device).type == "cuda" else CpuClock(peers)

@@ -1,4 +1,4 @@
-"""Find the files, the commits and the other differences that came to a workload since it was accepted. No torch."""
+"""Find what has changed for a workload since it was accepted: files, commits and other differences. No torch."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ MOST = 20
 def since_accepted(
     entries: Mapping[str, Entry], top: Path, machine: Machine, with_commits: Collection[str]
 ) -> dict[str, CodeChange]:
-    """Return the change of each workload of which it is known what it ran when it was accepted.
+    """Return the change of each workload for which it is known what it ran when it was accepted.
 
-    with_commits  the workloads of which commits are listed, too, and what is not committed: git takes longest
+    with_commits  workloads whose commits and uncommitted changes are listed too, which takes git the longest
     """
     found = {}
     for id, (files, other) in changed.differences(entries, top, machine).items():
@@ -35,7 +35,7 @@ def since_accepted(
 
 
 def _commits(accepted: str | None, files: Sequence[str], top: Path) -> tuple[str, ...]:
-    """Return the commits after the accepted one that changed a file; none where git does not know that one."""
+    """Return the commits after the accepted one that changed a file; none if git does not know the accepted one."""
     if not files or accepted is None:
         return ()
     try:

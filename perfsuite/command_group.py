@@ -15,7 +15,7 @@ COMMANDS = "perfsuite.commands"
 
 
 class Commands(click.Group):
-    """Our commands, and those that other packages add."""
+    """Group of perfsuite's own commands and those that other packages add."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         own = sorted([*super().list_commands(ctx), "calibrate", "judge"])
@@ -26,7 +26,7 @@ class Commands(click.Group):
         own = super().get_command(ctx, cmd_name)
         if own is not None:
             return own
-        if cmd_name == "calibrate":  # loaded when asked for: it is large
+        if cmd_name == "calibrate":  # imported only when it is used, because it is large
             from perfsuite.calibration.command import calibrate
 
             return calibrate
@@ -51,10 +51,10 @@ class Commands(click.Group):
 
 def _absent(entry: EntryPoint) -> str | None:
     """Return what is missing for a command whose distribution was installed without its package, as from a wheel; None
-    where nothing is missing.
+    if nothing is missing.
 
-    An editable install maps only the packages of the wheel. Its folder is added to sys.path, because the other packages
-    lie there.
+    An editable install maps only the packages of the wheel. Its folder is added to sys.path, because it contains the
+    other packages.
     """
     distribution = entry.dist
     if distribution is None:
@@ -72,10 +72,10 @@ def _absent(entry: EntryPoint) -> str | None:
 
 
 def _editable(distribution: Distribution, package: str) -> str | None:
-    """Return the folder of an editable install (PEP 610), or of a clone that holds the package; None for any other.
+    """Return the folder of an editable install (PEP 610), or of a clone that contains the package; None for any other.
 
     Building or installing a clone leaves an egg-info in it, which Python finds before the installed metadata when it
-    runs in that folder. No installer wrote it, and it lists only what the wheel takes.
+    runs in that folder. No installer wrote it, and it lists only the contents of the wheel.
     """
     if not (distribution.read_text("RECORD") or distribution.read_text("installed-files.txt")):
         folder = Path(os.path.abspath(str(distribution.locate_file(""))))

@@ -1,4 +1,4 @@
-"""Compare one output of a side with the truth, by the rule of `rule`."""
+"""Compare one output of a side with the truth, by the rule in `rule.py`."""
 
 from __future__ import annotations
 
@@ -32,8 +32,7 @@ def judge_output(
     *,
     strict_strides: bool,
 ) -> None:
-    """Raise NotEquivalent where this output of a side is beyond the budget of the truth. The figures are added to
-    `tally`.
+    """Raise NotEquivalent if the errors of this output of a side exceed their budget. Add the figures to `tally`.
 
     `doubles` are the side's outputs in float64.
     """
@@ -47,7 +46,7 @@ def judge_output(
         reference,
         got,
         dtype=dtype,
-        any_dtype=truth.declared_precision,  # a lower working precision; the inputs' dtype is returned all the same
+        any_dtype=truth.declared_precision,  # works in a lower precision, but still returns the inputs' dtype
         marks=strict_strides,
         strides=strict_strides and pair.strides != "any",
         plain=truth.plain,
@@ -67,7 +66,7 @@ def judge_output(
     compared.judge_errors(tally)
     if not truth.declared_precision:
         _judge_digits(where, reference, got)
-    # Rounding adds up over steps, and a product in TF32 cuts digits off.
+    # Rounding errors add up over steps, and a product in TF32 truncates digits.
     if pair.is_stateful or pair.precision == TF32 or name in truth.rounding:
         return
     draw = compared.leaning(dtype_of_leaf(got))
@@ -80,7 +79,10 @@ def judge_output(
 
 
 def _is_unused_gradient(where: str, name: str, reference: Leaf, got: Leaf) -> bool:
-    """Return whether the input is unused: no gradient and a gradient of zeros mean the same."""
+    """Return whether one gradient is None and the other zeros, which means the same: the input is unused.
+
+    Raises NotEquivalent if only one of the two leaves is a tensor and this does not hold.
+    """
     if reference is None and isinstance(got, torch.Tensor):
         given, message = got, f"{where} is a tensor where the reference has None"
     elif got is None and isinstance(reference, torch.Tensor):
@@ -99,7 +101,7 @@ def _is_unused_gradient(where: str, name: str, reference: Leaf, got: Leaf) -> bo
 class _Expected:
     """A real output of the truth in float64, and the error budget of each of its elements.
 
-    It depends on the truth alone, so that all answers to one draw are compared with the same one.
+    It depends on the truth alone, so all answers to one draw are compared with the same object.
     """
 
     def __init__(self, truth: Truth, name: str, dtype: torch.dtype | None) -> None:
@@ -110,10 +112,10 @@ class _Expected:
         self.undefined = truth.undefined.get(name)
         mask = _excuse(truth.excused, name, truth.leaves[name])
         self.excusable = mask.to(self.truth.device) if mask is not None and mask.any() else None
-        """The elements that the pair excuses; None: no element."""
+        """Mask of the elements that the pair excuses; None if there are none."""
         self.period = period_of(truth.periods, name)
         self.eps = max(truth.eps, torch.finfo(dtype).eps) if dtype else truth.eps
-        # Where terms cancel in all elements, and exactly so in the reference, what rounding leaves of them is no fault.
+        # If the terms of all elements cancel, exactly in the reference, then a rounding residue is no error.
         self.least = max(underflow(truth.reference[name]), K * self.eps * truth.terms.get(name, 0.0))
 
     @functools.cached_property
@@ -138,14 +140,14 @@ class _Expected:
 
     @functools.cached_property
     def leans(self) -> torch.Tensor:
-        """Mask of the elements whose errors are tested for a bias. Small ones are left out: one that is flushed to zero
-        is off by its whole size."""
+        """Mask of the elements whose errors are tested for a bias. Small elements are left out, because the error of
+        one that is flushed to zero is its whole size."""
         large = self.size > self.least / self.eps
         return large if self.finite is None else large & self.finite
 
     @functools.cached_property
     def beside_errors(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """The reference's errors, their usual sizes, and the truth: a side's errors are compared with these."""
+        """(Errors of the reference, their usual sizes, truth): a side's errors are compared with these."""
         of_reference = differences.difference(self.reference, self.truth, self.period)
         return of_reference, self.own.hypot(MOVED_NORM / K * self.moved), self.truth
 
@@ -156,8 +158,8 @@ class _Expected:
 
 
 def _expected(truth: Truth, name: str, dtype: torch.dtype | None) -> _Expected:
-    """Return the output of the truth to compare with. The truth keeps it unless it is large, because one truth may
-    serve for tens of answers."""
+    """Return the expected output. The truth caches it unless it is large, because one truth may be compared with tens
+    of answers."""
     key = name, dtype
     found: _Expected = truth.expected.get(key) or _Expected(truth, name, dtype)
     if found.truth.numel() <= differences.COMPARED_ON_CPU:
@@ -166,7 +168,7 @@ def _expected(truth: Truth, name: str, dtype: torch.dtype | None) -> _Expected:
 
 
 class _Compared:
-    """A real output, in float64, beside its truth."""
+    """A real output in float64, with the expected output."""
 
     def __init__(self, where: str, by: _Expected, got: torch.Tensor) -> None:
         self.where, self.by, self.got = where, by, got
@@ -196,11 +198,11 @@ class _Compared:
         return not self.got.numel() or (considered is not None and not considered.any())
 
     def judge_nonfinite(self) -> None:
-        """Raise NotEquivalent where NaN or an infinity is in another place than in the truth."""
+        """Raise NotEquivalent if NaN or an infinity is in another place than in the truth."""
         o, t = self.got, self.by.truth
         if differences.same_nonfinite(o, t):
             return
-        if self.by.is_derivative:  # whether it is NaN or infinite depends on the order of its factors
+        if self.by.is_derivative:  # the order of its factors decides between NaN and an infinity
             wrong = o.isfinite() != t.isfinite()
         else:
             wrong = (o.isnan() != t.isnan()) | (o.isinf() != t.isinf()) | (o.isinf() & t.isinf() & (o != t))
@@ -213,7 +215,7 @@ class _Compared:
         )
 
     def judge_zeros(self) -> None:
-        """Raise NotEquivalent where a zero has another sign than in the truth and in the reference's own answer."""
+        """Raise NotEquivalent if a zero has another sign than in both the truth and the reference's own answer."""
         got, truth, reference = self.got, self.by.truth, self.by.reference
         zero = (truth == 0) & (got == 0)
         wrong = zero & (truth.signbit() == reference.signbit()) & (truth.signbit() != got.signbit())
@@ -225,7 +227,7 @@ class _Compared:
             )
 
     def excuse(self, tally: Tally | None) -> None:
-        """Leave out the elements that the pair excuses and that are beyond their budget."""
+        """Leave out the elements that the pair excuses and whose errors exceed their budget."""
         if self.by.excusable is None:
             return
         beyond = self.by.excusable & self.by.truth.isfinite() & (self.error > self.by.budget)
@@ -234,7 +236,7 @@ class _Compared:
             _count_excused(tally, beyond, 0)
 
     def judge_errors(self, tally: Tally | None) -> None:
-        """Raise NotEquivalent where an element, or the output as a whole, is beyond its budget."""
+        """Raise NotEquivalent if the error of an element, or of the output as a whole, exceeds its budget."""
         by, considered, error = self.by, self.considered, self.error
         share, norms, truth = error / by.budget, by.norms, by.truth
         if considered is not None:
@@ -264,7 +266,7 @@ class _Compared:
             )
 
     def leaning(self, dtype: torch.dtype) -> bias.Draw | None:
-        """Return the bias of the errors of an output in this dtype; None where there are too few."""
+        """Return the bias of the errors of an output in this dtype; None if there are too few elements."""
         leans = self.by.leans if self.excused is None else self.by.leans & ~self.excused
         kept = (self.delta, *self.by.beside_errors)
         if not leans.all():
@@ -290,13 +292,13 @@ def _judge_exactly(where: str, reference: Leaf, got: Leaf, excuse: torch.Tensor 
 
 
 FEWEST_DIGITS, MOST_BY_CHANCE = 64, 0.5
-"""Number of different float16 values that is enough to show how many digits they have, and the share of the reference's
-values below which few digits are not due to chance."""
+"""Smallest number of different float16 values from which their precision can be detected, and the share of the
+reference's values that fit bfloat16, below which a side whose values all fit does not do so by chance."""
 
 
 def _judge_digits(where: str, reference: Leaf, got: Leaf) -> None:
-    """Raise NotEquivalent where no float16 element has more digits than bfloat16 has, but the reference's elements
-    do."""
+    """Raise NotEquivalent if every float16 element is also a bfloat16 number, while most elements of the reference are
+    not."""
     if not isinstance(got, torch.Tensor) or not isinstance(reference, torch.Tensor) or got.dtype != torch.float16:
         return
     values = _normal(got)
@@ -312,13 +314,13 @@ def _judge_digits(where: str, reference: Leaf, got: Leaf) -> None:
 
 
 def _normal(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the elements that are finite and not subnormal; subnormal ones have few digits in any format."""
+    """Return the elements that are finite and not subnormal. Subnormal ones have few digits in any format."""
     return tensor.detach()[tensor.isfinite() & (tensor.abs() >= torch.finfo(tensor.dtype).tiny)]
 
 
 def _excuse(excused: Any, name: str, leaf: Leaf) -> torch.Tensor | None:
-    """Return the mask of the elements of this output that the pair excuses; a mask of another shape is for another
-    output."""
+    """Return the mask of the elements of this output that the pair excuses; None if there is no mask of this shape. A
+    mask of another shape is for another output."""
     mask = excused.get(name) if isinstance(excused, Mapping) else excused
     if mask is None or not isinstance(leaf, torch.Tensor):
         return None
@@ -340,12 +342,12 @@ def _item(tensor: torch.Tensor, at: list[int]) -> float:
 
 
 def _times(excess: float) -> str:
-    """Return the number in three digits; one a little above 1 is not rounded to 1."""
+    """Return the number with three digits. A number a little above 1 is not rounded to 1."""
     return f"{excess:.3g}" if excess >= 1.005 else f"{max(excess, 1.001):.3f}"
 
 
 def _place(at: list[int]) -> str:
-    """Return words for the place of an element; empty for a number, which has none."""
+    """Return the index of an element as text; empty for a scalar, which has none."""
     return f" at {at}" if at else ""
 
 

@@ -1,6 +1,6 @@
-"""Count compilations by torch.compile and Triton, to see whether a call has compiled.
+"""Count compilations by torch.compile and Triton, to detect whether a call has compiled anything.
 
-It also keeps torch from writing traces of them.
+This module also keeps torch from writing traces of compilations.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from perfsuite import scrutiny
 
 @dataclass(frozen=True, slots=True)
 class Compiled:
-    """The numbers of graphs and kernels that this process has compiled."""
+    """Numbers of graphs and kernels that this process has compiled."""
 
     graphs: int = 0
     """Graphs compiled by torch.compile, and frames in which it failed."""
@@ -28,7 +28,7 @@ class Compiled:
 
 
 class _Kernels:
-    """Listener that counts the compilations Triton reports, and passes each report on to the previous listener."""
+    """Listener that counts the compilations that Triton reports, and forwards each report to the previous listener."""
 
     def __init__(self, before: Any) -> None:
         self.before = before
@@ -44,7 +44,8 @@ class _Kernels:
 
 
 def so_far() -> Compiled:
-    """Return the compilations of this process so far; those of Triton kernels since the first call of this function."""
+    """Return the compilations of this process so far. Triton kernels are counted since the first call of this
+    function."""
     kernels = _listener()
     return Compiled(
         graphs=scrutiny.compilations(),
@@ -57,7 +58,8 @@ def so_far() -> Compiled:
 def untraced() -> Iterator[None]:
     """Keep torch from writing traces of what it compiles in the block.
 
-    It writes one where the logger of traces has a handler, and pytest adds one to each logger that does not propagate.
+    It writes traces if the trace logger has a handler, and pytest adds a handler to each logger that does not
+    propagate.
     """
     logger = logging.getLogger("torch.__trace")
     handlers, logger.handlers = logger.handlers, []
@@ -68,7 +70,7 @@ def untraced() -> Iterator[None]:
 
 
 def _listener() -> _Kernels | None:
-    """Return perfsuite's listener, installing it if needed; None where Triton is not loaded or too old to have one."""
+    """Return perfsuite's listener, installing it if needed; None if Triton is not imported or too old to have one."""
     knobs: Any = sys.modules.get("triton.knobs")
     if knobs is None or not hasattr(knobs.compilation, "listener"):
         return None

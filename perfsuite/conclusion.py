@@ -1,9 +1,9 @@
-"""Record whether a run that was asked for a verdict reached one. A run that ends early, whoever ends it, must not be
-green.
+"""Record whether a run that must reach a verdict has reached one. A run that ends early, for whatever reason, must not
+be green.
 
-pytest itself exits with 0 where a hook says `pytest.exit(…, returncode=0)`, a conftest says `sys.exit(0)`, or an option
-such as --collect-only runs no item. The caller that asks for a gate registers this here first; the mode that decides
-reports when it is done. Nothing here imports anything heavy: every pytest run with the plugin loads it.
+pytest itself exits with 0 if a hook calls `pytest.exit(…, returncode=0)`, a conftest calls `sys.exit(0)`, or an option
+such as --collect-only runs no item. The caller of a gate registers the expected verdict here first, and the mode
+reports when it is done. This module imports nothing heavy, because every pytest run with the plugin imports it.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from perfsuite.exit_codes import ENDED_EARLY
 
 @dataclass(slots=True)
 class Awaited:
-    """A verdict that a run was asked for. `code` is the exit code that it came to; None until then."""
+    """The verdict that a run must reach. `code` is the exit code of the verdict; None until it is reached."""
 
     mode: str
     code: int | None = None
 
     def reach(self, mode: str, code: int) -> None:
-        """Note that the run has judged everything, in this mode."""
+        """Record that the run has reached its verdict, if it is of this mode."""
         if mode == self.mode:
             self.code = code
 
     def close(self, code: int) -> int:
-        """Return the exit code of the run that pytest ended with `code`: red where the verdict was not reached."""
+        """Return the exit code of the run, which pytest ended with `code`: red if the verdict was not reached."""
         if self.code is not None:
             return code or self.code
         if code not in (0, 1):
@@ -46,13 +46,13 @@ class Awaited:
 
 
 AWAITED: pytest.StashKey[Awaited] = pytest.StashKey()
-"""Stash key of the verdict that a run was asked for."""
+"""Stash key of the verdict that a run must reach."""
 _asked: list[Awaited] = []
 
 
 @contextmanager
 def expecting(mode: str) -> Iterator[Awaited]:
-    """Wrap a call of pytest.main whose run is to end in a verdict of this mode."""
+    """Wrap a call of pytest.main whose run must reach a verdict of this mode."""
     awaited = Awaited(mode)
     _asked.append(awaited)
     try:
@@ -62,5 +62,5 @@ def expecting(mode: str) -> Iterator[Awaited]:
 
 
 def asked() -> Awaited | None:
-    """Return the verdict that the caller of pytest.main wants, if it has said so."""
+    """Return the verdict that the caller of pytest.main expects; None if it expects none."""
     return _asked[-1] if _asked else None

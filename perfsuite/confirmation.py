@@ -1,8 +1,8 @@
-"""Check, before a small slowdown is reported, whether the current code differs from a second import of itself by as
-much.
+"""Check, before a small slowdown is reported, whether two imports of the current code differ by as much.
 
-Two imports of one revision lie at different addresses. On an H200 that made one of 70 workloads 1.3% slower than its
-own copy in each of four processes. The same comparison with the current code on both sides shows such a difference.
+Two imports of one revision are at different addresses. On an H200, this alone made one of 70 workloads 1.3% slower than
+its own copy in each of four processes. Comparing the current code with a second import of itself reveals such a
+difference.
 """
 
 from __future__ import annotations
@@ -18,23 +18,23 @@ from perfsuite.records import Measurement, Status, Verdict
 from perfsuite.statistics import Noise, Variance, estimate, paired_mean, variance
 
 SMALL = 0.03
-"""Slowdown from which no confirmation is needed: no two imports of one revision have differed by this much."""
+"""Slowdown above which no confirmation is needed: no two imports of one revision have differed by this much."""
 LEVEL = 0.01
-"""Largest probability with which equal imports may clear a slower function."""
+"""Significance level at which the two imports count as different. It bounds the probability that the noise of two equal
+imports hides a slowdown."""
 
 
 def is_needed(verdict: Verdict, runs: Sequence[Measurement], entry: Entry | None) -> bool:
-    """Return whether a verdict reports, from interleaved times alone, a slowdown small enough to come from the
-    import."""
+    """Return whether a verdict reports, from interleaved times alone, a slowdown that may be due to the import."""
     if verdict.status is not Status.REGRESSED or verdict.slowdown is None or verdict.slowdown > SMALL:
         return False
     return all("accepted" in m.log_ratios for m in runs) and not counts.more_than_accepted(runs, entry)
 
 
 def confirmed(verdict: Verdict, runs: Sequence[Measurement]) -> Verdict:
-    """Return the verdict, or NOISY where the current code differs from its own second import by at least half as much.
+    """Return the verdict, or NOISY if the current code is slower than its own second import by at least half as much.
 
-    `runs` are processes, two at least, whose "accepted" side is a second import of the current code.
+    `runs` are at least two processes whose "accepted" side is a second import of the current code.
     """
     values = [-process_mean(m.log_ratios["accepted"], m.clock) for m in runs]
     known = Variance(value=variance(values), dof=len(values) - 1)

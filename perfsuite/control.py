@@ -41,13 +41,13 @@ BESIDE = "timed items cannot run beside each other: run without -n (xdist)"
 
 
 class Control:
-    """One pytest run. Subclasses say how a workload is judged, and what the run ends with."""
+    """One pytest run. Subclasses define how a workload's verdict is reached, and how the run ends."""
 
     mode = "measure"
     history = ""
     """The run's kind in the history; empty for a run that is not kept there."""
     beside = False
-    """Whether the run may share the machine with another one, as under xdist."""
+    """Whether the run may share the machine with other processes of pytest, as with xdist."""
 
     def __init__(self, config: pytest.Config) -> None:
         self.config, self.root = config, config.rootpath
@@ -63,7 +63,7 @@ class Control:
         self.failures: dict[str, Failure] = {}
         self.verdicts: dict[str, Verdict] = {}
         self.unproven: dict[str, str] = {}
-        """Pair → the proof of it that failed first."""
+        """Pair → its first proof that failed."""
         self.asked: set[str] = set()
         self.spent: dict[str, float] = {}
         self.started, self.clock = datetime.now(UTC), monotonic()
@@ -79,11 +79,11 @@ class Control:
         if not self.beside and getattr(config.option, "numprocesses", None):
             raise pytest.UsageError(BESIDE)
 
-    # --- what there is ----------------------------------------------------------------------------------------------
+    # --- the machine, the baselines and the items -------------------------------------------------------------------
 
     @property
     def machine(self) -> Machine:
-        """This machine, as the driver describes it: the parent process never opens the device."""
+        """This machine, as the driver describes it. The parent process never opens the device."""
         if self._machine is None:
             self._machine = machine.identify()
         return self._machine
@@ -116,8 +116,8 @@ class Control:
             self.broken[report.nodeid] = errors[-1] if errors else "it could not be collected"
 
     def collected(self, every: Sequence[pytest.Item], selected: list[pytest.Item]) -> None:
-        """Take all collected items, and those that -k and -m left. The timed ones go last, so that nothing runs beside
-        them."""
+        """Record all collected items, and those that -k and -m selected. Sort the timed ones last, so that nothing runs
+        at the same time."""
         selected.sort(key=lambda item: isinstance(item, SpeedItem))
         self.known = {i.nodeid: i for i in every if isinstance(i, SpeedItem)}
         for name in RERUNS:
@@ -137,7 +137,7 @@ class Control:
         return [i for i, item in self.items.items() if self.inapplicable(item) is None]
 
     def inapplicable(self, item: SpeedItem) -> str | None:
-        """Return why the workload is not for this machine, or None."""
+        """Return why the workload cannot be measured on this machine; None if it can."""
         wanted = item.workload.device
         if wanted is not None and wanted != self.device:
             return f"the workload is for {wanted}; this machine measures on {self.device}"
@@ -147,7 +147,7 @@ class Control:
         return f"it is skipped: {skip.reason}" if skip else None
 
     def margin(self, id: str) -> float | None:
-        """Return the margin that the workload, or the project for all (`perfsuite_margin`), declares."""
+        """Return the margin that the workload declares, or else the project for all (`perfsuite_margin`)."""
         declared = self.items[id].workload.margin
         if declared is not None:
             return declared
@@ -155,7 +155,7 @@ class Control:
         return margin_from(for_all) if for_all else None
 
     def in_scope(self, id: str) -> bool:
-        """Return whether the arguments of this run cover the whole file of an accepted workload."""
+        """Return whether the arguments of this run include the whole file of an accepted workload."""
         file = (self.root / id.partition("::")[0]).resolve()
         if any("::" in a for a in self.config.args):
             return False
@@ -175,7 +175,7 @@ class Control:
             root=self.root,
             folder=self.scratch / "workers",
             arguments=pytest_arguments(self.config),
-            progress=lambda lane, id: self.progress.begin(lane, id),  # the reporter comes after the control
+            progress=lambda lane, id: self.progress.begin(lane, id),  # pytest's reporter is created after the control
         )
 
     def work(
@@ -186,17 +186,17 @@ class Control:
         ahead: Sequence[str] = (),
         further: Callable[[str], Sequence[Task]] | None = None,
     ) -> Generator[tuple[str, Outcome]]:
-        """Do the tasks in workers and keep the outcomes. Yield (id, outcome) as each ends.
+        """Run the tasks in workers and keep the outcomes. Yield (id, outcome) as each ends.
 
-        The lanes are those for timing, or where nothing is timed (`everywhere`) one for each core. Meanwhile processes
-        that will time `ahead` are started on the cores that are left. `further` is as in `Workers.run`. Tasks that need
-        several GPUs are done last, one at a time.
+        The tasks run in the lanes for timing, or in one for each core if nothing is timed (`everywhere`). Meanwhile,
+        processes that will time the workloads `ahead` are started on the remaining cores. `further` is as in
+        `Workers.run`. Tasks that need several GPUs run last, one at a time.
         """
         for part in self.parts(tasks):
             yield from self._work(part, everywhere, [i for i in ahead if not self.needs_all_gpus(i)], further)
 
     def needs_all_gpus(self, id: str) -> bool:
-        """Return whether this item calls its sides in several processes, each with a GPU of its own."""
+        """Return whether this item calls its sides in several processes, each with its own GPU."""
         return self.device == "cuda" and self.ranks_of(id) > 1
 
     def ranks_of(self, id: str) -> int:
@@ -204,7 +204,7 @@ class Control:
         return self.items[id].workload.ranks if id in self.items else 1
 
     def parts(self, tasks: Sequence[Task]) -> list[list[Task]]:
-        """Return the tasks for one GPU each, then those for all GPUs; none is left out."""
+        """Return the tasks that need one GPU, then those that need all GPUs. Empty lists are left out."""
         parts = ([t for t in tasks if self.needs_all_gpus(t.id) == all_gpus] for all_gpus in (False, True))
         return [part for part in parts if part]
 
@@ -241,7 +241,7 @@ class Control:
             self.durations.save()
 
     def _start_ahead(self, ids: Sequence[str], busy: Sequence[Lane]) -> None:
-        """Start processes that will time these, while these lanes are `busy`."""
+        """Start processes that will time these workloads, while the lanes `busy` are in use."""
         if ids:
             timing = self.timing_lanes(())
             each = lanes.started_ahead(self.machine, timing, self.gpu_memory_bytes, len(ids))
@@ -249,8 +249,8 @@ class Control:
 
     @functools.cached_property
     def gpu_memory_bytes(self) -> int | None:
-        """Memory of the GPU in bytes. The driver is asked once, since the lanes are planned again for every round, and
-        as each proof ends."""
+        """Memory of the GPU in bytes. The driver is queried once, although lanes are planned for every round and
+        whenever a proof ends."""
         return machine.gpu_memory_bytes()
 
     def lanes_for(self, tasks: Sequence[Task], everywhere: bool = False) -> list[Lane]:
@@ -268,7 +268,7 @@ class Control:
         return lanes.ordered(tasks, chosen, self._proof_and_timing_s if everywhere else self.expected_s), chosen
 
     def _proof_and_timing_s(self, task: Task) -> float:
-        """Return the seconds of a proof and of the timing that follows: the longest workloads are timed first, so
+        """Return the seconds of a proof and of the timing after it. The longest workloads are timed first, so they are
         proven first."""
         timing = Task(id=task.id, kind=TIME, accepted=task.accepted)
         return self.expected_s(task) + (self.expected_s(timing) if task.kind == PROVE else 0.0)
@@ -284,7 +284,8 @@ class Control:
     def announce(
         self, timed: Sequence[Task], proofs: Sequence[Task] = (), *, proving: bool = False, after: Sequence[Task] = ()
     ) -> None:
-        """Say what is about to run and how long it will take, with what comes `after`, judging by earlier runs."""
+        """Print what is about to run and how long it will take, estimated from earlier runs. The estimate includes the
+        tasks `after`."""
         if not timed and not proofs:
             return
         first, then = self._planned(timed, proving), self._planned(proofs, True)
@@ -301,7 +302,7 @@ class Control:
         self.progress.expect(f"{', then '.join(parts)}: about {units.duration(seconds)}", len(timed))
 
     def keep(self, id: str, outcome: Outcome) -> None:
-        """Note the outcome of a task. A workload keeps its first failure, unless a later one blames the code."""
+        """Record the outcome of a task. A workload keeps its first failure, unless only a later one blames the code."""
         if isinstance(outcome, Failure):
             before = self.failures.setdefault(id, outcome)
             if outcome.status.blames_code and not before.status.blames_code:
@@ -312,7 +313,7 @@ class Control:
             self.proofs[id] = outcome
 
     def result(self, item: SpeedItem) -> Result:
-        """Return the result of one workload, which is measured on demand."""
+        """Return the result of one workload, and measure it if needed."""
         id = item.nodeid
         self.asked.add(id)
         if hasattr(self.config, "workerinput"):
@@ -328,15 +329,15 @@ class Control:
             return Result(red=True, message=f"{Status.UNMEASURED} {id}: {error}")
 
     def judge(self, item: SpeedItem) -> Result:
-        """Return the result of a workload that is for this machine, or accepted on it."""
-        raise NotImplementedError  # a mode that runs no item is never asked
+        """Return the result of a workload that this machine can measure, or that is accepted on it."""
+        raise NotImplementedError  # not called in a mode that runs no item
 
     def judged(self, id: str, *, red: bool) -> Result:
         """Return the result that corresponds to this run's verdict on a workload."""
         verdict = self.verdicts[id]
         return Result(measurements=tuple(self.runs.get(id, ())), verdict=verdict, message=verdict.message, red=red)
 
-    # --- what the run ends with -------------------------------------------------------------------------------------
+    # --- the end of the run -----------------------------------------------------------------------------------------
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if "correctness" not in report.keywords or (report.when != "call" and not (report.skipped or report.failed)):
@@ -358,7 +359,7 @@ class Control:
 
     @functools.cached_property
     def tree(self) -> revision.State:
-        """State of the work tree, read when the first report is made."""
+        """State of the work tree, read when it is first needed."""
         return revision.quiet_state(self.root, ignored=self.baselines.folder)
 
     def report(self) -> RunReport:
@@ -385,11 +386,11 @@ class Control:
         )
 
     def _without_time(self) -> set[str]:
-        """Return the workloads whose proof failed: none of their figures means anything."""
+        """Return the measured workloads whose proof failed. Their figures are meaningless."""
         return {i for i in self.runs if i.rpartition("::")[0] in self.unproven}
 
     def exit_code(self) -> int:
-        """Return the run's exit code, beyond what pytest itself found."""
+        """Return the run's exit code, apart from pytest's own."""
         if self.refused:
             return int(pytest.ExitCode.USAGE_ERROR)
         return exit_codes.of(
@@ -400,15 +401,15 @@ class Control:
         )
 
     def refuse(self, reason: str) -> None:
-        """Note that the run cannot begin, for this reason."""
+        """Record that the run cannot begin, with the reason."""
         self.problems.append(reason)
         self.refused = True
 
     def finish(self, session: pytest.Session) -> None:
-        """Note what is missing as a problem. Called once when pytest ends, before the reports are written."""
+        """Record missing results as problems. Called once when pytest ends, before the reports are written."""
 
     def close(self) -> None:
-        """Stop what is still at work where pytest ends before every item has its result."""
+        """Stop the workers, which may still be running if pytest ends before every item has its result."""
         if "workers" in vars(self):
             self.workers.close()
 
@@ -450,7 +451,7 @@ class Control:
 
         try:
             shown = self.report()
-        except PerfsuiteError as error:  # it is not even known which machine this is
+        except PerfsuiteError as error:  # for instance, this machine cannot be identified
             terminalreporter.write_line(f"no report: {error}")
             return
         if shown.measurements or shown.verdicts or self.problems:
@@ -470,8 +471,8 @@ def failed(id: str, failure: Failure) -> Verdict:
 
 
 def margin_from(text: str) -> float:
-    """Return the margin that `perfsuite_margin` in pytest's configuration declares. Raises UsageError for anything
-    else."""
+    """Return the margin that `perfsuite_margin` in pytest's configuration declares. Raises UsageError if it is not a
+    number between 0 and 1."""
     try:
         margin = float(text)
     except ValueError:

@@ -16,7 +16,7 @@ from perfsuite.workload import TF32
 def exact(precision: str | None) -> Iterator[None]:
     """Compute float32 convolutions and recurrent layers in float32 within the block.
 
-    Where a pair declares the precision "tf32", the setting stays as it is.
+    If a pair declares the precision "tf32", the setting is not changed.
     """
     if precision == TF32:
         yield

@@ -1,7 +1,7 @@
-"""Assign cores to the processes of each GPU, where there are several GPUs.
+"""Assign cores to the processes of each GPU if there are several GPUs.
 
-Without that, processes of one GPU slow the host code of what another GPU times. The threads of an operator wait for
-one another: if one of them has lost its core, an operator that takes 2 ms takes 150 ms. And a process may run on cores
+Otherwise the processes of one GPU slow the host code of workloads that are timed on another. The threads of an operator
+wait for each other: if one of them loses its core, an operator of 2 ms takes 150 ms. Also, a process might run on cores
 that are far from its GPU.
 """
 
@@ -15,7 +15,8 @@ from pathlib import Path
 from perfsuite.machine import cores_near_gpus
 
 FEWEST = 4
-"""With fewer cores for a GPU, its processes are not confined: they need each other's cores while they prepare."""
+"""With fewer cores per GPU than this, no process is confined, because they need each other's cores while they
+prepare."""
 SIBLINGS = "/sys/devices/system/cpu/cpu{}/topology/thread_siblings_list"
 
 Cores = frozenset[int]
@@ -24,8 +25,8 @@ ANY: Cores = frozenset()
 
 
 def of_gpus(count: int) -> tuple[Cores, ...]:
-    """Return, for each of `count` visible GPUs, its share of the cores that this process may use; ANY where none is
-    confined.
+    """Return, for each of `count` visible GPUs, its share of the cores that this process may use; ANY for all if
+    processes are not confined.
 
     GPUs that are near the same cores get equal shares of them. Both threads of a physical core are in one share.
     """
@@ -47,7 +48,7 @@ def _share(cores: Collection[int], number: int, count: int) -> Cores:
 
 
 def _threads(core: int) -> Cores:
-    """Return the hardware threads of the core's physical core; the core alone where the kernel does not say."""
+    """Return all hardware threads of the core's physical core; the core alone if the system does not list them."""
     try:
         return _numbers(Path(SIBLINGS.format(core)).read_text()) | {core}
     except (OSError, ValueError):
@@ -55,7 +56,7 @@ def _threads(core: int) -> Cores:
 
 
 def _numbers(text: str) -> Cores:
-    """Parse a list of numbers as the kernel writes it: "0-2,8" is 0, 1, 2, 8."""
+    """Parse a list of numbers in the Linux kernel's format: "0-2,8" is 0, 1, 2, 8."""
     ends: Iterator[Sequence[str]] = (part.strip().split("-") for part in text.split(","))
     return frozenset(n for part in ends for n in range(int(part[0]), int(part[-1]) + 1))
 

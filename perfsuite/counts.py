@@ -1,8 +1,8 @@
-"""Compare peak memory, host syncs and kernel launches with the promises and with what was accepted.
+"""Compare peak memory, host syncs and kernel launches with the promises and with the accepted counts.
 
-They do not depend on noise, so that they are a second witness beside the clock. Syncs and launches must not rise at
-all. Peak memory may rise by MEMORY_SHARE or MEMORY_BYTES, whichever is more: the caching allocator rounds blocks, and a
-library may choose another workspace.
+Counts are free of timing noise, so they can show a regression that the times do not show. Syncs and launches must not
+rise at all. Peak memory may rise by MEMORY_SHARE or MEMORY_BYTES, whichever is more: the caching allocator rounds
+blocks, and a library may choose another workspace.
 """
 
 from __future__ import annotations
@@ -15,11 +15,12 @@ from perfsuite.records import Measurement, PromiseRecord
 NAMES = {"peak_bytes": "peak memory", "host_syncs": "host syncs", "launches": "kernel launches"}
 MEMORY_SHARE = 0.02
 MEMORY_BYTES = 1 << 20
-"""The caching allocator packs requests of up to 1 MiB into shared blocks; a larger one is a tensor by itself."""
+"""Bytes by which peak memory may always rise. The caching allocator packs requests of up to 1 MiB into shared blocks; a
+larger one has a block of its own."""
 
 
 def broken(runs: Sequence[Measurement], promises: PromiseRecord) -> str:
-    """Return in words which promised counts are exceeded; empty where none is. One process above the promise is
+    """Return a message with the promised counts that are exceeded; empty if none are. One process above the promise is
     enough."""
     over = [
         f"{NAMES[name]} {shown(name, max(counted))} (promised: at most {shown(name, getattr(promises, name))})"
@@ -32,9 +33,9 @@ def broken(runs: Sequence[Measurement], promises: PromiseRecord) -> str:
 
 
 def more_than_accepted(runs: Sequence[Measurement], entry: Entry | None) -> str:
-    """Return in words which counts exceed the accepted revision's in every process; empty where none does.
+    """Return a message with the counts that exceed the accepted revision's in every process; empty if none do.
 
-    The current side is compared with the accepted side where that ran in the same process, else with the stored count.
+    The current side is compared with the accepted side if that ran in the same process, else with the stored count.
     """
     over = []
     for name in NAMES:
@@ -46,19 +47,20 @@ def more_than_accepted(runs: Sequence[Measurement], entry: Entry | None) -> str:
 
 
 def witnesses(runs: Sequence[Measurement], entry: Entry | None) -> int:
-    """Return the number of processes that counted whatever can be compared with what was accepted."""
+    """Return the number of processes that counted each count that can be compared with an accepted one: the least over
+    the counts."""
     return min((n for name in NAMES if (n := sum(_pair(m, entry, name) is not None for m in runs))), default=len(runs))
 
 
 def missing(runs: Sequence[Measurement], promises: PromiseRecord) -> str:
-    """Return in words which promised counts no process counted; empty on a CPU, where there is nothing to count
-    with."""
+    """Return a message with the promised counts that no process counted; empty if there are none, or on a CPU, where
+    nothing can be counted."""
     names = _uncounted(runs, promises)
     return f"{', '.join(names)} promised, but no process counted them" if names and not is_cpu(runs[0].device) else ""
 
 
 def uncounted(runs: Sequence[Measurement], promises: PromiseRecord) -> str:
-    """Return a note on promised counts that a CPU cannot count; empty where there are none."""
+    """Return a note on promised counts that a CPU cannot count; empty if there are none."""
     names = _uncounted(runs, promises)
     return f"; {', '.join(names)} promised, but not countable on a CPU" if names else ""
 
@@ -78,7 +80,7 @@ def _of(measurement: Measurement, side: str, name: str) -> int | None:
 
 
 def _pair(measurement: Measurement, entry: Entry | None, name: str) -> tuple[int, int] | None:
-    """Return (count now, count when accepted); None where either is not known."""
+    """Return (count now, count when accepted); None if either is not known."""
     now, before = _of(measurement, "optimized", name), _before(measurement, entry, name)
     return (now, before) if now is not None and before is not None else None
 

@@ -1,6 +1,6 @@
-"""Plan as few draws as possible that hold every kind of inputs.
+"""Plan few draws that together contain every kind of inputs.
 
-Random draws leave out some kinds in one run and others in the next. So a proof begins with these.
+Random draws miss some kinds in one run and others in the next. So a proof begins with planned draws.
 """
 
 from __future__ import annotations
@@ -44,22 +44,22 @@ from perfsuite.specs import EXPANDED, Integers, ScalarSpec, Size, bounds, elemen
 from perfsuite.tensor_values import HALVES, MILD, OTHERS
 
 MOST_ELEMENTS = 1 << 18
-"""Most elements in the inputs of a draw with a large size, or whose sizes are all of one kind."""
+"""Most elements in all inputs of a draw with a large size, or whose sizes are all of one kind."""
 MOST_OF_TILES = 1 << 22
-"""Most elements in the inputs of a draw whose sizes are each at the edge of a tile."""
+"""Most elements in all inputs of a draw whose sizes are each at the edge of a tile."""
 FEW = 5
-"""Largest of the other sizes beside several sizes at tile edges, where the draw would otherwise have too many
+"""Bound on the remaining sizes of a draw with several sizes at tile edges, if the draw would otherwise have too many
 elements."""
 SMALL = 17
 """Smallest tile size plus one."""
 UP_TO, LEAST_UP_TO = {ONES: 1, WHOLE: 64, RAGGED: 128}, {ONES: 1, WHOLE: SMALL, RAGGED: 32}
-"""Kinds of all sizes → the largest size of that kind, where the pair allows it, and where there are too many
-elements."""
+"""Kind of all sizes → the largest size of that kind at first, and the smallest bound to which it is reduced if there
+are too many elements."""
 SPOILING = ("huge", "nonfinite", OTHERS)
-"""With these in one input the answer is often not finite, or the same, whatever is in the others."""
+"""Regimes that hide the other inputs: the answer is often not finite, or the same whatever the other inputs are."""
 TOGETHER = ("offset", HALVES)
-"""Regimes that all inputs get that may have them: the difference of two such inputs is small, too, or they are
-equal."""
+"""Regimes that all inputs that allow them get together, so that the difference of two inputs is small too, or values of
+two inputs are equal."""
 MOST_PLANNED = 0.75
 """Largest share of a proof's random draws that planned draws replace."""
 ATTEMPTS = 20
@@ -74,19 +74,19 @@ def draws(
     extent: Extent = ANY,
     compiles: Callable[[], bool] = lambda: False,
 ) -> Iterator[Case]:
-    """Yield as few draws as hold all kinds, and as many of the kinds APART as these draws have room for. None is made
-    that `where` rules out.
+    """Yield few draws that together contain all kinds. Kinds APART are included only as far as they fit in these draws.
+    No draw violates the pair's `where`.
 
-    The first draw, and every draw once `compiles` returns True, has sizes that do not depend on the seed: a side that
-    compiles for each size finds them in its cache in every proof and every run. Once `compiles` returns True a draw
-    also has few different sizes: all that may be empty are empty together, and likewise all that may be one.
+    The first draw, and every draw once `compiles` returns True, has sizes that do not depend on the seed, so a side
+    that compiles for each size finds them in its cache in every proof and every run. Once `compiles` returns True, a
+    draw also has few different sizes: all that may be empty are empty together, and likewise all that may be one.
     """
     left = kinds(pair, extent)
     random_ = random.Random(seed)
     first = True
-    while any(kind[0] != APART for kind in left):  # no draws are added for APART: random ones have them, too
+    while any(kind[0] != APART for kind in left):  # no draws are added for APART: random draws contain these kinds too
         few = compiles()
-        if few:  # what is compiled is so for the strides of each input
+        if few:  # each combination of strides would be compiled separately
             left = [kind for kind in left if kind[0] != APART]
         case = _case(pair, dtype, left, random_, extent, same_sizes=first or few, few_sizes=few)
         first = False
@@ -97,7 +97,7 @@ def draws(
 
 
 def large_draws(pair: Pair, dtype: str, seed: int) -> Iterator[Case]:
-    """Yield a draw for each size that may be large, in an order that depends on the seed; the first draw has rows with
+    """Yield a draw for each size that may be large, in an order that depends on the seed. The first draw has rows with
     gaps."""
     left = [kind for kind in kinds(pair) if kind[0] == "size" and kind[2] == PAST_LARGE]
     random_, layout = random.Random(seed), "rows"
@@ -110,21 +110,21 @@ def large_draws(pair: Pair, dtype: str, seed: int) -> Iterator[Case]:
 
 
 def plain_draws(pair: Pair, dtype: str, seed: int, *, extent: Extent) -> Iterator[Case]:
-    """Yield draws with some elements in every dimension, and with ordinary layouts and values, without end; none where
-    `where` rules them out."""
+    """Yield draws with some elements in every dimension, and with ordinary layouts and values, indefinitely. Stop when
+    no sizes are found that satisfy the pair's `where`."""
     random_ = random.Random(seed)
     while (sizes := _drawn_sizes(pair, {}, {}, random_, extent)) is not None:
         yield Case(dtype=dtype, sizes=sizes, inputs={}, seed=random_.getrandbits(31))
 
 
 def replaced(planned: int, draws: int) -> int:
-    """Return how many of a proof's `draws` random draws the `planned` ones replace."""
+    """Return how many of a proof's `draws` random draws are replaced by the `planned` ones."""
     return min(planned, int(MOST_PLANNED * draws))
 
 
 def first_failure(prove: Callable[[Case], None], cases: Iterable[Case]) -> tuple[NotEquivalent | None, int]:
-    """Return (the first failure, how many draws were right before it). A caller raises it only if no random draw fails,
-    because a failing random draw is shrunk."""
+    """Return (first failure or None, number of correct draws before it). A caller raises the failure only if no random
+    draw fails, because a failing random draw is shrunk."""
     number = 0
     for case in cases:
         try:
@@ -145,7 +145,7 @@ def _case(
     same_sizes: bool,
     few_sizes: bool,
 ) -> Case | None:
-    """Return a draw that holds some kinds of `left`, and remove from `left` the kinds that it was made for."""
+    """Return a draw that contains some kinds of `left`, and remove from `left` the kinds that it was made for."""
     regimes, tried = _regimes(pair, left, random_)
     wanted, ends = {}, {}
     if not tried:
@@ -154,11 +154,11 @@ def _case(
             ends = {k[1]: k[2] for k in reversed(left) if k[0] == "scalar"}
     layout = only = ""
     if set(regimes.values()) <= set(MILD) and not {"empty", "one", ONES, PAST_HALF} & set(wanted.values()):
-        # The roundings of a long row of equal values add up in one direction.
+        # In a long row of equal values, rounding errors add up in one direction.
         left_out = EXPANDED if {*LARGE, *TOGETHER_SIZES} & set(wanted.values()) else ()
         layout = next((k[1] for k in left if k[0] == "layout" and k[1] not in left_out), "")
         if UP_TO_HALF in wanted.values():
-            layout = TRANSPOSED  # long rows may take another path, which must not rely on their layout
+            layout = TRANSPOSED  # long rows may have a code path of their own, which must not depend on the layout
         if layout:
             tried.add(("layout", layout))
         else:
@@ -176,7 +176,7 @@ def _case(
 
 
 def _wanted_sizes(pair: Pair, left: list[Kind], *, few: bool) -> dict[str, str]:
-    """Return symbol → the kind of its size in the next draw: a kind that stands alone, as long as there is one.
+    """Return symbol → the kind of its size in the next draw. A kind of ALONE is returned by itself, while any is left.
 
     With `few`, all sizes that may be empty are empty together, and all that may be one are one together.
     """
@@ -190,14 +190,14 @@ def _wanted_sizes(pair: Pair, left: list[Kind], *, few: bool) -> dict[str, str]:
     wanted: dict[str, str] = {}
     for number, symbol in enumerate(dict(every)):
         edges = [kind for name, kind in every if name == symbol]
-        kind = edges[number % len(edges)]  # of two symbols different ones, where that is possible
+        kind = edges[number % len(edges)]  # different kinds for different symbols, where possible
         if not wanted or _least_elements(pair, {**wanted, symbol: kind}) <= MOST_OF_TILES:
             wanted[symbol] = kind
     return wanted
 
 
 def _least_elements(pair: Pair, wanted: Mapping[str, str]) -> int:
-    """Return the number of elements of all inputs at the smallest sizes of these kinds; the other sizes are about
+    """Return the number of elements of all inputs at the smallest sizes of these kinds. The other sizes are about
     FEW."""
     least = {s: min(_plain(pair, s), key=lambda n: abs(n - FEW), default=FEW) for s in pair.symbols}
     least |= {symbol: min(sizes_of_kind(pair, symbol, kind), default=1) for symbol, kind in wanted.items()}
@@ -205,12 +205,12 @@ def _least_elements(pair: Pair, wanted: Mapping[str, str]) -> int:
 
 
 def _elements(pair: Pair, sizes: Mapping[str, Any]) -> int:
-    """Return the number of elements of all inputs that are a tensor each, at these sizes."""
+    """Return the number of elements of all inputs that are single tensors, at these sizes."""
     return sum(elements(spec, sizes) for spec in whole_tensors(pair))
 
 
 def _regimes(pair: Pair, left: list[Kind], random_: random.Random) -> tuple[dict[str, str], set[Kind]]:
-    """Return (the regime of each tensor, the kinds that these make up). Each tensor gets another regime that is
+    """Return (regime of each tensor, kinds that these cover). Each tensor gets a different one of the regimes that are
     left."""
     found: dict[str, str] = {}
     tried: set[Kind] = set()
@@ -222,14 +222,14 @@ def _regimes(pair: Pair, left: list[Kind], random_: random.Random) -> tuple[dict
     for name, spec in random_.sample(tensors, len(tensors)):
         regimes = [k for k in left if k not in tried and k[0] == "regime" and k[1] in tensor_values.regimes(spec)]
         if any(k[1] in SPOILING for k in tried) or (tried and regimes and regimes[0][1] in SPOILING):
-            regimes = []  # beside it, nothing else could be seen
+            regimes = []  # it would hide the other regimes
         tried.update(regimes[:1])
         found[name] = regimes[0][1] if regimes else "normal"
     return found, tried
 
 
 def _laid_out(pair: Pair, regimes: Mapping[str, str], layout: str, only: str = "") -> dict[str, InputCase]:
-    """Return how each tensor is drawn: in this layout all that may have it, or `only` one."""
+    """Return how each tensor is drawn. All tensors that allow this layout get it, or only the tensor `only`."""
     found = {}
     for name, spec in drawn_tensors(pair).items():
         may = bool(layout) and layout in memory_layouts.layouts(pair, name, spec) and only in ("", name)
@@ -246,10 +246,9 @@ def _drawn_sizes(
     *,
     halves: bool = False,
 ) -> dict[str, Any] | None:
-    """Return sizes of these kinds, of which one is larger than in small draws, and scalars, at these ends, or in
-    `halves`.
+    """Return sizes of the kinds `wanted`, and scalars at `ends` or, with `halves`, multiples of a half.
 
-    None where `where` allows none, or all would have too many elements.
+    None if no attempt satisfies the pair's `where` without too many elements.
     """
     long = tuple(symbol for symbol, kind in wanted.items() if kind in LARGE)
     together = bool(set(TOGETHER_SIZES) & set(wanted.values()))
@@ -271,27 +270,27 @@ def _drawn_sizes(
 
 @dataclass(frozen=True)
 class _Drawing:
-    """Draws sizes of the kinds that are wanted."""
+    """Sampler of sizes of the kinds `wanted`."""
 
     pair: Pair
     wanted: Mapping[str, str]
     random: random.Random
     extent: Extent
     long: tuple[str, ...]
-    """Sizes that are to be large."""
+    """Symbols whose sizes are to be large."""
     together: bool
-    """Whether several sizes are to be large together."""
+    """Whether all sizes are of one kind of TOGETHER_SIZES."""
     alone: bool
-    """Whether the sizes that are not to be large are 1, where they may be."""
+    """Whether the sizes that are not to be large are 1, where the pair allows it."""
     counted: set[str]
-    """Sizes that bound integers, beside a large size."""
+    """Symbols that bound integers, in a draw with a large size."""
 
     @property
     def bounded(self) -> bool:
         return bool(self.long) or self.together
 
     def size(self, symbol: str, sizes: Mapping[str, Any], attempt: int) -> int:
-        """Return a size; `sizes` are those drawn before it. Later attempts are smaller."""
+        """Return a size. `sizes` are those drawn before it. Later attempts draw smaller sizes."""
         kind = self.wanted.get(symbol, "")
         among = self._among(symbol, kind, attempt)
         most = self._most(symbol, kind, among, sizes, attempt)
@@ -305,7 +304,7 @@ class _Drawing:
     def _among(self, symbol: str, kind: str, attempt: int) -> Sequence[int]:
         among = sizes_of_kind(self.pair, symbol, kind) or _plain(self.pair, symbol)
         if self.alone and symbol not in self.long and (self.pair.size_of(symbol) or Size()).allows(1):
-            return [1]  # as one sequence that is decoded, or a vector
+            return [1]  # such as a batch of one sequence in decoding, or a vector
         if symbol in self.counted and attempt < ATTEMPTS // 2:
             return _most_different(self.pair, symbol) or among
         return among
@@ -319,20 +318,20 @@ class _Drawing:
 
 
 def _bounds_of_integers(pair: Pair) -> set[str]:
-    """Return the sizes that say how many different values a tensor of integers has."""
+    """Return the symbols that bound the values of a tensor of integers."""
     integers = [spec for spec in whole_tensors(pair) if isinstance(spec.values, Integers)]
     return symbols([replace(spec, dims=()) for spec in integers])
 
 
 def _most_different(pair: Pair, symbol: str) -> list[int]:
-    """Return numbers of different values beside a large size. Where few rows of a table are added up many times, the
-    roundings of each add up in one direction, even in an honest sum in sequence."""
+    """Return bounds of integers for a draw with a large size. If few rows of a table are summed many times, the
+    rounding errors of each row add up in one direction, even in a correct sequential sum."""
     size = pair.sizes.get(symbol)
     return [n for n in LARGE_EDGES[3:] if size is None or size.allows(n)]
 
 
 def _largest(sizes: Sequence[int]) -> Sequence[int]:
-    """Return the sizes above the largest tile that any of them exceeds."""
+    """Return the sizes that exceed the largest tile size that any of them exceeds."""
     tile = max((tile for tile in TILES if tile < max(sizes)), default=0)
     return [n for n in sizes if n > tile]
 

@@ -1,4 +1,4 @@
-"""Stop a call once it has taken long enough."""
+"""Stop a call after a time limit."""
 
 from __future__ import annotations
 
@@ -9,21 +9,22 @@ from contextlib import contextmanager
 
 
 class CutOff(BaseException):
-    """Raised inside a call that has taken long enough. It is no Exception, so that handlers of errors do not catch
+    """Raised inside a call after the time limit. It is not a subclass of Exception, so that error handlers do not catch
     it."""
 
 
 class Timer:
-    """Record of whether the time has run out. Code may turn CutOff into another exception, or catch it and go on."""
+    """Record of whether the time limit was reached. Code may convert CutOff into another exception, or catch it and
+    continue."""
 
     up = False
 
 
 @contextmanager
 def cut_off(seconds: float) -> Iterator[Timer]:
-    """Raise CutOff in the block after this many seconds, as soon as Python code runs in it.
+    """Raise CutOff in the block after this number of seconds, as soon as Python code runs in it.
 
-    Only a main thread on POSIX can be interrupted; elsewhere the block runs to its end.
+    Only the main thread on POSIX can be interrupted. Elsewhere the block runs to its end.
     """
     found = Timer()
     if not hasattr(signal, "setitimer") or threading.current_thread() is not threading.main_thread():

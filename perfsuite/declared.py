@@ -16,10 +16,10 @@ from perfsuite.pair import Pair
 def pairs_of(name: str, value: object, module: str) -> Iterator[tuple[str, Pair]]:
     """Yield (name, pair) for a module's attribute `name`. A list or dict declares pairs if all its elements are pairs.
 
-    A pair in a list or a dict is named after it, with the index or key (`losses-0`, `losses-mean`); a pair in a class
-    is named `Class.name`. A function that is annotated to return a Pair and parametrized gives one pair for each set of
+    A pair in a list or a dict is named after it, with the index or key (`losses-0`, `losses-mean`). A pair in a class
+    is named `Class.name`. A parametrized function that is annotated to return a Pair gives one pair for each set of
     parameters, named from their ids (`attention-64-True`). A list, dict, class or function with a private name is
-    ignored. PairError where two pairs have the same name.
+    ignored. Raises PairError if two pairs have the same name.
     """
     seen: set[str] = set()
     for found, pair in _declared(name, value, module):
@@ -45,15 +45,15 @@ def _declared(name: str, value: object, module: str) -> Iterator[tuple[str, Pair
 
 
 def unsupported_note(pairs: Iterable[Pair]) -> list[str]:
-    """Return one line that counts the ways of calling which the pairs declare as unsupported; an empty list without
-    any."""
+    """Return one line that lists the calling contexts that pairs declare as unsupported, with the number of pairs; an
+    empty list if there are none."""
     counts = Counter(way for pair in pairs for way in pair.unsupported)
     ways = [f"{way} (pairs: {number})" for way, number in counts.most_common()]
     return [f"not tried, because pairs declare it as unsupported: {', '.join(ways)}"] if ways else []
 
 
 def find(module: Any, name: str) -> Pair | None:
-    """Return the module's pair of that name."""
+    """Return the module's pair of this name; None if there is none."""
     for attribute, value in list(vars(module).items()):
         if name == attribute or name.startswith((f"{attribute}-", f"{attribute}.")):
             for found, pair in pairs_of(attribute, value, module.__name__):
@@ -73,7 +73,7 @@ def _marks(function: Any) -> Sequence[Any]:
 
 
 def _parameters(function: Any) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield (id, arguments) for each combination of parameters; those of the lowest decorator vary most slowly."""
+    """Yield (id, arguments) for each combination of parameters. Those of the lowest decorator vary most slowly."""
     sets = [list(_sets(mark)) for mark in _marks(function) if mark.name == "parametrize"]
     for chosen in itertools.product(*sets):
         merged: dict[str, Any] = {}
@@ -105,7 +105,7 @@ def _sets(mark: Any) -> Iterator[tuple[str, Mapping[str, Any]]]:
 
 
 def _id(name: str, value: object, number: int, chosen: object) -> str:
-    """Return a parameter's part of the name: as chosen, or the value as text where that is the same in each process."""
+    """Return a parameter's part of the name: `chosen`, or the value as text if that is the same in each process."""
     if chosen is not None:
         return str(chosen)
     text = str(getattr(value, "__name__", value))
@@ -113,7 +113,7 @@ def _id(name: str, value: object, number: int, chosen: object) -> str:
 
 
 def _plain(key: object) -> str:
-    """Return the key as a part of a node id, where "::" and "[" have a meaning."""
+    """Return the key as a part of a node id, in which "::" and "[" are special."""
     return re.sub(r"[^\w.=+-]+", "_", str(key))
 
 

@@ -31,8 +31,8 @@ def of_pair(pair: str, role: str, given: str) -> Iterator[None]:
 def check_positional(
     pair: str, role: str, call: Callable[..., Any], inputs: Sequence[str], keywords: Collection[str] = ()
 ) -> None:
-    """Raise PairError where the function cannot be called with this many inputs, and with those of the keywords that it
-    has."""
+    """Raise PairError if the function cannot be called with these inputs by position, and with those of the keywords
+    that it has."""
     signature = _signature(call)
     if signature is None:
         return
@@ -45,7 +45,7 @@ def check_positional(
 
 
 def check_named(pair: str, role: str, call: Callable[..., Any], known: Collection[str]) -> None:
-    """Raise PairError where the function needs a parameter that has none of the known names."""
+    """Raise PairError if the function has a required parameter whose name is not known."""
     role = role if role.endswith(")") else f"{role}="
     for name in required(call):
         if name not in known:
@@ -71,7 +71,7 @@ def required(call: Callable[..., Any]) -> list[str]:
 
 
 def _signature(call: Callable[..., Any]) -> inspect.Signature | None:
-    """Return the function's signature; None where Python knows none, as for some functions written in C."""
+    """Return the function's signature; None if Python has none, as for some functions written in C."""
     try:
         return inspect.signature(call)
     except (TypeError, ValueError):

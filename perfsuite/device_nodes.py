@@ -1,4 +1,4 @@
-"""Whether this machine may have a usable GPU, from device nodes and CUDA_VISIBLE_DEVICES alone. Takes microseconds."""
+"""Check in microseconds whether this machine may have a usable GPU, by its device nodes and CUDA_VISIBLE_DEVICES."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ NODES = ("/dev/nvidiactl", "/dev/nvidia0", "/dev/dxg")
 
 
 def exist() -> bool:
-    """Return whether there is an NVIDIA device node here."""
+    """Return whether this machine has an NVIDIA device node."""
     return any(os.path.exists(node) for node in NODES)
 
 

@@ -1,7 +1,7 @@
-"""Find the likely reason why two sides differ, by trials on the draw that showed it.
+"""Find the likely reason why two sides differ, by trials on the failing draw.
 
-A message that says only "wrong at [3]" leaves it to the reader to find the cause. Each trial here changes one thing
-(values, layouts, sizes, precision) and sees whether the side is then right.
+A message that says only "wrong at [3]" leaves it to the reader to find the cause. Each trial here changes one property
+of the draw (values, layouts, sizes, precision) and checks whether the side is then right.
 """
 
 from __future__ import annotations
@@ -30,35 +30,35 @@ from perfsuite.sides import Side
 from perfsuite.specs import ConstantSpec, Dim, ScalarSpec, TensorSpec, elements, symbols, tensor_spec, tensors_of
 
 PRECISIONS = {"float16 or TF32": 2.0**-10, "bfloat16": 2.0**-7}
-"""Name → eps. Where the error fits the budget of one of these precisions, the side computed in it."""
+"""Name → eps. If the error fits the budget of one of these precisions, the side is assumed to compute in it."""
 TILES = (16, 32, 64)
 BLOCKS = (LARGE_TILE, LARGE_TILE // 2, LARGE_TILE // 4)
-"""Numbers of elements of a row that a kernel may hold in one block."""
+"""Numbers of elements of a row that a kernel may process in one block."""
 MOST_ELEMENTS = 1 << 20
 """Most elements of all inputs together at the sizes that the search for a cause tries. The memory of the sides may be
 many times that of their inputs."""
 MOST_EXCHANGED = 8
-"""Most outputs, or inputs, of which any two are tried in each other's place."""
+"""Most outputs, or inputs, among which exchanges of two are tried."""
 EXPANDED_WRITTEN = "more than one element of the written-to tensor refers to a single memory location"
-"""Part of torch's message where an expanded tensor changes in place."""
+"""Part of torch's message if an expanded tensor is changed in place."""
 LEAF_WRITTEN = "a leaf Variable that requires grad is being used in an in-place operation"
-"""Part of torch's message where an input changes in place that is differentiated."""
+"""Part of torch's message if an input that requires a gradient is changed in place."""
 WRITTEN_BEFORE_BACKWARD = "has been modified by an inplace operation"
-"""Part of torch's message where a tensor that the backward pass needs was changed."""
+"""Part of torch's message if a tensor that the backward pass needs was changed."""
 OUT_DIFFERENTIATED = "arguments don't support automatic differentiation"
-"""Part of torch's message where an operation with out= is differentiated."""
+"""Part of torch's message if an operation with out= is differentiated."""
 NOT_DIFFERENTIABLE = "is not differentiable with respect to argument"
-"""Part of torch's message where an input of an operation has no gradient."""
+"""Part of torch's message if an input of an operation has no gradient."""
 MISPLACED = "storage_offset divisible by"
-"""Part of torch's message where data begins at a place that an operation does not support."""
+"""Part of torch's message if data begins at an offset that an operation does not support."""
 CALL_THE_REFERENCE = frozenset(call.__code__ for call in (truths.begin, truths.Runs.truth, task_of))
-"""Functions that call a reference, and no other side."""
+"""Code objects of the functions that call a reference, and no other side."""
 TIED = 1e-3
-"""Gradients of equal values are added up. Two gradients that only choose different ones of these values then differ by
-less than this, relative to the sum of all sizes."""
+"""Largest difference of two gradients that only choose different ones of several equal values, after the gradients of
+equal values are added up; relative to the sum of all absolute values."""
 FEWEST_ERRORS, LEAST_OF_A_SIGN = 16, 0.15
-"""Fewest errors, and least share of either sign, that are taken for rounding: a factor that is wrong by 1% fits
-bfloat16, too."""
+"""Fewest errors, and smallest share of either sign, that count as rounding. A factor that is wrong by 1% would fit the
+budget of bfloat16 too."""
 
 
 def is_of_reference(error: BaseException) -> bool:
@@ -68,8 +68,7 @@ def is_of_reference(error: BaseException) -> bool:
 
 
 def remedy_of(error: BaseException, pair: Pair, case: Case) -> str:
-    """Return the declaration that may be missing where a side raises this error on the draw; empty where none is
-    known."""
+    """Return the declaration that may be missing if a side raises this error on the draw; empty if none is known."""
     if EXPANDED_WRITTEN in str(error):
         return (
             '; name what a backward pass uses up: consumes={"grad_output"} for the incoming gradient, consumes={…} for '
@@ -86,7 +85,7 @@ def remedy_of(error: BaseException, pair: Pair, case: Case) -> str:
     empty = [name for name in sorted(pair.symbols) if case.sizes.get(name) == 0]
     if empty and not is_of_reference(error):
         dimensions = set().union(*(expressions.names(d) for d in _dims(pair) if isinstance(d, str)))
-        # Any other size is the length of a list, or bounds values.
+        # Any other size is the length of a list, or a bound of values.
         others = ", ".join(f'"{name}": size(1, …)' for name in empty if name not in dimensions)
         how = [f"sizes={{{others}}}"] if others else []
         how += ["tensor(…, least=1)"] if dimensions.intersection(empty) else []
@@ -102,8 +101,8 @@ def _dims(pair: Pair) -> Iterator[Dim]:
 
 
 def shown(pair: Pair, case: Case, home: Path | None = None) -> str:
-    """Return the inputs of a draw as text; empty where they are many, or not tensors and numbers alone. Never raises,
-    because it only adds to a message."""
+    """Return the inputs of a draw as text; empty if there are too many elements, or if some inputs are neither tensors
+    nor numbers. Never raises, because it only adds to a message."""
     tensors = [spec for spec in pair.inputs.values() if isinstance(spec, TensorSpec)]
     if not all(isinstance(spec, (TensorSpec, ScalarSpec)) for spec in pair.inputs.values()):
         return ""
@@ -136,7 +135,7 @@ def explain(
     """Return a clause that names the likely fault, or None. Never raises, because it only adds to a message."""
     try:
         return next(_causes(_Trial(pair, side, device, home), case, gradients), None)
-    except (Exception, SystemExit):  # a trial may call the side with what it was never meant for
+    except (Exception, SystemExit):  # a trial may call the side with inputs that it does not support
         return None
 
 
@@ -149,17 +148,17 @@ def explained(
     gradients: bool = False,
     home: Path | None = None,
 ) -> NotEquivalent:
-    """Return the error with its likely cause in a line of its own, where one is found on its draw."""
+    """Return the error with its likely cause on a separate line, if one is found on its draw."""
     if error.case is None or error.names_its_cause:
         return error
-    with process_state.kept():  # what the side leaves behind must not reach later proofs
+    with process_state.kept():  # state that the side changes must not reach later proofs
         cause = explain(pair, side, error.case, device, gradients=gradients, home=home)
     return error if cause is None else NotEquivalent(f"{error}\nlikely cause: {cause}", error.case)
 
 
 def unstable(group: BaseExceptionGroup[BaseException]) -> NotEquivalent | None:
-    """Return the error in Hypothesis' group about a draw that failed and then did not; None if none of the errors is
-    perfsuite's."""
+    """Return the NotEquivalent in Hypothesis's exception group for a draw that failed once but not again; None if the
+    group contains none."""
     first = next((e for e in group.exceptions if isinstance(e, NotEquivalent)), None)
     if first is None:
         return None
@@ -173,12 +172,12 @@ class _Trial:
         self._truths: dict[tuple[str, bool], truths.Truth] = {}
 
     def how(self, case: Case, gradients: bool) -> dict[str, Any]:
-        """Return how the sides are called: with gradients as in their proof, or with `incoming` ones."""
+        """Return how the sides are called: with incoming gradients as in their proof, or of this trial's kind."""
         way = truths.proven_way(case, gradients=gradients, kind=self.kind)
         return {"gradients": gradients, "way": way}
 
     def truth(self, case: Case, gradients: bool = False) -> truths.Truth:
-        """Return the truth of a draw. It is established once, because several causes are tried on the same draw."""
+        """Return the truth of a draw. It is computed once, because several causes are tried on the same draw."""
         key = case_line(case), gradients
         if key not in self._truths:
             how = self.how(case, gradients)
@@ -202,7 +201,7 @@ class _Trial:
         return self.given(values).is_right(case)
 
     def given(self, values: dict[str, Any]) -> _Trial:
-        """Return the same trial, on these inputs instead of drawn ones."""
+        """Return the same trial with these inputs instead of drawn ones."""
         fixed = replace(self.pair, inputs={n: ConstantSpec(value=v) for n, v in values.items()})
         return _Trial(fixed, self.side, self.device, self.home)
 
@@ -249,14 +248,14 @@ def _causes(trial: _Trial, case: Case, gradients: bool) -> Iterator[str]:
         yield from _values(trial, plain)
         yield from _unread(trial, case)
     yield from _related(trial, case, gradients)
-    if not trial.pair.is_stateful:  # where a state begins to differ a little, any formula may be the cause
+    if not trial.pair.is_stateful:  # if states differ a little at first, any formula may be the cause
         yield from _precision(trial, case, gradients)
 
 
 MOST_SHOWN = 8
 """Most elements of a draw's inputs that a message shows."""
 OTHERS = 3
-"""Number of draws of the same sizes that are tried before a failure is said to be due to the sizes."""
+"""Number of other draws of the same sizes that are tried before a failure is attributed to the sizes."""
 
 
 def _is_right_on_others(trial: _Trial, case: Case, gradients: bool) -> bool:
@@ -292,7 +291,7 @@ _WHENCE = {
 
 
 def _ties(trial: _Trial, case: Case) -> Iterator[str]:
-    """Yield a clause where a gradient goes to another one of several equal values."""
+    """Yield a clause if a gradient goes to another one of several equal values."""
     truth, produced = trial.truth(case, True), trial.produce(case, True)
     drawn = make.build(trial.pair, case, trial.device, home=trial.home)
     moved = []
@@ -318,7 +317,7 @@ def _ties(trial: _Trial, case: Case) -> Iterator[str]:
 
 
 def _exchanged(trial: _Trial, case: Case, gradients: bool) -> Iterator[str]:
-    """Yield a clause where two outputs, or two inputs, are in each other's place."""
+    """Yield a clause if two outputs, or two inputs, are exchanged."""
     truth, produced = trial.truth(case, gradients), trial.produce(case, gradients)
     for a, b in _alike(produced):
         if _agrees(trial.pair, truth, {**produced, a: produced[b], b: produced[a]}):
@@ -334,8 +333,8 @@ def _exchanged(trial: _Trial, case: Case, gradients: bool) -> Iterator[str]:
 
 
 def _alike(named: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yield the names of two tensors of one shape and dtype that differ; not of all such pairs, where there are
-    many."""
+    """Yield the names of each two tensors that have the same shape and dtype and differ, among the first
+    MOST_EXCHANGED tensors."""
     tensors = [(name, t) for name, t in named.items() if isinstance(t, torch.Tensor) and t.is_floating_point()]
     for (a, one), (b, other) in itertools.combinations(tensors[:MOST_EXCHANGED], 2):
         if one.shape == other.shape and one.dtype == other.dtype and not forms.identical(one, other):
@@ -351,7 +350,7 @@ def _agrees(pair: Pair, truth: truths.Truth, produced: Leaves, *, strict_strides
 
 
 def _truth_is_not_finite(trial: _Trial, case: Case, gradients: bool) -> bool:
-    """Return whether the truth is not finite at a place where the side's answer is."""
+    """Return whether the truth is not finite at a place where the side's answer is finite."""
     produced = trial.produce(case, gradients)
     return any(
         got.is_floating_point() and got.shape == leaf.shape and bool((got.isfinite() & ~leaf.isfinite()).any())
@@ -365,7 +364,7 @@ REMEDIES = {
     "offset": "these are small differences of large values, of which a variance from two sums loses the digits; if it "
     "is never called with them, declare it: values=floats(offset=False)",
 }
-"""Kinds of values → what to do where a side is wrong for them alone."""
+"""Regime of values → what to do if a side is wrong only for it."""
 
 
 def _remedy(special: list[str]) -> str:
@@ -419,7 +418,7 @@ def _sizes(trial: _Trial, case: Case, gradients: bool) -> Iterator[str]:
     for tile in TILES:
         whole = _within(trial.pair, case, {n: max(tile, math.ceil(v / tile) * tile) for n, v in sizes.items()})
         bigger = replace(case, sizes={**case.sizes, **whole})
-        # Twice, with other values: an answer that is kept by its size is right once.
+        # Twice, with other values: an answer that is cached by size is right the first time.
         other = replace(bigger, seed=case.seed ^ 0x3C6EF35)
         if whole != sizes and trial.is_right(bigger, gradients) and trial.is_right(other, gradients):
             at = ", ".join(f"{n}={v}" for n, v in sizes.items())
@@ -434,7 +433,7 @@ def _sizes(trial: _Trial, case: Case, gradients: bool) -> Iterator[str]:
 
 
 def _larger(pair: Pair, case: Case) -> Case:
-    """Return the draw with several elements in each dimension, where the pair allows that."""
+    """Return the draw with several elements in each dimension, if the pair allows it."""
     return _at(pair, case, {n: max(v, SEVERAL) for n, v in _dimensions(pair, case).items()})
 
 
@@ -444,9 +443,9 @@ def _at(pair: Pair, case: Case, wanted: Mapping[str, int]) -> Case:
 
 
 def _within(pair: Pair, case: Case, wanted: Mapping[str, int]) -> dict[str, int]:
-    """Return these sizes where the pair allows them, and the draw's where it does not; only the draw's if the inputs
-    had too many elements."""
-    # A size without a declared range may be anything, beyond the sizes that are drawn, too.
+    """Return each of these sizes that the pair allows, and the draw's size for the others. Return only the draw's sizes
+    if the inputs would have too many elements."""
+    # A size without a declared range may also be larger than the sizes that are drawn.
     sizes = {n: v if n not in pair.sizes or pair.sizes[n].allows(v) else case.sizes[n] for n, v in wanted.items()}
     every = {**case.sizes, **sizes}
     tensors = (tensor_spec(spec) for spec in {**pair.inputs, **pair.step_inputs}.values())
@@ -455,7 +454,7 @@ def _within(pair: Pair, case: Case, wanted: Mapping[str, int]) -> dict[str, int]
 
 
 def _most_allowed(pair: Pair, name: str, most: int) -> int:
-    """Return the largest size up to `most` that the pair allows; 0 where there is none."""
+    """Return the largest size up to `most` within the declared bound and multiple; `most` if none are declared."""
     size = pair.sizes.get(name)
     return most if size is None else min(most, size.high) // size.multiple_of * size.multiple_of
 
@@ -470,10 +469,10 @@ def _is_dimension(pair: Pair, name: str) -> bool:
 
 
 SEVERAL = 16
-"""Number of elements in a dimension with which a value among them is not special by chance."""
+"""Number of elements in a dimension from which a single element is not special by chance."""
 VALUES_DRAWS, SELDOM = 9, 0.5
-"""Number of draws that are tried, and the largest share of the other values that may be right by chance: of three
-values one in three is the largest."""
+"""Number of draws that are tried, and largest share of draws of other values on which the side may be right by chance.
+For instance, a given one of three values is the largest in one draw of three."""
 _TAMED: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "non-negative": torch.abs,
     "small": lambda t: t / max(1.0, float(t.abs().max())) * 0.1 if t.numel() else t,
@@ -484,8 +483,8 @@ _TAMED: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = {
 def _values(trial: _Trial, case: Case) -> Iterator[str]:
     larger = _larger(trial.pair, case)
     if larger != case and trial.is_right(larger):
-        return  # where values of every kind are
-    # Several draws: of a few values, some are sorted by chance.
+        return  # the larger draw has values of every kind, so values are not the cause
+    # Several draws, because a few values may be sorted by chance.
     seeds = (case.seed ^ (0x2B5C9A1 * number) for number in range(VALUES_DRAWS))
     every = [make.build(trial.pair, replace(case, seed=seed), trial.device, home=trial.home) for seed in seeds]
     for what, tame in _TAMED.items():
@@ -510,13 +509,13 @@ def _related(trial: _Trial, case: Case, gradients: bool) -> Iterator[str]:
 
 
 def related(truth: truths.Truth, produced: Leaves) -> str | None:
-    """Return the relation that holds for every output, in words."""
+    """Return the relation between answer and truth that holds for every output, in words; None if there is none."""
     found = {relations.relation(got, leaf) for got, leaf in _both(truth, produced)}
     return found.pop() if len(found) == 1 else None
 
 
 def precision_of(pair: Pair, truth: truths.Truth, produced: Leaves, *, strict_strides: bool = True) -> str | None:
-    """Return the name of the lower precision whose rounding explains the error."""
+    """Return the name of the lower precision whose rounding explains the error; None if there is none."""
     for name, eps in PRECISIONS.items():
         if eps <= 2 * truth.eps or not any(relations.reaches(got, leaf, eps) for got, leaf in _both(truth, produced)):
             continue
@@ -543,10 +542,9 @@ def _precision(trial: _Trial, case: Case, gradients: bool) -> Iterator[str]:
 
 
 def _has_both_signs(truth: truths.Truth, produced: Leaves) -> bool:
-    """Return whether the errors of many elements are partly towards zero and partly away from it, as rounding errors
-    are.
+    """Return whether there are many errors, some towards zero and some away from it, as for rounding errors.
 
-    The errors of a wrong factor all have one of these directions, even where the values have both signs.
+    The errors of a wrong factor all have the same one of these directions, even if the values have both signs.
     """
     differences = [
         ((got.double() - leaf.double()) * leaf.double().sign()).flatten() for got, leaf in _both(truth, produced)

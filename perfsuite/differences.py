@@ -1,5 +1,5 @@
-"""Outputs as float64 tensors, their sizes and differences, in few operations, because a proof compares thousands of
-outputs."""
+"""Convert outputs to float64, and compute their norms and differences. It takes few operations, because a proof
+compares thousands of outputs."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ import torch
 from perfsuite.execution import Leaf
 
 COMPARED_ON_CPU = 1 << 20
-"""Most elements of an output that is compared on the CPU. An operation on this many takes about a millisecond there; on
-a GPU that eleven other processes use, it waits longer for its turn."""
+"""Most elements of an output that is compared on the CPU. An operation on this many takes about a millisecond there. On
+a GPU that eleven other processes use, waiting for the GPU takes longer."""
 SMALL_NORM, LARGE_NORM = 1e-120, 1e150
-"""Between these norms, float64's squares are as exact as scaled ones: what underflows is less than their own
-rounding."""
+"""Between these norms, no scaling is needed before squaring in float64: the error by underflow is less than the
+rounding error."""
 
 
 def as_double(leaf: Leaf) -> torch.Tensor:
-    """Return the leaf in float64; on the CPU if it is small, since each of the many operations of a comparison waits
-    for a GPU."""
+    """Return the leaf in float64, on the CPU if it is small, since on a GPU each of the many operations of a comparison
+    has to wait."""
     if isinstance(leaf, torch.Tensor):
         leaf = _real(leaf.detach())
         return (leaf.cpu() if leaf.numel() <= COMPARED_ON_CPU else leaf).double()
@@ -29,7 +29,8 @@ def as_double(leaf: Leaf) -> torch.Tensor:
 
 
 class Doubles:
-    """Leaves by name, each `as_double`. All that are small and on a GPU come to the CPU at once: each copy waits."""
+    """Leaves by name, each converted by `as_double`. Small leaves on a GPU are copied to the CPU together, because each
+    copy has to wait for the GPU."""
 
     def __init__(
         self,
@@ -77,13 +78,13 @@ def _real(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def rms(leaf: Leaf) -> float:
-    """Return the root mean square of the leaf, over its finite elements only where some are not finite."""
+    """Return the root mean square of the leaf's finite elements."""
     values = as_double(leaf)
     return rms_of(values, float(torch.linalg.vector_norm(values)))
 
 
 def rms_of(tensor: torch.Tensor, norm: float) -> float:
-    """Return the `rms` of a tensor with this 2-norm. Its elements are read only where the norm is not enough."""
+    """Return the `rms` of a tensor with this 2-norm. Its elements are read only if the norm is not enough."""
     if SMALL_NORM < norm < LARGE_NORM:
         return norm / math.sqrt(tensor.numel())
     values = as_double(tensor)
@@ -91,12 +92,12 @@ def rms_of(tensor: torch.Tensor, norm: float) -> float:
         return 0.0
     finite = values[values.isfinite()]
     largest = float(finite.abs().max()) if finite.numel() else 0.0
-    # Scaled, since float64's own squares overflow above 1e154 and underflow below 1e-154.
+    # Scaled, since squares in float64 overflow above 1e154 and underflow below 1e-154.
     return largest * math.sqrt(float(((finite / largest) ** 2).mean())) if largest else 0.0
 
 
 def norms(tensors: Iterable[torch.Tensor]) -> list[float]:
-    """Return the 2-norm of each tensor in float64, NaN where an element is NaN. Each device is waited for once."""
+    """Return the 2-norm of each tensor in float64; NaN if an element is NaN. Synchronises with each device once."""
     found: dict[torch.device, list[torch.Tensor]] = defaultdict(list)
     every = list(tensors)
     for tensor in every:
@@ -106,8 +107,8 @@ def norms(tensors: Iterable[torch.Tensor]) -> list[float]:
 
 
 def is_finite(values: torch.Tensor) -> bool:
-    """Return whether all elements are finite. Where their sum is not finite, each element is checked, since a sum of
-    finite ones may overflow."""
+    """Return whether all elements are finite. If their sum is not finite, each element is checked, since a sum of
+    finite elements may overflow."""
     return math.isfinite(float(values.sum())) or bool(values.isfinite().all())
 
 
@@ -122,7 +123,8 @@ def finite_size(values: torch.Tensor, are_finite: torch.Tensor | None) -> torch.
 
 
 def difference(a: torch.Tensor, b: torch.Tensor, period: float | None) -> torch.Tensor:
-    """Return a − b, with zero where either is not finite; on a circle where there is a period."""
+    """Return a − b, with zero where either is not finite; modulo the period, in [−period/2, period/2), if there is
+    one."""
     delta = a - b
     if not is_finite(delta):
         delta = torch.where(a.isfinite() & b.isfinite(), delta, 0.0)
@@ -134,7 +136,7 @@ def same_nonfinite(a: torch.Tensor, b: torch.Tensor) -> bool:
     if a.shape != b.shape:
         return False
     if math.isfinite(float((a - b).sum())):
-        return True  # a difference is finite only where both are
+        return True  # a difference is finite only if both are
     return bool(
         torch.equal(a.isnan(), b.isnan())
         and torch.equal(a.isposinf(), b.isposinf())

@@ -1,4 +1,4 @@
-"""Bases of the dispatch modes by which calls are watched."""
+"""Base classes of the dispatch modes that observe calls."""
 
 from __future__ import annotations
 
@@ -6,19 +6,19 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 
 class PlainMode(TorchDispatchMode):
-    """A dispatch mode whose first operation does not import torch._dynamo."""
+    """Dispatch mode whose first operation does not import torch._dynamo."""
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        return False  # else that takes two seconds, and each operation pays for its wrapper
+        return False  # that import takes two seconds, and its wrapper slows each operation
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch has not typed it
 
 
 class OutsideCompiled(PlainMode):
-    """A mode that leaves compiled functions as they are: they run outside of it."""
+    """Dispatch mode that does not apply inside compiled functions."""
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        return True  # else torch.compile would trace into the mode
+        return True  # otherwise torch.compile traces into the mode

@@ -32,9 +32,9 @@ from perfsuite.report import units
 State = Literal["ok", "warn", "missing"]
 
 PROBE_LIMIT_S = 120
-"""Seconds that a probe may take: a first import of torch from a cold network disk has been seen to take a minute."""
+"""Time limit of a probe in seconds. A first import of torch from a cold network disk can take a minute."""
 
-# Run in a process of its own: a torch built for another CPU or driver can die on a signal when it is imported.
+# The probes run in separate processes, because a torch built for another CPU or driver may crash when it is imported.
 TORCH_PROBE = """
 import json, torch
 found = {"version": torch.__version__, "cuda": torch.version.cuda, "usable": False, "problem": None}
@@ -55,17 +55,17 @@ print("\\n" + json.dumps({"version": triton.__version__}))
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Finding:
-    """One thing that was checked. "missing": `perfsuite run` cannot do without it; "warn": something is lost."""
+    """Result of one check. "missing": `perfsuite run` does not work without it; "warn": some feature is lost."""
 
     name: str
     status: State
     detail: str
     remedy: str = ""
-    """One line; empty where nothing needs doing."""
+    """One line; empty if nothing needs to be done."""
 
 
 def examine(folder: Path | None = None) -> list[Finding]:
-    """Look at the machine and at the project in `folder` (default: the current one). Takes some seconds."""
+    """Check the machine and the project in `folder` (default: the current one). It takes a few seconds."""
     folder = folder or Path.cwd()
     with contextlib.ExitStack() as running:
         torch_probe = _start(running, "torch", TORCH_PROBE)
@@ -93,7 +93,7 @@ def examine(folder: Path | None = None) -> list[Finding]:
 
 
 def table(findings: list[Finding]) -> Table:
-    """Return the findings as a table for people."""
+    """Return the findings as a table for the terminal."""
     marks = {"ok": ("✓", "green"), "warn": ("!", "yellow"), "missing": ("✗", "red bold")}
     view = Table(box=None, padding=(0, 1), show_header=False)
     view.add_column(width=1)
@@ -110,7 +110,7 @@ def table(findings: list[Finding]) -> Table:
 
 @cache
 def requirements() -> Mapping[str, Requirement]:
-    """Return perfsuite's own requirements and those of its extras, by name; empty where it is not installed."""
+    """Return perfsuite's own requirements and those of its extras, by name; empty if it is not installed."""
     try:
         lines = importlib.metadata.requires("perfsuite") or []
     except importlib.metadata.PackageNotFoundError:
@@ -124,7 +124,7 @@ def requirements() -> Mapping[str, Requirement]:
 
 
 def _wanted(name: str) -> str:
-    """Return what pip should be given: the requirement with its version range."""
+    """Return the argument for `pip install`: the requirement with its version range."""
     requirement = requirements().get(name)
     return f"'{name}{requirement.specifier}'" if requirement and str(requirement.specifier) else name
 
@@ -266,7 +266,7 @@ def _nvcc(torch: Mapping[str, Any]) -> Finding:
 
 def _find_nvcc() -> str | None:
     homes = (os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH"), "/usr/local/cuda")
-    # CUDA_HOME before PATH: torch's extension builder looks there first too.
+    # CUDA_HOME before PATH, as in torch's extension builder.
     for home in homes[:2]:
         if home and os.access(os.path.join(home, "bin", "nvcc"), os.X_OK):
             return os.path.join(home, "bin", "nvcc")
@@ -327,7 +327,7 @@ def _git(folder: Path) -> Finding:
         return Finding(name="git", status="warn", detail=f"not found: {lost}", remedy="apt-get install git")
     inside = _output([git, "-C", str(folder), "rev-parse", "--is-inside-work-tree", "--is-shallow-repository"])
     if not inside.startswith("true"):
-        # A checkout that belongs to another user, as in containers, is refused until it is marked as safe.
+        # Git refuses a checkout that belongs to another user, as in containers, until it is marked as safe.
         remedy = f"git init, or git config --global --add safe.directory {folder}"
         return Finding(name="git", status="warn", detail=f"{folder} is no repository: {lost}", remedy=remedy)
     if inside.split()[-1] == "true":
@@ -351,7 +351,7 @@ def _baseline(folder: Path) -> Finding:
         return Finding(name="baseline", status="warn", detail=detail, remedy="perfsuite accept --reason '…'")
     further = sorted(path.name for path in path.parent.glob(f"{device}-x*.json"))
     try:
-        # Each side of a workload has an entry of its own, as pytest-benchmark reads it.
+        # Each side of a workload has its own record, in pytest-benchmark's schema.
         ids = {entry["fullname"].rpartition("@")[0] for entry in json.loads(path.read_text())["benchmarks"]}
     except (OSError, ValueError, KeyError, TypeError) as error:
         detail = f"{name} cannot be read: {_first_line(str(error)) or type(error).__name__}"
@@ -374,7 +374,7 @@ _Probe = Callable[[], tuple[dict[str, Any], str]]
 
 
 def _start(running: contextlib.ExitStack, module: str, code: str) -> _Probe | None:
-    """Start `code` in a Python process of its own. Return an object that waits for it; None where `module` is not
+    """Start `code` in a separate Python process. Return a function that waits for it; None if `module` is not
     installed."""
     if importlib.util.find_spec(module) is None:
         return None
@@ -417,7 +417,7 @@ def _numbers(version: str | None) -> tuple[int, ...]:
 
 
 def _output(command: list[str]) -> str:
-    """Return the output of a command; empty where it fails or takes longer than 20 s."""
+    """Return the output of a command; empty if it fails or takes longer than 20 s."""
     try:
         return subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout.strip()
     except (OSError, subprocess.SubprocessError):

@@ -1,7 +1,7 @@
-"""Compare what a call of the optimized side leaves behind with what a call of the reference leaves.
+"""Compare the side effects of a call of the optimized side with those of a call of the reference.
 
-Each kind of effect is a function (probe of a side) → {name: words}. An effect that the optimized side leaves and the
-reference does not is a fault. The effects of the very first call are found around the first calls of the proofs
+Each kind of effect is a function (probe of a side) → {name: words}. An effect that the optimized side has and the
+reference does not have is a fault. Effects of the very first call are detected around the first calls in the proofs
 (`execution.settings_kept`).
 """
 
@@ -28,21 +28,20 @@ from perfsuite.records import Case
 from perfsuite.sides import as_side
 
 Effects: TypeAlias = dict[str, str]
-"""Name → the words that follow "the optimized side" in a message about it."""
+"""Name of an effect → the words that follow "the optimized side" in a message about it."""
 Kind: TypeAlias = Callable[[Probe], Effects]
 
 BUSY_S, BUSY_SHARE, WINDOWS = 0.04, 0.2, 3
-"""Seconds for which other threads are watched, the share of it that a busy one computes even where it waits for a core,
-and how often in a row it does."""
+"""Length in seconds of a window in which other threads are watched; the share of a window that a busy thread computes,
+even if it has to wait for a core; and the number of consecutive windows in which it must be busy."""
 IDLE_S = 0.02
-"""After a call a pool's threads may wait for more work for as long as this, without sleeping."""
+"""Seconds for which the threads of a pool may spin after a call, waiting for more work."""
 THREADS_EVERY = 5
-"""Other threads are watched on one draw in this many: watching takes time, and its result depends little on the
-draw."""
+"""Other threads are watched on one of this many draws, since it takes time and depends little on the draw."""
 STILL = "still "
-"""Begin of the names of generators that a call leaves as they were."""
+"""Prefix of the names of generators that a call does not advance."""
 TURN_S = 1e-4
-"""Seconds for which a Python thread computes while another waits, as the watching thread does."""
+"""Python's thread switch interval in seconds while threads are watched."""
 TICK_S = 1 / os.sysconf("SC_CLK_TCK")
 
 
@@ -55,16 +54,16 @@ def check(
     imported: Mapping[str, str] = {},
     number: int | None = None,
 ) -> None:
-    """Raise NotEquivalent where the optimized side leaves behind an effect that the reference does not.
+    """Raise NotEquivalent if the optimized side has a side effect that the reference does not have.
 
-    `imported` is what the import of the pair's module left changed. `number` is the draw's number in a proof with
-    several draws. The first makes all checks, the others take turns at those IN_TURN, and one in THREADS_EVERY watches
-    other threads.
+    `imported` describes what the import of the pair's module left changed. `number` is the draw's number in a proof
+    with several draws. The first draw makes all checks. Later draws take turns at the checks IN_TURN, and one in
+    THREADS_EVERY watches other threads.
     """
     for words in imported.values():
         raise NotEquivalent(f"{pair.name}: the import of its module {words} for all that runs after it; put it back")
 
-    # Making a module's inputs draws random numbers, so it is done before any side is watched.
+    # Building a module draws random numbers, so inputs are built before any side is watched.
     inputs: dict[int, dict[str, Any]] = {}
     optimized, reference = (
         Probe(
@@ -74,7 +73,7 @@ def check(
     )
     try:
         reference.call(reference.drawn())
-    except Exception:  # it does not support the draw
+    except Exception:  # the reference does not support the draw
         return
     with execution.recompiling():
         for kind in KINDS:
@@ -86,7 +85,7 @@ def check(
                 continue
             try:
                 left = kind(reference)
-            except Exception:  # it does not support what this kind does
+            except Exception:  # the reference does not support the way in which this kind calls it
                 continue
             allowed = _allowed(kind, found, left)
             for name, words in found.items():
@@ -95,16 +94,16 @@ def check(
 
 
 def _allowed(kind: Callable[[Probe], Effects], found: Effects, left: Effects) -> Collection[str]:
-    """Return which of the effects `found` the optimized side may leave where the reference leaves those in `left`."""
-    if kind is threads:  # those that the optimized side left run on; the reference may leave others
+    """Return which of the effects `found` the optimized side may have if the reference has those in `left`."""
+    if kind is threads:  # the optimized side's threads still run, so `left` contains them; are there others?
         return found if left.keys() - found.keys() else ()
-    if kind is named_generators:  # where the reference draws nothing, as with p = 0, to draw does no harm
+    if kind is named_generators:  # if the reference draws no numbers, as with p = 0, drawing some does no harm
         still = tuple(f"{name.removeprefix(STILL)} " for name in left if name.startswith(STILL))
         return {*left, *(name for name in found if name.startswith(still))}
     return left
 
 
-# --- what changes for all that runs afterwards ----------------------------------------------------------------------
+# --- changes that affect later code ---------------------------------------------------------------------------------
 
 
 def settings(probe: Probe) -> Effects:
@@ -115,18 +114,18 @@ def settings(probe: Probe) -> Effects:
 
 
 def process(probe: Probe) -> Effects:
-    """Return the changes of environment variables, signal handlers, warning filters and the like after a call that is
-    not the first."""
+    """Return the changes of environment variables, signal handlers, warning filters and the like by a call that is not
+    the first."""
     quick = bool(probe.number)
     with surroundings.kept(quick=quick):
-        _call_and_differentiate(probe)  # what is imported meanwhile may change them, too
+        _call_and_differentiate(probe)  # modules imported by the first call may change them too
     with surroundings.kept(quick=quick) as changed:
         _call_and_differentiate(probe)
     return {name: f"changes {name} for all that runs after it" for name in changed}
 
 
 def generators(probe: Probe) -> Effects:
-    """Return the changes of random states that no argument names."""
+    """Return the changes of random number generators that are not among the inputs."""
     with process_state.advanced_generators():
         before = process_state.generators()
         _call_and_differentiate(probe)
@@ -135,8 +134,8 @@ def generators(probe: Probe) -> Effects:
 
 
 def named_generators(probe: Probe) -> Effects:
-    """Return the generators among the inputs that are in the same state after the call, so that the next call draws the
-    same numbers, or in another state than the reference leaves."""
+    """Return the state of each generator among the inputs after the call. A generator that is left as it was has its
+    own name, because the next call would draw the same numbers."""
     values = probe.drawn()
     before = {n: v.get_state() for n, v in values.items() if isinstance(v, torch.Generator)}
     if not before or probe.pair.is_stateful:
@@ -156,8 +155,8 @@ def named_generators(probe: Probe) -> Effects:
 
 
 def bindings(probe: Probe) -> Effects:
-    """Return the replaced objects that the reference's code looks up by name, such as helpers and constants, including
-    items of lists and dicts."""
+    """Return the objects that the call replaced and that the reference's code looks up by name, such as helpers and
+    constants, including items of lists and dicts."""
     reference = as_side(probe.pair.reference).call
     before = patches.bindings(reference)
     _call_and_differentiate(probe)
@@ -170,7 +169,7 @@ def bindings(probe: Probe) -> Effects:
 
 
 def threads(probe: Probe) -> Effects:
-    """Return the threads that go on computing."""
+    """Return the threads that continue to compute after a call."""
     if (probe.number or 0) % THREADS_EVERY:
         return {}
     _call_and_differentiate(probe)
@@ -191,8 +190,8 @@ def threads(probe: Probe) -> Effects:
 
 @contextlib.contextmanager
 def _short_turns() -> Iterator[None]:
-    """Make Python's threads give way to each other soon. A busy thread keeps the interpreter for a whole turn at each
-    file that is read; with usual turns, watching would take longer than the thread lives."""
+    """Shorten Python's thread switch interval in the block. A busy thread holds the GIL for a whole interval whenever a
+    file is read here, so with the default interval, watching would take longer than the thread lives."""
     usual = sys.getswitchinterval()
     sys.setswitchinterval(TURN_S)
     try:
@@ -202,12 +201,12 @@ def _short_turns() -> Iterator[None]:
 
 
 def _ticks() -> dict[int, int]:
-    """Return the processor time of each thread of this process, in ticks, by its number."""
+    """Return the CPU time of each thread of this process in clock ticks, by thread id."""
     found = {}
     for task in Path("/proc/self/task").iterdir():
         try:
             fields = (task / "stat").read_text().rpartition(")")[2].split()
-        except OSError:  # it has ended
+        except OSError:  # the thread has ended
             continue
         found[int(task.name)] = int(fields[11]) + int(fields[12])
     return found
@@ -226,11 +225,11 @@ def _is_differentiated(probe: Probe) -> bool:
     return pair.gradients and not pair.is_stateful and bool(execution.differentiable(pair))
 
 
-# --- what was lent to the call --------------------------------------------------------------------------------------
+# --- changes of the arguments ---------------------------------------------------------------------------------------
 
 
 def lent_to_call(probe: Probe) -> Effects:
-    """Return changes of whether inputs need a gradient, and of the modes and hooks of modules, after a call."""
+    """Return changes of `requires_grad` of the inputs, and of the modes and hooks of modules, by a call."""
     if probe.pair.is_stateful:
         return {}
     found: Effects = {}
@@ -250,7 +249,7 @@ def lent_to_call(probe: Probe) -> Effects:
 
 
 def lent_to_backward(probe: Probe) -> Effects:
-    """Return changes of incoming gradients and inputs, and of the `.grad` of the inputs, after the backward pass."""
+    """Return changes of incoming gradients and inputs, and of the `.grad` of the inputs, by the backward pass."""
     if not _is_differentiated(probe):
         return {}
     values = probe.drawn()
@@ -288,7 +287,7 @@ def lent_to_backward(probe: Probe) -> Effects:
 
 
 def shared_memory(probe: Probe) -> Effects:
-    """Return the outputs that share memory with each other or with an input, also where all values are equal."""
+    """Return the outputs that share memory with each other or with an input, also for inputs of constant value."""
     if probe.pair.is_stateful:
         return {}
     found = {}
@@ -296,7 +295,7 @@ def shared_memory(probe: Probe) -> Effects:
         values = make.map_tensors(probe.drawn(), change)
         try:
             leaves = probe.call(values)
-        except Exception:  # inputs of a form that the side does not take: not to be changed so
+        except Exception:  # the side does not support inputs that are changed in this way
             continue
         for output, other in execution.shared_memory(probe.pair, leaves, values):
             found[f"{output} {other}"] = f"returns {output} in the memory of {other}; writing to one changes the other"
@@ -304,8 +303,7 @@ def shared_memory(probe: Probe) -> Effects:
 
 
 def _constant(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the tensor with all elements set to the value of the first, so that the bounds of the values still
-    hold."""
+    """Return the tensor with all elements set to the value of the first, which satisfies the bounds of the values."""
     if not tensor.is_floating_point() or not tensor.numel():
         return tensor
     return torch.full_like(tensor, float(tensor.detach()[(0,) * tensor.dim()]))
@@ -324,4 +322,4 @@ KINDS: tuple[Kind, ...] = (
     threads,
 )
 IN_TURN = (process, settings, generators, named_generators, bindings, held_memory.held_memory)
-"""Kinds that depend little on the draw."""
+"""Kinds that depend little on the draw, so that later draws take turns at them."""

@@ -1,4 +1,4 @@
-"""Check whether two sides are the same function on a draw, by the rule of `rule`."""
+"""Check whether two sides are the same function on a draw, by the rule in `rule.py`."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ def judge(
     tally: Tally | None = None,
     strict_strides: bool = True,
 ) -> None:
-    """Raise NotEquivalent where `produced` is not within the budget of the truth. The figures are added to `tally`."""
+    """Raise NotEquivalent if the errors of `produced` exceed their budget. Add the figures to `tally`."""
     expected, got = list(truth.reference), list(produced)
-    if sorted(expected) != sorted(got):  # a dict's keys may come in another order
+    if sorted(expected) != sorted(got):  # the keys of a dict may have another order
         raise NotEquivalent(_structure_message(pair, name, expected, got))
     doubles = Doubles(produced)
     for leaf in expected:
@@ -42,7 +42,7 @@ def judge(
 
 
 class Facts:
-    """Facts about a draw that are known before any side is tried on it."""
+    """Facts about a draw that do not depend on the tested side."""
 
     def truths(
         self,
@@ -54,13 +54,13 @@ class Facts:
         home: Path | None,
         drawn: Drawn | None = None,
     ) -> Known:
-        """Return the truths of the draw by their number of replicas; `drawn` makes the inputs where the caller has
-        them."""
+        """Return the truths of the draw as a function of the number of replicas. `drawn` returns the inputs, if the
+        caller has them already."""
         way = truths.proven_way(case, gradients=gradients)
         return truths.by_replicas(pair, case, device, gradients=gradients, home=home, way=way, drawn=drawn)
 
     def task(self, pair: Pair, case: Case, device: str, *, home: Path | None) -> Task:
-        """Return the findings of the draw about the reference."""
+        """Return what the draw shows about the reference."""
         try:
             return task_of(pair, case, device, home)
         except PairError as error:
@@ -79,7 +79,7 @@ def check_case(
     home: Path | None = None,
     facts: Facts | None = None,
 ) -> None:
-    """Prove one side on one draw, or raise NotEquivalent. The draw is counted in `tally`."""
+    """Prove one side on one draw, or raise NotEquivalent. Count the draw in `tally`."""
     tally = tally if tally is not None else Tally()
     facts = facts or Facts()
     tally.draws += 1
@@ -125,10 +125,10 @@ def hold(
     tally: Tally | None = None,
     strict_strides: bool = True,
 ) -> Truth:
-    """Call `judge` with as many replicas as it takes: none, or the fewest, where `produced` is then surely within the
-    budget with all of them, and CAREFUL before a side fails whose error is near its budget.
+    """Call `judge` with as many replicas as needed, and return the truth that was decisive.
 
-    Returns the truth that was decisive.
+    NONE or FEW replicas are enough if `produced` is then surely within the budget by all of them. Before a side whose
+    error is near its budget fails, CAREFUL replicas decide.
     """
     for replicas in (NONE, FEW, REPLICAS):
         truth = known(replicas)
@@ -142,7 +142,7 @@ def hold(
     except NotEquivalent as error:
         if error.excess > NEAR:
             raise
-        # Among many elements and draws some have a larger error than a few samples show.
+        # Among many elements and draws, some errors are larger than a few replicas show.
         truth, trial = known(CAREFUL), Tally()
         judge(pair, truth, produced, name=name, tally=trial, strict_strides=strict_strides)
     if tally is not None:
@@ -151,12 +151,12 @@ def hold(
 
 
 def _surely(pair: Pair, truth: Truth, produced: Leaves, name: str, tally: Tally | None, strict_strides: bool) -> bool:
-    """Return whether the budget by these replicas shows that `produced` is within the budget by all. Only then are its
-    figures counted."""
+    """Return whether the budget by these replicas shows that `produced` is within the budget by all replicas. Only then
+    are the figures added to `tally`."""
     if truth.ill_conditioned and not truth.surely_ill_conditioned:
         return False  # all replicas decide whether the draw proves anything
     if truth.rounding != truth.surely_rounding:
-        # With more replicas these outputs may be found to be more than rounding, and then have the smaller budget.
+        # More replicas may show that these outputs are not mere rounding errors. They then have the smaller budget.
         smaller = replace(truth, rounding=truth.surely_rounding)
         smaller.doubles = truth.doubles
         if not _is_sure(pair, smaller, produced, name, Tally(), strict_strides):
@@ -170,7 +170,7 @@ def _surely(pair: Pair, truth: Truth, produced: Leaves, name: str, tally: Tally 
 
 
 def _is_sure(pair: Pair, truth: Truth, produced: Leaves, name: str, trial: Tally, strict_strides: bool) -> bool:
-    """Return whether all outputs are within the share `sure` of their budgets. The figures are added to `trial`."""
+    """Return whether all outputs are within the share `sure` of their budgets. Add the figures to `trial`."""
     try:
         judge(pair, truth, produced, name=name, tally=trial, strict_strides=strict_strides)
     except NotEquivalent:
@@ -179,7 +179,7 @@ def _is_sure(pair: Pair, truth: Truth, produced: Leaves, name: str, trial: Tally
 
 
 def check_truth(pair: Pair, case: Case, device: str, *, gradients: bool = False) -> None:
-    """Prove the pair's cheaper truth against the reference in float64, by the same rule with eps = TRUTH_EPS."""
+    """Compare the pair's cheaper truth with the reference in float64, by the same rule with eps = TRUTH_EPS."""
     assert pair.truth is not None
     case = replace(case, dtype="float64")
     plain = replace(pair, truth=None, precision=None)

@@ -1,4 +1,4 @@
-"""Errors that end in one line for the user: what is wrong, where, and the remedy."""
+"""Errors that are reported to the user in one line: what is wrong, where, and the remedy."""
 
 from __future__ import annotations
 
@@ -8,29 +8,30 @@ from pathlib import Path
 from typing import Any
 
 MOST_CHARACTERS = 300
-"""Messages of other libraries are cut to this length."""
+"""Most characters of another library's message; the rest is cut off."""
 
 
 class PerfsuiteError(Exception):
-    """A user's mistake, or something that the machine lacks, reported in one line that names it and the remedy."""
+    """A user's mistake, or something that the machine lacks. The message is one line with the problem and the
+    remedy."""
 
 
 class PairError(PerfsuiteError):
     """A pair is declared in a way that cannot be proven or timed."""
 
     case: Any = None
-    """The draw that showed it, a `Case`; None where the declaration alone does."""
+    """The draw that showed the error, a `Case`; None if it is an error of the declaration alone."""
 
 
 class NotEquivalent(Exception):  # noqa: N818 - named as the verdict is
-    """The optimized side is not the same function: a readable message, and the draw where one showed it."""
+    """The optimized side is not the same function. Has a readable message, and the draw if one showed it."""
 
     case: Any
-    """The draw that showed it, a `Case`, or None."""
+    """The draw that showed the error, a `Case`, or None."""
     excess: float
     """Error as a multiple of its budget; infinite for an error without a budget."""
     names_its_cause: bool
-    """Whether the message already names the cause, so that no likely cause is looked for."""
+    """Whether the message already names the cause, so that no likely cause is searched for."""
 
     def __init__(
         self, message: str, case: Any = None, *, excess: float = math.inf, names_its_cause: bool = False
@@ -40,7 +41,7 @@ class NotEquivalent(Exception):  # noqa: N818 - named as the verdict is
 
 
 class LeftChanged(NotEquivalent):
-    """A side leaves something changed for all that runs after it; `words` follow the side's name."""
+    """A side leaves global state changed for later code. `words` follow the side's name in the message."""
 
     def __init__(self, side: str, words: str) -> None:
         super().__init__(f"{side} {words}")
@@ -48,7 +49,7 @@ class LeftChanged(NotEquivalent):
 
 
 class NotTimed(NotEquivalent):
-    """The results are right, but what was timed is not the function's work."""
+    """The results are right, but the timed calls did not do the function's work."""
 
 
 class BaselineError(PerfsuiteError):
@@ -56,29 +57,29 @@ class BaselineError(PerfsuiteError):
 
 
 class MachineError(PerfsuiteError):
-    """This machine is not the one the baseline was recorded on, or lacks what is needed."""
+    """This machine is not the one on which the baseline was recorded, or lacks something that is needed."""
 
 
 class RevisionError(PerfsuiteError):
-    """A revision cannot be loaded beside the current tree."""
+    """A revision cannot be loaded in addition to the current tree."""
 
 
 class HarnessFault(BaseException):
-    """perfsuite itself raised where it judges outputs: no side is to blame, and nothing is proven."""
+    """perfsuite itself raised while it compared outputs: no side is to blame, and nothing is proven."""
 
 
 class TamperedError(PerfsuiteError):
-    """A clock, a function or a rule that a verdict rests on has been replaced."""
+    """A clock, a function or a rule that a verdict depends on has been replaced."""
 
 
 class NoisyError(MachineError):
-    """Others use this machine so much that a measurement decides nothing."""
+    """Other processes use this machine so much that a measurement is inconclusive."""
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of the error's message, shortened; empty where it has none.
+    """Return the first line of the error's message, shortened; empty if it has none.
 
-    A line that ends with a colon announces the next one, which is added.
+    If a line ends with a colon, the next line is added.
     """
     lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [""]
     shown = 1
@@ -100,7 +101,7 @@ def users_frame(error: BaseException) -> traceback.FrameSummary | None:
 
 
 def printable(name: object) -> str:
-    """Return the name in one line, with characters that cannot be printed as Python escapes them."""
+    """Return the name in one line, with Python's escapes for characters that cannot be printed."""
     return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in str(name))
 
 

@@ -1,5 +1,5 @@
-"""Estimates of a gated workload: its slowdown and speedup with their errors, and the margin that counts. Pure; no
-torch."""
+"""Estimate the slowdown and the speedup of a gated workload, with their standard errors, and the margin. Pure
+functions; no torch."""
 
 from __future__ import annotations
 
@@ -37,16 +37,17 @@ from perfsuite.statistics import (
 )
 
 ALPHA = 0.01
-"""Rate of false alarms over the whole suite: one in a hundred runs at most."""
+"""Rate of false alarms over the whole suite: at most one in a hundred runs."""
 
 POWER = 0.95
 
 USUAL_PROCESSES = 6
-"""Number of processes that resolve a margin up to MARGIN_USUAL; for a larger margin all of LOOKS are counted on."""
+"""Number of processes that is assumed for a margin up to MARGIN_USUAL. For a larger margin, the largest number in LOOKS
+is assumed."""
 
 MARGIN_MIN = {"device": 0.01, "wall": 0.015}
-"""Below 1%, what differs between two builds of one function is code placement, not its design. What the host does
-between launches varies more from process to process."""
+"""Smallest default margin by clock. Below 1%, builds of one function differ by code placement, not by their design. On
+the wall clock, the host's work between launches varies more from process to process."""
 
 MARGIN_USUAL = 0.02
 
@@ -60,41 +61,41 @@ MARGIN_USUAL would be too loose to be useful."""
 MARGIN_STEP = 0.001
 
 OWN_SECONDS_SD = 0.01
-"""Standard deviation of absolute times between sessions: they shift by about 1% with the chip's clock and
+"""Relative standard deviation of absolute times between sessions. They shift by about 1% with the chip's clock rate and
 temperature."""
 
 OWN_SECONDS_MARGIN = 0.10
-"""Margin that absolute times can hold at the suite-wide level with such shifts."""
+"""Margin for absolute times that can be tested at the suite-wide level despite such shifts."""
 
 NO_PROMISES = PromiseRecord()
 
 NO_SHIFT = Variance(value=0.0, dof=math.inf)
-"""The session's variance where both sides are timed in the same session."""
+"""Variance between sessions if both sides are timed in the same session."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Subject:
-    """One workload under judgement, with everything known of it."""
+    """One workload of the gate, with all its data."""
 
     id: str
     runs: tuple[Measurement, ...] = ()
     entry: Entry | None = None
-    """None where two revisions are compared without a baseline."""
+    """None if two revisions are compared without a baseline."""
     promises: PromiseRecord = NO_PROMISES
     margin: float | None = None
-    """Margin as declared; None for the one that the device resolves."""
+    """Declared margin; None for the one that the device can resolve."""
     against: str = ""
-    """The revision that is interleaved, in words."""
+    """Description of the revision that is interleaved."""
     stored: str = ""
-    """Why only stored figures can be compared; empty where the accepted revision is interleaved."""
+    """Reason why only stored figures can be compared; empty if the accepted revision is interleaved."""
     sampled: bool = False
-    """In the sample that always runs a second process."""
+    """Whether the workload is in the random sample that always runs a second process."""
     same_code: bool = False
     """Whether the current side provably runs the accepted code."""
 
     @property
     def few(self) -> bool:
-        """Whether the reference was too slow to repeat when accepted, so that the stored ratio is not precise."""
+        """True if the reference was too slow to repeat when accepted, so that the stored ratio is not precise."""
         return self.entry is not None and "reference" in self.entry.few
 
     @property
@@ -104,7 +105,7 @@ class Subject:
 
     @property
     def clock(self) -> str:
-        """The clock that it is timed on; there is an entry or a measurement."""
+        """The clock on which the workload is timed. Needs an entry or a measurement."""
         return self.entry.clock if self.entry is not None else self.runs[0].clock
 
     @property
@@ -119,15 +120,15 @@ class Speedup:
 
     now: Estimate
     promised: float = 0.0
-    """Promised speedup; 0 where nothing is promised."""
+    """Promised speedup; 0 if none is promised."""
     holds: bool = True
-    """Whether this run shows the promise."""
+    """Whether this run shows that the promise holds."""
     broken: bool = False
-    """Whether no session's shift explains the shortfall."""
+    """Whether the shortfall is too large for a shift between sessions."""
     full: int = 0
     """Number of processes that timed the reference in every block, or at all if it is too slow to repeat."""
     likely: int = 1
-    """Further processes that will probably decide."""
+    """Number of further processes that are probably enough for a decision."""
     least: bool = False
     """Whether the reference was stopped, so that this is a lower bound."""
 
@@ -138,14 +139,14 @@ class Speedup:
 
 
 def margin_of(entry: Entry, suite: Suite, *, selected: int) -> float:
-    """Return the smallest relative slowdown that the rule finds with 95% power, given the accepted noise."""
+    """Return the smallest relative slowdown that the rule detects with 95% power, given the accepted noise."""
     return _default_margin(
         expected_variance(Subject(id=entry.id, entry=entry), suite), selected, MARGIN_MIN[entry.clock]
     )
 
 
 def expected_variance(s: Subject, suite: Suite) -> Variance:
-    """Return the variance of a process mean, as accepted, for as many blocks as this run's processes have."""
+    """Return the accepted variance of a process mean, scaled to the number of blocks of this run's processes."""
     suite = suite.of(s.clock)
     if s.stored:
         return (noise_of(s.entry.process_means(), suite.ratio) if s.entry and not s.few else suite.ratio).process
@@ -160,7 +161,7 @@ def expected_variance(s: Subject, suite: Suite) -> Variance:
 
 
 def noise_factor(subjects: Sequence[Subject], expected: Mapping[str, Variance]) -> float:
-    """Return how many times the accepted variance this run has, over the workloads timed with both revisions."""
+    """Return the ratio of this run's variance to the accepted one, over the workloads timed with both revisions."""
     others = [s for s in subjects if not s.same_code]
     if len(others) < INFLATION_WORKLOADS:
         return inflation_of_few(_block_variances(subjects))
@@ -168,7 +169,7 @@ def noise_factor(subjects: Sequence[Subject], expected: Mapping[str, Variance]) 
 
 
 def _block_variances(subjects: Iterable[Subject]) -> Iterator[tuple[Variance, Variance]]:
-    """Yield (variance of a block in this run, the same when it was accepted) of each workload that has both."""
+    """Yield (variance of a block in this run, variance when accepted) for each workload that has both."""
     for s in subjects:
         if s.entry is None:
             continue
@@ -185,10 +186,10 @@ def _block_variances(subjects: Iterable[Subject]) -> Iterator[tuple[Variance, Va
 
 
 def _known(expected: Variance, run: Sequence[Measurement], other: str) -> Variance:
-    """Return the process variance as known after this run.
+    """Return the estimated process variance after this run.
 
-    If the process means vary far beyond `expected`, their own variance is used alone. If the blocks do, their variance
-    takes the place of the expected one, since the mean of a process is no better than its blocks.
+    If the process means vary far beyond `expected`, only their own variance is used. If the blocks do, their variance
+    replaces the expected one, since the mean of a process is not more precise than its blocks.
     """
     processes = [m.log_ratios[other] for m in run]
     value, dof = block_variance(processes, run[0].clock)
@@ -209,13 +210,13 @@ def slowdown_of(
         return _own_seconds(s), s.margin or OWN_SECONDS_MARGIN
     known = _known(replace(accepted_noise, value=factor * accepted_noise.value), s.runs, s.other)
     if not s.stored:
-        # Without an entry nothing is known of the noise beforehand: the margin follows from this run's own.
+        # Without an entry, the noise is not known beforehand, so the margin follows from this run's own noise.
         margin = s.margin or (
             margin_of(s.entry, suite, selected=selected)
             if s.entry
             else _default_margin(known, selected, MARGIN_MIN[s.runs[0].clock])
         )
-        # log_ratios["accepted"] is positive where the current side is faster.
+        # log_ratios["accepted"] is positive if the current side is faster.
         return _paired([-v for v in s.values], known), margin
     assert s.entry is not None
     noise = Noise(process=known, session=noise_of(s.entry.process_means(), suite.ratio).session)
@@ -223,14 +224,14 @@ def slowdown_of(
     error = estimate(accepted.minus(run_mean([0.0] * LOOKS[-1])), noise)
     least = MARGIN_MIN[s.entry.clock]
     own = _default_margin(accepted_noise, selected, least)
-    # Beyond STORED_MARGIN_MAX it would be no gate, unless the accepted revision itself resolves no less.
+    # Beyond STORED_MARGIN_MAX the gate would be useless, unless the margin against the accepted revision is as large.
     margin = s.margin or min(max(own, _resolvable(error, selected, least)), max(own, STORED_MARGIN_MAX))
     return estimate(accepted.minus(run_mean(s.values)), noise), margin
 
 
 def _own_seconds(s: Subject) -> Estimate:
-    """Return the log slowdown of the optimized side by its own seconds. It is used where the reference is too slow for
-    a precise ratio."""
+    """Return the log slowdown of the optimized side by its own seconds. It is used if the reference is too slow for a
+    precise ratio."""
     assert s.entry is not None
     accepted = [[math.log(p.seconds["optimized"]) for p in session.processes] for session in s.entry.sessions]
     now = [math.log(median(m.sides["optimized"].blocks_s)) for m in s.runs]
@@ -240,16 +241,16 @@ def _own_seconds(s: Subject) -> Estimate:
 
 
 def speedup_of(s: Subject, prior: Noise, selected: int, *, looks: int) -> Speedup | None:
-    """Return this run's speedup over the reference; None where the reference was not timed.
+    """Return this run's speedup over the reference; None if the reference was not timed.
 
-    A promise holds where this run shows it. It is broken only if no session's shift explains the shortfall.
+    A promise holds if this run shows it. It is broken only if the shortfall is too large for a shift between sessions.
     """
     timed, least = complete((m for m in s.runs if m.log_ratios.get("reference")), "reference")
     full = [m for m in timed if "reference" not in m.few]
     used = full or timed
     if not used:
         return None
-    # Later processes time the reference in full or not at all, so two processes with few samples mean that it is slow.
+    # Later processes time the reference in full or not at all. So if two have few samples, the reference is slow.
     slow = s.few or (len(timed) > 1 and not full)
     noise = noise_of(s.entry.process_means() if s.entry else [], prior)
     noise = replace(noise, process=_known(noise.process, used, "reference"))
@@ -261,7 +262,7 @@ def speedup_of(s: Subject, prior: Noise, selected: int, *, looks: int) -> Speedu
     if promised is None:
         return Speedup(now=now, full=len(full), least=least)
     bound = math.log(promised)
-    shown = here if looks > 1 else now  # a promise that is accepted is to hold in every session
+    shown = here if looks > 1 else now  # a promise that is being accepted must hold in every session
     spare = FEW_LEAST if s.entry and not slow and not full else 0.0
     one = replace(here, se=math.sqrt(noise.process.value))
     return Speedup(
@@ -276,8 +277,8 @@ def speedup_of(s: Subject, prior: Noise, selected: int, *, looks: int) -> Speedu
 
 
 def _default_margin(process: Variance, selected: int, least: float) -> float:
-    """Return the slowdown that USUAL_PROCESSES resolve. Where it is above MARGIN_USUAL, return the one that all
-    processes resolve, between MARGIN_USUAL and MARGIN_MOST."""
+    """Return the slowdown that USUAL_PROCESSES processes resolve. If it is above MARGIN_USUAL, return the one that
+    LOOKS[-1] processes resolve, limited to MARGIN_USUAL to MARGIN_MOST."""
 
     def found_by(processes: int) -> float:
         error = _paired([0.0] * processes, replace(process, dof=process.dof + processes - 1))
@@ -288,15 +289,16 @@ def _default_margin(process: Variance, selected: int, least: float) -> float:
 
 
 def _resolvable(error: Estimate, selected: int, least: float) -> float:
-    """Return the slowdown shown with 95% power by an estimate with this error; at least `least`, in MARGIN_STEP."""
+    """Return the slowdown that an estimate with this error detects with 95% power: at least `least`, in multiples of
+    MARGIN_STEP."""
     needed = t_quantile(1 - ALPHA / len(RED_LOOKS) / selected, error.dof) + t_quantile(POWER, error.dof)
-    # No margin is beyond MARGIN_MOST: a larger error need not be exact, and its exponential could overflow.
+    # Margins end at MARGIN_MOST, so a larger value need not be exact, and its exponential could overflow.
     steps = math.ceil(math.expm1(min(needed * error.se, 1.0)) / MARGIN_STEP - 1e-9)
     return max(least, round(steps * MARGIN_STEP, 6))
 
 
 def _paired(values: Sequence[float], process: Variance) -> Estimate:
-    """Return the mean of processes that interleave two revisions: no session's shift enters."""
+    """Return the mean of processes that interleave two revisions, which a shift between sessions does not affect."""
     return estimate(paired_mean(values), Noise(process=process, session=NO_SHIFT))
 
 

@@ -1,4 +1,4 @@
-"""Run one side on given inputs and collect all that it produced: outputs, changed inputs, gradients."""
+"""Run one side on given inputs and collect its results: outputs, changed inputs and gradients."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _compiled: weakref.WeakKeyDictionary[Callable[..., Any], dict[str, Callable[...,
 
 
 def callable_of(side: Side) -> Callable[..., Any]:
-    """Return the callable of a side. A compiled side is compiled for static shapes unless it says otherwise."""
+    """Return the callable of a side. A compiled side is compiled for static shapes unless it declares otherwise."""
     if side.compile is None:
         return side.call
     options = {"dynamic": False, **side.compile}
@@ -41,9 +41,9 @@ def callable_of(side: Side) -> Callable[..., Any]:
 
 
 def forget_compiled() -> None:
-    """Drop every compiled function: the next workload compiles for its own shapes."""
+    """Drop every compiled function, so that the next workload compiles for its own shapes."""
     _compiled.clear()
-    # To import it, or what its reset imports, takes seconds: only where something was compiled.
+    # Only if something was compiled: importing dynamo, or what its reset imports, takes seconds.
     dynamo = sys.modules.get("torch._dynamo")
     if dynamo is not None and dynamo.utils.counters["stats"]["unique_graphs"]:
         dynamo.reset()
@@ -54,12 +54,12 @@ RECOMPILATIONS = 64
 
 @contextmanager
 def recompiling() -> Iterator[None]:
-    """Let a side compile for each way of calling it: beyond torch's limit it would run uncompiled."""
+    """Raise torch's recompilation limit in the block, beyond which a side would run uncompiled."""
     dynamo: Any = sys.modules.get("torch._dynamo")
     if dynamo is None:
         yield
         return
-    # Not config.patch, which holds for one thread.
+    # Not config.patch, which affects only one thread.
     limit, dynamo.config.recompile_limit = dynamo.config.recompile_limit, RECOMPILATIONS
     try:
         yield
@@ -75,17 +75,17 @@ def _compiled_factory(make_step: Callable[..., Any], options: Mapping[str, Any])
 
 
 WATCHED_CALLS = 3
-"""Number of first calls of a side that are watched for everything that they might leave changed; what is costly is
-mostly set up then."""
+"""Number of first calls of a side around which all global state is watched. Changes that are made once are mostly made
+then."""
 _calls: weakref.WeakKeyDictionary[Callable[..., Any], int] = weakref.WeakKeyDictionary()
 
 
 @contextmanager
 def settings_kept(side: Side | None = None) -> Iterator[dict[str, str]]:
-    """Collect what the block leaves changed for later code, name → words, and restore it.
+    """Collect the global state that the block leaves changed, name → words, and restore it.
 
-    Around one of the first calls of a `side` this covers all settings, modes, hooks and functions of torch's. Otherwise
-    it covers the settings that most affect what other code computes.
+    Around the first calls of a `side` this covers all settings, modes, hooks and functions of torch. Otherwise it
+    covers the settings that most affect the results of other code.
     """
     with process_state.kept(quick=side is None or _is_known(side)) as changed:
         yield changed
@@ -93,8 +93,8 @@ def settings_kept(side: Side | None = None) -> Iterator[dict[str, str]]:
 
 @contextmanager
 def leaving_nothing(pair: Pair) -> Iterator[None]:
-    """Restore, after a whole proof, what its sides leave changed. Raises NotEquivalent where that is anything of
-    torch's."""
+    """Restore, after a whole proof, the global state that its sides leave changed. Raises NotEquivalent if they changed
+    state of torch."""
     with surroundings.kept(), process_state.kept() as changed:
         yield
     if changed:
@@ -109,8 +109,8 @@ FEW_THREADS = 4
 
 @contextmanager
 def few_threads(device: str) -> Iterator[None]:
-    """Let operators of the CPU use few threads while sides are proven on a GPU: these operators are small, and waking
-    more threads takes longer than they save."""
+    """Let CPU operators use few threads while sides are proven on a GPU. These operators are small, and waking more
+    threads takes longer than it saves."""
     threads = torch.get_num_threads()
     if device == "cpu" or threads <= FEW_THREADS:
         yield
@@ -123,20 +123,20 @@ def few_threads(device: str) -> Iterator[None]:
 
 
 def _is_known(side: Side) -> bool:
-    """Return whether the side was called often enough, and note the present call."""
+    """Return whether the side was already called WATCHED_CALLS times, and count the present call."""
     try:
         made = _calls[side.call] = _calls.get(side.call, 0) + 1
-    except TypeError:  # an object without weak references
+    except TypeError:  # the callable does not support weak references
         return True
     return made > WATCHED_CALLS
 
 
 @contextmanager
 def quiet(side: Side) -> Iterator[None]:
-    """Wrap every call of a side, and silence torch.compile's own warnings, which are not for the user to fix.
+    """Wrap every call of a side, and silence torch.compile's own warnings, which the user cannot fix.
 
-    Raises PairError where the side raises an exception that has a meaning for the test runner (a skip, Hypothesis'
-    assume): otherwise a side could hide a draw that it answers wrongly.
+    Raises PairError if the side raises an exception that has a meaning for the test runner (a skip, Hypothesis's
+    assume). Otherwise a side could hide a draw that it answers wrongly.
     """
     with warnings.catch_warnings() if side.is_compiled else nullcontext():
         if side.is_compiled:
@@ -144,7 +144,7 @@ def quiet(side: Side) -> Iterator[None]:
         try:
             yield
         except BaseException as error:
-            # pytest's own say that they are builtins.
+            # The __module__ of pytest's own exceptions is builtins, but that of their bases is not.
             kinds = {(c.__module__.split(".")[0], c.__name__) for c in type(error).__mro__}
             if {module for module, _ in kinds} & {"_pytest", "hypothesis", "unittest"}:
                 raise PairError(
@@ -155,7 +155,7 @@ def quiet(side: Side) -> Iterator[None]:
 
 
 def unavailable(side: Side, device: str) -> str | None:
-    """Return why this machine cannot run the side, or None."""
+    """Return why this machine cannot run the side; None if it can."""
     kind = torch.device(device).type
     if kind not in side.devices:
         return f"runs on {' or '.join(side.devices)} only, and this machine has no such device"
@@ -179,7 +179,7 @@ def _is_differentiable(spec: Any) -> bool:
 
 
 def flatten(value: Any, path: str = "output") -> Iterator[tuple[str, Leaf]]:
-    """Yield (name, leaf) for everything that a side returned."""
+    """Yield (name, leaf) for every leaf of a nested return value."""
     if value is None or isinstance(value, (torch.Tensor, bool, int, float)):
         yield path, value
     elif isinstance(value, Mapping):
@@ -198,14 +198,14 @@ def copies_of(leaves: Leaves) -> Leaves:
 
 
 def poison(pair: Pair, inputs: Mapping[str, Any]) -> None:
-    """Fill the inputs that are outputs only, so that an element left unwritten is seen."""
+    """Fill the inputs that are only written to with poison values, so that an unwritten element is detected."""
     for name in pair.written:
         for _, tensor in make.tensors_in(inputs[name]):
             fill_poison(tensor)
 
 
 def require_gradients(pair: Pair, inputs: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    """Mark the differentiable inputs, of modules the parameters; path → leaf tensor."""
+    """Set `requires_grad` of the differentiable inputs, and of the parameters of modules. Return path → tensor."""
     marked: dict[str, torch.Tensor] = {}
     for name in differentiable(pair):
         for path, tensor in make.tensors_in(inputs[name], name, buffers=False):
@@ -225,7 +225,7 @@ def run(
 ) -> Leaves:
     """Call the side. Return its outputs, then the inputs that it changed in place, then the gradients, by name.
 
-    `inputs` are consumed: a mutating side changes them. `kind` is that of the incoming gradients.
+    A mutating side changes `inputs`. `kind` is the kind of the incoming gradients.
     """
     marked = require_gradients(pair, inputs) if gradients else {}
     for device in {t.device for t in marked.values() if t.is_cuda}:
@@ -243,8 +243,10 @@ def run(
 
 
 def shared_memory(pair: Pair, leaves: Leaves, inputs: Mapping[str, Any]) -> set[tuple[str, str]]:
-    """Return the pairs (output, other output or "its input NAME") that have an element in common, without outputs that
-    are declared changes."""
+    """Return the pairs (output, other output or "its input NAME") that share an element in memory.
+
+    Outputs in the memory of inputs that are declared to change are left out.
+    """
     outputs = [(n, t) for n, t in leaves.items() if n.startswith("output") and isinstance(t, torch.Tensor)]
     given = [
         (f"its input {name}", tensor)
@@ -268,7 +270,8 @@ def shared_memory(pair: Pair, leaves: Leaves, inputs: Mapping[str, Any]) -> set[
 
 
 OVERLAP_ELEMENTS = 1 << 16
-"""Only the first and last addresses of a tensor with more elements are compared."""
+"""Most elements of a tensor whose elements are compared one by one. Of larger tensors, only the first and last
+addresses are compared."""
 
 
 def _overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
@@ -279,7 +282,7 @@ def _overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def _places(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the place of each element in its storage."""
+    """Return the index of each element in its storage."""
     places = torch.tensor(int(tensor.storage_offset()))
     for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
         places = places.unsqueeze(-1) + stride * torch.arange(size)
@@ -293,8 +296,8 @@ def _ends(tensor: torch.Tensor) -> tuple[int, int]:
 
 @functools.cache
 def _ready_for_backward(device: torch.device) -> None:
-    """Prepare the thread of a GPU's backward pass. It warns if its first operation is a matrix product, which no side
-    should have to cause."""
+    """Run a first matrix product in the backward thread of a GPU, which may warn, so that no side causes that
+    warning."""
     with warnings.catch_warnings(), torch.enable_grad():
         warnings.simplefilter("ignore")
         x = torch.ones(1, 1, device=device, requires_grad=True)
@@ -302,7 +305,7 @@ def _ready_for_backward(device: torch.device) -> None:
 
 
 def with_changed(pair: Pair, inputs: Mapping[str, Any], returned: Any) -> Leaves:
-    """Return the leaves that the side returned, then the inputs changed in place; an input that is itself returned
+    """Return the leaves that the side returned, then the inputs changed in place. An input that is itself returned
     counts once."""
     names = sorted(pair.mutates, key=lambda name: (name in pair.written, name))
     changed = {path: tensor for name in names for path, tensor in make.changing(pair, name, inputs[name])}
@@ -320,14 +323,14 @@ def run_steps(
     steps: Sequence[int],
     given: Callable[[int], dict[str, Any]],
 ) -> dict[int, Leaves]:
-    """Build the step and run it. Return the state after each of `steps`. `given(i)` are the inputs of step i, from
-    1."""
+    """Build the step function and run it. Return the state after each of `steps`. `given(i)` returns the inputs of step
+    i, counted from 1."""
     *_, states = stepping(make_step, pair, inputs, steps, given)
     return states
 
 
 def of_all_steps(states: Mapping[int, Leaves]) -> Leaves:
-    """Merge the states after several steps into one; the names say after how many steps."""
+    """Merge the states after several steps into one dict. The names contain the number of steps."""
     return {name: leaf for state in states.values() for name, leaf in state.items()}
 
 
@@ -338,7 +341,7 @@ def stepping(
     steps: Sequence[int],
     given: Callable[[int], dict[str, Any]],
 ) -> Iterator[dict[int, Leaves]]:
-    """Run as `run_steps` does, but pause after building the step and after each step, and yield the states so far."""
+    """Run the steps as `run_steps` does, and yield the states so far after building the step and after each step."""
     step = make_step(*inputs.values())
     states: dict[int, Leaves] = {}
     yield states

@@ -10,7 +10,8 @@ GREEN, CODE_AT_FAULT, ENDED_EARLY, UNDECIDED = 0, 1, 2, 10
 
 
 def of(verdicts: Iterable[Any], problems: Collection[str], *, early: bool = False, wrong: bool = False) -> int:
-    """Return the exit code of a run with these verdicts and problems; `wrong` where a proof failed."""
+    """Return the exit code of a run with these verdicts and problems. `early`: the run ended early; `wrong`: a proof
+    failed."""
     red = [v for v in verdicts if not v.status.green]
     if wrong or any(v.status.blames_code or v.moved == "optimized" for v in red):
         return CODE_AT_FAULT

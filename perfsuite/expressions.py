@@ -1,4 +1,4 @@
-"""Evaluate sizes that follow from others: `"2*half"`, `"H//G"`, `"V-1"`."""
+"""Evaluate sizes that are expressions of other sizes, such as `"2*half"`, `"H//G"` or `"V-1"`."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ OPERATORS: dict[type[ast.operator], Callable[[int, int], int]] = {
 
 @functools.lru_cache(maxsize=1024)
 def names(expression: str) -> frozenset[str]:
-    """Return the sizes that the expression depends on. Raises PairError where it is not a sum, a product or a whole
-    quotient of sizes."""
+    """Return the sizes that the expression depends on. Raises PairError if it contains anything except names, integers
+    and the operators in OPERATORS."""
     return frozenset(_names(_parsed(expression), expression))
 
 

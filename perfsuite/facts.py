@@ -1,7 +1,7 @@
-"""Facts about a pair's draws, kept for later proofs, so that each side is compared with the same truth.
+"""Cache facts about a pair's draws for later proofs, so that each side is compared with the same truth.
 
-The proofs of one pair draw the same cases (`perfsuite.proof_item`), and establishing a truth takes many runs of the
-reference. A truth is kept as bytes. No side can change them, and each proof gets tensors of its own.
+The proofs of one pair draw the same cases (`perfsuite.proof_item`), and computing a truth takes many runs of the
+reference. A truth is stored as bytes, so no side can change it, and each proof gets its own tensors.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from perfsuite.reference_task import Task
 from perfsuite.truths import Discard, Drawn, Known, Truth
 
 MOST_BYTES = 256 << 20
-"""Most bytes of the truths of one pair that are kept; truths of later draws are established anew."""
+"""Most bytes of the cached truths of one pair. Further truths are computed again when they are needed."""
 
 
 class KnownFacts(Facts):
-    """Facts of one pair's draws."""
+    """Cached facts of one pair's draws."""
 
     def __init__(self, most_bytes: int = MOST_BYTES) -> None:
         self._left = most_bytes
@@ -46,8 +46,8 @@ class KnownFacts(Facts):
         home: Path | None,
         drawn: Drawn | None = None,
     ) -> Known:
-        """Return the truths of the draw, or those from an earlier proof of another side. They are kept only for a pair
-        with variants."""
+        """Return the truths of the draw, from the cache if an earlier proof of another side computed them. Truths are
+        cached only for a pair with variants."""
         established = super().truths(pair, case, device, gradients=gradients, home=home, drawn=drawn)
 
         @functools.cache
@@ -72,7 +72,7 @@ class KnownFacts(Facts):
         return known
 
     def task(self, pair: Pair, case: Case, device: str, *, home: Path | None) -> Task:
-        """Return the findings of the draw about the reference, from an earlier proof where there was one."""
+        """Return what the draw shows about the reference, from the cache if an earlier proof computed it."""
         key = _key(case, device)
         if key not in self._tasks:
             self._tasks[key] = super().task(pair, case, device, home=home)
@@ -84,7 +84,7 @@ def _key(case: Case, device: str) -> tuple[str, ...]:
 
 
 def _written(truth: Truth) -> bytes:
-    """Return the truth as bytes; empty where an output cannot be written, such as a tensor of a kind of its own."""
+    """Return the truth as bytes; empty if an output cannot be serialised, such as a tensor of some subclass."""
     stream = io.BytesIO()
     with contextlib.suppress(Exception):
         torch.save(
@@ -102,7 +102,8 @@ _latest: list[tuple[Pair, KnownFacts]] = []
 
 
 def facts_of(pair: Pair) -> KnownFacts:
-    """Return the facts of this pair's draws. Those of the pair before are forgotten, since its proofs are done."""
+    """Return the cached facts of this pair's draws. Those of the previous pair are dropped, since its proofs are
+    done."""
     if not _latest or _latest[0][0] is not pair:
         _latest[:] = [(pair, KnownFacts())]
     return _latest[0][1]

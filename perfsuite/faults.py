@@ -1,4 +1,4 @@
-"""Faults of a GPU kernel after which every later call of the process fails too, and device memory that runs out."""
+"""Detect faults of a GPU kernel after which every later call of the process fails, and a lack of device memory."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from perfsuite.errors import first_line
 
 
 class DeviceFault(BaseException):
-    """The GPU can no longer be used by this process; not an Exception, so that nothing repeats or swallows it."""
+    """This process can no longer use the GPU. Not a subclass of Exception, so that no handler swallows it."""
 
 
 OF_THE_DEVICE = "CUDA"
-"""Part of the messages of errors that a kernel has caused and that show at any later operation."""
+"""Part of the messages of errors that a kernel has caused and that any later operation may raise."""
 LACKS_MEMORY = ("out of memory", "ALLOC_FAILED")
 """Parts of the messages of out-of-memory errors that libraries raise as a plain RuntimeError."""
 CROWDED_SHARE = 0.05
-"""Share of a GPU's memory held by other processes above which they may be the ones that left too little."""
+"""Share of a GPU's memory above which other processes that hold it may be the reason for a lack of memory."""
 KEPT_BYTES = 1 << 30
-"""Most bytes of freed memory that a process keeps between two proofs, because others need it, too."""
+"""Most bytes of freed memory that a process keeps between two proofs, because other processes need memory too."""
 
 
 def lacks_memory(error: BaseException) -> bool:
-    """Return whether the error says that the memory of a device did not suffice."""
+    """Return whether the error is an out-of-memory error of a device."""
     torch: Any = sys.modules.get("torch")
     if torch is not None and isinstance(error, torch.OutOfMemoryError):
         return True
@@ -31,7 +31,7 @@ def lacks_memory(error: BaseException) -> bool:
 
 
 def mentions_memory(error: BaseException) -> bool:
-    """Return whether the error, or what a failed proof says of one, is that the memory of a device did not suffice."""
+    """Return whether the error is an out-of-memory error of a device, or a failed proof whose message mentions one."""
     return lacks_memory(error) or any(words in str(error) for words in LACKS_MEMORY)
 
 
@@ -46,7 +46,7 @@ def is_crowded() -> bool:
 
 
 def crowd() -> str:
-    """Return how much of the GPU's memory other processes hold, for a message; empty where that is little."""
+    """Return how much of the GPU's memory other processes hold, for a message; empty if it is little."""
     others, total = _held_by_others()
     if others <= CROWDED_SHARE * total:
         return ""
@@ -54,8 +54,8 @@ def crowd() -> str:
 
 
 def _held_by_others() -> tuple[int, int]:
-    """Return the bytes that other processes hold of the GPU's memory, and all its bytes; zeros where no GPU is in use
-    here, or it does not answer."""
+    """Return (bytes of the GPU's memory that other processes hold, its total bytes); zeros if this process does not use
+    a GPU, or the GPU does not answer."""
     torch: Any = sys.modules.get("torch")
     if torch is None or not torch.cuda.is_initialized():
         return 0, 0
@@ -67,7 +67,7 @@ def _held_by_others() -> tuple[int, int]:
 
 
 def free_memory() -> None:
-    """Release the freed memory that torch keeps, where it is much."""
+    """Release the freed memory in torch's caching allocator if it is more than KEPT_BYTES."""
     torch: Any = sys.modules.get("torch")
     if torch is None or not torch.cuda.is_initialized():
         return
@@ -76,7 +76,7 @@ def free_memory() -> None:
 
 
 def check() -> None:
-    """Raise DeviceFault, with CUDA's first line, where the GPU cannot be used any more. Waits for the GPU."""
+    """Wait for the GPU, and raise DeviceFault with the first line of CUDA's message if it can no longer be used."""
     torch: Any = sys.modules.get("torch")
     if torch is None or not torch.cuda.is_initialized():
         return

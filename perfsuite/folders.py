@@ -1,4 +1,4 @@
-"""The folders in which a run leaves reports, logs, locks and trees, which git ignores, and those of its sockets."""
+"""Make the folders for reports, logs, locks and work trees, which git ignores, and the folders for sockets."""
 
 from __future__ import annotations
 
@@ -9,14 +9,13 @@ from pathlib import Path
 from perfsuite.errors import MachineError
 
 SCRATCH = ".perfsuite"
-"""The folder's name: one in the project, one beside the baselines."""
+"""Name of the folder. There is one in the project, and one next to the baselines."""
 LONGEST_PARENT = 64
-"""Bytes of a path in which a folder for sockets is made. A socket's own path has room for 107."""
+"""Most bytes of a path in which a folder for sockets is made. The path of a socket can have 107 bytes."""
 
 
 def own_folder(folder: Path) -> Path:
-    """Make a folder. If it lies in a `.perfsuite` folder, have git ignore that. Raises OSError where it cannot be
-    made."""
+    """Make a folder. If it is in a `.perfsuite` folder, make git ignore that. Raises OSError if it cannot be made."""
     folder.mkdir(parents=True, exist_ok=True)
     for top in (folder, *folder.parents):
         if top.name == SCRATCH:
@@ -28,9 +27,9 @@ def own_folder(folder: Path) -> Path:
 
 
 def socket_folder() -> tempfile.TemporaryDirectory[str]:
-    """Make a temporary folder whose path is short enough for sockets in it: where temporary files go, else in /tmp.
+    """Make a temporary folder with a path short enough for sockets: in the usual place for temporary files, else /tmp.
 
-    Raises MachineError where neither serves.
+    Raises MachineError if neither is possible.
     """
     usual = tempfile.gettempdir()
     for parent in (usual, "/tmp"):

@@ -1,7 +1,7 @@
-"""Fresh processes at the cost of a fork: a server process imports torch once, then forks for each task.
+"""Start processes at the cost of a fork: a server process imports torch once, then forks for each task.
 
-Starting Python and importing torch, Hypothesis and Triton takes seconds. The server runs no code of the project itself,
-so that every task begins in the same state. A task that crashes or hangs takes nothing down but its own process.
+Starting Python and importing torch, Hypothesis and Triton takes seconds. The server itself runs no code of the project,
+so every task begins in the same state. A task that crashes or hangs affects only its own process.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ from typing import Any, NoReturn
 from perfsuite.orphans import die_with_parent
 
 GONE = -signal.SIGKILL
-"""The exit code of a task whose server was killed with it."""
+"""Exit code of a task that was killed together with its server."""
 KILLED_S = 10.0
-"""Seconds that the server may take to report a task that was killed."""
+"""Time limit in seconds for the server to report that a task was killed."""
 START_S = 120.0
-"""Seconds that the server may take to prepare itself."""
+"""Time limit in seconds for the server to start and prepare."""
 CHUNK = 1 << 16
 READY = b"ready"
 NOT_INITIALIZED = 3
-"""CUDA_ERROR_NOT_INITIALIZED: the driver's answer in a fork of a process that has initialised CUDA."""
+"""CUDA_ERROR_NOT_INITIALIZED, which cuInit returns in a fork of a process that has initialised CUDA."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -52,12 +52,12 @@ class Command:
 
 
 class Fork:
-    """One task in a process of its own, with what is needed of `subprocess.Popen`."""
+    """One task in its own process, with the parts of `subprocess.Popen`'s interface that are needed."""
 
     def __init__(self, server: _Server, number: int, module: str) -> None:
         self._server, self.number, self.module = server, number, module
         self.pid: int | None = None
-        """None until the server has started it."""
+        """None until the server has started the process."""
         self.returncode: int | None = None
 
     def poll(self) -> int | None:
@@ -66,13 +66,14 @@ class Fork:
         return self.returncode
 
     def wait(self, timeout: float | None = None) -> int:
-        """Wait for its end and return the exit code. Raises subprocess.TimeoutExpired after `timeout` seconds."""
+        """Wait until the process ends and return the exit code. Raises subprocess.TimeoutExpired after `timeout`
+        seconds."""
         self._until(lambda: self.returncode is not None, timeout)
         assert self.returncode is not None
         return self.returncode
 
     def begin(self, timeout: float) -> None:
-        """Wait until the server has started it. Raises subprocess.TimeoutExpired after `timeout` seconds."""
+        """Wait until the server has started the process. Raises subprocess.TimeoutExpired after `timeout` seconds."""
         self._until(lambda: self.pid is not None or self.returncode is not None, timeout)
 
     def _until(self, condition: Callable[[], bool], timeout: float | None) -> None:
@@ -84,14 +85,14 @@ class Fork:
             self._server.receive(None if timeout is None else left)
 
     def kill(self) -> None:
-        """Kill it with all processes that it has started, and wait for it."""
+        """Kill the process with all processes that it has started, and wait for its end."""
         self._server.receive(0.0)
         if self.pid is None:
-            self._server.close()  # which is still preparing itself
+            self._server.close()  # the server is still preparing
             return
         try:
             os.killpg(self.pid, signal.SIGKILL)
-        except (ProcessLookupError, PermissionError):  # it has only begun and has no group yet, or it has ended
+        except (ProcessLookupError, PermissionError):  # it has no process group yet, or it has ended
             if self.returncode is None:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(self.pid, signal.SIGKILL)
@@ -102,9 +103,9 @@ class Fork:
 
 
 def finish(fork: Fork, seconds: float) -> int:
-    """Wait for the task's end and return its exit code, negative for a signal.
+    """Wait until the task ends and return its exit code, negative for a signal.
 
-    Raises subprocess.TimeoutExpired after `seconds`; the task is then killed with all processes it has started.
+    Raises subprocess.TimeoutExpired after `seconds`. The task is then killed with all processes that it has started.
     """
     try:
         fork.begin(START_S)
@@ -115,10 +116,10 @@ def finish(fork: Fork, seconds: float) -> int:
 
 
 class Forks:
-    """A server that starts with the first task, or by `open`, and ends with this process.
+    """Server that forks. It starts with the first task, or by `open`, and ends with this process.
 
-    `prepare` is the function, "module:name", that the server calls first, to import what the tasks need. Some modules
-    read the environment when they are imported: the server's is `environment`.
+    `prepare` is the function, as "module:name", that the server calls first, to import what the tasks need.
+    `environment` has the server's environment variables, which some modules read when they are imported.
     """
 
     def __init__(self, prepare: str, environment: Mapping[str, str]) -> None:
@@ -127,7 +128,7 @@ class Forks:
         self._numbers = 0
 
     def open(self) -> None:
-        """Start the server, unless it runs."""
+        """Start the server if it does not run yet."""
         if self._server is not None and not self._server.runs():
             self.close()
         if self._server is None:
@@ -137,8 +138,8 @@ class Forks:
     def start(self, command: Command, descriptor: tuple[str, int] | None = None) -> Fork:
         """Run the command in a fork.
 
-        `descriptor` is a name and an open file descriptor: the fork gets it, and finds its number in the environment
-        variable of this name.
+        `descriptor` is (name, open file descriptor). The fork inherits the descriptor, and its number is in the
+        environment variable `name`.
         """
         self.open()
         assert self._server is not None
@@ -148,9 +149,10 @@ class Forks:
         return fork
 
     def run(self, command: Command, seconds: float) -> int:
-        """Run the command as `start` does and wait for its end. Return the exit code, negative for a signal.
+        """Run the command as `start` does, wait for its end, and return the exit code, negative for a signal.
 
-        Raises subprocess.TimeoutExpired after `seconds`; the task is then killed with all processes it has started.
+        Raises subprocess.TimeoutExpired after `seconds`. The task is then killed with all processes that it has
+        started.
         """
         if not hasattr(os, "fork"):
             line, cwd, env = (
@@ -167,7 +169,7 @@ class Forks:
         return self._server is not None and self._server.is_preparing()
 
     def close(self) -> None:
-        """End the server, and with it all tasks that still run."""
+        """End the server, and all tasks that still run."""
         server, self._server = self._server, None
         atexit.unregister(self.close)
         if server is not None:
@@ -175,7 +177,7 @@ class Forks:
 
 
 class _Server:
-    """The server as this process sees it."""
+    """Client of the server, in this process."""
 
     def __init__(self, prepare: str, environment: Mapping[str, str]) -> None:
         self._forks: dict[int, Fork] = {}
@@ -190,7 +192,7 @@ class _Server:
                 stdin=far.fileno(),
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
-                start_new_session=True,  # Ctrl-C is for this process, which then ends that one
+                start_new_session=True,  # Ctrl-C reaches only this process, which then ends the server
             )
 
     def runs(self) -> bool:
@@ -201,7 +203,7 @@ class _Server:
         return not self._ready and self.runs()
 
     def ask(self, fork: Fork, command: Command, descriptor: tuple[str, int] | None) -> None:
-        """Request a fork that runs the command. If the server has died, the fork has ended."""
+        """Request a fork that runs the command. If the server has died, mark the fork as ended."""
         self._forks[fork.number] = fork
         name, *sent = descriptor or ("",)
         task = {**asdict(command), "number": fork.number, "descriptor": name}
@@ -213,7 +215,7 @@ class _Server:
             self.close()
 
     def receive(self, seconds: float | None) -> None:
-        """Read the server's answers; wait for the first one up to `seconds`, or without a limit."""
+        """Read the server's answers. Wait for the first one up to `seconds`, or without a limit if that is None."""
         if self._channel.fileno() < 0:
             return
         ready, _, _ = select.select([self._channel], [], [], seconds)
@@ -240,7 +242,7 @@ class _Server:
                 del self._forks[int(number)]
 
     def close(self) -> None:
-        """End the server; its tasks end with it."""
+        """End the server. Its tasks end with it."""
         self._process.kill()
         self._process.wait()
         self._channel.close()
@@ -252,8 +254,8 @@ class _Server:
 
 
 def serve(prepare: str) -> None:
-    """Run the server. It reads one task a line from the socket that is its stdin, and answers with process ids and exit
-    codes."""
+    """Run the server. It reads one task per line from the socket that is its stdin, and answers with process ids and
+    exit codes."""
     die_with_parent()
     module, _, name = prepare.partition(":")
     getattr(importlib.import_module(module), name)()
@@ -267,7 +269,7 @@ class _Serving:
         self._running: dict[int, int] = {}
         """Process id → the task's number."""
         self._ended, self._note = os.pipe()
-        """Becomes readable when a fork has ended."""
+        """Ends of a pipe. The first becomes readable when a fork has ended."""
         for end in (self._ended, self._note):
             os.set_blocking(end, False)
         self._forkable = _can_fork()
@@ -290,9 +292,9 @@ class _Serving:
                     self._start(task, descriptor)
 
     def _tasks(self) -> Iterator[list[tuple[Any, int | None]]]:
-        """Yield the tasks, each with its file descriptor, that one read of the channel completes.
+        """Yield the tasks that one read of the channel completes, each with its file descriptor or None.
 
-        To be advanced when the channel is readable. Ends when the other end closes the channel.
+        Advance this iterator when the channel is readable. It ends when the other end closes the channel.
         """
         begun, descriptors = b"", collections.deque[int]()
         while True:
@@ -333,8 +335,8 @@ class _Serving:
 
 
 def _can_fork() -> bool:
-    """Return whether CUDA works in a fork of this process, as it does unless it has been initialised here. A fork tries
-    it."""
+    """Return whether CUDA works in a fork of this process, by trying it in one. It does not work if this process has
+    initialised CUDA."""
     child = os.fork()
     if child == 0:
         try:
@@ -345,7 +347,7 @@ def _can_fork() -> bool:
 
 
 def _become(task: Mapping[str, Any], descriptor: int | None, *, forkable: bool) -> NoReturn:
-    """Run the module in the fork as `python -m` does, then exit. If not `forkable`, use a Python started anew."""
+    """Run the module in the fork as `python -m` does, then exit. If not `forkable`, exec a new Python interpreter."""
     os.setsid()
     die_with_parent()
     nothing = os.open(os.devnull, os.O_RDONLY)

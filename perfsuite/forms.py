@@ -24,11 +24,11 @@ def judge_form(
     strides: bool,
     plain: bool,
 ) -> None:
-    """Raise NotEquivalent where `got` has another form than the reference's output.
+    """Raise NotEquivalent if `got` has another form than the reference's output.
 
-    `dtype` is the declared dtype of a floating output. With `marks`, it may have none of MARKS that the reference's
-    output does not have. With `strides`, the class of its strides matters, too; it must be the reference's own where
-    the inputs are `plain`, which means contiguous.
+    `dtype` is the declared dtype of a floating-point output. With `any_dtype`, the dtype is not compared. With `marks`,
+    `got` must not have any of MARKS that the reference's output does not have. With `strides`, the classes of strides
+    are compared too; they must be equal if the inputs are `plain`, which means contiguous.
     """
     if isinstance(reference, torch.Tensor) != isinstance(got, torch.Tensor):
         raise NotEquivalent(f"{where} is {kind(got)} where the reference has {kind(reference)}")
@@ -52,7 +52,7 @@ def judge_form(
     if not strides or got.numel() <= 1:
         return
     lies, should = strides_class(got), strides_class(reference)
-    # Whether an operation keeps the layout of its inputs or not, both are usual: code that needs one asks for it.
+    # Operations may keep the layout of their inputs or not. Code that needs a certain layout makes one.
     weakest = should if plain else max(should, KEPT, key=STRIDES.index)
     if STRIDES.index(lies) > STRIDES.index(weakest) or (plain and lies != should):
         raise NotEquivalent(
@@ -66,12 +66,13 @@ MARKS: Mapping[str, Callable[[torch.Tensor], bool]] = {
     "a view that negates its memory": torch.Tensor.is_neg,
     "a view that conjugates its memory": torch.Tensor.is_conj,
 }
-"""Properties of a tensor that its values do not show. Autograd refuses an inference tensor. A kernel that is given the
-address of such a view reads other values."""
+"""Properties of a tensor that its values do not show. Autograd refuses an inference tensor. A kernel that reads the
+memory of such a view by its address gets other values."""
 STRIDES = ("contiguous", "channels last", "permuted", "strided", "overlapping")
-"""Classes of strides, from strong to weak: code downstream may rely on what the reference gives, never on more."""
+"""Classes of strides, from strongest to weakest. Later code may rely on the reference's class, but on no stronger
+one."""
 KEPT = "permuted"
-"""Class of strides that an elementwise operation may give its output where its inputs are not contiguous."""
+"""Class of strides that the output of an elementwise operation may have if its inputs are not contiguous."""
 
 
 def strides_class(tensor: torch.Tensor) -> str:
@@ -93,7 +94,7 @@ def identical(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def same_values(one: Any, other: Any) -> bool:
-    """Return whether all tensors in two nested values of one form are equal in every element."""
+    """Return whether all tensors in two nested values of the same structure are equal in every element."""
     return all(
         a.shape == b.shape and identical(a, b)
         for (_, a), (_, b) in zip(make.tensors_in(one), make.tensors_in(other), strict=True)

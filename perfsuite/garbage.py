@@ -1,4 +1,4 @@
-"""Garbage collection, which during large imports looks through torch's modules again and again."""
+"""Disable garbage collection during large imports, where it would traverse torch's modules repeatedly."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def uncollected() -> Iterator[None]:
-    """Collect no garbage within the block. Importing torch and perfsuite takes a tenth to a fifth less time then."""
+    """Disable garbage collection in the block. Importing torch and perfsuite then takes 10% to 20% less time."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:

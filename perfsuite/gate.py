@@ -1,43 +1,44 @@
-"""The gate's rule: measurements of a run + what was accepted → a `Verdict` for each workload. Pure; no torch.
+"""The gate's rule: measurements of a run + accepted figures → a `Verdict` for each workload. Pure functions; no torch.
 
-The optimized side of the accepted revision is interleaved with the current one in every process, so that no stored
-time enters the comparison. After each number of processes in LOOKS the rule decides what is clear by then:
+The optimized side of the accepted revision is interleaved with the current one in every process, so no stored time
+enters the comparison. After each number of processes in LOOKS, the rule tests:
 
-    PASS       the upper bound of the slowdown lies below the margin, at BETA over all looks (BETA_SHARES)
+    PASS       the upper bound of the slowdown is below the margin, at BETA over all looks (BETA_SHARES)
     REGRESSED  p <= ALPHA over RED_LOOKS and all selected workloads, and the estimate is at least half the margin
     IMPROVED   the same in the other direction, with an estimate of at least the margin
-    NOISY      neither, after the last look
+    NOISY      none of these, after the last look
 
-**Margin** The smallest slowdown that matters. A workload may declare it. Otherwise it is what the device resolves: the
-smallest slowdown that six processes find with 95% power given the accepted noise, at least 1% on the device clock and
-1.5% on the wall clock; where that is above 2%, what all twelve find, from 2% to 10%. Without an entry this run's own
-noise takes the place of the accepted one.
+**Margin** The smallest slowdown that matters. A workload may declare it. By default, it is the smallest slowdown that
+six processes detect with 95% power given the accepted noise, and at least 1% on the device clock and 1.5% on the wall
+clock. If that is above 2%, it is the slowdown that twelve processes detect, limited to 2% to 10%. Without an entry,
+this run's own noise is used instead of the accepted one.
 
 **Noise** The variance of a process mean comes from the A/A comparison made at acceptance, shrunk toward the suite's
-(statistics.py), and from this run's own processes. A workload that varies far beyond it (F tests) is judged by its own
-processes, or blocks, alone. Where the whole run varies more than accepted, the variances of all interleaved workloads
-grow by that factor; for this a random sample of the workloads (`Subject.sampled`) always runs a second process.
+(statistics.py), and from this run's own processes. If a workload varies far beyond it (F tests), only its own processes
+or blocks are used. If the whole run varies more than accepted, the variances of all interleaved workloads are
+multiplied by that factor. To estimate the factor, a random sample of the workloads (`Subject.sampled`) always runs a
+second process.
 
-**The same code** as the accepted one, by the digests of all that it runs (changed.py), cannot be slower because of the
-code. It passes after one process, unless that shows a slowdown of the margin; then the rule goes on until the median
-of its processes shows none, or all of them together show one. A single disturbed process cannot make it NOISY.
+**The same code** as the accepted one, by the digests of everything that it runs (changed.py), cannot be slower because
+of the code. It passes after one process, unless that shows a slowdown of the margin. Then the rule continues until the
+median of its processes shows none, or all of them together show one. A single disturbed process cannot make it NOISY.
 
-**Stored figures** are compared only where the accepted revision cannot be run (`Subject.stored` says why). The session
-shift does not cancel there, so the margin is wider. A slowdown is NOISY unless the optimized side's own seconds moved
-most and the device's did not; a PASS is NOISY where the reference's seconds moved beyond the margin. A reference too
-slow to repeat leaves the optimized side's seconds alone: they hold OWN_SECONDS_MARGIN.
+**Stored figures** are compared only if the accepted revision cannot be run (`Subject.stored` has the reason). The
+session shift does not cancel, so the margin is wider. A slowdown is NOISY unless the optimized side's own seconds
+changed most and the device's did not. A PASS is NOISY if the reference's seconds changed by more than the margin. If
+the reference is too slow to repeat, only the optimized side's seconds are compared, with OWN_SECONDS_MARGIN.
 
-**Promises** A promised speedup holds where the lower bound of this run's speedup is above it, at BETA over all looks.
-It is broken where the upper bound, with the shifts between sessions in its error, is below it, at ALPHA over looks and
-workloads. Where twelve processes with the reference in full show neither, the estimate decides: NOISY above the
-promise, BELOW_FLOOR below. A promised throughput holds where the mean of this run's processes reaches it. Below it
-after RED_PROCESSES processes, it is BELOW_FLOOR unless a shift between sessions explains that, or the device became
-slower; then it is NOISY. Promised counts (memory, syncs, launches) are exact. A count above the accepted one in each of
-at least two processes is REGRESSED (counts.py).
+**Promises** A promised speedup holds if the lower bound of this run's speedup is above it, at BETA over all looks. It
+is broken if the upper bound, whose error includes the shifts between sessions, is below it, at ALPHA over looks and
+workloads. If twelve processes with the reference in full show neither, the estimate decides: NOISY above the promise,
+BELOW_FLOOR below. A promised throughput holds if the mean of this run's processes reaches it. If it does not after
+RED_PROCESSES processes, the verdict is NOISY if a shift between sessions may be the reason or the device became slower,
+else BELOW_FLOOR. Promised counts (memory, syncs, launches) are exact. A count above the accepted one in each of at
+least two processes is REGRESSED (counts.py).
 
-A green verdict names the cause where the stored speedup is clearly no longer reached (causes.py).
+A green verdict names the cause if the stored speedup is clearly no longer reached (causes.py).
 
-Whatever is missing, contradictory or not finite is red: UNMEASURED or NO_BASELINE, never PASS.
+Missing, contradictory or non-finite data are red: UNMEASURED or NO_BASELINE, never PASS.
 """
 
 from __future__ import annotations
@@ -74,8 +75,8 @@ from perfsuite.statistics import (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Open:
-    """Not decided yet. `processes` more are needed, with the reference in full where its speedup is in doubt; `likely`
-    more will probably decide."""
+    """No decision yet. `processes` more are needed, with the reference in full if `reference`. `likely` more will
+    probably be enough for a decision."""
 
     processes: int
     reason: str
@@ -84,10 +85,10 @@ class Open:
 
 
 def analyse(subjects: Iterable[Subject], suite: Suite, *, selected: int) -> dict[str, Verdict | Open]:
-    """Apply the rule to all that was measured so far. Call it again with every further process.
+    """Apply the rule to all measurements so far. Call this again after every further process.
 
-    `selected` is the number of workloads at collection. A verdict given earlier may be withdrawn when the run turns out
-    to be noisier than it seemed. Raises ValueError if `selected` is less than the subjects.
+    `selected` is the number of workloads at collection. An earlier verdict may be withdrawn if the run turns out to be
+    noisier than it seemed. Raises ValueError if `selected` is less than the number of subjects.
     """
     every = list(subjects)
     if selected < len(every):
@@ -104,10 +105,10 @@ def analyse(subjects: Iterable[Subject], suite: Suite, *, selected: int) -> dict
 def promises_only(
     runs: Mapping[str, tuple[Measurement, ...]], promises: Mapping[str, PromiseRecord], *, selected: int
 ) -> dict[str, Verdict]:
-    """Judge the promises by themselves, from one process on: in a plain run, or before acceptance.
+    """Test the promises alone, from one or more processes: in a plain run, or before acceptance.
 
-    PASS means here that the promises hold, and says nothing about a regression. One look decides: a speedup that is
-    neither shown nor broken is NOISY where the estimate reaches it, else BELOW_FLOOR. A throughput that is not shown is
+    Here, PASS means that the promises hold, and says nothing about a regression. There is only one look. A speedup that
+    is neither shown nor broken is NOISY if the estimate reaches it, else BELOW_FLOOR. A throughput that is not shown is
     NOISY unless it is clearly below its promise.
     """
     prior = fit_prior(
@@ -136,15 +137,15 @@ def promises_only(
 
 
 def _judge(s: Subject, suite: Suite, accepted: Variance, factor: float, selected: int) -> Verdict | Open:
-    """Return the verdict on one workload whose measurements are sound, or what it still needs.
+    """Return the verdict on one workload whose measurements are sound, or `Open`.
 
-    `accepted` is the variance of a process mean as accepted, and this run has `factor` times as much.
+    `accepted` is the accepted variance of a process mean. This run has `factor` times that variance.
     """
     processes = len(s.runs)
     further = next((n - processes for n in LOOKS if n > processes), 0)
     if further and processes not in LOOKS:
         return Open(processes=further, reason="between two looks")
-    looked = replace(s, runs=s.runs[: LOOKS[-1]])  # further ones are for a promise, and would be further looks
+    looked = replace(s, runs=s.runs[: LOOKS[-1]])  # further processes serve a promise, and would be further looks
     slower, margin = slowdown_of(looked, suite, accepted, factor, selected)
     speed = speedup_of(s, suite.ratio, selected, looks=len(LOOKS))
     shown = _shown(s, slower, speed, margin)
@@ -181,7 +182,7 @@ def _judge(s: Subject, suite: Suite, accepted: Variance, factor: float, selected
 
 
 def _by_speed(s: Subject, slower: Estimate, margin: float, selected: int) -> tuple[Status | None, str]:
-    """Return REGRESSED, IMPROVED, PASS, NOISY or None (not clear yet) by the speed alone, and the reason in words."""
+    """Return (REGRESSED, IMPROVED, PASS, NOISY or None for no decision yet, reason in words), by the speed alone."""
     level, processes = ALPHA / len(RED_LOOKS) / selected, len(s.runs)
     change = math.expm1(slower.value)
     against = "when accepted, by the stored figures" if s.stored else s.against
@@ -222,7 +223,7 @@ def _regressed(s: Subject, shown: Verdict, slower: Estimate, text: str) -> Verdi
 
 
 def _promise_missed(s: Subject, shown: Verdict, speed: Speedup) -> Verdict:
-    """Return the verdict where the speed is as accepted, yet the promised speedup is not shown."""
+    """Return the verdict if the speed is as accepted, but the promised speedup is not shown."""
     text = f"{speed}; promised {speed.promised:.4g}×"
     if s.entry is not None:
         text += f", {s.entry.speedup():.4g}× when accepted"
@@ -235,7 +236,7 @@ def _promise_missed(s: Subject, shown: Verdict, speed: Speedup) -> Verdict:
 
 
 def _throughput_missed(s: Subject, shown: Verdict, rate: throughput.Throughput) -> Verdict:
-    """Return the verdict where the promised throughput is not reached."""
+    """Return the verdict if the promised throughput is not reached."""
     text = f"{rate}; promised {rate.goal}"
     if not rate.broken:
         return _say(shown, Status.NOISY, f"{text}: sessions differ by as much; promise less")
@@ -245,7 +246,7 @@ def _throughput_missed(s: Subject, shown: Verdict, rate: throughput.Throughput) 
 
 
 def _with_cause(s: Subject, verdict: Verdict, speed: Speedup | None, margin: float) -> Verdict:
-    """Return the green verdict; where the stored speedup is no longer reached, with the cause."""
+    """Return the green verdict, with the cause if the stored speedup is no longer reached."""
     if s.entry is None or speed is None or speed.least or s.few:
         return verdict
     lost = math.log(s.entry.speedup()) - speed.now.value
@@ -257,12 +258,12 @@ def _with_cause(s: Subject, verdict: Verdict, speed: Speedup | None, margin: flo
     return replace(verdict, moved=side, message=f"{verdict.message}; {text}")
 
 
-# --- what cannot be judged ------------------------------------------------------------------------------------------
+# --- workloads to which the rule cannot be applied ------------------------------------------------------------------
 
 
 def _unusable(s: Subject) -> Verdict | Open | None:
-    """Return the verdict on a workload that cannot be judged, because its measurements are unsound or of something
-    else; None if it can."""
+    """Return the verdict on a workload to which the rule cannot be applied, because its measurements are missing,
+    unsound or of another workload; None if it can."""
     if not s.runs:
         return Open(processes=1, reason="nothing was measured")
     if text := _unsound(s):
@@ -277,7 +278,7 @@ def _unusable(s: Subject) -> Verdict | Open | None:
 
 
 def _unsound(s: Subject) -> str:
-    """Return what is missing or contradictory in the measurements; empty where they are sound."""
+    """Return what is missing or contradictory in the measurements; empty if they are sound."""
     if not s.runs:
         return "nothing was measured"
     foreign = next((m.id for m in s.runs if m.id != s.id), None)

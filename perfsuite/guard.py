@@ -1,8 +1,8 @@
-"""Check that the clocks, the statistics and the harness itself are still what was installed.
+"""Check that the clocks, the statistics and the harness itself are still as installed.
 
-User code runs in the harness's process and could replace a timer, a comparison or a rule. Nothing is remembered from
-an earlier moment, which would only be as good as that moment: a function is genuine if it is compiled code of its own
-module, or Python code from the file where that module lies.
+User code runs in the harness's process and could replace a timer, a comparison or a rule. No earlier state is recorded
+for comparison, since it might already be manipulated. Instead, a function is genuine if it is compiled code, or Python
+code from a file of its own package.
 """
 
 from __future__ import annotations
@@ -82,16 +82,16 @@ TRUSTED = (
     "torch.autograd.grad",
     "torch.autograd.backward",
 )
-"""Functions outside the harness that a verdict rests on."""
+"""Functions outside the harness that a verdict depends on."""
 
 HARNESS = Path(__file__).parent
 FOREIGN = ("st.", "pytest.", "hypothesis.")
-"""Decorators that put code of their own in a function's place."""
+"""Prefixes of decorators that replace a function by code of their own."""
 INSTALLED = "the harness must run as installed"
 
 
 def check() -> None:
-    """Raise TamperedError, naming the object, where something that a verdict rests on has been replaced."""
+    """Raise TamperedError, with the object's name, if something that a verdict depends on has been replaced."""
     for name in TRUSTED:
         module, _, rest = name.partition(".")
         while f"{module}.{rest.partition('.')[0]}" in sys.modules:
@@ -106,10 +106,9 @@ def check() -> None:
 def _check_one(name: str, module: ModuleType, path: str) -> None:
     found: Any = module
     for part in path.split("."):
-        # Not getattr of the instance: a property or a metaclass could answer for it.
         found = getattr(found, part, None)
         if found is None:
-            return  # this build has none
+            return  # this build does not have it
     named = getattr(found, "__name__", "") == path.rpartition(".")[2]
     if not named or not _is_genuine(found, module.__name__.partition(".")[0]):
         raise TamperedError(
@@ -119,8 +118,8 @@ def _check_one(name: str, module: ModuleType, path: str) -> None:
 
 
 def _is_genuine(found: Any, package: str) -> bool:
-    """Return whether the object is compiled code, or Python code from the package's own folder (or the standard
-    library's)."""
+    """Return whether the object is compiled code, or Python code from the package's own folder. For a module of the
+    standard library, that is the library's folder."""
     if isinstance(found, type):
         home = sys.modules.get(found.__module__)
         return found.__module__.partition(".")[0] == package and home is not None and _lies_in(package, _file(home))
@@ -139,8 +138,8 @@ def _is_genuine(found: Any, package: str) -> bool:
 
 @functools.cache
 def _folder(package: str) -> Path:
-    """Return the folder where the code of a package may lie; for a module of the standard library, the library's
-    folder."""
+    """Return the folder or file that may contain the code of a package; for a module of the standard library, the
+    library's folder."""
     library = Path(sysconfig.get_paths()["stdlib"]).resolve()
     file = getattr(importlib.import_module(package), "__file__", None)
     if package in sys.stdlib_module_names or file is None:
@@ -200,12 +199,12 @@ def _check_own(module: ModuleType) -> None:
 
 @functools.cache
 def is_harness(file: str) -> bool:
-    """Return whether a source file, as its code objects name it, is one of perfsuite's own."""
+    """Return whether a source file, named as in its code objects, is one of perfsuite's own."""
     return HARNESS in Path(file).parents
 
 
 def _is_own(found: Any, lines: set[int], file: str) -> bool:
-    if type(found) is FunctionType and not found.__dict__:  # most are: nothing is wrapped
+    if type(found) is FunctionType and not found.__dict__:  # the usual case: nothing is wrapped
         return found.__code__.co_filename == file and found.__code__.co_firstlineno in lines
     for attribute in ("__func__", "fget", "func", "callback"):
         found = getattr(found, attribute, found)
@@ -220,8 +219,8 @@ def _is_own(found: Any, lines: set[int], file: str) -> bool:
 def _declared(file: str) -> tuple[dict[str, set[int]], dict[str, Any], dict[str, tuple[str, str]]]:
     """Return the functions, constants and imports that a source file declares.
 
-    Function or Class.method → the lines where it may begin; constant → its literal value; name → where it is imported
-    from, (module, attribute).
+    Returns three dicts: function or Class.method → lines at which it may begin; constant → literal value; imported
+    name → (module, attribute).
     """
     with uncollected():
         tree = ast.parse(Path(file).read_text())
@@ -261,7 +260,8 @@ ARITHMETIC = (ast.Expression, ast.Constant, ast.BinOp, ast.UnaryOp, ast.operator
 
 
 def _constant(node: ast.expr) -> Any:
-    """Return the value of a literal, or of arithmetic with numbers such as 2.0**-13; ValueError for anything else."""
+    """Return the value of a literal, or of arithmetic with numbers such as 2.0**-13. Raises ValueError for anything
+    else."""
     whole = ast.Expression(node)
     if isinstance(node, (ast.BinOp, ast.UnaryOp)) and all(isinstance(n, ARITHMETIC) for n in ast.walk(whole)):
         return eval(compile(whole, "<constant>", "eval"), {"__builtins__": {}})  # numbers and operators alone

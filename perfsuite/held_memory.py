@@ -1,4 +1,4 @@
-"""Memory that calls, backward passes and steps keep for good."""
+"""Detect memory that calls, backward passes and steps never release."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from perfsuite import inputs as make
 from perfsuite.integrity.probe import Probe
 
 HELD_CALLS = 4
-"""Number of calls. Memory that grows in each of the last two of them is not a cache that fills once."""
+"""Number of calls at first. Memory that grows in each of the last two of them is not a cache that is filled once."""
 CACHED_CALLS = 300
-"""Number of calls after which a cache with a bound is full."""
+"""Number of calls after which a bounded cache is full."""
 HELD_STEPS = 40
-"""The same for the steps of a stateful pair."""
+"""Number of steps of a stateful pair after which a bounded cache is full."""
 
 
 class _Allocations(dispatch_modes.OutsideCompiled):
-    """Mode that notes the storage of every new tensor, but not of tensors that an operation writes to."""
+    """Dispatch mode that records the storage of every new tensor, but not of tensors that an operation writes to."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -34,7 +34,7 @@ class _Allocations(dispatch_modes.OutsideCompiled):
         if any(returned.alias_info is not None for returned in func._schema.returns):
             return result
         for _, tensor in make.tensors_in(list(result) if isinstance(result, (tuple, list)) else [result]):
-            with contextlib.suppress(RuntimeError, NotImplementedError):  # what is traced meanwhile holds no memory
+            with contextlib.suppress(RuntimeError, NotImplementedError):  # tensors of a trace have no memory
                 self.noted.append(StorageWeakRef.from_weakref(tensor.untyped_storage()._weak_ref()))
         return result
 
@@ -46,11 +46,11 @@ class _Allocations(dispatch_modes.OutsideCompiled):
 
 
 Prepare: TypeAlias = Callable[[int], Callable[[], object]]
-"""Number of a call → the call, with its inputs made."""
+"""Number of a call → the call, with inputs already built."""
 
 
 def held_memory(probe: Probe) -> dict[str, str]:
-    """Return the tensors that each call, each training step or each step of a stateful pair keeps for good."""
+    """Return which calls leak memory: calls, calls with a backward pass, or steps of a stateful pair."""
     if probe.side.is_compiled:
         return {}
     if probe.pair.is_stateful:
@@ -60,7 +60,7 @@ def held_memory(probe: Probe) -> dict[str, str]:
         if probe.pair.gradients and execution.differentiable(probe.pair):
             ways.append(("call and its backward pass", CACHED_CALLS, _training))
     for what, most, way in ways:
-        # Collecting cycles takes long, and so do many calls: this is done only where memory seems to grow.
+        # Garbage collection and many calls take long, so both are done only if memory seems to grow.
         for calls, collected in ((HELD_CALLS, False), (HELD_CALLS, True), (most, True)):
             counts = _alive(way(probe), calls, collected=collected)
             if not counts[0] < counts[1] < counts[2]:
@@ -92,14 +92,14 @@ def _steps(probe: Probe) -> Prepare:
     given = functools.partial(probe.step_inputs, probe.case)
     call, never = execution.callable_of(probe.side), (1 + max(HELD_STEPS, HELD_CALLS),)
     steps = execution.stepping(call, probe.pair, probe.drawn(), never, given)
-    next(steps)  # it builds the step
+    next(steps)  # builds the step
     return lambda number: functools.partial(next, steps)
 
 
 def _alive(prepare: Prepare, calls: int, *, collected: bool) -> list[int]:
     """Return how many of the tensors made in the calls are still alive after each of the last three of `calls` calls.
 
-    The numbers are 0 where this cannot be seen.
+    Returns zeros if the side does not support the dispatch mode.
     """
     counts, mode = [], _Allocations()
     for number in range(calls):
@@ -107,7 +107,7 @@ def _alive(prepare: Prepare, calls: int, *, collected: bool) -> list[int]:
         try:
             with mode:
                 call()
-        except Exception:  # a side may not support the mode, as torch._foreach_add_ on views that need gradients
+        except Exception:  # the mode is not supported, for instance by torch._foreach_add_ on views that need gradients
             return [0, 0, 0]
         del call
         if number >= calls - 3:

@@ -1,4 +1,4 @@
-"""Incoming gradients of a side's outputs: their kinds, and gradients that are the same for every side on one draw."""
+"""Draw the incoming gradients of a side's outputs: several kinds, and equal for every side on one draw."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ def _transposed(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _sliced(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the same values as a slice of a wider tensor, as the backward pass of a concatenation gives them; with
-    four dimensions in channels-last format, as a convolution's gives them."""
+    """Return the same values as a slice of a wider tensor, as the backward pass of a concatenation returns them. With
+    four dimensions return them in channels-last format, as the backward pass of a convolution does."""
     if tensor.ndim == 4:
         return tensor.contiguous(memory_format=torch.channels_last)
     return torch.cat([tensor, tensor], -1)[..., : tensor.shape[-1]] if tensor.ndim else tensor
@@ -44,18 +44,19 @@ KINDS: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = {
     SOME_OUTPUTS: lambda g: g,
     SHARED: lambda g: g,
 }
-"""Kinds of incoming gradients → one of that kind, from one that is plain. A sum gives an expanded one, a transposed
-output a transposed one, a concatenation a slice, the scaling of a loss a large one, a mean over many elements a tiny
-one, the sum of two outputs gives both one tensor, and an output that is not used gets none."""
+"""Kind of incoming gradients → function that makes one of this kind from a plain one. In training, a sum causes an
+expanded gradient, a transposed output a transposed one, a concatenation a slice, loss scaling a large one, and a mean
+over many elements a tiny one. The sum of two outputs gives both the same tensor, and an unused output gets none."""
 SIZES = {"large": LARGE, "tiny": TINY}
-"""The usual size of the gradients of a kind, where it is not 1."""
+"""Typical magnitude of the gradients of a kind, if it is not 1."""
 
 DRAWN = (PLAIN, *KINDS)
-"""Kinds of incoming gradients; one draw in four has plain ones."""
+"""Kinds of incoming gradients as they are drawn; plain ones are twice as frequent."""
 NEEDS_ORDINARY = ("zero", "partly zero", "large", "tiny", SOME_OUTPUTS)
-"""Kinds that are drawn with ORDINARY values alone: zero times infinity is NaN, which a kernel need not reproduce."""
+"""Kinds that are drawn only with ORDINARY values: zero times infinity is NaN, which a kernel need not reproduce."""
 ORDINARY = ("normal", "sorted", "repeated")
-"""Regimes of values at which gradients are finite for incoming ones that are zero or large, and not 0 for tiny ones."""
+"""Regimes of values at which zero or large incoming gradients give finite gradients, and tiny ones nonzero
+gradients."""
 
 
 def are_ordinary(case: Case) -> bool:
@@ -64,7 +65,8 @@ def are_ordinary(case: Case) -> bool:
 
 
 def kind_of(case: Case) -> str:
-    """Return the kind of incoming gradients with which the gradients of a draw are proven. The draw's seed decides."""
+    """Return the kind of incoming gradients with which the gradients of a draw are proven. It depends on the draw's
+    seed."""
     kind = DRAWN[case.seed % len(DRAWN)]
     if kind in NEEDS_ORDINARY and not are_ordinary(case):
         return PLAIN
@@ -72,8 +74,8 @@ def kind_of(case: Case) -> str:
 
 
 def in_turn(cases: Iterable[Case]) -> Iterator[Case]:
-    """Yield the same draws, with seeds that take the kinds in turn: among the draws of ordinary values, and among the
-    others."""
+    """Yield the same draws with seeds that cycle through the kinds, separately among the draws of ordinary values
+    without an empty dimension, and among the others."""
     numbers = {True: itertools.count(), False: itertools.count()}
     for case in cases:
         ordinary = are_ordinary(case) and 0 not in case.sizes.values()
@@ -86,10 +88,10 @@ def drawn(
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """Return (differentiable outputs, incoming gradients of this kind), the same on every side for one seed.
 
-    They are rounded to `dtype`, if one side's outputs are declared to be in it.
+    The gradients are rounded to `dtype`, which is the declared dtype of the optimized side's outputs.
     """
     real = list(real_of(outputs).items())
-    if kind == SOME_OUTPUTS and len(real) > 1:  # by their places among all: of one side's some may need no gradient
+    if kind == SOME_OUTPUTS and len(real) > 1:  # by position: sides may differ in which outputs need gradients
         random_ = random.Random(seed)
         chosen = random_.sample(range(len(real)), random_.randint(1, len(real) - 1))
         real = [real[place] for place in sorted(chosen)]

@@ -1,4 +1,4 @@
-"""Inputs: the tensors and objects that a case stands for, and how they are walked and copied."""
+"""Build the tensors and objects that a case describes, and iterate over, copy and change them."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from perfsuite.workload import TF32
 
 
 def build(pair: Pair, case: Case, device: str, *, home: Path | None = None) -> dict[str, Any]:
-    """Return the inputs that the case stands for, on `device`; `home` is where recorded inputs are found."""
+    """Return the inputs that the case describes, on `device`. `home` is the folder of recorded inputs."""
     values = {
         name: _build(spec, name, case, device, home, case.inputs.get(name, InputCase()))
         for name, spec in pair.inputs.items()
@@ -49,14 +49,14 @@ def build(pair: Pair, case: Case, device: str, *, home: Path | None = None) -> d
 
 
 def _rounded(pair: Pair, case: Case, values: dict[str, Any]) -> dict[str, Any]:
-    """Round the inputs to the precision that the pair declares, in the case's dtype: the truth is computed on these."""
+    """Round the inputs to the pair's declared precision, but keep the case's dtype. The truth is computed on these."""
     working = pair.precision or case.dtype
     rounded: dict[str, Any] = rounder(working, case.dtype)(rounder(case.dtype, working)(values))
     return rounded
 
 
 def rounder(source: str, target: str) -> Callable[[Any], Any]:
-    """Return a function that rounds tensors of one precision to the other; inputs with a dtype of their own keep it."""
+    """Return a function that converts tensors of the source precision to the target. Other dtypes are kept."""
     if TF32 in (source, target):
         return lambda value: value
     old, new = dtype_of(source), dtype_of(target)
@@ -66,22 +66,23 @@ def rounder(source: str, target: str) -> Callable[[Any], Any]:
 
 
 def _parted(pair: Pair, specs: Mapping[str, Any], values: dict[str, Any]) -> dict[str, Any]:
-    """Return the inputs, with the same part for all ranks where the pair asks for that."""
+    """Return the inputs, with equal parts for all ranks if the pair declares that."""
     return rank_parts.equal(specs, values, pair.at_ranks) if pair.equal_parts else values
 
 
 ADJUSTED_ON_CPU = 1 << 14
-"""Most elements of inputs that are adjusted on the CPU: a GPU takes longer to begin, and cuDNN plans for each size."""
+"""Most elements of inputs that are adjusted on the CPU. On a GPU, launches take longer, and cuDNN plans for each
+size."""
 
 
 def _adjusted_on_cpu(pair: Pair, values: dict[str, Any]) -> bool:
-    """Adjust copies on the CPU and copy them back. Return False, with nothing changed, where that is not possible."""
+    """Adjust copies on the CPU and copy them back. Return False, with nothing changed, if that is not possible."""
     if sum(tensor.numel() for _, tensor in tensors_in(values)) > ADJUSTED_ON_CPU:
         return False
     copies = map_tensors(values, lambda tensor: tensor.detach().to("cpu", copy=True))
     try:
         pair.adjusted(copies)
-    except Exception:  # a function of the user's may need the device, and says again there what is wrong
+    except Exception:  # the user's function may need the device; a real error is raised there again
         return False
     copy_values(values, copies)
     return True
@@ -92,7 +93,7 @@ def with_objects_of(
 ) -> dict[str, Any]:
     """Return the same inputs, with modules and constants as `pair` builds them, for a pair of another revision.
 
-    The tensors in them are those of `values`. Raises PairError where they do not have the same form.
+    Their tensors have the values in `values`. Raises PairError if the tensors' names, shapes or dtypes differ.
     """
     result = dict(values)
     for name, spec in pair.inputs.items():
@@ -107,10 +108,10 @@ def with_objects_of(
 
 
 def build_step(pair: Pair, case: Case, device: str, step: int) -> dict[str, Any]:
-    """Return the step inputs of a stateful pair at that step: drawn anew for each.
+    """Return the step inputs of a stateful pair for this step. Each step has different values.
 
-    In one of four steps of a proof's draw they are zeros, if the values allow it, as the gradients of a batch without
-    an error.
+    In a proof's draw, about one step in four has zeros, if the spec allows them, like the gradients of a batch without
+    error.
     """
     zeros = bool(case.inputs) and step > 1 and seed_for(case.seed, f"zeros@{step}") % 4 == 0
     values = {
@@ -129,7 +130,7 @@ def _build(spec: Any, name: str, case: Case, device: str, home: Path | None, how
     match spec:
         case ListSpec():
             count = resolve(spec.count, case.sizes)
-            # One item of several is contiguous: a side may look at one of them, and assume the same layout for the
+            # One item of several is contiguous, because a side may check one item and assume the same layout for the
             # others.
             plain = count % 2 * (count - 1) if count > 1 else None
             hows = [replace(how, layout="contiguous") if i == plain else how for i in range(count)]
@@ -144,7 +145,7 @@ def _build(spec: Any, name: str, case: Case, device: str, home: Path | None, how
 
 
 def _build_one(spec: Any, name: str, case: Case, device: str, home: Path | None, how: InputCase) -> Any:
-    """Build the input of a spec that holds no other specs."""
+    """Build the input of a spec that does not contain other specs."""
     match spec:
         case TensorSpec():
             return _tensor(spec, name, case, device, how)
@@ -180,7 +181,7 @@ def _module(spec: ModuleSpec, name: str, case: Case, device: str) -> torch.nn.Mo
 
 
 def _seed(seed: int) -> None:
-    """Seed as torch.manual_seed does, which takes a millisecond for the kinds of devices that are not there."""
+    """Seed the CPU and CUDA generators, without the millisecond that torch.manual_seed takes for absent devices."""
     torch.default_generator.manual_seed(seed)
     if torch.cuda.is_available():
         torch.cuda.manual_seed_all(seed)
@@ -199,8 +200,8 @@ def _recorded(spec: RecordedSpec, case: Case, device: str, home: Path | None) ->
 
 
 def map_tensors(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """Return the same nested value with every tensor changed. Modules are copied with their tensors changed; generators
-    are copied."""
+    """Return the nested value with `change` applied to every tensor. Modules are copied with changed tensors, and
+    generators are copied."""
     if isinstance(value, torch.Tensor):
         return change(value)
     if isinstance(value, torch.Generator):
@@ -262,7 +263,7 @@ def bytes_in(value: Any) -> int:
 
 
 def clone(value: Any) -> Any:
-    """Return a copy in fresh memory that keeps each tensor's layout (strides, offset of the storage's start)."""
+    """Return a copy in new memory that keeps each tensor's layout (strides and storage offset)."""
     return map_tensors(value, _clone_tensor)
 
 
@@ -279,10 +280,9 @@ def _clone_tensor(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def copy_values(into: Any, values: Any, *, counted: bool = True) -> None:
-    """Copy other values into the same memory, tensor by tensor of two nested values of one form; states of generators,
-    too.
+    """Copy values in place between two nested values of the same structure, tensor by tensor, and states of generators.
 
-    Unless `counted`, torch's version counters stay as they are, as where a custom kernel writes.
+    Unless `counted`, torch's version counters do not change, as when a custom kernel writes.
     """
     for (_, tensor), (_, value) in zip(tensors_in(into), tensors_in(values), strict=True):
         _copy_tensor(tensor.detach() if counted else tensor.data, value)
@@ -291,7 +291,7 @@ def copy_values(into: Any, values: Any, *, counted: bool = True) -> None:
 
 
 def _copy_tensor(target: torch.Tensor, values: torch.Tensor) -> None:
-    # An expanded tensor is written to once.
+    # Each element of an expanded tensor is written once.
     for dim, stride in enumerate(target.stride()):
         if not stride:
             width = min(1, target.shape[dim])
@@ -300,17 +300,16 @@ def _copy_tensor(target: torch.Tensor, values: torch.Tensor) -> None:
 
 
 def upcast(value: Any) -> Any:
-    """Return floating tensors in float64, in fresh memory, and copies of everything else."""
+    """Return floating-point tensors in float64, in new memory, and copies of everything else."""
     return map_tensors(
         value, lambda t: t.detach().to(torch.float64, copy=True) if t.is_floating_point() else _clone_tensor(t)
     )
 
 
 def jitter(pair: Pair, values: Mapping[str, Any], seed: int, name: str, eps: float) -> dict[str, Any]:
-    """Return the inputs moved by up to the relative amount `eps`, within their domain: a draw close to this one.
+    """Return the inputs with random relative changes up to `eps`, within their declared bounds.
 
-    Below the smallest normal number the spacing is that of the smallest normal number, so that values move by `eps` of
-    it.
+    Subnormal numbers have the spacing of the smallest normal number, so they change by up to `eps` times that.
     """
 
     def moved(spec: Any, generator: torch.Generator, tensor: torch.Tensor) -> torch.Tensor:

@@ -1,8 +1,9 @@
 """Make Triton's interpreter three times as fast, with the same results.
 
 Triton's interpreter spends most of its time on bookkeeping that it repeats for every operation. Each replacement below
-serves the common case from a table or by a shorter way, and calls Triton's own function for all else. A function whose
-parameters are not the ones expected here is left alone, so that another version of Triton is slower and never wrong.
+handles the common case from a cache or by a shorter path, and calls Triton's own function for everything else. A
+function whose parameters are not as expected here is not replaced, so another version of Triton may be slower, but is
+never wrong.
 """
 
 from __future__ import annotations
@@ -15,16 +16,16 @@ from collections.abc import Callable
 from typing import Any
 
 MOST_KEPT = 4096
-"""Entries of a table before it is emptied."""
+"""Number of entries at which a cache is cleared."""
 
 OPERANDS = ("lhs", "rhs", "allow_lhs_ptr", "allow_rhs_ptr", "arithmetic_check", "div_or_mod")
-"""The parameters of Triton's function that makes the operands of an operation alike."""
+"""Parameters of Triton's function that promotes and broadcasts the operands of an operation."""
 
 _quick = False
 
 
 def quicken() -> None:
-    """Replace the slow functions once a process. Does nothing unless Triton is loaded and interprets."""
+    """Replace the slow functions, once per process. Do nothing unless Triton is imported with TRITON_INTERPRET=1."""
     global _quick
     if _quick or "triton" not in sys.modules or os.environ.get("TRITON_INTERPRET") != "1":
         return
@@ -54,7 +55,7 @@ def _replace(owner: Any, name: str, parameters: tuple[str, ...], made: Callable[
 
 
 class _Nothing:
-    """The scope of a patch that was not needed."""
+    """Patch scope that restores nothing, for a patch that was not needed."""
 
     @staticmethod
     def restore() -> None:
@@ -89,7 +90,7 @@ def _patched_once(language: Any, own: Callable[[Any], Any]) -> Callable[[Any], A
 
 
 def _dtypes(own: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """Keep the table of numpy's dtypes, which Triton builds anew for every operation."""
+    """Cache NumPy's dtypes, for which Triton builds a table for every operation."""
     known: dict[str, Any] = {}
 
     def dtype(tt_dtype: Any) -> Any:
@@ -102,7 +103,7 @@ def _dtypes(own: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
 
 def _broadcast(own: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
-    """Skip broadcasting of two scalars, or of two blocks of one shape, which need none."""
+    """Skip broadcasting of two scalars, or of two blocks of the same shape."""
 
     def broadcast(lhs: Any, rhs: Any) -> Any:
         a, b = lhs.type, rhs.type
@@ -117,14 +118,14 @@ def _broadcast(own: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
 
 
 def _operands(language: Any, semantic: Any, own: Callable[..., Any]) -> Callable[..., Any]:
-    """Take two tensors of one element type as they are, and so a pointer and its offset; take a number beside a tensor
-    as a constant of its type. This is what Triton's rules of promotion give."""
+    """Skip type promotion of two tensors of the same element type, and of a pointer and its offset. Convert a number
+    combined with a tensor to a constant of the tensor's type. Triton's promotion rules give the same results."""
     floats = {id(dtype) for dtype in (language.float32, language.float64)}
     integers = {id(language.int32): 1 << 31, id(language.int64): 1 << 63}
     kinds = floats | integers.keys()
 
     def constant(value: Any, dtype: Any) -> Any:
-        """Return the number as a tensor of this dtype; None where Triton has to decide."""
+        """Return the number as a tensor of this dtype; None if Triton's own rules have to decide."""
         kind, end = type(value), integers.get(id(dtype))
         if end is None:
             fits = id(dtype) in floats and (kind is float or (kind is int and -(1 << 63) <= value < 1 << 64))
@@ -156,8 +157,8 @@ def _operands(language: Any, semantic: Any, own: Callable[..., Any]) -> Callable
 
 
 def _checked(semantic: Any, own: Callable[[Any, Any, Any], None]) -> Callable[[Any, Any, Any], None]:
-    """Skip a check of integers unless in debug mode: Triton repeats every operation on them in 64 bits, and then looks
-    at the result only in debug mode."""
+    """Skip the overflow check of integers unless in debug mode. Triton repeats every operation on them in 64 bits, but
+    uses the result only in debug mode."""
 
     def check(lhs: Any, rhs: Any, binary_op: Any) -> None:
         if semantic.builder.options.debug:
@@ -167,7 +168,7 @@ def _checked(semantic: Any, own: Callable[[Any, Any, Any], None]) -> Callable[[A
 
 
 def _block_types(own: Callable[[Any, Any, Any], None]) -> Callable[[Any, Any, Any], None]:
-    """Keep the contents of block types, which depend only on the element type and the shape."""
+    """Cache the attributes of block types, which depend only on the element type and the shape."""
     known: dict[tuple[int, tuple[int, ...]], dict[str, Any]] = {}
 
     def init(self: Any, element_ty: Any, shape: Any) -> None:
@@ -184,7 +185,7 @@ def _block_types(own: Callable[[Any, Any, Any], None]) -> Callable[[Any, Any, An
 
 
 def _tensors(own: Callable[[Any, Any, Any], None]) -> Callable[[Any, Any, Any], None]:
-    """Keep the attributes of tensors, all of which except the handle depend only on the type."""
+    """Cache the attributes of tensors. All except the handle depend only on the type."""
     known: dict[tuple[int, int], tuple[Any, dict[str, Any]]] = {}
 
     def init(self: Any, handle: Any, type: Any) -> None:

@@ -1,8 +1,7 @@
-"""Find the side that is to blame where the process of a proof faults, crashes, hangs or exits.
+"""Find the side that is to blame if the process of a proof faults, crashes, hangs or exits.
 
-The draw that was under way is run again, one side alone in a process. If the reference faults on it, the draw is left
-out and counted, and the proof is run again without it. If the optimized side faults, the proof fails and names that
-side.
+The last draw is run again, with only one side in each process. If the reference faults on it, the draw is left out and
+counted, and the proof is run again without it. If the optimized side faults, the proof fails and names that side.
 """
 
 from __future__ import annotations
@@ -18,12 +17,12 @@ from perfsuite.records import OPTIMIZED, REFERENCE, Status
 from perfsuite.tasks import ITEMS, Failure, Outcome, Reported, Task
 
 MOST_LEFT_OUT = 4
-"""After this many draws on which the reference faults, the proof fails and asks for bounds on the inputs."""
+"""Number of draws on which the reference faults after which the proof fails and asks for bounds on the inputs."""
 BOUND = "restrict its inputs with sizes=, where= or tensor(…, layouts=…, align=…)"
 
 
 class _Unreached(Exception):  # noqa: N818 - no error: it carries an outcome
-    """A process failed before it was at the draw, so that it shows nothing of the side."""
+    """A process failed before it reached the draw, which shows nothing about the side."""
 
     def __init__(self, failure: Failure) -> None:
         super().__init__(failure.message)
@@ -32,9 +31,9 @@ class _Unreached(Exception):  # noqa: N818 - no error: it carries an outcome
 
 @dataclass(frozen=True, slots=True)
 class Blame:
-    """Finds the cause of a proof's failed process. `run` does a task in a process of its own.
+    """Search for the cause of a failed process of a proof. `run` runs a task in a separate process.
 
-    `requested` is the only draw that the user wants, as `--perfsuite-case` has it; empty for all.
+    `requested` is the only draw to prove, from `--perfsuite-case`; empty for all.
     """
 
     pair: Pair
@@ -66,7 +65,7 @@ class Blame:
         return failure
 
     def _optimized(self, id: str, failure: Failure) -> Outcome:
-        """Return the verdict where the reference alone does not fail."""
+        """Return the outcome if the reference alone does not fail."""
         found = self._alone(id, failure.case, OPTIMIZED)
         if found is not None:
             return _verdict("the optimized side", found, self._hint(failure.case), failure.case)

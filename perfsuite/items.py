@@ -1,4 +1,4 @@
-"""The pytest items of a pair: equivalence, gradients, integrity, contexts, effects, kernels, truth and speed."""
+"""Pytest items of a pair: equivalence, gradients, integrity, contexts, effects, kernels, truth and speed."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ from perfsuite.speed import SpeedItem
 from perfsuite.tally import Tally
 
 IMPORTED = pytest.StashKey[dict[str, str]]()
-"""Stash key of a module with pairs: what its import left changed, name → words."""
+"""Stash key of a module with pairs: the global state that its import left changed, name → words."""
 
 
 class PairCollector(pytest.Collector):
-    """A module-level Pair: collects the items that prove and time it, or those that time it only."""
+    """Collector of a module-level Pair: collects the items that prove and time it, or only those that time it."""
 
     def __init__(self, *, pair: Pair, timed_only: bool = False, **kwargs: Any) -> None:
         super().__init__(**kwargs)
@@ -89,10 +89,11 @@ class PairCollector(pytest.Collector):
             yield kernels
 
     def begin_beside(self, items: list[pytest.Item], first: pytest.Item) -> None:
-        """Begin the work that other processes can do beside the pair's proofs, of which `first` comes now: compile its
-        kernels, and import its module where no test is running.
+        """Start the work that other processes can do during the pair's proofs: compile its kernels, and import its
+        module outside of a test.
 
-        This is done once, and not where the run of these `items` times anything before the item concerned.
+        `first` is the item that runs next. This is done once, and only for an item of `items` before which the run does
+        nothing except proofs of this pair.
         """
         beside, self._beside = self._beside, {}
         if not beside or not ahead.beside_proofs(self.config):
@@ -146,8 +147,8 @@ class PairCollector(pytest.Collector):
         )
 
     def _number(self, line: str, tally: Tally) -> int | None:
-        """Return the number of the draw with this line, by which it takes its turn at some checks. None where it makes
-        all of them: where it is proven alone, to reproduce a failure, or where there are too few draws for turns."""
+        """Return the number of the draw with this line, which selects some checks by turns. None if the draw makes all
+        checks: if it is the only one, to reproduce a failure, or if there are too few draws for turns."""
         if self.config.option.perfsuite_case or (self.pair.max_examples or proofs.TURNS) < proofs.TURNS:
             return None
         return tally.number(line)
@@ -156,7 +157,7 @@ class PairCollector(pytest.Collector):
         tally.draws += 1
         line = case_line(case)
         number = self._number(line, tally)
-        if line in tally.large:  # few draws show what many blocks do together
+        if line in tally.large:  # only few draws have several blocks
             number = None
         integrity.check(self.pair, case, device(), home=self.home, number=number)
 
@@ -164,7 +165,7 @@ class PairCollector(pytest.Collector):
         thorough = device() == "cuda" or self.config.option.perfsuite_profile == "thorough"
         line = case_line(case)
         tally.first = tally.first or line
-        thorough &= line == tally.first  # what it adds does not depend on the draw
+        thorough &= line == tally.first  # the thorough checks do not depend on the draw
         number = self._number(line, tally)
         self._once_if_compiled(functools.partial(contexts.check, thorough=thorough, number=number), case, tally)
 
@@ -191,12 +192,12 @@ class PairCollector(pytest.Collector):
             self._hang(error)
 
     def _hang(self, error: NotEquivalent) -> NoReturn:
-        """End the proof at once: a smaller draw would take as long."""
+        """End the proof at once, because a smaller draw would hang for as long."""
         raise Hang(str(error).removeprefix(f"{self.pair.name}: ")) from None
 
     def _once_if_compiled(self, check: Callable[..., None], case: Case, tally: Tally) -> None:
-        """Make the check on one draw only, if the side compiles. It compiles anew for each draw, which takes seconds,
-        and one draw shows as much as several."""
+        """Run the check on only one draw if the side compiles. It would compile again for each draw, which takes
+        seconds, and one draw shows as much as several."""
         if tally.compiles:
             return
         tally.draws += 1
@@ -210,7 +211,8 @@ class PairCollector(pytest.Collector):
 
 
 class KernelsItem(pytest.Function):
-    """Every Triton kernel that the pair's sides launch at its workloads' sizes compiles for sm_90, without a GPU."""
+    """Item that compiles every Triton kernel that the pair's sides launch at its workloads' sizes for sm_90, without a
+    GPU."""
 
     def __init__(self, *, name: str, parent: PairCollector, pair: Pair, **kwargs: Any) -> None:
         self.pair = pair
@@ -233,7 +235,7 @@ class KernelsItem(pytest.Function):
             self.user_properties.append(("kernels", json.dumps(kernels)))
 
     def _others(self) -> list[Pair]:
-        """Return the other pairs of the file; one may launch a kernel that this pair reaches and never launches."""
+        """Return the other pairs of the file. One may launch a kernel that this pair can reach but does not launch."""
         return [found for found in vars(self.module).values() if isinstance(found, Pair) and found is not self.pair]
 
     def repr_failure(self, excinfo: pytest.ExceptionInfo[BaseException], style: Any = None) -> Any:

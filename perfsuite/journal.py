@@ -1,4 +1,4 @@
-"""The lines of JSON between a run and its worker processes: tasks in a pipe, signed events in a file."""
+"""Exchange lines of JSON between a run and its worker processes: tasks in a pipe, signed events in a file."""
 
 from __future__ import annotations
 
@@ -18,32 +18,33 @@ JOB = "PERFSUITE_JOB"
 TASKS = "PERFSUITE_TASKS"
 """Environment variable of a fork: the file descriptor from which it reads its tasks."""
 WAITS = "waits"
-"""The phase of a process that waits until others let it have their GPU; its time limit does not count meanwhile."""
+"""Phase in which a process waits until others release its GPU. The wait does not count toward its time limit."""
 RESULTS: Mapping[str, Any] = {"measurement": Measurement, "proof": Proof, "reported": Reported, "alone": Alone}
-"""Event of a worker → the class of its result."""
+"""Event of a worker → class of its result."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Job:
-    """Instructions that one worker gets when it starts. Its tasks come one by one."""
+    """Instructions for one worker at its start. Its tasks arrive later, one by one."""
 
     out: str
-    """The file that it writes a line for each event to."""
+    """File to which the worker writes a line for each event."""
     tasks: int = 0
-    """The file descriptor from which it reads a line for each task."""
+    """File descriptor from which the worker reads a line for each task."""
     key: str = ""
-    """Signs the worker's lines, so that code under test cannot add lines of its own."""
+    """Key that signs the worker's lines, so that code under test cannot add lines."""
     note_ran: bool = False
-    """Whether a task may ask for all that a side runs: data files are then noted as they are opened."""
+    """Whether a task may ask for all code and data that a side uses. Data files are then recorded when they are
+    opened."""
     ahead: bool = False
-    """Whether there is time until the first task."""
+    """Whether the worker starts some time before its first task."""
     lock: str = ""
-    """The lock file of a GPU that it shares with other processes of this run (sharing.py)."""
+    """Lock file of a GPU that the worker shares with other processes of this run (sharing.py)."""
 
 
 def load_job() -> Job | None:
-    """Return the job of this process, if it is a worker."""
-    path = os.environ.pop(JOB, None)  # neither the file nor the key in it is for the code under test
+    """Return the job of this process; None if it is not a worker."""
+    path = os.environ.pop(JOB, None)  # the code under test must not see the file and the key in it
     if not path:
         return None
     try:
@@ -61,13 +62,13 @@ def load_job() -> Job | None:
 
 
 class Lines:
-    """Reads a file that another process appends to."""
+    """Reader of a file that another process appends to."""
 
     def __init__(self, path: Path) -> None:
         self._path, self._position, self._begun = path, 0, b""
 
     def new(self) -> list[bytes]:
-        """Return the lines that were completed since the last time."""
+        """Return the lines that were completed since the last call."""
         with self._path.open("rb") as stream:
             stream.seek(self._position)
             chunk = stream.read()
@@ -81,7 +82,7 @@ def _signature(text: str, key: str) -> str:
 
 
 def verified(line: bytes, key: str) -> Mapping[str, Any] | None:
-    """Return the event of a line that the worker's harness wrote, else None."""
+    """Return the event of a line with a valid signature; None for any other line."""
     signature, _, text = line.decode(errors="replace").partition(" ")
     if not hmac.compare_digest(signature.encode(), _signature(text, key).encode()):
         return None
@@ -90,7 +91,7 @@ def verified(line: bytes, key: str) -> Mapping[str, Any] | None:
 
 
 def outcome_of(event: Mapping[str, Any]) -> Outcome:
-    """Return the outcome that an event with a result or a failure states."""
+    """Return the outcome in an event that has a result or a failure."""
     if event["event"] in RESULTS:
         outcome: Outcome = from_json(RESULTS[event["event"]], event["result"])
         return outcome
@@ -103,7 +104,7 @@ def outcome_of(event: Mapping[str, Any]) -> Outcome:
 
 
 class Journal:
-    """The worker's end: where it reads its tasks and writes its lines."""
+    """The worker's end: reads its tasks and writes its lines."""
 
     def __init__(self, job: Job) -> None:
         self.job = job
@@ -115,11 +116,11 @@ class Journal:
         self._given.close()
 
     def tasks(self) -> Iterator[Task]:
-        """Yield the tasks as the parent gives them, the next after each result."""
+        """Yield the tasks that the parent sends, the next one after each result."""
         self._write({"event": "ready", "id": ""})
         for line in self._given:
             given = json.loads(line)
-            if "task" in given:  # and no proof that a task awaited which has failed since
+            if "task" in given:  # else it is a proof for a task that has failed meanwhile
                 yield from_json(Task, given["task"])
 
     def proof(self) -> Proof:
@@ -140,7 +141,7 @@ class Journal:
         self._write({"event": "draw", "id": id, "case": case})
 
     def fault(self, id: str, message: str) -> None:
-        """Report that the process cannot go on and ends itself."""
+        """Report that the process cannot continue and will exit."""
         self._write({"event": "fault", "id": id, "message": message})
 
     def result(self, id: str, outcome: Measurement | Proof | Reported | Alone) -> None:

@@ -1,5 +1,7 @@
-"""The kinds of inputs that every proof draws at least once: each regime of values, each layout, each edge of a tile and
-each end or choice of a scalar; and which of them a draw holds."""
+"""Enumerate the kinds of inputs that every proof draws at least once, and find which of them a draw contains.
+
+The kinds are each regime of values, each layout, each edge of a tile, and each end or choice of a scalar.
+"""
 
 from __future__ import annotations
 
@@ -15,21 +17,22 @@ from perfsuite.tensor_values import MILD
 
 TILES = (16, 32, 64, 128)
 LARGE_TILE = 1024
-"""The most elements of a row that a kernel is often written to hold in one block."""
+"""Number of elements of a row that many kernels process in one block at most."""
 UP_TO_HALF, PAST_HALF = "up to half a large tile", "more than half a large tile"
 A_LARGE, PAST_LARGE = "a large tile", "more than two large tiles"
 UTMOST = "the most that is declared"
-"""Kinds of large sizes. One size of a draw is large, and the others are small; with PAST_HALF they are one."""
+"""Kinds of large sizes. One size of a draw is large, and the others are small; with PAST_HALF the others are 1."""
 LAST, MOST_LAST = "the most that is declared, if that is little", 256
-"""Kind of a size at its bound, where the pair bounds it to at most MOST_LAST."""
+"""Kind of a size at its declared bound, if that is at most MOST_LAST."""
 ONES = "all one"
-"""All sizes of a draw are one: what is squeezed away, or a path for vectors, shows here."""
+"""Kind in which all sizes of a draw are 1. It reveals unwanted squeezing and faults in paths for vectors."""
 WHOLE = "whole tiles"
-"""All sizes of a draw are multiples of a tile. Many kernels have a path without masks for this."""
+"""Kind in which all sizes of a draw are multiples of a tile. Many kernels have a path without masks for them."""
 RAGGED = "more than whole tiles"
-"""All sizes of a draw are more than a tile, and no multiple of one: tiles at a corner are cut off on both sides."""
+"""Kind in which all sizes of a draw are larger than a tile and no multiple of one, so that a corner tile is partial in
+both dimensions."""
 TOGETHER_SIZES = {ONES: (1,), WHOLE: TILES, RAGGED: (19, 27, 71, 83, 101, 115)}
-"""Kinds that all sizes of a draw have together → such sizes."""
+"""Kind that all sizes of a draw have together → sizes of this kind."""
 EDGES = {
     "empty": (0,),
     "one": (1,),
@@ -43,20 +46,21 @@ EDGES = {
     PAST_LARGE: tuple(2 * LARGE_TILE + step for step in (1, 2, 4, 8, 16, 32, 64, 128)),
     UTMOST: (),
 }
-"""Kinds of sizes → the sizes of that kind."""
+"""Kind of a size → sizes of this kind."""
 LARGE = (UP_TO_HALF, PAST_HALF, A_LARGE, PAST_LARGE, UTMOST)
 ALONE = ("empty", "one", *LARGE)
 """Kinds that only one size of a draw has. A second size of these kinds could hide the fault of the first."""
 LEAST, MOST = "least", "most"
-"""Ends of the numbers that a scalar may be."""
+"""Ends of the range of a scalar."""
 FEWEST = 2
-"""Smallest size at which the effect of values and layouts shows."""
+"""Smallest size at which values and layouts have an effect."""
 
 TRANSPOSED = "transposed"
 APART, APART_LAYOUTS = "apart", (TRANSPOSED, "rows", "expanded")
-"""One input has such a layout while the others are contiguous: a kernel may use the strides of one for all."""
+"""Kind in which one input has one of these layouts and the others are contiguous. It reveals a kernel that uses the
+strides of one input for all."""
 MOST_APART = 3
-"""A pair with more tensors than this has only the first of these layouts drawn."""
+"""Most tensors of a pair for which all of APART_LAYOUTS are drawn. With more, only the first is drawn."""
 
 Kind: TypeAlias = tuple[str, ...]
 """("regime" or "layout", its name), (APART, the input, its layout), ("size", the symbol, its kind), ("sizes", one of
@@ -65,12 +69,13 @@ TOGETHER_SIZES), or ("scalar", the input, an end or a choice)."""
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Extent:
-    """The extent of the sizes."""
+    """Range of the sizes that are drawn."""
 
     small: bool = False
-    """Whether tiles are the smallest, where they may be: on a CPU larger ones take longer, and show no more."""
+    """Whether only the smallest tile sizes are used, where possible. On a CPU, larger ones take longer and show no
+    more."""
     large: bool = True
-    """Whether there are large tiles, and whole tiles of more than the smallest size: not where a kernel is
+    """Whether large tiles, and whole tiles above the smallest size, are drawn. They are not if a kernel is
     interpreted."""
 
 
@@ -83,7 +88,7 @@ def kinds(pair: Pair, extent: Extent = ANY) -> list[Kind]:
     long = _tensor_symbols(pair) if extent.large else set()
     for symbol in sorted(pair.symbols):
         edges = [kind for kind in EDGES if kind not in LARGE or symbol in long]
-        if not extent.large:  # of the tiles the smallest
+        if not extent.large:  # only the smallest tile
             edges = [kind for kind in edges if min(sizes_of_kind(pair, symbol, kind), default=0) <= TILES[0] + 1]
         found.update(dict.fromkeys(("size", symbol, kind) for kind in edges if sizes_of_kind(pair, symbol, kind)))
     for together in TOGETHER_SIZES if len(pair.symbols) > 1 else ():
@@ -99,7 +104,7 @@ def kinds(pair: Pair, extent: Extent = ANY) -> list[Kind]:
 
 
 def kinds_in(pair: Pair, case: Case) -> set[Kind]:
-    """Return the kinds that a draw holds. A kind does not count where special values could hide its fault."""
+    """Return the kinds that a draw contains. A kind does not count if special values could hide its faults."""
     sizes = {symbol: case.sizes[symbol] for symbol in pair.symbols}
     tensors = drawn_tensors(pair)
     regimes = {case.inputs.get(name, InputCase()).regime for name in tensors}
@@ -128,7 +133,7 @@ def kinds_in(pair: Pair, case: Case) -> set[Kind]:
 
 
 def _layouts_apart(pair: Pair) -> list[tuple[str, str]]:
-    """Return pairs (an input, a layout that it has while the others are contiguous); none where there are no others."""
+    """Return pairs (input, layout that it has while the others are contiguous); none if there is only one input."""
     tensors = drawn_tensors(pair)
     if len(tensors) < 2:
         return []
@@ -138,7 +143,7 @@ def _layouts_apart(pair: Pair) -> list[tuple[str, str]]:
 
 
 def _layouts_of_all(pair: Pair, case: Case) -> set[Kind]:
-    """Return the layouts that all tensors have for which these are allowed."""
+    """Return each layout that all tensors have for which it is allowed."""
     found = {"contiguous"}
     tensors = drawn_tensors(pair).items()
     for layout in {how.layout for how in case.inputs.values()}:
@@ -149,7 +154,7 @@ def _layouts_of_all(pair: Pair, case: Case) -> set[Kind]:
 
 
 def ends_of(spec: ScalarSpec) -> list[str]:
-    """Return the values of a scalar that each proof draws: every choice, or the ends of its range."""
+    """Return the names of the scalar's values that each proof draws: every choice, or the ends of its range."""
     if isinstance(spec.values, tuple):
         return [repr(value) for value in spec.values]
     if isinstance(spec.values, Integers):
@@ -181,12 +186,12 @@ def sizes_of_kind(pair: Pair, symbol: str, kind: str) -> list[int]:
 
 
 def whole_tensors(pair: Pair) -> list[TensorSpec]:
-    """Return the inputs that are a tensor each."""
+    """Return the specs of the inputs that are single tensors."""
     return [spec for spec in {**pair.inputs, **pair.step_inputs}.values() if isinstance(spec, TensorSpec)]
 
 
 def _tensor_symbols(pair: Pair) -> set[str]:
-    """Return the sizes that only such tensors have. The sizes of a module or a list are not known beforehand."""
+    """Return the symbols that only single tensors have. The sizes of a module or a list are not known beforehand."""
     every = {**pair.inputs, **pair.step_inputs}
     others = {name: spec for name, spec in every.items() if not isinstance(spec, TensorSpec)}
     return {dim for spec in whole_tensors(pair) for dim in spec.dims if isinstance(dim, str)} - symbols(others)

@@ -1,8 +1,8 @@
-"""Reuse a few sizes and layouts in a pair's draws, where its sides compile for each of them.
+"""Reuse a few sizes and layouts in a pair's draws if its sides compile for each of them.
 
-Compiling for a size, or for the strides of inputs, takes seconds each time. So new sizes and layouts are drawn until
-the draws that compile have taken `BUDGET_S` in this process. Later draws have other values at sizes and layouts that
-were drawn before.
+Compiling for a size, or for the strides of inputs, takes seconds each time. So new sizes and layouts are drawn only
+until the draws that compile have taken `BUDGET_S` in this process. Later draws have new values, at sizes and layouts
+that were drawn before.
 """
 
 from __future__ import annotations
@@ -19,30 +19,30 @@ from perfsuite.pair import Pair
 from perfsuite.records import Case, InputCase
 
 BUDGET_S = 1.0
-"""Seconds of draws that compile, after which no new sizes and layouts are drawn. Draws with a backward pass have this
-budget, too, for kernels of their own."""
+"""Total seconds of draws that compile, after which no new sizes and layouts are drawn. Draws with a backward pass have
+their own kernels, and so a separate budget of the same size."""
 
 
 class KnownSizes:
-    """The sizes and layouts that one pair's draws have had in this process."""
+    """Sizes and layouts that one pair's draws have had in this process."""
 
     def __init__(self, budget_s: float = BUDGET_S) -> None:
         self.budget_s = budget_s
         self.compiles = False
         """Whether any draw has compiled something, or read it from a cache."""
         self.forward, self.backward = _Known(), _Known()
-        """The sizes of all draws, and the sizes of draws with a backward pass."""
+        """Sizes and layouts of all draws, and those of draws with a backward pass."""
         self._settled: dict[tuple[str, str, bool], Case] = {}
 
     def settled(
         self, pair: Pair, case: Case, *, gradients: bool = False, few: bool = False, plans: bool = False
     ) -> Case:
-        """Return the draw itself, or once new sizes and layouts have used up the budget, the draw with known ones. A
-        draw always gets the same result.
+        """Return the draw itself or, when the budget for new sizes and layouts is used up, the draw with known ones.
 
-        With `gradients` the sizes are those of draws with a backward pass, once these have used up their budget. `few`
-        says that this proof calls a side many times a draw: known sizes are then reused as soon as there are any, if
-        the side compiles or the device's libraries plan for each size (`plans`), as cuDNN does.
+        The result for a draw never changes. With `gradients`, the known sizes are those of draws with a backward pass,
+        if these have used up their budget. With `few`, this proof calls a side many times per draw. Known sizes are
+        then reused as soon as there are any, if the side compiles or the device's libraries plan for each size
+        (`plans`), as cuDNN does.
         """
         asked = case.dtype, case_line(case), gradients
         if asked not in self._settled:
@@ -68,14 +68,13 @@ class KnownSizes:
             name: InputCase(layout=layouts.get(name, "contiguous"), regime=regimes.get(name, "normal"))
             for name in {**layouts, **regimes}
         }
-        # The draw keeps its own floats: kernels are not specialised on them, and no bound depends on them.
+        # The draw keeps its own floats, because kernels are not specialised on them, and no bound depends on them.
         sizes = {**known.sizes, **{n: v for n, v in case.sizes.items() if isinstance(v, float)}}
         return replace(case, sizes=sizes, inputs={n: how for n, how in inputs.items() if how != InputCase()})
 
     @contextmanager
     def noting(self, case: Case, *, gradients: bool = False) -> Iterator[None]:
-        """Wrap the proof of a draw: note whether it compiled and how long it took, and that its sizes and layouts are
-        known."""
+        """Wrap the proof of a draw. Record whether it compiled, how long it took, and its sizes and layouts."""
         began, before = perf_counter(), compiling.so_far()
         try:
             yield
@@ -93,7 +92,7 @@ class _Known:
     cases: dict[str, Case] = field(default_factory=dict)
     """Cases by their sizes and layouts."""
     spent_s: float = 0.0
-    """The total time of the draws that compiled."""
+    """Total seconds of the draws that compiled."""
 
 
 def _key(case: Case) -> str:

@@ -20,40 +20,41 @@ from perfsuite.worker_process import Lane, devices_of
 
 FILE = "durations.json"
 USUAL_S = {"prove": 3.0, "time": 2.0, "items": 1.0, "alone": 0.5}
-"""Estimated seconds of a task that was never done before, by kind, besides its calls of the sides."""
+"""Estimated seconds of a task that has never run before, by kind, in addition to its calls of the sides."""
 CALLS = {"prove": 10.0, "time": 50.0, "items": 0.0, "alone": 20.0}
-"""Estimated calls of a workload's sides in such a task, by kind."""
+"""Estimated number of calls of a workload's sides in such a task, by kind."""
 START_S = 6.0
-"""Seconds that a process takes until its first task: importing torch and the test modules."""
+"""Seconds from the start of a process until its first task: importing torch and the test modules."""
 LONGEST_S = 1e6
-"""Seconds that no task takes: where the file says so, it is damaged."""
+"""Seconds above which a stored duration is invalid, because the file must be damaged."""
 MOST_PROVERS, MOST_PROVERS_EACH = 12, 8
-"""Most proving processes on one GPU, and on each of several. A process takes a context and a cache of the GPU's memory,
-and several gigabytes of the host's. On two H200s with 32 cores, 24 processes did no more work a second than 12 had done
-on one of them."""
+"""Most proving processes on a single GPU, and on each of several. A process uses GPU memory for a context and a cache,
+and several gigabytes of host memory. 24 processes on two H200s with 32 cores were no faster than 12 on one of them."""
 
 CONTEXT_BYTES, CONTEXTS_SHARE = 1 << 30, 0.125
-"""The memory counted for the CUDA context of each waiting process, and the largest share of a GPU's memory for all."""
+"""Assumed memory of the CUDA context of each waiting process, and largest share of a GPU's memory for all contexts."""
 MOST_TOGETHER, CORES_EACH = 12, 4 / 3
-"""Most processes that prepare beside each other on a GPU, and the cores for each. All that are ready time one after the
-other, so that few workloads with several processes each are timed in one round."""
+"""Most processes that prepare at the same time on a GPU, and cores for each. Processes that are ready time one after
+another, so that even a few workloads with several processes each are timed in one round."""
 PEAKS_SPARE = 2.0
-"""A process may hold more than the peak of one call: inputs of all sides, and what its allocator keeps."""
+"""Factor on the peak memory of a call. A process may hold more: the inputs of all sides, and its allocator's cache."""
 MOST_AHEAD = 16
-"""Processes that are started ahead, over all GPUs: each takes about a gigabyte of the host's memory."""
+"""Most processes that are started ahead, over all GPUs. Each uses about 1 GB of host memory."""
 SPARE_AHEAD = 2
-"""More processes than a GPU has workloads, so that a workload that is not decided has another process at once."""
+"""Number of processes that are started ahead in addition to one per workload of a GPU, so that an undecided workload
+gets another process at once."""
 FEWEST_AHEAD = 12
-"""Fewest processes that are started ahead where there are few workloads: each process times a workload once, and one
-that is hard to decide takes this many."""
+"""Fewest processes that are useful ahead if there are few workloads. Each process times a workload once, and a workload
+that is hard to decide needs this many."""
 
 
 ALL_GPUS = Lane()
-"""Lane for workloads that several processes call together: its process sees every GPU, and nothing runs beside it."""
+"""Lane for workloads that several processes call together. Its process sees every GPU, and nothing runs at the same
+time."""
 
 
 class Durations:
-    """Seconds that each task took the last time, in a file of perfsuite's own folder in the project."""
+    """Seconds that each task took in its last run, stored in a file in perfsuite's own folder of the project."""
 
     def __init__(self, folder: Path) -> None:
         self.path = folder / FILE
@@ -65,21 +66,21 @@ class Durations:
             pass  # only an estimate depends on it
 
     def of(self, task: Task, call_s: float = 0.0) -> float:
-        """Return the estimated seconds of the task; `call_s` is the seconds of a call of its slowest side."""
+        """Return the estimated seconds of the task. `call_s` is the seconds of a call of its slowest side."""
         if self.has(task):
             return self.seconds[f"{task.kind} {task.id}"]
         return USUAL_S[task.kind] + CALLS[task.kind] * call_s
 
     def has(self, task: Task) -> bool:
-        """Return whether it is known what the task took the last time."""
+        """Return whether the duration of the task's last run is known."""
         return f"{task.kind} {task.id}" in self.seconds
 
     def note(self, kind: str, id: str, seconds: float) -> None:
-        """Note the seconds that a task of this kind took."""
+        """Record the seconds that a task of this kind took."""
         self.seconds[f"{kind} {id}"] = round(seconds, 3)
 
     def save(self) -> None:
-        """Write the file. Where that cannot be done, the next estimate is a guess."""
+        """Write the file. Ignore an OSError, since only estimates depend on the file."""
         try:
             own_folder(self.path.parent)
             self.path.write_text(json.dumps(self.seconds, indent=0, sort_keys=True))
@@ -88,10 +89,10 @@ class Durations:
 
 
 def for_timing(machine: Machine, locks: Path | None = None, beside: int = 1) -> list[Lane]:
-    """Return one lane for each GPU, or one for the CPU: a timed workload runs alone on its device.
+    """Return one lane for each GPU, or one for the CPU. A timed workload runs alone on its device.
 
-    With a folder for the `locks`, return `beside` lanes for each GPU, whose processes prepare beside each other. The
-    locks are named by GPU, so that runs on other GPUs are not held up. Of several GPUs each has cores of its own.
+    With a folder for the `locks`, return `beside` lanes for each GPU, whose processes prepare at the same time. The
+    locks are named by GPU, so that runs on other GPUs do not wait. If there are several GPUs, each has its own cores.
     """
     devices = _several_devices(machine)
     shares = _known_shares(cores.of_gpus, len(devices))
@@ -106,10 +107,10 @@ def for_timing(machine: Machine, locks: Path | None = None, beside: int = 1) -> 
 
 
 def together(memory_bytes: int | None, peaks: Collection[int | None], cores: int) -> int:
-    """Return how many workloads with these peaks of memory may be prepared beside each other on one GPU with this many
+    """Return how many workloads with these memory peaks may be prepared at the same time on one GPU with this number of
     cores.
 
-    None is a peak that is not known. CONTEXTS_SHARE of the memory is left for the contexts of waiting processes.
+    A peak is None if it is not known. CONTEXTS_SHARE of the memory is reserved for the contexts of waiting processes.
     """
     known = sorted((p for p in peaks if p is not None), reverse=True)
     if memory_bytes is None or len(known) < len(peaks):
@@ -120,12 +121,12 @@ def together(memory_bytes: int | None, peaks: Collection[int | None], cores: int
 
 
 def for_proving(tasks: Collection[Task], machine: Machine) -> list[Lane]:
-    """Return a lane for each core. Nothing is timed, so that the processes may disturb each other."""
+    """Return a lane for each core, up to a limit. Nothing is timed, so the processes may disturb each other."""
     devices = _several_devices(machine)
     most = MOST_PROVERS_EACH * len(devices) or MOST_PROVERS
     count = max(1, min(machine.cores, most, len(tasks)))
     each = str(max(1, machine.cores // count))
-    # Not for what will be timed, with all threads: its outputs must have the same bits then.
+    # Not for workloads that will be timed with all threads, since their outputs must be bitwise equal then.
     own_threads = all(t.kind == ITEMS for t in tasks) and "OMP_NUM_THREADS" not in os.environ
     forked = preload.is_useful() and not own_threads  # a fork has the threads with which its server imported torch
     lanes = []
@@ -145,7 +146,7 @@ def started_ahead(machine: Machine, lanes: Sequence[Lane], memory_bytes: int | N
     """Return how many processes are started ahead for each device, given its memory and the number of workloads to
     time.
 
-    On a CPU it is one: a second would import torch while the first times.
+    On a CPU it is 1, because a second process would import torch while the first times.
     """
     if not machine.count:
         return 1
@@ -156,20 +157,20 @@ def started_ahead(machine: Machine, lanes: Sequence[Lane], memory_bytes: int | N
 
 
 def started_at_once(machine: Machine, busy: int) -> int:
-    """Return how many processes may start at the same time while `busy` cores are busy: each imports torch for
-    seconds."""
+    """Return how many processes may start at the same time while `busy` cores are busy. Each needs a core for seconds
+    to import torch."""
     return machine.cores - busy
 
 
 def _several_devices(machine: Machine) -> tuple[str, ...]:
-    """Return the GPUs by the names that CUDA_VISIBLE_DEVICES takes; empty where there is only one, or where they have
-    no names."""
+    """Return the names of the GPUs as CUDA_VISIBLE_DEVICES accepts them; empty if there is only one, or if the names
+    are not known."""
     devices = _devices() if machine.count > 1 else ()
     return devices if len(devices) > 1 else ()
 
 
 def _devices() -> tuple[str, ...]:
-    """Return the visible GPUs' names. They are needed at each turn, so the driver's answer is cached."""
+    """Return the names of the visible GPUs. They are needed often, so the driver's answer is cached."""
     return _known_devices(measured_devices, os.environ.get("CUDA_VISIBLE_DEVICES"))
 
 
@@ -184,12 +185,12 @@ def _known_devices(ask: Callable[[str], tuple[str, ...]], visible: str | None) -
 
 
 def ordered(tasks: Iterable[Task], lanes: Sequence[Lane], expected: Callable[[Task], float]) -> list[Task]:
-    """Return the order in which lanes take the tasks: among several lanes the longest group first.
+    """Return the tasks in the order in which lanes start them. With several lanes, the longest group comes first.
 
-    The first task of each group goes before the rest of any: a lane keeps to its group, and takes from another's only
-    when none is left that has not begun, one that needs a child process last.
+    The first task of each group precedes the other tasks of all groups. A lane stays with its group, and takes a task
+    of another group only when no group is left that has not begun. Tasks that need a child process come last.
 
-    Tasks without another revision go before the others: an operator that a revision registers by name when it is
+    Tasks without another revision precede the others, because an operator that a revision registers by name when it is
     imported (`torch.library.custom_op`) would replace the one that the current side calls.
     """
     if len(lanes) < 2:
@@ -205,9 +206,9 @@ def ordered(tasks: Iterable[Task], lanes: Sequence[Lane], expected: Callable[[Ta
 
 
 def seconds_of(tasks: Sequence[Task], lanes: Sequence[Lane], expected: Callable[[Task], float]) -> float:
-    """Return the seconds that the tasks will take in this order; on one device they run one after the other.
+    """Return the estimated seconds of the tasks in this order. On one device they run one after the other.
 
-    Tasks that time the same workload go to different processes. Where a device is shared, these start ahead.
+    Tasks that time the same workload go to different processes. If a device is shared, these are started ahead.
     """
     if not tasks:
         return 0.0

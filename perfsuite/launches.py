@@ -1,10 +1,10 @@
-"""Digest of what one call of a side launches on a GPU, without times and addresses.
+"""Compute a digest of everything that one call of a side launches on a GPU, without times and addresses.
 
-Two digests are equal where a call runs the same PyTorch operations on tensors of the same forms with the same numbers,
-the same Triton kernels (their machine code) with the same arguments, the same device kernels on the same grids, the
-same copies, waits and allocations, in the same order, and takes the same way through the repository's Python code. A
-call that cannot be seen in full has no digest: one with replayed graphs, compiled code, or operators and extensions of
-others.
+Two digests are equal if a call runs, in the same order, the same PyTorch operations on tensors of the same shapes and
+dtypes with the same numbers, the same Triton kernels (by machine code) with the same arguments, the same device kernels
+on the same grids, the same copies, waits and allocations, and follows the same path through the repository's Python
+code. A call that cannot be observed completely has no digest: one with replayed graphs, compiled code, or third-party
+operators and extensions.
 """
 
 from __future__ import annotations
@@ -32,9 +32,10 @@ from perfsuite.runner import Clock, Runner
 from perfsuite.second_import import is_first_party
 
 NAMESPACES = frozenset({"aten", "prims", "prim", "profiler"})
-"""Operators whose arguments say all that they launch."""
+"""Namespaces of operators whose launches depend only on their arguments."""
 SEEN = frozenset({"torch", "triton", "numpy", "builtins", "cuda_utils"})
-"""Compiled modules whose calls are seen elsewhere or launch nothing; besides those of the standard library."""
+"""Compiled modules whose calls are recorded elsewhere or launch nothing, in addition to those of the standard
+library."""
 GRAPHS = frozenset({"cudaGraphLaunch", "cuGraphLaunch"})
 WATCHED = LAUNCHES | SYNCS | {"cudaMemcpyAsync", "cudaMemsetAsync", "cudaStreamWaitEvent", "cuMemcpyAsync"}
 KERNEL_FIELDS = ("grid", "block", "shared memory", "registers per thread", "bytes", "stream")
@@ -70,7 +71,7 @@ def digest(runner: Runner, clock: Clock, top: Path) -> tuple[str, str]:
             if problem:
                 return "", problem
             found.append(seen.digest())
-    except Exception as error:  # whatever cannot be watched has no digest
+    except Exception as error:  # a call that cannot be observed has no digest
         return "", f"its launches could not be watched: {in_one_line(error)}"
     return (found[0], "") if found[0] == found[1] else ("", "what it launches differs from call to call")
 
@@ -84,7 +85,7 @@ def _call(runner: Runner, clock: Clock) -> None:
 
 
 class _Seen:
-    """Record of what was seen of a call."""
+    """Record of everything that was observed of a call."""
 
     def __init__(self, top: Path) -> None:
         self.top = top
@@ -97,7 +98,7 @@ class _Seen:
         return hashlib.sha256(json.dumps(self.lines).encode()).hexdigest()[:32]
 
     def problem(self) -> str:
-        """Return why the call cannot be seen in full; empty where it can."""
+        """Return why the call cannot be observed completely; empty if it can."""
         foreign = sorted(self.namespaces - NAMESPACES)
         if foreign:
             return f"it calls operators of {foreign[0]}, whose launches depend on more than their arguments"
@@ -109,7 +110,7 @@ class _Seen:
 
     @contextmanager
     def python(self) -> Iterator[None]:
-        """Note operations, Triton launches and the way through the repository's Python code."""
+        """Record operations, Triton launches and the path through the repository's Python code."""
         before = sys.getprofile(), sys.gettrace()
         with _Operations(self), self._triton():
             sys.setprofile(self._profile)
@@ -122,7 +123,7 @@ class _Seen:
 
     def _is_own(self, file: str) -> bool:
         if file not in self._own:
-            # perfsuite may lie in the repository whose workloads it traces.
+            # perfsuite may be in the repository whose workloads it traces.
             self._own[file] = is_first_party(Path(file), self.top) and not guard.is_harness(file)
         return self._own[file]
 
@@ -141,7 +142,8 @@ class _Seen:
                 self.lines.append(("calls", frame.f_code.co_qualname))
 
     def _note_extensions(self, frame: Any) -> None:
-        """Note the compiled modules that the function names: Python reports no call of code that Cython compiled."""
+        """Record the compiled modules that the function refers to, because Python's profiler does not see calls of
+        Cython code."""
         for name in frame.f_code.co_names:
             value = frame.f_globals.get(name)
             module = value if isinstance(value, ModuleType) else sys.modules.get(getattr(value, "__module__", "") or "")
@@ -154,12 +156,12 @@ class _Seen:
 
     def _line(self, frame: Any, event: str, argument: Any) -> Any:
         if event == "line":
-            self.lines.append("line")  # the number of lines, not which: a comment above moves them
+            self.lines.append("line")  # not the line number, which a comment above would change
         return self._line
 
     @contextmanager
     def _triton(self) -> Iterator[None]:
-        """Note every launch of a Triton kernel."""
+        """Record every launch of a Triton kernel."""
         if "triton" not in sys.modules:
             yield
             return
@@ -187,8 +189,8 @@ class _Seen:
     # --- the device -------------------------------------------------------------------------------------------------
 
     def device(self, call: Callable[[], None]) -> str:
-        """Note kernels, copies and waits of the call, and what it allocates. Return why that is not possible; empty if
-        it is."""
+        """Record the kernels, copies, waits and allocations of the call. Return why that is not possible; empty if it
+        is."""
         keys = ("allocation.all.allocated", "allocated_bytes.all.allocated")
         held = torch.cuda.memory_stats()
         detach_after_profiling()
@@ -216,7 +218,7 @@ class _Seen:
 
 
 class _Operations(PlainMode):
-    """Mode that notes every PyTorch operation with the forms of its tensors and its numbers."""
+    """Dispatch mode that records every PyTorch operation with the forms of its tensors and its numbers."""
 
     def __init__(self, seen: _Seen) -> None:
         super().__init__()
@@ -229,7 +231,7 @@ class _Operations(PlainMode):
 
 
 def _form(value: Any) -> Any:
-    """Return a value without its address: a tensor's form, a number itself."""
+    """Return a value without its address: for a tensor its dtype, device, shape, strides and alignment."""
     if isinstance(value, torch.Tensor):
         place = value.data_ptr() % 16 if value.device.type == "cuda" else 0
         return [str(value.dtype), str(value.device), list(value.shape), list(value.stride()), place]

@@ -1,4 +1,4 @@
-"""Draws that a proof leaves out because the reference faults on them."""
+"""Recognise draws that a proof leaves out because the reference faults on them."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from perfsuite.records import Case
 from perfsuite.specs import tensor_spec
 
 MISALIGNED = "offset"
-"""The layout whose data begins one element after an aligned address."""
+"""Layout whose data may begin at an address that is not aligned."""
 
 
 def is_left_out(pair: Pair, case: Case, left_out: Collection[str]) -> bool:
-    """Return whether the reference faults on this draw: it is one of them, or its data is misaligned as in one of
-    them."""
+    """Return whether the proof leaves this draw out: it is in `left_out`, or one of its inputs is misaligned as in one
+    of those draws."""
     if not left_out:
         return False
     if case_line(case) in left_out:
@@ -25,7 +25,7 @@ def is_left_out(pair: Pair, case: Case, left_out: Collection[str]) -> bool:
 
 
 def misaligned_inputs(pair: Pair, case: Case) -> set[str]:
-    """Return the inputs whose data does not begin at an aligned address, and need not."""
+    """Return the inputs in the misaligned layout whose spec does not require an alignment."""
     specs = {**pair.inputs, **pair.step_inputs}
     free = {name for name, spec in specs.items() if (leaf := tensor_spec(spec)) is not None and not leaf.align}
     return {name for name, how in case.inputs.items() if how.layout == MISALIGNED} & free

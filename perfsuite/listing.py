@@ -1,4 +1,4 @@
-"""`perfsuite list`: the pairs and workloads of a selection, and what is accepted of them on this machine."""
+"""`perfsuite list`: show the pairs and workloads of a selection, and their accepted figures on this machine."""
 
 from __future__ import annotations
 
@@ -22,7 +22,10 @@ def show(
     device: str,
     as_json: bool = False,
 ) -> None:
-    """Print the selected workloads of `known`, as a table or as JSON; `entries` is what is accepted here."""
+    """Print the selected workloads as a table or as JSON.
+
+    `entries` are the accepted entries of this machine, and `known` is the number of all workloads.
+    """
     rows = []
     for id, item in items.items():
         entry = entries.get(id)
@@ -43,7 +46,7 @@ def show(
         return
     table = Table(box=None, header_style="bold", pad_edge=False)
     for heading in ("technique", "workload", "device", "clock", "direction", "sizes", "promise", "accepted"):
-        whole = heading != "sizes"  # a name that is cut short cannot be selected; sizes may fold
+        whole = heading != "sizes"  # a truncated name could not be copied into a selection; sizes may wrap
         table.add_column(
             heading, justify="right" if heading in ("promise", "accepted") else "left", no_wrap=whole, overflow="fold"
         )

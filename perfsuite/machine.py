@@ -26,7 +26,7 @@ from perfsuite import device_nodes
 from perfsuite.errors import MachineError
 from perfsuite.records import Condition, Machine
 
-# NVML's clocks event reasons. The bits are part of its ABI; named here because pynvml renamed the constants.
+# NVML's clocks event reasons. The bits are part of its ABI. They are named here because pynvml renamed the constants.
 REASONS = {
     0x0001: "idle",
     0x0002: "application clocks",
@@ -41,14 +41,14 @@ REASONS = {
     0x0400: "reliability",
 }
 
-# Reasons that make a sample unfit: they halve the clock or step it at a moment that is unrelated to the code. The
-# software power cap is not among them: a large matmul draws the board's whole power budget, so the cap holds whenever
-# such a kernel runs, for both sides alike; discarding such samples would leave nothing to time.
+# Reasons that make a sample unfit: they halve the clock rate, or change it at a time that is unrelated to the code. The
+# software power cap is not one of them: a large matmul draws the board's whole power budget, so the cap is active
+# whenever such a kernel runs, for both sides alike. Discarding such samples would leave nothing to time.
 UNFIT = frozenset({"HW slowdown", "SW thermal", "HW thermal", "HW power brake"})
 
 
-# NVML's fields that add up the time for which a reason held: a reading just after a kernel, when the GPU is idle
-# again, would miss what held during it.
+# NVML's fields that accumulate the time for which a reason was active. A reading just after a kernel, when the GPU is
+# idle again, would miss a reason that was active during the kernel.
 COUNTERS = {74: "SW power cap", 269: "SW thermal", 270: "HW thermal", 271: "HW power brake"}
 
 
@@ -63,11 +63,11 @@ class Gpu:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Survey:
-    """Information from the driver. `problem` says in one line why there is none."""
+    """Information from the driver. `problem` is a one-line reason why NVML's information is missing."""
 
     driver: str | None = None
     cuda: str | None = None
-    """The newest CUDA that the driver runs."""
+    """Newest CUDA version that the driver supports."""
     gpus: tuple[Gpu, ...] = ()
     source: str = "NVML"
     problem: str | None = None
@@ -75,9 +75,9 @@ class Survey:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sample:
-    """One reading of a GPU; a figure that it does not give is None.
+    """One reading of a GPU. A figure is None if the GPU does not report it.
 
-    `reasons` are those that hold now, or that held at some moment since the reading before.
+    `reasons` are those that are active now, or that were active at some time since the previous reading.
     """
 
     sm_clock_mhz: float | None
@@ -87,8 +87,7 @@ class Sample:
 
 
 def has_gpu() -> bool:
-    """Return whether there is an NVIDIA GPU here that torch could use. Takes under a millisecond where there is
-    none."""
+    """Return whether this machine has an NVIDIA GPU that torch could use. It takes less than 1 ms if there is none."""
     if not device_nodes.are_visible():
         return False
     version = package_version("torch")
@@ -98,8 +97,8 @@ def has_gpu() -> bool:
 def identify(*, prefer: str | None = None) -> Machine:
     """Return this machine: its GPU if it has one that torch can use, otherwise its CPU.
 
-    `prefer="cpu"` describes the CPU of a machine that has a GPU; `prefer="cuda"` raises MachineError where there
-    is none. MachineError also where there is a GPU that nothing can name.
+    `prefer="cpu"` describes the CPU of a machine that has a GPU. Raises MachineError with `prefer="cuda"` if there is
+    no usable GPU, and if there is a GPU whose name cannot be found.
     """
     if prefer not in (None, "cpu", "cuda"):
         raise MachineError(f"device {prefer!r} is not one of cpu, cuda")
@@ -142,8 +141,8 @@ def why_no_gpu() -> str:
 
 
 def measured_devices(device: str) -> tuple[str, ...]:
-    """Return the names by which every run on this machine knows its devices: the visible GPUs' UUIDs, "gpu" where these
-    are not known, or "cpu"."""
+    """Return names of the devices that are the same in every run on this machine: the UUIDs of the visible GPUs, "gpu"
+    if these are not known, or "cpu"."""
     if device == "cpu":
         return ("cpu",)
     try:
@@ -155,7 +154,7 @@ def measured_devices(device: str) -> tuple[str, ...]:
 
 
 def links(count: int) -> dict[str, str]:
-    """Return how the first visible GPUs are joined in pairs, as {"0-1": "NVLink"}; empty where NVML cannot say."""
+    """Return how the first visible GPUs are connected in pairs, as {"0-1": "NVLink"}; empty if NVML does not know."""
     found: dict[str, str] = {}
     try:
         with _nvml() as nvml:
@@ -169,7 +168,8 @@ def links(count: int) -> dict[str, str]:
 
 
 def cores_near_gpus() -> tuple[frozenset[int], ...]:
-    """Return the cores of each visible GPU's NUMA node; empty sets, or nothing at all, where NVML cannot say."""
+    """Return the cores of each visible GPU's NUMA node: an empty set where NVML does not know, and an empty tuple if
+    NVML fails."""
     words, bits = -(-(os.cpu_count() or 1) // 64), range(64)
 
     def numbers(mask: Any) -> frozenset[int]:
@@ -184,7 +184,7 @@ def cores_near_gpus() -> tuple[frozenset[int], ...]:
 
 
 def survey_gpus() -> Survey:
-    """Return the visible GPUs in CUDA's order, and the driver; from NVML, or where that fails from nvidia-smi."""
+    """Return the visible GPUs in CUDA's order, and the driver, from NVML or, if that fails, from nvidia-smi."""
     try:
         with _nvml() as nvml:
             handles = _visible_handles(nvml)
@@ -209,17 +209,17 @@ def survey_gpus() -> Survey:
 
 
 def gpu_memory_bytes() -> int | None:
-    """Return the memory of the smallest visible GPU; None where it is not known."""
+    """Return the memory of the smallest visible GPU in bytes; None if it is not known."""
     memory = [gpu.memory_bytes for gpu in survey_gpus().gpus]
     known = [m for m in memory if m is not None]
     return min(known) if known and len(known) == len(memory) else None
 
 
 class Monitor:
-    """The state of one GPU over a measurement: `with Monitor(0) as m: m.sample(); …; m.condition()`.
+    """Monitor of one GPU's state during a measurement: `with Monitor(0) as m: m.sample(); …; m.condition()`.
 
-    `index` is torch's: it counts the visible GPUs. None, a machine without a GPU, a missing NVML or a function
-    that it lacks give readings without that figure, never an exception.
+    `index` is torch's, among the visible GPUs. Readings have no figures if `index` is None, without a GPU or without
+    NVML, and lack those figures that NVML does not support. They never raise.
     """
 
     def __init__(self, index: int | None = 0) -> None:
@@ -238,7 +238,7 @@ class Monitor:
             self._handle = _visible_handles(nvml)[self.index]
             self._nvml = nvml
             self._counters = self._count()
-        except Exception:  # as in survey_gpus; doctor is where a broken NVML is reported
+        except Exception:  # as in survey_gpus; `perfsuite doctor` reports a broken NVML
             self._stack.close()
         return self
 
@@ -249,19 +249,19 @@ class Monitor:
         self._stack.close()
 
     def sample(self) -> Sample:
-        """Read the GPU now, about 0.1 ms; kept for `condition`."""
+        """Read the GPU now, which takes about 0.1 ms, and keep the reading for `condition`."""
         reading = self._read()
         self.samples.append(reading)
         return reading
 
     def throttled(self) -> bool:
-        """Return whether the clock was held down for a reason in UNFIT since the sample before the latest."""
+        """Return whether the clock rate was reduced for a reason in UNFIT between the last two samples."""
         return bool(self.samples) and not UNFIT.isdisjoint(self.samples[-1].reasons)
 
     def condition(self, set_aside: int = 0) -> Condition:
-        """Return all samples in one record: median and lowest clock, median power, highest temperature, every
+        """Return a summary of all samples: median and lowest clock rate, median power, highest temperature, every
         reason."""
-        # An idle GPU lowers its clock; readings taken between kernels say nothing about the kernels.
+        # An idle GPU lowers its clock rate, so readings between kernels say nothing about the kernels.
         busy = [s for s in self.samples if "idle" not in s.reasons] or self.samples
         clocks = [s.sm_clock_mhz for s in busy if s.sm_clock_mhz is not None]
         powers = [s.power_w for s in busy if s.power_w is not None]
@@ -297,7 +297,7 @@ class Monitor:
 
     def _count(self) -> dict[int, int]:
         fields = _asked(self._nvml, "nvmlDeviceGetFieldValues", list, self._handle, list(COUNTERS)) or []
-        # The value is a C union; its type says which member: 1 unsigned int, 2 unsigned long, 3 unsigned long long.
+        # The value is a C union. Its type selects the member: 1 unsigned int, 2 unsigned long, 3 unsigned long long.
         members = {1: "uiVal", 2: "ulVal", 3: "ullVal"}
         return {
             int(f.fieldId): int(getattr(f.value, members[f.valueType]))
@@ -308,9 +308,9 @@ class Monitor:
 
 @contextlib.contextmanager
 def used_elsewhere() -> Iterator[Callable[[], float]]:
-    """Yield a function that says, after the block, how many cores others kept busy during it: 0.5 is half a core.
+    """Yield a function that returns, after the block, how many cores other processes kept busy: 0.5 is half a core.
 
-    From /proc/stat, to a hundredth of a second; 0 where there is none.
+    Uses /proc/stat, with a resolution of 0.01 s. The function returns 0 if that file does not exist.
     """
     began, busy, own = time.monotonic(), _busy_s(), time.process_time()
     shares: list[float] = []
@@ -324,8 +324,8 @@ def used_elsewhere() -> Iterator[Callable[[], float]]:
 
 
 def _busy_s() -> float | None:
-    """Return the seconds that all cores together have been busy, or taken away by the hypervisor, since the machine
-    started."""
+    """Return the total seconds for which cores have been busy, or stolen by the hypervisor, since the machine started;
+    None without /proc/stat."""
     try:
         fields = [int(f) for f in Path("/proc/stat").read_text().splitlines()[0].split()[1:]]
         user, nice, system, _idle, _iowait, irq, softirq, stolen = fields[:8]
@@ -335,21 +335,24 @@ def _busy_s() -> float | None:
 
 
 def reason_names(mask: int) -> frozenset[str]:
-    """Return the names of the clocks event reasons in an NVML mask; a bit without a name as hexadecimal."""
+    """Return the names of the clocks event reasons in an NVML mask. A bit without a name is shown as hexadecimal."""
     bits = [1 << i for i in range(mask.bit_length()) if mask >> i & 1]
     return frozenset(REASONS.get(bit, hex(bit)) for bit in bits)
 
 
 def gpu_slug(name: str) -> str:
-    """ "NVIDIA H200" → "nvidia-h200"; a name without its maker gets it, so that one device has one slug."""
+    """Return the slug of a GPU: "NVIDIA H200" → "nvidia-h200".
+
+    A name without "NVIDIA" gets that prefix too, so that each device has only one slug.
+    """
     slug = _slug(name)
     return slug if slug.startswith("nvidia-") else f"nvidia-{slug}"
 
 
 def cpu_slug(model: str, info: Mapping[str, str]) -> str:
-    """ "Intel(R) Xeon(R) Gold 6338 CPU @ 2.00GHz" → "cpu-intel-xeon-gold-6338".
+    """Return the slug of a CPU: "Intel(R) Xeon(R) Gold 6338 CPU @ 2.00GHz" → "cpu-intel-xeon-gold-6338".
 
-    Clouds often hide the model ("Intel(R) Xeon(R) Processor"); family and model numbers then tell chips apart.
+    Clouds often hide the model ("Intel(R) Xeon(R) Processor"). Family and model numbers are then added.
     """
     text = re.sub(r"\((R|TM|C)\)", " ", model, flags=re.IGNORECASE)
     text = re.sub(r"@.*$|\b\d+-Core\b|\bCPU\b|\bProcessor\b|\bwith .* Graphics\b", " ", text, flags=re.IGNORECASE)
@@ -360,18 +363,18 @@ def cpu_slug(model: str, info: Mapping[str, str]) -> str:
 
 
 def cpu_model() -> str:
-    """Return the CPU's name as the operating system gives it."""
+    """Return the CPU's name as reported by the operating system."""
     info = _cpuinfo()
     if "model name" in info:
         return " ".join(info["model name"].split())
-    if "CPU part" in info:  # Arm gives numbers only
+    if "CPU part" in info:  # Arm reports only numbers
         return f"{platform.machine()} implementer {info.get('CPU implementer', '?')} part {info['CPU part']}"
     return platform.processor() or platform.machine() or "unknown"
 
 
 @cache
 def package_version(name: str) -> str | None:
-    """Return the version of an installed package, without importing it; None where it is not installed."""
+    """Return the version of an installed package, without importing it; None if it is not installed."""
     try:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
@@ -393,7 +396,7 @@ def torch_cuda() -> str | None:
 
 
 def as_text(value: Any) -> str:
-    """Return a string of NVML's as text: older versions of pynvml give bytes, newer ones text."""
+    """Return a string from NVML as text. Older versions of pynvml return bytes, newer ones text."""
     return value.decode(errors="replace") if isinstance(value, bytes) else str(value)
 
 
@@ -411,8 +414,7 @@ def _nvml() -> Iterator[Any]:
 
 
 def _asked(nvml: Any, function: str, read: Callable[[Any], Any], *arguments: Any) -> Any:
-    """Return `read` of the result of an NVML function; None where this NVML, driver or GPU does not have the
-    function."""
+    """Return `read` applied to the result of an NVML function; None if this NVML, driver or GPU does not support it."""
     try:
         return read(getattr(nvml, function)(*arguments))
     except Exception:
@@ -420,10 +422,10 @@ def _asked(nvml: Any, function: str, read: Callable[[Any], Any], *arguments: Any
 
 
 def _visible_handles(nvml: Any) -> list[Any]:
-    """Return the NVML handles of the GPUs that CUDA shows, in CUDA's order.
+    """Return the NVML handles of the GPUs that are visible to CUDA, in CUDA's order.
 
-    NVML counts by PCI address and CUDA by speed unless CUDA_DEVICE_ORDER says otherwise; among equal GPUs, all
-    that a benchmark machine should hold, the two agree.
+    NVML orders by PCI address, and CUDA by speed unless CUDA_DEVICE_ORDER is set. The two agree if all GPUs are of the
+    same model, as in a benchmark machine.
     """
     every = [nvml.nvmlDeviceGetHandleByIndex(i) for i in range(nvml.nvmlDeviceGetCount())]
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
@@ -432,7 +434,7 @@ def _visible_handles(nvml: Any) -> list[Any]:
     handles: list[Any] = []
     for token in (t.strip() for t in visible.split(",")):
         handle = _handle_of(nvml, token, every)
-        if handle is None:  # as CUDA does: the first name it does not know ends the list
+        if handle is None:  # as in CUDA, the first unknown name ends the list
             break
         handles.append(handle)
     return handles
@@ -441,7 +443,7 @@ def _visible_handles(nvml: Any) -> list[Any]:
 def _handle_of(nvml: Any, token: str, every: list[Any]) -> Any:
     if token.isdigit():
         return every[int(token)] if int(token) < len(every) else None
-    if token.startswith("GPU-"):  # CUDA takes an abbreviated UUID, NVML does not
+    if token.startswith("GPU-"):  # CUDA accepts an abbreviated UUID, NVML does not
         return next((h for h in every if (_asked(nvml, "nvmlDeviceGetUUID", as_text, h) or "").startswith(token)), None)
     if token.startswith("MIG-"):
         return _asked(nvml, "nvmlDeviceGetHandleByUUID", lambda h: h, token)
@@ -470,7 +472,7 @@ def _survey_smi(problem: str) -> Survey:
 
 @cache
 def _cpuinfo() -> dict[str, str]:
-    """Return the first processor's entries in /proc/cpuinfo; empty where there is none."""
+    """Return the first processor's entries in /proc/cpuinfo; empty if that file does not exist."""
     try:
         text = Path("/proc/cpuinfo").read_text(errors="replace")
     except OSError:
@@ -491,7 +493,7 @@ def usable_cores() -> int:
 
 
 def _memory_bytes() -> int:
-    """Return the host's memory, or the container's share of it."""
+    """Return the host's memory in bytes, or the container's limit if that is less."""
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     with contextlib.suppress(OSError, ValueError):
         total = min(total, int(Path("/sys/fs/cgroup/memory.max").read_text()))

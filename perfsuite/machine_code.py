@@ -1,7 +1,7 @@
-"""Digest of what a compiled GPU kernel does: of its machine code, and not of the file's debug information.
+"""Compute a digest of the machine code of a compiled GPU kernel, without the file's debug information.
 
-A cubin is an ELF file. Its debug sections hold the path of the kernel's source and the numbers of its lines, and notes
-may hold the names of temporary files.
+A cubin is an ELF file. Its debug sections contain the path of the kernel's source and line numbers, and notes may
+contain names of temporary files.
 """
 
 from __future__ import annotations
@@ -11,17 +11,17 @@ import struct
 from collections.abc import Iterator
 
 MAGIC = b"\x7fELF\x02\x01"
-"""A 64-bit file, with the lowest byte first."""
+"""First bytes of a 64-bit little-endian ELF file."""
 HEADER = struct.Struct("<16xHHIQQQIHHHHHH")
 SECTION = struct.Struct("<IIQQQQIIQQ")
 NO_CONTENT = 8
-"""The type of a section without content in the file, such as shared memory."""
+"""Type of a section without content in the file, such as shared memory (SHT_NOBITS)."""
 IS_CODE = (".text", ".rela.text", ".nv.info", ".nv.constant", ".nv.global", ".nv.shared")
-"""Sections of the instructions, their relocations, what the driver must know of them, constants and memory."""
+"""Name prefixes of the sections with instructions, relocations, attributes for the driver, constants and memory."""
 
 
 def digest(cubin: bytes) -> str:
-    """Return the digest of the machine code; for bytes that are no such file, of all of them."""
+    """Return the digest of the machine code, or of all bytes if they are not a cubin."""
     try:
         parts = [part for name, part in _sections(cubin) if name.startswith(IS_CODE)]
     except (struct.error, ValueError, IndexError, OverflowError):

@@ -1,7 +1,7 @@
-"""Check a call on more elements than 32 bits can count: an index that overflows reads and writes in other places.
+"""Check a call on more elements than 32-bit signed indices can address: an index that overflows accesses wrong memory.
 
-The answer is compared with the reference's own, without a float64 truth, for which there is no memory. So only gross
-errors are found, which are the ones that an overflow makes.
+The answer is compared with the reference's own, since there is no memory for a float64 truth. So only gross errors are
+found, such as those of an overflow.
 """
 
 from __future__ import annotations
@@ -32,28 +32,27 @@ from perfsuite.specs import TensorSpec, elements, tensor_spec
 from perfsuite.tensor_values import dtype_of
 
 ELEMENTS = 1 << 31
-"""Number of elements: signed integers of 32 bits end below it."""
+"""Smallest number of elements that a 32-bit signed integer cannot represent."""
 MORE = 1 << 20
-"""Elements beyond that, in which an overflow shows."""
+"""Number of elements beyond that, in which an overflow is detected."""
 PERIOD = 10_007
-"""Period of the values along the dimension that is made long: a prime, so that an overflow does not hit the same
-values."""
+"""Period of the values along the long dimension: a prime, so that an overflow does not access equal values."""
 COPIES = 5
-"""Tensors of the inputs' size that must fit into the free memory: copies, outputs, and what is computed between."""
+"""Factor on the inputs' bytes that must fit into the free memory: copies, outputs and intermediate results."""
 LONGEST_S = 10.0
-"""Seconds above which a reference is not tried."""
+"""Time limit of a side's call in seconds. A side that exceeds it is not checked."""
 GROSS = 0.02
-"""Share of the value plus the RMS above which an error is gross. Kernels that add up this many numbers in another order
-differ by less."""
+"""Share of (value + RMS) above which an error is gross. Kernels that sum this many numbers in another order differ by
+less."""
 FEWEST = 64
-"""Fewest elements that must be wrong: where a sum of millions cancels, a few differ by much."""
+"""Fewest elements that must be wrong, because a few may differ much if a sum of millions of terms cancels."""
 CHUNK = 1 << 26
 
 
 def check(probe: Probe) -> None:
-    """Raise NotEquivalent where the optimized side is grossly wrong on more than 2³¹ elements.
+    """Raise NotEquivalent if the optimized side is grossly wrong on more than 2³¹ elements.
 
-    Nothing is tried where no size can be so large, or the memory or the reference does not allow it.
+    Nothing is tried if no size can be so large, or if the memory or the reference does not allow it.
     """
     pair = probe.pair
     found = long_case(pair, probe.case)
@@ -72,8 +71,8 @@ def check(probe: Probe) -> None:
 
 
 def long_case(pair: Pair, case: Case) -> tuple[Case, str] | None:
-    """Return the draw with one size so large that a tensor has more than 2³¹ elements, and that size; None if there is
-    none."""
+    """Return (the draw with one size so large that a tensor has more than 2³¹ elements, the symbol of that size); None
+    if no size can be so large."""
     tensors = [spec for spec in pair.inputs.values() if isinstance(spec, TensorSpec)]
     if len(tensors) < len(pair.inputs) and any(_holds_tensors(s) for s in pair.inputs.values()):
         return None
@@ -96,14 +95,14 @@ def _holds_tensors(spec: Any) -> bool:
 
 
 def fits(pair: Pair, case: Case, device: str) -> bool:
-    """Return whether the memory is enough."""
+    """Return whether the free memory is enough for this draw."""
     specs = [spec for spec in pair.inputs.values() if isinstance(spec, TensorSpec)]
     needed = sum(dtype_of(s.dtype or case.dtype).itemsize * elements(s, case.sizes) for s in specs)
     return COPIES * needed <= free_bytes(device)
 
 
 def free_bytes(device: str) -> int:
-    """Return the bytes of memory that nobody uses."""
+    """Return the free memory of the device in bytes."""
     if torch.device(device).type == "cuda":
         return int(torch.cuda.mem_get_info()[0])
     return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
@@ -111,7 +110,7 @@ def free_bytes(device: str) -> int:
 
 @contextlib.contextmanager
 def _alone() -> Iterator[None]:
-    """Let one process of the machine at a time enter the block: there is no memory for two."""
+    """Let only one of the user's processes at a time enter the block, since there is no memory for two."""
     path = os.path.join(tempfile.gettempdir(), f"perfsuite-many-elements-{os.getuid()}.lock")
     with open(path, "a") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -122,7 +121,7 @@ def _compare(probe: Probe, case: Case, symbol: str) -> None:
     try:
         values = _built(probe.pair, case, symbol, probe.device)
         expected = _called(probe, as_side(probe.pair.reference), values)
-    except Exception:  # too little memory, or nothing that the reference supports
+    except Exception:  # too little memory, or the reference does not support this size
         return
     if expected is None:
         return
@@ -150,7 +149,7 @@ def _many(case: Case) -> str:
 
 
 def _built(pair: Pair, case: Case, symbol: str, device: str) -> dict[str, Any]:
-    """Return the inputs: those of a draw of size PERIOD, repeated along the long size."""
+    """Return the inputs of a draw of size PERIOD, repeated along the long dimension."""
     length = case.sizes[symbol]
     short = replace(case, sizes={**case.sizes, symbol: min(length, PERIOD)})
     values = make.build(pair, short, device)
@@ -183,7 +182,7 @@ def _called(probe: Probe, side: Side, values: dict[str, Any]) -> Leaves | None:
 
 
 def _wrong(expected: torch.Tensor, got: torch.Tensor) -> int:
-    """Return how many elements are far apart."""
+    """Return how many elements differ grossly; for integers, how many differ."""
     pairs = list(zip(expected.flatten().split(CHUNK), got.flatten().split(CHUNK), strict=True))
     if not expected.is_floating_point():
         return sum(int((a != b).sum()) for a, b in pairs)

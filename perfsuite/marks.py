@@ -1,4 +1,4 @@
-"""Properties of tensors and modules besides their values: whether they need a gradient, training modes, hooks."""
+"""List properties of tensors and modules other than their values: requires_grad, training modes and hooks."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_p
 
 
 def of(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield (name in words, value) of each mark of the tensors and modules in a nested value."""
+    """Yield (description, value) for each such property of the tensors and modules in a nested value."""
     match value:
         case torch.Tensor():
             yield f"requires_grad of {path}", value.requires_grad

@@ -1,4 +1,4 @@
-"""Measurements of a pair as a notebook shows them: a table, the speedups and a plot."""
+"""Show the measurements of a pair in a notebook: a table, the speedups and a plot."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from perfsuite.report.workload_rows import Comparison, row, sides
 
 
 class Measured(tuple[Measurement, ...]):
-    """Measurements of a pair's workloads, one process each. Prints as a table."""
+    """Measurements of a pair's workloads, each from one process. Prints as a table."""
 
     __slots__ = ()
 
@@ -33,9 +33,9 @@ class Measured(tuple[Measurement, ...]):
         return self._printed().export_html(inline_styles=True, code_format="<pre>{code}</pre>")
 
     def plot(self) -> Any:
-        """Plot the time of each block of each side, a panel a workload; the matplotlib figure.
+        """Plot the time of each block of each side, with one panel per workload. Return the matplotlib figure.
 
-        PerfsuiteError where matplotlib is not installed.
+        Raises PerfsuiteError if matplotlib is not installed.
         """
         try:
             from matplotlib import pyplot

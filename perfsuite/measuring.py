@@ -1,6 +1,6 @@
-"""Prove and time one workload in this process → a `Measurement`.
+"""Prove and time one workload in this process, and return a `Measurement`.
 
-Nothing is timed before the outputs of every side, on the very inputs timed, have been proven.
+Nothing is timed before the outputs of every side have been proven on the inputs that are timed.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ from perfsuite.watching import Watch, check_timed, judge_copied
 from perfsuite.workload import Workload
 
 RIVAL_BLOCKS, RIVAL_ROUNDS = 2, 4
-"""Blocks and ABBA rounds for rivals. They are timed against the optimized side afterwards, because what is gated must
-not depend on which rivals there are."""
+"""Blocks and ABBA rounds for rivals. They are timed against the optimized side afterwards, because the gated figures
+must not depend on which rivals exist."""
 ALONE_BLOCKS = 4
-"""Blocks of a reference that is timed alone: one that is slowed by a sixth shows in fewer blocks than the rule
+"""Blocks of a reference that is timed alone. A slowdown by a sixth is visible in fewer blocks than the gate's rule
 needs."""
 WAITS = "waits for the device within a call, in the driver perhaps, so that it has no time on the device clock"
 
@@ -68,20 +68,26 @@ def measure(
 ) -> Measurement:
     """Time one workload's sides against each other.
 
-    Without `proof` every side is proven first, on inputs of `seed` (random unless given), and calls are counted. With
-    one, its inputs are drawn again, and only outputs that are not those proven are proven anew. `wait_for_proof`
-    returns such a proof, on inputs of `seed`, once another process has ended it; it is called after the warm-up. There
-    are at most `blocks`; `reference` limits the reference to one round in each of this many blocks, and 0 leaves it
-    out. `thorough` times rivals and the other clock, too; with such a limit, or not thorough, the reference's launches
-    are not counted on the wall clock. Without `new_values` the sides get none between the blocks, and unless `thorough`
-    the optimized side is not compared with the device's limit: a workload's first process does both. `report` gets the
-    name of the side that is about to run, so that a crash or a hang can be attributed. `alone` is called before any is
-    timed, and returns once nothing else uses the device; `beside` is called when all is timed, and others may use it
-    again. Both tell whether there may be others. `peers` are the processes that time the workload with this one, and
-    `checked_by` makes what holds outputs against the truth. With `turns`, blocks alternate with those of a process in
-    another environment.
+    proof           earlier proof, whose inputs are drawn again; only outputs that differ from its outputs are proven
+                    again. Without one, every side is proven first, on inputs of `seed`, and calls are counted
+    wait_for_proof  waits until another process has finished a proof on inputs of `seed`, and returns it; called after
+                    the warm-up
+    reference       limits the reference to one round in each of this number of blocks; 0 leaves it out
+    blocks          most blocks
+    thorough        time rivals and the other clock too. Without it, or with a limit by `reference`, the reference's
+                    launches are not counted on the wall clock
+    new_values      give the sides new values between the blocks. With it or `thorough`, the optimized side is compared
+                    with the device's limit. A workload's first process does both
+    seed            random unless given
+    report          receives the name of the side that is about to run, so that a crash or a hang can be attributed
+    alone           called before any side is timed; returns when no other process uses the device
+    beside          called after all sides are timed, when other processes may use the device again. Both functions
+                    return whether other processes may use it
+    peers           processes that time the workload together with this one
+    checked_by      makes the object that compares outputs with the truth
+    turns           makes blocks alternate with those of a process in another environment
 
-    NotEquivalent where a side is not the same function; PairError where the workload cannot be timed as declared.
+    Raises NotEquivalent if a side is not the same function, and PairError if the workload cannot be timed as declared.
     """
     began = perf_counter()
     chosen = proof.seed if proof else peers.bits(31) if seed is None else seed
@@ -114,10 +120,10 @@ class Session:
         self.limit: Limit | None = None
         self.other: dict[str, float | None] = {}
         self.asked = False
-        """Whether the seconds on the device have been asked for before."""
+        """Whether `_on_device` has been called before."""
 
     def run(self, blocks: int) -> None:
-        """Time, and look for faults that only the timed calls show."""
+        """Time the sides, and check for faults that only the timed calls show."""
         prepared, bench, phases = self.prepared, self.bench, self.bench.phases
         gated = {n: r for n, r in prepared.runners.items() if n in prepared.timed}
         self.sampler = self._sampler(gated, sparse={REFERENCE: prepared.reference} if prepared.reference else None)
@@ -198,7 +204,7 @@ class Session:
         """Measure the sides on the other clock, and compare the optimized side with the device's limit."""
         if self.prepared.thorough:
             self.other = {n: self.sampler.other_clock(n) for n in self.sampler.runners}
-        # To measure the device's ceilings takes a tenth of a second of every process.
+        # Not in every process, because measuring the device's ceilings takes 0.1 s.
         self.limit = self._limit() if self.prepared.new_values or self.prepared.thorough else None
         if self.limit is not None:
             where = f"{self.bench.pair.name}: the optimized side"
@@ -213,8 +219,8 @@ class Session:
         return self._limit()
 
     def _on_device(self) -> float:
-        """Return the seconds of a call of the optimized side, on the device where they are known; sampled anew the next
-        time."""
+        """Return the seconds of a call of the optimized side, on the device clock if they are known. From the second
+        call on, sample them again."""
         known = self.other.get(OPTIMIZED) if self.prepared.kind == "wall" else None
         if self.asked:
             return (self.sampler.other_clock(OPTIMIZED) if known else None) or self.sampler.sample(OPTIMIZED)
@@ -267,7 +273,8 @@ class Session:
         )
 
     def _group(self) -> ProcessGroup | None:
-        """Return the cost of a call of each side in this process, where several call the sides together."""
+        """Return the counts of a call of each side in this process, if several processes call the sides together; else
+        None."""
         ranks = self.bench.workload.ranks
         if ranks == 1:
             return None
@@ -293,13 +300,13 @@ class Session:
 
 
 def reference_alone(bench: Bench, kind: str, counts: Counts | None, alone: Callable[[], object]) -> tuple[float, ...]:
-    """Return the seconds of a call of the reference in each block, where no other side is called.
+    """Return the seconds of a call of the reference in each block, without calls of other sides.
 
-    `kind` is the clock; `counts` are the reference's own, by which the clock knows how many calls it may queue. `alone`
-    is called before anything is timed, and waits until no other process uses the device.
+    `kind` is the clock. `counts` are the reference's own, which limit how many calls the clock may queue. `alone` is
+    called before anything is timed, and waits until no other process uses the device.
     """
     clock, rng = bench.clock(), bench.rng()
-    # The sampler compares with the optimized side: here the reference stands in its place.
+    # The sampler compares with the optimized side, so the reference is passed under that name.
     runner = bench.runner(REFERENCE, bench.sides[REFERENCE])
     with bench.released():
         bench.warm_up({REFERENCE: runner}, clock, rng)

@@ -1,4 +1,4 @@
-"""Memory layouts of tensors: which ones a proof draws, and how a tensor is put into one."""
+"""Choose the memory layouts that a proof draws, and convert tensors to them."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ from perfsuite.specs import EXPANDED, LAYOUTS, MIDDLE_EXPANDED, Integers, Sample
 
 
 def layouts(pair: Pair, name: str, spec: TensorSpec) -> tuple[str, ...]:
-    """Return the layouts that a proof draws of this input, or of the tensors in it."""
+    """Return the layouts that a proof draws for this input, or for the tensors in it."""
     allowed = spec.layouts or LAYOUTS
     written = name in pair.changed or pair.adjust is not None
-    # An expanded tensor has several elements in one place: writing into it has no meaning, and values that depend on
-    # each other would no longer do so.
+    # An expanded tensor has several elements at one address. Writing to it is undefined, and values that depend on
+    # each other could not keep their relation.
     apart = written or (isinstance(spec.values, Sampled) and spec.layouts is None)
     left_out = EXPANDED if apart else () if len(spec.dims) > 2 else (MIDDLE_EXPANDED,)
     return tuple(layout for layout in allowed if layout not in left_out) or ("contiguous",)
 
 
 def expanded_dim(spec: TensorSpec, layout: str, shape: tuple[int, ...]) -> int | None:
-    """Return the dimension along which a tensor is expanded; None where it is not, or no such dimension has two
+    """Return the dimension along which a tensor is expanded; None if it is not, or if no such dimension has two
     elements.
 
-    It does not depend on the seed: other values at the same sizes lie in memory in the same way. It is always the first
-    where values belong to others of their row: a matrix of the pair's making, bounds by column.
+    The dimension does not depend on the seed, so other values at the same sizes have the same layout. It is always the
+    first if values depend on their row: a tensor that the pair's own function draws, or bounds by column.
     """
     if layout not in EXPANDED:
         return None
@@ -40,9 +40,10 @@ def expanded_dim(spec: TensorSpec, layout: str, shape: tuple[int, ...]) -> int |
 
 
 def with_layout(data: torch.Tensor, layout: str, align: int = 0) -> torch.Tensor:
-    """Return the same values in another memory layout; with an offset, at a multiple of `align` bytes.
+    """Return the same values in another memory layout. With the layout "offset", data begins at a multiple of `align`
+    bytes.
 
-    The memory between the elements is poisoned, so that a read of it shows.
+    The memory between the elements is poisoned, so that reading it is detected.
     """
     if layout == "transposed" and data.ndim >= 2:
         return data.transpose(-1, -2).contiguous().transpose(-1, -2)
@@ -51,7 +52,7 @@ def with_layout(data: torch.Tensor, layout: str, align: int = 0) -> torch.Tensor
     if layout == "channels last" and data.ndim >= 3:
         return data.movedim(1, -1).contiguous().movedim(-1, 1)
     if layout == "slice" and data.ndim >= 3:
-        dim = 1 + data.numel() % (data.ndim - 2)  # any but the first and the last
+        dim = 1 + data.numel() % (data.ndim - 2)  # any except the first and the last
         shape = [n + (d == dim) for d, n in enumerate(data.shape)]
         view = _poisoned(data, tuple(shape)).narrow(dim, 0, data.shape[dim])
         view.copy_(data)
@@ -81,7 +82,7 @@ def _poisoned(like: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
 
 
 def fill_poison(tensor: torch.Tensor) -> None:
-    """Fill floating tensors with NaN, and integer tensors with their largest value."""
+    """Fill floating-point tensors with NaN, integer tensors with their largest value, and bool tensors with True."""
     if tensor.is_floating_point() or tensor.is_complex():
         tensor.fill_(float("nan"))
     elif tensor.dtype is torch.bool:
@@ -91,10 +92,10 @@ def fill_poison(tensor: torch.Tensor) -> None:
 
 
 def overlaps(tensor: torch.Tensor) -> bool:
-    """Return whether several elements of an expanded tensor lie in one place."""
+    """Return whether a tensor is expanded, so that several elements have the same address."""
     return any(s == 0 and n > 1 for s, n in zip(tensor.stride(), tensor.shape, strict=True))
 
 
 def memory_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Return all of a tensor's storage in one dimension, including the memory between its elements."""
+    """Return a tensor's whole storage as one dimension, including the memory between its elements."""
     return tensor.detach().new_empty(0).set_(tensor.untyped_storage())

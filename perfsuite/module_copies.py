@@ -1,4 +1,4 @@
-"""Copy a module with its tensors changed. This is much faster than copy.deepcopy, which spends most of its time on
+"""Copy a module and change its tensors. This is much faster than copy.deepcopy, which spends most of its time on
 objects that are not tensors."""
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ CUSTOM = (
 DEFAULTS_ONLY = (torch.nn.modules.conv._ConvNd,)
 """Module classes whose __setstate__ only adds attributes that an older version did not have."""
 NOT_COPIED = ("_compiled_call_impl",)
-"""Attributes that are not copied; Module.__getstate__ leaves them out, too."""
+"""Attributes that are not copied. Module.__getstate__ leaves them out too."""
 
 
 def changed_copy(module: torch.nn.Module, change: Change) -> torch.nn.Module:
-    """Return a copy, as copy.deepcopy makes it, in which each parameter and buffer holds `change` of its values.
+    """Return a copy, as by copy.deepcopy, with `change` applied to the values of each parameter and buffer.
 
     Tensors that are shared within the module are shared within the copy.
     """
@@ -54,7 +54,7 @@ def _changed(tensor: torch.Tensor, change: Change) -> torch.Tensor:
 
 
 def _copied(value: Any, known: dict[int, Any]) -> Any:
-    """Copy a value; `known` is deepcopy's memo: id → copy."""
+    """Return a copy of a value. `known` is deepcopy's memo: id → copy."""
     kind = type(value)
     if kind in IMMUTABLE or (kind is tuple and all(type(held) in IMMUTABLE for held in value)):
         return value
@@ -67,7 +67,7 @@ def _copied(value: Any, known: dict[int, Any]) -> Any:
         clone.update((name, _copied(held, known)) for name, held in value.items())
     elif isinstance(value, torch.nn.Module) and not _is_custom(kind):
         clone = known[id(value)] = object.__new__(kind)
-        # Not setattr: a module's own registers what it is given.
+        # Not setattr, because Module.__setattr__ would register the values.
         vars(clone).update(
             (name, held if type(held) in IMMUTABLE else _copied(held, known))
             for name, held in vars(value).items()

@@ -1,4 +1,4 @@
-"""Sides that are `torch.nn.Module`s: all are called with the reference's module, and take their parameters from it."""
+"""Support sides that are `torch.nn.Module`s: all are called with the reference's module and share its parameters."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from perfsuite.errors import PairError
 from perfsuite.specs import ConstantSpec, Floats, Integers, ModuleSpec, Sampled, Spec, TensorSpec, module
 
 INPUT = "module"
-"""The name of the input with the parameters, in `mutates` and in messages about gradients."""
+"""Name of the input with the parameters, in `mutates` and in messages about gradients."""
 VARIED = 0.1
-"""Share of itself by which a weight differs between draws; a zero differs by this amount."""
+"""Largest relative change of a weight between draws; a tensor of zeros changes by this absolute amount."""
 DYNAMO = "torch._dynamo.eval_frame"
-"""The module of the objects that torch.compile returns."""
+"""Module of the objects that torch.compile returns."""
 FEW_VALUES = 16
-"""Most different values of a template that holds labels, signs or a mask, for which no other values are drawn."""
+"""Most different values of a template that counts as labels, signs or a mask. Only these values are drawn for it."""
 
 
 def is_module(value: object) -> bool:
@@ -34,8 +34,7 @@ def is_module_type(kind: type) -> bool:
 
 
 def unwrapped(call: Any) -> Any:
-    """Return the function or module inside of partials, of torch.compile, and of the wrapper of modules that share
-    weights."""
+    """Return the function or module inside any nesting of functools.partial, torch.compile and `Sharing`."""
     while True:
         inner = _inside(call)
         if inner is None:
@@ -46,8 +45,7 @@ def unwrapped(call: Any) -> Any:
 
 
 def is_compiled(call: Any) -> bool:
-    """Return whether torch.compile made the callable, also inside a partial or the wrapper of modules that share
-    weights."""
+    """Return whether torch.compile returned the callable, also inside a functools.partial or `Sharing`."""
     while (inner := _inside(call)) is not None:
         call = inner
     return _before_compiling(call) is not None
@@ -60,7 +58,7 @@ def _inside(call: Any) -> Any:
 
 
 def _before_compiling(call: Any) -> Any:
-    """Return the callable that torch.compile was given; None if torch.compile did not make `call`."""
+    """Return the callable that was passed to torch.compile; None if torch.compile did not return `call`."""
     dynamo: Any = sys.modules.get(DYNAMO)
     if dynamo is None:
         return None
@@ -76,10 +74,10 @@ def has_state(value: Any) -> bool:
 
 
 def spec_of(reference: Any) -> ModuleSpec:
-    """Return the spec of the input that is the reference's module: a copy of it, in each draw with other weights near
-    its own.
+    """Return the spec of the input that is the reference's module: a copy of it, with slightly other weights in each
+    draw.
 
-    A value that a side computes from the weights only once would be wrong after a step of training.
+    So a side that computes a value from the weights only once, and would be wrong after a training step, is detected.
     """
 
     def build() -> Any:
@@ -87,13 +85,12 @@ def spec_of(reference: Any) -> ModuleSpec:
         clone = copy.deepcopy(reference)
         with torch.no_grad():
             for buffer in _others(clone):
-                # One factor for all of it: what is sorted, or a mask, stays so.
+                # One factor for the whole buffer, so that a sorted buffer or a mask stays one.
                 buffer.mul_(1 + VARIED * float(2 * torch.rand(()) - 1))
             for tensor in [*clone.parameters(), *_statistics(clone)]:
                 if tensor.is_floating_point():
                     noise = VARIED * (2 * torch.rand(tensor.shape).to(tensor) - 1)
-                    # A weight that starts at zero, such as a bias, would stay there, and nobody would see whether it is
-                    # used.
+                    # A weight that is zero at first, such as a bias, would stay zero, so that a side could ignore it.
                     tensor.mul_(1 + noise) if tensor.any() else tensor.add_(noise)
         return clone
 
@@ -101,7 +98,8 @@ def spec_of(reference: Any) -> ModuleSpec:
 
 
 def changes_buffers(module: Any) -> bool:
-    """Return whether a call changes the running means and variances of the module's normalisations, as in training."""
+    """Return whether a call changes running means and variances of the module's normalisation layers, as in
+    training."""
     torch: Any = sys.modules["torch"]
     return any(
         isinstance(part, torch.nn.modules.batchnorm._NormBase) and part.training and part.running_mean is not None
@@ -110,7 +108,7 @@ def changes_buffers(module: Any) -> bool:
 
 
 def _statistics(module: Any) -> Iterator[Any]:
-    """Yield the running means and variances of the module's normalisations."""
+    """Yield the running means and variances of the module's normalisation layers."""
     torch: Any = sys.modules["torch"]
     for part in module.modules():
         if isinstance(part, torch.nn.modules.batchnorm._NormBase) and part.running_mean is not None:
@@ -118,7 +116,7 @@ def _statistics(module: Any) -> Iterator[Any]:
 
 
 def _others(module: Any) -> Iterator[Any]:
-    """Yield the floating buffers that are stored with the module, except those statistics."""
+    """Yield the persistent floating-point buffers, except running means and variances."""
     statistics = {id(tensor) for tensor in _statistics(module)}
     for part in module.modules():
         for name, buffer in part.named_buffers(recurse=False):
@@ -128,39 +126,39 @@ def _others(module: Any) -> Iterator[Any]:
 
 
 class Own:
-    """The reference's side: calls the module that it is given."""
+    """Callable of the reference: calls the module that it is given."""
 
     def __init__(self, module: Any) -> None:
-        self.__wrapped__ = type(module).forward  # where it runs is looked for by this
+        self.__wrapped__ = type(module).forward  # the function by which the side's source is found
 
     def __call__(self, given: Any, *inputs: Any) -> Any:
         return given(*inputs)
 
 
 class Sharing:
-    """Another side: calls a copy of its own module, which has the very parameters and buffers of the given one.
+    """Callable of another side: calls a copy of its own module that shares the parameters and buffers of the given one.
 
-    PairError where the names or the shapes of their parameters differ.
+    Raises PairError if the names or the shapes of their parameters or buffers differ.
     """
 
     def __init__(self, module: Any, name: str) -> None:
         self.module, self.name = module, name
         self.__wrapped__ = type(module).forward
         self._held: tuple[Callable[[], Any], Any] = (lambda: None), None
-        """(the module that was given last, by a weak reference, and the copy that shares its parameters)."""
+        """(Weak reference to the module that was given last, copy that shares its parameters)."""
 
     def __call__(self, given: Any, *inputs: Any) -> Any:
         return self.sharing(given)(*inputs)
 
     def sharing(self, given: Any) -> Any:
-        """Return the copy that has the parameters of this module."""
-        held = self._held  # once: another thread may call it with another module
+        """Return the copy that shares the parameters of the given module."""
+        held = self._held  # read once, because another thread may call this with another module
         if held[0]() is not given:
             held = self._held = weakref.ref(given), self._sharing(given)
         return held[1]
 
     def _sharing(self, given: Any) -> Any:
-        # The copy keeps its own module's tensors, all of which are replaced below.
+        # The memo keeps deepcopy from copying tensors. All of them are replaced below.
         kept = {id(tensor): tensor for tensor in (*self.module.parameters(), *self.module.buffers())}
         clone = copy.deepcopy(self.module, kept).train(given.training)
         every = {"remove_duplicate": False}  # a parameter with two names is shared under both
@@ -187,12 +185,12 @@ class Sharing:
 
 
 def _by_name(named: Iterable[tuple[str, Any]]) -> dict[str, tuple[str, Any]]:
-    """Return name without what torch.compile adds to it → (name, tensor)."""
+    """Return name without torch.compile's "_orig_mod" → (name, tensor)."""
     return {".".join(part for part in name.split(".") if part != "_orig_mod"): (name, t) for name, t in named}
 
 
 def specs_of(templates: Sequence[Any]) -> dict[str, Spec]:
-    """Return specs of inputs like these: their shapes, dtypes and layouts, and values of the same range."""
+    """Return specs of inputs with the shapes, dtypes and layouts of these templates, and values in the same range."""
     return {f"x{number}": _spec(value) for number, value in enumerate(templates)}
 
 

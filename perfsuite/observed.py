@@ -18,10 +18,10 @@ from typing import Any
 from perfsuite.second_import import is_first_party
 
 SOURCE_FOLDERS = ("", "src", "python", "lib")
-"""Where repositories keep their packages, relative to the top folder."""
+"""Folders in which repositories keep their packages, relative to the top folder."""
 NOT_DATA = (".py", ".pyc", ".so", ".pth")
 INCLUDING = (".c", ".cc", ".cpp", ".cu", ".cuh", ".h", ".hpp")
-"""Sources of extensions, whose headers only a compiler opens."""
+"""Suffixes of sources of extensions, whose headers only a compiler opens."""
 INCLUDE = re.compile(r'^\s*#\s*include\s*"([^"]+)"', re.MULTILINE)
 
 
@@ -31,7 +31,8 @@ _noting: list[Observed] = []
 
 @functools.cache
 def _add_audit_hook() -> None:
-    """Add the process's one hook. A hook cannot be removed, and each is called at every event, `id()` among them."""
+    """Add the only audit hook of this process. A hook cannot be removed, and is called at every event, even at
+    `id()`."""
     sys.addaudithook(_audit)
 
 
@@ -45,16 +46,16 @@ def _audit(event: str, arguments: tuple[Any, ...]) -> None:
 
 
 class Observed:
-    """Notes files that are opened for reading and calls of `importlib.import_module`, from the time it is made.
+    """Record of files that are opened for reading and of calls of `importlib.import_module`, since it was created.
 
-    `ignored` are files that are no data of any workload, such as pytest's own configuration.
+    `ignored` are files that no workload uses as data, such as pytest's own configuration.
     """
 
     def __init__(self, top: Path, ignored: Collection[Path] = ()) -> None:
         self.top, self.ignored = top, frozenset(ignored)
         self.paths: set[str] = set()
         self.imports: list[tuple[str, str]] = []
-        """(file of the caller, module) for each call."""
+        """(File of the caller, module) for each call."""
         self.absent: set[str] = set()
         """Modules that the repository's code imported by name and did not find."""
         self._collected: int | None = None
@@ -65,15 +66,15 @@ class Observed:
         importlib.import_module = self._noted(self._import_module)
 
     def close(self) -> None:
-        """Stop noting; a second call does nothing."""
+        """Stop recording. A second call does nothing."""
         if self in _noting:
             _noting.remove(self)
             importlib.import_module = self._import_module
 
     def begin(self) -> None:
-        """Begin with another workload, to which the imports by name of earlier workloads do not belong.
+        """Begin another workload, without the imports by name of earlier workloads.
 
-        Imports made before the first call, when the test modules were imported, count for every workload.
+        Imports before the first call of this method, when the test modules were imported, count for every workload.
         """
         self._begun = len(self.imports)
         if self._collected is None:
@@ -100,7 +101,8 @@ class Observed:
         return {name for caller, name in own if caller == str(file)}
 
     def data(self) -> list[Path]:
-        """Return the data files below the repository, including those that were not found: they may be added later."""
+        """Return the data files in the repository, including files that were not found, since they may be added
+        later."""
         found = [p for p in map(Path, sorted(self.paths)) if self._is_data(p)]
         for path in found:
             found += [p for p in _included(path) if p not in found and self._is_data(p)]
@@ -119,7 +121,7 @@ class Observed:
 
 
 def _included(path: Path) -> Iterator[Path]:
-    """Yield the headers that a C++ or CUDA source includes by a path that is relative to it."""
+    """Yield the headers that a C++ or CUDA source includes by a path relative to it."""
     if path.suffix not in INCLUDING:
         return
     try:

@@ -1,4 +1,4 @@
-"""End a worker with the process that started it. Imported before anything else in a worker."""
+"""End a worker when the process that started it ends. A worker imports this module before anything else."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ import signal
 import sys
 
 PARENT = "PERFSUITE_PARENT"
-"""Environment variable: the process id of the process that starts a worker."""
+"""Environment variable of a worker: the process id of the process that started it."""
 PR_SET_PDEATHSIG = 1
-"""prctl(2): the signal that this process gets when its parent ends."""
+"""Option of prctl(2) that sets the signal that this process gets when its parent ends."""
 
 
 def die_with_parent() -> None:
-    """End this worker when its parent ends, however that happens: an orphan would disturb the next measurement.
+    """Make this worker end whenever its parent ends, since an orphan would disturb the next measurement.
 
-    To be called before anything else. Linux only; elsewhere a worker whose parent was killed runs on to its end.
+    Call this before anything else. It works only on Linux. Elsewhere, a worker whose parent was killed runs to its end.
     """
     parent = os.environ.pop(PARENT, None)
     if sys.platform != "linux":
@@ -24,4 +24,4 @@ def die_with_parent() -> None:
 
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if parent is not None and os.getppid() != int(parent):
-        os._exit(1)  # it ended before this process could ask for the signal
+        os._exit(1)  # the parent ended before this process could ask for the signal

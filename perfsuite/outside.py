@@ -1,6 +1,6 @@
-"""Call the optimized side where no test is running: it must answer there as it does in its proofs.
+"""Call the optimized side in a process where no test is running: it must return the same answer as in its proofs.
 
-One child process a run does it, without pytest, Hypothesis, perfsuite or their variables (outside_child.py).
+Each run has one such child process, without pytest, Hypothesis, perfsuite or their variables (outside_child.py).
 """
 
 from __future__ import annotations
@@ -30,30 +30,30 @@ from perfsuite.records import Case
 from perfsuite.sides import as_side
 
 TRACES = ("PYTEST", "HYPOTHESIS", "PERFSUITE", "XDIST")
-"""Parts of the names of environment variables that say that a test is running."""
+"""Parts of the names of environment variables that reveal that a test is running."""
 SHARE = 0.4
-"""Share of the pair's time limit that one call may take, including the import of the pair's module. The proof's own
-limit is reached later; its message would not name the call."""
+"""Share of the pair's time limit for one call, including the import of the pair's module. It is reached before the
+proof's own limit, whose message would not name the call."""
 SOURCE = Path(__file__).with_name("outside_child.py")
 
 
 class Unsendable(Exception):  # noqa: N818 - no fault of the side
-    """The inputs cannot be given to another process, or the pair cannot be found in it."""
+    """The inputs cannot be sent to another process, or the pair cannot be found in it."""
 
 
 class Hangs(NotEquivalent):
-    """The side does not return there. Trying it on other draws takes long each time."""
+    """The side does not return in that process. Each further draw would take long too."""
 
 
 def check(pair: Pair, case: Case, device: str, *, module: ModuleType, home: Path | None = None) -> None:
-    """Raise NotEquivalent where the side returns a different answer in a process in which no test is running.
+    """Raise NotEquivalent if the side returns a different answer in a process in which no test is running.
 
-    Raises Unsendable where the draw cannot be tried there.
+    Raises Unsendable if the draw cannot be tried there.
     """
     if execution.unavailable(as_side(pair.optimized), device):
         return
     once = replace(pair, steps=(1,)) if pair.is_stateful else pair
-    # Inputs that a call changes in place are compared after one call alone.
+    # Inputs that a call changes in place are compared after a single call, without gradients.
     gradients = pair.gradients and not pair.is_stateful and not pair.changed and bool(execution.differentiable(pair))
     known = truths.by_replicas(once, case, device, gradients=gradients, home=home)
     try:
@@ -64,7 +64,7 @@ def check(pair: Pair, case: Case, device: str, *, module: ModuleType, home: Path
     try:
         equivalence.hold(once, known, here, strict_strides=False)
     except NotEquivalent:
-        return  # wrong here, too: equivalence says how
+        return  # wrong here too, which the proof of equivalence reports
     produced = _child().produce(once, case, device, module, home, like=here if gradients else {})
     try:
         equivalence.hold(once, known, produced, strict_strides=False)
@@ -77,8 +77,8 @@ def check(pair: Pair, case: Case, device: str, *, module: ModuleType, home: Path
 
 
 def prepare(pair: Pair, device: str, *, module: ModuleType) -> None:
-    """Begin to import the pair's module where no test is running, and return at once."""
-    with contextlib.suppress(Unsendable):  # `check` says so
+    """Start to import the pair's module in the child process, and return at once."""
+    with contextlib.suppress(Unsendable):  # `check` reports it
         _child().prepare({**_place(pair, module), **_on(pair, device)})
 
 
@@ -86,17 +86,17 @@ def seconds(pair: Pair, case: Case, device: str, *, module: ModuleType, home: Pa
     """Return the median seconds of a call of the optimized side, without gradients, in a process in which no test is
     running.
 
-    Raises Unsendable where the inputs cannot be given to another process.
+    Raises Unsendable if the inputs cannot be sent to another process.
     """
     return statistics.median(_child().seconds(pair, case, device, module, home))
 
 
 RUN = "import sys; exec(compile(open(int(sys.argv.pop(1)), 'rb').read(), '<string>', 'exec', optimize=2))"
-"""Command that runs the source in a file descriptor: not even the command line, or a docstring, names the harness."""
+"""Command that runs the source in a file descriptor. Neither the command line nor a docstring names the harness."""
 
 
 def _readable(content: bytes) -> int:
-    """Return a file descriptor from which the content is read."""
+    """Return a file descriptor from which the content can be read."""
     with tempfile.TemporaryFile() as file:
         file.write(content)
         file.flush()
@@ -110,7 +110,7 @@ class Child:
 
     def __init__(self) -> None:
         self.given = tempfile.TemporaryFile()  # noqa: SIM115 - until `close`
-        # Without a buffer, which would hold what the file held before.
+        # Without a buffer, which could contain old contents of the file.
         self.made = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115
         files = self.given.fileno(), self.made.fileno()
         reader, writer = os.pipe()
@@ -132,7 +132,8 @@ class Child:
         """Whether the reply to a request to prepare has not been read."""
 
     def prepare(self, request: dict[str, Any]) -> None:
-        """Have the process import the pair's module. Whatever goes wrong goes wrong again when the side is called."""
+        """Let the process import the pair's module. Errors are ignored, because they occur again when the side is
+        called."""
         if not self.preparing:
             with contextlib.suppress(BrokenPipeError):
                 self._send({**request, "prepare": True})
@@ -141,10 +142,10 @@ class Child:
     def produce(
         self, pair: Pair, case: Case, device: str, module: ModuleType, home: Path | None, like: Leaves
     ) -> Leaves:
-        """Call the side on the draw. Return its outputs, and the gradients too if `like` has the outputs that it gives
-        here.
+        """Call the side on the draw and return its outputs. If `like` has the side's outputs in this process, return
+        the gradients too.
 
-        Raises NotEquivalent where the side raises or ends the process, Hangs where it does not return.
+        Raises NotEquivalent if the side raises or ends the process, and Hangs if it does not return.
         """
         values, request = self._give(pair, case, device, module, home, like)
         self._ask(pair, request)
@@ -154,11 +155,12 @@ class Child:
         suffix = " after 1 step" if pair.is_stateful else ""
         made = {f"{n}{suffix}": t.detach() if isinstance(t, torch.Tensor) else t for n, t in leaves.items()}
         paths = execution.require_gradients(pair, values) if like else {}
-        gradients = gradients or [None] * len(paths)  # no output has any
+        gradients = gradients or [None] * len(paths)  # no output has a gradient
         return made | {f"gradient of {path}": g for path, g in zip(paths, gradients, strict=True)}
 
     def seconds(self, pair: Pair, case: Case, device: str, module: ModuleType, home: Path | None) -> list[float]:
-        """Time calls on the draw, in seconds, after some to warm up. Raises NotEquivalent as `produce` does."""
+        """Return the seconds of each timed call on the draw, after a warm-up. Raises NotEquivalent as `produce`
+        does."""
         _, request = self._give(pair, case, device, module, home)
         found: list[float] = self._ask(pair, {**request, "timed": True})["seconds"]
         return found
@@ -166,8 +168,8 @@ class Child:
     def _give(
         self, pair: Pair, case: Case, device: str, module: ModuleType, home: Path | None, like: Leaves | None = None
     ) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Write the draw's inputs, and incoming gradients for outputs like these, where the child reads them. Return
-        the inputs, and the request that names the pair."""
+        """Write the draw's inputs, and incoming gradients for outputs like these, to the file that the child reads.
+        Return (inputs, request that names the pair)."""
         values = make.clone(make.build(pair, case, device, home=home))
         execution.poison(pair, values)
         steps = make.build_step(pair, case, device, 1) if pair.is_stateful else {}
@@ -179,7 +181,7 @@ class Child:
         self.given.truncate()
         try:
             torch.save((list(values.values()), list(steps.values()), weights), self.given)
-        except Exception as error:  # of pickle there are many
+        except Exception as error:  # pickle raises many types
             raise Unsendable(f"an input cannot be given to another process: {error}") from None
         self.given.flush()
         return values, {**_place(pair, module), **_on(pair, device)}
@@ -188,7 +190,7 @@ class Child:
         what = f"{pair.name}: where no test is running, the optimized side"
         seconds = SHARE * pair.time_limit
         try:
-            # A late reply to the preparation would be taken for the reply to this request.
+            # Otherwise a late reply to the preparation would be mistaken for the reply to this request.
             prepared = not self.preparing or self._reply(seconds) is not None
             self.preparing = False
             if prepared:
@@ -196,7 +198,7 @@ class Child:
             reply = self._reply(seconds) if prepared else None
         except BrokenPipeError:
             reply = ""
-        except BaseException:  # the proof's own time limit, or Ctrl-C: the process is busy, and of no use to the next
+        except BaseException:  # time limit of the proof, or Ctrl-C: the busy process is of no use to the next proof
             self.close()
             raise
         if reply is None:
@@ -222,12 +224,12 @@ class Child:
         print(json.dumps({**request, **here}), file=self.process.stdin, flush=True)
 
     def _reply(self, seconds: float) -> str | None:
-        """Return the next line; empty where the process has ended, None where there is none in time."""
+        """Return the next line; empty if the process has ended, None after `seconds`."""
         ready, _, _ = select.select([self.replies], [], [], seconds)
         return self.replies.readline() if ready else None
 
     def close(self) -> None:
-        """End the process and remove the folder."""
+        """End the process and close its files."""
         self.process.kill()
         self.process.wait()
         self.replies.close()
@@ -241,7 +243,7 @@ class Child:
 
 
 def _incoming(pair: Pair, case: Case, like: Leaves) -> list[torch.Tensor]:
-    """Return the gradients that come in to real outputs like these, as in a proof."""
+    """Return incoming gradients for the real and complex outputs among these, as in a proof."""
     outputs = {name: leaf for name, leaf in like.items() if name.startswith("output")}
     return incoming.for_outputs(incoming.real_of(outputs), case.seed, pair.output_dtype)
 
@@ -263,12 +265,12 @@ def _close() -> None:
 
 
 def _on(pair: Pair, device: str) -> dict[str, str]:
-    """Return the device, and the backend of the process group where the pair needs one."""
+    """Return the device, and the backend of the process group if the pair needs one."""
     return {"device": device, "backend": process_state.group_backend(device) if pair.ranks else ""}
 
 
 def _place(pair: Pair, module: ModuleType) -> dict[str, str]:
-    """Return where the pair is declared."""
+    """Return the module, file and name of the pair's declaration."""
     if not getattr(module, "__file__", None):
         raise Unsendable("the pair's module is no file")
     return {"module": module.__name__, "path": str(module.__file__), "pair": pair.name}

@@ -1,8 +1,8 @@
-"""The source of a process in which sides are called as in production: no test runner, no harness, none of their traces.
+"""Source of a process that calls sides as in production: without a test runner, the harness, or traces of them.
 
-`python -c` reads it from a file, so that no frame lies in perfsuite's folder and no command line names it. Each line
-of its input names a pair, and each line of its replies says how that went. The inputs, and what the side makes of
-them, are in two open files without a name, which are gone with the processes that have them.
+`python -c` reads this source from a file descriptor, so no frame is in perfsuite's folder and no command line names it.
+Each line on stdin is a request that names a pair, and each line of the replies has the result. The inputs and the
+side's outputs are in two open files without a name, which disappear with the processes that use them.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from collections.abc import Callable, Iterator
 from typing import Any, BinaryIO
 
 HIDDEN = ("perfsuite", "pytest", "_pytest", "pluggy", "hypothesis", "_hypothesis_globals", "xdist", "pytest_benchmark")
-"""Packages that say that a test is running."""
+"""Packages that reveal that a test is running."""
 WARM_UP, TIMED, TIMED_S = 3, 30, 2.0
-"""Calls that are not timed, the most that are, and the seconds after which no further one is made."""
+"""Number of warm-up calls, most timed calls, and seconds after which no further call is made."""
 hidden: dict[str, Any] = {}
 
 
 def hide() -> None:
-    """Take the HIDDEN packages out of sight."""
+    """Remove the HIDDEN packages from sys.modules, and keep them in `hidden`."""
     for name in [name for name in sys.modules if name.partition(".")[0] in HIDDEN]:
         hidden[name] = sys.modules.pop(name)
 
@@ -40,22 +40,22 @@ def show() -> None:
 
 
 class Missing(Exception):  # noqa: N818 - no fault of the side
-    """The pair cannot be found in this process, or its answer not be sent from it."""
+    """The pair cannot be found in this process, or its answer cannot be sent from it."""
 
 
 class Again(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Finder that returns the same module to code that imports a hidden one: with a second copy there would be two of
-    each class."""
+    """Import finder and loader that returns the same module to code that imports a hidden one. With a second copy of
+    the module, each class would exist twice."""
 
     def __init__(self) -> None:
         self.found: dict[str, tuple[Any, Any]] = {}
 
     def find_spec(self, name: str, path: object = None, target: object = None) -> importlib.machinery.ModuleSpec | None:
-        """Find only modules that are out of sight."""
+        """Find only hidden modules."""
         return importlib.machinery.ModuleSpec(name, self) if name in hidden else None
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> Any:
-        """Return the module as it is."""
+        """Return the hidden module itself."""
         module = hidden.pop(spec.name)
         self.found[spec.name] = module, module.__spec__
         return module
@@ -67,20 +67,20 @@ class Again(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 
 def import_outside(path: str) -> None:
-    """Import what the test module will import, each while nothing shows that a test is running."""
+    """Import the modules that the test module will import, each while the HIDDEN packages are hidden."""
     with open(path) as stream:
         body = ast.parse(stream.read()).body
     names = [alias.name for node in body if isinstance(node, ast.Import) for alias in node.names]
     names += [node.module for node in body if isinstance(node, ast.ImportFrom) and node.module and not node.level]
     for name in names:
         if name.partition(".")[0] not in HIDDEN:
-            with contextlib.suppress(Exception):  # the test module will say what is wrong
+            with contextlib.suppress(Exception):  # the import of the test module will raise it again
                 importlib.import_module(name)
             hide()
 
 
 def take_settings(wanted: dict[str, Any]) -> None:
-    """Set torch and Python as they are set in the process that asks."""
+    """Apply the settings of torch and Python of the requesting process."""
     show()
     from perfsuite import process_state
 
@@ -89,7 +89,7 @@ def take_settings(wanted: dict[str, Any]) -> None:
 
 
 def side_of(request: dict[str, Any]) -> tuple[Callable[..., Any], bool]:
-    """Return the optimized side, and whether it is a factory of steps."""
+    """Return (optimized side, whether it is a factory of steps)."""
     module = sys.modules.get(request["module"])
     if module is None:
         import_outside(request["path"])
@@ -118,7 +118,7 @@ def side_of(request: dict[str, Any]) -> tuple[Callable[..., Any], bool]:
 
 
 def seconds_of(call: Callable[[], Any], wait: Callable[[], None]) -> list[float]:
-    """Time calls one by one on the wall clock, after some to warm up."""
+    """Return the wall-clock seconds of each timed call, after WARM_UP calls."""
     took: list[float] = []
     began = time.perf_counter()
     while len(took) < WARM_UP + TIMED and (len(took) <= WARM_UP or time.perf_counter() - began < TIMED_S):
@@ -147,7 +147,7 @@ def tensors_in(value: Any) -> Iterator[Any]:
 
 
 def gradients_of(call: Callable[..., Any], inputs: list[Any], weights: list[Any]) -> list[Any]:
-    """Return the gradients of the inputs that need one, where these come in to the outputs."""
+    """Return the gradients of the inputs that require one, given the incoming gradients `weights` of the outputs."""
     import torch
 
     with torch.enable_grad():
@@ -160,8 +160,8 @@ def gradients_of(call: Callable[..., Any], inputs: list[Any], weights: list[Any]
 
 
 def answer(request: dict[str, Any], given: BinaryIO, made: BinaryIO) -> list[float]:
-    """Call the side on the inputs, and save its outputs and the changed inputs. Return the seconds of further calls,
-    where they are asked for."""
+    """Call the side on the inputs, and save its outputs, the changed inputs and the gradients. Return the seconds of
+    further calls if the request asks for them."""
     sys.path[:] = request["sys_path"]
     take_settings(request["settings"])
     call, stateful = side_of(request)
@@ -188,25 +188,25 @@ def answer(request: dict[str, Any], given: BinaryIO, made: BinaryIO) -> list[flo
             return seconds_of(lambda: called(*arguments), wait)
     gradients = []
     if weights:
-        given.seek(0)  # anew: the first call may have used up its inputs
+        given.seek(0)  # read again, because the first call may have used up its inputs
         fresh, _, _ = torch.load(given, weights_only=False, map_location=request["device"])
         gradients = gradients_of(call, fresh, weights)
     made.seek(0)
     made.truncate()
     try:
         torch.save((returned, inputs, gradients), made)
-    except Exception as error:  # of pickle there are many
+    except Exception as error:  # pickle raises many types
         raise Missing(f"an output cannot be given to another process: {error}") from None
     made.flush()
     return []
 
 
 def main() -> None:
-    """Answer until there is no further line."""
+    """Answer requests until stdin ends."""
     sys.meta_path.insert(0, Again())
     reply_to, given, made = map(int, sys.argv[1:])
     del sys.argv[1:]
-    sys.argv[0] = "train.py"  # as of a training script
+    sys.argv[0] = "train.py"  # as in a training script
     replies, files = os.fdopen(reply_to, "w"), (os.fdopen(given, "rb", buffering=0), os.fdopen(made, "r+b"))
     for line in sys.stdin:
         try:

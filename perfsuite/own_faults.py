@@ -1,4 +1,4 @@
-"""Tell errors of the harness from those of the sides that it calls."""
+"""Distinguish errors of the harness from errors of the sides that it calls."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ Given = ParamSpec("Given")
 Result = TypeVar("Result")
 HARNESS = Path(__file__).parent
 JUDGES = frozenset({"differences.py", "forms.py", "rule.py", "truths.py"})
-"""Files of perfsuite that look at the outputs of the reference while its truth is established."""
+"""Files of perfsuite that process the outputs of the reference while its truth is computed."""
 CALLS_A_SIDE = "truths.py", "run"
-"""The file and function through which all of them call a side."""
+"""File and function through which all of them call a side."""
 INSTALLED = "site-packages"
 
 
 def raises_harness_faults(work: Callable[Given, Result]) -> Callable[Given, Result]:
-    """Make `work` raise HarnessFault instead of an error of its own, which would be taken for a side's error."""
+    """Make `work` raise HarnessFault instead of an error of its own, which would be mistaken for a side's error."""
 
     @wraps(work)
     def wrapped(*args: Given.args, **kwargs: Given.kwargs) -> Result:
@@ -41,8 +41,8 @@ def raises_harness_faults(work: Callable[Given, Result]) -> Callable[Given, Resu
 
 
 def _own_place(error: Exception) -> str | None:
-    """Return where one of the JUDGES raised the error, or torch called by it; None where a side, or the device, is the
-    cause."""
+    """Return the place in one of the JUDGES that raised the error, directly or in torch; None if a side or the device
+    is the cause."""
     if type(error).__module__.startswith("perfsuite.") or isinstance(error, MemoryError):
         return None
     if faults.is_of_device(error):

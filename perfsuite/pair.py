@@ -1,4 +1,4 @@
-"""The front door: a `Pair` declared at module level becomes pytest items that prove, time and gate it."""
+"""`Pair`, the main entry point: declared at module level, it becomes pytest items that prove, time and gate it."""
 
 from __future__ import annotations
 
@@ -26,49 +26,49 @@ from perfsuite.specs import (
 from perfsuite.workload import Cost, Workload
 
 TEMPLATE_DRAWS = 5
-"""Draws of a pair made from modules, whose inputs have the full size in each."""
+"""Number of draws of a pair made by `from_modules`. The inputs of each have the full size."""
 
 
 @dataclass(kw_only=True, eq=False)
 class Pair:
-    """A reference and an optimized side of one function, with all that is needed to prove and time them.
+    """A reference and an optimized side of one function, with everything that is needed to prove and time them.
 
     Sides are called with the inputs by position, in the order of `inputs`. They return a tensor, a number, None,
-    or a tuple, list or dict of these. Sides may be modules: all use the parameters of the reference's, by their names.
+    or a tuple, list or dict of these. Sides may be modules: all share the parameters of the reference, by name.
 
     inputs        name → spec (`tensor`, `scalar`, `listof`, `module`, `generator`, `recorded`, `constant`, or nested)
-    step_inputs   for stateful sides: inputs drawn anew for each step
-    mutates       inputs changed in place, {"x"}; any other must come back untouched. As a dict, name → "changed", or
-                  "written" for an input that is an output only: it is filled with NaN before the call; or "buffers" for
-                  a module whose parameters come back untouched, as those of a batch norm in training do
-    consumes      inputs that a call, or its backward pass, uses up: what is left in them means nothing, and their
-                  gradients are compared; "grad_output" is the gradient that comes in to the backward pass
-    gradients     compare gradients of every floating input that is not mutated, of modules those of the parameters
-    rivals        name → side: what a user would pick instead; proven equal, then timed beside the two
+    step_inputs   for stateful sides: inputs that have new values in each step
+    mutates       inputs changed in place, {"x"}; all others must not change. As a dict, name → "changed"; "written" for
+                  an input that is only an output, which is poisoned with NaN before the call; or "buffers" for a module
+                  whose parameters do not change, as in a batch norm in training
+    consumes      inputs that a call, or its backward pass, uses up: their contents afterwards are not compared, but
+                  their gradients are; "grad_output" is the incoming gradient of the backward pass
+    gradients     compare the gradients of every floating-point input that is not mutated, and of modules' parameters
+    rivals        name → side: alternatives that a user might choose; proven equal, then timed against the two sides
     variants      name → side: other paths of the optimized side, proven equal but not timed
-    workloads     the sizes that are timed
-    cost          the least bytes and operations → the limit on this device
-    dtypes        precisions to prove, each an item of its own
-    sizes         name → `size(low, high, multiple_of=)` for property tests
-    where         a condition on the sizes, by name; other draws are not made
-    truth         a cheaper float64 truth; proven against the reference at small sizes
-    precision     a lower working precision that the optimized side declares, e.g. "bfloat16"; "tf32" where products
-                  of float32 are in TF32
+    workloads     sizes that are timed
+    cost          least bytes and operations, from which the limit on this device follows
+    dtypes        precisions to prove, each in its own item
+    sizes         name → `size(low, high, multiple_of=)` for drawn inputs
+    where         condition on the sizes, by name; draws that violate it are not made
+    truth         cheaper float64 truth; proven against the reference at small sizes
+    precision     lower working precision that the optimized side declares, e.g. "bfloat16"; "tf32" if float32 products
+                  are computed in TF32
     excuse        inputs (float64) → bool mask of output elements within rounding of a threshold; a keyword-only
-                  parameter `eps` gets the rounding unit that both sides compute with, under autocast a larger one
-    adjust        called with the drawn inputs before any side sees them: changes in place what lies at such a
-                  threshold; where they are few elements it is called on the CPU
-    steps         for stateful sides: after how many steps the states are compared
-    strides       "reference" (the optimized side's outputs lie in memory as the reference's do), or "any"
-    unsupported   ways of calling (CONTEXTS) that the optimized side is not made for → why; they are not tried
-    max_examples  random draws a proof takes at most, for a pair whose draws are dear; up to three plain ones follow
-                  where they prove too little
-    output_dtype  the dtype of the optimized side's outputs, where it is not the reference's
-    ranks         numbers of processes of torch.distributed that both sides are proven in, too, e.g. (2, 4): each is a
-                  rank of the default group, over NCCL on GPUs and gloo on CPUs, and gets its part of what is `by_rank`.
-                  The truth is the reference in a group of one, on all inputs
-    signed_zeros  whether -0.0 is another answer than 0.0
-    time_limit    seconds one item may take before it counts as hanging; more where a profile draws more than "dev"
+                  parameter `eps` receives the rounding unit of both sides' computation, which is larger under autocast
+    adjust        called with the drawn inputs before any side: changes values near such a threshold in place; called on
+                  the CPU if there are few elements
+    steps         for stateful sides: numbers of steps after which the states are compared
+    strides       "reference" (the optimized side's outputs have the same kind of strides as the reference's), or "any"
+    unsupported   ways of calling (CONTEXTS) that the optimized side does not support → reason; they are not tried
+    max_examples  most random draws of a proof, for a pair whose draws are expensive; up to three plain draws follow if
+                  they prove too little
+    output_dtype  dtype of the optimized side's outputs, if it is not the reference's
+    ranks         numbers of torch.distributed processes in which both sides are proven too, e.g. (2, 4). Each process
+                  is a rank of the default group, with NCCL on GPUs and gloo on CPUs, and gets its part of the inputs
+                  that are `by_rank`. The truth is the reference in a group of one, on all inputs
+    signed_zeros  whether -0.0 and 0.0 are different answers
+    time_limit    seconds after which one item counts as hanging; longer for a profile with more draws than "dev"
     """
 
     reference: Callable[..., Any] | Side
@@ -99,7 +99,7 @@ class Pair:
     output_dtype: str | None = None
     ranks: Sequence[int] = ()
     at_ranks: int = 1
-    """Number of processes that the pair is called in; set by `at`."""
+    """Number of processes in which the pair is called; set by `at`."""
     equal_parts: bool = False
     """Whether all processes get the same part of the inputs that are `by_rank`; set by `at`."""
     name: str = "pair"
@@ -155,8 +155,8 @@ class Pair:
             )
 
     def at(self, ranks: int, *, equal_parts: bool = False) -> Pair:
-        """Return the same pair, called in this many processes. They get `equal_parts` of the inputs, or each its
-        own."""
+        """Return the same pair, called in this number of processes. With `equal_parts`, all get the same part of the
+        inputs; otherwise each gets its own."""
         return replace(self, at_ranks=ranks, equal_parts=equal_parts)
 
     @classmethod
@@ -168,13 +168,12 @@ class Pair:
         get_init_inputs: Callable[[], Sequence[Any]] = lambda: (),
         **fields: Any,
     ) -> Pair:
-        """Return a pair of two classes of modules, as KernelBench has them: `reference(*get_init_inputs())` is one
+        """Return a pair of two module classes, in KernelBench's convention: `reference(*get_init_inputs())` is one
         side.
 
-        What `get_inputs` returns is a template: inputs of its shapes, dtypes and layouts are drawn, with values of the
-        same range. Outputs are compared by value, whatever their strides. One workload has just these shapes;
-        `torch.compile` of the reference is the rival. `fields` are further ones of `Pair`, or others in the place of
-        these.
+        The result of `get_inputs` is a template: inputs of its shapes, dtypes and layouts are drawn, with values in the
+        same range. Outputs are compared by value, whatever their strides. There is one workload, with these shapes, and
+        one rival, `torch.compile` of the reference. `fields` are further fields of `Pair`, or replace these defaults.
         """
         init = list(get_init_inputs())
         made = {"reference": reference(*init), "optimized": optimized(*init)}
@@ -190,8 +189,7 @@ class Pair:
         return cls(**{**made, **defaults, **fields})
 
     def _share_parameters(self) -> None:
-        """Add, for sides that are modules, an input that holds the reference's module, whose parameters all of them
-        use."""
+        """If the sides are modules, add an input with the reference's module, whose parameters all sides share."""
         sides: dict[str, Side] = {
             n: as_side(s)
             for n, s in {
@@ -226,12 +224,12 @@ class Pair:
 
     @property
     def written(self) -> frozenset[str]:
-        """The inputs that are outputs only."""
+        """Inputs that are only outputs."""
         return self._mutated(WRITTEN)
 
     @property
     def keeping_parameters(self) -> frozenset[str]:
-        """Modules among the inputs whose buffers alone are changed by a call."""
+        """Modules among the inputs of which a call changes only the buffers."""
         return self._mutated(BUFFERS)
 
     def _mutated(self, kind: str) -> frozenset[str]:
@@ -240,7 +238,7 @@ class Pair:
 
     @property
     def changed(self) -> frozenset[str]:
-        """The inputs that a call may change: a generator is in another state afterwards."""
+        """Inputs that a call may change, including generators, whose state it advances."""
         generators = (name for name, spec in self.inputs.items() if holds(spec, GeneratorSpec))
         return frozenset({*self.mutates, *self.consumes, *generators}) - {GRAD_OUTPUT}
 
@@ -250,12 +248,11 @@ class Pair:
 
     @property
     def symbols(self) -> set[str]:
-        """The names of the sizes that the inputs depend on."""
+        """Names of the sizes that the inputs depend on."""
         return symbols(dict(self.inputs)) | symbols(dict(self.step_inputs))
 
     def allows(self, sizes: Mapping[str, Any]) -> bool:
-        """Return whether `where` holds for these sizes and scalars together; True while one that it names is not drawn
-        yet."""
+        """Return whether `where` holds for these sizes and scalars. True if one that it needs is not drawn yet."""
         if self.where is None or not sizes.keys() >= set(declared_functions.required(self.where)):
             return True
         given = accepted(self.where, sizes)
@@ -269,7 +266,7 @@ class Pair:
                 self.adjust(*values.values())
 
     def excused(self, values: Mapping[str, Any], eps: float) -> Any:
-        """Call `excuse` on these inputs; None if the pair has no `excuse`."""
+        """Return the result of `excuse` on these inputs; None if the pair has no `excuse`."""
         if self.excuse is None:
             return None
         keywords = {"eps": eps} if declared_functions.has_keyword(self.excuse, "eps") else {}
@@ -280,7 +277,7 @@ class Pair:
         return f"the inputs ({', '.join(self.inputs)}) by position"
 
     def size_of(self, name: str) -> Size | None:
-        """Return the range that the size is drawn from; None where nothing is declared."""
+        """Return the range from which the size is drawn; None if none is declared."""
         if name == RANKS:
             return Size(low=self.at_ranks, high=self.at_ranks)
         declared = self.sizes.get(name)
@@ -294,7 +291,7 @@ class Pair:
         return any(isinstance(s, RecordedSpec) for s in self.inputs.values())
 
     def validate_functions(self) -> None:
-        """Raise PairError where `adjust`, `excuse`, `truth` or `where` cannot be called as they are."""
+        """Raise PairError if `adjust`, `excuse`, `truth` or `where` cannot be called with the pair's inputs."""
         roles = (("adjust", self.adjust), ("excuse", self.excuse), ("truth", self.truth), ("where", self.where))
         for role, call in roles:
             if call is not None and not callable(call):
@@ -307,7 +304,7 @@ class Pair:
             declared_functions.check_named(self.name, "where", self.where, self.symbols | scalars)
 
     def validate(self) -> None:
-        """Raise PairError for errors that show only once the whole pair is there: those of its workloads."""
+        """Raise PairError for errors that can only be detected in the complete pair, such as those of its workloads."""
         if strange := sorted(set(self.sizes) - self.symbols):
             raise PairError(
                 f"pair {self.name!r}: sizes={{{strange[0]!r}: …}} is the size of no input; the sizes are "

@@ -1,4 +1,4 @@
-"""The values that the fields of a pair may have, and the checks of what is given."""
+"""Define the values that the fields of a pair may have, and check the given ones."""
 
 from __future__ import annotations
 
@@ -48,21 +48,21 @@ CONTEXTS = (
     "step_sizes",
     "uneven_step_lists",
 )
-"""The other ways of calling a side that are tried (perfsuite.contexts)."""
+"""Other ways of calling a side that are tried (perfsuite.contexts)."""
 CHANGED, WRITTEN, BUFFERS = "changed", "written", "buffers"
-"""The kinds of mutated inputs: changed in place; written as an output only; a module of which only buffers change."""
+"""Kinds of mutated inputs: changed in place; only written, as an output; a module of which only buffers change."""
 GRAD_OUTPUT = "grad_output"
 """Name in `consumes` of the incoming gradient of the backward pass."""
 
 
 def check_inputs_named(what: str, given: Any) -> None:
-    """Raise PairError where the inputs have no names."""
+    """Raise PairError if the inputs are not a mapping of names to specs."""
     if not isinstance(given, Mapping):
         raise PairError(f"{what}={given!r}: give each input's name with what it is, {what}={{'x': tensor('n')}}")
 
 
 def check_mutates(mutates: Mapping[str, str], inputs: Mapping[str, Spec]) -> None:
-    """Raise PairError where the kind of a mutated input is unknown, or only modules have it."""
+    """Raise PairError if the kind of a mutated input is unknown, or if an input of kind "buffers" is not a module."""
     for name, how in mutates.items():
         if how not in (CHANGED, WRITTEN, BUFFERS):
             raise PairError(
@@ -74,21 +74,21 @@ def check_mutates(mutates: Mapping[str, str], inputs: Mapping[str, Spec]) -> Non
 
 
 def check_roles(every: Mapping[str, Spec], mutates: Collection[str], consumes: Collection[str]) -> None:
-    """Raise PairError where `mutates` or `consumes` names an input that there is not."""
+    """Raise PairError if `mutates` or `consumes` names an input that does not exist."""
     for role, named in (("mutates", set(mutates)), ("consumes", set(consumes) - {GRAD_OUTPUT})):
         for name in sorted(named - set(every)):
             raise PairError(f"{role}={{{name!r}}}: there is no such input; the inputs are {', '.join(every)}")
 
 
 def check_names(names: Collection[str]) -> None:
-    """Raise PairError where the name of an input is no name in Python."""
+    """Raise PairError if the name of an input is not a valid Python name."""
     for name in names:
         if not name.isidentifier() or keyword.iskeyword(name):
             raise PairError(f"input {name!r} is not a Python name; rename it")
 
 
 def check_ranges(read: Mapping[str, Spec]) -> None:
-    """Raise PairError where an input that is read holds whole numbers of a range that is not given."""
+    """Raise PairError if an input that is read contains integers without a declared range."""
     for name, spec in read.items():
         for leaf in tensors_of(spec):
             if leaf.values is ANY_WHOLE and leaf.dtype != "bool":
@@ -99,7 +99,7 @@ def check_ranges(read: Mapping[str, Spec]) -> None:
 
 
 def check_scalars(inputs: Mapping[str, Spec], step_inputs: Mapping[str, Spec]) -> None:
-    """Raise PairError where a scalar is a step input, or is nested in an input."""
+    """Raise PairError if a scalar is a step input, or is nested in an input."""
     for name, spec in step_inputs.items():
         if holds(spec, ScalarSpec):
             raise PairError(
@@ -112,7 +112,7 @@ def check_scalars(inputs: Mapping[str, Spec], step_inputs: Mapping[str, Spec]) -
 
 
 def check_kinds(fields: Mapping[str, Any]) -> None:
-    """Raise PairError where a field is of another kind than it is declared with, in a line that says which."""
+    """Raise PairError, with a line that names the field, if a field has a value of the wrong type."""
     for name in ("rivals", "variants", "unsupported", "sizes"):
         if not isinstance(fields[name], Mapping):
             raise PairError(f"{name}={fields[name]!r}: write a dict, {name}={{name: …}}")
@@ -132,7 +132,7 @@ def check_kinds(fields: Mapping[str, Any]) -> None:
 
 
 def check_precisions(dtypes: Sequence[str], precision: str | None) -> None:
-    """Raise PairError where a precision is unknown."""
+    """Raise PairError if a precision is unknown."""
     for dtype in dtypes:
         if dtype not in DTYPES:
             raise PairError(f"dtype {dtype!r} is not one of {', '.join(DTYPES)}")
@@ -141,7 +141,7 @@ def check_precisions(dtypes: Sequence[str], precision: str | None) -> None:
 
 
 def check_unsupported(unsupported: Mapping[str, str]) -> None:
-    """Raise PairError where a way of calling is unknown, or is left out for no reason."""
+    """Raise PairError if a way of calling is unknown, or has no reason."""
     for name, why in unsupported.items():
         if name not in CONTEXTS:
             raise PairError(f"unsupported={{{name!r}: …}}: not one of {', '.join(CONTEXTS)}")
@@ -150,7 +150,7 @@ def check_unsupported(unsupported: Mapping[str, str]) -> None:
 
 
 def check_proof(strides: str, max_examples: int | None, output_dtype: str | None, dtypes: Sequence[str]) -> None:
-    """Raise PairError where what a proof compares is unknown, or it would draw nothing."""
+    """Raise PairError if `strides` or `output_dtype` is unknown, or if a proof would have no draws."""
     if strides not in STRIDES:
         raise PairError(f"strides={strides!r} is not one of {', '.join(STRIDES)}")
     if max_examples is not None and max_examples < 1:
@@ -162,7 +162,7 @@ def check_proof(strides: str, max_examples: int | None, output_dtype: str | None
 
 
 def check_other_sides(names: Iterable[str]) -> None:
-    """Raise PairError where a rival or variant has the name of one of the two sides."""
+    """Raise PairError if a rival or variant has the name of one of the two sides."""
     for name in names:
         if name in ("reference", "optimized"):
             raise PairError(f"a rival or variant may not be called {name!r}; choose another name")

@@ -1,5 +1,5 @@
-"""Find functions that other code replaced, and put them back: all that torch lets a subclass override, and what a
-function's own code names."""
+"""Find functions that other code has replaced, and restore them: functions and methods of torch and builtins, and the
+objects to which a function's code refers."""
 
 from __future__ import annotations
 
@@ -17,29 +17,29 @@ import torch
 from perfsuite import guard
 
 MOST_HELD = 1000
-"""Most items of a container that is compared by its items; a larger one is compared by identity."""
+"""Most items of a container that is compared item by item. A larger one is compared by identity."""
 
 _EXTENDED: Mapping[str, Any] = {"torch.Tensor": torch.Tensor, "torch.nn.Module": torch.nn.Module}
 """Classes to which libraries add functions."""
 
 
 class Functions(NamedTuple):
-    """torch's functions and methods that a side or a reference could call, as they are bound at some time."""
+    """Snapshot of the functions and methods of torch and builtins that a side or a reference could call."""
 
     bound: tuple[Any, ...]
-    """In the order of `_owned`."""
+    """Objects in the order of `_owned`."""
     added: Mapping[str, Any]
-    """Names that other code added to torch.Tensor or torch.nn.Module, such as a plain test or transformers."""
+    """Attributes that other code, such as a library, added to torch.Tensor or torch.nn.Module."""
 
 
 def functions() -> Functions:
-    """Return the functions as they are bound now; about 0.1 ms."""
+    """Return a snapshot of the functions as they are bound now. It takes about 0.1 ms."""
     bound = tuple(itertools.chain.from_iterable(map(vars(owner).get, names) for owner, names in _by_owner()))
     return Functions(bound, _added())
 
 
 def _added() -> dict[str, Any]:
-    """Return what was added to a tensor or to all modules: it shadows what they inherit."""
+    """Return the attributes that were added to torch.Tensor or torch.nn.Module. They shadow inherited ones."""
     return {
         f"{path}.{name}": vars(owner)[name]
         for path, owner in _EXTENDED.items()
@@ -49,7 +49,7 @@ def _added() -> dict[str, Any]:
 
 @functools.cache
 def _by_owner() -> list[tuple[Any, list[str]]]:
-    """Return the owners with their attributes, in the order of `_owned`."""
+    """Return (owner, names of its attributes) in the order of `_owned`."""
     owned = itertools.groupby(_owned().values(), key=lambda item: id(item[0]))
     return [(items[0][0], [attribute for _, attribute in items]) for _, group in owned if (items := list(group))]
 
@@ -86,7 +86,8 @@ def _owned() -> Mapping[str, tuple[Any, str]]:
 
 
 def patched(before: Functions) -> dict[str, str]:
-    """Return the functions that were since replaced by code that is not torch's own: name → words for a message."""
+    """Return the functions that have been replaced since `before` by code that is not torch's own: name → words for a
+    message."""
     now = functions()
     owned = _owned()
     found: dict[str, str] = {}
@@ -104,7 +105,7 @@ def patched(before: Functions) -> dict[str, str]:
 
 @functools.cache
 def _attributes() -> Mapping[str, frozenset[str]]:
-    """Return the known functions of a tensor and of all modules, without their paths."""
+    """Return the names of the known functions of torch.Tensor and of torch.nn.Module."""
     return {
         path: frozenset(name for at, _, name in (key.rpartition(".") for key in _owned()) if at == path)
         for path in _EXTENDED
@@ -112,7 +113,7 @@ def _attributes() -> Mapping[str, frozenset[str]]:
 
 
 def _is_own(value: Any, package: str) -> bool:
-    """Return whether the object is the package's own code, as are the wrappers that torch itself puts around its
+    """Return whether the object is the package's own code. That includes wrappers that torch puts around its
     functions."""
     while value is not None:
         code = getattr(getattr(value, "__func__", value), "__code__", None)
@@ -125,7 +126,7 @@ def _is_own(value: Any, package: str) -> bool:
 
 
 def unpatch(before: Functions, names: Collection[str]) -> None:
-    """Bind these functions as they were."""
+    """Restore these functions as they were bound in `before`."""
     bound = {**dict(zip(_owned(), before.bound, strict=True)), **before.added}
     for name in names:
         if name in _owned():
@@ -140,11 +141,11 @@ def unpatch(before: Functions, names: Collection[str]) -> None:
 
 
 def bindings(function: Any) -> dict[str, Any]:
-    """Return the objects that a Python function's code refers to by global names, and those that these refer to in
-    turn: "module.name" → object.
+    """Return the objects to which a Python function's code refers by global names, directly or through other functions:
+    "module.name" → object.
 
-    Attributes of modules that the code names are included, and the defaults of functions. Functions of torch's and of
-    the standard library are not followed. A list, dict or set is copied.
+    The attributes of modules that the code uses, and the defaults of functions, are included. Functions of installed
+    packages and of the standard library are not followed. A list, dict or set is copied.
     """
     found: dict[str, Any] = {}
     waiting = [_python(function)]
@@ -172,8 +173,7 @@ def bindings(function: Any) -> dict[str, Any]:
 
 
 def is_same_binding(before: Any, after: Any) -> bool:
-    """Return whether a name refers to the same object, or to a container that holds the same objects in the same
-    places."""
+    """Return whether a name refers to the same object, or to a container of the same objects in the same positions."""
     if before is after:
         return True
     if type(before) is not type(after) or not isinstance(before, (list, dict, set, tuple)):
@@ -211,7 +211,7 @@ def _functions_of(value: Any) -> list[Any]:
 
 
 def names_in(code: CodeType) -> Iterator[str]:
-    """Yield the names that a function's code uses, those of the functions defined in it included."""
+    """Yield the names that a function's code uses, including those in functions defined in it."""
     yield from code.co_names
     for constant in code.co_consts:
         if isinstance(constant, CodeType):

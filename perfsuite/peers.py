@@ -1,8 +1,8 @@
-"""The processes that time a workload together, which must all decide alike.
+"""Coordinate the processes that time a workload together, so that all make the same decisions.
 
-How often a side is called follows from times, which differ between processes. A side that calls collectives waits for
-all ranks, so that one call more in one rank would wait for ever. Everything that decides about calls is therefore asked
-of a `Peers`, which gives all ranks the same answer.
+The number of calls of a side depends on times, which differ between processes. A side that calls collectives waits for
+all ranks, so an additional call in one rank would wait forever. Every value that affects the number of calls therefore
+comes from a `Peers`, which returns the same value in all ranks.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ T = TypeVar("T")
 
 
 class Peers:
-    """A process that times alone. Subclasses answer for several processes, each of which asks at the same point."""
+    """A process that times alone. Subclasses serve several processes, which must call each method at the same point."""
 
     def bits(self, count: int) -> int:
         """Return a random number of `count` bits."""
         return secrets.randbits(count)
 
     def slowest(self, seconds: Sequence[float]) -> list[float]:
-        """Return the largest of all processes' values at each place."""
+        """Return the largest value over all processes, at each position."""
         return list(seconds)
 
     def work(self, seconds: list[float], calls: int) -> list[float]:
-        """Return the same for the seconds of those of the `calls` that were not interrupted."""
+        """Return the result of `slowest` for the seconds of those of the `calls` that were not interrupted."""
         return seconds
 
     def all(self, flag: bool) -> bool:
@@ -42,13 +42,13 @@ class Peers:
         return value
 
     def meet(self) -> None:
-        """Wait until all processes are here."""
+        """Wait until all processes have called this."""
 
     def line_up(self) -> None:
-        """Have the device wait, before what is enqueued next, until all processes' devices are here."""
+        """Enqueue a barrier: the device waits, before later work, until all processes' devices have reached it."""
 
     def part(self, specs: Mapping[str, Any], values: dict[str, Any]) -> dict[str, Any]:
-        """Return this process's part of inputs."""
+        """Return this process's part of the inputs."""
         return values
 
 

@@ -1,4 +1,4 @@
-"""Plan how much of each workload a gate has to time, from what is known since it was accepted. Pure; no torch."""
+"""Plan how much of each workload a gate has to time, from its accepted entry. Pure functions; no torch."""
 
 from __future__ import annotations
 
@@ -14,33 +14,34 @@ from perfsuite.statistics import Estimate, Noise, noise_of, t_quantile, variance
 LONG_S = 1.0
 """Seconds of a call above which a reference is called once, or not at all."""
 SLOW_PROOF_S = 0.02
-"""Seconds of a call from which a reference makes proofs slow: a proof calls it about ten times, half of them in
-float64. Outputs that are bit for bit the accepted side's are then proven by that."""
+"""Seconds of a call above which a reference makes proofs slow: a proof calls it about ten times, half of them in
+float64. Outputs that are bitwise equal to the accepted side's then count as proven."""
 AMPLE = 10.0
-"""Factor: a stored speedup this many times the promised one leaves room for a reference that is timed beside other
-processes."""
+"""If the stored speedup is at least this multiple of the promised one, a long reference may be timed while other
+processes run."""
 FEW_BLOCKS = 3
 FEW_FACTOR = 2.0
-"""Factor of the error of a handful of samples. They do not show the tails of their own error, and twice the error
-covers these."""
+"""Factor on the standard error of a handful of samples. They do not show the tails of their own error, and twice the
+error covers these."""
 FEW_LEAST = math.log(1.2)
-"""A promise that a handful of samples is to confirm must be exceeded by a fifth; else the reference is sampled in
-full."""
+"""Log of the factor by which a promise must be exceeded so that a handful of samples can confirm it; else the reference
+is sampled in full."""
 LEAST_BLOCKS, MOST_BLOCKS = 4, 24
 LEAST_LONG_BLOCKS, LONG_BLOCK_S = 2, 0.5
-"""Fewest blocks where blocks take longer than LONG_BLOCK_S, if the noise allows so few. Two are needed to estimate how
-much blocks vary."""
+"""Fewest blocks if a block takes longer than LONG_BLOCK_S and the noise allows it. Two are needed to estimate the
+variance of blocks."""
 CALLS = 12
 """Calls of the two optimized sides in a block whose calls are so long that each is a sample."""
 MOST_FIRST = 6
-"""Most processes that a workload begins with."""
+"""Most processes with which a workload begins."""
 TARGET_SHARE = 0.35
-"""The standard deviation of a process mean aimed at, as a share of the margin. One process then decides in about two of
-three cases."""
+"""Target standard deviation of a process mean, as a share of the margin. One process then decides in about two of three
+cases."""
 
 
 def noise_parts(entry: Entry) -> tuple[float, float]:
-    """Return (variance of a block, variance of the process shift) of the accepted A/A comparison; zeros without one."""
+    """Return (variance of a block, variance of the process shift) in the accepted A/A comparison; zeros if there is
+    none."""
     processes = [p.log_ratios["accepted"] for s in entry.sessions for p in s.processes if "accepted" in p.log_ratios]
     block, dof = block_variance(processes, entry.clock)
     if len(processes) < 2 or not dof:
@@ -50,7 +51,7 @@ def noise_parts(entry: Entry) -> tuple[float, float]:
 
 
 def scale(entry: Entry, blocks: float) -> float:
-    """Return the variance of a process mean over this many blocks, as a multiple of the accepted variance."""
+    """Return the variance of a process mean over this number of blocks, as a multiple of the accepted variance."""
     block, shift = noise_parts(entry)
     accepted = [
         len(p.log_ratios["accepted"]) for s in entry.sessions for p in s.processes if "accepted" in p.log_ratios
@@ -61,23 +62,24 @@ def scale(entry: Entry, blocks: float) -> float:
 
 
 def blocks_of(entry: Entry, margin: float) -> int | None:
-    """Return how many blocks one process needs to decide nearly always, as far as more blocks help; None where this is
-    unknown."""
+    """Return how many blocks one process needs so that its mean has the target standard deviation, as far as more
+    blocks help; None if the noise is unknown."""
     block, shift = noise_parts(entry)
     if not block:
         return None
-    # Where the process's own shift is too large, blocks that add half of its variance are enough.
+    # If the variance of the process shift is too large, blocks that add half of it are enough.
     room = max((TARGET_SHARE * margin) ** 2 - shift, shift / 2)
     long = CALLS * entry.sides["optimized"].seconds > LONG_BLOCK_S
     return max(LEAST_LONG_BLOCKS if long else LEAST_BLOCKS, min(MOST_BLOCKS, math.ceil(block / room)))
 
 
 def first_processes(entry: Entry, margin: float, prior: Noise, *, slow_to_prepare: bool) -> int:
-    """Return how many processes will probably decide a workload that is as fast as accepted: 2 to 4, or up to 6.
+    """Return how many processes are probably enough for a workload that is as fast as accepted: 2 to 4, or up to 6.
 
-    An estimate one standard error above the truth must still exclude the margin. Where a further process is
-    `slow_to_prepare`, one too few costs more than two too many: three standard errors, and up to 6 processes. `prior`
-    is the noise of two sides with the same code, of all workloads with the same clock.
+    An estimate one standard error above the truth must still exclude the margin. If a further process is
+    `slow_to_prepare`, one process too few costs more than two too many. Then the estimate may be three standard errors
+    above, with up to 6 processes. `prior` is the noise of two sides with the same code, over all workloads with the
+    same clock.
     """
     process = noise_of(entry.process_means("accepted"), prior).process
     one = math.sqrt(process.value * scale(entry, blocks_of(entry, margin) or MOST_BLOCKS))
@@ -100,19 +102,19 @@ def is_ample(entry: Entry, promised: float | None) -> bool:
 
 
 def enough_s(entry: Entry, promised: float | None) -> float:
-    """Return the seconds of work of a long reference that suffice to show a promise that is exceeded by far; 0 where
-    there is none."""
+    """Return the seconds after which a call of a long reference may be stopped, because they are enough to show a
+    promise that is exceeded by far; 0 if it must not be stopped."""
     if promised is None or entry.sides["reference"].seconds <= LONG_S or not is_ample(entry, promised):
         return 0.0
     return AMPLE * promised * entry.sides["optimized"].seconds
 
 
 def doubtful_processes(entry: Entry, promised: float | None, prior: Noise, *, first: int, slow_to_prepare: bool) -> int:
-    """Return how many processes have to sample the reference in full to confirm the promise, at most 6; 0 where a few
-    samples in the first will probably do.
+    """Return how many processes have to sample the reference in full to confirm the promise, at most 6; 0 if a few
+    samples in the first process are probably enough.
 
-    The rule decides after `first` processes, at the level of that stage or of a later one. Where a further process is
-    `slow_to_prepare`, the errors of both are taken twice. `prior` is the noise of all workloads with the same clock.
+    The rule decides after `first` processes, at the level of that stage or of a later one. If a further process is
+    `slow_to_prepare`, errors are doubled. `prior` is the noise of all workloads with the same clock.
     """
     if promised is None:
         return 0
@@ -129,24 +131,25 @@ def doubtful_processes(entry: Entry, promised: float | None, prior: Noise, *, fi
 
 
 def reference_blocks(entry: Entry, promised: float | None) -> int:
-    """Return in how many blocks of the first process the reference joins."""
+    """Return in how many blocks of the first process the reference is timed."""
     if entry.sides["reference"].seconds <= LONG_S:
         return FEW_BLOCKS
     return 0 if promised is None or is_ample(entry, promised) else 1
 
 
 def more_reference_blocks(entry: Entry) -> int | None:
-    """Return the same for a further process, where the promise is in doubt: all blocks (None), or one for a long
-    reference."""
+    """Return in how many blocks of a further process the reference is timed, if the promise is in doubt: all (None), or
+    one for a long reference."""
     return 1 if entry.sides["reference"].seconds > LONG_S else None
 
 
 def further(one: Estimate, bound: float, done: int, levels: Mapping[int, float]) -> int:
-    """Return how many further processes will probably show that the truth lies above `bound`, if their mean stays as it
-    is.
+    """Return how many further processes are probably enough to show that the truth is above `bound`, if the mean stays
+    as it is.
 
-    `one` is the estimate with the error of a single process, of which `done` are there. `levels` has the level at which
-    a number of further processes decides; the last number stands for all that are less likely.
+    `one` is the estimate with the standard error of a single process, and `done` is the number of processes so far.
+    `levels` maps a number of further processes to the level at which the rule then decides. If none is enough, return
+    the largest number.
     """
     for more, level in levels.items():
         if one.value - bound >= t_quantile(1 - level, one.dof + more) * one.se / math.sqrt(done + more):

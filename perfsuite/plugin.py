@@ -1,6 +1,6 @@
 """The pytest plugin: a module-level `Pair` becomes items that prove, time and gate it.
 
-Kept light: nothing here imports torch, Hypothesis or the stages until a test module that holds a pair is collected.
+The plugin is light: it imports torch, Hypothesis and the stages only when a test module with a pair is collected.
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ JOB = "PERFSUITE_JOB"
 """Environment variable that makes this pytest process a measuring worker: the path of its job file."""
 
 PROVEN_IN_FORKS = ("accept", "compare", "gate")
-"""Kinds of run whose proofs are tasks of their own."""
+"""Kinds of run whose proofs are separate tasks."""
 SANITIZER_LOG = "PERFSUITE_SANITIZER_LOG"
-"""Environment variable of a process that runs under compute-sanitizer: where that writes."""
+"""Environment variable of a process that runs under compute-sanitizer: the file to which that writes."""
 
 CONTROL = pytest.StashKey["Control"]()
 SANITIZED = pytest.StashKey[Any]()
 TIMED_ONLY = pytest.StashKey[bool]()
-"""Whether this is a worker that needs only timed items. Making the others takes half of its collection."""
+"""Stash key: whether this is a worker that needs only timed items. Others would take half of its collection time."""
 
-WORKER = JOB in os.environ  # which is taken out of it before any code under test is imported
-if WORKER:  # before anything else: an orphan would disturb the next measurement
+WORKER = JOB in os.environ  # evaluated now, because JOB is removed before any code under test is imported
+if WORKER:  # before anything else, since an orphan would disturb the next measurement
     from perfsuite.orphans import die_with_parent
 
     die_with_parent()
@@ -107,7 +107,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_load_initial_conftests(early_config: pytest.Config) -> Generator[None, object, object]:
-    """Await the verdict that is asked for, from here on: no conftest can end the run before it is reached."""
+    """Register the verdict that this run must reach, so that no conftest can end the run before and leave it green."""
     if JOB in os.environ:
         with uncollected():
             return (yield)
@@ -127,7 +127,7 @@ def pytest_load_initial_conftests(early_config: pytest.Config) -> Generator[None
         from perfsuite import preload
 
         if preload.is_useful():
-            preload.server()  # it takes as long to import torch as this process takes to collect the items
+            preload.server()  # imports torch while this process collects the items, which takes as long
             early_config.add_cleanup(preload.close)
     try:
         return (yield)
@@ -144,7 +144,7 @@ def _proves_in_workers_again(config: pytest.Config) -> bool:
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_collection() -> Generator[None, object, object]:
-    """Import the test modules without garbage collections, only in processes that are perfsuite's own."""
+    """Disable garbage collection while test modules are imported, only in perfsuite's own processes."""
     with uncollected() if JOB in os.environ else contextlib.nullcontext():
         return (yield)
 
@@ -154,7 +154,7 @@ def pytest_configure(config: pytest.Config) -> None:
     for marker in MARKERS:
         config.addinivalue_line("markers", marker)
     if not device_nodes.are_visible():
-        # Triton reads this when it is first imported: without a GPU its kernels can only run interpreted.
+        # Triton reads this when it is first imported. Without a GPU, its kernels can only run in the interpreter.
         os.environ.setdefault("TRITON_INTERPRET", "1")
     if SANITIZER_LOG in os.environ:
         from perfsuite.sanitizer import Watch
@@ -168,12 +168,12 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(wrapper=True, tryfirst=True, specname="pytest_cmdline_main")
 def pytest_cmdline_main_concluded(config: pytest.Config) -> Generator[None, int | None, int | None]:
-    """Make a run red whose verdict was asked for and not reached, whatever ended it. A worker exits at once."""
+    """Make a run red if it has not reached its expected verdict, whatever ended it. A worker exits at once."""
     from perfsuite.conclusion import AWAITED
 
     code = yield
     if WORKER:
-        # Its results are written. Ending Python, torch and the compiler takes up to 7 s, for which the run would wait.
+        # The results are written. The run would wait up to 7 s for the shutdown of Python, torch and the compiler.
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(int(code or 0))
@@ -207,8 +207,8 @@ def pytest_cmdline_main(config: pytest.Config) -> int | None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_protocol(item: pytest.Item) -> None:
-    """Begin a pair's other processes while it is proven, where there are cores for both."""
-    begin_beside = getattr(item.parent, "begin_beside", None)  # only a pair has it
+    """Start a pair's other processes while it is proven, if there are enough cores."""
+    begin_beside = getattr(item.parent, "begin_beside", None)  # only the collector of a pair has it
     if begin_beside is not None and not WORKER:
         begin_beside(item.session.items, item)
 
@@ -227,7 +227,7 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
 
 
 def _wants_gate(option: Any) -> bool:
-    """Return whether the command line asks for the gate: `-m perf --benchmark-compare`. "-m 'not perf'" does not."""
+    """Return whether the command line requests the gate: `-m perf --benchmark-compare`, but not `-m 'not perf'`."""
     perf = re.search(r"(?<!not )\bperf\b", getattr(option, "markexpr", None) or "")
     return bool(perf and getattr(option, "benchmark_compare", None))
 
@@ -239,7 +239,7 @@ def _wants_control(config: pytest.Config) -> bool:
 
 
 def _control(config: pytest.Config) -> Control:
-    """Return the run's control, made when the first pair (or a gate) needs it."""
+    """Return the run's control, which is created when the first pair (or a gate) needs it."""
     if CONTROL not in config.stash:
         from perfsuite.errors import PerfsuiteError
         from perfsuite.modes import control_for
@@ -257,7 +257,7 @@ def _control(config: pytest.Config) -> Control:
 def pytest_make_collect_report(
     collector: pytest.Collector,
 ) -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
-    """Note what the import of a module with a pair leaves changed, for the pair's item `effects`."""
+    """Record the global state that the import of a module with a pair leaves changed, for the pair's item `effects`."""
     if not _declares_a_pair(collector):
         return (yield)
     from perfsuite import patches, process_state
@@ -272,7 +272,7 @@ def pytest_make_collect_report(
 
 
 def _say_in_one_line(collector: pytest.Collector, report: pytest.CollectReport) -> None:
-    """Show only the line of a wrong declaration and what to do about it."""
+    """Reduce the report of a PairError to one line: the place of the wrong declaration, and the remedy."""
     from perfsuite.errors import PairError
 
     call = getattr(report, "call", None)
@@ -306,7 +306,7 @@ def pytest_pycollect_makeitem(collector: pytest.Collector, name: str, obj: objec
     made = [PairCollector.from_parent(collector, name=name, pair=pair, timed_only=timed_only) for name, pair in found]
     if timed_only or not isinstance(obj, type) or not isinstance(collector, pytest.Module):
         return made
-    return [*made, *_collected(collector, name, obj)]  # a test class may have tests besides
+    return [*made, *_collected(collector, name, obj)]  # a test class may also have tests
 
 
 def _pairs(collector: pytest.Collector, name: str, obj: object) -> list[tuple[str, Any]]:
@@ -322,7 +322,7 @@ def _pairs(collector: pytest.Collector, name: str, obj: object) -> list[tuple[st
 
 
 def _collected(collector: pytest.Module, name: str, obj: object) -> list[Any]:
-    """Return the items that pytest itself makes of the object."""
+    """Return the items that pytest itself makes from the object."""
     from _pytest.python import pytest_pycollect_makeitem as make_item
 
     found: Any = make_item(collector, name, obj)
@@ -330,7 +330,7 @@ def _collected(collector: pytest.Module, name: str, obj: object) -> list[Any]:
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
-    """Skip ordinary tests marked `gpu` or `multi_gpu`, with the reason, where there are too few devices."""
+    """Skip ordinary tests marked `gpu` or `multi_gpu`, with the reason, if there are too few devices."""
     needed = 2 if item.get_closest_marker("multi_gpu") else 1 if item.get_closest_marker("gpu") else 0
     if needed:
         from perfsuite import machine
@@ -347,7 +347,7 @@ def pytest_collection_modifyitems(
     every = list(items)
     result = yield
     if SANITIZED in config.stash:
-        # Under the tool a time means nothing.
+        # Times under compute-sanitizer are meaningless.
         timed = [i for i in items if i.get_closest_marker("perf")]
         items[:] = [i for i in items if i not in timed]
         config.hook.pytest_deselected(items=timed)

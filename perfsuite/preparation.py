@@ -18,7 +18,7 @@ from perfsuite.watching import FRESH_BLOCKS, NewValues
 
 
 class Preparation:
-    """A workload's sides on the way to being timed; the parameters are those of `measuring.measure`."""
+    """Preparation of a workload's sides for timing. The parameters are those of `measuring.measure`."""
 
     def __init__(
         self,
@@ -36,9 +36,9 @@ class Preparation:
         self.check = bench.check()
         self.wait_for_proof = wait_for_proof
         self.first_calls: list[tuple[str, Side, str]] = []
-        """(digest of what the first call gave, side, its name): they are compared once the proof is there."""
+        """(Digest of the first call's outputs, side, its name), to be compared when the proof has arrived."""
         self.long: Call | None = None
-        """The only call of a reference that is so long that one is enough."""
+        """The only call of a reference that takes so long that one call is enough."""
         self.rng = bench.rng()
         self.evidence: Evidence | None = None
         self.counts: dict[str, Counts] = {}
@@ -46,9 +46,9 @@ class Preparation:
         if proof:
             self._take(proof)
         self.values: NewValues | None = None
-        """New inputs for the calls that are timed between blocks."""
+        """New input values for the sides between blocks."""
         self.first_s = 0.0
-        """Seconds in which first outputs were compared with the proven ones, and those that differ proven."""
+        """Seconds spent on comparing first outputs with the proven ones, and on proving those that differ."""
 
     def run(self, blocks: int) -> None:
         """Prove, warm up, count, wait until nothing else uses the device, and choose the clock."""
@@ -90,7 +90,7 @@ class Preparation:
             self.evidence = tally.evidence(bench.timed, bench.case.dtype, bench.device)
 
     def _take(self, proof: Proof) -> None:
-        """Take over what another process has proven and counted."""
+        """Use the proof, the digests and the counts of another process."""
         self.proof, self.evidence, self.counts = proof, proof.evidence, dict(proof.counts)
         self.check.known.update(proof.digests)
         if ACCEPTED in self.counts and counts_more(self.counts[ACCEPTED], self.counts[OPTIMIZED]):
@@ -100,12 +100,12 @@ class Preparation:
             self.long = Call(proof.reference_s, None, proof.reference_stopped)
 
     def _defers_reference(self) -> bool:
-        """Return whether the reference may take long, so that it is called when all else is ready."""
+        """Return whether the reference may take long, so that it is called after everything else is ready."""
         slow_truth = self.proof is not None and self.proof.truth_s > SLOW_TRUTH_S
         return REFERENCE in self.timed and (self.reference == 1 or slow_truth)
 
     def _warm_up(self, deferred: bool) -> None:
-        """Warm up all sides that can be timed, but not a reference that is `deferred`; check their first outputs."""
+        """Warm up all sides that can be timed, except a `deferred` reference, and check their first outputs."""
         bench = self.bench
         live = {n: s for n, s in {**self.timed, **self.rivals}.items() if n not in self.skipped}
         if deferred:
@@ -120,7 +120,7 @@ class Preparation:
         bench.phases.part("warm-up", {"first outputs": self.first_s})
 
     def _check_first(self, runner: Runner) -> None:
-        """Check that the first call's outputs are those that were proven."""
+        """Check that the first call's outputs are equal to the proven ones, or prove them."""
         if runner.name == REFERENCE:
             return
         began = perf_counter()
@@ -136,7 +136,7 @@ class Preparation:
         self.first_s += perf_counter() - began
 
     def _note_first(self, runner: Runner) -> None:
-        """Keep the first call's outputs until the proof is there, or their digest where a copy would be large."""
+        """Keep the first call's outputs until the proof arrives, or their digest if a copy would be large."""
         leaves = runner.leaves()
         if self.bench.pair.is_stateful or make.bytes_in([leaves]) > COPIED_BYTES:
             self.first_calls.append((digest(leaves), runner.side, runner.name))
@@ -144,7 +144,8 @@ class Preparation:
             self.check.check_later(leaves, runner.name)
 
     def _check_noted(self) -> None:
-        """Make the same check of the outputs that were kept. A side that gave something else is called again."""
+        """Check the outputs that were kept. If only a digest was kept and is not known, call the side again to prove
+        it."""
         for key, side, name in self.first_calls:
             if key not in self.check.known:
                 self.bench.report(name)
@@ -162,7 +163,7 @@ class Preparation:
                 self.counts |= self.bench.count(uncounted, self.clock)
 
     def _new_values_for(self, blocks: int) -> NewValues:
-        """Return new inputs for the calls that are timed between blocks; with a proof they are drawn in advance."""
+        """Return new input values for the sides between blocks. With a proof, they are drawn in advance."""
         bench = self.bench
         values = NewValues(bench.timed, bench.case, bench.device, bench.home, bench.peers)
         if self.proof is not None:
@@ -171,7 +172,8 @@ class Preparation:
         return values
 
     def _call_long_again(self) -> None:
-        """Warm up long sides anew: their warm-up calls are their samples, and the first ones ran beside other work."""
+        """Warm up long sides again, because their warm-up calls are their samples, and the first ones ran while other
+        processes used the device."""
         with self.bench.phases.time("warm-up"):
             for runner in self.runners.values():
                 if runner.long is not None:
@@ -179,7 +181,8 @@ class Preparation:
                     runner.warm_up(self.clock)
 
     def _call_reference(self) -> None:
-        """Call the reference once. If that takes long, it is its only sample; if not, prepare it like the others."""
+        """Call the reference once. If that takes long, it is the only sample. Otherwise prepare the reference like the
+        other sides."""
         bench = self.bench
         with bench.phases.time("reference"):
             call = bench.call_reference(self.clock, self.rng)
@@ -192,7 +195,7 @@ class Preparation:
         self._count()
 
     def _clock_kind(self) -> str:
-        """Return the clock that is timed on. A rival that cannot be timed on it is left out."""
+        """Return the clock for timing. A rival that cannot be timed on it is left out."""
         pair, workload = self.bench.pair, self.bench.workload
         if not isinstance(self.clock, CudaClock):
             return "wall"

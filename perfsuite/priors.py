@@ -1,4 +1,4 @@
-"""Priors for the variances of a workload, fitted to all accepted workloads of the suite."""
+"""Fit priors for the variances of a workload to all accepted workloads of the suite."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from perfsuite.statistics import DEFAULT_NOISE, PRIOR_WORKLOADS, Noise, Sessions
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Suite:
-    """The suite's accepted noise: of the ratio to the reference, and of two imports of one revision (A/A)."""
+    """Accepted noise of the suite: of the ratio to the reference, and of two imports of one revision (A/A)."""
 
     ratio: Noise = DEFAULT_NOISE
     paired: Noise = DEFAULT_NOISE
@@ -20,12 +20,12 @@ class Suite:
     machines."""
 
     def of(self, clock: str) -> Suite:
-        """Return the noise of workloads with this clock; of all where too few have it."""
+        """Return the noise of workloads with this clock, or of all workloads if too few have it."""
         return self.clocks.get(clock, self)
 
 
 def suite_noise(entries: Mapping[str, Entry]) -> Suite:
-    """Return the noise priors that all accepted workloads of a device give."""
+    """Return the noise priors that are fitted to all accepted workloads of a device."""
     clocks: dict[str, list[Entry]] = {}
     for entry in entries.values():
         clocks.setdefault(entry.clock, []).append(entry)
@@ -37,8 +37,8 @@ def suite_noise(entries: Mapping[str, Entry]) -> Suite:
 
 
 def _of_clock(entries: Collection[Entry], every: Suite) -> Suite | None:
-    """Return the noise of the workloads of one clock, and of all workloads where too few of these show their own; None
-    where they show neither."""
+    """Return the noise of the workloads of one clock. A part to which too few of them contribute is taken from `every`;
+    None if this holds for both parts."""
     ratio, paired = _means(entries)
     if not _enough(ratio) and not _enough(paired):
         return None
@@ -53,6 +53,6 @@ def _enough(workloads: Sequence[Sessions]) -> bool:
 
 
 def _means(entries: Collection[Entry]) -> tuple[list[list[list[float]]], list[list[list[float]]]]:
-    """Return the process means of each workload: of the ratio to the reference, and to the accepted side."""
+    """Return the process means of each workload: (of the ratio to the reference, of the ratio to the accepted side)."""
     ratio = [e.process_means() for e in entries if "reference" not in e.few]
     return ratio, [means for e in entries if (means := e.process_means("accepted"))]

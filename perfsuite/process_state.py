@@ -1,7 +1,7 @@
-"""Read and restore what a call can change for the whole process: settings, modes, hooks, patched functions.
+"""Read and restore the global state that a call can change: settings, modes, hooks and patched functions.
 
-Nothing here is a list of known cases. Settings are all that torch can be asked for without an argument, and hooks are
-all that lie in torch's module of global hooks; `patches` has the functions.
+Most settings are found, not listed: every getter of torch without arguments, and every dict of global hooks in torch's
+modules. `patches` handles the functions.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from torch.nn.modules import module as module_hooks
 from perfsuite.patches import functions, patched, unpatch
 
 State = Mapping[str, Any]
-"""Name, in words → value, which is compared with ==; objects are compared by identity."""
+"""Description of a setting → value. Plain values are compared with ==, other objects by identity."""
 
 ASKED = ((torch, ("get_", "is_", "are_")), (torch._C, ("_get_", "_is_", "_are_", "_len_")))
 SKIPPED = (
@@ -41,8 +41,7 @@ SKIPPED = (
     "_get_DTensor_sharding_propagator_cache_stats",
     "_get_thread_name",
 )
-"""Names that are not settings: paths, names, counts and messages, and functions that initialise something when
-called."""
+"""Getters that do not return settings, but paths, names, counts or messages, or that initialise something."""
 FLAGS = (
     "allow_tf32",
     "fp32_precision",
@@ -50,30 +49,30 @@ FLAGS = (
     "allow_bf16_reduced_precision_reduction",
     "allow_fp16_accumulation",
 )
-"""Attributes of torch.backends that answer only when asked by name."""
+"""Settings that are attributes of torch.backends and of its submodules."""
 AUTOCAST = ("cpu", "cuda")
 HOOKED = (("modules", module_hooks), ("optimizers", sys.modules["torch.optim.optimizer"]))
 """Kinds of objects that have global hooks, each with the module of torch that holds the hooks."""
 PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.device)
 GROUP = "torch.distributed's default process group"
 UNDECIDED = object()
-"""Value of a setting that is not decided yet: no later value counts as a change."""
+"""Value of a setting that is not decided yet. No later value counts as a change."""
 TINY, HALF = 2.0**-1022, 0.5
-"""Their product is subnormal."""
+"""Numbers whose product is subnormal."""
 
 
 def set_profile(function: Any) -> None:
-    """Set the profiler as `sys.setprofile` does. Also accepts what `sys.getprofile` returns for a profiler in C, which
-    is not a function."""
+    """Set the profile function as `sys.setprofile` does. Also accept the object that `sys.getprofile` returns for a
+    profiler in C, which is not callable."""
     if function is None or callable(function):
         sys.setprofile(function)
-    elif enable := getattr(function, "enable", None):  # of cProfile
+    elif enable := getattr(function, "enable", None):  # cProfile
         enable()
 
 
 _WRITERS: dict[str, Callable[[Any], Any]] = {
     "torch's grad mode": torch.set_grad_enabled,
-    # A device that is set is a function mode, also where it is the processor.
+    # Setting a default device pushes a function mode, even if the device is the CPU.
     "torch's default device": lambda device: torch.set_default_device(None if device.type == "cpu" else device),
     "torch's any autocast enabled": lambda on: None if on else _end_autocast(),
     "torch's anomaly detection": torch.autograd.set_detect_anomaly,
@@ -106,7 +105,7 @@ _NAMES = {
     "_len_torch_function_stack": "number of function modes",
 }
 COMPUTE = ("CPU", "CUDA", "Autograd", "AutogradCPU", "AutogradCUDA")
-"""Keys of torch's dispatcher whose kernels a call of an operator runs."""
+"""Dispatch keys of torch whose kernels a call of an operator may run."""
 _SETTERS = {
     "_get_flash_sdp_enabled": "_set_sdp_use_flash",
     "_get_mem_efficient_sdp_enabled": "_set_sdp_use_mem_efficient",
@@ -114,21 +113,21 @@ _SETTERS = {
     "_get_cudnn_sdp_enabled": "_set_sdp_use_cudnn",
     "_get_overrideable_sdp_enabled": "_set_sdp_use_overrideable",
 }
-"""Getter of torch → its setter, where the setter's name does not follow from the getter's."""
+"""Getter of torch → its setter, if the setter's name cannot be derived from the getter's."""
 
 
 # --- settings, modes and hooks --------------------------------------------------------------------------------------
 
 
 def settings(names: Collection[str] | None = None) -> dict[str, Any]:
-    """Return the settings, modes and hooks that hold for every call in this thread: these names, or all. All take 0.1
-    ms."""
+    """Return the settings, modes and hooks that affect every call in this thread: those with these names, or all.
+    Reading all takes 0.1 ms."""
     found: dict[str, Any] = {}
     readers = _readers()
     for name in readers if names is None else names:
         try:
             found[name] = readers[name]()
-        # torch refuses the old name of a setting once the new one was used; a working directory may have been removed.
+        # torch refuses the old name of a setting after the new one was used. The working directory may be removed.
         except (RuntimeError, AttributeError, OSError):
             found[name] = None
     return found
@@ -138,7 +137,7 @@ def settings(names: Collection[str] | None = None) -> dict[str, Any]:
 def _readers() -> Mapping[str, Callable[[], Any]]:
     readers: dict[str, Callable[[], Any]] = {}
     with warnings.catch_warnings():
-        warnings.simplefilter("error")  # what is deprecated is left out
+        warnings.simplefilter("error")  # leaves out deprecated getters
         for owner, prefixes in ASKED:
             for name in dir(owner):
                 if name.startswith(prefixes) and name not in SKIPPED and _answers(getattr(owner, name)):
@@ -157,7 +156,7 @@ def _readers() -> Mapping[str, Callable[[], Any]]:
             if name.startswith("_global_") and isinstance(held, dict):
                 readers[f"hooks of all {kind} ({name})"] = functools.partial(_copied, held)
     readers |= {
-        "torch's flushing of subnormal numbers": lambda: TINY * HALF == 0.0,  # the processor's: it holds for Python too
+        "torch's flushing of subnormal numbers": lambda: TINY * HALF == 0.0,  # a CPU flag, which affects Python too
         "torch's sdp priority order": _attention_order,
         "hooks on saved tensors": getattr(torch._C._autograd, "_saved_tensors_hooks_is_enabled", lambda: None),
         "Python's garbage collection": gc.isenabled,
@@ -176,7 +175,8 @@ def _readers() -> Mapping[str, Callable[[], Any]]:
 
 
 def _begin_group(before: Any) -> None:
-    """Restore a default process group of this process alone. A group of several processes cannot be put back."""
+    """Restore a default process group that contains only this process. A group of several processes cannot be
+    restored."""
     if before is not UNDECIDED and before.size() == 1:
         if dist.is_initialized():
             dist.destroy_process_group()
@@ -184,7 +184,7 @@ def _begin_group(before: Any) -> None:
 
 
 def begin_group(device: str) -> None:
-    """Initialise the default process group with this process alone."""
+    """Initialise the default process group with only this process."""
     store = dist.HashStore()  # type: ignore[attr-defined]  # torch's stubs leave it out
     dist.init_process_group(group_backend(device), store=store, rank=0, world_size=1)
 
@@ -199,7 +199,7 @@ def _default_group() -> Any:
 
 
 def _replaced_operators() -> tuple[str, ...]:
-    """Return the kernels of torch's own operators that were registered from Python, for devices and for gradients."""
+    """Return the kernels of torch's own operators that Python code has registered, for devices and for gradients."""
     return _of_compute(frozenset(getattr(torch.library, "_impls", ())))
 
 
@@ -209,7 +209,7 @@ def _of_compute(kernels: frozenset[str]) -> tuple[str, ...]:
 
 
 def _answers(call: Any) -> bool:
-    """Return whether the call gives a plain value without an argument."""
+    """Return whether the call returns a plain value without arguments."""
     if not callable(call) or isinstance(call, type):
         return False
     try:
@@ -243,17 +243,17 @@ def _backends() -> Iterator[tuple[str, Any]]:
 
 
 def _chosen_precision(owner: Any) -> Any:
-    """Return the chosen precision. Once it was set by its old name, the new name no longer says that nothing was
-    chosen."""
+    """Return the chosen precision, with "none" as "ieee". After it was set by its old name, the new name no longer
+    returns "none" if nothing is chosen."""
     chosen = getattr(owner, "fp32_precision", None)
     return "ieee" if chosen == "none" else chosen
 
 
 def _attention_order() -> Any:
-    """Return attention's backends in the order that torch prefers; None where torch has no way to ask.
+    """Return the backends of attention in torch's order of preference; None if torch has no getter for it.
 
-    torch decides on the order when attention first runs on a GPU. Until CUDA is initialised nothing is decided.
-    Afterwards a tiny attention makes torch decide before anything is compared.
+    torch chooses the order when attention first runs on a GPU. Before CUDA is initialised, the order is UNDECIDED.
+    Afterwards, a tiny attention call makes torch choose before anything is compared.
     """
     ask = getattr(torch._C, "_get_sdp_priority_order", None)
     if ask is None:
@@ -276,7 +276,7 @@ def _copied(held: dict[Any, Any]) -> tuple[tuple[Any, Any], ...]:
 
 
 def differences(before: State, after: State) -> dict[str, str]:
-    """Return the settings that differ: name → words that say how."""
+    """Return the settings that differ: name → description of the change."""
     return {
         name: f"sets {name} to {_shown(after[name])} (before: {_shown(value)})"
         for name, value in before.items()
@@ -308,13 +308,13 @@ def sendable_settings() -> State:
 
 
 def take(wanted: State) -> None:
-    """Set what differs from these settings, which another process sent."""
+    """Apply these settings, which another process sent, where they differ."""
     now = settings(wanted)
     restore(wanted, [name for name in wanted if now[name] != wanted[name]])
 
 
 def restore(before: State, names: Collection[str]) -> None:
-    """Put these settings back as far as torch lets them be set."""
+    """Restore these settings, as far as torch allows it."""
     for name in names:
         write = _writer(name)
         if write is not None:
@@ -378,14 +378,15 @@ QUICK = (
     "Python's trace function",
     "Python's profile function",
 )
-"""Settings that are read around every call: those that most affect what other code computes."""
+"""Settings that are read around every call: those that most affect the results of other code."""
 
 
 @contextmanager
 def kept(*, quick: bool = False) -> Iterator[dict[str, str]]:
-    """Collect what the block leaves changed, name → words, and restore it: all settings, modes, hooks and functions.
+    """Collect the global state that the block leaves changed, name → words, and restore it: all settings, modes, hooks
+    and functions.
 
-    With `quick` the settings of QUICK alone, in a few µs.
+    With `quick`, only the settings in QUICK, in a few µs.
     """
     changed: dict[str, str] = {}
     before, bound = settings(QUICK if quick else None), None if quick else functions()
@@ -403,7 +404,7 @@ def kept(*, quick: bool = False) -> Iterator[dict[str, str]]:
 
 
 def generators() -> dict[str, Any]:
-    """Return the states of all generators that no argument names: torch's, each GPU's, numpy's and Python's."""
+    """Return the states of all global random generators: torch's, each GPU's, NumPy's and Python's."""
     states: dict[str, Any] = {
         "torch's random state": _bytes(torch.get_rng_state()),
         "Python's random state": str(hash(random.getstate())),
@@ -420,8 +421,8 @@ def generators() -> dict[str, Any]:
 
 @contextmanager
 def advanced_generators() -> Iterator[None]:
-    """Let each of these generators draw one more number for the block. A side that sets one to a constant, as by
-    torch.manual_seed, then changes its state, even if an earlier call has set it already."""
+    """Advance each global random generator by one number for the block. A side that sets one to a constant state, as
+    torch.manual_seed does, then changes its state, even if an earlier call has already set it."""
     numpy, cuda = sys.modules.get("numpy"), torch.cuda.is_available() and torch.cuda.is_initialized()
     of_torch, of_python = torch.get_rng_state(), random.getstate()
     of_gpus = torch.cuda.get_rng_state_all() if cuda else []
@@ -448,5 +449,5 @@ def _bytes(state: torch.Tensor) -> str:
 
 
 def threads() -> dict[int, threading.Thread]:
-    """Return Python's threads that live, by number."""
+    """Return the running Python threads, by thread identifier."""
     return {thread.ident: thread for thread in threading.enumerate() if thread.ident is not None}

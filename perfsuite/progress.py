@@ -1,5 +1,4 @@
-"""Show what a run is about to do and how far it is: a line for each workload, and a bar where the output is a
-terminal."""
+"""Show what a run is about to do and its progress: a line for each workload, and a bar if the output is a terminal."""
 
 from __future__ import annotations
 
@@ -21,7 +20,7 @@ from perfsuite.worker_process import Lane
 
 
 class Progress:
-    """Draws through pytest's capture."""
+    """Progress display that writes past pytest's capture."""
 
     def __init__(self, config: pytest.Config) -> None:
         self._reporter: Any = config.pluginmanager.get_plugin("terminalreporter")
@@ -33,36 +32,36 @@ class Progress:
         self._total = self._ended = 0
 
     def expect(self, text: str, total: int) -> None:
-        """Announce `total` tasks; `text` says which, and how long they will take."""
+        """Announce `total` tasks. `text` describes them and how long they will take."""
         self.done()
         self._total, self._ended = total, 0
         if text:
             self.say(text)
 
     def add(self, tasks: int) -> None:
-        """Announce this many more tasks."""
+        """Announce this number of further tasks."""
         self._total += tasks
 
     def include(self, tasks: int) -> None:
-        """Announce these tasks, as far as those announced before leave no room for them."""
+        """Announce that this number of tasks follows. Raise the total only if it is too small for them."""
         self._total = max(self._total, self._ended + tasks)
 
     def begin(self, lane: int, id: str) -> None:
-        """Note that a task begins in the given lane."""
+        """Show that a task begins in the given lane."""
         if self._console.is_terminal:
             with self._uncaptured():
                 self._draw(name_of(id))
 
     def ended(self, id: str, text: str) -> None:
-        """Note that a task has ended, with this result."""
+        """Show that a task has ended, with its result."""
         self._ended += 1
         self.say(f"[{self._ended}/{self._total}] {name_of(id)}: {text}")
 
     def say(self, line: str) -> None:
-        """Print a line for the reader, separate from the bar."""
+        """Print a line, separate from the bar."""
         with self._uncaptured():
             if self._reporter is not None:
-                self._reporter.ensure_newline()  # pytest's own line may have begun
+                self._reporter.ensure_newline()  # pytest's own line may be unfinished
             self._console.print(escape(line), soft_wrap=True)
 
     def _uncaptured(self) -> AbstractContextManager[None]:
@@ -89,12 +88,12 @@ class Progress:
 
 
 def name_of(id: str) -> str:
-    """Return a workload as progress shows it: its pair and name."""
+    """Return the short name of a workload for the display: its pair and name."""
     return id.partition("::")[2].replace("::speed", "") or id
 
 
 def measurements(ids: Sequence[str]) -> str:
-    """ "2 workloads", or "8 measurements of 2 workloads" where some are measured more than once."""
+    """Return "2 workloads", or "8 measurements of 2 workloads" if some are measured more than once."""
     workloads = len(set(ids))
     several = f"{len(ids)} measurements of " if len(ids) > workloads else ""
     return f"{several}{units.count(workloads, 'workload')}"
@@ -106,7 +105,7 @@ def proofs_on(tasks: Sequence[Task], chosen: Sequence[Lane]) -> str:
 
 
 def shown(outcome: Outcome) -> str:
-    """Return a line on a task's outcome; empty where pytest itself reports it."""
+    """Return a line about a task's outcome; empty if pytest itself reports it."""
     if isinstance(outcome, Proof):
         return f"proven in {outcome.seconds:.1f} s" + (f"; {outcome.unloaded}" if outcome.unloaded else "")
     if isinstance(outcome, Failure):

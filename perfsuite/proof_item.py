@@ -51,13 +51,13 @@ EXAMPLES = {"dev": 25, "ci": 25, "thorough": 500}
 FEW_EXAMPLES = {"dev": 3, "ci": 3, "thorough": 30}
 
 FEW = (proofs.INTEGRITY, proofs.CONTEXTS, proofs.EFFECTS, proofs.OUTSIDE, proofs.RANKS)
-"""Items whose draws take many calls each, and for which a handful of draws is enough."""
+"""Kinds of proofs with many calls per draw, for which a handful of draws is enough."""
 
 ANY_DRAW = (proofs.INTEGRITY, proofs.EFFECTS)
 """Proofs in FEW for which edge sizes, layouts and special values matter, after a few plain draws."""
 
 EVERY_KIND = ("equivalence", "gradients")
-"""Items that draw every kind of inputs at least once."""
+"""Kinds of proofs that draw every kind of inputs at least once."""
 
 FORWARD_ONLY = ("equivalence", proofs.TRUTH)
 """Kinds whose draws have no backward pass."""
@@ -66,29 +66,29 @@ PLAIN_ONLY = (proofs.CONTEXTS, proofs.OUTSIDE, proofs.RANKS)
 """Proofs in FEW for which plain draws are enough."""
 
 OTHER_PARAMETERS = ("positional argument", "keyword-only argument")
-"""Parts of Python's message where a function is called with other arguments than it takes."""
+"""Parts of Python's message if a function is called with arguments that it does not accept."""
 
 SMALL_STEP_EXAMPLES = 8
-"""Fewest draws of a stateful pair, which takes 100 steps a draw and therefore gets fewer draws."""
+"""Fewest draws of a stateful pair, which runs 100 steps per draw and therefore has fewer draws."""
 
 MORE_DRAWS = 2
-"""Factor by which Hypothesis makes more draws than there are cases to prove: it draws some cases several times, mostly
-small ones."""
+"""Ratio of Hypothesis's draws to the number of cases to prove. Hypothesis draws some cases, mostly small ones, several
+times."""
 
 Prove = Callable[[Case, Tally], None]
 
 
 class Hang(BaseException):
-    """An item ran past its time limit; not an Exception, so that nothing on the way swallows or repeats it."""
+    """An item exceeded its time limit. Not a subclass of Exception, so that no handler swallows or retries it."""
 
 
 def device() -> str:
-    """Return the device on which correctness items run: the GPU where there is one."""
+    """Return the device on which correctness items run: the GPU if there is one."""
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 class _Distinct:
-    """Filter that lets `most` different cases through, and then only those that are needed to shrink a failure."""
+    """Filter that accepts `most` different cases and, after a failure, further cases that shrink it."""
 
     def __init__(self, most: int) -> None:
         self.most = most
@@ -97,7 +97,7 @@ class _Distinct:
 
     @contextmanager
     def wanted(self, case: Case) -> Iterator[bool]:
-        """Yield whether the case is to be proven. The block raises where it fails."""
+        """Yield whether the case is to be proven. The block must raise if the proof fails."""
         line = case_line(case)
         wanted = line not in self.passed and (self.failed or len(self.passed) < self.most)
         try:
@@ -112,7 +112,8 @@ class _Distinct:
 
 
 class ProofItem(pytest.Function):
-    """A property over Hypothesis draws; fails with one readable message and the line that reproduces it."""
+    """Item that proves a property over Hypothesis draws. It fails with a readable message and a command that reproduces
+    the failure."""
 
     def __init__(
         self,
@@ -132,22 +133,22 @@ class ProofItem(pytest.Function):
         self.report: Callable[[str], None] = lambda line: None
         """Called with each draw before it is proven."""
         self.only: str = parent.config.option.perfsuite_case or ""
-        """The one draw to prove."""
+        """The only draw to prove; empty for all."""
         self.alone = ""
-        """The one side to call, on that draw, instead of a proof."""
+        """The only side to call on that draw, instead of a proof; empty for a proof."""
         self.lacked_memory = False
         """Whether a side ran out of device memory on some draw."""
         self.left_out: tuple[str, ...] = ()
-        """Draws on which the reference faults."""
+        """Draws that are left out, because the reference faults on them."""
         self.kind = name.partition("[")[0]
         self._gradients = pair.gradients and self.kind not in FORWARD_ONLY
         profile = parent.config.option.perfsuite_profile or ("ci" if os.environ.get("CI") else "dev")
         self.limit_s = pair.time_limit * EXAMPLES[profile] / EXAMPLES["dev"]
         node = f"{parent.nodeid}::{name}"
-        # One for all sides of the pair, which are so proven on the same draws.
+        # The same for all sides of the pair, so that they are proven on the same draws.
         self.seed = _seed(parent, f"{self.kind} {dtype}", profile) if self.kind in EVERY_KIND else None
         self.large_seed = _seed(parent, f"{self.kind} {dtype}, large", profile)
-        # Many faults need some elements to show: draws of every kind would be mostly tiny.
+        # Many faults need several elements to be visible, but draws of every kind are mostly tiny.
         self.first = self._test(profile, f"{node}, first", plain_cases) if self.kind in ANY_DRAW else None
         strategy = plain_cases if self.kind in PLAIN_ONLY else cases
         super().__init__(name=name, parent=parent, callobj=self._test(profile, node, strategy, self.seed), **kwargs)
@@ -161,7 +162,7 @@ class ProofItem(pytest.Function):
 
         @hypothesis.settings(
             max_examples=examples if self.kind in FEW else MORE_DRAWS * examples,
-            derandomize=profile == "ci",  # takes no notice of earlier failures either
+            derandomize=profile == "ci",  # ignores earlier failures too
             deadline=None,
             print_blob=False,
             report_multiple_bugs=False,
@@ -183,9 +184,9 @@ class ProofItem(pytest.Function):
                     self._prove(case)
 
         wrapped: Any = prove_draws
-        # Hypothesis seeds a derandomised test from its function: without this every pair had the same draws.
+        # Hypothesis derives the seed of a derandomised test from its function, which is the same for every pair.
         wrapped.hypothesis.inner_test._hypothesis_internal_add_digest = nodeid.encode()
-        # Not hypothesis.seed, which would also switch off the database of failures.
+        # Not hypothesis.seed, which would also disable the database of failures.
         wrapped._hypothesis_internal_use_seed = seed
         return wrapped
 
@@ -198,7 +199,7 @@ class ProofItem(pytest.Function):
         self.report(case_line(case))
         try:
             self._judge(case)
-        finally:  # a fault of the GPU makes whatever comes after it fail, and is no result of this draw's rule
+        finally:  # a GPU fault makes every later operation fail, so it takes precedence over this draw's result
             faults.check()
 
     def _judge(self, case: Case) -> None:
@@ -246,7 +247,7 @@ class ProofItem(pytest.Function):
 
     def _run(self) -> None:
         __tracebackhide__ = True
-        # Our line says how to reproduce a failure; Hypothesis would add its own, about a test that is not the user's.
+        # The item's own message says how to reproduce a failure. Hypothesis's would be about an internal test.
         with (
             time_limit(self.limit_s * sanitizer.slower()),
             with_reporter(lambda message: None),
@@ -291,7 +292,7 @@ class ProofItem(pytest.Function):
             self._complete_turns()
 
     def _complete_turns(self) -> None:
-        """Prove the last draw again, with the checks of the turns that no draw had because several were alike."""
+        """Prove the last draw again with the checks of those turns that no draw had, because draws were repeated."""
         numbers = self.tally.numbers
         line = list(numbers)[-1]
         for number in range(len(numbers), proofs.TURNS):
@@ -299,8 +300,8 @@ class ProofItem(pytest.Function):
             self._prove(parse_case(line, self.dtype))
 
     def _draw_every_kind(self) -> NotEquivalent | None:
-        """Prove draws that hold every kind of inputs; they count among the draws of the proof. Return the first
-        failure."""
+        """Prove draws that together contain every kind of inputs, and reduce the number of random draws by them. Return
+        the first failure, or None."""
         if self.seed is None:
             return None
         sizes = facts_of(self.pair).sizes
@@ -313,7 +314,7 @@ class ProofItem(pytest.Function):
         return failure
 
     def _call_alone(self, case: Case) -> None:
-        """Call one side on the draw. Its outputs are not compared: only whether it returns matters."""
+        """Call one side on the draw. Its outputs are not compared, since only whether it returns matters."""
         pair, gradients = self.pair, self.kind == proofs.GRADIENTS
         how: dict[str, Any] = {"gradients": gradients, "way": truths.proven_way(case, gradients=gradients)}
         self.current = case
@@ -374,7 +375,8 @@ class ProofItem(pytest.Function):
         return self.with_reproduction(message, case_line(case))
 
     def with_reproduction(self, message: str, line: str) -> str:
-        """Return the message, and the command that proves this draw again; of a few numbers, also what is drawn."""
+        """Return the message and the command that proves this draw again. If the inputs are few numbers, include
+        them."""
         text = f"{message}\nreproduce: pytest {shlex.quote(self.nodeid)} --perfsuite-case={shlex.quote(line)}"
         inputs = diagnosis.shown(self.pair, parse_case(line, self.dtype), self.home)
         return f"{text}\ninputs: {inputs}" if inputs else text
@@ -384,15 +386,15 @@ class ProofItem(pytest.Function):
 
 
 def _seed(collector: pytest.Collector, proof: str, profile: str) -> int:
-    """Return the seed of a proof's draws: the same for every side, and another in each run unless the profile is
+    """Return the seed of a proof's draws. It is the same for every side, and differs between runs unless the profile is
     "ci"."""
     run = "" if profile == "ci" else _seed_of_run(collector.config)
     return int.from_bytes(hashlib.sha256(f"{run} {collector.nodeid} {proof}".encode()).digest())
 
 
 def _seed_of_run(config: pytest.Config) -> str:
-    """Return the seed of the run: that of --hypothesis-seed, of the whole run where xdist distributes it, or of this
-    process."""
+    """Return the seed of the run: that of --hypothesis-seed, else a common one for all workers of xdist, else a random
+    one of this process."""
     given = config.getoption("hypothesis_seed", None)
     if given is not None:
         return str(given)
@@ -404,7 +406,7 @@ _RUN = secrets.token_hex()
 
 @contextmanager
 def time_limit(seconds: float) -> Iterator[None]:
-    """Raise Hang in the main thread after `seconds`; end the process if it is stuck where Python cannot interrupt."""
+    """Raise Hang in the main thread after `seconds`. End the process 30 s later if Python cannot interrupt it."""
 
     def expire(signum: int, frame: Any) -> None:
         raise Hang(

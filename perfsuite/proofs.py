@@ -1,4 +1,4 @@
-"""The proofs of a pair: one list, for pytest's items and for `perfsuite.check`."""
+"""List the proofs of a pair, for pytest's items and for `perfsuite.check`."""
 
 from __future__ import annotations
 
@@ -22,23 +22,23 @@ EQUIVALENCE, GRADIENTS, INTEGRITY, CONTEXTS, EFFECTS, OUTSIDE, RANKS, TRUTH = (
     "truth",
 )
 TURNS = 3
-"""Checks that depend little on the draw take turns: each draw makes one in this many of them."""
+"""Checks that depend little on the draw take turns: each draw runs one of this many of them."""
 
 
 @dataclass(frozen=True, slots=True)
 class Proof:
-    """One proof of a pair: of `side` in `dtype`, for kinds that concern one side."""
+    """One proof of a pair. `side` is None for kinds that do not concern only one side."""
 
     kind: str
     dtype: str
     side_name: str = OPTIMIZED
     side: Side | None = None
     ranks: int = 1
-    """The number of processes in which both sides are called."""
+    """Number of processes in which both sides are called."""
 
     @property
     def name(self) -> str:
-        """Name as in the node id of its item, e.g. "gradients[bfloat16-triton]"."""
+        """Name in the node id of the proof's item, e.g. "gradients[bfloat16-triton]"."""
         if self.kind == RANKS:
             return f"{self.kind}[{self.ranks}]"
         if self.side is None:
@@ -47,15 +47,15 @@ class Proof:
 
 
 def has_turn(check: Callable[..., Any], in_turn: Sequence[Callable[..., Any]], number: int | None) -> bool:
-    """Return whether this draw of a proof makes the check, which may be one of those that take turns.
+    """Return whether this draw of a proof runs the check, which may be one of those that take turns.
 
-    number  that of the draw, from 0; None for a draw that makes all checks
+    number  number of the draw, from 0; None for a draw that runs all checks
     """
     return number is None or check not in in_turn or (in_turn.index(check) + number) % TURNS == 0
 
 
 def of(pair: Pair) -> Iterator[Proof]:
-    """Yield the pair's proofs, in the order in which they are made."""
+    """Yield the pair's proofs, in the order in which they run."""
     sides = {OPTIMIZED: as_side(pair.optimized), **{name: as_side(side) for name, side in pair.variants.items()}}
     kinds = [EQUIVALENCE]
     if pair.gradients and not pair.is_stateful and execution.differentiable(pair):

@@ -1,7 +1,7 @@
-"""Find which code a side runs, and check that it is the code of its own tree: no revision may be compared with itself.
+"""Find which code a side runs, and check that it is from its own tree, so that no revision is compared with itself.
 
-One call of a side, and the building of its step where it has one, are watched by Python's profile hook, with
-torch.compile falling back to eager so that every Python function is seen.
+Python's profile hook observes one call of a side, and the building of its step if it has one. torch.compile falls back
+to eager, so that every Python function is seen.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ OPERATORS = "torch/_ops.py"
 
 @dataclass(slots=True)
 class Executed:
-    """Source files of the Python functions that were called, and modules of the compiled ones."""
+    """Source files of the Python functions that were called, and modules of the C functions."""
 
     files: set[str] = field(default_factory=set)
     compiled: set[str] = field(default_factory=set)
 
     def note(self, frame: Any, event: str, argument: Any) -> None:
-        """Note a call: a profile function, as `sys.setprofile` takes it."""
+        """Record a call. This is a profile function for `sys.setprofile`."""
         if event == "call":
             self.files.add(frame.f_code.co_filename)
         elif event == "c_call" and isinstance(module := getattr(argument, "__module__", None), str):
@@ -46,8 +46,8 @@ class Executed:
 
 @contextmanager
 def watched(executed: Executed) -> Iterator[None]:
-    """Record what is called in the block, in this thread, in those started inside, and since Python 3.12 in all
-    others."""
+    """Record the functions that are called in the block: in this thread, in threads started in the block, and since
+    Python 3.12 in all others."""
     everywhere: Any = getattr(threading, "setprofile_all_threads", threading.setprofile)
     before = sys.getprofile()
     everywhere(executed.note)
@@ -60,7 +60,7 @@ def watched(executed: Executed) -> Iterator[None]:
 
 
 def run(pair: Pair, side: Side, master: dict[str, Any], case: Case, device: str, *, gradients: bool) -> Executed:
-    """Return what one call of the side executes on a copy of these inputs."""
+    """Return the code that one call of the side executes, on a copy of these inputs."""
     executed = Executed()
     values = make.clone(master)
     steps = make.build_step(pair, case, device, 1) if pair.is_stateful else {}
@@ -112,8 +112,7 @@ def _unwatched() -> Iterator[None]:
 
 
 def problem(accepted: Executed, current: Executed, tree: Tree) -> str:
-    """Return why the comparison would not be one of two revisions, with the remedy; empty where each side runs its
-    own."""
+    """Return why this would not be a comparison of two revisions; empty if each side runs its own code."""
     top, inside = Path(tree.top), Path(tree.folder, TREE)
     ours = [p for p in _files(accepted) if not _is_harness(p)]
     for path in ours:
@@ -140,7 +139,7 @@ def problem(accepted: Executed, current: Executed, tree: Tree) -> str:
 
 
 def _files(executed: Executed) -> list[Path]:
-    """Return the files whose functions were called, however the paths to them were spelled."""
+    """Return the resolved paths of the files whose functions were called."""
     return [Path(f).resolve() for f in sorted(executed.files) if os.path.isabs(f)]
 
 
@@ -149,7 +148,8 @@ def _is_harness(path: Path) -> bool:
 
 
 def _installed(path: Path, tree: Path) -> Path | None:
-    """Return where in the tree the source of an installed file would lie; None for a file that is not installed."""
+    """Return the path in the tree that the source of an installed file would have; None if the file is not installed or
+    the tree does not have its package."""
     inside = _below_installed(path)
     if not inside or inside[0] == HARNESS:
         return None
@@ -157,14 +157,14 @@ def _installed(path: Path, tree: Path) -> Path | None:
 
 
 def _below_installed(path: Path) -> tuple[str, ...]:
-    """Return the parts of a path below the folder of installed packages; none where it lies in no such folder."""
+    """Return the parts of a path below the folder of installed packages; empty if it is not in such a folder."""
     places = [n for n, part in enumerate(path.parts) if part in INSTALLED]
     return path.parts[places[-1] + 1 :] if places else ()
 
 
 def _extensions(executed: Executed) -> list[Path]:
-    """Return the files of the compiled modules whose functions were called, and of libraries of operators, if any was
-    called."""
+    """Return the files of the compiled modules whose functions were called and, if an operator was called, of the
+    loaded libraries of operators."""
     modules = [sys.modules.get(name) for name in sorted(executed.compiled)]
     files = [f for m in modules if isinstance(f := getattr(m, "__file__", None), str) and not f.endswith(".py")]
     if any(f.endswith(OPERATORS) for f in executed.files):

@@ -1,8 +1,7 @@
-"""Prove a workload's sides equal on the very inputs that are timed, and recognise proven outputs later.
+"""Prove a workload's sides equal on the inputs that are timed, and recognise proven outputs later.
 
-The float64 truth is expensive, so it is established at most once for a draw, and only when an output appears that is
-not bit for bit one that was proven before. A later process that draws the same inputs and gets the same bits need not
-establish it at all.
+The float64 truth is expensive, so it is computed at most once per draw, and only if an output is not bitwise equal to
+a proven one. A later process that draws the same inputs and gets the same bits does not compute it at all.
 """
 
 from __future__ import annotations
@@ -29,26 +28,23 @@ from perfsuite.tally import Tally
 NO_MEMORY = "runs out of memory"
 """Reason why a rival is not timed."""
 COPIED_BYTES, COPIED_TO_HOST_BYTES = 1 << 30, 8 << 30
-"""The most memory that copies of outputs take on their device, and on the host. The timed sides may need all the memory
-of the device that they had before."""
+"""Most bytes of copies of outputs on their device, and on the host. The timed sides may need all of the device's
+remaining memory."""
 AFTER_FIRST = " after 1 step"
 HASHED_AT_ONCE = 1 << 25
-"""64-bit words of a GPU tensor that are hashed in one go: the intermediate results take several times their bytes."""
+"""64-bit words of a GPU tensor that are hashed at a time. The intermediate results need several times their bytes."""
 
 
 @dataclass(frozen=True, slots=True)
 class Drawn:
-    """New values of a workload's inputs, and the case that they were made from."""
+    """New values of a workload's inputs, and the case from which they were made."""
 
     case: Case
     values: dict[str, Any]
 
 
 class OutputCheck:
-    """Compares the outputs of a workload's sides with the truth of one draw.
-
-    `steps` are those of a stateful pair.
-    """
+    """Comparison of the outputs of a workload's sides with the truth of one draw."""
 
     def __init__(
         self,
@@ -67,13 +63,13 @@ class OutputCheck:
         self._truths: dict[int, truths.Truth] = {}
         """Truths by the number of replicas."""
         self.seconds = 0.0
-        """Seconds that establishing the truth took."""
+        """Seconds of computing the truth."""
         self.copied: dict[str, tuple[Leaves, dict[str, torch.device], str]] = {}
-        """Digest → copies of outputs that are still to be compared, their devices, and the name of their side."""
+        """Digest → (copies of outputs that are still to be compared, their devices, name of their side)."""
 
     @property
     def truth(self) -> truths.Truth:
-        """The float64 truth of the draw. Raises PairError where the reference overflows."""
+        """The float64 truth of the draw. Raises PairError if the reference overflows."""
         return self._known(rule.NONE)
 
     def _known(self, replicas: int) -> truths.Truth:
@@ -95,15 +91,14 @@ class OutputCheck:
             raise PairError(truths.overflows(self.pair)) from None
 
     def first(self, leaves: Leaves, name: str, side: Side) -> None:
-        """Raise NotEquivalent where the outputs of the side's first call are wrong."""
+        """Raise NotEquivalent if the outputs of the side's first call are wrong."""
         if self.pair.is_stateful:
             self.first_step(leaves, name, side)
         else:
             self.check(leaves, name)
 
     def hold_new(self, leaves: Leaves, drawn: Drawn) -> None:
-        """Raise NotEquivalent where these outputs on new values are wrong. Values whose truth overflows count as
-        right."""
+        """Raise NotEquivalent if these outputs on new values are wrong. If the truth overflows, they count as right."""
         known = truths.by_replicas(
             self.pair, self.case, self.device, most=rule.FEW, gradients=self.gradients, drawn=lambda: drawn.values
         )
@@ -114,7 +109,7 @@ class OutputCheck:
         equivalence.hold(self.pair, known, leaves, name="timed optimized", strict_strides=False)
 
     def check(self, leaves: Leaves, name: str) -> None:
-        """Raise NotEquivalent where these outputs of a stateless pair are wrong."""
+        """Raise NotEquivalent if these outputs of a stateless pair are wrong."""
         key = digest(leaves)
         if key not in self.known:
             self._hold(leaves, name)
@@ -124,8 +119,8 @@ class OutputCheck:
         equivalence.hold(self.pair, self._known, leaves, name=name, tally=tally, strict_strides=False)
 
     def check_later(self, leaves: Leaves, name: str) -> None:
-        """Check only whether the outputs are known, which is quick, and copy the others for `check_copied` to
-        compare."""
+        """Check only whether the outputs are known, which is fast. If not, copy them, so that `check_copied` compares
+        them later; compare them now if the copies would need too much memory."""
         key = digest(leaves)
         if key in self.known or key in self.copied:
             return
@@ -138,7 +133,7 @@ class OutputCheck:
         self.copied[key] = _moved(leaves, to, copy=True), devices, name
 
     def check_copied(self) -> None:
-        """Raise NotEquivalent where outputs that `check_later` has copied are wrong."""
+        """Raise NotEquivalent if outputs that `check_later` has copied are wrong."""
         while self.copied:
             key, (copies, devices, name) = self.copied.popitem()
             if key in self.known:
@@ -148,28 +143,28 @@ class OutputCheck:
             self.known.add(key)
 
     def trust(self, leaves: Leaves) -> None:
-        """Take these outputs as proven."""
+        """Accept these outputs as proven."""
         self.known.add(digest(leaves))
 
     def first_step(self, leaves: Leaves, name: str, side: Side) -> None:
-        """Check what a stateful side leaves after its first step. If that is not known, the side is proven anew."""
+        """Check the outputs and state of a stateful side after its first step. If they are not known, prove the side
+        again."""
         if digest(leaves) not in self.known:
             self.prove(side, name)
 
     def prove(self, side: Side, name: str, tally: Tally | None = None) -> None:
-        """Run the side on the draw and compare its outputs with the truth. Raises NotEquivalent where they are
-        wrong."""
+        """Run the side on the draw and compare its outputs with the truth. Raises NotEquivalent if they are wrong."""
         produced = self.produce(side)
         self._hold(produced, name, tally)
         self.known.add(self._key(produced))
 
     def produce(self, side: Side) -> Leaves:
-        """Return the side's outputs on the draw, from a call of its own."""
+        """Return the side's outputs on the draw, from a separate call."""
         return truths.produce(self.pair, side, self.case, self.device, gradients=self.gradients, home=self.home)
 
     def same(self, sides: Mapping[str, Side], report: Callable[[str], None]) -> bool:
-        """Return whether two sides give the same outputs, bit for bit. The first side is trusted, so that equal outputs
-        become known ones."""
+        """Return whether two sides return bitwise equal outputs. The first side is trusted, so equal outputs become
+        known."""
         keys = []
         for name, side in sides.items():
             report(name)
@@ -181,14 +176,14 @@ class OutputCheck:
         return True
 
     def _key(self, produced: Leaves) -> str:
-        """Return the digest by which the outputs of a timed side are recognised. For a step it is that of what the
-        first call leaves."""
+        """Return the digest by which the outputs of a timed side are recognised. For a stateful pair, it is the digest
+        of the outputs and state after the first step."""
         if not self.pair.is_stateful:
             return digest(produced)
         return digest({n.removesuffix(AFTER_FIRST): leaf for n, leaf in produced.items() if n.endswith(AFTER_FIRST)})
 
     def explained(self, error: NotEquivalent, side: Side, name: str) -> NotEquivalent:
-        """Return the same error, or one that says that the side goes on working after it has returned."""
+        """Return the same error, or one that says that the side continues to work after it has returned."""
         late = comes_late(self.pair, side, self.case, self.device, self.truth, gradients=self.gradients, home=self.home)
         if not late:
             return error
@@ -198,10 +193,9 @@ class OutputCheck:
 def prove_sides(
     check: OutputCheck, sides: Mapping[str, Side], rivals: Mapping[str, Side], report: Callable[[str], None]
 ) -> tuple[Tally, dict[str, str]]:
-    """Prove `sides`, then `rivals`. Return (tally, rivals that cannot be timed). The evidence is of the first of
-    `sides`.
+    """Prove `sides`, then `rivals`. Return (tally of the first of `sides`, rivals that cannot be timed → reason).
 
-    Raises NotEquivalent where one of `sides` is wrong. A rival that is wrong or raises is only left out.
+    Raises NotEquivalent if one of `sides` is wrong. A rival that is wrong or raises is only left out.
     """
     tally, skipped = Tally(draws=1), dict[str, str]()
     for number, (name, side) in enumerate(sides.items()):
@@ -224,7 +218,7 @@ def prove_sides(
 
 
 def unequal(error: NotEquivalent) -> str:
-    """Return why a rival is not timed whose outputs are wrong."""
+    """Return the reason why a rival with wrong outputs is not timed."""
     return f"not equal, so not timed: {error}"
 
 
@@ -233,7 +227,7 @@ def _moved(leaves: Leaves, devices: Mapping[str, torch.device], *, copy: bool = 
 
 
 def digest(leaves: Leaves) -> str:
-    """Return a digest of all that a side produced, bit for bit, the same in every process."""
+    """Return a digest of the bits of everything that a side produced. It is the same in every process."""
     hashed = hashlib.sha256()
     for name, leaf in leaves.items():
         if isinstance(leaf, torch.Tensor):
@@ -257,7 +251,7 @@ def _bits(tensor: torch.Tensor) -> bytes:
 
 
 def _weighted(words: torch.Tensor, chunk: int) -> torch.Tensor:
-    """Return two sums of the words modulo 2⁶⁴, each word with weights that depend on its position."""
+    """Return two sums of the words modulo 2⁶⁴, with weights that depend on the position of the word."""
     place = torch.arange(words.numel(), device=words.device).add_(chunk * HASHED_AT_ONCE)
     sums = []
     for odd in (0x1E3779B97F4A7C15, 0x3F58476D1CE4E5B9):

@@ -10,13 +10,13 @@ import torch
 from perfsuite.specs import ListSpec, TensorSpec
 
 Change = Callable[[torch.Tensor, int], torch.Tensor]
-"""(tensor, the dimension along which it is divided) → the tensor that replaces it."""
+"""(Tensor, dimension along which it is divided) → tensor that replaces it."""
 
 
 def of_rank(specs: Mapping[str, Any], values: Mapping[str, Any], rank: int, ranks: int) -> dict[str, Any]:
-    """Return the inputs of one rank: its part of what is `by_rank`, and all of the others.
+    """Return the inputs of one rank: its part of the inputs that are `by_rank`, and the whole of all others.
 
-    A part of a contiguous whole is a tensor of its own, as each rank would have made it; of others it is a view.
+    The part of a contiguous tensor is a new tensor, as if the rank had made it. The part of any other tensor is a view.
     """
 
     def own(tensor: torch.Tensor, dim: int) -> torch.Tensor:
@@ -27,7 +27,7 @@ def of_rank(specs: Mapping[str, Any], values: Mapping[str, Any], rank: int, rank
 
 
 def equal(specs: Mapping[str, Any], values: Mapping[str, Any], ranks: int) -> dict[str, Any]:
-    """Return the inputs with the part of the first rank in the place of every rank's."""
+    """Return the inputs with every rank's part replaced by that of the first rank."""
 
     def repeated(tensor: torch.Tensor, dim: int) -> torch.Tensor:
         return torch.cat([part(tensor, dim, 0, ranks)] * ranks, dim)
@@ -36,7 +36,7 @@ def equal(specs: Mapping[str, Any], values: Mapping[str, Any], ranks: int) -> di
 
 
 def part(tensor: torch.Tensor, dim: int, rank: int, ranks: int) -> torch.Tensor:
-    """Return the rank's part of the tensor along this dimension: a view."""
+    """Return the rank's part of the tensor along this dimension, as a view."""
     length = tensor.shape[dim] // ranks
     return tensor.narrow(dim, rank * length, length)
 

@@ -1,4 +1,4 @@
-"""The Triton kernels that a function can reach, by the names that its code uses."""
+"""Find the Triton kernels that a function can reach, by the names that its code uses."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from perfsuite import modules
 from perfsuite.patches import names_in
 
 KERNELS = ("JITFunction", "GluonJITFunction", "InterpretedFunction")
-"""Triton's classes of kernels, compiled, written in Gluon, and interpreted."""
+"""Names of Triton's kernel classes: compiled, written in Gluon, and interpreted."""
 WRAPPERS = (functools.partial, MethodType, property, staticmethod, classmethod, dict, list, tuple, set)
-"""Types of wrappers that are looked into, whoever made them."""
+"""Types of wrappers and containers that are searched, whichever module made them."""
 MOST_ITEMS = 1000
-"""Most items of a container that is searched: longer ones hold data."""
+"""Most items of a container that is searched. Longer ones contain data."""
 
 
 def kernels(calls: Iterable[Any]) -> dict[str, Any]:
     """Return qualified name → kernel, for all kernels that these callables can reach in their own projects.
 
-    A function reaches the globals, attributes of modules and closures that its code names, and so on from there. A
-    class and an instance reach what their methods reach.
+    A function reaches the globals, module attributes and closures that its code names, its defaults, and everything
+    that these reach. A class and an instance reach what their methods reach. Device functions are left out.
     """
     if "triton" not in sys.modules:
         return {}
@@ -39,12 +39,12 @@ def kernels(calls: Iterable[Any]) -> dict[str, Any]:
         value = waiting.popleft()
         if id(value) in seen:
             continue
-        seen[id(value)] = value  # kept, so that its id is no other's
+        seen[id(value)] = value  # kept alive, so that its id stays unique
         if type(value).__name__ in KERNELS:
             found[f"{value.fn.__module__}.{value.fn.__name__}"] = value
         elif _is(value, WRAPPERS) or _project(value) in projects:
             waiting.extend(_parts(value))
-        elif modules.is_module_type(type(value)):  # one of torch's, as Sequential: its submodules may be the project's
+        elif modules.is_module_type(type(value)):  # torch's own, such as Sequential, may contain the project's
             waiting.extend(vars(value)["_modules"].values())
     called = set().union(*map(_calls, found.values()))
     return {name: kernel for name, kernel in found.items() if kernel.fn.__name__ not in called}
@@ -72,7 +72,7 @@ def _parts(value: Any) -> Iterator[Any]:
         case list() | tuple() | set():
             yield from _few(value, len(value))
         case ModuleType():
-            pass  # only those of its attributes that code names
+            pass  # `_named` yields those of its attributes that code names
         case _:
             yield type(value)
             yield from getattr(value, "__dict__", {}).values()
@@ -85,7 +85,7 @@ def _few(values: Iterable[Any], count: int) -> Iterable[Any]:
 def _named(function: FunctionType) -> Iterator[Any]:
     """Yield the objects that the function's code names: globals, and attributes of modules.
 
-    A module that the function itself imports is left out, since it may not be there yet.
+    A module that the function itself imports is left out, since it may not be imported yet.
     """
     names = set(names_in(function.__code__))
     named: list[ModuleType] = []
@@ -112,8 +112,8 @@ def _named(function: FunctionType) -> Iterator[Any]:
 
 
 def _is(value: Any, kinds: type | tuple[type, ...]) -> bool:
-    """Return the same as isinstance, for any object. One of torch's objects warns that it is deprecated whenever its
-    class is read."""
+    """Return the same as isinstance, but do not read `__class__`, because one of torch's objects then warns that it is
+    deprecated."""
     return issubclass(type(value), kinds)
 
 
@@ -129,8 +129,7 @@ def _with_submodules(call: Any) -> Iterable[Any]:
 
 
 def _project(value: Any) -> str:
-    """Return the first part of the name of the module that defines the object; empty if no module of a project defines
-    it."""
+    """Return the top-level package that defines the object or its class; empty for builtins, or if it is unknown."""
     if _is(value, MethodType):
         value = value.__func__
     owner = value if _is(value, (FunctionType, type)) else type(value)
@@ -139,8 +138,8 @@ def _project(value: Any) -> str:
 
 
 def _calls(kernel: Any) -> set[str]:
-    """Return the names that the kernel calls or passes on: a device function is compiled into its callers, never
-    launched."""
+    """Return the names that the kernel calls or passes as arguments. These are device functions, which are compiled
+    into their callers and never launched."""
     tree = ast.parse(textwrap.dedent(inspect.getsource(kernel.fn)))
     calls = [n for n in ast.walk(tree) if isinstance(n, ast.Call)]
     parts = [part for call in calls for part in (call.func, *call.args)]

@@ -1,4 +1,4 @@
-"""Frozen records that pass from stage to stage. They hold no tensors and serialise to JSON."""
+"""Frozen records that are passed between stages. They contain no tensors and serialise to JSON."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from perfsuite.workload import Promises
 
 R = TypeVar("R")
 REFERENCE, OPTIMIZED, ACCEPTED = "reference", "optimized", "accepted"
-"""The names of the sides in every record."""
+"""Names of the sides in every record."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -38,7 +38,7 @@ class Case:
     inputs: Mapping[str, InputCase]
     seed: int
     steps: int | None = None
-    """Most steps of a stateful pair that are taken; None for all that the pair declares."""
+    """Most steps of a stateful pair; None for all steps that the pair declares."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,12 +53,12 @@ class Evidence:
     elements: int
     excused: int
     worst: float
-    """The largest error seen, as a fraction of its budget."""
+    """Largest error, as a fraction of its budget."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SideRecord:
-    """One side of one workload in one process. Times are seconds a call, medians over the process."""
+    """Record of one side of one workload in one process. Times are median seconds per call over the process."""
 
     device_s: float | None
     wall_s: float | None
@@ -70,7 +70,7 @@ class SideRecord:
 
 
 COPY, MATMUL, LAUNCH = "copy", "matmul", "launch"
-"""The anchor kernels, as a measurement names them."""
+"""Names of the anchor kernels in a measurement."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -88,7 +88,7 @@ class Limit:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Condition:
-    """The state of the device over a measurement."""
+    """State of the device during a measurement."""
 
     sm_clock_mhz: float | None = None
     sm_clock_min_mhz: float | None = None
@@ -101,7 +101,7 @@ class Condition:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Counts:
-    """The cost of one call of a side besides time; None where it cannot be counted."""
+    """Counts of one call of a side; None if they cannot be counted."""
 
     host_syncs: int | None = None
     launches: int | None = None
@@ -110,7 +110,7 @@ class Counts:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ProcessGroup:
-    """The processes of torch.distributed that called a workload's sides together."""
+    """Processes of torch.distributed that called a workload's sides together."""
 
     ranks: int
     backend: str
@@ -118,20 +118,20 @@ class ProcessGroup:
     version: str = ""
     """Version of NCCL; empty for gloo."""
     variables: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    """The environment variables of NCCL, gloo and torch's use of them."""
+    """Environment variables that affect NCCL, gloo and torch's use of them."""
     links: Mapping[str, str] = dataclasses.field(default_factory=dict)
     """Connection of the devices of two ranks, as {"0-1": "NVLink"}."""
     by_rank: tuple[Mapping[str, Counts], ...] = ()
-    """The cost of a call of each side in each rank."""
+    """Counts of a call of each side, for each rank."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, repr=False)
 class Measurement:
-    """One workload timed in one process.
+    """Measurement of one workload in one process.
 
-    `log_ratios[other]` holds one value a block: the median over its ABBA rounds of log(time of `other` / time of
-    `optimized`), so that a positive value means that `optimized` is faster. Keys are "reference", each rival,
-    and "accepted", the optimized side of the accepted revision.
+    `log_ratios[other]` has one value per block: the median over its ABBA rounds of log(time of `other` / time of
+    `optimized`). A positive value means that `optimized` is faster. Keys are "reference", each rival, and "accepted",
+    the optimized side of the accepted revision.
     """
 
     id: str
@@ -146,37 +146,37 @@ class Measurement:
     sides: Mapping[str, SideRecord]
     log_ratios: Mapping[str, tuple[float, ...]]
     few: tuple[str, ...] = ()
-    """Sides too slow to repeat: sampled a few times only."""
+    """Sides that are too slow to repeat and were sampled only a few times."""
     at_least: tuple[str, ...] = ()
-    """Sides whose only call was stopped once it had taken long enough: their seconds are a lower bound."""
+    """Sides whose only call was stopped after a time limit, so that their seconds are a lower bound."""
     skipped: Mapping[str, str] = dataclasses.field(default_factory=dict)
     """Rivals that were not timed, each with the reason."""
     limit: Limit | None = None
     items: float = 0.0
-    """Items that a call processes, as the pair's `Cost` counts them; 0 where it does not."""
+    """Items that a call processes, as declared by the pair's `Cost`; 0 if it declares none."""
     unit: str = "items"
     condition: Condition = Condition()
     anchors: Mapping[str, float] = dataclasses.field(default_factory=dict)
-    """Seconds of each anchor kernel beside this workload."""
+    """Seconds of each anchor kernel, timed with this workload."""
     seconds: float = 0.0
     phases: Mapping[str, float] = dataclasses.field(default_factory=dict)
     """Seconds of each phase of this measurement, by name: "inputs", "proof", "warm-up", "timing" and others."""
     evidence: Evidence | None = None
     group: ProcessGroup | None = None
-    """The processes that called the sides together; None for one process."""
+    """Processes that called the sides together; None for one process."""
 
     @property
     def speedup(self) -> float | None:
-        """How many times as fast as the reference the optimized side is: the median over blocks.
+        """Speedup of the optimized side over the reference: the median over blocks.
 
-        None where the reference was not timed.
+        None if the reference was not timed.
         """
         blocks = self.log_ratios.get(REFERENCE)
         return math.exp(statistics.median(blocks)) if blocks else None
 
     @property
     def throughput(self) -> float | None:
-        """Items a second of the optimized side: of its median block. None where no items are counted."""
+        """Items per second of the optimized side, by its median block; None if no items are declared."""
         ours = self.sides.get(OPTIMIZED)
         return self.items / statistics.median(ours.blocks_s) if self.items and ours and ours.blocks_s else None
 
@@ -188,8 +188,8 @@ class Measurement:
 
 
 def complete(measurements: Iterable[Measurement], side: str) -> tuple[list[Measurement], bool]:
-    """Return (measurements in which the side ran to its end, or all if it did in none; whether all are lower
-    bounds)."""
+    """Return (measurements, whether all are lower bounds). The measurements are those in which the side ran to its end,
+    or all that timed it if it did so in none."""
     timed = [m for m in measurements if side in m.sides]
     whole = [m for m in timed if side not in m.at_least]
     return whole or timed, bool(timed) and not whole
@@ -197,63 +197,64 @@ def complete(measurements: Iterable[Measurement], side: str) -> tuple[list[Measu
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Ran:
-    """Everything that a workload ran, in digests (digests.py). Paths are relative to the repository's top folder."""
+    """Digests of all code and data that a workload used (digests.py). Paths are relative to the repository's top
+    folder."""
 
     sources: Mapping[str, str]
     data: Mapping[str, str] = dataclasses.field(default_factory=dict)
     surroundings: str = ""
     variables: Mapping[str, str] | None = None
-    """The environment variables among the surroundings; None where they were not noted."""
+    """Environment variables that are part of `surroundings`; None if they were not recorded."""
     packages: tuple[str, ...] | None = None
-    """The packages among the surroundings, as `name==version`; None where they were not noted."""
+    """Packages that are part of `surroundings`, as `name==version`; None if they were not recorded."""
     launched: str = ""
-    """Digest of what the workload launched on the device (launches.py); empty where that cannot be known in full."""
+    """Digest of what the workload launched on the device (launches.py); empty if it cannot be observed completely."""
     untraced: str = ""
-    """Why there is no such digest."""
+    """Reason why `launched` is empty."""
     unknown: str = ""
-    """Why it cannot be known what the workload ran; empty where it can."""
+    """Reason why it cannot be known what the workload ran; empty if it can."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Proof:
-    """One workload's sides, proven equal on the inputs of `seed`, so that a later process need not prove it again."""
+    """Proof that one workload's sides are equal on the inputs of `seed`. Later processes need not prove it again."""
 
     id: str
     seed: int
     evidence: Evidence | None = None
     digests: tuple[str, ...] = ()
-    """Digests of the outputs that were proven right, bit for bit."""
+    """Digests of the bits of the proven outputs."""
     counts: Mapping[str, Counts] = dataclasses.field(default_factory=dict)
     rivals: tuple[str, ...] = ()
-    """Rivals whose outputs were proven right, too."""
+    """Rivals whose outputs were proven too."""
     skipped: Mapping[str, str] = dataclasses.field(default_factory=dict)
     """Rivals that cannot be timed, each with the reason."""
     unloaded: str = ""
-    """Why the accepted side cannot be compared with; empty where it can, or where there is none."""
+    """Reason why the accepted side cannot be compared; empty if it can, or if there is none."""
     ran: Ran | None = None
-    """Record of what the optimized side ran, where that was asked for."""
+    """Record of what the optimized side ran, if it was requested."""
     same_launches: bool = False
     """Whether a trace showed that the optimized side launches what was accepted. Then nothing was proven."""
     truth_s: float = 0.0
-    """Seconds that it took to establish the float64 truth, beside whatever else ran; 0 where that was not needed."""
+    """Seconds of computing the float64 truth, while other processes ran; 0 if it was not needed."""
     reference_s: float | None = None
-    """Seconds of one call of the reference, beside whatever else ran; None where it was not asked for."""
+    """Seconds of one call of the reference, while other processes ran; None if it was not requested."""
     reference_stopped: bool = False
-    """Whether that call was stopped, because it had taken long enough for its promise."""
+    """Whether that call was stopped, because it had already taken long enough to show the promise."""
     phases: Mapping[str, float] = dataclasses.field(default_factory=dict)
     seconds: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Alone:
-    """A workload's sides, each timed apart from the other: the reference in a process where nothing of the optimized
-    side has run, the optimized side in one where no test is running."""
+    """Times of a workload's sides in separate processes: the reference in a process where no code of the optimized side
+    has run, the optimized side in one where no test is running."""
 
     id: str
     blocks_s: tuple[float, ...]
     """Median seconds a call of the reference, by block."""
     outside_s: float | None = None
-    """Seconds of a call of the optimized side on the wall clock; None where it was not asked for or cannot be had."""
+    """Wall-clock seconds of a call of the optimized side; None if they were not requested or cannot be measured."""
     seconds: float = 0.0
 
 
@@ -263,10 +264,11 @@ PromiseRecord: TypeAlias = Promises
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Machine:
-    """The machine: what must agree with a baseline (`device`), and what is reported when it differs."""
+    """Description of a machine. Some fields must agree with a baseline; the others are reported if they differ
+    (`baseline.compare_machines`)."""
 
     device: str
-    """Slug of the device, e.g. "nvidia-h200"; the baseline's file name."""
+    """Slug of the device, e.g. "nvidia-h200", which is also the baseline's file name."""
     device_name: str
     count: int
     cpu: str
@@ -282,16 +284,16 @@ class Machine:
 
 
 class Status(enum.StrEnum):
-    """The verdict on one workload."""
+    """Kind of verdict on a workload."""
 
     PASS = "PASS"
     UNCHANGED = "UNCHANGED"
     IMPROVED = "IMPROVED"
     NOT_EQUIVALENT = "NOT_EQUIVALENT"
     NOT_PROVEN = "NOT_PROVEN"
-    """A proof of the pair failed, so that no time of it means anything."""
+    """A proof of the pair failed, so its times are meaningless."""
     NOT_TIMED = "NOT_TIMED"
-    """Its time is not that of its work, or code under test has changed what measures it."""
+    """The time is not that of the function's work, or code under test has tampered with the measurement."""
     BELOW_FLOOR = "BELOW_FLOOR"
     REGRESSED = "REGRESSED"
     NOISY = "NOISY"
@@ -306,7 +308,7 @@ class Status(enum.StrEnum):
 
     @property
     def blames_code(self) -> bool:
-        """Whether the code under test is at fault, and not the machine, the baseline or the measurement."""
+        """True if the code under test is at fault, and not the machine, the baseline or the measurement."""
         return self in (
             Status.NOT_EQUIVALENT,
             Status.NOT_PROVEN,
@@ -318,7 +320,7 @@ class Status(enum.StrEnum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Excuse:
-    """The waiver that makes a verdict WAIVED, and the verdict that there would be without it."""
+    """Waiver that makes a verdict WAIVED, with the status that the verdict would have without it."""
 
     status: Status
     owner: str
@@ -330,26 +332,26 @@ class Excuse:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CodeChange:
-    """Differences in everything that a workload runs since it was accepted."""
+    """Changes of the code, data and software of a workload since it was accepted."""
 
     since: str
     """The accepted revision, shortened."""
     files: tuple[str, ...] = ()
-    """Its sources that differ, relative to the repository's top folder."""
+    """Sources that differ, relative to the repository's top folder."""
     commits: tuple[str, ...] = ()
-    """Commits since then that changed one of these files, the newest first: short hash and subject."""
+    """Commits since the acceptance that changed one of these files, newest first: short hash and subject."""
     uncommitted: tuple[str, ...] = ()
-    """Files of these that differ from the last commit, too."""
+    """Those of these files that also differ from the last commit."""
     other: str = ""
-    """The first difference of another kind: software, environment, data, or a new file."""
+    """First difference of another kind: software, environment, data, or a new file."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Verdict:
-    """The gate's answer for one workload, in one line (`message`) and in figures.
+    """The gate's verdict on one workload, in one line (`message`) and in figures.
 
-    `slowdown` is the estimated relative slowdown of the optimized side against what was accepted (0.03 = 3%
-    slower), `low` and `high` its 95% interval. `moved` names what moved: "optimized", "reference", "device",
+    `slowdown` is the estimated relative slowdown of the optimized side against the accepted one (0.03 = 3% slower), and
+    `low` and `high` are its 95% interval. `moved` is the cause of a change: "optimized", "reference", "device",
     "software" (both sides, and not the device) or None.
     """
 
@@ -366,17 +368,16 @@ class Verdict:
     accepted_speedup: float | None = None
     moved: str | None = None
     compared: str = ""
-    """Side that the optimized side was compared with, e.g. "the accepted revision 1a2b3c4"; empty where there was
-    none."""
+    """Revision with which the optimized side was compared, e.g. "the accepted revision 1a2b3c4"; empty if none."""
     processes: int = 0
     same_code: bool = False
-    """Whether it runs exactly the accepted code, so that a slowdown of it has another cause."""
+    """Whether the workload runs exactly the accepted code, so that a slowdown has another cause."""
     excuse: Excuse | None = None
-    """The waiver that covers it; None unless it is WAIVED."""
+    """Waiver that applies to the verdict; None unless the status is WAIVED."""
 
 
 PLAIN = frozenset({str, int, float, bool, type(None)})
-"""Types of most values of a record, which JSON has, too."""
+"""Types of most values of a record, which JSON has too."""
 
 
 @cache
@@ -401,19 +402,20 @@ def to_json(value: Any) -> Any:
 
 
 def from_json(kind: type[R], data: Any) -> R:
-    """Return the record of type `kind` that `to_json` gave. A PerfsuiteError names a field that is missing or wrong."""
+    """Return the record of type `kind` from the data that `to_json` returned. Raises PerfsuiteError, which names the
+    field, if one is missing or wrong."""
     known: Any = kind  # for mypy, a type variable's type is not hashable
     result: R = _reader(known)(data, kind.__name__)
     return result
 
 
 Reader: TypeAlias = Callable[[Any, str], Any]
-"""(JSON value, its name in messages) → the value of a record."""
+"""(JSON value, its name in messages) → value of a record's field."""
 
 
 @cache
 def _reader(kind: Any) -> Reader:
-    """Return what reads values of a type. It is made once a type, since a history has a hundred thousand records."""
+    """Return a function that reads values of a type. It is cached, since a history has a hundred thousand records."""
     origin = typing.get_origin(kind)
     if kind is Any:
         return lambda data, where: data

@@ -1,4 +1,4 @@
-"""A run of the reference whose results are rounded otherwise, as other hardware or another order could round them."""
+"""Run the reference with other rounding errors, as other hardware or another order of operations could cause."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _foreach_norm
 """
 
 ROUNDED = frozenset(_ROUNDED.split())
-"""The operations that round: all but copies, comparisons, selections and the like."""
+"""Operations that round: all except copies, comparisons, selections and the like."""
 
 _COMPOSED = """
 softplus silu gelu mish elu _softmax _log_softmax log_sigmoid_forward tanh_backward sigmoid_backward
@@ -36,16 +36,16 @@ native_batch_norm_backward _fused_rms_norm _fused_rms_norm_backward
 """
 
 COMPOSED = frozenset(_COMPOSED.split())
-"""Operations with several roundings, between which terms may cancel: they are decomposed into those of ROUNDED."""
+"""Operations with several roundings, between which terms may cancel. They are decomposed into operations of ROUNDED."""
 
 CONTRACTED = {"mm": 0, "bmm": 0, "mv": 0, "dot": 0, "vdot": 0, "addmm": 1, "baddbmm": 1, "addmv": 1}
-"""The argument whose last dimension a product sums over."""
+"""Product → index of the argument whose last dimension it sums over."""
 
 SCANS = ("cumsum", "cumprod", "logcumsumexp")
-"""Operations that add up along their second argument; half of it on average."""
+"""Operations that accumulate along the dimension in their second argument: half of its length on average."""
 
 MAX_DEPTH = 1024
-"""Most terms, roughly, that a fast kernel adds up one after the other; the rest it adds up in parallel."""
+"""Approximate largest number of terms that a fast kernel sums sequentially. It sums the others in parallel."""
 
 
 class _RedrawnRoundings(PlainMode):
@@ -56,7 +56,7 @@ class _RedrawnRoundings(PlainMode):
         self.factors: dict[tuple[torch.device, torch.dtype, float], _Factors] = {}
         self.spans: dict[tuple[torch.device, torch.dtype, int], tuple[torch.dtype, float]] = {}
         self.known: dict[Any, tuple[str, bool, Callable[..., Any] | None]] = {}
-        from torch._decomp import decomposition_table  # a tenth of a second, needed only here
+        from torch._decomp import decomposition_table  # takes 0.1 s, and is needed only here
 
         self.parts: Mapping[Any, Callable[..., Any]] = decomposition_table
 
@@ -72,7 +72,7 @@ class _RedrawnRoundings(PlainMode):
         result = func(*args, **kwargs) if kwargs else func(*args)
         if rounds:
             changed = args[0] if result is None else result
-            # A tensor, as nearly always, is not searched for others: a loop over time has a million operations.
+            # The usual case, a single tensor, is fast, because a loop over time has a million operations.
             tensors = [changed] if type(changed) is torch.Tensor else [t for _, t in make.tensors_in(changed)]
             for tensor in tensors:
                 self._redraw(tensor, _depth(name, args, tensor))
@@ -86,7 +86,7 @@ class _RedrawnRoundings(PlainMode):
 
     def _redraw(self, tensor: torch.Tensor, depth: int) -> None:
         count = tensor.numel()
-        plain = type(tensor) in (torch.Tensor, torch.nn.Parameter)  # a DTensor has no element of its own
+        plain = type(tensor) in (torch.Tensor, torch.nn.Parameter)  # a DTensor has no elements of its own
         if not plain or not count or not tensor.dtype.is_floating_point or 0 in tensor.stride():
             return
         key = tensor.device, tensor.dtype, depth
@@ -99,7 +99,7 @@ class _RedrawnRoundings(PlainMode):
         tensor.mul_(factors.take(count).view(tensor.shape))
 
     def _span(self, dtype: torch.dtype, depth: int) -> tuple[torch.dtype, float]:
-        """Return (the dtype of the factors, the largest distance of a factor from 1)."""
+        """Return (dtype of the factors, largest distance of a factor from 1)."""
         work = torch.float64 if dtype == torch.float64 else torch.float32
         eps = max(self.least, torch.finfo(dtype).eps, torch.finfo(work).eps * math.sqrt(depth / 3))
         return work, self.units * eps
@@ -114,16 +114,17 @@ class _RedrawnRoundings(PlainMode):
 
 
 DRAWN_AHEAD = 1 << 20
-"""Most factors of one span that are drawn ahead."""
+"""Most factors of one span that are drawn in advance."""
 
 MOST_KEPT = 8
-"""Most spans whose factors are drawn ahead at a time: sums of different lengths have a span each."""
+"""Most spans whose factors are kept in advance. Sums of different lengths have different spans."""
 
 
 class _Factors:
-    """Factors between 1 − `span` and 1 + `span`, each taken once.
+    """Random factors between 1 − `span` and 1 + `span`, each used once.
 
-    They are drawn ahead, each time twice as many: drawing the factors of one step of a loop takes longer than the step.
+    They are drawn in advance, each time twice as many, because drawing the factors of one step of a loop takes longer
+    than the step.
     """
 
     def __init__(self, generator: torch.Generator, dtype: torch.dtype, span: float) -> None:
@@ -145,7 +146,7 @@ class _Factors:
 
 
 def _depth(name: str, args: Any, result: torch.Tensor) -> int:
-    """Return how many terms are added up for one element of the result."""
+    """Return the number of terms that are summed for one element of the result, at most MAX_DEPTH."""
     if name in CONTRACTED:
         return min(MAX_DEPTH, max(1, int(args[CONTRACTED[name]].shape[-1])))
     first = args[0] if args and type(args[0]) is torch.Tensor else None
@@ -157,10 +158,10 @@ def _depth(name: str, args: Any, result: torch.Tensor) -> int:
 
 
 def redrawn_roundings(seed: int, units: float = 1.0, least: float = 0.0) -> TorchDispatchMode:
-    """Return a mode in which every operation's result moves by up to `units` in the last place: another sample of its
-    rounding errors.
+    """Return a dispatch mode that changes the result of every operation by up to `units` in the last place, which is
+    another sample of its rounding errors.
 
-    The result of a sum of n terms moves by √(n/3) units of float32 if these are more, as if added up one after the
-    other. `least` is the least relative size of a unit.
+    The result of a sum of n terms changes by up to √(n/3) units of float32 if that is more, as for a sequential sum.
+    `least` is the least relative size of a unit.
     """
     return _RedrawnRoundings(seed, units, least)

@@ -1,5 +1,5 @@
-"""Check the reference as a task, on a draw: whether its answer depends on its inputs, or on chance, and whether it is
-rounded."""
+"""Check on a draw whether the reference is a useful task: its answer must depend on its inputs and not on chance, and
+must not be rounded to half precision."""
 
 from __future__ import annotations
 
@@ -24,18 +24,17 @@ from perfsuite.truths import run, upcast
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """Findings of one draw about the reference as a task, whatever side is tried on it."""
+    """Findings of one draw about the reference, independent of the tested side."""
 
     answers_differ: bool | None = None
-    """Whether the reference answered other inputs differently; None where there were no others."""
+    """Whether the reference has another answer for other inputs; None if there are no other inputs."""
     roundings: bool = False
-    """Whether the reference's roundings could be checked."""
+    """Whether it could be checked that the reference does not round."""
     fault: str = ""
 
 
 def task_of(pair: Pair, case: Case, device: str, home: Path | None) -> Task:
-    """Return the findings of a draw: whether the reference answers other inputs differently. Raises PairError where it
-    rounds to half precision."""
+    """Return the findings of a draw. Raises PairError if the reference is random or rounds to half precision."""
     side = as_side(pair.reference)
 
     def answer(drawn: dict[str, Any], i: Case) -> Leaves:
@@ -70,18 +69,18 @@ def shows_roundings(pair: Pair) -> bool:
 
 
 def draws_of(pair: Pair) -> int:
-    """Return the most draws of a proof on which the reference is checked as a task."""
+    """Return the largest number of draws of a proof on which the reference is checked in this way."""
     return TASK_DRAWS if shows_roundings(pair) else FEW_TASK_DRAWS
 
 
 def is_random(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Return whether two answers in float64 differ by more than another order of the sums explains."""
+    """Return whether two answers in float64 differ by more than another order of summation explains."""
     return a.shape != b.shape or differences.rms(differences.difference(a, b, None)) > RANDOM * differences.rms(a)
 
 
 RANDOM = 1e-3
-"""Difference, relative to the RMS of the answer, from which an answer is random: atomic sums of float64 differ by far
-less."""
+"""RMS difference, relative to the RMS of the answer, above which an answer counts as random. Atomic sums in float64
+differ by much less."""
 
 
 def _differs(a: Leaf, b: Leaf) -> bool:
@@ -101,11 +100,11 @@ def _check_roundings(
     here: Leaves,
     answer: Callable[[dict[str, Any], Case], Leaves],
 ) -> bool:
-    """Check that every value of a reference in float64 moves with its inputs, as it does unless it is rounded on the
-    way.
+    """Check that the values of a reference in float64 change when its inputs change a little, which they do unless they
+    are rounded internally.
 
-    Returns whether there were enough values to tell. Raises PairError where they do not move. `other` are inputs of
-    another draw.
+    Returns whether there were enough values for the check. Raises PairError if they do not change. `other` are inputs
+    of another draw.
     """
     case = Case(dtype="float64", sizes={}, inputs={}, seed=0)
     near = answer(make.jitter(pair, make.upcast(drawn), 0, "roundings", BESIDE), case)
@@ -116,13 +115,13 @@ def _check_roundings(
         x, y = differences.as_double(leaf), differences.as_double(near[name])
         if x.shape != y.shape:
             continue
-        some = x.isfinite() & (x != x.round())  # counts stay as they are, and rightly
+        some = x.isfinite() & (x != x.round())  # counts rightly do not change
         if x[some].unique().numel() < GENERIC:
             continue
         looked = True
         if float((x == y)[some].double().mean()) > UNMOVED:
             if not _depends_on_floats(name, drawn, other, here, lambda values: answer(values, case)):
-                continue  # whole numbers are not moved
+                continue  # it depends only on integers, which are not changed
             raise PairError(
                 f"{pair.name}: {name} of the reference does not move when its float64 inputs do, by up to one part in "
                 f"2^24: it is rounded to half precision inside; take out its casts, or declare precision=; if it is a "
@@ -138,7 +137,7 @@ def _depends_on_floats(
     here: Leaves,
     answer: Callable[[dict[str, Any]], Leaves],
 ) -> bool:
-    """Return whether an output changes where the floating inputs, and nothing else, change."""
+    """Return whether an output changes if only the floating-point inputs change."""
     theirs = {n: dict(make.tensors_in(value, n)) for n, value in other.items()}
 
     def exchanged(n: str, value: Any) -> Any:
@@ -147,17 +146,17 @@ def _depends_on_floats(
 
     try:
         there = answer({n: exchanged(n, value) for n, value in drawn.items()})
-    except Exception:  # the sizes of other values may be others
+    except Exception:  # inputs of two draws may not fit together
         return True
     return _differs(here[name], there.get(name))
 
 
 TASK_DRAWS, FEW_TASK_DRAWS = 20, 4
-"""Most draws on which the task is checked: where its roundings can be checked, until one draw shows them; and where
+"""Most draws on which the reference is checked, if its roundings can be checked (until one draw shows them), and if
 they cannot."""
 BESIDE = 2.0**-24
-"""Relative distance of the neighbouring inputs. It is far above float64's own rounding, but a value rounded to half
-precision stays as it is, except for one in 8,000."""
+"""Relative change of the neighbouring inputs. It is far above float64's own rounding, but only one in 8,000 values that
+are rounded to half precision changes."""
 UNMOVED = 0.95
 GENERIC = 16
-"""Number of different values from which they are no table of constants."""
+"""Number of different values from which an output is not taken for a table of constants."""

@@ -9,19 +9,20 @@ import torch
 EXPLAINED = 0.02
 """Largest share of the error that a relation may leave unexplained."""
 MOST = 0.9
-"""Least share of the elements that a relation must bring nearer: rounding of a few large equal values looks like a
-factor."""
+"""Smallest share of the elements whose error a relation must halve. Otherwise, rounding of a few large equal values
+looks like a factor."""
 FEWEST = 8
-"""The fewest different values: with fewer, many relations hold by chance."""
+"""Fewest different values. With fewer, many relations hold by chance."""
 OF_ROUNDING = 1 / 32
-"""The least error, of a precision's eps, that is taken for its rounding: a single one is 0.15 of it."""
+"""Smallest relative error, in units of a precision's eps, that counts as its rounding. That of a single rounding is
+0.15."""
 MANY = 64
-"""Number of elements from which some are rounded by much."""
+"""Number of elements from which some have large rounding errors."""
 SHIFTS = (1, -1)
 
 
 def relation(got: torch.Tensor, truth: torch.Tensor) -> str | None:
-    """Describe the simple change of `truth` [any shape] that gives `got` [same shape]; None if there is none."""
+    """Return in words the simple change of `truth` that gives `got`, of the same shape; None if there is none."""
     if got.shape != truth.shape or not truth.is_floating_point() or truth.numel() < FEWEST:
         return None
     g, t = got.detach().double(), truth.detach().double()
@@ -39,9 +40,9 @@ def _explains(made: torch.Tensor, g: torch.Tensor, t: torch.Tensor) -> bool:
 
 
 def reaches(got: torch.Tensor, truth: torch.Tensor, eps: float) -> bool:
-    """Return whether the error is at least about as large as rounding to a precision of `eps` makes it.
+    """Return whether the error is at least about as large as that of rounding to a precision with this `eps`.
 
-    True for few elements, whose roundings may all be small.
+    True for fewer than MANY elements, whose rounding errors may all be small.
     """
     if got.shape != truth.shape or not truth.is_floating_point():
         return False

@@ -1,4 +1,4 @@
-"""Measurements of an acceptance that was interrupted, kept so that the next one goes on from them."""
+"""Keep the measurements of an interrupted acceptance, so that the next one can resume from them."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from perfsuite.tasks import Outcome
 
 
 class Kept:
-    """A file of measurements, a line each, of one clean revision on one machine.
+    """File of measurements, one per line, of one clean revision on one machine.
 
-    Measurements of a dirty tree are not kept, because nobody could say which code they are of.
+    Measurements of a dirty tree are not kept, because it would be unknown of which code they are.
     """
 
     def __init__(self, folder: Path, state: State, machine: Machine, processes: int, *, more: bool = False) -> None:
@@ -28,7 +28,7 @@ class Kept:
         self.path = folder / f"{name}.jsonl" if usable else None
 
     def load(self, ids: Sequence[str]) -> dict[str, list[Measurement]]:
-        """Return the kept measurements of these workloads. A line that was cut short does not count."""
+        """Return the kept measurements of these workloads. Damaged lines are ignored."""
         found: dict[str, list[Measurement]] = {}
         try:
             lines = self.path.read_bytes().splitlines() if self.path else []
@@ -44,18 +44,18 @@ class Kept:
         return found
 
     def add(self, id: str, outcome: Outcome) -> None:
-        """Keep one more measurement. Where the file cannot be written, an interrupted run starts over."""
+        """Keep one more measurement. If the file cannot be written, nothing more is kept."""
         if self.path is None or not isinstance(outcome, Measurement):
             return
         try:
             own_folder(self.path.parent)
             with self.path.open("a") as file:
-                file.write("\n" + json.dumps(to_json(outcome)))  # a line of its own, also after one that was cut short
+                file.write("\n" + json.dumps(to_json(outcome)))  # begins a new line, even after a truncated one
         except OSError:
             self.path = None
 
     def forget(self) -> None:
-        """Remove the file once the run has ended: the next run measures anew."""
+        """Remove the file after the run has ended, so that the next run measures again."""
         if self.path is not None:
             with contextlib.suppress(OSError):
                 self.path.unlink()

@@ -1,4 +1,4 @@
-"""Other revisions of the repository, from git: their trees as files, and a pair as one of them declares it."""
+"""Get other revisions of the repository from git: extract their trees, and load a pair as one of them declares it."""
 
 from __future__ import annotations
 
@@ -28,17 +28,16 @@ APART = (
     *("-c", "core.splitIndex=false"),
     *("-c", "submodule.recurse=false"),
 )
-"""Options of git for a temporary index, which is not the repository's: no hook, daemon or shared index may be
-involved."""
+"""Options of git for a temporary index instead of the repository's: no hook, daemon or shared index may be used."""
 SHA256_DIGITS = 64
 """Length of a hash in a repository whose object format is SHA-256."""
 LONGEST_RUN_S = 86400.0
-"""Age in seconds above which a tree counts as left by a run that was killed."""
+"""Age in seconds above which a tree must have been left by a killed run."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Tree:
-    """A revision's files on disk, and the package under which they are imported (second_import.py)."""
+    """Files of a revision on disk, and the package under which they are imported (second_import.py)."""
 
     revision: str
     folder: str
@@ -48,10 +47,10 @@ class Tree:
 
 
 def git(*arguments: str, cwd: Path, options: Sequence[str] = (), variables: Mapping[str, str] | None = None) -> str:
-    """Return the output of a git command, run with git's own `options`. Raises RevisionError with git's reason where it
+    """Return the output of a git command. `options` precede the command. Raises RevisionError with git's reason if it
     fails."""
     if not options and "GIT_DIR" not in os.environ and _repository(cwd.absolute()) is None:
-        # Every run asks several times. Looking for .git takes a hundredth of the time of a process.
+        # Every run calls this several times. Searching for .git takes a hundredth of the time of a process.
         raise RevisionError(f"git {arguments[0]}: not a git repository (or any of the parent directories): .git")
     environment = {**os.environ, **variables} if variables else None
     command = ["git", *options, *arguments]
@@ -65,7 +64,7 @@ def git(*arguments: str, cwd: Path, options: Sequence[str] = (), variables: Mapp
 
 
 def _reason(output: str) -> str:
-    """Return why git failed, in one line, with the command that git suggests."""
+    """Return why git failed, in one line, with the command that git suggests, if any."""
     lines = [line.strip() for line in output.splitlines() if line.strip()] or ["failed"]
     fatal = next((line.removeprefix("fatal: ") for line in lines if line.startswith("fatal: ")), lines[-1])
     return f"{fatal}: {lines[-1]}" if lines[-1].startswith("git ") else fatal
@@ -77,7 +76,7 @@ def top_level(root: Path) -> Path:
 
 
 def top_or(root: Path) -> Path:
-    """Return the work tree's top folder, or outside git the folder itself."""
+    """Return the work tree's top folder, or the folder itself if it is outside a git repository."""
     try:
         return top_level(root).resolve()
     except RevisionError:
@@ -92,14 +91,14 @@ class State:
     dirty: bool = False
     """Whether tracked files differ from the revision."""
     problem: str = ""
-    """Why git does not know the tree; empty where it does."""
+    """Reason why git does not know the tree; empty if it does."""
 
 
 def state(root: Path, *, ignored: Path | None = None) -> State:
     """Return the revision of the tree at `root`, and whether tracked files have changed. Changes in `ignored` do not
     count.
 
-    Raises RevisionError where there is a repository that git cannot read.
+    Raises RevisionError if there is a repository that git cannot read.
     """
     inside = ignored is not None and root.resolve() in ignored.resolve().parents
     others = [":(top)", f":(exclude){ignored.resolve()}"] if ignored and inside else []
@@ -121,7 +120,7 @@ def state(root: Path, *, ignored: Path | None = None) -> State:
 
 
 def quiet_state(root: Path, *, ignored: Path | None = None) -> State:
-    """Return the same for a report, which shows no revision where git cannot read one."""
+    """Return the same as `state`, but never raise: if git cannot read the repository, the result has the reason."""
     try:
         return state(root, ignored=ignored)
     except RevisionError as error:
@@ -129,7 +128,7 @@ def quiet_state(root: Path, *, ignored: Path | None = None) -> State:
 
 
 def _repository(root: Path) -> Path | None:
-    """Return the nearest folder upward with a `.git`, where git itself would look."""
+    """Return the nearest folder upward that contains `.git`, by git's own rules; None if there is none."""
     ceilings = {Path(c) for c in os.environ.get("GIT_CEILING_DIRECTORIES", "").split(os.pathsep) if c}
     for folder in (root, *root.parents):
         if folder in ceilings and folder != root:
@@ -140,8 +139,8 @@ def _repository(root: Path) -> Path | None:
 
 
 def added_since(revision: str, top: Path) -> frozenset[str] | None:
-    """Return the Python files of the work tree that the revision does not have, relative to `top`; None where git
-    cannot say."""
+    """Return the Python files of the work tree that the revision does not have, relative to `top`; None if git
+    fails."""
     python = ("-z", "--", "*.py")
     try:
         found = [
@@ -154,7 +153,7 @@ def added_since(revision: str, top: Path) -> frozenset[str] | None:
 
 
 def blobs(revision: str, top: Path) -> dict[str, str]:
-    """Return the files of a revision, relative to `top`, and git's hash of each; none where git cannot say."""
+    """Return file relative to `top` → git's hash, for the files of a revision; empty if git fails."""
     try:
         lines = git("ls-tree", "-r", "-z", "--full-tree", revision, cwd=top).split("\0")
     except RevisionError:
@@ -163,13 +162,13 @@ def blobs(revision: str, top: Path) -> dict[str, str]:
 
 
 def is_blob(data: bytes, hash: str) -> bool:
-    """Return whether git's hash is that of a file with this content."""
+    """Return whether this is git's hash of a file with this content."""
     algorithm = "sha256" if len(hash) == SHA256_DIGITS else "sha1"
     return hashlib.new(algorithm, b"blob %d\0" % len(data) + data, usedforsecurity=False).hexdigest() == hash
 
 
 def resolve(revision: str, root: Path) -> str:
-    """Return the full hash of a revision. Raises RevisionError where git does not know it."""
+    """Return the full hash of a revision. Raises RevisionError if git does not know it."""
     try:
         return git("rev-parse", "--verify", "--quiet", f"{revision}^{{commit}}", cwd=root)
     except RevisionError:
@@ -179,16 +178,16 @@ def resolve(revision: str, root: Path) -> str:
 
 
 def snapshot(root: Path) -> str:
-    """Return a commit of the work tree as it is, without untracked files. No branch leads to it."""
+    """Return the hash of a commit of the work tree as it is, without untracked files. It is on no branch."""
     who = {f"GIT_{who}_{what}": "perfsuite" for who in ("AUTHOR", "COMMITTER") for what in ("NAME", "EMAIL")}
     return git("stash", "create", cwd=root, variables=who) or resolve("HEAD", root)
 
 
 def extract(revision: str, root: Path, into: Path) -> Tree:
-    """Write the revision's tree as files to a fresh folder below `into`. The repository is not changed.
+    """Write the revision's tree to a new folder below `into`. The repository is not changed.
 
-    The tree is checked out through an index of its own. `git archive` would leave out files marked export-ignore, as
-    many projects mark their tests, and rewrite those marked export-subst.
+    The tree is checked out through a temporary index. `git archive` would leave out files marked export-ignore, as
+    tests are in many projects, and rewrite those marked export-subst.
     """
     full, top = resolve(revision, root), top_level(root).resolve()
     try:
@@ -217,9 +216,10 @@ def extract(revision: str, root: Path, into: Path) -> Tree:
 def extracted(
     revisions: Iterable[str], root: Path, folder: Path
 ) -> Iterator[tuple[dict[str, Tree], dict[str, RevisionError]]]:
-    """Yield (trees, refused): each revision's tree in `folder`, or why there is none. The trees are removed afterwards.
+    """Yield (trees, refused): revision → its tree in `folder`, and revision → error for those that cannot be extracted.
 
-    Another run may have trees of its own there; those that a killed run left are removed, too.
+    The trees are removed afterwards. Another run may have its own trees there. Trees that a killed run left are removed
+    too.
     """
     trees: dict[str, Tree] = {}
     refused: dict[str, RevisionError] = {}
@@ -241,15 +241,15 @@ def extracted(
 
 
 def _remove(folder: Path) -> None:
-    """Remove a folder with trees, and the compiled copies of their sources."""
+    """Remove a folder with trees, and the bytecode of their sources."""
     shutil.rmtree(folder, ignore_errors=True)
     bytecode.forget(folder)
 
 
 def load_pair(pair: Pair, module: ModuleType, tree: Tree) -> Pair:
-    """Return the same pair as the tree's revision declares it, with its sides, imported beside the current ones.
+    """Return the same pair as the tree's revision declares it. Its sides are imported in addition to the current ones.
 
-    Raises RevisionError, in one line, where the tree lacks the pair or cannot be imported.
+    Raises RevisionError, with a one-line message, if the tree lacks the pair or cannot be imported.
     """
     where = f"{module.__name__}::{pair.name}"
     if tree.folder not in sys.path:
@@ -280,7 +280,8 @@ def load_pair(pair: Pair, module: ModuleType, tree: Tree) -> Pair:
 
 
 def _imported(name: str, module: ModuleType, tree: Tree) -> ModuleType:
-    """Return the tree's version of a test module. The folder to which its name is relative need not be on sys.path."""
+    """Return the tree's version of a test module. The folder that contains its top-level name need not be on
+    sys.path."""
     inside = Path(str(module.__file__)).resolve().relative_to(tree.top)
     base = Path(tree.folder, second_import.TREE, inside).parents[module.__name__.count(".")]
     paths: list[str] = importlib.import_module(tree.package).__path__  # type: ignore[assignment]  # an installed list

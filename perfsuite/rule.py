@@ -1,60 +1,60 @@
-"""The rule by which two sides are the same function: the error against a float64 truth.
+"""The rule by which two sides count as the same function: a bound on the error against a float64 truth.
 
-Truth t is the reference in float64 on the inputs rounded to the working dtype and upcast. With e the reference's
-own error in the working dtype, m how far one rounding of the inputs moves t, and eps the working dtype's, every element
-o of an optimized output must hold
+The truth t is the reference in float64 on the inputs, rounded to the working dtype and upcast. Let e be the reference's
+own error in the working dtype, m the change of t by one rounding of the inputs, and eps that of the working dtype. Then
+every element o of an optimized output must satisfy
 
     |o − t|  ≤  hypot(K · max(e, RMS(e)), MOVED · max(m, RMS(m)))  +  C · eps · (|t| + RMS(t))
 
-and the output as a whole, over its n elements,
+and the output as a whole, with n elements,
 
     RMS(o − t)  ≤  hypot(k · RMS(e), j · RMS(m))  +  (C_NORM + (C − C_NORM) / √n) · eps · RMS(t)
 
 where k = K_NORM + (K − K_NORM) / √n, and j = MOVED_NORM + (MOVED − MOVED_NORM) / √n.
 
-The error e of an element is an RMS too, because a single run can be exact by luck: over the draw itself and REPLICAS
-neighbours (more for an output of few elements), whose inputs lie within two units in the last place, and in which the
-result of every operation moves by up to one, so that its rounding is drawn anew. In half precision both are half a
-unit: sums are kept in float32 there, and their order matters less than the rounding of the output. TF32 cuts digits of
-the inputs off, which is up to one unit. A rounding of a value between two operations may move the output as far as a
-rounding of the inputs moves t, by m. It moves many elements together, so that it does not average out. A jump is no
-such movement.
+The error e of an element is an RMS too, because a single run can be exact by luck. It is taken over the draw itself and
+REPLICAS neighbours (more for an output of few elements). The inputs of a neighbour are within two units in the last
+place, and the result of every operation changes by up to one unit, which is a new sample of its rounding. In half
+precision, both are half a unit: sums are accumulated in float32, so their order matters less than the rounding of the
+output. TF32 truncates the inputs, by up to one unit. Rounding a value between two operations may change the output by
+as much as rounding the inputs changes t, by m. It changes many elements together, so it does not average out. A jump
+does not count as such a change.
 
-An RMS over n samples is at least √(m/n) of the RMS over m of them. An output that is far enough within the budget
-without replicas, or with the fewest, therefore holds the rule whatever further replicas give (`sure`), and these are
-not made (`hold`). Without replicas this settles 97 of 100 draws of the pairs here.
+An RMS over n samples is at least √(m/n) of the RMS over m of them. So an output that is far enough within the budget
+without replicas, or with the fewest, satisfies the rule whatever further replicas would show (`sure`), and these are
+not computed (`hold`). Without replicas, this decides 97 of 100 draws of this repository's pairs.
 
-Errors that lean to one side are looked for over all draws (perfsuite.bias).
+Biased errors are tested over all draws (perfsuite.bias).
 
-The constants are global; no pair has tolerances of its own.
+The constants are global; no pair has its own tolerances.
 
-K = 16      The largest of 10⁹ Gaussian errors lies near 6 RMS. A reference that sums in a tree is up to several times
-            more accurate than an honest kernel that sums in sequence: on an H200, cuBLAS in float32 over 2048 terms
+K = 16      The largest of 10⁹ Gaussian errors is near 6 RMS. A reference with pairwise summation is up to several times
+            more accurate than a correct kernel that sums sequentially: on an H200, cuBLAS in float32 over 2048 terms
             reached 9.2 RMS(e) of such a reference.
-K_NORM = 6  Over many elements the tail averages out; what remains is the other order of summation. No lower precision
-            passes: TF32 is over 1000 times the error of float32.
-            Here n counts different values only: equal rows have equal errors, which do not average out. It is 1 for
-            an output that is nothing but rounding (see CAP): the gradient of the only key of an attention is the
-            rounding of one number times a row.
-C = 4       An output may differ in its last places also where the reference happens to be exact.
-C_NORM = 1  As K_NORM; rounding once to the working dtype costs 0.3 eps.
-MOVED = 16  A layer norm of rows of nearly equal values rounds its mean, its differences and its variance: of a few
-            thousand rows over many draws the largest error was 10.4 m.
+K_NORM = 6  Over many elements the tail averages out, but another order of summation does not. No lower precision
+            passes: TF32 has over 1000 times the error of float32.
+            Here n counts only different values, because equal rows have equal errors, which do not average out. n is 1
+            for an output that is only rounding error (see CAP): the gradient of the only key of an attention is the
+            rounding error of one number times a row.
+C = 4       An output may differ in its last places even if the reference happens to be exact.
+C_NORM = 1  As K_NORM. One rounding to the working dtype costs 0.3 eps.
+MOVED = 16  A layer norm of rows of nearly equal values rounds its mean, its differences and its variance. For a few
+            thousand rows over many draws, the largest error was 10.4 m.
 MOVED_NORM = 8
-            Of 60 right kernels of 31 functions in float32 none was beyond the other terms by more than 0.16 of m. On an
-            H200 the gradients of flash-attn in float16, which keeps its output in float16 for the backward pass, needed
-            4, and attention in TF32 2.
-CAP         Where K · RMS(e), without the movement of t, exceeds √(K · eps) · RMS(t) the draw is ill-conditioned: it is
-            still checked, but does not count as proof. Where the reference alone is not finite it is discarded. Both
+            Of 60 correct kernels of 31 functions in float32, none exceeded the other terms by more than 0.16 m. On an
+            H200, the gradients of flash-attn in float16, which stores its output in float16 for the backward pass,
+            needed 4, and attention in TF32 2.
+CAP         If K · RMS(e), without the change of t, exceeds √(K · eps) · RMS(t), the draw is ill-conditioned. It is
+            still checked, but does not count as proof. If only the reference is not finite, the draw is discarded. Both
             are counted, and too few remaining draws are a failure, never a pass.
 
-Where all is tiny the budget is K times the smallest normal number, since GPUs flush what is below it to zero, in each
-term of a sum; in float16, which they do not flush, it is C of the smallest steps. -0.0 is equal to 0.0 unless the pair
-says `signed_zeros=True`: right kernels differ in it, as x·(x > 0) and max(x, 0) do. NaN and ±inf must stand in the same
-places, of gradients only what is not finite; the gradient of an element that is NaN is not compared, since a function
-has no derivative there. Integers and bools must be equal; dtype, shape, device and the class of strides must agree.
-Elements that the pair's `excuse` names, within rounding of a declared threshold, are left out and counted; more than
-EXCUSED_SHARE of all is a failure.
+If all values are tiny, the budget is K times the smallest normal number, since GPUs flush smaller values to zero, in
+each term of a sum. In float16, which they do not flush, it is C times the smallest step. -0.0 is equal to 0.0 unless
+the pair declares `signed_zeros=True`: correct kernels differ in it, such as x·(x > 0) and max(x, 0). NaN and ±inf must
+be in the same places; in gradients, only the places of non-finite elements must agree. The gradient of an element that
+is NaN is not compared, since a function has no derivative there. Integers and bools must be equal; dtype, shape, device
+and the class of strides must agree. Elements that the pair's `excuse` names, within rounding of a declared threshold,
+are left out and counted; more than EXCUSED_SHARE of all elements is a failure.
 """
 
 from __future__ import annotations
@@ -77,18 +77,19 @@ MOVED_NORM = 8.0
 REPLICAS = 3
 MAX_REPLICAS = 7
 FEW = 0
-"""The value of `replicas` with which `establish` makes the fewest: one, or two for a small output."""
+"""Value of `replicas` with which `establish` makes the fewest: one, or two for a small output."""
 NONE = -1
-"""The value with which `establish` makes none: the only error known is the reference's own on the draw."""
+"""Value of `replicas` with which `establish` makes none. Only the reference's own error on the draw is then known."""
 REPLICAS_UP_TO = 1 << 16
-"""Most elements of inputs with which more than the fewest replicas are made: with more, one draw shows the reference's
-error well."""
+"""Most elements of all inputs for which more than the fewest replicas are made. With more elements, one draw shows the
+reference's error well."""
 CAREFUL, NEAR = 15, 4.0
-"""Number of replicas that are made before a side fails whose error is within NEAR times its budget."""
+"""Number of replicas that are made before a side fails, if its error is within NEAR times its budget."""
 SAMPLES = 64
-"""Samples of the reference's error in the smallest output up to which replicas are added, at most MAX_REPLICAS."""
+"""Number of samples of the reference's error in the smallest output up to which replicas are added, at most
+MAX_REPLICAS."""
 TRUTH_EPS = 2.0**-42
-"""The eps of the rule for a cheaper truth: 1024 times float64's, and 2¹⁹ times finer than float32's."""
+"""eps of the rule for a cheaper truth: 1024 times that of float64, and 2¹⁹ times finer than that of float32."""
 TF32_EPS = 2.0**-10
 
 
@@ -97,11 +98,11 @@ class Nearness:
     """Distance of a neighbour from its draw, in units in the last place of the working precision."""
 
     inputs: float
-    """Most that an element of an input moves."""
+    """Largest change of an element of an input."""
     results: float
-    """Most that the result of an operation of the reference moves."""
+    """Largest change of the result of an operation of the reference."""
     rounding: float
-    """Most that one rounding moves an element of an input."""
+    """Largest change of an element of an input by one rounding."""
 
 
 FULL = Nearness(inputs=2.0, results=1.0, rounding=0.5)
@@ -110,9 +111,9 @@ NEARNESS = {"bfloat16": HALF, "float16": HALF, TF32: Nearness(inputs=1.0, result
 
 
 def sure(made: int, needed: int) -> float:
-    """Return the share of the budget by `made` replicas within which an output is surely within that by `needed`.
+    """Return the share of the budget by `made` replicas within which an output is surely within the budget by `needed`.
 
-    The draw itself is one more sample of the reference's error, but none of the movement of the truth.
+    The draw itself is one more sample of the reference's error, but not of the change of the truth.
     """
     return math.sqrt(made / needed if made else 1 / (1 + needed))
 
@@ -122,7 +123,7 @@ def eps_of(precision: str) -> float:
 
 
 def underflow(leaf: Leaf) -> float:
-    """Return the most that a device may lose which flushes values below the smallest normal number to zero."""
+    """Return the largest error of a device that flushes values below the smallest normal number to zero."""
     dtype = dtype_of_leaf(leaf)
     if not dtype.is_floating_point:
         return K * float(torch.finfo(torch.float32).tiny)
@@ -136,7 +137,7 @@ def dtype_of_leaf(leaf: Leaf) -> torch.dtype:
 
 @dataclass(frozen=True, slots=True)
 class Norms:
-    """RMS values of one output: its truth, the reference's error, and the movement of the truth by one rounding."""
+    """RMS values of one output: its truth, the reference's error, and the change of the truth by one rounding."""
 
     eps: float
     truth: float
@@ -145,12 +146,12 @@ class Norms:
     least: float
 
     def of_elements(self, error: torch.Tensor, moved: torch.Tensor, size: torch.Tensor) -> torch.Tensor:
-        """Return the budget of each element, from the reference's error, its truth's movement and its size."""
+        """Return the budget of each element, from the reference's error, the change of the truth, and its size."""
         budget = (K * error.clamp_min(self.error)).hypot(MOVED * moved.clamp_min(self.moved))
         return budget + ((size + self.truth) * (C * self.eps)).clamp_min(self.least)
 
     def budget(self, count: int) -> float:
-        """Return the budget of the RMS error for this many independent elements."""
+        """Return the budget of the RMS error for this number of independent elements."""
         tail = 1 / math.sqrt(count)
         moved = MOVED_NORM + (MOVED - MOVED_NORM) * tail
         floor = max((C_NORM + (C - C_NORM) * tail) * self.eps * self.truth, self.least)

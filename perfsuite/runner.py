@@ -1,4 +1,4 @@
-"""One side of a workload on its own copy of the inputs, ready to be called again and again."""
+"""Run one side of a workload repeatedly on its own copy of the inputs."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from perfsuite.sides import Side
 
 WARMUP_CALLS = 3
 LONG_S = 1.0
-"""Seconds above which a call, also when repeated on the same inputs, is reused for several measurements."""
+"""If every warm-up call takes more than this many seconds, one call is reused for several measurements."""
 RELEASE_S = 1e-3
-"""Seconds to wait before memory is read. The thread that runs a backward pass releases the gradients only after `grad`
-has returned, and on a busy host that may come late. The memory held before a call would include them, and the peak of
-the call would be too small by as much."""
+"""Seconds to wait before the allocated memory is read. The thread that runs a backward pass releases the gradients only
+after `grad` has returned, and on a busy host that may be late. The memory held before a call would then include them,
+and the call's peak would be too small."""
 
 Clock = CpuClock | CudaClock
 
@@ -38,12 +38,12 @@ class Call:
     """Seconds on the wall clock."""
     peak_bytes: int | None
     stopped: bool = False
-    """Whether it was stopped because it had taken long enough."""
+    """Whether the call was stopped after a time limit."""
 
 
 @dataclass(slots=True)
 class Runner:
-    """A side bound to inputs. `call` is timed; `reset` must precede every call, untimed."""
+    """A side bound to inputs. `call` is timed. `reset` must be called before every call, and is not timed."""
 
     name: str
     side: Side
@@ -61,30 +61,30 @@ class Runner:
     padding: Any = None
     arguments: tuple[Any, ...] = ()
     restored: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
-    """(input that a call changes, the value that it gets back before the next call)."""
+    """(Input that a call changes, value that is restored before the next call)."""
     incoming: list[torch.Tensor] | None = None
     """Incoming gradients of the outputs."""
     states: list[tuple[torch.Generator, torch.Tensor]] = field(default_factory=list)
     consumed: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
-    """(incoming gradient that a backward pass changes, the value that it gets back)."""
+    """(Incoming gradient that a backward pass changes, value that is restored)."""
     called_once: bool = False
-    """Whether the incoming gradients are drawn within the call: learning which outputs there are would take another
-    call."""
+    """Whether the incoming gradients are drawn within the call, because another call would be needed to find the
+    outputs."""
     pending: list[torch.Tensor] = field(default_factory=list)
     """Outputs whose backward pass is timed next."""
     allocate_s: float = 0.0
-    """Seconds that the last `allocate` took."""
+    """Seconds of the last `allocate`."""
     last: Call | None = None
-    """The last call while warming up, with the highest peak of those after the side had settled."""
+    """Last warm-up call, with the highest peak memory of the calls after the side had settled."""
     long: Call | None = None
-    """The same, if all calls while warming up took more than LONG_S: it replaces other measurements of one call."""
+    """The same as `last` if every warm-up call took more than LONG_S. It replaces other measurements of one call."""
 
     @property
     def grad_mode(self) -> bool:
         return self.direction != "forward"
 
     def allocate(self, master: Mapping[str, Any], rng: random.Random) -> None:
-        """Make fresh copies of the inputs, at other addresses than before."""
+        """Make new copies of the inputs, at other addresses than before."""
         began = perf_counter()
         self._bind(master, rng)
         self.allocate_s = perf_counter() - began
@@ -187,8 +187,7 @@ class Runner:
         self.states = [(generator, other.get_state()) for generator, other in given]
 
     def refill(self, values: Mapping[str, Any]) -> None:
-        """Write other values into the same memory: for the next call, only the values differ from those of the last
-        one."""
+        """Write other values into the same memory, so that the next call differs from the last one only in values."""
         self.returned = self.gradients = None
         if self.pair.is_stateful:
             make.copy_values(self.arguments, tuple(values.values()))
@@ -197,22 +196,22 @@ class Runner:
         make.copy_values(self.inputs, dict(values))
 
     def leaves(self) -> execution.Leaves:
-        """Return what the last call produced: outputs, inputs changed in place, gradients."""
+        """Return the results of the last call: outputs, inputs changed in place, gradients."""
         leaves = execution.with_changed(self.pair, self.inputs, self.returned)
         if self.gradients is not None:
             leaves |= {f"gradient of {p}": g for p, g in zip(self.marked, self.gradients, strict=True)}
         return {n: leaf.detach() if isinstance(leaf, torch.Tensor) else leaf for n, leaf in leaves.items()}
 
     def release(self) -> None:
-        """Release the step and all tensors now. `call` refers back to this object, so that they would otherwise wait
-        for the garbage collector, in which a data loader takes five seconds for each worker to end."""
+        """Release the step and all tensors now. `call` refers back to this object, so otherwise the garbage collector
+        would release them, and ending a data loader there takes five seconds per worker."""
         self.call, self.reset = lambda: None, lambda: None
         self.inputs, self.arguments, self.marked = {}, (), {}
         self.restored, self.states, self.consumed, self.incoming, self.pending = [], [], [], None, []
         self.returned = self.gradients = self.padding = None
 
     def once(self, clock: Clock) -> Call:
-        """Reset, call, and wait for the end. Return the cost of the call."""
+        """Reset, call once, and synchronise. Return the cost of the call."""
         on_cuda = isinstance(clock, CudaClock)
         self.reset()
         clock.synchronize()
@@ -229,7 +228,7 @@ class Runner:
         return Call(took, torch.cuda.max_memory_allocated() - held if on_cuda else None)
 
     def warm_up(self, clock: Clock, after_first: Callable[[Runner], None] = lambda runner: None) -> None:
-        """Call the side until its speed is stable; `after_first` gets the runner after the first call."""
+        """Call the side until its speed is stable. `after_first` is called with the runner after the first call."""
         before = scrutiny.compilations()
         with execution.quiet(self.side), torch.set_grad_enabled(self.grad_mode):
             calls: list[Call] = []
@@ -237,7 +236,7 @@ class Runner:
                 calls.append(self.once(clock))
                 if len(calls) == 1:
                     after_first(self)
-                # At least one more than settle it: the first call on new inputs may tune or capture.
+                # At least one call more than settle it, because the first call on new inputs may tune or capture.
                 if len(calls) > self.side.settle and sum(c.seconds for c in calls) > LONG_S:
                     break
             self.reset()
@@ -245,7 +244,7 @@ class Runner:
         self.last = replace(
             calls[-1], peak_bytes=max((c.peak_bytes for c in settled if c.peak_bytes is not None), default=None)
         )
-        # Every call: a single one may have been held up.
+        # The least of all calls, because a single one may have been delayed.
         is_long = min(c.seconds for c in calls) > LONG_S and not self.pair.is_stateful
         if is_long and clock.peers.all(scrutiny.compilations() == before):
             self.long = self.last

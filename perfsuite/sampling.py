@@ -1,10 +1,10 @@
 """Time the sides of one workload against each other in one process: block medians and their log-ratios.
 
-The unit is the *ABBA round*: all sides once in a random order, then once in the reverse order, so
-that a linear drift of the device cancels in every ratio. The median of up to ROUNDS rounds is a *block*; between blocks
-the inputs are allocated afresh, in another order and at other addresses, which removes most of the bias that lasts a
-buffer's life. BLOCKS blocks are a process. A side too slow to repeat joins only the first round of each block, or of a
-few blocks.
+The unit is the *ABBA round*: all sides once in a random order, then once in the reverse order, so that a linear drift
+of the device cancels in every ratio. A *block* is the median of up to ROUNDS rounds. Between blocks, the inputs are
+allocated again, in another order and at other addresses, which removes most of the bias that depends on addresses. A
+process has up to BLOCKS blocks. A side that is too slow to repeat is timed only in the first round of each block, or of
+a few blocks.
 """
 
 from __future__ import annotations
@@ -30,37 +30,44 @@ from perfsuite.runner import Clock, Runner
 
 ROUNDS = 3
 BLOCKS = 16
-"""Blocks of a process. The addresses of buffers change the time of many kernels by more than one ABBA round differs
-from the next, so that many short blocks resolve more in the same time than a few long ones."""
+"""Most blocks of a process. For many kernels, the addresses of buffers change the time by more than two ABBA rounds
+differ. So many short blocks are more precise than a few long ones of the same total time."""
 BLOCKS_LEAST = 4
 BUDGET_S = 4.0
-"""Seconds of a process: where all would take longer, fewer ABBA rounds make a block, and then fewer blocks a
-process."""
+"""Budget for timing in a process, in seconds. If it is too small, a block has fewer ABBA rounds, and then a process has
+fewer blocks."""
 ALLOCATE_BUDGET_S = 1.0
-"""Seconds of allocating inputs afresh, and of building steps anew, between blocks, after which that ends."""
+"""Budget in seconds for allocating inputs and building steps again between blocks. After that, they are kept."""
 SAMPLE_S = {"device": 1e-3, "wall": 4e-3}
-"""Seconds that a sample spans, approximately, by repeating a short call; the host is noisier than the device."""
+"""Approximate duration of a sample in seconds, by clock. Short calls are repeated. The host is noisier than the
+device."""
 MAX_CALLS = {"device": 32, "wall": 64}
 HOST_S = 2e-3
-"""On the device clock a sample lasts as long as the host needs to enqueue it: past this, only the fewest calls."""
+"""Limit on the host's time to enqueue a sample on the device clock, in seconds. Beyond it, only the fewest calls are
+made."""
 FEWEST_CALLS = 4
-"""Enough for the mean of the middle half to leave out the worst; half of it where each call repeats by itself."""
+"""Fewest calls with which the mean of the middle half leaves out the worst call. Half as many if the workload repeats
+each call."""
 FLUSH_S = 60e-6
 SLOW_S = 8e-3
-"""Seconds of a call above which a side joins one ABBA round of each block; at 8 ms a full share would take 0.9 s."""
+"""Seconds of a call above which a side is timed in only one ABBA round of each block. At 8 ms, all rounds would take
+0.9 s."""
 VERY_SLOW_S = 0.2
 FEW_BLOCKS = 3
 EXTRA_BLOCKS = 4
 """Most blocks that are measured again because the device throttled."""
 OTHER_CLOCK_SAMPLES = 5
 SMALL_BYTES = 1 << 20
-"""Inputs up to this size are allocated afresh for every ABBA round: the address of a small buffer changes the time of a
-short kernel by 5%."""
+"""Inputs up to this number of bytes are allocated again for every ABBA round, because the address of a small buffer
+changes the time of a short kernel by 5%."""
 
 
 class Sampler:
-    """Times `runners` on the clock `kind`; `masters` are the inputs of each side. `sparse` maps sides to the number of
-    blocks of which they join only the first ABBA round."""
+    """Sampler of the times of `runners` on the clock `kind`.
+
+    `masters` are the inputs of each side. `sparse` maps a side to a number of blocks: it is timed only in the first
+    ABBA round of these.
+    """
 
     def __init__(
         self,
@@ -81,7 +88,7 @@ class Sampler:
         self.log_ratios: dict[str, list[float]] = {n: [] for n in runners if n != OPTIMIZED}
         self.calls = dict.fromkeys(runners, 1)
         self.few: dict[str, int] = dict(sparse or {})
-        """Side → the number of blocks in whose first ABBA round it is sampled."""
+        """Side → number of blocks in whose first ABBA round it is timed."""
         self.slow: set[str] = set()
         self.blocks, self.rounds = BLOCKS, ROUNDS
         once_s = sum(r.allocate_s + r.side.settle * (r.last.seconds if r.last else 0.0) for r in runners.values())
@@ -90,14 +97,14 @@ class Sampler:
         self.allocated_s = 0.0
         self.small = make.bytes_in(dict(masters[OPTIMIZED])) <= SMALL_BYTES
         self.work: dict[str, list[float]] = {OPTIMIZED: [], REFERENCE: [], ACCEPTED: []}
-        """Seconds of work of these sides' timed calls, in order, without those that were interrupted."""
+        """Seconds of work of each timed call of these sides, in order, without calls that were interrupted."""
         self.timed_calls = 0
         self.between_s = 0.0
         """Seconds of the work between the blocks."""
         self.compiled: dict[str, int] = {}
 
     def run(self, between: Callable[[int], None] = lambda block: None) -> Condition:
-        """Time the planned blocks; `between` is called after each with its number."""
+        """Time the planned blocks. `between` is called with the number of each block after it."""
         blocks = self.blocks
         index = None if isinstance(self.clock, CpuClock) else torch.cuda.current_device()
         discarded = done = 0
@@ -121,7 +128,7 @@ class Sampler:
             return monitor.condition(set_aside=discarded * self.rounds) if monitor is not None else Condition()
 
     def add(self, other: Sampler) -> None:
-        """Take over the sides that only `other` has timed."""
+        """Add the results of the sides that only `other` has timed."""
         for name in set(other.runners) - set(self.runners):
             self.runners[name] = other.runners[name]
             self.blocks_s[name] = other.blocks_s[name]
@@ -131,10 +138,10 @@ class Sampler:
             self.slow |= other.slow & {name}
 
     def plan(self, blocks: int = BLOCKS, rounds: int = ROUNDS) -> None:
-        """Decide how many calls make a sample, which sides are too slow to repeat, and how many ABBA rounds and blocks
-        there are, at most as many as given."""
+        """Choose the number of calls per sample, the sides that are too slow to repeat, and the numbers of ABBA rounds
+        and blocks, at most as many as given."""
         overhead = FLUSH_S if isinstance(self.clock, CudaClock) else 0.0
-        round_s = once_s = 0.0  # of every ABBA round, and of the sides that join one a block
+        round_s = once_s = 0.0  # seconds of every ABBA round, and of the sides that are timed in one round per block
         for name, runner in self.runners.items():
             self.report(name)
             t = self.sample(name) if runner.long is None else runner.long.seconds
@@ -156,8 +163,7 @@ class Sampler:
                 once_s += 2 * calls * timed
             elif name not in self.few:
                 round_s += 2 * calls * timed
-        # The first ABBA round of a block has every side; a further one without a partner for the optimized side says
-        # nothing.
+        # The first ABBA round of a block has every side. A further one with only the optimized side would be useless.
         partners = set(self.runners) - {OPTIMIZED} - self.slow - set(self.few)
         self.rounds = max(1, min(rounds, int(BUDGET_S / (blocks * round_s)))) if partners else 1
         fitting = int(BUDGET_S / (self.rounds * round_s + once_s))
@@ -165,12 +171,12 @@ class Sampler:
 
     def _launches(self, name: str) -> int:
         launches = self.counts[name].launches if name in self.counts else None
-        # A side whose launches are not counted must not be queued behind a spin: it could fill the queue and wait for
-        # ever.
+        # A side whose launches are not counted must not be queued behind a spin, because it could fill the queue and
+        # then wait for the spin.
         return (QUEUE_DEPTH + 1 if launches is None else launches) * self.repeat
 
     def sample(self, name: str, kind: str | None = None, calls: int | None = None) -> float:
-        """Return the seconds a call of one side, over one sample."""
+        """Return the seconds per call of one side, over one sample."""
         runner = self.runners[name]
         call = runner.call if self.repeat == 1 else functools.partial(_in_a_row, runner.call, self.repeat)
         before = scrutiny.compilations()
@@ -182,7 +188,8 @@ class Sampler:
         return scrutiny.positive(seconds / self.repeat, name)
 
     def compiling(self) -> dict[str, str]:
-        """Return the sides that compiled inside timed calls, each with this as the reason not to trust its time."""
+        """Return the sides, except the optimized one, that compiled inside timed calls, each with a message. Their
+        times are not valid."""
         counts = self.clock.peers.slowest(list(self.compiled.values()))
         return {
             name: f"compiles inside timed calls ({count:.0f} times): its time is not that of the function"
@@ -195,7 +202,7 @@ class Sampler:
         ratios: dict[str, list[float]] = {n: [] for n in self.log_ratios}
         for number in range(rounds):
             order = [n for n in self.runners if self._joins(n, block, number)]
-            # The first ABBA round of all uses the inputs that the warm-up has just allocated.
+            # The very first ABBA round uses the inputs that the warm-up has just allocated.
             due = (block, number) != (0, 0) and (number == 0 or self.small)
             if due and self.allocated_s + self.allocating_s <= ALLOCATE_BUDGET_S:
                 self._allocate(order)
@@ -221,7 +228,7 @@ class Sampler:
                 self.log_ratios[name].append(statistics.median(values))
 
     def once(self, name: str) -> float:
-        """Return the seconds of one call by itself, whatever `repeat` says."""
+        """Return the seconds of a single call, without `repeat`."""
         runner = self.runners[name]
         with torch.set_grad_enabled(runner.grad_mode):
             return self.clock.sample(
@@ -229,7 +236,7 @@ class Sampler:
             )
 
     def _allocate(self, names: list[str]) -> None:
-        """Allocate fresh inputs for these sides, in a random order, and make the calls that each needs to settle."""
+        """Allocate new inputs for these sides, in a random order, and make the calls that each needs to settle."""
         began = perf_counter()
         for name in self.rng.sample(names, len(names)):
             self.report(name)
@@ -251,12 +258,12 @@ class Sampler:
         return number == 0 or name not in self.slow
 
     def median(self, name: str) -> float | None:
-        """Return the median seconds a call over the blocks."""
+        """Return the median seconds per call over the blocks; None if the side was not timed."""
         return statistics.median(self.blocks_s[name]) if self.blocks_s[name] else None
 
     def other_clock(self, name: str) -> float | None:
-        """Return the seconds of a call on the clock that the promise is not on; None where that has no meaning for this
-        side."""
+        """Return the seconds of a call on the other clock, to which the promise does not refer; None if that clock has
+        no meaning for this side."""
         if isinstance(self.clock, CpuClock):
             return None
         kind = "wall" if self.kind == "device" else "device"

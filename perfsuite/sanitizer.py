@@ -1,9 +1,10 @@
-"""`pytest -m correctness --sanitize`: the proofs once more under NVIDIA's compute-sanitizer.
+"""`pytest -m correctness --sanitize`: run the proofs under NVIDIA's compute-sanitizer.
 
-It sees each access of each kernel, and so finds faults that canaries cannot: reads outside a tensor, races in shared
-memory, barriers that not all threads reach. pytest runs itself under the tool; each item fails with what the tool wrote
-while it ran. Each tensor has an allocation of its own meanwhile, for in a caching allocator's pool a neighbour is not
-outside. Ten to fifty times slower: select with -k.
+The tool checks each memory access of each kernel, so it finds faults that canaries cannot find: reads outside a tensor,
+races in shared memory, barriers that not all threads reach. pytest runs itself under the tool. An item fails with the
+errors that the tool reports while it runs. Each tensor has its own allocation, because in the pool of a caching
+allocator, an access to a neighbouring tensor is not an error. The proofs run 10 to 50 times slower, so select some with
+-k.
 """
 
 from __future__ import annotations
@@ -21,11 +22,11 @@ from perfsuite import machine
 from perfsuite.errors import PerfsuiteError
 
 LOG = "PERFSUITE_SANITIZER_LOG"
-"""Environment variable with the path that the tool writes to, in the process that runs under it."""
+"""Environment variable of the process under the tool: the path to which the tool writes."""
 PROGRAM = "compute-sanitizer"
 SLOWER = 50.0
 FOUND = 99
-"""The tool's own exit code where it found something."""
+"""Exit code of the tool if it found an error."""
 REFUSED = "Device not supported"
 _HEAD = re.compile(r"^=========(?: (?:Error|Warning):)? (?!COMPUTE-SANITIZER|[A-Z]+ SUMMARY|Target|\s)(?P<what>.+)$")
 _PLACE = re.compile(r"^=========\s+at (?P<where>.+)$")
@@ -37,9 +38,9 @@ def slower() -> float:
 
 
 def run(tool: str, arguments: Sequence[str]) -> int:
-    """Run pytest with these arguments under the tool. Return its exit code, or 1 where only the tool found something.
+    """Run pytest with these arguments under the tool. Return its exit code, or 1 if only the tool found an error.
 
-    Raises PerfsuiteError where there is no GPU or no tool, or where the tool refuses the GPU.
+    Raises PerfsuiteError if there is no GPU, if the tool is not installed, or if it does not support the GPU.
     """
     if not machine.has_gpu():
         raise PerfsuiteError(f"--sanitize needs a GPU: {machine.why_no_gpu()}")
@@ -63,7 +64,7 @@ def run(tool: str, arguments: Sequence[str]) -> int:
 
 
 def program() -> str:
-    """Return the tool's path. Raises PerfsuiteError where it is not installed."""
+    """Return the tool's path. Raises PerfsuiteError if it is not installed."""
     homes = [os.environ.get("CUDA_HOME", ""), os.environ.get("CUDA_PATH", ""), "/usr/local/cuda"]
     path = os.pathsep.join([os.environ.get("PATH", ""), *(f"{home}/bin" for home in homes if home)])
     found = shutil.which(PROGRAM, path=path)
@@ -75,7 +76,7 @@ def program() -> str:
 def command(found: str, tool: str, log: Path, arguments: Sequence[str]) -> list[str]:
     """Return the whole command line."""
     options = ["--tool", tool, "--log-file", str(log), "--error-exitcode", str(FOUND)]
-    # Torch asks the driver for things that may fail, and the work after a bad kernel is to run, too.
+    # torch makes driver calls that may fail, and work after a faulty kernel must still run.
     options += ["--target-processes", "application-only", "--report-api-errors", "no", "--print-limit", "100000"]
     if tool == "memcheck":
         options += ["--destroy-on-device-error", "kernel"]
@@ -83,8 +84,7 @@ def command(found: str, tool: str, log: Path, arguments: Sequence[str]) -> list[
 
 
 def findings(log: Path, position: int) -> tuple[list[str], int]:
-    """Return what the tool wrote from `position` on, a line for each error, each once, and the position where the log
-    ends now."""
+    """Return (errors in the log from `position` on, one line each, without duplicates; position of the log's end)."""
     text = log.read_bytes()
     lines = text[position:].decode(errors="replace").splitlines()
     found = []
@@ -97,14 +97,15 @@ def findings(log: Path, position: int) -> tuple[list[str], int]:
 
 
 class Watch:
-    """Plugin of the process under the tool: an error that the tool writes while an item runs fails that item."""
+    """Reader of the tool's log, in the process under the tool. An item fails if the tool reports an error while it
+    runs."""
 
     def __init__(self) -> None:
         self.log = Path(os.environ[LOG])
         self.position = 0
 
     def after_item(self) -> str | None:
-        """Return what is wrong with the item that has just run, or None."""
+        """Return the tool's errors for the item that has just run; None if there are none."""
         torch = sys.modules.get("torch")
         if torch is not None and torch.cuda.is_initialized():
             torch.cuda.synchronize()

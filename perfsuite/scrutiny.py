@@ -1,7 +1,6 @@
-"""Checks for faults that show only while a side is timed: replayed answers, deferred or hidden work, impossible times.
+"""Check for faults that only occur while a side is timed: replayed answers, deferred or hidden work, impossible times.
 
-Each function raises NotEquivalent (NotTimed where the results are right) that names the fault, or returns what
-`watching` needs.
+Most functions raise NotTimed with a message that names the fault, or return data that `watching` needs.
 """
 
 from __future__ import annotations
@@ -26,54 +25,56 @@ from perfsuite.integrity.outputs import not_plain
 from perfsuite.records import Limit
 
 FRESH_RATIO = 1.5
-"""Factor by which a call on new values may take longer than the same call again; both find the same caches."""
+"""Factor by which a call on new values may take longer than the same call again. Both use the same caches."""
 FRESH_EXTRA_S = {"device": 3e-6, "wall": 20e-6}
-"""Seconds that such a call may take in addition, by clock: replaying an answer is not worth less than this."""
+"""Seconds that such a call may take in addition, by clock. A replay that saves less is not worthwhile."""
 BURST = 4.0
-"""Factor of the typical call's work above which a call is a burst."""
+"""Multiple of the typical call's work above which a call is a burst."""
 BURST_SHARE = 0.4
-"""Share of all work from which bursts are a fault: the typical call is then not what a user pays."""
+"""Share of all work from which bursts are a fault, because the typical call is then not representative."""
 BURST_CALLS = 32
 CPU_BURST_S = 20e-6
-"""Seconds beyond the typical call's work within which a call on a CPU is no burst: the machine's own interruptions,
-such as a timer's or a page of memory, take up to some 15 µs."""
+"""On a CPU, a burst takes more than this number of seconds longer than the typical call. The machine's own
+interruptions, such as timers or page faults, take up to about 15 µs."""
 QUIET_SHARE = 0.98
-"""The smallest share of uninterrupted calls at which single calls are compared. On a busy machine a team of threads
-waits for the one that is not running, and any call may take a hundred times its time."""
+"""Smallest share of uninterrupted calls at which single calls are compared. On a busy machine, a pool of threads waits
+for the thread that is not running, and any call may take a hundred times longer."""
 UNSEEN_SHARE = 0.1
 UNSEEN_S = 15e-6
-"""Seconds after a call's last event within which a device is idle; beyond them, work was running that the timer does
-not see."""
+"""Seconds after a call's last event within which the device must be idle. Otherwise work is running that the timer does
+not include."""
 UNSEEN_CALLS = 3
 UNSEEN_CALLS_MOST = 24
 UNSEEN_PAUSE_S = 0.003
-"""Longer than the time slice that a device gives one process before another."""
+"""Pause in seconds that is longer than the time slice of one process on the device."""
 FLOOR_SHARE = 0.85
-"""Share of the limit below which a time is impossible: the ceilings are measured, too, and a chip boosts."""
+"""Share of the limit below which a time is impossible. The ceilings are measured too, and a chip may boost."""
 FLOOR_ATTEMPTS = 3
 OTHERS_SHARE = 0.15
-"""Share of a core that other processes may use: more lowers the ceiling that is measured."""
+"""Number of cores that other processes may use. More use lowers the ceiling that is measured."""
 LOWERED = 100.0
-"""Factor by which they do not lower it: a time that is impossible even then is not due to other processes."""
+"""Factor by which other processes cannot lower the ceiling. A time that is impossible even with that factor is not due
+to them."""
 CPU_CACHE_BYTES = 1 << 29
 PERSISTING_L2 = 6
 """CU_LIMIT_PERSISTING_L2_CACHE_SIZE of cuCtxGetLimit."""
 
 
 def positive(seconds: float, name: str) -> float:
-    """Return the time. Raises MachineError for zero, a negative one or NaN, which would collapse every mean."""
+    """Return the time. Raises MachineError if it is not positive and finite, since every mean would be meaningless."""
     if not (seconds > 0 and math.isfinite(seconds)):
         raise MachineError(f"a call of the {name} side took {seconds:g} s: the clock cannot be trusted")
     return seconds
 
 
 def is_quiet(work: Sequence[float], calls: int) -> bool:
-    """Return whether so few of the calls were interrupted that single ones can be compared by their time."""
+    """Return whether few enough calls were interrupted that the times of single calls can be compared."""
     return len(work) >= QUIET_SHARE * calls
 
 
 def replays(times: Sequence[tuple[float, float]], kind: str) -> bool:
-    """Return whether calls on values never seen before take far longer than the same calls again."""
+    """Return whether calls on new values take much longer than the same calls again. `times` has (first call, second
+    call)."""
     if len(times) < 4:
         return False
     fresh, again = (statistics.median(t) for t in zip(*times, strict=True))
@@ -82,7 +83,7 @@ def replays(times: Sequence[tuple[float, float]], kind: str) -> bool:
 
 
 def replayed(times: Sequence[tuple[float, float]], kind: str, where: str) -> None:
-    """Raise NotTimed where the second of these calls replay the first ones' answers."""
+    """Raise NotTimed if the second of these calls replay the answers of the first."""
     if replays(times, kind):
         fresh, again = (statistics.median(t) for t in zip(*times, strict=True))
         raise NotTimed(
@@ -98,12 +99,12 @@ def bursts(
     remedy: str = "",
     least_s: float = 0.0,
 ) -> None:
-    """Raise NotTimed where a few calls do much of all the work. `work` has the times of the timed calls (device time,
-    or processor time where nothing interrupted them), in order.
+    """Raise NotTimed if a few calls do a large part of all work. `work` has the times of the timed calls in order:
+    device time, or CPU time of uninterrupted calls.
 
-    `beside` returns the times of calls on the same machine that are known to be even, of about `typical` seconds each.
-    Where these burst, too, another process on the device is the cause. A burst takes more than `least_s` longer than
-    the typical call.
+    `beside` returns the times of calls that do equal work on the same machine, of about `typical` seconds each. If
+    these have bursts too, another process on the device is the cause. A burst takes more than `least_s` longer than the
+    typical call.
     """
     if len(work) < BURST_CALLS:
         return
@@ -122,7 +123,7 @@ def burst_share(work: Sequence[float], least_s: float = 0.0) -> float:
 
 
 def _long(work: Sequence[float], least_s: float) -> tuple[list[float], float]:
-    """Return the bursts among these calls, and their share of all work."""
+    """Return (bursts among these calls, their share of all work)."""
     if not work or sum(work) <= 0:
         return [], 0.0
     typical = statistics.median(work)
@@ -131,8 +132,8 @@ def _long(work: Sequence[float], least_s: float) -> tuple[list[float], float]:
 
 
 def hidden(unseen_s: float, seconds: float, where: str) -> None:
-    """Raise NotTimed where the device goes on working after the call. `unseen_s` are the seconds that it went on after
-    the call's last event, and `seconds` are those that the timer saw."""
+    """Raise NotTimed if the device continues to work after the call: `unseen_s` seconds after the call's last event,
+    where the timer measured `seconds`."""
     if unseen_s > UNSEEN_S + UNSEEN_SHARE * seconds:
         raise NotTimed(
             f"{where} keeps the device busy for {unseen_s * 1e6:.3g} µs after the timer has stopped at "
@@ -141,10 +142,11 @@ def hidden(unseen_s: float, seconds: float, where: str) -> None:
 
 
 def unseen_seconds(clock: CpuClock | CudaClock, reset: Callable[[], None], call: Callable[[], object]) -> float:
-    """Return the seconds of device work that events on the current stream do not see, beyond what a lone kernel shows.
+    """Return the seconds of device work that events on the current stream do not include, minus those of a single
+    kernel.
 
-    They are the least of a few calls, or of many where that is much. Time slices of another process on the device delay
-    single calls, but not all of several calls with pauses between them.
+    The result is the least of a few calls, or of many if that is large. Time slices of another process on the device
+    delay single calls, but not all of several calls with pauses between them.
     """
     if isinstance(clock, CpuClock):
         return 0.0
@@ -160,7 +162,7 @@ def unseen_seconds(clock: CpuClock | CudaClock, reset: Callable[[], None], call:
 
 
 def plain(returned: object, where: str) -> None:
-    """Raise NotTimed where a timed call returned tensors that are not plain: these may defer the work until they are
+    """Raise NotTimed if a timed call returned tensors that are not plain, since these may defer the work until they are
     read."""
     for name, leaf in flatten(returned):
         fault = not_plain(name, leaf)
@@ -169,7 +171,7 @@ def plain(returned: object, where: str) -> None:
 
 
 def settled(leaves: Leaves, where: str) -> None:
-    """Raise NotTimed where the outputs of a call still change."""
+    """Raise NotTimed if the outputs of a call still change."""
     changed = late(leaves)
     if changed is not None:
         raise NotTimed(f"{where} {late_message(changed)}")
@@ -178,11 +180,12 @@ def settled(leaves: Leaves, where: str) -> None:
 def floor(
     limit: Limit, again: Callable[[], Limit | None], seconds: Callable[[], float], device: str, where: str
 ) -> Limit:
-    """Raise NotTimed for a time below what the device needs for the least work, since it is an error and not a win.
-    Return the limit that was found.
+    """Raise NotTimed if the time is less than the device needs for the least work, which must be an error. Return the
+    lowest limit that was found.
 
-    `again` measures the limit anew, beside `seconds`, before the side is blamed: the device may have been busy when its
-    ceiling was measured. Raises NoisyError where others use the CPU even now, and may have lowered its ceiling so far.
+    Before the side is blamed, `again` and `seconds` measure the limit and the time again, because the device may have
+    been busy when its ceiling was measured. Raises NoisyError if other processes still use the CPU, and may have
+    lowered its ceiling by this much.
     """
     best, took = limit, seconds()
     others = 0.0
@@ -210,7 +213,7 @@ def floor(
 
 
 def least_seconds(limit: Limit, device: str) -> float:
-    """Return the seconds that the device needs for the least work. Data that a cache can hold need not come from
+    """Return the seconds that the device needs for the least work. Data that fit in the cache need not come from
     memory."""
     if limit.by != "memory":
         return limit.seconds
@@ -221,27 +224,28 @@ def least_seconds(limit: Limit, device: str) -> float:
 
 
 def compilations() -> int:
-    """Return the number of graphs that torch.compile has compiled in this process, and of frames in which it failed."""
+    """Return the number of graphs that torch.compile has compiled in this process, plus frames in which it failed."""
     dynamo: Any = sys.modules.get("torch._dynamo")
     if dynamo is None:
         return 0
     frames, graphs = dynamo.utils.counters["frames"], dynamo.utils.counters["stats"]
-    # With fullgraph=True frames are not counted.
+    # With fullgraph=True, frames are not counted.
     return int(graphs["unique_graphs"] + frames["total"] - frames["ok"])
 
 
 def persisting_l2_bytes() -> int | None:
-    """Return the bytes of L2 that are reserved for persisting lines; None where there is no CUDA driver to ask."""
+    """Return the bytes of L2 that are reserved for persisting lines; None if there is no CUDA driver."""
     driver = _driver() if torch.cuda.is_available() else None
     if driver is None:
         return None
-    torch.cuda.synchronize()  # makes this thread's context where nothing has yet: the driver has no answer without one
+    torch.cuda.synchronize()  # creates this thread's context if there is none, which the driver needs for the query
     found = ctypes.c_size_t()
     return int(found.value) if driver.cuCtxGetLimit(ctypes.byref(found), PERSISTING_L2) == 0 else None
 
 
 def keeps_l2(before: int | None, where: str) -> None:
-    """Check that no side has left lines in L2 that the flush between calls cannot evict."""
+    """Raise NotTimed if a side has reserved L2 for lines that the flush between calls cannot evict. `before` are the
+    bytes that were reserved before any side ran."""
     after = persisting_l2_bytes()
     driver = _driver()
     if after is None or before is None or after <= before or driver is None:

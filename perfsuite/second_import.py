@@ -1,10 +1,10 @@
-"""Import another revision's tree beside the current one, under names of its own.
+"""Import another revision's tree in addition to the current one, under separate names.
 
 A tree at `<folder>/work-tree` comes with a package at `<folder>/<package>`, which `write_package` makes. With
-`folder` on sys.path, `import <package>.optimized.kernels` imports the tree's `optimized/kernels.py`. Inside the tree's
-modules every import of one of its own top-level names is rewritten to that package when the source is compiled,
-wherever it stands, and so is `importlib.import_module`. No name is shared with the current tree, so nothing that looks
-a module up by its name (torch.compile, pickle, a registry, a process that a data loader starts) finds the current one.
+`folder` on sys.path, `import <package>.optimized.kernels` imports the tree's `optimized/kernels.py`. When a module of
+the tree is compiled, every import of one of the tree's own top-level names, wherever it is, is rewritten to that
+package, and so is `importlib.import_module`. The trees share no module names, so code that looks up a module by its
+name (torch.compile, pickle, a registry, a process that a data loader starts) does not find the current one.
 
 The harness itself is never imported twice.
 """
@@ -25,11 +25,11 @@ from typing import Any
 
 HARNESS = "perfsuite"
 TREE = "work-tree"
-"""The folder of a tree, beside its package; no name that could be imported."""
+"""Name of a tree's folder, next to its package. It cannot be imported as a module."""
 PREFIX = "perfsuite_revision_"
 INSTALLED = frozenset({"site-packages", "dist-packages"})
 ENVIRONMENTS = frozenset(Path(p).resolve() for p in (sys.prefix, sys.base_prefix))
-"""Folders of Python's own modules, which may lie in the repository."""
+"""Folders of Python environments, which may be inside the repository."""
 _SHIM, _IMPORT, _MISSING = "__importlib__", "__import_module__", "__missing__"
 
 
@@ -48,7 +48,8 @@ def write_package(folder: Path, top: Path) -> str:
 
 
 def install(package: str, tree: str, top: str) -> None:
-    """Make the package's submodules those of the tree from now on. The package calls this when it is imported."""
+    """Make imports of the package's submodules import the tree's modules. The package calls this when it is
+    imported."""
     finder = _Finder(package, Path(tree), Path(top))
     module = sys.modules[package]
     module.__path__ = finder.paths
@@ -59,13 +60,13 @@ def install(package: str, tree: str, top: str) -> None:
 
 
 def missing(package: str) -> list[str]:
-    """Return the modules that the tree's code has asked for and the tree lacks, although the current tree has them."""
+    """Return the modules that the tree's code has tried to import and that only the current tree has."""
     found: list[str] = getattr(sys.modules[package], _MISSING)
     return found
 
 
 def is_first_party(file: Path, top: Path) -> bool:
-    """Return whether a file is the repository's own code: below `top`, and in no environment or hidden folder of it."""
+    """Return whether a file is the repository's own: below `top`, and not in an environment or a hidden folder."""
     if top not in file.parents:
         return False
     if any(top in e.parents and e in file.parents for e in ENVIRONMENTS):
@@ -75,7 +76,8 @@ def is_first_party(file: Path, top: Path) -> bool:
 
 
 class _Finder(MetaPathFinder):
-    """Finds the submodules of one package in the tree, and knows which top-level names are the tree's own."""
+    """Import finder of one package's submodules in the tree. It also decides which top-level names are the tree's
+    own."""
 
     def __init__(self, package: str, tree: Path, top: Path) -> None:
         self.package, self.tree, self.top = package, tree, top
@@ -94,7 +96,7 @@ class _Finder(MetaPathFinder):
         return spec
 
     def owns(self, name: str) -> bool:
-        """Return whether an import of this top-level name is one of the tree's own modules."""
+        """Return whether this top-level name belongs to one of the tree's own modules."""
         if name not in self._owned:
             self._owned[name] = name != HARNESS and not name.startswith(PREFIX) and self._is_own(name)
         return self._owned[name]
@@ -105,10 +107,10 @@ class _Finder(MetaPathFinder):
             return PathFinder.find_spec(name, self.paths) is not None
         current = _location(spec)
         if current is None or not is_first_party(current, self.top):
-            return False  # built in, or the current tree imports it from elsewhere, too
+            return False  # built in, or installed elsewhere, so that both trees import the same module
         if (mapped := self._mapped(str(current.parent))) and mapped not in self.paths:
-            self.paths.append(mapped)  # an editable install may put a folder on no path
-        return True  # also where the tree lacks it: it must not be found in the current tree
+            self.paths.append(mapped)  # the folder of an editable install need not be on sys.path
+        return True  # even if the tree lacks it, since it must not be imported from the current tree
 
     def import_module(self, name: str, package: str | None = None) -> ModuleType:
         """Import a module as `importlib.import_module` does, for the tree's modules."""
@@ -125,7 +127,7 @@ class _Finder(MetaPathFinder):
 
 
 def _current_spec(name: str) -> ModuleSpec | None:
-    """Return the spec of what the current tree imports under this top-level name; None where there is nothing."""
+    """Return the spec of the module that the current tree imports under this top-level name; None if there is none."""
     module = sys.modules.get(name)
     try:
         return module.__spec__ if module is not None else importlib.util.find_spec(name)
@@ -134,7 +136,7 @@ def _current_spec(name: str) -> ModuleSpec | None:
 
 
 def _is_current(name: str) -> bool:
-    """Return whether the current tree has this module, as far as can be said without an import."""
+    """Return whether the current tree has this module, as far as can be found without importing it."""
     parent, _, last = name.rpartition(".")
     if not parent:
         return _current_spec(name) is not None
@@ -161,7 +163,7 @@ class _Importlib(ModuleType):
 
 
 class _Loader(SourceFileLoader):
-    """Compiles a module of the tree with its imports rewritten."""
+    """Loader that compiles a module of the tree with rewritten imports."""
 
     def __init__(self, fullname: str, path: str, finder: _Finder) -> None:
         super().__init__(fullname, path)
@@ -175,11 +177,11 @@ class _Loader(SourceFileLoader):
         return code
 
     def _cache_bytecode(self, source_path: str, bytecode_path: str, data: bytes) -> None:
-        """Do nothing: the tree is gone after the run."""
+        """Do nothing, because the tree is removed after the run."""
 
 
 class _Rewritten(ast.NodeTransformer):
-    """Puts the package before the names in imports of the tree's own modules."""
+    """AST transformer that prefixes imports of the tree's own modules with the package."""
 
     def __init__(self, finder: _Finder) -> None:
         self.finder = finder

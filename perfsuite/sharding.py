@@ -1,4 +1,4 @@
-"""`--shard i/n`: a part of the workloads for each of several runners, and the merge of what they report."""
+"""`--shard i/n`: select a part of the workloads for each of several machines, and merge their reports."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ def parse(text: str | None) -> Shard | None:
 
 
 def keep(selected: list[Any], shard: Shard) -> None:
-    """Leave in the list the items of this shard: every n-th timed one, beginning at the shard's number.
+    """Remove the timed items of other shards from the list. Shard i of n has every n-th timed item, from the i-th on.
 
-    Neighbours cost about the same (one module's workloads), so that the shards take about as long.
+    Neighbouring items are of one module and take about the same time, so all shards take about the same time.
     """
     timed = [item for item in selected if item.get_closest_marker("perf")]
     mine = {id(item) for item in timed[shard.number - 1 :: shard.count]}
@@ -43,8 +43,8 @@ def keep(selected: list[Any], shard: Shard) -> None:
 
 
 def merge(reports: Sequence[RunReport]) -> RunReport:
-    """Return one report of all shards. Whatever is missing or does not fit becomes a problem of the report. Raises
-    PerfsuiteError where there is no report."""
+    """Return one report of all shards. Missing or inconsistent parts become problems of the report. Raises
+    PerfsuiteError if there is no report."""
     if not reports:
         raise PerfsuiteError("nothing to merge: name the report.json of every shard")
     first = reports[0]

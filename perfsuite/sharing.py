@@ -1,9 +1,9 @@
-"""Several measuring processes on one GPU: they start and prepare beside each other, and each times alone.
+"""Share one GPU among several measuring processes: they start and prepare at the same time, and each times alone.
 
-The operating system locks files for each GPU. The first is shared by processes that prepare, and exclusive to one that
-times. The second keeps a process from starting to prepare while another waits to time: all processes that are ready
-time one after the other, and then all prepare at the same time. The third is exclusive to the run while it proves on
-the GPU: processes prepare meanwhile, but none times.
+Each GPU has three lock files. The first is locked in shared mode by processes that prepare, and exclusively by one that
+times. The second keeps a process from starting to prepare while another waits to time. So all processes that are ready
+time one after another, and then all prepare at the same time. The run locks the third exclusively while it proves on
+the GPU. Processes may prepare meanwhile, but not time.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from perfsuite.folders import own_folder
 @contextmanager
 def proving(locks: Iterable[str]) -> Iterator[None]:
     """Keep processes from timing on the GPUs of these lock files during the block. Raises PerfsuiteError if a file
-    cannot be used.
+    cannot be locked.
 
-    This holds on all of them until the last proof: proofs keep the host's cores busy, whatever GPU they run on.
+    All GPUs are locked until the last proof has ended, because proofs use the host's cores, whichever GPU they run on.
     """
     with ExitStack() as held:
         for lock in {lock for lock in locks if lock}:
@@ -41,9 +41,9 @@ def _proofs(lock: str) -> Path:
 
 
 class Gpu:
-    """One process's share of a GPU. Without a lock file it has the GPU for itself, and nothing here does anything.
+    """One process's share of a GPU. Without a lock file, it has the GPU for itself, and the methods do nothing.
 
-    A process that ends, however it ends, gives up its share.
+    A process that ends, for whatever reason, releases its share.
     """
 
     def __init__(self, lock: str) -> None:
@@ -55,7 +55,7 @@ class Gpu:
 
     @property
     def shared(self) -> bool:
-        """Whether other processes of this run use the GPU too."""
+        """True if other processes of this run use the GPU too."""
         return self._files is not None
 
     def prepare(self) -> None:
@@ -68,7 +68,7 @@ class Gpu:
             fcntl.flock(turn, fcntl.LOCK_UN)
 
     def alone(self) -> None:
-        """Wait until no other process proves, prepares or times; from then on they wait for this one."""
+        """Wait until no other process proves, prepares or times. Afterwards the others wait for this process."""
         if self._files:
             with self._proofs.open("a") as proofs:  # others may begin to prepare until the last proof has ended
                 fcntl.flock(proofs, fcntl.LOCK_SH)
@@ -77,6 +77,6 @@ class Gpu:
             fcntl.flock(use, fcntl.LOCK_EX)
 
     def leave(self) -> None:
-        """Stop preparing and timing."""
+        """Release the locks for preparing and timing."""
         for file in self._files or ():
             fcntl.flock(file, fcntl.LOCK_UN)

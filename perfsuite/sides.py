@@ -1,4 +1,4 @@
-"""Sides: the callables of a pair, each with what it needs to run."""
+"""Define the sides of a pair: callables with the conditions under which they run."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from perfsuite.errors import PairError
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Side:
-    """A callable with what it needs: where it runs, whether it is available, whether it is compiled.
+    """A callable with its devices, its availability, and whether it is compiled or stateful.
 
     `available` returns None, or the reason (with the remedy) why this machine cannot run it.
     """
@@ -28,12 +28,12 @@ class Side:
 
     @property
     def is_compiled(self) -> bool:
-        """Whether `compiled(…)` declares the side, or torch.compile made the callable."""
+        """True if the side was declared by `compiled(…)`, or its callable was returned by torch.compile."""
         return self.compile is not None or modules.is_compiled(self.call)
 
 
 def module_of(side: Side) -> Any:
-    """Return the loaded module that defines the side; None for what no loaded module defines."""
+    """Return the loaded module that defines the side; None if there is none."""
     return sys.modules.get(getattr(side.call, "__module__", None) or "")
 
 
@@ -43,12 +43,12 @@ def side(
     devices: Sequence[str] = ("cpu", "cuda"),
     available: Callable[[], str | None] | None = None,
 ) -> Side:
-    """Declare a rival or variant that runs only on some devices, or only where `available()` returns None."""
+    """Declare a rival or variant that runs only on some devices, or only if `available()` returns None."""
     return Side(call=call, devices=tuple(devices), available=available)
 
 
 def compiled(call: Callable[..., Any] | Side, **options: Any) -> Side:
-    """Declare `torch.compile(call, **options)`, compiled when it is first needed; `options` are torch.compile's."""
+    """Declare `torch.compile(call, **options)`, which is compiled when it is first needed."""
     if isinstance(call, Side):
         return replace(call, compile=dict(options))
     return Side(call=call, compile=dict(options))
@@ -57,8 +57,8 @@ def compiled(call: Callable[..., Any] | Side, **options: Any) -> Side:
 def stateful(make: Callable[..., Callable[..., Any]] | Side, *, settle: int = 1) -> Side:
     """Declare a side that is a factory: `make(*inputs)` builds a step, and `step(*step_inputs)` is run and timed.
 
-    For a step that warms up, compiles or captures, `settle` is the number of calls that this takes: every new step is
-    called this often before it is timed. Raises PairError for fewer than one.
+    `settle` is the number of calls that a new step needs to warm up, compile or capture. Every new step is called this
+    number of times before it is timed. Raises PairError if it is less than 1.
     """
     if not isinstance(settle, int) or isinstance(settle, bool) or settle < 1:
         raise PairError(f"stateful(settle={settle!r}): name a number of calls, 1 or more")

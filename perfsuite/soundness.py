@@ -1,4 +1,4 @@
-"""Check that the measurements of a workload are complete, finite, and of one and the same thing."""
+"""Check that the measurements of a workload are complete, finite and consistent."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ import math
 from perfsuite.records import Measurement
 
 RATIO_MAX = 20.0
-"""Log-ratio beyond which a clock is broken: no side is half a billion times as fast."""
+"""Absolute log-ratio above which a clock must be broken: no side is half a billion times as fast."""
 
 
 def disagreement(run: tuple[Measurement, ...]) -> str:
-    """Return the field on which the processes of one workload disagree, with two values; empty where they agree."""
+    """Return a message with the field on which the processes of one workload disagree; empty if they agree."""
     for name in ("device", "clock", "direction", "dtype", "sizes", "items", "unit"):
         values = [getattr(m, name) for m in run]
         if any(v != values[0] for v in values):
@@ -20,9 +20,9 @@ def disagreement(run: tuple[Measurement, ...]) -> str:
 
 
 def incomplete(run: tuple[Measurement, ...], other: str) -> str:
-    """Return the side without a sound time or ratio to `other`; empty where every side has one."""
+    """Return a message with the side that lacks a sound time or ratio; empty if every required side has both."""
     for m in run:
-        # The reference may be missing beside the accepted side, but what is there must be sound.
+        # With the accepted side, the reference may be missing, but if it was timed, its data must be sound.
         reference = {"reference"} if other == "reference" or m.log_ratios.get("reference") else set()
         for name in sorted({other, *reference}):
             ratios = m.log_ratios.get(name, ())

@@ -1,7 +1,7 @@
 """Describe an input: its shape in symbolic sizes, its dtype, its values.
 
-A spec is a plain description. `perfsuite.cases` draws from it with Hypothesis, and `perfsuite.inputs` builds tensors;
-nothing here imports torch, so that declaring a pair costs nothing.
+A spec is a plain description. `perfsuite.cases` draws from it with Hypothesis, and `perfsuite.inputs` builds tensors.
+This module does not import torch, so declaring a pair costs nothing.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ Bound: TypeAlias = "int | str"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Floats:
-    """Real values. Without bounds: every magnitude the dtype holds, NaN and infinities included.
+    """Real values. Without bounds, they have every magnitude of the dtype, including NaN and infinities.
 
-    `low` and `high` bound the domain; extreme values then stay within it and are finite.
+    `low` and `high` bound the domain. Extreme values are then within the bounds and finite.
     """
 
     low: float | None = None
@@ -42,10 +42,10 @@ class Floats:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Integers:
-    """Whole numbers in [low, high), like `torch.randint`; bounds may be names of sizes.
+    """Integers in [low, high), as in `torch.randint`. Bounds may be names of sizes.
 
-    A sequence of bounds holds one for each column of the last dimension. With `outside`, some drawn values lie
-    beyond the bounds, for functions that define what happens then. One value in eight is one of `also`.
+    A tuple of upper bounds has one for each column of the last dimension. With `outside`, some drawn values are outside
+    the bounds, for functions that define the result in that case. One value in eight is one of `also`.
     """
 
     low: Bound = 0
@@ -56,7 +56,7 @@ class Integers:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sampled:
-    """Values made by a function of (generator, shape, dtype), on the CPU."""
+    """Values drawn by a function of (generator, shape, dtype), on the CPU."""
 
     make: Callable[[torch.Generator, tuple[int, ...], torch.dtype], torch.Tensor]
 
@@ -66,7 +66,7 @@ Values: TypeAlias = "Floats | Integers | Sampled"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TensorSpec:
-    """A tensor of symbolic sizes. `dtype=None` follows the precision under test."""
+    """A tensor of symbolic sizes. `dtype=None` means the precision under test."""
 
     dims: tuple[Dim, ...]
     dtype: str | None = None
@@ -96,9 +96,9 @@ class ListSpec:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModuleSpec:
-    """A `torch.nn.Module` with its parameters, built anew for each draw from the sizes.
+    """A `torch.nn.Module` with its parameters, which is built for each draw from the sizes.
 
-    The weights are seeded by the draw; the module is cast to the dtype under test and moved to the device.
+    The draw seeds the weights. The module is cast to the dtype under test and moved to the device.
     """
 
     build: Callable[..., torch.nn.Module]
@@ -106,7 +106,7 @@ class ModuleSpec:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RecordedSpec:
-    """An input saved by `torch.save` from a real run; floating tensors are cast to the dtype under test."""
+    """An input saved by `torch.save` in a real run. Floating-point tensors are cast to the dtype under test."""
 
     path: str
 
@@ -127,23 +127,23 @@ class GeneratorSpec:
 Spec: TypeAlias = "TensorSpec | ScalarSpec | ListSpec | ModuleSpec | RecordedSpec | ConstantSpec | GeneratorSpec | Any"
 
 ANY_WHOLE = Integers()
-"""The values of a tensor of whole numbers, or bools, whose range was not given."""
+"""Values of a tensor of integers, or bools, without a declared range."""
 RANKS = "ranks"
-"""The size that is the number of processes in which a pair is called."""
+"""Name of the size that is the number of processes in which a pair is called."""
 MIDDLE_EXPANDED = "middle expanded"
 EXPANDED = ("expanded", "inner expanded", MIDDLE_EXPANDED)
 LAYOUTS = ("contiguous", "transposed", "strided", "offset", *EXPANDED, "rows", "slice", "permuted", "channels last")
 """Memory layouts of a drawn tensor.
 
-"expanded" along the first dimension, "inner expanded" along the last, "middle expanded" along the first between them,
-as heads that share keys; "rows": a part of wider rows, as of a product that is split into three; "slice": all rows but
-the last, as in `logits[:, :-1]`; "permuted": the two dimensions before the last in the other order.
+"expanded": along the first dimension; "inner expanded": along the last; "middle expanded": along the first one between
+them, as for heads that share keys; "rows": a part of wider rows, as of a projection that is split into three; "slice":
+all rows except the last, as in `logits[:, :-1]`; "permuted": the two dimensions before the last exchanged in memory.
 """
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Size:
-    """The range of one symbolic size in property tests: [low, high], a multiple of `multiple_of`."""
+    """Range of one symbolic size in drawn cases: [low, high], a multiple of `multiple_of`."""
 
     low: int = 0
     high: int = 33
@@ -157,10 +157,10 @@ class Size:
 def floats(
     low: float | None = None, high: float | None = None, *, nonfinite: bool = True, offset: bool = True
 ) -> Floats:
-    """Declare real values, in [low, high] where bounds are given.
+    """Declare real values, in [low, high] if bounds are given.
 
-    Some draws have NaN and infinities, where nothing is bounded, and some have small differences of large values, in
-    which a variance from two sums loses its digits. `nonfinite=False` and `offset=False` leave these out.
+    Without bounds, some draws contain NaN and infinities. Some draws have small differences of large values, for which
+    a variance computed from two sums loses its digits. `nonfinite=False` and `offset=False` exclude these.
     """
     if low is not None and high is not None and not low <= high:
         raise PairError(f"floats({low}, {high}): the lower bound is above the upper one; swap them")
@@ -170,10 +170,9 @@ def floats(
 def integers(
     low: Bound = 0, high: Bound | Sequence[Bound] = 2, *, outside: bool = False, also: Sequence[int] = ()
 ) -> Integers:
-    """Declare whole numbers in [low, high); bounds may be sizes ("V", "2*V-1"), one bound a column if `high` is a
-    sequence.
+    """Declare integers in [low, high). Bounds may be sizes ("V", "2*V-1"). A sequence `high` has one bound per column.
 
-    `also` are single values that occur besides, such as -100 for labels that a loss ignores.
+    `also` are single values that occur in addition, such as -100 for labels that a loss ignores.
     """
     upper = high if isinstance(high, (int, str)) else tuple(high)
     for bound in (low, *(upper if isinstance(upper, tuple) else (upper,))):
@@ -210,14 +209,14 @@ def tensor(
     least: int = 0,
     by_rank: int | None = None,
 ) -> TensorSpec:
-    """Declare a tensor input of shape `dims`, each an int, the name of a size shared between inputs, or what follows
-    from such sizes, as "2*half".
+    """Declare a tensor input of shape `dims`. Each is an int, the name of a size that inputs share, or an expression of
+    such sizes, such as "2*half".
 
-    `dtype` None follows the precision under test; `period` compares it on a circle (when it is an output too);
-    `layouts` restricts the memory layouts drawn; `differentiable=False` keeps it out of the gradient check. Where the
-    data begins is drawn too: at a multiple of `align` bytes (a power of two), or else of one element. With `least=1`
-    no size of it is drawn as 0. In a pair with `ranks=` each process gets an equal part of dimension `by_rank`, as of
-    `tensor("ranks * batch", "width", by_rank=0)`; other inputs are the same in all of them.
+    `dtype=None` means the precision under test. `period` compares the tensor on a circle, if it is also an output.
+    `layouts` restricts the memory layouts that are drawn. `differentiable=False` excludes it from the gradient check.
+    The offset of the data is drawn too: a multiple of `align` bytes (a power of two), or else of one element. With
+    `least=1` none of its sizes is drawn as 0. In a pair with `ranks=`, each process gets an equal part along dimension
+    `by_rank`, as in `tensor("ranks * batch", "width", by_rank=0)`. Other inputs are the same in all processes.
     """
     for dim in dims:
         if isinstance(dim, str):
@@ -257,8 +256,8 @@ def tensor(
 
 
 def _is_multiple_of_ranks(dim: Dim) -> bool:
-    """Return whether the dimension divides into equal parts whatever the other sizes are. It is tried with some sizes
-    that do not divide."""
+    """Return whether the dimension is divisible by the number of ranks, whatever the other sizes are. This is tested
+    with some sizes that are not divisible."""
     if not isinstance(dim, str) or RANKS not in expressions.names(dim):
         return False
     tried = [{**dict.fromkeys(expressions.names(dim), size), RANKS: n} for size in (7, 11) for n in (2, 3, 5)]
@@ -266,8 +265,8 @@ def _is_multiple_of_ranks(dim: Dim) -> bool:
 
 
 def scalar(values: Floats | Integers | Sequence[bool | int | float]) -> ScalarSpec:
-    """Declare a Python number or bool, of a range or one of these, as [True, False]; a workload sets it by the input's
-    name."""
+    """Declare a Python number or bool in a range, or one of a list such as [True, False]. A workload sets it by the
+    input's name."""
     if isinstance(values, (Floats, Integers)):
         return ScalarSpec(values=values)
     given = tuple(values) if isinstance(values, (list, tuple)) else ()
@@ -285,12 +284,13 @@ def listof(count: Dim, item: Spec) -> ListSpec:
 
 
 def module(build: Callable[..., torch.nn.Module]) -> ModuleSpec:
-    """Declare a module input: `build` is given the sizes that it names; its parameters are differentiated too."""
+    """Declare a module input. `build` is called with the sizes that its parameters name. The gradients of the module's
+    parameters are compared too."""
     return ModuleSpec(build=build)
 
 
 def recorded(path: str) -> RecordedSpec:
-    """Declare an input recorded from a real run with `torch.save`; the path is relative to the test module."""
+    """Declare an input that was recorded in a real run with `torch.save`. The path is relative to the test module."""
     return RecordedSpec(path=path)
 
 
@@ -300,16 +300,16 @@ def constant(value: Any) -> ConstantSpec:
 
 
 def generator() -> GeneratorSpec:
-    """Declare a `torch.Generator` of the device, which begins in the same state for each call of each side.
+    """Declare a `torch.Generator` of the device, which is in the same state at the start of each call of each side.
 
-    Draw from it in a dtype of its own, as in `torch.rand(x.shape, generator=generator, device=x.device)`: the reference
-    in float64 must see the same numbers.
+    Draw from it in a fixed dtype, as in `torch.rand(x.shape, generator=generator, device=x.device)`, because the
+    reference in float64 must get the same numbers.
     """
     return GeneratorSpec()
 
 
 def holds(spec: Any, kinds: type | tuple[type, ...]) -> bool:
-    """Return whether a spec is of one of these classes, or holds one that is."""
+    """Return whether a spec is of one of these classes, or contains one that is."""
     match spec:
         case ListSpec():
             return holds(spec.item, kinds)
@@ -322,7 +322,7 @@ def holds(spec: Any, kinds: type | tuple[type, ...]) -> bool:
 
 
 def size(low: int = 0, high: int = 33, *, multiple_of: int = 1) -> Size:
-    """Declare the range of a symbolic size in property tests, ends included."""
+    """Declare the range of a symbolic size in drawn cases, both ends included."""
     if low > high or low < 0 or multiple_of < 1:
         raise PairError(f"size({low}, {high}, multiple_of={multiple_of}): not a range; use 0 <= low <= high")
     if high // multiple_of * multiple_of < low:
@@ -368,7 +368,7 @@ def tensors_of(spec: Any) -> Iterator[TensorSpec]:
 
 
 def tensor_spec(spec: Any) -> TensorSpec | None:
-    """Return the tensor spec at the leaves of `spec`, which share layout and regime."""
+    """Return the first tensor spec in `spec`; None if there is none. All tensors in it share layout and regime."""
     if isinstance(spec, TensorSpec):
         return spec
     if isinstance(spec, ListSpec):
@@ -381,7 +381,7 @@ def tensor_spec(spec: Any) -> TensorSpec | None:
 
 
 def least_of(spec: Any, name: str) -> int:
-    """Return the least that a spec requires this size to be."""
+    """Return the smallest value of this size that a spec allows; 0 if it does not restrict it."""
     match spec:
         case TensorSpec():
             return spec.least if any(isinstance(d, str) and name in expressions.names(d) for d in spec.dims) else 0
@@ -401,7 +401,7 @@ def resolve(dim: Dim | Bound, sizes: Mapping[str, Any]) -> int:
 
 
 def bounds(values: Integers, sizes: Mapping[str, Any]) -> tuple[int, tuple[int, ...]]:
-    """Return the lower bound of whole numbers at these sizes, and the upper one of each column."""
+    """Return (lower bound of the integers at these sizes, upper bound of each column)."""
     upper = values.high if isinstance(values.high, tuple) else (values.high,)
     return resolve(values.low, sizes), tuple(resolve(b, sizes) for b in upper)
 
@@ -412,7 +412,7 @@ def elements(spec: TensorSpec, sizes: Mapping[str, Any]) -> int:
 
 
 def accepted(call: Callable[..., Any], values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return those of the values, by name, for which the call has a parameter."""
+    """Return those of the values, by name, for which the callable has a parameter."""
     parameters = inspect.signature(call).parameters
     if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
         return dict(values)

@@ -1,4 +1,4 @@
-"""The pytest item of a workload: `speed[name]`. It reports what was measured in worker processes."""
+"""Pytest item of a workload: `speed[name]`. It reports the measurements of worker processes."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from perfsuite.records import Measurement, PromiseRecord, Verdict, to_json
 from perfsuite.workload import Workload
 
 CONTROL = "perfsuite-control"
-"""The name under which a run's `Control` is registered with pytest."""
+"""Name under which a run's `Control` is registered with pytest."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Result:
-    """Result that one timed item gets."""
+    """Result of one timed item."""
 
     measurements: tuple[Measurement, ...] = ()
     verdict: Verdict | None = None
@@ -31,11 +31,11 @@ class Result:
 
 
 class SpeedFailure(Exception):  # noqa: N818 - a verdict in one line
-    """A workload is red; the message says why in one line."""
+    """A workload is red. The message is the reason, in one line."""
 
 
 class SpeedItem(pytest.Function):
-    """Item that times one workload of a pair, and gives its verdict where the run is a gate."""
+    """Item that times one workload of a pair, and reports its verdict if the run is a gate."""
 
     def __init__(
         self, *, name: str, parent: pytest.Collector, pair: Pair, workload: Workload, home: Path, **kwargs: Any
@@ -77,7 +77,7 @@ class SpeedItem(pytest.Function):
 
     def repr_failure(self, excinfo: pytest.ExceptionInfo[BaseException], style: Any = None) -> Any:
         if isinstance(excinfo.value, (SpeedFailure, PerfsuiteError)):
-            # pytest's summary cuts a line at the terminal's width, and names the item before it.
+            # pytest's summary truncates lines at the terminal's width, and already shows the item's id.
             return str(excinfo.value).replace(f" {self.nodeid}: ", ": ", 1)
         return super().repr_failure(excinfo)
 

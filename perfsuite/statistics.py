@@ -1,4 +1,4 @@
-"""Estimates from block log-ratios, with hierarchical variances.
+"""Compute estimates from block log-ratios, with hierarchical variances.
 
 The unit of observation is a *process mean*: the mean over one process's blocks of log(time of the other side / time of
 the optimized side), trimmed on the wall clock (blocks.py). Blocks of one process share a bias (code and buffer
@@ -26,29 +26,31 @@ Sessions: TypeAlias = Sequence[Sequence[float]]
 """Process means, by session."""
 
 PROCESS_SD = 0.0035
-"""Default standard deviation of a process mean: the root mean square of those measured on GPUs (process .05 to .6%,
-blocks .2 to .6%, 8 blocks averaged)."""
+"""Default standard deviation of a process mean: the root mean square of measurements on GPUs (process 0.05% to 0.6%,
+blocks 0.2% to 0.6%, averaged over 8 blocks)."""
 PROCESS_DOF = 4.0
-"""Degrees of freedom of that default: measured τ² vary between workloads about as a χ² with 4 degrees does."""
+"""Degrees of freedom of PROCESS_SD: measured τ² vary between workloads about as a χ² with 4 degrees of freedom."""
 SESSION_SD = 0.002
-"""Default standard deviation of the session shift: the middle of the .1 to .3% measured on GPUs."""
+"""Default standard deviation of the session shift: the middle of the 0.1% to 0.3% that were measured on GPUs."""
 SESSION_DOF = 6.0
-"""Degrees of freedom of that default: .1 to .3% is the range of a χ² with 6 to 7 degrees."""
+"""Degrees of freedom of SESSION_SD: 0.1% to 0.3% is the range of a χ² with 6 to 7 degrees of freedom."""
 SESSION_SD_FLOOR = 0.0005
-"""Lower bound for the session shift: a few quiet hours do not prove that all hours are quiet."""
+"""Lower bound for the session shift, because a few quiet hours do not prove that all hours are quiet."""
 PROCESS_SD_FLOOR = 0.0001
-"""Lower bound for sample deviations in the prior's fit: a zero has no logarithm."""
+"""Lower bound for sample deviations in the prior's fit, because zero has no logarithm."""
 PRIOR_WORKLOADS = 5
-"""With fewer workloads the suite's distribution of variances cannot be estimated, and the defaults are used."""
+"""Fewest workloads from which the suite's distribution of variances is estimated. With fewer, the defaults are used."""
 PRIOR_DOF_MAX = 30.0
-"""Upper bound for the prior's degrees of freedom: similar workloads do not prove that the next one is similar."""
+"""Upper bound for the prior's degrees of freedom, because similar workloads do not prove that the next one is
+similar."""
 IMPORT_BIAS = 0.0005
-"""Standard deviation of the bias between two imports of one revision in one process: their code and buffers lie at
+"""Standard deviation of the bias between two imports of one revision in one process, whose code and buffers are at
 different addresses. Measured on an H200 in the calibration."""
 SPREAD_P = 1e-3
-"""Level of the F test that finds a workload noisier than when it was accepted."""
+"""Level of the F test that detects a workload that is noisier than when it was accepted."""
 INFLATION_WORKLOADS = 8
-"""Below this number of workloads the median of variance ratios is unreliable: each has one degree of freedom."""
+"""Fewest workloads for the median of variance ratios. With fewer it is unreliable, since each ratio has one degree of
+freedom."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -59,7 +61,8 @@ class Variance:
     dof: float
 
     def updated(self, value: float, dof: float) -> Variance:
-        """Update this variance, as a prior, with a sample variance `value` that has `dof` degrees of freedom."""
+        """Return the posterior of this variance, as a prior, given a sample variance `value` with `dof` degrees of
+        freedom."""
         if dof <= 0:
             return self
         total = self.dof + dof
@@ -68,7 +71,7 @@ class Variance:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Noise:
-    """Variances of one workload, or of a suite (then a prior): of a process mean τ², and of a session shift ω²."""
+    """Variances of one workload, or of a suite (as a prior): τ² of a process mean, and ω² of a session shift."""
 
     process: Variance
     session: Variance
@@ -78,12 +81,12 @@ DEFAULT_NOISE = Noise(
     process=Variance(value=PROCESS_SD**2, dof=PROCESS_DOF),
     session=Variance(value=SESSION_SD**2, dof=SESSION_DOF),
 )
-"""The prior where the suite cannot supply one."""
+"""Prior that is used if none can be fitted to the suite."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Mean:
-    """A mean of process means; its variance is `session`·ω² + `process`·τ² + `fixed`."""
+    """A mean of process means. Its variance is `session`·ω² + `process`·τ² + `fixed`."""
 
     value: float
     session: float
@@ -102,18 +105,18 @@ class Mean:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Estimate:
-    """A value, its standard error and degrees of freedom."""
+    """A value with its standard error and degrees of freedom."""
 
     value: float
     se: float
     dof: float
 
     def lower(self, level: float) -> float:
-        """Return the bound above which the truth lies with confidence `level`."""
+        """Return the lower bound of the truth with confidence `level`."""
         return self.value - t_quantile(level, self.dof) * self.se
 
     def upper(self, level: float) -> float:
-        """Return the bound below which the truth lies with confidence `level`."""
+        """Return the upper bound of the truth with confidence `level`."""
         return self.value + t_quantile(level, self.dof) * self.se
 
     def interval(self, level: float = 0.95) -> tuple[float, float]:
@@ -122,16 +125,16 @@ class Estimate:
         return self.lower(half), self.upper(half)
 
     def p_above(self, bound: float) -> float:
-        """Return the one-sided p: how often a truth of `bound` would give a value this high or higher."""
+        """Return the one-sided p-value: the probability that a truth of `bound` gives a value this high or higher."""
         return t_survival((self.value - bound) / self.se, self.dof)
 
     def p_below(self, bound: float) -> float:
-        """Return the one-sided p: how often a truth of `bound` would give a value this low or lower."""
+        """Return the one-sided p-value: the probability that a truth of `bound` gives a value this low or lower."""
         return t_survival((bound - self.value) / self.se, self.dof)
 
 
 def variance(values: Sequence[float]) -> float:
-    """Return the sample variance of two values or more."""
+    """Return the sample variance of two or more values."""
     mean = fmean(values)
     return math.fsum((v - mean) ** 2 for v in values) / (len(values) - 1)
 
@@ -145,8 +148,8 @@ def within(sessions: Sessions) -> tuple[float, float]:
 
 
 def between(sessions: Sessions, process: float) -> tuple[float, float]:
-    """Return an estimate of ω² (unbiased: it may be negative) given τ², and its degrees of freedom (0 if one
-    session)."""
+    """Return an unbiased estimate of ω² given τ², which may be negative, and its degrees of freedom (0 if there is only
+    one session)."""
     if len(sessions) < 2:
         return 0.0, 0.0
     shifts = variance([fmean(s) for s in sessions])
@@ -156,9 +159,9 @@ def between(sessions: Sessions, process: float) -> tuple[float, float]:
 def fit_prior(suite: Iterable[Sessions]) -> Noise:
     """Return the suite's own distribution of noise, from each workload's process means by session.
 
-    τ²: scaled inverse χ², by the moments of the log variances (Smyth 2004), where at least PRIOR_WORKLOADS have a
-    sample variance; otherwise the default. ω²: pooled over the workloads with several sessions, and with the default
-    as SESSION_DOF further degrees.
+    τ²: scaled inverse χ², by the moments of the log variances (Smyth 2004), if at least PRIOR_WORKLOADS workloads have
+    a sample variance; otherwise the default. ω²: pooled over the workloads with several sessions, and the default with
+    SESSION_DOF degrees of freedom.
     """
     workloads = [s for s in suite if s]
     process = _fit_process([within(s) for s in workloads])
@@ -201,16 +204,16 @@ def _trigamma_inverse(x: float) -> float:
 
 
 def noise_of(sessions: Sessions, prior: Noise) -> Noise:
-    """Return one workload's variances: its own, shrunk toward the suite's. Without several processes, return the
-    suite's."""
+    """Return one workload's variances, shrunk toward the suite's. If it has no session of several processes, return the
+    suite's τ²."""
     process = prior.process.updated(*within(sessions))
     value, dof = between(sessions, process.value)
     return Noise(process=process, session=prior.session.updated(max(value, 0.0), dof))
 
 
 def baseline_mean(sessions: Sessions, noise: Noise) -> Mean:
-    """Return the mean over sessions, each weighted by what its number of processes makes it worth. Raises ValueError if
-    there is none."""
+    """Return the mean over sessions, weighted by the inverse variances of their means. Raises ValueError if there is no
+    process."""
     weights = [1 / (noise.session.value + noise.process.value / len(s)) for s in sessions if s]
     total = sum(weights)
     if not total:
@@ -225,17 +228,17 @@ def baseline_mean(sessions: Sessions, noise: Noise) -> Mean:
 
 
 def run_mean(values: Sequence[float]) -> Mean:
-    """Return the mean of one run's process means, with the shift of its session as an error."""
+    """Return the mean of one run's process means. Its error includes the shift of the session."""
     return Mean(value=fmean(values), session=1.0, process=1 / len(values))
 
 
 def paired_mean(values: Sequence[float]) -> Mean:
-    """Return the mean of process means of two imports interleaved: the session cancels, IMPORT_BIAS stays."""
+    """Return the mean of process means of two interleaved imports. The session shift cancels, IMPORT_BIAS remains."""
     return Mean(value=fmean(values), session=0.0, process=1 / len(values), fixed=IMPORT_BIAS**2)
 
 
 def estimate(mean: Mean, noise: Noise) -> Estimate:
-    """Return the mean with its standard error; degrees of freedom by Satterthwaite's rule over the two variances."""
+    """Return the mean with its standard error, and degrees of freedom by Satterthwaite's rule for two variances."""
     session = mean.session * noise.session.value
     process = mean.process * noise.process.value
     total = session + process + mean.fixed
@@ -244,17 +247,17 @@ def estimate(mean: Mean, noise: Noise) -> Estimate:
 
 
 def spread_p(value: float, dof: float, expected: Variance) -> float:
-    """Return the p-value of the F test that a sample variance exceeds `expected` by chance; 1 without degrees of
-    freedom."""
+    """Return the p-value of the F test whether a sample variance exceeds `expected`; 1 without degrees of freedom."""
     return float(_special().fdtrc(dof, expected.dof, value / expected.value)) if dof > 0 else 1.0
 
 
 def inflation(runs: Iterable[tuple[Sequence[float], Variance]]) -> float:
     """Return this run's variance as a multiple of the accepted one, over the whole suite; at least 1.
 
-    Each workload gives the variance of its first two process means over the expected one, which follows an
-    F distribution with (1, dof) degrees of freedom. The median of these ratios over the median of that distribution
-    is the factor. Below INFLATION_WORKLOADS workloads it is unreliable and 1 is returned.
+    For each workload, the ratio of the variance of its first two process means to the expected variance follows an
+    F distribution with (1, dof) degrees of freedom. The result is the median over the workloads of this ratio divided
+    by the median of its distribution. With fewer than INFLATION_WORKLOADS workloads it is unreliable, and the result
+    is 1.
     """
     special = _special()
     ratios = [
@@ -266,12 +269,13 @@ def inflation(runs: Iterable[tuple[Sequence[float], Variance]]) -> float:
 
 
 def inflation_of_few(blocks: Iterable[tuple[Variance, Variance]]) -> float:
-    """Return the same factor for a run of few workloads, from their blocks; at least 1.
+    """Return the same factor as `inflation` for a run of few workloads, from their blocks; at least 1.
 
-    blocks  of each workload (variance of a block in this run, the same when it was accepted)
+    blocks  (variance of a block in this run, variance when accepted) for each workload
 
-    Blocks have many degrees of freedom, so that they show a noisy run where few processes do not. The processes are
-    taken to vary more by the same factor. It is the (lower) median over the workloads, if an F test finds it.
+    Blocks have many degrees of freedom, so they reveal a noisy run even with few processes. The variance of process
+    means is assumed to be larger by the same factor. It is the (lower) median over the workloads, if an F test is
+    significant.
     """
     known = sorted(blocks, key=lambda pair: pair[0].value / pair[1].value)
     if not known:
@@ -281,13 +285,13 @@ def inflation_of_few(blocks: Iterable[tuple[Variance, Variance]]) -> float:
 
 
 def t_quantile(level: float, dof: float) -> float:
-    """Return the `level` quantile of Student's t; of the normal distribution where `dof` is infinite."""
+    """Return the `level` quantile of Student's t, or of the normal distribution if `dof` is infinite."""
     special = _special()
     return float(special.ndtri(level) if math.isinf(dof) else -special.stdtrit(dof, 1 - level))
 
 
 def t_survival(t: float, dof: float) -> float:
-    """Return P(T > t) for Student's t; for the normal distribution where `dof` is infinite."""
+    """Return P(T > t) for Student's t, or for the normal distribution if `dof` is infinite."""
     special = _special()
     return float(special.ndtr(-t) if math.isinf(dof) else special.stdtr(dof, -t))
 

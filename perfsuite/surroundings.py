@@ -1,6 +1,6 @@
-"""Read and restore what a call can change for the rest of the program outside of torch: Python, numpy, the process.
+"""Read and restore global state outside of torch that a call can change: of Python, NumPy and the process.
 
-Imports change these too, so they are compared around calls alone.
+Imports change this state too, so it is compared only around calls.
 """
 
 from __future__ import annotations
@@ -30,14 +30,15 @@ Setting: TypeAlias = tuple[Callable[[], Any], Callable[[Any], object]]
 """Functions that read a setting and restore it."""
 
 ABSENT = object()
-"""The value of a setting whose module is not imported. To import the module later is no change of the setting."""
+"""Value of a setting whose module is not imported. Importing the module later does not count as a change."""
 DYNAMO, INDUCTOR = "torch._dynamo.config", "torch._inductor.config"
 OF_COMPILERS = ("CUDA_", "INDUCTOR", "KMP_", "OMP_", "PYTORCH_", "TORCH", "TRITON", "XLA_")
 """Prefixes of environment variables that compilers and libraries set when they first run."""
 
 REGISTER = atexit.register
 of_torch: list[Callable[..., Any]] = []
-"""Functions of torch registered at exit inside `kept`: a DataLoader registers one for each worker that it keeps."""
+"""Functions of torch that were registered with atexit inside `kept`. A DataLoader registers one for each persistent
+worker."""
 
 
 def _environment() -> Mapping[str, str]:
@@ -61,7 +62,7 @@ def _set_handlers(before: Mapping[int, Any]) -> None:
 
 
 def _set_filters(before: Any) -> None:
-    warnings.resetwarnings()  # which makes Python look at them anew
+    warnings.resetwarnings()  # makes Python read the filters again
     warnings.filters[:] = before  # type: ignore[index]  # a list, whatever typeshed calls it
 
 
@@ -231,8 +232,8 @@ SLOW = ("the configuration of torch.compile", "the configuration of Inductor")
 
 @contextmanager
 def kept(*, quick: bool = False) -> Iterator[list[str]]:
-    """Collect the names of the settings that the block leaves changed, and restore these. If `quick`, the SLOW ones are
-    left out."""
+    """Collect the names of the settings that the block leaves changed, and restore them. If `quick`, leave out those in
+    SLOW."""
     before = {name: read() for name, (read, _) in SETTINGS.items() if not (quick and name in SLOW)}
     changed: list[str] = []
     try:
@@ -242,6 +243,6 @@ def kept(*, quick: bool = False) -> Iterator[list[str]]:
         for name, (read, write) in SETTINGS.items():
             if before.get(name, ABSENT) is not ABSENT and read() != before[name]:
                 changed.append(name)
-                # Signal handlers are set in the main thread alone, and a priority that was lowered is kept.
+                # Signal handlers can only be set in the main thread, and a lowered priority cannot be raised again.
                 with contextlib.suppress(ValueError, OSError):
                     write(before[name])

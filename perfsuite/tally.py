@@ -1,4 +1,4 @@
-"""Results of a proof's draws so far, and whether they are enough."""
+"""Accumulate the results of a proof's draws, and check whether they are enough."""
 
 from __future__ import annotations
 
@@ -22,17 +22,18 @@ class Tally:
     discarded: int = 0
     ill_conditioned: int = 0
     empty: int = 0
-    """Draws whose outputs have no elements: they are compared with the truth, but prove nothing beside others."""
+    """Draws whose outputs have no elements. They are compared with the truth, but do not count as proof if there are
+    others."""
     elements: int = 0
     excused: int = 0
     worst: float = 0.0
     biases: Biases = field(default_factory=Biases)
     answers_differ: bool | None = None
-    """Whether, on some draw, the reference answered other inputs differently; None before the first was checked."""
+    """Whether, on some draw, the reference had another answer for other inputs; None before the first check."""
     roundings: bool = False
-    """Whether the reference's roundings could be checked, on a draw of enough different values."""
+    """Whether it could be checked that the reference does not round, on a draw with enough different values."""
     fault: str = ""
-    """Fault of the reference. It holds for every draw from then on."""
+    """Fault of the reference. It applies to every further draw."""
     compiles: bool = False
     """Whether a draw made a side compile."""
     first: str = ""
@@ -40,29 +41,30 @@ class Tally:
     raised: NotEquivalent | None = None
     """First error that the reference raised."""
     numbers: dict[str, int] = field(default_factory=dict)
-    """The number of each draw, from 0, by the line that describes it; not of those planned with a large size."""
+    """Line that describes a draw → its number, from 0. Draws that were planned with a large size are left out."""
     large: list[str] = field(default_factory=list)
-    """The draws that were planned with a large size, which are numbered by themselves."""
+    """Lines of the draws that were planned with a large size, which are numbered separately."""
 
     def number(self, line: str) -> int:
-        """Return the number of this draw, the same each time that it is proven."""
+        """Return the number of this draw, which is the same each time that it is proven."""
         return self.large.index(line) if line in self.large else self.numbers.setdefault(line, len(self.numbers))
 
     def take(self, other: Tally) -> None:
-        """Add the errors of one more draw from another tally."""
+        """Add the figures of another tally of one draw."""
         self.elements += other.elements
         self.excused += other.excused
         self.worst = max(self.worst, other.worst)
         self.biases.add(other.biases)
 
     def discard(self, raised: NotEquivalent) -> None:
-        """Note that the reference raises on the present draw."""
+        """Record that the reference raised on the present draw."""
         self.discarded += 1
         self.raised = self.raised or raised
 
     @property
     def proves_too_little(self) -> bool:
-        """Whether `check` or `evidence` would refuse the draws so far: few were judged, or the task is degenerate."""
+        """True if `check` or `evidence` would raise for the draws so far, because too few count as proof or the task is
+        degenerate."""
         return self._raises_too_often or self._judged_too_few or self._is_degenerate
 
     @property
@@ -81,12 +83,13 @@ class Tally:
         return self.draws >= MIN_PROOFS and self.answers_differ is False
 
     def check(self, pair: Pair) -> None:
-        """Raise NotEquivalent where the reference raised on so many draws that too little is proven."""
+        """Raise NotEquivalent if the reference raised on so many draws that too little is proven."""
         if self.raised is not None and self._raises_too_often:
             raise self.raised
 
     def evidence(self, pair: Pair, dtype: str, device: str) -> Evidence:
-        """Return the tally as a record. Raises NotEquivalent where the draws prove nothing."""
+        """Return the tally as a record. Raises NotEquivalent if the draws prove too little, errors are biased, or too
+        many elements were excused."""
         if self._judged_too_few:
             raised = f" or raises ({first_line(self.raised)})" if self.raised is not None else ""
             raise NotEquivalent(

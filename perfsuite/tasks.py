@@ -1,4 +1,4 @@
-"""Tasks of worker processes, and their outcomes, as records."""
+"""Records of the tasks of worker processes, and of their outcomes."""
 
 from __future__ import annotations
 
@@ -11,30 +11,30 @@ from perfsuite.revision import Tree
 
 PROVE, TIME, ITEMS, ALONE = "prove", "time", "items", "alone"
 OUTSIDE = "outside"
-"""The name of the items that need a child process, which takes seconds to start."""
+"""Name of the items that need a child process, which takes seconds to start."""
 OUTSIDE_CHILDREN = 3
-"""Groups of the `outside` items. For 46 pairs on an H200, one lane does these items in 185 s, and twelve lanes do all
-other items together in 90 s."""
+"""Number of groups of the `outside` items. For 46 pairs on an H200, one lane runs these items in 185 s, and twelve
+lanes run all other items in 90 s."""
 START_LIMIT_S = 300.0
-"""Seconds from a worker's start to its first task: importing torch and the test modules."""
+"""Time limit in seconds from a worker's start to its first task, for importing torch and the test modules."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Failure:
-    """Why a task has no result, in one line."""
+    """Outcome of a task without a result, with a one-line reason."""
 
     status: Status
     message: str
     skipped: bool = False
     case: str = ""
-    """The draw that a proof was at when its process ended."""
+    """The draw on which a proof worked when its process ended."""
     crowded: bool = False
-    """Whether the task lacked memory while other processes held much of it: it is to be done again once none of them
+    """Whether the task lacked memory while other processes held much of it. It must be repeated when none of them
     runs."""
 
 
 NEVER_REACHED = Failure(status=Status.UNMEASURED, message="its measuring process never reached it")
-"""The failure of a task that has no outcome."""
+"""Failure of a task that has no outcome."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -45,12 +45,12 @@ class Reported:
 
     @property
     def seconds(self) -> float:
-        """Seconds that its phases took."""
+        """Total seconds of the item's phases."""
         return sum(float(report["duration"]) for report in self.reports)
 
     @property
     def has_failed(self) -> bool:
-        """Whether a phase of it failed."""
+        """True if one of the item's phases failed."""
         return any(report["outcome"] == "failed" for report in self.reports)
 
 
@@ -59,63 +59,64 @@ Outcome: TypeAlias = Measurement | Proof | Reported | Alone | Failure
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Task:
-    """One thing that a worker is to do with one item: prove a workload, time it or its reference alone, or run a
-    correctness item."""
+    """One task of a worker for one item: prove a workload, time it, time its reference alone, or run a correctness
+    item."""
 
     id: str
     kind: str = TIME
     limit_s: float = START_LIMIT_S
     accepted: Tree | None = None
-    """The tree of the revision whose optimized side joins."""
+    """Tree of another revision, whose optimized side is timed too."""
     seed: int | None = None
-    """The seed of the inputs. None: the proof has it, or the worker draws one."""
+    """Seed of the inputs. None if the proof has it, or if the worker draws one."""
     proof: Proof | None = None
     awaits_proof: bool = False
-    """The process prepares on inputs of `seed`. It gets its proof later, as another line."""
+    """Whether the process prepares on inputs of `seed` and gets its proof later, as another line."""
     reference: int | None = None
-    """Number of blocks in which the reference joins one round; None for all rounds."""
+    """Number of blocks in which the reference is timed in one round; None for all rounds."""
     blocks: int | None = None
-    """Most blocks; None for as many as usual."""
+    """Most blocks; None for the default."""
     note_ran: bool = False
-    """While proving, note everything that the optimized side runs."""
+    """Whether a proof records all code and data that the optimized side uses."""
     launched: str = ""
-    """Digest of what the optimized side launched when it was accepted. With one, the worker traces the side first, and
-    proves nothing if it launches the same."""
+    """Digest of what the optimized side launched when it was accepted. If it is not empty, the worker first traces the
+    side, and proves nothing if it launches the same."""
     changed: tuple[str, ...] = ()
-    """The sources that differ from the accepted ones. Each must be one that only the optimized side runs, or the
-    workload is proven whatever it launches."""
+    """Sources that differ from the accepted ones. If one is not run only by the optimized side, the workload is proven,
+    whatever it launches."""
     same_code: tuple[str, ...] = ()
-    """The sources of a workload whose current code is the accepted one. If the process that proves has loaded these
-    files, it leaves the accepted side out."""
+    """Sources of a workload whose current code is the accepted one. If the proving process has loaded these files, it
+    leaves out the accepted side."""
     enough_s: float = 0.0
-    """While proving, call the reference once, until it has taken this many seconds; 0 if it is not called for that."""
+    """Seconds after which a proof stops a call of the reference that it makes to measure its time; 0 for no such
+    call."""
     thorough: bool = True
-    """Prove or time rivals, too, and time on the other clock."""
+    """Whether rivals are proven or timed too, and the other clock is used too."""
     new_values: bool = True
-    """Between the blocks, time calls on new values."""
+    """Whether calls on new values are timed between the blocks."""
     slow: bool = False
-    """The reference is slow: outputs that are the accepted side's, bit for bit, are proven by that."""
+    """Whether the reference is slow, so that outputs that are bitwise equal to the accepted side's count as proven."""
     case: str = ""
-    """Prove this draw alone."""
+    """The only draw to prove; empty for all."""
     side: str = ""
-    """Only call this side, "reference" or "optimized", on the draw."""
+    """The only side to call on that draw, "reference" or "optimized"; empty for a proof."""
     left_out: tuple[str, ...] = ()
     """Draws on which the reference faults."""
     crowded: bool = True
-    """Other processes of this run may hold much of the memory."""
+    """Whether other processes of this run may hold much of the memory."""
     clock: str = ""
-    """The clock that the reference is timed on alone: that of its measurements."""
+    """Clock on which the reference is timed alone: that of its measurements."""
     alternates: str = ""
-    """Time block by block, in turns with a process of another environment, over a socket at this path."""
+    """Path of a socket, over which this process and one of another environment take turns in timing blocks."""
     second: bool = False
-    """Then that process times the first block first."""
+    """Whether the other process times first in the first block."""
     outside: bool = False
-    """Then also time the optimized side where no test is running."""
+    """Whether the optimized side is also timed where no test is running."""
 
     @property
     def group(self) -> str:
-        """Tasks of one group share what is made once a process: the correctness items of a pair, their truths; a part
-        of the items that call a side where no test is running, the child that does it."""
+        """Group of the task. The tasks of a group share objects that are made once per process: the correctness items
+        of a pair share truths, and some of the items that need a child process share the child."""
         if self.kind != ITEMS:
             return self.id
         pair = self.id.rpartition("::")[0]
@@ -123,5 +124,5 @@ class Task:
 
     @property
     def needs_child(self) -> bool:
-        """Whether the task calls a side where no test is running."""
+        """True if the task calls a side where no test is running."""
         return self.kind == ITEMS and self.id.endswith(f"::{OUTSIDE}")

@@ -1,4 +1,4 @@
-"""The values of one tensor: the regimes that they are drawn in, and how they are made from a seed."""
+"""Draw the values of a tensor from a seed, in several regimes."""
 
 from __future__ import annotations
 
@@ -32,20 +32,21 @@ BOUNDED_REGIMES = ("normal", "sorted", "repeated", "zeros", "halves", "offset", 
 INTEGER_REGIMES = ("normal", "sorted", "repeated", "edges")
 HALVES = "halves"
 OTHERS = "others"
-"""Regime of integers that are all among `also`, as labels that are ignored."""
+"""Regime in which all integers are among `also`, such as ignored labels."""
 BLANK = "blank"
-"""Regime of zeros where floats are asked for, allowed or not: only the sizes matter. The memory is not even written."""
+"""Regime in which floats are zero, even outside their bounds, because only the sizes matter. The memory is not even
+written."""
 BLANK_DRAWN = 1 << 16
-"""Integers that are drawn in the regime BLANK. Where more are asked for these are repeated."""
+"""Most integers that are drawn in the regime BLANK. Larger tensors repeat them."""
 MILD = ("normal", "sorted", HALVES, "edges")
-"""Regimes of values with which a wrong layout shows."""
+"""Regimes of values with which a wrong layout is detected."""
 
-# Above this many elements values are drawn on the target device: drawing 50 M on a CPU takes most of a second.
+# Above this number of elements, values are drawn on the target device: drawing 50 M on a CPU takes most of a second.
 DRAW_ON_DEVICE = 1 << 16
 
 
 def dtype_of(name: str) -> torch.dtype:
-    """Return the torch dtype of that name."""
+    """Return the torch dtype of this name."""
     dtype = getattr(torch, name, None)
     if not isinstance(dtype, torch.dtype):
         raise PairError(f"dtype {name!r} is not a torch dtype")
@@ -69,14 +70,14 @@ def regimes(spec: TensorSpec) -> tuple[str, ...]:
 
 
 def generator_for(seed: int, name: str, device: str) -> torch.Generator:
-    """Return a generator that depends on the seed and the input's name alone."""
+    """Return a generator that depends only on the seed and the input's name."""
     generator = torch.Generator(device=device)
     generator.manual_seed(seed_for(seed, name))
     return generator
 
 
 def seed_for(seed: int, name: str) -> int:
-    """Return a seed for the input of that name: 32 bits, all that a CPU generator takes of its seed."""
+    """Return a seed for the input of this name. It has 32 bits, because a CPU generator uses no more."""
     return zlib.crc32(f"{seed} {name}".encode())
 
 
@@ -97,14 +98,14 @@ class _Random:
         return torch.randn(self.shape, generator=self.generator, device=self.device, dtype=dtype)
 
     def below(self, end: int) -> torch.Tensor:
-        """Return whole numbers in [0, end)."""
+        """Return integers in [0, end)."""
         return torch.randint(0, end, self.shape, generator=self.generator, device=self.device)
 
 
 def draw_values(
     spec: TensorSpec, name: str, case: Case, device: str, regime: str, shape: tuple[int, ...]
 ) -> torch.Tensor:
-    """Return values of the spec in that regime and shape, from the case's seed and the input's name."""
+    """Return values of the spec in this regime and shape, drawn from the case's seed and the input's name."""
     dtype = dtype_of(spec.dtype or case.dtype)
     if regime == BLANK and isinstance(spec.values, Floats):
         return torch.zeros(shape, dtype=dtype, device=device)
@@ -133,7 +134,7 @@ def _sampled(random: _Random, values: Sampled, name: str, dtype: torch.dtype) ->
 
 
 def within(tensor: torch.Tensor, values: Floats) -> torch.Tensor:
-    """Return the values made finite and within the bounds, which rounding to the dtype may exceed."""
+    """Return the values clamped to finite ones within the bounds, which rounding to the dtype may have exceeded."""
     top = torch.finfo(tensor.dtype).max
     low = -top if values.low is None else _inside(values.low, tensor.dtype, math.inf)
     high = top if values.high is None else _inside(values.high, tensor.dtype, -math.inf)
@@ -208,7 +209,7 @@ def _floats(random: _Random, values: Floats, regime: str, dtype: torch.dtype) ->
             real = _offset(real, interval)
         case "tiny" | "huge" | "denormal" | "mixed":
             real = _scaled(random, real, values, regime, info)
-        case "edges" if interval is not None:  # one of a list may have bounds
+        case "edges" if interval is not None:  # only one tensor of a nested input may have bounds
             real = _at_ends(random, real, *interval)
         case "nonfinite":
             real = _with_nonfinite(random, real)
@@ -220,7 +221,7 @@ def _floats(random: _Random, values: Floats, regime: str, dtype: torch.dtype) ->
 
 
 def _zeros(random: _Random, values: Floats) -> torch.Tensor:
-    """Return zeros of either sign; within bounds what lies nearest to zero."""
+    """Return zeros of either sign or, with bounds, the value nearest to zero."""
     zeros = torch.zeros(random.shape, device=random.device)
     if values.low is not None or values.high is not None:
         return zeros.clamp(values.low, values.high)
@@ -228,7 +229,7 @@ def _zeros(random: _Random, values: Floats) -> torch.Tensor:
 
 
 def _interval(values: Floats) -> tuple[float, float] | None:
-    """Return the ends that bounded values lie between; None for values without bounds."""
+    """Return the ends of the interval from which bounded values are drawn; None for values without bounds."""
     if values.low is None and values.high is None:
         return None
     low = values.low if values.low is not None else (values.high or 0.0) - 4.0
@@ -236,7 +237,7 @@ def _interval(values: Floats) -> tuple[float, float] | None:
 
 
 def _arranged(real: torch.Tensor, regime: str) -> torch.Tensor:
-    if regime == "halves":  # few different values: ties, exact zeros, and values that are rounded either way
+    if regime == "halves":  # few different values: ties, exact zeros, and values halfway between integers
         return (2 * real).round() / 2
     if regime == "sorted":
         return real.sort(dim=-1).values if real.ndim else real
@@ -247,7 +248,7 @@ def _arranged(real: torch.Tensor, regime: str) -> torch.Tensor:
 
 
 def _offset(real: torch.Tensor, interval: tuple[float, float] | None) -> torch.Tensor:
-    """Return small differences of large values: E[x²] − E[x]² loses its digits."""
+    """Return large values with small differences, for which E[x²] − E[x]² loses its digits."""
     middle, offset, deviation = 0.0, 16.0, 2.0**-2
     if interval is not None:
         low, high = interval
@@ -256,16 +257,16 @@ def _offset(real: torch.Tensor, interval: tuple[float, float] | None) -> torch.T
 
 
 LARGE_ACTIVATION = 2.0**9
-"""A usual size of activations in float16, at which their squares overflow."""
+"""Typical magnitude of large activations, at which their squares overflow in float16."""
 
 
 def _scaled(random: _Random, real: torch.Tensor, values: Floats, regime: str, info: torch.finfo) -> torch.Tensor:
     """Return the values at another scale.
 
-    All but denormal ones are so far from the ends of the dtype's range that a few factors neither overflow nor
-    underflow in any order.
+    All except denormal values are far enough from the ends of the dtype's range that products of a few of them neither
+    overflow nor underflow, in any order.
     """
-    # With one bound the values lie as far beyond it as others lie from zero.
+    # With one bound, the values are as far beyond it as other values are from zero.
     origin = next((bound for bound in (values.low, values.high) if bound is not None), 0.0)
     match regime:
         case "tiny":
@@ -285,7 +286,7 @@ def _scaled(random: _Random, real: torch.Tensor, values: Floats, regime: str, in
 
 
 def _at_ends(random: _Random, real: torch.Tensor, low: float, high: float) -> torch.Tensor:
-    """Return the ends of the interval, and of what was drawn the value nearest to zero."""
+    """Return a random mix of the ends of the interval and the value nearest to zero between the drawn extremes."""
     pick = random.below(3)
     middle = min(max(0.0, float(real.min())), float(real.max())) if real.numel() else 0.0
     return torch.where(pick == 0, real.new_tensor(low), torch.where(pick == 1, real.new_tensor(high), middle))
@@ -293,7 +294,7 @@ def _at_ends(random: _Random, real: torch.Tensor, low: float, high: float) -> to
 
 def _with_nonfinite(random: _Random, real: torch.Tensor) -> torch.Tensor:
     special = torch.tensor([math.nan, math.inf, -math.inf, math.nan], dtype=real.dtype, device=random.device)
-    special[3] = -special[3]  # as ∞ − ∞ gives it on many processors: other bits
+    special[3] = -special[3]  # NaN with other bits, as ∞ − ∞ gives on many processors
     which = random.below(4)
     hit = random.uniform(real.dtype) < 0.15
     return torch.where(hit, special[which], real)

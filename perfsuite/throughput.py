@@ -1,7 +1,7 @@
-"""The promised throughput of a workload: items a second, by the optimized side's own seconds. Pure; no torch.
+"""Test the promised throughput of a workload: items per second, by the optimized side's own seconds. Pure; no torch.
 
-Absolute times, unlike ratios, shift from session to session with the device's clock and temperature. This is part of
-the error.
+Unlike ratios, absolute times shift between sessions with the device's clock rate and temperature. The error includes
+this shift.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from perfsuite.statistics import (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Throughput:
-    """This run's throughput, as the log of items a second, and the promised items a second."""
+    """This run's throughput, as the log of items per second, and the promised items per second."""
 
     now: Estimate
     unit: str
     promised: float
     holds: bool
     broken: bool
-    """Whether not even the shift between sessions explains why it is below the promise."""
+    """Whether the throughput is below the promise by more than a shift between sessions explains."""
 
     def __str__(self) -> str:
         low, high = (shown(math.exp(x), self.unit) for x in self.now.interval())
@@ -49,10 +49,10 @@ class Throughput:
 
 
 def throughput_of(s: Subject, selected: int, *, looks: int) -> Throughput | None:
-    """Return this run's throughput; None where none is promised for this device.
+    """Return this run's throughput; None if none is promised for this device, or if no items are counted.
 
-    In a gate the promise holds where the estimate reaches it. `accept` and a plain run, which have one look, ask for
-    the lower bound to reach it.
+    In a gate, the promise holds if the estimate reaches it. In `accept` and a plain run, which have only one look, the
+    lower bound must reach it.
     """
     promised = _promised(s)
     if promised is None or missing(s):
@@ -72,7 +72,7 @@ def throughput_of(s: Subject, selected: int, *, looks: int) -> Throughput | None
 
 
 def missing(s: Subject) -> str:
-    """Return why a promised throughput is not known; empty where it is, or where none is promised for this device."""
+    """Return why a promised throughput is not known; empty if it is, or if none is promised for this device."""
     if _promised(s) is None or any(m.throughput is not None for m in s.runs):
         return ""
     return "throughput promised, but no process counted what a call processes"
@@ -89,13 +89,13 @@ def had_reached(s: Subject) -> bool:
 
 
 def of(measurements: Sequence[Measurement]) -> float | None:
-    """Return the items a second: the geometric mean over processes; None where no items are counted."""
+    """Return the items per second: the geometric mean over processes; None if no items are counted."""
     rates = [rate for m in measurements if (rate := m.throughput) is not None]
     return geometric_mean(rates) if rates else None
 
 
 def shown(rate: float, unit: str) -> str:
-    """Return a throughput as text: "640,200 tokens/s", "12.34 tokens/s"."""
+    """Return a throughput as text, e.g. "640,200 tokens/s" or "12.34 tokens/s"."""
     rounded = float(f"{rate:.4g}")
     return f"{rounded:,.0f} {unit}/s" if rounded >= 1000 else f"{rounded:g} {unit}/s"
 

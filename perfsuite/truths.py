@@ -1,4 +1,4 @@
-"""The truth of a draw: the reference in float64, what it gives in the working dtype, and how far that may err."""
+"""Compute the truth of a draw: the reference in float64, its outputs in the working dtype, and their errors."""
 
 from __future__ import annotations
 
@@ -45,57 +45,57 @@ from perfsuite.workload import TF32
 DERIVATIVES = ("gradient of ", "second derivative of ")
 """Prefixes of the names of leaves that are not outputs of a side, but derivatives of its inputs."""
 Given: TypeAlias = Callable[[int], dict[str, Any]]
-"""The inputs of a step of a stateful pair, by its number."""
+"""Number of a step of a stateful pair → the step's inputs."""
 Drawn: TypeAlias = Callable[[], dict[str, Any]]
-"""The inputs of a draw, for the caller to change."""
+"""Function that returns the inputs of a draw. The caller may change them."""
 Way: TypeAlias = Callable[[Callable[..., Any], Pair, dict[str, Any], Any], Leaves]
-"""Another way of calling a side than `execution.run` or `run_steps`: (callable, pair, inputs, seed) → leaves. For a
-stateful pair the fourth argument is `Given`."""
+"""Function that calls a side instead of `execution.run` or `run_steps`: (callable, pair, inputs, seed) → leaves. For a
+stateful pair, the fourth argument is a `Given`."""
 
 
 class Discard(Exception):  # noqa: N818 - a draw set aside, not an error
-    """The reference alone overflows on this draw: nothing can be learnt from it."""
+    """The draw proves nothing, because only the reference overflows on it."""
 
 
 @dataclass(slots=True)
 class Truth:
-    """Truth and the reference's own behaviour on one draw, with which any other side is compared."""
+    """The truth and the reference's own outputs on one draw, with which every other side is compared."""
 
     leaves: Leaves
     reference: Leaves
     errors: dict[str, torch.Tensor]
-    """The reference's own error in each element, an RMS over the replicas."""
+    """The reference's own error in each element: an RMS over the replicas."""
     moved: dict[str, torch.Tensor]
-    """Distance by which one rounding of the inputs moves the truth of each element, an RMS over the replicas."""
+    """Change of the truth of each element by one rounding of the inputs: an RMS over the replicas."""
     ill_conditioned: bool
     rounding: frozenset[str]
-    """The outputs that are ill-conditioned by themselves."""
+    """Outputs that are ill-conditioned by themselves, so that they consist only of rounding errors."""
     surely_rounding: frozenset[str]
-    """The outputs of `rounding` that stay ill-conditioned whatever further replicas give."""
+    """Outputs of `rounding` that remain ill-conditioned whatever further replicas show."""
     surely_ill_conditioned: bool
     eps: float
     periods: dict[str, float]
     excused: Any = None
     plain: bool = True
-    """Whether every input was contiguous: then the class of strides must be the reference's own."""
+    """Whether every input is contiguous, in which case the class of strides must be the reference's own."""
     declared_precision: bool = False
     shared: frozenset[tuple[str, str]] = frozenset()
-    """Outputs of the reference's that have memory in common with another output or an input."""
+    """Outputs of the reference that share memory with another output or an input."""
     undefined: Mapping[str, torch.Tensor] = field(default_factory=dict)
-    """Name of a gradient → the elements at which its input is NaN, where a function has no derivative."""
+    """Name of a gradient → mask of the elements at which its input is NaN, where a function has no derivative."""
     terms: Mapping[str, float] = field(default_factory=dict)
-    """Name of a gradient that is 0 everywhere → the usual size of the terms of which it is the sum."""
+    """Name of a gradient that is 0 everywhere → typical magnitude of the terms that cancel in it."""
     replicas: int = 0
-    """Number of replicas that the error is over."""
+    """Number of replicas from which the error was computed."""
     needed: int = 0
-    """Number of replicas that the rule asks for."""
+    """Number of replicas that the rule requires."""
     expected: dict[Any, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
-    """Cache of `comparison`: the output's name and dtype → the object that answers are compared with."""
+    """Cache of `comparison`: (output's name, dtype) → object with which answers are compared."""
     doubles: tuple[Doubles, Doubles] = field(init=False, repr=False, compare=False)
     """`leaves` and `reference` in float64."""
 
     def without(self, names: Collection[str]) -> Truth:
-        """Return the truth of the other outputs alone."""
+        """Return the truth without these outputs."""
 
         def kept(leaves: dict[str, Any]) -> dict[str, Any]:
             return {name: leaf for name, leaf in leaves.items() if name not in names}
@@ -112,7 +112,7 @@ class Truth:
 
     @property
     def is_complete(self) -> bool:
-        """Whether the error is over as many replicas as the rule asks for."""
+        """True if the error was computed from all replicas that the rule requires."""
         return self.replicas >= self.needed
 
     def __post_init__(self) -> None:
@@ -120,19 +120,19 @@ class Truth:
 
 
 def proven_way(case: Case, *, gradients: bool, kind: str | None = None) -> Way | None:
-    """Return the way in which a proof calls a side: with incoming gradients of this kind, or of the draw's own. None
-    without gradients."""
+    """Return the way in which a proof calls a side: with incoming gradients of this kind, or of the draw's own kind;
+    None without gradients."""
     return functools.partial(_run_with, kind or incoming.kind_of(case)) if gradients else None
 
 
 def _run_with(kind: str, call: Callable[..., Any], pair: Pair, values: dict[str, Any], seed: int) -> Leaves:
-    if kind == "expanded" and GRAD_OUTPUT in pair.consumes:  # it cannot be written to
+    if kind == "expanded" and GRAD_OUTPUT in pair.consumes:  # an expanded tensor cannot be written to
         kind = incoming.PLAIN
     return execution.run(call, pair, values, gradients=True, seed=seed, kind=kind)
 
 
 Known: TypeAlias = Callable[[int], Truth]
-"""Number of replicas → the truth of one draw, and the reference's error over this many replicas."""
+"""Number of replicas → truth of one draw, with the reference's error over this number of replicas."""
 
 
 def overflows(pair: Pair) -> str:
@@ -145,11 +145,11 @@ def overflows(pair: Pair) -> str:
 def by_replicas(
     pair: Pair, case: Case, device: str, *, most: int = CAREFUL, drawn: Drawn | None = None, **options: Any
 ) -> Known:
-    """Return the truths of one draw with at most this many replicas, each established once. `drawn` makes the inputs
-    where the caller has them; the other `options` are those of `establish`.
+    """Return a function from a number of replicas, at most `most`, to the truth of one draw. Each truth is computed
+    once. `drawn` returns the inputs, if the caller has them. The other `options` are those of `establish`.
 
-    A truth with more replicas adds them to those of the truth before. Where the tensors are large it starts anew: the
-    memory is then free while a side runs.
+    A truth with more replicas reuses those of the previous truth. If the tensors are large, it starts again, so that
+    their memory is free while a side runs.
     """
     kept: list[Runs] = []
 
@@ -181,12 +181,12 @@ def establish(
     drawn: dict[str, Any] | None = None,
     way: Way | None = None,
 ) -> Truth:
-    """Establish the truth, the reference and its error on this draw. Raises Discard where the reference alone is not
-    finite.
+    """Compute the truth, the reference's outputs and their error on this draw. Raises Discard if only the reference is
+    not finite.
 
-    `replicas` is the fewest number. An output of few elements takes more, and where the inputs are large fewer are
-    made, except with CAREFUL. `eps` is the working dtype's unless given; `drawn` are other inputs of the case's sizes
-    than its seed gives. The sides are called in another `way` than usual.
+    `replicas` is the fewest number. Outputs with few elements need more, and if the inputs are large, fewer are made,
+    except with CAREFUL. `eps` is that of the working dtype unless given. `drawn` are inputs to use instead of those of
+    the case's seed, with the same sizes. `way` is another way of calling the sides.
     """
     runs = begin(pair, case, device, gradients=gradients, home=home, eps=eps, drawn=drawn, way=way)
     return runs.truth(replicas)
@@ -198,11 +198,11 @@ def begin(pair: Pair, case: Case, device: str, **options: Any) -> Runs:
 
 
 def _excused(draw: _Draw, truth: Leaves) -> Any:
-    """Return the mask, or the masks by output, of the elements that the pair excuses. Raises PairError where none is of
-    an output."""
+    """Return the mask, or the masks by output, of the elements that the pair excuses. Raises PairError if a mask fits
+    no output."""
     masks = draw.pair.excused(make.upcast(draw.inputs), draw.eps)
     if masks is None or draw.pair.is_stateful or (draw.way is not None and not _is_proven(draw.way)):
-        return masks  # the outputs of these have further names
+        return masks  # not checked, because the outputs have other names
     pair, derivatives = draw.pair.name, tuple(f"{kind}{name}" for kind in DERIVATIVES for name in draw.pair.inputs)
     shapes = {name: tuple(leaf.shape) for name, leaf in truth.items() if isinstance(leaf, torch.Tensor)}
     if not isinstance(masks, Mapping):
@@ -237,13 +237,13 @@ def _shape(mask: Any) -> tuple[int, ...]:
 
 
 def of_reference(pair: Pair, case: Case, device: str, drawn: dict[str, Any]) -> Leaves:
-    """Run the reference in the working precision on these inputs, which it may change; return its outputs."""
+    """Run the reference in the working precision on these inputs, which it may change. Return its outputs."""
     draw = _Draw(pair, case, device, gradients=False, drawn=drawn)
     return draw.own(draw.inputs, draw.step)
 
 
 class _Draw:
-    """The inputs of a draw in the working precision, and the runs of the reference on them and on their neighbours."""
+    """A draw's inputs in the working precision. Runs the reference on them and on neighbouring inputs."""
 
     def __init__(
         self,
@@ -269,12 +269,12 @@ class _Draw:
         self.step: Given = functools.cache(lambda i: to_working(make.build_step(pair, case, device, i)))
 
     def first_inputs(self) -> dict[str, Any]:
-        """Return the inputs, and those of the first step: a state often begins as zeros."""
+        """Return the inputs and those of the first step, because a state is often zero at first."""
         of_step = self.step(1) if self.pair.step_inputs else {}
         return {**self.inputs, **of_step}
 
     def truth(self, inputs: dict[str, Any], step: Given) -> Leaves:
-        """Return the truth in float64. Raises PairError where `truth` raises and the reference does not."""
+        """Return the truth in float64. Raises PairError if `truth` raises and the reference does not."""
         given = (self.pair, make.upcast(inputs), self.case, self.gradients, upcast(step), self.way)
         if self.pair.truth is None:
             return run(self.exact, *given)
@@ -282,7 +282,7 @@ class _Draw:
             with blaming_truth(self.pair):
                 return run(self.exact, *given)
         except PairError:
-            self.own(make.clone(inputs), step)  # if the reference raises, too, it does not support the draw
+            self.own(make.clone(inputs), step)  # if the reference raises too, it does not support the draw
             raise
 
     def own(self, inputs: dict[str, Any], step: Given) -> Leaves:
@@ -290,12 +290,13 @@ class _Draw:
         return run(self.reference, self.pair, inputs, self.case, self.gradients, copied(step), self.way)
 
     def neighbour(self, number: int) -> tuple[Leaves, Leaves]:
-        """Return (truth, reference) on inputs beside these, the reference with its roundings redrawn."""
+        """Return (truth, outputs of the reference) on neighbouring inputs. The reference runs with other rounding
+        errors."""
         beside = functools.partial(make.jitter, self.pair, seed=self.case.seed, eps=self.nearness.inputs * self.eps)
         near = beside(self.inputs, name=f"neighbour {number}")
         step: Given = functools.cache(lambda i: beside(self.step(i), name=f"neighbour {number}, step {i}"))
         truth = self.truth(near, step)
-        # The neighbour's inputs are made by now: only the reference itself runs with its roundings redrawn.
+        # The neighbour's inputs are already made, so only the reference itself runs with other rounding errors.
         with redrawn_roundings(self.case.seed + number, self.nearness.results, self.least):
             return truth, self.own(near, step)
 
@@ -304,8 +305,8 @@ class Runs:
     """Runs of the reference on a draw and on neighbouring draws. `truth` adds the neighbours that it needs."""
 
     def __init__(self, draw: _Draw) -> None:
-        """Run the reference in float64 and in the working precision. Raises Discard where the latter alone is not
-        finite."""
+        """Run the reference in float64 and in the working precision. Raises Discard if the two differ in their
+        non-finite elements."""
         self.draw, pair, self.number = draw, draw.pair, 0
         self.exact, given = draw.truth(draw.inputs, draw.step), make.clone(draw.inputs)
         self.own = draw.own(given, draw.step)
@@ -327,7 +328,7 @@ class Runs:
         return _excused(self.draw, self.exact)
 
     def truth(self, replicas: int) -> Truth:
-        """Return the truth with this many replicas, or more, as `establish` does."""
+        """Return the truth with the number of replicas that `establish` makes for `replicas`."""
         draw, pair, way = self.draw, self.draw.pair, self.draw.way
         large = replicas <= REPLICAS and self.of_inputs > REPLICAS_UP_TO
         all_replicas = FEW if large else max(replicas, REPLICAS)
@@ -371,12 +372,12 @@ class Runs:
 
 
 def blaming_truth(pair: Pair) -> AbstractContextManager[None]:
-    """Report an error that is raised inside as an error of the pair's `truth`."""
+    """Return a context manager that reports an error in its block as an error of the pair's `truth`."""
     return declared_functions.of_pair(pair.name, "truth", "what the reference is called with, in float64")
 
 
 class _Spread:
-    """The reference's error in one output, gathered over the replicas."""
+    """The reference's error in one output, accumulated over the replicas."""
 
     def __init__(self, own: torch.Tensor, truth: torch.Tensor, period: float | None, draw: _Draw) -> None:
         self.truth, self.period, self.eps = truth, period, draw.eps
@@ -385,18 +386,18 @@ class _Spread:
         self.own = differences.difference(own, self.truth, period).abs()
         self.moved = torch.zeros_like(self.own)
         self.size_t = differences.finite_size(self.truth, differences.finite(self.truth))
-        # In float64 the reference is its own truth: only the neighbours tell of its error.
+        # In float64, the reference is its own truth, so only the neighbours show its error.
         self.samples, self.moves = 0 if draw.is_double else 1, 0
 
     def add(self, r: torch.Tensor, t: torch.Tensor, scale: float) -> None:
-        """Add a neighbour's reference and truth; `scale` is the size of the inputs."""
+        """Add a neighbour's reference `r` and truth `t`. `scale` is the magnitude of the inputs."""
         if r.shape != self.truth.shape or t.shape != self.truth.shape:
             return
-        # Roots of sums of squares throughout: the squares of float64's own errors would underflow.
+        # hypot instead of sums of squares, because squares of float64's own errors would underflow.
         self.own = self.own.hypot(differences.difference(r, t, self.period))
         self.samples += 1
         moved = differences.difference(t, self.truth, self.period).abs()
-        # A jump (a tie broken, a threshold crossed) is not what rounding the inputs does to a continuous function.
+        # A jump (a broken tie, a crossed threshold) is not the effect of rounding on a continuous function.
         jump = (self.size_t + (self.rms_t + scale)) * math.sqrt(K * self.eps)
         self.moved = self.moved.hypot(torch.where(moved <= jump, moved, 0.0))
         self.moves += 1
@@ -408,7 +409,8 @@ class _Spread:
         return self.moved / self.roundings / math.sqrt(max(1, self.moves))
 
     def ill_conditioned(self, share: float = 1.0) -> bool:
-        """Return whether the output is nothing but rounding, if its error is this share of the one that was found."""
+        """Return whether the output consists only of rounding errors, if its error is this share of the estimated
+        one."""
         own = share * differences.rms(self.error())
         return own > 0 and K * own > math.sqrt(K * self.eps) * self.rms_t
 
@@ -417,21 +419,22 @@ def _replicas(truth: Leaves, fewest: int) -> int:
     counts = [n for leaf in truth.values() if is_real(leaf) and (n := leaf.numel() if torch.is_tensor(leaf) else 1)]
     if not counts:
         return fewest
-    # Where none is asked for, the inputs are large, and each replica costs two runs of the reference. One is needed:
-    # otherwise a reference that sums in a tree would bound an honest kernel that sums in sequence.
+    # If `fewest` is 0, the inputs are large, and each replica costs two runs of the reference. One is needed: otherwise
+    # a reference with pairwise summation would set the bound for a correct kernel that sums sequentially.
     least, most = (fewest, MAX_REPLICAS) if fewest else (1, 2)
     return max(least, min(most, -(-SAMPLES // min(counts)) - 1))
 
 
 def _ill_conditioned(rounding: Collection[str], names: Collection[str]) -> bool:
-    """Return whether any output, or every gradient, is ill-conditioned. A single gradient that is zero in truth (as of
-    a bias before softmax) is only rounding."""
+    """Return whether any output, or every gradient, is ill-conditioned. A single gradient that is exactly zero, such as
+    that of a bias before softmax, consists only of rounding errors."""
     gradients = {name for name in names if name.startswith("gradient of ")}
     return not gradients.issuperset(rounding) or (bool(gradients) and gradients.issubset(rounding))
 
 
 def _running_maximum(errors: dict[str, torch.Tensor], pair: Pair) -> dict[str, torch.Tensor]:
-    """Return, for a stateful pair, the largest error of the reference up to each step."""
+    """Return for a stateful pair the largest error of the reference up to each step; for others, the errors as they
+    are."""
     if not pair.is_stateful:
         return errors
     largest: dict[str, torch.Tensor] = {}
@@ -460,8 +463,8 @@ def produce(
 ) -> Leaves:
     """Return the side's outputs on the case's inputs in the case's dtype.
 
-    `drawn` are these inputs where the caller has them; they may be changed. `settled` is called as soon as the side has
-    returned, while its inputs still live. Outputs that share memory are added to `shared`.
+    `drawn` are these inputs, if the caller has them; they may be changed. `settled` is called as soon as the side has
+    returned, while its inputs still exist. Outputs that share memory are added to `shared`.
     """
     values = drawn if drawn is not None else make.clone(make.build(pair, case, device, home=home))
     leaves = run(side, pair, values, case, gradients, lambda i: make.build_step(pair, case, device, i), way)
@@ -473,7 +476,7 @@ def produce(
 
 
 def drawn_once(pair: Pair, case: Case, device: str, home: Path | None) -> Drawn:
-    """Return a function that gives a copy of the case's inputs at each call. They are made at the first call."""
+    """Return a function that returns a copy of the case's inputs at each call. They are built at the first call."""
 
     @functools.cache
     def made() -> dict[str, Any]:
@@ -549,7 +552,7 @@ def _check_reference(pair: Pair, own: Leaves, truth: Leaves, doubles: tuple[Doub
 
 
 def _norms_of_floats(inputs: Mapping[str, Any]) -> dict[str, tuple[torch.Tensor, float]]:
-    """Return the path of each floating tensor in the inputs → (the tensor, its 2-norm)."""
+    """Return path → (tensor, its 2-norm) for each floating-point tensor in the inputs."""
     every = (tensor for name, value in inputs.items() for tensor in make.tensors_in(value, name))
     floats = {path: tensor for path, tensor in every if tensor.is_floating_point()}
     return dict(zip(floats, zip(floats.values(), differences.norms(floats.values()), strict=True), strict=True))
@@ -571,7 +574,7 @@ def _terms(
     *,
     kind: str,
 ) -> dict[str, float]:
-    """Return incoming gradient times output over input, for each gradient that is 0 everywhere except for roundings."""
+    """Return the magnitude (incoming gradient · output / input) for each gradient that is 0 except for rounding."""
     incoming_size = incoming.SIZES.get(kind, 1.0)
     returned = [n for n, t in truth.items() if isinstance(t, torch.Tensor) and is_real(t)]
     outputs = max((differences.rms(exact[n]) for n in returned if not n.startswith("gradient of ")), default=0.0)
@@ -593,5 +596,5 @@ def _is_proven(way: Way | None) -> TypeGuard[functools.partial[Leaves]]:
 
 
 def period_of(periods: Mapping[str, float], name: str) -> float | None:
-    """Return the period of an output that is an input changed in place; None where it has none."""
+    """Return the period of an output that is an input changed in place; None if it has none."""
     return next((p for key, p in periods.items() if name.startswith((f"{key} (in place)", f"{key}["))), None)

@@ -1,4 +1,4 @@
-"""One measuring run at a time on each device: two at once would measure each other."""
+"""Allow only one measuring run at a time on each device, since two runs would disturb each other."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 HELD = "PERFSUITE_TURN"
-"""Environment variable with the devices whose turn a parent process has: a run that it starts must not wait for it."""
+"""Environment variable with the devices that a parent process holds. A run that it starts must not wait for them."""
 POLL_S = 0.2
 
 
 @contextmanager
 def turn(devices: Sequence[str], name: str, tell: Callable[[str], None]) -> Iterator[None]:
-    """Hold these devices while the block runs. Wait for another run that holds one, and report this once.
+    """Hold these devices while the block runs. If another run holds one, report this once and wait.
 
-    `devices` are what other runs on this machine call them too, such as a GPU's UUID; `name` is for the message. Where
-    no lock can be had at all (a folder that cannot be written), this is reported and nothing is held.
+    `devices` are names that all runs on this machine use, such as a GPU's UUID. `name` is for the message. If a device
+    cannot be locked, for instance because the folder is not writable, this is reported, and the device is not held.
     """
     from filelock import FileLock, Timeout
 
@@ -26,7 +26,7 @@ def turn(devices: Sequence[str], name: str, tell: Callable[[str], None]) -> Iter
     wanted = [d for d in sorted(set(devices)) if d not in before.split(",")]
     with ExitStack() as held:
         for device in wanted:
-            # Other users' runs count too; one order for all, so that no two wait for each other.
+            # Other users' runs are included. All runs use the same order, so that no two wait for each other.
             lock = FileLock(Path(tempfile.gettempdir()) / f"perfsuite-measuring-{device}.lock", mode=0o666)
             try:
                 lock.acquire(timeout=0)

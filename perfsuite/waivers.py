@@ -6,8 +6,8 @@
     reason = "the driver's new scheduler; reported upstream"
     until = 2026-12-31
 
-A waiver covers a speed that is too low (REGRESSED, BELOW_FLOOR) or not settled (NOISY). It never covers a wrong
-result, or something that was not measured.
+A waiver applies to a speed that is too low (REGRESSED, BELOW_FLOOR) or undecided (NOISY). It never applies to a wrong
+result, or to a workload that was not measured.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ FIELDS = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Waiver:
-    """One workload excused through the day `until`."""
+    """Waiver of one workload, up to and including the day `until`."""
 
     workload: str
     owner: str
@@ -44,11 +44,11 @@ class Waiver:
 
 
 def load(path: str | os.PathLike[str], *, today: date, known_ids: Collection[str]) -> tuple[Waiver, ...]:
-    """Return the waivers in a file; none where there is no file.
+    """Return the waivers in a file; none if the file does not exist.
 
-    `known_ids` are all workloads, selected or not. PerfsuiteError, in one line, for a file that cannot be read, a field
-    that is missing, unknown or of the wrong kind, a workload that is unknown or named twice, and a waiver that has
-    ended; where there are several errors, the message has the first and says how many more there are.
+    `known_ids` are all workloads, selected or not. Raises PerfsuiteError, with a one-line message, for a file that
+    cannot be read, a field that is missing, unknown or of the wrong type, a workload that is unknown or listed twice,
+    and a waiver that has ended. If there are several errors, the message has the first and the number of others.
     """
     path = Path(path)
     data = _tables(path)
@@ -79,7 +79,7 @@ def _tables(path: Path) -> dict[str, Any]:
         return {}
     except OSError as error:
         raise PerfsuiteError(f"{path}: cannot be read ({error.strerror}); make it readable") from None
-    except (ValueError, RecursionError) as error:  # of TOML, of UTF-8, of a number that is too long
+    except (ValueError, RecursionError) as error:  # invalid TOML or UTF-8, or a number that is too long
         raise PerfsuiteError(f"{path}: not valid TOML ({' '.join(str(error).split())}); fix it") from None
 
 
@@ -98,7 +98,7 @@ def _read(table: Any, *, today: date, known_ids: Collection[str]) -> Waiver:
         raise PerfsuiteError(f"the waiver of {workload} names no owner; write owner = 'a person or team'")
     if not _is_text(reason):
         raise PerfsuiteError(f"the waiver of {workload} gives no reason; say why")
-    # A date-time is a date to Python; an end at some hour of some zone is not what is meant.
+    # A datetime is a date in Python, but a waiver must not end at some time of day in some time zone.
     if not isinstance(until, date) or isinstance(until, datetime):
         raise PerfsuiteError(f"until = {until!r} of {workload} is not a date; write until = 2026-12-31, unquoted")
     if today > until:
@@ -107,12 +107,13 @@ def _read(table: Any, *, today: date, known_ids: Collection[str]) -> Waiver:
 
 
 def _is_text(value: object) -> bool:
-    """Return whether this is text with something to read, and no characters that control a terminal."""
+    """Return whether this is text with a letter or digit, and without characters that control a terminal."""
     return isinstance(value, str) and any(c.isalnum() for c in value) and " ".join(value.split()).isprintable()
 
 
 def apply(verdicts: Mapping[str, Verdict], waivers: Sequence[Waiver]) -> dict[str, Verdict]:
-    """Return the verdicts, with those that a waiver covers as WAIVED; the message keeps what was found."""
+    """Return the verdicts. Those to which a waiver applies become WAIVED, and their messages contain the original
+    one."""
     by_id = {w.workload: w for w in waivers}
     return {
         key: _waived(verdict, by_id[key]) if key in by_id and verdict.status in WAIVABLE else verdict

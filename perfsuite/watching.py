@@ -1,4 +1,4 @@
-"""Look, between the timed blocks, for faults that a side has only while it is timed."""
+"""Check between the timed blocks for faults that a side has only while it is timed."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from perfsuite.sampling import Sampler
 
 SETTLES = "; if a new step's first calls warm up, compile or capture, say how many: stateful(…, settle=calls)"
 FRESH_S = 1.0
-"""Seconds after which drawing new values in advance stops."""
+"""Seconds after which no further values are drawn in advance."""
 FRESH_BYTES = 1 << 30
-"""Bytes of the values at which it stops, too."""
+"""Bytes of values after which no further values are drawn in advance."""
 FRESH_BLOCKS = {True: 4, False: 8}
-"""Blocks after which calls on new values are timed, where the inputs were proven before and where not; `scrutiny` wants
-four at least."""
+"""Number of blocks after which calls on new values are timed, by whether the inputs were proven before. `scrutiny`
+needs at least four."""
 REPLAY_PAIRS = 8
-"""Further calls on new values that confirm a replay before it is reported."""
+"""Number of further calls on new values that must confirm a replay before it is reported."""
 
 
 class NewValues:
@@ -41,7 +41,8 @@ class NewValues:
         self._ahead: list[Drawn] = []
 
     def draw_ahead(self, count: int) -> None:
-        """Draw `count` sets of inputs; fewer, but at least two, where FRESH_S or FRESH_BYTES is reached."""
+        """Draw `count` sets of inputs in advance. Stop earlier, but not before the second set, when FRESH_S or
+        FRESH_BYTES is reached."""
         began = perf_counter()
         while len(self._ahead) < count:
             self._ahead.append(self._draw())
@@ -52,7 +53,7 @@ class NewValues:
 
     @property
     def left(self) -> int:
-        """The number of sets drawn in advance that are not used yet."""
+        """Number of sets drawn in advance that are not used yet."""
         return len(self._ahead)
 
     def take(self) -> Drawn:
@@ -64,7 +65,7 @@ class NewValues:
 
 
 def drawn_anew(pair: Pair, case: Case, device: str, home: Path | None, peers: Peers) -> Drawn:
-    """Return values that differ from the case's own by their seed; of a stateful pair those of a step."""
+    """Return values of the case with another seed; for a stateful pair, those of a step's inputs."""
     case = replace(case, seed=peers.bits(31))
     if pair.is_stateful:
         return Drawn(case, peers.part(pair.step_inputs, make.build_step(pair, case, device, 1)))
@@ -72,10 +73,10 @@ def drawn_anew(pair: Pair, case: Case, device: str, home: Path | None, peers: Pe
 
 
 class Watch:
-    """Called after every block; raises NotEquivalent where a side behaves differently while it is timed.
+    """Checks after every block, which raise NotEquivalent if a side behaves differently while it is timed.
 
-    With `proven_before`, another process has proven these inputs. New values are then not proven here, and only those
-    drawn in advance are timed. Without `values`, no calls on new values are timed.
+    With `proven_before`, another process has proven these inputs. Outputs on new values are then not proven here, and
+    only values that were drawn in advance are used. Without `values`, no calls on new values are timed.
     """
 
     def __init__(
@@ -92,20 +93,20 @@ class Watch:
         self.pair = check.pair
         self.fresh: list[tuple[float, float]] = []
         self.warm = values.take().values if values else {}
-        """New values for the calls whose times are not kept."""
+        """New values for calls whose times are discarded."""
         self.where = f"{self.pair.name}: the optimized side"
         self.judged = sampler.rng.randrange(min(sampler.blocks, FRESH_BLOCKS[proven_before]))
-        """The block whose outputs are compared with the truth: no side can know which."""
+        """Number of the block whose outputs are compared with the truth. It is random, so no side can know it."""
 
     def between(self, block: int) -> None:
-        """Make the checks that follow the given block."""
+        """Run the checks after the given block."""
         guard.check()
         scrutiny.keeps_l2(self.l2_bytes, self.where)
         runner = self.sampler.runners[OPTIMIZED]
         scrutiny.plain(runner.returned, self.where)
         if block in (self.judged, self.sampler.blocks - 1) and not self.pair.is_stateful:
             check_timed(self.output, self.sampler.runners, self.sampler)
-            if not self.proven_before:  # the truth is already established, so that judging is quick
+            if not self.proven_before:  # the truth is already computed, so the comparison is fast
                 judge_copied(self.output)
         if self.values and block < FRESH_BLOCKS[self.proven_before] and (self.values.left or not self.proven_before):
             self._time_new_values(runner, self.values.take(), block)
@@ -119,12 +120,12 @@ class Watch:
         old = runner.step_master if stateful else dict(self.sampler.masters[OPTIMIZED])
         pairs = zip(make.tensors_in(values), make.tensors_in(old), strict=True)
         if all(forms.identical(new, known) for (_, new), (_, known) in pairs):
-            return  # constant or recorded inputs: there are no others
+            return  # constant or recorded inputs, which have no other values
         times = []
         with execution.quiet(runner.side), torch.set_grad_enabled(runner.grad_mode):
-            # The first calls are not kept: they find the processor's caches full of what the harness did before. Their
-            # number is random, because the time of a side may vary from call to call in a fixed cycle. Before the last
-            # call nothing is written, so that a replay finds everything as it was.
+            # The times of the first calls are discarded, because the CPU caches are still full of the harness's data.
+            # Their number is random, because the time of a side may vary from call to call in a fixed cycle. Nothing is
+            # written before the last call, so that a replay is possible.
             for given in (*[self.warm] * self.sampler.rng.randint(1, 3), values, None):
                 if given is not None:
                     runner.refill(given)
@@ -138,9 +139,10 @@ class Watch:
             self._keep_in_step(len(times))
 
     def _keep_in_step(self, calls: int) -> None:
-        """Call the sides that are compared with the optimized one as often as it was called here, untimed.
+        """Call the other sides as many times as the optimized side was called here, without recording times.
 
-        A step may vary in a fixed cycle, such as an evaluation every eighth: sides are compared at the same step.
+        Steps may vary in a fixed cycle, such as an evaluation in every eighth, so sides must be compared at the same
+        step.
         """
         for name, runner in self.sampler.runners.items():
             if name == OPTIMIZED or name in self.sampler.few:
@@ -162,25 +164,25 @@ class Watch:
                 scrutiny.hidden(unseen, seen, self.where)
 
     def _beside(self, typical: float) -> Sequence[float]:
-        """Return the work of other calls on the same machine: where those burst, too, the machine is the cause."""
+        """Return the work of other calls on the same machine. If these have bursts too, the machine is the cause."""
         other = max((self.sampler.work[name] for name in (REFERENCE, ACCEPTED)), key=len)
         on_cpu = isinstance(self.sampler.clock, CpuClock)
         if len(other) >= scrutiny.BURST_CALLS and not on_cpu:
             return other
         even = self.sampler.clock.even_work(typical, 4 * scrutiny.BURST_CALLS)
-        # A CPU lengthens short calls by what long ones do not show, such as a page of memory that it gives.
+        # On a CPU, short calls have relatively larger disturbances than long ones, such as page faults.
         return max(other, even, key=scrutiny.burst_share) if on_cpu else even
 
     def _prove_replay(self) -> None:
-        """Time further calls on new values; NotTimed where they confirm that the side replays earlier answers."""
-        assert self.values is not None  # there are times of calls on new ones
+        """Time further calls on new values. Raises NotTimed if they confirm that the side replays earlier answers."""
+        assert self.values is not None  # calls on new values have been timed
         self.fresh.clear()
         for _ in range(REPLAY_PAIRS):
             self._time_new_values(self.sampler.runners[OPTIMIZED], self.values.take())
         scrutiny.replayed(self.fresh, self.sampler.kind, self.where)
 
     def conclude(self) -> None:
-        """Check for faults that only all blocks together show."""
+        """Check for faults that can only be detected in all blocks together."""
         work = self.sampler.work[OPTIMIZED]
         if scrutiny.is_quiet(work, self.sampler.timed_calls):
             if scrutiny.replays(self.fresh, self.sampler.kind):
@@ -198,7 +200,7 @@ class Watch:
 
 
 def prove_new(output: OutputCheck, runner: Runner, drawn: Drawn) -> None:
-    """Check that the side is right on new values, too, which are now in the memory of those that it was proven with."""
+    """Check that the side is also right on new values, which were written into the memory of the proven ones."""
     runner.reset()
     runner.call()
     try:
@@ -210,10 +212,10 @@ def prove_new(output: OutputCheck, runner: Runner, drawn: Drawn) -> None:
 
 
 def check_timed(output: OutputCheck, runners: dict[str, Runner], sampler: Sampler) -> None:
-    """Check that the outputs of the last timed call are right, and not only those of a separate run, and its inputs
-    untouched.
+    """Check that the outputs of the last timed call are right, not only those of a separate run, and that its inputs
+    did not change.
 
-    Outputs that are not those proven are copied. `judge_copied` compares them, which need not happen while others wait
+    Outputs that are not known to be right are copied. `judge_copied` compares them later, when no other process waits
     for the device.
     """
     pair = output.pair
@@ -229,7 +231,7 @@ def check_timed(output: OutputCheck, runners: dict[str, Runner], sampler: Sample
         if name == REFERENCE:
             continue
         if sampler.repeat > 1 and pair.changed:
-            # Repeated in place, each timed call started from the last one's result: one more from the start is judged.
+            # Repeated calls in place start from the previous result, so one more call from the start is compared.
             with torch.set_grad_enabled(runner.grad_mode):
                 runner.reset()
                 runner.call()

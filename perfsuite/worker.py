@@ -1,4 +1,4 @@
-"""A worker process: do each task of the job, and write a line for each."""
+"""Run the tasks of a worker process, and write a line with the outcome of each."""
 
 from __future__ import annotations
 
@@ -41,11 +41,12 @@ OBSERVED = pytest.StashKey[Observed]()
 
 
 FAULTED = 86
-"""Exit code of a worker that ends itself because its GPU cannot be used any more."""
+"""Exit code of a worker that ends itself because it can no longer use its GPU."""
 
 
 def get_ready() -> None:
-    """Do in advance what the first task on a GPU would wait for: import the compiler, and make a CUDA context."""
+    """Import the compiler and create a CUDA context in advance, so that the first task on a GPU does not wait for
+    them."""
     import torch
 
     with contextlib.suppress(RuntimeError):  # the proofs may need all the memory
@@ -54,7 +55,7 @@ def get_ready() -> None:
 
 
 def run(journal: Journal, session: pytest.Session, device: str, gpu: Gpu) -> None:
-    """Do the tasks as they come."""
+    """Run the tasks as they arrive."""
     found = {i.nodeid: i for i in session.items}
     gpu.leave()
     for task in journal.tasks():
@@ -88,16 +89,16 @@ def run(journal: Journal, session: pytest.Session, device: str, gpu: Gpu) -> Non
 
 
 def _settle() -> None:
-    """Free what an earlier workload left, and exclude what stays from garbage collection."""
+    """Free the objects of an earlier workload, and exclude the remaining ones from garbage collection."""
     from perfsuite import execution
 
     execution.forget_compiled()
     gc.collect()
-    gc.freeze()  # looking through torch's modules at each collection takes a fifth of a second
+    gc.freeze()  # otherwise each collection takes 0.2 s to traverse torch's modules
 
 
 class _Reports:
-    """A plugin that keeps what pytest reports."""
+    """Pytest plugin that keeps the reports."""
 
     def __init__(self) -> None:
         self.every: list[pytest.TestReport] = []
@@ -107,7 +108,7 @@ class _Reports:
 
 
 def _run_item(item: pytest.Item, task: Task, journal: Journal) -> Reported | Failure:
-    """Run a correctness item as pytest does, with what its plugins put around one, such as filters of warnings."""
+    """Run a correctness item as pytest does, including its plugins' hooks, such as warning filters."""
     from perfsuite.proof_item import ProofItem
 
     if isinstance(item, ProofItem):
@@ -127,7 +128,7 @@ def _run_item(item: pytest.Item, task: Task, journal: Journal) -> Reported | Fai
 
 
 class _Workload:
-    """One task on one workload; `phase` is the side that runs, to be named if the process dies."""
+    """One task on one workload. `phase` is the side that is running, for the message if the process dies."""
 
     def __init__(self, item: SpeedItem, task: Task, journal: Journal, device: str, gpu: Gpu) -> None:
         self.item, self.task, self.journal, self.device, self.gpu = item, task, journal, device, gpu
@@ -142,7 +143,7 @@ class _Workload:
         return self._wait(self.gpu.alone)
 
     def beside(self) -> bool:
-        """Let others use the GPU, too, and wait until none times. Return whether there may be any."""
+        """Let other processes use the GPU too, and wait until none times. Return whether there may be any."""
         return self._wait(self.gpu.prepare)
 
     def _wait(self, wait: Callable[[], None]) -> bool:
@@ -157,14 +158,14 @@ class _Workload:
         return self.gpu.shared
 
     def outcome(self) -> Outcome:
-        """Return the outcome of the task. Every error is a failure of this workload alone."""
+        """Return the outcome of the task. Every error is a failure of only this workload."""
         import torch
 
         from perfsuite import convolutions
         from perfsuite.ranks import group
 
         try:
-            # A warning inside a timed call is the user's own; it must not turn into an error here.
+            # A warning inside a timed call is the user's own, and must not become an error here.
             pair = self.item.pair
             with warnings.catch_warnings(), convolutions.exact(pair.precision), group.alone(pair, self.device):
                 warnings.simplefilter("ignore")
@@ -178,7 +179,7 @@ class _Workload:
                     torch.cuda.empty_cache()
 
     def _failure(self, error: BaseException) -> Failure:
-        """Return what the error says of the workload."""
+        """Return the failure of the workload that corresponds to the error."""
         if isinstance(error, (NotTimed, TamperedError)):
             return Failure(status=Status.NOT_TIMED, message=str(error))
         if isinstance(error, NotEquivalent):
@@ -201,7 +202,7 @@ class _Workload:
         return f"the {self.phase} side raises {in_one_line(error)}"
 
     def _in_ranks(self) -> Any:
-        """Do the task in processes of its own, for a workload of several processes."""
+        """Return the object that runs the task in separate processes, for a workload of several processes."""
         from perfsuite.rank_timing.parent import RankTiming
 
         module = self.item.getparent(pytest.Module)
@@ -255,9 +256,9 @@ class _Workload:
         return Alone(id=self.item.nodeid, blocks_s=blocks, outside_s=outside_s, seconds=perf_counter() - began)
 
     def _outside_s(self, bench: Any) -> float | None:
-        """Return the seconds of a call of the optimized side where no test is running; None where they cannot be had.
+        """Return the seconds of a call of the optimized side where no test is running; None if they cannot be measured.
 
-        The child imports the pair's module anew, with all of its sides. It makes no gradients.
+        The child process imports the pair's module again, with all of its sides. It does not compute gradients.
         """
         from perfsuite import outside
 
@@ -266,11 +267,11 @@ class _Workload:
             return None
         try:
             return outside.seconds(bench.pair, bench.case, self.device, module=module.obj, home=self.item.home)
-        except (outside.Unsendable, NotEquivalent):  # its proofs say what is wrong there
+        except (outside.Unsendable, NotEquivalent):  # the proof `outside` reports it
             return None
 
     def _wait_for_proof(self) -> Proof:
-        """Wait for the proof. Others may prepare meanwhile; none times before the last proof has ended."""
+        """Wait for the proof. Other processes may prepare meanwhile, but none times before the last proof has ended."""
         found: list[Proof] = []
         self._wait(lambda: found.append(self.journal.proof()))
         return found[0] if found else self.journal.proof()
@@ -299,7 +300,8 @@ class _Workload:
         with phases.time("accepted side"):
             accepted, unloaded = self._comparable(seed)
         if unloaded:
-            # The other revision may have registered its functions in the place of the current ones.
+            # Nothing is proven, because the other revision may have registered its functions instead of the current
+            # ones.
             return Proof(id=self.item.nodeid, seed=seed, unloaded=unloaded, seconds=perf_counter() - began)
         if self.item.workload.ranks > 1:
             proof = cast("Proof", self._in_ranks().prove(replace(task, seed=seed)))
@@ -315,7 +317,7 @@ class _Workload:
                 same_code=bool(task.same_code),
                 enough_s=task.enough_s,
                 with_rivals=task.thorough,
-                # Launches and syncs matter to the device clock alone; for many of them the profiler takes seconds.
+                # Launches and syncs only matter on the device clock, and if there are many, the profiler takes seconds.
                 uncounted=() if task.reference is None or bench.workload.clock == "device" else (REFERENCE,),
             )
         with phases.time("digests"):
@@ -323,7 +325,7 @@ class _Workload:
         return replace(proof, ran=ran, phases=dict(phases.seconds), seconds=perf_counter() - began)
 
     def _ran(self, bench: Any) -> Ran:
-        """Return everything that the optimized side runs."""
+        """Return a record of all code and data that the optimized side uses."""
         from perfsuite import digests, launches, provenance
         from perfsuite.records import OPTIMIZED
 
@@ -342,7 +344,8 @@ class _Workload:
         return replace(ran, launched=launched, untraced=untraced)
 
     def _traced(self) -> Proof | None:
-        """Return a proof with `same_launches` if a trace shows that the workload launches what was accepted."""
+        """Return a proof with `same_launches` if a trace shows that the workload launches what was accepted, else
+        None."""
         began = perf_counter()
         try:
             same = self._launches_the_same()
@@ -361,8 +364,8 @@ class _Workload:
         return changed.launches_the_same(self.task.launched, self.task.changed, launched, own)
 
     def _own_sources(self) -> list[str]:
-        """Return the sources that only the optimized side runs: not the reference, nor the module that declares the
-        pair."""
+        """Return the sources that only the optimized side runs, and neither the reference nor the module that declares
+        the pair."""
         from perfsuite import digests
 
         declaring = self.item.getparent(pytest.Module)
@@ -375,9 +378,9 @@ class _Workload:
         return [] if optimized is declaring.obj or reference is declaring.obj else found
 
     def _comparable(self, seed: int) -> tuple[Pair | None, str]:
-        """Return the accepted revision's pair, or why the current side cannot be compared with it.
+        """Return (the accepted revision's pair or None, why the current side cannot be compared with it or empty).
 
-        There is no pair where both have the same code: the accepted side then does not run in the proof.
+        There is no pair if both revisions have the same code, because the accepted side then does not run in the proof.
         """
         if not self.task.accepted or self.task.same_code:
             return None, ""
@@ -408,7 +411,7 @@ class _Workload:
         )
 
     def _shared(self, bench: Any) -> str:
-        """Return why the accepted side would not run the accepted revision's code; empty where it does."""
+        """Return why the accepted side would not run the accepted revision's code; empty if it does."""
 
         from perfsuite import provenance
         from perfsuite.records import ACCEPTED, OPTIMIZED

@@ -1,6 +1,6 @@
-"""A worker process as its run sees it: its lane, its task, what it has written, its time limits and its end.
+"""Control a worker process from its run: its lane, its task, its results, its time limits and its end.
 
-A process that crashes, hangs or is killed costs one task: its failure names the side that was running.
+If a process crashes, hangs or is killed, only its current task fails. The failure names the side that was running.
 """
 
 from __future__ import annotations
@@ -31,44 +31,46 @@ FORGED = (
     "nothing of this process is believed"
 )
 BEGIN_LIMIT_S = 10.0
-"""Seconds from when a worker gets a task to when it begins it."""
+"""Time limit in seconds for a worker to begin a task after it got it."""
 END_LIMIT_S = 3.0
-"""Seconds from a worker's last task to its end. Its results are known by then, so it is stopped without a message. The
-run waits for it, because the next processes must have the device for themselves; some take 7 s, or hang at exit."""
+"""Time limit in seconds for a worker to exit after its last task. Its results are known by then, so it is then killed
+without a message. The run waits for the exit, because the next processes need the device for themselves, and some take
+7 s or hang at exit."""
 LOG_LINES = 3
 OF_NO_SIDE = ("start", "timing", "profiler", WAITS)
-"""Phases in which the process runs no side alone."""
+"""Phases in which the process does not run only one side."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Lane:
-    """One process at a time, with environment variables of its own, e.g. the GPU that it uses."""
+    """Slot for one process at a time, with its own environment variables, e.g. for the GPU that it uses."""
 
     environment: Mapping[str, str] = field(default_factory=dict)
     lock: str = ""
-    """The lock file of a GPU that several lanes share."""
+    """Lock file of a GPU that several lanes share."""
     cores: Cores = ANY
-    """The cores that its processes run on."""
+    """Cores on which the lane's processes run."""
     python: str = ""
-    """The interpreter of its processes; empty for this one's."""
+    """Interpreter of the lane's processes; empty for this process's."""
     forked: bool = False
-    """Its processes are forks of a server that has imported torch. Not for timing: all forks of a process share its
-    memory addresses, which change the speed of host code, and the rule needs processes that vary independently."""
+    """Whether the lane's processes are forks of a server that has imported torch. Not for timing: all forks of a
+    process share its memory addresses, which affect the speed of host code, and the rule needs processes that vary
+    independently."""
 
     @property
     def device(self) -> str:
-        """The GPU that it uses; empty where there is no choice."""
+        """The GPU that the lane uses; empty if there is no choice."""
         return self.environment.get("CUDA_VISIBLE_DEVICES", "")
 
 
 def devices_of(lanes: Sequence[Lane]) -> list[Lane]:
-    """Return a lane for each device: those that prepare beside each other are equal."""
+    """Return one lane for each device. Lanes of the same device are equal."""
     return [lane for n, lane in enumerate(lanes) if lane not in lanes[:n]]
 
 
 @dataclass(slots=True)
 class WorkerProcess:
-    """One worker: the task that it is at, and what it has written so far. `ids` are the items that it has collected."""
+    """One worker process, with its current task and its state. `ids` are the items that it has collected."""
 
     lane: Lane
     ids: frozenset[str]
@@ -77,28 +79,28 @@ class WorkerProcess:
     number: int = 0
     task: Task | None = None
     group: str = ""
-    """The last task's group."""
+    """Group of the last task."""
     seen: set[str] = field(default_factory=set)
-    """Ids of the tasks that the process has got."""
+    """Ids of the tasks that the process has received."""
     failed: bool = False
-    """Whether a correctness item failed in the process. It gets no other task: a side that raises may leave the device
-    in a state that fails what comes after it, as in the middle of capturing a CUDA graph."""
+    """Whether a correctness item failed in the process. It then gets no further task, because a side that raises may
+    leave the device in a state in which later work fails, such as in the middle of a CUDA graph capture."""
     imported: bool = False
-    """Whether the process has got a task with another revision, which may have replaced what the current side calls by
-    name."""
+    """Whether the process has received a task with another revision, which may have replaced functions that the current
+    side calls by name."""
     child: subprocess.Popen[bytes] | Fork = field(init=False)
     lines: Lines = field(init=False)
     key: str = field(default_factory=secrets.token_hex)
     phase: str = "start"
     ready: bool = False
     served: bool = False
-    """Whether the process has got a task."""
+    """Whether the process has received a task."""
     over: bool = False
     interrupted: bool = False
     case: str = ""
-    """The draw that a proof is at."""
+    """Current draw of a proof."""
     fault: str = ""
-    """Why the process ends itself."""
+    """Reason why the process ends itself."""
     deadline: float = 0.0
     _pipe: int | None = None
 
@@ -106,8 +108,8 @@ class WorkerProcess:
         return self.stem.with_suffix(suffix)
 
     def open(self, ids: Sequence[str], *, noted: bool, ahead: bool) -> int:
-        """Make the files that the worker reads and the one that it writes. Return the descriptor that its tasks come
-        from."""
+        """Make the files that the worker reads and the one that it writes. Return the file descriptor from which it
+        reads its tasks."""
         out = self.file(".jsonl")
         own_folder(out.parent)
         reader, self._pipe = os.pipe()
@@ -131,12 +133,12 @@ class WorkerProcess:
         try:
             written = self.file(".jsonl").read_bytes()
         except OSError:
-            return True  # the code under test has removed the file, which `poll` reports once the process is used
+            return True  # the code under test has removed the file, which `poll` reports when the process is used
         return self.child.poll() is not None or words in (written.partition(after)[2] if after else written)
 
     def poll(self, left: deque[Task]) -> Iterator[tuple[str, Outcome]]:
-        """Yield the outcomes since the last time; a crash or a hang is one. Takes the next task from `left` when
-        free."""
+        """Yield the outcomes since the last poll, including crashes and hangs. A free process gets the next task from
+        `left`."""
         ended = self.child.poll() is not None
         for line in self._new_lines():
             event = verified(line, self.key)
@@ -152,18 +154,18 @@ class WorkerProcess:
         try:
             return self.lines.new()
         except OSError:
-            return [b"the file is gone"]  # no line of the harness, as any other that the code under test changes
+            return [b"the file is gone"]  # an invalid line, as if the code under test had changed the file
 
     def _reject(self, left: deque[Task]) -> Iterator[tuple[str, Outcome]]:
-        """End the process, whose file has a line that the harness did not write. Yield the failure of its task, or of
-        the next one where it never began any."""
+        """End the process, because its file has a line that the harness did not write. Yield the failure of its task,
+        or of the next one if it never began one."""
         if self.task or self._may_begin(left):
             yield self._stop(FORGED, left, Status.NOT_TIMED)
         else:
             self.end()  # no line is valid after the last result
 
     def _complete(self, task: Task, outcome: Outcome, left: deque[Task], *, ended: bool) -> tuple[str, Outcome]:
-        """Return the task's id and outcome. The process gets its next task before the caller deals with the outcome."""
+        """Return (the task's id, outcome). The process gets its next task before the caller handles the outcome."""
         self.task = None
         self.failed |= isinstance(outcome, Reported) and outcome.has_failed
         if not ended and not self.interrupted:
@@ -184,7 +186,7 @@ class WorkerProcess:
             self.end()
 
     def _lost(self, *, ended: bool) -> str:
-        """Return why the task will have no result; empty while it may have one."""
+        """Return why the task cannot have a result any more; empty if it can."""
         if ended:
             return _died(self.phase, self._epitaph())
         if time.monotonic() > self.deadline and self.phase != WAITS:
@@ -193,33 +195,33 @@ class WorkerProcess:
         return ""
 
     def can_take(self, left: Collection[Task]) -> bool:
-        """Return whether the process waits for a task and one of these is for it."""
+        """Return whether the process waits for a task and can run one of these."""
         return not self.task and any(self._is_for(task) for task in left)
 
     def _may_begin(self, left: Collection[Task]) -> bool:
-        """Return whether the process has had no task yet, and one of these is for it."""
+        """Return whether the process has not had a task yet, and can run one of these."""
         return not self.served and any(self._is_for(task) for task in left)
 
     def _is_for(self, task: Task) -> bool:
-        """Return whether the process has collected the task's item, has not had a task of it before, and has neither
-        failed nor imported anything since that the task does not import."""
+        """Return whether the process can run the task: it has collected the item, has not had a task of it before, has
+        not failed, and has not imported another revision, unless the task has one too."""
         unused = task.id in self.ids and task.id not in self.seen
         return unused and not self.failed and not (self.imported and task.accepted is None)
 
     def leave(self) -> None:
-        """Tell the process to exit. `lives` kills one that has not started yet."""
+        """Let the process exit. `lives` kills it if it has not started yet."""
         self.close_pipe()
         self._wait(END_LIMIT_S if self.ready else 0.0)
 
     def lives(self) -> bool:
-        """Return whether the process is still exiting. After its deadline it is killed."""
+        """Return whether the process is still exiting. Kill it after its deadline."""
         if self.child.poll() is None and time.monotonic() < self.deadline:
             return True
         self.end()
         return False
 
     def _give(self, left: deque[Task]) -> None:
-        """Give the worker the next task, if there is one for it."""
+        """Give the worker the next task that it can run, if there is one."""
         free = [n for n, task in enumerate(left) if self._is_for(task)]
         if not free:
             return
@@ -229,14 +231,14 @@ class WorkerProcess:
         self.begin(task)
 
     def is_free(self) -> bool:
-        """Return whether the process waits for its first task, outside a `run`."""
+        """Return whether the process waits for its first task. For processes outside of `Workers.run`."""
         if not self.task and not self.ready and not self.over:
             for _ in self.poll(deque()):
                 pass
         return self.ready and not self.task and not self.over and self.child.poll() is None
 
     def begin(self, task: Task) -> None:
-        """Give it the task."""
+        """Give the process this task."""
         self.task, self.served, self.phase, self.case = task, True, "start", ""
         self.group = self.task.group
         self.seen.add(self.task.id)
@@ -245,7 +247,7 @@ class WorkerProcess:
         self._write("task", self.task)
 
     def deliver(self, proof: Proof) -> None:
-        """Give it the proof that its task awaits."""
+        """Give the process the proof for which its task waits."""
         assert self.task is not None
         self.task = replace(self.task, seed=None, proof=proof, awaits_proof=False)
         self._write("proof", proof)
@@ -253,7 +255,7 @@ class WorkerProcess:
     def _write(self, what: str, given: Task | Proof) -> None:
         assert self._pipe is not None
         line = memoryview(f"{json.dumps({what: to_json(given)})}\n".encode())
-        with contextlib.suppress(BrokenPipeError):  # the worker has died, as the next poll sees
+        with contextlib.suppress(BrokenPipeError):  # the worker has died, which the next poll reports
             while line:
                 line = line[os.write(self._pipe, line) :]
 
@@ -280,7 +282,8 @@ class WorkerProcess:
         self.deadline = time.monotonic() + seconds
 
     def _stop(self, message: str, left: deque[Task], status: Status = Status.UNMEASURED) -> tuple[str, Failure]:
-        """Fail the task that the process is at, or the next one where it never began any. The log is the evidence."""
+        """End the process, and return the failure of its task, or of the next one if it never began one. Keep the log
+        file."""
         self.end(".log")
         if self.task is None:
             self.task = next(filter(self._is_for, left))
@@ -289,12 +292,12 @@ class WorkerProcess:
         return failed.id, Failure(status=status, message=message, case=self.case)
 
     def interrupt(self) -> None:
-        """End the process; what it has written so far still counts."""
+        """End the process. The results that it has written so far are still used."""
         end(self.child)
         self.interrupted = True
 
     def end(self, *kept: str) -> None:
-        """End the process; its files go, except those with these suffixes."""
+        """End the process and remove its files, except those with these suffixes."""
         self.close_pipe()
         end(self.child)
         self.over = True
@@ -302,7 +305,7 @@ class WorkerProcess:
             self.file(suffix).unlink(missing_ok=True)
 
     def close_pipe(self) -> None:
-        """Tell the worker that no task comes any more."""
+        """Close the pipe, which tells the worker that no further task follows."""
         if self._pipe is not None:
             os.close(self._pipe)
             self._pipe = None
@@ -328,8 +331,7 @@ def start(
     environment: Mapping[str, str] | None = None,
     descriptors: Sequence[int] = (),
 ) -> subprocess.Popen[bytes]:
-    """Start a measuring process in a process group of its own. Its output goes to `log`, and it inherits
-    `descriptors`."""
+    """Start a measuring process in a new process group. Its output goes to `log`, and it inherits `descriptors`."""
     with log.open("wb") as sink:
         return subprocess.Popen(
             command,
@@ -344,11 +346,11 @@ def start(
 
 
 def end(child: subprocess.Popen[bytes] | Fork) -> None:
-    """Kill the process with all that it has started, which may outlive it, and wait for it."""
+    """Kill the process and all processes that it has started, which could outlive it, and wait for its end."""
     if isinstance(child, Fork):
         child.kill()
         return
-    with contextlib.suppress(ProcessLookupError, PermissionError):  # on macOS a group of zombies alone refuses
+    with contextlib.suppress(ProcessLookupError, PermissionError):  # macOS refuses a group that contains only zombies
         os.killpg(child.pid, signal.SIGKILL)
     child.wait()
 

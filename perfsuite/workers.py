@@ -1,8 +1,8 @@
-"""Measuring processes: a pytest on the same node ids, which gets one task after the other and writes lines of JSON.
+"""Run measuring processes. Each is a pytest on the same node ids, which gets tasks one by one and writes JSON lines.
 
-Several lanes may work beside each other, one process each: a lane for each GPU while timing, one for each core while
-proving. A process that crashes, hangs or is killed costs one task: the parent names the side that was running, and
-starts a new process in its lane.
+Several lanes may work at the same time, with one process each: a lane for each GPU while timing, one for each core
+while proving. If a process crashes, hangs or is killed, only its current task fails. The parent reports the side that
+was running, and starts a new process in the lane.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ if TYPE_CHECKING:
     import pytest
 
 IMPORTED_BEFORE = "ignore::pytest.PytestAssertRewriteWarning"
-"""pytest would warn that it cannot rewrite assertions in what the server has imported."""
+"""Filter of pytest's warning that it cannot rewrite assertions in modules that the server has imported."""
 POLL_S, MEANWHILE_S = 0.02, 0.5
 
 
 @dataclass(slots=True)
 class Workers:
-    """Starts processes for one pytest run, gives them tasks, and reads what they write.
+    """Pool of the processes of one pytest run: starts them, gives them tasks, and reads their results.
 
-    `progress` is called with (lane, id) as each task begins.
+    `progress` is called with (lane, id) when a task begins.
     """
 
     root: Path
@@ -49,16 +49,17 @@ class Workers:
     _waiting: list[WorkerProcess] = field(default_factory=list)
 
     def prepare(self, lanes: Sequence[Lane], ids: Sequence[str], each: int, at_once: int) -> None:
-        """Start processes until there are `each` for each lane. They import what they need and wait for a later `run`.
+        """Start processes until there are `each` for each device. They import what they need and wait for a later
+        `run`.
 
-        No more than `at_once` start at the same time, and none while the server of the forked lanes imports torch,
-        which is waited for: call it again for the others.
+        At most `at_once` start at the same time, and none while the server of the forked lanes imports torch, because
+        the run waits for that server. Call this again to start the others.
         """
         if preload.is_preparing():
             return
         starting = sum(not process.has_started() for process in self._waiting)
         for wanted in range(1, each + 1):
-            for lane in devices_of(lanes):  # in turn, so that each GPU has some early
+            for lane in devices_of(lanes):  # by turns, so that each GPU has some processes early
                 if starting < at_once and sum(process.lane == lane for process in self._waiting) < wanted:
                     self._waiting.append(self._process(lane, ids, ahead=True))
                     starting += 1
@@ -70,8 +71,8 @@ class Workers:
     def begin_early(self, tasks: Sequence[Task], lanes: Sequence[Lane], most: int) -> None:
         """Give these tasks, in this order, to processes that wait for the lanes, until `most` prepare at the same time.
 
-        Several tasks may have the same id: each goes to another process. A GPU gets no more than it has lanes. A later
-        `run` on these lanes takes the processes over. Those whose very task it does not have are ended then.
+        Several tasks may have the same id. Each then goes to another process. A GPU gets no more tasks than it has
+        lanes. A later `run` on these lanes takes over the processes, and ends those whose task is not among its tasks.
         """
         begun = Counter(process.task.id for process in self._waiting if process.task)
         busy = [process.lane for process in self._waiting if process.task]
@@ -93,13 +94,13 @@ class Workers:
             preparing += 1
 
     def end_early(self, ids: Collection[str]) -> None:
-        """End the processes that have begun tasks of these workloads early."""
+        """End the processes to which `begin_early` gave tasks of these workloads."""
         for process in [p for p in self._waiting if p.task and p.task.id in ids]:
             self._waiting.remove(process)
             process.end()
 
     def deliver(self, proof: Proof) -> None:
-        """Give the proof to the process that has begun early and awaits it, if there is one."""
+        """Give the proof to the process that began early and waits for it, if there is one."""
         for process in self._waiting:
             if process.task and process.task.id == proof.id and process.task.awaits_proof:
                 process.deliver(proof)
@@ -111,14 +112,14 @@ class Workers:
         meanwhile: Callable[[Sequence[Lane]], None] = lambda busy: None,
         further: Callable[[str], Sequence[Task]] | None = None,
     ) -> Generator[tuple[str, Outcome]]:
-        """Do the tasks in order, each in the lane that is free first. Yield (id, outcome) as each task ends.
+        """Run the tasks in order, each in the first lane that is free. Yield (id, outcome) when a task ends.
 
-        Several tasks may have the same id: each goes to another process. Once the caller has handled an outcome,
-        `further` is called with the task's id and returns tasks that come before those that are left, so that no
-        lane waits for them at the end.
+        Several tasks may have the same id. Each then goes to another process. After the caller has handled an outcome,
+        `further` is called with the task's id and returns tasks that precede the remaining ones, so that no lane waits
+        for them at the end.
 
-        Every MEANWHILE_S, and as tasks and processes end, `meanwhile` is called with the lane of each process that has
-        not ended.
+        Every MEANWHILE_S seconds, and when tasks and processes end, `meanwhile` is called with the lane of each process
+        that has not ended.
         """
         left, running, leaving = deque(tasks), dict[int, WorkerProcess](), list[WorkerProcess]()
         interrupt: KeyboardInterrupt | None = None
@@ -144,7 +145,7 @@ class Workers:
                 process.end()
 
     def _fill(self, lanes: Sequence[Lane], left: Collection[Task], running: dict[int, WorkerProcess]) -> None:
-        """Get a process for each lane that has none, as far as there are tasks for it."""
+        """Get a process for each lane that has none, as long as there are tasks for it."""
         for number, lane in enumerate(lanes):
             if number not in running and sum(p.can_take(left) for p in running.values()) < len(left):
                 working = [p.task for p in running.values() if p.task]
@@ -156,7 +157,7 @@ class Workers:
             self._waiting.pop().end()
 
     def _take_over(self, lanes: Sequence[Lane], left: deque[Task], running: dict[int, WorkerProcess]) -> None:
-        """Assign each process that has begun tasks of `left` early to a lane of its own."""
+        """Assign each process that began a task of `left` early to a lane. End those whose task is not in `left`."""
         for process in [p for p in self._waiting if p.task and p.lane in lanes]:
             self._waiting.remove(process)
             number = next((n for n, lane in enumerate(lanes) if lane == process.lane and n not in running), None)
@@ -172,10 +173,10 @@ class Workers:
         return [p for p in self._waiting if p.lane == lane and not p.task and p.ids.issuperset(ids)]
 
     def _next(self, number: int, lane: Lane, left: Collection[Task], working: Collection[Task]) -> WorkerProcess:
-        """Return a process for the lane that has collected, or will collect, the items of these tasks and of those that
-        others work at.
+        """Return a process for the lane that has collected, or will collect, the items of the remaining tasks and of
+        those that others are working on.
 
-        Any of them may be the item of a further task.
+        Each of these items may be that of a further task.
         """
         ids = list(dict.fromkeys(t.id for t in [*left, *working]))
         noted = any(t.note_ran for t in left)
@@ -225,7 +226,8 @@ class Workers:
 def _polled(
     left: deque[Task], running: dict[int, WorkerProcess], further: Callable[[str], Sequence[Task]] | None
 ) -> Generator[tuple[str, Outcome], None, bool]:
-    """Yield the new outcomes of each process, and remove those that are over. Return whether there was an outcome."""
+    """Yield the new outcomes of each process, and remove processes that are over. Return whether there was an
+    outcome."""
     has_outcome = False
     for number, process in list(running.items()):
         gets = process.child.poll() is not None or _is_due(process, left, running)
@@ -239,8 +241,8 @@ def _polled(
 
 
 def _pause(running: Collection[WorkerProcess]) -> KeyboardInterrupt | None:
-    """Wait until the next poll. Return an interrupt of the wait, which the caller raises after one more poll: results
-    that are already written are not lost."""
+    """Wait until the next poll. Return a KeyboardInterrupt during the wait. The caller raises it after one more poll,
+    so that results that are already written are not lost."""
     try:
         time.sleep(POLL_S)
     except KeyboardInterrupt as error:
@@ -251,9 +253,9 @@ def _pause(running: Collection[WorkerProcess]) -> KeyboardInterrupt | None:
 
 
 def _is_due(process: WorkerProcess, left: Collection[Task], running: Mapping[int, WorkerProcess]) -> bool:
-    """Return whether the process's GPU may get another task: at most its share of those that have not ended.
+    """Return whether the process's GPU may get another task: at most its share of the tasks that have not ended.
 
-    Otherwise one GPU might do the last tasks one after the other while another has nothing left to do.
+    Otherwise one GPU might run the last tasks one after another while another GPU is idle.
     """
     others = [p.lane.device for p in running.values() if p.task and p is not process]
     devices = {p.lane.device for p in running.values()}
@@ -261,8 +263,8 @@ def _is_due(process: WorkerProcess, left: Collection[Task], running: Mapping[int
 
 
 def _without_tasks(left: Collection[Task], running: dict[int, WorkerProcess], *, more: bool) -> Iterator[WorkerProcess]:
-    """Remove from `running` the processes without a task. If `more` tasks may follow, these processes wait while others
-    work."""
+    """Remove from `running` and yield the processes without a task, which exit. If `more` tasks may follow, these
+    processes wait while others work."""
     wait = more and not left and any(process.task for process in running.values())
     for number, process in list(running.items()):
         if not wait and not process.task and not process.can_take(left):
@@ -271,12 +273,12 @@ def _without_tasks(left: Collection[Task], running: dict[int, WorkerProcess], *,
 
 
 _numbers = itertools.count(1)
-"""One count for the whole run: a process must never meet the files of another that is still at work."""
+"""Counter for the whole run, so that a process never uses the files of another that is still running."""
 
 
 def pytest_arguments(config: pytest.Config) -> list[str]:
-    """Return the arguments with which another pytest process collects the same node ids as this one, whatever its
-    addopts select."""
+    """Return the arguments with which another pytest process collects the same node ids as this one, regardless of
+    addopts."""
     option = config.option
     arguments = ["-q", "-m", "", "-p", "no:cacheprovider", f"--rootdir={config.rootpath}"]
     arguments += [f"--import-mode={option.importmode}"]

@@ -1,4 +1,4 @@
-"""Workloads: the sizes that are timed, what is promised of them, and the least work that they take."""
+"""Define workloads: the sizes that are timed, their promises, and the least work that they need."""
 
 from __future__ import annotations
 
@@ -16,16 +16,17 @@ CLOCKS = ("device", "wall")
 DIRECTIONS = ("forward", "backward", "both")
 DTYPES = ("float64", "float32", "bfloat16", "float16")
 TF32 = "tf32"
-"""A precision of matrix products only: no tensor has this dtype."""
+"""Precision of matrix products only: no tensor has this dtype."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Promises:
-    """Promises of a workload, each gated: a speedup over the reference, a throughput, and bounds on one call."""
+    """Promises of a workload, which the gate tests: a speedup over the reference, a throughput, and bounds on the
+    counts of one call."""
 
     speedup: float | None = None
     throughput: Mapping[str, float] = field(default_factory=dict)
-    """Items a second, by the device's slug; other devices have no such promise."""
+    """Items per second, by the device's slug. Other devices have no such promise."""
     peak_bytes: int | None = None
     host_syncs: int | None = None
     launches: int | None = None
@@ -34,16 +35,19 @@ class Promises:
 class Workload:
     """One size to time: `Workload("window64", k=6, n=8, P=8, clock="wall", speedup=20.0, host_syncs=0)`.
 
-    `clock` is the one the promise is on: "device" (kernels alone, launch latency hidden) or "wall" (from the
-    call to synchronised completion). `direction` is "forward", "backward" or "both". `device` restricts the
-    workload to one kind of device, "cpu" or "cuda"; elsewhere it is skipped with that reason. `repeat` calls in a
-    row are timed as one, as in a training loop: for calls so short that a cold cache and the timer's own overhead
-    would be most of what is measured; figures are still per call. `ranks` processes of torch.distributed call the sides
-    together, each on a device of its own (docs/ranks.md). `margin` is the relative slowdown that matters, e.g. 0.1:
-    the gate finds what is as slow as that or slower; by default, what the device resolves. `throughput` is promised by
-    device, as {"nvidia-h200": 640e3}, in the items a second that the pair's `Cost` counts. Remaining keywords are the
-    sizes, and the values of scalar inputs; one with the name of a parameter above is given in `sizes={…}`. `marks`
-    are pytest's, e.g. `pytest.mark.skipif(…)`.
+    clock       clock of the promise: "device" (only kernels, without launch latency) or "wall" (from the call to
+                synchronised completion)
+    direction   "forward", "backward" or "both"
+    device      restricts the workload to one kind of device, "cpu" or "cuda"; on others it is skipped with that reason
+    repeat      number of consecutive calls that are timed as one, as in a training loop, for calls so short that a cold
+                cache and the timer's overhead would dominate; figures are still per call
+    ranks       number of torch.distributed processes that call the sides together, each on its own device
+                (docs/ranks.md)
+    margin      relative slowdown that matters, e.g. 0.1: the gate detects this and larger slowdowns; by default, the
+                smallest that the device can resolve
+    throughput  promise by device, such as {"nvidia-h200": 640e3}, in items per second as counted by the pair's `Cost`
+    sizes       sizes and scalar inputs whose names are parameters of this class; others are given as keywords
+    marks       pytest marks, e.g. `pytest.mark.skipif(…)`
     """
 
     __slots__ = (
@@ -132,7 +136,7 @@ class Workload:
 
     @property
     def described(self) -> dict[str, int | float]:
-        """The sizes as records and tables show them: with the repeats and the processes, if there are several."""
+        """Sizes as shown in records and tables: with the numbers of repeats and processes, if above 1."""
         found = dict(self.sizes)
         for name, count in (("repeat", self.repeat), ("ranks", self.ranks)):
             if count > 1:
@@ -152,12 +156,13 @@ class Workload:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Cost:
-    """The least work the function can do, and the items that a call processes, as functions of the workload's sizes.
+    """Least work of the function, and the items that a call processes, as functions of the workload's sizes.
 
-    `bytes` counts each input read once and each output written once; `flops` the arithmetic in `precision` ("float32",
-    "tf32", "bfloat16", "float16"). A workload whose dtype is not float32 counts in that dtype, unless a lower precision
-    is declared. Both are for the workload's own direction: a function that names a parameter `direction` receives it.
-    `items` is the number of items of a call, for its throughput, and `unit` their name, e.g. tokens.
+    `bytes` counts each input read once and each output written once. `flops` counts the arithmetic operations in
+    `precision` ("float32", "tf32", "bfloat16", "float16"). If a workload's dtype is not float32, its operations are in
+    that dtype, unless a lower precision is declared. Both are for the workload's direction: a function with a parameter
+    `direction` receives it. `items` is the number of items of a call, for the throughput, and `unit` is their name,
+    e.g. "tokens".
     """
 
     bytes: Callable[..., float] | None = None
@@ -178,16 +183,16 @@ class Cost:
         return _call_cost(self.bytes, sizes, direction), _call_cost(self.flops, sizes, direction)
 
     def items_of(self, sizes: Mapping[str, Any], direction: str) -> float:
-        """Return the number of items that a call processes at these sizes; 0 where they are not counted. PairError
-        where it is no number of items."""
+        """Return the number of items that a call processes at these sizes; 0 if they are not counted. Raises PairError
+        if it is negative or not finite."""
         found = _call_cost(self.items, sizes, direction)
         if not 0 <= found < math.inf:
             raise PairError(f"cost=Cost(items=…) gives {found:g} items at {dict(sizes)}")
         return found
 
     def precision_in(self, dtype: str) -> str:
-        """Return the precision of the arithmetic where the inputs are in `dtype`; a lower precision that is declared
-        stays."""
+        """Return the precision of the arithmetic if the inputs are in `dtype`: that dtype, unless it is float32 or a
+        lower precision is declared."""
         return dtype if dtype != "float32" and self.precision in ("float32", "tf32") else self.precision
 
 
@@ -196,7 +201,7 @@ def _is_number(value: object) -> bool:
 
 
 def _is_by_device(rates: Any) -> bool:
-    """Return whether these are positive numbers by the slug of a device."""
+    """Return whether this is a mapping of device slugs to positive numbers."""
     return isinstance(rates, Mapping) and all(
         isinstance(device, str)
         and re.fullmatch(r"[a-z0-9]+(-[a-z0-9]+)*", device)

@@ -1,7 +1,7 @@
-"""Prove a workload ahead of the processes that time it → a `Proof`.
+"""Prove a workload before other processes time it, and return a `Proof`.
 
-The proof calls the sides, so that later processes find in the compilers' caches what they compile, and counts what a
-call of each costs.
+The proof calls the sides, so that later processes find their compiled code in the compilers' caches. It also counts the
+host syncs, launches and memory of a call.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from perfsuite.sides import Side
 from perfsuite.watching import drawn_anew, prove_new
 
 NEW_VALUES_S = 2.0
-"""Seconds above which a truth is established on one draw only."""
+"""If computing a truth takes more than this many seconds, it is computed on only one draw."""
 COLD_S = 2.0
-"""Seconds of a reference's first call in a process that may be start-up: loading libraries, creating handles,
-autotuning. They do not count where the call is stopped."""
+"""Seconds of a reference's first call in a process that may be start-up time: loading libraries, creating handles,
+autotuning. They are subtracted if the call is stopped."""
 
 
 def prove(
@@ -39,15 +39,21 @@ def prove(
     with_rivals: bool = False,
     uncounted: Collection[str] = (),
 ) -> Proof:
-    """Prove the optimized side, and the accepted one, on the workload's inputs; count what a call of each costs.
+    """Prove the optimized side, and the accepted one, on the workload's inputs. Count the launches of a call of each.
 
-    Calling them compiles what they compile, so that a later process finds it in the compilers' caches; `with_reference`
-    calls the reference for that, too, and `with_rivals` proves, calls and counts the rivals. Where the reference is
-    `slow`, outputs that are those of the accepted side, bit for bit, are proven by that. Of the `same_code` as the
-    accepted side's only the optimized side is needed: the accepted one counts what it counts, and where the reference
-    is slow the outputs of its first call are taken as proven. A process that times compares both sides with them. With
-    `enough_s` the reference is called, beside whatever else runs, and stopped after this many seconds of work; the
-    sides in `uncounted` are not counted. NotEquivalent where a side is not the same function.
+    The calls also fill the compilers' caches for later processes.
+
+    with_reference  call the reference too, to fill the caches
+    slow            the reference is slow: outputs that are bitwise equal to the accepted side's count as proven
+    same_code       the accepted side has the same code, so only the optimized side is needed: its counts are used for
+                    both. If the reference is also slow, the outputs of its first call count as proven. The processes
+                    that time compare both sides with these
+    enough_s        call the reference while other processes run, and stop it after this number of seconds of work; 0
+                    for no such call
+    with_rivals     prove, call and count the rivals too
+    uncounted       sides that are not counted
+
+    Raises NotEquivalent if a side is not the same function.
     """
     began = perf_counter()
     check = bench.check()
@@ -55,10 +61,10 @@ def prove(
     trusted = slow and same_code and not rivals
     with bench.phases.time("proof"):
         evidence, left_out = _prove_outputs(bench, check, rivals, slow=slow, trusted=trusted)
-    # Alone on the device it may have the memory that it lacks beside other proofs.
+    # A rival that lacks memory is not skipped, because it may have enough when it is alone on the device.
     skipped |= {n: why for n, why in left_out.items() if why != NO_MEMORY}
     rivals = {n: s for n, s in rivals.items() if n not in left_out}
-    # Establishing the truth has called the reference, too.
+    # If the truth took long, its computation has already called the reference.
     with_reference = with_reference and check.seconds <= SLOW_TRUTH_S
     called = {n: s for n, s in bench.sides.items() if with_reference or n != REFERENCE} | rivals
     counts, once = _call(bench, check, called, uncounted, trusted=trusted, same_code=same_code, enough_s=enough_s)
@@ -81,7 +87,7 @@ def prove(
 def _prove_outputs(
     bench: Bench, check: OutputCheck, rivals: Mapping[str, Side], *, slow: bool, trusted: bool
 ) -> tuple[Evidence | None, dict[str, str]]:
-    """Return (evidence, rivals that cannot be timed); no evidence where no output is compared with the truth."""
+    """Return (evidence, rivals that cannot be timed). The evidence is None if no output is compared with the truth."""
     bench.report(REFERENCE)
     proven = {n: s for n, s in bench.sides.items() if n != REFERENCE}
     both = {n: proven[n] for n in (ACCEPTED, OPTIMIZED) if n in proven}
@@ -102,9 +108,9 @@ def _call(
     same_code: bool,
     enough_s: float,
 ) -> tuple[dict[str, Counts], Call | None]:
-    """Warm the sides up, count their calls and prove new values; with `enough_s`, call the reference.
+    """Warm up the sides, count their launches, and prove new values. With `enough_s`, call the reference.
 
-    Return (counts, the reference's call). The first outputs of a `trusted` optimized side are taken as proven.
+    Return (counts, the reference's call or None). The first outputs of a `trusted` optimized side count as proven.
     """
 
     def trust(runner: Runner) -> None:
@@ -130,7 +136,8 @@ def _call(
 
 
 def _prove_new_values(bench: Bench, check: OutputCheck, runner: Runner) -> None:
-    """Prove other values in the memory of the proven ones, unless the reference is slow or the inputs are constant."""
+    """Prove the optimized side on other values in the memory of the proven ones. Do nothing for a stateful pair, if no
+    truth was computed, or if the truth takes long."""
     if bench.pair.is_stateful or not 0 < check.seconds <= NEW_VALUES_S:
         return
     drawn = drawn_anew(bench.pair, bench.case, bench.device, bench.home, bench.peers)
@@ -140,10 +147,10 @@ def _prove_new_values(bench: Bench, check: OutputCheck, runner: Runner) -> None:
 
 
 def _until_enough(bench: Bench, clock: Clock, rng: random.Random, enough_s: float) -> Call:
-    """Call the reference until it has done `enough_s` seconds of work; its start does not count as work."""
+    """Call the reference, and stop it after `enough_s` seconds of work. Its start-up time does not count as work."""
     compiled = scrutiny.compilations()
     call = bench.call_reference(clock, rng, COLD_S + enough_s)
     quick = not call.stopped and call.seconds <= COLD_S + LONG_S
-    if quick or scrutiny.compilations() > compiled:  # most of it may have been its start
+    if quick or scrutiny.compilations() > compiled:  # most of the time may have been start-up
         return bench.call_reference(clock, rng, enough_s)
     return replace(call, seconds=call.seconds - COLD_S) if call.stopped else call
