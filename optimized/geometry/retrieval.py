@@ -77,20 +77,8 @@ def retrieval(
     form = metric if metric_diag is None else metric_diag
     real = (query, curvature, coordinates, states, memory_coordinates, memory_states, form)
     call = retrieval_triton if use_triton(*real) else retrieval_vectorised
-    return call(
-        query,
-        curvature,
-        coordinates,
-        states,
-        filled,
-        memory_coordinates,
-        memory_states,
-        memory_filled,
-        metric,
-        metric_diag,
-        beta,
-        eps,
-    )
+    every = (query, curvature, coordinates, states, filled, memory_coordinates, memory_states, memory_filled)
+    return call(*every, metric, metric_diag, beta, eps)
 
 
 def retrieval_vectorised(
@@ -147,34 +135,11 @@ def retrieval_triton(
     """
     candidates = coordinates.shape[1] + memory_coordinates.shape[0]
     if not 0 < query.shape[1] <= MAX_COORDINATES or not (query.shape[0] and candidates and states.shape[2]):
-        return retrieval_vectorised(
-            query,
-            curvature,
-            coordinates,
-            states,
-            filled,
-            memory_coordinates,
-            memory_states,
-            memory_filled,
-            metric,
-            metric_diag,
-            beta,
-            eps,
-        )
+        every = (query, curvature, coordinates, states, filled, memory_coordinates, memory_states, memory_filled)
+        return retrieval_vectorised(*every, metric, metric_diag, beta, eps)
     form = metric if metric_diag is None else metric_diag
-    mixed = _Retrieval.apply(
-        query,
-        curvature,
-        coordinates,
-        states,
-        memory_coordinates,
-        memory_states,
-        form,
-        filled,
-        memory_filled,
-        beta,
-        eps,
-    )
+    real = (query, curvature, coordinates, states, memory_coordinates, memory_states, form)
+    mixed = _Retrieval.apply(beta, eps, filled, memory_filled, *real)
     # The reference ends in a product, whose result has autocast's dtype.
     if torch.is_autocast_enabled(mixed.device.type):
         return mixed.to(torch.get_autocast_dtype(mixed.device.type))
@@ -189,25 +154,10 @@ def _splits(tiles: int, programs: int, most: int) -> tuple[int, int]:
 
 class _Retrieval(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx,
-        query,
-        curvature,
-        coordinates,
-        states,
-        memory_coordinates,
-        memory_states,
-        form,
-        filled,
-        memory_filled,
-        beta,
-        eps,
-    ):
-        real = [
-            t.contiguous() for t in (query, curvature, coordinates, states, memory_coordinates, memory_states, form)
-        ]
+    def forward(ctx, beta, eps, filled, memory_filled, *real):
+        real = [t.contiguous() for t in real]
         marks = [t.contiguous().view(torch.uint8) for t in (filled, memory_filled)]
-        query, states, memory_states = real[0], real[3], real[5]
+        query, _, _, states, _, memory_states, form = real
         batch, own, columns = states.shape
         shared = memory_states.shape[0]
         query_tiles, column_tiles = ceil_div(batch, QUERIES), ceil_div(columns, FORWARD.columns)
@@ -225,23 +175,9 @@ class _Retrieval(torch.autograd.Function):
         memory_programs = memory_splits * query_tiles * column_tiles
         with launching(query):
             _mix_kernel[(memory_programs + own_splits * batch * column_tiles,)](
-                *real,
-                *marks,
-                mixed,
-                tops,
-                totals,
-                batch,
-                own,
-                shared,
-                columns,
-                memory_programs,
-                memory_length * FORWARD.candidates,
-                memory_splits,
-                own_length * FORWARD.candidates,
-                beta,
-                eps,
+                *(*real, *marks, mixed, tops, totals, batch, own, shared, columns, memory_programs),
+                *(memory_length * FORWARD.candidates, memory_splits, own_length * FORWARD.candidates, beta, eps),
                 **_constants(query, form, FORWARD),
-                num_warps=FORWARD.num_warps,
             )
             _combine_kernel[(batch, ceil_div(columns, COMBINE_COLUMNS))](
                 mixed, tops, totals, y, top, splits, batch, columns, COLUMNS=COMBINE_COLUMNS, num_warps=COMBINE_WARPS
@@ -275,57 +211,24 @@ class _Retrieval(torch.autograd.Function):
         d_coordinates, d_states = torch.empty_like(coordinates), torch.empty_like(states)
         d_memory_states = torch.empty_like(memory_states)
         d_memory_coordinates = fresh(query_tiles, shared, n)
-        form_needed = ctx.needs_input_grad[6]
+        form_needed = ctx.needs_input_grad[10]
         # A row for each chunk: the gradients of all queries, then of their curvatures, then of their metrics. The sum
         # over chunks has a fixed order and uses no atomics, so every run gives the same gradient.
         partial = fresh(chunks, batch * (n + 1 + (cells if form_needed else 0)))
-        constants = _constants(query, form, BACKWARD)
-        states_programs = memory_chunks * column_tiles if ctx.needs_input_grad[5] else 0
+        sizes, constants = (batch, own, shared, columns), _constants(query, form, BACKWARD)
+        states_programs = memory_chunks * column_tiles if ctx.needs_input_grad[9] else 0
         with launching(query):
             _slopes_kernel[(memory_programs + own_chunks * batch,)](
-                *inputs,
-                top,
-                grad,
-                weights,
-                slopes,
-                totals,
-                products,
-                batch,
-                own,
-                shared,
-                columns,
-                memory_programs,
-                memory_chunks,
-                ctx.beta,
-                ctx.eps,
+                *(*inputs, top, grad, weights, slopes, totals, products, *sizes, memory_programs, memory_chunks),
+                *(ctx.beta, ctx.eps),
                 **constants,
-                num_warps=BACKWARD.num_warps,
             )
             _backward_kernel[(memory_programs + own_chunks * batch + states_programs,)](
-                *inputs,
-                grad,
-                weights,
-                slopes,
-                totals,
-                products,
-                d_coordinates,
-                d_states,
-                d_memory_coordinates,
-                d_memory_states,
-                partial,
-                batch,
-                own,
-                shared,
-                columns,
-                memory_programs,
-                own_chunks * batch,
-                memory_chunks,
-                chunks,
-                ctx.beta,
-                ctx.eps,
+                *(*inputs, grad, weights, slopes, totals, products),
+                *(d_coordinates, d_states, d_memory_coordinates, d_memory_states, partial),
+                *(*sizes, memory_programs, own_chunks * batch, memory_chunks, chunks, ctx.beta, ctx.eps),
                 **constants,
                 FORM_NEEDED=form_needed,
-                num_warps=BACKWARD.num_warps,
             )
         total = partial.sum(0)
         d_query, d_curvature, d_form = total.split([batch * n, batch, total.shape[0] - batch * (n + 1)])
@@ -335,19 +238,11 @@ class _Retrieval(torch.autograd.Function):
             d_form = d_form.view(form.shape)
         else:
             d_form = d_form.view(batch, *form.shape).sum(0)
-        return (
-            d_query.view(query.shape),
-            d_curvature,
-            d_coordinates,
-            d_states,
-            d_memory_coordinates.sum(0) if query_tiles > 1 else d_memory_coordinates[0],
-            d_memory_states if states_programs or not shared else None,
-            d_form,
-            None,
-            None,
-            None,
-            None,
-        )
+        d_memory_coordinates = d_memory_coordinates.sum(0) if query_tiles > 1 else d_memory_coordinates[0]
+        d_memory_states = d_memory_states if states_programs or not shared else None
+        d_query = d_query.view(query.shape)
+        found = d_query, d_curvature, d_coordinates, d_states, d_memory_coordinates, d_memory_states, d_form
+        return None, None, None, None, *found
 
 
 def _constants(query: torch.Tensor, form: torch.Tensor, tiles: _Tiles) -> dict[str, int | bool]:
@@ -358,6 +253,7 @@ def _constants(query: torch.Tensor, form: torch.Tensor, tiles: _Tiles) -> dict[s
         "QUERIES": QUERIES,
         "CANDIDATES": tiles.candidates,
         "COLUMNS": tiles.columns,
+        "num_warps": tiles.num_warps,
     }
 
 
@@ -449,6 +345,36 @@ def _advance(logit, top, total):
 
 
 @jit
+def _place(place, batch, QUERIES: tl.constexpr):
+    """Return (part of the candidates, tile of queries, the tile's queries, their mask) of a program."""
+    tiles = tl.cdiv(batch, QUERIES)
+    tile = place % tiles
+    b = (tile * QUERIES + tl.arange(0, QUERIES)).to(tl.int64)
+    return place // tiles, tile, b, b < batch
+
+
+@jit
+def _candidates(filled_ptr, start, count, tile, CANDIDATES: tl.constexpr, SHARED: tl.constexpr):
+    """Return (indices in the list of candidates, rows in its arrays, mask of the list's end, mask of filled slots).
+
+    A list that is not shared belongs to the query `tile`.
+    """
+    c = start + tl.arange(0, CANDIDATES)
+    row = c.to(tl.int64) if SHARED else tile.to(tl.int64) * count + c
+    within = c < count
+    return c, row, within, tl.load(filled_ptr + row, mask=within, other=0) != 0
+
+
+@jit
+def _load_queries(queries, b, inside, N: tl.constexpr, DIAGONAL: tl.constexpr, BATCHED: tl.constexpr):
+    """Return (coordinates, curvatures, metric) of the queries."""
+    query_ptr, curvature_ptr, form_ptr = queries
+    query = _load_rows(query_ptr, b[:, None], inside[:, None], N)
+    curvature = tl.load(curvature_ptr + b, mask=inside, other=0.0).to(tl.float32)
+    return query, curvature, _load_form(form_ptr, b[:, None], inside[:, None], N, DIAGONAL, BATCHED)
+
+
+@jit
 def _mix_kernel(
     query_ptr,
     curvature_ptr,
@@ -489,79 +415,24 @@ def _mix_kernel(
     program = tl.program_id(0)
     column_tiles = tl.cdiv(columns, COLUMNS)
     column = (program % column_tiles) * COLUMNS + tl.arange(0, COLUMNS)
+    queries, results = (query_ptr, curvature_ptr, form_ptr), (mixed_ptr, tops_ptr, totals_ptr)
+    sizes = (column, batch, columns, beta, eps)
     if program < memory_programs:
-        _mix_memory(
-            query_ptr,
-            curvature_ptr,
-            memory_coordinates_ptr,
-            memory_states_ptr,
-            form_ptr,
-            memory_filled_ptr,
-            mixed_ptr,
-            tops_ptr,
-            totals_ptr,
-            program // column_tiles,
-            column,
-            batch,
-            shared,
-            columns,
-            memory_length,
-            beta,
-            eps,
-            N=N,
-            DIAGONAL=DIAGONAL,
-            BATCHED=BATCHED,
-            QUERIES=QUERIES,
-            CANDIDATES=CANDIDATES,
-            COLUMNS=COLUMNS,
-        )
+        place = program // column_tiles
+        work = (place, memory_coordinates_ptr, memory_states_ptr, memory_filled_ptr, shared, 0, memory_length)
+        _mix(queries, work, results, sizes, N, DIAGONAL, BATCHED, QUERIES, CANDIDATES, COLUMNS)
     else:
-        _mix_own(
-            query_ptr,
-            curvature_ptr,
-            coordinates_ptr,
-            states_ptr,
-            form_ptr,
-            filled_ptr,
-            mixed_ptr,
-            tops_ptr,
-            totals_ptr,
-            (program - memory_programs) // column_tiles,
-            column,
-            batch,
-            own,
-            columns,
-            memory_splits,
-            own_length,
-            beta,
-            eps,
-            N=N,
-            DIAGONAL=DIAGONAL,
-            BATCHED=BATCHED,
-            CANDIDATES=CANDIDATES,
-            COLUMNS=COLUMNS,
-        )
+        place = (program - memory_programs) // column_tiles
+        work = (place, coordinates_ptr, states_ptr, filled_ptr, own, memory_splits, own_length)
+        _mix(queries, work, results, sizes, N, DIAGONAL, BATCHED, 1, CANDIDATES, COLUMNS)
 
 
 @jit
-def _mix_memory(
-    query_ptr,
-    curvature_ptr,
-    coordinates_ptr,
-    states_ptr,
-    form_ptr,
-    filled_ptr,
-    mixed_ptr,
-    tops_ptr,
-    totals_ptr,
-    place,
-    column,
-    batch,
-    shared,
-    columns,
-    length,
-    beta,
-    eps,
+def _mix(
+    queries,
+    work,
+    results,
+    sizes,
     N: tl.constexpr,
     DIAGONAL: tl.constexpr,
     BATCHED: tl.constexpr,
@@ -569,91 +440,39 @@ def _mix_memory(
     CANDIDATES: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """Compute the mix of one split of the shared candidates for QUERIES queries, with tl.dot(weights, states)."""
-    query_tiles = tl.cdiv(batch, QUERIES)
-    split = place // query_tiles
-    b = ((place % query_tiles) * QUERIES + tl.arange(0, QUERIES)).to(tl.int64)
-    inside = b < batch
-    query = _load_rows(query_ptr, b[:, None], inside[:, None], N)
-    curvature = tl.load(curvature_ptr + b, mask=inside, other=0.0).to(tl.float32)
-    g = _load_form(form_ptr, b[:, None], inside[:, None], N, DIAGONAL, BATCHED)
+    """Compute the mix of one split, with tl.dot(weights, states) if QUERIES share it; otherwise QUERIES is 1."""
+    SHARED: tl.constexpr = QUERIES > 1
+    place, coordinates_ptr, states_ptr, filled_ptr, count, first_split, length = work
+    column, batch, columns, beta, eps = sizes
+    split, tile, b, inside = _place(place, batch, QUERIES)
+    query, curvature, g = _load_queries(queries, b, inside, N, DIAGONAL, BATCHED)
     top = tl.full((QUERIES,), float("-inf"), dtype=tl.float32)
     total = tl.zeros((QUERIES,), dtype=tl.float32)
-    mixed = tl.zeros((QUERIES, COLUMNS), dtype=tl.float32)
+    # For a single query, summed over the candidates only after the loop: a reduction in each step costs more than the
+    # registers.
+    mixed = tl.zeros((QUERIES if SHARED else CANDIDATES, COLUMNS), dtype=tl.float32)
     first = split * length
-    for start in range(first, tl.minimum(first + length, shared), CANDIDATES):
-        c = (start + tl.arange(0, CANDIDATES)).to(tl.int64)
-        live = tl.load(filled_ptr + c, mask=c < shared, other=0) != 0
-        candidate = _load_rows(coordinates_ptr, c[None, :], live[None, :], N)
-        speed = _speed(_quadratic(_offsets(candidate, query, live[None, :], N), g, N, DIAGONAL), eps)
-        logit = tl.where(live[None, :], curvature[:, None] * speed * -beta, float("-inf"))
-        weight, shrink, top, total = _advance(logit, top, total)
-        mask = live[:, None] & (column < columns)[None, :]
-        state = tl.load(states_ptr + c[:, None] * columns + column[None, :], mask=mask, other=0.0).to(tl.float32)
-        mixed = mixed * shrink[:, None] + tl.dot(weight, state, input_precision="ieee")
-    row = split.to(tl.int64) * batch + b
-    mask = inside[:, None] & (column < columns)[None, :]
-    tl.store(mixed_ptr + row[:, None] * columns + column[None, :], mixed, mask=mask)
-    if tl.program_id(0) % tl.cdiv(columns, COLUMNS) == 0:
-        tl.store(tops_ptr + row, top, mask=inside)
-        tl.store(totals_ptr + row, total, mask=inside)
-
-
-@jit
-def _mix_own(
-    query_ptr,
-    curvature_ptr,
-    coordinates_ptr,
-    states_ptr,
-    form_ptr,
-    filled_ptr,
-    mixed_ptr,
-    tops_ptr,
-    totals_ptr,
-    place,
-    column,
-    batch,
-    own,
-    columns,
-    memory_splits,
-    length,
-    beta,
-    eps,
-    N: tl.constexpr,
-    DIAGONAL: tl.constexpr,
-    BATCHED: tl.constexpr,
-    CANDIDATES: tl.constexpr,
-    COLUMNS: tl.constexpr,
-):
-    """Compute the mix of one split of a query's own candidates."""
-    split = place // batch
-    one = tl.arange(0, 1)
-    b = (place % batch + one).to(tl.int64)
-    query = _load_rows(query_ptr, b[:, None], b[:, None] < batch, N)
-    curvature = tl.load(curvature_ptr + b).to(tl.float32)
-    g = _load_form(form_ptr, b[:, None], b[:, None] < batch, N, DIAGONAL, BATCHED)
-    top = tl.full((1,), float("-inf"), dtype=tl.float32)
-    total = tl.zeros((1,), dtype=tl.float32)
-    # Summed over the candidates only after the loop: a reduction in each step costs more than the registers.
-    mixed = tl.zeros((CANDIDATES, COLUMNS), dtype=tl.float32)
-    first = split * length
-    for start in range(first, tl.minimum(first + length, own), CANDIDATES):
-        c = start + tl.arange(0, CANDIDATES)
-        row = b * own + c
-        live = tl.load(filled_ptr + row, mask=c < own, other=0) != 0
+    for start in range(first, tl.minimum(first + length, count), CANDIDATES):
+        _, row, _, live = _candidates(filled_ptr, start, count, tile, CANDIDATES, SHARED)
         candidate = _load_rows(coordinates_ptr, row[None, :], live[None, :], N)
         speed = _speed(_quadratic(_offsets(candidate, query, live[None, :], N), g, N, DIAGONAL), eps)
         logit = tl.where(live[None, :], curvature[:, None] * speed * -beta, float("-inf"))
         weight, shrink, top, total = _advance(logit, top, total)
         mask = live[:, None] & (column < columns)[None, :]
         state = tl.load(states_ptr + row[:, None] * columns + column[None, :], mask=mask, other=0.0).to(tl.float32)
-        mixed = mixed * shrink[:, None] + tl.trans(weight) * state
-    row = (memory_splits + split).to(tl.int64) * batch + b
-    mask = (column < columns)[None, :]
-    tl.store(mixed_ptr + row[:, None] * columns + column[None, :], tl.sum(mixed, axis=0)[None, :], mask=mask)
+        if SHARED:
+            mixed = mixed * shrink[:, None] + tl.dot(weight, state, input_precision="ieee")
+        else:
+            mixed = mixed * shrink[:, None] + tl.trans(weight) * state
+    if not SHARED:
+        mixed = tl.sum(mixed, axis=0)[None, :]
+    mixed_ptr, tops_ptr, totals_ptr = results
+    row = (first_split + split).to(tl.int64) * batch + b
+    mask = inside[:, None] & (column < columns)[None, :]
+    tl.store(mixed_ptr + row[:, None] * columns + column[None, :], mixed, mask=mask)
     if tl.program_id(0) % tl.cdiv(columns, COLUMNS) == 0:
-        tl.store(tops_ptr + row, top)
-        tl.store(totals_ptr + row, total)
+        tl.store(tops_ptr + row, top, mask=inside)
+        tl.store(totals_ptr + row, total, mask=inside)
 
 
 @jit
@@ -728,68 +547,23 @@ def _slopes_kernel(
     It also stores the sums of weight and of weight * slope over its chunk.
     """
     program = tl.program_id(0)
-    geometry = (query_ptr, curvature_ptr, form_ptr)
+    queries = (query_ptr, curvature_ptr, form_ptr, top_ptr, grad_ptr)
     results = (weights_ptr, slopes_ptr, totals_ptr, products_ptr)
-    sizes = (batch, own, shared, columns, memory_chunks, beta, eps)
+    sizes = (batch, own + shared, columns, beta, eps)
     if program < memory_programs:
-        _slopes_memory(
-            *geometry,
-            memory_coordinates_ptr,
-            memory_states_ptr,
-            memory_filled_ptr,
-            top_ptr,
-            grad_ptr,
-            *results,
-            program,
-            *sizes,
-            N=N,
-            DIAGONAL=DIAGONAL,
-            BATCHED=BATCHED,
-            QUERIES=QUERIES,
-            CANDIDATES=CANDIDATES,
-            COLUMNS=COLUMNS,
-        )
+        work = (program, memory_coordinates_ptr, memory_states_ptr, memory_filled_ptr, shared, own, 0)
+        _slopes(queries, work, results, sizes, N, DIAGONAL, BATCHED, QUERIES, CANDIDATES, COLUMNS)
     else:
-        _slopes_own(
-            *geometry,
-            coordinates_ptr,
-            states_ptr,
-            filled_ptr,
-            top_ptr,
-            grad_ptr,
-            *results,
-            program - memory_programs,
-            *sizes,
-            N=N,
-            DIAGONAL=DIAGONAL,
-            BATCHED=BATCHED,
-            CANDIDATES=CANDIDATES,
-            COLUMNS=COLUMNS,
-        )
+        work = (program - memory_programs, coordinates_ptr, states_ptr, filled_ptr, own, 0, memory_chunks)
+        _slopes(queries, work, results, sizes, N, DIAGONAL, BATCHED, 1, CANDIDATES, COLUMNS)
 
 
 @jit
-def _slopes_memory(
-    query_ptr,
-    curvature_ptr,
-    form_ptr,
-    coordinates_ptr,
-    states_ptr,
-    filled_ptr,
-    top_ptr,
-    grad_ptr,
-    weights_ptr,
-    slopes_ptr,
-    totals_ptr,
-    products_ptr,
-    place,
-    batch,
-    own,
-    shared,
-    columns,
-    memory_chunks,
-    beta,
-    eps,
+def _slopes(
+    queries,
+    work,
+    results,
+    sizes,
     N: tl.constexpr,
     DIAGONAL: tl.constexpr,
     BATCHED: tl.constexpr,
@@ -797,155 +571,38 @@ def _slopes_memory(
     CANDIDATES: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """Compute the slopes of one chunk of the shared candidates for QUERIES queries, with tl.dot(grad, states')."""
-    query_tiles = tl.cdiv(batch, QUERIES)
-    chunk = place // query_tiles
-    b = ((place % query_tiles) * QUERIES + tl.arange(0, QUERIES)).to(tl.int64)
-    inside = b < batch
-    c = (chunk * CANDIDATES + tl.arange(0, CANDIDATES)).to(tl.int64)
-    within = c < shared
-    live = tl.load(filled_ptr + c, mask=within, other=0) != 0
-    candidate = _load_rows(coordinates_ptr, c[None, :], live[None, :], N)
-    slope = tl.zeros((QUERIES, CANDIDATES), dtype=tl.float32)
-    for start in range(0, columns, COLUMNS):
-        column = start + tl.arange(0, COLUMNS)
-        mask = live[:, None] & (column < columns)[None, :]
-        state = tl.load(states_ptr + c[:, None] * columns + column[None, :], mask=mask, other=0.0).to(tl.float32)
-        mask = inside[:, None] & (column < columns)[None, :]
-        grad = tl.load(grad_ptr + b[:, None] * columns + column[None, :], mask=mask, other=0.0).to(tl.float32)
-        slope += tl.dot(grad, tl.trans(state), input_precision="ieee")
-    _store_slopes(
-        query_ptr,
-        curvature_ptr,
-        form_ptr,
-        top_ptr,
-        weights_ptr + own + c[None, :],
-        slopes_ptr + own + c[None, :],
-        totals_ptr,
-        products_ptr,
-        b,
-        inside,
-        candidate,
-        live,
-        within,
-        slope,
-        chunk,
-        batch,
-        own + shared,
-        beta,
-        eps,
-        N=N,
-        DIAGONAL=DIAGONAL,
-        BATCHED=BATCHED,
-    )
-
-
-@jit
-def _slopes_own(
-    query_ptr,
-    curvature_ptr,
-    form_ptr,
-    coordinates_ptr,
-    states_ptr,
-    filled_ptr,
-    top_ptr,
-    grad_ptr,
-    weights_ptr,
-    slopes_ptr,
-    totals_ptr,
-    products_ptr,
-    place,
-    batch,
-    own,
-    shared,
-    columns,
-    memory_chunks,
-    beta,
-    eps,
-    N: tl.constexpr,
-    DIAGONAL: tl.constexpr,
-    BATCHED: tl.constexpr,
-    CANDIDATES: tl.constexpr,
-    COLUMNS: tl.constexpr,
-):
-    """Compute the slopes of one chunk of a query's own candidates."""
-    chunk = place // batch
-    b = (place % batch + tl.arange(0, 1)).to(tl.int64)
-    c = chunk * CANDIDATES + tl.arange(0, CANDIDATES)
-    within = c < own
-    row = b * own + c
-    live = tl.load(filled_ptr + row, mask=within, other=0) != 0
+    """Compute the slopes of one chunk, with tl.dot(grad, states') if QUERIES share it; otherwise QUERIES is 1."""
+    SHARED: tl.constexpr = QUERIES > 1
+    query_ptr, curvature_ptr, form_ptr, top_ptr, grad_ptr = queries
+    place, coordinates_ptr, states_ptr, filled_ptr, count, offset, first_chunk = work
+    weights_ptr, slopes_ptr, totals_ptr, products_ptr = results
+    batch, all_candidates, columns, beta, eps = sizes
+    chunk, tile, b, inside = _place(place, batch, QUERIES)
+    c, row, within, live = _candidates(filled_ptr, chunk * CANDIDATES, count, tile, CANDIDATES, SHARED)
     candidate = _load_rows(coordinates_ptr, row[None, :], live[None, :], N)
-    products = tl.zeros((CANDIDATES, COLUMNS), dtype=tl.float32)
+    # For a single query, summed over the columns only after the loop.
+    slope = tl.zeros((QUERIES, CANDIDATES) if SHARED else (CANDIDATES, COLUMNS), dtype=tl.float32)
     for start in range(0, columns, COLUMNS):
         column = start + tl.arange(0, COLUMNS)
         mask = live[:, None] & (column < columns)[None, :]
         state = tl.load(states_ptr + row[:, None] * columns + column[None, :], mask=mask, other=0.0).to(tl.float32)
-        grad = tl.load(grad_ptr + b * columns + column, mask=column < columns, other=0.0).to(tl.float32)
-        products += state * grad[None, :]
-    _store_slopes(
-        query_ptr,
-        curvature_ptr,
-        form_ptr,
-        top_ptr,
-        weights_ptr + c[None, :],
-        slopes_ptr + c[None, :],
-        totals_ptr,
-        products_ptr,
-        b,
-        b < batch,
-        candidate,
-        live,
-        within,
-        tl.sum(products, axis=1)[None, :],
-        memory_chunks + chunk,
-        batch,
-        own + shared,
-        beta,
-        eps,
-        N=N,
-        DIAGONAL=DIAGONAL,
-        BATCHED=BATCHED,
-    )
-
-
-@jit
-def _store_slopes(
-    query_ptr,
-    curvature_ptr,
-    form_ptr,
-    top_ptr,
-    weights_ptr,
-    slopes_ptr,
-    totals_ptr,
-    products_ptr,
-    b,
-    inside,
-    candidate,
-    live,
-    within,
-    slope,
-    chunk,
-    batch,
-    candidates,
-    beta,
-    eps,
-    N: tl.constexpr,
-    DIAGONAL: tl.constexpr,
-    BATCHED: tl.constexpr,
-):
-    """Recompute the weights; store weights, slopes, and the sums of weight and of weight * slope over the chunk."""
-    query = _load_rows(query_ptr, b[:, None], inside[:, None], N)
-    curvature = tl.load(curvature_ptr + b, mask=inside, other=0.0).to(tl.float32)
-    g = _load_form(form_ptr, b[:, None], inside[:, None], N, DIAGONAL, BATCHED)
+        mask = inside[:, None] & (column < columns)[None, :]
+        grad = tl.load(grad_ptr + b[:, None] * columns + column[None, :], mask=mask, other=0.0).to(tl.float32)
+        if SHARED:
+            slope += tl.dot(grad, tl.trans(state), input_precision="ieee")
+        else:
+            slope += state * grad
+    if not SHARED:
+        slope = tl.sum(slope, axis=1)[None, :]
+    query, curvature, g = _load_queries((query_ptr, curvature_ptr, form_ptr), b, inside, N, DIAGONAL, BATCHED)
     top = tl.load(top_ptr + b, mask=inside, other=0.0)
     speed = _speed(_quadratic(_offsets(candidate, query, live[None, :], N), g, N, DIAGONAL), eps)
-    weight = tl.exp(curvature[:, None] * speed * -beta - top[:, None])
-    weight = tl.where(live[None, :], weight, 0.0)
+    weight = tl.where(live[None, :], tl.exp(curvature[:, None] * speed * -beta - top[:, None]), 0.0)
     mask = inside[:, None] & within[None, :]
-    tl.store(weights_ptr + b[:, None] * candidates, weight, mask=mask)
-    tl.store(slopes_ptr + b[:, None] * candidates, slope, mask=mask)
-    row = chunk.to(tl.int64) * batch + b
+    at = b[:, None] * all_candidates + offset + c[None, :]
+    tl.store(weights_ptr + at, weight, mask=mask)
+    tl.store(slopes_ptr + at, slope, mask=mask)
+    row = (first_chunk + chunk).to(tl.int64) * batch + b
     tl.store(totals_ptr + row, tl.sum(weight, axis=1), mask=inside)
     tl.store(products_ptr + row, tl.sum(weight * slope, axis=1), mask=inside)
 
@@ -1016,219 +673,113 @@ def _backward_kernel(
     query and a chunk of its own candidates each; and one for each [CANDIDATES, COLUMNS] tile of d_memory_states.
     """
     program = tl.program_id(0)
-    geometry = (query_ptr, curvature_ptr, form_ptr)
+    queries = (query_ptr, curvature_ptr, form_ptr, grad_ptr)
     slopes = (weights_ptr, slopes_ptr, totals_ptr, products_ptr)
-    sizes = (batch, own, shared, columns, memory_chunks, chunks, beta, eps)
+    sizes = (batch, own + shared, columns, chunks, beta, eps)
     if program < memory_programs:
-        _backward_memory(
-            *geometry,
-            memory_coordinates_ptr,
-            memory_filled_ptr,
-            *slopes,
-            d_memory_coordinates_ptr,
-            partial_ptr,
-            program,
-            *sizes,
-            N=N,
-            DIAGONAL=DIAGONAL,
-            BATCHED=BATCHED,
-            QUERIES=QUERIES,
-            CANDIDATES=CANDIDATES,
-            FORM_NEEDED=FORM_NEEDED,
+        work = (program, memory_coordinates_ptr, memory_filled_ptr, shared, own, 0)
+        results = (d_memory_coordinates_ptr, d_memory_states_ptr, partial_ptr)
+        _backward(
+            queries, work, slopes, results, sizes, N, DIAGONAL, BATCHED, QUERIES, CANDIDATES, COLUMNS, FORM_NEEDED
         )
     elif program < memory_programs + own_programs:
-        _backward_own(
-            *geometry,
-            coordinates_ptr,
-            filled_ptr,
-            grad_ptr,
-            *slopes,
-            d_coordinates_ptr,
-            d_states_ptr,
-            partial_ptr,
-            program - memory_programs,
-            *sizes,
-            N=N,
-            DIAGONAL=DIAGONAL,
-            BATCHED=BATCHED,
-            CANDIDATES=CANDIDATES,
-            COLUMNS=COLUMNS,
-            FORM_NEEDED=FORM_NEEDED,
-        )
+        work = (program - memory_programs, coordinates_ptr, filled_ptr, own, 0, memory_chunks)
+        results = (d_coordinates_ptr, d_states_ptr, partial_ptr)
+        _backward(queries, work, slopes, results, sizes, N, DIAGONAL, BATCHED, 1, CANDIDATES, COLUMNS, FORM_NEEDED)
     else:
-        _backward_memory_states(
-            memory_filled_ptr,
-            grad_ptr,
-            weights_ptr,
-            totals_ptr,
-            d_memory_states_ptr,
-            program - memory_programs - own_programs,
-            batch,
-            own,
-            shared,
-            columns,
-            chunks,
-            QUERIES=QUERIES,
-            CANDIDATES=CANDIDATES,
-            COLUMNS=COLUMNS,
-        )
+        place = program - memory_programs - own_programs
+        inputs, counts = (memory_filled_ptr, grad_ptr, weights_ptr, totals_ptr), (batch, own, shared, columns, chunks)
+        _backward_memory_states(inputs, d_memory_states_ptr, place, counts, QUERIES, CANDIDATES, COLUMNS)
 
 
 @jit
-def _backward_memory(
-    query_ptr,
-    curvature_ptr,
-    form_ptr,
-    coordinates_ptr,
-    filled_ptr,
-    weights_ptr,
-    slopes_ptr,
-    totals_ptr,
-    products_ptr,
-    d_coordinates_ptr,
-    partial_ptr,
-    place,
-    batch,
-    own,
-    shared,
-    columns,
-    memory_chunks,
-    chunks,
-    beta,
-    eps,
+def _backward(
+    queries,
+    work,
+    slopes,
+    results,
+    sizes,
     N: tl.constexpr,
     DIAGONAL: tl.constexpr,
     BATCHED: tl.constexpr,
     QUERIES: tl.constexpr,
     CANDIDATES: tl.constexpr,
-    FORM_NEEDED: tl.constexpr,
-):
-    """Compute the gradients of all inputs except states, for one chunk of the shared candidates and QUERIES queries."""
-    query_tiles = tl.cdiv(batch, QUERIES)
-    chunk = place // query_tiles
-    tile = place % query_tiles
-    b = (tile * QUERIES + tl.arange(0, QUERIES)).to(tl.int64)
-    c = (chunk * CANDIDATES + tl.arange(0, CANDIDATES)).to(tl.int64)
-    live = tl.load(filled_ptr + c, mask=c < shared, other=0) != 0
-    _backward_geometry(
-        query_ptr,
-        curvature_ptr,
-        form_ptr,
-        weights_ptr + own + c[None, :],
-        slopes_ptr + own + c[None, :],
-        totals_ptr,
-        products_ptr,
-        d_coordinates_ptr + (tile.to(tl.int64) * shared + c) * N,
-        partial_ptr,
-        b,
-        b < batch,
-        _load_rows(coordinates_ptr, c[None, :], live[None, :], N),
-        live,
-        c < shared,
-        chunk,
-        batch,
-        own + shared,
-        chunks,
-        beta,
-        eps,
-        N=N,
-        DIAGONAL=DIAGONAL,
-        BATCHED=BATCHED,
-        FORM_NEEDED=FORM_NEEDED,
-    )
-
-
-@jit
-def _backward_own(
-    query_ptr,
-    curvature_ptr,
-    form_ptr,
-    coordinates_ptr,
-    filled_ptr,
-    grad_ptr,
-    weights_ptr,
-    slopes_ptr,
-    totals_ptr,
-    products_ptr,
-    d_coordinates_ptr,
-    d_states_ptr,
-    partial_ptr,
-    place,
-    batch,
-    own,
-    shared,
-    columns,
-    memory_chunks,
-    chunks,
-    beta,
-    eps,
-    N: tl.constexpr,
-    DIAGONAL: tl.constexpr,
-    BATCHED: tl.constexpr,
-    CANDIDATES: tl.constexpr,
     COLUMNS: tl.constexpr,
     FORM_NEEDED: tl.constexpr,
 ):
-    """Compute the gradients of all inputs for one chunk of a query's own candidates."""
-    chunk = place // batch
-    b = (place % batch + tl.arange(0, 1)).to(tl.int64)
-    c = chunk * CANDIDATES + tl.arange(0, CANDIDATES)
-    within = c < own
-    row = b * own + c
-    live = tl.load(filled_ptr + row, mask=within, other=0) != 0
-    weight = _backward_geometry(
-        query_ptr,
-        curvature_ptr,
-        form_ptr,
-        weights_ptr + c[None, :],
-        slopes_ptr + c[None, :],
-        totals_ptr,
-        products_ptr,
-        d_coordinates_ptr + row * N,
-        partial_ptr,
-        b,
-        b < batch,
-        _load_rows(coordinates_ptr, row[None, :], live[None, :], N),
-        live,
-        within,
-        memory_chunks + chunk,
-        batch,
-        own + shared,
-        chunks,
-        beta,
-        eps,
-        N=N,
-        DIAGONAL=DIAGONAL,
-        BATCHED=BATCHED,
-        FORM_NEEDED=FORM_NEEDED,
-    )
-    for start in range(0, columns, COLUMNS):
-        column = start + tl.arange(0, COLUMNS)
-        grad = tl.load(grad_ptr + b * columns + column, mask=column < columns, other=0.0).to(tl.float32)
-        # The gradient of an empty slot is 0, even if the output's gradient is not finite.
-        d_state = tl.where(live[:, None], tl.trans(weight) * grad[None, :], 0.0)
-        mask = within[:, None] & (column < columns)[None, :]
-        tl.store(d_states_ptr + row[:, None] * columns + column[None, :], d_state, mask=mask)
+    """Compute the gradients of one chunk's coordinates, and its share of those of query, curvature and metric.
+
+    For a single query (QUERIES is 1), also the gradients of the states of its own candidates.
+    """
+    SHARED: tl.constexpr = QUERIES > 1
+    query_ptr, curvature_ptr, form_ptr, grad_ptr = queries
+    place, coordinates_ptr, filled_ptr, count, offset, first_chunk = work
+    weights_ptr, slopes_ptr, totals_ptr, products_ptr = slopes
+    d_coordinates_ptr, d_states_ptr, partial_ptr = results
+    batch, all_candidates, columns, chunks, beta, eps = sizes
+    chunk, tile, b, inside = _place(place, batch, QUERIES)
+    c, row, within, filled = _candidates(filled_ptr, chunk * CANDIDATES, count, tile, CANDIDATES, SHARED)
+    mask = inside[:, None] & within[None, :]
+    live = inside[:, None] & filled[None, :]
+    candidate = _load_rows(coordinates_ptr, row[None, :], filled[None, :], N)
+    query, curvature, g = _load_queries((query_ptr, curvature_ptr, form_ptr), b, inside, N, DIAGONAL, BATCHED)
+    d = _offsets(candidate, query, live, N)
+    q = _quadratic(d, g, N, DIAGONAL)
+    speed = _speed(q, eps)
+    inverse = _inverse_total(totals_ptr, b, inside, chunks, batch)
+    mean = _sum_chunks(products_ptr, b, inside, chunks, batch) * inverse
+    at = b[:, None] * all_candidates + offset + c[None, :]
+    weight = tl.load(weights_ptr + at, mask=mask, other=0.0) * inverse
+    slope = tl.load(slopes_ptr + at, mask=mask, other=0.0)
+    d_cost = tl.where(live, weight * (slope - mean) * -beta, 0.0)
+    # As in torch.clamp(min=0), the gradient is 0 for q < 0 and passes at q = 0.
+    passes = live & (q >= 0)
+    d_q = tl.where(passes, tl.div_rn(d_cost * curvature[:, None], tl.where(passes, 2.0 * speed, 1.0)), 0.0)
+
+    CELLS: tl.constexpr = N if DIAGONAL else N * N
+    # batch.to() would fail for batch = 1, which Triton compiles in as a constant.
+    width = batch * (N + 1 + (CELLS if FORM_NEEDED else 0))
+    partial = partial_ptr + (first_chunk + chunk).to(tl.int64) * width
+    tl.store(partial + batch * N + b, tl.sum(tl.where(live, d_cost * speed, 0.0), axis=1), mask=inside)
+    form = partial + batch * (N + 1) + b * CELLS
+    d_coordinate = d_coordinates_ptr + (tile.to(tl.int64) * count + c) * N
+    for i in tl.static_range(N):
+        if DIAGONAL:
+            along = 2.0 * (d[i] * g[i])
+        else:
+            along = 2.0 * (d[i] * g[i * N + i])
+            for j in tl.static_range(N):
+                if i != j:
+                    along += d[j] * g[i * N + j]
+        d_i = tl.where(live, d_q * along, 0.0)
+        tl.store(d_coordinate + i, tl.sum(d_i, axis=0), mask=within)
+        tl.store(partial + b * N + i, -tl.sum(d_i, axis=1), mask=inside)
+        if FORM_NEEDED:
+            if DIAGONAL:
+                tl.store(form + i, tl.sum(d_q * d[i] * d[i], axis=1), mask=inside)
+            else:
+                for j in tl.static_range(i, N):
+                    cell = tl.sum(d_q * d[i] * d[j], axis=1)
+                    tl.store(form + (i * N + j), cell, mask=inside)
+                    if i != j:
+                        tl.store(form + (j * N + i), cell, mask=inside)
+    if not SHARED:
+        for start in range(0, columns, COLUMNS):
+            column = start + tl.arange(0, COLUMNS)
+            grad = tl.load(grad_ptr + b * columns + column, mask=column < columns, other=0.0).to(tl.float32)
+            # An empty slot's gradient is 0 even if the output's is not finite.
+            d_state = tl.where(filled[:, None], tl.trans(weight) * grad[None, :], 0.0)
+            stored = within[:, None] & (column < columns)[None, :]
+            tl.store(d_states_ptr + row[:, None] * columns + column[None, :], d_state, mask=stored)
 
 
 @jit
 def _backward_memory_states(
-    filled_ptr,
-    grad_ptr,
-    weights_ptr,
-    totals_ptr,
-    d_states_ptr,
-    place,
-    batch,
-    own,
-    shared,
-    columns,
-    chunks,
-    QUERIES: tl.constexpr,
-    CANDIDATES: tl.constexpr,
-    COLUMNS: tl.constexpr,
+    inputs, d_states_ptr, place, counts, QUERIES: tl.constexpr, CANDIDATES: tl.constexpr, COLUMNS: tl.constexpr
 ):
     """Compute a [CANDIDATES, COLUMNS] tile of d_memory_states = w' grad; loop over the queries in tiles of QUERIES."""
+    filled_ptr, grad_ptr, weights_ptr, totals_ptr = inputs
+    batch, own, shared, columns, chunks = counts
     column_tiles = tl.cdiv(columns, COLUMNS)
     column = (place % column_tiles) * COLUMNS + tl.arange(0, COLUMNS)
     c = ((place // column_tiles) * CANDIDATES + tl.arange(0, CANDIDATES)).to(tl.int64)
@@ -1247,81 +798,3 @@ def _backward_memory_states(
     mask = within[:, None] & (column < columns)[None, :]
     d_state = tl.where(live[:, None], d_state, 0.0)
     tl.store(d_states_ptr + c[:, None] * columns + column[None, :], d_state, mask=mask)
-
-
-@jit
-def _backward_geometry(
-    query_ptr,
-    curvature_ptr,
-    form_ptr,
-    weights_ptr,
-    slopes_ptr,
-    totals_ptr,
-    products_ptr,
-    d_coordinates_ptr,
-    partial_ptr,
-    b,
-    inside,
-    candidate,
-    live,
-    within,
-    chunk,
-    batch,
-    candidates,
-    chunks,
-    beta,
-    eps,
-    N: tl.constexpr,
-    DIAGONAL: tl.constexpr,
-    BATCHED: tl.constexpr,
-    FORM_NEEDED: tl.constexpr,
-):
-    """Compute the gradients of coordinates, query, curvature and metric from the slopes; return the weights.
-
-    d_q = d_cost * curvature / (2 * speed), d_candidate = d_q * (g + g') d, d_query = -sum of d_candidate,
-    d_curvature = sum of d_cost * speed, d_g = sum of d_q * d d'.
-    """
-    mask = inside[:, None] & within[None, :]
-    live = inside[:, None] & live[None, :]
-    query = _load_rows(query_ptr, b[:, None], inside[:, None], N)
-    curvature = tl.load(curvature_ptr + b, mask=inside, other=0.0).to(tl.float32)
-    g = _load_form(form_ptr, b[:, None], inside[:, None], N, DIAGONAL, BATCHED)
-    d = _offsets(candidate, query, live, N)
-    q = _quadratic(d, g, N, DIAGONAL)
-    speed = _speed(q, eps)
-    inverse = _inverse_total(totals_ptr, b, inside, chunks, batch)
-    mean = _sum_chunks(products_ptr, b, inside, chunks, batch) * inverse
-    weight = tl.load(weights_ptr + b[:, None] * candidates, mask=mask, other=0.0) * inverse
-    slope = tl.load(slopes_ptr + b[:, None] * candidates, mask=mask, other=0.0)
-    d_cost = tl.where(live, weight * (slope - mean) * -beta, 0.0)
-    # As in torch.clamp(min=0), the gradient is 0 for q < 0 and passes at q = 0.
-    passes = live & (q >= 0)
-    d_q = tl.where(passes, tl.div_rn(d_cost * curvature[:, None], tl.where(passes, 2.0 * speed, 1.0)), 0.0)
-
-    CELLS: tl.constexpr = N if DIAGONAL else N * N
-    # batch.to() would fail for batch = 1, which Triton compiles in as a constant.
-    width = batch * (N + 1 + (CELLS if FORM_NEEDED else 0))
-    partial = partial_ptr + chunk.to(tl.int64) * width
-    tl.store(partial + batch * N + b, tl.sum(tl.where(live, d_cost * speed, 0.0), axis=1), mask=inside)
-    form = partial + batch * (N + 1) + b * CELLS
-    for i in tl.static_range(N):
-        if DIAGONAL:
-            along = 2.0 * (d[i] * g[i])
-        else:
-            along = 2.0 * (d[i] * g[i * N + i])
-            for j in tl.static_range(N):
-                if i != j:
-                    along += d[j] * g[i * N + j]
-        d_i = tl.where(live, d_q * along, 0.0)
-        tl.store(d_coordinates_ptr + i, tl.sum(d_i, axis=0), mask=within)
-        tl.store(partial + b * N + i, -tl.sum(d_i, axis=1), mask=inside)
-        if FORM_NEEDED:
-            if DIAGONAL:
-                tl.store(form + i, tl.sum(d_q * d[i] * d[i], axis=1), mask=inside)
-            else:
-                for j in tl.static_range(i, N):
-                    cell = tl.sum(d_q * d[i] * d[j], axis=1)
-                    tl.store(form + (i * N + j), cell, mask=inside)
-                    if i != j:
-                        tl.store(form + (j * N + i), cell, mask=inside)
-    return weight
