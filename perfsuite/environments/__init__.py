@@ -2,7 +2,7 @@
 
     interpreter → its packages, what differs
     collection → the test modules that cannot be imported there
-    rule → the change of each workload, with its interval
+    rule → the change in each workload's time, with its interval
     report → table and JSON
 
 `perfsuite.alternation` lets two processes time block by block, one after the other.

@@ -1,7 +1,7 @@
-"""Which test modules cannot be imported in another environment, and why.
+"""Find the test modules that cannot be imported in another environment, and the reasons.
 
-Run in that environment as `python -m perfsuite.environments.collection PYTEST'S ARGUMENTS`, this prints them as JSON on
-the last line of its output.
+That environment runs this module as `python -m perfsuite.environments.collection PYTEST'S ARGUMENTS`. The last line of
+its output is the result, as JSON.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ LIMIT_S = 600.0
 
 
 def failures(there: Interpreter, modules: Collection[str], arguments: Sequence[str], root: Path) -> dict[str, str]:
-    """Return module → the error with which the other environment fails to collect it.
+    """Return module → the error, for each module that the other environment cannot collect.
 
     modules    paths from `root`
     arguments  pytest's arguments of this run
 
-    PerfsuiteError if pytest cannot collect there at all.
+    Raises PerfsuiteError if pytest cannot collect there at all.
     """
     command = [there.path, "-m", __name__, *arguments, *modules]
     try:
@@ -68,7 +68,7 @@ class _Errors:
 
 
 def main() -> None:
-    """Print pytest's exit code and what cannot be collected."""
+    """Print pytest's exit code, and the modules that cannot be collected with their errors."""
     errors = _Errors()
     code = pytest.main([*sys.argv[1:], "--collect-only", "--continue-on-collection-errors"], plugins=[errors])
     print()

@@ -1,4 +1,4 @@
-"""Another Python interpreter: which packages it has, and whether perfsuite can measure in it."""
+"""Inspect another Python interpreter: the packages that it has, and whether perfsuite can measure in it."""
 
 from __future__ import annotations
 
@@ -50,8 +50,10 @@ class Interpreter:
 
 
 def located(path: str) -> str:
-    """Return the file of an interpreter, given its path or a command. PerfsuiteError in one line where there is
-    none."""
+    """Return the file of an interpreter, given its path or a command.
+
+    Raises PerfsuiteError, with a message of one line, if there is none.
+    """
     shown, found = printable(path), path
     if os.sep not in path:
         found = shutil.which(path) or ""
@@ -65,20 +67,20 @@ def located(path: str) -> str:
 
 
 def describe(path: str, root: Path) -> Interpreter:
-    """Return the packages of an interpreter as a process started in `root` finds them.
+    """Return an interpreter with its packages, as a process that is started in `root` finds them.
 
-    PerfsuiteError in one line where it cannot be run, or cannot measure.
+    Raises PerfsuiteError, with a message of one line, if it cannot be run or cannot measure.
     """
     return _described(located(path), printable(path), root, NEEDED)
 
 
 def here(root: Path) -> Interpreter:
-    """Return this process's own interpreter. It can measure: torch is not imported again."""
+    """Return this process's own interpreter. It is known to be able to measure, so torch is not imported again."""
     return _described(sys.executable, sys.executable, root, NEEDED[:1])
 
 
 def _described(file: str, shown: str, root: Path, wanted: Sequence[str]) -> Interpreter:
-    """Return what DESCRIBE finds in this interpreter, which imports the modules `wanted`, perfsuite among them."""
+    """Return what DESCRIBE finds in this interpreter. It imports the modules `wanted`, which include perfsuite."""
     command = [file, "-c", DESCRIBE, *wanted]
     try:
         done = subprocess.run(

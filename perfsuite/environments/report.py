@@ -26,7 +26,7 @@ STYLES = {
     Change.UNTIMED: "yellow",
 }
 MOST_DIFFERENCES = 12
-"""Packages that are shown; the JSON has all."""
+"""Number of differences that are shown; the JSON has all."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -81,7 +81,7 @@ def show(found: Comparison, out: Console) -> None:
 
 
 def _accuracy(workloads: Sequence[Compared]) -> list[str]:
-    """Say how small a change could have been seen."""
+    """Return a line with the smallest change that could have been detected; no line without intervals."""
     widths = sorted(high / low - 1 for w in workloads if w.interval for low, high in [w.interval])
     if not widths:
         return []

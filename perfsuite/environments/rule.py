@@ -1,9 +1,9 @@
-"""Does a workload's time change from one environment to the other? Pure; no torch.
+"""Decide whether a workload's time changes from one environment to another. Pure; no torch.
 
-The unit is the mean log-ratio of a pair of processes, one in each environment, that timed the same blocks in turns. Two
-processes differ more than two imports in one do: their code, buffers and allocators lie at other addresses. So the
-interval is wider than the gate's, and every workload takes several pairs. Its variance is its own, shrunk toward those
-of all workloads on the same clock, as in `statistics`.
+A sample is the mean log-ratio of a pair of processes, one in each environment, that timed the same blocks in turns. Two
+processes differ more than two imports in one process, because their code, buffers and allocators have other addresses.
+So the interval is wider than the gate's, and every workload is timed in several pairs. The variance is that of the
+workload, shrunk toward those of all workloads on the same clock, as in `statistics`.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from perfsuite.blocks import process_mean
 from perfsuite.statistics import DEFAULT_NOISE, Estimate, Mean, Noise, Variance, estimate, fit_prior, noise_of
 
 LEVEL = 0.99
-"""Confidence that none of the intervals of a run misses its truth."""
+"""Confidence that all intervals of a run contain their true ratios."""
 LEAST = math.log(1.01)
-"""Smallest change that is named, as a log-ratio: smaller ones are not worth an upgrade's delay."""
+"""Smallest change that is reported, as a log-ratio. A smaller one is no reason to delay an upgrade."""
 SD = {"device": 0.01, "wall": 0.04}
-"""Clock → default standard deviation of a pair's mean, where fewer than five workloads show it. On a GPU it is about
-three times that of two imports in one process; for a softmax of 160 µs on two shared cores 0.038 was measured."""
+"""Clock → default standard deviation of a pair's mean, used if fewer than five workloads have several pairs. On a GPU
+it is about three times that of two imports in one process; a softmax of 160 µs had 0.038 on two shared cores."""
 
 
 class Change(Enum):
@@ -32,7 +32,7 @@ class Change(Enum):
     FASTER = "faster"
     SAME = "no change shown"
     UNEQUAL = "not the same function"
-    """It is not proven in one environment, or in both."""
+    """Its proof failed, in one environment or in both, because its sides are not equivalent."""
     UNTIMED = "not compared"
 
 
@@ -52,7 +52,7 @@ class Compared:
     interval: tuple[float, float] | None = None
     """Interval of the ratio. All intervals of a run hold together with confidence LEVEL."""
     means: tuple[float, ...] = ()
-    """The ratio by each pair of processes."""
+    """The ratio from each pair of processes."""
     costs: tuple[str, ...] = ()
     """A line for each of memory, host syncs and launches of a call that differs."""
 
@@ -83,7 +83,7 @@ def estimates(means: Mapping[str, Sequence[float]], clocks: Mapping[str, str]) -
 
 
 def change_of(one: Estimate, workloads: int) -> tuple[Change, tuple[float, float]]:
-    """Return the change, and the interval of the ratio that holds for all of so many workloads at once."""
+    """Return the change, and the interval of the ratio that holds for all of `workloads` workloads at once."""
     low, high = one.interval(1 - (1 - LEVEL) / max(1, workloads))
     interval = (math.exp(low), math.exp(high))
     if low > 0 and one.value >= LEAST:

@@ -1,1 +1,1 @@
-"""A judge of modules that nobody has read, by the convention of KernelBench."""
+"""Check untrusted modules that follow KernelBench's convention: are they correct, and how fast are they?"""

@@ -1,4 +1,4 @@
-"""Finds the likely cause of a candidate's wrong answer, for the message of its verdict."""
+"""Find the likely cause of a candidate's wrong answer, for the message of its verdict."""
 
 from __future__ import annotations
 
@@ -14,25 +14,24 @@ from perfsuite.pair import Pair
 from perfsuite.truths import Truth
 
 MOST_KEPT = 4096
-"""Digests of earlier answers."""
+"""Largest number of earlier answers whose digests are kept."""
 
 
 @dataclass(slots=True)
 class Causes:
-    """Knows the answers to earlier draws by their digests."""
+    """Likely causes of wrong answers. It remembers the answers to earlier draws by their digests."""
 
     pair: Pair
     earlier: dict[bytes, bytes] = field(default_factory=dict)
-    """Digest of an answer → that of the right one."""
+    """Digest of a candidate's answer → digest of the truth for the same draw."""
 
     def note(self, truth: Truth, outputs: Sequence[torch.Tensor]) -> None:
-        """Remember an answer."""
+        """Remember the candidate's answer to a draw."""
         if len(self.earlier) < MOST_KEPT:
             self.earlier[_digest(outputs)] = _digest(_tensors(truth.leaves))
 
     def of(self, truth: Truth, outputs: Sequence[torch.Tensor]) -> str:
-        """Return a clause that names the likely cause, with the punctuation that separates it from the words before; or
-        nothing."""
+        """Return a clause that names the likely cause, starting with "; ", or an empty string if none is found."""
         right = _digest(_tensors(truth.leaves))
         if self.earlier.get(_digest(outputs), right) != right:
             return "; it is the answer that it gave to other inputs"

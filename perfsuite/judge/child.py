@@ -1,8 +1,9 @@
-"""The source of a process that runs one module. It receives the inputs, but no expected value, clock or rule.
+"""Source of the processes that run the modules. They receive the inputs, but no expected value, clock or rule.
 
-It is given to `python -c`, with the source of the sandbox. That process imports torch and forks one for each module, on
-request, and runs no module itself. In a forked one each line of its input is a request; each line of its replies says
-that it is done, which proves nothing: the process that asks looks at the outputs. Those are in memory that both share.
+`python -c` gets this source, with that of the sandbox as an argument. The process that it starts imports torch and, on
+request, forks a process for each module; it runs no module itself. A forked process reads one request from each line
+and answers it with a line of reply. A reply says that the request is done, which proves nothing: the judging process
+checks the outputs, which are in memory that both processes share.
 """
 
 from __future__ import annotations
@@ -25,27 +26,27 @@ from typing import Any
 
 
 class Memory:
-    """The memory that is shared with the process that asks; it grows there."""
+    """Memory that is shared with the judging process, which makes it grow."""
 
     def __init__(self, file: int) -> None:
         self.file = file
         self.held: Any = b""
 
     def bytes(self, end: int) -> Any:
-        """Return all of the memory, at least up to `end`."""
+        """Return the whole memory, mapped at least up to byte `end`."""
         if len(self.held) < end:
             self.held = mmap.mmap(self.file, os.fstat(self.file).st_size)
         return self.held
 
 
 class Handle(ctypes.Structure):
-    """The driver's name for memory of a GPU that another process has allocated."""
+    """A CUDA IPC handle, which identifies GPU memory that another process has allocated."""
 
     _fields_ = (("reserved", ctypes.c_ubyte * 64),)
 
 
 class Served:
-    """The module and what is asked of it."""
+    """The module of this process, and the requests that it answers."""
 
     def __init__(self, memory: Memory, device: str) -> None:
         import torch
@@ -57,7 +58,7 @@ class Served:
         self.shared: dict[str, Any] = {}
 
     def tensor(self, at: dict[str, Any]) -> Any:
-        """Return the tensor at a place in the memory of the host or of the GPU that both processes have."""
+        """Return the tensor at a place in the shared memory, which is on the host or on the GPU."""
         torch = self.torch
         dtype = getattr(torch, at["dtype"])
         size = at["count"] * torch.empty(0, dtype=dtype).element_size()
@@ -72,7 +73,7 @@ class Served:
         return held.as_strided(at["shape"], at["stride"]) if size else held.view(at["shape"])
 
     def device_bytes(self, handle: str, size: int) -> Any:
-        """Return the GPU's memory with this handle of the driver's."""
+        """Return the bytes of the shared GPU memory with this IPC handle, which is opened once."""
         torch = self.torch
         if handle not in self.shared:
             torch.cuda.synchronize()  # gives this thread a context
@@ -86,7 +87,7 @@ class Served:
         return self.shared[handle]
 
     def value(self, of: Any) -> Any:
-        """Return an argument, which may be a nest of tensors."""
+        """Return an argument, which may be nested lists, tuples and dicts."""
         if "tensor" in of:
             return self.tensor(of["tensor"])
         if "list" in of:
@@ -98,14 +99,15 @@ class Served:
         return self.read(of["pickled"])
 
     def read(self, at: list[int]) -> Any:
-        """Return an object of the process that asks."""
+        """Return the object that the judging process has pickled at `at`, (begin, end) in bytes."""
         begin, end = at
         return self.torch.load(io.BytesIO(self.memory.bytes(end)[begin:end]), weights_only=False)
 
     def build(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Import the file and build the module; say whether it took the reference's parameters by their names.
+        """Import the file and build the module. Return whether its state dict has the reference's names and shapes.
 
-        Convolutions are in TF32, as torch has them, only if the judge allows it.
+        If it has, the reference's values are loaded. Convolutions may use TF32, as they do by PyTorch's default, only
+        if the request allows it.
         """
         torch = self.torch
         torch.backends.cudnn.allow_tf32 = request["tf32"]
@@ -129,7 +131,7 @@ class Served:
         return {"same_parameters": same}
 
     def prepare(self, request: dict[str, Any]) -> Callable[[], dict[str, Any]]:
-        """Read the request, and return the function that runs it once the judge sends "go"."""
+        """Read the request and return a function that runs it, to be called once the judging process sends "go"."""
         torch = self.torch
         outputs = [[self.tensor(at) for at in call] for call in request["outputs"]]
         if request["do"] == "copy":
@@ -160,7 +162,7 @@ class Served:
         return run
 
     def copies(self, outputs: list[list[Any]]) -> dict[str, Any]:
-        """Copy what was returned last as often as calls would."""
+        """Copy the outputs of the last call, as often as calls would copy theirs."""
         for places in outputs:
             for place, leaf in zip(places, self.last, strict=True):
                 place.copy_(leaf)
@@ -168,19 +170,19 @@ class Served:
         return {}
 
     def wait(self) -> None:
-        """Wait until the device has done what it was asked."""
+        """Wait until the device has finished its work."""
         if self.device != "cpu":
             self.torch.cuda.synchronize()
 
     def trace(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Return torch's operations that a call runs."""
+        """Return the PyTorch operations that a call runs."""
         inputs = [self.value(of) for of in request["inputs"]]
         inputs = [v.to(self.device) if isinstance(v, self.torch.Tensor) else v for v in inputs]
         return {"operations": operations(self.torch, lambda: self.model(*inputs))}
 
 
 def operations(torch: Any, call: Callable[[], Any]) -> list[list[Any]]:
-    """Return torch's operations that the call runs, except views: [name, shapes of their tensors]."""
+    """Return the PyTorch operations that the call runs, except views: [name, shapes of its tensor arguments] each."""
     from torch.utils._python_dispatch import TorchDispatchMode
 
     found = []
@@ -208,7 +210,7 @@ def flat(value: Any) -> Iterator[Any]:
 
 
 def leaves_of(value: Any, at: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield (path, leaf) of each leaf of nested lists, tuples and dicts; its path has the numbers and keys to it."""
+    """Yield (path, leaf) for each leaf of nested lists, tuples and dicts. The path is the indices and keys to it."""
     if isinstance(value, (list, tuple)):
         for number, held in enumerate(value):
             yield from leaves_of(held, f"{at}[{number}]")
@@ -220,7 +222,7 @@ def leaves_of(value: Any, at: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def serve(own: dict[str, Any], requests: int, replies_to: int, memory: int) -> None:
-    """Be confined, and answer until there is no further line."""
+    """Enter the sandbox, then answer requests until their pipe is closed."""
     os.chdir(own["scratch"])
     os.environ.update(own["environment"])
     tempfile.tempdir = None
@@ -251,7 +253,7 @@ def serve(own: dict[str, Any], requests: int, replies_to: int, memory: int) -> N
 
 
 def fork(own: dict[str, Any], files: list[int], beside: socket.socket) -> int:
-    """Fork a process that serves, and return its number."""
+    """Fork a process that answers requests, and return its process id."""
     pid = os.fork()
     if pid:
         for file in files:
@@ -271,11 +273,11 @@ def fork(own: dict[str, Any], files: list[int], beside: socket.socket) -> int:
 
 
 END_LIMIT_S = 5.0
-"""Seconds for which a session's processes are killed, if they fork faster than that."""
+"""Longest time, in seconds, for which the processes of a session are killed again while they keep forking."""
 
 
 def end(pid: int) -> int:
-    """Kill a process and all processes of its session. Return how it had ended: its exit code, or minus the signal."""
+    """Kill a process and all processes of its session. Return its exit code, or minus the signal that ended it."""
     slow_stops.pop(pid, None)
     ended, status = os.waitpid(pid, os.WNOHANG)
     with contextlib.suppress(ProcessLookupError):
@@ -283,7 +285,7 @@ def end(pid: int) -> int:
     if not ended:
         _, status = os.waitpid(pid, 0)
     until = time.monotonic() + END_LIMIT_S
-    with contextlib.suppress(ProcessLookupError):  # raised once none of them is left
+    with contextlib.suppress(ProcessLookupError):  # raised once none is left
         while time.monotonic() < until:
             os.killpg(pid, signal.SIGKILL)
             with contextlib.suppress(ChildProcessError):
@@ -294,17 +296,18 @@ def end(pid: int) -> int:
 
 
 STOP_LIMIT_S = 5.0
-"""A process that keeps running for so long after SIGSTOP is reported."""
+"""A process that still runs this many seconds after SIGSTOP is reported."""
 STANDING = "TZX"
-"""States of processes that do not run: stopped, or ended."""
+"""Letters of the process states that do not run: stopped or ended."""
 SLOW_STOP_S, MOST_SLOW_STOPS = 0.2, 5
-"""A process is reported, too, if more of its stops than this take so long: processes that it has forked continue it."""
+"""A process is also reported if more than MOST_SLOW_STOPS of its stops take longer than SLOW_STOP_S seconds: then
+processes that it has forked continue it."""
 slow_stops: dict[int, int] = {}
 
 
 def stop(pid: int) -> int:
-    """Stop a process and all processes of its session. Return 0 once they stand still, 1 if it has ended, 2 if one
-    keeps running."""
+    """Stop a process and all processes of its session. Return 0 once all are stopped, 1 if the process has ended,
+    2 if one keeps running or too many stops were slow."""
     began = time.monotonic()
     found = stop_within(pid, began + STOP_LIMIT_S)
     slow_stops[pid] = slow_stops.get(pid, 0) + (time.monotonic() - began > SLOW_STOP_S and len([*session_of(pid)]) > 1)
@@ -312,19 +315,19 @@ def stop(pid: int) -> int:
 
 
 def stop_within(pid: int, until: float) -> int:
-    """Stop as `stop` does, until this time."""
+    """Stop the processes as `stop` does, trying until this time of the monotonic clock."""
     pause, stopped = 0.0, False
     while time.monotonic() < until:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(pid, signal.SIGSTOP)
-        # Not waitpid, after which nobody would learn how it has ended.
+        # Not waitpid, which would discard the exit status.
         found = os.waitid(os.P_PID, pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT | os.WNOHANG)
         if found is not None and found.si_code != os.CLD_STOPPED:
             return 1
         if found is not None:
-            # It may have been continued meanwhile by a process that it has forked.
+            # Meanwhile a process that it has forked may have continued it.
             stopped = os.waitid(os.P_PID, pid, os.WSTOPPED | os.WNOHANG) is not None or stopped
-        # Twice: a process that was checked may have been continued by one that was not yet.
+        # Twice: a process that was already checked may have been continued by one that was not.
         if stopped and all(state_of(member)[0] in STANDING for _ in range(2) for member in session_of(pid)):
             return 0
         time.sleep(pause)
@@ -333,7 +336,7 @@ def stop_within(pid: int, until: float) -> int:
 
 
 def session_of(pid: int) -> Iterator[int]:
-    """Yield a process and its descendants, also those whose parents have ended: this process has adopted them."""
+    """Yield a process and its descendants, including those that this process has adopted since their parents ended."""
     left = [pid, *(child for child in children_of(os.getpid()) if child != pid and state_of(child)[1] == pid)]
     while left:
         yield left[-1]
@@ -341,8 +344,7 @@ def session_of(pid: int) -> Iterator[int]:
 
 
 def children_of(pid: int) -> list[int]:
-    """Return the children of each of the process's threads; none where it has ended, or where the kernel does not
-    say."""
+    """Return the children of all threads of the process; none if it has ended or the kernel does not list them."""
     found: list[int] = []
     with contextlib.suppress(OSError):
         for thread in os.listdir(f"/proc/{pid}/task"):
@@ -352,7 +354,7 @@ def children_of(pid: int) -> list[int]:
 
 
 def state_of(pid: int) -> tuple[str, int]:
-    """Return the letter of the process's state, and the number of its group."""
+    """Return the letter of the process's state, and the id of its process group."""
     try:
         with open(f"/proc/{pid}/stat") as file:
             state, _, group = file.read().rpartition(")")[2].split()[:3]
@@ -362,7 +364,7 @@ def state_of(pid: int) -> tuple[str, int]:
 
 
 def adopt() -> None:
-    """Become the parent of all descendants whose own has ended."""
+    """Become the parent of all descendants whose own parent has ended."""
     child_subreaper = 36
     ctypes.CDLL(None).prctl(child_subreaper, 1, 0, 0, 0)
 
@@ -392,7 +394,7 @@ def main() -> None:
             beside.send(str(found).encode())
         except OSError:
             break
-    for pid in forked:  # the process that asked has ended in another way than it should
+    for pid in forked:  # the judging process has ended unexpectedly
         end(pid)
 
 

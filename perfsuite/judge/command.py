@@ -15,7 +15,7 @@ from typing import Any
 import click
 
 UNEXPECTED = 2
-"""Exit code where perfsuite itself fails: no candidate is to blame."""
+"""Exit code if perfsuite itself fails and no candidate is to blame."""
 
 
 class Positive(click.FloatRange):
@@ -58,7 +58,7 @@ def judge(
     tf32: bool,
     as_json: bool,
 ) -> None:
-    """Judge modules that nobody has read: is each the reference's function, and how many times as fast?
+    """Judge untrusted modules: does each compute the reference's function, and how many times as fast?
 
     The files follow KernelBench: REFERENCE has Model, get_inputs() and get_init_inputs(), each candidate has ModelNew.
     A candidate runs confined, in a process of its own that knows no expected value, no rule and no clock.
@@ -86,7 +86,7 @@ def judge(
     try:
         if options.device == "cuda" and not torch.cuda.is_available():
             raise PerfsuiteError("--device cuda: there is no CUDA device here; leave it out, or give --device cpu")
-        with contextlib.redirect_stdout(sys.stderr):  # what the reference prints is no verdict
+        with contextlib.redirect_stdout(sys.stderr):  # the reference may print, too
             found = verdicts.judge(reference, candidates, options, show)
     except PerfsuiteError as error:
         click.echo(f"perfsuite judge: {error}", err=True)
@@ -102,7 +102,7 @@ def judge(
 
 
 def _terminated(number: int, frame: object) -> None:
-    """End at once, and leave neither a process nor a folder."""
+    """Handle SIGTERM: end at once, and leave no process and no folder behind."""
     from perfsuite.judge.process import abandon
 
     abandon()
@@ -110,7 +110,7 @@ def _terminated(number: int, frame: object) -> None:
 
 
 def line(verdict: object) -> str:
-    """Return a verdict for people."""
+    """Return a verdict as a line of text for the terminal."""
     from perfsuite.errors import printable
     from perfsuite.judge.verdict import Verdict
 

@@ -1,4 +1,4 @@
-"""Memory that a judged process has too: a place in it is a JSON object."""
+"""Memory that is shared with a judged process. A JSON object describes a place in it."""
 
 from __future__ import annotations
 
@@ -19,12 +19,13 @@ from perfsuite.errors import PerfsuiteError
 
 ALIGNMENT = 256
 DEVICE_PAGE = 2 << 20
-"""A handle opens whole pages of the driver's: what lies beside an allocation in its page could be read, too."""
+"""Bytes of a page of the driver. Allocations fill whole pages: a handle opens whole pages, so the other process could
+read everything else in them."""
 _HANDLE_BYTES = 64
 
 
 class Arena(abc.ABC):
-    """Tensors one behind another, until it is cleared."""
+    """Memory in which tensors are placed one after another, until it is cleared."""
 
     def __init__(self) -> None:
         self.end = 0
@@ -41,8 +42,10 @@ class Arena(abc.ABC):
         return begin
 
     def place(self, tensor: torch.Tensor, *, filled: bool = True) -> tuple[dict[str, Any], torch.Tensor]:
-        """Return (where it is, the tensor there) for a copy of the tensor with the same strides; without values unless
-        `filled`."""
+        """Reserve memory for a copy of the tensor, with the same strides. Return (its place, the copy).
+
+        The values are copied only if `filled`.
+        """
         extent = 1 + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
         count = extent if tensor.numel() else 0
         size = count * tensor.element_size()
@@ -63,23 +66,23 @@ class Arena(abc.ABC):
 
     @abc.abstractmethod
     def _reach(self, end: int) -> None:
-        """Grow the arena, so that it has at least `end` bytes."""
+        """Grow the arena to at least `end` bytes."""
 
     @abc.abstractmethod
     def _where(self) -> dict[str, Any]:
-        """Return how the other process finds the arena."""
+        """Return the fields of a place by which the other process finds the arena."""
 
     @abc.abstractmethod
     def _bytes(self, offset: int, size: int) -> torch.Tensor:
-        """Return this part of the arena."""
+        """Return this part of the arena as a tensor of bytes."""
 
     @abc.abstractmethod
     def close(self) -> None:
-        """Free it."""
+        """Free the memory."""
 
 
 class HostMemory(Arena):
-    """An anonymous file, whose descriptor the other process has inherited."""
+    """An anonymous file whose descriptor the other process inherits."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -102,7 +105,7 @@ class HostMemory(Arena):
         return torch.frombuffer(self.held, dtype=torch.uint8, count=size, offset=offset)
 
     def value(self, value: Any, place: Callable[[torch.Tensor], dict[str, Any]]) -> dict[str, Any]:
-        """Return where an argument is; `place` finds a place for each tensor."""
+        """Return the JSON description of an argument; `place` reserves memory for a tensor and returns its place."""
         if isinstance(value, torch.Tensor):
             return {"tensor": place(value.detach())}
         if isinstance(value, (list, tuple)):
@@ -112,7 +115,7 @@ class HostMemory(Arena):
         return {"pickled": self.pickled(value)}
 
     def pickled(self, value: Any) -> list[int]:
-        """Return where a pickled object is."""
+        """Pickle an object into the arena and return its place: [begin, end] in bytes."""
         stream = io.BytesIO()
         torch.save(value, stream)
         data = stream.getvalue()
@@ -121,21 +124,21 @@ class HostMemory(Arena):
         return [begin, begin + len(data)]
 
     def close(self) -> None:
-        """Close the file; tensors there may live on."""
+        """Close the file. Tensors in it stay valid."""
         os.close(self.file)
 
 
 class DeviceMemory(Arena):
-    """Memory of the current GPU, allocated from the driver.
+    """Memory of the current GPU, allocated by the driver.
 
-    Not from PyTorch's allocator, whose blocks hold this process's own tensors, too: expected values among them.
+    PyTorch's allocator is not used, because its blocks also hold this process's own tensors, such as expected values.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.driver = ctypes.CDLL("libcuda.so.1")
         self.blocks: list[tuple[int, int, str]] = []
-        """(address, bytes, handle); tensors of a call may lie in any of them."""
+        """(address, size in bytes, IPC handle) of each allocation; tensors of one call may be in any of them."""
         self.whole = torch.empty(0, dtype=torch.uint8)
 
     def _reach(self, end: int) -> None:
@@ -166,7 +169,7 @@ class DeviceMemory(Arena):
         return self.whole[offset : offset + size]
 
     def close(self) -> None:
-        """Free it, once the other process has ended."""
+        """Free the memory; to be called once the other process has ended."""
         with contextlib.suppress(PerfsuiteError):
             for address, _, _ in self.blocks:
                 self._call("cuMemFree_v2", ctypes.c_uint64(address))
@@ -174,7 +177,7 @@ class DeviceMemory(Arena):
 
 
 class _Bytes:
-    """Device memory at an address, which torch.as_tensor does not copy."""
+    """Device memory at an address, in a form that torch.as_tensor uses without a copy."""
 
     def __init__(self, address: int, size: int) -> None:
         self.__cuda_array_interface__ = {

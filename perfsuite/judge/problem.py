@@ -35,7 +35,7 @@ copy_ _to_copy clone empty empty_like empty_strided new_empty new_empty_strided 
 ones_like full full_like fill_ zero_ arange contiguous detach cat stack lift_fresh _local_scalar_dense
 """
 MOVES = frozenset(_MOVES.split())
-"""Operations that compute nothing."""
+"""PyTorch operations that only create, fill, copy or read tensors and compute nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,8 +54,8 @@ class Problem:
     """Path of each output in the reference's result."""
 
     def varied(self) -> Problem:
-        """Return the same problem with weights near those that it was built with: a scale of 1 or a bias of 0 would not
-        show whether it is used."""
+        """Return the same problem with slightly changed weights: with a scale of 1 or a bias of 0, answers would not
+        show whether a candidate uses it."""
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(self.seed)
             clone = modules.spec_of(self.module).build()
@@ -64,11 +64,11 @@ class Problem:
 
     @property
     def state(self) -> dict[str, torch.Tensor]:
-        """Its parameters and buffers by name."""
+        """Parameters and buffers of the reference, by name."""
         return dict(self.module.state_dict())
 
     def cases(self, number: int, seed: int) -> list[Case]:
-        """Return at least `number` draws, so that each kind of values of each input is among them."""
+        """Return at least `number` draws, and enough that each regime of values of each input occurs."""
         random_ = random.Random(seed)
         kinds: dict[str, tuple[str, tuple[str, ...]]] = {}
         for name, spec in self.pair.inputs.items():
@@ -90,7 +90,7 @@ class Problem:
         ]
 
     def values(self, seed: int) -> dict[str, Any]:
-        """Return inputs as the workload has them, including the module where it has parameters."""
+        """Return a draw of the workload's inputs, including the module if that is an input."""
         case = workload_case(self.pair.workloads[0], "float32", seed)
         values: dict[str, Any] = make.clone(make.build(self.pair, case, self.device))
         return values
@@ -104,22 +104,22 @@ class Problem:
         return dict(execution.flatten(self.returned(values)))
 
     def returned(self, values: dict[str, Any]) -> Any:
-        """Return the reference's answer as it is."""
+        """Return what the reference returns, as it is."""
         with torch.no_grad():
             return self.module(*self.arguments(values))
 
     def work(self, operations_: Sequence[Sequence[Any]]) -> list[tuple[str, str]]:
-        """Return the operations that compute."""
+        """Return those of the operations that compute something: (name without a final "_", shapes as text)."""
         return [(n.removesuffix("_"), str(shapes)) for n, shapes in operations_ if n not in MOVES]
 
     def own_work(self) -> list[tuple[str, str]]:
-        """Return torch's operations that the reference computes with."""
+        """Return the PyTorch operations of the reference that compute something."""
         arguments = self.arguments(self.values(0))
         return self.work(operations(torch, lambda: self.module(*arguments)))
 
 
 def load(path: Path, device: str, seed: int, precision: str | None = None) -> Problem:
-    """Return the problem that a file states. Raises PerfsuiteError, in one line, where it states none."""
+    """Return the problem that a file defines. Raises PerfsuiteError, with a message of one line, if there is none."""
     module = _imported(path)
     for name in (MODEL, "get_inputs"):
         if not callable(getattr(module, name, None)):
@@ -159,16 +159,15 @@ def _problem(
         precision=precision,
         workloads=[Workload("template")],
     )
-    if modules.INPUT in pair.inputs:  # each process has the weights as they were built
+    if modules.INPUT in pair.inputs:  # draws do not change the weights, which a process gets once
         pair.inputs = {**pair.inputs, modules.INPUT: module_input(lambda: copy.deepcopy(built))}
-        pair.mutates = {}  # and changes its own running means: only what it returns is judged
+        pair.mutates = {}  # a call may change its own running means: only its outputs are compared
     pair.validate()
     return Problem(path=path, pair=pair, module=built, init=init, seed=seed, device=device, specs=specs)
 
 
 def _examine(problem: Problem) -> None:
-    """Raise PerfsuiteError where the reference is no function of its inputs, or one whose answers cannot be
-    compared."""
+    """Raise PerfsuiteError if the reference is not a function of its inputs, or its answers cannot be compared."""
     path, answers = problem.path, list[execution.Leaves]()
     for seed in range(EXAMINED):
         values = problem.values(seed)

@@ -1,4 +1,4 @@
-"""A process that runs one module, and the one that it is forked from."""
+"""The process that runs one module, and the process that it is forked from."""
 
 from __future__ import annotations
 
@@ -25,28 +25,28 @@ from perfsuite.judge.memory import Arena, DeviceMemory, HostMemory
 HERE = Path(__file__).parent
 SANDBOX = HERE / "sandbox.py"
 MOST_BYTES = 1 << 20
-"""Most bytes of a reply."""
+"""Largest size of a reply, in bytes."""
 SEND_LIMIT_S = 10.0
-"""Seconds that a process has to read its request."""
+"""Seconds within which a process must read its request."""
 ANSWER_LIMIT_S = 30.0
-"""Seconds for each further answer of the process that starts others."""
+"""Seconds within which a `Nursery` must give each answer after its first."""
 DOES_NOT_STOP = 2
-"""Answer of that process where a process keeps running after SIGSTOP."""
+"""Answer of a `Nursery` if a process keeps running after SIGSTOP."""
 START_LIMIT_S = 120.0
-"""Seconds until Python has started and torch is imported."""
+"""Seconds within which Python must have started and imported torch."""
 TRACES = ("PYTEST", "HYPOTHESIS", "PERFSUITE", "XDIST")
-"""Parts of the names of variables that the process does not get."""
+"""Parts of the names of environment variables that the process does not get."""
 SETTINGS = {"TORCHINDUCTOR_COMPILE_THREADS": "1"}
-"""Environment variables that prevent a pool of processes that compile beside this one."""
+"""Environment variables of the process. Inductor then compiles in the process itself, not in a pool of processes."""
 ALLOCATOR = {"MALLOC_MMAP_THRESHOLD_": str(32 << 20), "MALLOC_TRIM_THRESHOLD_": str(1 << 30)}
-"""Fixed thresholds for glibc's allocator. By default they move with what a process has freed before: one process then
-has fresh pages at every call, another none, and the same module takes five times as long."""
+"""Fixed thresholds for glibc's allocator. By default they depend on what a process has freed before: one process then
+gets fresh pages at every call and another none, and the same module takes five times as long."""
 CACHES = ("TMPDIR", "HOME", "XDG_CACHE_HOME", "TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "TORCH_EXTENSIONS_DIR")
-"""Variables that name a folder to write to."""
+"""Environment variables that name a folder to write to: for all, it is the folder of the process."""
 
 
 class Ended(Exception):  # noqa: N818 - what it did, in words
-    """The process raised, hung or ended: its message says which."""
+    """The process raised an exception, hung or ended. The message says which."""
 
     def __init__(self, message: str) -> None:
         super().__init__(shortened(message))
@@ -59,7 +59,7 @@ def shortened(text: str) -> str:
 
 
 def _is_reply(found: Any) -> bool:
-    """Return whether the object has the form of a reply: code under test may write into the pipe, too."""
+    """Return whether the object has the form of a reply, since a candidate could also write into the pipe."""
 
     def is_shape(value: Any) -> bool:
         return isinstance(value, list) and all(type(n) is int for n in value)
@@ -87,13 +87,13 @@ WRITES_REPLIES = "writes into the pipe of its replies"
 
 
 class Nursery:
-    """A process that has imported torch and runs nothing else; those that run modules are forked from it."""
+    """A process that has imported torch and runs nothing else. The processes that run modules are forked from it."""
 
     def __init__(self) -> None:
         self.own, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         environment = {n: v for n, v in os.environ.items() if not any(t in n.upper() for t in TRACES)}
         self.process = subprocess.Popen(
-            # Nothing is imported from the folder for temporary files, in which anybody may write.
+            # -P: nothing is imported from its current folder, which is for temporary files: anybody may write there.
             [sys.executable, "-P", "-c", (HERE / "child.py").read_text(), str(theirs.fileno()), SANDBOX.read_text()],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
@@ -107,8 +107,8 @@ class Nursery:
         self.lock = threading.Lock()
 
     def ask(self, request: Mapping[str, Any], files: Sequence[int] = ()) -> int:
-        """Return the answer to the request: the number of the process that was forked, or how that process has
-        ended."""
+        """Return the answer to the request: the id of the forked process, the exit code of the one that was ended, or
+        the result of stopping one. Raises PerfsuiteError if there is no answer."""
         with self.lock:
             socket.send_fds(self.own, [json.dumps(request).encode()], files)
             try:
@@ -121,7 +121,7 @@ class Nursery:
         return int(answer)
 
     def close(self) -> None:
-        """End it."""
+        """End the process."""
         self.own.close()
         self.process.wait()
 
@@ -130,7 +130,7 @@ _LIVING: weakref.WeakSet[Process] = weakref.WeakSet()
 
 
 def abandon() -> None:
-    """Kill all judged processes and remove their folders, at once: this process is about to end."""
+    """Kill all judged processes at once and remove their folders, because this process is about to end."""
     for process in list(_LIVING):
         if process.number:
             with contextlib.suppress(OSError):
@@ -139,7 +139,7 @@ def abandon() -> None:
 
 
 class Process:
-    """Runs `name` of the file at `source`, confined to a folder of its own."""
+    """A process that runs the class `name` of the file `source`, confined to a folder of its own."""
 
     def __init__(
         self, nursery: Nursery, source: Path, name: str, device: str, *, hidden: Sequence[str], cpu_s: int
@@ -168,13 +168,15 @@ class Process:
         self.lacking: list[str] = self._reply(START_LIMIT_S).get("lacking", [])
 
     def clear(self) -> None:
-        """Use the shared memory from its start again."""
+        """Clear the shared memory, to use it from its start again."""
         self.memory.clear()
         self.device_memory.clear()
 
     def ask(self, request: Mapping[str, Any], limit_s: float) -> dict[str, Any]:
-        """Return the reply of the process, which then stands still until it is asked again. Raises Ended where it
-        raised, hung or ended."""
+        """Send a request and return the reply. Then the process is stopped until the next request.
+
+        Raises Ended if the process raises an exception, hangs or ends.
+        """
         self._continue()
         self._send(json.dumps(request).encode())
         return self._checked(self._reply(limit_s))
@@ -186,10 +188,10 @@ class Process:
         fill: Callable[[], None] = lambda: None,
         read: Callable[[], None] = lambda: None,
     ) -> tuple[float, dict[str, Any]]:
-        """Return (seconds between the word "go" and the reply, the reply).
+        """Return (seconds from the word "go" to the reply, the reply).
 
-        `fill` writes the inputs while the process stands still: before its time begins it cannot work on them. `read`
-        is called at once when the reply is there, before the process is stopped.
+        `fill` writes the inputs while the process is stopped, so that it cannot work on them before its time begins.
+        `read` is called as soon as the reply arrives, before the process is stopped.
         """
         self.ask(request, limit_s)
         fill()
@@ -210,7 +212,7 @@ class Process:
         return self._read(self._line(limit_s))
 
     def _read(self, line: bytes) -> dict[str, Any]:
-        """Return the reply in a line. Anything else that the process does waits until it is asked again."""
+        """Stop the process until the next request, and return the reply that the line contains."""
         stopped = self.nursery.ask({"stop": self.number})
         if stopped:
             how = self._end()
@@ -235,7 +237,7 @@ class Process:
         until = time.monotonic() + SEND_LIMIT_S
         try:
             while left:
-                # A process that fills its own pipe must not hold this one up.
+                # A process that fills its own pipe must not block this one.
                 _, ready, _ = select.select([], [self._requests], [], max(0.0, until - time.monotonic()))
                 if not ready:
                     self._end()
@@ -268,7 +270,7 @@ class Process:
         return f"ends its process with {'signal ' + str(-code) if code < 0 else 'exit code ' + str(code)}"
 
     def close(self) -> None:
-        """End the process and all that it started; remove its folder. Once is enough."""
+        """End the process and all that it started, and remove its folder. Further calls do nothing."""
         if self.closed:
             return
         self.closed = True
@@ -283,6 +285,6 @@ class Process:
 
 
 def refuse_where_unsupported() -> None:
-    """Raise PerfsuiteError where no process can be confined."""
+    """Raise PerfsuiteError if this system cannot confine a process."""
     if not sys.platform.startswith("linux"):
         raise PerfsuiteError("perfsuite judge needs Linux: elsewhere it cannot confine what it runs")

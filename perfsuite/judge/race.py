@@ -1,4 +1,4 @@
-"""Times a candidate against the reference, each in its own process. The clock is in the judge's process."""
+"""Time a candidate against the reference, each in its own process. The clock is read in this process, not in theirs."""
 
 from __future__ import annotations
 
@@ -23,29 +23,29 @@ from perfsuite.judge.process import Ended
 from perfsuite.judge.trial import Served, truth_of
 
 ROUND_S = 0.02
-"""Seconds that set the number of calls in a round: as many of each side as the fastest side makes in this time."""
+"""Seconds in which the fastest side completes a round: this sets the number of calls of each side, up to MOST_CALLS."""
 MOST_CALLS = 16
 WARMUP_CALLS = 3
 FEWEST_ROUNDS = 8
 NARROW = 0.01
-"""Half-width in log-ratio at which an interval is narrow enough."""
+"""Half-width of an interval, as a log-ratio, at which it is narrow enough."""
 LEVEL = 0.95
 ALONE = 0.85
-"""The candidate slows the reference down if the reference alone takes less than this share of its time beside the
-candidate, and every round alone is faster than every round beside it."""
+"""The candidate slows the reference down if the reference alone takes less than this share of its time with the
+candidate, and each of its rounds alone is faster than each of its rounds with the candidate."""
 ALONE_TIMES = 3
-"""Number of measurements in which the reference must be faster alone. They alternate with measurements beside the
+"""Number of measurements in which the reference must be faster alone. They alternate with measurements with the
 candidate. One fast measurement is not enough: another program may just have ended."""
 WRONG_WHILE_TIMED = "it returns a different answer while it is timed"
 PROVEN, PROVING_SHARE = 4, 0.25
-"""One timed call in PROVEN is proven, as far as that takes no more than PROVING_SHARE of the time."""
+"""On average, one timed call in PROVEN is proven, while proving takes at most PROVING_SHARE of the time."""
 MOST_DISCARDED = 8
-"""Draws on which the reference is not finite before it is called unusable."""
+"""Number of draws on which the reference is not finite, after which it is unusable."""
 UNTIMED_SHARE = 0.1
-"""Once each kind of values was tried, further untimed calls are proven for at most this share of the time."""
+"""Once each regime of values was tried, further untimed calls are proven for at most this share of the time."""
 UNCERTAIN = 0.25
-"""The time of a call is uncertain by this share of the time of its messages. Two processes with the same code have
-constantly differed by up to twice that amount."""
+"""The time of a call is uncertain by this share of the time of its messages. Two processes with the same code differ
+persistently by up to twice that amount."""
 MOST_WIDENED = 10.0
 """An interval is widened by no more than this factor at each end."""
 SLACK = 2.0
@@ -53,7 +53,7 @@ SLACK = 2.0
 
 
 class Unusable(Exception):  # noqa: N818 - a side, not an error of the judge's
-    """The reference or its compiled form failed to start or to answer, so that the candidate cannot be judged."""
+    """The reference or its compiled form failed to start or to answer, so there is nothing to compare with."""
 
     def __init__(self, side: str, message: str) -> None:
         super().__init__(message)
@@ -62,7 +62,7 @@ class Unusable(Exception):  # noqa: N818 - a side, not an error of the judge's
 
 @dataclass(frozen=True, slots=True)
 class Ratio:
-    """Speedup, with its interval at LEVEL."""
+    """A speedup and its confidence interval at LEVEL."""
 
     value: float
     low: float
@@ -90,11 +90,11 @@ def race(
     least: float,
     again: Callable[[], Served],
 ) -> Times:
-    """Time interleaved rounds of all sides. All sides get the same values in a call, and each call has new values.
+    """Time interleaved rounds of all sides. Each call has new values, which are the same for all sides.
 
-    Raises NotEquivalent, or Ended, where the candidate fails or answers differently, and Unusable where another side
-    does. At the end it closes the candidate's process. If the speedup may be at least `least`, it then times the
-    reference alone. `again` starts the candidate anew.
+    At the end, close the candidate's process and, if the speedup may be at least `least`, time the reference alone.
+    `again` starts a new process of the candidate. Raises NotEquivalent or Ended if the candidate fails or answers
+    differently, and Unusable if another side does.
     """
     judge = _Judge(problem, candidate)
     calls = _calls(sides, judge)
@@ -146,14 +146,14 @@ def _round(sides: Mapping[str, Served], judge: _Judge, calls: int) -> tuple[dict
 
 
 def _without(spent: float, copies: float) -> float:
-    """Return the seconds of a call without its messages and the copying of its output, or the uncertainty of these."""
+    """Return the seconds of a call without its messages and copies, but at least the uncertainty of these."""
     return max(spent - copies, UNCERTAIN * copies)
 
 
 def _same_alone(
     reference: Served, judge: _Judge, beside: Sequence[float], calls: int, again: Callable[[], Served]
 ) -> None:
-    """Raise NotEquivalent where the reference is faster whenever the candidate's process is gone."""
+    """Raise NotEquivalent if the reference is faster each time the candidate's process has ended."""
 
     def measured(sides: Mapping[str, Served]) -> list[float]:
         return [_round(sides, judge, calls)[0]["reference"] for _ in range(FEWEST_ROUNDS)]
@@ -179,13 +179,13 @@ def _faster(alone: Sequence[float], beside: Sequence[float]) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class _Drawn:
-    """The arguments of a timed call, and what is known of its answer."""
+    """The arguments of a timed call, and its expected answer."""
 
     arguments: Sequence[Any]
     expected: Sequence[torch.Tensor]
     """The reference's outputs."""
     truth: truths.Truth | None
-    """The truth, for a random part of the calls: a candidate's answers to these are compared with it as in a proof."""
+    """The truth, for a random part of the calls: there, the candidate's answer is compared with it as in a proof."""
 
 
 class _Judge:
@@ -197,9 +197,9 @@ class _Judge:
         self.began = time.monotonic()
         self.proving_s = self.untimed_s = 0.0
         self.kinds = problem.cases(1, secrets.randbits(31))
-        """Draws for untimed calls, at least one of each regime."""
+        """Draws for untimed calls, which together have each regime of values."""
         self.rounds = max(FEWEST_ROUNDS, len(self.kinds))
-        """The fewest rounds: each of the first ones proves one of `kinds`."""
+        """Fewest rounds. Each of the first ones also proves one draw of `kinds`."""
         truth = self._first_truth()
         self.forms = [leaf for leaf in truth.reference.values() if isinstance(leaf, torch.Tensor)]
         self.allowed = [
@@ -219,8 +219,7 @@ class _Judge:
         raise Unusable("reference", "is not finite in float32 on the inputs of get_inputs()")
 
     def _truth(self, seed: int) -> truths.Truth:
-        """Return the truth of values of `get_inputs`. Raises Discard where the reference alone is not finite on
-        them."""
+        """Return the truth for inputs like those of `get_inputs`. Raises Discard if the reference is not finite."""
         began = time.monotonic()
         case = workload_case(self.problem.pair.workloads[0], "float32", seed)
         try:
@@ -229,7 +228,7 @@ class _Judge:
             self.proving_s += time.monotonic() - began
 
     def drawn(self) -> _Drawn:
-        """Return new values for a call of each side."""
+        """Return new values for one call of each side."""
         seed, truth = secrets.randbits(31), None
         values = self.problem.values(seed)
         proven = not secrets.randbelow(PROVEN) and self.proving_s <= PROVING_SHARE * (time.monotonic() - self.began)
@@ -241,7 +240,7 @@ class _Judge:
         return _Drawn(arguments=self.problem.arguments(values), expected=expected, truth=truth)
 
     def prove_untimed(self, side: Served) -> None:
-        """Prove a call that is not timed, on a proof's values. Apart from its values it is the same as a timed call."""
+        """Prove a call that is not timed, on values as a proof draws them. To the candidate it is like a timed call."""
         began, problem = time.monotonic(), self.problem
         if not self.kinds:
             if self.untimed_s > UNTIMED_SHARE * (began - self.began):
@@ -257,7 +256,7 @@ class _Judge:
             side.settled()
 
     def called(self, name: str, side: Served, drawn: _Drawn) -> float:
-        """Return the seconds of a side's call and of the messages for it, and check its answer."""
+        """Call a side and check its answer. Return the seconds of the call and of its messages."""
         with self._blaming(name):
             spent, (answer,) = side.call([drawn.arguments], self.forms)
             self._check(answer, drawn.expected)
@@ -276,7 +275,7 @@ class _Judge:
         self.proving_s += time.monotonic() - began
 
     def copying(self, reference: Served) -> float:
-        """Return the seconds of a request in which only an output is copied."""
+        """Return the seconds of a request that only copies outputs."""
         with self._blaming("reference"):
             return reference.copies(self.forms)
 
@@ -321,7 +320,7 @@ def _near(a: torch.Tensor, b: torch.Tensor, allowed: float) -> bool:
 
 
 def _calls(sides: Mapping[str, Served], judge: _Judge) -> int:
-    """Return how many calls a round has. All sides are warm afterwards."""
+    """Warm up all sides, and return the number of calls in a round."""
     drawn = judge.drawn()
     fastest = min([judge.called(name, side, drawn) for _ in range(WARMUP_CALLS)][-1] for name, side in sides.items())
     return max(1, min(MOST_CALLS, math.ceil(ROUND_S / max(fastest, 1e-6))))
@@ -338,7 +337,7 @@ def _ratio(slow: Sequence[float], fast: Sequence[float]) -> Ratio:
 
 
 def _widened(ratio: Ratio, slow: float, fast: float, uncertain: float) -> Ratio:
-    """Return `ratio` with a wider interval, as if `slow` and `fast` could each be wrong by `uncertain` seconds."""
+    """Return `ratio` with an interval wide enough for errors of up to `uncertain` seconds in both `slow` and `fast`."""
     least = 1 / MOST_WIDENED
     low = max(1 - uncertain / slow, least) / (1 + uncertain / fast)
     high = (1 + uncertain / slow) / max(1 - uncertain / fast, least)

@@ -1,7 +1,8 @@
-"""Confines this process before it runs code that nobody has read: files, network, signals, other processes.
+"""Confine this process before it runs untrusted code: restrict files, network, signals and other processes.
 
-Linux alone, without privileges: Landlock for files, sockets and signals, a seccomp filter for system calls, and limits
-on resources. This file is given to a process as source and imports nothing of perfsuite.
+This works on Linux only, and needs no privileges. Landlock restricts files, sockets and signals, a seccomp filter
+restricts system calls, and resource limits are set. A process gets this file as source text, so it imports nothing from
+perfsuite.
 """
 
 from __future__ import annotations
@@ -16,19 +17,19 @@ import sys
 from collections.abc import Sequence
 
 READ_ONLY = ("/usr", "/lib", "/lib64", "/bin", "/sbin", "/etc", "/opt", "/proc", "/sys")
-"""A Python process with compilers reads these folders, and those of its packages."""
+"""Folders that Python and compilers read, in addition to those of Python's packages."""
 OPTIONAL = ("/opt",)
-"""Folders of READ_ONLY that are left out where the reference lies there."""
+"""Folders of READ_ONLY that are left out if they contain the reference."""
 DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom", "/dev/nvidia*", "/dev/dxg")
 OWN = "/proc/self"
-"""Folder in which CUDA names its threads; it does not start where it may not."""
+"""Folder in which CUDA names its threads. CUDA does not start if it may not write there."""
 MEMORY_SHARE = 0.8
-"""The process may allocate this share of the machine's memory."""
+"""Share of the machine's memory that the process may allocate."""
 FILE_BYTES = 8 << 30
 
 _EXECUTE, _WRITE_FILE, _READ_FILE, _READ_DIR, _IOCTL_DEV = 1 << 0, 1 << 1, 1 << 2, 1 << 3, 1 << 15
 _FILE_RIGHTS = {1: 13, 2: 14, 3: 15, 4: 15, 5: 16}
-"""Landlock's version → the number of rights on files that it knows."""
+"""Version of Landlock → number of file access rights that it has."""
 _NET_BOTH, _SCOPE_BOTH = 0b11, 0b11
 """TCP bind and connect; abstract sockets and signals."""
 _WITHOUT_LANDLOCK = ("files", "network", "signals to other processes")
@@ -67,31 +68,32 @@ _OF_PROCESS = {
     "sched_setaffinity": 0, "sched_setscheduler": 0, "sched_setparam": 0, "sched_setattr": 0, "prlimit64": 0,
     "setpriority": 1,
 }  # fmt: skip
-"""Calls that are allowed for the process itself → the argument that names the process, which is then 0."""
+"""System call that a process may apply to itself → index of the argument that names the process, which must be 0."""
 _WITHOUT_EFFECT = frozenset({
     "setpgid", "chmod", "fchmod", "chown", "fchown", "lchown", "utime", "setxattr", "lsetxattr", "fsetxattr",
     "removexattr", "lremovexattr", "fremovexattr", "utimes", "fchownat", "futimesat", "fchmodat", "utimensat",
     "fchmodat2",
 })  # fmt: skip
-"""Calls that only pretend to succeed: a compiler makes a process group, and a copied file gets its mode. Landlock does
-not keep a process from changing the mode or the owner of any of the user's files."""
+"""System calls that have no effect and return no error: compilers make process groups, and copying a file sets its
+mode. Landlock does not prevent a process from changing the mode or the owner of any of the user's files."""
 _REFUSED_VALUES = {"fcntl": (1, 10)}
-"""Call → (argument, its value that is refused): F_SETSIG chooses a signal, which may be the one that continues."""
+"""System call → (index of an argument, the value that is refused). F_SETSIG chooses a signal, such as SIGCONT."""
 _ARCHITECTURES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 _LOAD, _EQUAL, _AT_LEAST, _RETURN = 0x20, 0x15, 0x35, 0x06
 _ALLOW, _REFUSE, _PRETEND = 0x7FFF0000, 0x00050000 | 1, 0x00050000  # EPERM; no error, and nothing done
 _ABSENT = 0x00050000 | 2
-"""ENOENT: no other process listens, as CUDA sees it where none of its services runs."""
+"""ENOENT: to CUDA it looks as if none of its services runs."""
 _OTHER_NUMBERS = 0x40000000
-"""Calls of the x32 table, with which a filter could be bypassed."""
+"""Lowest number of the x32 system calls, with which a filter could be bypassed."""
 
 
 def confine(scratch: str, *, hidden: Sequence[str] = (), cpu_s: int = 0) -> list[str]:
     """Restrict this process to reading what Python needs and writing to `scratch`. Return the restrictions that could
     not be enforced.
 
-    Nothing in a folder of `hidden` can be read, even if Python would import from it. The restrictions cannot be undone,
-    and hold for the processes that this one starts, too.
+    A folder that contains a path of `hidden` cannot be read, even if Python would import from it. A folder of READ_ONLY
+    stays readable nevertheless, unless it is in OPTIONAL; reading the path is then one of the restrictions that are
+    returned. The restrictions cannot be undone, and also hold for the processes that this one starts.
     """
     libc = ctypes.CDLL(None, use_errno=True)
     lacking = _limit(cpu_s)
@@ -108,13 +110,13 @@ def confine(scratch: str, *, hidden: Sequence[str] = (), cpu_s: int = 0) -> list
 
 
 def _packages(hidden: Sequence[str]) -> list[str]:
-    """Return the folders that Python imports from."""
+    """Return the folders that Python imports from, except those that contain a hidden path."""
     every = {os.path.realpath(p) for p in (sys.prefix, sys.base_prefix, *sys.path) if p and os.path.isdir(p)}
     return [p for p in every if not _holds(p, hidden)]
 
 
 def _holds(folder: str, paths: Sequence[str]) -> bool:
-    """Return whether one of the paths lies in the folder."""
+    """Return whether one of the paths is inside the folder."""
     return any(os.path.realpath(p).startswith(os.path.join(os.path.realpath(folder), "")) for p in paths)
 
 
@@ -158,7 +160,7 @@ def _landlock(libc: ctypes.CDLL, writable: Sequence[str], readable: Sequence[str
             if not os.path.isdir(path):
                 rights &= only_files
             libc.syscall(_ADD_RULE, ruleset, 1, struct.pack("<Qi", rights & every, at), 0)
-            if path != OWN:  # an inode of /proc is made anew unless it is open
+            if path != OWN:  # an inode of /proc, for which the rule holds, lives only while it is open
                 os.close(at)
         if libc.syscall(_RESTRICT_SELF, ruleset, 0):
             return [*_WITHOUT_LANDLOCK]
@@ -178,7 +180,7 @@ def _filter_calls(libc: ctypes.CDLL) -> list[str]:
     program = [(_LOAD, 0, 0, 4), (_EQUAL, 1, 0, _ARCHITECTURES[machine]), (_RETURN, 0, 0, _REFUSE), (_LOAD, 0, 0, 0)]
     if machine == "x86_64":
         program += [(_AT_LEAST, 0, 1, _OTHER_NUMBERS), (_RETURN, 0, 0, _REFUSE)]
-    # A socket between processes of this machine is no network: the domain is the first argument.
+    # The first argument is the domain. AF_UNIX (1) is allowed: such a socket does not leave this machine.
     program += [(_EQUAL, 0, 4, calls["socket"]), (_LOAD, 0, 0, 16), (_EQUAL, 1, 0, 1)]
     program += [(_RETURN, 0, 0, _REFUSE), (_RETURN, 0, 0, _ALLOW)]
     for name, number in calls.items():

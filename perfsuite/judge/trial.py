@@ -26,16 +26,16 @@ from perfsuite.truths import Discard, Truth
 from perfsuite.workload import TF32
 
 DRAWS = 8
-"""Draws with the shapes of get_inputs(); the candidate is called twice on each."""
+"""Number of draws with the shapes of get_inputs(). The candidate is called twice on each."""
 CHANGED = 4
 """Number of elements of each input that are replaced at a time."""
 CHANGES = 3
-"""Number of times that elements are replaced. If one of them is in the key of a cache, the cached answer is not
-returned."""
+"""Number of times that elements are replaced. One time is not enough: if a replaced element is in the key of a
+candidate's cache, the candidate does not return the cached answer."""
 CPU_LIMIT_S = 3600
-"""CPU time that a process may use."""
+"""CPU time that a process may use, in seconds."""
 PIECE = 64
-"""Elements of each output that are read immediately when a call is reported as done."""
+"""Number of elements of each output that are read as soon as a call is reported as done."""
 UNWRITTEN = {
     torch.float16: (torch.int16, 0x7E3A),
     torch.bfloat16: (torch.int16, 0x7FEA),
@@ -62,7 +62,7 @@ class Served:
     def start(
         cls, nursery: Nursery, problem: Problem, source: Path, name: str, limit_s: float, *, compiled: bool = False
     ) -> Served:
-        """Start a process and build the class `name` of the file `source` in it. Raises Ended where that fails."""
+        """Start a process and build the class `name` of the file `source` in it. Raises Ended if that fails."""
         process = Process(nursery, source, name, problem.device, hidden=[str(problem.path)], cpu_s=CPU_LIMIT_S)
         made = cls(problem=problem, process=process, limit_s=limit_s, compiled=compiled)
         try:
@@ -93,9 +93,9 @@ class Served:
     ) -> tuple[float, list[list[torch.Tensor]]]:
         """Call the module on each list of arguments. Return (seconds of all calls, copies of the outputs of each).
 
-        `forms` has a tensor of the shape and dtype of each output. With `again` all calls are on the first list, which
-        is sent only once. Raises NotEquivalent if outputs have another form, are written late, or inputs were changed;
-        Ended if the process raises, hangs or ends.
+        `forms` has a tensor of the shape and dtype of each output. With `again`, all calls use the first list, which is
+        sent only once. Raises NotEquivalent if outputs have another form or are written late, or if inputs were
+        changed. Raises Ended if the process raises an exception, hangs or ends.
         """
         memory, given = self.process.memory, list[tuple[torch.Tensor, torch.Tensor]]()
         self.process.clear()
@@ -139,13 +139,13 @@ class Served:
         return seconds, made
 
     def copies(self, forms: Sequence[torch.Tensor]) -> float:
-        """Return the seconds of a request that only copies outputs. So much of a call's time is not the call's own."""
+        """Return the seconds of a request that only copies outputs. A call's time includes as much for that."""
         self.process.clear()
         _, places = self._outputs(1, forms)
         return self.process.timed({"do": "copy", "outputs": places}, self.limit_s)[0]
 
     def settled(self) -> None:
-        """Raise NotEquivalent where outputs changed after the call was reported as done."""
+        """Raise NotEquivalent if outputs changed after the call was reported as done."""
         if not all(same_leaf(there, copied) for there, copied in self._last):
             raise NotEquivalent(WRITTEN_LATER)
 
@@ -158,12 +158,12 @@ class Served:
         return self.problem.work(found)
 
     def _place(self, like: torch.Tensor) -> tuple[dict[str, Any], torch.Tensor]:
-        """Allocate shared memory for such a tensor, without its values. Return (address, tensor)."""
+        """Reserve shared memory for a tensor like this one, without its values. Return (place, tensor)."""
         arena = self.process.memory if like.device.type == "cpu" else self.process.device_memory
         return arena.place(like, filled=False)
 
     def _outputs(self, number: int, forms: Sequence[torch.Tensor]) -> tuple[list[list[torch.Tensor]], list[list[Any]]]:
-        """Return shared memory for the outputs of this many calls, and its addresses."""
+        """Return (tensors in shared memory, their places) for the outputs of this many calls."""
         made: list[list[torch.Tensor]] = []
         places: list[list[Any]] = []
         for _ in range(number):
@@ -213,7 +213,7 @@ class Proof:
     worst: float = 0.0
     """The largest error seen, as a share of its budget."""
     borrowed: str = ""
-    """The PyTorch operations of the reference, if the candidate also makes all of them; otherwise empty."""
+    """The PyTorch operations of the reference, if the candidate also runs all of them; otherwise empty."""
 
 
 def prove(problem: Problem, candidate: Served, draws: int = DRAWS) -> Proof:
@@ -236,8 +236,8 @@ def prove(problem: Problem, candidate: Served, draws: int = DRAWS) -> Proof:
 
 
 def truth_of(problem: Problem, case: Case, values: dict[str, Any]) -> Truth | None:
-    """Return the truth on these inputs of a draw; None if the reference raises, or is not finite on them.
-    PerfsuiteError if the device has too little memory for it."""
+    """Return the truth for these inputs of a draw, or None if the reference raises an exception or is not finite, in
+    float32 or in float64. Raises PerfsuiteError if the device has too little memory for it."""
     try:
         return truths.establish(problem.pair, case, problem.device, gradients=False, drawn=make.clone(values))
     except (Discard, RuntimeError, ValueError, IndexError, ArithmeticError) as error:
@@ -256,8 +256,8 @@ def _compared(
     tally: Tally,
     causes: Causes,
 ) -> bool:
-    """Compare two calls on the same values with the truth. Return False if there is none: the reference raises or is
-    not finite."""
+    """Compare two calls on the same values with the truth. Return False if there is no truth: the reference raises an
+    exception or is not finite."""
     truth = truth_of(problem, case, values)
     if truth is None:
         return False
@@ -272,8 +272,8 @@ def _compared(
 
 
 def _other_elements(problem: Problem, candidate: Served, tally: Tally, causes: Causes) -> None:
-    """Change a few elements of each input. A candidate whose cache has other elements as its key would return its old
-    answer."""
+    """Prove calls whose inputs differ from those of the call before in only a few elements. A candidate that caches
+    answers by other elements then returns an old answer."""
     for _ in range(DRAWS):  # the reference may be finite on some draws only
         case = workload_case(problem.pair.workloads[0], "float32", secrets.randbits(31))
         values = make.clone(make.build(problem.pair, case, problem.device))
@@ -294,8 +294,8 @@ def _other_elements(problem: Problem, candidate: Served, tally: Tally, causes: C
 
 
 def _borrowed(problem: Problem, candidate: Served) -> str:
-    """Return the names of the reference's PyTorch operations if the candidate makes the same ones on the same
-    shapes."""
+    """Return the names of the reference's PyTorch operations if the candidate runs all of them on the same shapes,
+    otherwise an empty string."""
     own, left = problem.own_work(), list[tuple[str, str]]()
     try:
         left = candidate.operations(problem.arguments(problem.values(secrets.randbits(31))))

@@ -1,4 +1,4 @@
-"""Judge the candidates of one problem: proofs run beside each other, and candidates are timed one at a time."""
+"""Judge the candidates of one problem: prove several at the same time, then time them one by one."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ RIVALS = {
 OTHERWISE = {"compile": "; --no-compile times without it"}
 OTHER_NAMES = "; its parameters have other names than the reference's, so that both were built from one seed"
 FASTER = 1.05
-"""Lower bound of the speedup from which a candidate that computes with the reference's own operations counts as a
-version of its own."""
+"""Lower bound that the speedup's interval must reach for a candidate that computes with the reference's own operations;
+below it, the candidate counts as a copy of the reference."""
 TOO_SHORT = 0.05
 """Largest share by which the seconds of a call may be uncertain. Beyond it the call is too short, and measuring longer
 would not help."""
 AT_ONCE = 4
-"""Number of candidates of each lane that are proven before the right ones among them are timed."""
+"""Number of candidates for each proving thread that are proven before the correct ones among them are timed."""
 
 
 class Status(StrEnum):
@@ -70,7 +70,7 @@ class Verdict:
     """Speedup over the reference."""
     against_compile: Ratio | None = None
     borrowed: str = ""
-    """The PyTorch operations of the reference, if the candidate also makes all of them."""
+    """The PyTorch operations of the reference, if the candidate also runs all of them."""
     same_parameters: bool = True
     not_confined: list[str] = field(default_factory=list)
     """The restrictions that this machine cannot enforce on the candidate."""
@@ -86,14 +86,14 @@ class Options:
 
     device: str
     least: float = 1.0
-    """Speedup that is asked for."""
+    """Required speedup."""
     seconds: float = 10.0
     limit_s: float = 60.0
     """Seconds for one request to a process: a build, or a batch of calls."""
     compiled: bool = True
     """Whether torch.compile of the reference is timed too."""
     precision: str | None = None
-    """As a pair declares it: "tf32" where products of float32 may be in TF32, as torch's convolutions then are."""
+    """Precision, as a pair declares it: with "tf32", float32 products and convolutions may use TF32."""
 
 
 def judge(
@@ -103,10 +103,10 @@ def judge(
     done: Callable[[Verdict], None] = lambda v: None,
     nursery: Nursery | None = None,
 ) -> list[Verdict]:
-    """Return a verdict on each candidate, in their order; `done` is called with each. Raises PerfsuiteError for a bad
-    reference.
+    """Return a verdict on each candidate, in their order; `done` is called with each.
 
-    A `nursery` that is given is not closed.
+    A `nursery` that is passed in is not closed. Raises PerfsuiteError if the reference is not usable or a file is
+    missing.
     """
     refuse_where_unsupported()
     for path in candidates:
@@ -119,7 +119,7 @@ def judge(
         beside = max(1, len(os.sched_getaffinity(0)) // 2) if options.device == "cpu" else 2
         nursery = nursery or stack.enter_context(contextlib.closing(Nursery()))
         found: list[Verdict] = []
-        # Nothing is timed beside a proof, and no more processes wait for it than these.
+        # Nothing is timed while a proof runs, and only this many processes wait to be timed.
         for first in range(0, len(candidates), AT_ONCE * beside):
             some = candidates[first : first + AT_ONCE * beside]
             with ThreadPoolExecutor(beside) as pool:
@@ -136,8 +136,10 @@ def judge(
 def _prove(
     nursery: Nursery, problem: problems.Problem, varied: problems.Problem, path: Path, options: Options
 ) -> tuple[Verdict, Served | None]:
-    """Return the verdict on a candidate that is wrong, or else its process. A candidate that can take weights gets the
-    `varied` ones."""
+    """Prove a candidate. Return (its verdict, its process if it is correct).
+
+    It gets the `varied` weights if its parameters have the reference's names and shapes.
+    """
     verdict = Verdict(candidate=str(path), status=Status.NOT_EQUIVALENT)
     served: Served | None = None
     try:
@@ -165,7 +167,7 @@ def _candidate(nursery: Nursery, problem: problems.Problem, path: Path, options:
 
 
 def _time(nursery: Nursery, problem: problems.Problem, served: Served, verdict: Verdict, options: Options) -> None:
-    """Time a proven candidate beside the reference, each in its own process."""
+    """Time a proven candidate against the reference, each in its own process, and complete the verdict."""
     sides, path = {"candidate": served}, Path(verdict.candidate)
     names = ["reference", *(["compile"] if options.compiled else [])]
     try:
@@ -195,7 +197,7 @@ def _time(nursery: Nursery, problem: problems.Problem, served: Served, verdict: 
 
 
 def _rival(nursery: Nursery, problem: problems.Problem, name: str, options: Options) -> Served:
-    """Return the reference in a process of its own, compiled or not. Raises Unusable where that fails."""
+    """Start the reference in a process of its own, compiled or not. Raises Unusable if that fails."""
     limit = options.limit_s * (COMPILE_PATIENCE if name == "compile" else 1)
     try:
         return Served.start(nursery, problem, problem.path, problems.MODEL, limit, compiled=name == "compile")

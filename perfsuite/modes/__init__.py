@@ -1,4 +1,4 @@
-"""One class for each kind of run: `control_for` chooses it from pytest's options."""
+"""One class for each kind of run. `control_for` chooses it from pytest's options."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def mode_of(config: pytest.Config) -> str:
 
 
 def control_for(config: pytest.Config) -> Control:
-    """Return the run's control. Raises UsageError where the options contradict each other."""
+    """Return the object that controls the run. Raises UsageError if the options contradict each other."""
     job = load_job()
     if job is not None:
         from perfsuite.modes.worker import Worker

@@ -21,12 +21,12 @@ from perfsuite.worker_process import Lane
 
 PROCESSES = 5
 THOROUGH_PROCESSES = 1
-"""Number of processes that time rivals, too: a rival's place in the table needs no more, and each process traces it
-anew."""
+"""Number of processes that also time rivals. More are not needed to rank a rival, and each process has to trace it
+again."""
 
 
 class Accept(Whole, Paired):
-    """The accepted revision is HEAD itself: an A/A comparison, whose noise the gate judges by."""
+    """Acceptance. The code is compared with its own commit, HEAD (an A/A comparison). The gate uses its noise."""
 
     mode = history = "accept"
 
@@ -43,7 +43,7 @@ class Accept(Whole, Paired):
         if self.more:
             ids = self._may_have_more(ids, before)
             if not ids:
-                return  # a problem says why, for each
+                return  # self.problems says why, for each
         loadable = [before.revision] if before.revision and not before.dirty else []
         with revision.extracted(loadable, self.root, self.scratch / "revisions") as (trees, refused):
             self.trees = {i: tree for tree in trees.values() for i in ids}
@@ -62,8 +62,8 @@ class Accept(Whole, Paired):
         return self.arguments.get("more") == "yes"
 
     def _may_have_more(self, ids: Sequence[str], state: revision.State) -> list[str]:
-        """Return the ids whose accepted figures are of the current code. For each of the others a problem says why they
-        are not."""
+        """Return the ids whose accepted figures are of the current code. For each of the others, add a problem that
+        says why they are not."""
         if state.dirty or state.revision is None:
             why = dict.fromkeys(ids, "the current code is not committed")
         else:
@@ -77,9 +77,9 @@ class Accept(Whole, Paired):
         self.problems += [f"not accepted: {i}: {text}; accept it without --more" for i, text in why.items()]
 
     def _state(self) -> revision.State:
-        """Return git's state of the work tree. Raises BaselineError where its code could not be loaded again, unless
-        that is allowed."""
-        # Another shard's figures may wait for their commit.
+        """Return git's state of the work tree. Raises BaselineError if its code could not be loaded again, unless that
+        is allowed."""
+        # The figures of another shard may not be committed yet.
         found = revision.state(self.root, ignored=self.baselines.folder)
         allowed = self.arguments.get("dirty") == "yes"
         if found.dirty and not allowed:
@@ -100,7 +100,7 @@ class Accept(Whole, Paired):
         self.runs = kept.load(ids)
         if self.runs:
             self.progress.say(f"resuming: {sum(map(len, self.runs.values()))} measurements of an interrupted run count")
-        proven = self.prove(ids)  # also what is resumed: it says what was run
+        proven = self.prove(ids)  # also those that are resumed: a proof records what code ran
         for id in [i for i in proven if i in self.stored]:
             self.notes.append(f"{id}: the gate will compare it with stored figures: {self.stored[id]}")
 
@@ -116,7 +116,7 @@ class Accept(Whole, Paired):
             self.keep(id, Failure(status=Status.NOT_TIMED, message=text))
 
     def _begin_early(self, ids: Collection[str], busy: Sequence[Lane]) -> None:
-        """Do nothing: an acceptance proves against the truth, which takes the memory in which others would prepare."""
+        """Do nothing: here proofs need the truth, and with it the memory in which other processes would prepare."""
 
     def _accept_task(self, id: str) -> Task:
         """Return the task that times a workload in its next process."""

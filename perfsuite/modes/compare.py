@@ -11,7 +11,7 @@ from perfsuite.tasks import Failure
 
 
 class Compare(Whole, Paired):
-    """The work tree against a revision."""
+    """Comparison of the work tree with another revision."""
 
     mode = "compare"
 

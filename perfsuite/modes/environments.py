@@ -32,12 +32,12 @@ from perfsuite.workers import Workers, pytest_arguments
 
 
 class _StoppedError(Exception):
-    """The processes of one environment are ended because those of the other were."""
+    """Ends the processes of one environment because those of the other have ended."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Environment:
-    """One of the two, as its processes are started."""
+    """One of the two environments, with what starts its processes."""
 
     lane: Lane
     workers: Workers
@@ -46,7 +46,7 @@ class _Environment:
 
 
 class Environments(Whole):
-    """The first environment is the one that runs pytest."""
+    """Comparison of two environments. The first is the one that runs pytest."""
 
     mode = "environments"
     found: Comparison | None = None
@@ -99,8 +99,8 @@ class Environments(Whole):
         return [i for i in ids if i not in several]
 
     def _not_collected(self, ids: Sequence[str], there: Interpreter) -> dict[str, Compared]:
-        """Return what is said of the workloads of modules that the other environment cannot import: each would end the
-        process that collects it beside others."""
+        """Return the results of workloads whose modules the other environment cannot import. Such a module would end a
+        process that collects it together with others."""
         module = {i: i.partition("::")[0] for i in ids}
         why = collection.failures(there, dict.fromkeys(module.values()), pytest_arguments(self.config), self.root)
         return {
@@ -112,10 +112,12 @@ class Environments(Whole):
     def _proven(
         self, ids: Sequence[str], both: Sequence[_Environment]
     ) -> tuple[list[dict[str, Proof]], dict[str, Compared]]:
-        """Prove all in each environment, which also compiles what each compiles. Return each one's proofs, and what is
-        not proven in both."""
+        """Prove the workloads in each environment, which also compiles their code there.
+
+        Return (the proofs of each environment, the results of workloads that are not proven in both).
+        """
         outcomes: list[dict[str, Outcome]] = []
-        seeds = {i: secrets.randbits(31) for i in ids}  # the time of some depends on the values drawn
+        seeds = {i: secrets.randbits(31) for i in ids}  # equal in both: the time of some workloads depends on values
         for one in both:
             tasks = [
                 Task(id=i, kind=PROVE, limit_s=self._limit_s(i), seed=seeds[i], reference=0, thorough=False)
@@ -132,7 +134,7 @@ class Environments(Whole):
     def _timed(
         self, ids: Sequence[str], both: Sequence[_Environment], proofs: Sequence[Mapping[str, Proof]], number: int
     ) -> dict[str, tuple[Measurement, Measurement] | Compared]:
-        """Time these in one further pair of processes."""
+        """Time these workloads in one further pair of processes."""
         self.progress.expect(f"{units.count(len(ids), 'workload')} in turns, pair {number + 1}", len(ids))
         with socket_folder() as folder:
             places = {id: f"{folder}/{n}" for n, id in enumerate(ids)}
@@ -158,7 +160,7 @@ class Environments(Whole):
 
             def ended(id: str, outcome: Outcome) -> None:
                 abandon(id, outcome)
-                if outcome is not NEVER_REACHED:  # the run is interrupted
+                if outcome is not NEVER_REACHED:  # NEVER_REACHED: the run was interrupted
                     self.progress.ended(id, "failed" if isinstance(outcome, Failure) else "timed")
 
             stop = threading.Event()
@@ -201,7 +203,7 @@ def _outcomes(
     ended: Callable[[str, Outcome], None] = lambda id, outcome: None,
     stop: threading.Event | None = None,
 ) -> dict[str, Outcome]:
-    """Do the tasks and return their outcomes, NEVER_REACHED for a task that has none. `ended` is called with each."""
+    """Do the tasks and return their outcomes, NEVER_REACHED for a task that has none. Call `ended` with each."""
     found: dict[str, Outcome] = {}
 
     def check(busy: Sequence[Lane]) -> None:
@@ -222,14 +224,14 @@ def _outcomes(
 
 
 def _failed(id: str, outcome: Outcome, where: str) -> Compared:
-    """Return what is said of a workload that failed in one environment."""
+    """Return the result of a workload that failed in one environment."""
     failure = outcome if isinstance(outcome, Failure) else NEVER_REACHED
     change = Change.UNEQUAL if failure.status is Status.NOT_EQUIVALENT else Change.UNTIMED
     return Compared(id=id, change=change, message=f"{where}, {failure.message}")
 
 
 def _unproven(id: str, here: Outcome, there: Outcome) -> Compared:
-    """Return what is said of a workload that is not proven in both environments."""
+    """Return the result of a workload that is not proven in both environments."""
     sides = {"here": here, "there": there}
     failed = [_failed(id, outcome, where) for where, outcome in sides.items() if not isinstance(outcome, Proof)]
     messages = [one.message for one in failed]
@@ -240,7 +242,7 @@ def _unproven(id: str, here: Outcome, there: Outcome) -> Compared:
 
 
 def _together(id: str, here: Outcome, there: Outcome) -> tuple[Measurement, Measurement] | Compared:
-    """Return both measurements of a workload, or why there are none."""
+    """Return both measurements of a workload, or a result that says why they are missing."""
     if isinstance(here, Measurement) and isinstance(there, Measurement):
         if here.clock == there.clock:
             return here, there
@@ -248,7 +250,7 @@ def _together(id: str, here: Outcome, there: Outcome) -> tuple[Measurement, Meas
         return Compared(id=id, change=Change.UNTIMED, message=text)
     sides = {"here": here, "there": there}
     failures = {where: o for where, o in sides.items() if not isinstance(o, Measurement)}
-    # If one ends, the other only says so.
+    # If one process ends, the other one only reports that.
     own = {w: o for w, o in failures.items() if not (isinstance(o, Failure) and alternation.ENDED in o.message)}
     where, outcome = next(iter((own or failures).items()))
     return _failed(id, outcome, where)

@@ -28,7 +28,7 @@ AS_ACCEPTED = (Status.PASS, Status.IMPROVED)
 
 
 class Gate(Paired):
-    """Everything is measured when the first item asks, and each item then gets its verdict."""
+    """The gate. All workloads are measured when the first item runs; then each item gets its verdict."""
 
     mode = history = "gate"
     words = "the accepted revision"
@@ -49,7 +49,7 @@ class Gate(Paired):
             known = {*self.known, *self.entries}
             self.waivers = waivers.load(self.baselines.folder / "waivers.toml", today=date.today(), known_ids=known)
         except PerfsuiteError as error:
-            self.problems.append(str(error))  # for the report, which is written all the same
+            self.problems.append(str(error))  # for the report, which is still written
             raise pytest.UsageError(str(error)) from None
         self.wrong_machine, notes = self.baselines.compared()
         self.notes += notes
@@ -132,8 +132,8 @@ class Gate(Paired):
         return verdicts
 
     def _slowed_references(self, ids: Collection[str]) -> dict[str, Verdict]:
-        """Return NOT_TIMED for each workload whose reference became slower since it was accepted, but only when it runs
-        beside the optimized side."""
+        """Return NOT_TIMED for each workload whose reference became slower since it was accepted, but only in a process
+        with the optimized side."""
         accepted = {i: self.entries[i].seconds_of(REFERENCE) for i in ids}
         moved = [i for i, seconds in accepted.items() if alone.has_moved(self.runs.get(i, ()), seconds)]
         why = references.slowed(self, moved, sparse=True)
@@ -167,8 +167,8 @@ class Gate(Paired):
         return {i: changed.verdict(i, self.entries[i], self.found.unchanged[i]) for i in ids}
 
     def prove_task(self, id: str) -> Task:
-        """Return the task that proves a workload. Where only sources differ and the device clock decides, it first
-        traces whether the device gets the same work."""
+        """Return the task that proves a workload. If only sources differ and the device clock decides, the task
+        first traces whether the device gets the same work."""
         task, sources = super().prove_task(id), self.found.sources.get(id)
         return replace(task, launched=changed.launched(self.entries[id]), changed=tuple(sources)) if sources else task
 
@@ -188,8 +188,8 @@ class Gate(Paired):
         return self._unchanged(same)
 
     def _revisions(self, ids: Sequence[str]) -> dict[str, str]:
-        """Return the revision at which each workload was accepted. Where there is none to load, `stored` gets the
-        reason."""
+        """Return the revision at which each workload was accepted. If it cannot be loaded, put the reason in `stored`
+        instead."""
         wanted: dict[str, str] = {}
         for id in ids:
             entry = self.entries[id]
@@ -202,7 +202,7 @@ class Gate(Paired):
         return wanted
 
     def _without_baseline(self, ids: Sequence[str]) -> dict[str, Verdict]:
-        """Run one process for each workload, to show its figures; without a baseline it is red all the same."""
+        """Run one process for each workload, to show its figures. Without a baseline, its verdict is red anyway."""
         tasks = [
             Task(
                 id=i, limit_s=self.items[i].pair.time_limit, proof=self.proofs[i], reference=FEW_BLOCKS, thorough=False

@@ -11,7 +11,7 @@ from perfsuite.errors import PerfsuiteError
 
 
 class List(Control):
-    """No item is run."""
+    """The run of `perfsuite list`. It runs no item."""
 
     mode = "list"
 

@@ -1,5 +1,5 @@
-"""Logic that the gate and `compare` share: two revisions of the optimized side, timed in processes until each workload
-is decided."""
+"""Shared logic of the gate, `accept` and `compare`: time two revisions of the optimized side, in one process after
+another, until each workload is decided."""
 
 from __future__ import annotations
 
@@ -29,23 +29,27 @@ from perfsuite.tasks import PROVE, Failure, Task
 from perfsuite.worker_process import Lane
 
 SAMPLE_SHARE = 4
-"""One workload in four always runs a second process: that shows whether this run is noisier than the accepted one."""
+"""One workload in SAMPLE_SHARE always runs a second process, to show whether this run is noisier than at acceptance."""
 MOST_PROCESSES = 2 * stages.LOOKS[-1]
-"""Upper bound of the processes of a workload; the rule decides before it."""
+"""Upper limit on the processes of a workload. The rule normally decides earlier."""
 AT_ONCE, MOST_AT_ONCE = 2, 6
-"""On a GPU, at least AT_ONCE further processes are requested once two have not decided a workload. They prepare at the
-same time, which usually saves more than an unnecessary last process costs: up to MOST_AT_ONCE of a workload that
-prepares for long."""
+"""On a GPU, at least AT_ONCE further processes are requested once two have not decided a workload, and up to
+MOST_AT_ONCE if it takes long to prepare. They prepare at the same time, which usually saves more than an unnecessary
+last process costs."""
 SLOW_PROCESS_S = 5.0
-"""Seconds of a workload's last process from which it is slow to prepare, so that a missing process costs more than an
-unnecessary one."""
+"""A workload is slow to prepare if its last process took at least this many seconds. Then one process too few costs
+more than one too many."""
 EARLY_SHARE = 8
-"""While all proofs run, one core in eight prepares workloads to be timed: those that are timed first take longest."""
+"""While all cores prove, one in EARLY_SHARE prepares workloads to be timed. Those that are timed first take longest."""
 OUT_OF_MEMORY, RAISES = "runs out of device memory", "the accepted side raises"
 
 
 class Paired(Control):
-    """`trees` has the revision that each workload is compared with; `stored` why there is none for the others."""
+    """Base class of the runs that compare two revisions.
+
+    `trees` has the revision with which each workload is compared, and `stored` the reason why it cannot be loaded for
+    the others.
+    """
 
     def __init__(self, config: pytest.Config) -> None:
         super().__init__(config)
@@ -54,35 +58,35 @@ class Paired(Control):
         self.same_code: set[str] = set()
         """Workloads whose current side provably runs the other revision's code."""
         self.full: set[str] = set()
-        """Workloads whose promise is in doubt, so that the next process samples the reference more."""
+        """Workloads whose promise is in doubt, so that the next process times the reference in more blocks."""
         self.seeds: dict[str, int] = {}
         """The seed of each workload's inputs: the proof and the processes that time it draw the same ones."""
         self.one_sided: set[str] = set()
         """Workloads that were proven without the other side, because both have the same code."""
         self.crowded: set[str] = set()
-        """Workloads that lacked memory beside others."""
+        """Workloads that ran out of device memory while other processes held some."""
         self.alone = False
-        """Whether no process prepares beside another."""
+        """Whether only one process prepares at a time."""
 
     @functools.cached_property
     def suite(self) -> Suite:
-        """Noise of everything that is accepted."""
+        """Noise of all accepted workloads."""
         return suite_noise(self.entries)
 
     def prove(self, ids: Collection[str]) -> list[str]:
-        """Prove both sides of each on all cores, which also compiles their code. Return the ids that go on."""
+        """Prove both sides of each workload on all cores, which also compiles their code. Return the ids not failed."""
         with sharing.proving(lane.lock for lane in self.timing_lanes(())):
             self._prove(ids, ahead=list(ids))
             unloaded = [i for i in ids if i in self.proofs and self.proofs[i].unloaded]
             for id in unloaded:
                 self.without_revision(id, self.proofs.pop(id).unloaded)
-            # Prove in processes that have not imported the other revision: it may have changed what the current side
-            # calls.
+            # Prove these in processes that have not imported the other revision: it may have changed what the current
+            # side calls.
             self._prove([i for i in unloaded if i not in self.failures])
         return [i for i in ids if i not in self.failures]
 
     def _prove(self, ids: Collection[str], ahead: Sequence[str] = ()) -> None:
-        """Prove these, and start processes that will time `ahead` meanwhile."""
+        """Prove these workloads. Meanwhile, start processes that will time those of `ahead`."""
         if not ids:
             return
         tasks = [self.prove_task(i) for i in ids]
@@ -93,7 +97,7 @@ class Paired(Control):
         if not crowded:
             return
         self.workers.close()  # they hold memory
-        for task in crowded:  # beside others there was too little
+        for task in crowded:  # there was too little while others held some
             del self.failures[task.id]
         for _ in self.work(crowded):
             pass
@@ -106,8 +110,8 @@ class Paired(Control):
     def _begin_early(self, ids: Collection[str], busy: Sequence[Lane]) -> None:
         """Let the workloads that are timed first prepare while proofs run. They get their proofs as these end.
 
-        So many prepare at the same time as there are lanes without a `busy` process that proves, but at least one for
-        EARLY_SHARE cores. Those that have prepared wait, and others follow.
+        The number that prepare at the same time is the number of lanes without a `busy` process that proves, but at
+        least one for each EARLY_SHARE cores. Those that have prepared wait, and others follow.
         """
         needed = self._needed(ids)
         timed = [Task(id=i, accepted=self._tree(i)) for i in ids if self._tree(i) for _ in range(needed.get(i, 1))]
@@ -127,7 +131,7 @@ class Paired(Control):
         return proof is not None and not proof.unloaded and not proof.same_launches and id not in self.failures
 
     def _may_begin(self, id: str) -> bool:
-        """Return whether the workload is proven, or its proof is awaited."""
+        """Return whether the workload is proven or, while its proof has not ended, is accepted."""
         if id in self.proofs or id in self.failures:
             return self._is_proven(id)
         return self.entry(id) is not None
@@ -162,8 +166,10 @@ class Paired(Control):
         )
 
     def reference(self, id: str, *, first: bool) -> int | None:
-        """Return how many blocks the reference joins: all (None) or more where its promise is in doubt, else few or
-        none."""
+        """Return the number of blocks in which the reference is timed; None for all.
+
+        These are all blocks if no other revision is loaded, more if the promise is in doubt, otherwise few or none.
+        """
         entry = self.entry(id)
         if id in self.stored:
             return None
@@ -174,7 +180,7 @@ class Paired(Control):
         return planning.reference_blocks(entry, self.promises(id).speedup) if entry else planning.FEW_BLOCKS
 
     def blocks(self, id: str) -> int | None:
-        """Return how many blocks a process has; None for as many as usual."""
+        """Return the number of blocks of a process; None for the usual number."""
         entry = self.entry(id)
         if entry is None or id in self.stored:
             return None
@@ -184,7 +190,7 @@ class Paired(Control):
         return self.margin(id) or estimates.margin_of(entry, self.suite, selected=max(1, len(self.items)))
 
     def decide(self, ids: Collection[str]) -> dict[str, Verdict]:
-        """Time them process by process until the rule has decided each."""
+        """Time the workloads, one process after another, until the rule has decided each. Return their verdicts."""
         needed = self._needed(ids)
         sample = self._sample(ids)
         needed |= dict.fromkeys(sample - needed.keys(), 2)
@@ -215,7 +221,7 @@ class Paired(Control):
         return answers
 
     def _time(self, left: Mapping[str, Open], sample: Collection[str]) -> None:
-        """Time each in as many processes as its answer asks for, and in those that the rule requests after them."""
+        """Time each workload in as many processes as its answer asks for, then in those that the rule requests."""
         due = {id: answer.processes for id, answer in left.items()}
 
         def further(id: str) -> list[Task]:
@@ -238,7 +244,7 @@ class Paired(Control):
         raised = [i for i in self.one_sided.intersection(left) if self._has_failed(i, RAISES)]
         self.crowded |= {i for i in left if self._has_failed(i, OUT_OF_MEMORY)}
         for id in several.intersection(self.failures):
-            self.runs.pop(id, None)  # it may have been the first process that failed, which measures more
+            self.runs.pop(id, None)  # the process that failed may be the first one, which measures more
         self._prove_again(raised)
         if apart := self.crowded.intersection(left):
             for id in apart:
@@ -249,8 +255,8 @@ class Paired(Control):
             self.alone = False
 
     def _prove_again(self, ids: Collection[str]) -> None:
-        """Prove workloads whose accepted side raises. For the accepted code, it was not checked whether two imports of
-        it can run in one process."""
+        """Prove again the workloads whose accepted side raises. Their first proof left that side out, so it did not
+        check whether two imports of the code can run in one process."""
         self.same_code.difference_update(ids)
         self.one_sided.difference_update(ids)
         for id in ids:
@@ -262,8 +268,8 @@ class Paired(Control):
         return id in self.failures and why in self.failures[id].message
 
     def _requested(self, id: str, answer: Open) -> int:
-        """Return how many further processes of an undecided workload are started: on a GPU as many as it will likely
-        need."""
+        """Return how many further processes of an undecided workload are started. On a GPU, it is as many as will
+        probably be needed."""
         if self.device != "cuda":
             return answer.processes
         done = len(self.runs[id])
@@ -298,7 +304,7 @@ class Paired(Control):
                     again = [replace(self._time_task(i, first=True), accepted=tree, reference=0) for i in small]
                     self._do([task for task in again for _ in range(stages.RED_PROCESSES)])
             twice = self.runs
-        except RevisionError:  # the verdict stands as it is
+        except RevisionError:  # the verdicts stay as they are
             return {}
         finally:
             self.runs = measured
@@ -311,8 +317,8 @@ class Paired(Control):
         }
 
     def timing_lanes(self, tasks: Sequence[Task]) -> list[Lane]:
-        """Return the lanes for timing. On a GPU, several processes prepare beside each other as far as the accepted
-        peaks fit into its memory."""
+        """Return the lanes for timing. On a GPU, several processes prepare at the same time, as many as fit into
+        its memory by their accepted peaks."""
         if self.device != "cuda" or self.alone:
             return super().timing_lanes(tasks)
         entries = [self.entries.get(task.id) for task in tasks]
@@ -325,8 +331,8 @@ class Paired(Control):
     def _sample(self, ids: Collection[str]) -> set[str]:
         """Draw the sample at random from the workloads whose code differs.
 
-        If these are too few to show how noisy this run is, workloads with the accepted code join them, as if theirs
-        differed.
+        If these are too few to show how noisy this run is, workloads with the accepted code are added, and treated as
+        if their code differed.
         """
         others = [i for i in ids if i not in self.same_code]
         sample = self._drawn(others, sample_size(len(others)))
@@ -337,8 +343,10 @@ class Paired(Control):
         return sample | same
 
     def _needed(self, ids: Collection[str]) -> dict[str, int]:
-        """Return how many processes the workloads run before the rule decides for the first time, where this is
-        certain: for all whose code differs, where they are so few that any sample has them."""
+        """Return the number of processes that each workload runs before the rule first decides, where this is certain.
+
+        It is certain for the workloads whose code differs, if they are few enough that the sample contains all of them.
+        """
         others = [i for i in ids if i not in self.same_code]
         return {i: self._first_processes(i) for i in others} if sample_size(len(others)) == len(others) else {}
 
@@ -357,19 +365,19 @@ class Paired(Control):
         return self.durations.of(Task(id=id)) >= SLOW_PROCESS_S
 
     def _drawn(self, ids: Collection[str], size: int) -> set[str]:
-        """Return `size` of the ids at random, or all of them; where they are many, from the half that takes least
-        time."""
+        """Return `size` of the ids at random, or all if there are no more. If there are many, draw from the half that
+        takes the least time."""
         cheap = sorted(ids, key=lambda i: self.expected_s(Task(id=i)))[: max(size, math.ceil(len(ids) / 2))]
         return set(random.SystemRandom().sample(cheap, max(0, min(size, len(cheap)))))
 
     def _time_tasks(self, id: str, processes: int) -> list[Task]:
-        """Return the next processes of a workload. Only its first one times calls on new values, and samples the
-        reference where that is enough."""
+        """Return the tasks of the next processes of a workload. Only its first process times calls on new values, and
+        samples the reference if that is enough."""
         first = id not in self.runs
         return [self._time_task(id, first=first and n == 0, number=n) for n in range(processes)]
 
     def _time_task(self, id: str, *, first: bool, number: int = 0) -> Task:
-        """Return the task of one process, the given `number` of those that begin together."""
+        """Return the task of one process. `number` is its index among those that begin together."""
         reference, entry = self.reference(id, first=first), self.entry(id)
         if reference is not None and entry and id not in self.runs and number < self._doubtful_processes(id, entry):
             reference = planning.more_reference_blocks(entry)
@@ -385,14 +393,14 @@ class Paired(Control):
         )
 
     def _doubtful_processes(self, id: str, entry: Entry) -> int:
-        """Return how many processes have to sample the reference in full, because few samples would leave the promise
-        in doubt."""
+        """Return how many processes have to time the reference in more blocks, because few samples would leave the
+        promise in doubt."""
         noise, slow = self.suite.of(entry.clock).ratio, self._is_slow_to_prepare(id)
         promised, first = self.promises(id).speedup, self._first_processes(id)
         return planning.doubtful_processes(entry, promised, noise, first=first, slow_to_prepare=slow)
 
     def _tree(self, id: str) -> Tree | None:
-        """Return the tree of the revision that joins the current one."""
+        """Return the tree of the other revision, or None if the workload is not timed against one."""
         return None if id in self.stored else self.trees.get(id)
 
     def _subject(self, id: str, *, sampled: bool) -> Subject:
@@ -416,28 +424,31 @@ class Paired(Control):
         return None
 
     def promises(self, id: str) -> PromiseRecord:
-        """Return the promises that this mode holds."""
+        """Return the promises that this mode checks."""
         return PromiseRecord()
 
     def undecided(self, id: str, answer: Open) -> Verdict:
-        """Return the verdict on a workload that the rule has not decided after as many processes as any may have."""
+        """Return the verdict on a workload that the rule has not decided after MOST_PROCESSES processes."""
         return failed(
             id, Failure(status=Status.NOISY, message=f"not decided after {MOST_PROCESSES} processes: {answer.reason}")
         )
 
     def unmeasured(self, id: str, reason: str) -> Verdict:
-        """Return the verdict on a workload of which nothing is known."""
+        """Return the verdict on a workload that was not measured."""
         return failed(id, Failure(status=Status.UNMEASURED, message=reason))
 
 
 def sample_size(workloads: int) -> int:
-    """Return how many of this many workloads always run a second process: a quarter, and as many as a factor for the
-    run needs; fewer can only show their own noise."""
+    """Return how many of this many workloads always run a second process.
+
+    It is a quarter of them, but at least INFLATION_WORKLOADS (or all if there are fewer), because the estimate of the
+    run's noise needs that number.
+    """
     return max(math.ceil(workloads / SAMPLE_SHARE), min(workloads, INFLATION_WORKLOADS))
 
 
 def _at_once(last: Measurement) -> int:
-    """Return the fewest further processes that are requested: as many as could be timed while one prepares."""
+    """Return the fewest further processes to request: as many as can be timed while one prepares."""
     prepared = last.phases.get("warm-up", 0.0)
     alone = last.seconds - prepared
     return max(AT_ONCE, min(MOST_AT_ONCE, math.ceil(prepared / alone))) if alone > 0 else AT_ONCE

@@ -15,15 +15,15 @@ from perfsuite.speed import Result, SpeedItem
 from perfsuite.tasks import NEVER_REACHED, Outcome, Task
 
 BLOCKS = 8
-"""Blocks of a process: half as many as when a baseline is accepted, since a figure is shown and no slowdown of 1% is
-looked for."""
+"""Number of blocks of a process: half of the number at acceptance, since this run shows a figure and need not detect a
+slowdown of 1%."""
 ONE_PROCESS = (Status.PASS, Status.NOISY)
-"""Verdicts that are neither red nor shown: one process can break a promise but not confirm one, and PASS would read as
-the gate's."""
+"""Verdicts that are neither red nor shown. One process can show that a promise is broken, but cannot confirm one. PASS
+would look like a verdict of the gate."""
 
 
 class Plain(Proofs):
-    """The workloads are streamed: each item waits for its own measurement."""
+    """Measurement without a baseline. Each item waits for the measurement of its own workload only."""
 
     history = "pytest"
 

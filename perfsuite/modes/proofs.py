@@ -1,6 +1,6 @@
-"""Correctness items in worker processes: a fault, a crash or a hang costs one proof and not the run.
+"""Run correctness items in worker processes: a fault, a crash or a hang then costs one proof and not the run.
 
-Under xdist this holds for faults of the GPU only.
+Under xdist this holds only for GPU faults.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from perfsuite.control import Control
 from perfsuite.tasks import ITEMS, Failure, Outcome, Reported, Task
 
 ITEM_LIMIT_S = 600.0
-"""Seconds added to the pair's own limit. They stop an item without a pair, and a proof that Python cannot
+"""Seconds that are added to the pair's own limit. The sum limits an item without a pair, and a proof that Python cannot
 interrupt."""
 GRACE_S = 60.0
 """Seconds beyond the pair's own limit for a side that is called alone on one draw."""
@@ -26,7 +26,7 @@ AUTO, ALWAYS = "auto", "always"
 
 
 class Proofs(Control):
-    """The items of `isolated` are done by workers, on all cores; pytest gets their reports in its own order.
+    """Workers run the items of `isolated` on all cores; pytest gets their reports in its own order.
 
     Under xdist, each of its processes runs its own proofs. After a GPU fault in such a process, perfsuite's workers run
     the faulting proof and all later ones of that process.
@@ -107,7 +107,7 @@ class Proofs(Control):
         return True
 
     def _here(self, item: pytest.Item, nextitem: pytest.Item | None) -> list[Any]:
-        """Return the reports of an item that xdist's process does itself; none where a worker is to do it."""
+        """Run an item in this xdist process and return its reports. Return none if a worker has to run it."""
         if self._by_worker:
             return []
         reports = runtestprotocol(item, log=False, nextitem=nextitem)
@@ -115,7 +115,7 @@ class Proofs(Control):
             faults.check()
         except faults.DeviceFault:
             self._lost = True
-            # The next item of this process may be of another module. What a fixture does on the GPU fails now.
+            # Tear down every fixture, since the next item may be of another module. Fixtures that use the GPU fail now.
             with contextlib.suppress(Exception):
                 item.session._setupstate.teardown_exact(None)
             return []
@@ -132,7 +132,7 @@ class Proofs(Control):
                 break
             self._ended[found[0]] = found[1]
         if len(self._ended) == len(self.isolated):
-            self._proofs.close()  # nothing may run beside what is timed
+            self._proofs.close()  # nothing else may run while workloads are timed
         outcome = self._ended.get(item.nodeid)
         if isinstance(outcome, Failure) and outcome.crowded:
             self._ended |= dict(self._proofs)  # once the other processes have ended, the memory is free
@@ -140,7 +140,7 @@ class Proofs(Control):
         return self._settled(item, outcome)
 
     def _settled(self, item: Any, outcome: Outcome | None) -> Outcome | None:
-        """Return the outcome of a proof; where its process ended while it was at a draw, with the side to blame."""
+        """Return the outcome of a proof. If its process ended during a draw, find out which side is to blame."""
         if not isinstance(outcome, Failure) or not outcome.case:
             return outcome
         from perfsuite.isolation import Blame
@@ -174,7 +174,7 @@ class Proofs(Control):
 
 
 def _message(item: Any, failure: Failure | None) -> str:
-    """Return why the item has no report; only a proof's failure has a draw."""
+    """Return the message for an item that has no report. Only the failure of a proof has a draw."""
     if failure is None:
         return f"{item.name}: its process never reached it"
     pair = getattr(item, "pair", None)

@@ -1,4 +1,4 @@
-"""Time each side apart from the other: references where no optimized side has run, those where no test is running."""
+"""Time references where no optimized side has run, and optimized sides where no test is running."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from perfsuite.worker_process import Lane, devices_of
 
 
 def slowed(run: Paired, ids: Collection[str], *, sparse: bool = False, outside: bool = False) -> dict[str, str]:
-    """Return the workloads whose references the optimized side slows, each with what is wrong. With `outside`, include
-    those whose optimized side is slower where no test is running.
+    """Return workload → message, for workloads whose optimized side slows the reference. With `outside`, include those
+    whose optimized side is slower where no test is running.
 
-    A reference that cannot be timed alone is a note of the run. With `sparse`, references that joined few blocks count,
-    too.
+    If a reference cannot be timed alone, add a note to the run. With `sparse`, also check references that were timed in
+    only a few blocks.
     """
     found: dict[str, list[Alone]] = {
         i: [] for i in ids if alone.beside_s(run.runs.get(i, ()), sparse=sparse) is not None
     }
 
     again: dict[str, list[Measurement]] = {i: [] for i in found}
-    """Further measurements of those that are suspected, beside the optimized side."""
+    """Further measurements of the suspected workloads, together with the optimized side."""
 
     def why(id: str) -> str:
         runs, times = [*run.runs[id], *again[id]], found[id]
@@ -55,8 +55,8 @@ def slowed(run: Paired, ids: Collection[str], *, sparse: bool = False, outside: 
 
 
 def _beside(run: Paired, id: str, outside: bool) -> Task:
-    """Return the task that times both sides once more, the reference in full; with `outside` on the other clock,
-    too."""
+    """Return the task that times both sides once more, the reference in all blocks; with `outside`, also on the other
+    clock."""
     return Task(id=id, limit_s=run.items[id].pair.time_limit, proof=run.proofs.get(id), thorough=outside)
 
 
@@ -67,14 +67,14 @@ def _task(run: Paired, id: str, outside: bool) -> Task:
 
 
 def _done(run: Paired, tasks: Sequence[Task], *, absent: bool = False) -> Iterator[tuple[str, Outcome]]:
-    """Do the tasks and yield their outcomes; the run keeps none. With `absent`, no optimized side is there."""
+    """Do the tasks and yield their outcomes, which the run does not keep. With `absent`, no optimized side can run."""
     for part in run.parts(tasks):
         lanes = run.lanes_for(part)
         yield from run.workers.run(part, _without_optimized(run, devices_of(lanes)) if absent else lanes)
 
 
 def _without_optimized(run: Paired, lanes: Sequence[Lane]) -> Sequence[Lane]:
-    """Return these lanes, for processes that run nothing that only an optimized side needs."""
+    """Return these lanes, for processes in which no file runs that only an optimized side needs."""
     pairs = {item.pair.name: item for item in run.known.values()}.values()
     sides = [(module_of(as_side(i.pair.optimized)), module_of(as_side(i.pair.reference))) for i in pairs]
     modules = [m.obj for i in pairs if (m := i.getparent(pytest.Module)) is not None]

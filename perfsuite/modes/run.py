@@ -16,10 +16,10 @@ from perfsuite.tasks import ITEMS, Task
 
 
 class Run(Plain):
-    """Timed items go first, while the machine is quiet; a pair whose proof fails afterwards loses its figures.
+    """Timed items go first, while the machine is quiet. A pair whose proof fails afterwards loses its figures.
 
-    Compiling every kernel for another device is left to `pytest -m correctness`: it proves nothing of this machine,
-    and takes a quarter of the proofs' time.
+    Only `pytest -m correctness` compiles every kernel for another device: that proves nothing about this machine, and
+    takes a quarter of the proofs' time.
     """
 
     mode = history = "run"
@@ -43,8 +43,8 @@ class Run(Plain):
         self.announce(tasks, self.item_tasks())
 
     def expected_s(self, task: Task) -> float:
-        """Return the estimated seconds of the task. A pair whose workload took long has long proofs, too, which begin
-        first so that no core is idle at the end."""
+        """Return the estimated seconds of the task. A pair whose workload took long also has long proofs. These begin
+        first, so that no core is idle at the end."""
         if task.kind != ITEMS or self.durations.has(task):
             return super().expected_s(task)
         timed = [m.seconds for i, runs in self.runs.items() if i.rpartition("::")[0] == task.group for m in runs]
@@ -52,8 +52,8 @@ class Run(Plain):
 
 
 def _turn(item: pytest.Item) -> int:
-    """Return the sort key of an item: timed items first, and of these last the ones that compile, which may take a
-    minute, so that the first figure comes soon."""
+    """Return the sort key of an item. Timed items come first. Of these, the ones that compile come last, so that the
+    first figure appears soon: compiling may take a minute."""
     if not isinstance(item, SpeedItem):
         return 2
     side = as_side(item.pair.optimized)

@@ -1,4 +1,4 @@
-"""A run that is one task of its own."""
+"""Base class of the runs that do one task of their own, instead of running items."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from perfsuite.errors import PerfsuiteError
 
 
 class Whole(Control, ABC):
-    """No item is run."""
+    """A run that runs no item: `whole` does its task."""
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtestloop(self, session: pytest.Session) -> object:

@@ -1,4 +1,4 @@
-"""A worker process of another run: it does its job's tasks and judges nothing."""
+"""A worker process of another run: it does the tasks of its job and gives no verdicts."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from perfsuite.worker import OBSERVED
 
 
 class Worker(Control):
-    """`pytest` on the items of a job."""
+    """The pytest run of a worker process, on the items of its job."""
 
     mode = "worker"
 
@@ -23,7 +23,7 @@ class Worker(Control):
         super().__init__(config)
         preload.read_environment()
         self.job, self.journal, self.gpu = job, Journal(job), Gpu(job.lock)
-        if self.gpu.shared:  # to import torch would disturb what another process times
+        if self.gpu.shared:  # importing torch would disturb what another process times
             self.journal.phase("", WAITS)
             self.gpu.prepare()
             self.journal.phase("", "start")
@@ -42,7 +42,7 @@ class Worker(Control):
         return True
 
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
-        """Conclude nothing: that is left to the run whose job this is."""
+        """Conclude nothing: the run that started this worker does that."""
         if (observed := self.config.stash.get(OBSERVED, None)) is not None:
             observed.close()
 
