@@ -41,10 +41,11 @@ class NotEquivalent(Exception):  # noqa: N818 - named as the verdict is
 
 
 class LeftChanged(NotEquivalent):
-    """A side leaves global state changed for later code. `words` follow the side's name in the message."""
+    """A side leaves global state changed for later code. `words` follow the side's name in the message; without them,
+    `side` is the whole message."""
 
-    def __init__(self, side: str, words: str) -> None:
-        super().__init__(f"{side} {words}")
+    def __init__(self, side: str, words: str = "") -> None:
+        super().__init__(f"{side} {words}" if words else side)
         self.words = words
 
 

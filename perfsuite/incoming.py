@@ -100,8 +100,9 @@ def drawn(
 
 
 def real_of(outputs: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    """Return the outputs that can have a gradient: tensors of real or complex numbers."""
-    tensors = {name: o for name, o in outputs.items() if isinstance(o, torch.Tensor)}
+    """Return the outputs that can have a gradient: tensors of real or complex numbers. They are sorted by name, since
+    sides may return the keys of a dictionary in different orders."""
+    tensors = {name: o for name, o in sorted(outputs.items()) if isinstance(o, torch.Tensor)}
     return {name: t for name, t in tensors.items() if t.is_floating_point() or t.is_complex()}
 
 

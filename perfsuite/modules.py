@@ -129,6 +129,7 @@ class Own:
     """Callable of the reference: calls the module that it is given."""
 
     def __init__(self, module: Any) -> None:
+        self.module = module
         self.__wrapped__ = type(module).forward  # the function by which the side's source is found
 
     def __call__(self, given: Any, *inputs: Any) -> Any:

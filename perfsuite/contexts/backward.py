@@ -88,10 +88,12 @@ def some_outputs_used(probe: Probe) -> None:
         return
 
     def way(call: Callable[..., Any], pair: Pair, values: dict[str, Any], seed: int) -> Leaves:
-        leaves, outputs, marked, weights = graph_of(call, pair, values, seed)
-        random_ = random.Random(seed)
-        some = random_.sample(range(len(outputs)), random_.randint(2, len(outputs) - 1))
-        return gradients_of(leaves, [outputs[n] for n in some], marked, [weights[n] for n in some])
+        leaves, _, marked, _ = graph_of(call, pair, values, seed)
+        real, random_ = incoming.real_of(leaves), random.Random(seed)
+        some = random_.sample(list(real), random_.randint(2, len(real) - 1))
+        used = {name: real[name] for name in some if real[name].requires_grad}  # on one side an output may need none
+        weights = incoming.for_outputs(used, seed, pair.output_dtype)
+        return gradients_of(leaves, list(used.values()), marked, weights)
 
     hold_anew(probe, way, "where only some of its outputs are used")
 
@@ -231,7 +233,7 @@ def nan_gradients(probe: Probe) -> None:
 
     def way(call: Callable[..., Any], pair: Pair, values: dict[str, Any], seed: int) -> Leaves:
         leaves, outputs, marked, weights = graph_of(call, pair, values, seed)
-        if sum(weight.numel() for weight in weights) < NAN_ELEMENTS:
+        if sum(output.numel() for output in incoming.real_of(leaves).values()) < NAN_ELEMENTS:
             raise ValueError("too few elements")
         found = gradients_of(leaves, outputs, marked, [torch.full_like(weight, math.nan) for weight in weights])
         gradients = [g for n, g in found.items() if n.startswith("gradient of ") and isinstance(g, torch.Tensor)]
@@ -293,7 +295,7 @@ def double_backward(probe: Probe) -> None:
         return
 
     def way(call: Callable[..., Any], pair: Pair, values: dict[str, Any], seed: int) -> Leaves:
-        _, outputs, marked, weights = graph_of(call, pair, values, seed)
+        leaves, outputs, marked, weights = graph_of(call, pair, values, seed)
         given, differentiate = list(marked.values()), functools.partial(torch.autograd.grad, create_graph=True)
         first = differentiate(outputs, given, weights, allow_unused=True)
         if not all(g is None or g.requires_grad for g in first) or _refuses(first):
@@ -307,7 +309,9 @@ def double_backward(probe: Probe) -> None:
             weights = []
         named = {f"gradient of {p}": g for p, g in zip(marked, first, strict=True) if g is not None}
         again, directions = incoming.drawn(named, seed)
-        by = {**marked, **{f"incoming gradient {n}": w for n, w in enumerate(weights)}}
+        real = incoming.real_of(leaves)
+        names = [name for name, output in real.items() if output.requires_grad]
+        by = {**marked, **{f"incoming gradient of {n}": w for n, w in zip(names, weights, strict=bool(weights))}}
         second: Any = [None] * len(by)
         if again:
             second = torch.autograd.grad(again, list(by.values()), directions, allow_unused=True)
@@ -315,6 +319,10 @@ def double_backward(probe: Probe) -> None:
         found = {f"second derivative of {p}": g for p, g in zip(by, second, strict=True)}
         found |= {f"gradient of {p} with create_graph": g for p, g in zip(marked, first, strict=True)}
         likes = [*by.values(), *given]
+        if weights:  # an output that needs a gradient on the other side alone is a constant here
+            constants = {f"second derivative of incoming gradient of {n}": real[n] for n in real if n not in names}
+            found |= dict.fromkeys(constants)
+            likes += constants.values()
         return {n: torch.zeros_like(x) if g is None else g for (n, g), x in zip(found.items(), likes, strict=True)}
 
     eps = SECOND_EPS * eps_of(probe.pair.precision or probe.case.dtype)

@@ -25,7 +25,7 @@ def calls_reference(probe: Probe) -> None:
     function = _function(reference)
     if function is None or _function(probe.side.call) is function:
         return  # a module of the same class is declared openly, too
-    with _watched(function) as seen:
+    with _watched(function, _structure(reference, function)) as seen:
         probe.call(probe.drawn())
     if seen:
         raise probe.fault(
@@ -45,9 +45,27 @@ def _function(call: Any) -> FunctionType | None:
     return call if isinstance(call, FunctionType) else None
 
 
+def _structure(reference: Any, function: FunctionType) -> str:
+    """Return the reference's layers as text if its class belongs to torch, such as nn.Sequential, and otherwise "".
+
+    Both sides may use such a class, so that only modules with the reference's layers count as the reference.
+    """
+    module = getattr(reference, "module", modules.unwrapped(reference))
+    of_torch = function.__module__.partition(".")[0] == "torch"
+    return _layers(module) if of_torch and isinstance(module, torch.nn.Module) else ""
+
+
+def _layers(module: Any) -> str:
+    """Return `repr` of a module without the name of its class, which a subclass changes."""
+    return repr(module).partition("(")[2]
+
+
 @contextmanager
-def _watched(function: FunctionType) -> Iterator[list[str]]:
-    """Collect the places from which the function is called, in this thread and in threads started inside the block."""
+def _watched(function: FunctionType, structure: str) -> Iterator[list[str]]:
+    """Collect the places from which the function is called, in this thread and in threads started inside the block.
+
+    structure  layers of the only modules whose calls count; "": all calls count
+    """
     seen: list[str] = []
     code = function.__code__
     held = {}
@@ -57,6 +75,8 @@ def _watched(function: FunctionType) -> Iterator[list[str]]:
 
     def watch(frame: Any, event: str, argument: Any) -> None:
         if event != "call" or frame.f_code is not code or frame.f_globals is not function.__globals__:
+            return
+        if structure and _layers(frame.f_locals.get(code.co_varnames[0])) != structure:
             return
         # Functions made by one factory share their code. Their closures differ.
         if any(frame.f_locals.get(name) is not value for name, value in held.items()):

@@ -43,7 +43,7 @@ class RankTiming:
         """Tally of the errors of the optimized side's first outputs; None once they are counted."""
         self.evidence: Evidence | None = None
         self.seed: int | None = None
-        """Seed of the workload's own case."""
+        """Seed of the workload's own case; None: that of the first case to compare."""
         self.own: truths.Known | None = None
 
     def prove(self, task: Task) -> Proof:
@@ -72,6 +72,7 @@ class RankTiming:
         lacking = group.lacking(self.workload.ranks, self.device)
         if lacking:
             raise MachineError(lacking)
+        self.seed = task.proof.seed if task.proof else task.seed
         request = TimeRequest(
             module=self.module.__name__,
             path=str(self.module.__file__),
@@ -112,7 +113,7 @@ class RankTiming:
         return Judged(text="", truth_s=took)
 
     def _known(self, case: Case) -> truths.Known:
-        """Return the truth of the case. The first case counts as the workload's own, and its truth is kept."""
+        """Return the truth of the case. That of the workload's own case is kept."""
         self.seed = case.seed if self.seed is None else self.seed
         if case.seed != self.seed:
             return truths.by_replicas(self.timed, case, self.device, most=rule.FEW, gradients=False, home=self.home)

@@ -14,6 +14,7 @@ import re
 import signal
 import subprocess
 import sys
+import sysconfig
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -107,6 +108,8 @@ class Ended:
     outcome: Any
 
 
+WAITING = ("gloo", "timed out", "timeout caused", "socket timeout", "wait timeout", "closed by peer", "reset by peer")
+"""Words of errors of collectives that failed because another rank did not reach them."""
 Reply: TypeAlias = Any
 """Message of a rank: outputs, Raised, None when it is prepared for the call, or a message to `Group.converse`."""
 
@@ -394,7 +397,9 @@ def _apart(raised: dict[int, Raised], returned: list[int], ranks: int) -> str:
     if itself:
         others = [rank for rank in range(ranks) if rank not in itself]
         wait = f", while {_named(others)} {'goes' if len(others) == 1 else 'go'} on" if others else ""
-        return f"raises {raised[itself[0]]} on {_named(itself)}{wait}"
+        first = raised[itself[0]]
+        what = first.text if isinstance(first, Found) else f"raises {first}"
+        return f"{what} on {_named(itself)}{wait}"
     where = ", ".join(f"{_named([rank])} at {raised[rank].place or 'a place of torch'}" for rank in waiting)
     end = f", while {_named(returned)} returned" if returned else ": they wait for different ones"
     return f"waits in vain for the other ranks in a collective, {where}{end}"
@@ -406,17 +411,22 @@ def _named(ranks: list[int]) -> str:
 
 def _is_of_waiting(raised: Raised) -> bool:
     """Return whether the error looks like a collective that failed because another rank did not reach it."""
-    words = ("timed out", "timeout", "connection closed", "connection reset", "peer")
-    return any(word in raised.text.lower() for word in words)
+    return raised.kind.startswith("Dist") or any(word in raised.text.lower() for word in WAITING)
 
 
 def _place(stack: Path) -> str:
     """Return " at FILE:LINE" for the innermost line of the user's code in the stack that a rank wrote, or ""."""
     for line in stack.read_text().splitlines():
         found = re.match(r'\s+File "(.+)", line (\d+)', line)
-        if found and "site-packages" not in found[1] and str(Path(__file__).parents[1]) not in found[1]:
+        if found and not found[1].startswith("<") and not _is_library(Path(found[1])):
             return f" at {Path(found[1]).name}:{found[2]}"
     return ""
+
+
+def _is_library(path: Path) -> bool:
+    """Return whether the file belongs to Python, to an installed package or to perfsuite."""
+    folders = (sysconfig.get_path("stdlib"), Path(__file__).parents[1])
+    return "site-packages" in path.parts or any(path.is_relative_to(folder) for folder in folders)
 
 
 _groups: dict[tuple[int, str], Group] = {}

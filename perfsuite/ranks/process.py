@@ -26,7 +26,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from perfsuite import convolutions, declared, interpreter, process_state
+from perfsuite import convolutions, declared, errors, interpreter, process_state
 from perfsuite.errors import HarnessFault, LeftChanged, NotEquivalent, PerfsuiteError, first_line, users_frame
 from perfsuite.execution import Leaves
 from perfsuite.pair import Pair
@@ -58,7 +58,7 @@ def main() -> None:
             raise
         interpreter.quicken()
         connection.send(None)
-        with suppress(EOFError):
+        with suppress(EOFError, BrokenPipeError):
             while True:
                 _answer(connection, rank, ranks, device)
     os._exit(0)  # a normal exit could wait forever for ranks that no longer exist
@@ -85,8 +85,6 @@ def _answer(connection: Connection, rank: int, ranks: int, device: str) -> None:
             send(connection, call())
         else:
             send(connection, Ended(request.outcome(connection, rank, ranks, device)))
-    except EOFError:
-        raise
     except Exception as error:
         is_verdict = not calls and isinstance(error, (PerfsuiteError, NotEquivalent))
         send(connection, _verdict(error) if is_verdict else _raised(error))
@@ -95,7 +93,8 @@ def _answer(connection: Connection, rank: int, ranks: int, device: str) -> None:
 
 
 def _verdict(error: BaseException) -> Verdict:
-    return Verdict(kind=type(error).__name__, text=str(error), place="")
+    known = next(c for c in type(error).__mro__ if c.__module__ == errors.__name__)
+    return Verdict(kind=known.__name__, text=str(error), place="")
 
 
 def _raised(error: Exception) -> Raised:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import torch
 
@@ -56,7 +57,7 @@ def check(
             raise _verdict(side, f"{error}{cause}", case) from None
         except NotEquivalent as error:
             raise _verdict(side, str(error), case) from None
-    if (found := _disagreement(calls.produced)) is not None:
+    if (found := _disagreement(calls)) is not None:
         name, rank = found
         raise NotEquivalent(
             f"{pair.name}: {name} of the optimized side differs between rank 0 and rank {rank} of {pair.at_ranks}, "
@@ -93,7 +94,7 @@ def _cause(pair: Pair, case: Case, device: str, home: Path | None, calls: _Calls
 
     It depends on whether the ranks agree, and on whether the side is right if all ranks get equal parts of the inputs.
     """
-    if _disagreement(calls.produced) is not None:
+    if _disagreement(calls) is not None:
         return (
             "; the ranks' results differ, which the reference leaves equal: likely a collective is missing, or waited "
             "for too late"
@@ -136,9 +137,18 @@ def hold(
 
 
 def _check_forms(pair: Pair, produced: dict[str, list[Leaves]]) -> None:
-    """Raise NotEquivalent if an output has another shape on a rank than the reference's output on that rank."""
+    """Raise NotEquivalent if an output has another shape on a rank than the reference's output on that rank, or another
+    dtype than on rank 0 where the reference's dtypes are equal."""
     if OPTIMIZED not in produced:
         return
+    for name in produced[OPTIMIZED][0]:
+        of_reference, dtypes = (_dtypes(produced[side], name) for side in (REFERENCE, OPTIMIZED))
+        other = next((r for r, dtype in enumerate(dtypes) if dtype != dtypes[0]), None)
+        if other is not None and len(set(of_reference)) == 1:
+            raise NotEquivalent(
+                f"{pair.name}: {name} of the optimized side is {dtypes[other]} on rank {other} of {pair.at_ranks} and "
+                f"{dtypes[0]} on rank 0"
+            )
     for rank, (plain, fast) in enumerate(zip(produced[REFERENCE], produced[OPTIMIZED], strict=True)):
         for name, leaf in plain.items():
             got = fast.get(name)
@@ -149,11 +159,20 @@ def _check_forms(pair: Pair, produced: dict[str, list[Leaves]]) -> None:
                 )
 
 
-def _disagreement(produced: dict[str, list[Leaves]]) -> tuple[str, int] | None:
+def _dtypes(of_ranks: list[Leaves], name: str) -> list[Any]:
+    """Return the output's dtype on each rank, or its type if it is no tensor."""
+    leaves = [leaves.get(name) for leaves in of_ranks]
+    return [leaf.dtype if isinstance(leaf, torch.Tensor) else type(leaf) for leaf in leaves]
+
+
+def _disagreement(calls: _Calls) -> tuple[str, int] | None:
     """Return (name of an output, rank) where the optimized side's output differs from that on rank 0, although the
-    reference's outputs are equal on all ranks; None if there is none."""
-    reference, optimized = produced[REFERENCE], produced[OPTIMIZED]
+    reference's outputs are equal on all ranks; None if there is none. Outputs that ranks hold in parts are left out."""
+    reference, optimized = calls.produced[REFERENCE], calls.produced[OPTIMIZED]
+    in_parts = parts.joined(optimized, calls.truth)
     for name, leaf in reference[0].items():
+        if name in in_parts:
+            continue
         if name in optimized[0] and all(same_leaf(leaves[name], leaf) for leaves in reference):
             for rank, leaves in enumerate(optimized):
                 if name in leaves and not same_leaf(leaves[name], optimized[0][name]):

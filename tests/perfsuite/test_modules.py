@@ -11,7 +11,7 @@ from scale import FULLY, count
 from torch import nn
 
 import perfsuite
-from perfsuite import Pair, Workload, compiled, execution, floats, modules, tensor
+from perfsuite import Pair, Workload, compiled, execution, floats, modules, size, tensor
 from perfsuite import inputs as make
 from perfsuite.cases import workload_case
 from perfsuite.errors import NotEquivalent, PairError
@@ -116,6 +116,32 @@ def test_a_pair_of_modules_is_timed() -> None:
 def test_a_wrong_module_is_rejected(candidate: Any, says: str) -> None:
     with pytest.raises((NotEquivalent, PairError), match=says):
         perfsuite.check(made(candidate), examples=20, device="cpu")
+
+
+def layers() -> list[torch.nn.Module]:
+    return [torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.ReLU()), torch.nn.Linear(8, 4)]
+
+
+class OwnLast(torch.nn.Sequential):
+    """Calls its inner nn.Sequential, whose class is the reference's, too."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.linear(self[0](x), self[1].weight, self[1].bias)
+
+
+class Inherited(torch.nn.Sequential):
+    """Calls the reference's function on the reference's layers."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x)
+
+
+def test_an_inner_module_of_a_class_of_torch_is_not_the_reference() -> None:
+    shapes: dict[str, Any] = {"inputs": {"x": tensor("n", 8)}, "sizes": {"n": size(1, 9)}}
+    reference = torch.nn.Sequential(*layers())
+    perfsuite.check(Pair(reference=reference, optimized=OwnLast(*layers()), **shapes), examples=3, device="cpu")
+    with pytest.raises(NotEquivalent, match="calls the reference itself"):
+        perfsuite.check(Pair(reference=reference, optimized=Inherited(*layers()), **shapes), examples=3, device="cpu")
 
 
 class Padded(Model):

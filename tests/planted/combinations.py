@@ -158,6 +158,22 @@ def three(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     return x.sin(), x.cos(), x * x
 
 
+@honest(58, "outputs in another order of their names")
+def outputs_in_another_order(time: Time) -> Pair:
+    def named(x: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"a": x.sin(), "b": x.cos(), "c": x * x}
+
+    return differentiated(lambda x: {"c": x * x, "b": x.cos(), "a": x.sin()}, named)
+
+
+@honest(58, "an output without a gradient where the gradient is zero")
+def output_without_a_gradient(time: Time) -> Pair:
+    def rounded(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return x.exp(), x.round(), x.sin(), x.cos()
+
+    return differentiated(lambda x: (x.exp(), x.detach().round(), x.sin(), x.cos()), rounded)
+
+
 @fault(58, "two of three outputs used", "where only some of its outputs are used", stage="contexts")
 def two_outputs_used(time: Time) -> Pair:
     class Three(torch.autograd.Function):

@@ -5,8 +5,11 @@ Rank processes import this file and look the pairs up by name. In one process al
 
 from __future__ import annotations
 
+import io
 import os
+import pickle
 import signal
+import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -213,15 +216,48 @@ def writes_an_input(x: torch.Tensor) -> torch.Tensor:
     return result
 
 
-def of_rows(optimized: Callable[[torch.Tensor], torch.Tensor]) -> Pair:
+def positive(x: torch.Tensor) -> torch.Tensor:
+    """Count the positive elements of each row."""
+    return (x > 0).sum(1)
+
+
+def narrow_on_one_rank(x: torch.Tensor) -> torch.Tensor:
+    return positive(x).to(torch.int32) if dist.get_rank() == 1 else positive(x)
+
+
+def reads_an_empty_file(x: torch.Tensor) -> torch.Tensor:
+    if dist.get_world_size() > 1:
+        pickle.load(io.BytesIO())
+    return rows(x)
+
+
+def has_no_peer_access(x: torch.Tensor) -> torch.Tensor:
+    if dist.get_world_size() > 1:
+        raise RuntimeError("peer access is not supported between these two devices")
+    return rows(x)
+
+
+def waits_in_the_standard_library(x: torch.Tensor) -> torch.Tensor:
+    if dist.get_rank() == 1:
+        threading.Event().wait()
+    return rows(x)
+
+
+def of_rows(
+    optimized: Callable[[torch.Tensor], torch.Tensor], reference: Callable[[torch.Tensor], torch.Tensor] = rows
+) -> Pair:
     inputs = {"x": tensor("ranks * rows", "n", values=floats(-2, 2), by_rank=0)}
     sizes = {"n": size(1, 9), "rows": size(1, 5)}
-    return Pair(reference=rows, optimized=optimized, inputs=inputs, gradients=False, sizes=sizes, ranks=(2,))
+    return Pair(reference=reference, optimized=optimized, inputs=inputs, gradients=False, sizes=sizes, ranks=(2,))
 
 
 WRONG["all_rows"] = of_rows(all_rows)
 WRONG["wrong_on_one_rank"] = of_rows(wrong_on_one_rank)
 WRONG["writes_an_input"] = of_rows(writes_an_input)
+WRONG["narrow_on_one_rank"] = of_rows(narrow_on_one_rank, positive)
+WRONG["reads_an_empty_file"] = of_rows(reads_an_empty_file)
+WRONG["has_no_peer_access"] = of_rows(has_no_peer_access)
+WRONG["waits_in_the_standard_library"] = of_rows(waits_in_the_standard_library)
 RIGHT = {
     "in_one_bucket": pair(reduced(in_one_bucket)),
     "waited_for": pair(reduced(waited_for)),
@@ -229,4 +265,7 @@ RIGHT = {
     "sent_by_the_first_rank": pair(reduced(sent_by_the_first_rank)),
     "rows": of_rows(lambda x: x + x),
     "with_a_common_seed": pair(reduced(with_a_common_seed)),
+    "narrow": of_rows(lambda x: positive(x.clone()), positive),
+    # Parts that are equal to zero on all ranks of the reference, and not quite on one of the optimized side.
+    "nearly_zero": of_rows(lambda x: 0 * x + 1e-39 * dist.get_rank(), lambda x: 0 * x),
 }

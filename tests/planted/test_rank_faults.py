@@ -36,6 +36,10 @@ WORDS = {
     "wrong_on_one_rank": r"is wrong at \[[345], \d\].*, in the parts of 2 ranks together$",
     "writes_an_input": r"changes its input x in place, which the pair does not declare; .*mutates= \(on rank 1\)$",
     "ends_the_group": "in 2 processes sets torch.distributed's default process group to none .*one of 2.*put it back",
+    "narrow_on_one_rank": r"output of the optimized side is torch.int32 on rank 1 of 2 and torch.int64 on rank 0",
+    "reads_an_empty_file": r"raises EOFError at rank_faults.py:\d+: Ran out of input",
+    "has_no_peer_access": r"raises RuntimeError at rank_faults.py:\d+: peer access is not supported",
+    "waits_in_the_standard_library": r"hangs: rank 1 at rank_faults.py:\d+ did not return",
     "hangs_on_one_rank": r"hangs: rank 1 at rank_faults.py:\d+ did not return while rank 0 returned",
 }
 USUAL_WRONG = (

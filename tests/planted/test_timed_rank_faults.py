@@ -44,6 +44,17 @@ def test_a_call_takes_as_long_as_the_slowest_rank() -> None:
     assert all(set(counts) == {REFERENCE, OPTIMIZED} for counts in found.group.by_rank)
 
 
+@FULLY
+def test_a_setting_left_changed_is_named() -> None:
+    with (
+        group.alone(timed_rank_faults.totals["leaves_a_setting"], "cpu"),
+        pytest.raises(
+            NotEquivalent, match=r"optimized side sets torch's default dtype to torch.float64 .*; put it back"
+        ),
+    ):
+        timing("leaves_a_setting").prove(Task(id="x", kind=PROVE, seed=5, limit_s=ENDS_S))
+
+
 @pytest.mark.parametrize(
     ("name", "words"),
     [

@@ -63,6 +63,11 @@ def goes_wrong() -> Callable[[torch.Tensor], torch.Tensor]:
     return optimized
 
 
+def leaves_a_setting(x: torch.Tensor) -> torch.Tensor:
+    torch.set_default_dtype(torch.float64)
+    return total(x)
+
+
 def raises() -> None:
     raise ValueError("no gradient here")
 
@@ -75,6 +80,7 @@ SIDES = {
     "slow": slow_on_one_rank,
     "wrong": wrong_on_one_rank,
     "goes_wrong": goes_wrong(),
+    "leaves_a_setting": leaves_a_setting,
     "raises": late(raises),
     "dies": late(lambda: os.kill(os.getpid(), signal.SIGKILL)),
     "hangs": late(hangs),
