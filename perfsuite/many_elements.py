@@ -184,8 +184,13 @@ def _called(probe: Probe, side: Side, values: dict[str, Any]) -> Leaves | None:
 def _wrong(expected: torch.Tensor, got: torch.Tensor) -> int:
     """Return how many elements differ grossly; for integers, how many differ."""
     pairs = list(zip(expected.flatten().split(CHUNK), got.flatten().split(CHUNK), strict=True))
-    if not expected.is_floating_point():
+    if not (expected.is_floating_point() or expected.is_complex()):
         return sum(int((a != b).sum()) for a, b in pairs)
-    square = sum(float(a.double().nan_to_num(posinf=0.0, neginf=0.0).square().sum()) for a, _ in pairs)
+    square = sum(float(a.abs().double().nan_to_num(posinf=0.0).square().sum()) for a, _ in pairs)
     rms = math.sqrt(square / max(1, expected.numel()))
-    return sum(int(((a - b).abs() > GROSS * (a.abs() + rms)).sum() + (a.isnan() != b.isnan()).sum()) for a, b in pairs)
+
+    def differ(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        grossly = (a - b).abs() > GROSS * (a.abs() + rms)
+        return torch.where(a.isinf(), a != b, grossly | (a.isnan() != b.isnan()))
+
+    return sum(int(differ(a, b).sum()) for a, b in pairs)

@@ -109,3 +109,20 @@ def test_contexts_try_it_where_they_are_thorough() -> None:
     with pytest.raises(NotEquivalent, match=r"unsupported=\{'many_elements': 'why'\}"):
         contexts.check(pair(overflowing), CASE, "cpu", thorough=True)
     contexts.check(pair(overflowing, unsupported={"many_elements": "for short rows"}), CASE, "cpu", thorough=True)
+
+
+INF, NAN = float("inf"), float("nan")
+
+
+@pytest.mark.parametrize(
+    ("expected", "got", "count"),
+    [
+        ([1.0, INF, -INF, NAN], [1.0, INF, -INF, NAN], 0),
+        ([1.0, INF, -INF, NAN], [1.0, 0.0, INF, 0.0], 3),
+        ([1.0, 2.0], [INF, NAN], 2),
+        ([1 + 1j, 2j], [1 + 1j, -2j], 1),
+        ([1, 2, 3], [1, 2, 4], 1),
+    ],
+)
+def test_wrong_elements_are_counted(expected: list[Any], got: list[Any], count: int) -> None:
+    assert many_elements._wrong(torch.tensor(expected), torch.tensor(got)) == count
