@@ -22,4 +22,9 @@ def inplace_activation(
 
     Source: leak_cnn, technique 001.4.
     """
-    return training_loss(weights, segments, labels, class_weights, activation=torch.relu_)
+    return training_loss(weights, segments, labels, class_weights, activation=relu)
+
+
+def relu(x: torch.Tensor) -> torch.Tensor:
+    """Apply ReLU in place."""
+    return torch.relu_(x)

@@ -1,6 +1,7 @@
 """The network under bfloat16 autocast (leak_cnn, technique 001.F2; ups, technique 002.6)."""
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 
 import torch
 
@@ -22,7 +23,7 @@ def autocast_bf16(
 
     Source: leak_cnn, technique 001.F2.
     """
-    with torch.autocast(segments.device.type, dtype=torch.bfloat16):
+    with context(segments.device.type):
         classes, leak = forward(weights, segments)
     return leak_cnn_loss(classes.to(class_weights.dtype), leak.to(class_weights.dtype), labels, class_weights)
 
@@ -59,3 +60,8 @@ def sgd_step(weights: Weights, lr: float = 0.1) -> Step:
         return loss.detach(), {name: leaf.grad for name, leaf in leaves.items() if leaf.grad is not None}
 
     return step
+
+
+def context(device: str) -> AbstractContextManager[object]:
+    """Return a context of bfloat16 autocast on devices of this type."""
+    return torch.autocast(device, dtype=torch.bfloat16)

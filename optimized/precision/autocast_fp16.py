@@ -1,5 +1,7 @@
 """The network under float16 autocast, with a scaled loss (leak_cnn, technique 001.F2; eigenstate_lm, 004.1)."""
 
+from contextlib import AbstractContextManager
+
 import torch
 
 from suite.leak_cnn.loss import leak_cnn_loss
@@ -35,7 +37,12 @@ def autocast_fp16(
 def _scaled_loss(
     weights: Weights, segments: torch.Tensor, labels: torch.Tensor, class_weights: torch.Tensor
 ) -> torch.Tensor:
-    with torch.autocast(segments.device.type, dtype=torch.float16):
+    with context(segments.device.type):
         classes, leak = forward(weights, segments)
     dtype = class_weights.dtype
     return SCALE * leak_cnn_loss(classes.to(dtype), leak.to(dtype), labels, class_weights)
+
+
+def context(device: str) -> AbstractContextManager[object]:
+    """Return a context of float16 autocast on devices of this type."""
+    return torch.autocast(device, dtype=torch.float16)

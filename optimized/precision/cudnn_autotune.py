@@ -1,5 +1,7 @@
 """The network with cuDNN algorithms chosen by timing (leak_cnn, technique 001.3)."""
 
+from contextlib import AbstractContextManager
+
 import torch
 
 from suite.backends import cudnn_benchmark
@@ -23,5 +25,10 @@ def cudnn_autotune(
 
     Source: leak_cnn, technique 001.3.
     """
-    with cudnn_benchmark(on=True):
+    with algorithms():
         return with_gradients(training_loss, weights, segments, labels, class_weights)
+
+
+def algorithms() -> AbstractContextManager[None]:
+    """Return a context in which cuDNN chooses algorithms by timing them once for each shape."""
+    return cudnn_benchmark(on=True)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import torch
@@ -23,7 +24,6 @@ from torch.utils.data import Subset
 from optimized.compilation.compiled_function import compile_if_possible
 from optimized.data.loader import Loader
 from optimized.data.packed_tokens import PackedTokens
-from suite.backends import tf32_products
 from suite.eigenstate_lm.config import TrainConfig
 from suite.eigenstate_lm.data import Text, next_rows
 from suite.eigenstate_lm.held_out import HeldOut
@@ -94,7 +94,7 @@ class Trainer(QueuesReports):
         `batch["step"]`, if given, must be that number, counted from 0; otherwise ValueError.
         """
         config, rows = self.config, next_rows(self.config, self.text, self.steps, batch)
-        with naming_the_remedy(config, self.text.vocabulary, self.device), tf32_products(allowed=config.tf32):
+        with naming_the_remedy(config, self.text.vocabulary, self.device), self._products():
             self._step(rows)
         self._reports.wait(AHEAD)
         if self.held_out.is_due(self.steps):
@@ -109,7 +109,7 @@ class Trainer(QueuesReports):
         """Return the mean loss of sequences [B, T] without dropout, 0-d."""
         form = self._form._replace(dropout=0.0)
         before, after = (functools.partial(part, form) for part in (_before, _after))
-        with tf32_products(allowed=self.config.tf32):
+        with self._products():
             return self._mean_loss(self.weights, inputs, labels, before, after)
 
     def state_dict(self) -> dict[str, Any]:
@@ -138,6 +138,7 @@ class Trainer(QueuesReports):
         self._one_cycle = of("optimizers.one_cycle", "one_cycle", config.one_cycle)
         self._scaler_step = of("synchronization.sync_free_scaler_step", "ScalerStep", config.sync_free_scaler_step)
         self._cleanup = of("memory.adaptive_cleanup", "adaptive_cleanup", config.adaptive_cleanup)
+        self._products = of("precision.tf32", "products", config.tf32)
         parts = (_before, _mixed, _fed, _after)
         self._before, self._mixed, self._fed, self._after = (
             _compiled(self._form, part) if config.use_compile else functools.partial(part, self._form) for part in parts
@@ -211,7 +212,7 @@ class Trainer(QueuesReports):
             own = block_weights(weights, layer)
             real, _ = self._scan(before(own, x), scanned_by(own), state)
             x = after(own, x, real)
-        with _autocast(self._form):
+        with self._form.precision(self._form.device):
             loss = self._cross_entropy(x.flatten(0, 1), weights["embedding"], labels.flatten())
         mean: torch.Tensor = loss.float()
         return mean
@@ -266,13 +267,14 @@ class _Form(NamedTuple):
     device: str
     dropout: float
     project: Project
-    low: torch.dtype | None
+    precision: Callable[[str], AbstractContextManager[object]]
+    """Context of the network's dtype, given the type of the device."""
     tf32: bool
     """Part of the cache key, because torch.compile reads this setting of PyTorch's."""
 
 
 def _form(config: TrainConfig, device: torch.device) -> _Form:
-    low = torch.bfloat16 if config.autocast_bf16 else torch.float16 if config.autocast_fp16 else None
+    low = "autocast_fp16" if config.autocast_fp16 else "autocast_bf16"
     project = implementation(
         "recurrence.fused_output_projection", "fused_output_projection", optimized=config.fused_output_projection
     )
@@ -280,7 +282,7 @@ def _form(config: TrainConfig, device: torch.device) -> _Form:
         device=device.type,
         dropout=config.dropout,
         project=project,
-        low=low,
+        precision=implementation(f"precision.{low}", "context", optimized=getattr(config, low)),
         tf32=config.tf32,
     )
 
@@ -303,23 +305,19 @@ def _compiled(form: _Form, part: Callable[..., torch.Tensor]) -> Callable[..., A
     )
 
 
-def _autocast(form: _Form) -> torch.autocast:
-    return torch.autocast(form.device, form.low or torch.bfloat16, enabled=form.low is not None)
-
-
 def _before(form: _Form, own: Weights, x: torch.Tensor) -> torch.Tensor:
     """Compute the scan's inputs."""
-    with _autocast(form):
+    with form.precision(form.device):
         return driven(own, x)
 
 
 def _mixed(form: _Form, own: Weights, x: torch.Tensor, real: torch.Tensor) -> torch.Tensor:
-    with _autocast(form):
+    with form.precision(form.device):
         return mixed(own, x, real, form.project, functools.partial(_drop, form))
 
 
 def _fed(form: _Form, own: Weights, x: torch.Tensor) -> torch.Tensor:
-    with _autocast(form):
+    with form.precision(form.device):
         return fed(own, x, functools.partial(_drop, form))
 
 

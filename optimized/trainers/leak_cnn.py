@@ -15,11 +15,11 @@ import functools
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 
@@ -29,7 +29,7 @@ from optimized.data.resident_dataset import ResidentDataset
 from optimized.graphs.cuda_graph_step import cuda_graph_step
 from optimized.memory.channels_last import laid_out, with_channels_last
 from optimized.synchronization.sync_free_scaler_step import ScalerStep
-from suite.backends import cudnn_benchmark, deterministic_convolutions, tf32_products
+from suite.backends import deterministic_convolutions
 from suite.leak_cnn.classes import CLASSES
 from suite.leak_cnn.config import TrainConfig
 from suite.leak_cnn.dataset import Audio
@@ -82,8 +82,8 @@ class Trainer:
         first_step, rate = self.steps, config.rate(epoch)
         with (
             torch.no_grad(),
-            tf32_products(allowed=config.tf32),
-            cudnn_benchmark(on=config.cudnn_autotune),
+            self._products(),
+            self._algorithms(),
             deterministic_convolutions(),
         ):
             self.lr.fill_(rate)
@@ -165,6 +165,8 @@ class Trainer:
         self._file_level = of("evaluation.file_level_eval", "file_level_eval", config.file_level_eval)
         metrics = of("synchronization.device_metrics", "DeviceMetrics", config.device_metrics)
         self._training, self._validating = (metrics(len(CLASSES), self.device) for _ in range(2))
+        self._products = of("precision.tf32", "products", config.tf32)
+        self._algorithms = of("precision.cudnn_autotune", "algorithms", config.cudnn_autotune)
         form = _form(config, self.device)
         if config.use_compile:
             graphs = config.compile_mode == "reduce-overhead" and not config.use_cudagraphs
@@ -428,10 +430,11 @@ class _Form(NamedTuple):
 
     device: str
     dropout: float
-    inplace: bool
+    relu: Callable[[torch.Tensor], torch.Tensor]
     pool: Callable[..., torch.Tensor] | None
     checkpoint: bool
-    low: torch.dtype | None
+    precision: Callable[[str], AbstractContextManager[object]]
+    """Context of the network's dtype, given the type of the device."""
     tf32: bool
     """Part of the cache key, because torch.compile reads this setting of PyTorch's."""
 
@@ -440,14 +443,14 @@ def _form(config: TrainConfig, device: torch.device) -> _Form:
     pool = None
     if config.conv_relu_pool:  # the compiler can optimize PyTorch operations, not the kernel
         pool = conv_relu_pool_vectorised if config.use_compile else conv_relu_pool
-    low = torch.bfloat16 if config.autocast_bf16 else torch.float16 if config.autocast_fp16 else None
+    low = "autocast_fp16" if config.autocast_fp16 else "autocast_bf16"
     return _Form(
         device=device.type,
         dropout=config.dropout,
-        inplace=config.inplace_activation,
+        relu=implementation("memory.inplace_activation", "relu", optimized=config.inplace_activation),
         pool=pool,
         checkpoint=config.activation_checkpoint,
-        low=low,
+        precision=implementation(f"precision.{low}", "context", optimized=getattr(config, low)),
         tf32=config.tf32,
     )
 
@@ -497,23 +500,18 @@ def _judge(
 
     keep  [N, features]: dropout mask, by which the features are multiplied; None drops nothing
     """
-    with torch.autocast(form.device, form.low or torch.bfloat16, enabled=form.low is not None):
+    with form.precision(form.device):
         if form.checkpoint:
             x = checkpoint(_features, form, weights, segments, use_reentrant=False, preserve_rng_state=False)
         else:
             x = _features(form, weights, segments)
-        classes, leak = head(weights, x, keep, _activation(form))
+        classes, leak = head(weights, x, keep, form.relu)
     return classes.float(), leak.float()
 
 
 def _features(form: _Form, weights: Weights, segments: torch.Tensor) -> torch.Tensor:
-    activation = _activation(form)
     if form.pool is None:
-        return features(weights, segments, activation)
-    x = activation(convolution(weights, "conv1", segments))
+        return features(weights, segments, form.relu)
+    x = form.relu(convolution(weights, "conv1", segments))
     x = form.pool(x, weights["conv2.weight"], weights["conv2.bias"])
     return form.pool(x, weights["conv3.weight"], weights["conv3.bias"])
-
-
-def _activation(form: _Form) -> Callable[[torch.Tensor], torch.Tensor]:
-    return torch.relu_ if form.inplace else functional.relu

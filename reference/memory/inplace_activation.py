@@ -19,3 +19,8 @@ def inplace_activation(
     Source: leak_cnn, technique 001.4.
     """
     return training_loss(weights, segments, labels, class_weights)
+
+
+def relu(x: torch.Tensor) -> torch.Tensor:
+    """Apply ReLU; the result is in new memory."""
+    return torch.relu(x)

@@ -1,6 +1,7 @@
 """The network in the dtype of its weights (leak_cnn, technique 001.F2; ups, technique 002.6)."""
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
@@ -53,3 +54,8 @@ def sgd_step(weights: Weights, lr: float = 0.1) -> Step:
         return loss, gradients
 
     return step
+
+
+def context(device: str) -> AbstractContextManager[object]:
+    """Return a context that changes no dtype."""
+    return nullcontext()

@@ -1,5 +1,7 @@
 """The network and its gradients in the dtype of its weights (leak_cnn, technique 001.F2; eigenstate_lm, 004.1)."""
 
+from contextlib import AbstractContextManager, nullcontext
+
 import torch
 
 from suite.leak_cnn.model import Weights
@@ -19,3 +21,8 @@ def autocast_fp16(
     Source: leak_cnn, technique 001.F2, whose own training loop uses float16; eigenstate_lm, technique 004.1.
     """
     return with_gradients(training_loss, weights, segments, labels, class_weights)
+
+
+def context(device: str) -> AbstractContextManager[object]:
+    """Return a context that changes no dtype."""
+    return nullcontext()

@@ -1,5 +1,7 @@
 """The network with cuDNN algorithms chosen by heuristics (leak_cnn, technique 001.3)."""
 
+from contextlib import AbstractContextManager
+
 import torch
 
 from suite.backends import cudnn_benchmark
@@ -19,5 +21,10 @@ def cudnn_autotune(
 
     Source: leak_cnn, technique 001.3.
     """
-    with cudnn_benchmark(on=False):
+    with algorithms():
         return with_gradients(training_loss, weights, segments, labels, class_weights)
+
+
+def algorithms() -> AbstractContextManager[None]:
+    """Return a context in which cuDNN chooses algorithms by its heuristics."""
+    return cudnn_benchmark(on=False)

@@ -1,5 +1,7 @@
 """The network without TF32 (leak_cnn, technique 001.9; eigenstate_lm, 004.6)."""
 
+from contextlib import AbstractContextManager
+
 import torch
 
 from suite.backends import tf32_products
@@ -19,5 +21,10 @@ def tf32(
 
     Source: leak_cnn, technique 001.9; eigenstate_lm, technique 004.6.
     """
-    with tf32_products(allowed=False):
+    with products():
         return with_gradients(training_loss, weights, segments, labels, class_weights)
+
+
+def products() -> AbstractContextManager[None]:
+    """Return a context in which the factors of float32 products and convolutions are not rounded to TF32."""
+    return tf32_products(allowed=False)

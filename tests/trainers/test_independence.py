@@ -97,6 +97,12 @@ COMPILES = {"use_compile", "compiled_function"}
 BESIDE: dict[tuple[str, str], dict[str, int]] = {
     # A compiled module's Python code runs only once, when the compiler traces it.
     ("leak_cnn", "conv_relu_pool"): {"use_compile": False},
+    ("leak_cnn", "inplace_activation"): {"use_compile": False},
+    ("leak_cnn", "cudnn_autotune"): {},  # off by default, as are the following
+    ("leak_cnn", "tf32"): {},
+    ("eigenstate_lm", "tf32"): {},
+    ("leak_cnn", "autocast_bf16"): {"use_compile": False},
+    ("eigenstate_lm", "autocast_bf16"): {"use_compile": False},
     ("trainer2", "metric_batching"): {"step_progress_every": 1},  # reports within a window
     ("eigenstate_lm", "fused_output_projection"): {"use_compile": False},
     ("leak_cnn", "loader"): {"resident_dataset": False},  # with all examples on the device nothing is loaded
@@ -106,20 +112,13 @@ BESIDE: dict[tuple[str, str], dict[str, int]] = {
 """(trainer, switch) → other settings with which the switch alone decides whether its module runs."""
 NO_MODULE = {
     "trainer2": {
-        "autocast_bf16": "torch.autocast around the frozen model's forward pass",
+        "autocast_bf16": "frozen weights are cast once, which autocast would do at each step",
     },
     "leak_cnn": {
         "fused_adamw": "`sync_free_scaler_step` runs AdamW in one kernel with the rest of its step",
-        "inplace_activation": "an argument of the network's functions",
-        "cudnn_autotune": "a setting of torch, by suite.backends",
-        "tf32": "a setting of torch, by suite.backends",
         "fullgraph_model": "an argument of `use_compile`",
-        "autocast_bf16": "torch.autocast around the network",
     },
-    "eigenstate_lm": {
-        "tf32": "a setting of torch, by suite.backends",
-        "autocast_bf16": "torch.autocast around the network",
-    },
+    "eigenstate_lm": {},
     "ups": {"resident_latents": "suite.ups.resident: latents and fields, which are no examples of one array"},
     "polychromic": {
         "fused_blocks": "optimized.block_kernels: norms, rotations and gates, which have tests of their own",
