@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 from rich.console import Console
-from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
 from rich.progress import Progress as Bar
 
@@ -62,7 +61,7 @@ class Progress:
         with self._uncaptured():
             if self._reporter is not None:
                 self._reporter.ensure_newline()  # pytest's own line may be unfinished
-            self._console.print(escape(line), soft_wrap=True)
+            self._console.print(line, soft_wrap=True)
 
     def _uncaptured(self) -> AbstractContextManager[None]:
         if self._capture is None:
@@ -72,7 +71,8 @@ class Progress:
 
     def _draw(self, text: str) -> None:
         if self._bar is None:
-            columns = (TextColumn("{task.description}"), BarColumn(24), MofNCompleteColumn(), TimeElapsedColumn())
+            name = TextColumn("{task.description}", markup=False)
+            columns = (name, BarColumn(24), MofNCompleteColumn(), TimeElapsedColumn())
             self._bar = Bar(*columns, console=self._console, auto_refresh=False, transient=True)
             self._task = self._bar.add_task(text, total=self._total)
             self._bar.start()

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from perfsuite import baseline_file, revision
 from perfsuite.errors import PerfsuiteError, RevisionError
 from perfsuite.history.records import Accepted, accepted_of
+from perfsuite.history.store import storable
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -71,4 +72,5 @@ def figures(version: Version, folder: Path) -> Iterator[tuple[str, str, Accepted
         except (PerfsuiteError, RecursionError):
             return
     for id, entry in found.entries.items():
-        yield found.machine.device, id, accepted_of(entry)
+        made = accepted_of(entry)
+        yield storable(found.machine.device), storable(id), replace(made, reason=storable(made.reason))

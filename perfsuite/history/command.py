@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,6 @@ from perfsuite.report.terminal import console
 class Found:
     """The index's answer for one workload, or for the last runs if none is given."""
 
-    problems: tuple[str, ...]
     total: int
     steps: Mapping[str, Sequence[Step]]
     listed: tuple[Listed, ...] = ()
@@ -53,12 +51,20 @@ def show(
             "there is no history here: `perfsuite run`, `gate`, `accept` and `pytest -m perf` write one into "
             f"{store.folder_of(Path())} of the folder that they run in"
         )
-    look = partial(_look, workload=workload, limit=limit, device=device)
-    found = index.using(store.folder_of(root), root / baselines, look, say)
-    for problem in found.problems:
-        say(f"skipped: {problem}")
-    if not found.total:
-        raise PerfsuiteError(f"{store.folder_of(root)} holds no run that can be read; `perfsuite run` adds one")
+    folder = store.folder_of(root)
+    problems: list[str] = []
+
+    def look(there: Index) -> Found:
+        problems[:] = there.problems
+        if not there.count():
+            raise PerfsuiteError(f"{folder} holds no run that can be read; `perfsuite run` adds one")
+        return _look(there, workload=workload, limit=limit, device=device)
+
+    try:
+        found = index.using(folder, root / baselines, look, say)
+    finally:  # also before an error, which a skipped file may explain
+        for problem in problems:
+            say(f"skipped: {problem}")
     if html is not None:
         say(f"wrote {files.write(Path(html), _page(found, limit))}")
     if as_json:
@@ -80,7 +86,6 @@ def _look(there: Index, *, workload: str | None, limit: int, device: str | None)
         accepted = there.accepted(id)
         series = tuple(points(there.series(id, slug), accepted))
     return Found(
-        problems=tuple(there.problems),
         total=there.count(slug),
         steps={i: [s for s in found if slug in (None, s.device)] for i, found in there.steps().items()},
         listed=listed,

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from perfsuite.errors import PerfsuiteError
+from perfsuite.errors import PerfsuiteError, printable
 from perfsuite.history import accepted, steps, store
 from perfsuite.history.accepted import Version
 from perfsuite.history.records import Accepted, Figures, Run, compact
@@ -251,10 +251,14 @@ class Index:
         found = {}
         with os.scandir(self._folder) as entries:
             for entry in entries:
-                if entry.name.endswith(store.SUFFIX) and not entry.name.startswith("."):
-                    with suppress(OSError):  # a link to nothing, or a file that was just removed
-                        about = entry.stat()
-                        found[entry.name] = (about.st_size, about.st_mtime_ns)
+                if not entry.name.endswith(store.SUFFIX) or entry.name.startswith("."):
+                    continue
+                if store.storable(entry.name) != entry.name:
+                    self.problems.append(printable(f"{entry.path}: its name is not UTF-8; rename it"))
+                    continue
+                with suppress(OSError):  # a link to nothing, or a file that was just removed
+                    about = entry.stat()
+                    found[entry.name] = (about.st_size, about.st_mtime_ns)
         return found
 
     def _forget(self, name: str) -> None:
@@ -308,7 +312,7 @@ class Index:
         head = accepted.head(self._baselines)
         if not head:
             return []
-        place = str(self._baselines.resolve())
+        place = store.storable(str(self._baselines.resolve()))
         rows = self._rows("SELECT blobs FROM commits WHERE folder = ? AND head = ?", (place, head))
         if rows:
             blobs: list[str] = self._json(rows[0][0])

@@ -75,7 +75,7 @@ def of_workload(
     rows = [
         {
             "date (UTC)": p.run.date,
-            "kind": p.run.kind,
+            "kind": p.run.kind_shown,
             "revision": p.run.revision_shown,
             "device": p.run.machine.device_name,
             "reference": f"{'≥ ' * p.figures.least}{units.seconds(p.figures.reference_s)}",
@@ -170,7 +170,7 @@ def _label(point: Point) -> str:
     status = point.figures.verdict
     parts = [
         point.run.date,
-        point.run.kind,
+        point.run.kind_shown,
         point.run.revision_shown,
         units.seconds(point.figures.optimized_s),
         point.change_shown,

@@ -10,6 +10,7 @@ from datetime import datetime
 from perfsuite.history.records import Accepted, Figures, Run
 from perfsuite.records import Status
 from perfsuite.report import units
+from perfsuite.report.workload_rows import percentage
 
 STACK = (
     ("power limit", "power_limit_w"),
@@ -41,7 +42,7 @@ class Point:
     @property
     def change_shown(self) -> str:
         """The change as text; "~" marks a change against the stored figure."""
-        return units.MISSING if self.change is None else f"{'~' * self.stored}{100 * self.change:+.1f}%"
+        return units.MISSING if self.change is None else f"{'~' * self.stored}{percentage(self.change)}%"
 
     @property
     def speedup_shown(self) -> str:

@@ -49,10 +49,10 @@ def write(run: Run, folder: Path) -> Path:
 
 
 def read(path: Path) -> tuple[Run, dict[str, Any]]:
-    """Return the run in a file, and its JSON. Raises PerfsuiteError in one line, with the remedy, if the file cannot be
-    read or is damaged."""
+    """Return the run in a file, and its JSON, with texts as `storable` makes them. Raises PerfsuiteError in one line,
+    with the remedy, if the file cannot be read or is damaged."""
     try:
-        data = json.loads(path.read_text(encoding="utf-8"))
+        data = _storable(json.loads(path.read_text(encoding="utf-8")))
         schema = data.pop(KEY, None) if isinstance(data, dict) else None
         if isinstance(schema, int) and schema > SCHEMA:
             raise PerfsuiteError(
@@ -69,6 +69,23 @@ def read(path: Path) -> tuple[Run, dict[str, Any]]:
         reason = " ".join(str(error).split())
         raise PerfsuiteError(printable(f"{path}: it is damaged ({reason}); {REMEDY}")) from None
     return run, data
+
+
+def storable(text: str) -> str:
+    """Return the text with Python's escapes for lone surrogates, which neither SQLite nor an output can hold. They
+    come from names of files and hosts that are not UTF-8."""
+    return text.encode("utf-8", "backslashreplace").decode("utf-8")
+
+
+def _storable(data: Any) -> Any:
+    match data:
+        case str():
+            return storable(data)
+        case dict():
+            return {storable(name): _storable(value) for name, value in data.items()}
+        case list():
+            return [_storable(value) for value in data]
+    return data
 
 
 def _read(data: object) -> Run:

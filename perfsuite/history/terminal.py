@@ -60,7 +60,7 @@ def show_workload(
     table = _table("date (UTC)", "kind", "revision", *several, *right, "verdict", *marks, right=right)
     for p in reversed(shown):
         table.add_row(
-            *(p.run.date, p.run.kind, p.run.revision_shown),
+            *(p.run.date, p.run.kind_shown, p.run.revision_shown),
             *((p.run.machine.device_name,) if several else ()),
             *(units.seconds(p.figures.optimized_s), p.speedup_shown, p.change_shown),
             verdict(p.figures.verdict),

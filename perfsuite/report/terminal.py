@@ -49,11 +49,11 @@ class Encodable:
 
 
 def console(file: TextIO | None = None) -> Console:
-    """Return a console whose output is also readable in a CI log."""
+    """Return a console whose output is also readable in a CI log. It shows text literally: brackets are no markup."""
     target = file or sys.stdout
     width = None if target.isatty() or os.environ.get("COLUMNS") else PLAIN_WIDTH
     stream: Any = Encodable(target)
-    return Console(file=stream, width=width, highlight=False, soft_wrap=False)
+    return Console(file=stream, width=width, highlight=False, markup=False, emoji=False, soft_wrap=False)
 
 
 def show(report: RunReport, out: Console | None = None) -> None:

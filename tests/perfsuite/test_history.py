@@ -122,6 +122,27 @@ def test_a_file_of_bytes_or_with_another_date_is_damaged(tmp_path: Path) -> None
     assert len(problems(tmp_path)) == 2
 
 
+def test_a_name_that_is_not_utf8_is_shown_with_escapes(tmp_path: Path) -> None:
+    id = "tests/test_\udcff.py::dots::speed[w]"
+    machine = {"device": "cpu-\ud800", "device_name": "CPU \ud800"}
+    written(tmp_path, run(0, id, host="\ud800x", machine=machine), run(1))
+    index.add_last(store.folder_of(tmp_path), tmp_path / "baselines")
+    assert problems(tmp_path) == []
+    shown = id.replace("\udcff", "\\udcff")
+    assert look(tmp_path, Index.workloads) == sorted([shown, DOTS])
+    assert look(tmp_path, Index.devices) == {"cpu-\\ud800": "CPU \\ud800", "nvidia-h200": "NVIDIA H200"}
+    ((found, _),) = look(tmp_path, lambda there: there.series(shown, "cpu-\\ud800"))
+    assert found.host == "\\ud800x"
+
+
+def test_a_file_whose_name_is_not_utf8_is_skipped(tmp_path: Path) -> None:
+    (path,) = written(tmp_path, run(0))
+    path.with_name("\udcff.json").write_text(path.read_text())
+    (line,) = problems(tmp_path)
+    assert line.endswith("\\udcff.json: its name is not UTF-8; rename it")
+    assert names(tmp_path) == ["0000000"]
+
+
 def test_a_run_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
     (tmp_path / ".perfsuite").write_text("a file")
     with pytest.raises(PerfsuiteError, match=r"cannot write .*json: .*; make its folder writable or name another$"):

@@ -154,6 +154,30 @@ def test_damaged_files_are_named_on_the_error_stream(here: Path) -> None:
     assert "holds no run that can be read" in done.stderr
 
 
+def test_damaged_files_are_named_before_an_error(here: Path) -> None:
+    good, bad = written(here, run(0), run(1))
+    bad.write_text("{")
+    done = history("gone")
+    assert done.exit_code == 1
+    first, second = done.stderr.splitlines()
+    assert first.startswith(f"skipped: {bad}: it is damaged (")
+    assert second.startswith("Error: no workload in the history fits 'gone'; there are: ")
+    good.write_text("{")
+    done = history("gone")
+    assert done.exit_code == 1
+    assert len(lines_with(done.stderr, "skipped: ", "it is damaged (")) == 2
+    assert lines_with(done.stderr, "Error: ", "holds no run that can be read; `perfsuite run` adds one")
+
+
+@pytest.mark.parametrize("name", ["window64", "/x", "/bold", ":smile:"])
+def test_names_are_shown_literally(here: Path, name: str) -> None:
+    id = f"tests/linear/test_dots.py::dots::speed[{name}]"
+    other = {"device": "nvidia-h100", "device_name": "NVIDIA [red]H100[/x] :smile:"}
+    written(here, run(0, id), run(1, OTHER, machine=other))
+    assert history(id, "--device", "h100").stdout == f"{id} has no run on that device\n"
+    assert lines_with(history().stdout, "NVIDIA [red]H100[/x] :smile:")
+
+
 # --- wrong requests -------------------------------------------------------------------------------------------------
 
 
@@ -204,6 +228,18 @@ def test_the_change_is_the_measured_one_or_against_what_was_accepted_then() -> N
     assert [p.change_shown for p in found] == ["–", "~+10.0%", "+1.0%"]
     assert [p.stored for p in found] == [False, True, False]
     assert [p.marks for p in found] == [(), ("accepted 10.0 µs",), ("accepted 10.0 µs → 11.9 µs",)]
+
+
+def test_a_change_that_rounds_to_zero_has_no_sign() -> None:
+    found = course(run(0, workloads={DOTS: figures(slowdown=-0.0001)}))
+    assert [p.change_shown for p in found] == ["0.0%"]
+
+
+def test_an_interrupted_run_of_a_workload_is_marked(here: Path) -> None:
+    written(here, run(0, complete=False), run(1))
+    assert len(lines_with(history("dots").stdout, "gate, interrupted")) == 1
+    assert history("dots", "--html", "page.html").exit_code == 0
+    assert (here / "page.html").read_text().count("gate, interrupted") == 2  # in the plot and in the table
 
 
 @pytest.mark.parametrize(

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import io
 import re
 from itertools import pairwise
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from scratch import Project, times
 from test_fail_closed import OTHER, SCALE
 
-from perfsuite import exit_codes
+from perfsuite import exit_codes, progress
 from perfsuite.modes.paired import OUT_OF_MEMORY
 from perfsuite.records import Status
 from perfsuite.tasks import Failure
@@ -29,6 +31,28 @@ def check(lines: str) -> None:
     assert all(ended <= total for ended, total in seen), seen
     assert all(later in (ended + 1, 1) for (ended, _), (later, _) in pairwise(seen)), seen
     assert seen[-1][0] == seen[-1][1]
+
+
+class Screen(io.StringIO):
+    """Output that is a terminal."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+def test_names_are_shown_literally(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    screen = Screen()
+    reporter = SimpleNamespace(_tw=SimpleNamespace(_file=screen), ensure_newline=lambda: None)
+    plugins: Any = SimpleNamespace(get_plugin={"terminalreporter": reporter}.get)
+    shown: Any = progress.Progress(SimpleNamespace(pluginmanager=plugins))  # type: ignore[arg-type]
+    shown.expect("", 2)
+    for name in ("window64", "/x"):
+        shown.begin(0, f"tests/test_dots.py::dots::speed[{name}]")
+        assert f"dots[{name}] " in screen.getvalue()
+        shown.ended(f"tests/test_dots.py::dots::speed[{name}]", "[/red] :smile:")
+        assert f"dots[{name}]: [/red] :smile:\n" in screen.getvalue()
+    shown.done()
 
 
 @pytest.fixture
