@@ -37,8 +37,8 @@ MARKS = {GREEN: "✅", CODE_AT_FAULT: "❌", ENDED_EARLY: "❌", UNDECIDED: "⚠
 
 
 def text(report: RunReport, page: str | None = None) -> str:
-    """Return the comment. Its lists and tables are cut to keep it within `LIMIT`, and say what they leave out; the
-    verdict at the top is not cut. `page` is the URL of the whole report.
+    """Return the comment. Its lists and tables are cut to keep it within `LIMIT`, and say what they leave out. `page`
+    is the URL of the whole report.
 
     Raises PerfsuiteError if `page` is not an http or https URL, or if a figure cannot be shown."""
     if page is not None and not re.fullmatch(r"https?://[^\s<>()\[\]\\\"`|]+", page):
@@ -51,20 +51,21 @@ def text(report: RunReport, page: str | None = None) -> str:
 
 def _text(report: RunReport, page: str | None) -> str:
     code = exit_code(report)
-    lines = [MARKER, f"### {MARKS[code]} {escape(sentence(report))}", "", escape(headline(report)), ""]
+    verdict, counted = (escape(text(report), markdown.MOST) for text in (sentence, headline))
+    lines = [MARKER, f"### {MARKS[code]} {verdict}", "", counted, ""]
     end = [f"[The whole report]({page})", ""] if page else []
     place = escape(f"{machine_line(report.machine)}, revision {report.revision or 'unknown'}", markdown.MOST)
     end.append(f"<sub>{place}</sub>")
     lines += _list(findings(report), PARTS["findings"])
-    if waived := excused(report):
+    if excused(report):
         lines += [f"**{escape(without_waivers(report))}:**", ""]
-        lines += _table(markdown.every_excuse(report), PARTS["excuses"], len(waived))
+        lines += _table(markdown.every_excuse(report), PARTS["excuses"])
     notes = _list(left_out(report), PARTS["notes"])
     if report.ids:
         name = f"<summary>{units.count(len(report.ids), 'workload')}</summary>"
         fold, closing = ["<details>", name, ""], ["</details>", ""]
         used = _length([*lines, *fold, *closing, *notes, *end])
-        lines += [*fold, *_table(markdown.every_row(report), LIMIT - used - 200, len(report.ids)), *closing]
+        lines += [*fold, *_table(markdown.every_row(report), LIMIT - used - 200), *closing]
     return "\n".join([*lines, *notes, *end]) + "\n"
 
 
@@ -76,11 +77,14 @@ def _list(texts: list[str], room: int) -> list[str]:
     return [*kept, ""] if kept else []
 
 
-def _table(table: list[str], room: int, count: int) -> list[str]:
-    """Return the lines of a table that fit into `room`, and a line with the number of the others."""
+def _table(table: list[str], room: int) -> list[str]:
+    """Return the lines of a table that fit into `room`, and a line with the number of the other rows. The first two
+    lines are the heading, which is left out if no row fits."""
     kept = _fitting(table, room)
-    left = len(table) - len(kept)
-    return [*kept, "", *([f"… and {left} of {count} more, in the whole report", ""] if left else [])]
+    heading, shown = kept[:2], kept[2:]
+    count, left = len(table) - 2, len(table) - 2 - len(shown)
+    more = [f"… and {left} of {count} more, in the whole report", ""] if left else []
+    return [*heading, *shown, "", *more] if shown else more
 
 
 def _fitting(lines: list[str], room: int) -> list[str]:

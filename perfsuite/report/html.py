@@ -7,6 +7,7 @@ printing.
 from __future__ import annotations
 
 import functools
+import hashlib
 import itertools
 import re
 import shlex
@@ -233,10 +234,8 @@ def detail(report: RunReport, row: Row, known: Mapping[str, float]) -> Detail:
 
 def _command(row: Row, verdict: Verdict | None) -> str:
     """Return the command that measures the workload again."""
-    path = row.id.partition("::")[0]
-    pair = row.technique.rpartition("/")[2]
     mode = "perfsuite gate --partial" if verdict is not None else "pytest -m perf"
-    return f"{mode} {shlex.quote(path)} -k {shlex.quote(f'{pair} and {row.workload}')}"
+    return f"{mode} {shlex.quote(row.id)}"
 
 
 def _processes(measurements: Sequence[Measurement], other: str) -> tuple[ProcessRow, ...]:
@@ -260,8 +259,12 @@ def _processes(measurements: Sequence[Measurement], other: str) -> tuple[Process
 
 
 def anchor(row: Row) -> str:
-    """Return the HTML id of the workload's details. It does not depend on the order of rows: links stay valid."""
-    return re.sub(r"[^A-Za-z0-9_.-]+", "-", f"{row.technique}-{row.workload}")
+    """Return the HTML id of the workload's details. It depends on the workload's id alone: links stay valid.
+
+    Names may differ only in characters that are replaced here, so a digest of the id follows.
+    """
+    name = re.sub(r"[^A-Za-z0-9_.-]+", "-", "-".join(workload_rows.names(row.id)))
+    return f"{name}-{hashlib.sha256(row.id.encode('utf-8', 'backslashreplace')).hexdigest()[:8]}"
 
 
 def _judged(verdict: Verdict | None, other: str) -> Comparison | None:
@@ -303,8 +306,8 @@ def _facts(report: RunReport, row: Row, measurements: Sequence[Measurement]) -> 
         sizes = ", ".join(f"{k}={v}" for k, v in first.sizes.items())
         facts.append(("workload", f"{sizes or 'no sizes'}; {first.dtype}, {first.direction}, {first.clock} clock"))
         spent = units.duration(sum(m.seconds for m in measurements))
-        blocks = sum(len(m.log_ratios.get("reference", ())) for m in measurements)
-        facts.append(("measured", f"{_processes_of(len(measurements))}, {blocks} blocks, {spent}, seed {first.seed}"))
+        blocks = units.count(sum(_blocks(m) for m in measurements), "block")
+        facts.append(("measured", f"{_processes_of(len(measurements))}, {blocks}, {spent}, seed {first.seed}"))
         if (rate := throughput.of(measurements)) is not None:
             facts.append(("throughput", throughput.shown(rate, first.unit)))
         if limits := [m.limit for m in measurements if m.limit is not None]:
@@ -326,6 +329,12 @@ def _facts(report: RunReport, row: Row, measurements: Sequence[Measurement]) -> 
         moved = f"; {model.CAUSES[verdict.moved]}" if verdict.moved in model.CAUSES else ""
         facts.append(("compared", f"with {verdict.compared}, in {_processes_of(verdict.processes)}{moved}"))
     return tuple(facts)
+
+
+def _blocks(measurement: Measurement) -> int:
+    """Return the number of blocks of one process: the optimized side is timed in each of them."""
+    ours = measurement.sides.get(OPTIMIZED)
+    return len(ours.blocks_s) if ours is not None else 0
 
 
 def _processes_of(count: int) -> str:
@@ -387,6 +396,7 @@ def _machine(report: RunReport) -> list[tuple[str, str]]:
     m = report.machine
     device = f"{m.count} × {m.device_name}" if m.count > 1 else m.device_name
     limit = f"{m.power_limit_w:.0f} W" if m.power_limit_w is not None else None
+    cores = units.count(m.cores, "core")
     facts: list[tuple[str, str | None]] = [
         ("device", device),
         ("power limit", limit),
@@ -395,7 +405,7 @@ def _machine(report: RunReport) -> list[tuple[str, str]]:
         ("torch", m.torch),
         ("triton", m.triton),
         ("Python", m.python),
-        ("CPU", f"{m.cpu}, {m.cores} cores" if m.cpu != m.device_name else f"{m.cores} cores"),
+        ("CPU", f"{m.cpu}, {cores}" if m.cpu != m.device_name else cores),
         ("memory", units.bytes_(m.memory_bytes)),
         ("platform", m.platform),
         ("revision", report.revision),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 
 from perfsuite.errors import PerfsuiteError, printable
@@ -16,8 +17,12 @@ MOST = 300
 
 
 def document(report: RunReport) -> str:
-    """Return the report as JSON text."""
-    return json.dumps({"perfsuite_report": SCHEMA, **to_json(report)}, indent=1, ensure_ascii=False) + "\n"
+    """Return the report as JSON text. Raises PerfsuiteError if a figure is infinite or NaN, which JSON cannot hold."""
+    data = {"perfsuite_report": SCHEMA, **to_json(report)}
+    try:
+        return json.dumps(data, indent=1, ensure_ascii=False, allow_nan=False) + "\n"
+    except ValueError as error:
+        raise PerfsuiteError(f"the report has a figure that is no finite number: {error}; run again") from None
 
 
 def write(report: RunReport, path: Path) -> Path:
@@ -28,7 +33,7 @@ def write(report: RunReport, path: Path) -> Path:
 def parse(text: str, source: str = "the report") -> RunReport:
     """Return the report in the output of `document`. Raises PerfsuiteError in one line for any other text."""
     try:
-        data = json.loads(text)
+        data = json.loads(text, parse_constant=_finite, parse_float=_finite)
     except (ValueError, RecursionError) as error:
         raise PerfsuiteError(f"{source} is not JSON: {error}; run again to write a new one") from None
     schema = data.pop("perfsuite_report", None) if isinstance(data, dict) else None
@@ -39,6 +44,13 @@ def parse(text: str, source: str = "the report") -> RunReport:
         return from_json(RunReport, data)
     except PerfsuiteError as error:
         raise PerfsuiteError(f"{source}: {printable(error)[:MOST]}; run again to write a new one") from None
+
+
+def _finite(token: str) -> float:
+    value = float(token)
+    if not math.isfinite(value):
+        raise ValueError(f"{token} is no finite number")
+    return value
 
 
 def read(path: Path) -> RunReport:

@@ -263,9 +263,8 @@ def machine_line(machine: Machine) -> str:
         parts.append(f"triton {machine.triton}")
     parts.append(f"Python {machine.python}")
     if machine.cpu != machine.device_name:
-        parts.append(f"{machine.cpu}, {machine.cores} cores")
-    else:
-        parts.append(f"{machine.cores} cores")
+        parts.append(machine.cpu)
+    parts.append(units.count(machine.cores, "core"))
     return ", ".join(parts)
 
 

@@ -242,7 +242,7 @@ def names(workload_id: str) -> tuple[str, str]:
     path, *rest = workload_id.split("::")
     pair = rest[0] if len(rest) > 1 else re.sub(r"^test_|\.py$", "", path.rpartition("/")[2])
     folder = path.rpartition("/")[0].rpartition("/")[2]
-    found = re.search(r"\[(.*)\]$", workload_id)
+    found = re.search(r"::speed\[(.*)\]$", workload_id)
     technique = pair if folder in ("", ".", "tests", "test") else f"{folder}/{pair}"
     return technique, found.group(1) if found else rest[-1] if rest else workload_id
 

@@ -220,6 +220,25 @@ def test_a_large_report_fits_and_says_what_it_left_out(wide: str) -> None:
     assert text.rstrip().endswith("</sub>")
 
 
+def test_a_long_finding_fits_at_every_place() -> None:
+    wide = "\U000e0001" * 70_000
+    red = verdict(RED, Status.REGRESSED, wide)
+    machine = dataclasses.replace(MACHINE, device_name=wide, cpu=wide)
+    for run in (report(red, problems=(wide,)), report(red), report(verdict(RED, Status.UNMEASURED), problems=(wide,))):
+        text = comment.text(dataclasses.replace(run, machine=machine), "https://example.org/")
+        assert length(text) <= comment.LIMIT
+        assert text.rstrip().endswith("</sub>")
+
+
+def test_the_rows_that_are_left_out_are_counted() -> None:
+    rows = [f"| row {n} |" for n in range(3)]
+    table = ["| heading |", "| --- |", *rows]
+    for room, shown in ((1000, 3), (40, 2), (20, 0), (0, 0)):
+        made = comment._table(table, room)
+        assert [line for line in made if line.startswith("|")] == ([*table[:2], *rows[:shown]] if shown else [])
+        assert (f"… and {3 - shown} of 3 more, in the whole report" in made) == (shown < 3)
+
+
 # --- the command ----------------------------------------------------------------------------------------------------
 
 

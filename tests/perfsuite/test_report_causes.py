@@ -9,12 +9,13 @@ import math
 import os
 import random
 import re
+import shlex
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from scratch import FakeWorkers, Project
+from scratch import TWO_LINES, FakeWorkers, Project, lines_with, times
 
 from perfsuite import digests
 from perfsuite.records import (
@@ -26,6 +27,8 @@ from perfsuite.records import (
     SideRecord,
     Status,
 )
+from perfsuite.report import html, jsonfile
+from perfsuite.report.model import rows
 from perfsuite.tasks import Failure, Outcome, Task
 
 pytest_plugins = ["pytester"]
@@ -249,3 +252,22 @@ def test_a_wrong_result(gated: Gated) -> None:
     assert "NOT EQUIVALENT 1 workload : the optimized side gives wrong results." in text
     assert "output of the optimized side is wrong at [0, 4095]: 1.5 instead of 2.25" in text
     assert re.search(r"Changed in [0-9a-f]{7} “Vector loads”: lib/gather\.py", text)
+
+
+def test_the_command_to_repeat_gates_that_workload_alone(project: Project) -> None:
+    names = ("window6", "window64", "n=8, k<4", "a::b[c]")
+    workloads = ", ".join(f"Workload({name!r}, n=64, clock='wall')" for name in names)
+    project.write("test_scale.py", TWO_LINES.replace('Workload("small", n=64, clock="wall")', workloads))
+    project.accept()
+    project.measured(times())
+    assert project.cli("gate", "--report", "report").exit_code == 0
+    report = jsonfile.read(project.path / "report/report.json")
+    assert len(report.ids) == len(names)
+    for one in rows(report):
+        program, *arguments = shlex.split(html.detail(report, one, {}).command)
+        project.measured(times())
+        done = project.cli(*arguments)
+        assert (program, done.exit_code) == ("perfsuite", 0), done.output
+        assert lines_with(done.output, "1 PASS")
+        assert project.workers is not None
+        assert {task.id for task in project.workers.tasks} == {one.id}

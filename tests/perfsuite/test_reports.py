@@ -9,6 +9,7 @@ import json
 import math
 import random
 import re
+import shlex
 from collections.abc import Callable
 from html.parser import HTMLParser
 from pathlib import Path
@@ -198,6 +199,7 @@ def test_units_of_memory_rates_shares_and_durations() -> None:
         (ROTOR, ("geometry/rotor_update", "window64")),
         ("test_scale.py::scale::speed[big]", ("scale", "big")),
         ("tests/test_scale.py::scale::speed[a[1]]", ("scale", "a[1]")),
+        ("tests/[x]/test_a.py::a::speed[w]", ("[x]/a", "w")),
         ("odd", ("odd", "odd")),
     ],
 )
@@ -220,9 +222,45 @@ def test_pairs_of_the_same_name_are_distinguished_by_their_modules() -> None:
     page = html.page(report)
     anchors = re.findall(r'<details[^>]* id="([^"]*)"', page)
     assert len(set(anchors)) == len(anchors) == 3
-    assert "-k 'pair and small'" in page.replace("&#39;", "'")
     assert "tests/test_a/pair" in markdown.table(found)
     assert "tests/test_b/pair" in printed(report)
+
+
+@pytest.mark.parametrize("name", ["window6", "n=8, k<4", "it's"])
+def test_the_command_to_repeat_names_one_workload(name: str) -> None:
+    id = f"tests/test_a.py::pair::speed[{name}]"
+    for verdicts, mode in (
+        ({}, ["pytest", "-m", "perf"]),
+        (
+            {id: Verdict(id=id, status=Status.NOISY, message="")},
+            ["perfsuite", "gate", "--partial"],
+        ),
+    ):
+        run = RunReport(
+            machine=MACHINE, revision=None, started="", seconds=1.0, verdicts=verdicts,
+            measurements={id: measured(id, {"optimized": 1e-6})},
+        )  # fmt: skip
+        assert shlex.split(html.detail(run, rows(run)[0], {}).command) == [*mode, id]
+
+
+def test_anchors_are_unique_and_depend_on_no_other_workload() -> None:
+    ids = [f"tests/test_a.py::pair::speed[{name}]" for name in ("n<8", "n>8", "α", "β", "a b")]
+    alone = [html.anchor(row(id, ())) for id in ids]
+    assert len(set(alone)) == len(ids)
+    assert all(re.fullmatch(r"[A-Za-z0-9_.-]+", anchor) for anchor in alone)
+    every = [*ids, "tests/test_b.py::pair::speed[a b]"]
+    run = RunReport(
+        machine=MACHINE, revision=None, started="", seconds=1.0, measurements=dict.fromkeys(every, ())
+    )  # fmt: skip
+    assert [html.anchor(r) for r in rows(run)][: len(ids)] == alone
+
+
+def test_the_page_counts_the_blocks_of_all_processes() -> None:
+    gated = measured(ROTOR, {"optimized": 1e-6, "accepted": 1e-6}, processes=2)
+    gated += measured(ROTOR, {"optimized": 1e-6, "accepted": 1e-6, "reference": 1e-5}, processes=1)
+    run = RunReport(machine=MACHINE, revision=None, started="", seconds=1.0, measurements={ROTOR: gated})
+    facts = dict(html.detail(run, rows(run)[0], {}).facts)
+    assert facts["measured"] == "3 processes, 24 blocks, 7.5 s, seed 7"
 
 
 def test_a_rival_stands_beside_the_optimized_side_of_its_own_process() -> None:
@@ -555,6 +593,17 @@ def test_json_refuses_what_is_no_report_in_one_line(text: str, message: str) -> 
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize("value", ["NaN", "-Infinity", "1e999"])
+def test_json_holds_finite_numbers_only(value: str) -> None:
+    infinite = dataclasses.replace(example(), seconds=float(value))
+    with pytest.raises(PerfsuiteError, match=r"the report has a figure that is no finite number: .*; run again"):
+        jsonfile.document(infinite)
+    text = jsonfile.document(example()).replace('"seconds": 187.0', f'"seconds": {value}')
+    assert value in text
+    with pytest.raises(PerfsuiteError, match=f"report.json is not JSON: {value} is no finite number; run again"):
+        jsonfile.parse(text, "report.json")
+
+
 class Tags(HTMLParser):
     """Parser that checks the nesting of tags, and collects what would load something."""
 
@@ -597,8 +646,8 @@ def test_html_page_is_self_contained_and_escaped() -> None:
 def test_html_page_opens_what_is_red_and_marks_what_is_not_beaten() -> None:
     text = html.page(example())
     assert re.findall(r'<details class="card" id="([^"]*)" open>', text) == [
-        "optimizers-fused_adamw-matrices200x512",
-        "geometry-lior_and_speed-k4m",
+        "optimizers-fused_adamw-matrices200x512-80d82e75",
+        "geometry-lior_and_speed-k4m-864c6eb1",
     ]
     assert "not beaten" in text
     assert "promised 20.0×" not in text, "a goal far from the dots would squeeze them together"
@@ -624,7 +673,7 @@ def test_html_page_names_the_cause_of_what_is_red() -> None:
     assert "9f94c2b A &lt;b&gt;faster&lt;/b&gt; kernel" in text
     assert "lib/fast.py and 1 more; edited and not committed: lib/slow.py" in top
     assert text.count("not committed") == 2  # and in the workload's details
-    assert "perfsuite gate --partial tests/optimizers/test_fused_adamw.py -k" in text
+    assert f"perfsuite gate --partial '{ADAMW}'" in text.replace("&#39;", "'")
     for other in (markdown.summary(report), printed(report)):
         assert "kernel”: lib/fast.py and 1 more" in other.replace("\\", "")
     other = dataclasses.replace(change, other="torch was 2.10.0, is 2.11.0")
@@ -769,6 +818,12 @@ def test_a_rival_that_some_process_timed_is_not_left_out() -> None:
         ROTOR, {"optimized": 1e-4, "reference": 2e-3}, processes=1, skipped={"compile": "no", "fft": "b"}
     )
     assert model.rivals_left_out([*timed, *skipped]) == {"fft": "b"}
+
+
+def test_one_core_is_one() -> None:
+    single = dataclasses.replace(example(), machine=dataclasses.replace(MACHINE, cores=1))
+    assert model.machine_line(single.machine).endswith("8480C, 1 core")
+    assert "8480C, 1 core<" in html.page(single)
 
 
 def test_one_round_is_one() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -211,6 +212,15 @@ def test_a_gate_in_parts(accepted: Project) -> None:
         "report.json",
         "summary.md",
     ]
+
+
+def test_a_part_with_a_figure_that_is_no_number_is_one_line(accepted: Project) -> None:
+    _, path = gate(accepted, "1/2")
+    report = accepted.path / path
+    report.write_text(re.sub(r'^ "seconds": [^,]*', ' "seconds": NaN', report.read_text(), flags=re.MULTILINE))
+    done = accepted.cli("merge", path)
+    assert done.exit_code == 4
+    assert done.stderr == f"Error: {path} is not JSON: NaN is no finite number; run again to write a new one\n"
 
 
 def test_a_part_that_is_red_makes_the_whole_red(accepted: Project, monkeypatch: pytest.MonkeyPatch) -> None:
