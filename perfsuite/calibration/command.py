@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -20,6 +21,7 @@ from perfsuite.calibration.record import BLOCKS, KINDS, ROUNDS, Recording
 from perfsuite.errors import PerfsuiteError
 from perfsuite.machine import measured_devices
 from perfsuite.records import Machine, to_json
+from perfsuite.report import terminal, units
 
 OUT = "docs/calibration"
 SECONDS = {"cuda": 500.0, "cpu": 200.0}
@@ -95,7 +97,7 @@ def calibrate(
     a plot.
     """
     folder = Path(out)
-    console = Console(stderr=True, highlight=False)
+    console = terminal.console(sys.stderr)
     try:
         if stored and (more or dry_run):
             raise PerfsuiteError("--from measures nothing, so that --more and --dry-run do nothing; leave them out")
@@ -127,9 +129,23 @@ def calibrate(
             recording = _measured(design, machine, before, folder, console)
         for name, other in others:
             recording = record.joined(recording, other, name=name)
+        if stored:
+            _keep_sessions(recording, folder / f"{recording.machine.device}.json")
         _finish(recording, folder, suites, seed, None if no_plot else picture, as_json, console)
     except PerfsuiteError as error:
         raise click.ClickException(" ".join(str(error).split())) from None
+
+
+def _keep_sessions(recording: Recording, path: Path) -> None:
+    """Raise PerfsuiteError if `recording` lacks sessions of the recording at `path`, which it is about to replace."""
+    if not path.exists():
+        return
+    lacking = sum(session not in recording.sessions for session in record.load(path).sessions)
+    if lacking:
+        raise PerfsuiteError(
+            f"{path} has {units.count(lacking, 'session')} that would be lost; add them with --add "
+            f"{shlex.quote(str(path))}, or name another folder with --out"
+        )
 
 
 def _machine(device: str | None) -> tuple[Machine, str]:
@@ -178,9 +194,12 @@ def _measured(
             raise
     record.save(partial, whole(recording))
     if measuring.interrupted:
+        stored = folder / f"{machine.device}.json"
+        command = ["perfsuite", "calibrate", "--from", str(partial), "--out", str(folder)]
+        command += ["--add", str(stored)] if before is None and stored.exists() else []
         console.print(
             f"interrupted: {recording.processes} process(es) of this session are kept in {partial}; "
-            f"`perfsuite calibrate --from {partial}` makes the table of them",
+            f"`{shlex.join(command)}` makes the table of them",
             soft_wrap=True,
         )
         sys.exit(INTERRUPTED)
@@ -246,12 +265,12 @@ def _finish(
     if as_json:
         click.echo(json.dumps({**to_json(found), "files": [str(p) for p in written]}, indent=2))
         return
-    shown = Console(highlight=False)
+    shown = terminal.console()
     _show(shown, report.suite_table(found), report.constants(found))
     for line in (*found.warnings, *(f"left out: {line}" for line in found.left_out)):
-        shown.print(line, soft_wrap=True, markup=False)
+        shown.print(line, soft_wrap=True)
     for path in written:
-        shown.print(f"wrote {path}", soft_wrap=True, markup=False)
+        shown.print(f"wrote {path}", soft_wrap=True)
 
 
 def _show(console: Console, *tables: Iterable[str]) -> None:

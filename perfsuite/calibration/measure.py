@@ -114,7 +114,9 @@ class Measuring:
                 if problem and problem not in self.left_out:
                     problem = f"process {number}: {problem}"
                     self.left_out.append(problem)
-                if failed == GIVE_UP or (problem and number == 1 and not self._processes):
+                if problem and number == 1 and not self._processes:
+                    break
+                if failed == GIVE_UP:
                     if number < design.processes:
                         rest = design.processes - number
                         self.left_out.append(

@@ -141,7 +141,7 @@ def load(path: Path) -> Recording:
         raise PerfsuiteError(
             f"{path}: {error.strerror or error}; name a file that `perfsuite calibrate` wrote"
         ) from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise PerfsuiteError(f"{path}: not JSON ({error}); {AGAIN}") from None
     if not isinstance(data, dict) or "sessions" not in data:
         raise PerfsuiteError(f"{path}: not a recording of `perfsuite calibrate`; {AGAIN}")
@@ -178,6 +178,8 @@ def _problem(kind: KindRecord, recording: Recording) -> str | None:
             return f"lacks rounds of the {side} side"
         if not all(math.isfinite(t) and t > 0 for b in blocks for t in b):
             return f"has a time of the {side} side that is not above 0"
+        if not 0 < kind.side_s.get(side, 0.0) < math.inf:
+            return f"lacks the seconds that were spent on the {side} side"
     return None
 
 

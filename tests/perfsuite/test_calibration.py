@@ -387,6 +387,10 @@ def damaged(made: Recording, what: str) -> str:
         del data["sessions"][0]["processes"][0]["kinds"]["memory"]["rounds_s"]["+1.0%"]
     elif what == "negative":
         data["sessions"][0]["processes"][0]["kinds"]["memory"]["rounds_s"][OPTIMIZED][0][0] = -1.0
+    elif what == "seconds":
+        del data["sessions"][0]["processes"][0]["kinds"]["memory"]["side_s"][ACCEPTED]
+    elif what == "deep":
+        return "[" * 100_000
     elif what == "field":
         del data["machine"]
     elif what == "another file":
@@ -403,6 +407,8 @@ def damaged(made: Recording, what: str) -> str:
         ("rounds", "lacks rounds of the optimized side"),
         ("side", "lacks rounds of the +1.0% side"),
         ("negative", "not above 0"),
+        ("seconds", "lacks the seconds that were spent on the accepted side"),
+        ("deep", "not JSON"),
         ("field", "lacks 'machine'"),
         ("another file", "not a recording"),
         ("cut short", "not JSON"),
@@ -428,6 +434,32 @@ def test_sessions_are_joined_once(quiet: Recording) -> None:
 
 
 # --- table and plot --------------------------------------------------------------------------------------------------
+
+
+def test_sessions_of_the_stored_recording_are_not_lost(quiet: Recording, tmp_path: Path) -> None:
+    later = replace(quiet.sessions[0], date="2026-12-01T12:00:00+00:00")
+    out = tmp_path / "a folder"
+    whole = record.save(out / "nvidia-h200.json", replace(quiet, sessions=(*quiet.sessions, later)))
+    part = record.save(tmp_path / "part.json", quiet)
+    before = whole.read_bytes()
+    arguments = ("--out", out, "--suites", 1, "--no-plot")
+    refused = invoke("--from", part, *arguments)
+    assert refused.exit_code == 1
+    assert refused.stderr == (
+        f"Error: {whole} has 1 session that would be lost; add them with --add '{whole}', or name another folder with "
+        "--out\n"
+    )
+    assert whole.read_bytes() == before
+    assert list(out.iterdir()) == [whole]
+    assert invoke("--from", part, "--add", whole, *arguments).exit_code == 0
+    assert len(record.load(whole).sessions) == 2
+    assert invoke("--from", whole, *arguments).exit_code == 0
+
+
+def test_the_longest_limit_of_pytest_benchmark_is_shown(found: analysis.Analysis, quiet: Recording) -> None:
+    without = replace(quiet.sessions[0], benchmark_max_time=0.0)
+    both = replace(quiet, sessions=(without, *quiet.sessions))
+    assert "one run of 2 kinds, at most 0.25 s a side" in report.table(found, both, picture=None)
 
 
 @FULLY
@@ -630,6 +662,7 @@ def test_an_interrupt_keeps_what_is_recorded(
     (partial,) = tmp_path.glob("*.partial.json")
     assert record.load(partial).processes == recorded
     assert f"{recorded} process(es) of this session are kept" in result.output
+    assert f"`perfsuite calibrate --from {partial} --out {tmp_path} --add {whole}` makes" in result.output
     assert whole.read_bytes() == before
     again = invoke("--from", partial, "--out", tmp_path / "again", "--suites", 1, "--no-plot")
     assert again.exit_code == (0 if recorded > 1 else 1)
