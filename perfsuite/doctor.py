@@ -353,7 +353,7 @@ def _baseline(folder: Path) -> Finding:
     try:
         # Each side of a workload has its own record, in pytest-benchmark's schema.
         ids = {entry["fullname"].rpartition("@")[0] for entry in json.loads(path.read_text())["benchmarks"]}
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         detail = f"{name} cannot be read: {_first_line(str(error)) or type(error).__name__}"
         return Finding(name="baseline", status="warn", detail=detail, remedy=f"git checkout -- {name}")
     others = f"; for several processes {', '.join(further)}" if further else ""

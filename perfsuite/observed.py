@@ -10,7 +10,7 @@ import importlib
 import os
 import re
 import sys
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -45,6 +45,25 @@ def _audit(event: str, arguments: tuple[Any, ...]) -> None:
             observed.paths.add(os.path.abspath(path))
 
 
+_import_module = importlib.import_module
+
+
+def _noted(name: str, package: str | None = None) -> ModuleType:
+    """Import a module and note it in every open record. Takes the place of `importlib.import_module` while one is
+    open, so that records can be closed in any order."""
+    caller = sys._getframe(1).f_code.co_filename
+    try:
+        module = _import_module(name, package)
+    except ModuleNotFoundError as error:
+        for observed in _noting:
+            if is_first_party(Path(caller), observed.top):
+                observed.absent.add(str(error.name))
+        raise
+    for observed in _noting:
+        observed.imports.append((caller, module.__name__))
+    return module
+
+
 class Observed:
     """Record of files that are opened for reading and of calls of `importlib.import_module`, since it was created.
 
@@ -61,15 +80,16 @@ class Observed:
         self._collected: int | None = None
         self._begun = 0
         _add_audit_hook()
+        if not _noting:
+            importlib.import_module = _noted
         _noting.append(self)
-        self._import_module = importlib.import_module
-        importlib.import_module = self._noted(self._import_module)
 
     def close(self) -> None:
         """Stop recording. A second call does nothing."""
         if self in _noting:
             _noting.remove(self)
-            importlib.import_module = self._import_module
+            if not _noting:
+                importlib.import_module = _import_module
 
     def begin(self) -> None:
         """Begin another workload, without the imports by name of earlier workloads.
@@ -79,21 +99,6 @@ class Observed:
         self._begun = len(self.imports)
         if self._collected is None:
             self._collected = self._begun
-
-    def _noted(self, original: Callable[..., ModuleType]) -> Callable[..., ModuleType]:
-        @functools.wraps(original)
-        def import_module(name: str, package: str | None = None) -> ModuleType:
-            caller = sys._getframe(1).f_code.co_filename
-            try:
-                module = original(name, package)
-            except ModuleNotFoundError as error:
-                if is_first_party(Path(caller), self.top):
-                    self.absent.add(str(error.name))
-                raise
-            self.imports.append((caller, module.__name__))
-            return module
-
-        return import_module
 
     def imported_by(self, file: Path) -> set[str]:
         """Return the modules that the code of a file has imported by name."""

@@ -47,15 +47,18 @@ class Executed:
 @contextmanager
 def watched(executed: Executed) -> Iterator[None]:
     """Record the functions that are called in the block: in this thread, in threads started in the block, and since
-    Python 3.12 in all others."""
+    Python 3.12 in all others.
+
+    Afterwards this thread has its profiler again, and the others have the one that `threading.setprofile` gave them.
+    """
     everywhere: Any = getattr(threading, "setprofile_all_threads", threading.setprofile)
-    before = sys.getprofile()
+    before, of_threads = sys.getprofile(), threading.getprofile()
     everywhere(executed.note)
     sys.setprofile(executed.note)
     try:
         yield
     finally:
-        everywhere(None)
+        everywhere(of_threads)
         sys.setprofile(before)
 
 

@@ -72,15 +72,15 @@ def _branch(folder: Path) -> str:
 
 
 def _filled(text: str, origin: Source, branch: str) -> str:
-    for name, value in (
-        ("OWNER/perfsuite", origin.repository),
-        ("RAW", origin.raw),
-        ("URL", origin.url),
-        ("@REF", f"@{origin.ref}"),
-        ("BRANCH", branch),
-    ):
-        text = text.replace(name, value)
-    return text
+    values = {
+        "OWNER/perfsuite": origin.repository,
+        "RAW": origin.raw,
+        "URL": origin.url,
+        "@REF": f"@{origin.ref}",
+        "BRANCH": branch,
+    }
+    # In one pass, so that a name inside an inserted value stays.
+    return re.sub("|".join(map(re.escape, values)), lambda found: values[found[0]], text)
 
 
 def _new(path: Path, text: str) -> bool:

@@ -284,6 +284,19 @@ def test_nothing_is_noted_after_the_end(tree: Path) -> None:
     assert second.data() == []
 
 
+def test_records_are_closed_in_any_order(tree: Path) -> None:
+    original = importlib.import_module
+    first, second = observed.Observed(tree), observed.Observed(tree)
+    importlib.import_module("json")
+    first.close()
+    importlib.import_module("html")
+    second.close()
+    second.close()
+    assert importlib.import_module is original
+    assert first.imports == [(__file__, "json")]
+    assert second.imports == [(__file__, "json"), (__file__, "html")]
+
+
 def test_a_process_has_one_audit_hook(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     observed.Observed(tree).close()
     monkeypatch.setattr(sys, "addaudithook", lambda hook: pytest.fail("another hook"))

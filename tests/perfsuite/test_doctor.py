@@ -134,8 +134,11 @@ def test_baseline_missing_damaged_and_present(tmp_path: Path) -> None:
     assert (missing.status, missing.remedy) == ("warn", "perfsuite accept --reason '…'")
     path = tmp_path / missing.detail.partition(" ")[0]
     path.parent.mkdir()
-    path.write_text("{")
-    assert "cannot be read" in doctor._baseline(tmp_path).detail
+    for damaged in ("{", "[]", "[" * 100_000, '{"benchmarks": [{"fullname": 1}]}', '{"benchmarks": [1]}'):
+        path.write_text(damaged)
+        found = doctor._baseline(tmp_path)
+        assert "cannot be read" in found.detail
+        assert found.remedy.startswith("git checkout -- baselines/")
     path.write_text('{"benchmarks": [{"fullname": "a::b@reference"}, {"fullname": "a::b@optimized"}]}')
     present = doctor._baseline(tmp_path)
     assert present.status == "ok"

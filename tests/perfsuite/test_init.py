@@ -136,6 +136,20 @@ def test_the_workflows_use_the_same_perfsuite(tmp_path: Path, monkeypatch: pytes
     assert not re.search("OWNER|@REF|RAW|URL|BRANCH", text)
 
 
+@pytest.mark.parametrize("ci", FILES)
+def test_inserted_values_are_not_replaced_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ci: str) -> None:
+    origin = Source("github.com" if ci == "github" else "gitlab.com", "URL/RAW-BRANCH", COMMIT)
+    monkeypatch.setattr("perfsuite.scaffold.source", lambda: origin)
+    init(tmp_path, "--ci", ci)
+    texts = [(tmp_path / name).read_text() for name in FILES[ci]]
+    addresses = {a for t in texts for a in re.findall(r"\S*URL\S*", t)}
+    wanted = {
+        "github": {f"URL/RAW-BRANCH@{COMMIT}", f"URL/RAW-BRANCH/.github/actions/comment@{COMMIT}"},
+        "gitlab": {f"{origin.raw}/.gitlab/perfsuite.yml", f"git+{origin.url}@{COMMIT}"},
+    }
+    assert addresses == wanted[ci]
+
+
 def test_where_no_repository_is_known_the_line_to_change_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

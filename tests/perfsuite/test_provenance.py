@@ -7,6 +7,7 @@ import importlib
 import shutil
 import sys
 import sysconfig
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -375,13 +376,17 @@ def test_profilers_are_put_back() -> None:
     def own(frame: Any, event: str, argument: Any) -> None:
         pass
 
-    before = sys.getprofile()
+    before, of_threads = sys.getprofile(), threading.getprofile()
     sys.setprofile(own)
+    threading.setprofile(own)
     try:
         with provenance.watched(provenance.Executed()):
             assert sys.getprofile() is not own
+            assert threading.getprofile() is not own
         assert sys.getprofile() is own
+        assert threading.getprofile() is own
     finally:
+        threading.setprofile(of_threads)
         sys.setprofile(before)
 
 
