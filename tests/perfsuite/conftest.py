@@ -1,4 +1,4 @@
-"""Fixtures of the harness's own tests, and which of them begins first."""
+"""Fixtures of the harness's own tests, and their order."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ LONGEST = "test_the_readmes_example_from_times_to_gate"
 
 @pytest.fixture(autouse=True)
 def _cpu_only(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Hide GPUs from scratch projects, except in tests marked `gpu`: what tests expect is the same on all machines."""
+    """Hide GPUs from scratch projects, except in tests marked `gpu`, so that results are the same on all machines."""
     if "project" in request.fixturenames and request.node.get_closest_marker("gpu") is None and machine.has_gpu():
         hide_gpus(monkeypatch)
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The longest test begins first. At the end of the run, the other core would be idle while it ran."""
+    """Start the longest test first. At the end of a run, the other cores would be idle while it ran."""
     items.sort(key=lambda item: item.name != LONGEST)

@@ -37,7 +37,7 @@ def figures(seconds: float | None = 1e-5, **fields: Any) -> Figures:
 
 
 def run(number: int = 0, *ids: str, seconds: float | None = 1e-5, machine: Any = None, **fields: Any) -> Run:
-    """Return the run of a day after BEGAN; `machine` has the fields in which its machine differs."""
+    """Return a run `number` days after BEGAN; `machine` has the fields in which its machine differs from MACHINE."""
     known: dict[str, Any] = {
         "kind": "gate",
         "started": (BEGAN + timedelta(days=number)).isoformat(timespec="seconds"),
@@ -56,6 +56,6 @@ def written(root: Path, *runs: Run) -> list[Path]:
 
 
 def with_levels(*levels: tuple[int, float], noise: Sequence[float] = (0.0, 0.004, -0.004, 0.002)) -> list[Run]:
-    """Return runs of DOTS: for each level as many as it says, at those seconds."""
+    """Return runs of DOTS: for each (count, seconds), `count` runs of about `seconds`."""
     times = [seconds for count, seconds in levels for _ in range(count)]
     return [run(n, seconds=s * math.exp(noise[n % len(noise)])) for n, s in enumerate(times)]

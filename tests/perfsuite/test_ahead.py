@@ -78,7 +78,7 @@ def pairs(**first: str) -> str:
 
 
 @FULLY
-def test_one_pair_s_crash_or_hang_is_no_other_s(project: Project) -> None:
+def test_crash_or_hang_while_compiling_one_pair_does_not_fail_other_pairs(project: Project) -> None:
     pytest.importorskip("triton")
     project.write(
         "test_four.py",
@@ -99,7 +99,7 @@ def test_one_pair_s_crash_or_hang_is_no_other_s(project: Project) -> None:
     alone.assert_outcomes(passed=1)
 
 
-def test_a_module_that_cannot_be_imported_while_compiling_says_why(project: Project) -> None:
+def test_module_that_fails_to_import_while_compiling_reports_the_reason(project: Project) -> None:
     pytest.importorskip("triton")
     project.write("test_one.py", pairs(works="pass") + "\n    assert not COMPILING, 'never'\n")
     result = project.run("-k", "kernels")
@@ -108,7 +108,7 @@ def test_a_module_that_cannot_be_imported_while_compiling_says_why(project: Proj
 
 
 @pytest.mark.parametrize("spare", [True, False])
-def test_kernels_are_compiled_while_their_pair_is_proven_where_there_are_cores_for_both(
+def test_kernels_are_compiled_during_the_proof_only_if_there_are_spare_cores(
     project: Project, spare: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("triton")
@@ -118,7 +118,9 @@ def test_kernels_are_compiled_while_their_pair_is_proven_where_there_are_cores_f
     project.run("-k", "equivalence or kernels").assert_outcomes(passed=2)
 
 
-def test_kernels_that_no_item_asks_for_are_not_compiled(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernels_are_not_compiled_if_no_selected_item_needs_them(
+    project: Project, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pytest.importorskip("triton")
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(2 * ahead.SPARE_CORES)))
     project.write("test_one.py", pairs(works="compiles_beside(False)"))
@@ -130,7 +132,7 @@ def test_kernels_that_no_item_asks_for_are_not_compiled(project: Project, monkey
 LARGE = (256, ahead.LARGE // 256)
 
 
-def test_large_tensors_are_not_computed_and_have_their_form() -> None:
+def test_large_tensors_are_not_computed_but_have_shape_stride_and_dtype() -> None:
     x, half = torch.ones(LARGE), torch.ones(LARGE, dtype=torch.bfloat16)
     with ahead._without_work():
         found = {
@@ -157,7 +159,7 @@ def test_large_tensors_are_not_computed_and_have_their_form() -> None:
     assert bool((x == 1).all())
 
 
-def test_what_sizes_may_depend_on_is_computed() -> None:
+def test_values_that_sizes_may_depend_on_are_computed() -> None:
     x = torch.arange(ahead.LARGE, dtype=torch.float32)
     with ahead._without_work():
         assert int((x > 10).sum()) == ahead.LARGE - 11
@@ -169,7 +171,7 @@ def test_what_sizes_may_depend_on_is_computed() -> None:
         assert (x[:8] + 1).tolist() == list(range(1, 9))
 
 
-def test_gradients_flow_through_what_is_not_computed() -> None:
+def test_gradients_flow_through_tensors_that_are_not_computed() -> None:
     x = torch.ones(LARGE, requires_grad=True)
     with ahead._without_work():
         ((x * 2).relu() @ torch.ones(256, 3)).sum().backward()
@@ -177,7 +179,7 @@ def test_gradients_flow_through_what_is_not_computed() -> None:
     assert x.grad.shape == LARGE
 
 
-def test_the_server_prepares_without_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prepare_works_without_triton(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "triton.language", None)
     monkeypatch.setitem(sys.modules, "triton.runtime.cache", None)
     ahead.prepare()

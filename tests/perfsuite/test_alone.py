@@ -1,4 +1,4 @@
-"""A reference that the optimized side slows is found where that side has never run."""
+"""A reference slowed by the optimized side is detected by timing it in a process without that side."""
 
 from __future__ import annotations
 
@@ -19,7 +19,12 @@ pytest_plugins = ["pytester"]
 
 
 def run(reference_s: float, **fields: object) -> Measurement:
-    return builders.measurement(SMALL, ratio=0.5, reference_s=reference_s, **{"clock": "wall", **fields})  # type: ignore[arg-type]
+    return builders.measurement(
+        SMALL,
+        ratio=0.5,
+        reference_s=reference_s,
+        **{"clock": "wall", **fields},  # type: ignore[arg-type]
+    )
 
 
 def by_itself(seconds: float, outside_s: float | None = None) -> Alone:
@@ -30,7 +35,7 @@ def by_itself(seconds: float, outside_s: float | None = None) -> Alone:
 
 
 @pytest.mark.parametrize(("accepted", "moved"), [([1e-3], True), ([1e-3, 2e-3, 1e-3], False), ([], False)])
-def test_it_has_moved_where_no_accepted_process_was_so_slow(accepted: list[float], moved: bool) -> None:
+def test_reference_has_moved_if_it_is_slower_than_in_every_accepted_process(accepted: list[float], moved: bool) -> None:
     assert alone.has_moved([run(2.2e-3), run(2.1e-3)], accepted) == moved
     assert not alone.has_moved([], accepted)
 
@@ -40,15 +45,15 @@ def test_it_has_moved_where_no_accepted_process_was_so_slow(accepted: list[float
     [
         ([2e-3], [1e-3], True),
         ([2e-3, 3e-3], [1e-3, 1.3e-3], True),
-        ([2e-3, 1.1e-3], [1e-3], False),  # one process had it as fast
-        ([2e-3], [1e-3, 1.8e-3], False),  # and one of those alone as slow
+        ([2e-3, 1.1e-3], [1e-3], False),  # one process with both sides is as fast
+        ([2e-3], [1e-3, 1.8e-3], False),  # one process without the optimized side is as slow
         ([1e-3], [0.8e-3], False),  # on the wall clock
         ([1e-3], [2e-3], False),
         ([2e-3], [], False),
-        ([2.0], [1.0], False),  # a call so long is timed once
+        ([2.0], [1.0], False),  # a call this long is timed only once
     ],
 )
-def test_it_is_slowed_only_where_every_process_says_so(
+def test_reference_is_slowed_only_if_all_processes_agree(
     beside: list[float], by_themselves: list[float], slowed: bool
 ) -> None:
     assert alone.is_slowed([run(s) for s in beside], [by_itself(s) for s in by_themselves]) == slowed
@@ -57,22 +62,22 @@ def test_it_is_slowed_only_where_every_process_says_so(
 @pytest.mark.parametrize(
     ("outside", "slower"), [([3e-3, 4e-3], True), ([3e-3, 1.4e-3], False), ([1.4e-3], False), ([None], False)]
 )
-def test_a_side_is_slower_outside_only_where_each_process_says_so(outside: list[float | None], slower: bool) -> None:
+def test_side_is_slower_outside_only_if_all_processes_agree(outside: list[float | None], slower: bool) -> None:
     runs, times = [run(2e-3, optimized_s=1e-3)], [by_itself(2e-3, s) for s in outside]
     assert alone.is_slower_outside(runs, times) == slower
     if slower:
         assert "takes 1.00 ms a call while it is measured and 3.00 ms in" in alone.outside_message(runs, times)
 
 
-def test_the_message_has_both_times() -> None:
+def test_message_contains_both_times() -> None:
     text = alone.message([run(2e-3)], [by_itself(1e-3)])
     assert "2.00 ms in a process with both, 1.00 ms in one without the optimized side (100% more)" in text
 
 
-# --- modules that are not there -------------------------------------------------------------------------------------
+# --- modules that are left out --------------------------------------------------------------------------------------
 
 
-def test_a_module_that_is_left_out_is_never_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_left_out_module_is_never_executed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     package = tmp_path / "left_out_pkg"
     package.mkdir()
     (package / "__init__.py").write_text("raise AssertionError('run')")
@@ -115,7 +120,7 @@ def test_a_workload_whose_reference_is_slowed_is_not_accepted(project: Project) 
 
 
 @pytest.mark.parametrize(("alone_s", "green"), [(1e-6, False), (1.0, True)])
-def test_a_gate_asks_only_where_the_reference_is_slower_than_accepted(
+def test_gate_times_the_reference_alone_only_if_it_is_slower_than_accepted(
     project: Project, alone_s: float, green: bool
 ) -> None:
     project.write("test_scale.py", TWO_LINES)
@@ -131,7 +136,7 @@ def test_a_gate_asks_only_where_the_reference_is_slower_than_accepted(
     assert bool(lines_with(done.stdout.str(), f"NOT_TIMED {SMALL}", "the optimized side slows the reference")) != green
 
 
-def test_a_reference_that_cannot_be_timed_alone_is_a_note(project: Project) -> None:
+def test_accept_prints_a_note_if_a_reference_cannot_be_timed_alone(project: Project) -> None:
     project.write("test_scale.py", TWO_LINES)
     project.commit()
     workers = project.measured(times())
@@ -206,7 +211,7 @@ PAIRS = """
 
 
 @FULLY
-def test_real_processes_find_what_is_slowed_and_what_is_slow_outside_and_accept_the_other(project: Project) -> None:
+def test_real_accept_rejects_workloads_slowed_inside_or_outside_perfsuite(project: Project) -> None:
     project.write("plain.py", PLAIN)
     project.write("fast.py", FAST)
     project.write("test_two.py", PAIRS)

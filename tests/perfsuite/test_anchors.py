@@ -1,4 +1,4 @@
-"""Anchor kernels: timed beside every workload, and kept with the baseline."""
+"""Anchor kernels are timed beside every workload, and stored in the baseline."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from perfsuite.errors import BaselineError
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def test_each_anchor_takes_a_time() -> None:
+def test_each_anchor_kernel_has_a_positive_time() -> None:
     found = anchors.measure(DEVICE)
     assert list(found) == ["copy", "matmul", "launch"]
     assert all(0 < seconds < 10 for seconds in found.values())
 
 
-def test_a_baseline_keeps_them_by_process(tmp_path: object) -> None:
+def test_baseline_stores_anchor_times_of_each_process(tmp_path: object) -> None:
     made = entry(
-        [measurement(anchors={"copy": 1e-4 * i, "launch": 3e-6}) for i in (1, 2, 4)] + [measurement()]  # an older one
+        [measurement(anchors={"copy": 1e-4 * i, "launch": 3e-6}) for i in (1, 2, 4)] + [measurement()]  # no anchors
     )
     path = f"{tmp_path}/device.json"
     save(path, merge(None, [made], machine=MACHINE))
@@ -32,7 +32,7 @@ def test_a_baseline_keeps_them_by_process(tmp_path: object) -> None:
     assert entry([measurement()]).anchors() == {}
 
 
-def test_an_anchor_without_a_time_is_refused(tmp_path: object) -> None:
+def test_anchor_time_of_zero_is_refused(tmp_path: object) -> None:
     made = entry([measurement(anchors={"copy": 0.0})])
     path = f"{tmp_path}/device.json"
     save(path, merge(None, [made], machine=MACHINE))

@@ -36,7 +36,7 @@ def fixed_draws() -> Iterator[None]:
     hypothesis.settings.load_profile(before)
 
 
-def test_a_good_pair_gives_evidence_of_every_proof() -> None:
+def test_check_returns_evidence_of_every_proof_for_a_correct_pair() -> None:
     evidence = perfsuite.check(pair(dtypes=("float32", "float64")), examples=EXAMPLES, device="cpu")
     assert [e.dtype for e in evidence] == ["float32", "float64", "float32", "float64"]
     assert all(e.draws >= EXAMPLES for e in evidence)
@@ -83,7 +83,7 @@ def raising(x: torch.Tensor) -> torch.Tensor:
     ],
     ids=["wrong", "gradient", "integrity", "raises"],
 )
-def test_a_bad_pair_is_named_with_a_small_draw(optimized: Any, match: str) -> None:
+def test_check_reports_the_fault_of_a_wrong_pair_with_a_small_draw(optimized: Any, match: str) -> None:
     only_forward = optimized.__name__ in ("call", "raising")
     with pytest.raises(NotEquivalent, match=match) as caught:
         perfsuite.check(pair(optimized, gradients=not only_forward), examples=20, device="cpu")
@@ -95,7 +95,7 @@ def test_a_bad_pair_is_named_with_a_small_draw(optimized: Any, match: str) -> No
     assert all(value <= 3 for value in case.sizes.values())
 
 
-def test_a_wrong_truth_is_found() -> None:
+def test_wrong_truth_is_detected() -> None:
     with pytest.raises(NotEquivalent, match="truth= must compute the same function as the reference"):
         perfsuite.check(
             pair(truth=lambda x: torch.exp(x) * (1 + 1e-9), gradients=False), examples=EXAMPLES, device="cpu"
@@ -103,7 +103,7 @@ def test_a_wrong_truth_is_found() -> None:
     perfsuite.check(pair(truth=lambda x: 1 / torch.exp(-x), gradients=False), examples=EXAMPLES, device="cpu")
 
 
-def test_a_pair_of_which_nothing_is_proven_fails() -> None:
+def test_check_fails_if_the_reference_overflows_on_every_draw() -> None:
     def overflowing(x: torch.Tensor) -> torch.Tensor:
         return torch.exp(x) * 1e30 * 1e30
 
@@ -112,7 +112,7 @@ def test_a_pair_of_which_nothing_is_proven_fails() -> None:
         perfsuite.check(bad, examples=EXAMPLES, device="cpu")
 
 
-def test_an_error_of_the_declaration_stays_one() -> None:
+def test_check_raises_pair_error_if_the_output_is_not_a_tensor() -> None:
     with pytest.raises(PairError, match="output is a str"):
         perfsuite.check(pair(lambda x: "text", gradients=False), examples=5, device="cpu")
 
@@ -128,15 +128,15 @@ def test_every_kind_of_inputs_is_drawn() -> None:
             perfsuite.check(pair(optimized, gradients=False), examples=5, device="cpu")
 
 
-def test_a_draw_on_which_the_reference_raises_is_left_out() -> None:
+def test_draws_on_which_the_reference_raises_are_not_counted() -> None:
     def largest(x: torch.Tensor) -> torch.Tensor:
-        return x.amax(-1)  # of no elements it raises
+        return x.amax(-1)  # raises if there are no elements
 
     (evidence,) = perfsuite.check(pair(largest, largest, gradients=False), examples=20, device="cpu")
     assert evidence.draws >= 20
 
 
-def test_stateful_pairs() -> None:
+def test_check_accepts_stateful_pairs() -> None:
     def step(x: torch.Tensor) -> Any:
         def descend(g: torch.Tensor) -> None:
             x.sub_(g)
@@ -182,7 +182,7 @@ def measured() -> Measured:
     return perfsuite.measure(pair(torch.exp, slow, workloads=workloads), device="cpu")
 
 
-def test_measurements_print_as_a_table_and_have_their_speedup(measured: Measured) -> None:
+def test_measurements_have_a_speedup_and_print_as_a_table(measured: Measured) -> None:
     made = measured[0]
     assert made.speedup is not None
     assert made.speedup > 1
@@ -208,12 +208,12 @@ def test_a_plot_has_a_panel_for_each_workload(measured: Measured, monkeypatch: p
     assert [text.get_text() for text in panels[0].get_yticklabels()] == ["optimized", "reference"]
 
 
-# --- what readers of the proofs found -------------------------------------------------------------------------------
+# --- regressions ----------------------------------------------------------------------------------------------------
 
 TABLE = torch.arange(4.0)
 
 
-def test_a_constant_that_both_sides_return_is_no_private_buffer() -> None:
+def test_constant_returned_by_both_sides_is_not_reported_as_a_private_buffer() -> None:
     of = pair(lambda x: (torch.exp(x), TABLE), lambda x: (torch.exp(x) * 1, TABLE))
     perfsuite.check(of, examples=3, device="cpu")
 
@@ -230,7 +230,7 @@ class Rotating:
         return TABLE, torch.exp(x, out=buffers[0])
 
 
-def test_a_private_buffer_beside_a_constant_is_found() -> None:
+def test_private_buffer_returned_beside_a_constant_is_detected() -> None:
     of = pair(Rotating(), lambda x: (TABLE, torch.exp(x)), gradients=False)
     with pytest.raises(NotEquivalent, match=r"output\[1\].*return a copy"):
         perfsuite.check(of, examples=3, device="cpu")
@@ -247,7 +247,7 @@ class KeepsAnswers:
         return TABLE, self.answers.setdefault(key, torch.exp(x))
 
 
-def test_a_kept_answer_beside_a_constant_is_found() -> None:
+def test_cached_result_returned_beside_a_constant_is_detected() -> None:
     of = pair(KeepsAnswers(), lambda x: (TABLE, torch.exp(x)), gradients=False)
     with pytest.raises(NotEquivalent, match=r"keeps output\[1\] and returns it again"):
         perfsuite.check(of, examples=3, device="cpu")
@@ -267,12 +267,12 @@ class RaisesAtNan(torch.autograd.Function):
         return gradient * torch.exp(x)
 
 
-def test_a_backward_pass_that_raises_at_nan_is_found() -> None:
+def test_backward_pass_that_raises_on_nan_is_detected() -> None:
     with pytest.raises(NotEquivalent, match="raises ValueError: no NaN please in a backward pass whose incoming"):
         perfsuite.check(pair(RaisesAtNan.apply), examples=3, device="cpu")
 
 
-def test_what_one_side_leaves_behind_does_not_reach_the_next_pair() -> None:
+def test_autocast_left_enabled_by_a_side_is_reported_and_restored() -> None:
     def leaves_autocast(x: torch.Tensor) -> torch.Tensor:
         torch.set_autocast_enabled("cpu", True)
         return torch.exp(x)
@@ -285,7 +285,7 @@ def test_what_one_side_leaves_behind_does_not_reach_the_next_pair() -> None:
 @pytest.mark.parametrize(
     "name", ["autocast on cpu", "autocast's dtype on cpu", "the processor's cores of this process"]
 )
-def test_a_setting_can_be_restored(name: str) -> None:
+def test_changed_process_setting_is_restored(name: str) -> None:
     other = {"autocast on cpu": True, "autocast's dtype on cpu": torch.float16}
     before = process_state.settings([name])
     changed = other[name] if name in other else tuple(before[name][:1])
@@ -297,7 +297,7 @@ def test_a_setting_can_be_restored(name: str) -> None:
     assert process_state.settings([name]) == before
 
 
-def test_constants_in_tuples_and_of_arithmetic_are_guarded(tmp_path: Path) -> None:
+def test_constants_in_tuples_and_from_arithmetic_are_guarded(tmp_path: Path) -> None:
     source = tmp_path / "constants.py"
     source.write_text("A, B = 2.0**-13, 64 << 20\nC = -1\nD: int = 3\nE = len('x')\nF, G = f()\nH = 2 * other\n")
     _, constants, _ = guard._declared(str(source))

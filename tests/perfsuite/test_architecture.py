@@ -1,4 +1,4 @@
-"""The arrows of docs/architecture.md, and the shape of the repository: every technique has both sides and its pair."""
+"""Imports follow docs/architecture.md, and every technique has both sides and a pair."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def table() -> dict[str, tuple[tuple[int, int], str]]:
             for place, name in enumerate(re.findall(r"`(\w+)`", cells[1])):
                 assert name not in found, f"{name} is in the table twice"
                 found[name] = ((int(cells[0]), place), cells[3])
-    # A package with a table of its own; only the commands come after it.
+    # The package has its own table; only the commands come after it.
     found.setdefault("calibration", ((found["__init__"][0][0] - 1, len(found)), "lazily"))
     return found
 
@@ -66,7 +66,7 @@ def harness_files() -> list[Path]:
 
 
 def imports(path: Path, *, top_only: bool = False, typing: bool = True) -> Iterator[tuple[str, str]]:
-    """Yield (module, name) of a file's imports: all, those at the top, or all but those for type checkers."""
+    """Yield (module, name) of a file's imports: all, those at the top, or all except those under TYPE_CHECKING."""
     tree = tree_of(path)
     for_checkers = {
         inner
@@ -113,14 +113,14 @@ def test_the_table_names_every_module() -> None:
 
 
 @pytest.mark.parametrize("path", harness_files(), ids=lambda p: str(p.relative_to(HARNESS)))
-def test_a_stage_imports_only_earlier_ones(path: Path) -> None:
+def test_a_module_imports_only_earlier_modules_of_the_table(path: Path) -> None:
     own, _ = table()[stage_of(path)]
     later = sorted(name for name in stages_imported(path) if table()[name][0] >= own)
     assert not later, f"{path.relative_to(ROOT)} imports {', '.join(later)}, which come after it"
 
 
 @pytest.mark.parametrize("path", harness_files(), ids=lambda p: str(p.relative_to(HARNESS)))
-def test_torch_is_imported_where_the_table_says(path: Path) -> None:
+def test_torch_is_imported_only_as_the_table_allows(path: Path) -> None:
     _, torch = calibration()[path.stem] if path.parent.name == "calibration" else table()[stage_of(path)]
     top = any(m.split(".")[0] == "torch" for m, _ in imports(path, top_only=True))
     anywhere = any(m.split(".")[0] == "torch" for m, _ in imports(path, typing=False))
@@ -140,7 +140,7 @@ def test_calibration_imports_only_earlier_files() -> None:
                 assert calibration()[inside][0] < own, f"{path.name} imports {inside}, which comes after it"
 
 
-def test_suite_knows_the_sides_by_name_alone() -> None:
+def test_only_the_trainer_registry_of_suite_names_modules_of_the_sides() -> None:
     """Both sides and the tests import `suite`; it imports neither, and only its registry names their trainers."""
     for path in sides("suite"):
         roots = {module.split(".")[0] for module, _ in imports(path)}
@@ -151,25 +151,25 @@ def test_suite_knows_the_sides_by_name_alone() -> None:
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "suite/commands").glob("*.py")), ids=lambda p: p.name)
-def test_a_command_costs_nothing_until_it_is_called(path: Path) -> None:
+def test_a_command_module_imports_nothing_heavy_at_its_top(path: Path) -> None:
     """A command imports nothing heavy at its top, because the help of all commands imports it."""
     top = {module.split(".")[0] for module, _ in imports(path, top_only=True, typing=False)}
     assert not top & set(HEAVY), path.name
 
 
-def test_perfsuite_knows_no_technique() -> None:
+def test_perfsuite_does_not_import_the_techniques() -> None:
     for path in harness_files():
         roots = {module.split(".")[0] for module, _ in imports(path)}
         assert not roots & {"reference", "optimized", "suite", "tests"}, path
 
 
-def test_import_perfsuite_is_light() -> None:
+def test_import_perfsuite_loads_no_heavy_package() -> None:
     code = f"import perfsuite, sys; print([m for m in {HEAVY} if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
 
 
-def test_every_public_name_is_there() -> None:
+def test_every_public_name_can_be_imported() -> None:
     import perfsuite
 
     for name in perfsuite.__all__:
@@ -186,10 +186,9 @@ def sides(folder: str) -> list[Path]:
 
 
 def techniques(folder: str) -> set[str]:
-    """Return `<domain>/<technique>` of each file that holds one.
+    """Return `<domain>/<technique>` of each file that implements one.
 
-    Modules at the top (`optimized/kernels.py`) are shared by many. A file with the name of another one and `_cuda`
-    behind it belongs to that one.
+    Top-level modules such as `optimized/kernels.py` are shared. `NAME_cuda.py` belongs to `NAME.py`.
     """
     found = {
         "/".join(p.relative_to(ROOT / folder).with_suffix("").parts)
@@ -202,12 +201,12 @@ def techniques(folder: str) -> set[str]:
 EVERY = sorted(techniques("reference") | techniques("optimized"))
 
 
-def test_there_are_techniques() -> None:
+def test_techniques_are_found() -> None:
     assert EVERY
 
 
 @pytest.mark.parametrize(("folder", "other"), [("reference", "optimized"), ("optimized", "reference")])
-def test_the_sides_never_meet(folder: str, other: str) -> None:
+def test_neither_side_imports_or_names_the_other(folder: str, other: str) -> None:
     for path in sides(folder):
         roots = {module.split(".")[0] for module, _ in imports(path)}
         assert other not in roots, f"{path.relative_to(ROOT)} imports {other}"
@@ -258,7 +257,7 @@ def pairs_of(path: Path) -> Iterator[dict[str, str | None]]:
             }
 
 
-def test_every_pair_of_the_repository_is_a_techniques() -> None:
+def test_every_test_file_of_a_domain_belongs_to_a_technique() -> None:
     for path in sorted((ROOT / "tests").glob("*/test_*.py")):
         if path.parent.name in ("perfsuite", "planted", "suite", "trainers"):
             continue
@@ -267,26 +266,26 @@ def test_every_pair_of_the_repository_is_a_techniques() -> None:
 
 
 @pytest.mark.parametrize(("page", "device"), [("docs/results.md", "nvidia-h200"), ("docs/ranks.md", "nvidia-h200-x2")])
-def test_the_pages_show_the_accepted_figures(page: str, device: str) -> None:
+def test_documentation_tables_match_the_baselines(page: str, device: str) -> None:
     """The pages show the figures that `perfsuite table baselines/DEVICE.json --write PAGE` writes."""
     text = (ROOT / page).read_text()
     entries = baseline_file.load(ROOT / "baselines" / f"{device}.json").entries
     assert markdown.insert(text, markdown.table(entries.values())) == text
 
 
-def test_the_readmes_rows_are_among_the_results() -> None:
+def test_rows_of_the_readme_are_in_the_results_page() -> None:
     rows = re.findall(r"^\| \w+/\w+ \|.*$", (ROOT / "README.md").read_text(), re.MULTILINE)
     assert len(rows) == 6
     assert set(rows) <= set((ROOT / "docs/results.md").read_text().splitlines())
 
 
-def test_the_readme_counts_the_techniques() -> None:
+def test_readme_states_the_number_of_techniques() -> None:
     counted = [technique for technique in EVERY if not technique.startswith("trainers/")]
     assert f"pairs for {len(counted)} techniques" in (ROOT / "README.md").read_text()
 
 
 @pytest.mark.parametrize("technique", EVERY)
-def test_a_technique_is_among_the_results(technique: str) -> None:
+def test_each_technique_is_either_in_a_results_table_or_listed_as_unmeasured(technique: str) -> None:
     text = (ROOT / "docs/results.md").read_text()
     found = re.search(r"<!-- perfsuite:table -->(.*?)<!-- /perfsuite:table -->", text, re.DOTALL)
     assert found, "docs/results.md has no <!-- perfsuite:table --> … <!-- /perfsuite:table -->"
@@ -294,7 +293,7 @@ def test_a_technique_is_among_the_results(technique: str) -> None:
         pytest.skip("the table is generated from the first baseline of a GPU, which there is not yet")
     name = technique.rpartition("/")[2]
     waiting = re.search(r"<!-- unmeasured -->(.*?)<!-- /unmeasured -->", text, re.DOTALL)
-    # A pair that shows it under other conditions has a suffix.
+    # A second pair of the same technique has a suffix.
     tables = found[1] + (ROOT / "docs" / "ranks.md").read_text()
     measured = re.search(rf"^\| {technique}(_\w+)? ", tables, re.MULTILINE) is not None
     listed = waiting is not None and re.search(rf"(?<!\w){name}(?!\w)", waiting[1]) is not None

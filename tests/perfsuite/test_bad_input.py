@@ -51,7 +51,9 @@ WORKLOAD = 'Workload("small", n=64, clock="wall")'
     ],
 )
 @pytest.mark.parametrize("arguments", [["-m", "correctness"], ["-m", "perf", "--benchmark-compare"]])
-def test_workloads(project: Project, workloads: str, words: list[str], arguments: list[str]) -> None:
+def test_wrong_workload_is_reported_in_one_line(
+    project: Project, workloads: str, words: list[str], arguments: list[str]
+) -> None:
     project.write("test_scale.py", TWO_LINES.replace(WORKLOAD, workloads))
     result = project.run(*arguments)
     assert_says(result, *words, code=2)
@@ -68,7 +70,9 @@ def test_workloads(project: Project, workloads: str, words: list[str], arguments
         ("workloads=", 'rivals={"reference": slow}, workloads=', ["may not be called 'reference'"]),
     ],
 )
-def test_declarations(project: Project, old: str, new: str, words: list[str]) -> None:
+def test_wrong_pair_declaration_is_reported_with_its_location(
+    project: Project, old: str, new: str, words: list[str]
+) -> None:
     text = TWO_LINES.replace("import Pair", "import Pair, stateful").replace(old, new)
     project.write("test_scale.py", text)
     result = project.run()
@@ -78,7 +82,7 @@ def test_declarations(project: Project, old: str, new: str, words: list[str]) ->
     assert ": in __init__" not in result.stdout.str(), "no frames of a traceback"
 
 
-# --- an optimized side that misbehaves while it is proven -----------------------------------------------------------
+# --- an optimized side that fails during a proof --------------------------------------------------------------------
 
 MISBEHAVIOUR: dict[str, tuple[str, list[str]]] = {
     "raises": (
@@ -99,32 +103,32 @@ MISBEHAVIOUR: dict[str, tuple[str, list[str]]] = {
 
 
 @pytest.mark.parametrize("name", MISBEHAVIOUR)
-def test_an_optimized_side_that(project: Project, name: str) -> None:
+def test_optimized_side_that_fails_during_a_proof_is_reported(project: Project, name: str) -> None:
     body, words = MISBEHAVIOUR[name]
     text = TWO_LINES.replace("return 3 * x", body)
     if name == "hangs":
         project.write("test_scale.py", TWO_LINES)
-        project.run("-k", "equivalence")  # torch imports parts of itself when they are first used: not in the limit
+        project.run("-k", "equivalence")  # torch's lazy imports would otherwise count towards the time limit
         text = text.replace("workloads=", "time_limit=0.5, workloads=")
     project.write("test_scale.py", text)
-    result = project.run("-k", "equivalence", "--perfsuite-profile=dev")  # `ci` allows twice the time
+    result = project.run("-k", "equivalence", "--perfsuite-profile=dev")  # `ci` doubles the time limit
     assert_says(result, *words)
     result.assert_outcomes(failed=1)
     assert lines_with(result.stdout.str(), "reproduce: pytest ")
 
 
-def test_a_side_that_takes_its_inputs_by_keyword_learns_their_order(project: Project) -> None:
+def test_side_with_keyword_only_inputs_is_reported_with_the_order_of_inputs(project: Project) -> None:
     project.write("test_scale.py", TWO_LINES.replace("def fast(x)", "def fast(*, x)"))
     words = ("scale: the optimized side raises TypeError", "called with its inputs by position, in this order: x")
     assert_says(project.run("-k", "equivalence"), *words)
 
 
-def test_a_reference_that_raises_is_named(project: Project) -> None:
+def test_reference_that_raises_is_reported(project: Project) -> None:
     project.write("test_scale.py", TWO_LINES.replace("return x + x + x", "raise ValueError('n is odd')"))
     assert_says(project.run("-k", "equivalence"), "scale: the reference raises ValueError", "n is odd", "sizes=")
 
 
-# --- and while it is timed ------------------------------------------------------------------------------------------
+# --- an optimized side that fails while it is timed -----------------------------------------------------------------
 
 
 def timed(project: Project, id: str) -> Failure:
@@ -145,7 +149,7 @@ def timed(project: Project, id: str) -> Failure:
 
 
 @pytest.mark.parametrize("name", sorted(MISBEHAVIOUR.keys() - {"hangs", "exits"}))
-def test_a_timed_side_that(project: Project, name: str) -> None:
+def test_optimized_side_that_fails_while_timed_is_reported(project: Project, name: str) -> None:
     body, words = MISBEHAVIOUR[name]
     project.write("test_scale.py", TWO_LINES.replace("return 3 * x", body))
     failure = timed(project, SMALL)
@@ -160,13 +164,13 @@ def test_a_timed_side_that(project: Project, name: str) -> None:
         assert all(w in failure.message for w in words), failure.message
 
 
-def test_a_job_that_is_none(project: Project) -> None:
+def test_missing_job_file_is_reported(project: Project) -> None:
     project.monkeypatch.setenv("PERFSUITE_JOB", str(project.path / "gone.json"))
     project.write("test_scale.py", TWO_LINES)
     assert_says(project.run(), "PERFSUITE_JOB", "not a job file", "unset PERFSUITE_JOB", code=4)
 
 
-def test_a_workload_that_is_gone_when_it_is_to_be_measured(project: Project) -> None:
+def test_workload_that_a_worker_cannot_collect_is_unmeasured(project: Project) -> None:
     project.write("test_scale.py", TWO_LINES)
     failure = timed(project, SMALL.replace("small", "gone"))
     assert failure == Failure(status=Status.UNMEASURED, message="it could not be collected again in a worker")
@@ -182,7 +186,7 @@ def without_triton(project: Project) -> Project:
 
 
 @FULLY
-def test_without_triton_plain_pairs_are_proven(without_triton: Project) -> None:
+def test_pairs_without_kernels_are_proven_without_triton(without_triton: Project) -> None:
     without_triton.write("test_scale.py", TWO_LINES)
     done = without_triton.process("pytest", "-p", "no_triton", "-m", "correctness", "-W", "error")
     assert done.returncode == 0, done.stdout
@@ -190,7 +194,7 @@ def test_without_triton_plain_pairs_are_proven(without_triton: Project) -> None:
 
 
 @FULLY
-def test_without_triton_a_kernel_module_says_what_is_missing(without_triton: Project) -> None:
+def test_module_that_imports_triton_reports_that_triton_is_missing(without_triton: Project) -> None:
     without_triton.write("test_scale.py", "import triton\n" + TWO_LINES)
     without_triton.write("test_scale.py", _dedented("import triton", TWO_LINES))
     done = without_triton.process("pytest", "-p", "no_triton", "-m", "correctness")
@@ -199,7 +203,7 @@ def test_without_triton_a_kernel_module_says_what_is_missing(without_triton: Pro
 
 
 @FULLY
-def test_without_triton_the_optimized_sides_still_import() -> None:
+def test_optimized_modules_can_be_imported_without_triton() -> None:
     modules = [
         ".".join(path.relative_to(ROOT).with_suffix("").parts)
         for path in sorted((ROOT / "optimized").rglob("*.py"))
@@ -217,7 +221,7 @@ def _dedented(first: str, text: str) -> str:
     return "\n".join(["    " + first, *text.strip("\n").splitlines()])
 
 
-# --- a baseline file that is not what it should be ------------------------------------------------------------------
+# --- damaged baseline files -----------------------------------------------------------------------------------------
 
 
 def _edited(text: str) -> str:
@@ -245,7 +249,7 @@ DAMAGE: dict[str, tuple[Callable[[str], str], list[str]]] = {
 
 
 @pytest.mark.parametrize("name", some(DAMAGE, ("truncated", "edited", "foreign", "newer")))
-def test_a_damaged_baseline(project: Project, name: str) -> None:
+def test_damaged_baseline_is_reported_before_measuring_and_left_unchanged(project: Project, name: str) -> None:
     damage, words = DAMAGE[name]
     project.write("test_scale.py", TWO_LINES)
     path = project.accept()
@@ -268,7 +272,7 @@ def test_a_damaged_baseline(project: Project, name: str) -> None:
 # --- folders that cannot be written ---------------------------------------------------------------------------------
 
 
-def test_baselines_that_cannot_be_written(project: Project) -> None:
+def test_accept_reports_a_baselines_folder_that_cannot_be_written(project: Project) -> None:
     project.write("test_scale.py", TWO_LINES)
     project.commit()
     project.write("baselines", "a file in the place of the folder")
@@ -280,7 +284,7 @@ def test_baselines_that_cannot_be_written(project: Project) -> None:
     assert lines_with(done.output, "baselines", "cannot be written", "make the folder writable"), done.output
 
 
-def test_a_full_disk_leaves_the_baseline_as_it_was(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_full_disk_leaves_the_baseline_unchanged(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
     project.write("test_scale.py", TWO_LINES)
     path = project.accept()
     before = path.read_bytes()
@@ -303,7 +307,9 @@ def test_a_full_disk_leaves_the_baseline_as_it_was(project: Project, monkeypatch
     [(["gate"], 10), (["accept", "--reason", "x"], 4), (["compare", "HEAD"], 4), (["run", "-k", "speed"], 10)],
     ids=lambda value: value[0] if isinstance(value, list) else "",
 )
-def test_a_project_that_cannot_be_written(project: Project, command: list[str], code: int) -> None:
+def test_commands_report_a_project_folder_that_cannot_be_written(
+    project: Project, command: list[str], code: int
+) -> None:
     project.write("test_scale.py", TWO_LINES)
     project.write("test_other.py", TWO_LINES.replace("scale", "other"))
     project.write(".perfsuite", "a file in the place of the folder")
@@ -315,7 +321,7 @@ def test_a_project_that_cannot_be_written(project: Project, command: list[str], 
     assert lines_with(done.output, "✗", ".perfsuite/", "cannot be", "writable"), done.output
 
 
-# --- what is only shown: one line at most, and the same verdict and exit code ---------------------------------------
+# --- errors in reports: at most one line, and the same verdict and exit code ----------------------------------------
 
 OUTCOMES = {"green": (times(), 0), "red": (times(slower=0.05), 1), "undecided": (times(noise=100.0), 10)}
 
@@ -330,7 +336,7 @@ def verdict(request: pytest.FixtureRequest, project: Project) -> tuple[Project, 
     return project, code
 
 
-def test_a_report_that_cannot_be_written(verdict: tuple[Project, int]) -> None:
+def test_report_that_cannot_be_written_does_not_change_the_exit_code(verdict: tuple[Project, int]) -> None:
     project, code = verdict
     project.write("out", "a file in the place of the folder")
     for done in (project.cli("gate", "--report", "out", "--json"), project.cli("gate", "--report", "out")):
@@ -342,7 +348,7 @@ def test_a_report_that_cannot_be_written(verdict: tuple[Project, int]) -> None:
     assert len(lines_with(result.stdout.str(), "no report: cannot write out/report.json")) == 1
 
 
-def test_an_older_report_that_cannot_be_removed_is_not_shown(verdict: tuple[Project, int]) -> None:
+def test_older_report_that_cannot_be_removed_is_not_shown(verdict: tuple[Project, int]) -> None:
     project, code = verdict
     project.monkeypatch.setenv("GITHUB_STEP_SUMMARY", str(project.path / "summary.md"))
     project.write("out/report.json/file", "a folder in the place of the file")
@@ -354,7 +360,9 @@ def test_an_older_report_that_cannot_be_removed_is_not_shown(verdict: tuple[Proj
 
 
 @pytest.mark.parametrize("place", ["", pytest.param("folder", marks=FULLY), pytest.param("folder/below", marks=FULLY)])
-def test_a_job_summary_that_cannot_be_written(verdict: tuple[Project, int], place: str) -> None:
+def test_job_summary_that_cannot_be_written_does_not_change_the_exit_code(
+    verdict: tuple[Project, int], place: str
+) -> None:
     project, code = verdict
     (project.path / "folder").mkdir()
     summary = project.path / (place or "\0") if place != "folder/below" else project.path / "gone/summary.md"
@@ -366,7 +374,7 @@ def test_a_job_summary_that_cannot_be_written(verdict: tuple[Project, int], plac
     assert (project.path / ".perfsuite/report/report.json").exists()
     merged = project.cli("merge", ".perfsuite/report/report.json", "--report", "whole")
     assert len(lines_with(merged.output, "cannot write the job summary")) == 1
-    assert merged.exit_code == max(code, 10) if code != 1 else 1  # it is no shard's
+    assert merged.exit_code == max(code, 10) if code != 1 else 1  # the report is not of a shard
 
 
 ASCII = {"LC_ALL": "C", "PYTHONIOENCODING": "ascii", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
@@ -388,12 +396,12 @@ for command in json.loads(sys.argv[2]):
         print("ENDED", end.code)
         sys.stdout.flush()
 """
-"""Program that runs one command after the other; a line gives each one's exit code."""
+"""Program that runs the commands in turn and prints each exit code."""
 
 
 @FULLY
 @pytest.mark.parametrize(("slower", "code"), [(0.0, 0), (0.05, 1)])
-def test_a_terminal_that_knows_only_ascii(project: Project, slower: float, code: int) -> None:
+def test_commands_work_in_an_ascii_terminal(project: Project, slower: float, code: int) -> None:
     project.write("test_scale.py", TWO_LINES)
     path = project.accept()
     project.write(".shell/shell.py", SHELL)
@@ -408,7 +416,7 @@ def test_a_terminal_that_knows_only_ascii(project: Project, slower: float, code:
     assert "Error" not in everything
     *shown, rest = re.split(r"ENDED (\d+)\n", done.stdout)
     assert not rest
-    assert list(map(int, shown[1::2])) == [code, code, 0, 0, 1 if code else 10], everything  # it is no shard's report
+    assert list(map(int, shown[1::2])) == [code, code, 0, 0, 1 if code else 10], everything  # not a shard's report
     gated_json, gated, listed, table, merged = shown[::2]
     assert json.loads(gated_json)["verdicts"][SMALL]["status"] == ("REGRESSED" if code else "PASS")
     for text in (gated, merged):
@@ -417,7 +425,7 @@ def test_a_terminal_that_knows_only_ascii(project: Project, slower: float, code:
     assert lines_with(table, "small")
 
 
-def test_a_machine_that_cannot_be_named(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpu_that_the_driver_does_not_identify_is_reported(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
     """If there is a GPU but the driver does not name it, one line says so."""
     from perfsuite import machine
     from perfsuite.errors import MachineError
@@ -462,12 +470,12 @@ HANGS = """
         workloads=[Workload("small", n=64, clock="wall"), Workload("other", n=65, clock="wall")],
     )
 """
-"""Both workloads can be proven, and the first can be timed; after that no call ends."""
+"""Both workloads can be proven, and the first can be timed; after that no call returns."""
 
 
 @FULLY
 @pytest.mark.parametrize("command", [["gate", "--json"], ["accept", "--reason", "again"]], ids=lambda c: c[0])
-def test_ctrl_c(project: Project, command: list[str]) -> None:
+def test_ctrl_c_keeps_the_baseline_and_reports_what_was_measured(project: Project, command: list[str]) -> None:
     """Ctrl-C during the second workload gives exit code 2, leaves the baseline, and reports what was measured."""
     project.write("test_scale.py", HANGS)
     small, other = times(), times(sizes={"n": 65})
@@ -486,7 +494,7 @@ def test_ctrl_c(project: Project, command: list[str]) -> None:
             preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
         )
     try:
-        # The progress line says that the parent has the first measurement.
+        # The progress line shows that the parent has received the first measurement.
         wait_for(lambda: child.poll() is not None or lines_with(log.read_text(), "scale[small]", "optimized"))
         assert child.poll() is None, log.read_text()
         child.send_signal(signal.SIGINT)

@@ -1,4 +1,4 @@
-"""The baseline file: readable by pytest-benchmark, written whole or not at all, and never half believed."""
+"""The baseline file can be read by pytest-benchmark, is written atomically, and is rejected as a whole if damaged."""
 
 from __future__ import annotations
 
@@ -82,11 +82,11 @@ def refused(path: Path) -> str:
 # --- the round trip and the schema ---------------------------------------------------------------------------------
 
 
-def test_round_trip(path: Path) -> None:
+def test_saved_baseline_equals_the_loaded_one(path: Path) -> None:
     assert load(path) == book(make(2), make(0), make(1))
 
 
-def test_processes_that_call_together_are_kept(path: Path) -> None:
+def test_process_group_is_stored(path: Path) -> None:
     of_rank = {"optimized": Counts(host_syncs=0, launches=3, peak_bytes=1 << 20), "reference": Counts()}
     group = ProcessGroup(
         ranks=2,
@@ -101,7 +101,7 @@ def test_processes_that_call_together_are_kept(path: Path) -> None:
     assert load(path).entries[made.id].group == group
 
 
-def test_entry_has_what_was_measured() -> None:
+def test_entry_summarises_its_measurements() -> None:
     runs = [measurement(ratio=math.log(2.0), optimized_s=s) for s in (1e-4, 3e-4, 2e-4)]
     runs[1] = few(counting(runs[1], launches=5, peak_bytes=None))
     made = entry(runs)
@@ -127,17 +127,17 @@ def test_entry_has_what_was_measured() -> None:
         (lambda m: [measurement(optimized_s=0.0, reference_s=1.0)], "not above 0"),
     ],
 )
-def test_what_is_not_a_measurement_is_not_accepted(damage: Callable[[Any], list[Any]], says: str) -> None:
+def test_inconsistent_or_incomplete_measurements_are_refused(damage: Callable[[Any], list[Any]], says: str) -> None:
     with pytest.raises(BaselineError, match=says):
         entry(damage(measurement()) or [[]])
 
 
-def test_pytest_benchmark_s_own_command_reads_it(path: Path, tmp_path: Path) -> None:
+def test_pytest_benchmark_compare_reads_the_file(path: Path, tmp_path: Path) -> None:
     csv = tmp_path / "out.csv"
     command = [sys.executable, "-m", "pytest_benchmark", "compare", str(path), f"--csv={csv}"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=tmp_path, check=False)
     assert done.returncode == 0, done.stderr
-    # For a file that it cannot load, it prints a warning and an empty table: look for the rows.
+    # For a file that it cannot load, it prints a warning and an empty table, so check the rows.
     for number in range(3):
         for side in ("reference", "optimized"):
             assert f"pair{number:03d}::speed[w]@{side}" in done.stdout
@@ -145,7 +145,7 @@ def test_pytest_benchmark_s_own_command_reads_it(path: Path, tmp_path: Path) -> 
     assert "Failed to load" not in done.stdout + done.stderr
 
 
-def test_records_have_pytest_benchmark_s_fields(path: Path) -> None:
+def test_records_have_the_fields_of_pytest_benchmark(path: Path) -> None:
     data = json.loads(path.read_text())
     assert {"machine_info", "commit_info", "benchmarks", "datetime", "version"} <= set(data)
     names = [b["fullname"] for b in data["benchmarks"]]
@@ -161,7 +161,7 @@ def test_records_have_pytest_benchmark_s_fields(path: Path) -> None:
 # --- diffs ---------------------------------------------------------------------------------------------------------
 
 
-def test_accepting_one_workload_changes_its_lines_only(path: Path) -> None:
+def test_accepting_one_workload_changes_only_its_lines(path: Path) -> None:
     before = path.read_text().splitlines()
     changed = dataclasses.replace(make(1, math.log(12.9)), accepted="2027-01-01T00:00:00+00:00")
     update(path, lambda old: merge(old, [changed], machine=MACHINE))
@@ -172,21 +172,23 @@ def test_accepting_one_workload_changes_its_lines_only(path: Path) -> None:
     assert all(first - 2 <= start and stop <= last for _, start, stop, _, _ in opcodes)
 
 
-def test_writing_the_same_again_changes_nothing(path: Path) -> None:
+def test_rewriting_the_same_entries_changes_no_byte(path: Path) -> None:
     before = path.read_bytes()
     update(path, lambda old: merge(old, [make(1)], machine=MACHINE))
     save(path, load(path))
     assert path.read_bytes() == before
 
 
-def test_the_header_s_date_is_the_file_s_first_writing(path: Path) -> None:
+def test_date_in_the_header_is_that_of_the_first_write(path: Path) -> None:
     first = json.loads(path.read_text())["datetime"]
     late = [dataclasses.replace(make(n), accepted="2030-01-01T00:00:00+00:00") for n in range(3)]
     update(path, lambda old: merge(old, late, machine=MACHINE))
     assert json.loads(path.read_text())["datetime"] == first != late[0].accepted
 
 
-def test_an_unchanged_record_survives_another_version_s_statistics(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unchanged_records_are_kept_if_pytest_benchmark_has_other_statistics(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from pytest_benchmark.stats import Stats
 
     before = path.read_text()
@@ -195,7 +197,7 @@ def test_an_unchanged_record_survives_another_version_s_statistics(path: Path, m
     assert all(line.rstrip(",") in path.read_text() for line in before.splitlines())
 
 
-def test_numbers_are_short(path: Path) -> None:
+def test_numbers_have_at_most_seven_significant_digits(path: Path) -> None:
     numbers = [float(n) for n in re.findall(r"(?<=[ \[])-?\d+\.\d+(?:e-?\d+)?(?=[,\]\n])", path.read_text())]
     assert len(numbers) > 100
     assert all(n == float(f"{n:.7g}") for n in numbers)
@@ -204,7 +206,7 @@ def test_numbers_are_short(path: Path) -> None:
 # --- merging -------------------------------------------------------------------------------------------------------
 
 
-def test_more_adds_a_session_to_an_unchanged_revision() -> None:
+def test_merge_with_more_adds_a_session_to_an_unchanged_revision() -> None:
     old = book(make(0), make(1))
     again = dataclasses.replace(make(0, math.log(12.4)), accepted="2026-12-01T00:00:00+00:00", reason="another host")
     new = merge(old, [again], machine=MACHINE, more=True)
@@ -229,12 +231,12 @@ def test_more_adds_a_session_to_an_unchanged_revision() -> None:
         ({"id": "other"}, "no accepted entry"),
     ],
 )
-def test_more_is_refused_for_anything_else(fields: dict[str, Any], says: str) -> None:
+def test_merge_with_more_refuses_other_code_sizes_clock_or_dtype(fields: dict[str, Any], says: str) -> None:
     with pytest.raises(BaselineError, match=says):
         merge(book(make(0)), [dataclasses.replace(make(0), **fields)], machine=MACHINE, more=True)
 
 
-def test_another_machine_is_refused() -> None:
+def test_merge_refuses_another_device() -> None:
     other = dataclasses.replace(MACHINE, device="nvidia-a100", device_name="NVIDIA A100")
     with pytest.raises(BaselineError, match="device was nvidia-h200"):
         merge(book(make(0)), [make(1)], machine=other)
@@ -256,7 +258,7 @@ def test_changes_are_described() -> None:
     assert describe_changes(None, book(make(0))) == [f"{workload_id(0)}: added at 12.3×"]
 
 
-def test_a_tuple_in_the_sizes_is_not_a_change() -> None:
+def test_tuple_and_list_in_sizes_are_equal() -> None:
     assert changes_since(make(0), measurement(sizes={"n": 3, "shape": (1, 2), "scale": 0.5})) is None
     assert changes_since(make(0), measurement(sizes={"n": 3, "shape": (1, 3), "scale": 0.5})) is not None
 
@@ -275,28 +277,28 @@ def test_another_device_is_an_error(fields: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("name", ["count", "torch", "triton", "cuda", "driver", "python", "platform", "cpu", "cores"])
-def test_another_stack_or_number_of_devices_is_a_note(name: str) -> None:
+def test_other_software_or_number_of_devices_is_a_note(name: str) -> None:
     other = dataclasses.replace(MACHINE, **{name: 7 if name in ("count", "cores") else "x"})
     errors, notes = compare_machines(MACHINE, other)
     assert errors == []
     assert len(notes) == 1
 
 
-def test_on_a_cpu_its_model_and_cores_matter() -> None:
+def test_other_cpu_model_or_core_count_is_an_error_on_a_cpu() -> None:
     cpu = dataclasses.replace(MACHINE, device="cpu", device_name="CPU", power_limit_w=None)
     assert compare_machines(cpu, cpu) == ([], [])
     errors, _ = compare_machines(cpu, dataclasses.replace(cpu, cpu="AMD", cores=2))
     assert len(errors) == 2
 
 
-def test_rounding_of_a_power_limit_is_no_difference() -> None:
+def test_rounding_of_a_power_limit_is_ignored() -> None:
     assert compare_machines(MACHINE, dataclasses.replace(MACHINE, power_limit_w=700.01)) == ([], [])
 
 
 # --- damaged files -------------------------------------------------------------------------------------------------
 
 
-def test_missing_empty_and_unreadable(path: Path) -> None:
+def test_missing_empty_and_unreadable_files_are_refused(path: Path) -> None:
     assert "perfsuite accept" in refused(path.with_name("other.json"))
     assert "cannot be read" in refused(path.parent)
     for text in ("", "  \n"):
@@ -306,7 +308,7 @@ def test_missing_empty_and_unreadable(path: Path) -> None:
     assert "not text" in refused(path)
 
 
-def test_truncated_says_where(path: Path) -> None:
+def test_error_for_a_truncated_file_gives_line_and_column(path: Path) -> None:
     lines = path.read_text().splitlines(keepends=True)
     path.write_text("".join(lines[:100]))
     assert re.search(r"cut short or damaged at line \d+, column \d+; restore it from git", refused(path))
@@ -331,7 +333,7 @@ def test_truncated_says_where(path: Path) -> None:
         (f'{{"perfsuite": {{"schema": {"7" * 5000}}}}}', "is out of range"),
     ],
 )
-def test_foreign_files(path: Path, text: str, says: str) -> None:
+def test_files_of_another_format_or_schema_are_refused(path: Path, text: str, says: str) -> None:
     path.write_text(text)
     assert says in refused(path)
 
@@ -391,7 +393,7 @@ def first_process(data: dict[str, Any]) -> dict[str, Any]:
         (lambda d: d["perfsuite"]["machine"].pop("cpu"), "lacks 'cpu'"),
     ],
 )
-def test_an_edit_by_hand_is_named(path: Path, change: Callable[[dict[str, Any]], object], says: str) -> None:
+def test_error_names_what_was_edited_by_hand(path: Path, change: Callable[[dict[str, Any]], object], says: str) -> None:
     load(path)
     edit(path, change)
     message = refused(path)
@@ -399,7 +401,7 @@ def test_an_edit_by_hand_is_named(path: Path, change: Callable[[dict[str, Any]],
     assert "git" in message
 
 
-def test_a_field_twice_and_a_number_out_of_range(path: Path) -> None:
+def test_duplicate_field_and_number_out_of_range_are_refused(path: Path) -> None:
     text = path.read_text()
     path.write_text(text.replace('"clock": "device",', '"clock": "device", "clock": "wall",'))
     assert "'clock' appears twice" in refused(path)
@@ -412,7 +414,7 @@ def test_a_field_twice_and_a_number_out_of_range(path: Path) -> None:
 
 @pytest.mark.parametrize("call", ["fsync", "replace"])
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EACCES, errno.EROFS])
-def test_a_failed_write_leaves_the_old_file(path: Path, monkeypatch: pytest.MonkeyPatch, call: str, code: int) -> None:
+def test_failed_write_keeps_the_old_file(path: Path, monkeypatch: pytest.MonkeyPatch, call: str, code: int) -> None:
     before = path.read_bytes()
 
     def fail(*_: object) -> None:
@@ -431,13 +433,13 @@ def test_a_failed_write_leaves_the_old_file(path: Path, monkeypatch: pytest.Monk
     assert sorted(os.listdir(path.parent)) == [".perfsuite", path.name]
 
 
-def test_a_folder_that_is_a_file(tmp_path: Path) -> None:
+def test_save_reports_a_file_in_place_of_the_folder(tmp_path: Path) -> None:
     (tmp_path / "baselines").write_text("")
     with pytest.raises(BaselineError, match="cannot be written"):
         save(tmp_path / "baselines" / "cpu.json", book(make(0)))
 
 
-def test_a_failed_change_leaves_the_old_file(path: Path) -> None:
+def test_failed_update_keeps_the_old_file(path: Path) -> None:
     before = path.read_bytes()
     with pytest.raises(BaselineError, match="no accepted entry"):
         update(path, lambda old: merge(old, [make(7)], machine=MACHINE, more=True))
@@ -449,7 +451,7 @@ def test_a_failed_change_leaves_the_old_file(path: Path) -> None:
     load(path)
 
 
-def test_a_new_file_is_readable_by_all_and_an_old_one_keeps_its_mode(path: Path) -> None:
+def test_new_file_has_mode_0644_and_an_existing_one_keeps_its_mode(path: Path) -> None:
     assert path.stat().st_mode & 0o777 == 0o644
     for mode in (0o600, 0o777):
         path.chmod(mode)
@@ -457,7 +459,7 @@ def test_a_new_file_is_readable_by_all_and_an_old_one_keeps_its_mode(path: Path)
         assert path.stat().st_mode & 0o777 == mode
 
 
-def test_a_link_is_followed(path: Path, tmp_path: Path) -> None:
+def test_symbolic_link_is_followed(path: Path, tmp_path: Path) -> None:
     link = tmp_path / "link.json"
     link.symlink_to(path)
     update(link, lambda old: merge(old, [make(4)], machine=MACHINE))
@@ -465,7 +467,7 @@ def test_a_link_is_followed(path: Path, tmp_path: Path) -> None:
     assert workload_id(4) in load(path).entries
 
 
-def test_concurrent_acceptances_are_all_kept(tmp_path: Path) -> None:
+def test_concurrent_updates_are_all_kept(tmp_path: Path) -> None:
     path = tmp_path / "cpu.json"
     threads = [
         threading.Thread(target=lambda n=n: update(path, lambda old: merge(old, [make(n)], machine=MACHINE)))
@@ -478,7 +480,7 @@ def test_concurrent_acceptances_are_all_kept(tmp_path: Path) -> None:
     assert set(load(path).entries) == {workload_id(n) for n in range(6)}
 
 
-def test_a_held_lock_is_reported(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lock_held_by_another_writer_is_reported(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(baseline_file, "LOCK_SECONDS", 0.1)
     caught: list[str] = []
 
@@ -497,7 +499,7 @@ def test_a_held_lock_is_reported(path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert len(load(path).entries) == 3
 
 
-def test_a_lock_that_cannot_be_taken_is_reported(path: Path) -> None:
+def test_lock_file_that_cannot_be_created_is_reported(path: Path) -> None:
     before = path.read_bytes()
     shutil.rmtree(path.parent / ".perfsuite")
     (path.parent / ".perfsuite").write_text("a file in the place of the folder")
@@ -527,8 +529,8 @@ update(target, change)
 """
 
 
-def test_processes_with_temporary_folders_of_their_own_exclude_each_other(path: Path, tmp_path: Path) -> None:
-    """The second process reads the file only after the first has written it: neither's entry is lost."""
+def test_lock_works_between_processes_with_different_temporary_folders(path: Path, tmp_path: Path) -> None:
+    """The second process reads the file only after the first has written it, so no entry is lost."""
     writers = []
     for number in (1, 2):
         other, temporary = tmp_path / f"other{number}.json", tmp_path / f"tmp{number}"
@@ -557,7 +559,7 @@ def test_processes_with_temporary_folders_of_their_own_exclude_each_other(path: 
     assert {workload_id(11), workload_id(12)} <= set(load(path).entries)
 
 
-def test_the_lock_is_never_committed(path: Path) -> None:
+def test_git_ignores_the_lock_file(path: Path) -> None:
     subprocess.run(["git", "init", "-q", str(path.parent)], check=True)
     save(path, book(make(0)))
     shown = ["git", "status", "--porcelain", "--untracked-files=all"]
@@ -565,8 +567,8 @@ def test_the_lock_is_never_committed(path: Path) -> None:
     assert done.stdout == f"?? {path.name}\n"
 
 
-def test_what_is_damaged_is_written_anew(path: Path) -> None:
-    """`save` does not load: a record edited by hand is not carried into the new file."""
+def test_save_replaces_a_damaged_file(path: Path) -> None:
+    """`save` does not read the old file, so a record edited by hand is not copied into the new one."""
     sound, before = load(path), path.read_bytes()
     for change in (
         lambda d: d["benchmarks"][0]["stats"].update(median=1e-6),
@@ -580,16 +582,16 @@ def test_what_is_damaged_is_written_anew(path: Path) -> None:
         assert path.read_bytes() == before
 
 
-def test_a_reason_that_is_no_text_is_kept(path: Path) -> None:
-    """A reason is kept as the command line gives it where its bytes are not UTF-8."""
+def test_reason_that_is_not_utf_8_is_stored_unchanged(path: Path) -> None:
+    """A reason with surrogates, as from a command line that is not UTF-8, is stored unchanged."""
     odd = dataclasses.replace(make(0), reason="caf\udce9 \ud83d\x1b[2J\u2028")
     update(path, lambda old: merge(old, [odd], machine=MACHINE))
     path.read_bytes().decode()
     assert load(path).entries[odd.id] == odd
 
 
-def test_entries_of_the_front_door_round_trip(tmp_path: Path) -> None:
-    """Integers where floats belong, as a caller may give them, do not change the digest."""
+def test_integers_in_place_of_floats_are_saved_and_loaded(tmp_path: Path) -> None:
+    """Integers in place of floats do not change the digest."""
     m = measurement(ratio=2, optimized_s=1)
     made = entry_from(
         [m],
@@ -607,7 +609,7 @@ def test_entries_of_the_front_door_round_trip(tmp_path: Path) -> None:
 # --- exact figures -------------------------------------------------------------------------------------------------
 
 
-def test_the_constants_are_the_documented_ones() -> None:
+def test_constants_have_their_documented_values() -> None:
     assert (module.LOG_RATIO_DECIMALS, module.SECONDS_DIGITS) == (6, 6)
     assert (baseline_file.LOCK_SECONDS, module.POWER_WATTS, baseline_file.INTEGER_MAX) == (60.0, 1.0, 2**63)
     assert baseline_file.LONGEST_SHOWN == 160
@@ -623,7 +625,7 @@ def test_records_are_frozen_named_and_slotted(record: type) -> None:
     assert not hasattr(made, "__dict__")
 
 
-def test_an_entry_s_figures() -> None:
+def test_figures_of_an_entry_are_computed_and_rounded() -> None:
     def run(seconds: float, ratio: float, **counts: int | None) -> Any:
         return counting(measurement(optimized_s=seconds, ratio=ratio, accepted=0.5), **counts)
 
@@ -655,7 +657,7 @@ def test_an_entry_s_figures() -> None:
     assert made.speedup("accepted") == pytest.approx(math.exp(0.5))
 
 
-def test_what_a_process_did_not_time_is_left_out() -> None:
+def test_sides_that_a_process_did_not_time_are_left_out() -> None:
     one = measurement()
     rival = dataclasses.replace(one.sides["optimized"], blocks_s=(2e-4,) * 8, device_s=None)
     never = dataclasses.replace(rival, blocks_s=())
@@ -670,7 +672,7 @@ def test_what_a_process_did_not_time_is_left_out() -> None:
     assert ["rival" in p.seconds for p in made.sessions[0].processes] == [True, False]
 
 
-def test_more_joins_the_figures_of_both_sessions() -> None:
+def test_merge_with_more_combines_the_figures_of_both_sessions() -> None:
     limit = Limit(seconds=1.0, by="memory", bytes=1.0, flops=2.0, ceiling=3.0)
 
     def session(seconds: list[float], launches: int, **fields: Any) -> Entry:
@@ -694,7 +696,7 @@ def test_more_joins_the_figures_of_both_sessions() -> None:
     assert newer.entries[workload_id(0)].limit == other
 
 
-def test_a_dirty_tree_on_either_side_refuses_more() -> None:
+def test_merge_with_more_refuses_a_dirty_tree_or_an_unknown_revision() -> None:
     for old, new in ((True, False), (False, True)):
         with pytest.raises(BaselineError, match="uncommitted"):
             merge(
@@ -708,7 +710,7 @@ def test_a_dirty_tree_on_either_side_refuses_more() -> None:
         merge(book(unknown), [unknown], machine=MACHINE, more=True)
 
 
-def test_the_error_about_different_workloads_names_the_first_process_first() -> None:
+def test_error_about_different_sizes_names_the_first_process_first() -> None:
     runs = [measurement(workload_id(0), sizes={"n": n}) for n in (3, 4)]
     with pytest.raises(BaselineError, match=r"measured sizes \{'n': 3\}, another \{'n': 4\}"):
         entry_from(
@@ -722,7 +724,7 @@ def test_the_error_about_different_workloads_names_the_first_process_first() -> 
         )
 
 
-def test_a_later_revision_with_the_same_code_adds_a_session() -> None:
+def test_merge_with_more_accepts_a_later_revision_only_with_the_same_code() -> None:
     ran = Ran(sources={"optimized/a.py": "1"}, data={"x.npy": "2"}, surroundings="old")
     old = dataclasses.replace(make(0), ran=ran)
     new = dataclasses.replace(old, revision="f" * 40, ran=dataclasses.replace(ran, surroundings="new"))
@@ -745,7 +747,7 @@ def test_a_later_revision_with_the_same_code_adds_a_session() -> None:
                 )
 
 
-def test_a_file_that_only_one_process_opened_does_not_make_other_code() -> None:
+def test_data_file_opened_in_only_one_session_does_not_count_as_other_code() -> None:
     ran = Ran(sources={"optimized/a.py": "1"}, data={"of_another_workload.npy": "2"})
     old = dataclasses.replace(make(0), ran=ran)
     new = dataclasses.replace(old, revision="f" * 40, ran=dataclasses.replace(ran, data={}))
@@ -754,12 +756,12 @@ def test_a_file_that_only_one_process_opened_does_not_make_other_code() -> None:
         assert len(made.entries[workload_id(0)].sessions) == 2 * len(old.sessions)
 
 
-def test_dropping_what_is_not_there_is_no_error() -> None:
+def test_dropping_an_unknown_workload_is_allowed() -> None:
     assert merge(book(make(0)), [], machine=MACHINE, drop=["other"]) == book(make(0))
     assert list(merge(book(make(2)), [make(1)], machine=MACHINE).entries) == [workload_id(1), workload_id(2)]
 
 
-def test_sessions_added_are_counted_and_replaced_ones_are_not() -> None:
+def test_description_counts_added_sessions_but_not_replaced_ones() -> None:
     def described(old: Entry, new: Entry) -> str:
         return describe_changes(book(old), book(new))[0].partition(": ")[2]
 
@@ -773,33 +775,33 @@ def test_sessions_added_are_counted_and_replaced_ones_are_not() -> None:
     assert described(two, one) == "changed from 12.6× to 12.3× (-2.4%)"
 
 
-def test_a_change_of_promises_alone_adds_no_session() -> None:
+def test_change_of_promises_alone_is_not_described_as_a_session() -> None:
     promised = dataclasses.replace(make(2), promises=PromiseRecord(speedup=9.0, host_syncs=0))
     (line,) = describe_changes(book(make(2)), book(promised))
     assert line.endswith(": changed from 12.3× to 12.3× (+0.0%), promised speedup 10.0 → 9.0")
 
 
 @pytest.mark.parametrize("info", [{}, {"perfsuite": 3}, [], "x", None])
-def test_a_record_without_our_entry_is_named(path: Path, info: object) -> None:
+def test_record_without_a_perfsuite_entry_is_refused(path: Path, info: object) -> None:
     edit(path, lambda d: d["benchmarks"][1].update(extra_info=info))
     assert "the optimized record has no perfsuite entry; restore it from git" in refused(path)
 
 
-def test_revisions_and_devices_by_name() -> None:
+def test_short_revisions_and_cpu_names() -> None:
     assert module.short(REVISION) == REVISION[:7] == "1a2b3c4"
     assert [module.short(r) for r in (None, "")] == ["(unknown)", "(unknown)"]
     assert [module.is_cpu(d) for d in ("cpu", "cpu-amd-epyc", "cpux", "nvidia-cpu")] == [True, True, False, False]
 
 
 @pytest.mark.parametrize("here", [701.0, 699.0, 701.1, 698.9])
-def test_a_power_limit_may_differ_by_rounding_only(here: float) -> None:
+def test_power_limits_within_one_watt_are_equal(here: float) -> None:
     errors, notes = compare_machines(MACHINE, dataclasses.replace(MACHINE, power_limit_w=here))
     assert notes == []
     assert len(errors) == (abs(here - 700) > 1)
     assert all(e.startswith(f"power limit was 700 W when accepted, is {here:g} W here; compare on") for e in errors)
 
 
-def test_a_power_limit_known_on_one_side_only() -> None:
+def test_power_limit_that_becomes_unknown_is_an_error_and_the_reverse_a_note() -> None:
     unknown = dataclasses.replace(MACHINE, power_limit_w=None)
     (error,), notes = compare_machines(MACHINE, unknown)
     assert error.startswith("power limit was 700 W when accepted, is unknown here; ")
@@ -811,7 +813,7 @@ def test_a_power_limit_known_on_one_side_only() -> None:
     assert compare_machines(unknown, unknown) == ([], [])
 
 
-def test_a_cpu_on_either_side_is_compared_as_one() -> None:
+def test_cpu_model_and_cores_are_errors_if_either_machine_is_a_cpu() -> None:
     other = dataclasses.replace(MACHINE, cores=2, cpu="AMD")
     assert len(compare_machines(dataclasses.replace(MACHINE, device="cpu"), other)[0]) == 3
     assert len(compare_machines(MACHINE, dataclasses.replace(other, device="cpu"))[0]) == 3
@@ -821,7 +823,7 @@ def test_a_cpu_on_either_side_is_compared_as_one() -> None:
 
 
 @pytest.mark.parametrize("file", sorted(Path(__file__).parents[2].glob("baselines/*.json")), ids=lambda p: p.stem)
-def test_the_baselines_of_this_repository_are_read_and_written_unchanged(file: Path, tmp_path: Path) -> None:
+def test_baselines_of_this_repository_are_unchanged_by_load_and_save(file: Path, tmp_path: Path) -> None:
     copy = tmp_path / file.name
     copy.write_bytes(file.read_bytes())
     stored = load(copy)
@@ -831,7 +833,7 @@ def test_the_baselines_of_this_repository_are_read_and_written_unchanged(file: P
     assert before["benchmarks"] == after["benchmarks"]
 
 
-def test_the_layout() -> None:
+def test_json_layout_and_indentation() -> None:
     value = {"a": [1, 2.5, None], "b": {}, "c": [{"d": "é"}, []], "e": []}
     assert baseline_file.laid_out(value, "") == (
         '{\n  "a": [1, 2.5, null],\n  "b": {},\n  "c": [\n    {\n      "d": "é"\n    },\n    []\n  ],\n  "e": []\n}'
@@ -841,14 +843,14 @@ def test_the_layout() -> None:
         baseline_file.laid_out([math.nan], "")
 
 
-def test_the_digest_is_of_the_canonical_json() -> None:
+def test_digest_is_sha256_of_canonical_json() -> None:
     text = b'{"a":[1.5,null],"b":{"c":"\\u00e9","d":true}}'
     assert baseline_file._hashed({"b": {"d": True, "c": "é"}, "a": (1.5, None)}) == hashlib.sha256(text).hexdigest()
     with pytest.raises(ValueError, match="not JSON compliant"):
         baseline_file._hashed(math.inf)
 
 
-def test_the_header_and_a_record(path: Path) -> None:
+def test_contents_of_the_header_and_a_record(path: Path) -> None:
     data = json.loads(path.read_text())
     assert list(data) == ["perfsuite", "machine_info", "commit_info", "datetime", "version", "benchmarks"]
     assert data["perfsuite"]["schema"] == SCHEMA
@@ -875,7 +877,7 @@ def test_the_header_and_a_record(path: Path) -> None:
     assert optimized["stats"]["mean"] == pytest.approx(fmean(make(0).blocks_s["optimized"]), rel=1e-5)
 
 
-def test_the_header_s_date_is_the_earliest_or_none(tmp_path: Path) -> None:
+def test_date_in_the_header_is_the_earliest_acceptance_or_the_epoch(tmp_path: Path) -> None:
     late = dataclasses.replace(make(0), accepted="2030-01-01T00:00:00+00:00")
     for name, entries, date in (
         ("a", [late, make(1)], "2026-11-01T12:00:00+00:00"),
@@ -886,7 +888,7 @@ def test_the_header_s_date_is_the_earliest_or_none(tmp_path: Path) -> None:
         assert load(tmp_path / name) == book(*entries)
 
 
-def test_writers_that_were_killed_leave_nothing_behind(path: Path) -> None:
+def test_save_removes_temporary_files_of_killed_writers(path: Path) -> None:
     stale = path.parent / f".{path.name}.x.tmp"
     other = path.parent / ".other.json.x.tmp"
     for file in (stale, other):
@@ -896,7 +898,7 @@ def test_writers_that_were_killed_leave_nothing_behind(path: Path) -> None:
     assert other.exists()
 
 
-def test_folders_are_made(tmp_path: Path) -> None:
+def test_update_creates_missing_folders(tmp_path: Path) -> None:
     path = tmp_path / "a" / "b" / "cpu.json"
     assert update(path, lambda old: merge(old, [make(0)], machine=MACHINE)) == (None, book(make(0)))
     old, new = update(path, lambda old: merge(old, [make(1)], machine=MACHINE))
@@ -925,12 +927,12 @@ def test_folders_are_made(tmp_path: Path) -> None:
         (f'{{"a": {"9" * 25}}}', f"({'9' * 20}… is out of range)"),
     ],
 )
-def test_what_is_wrong_is_said_exactly(path: Path, text: str, says: str) -> None:
+def test_json_errors_are_reported_with_their_place(path: Path, text: str, says: str) -> None:
     path.write_text(text)
     assert says in refused(path)
 
 
-def test_long_names_are_cut() -> None:
+def test_long_names_and_control_characters_are_shortened_for_messages() -> None:
     assert [len(baseline_file._short("x" * n)) for n in (159, 160, 161, 1000)] == [159, 160, 161, 161]
     assert baseline_file._short("abcdef", 3) == "abc…"
     assert baseline_file._one_line("a\n b\x1b\u2028c\ud800") == "a b\\x1b c\\ud800"

@@ -1,4 +1,4 @@
-"""The baseline file under attack: a thousand damages to a real one, and writers killed while they replace it."""
+"""Fuzzing of the baseline file: damaged copies of a real one, and writers killed while they replace it."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ KEPT = 6
 KILLS = count(quick=10, full=200)
 REMEDIES = ("restore it from git", "upgrade perfsuite", "`git checkout`", "record a baseline with `perfsuite accept`")
 LINE = 1000
-"""Characters above which a line is not readable."""
+"""Maximum number of characters of a readable line."""
 
 Place: TypeAlias = tuple[str | int, ...]
 """Keys from the top of the JSON down to a value."""
@@ -71,9 +71,9 @@ def nodes(value: Any, here: Place = ()) -> Iterator[Place]:
 
 
 class Sound:
-    """A sound file, written to `path`: every KEPT-th workload of the real file, which grows with each technique.
+    """An undamaged file, written to `path`, with every KEPT-th workload of the real file.
 
-    Has its bytes, its lines, and the places in its JSON that can be damaged.
+    It has the file's bytes, its lines, and the places in its JSON that can be damaged.
     """
 
     def __init__(self, path: Path) -> None:
@@ -84,7 +84,7 @@ class Sound:
         self.baseline = load(path)
         self.data: Any = json.loads(self.bytes)
         self.places = [p for p in nodes(self.data) if p]
-        # Nine tenths of the places are figures in lists; the fields above them should be damaged as often.
+        # 90% of the places are numbers in lists; fields should be damaged as often.
         self.fields = [p for p in self.places if isinstance(p[-1], str)]
         self.numbers = [p for p in self.places if type(self.at(p)) in (int, float)]
         self.lists = [p for p in self.places if isinstance(self.at(p), list) and self.at(p)]
@@ -232,7 +232,7 @@ DAMAGES: tuple[Callable[[Sound, random.Random], bytes], ...] = (
 )
 
 
-# --- what is left of a damaged file ---------------------------------------------------------------------------------
+# --- what is loaded from a damaged file -----------------------------------------------------------------------------
 
 
 def figures(value: Any) -> Iterator[float]:
@@ -271,7 +271,7 @@ def runs_of(accepted: Entry) -> tuple[Measurement, ...]:
 
 
 def assert_wholly_valid(left: Baseline, sound: Baseline) -> None:
-    """Assert that what was loaded is what was accepted: whole workloads may be missing, but no figure differs."""
+    """Assert that all loaded entries equal the accepted ones; whole workloads may be missing."""
     assert left.machine == sound.machine
     assert all(sound.entries.get(key) == value for key, value in left.entries.items())
     assert all(math.isfinite(f) for f in figures(to_json(left)))
@@ -289,7 +289,7 @@ def assert_wholly_valid(left: Baseline, sound: Baseline) -> None:
     assert all(isinstance(a, gate.Open) or a.status.green for a in answers.values())
 
 
-def test_a_thousand_damages_are_refused_or_harmless(tmp_path: Path) -> None:
+def test_damaged_files_are_refused_or_load_only_accepted_entries(tmp_path: Path) -> None:
     path = tmp_path / REAL.name
     sound = Sound(path)
     assert len(sound.baseline.entries) > 1
@@ -323,7 +323,7 @@ def test_a_thousand_damages_are_refused_or_harmless(tmp_path: Path) -> None:
     assert set(refused) == {d.__name__ for d in DAMAGES}
 
 
-def test_a_digit_anywhere_is_an_edit(tmp_path: Path) -> None:
+def test_a_changed_digit_anywhere_is_refused(tmp_path: Path) -> None:
     """A changed digit leaves a plausible figure, which only a digest can detect."""
     path, rng = tmp_path / REAL.name, random.Random(11)
     sound = Sound(path)
@@ -335,7 +335,7 @@ def test_a_digit_anywhere_is_an_edit(tmp_path: Path) -> None:
             load(path)
 
 
-def test_the_whole_file_in_other_white_space_is_the_same(tmp_path: Path) -> None:
+def test_white_space_does_not_change_the_loaded_baseline(tmp_path: Path) -> None:
     path = tmp_path / REAL.name
     sound = Sound(path)
     for indent in (None, 0, 3):
@@ -343,7 +343,7 @@ def test_the_whole_file_in_other_white_space_is_the_same(tmp_path: Path) -> None
         assert load(path) == sound.baseline
 
 
-def test_a_workload_less_is_valid_and_one_out_of_order_too(tmp_path: Path) -> None:
+def test_removed_workloads_and_another_order_are_valid(tmp_path: Path) -> None:
     path = tmp_path / REAL.name
     sound = Sound(path)
     data = json.loads(sound.bytes)
@@ -419,7 +419,7 @@ for line in sys.stdin:
 
 
 class Writers:
-    """Process that starts writers and has them killed."""
+    """Process that starts writers and kills them."""
 
     def __init__(self, path: Path, versions: Sequence[Path]) -> None:
         code = WRITERS.format(paths=[str(ROOT)])
@@ -449,7 +449,7 @@ class Writers:
 
 @pytest.fixture
 def versions(tmp_path: Path) -> list[Path]:
-    """Write four files that differ in one workload of three; all are written over the first one, as an update would."""
+    """Write four files that differ in one of three workloads; each later one overwrites a copy of the first."""
     made = []
     others = [entry([measurement(workload_id(n)) for _ in range(3)]) for n in (1, 2)]
     for number in range(4):
@@ -473,14 +473,14 @@ def place(tmp_path: Path, versions: Sequence[Path]) -> Path:
 
 
 def write_version(place: Path, version: Path) -> None:
-    """Assert that a later update is not held up, writes what it should, and leaves nothing else behind."""
+    """Assert that a later update is not blocked, writes the expected bytes, and leaves no other file."""
     new = load(version)
     update(place, lambda old: merge(old, list(new.entries.values()), machine=new.machine))
     assert place.read_bytes() == version.read_bytes()
     assert sorted(os.listdir(place.parent)) == [".perfsuite", place.name]
 
 
-def test_killed_at_any_moment_a_writer_leaves_a_whole_file(
+def test_writer_killed_at_any_moment_leaves_a_complete_file(
     place: Path, versions: Sequence[Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "LOCK_SECONDS", 20.0)
@@ -516,7 +516,7 @@ def test_killed_at_any_moment_a_writer_leaves_a_whole_file(
     ],
     ids=lambda value: "-".join(map(str, value)) if isinstance(value, tuple) else str(value),
 )
-def test_killed_between_two_steps_a_writer_leaves_the_old_or_the_new(
+def test_writer_killed_at_a_given_call_leaves_the_old_or_the_new_file(
     place: Path, versions: Sequence[Path], point: tuple[str, str, str, int], now: str
 ) -> None:
     began = time.monotonic()

@@ -1,4 +1,4 @@
-"""The baseline files of a device: one for each number of processes."""
+"""A device has one baseline file for each number of processes."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ def machine_with(folder: Path, **fields: Any) -> Baselines:
     return Baselines(folder, lambda: replace(TWO, **fields))
 
 
-def test_each_number_of_processes_has_a_file(tmp_path: Path) -> None:
+def test_each_number_of_processes_has_its_own_file(tmp_path: Path) -> None:
     paths = [Baselines(tmp_path, lambda: TWO).path(number) for number in (1, 2, 12)]
     assert [path.name.removeprefix(TWO.device) for path in paths] == [".json", "-x2.json", "-x12.json"]
 
 
-def test_a_machine_reads_what_it_can_measure(tmp_path: Path) -> None:
+def test_machine_loads_only_files_for_at_most_its_number_of_devices(tmp_path: Path) -> None:
     stored(tmp_path, 1, 2, 4)
     (tmp_path / f"{TWO.device}-x2-old.json").write_text("no baseline")
     for count, numbers in ((1, [1]), (2, [1, 2]), (4, [1, 2, 4]), (0, [1, 2, 4])):
@@ -44,7 +44,7 @@ def test_a_machine_reads_what_it_can_measure(tmp_path: Path) -> None:
         assert sorted(found.files) == numbers
 
 
-def test_every_file_is_held_against_the_machine(tmp_path: Path) -> None:
+def test_every_loaded_file_is_compared_with_the_machine(tmp_path: Path) -> None:
     stored(tmp_path, 1, 2)
     other = machine_with(tmp_path, device_name="another", torch="9")
     other.load()
@@ -56,7 +56,7 @@ def test_every_file_is_held_against_the_machine(tmp_path: Path) -> None:
 
 @pytest.fixture
 def run(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Return a run on a machine with two GPUs: workloads for one, two and four GPUs, and a proof for two."""
+    """Return a run on a machine with two GPUs, with workloads for one, two and four GPUs and a proof for two."""
     made: Any = Run.__new__(Run)
     made.isolated = {"c::ranks[2]": SimpleNamespace(pair=SimpleNamespace(at_ranks=2))}
     made.items = {
@@ -69,7 +69,7 @@ def run(monkeypatch: pytest.MonkeyPatch) -> Any:
     return made
 
 
-def test_what_needs_all_gpus_comes_last_and_alone(run: Any) -> None:
+def test_tasks_for_all_gpus_run_last_in_their_own_lane(run: Any) -> None:
     tasks = [Task(id=id) for id in ("b", "a", "c::ranks[2]", "a")]
     parts = run.parts(tasks)
     assert [[task.id for task in part] for part in parts] == [["a", "a"], ["b", "c::ranks[2]"]]
@@ -77,12 +77,12 @@ def test_what_needs_all_gpus_comes_last_and_alone(run: Any) -> None:
     assert lanes.ALL_GPUS not in run.lanes_for(parts[0])
 
 
-def test_on_a_cpu_there_is_no_difference(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tasks_are_not_split_on_a_cpu(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Run, "device", "cpu")
     assert run.parts([Task(id="b"), Task(id="a")]) == [[Task(id="b"), Task(id="a")]]
 
 
-def test_a_workload_for_more_gpus_is_not_for_this_machine(run: Any) -> None:
+def test_workload_for_more_gpus_than_the_machine_has_is_inapplicable(run: Any) -> None:
     found = {name: run.inapplicable(item) for name, item in run.items.items()}
     assert found == {"a": None, "b": None, "d": "the workload is for 4 GPUs; this machine has 2"}
 
@@ -122,7 +122,7 @@ def files(project: Project) -> dict[str, str]:
     return {"x2" if "-x2" in path.stem else "x1": path.read_text() for path in paths}
 
 
-def test_a_workload_is_accepted_into_the_file_of_its_number(scale: Project) -> None:
+def test_workload_is_accepted_into_the_file_of_its_number_of_ranks(scale: Project) -> None:
     assert scale.cli("accept", "--reason", "first").exit_code == 0
     found = files(scale)
     assert ONE in found["x1"]
@@ -133,7 +133,7 @@ def test_a_workload_is_accepted_into_the_file_of_its_number(scale: Project) -> N
     assert done.exit_code == 0, done.output
 
 
-def test_a_workload_of_another_number_moves_to_another_file(scale: Project) -> None:
+def test_workload_with_another_number_of_ranks_moves_to_another_file(scale: Project) -> None:
     scale.cli("accept", "--reason", "first")
     scale.replace("test_scale.py", 'Workload("two", n=3, ranks=2', 'Workload("two", n=3, ranks=1')
     scale.commit()
@@ -144,7 +144,7 @@ def test_a_workload_of_another_number_moves_to_another_file(scale: Project) -> N
     assert TWO_RANKS not in found["x2"]
 
 
-def test_the_file_that_a_workload_is_not_in_is_named(scale: Project) -> None:
+def test_no_baseline_message_names_the_file_that_lacks_the_workload(scale: Project) -> None:
     scale.cli("accept", "-k", "one", "--reason", "first")
     done = scale.cli("gate")
     assert done.exit_code == 10

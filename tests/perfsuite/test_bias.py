@@ -1,4 +1,4 @@
-"""Errors that lean to one side, each of them within its budget, and honest kernels beside them."""
+"""Biased errors are detected though each is within its budget; unbiased kernels pass."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def rounded_twice(x: torch.Tensor) -> torch.Tensor:
 
 
 def shared(x: torch.Tensor) -> torch.Tensor:
-    """The norm is rounded to half precision: an error that all elements share."""
+    """Round the norm to half precision, so that all elements share one error."""
     norm = x.float().square().mean().sqrt().to(torch.bfloat16)
     return (x.float() / norm.float()).to(x.dtype)
 
@@ -97,13 +97,13 @@ SMALL = [24, 17, 33, 16, 31, 20, 9, 32] * 3
     ids=["offset", "factor"],
 )
 @pytest.mark.parametrize("sizes", [[128], SMALL], ids=["one large draw", "small draws"])
-def test_a_few_eps_in_each_element_are_found(side: Function, message: str, sizes: list[int]) -> None:
+def test_bias_of_a_few_eps_in_each_element_is_detected(side: Function, message: str, sizes: list[int]) -> None:
     with pytest.raises(NotEquivalent, match=message):
         prove(pair_of(square_plus, side), sizes)
 
 
 @pytest.mark.parametrize("side", [cut_off, cut_off_by_steps])
-def test_digits_that_are_cut_off_are_found(side: Function) -> None:
+def test_truncation_instead_of_rounding_is_detected(side: Function) -> None:
     with pytest.raises(NotEquivalent, match=r"lean to one side \(away from zero or towards it\)"):
         prove(pair_of(square_plus, side, "bfloat16"), SMALL)
 
@@ -118,12 +118,12 @@ def floor_to_half(x: torch.Tensor) -> torch.Tensor:
     [
         (lambda x: x.sum(-1), lambda x: cut_to_half(x.float().sum(-1)), "cut off towards zero on"),
         (lambda x: x.sum(-1), lambda x: floor_to_half(x.float().sum(-1)), "cut off downwards on"),
-        # Nearly every answer is 1, or its neighbour.
+        # Nearly every result is 1 or its neighbour.
         (lambda x: (x / 64).exp(), lambda x: cut_to_half((x.float() / 64).exp()), "lean to one side"),
     ],
     ids=["few elements", "downwards", "near one number"],
 )
-def test_digits_that_are_cut_off_are_found_in_few_elements(reference: Function, side: Function, message: str) -> None:
+def test_truncation_is_detected_with_few_elements(reference: Function, side: Function, message: str) -> None:
     with pytest.raises(NotEquivalent, match=message):
         prove(pair_of(reference, side, "bfloat16"), [7, 5, 9, 8, 6, 11, 8, 7, 9, 10, 6, 8])
 
@@ -133,14 +133,14 @@ def nearest_by_steps(x: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_a_rounding_that_all_elements_share_is_no_cut(seed: int) -> None:
+def test_rounding_shared_by_all_elements_is_not_reported_as_truncation(seed: int) -> None:
     pair, tally = pair_of(normed, nearest_by_steps, "bfloat16"), Tally()
     for number, n in enumerate([7, 5, 9, 8, 6, 11, 8, 7, 9, 10, 6, 8]):
         equivalence.check_case(pair, case_of(n, "bfloat16", 100 * seed + number), "cpu", tally=tally)
     assert not list(tally.biases.found())
 
 
-def test_elements_that_are_nearly_numbers_of_the_dtype_show_nothing() -> None:
+def test_elements_representable_in_the_dtype_give_no_evidence_of_truncation() -> None:
     truth = torch.arange(1, 9, dtype=torch.float64) / 8
     assert bias.cuts(truth, torch.bfloat16, -truth) == [{}]
     (found,) = bias.cuts(truth * (1 + 2**-9), torch.bfloat16, -truth * 2**-9)
@@ -156,7 +156,7 @@ def test_elements_that_are_nearly_numbers_of_the_dtype_show_nothing() -> None:
         (normed, normed),
     ],
 )
-def test_honest_kernels_in_half_precision_pass(reference: Function, side: Function) -> None:
+def test_correct_kernels_in_bfloat16_pass(reference: Function, side: Function) -> None:
     prove(pair_of(reference, side, "bfloat16"), [*SMALL, 128])
 
 
@@ -169,11 +169,11 @@ def test_honest_kernels_in_half_precision_pass(reference: Function, side: Functi
     ],
     ids=["factored", "fused", "by logarithms"],
 )
-def test_honest_kernels_in_single_precision_pass(side: Function) -> None:
+def test_correct_kernels_in_float32_pass(side: Function) -> None:
     prove(pair_of(square_plus, side), [*SMALL, 128])
 
 
-def test_what_has_no_size_or_few_elements_leans_nowhere() -> None:
+def test_zero_truth_or_few_elements_give_no_leanings() -> None:
     assert bias.leanings(torch.zeros(100), EPS, torch.ones(100)) is None
     assert bias.leanings(torch.ones(4), EPS, torch.ones(4)) is None
     ((offset, _),) = bias.leanings(torch.ones(100), EPS, torch.full((100,), 3 * EPS)) or [(0.0, 0.0)]

@@ -1,4 +1,4 @@
-"""`perfsuite bisect`: the search on a simulated clock, and the comparison of commits in a work tree of its own."""
+"""`perfsuite bisect`: the search on a simulated clock, and the comparison of commits in a separate work tree."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ ID = "tests/test_dots.py::dots::speed[large]"
 
 
 def clock(slow_from: int, *, slower: float = 0.02, noise: float = 0.003, seed: int = 0) -> Any:
-    """Comparisons of commits of which all from that number on are slower, each with its own error."""
+    """Return a noisy comparison of commits in which all from number `slow_from` on are slower."""
     random_ = random.Random(seed)
     calls: list[tuple[str, str]] = []
 
@@ -44,7 +44,7 @@ def clock(slow_from: int, *, slower: float = 0.02, noise: float = 0.003, seed: i
 
 
 @pytest.mark.parametrize("planted", [1, 2, 5, 8, 13, 16, 17, 24, 31, 32])
-def test_the_planted_commit_is_found_among_32(planted: int) -> None:
+def test_search_finds_the_planted_commit_among_32(planted: int) -> None:
     compare = clock(planted, seed=planted)
     found = search(GOOD, COMMITS, compare)
     assert found.first == COMMITS[planted - 1]
@@ -54,7 +54,7 @@ def test_the_planted_commit_is_found_among_32(planted: int) -> None:
     assert len(compare.calls) <= 2 + 3 * 5  # five steps, each repeated twice at most
 
 
-def test_a_search_ends_though_the_last_two_cannot_be_compared() -> None:
+def test_search_ends_if_the_last_two_commits_cannot_be_compared() -> None:
     exact = clock(20, noise=0.0)
 
     def compare(earlier: Commit, later: Commit) -> Change:
@@ -68,12 +68,12 @@ def test_a_search_ends_though_the_last_two_cannot_be_compared() -> None:
     assert summary(found)[1].endswith("it cannot be compared with that one")
 
 
-def test_a_change_that_is_no_number_is_none() -> None:
+def test_search_refuses_a_change_of_nan() -> None:
     with pytest.raises(PerfsuiteError, match="there is nothing to search for"):
         search(GOOD, COMMITS, lambda earlier, later: Change(value=math.nan, low=math.nan, high=math.nan))
 
 
-def test_commits_that_cannot_be_compared_are_skipped_and_named() -> None:
+def test_commits_that_cannot_be_compared_are_skipped_and_listed() -> None:
     lines: list[str] = []
     exact = clock(20, noise=0.0)
 
@@ -97,7 +97,7 @@ def test_commits_that_cannot_be_compared_are_skipped_and_named() -> None:
     assert text[2].endswith(f"may be the cause instead: {COMMITS[17].hash[:9]}, {COMMITS[18].hash[:9]}")
 
 
-def test_of_several_changes_the_one_beyond_half_of_the_whole_is_found() -> None:
+def test_search_finds_the_commit_that_exceeds_half_of_the_total_change() -> None:
     values = {n: 0.01 * (n >= 5) + 0.02 * (n >= 9) for n in range(33)}
 
     def compare(earlier: Commit, later: Commit) -> Change:
@@ -109,7 +109,7 @@ def test_of_several_changes_the_one_beyond_half_of_the_whole_is_found() -> None:
     assert "67% of +3.00%" in summary(found)[1]
 
 
-def test_what_does_not_differ_or_cannot_be_compared_is_refused() -> None:
+def test_search_refuses_ends_that_do_not_differ_or_cannot_be_compared() -> None:
     with pytest.raises(PerfsuiteError, match=r'"change 32" takes no more than 000000000 "good".*nothing to search for'):
         search(GOOD, COMMITS, clock(99))
 
@@ -143,7 +143,7 @@ def repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return root
 
 
-def test_the_commits_between_two_are_those_of_the_first_parents(repository: Path) -> None:
+def test_commits_between_returns_the_later_commits_in_order(repository: Path) -> None:
     good, commits = commits_between("HEAD~3", "HEAD", repository)
     assert good.subject == "number 0"
     assert [c.subject for c in commits] == ["number 1", "number 2", "number 3"]
@@ -180,7 +180,7 @@ def verdict(slowdown: float | None, status: Status = Status.PASS, message: str =
 
 
 class Compared:
-    """`perfsuite compare` in a tree: writes a report with the change that its file `number.txt` has."""
+    """Stand-in for `perfsuite compare` that reports the change of the commit numbered in `number.txt`."""
 
     def __init__(self, changes: dict[int, float | None]) -> None:
         self.changes, self.asked = changes, list[Any]()
@@ -201,10 +201,10 @@ class Compared:
         return SimpleNamespace(returncode=0, stdout="", stderr="")
 
 
-def test_each_commit_is_compared_in_a_tree_of_its_own(repository: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_commit_is_compared_in_a_temporary_work_tree(repository: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     compared = Compared({1: 0.0, 2: None, 3: 0.05})
     monkeypatch.setattr(bisection.subprocess, "run", compared)
-    (repository / "inner" / "number.txt").write_text("999")  # of the checkout, which stays as it is
+    (repository / "inner" / "number.txt").write_text("999")  # the checkout must stay unchanged
     done = CliRunner().invoke(main, ["bisect", ID, "--good", "HEAD~3"])
     assert done.exit_code == 0, done.output
     assert done.stdout.splitlines()[0].split('"')[1] == "number 3"
@@ -221,7 +221,7 @@ def test_each_commit_is_compared_in_a_tree_of_its_own(repository: Path, monkeypa
     assert (repository / "inner" / "number.txt").read_text() == "999"
 
 
-def test_a_wrong_request_is_one_line(repository: Path) -> None:
+def test_wrong_arguments_are_reported_in_one_line(repository: Path) -> None:
     for arguments, words in (
         (["dots", "--good", "HEAD~1"], "Error: dots is no workload; give its id as a report shows it"),
         ([ID, "--good", "never"], "Error: revision never is not in this repository"),
@@ -251,7 +251,7 @@ def counted(launches: int, before: int) -> Measurement:
     )
 
 
-def test_counts_are_compared_without_a_clock() -> None:
+def test_counts_are_compared_instead_of_times() -> None:
     found = change_of(report(verdict(0.0), counted(9, 7), counted(8, 7)), "launches")
     assert (found.value, found.low, found.shown) == (1.0, 1.0, "+1 launches")
     with pytest.raises(SkippedError, match="no count of memory on this device"):
@@ -286,7 +286,7 @@ thrice = Pair(
 
 
 @FULLY
-def test_a_planted_commit_is_found_by_real_comparisons(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bisect_finds_the_planted_commit_with_real_comparisons(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     git(tmp_path, "init", "--quiet")
     (tmp_path / ".gitignore").write_text("__pycache__/\n.perfsuite/\n")
     for number in range(5):

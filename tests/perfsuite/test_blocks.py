@@ -15,21 +15,21 @@ CLOCKS = ["device", "wall"]
 
 
 @pytest.mark.parametrize("clock", CLOCKS)
-def test_process_mean_refuses_what_has_no_mean(clock: str) -> None:
+def test_process_mean_refuses_empty_and_non_finite_blocks(clock: str) -> None:
     assert process_mean([0.03, 0.01], clock) == pytest.approx(0.02)
     for blocks in ([], [math.nan], [0.1, math.inf]):
         with pytest.raises(ValueError, match="finite"):
             process_mean(blocks, clock)
 
 
-def test_the_wall_clock_leaves_out_the_outer_quarters() -> None:
+def test_process_mean_on_the_wall_clock_trims_the_outer_quarters() -> None:
     blocks = [0.5, 0.01, 0.02, -0.4, 0.03, 0.04, 0.0, 0.01]
     assert process_mean(blocks, "device") == pytest.approx(sum(blocks) / 8)
     assert process_mean(blocks, "wall") == pytest.approx((0.01 + 0.01 + 0.02 + 0.03) / 4)
     assert process_mean(blocks[:3], "wall") == pytest.approx(0.53 / 3), "of three blocks none is left out"
 
 
-def test_on_the_device_clock_it_is_the_pooled_variance() -> None:
+def test_block_variance_on_the_device_clock_is_the_pooled_variance() -> None:
     processes = [[0.1, 0.3, 0.2], [0.5, 0.4], [0.7]]
     assert block_variance(processes, "device") == (pytest.approx(within(processes)[0]), 3.0)
     assert block_variance([[0.7]], "device") == (0.0, 0.0)
@@ -38,7 +38,9 @@ def test_on_the_device_clock_it_is_the_pooled_variance() -> None:
 @pytest.mark.parametrize("clock", CLOCKS)
 @pytest.mark.parametrize("count", [8, 24])
 @pytest.mark.parametrize("tails", [3.0, math.inf])
-def test_it_is_the_variance_that_the_blocks_leave_in_the_mean(clock: str, count: int, tails: float) -> None:
+def test_block_variance_over_block_count_is_the_variance_of_the_process_mean(
+    clock: str, count: int, tails: float
+) -> None:
     rng = np.random.default_rng(1)
     every = rng.normal(size=(1500, count)) if math.isinf(tails) else rng.standard_t(tails, size=(1500, count))
     drawn = every.tolist()
@@ -48,7 +50,7 @@ def test_it_is_the_variance_that_the_blocks_leave_in_the_mean(clock: str, count:
     assert dof == 1500 * (count - 2 * int(count * (0.25 if clock == "wall" else 0)) - 1)
 
 
-def test_one_interrupted_block_in_eight_moves_neither_on_the_wall_clock() -> None:
+def test_block_variance_on_the_wall_clock_ignores_one_outlier_in_eight() -> None:
     rng = np.random.default_rng(2)
     quiet = rng.normal(0, 0.01, size=(500, 16))
     struck = quiet.copy()
@@ -61,6 +63,6 @@ def test_one_interrupted_block_in_eight_moves_neither_on_the_wall_clock() -> Non
     assert variance("wall") < 2
 
 
-def test_the_trimmed_mean_is_scipy_s() -> None:
+def test_process_mean_on_the_wall_clock_equals_scipy_trim_mean() -> None:
     blocks = np.random.default_rng(3).normal(size=22).tolist()
     assert process_mean(blocks, "wall") == pytest.approx(float(scipy.stats.trim_mean(blocks, 0.25)))

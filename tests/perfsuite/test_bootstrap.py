@@ -1,4 +1,4 @@
-"""tools/bootstrap.py: which Python it chooses, and that it never touches a torch that is there. No network."""
+"""tools/bootstrap.py: how it chooses a Python, and that it never changes an installed torch. No network."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ test = ["triton>=3.6; platform_system == 'Linux'", "ruff>=0.9", "pywin32; platfo
 
 @pytest.fixture
 def bootstrap(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """Load the script as a module that works on a project in a folder of its own."""
+    """Load the script as a module that works on a project in a temporary folder."""
     spec = importlib.util.spec_from_file_location("bootstrap", SCRIPT)
     assert spec is not None
     assert spec.loader is not None
@@ -45,7 +45,7 @@ def bootstrap(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 @pytest.fixture
 def pips(bootstrap: ModuleType, monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
-    """Record every call of pip and run none; constraints files are read into the arguments."""
+    """Record every call of pip without running it; constraints files are replaced by their text."""
     calls: list[list[str]] = []
 
     def pip(venv: Path, log: Path, arguments: list[str]) -> str | None:
@@ -73,18 +73,18 @@ def inspected(bootstrap: ModuleType, monkeypatch: pytest.MonkeyPatch, found: dic
     monkeypatch.setattr(bootstrap, "run", lambda command: done)
 
 
-def test_an_old_python_can_read_the_whole_file() -> None:
+def test_script_parses_as_python_3_8() -> None:
     ast.parse(SCRIPT.read_text(), feature_version=(3, 8))
 
 
-def test_only_the_standard_library_is_imported() -> None:
+def test_script_imports_only_the_standard_library() -> None:
     tree = ast.parse(SCRIPT.read_text())
     names = {a.name for node in ast.walk(tree) if isinstance(node, ast.Import) for a in node.names}
     names |= {str(node.module) for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
     assert {n.partition(".")[0] for n in names} <= sys.stdlib_module_names
 
 
-def test_an_old_python_gets_one_line(
+def test_old_python_is_refused_in_one_line(
     bootstrap: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(bootstrap.sys, "version_info", (3, 8, 10))
@@ -98,7 +98,7 @@ def test_an_old_python_gets_one_line(
     )
 
 
-def test_a_named_python_is_used_as_it_is(
+def test_python_named_in_the_environment_is_used_without_a_venv(
     bootstrap: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("PERFSUITE_PYTHON", sys.executable)
@@ -108,7 +108,7 @@ def test_a_named_python_is_used_as_it_is(
 
 
 @pytest.mark.parametrize(("name", "message"), [("/nonexistent/python", "not an executable"), ("false", "is Python ?")])
-def test_a_named_python_that_does_not_run_is_one_line(
+def test_named_python_that_does_not_run_is_refused(
     name: str, message: str, bootstrap: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("PERFSUITE_PYTHON", name)
@@ -117,7 +117,7 @@ def test_a_named_python_that_does_not_run_is_one_line(
     assert message in capsys.readouterr().err
 
 
-def test_a_venv_is_ready_while_the_requirements_stay(bootstrap: ModuleType) -> None:
+def test_venv_is_ready_until_the_requirements_change(bootstrap: ModuleType) -> None:
     python = bootstrap.python_of(bootstrap.VENV)
     python.parent.mkdir(parents=True)
     python.symlink_to(sys.executable)
@@ -129,15 +129,13 @@ def test_a_venv_is_ready_while_the_requirements_stay(bootstrap: ModuleType) -> N
     assert not bootstrap.is_ready(bootstrap.VENV)
 
 
-def test_a_venv_whose_python_is_gone_is_not_ready(bootstrap: ModuleType) -> None:
+def test_venv_without_its_python_is_not_ready(bootstrap: ModuleType) -> None:
     bootstrap.VENV.mkdir()
     (bootstrap.VENV / bootstrap.STAMP).write_text(bootstrap.stamp())
     assert not bootstrap.is_ready(bootstrap.VENV)
 
 
-def test_a_venv_made_by_someone_else_is_never_cleared(
-    bootstrap: ModuleType, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_venv_made_by_another_tool_is_never_cleared(bootstrap: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
     bootstrap.VENV.mkdir()
     (bootstrap.VENV / "precious").write_text("")
     with pytest.raises(SystemExit):
@@ -146,7 +144,7 @@ def test_a_venv_made_by_someone_else_is_never_cleared(
     assert (bootstrap.VENV / "precious").exists()
 
 
-def test_inspection_finds_what_is_lacking(bootstrap: ModuleType) -> None:
+def test_inspection_finds_missing_packages(bootstrap: ModuleType) -> None:
     pytest.importorskip("pip")
     done = bootstrap.run([sys.executable, "-c", bootstrap.INSPECT, str(bootstrap.ROOT / "pyproject.toml")])
     assert done.returncode == 0, done.stdout
@@ -158,7 +156,7 @@ def test_inspection_finds_what_is_lacking(bootstrap: ModuleType) -> None:
     assert bootstrap.json.loads(bootstrap.last_line(done.stdout))["lacking"]["click"] == "click>=99"
 
 
-def test_beside_torch_only_what_is_lacking_is_installed(
+def test_only_missing_packages_are_installed_beside_torch(
     bootstrap: ModuleType, monkeypatch: pytest.MonkeyPatch, pips: list[list[str]]
 ) -> None:
     inspected(bootstrap, monkeypatch, facts())
@@ -172,7 +170,7 @@ def test_beside_torch_only_what_is_lacking_is_installed(
     assert last[-4:] == ["--no-deps", "--no-build-isolation", "-e", str(bootstrap.ROOT)]
 
 
-def test_a_torch_outside_the_range_stays(
+def test_torch_outside_the_version_range_is_kept(
     bootstrap: ModuleType,
     monkeypatch: pytest.MonkeyPatch,
     pips: list[list[str]],
@@ -184,7 +182,7 @@ def test_a_torch_outside_the_range_stays(
     assert "torch 2.11.0+cu130 stays, though torch<2.14,>=2.11 is what was tested" in capsys.readouterr().err
 
 
-def test_without_a_network_linters_may_be_lacking(
+def test_missing_linters_are_tolerated_without_a_network(
     bootstrap: ModuleType,
     monkeypatch: pytest.MonkeyPatch,
     pips: list[list[str]],
@@ -197,7 +195,7 @@ def test_without_a_network_linters_may_be_lacking(
     assert pips[-1][-1] == str(bootstrap.ROOT)
 
 
-def test_without_a_network_a_needed_package_is_one_line(
+def test_missing_required_package_without_a_network_is_an_error(
     bootstrap: ModuleType,
     monkeypatch: pytest.MonkeyPatch,
     pips: list[list[str]],
@@ -215,7 +213,7 @@ def test_without_a_network_a_needed_package_is_one_line(
     assert kept[:2] == ["torch==2.11.0", "triton==3.6.0"], "the second try may move the rest, never these"
 
 
-def test_an_optional_package_that_cannot_be_had_keeps_back_no_other(
+def test_unavailable_optional_package_does_not_prevent_other_installs(
     bootstrap: ModuleType,
     monkeypatch: pytest.MonkeyPatch,
     pips: list[list[str]],
@@ -230,7 +228,7 @@ def test_an_optional_package_that_cannot_be_had_keeps_back_no_other(
     assert "h5py>=3.11" not in pips[2]
 
 
-def test_the_trainers_libraries_are_looked_for(bootstrap: ModuleType) -> None:
+def test_inspection_includes_the_train_extra(bootstrap: ModuleType) -> None:
     pytest.importorskip("pip")
     (bootstrap.ROOT / "pyproject.toml").write_text(PROJECT + 'train = ["no-such-library>=1"]\n')
     done = bootstrap.run([sys.executable, "-c", bootstrap.INSPECT, str(bootstrap.ROOT / "pyproject.toml")])
@@ -238,7 +236,7 @@ def test_the_trainers_libraries_are_looked_for(bootstrap: ModuleType) -> None:
     assert found["lacking"]["no-such-library"] == "no-such-library>=1"
 
 
-def test_the_optional_packages_are_those_of_the_extras(bootstrap: ModuleType) -> None:
+def test_optional_packages_match_the_extras_of_pyproject(bootstrap: ModuleType) -> None:
     import tomllib
 
     project = tomllib.loads((SCRIPT.parents[1] / "pyproject.toml").read_text())["project"]
@@ -247,7 +245,7 @@ def test_the_optional_packages_are_those_of_the_extras(bootstrap: ModuleType) ->
     assert names - {"triton"} == bootstrap.OPTIONAL
 
 
-def test_where_nothing_can_be_built_the_path_is_enough(
+def test_pth_file_is_written_if_the_package_cannot_be_built(
     bootstrap: ModuleType,
     monkeypatch: pytest.MonkeyPatch,
     pips: list[list[str]],
@@ -275,7 +273,7 @@ def test_where_nothing_can_be_built_the_path_is_enough(
         ("", "exit 1"),
     ],
 )
-def test_pip_failures_are_one_line(
+def test_pip_failure_is_summarised_in_one_line(
     output: str, message: str, bootstrap: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(bootstrap, "run", lambda command: subprocess.CompletedProcess([], 1, output))
@@ -283,7 +281,7 @@ def test_pip_failures_are_one_line(
     assert "$ pip install x" in (tmp_path / "log").read_text()
 
 
-def test_a_new_environment_gets_the_tested_pip_first(
+def test_new_environment_upgrades_pip_before_installing(
     bootstrap: ModuleType, pips: list[list[str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A failure to upgrade pip is ignored: without it the installation only takes longer."""
@@ -297,20 +295,20 @@ def test_a_new_environment_gets_the_tested_pip_first(
     assert (bootstrap.VENV / bootstrap.STAMP).read_text() == bootstrap.stamp()
 
 
-def test_pip_is_not_led_elsewhere(bootstrap: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pip_environment_variables_are_removed(bootstrap: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PIP_TARGET", "/elsewhere")
     done = bootstrap.run([sys.executable, "-c", "import os; print('PIP_TARGET' in os.environ)"])
     assert done.stdout.strip() == "False"
 
 
-def test_an_environment_with_torch_is_inherited(bootstrap: ModuleType, tmp_path: Path) -> None:
+def test_venv_inherits_an_outer_environment_with_torch(bootstrap: ModuleType, tmp_path: Path) -> None:
     outer = tmp_path / "outer"
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(outer)], check=True)
     torch = bootstrap.site_packages(outer) / "torch"
     torch.mkdir()
     (torch / "__init__.py").write_text("raise SystemExit('looked up, never imported')")
     assert bootstrap.has_torch(outer / "bin" / "python")
-    # As `create` does when it is started by the outer environment's Python.
+    # Do what `create` does if it is started by the outer environment's Python.
     code = (
         f"import importlib.util, pathlib; s = importlib.util.spec_from_file_location('b', {str(SCRIPT)!r}); "
         "b = importlib.util.module_from_spec(s); s.loader.exec_module(b); import subprocess, sys; "

@@ -1,4 +1,4 @@
-"""Compiled copies of sources, kept where Python may not write them beside the sources."""
+"""Bytecode is cached in .perfsuite if Python may not write it beside the sources."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ pytest_plugins = ["pytester"]
 
 @pytest.fixture
 def forbidden(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Forbid Python to write compiled copies."""
+    """Forbid Python to write bytecode."""
     monkeypatch.setattr(sys, "dont_write_bytecode", True)
     monkeypatch.setattr(sys, "pycache_prefix", None)
     monkeypatch.setenv(bytecode.FORBIDDEN, "1")
@@ -32,7 +32,7 @@ def settings() -> tuple[object, ...]:
     return sys.dont_write_bytecode, sys.pycache_prefix, *map(os.environ.get, (bytecode.FORBIDDEN, bytecode.PLACE))
 
 
-def test_processes_keep_copies_in_a_folder_that_git_ignores(forbidden: None, tmp_path: Path) -> None:
+def test_bytecode_is_kept_in_a_folder_that_git_ignores(forbidden: None, tmp_path: Path) -> None:
     before = settings()
     undo = bytecode.keep(tmp_path)
     assert undo is not None
@@ -50,10 +50,10 @@ def test_processes_keep_copies_in_a_folder_that_git_ignores(forbidden: None, tmp
     assert settings() == before
 
 
-def test_a_copy_of_an_earlier_run_is_used_if_its_source_is_the_same_or_an_installed_package(
+def test_old_bytecode_is_reused_only_for_unchanged_sources_and_installed_packages(
     forbidden: None, tmp_path: Path
 ) -> None:
-    """A tool that sets times may leave a changed source with the size and time by which its copy is known."""
+    """A tool that sets times may leave a changed source with the size and time that identify its bytecode."""
     (tmp_path / "lib/site-packages").mkdir(parents=True)
     for folder in ("", "lib/site-packages"):
         (tmp_path / folder / "tile.py").write_text("size = 64\n")
@@ -93,7 +93,7 @@ def test_a_copy_of_an_earlier_run_is_used_if_its_source_is_the_same_or_an_instal
     assert not list(copies.glob("tile.*")), "its source is gone"
 
 
-def test_nothing_changes_where_there_is_no_need(
+def test_keep_does_nothing_if_bytecode_can_be_written_or_has_a_place(
     forbidden: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def kept() -> bool:
@@ -114,7 +114,7 @@ def test_nothing_changes_where_there_is_no_need(
     assert settings() == (True, None, "1", None)
 
 
-def test_a_gate_keeps_copies_while_it_lasts(forbidden: None, project: Project) -> None:
+def test_gate_keeps_bytecode_only_while_it_runs(forbidden: None, project: Project) -> None:
     project.write("test_scale.py", TWO_LINES)
     project.write("conftest.py", "import sys\nprefix = sys.pycache_prefix\nprint('prefix', prefix)\n")
     project.accept()
@@ -128,7 +128,7 @@ def test_a_gate_keeps_copies_while_it_lasts(forbidden: None, project: Project) -
 
 
 @FULLY
-def test_proofs_in_workers_keep_copies_from_the_start_once_a_run_has_left_its_folder(
+def test_isolated_proofs_keep_bytecode_and_later_runs_use_the_folder(
     forbidden: None, project: Project, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     project.write("test_scale.py", TWO_LINES)
@@ -157,5 +157,5 @@ def test_proofs_in_workers_keep_copies_from_the_start_once_a_run_has_left_its_fo
         ("tile.pypy310.pyc", "tile"),
     ],
 )
-def test_a_copy_names_its_source(name: str, stem: str) -> None:
+def test_stem_of_a_bytecode_file_is_that_of_its_source(name: str, stem: str) -> None:
     assert bytecode._stem(name) == stem

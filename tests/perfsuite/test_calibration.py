@@ -1,4 +1,4 @@
-"""`perfsuite calibrate`: on synthetic recordings whose truth is known, and once for real, on a CPU."""
+"""`perfsuite calibrate`: on synthetic recordings with known noise, and once for real, on a CPU."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from perfsuite.modes import accept, paired
 from perfsuite.records import ACCEPTED, OPTIMIZED, REFERENCE, Status, to_json
 
 BLOCKS, ROUNDS = 8, 7
-"""Sizes of the recordings here: half as many blocks as the gate has, so that its plan may ask for more."""
+"""Blocks and rounds of the recordings here: half the gate's blocks, so that its plan may need more."""
 QUIET = {"round": 0.004, "block": 0.002, "process": 0.001, "session": 0.0}
 
 
@@ -40,10 +40,10 @@ def recording(
     extras: tuple[float, ...] = record.EXTRAS,
     drift: float = 0.02,
 ) -> Recording:
-    """Build a recording of times with these standard deviations.
+    """Build a recording of times with these standard deviations (of log-times).
 
-    The other two sides are exact, so that both ratios have them. `drift` is the standard deviation of the device's
-    state, which changes runs of pytest-benchmark, but no ratio.
+    The other two sides are exact, so both ratios have these deviations. `drift` is the standard deviation of the
+    device's state, which affects runs of pytest-benchmark, but no ratio.
     """
     rng = np.random.default_rng(seed)
     found = []
@@ -121,17 +121,17 @@ def invoke(*arguments: object) -> Result:
     return CliRunner().invoke(cli.main, ["calibrate", *map(str, arguments)])
 
 
-# --- constants that are stated twice ----------------------------------------------------------------------------------
+# --- duplicated constants ---------------------------------------------------------------------------------------------
 
 
-def test_the_design_is_the_gates() -> None:
+def test_blocks_and_rounds_equal_those_of_the_gate() -> None:
     assert (record.BLOCKS, record.ROUNDS) == (sampling.BLOCKS, sampling.ROUNDS)
 
 
 # --- noise -----------------------------------------------------------------------------------------------------------
 
 
-def test_components_are_recovered() -> None:
+def test_noise_components_are_recovered() -> None:
     truth = {"round": 0.008, "block": 0.005, "process": 0.004, "session": 0.006}
     made = recording({"memory": truth}, sessions=12, processes=25, extras=(0.0, 0.02))
     for other in (REFERENCE, ACCEPTED):
@@ -148,11 +148,11 @@ def test_components_are_recovered() -> None:
         assert c.unit.low < math.sqrt(unit) < c.unit.high
 
 
-def test_no_session_component_of_one_session(quiet: Recording) -> None:
+def test_one_session_has_no_session_component(quiet: Recording) -> None:
     assert analysis.components(quiet, "memory", REFERENCE).session is None
 
 
-def test_drawn_process_means_vary_as_the_recorded() -> None:
+def test_resampled_process_means_have_the_recorded_variance() -> None:
     noise = {"round": 0.01, "block": 0.01, "process": 0.003, "session": 0.0}
     pool = resample.pools(recording({"memory": noise}, processes=40))["memory"]
     recorded = np.mean([a[0].mean(axis=1).var(ddof=1) for a in pool.sides.values()])
@@ -163,7 +163,7 @@ def test_drawn_process_means_vary_as_the_recorded() -> None:
     assert mean == pytest.approx(-math.log(1.02), abs=3e-3)
 
 
-def test_blocks_that_do_not_vary_plan_as_many_as_usual() -> None:
+def test_plan_for_blocks_without_variance_has_the_usual_number() -> None:
     still = {"round": 0.0, "block": 0.0, "process": 0.004, "session": 0.0}
     made = resample.simulate(resample.pools(recording({"memory": still})), {OPTIMIZED: 2}, np.random.default_rng(0))
     tally = made.tallies["memory"][OPTIMIZED]
@@ -182,7 +182,7 @@ def test_planted_sizes_are_measured(found: analysis.Analysis) -> None:
 # --- the gate's error rates ------------------------------------------------------------------------------------------
 
 
-def test_a_quiet_device(found: analysis.Analysis) -> None:
+def test_quiet_device_meets_all_targets(found: analysis.Analysis) -> None:
     assert (found.suite, found.suites, found.processes) == (2 * resample.COPIES, 20, 12)
     assert found.red.value == found.improved.value == 0
     assert all(t.met for t in found.targets)
@@ -203,7 +203,7 @@ def test_a_quiet_device(found: analysis.Analysis) -> None:
         assert k.margin == estimates.MARGIN_MIN[k.clock]
 
 
-def test_a_noisy_device() -> None:
+def test_noisy_device_has_wider_margins_and_misses_the_power_target() -> None:
     noisy = analysis.analyse(recording({"launch": {**QUIET, "process": 0.03}}), suites=4)
     (k,) = noisy.kinds
     assert k.margin > estimates.MARGIN_USUAL
@@ -215,7 +215,7 @@ def test_a_noisy_device() -> None:
     assert not noisy.targets[1].met
 
 
-def test_more_blocks_than_were_recorded() -> None:
+def test_plan_of_more_blocks_than_recorded_gives_a_warning() -> None:
     made = analysis.analyse(recording({"launch": {**QUIET, "block": 0.02}}), suites=1)
     assert any("the gate would measure more than the 8 blocks" in line for line in made.warnings)
 
@@ -226,8 +226,10 @@ def test_intervals_cover_the_truth(found: analysis.Analysis) -> None:
         assert k.coverage.value > 0.9
 
 
-def test_the_gate_decides_round_after_round(quiet: Recording, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`perfsuite.modes.paired` asks in the same way: about all workloads, with one more process for open ones."""
+def test_simulated_gate_adds_one_process_to_open_workloads_per_round(
+    quiet: Recording, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each round analyses all workloads, with one more process for open ones, like `perfsuite.modes.paired`."""
     rounds: list[dict[str, int]] = []
     opened: list[set[str]] = []
 
@@ -259,7 +261,7 @@ def test_the_gate_decides_round_after_round(quiet: Recording, monkeypatch: pytes
     assert all(t.statuses[Status.REGRESSED] == t.runs for t in tallies)
 
 
-def test_accepted_and_run_come_from_different_sessions(quiet: Recording) -> None:
+def test_simulated_baseline_and_run_come_from_different_sessions(quiet: Recording) -> None:
     still = {"round": 1e-6, "block": 1e-6, "process": 1e-6, "session": 0.0}
     calm, wild = (
         recording({"memory": still}, processes=3),
@@ -267,7 +269,7 @@ def test_accepted_and_run_come_from_different_sessions(quiet: Recording) -> None
     )
     both = replace(calm, sessions=(*calm.sessions, *wild.sessions))
     made = resample.simulate(resample.pools(both), {OPTIMIZED: 12}, np.random.default_rng(0))
-    # Accepted in the quiet session it is noisy in the other, and the other way round its margin is wide.
+    # If the noisy session is the accepted one, the margin is wide; if the quiet one is, it is the minimum.
     assert {m > estimates.MARGIN_MIN["device"] for m in made.tallies["memory"][OPTIMIZED].margins} == {True, False}
 
 
@@ -285,7 +287,7 @@ def test_clopper_pearson() -> None:
     assert analysis.clopper_pearson(0, 0) == (0.0, 1.0)
 
 
-def test_the_constants_are_read(found: analysis.Analysis) -> None:
+def test_constants_are_compared_with_measured_values(found: analysis.Analysis) -> None:
     by_name = {c.name: c for c in found.constants}
     assert {"PROCESS_SD", "PROCESS_DOF", "SESSION_SD", "SESSION_DOF", "IMPORT_BIAS"} <= set(by_name)
     assert {"MARGIN_MIN", "TARGET_SHARE", "LOOKS"} <= set(by_name)
@@ -295,7 +297,7 @@ def test_the_constants_are_read(found: analysis.Analysis) -> None:
     assert by_name["LOOKS"].reading == "agrees"
 
 
-def test_sessions_are_measured_where_there_are_several() -> None:
+def test_session_component_is_estimated_from_several_sessions() -> None:
     made = recording({"memory": {**QUIET, "session": 0.004}}, sessions=4, processes=6)
     several = analysis.analyse(made, suites=2)
     shown = next(c for c in several.constants if c.name == "SESSION_SD")
@@ -303,7 +305,7 @@ def test_sessions_are_measured_where_there_are_several() -> None:
     assert several.kinds[0].to_reference.session == pytest.approx(0.004, rel=0.8)
 
 
-def test_too_little_is_an_error() -> None:
+def test_analysis_of_one_process_is_an_error() -> None:
     with pytest.raises(PerfsuiteError, match="too little is recorded: 1 process"):
         analysis.analyse(recording({"memory": QUIET}, processes=1))
 
@@ -327,11 +329,11 @@ def with_runs(made: Recording, *sessions: tuple[float, ...]) -> Recording:
     return replace(made, sessions=tuple(found))
 
 
-def test_runs_of_other_processes_are_compared() -> None:
+def test_tool_runs_of_different_processes_are_compared() -> None:
     made = with_runs(recording({"memory": QUIET}, processes=4), (1.0, 1.0, 1.0, 1.06))
     rate = analysis.compared(made, "memory", "benchmark", "median", 5, OPTIMIZED)
     assert rate is not None
-    assert (rate.value, rate.of) == (3 / 12, 12)  # the last one, held against each of the three others
+    assert (rate.value, rate.of) == (3 / 12, 12)  # the last run against each of the three others
     assert (rate.low, rate.high) == analysis.clopper_pearson(0.5, 2)
     # pytest-benchmark fails above its threshold, not at it.
     made = with_runs(recording({"memory": QUIET}, processes=2), (1.0, 1.05))
@@ -340,26 +342,26 @@ def test_runs_of_other_processes_are_compared() -> None:
     assert rate.value == (1.05 / 1.0 * 100 - 100 > 5) / 2
 
 
-def test_runs_of_other_sessions_are_compared_where_there_are_several() -> None:
+def test_tool_runs_of_different_sessions_are_compared_if_there_are_several() -> None:
     made = with_runs(recording({"memory": QUIET}, processes=2, sessions=2), (1.0, 2.0), (1.0, 1.0))
     rate = analysis.compared(made, "memory", "benchmark", "median", 5, OPTIMIZED)
     assert rate is not None
     assert (rate.value, rate.of) == (2 / 8, 8)
 
 
-def test_a_tool_that_did_not_run(quiet: Recording) -> None:
+def test_rate_of_a_tool_that_did_not_run_is_none(quiet: Recording) -> None:
     assert analysis.compared(quiet, "memory", "benchmark", "median", 5, "+9.0%") is None
 
 
 @pytest.mark.parametrize(("margin", "percent"), [(0.01, 1), (0.013, 2), (0.02, 2), (0.06, 6)])
-def test_the_margin_in_whole_per_cents(margin: float, percent: int) -> None:
+def test_threshold_is_the_margin_rounded_up_to_whole_percent(margin: float, percent: int) -> None:
     assert analysis.thresholds(margin) == (percent, 5)
 
 
 # --- the file --------------------------------------------------------------------------------------------------------
 
 
-def test_a_recording_comes_back_from_its_file(quiet: Recording, tmp_path: Path) -> None:
+def test_saved_recording_equals_the_loaded_one(quiet: Recording, tmp_path: Path) -> None:
     path = record.save(tmp_path / "a.json", quiet)
     assert record.load(path) == quiet
     assert max(map(len, path.read_text().splitlines())) < 300
@@ -414,7 +416,7 @@ def damaged(made: Recording, what: str) -> str:
         ("cut short", "not JSON"),
     ],
 )
-def test_a_damaged_file_is_one_line(quiet: Recording, tmp_path: Path, what: str, said: str) -> None:
+def test_damaged_recording_is_reported_in_one_line(quiet: Recording, tmp_path: Path, what: str, said: str) -> None:
     path = tmp_path / "a.json"
     path.write_text(damaged(quiet, what))
     result = invoke("--from", path, "--out", tmp_path)
@@ -424,7 +426,7 @@ def test_a_damaged_file_is_one_line(quiet: Recording, tmp_path: Path, what: str,
     assert "perfsuite calibrate" in line
 
 
-def test_sessions_are_joined_once(quiet: Recording) -> None:
+def test_session_is_added_only_once(quiet: Recording) -> None:
     later = replace(quiet, sessions=(replace(quiet.sessions[0], date="2026-12-01T12:00:00+00:00"),))
     both = record.joined(quiet, later, name="later.json")
     assert len(both.sessions) == 2
@@ -463,7 +465,7 @@ def test_the_longest_limit_of_pytest_benchmark_is_shown(found: analysis.Analysis
 
 
 @FULLY
-def test_table_and_plot_from_a_file(quiet: Recording, tmp_path: Path) -> None:
+def test_table_and_plot_are_made_from_a_stored_recording(quiet: Recording, tmp_path: Path) -> None:
     stored = record.save(tmp_path / "stored.json", quiet)
     out = tmp_path / "out"
     arguments = ["--from", stored, "--out", out, "--suites", 3, "--json"]
@@ -484,7 +486,7 @@ def test_table_and_plot_from_a_file(quiet: Recording, tmp_path: Path) -> None:
     assert {n: (out / n).read_bytes() for n in names} == before
 
 
-def test_the_table_has_a_cell_under_each_head(found: analysis.Analysis, quiet: Recording) -> None:
+def test_table_rows_have_as_many_cells_as_the_header(found: analysis.Analysis, quiet: Recording) -> None:
     widths: list[int] = []
     for line in [*report.table(found, quiet, picture=None).splitlines(), ""]:
         if line.startswith("|"):
@@ -494,13 +496,15 @@ def test_the_table_has_a_cell_under_each_head(found: analysis.Analysis, quiet: R
             widths = []
 
 
-def test_a_plot_of_one_kind_as_png(tmp_path: Path) -> None:
+def test_plot_of_one_kind_is_written_as_png(tmp_path: Path) -> None:
     one = analysis.analyse(recording({"memory": QUIET}, processes=5), suites=2)
     path = report.plot(one, tmp_path / "a.png")
     assert path.read_bytes().startswith(b"\x89PNG")
 
 
-def test_without_matplotlib(quiet: Recording, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_matplotlib_is_reported_unless_no_plot_is_given(
+    quiet: Recording, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     stored = record.save(tmp_path / "stored.json", quiet)
     monkeypatch.setattr(command, "find_spec", lambda name: None)
     result = invoke("--from", stored, "--out", tmp_path)
@@ -525,7 +529,9 @@ def test_without_matplotlib(quiet: Recording, tmp_path: Path, monkeypatch: pytes
         (["--seconds", "0"], "Invalid value for '--seconds'"),
     ],
 )
-def test_bad_input(arguments: list[str], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wrong_arguments_are_refused(
+    arguments: list[str], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     result = invoke(*arguments)
     assert result.exit_code != 0
@@ -534,14 +540,14 @@ def test_bad_input(arguments: list[str], said: str, tmp_path: Path, monkeypatch:
     assert not list(tmp_path.iterdir())
 
 
-def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
+def test_output_folder_that_cannot_be_written_is_reported(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     result = invoke("--device", "cpu", "--out", tmp_path / "file" / "below")
     assert result.exit_code == 1
     assert "cannot write" in result.output
 
 
-def test_a_gpu_that_is_not_there(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_missing_gpu_is_reported(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(machine, "has_gpu", lambda: False)
     result = invoke("--device", "cuda", "--out", tmp_path)
     assert result.exit_code == 1
@@ -561,7 +567,7 @@ def test_a_dry_run_measures_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert (plan["design"]["blocks"], plan["design"]["rounds"]) == (record.BLOCKS, record.ROUNDS)
 
 
-def test_its_help_loads_no_torch() -> None:
+def test_help_does_not_import_torch_or_scipy() -> None:
     code = "import sys; from perfsuite.cli import main\ntry: main(['calibrate', '--help'])\nexcept SystemExit: pass\n"
     code += "assert 'torch' not in sys.modules and 'scipy' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, capture_output=True)
@@ -586,7 +592,7 @@ def events_of(made: Recording, number: int) -> Iterator[dict[str, Any]]:
 
 @pytest.fixture
 def processes(quiet: Recording, monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
-    """Return the list of jobs given; measuring replays the quiet recording."""
+    """Replay the quiet recording instead of measuring; return the list of jobs that were started."""
     jobs: list[dict[str, Any]] = []
 
     def events(job: Path, out: Path, log: Path) -> Iterator[dict[str, Any]]:
@@ -603,7 +609,9 @@ def measured(out: Path, *more: object) -> Result:
     return invoke(*design, "--out", out, "--suites", 1, "--no-plot", *more)
 
 
-def test_what_processes_report_is_recorded(processes: list[dict[str, Any]], quiet: Recording, tmp_path: Path) -> None:
+def test_events_of_the_processes_are_recorded(
+    processes: list[dict[str, Any]], quiet: Recording, tmp_path: Path
+) -> None:
     result = measured(tmp_path, "--processes", 4)
     assert result.exit_code == 0, result.output
     (path,) = tmp_path.glob("*.json")
@@ -631,7 +639,7 @@ def test_more_adds_a_session(processes: list[dict[str, Any]], tmp_path: Path) ->
     assert len(processes) == 5
 
 
-def test_the_budget_leaves_out_processes(processes: list[dict[str, Any]], tmp_path: Path) -> None:
+def test_processes_beyond_the_time_budget_are_left_out(processes: list[dict[str, Any]], tmp_path: Path) -> None:
     assert measured(tmp_path, "--processes", 5, "--seconds", 1).exit_code == 0
     (path,) = tmp_path.glob("*.json")
     (session,) = record.load(path).sessions
@@ -642,7 +650,7 @@ def test_the_budget_leaves_out_processes(processes: list[dict[str, Any]], tmp_pa
 
 
 @pytest.mark.parametrize("recorded", [0, 1, 3])
-def test_an_interrupt_keeps_what_is_recorded(
+def test_interrupt_keeps_the_recorded_processes(
     recorded: int, quiet: Recording, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole = record.save(tmp_path / f"{machine.identify(prefer='cpu').device}.json", quiet)
@@ -668,7 +676,7 @@ def test_an_interrupt_keeps_what_is_recorded(
     assert again.exit_code == (0 if recorded > 1 else 1)
 
 
-def test_a_kind_that_fails_is_left_out(quiet: Recording, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failure_of_a_kind_is_reported_once(quiet: Recording, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     calls = iter(range(99))
 
     def events(job: Path, out: Path, log: Path) -> Iterator[dict[str, Any]]:
@@ -681,7 +689,7 @@ def test_a_kind_that_fails_is_left_out(quiet: Recording, tmp_path: Path, monkeyp
     assert result.output.count("matmul: OutOfMemoryError: too large") == 1
 
 
-def test_processes_that_measure_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_processes_that_measure_nothing_are_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def events(job: Path, out: Path, log: Path) -> Iterator[dict[str, Any]]:
         log.write_text("Traceback\nImportError: no torch here\n")
         yield from ()
@@ -697,7 +705,7 @@ def test_processes_that_measure_nothing(tmp_path: Path, monkeypatch: pytest.Monk
 # --- the workloads and a real run ------------------------------------------------------------------------------------
 
 
-def test_planted_work_is_in_proportion() -> None:
+def test_planted_work_is_proportional_to_the_planted_slowdown() -> None:
     from perfsuite.calibration import workloads
 
     assert list(workloads.KINDS) == list(record.KINDS)
@@ -709,7 +717,7 @@ def test_planted_work_is_in_proportion() -> None:
 
 
 @pytest.mark.parametrize("name", list(record.KINDS))
-def test_the_sides_of_a_kind(name: str) -> None:
+def test_sides_of_a_kind_agree_and_come_from_two_imports(name: str) -> None:
     import torch
 
     from perfsuite.calibration import worker, workloads
@@ -735,7 +743,7 @@ def test_the_sides_of_a_kind(name: str) -> None:
         torch.testing.assert_close(results[side][:some], results["optimized"][:some], rtol=1e-3, atol=1e-3)
 
 
-def test_a_discarded_block_leaves_no_rounds() -> None:
+def test_rounds_of_a_discarded_block_are_dropped() -> None:
     import random
 
     import torch
@@ -756,7 +764,7 @@ def test_a_discarded_block_leaves_no_rounds() -> None:
     }
     masters, rng = dict.fromkeys(runners, master), random.Random(0)
     sampler = worker.QuadSampler(runners, masters, CpuClock(), "wall", {}, rng, lambda phase: None)
-    for block in (0, 0, 1):  # the first one is measured twice: the device throttled
+    for block in (0, 0, 1):  # the first block is measured twice, as if the device had throttled
         sampler._block(block, 3)
     assert {n: [len(b) for b in q] for n, q in sampler.rounds_s.items()} == {n: [3, 3] for n in runners}
     sampler.plan(9, 5)
@@ -764,8 +772,8 @@ def test_a_discarded_block_leaves_no_rounds() -> None:
 
 
 @FULLY
-def test_a_real_run_on_the_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in OUTER:  # beside xdist pytest-benchmark takes no times
+def test_calibrate_runs_on_the_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in OUTER:  # under xdist, pytest-benchmark takes no times
         monkeypatch.delenv(name, raising=False)
     arguments = [
         "--device",
@@ -801,8 +809,8 @@ def test_a_real_run_on_the_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert "2 blocks of 2 rounds" in result.output
 
 
-def test_a_wait_on_the_device_is_as_long_as_planted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a simulated device a product takes 1.5 ms, a wait 1.2 µs and a cycle 0.5 ns."""
+def test_planted_wait_on_the_device_has_the_planted_duration(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the simulated device a product takes 1.5 ms, and a wait 1.2 µs plus 0.5 ns per cycle."""
     from perfsuite.calibration import workloads
 
     clock = [0.0]

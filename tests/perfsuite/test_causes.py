@@ -1,4 +1,4 @@
-"""The part that moved is named: a side, the device, or the software that both sides use."""
+"""The cause of a change is named: a side, the device, or software that both sides use."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ TRUTH = math.log(20.0)
 STILL = {"copy": 1e-4, "matmul": 2e-4, "launch": 3e-6}
 ENTRY = entry([measurement(optimized_s=1e-4, reference_s=2e-3, anchors=STILL)] * 3)
 BARE = entry([measurement(optimized_s=1e-4, reference_s=2e-3)] * 3)
-"""Entry accepted before there were anchor kernels."""
+"""Entry without times of anchor kernels."""
 
 
 def run(
@@ -40,7 +40,7 @@ def test_the_limits_are_the_documented_ones() -> None:
     assert (causes.MOVED_LEAST, causes.MOVED_SHARE) == (0.02, 0.5)
 
 
-def test_a_change_is_said_in_words() -> None:
+def test_change_is_formatted_with_its_direction() -> None:
     assert change(math.log(1.03)) == "3.0% slower"
     assert change(math.log(0.97)) == "3.0% faster"
     assert change(0.0) == "0.0% slower"
@@ -77,7 +77,7 @@ def test_a_change_is_said_in_words() -> None:
         ),
         (0.05, 0.04, "device", "both sides' seconds are slower (5.1% slower and 4.1% slower), so it is the device"),
         (-0.05, -0.04, "device", "both sides' seconds are faster (4.9% faster and 3.9% faster), so it is the device"),
-        # Together, but by no more than a device's usual change, or than their ratio.
+        # Both sides moved together, but by no more than MOVED_LEAST, or than their ratio.
         (
             0.03,
             0.0199,
@@ -106,7 +106,7 @@ def test_a_change_is_said_in_words() -> None:
         ),
     ],
 )
-def test_the_side_that_moved_more_moved_unless_both_did(
+def test_cause_is_the_side_that_moved_more_or_the_device_if_both_did(
     optimized: float, reference: float, moved: str, says: str
 ) -> None:
     side_, why = of_ratio(BARE, run(optimized, reference), optimized - reference)
@@ -125,32 +125,32 @@ def test_the_side_that_moved_more_moved_unless_both_did(
         (0.05, 0.04, {"matmul": 0.05}, "device", "4.1% slower), so it is the device (anchor kernels: copy"),
         (0.05, 0.04, {}, "software", "is not the device, but software that both sides use (anchor kernels: copy 0.0%"),
         (-0.05, -0.04, {"copy": 0.05}, "software", "), so it is not the device, but software that both sides use"),
-        # In the other direction, less than half as far, or by no more than a device's usual change.
+        # The anchor moved in the other direction, less than MOVED_SHARE as far, or by no more than MOVED_LEAST.
         (0.05, 0.0, {"copy": -0.05}, "optimized", "the optimized"),
         (0.05, 0.0, {"copy": 0.0249}, "optimized", "the optimized"),
         (0.05, 0.0, {"copy": 0.0251}, "device", "the device"),
         (0.03, 0.0, {"copy": 0.0199}, "optimized", "the optimized"),
         (0.03, 0.0, {"copy": 0.0201}, "device", "the device"),
-        # Where both moved, half of the one that moved less is enough.
+        # If both sides moved, MOVED_SHARE of the smaller change is enough.
         (0.10, 0.06, {"copy": 0.0301}, "device", "the device"),
         (0.06, 0.10, {"copy": 0.0299}, "software", "software"),
-        # The host's launches bear on no time of the device clock.
+        # Launches do not affect times of the device clock.
         (0.05, 0.0, {"launch": 0.05}, "optimized", "the optimized"),
     ],
 )  # fmt: skip
-def test_anchor_kernels_tell_the_device_from_a_side(
+def test_anchor_kernels_distinguish_the_device_from_a_side(
     optimized: float, reference: float, anchors: dict[str, float], moved: str, says: str
 ) -> None:
     found, why = of_ratio(ENTRY, run(optimized, reference, anchors), optimized - reference)
     assert (found, says in why) == (moved, True), why
 
 
-def test_sides_that_moved_apart_share_nothing_whatever_their_ratio_says() -> None:
+def test_sides_that_moved_in_opposite_directions_do_not_blame_the_device() -> None:
     assert of_ratio(BARE, run(0.05, -0.04), 0.0)[0] == "optimized"
     assert of_ratio(BARE, run(0.05, 0.04), 0.0)[0] == "device"
 
 
-def test_a_side_that_stayed_was_not_moved_by_the_device() -> None:
+def test_device_is_not_blamed_if_the_sides_did_not_move() -> None:
     found, why = of_ratio(ENTRY, run(0.0, 0.0, {"copy": 0.05}), 0.0)
     assert found == "optimized"
     assert why == (
@@ -169,14 +169,16 @@ def test_a_side_that_stayed_was_not_moved_by_the_device() -> None:
         ("wall", None, ["copy", "matmul", "launch"]),
     ],
 )
-def test_the_anchor_kernels_that_bear_on_a_workload(clock: str, by: str | None, names: list[str]) -> None:
+def test_only_anchor_kernels_relevant_to_the_clock_and_limit_are_listed(
+    clock: str, by: str | None, names: list[str]
+) -> None:
     limit = Limit(seconds=1e-5, by=by, bytes=1.0, flops=1.0, ceiling=1.0) if by else None
     made = replace(ENTRY, clock=clock, limit=limit)
     listed = of_ratio(made, run(0.0, 0.0, {}), 0.0)[1]
     assert [name for name in STILL if f"{name} 0.0% slower" in listed] == names
 
 
-def test_anchor_kernels_are_compared_by_their_median_over_the_processes_that_timed_them() -> None:
+def test_anchor_kernels_are_compared_by_their_median_over_processes() -> None:
     processes = [measurement(anchors={"copy": 1e-4 * f}) for f in (1.2, 1.1, 9.0)]
     assert "(anchor kernels: copy 20.0% slower)" in of_ratio(ENTRY, [*processes, measurement()], 0.0)[1]
     for nothing in ({}, {"copy": 0.0}, {"copy": -1.0}, {"copy": math.nan}):
@@ -184,7 +186,7 @@ def test_anchor_kernels_are_compared_by_their_median_over_the_processes_that_tim
     assert "anchor" not in of_ratio(BARE, run(0.0, 0.0, {}), 0.0)[1]
 
 
-def test_a_side_moves_by_the_mean_over_its_processes_of_the_median_block() -> None:
+def test_change_of_a_side_is_the_mean_over_processes_of_the_median_block() -> None:
     def process(*seconds: float) -> Measurement:
         m = measurement(reference_s=2e-3)
         return replace(m, sides={**m.sides, "optimized": replace(side(1.0), blocks_s=seconds)})
@@ -193,7 +195,7 @@ def test_a_side_moves_by_the_mean_over_its_processes_of_the_median_block() -> No
     assert "the optimized side is 100.0% slower" in of_ratio(ENTRY, run_, 0.5)[1]
 
 
-def test_a_side_without_seconds_is_taken_to_have_stayed() -> None:
+def test_side_without_times_counts_as_unchanged() -> None:
     for sides in (
         {"optimized": side(1.1e-4)},
         {"optimized": side(1.1e-4), "reference": replace(side(1.0), blocks_s=())},
@@ -202,7 +204,7 @@ def test_a_side_without_seconds_is_taken_to_have_stayed() -> None:
         assert (found, "the reference side 0.0% slower" in why) == ("optimized", True)
 
 
-def test_without_an_entry_nothing_is_known_to_have_moved() -> None:
+def test_without_an_entry_no_cause_is_given() -> None:
     assert of_ratio(None, run(0.1, 0.0), 0.1) == (None, "")
     assert of_speedup(None, run(0.1, 0.0)) == (None, "")
     assert reference_moved(None, run(0.0, 9.0), 0.0) == ""
@@ -211,7 +213,7 @@ def test_without_an_entry_nothing_is_known_to_have_moved() -> None:
 # --- a lost speedup -------------------------------------------------------------------------------------------------
 
 
-def test_beside_its_accepted_revision_the_optimized_side_is_not_what_moved() -> None:
+def test_optimized_side_is_not_the_cause_if_the_accepted_revision_moved_alike() -> None:
     found, why = of_speedup(ENTRY, run(0.05, 0.0, {}, accepted=0.0))
     assert (found, why) == (
         "software",
@@ -225,7 +227,7 @@ def test_beside_its_accepted_revision_the_optimized_side_is_not_what_moved() -> 
     )
 
 
-def test_a_side_that_moved_by_another_cause_is_said_as_ever() -> None:
+def test_of_speedup_equals_of_ratio_for_causes_other_than_the_optimized_side() -> None:
     for optimized, reference, anchors, moved in (
         (0.0, -0.05, {}, "reference"),
         (0.05, 0.0, {"copy": 0.05}, "device"),
@@ -237,7 +239,7 @@ def test_a_side_that_moved_by_another_cause_is_said_as_ever() -> None:
         assert found[0] == moved
 
 
-def test_without_the_accepted_revision_beside_it_the_optimized_side_may_have_moved() -> None:
+def test_optimized_side_may_be_the_cause_if_the_accepted_revision_was_not_timed() -> None:
     processes = run(0.05, 0.0, {})
     assert of_speedup(ENTRY, processes) == of_ratio(ENTRY, processes, 0.05)
     assert of_speedup(ENTRY, processes)[0] == "optimized"
@@ -245,7 +247,7 @@ def test_without_the_accepted_revision_beside_it_the_optimized_side_may_have_mov
     assert of_speedup(ENTRY, [beside[0], *processes])[0] == "optimized"
 
 
-def test_only_processes_that_timed_the_reference_tell_of_a_speedup() -> None:
+def test_only_processes_that_timed_the_reference_count_for_the_speedup() -> None:
     timed = run(0.0, -0.05, {}, accepted=0.0)
     other = [replace(m, log_ratios={"accepted": (0.0,)}) for m in run(0.5, 0.0, {"copy": 0.5}, accepted=0.0)]
     assert of_speedup(ENTRY, [*other, *timed, *other]) == of_speedup(ENTRY, timed)
@@ -254,7 +256,7 @@ def test_only_processes_that_timed_the_reference_tell_of_a_speedup() -> None:
     )
 
 
-def test_the_loss_is_the_accepted_speedup_over_this_run_s_mean() -> None:
+def test_loss_is_the_accepted_speedup_over_the_mean_of_this_run() -> None:
     """If both sides are slower by more than the loss, the cause is something that they share."""
 
     def lost(log: float) -> str | None:
@@ -269,7 +271,9 @@ def test_the_loss_is_the_accepted_speedup_over_this_run_s_mean() -> None:
 
 @pytest.mark.parametrize("direction", [1, -1])
 @pytest.mark.parametrize(("most", "limit"), [(0.05, 0.05), (0.01, 0.02), (0.02, 0.02)])
-def test_a_reference_moved_beyond_the_margin_or_2_percent(most: float, limit: float, direction: int) -> None:
+def test_reference_has_moved_beyond_the_larger_of_the_margin_and_2_percent(
+    most: float, limit: float, direction: int
+) -> None:
     for part, moved in ((0.999, False), (1.001, True)):
         log = direction * part * math.log1p(limit)
         text = reference_moved(ENTRY, run(0.0, log), most)
@@ -277,7 +281,7 @@ def test_a_reference_moved_beyond_the_margin_or_2_percent(most: float, limit: fl
         assert text == (expected if moved else "")
 
 
-def test_entries_without_a_change_have_no_cause_to_show() -> None:
+def test_reference_moved_is_empty_without_a_change_or_a_reference_time() -> None:
     made: Entry = ENTRY
     assert reference_moved(made, run(0.5, 0.0), 0.01) == ""
     assert reference_moved(made, [measurement(sides={"optimized": side(1.0)})], 0.01) == ""

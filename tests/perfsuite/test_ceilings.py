@@ -1,4 +1,4 @@
-"""The device's ceilings: the best of a few, measured once a process, on a device that is simulated."""
+"""Measured ceilings of a (simulated) device: the best of several repeats, cached for the process."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from perfsuite.ceilings import PRECISIONS, REPEATS, copy_bytes_per_s, matmul_flo
 from perfsuite.errors import PairError
 
 WARM_UP = 1e-6
-"""Seconds of the first call, which is not counted, however short it is."""
+"""Seconds of the first call, which is never counted, even if it is the shortest."""
 SECONDS = [WARM_UP, 5.0, 3.0, 2.0, 4.0, 6.0]
 BEST = 2.0
 
@@ -66,7 +66,7 @@ class Device:
 
 @pytest.fixture(autouse=True)
 def unmeasured() -> Iterator[None]:
-    """Clear what is known of a device before and after the test, and restore torch's setting."""
+    """Clear the cached ceilings before and after the test, and restore torch's setting."""
     before = matmul.fp32_precision
     for ceiling in (copy_bytes_per_s, matmul_flops_per_s):
         ceiling.cache_clear()
@@ -82,14 +82,14 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Device:
 
 
 @pytest.mark.parametrize(("kind", "size"), [("cuda", 4000), ("cpu", 400)])
-def test_a_copy_reads_and_writes_in_the_best_of_several_times(device: Device, kind: str, size: int) -> None:
+def test_copy_ceiling_counts_read_and_written_bytes_in_the_best_time(device: Device, kind: str, size: int) -> None:
     assert copy_bytes_per_s(kind) == pytest.approx(2 * size / BEST)
     assert [dtype for dtype, _ in device.calls] == [torch.float32] * (REPEATS + 1)
 
 
 @pytest.mark.parametrize(("kind", "n"), [("cuda", 8), ("cpu", 4)])
 @pytest.mark.parametrize("precision", PRECISIONS)
-def test_a_product_in_each_precision(device: Device, kind: str, n: int, precision: str) -> None:
+def test_matmul_ceiling_in_each_precision(device: Device, kind: str, n: int, precision: str) -> None:
     n = n // 2 if precision == "float64" or (kind == "cpu" and precision in ("bfloat16", "float16")) else n
     assert matmul_flops_per_s(kind, precision) == pytest.approx(2 * n**3 / BEST)
     dtype = torch.float32 if precision == "tf32" else getattr(torch, precision)
@@ -97,7 +97,7 @@ def test_a_product_in_each_precision(device: Device, kind: str, n: int, precisio
     assert device.calls == [(dtype, allowed)] * (REPEATS + 1)
 
 
-def test_each_ceiling_is_measured_once_a_process(device: Device) -> None:
+def test_each_ceiling_is_measured_once_per_process(device: Device) -> None:
     first = copy_bytes_per_s("cuda"), matmul_flops_per_s("cuda", "float32")
     count = len(device.calls)
     device.seconds = iter(())
@@ -118,7 +118,7 @@ def test_an_unknown_precision_is_an_error(device: Device, precision: str) -> Non
 
 @pytest.mark.parametrize("precision", ["tf32", "float32"])
 @pytest.mark.parametrize("legacy", ["highest", "high", "medium"])
-def test_the_project_s_own_setting_is_put_back(device: Device, legacy: str, precision: str) -> None:
+def test_legacy_matmul_precision_setting_is_restored(device: Device, legacy: str, precision: str) -> None:
     torch.set_float32_matmul_precision(legacy)
     try:
         matmul_flops_per_s("cuda", precision)
@@ -129,8 +129,8 @@ def test_the_project_s_own_setting_is_put_back(device: Device, legacy: str, prec
 
 
 @pytest.mark.parametrize("chosen", ["tf32", "ieee"])
-def test_a_project_may_use_the_new_setting_of_torch(device: Device, chosen: str) -> None:
-    """If the project uses the new setting, the old one, allow_tf32, cannot even be read."""
+def test_fp32_precision_setting_is_restored(device: Device, chosen: str) -> None:
+    """Once a project uses the new setting, torch raises even if the old one, allow_tf32, is only read."""
     matmul.fp32_precision = chosen
     matmul_flops_per_s("cuda", "tf32")
     matmul_flops_per_s("cuda", "float32")
@@ -138,7 +138,7 @@ def test_a_project_may_use_the_new_setting_of_torch(device: Device, chosen: str)
     assert {p for _, p in device.calls} == {"tf32", "ieee"}
 
 
-def test_a_product_that_fails_leaves_the_setting_and_no_ceiling(device: Device) -> None:
+def test_failed_product_restores_the_setting_and_caches_no_ceiling(device: Device) -> None:
     matmul.fp32_precision = "ieee"
     device.seconds = iter(SECONDS[:2])
     with pytest.raises(StopIteration):
@@ -148,7 +148,7 @@ def test_a_product_that_fails_leaves_the_setting_and_no_ceiling(device: Device) 
     assert matmul_flops_per_s("cuda", "tf32") == pytest.approx(2 * 8**3 / BEST)
 
 
-def test_on_this_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ceilings_of_this_cpu_are_positive(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ceilings, "COPY_BYTES", {"cpu": 1 << 16})
     monkeypatch.setattr(ceilings, "MATMUL_SIZE", {"cpu": 32})
     assert copy_bytes_per_s("cpu") > 0

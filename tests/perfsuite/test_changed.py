@@ -1,4 +1,4 @@
-"""`perfsuite gate --changed`: UNCHANGED only where nothing that a workload runs has changed; else it is measured."""
+"""`perfsuite gate --changed`: a workload is UNCHANGED only if nothing that it runs has changed; else it is measured."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SOURCES = {"lib/fast.py": "def f():\n    return 1\n", "lib/common.py": "X = 1\n"
 
 
 ADDED = {"docs/other.py", "lib/unused.py"}
-"""Files added since, which nothing imports."""
+"""Files added since acceptance, which nothing imports."""
 
 
 @pytest.fixture
@@ -53,7 +53,7 @@ def since(made: Entry, top: Path, machine: Machine = MACHINE) -> str:
     return changed.other_code({made.id: made}, top, machine, lambda revision, top: ADDED).get(made.id, "")
 
 
-def test_where_nothing_has_changed_nothing_is_measured(top: Path) -> None:
+def test_workload_is_unchanged_if_nothing_that_it_runs_has_changed(top: Path) -> None:
     made = accepted(top)
     result = found(made, top)
     assert (list(result.unchanged), result.changed, result.sources) == ([made.id], {}, {})
@@ -63,7 +63,7 @@ def test_where_nothing_has_changed_nothing_is_measured(top: Path) -> None:
     assert verdict.message == f"UNCHANGED {made.id}: reason"
 
 
-def test_a_comment_changes_nothing(top: Path) -> None:
+def test_new_comment_is_not_a_change(top: Path) -> None:
     made = accepted(top)
     (top / "lib/fast.py").write_text("# why\n" + SOURCES["lib/fast.py"])
     assert list(found(made, top).unchanged) == [made.id]
@@ -79,20 +79,20 @@ def test_a_changed_or_removed_source_is_named(top: Path, name: str) -> None:
     assert found(made, top).changed == {made.id: name}
 
 
-def test_many_changed_sources_are_cut_short(top: Path) -> None:
+def test_list_of_changed_sources_is_shortened(top: Path) -> None:
     made = accepted(top, sources={f"gone{n}.py": "1" for n in range(5)})
     assert found(made, top).changed == {made.id: "gone0.py, gone1.py, gone2.py, …"}
     assert len(found(made, top).sources[made.id]) == 5
 
 
-def test_a_package_in_a_module_s_place_is_a_change(top: Path) -> None:
+def test_package_that_replaces_a_module_is_a_change(top: Path) -> None:
     made = accepted(top)
     (top / "lib/fast").mkdir()
     (top / "lib/fast/__init__.py").write_text("")
     assert found(made, top).changed == {made.id: "lib/fast.py"}
 
 
-def test_other_data_is_measured(top: Path) -> None:
+def test_changed_data_file_is_a_change(top: Path) -> None:
     made = accepted(top)
     (top / "tokens.bin").write_bytes(b"4321")
     result = found(made, top)
@@ -103,7 +103,7 @@ def test_other_data_is_measured(top: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["driver", "cuda", "torch", "triton", "python"])
-def test_other_software_is_measured(top: Path, name: str) -> None:
+def test_other_software_version_is_a_change(top: Path, name: str) -> None:
     made = accepted(top)
     result = found(made, top, replace(MACHINE, **{name: "0.1"}))
     assert result.changed == {made.id: f"{name} was {getattr(MACHINE, name)}, is 0.1"}
@@ -117,7 +117,7 @@ def test_other_software_is_measured(top: Path, name: str) -> None:
         ({"unknown": "it reads files through h5py"}, "it reads files through h5py"),
     ],
 )
-def test_what_is_not_known_is_measured(top: Path, fields: dict[str, str], why: str) -> None:
+def test_unknown_surroundings_or_files_are_a_change(top: Path, fields: dict[str, str], why: str) -> None:
     made = accepted(top, **fields)
     assert found(made, top).changed[made.id].startswith(why)
     assert found(made, top).sources == {}
@@ -132,7 +132,7 @@ def test_what_is_not_known_is_measured(top: Path, fields: dict[str, str], why: s
         ({"OMP_NUM_THREADS": "4"}, {"OMP_NUM_THREADS": "4"}, "an installed package"),
     ],
 )
-def test_the_environment_variable_that_differs_is_named(
+def test_changed_environment_variable_is_named(
     top: Path, monkeypatch: pytest.MonkeyPatch, before: dict[str, str], now: dict[str, str], why: str
 ) -> None:
     monkeypatch.setattr(digests, "ENVIRONMENT", now)
@@ -150,7 +150,7 @@ def test_the_environment_variable_that_differs_is_named(
         (["a==1"], ["a==1"], "an installed package"),
     ],
 )
-def test_the_package_that_differs_is_named(
+def test_changed_package_is_named(
     top: Path, monkeypatch: pytest.MonkeyPatch, before: list[str], now: list[str], why: str
 ) -> None:
     monkeypatch.setattr(digests, "ENVIRONMENT", {})
@@ -159,7 +159,7 @@ def test_the_package_that_differs_is_named(
     assert found(made, top).changed == {made.id: why}
 
 
-def test_what_was_not_noted_or_not_committed_is_measured(top: Path) -> None:
+def test_missing_record_or_uncommitted_acceptance_is_a_change(top: Path) -> None:
     for made, why in (
         (replace(accepted(top), ran=None), "what it ran was not noted when it was accepted"),
         (replace(accepted(top), dirty=True), "it was accepted with uncommitted changes"),
@@ -167,7 +167,7 @@ def test_what_was_not_noted_or_not_committed_is_measured(top: Path) -> None:
         assert found(made, top).changed == {made.id: why}
 
 
-def test_figures_are_of_the_present_code_whatever_is_installed(top: Path) -> None:
+def test_other_code_ignores_packages_and_driver_but_not_the_python_version(top: Path) -> None:
     made = accepted(top, surroundings="of another environment")
     assert since(made, top) == ""
     assert since(made, top, replace(MACHINE, driver="1.2.3")) == ""
@@ -196,8 +196,8 @@ def test_figures_are_of_the_present_code_whatever_is_installed(top: Path) -> Non
         ("tuned.py", False),
     ],
 )
-def test_a_new_file_that_would_run_is_a_change(top: Path, name: str, runs: bool) -> None:
-    """A new conftest, or a module that an import did not find when the workload was accepted, is a change."""
+def test_new_file_is_a_change_only_if_it_would_run(top: Path, name: str, runs: bool) -> None:
+    """A new conftest is a change, and so is a module that an import did not find at acceptance."""
     (top / "lib/fast.py").write_text(
         "try:\n    from lib import tuned\n    import extra.parts\nexcept ImportError: ...\n"
     )
@@ -217,14 +217,14 @@ def committed(top: Path) -> Entry:
     return replace(accepted(top), revision=git(top, "rev-parse", "HEAD"))
 
 
-def test_a_file_that_git_holds_as_it_is_need_not_be_parsed(top: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_unchanged_in_git_are_not_parsed(top: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made = committed(top)
     monkeypatch.setattr(digests, "of_file", None)
     monkeypatch.setattr(digests, "of_data", lambda path: made.ran and made.ran.data[path.name])
     assert list(found(made, top).unchanged) == [made.id]
 
 
-def test_git_s_own_word_that_a_file_has_not_changed_does_not_count(top: Path) -> None:
+def test_assume_unchanged_flag_of_git_is_ignored(top: Path) -> None:
     made = committed(top)
     git(top, "update-index", "--assume-unchanged", "lib/fast.py")
     (top / "lib/fast.py").write_text("Y = 2\n")
@@ -245,7 +245,7 @@ def test_git_s_own_word_that_a_file_has_not_changed_does_not_count(top: Path) ->
         ("other/tuned.json", "", ""),
     ],
 )
-def test_files_beside_its_sources_may_be_read_unseen(top: Path, name: str, text: str, why: str) -> None:
+def test_changed_files_beside_the_sources_are_changes(top: Path, name: str, text: str, why: str) -> None:
     """Checks for a file and reads by a library are not observed, and git may ignore such files."""
     (top / "lib/tiles.txt").write_text("128")
     (top / "lib/fast.py").write_text("try: from lib import _local\nexcept ImportError: ...\n")
@@ -258,7 +258,7 @@ def test_files_beside_its_sources_may_be_read_unseen(top: Path, name: str, text:
     assert bool(changed.other_code({made.id: made}, top, MACHINE)) is bool(why)
 
 
-def test_an_empty_source_that_was_removed_is_a_change(top: Path) -> None:
+def test_removed_empty_source_is_a_change(top: Path) -> None:
     (top / "lib/common.py").write_text("")
     made = committed(top)
     assert found(made, top).changed == {}
@@ -266,7 +266,7 @@ def test_an_empty_source_that_was_removed_is_a_change(top: Path) -> None:
     assert found(made, top).changed == {made.id: "lib/common.py"}
 
 
-def test_where_git_does_not_know_the_revision_it_is_measured(top: Path) -> None:
+def test_revision_unknown_to_git_is_a_change(top: Path) -> None:
     made = accepted(top)
     for entry_ in (made, replace(made, revision=None)):
         result = changed.unchanged({made.id: entry_}, top, MACHINE, lambda revision, top: None)
@@ -285,21 +285,21 @@ def the_same(
     return changed.launches_the_same(launched, sources, now, own.split())
 
 
-def test_the_same_launches_settle_a_change_of_the_optimized_side_alone() -> None:
+def test_same_launches_excuse_only_a_change_of_the_optimized_side() -> None:
     assert the_same()
     assert not the_same(now="another")
-    # The reference, or the pair's declaration, has changed too: what is launched says nothing of these.
+    # The reference or the pair's declaration has changed too, which the optimized side's launches do not show.
     assert not the_same(sources=("lib/fast.py", "test_pair.py"))
     assert not the_same(own="")
 
 
-def test_what_was_not_traced_is_measured() -> None:
+def test_missing_launch_digest_excuses_no_change() -> None:
     assert not the_same(launched="", now="")
     assert not the_same(now="")
     assert not the_same(launched="")
 
 
-def test_only_the_device_clock_is_settled_by_launches(top: Path) -> None:
+def test_launch_digest_is_used_only_for_the_device_clock(top: Path) -> None:
     made = accepted(top)
     assert changed.launched(made) == "a digest"
     assert not changed.launched(replace(made, clock="wall"))
@@ -353,13 +353,13 @@ def gate(project: Project, launched: str = "", *options: str, slower: float = 0.
     return done.exit_code, status, [task.kind for task in fake.tasks]
 
 
-def test_without_a_change_nothing_runs(scale: Project) -> None:
+def test_gate_changed_runs_no_task_without_a_change(scale: Project) -> None:
     assert gate(scale) == (0, Status.UNCHANGED, [])
     scale.replace("fast.py", "def fast", "# quick\ndef fast")
     assert gate(scale) == (0, Status.UNCHANGED, [])
 
 
-def test_unchanged_is_counted_apart(scale: Project) -> None:
+def test_unchanged_workloads_are_counted_separately(scale: Project) -> None:
     scale.measured(times())
     done = scale.cli("gate", "--changed")
     assert lines_with(done.output, "1 UNCHANGED")
@@ -367,14 +367,14 @@ def test_unchanged_is_counted_apart(scale: Project) -> None:
     assert not lines_with(done.output, "1 PASS")
 
 
-def test_without_the_option_everything_is_measured(scale: Project) -> None:
+def test_gate_without_changed_measures_unchanged_workloads(scale: Project) -> None:
     fake = scale.measured(times(clock="device"))
     assert scale.cli("gate").exit_code == 0
     assert TIME in [task.kind for task in fake.tasks]
 
 
-def test_a_whole_gate_measures_the_accepted_code_once(scale: Project) -> None:
-    """A gate measures the accepted code once: beside a copy of itself it cannot show that the code became slower."""
+def test_full_gate_measures_unchanged_code_in_one_process(scale: Project) -> None:
+    """Accepted code gets one process, because a comparison with a copy of itself cannot show a slowdown of the code."""
 
     def gated(slower: float) -> tuple[int, Status, int]:
         fake = scale.measured(times(slower=slower, clock="device"))
@@ -407,7 +407,7 @@ def test_a_whole_gate_measures_the_accepted_code_once(scale: Project) -> None:
     assert [commit.partition(" ")[2] for commit in found["commits"]] == ["Another product"]
 
 
-def test_code_that_could_not_be_compared_with_itself_is_not_the_accepted_code(scale: Project) -> None:
+def test_package_installed_as_a_copy_does_not_count_as_unchanged_code(scale: Project) -> None:
     """If the package is installed as a copy, both sides run that copy, whatever the tree contains."""
     fake = scale.measured(times(clock="device"))
     fake.ran = Ran(sources={n: digests.of_file(scale.path / n) for n in ("fast.py", "slow.py", "test_scale.py")})
@@ -419,10 +419,10 @@ def test_code_that_could_not_be_compared_with_itself_is_not_the_accepted_code(sc
     assert not any(task.same_code for task in fake.tasks)
 
 
-def test_accepted_code_that_raises_beside_the_current_one_is_watched(scale: Project) -> None:
-    """A proof is repeated if both register the same name, which may be the reason; other failures are not retried."""
+def test_proof_is_repeated_if_the_accepted_side_raises_beside_the_current_one(scale: Project) -> None:
+    """A workload is proven again if the accepted side raises, as both may register one name; a hang is not retried."""
     for text, proofs in (("the accepted side raises RuntimeError: registered twice", 2), ("it hangs", 1)):
-        failures = [None, Failure(status=Status.UNMEASURED, message=text)]  # proven without the accepted side
+        failures = [None, Failure(status=Status.UNMEASURED, message=text)]  # the proof passes, the timing fails
         measure = times(clock="device")
         fake = scale.measured(lambda *given, f=failures, m=measure: (f.pop(0) if f else None) or m(*given))
         done = scale.cli("gate")
@@ -433,7 +433,7 @@ def test_accepted_code_that_raises_beside_the_current_one_is_watched(scale: Proj
 @pytest.mark.parametrize(
     ("launched", "code", "status"), [("a digest", 0, Status.UNCHANGED), ("another", 1, Status.REGRESSED)]
 )
-def test_launches_settle_a_change_of_the_optimized_side(
+def test_gate_changed_excuses_changed_optimized_code_with_the_same_launches(
     scale: Project, launched: str, code: int, status: Status
 ) -> None:
     scale.replace("fast.py", "3 * x", "x * 3")
@@ -448,7 +448,7 @@ def test_launches_settle_a_change_of_the_optimized_side(
     [("slow.py", "x + x + x", "2 * x + x"), ("test_scale.py", "speedup=1.5", "speedup=1.9")],
     ids=["reference", "promise"],
 )
-def test_another_reference_or_declaration_is_measured_whatever_is_launched(
+def test_changed_reference_or_declaration_is_measured_despite_the_same_launches(
     scale: Project, file: str, old: str, new: str
 ) -> None:
     scale.replace(file, old, new)
@@ -457,7 +457,7 @@ def test_another_reference_or_declaration_is_measured_whatever_is_launched(
     assert TIME in kinds
 
 
-def test_a_new_promise_that_is_not_kept_is_red(scale: Project) -> None:
+def test_gate_is_red_for_a_new_promise_that_is_not_kept(scale: Project) -> None:
     scale.replace("test_scale.py", "speedup=1.5", "speedup=5")
     code, status, _ = gate(scale, "a digest", slower=0.0)
     assert (code, status.green) == (1, False)

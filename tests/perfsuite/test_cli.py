@@ -1,4 +1,4 @@
-"""The command `perfsuite`: what it says, what it passes to pytest, and its exit codes."""
+"""The command `perfsuite`: its output, the arguments that it passes to pytest, and its exit codes."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_every_command_has_help(command: str, flag: str) -> None:
             assert parameter.help, f"{command} {parameter.name} has no help"
 
 
-def test_the_group_has_help() -> None:
+def test_help_lists_every_command() -> None:
     done = CliRunner().invoke(main, ["--help"])
     assert done.exit_code == 0
     for command in COMMANDS:
@@ -68,11 +68,11 @@ def test_the_group_has_help() -> None:
     assert sorted(main.commands) == list(COMMANDS)
 
 
-def test_version() -> None:
+def test_version_option_prints_the_version() -> None:
     assert CliRunner().invoke(main, ["--version"]).output == f"perfsuite, version {__version__}\n"
 
 
-def test_as_a_module() -> None:
+def test_python_dash_m_perfsuite_runs_the_command() -> None:
     done = subprocess.run([sys.executable, "-m", "perfsuite", "--version"], capture_output=True, text=True, check=True)
     assert done.stdout == f"perfsuite, version {__version__}\n"
 
@@ -80,13 +80,13 @@ def test_as_a_module() -> None:
 @pytest.mark.parametrize(
     "arguments", [["no-such-command"], ["gate", "--no-such-option"], ["compare"], ["run", "--profile=x"]]
 )
-def test_a_wrong_command_line(arguments: list[str]) -> None:
+def test_wrong_command_line_ends_with_exit_code_2(arguments: list[str]) -> None:
     done = CliRunner().invoke(main, arguments)
     assert done.exit_code == 2
     assert lines_with(done.output, "Error: ")
 
 
-# --- what goes to pytest --------------------------------------------------------------------------------------------
+# --- arguments for pytest -------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -109,7 +109,7 @@ def test_a_wrong_command_line(arguments: list[str]) -> None:
     ],
 )
 @pytest.mark.parametrize("code", [0, 1, 2, 5])
-def test_pytest_is_called(
+def test_options_are_passed_to_pytest_and_its_exit_code_is_returned(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, arguments: list[str], expected: list[str], code: int
 ) -> None:
     seen: list[str] = []
@@ -131,7 +131,7 @@ def test_pytest_is_called(
 # --- list -----------------------------------------------------------------------------------------------------------
 
 
-def test_list(scale: Project) -> None:
+def test_list_shows_workloads_and_accepted_times(scale: Project) -> None:
     done = scale.cli("list")
     assert done.exit_code == 0, done.output
     assert lines_with(done.output, "scale", "small", "any", "wall", "forward", "n=64")
@@ -152,15 +152,15 @@ def test_list_json(scale: Project) -> None:
     assert row["accepted_s"] == pytest.approx(1e-5)
 
 
-def test_list_of_a_selection(scale: Project) -> None:
+def test_list_without_a_match_ends_with_exit_code_5(scale: Project) -> None:
     done = scale.cli("list", "-k", "nothing_of_the_name")
     assert done.exit_code == 5
     assert "0 of 1 workloads" in done.output
     assert "there is no item that -k 'nothing_of_the_name' selects in this folder" in done.output + done.stderr
 
 
-def test_commands_leave_out_what_the_configuration_ignores(project: Project) -> None:
-    """An ignored file is not even imported, unless the command line names it; pytest itself collects it."""
+def test_commands_do_not_collect_ignored_paths(project: Project) -> None:
+    """An ignored file is not imported unless the command line names it; plain pytest still collects it."""
     project.write("pairs/test_scale.py", TWO_LINES)
     project.write("others/test_other.py", "import missing_module")
     project.write("pytest.ini", "[pytest]\nperfsuite_ignore = others")
@@ -211,7 +211,7 @@ def test_the_gate_names_a_module_that_cannot_be_collected(project: Project) -> N
 # --- accept ---------------------------------------------------------------------------------------------------------
 
 
-def test_accept_says_what_changes(scale: Project) -> None:
+def test_accept_prints_added_and_changed_speedups(scale: Project) -> None:
     scale.commit()
     first = scale.cli("accept", "--reason", "the first")
     assert first.exit_code == 0, first.output
@@ -225,14 +225,14 @@ def test_accept_says_what_changes(scale: Project) -> None:
     assert '"reason": "a better tile"' in path.read_text()
 
 
-def test_accept_wants_a_reason(scale: Project) -> None:
+def test_accept_requires_a_reason(scale: Project) -> None:
     done = scale.cli("accept")
     assert done.exit_code == 2
     assert lines_with(done.output, "Error:", "give --reason", "why are the new figures right?")
     assert not (scale.path / "baselines").exists()
 
 
-def test_accept_of_part_leaves_the_rest(scale: Project) -> None:
+def test_accept_of_a_selection_keeps_the_other_workloads(scale: Project) -> None:
     scale.write("test_other.py", TWO_LINES.replace("scale", "other"))
     path = scale.accept()
     scale.measured(times(speedup=3.0))
@@ -245,19 +245,19 @@ def test_accept_of_part_leaves_the_rest(scale: Project) -> None:
     assert path.exists()
 
 
-def test_accept_takes_nothing_red(scale: Project) -> None:
+def test_accept_leaves_out_workloads_below_their_promise(scale: Project) -> None:
     scale.replace("test_scale.py", 'clock="wall")', 'clock="wall", speedup=3.0)')
     scale.write("test_other.py", TWO_LINES.replace("scale", "other"))
     scale.commit()
     done = scale.cli("accept", "--reason", "x")
     assert done.exit_code == 1
     assert lines_with(done.output, "not accepted", "BELOW_FLOOR", SMALL)
-    assert lines_with(done.output, "other::speed[small]: added")  # what holds is taken
+    assert lines_with(done.output, "other::speed[small]: added")  # green workloads are accepted
     (path,) = (scale.path / "baselines").glob("*.json")
     assert SMALL not in path.read_text()
 
 
-def test_accept_takes_nothing_unmeasured(scale: Project) -> None:
+def test_accept_leaves_out_unmeasured_workloads(scale: Project) -> None:
     scale.commit()
     scale.measured(fails(Failure(status=Status.UNMEASURED, message="the optimized side hangs")))
     done = scale.cli("accept", "--reason", "x")
@@ -266,13 +266,13 @@ def test_accept_takes_nothing_unmeasured(scale: Project) -> None:
     assert not (scale.path / "baselines").exists()
 
 
-def test_accept_of_nothing(scale: Project) -> None:
+def test_accept_without_a_match_is_an_error(scale: Project) -> None:
     done = scale.cli("accept", "-k", "nothing_of_the_name", "--reason", "x")
     assert done.exit_code == 4
     assert lines_with(done.output, "nothing to accept", "perfsuite list")
 
 
-def test_accept_on_a_dirty_tree(scale: Project) -> None:
+def test_accept_refuses_a_dirty_tree_without_allow_dirty(scale: Project) -> None:
     scale.commit()
     scale.replace("test_scale.py", "3 * x", "3.0 * x")
     done = scale.cli("accept", "--reason", "x")
@@ -283,20 +283,20 @@ def test_accept_on_a_dirty_tree(scale: Project) -> None:
     assert scale.cli("accept", "--reason", "x", "--allow-dirty").exit_code == 0
 
 
-def test_accept_with_untracked_files_is_clean(scale: Project) -> None:
+def test_accept_allows_untracked_files(scale: Project) -> None:
     scale.commit()
     scale.write("notes.txt", "later")
     assert scale.cli("accept", "--reason", "x").exit_code == 0
 
 
 def accept_noting(project: Project, file: str, *options: str) -> Result:
-    """Run `perfsuite accept` on one file, whose proofs report that the workload runs that file alone."""
+    """Run `perfsuite accept` on one file; its proofs report that the workload runs only that file."""
     fake = project.measured(times())
     fake.ran = Ran(sources={file: digests.of_file(project.path / file)})
     return project.cli("accept", file, "--reason", "x", *options)
 
 
-def test_accept_more(scale: Project) -> None:
+def test_accept_more_adds_sessions_until_the_code_changes(scale: Project) -> None:
     scale.commit()
     assert accept_noting(scale, "test_scale.py").exit_code == 0
     (path,) = (scale.path / "baselines").glob("*.json")
@@ -315,8 +315,8 @@ def test_accept_more(scale: Project) -> None:
     assert path.read_bytes() == before
 
 
-def test_accept_more_leaves_out_what_has_changed(project: Project) -> None:
-    """A changed workload is not measured, and the others get their session."""
+def test_accept_more_leaves_out_changed_and_unaccepted_workloads(project: Project) -> None:
+    """A changed workload is not measured; the others get another session."""
     files = ["test_one.py", "test_two.py", "test_three.py"]
     for file in files:
         project.write(file, TWO_LINES)
@@ -335,8 +335,8 @@ def test_accept_more_leaves_out_what_has_changed(project: Project) -> None:
     assert lines_with(done.output, "test_one.py", "1 session more: 2 in all")
 
 
-def test_accept_more_of_what_ran_other_code_leaves_the_others_their_session(project: Project) -> None:
-    """It is known only after the run: the proof has noted a file that the accepted one had not."""
+def test_accept_more_leaves_out_only_workloads_whose_proof_ran_other_code(project: Project) -> None:
+    """The difference is known only after the run, because the proof noted other files than at acceptance."""
     files = ["test_one.py", "test_two.py"]
     for file in files:
         project.write(file, TWO_LINES)
@@ -355,7 +355,7 @@ def test_accept_more_of_what_ran_other_code_leaves_the_others_their_session(proj
     assert [len(e.sessions) for e in baseline_file.load(kept).entries.values()] == [2, 1]
 
 
-def test_accept_prune(scale: Project) -> None:
+def test_accept_prune_removes_workloads_that_no_longer_exist(scale: Project) -> None:
     path = scale.accept()
     scale.replace("test_scale.py", '"small"', '"little"')
     scale.commit()
@@ -369,7 +369,7 @@ def test_accept_prune(scale: Project) -> None:
     assert "1 PASS" in scale.gate().stdout.str()
 
 
-def test_accept_where_a_module_is_broken(scale: Project) -> None:
+def test_accept_stops_at_a_module_that_cannot_be_imported(scale: Project) -> None:
     scale.write("test_broken.py", "import no_such_module")
     done = scale.cli("accept", "--reason", "x")
     assert done.exit_code == 2
@@ -380,7 +380,7 @@ def test_accept_where_a_module_is_broken(scale: Project) -> None:
 # --- run, gate, compare ---------------------------------------------------------------------------------------------
 
 
-def test_run(scale: Project) -> None:
+def test_run_writes_all_reports(scale: Project) -> None:
     done = scale.cli("run", "--report", "out", "--json")
     assert done.exit_code == 0, done.output
     assert "correctness: 6 passed, 0 failed" in done.stderr
@@ -395,7 +395,7 @@ def test_run(scale: Project) -> None:
     assert report["correctness"]["passed"] == 6
 
 
-def test_run_with_a_proof_that_fails(scale: Project) -> None:
+def test_run_does_not_time_a_workload_whose_proof_failed(scale: Project) -> None:
     assert scale.workers is not None
     scale.workers.failing.add("test_scale.py::scale::gradients[float32]")
     done = scale.cli("run", "--report", "out")
@@ -403,11 +403,11 @@ def test_run_with_a_proof_that_fails(scale: Project) -> None:
     report = json.loads((scale.path / "out/report.json").read_text())
     assert report["correctness"]["failed"] == 1
     assert report["verdicts"][SMALL]["status"] == "NOT_PROVEN"
-    assert report["measurements"] == {}  # no figure of a function that failed its proof
+    assert report["measurements"] == {}  # a function that failed its proof is not timed
 
 
-def test_run_times_what_compiles_last(scale: Project) -> None:
-    """Files that compile are timed last, so that the first figure need not wait for a compiler."""
+def test_run_times_compiled_pairs_last(scale: Project) -> None:
+    """Files that compile are timed last, so that the first result does not wait for a compiler."""
     source = (scale.path / "test_scale.py").read_text()
     scale.write("test_a_compiled.py", source + "\n\n# calls torch.compile\n")
     fake = scale.measured(times())
@@ -415,7 +415,7 @@ def test_run_times_what_compiles_last(scale: Project) -> None:
     assert [t.id.partition("::")[0] for t in fake.tasks if t.kind == "time"] == ["test_scale.py", "test_a_compiled.py"]
 
 
-def test_run_with_a_proof_that_is_skipped(scale: Project) -> None:
+def test_run_reports_skipped_proofs_with_their_reason(scale: Project) -> None:
     assert scale.workers is not None
     scale.write("pytest.ini", "[pytest]\naddopts = -ra\n")
     scale.workers.skipping.add("test_scale.py::scale::gradients[float32]")
@@ -443,7 +443,7 @@ def test_gate_writes_reports_and_the_job_summary(scale: Project, monkeypatch: py
     assert json.loads((folder / "report.json").read_text())["verdicts"][SMALL]["status"] == "REGRESSED"
 
 
-def test_the_report_of_a_gate_that_could_not_begin(scale: Project) -> None:
+def test_gate_that_cannot_start_reports_the_problem_and_no_verdicts(scale: Project) -> None:
     path = scale.accept()
     scale.measured(times())
     assert list(json.loads(scale.cli("gate", "--json").stdout)["verdicts"]) == [SMALL]
@@ -455,7 +455,7 @@ def test_the_report_of_a_gate_that_could_not_begin(scale: Project) -> None:
     assert "the file is empty" in report["problems"][0]
 
 
-def test_a_report_of_the_run_before_is_not_taken_for_this_ones(scale: Project) -> None:
+def test_report_of_an_earlier_run_is_removed(scale: Project) -> None:
     scale.accept()
     scale.measured(times())
     assert scale.cli("gate").exit_code == 0
@@ -466,7 +466,7 @@ def test_a_report_of_the_run_before_is_not_taken_for_this_ones(scale: Project) -
     assert not list((scale.path / ".perfsuite/report").iterdir())
 
 
-def test_compare(scale: Project) -> None:
+def test_compare_reports_a_slowdown_against_the_revision(scale: Project) -> None:
     head = scale.commit()
     scale.measured(times(slower=0.05))
     done = scale.cli("compare", "HEAD", "--report", "out")
@@ -480,7 +480,7 @@ def test_compare(scale: Project) -> None:
     assert scale.cli("compare", "HEAD").exit_code == 0
 
 
-def test_compare_with_an_unknown_revision(scale: Project) -> None:
+def test_compare_with_an_unknown_revision_is_an_error(scale: Project) -> None:
     scale.commit()
     done = scale.cli("compare", "v0.0")
     assert done.exit_code == 4
@@ -489,25 +489,25 @@ def test_compare_with_an_unknown_revision(scale: Project) -> None:
     assert not scale.workers.calls
 
 
-def test_compare_of_nothing(scale: Project) -> None:
+def test_compare_without_a_match_is_an_error(scale: Project) -> None:
     scale.commit()
     done = scale.cli("compare", "HEAD", "-k", "nothing_of_the_name")
     assert done.exit_code == 4
     assert lines_with(done.output, "nothing to compare")
 
 
-def test_compare_outside_git(scale: Project) -> None:
+def test_compare_outside_git_is_an_error(scale: Project) -> None:
     done = scale.cli("compare", "HEAD")
     assert done.exit_code == 4
     assert lines_with(done.output, "not a git repository")
 
 
-# --- commands of others ---------------------------------------------------------------------------------------------
+# --- commands of other packages -------------------------------------------------------------------------------------
 
 
 @pytest.fixture
 def group(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """The entry-point group holds a command, one that cannot be loaded, one that is none, and one of our own name."""
+    """Register a command, two that cannot be loaded, one that is no click command, and one named as ours."""
     (tmp_path / "others_commands.py").write_text(
         "import click\n\n\n@click.command()\ndef train():\n    'Train it.'\n    click.echo('trained')\n"
     )
@@ -528,7 +528,7 @@ def group(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("group")
-def test_a_command_of_another_package() -> None:
+def test_command_of_another_package_runs() -> None:
     done = CliRunner().invoke(main, ["train"])
     assert (done.exit_code, done.output) == (0, "trained\n")
     assert CliRunner().invoke(main, ["train", "--help"]).exit_code == 0
@@ -543,7 +543,7 @@ def test_a_command_of_another_package() -> None:
         ("plain", ["others_commands:click", "no click command"]),
     ],
 )
-def test_a_broken_command_of_another_package(name: str, words: list[str]) -> None:
+def test_broken_command_of_another_package_is_reported_in_one_line(name: str, words: list[str]) -> None:
     done = CliRunner().invoke(main, [name])
     assert done.exit_code == 1
     assert done.output.count("\n") == 1
@@ -551,7 +551,7 @@ def test_a_broken_command_of_another_package(name: str, words: list[str]) -> Non
 
 
 @pytest.mark.usefixtures("group")
-def test_help_where_another_packages_command_is_broken() -> None:
+def test_help_works_with_a_broken_command_of_another_package() -> None:
     """A broken command of another package does not break the help of all commands; ours are listed first."""
     done = CliRunner().invoke(main, ["--help"])
     assert done.exit_code == 0, done.output
@@ -564,7 +564,7 @@ def test_help_where_another_packages_command_is_broken() -> None:
 # --- table ----------------------------------------------------------------------------------------------------------
 
 
-def test_the_table_of_a_baseline_goes_between_the_markers(project: Project) -> None:
+def test_table_is_written_between_the_markers(project: Project) -> None:
     project.write("README.md", "before\n<!-- perfsuite:table -->\nold\n<!-- /perfsuite:table -->\nafter\n")
     accepted = Path(__file__).parents[2] / "baselines" / "nvidia-h200.json"
     done = CliRunner().invoke(main, ["table", str(accepted), "--write", "README.md"])
@@ -577,7 +577,7 @@ def test_the_table_of_a_baseline_goes_between_the_markers(project: Project) -> N
 
 
 @pytest.mark.parametrize("arguments", [["nowhere.json"], ["nowhere.json", "--write", "README.md"]])
-def test_the_table_of_no_baseline_is_one_line(project: Project, arguments: list[str]) -> None:
+def test_table_of_a_missing_baseline_is_reported_in_one_line(project: Project, arguments: list[str]) -> None:
     done = CliRunner().invoke(main, ["table", *arguments])
     assert done.exit_code == 1
     assert done.output.startswith("Error: nowhere.json: ")

@@ -1,4 +1,4 @@
-"""The clocks, on a simulated device: the time that they measure and the time that they exclude."""
+"""The clocks on a simulated device: which time they measure and which they exclude."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ KERNEL_S = 3e-6
 
 
 class Device:
-    """Simulated stream and host, each with its own time; every figure is exact."""
+    """Simulated stream and host, each with its own exact time."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.host = self.stream = 0.0
@@ -76,7 +76,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Device:
     return Device(monkeypatch)
 
 
-def test_the_device_clock_hides_the_latency_of_launches(device: Device) -> None:
+def test_device_clock_excludes_launch_latency(device: Device) -> None:
     clock = CudaClock()
     assert clock._cycles_per_s == pytest.approx(RATE, rel=5e-3)
     seconds = clock.sample("device", nothing, device.launch, 16, 1, "a")
@@ -101,7 +101,7 @@ def test_resets_and_flushes_are_not_timed(device: Device) -> None:
     assert clock.sample("wall", reset, call, 3, 1, "a") == pytest.approx(KERNEL_S + LAUNCH_S)
 
 
-def test_a_spin_that_ends_too_early_is_made_longer(device: Device) -> None:
+def test_spin_that_ends_too_early_is_lengthened(device: Device) -> None:
     clock = CudaClock()
 
     def slow_to_enqueue() -> None:
@@ -120,7 +120,7 @@ def test_a_spin_that_ends_too_early_is_made_longer(device: Device) -> None:
     assert device.spins[1] < 2e-3, "for this side only"
 
 
-def test_latency_that_cannot_be_hidden_is_counted(device: Device) -> None:
+def test_samples_with_visible_launch_latency_are_counted(device: Device) -> None:
     clock = CudaClock()
     waits = iter(range(1, 1000))
 
@@ -137,8 +137,8 @@ def test_latency_that_cannot_be_hidden_is_counted(device: Device) -> None:
     assert clock.unhidden == 2
 
 
-def test_a_call_that_waits_for_the_device_is_not_put_behind_ever_longer_spins(device: Device) -> None:
-    """The driver can wait where no profile shows it: when a limit is set, or memory is allocated."""
+def test_spin_is_not_lengthened_without_limit_for_a_call_that_synchronizes(device: Device) -> None:
+    """The driver can block invisibly to a profiler, for instance when a limit is set or memory is allocated."""
     clock = CudaClock()
 
     def waits() -> None:
@@ -158,18 +158,18 @@ def test_a_call_that_waits_for_the_device_is_not_put_behind_ever_longer_spins(de
     [
         ([(1.0, 1.1), (2.0, 2.1), (4.0, 4.1)], True),
         ([(1.0, 1.1), (2.0, 2.3), (4.0, 4.7)], True),
-        ([(1.0, 1.1), (2.0, 2.4), (4.0, 4.4)], False),  # it follows the spin by too far
-        ([(1.0, 1.1), (2.0, 1.8), (4.0, 3.4)], False),  # by too little
+        ([(1.0, 1.1), (2.0, 2.4), (4.0, 4.4)], False),  # it grows by too much more than the spin
+        ([(1.0, 1.1), (2.0, 1.8), (4.0, 3.4)], False),  # it grows by too little
         ([(1.0, 9.0), (2.0, 9.0), (4.0, 9.0)], False),  # slow to enqueue
         ([(1.0, 0.9), (2.0, 1.9), (4.0, 3.9)], False),  # shorter than the spin
         ([(1.0, 1.1), (2.0, 2.1)], False),
     ],
 )
-def test_calls_wait_where_their_time_follows_the_spin(tried: list[tuple[float, float]], waits: bool) -> None:
+def test_a_call_waits_if_its_time_grows_with_the_spin(tried: list[tuple[float, float]], waits: bool) -> None:
     assert clocks._waits(tried) is waits
 
 
-def test_the_wall_clock_lasts_until_the_device_is_done(device: Device) -> None:
+def test_wall_clock_includes_the_wait_for_the_device(device: Device) -> None:
     clock = CudaClock()
     before = device.syncs
     assert clock.sample("wall", nothing, lambda: device.launch(1e-3), 4, 1) == pytest.approx(1e-3 + LAUNCH_S)
@@ -188,14 +188,14 @@ def test_events_that_measure_no_time_are_an_error(
 
 
 @pytest.mark.parametrize("launches", [0, 1, 7, 92, 99, 100, 800, 5000])
-def test_calls_fit_in_the_queue(launches: int) -> None:
+def test_calls_within_queue_never_exceed_the_queue_depth(launches: int) -> None:
     calls = CudaClock.calls_within_queue(32, launches)
     assert 1 <= calls <= 32
     assert calls == 1 or calls * (launches + 8) <= QUEUE_DEPTH
     assert CudaClock.calls_within_queue(3, 0) == 3
 
 
-def test_the_cpu_clock_times_the_calls_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cpu_clock_excludes_resets_and_outliers(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0]
     monkeypatch.setattr(clocks, "perf_counter_ns", lambda: now[0])
     costs = iter([100, 200, 300, 400, 10_000, 500, 100, 200])
@@ -208,8 +208,8 @@ def test_the_cpu_clock_times_the_calls_alone(monkeypatch: pytest.MonkeyPatch) ->
     assert isinstance(clock_for("cpu"), CpuClock)
 
 
-def test_even_work_on_a_cpu_is_as_many_additions_as_take_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One addition of forty takes a hundred times as long as the others."""
+def test_even_work_repeats_additions_for_the_given_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One addition in forty takes 100 times as long as the others."""
     now, added = [0], [0]
     monkeypatch.setattr(clocks, "perf_counter_ns", lambda: now[0])
     monkeypatch.setattr(clocks, "usage", lambda: (0, now[0]))
@@ -225,7 +225,7 @@ def test_even_work_on_a_cpu_is_as_many_additions_as_take_the_time(monkeypatch: p
     assert burst_share(work) > 0.7
 
 
-def test_the_middle_half() -> None:
+def test_middle_averages_the_middle_half() -> None:
     assert middle([5.0]) == 5.0
     assert middle([1.0, 2.0]) == 1.5
     assert middle([1.0, 2.0, 3.0, 1000.0]) == 2.5

@@ -1,4 +1,4 @@
-"""`perfsuite comment`: the text for a pull request, of reports that nobody has reviewed."""
+"""`perfsuite comment`: the text for a pull request, from reports that are not trusted."""
 
 from __future__ import annotations
 
@@ -75,10 +75,10 @@ def length(text: str) -> int:
     return len(text.encode("utf-16-le")) // 2
 
 
-# --- what it says ---------------------------------------------------------------------------------------------------
+# --- contents -------------------------------------------------------------------------------------------------------
 
 
-def test_a_red_gate() -> None:
+def test_comment_of_a_red_gate() -> None:
     text = comment.text(EXAMPLE, "https://example.org/runs/7")
     lines = text.splitlines()
     assert lines[0] == comment.MARKER
@@ -113,12 +113,12 @@ def test_a_red_gate() -> None:
         (report(problems=("no baseline",)), "⚠️ perfsuite cannot decide: no baseline."),
     ],
 )
-def test_the_verdict_in_a_sentence(run: RunReport, said: str) -> None:
+def test_heading_states_the_verdict(run: RunReport, said: str) -> None:
     assert comment.text(run).splitlines()[1].startswith(f"### {said}")
 
 
-def test_every_form_lists_what_is_excused() -> None:
-    """The terminal's form is tested with the gate (test_fail_closed.py)."""
+def test_every_report_format_lists_waived_workloads() -> None:
+    """The terminal's output is tested in test_fail_closed.py."""
     run = excused_alone()
     assert json.loads(jsonfile.document(run))["verdicts"][WAIVED]["excuse"] == {
         "status": "REGRESSED", "owner": "Ada Lovelace", "until": "2030-12-31", "reason": "driver 590, reported"
@@ -159,7 +159,7 @@ HOSTILE = (
 
 
 @pytest.mark.parametrize("text", HOSTILE)
-def test_hostile_text_shows_as_text(text: str) -> None:
+def test_hostile_text_is_escaped(text: str) -> None:
     run = report(
         verdict(RED, Status.REGRESSED, text),
         verdict(WAIVED, Status.WAIVED, excuse=dataclasses.replace(EXCUSE, owner=text, reason=text)),
@@ -192,11 +192,11 @@ def rendered_without_code(text: str) -> str:
 
 
 @pytest.mark.parametrize("text", ["plain words, 5.0% slower (2.9 to 3.9)", "geometry/rotor_update", "a.py: 3 of 5"])
-def test_plain_text_stays_as_it_is(text: str) -> None:
+def test_plain_text_is_not_escaped(text: str) -> None:
     assert escape(text) == text
 
 
-def test_an_id_can_be_copied() -> None:
+def test_workload_id_is_shown_as_code() -> None:
     assert escape(f"{RED}: slow") == f"`{RED}`: slow"
 
 
@@ -204,7 +204,7 @@ def test_an_id_can_be_copied() -> None:
 
 
 @pytest.mark.parametrize("wide", some(["a", "\U0001f680", "@", "|"], ["a", "\U0001f680"]))
-def test_a_large_report_fits_and_says_what_it_left_out(wide: str) -> None:
+def test_large_report_is_shortened_to_fit_and_counts_what_is_left_out(wide: str) -> None:
     many = [verdict(f"tests/test_x.py::p{n}::speed[w]", Status.REGRESSED, wide * 400) for n in range(900)]
     excuse = dataclasses.replace(EXCUSE, reason=wide * 2000, owner=wide * 2000)
     many += [verdict(f"tests/test_y.py::q{n}::speed[w]", Status.WAIVED, excuse=excuse) for n in range(40)]
@@ -246,7 +246,7 @@ def printed(path: Path, *arguments: str) -> Result:
     return CliRunner().invoke(main, ["comment", str(path), *arguments])
 
 
-def test_the_command(tmp_path: Path) -> None:
+def test_comment_command_prints_the_comment(tmp_path: Path) -> None:
     path = jsonfile.write(EXAMPLE, tmp_path / "report.json")
     done = printed(path, "--page", "https://example.org/")
     assert done.exit_code == 0
@@ -254,13 +254,13 @@ def test_the_command(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("page", ["javascript:alert(1)", "https://a b", "https://a)[x](b", "https://a\n@octocat", ""])
-def test_an_address_that_is_none(page: str) -> None:
+def test_page_that_is_no_https_address_is_refused(page: str) -> None:
     with pytest.raises(PerfsuiteError, match=r"--page .* is no address; give one that begins with https://"):
         comment.text(EXAMPLE, page)
 
 
 @pytest.mark.parametrize("text", [None, "", "{}", "[" * 100_000, '{"perfsuite_report": 1}', "\udcff"])
-def test_a_file_that_is_no_report_is_one_line(tmp_path: Path, text: str | None) -> None:
+def test_file_that_is_no_report_is_refused_in_one_line(tmp_path: Path, text: str | None) -> None:
     path = tmp_path / "report.json"
     if text is not None:
         path.write_bytes(text.encode("utf-8", "surrogateescape"))
@@ -280,7 +280,7 @@ def places(data: Any) -> list[tuple[Any, Any]]:
     return [place for key in keys for place in ((data, key), *places(data[key]))]
 
 
-def test_a_forged_report_gives_a_comment_or_one_line() -> None:
+def test_forged_report_gives_a_safe_comment_or_a_one_line_error() -> None:
     draws, document = random.Random(7), jsonfile.document(EXAMPLE)
     for _ in range(count(quick=150, full=20_000)):
         data = json.loads(document)
@@ -297,6 +297,6 @@ def test_a_forged_report_gives_a_comment_or_one_line() -> None:
 
 
 def test_the_comment_needs_only_the_standard_library() -> None:
-    """The job that posts it holds a token that may write, and installs nothing."""
+    """The job that posts the comment has a write token, so it installs nothing."""
     code = "import perfsuite.report.comment, perfsuite.report.jsonfile"
     subprocess.run([sys.executable, "-S", "-c", code], cwd=ROOT, check=True, env={"PYTHONPATH": str(ROOT)})

@@ -1,4 +1,4 @@
-"""A small slowdown is reported only where the current code does not differ from its own copy by as much."""
+"""A small slowdown is reported only if the current code is not as much slower than a copy of itself."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ FOUND = Verdict(
 
 
 def copies(slower: float, noise: float = 1.0) -> list[Measurement]:
-    """Return processes in which the current code is slower by this much than a second import of itself."""
+    """Return processes in which the current code takes 1 + `slower` times as long as a second import."""
     return [measurement(ID, accepted=-math.log1p(slower) + noise * s) for s in SPREAD]
 
 
 @pytest.mark.parametrize("slower", [0.0, 0.004, -0.013])
-def test_a_slowdown_that_equal_code_does_not_show_stands(slower: float) -> None:
+def test_slowdown_is_confirmed_if_the_copy_is_not_slower(slower: float) -> None:
     assert confirmed(FOUND, copies(slower)) is FOUND
 
 
 @pytest.mark.parametrize("slower", [0.0075, 0.013, 0.02])
-def test_a_slowdown_that_equal_code_shows_is_the_machine_s(slower: float) -> None:
+def test_slowdown_becomes_noisy_if_the_copy_is_as_much_slower(slower: float) -> None:
     verdict = confirmed(FOUND, copies(slower))
     assert verdict == replace(FOUND, status=Status.NOISY, moved=None, message=verdict.message)
     assert verdict.message.startswith(
@@ -42,20 +42,20 @@ def test_a_slowdown_that_equal_code_shows_is_the_machine_s(slower: float) -> Non
     )
 
 
-def test_copies_that_differ_by_chance_do_not_clear_it() -> None:
+def test_slowdown_is_confirmed_if_the_copies_differ_only_by_noise() -> None:
     assert confirmed(FOUND, copies(0.013, noise=20.0)) is FOUND
 
 
-def test_only_small_slowdowns_by_interleaved_times_are_looked_into() -> None:
+def test_confirmation_is_needed_only_for_small_interleaved_slowdowns() -> None:
     runs = tuple(copies(0.0))
     assert is_needed(FOUND, runs, None)
     assert not is_needed(replace(FOUND, status=Status.PASS), runs, None)
     assert not is_needed(replace(FOUND, slowdown=confirmation.SMALL + 0.001), runs, None)
     assert not is_needed(replace(FOUND, slowdown=None), runs, None)
-    assert not is_needed(FOUND, (measurement(ID), *runs[1:]), None)  # by stored figures
+    assert not is_needed(FOUND, (measurement(ID), *runs[1:]), None)  # compared with stored figures
 
 
-def test_more_launches_are_no_matter_of_the_import() -> None:
+def test_confirmation_is_not_needed_if_launches_increased() -> None:
     before = entry([tuple(counting(m, launches=3) for m in copies(0.0))])
     for launches, needed in ((3, True), (4, False)):
         assert is_needed(FOUND, [counting(m, launches=launches) for m in copies(0.0)], before) is needed
@@ -65,7 +65,7 @@ def test_more_launches_are_no_matter_of_the_import() -> None:
 
 
 def outcome(copy_slower: float) -> Callable[[str, int, bool], object]:
-    """Return an outcome 2% slower than what was accepted, and by `copy_slower` slower than a second import."""
+    """Return an outcome 2% slower than the accepted code, and `copy_slower` slower than a second import."""
 
     def of(id: str, process: int, second: bool) -> object:
         slower = 0.02 if process < gate.RED_PROCESSES else copy_slower
@@ -75,7 +75,7 @@ def outcome(copy_slower: float) -> Callable[[str, int, bool], object]:
 
 
 @pytest.mark.parametrize(("copy_slower", "status", "code"), [(0.0, "REGRESSED", 1), (0.02, "NOISY", 10)])
-def test_the_gate_times_the_current_code_against_its_own_copy(
+def test_gate_times_the_current_code_against_its_own_copy(
     project: Project, copy_slower: float, status: str, code: int
 ) -> None:
     project.write("test_scale.py", TWO_LINES)
@@ -93,7 +93,7 @@ def test_the_gate_times_the_current_code_against_its_own_copy(
     assert project.git("rev-parse", "HEAD") == accepted
 
 
-def test_where_no_copy_can_be_made_the_verdict_stands(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slowdown_is_confirmed_if_no_copy_can_be_made(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
     from perfsuite import revision
     from perfsuite.errors import RevisionError
 

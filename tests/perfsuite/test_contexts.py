@@ -1,4 +1,4 @@
-"""Checks of the ways in which each side is called."""
+"""Checks of each side in different calling contexts: autocast, inference mode, threads, CUDA graphs."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def pair_of(side: Callable[[torch.Tensor], torch.Tensor]) -> Pair:
     ],
     ids=["plain", "compiled", "one graph", "kept from compiling"],
 )
-def test_a_side_that_is_compiled_is_known_at_every_call(
+def test_compiled_side_is_recognised_at_every_call(
     make: Callable[[], Callable[[torch.Tensor], torch.Tensor]], compiled: bool
 ) -> None:
     side = make()
@@ -52,7 +52,7 @@ def lost_in_capture(x: torch.Tensor) -> torch.Tensor:
 
 
 class KeptFromBefore(threading.local):
-    """Side that returns, in a capture, what its thread computed last."""
+    """Side that returns, under capture, the result that its thread computed last."""
 
     last: torch.Tensor
 
@@ -74,18 +74,22 @@ def waits(x: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 @pytest.mark.parametrize("side", [lost_in_capture, KeptFromBefore()])
-def test_what_a_captured_graph_does_not_compute_is_found(side: Callable[[torch.Tensor], torch.Tensor]) -> None:
+def test_output_that_a_captured_graph_does_not_compute_is_detected(
+    side: Callable[[torch.Tensor], torch.Tensor],
+) -> None:
     with pytest.raises(NotEquivalent, match="wrong when a CUDA graph that captured it is replayed"):
         contexts.check(pair_of(side), CASE, "cuda")
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 @pytest.mark.parametrize("side", [other_kernel_in_capture, waits])
-def test_a_side_that_is_captured_or_refuses_is_right(side: Callable[[torch.Tensor], torch.Tensor]) -> None:
+def test_side_that_is_captured_correctly_or_refuses_capture_passes(
+    side: Callable[[torch.Tensor], torch.Tensor],
+) -> None:
     contexts.check(pair_of(side), CASE, "cuda")
 
 
-def test_three_draws_take_every_way_that_depends_little_on_the_draw_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_costly_contexts_are_distributed_over_three_draws(monkeypatch: pytest.MonkeyPatch) -> None:
     tried: list[list[str]] = []
     monkeypatch.setattr(contexts, "_try", lambda way, probe: tried[-1].append(way.__name__))
     for number in (0, 1, 2, None):
@@ -98,14 +102,14 @@ def test_three_draws_take_every_way_that_depends_little_on_the_draw_once(monkeyp
     assert sorted(name for names in several for name in names if name in in_turn) == sorted(in_turn)
 
 
-def test_a_draw_keeps_its_number() -> None:
+def test_repeated_draw_keeps_its_number() -> None:
     tally = Tally()
     assert [tally.number(line) for line in ("n=3", "n=5", "n=3", "n=7")] == [0, 1, 0, 2]
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_an_inexact_first_answer_is_no_fault_of_the_second_call(seed: int) -> None:
-    # Its error is larger than the reference's; the rule allows it because neighbours of the inputs show such errors.
+def test_inexact_first_result_is_not_reported_as_a_fault_of_the_second_call(seed: int) -> None:
+    # Its error exceeds the reference's, but the rule allows it because neighbouring inputs have such errors.
     def reference(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
         return torch.nn.functional.conv1d(x[:, None], w.flip(-1)[None, None], padding=len(w) - 1)[:, 0]
 
@@ -126,7 +130,7 @@ def test_an_inexact_first_answer_is_no_fault_of_the_second_call(seed: int) -> No
     contexts.check(pair, case, "cpu")
 
 
-def test_an_output_that_a_later_call_writes_to_is_found_in_the_mode_where_that_happens() -> None:
+def test_output_overwritten_only_in_inference_mode_is_detected() -> None:
     buffer = torch.empty(4)
 
     def side(x: torch.Tensor) -> torch.Tensor:
@@ -138,7 +142,7 @@ def test_an_output_that_a_later_call_writes_to_is_found_in_the_mode_where_that_h
         )
 
 
-def test_a_draw_takes_both_formats_of_autocast() -> None:
+def test_autocast_is_checked_in_both_half_precisions() -> None:
     tried: list[torch.dtype] = []
 
     def side(x: torch.Tensor) -> torch.Tensor:
@@ -151,7 +155,7 @@ def test_a_draw_takes_both_formats_of_autocast() -> None:
     assert set(tried) == {torch.bfloat16, torch.float16}
 
 
-def test_wrong_gradients_are_not_laid_to_a_way_of_calling() -> None:
+def test_wrong_gradients_are_not_attributed_to_a_context() -> None:
     class Wrong(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
@@ -162,7 +166,7 @@ def test_wrong_gradients_are_not_laid_to_a_way_of_calling() -> None:
             return 3 * incoming[0]
 
     pair = dataclasses.replace(pair_of(lambda x: Wrong.apply(x)), gradients=True)
-    contexts.check(pair, CASE, "cpu")  # gradients says it
+    contexts.check(pair, CASE, "cpu")  # the gradients proof reports it
 
 
 def in_inference_mode(inside: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[torch.Tensor], torch.Tensor]:
@@ -175,7 +179,7 @@ def refused(x: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("way", [contexts.inference_mode, contexts.two_threads])
-def test_whether_the_reference_supports_a_way_is_tried_where_the_side_is_not_right(
+def test_reference_runs_in_a_context_only_if_the_side_is_wrong_in_it(
     way: Callable[[Probe], None],
 ) -> None:
     calls = []
@@ -201,7 +205,7 @@ def test_whether_the_reference_supports_a_way_is_tried_where_the_side_is_not_rig
 
 
 @pytest.mark.parametrize("side", [refused, lambda x: 3 * x])
-def test_what_the_reference_does_not_support_is_no_fault(side: Callable[[torch.Tensor], torch.Tensor]) -> None:
+def test_context_that_the_reference_does_not_support_is_no_fault(side: Callable[[torch.Tensor], torch.Tensor]) -> None:
     pair = dataclasses.replace(pair_of(in_inference_mode(side)), reference=in_inference_mode(refused))
     probe = Probe(pair=pair, side=as_side(pair.optimized), name="optimized", case=CASE, device="cpu", home=None)
     contexts.inference_mode(probe)

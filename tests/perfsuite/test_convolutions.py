@@ -1,4 +1,4 @@
-"""float32 is float32 in convolutions, too, unless a pair declares TF32: in proofs, in times and in judged modules."""
+"""Convolutions in float32 do not use TF32 unless a pair declares it: in proofs, timings and judged modules."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def pair(precision: str | None) -> Pair:
     )
 
 
-def test_the_setting_is_put_back() -> None:
+def test_allow_tf32_is_restored() -> None:
     with convolutions.exact(None):
         assert not CUDNN.allow_tf32
     assert CUDNN.allow_tf32
@@ -91,7 +91,7 @@ def test_the_setting_is_put_back() -> None:
         assert CUDNN.allow_tf32
 
 
-def test_a_setting_by_its_newer_names_is_put_back() -> None:
+def test_fp32_precision_settings_are_restored() -> None:
     CUDNN.conv.fp32_precision, CUDNN.rnn.fp32_precision = "tf32", "ieee"
     with convolutions.exact(None):
         assert CUDNN.conv.fp32_precision == "ieee"
@@ -104,7 +104,7 @@ PRECISIONS = [pytest.param(None, marks=FULLY), "tf32"]
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
-def test_in_proofs_and_times_from_python(precision: str | None) -> None:
+def test_check_and_measure_use_the_declared_precision(precision: str | None) -> None:
     assert perfsuite.check(pair(precision), examples=3, device="cpu")
     assert perfsuite.measure(pair(precision), device="cpu")
     assert CUDNN.allow_tf32
@@ -112,15 +112,15 @@ def test_in_proofs_and_times_from_python(precision: str | None) -> None:
 
 @FULLY
 @pytest.mark.parametrize("marked", ["correctness", "perf"])
-def test_in_proofs_and_times_of_pytest(project: Project, marked: str) -> None:
+def test_pytest_items_do_not_use_tf32(project: Project, marked: str) -> None:
     project.write("test_plain.py", MODULE)
     found = project.process("pytest", "-m", marked)
     assert found.returncode == 0, found.stdout
 
 
-@FULLY  # two compilations of a judged module
+@FULLY  # compiles a judged module twice
 @pytest.mark.parametrize("precision", PRECISIONS)
-def test_in_the_process_of_a_judged_module(precision: str | None, nursery: Nursery, tmp_path: Path) -> None:
+def test_judged_module_uses_the_declared_precision(precision: str | None, nursery: Nursery, tmp_path: Path) -> None:
     reference = tmp_path / "reference.py"
     reference.write_text(textwrap.dedent(REFERENCE))
     for allowed in (False, True):
@@ -129,14 +129,14 @@ def test_in_the_process_of_a_judged_module(precision: str | None, nursery: Nurse
 
 
 def unfolded(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """A convolution as a product, which torch computes in float32."""
+    """Compute a convolution as a matrix product, which torch computes in float32."""
     columns = torch.nn.functional.unfold(x, 3)
     size = x.shape[-1] - 2
     return (weight.flatten(1) @ columns).view(x.shape[0], -1, size, size)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
-def test_a_convolution_on_a_gpu_is_that_of_float32() -> None:
+def test_conv2d_on_a_gpu_computes_in_float32() -> None:
     shapes = {"x": tensor("b", 32, "n", "n", least=1), "weight": tensor(32, 32, 3, 3)}
     sizes = {"b": perfsuite.size(1, 4), "n": perfsuite.size(3, 20)}
     both = Pair(

@@ -1,4 +1,4 @@
-"""The cores on which the processes of each GPU run."""
+"""The CPU cores on which the processes of each GPU run."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def shares(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Shares:
     return found
 
 
-def test_gpus_that_are_near_the_same_cores_share_them_evenly(shares: Shares) -> None:
+def test_gpus_near_the_same_cores_share_them_evenly(shares: Shares) -> None:
     assert shares((EVERY, EVERY)) == (frozenset(range(8)), frozenset(range(8, 16)))
     assert shares((ANY, ANY)) == (frozenset(range(8)), frozenset(range(8, 16)))  # NVML does not say
     assert shares(()) == (frozenset(range(8)), frozenset(range(8, 16)))
@@ -53,23 +53,23 @@ def test_a_gpu_gets_the_cores_near_it(shares: Shares) -> None:
     low, high = frozenset(range(10)), frozenset(range(10, 16))
     assert shares((high, low)) == (high, low)
     assert shares((high, low), usable=frozenset(range(4, 16))) == (high, frozenset(range(4, 10)))
-    # Cores that it may not use do not count, and neither do nodes that overlap in part.
+    # Unusable cores do not count, and neither do nodes that overlap only in part.
     assert shares((low, frozenset(range(100, 110)))) == (frozenset(range(8)), frozenset(range(8, 16)))
     assert shares((low, frozenset(range(5, 16)))) == (frozenset(range(8)), frozenset(range(8, 16)))
 
 
-def test_a_threads_file_that_cannot_be_read_counts_each_core_alone(shares: Shares) -> None:
+def test_unreadable_siblings_file_counts_each_core_separately(shares: Shares) -> None:
     assert shares((EVERY, EVERY), lambda core: "none") == (frozenset(range(8)), frozenset(range(8, 16)))
 
 
-def test_with_few_cores_no_process_is_confined(shares: Shares, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_processes_are_not_confined_on_few_cores(shares: Shares, monkeypatch: pytest.MonkeyPatch) -> None:
     assert shares((EVERY, EVERY), usable=frozenset(range(7))) == (ANY, ANY)
     monkeypatch.delattr(os, "sched_getaffinity", raising=False)
     assert of_gpus(2) == (ANY, ANY)
 
 
 @pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="the system cannot confine processes")
-def test_processes_run_on_the_cores_in_which_they_were_started() -> None:
+def test_child_processes_are_confined_to_the_given_cores() -> None:
     before = os.sched_getaffinity(0)
     one = frozenset({max(before)})
 

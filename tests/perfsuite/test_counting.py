@@ -1,4 +1,4 @@
-"""Host syncs and launches of one call, by a profiler that is simulated, and by torch's own without a GPU."""
+"""Host syncs and launches of one call, counted by a simulated profiler and, without a GPU, by torch's own."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def unset_teardown(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Profiler:
-    """Replacement of torch's profiler: it records the events that calls here announce, ordered by its own ticks."""
+    """Replacement of torch's profiler: it records the events given to `call`, with times in ticks."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 0.0
@@ -92,7 +92,7 @@ class Profiler:
         if name not in self.lost:
             end = self.tick()
             self.event(name, start, end)
-            # The device's own copy of the range lies elsewhere in time.
+            # The device's copy of the range has other times.
             self.event(name, start + 1000, end + 1000, device="CUDA")
 
 
@@ -105,7 +105,7 @@ def nothing() -> None:
     pass
 
 
-def test_each_side_has_its_own_counts(profiler: Profiler) -> None:
+def test_each_side_is_called_once_and_has_its_own_counts(profiler: Profiler) -> None:
     done: list[str] = []
 
     def side(name: str, *calls: str) -> tuple[Callable[[], None], Callable[[], None]]:
@@ -133,29 +133,29 @@ def test_each_side_has_its_own_counts(profiler: Profiler) -> None:
 
 
 @pytest.mark.parametrize("name", sorted(SYNCS))
-def test_a_sync_of_each_kind(profiler: Profiler, name: str) -> None:
+def test_each_kind_of_sync_is_counted(profiler: Profiler, name: str) -> None:
     assert count_calls({"a": (nothing, lambda: profiler.call(name, name))}) == {"a": (2, 0)}
 
 
 @pytest.mark.parametrize("name", sorted(LAUNCHES))
-def test_a_launch_of_each_kind(profiler: Profiler, name: str) -> None:
+def test_each_kind_of_launch_is_counted(profiler: Profiler, name: str) -> None:
     assert count_calls({"a": (nothing, lambda: profiler.call(name))}) == {"a": (0, 1)}
 
 
-def test_what_is_neither_counts_for_nothing(profiler: Profiler) -> None:
+def test_asynchronous_calls_are_not_counted(profiler: Profiler) -> None:
     assert not LAUNCHES & SYNCS
     assert count_calls({"a": (nothing, lambda: profiler.call(*ASYNCHRONOUS))}) == {"a": (0, 0)}
 
 
-def test_no_side_at_all(profiler: Profiler) -> None:
+def test_no_sides_have_no_counts(profiler: Profiler) -> None:
     assert count_calls({}) == {}
 
 
 @pytest.mark.parametrize(
     "seen", [[], ["cudaLaunchKernel"], ["cudaStreamSynchronize"], ["cudaMemcpyAsync"]], ids=lambda seen: "+".join(seen)
 )
-def test_a_profiler_that_captured_nothing_is_an_error(profiler: Profiler, seen: list[str]) -> None:
-    """A profiler that captured nothing is an error, not counts of 0, which would keep every promise."""
+def test_profiler_that_captured_nothing_is_an_error(profiler: Profiler, seen: list[str]) -> None:
+    """Counts of 0 instead of an error would keep every promise."""
     profiler.sentinel = seen
     with pytest.raises(MachineError, match="the profiler captured no CUDA runtime calls; run without another profiler"):
         count_calls({"a": (nothing, lambda: profiler.call("cudaLaunchKernel", "cudaMemcpy"))})
@@ -163,7 +163,7 @@ def test_a_profiler_that_captured_nothing_is_an_error(profiler: Profiler, seen: 
 
 
 @pytest.mark.parametrize("what", ["sentinel", "lost"])
-def test_what_one_session_missed_the_next_counts(profiler: Profiler, what: str) -> None:
+def test_events_missed_by_one_session_are_counted_in_the_next(profiler: Profiler, what: str) -> None:
     good = {"sentinel": profiler.sentinel, "lost": set()}[what]
     setattr(profiler, what, {"sentinel": [], "lost": {"perfsuite::a"}}[what])
 
@@ -175,8 +175,8 @@ def test_what_one_session_missed_the_next_counts(profiler: Profiler, what: str) 
     assert profiler.closed == 2
 
 
-def test_all_ranks_count_again_where_one_missed_something(profiler: Profiler) -> None:
-    """All ranks count again if one missed something, because they call a side together."""
+def test_all_ranks_count_again_if_one_missed_events(profiler: Profiler) -> None:
+    """Ranks call a side together, so all must count again."""
     asked: list[bool] = []
 
     def any_of_ranks(flag: bool) -> bool:
@@ -188,27 +188,27 @@ def test_all_ranks_count_again_where_one_missed_something(profiler: Profiler) ->
     assert profiler.closed == 2
 
 
-def test_what_another_rank_misses_every_time_is_an_error(profiler: Profiler) -> None:
+def test_events_missed_by_another_rank_in_every_session_are_an_error(profiler: Profiler) -> None:
     with pytest.raises(MachineError, match="the profiler of another rank captured no CUDA runtime calls"):
         count_calls({"a": (nothing, nothing)}, lambda flag: True)
     assert profiler.closed == SESSIONS
 
 
 @pytest.mark.parametrize("lost", ["a", "b", "@sentinel"])
-def test_a_call_that_the_profiler_lost_is_an_error(profiler: Profiler, lost: str) -> None:
+def test_call_lost_by_the_profiler_is_an_error(profiler: Profiler, lost: str) -> None:
     profiler.lost = {f"perfsuite::{lost}"}
     with pytest.raises(MachineError, match=f"the profiler lost the call of '{lost}'"):
         count_calls({name: (nothing, lambda: profiler.call("cudaLaunchKernel")) for name in "ab"})
 
 
-def test_a_profiler_without_events_is_an_error(profiler: Profiler) -> None:
+def test_profiler_without_events_is_an_error(profiler: Profiler) -> None:
     profiler.events = None
     with pytest.raises(MachineError, match="lost the call of 'a'"):
         count_calls({"a": (nothing, nothing)})
 
 
 @pytest.mark.parametrize("where", ["reset", "call"])
-def test_the_hooks_are_taken_down_also_when_a_side_raises(profiler: Profiler, where: str) -> None:
+def test_profiler_is_closed_if_a_side_raises(profiler: Profiler, where: str) -> None:
     def fail() -> None:
         raise RuntimeError("no such tile")
 
@@ -221,7 +221,7 @@ def test_the_hooks_are_taken_down_also_when_a_side_raises(profiler: Profiler, wh
 
 
 @pytest.mark.parametrize(("given", "then"), [(None, "1"), ("0", "0")])
-def test_the_profiler_has_to_take_its_hooks_down(
+def test_teardown_cupti_is_set_unless_the_user_has_set_it(
     profiler: Profiler, monkeypatch: pytest.MonkeyPatch, given: str | None, then: str
 ) -> None:
     """The variable is set before the profiler begins, unless the user has set it."""
@@ -231,7 +231,7 @@ def test_the_profiler_has_to_take_its_hooks_down(
     assert profiler.teardown == then
 
 
-# --- torch's own profiler, which has no CUDA to see here ------------------------------------------------------------
+# --- torch's own profiler, without CUDA -----------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -249,7 +249,7 @@ def without_cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("without_cuda")
-def test_torch_s_profiler_without_cuda_is_found_out() -> None:
+def test_torch_profiler_without_cuda_is_detected() -> None:
     called: list[str] = []
     with pytest.raises(MachineError, match="captured no CUDA runtime calls"):
         count_calls({"a": (nothing, lambda: called.append("a")), "b": (nothing, lambda: called.append("b"))})
@@ -257,7 +257,7 @@ def test_torch_s_profiler_without_cuda_is_found_out() -> None:
 
 
 @pytest.mark.usefixtures("without_cuda")
-def test_torch_s_profiler_is_off_after_a_side_that_raises() -> None:
+def test_torch_profiler_is_off_after_a_side_raises() -> None:
     def fail() -> None:
         assert torch._C._autograd._profiler_enabled()
         raise RuntimeError("no such tile")

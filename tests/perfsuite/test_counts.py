@@ -1,4 +1,4 @@
-"""Memory, host syncs and launches are exact, and compared with the promises and the accepted counts."""
+"""Memory, host syncs and launches are compared with the promises and the accepted counts."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ ENTRY = entry([PLAIN])
 
 
 def beside(m: Measurement, **accepted: int | None) -> Measurement:
-    """Return the measurement with the accepted side interleaved, which has these counts."""
+    """Return the measurement with an interleaved accepted side that has these counts."""
     return replace(m, sides={**m.sides, "accepted": side(1e-4, **accepted)})
 
 
-def test_the_allowance_is_the_documented_one() -> None:
+def test_allowances_have_their_documented_values() -> None:
     assert (counts.MEMORY_SHARE, counts.MEMORY_BYTES) == (0.02, MIB)
     assert list(counts.NAMES) == ["peak_bytes", "host_syncs", "launches"]
 
@@ -30,7 +30,7 @@ def test_the_allowance_is_the_documented_one() -> None:
 
 
 @pytest.mark.parametrize("name", ["host_syncs", "launches", "peak_bytes"])
-def test_a_promise_is_broken_by_one_process_above_it(name: str) -> None:
+def test_promise_is_broken_by_one_process_above_it(name: str) -> None:
     promise = PromiseRecord(**{name: 5})
     at = counting(PLAIN, **{name: 5})
     assert counts.broken([at, at], promise) == ""
@@ -38,13 +38,13 @@ def test_a_promise_is_broken_by_one_process_above_it(name: str) -> None:
     assert counts.broken([at, counting(PLAIN, **{name: 6})], PromiseRecord()) == ""
 
 
-def test_a_promise_of_none_is_one() -> None:
+def test_promise_of_zero_is_enforced() -> None:
     promise = PromiseRecord(host_syncs=0)
     assert counts.broken([PLAIN], promise) == ""
     assert counts.broken([counting(PLAIN, host_syncs=1)], promise)
 
 
-def test_every_broken_promise_is_named_with_the_most_that_was_counted() -> None:
+def test_message_names_every_broken_promise_with_the_largest_count() -> None:
     promise = PromiseRecord(host_syncs=0, launches=2, peak_bytes=3 * MIB // 2, speedup=2.0)
     run = [counting(PLAIN, host_syncs=n, launches=7 - n, peak_bytes=n * MIB) for n in (3, 2)]
     assert counts.broken(run, promise) == (
@@ -53,7 +53,7 @@ def test_every_broken_promise_is_named_with_the_most_that_was_counted() -> None:
     )
 
 
-def test_what_is_promised_must_be_counted_by_one_process_at_least() -> None:
+def test_promised_count_must_be_measured_by_at_least_one_process() -> None:
     promise = PromiseRecord(launches=1, host_syncs=0)
     none = counting(PLAIN, launches=None, host_syncs=None)
     assert counts.missing([none, none], promise) == (
@@ -69,7 +69,7 @@ def test_what_is_promised_must_be_counted_by_one_process_at_least() -> None:
     assert counts.missing([gone], PromiseRecord(launches=1)) == "kernel launches promised, but no process counted them"
 
 
-def test_a_cpu_counts_no_launches_and_that_is_said() -> None:
+def test_message_notes_that_launches_cannot_be_counted_on_a_cpu() -> None:
     promise = PromiseRecord(launches=1, peak_bytes=1)
     for device in ("cpu", "cpu-xeon"):
         run = [counting(replace(PLAIN, device=device), launches=None)]
@@ -82,7 +82,7 @@ def test_a_cpu_counts_no_launches_and_that_is_said() -> None:
 
 
 @pytest.mark.parametrize("name", ["host_syncs", "launches"])
-def test_one_more_than_stored_in_every_process_is_more(name: str) -> None:
+def test_count_is_more_only_if_every_process_exceeds_the_stored_one(name: str) -> None:
     stored = getattr(ENTRY.sides["optimized"], name)
     more, same = counting(PLAIN, **{name: stored + 1}), counting(PLAIN, **{name: stored})
     assert counts.more_than_accepted([more, more], ENTRY)
@@ -95,23 +95,23 @@ def test_one_more_than_stored_in_every_process_is_more(name: str) -> None:
     ("before", "most"),
     [(0, MIB), (10 * MIB, 11 * MIB), (50 * MIB, 51 * MIB), (100 * MIB, 102 * MIB), (1000, MIB + 1000)],
 )
-def test_memory_may_rise_by_2_percent_or_one_mebibyte(before: int, most: int) -> None:
+def test_memory_may_rise_by_2_percent_or_1_mib(before: int, most: int) -> None:
     for now, more in ((most, False), (most + 1, True)):
         run = [beside(counting(PLAIN, peak_bytes=now), peak_bytes=before)]
         assert bool(counts.more_than_accepted(run, ENTRY)) is more
 
 
-def test_the_accepted_side_beside_counts_before_what_is_stored() -> None:
+def test_counts_of_the_interleaved_accepted_side_precede_stored_ones() -> None:
     two = counting(PLAIN, launches=2)
     assert counts.more_than_accepted([beside(two, launches=2)], ENTRY) == ""
     assert counts.more_than_accepted([beside(PLAIN, launches=0)], ENTRY)
     assert counts.more_than_accepted([beside(two, launches=1)], None)
-    # If the interleaved side has no count, the stored one is used, and without that nothing.
+    # If the interleaved side has no count, the stored one is used, if there is one.
     assert counts.more_than_accepted([beside(two, launches=None)], ENTRY)
     assert counts.more_than_accepted([beside(two, launches=None)], None) == ""
 
 
-def test_what_was_not_counted_on_one_side_is_not_compared() -> None:
+def test_missing_counts_are_not_compared() -> None:
     more, none = counting(PLAIN, launches=9), counting(PLAIN, launches=None)
     assert counts.more_than_accepted([none], ENTRY) == ""
     assert counts.more_than_accepted([none, more], ENTRY)
@@ -119,7 +119,7 @@ def test_what_was_not_counted_on_one_side_is_not_compared() -> None:
     assert counts.more_than_accepted([more], uncounted) == ""
 
 
-def test_everything_that_is_more_is_said_with_what_it_was() -> None:
+def test_message_names_every_larger_count_with_its_accepted_value() -> None:
     run = [
         beside(counting(PLAIN, peak_bytes=n * MIB, host_syncs=n, launches=n), peak_bytes=MIB // 2, host_syncs=n - 1)
         for n in (4, 3)
@@ -130,7 +130,7 @@ def test_everything_that_is_more_is_said_with_what_it_was() -> None:
     )
 
 
-def test_what_a_process_did_not_count_is_no_second_witness() -> None:
+def test_process_without_a_count_is_no_second_witness() -> None:
     more, unknown = counting(PLAIN, launches=3), counting(PLAIN, launches=None)
     assert counts.witnesses([more, unknown], ENTRY) == 1
     assert counts.witnesses([more, more], ENTRY) == 2

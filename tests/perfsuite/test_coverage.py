@@ -1,4 +1,4 @@
-"""Each kind of inputs is drawn at least once a proof."""
+"""Each kind of inputs is drawn at least once in a proof."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def drawn(of: Pair, seed: int = 0) -> list[Case]:
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_all_kinds_are_in_the_draws(seed: int) -> None:
+def test_planned_draws_contain_all_kinds(seed: int) -> None:
     of = pair(x=tensor("n", "m"), p=scalar(floats(0, 1)))
     found = drawn(of, seed)
     held = set().union(*(kinds.kinds_in(of, case) for case in found))
@@ -65,7 +65,7 @@ def test_several_tensors_share_the_draws() -> None:
         assert not spoiled or all(how.regime in ("normal", *spoiled) for how in case.inputs.values())
 
 
-def test_one_size_is_past_a_large_tile_while_the_others_are_small() -> None:
+def test_each_size_exceeds_a_large_tile_while_the_others_are_small() -> None:
     of = pair(x=tensor("n", "m"), y=tensor("m"))
     for symbol, other in (("n", "m"), ("m", "n")):
         found = [case.sizes for case in drawn(of) if case.sizes[symbol] > 257]
@@ -97,7 +97,7 @@ def test_each_end_and_choice_of_a_scalar_is_drawn_beside_ordinary_values(seed: i
     assert any(case.sizes["at"] == case.sizes["n"] - 1 for case in plain)
 
 
-def test_an_empty_size_and_one_stand_alone() -> None:
+def test_each_size_is_0_or_1_while_the_others_are_larger() -> None:
     found = [case.sizes for case in drawn(pair(x=tensor("n", "m")))]
     for n in (0, 1):
         for symbol, other in (("n", "m"), ("m", "n")):
@@ -105,7 +105,7 @@ def test_an_empty_size_and_one_stand_alone() -> None:
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_all_tensors_lie_in_the_same_layout_once_and_all_sizes_are_whole_tiles(seed: int) -> None:
+def test_all_tensors_share_each_layout_once_and_all_sizes_are_whole_tiles_once(seed: int) -> None:
     found = drawn(pair(x=tensor("n", "m", "k"), y=tensor("m", "k", 3)), seed)
     for layout in LAYOUTS:
         assert any({case.inputs.get(n, InputCase()).layout for n in "xy"} == {layout} for case in found)
@@ -113,25 +113,25 @@ def test_all_tensors_lie_in_the_same_layout_once_and_all_sizes_are_whole_tiles(s
         assert any(all(n in sizes for n in case.sizes.values()) for case in found)
 
 
-def test_whole_tiles_are_as_large_as_the_elements_allow() -> None:
+def test_whole_tiles_are_as_large_as_the_element_limit_allows() -> None:
     for dims, tile in (("nm", 64), ("nmk", 64), ("nmkl", 16)):
         found = [case.sizes for case in drawn(pair(x=tensor(*dims)))]
         assert dict.fromkeys(dims, tile) in found
 
 
-def test_a_least_size_is_no_bound_above() -> None:
+def test_declared_least_size_does_not_limit_large_sizes() -> None:
     assert any(case.sizes["n"] > 2048 for case in drawn(pair(x=tensor("n", least=2))))
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_large_draws_have_each_size_once_and_gaps_first(seed: int) -> None:
+def test_large_draws_have_each_size_once_and_the_rows_layout_first(seed: int) -> None:
     found = list(coverage.large_draws(pair(x=tensor("n", "m")), "float32", seed))
     assert sorted(symbol for case in found for symbol, n in case.sizes.items() if n > 2048) == ["m", "n"]
     assert [case.inputs for case in found] == [{"x": InputCase(layout="rows")}, {}]
     assert not list(coverage.large_draws(pair(x=tensor("n", "n")), "float32", seed))
 
 
-def test_no_size_is_past_a_large_tile_where_that_is_too_much() -> None:
+def test_no_size_exceeds_a_large_tile_if_that_has_too_many_elements() -> None:
     square, declared = pair(x=tensor("n", "n")), pair(x=tensor("n"))
     declared.sizes = {"n": size(0, 100)}
     lists = pair(x=[tensor("n")] * 2, y=tensor("n"))
@@ -139,13 +139,13 @@ def test_no_size_is_past_a_large_tile_where_that_is_too_much() -> None:
         assert all(case.sizes["n"] < 1024 for case in drawn(of))
 
 
-def test_values_of_an_empty_tensor_show_nothing() -> None:
+def test_values_of_an_empty_tensor_do_not_count_as_a_kind() -> None:
     of = pair(x=tensor("n"))
     case = Case(dtype="float32", sizes={"n": 0}, inputs={"x": InputCase(regime="zeros")}, seed=0)
     assert kinds.kinds_in(of, case) == {("size", "n", "empty")}
 
 
-def test_sizes_keep_to_what_is_declared() -> None:
+def test_drawn_sizes_respect_their_declared_ranges() -> None:
     of = Pair(
         name="p",
         reference=torch.add,
@@ -160,7 +160,7 @@ def test_sizes_keep_to_what_is_declared() -> None:
     assert 5 in {case.sizes["k"] for case in found if case.sizes["n"] >= 16}
 
 
-def test_the_most_that_is_declared_is_drawn_where_it_is_past_all_tiles() -> None:
+def test_declared_maximum_is_drawn_if_it_exceeds_all_tiles() -> None:
     few, many = (
         Pair(
             name="p",
@@ -174,14 +174,14 @@ def test_the_most_that_is_declared_is_drawn_where_it_is_past_all_tiles() -> None
     assert [max(case.sizes["n"] for case in drawn(of)) for of in (few, many)] == [1024, 8000]
 
 
-def test_what_where_rules_out_is_left_out() -> None:
+def test_draws_that_where_excludes_are_left_out() -> None:
     of = pair(where=lambda n: n > 20, x=tensor("n"))
     found = drawn(of)
     assert found
     assert all(case.sizes["n"] > 20 for case in found)
 
 
-def test_a_fault_at_one_regime_is_found_in_every_run(project: Project) -> None:
+def test_fault_in_one_regime_is_detected_in_every_run(project: Project) -> None:
     project.write(
         "tests/test_add.py",
         """
@@ -201,14 +201,14 @@ def test_a_fault_at_one_regime_is_found_in_every_run(project: Project) -> None:
         result.assert_outcomes(failed=1)
 
 
-def test_planned_draws_of_gradients_take_the_kinds_of_incoming_ones_in_turn() -> None:
+def test_planned_draws_cover_all_kinds_of_incoming_gradients() -> None:
     of = Pair(name="p", reference=torch.sin, optimized=torch.sin, inputs={"x": tensor("n", values=floats(-2, 2))})
     for seed in range(5):
         found = list(incoming.in_turn(coverage.draws(of, "float32", seed)))
         assert {incoming.kind_of(case) for case in found if case.sizes["n"]} == set(incoming.KINDS)
 
 
-def test_draws_of_every_kind_take_few_steps_of_a_stateful_pair() -> None:
+def test_planned_draws_take_few_steps_of_a_stateful_pair() -> None:
     of = Pair(
         name="p",
         reference=stateful(CountedSteps),
@@ -243,11 +243,11 @@ def test_draws_of_many_sizes_are_not_too_large(dims: str) -> None:
     of = pair(x=tensor(*dims))
     cases = [*coverage.draws(of, "float32", 1)]
     assert all(elements(spec, case.sizes) <= coverage.MOST_OF_TILES for case in cases for spec in whole_tensors(of))
-    for symbol in dims:  # each is past a large tile all the same
+    for symbol in dims:  # each size still exceeds a large tile in some draw
         assert any(case.sizes[symbol] > 128 for case in cases)
 
 
-def test_the_bound_of_elements_does_not_ask_where_for_scalars() -> None:
+def test_limiting_elements_does_not_call_where_without_scalars() -> None:
     inputs: dict[str, Any] = {"x": tensor(*"abcd"), "p": scalar(floats(0, 1))}
     of = pair(where=lambda a, p: p <= 1 and a >= 0, **inputs)
     assert [*coverage.draws(of, "float32", 1)]
@@ -274,14 +274,14 @@ scaled_sums = Pair(
 """
 
 
-def test_few_random_draws_that_prove_nothing_are_no_fault_of_the_pair(project: Project) -> None:
+def test_pair_passes_if_few_random_draws_prove_nothing(project: Project) -> None:
     project.write("tests/test_sums.py", SELDOM_ANY.format(times=""))
-    for seed in range(3):  # in most draws the rows have no elements, and every sum is 0
+    for seed in range(3):  # in most draws the rows are empty, so every sum is 0
         result = project.run("-m", "correctness", "-k", "equivalence", f"--hypothesis-seed={seed}")
         result.assert_outcomes(passed=1)
 
 
-def test_a_task_that_plain_draws_show_as_degenerate_is_named(project: Project) -> None:
+def test_degenerate_task_is_reported_after_plain_draws(project: Project) -> None:
     project.write("tests/test_sums.py", SELDOM_ANY.format(times=" * 0"))
     result = project.run("-m", "correctness", "-k", "equivalence")
     result.assert_outcomes(failed=1)
@@ -289,7 +289,7 @@ def test_a_task_that_plain_draws_show_as_degenerate_is_named(project: Project) -
 
 
 @pytest.mark.parametrize("multiple", [0, 1])
-def test_check_draws_further_too(multiple: int) -> None:
+def test_check_makes_further_draws(multiple: int) -> None:
     def scaled(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         return x.sum(1) * y * multiple
 
@@ -309,7 +309,7 @@ def test_check_draws_further_too(multiple: int) -> None:
 
 
 @pytest.mark.parametrize("draws", [2, 4, 8])
-def test_few_draws_on_which_the_reference_raises_are_followed_by_plain_ones(draws: int) -> None:
+def test_plain_draws_follow_if_the_reference_raised_on_all_draws(draws: int) -> None:
     of = Pair(
         name="p",
         reference=abs,
@@ -330,7 +330,7 @@ def test_few_draws_on_which_the_reference_raises_are_followed_by_plain_ones(draw
     assert not tally.proves_too_little
 
 
-def test_further_draws_are_made_only_where_they_are_needed() -> None:
+def test_no_further_draws_are_made_if_enough_is_proven() -> None:
     of = pair(x=tensor("n"), where=lambda n: n < 1 / 0)  # not asked
     proven = Tally(draws=3, answers_differ=True)
     assert list(planned.further(of, "float32", 0, "cpu", proven)) == []

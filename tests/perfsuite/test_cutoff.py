@@ -1,4 +1,4 @@
-"""A call is stopped once it has taken long enough."""
+"""A call is stopped after a time limit."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from perfsuite.cutoff import CutOff, cut_off
 
 
 def spin(seconds: float) -> bool:
-    """Return whether the call was allowed to run to its end."""
+    """Return whether the loop ran to its end."""
     end = time.monotonic() + seconds
     while time.monotonic() < end:
         try:
             time.sleep(0.001)
-        except Exception:  # as code under test may catch
+        except Exception:  # code under test may catch exceptions, too
             return False
     return True
 
 
 @pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="needs POSIX timers")
-def test_what_takes_longer_is_stopped_and_the_timer_is_as_it_was() -> None:
+def test_call_beyond_the_limit_is_stopped_and_the_old_timer_is_restored() -> None:
     fired: list[int] = []
     before = signal.signal(signal.SIGALRM, lambda number, frame: fired.append(number))
     try:
@@ -43,7 +43,7 @@ def test_what_takes_longer_is_stopped_and_the_timer_is_as_it_was() -> None:
 
 @pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="needs POSIX timers")
 @pytest.mark.parametrize("goes_on", [False, True])
-def test_the_time_has_been_up_whatever_the_code_makes_of_it(goes_on: bool) -> None:
+def test_timer_is_up_even_if_the_code_catches_the_exception(goes_on: bool) -> None:
     def call() -> None:
         try:
             spin(60.0)
@@ -60,7 +60,7 @@ def test_the_time_has_been_up_whatever_the_code_makes_of_it(goes_on: bool) -> No
     assert timer.up
 
 
-def test_what_takes_less_runs_to_its_end() -> None:
+def test_call_within_the_limit_runs_to_its_end() -> None:
     with cut_off(1000.0) as timer:
         assert spin(0.01)
     assert not timer.up
@@ -68,7 +68,7 @@ def test_what_takes_less_runs_to_its_end() -> None:
         assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
 
 
-def test_no_other_thread_is_stopped() -> None:
+def test_call_in_another_thread_is_not_stopped() -> None:
     ended: list[bool] = []
 
     def run() -> None:

@@ -1,4 +1,4 @@
-"""Declarations about a kernel: related sizes, ignored labels, inputs that are used up, another output dtype."""
+"""Declarations about a kernel: related sizes, ignored labels, consumed inputs, another output dtype."""
 
 from __future__ import annotations
 
@@ -50,13 +50,13 @@ def cases_of(pair: Pair, count: int = 40) -> list[Any]:
     ("text", "depends_on", "value"),
     [("half", {"half"}, 6), ("2*half", {"half"}, 12), ("(half + k) // 4 - 1", {"half", "k"}, 1), ("7", set(), 7)],
 )
-def test_a_size_may_follow_from_others(text: str, depends_on: set[str], value: int) -> None:
+def test_size_expressions_depend_on_other_sizes(text: str, depends_on: set[str], value: int) -> None:
     assert expressions.names(text) == depends_on
     assert expressions.value(text, {"half": 6, "k": 5}) == value
 
 
 @pytest.mark.parametrize("text", ["2**half", "half/2", "f(half)", "half half", "", "1.5*half", "-half"])
-def test_what_is_no_size_is_refused_where_it_is_declared(text: str) -> None:
+def test_invalid_size_expression_is_refused_by_tensor_and_integers(text: str) -> None:
     with pytest.raises(PairError, match="is no size: use a name, or sums, products"):
         tensor("m", text)
     with pytest.raises(PairError, match="is no size"):
@@ -68,7 +68,7 @@ def swiglu(x: torch.Tensor) -> torch.Tensor:
     return torch.nn.functional.silu(gate) * value
 
 
-def test_sizes_in_proportion_need_no_condition() -> None:
+def test_proportional_sizes_need_no_where_condition() -> None:
     pair = Pair(
         reference=swiglu,
         optimized=lambda x: torch.sigmoid(x[..., : x.shape[-1] // 2]) * x.chunk(2, -1)[0] * x.chunk(2, -1)[1],
@@ -80,7 +80,7 @@ def test_sizes_in_proportion_need_no_condition() -> None:
     check(pair)
 
 
-def test_a_size_of_at_least_one() -> None:
+def test_least_bounds_the_sizes_of_an_expression() -> None:
     pair = Pair(reference=abs, optimized=abs, inputs={"x": tensor("m", "2*n", least=1)}, sizes={"m": size(3, 9)})
     drawn = cases_of(pair)
     assert {case.sizes["m"] for case in drawn} <= set(range(3, 10))
@@ -88,12 +88,12 @@ def test_a_size_of_at_least_one() -> None:
     assert min(c.sizes["n"] for c in cases_of(Pair(reference=abs, optimized=abs, inputs={"x": tensor("n")}))) == 0
 
 
-def test_a_size_that_is_called_as_an_option() -> None:
+def test_workload_sizes_may_have_the_name_of_an_option() -> None:
     workload = Workload("w", sizes={"repeat": 4, "device": 2}, n=3)
     assert (workload.sizes, workload.repeat) == ({"repeat": 4, "device": 2, "n": 3}, 1)
 
 
-def test_labels_of_a_vocabulary_and_one_that_is_ignored() -> None:
+def test_integer_labels_may_include_an_ignored_value() -> None:
     def loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         return torch.nn.functional.cross_entropy(logits, labels, reduction="sum")
 
@@ -119,7 +119,7 @@ def cases_of_loss(inputs: dict[str, Any]) -> list[Any]:
     return [case for case in drawn if case.sizes["N"] > 0]
 
 
-# --- inputs that are used up ----------------------------------------------------------------------------------------
+# --- consumed inputs ------------------------------------------------------------------------------------------------
 
 
 class _InPlace(torch.autograd.Function):
@@ -149,19 +149,19 @@ def squares(function: Any, **fields: Any) -> Pair:
     return Pair(
         reference=lambda x: x * x,
         optimized=lambda x: function.apply(x),
-        inputs={"x": tensor("m", "n", layouts=("contiguous",), **SOME)},  # to write to an expanded one raises first
+        inputs={"x": tensor("m", "n", layouts=("contiguous",), **SOME)},  # writing to an expanded tensor raises
         **fields,
     )
 
 
 @pytest.mark.parametrize(("function", "name"), [(_InPlace, "x"), (_Incoming, "grad_output")])
-def test_what_a_backward_pass_uses_up_is_declared(function: Any, name: str) -> None:
+def test_input_overwritten_by_the_backward_pass_must_be_declared_as_consumed(function: Any, name: str) -> None:
     with pytest.raises(NotEquivalent, match=f"consumes={{['\"]{name}['\"]}}"):
         check(squares(function))
     check(squares(function, consumes={name}))
 
 
-def test_a_gradient_in_the_memory_of_what_is_used_up_must_still_be_right() -> None:
+def test_gradient_in_the_memory_of_a_consumed_input_must_be_right() -> None:
     class Wrong(_InPlace):
         @staticmethod
         def backward(ctx: Any, *grads: torch.Tensor) -> torch.Tensor:
@@ -172,14 +172,14 @@ def test_a_gradient_in_the_memory_of_what_is_used_up_must_still_be_right() -> No
         check(squares(Wrong, consumes={"x"}))
 
 
-def test_inputs_that_are_used_up_are_whole_again_for_each_timed_call() -> None:
+def test_workloads_with_consumed_inputs_can_be_timed() -> None:
     for function, name in ((_InPlace, "x"), (_Incoming, "grad_output")):
         workload = Workload("w", m=16, n=16, direction="both", clock="wall")
         (measured,) = perfsuite.measure(squares(function, consumes={name}, workloads=[workload]), device="cpu")
         assert measured.sides["optimized"].wall_s > 0
 
 
-def test_used_up_inputs_cannot_be_called_again_and_must_exist() -> None:
+def test_consumed_inputs_forbid_repeat_and_must_exist() -> None:
     pair = squares(_InPlace, consumes={"x"}, workloads=[Workload("w", m=4, n=4, repeat=2)])
     with pytest.raises(PairError, match="calls it again on inputs that it has used up"):
         pair.validate()
@@ -190,7 +190,7 @@ def test_used_up_inputs_cannot_be_called_again_and_must_exist() -> None:
 # --- outputs and draws ----------------------------------------------------------------------------------------------
 
 
-def test_an_output_dtype_of_its_own() -> None:
+def test_output_dtype_is_declared_and_checked() -> None:
     def pair(call: Any, **fields: Any) -> Pair:
         return Pair(reference=torch.exp, optimized=call, inputs={"x": tensor("n", values=floats(-2, 2))}, **fields)
 
@@ -204,7 +204,7 @@ def test_an_output_dtype_of_its_own() -> None:
         pair(torch.exp, output_dtype="half")
 
 
-def test_a_pair_whose_draws_are_dear_takes_fewer() -> None:
+def test_max_examples_limits_the_number_of_draws() -> None:
     called: list[int] = []
 
     def counting(x: torch.Tensor) -> torch.Tensor:
@@ -221,31 +221,31 @@ def test_a_pair_whose_draws_are_dear_takes_fewer() -> None:
 
 
 @pytest.mark.parametrize("align", [1, 2, 4, 16, 64])
-def test_an_offset_keeps_to_the_alignment_that_is_declared(align: int) -> None:
+def test_offset_layout_respects_the_declared_alignment(align: int) -> None:
     spec = tensor("n", align=align)
     view = with_layout(torch.zeros(33), "offset", spec.align)
     assert view.storage_offset() * 4 % align == 0 < view.storage_offset()
     assert with_layout(torch.zeros(33), "offset").data_ptr() % 16 == 4
 
 
-def test_an_alignment_is_a_power_of_two() -> None:
+def test_alignment_must_be_a_power_of_two() -> None:
     with pytest.raises(PairError, match="align=12 is no power of two"):
         tensor("n", align=12)
 
 
-# --- other ways of calling ------------------------------------------------------------------------------------------
+# --- calling contexts and other declarations ------------------------------------------------------------------------
 
 
-def test_the_ways_that_can_be_declared_are_those_that_are_tried() -> None:
+def test_contexts_that_can_be_declared_are_those_that_are_checked() -> None:
     assert tuple(way.__name__ for way in (*contexts.WAYS, *contexts.COSTLY, *contexts.STATEFUL)) == CONTEXTS
 
 
-def test_inputs_without_their_specs_are_named() -> None:
+def test_step_inputs_without_specs_are_refused() -> None:
     with pytest.raises(PairError, match=r"step_inputs=\{'g'\}: give each input's name with what it is"):
         Pair(reference=torch.exp, optimized=torch.exp, inputs={}, step_inputs={"g"})  # type: ignore[arg-type]  # wrong
 
 
-def test_a_way_of_calling_that_a_kernel_is_not_made_for_is_declared_with_its_reason() -> None:
+def test_unsupported_contexts_are_declared_with_a_reason() -> None:
     def product(x: torch.Tensor) -> torch.Tensor:
         with torch.autocast("cpu", enabled=False):
             return x @ x.t()
@@ -267,14 +267,14 @@ def test_a_way_of_calling_that_a_kernel_is_not_made_for_is_declared_with_its_rea
 
 
 def in_tf32(x: torch.Tensor) -> torch.Tensor:
-    """Round to the 10 bits after the point that a TF32 product keeps."""
+    """Round to the 10 mantissa bits of TF32."""
     if x.dtype != torch.float32:
         return x
     bits = (x.detach().contiguous().view(torch.int32) + 0x1000) & ~0x1FFF
     return x + (bits.view(torch.float32) - x).detach()
 
 
-def test_products_in_tf32_are_declared() -> None:
+def test_tf32_products_must_be_declared() -> None:
     def pair(rounded: Any, **fields: Any) -> Pair:
         return Pair(
             reference=lambda x, y: x @ y,
@@ -294,7 +294,7 @@ def test_products_in_tf32_are_declared() -> None:
         pair(in_tf32, precision="tf16")
 
 
-def test_whole_numbers_need_a_range_unless_they_are_written_only() -> None:
+def test_integer_inputs_need_a_range_unless_they_are_only_written() -> None:
     def pair(dtype: str, **fields: Any) -> Pair:
         return Pair(reference=abs, optimized=abs, inputs={"i": [tensor("n", dtype=dtype)]}, **fields)
 

@@ -1,4 +1,4 @@
-"""Which pairs a module declares: by name, in lists, dicts and classes, and by parametrized functions."""
+"""Pairs that a module declares: by name, in lists, dicts and classes, and by parametrized functions."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_pairs_in_a_list_a_dict_a_class_and_from_a_parametrized_function(project
     assert "test_many.py::TestLayers::test_its_own" in ids
 
 
-def test_they_are_proven_and_chosen_as_others(project: Project) -> None:
+def test_declared_pairs_are_proven_and_selected_by_name(project: Project) -> None:
     project.write("test_many.py", MODULE)
     result = project.run("-k", "equivalence or test_its_own or other")
     result.assert_outcomes(passed=len(NAMES) + 1, skipped=len(NAMES))
@@ -84,7 +84,7 @@ def test_they_are_proven_and_chosen_as_others(project: Project) -> None:
 
 
 @FULLY
-def test_a_worker_finds_them(project: Project) -> None:
+def test_worker_process_finds_declared_pairs(project: Project) -> None:
     project.write("test_many.py", MODULE)
     result = project.run("--perfsuite-isolate=always", "-k", "equivalence and (losses-1 or attention-wide-True)")
     result.assert_outcomes(passed=2)
@@ -103,7 +103,7 @@ def pair() -> Pair:
     return Pair(reference=abs, optimized=abs, inputs={"x": tensor("n")}, workloads=[Workload("w", n=4)])
 
 
-def test_a_pair_of_another_revision_is_found_by_its_name() -> None:
+def test_find_returns_the_pair_with_the_given_name() -> None:
     first, second = pair(), pair()
     module = module_with(pairs=[first, second], one=first, other={"k": second}, Held=type("Held", (), {"a": first}))
     assert declared.find(module, "one") is first
@@ -114,7 +114,7 @@ def test_a_pair_of_another_revision_is_found_by_its_name() -> None:
     assert declared.find(module, "nothing") is None
 
 
-def test_what_holds_something_else_declares_nothing() -> None:
+def test_private_mixed_or_imported_values_declare_no_pair() -> None:
     assert list(declared.pairs_of("_known", [pair()], "m")) == []
     for value in ([], [pair(), 3], {}, {"a": 1}, 3, "pair", lambda: pair()):
         assert list(declared.pairs_of("x", value, "m")) == []
@@ -130,7 +130,7 @@ def factory(body: Any) -> Any:
     return pytest.mark.parametrize("n", [1, 2], ids=["one", "two"])(made)
 
 
-def test_a_function_that_fails_says_with_what() -> None:
+def test_failing_function_is_reported_with_its_parameters() -> None:
     assert [name for name, _ in declared.pairs_of("f", factory(lambda n: pair()), "m")] == ["f-one", "f-two"]
     with pytest.raises(PairError, match=r"f\(n=1\) raises ZeroDivisionError: division by zero"):
         list(declared.pairs_of("f", factory(lambda n: 1 / 0), "m"))
@@ -146,7 +146,7 @@ def names_of(ids: Any, *values: Any) -> list[str]:
     return [name for name, _ in declared.pairs_of("f", pytest.mark.parametrize("n", values, ids=ids)(made), "m")]
 
 
-def test_a_name_is_the_same_in_each_process() -> None:
+def test_names_do_not_depend_on_the_process() -> None:
     assert names_of(None, abs, pair, int, object(), 2.5, "a b") == [
         "f-abs",
         "f-pair",
@@ -162,13 +162,13 @@ def test_ids_may_be_falsy_or_a_function() -> None:
     assert names_of(lambda n: None if n == 6 else f"of{n}", 5, 6) == ["f-of5", "f-6"]
 
 
-def test_two_pairs_of_one_name_are_refused() -> None:
+def test_two_pairs_with_the_same_name_are_refused() -> None:
     with pytest.raises(PairError, match=r"f declares two pairs called 'f-1'; give them different keys or ids="):
         names_of(None, 1, 1)
     with pytest.raises(PairError, match="d declares two pairs called 'd-a_b'"):
         list(declared.pairs_of("d", {"a b": pair(), "a/b": pair()}, "m"))
 
 
-def test_marks_of_one_set_of_parameters_are_refused() -> None:
+def test_marks_on_a_parameter_set_are_refused() -> None:
     with pytest.raises(PairError, match=r"parametrize\(n\): marks of one set of parameters are not applied to a pair"):
         names_of(None, 1, pytest.param(2, marks=pytest.mark.skip(reason="not here")))

@@ -1,4 +1,4 @@
-"""A mistake in adjust=, excuse=, truth= or where= is reported in one line that names it, and blames no side."""
+"""A mistake in adjust=, excuse=, truth= or where= is reported in one line that names the function and no side."""
 
 from __future__ import annotations
 
@@ -32,40 +32,40 @@ def refused(of: Pair, match: str) -> None:
 
 
 @pytest.mark.parametrize("role", ["adjust", "excuse", "truth"])
-def test_a_function_of_other_inputs_is_named(role: str) -> None:
+def test_function_with_other_parameters_is_reported(role: str) -> None:
     call: dict[str, Any] = {role: lambda x, y: x}
     refused(pair(**call), rf"{role}= cannot be called with the inputs \(x\) by position: missing .*'y'")
 
 
-def test_a_condition_on_what_is_no_size_is_named() -> None:
+def test_where_with_an_unknown_size_is_reported() -> None:
     refused(pair(where=lambda m, q: m > q), "where= names 'q', which is no size and no scalar of its inputs; .* m, n")
 
 
 @pytest.mark.parametrize("role", ["adjust", "excuse", "truth"])
-def test_what_a_function_raises_is_reported_as_its_own(role: str) -> None:
+def test_exception_of_a_declared_function_is_reported_with_its_location(role: str) -> None:
     call: dict[str, Any] = {role: lambda x: x.sine()}
     refused(pair(**call), rf"{role}= raises AttributeError: .*'sine' at test_declared_functions.py:\d+; correct it")
 
 
-def test_what_is_no_function_is_named() -> None:
+def test_where_that_is_no_function_is_reported() -> None:
     refused(pair(where=3), "where=3 is no function")
 
 
-def test_what_a_condition_raises_is_reported_with_the_sizes() -> None:
+def test_exception_of_where_is_reported_with_the_sizes() -> None:
     refused(pair(where=lambda m: m > "a"), r"where= raises TypeError: .* at test_declared_functions.py:\d+; .* m=\d+")
 
 
-def test_a_truth_that_lacks_what_the_reference_lacks_is_not_accused() -> None:
+def test_truth_that_raises_on_the_same_draws_as_the_reference_is_accepted() -> None:
     def at_least_one(x: torch.Tensor) -> torch.Tensor:
         return x.amax().expand(1)
 
     of = pair(reference=at_least_one, optimized=at_least_one, truth=at_least_one)
-    with pytest.raises(RuntimeError, match="amax"):  # as on draws without elements
+    with pytest.raises(RuntimeError, match="amax"):  # so does a draw without elements
         at_least_one(torch.empty(0))
     perfsuite.check(of, examples=5, device="cpu")
 
 
-def test_a_truth_of_another_shape_is_named() -> None:
+def test_truth_of_another_shape_is_reported() -> None:
     refused(pair(truth=lambda x: x.sin().sum()), "another shape than truth= returns")
 
 
@@ -78,12 +78,12 @@ def test_a_truth_of_another_shape_is_named() -> None:
         (lambda x: {"output": torch.ones(77, dtype=torch.bool)}, r"of shape \(77,\) for output, which has shape \("),
     ],
 )
-def test_a_mask_of_no_output_is_named(mask: Any, words: str) -> None:
+def test_excuse_mask_that_fits_no_output_is_reported(mask: Any, words: str) -> None:
     refused(pair(excuse=mask), words)
 
 
-def test_an_excuse_gets_the_rounding_unit_that_the_sides_compute_with() -> None:
-    """`eps` is the rounding unit; under autocast it is that of half precision. An input named `eps` is an input."""
+def test_excuse_gets_the_rounding_unit_of_the_computation() -> None:
+    """Under autocast, `eps` is the rounding unit of half precision. An input named `eps` takes precedence."""
     units: set[float] = set()
 
     def near(x: torch.Tensor, *, eps: float) -> torch.Tensor:
@@ -117,8 +117,8 @@ def prove(of: Pair, *kinds: str) -> None:
             proof()
 
 
-def test_masks_of_gradients_and_of_one_output_are_taken() -> None:
-    """Masks are accepted in proofs without gradients, too, and where only an input has the mask's shape."""
+def test_excuse_masks_of_gradients_and_of_one_output_are_accepted() -> None:
+    """Masks also work in proofs without gradients, and if only an input has the mask's shape."""
 
     def total(x: torch.Tensor) -> torch.Tensor:
         return x.sin().sum(-1)
@@ -128,7 +128,7 @@ def test_masks_of_gradients_and_of_one_output_are_taken() -> None:
         perfsuite.check(pair(**fields, excuse=mask), examples=count(quick=3, full=5), device="cpu")
 
 
-def test_a_condition_may_name_a_scalar() -> None:
+def test_where_may_use_a_scalar() -> None:
     inputs = {"x": tensor("m", "n"), "p": scalar(floats(0, 1))}
 
     def scaled(x: torch.Tensor, p: float) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Conversion of outputs to float64 tensors, and the sizes of these."""
+"""Conversion of outputs to float64 tensors, and the root mean squares of these."""
 
 from __future__ import annotations
 
@@ -29,7 +29,9 @@ LEAVES: dict[str, Leaf] = {
 
 @pytest.mark.parametrize("copied", [True, False])
 @pytest.mark.parametrize("most", [1 << 20, 4])
-def test_leaves_copied_together_are_as_each_by_itself(copied: bool, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_leaves_converted_together_equal_those_converted_one_by_one(
+    copied: bool, most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(differences, "COMPARED_ON_CPU", most)
     doubles = Doubles(LEAVES, copied=lambda leaf: copied)
     for name, leaf in LEAVES.items():
@@ -51,7 +53,7 @@ def test_leaves_copied_together_are_as_each_by_itself(copied: bool, most: int, m
         ([1e200, -1e200], 1e200),
     ],
 )
-def test_the_size_of_a_tensor_is_that_of_its_finite_elements(values: list[float], size: float) -> None:
+def test_rms_ignores_non_finite_elements(values: list[float], size: float) -> None:
     tensor = torch.tensor(values, dtype=torch.float64)
     (norm,) = differences.norms([tensor])
     assert differences.rms(tensor) == pytest.approx(size)

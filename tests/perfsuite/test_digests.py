@@ -1,4 +1,4 @@
-"""Digests of what a workload ran are equal if nothing that it runs has changed, and different otherwise."""
+"""Digests of the files that a workload ran are equal if and only if nothing that it runs has changed."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def of(folder: Path, text: str | bytes, name: str = "module.py") -> str:
         ("math.pi * r**2", "(math.pi * (r ** 2))"),
     ],
 )
-def test_comments_layout_and_docstrings_mean_nothing(tmp_path: Path, old: str, new: str) -> None:
+def test_comments_layout_and_docstrings_do_not_change_the_digest(tmp_path: Path, old: str, new: str) -> None:
     assert old in SOURCE
     assert of(tmp_path, SOURCE) == of(tmp_path, SOURCE.replace(old, new))
 
@@ -54,29 +54,29 @@ def test_comments_layout_and_docstrings_mean_nothing(tmp_path: Path, old: str, n
     ("old", "new"),
     [("r**2", "r**3"), ("def area(r)", "def area(r, unit=1)"), ("import math", "import cmath as math"), ("pi", "tau")],
 )
-def test_any_other_change_is_one(tmp_path: Path, old: str, new: str) -> None:
+def test_any_other_change_of_the_source_changes_the_digest(tmp_path: Path, old: str, new: str) -> None:
     assert of(tmp_path, SOURCE) != of(tmp_path, SOURCE.replace(old, new))
 
 
 @pytest.mark.parametrize(
     "reads", ["KERNEL = __doc__", "KERNEL = inspect.getdoc(f)", "from inspect import x as getdoc; getdoc(f)"]
 )
-def test_a_docstring_that_is_read_in_another_way_is_code(tmp_path: Path, reads: str) -> None:
+def test_docstrings_count_if_the_source_reads_them_by_doc_or_getdoc(tmp_path: Path, reads: str) -> None:
     first, second = (of(tmp_path, f'"""{text}"""\n{reads}\n') for text in ("a = 1", "a = 2"))
     assert first != second
 
 
-def test_a_docstring_that_is_read_is_code(tmp_path: Path) -> None:
+def test_docstring_of_a_function_counts_if_it_is_read(tmp_path: Path) -> None:
     read = SOURCE + "\nTEXT = area.__doc__\n"
     assert of(tmp_path, read) != of(tmp_path, read.replace("The area.", "The surface."))
 
 
-def test_a_string_that_is_no_docstring_is_code(tmp_path: Path) -> None:
+def test_string_that_is_no_docstring_changes_the_digest(tmp_path: Path) -> None:
     text = "def f():\n    x = 1\n    'a string'\n    return 'a'\n"
     assert of(tmp_path, text) != of(tmp_path, text.replace("return 'a'", "return 'b'"))
 
 
-def test_what_is_no_python_is_known_by_its_bytes(tmp_path: Path) -> None:
+def test_files_that_are_no_python_are_hashed_by_their_bytes(tmp_path: Path) -> None:
     assert of(tmp_path, "def broken(:\n") != of(tmp_path, "def broken(: \n")
     assert of(tmp_path, b"\x00\x01", "data.bin") != of(tmp_path, b"\x00\x02", "data.bin")
     assert of(tmp_path, b"1\x00") != of(tmp_path, b"2\x00")
@@ -84,7 +84,7 @@ def test_what_is_no_python_is_known_by_its_bytes(tmp_path: Path) -> None:
     assert digests.of_file(tmp_path) == ""
 
 
-def test_data_is_known_by_its_content_and_large_data_by_size_and_time(
+def test_data_is_hashed_by_content_and_large_data_by_size_and_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "tokens.bin"
@@ -113,7 +113,7 @@ def test_data_is_known_by_its_content_and_large_data_by_size_and_time(
         ("HOME", False),
     ],
 )
-def test_variables_that_matter_to_speed_are_surroundings(
+def test_surroundings_include_variables_that_affect_speed(
     monkeypatch: pytest.MonkeyPatch, name: str, counts: bool
 ) -> None:
     found = []
@@ -125,8 +125,8 @@ def test_variables_that_matter_to_speed_are_surroundings(
     assert (found[0] != found[1]) is counts
 
 
-def test_the_environment_is_the_one_that_the_run_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The environment counts as the run found it: torch and the code under test set variables of their own."""
+def test_surroundings_use_the_environment_at_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Variables set later, by torch or the code under test, do not count."""
     digests.surroundings.cache_clear()
     before = digests.surroundings()
     monkeypatch.setenv("TORCHINDUCTOR_SET_BY_A_LIBRARY", "1")
@@ -134,8 +134,8 @@ def test_the_environment_is_the_one_that_the_run_found(monkeypatch: pytest.Monke
     assert digests.surroundings() == before
 
 
-def test_the_packages_are_those_that_the_run_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The packages count as the run found them: importing setuptools adds its own copies of others to sys.path."""
+def test_surroundings_use_the_packages_at_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Paths added later do not count; importing setuptools adds its vendored packages to sys.path."""
     (tmp_path / "added-1.0.dist-info").mkdir()
     (tmp_path / "added-1.0.dist-info" / "METADATA").write_text("Name: added\nVersion: 1.0\n")
     digests.surroundings.cache_clear()
@@ -149,7 +149,7 @@ def test_the_packages_are_those_that_the_run_found(tmp_path: Path, monkeypatch: 
     digests.surroundings.cache_clear()
 
 
-def test_the_copies_that_setuptools_has_are_no_installed_packages() -> None:
+def test_vendored_packages_of_setuptools_are_not_searched() -> None:
     assert digests.searched(["", "/lib/site-packages", "/lib/site-packages/setuptools/_vendor"]) == [
         "",
         "/lib/site-packages",
@@ -157,7 +157,7 @@ def test_the_copies_that_setuptools_has_are_no_installed_packages() -> None:
     assert digests.PATHS
 
 
-# --- what a workload ran --------------------------------------------------------------------------------------------
+# --- the files that a workload ran ----------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -194,7 +194,7 @@ def ran(tree: Path, *names: str, files: tuple[str, ...] = (), compiled: tuple[st
     return digests.ran([module(n) for n in names], files, compiled, seen)
 
 
-def test_all_that_is_imported_counts_also_inside_functions(tree: Path) -> None:
+def test_sources_include_imports_inside_functions(tree: Path) -> None:
     assert set(ran(tree, "fast").sources) == {
         "conftest.py", "lib_of_test/__init__.py", "lib_of_test/common.py", "lib_of_test/fast.py"
     }  # fmt: skip
@@ -219,7 +219,7 @@ def test_relative_imports_are_resolved(tmp_path: Path, package: str, text: str, 
     assert set(digests.imported_by(tmp_path / "source.py", package)) == names
 
 
-def test_a_conftest_above_the_repository_is_none_of_its_own(tree: Path) -> None:
+def test_conftest_above_the_repository_is_not_included(tree: Path) -> None:
     inner = tree / "lib_of_test"
     seen = observed.Observed(inner)
     seen.close()
@@ -228,19 +228,19 @@ def test_a_conftest_above_the_repository_is_none_of_its_own(tree: Path) -> None:
     assert set(found.sources) == {"__init__.py", "common.py", "fast.py"}
 
 
-def test_a_source_that_cannot_be_parsed_imports_nothing_unseen(tree: Path, seen: observed.Observed) -> None:
+def test_source_that_cannot_be_parsed_is_not_unknown(tree: Path, seen: observed.Observed) -> None:
     (tree / "lib_of_test/common.py").write_text("__import__('x'")
     assert digests.ran([module("fast")], (), (), seen).unknown == ""
 
 
-def test_what_was_executed_counts_though_nothing_imports_it_by_name(tree: Path) -> None:
-    """A registry that loads modules by strings, as a trainer's does, is covered."""
+def test_executed_files_are_included_even_if_no_import_names_them(tree: Path) -> None:
+    """For instance, a trainer's registry loads modules by strings."""
     found = ran(tree, "fast", files=(str(tree / "lib_of_test/shapes.py"), "<string>", "/usr/lib/python3/os.py"))
     assert "lib_of_test/shapes.py" in found.sources
     assert not any(p.startswith(("/", "..")) for p in found.sources)
 
 
-def test_modules_that_read_files_unseen_make_it_unknown(tree: Path) -> None:
+def test_libraries_that_read_files_unobserved_make_the_record_unknown(tree: Path) -> None:
     assert ran(tree, "fast", compiled=("torch._C", "h5py._proxy")).unknown == "it reads files through h5py"
     assert ran(tree, "fast", compiled=("torch._C",)).unknown == ""
 
@@ -252,7 +252,7 @@ def seen(tree: Path) -> Iterator[observed.Observed]:
     made.close()
 
 
-def test_data_files_of_the_repository_are_noted_as_they_are_opened(tree: Path, seen: observed.Observed) -> None:
+def test_opened_data_files_of_the_repository_are_recorded(tree: Path, seen: observed.Observed) -> None:
     names = ("tokens.bin", "weights.pt", "code.py", ".hidden/x", "written", "tiles.toml", "pytest.ini", "tox.ini")
     for name in names:
         (tree / name).parent.mkdir(exist_ok=True)
@@ -270,7 +270,7 @@ def test_data_files_of_the_repository_are_noted_as_they_are_opened(tree: Path, s
     assert found.data["tuned.json"] == ""
 
 
-def test_nothing_is_noted_after_the_end(tree: Path) -> None:
+def test_nothing_is_recorded_after_close(tree: Path) -> None:
     original = importlib.import_module
     first, second = observed.Observed(tree), observed.Observed(tree)
     second.close()
@@ -297,13 +297,13 @@ def test_records_are_closed_in_any_order(tree: Path) -> None:
     assert second.imports == [(__file__, "json"), (__file__, "html")]
 
 
-def test_a_process_has_one_audit_hook(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_audit_hook_is_installed_once_per_process(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     observed.Observed(tree).close()
     monkeypatch.setattr(sys, "addaudithook", lambda hook: pytest.fail("another hook"))
     observed.Observed(tree).close()
 
 
-def test_headers_of_an_opened_source_are_data(tree: Path, seen: observed.Observed) -> None:
+def test_headers_included_by_an_opened_source_are_data(tree: Path, seen: observed.Observed) -> None:
     (tree / "csrc").mkdir()
     (tree / "csrc/kernel.cu").write_text('#include <cuda.h>\n #include "tiles.h"\n#include "../gone.h"\n')
     (tree / "csrc/tiles.h").write_text('#include "more.h"\n')
@@ -314,7 +314,7 @@ def test_headers_of_an_opened_source_are_data(tree: Path, seen: observed.Observe
     ]  # fmt: skip
 
 
-def test_what_a_source_imports_by_name_counts(tree: Path, seen: observed.Observed) -> None:
+def test_modules_imported_through_import_module_are_included(tree: Path, seen: observed.Observed) -> None:
     (tree / "lib_of_test/registry.py").write_text(
         "from importlib import import_module\n"
         "import_module('.shapes', __package__)\n"
@@ -332,7 +332,7 @@ def test_what_a_source_imports_by_name_counts(tree: Path, seen: observed.Observe
     found = digests.ran([registry], (), (), seen)
     names = {Path(name).name for name in found.sources}
     assert found.data["src/lib_of_test/no_such_module.py"] == found.data["lib_of_test/no_such_module/__init__.py"] == ""
-    # `shapes` by the import of the module; `slow` was another workload's.
+    # `shapes` was imported with the module; `slow` belongs to another workload.
     assert {"registry.py", "shapes.py", "other.py", "fast.py"} <= names
     assert "slow.py" not in names
     seen.close()
@@ -340,14 +340,14 @@ def test_what_a_source_imports_by_name_counts(tree: Path, seen: observed.Observe
 
 
 @pytest.mark.parametrize("text", ["__import__('x')", "import runpy\nrunpy.run_path('x')", "import_module('x')"])
-def test_imports_that_are_not_seen_make_it_unknown(tree: Path, seen: observed.Observed, text: str) -> None:
+def test_unobserved_imports_make_the_record_unknown(tree: Path, seen: observed.Observed, text: str) -> None:
     name = "conftest.py" if text.startswith("import_module") else "lib_of_test/common.py"
     (tree / name).write_text(f"def f():\n    {text.replace(chr(10), chr(10) + '    ')}\n")
     unknown = digests.ran([module("fast")], (), (), seen).unknown
     assert unknown == f"{name} imports modules through {text.split('(')[0].rpartition('.')[2]}"
 
 
-def test_a_link_to_another_source_is_a_change(tree: Path) -> None:
+def test_link_to_another_source_is_a_change(tree: Path) -> None:
     for number in (1, 2):
         (tree / f"lib_of_test/v{number}.py").write_text(f"x = {number}\n")
     (tree / "lib_of_test/kernel.py").symlink_to("v1.py")
@@ -359,7 +359,7 @@ def test_a_link_to_another_source_is_a_change(tree: Path) -> None:
     assert digests.of_file(tree / "lib_of_test/kernel.py") != before["lib_of_test/kernel.py"]
 
 
-def test_only_what_the_others_do_not_import(tree: Path) -> None:
+def test_only_returns_sources_that_the_other_modules_do_not_import(tree: Path) -> None:
     assert digests.only(module("fast"), [module("slow")], tree) == ["lib_of_test/fast.py"]
     assert digests.only(module("slow"), [module("fast")], tree) == ["lib_of_test/shapes.py", "lib_of_test/slow.py"]
     assert digests.only(module("fast"), [module("slow"), module("other")], tree) == []
@@ -368,13 +368,13 @@ def test_only_what_the_others_do_not_import(tree: Path) -> None:
     assert digests.only(module("fast"), [sys], tree) == []
 
 
-def test_a_folder_called_perfsuite_of_another_project_counts(tree: Path) -> None:
+def test_folder_named_perfsuite_of_another_project_is_included(tree: Path) -> None:
     assert digests._is_own(tree / "perfsuite/kernels.py", tree)
     root = Path(digests.__file__).resolve().parents[1]
     assert not digests._is_own(root / "perfsuite/kernels.py", root)
 
 
-def test_a_source_that_is_reached_by_a_link_counts(tree: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_source_reached_through_a_link_is_included(tree: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
     (tree / "linked.py").write_text("x = 1\n")
     elsewhere = tmp_path_factory.mktemp("elsewhere")
     (elsewhere / "link").symlink_to(tree)
@@ -382,7 +382,7 @@ def test_a_source_that_is_reached_by_a_link_counts(tree: Path, tmp_path_factory:
     assert not digests._is_own(elsewhere / "linked.py", tree)
 
 
-def test_an_import_of_a_loader_under_another_name_makes_it_unknown(tree: Path) -> None:
+def test_loader_imported_under_another_name_makes_the_record_unknown(tree: Path) -> None:
     source = tree / "loads.py"
     source.write_text("from runpy import run_path as started\n")
     assert digests._unseen_imports([source], tree) == "loads.py imports modules through run_path"

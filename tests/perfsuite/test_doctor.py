@@ -31,7 +31,7 @@ def named(findings: list[Finding], name: str) -> Finding:
 
 
 @pytest.mark.usefixtures("quick")
-def test_everything_is_looked_at(tmp_path: Path) -> None:
+def test_examine_checks_every_component(tmp_path: Path) -> None:
     findings = examine(tmp_path)
     assert [f.name for f in findings] == [
         "Python", "torch", "GPU", "NVML", "triton", "nvcc", "ninja", "C compiler", "pytest", "pytest-benchmark",
@@ -40,7 +40,7 @@ def test_everything_is_looked_at(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("quick")
-def test_what_is_not_ok_has_a_remedy_of_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_problem_has_a_one_line_remedy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "/nonexistent")
     for name in ("CC", "CXX"):
         monkeypatch.delenv(name, raising=False)
@@ -62,18 +62,18 @@ def test_what_is_not_ok_has_a_remedy_of_one_line(tmp_path: Path, monkeypatch: py
         (0, "hello", "", "without a word"),
     ],
 )
-def test_a_probe_that_fails_is_reported_in_one_line(code: int, out: str, err: str, problem: str) -> None:
+def test_failed_probe_is_reported_in_one_line(code: int, out: str, err: str, problem: str) -> None:
     facts, message = read_probe(code, out, err)
     assert facts == {}
     assert problem in message
     assert "\n" not in message
 
 
-def test_a_probe_may_be_preceded_by_chatter() -> None:
+def test_probe_output_may_follow_other_output() -> None:
     assert read_probe(0, 'a warning\n\n{"version": "2.11"}\n', "") == ({"version": "2.11"}, "")
 
 
-def test_a_torch_that_dies_on_import_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torch_that_crashes_on_import_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "TORCH_PROBE", "import os, signal; os.kill(os.getpid(), signal.SIGABRT)")
     monkeypatch.setattr(doctor, "TRITON_PROBE", "raise ImportError('no libtriton')")
     monkeypatch.setattr(doctor.importlib.util, "find_spec", lambda name: object())
@@ -87,7 +87,7 @@ def test_a_torch_that_dies_on_import_is_missing(tmp_path: Path, monkeypatch: pyt
 @pytest.mark.parametrize(
     ("interpret", "status", "detail"), [("0", "ok", "on the GPU"), ("1", "warn", "although there is a GPU")]
 )
-def test_triton_says_where_kernels_run(
+def test_triton_finding_states_where_kernels_run(
     interpret: str, status: str, detail: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TRITON_INTERPRET", interpret)
@@ -117,19 +117,19 @@ def test_versions_outside_the_tested_range_are_reported(monkeypatch: pytest.Monk
     assert "'hypothesis" in finding.remedy
 
 
-def test_a_pytest_benchmark_that_fails_with_this_pytest_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pytest_benchmark_that_fails_with_this_pytest_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "requirements", dict)
     monkeypatch.setattr(doctor, "package_version", {"pytest-benchmark": "5.2.3", "pytest": "9.2.0"}.get)
     assert "fails with pytest 9.2.0" in doctor._package("pytest-benchmark", "").detail
 
 
-def test_git_that_the_gate_can_use(tmp_path: Path) -> None:
+def test_git_finding_is_ok_only_in_a_repository(tmp_path: Path) -> None:
     assert "no repository" in doctor._git(tmp_path).detail
     subprocess.run(["git", "init", "-q", str(tmp_path)], check=True)
     assert doctor._git(tmp_path).status == "ok"
 
 
-def test_baseline_missing_damaged_and_present(tmp_path: Path) -> None:
+def test_baseline_finding_if_missing_damaged_or_present(tmp_path: Path) -> None:
     missing = doctor._baseline(tmp_path)
     assert (missing.status, missing.remedy) == ("warn", "perfsuite accept --reason '…'")
     path = tmp_path / missing.detail.partition(" ")[0]
@@ -145,14 +145,14 @@ def test_baseline_missing_damaged_and_present(tmp_path: Path) -> None:
     assert present.detail.endswith(", 1 workload")
 
 
-def test_folders_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_folder_that_cannot_be_written_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert doctor._writable(tmp_path / "baselines", "baselines").status == "ok"
     monkeypatch.setattr(doctor.os, "access", lambda path, mode: False)  # root may write anywhere
     finding = doctor._writable(tmp_path / "baselines", "baselines")
     assert (finding.status, finding.remedy) == ("missing", f"chmod u+w {tmp_path}, or mount it writable")
 
 
-def test_a_file_where_a_folder_should_be(tmp_path: Path) -> None:
+def test_file_in_place_of_a_folder_is_reported(tmp_path: Path) -> None:
     (tmp_path / ".perfsuite").write_text("")
     assert doctor._writable(tmp_path / ".perfsuite", "reports").remedy == f"remove the file {tmp_path / '.perfsuite'}"
 

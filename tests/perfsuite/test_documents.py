@@ -1,5 +1,5 @@
-"""The documents: the site builds without a warning, the tutorial's files and commands do what it says, and the commands
-of all documents exist."""
+"""The site builds without a warning, the tutorial's commands print what it shows, and all documented commands
+exist."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ LINK = re.compile(r'(?:href|src)="([^"]+)"')
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Build the site, which takes ten seconds; a warning is an error."""
+    """Build the site, which takes 10 s; a warning is an error."""
     if not FULL:
         pytest.skip("the site is built in make test-all; the documents' own links are tested in each run")
     pytest.importorskip("material", reason="mkdocs-material is not installed: pip install 'perfsuite[docs]'")
@@ -55,7 +55,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_every_link_of_the_site_leads_somewhere(site: Path) -> None:
+def test_every_link_of_the_site_has_a_target(site: Path) -> None:
     missing = set()
     for page in site.rglob("*.html"):
         if page.name == "404.html":  # its links are absolute
@@ -68,8 +68,8 @@ def test_every_link_of_the_site_leads_somewhere(site: Path) -> None:
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
-def test_every_link_of_a_document_leads_somewhere(document: Path) -> None:
-    """A link to a heading names one; its anchor is the heading's words, as GitHub and the site make it."""
+def test_every_link_of_a_document_has_a_target(document: Path) -> None:
+    """Anchors must match a heading, by the rule of GitHub and of the site."""
     missing = []
     for target in OWN_LINK.findall(re.sub(r"`[^`\n]*`", "", FENCED.sub("", document.read_text()))):
         path, _, anchor = target.partition("#")
@@ -85,12 +85,12 @@ def anchors_of(document: Path) -> set[str]:
     return {word.strip().lower().replace(" ", "-") for word in words}
 
 
-def test_the_site_loads_nothing_from_elsewhere(site: Path) -> None:
+def test_site_loads_nothing_from_other_servers(site: Path) -> None:
     loaded = re.compile(r'<(?:script|img|link rel="stylesheet")[^>]*(?:src|href)="(?:https?:)?//')
     assert not [page for page in site.rglob("*.html") if loaded.search(page.read_text())]
 
 
-def test_the_reference_has_every_public_name_and_command(site: Path) -> None:
+def test_reference_pages_contain_every_public_name_and_command(site: Path) -> None:
     import perfsuite
     from perfsuite.cli import main
 
@@ -106,7 +106,7 @@ def test_the_reference_has_every_public_name_and_command(site: Path) -> None:
 
 @dataclass(frozen=True)
 class Command:
-    """A line after `$`, and what it prints."""
+    """A command line after `$`, and its expected output."""
 
     line: str
     expected: tuple[str, ...]
@@ -126,7 +126,7 @@ def steps() -> Iterator[tuple[str, str] | Command]:
 
 
 def pattern(line: str) -> re.Pattern[str]:
-    """Return what matches a line of the tutorial: … stands for anything, and columns may be wider."""
+    """Return a pattern for a line of the tutorial: … matches anything, and columns may be wider."""
     parts = (r"\s+".join(map(re.escape, part.split(" "))) for part in line.strip().split("…"))
     return re.compile(".*".join(parts))
 
@@ -142,7 +142,7 @@ def write(project: Project, title: str, text: str) -> None:
 
 
 def output_of(project: Project, line: str, *, slower: float) -> tuple[int, str]:
-    """Run a command of the tutorial; times are made up, a current side that is `slower` by a factor."""
+    """Run a command of the tutorial with synthetic times, in which the current side takes `slower` times as long."""
     program, *arguments = shlex.split(line)
     if program == "git":
         project.git(*arguments)
@@ -161,7 +161,7 @@ def output_of(project: Project, line: str, *, slower: float) -> tuple[int, str]:
 
 
 @FULLY  # three runs of pytest and three of the gate
-def test_the_tutorial(project: Project) -> None:
+def test_tutorial_commands_print_what_it_shows(project: Project) -> None:
     project.write(".gitignore", "__pycache__/\n.perfsuite/\n.hypothesis/\n.benchmarks/")
     slower, ran = 1.0, []
     for step in steps():
@@ -175,7 +175,7 @@ def test_the_tutorial(project: Project) -> None:
             ran.append(line.partition(" --reason")[0])
         for expected in step.expected:
             assert pattern(expected).search(output), f"{step.line} does not print {expected!r}:\n{output}"
-    assert code == CODE_AT_FAULT  # as the tutorial says of the last gate
+    assert code == CODE_AT_FAULT  # the tutorial's last gate is red
     assert [line for line in ran if not line.startswith("git")] == [
         "pytest -m correctness -q",
         "pytest -m correctness -q",
@@ -203,7 +203,7 @@ def commands_of(document: Path) -> Iterator[list[str]]:
 
 
 def refusal(words: list[str]) -> str:
-    """Return why the command line is refused, without doing what it says; empty where it is not."""
+    """Return why the command line is refused, without running it; empty if it is valid."""
     program, *arguments = words
     if program != "perfsuite":
         file = next((a for a in arguments if a.endswith(".py") and a.startswith("tools/")), None)
@@ -231,14 +231,14 @@ def refusal(words: list[str]) -> str:
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
-def test_every_command_of_a_document_is_accepted(document: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_command_of_a_document_is_valid(document: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("jsonargparse")
     monkeypatch.chdir(ROOT)
     refused = {shlex.join(words): why for words in commands_of(document) if (why := refusal(words))}
     assert not refused
 
 
-def test_a_command_that_is_not_accepted_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_invalid_commands_are_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("jsonargparse")
     monkeypatch.chdir(ROOT)
     assert "no_field" in refusal(["perfsuite", "train", "ups", "--no_field", "3"])

@@ -1,4 +1,4 @@
-"""How the check of effects goes through its kinds on the draws of a proof. The faults it finds are planted."""
+"""The check of effects distributes its kinds over the draws of a proof."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ def double(x: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("number", [None, 0, 1, 2, 3])
-def test_inputs_are_made_before_a_side_is_watched(number: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Making a module draws random numbers on the GPU, of which a side would be accused."""
+def test_inputs_are_built_before_a_side_is_watched(number: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Building a module draws random numbers on the GPU, which would be reported as an effect of the side."""
     order: list[str] = []
     build = make.build
 
@@ -39,7 +39,7 @@ def test_inputs_are_made_before_a_side_is_watched(number: int | None, monkeypatc
     assert "called" in order
 
 
-def test_three_draws_take_every_kind_of_effect(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_three_draws_cover_every_kind_of_effect(monkeypatch: pytest.MonkeyPatch) -> None:
     tried: list[set[str]] = []
 
     def noting(kind: effects.Kind) -> effects.Kind:

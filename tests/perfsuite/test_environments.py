@@ -1,4 +1,4 @@
-"""`perfsuite compare --python`: two environments, timed in turns."""
+"""`perfsuite compare --python`: two environments, timed alternately."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from perfsuite.modes.environments import Environments, _costs
 
 pytest_plugins = ["pytester"]
 
-# --- in turns -------------------------------------------------------------------------------------------------------
+# --- alternation ----------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -36,8 +36,8 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     return "socket"  # the whole path may be too long for a socket
 
 
-def test_two_processes_time_their_blocks_in_turns(place: str) -> None:
-    """A B, B A, A B: neither times while the other does, and a drift of the device affects both alike."""
+def test_two_processes_time_their_blocks_alternately(place: str) -> None:
+    """The order A B, B A, A B lets a drift of the device affect both alike."""
     order: list[str] = []
     timing = threading.Lock()
 
@@ -55,12 +55,12 @@ def test_two_processes_time_their_blocks_in_turns(place: str) -> None:
     with ThreadPoolExecutor(2) as pool:
         there = pool.submit(process, 1, "B", 7)
         here = pool.submit(process, 0, "A", 5)
-        assert (here.result(), there.result()) == (5, 5)  # the fewer of both
+        assert (here.result(), there.result()) == (5, 5)  # the smaller of both plans
     assert order == ["A0", "B0", "B1", "A1", "A2", "B2", "B3", "A3", "A4", "B4"]
 
 
-def test_the_time_limit_does_not_count_while_one_waits_for_the_other(place: str) -> None:
-    """Otherwise the process that waits would be stopped, and blamed, for the other's hang."""
+def test_waiting_for_the_other_process_is_excluded_from_the_time_limit(place: str) -> None:
+    """Otherwise the waiting process would be stopped, and blamed, when the other hangs."""
     waited: list[bool] = []
 
     def process(number: int) -> None:
@@ -79,14 +79,14 @@ def test_the_time_limit_does_not_count_while_one_waits_for_the_other(place: str)
 
 
 @pytest.mark.parametrize("number", [0, 1])
-def test_nobody_waits_for_a_process_that_will_not_come(place: str, number: int) -> None:
+def test_abandoned_alternation_ends_both_processes(place: str, number: int) -> None:
     abandon(place)
     with pytest.raises(PerfsuiteError, match=ENDED), Alternation(place, number) as turns:
         turns.planned(lambda: 3)
 
 
 @pytest.mark.parametrize("number", [0, 1])
-def test_nobody_waits_for_a_process_that_has_ended(place: str, number: int) -> None:
+def test_alternation_ends_if_the_other_process_has_ended(place: str, number: int) -> None:
     def process(number: int, *, ends: bool) -> None:
         with Alternation(place, number) as turns:
             turns.planned(lambda: 3)
@@ -105,14 +105,14 @@ def test_nobody_waits_for_a_process_that_has_ended(place: str, number: int) -> N
 
 
 def wrapper(folder: Path, *lines: str, name: str = "python") -> Path:
-    """Write an interpreter that runs this one after the lines of a shell script."""
+    """Write a shell script that runs these lines, and then this interpreter."""
     path = folder / name
     path.write_text("\n".join(["#!/bin/sh", *lines, f'exec {sys.executable} "$@"', ""]))
     path.chmod(0o755)
     return path
 
 
-def test_what_differs_between_two_environments(tmp_path: Path) -> None:
+def test_differences_list_packages_and_versions(tmp_path: Path) -> None:
     about = tmp_path / "site/fast_kernels-2.1.dist-info"
     about.mkdir(parents=True)
     (about / "METADATA").write_text("Metadata-Version: 2.1\nName: Fast_Kernels\nVersion: 2.1\n")
@@ -146,7 +146,7 @@ def test_what_differs_between_two_environments(tmp_path: Path) -> None:
     ids=lambda text: text.partition(" ")[0].replace("/", "") or None,
 )
 @pytest.mark.usefixtures("place")
-def test_an_interpreter_that_cannot_measure_is_one_line(kind: str, says: str, tmp_path: Path) -> None:
+def test_interpreter_that_cannot_measure_is_refused_in_one_line(kind: str, says: str, tmp_path: Path) -> None:
     (tmp_path / "data").write_text("no program")
     wrapper(tmp_path, "echo no library >&2", "exit 1", name="broken")
     bare = wrapper(tmp_path, name="bare")
@@ -159,7 +159,7 @@ def test_an_interpreter_that_cannot_measure_is_one_line(kind: str, says: str, tm
     assert "\n" not in message
 
 
-def test_both_environments_measure_with_one_version_of_perfsuite() -> None:
+def test_other_version_of_perfsuite_is_refused() -> None:
     def version(number: str) -> Interpreter:
         return Interpreter(path=f"/{number}/python", python="3.12", harness=number)
 
@@ -173,7 +173,7 @@ def test_both_environments_measure_with_one_version_of_perfsuite() -> None:
 
 
 def changes(rng: random.Random, shifts: list[float], sd: float, pairs: int = 4, clock: str = "device") -> list[Change]:
-    """Return what the rule says of workloads whose true log-ratios are `shifts`; noise differs between workloads."""
+    """Return the rule's verdicts for workloads with true log-ratios `shifts`; noise differs between workloads."""
     means = {}
     for number, shift in enumerate(shifts):
         own = sd * math.exp(rng.gauss(0, 0.4))
@@ -183,8 +183,8 @@ def changes(rng: random.Random, shifts: list[float], sd: float, pairs: int = 4, 
 
 
 @pytest.mark.parametrize("sd", [0.002, 0.01, 0.04])
-def test_unchanged_workloads_seldom_change(sd: float) -> None:
-    """A run of 40 workloads in two identical environments may have a false change once in a hundred runs."""
+def test_unchanged_workloads_seldom_have_a_false_change(sd: float) -> None:
+    """The false alarm rate of a run of 40 workloads is designed to be 1%."""
     rng = random.Random(7)
     runs = [changes(rng, [0.0] * 40, sd) for _ in range(200)]
     assert sum(any(c is not Change.SAME for c in run) for run in runs) <= 6
@@ -197,17 +197,17 @@ def test_a_large_change_is_found_in_its_direction() -> None:
         assert found[:2] == [Change.SLOWER, Change.FASTER]
 
 
-def test_a_change_below_a_percent_is_not_named() -> None:
+def test_change_below_1_percent_is_not_reported() -> None:
     means = {str(n): [0.008 + d for d in (0.0, 1e-5, -1e-5, 2e-5)] for n in range(10)}
     found = rule.estimates(means, dict.fromkeys(means, "device"))
     assert {rule.change_of(one, 10)[0] for one in found.values()} == {Change.SAME}
 
 
-def test_few_workloads_do_not_show_their_own_noise() -> None:
+def test_few_workloads_do_not_use_their_own_noise_alone() -> None:
     """Two processes that agree by chance do not make a change of 2% certain."""
     one = rule.estimates({"a": [0.02, 0.0201]}, {"a": "device"})["a"]
     assert rule.change_of(one, 1)[0] is Change.SAME
-    rng = random.Random(1)  # what was measured of a softmax on two shared cores
+    rng = random.Random(1)  # the noise was measured with a softmax on two shared cores
     false = [c for _ in range(500) for c in changes(rng, [0.0], 0.038, pairs=2, clock="wall") if c is not Change.SAME]
     assert len(false) <= 10
 
@@ -281,8 +281,8 @@ def compared(project: Project) -> tuple[str, dict[str, dict[str, Any]]]:
 
 
 @FULLY
-def test_two_environments_are_compared(project: Project) -> None:
-    """A package of the other environment makes one workload slower, one wrong, and ends the third one's process."""
+def test_compare_python_reports_slower_wrong_and_crashing_workloads(project: Project) -> None:
+    """A package of the other environment makes one workload slower, one wrong, and ends one's process."""
     shown, found = compared(project)
     assert {n: w["change"] for n, w in found.items()} == {
         "slower": "slower",
@@ -303,7 +303,7 @@ def test_two_environments_are_compared(project: Project) -> None:
 
 
 @pytest.mark.parametrize("problems", [[], ["the interpreter cannot be used"]])
-def test_a_run_that_ends_early_says_that_it_wrote_no_file(problems: list[str]) -> None:
+def test_run_that_ends_early_reports_that_it_wrote_no_file(problems: list[str]) -> None:
     run: Any = object.__new__(Environments)
     run.found, run.problems, run.notes, run.written = None, problems, [], {}
     lines: list[str] = []
@@ -325,7 +325,7 @@ def test_a_run_that_ends_early_says_that_it_wrote_no_file(problems: list[str]) -
         ([(10, 11), (None, 10)], ()),
     ],
 )
-def test_a_count_differs_where_it_is_larger_in_the_same_environment_each_time(
+def test_count_differs_only_if_one_environment_always_has_more(
     counted: list[tuple[Any, Any]], says: tuple[str, ...]
 ) -> None:
     def measured(launches: int | None) -> Any:
@@ -343,7 +343,7 @@ def test_a_count_differs_where_it_is_larger_in_the_same_environment_each_time(
         ("import os; os.write(1, b'\\xff\\n'); os.write(2, b'\\xff\\n'); os._exit(3)", "pytest ends while it collects"),
     ],
 )
-def test_modules_that_cannot_be_imported_there_are_named(
+def test_modules_that_the_other_environment_cannot_import_are_named(
     tmp_path: Path, conftest: str, says: dict[str, str] | str
 ) -> None:
     (tmp_path / "conftest.py").write_text(conftest)
@@ -371,7 +371,7 @@ def test_modules_that_cannot_be_imported_there_are_named(
         ),
     ],
 )
-def test_what_cannot_be_compared_is_one_line(arguments: list[str], says: str, project: Project) -> None:
+def test_wrong_compare_arguments_are_refused_in_one_line(arguments: list[str], says: str, project: Project) -> None:
     project.write("test_kernels.py", PAIRS)
     done = project.process("perfsuite", *arguments)
     assert done.returncode not in (0, 1)

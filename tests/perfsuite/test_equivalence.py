@@ -1,4 +1,4 @@
-"""The rule of equivalence from both sides: honest kernels pass on every draw, faulty ones do not."""
+"""The rule of equivalence: correct kernels pass on every draw, faulty ones do not."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def rejected(pair: Pair, match: str, case: Case, *, gradients: bool = False) -> 
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
-    """A reference, kernels as good as it and kernels that are not, all judged on the same draws."""
+    """A reference, kernels as accurate as it and faulty kernels, all checked on the same draws."""
 
     reference: Any
     inputs: Mapping[str, Any]
@@ -323,7 +323,7 @@ def at_seventeen(out: torch.Tensor) -> None:
 
 
 def blind_to_strides(x: torch.Tensor) -> torch.Tensor:
-    """Read the memory as if it were contiguous, as a kernel does that is not given the strides."""
+    """Read the memory as if it were contiguous, like a kernel without stride arguments."""
     reach = x.storage_offset() + x.numel() <= x.untyped_storage().nbytes() // x.element_size()
     return x.as_strided(x.shape, (max(1, x.shape[1]), 1)).clone() if reach else x.contiguous()
 
@@ -390,7 +390,7 @@ FAMILIES = {
     "sum to one number": Family(
         reference=torch_sum,
         inputs={"x": tensor("n")},
-        honest={k: v for k, v in other_sums("torch").items() if k != "kahan"},  # which makes NaN of ±inf
+        honest={k: v for k, v in other_sums("torch").items() if k != "kahan"},  # which turns ±inf into NaN
         faulty={"scaled": lambda x: torch_sum(x) * (1 + 1e-4)},
         gradients=False,
         options={"sizes": BRIEF},
@@ -677,13 +677,13 @@ def families() -> list[Any]:
 
 
 @pytest.mark.parametrize("name", families())
-def test_honest_kernels_pass_and_faulty_ones_do_not(name: str) -> None:
+def test_correct_kernels_pass_and_faulty_ones_are_detected(name: str) -> None:
     family = FAMILIES[name]
     wrong, caught, tally = judge_family(family, seed=1)
     assert not any(wrong.values()), "\n".join(m for messages in wrong.values() for m in messages[:2])
     missed = sorted(k for k, times in caught.items() if not times)
     assert not missed
-    if name == "distance to oneself":  # its truth is zero: nothing is proven by rounding errors alone
+    if name == "distance to oneself":  # its truth is 0, and rounding errors alone prove nothing
         assert tally.ill_conditioned > family.trials / 4
         return
     evidence = tally.evidence(pair_of(torch.exp, torch.exp, {}), family.dtype, "cpu")
@@ -819,19 +819,19 @@ STATEFUL = {
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=() if name == "momentum" else FULLY) for name in STATEFUL])
-def test_stateful_sides_are_compared_along_their_steps(name: str) -> None:
+def test_correct_optimizers_pass_and_faulty_ones_are_detected(name: str) -> None:
     wrong, caught, _ = judge_family(STATEFUL[name], seed=2)
     assert not any(wrong.values()), "\n".join(m for messages in wrong.values() for m in messages[:2])
     assert all(caught.values()), caught
 
 
-def test_a_step_that_is_wrong_late_is_named_with_its_step() -> None:
+def test_error_of_a_late_step_is_reported_with_its_step() -> None:
     pair = pair_of(stateful(momentum), stateful(drifting), PARAMS, **OPTIMIZED)
     message = rejected(pair, "after 100 steps of the optimized side is wrong", case_of(l=1, m=3, n=3))
     assert "params[0] (in place)" in message
 
 
-def test_the_error_of_a_state_is_the_largest_so_far() -> None:
+def test_allowed_error_of_a_state_never_decreases_with_the_steps() -> None:
     pair = pair_of(stateful(momentum), stateful(momentum), PARAMS, **OPTIMIZED)
     truth = truths.establish(pair, case_of(l=1, m=3, n=3), "cpu", gradients=False)
     errors = [truth.errors[f"params[0] (in place) after {i} step{'s' * (i > 1)}"] for i in (1, 2, 17, 100)]
@@ -870,7 +870,7 @@ FORMS: dict[str, tuple[Call, Call, str]] = {
 
 
 @pytest.mark.parametrize("name", FORMS)
-def test_form_is_part_of_the_contract(name: str) -> None:
+def test_outputs_of_another_form_or_wrong_values_are_rejected(name: str) -> None:
     reference, optimized, match = FORMS[name]
     inputs = {"x": tensor("m", "n", values=FINITE)}
     message = rejected(pair_of(reference, optimized, inputs, gradients=False), match, X34)
@@ -878,13 +878,13 @@ def test_form_is_part_of_the_contract(name: str) -> None:
     assert "\n" not in message
 
 
-def test_empty_outputs_must_have_the_right_shape_and_dtype() -> None:
+def test_empty_outputs_must_have_the_right_shape() -> None:
     inputs = {"x": tensor("m", "n")}
     check(pair_of(torch.exp, torch.exp, inputs), case_of(m=0, n=5), gradients=True)
     rejected(pair_of(torch.exp, lambda x: torch.exp(x)[:, :1], inputs), "has shape", case_of(m=0, n=5))
 
 
-def test_for_uncommon_inputs_strides_may_be_stronger_or_those_of_an_elementwise_operation() -> None:
+def test_output_strides_for_non_contiguous_inputs() -> None:
     case = case_of(m=3, n=4, inputs={"x": InputCase(layout="transposed")})
     inputs = {"x": tensor("m", "n")}
     stronger = pair_of(torch.exp, lambda x: torch.exp(x).contiguous(), inputs)
@@ -912,11 +912,11 @@ def test_for_uncommon_inputs_strides_may_be_stronger_or_those_of_an_elementwise_
         ((0, 3), (5, 9), "contiguous"),
     ],
 )
-def test_strides_classes(shape: tuple[int, ...], stride: tuple[int, ...], name: str) -> None:
+def test_strides_are_classified(shape: tuple[int, ...], stride: tuple[int, ...], name: str) -> None:
     assert forms.strides_class(torch.empty_strided(shape, stride)) == name
 
 
-def test_one_wrong_element_in_a_million_is_found() -> None:
+def test_one_wrong_element_in_a_million_is_detected() -> None:
     def one_wrong(x: torch.Tensor) -> torch.Tensor:
         out = torch.exp(x)
         if out.numel():
@@ -939,7 +939,7 @@ def test_one_wrong_element_in_a_million_is_found() -> None:
     ],
     ids=["one missing", "all missing", "second use", "one too many"],
 )
-def test_gradients(reference: Call, optimized: Call, match: str) -> None:
+def test_missing_wrong_and_extra_gradients_are_rejected(reference: Call, optimized: Call, match: str) -> None:
     inputs = {"a": tensor("n", values=floats(1, 4)), "b": tensor("n", values=floats(1, 4))}
     rejected(pair_of(reference, optimized, inputs), match, case_of(n=5), gradients=True)
 
@@ -959,7 +959,7 @@ def test_complex_outputs_and_their_gradients_are_compared(seed: int) -> None:
     rejected(frozen, "gradient of t", case_of(n=16, seed=seed), gradients=True)
 
 
-def test_a_gradient_of_zeros_is_no_gradient() -> None:
+def test_gradient_of_zeros_equals_a_missing_gradient() -> None:
     inputs = {"a": tensor("n"), "b": tensor("n")}
     pair = pair_of(lambda a, b: a * 1, lambda a, b: a + (b - b.detach()) * 0, inputs)
     check(pair, case_of(n=5), gradients=True)
@@ -977,8 +977,8 @@ def test_gradients_of_modules_are_compared() -> None:
     rejected(frozen, r"gradient of layer.bias of the optimized side is None", case_of(m=4, n=6), gradients=True)
 
 
-def test_a_gradient_that_is_zero_in_truth_does_not_void_the_draw() -> None:
-    """A bias before a softmax has a gradient of nothing but rounding errors, which does not discard the draw."""
+def test_gradient_with_a_truth_of_zero_does_not_discard_the_draw() -> None:
+    """The gradient of a bias before a softmax consists only of rounding errors."""
     inputs = {"x": tensor("m", "n", values=floats(-4, 4)), "b": tensor(values=floats(-4, 4))}
     pair = pair_of(lambda x, b: softmax(x + b), lambda x, b: softmax_unfused(x + b), inputs)
     tally = check(pair, case_of(m=6, n=17), gradients=True)
@@ -988,7 +988,7 @@ def test_a_gradient_that_is_zero_in_truth_does_not_void_the_draw() -> None:
 # --- dtypes --------------------------------------------------------------------------------------------------
 
 
-def test_an_input_with_a_dtype_of_its_own_keeps_it() -> None:
+def test_input_with_a_declared_dtype_keeps_it() -> None:
     def mixed(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
         return (x.float() * scale.float()).to(x.dtype) if x.dtype != torch.float64 else x * scale
 
@@ -1003,7 +1003,7 @@ def test_an_input_with_a_dtype_of_its_own_keeps_it() -> None:
     assert set(kept) == {torch.float32, torch.float64}
 
 
-def test_a_declared_precision_is_the_yardstick() -> None:
+def test_budget_follows_the_declared_precision() -> None:
     inputs = {"a": tensor("m", "k", values=floats(-2, 2)), "b": tensor("k", "n", values=floats(-2, 2))}
 
     def in_bfloat16(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
@@ -1018,7 +1018,7 @@ def test_a_declared_precision_is_the_yardstick() -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_what_is_below_the_smallest_normal_number_may_be_flushed(dtype: str) -> None:
+def test_subnormal_outputs_may_be_flushed_to_zero(dtype: str) -> None:
     def flushing(x: torch.Tensor) -> torch.Tensor:
         out = x * 1
         return torch.where(out.abs() < torch.finfo(out.dtype).tiny, torch.zeros_like(out), out)
@@ -1029,7 +1029,7 @@ def test_what_is_below_the_smallest_normal_number_may_be_flushed(dtype: str) -> 
     rejected(pair_of(torch.log, lambda x: torch.log(flushing(x)), inputs), "inf at", case)
 
 
-def test_tf32_cuts_digits_of_subnormal_numbers_off_as_of_the_smallest_normal_ones() -> None:
+def test_tf32_may_truncate_subnormal_numbers() -> None:
     inputs = {"a": tensor("m", "k"), "b": tensor("k", "n")}
     drawn = {"a": InputCase(regime="denormal"), "b": InputCase(regime="mixed")}
     pair = pair_of(torch.matmul, lambda a, b: tf32(a) @ tf32(b), inputs, precision="tf32")
@@ -1039,12 +1039,12 @@ def test_tf32_cuts_digits_of_subnormal_numbers_off_as_of_the_smallest_normal_one
     rejected(inaccurate, "wrong|inaccurate", case_of(m=5, k=13, n=7))
 
 
-def test_float16_has_no_flushing() -> None:
+def test_float16_subnormals_may_not_be_flushed() -> None:
     case = case_of("float16", n=33, inputs={"x": InputCase(regime="denormal")})
     rejected(pair_of(lambda x: x * 1, torch.zeros_like, {"x": tensor("n")}), "wrong", case)
 
 
-# --- excuses, discards, what is proof ------------------------------------------------------------------------
+# --- excuses, discards, and the amount of proof --------------------------------------------------------------
 
 
 def threshold(x: torch.Tensor) -> torch.Tensor:
@@ -1056,7 +1056,7 @@ def near_half(x: torch.Tensor) -> torch.Tensor:
 
 
 def grid(generator: torch.Generator, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """Draw values mostly away from the threshold of one half; the first three in a thousand lie on it."""
+    """Draw values in [0, 1), of which the first 0.3% equal the threshold 0.5."""
     x = torch.rand(shape, generator=generator, dtype=torch.float64)
     x[: max(1, int(0.003 * x.numel()))] = 0.5
     return x.to(dtype)
@@ -1081,7 +1081,7 @@ def test_elements_near_a_declared_threshold_are_excused_and_counted(whole: bool)
         many.evidence(pair_of(reference, optimized, inputs), "float32", "cpu")
 
 
-def test_an_excuse_holds_for_outputs_of_its_own_shape_only() -> None:
+def test_excuse_applies_only_to_outputs_of_its_shape_or_name() -> None:
     inputs = {"x": tensor("m", "n", values=floats(-1, 1))}
     pair = pair_of(
         lambda x: (threshold(x), x.sum(0)),
@@ -1099,7 +1099,7 @@ def test_an_excuse_holds_for_outputs_of_its_own_shape_only() -> None:
     rejected(named, r"output\[1\] .* is wrong", case_of(m=7, n=5))
 
 
-def test_a_draw_on_which_the_reference_overflows_is_discarded_and_counted() -> None:
+def test_draw_on_which_the_reference_overflows_is_discarded_and_counted() -> None:
     pair = pair_of(lambda x: x.exp() * 1e30 * 1e30, torch.zeros_like, NEAR)
     tally = check(pair, case_of(n=9))
     assert (tally.draws, tally.discarded, tally.elements) == (1, 1, 0)
@@ -1107,7 +1107,7 @@ def test_a_draw_on_which_the_reference_overflows_is_discarded_and_counted() -> N
         tally.evidence(pair, "float32", "cpu")
 
 
-def test_draws_that_prove_nothing_are_a_failure() -> None:
+def test_too_few_conclusive_draws_are_a_failure() -> None:
     pair = pair_of(torch.exp, torch.exp, NEAR)
     with pytest.raises(NotEquivalent, match="too little is proven"):
         Tally().evidence(pair, "float32", "cpu")
@@ -1117,7 +1117,7 @@ def test_draws_that_prove_nothing_are_a_failure() -> None:
     assert (evidence.draws, evidence.discarded) == (50, 30)
 
 
-def test_an_ill_conditioned_draw_is_checked_but_no_proof() -> None:
+def test_ill_conditioned_draw_is_checked_but_counts_as_no_proof() -> None:
     def cancels(x: torch.Tensor) -> torch.Tensor:
         return (x + 1e6) - 1e6
 
@@ -1126,8 +1126,8 @@ def test_an_ill_conditioned_draw_is_checked_but_no_proof() -> None:
     rejected(pair_of(cancels, lambda x: cancels(x) + 4, NEAR), "wrong", case_of(n=64))
 
 
-def test_a_jump_of_the_truth_is_no_licence() -> None:
-    """At a tie the gradient of a maximum may jump within a few ulp; here it must still go to the right element."""
+def test_gradient_at_a_tie_must_go_to_the_right_element() -> None:
+    """At a tie the gradient of a maximum may jump within a few ulp, but must still go to the right elements."""
     case = case_of(m=4, n=8, inputs={"x": InputCase(layout="expanded", regime="repeated")})
     inputs = {"x": tensor("m", "n", values=floats(1, 2))}
 
@@ -1148,7 +1148,7 @@ def test_a_jump_of_the_truth_is_no_licence() -> None:
         (lambda x: x > 0 if x.dtype == torch.float64 else x * 1, "is of another kind in float64; take out its casts"),
     ],
 )
-def test_a_reference_that_depends_on_its_dtype_is_an_error(reference: Call, match: str | None) -> None:
+def test_reference_with_other_outputs_in_float64_is_an_error(reference: Call, match: str | None) -> None:
     pair = pair_of(reference, reference, NEAR)
     if match is None:
         check(pair, case_of(n=5))
@@ -1160,7 +1160,7 @@ def test_a_reference_that_depends_on_its_dtype_is_an_error(reference: Call, matc
 # --- a cheaper truth -----------------------------------------------------------------------------------------
 
 
-def test_a_cheaper_truth_is_proven() -> None:
+def test_cheaper_truth_passes_check_truth() -> None:
     pair = pair_of(sequential_sum, sequential_sum, ROWS, truth=torch_sum)
     for case in drawn(pair, "float64", 25):
         equivalence.check_truth(pair, case, "cpu")
@@ -1178,13 +1178,13 @@ def test_a_cheaper_truth_is_proven() -> None:
     ],
     ids=["scaled", "float32", "NaN", "zeros", "two", "shape"],
 )
-def test_a_wrong_truth_is_rejected(truth: Call) -> None:
+def test_wrong_truth_is_rejected(truth: Call) -> None:
     pair = pair_of(sequential_sum, sequential_sum, ROWS, truth=truth)
     with pytest.raises(NotEquivalent, match=r"truth= must compute the same function as the reference"):
         equivalence.check_truth(pair, case_of(m=5, n=17), "cpu")
 
 
-def test_a_cheaper_truth_is_what_errors_are_measured_against() -> None:
+def test_cheaper_truth_is_called_in_float64_only() -> None:
     called: list[torch.dtype] = []
 
     def truth(x: torch.Tensor) -> torch.Tensor:
@@ -1217,7 +1217,7 @@ def test_a_small_output_gets_more_replicas() -> None:
     assert runs.count(torch.float32) == 1 + 1
 
 
-def test_a_reference_that_sums_in_a_tree_allows_a_kernel_that_sums_in_sequence() -> None:
+def test_kernel_may_sum_sequentially_where_the_reference_sums_in_a_tree() -> None:
     inputs = {"a": tensor("m", "k", values=FINITE), "b": tensor("k", "n", values=FINITE)}
     pair = pair_of(lambda a, b: (a[:, None] * b.T[None]).sum(-1), outer_matmul, inputs, gradients=False)
     truth = truths.establish(pair, case := case_of(m=32, k=2048, n=32), "cpu", gradients=False, replicas=0)
@@ -1227,8 +1227,8 @@ def test_a_reference_that_sums_in_a_tree_allows_a_kernel_that_sums_in_sequence()
         equivalence.judge(pair, truth, rounded)
 
 
-def test_a_reference_exact_by_luck_does_not_bound_by_zero() -> None:
-    """For 1 − cos of a vector with itself the reference may be exactly 0, while another order is off by an ulp."""
+def test_reference_without_error_does_not_make_the_budget_zero() -> None:
+    """The reference of 1 − cos(x, x) may be exactly 0, while another order of operations is off by an ulp."""
     inputs = {"x": tensor("n", values=floats(1, 2))}
     pair = pair_of(lambda x: cosine_distance(x, x), lambda x: cosine_distance(x, x) + 6e-8, inputs)
     for seed in range(20):
@@ -1244,7 +1244,7 @@ def test_scalars_are_passed_as_numbers() -> None:
 
 
 @pytest.mark.parametrize("raised", [pytest.skip.Exception("x"), hypothesis.errors.UnsatisfiedAssumption()])
-def test_a_side_cannot_make_the_runner_pass_over_a_draw(raised: BaseException) -> None:
+def test_side_that_raises_skip_or_unsatisfied_is_an_error(raised: BaseException) -> None:
     def picky(x: torch.Tensor) -> torch.Tensor:
         raise raised
 
@@ -1253,7 +1253,7 @@ def test_a_side_cannot_make_the_runner_pass_over_a_draw(raised: BaseException) -
         equivalence.check_case(made, Case(dtype="float32", sizes={"n": 3}, inputs={}, seed=0), "cpu")
 
 
-def test_the_order_of_a_dict_s_keys_is_no_difference() -> None:
+def test_order_of_dict_keys_is_ignored() -> None:
     made = Pair(
         reference=lambda x: {"a": x + 1, "b": x * 2},
         optimized=lambda x: {"b": x * 2, "a": x + 1},
@@ -1263,7 +1263,7 @@ def test_the_order_of_a_dict_s_keys_is_no_difference() -> None:
     equivalence.check_case(made, Case(dtype="float32", sizes={"n": 3}, inputs={}, seed=0), "cpu")
 
 
-# --- gradients where there is none ---------------------------------------------------------------------------------
+# --- gradients that do not exist -----------------------------------------------------------------------------------
 
 
 def clamped(x: torch.Tensor) -> torch.Tensor:
@@ -1280,14 +1280,14 @@ def variance(x: torch.Tensor) -> torch.Tensor:
     [(lambda x: x.clamp(-1, 1), clamped), (lambda x: x.var(-1, correction=0), variance)],
     ids=["of NaN", "infinite"],
 )
-def test_a_gradient_that_does_not_exist_may_be_anything(reference: Call, optimized: Call) -> None:
+def test_gradient_that_does_not_exist_is_not_compared(reference: Call, optimized: Call) -> None:
     of = pair_of(reference, optimized, {"x": tensor("m", "n", least=1)}, sizes={"n": size(2, 17)}, strides="any")
     for case in drawn(of, "float32", 150):
         with contextlib.suppress(truths.Discard):
             equivalence.check_case(of, case, "cpu", gradients=True)
 
 
-def test_a_gradient_elsewhere_is_compared() -> None:
+def test_gradients_of_finite_elements_are_compared_beside_nonfinite_ones() -> None:
     of = pair_of(lambda x: x.clamp(-1, 1), lambda x: 2 * clamped(x) - clamped(x).detach(), {"x": tensor("m", "n")})
     case = case_of(inputs={"x": InputCase(regime="nonfinite")}, m=9, n=9)
     with pytest.raises(NotEquivalent, match="is wrong"):
@@ -1305,7 +1305,7 @@ def fused_contrastive(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     return (torch.logsumexp(logits, -1) - logits.diagonal()).mean()
 
 
-def test_a_gradient_whose_terms_cancel_everywhere_may_keep_their_roundings() -> None:
+def test_gradient_whose_terms_cancel_may_have_their_rounding_errors() -> None:
     inputs = {name: tensor("n", "d", values=floats(0.1, 2)) for name in ("a", "b")}
     of = pair_of(contrastive, fused_contrastive, inputs)
     for seed in range(30):
@@ -1315,7 +1315,7 @@ def test_a_gradient_whose_terms_cancel_everywhere_may_keep_their_roundings() -> 
         equivalence.check_case(wrong, case_of(n=7, d=1), "cpu", gradients=True)
 
 
-def test_a_state_of_zeros_leaves_the_movement_of_the_step_inputs() -> None:
+def test_state_of_zeros_still_allows_errors_from_the_step_inputs() -> None:
     of = pair_of(
         stateful(lambda m: lambda x: x.var(0, correction=0)),
         stateful(lambda m: lambda x: (x - x.mean(0)).square().mean(0)),
@@ -1328,7 +1328,7 @@ def test_a_state_of_zeros_leaves_the_movement_of_the_step_inputs() -> None:
         equivalence.check_case(of, case_of(seed=seed, inputs=inputs, b=7, d=3), "cpu")
 
 
-def test_a_side_is_accused_of_an_error_near_its_budget_by_more_replicas_alone() -> None:
+def test_error_near_the_budget_is_reported_only_after_more_replicas() -> None:
     asked: list[int] = []
     of = pair_of(torch.exp, torch.exp, {"x": tensor("n", values=floats(-2, 2))})
     case = case_of(n=rule.REPLICAS_UP_TO + 1)

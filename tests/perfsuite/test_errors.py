@@ -1,4 +1,4 @@
-"""Exceptions of other libraries in one line."""
+"""Exceptions of other libraries are shortened to one line."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from perfsuite.errors import MOST_CHARACTERS, first_line, in_one_line
         ("x" * 999, "x" * MOST_CHARACTERS),
     ],
 )
-def test_the_first_line_that_says_something(message: str, line: str) -> None:
+def test_first_line_is_joined_with_the_next_after_a_colon(message: str, line: str) -> None:
     assert first_line(RuntimeError(message)) == line
 
 
-def test_without_a_message_the_type_is_all_there_is() -> None:
+def test_exception_without_a_message_is_shown_as_its_type() -> None:
     assert in_one_line(MemoryError()) == "MemoryError"
     assert in_one_line(ValueError("why:\nso")) == "ValueError: why: so"

@@ -1,4 +1,4 @@
-"""Running one side gives its outputs, its in-place changes and its gradients, by name."""
+"""Running one side returns its outputs, in-place changes and gradients, by name."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def ran(of: Pair, *, gradients: bool = False, n: int = 4, seed: int = 0) -> exec
     return execution.run(call.call if isinstance(call, Side) else call, of, values, gradients=gradients, seed=seed)
 
 
-def test_outputs_are_named_by_where_they_are() -> None:
+def test_outputs_are_named_by_their_place() -> None:
     leaves = ran(pair(lambda x: {"a": (x, [1, None]), "b": 2.5}))
     assert list(leaves) == ["output['a'][0]", "output['a'][1][0]", "output['a'][1][1]", "output['b']"]
     assert list(ran(pair(lambda x: x * 1))) == ["output"]
@@ -37,7 +37,7 @@ def test_outputs_are_named_by_where_they_are() -> None:
     assert ran(pair(lambda x: ())) == {}
 
 
-def test_what_a_side_may_not_return_is_named() -> None:
+def test_output_of_an_unsupported_type_is_an_error() -> None:
     with pytest.raises(PairError, match=r"output\[1\] is a str; a side returns tensors, numbers, None, or nests"):
         ran(pair(lambda x: (x, "text")))
 
@@ -54,7 +54,7 @@ def test_changed_inputs_follow_the_outputs_and_count_once() -> None:
     assert leaves["output[0] is x"] is True
 
 
-def test_outputs_only_inputs_are_poisoned() -> None:
+def test_inputs_that_are_only_written_are_poisoned() -> None:
     both = {
         "x": tensor("n"),
         "out": tensor("n"),
@@ -68,7 +68,7 @@ def test_outputs_only_inputs_are_poisoned() -> None:
     assert leaves["many[1] (in place)"].tolist() == [True] * 4  # type: ignore[union-attr]
 
 
-def test_which_inputs_are_differentiable() -> None:
+def test_differentiable_inputs_are_found() -> None:
     of = pair(
         inputs={
             **INPUTS,
@@ -84,7 +84,7 @@ def test_which_inputs_are_differentiable() -> None:
     assert list(execution.require_gradients(of, values)) == ["x", "y", "nest[0]", "net.weight", "net.bias"]
 
 
-def test_gradients_have_non_uniform_incoming_ones_that_repeat_by_seed() -> None:
+def test_incoming_gradients_are_non_uniform_and_repeat_by_seed() -> None:
     first = ran(pair(torch.exp), gradients=True, n=50)["gradient of x"]
     again = ran(pair(torch.exp), gradients=True, n=50)["gradient of x"]
     other = ran(pair(torch.exp), gradients=True, n=50, seed=1)["gradient of x"]
@@ -114,14 +114,14 @@ def test_an_unused_input_has_no_gradient() -> None:
     assert ran(pair(lambda x: x.detach()), gradients=True)["gradient of x"] is None
 
 
-def test_without_gradients_none_are_recorded() -> None:
+def test_grad_mode_is_off_without_gradients() -> None:
     seen = []
     ran(pair(lambda x: seen.append((x.requires_grad, torch.is_grad_enabled())) or x))
     ran(pair(lambda x: seen.append((x.requires_grad, torch.is_grad_enabled())) or x * 1), gradients=True)
     assert seen == [(False, False), (True, True)]
 
 
-def test_steps_are_given_their_inputs_and_states_are_copies() -> None:
+def test_steps_get_their_inputs_and_states_are_copies() -> None:
     def build(x: torch.Tensor) -> Any:
         def step(g: torch.Tensor) -> torch.Tensor:
             x.add_(g)
@@ -144,7 +144,7 @@ def test_steps_are_given_their_inputs_and_states_are_copies() -> None:
     assert states[3]["output after 3 steps"] == 6
 
 
-def test_availability() -> None:
+def test_unavailable_gives_the_reason() -> None:
     assert execution.unavailable(side(abs), "cpu") is None
     assert execution.unavailable(side(abs, devices=["cuda"]), "cpu") == (
         "runs on cuda only, and this machine has no such device"
@@ -153,7 +153,7 @@ def test_availability() -> None:
     assert execution.unavailable(side(abs, devices=["cuda"]), "cuda:1") is None
 
 
-def test_a_compiled_side_is_compiled_once_for_static_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compiled_side_is_compiled_once_per_options(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[dict[str, Any]] = []
 
     def fake(call: Any, **options: Any) -> Any:
@@ -180,7 +180,7 @@ def test_a_compiled_side_is_compiled_once_for_static_shapes(monkeypatch: pytest.
     execution.forget_compiled()
 
 
-def test_only_a_compiled_side_s_warnings_are_silenced() -> None:
+def test_only_warnings_of_compiled_sides_are_silenced() -> None:
     for made in (compiled(abs), Side(call=torch.compile(lambda x: x))):
         with execution.quiet(made):
             warnings.warn("from the compiler", stacklevel=1)
@@ -228,7 +228,7 @@ def test_redrawn_roundings_move_arithmetic_by_an_ulp_and_repeat_by_seed() -> Non
         lambda x: x * 0,
     ],
 )
-def test_what_does_not_round_is_left_alone(call: Any) -> None:
+def test_operations_that_do_not_round_are_not_changed(call: Any) -> None:
     x = torch.randn(7, 5, generator=torch.Generator().manual_seed(0))
     assert torch.equal(redrawn(lambda: call(x)), call(x))
 
@@ -245,7 +245,7 @@ def test_sums_are_redrawn_as_if_added_in_sequence() -> None:
     assert float(share.max()) < 2 * torch.finfo(torch.float16).eps  # kept in float32
 
 
-def test_each_operation_is_redrawn_by_its_own_depth() -> None:
+def test_roundings_are_redrawn_by_the_depth_of_each_operation() -> None:
     x = torch.rand(64, 768, generator=torch.Generator().manual_seed(0))
     eps = torch.finfo(torch.float32).eps
     with redrawn_roundings.redrawn_roundings(0):
@@ -255,9 +255,9 @@ def test_each_operation_is_redrawn_by_its_own_depth() -> None:
         assert float((summed.double() / x.sum(-1).double() - 1).abs().max()) > 4 * eps
 
 
-def test_roundings_are_drawn_ahead_up_to_a_number_and_each_is_taken_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_roundings_drawn_ahead_are_limited_and_each_is_used_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(redrawn_roundings, "DRAWN_AHEAD", 64)
-    with redrawn_roundings.redrawn_roundings(0, units=1e6) as mode:  # many: of one unit there are three
+    with redrawn_roundings.redrawn_roundings(0, units=1e6) as mode:  # one unit has only three different factors
         found = [torch.ones(n, dtype=torch.float64).exp() for n in [5] * 40 + [100] + [5] * 40]
         for depth in range(1, 100):
             torch.ones(3, depth).sum(-1)
@@ -267,8 +267,8 @@ def test_roundings_are_drawn_ahead_up_to_a_number_and_each_is_taken_once(monkeyp
     assert max(len(f.drawn) for f in mode.factors.values()) <= 64
 
 
-def test_terms_that_cancel_inside_an_operation_leave_their_roundings() -> None:
-    """The gradient of a softmax over one element is 0, as the difference of two equal terms."""
+def test_cancelling_terms_inside_an_operation_keep_their_roundings() -> None:
+    """The gradient of a softmax over one element is 0, the difference of two equal terms."""
     x = torch.zeros(64, 1, requires_grad=True)
 
     def gradient() -> torch.Tensor:
@@ -282,7 +282,7 @@ def test_terms_that_cancel_inside_an_operation_leave_their_roundings() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-def test_operations_taken_apart_stay_what_they_were(dtype: torch.dtype) -> None:
+def test_decomposed_operations_keep_dtype_shape_and_value(dtype: torch.dtype) -> None:
     x = torch.randn(6, 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64).to(dtype)
     x.requires_grad_()
     w = torch.ones(8, dtype=dtype)
@@ -325,7 +325,7 @@ def test_in_place_operations_and_empty_tensors_are_handled() -> None:
     assert 0 < float((x - 5).abs().max()) < 1e-5
 
 
-def test_a_unit_has_a_least_size() -> None:
+def test_least_bounds_the_rounding_unit() -> None:
     x = torch.ones(1000, dtype=torch.float64)
     assert float((redrawn(lambda: x.exp(), least=1e-6) / math.e - 1).abs().max()) > 5e-7
 
@@ -341,7 +341,7 @@ def test_shared_incoming_gradients_are_one_tensor() -> None:
 
 
 @pytest.mark.parametrize(("device", "threads", "inside"), [("cuda", 8, 4), ("cuda", 2, 2), ("cpu", 8, 8)])
-def test_a_gpu_s_proofs_use_few_threads_of_the_cpu(device: str, threads: int, inside: int) -> None:
+def test_few_threads_limits_cpu_threads_for_a_gpu(device: str, threads: int, inside: int) -> None:
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:

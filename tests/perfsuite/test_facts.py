@@ -1,4 +1,4 @@
-"""The proofs of one pair share draws and what is known about them; none proves fewer cases because of that."""
+"""The proofs of one pair share draws and cached truths, and still prove as many cases."""
 
 from __future__ import annotations
 
@@ -67,31 +67,31 @@ def drawn(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[str]]:
     monkeypatch.setattr(equivalence, "check_case", recording)
     for profile, number in (("dev", 20), ("ci", 24)):  # the test holds for any number
         monkeypatch.setitem(EXAMPLES, profile, count(quick=number, full=EXAMPLES[profile]))
-    monkeypatch.setattr("perfsuite.guard.check", lambda: None)  # it would find both
+    monkeypatch.setattr("perfsuite.guard.check", lambda: None)  # it would report both replacements
     return found
 
 
 @FULLY
 @pytest.mark.parametrize("profile", ["dev", "ci"])
-def test_each_proof_draws_its_number_of_distinct_cases_and_all_sides_the_same(
+def test_each_proof_draws_enough_distinct_cases_shared_by_all_sides(
     project: Project, drawn: dict[str, list[str]], profile: str
 ) -> None:
     project.write("test_dot.py", THREE_SIDES)
     project.run("-m", "correctness", f"--perfsuite-profile={profile}", "-k", "not wrong").assert_outcomes(passed=8)
     assert set(drawn) == {f"{kind} {side}" for kind in ("equivalence", "gradients") for side in ("optimized", "other")}
-    # The planned draws, at most 40 of two sizes, leave at least a quarter for random ones.
+    # At most 40 draws are planned for two sizes, and at least a quarter are random.
     most = max(1.5 * EXAMPLES[profile], 40 + EXAMPLES[profile] / 4)
     for cases in drawn.values():
         assert EXAMPLES[profile] <= len(set(cases)) == len(cases) < most
     for kind in ("equivalence", "gradients"):
         assert drawn[f"{kind} optimized"] == drawn[f"{kind} other"]
-    # All but the smallest, with which Hypothesis begins.
+    # Only the smallest draws, with which Hypothesis begins, are shared.
     both = set(drawn["equivalence optimized"]) & set(drawn["gradients optimized"])
     assert len(both) < EXAMPLES[profile] / 5
 
 
 @pytest.mark.parametrize(("profile", "same"), [pytest.param("dev", False, marks=FULLY), ("ci", True)])
-def test_another_run_draws_other_cases_unless_the_profile_fixes_them(
+def test_runs_draw_different_cases_unless_the_profile_or_seed_fixes_them(
     project: Project, drawn: dict[str, list[str]], profile: str, same: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     project.write("test_dot.py", THREE_SIDES)
@@ -111,7 +111,7 @@ def test_another_run_draws_other_cases_unless_the_profile_fixes_them(
         assert runs[2] == runs[3] != runs[4]
 
 
-def test_a_wrong_side_fails_by_itself_and_says_how_to_reproduce_it(project: Project) -> None:
+def test_wrong_variant_fails_alone_and_its_failure_can_be_reproduced(project: Project) -> None:
     project.write("test_dot.py", THREE_SIDES)
     result = project.run("-m", "correctness", "-k", "equivalence or gradients")
     result.assert_outcomes(passed=4, failed=2)
@@ -119,12 +119,12 @@ def test_a_wrong_side_fails_by_itself_and_says_how_to_reproduce_it(project: Proj
     lines = lines_with(output, "reproduce: pytest", "wrong")
     assert len(lines) == len(lines_with(output, "reproduce: pytest")) == 2
     for line in lines:
-        assert "seed=0" in line  # it has shrunk
+        assert "seed=0" in line  # the draw was shrunk
     again = project.run(*line.removeprefix("reproduce: pytest ").replace("'", "").split())
     again.assert_outcomes(failed=1)
 
 
-def test_the_reference_runs_once_a_draw_for_all_sides(project: Project) -> None:
+def test_reference_runs_once_per_draw_for_all_sides(project: Project) -> None:
     project.write("test_dot.py", THREE_SIDES)
 
     def runs(*sides: str) -> int:
@@ -141,11 +141,11 @@ def test_the_reference_runs_once_a_draw_for_all_sides(project: Project) -> None:
         """,
     )
     one = runs("")
-    assert one >= 3 * EXAMPLES["dev"]  # the truth and the reference at least, and what is asked of the task
+    assert one >= 3 * EXAMPLES["dev"]  # at least the truth, the reference, and the check of the task
     assert runs("", "-other") == one
 
 
-# --- what is kept ---------------------------------------------------------------------------------------------------
+# --- cached truths --------------------------------------------------------------------------------------------------
 
 
 def product(x: torch.Tensor, y: torch.Tensor) -> dict[str, Any]:
@@ -185,7 +185,7 @@ def counted(call: Callable[..., Any]) -> tuple[Callable[..., Any], list[int]]:
 
 
 @pytest.mark.parametrize("gradients", [False, True])
-def test_a_kept_truth_is_the_one_that_was_established(gradients: bool) -> None:
+def test_cached_truth_equals_the_established_one(gradients: bool) -> None:
     call, calls = counted(lambda x, y: x @ y if gradients else product(x, y))
     pair, known = pair_of(call), KnownFacts()
     first = ask(known, pair, case_of(), gradients=gradients)
@@ -206,7 +206,7 @@ def test_a_kept_truth_is_the_one_that_was_established(gradients: bool) -> None:
         assert getattr(first, part) == getattr(again, part)
 
 
-def test_no_truth_is_kept_for_a_pair_with_one_side() -> None:
+def test_truths_are_not_cached_for_a_pair_with_one_side() -> None:
     call, calls = counted(lambda x, y: x @ y)
     pair, known = pair_of(call, variants={}), KnownFacts()
     ask(known, pair, case_of())
@@ -215,7 +215,7 @@ def test_no_truth_is_kept_for_a_pair_with_one_side() -> None:
     assert len(calls) == 2 * runs
 
 
-def test_draws_that_differ_in_anything_have_truths_of_their_own() -> None:
+def test_different_draws_have_separate_truths() -> None:
     call, calls = counted(lambda x, y: x @ y)
     pair, known = pair_of(call), KnownFacts()
     usual = Case(dtype="float32", sizes={"m": 3, "n": 4}, inputs={}, seed=0)
@@ -226,7 +226,7 @@ def test_draws_that_differ_in_anything_have_truths_of_their_own() -> None:
         assert len(calls) > before
 
 
-def test_what_a_side_does_to_a_truth_is_not_kept() -> None:
+def test_changes_to_a_returned_truth_do_not_change_the_cache() -> None:
     pair, known = pair_of(), KnownFacts()
     expected = ask(known, pair, case_of()).leaves["output['product']"].clone()
     for _ in range(2):
@@ -239,7 +239,7 @@ def test_what_a_side_does_to_a_truth_is_not_kept() -> None:
             leaves.clear()
 
 
-def test_a_draw_that_was_discarded_stays_discarded() -> None:
+def test_discarded_draw_stays_discarded() -> None:
     call, calls = counted(lambda x, y: (1e30 * x.abs() + 1e30) ** 2 @ y)
     pair, known = pair_of(call), KnownFacts()
     for _ in range(2):
@@ -248,7 +248,7 @@ def test_a_draw_that_was_discarded_stays_discarded() -> None:
     assert len(calls) == 2  # the truth and the reference, once
 
 
-def test_truths_beyond_the_limit_are_established_anew() -> None:
+def test_truths_beyond_the_cache_limit_are_recomputed() -> None:
     call, calls = counted(lambda x, y: x @ y)
     pair, known = pair_of(call), KnownFacts(most_bytes=1)
     ask(known, pair, case_of())
@@ -257,7 +257,7 @@ def test_truths_beyond_the_limit_are_established_anew() -> None:
     assert len(calls) == 2 * runs
 
 
-def test_a_truth_that_cannot_be_written_is_established_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_truth_that_cannot_be_cached_is_recomputed(monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(*arguments: Any) -> None:
         raise RuntimeError("not this one")
 
@@ -270,7 +270,7 @@ def test_a_truth_that_cannot_be_written_is_established_anew(monkeypatch: pytest.
     assert len(calls) == 2 * runs
 
 
-def test_what_is_wrong_with_the_reference_is_reported_to_every_proof() -> None:
+def test_fault_of_the_reference_is_reported_by_every_proof() -> None:
     pair, known = pair_of(lambda x, y: (x @ y).bfloat16().to(x.dtype)), KnownFacts()
     case = Case(dtype="float32", sizes={"m": 8, "n": 8}, inputs={}, seed=0)
     for _ in range(2):
@@ -286,7 +286,7 @@ def test_what_is_wrong_with_the_reference_is_reported_to_every_proof() -> None:
 
 
 @pytest.mark.parametrize("right", [True, False])
-def test_a_number_that_no_input_changes_is_a_degenerate_task(right: bool) -> None:
+def test_constant_python_number_is_a_degenerate_task(right: bool) -> None:
     pair, tally = pair_of(lambda x, y: float((x @ y).sum() if right else 1.0)), Tally()
     for seed in range(MIN_PROOFS):
         equivalence.check_case(pair, case_of(seed), "cpu", tally=tally)
@@ -297,7 +297,7 @@ def test_a_number_that_no_input_changes_is_a_degenerate_task(right: bool) -> Non
         tally.evidence(pair, "float32", "cpu")
 
 
-def test_the_facts_of_one_pair_at_a_time_are_kept() -> None:
+def test_facts_of_only_the_latest_pair_are_kept() -> None:
     one, other = pair_of(), pair_of()
     known = facts_of(one)
     assert facts_of(one) is known
@@ -306,11 +306,11 @@ def test_the_facts_of_one_pair_at_a_time_are_kept() -> None:
     assert len(facts._latest) == 1
 
 
-# --- the time that a proof may take ---------------------------------------------------------------------------------
+# --- time limits and replicas ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("profile", "seconds"), [("dev", "0.2 s"), pytest.param("thorough", "4 s", marks=FULLY)])
-def test_a_profile_of_more_draws_may_take_longer(project: Project, profile: str, seconds: str) -> None:
+def test_time_limit_grows_with_the_draws_of_the_profile(project: Project, profile: str, seconds: str) -> None:
     slow = THREE_SIDES.replace("return (x * y).sum(-1)", "__import__('time').sleep(600)", 1)
     project.write("test_dot.py", slow.replace("workloads=", "time_limit=0.2, workloads="))
     result = project.run("-k", "equivalence and not other and not wrong", f"--perfsuite-profile={profile}")
@@ -319,7 +319,7 @@ def test_a_profile_of_more_draws_may_take_longer(project: Project, profile: str,
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float64"])
 @pytest.mark.parametrize("sizes", [(3, 5), (1, 33), (17, 8)])
-def test_the_budget_by_no_or_few_replicas_bounds_that_by_all(dtype: str, sizes: tuple[int, int]) -> None:
+def test_budget_with_few_replicas_bounds_the_budget_with_all(dtype: str, sizes: tuple[int, int]) -> None:
     def norm(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         return (x * y).softmax(-1).cumsum(-1) / y.square().sum(-1, keepdim=True)
 
@@ -338,8 +338,8 @@ def test_the_budget_by_no_or_few_replicas_bounds_that_by_all(dtype: str, sizes: 
 
 
 @pytest.mark.parametrize("elements", [16, rule.REPLICAS_UP_TO])
-def test_a_truth_with_more_replicas_is_as_if_all_were_made_at_once(elements: int) -> None:
-    """It adds them to those of the truth before, unless the tensors are large."""
+def test_truth_with_added_replicas_equals_one_with_all_made_at_once(elements: int) -> None:
+    """New replicas are added to the earlier ones, unless the tensors are large."""
     calls = []
 
     def exp(x: torch.Tensor) -> torch.Tensor:
@@ -360,7 +360,7 @@ def test_a_truth_with_more_replicas_is_as_if_all_were_made_at_once(elements: int
         calls.clear()
 
 
-def test_a_side_that_is_not_surely_right_is_judged_by_all_replicas(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_replicas_are_added_only_if_a_side_is_not_clearly_right(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
     own = truths.Runs.truth
 
@@ -390,7 +390,7 @@ def test_a_side_that_is_not_surely_right_is_judged_by_all_replicas(monkeypatch: 
 
 
 def noted(known: Known) -> tuple[Known, list[int]]:
-    """Return the truths, and the list of the numbers of replicas that they are asked for with."""
+    """Return the function, and a list that records the number of replicas of each call."""
     asked = list[int]()
 
     def noting(replicas: int) -> Truth:
@@ -401,8 +401,8 @@ def noted(known: Known) -> tuple[Known, list[int]]:
 
 
 @pytest.mark.parametrize("gradients", [False, True])
-def test_a_side_is_only_surely_right_where_all_replicas_agree(gradients: bool) -> None:
-    """Whatever the error, a side that passes by no or few replicas passes by all."""
+def test_side_that_passes_with_few_replicas_passes_with_all(gradients: bool) -> None:
+    """A side that passes with no or few replicas also passes with all, for any error."""
 
     def product(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         return (x @ y).softmax(-1)
@@ -425,7 +425,7 @@ def test_a_side_is_only_surely_right_where_all_replicas_agree(gradients: bool) -
 
 
 @pytest.mark.parametrize("add", [1e6, 0.0])
-def test_a_draw_that_is_surely_ill_conditioned_needs_no_replicas(add: float) -> None:
+def test_conditioning_of_a_draw_is_decided_without_replicas(add: float) -> None:
     def shifted(x: torch.Tensor) -> torch.Tensor:
         return x + add - add
 
@@ -439,8 +439,8 @@ def test_a_draw_that_is_surely_ill_conditioned_needs_no_replicas(add: float) -> 
 
 
 @pytest.mark.parametrize(("factor", "runs"), [(1.0, 2), (1e5, 2 + 2 * rule.MAX_REPLICAS)])
-def test_a_gradient_that_is_only_rounding_needs_no_replicas_where_it_is_surely_right(factor: float, runs: int) -> None:
-    """The shift's gradient is 0 in truth. Replicas are made only where the side's own is far from it."""
+def test_zero_gradient_needs_replicas_only_if_the_side_is_far_from_it(factor: float, runs: int) -> None:
+    """The truth of the shift's gradient is 0. Replicas are made only if the side's gradient is far from it."""
     calls = []
 
     def shifted(x: torch.Tensor, shift: torch.Tensor) -> torch.Tensor:

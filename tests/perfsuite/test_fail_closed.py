@@ -1,4 +1,4 @@
-"""A gate is green only where every selected workload was measured and held: each other case is red, with its line."""
+"""A gate is green only if every selected workload was measured and passed; otherwise a line names the reason."""
 
 from __future__ import annotations
 
@@ -73,28 +73,28 @@ def green(result: pytest.RunResult) -> str:
     return output
 
 
-# --- nothing, or not all, was measured ------------------------------------------------------------------------------
+# --- nothing, or only a part, was measured --------------------------------------------------------------------------
 
 
 def test_unchanged_code_is_green(accepted: Project) -> None:
     assert "3 PASS" in green(accepted.gate())
     assert accepted.workers is not None
-    # Three workloads are too few for a sample: all run a second process.
+    # Three workloads are too few for a sample, so all run a second process.
     assert [ids for ids, _ in accepted.workers.calls] == [(THIRD, LITTLE, LARGE)] * 2
     assert accepted.workers.proven == [THIRD, LITTLE, LARGE]
 
 
 @pytest.mark.parametrize("arguments", [["-k", "nothing_of_the_name"], ["tests/test_empty.py"]])
-def test_no_item_is_red(accepted: Project, arguments: list[str]) -> None:
+def test_gate_without_selected_items_is_red(accepted: Project, arguments: list[str]) -> None:
     accepted.write("tests/test_empty.py", "def test_nothing(): pass")
     red(accepted.gate(*arguments), "nothing was measured", "perfsuite list", code=UNDECIDED)
 
 
-def test_an_empty_folder_is_red(project: Project) -> None:
+def test_gate_in_an_empty_folder_is_red(project: Project) -> None:
     red(project.gate(), "nothing was measured", code=UNDECIDED)
 
 
-def test_only_workloads_of_another_device_is_red(project: Project) -> None:
+def test_gate_with_only_workloads_of_another_device_is_red(project: Project) -> None:
     project.write("test_scale.py", SCALE.replace('clock="wall"', 'clock="wall", device="cuda"'))
     project.measured(times())
     red(project.gate(), "nothing was measured", "none of 2 selected workloads", "cpu", code=UNDECIDED)
@@ -145,7 +145,7 @@ def test_a_removed_module_is_red(accepted: Project) -> None:
     red(accepted.gate("tests"), THIRD, "not collected", code=UNDECIDED)
 
 
-def test_what_a_keyword_leaves_out_need_not_be_measured_but_must_exist(accepted: Project) -> None:
+def test_deselected_workloads_must_exist_in_a_partial_gate(accepted: Project) -> None:
     part = ("-k", "scale and small", "--perfsuite-partial")
     assert "1 of 3 workloads" in green(accepted.gate(*part))
     accepted.replace("tests/test_other.py", "other = Pair", "another = Pair")
@@ -153,30 +153,30 @@ def test_what_a_keyword_leaves_out_need_not_be_measured_but_must_exist(accepted:
 
 
 @pytest.mark.parametrize("selection", [["tests/test_scale.py"], [LITTLE, LARGE], ["-k", "scale"]])
-def test_a_partial_selection_says_how_much_of_what_is_accepted(accepted: Project, selection: list[str]) -> None:
+def test_partial_gate_prints_its_share_of_the_accepted_workloads(accepted: Project, selection: list[str]) -> None:
     assert "2 of 3 workloads" in green(accepted.gate(*selection, "--perfsuite-partial"))
 
 
 @pytest.mark.parametrize("selection", [["tests/test_scale.py"], [LITTLE, LARGE], ["-k", "scale"]])
-def test_a_part_that_is_not_asked_for_as_one_is_red(accepted: Project, selection: list[str]) -> None:
+def test_selection_without_partial_is_red(accepted: Project, selection: list[str]) -> None:
     red(accepted.gate(*selection), "1 of 3 accepted workloads", THIRD, "--partial", code=UNDECIDED)
 
 
 @pytest.mark.parametrize(
     "ini", ["testpaths = tests/test_scale.py", "addopts = -k scale", "addopts = --ignore=tests/test_other.py"]
 )
-def test_a_configuration_that_narrows_what_is_collected_is_red(accepted: Project, ini: str) -> None:
+def test_configuration_that_narrows_the_collection_is_red(accepted: Project, ini: str) -> None:
     accepted.write("pytest.ini", f"[pytest]\n{ini}")
     red(accepted.gate(), THIRD, code=UNDECIDED)
 
 
-def test_a_conftest_that_narrows_what_is_collected_is_red(accepted: Project) -> None:
+def test_conftest_that_ignores_a_module_is_red(accepted: Project) -> None:
     accepted.write("conftest.py", 'collect_ignore = ["tests/test_other.py"]')
     red(accepted.gate(), THIRD, "not collected", code=UNDECIDED)
     red(accepted.gate("--perfsuite-partial"), THIRD, "not collected", code=UNDECIDED)
 
 
-def test_a_conftest_that_deselects_is_red(accepted: Project) -> None:
+def test_conftest_that_deselects_items_is_red(accepted: Project) -> None:
     accepted.write(
         "conftest.py",
         """
@@ -187,7 +187,7 @@ def test_a_conftest_that_deselects_is_red(accepted: Project) -> None:
     red(accepted.gate(), "1 of 3 accepted workloads", THIRD, code=UNDECIDED)
 
 
-def test_what_lies_beyond_the_given_paths_is_not_missed(accepted: Project) -> None:
+def test_removed_workloads_outside_the_given_paths_are_ignored(accepted: Project) -> None:
     (accepted.path / "tests/test_other.py").unlink()
     green(accepted.gate("tests/test_scale.py", "--perfsuite-partial"))
 
@@ -199,10 +199,10 @@ def test_a_module_that_cannot_be_imported_is_red(accepted: Project) -> None:
     assert lines_with(result.stdout.str(), "no_such_module")
 
 
-# --- no baseline, or not of this machine ----------------------------------------------------------------------------
+# --- no baseline, or one of another machine -------------------------------------------------------------------------
 
 
-def test_no_baseline_is_red(project: Project) -> None:
+def test_missing_baseline_is_red(project: Project) -> None:
     project.write("test_scale.py", SCALE)
     project.measured(times())
     result = project.gate()
@@ -215,10 +215,10 @@ def test_no_baseline_is_red(project: Project) -> None:
         code=UNDECIDED,
     )
     assert project.workers is not None
-    assert len(project.workers.calls) == 1  # one process, which shows its noise
+    assert len(project.workers.calls) == 1  # only one process
 
 
-def test_an_entry_that_is_missing_is_red(accepted: Project) -> None:
+def test_missing_baseline_entry_is_red(accepted: Project) -> None:
     accepted.write("tests/test_third.py", OTHER.replace("other", "third"))
     result = accepted.gate()
     red(result, "NO_BASELINE", "third::speed[small]", "not in baselines/cpu", code=UNDECIDED)
@@ -233,7 +233,7 @@ def test_baselines_of_other_devices_are_named(accepted: Project) -> None:
     assert "there are: nvidia-h200" in result.stdout.str()
 
 
-def test_another_machine_is_red(accepted: Project, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_baseline_of_another_machine_is_red(accepted: Project, monkeypatch: pytest.MonkeyPatch) -> None:
     import dataclasses
 
     from perfsuite import machine
@@ -253,7 +253,7 @@ def test_a_changed_workload_is_red(accepted: Project) -> None:
     red(result, THIRD, "sizes were {'n': 64}, now {'n': 128}", code=UNDECIDED)
 
 
-# --- what was found is red ------------------------------------------------------------------------------------------
+# --- red verdicts ---------------------------------------------------------------------------------------------------
 
 DIED = Failure(status=Status.UNMEASURED, message="the optimized side crashed with SIGSEGV")
 WRONG = Failure(status=Status.NOT_EQUIVALENT, message="scale: output is off by 1 at [0]")
@@ -270,25 +270,25 @@ WRONG = Failure(status=Status.NOT_EQUIVALENT, message="scale: output is off by 1
     ],
     ids=["regressed", "noisy", "below_floor", "died", "not_equivalent"],
 )
-def test_red_verdicts(project: Project, outcome: object, words: list[str]) -> None:
+def test_each_red_verdict_makes_the_gate_red(project: Project, outcome: object, words: list[str]) -> None:
     project.write("tests/test_scale.py", SCALE.replace('"large", n=64', '"large", n=64, speedup=1.5'))
     project.accept()
     project.measured(outcome)
     result = project.gate("--perfsuite-report=out")
-    red(result, *words, code=UNDECIDED if words[0] == "NOISY" else 1)  # the optimized side itself died
+    red(result, *words, code=UNDECIDED if words[0] == "NOISY" else 1)  # a crash of the optimized side is its fault
     report = json.loads((project.path / "out/report.json").read_text())
     assert any(v["status"] == words[0] for v in report["verdicts"].values())
 
 
-def test_a_workload_that_was_lost_is_red(accepted: Project) -> None:
-    """A measuring process that reports nothing of a workload makes the gate red."""
+def test_lost_workload_is_red(accepted: Project) -> None:
+    """A workload is lost if its measuring process reports nothing about it."""
     assert accepted.workers is not None
     run = accepted.workers.run
     accepted.workers.run = lambda *given: (o for o in run(*given) if o[0] != LARGE)  # type: ignore[method-assign]
     red(accepted.gate(), "UNMEASURED", LARGE, code=UNDECIDED)
 
 
-def test_improved_is_green(accepted: Project) -> None:
+def test_improved_workloads_are_green(accepted: Project) -> None:
     accepted.measured(times(slower=-0.3))
     assert "3 IMPROVED" in green(accepted.gate())
 
@@ -302,7 +302,7 @@ def test_one_red_workload_leaves_the_others_green(accepted: Project) -> None:
     assert not lines_with(output, "✗", LITTLE)
 
 
-def test_a_plain_run_judges_promises_alone(project: Project) -> None:
+def test_plain_run_checks_only_promises(project: Project) -> None:
     project.write("tests/test_scale.py", SCALE.replace('"large", n=64', '"large", n=64, speedup=3.0'))
     project.measured(times())
     result = project.run("-m", "perf")
@@ -331,18 +331,18 @@ def test_a_waived_regression_is_green(accepted: Project) -> None:
     assert lines_with(output, "1 workload excused; without the waivers this run is red: the code is at fault")
 
 
-def test_a_waiver_covers_no_wrong_result(accepted: Project) -> None:
+def test_waiver_does_not_cover_a_wrong_result(accepted: Project) -> None:
     waive(accepted, TODAY + DAY)
     accepted.measured(fails(WRONG, only="large"))
     red(accepted.gate(), "NOT_EQUIVALENT", LARGE)
 
 
-def test_a_waiver_that_has_ended_is_red(accepted: Project) -> None:
+def test_expired_waiver_is_red(accepted: Project) -> None:
     waive(accepted, TODAY - 2 * DAY)
     red(accepted.gate(), "ERROR", "waivers.toml", "ended on", LARGE, code=4)
 
 
-def test_a_waiver_of_nothing_is_red(accepted: Project) -> None:
+def test_waiver_of_an_unknown_workload_is_red(accepted: Project) -> None:
     waive(accepted, TODAY + DAY, "tests/test_gone.py::gone::speed[small]")
     red(accepted.gate(), "ERROR", "waivers.toml", "no workload", "test_gone.py", code=4)
 
@@ -357,7 +357,7 @@ XDIST = """
 
 
 @pytest.mark.parametrize("gate", [["--benchmark-compare"], []])
-def test_xdist_is_red(accepted: Project, gate: list[str]) -> None:
+def test_gate_under_xdist_is_red(accepted: Project, gate: list[str]) -> None:
     beside = []
     if importlib.util.find_spec("xdist") is None:
         accepted.write("beside.py", XDIST)
@@ -377,13 +377,13 @@ def test_timed_items_in_an_xdist_worker_are_red(accepted: Project) -> None:
 
 
 @FULLY  # it starts a worker
-def test_proofs_in_an_xdist_worker_run(project: Project) -> None:
+def test_proofs_run_in_an_xdist_worker(project: Project) -> None:
     project.write("test_scale.py", SCALE)
     project.write("conftest.py", "def pytest_configure(config):\n    config.workerinput = {'workerid': 'gw0'}")
     project.run("-m", "correctness").assert_outcomes(passed=6)
 
 
-def test_a_path_that_the_option_swallows_is_red(accepted: Project) -> None:
+def test_path_taken_as_the_value_of_benchmark_compare_is_red(accepted: Project) -> None:
     result = accepted.run("-m", "perf", "--benchmark-compare", "tests/")
     red(result, "ERROR", "--benchmark-compare took 'tests/'", "write --benchmark-compare last", code=4)
     assert accepted.workers is not None
@@ -400,12 +400,12 @@ def test_a_path_that_the_option_swallows_is_red(accepted: Project) -> None:
         pytest.param(["-m", "correctness or perf"], marks=FULLY),
     ],
 )
-def test_the_gate_applies_however_the_items_are_chosen(accepted: Project, arguments: list[str]) -> None:
+def test_gate_applies_for_every_way_of_selecting_items(accepted: Project, arguments: list[str]) -> None:
     accepted.measured(times(slower=0.05))
     red(accepted.run(*arguments, "--benchmark-compare"), "REGRESSED", LITTLE)
 
 
-def test_a_gate_on_proofs_alone_is_red(accepted: Project) -> None:
+def test_gate_on_proofs_only_is_red(accepted: Project) -> None:
     red(
         accepted.run("-m", "correctness", "-k", "integrity", "--benchmark-compare"),
         "nothing was measured",
@@ -413,7 +413,7 @@ def test_a_gate_on_proofs_alone_is_red(accepted: Project) -> None:
     )
 
 
-def test_the_gate_says_when_it_could_not_load_the_accepted_revision(project: Project) -> None:
+def test_gate_reports_that_it_could_not_load_the_accepted_revision(project: Project) -> None:
     project.write("test_scale.py", SCALE)
     project.accept(None, "--allow-dirty")
     shutil.rmtree(project.path / ".git")
@@ -421,7 +421,7 @@ def test_the_gate_says_when_it_could_not_load_the_accepted_revision(project: Pro
     red(project.gate(), "REGRESSED", "compared with stored figures", "git")
 
 
-def test_the_first_failure_ends_the_run_red(accepted: Project) -> None:
+def test_run_that_stops_at_the_first_failure_is_red(accepted: Project) -> None:
     accepted.measured(times(slower=0.05))
     red(accepted.gate("-x"), "REGRESSED")
 
@@ -446,7 +446,7 @@ ENDINGS = {
 
 @pytest.mark.parametrize("ending", ENDINGS.values(), ids=ENDINGS)
 @pytest.mark.parametrize("command", [pytest.param("pytest", marks=FULLY), "perfsuite"])
-def test_a_run_that_ends_early_is_red(accepted: Project, ending: str, command: str) -> None:
+def test_run_ended_early_by_a_conftest_is_red(accepted: Project, ending: str, command: str) -> None:
     (accepted.path / "conftest.py").write_text(ending)
     result = accepted.gate() if command == "pytest" else accepted.cli("gate")
     code = result.ret if isinstance(result, pytest.RunResult) else result.exit_code
@@ -457,7 +457,7 @@ def test_a_run_that_ends_early_is_red(accepted: Project, ending: str, command: s
     "option", ["--co", "--fixtures", "--cache-show", "--setup-plan", "--perfsuite-mode=list", "--markers"]
 )
 @pytest.mark.parametrize("place", ["addopts", pytest.param("PYTEST_ADDOPTS", marks=FULLY), "after --"])
-def test_an_option_that_runs_no_test_is_red(
+def test_pytest_option_that_runs_no_test_is_refused(
     accepted: Project, monkeypatch: pytest.MonkeyPatch, option: str, place: str
 ) -> None:
     if place == "addopts":
@@ -472,13 +472,15 @@ def test_an_option_that_runs_no_test_is_red(
         assert done.exit_code == 2
 
 
-def test_a_baseline_in_another_folder(accepted: Project) -> None:
+def test_baselines_option_names_another_folder(accepted: Project) -> None:
     (accepted.path / "baselines").rename(accepted.path / "elsewhere")
     red(accepted.gate(), "NO_BASELINE", code=UNDECIDED)
     green(accepted.gate("--perfsuite-baselines=elsewhere"))
 
 
-def test_from_a_folder_below_the_baseline_is_the_projects(accepted: Project, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gate_in_a_subfolder_uses_the_baseline_of_the_project(
+    accepted: Project, monkeypatch: pytest.MonkeyPatch
+) -> None:
     accepted.write("pytest.ini", "[pytest]")
     monkeypatch.chdir(accepted.path / "tests")
     green(accepted.gate())
@@ -491,7 +493,7 @@ def _flat(text: str) -> str:
     return "\n".join(line[4:] for line in lines)
 
 
-def test_a_fault_of_perfsuite_s_own_is_shown_once_and_leaves_every_workload_red(accepted: Project) -> None:
+def test_internal_error_is_shown_once_and_makes_every_workload_red(accepted: Project) -> None:
     tried = []
 
     def broken(self: Gate) -> dict[str, Verdict]:

@@ -1,4 +1,4 @@
-"""The folders that perfsuite makes for itself."""
+"""Folders for sockets."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from perfsuite.errors import MachineError
 
 
 @pytest.mark.parametrize("length", [folders.LONGEST_PARENT, 200])
-def test_a_socket_finds_room_in_its_folder(monkeypatch: pytest.MonkeyPatch, length: int) -> None:
+def test_socket_folder_has_a_path_short_enough_for_a_socket(monkeypatch: pytest.MonkeyPatch, length: int) -> None:
     with tempfile.TemporaryDirectory(dir="/tmp") as parent:
         usual = Path(parent, "x" * (length - len(parent) - 1))
         usual.mkdir()
@@ -24,7 +24,7 @@ def test_a_socket_finds_room_in_its_folder(monkeypatch: pytest.MonkeyPatch, leng
             listening.bind(str(Path(folder, "a name of a workload")))
 
 
-def test_where_there_is_no_room_one_line_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_socket_folder_without_a_short_path_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", "/somewhere/" + "x" * 90)
     monkeypatch.setattr(os, "access", lambda path, mode: False)
     with pytest.raises(MachineError, match="set TMPDIR to a shorter path"):

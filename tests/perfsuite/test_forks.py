@@ -1,4 +1,4 @@
-"""Tasks run in forks of a server: each begins in the same state, and can end only itself."""
+"""Tasks run in forks of a server: each starts in the same state, and can only end itself."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_a_task_has_its_own_arguments_folder_environment_and_output(forks: Forks
     assert text.splitlines() == [f"['say', 'a b'] {tmp_path} mine __main__ True", "to stderr"]
 
 
-def test_a_task_finds_nothing_that_another_has_left(forks: Forks, tmp_path: Path) -> None:
+def test_task_does_not_see_changes_made_by_another_task(forks: Forks, tmp_path: Path) -> None:
     for _ in range(2):
         assert run(forks, tmp_path, "leave") == (0, "False None\n")
 
@@ -87,7 +87,7 @@ def test_exit_codes_are_those_of_a_process(forks: Forks, tmp_path: Path) -> None
     assert run(forks, tmp_path, "exit", "0")[0] == 0
 
 
-def test_a_task_that_hangs_is_killed_with_what_it_has_started(forks: Forks, tmp_path: Path) -> None:
+def test_hanging_task_is_killed_with_its_child_processes(forks: Forks, tmp_path: Path) -> None:
     with pytest.raises(subprocess.TimeoutExpired):
         run(forks, tmp_path, "hang", seconds=2.0)
     if (tmp_path / "ids").exists():  # unless this machine is so slow that it had not begun
@@ -96,12 +96,12 @@ def test_a_task_that_hangs_is_killed_with_what_it_has_started(forks: Forks, tmp_
     assert run(forks, tmp_path, "exit", "5")[0] == 5
 
 
-def test_a_task_takes_its_server_down_and_the_next_has_another(forks: Forks, tmp_path: Path) -> None:
+def test_next_task_gets_a_new_server_if_one_was_killed(forks: Forks, tmp_path: Path) -> None:
     assert run(forks, tmp_path, "server")[0] == GONE
     assert run(forks, tmp_path, "exit", "6")[0] == 6
 
 
-def test_a_task_gets_the_descriptor_that_it_is_handed_while_others_run(forks: Forks, tmp_path: Path) -> None:
+def test_concurrent_tasks_get_their_own_file_descriptors(forks: Forks, tmp_path: Path) -> None:
     logs, started = [tmp_path / f"log{n}" for n in range(3)], []
     writers = []
     for log in logs:
@@ -109,21 +109,21 @@ def test_a_task_gets_the_descriptor_that_it_is_handed_while_others_run(forks: Fo
         writers.append(writer)
         started.append(forks.start(command(tmp_path, log, "read"), ("GIVEN", reader)))
         os.close(reader)
-    for number in (2, 0, 1):  # each waits for its own line, whatever the others do
+    for number in (2, 0, 1):  # each task waits only for its own line
         os.write(writers[number], f"line {number}".encode())
         assert started[number].wait(LIMIT_S) == 0
         os.close(writers[number])
     assert [log.read_text() for log in logs] == ["line 0\n", "line 1\n", "line 2\n"]
 
 
-def test_a_task_that_is_killed_while_its_server_prepares_itself_has_ended(tmp_path: Path) -> None:
-    forks = Forks("time:sleep", os.environ)  # which fails without an argument, after a moment
+def test_task_killed_while_its_server_prepares_has_ended(tmp_path: Path) -> None:
+    forks = Forks("time:sleep", os.environ)  # the call without an argument raises after a moment
     fork = forks.start(command(tmp_path, tmp_path / "log", module="os"))
     fork.kill()
     assert fork.poll() == GONE
 
 
-def test_a_server_that_does_not_start_is_reported_by_the_code(tmp_path: Path) -> None:
+def test_server_that_does_not_start_is_reported_by_the_exit_code(tmp_path: Path) -> None:
     forks = Forks("no_such_module:nothing", os.environ)
     assert forks.run(command(tmp_path, tmp_path / "log", module="os"), LIMIT_S) == GONE
 
@@ -146,7 +146,7 @@ os.kill(os.getpid(), signal.SIGKILL)
     assert gone(int(done.stdout))
 
 
-def test_where_there_is_no_fork_a_task_is_a_process_of_its_own(
+def test_task_is_a_separate_process_if_fork_is_unavailable(
     forks: Forks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delattr(os, "fork")

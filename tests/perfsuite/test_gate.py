@@ -1,4 +1,4 @@
-"""The gate's rule: each verdict where it is due, with exact bounds. Its error rates are in test_gate_rates.py."""
+"""The gate's rule: the conditions of each verdict, with exact bounds. Its error rates are in test_gate_rates.py."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ SUITE = Suite(ratio=NOISE, paired=NOISE)
 REVISION = "the accepted revision 1a2b3c4"
 SELECTED = 40
 FINE = 10**6
-"""Steps of the margin that are fine enough to show one degree of freedom more or less."""
+"""Steps of the margin per unit, fine enough to show a difference of one degree of freedom."""
 
 
 def process(slower: float = 0.0, *, ratio: float = TRUTH, **fields: Any) -> Measurement:
@@ -117,10 +117,10 @@ def interval(value: float, se: float, dof: float) -> tuple[float, float]:
     return value - half, value + half
 
 
-# --- the stages -----------------------------------------------------------------------------------------------------
+# --- stages ---------------------------------------------------------------------------------------------------------
 
 
-def test_the_rule_s_constants_are_the_documented_ones() -> None:
+def test_constants_of_the_rule_have_their_documented_values() -> None:
     assert LOOKS == (1, 2, 3, 4, 6, 8, 12)
     assert (
         gate.RED_PROCESSES,
@@ -152,7 +152,7 @@ def test_records_are_frozen_named_and_slotted(record: type) -> None:
     assert not hasattr(made, "__dict__")
 
 
-def test_records_start_from_what_is_known_without_a_measurement() -> None:
+def test_default_values_of_records() -> None:
     assert Suite() == Suite(ratio=DEFAULT_NOISE, paired=DEFAULT_NOISE)
     assert Subject(id="a") == Subject(id="a", runs=(), entry=None, promises=PromiseRecord(), margin=None, sampled=False)
     assert not Open(processes=1, reason="").reference
@@ -160,7 +160,7 @@ def test_records_start_from_what_is_known_without_a_measurement() -> None:
     assert (speed.promised, speed.holds, speed.broken, speed.full, speed.likely) == (0.0, True, False, 0, 1)
 
 
-def test_what_was_not_measured_needs_a_first_process() -> None:
+def test_workload_without_a_measurement_needs_a_first_process() -> None:
     assert opened(judge([])) == "nothing was measured"
     assert analyse([], SUITE, selected=0) == {}
 
@@ -169,17 +169,17 @@ def test_what_was_not_measured_needs_a_first_process() -> None:
     ("slower", "count", "likely"),
     [(0.007, 1, 1), (0.008, 1, 2), (0.0099, 1, 3), (0.05, 1, 3), (0.05, 2, 4), (0.05, 3, 3)],
 )
-def test_what_is_undecided_says_how_many_processes_will_probably_decide(slower: float, count: int, likely: int) -> None:
+def test_open_answer_estimates_how_many_processes_will_decide(slower: float, count: int, likely: int) -> None:
     answer = judge(runs(slower, count, scale=0.01), margin=0.01, sampled=True)
     assert isinstance(answer, Open)
     assert answer.likely == likely
 
 
-def test_no_more_processes_are_likely_than_a_regression_needs() -> None:
+def test_processes_ahead_are_limited_to_what_a_regression_needs() -> None:
     assert [max(stages.ahead(n), default=0) for n in (1, 2, 3, 4, 6, 8, 12)] == [3, 4, 3, 4, 2, 4, 0]
 
 
-def test_a_promise_in_doubt_says_how_many_processes_will_probably_show_it() -> None:
+def test_doubtful_promise_estimates_how_many_processes_will_decide() -> None:
     found = [promised(first_few(runs(count=1)), p) for p in (15.5, 16.0, 17.0, 19.0, 19.9, 20.5)]
     assert all(isinstance(a, Verdict | Open) for a in found)
     likely = [a.likely for a in found if isinstance(a, Open)]
@@ -189,7 +189,7 @@ def test_a_promise_in_doubt_says_how_many_processes_will_probably_show_it() -> N
 
 
 @pytest.mark.parametrize("count", range(1, 12))
-def test_what_is_undecided_is_measured_until_the_next_look(count: int) -> None:
+def test_undecided_workload_is_measured_until_the_next_look(count: int) -> None:
     run = runs(0.008, count, scale=6.0)
     reason = opened(judge(run, margin=0.01), next(n for n in LOOKS if n > count) - count)
     assert reason == ("a slowdown of 1.0% is neither shown nor excluded yet" if count in LOOKS else "between two looks")
@@ -201,13 +201,13 @@ def test_nothing_is_decided_between_two_looks(count: int) -> None:
 
 
 @pytest.mark.parametrize("count", [12, 13, 20])
-def test_the_last_look_decides_and_later_processes_do_not_open_it_again(count: int) -> None:
+def test_last_look_decides_whatever_processes_follow(count: int) -> None:
     verdict(judge(runs(0.0045, count, scale=12.0), margin=0.01), Status.NOISY)
     verdict(judge(runs(0.0, count)), Status.PASS)
     verdict(judge(runs(0.03, count)), Status.REGRESSED)
 
 
-def test_a_family_smaller_than_its_members_is_a_mistake() -> None:
+def test_selected_below_the_number_of_workloads_is_an_error() -> None:
     assert isinstance(judge(runs(), selected=1), Verdict)
     with pytest.raises(ValueError, match="selected=0, but 1 workloads are named"):
         judge(runs(), selected=0)
@@ -227,7 +227,7 @@ def test_each_workload_gets_its_own_answer_in_the_given_order() -> None:
 # --- PASS -----------------------------------------------------------------------------------------------------------
 
 
-def test_an_unchanged_workload_passes_after_one_process_with_its_figures() -> None:
+def test_unchanged_workload_passes_after_one_process() -> None:
     found = verdict(judge([process(0.001)]), Status.PASS)
     assert found.message == f"PASS {ID}: a slowdown of 1.0% is excluded"
     known = pooled(ENTRY.process_means("accepted"), NOISE.process)
@@ -238,7 +238,7 @@ def test_an_unchanged_workload_passes_after_one_process_with_its_figures() -> No
     assert found.accepted_speedup == pytest.approx(20.0, rel=1e-3)
 
 
-def test_a_verdict_has_this_run_s_speedup_with_the_session_s_shift_in_its_error() -> None:
+def test_speedup_interval_of_a_verdict_includes_the_session_variance() -> None:
     found = verdict(judge(runs(count=3)), Status.PASS)
     noise = noise_of(ENTRY.process_means(), NOISE)
     process_noise = pooled([OFFSETS], noise.process)
@@ -268,14 +268,14 @@ def by_speed(
 
 @pytest.mark.parametrize("count", [*LOOKS, 20])
 @pytest.mark.parametrize("dof", [3.0, 30.0])
-def test_a_slowdown_is_excluded_at_each_look_s_share_of_beta(dof: float, count: int) -> None:
+def test_each_look_excludes_a_slowdown_at_its_share_of_beta(dof: float, count: int) -> None:
     limit = scipy.stats.t.isf(0.03 * {1: 0.4, 2: 0.2, 3: 0.1, 12: 0.15, 20: 0.15}.get(count, 0.05), dof)
     for factor, passes in ((1.001, True), (0.999, False)):
         se = (math.log1p(0.01) - math.log1p(0.002)) / (factor * limit)
         assert (by_speed(0.002, se, dof=dof, count=count)[0] is Status.PASS) is passes
 
 
-def test_a_sampled_workload_passes_after_two_processes() -> None:
+def test_sampled_workload_passes_after_two_processes() -> None:
     assert by_speed(0.0, 1e-5, count=1)[0] is Status.PASS
     assert by_speed(0.0, 1e-5, count=1, sampled=True)[0] is None
     assert by_speed(0.0, 1e-5, count=2, sampled=True)[0] is Status.PASS
@@ -283,7 +283,7 @@ def test_a_sampled_workload_passes_after_two_processes() -> None:
     verdict(judge(runs(count=2), sampled=True), Status.PASS)
 
 
-def test_the_accepted_code_passes_after_one_process_unless_it_is_slower_by_the_margin() -> None:
+def test_same_code_passes_after_one_process_unless_slower_by_the_margin() -> None:
     for change, passes in ((0.0099, True), (0.0101, False)):
         assert by_speed(change, 0.1, count=1)[0] is None
         status, text = by_speed(change, 0.1, count=1, same_code=True)
@@ -293,12 +293,12 @@ def test_the_accepted_code_passes_after_one_process_unless_it_is_slower_by_the_m
     assert by_speed(-0.5, 1e-5, count=4, same_code=True)[0] is Status.PASS, "no improvement of the code"
     verdict(judge(runs(0.009, 1, scale=0.0), same_code=True), Status.PASS)
     opened(judge(runs(0.011, 1, scale=0.0), same_code=True))
-    # The digests must have missed something that it really runs.
+    # The digests must have missed something that the workload runs.
     verdict(judge(runs(0.05, 4), same_code=True), Status.REGRESSED)
 
 
-def test_a_disturbed_process_does_not_make_the_accepted_code_noisy() -> None:
-    """The processes' mean is 1.9% slower: for other code the verdict would be NOISY after twelve."""
+def test_same_code_is_not_noisy_because_of_one_disturbed_process() -> None:
+    """The mean over processes is 1.9% slower; for other code the verdict would be NOISY after 12 processes."""
     measured = [0.18, 0.05, 0.0, 0.015, -0.01, 0.002] + [0.0] * 6
     made = [process(slower) for slower in measured]
     for count in (1, 2, 3, 4):
@@ -311,8 +311,8 @@ def test_a_disturbed_process_does_not_make_the_accepted_code_noisy() -> None:
     verdict(judge([process(0.02), process(0.9)] * 6, same_code=True), Status.NOISY)
 
 
-def test_the_accepted_code_tells_nothing_of_the_run_s_noise() -> None:
-    """The accepted code has a second process only where the first was slow, so its noise is not the run's."""
+def test_same_code_does_not_count_in_the_noise_of_the_run() -> None:
+    """Unchanged code gets a second process only if the first was slow, so its variance is biased."""
     others = [subject(runs(count=2, scale=6.0), id=f"other{n}") for n in range(8)]
     judged = [subject([replace(m, id=s.id) for m in s.runs], id=s.id) for s in others]
     near = subject([replace(m, id="near") for m in runs(0.006, 1)], id="near")
@@ -326,12 +326,12 @@ def test_the_accepted_code_tells_nothing_of_the_run_s_noise() -> None:
 
 @pytest.mark.parametrize("count", [1, 2, 3])
 @pytest.mark.parametrize("slower", [0.02, 0.5])
-def test_fewer_than_four_processes_blame_nobody(slower: float, count: int) -> None:
+def test_regression_needs_four_processes(slower: float, count: int) -> None:
     opened(judge(runs(slower, count)))
     verdict(judge(runs(slower, 4)), Status.REGRESSED)
 
 
-def test_a_slower_optimized_side_is_regressed() -> None:
+def test_slower_optimized_side_is_regressed() -> None:
     found = verdict(judge([process(math.log(1.031) + o) for o in OFFSETS * 2]), Status.REGRESSED)
     known = pooled([*ENTRY.process_means("accepted"), OFFSETS * 2], NOISE.process)
     low, high = (math.expm1(x) for x in interval(math.log(1.031), *paired_error(known, 6)))
@@ -353,20 +353,18 @@ def test_a_slower_optimized_side_is_regressed() -> None:
         (-0.01001, Status.IMPROVED),
     ],
 )
-def test_a_certain_change_counts_from_half_the_margin_up_and_from_the_margin_down(
-    change: float, status: Status
-) -> None:
+def test_certain_change_is_red_above_half_the_margin_and_improved_beyond_it(change: float, status: Status) -> None:
     assert by_speed(change, 1e-6)[0] is status
 
 
-def test_the_limits_themselves_count() -> None:
+def test_change_of_exactly_the_limit_counts() -> None:
     margin = 2 * math.expm1(math.log1p(0.005))
     assert by_speed(0.005, 1e-6, margin=margin)[0] is Status.REGRESSED
     margin = -math.expm1(math.log1p(-0.01))
     assert by_speed(-0.01, 1e-6, margin=margin)[0] is Status.IMPROVED
 
 
-def test_a_change_is_called_at_alpha_over_looks_and_workloads() -> None:
+def test_change_is_significant_at_alpha_over_looks_and_workloads() -> None:
     limit = scipy.stats.t.isf(0.01 / 4 / SELECTED, 9.0)
     for factor, called in ((1.001, True), (0.999, False)):
         se = math.log1p(0.02) / (factor * limit)
@@ -375,7 +373,7 @@ def test_a_change_is_called_at_alpha_over_looks_and_workloads() -> None:
         assert (by_speed(-0.02, se, dof=9.0)[0] is Status.IMPROVED) is called
 
 
-def test_a_p_at_its_level_is_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_p_value_equal_to_its_level_is_significant(monkeypatch: pytest.MonkeyPatch) -> None:
     for value, status in ((0.02, Status.REGRESSED), (-0.02, Status.IMPROVED)):
         error = Estimate(value=value, se=0.004, dof=9.0)
         p = min(error.p_above(0), error.p_below(0))
@@ -385,12 +383,12 @@ def test_a_p_at_its_level_is_enough(monkeypatch: pytest.MonkeyPatch) -> None:
             assert (found is status) is called
 
 
-def test_a_slowdown_of_less_than_half_the_margin_is_none_however_certain() -> None:
+def test_certain_slowdown_below_half_the_margin_passes() -> None:
     verdict(judge(runs(0.0045, 12, scale=0.0), margin=0.01), Status.PASS)
     verdict(judge(runs(0.0055, 12, scale=0.0), margin=0.01), Status.REGRESSED)
 
 
-def test_more_selected_workloads_need_more_certainty() -> None:
+def test_more_selected_workloads_need_more_significance() -> None:
     run = runs(0.006, 4, scale=3.0)
     verdict(judge(run, margin=0.008, selected=1), Status.REGRESSED)
     opened(judge(run, margin=0.008, selected=10**9), 2)
@@ -399,16 +397,16 @@ def test_more_selected_workloads_need_more_certainty() -> None:
 # --- IMPROVED and NOISY ---------------------------------------------------------------------------------------------
 
 
-def test_a_faster_side_is_improved_and_asks_to_be_accepted() -> None:
+def test_faster_side_is_improved_and_advises_to_accept() -> None:
     found = verdict(judge(runs(-0.05)), Status.IMPROVED)
     assert "the optimized side is 4.9% faster than the accepted revision 1a2b3c4 (95% interval " in found.message
     assert found.message.endswith("margin 1.0%); run `perfsuite accept` to keep the gain")
-    # Faster by less than the margin is no news.
+    # A speed-up below the margin is a PASS.
     verdict(judge(runs(-0.008)), Status.PASS)
 
 
 @pytest.mark.parametrize(("change", "word"), [(0.03, "slower"), (-0.03, "faster"), (0.0, "slower")])
-def test_a_speed_is_said_with_its_interval_in_the_same_direction(change: float, word: str) -> None:
+def test_interval_in_the_message_has_the_direction_of_the_change(change: float, word: str) -> None:
     text = by_speed(change, 0.02, count=12, dof=25.0)[1]
     low, high = (100 * math.expm1(x) for x in interval(math.log1p(change), 0.02, 25.0))
     bounds = (-high, -low) if change < 0 else (low, high)
@@ -419,7 +417,7 @@ def test_a_speed_is_said_with_its_interval_in_the_same_direction(change: float, 
 
 
 @pytest.mark.parametrize("se", [0.004, 0.02, 0.05, 0.2])
-def test_noisy_says_which_margin_this_run_would_have_decided(se: float) -> None:
+def test_noisy_message_advises_a_margin_that_this_run_would_pass(se: float) -> None:
     status, text = by_speed(0.004, se, count=12)
     assert status is Status.NOISY
     start, _, advised = text.rpartition("declare margin=")
@@ -431,13 +429,13 @@ def test_noisy_says_which_margin_this_run_would_have_decided(se: float) -> None:
     assert by_speed(0.004, se, count=12, margin=float(advised) - 0.01)[0] is Status.NOISY
 
 
-def test_noisy_advises_a_margin_strictly_above_the_bound() -> None:
+def test_advised_margin_is_strictly_above_the_bound() -> None:
     upper = Estimate(value=0.0, se=1.0, dof=30.0).upper(1 - 0.03 * 0.15)
     text = by_speed(0.0, math.log1p(0.03) / upper, count=12)[1]
     assert text.endswith("declare margin=0.04")
 
 
-def test_noisy_advises_no_margin_that_cannot_be_declared() -> None:
+def test_noisy_message_advises_no_margin_that_cannot_be_declared() -> None:
     assert by_speed(0.004, 0.3, count=12)[1].endswith("margin 1.0%); measure on a quiet machine")
     upper = Estimate(value=0.0, se=1.0, dof=30.0).upper(1 - 0.03 * 0.15)
     for size, advised in ((0.985, True), (0.995, False)):
@@ -456,8 +454,8 @@ def fine(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("fine")
 @pytest.mark.parametrize("selected", [1, 40, 1000])
 @pytest.mark.parametrize("scale", [0.5, 2.0, 9.0, 16.0])
-def test_the_default_margin_is_what_the_processes_resolve(scale: float, selected: int) -> None:
-    """The margin is what six processes resolve if that is up to 2%; else what twelve resolve, but at least 2%."""
+def test_default_margin_is_what_the_processes_resolve(scale: float, selected: int) -> None:
+    """The margin is the change that 6 processes resolve if at most 2%; else that of 12 processes, but at least 2%."""
     made = accepted(scale)
     known = pooled(made.process_means("accepted"), NOISE.process)
 
@@ -469,7 +467,7 @@ def test_the_default_margin_is_what_the_processes_resolve(scale: float, selected
     assert margin_of(made, SUITE, selected=selected) == pytest.approx(expected, abs=2e-6)
 
 
-def test_the_default_margin_grows_with_the_noise_between_1_and_10_percent() -> None:
+def test_default_margin_grows_with_the_noise_from_1_to_10_percent() -> None:
     sizes = [
         estimates._default_margin(Variance(value=(2e-4 * i) ** 2, dof=20.0), SELECTED, 0.01) for i in range(1, 300)
     ]
@@ -477,19 +475,19 @@ def test_the_default_margin_grows_with_the_noise_between_1_and_10_percent() -> N
     assert (sizes[0], sizes[-1]) == (0.01, 0.10)
     assert all(s == round(s, 3) for s in sizes)
     assert 0.01 < next(s for s in sizes if s > 0.01) < 0.02
-    # Noise that six processes do not resolve, but twelve do.
+    # Some noise is resolved at 2% by twelve processes, but not by six.
     assert sizes.count(0.02) >= 3
     assert sizes.count(0.10) >= 10
 
 
-def test_the_default_margin_is_rounded_up_to_a_tenth_of_a_percent() -> None:
+def test_default_margin_is_rounded_up_to_a_tenth_of_a_percent() -> None:
     for needed, size in ((0.0149, 0.015), (0.0150, 0.015), (0.0151, 0.016), (0.004, 0.01)):
         per_se = scipy.stats.t.isf(0.01 / 4 / SELECTED, 9.0) + scipy.stats.t.ppf(0.95, 9.0)
         error = Estimate(value=1.0, se=math.log1p(needed) / per_se, dof=9.0)
         assert estimates._resolvable(error, SELECTED, 0.01) == size
 
 
-def test_the_least_margin_is_that_of_the_clock() -> None:
+def test_least_margin_depends_on_the_clock() -> None:
     quiet = Suite(paired=replace(NOISE, process=Variance(value=1e-12, dof=30.0)))
     for clock, least in (("device", 0.01), ("wall", 0.015)):
         run = [measurement(accepted=o / 100, clock=clock) for o in OFFSETS * 2]
@@ -502,12 +500,12 @@ def test_the_least_margin_is_that_of_the_clock() -> None:
             assert found.margin == least or ("stored" in fields and found.margin > least)
 
 
-def test_a_margin_of_any_noise_is_finite() -> None:
+def test_margin_is_finite_for_extreme_noise() -> None:
     assert estimates._resolvable(Estimate(value=0.0, se=1e6, dof=4.0), 10**6, 0.01) >= estimates.MARGIN_MOST
     assert margin_of(entry([process(o) for o in (-20.0, 20.0)]), Suite(), selected=10**9) == 0.10
 
 
-def test_a_declared_margin_takes_the_place_of_the_default() -> None:
+def test_declared_margin_replaces_the_default() -> None:
     assert verdict(judge(runs(0.03), margin=0.1), Status.PASS).margin == 0.1
     assert verdict(judge(runs(0.03)), Status.REGRESSED).margin == 0.01
     stored = {"stored": "no git", "margin": 0.2}
@@ -517,7 +515,7 @@ def test_a_declared_margin_takes_the_place_of_the_default() -> None:
 
 
 @pytest.mark.usefixtures("fine")
-def test_without_an_entry_the_margin_follows_from_this_run_s_own_noise() -> None:
+def test_margin_without_an_entry_follows_from_the_noise_of_this_run() -> None:
     run = runs(count=6, scale=1.5)
     found = verdict(judge(run, entry=None, against="the revision abcdef0"), Status.PASS)
     known = pooled([[1.5 * o for o in OFFSETS * 2]], NOISE.process)
@@ -550,13 +548,13 @@ def half(known: Variance, count: int) -> float:
     return interval(0.0, *paired_error(known, count))[1]
 
 
-def test_the_variance_is_pooled_from_acceptance_and_this_run() -> None:
+def test_variance_is_pooled_over_acceptance_and_this_run() -> None:
     made, run = accepted(2.0), runs(count=4, scale=3.0)
     known = pooled([*made.process_means("accepted"), [3 * OFFSETS[i % 3] for i in range(4)]], NOISE.process)
     assert width(judge(run, entry=made, margin=0.1)) == pytest.approx(half(known, 4), abs=1e-7)
 
 
-def test_an_entry_without_an_a_a_comparison_takes_the_suite_s_noise() -> None:
+def test_entry_without_an_a_a_run_uses_the_noise_of_the_suite() -> None:
     made = entry([measurement(ratio=TRUTH + o) for o in OFFSETS])
     suite = replace(SUITE, paired=replace(NOISE, process=Variance(value=0.002**2, dof=7.0)))
     found = judge([process()], entry=made, suite=suite, margin=0.1)
@@ -573,7 +571,7 @@ def uneven(slower: float, blocks: int, spread: float = 0.002) -> Measurement:
 
 
 @pytest.mark.parametrize("blocks", [3, 8, 16])
-def test_the_accepted_variance_is_scaled_to_this_run_s_blocks(blocks: int) -> None:
+def test_accepted_variance_is_scaled_to_the_blocks_of_this_run(blocks: int) -> None:
     made = entry([uneven(o, 8) for o in OFFSETS])
     known = pooled(made.process_means("accepted"), NOISE.process)
     scaled = Variance(value=known.value * planning.scale(made, blocks), dof=known.dof)
@@ -588,7 +586,7 @@ def known_of(expected: Variance, *processes: Sequence[float]) -> Variance:
 
 
 @pytest.mark.parametrize("blocks", [1, 8])
-def test_a_workload_far_noisier_than_accepted_is_judged_by_its_own_processes(blocks: int) -> None:
+def test_variance_of_a_much_noisier_workload_is_that_of_its_own_processes(blocks: int) -> None:
     expected = Variance(value=1e-6, dof=24.0)
     limit = math.sqrt(scipy.stats.f.isf(1e-3, 3, 24))
     for factor, grown in ((1.001, True), (0.999, False)):
@@ -600,8 +598,8 @@ def test_a_workload_far_noisier_than_accepted_is_judged_by_its_own_processes(blo
     assert known_of(expected, [0.5] * blocks) == expected
 
 
-def test_blocks_that_vary_far_beyond_the_accepted_noise_show_it_after_one_process() -> None:
-    """Otherwise a process whose blocks differ by 60% would exclude a slowdown of 1%."""
+def test_blocks_with_much_more_noise_raise_the_variance_after_one_process() -> None:
+    """Otherwise one process with blocks that differ by 60% would exclude a slowdown of 1%."""
     opened(judge([uneven(0.0, 8, spread=0.3)]))
     expected = Variance(value=1e-6, dof=24.0)
     limit = math.sqrt(scipy.stats.f.isf(1e-3, 7, 24) * 8 * 7 / 8)
@@ -612,7 +610,7 @@ def test_blocks_that_vary_far_beyond_the_accepted_noise_show_it_after_one_proces
         assert (found.value, found.dof) == (pytest.approx(value), 24.0)
 
 
-def test_the_blocks_of_all_processes_are_pooled_about_their_own_means() -> None:
+def test_block_variance_is_pooled_within_processes() -> None:
     expected = Variance(value=1e-6, dof=24.0)
     first, second = [0.0, 0.02, 0.04], [0.03, 0.01]
     block = (8e-4 + 2e-4) / 3
@@ -622,14 +620,14 @@ def test_the_blocks_of_all_processes_are_pooled_about_their_own_means() -> None:
     assert (found.value, found.dof) == (pytest.approx(wanted.value), wanted.dof)
 
 
-def test_a_workload_that_varies_far_beyond_what_was_accepted_is_not_blamed_for_little() -> None:
+def test_much_noisier_workload_is_regressed_only_by_a_large_slowdown() -> None:
     opened(judge(runs(0.02, 4, scale=20.0)), 2)
     verdict(judge(runs(0.3, 12, scale=20.0)), Status.REGRESSED)
     assert "declare margin=" in verdict(judge(runs(0.0, 12, scale=20.0)), Status.NOISY).message
 
 
 def crowd(count: int, scale: float, processes: int = 2, **fields: Any) -> list[Subject]:
-    """Return unchanged workloads; the two processes of each differ by `scale` times the accepted deviation."""
+    """Return unchanged workloads; two processes of each differ by `scale` times the accepted deviation."""
     keys = [workload_id(100 + i) for i in range(count)]
     shifts = [scale * 1e-3 * s for s in (-0.5, 0.5, 0.0, 0.0)[:processes]]
     return [
@@ -646,7 +644,7 @@ def factor_of(scale: float) -> float:
 
 
 @pytest.mark.parametrize("scale", [0.5, 4.0])
-def test_where_the_whole_run_is_noisier_all_variances_grow(scale: float) -> None:
+def test_noisier_run_scales_all_variances(scale: float) -> None:
     answers = analyse([subject([process()], margin=0.1), *crowd(8, scale)], SUITE, selected=SELECTED)
     known = pooled(ENTRY.process_means("accepted"), NOISE.process)
     grown = Variance(value=factor_of(scale) * known.value, dof=known.dof)
@@ -654,7 +652,7 @@ def test_where_the_whole_run_is_noisier_all_variances_grow(scale: float) -> None
     assert (factor_of(4.0) > 3, factor_of(0.5)) == (True, 1.0)
 
 
-def test_an_early_pass_is_withdrawn_when_the_run_turns_out_to_be_noisier() -> None:
+def test_early_pass_is_withdrawn_if_the_run_turns_out_noisier() -> None:
     first = subject([process(0.003)])
     verdict(analyse([first], SUITE, selected=SELECTED)[ID], Status.PASS)
     verdict(analyse([first, *crowd(8, 1.0)], SUITE, selected=SELECTED)[ID], Status.PASS)
@@ -664,7 +662,7 @@ def test_an_early_pass_is_withdrawn_when_the_run_turns_out_to_be_noisier() -> No
     assert reason == "a slowdown of 1.0% is neither shown nor excluded yet"
 
 
-def test_a_run_s_noise_is_that_of_interleaved_workloads_with_sound_measurements() -> None:
+def test_noise_of_the_run_excludes_stored_figures_and_unsound_measurements() -> None:
     first = subject([process(0.003)])
     stored = crowd(8, 6.0, stored="no git")
     verdict(analyse([first, *stored], SUITE, selected=SELECTED)[ID], Status.PASS)
@@ -676,7 +674,7 @@ def test_a_run_s_noise_is_that_of_interleaved_workloads_with_sound_measurements(
     assert alone_ == among
 
 
-def test_the_suite_s_noise_is_fitted_to_all_accepted_workloads() -> None:
+def test_noise_of_the_suite_is_fitted_to_all_accepted_workloads() -> None:
     rng = np.random.default_rng(5)
 
     def made(number: int, *, interleaved: bool = True, **fields: Any) -> Entry:
@@ -698,7 +696,7 @@ def test_the_suite_s_noise_is_fitted_to_all_accepted_workloads() -> None:
     assert suite_noise({}) == Suite()
 
 
-def test_the_noise_of_a_clock_is_fitted_to_its_own_workloads_where_there_are_five() -> None:
+def test_noise_of_a_clock_is_fitted_to_its_workloads_if_at_least_five() -> None:
     def made(number: int, clock: str, sd: float) -> Entry:
         return replace(entry([process(o * sd) for o in OFFSETS]), id=workload_id(number), clock=clock)
 
@@ -718,14 +716,14 @@ def test_the_noise_of_a_clock_is_fitted_to_its_own_workloads_where_there_are_fiv
     )
 
 
-def test_a_promise_of_a_workload_that_differs_between_machines_is_held_against_this_run() -> None:
-    """On other hosts the reference is 40% slower or faster: more processes would not reduce that error."""
+def test_promise_is_compared_with_this_run_if_sessions_vary_widely() -> None:
+    """If the reference differs by 40% between hosts, more processes would not reduce that error."""
     shifty = Suite(ratio=replace(NOISE, session=Variance(value=0.2**2, dof=3.0)), paired=NOISE)
     held = verdict(promised(runs(), 19.0, suite=shifty), Status.PASS)
     assert held.speedup_low < 19.0
     below = verdict(promised(runs(count=12), 22.0, suite=shifty), Status.BELOW_FLOOR)
     assert below.speedup_high > 22.0
-    assert isinstance(promised(runs(), 22.0, suite=shifty), Open)  # what the session explains is not accused at once
+    assert isinstance(promised(runs(), 22.0, suite=shifty), Open)  # the difference may be due to the session
 
 
 # --- stored figures -------------------------------------------------------------------------------------------------
@@ -740,7 +738,7 @@ def stored(run: Sequence[Measurement], **fields: Any) -> Verdict | Open:
 def kept(
     slower: float = 0.0, count: int = 4, *, reference: float = 0.0, scale: float = 1.0, **fields: Any
 ) -> list[Measurement]:
-    """Return processes without the accepted side: each side is slower by its own seconds, which gives the ratio."""
+    """Return processes without the accepted side; `slower` and `reference` are log-ratios of the sides' seconds."""
     return [
         measurement(
             ratio=TRUTH + reference - slower + scale * OFFSETS[i % 3],
@@ -755,7 +753,7 @@ def kept(
 NOTE = "; compared with stored figures: no git"
 
 
-def test_where_the_accepted_revision_cannot_run_stored_figures_are_compared() -> None:
+def test_stored_figures_are_compared_if_the_accepted_revision_cannot_run() -> None:
     found = verdict(stored(kept(count=1)), Status.PASS)
     assert found.message.endswith(f"is excluded{NOTE}")
     assert found.compared == "stored figures"
@@ -774,7 +772,7 @@ def test_where_the_accepted_revision_cannot_run_stored_figures_are_compared() ->
 
 @pytest.mark.usefixtures("fine")
 @pytest.mark.parametrize("sessions", [1, 3])
-def test_stored_figures_carry_the_errors_of_both_sessions(sessions: int) -> None:
+def test_comparison_with_stored_figures_includes_errors_of_both_sessions(sessions: int) -> None:
     made, run = accepted(2.0, sessions), kept(0.001, 4, scale=2.0)
     found = verdict(stored(run, entry=made), Status.PASS)
     noise = noise_of(made.process_means(), NOISE)
@@ -785,7 +783,7 @@ def test_stored_figures_carry_the_errors_of_both_sessions(sessions: int) -> None
         worth = parts[0] ** 2 / known.dof + parts[1] ** 2 / noise.session.dof
         return math.sqrt(sum(parts)), sum(parts) ** 2 / worth
 
-    # The means of one run and of the baseline: OFFSETS leave both off 0.
+    # OFFSETS do not average to 0, neither over the run nor over the baseline.
     value = 0.001 - 2 * (
         float(np.mean([OFFSETS[i % 3] for i in range(4)])) + float(np.mean([OFFSETS[i % 3] for i in range(5)]))
     )
@@ -799,7 +797,7 @@ def test_stored_figures_carry_the_errors_of_both_sessions(sessions: int) -> None
     assert found.margin > margin_of(made, SUITE, selected=SELECTED)
 
 
-def test_the_margin_of_stored_figures_ends_at_4_percent_unless_the_workload_s_own_is_wider() -> None:
+def test_margin_of_stored_figures_is_limited_to_4_percent_or_the_default() -> None:
     shifty = Suite(ratio=replace(NOISE, session=Variance(value=0.01**2, dof=20.0)), paired=NOISE)
     assert verdict(stored(kept(count=12), suite=shifty), Status.NOISY).margin == 0.04
     loud = accepted(100.0)
@@ -807,14 +805,14 @@ def test_the_margin_of_stored_figures_ends_at_4_percent_unless_the_workload_s_ow
     found = stored(kept(0.0, 12, scale=100.0), entry=loud)
     assert isinstance(found, Verdict)
     assert found.margin == own > 0.04
-    # A workload that needs no wider margin has the one of six processes.
+    # A workload that needs no wider margin has that of six processes.
     exact = Suite(ratio=replace(NOISE, session=Variance(value=1e-12, dof=20.0)), paired=NOISE)
     mild = accepted(14.0, sessions=3)
     own = estimates._default_margin(noise_of(mild.process_means(), exact.ratio).process, SELECTED, 0.01)
     assert verdict(stored(kept(0.0, 12, scale=0.1), entry=mild, suite=exact), Status.PASS).margin == own > 0.01
 
 
-def test_a_ratio_that_fell_without_the_optimized_side_is_noisy() -> None:
+def test_lower_ratio_due_to_a_faster_reference_is_noisy() -> None:
     found = verdict(stored(kept(0.0, reference=-0.06)), Status.NOISY)
     assert found.message.endswith(
         "it is slower by the stored figures, but not because of the optimized side: against the "
@@ -826,13 +824,13 @@ def test_a_ratio_that_fell_without_the_optimized_side_is_noisy() -> None:
 @pytest.mark.parametrize(
     ("moved", "status"), [(0.019, Status.PASS), (-0.019, Status.PASS), (0.035, Status.NOISY), (-0.035, Status.NOISY)]
 )
-def test_a_reference_that_moved_may_hide_a_slowdown(moved: float, status: Status) -> None:
+def test_moved_reference_may_hide_a_slowdown(moved: float, status: Status) -> None:
     found = verdict(stored(kept(moved, reference=moved)), status)
     assert ("may hide a slowdown" in found.message) is (status is Status.NOISY)
     assert found.message.endswith(NOTE)
 
 
-def test_a_slow_reference_leaves_the_seconds_alone() -> None:
+def test_only_seconds_are_compared_if_the_reference_has_few_samples() -> None:
     made = entry([few(m) for m in kept(count=5)])
 
     def own(slower: float, **fields: Any) -> Verdict | Open:
@@ -841,14 +839,14 @@ def test_a_slow_reference_leaves_the_seconds_alone() -> None:
     found = verdict(own(0.02), Status.PASS)
     assert found.margin == 0.10
     assert found.message == f"PASS {ID}: a slowdown of 10.0% is excluded{NOTE}"
-    # The reference's seconds are too few samples to hold anything against.
+    # A few samples of the reference are not enough to compare with.
     verdict(own(0.02, reference=0.5), Status.PASS)
     found = verdict(own(0.3, reference=-0.5), Status.REGRESSED)
     assert "35.0% slower than when accepted, by the stored figures" in found.message
     assert found.moved == "optimized"
 
 
-def test_seconds_alone_are_estimated_with_the_session_s_shift() -> None:
+def test_comparison_of_seconds_includes_the_session_variance() -> None:
     made = entry([few(m) for m in kept(count=5)])
     seconds = (1.00e-4, 1.02e-4, 1.10e-4)
     run = [few(measurement(optimized_s=s)) for s in seconds]
@@ -867,7 +865,7 @@ def test_seconds_alone_are_estimated_with_the_session_s_shift() -> None:
 STILL = {"copy": 1e-4, "matmul": 2e-4, "launch": 3e-6}
 
 
-def test_seconds_alone_do_not_blame_the_code_for_a_slower_device() -> None:
+def test_comparison_of_seconds_does_not_blame_the_code_for_a_slower_device() -> None:
     made = entry([few(m) for m in kept(count=5, anchors=STILL)])
     for copy, status, moved in ((1.0, Status.REGRESSED, "optimized"), (1.3, Status.NOISY, "device")):
         run = [few(m) for m in kept(0.3, anchors={**STILL, "copy": copy * 1e-4})]
@@ -879,7 +877,7 @@ def test_seconds_alone_do_not_blame_the_code_for_a_slower_device() -> None:
     )
 
 
-def test_stored_figures_of_nothing_accepted_are_no_baseline() -> None:
+def test_stored_figures_without_an_entry_are_no_baseline() -> None:
     assert (
         "nothing is accepted; run `perfsuite accept`" in verdict(stored(kept(), entry=None), Status.NO_BASELINE).message
     )
@@ -906,33 +904,33 @@ def speed_of(run: Sequence[Measurement], promise: float | None, **fields: Any) -
     return found
 
 
-def test_a_promise_far_exceeded_holds_by_a_few_samples_of_the_first_process() -> None:
+def test_promise_far_exceeded_holds_with_few_samples_of_one_process() -> None:
     verdict(promised(first_few(runs(count=1)), 15.0), Status.PASS)
     verdict(promised(first_few(runs(count=4)), 15.0), Status.PASS)
 
 
-def test_a_promise_in_doubt_asks_for_the_reference_in_full() -> None:
+def test_doubtful_promise_requests_the_full_reference() -> None:
     reason = opened(promised(first_few(runs(count=1)), 19.0), reference=True)
     low, high = (math.exp(x) for x in speed_of(first_few(runs(count=1)), 19.0).now.interval())
     assert (
         reason == f"20× as fast as the reference (95% interval {low:.4g} to {high:.4g}): the promised 19× is in doubt"
     )
-    # In full one process is enough.
+    # One process with the full number of samples is enough.
     verdict(promised([few(process()), process()], 19.0), Status.PASS)
 
 
-def test_a_doubtful_promise_does_not_wait_until_a_slowdown_is_excluded() -> None:
+def test_doubtful_promise_requests_the_reference_while_speed_is_undecided() -> None:
     slower = first_few(runs(0.008, count=1, scale=6.0))
     assert "neither shown nor excluded" in opened(promised(slower, 19.0, margin=0.01), reference=True)
     assert "neither shown nor excluded" in opened(promised(slower, 10.0, margin=0.01), reference=False)
 
 
 def stopped(ratio: float, **fields: Any) -> Measurement:
-    """Return a process whose reference was stopped after taking this many times as long (a log-ratio)."""
+    """Return a process whose reference was stopped; `ratio` is the log-ratio reached until then."""
     return few(process(ratio=ratio, at_least=("reference",), **fields))
 
 
-def test_a_reference_that_was_stopped_shows_a_promise_and_never_breaks_one() -> None:
+def test_stopped_reference_can_keep_a_promise_but_never_break_one() -> None:
     long = replace(ENTRY, few=("reference",))
     shown = verdict(promised([stopped(math.log(100.0))], 10.0, entry=long), Status.PASS)
     assert (shown.speedup, shown.speedup_low, shown.speedup_high) == (pytest.approx(100.0), None, None)
@@ -945,7 +943,7 @@ def test_a_reference_that_was_stopped_shows_a_promise_and_never_breaks_one() -> 
         opened(promised(run, 10.0, entry=long), reference=True)
 
 
-def test_a_reference_that_ran_to_its_end_takes_the_place_of_one_that_was_stopped() -> None:
+def test_complete_reference_replaces_a_stopped_one() -> None:
     long = replace(ENTRY, few=("reference",))
     run = [stopped(math.log(2.0)), few(process(ratio=math.log(20.0)))]
     speed = speed_of(run, 10.0, entry=long)
@@ -965,7 +963,7 @@ def test_few_samples_must_exceed_a_promise_by_a_fifth() -> None:
     for part, holds in ((1.001, True), (0.999, False)):
         answer = promised(run, 20.0 / 1.2 / part, entry=made, suite=quiet)
         assert isinstance(answer, Verdict) is holds
-    # A reference cannot be sampled in full if it is always slow, or if nothing is accepted.
+    # A reference cannot be fully sampled if it is always slow, or if nothing is accepted.
     for fields in ({"entry": replace(made, few=("reference",))}, {"entry": None}):
         verdict(promised(run, 19.9, suite=quiet, **fields), Status.PASS)
     verdict(promised([process()], 19.9, entry=made, suite=quiet), Status.PASS)
@@ -974,14 +972,14 @@ def test_few_samples_must_exceed_a_promise_by_a_fifth() -> None:
 def test_few_samples_count_with_twice_the_error() -> None:
     full, less = speed_of(runs(), 19.0), speed_of([few(m) for m in runs()], 19.0)
     assert less.now == replace(full.now, se=2 * full.now.se)
-    # Processes in full take the place of few samples.
+    # Fully sampled processes replace those with few samples.
     mixed = speed_of([few(process(ratio=9.0)), *runs()], 19.0)
     assert (mixed.now, mixed.full) == (full.now, 4)
     assert (full.promised, speed_of(runs(), None).promised) == (19.0, 0.0)
 
 
-def test_the_noise_of_a_reference_that_is_always_slow_is_what_was_accepted() -> None:
-    """Each accepted process, too, is made of a handful of samples."""
+def test_noise_of_an_always_slow_reference_is_the_accepted_one() -> None:
+    """The accepted processes also have only a few samples."""
     made, run = entry([measurement(accepted=o, ratio=TRUTH + o) for o in OFFSETS]), [few(process())]
     slow = speed_of(run, 10.0, entry=replace(made, few=("reference",)))
     assert slow.now == speed_of(run, 10.0, entry=made).now
@@ -989,12 +987,12 @@ def test_the_noise_of_a_reference_that_is_always_slow_is_what_was_accepted() -> 
 
 
 @pytest.mark.parametrize(("looks", "count", "beta"), [(1, 4, 0.03), (7, 1, 0.012), (7, 2, 0.006), (7, 4, 0.0015)])
-def test_a_promise_holds_as_a_slowdown_is_excluded_and_is_broken_at_alpha_over_looks_and_workloads(
+def test_promise_holds_at_beta_and_is_broken_at_alpha_over_looks_and_workloads(
     looks: int, count: int, beta: float
 ) -> None:
     run = runs(count=count)
     error = speed_of(run, None).now
-    # A promise is accepted for every session; a gate asks whether this run shows it.
+    # Acceptance must hold for every session; a gate checks only this run.
     here = error if looks == 1 else speed_of(run, None, prior=replace(NOISE, session=NO_SHIFT)).now
     above = scipy.stats.t.isf(beta, here.dof) * here.se
     below = scipy.stats.t.isf(0.01 / looks / SELECTED, error.dof) * error.se
@@ -1008,7 +1006,7 @@ def test_a_promise_holds_as_a_slowdown_is_excluded_and_is_broken_at_alpha_over_l
         assert (found.holds, found.broken) == (holds, broken)
 
 
-def test_the_p_of_a_promise_may_equal_its_level(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_p_value_of_a_promise_equal_to_its_level_is_significant(monkeypatch: pytest.MonkeyPatch) -> None:
     error = speed_of(runs(), None).now
     for factor in (0.99, 1.01):
         promise = math.exp(error.value) * factor
@@ -1021,7 +1019,7 @@ def test_the_p_of_a_promise_may_equal_its_level(monkeypatch: pytest.MonkeyPatch)
             assert (found.holds, found.broken) == (called and factor < 1, called and factor > 1)
 
 
-def test_a_broken_promise_needs_four_processes_in_full() -> None:
+def test_broken_promise_needs_four_fully_sampled_processes() -> None:
     for count in (1, 2, 3):
         opened(promised(runs(count=count), 25.0), reference=True)
     opened(promised([few(process()), *runs(count=3)], 25.0), reference=True)
@@ -1032,30 +1030,28 @@ def test_a_broken_promise_needs_four_processes_in_full() -> None:
 
 
 @pytest.mark.parametrize(("speedup", "status"), [(19.99, Status.NOISY), (20.03, Status.BELOW_FLOOR)])
-def test_a_promise_within_the_noise_is_decided_by_the_estimate_after_twelve_processes(
-    speedup: float, status: Status
-) -> None:
+def test_promise_within_the_noise_is_decided_by_the_estimate_after_12_processes(speedup: float, status: Status) -> None:
     for count in (4, 6, 8):
         opened(promised(runs(count=count), speedup), reference=True)
     found = verdict(promised(runs(count=12), speedup), status)
     within = "within the noise; promise less, or reduce the workload's noise"
     assert found.message.endswith(within) is (status is Status.NOISY)
-    # Only processes in full count, so that the others may bring the total beyond twelve.
+    # Only fully sampled processes count, so the total may exceed twelve.
     begun = first_few(runs(count=4))
     for more in (2, 4, 8, 9, 11):
         opened(promised([*begun, *runs(count=more)], speedup), reference=True)
     verdict(promised([*begun, *runs(count=12)], speedup), status)
 
 
-def test_an_estimate_of_exactly_the_promise_reaches_it() -> None:
+def test_estimate_equal_to_the_promise_keeps_it() -> None:
     run = [measurement(ratio=0.0, accepted=o) for o in OFFSETS * 4]
     found = verdict(promised(run, 1.0, entry=entry(run)), Status.NOISY)
     assert found.speedup == 1.0
     assert "within the noise" in found.message
 
 
-def test_a_reference_that_is_slow_though_asked_for_in_full_is_taken_as_it_is() -> None:
-    """The accepted reference was fast enough to repeat. Now no number of processes would measure it in full."""
+def test_few_samples_are_used_if_the_full_reference_was_requested_in_vain() -> None:
+    """The accepted reference was fast enough to repeat; now no number of processes would sample it fully."""
     slow = [few(m) for m in runs(count=12)]
     opened(promised(slow[:1], 19.0), reference=True)
     verdict(promised(slow[:2], 19.0), Status.PASS)
@@ -1065,8 +1061,8 @@ def test_a_reference_that_is_slow_though_asked_for_in_full_is_taken_as_it_is() -
     verdict(promised(slow, 19.99), Status.NOISY)
 
 
-def test_a_promise_is_decided_after_24_processes_whatever_they_sampled() -> None:
-    """This also holds if the requested reference never came."""
+def test_promise_is_decided_after_24_processes_in_any_case() -> None:
+    """This also holds if the requested reference was never timed."""
     run = [few(process()), *(alone(m) for m in runs(count=23))]
     opened(promised(run[:23], 25.0), reference=True)
     verdict(promised(run, 25.0), Status.BELOW_FLOOR)
@@ -1075,38 +1071,38 @@ def test_a_promise_is_decided_after_24_processes_whatever_they_sampled() -> None
     verdict(promised(sometimes, 19.99), Status.NOISY)
 
 
-def test_a_promise_of_a_reference_that_was_always_slow_is_decided_by_few_samples() -> None:
+def test_promise_of_an_always_slow_reference_is_decided_with_few_samples() -> None:
     made = entry([few(m) for m in runs(count=5)])
     slow = [few(m) for m in runs(count=12)]
     verdict(promised(slow[:1], 19.0, entry=made, selected=1), Status.PASS)
     for count in (1, 2, 3):
         opened(promised(slow[:count], 25.0, entry=made), reference=True)
     found = verdict(promised(slow[:4], 25.0, entry=made), Status.BELOW_FLOOR)
-    # The accepted speedup is equally imprecise, so that no cause is sought in it.
+    # The accepted speedup is equally imprecise, so no cause is derived from it.
     assert found.message.endswith("promised 25×, 20× when accepted")
     verdict(promised(slow, 19.99, entry=made), Status.NOISY)
 
 
-def test_a_promise_is_nothing_where_no_process_timed_the_reference() -> None:
+def test_speedup_promise_without_a_timed_reference_is_unmeasured() -> None:
     found = verdict(promised([alone(m) for m in runs()], 15.0), Status.UNMEASURED)
     assert found.message.endswith("speedup promised, but no process timed the reference")
     verdict(judge([alone(m) for m in runs()], promises=PromiseRecord(launches=1)), Status.PASS)
 
 
-def test_a_slowdown_is_reported_before_a_promise() -> None:
+def test_slowdown_is_reported_before_a_broken_promise() -> None:
     verdict(promised(runs(0.1, 4), 19.5), Status.REGRESSED)
     verdict(promised(runs(0.0065, 12, scale=6.0), 25.0, margin=0.01), Status.NOISY)
 
 
 def slow_device(copy: float, **fields: Any) -> list[Measurement]:
-    """Return processes where both revisions are alike and 10% slower by their own seconds, the reference unchanged."""
+    """Return processes in which both revisions are 10% slower than accepted, and the reference is unchanged."""
     return [
         process(o, ratio=TRUTH - 0.1, optimized_s=1.1e-4, reference_s=2e-3, anchors={**STILL, "copy": copy}, **fields)
         for o in OFFSETS * 4
     ]
 
 
-def test_a_promise_that_held_when_accepted_is_not_broken_by_the_device() -> None:
+def test_promise_that_held_when_accepted_is_not_broken_by_a_slower_device() -> None:
     made = accepted(anchors=STILL)
     found = verdict(promised(slow_device(1.1e-4), 19.5, entry=made), Status.NOISY)
     assert (
@@ -1116,15 +1112,15 @@ def test_a_promise_that_held_when_accepted_is_not_broken_by_the_device() -> None
     assert found.moved == "device"
     found = verdict(promised(slow_device(1e-4), 19.5, entry=made), Status.BELOW_FLOOR)
     assert found.moved == "software"
-    # A promise that did not hold when accepted has not been broken by anything.
+    # A promise that did not hold when accepted has no cause.
     found = verdict(promised(slow_device(1.1e-4), 25.0, entry=made), Status.BELOW_FLOOR)
     assert (found.moved, found.message.endswith("when accepted")) == (None, True)
-    # Few samples of the reference name no cause.
+    # Few samples of the reference give no cause.
     slow = replace(made, few=("reference",))
     assert verdict(promised(slow_device(1.1e-4), 19.5, entry=slow), Status.BELOW_FLOOR).moved is None
 
 
-def test_a_promise_of_just_what_was_accepted_held_then() -> None:
+def test_promise_equal_to_the_accepted_speedup_held_when_accepted() -> None:
     made = entry([measurement(accepted=o, ratio=0.5, anchors=STILL) for o in OFFSETS])
     run = [replace(m, log_ratios={**m.log_ratios, "reference": (0.4,) * 8}) for m in slow_device(1.1e-4)]
     run = [replace(m, sides={"optimized": side(1.1e-4), "reference": side(1e-4 * math.exp(0.5))}) for m in run]
@@ -1132,8 +1128,8 @@ def test_a_promise_of_just_what_was_accepted_held_then() -> None:
         verdict(promised(run, factor * made.speedup(), entry=made), status)
 
 
-def test_a_broken_promise_beside_stored_figures_names_the_side_that_moved() -> None:
-    """Nothing was interleaved, so that the message does not mention both revisions."""
+def test_broken_promise_with_stored_figures_names_the_side_that_moved() -> None:
+    """The accepted revision was not timed, so the message does not mention both revisions."""
     run = kept(0.02, 12)
     found = verdict(stored(run, promises=PromiseRecord(speedup=19.9), margin=0.1), Status.BELOW_FLOOR)
     assert found.moved == "optimized"
@@ -1143,7 +1139,7 @@ def test_a_broken_promise_beside_stored_figures_names_the_side_that_moved() -> N
 # --- the cause of a lost speedup ------------------------------------------------------------------------------------
 
 
-def test_a_lost_speedup_is_reported_with_its_cause_though_the_code_is_as_accepted() -> None:
+def test_pass_reports_the_cause_of_a_lost_speedup() -> None:
     run = [process(o, ratio=TRUTH - 0.05, optimized_s=1e-4, reference_s=2e-3 * math.exp(-0.05)) for o in OFFSETS]
     found = verdict(judge(run), Status.PASS)
     assert found.moved == "reference"
@@ -1151,7 +1147,7 @@ def test_a_lost_speedup_is_reported_with_its_cause_though_the_code_is_as_accepte
     assert "), 20× when accepted: against the stored times, the reference side is 4.9% faster" in found.message
 
 
-def test_a_speedup_is_lost_from_2_percent_or_the_margin_on() -> None:
+def test_speedup_is_lost_beyond_the_larger_of_2_percent_and_the_margin() -> None:
     def moved(lost: float, **fields: Any) -> bool:
         run = [process(o, ratio=TRUTH - lost, optimized_s=1e-4) for o in OFFSETS * 4]
         return verdict(judge(run, entry=made, **fields), Status.PASS).moved is not None
@@ -1162,19 +1158,19 @@ def test_a_speedup_is_lost_from_2_percent_or_the_margin_on() -> None:
     assert not moved(-0.05)
 
 
-def test_a_speedup_is_lost_by_few_samples_from_a_fifth_on() -> None:
+def test_speedup_with_few_samples_is_lost_beyond_a_fifth() -> None:
     def moved(lost: float, **fields: Any) -> bool:
         run = [few(process(ratio=TRUTH - lost, optimized_s=1e-4))]
         return verdict(judge(run, **{"entry": made, **fields}), Status.PASS).moved is not None
 
     made = entry([process(o) for o in OFFSETS])
     assert (moved(math.log(1.201)), moved(math.log(1.199))) == (True, False)
-    # Too slow to repeat when accepted: what was accepted is not precise.
+    # If the reference was too slow to repeat when accepted, the accepted speedup is imprecise.
     assert not moved(0.5, entry=replace(made, few=("reference",)))
     assert not moved(0.5, entry=None)
 
 
-def test_a_speedup_is_not_lost_within_twice_its_error() -> None:
+def test_speedup_within_its_error_is_not_lost() -> None:
     made = entry([process(o, ratio=TRUTH) for o in OFFSETS])
     run = [process(o, ratio=TRUTH - 0.05) for o in OFFSETS * 4]
     session = Variance(value=0.026**2, dof=1e9)
@@ -1183,25 +1179,25 @@ def test_a_speedup_is_not_lost_within_twice_its_error() -> None:
         assert (verdict(judge(run, entry=made, suite=suite), Status.PASS).moved is not None) is line
 
 
-def test_a_reference_that_was_not_timed_tells_of_no_loss() -> None:
+def test_untimed_reference_reports_no_lost_speedup() -> None:
     assert verdict(judge([alone(process())]), Status.PASS).moved is None
 
 
 # --- counts ---------------------------------------------------------------------------------------------------------
 
 
-def test_a_count_above_its_promise_is_below_the_floor_at_once() -> None:
+def test_count_above_its_promise_is_below_floor_after_one_process() -> None:
     promise = PromiseRecord(host_syncs=0)
     verdict(judge(runs(count=1), promises=promise), Status.PASS)
     found = verdict(judge([counting(process(), host_syncs=1)], promises=promise), Status.BELOW_FLOOR)
     assert "the optimized side breaks its promise: host syncs 1 (promised: at most 0)" in found.message
     assert found.moved == "optimized"
-    # One process of several is enough, and it comes before a slowdown.
+    # One process of several is enough, and this precedes a slowdown.
     slow = [*runs(0.1, 3), counting(process(0.1), host_syncs=1)]
     verdict(judge(slow, promises=promise), Status.BELOW_FLOOR)
 
 
-def test_more_than_accepted_is_measured_twice_and_then_regressed() -> None:
+def test_count_above_the_accepted_one_is_regressed_after_two_processes() -> None:
     more = counting(process(), launches=2)
     reason = opened(judge([more]))
     assert reason == "the optimized side needs more: kernel launches 2, 1 when accepted; measured once more"
@@ -1211,13 +1207,13 @@ def test_more_than_accepted_is_measured_twice_and_then_regressed() -> None:
     verdict(judge([more, process()]), Status.PASS)
 
 
-def test_more_than_the_accepted_side_beside_needs_no_entry() -> None:
+def test_counts_are_compared_with_the_interleaved_side_without_an_entry() -> None:
     def beside(now: int, before: int) -> Measurement:
         m = counting(process(), launches=now)
         return replace(m, sides={**m.sides, "accepted": side(1e-4, launches=before)})
 
     verdict(judge([beside(3, 2)] * 2, entry=None), Status.REGRESSED)
-    # The count that the accepted side needs on this machine decides, not the stored one.
+    # The accepted side's count on this machine is used, not the stored one.
     verdict(judge([beside(3, 3)] * 2), Status.PASS)
     verdict(judge([beside(1, 0)] * 2), Status.REGRESSED)
 
@@ -1233,7 +1229,7 @@ def test_a_promised_count_that_no_process_counted_is_unmeasured() -> None:
     verdict(judge(run, entry=accepted(**cpu), promises=promise), Status.PASS)
 
 
-# --- what cannot be judged ------------------------------------------------------------------------------------------
+# --- unusable measurements ------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -1259,18 +1255,18 @@ def test_a_promised_count_that_no_process_counted_is_unmeasured() -> None:
     ],
 )
 @pytest.mark.parametrize("place", [0, 1, 2])
-def test_a_measurement_that_is_not_whole_is_unmeasured(bad: Measurement, says: str, place: int) -> None:
+def test_unsound_measurement_is_unmeasured(bad: Measurement, says: str, place: int) -> None:
     run = [*runs(count=2)]
     run.insert(place, bad)
     found = verdict(judge(run), Status.UNMEASURED)
-    # The first process says what the others disagree with.
+    # The first process is the one that the others are compared with.
     assert says in found.message or (place == 0 and "disagree on" in says and "disagree on" in found.message)
     assert found.moved is None
 
 
 @pytest.mark.parametrize("seconds", [0.0, -1e-6, math.inf, math.nan])
 @pytest.mark.parametrize("name", ["optimized", "reference"])
-def test_a_time_that_is_none_is_unmeasured(name: str, seconds: float) -> None:
+def test_time_that_is_not_positive_and_finite_is_unmeasured(name: str, seconds: float) -> None:
     for broken in (side(seconds), replace(side(1.0), blocks_s=(1.0, seconds)), replace(side(1.0), blocks_s=())):
         m = process()
         run = [*runs(count=2), replace(m, sides={**m.sides, name: broken})]
@@ -1278,7 +1274,7 @@ def test_a_time_that_is_none_is_unmeasured(name: str, seconds: float) -> None:
         assert f"no time of the {name} side" in verdict(stored(run), Status.UNMEASURED).message
 
 
-def test_the_largest_ratio_is_believed() -> None:
+def test_largest_allowed_ratio_is_sound() -> None:
     for ratio in (20.0, -20.0):
         verdict(judge([process(ratio=ratio)]), Status.PASS)
         assert isinstance(judge([process(ratio)]), Verdict | Open)
@@ -1295,25 +1291,25 @@ def test_stored_figures_need_the_reference_in_every_process() -> None:
 @pytest.mark.parametrize(
     "fields", [{"clock": "wall"}, {"sizes": {"n": 1}}, {"direction": "both"}, {"dtype": "float16"}]
 )
-def test_a_changed_workload_has_no_baseline(fields: Mapping[str, Any]) -> None:
+def test_changed_workload_has_no_baseline(fields: Mapping[str, Any]) -> None:
     found = verdict(judge(runs(**fields)), Status.NO_BASELINE)
     assert f": changed since it was accepted: {next(iter(fields))} " in found.message
     assert found.message.endswith("; run `perfsuite accept` for it")
     verdict(judge(runs(**fields), entry=None), Status.PASS)
 
 
-def test_a_baseline_of_another_device_is_the_wrong_machine() -> None:
+def test_baseline_of_another_device_is_wrong_machine() -> None:
     found = verdict(judge(runs(device="nvidia-a100")), Status.WRONG_MACHINE)
     assert "device was 'nvidia-h200', now 'nvidia-a100'" in found.message
 
 
-def test_no_anchor_kernel_s_time_stops_the_rule() -> None:
+def test_invalid_anchor_times_are_ignored() -> None:
     for seconds in (0.0, -1.0, math.nan):
         run = [process(o, ratio=TRUTH - 0.05, anchors={"copy": seconds}) for o in OFFSETS]
         verdict(judge(run, entry=accepted(anchors=STILL)), Status.PASS)
 
 
-# --- promises by themselves -----------------------------------------------------------------------------------------
+# --- promises without a baseline ------------------------------------------------------------------------------------
 
 
 def alone_with(run: Sequence[Measurement], selected: int = 1, **promised: Any) -> Verdict:
@@ -1322,7 +1318,7 @@ def alone_with(run: Sequence[Measurement], selected: int = 1, **promised: Any) -
     return found[ID]
 
 
-def test_promises_by_themselves_are_held_from_one_process_on() -> None:
+def test_promises_only_decides_from_one_process() -> None:
     run = [measurement()]
     found = verdict(alone_with(run, speedup=15.0, host_syncs=0), Status.PASS)
     assert found.message.startswith(f"PASS {ID}: 20× as fast as the reference (95% interval ")
@@ -1339,7 +1335,7 @@ def test_promises_by_themselves_are_held_from_one_process_on() -> None:
 
 
 @pytest.mark.parametrize("selected", [1, 1000])
-def test_promises_by_themselves_are_shown_at_beta_in_one_look(selected: int) -> None:
+def test_promises_only_shows_a_promise_at_beta_in_one_look(selected: int) -> None:
     run = kept(count=5)
     prior = fit_prior([[[m.log_ratios["reference"][0] for m in run]]])
     found = estimates.speedup_of(subject(run, entry=None), prior, 1, looks=1)
@@ -1349,7 +1345,7 @@ def test_promises_by_themselves_are_shown_at_beta_in_one_look(selected: int) -> 
         verdict(alone_with(run, selected=selected, speedup=promise), status)
 
 
-def test_promises_by_themselves_take_their_noise_from_all_workloads() -> None:
+def test_promises_only_fits_the_noise_to_all_workloads() -> None:
     def crowd_of(scale: float) -> dict[str, tuple[Measurement, ...]]:
         return {
             workload_id(i): tuple(replace(m, id=workload_id(i)) for m in kept(count=3, scale=scale))
@@ -1360,7 +1356,7 @@ def test_promises_by_themselves_take_their_noise_from_all_workloads() -> None:
     promise = {ID: PromiseRecord(speedup=19.0)}
     verdict(promises_only({**one, **crowd_of(1.0)}, promise, selected=12)[ID], Status.PASS)
     verdict(promises_only({**one, **crowd_of(30.0)}, promise, selected=12)[ID], Status.NOISY)
-    # An unsound measurement says nothing of the noise.
+    # An unsound measurement is excluded from the noise.
     broken = {k: (*r, measurement(k, ratio=math.nan)) for k, r in crowd_of(30.0).items()}
     answers = promises_only(
         {**one, **crowd_of(1.0), **{k + "x": r for k, r in broken.items()}, "none": ()}, promise, selected=99
@@ -1370,7 +1366,7 @@ def test_promises_by_themselves_take_their_noise_from_all_workloads() -> None:
     assert sum(a.status is Status.UNMEASURED for a in answers.values()) == 12
 
 
-def test_promises_by_themselves_need_sound_measurements() -> None:
+def test_promises_only_needs_sound_measurements() -> None:
     assert "no sound ratio to the reference" in verdict(alone_with([alone(process())]), Status.UNMEASURED).message
     assert (
         "disagree on clock"
@@ -1384,7 +1380,7 @@ def test_promises_by_themselves_need_sound_measurements() -> None:
     )
 
 
-def test_a_slow_reference_holds_its_promise_with_twice_the_error() -> None:
+def test_promises_only_doubles_the_error_of_few_samples() -> None:
     bound = speed_of([measurement()], None, entry=None).now
     assert bound.se > 0
     slow, quick = alone_with([few(measurement())], speedup=15.0), alone_with([measurement()], speedup=15.0)
@@ -1393,11 +1389,11 @@ def test_a_slow_reference_holds_its_promise_with_twice_the_error() -> None:
     assert math.log(20 / slow.speedup_low) == pytest.approx(2 * math.log(20 / quick.speedup_low))
 
 
-# --- any history ----------------------------------------------------------------------------------------------------
+# --- random measurements --------------------------------------------------------------------------------------------
 
 
 def odd(rng: random.Random) -> Measurement:
-    """Return a process of a workload with values that a damaged or strange measurement may hold, within its types."""
+    """Return a process with random values, including those of damaged measurements, of the right types."""
 
     def blocks(centre: float) -> tuple[float, ...]:
         centre += rng.choice([0.0, 0.005, 0.01, -0.02, 0.3, -19.0, 19.0]) * rng.random()
@@ -1421,7 +1417,7 @@ def odd(rng: random.Random) -> Measurement:
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_any_history_ends_in_a_verdict_within_24_processes(seed: int) -> None:
+def test_random_measurements_end_in_a_verdict_within_24_processes(seed: int) -> None:
     rng = random.Random(seed)
     entries = [None, ENTRY, accepted(5.0, anchors=STILL), entry([few(m) for m in runs(count=3)]), entry(kept(count=2))]
     found: Counter[Status] = Counter()
@@ -1457,7 +1453,7 @@ def test_any_history_ends_in_a_verdict_within_24_processes(seed: int) -> None:
     assert len(found) >= 4
 
 
-def test_no_damage_turns_a_run_green() -> None:
+def test_damaged_measurement_is_never_green() -> None:
     rng = np.random.default_rng(4)
     damages: list[Callable[[Measurement], Measurement]] = [
         lambda m: replace(m, log_ratios={}),
@@ -1476,11 +1472,11 @@ def test_no_damage_turns_a_run_green() -> None:
         assert not answer.status.green
 
 
-# --- what a run's slowdown beside the accepted code explains --------------------------------------------------------
+# --- further cases --------------------------------------------------------------------------------------------------
 
 
-def test_a_promise_that_the_current_code_misses_is_no_fault_of_the_device() -> None:
-    """Within its margin it is slower than the accepted code beside it, which is why it misses its promise."""
+def test_promise_missed_because_of_slower_code_is_not_blamed_on_the_device() -> None:
+    """It is slower than the interleaved accepted code, within its margin, and therefore misses its promise."""
     slower = tuple(
         process(0.045 + shift, ratio=TRUTH - 0.045 - shift, optimized_s=1e-4 * math.exp(0.045 + shift))
         for shift in 6 * (0.0, 0.001)
@@ -1490,13 +1486,13 @@ def test_a_promise_that_the_current_code_misses_is_no_fault_of_the_device() -> N
     assert "slower than the accepted one beside it" in answer.message
 
 
-def test_further_processes_for_a_promise_are_no_further_looks_at_the_speed() -> None:
+def test_processes_beyond_12_do_not_change_the_slowdown() -> None:
     run = runs(count=12)
     later = tuple(replace(m, log_ratios={**m.log_ratios, "accepted": (-1.0,) * 8}) for m in runs(count=5))
     assert verdict(judge(run), Status.PASS).slowdown == verdict(judge([*run, *later]), Status.PASS).slowdown
 
 
-def test_noise_is_seen_in_blocks_where_few_workloads_have_other_code(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_noise_factor_uses_blocks_if_few_workloads_have_changed_code(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(estimates, "inflation_of_few", lambda blocks: 7.0)
     subjects = [subject(runs(count=2), same_code=n > 5) for n in range(14)]
     expected = {ID: NOISE.process}
@@ -1504,7 +1500,7 @@ def test_noise_is_seen_in_blocks_where_few_workloads_have_other_code(monkeypatch
     assert estimates.noise_factor([replace(s, same_code=False) for s in subjects], expected) < 2.0
 
 
-def test_a_clock_with_too_few_workloads_of_a_kind_has_the_noise_of_all() -> None:
+def test_paired_noise_of_a_clock_with_too_few_workloads_is_that_of_all() -> None:
     def workloads(clock: str, number: int, scale: float) -> list[Entry]:
         made = []
         for n in range(number):

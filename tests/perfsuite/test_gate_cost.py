@@ -1,4 +1,4 @@
-"""Tables, for the documents, of where the seconds of a gate went."""
+"""tools/gate_cost.py prints tables of the seconds that a gate spends in each part."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def cost(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, check=False, env={"PYTHONPATH": str(ROOT)})
 
 
-def test_the_seconds_of_a_run_by_part_workload_and_phase(tmp_path: Path) -> None:
+def test_seconds_of_a_run_are_listed_by_part_workload_and_phase(tmp_path: Path) -> None:
     ids = [f"tests/test_a.py::pair{n}::speed[w]" for n in range(3)]
     runs = {i: tuple(measurement(i, seconds=2.0, phases=FIRST) for _ in range(n + 1)) for n, i in enumerate(ids)}
     report = RunReport(

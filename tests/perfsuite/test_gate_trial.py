@@ -1,4 +1,4 @@
-"""The trial of the gate: which runs count as having ended as they must."""
+"""tools/gate_trial.py: which outcomes of a trial count as correct."""
 
 from __future__ import annotations
 
@@ -46,7 +46,9 @@ def trial(planted: str, code: int, own: Status, other: Status) -> Any:
         ("backward", 1, Status.REGRESSED, Status.PASS, False),
     ],
 )
-def test_how_a_trial_must_end(planted: str, code: int, own: Status, other: Status, ends: bool) -> None:
+def test_trial_must_blame_exactly_the_planted_workloads(
+    planted: str, code: int, own: Status, other: Status, ends: bool
+) -> None:
     assert trial(planted, code, own, other).as_it_must is ends
 
 
@@ -63,7 +65,7 @@ def test_how_a_trial_must_end(planted: str, code: int, own: Status, other: Statu
         ("forward", 1, Status.REGRESSED, Status.REGRESSED, False),
     ],
 )
-def test_beside_another_process_it_may_be_undecided_and_never_wrong(
+def test_trial_beside_another_process_may_be_undecided_but_not_wrong(
     planted: str, code: int, own: Status, other: Status, ends: bool
 ) -> None:
     beside = dataclasses.replace(trial(planted, code, own, other), beside=True)
@@ -80,14 +82,14 @@ def test_beside_another_process_it_may_be_undecided_and_never_wrong(
         (0, Status.REGRESSED, False),
     ],
 )
-def test_what_may_not_be_overlooked_may_be_anything_but_unchanged(code: int, status: Status, ends: bool) -> None:
+def test_planted_change_may_have_any_verdict_except_unchanged(code: int, status: Status, ends: bool) -> None:
     found = gate_trial.Trial(
         planted="loop_bound", code=code, seconds=1.0, verdicts=dict.fromkeys(SEEN, status), lines=()
     )
     assert found.as_it_must is ends
 
 
-def test_a_trial_without_its_workloads_proves_nothing() -> None:
+def test_trial_without_its_workloads_is_not_correct() -> None:
     whole = trial("forward", 1, Status.REGRESSED, Status.PASS)
     for ids in (OWN, OTHERS, ()):
         some = dataclasses.replace(whole, verdicts={i: whole.verdicts[i] for i in ids}, code=int(ids == OWN))

@@ -1,4 +1,4 @@
-"""Random numbers: a generator is an input, and begins in the same state for each call of each side."""
+"""Random numbers: a generator is an input, and starts in the same state for each call of each side."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_a_side_that_draws_the_same_numbers_is_timed() -> None:
 
 
 @pytest.mark.parametrize("side", [without_it, one_number_late])
-def test_other_numbers_are_wrong(side: Callable[..., Any]) -> None:
+def test_side_that_draws_other_numbers_is_wrong(side: Callable[..., Any]) -> None:
     with pytest.raises(NotEquivalent, match="is wrong"):
         perfsuite.check(pair(side), examples=20, device="cpu")
 
@@ -65,7 +65,7 @@ def test_a_random_reference_is_refused_with_the_remedy() -> None:
         perfsuite.check(of, examples=20, device="cpu")
 
 
-def test_copies_begin_where_the_original_stands_and_draw_by_themselves() -> None:
+def test_copied_generators_have_the_same_state_and_are_independent() -> None:
     values = make.build(pair(masked), Case(dtype="float32", sizes={"m": 2, "n": 2}, inputs={}, seed=3), "cpu")
     copies = [make.clone(values)["source"], make.upcast(values)["source"]]
     drawn = [torch.rand(5, generator=source) for source in (*copies, values["source"])]

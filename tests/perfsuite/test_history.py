@@ -1,4 +1,4 @@
-"""The history of runs: the files, the index over them, and what a run leaves."""
+"""The history of runs: the files, their index, and the records that a run writes."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ PAGE = 4096
 
 
 def look(root: Path, work: Callable[[Index], Any], **given: Any) -> Any:
-    """Return what `work` makes of a project's index."""
+    """Return the result of `work` on a project's index."""
     return index.using(store.folder_of(root), root / "baselines", work, **given)
 
 
 def names(root: Path) -> list[str]:
-    """Return the revisions of all runs that the index has, the oldest first."""
+    """Return the revisions of all runs in the index, the oldest first."""
     return look(root, lambda there: [(r.revision or "")[:7] for r, _ in there.series(DOTS)])
 
 
@@ -50,7 +50,7 @@ def problems(root: Path) -> list[str]:
 # --- the files ------------------------------------------------------------------------------------------------------
 
 
-def test_a_run_comes_back_as_it_was(tmp_path: Path) -> None:
+def test_run_read_from_its_file_equals_the_written_one(tmp_path: Path) -> None:
     whole = run(
         3,
         dirty=True,
@@ -88,7 +88,7 @@ DAMAGED = {
 
 
 @pytest.mark.parametrize(("text", "words"), DAMAGED.items(), ids=range(len(DAMAGED)))
-def test_a_damaged_file_is_named_and_skipped(tmp_path: Path, text: str, words: str) -> None:
+def test_damaged_file_is_reported_and_skipped(tmp_path: Path, text: str, words: str) -> None:
     written(tmp_path, run(0), run(1))
     bad = store.folder_of(tmp_path) / "20261101T000000Z-00000000.json"
     bad.write_text(text)
@@ -101,7 +101,7 @@ def test_a_damaged_file_is_named_and_skipped(tmp_path: Path, text: str, words: s
     assert problems(tmp_path) == []
 
 
-def test_a_link_to_nothing_loses_no_run(tmp_path: Path) -> None:
+def test_broken_link_does_not_hide_other_runs(tmp_path: Path) -> None:
     written(tmp_path, run(1))
     (tmp_path / ".perfsuite/history").mkdir(parents=True, exist_ok=True)
     folder = next(path.parent for path in tmp_path.rglob("*.json"))
@@ -109,13 +109,13 @@ def test_a_link_to_nothing_loses_no_run(tmp_path: Path) -> None:
     assert len(names(tmp_path)) == 1
 
 
-def test_a_time_before_all_time_is_damage(tmp_path: Path) -> None:
+def test_start_time_before_year_1_is_damage(tmp_path: Path) -> None:
     (path,) = written(tmp_path, run(1))
     path.write_text(path.read_text().replace(run(1).started, "0001-01-01T00:00:00+14:00"))
     assert "which is no time of a run" in problems(tmp_path)[0]
 
 
-def test_a_file_of_bytes_or_with_another_date_is_damaged(tmp_path: Path) -> None:
+def test_binary_file_or_date_without_a_time_zone_is_damaged(tmp_path: Path) -> None:
     good, bytes_ = written(tmp_path, run(0), run(1))
     bytes_.write_bytes(b"\xff\xfe")
     good.write_text(good.read_text().replace("+00:00", ""))
@@ -143,7 +143,7 @@ def test_a_file_whose_name_is_not_utf8_is_skipped(tmp_path: Path) -> None:
     assert names(tmp_path) == ["0000000"]
 
 
-def test_a_run_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
+def test_run_that_cannot_be_written_raises_a_one_line_error(tmp_path: Path) -> None:
     (tmp_path / ".perfsuite").write_text("a file")
     with pytest.raises(PerfsuiteError, match=r"cannot write .*json: .*; make its folder writable or name another$"):
         written(tmp_path, run())
@@ -152,7 +152,7 @@ def test_a_run_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
 # --- the index ------------------------------------------------------------------------------------------------------
 
 
-def test_the_index_follows_the_files(tmp_path: Path) -> None:
+def test_index_follows_changes_of_the_files(tmp_path: Path) -> None:
     first, second = written(tmp_path, run(0), run(1))
     assert names(tmp_path) == ["0000000", "0000001"]
     first.unlink()
@@ -165,7 +165,7 @@ def test_the_index_follows_the_files(tmp_path: Path) -> None:
     assert names(tmp_path) == ["0000002"]
 
 
-def test_only_what_changed_is_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_index_reads_only_changed_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     written(tmp_path, run(0), run(1))
     read: list[str] = []
     original = store.read
@@ -211,7 +211,7 @@ KINDS = ("cut", "text", "empty", "zeros", "folder", "missing", "version", "no ta
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_damaged_index_loses_no_run(tmp_path: Path, kind: str) -> None:
+def test_damaged_index_is_rebuilt_with_all_runs(tmp_path: Path, kind: str) -> None:
     written(tmp_path, *(run(n) for n in range(30)))
     before = names(tmp_path)
     assert len(before) == 30
@@ -220,8 +220,8 @@ def test_a_damaged_index_loses_no_run(tmp_path: Path, kind: str) -> None:
     assert names(tmp_path) == before
 
 
-def test_any_damaged_page_of_the_index_loses_no_run(tmp_path: Path) -> None:
-    """Pages of rubbish, and pages that hold another page's rows."""
+def test_index_with_a_damaged_page_has_all_runs(tmp_path: Path) -> None:
+    """Each page is replaced by invalid bytes, and by other pages."""
     written(tmp_path, *(run(n) for n in range(60)))
     before = names(tmp_path)
     path = store.folder_of(tmp_path) / index.NAME
@@ -233,7 +233,7 @@ def test_any_damaged_page_of_the_index_loses_no_run(tmp_path: Path) -> None:
         assert names(tmp_path) == before, n
 
 
-def test_an_index_that_cannot_be_written_is_made_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_locked_index_is_built_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     written(tmp_path, run(0), run(1))
     path = store.folder_of(tmp_path) / index.NAME
     names(tmp_path)
@@ -245,7 +245,7 @@ def test_an_index_that_cannot_be_written_is_made_in_memory(tmp_path: Path, monke
     assert names(tmp_path) == ["0000000", "0000001", "0000002"]
     other.execute("ROLLBACK")
     other.close()
-    assert path.read_bytes() == before  # what is locked is not damaged
+    assert path.read_bytes() == before  # a locked index is not replaced
     names(tmp_path)
     assert path.read_bytes() != before
 
@@ -261,7 +261,7 @@ for n in range(int(sys.argv[2]), int(sys.argv[3])):
 
 
 def test_parallel_writers_and_readers_lose_no_run(tmp_path: Path) -> None:
-    """Runs that begin in the same second, in several processes, while others bring one index up to date."""
+    """Several processes write runs of the same second while threads update the index."""
     each = count(quick=20, full=200)
     folders = f"{ROOT}:{Path(__file__).parent}"
     writers = [
@@ -283,7 +283,7 @@ def test_parallel_writers_and_readers_lose_no_run(tmp_path: Path) -> None:
     assert len(seconds) == 2 * each
 
 
-def test_a_long_update_is_announced(tmp_path: Path) -> None:
+def test_long_index_update_is_announced(tmp_path: Path) -> None:
     written(tmp_path, *(run(n) for n in range(index.MANY + 1)))
     said: list[str] = []
     look(tmp_path, lambda there: None, say=said.append)
@@ -291,8 +291,8 @@ def test_a_long_update_is_announced(tmp_path: Path) -> None:
     assert said == [f"indexing {index.MANY + 1} runs"]
 
 
-def test_a_run_brings_the_index_up_to_date(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A long history opens at once, since each run has indexed itself."""
+def test_add_last_indexes_the_latest_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each run indexes itself, so that opening a long history is fast."""
     folder = store.folder_of(tmp_path)
     for number in range(3):
         written(tmp_path, run(number))
@@ -301,7 +301,7 @@ def test_a_run_brings_the_index_up_to_date(tmp_path: Path, monkeypatch: pytest.M
     assert len(names(tmp_path)) == 3
 
 
-def test_a_run_does_not_index_a_long_history(tmp_path: Path) -> None:
+def test_add_last_does_not_index_a_long_history(tmp_path: Path) -> None:
     written(tmp_path, *(run(n) for n in range(index.MANY + 1)))
     index.add_last(store.folder_of(tmp_path), tmp_path / "baselines")
     said: list[str] = []
@@ -310,14 +310,14 @@ def test_a_run_does_not_index_a_long_history(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("content", [b"no database", b""])
-def test_a_damaged_index_is_left_to_the_next_opening(tmp_path: Path, content: bytes) -> None:
+def test_add_last_leaves_a_damaged_index_to_the_next_opening(tmp_path: Path, content: bytes) -> None:
     written(tmp_path, run(0))
     (store.folder_of(tmp_path) / index.NAME).write_bytes(content)
     index.add_last(store.folder_of(tmp_path), tmp_path / "baselines")
     assert len(names(tmp_path)) == 1
 
 
-# --- what a run leaves ----------------------------------------------------------------------------------------------
+# --- records of a run -----------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -333,7 +333,7 @@ def kept(project: Project) -> list[Run]:
     return sorted(runs, key=lambda one: (one.started, one.kind != "accept"))
 
 
-def test_every_kind_of_run_is_kept(scale: Project) -> None:
+def test_every_kind_of_run_is_recorded(scale: Project) -> None:
     commit = scale.commit()
     assert scale.run("-m", "perf").ret == 0
     (first,) = kept(scale)
@@ -360,7 +360,7 @@ def test_every_kind_of_run_is_kept(scale: Project) -> None:
     assert (figure.baseline.revision, figure.baseline.optimized_s) == (commit, 1e-5)
 
 
-def test_runs_that_measure_nothing_are_not_kept(scale: Project) -> None:
+def test_runs_that_measure_nothing_are_not_recorded(scale: Project) -> None:
     assert scale.run("-m", "correctness", "--perfsuite-isolate=always").ret == 0
     scale.cli("list")
     scale.commit()
@@ -369,7 +369,7 @@ def test_runs_that_measure_nothing_are_not_kept(scale: Project) -> None:
 
 
 @pytest.mark.parametrize("reason", ["File exists", "No space left on device"])
-def test_a_history_that_cannot_be_written_changes_no_exit_code(scale: Project, reason: str) -> None:
+def test_history_that_cannot_be_written_does_not_change_the_exit_code(scale: Project, reason: str) -> None:
     folder = store.folder_of(scale.path)
     if reason == "File exists":
         folder.parent.mkdir()
@@ -387,7 +387,7 @@ def full(*given: object) -> None:
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
-def test_an_uncommitted_baseline_makes_no_run_dirty(scale: Project) -> None:
+def test_uncommitted_baseline_does_not_make_a_run_dirty(scale: Project) -> None:
     scale.write(".gitignore", "__pycache__/\n.perfsuite/\n.hypothesis/\n.benchmarks/\n")
     scale.git("init")
     scale.commit()
@@ -402,10 +402,10 @@ def test_an_uncommitted_baseline_makes_no_run_dirty(scale: Project) -> None:
     assert [one.dirty for one in kept(scale)].count(True) == 1
 
 
-# --- what was accepted ----------------------------------------------------------------------------------------------
+# --- accepted figures -----------------------------------------------------------------------------------------------
 
 
-def test_accepted_figures_come_from_every_version_of_the_baseline(scale: Project) -> None:
+def test_accepted_figures_come_from_all_committed_versions_of_the_baseline(scale: Project) -> None:
     scale.write(".gitignore", "__pycache__/\n.perfsuite/\n.hypothesis/\n.benchmarks/\n")
     scale.git("init")
     scale.commit()
@@ -428,7 +428,7 @@ def test_accepted_figures_come_from_every_version_of_the_baseline(scale: Project
     if last != entries[1]["extra_info"]["perfsuite"]["sessions"][0]["date"]:
         pytest.fail("the date of an acceptance is that of its session")
     assert speedups()[-1] == 4.0
-    assert len(speedups()) <= 2  # acceptances in one second have one date
+    assert len(speedups()) <= 2  # acceptances within one second share a date
     scale.git("checkout", "--", "baselines")
     assert speedups() == [2.0]
     path.write_text("{")
@@ -436,14 +436,14 @@ def test_accepted_figures_come_from_every_version_of_the_baseline(scale: Project
     assert speedups() == [2.0]
 
 
-def test_without_git_the_files_alone_count(tmp_path: Path) -> None:
+def test_history_without_git_has_no_accepted_figures(tmp_path: Path) -> None:
     assert accepted.head(tmp_path) == ""
     assert accepted.committed(tmp_path / "missing") == []
     written(tmp_path, run())
     assert look(tmp_path, lambda there: there.accepted(DOTS)) == {}
 
 
-def test_the_search_for_a_history_ends_at_the_repository(tmp_path: Path) -> None:
+def test_search_for_a_history_ends_at_the_repository(tmp_path: Path) -> None:
     written(tmp_path, run())
     inner = tmp_path / "project" / "inner"
     inner.mkdir(parents=True)

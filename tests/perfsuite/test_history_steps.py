@@ -1,4 +1,4 @@
-"""Steps in the times: how often noise is taken for one, how surely one is found, and what is compared."""
+"""Steps in the times: the rate of false alarms, the rate of detection, and which runs are compared."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def find(runs: Sequence[Run]) -> list[Step]:
 
 
 def with_outliers(random: np.random.Generator, points: int) -> Any:
-    """One time in twenty is longer, by a fifth on average."""
+    """Return noise in which one time in 20 is longer, by 20% on average."""
     return random.normal(0, NOISE, points) + (random.random(points) < 0.05) * random.exponential(0.2, points)
 
 
@@ -52,7 +52,7 @@ NOISES = {
 
 @pytest.mark.parametrize("points", [8, 12, 20, POINTS, 300])
 @pytest.mark.parametrize("kind", NOISES)
-def test_noise_is_no_step(kind: str, points: int) -> None:
+def test_noise_seldom_gives_a_step(kind: str, points: int) -> None:
     random = np.random.default_rng(1)
     series = SERIES if points == POINTS else SERIES // 10
     alarms = sum(bool(steps.changes(list(NOISES[kind](random, points)))) for _ in range(series))
@@ -60,8 +60,8 @@ def test_noise_is_no_step(kind: str, points: int) -> None:
 
 
 @pytest.mark.parametrize(("size", "at"), [(0.05, 30), (0.05, 10), (0.05, 55), (-0.05, 40), (0.03, 30)])
-def test_a_step_is_found(size: float, at: int) -> None:
-    """A step of 5% in noise of 1%, in the middle or five runs from the end: found once, within two runs."""
+def test_step_is_detected_at_its_place(size: float, at: int) -> None:
+    """A step counts as detected if it is found exactly once, within two runs of its place."""
     random = np.random.default_rng(2)
     found = 0
     series = SERIES if (size, at) == (0.05, 30) else max(50, SERIES // 4)
@@ -73,7 +73,7 @@ def test_a_step_is_found(size: float, at: int) -> None:
     assert found >= 0.95 * series, f"{found} of {series}"
 
 
-def test_a_step_is_named() -> None:
+def test_step_is_described_with_its_date_revision_and_size() -> None:
     (step,) = find(with_levels((12, 1e-5), (8, 1.041e-5)))
     assert step.shown == "since 2026-11-13, 000000c: 4.1% slower (12 runs before, 8 after)"
     assert (step.last or "")[:7] == "000000b"
@@ -81,18 +81,18 @@ def test_a_step_is_named() -> None:
     assert "10.0% faster" in step.shown
 
 
-def test_several_steps_are_found() -> None:
+def test_several_steps_are_detected() -> None:
     found = find(with_levels((12, 1e-5), (10, 1.1e-5), (9, 1e-5)))
     assert [(s.before, s.after) for s in found] == [(12, 10), (10, 9)]
     assert [s.change > 0 for s in found] == [True, False]
 
 
-def test_times_that_repeat_exactly_have_steps_of_a_percent_at_least() -> None:
+def test_steps_of_times_without_noise_are_at_least_1_percent() -> None:
     assert find(with_levels((12, 1e-5), (12, 1.005e-5), noise=[0.0])) == []
     assert len(find(with_levels((12, 1e-5), (12, 1.02e-5), noise=[0.0]))) == 1
 
 
-def test_too_few_runs_have_no_step() -> None:
+def test_few_runs_have_no_step() -> None:
     assert find(with_levels((3, 1e-5), (4, 2e-5))) == []
     assert find([]) == []
 
@@ -102,19 +102,19 @@ def test_too_few_runs_have_no_step() -> None:
     [{"driver": "590.1"}, {"torch": "2.12.0"}, {"device": "nvidia-h100"}, {"power_limit_w": 500.0}, {"python": "3.12"}],
     ids=lambda fields: next(iter(fields)),
 )
-def test_devices_and_stacks_are_not_compared(other: dict[str, Any]) -> None:
+def test_runs_on_other_devices_or_software_are_not_compared(other: dict[str, Any]) -> None:
     runs = with_levels((12, 1e-5), (12, 1.1e-5))
     assert find(runs)
     changed = [r if n < 12 else replace(r, machine=replace(r.machine, **other)) for n, r in enumerate(runs)]
     assert find(changed) == []
 
 
-def test_other_sizes_are_not_compared() -> None:
+def test_runs_with_other_sizes_are_not_compared() -> None:
     larger = {"one": figures(1.1e-5, sizes={"n": 128})}
     assert find([run(n, workloads=larger if n >= 12 else {"one": figures()}) for n in range(24)]) == []
 
 
-def test_devices_in_turn_have_steps_of_their_own() -> None:
+def test_alternating_devices_have_separate_steps() -> None:
     one = with_levels((12, 1e-5), (12, 1.1e-5))
     other = [replace(r, machine=replace(r.machine, device="nvidia-h100")) for r in with_levels((24, 3e-5))]
     (step,) = find([r for both in zip(one, other, strict=True) for r in both])
@@ -122,14 +122,14 @@ def test_devices_in_turn_have_steps_of_their_own() -> None:
     assert (step.before, step.after) == (12, 12)
 
 
-def test_a_step_on_another_host_says_so() -> None:
+def test_step_on_another_host_mentions_the_hosts() -> None:
     runs = [replace(r, host="a" if n < 12 else "b") for n, r in enumerate(with_levels((12, 1e-5), (12, 1.1e-5)))]
     (step,) = find(runs)
     assert step.shown.endswith("; on another host: a → b")
 
 
 @pytest.mark.parametrize("status", [Status.NOT_EQUIVALENT, Status.NOT_PROVEN, Status.NOT_TIMED])
-def test_times_that_mean_nothing_do_not_count(status: Status) -> None:
+def test_times_of_wrong_or_unproven_code_are_ignored(status: Status) -> None:
     wrong = [
         run(12 + n, workloads={id: figures(2e-5, verdict=status)})
         for n, r in enumerate(with_levels((12, 1e-5)))

@@ -1,4 +1,4 @@
-"""`perfsuite history`: what it shows in the terminal, as JSON and as a page, and what it says to a wrong request."""
+"""`perfsuite history`: its output in the terminal, as JSON and as a page, and its error messages."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def accepted(day: int, seconds: float) -> Accepted:
 # --- the terminal ---------------------------------------------------------------------------------------------------
 
 
-def test_the_last_runs_are_listed(here: Path) -> None:
+def test_history_lists_the_last_runs(here: Path) -> None:
     red = {DOTS: figures(verdict=Status.REGRESSED), OTHER: figures(verdict=None)}
     written(here, *(run(n) for n in range(3)), run(3, kind="run", workloads=red, dirty=True, complete=False))
     done = history("--limit", "2")
@@ -66,7 +66,7 @@ def test_the_last_runs_are_listed(here: Path) -> None:
     assert "4 runs" in history().stdout
 
 
-def test_a_workload_is_shown_from_run_to_run(here: Path) -> None:
+def test_history_of_a_workload_shows_each_run_and_the_steps(here: Path) -> None:
     pytest.importorskip("ruptures")
     runs = with_levels((12, 1e-5), (8, 1.2e-5))
     slower = replace(runs[12].workloads[DOTS], slowdown=0.2, verdict=Status.REGRESSED)
@@ -91,7 +91,7 @@ def test_a_workload_is_shown_from_run_to_run(here: Path) -> None:
     assert listed.startswith("linear/dots[large] on nvidia-h200, since 2026-11-13")
 
 
-def test_steps_follow_the_runs(here: Path) -> None:
+def test_steps_are_updated_with_the_runs(here: Path) -> None:
     pytest.importorskip("ruptures")
     runs = with_levels((12, 1e-5), (8, 1.2e-5))
     written(here, *runs[:12])
@@ -102,7 +102,7 @@ def test_steps_follow_the_runs(here: Path) -> None:
     assert "(12 runs before, 7 after)" in history("dots").stdout
 
 
-def test_a_step_between_uncommitted_runs_has_no_command() -> None:
+def test_bisect_command_is_shown_only_for_a_slowdown_between_commits() -> None:
     step: Any = pytest.importorskip("perfsuite.history.steps").Step(
         device="d", started="", revision="a" * 40, last="b" * 40, change=0.1, before=9, after=9
     )
@@ -111,7 +111,7 @@ def test_a_step_between_uncommitted_runs_has_no_command() -> None:
         assert terminal.bisection("x", replace(step, **other)) == ""
 
 
-def test_without_ruptures_one_line_says_how_to_get_it(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_ruptures_is_reported_in_one_line(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     written(here, *with_levels((12, 1e-5), (8, 1.2e-5)))
     monkeypatch.setitem(__import__("sys").modules, "ruptures", None)
     done = history("dots")
@@ -122,7 +122,7 @@ def test_without_ruptures_one_line_says_how_to_get_it(here: Path, monkeypatch: p
     )
 
 
-def test_one_device_of_several(here: Path) -> None:
+def test_device_option_selects_one_device(here: Path) -> None:
     other = {"device": "nvidia-h100", "device_name": "NVIDIA H100"}
     written(here, run(0), run(1, seconds=2e-5, machine=other), run(2))
     done = history("dots")
@@ -131,7 +131,7 @@ def test_one_device_of_several(here: Path) -> None:
     only = history("dots", "--device", "h100")
     assert "H200" not in only.stdout
     assert "1 run" in only.stdout
-    about_ruptures = importlib.util.find_spec("ruptures") is None  # then a line says how to get it
+    about_ruptures = importlib.util.find_spec("ruptures") is None  # then one line says how to install it
     assert len(history("--device", "H200").stdout.splitlines()) == 4 + about_ruptures
     done = history("dots", "--device", "nvidia")
     assert (done.exit_code, done.stderr) == (
@@ -140,7 +140,7 @@ def test_one_device_of_several(here: Path) -> None:
     )
 
 
-def test_damaged_files_are_named_on_the_error_stream(here: Path) -> None:
+def test_damaged_files_are_reported_on_stderr(here: Path) -> None:
     (path,) = written(here, run(0))
     bad = path.with_name("20261201T000000Z-00000000.json")
     bad.write_text("{")
@@ -181,14 +181,14 @@ def test_names_are_shown_literally(here: Path, name: str) -> None:
 # --- wrong requests -------------------------------------------------------------------------------------------------
 
 
-def test_without_a_history_one_line_says_what_writes_one(here: Path) -> None:
+def test_missing_history_is_reported_in_one_line(here: Path) -> None:
     done = history()
     assert (done.exit_code, done.stdout) == (1, "")
     assert done.stderr.startswith("Error: there is no history here: `perfsuite run`, `gate`, `accept`")
     assert done.stderr.count("\n") == 1
 
 
-def test_a_workload_is_named_by_a_part_that_fits_no_other() -> None:
+def test_workload_may_be_named_by_a_unique_part() -> None:
     ids = [DOTS, OTHER, DOTS.replace("large", "larger")]
     for name in (DOTS, "linear/dots[large]", "dots::speed[large]"):
         assert choosing.workload(name, ids) == DOTS
@@ -204,14 +204,14 @@ def test_a_workload_is_named_by_a_part_that_fits_no_other() -> None:
             choosing.workload(name, ids)
 
 
-def test_an_unknown_workload_is_one_line(here: Path) -> None:
+def test_unknown_workload_is_reported_in_one_line(here: Path) -> None:
     written(here, run(0, DOTS, OTHER))
     done = history("dits")
     assert done.exit_code == 1
     assert done.stderr == f"Error: no workload in the history fits 'dits'; the nearest: {DOTS}\n"
 
 
-def test_a_page_that_cannot_be_written_is_one_line(here: Path) -> None:
+def test_page_that_cannot_be_written_is_reported(here: Path) -> None:
     written(here, run(0))
     (here / "file").write_text("")
     done = history("--html", "file/page.html")
@@ -219,10 +219,10 @@ def test_a_page_that_cannot_be_written_is_one_line(here: Path) -> None:
     assert done.stderr.startswith("Error: cannot write file/page.html: ")
 
 
-# --- what was accepted, and what changed ----------------------------------------------------------------------------
+# --- accepted figures and changes -----------------------------------------------------------------------------------
 
 
-def test_the_change_is_the_measured_one_or_against_what_was_accepted_then() -> None:
+def test_change_is_the_measured_one_or_that_against_the_accepted_time() -> None:
     gated = run(4, workloads={DOTS: figures(1.2e-5, slowdown=0.01, baseline=accepted(2, 1.19e-5))})
     found = course(run(0), run(3, seconds=1.1e-5), gated, accepted=[accepted(2, 1e-5), accepted(9, 5e-6)])
     assert [p.change_shown for p in found] == ["–", "~+10.0%", "+1.0%"]
@@ -253,12 +253,12 @@ def test_an_interrupted_run_of_a_workload_is_marked(here: Path) -> None:
         ({"power_limit_w": 500.0}, "power limit 700.0 → 500.0"),
     ],
 )
-def test_a_change_of_the_stack_is_marked(fields: dict[str, Any], mark: str) -> None:
+def test_change_of_the_software_is_marked(fields: dict[str, Any], mark: str) -> None:
     found = course(run(0), run(1), run(2, machine=fields), run(3, machine=fields))
     assert [p.marks for p in found] == [(), (), (mark,), ()]
 
 
-def test_other_marks() -> None:
+def test_changes_of_sizes_and_device_are_marked() -> None:
     larger = run(1, workloads={DOTS: figures(sizes={"n": 128})})
     assert course(run(0), larger)[1].marks == ("sizes n=64 → n=128",)
     other = {"device": "nvidia-h100", "device_name": "NVIDIA H100", "driver": "590.1"}
@@ -273,7 +273,7 @@ def test_other_marks() -> None:
     assert course(run(0), bare)[1].marks == ()
 
 
-def test_a_line_of_bars_shows_no_step_in_noise() -> None:
+def test_sparkline_shows_small_noise_as_flat() -> None:
     assert terminal.sparkline([1.0, 1.0]) == "▁▁"
     assert terminal.sparkline([1.0, 2.0, 4.0]) == "▁▅█"
     noise = terminal.sparkline([math.exp(x) for x in (0.0, 0.005, 0.01)])
@@ -284,7 +284,7 @@ def test_a_line_of_bars_shows_no_step_in_noise() -> None:
 # --- JSON and the page ----------------------------------------------------------------------------------------------
 
 
-def test_json_of_the_runs_and_of_a_workload(here: Path) -> None:
+def test_history_json_lists_runs_and_steps(here: Path) -> None:
     pytest.importorskip("ruptures")
     runs = with_levels((12, 1e-5), (8, 1.2e-5))
     written(here, *runs)
@@ -302,7 +302,7 @@ def test_json_of_the_runs_and_of_a_workload(here: Path) -> None:
 
 
 class Outside(HTMLParser):
-    """Collects what a page would load from elsewhere."""
+    """Collects the elements of a page that load something from elsewhere."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -313,7 +313,7 @@ class Outside(HTMLParser):
         self.found += [f"{tag} {name}" for name, _ in attrs if name in ("src", "href")]
 
 
-def test_the_page_is_self_contained_and_draws_every_run(here: Path) -> None:
+def test_page_is_self_contained_and_draws_every_timed_run(here: Path) -> None:
     pytest.importorskip("ruptures")
     runs = with_levels((12, 1e-5), (8, 1.2e-5))
     runs[5] = replace(runs[5], host="<b>", workloads={DOTS: figures(None, verdict=Status.UNMEASURED)})
@@ -336,7 +336,7 @@ def test_the_page_is_self_contained_and_draws_every_run(here: Path) -> None:
     assert [x for x, _ in places] == sorted(x for x, _ in places)
     (level,) = (line for line in svg.findall("line") if line.attrib["class"] == "level")
     assert places[10][0] < float(level.attrib["x1"]) < places[11][0]
-    assert min(y for _, y in places[:11]) > max(y for _, y in places[11:])  # slower is higher up
+    assert min(y for _, y in places[:11]) > max(y for _, y in places[11:])  # slower runs are higher up
     assert "slower (11 runs before, 8 after)" in text
     guides = [t.text or "" for line in svg.findall("line") if line.attrib["class"] == "guide" for t in line]
     (guide,) = guides
@@ -345,7 +345,7 @@ def test_the_page_is_self_contained_and_draws_every_run(here: Path) -> None:
     assert "The last 20 of 20 runs" in (here / "runs.html").read_text()
 
 
-def test_the_page_and_the_terminal_stand_a_workload_without_times(here: Path) -> None:
+def test_workload_without_times_is_shown(here: Path) -> None:
     written(here, run(0, seconds=None), run(1, OTHER))
     assert "no times" in history("dots").stdout
     assert history("dots", "--html", "page.html").exit_code == 0

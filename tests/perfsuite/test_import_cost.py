@@ -1,6 +1,6 @@
-"""The plugin takes part in every pytest run of an environment; until a pair is collected, it imports nothing heavy.
+"""The plugin is loaded in every pytest run of an environment, and imports nothing heavy until a pair is collected.
 
-`tools/plugin_cost.py` measures the time that it adds; a test cannot depend on a time.
+`tools/plugin_cost.py` measures the time that it adds.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def pytest_unconfigure():
 
 
 def loaded(folder: Path, *arguments: str) -> list[str]:
-    """Return which of these modules a pytest run in a fresh process has imported; other plugins are left out."""
+    """Return the modules of HEAVY and LATER that a pytest run in a new process imports; other plugins are disabled."""
     (folder / "names.py").write_text(REPORT.format(names=(*HEAVY, *LATER)))
     others = ["-p", "names", "-p", "perfsuite.plugin"]
     done = subprocess.run(
@@ -41,7 +41,7 @@ def loaded(folder: Path, *arguments: str) -> list[str]:
 
 
 @pytest.mark.parametrize("module", ["perfsuite", "perfsuite.plugin", "perfsuite.cli"])
-def test_importing(module: str) -> None:
+def test_import_loads_no_heavy_package(module: str) -> None:
     code = f"import {module}, sys; print([m for m in {HEAVY} if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     expected = ["rich", "click"] if module == "perfsuite.cli" else []
@@ -49,12 +49,12 @@ def test_importing(module: str) -> None:
 
 
 @pytest.mark.parametrize("arguments", [[], ["-m", "not perf"], ["--collect-only"]])
-def test_an_unrelated_suite(tmp_path: Path, arguments: list[str]) -> None:
+def test_unrelated_test_suite_loads_nothing_of_perfsuite(tmp_path: Path, arguments: list[str]) -> None:
     text = "import pytest\n\n\n" + "".join(f"def test_{n}(): pass\n\n\n" for n in range(5))
     (tmp_path / "test_plain.py").write_text(text)
     assert loaded(tmp_path, *arguments) == []
 
 
-def test_an_unrelated_suite_that_knows_the_markers(tmp_path: Path) -> None:
+def test_unrelated_test_suite_with_the_gpu_marker_loads_nothing_heavy(tmp_path: Path) -> None:
     (tmp_path / "test_plain.py").write_text("import pytest\n\n\n@pytest.mark.gpu\ndef test_one(): pass\n")
     assert not set(loaded(tmp_path)) & {"torch", "numpy", "hypothesis", "scipy", "rich", "jinja2"}

@@ -1,4 +1,4 @@
-"""`perfsuite init`: what it writes and leaves; the commands that it prints end in a green gate, and then a red one."""
+"""`perfsuite init`: the files that it writes or keeps, and the commands that it prints, which end in a green gate."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def commands(done: Result) -> list[str]:
 
 
 @pytest.mark.parametrize("ci", FILES)
-def test_what_exists_is_left_and_named(tmp_path: Path, ci: str) -> None:
+def test_existing_files_are_kept_and_listed(tmp_path: Path, ci: str) -> None:
     kept = ["baselines/waivers.toml", next(iter(FILES[ci]))]
     for name in kept:
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
@@ -56,14 +56,14 @@ def test_what_exists_is_left_and_named(tmp_path: Path, ci: str) -> None:
     assert ("to your .gitlab-ci.yml" in again.stdout) == (ci == "gitlab")
 
 
-def test_a_dangling_link_is_left(tmp_path: Path) -> None:
+def test_dangling_link_is_kept(tmp_path: Path) -> None:
     (tmp_path / "tests").mkdir()
     (tmp_path / PAIR).symlink_to(tmp_path / "nowhere.py")
     assert lines_with(init(tmp_path).stdout, f"left {PAIR} as it is")
     assert not (tmp_path / "nowhere.py").exists()
 
 
-def test_the_example_of_waivers_is_valid_once_uncommented(tmp_path: Path) -> None:
+def test_example_waiver_is_valid_once_uncommented(tmp_path: Path) -> None:
     init(tmp_path)
     path = tmp_path / "baselines/waivers.toml"
     known = {"tests/test_perfsuite_pair.py::row_dots::speed[gpu]"}
@@ -75,7 +75,7 @@ def test_the_example_of_waivers_is_valid_once_uncommented(tmp_path: Path) -> Non
     assert waiver.owner == "Ada Lovelace"
 
 
-def test_a_folder_that_cannot_be_used_is_one_line(tmp_path: Path) -> None:
+def test_unusable_folder_is_refused_in_one_line(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     (tmp_path / "taken").mkdir()
     (tmp_path / "taken/baselines").write_text("a file")
@@ -96,7 +96,7 @@ def test_a_folder_that_cannot_be_used_is_one_line(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
-def test_a_folder_that_must_not_be_written_is_one_line(tmp_path: Path) -> None:
+def test_read_only_folder_is_refused_in_one_line(tmp_path: Path) -> None:
     tmp_path.chmod(0o500)
     done = init(tmp_path)
     tmp_path.chmod(0o700)
@@ -104,7 +104,7 @@ def test_a_folder_that_must_not_be_written_is_one_line(tmp_path: Path) -> None:
     assert lines_with(done.stderr, "Error: cannot write", "make its folder writable")
 
 
-# --- where perfsuite comes from -------------------------------------------------------------------------------------
+# --- the source of perfsuite ----------------------------------------------------------------------------------------
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
@@ -120,13 +120,13 @@ COMMIT = "0123456789abcdef0123456789abcdef01234567"
         ("https://github.com/a b/c", None),
     ],
 )
-def test_an_address(address: str, found: tuple[str, str] | None) -> None:
+def test_repository_address_is_parsed(address: str, found: tuple[str, str] | None) -> None:
     assert parse(address, COMMIT) == (Source(*found, COMMIT) if found else None)
     assert parse(address, "main") is None
 
 
 @pytest.mark.parametrize("ci", FILES)
-def test_the_workflows_use_the_same_perfsuite(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ci: str) -> None:
+def test_workflows_pin_the_commit_of_this_perfsuite(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ci: str) -> None:
     known = Source("github.com", "ada/perfsuite", COMMIT)
     monkeypatch.setattr("perfsuite.scaffold.source", lambda: known)
     done = init(tmp_path, "--ci", ci)
@@ -150,11 +150,11 @@ def test_inserted_values_are_not_replaced_again(tmp_path: Path, monkeypatch: pyt
     assert addresses == wanted[ci]
 
 
-def test_where_no_repository_is_known_the_line_to_change_is_named(
+def test_placeholder_to_replace_is_named_if_the_repository_is_unknown(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gitlab = Source("gitlab.com", "ada/perfsuite", COMMIT)
-    for place in (PLACEHOLDER, gitlab):  # GitHub can use no action of another server
+    for place in (PLACEHOLDER, gitlab):  # GitHub cannot use an action of another server
         (tmp_path / place.host).mkdir()
         monkeypatch.setattr("perfsuite.scaffold.source", lambda place=place: place)
         done = init(tmp_path / place.host)
@@ -166,10 +166,10 @@ def test_where_no_repository_is_known_the_line_to_change_is_named(
 # --- from an empty repository to a red gate -------------------------------------------------------------------------
 
 
-def test_the_printed_commands_end_in_a_green_gate_and_then_in_a_red_one(
+def test_printed_commands_end_in_a_green_gate_and_a_slowdown_is_red(
     project: Project, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Times are given here; the next test measures them. Commands of git run as they are printed."""
+    """Times are synthetic here; the next test measures them. Commands of git run as printed."""
     monkeypatch.chdir(project.path)
     git(project.path, "init")
     project.measured(times(speedup=50.0))
@@ -203,8 +203,8 @@ def test_the_printed_commands_end_in_a_green_gate_and_then_in_a_red_one(
 
 
 @FULLY
-def test_the_printed_commands_on_this_machine(project: Project) -> None:
-    """The same with real processes and times, from the proof to a planted slowdown."""
+def test_printed_commands_run_on_this_machine(project: Project) -> None:
+    """Real processes and times are used, from the proof to a planted slowdown."""
     git(project.path, "init")
     done = subprocess.run(
         project.command("perfsuite", "init"), cwd=project.path, capture_output=True, text=True, check=True
@@ -222,7 +222,7 @@ def test_the_printed_commands_on_this_machine(project: Project) -> None:
 
 
 def run_in_shell(command: str, folder: Path) -> None:
-    """Run a command line as it stands, with a git identity and this Python's programs."""
+    """Run a command line unchanged, with a git identity and this Python's programs."""
     name = {f"GIT_{who}_{what}": "test@example.org" for who in ("AUTHOR", "COMMITTER") for what in ("NAME", "EMAIL")}
     nowhere = {"GIT_CONFIG_GLOBAL": os.devnull, "GIT_CONFIG_SYSTEM": os.devnull}
     programs = folder / ".perfsuite" / "bin"

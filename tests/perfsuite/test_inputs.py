@@ -1,4 +1,4 @@
-"""Inputs: every case builds what it says, the same again, and within its domain."""
+"""Inputs: every case is built as described, reproducibly and within its domain."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def draws(of: Pair, dtype: str = "float32", count: int = 100, seed: int = 0) -> 
 
 @pytest.mark.parametrize("dims", [("m", "n"), ("n",), (), ("m", "n", 3), (1, 1), (0, "n")], ids=str)
 @pytest.mark.parametrize("layout", [x for x in LAYOUTS if x not in EXPANDED])
-def test_a_layout_changes_the_memory_and_not_the_values(layout: str, dims: tuple[Any, ...]) -> None:
+def test_layout_changes_the_memory_but_not_the_values(layout: str, dims: tuple[Any, ...]) -> None:
     plain = built(tensor(*dims))
     other = built(tensor(*dims), InputCase(layout=layout))
     assert torch.equal(plain, other)
@@ -101,7 +101,7 @@ def test_a_layout_changes_the_memory_and_not_the_values(layout: str, dims: tuple
 
 
 @pytest.mark.parametrize("layout", ["strided", "offset", "rows", "slice"])
-def test_what_lies_between_the_elements_is_poisoned(layout: str) -> None:
+def test_memory_between_the_elements_is_poisoned(layout: str) -> None:
     for dtype in (torch.float32, torch.int64):
         values = integers(0, 9) if dtype == torch.int64 else floats()
         drawn = built(tensor("m", "n", 3, dtype=str(dtype)[6:], values=values), InputCase(layout=layout))
@@ -111,14 +111,14 @@ def test_what_lies_between_the_elements_is_poisoned(layout: str) -> None:
         assert int(poison.sum()) == whole.numel() - drawn.numel()
 
 
-def test_one_tensor_of_a_list_is_contiguous_and_the_others_lie_in_the_layout() -> None:
+def test_one_tensor_of_a_list_is_contiguous_and_the_others_have_the_layout() -> None:
     for count, plain in ((1, set()), (2, {0}), (3, {2}), (4, {0})):
         drawn = built(listof(count, tensor("n")), InputCase(layout="strided"))
         assert {i for i, one in enumerate(drawn) if one.is_contiguous()} == plain
 
 
 @pytest.mark.parametrize(("low", "high"), [(0.3, None), (None, -0.1)])
-def test_values_with_one_bound_may_lie_far_beyond_it(low: float | None, high: float | None) -> None:
+def test_values_with_one_bound_may_be_far_from_it(low: float | None, high: float | None) -> None:
     for regime in ("huge", "mixed"):
         drawn = built(tensor("m", "n", values=floats(low, high)), InputCase(regime=regime))
         assert bool((drawn >= low).all()) if low is not None else bool((drawn <= high).all())
@@ -133,7 +133,7 @@ def test_the_layout_does_not_depend_on_the_seed(layout: str) -> None:
         assert len({built(tensor(*dims), InputCase(layout=layout), seed=seed).stride() for seed in range(9)}) == 1
 
 
-def test_an_inner_dimension_is_expanded() -> None:
+def test_inner_and_middle_dimensions_are_expanded() -> None:
     assert built(tensor("m", "n", 3), InputCase(layout="inner expanded")).stride() == (7, 1, 0)
     assert built(tensor("m", "n", 1), InputCase(layout="inner expanded")).stride()[:2] == (1, 0)
     assert built(tensor("m", "n", 3), InputCase(layout="middle expanded")).stride() == (3, 0, 1)
@@ -142,7 +142,7 @@ def test_an_inner_dimension_is_expanded() -> None:
     assert built(tensor("m", 3, dtype="int64", values=bounds), InputCase(layout="inner expanded")).stride() == (0, 1)
 
 
-def test_an_expanded_input_repeats_one_row_in_one_place() -> None:
+def test_expanded_input_repeats_one_row_of_memory() -> None:
     x = built(tensor("m", "n"), InputCase(layout="expanded"))
     assert x.shape == (5, 7)
     assert x.stride() == (0, 1)
@@ -151,7 +151,7 @@ def test_an_expanded_input_repeats_one_row_in_one_place() -> None:
     assert built(tensor(1, "n"), InputCase(layout="expanded")).is_contiguous()
 
 
-def test_a_pair_may_adjust_what_is_drawn_before_any_side_sees_it() -> None:
+def test_adjust_changes_the_drawn_inputs() -> None:
     def positive(x: torch.Tensor, y: torch.Tensor) -> None:
         assert not torch.is_grad_enabled()
         x.abs_()
@@ -163,12 +163,12 @@ def test_a_pair_may_adjust_what_is_drawn_before_any_side_sees_it() -> None:
         assert (before["x"] < 0).any()
         assert torch.equal(drawn["x"], before["x"].abs())
         assert torch.equal(drawn["y"], before["y"])
-    # Several elements in one place could not be written.
+    # Expanded tensors cannot be written in place.
     layouts = {one.inputs.get("x", InputCase()).layout for one in draws(adjusted, count=200)}
     assert layouts == set(LAYOUTS) - set(EXPANDED)
 
 
-def test_few_elements_of_a_device_are_adjusted_on_the_cpu() -> None:
+def test_small_inputs_are_adjusted_on_the_cpu() -> None:
     def positive(x: torch.Tensor, net: torch.nn.Module, others: list[torch.Tensor]) -> None:
         for each in (x, *net.parameters(), *others):
             each.abs_()
@@ -188,7 +188,7 @@ def test_few_elements_of_a_device_are_adjusted_on_the_cpu() -> None:
     assert all(torch.equal(a, b) for (_, a), (_, b) in both)
 
 
-def test_inputs_are_adjusted_on_the_device_where_they_are_many_or_the_cpu_cannot() -> None:
+def test_large_inputs_or_failures_on_the_cpu_are_adjusted_on_the_device() -> None:
     def refused(x: torch.Tensor) -> None:
         x.zero_()
         raise RuntimeError("CUDA alone")
@@ -200,7 +200,7 @@ def test_inputs_are_adjusted_on_the_device_where_they_are_many_or_the_cpu_cannot
     assert (values["x"] == 1).all()
 
 
-def test_layouts_may_be_restricted_and_written_inputs_are_never_expanded() -> None:
+def test_layouts_can_be_restricted_and_written_inputs_are_never_expanded() -> None:
     of = pair(
         inputs={"x": tensor("m"), "y": tensor("m", layouts=["offset"]), "z": tensor("m", layouts=EXPANDED)},
         mutates={"x": "changed", "z": "written"},
@@ -251,13 +251,13 @@ def test_every_regime_stays_in_its_domain_and_dtype(name: str, dtype: str) -> No
                 assert (beside.double() <= values.high).all(), regime
 
 
-def test_bounds_beyond_the_dtype_are_its_own() -> None:
+def test_bounds_are_clipped_to_the_range_of_the_dtype() -> None:
     x = built(tensor("m", "n", values=floats(-1e6, 1e6)), InputCase(regime="edges"), dtype="float16")
     assert x.isfinite().all()
     assert float(x.abs().max()) == torch.finfo(torch.float16).max
 
 
-def test_regimes_are_what_they_say() -> None:
+def test_regimes_have_their_described_values() -> None:
     def of(regime: str, dtype: str = "float32") -> torch.Tensor:
         x: torch.Tensor = built(tensor(40, 50), InputCase(regime=regime), dtype=dtype)
         return x
@@ -282,7 +282,7 @@ def test_regimes_are_what_they_say() -> None:
 
 @pytest.mark.parametrize("dtype", ["int64", "int32", "uint8", "float32"])
 @pytest.mark.parametrize("regime", INTEGER_REGIMES)
-def test_whole_numbers_hold_bounds_by_name_and_by_column(regime: str, dtype: str) -> None:
+def test_integers_respect_bounds_by_name_and_by_column(regime: str, dtype: str) -> None:
     spec = tensor("P", 3, dtype=dtype, values=integers("low", ["n", "n", "k"]))
     for seed in range(5):
         x = built(spec, InputCase(regime=regime), P=40, low=2, k=4, seed=seed)
@@ -297,7 +297,7 @@ def test_one_tensor_of_a_list_may_have_bounds() -> None:
     assert len(free.unique()) == 40
 
 
-def test_whole_numbers_reach_their_bounds() -> None:
+def test_integers_reach_their_bounds() -> None:
     x = built(tensor(500, dtype="int64", values=integers(-3, 3)))
     assert set(x.tolist()) == {-3, -2, -1, 0, 1, 2}
     assert set(built(tensor(500, dtype="bool")).tolist()) == {False, True}
@@ -305,14 +305,14 @@ def test_whole_numbers_reach_their_bounds() -> None:
 
 
 @pytest.mark.parametrize("regime", ["normal", "edges", "repeated", "sorted", "outside"])
-def test_a_whole_number_without_dimensions_has_none(regime: str) -> None:
+def test_integer_without_dimensions_has_an_empty_shape(regime: str) -> None:
     x = built(tensor(dtype="int64", values=integers(0, 5, outside=True)), InputCase(regime=regime))
     assert x.shape == ()
     assert built(tensor(dtype="int64", values=integers(4, 5))).tolist() == 4
 
 
 @pytest.mark.parametrize("dtype", ["int64", "int32"])
-def test_outside_values_lie_outside(dtype: str) -> None:
+def test_outside_regime_has_values_beyond_the_bounds(dtype: str) -> None:
     spec = tensor(300, dtype=dtype, values=integers(0, "n", outside=True))
     assert "outside" in tensor_values.regimes(spec)
     assert "outside" not in tensor_values.regimes(tensor(3, dtype=dtype, values=integers(0, "n")))
@@ -336,7 +336,7 @@ def test_sampled_values_come_from_the_function() -> None:
 # --- seeds ---------------------------------------------------------------------------------------------------
 
 
-def test_values_depend_on_the_seed_and_on_the_input_s_name() -> None:
+def test_values_depend_on_the_seed_and_the_name_of_the_input() -> None:
     of = pair(inputs={"x": tensor("n"), "y": tensor("n"), "z": listof(2, tensor("n"))})
     first, again, other = (make.build(of, case(seed=s), "cpu") for s in (1, 1, 2))
     leaves = [t for _, t in make.tensors_in(first)]
@@ -355,7 +355,7 @@ def test_different_seeds_differ(a: int, b: int) -> None:
     assert not torch.equal(built(tensor(16), seed=a), built(tensor(16), seed=b))
 
 
-def test_large_inputs_are_drawn_alike_on_any_path() -> None:
+def test_large_inputs_repeat_by_seed_and_are_standard_normal() -> None:
     large = DRAW_ON_DEVICE + 1
     x = built(tensor(large), seed=3)
     assert torch.equal(x, built(tensor(large), seed=3))
@@ -378,7 +378,7 @@ def test_step_inputs_differ_by_step_and_repeat_by_case() -> None:
 # --- other specs ---------------------------------------------------------------------------------------------
 
 
-def test_nested_specs_lists_scalars_and_constants() -> None:
+def test_nested_specs_lists_scalars_and_constants_are_built() -> None:
     of = pair(
         inputs={
             "nest": {"a": tensor("n"), "b": [tensor("m"), (tensor("m", "n"), constant("flag"))]},
@@ -409,7 +409,7 @@ def test_nested_specs_lists_scalars_and_constants() -> None:
     ]
 
 
-def test_a_module_is_seeded_by_the_case_and_given_the_sizes_it_names() -> None:
+def test_module_is_seeded_by_the_case_and_gets_the_sizes_it_names() -> None:
     def linear(n: int, width: int) -> torch.nn.Module:
         return torch.nn.Linear(n, width)
 
@@ -430,7 +430,7 @@ def test_a_module_is_seeded_by_the_case_and_given_the_sizes_it_names() -> None:
     assert {path for path, _ in make.tensors_in(net, "net")} == {f"net.{name}" for name in LINEAR}
 
 
-def test_recorded_inputs(tmp_path: Path) -> None:
+def test_recorded_inputs_are_loaded_and_cast(tmp_path: Path) -> None:
     torch.save({"x": torch.ones(3, dtype=torch.float64), "i": torch.ones(3, dtype=torch.int64)}, tmp_path / "run.pt")
     value = make.build(pair(inputs={"x": recorded("run.pt")}), case(), "cpu", home=tmp_path)["x"]
     assert value["x"].dtype == torch.float32
@@ -439,7 +439,7 @@ def test_recorded_inputs(tmp_path: Path) -> None:
         make.build(pair(inputs={"x": recorded("gone.pt")}), case(), "cpu", home=tmp_path)
 
 
-def test_what_is_not_a_spec_is_named() -> None:
+def test_value_that_is_no_spec_is_an_error() -> None:
     with pytest.raises(PairError, match=r"input 'x': 5 is not a spec; use tensor\(\)"):
         make.build(pair(inputs={"x": 5}), case(), "cpu")
     with pytest.raises(PairError, match="dtype='float31' is not one of float64"):
@@ -449,7 +449,7 @@ def test_what_is_not_a_spec_is_named() -> None:
 # --- drawing -------------------------------------------------------------------------------------------------
 
 
-def test_sizes_keep_their_constraints() -> None:
+def test_drawn_sizes_satisfy_their_constraints() -> None:
     of = pair(
         sizes={"m": size(4, 40, multiple_of=4), "n": size(1, 9)},
         where=lambda m, n: m > n,
@@ -469,7 +469,7 @@ def test_sizes_keep_their_constraints() -> None:
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_a_few_dozen_draws_hold_the_telling_sizes(seed: int) -> None:
+def test_50_draws_include_sizes_0_1_17_and_a_large_one(seed: int) -> None:
     sizes = {one.sizes["n"] for one in draws(pair(inputs={"x": tensor("n")}), count=50, seed=seed)}
     assert {0, 1, 17} <= sizes
     assert max(sizes) > SMALL_HIGH
@@ -505,7 +505,7 @@ def test_a_failing_draw_shrinks_to_a_small_case() -> None:
     assert found.seed == 0
 
 
-def test_a_bool_is_drawn_and_read_again() -> None:
+def test_bool_scalar_is_drawn_and_parsed() -> None:
     of = pair(inputs={"x": tensor("n"), "flag": scalar([True, False])})
     found = draws(of, count=40)
     assert {one.sizes["flag"] for one in found} == {True, False}
@@ -515,7 +515,7 @@ def test_a_bool_is_drawn_and_read_again() -> None:
         assert type(again.sizes["flag"]) is bool
 
 
-def test_a_workload_s_case_is_plain() -> None:
+def test_case_of_a_workload_has_default_inputs() -> None:
     workload = Workload("w", m=64, n=3, dtype="bfloat16")
     assert workload_case(workload, "float32", 9) == Case(dtype="bfloat16", sizes={"m": 64, "n": 3}, inputs={}, seed=9)
     assert workload_case(Workload("w", m=1, n=1), "float32", 9).dtype == "float32"
@@ -535,7 +535,7 @@ HOW = st.builds(InputCase, layout=st.sampled_from(LAYOUTS), regime=st.sampled_fr
     st.integers(0, 2**31 - 1),
     st.none() | st.integers(1, 300),
 )
-def test_a_case_survives_its_line(
+def test_case_is_parsed_back_from_its_line(
     sizes: dict[str, Any], inputs: dict[str, InputCase], seed: int, steps: int | None
 ) -> None:
     whole = Case(dtype="float32", sizes=sizes, inputs=inputs, seed=seed, steps=steps)
@@ -545,13 +545,13 @@ def test_a_case_survives_its_line(
 
 
 @pytest.mark.parametrize("of", [pair(), pair(inputs={"s": scalar(floats(-1, 1)), "x": tensor("n")})])
-def test_a_drawn_case_survives_its_line(of: Pair) -> None:
+def test_drawn_case_is_parsed_back_from_its_line(of: Pair) -> None:
     for one in draws(of):
         assert parse_case(case_line(one), "float32") == one
 
 
 @pytest.mark.parametrize("line", ["n=x", "seed=1.5", "n=3;seed=", "nonsense", "n", "x steps"])
-def test_a_line_that_is_no_case_is_refused(line: str) -> None:
+def test_line_that_is_no_case_is_refused(line: str) -> None:
     with pytest.raises(PerfsuiteError, match="is not a case; copy the whole line that a failure printed"):
         parse_case(line, "float32")
 
@@ -575,7 +575,7 @@ def test_a_clone_keeps_strides_and_offset_in_fresh_memory(layout: str) -> None:
     assert torch.equal(wide.float(), x)
 
 
-def test_upcast_leaves_whole_numbers_and_is_always_a_copy() -> None:
+def test_upcast_keeps_integers_and_always_copies() -> None:
     value = {"i": torch.arange(3), "d": torch.ones(3, dtype=torch.float64), "s": "text", "n": None}
     wide = make.upcast(value)
     assert wide["i"].dtype == torch.int64
@@ -585,7 +585,7 @@ def test_upcast_leaves_whole_numbers_and_is_always_a_copy() -> None:
         assert not torch.equal(wide[key], value[key])
 
 
-def test_jitter_moves_by_an_ulp_and_differs_by_name() -> None:
+def test_jitter_moves_values_by_an_ulp_and_differs_by_name() -> None:
     of = pair(
         inputs={"x": tensor("n"), "i": tensor("n", dtype="int64", values=integers()), "l": listof(2, tensor("n"))}
     )
@@ -602,7 +602,7 @@ def test_jitter_moves_by_an_ulp_and_differs_by_name() -> None:
     assert torch.equal(make.jitter(of, special, 0, "a", eps)["x"].nan_to_num(5), special["x"].nan_to_num(5))
 
 
-def test_jitter_moves_subnormal_numbers_by_as_much_as_the_smallest_normal_one() -> None:
+def test_jitter_moves_subnormals_as_much_as_the_smallest_normal_number() -> None:
     of, tiny = pair(inputs={"x": tensor("n")}), torch.finfo(torch.float32).tiny
     x = torch.cat([torch.full((500,), tiny / 16), torch.zeros(4)])
     moved = (make.jitter(of, {"x": x}, 0, "a", 2.0**-10)["x"] - x).double() / tiny
@@ -627,7 +627,7 @@ def test_leaf_spec_is_found_in_nests() -> None:
         (lambda generator, shape, dtype: [0.0] * 4, "a list"),
     ],
 )
-def test_a_function_that_makes_values_of_another_shape_is_named(make_values: Any, found: str) -> None:
+def test_sampled_function_that_returns_another_shape_is_an_error(make_values: Any, found: str) -> None:
     of = pair(inputs={"x": tensor("n", values=sampled(make_values))})
     with pytest.raises(PairError, match=re.escape(f"input 'x': the function in values=sampled(…) gives {found}")):
         make.build(of, case(n=4), "cpu")

@@ -1,4 +1,4 @@
-"""Each check of integrity: a planted fault is rejected by name, an honest look-alike is not."""
+"""Each integrity check rejects a planted fault by name, and accepts correct code that resembles it."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def mutating(x: torch.Tensor) -> torch.Tensor:
 
 
 def mutating_beside(x: torch.Tensor) -> torch.Tensor:
-    """Write to the storage of the input, outside of the elements that the input shows."""
+    """Write to the storage of the input, outside its elements."""
     whole = x.new_empty(0).set_(x.untyped_storage())
     whole[0] += 1
     return torch.exp(x)
@@ -78,7 +78,7 @@ def private_buffer() -> Call:
 
 
 def alternating_buffers() -> Call:
-    """Return a side that alternates two buffers: the second call keeps the first answer, the third overwrites it."""
+    """Return a side that alternates two buffers, so that the third call overwrites the first result."""
     held: list[torch.Tensor] = []
 
     def call(x: torch.Tensor) -> torch.Tensor:
@@ -91,7 +91,7 @@ def alternating_buffers() -> Call:
 
 
 def many_buffers() -> Call:
-    """Return a side with so many buffers in turn that a few calls do not show it."""
+    """Return a side that reuses 30 buffers in turn, which a few calls do not show."""
     held: list[torch.Tensor] = []
 
     def call(x: torch.Tensor) -> torch.Tensor:
@@ -118,7 +118,7 @@ def unwritten(x: torch.Tensor) -> torch.Tensor:
 
 
 def recycled(x: torch.Tensor) -> torch.Tensor:
-    """Return memory that the allocator may hand back with the reference's answer in it."""
+    """Return memory that may still contain the reference's result, because the allocator reuses it."""
     return torch.empty_like(x)
 
 
@@ -145,7 +145,7 @@ def replayed(key: Callable[[torch.Tensor], Any]) -> Call:
 
 
 def late() -> Call:
-    """Return a side that answers for the previous call's inputs."""
+    """Return a side that returns the result for the previous call's inputs."""
     held: list[torch.Tensor] = []
 
     def call(x: torch.Tensor) -> torch.Tensor:
@@ -217,20 +217,20 @@ def test_a_planted_fault_is_rejected_by_name(name: str) -> None:
     assert "\n" not in message
 
 
-def test_one_wrong_answer_between_right_ones_is_no_fault_of_the_order() -> None:
+def test_one_wrong_output_is_reported_as_drift_and_not_as_call_order() -> None:
     words = "drifts: right at first, wrong at call 3, alternating between two inputs, and right when these calls are"
     with pytest.raises(NotEquivalent, match=words):
         integrity.call_order(probe(pair(exp_, wrong_once(at=3))))
 
 
-def test_memory_beside_an_input_s_elements_is_watched_too() -> None:
+def test_write_to_the_storage_outside_an_input_is_detected() -> None:
     strided = Case(dtype="float32", sizes=CASE.sizes, inputs={"x": InputCase(layout="offset")}, seed=3)
     with pytest.raises(NotEquivalent, match="changes its input x in place"):
         integrity.undeclared_mutation(probe(pair(exp_, mutating_beside), strided))
 
 
 @pytest.mark.parametrize("name", FAULTS)
-def test_every_planted_fault_is_found_by_the_whole_check(name: str) -> None:
+def test_integrity_check_rejects_every_planted_fault(name: str) -> None:
     fresh: dict[str, Callable[[], Call]] = {
         "private buffer": private_buffer,
         "private buffers in turn": alternating_buffers,
@@ -245,7 +245,7 @@ def test_every_planted_fault_is_found_by_the_whole_check(name: str) -> None:
         integrity.check(pair(exp_, optimized), CASE, "cpu")
 
 
-# --- honest look-alikes --------------------------------------------------------------------------------------
+# --- look-alikes ---------------------------------------------------------------------------------------------
 
 
 def written(x: torch.Tensor) -> torch.Tensor:
@@ -266,7 +266,7 @@ def cached_by_content() -> Call:
 
 
 def workspace() -> Call:
-    """Return a side with a private scratch buffer, which is never handed out."""
+    """Return a side with a private scratch buffer, which it never returns."""
     scratch: dict[Any, torch.Tensor] = {}
 
     def call(x: torch.Tensor) -> torch.Tensor:
@@ -329,7 +329,7 @@ def test_an_honest_look_alike_passes(name: str, sizes: dict[str, int]) -> None:
 
 @pytest.mark.parametrize("layout", ["transposed", "strided", "expanded", "offset"])
 @pytest.mark.parametrize("regime", ["normal", "nonfinite", "zeros"])
-def test_uncommon_inputs_are_no_fault(layout: str, regime: str) -> None:
+def test_uncommon_layouts_and_regimes_pass(layout: str, regime: str) -> None:
     case = Case(dtype="float32", sizes=CASE.sizes, inputs={"x": InputCase(layout=layout, regime=regime)}, seed=5)
     integrity.check(pair(exp_, written, {"x": tensor("m", "n")}), case, "cpu")
 
@@ -370,7 +370,7 @@ STATE = {
 }
 
 
-def test_stateful_sides() -> None:
+def test_faults_of_stateful_sides_are_rejected() -> None:
     integrity.check(pair(stateful(descend), stateful(descend), **STATE), CASE, "cpu")
     with pytest.raises(NotEquivalent, match=r"changes its input grads\[0\] in place, which the pair does not declare"):
         integrity.check(pair(stateful(descend), stateful(scaling), **STATE), CASE, "cpu")
@@ -378,7 +378,7 @@ def test_stateful_sides() -> None:
         integrity.check(pair(stateful(descend), stateful(uninitialised), **STATE), CASE, "cpu")
 
 
-def test_memory_that_was_never_written_is_no_state_that_instances_share(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_uninitialised_memory_is_not_reported_as_shared_state(monkeypatch: pytest.MonkeyPatch) -> None:
     """Uninitialised memory may hold finite values when one instance steps, and NaN when several do."""
     monkeypatch.setattr(integrity, "CHECKS", (integrity.several_instances,))
     instances = []
@@ -403,14 +403,14 @@ def test_memory_that_was_never_written_is_no_state_that_instances_share(monkeypa
 # --- seams ---------------------------------------------------------------------------------------------------
 
 
-def test_other_inputs_are_other_values_of_the_same_sizes() -> None:
+def test_other_case_has_other_values_of_the_same_sizes() -> None:
     found = probe(pair(exp_, exp_))
     other = found.other_case()
     assert other.sizes == CASE.sizes
     assert not torch.equal(found.drawn()["x"], found.drawn(other)["x"])
 
 
-def test_poisoned_memory_is_poisoned_only_inside() -> None:
+def test_new_memory_is_poisoned_only_inside_the_context() -> None:
     before = (torch.are_deterministic_algorithms_enabled(), torch.utils.deterministic.fill_uninitialized_memory)
     with integrity.poisoned_memory():
         assert torch.empty(1000).isnan().all()
@@ -422,35 +422,35 @@ def test_poisoned_memory_is_poisoned_only_inside() -> None:
     assert after == before
 
 
-def test_poisoned_memory_ends_with_an_error_too() -> None:
+def test_poisoned_memory_ends_if_an_exception_is_raised() -> None:
     with pytest.raises(ZeroDivisionError), integrity.poisoned_memory():
         raise ZeroDivisionError
     assert not torch.are_deterministic_algorithms_enabled()
 
 
-def test_a_draw_on_which_the_reference_overflows_is_passed_over() -> None:
+def test_draw_on_which_the_reference_overflows_is_skipped() -> None:
     overflowing = pair(lambda x: x.exp() * 1e30 * 1e30, lambda x: x.exp() * 1e30 * 1e30)
     integrity.check(overflowing, CASE, "cpu")
 
 
-def test_wrong_for_another_reason_is_not_called_unwritten() -> None:
+def test_wrong_output_is_not_reported_as_unwritten() -> None:
     with pytest.raises(NotEquivalent, match="is wrong") as caught:
         integrity.unwritten_output(probe(pair(exp_, lambda x: torch.exp(x) * 1.1)))
     assert "unwritten" not in str(caught.value)
 
 
 def rounds_where_deterministic(x: torch.Tensor) -> torch.Tensor:
-    """Be less precise if determinism is asked for, as a library with another algorithm for it may be."""
+    """Be less precise in deterministic mode, like a library with another algorithm for it."""
     return torch.exp(x).bfloat16().float() if torch.are_deterministic_algorithms_enabled() else torch.exp(x)
 
 
-def test_another_algorithm_where_determinism_is_asked_for_is_not_called_unwritten() -> None:
+def test_other_algorithm_in_deterministic_mode_is_not_reported_as_unwritten() -> None:
     integrity.unwritten_output(probe(pair(exp_, rounds_where_deterministic)))
     with pytest.raises(NotEquivalent, match="leaves output unwritten"):
         integrity.unwritten_output(probe(pair(exp_, lambda x: unwritten(rounds_where_deterministic(x)))))
 
 
-def test_a_side_that_is_right_on_another_draw_only_does_not_drift() -> None:
+def test_side_that_is_right_only_on_another_draw_is_reported_as_wrong() -> None:
     def wrong_on_this_one(x: torch.Tensor) -> torch.Tensor:
         return torch.exp(x) * (1.1 if torch.equal(x, made.drawn()["x"]) else 1)
 
@@ -464,7 +464,7 @@ OPTION: dict[str, Any] = {**X, "power": scalar((1, 2))}
 WITH_OPTION = Case(dtype="float32", sizes={"m": 5, "n": 7, "power": 2}, inputs={}, seed=3)
 
 
-def test_an_option_that_is_ignored_is_not_called_a_kept_answer() -> None:
+def test_ignored_option_is_not_reported_as_a_cached_result() -> None:
     def kept(x: torch.Tensor, power: int) -> torch.Tensor:
         return answers.setdefault(float(x.sum()), x**power)
 
@@ -475,7 +475,7 @@ def test_an_option_that_is_ignored_is_not_called_a_kept_answer() -> None:
         integrity.partial_keys(probe(pair(torch.pow, kept, OPTION), WITH_OPTION))
 
 
-def test_what_is_no_output_is_an_error_of_the_declaration() -> None:
+def test_output_of_an_unsupported_type_is_a_pair_error() -> None:
     with pytest.raises(PairError, match="output is a str"):
         integrity.check(pair(exp_, lambda x: "text"), CASE, "cpu")
     assert make.build(pair(exp_, exp_), CASE, "cpu")["x"].shape == (5, 7)
@@ -483,7 +483,7 @@ def test_what_is_no_output_is_an_error_of_the_declaration() -> None:
 
 @pytest.fixture
 def lucky(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Put no answer within the budget by no or few replicas; return the list of the replica counts asked for."""
+    """Reject every output unless all replicas are used; return the list of requested replica counts."""
     own, judge, asked, bare = truths.Runs.truth, equivalence.judge, list[int](), list[truths.Truth]()
 
     def truth_(runs: truths.Runs, replicas: int) -> truths.Truth:
@@ -502,7 +502,7 @@ def lucky(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return asked
 
 
-def test_a_side_surely_within_the_budget_is_judged_without_replicas(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_side_clearly_within_the_budget_needs_no_replicas(monkeypatch: pytest.MonkeyPatch) -> None:
     own, asked = truths.Runs.truth, []
 
     def counted(runs: truths.Runs, replicas: int) -> truths.Truth:
@@ -514,7 +514,7 @@ def test_a_side_surely_within_the_budget_is_judged_without_replicas(monkeypatch:
     assert set(asked) == {NONE}
 
 
-def test_the_right_answer_again_is_not_judged_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_identical_right_output_is_compared_only_once(monkeypatch: pytest.MonkeyPatch) -> None:
     judge, judged = equivalence.judge, list[str]()
 
     def counted(*given: Any, **named: Any) -> None:
@@ -541,7 +541,7 @@ def test_the_right_answer_again_is_not_judged_again(monkeypatch: pytest.MonkeyPa
     assert seen(right, right, signed_zeros=True) == 2
 
 
-def test_a_side_beyond_the_budget_by_few_replicas_is_judged_by_all(lucky: list[int]) -> None:
+def test_all_replicas_are_used_if_a_side_exceeds_the_budget_with_few(lucky: list[int]) -> None:
     integrity.check(pair(exp_, lambda x: torch.exp(x)), CASE, "cpu")
     assert lucky.count(NONE) == lucky.count(FEW) == lucky.count(rule.REPLICAS) > 1
     wrong = probe(pair(exp_, lambda x: torch.exp(x) + 1e-3))
@@ -549,14 +549,14 @@ def test_a_side_beyond_the_budget_by_few_replicas_is_judged_by_all(lucky: list[i
         wrong.judge(wrong.call(wrong.drawn()))
 
 
-def test_a_wrong_answer_to_other_values_is_judged_by_all_replicas(lucky: list[int]) -> None:
+def test_all_replicas_are_used_before_a_wrong_output_for_other_values_is_reported(lucky: list[int]) -> None:
     with pytest.raises(NotEquivalent, match="earlier ones in one element of them alone"):
         integrity.partial_keys(probe(pair(exp_, replayed(lambda x: x.flatten()[:-1].sum().item()))))
     assert rule.REPLICAS in lucky
 
 
-def test_values_that_the_pair_makes_itself_keep_their_form() -> None:
-    """The second half of each row equals the first here: a side may read either."""
+def test_sampled_values_are_not_changed_in_single_elements() -> None:
+    """Both halves of each row are equal, so a side may read either."""
 
     def halves(generator: torch.Generator, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         half = torch.rand((*shape[:-1], shape[-1] // 2), generator=generator, dtype=dtype)
@@ -569,8 +569,8 @@ def test_values_that_the_pair_makes_itself_keep_their_form() -> None:
     integrity.check(of, CASE, "cpu")
 
 
-def test_a_pair_with_a_working_precision_is_called_on_the_values_that_its_truth_is_of() -> None:
-    """Otherwise values that rounding moves across a jump of the function would have a truth of their own."""
+def test_inputs_are_rounded_to_the_declared_precision_for_side_and_truth() -> None:
+    """Otherwise rounding could move values across a jump of the function, where the truth differs."""
 
     def finer(t: torch.Tensor) -> torch.Tensor:
         return t - t.half().float()
@@ -597,8 +597,8 @@ def test_a_pair_with_a_working_precision_is_called_on_the_values_that_its_truth_
     assert all(not finer(x).any() for x in seen)
 
 
-def test_memory_between_guards_begins_at_0_of_a_storage_of_its_own() -> None:
-    """DistributedDataParallel assumes this of its buckets."""
+def test_guarded_memory_has_its_own_storage_with_offset_0() -> None:
+    """DistributedDataParallel assumes this for its buckets."""
 
     def at_the_beginning(x: torch.Tensor) -> torch.Tensor:
         made = torch.empty_like(x)
@@ -608,8 +608,8 @@ def test_memory_between_guards_begins_at_0_of_a_storage_of_its_own() -> None:
     integrity.check(pair(torch.sin, at_the_beginning, gradients=False), CASE, "cpu")
 
 
-def test_memory_whose_storage_is_resized_is_not_fenced() -> None:
-    """`fully_shard` frees a layer in this way, and allocates it again."""
+def test_resized_storage_is_not_guarded() -> None:
+    """`fully_shard` frees a layer and allocates it again in this way."""
 
     def resized(x: torch.Tensor) -> torch.Tensor:
         made = torch.empty_like(x)
@@ -621,6 +621,6 @@ def test_memory_whose_storage_is_resized_is_not_fenced() -> None:
     integrity.check(pair(torch.sin, resized, gradients=False), CASE, "cpu")
 
 
-def test_what_a_side_compiles_in_one_graph_is_not_traced_with_the_guards() -> None:
+def test_guards_are_not_traced_by_fullgraph_compilation() -> None:
     compiled = torch.compile(lambda x: torch.zeros_like(x) + 2 * x, backend="eager", fullgraph=True)
     integrity.check(pair(lambda x: 2 * x, lambda x: compiled(x), gradients=False), CASE, "cpu")

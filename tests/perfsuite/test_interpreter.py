@@ -1,4 +1,4 @@
-"""Triton's interpreter gives the same results, bit for bit, whether its bookkeeping is shortened or not."""
+"""Triton's interpreter gives bitwise the same results with the faster replacements of its functions."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def _counted_kernel(out_ptr, start, step, OPERATION: tl.constexpr, N: tl.constex
 
 @contextmanager
 def plain(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Use Triton's own interpreter for the block."""
+    """Use Triton's original functions within the context."""
     with monkeypatch.context() as patch:
         for owner, name in places():
             shortened = getattr(owner, name)
@@ -77,7 +77,7 @@ def plain(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def places() -> list[tuple[Any, str]]:
-    """Return every function that is replaced."""
+    """Return (owner, name) of every replaced function."""
     from triton.runtime import interpreter as module
 
     interpreter.quicken()
@@ -101,8 +101,8 @@ def mixed(n: int, M: int, N: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 @pytest.mark.parametrize(("n", "M", "N"), [(5, 8, 8), (20, 16, 16), (13, 4, 16), (9, 16, 4), (1, 1, 2)])
-def test_results_are_the_same_bit_for_bit(n: int, M: int, N: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = [mixed(n, M, N) for _ in range(2)]  # the second time the tables answer
+def test_results_are_bitwise_equal(n: int, M: int, N: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = [mixed(n, M, N) for _ in range(2)]  # the second call uses the tables
     with plain(monkeypatch):
         expected = mixed(n, M, N)
     assert expected[0].abs().sum() > 0
@@ -152,7 +152,7 @@ def _failing_kernel(out_ptr, N: tl.constexpr):
     tl.store(out_ptr + tl.arange(0, N), tl.arange(0, 2 * N))
 
 
-def test_a_mistake_within_a_kernel_leaves_the_interpreter_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_error_within_a_kernel_does_not_change_later_results(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(Exception, match="shape"):
         _failing_kernel[(1,)](torch.zeros(4, dtype=torch.int64), N=4)
     out, counts = mixed(5, 8, 8)
@@ -170,7 +170,7 @@ TYPES = ("float32", "float64", "float16", "bfloat16", "int1", "int8", "uint8", "
 @pytest.mark.parametrize(
     "options", [{}, {"div_or_mod": True}, {"arithmetic_check": False}, dict.fromkeys(OF_POINTERS, True)], ids=str
 )
-def test_operands_become_alike_as_they_do_by_triton_s_rules(options: dict[str, bool]) -> None:
+def test_operand_conversion_follows_the_rules_of_triton(options: dict[str, bool]) -> None:
     from triton.runtime import interpreter as module
 
     semantic = module.interpreter_semantic
@@ -199,7 +199,7 @@ def test_operands_become_alike_as_they_do_by_triton_s_rules(options: dict[str, b
     assert served > 1000
 
 
-def test_a_function_with_other_parameters_is_left_alone() -> None:
+def test_function_with_other_parameters_is_not_replaced() -> None:
     class Other:
         def broadcast_impl_value(self, lhs: Any, rhs: Any, more: Any) -> None:
             pass
@@ -210,7 +210,7 @@ def test_a_function_with_other_parameters_is_left_alone() -> None:
     assert vars(semantic) == {}
 
 
-def test_tables_are_emptied_when_they_are_full() -> None:
+def test_full_tables_are_emptied() -> None:
     known: dict[int, int] = {}
     for i in range(interpreter.MOST_KEPT + 1):
         interpreter._remember(known, i, i)

@@ -1,4 +1,4 @@
-"""Proofs in separate processes: a crash is blamed on the right side, and no other proof is affected."""
+"""Proofs in separate processes: a crash is attributed to the right side and affects no other proof."""
 
 from __future__ import annotations
 
@@ -75,10 +75,10 @@ XDIST = "def pytest_configure(config):\n    config.workerinput = {'workerid': 'g
 
 
 @pytest.mark.parametrize("conftest", [pytest.param("", id="alone"), pytest.param(XDIST, id="xdist", marks=FULLY)])
-def test_a_crash_costs_one_proof_and_names_the_side_and_the_draw(
+def test_crash_fails_one_proof_and_names_the_side_and_the_draw(
     project: Project, monkeypatch: pytest.MonkeyPatch, conftest: str
 ) -> None:
-    if not FULL:  # as on a GPU: four processes import torch once
+    if not FULL:  # fork the processes after one import of torch, as on a GPU
         monkeypatch.setattr(preload, "is_useful", lambda: True)
         monkeypatch.setenv("OMP_NUM_THREADS", "1")
     project.write("test_faults.py", CRASHING)
@@ -93,7 +93,7 @@ def test_a_crash_costs_one_proof_and_names_the_side_and_the_draw(
     assert "reproduce: pytest 'test_faults.py::crashes::equivalence[float32]' --perfsuite-case=" in output
 
 
-def test_a_proof_that_lacked_memory_beside_others_is_made_again_once_they_have_ended(
+def test_proof_out_of_memory_is_repeated_after_the_others_have_ended(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     items: Any = {name: SimpleNamespace(nodeid=name, pair=None) for name in "abc"}
@@ -117,7 +117,7 @@ def test_a_proof_that_lacked_memory_beside_others_is_made_again_once_they_have_e
     assert events == ["ended", "a"]
 
 
-def test_xdist_does_proofs_in_its_own_process_until_a_fault_takes_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_xdist_worker_proves_in_its_own_process_until_a_device_fault(monkeypatch: pytest.MonkeyPatch) -> None:
     done, tasks = list[str](), list[str]()
 
     def here(item: Any, *, log: bool, nextitem: Any) -> list[str]:
@@ -174,7 +174,7 @@ def test_out_of_memory_errors_are_recognised() -> None:
 
 
 def occupied(monkeypatch: pytest.MonkeyPatch, *, free_gib: int, initialized: bool = True) -> None:
-    """Let torch find a GPU of 100 GiB, of which this process holds 5."""
+    """Make torch report a GPU of 100 GiB, of which this process uses 5 GiB."""
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: initialized)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (free_gib << 30, 100 << 30))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: 5 << 30)
@@ -183,7 +183,7 @@ def occupied(monkeypatch: pytest.MonkeyPatch, *, free_gib: int, initialized: boo
 
 
 @pytest.mark.parametrize(("initialized", "free", "crowded"), [(True, 9, True), (True, 90, False), (False, 9, False)])
-def test_a_gpu_is_crowded_where_other_processes_hold_most_of_it(
+def test_gpu_is_crowded_if_other_processes_hold_most_of_its_memory(
     monkeypatch: pytest.MonkeyPatch, initialized: bool, free: int, crowded: bool
 ) -> None:
     occupied(monkeypatch, free_gib=free, initialized=initialized)
@@ -191,7 +191,7 @@ def test_a_gpu_is_crowded_where_other_processes_hold_most_of_it(
     assert faults.crowd() == ("other processes hold 86.0 of the GPU's 100.0 GiB" if crowded else "")
 
 
-def test_a_gpu_that_does_not_answer_is_not_crowded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpu_that_raises_is_not_crowded(monkeypatch: pytest.MonkeyPatch) -> None:
     def fault() -> None:
         raise RuntimeError("CUDA error: misaligned address")
 
@@ -217,7 +217,7 @@ LACKING = """
 
 
 @pytest.mark.parametrize("free", [2, 90])
-def test_a_lack_of_memory_beside_others_is_no_verdict(
+def test_out_of_memory_on_a_crowded_gpu_is_no_verdict(
     project: Project, monkeypatch: pytest.MonkeyPatch, free: int
 ) -> None:
     occupied(monkeypatch, free_gib=free)
@@ -230,7 +230,7 @@ def test_a_lack_of_memory_beside_others_is_no_verdict(
     assert "pair: the optimized side runs out of memory" in output
 
 
-def test_items_done_here_are_set_up_and_torn_down_between_proofs(
+def test_fixtures_of_other_tests_are_set_up_once_between_isolated_proofs(
     project: Project, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     passed = {
@@ -277,7 +277,7 @@ def test_items_done_here_are_set_up_and_torn_down_between_proofs(
 
 
 @FULLY
-def test_an_exit_and_a_fault_on_misaligned_data(project: Project) -> None:
+def test_exit_and_crash_on_misaligned_data_are_reported(project: Project) -> None:
     project.write("test_faults.py", CRASHING)
     result = project.run("--perfsuite-isolate=always", "-m", "correctness", "-k", f"equivalence and not ({SOME})")
     output = result.stdout.str()
@@ -314,7 +314,7 @@ FAULTING = """
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("xdist", [(), ("-n", "1")])
-def test_a_fault_of_the_gpu_costs_one_proof(project: Project, xdist: tuple[str, ...]) -> None:
+def test_device_fault_fails_only_one_proof(project: Project, xdist: tuple[str, ...]) -> None:
     project.write("test_faults.py", FAULTING)
     result = project.run(*xdist, "-m", "correctness", "-k", "equivalence")
     output = result.stdout.str()
@@ -322,7 +322,7 @@ def test_a_fault_of_the_gpu_costs_one_proof(project: Project, xdist: tuple[str, 
     assert "first: the optimized side faults: CUDA error: device-side assert" in output
 
 
-# --- who is to blame ------------------------------------------------------------------------------------------------
+# --- the side that caused a crash -----------------------------------------------------------------------------------
 
 
 def crashed(case: str = DRAW) -> Failure:
@@ -336,7 +336,7 @@ def reported(outcome: str = "passed") -> Reported:
 def settled(
     answer: dict[str, Outcome], *, first: Failure | None = None, align: int = 0, requested: str = ""
 ) -> tuple[Outcome, list[Task]]:
-    """Return a crashed proof's outcome, and the tasks asked for; `answer` gives the outcome of each kind of task."""
+    """Return a crashed proof's outcome and the tasks that were run; `answer` maps each kind of task to its outcome."""
     tasks: list[Task] = []
 
     def run(task: Task) -> Outcome:
@@ -354,37 +354,37 @@ def message(outcome: Outcome) -> str:
     return outcome.message
 
 
-def test_the_side_that_crashes_alone_is_blamed() -> None:
+def test_side_that_crashes_on_its_own_is_blamed() -> None:
     outcome, tasks = settled({"reference": reported(), "optimized": crashed()})
     assert message(outcome).startswith("the optimized side crashed with SIGSEGV; the data of x begins")
     assert [(t.side, t.case) for t in tasks] == [("reference", DRAW), ("optimized", DRAW)]
 
 
-def test_alignment_is_no_reason_where_the_draw_was_aligned() -> None:
+def test_alignment_is_not_mentioned_for_an_aligned_draw() -> None:
     outcome, _ = settled({"reference": reported(), "optimized": crashed()}, first=crashed(OTHER))
     assert message(outcome) == "the optimized side crashed with SIGSEGV"
     outcome, _ = settled({"reference": reported(), "optimized": crashed()}, align=16)
     assert message(outcome) == "the optimized side crashed with SIGSEGV"
 
 
-def test_a_draw_on_which_the_reference_crashes_is_left_out() -> None:
+def test_draw_on_which_the_reference_crashes_is_left_out() -> None:
     outcome, tasks = settled({"reference": crashed(), "anew": reported()})
     assert outcome == reported()
     assert tasks[-1].left_out == (DRAW,)
 
 
-def test_a_reference_that_crashes_again_and_again_is_red() -> None:
+def test_reference_that_crashes_on_many_draws_is_red() -> None:
     outcome, tasks = settled({"reference": crashed(), "anew": crashed(OTHER)})
     assert f"on {MOST_LEFT_OUT} draws the reference crashed with SIGSEGV; restrict its inputs" in message(outcome)
     assert sum(not t.side for t in tasks) == MOST_LEFT_OUT - 1
 
 
-def test_what_only_other_ways_of_calling_make_crash_is_said() -> None:
+def test_crash_only_in_another_calling_context_is_reported() -> None:
     outcome, _ = settled({"reference": reported(), "optimized": reported(), "again": crashed()})
     assert message(outcome) == "the optimized side crashed with SIGSEGV, but not when it is called plainly"
 
 
-def test_what_does_not_repeat_is_red_and_blames_nobody() -> None:
+def test_crash_that_does_not_repeat_is_unmeasured() -> None:
     outcome, _ = settled({"reference": reported(), "optimized": reported(), "again": reported()})
     assert isinstance(outcome, Failure)
     assert outcome.status is Status.UNMEASURED
@@ -392,19 +392,19 @@ def test_what_does_not_repeat_is_red_and_blames_nobody() -> None:
 
 
 @pytest.mark.parametrize("side", ["reference", "optimized", "again"])
-def test_a_process_that_never_reached_the_draw_blames_no_side(side: str) -> None:
+def test_process_that_never_reached_the_draw_blames_no_side(side: str) -> None:
     lost = Failure(status=Status.UNMEASURED, message="the measuring process ended with exit code 3: no GPU")
     outcome, _ = settled({"reference": reported(), "optimized": reported(), side: lost})
     assert outcome is lost
 
 
-def test_the_only_draw_that_is_wanted_is_not_left_out() -> None:
+def test_requested_draw_is_not_left_out() -> None:
     outcome, tasks = settled({"reference": crashed()}, requested=DRAW)
     assert message(outcome).startswith("on this draw the reference crashed with SIGSEGV; restrict its inputs")
     assert len(tasks) == 1
 
 
-def test_the_log_is_named_last() -> None:
+def test_message_ends_with_the_path_of_the_log() -> None:
     with_log = replace(crashed(), message="the measuring process crashed with SIGSEGV; the worker's log is /a/b.log")
     outcome, _ = settled({"reference": with_log, "anew": with_log})
     assert message(outcome).endswith("align=…); log: /a/b.log")
@@ -413,18 +413,18 @@ def test_the_log_is_named_last() -> None:
     assert message(outcome) == "the optimized side ended with exit code 3: a; b; log: /a/b.log"
 
 
-def test_a_draw_that_fails_when_it_is_repeated_says_why() -> None:
+def test_failure_of_a_repeated_draw_is_returned() -> None:
     outcome, _ = settled({"reference": reported(), "optimized": reported(), "again": reported("failed")})
     assert outcome == reported("failed")
 
 
-def test_a_process_that_ends_outside_a_draw_stays_as_it_is() -> None:
+def test_failure_outside_a_draw_is_returned_unchanged() -> None:
     outcome, tasks = settled({"reference": crashed(), "anew": crashed("")})
     assert outcome == crashed("")
     assert len(tasks) == 2
 
 
-def test_misaligned_draws_are_left_out_with_one_of_them() -> None:
+def test_all_misaligned_draws_are_left_out_with_one_of_them() -> None:
     pair = Pair(reference=abs, optimized=abs, inputs={"x": tensor("n")})
     aligned, left_out = parse_case("n=7;seed=3", "float32"), (DRAW,)
     assert is_left_out(pair, parse_case(DRAW, "float32"), left_out)
@@ -433,5 +433,5 @@ def test_misaligned_draws_are_left_out_with_one_of_them() -> None:
     assert not is_left_out(pair, aligned, ())
 
 
-def test_a_device_fault_is_no_exception_that_code_may_swallow() -> None:
+def test_device_fault_is_no_subclass_of_exception() -> None:
     assert not issubclass(DeviceFault, Exception)
