@@ -1,7 +1,7 @@
 """Scratch projects for the harness's own tests, and workers that measure nothing.
 
-A gate's verdict depends on times. Here `FakeWorkers` replaces the measuring processes and gives the times that the test
-wants, so that a verdict is the same on every machine.
+A gate's verdict depends on times. `FakeWorkers` replaces the measuring processes and gives the times that the test
+chooses, so that a verdict is the same on every machine.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from perfsuite.workers import Workers
 
 ROOT = Path(__file__).resolve().parents[2]
 JITTER = (0.0, 4e-4, -3e-4, 2e-4, -4e-4, 1e-4, 3e-4, -2e-4)
-"""Differences of log-ratios from process to process: those of a quiet machine, but not of an impossible one."""
+"""Differences of log-ratios between processes, as small as on a quiet machine but not impossibly small."""
 
 TWO_LINES = """
     from perfsuite import Pair, Workload, tensor
@@ -84,8 +84,8 @@ OUTER = (
 class FakeWorkers:
     """Replaces `perfsuite.control.Workers`: `outcome(id, process, second)` gives the result of each measurement.
 
-    `process` counts the timing processes from 0; `second` says whether the accepted revision's side joins. Proofs
-    succeed, unless `outcome` is a failure for that workload. A trace finds `ran`, and `own` sources.
+    `process` counts the timing processes from 0; `second` says whether the accepted side is timed, too. Proofs succeed,
+    unless `outcome` is a failure for that workload. A trace finds `ran`, and `own` sources.
     """
 
     def __init__(self, outcome: Callable[[str, int, bool], Outcome]) -> None:
@@ -214,7 +214,7 @@ def fails(failure: Failure, *, among: Callable[[str, int, bool], Outcome] | None
 LIBRARY = (sysconfig.get_paths()["stdlib"], sysconfig.get_paths()["purelib"])
 """Folders whose modules belong to no project."""
 _INSTALLED: set[str] = set()
-"""Names of modules that were found there: thousands, which are asked for after each run."""
+"""Names of the modules found there, cached because thousands are looked up after each run."""
 
 
 def forget_only_the_project(pytester: pytest.Pytester) -> SysModulesSnapshot:
@@ -283,7 +283,7 @@ def hide_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Project:
-    """Folder with test modules of its own, and the ways to run them."""
+    """Folder with its own test modules, and methods to run them."""
 
     def __init__(self, pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch, copies: Path) -> None:
         self.pytester, self.monkeypatch, self.copies = pytester, monkeypatch, copies
@@ -292,11 +292,11 @@ class Project:
         for name in OUTER:
             monkeypatch.delenv(name, raising=False)
         monkeypatch.setenv(HELD, "cpu")  # no measurement here could be disturbed by another run on this machine
-        # Above any git repository that /tmp may lie in.
+        # Hides a git repository that may contain /tmp.
         monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(self.path.parent))
         # Nothing here depends on time: a run within a test does not wait for others that measure on this CPU.
         monkeypatch.setenv(turns.HELD, "cpu")
-        # Where perfsuite is not installed, the processes that a run starts find it here.
+        # If perfsuite is not installed, the processes that a run starts find it here.
         monkeypatch.setenv("PYTHONPATH", str(ROOT))
 
     def write(self, name: str, text: str) -> Path:
@@ -376,7 +376,7 @@ class Project:
         return path
 
     def accept_again(self, name: str) -> None:
-        """Call `accept()` for a fixture of this name; later tests get a copy of the files."""
+        """Call `accept()` for a fixture of this name; later tests get copies of the files."""
         copy = self.copies / name
         if copy.exists():
             shutil.copytree(copy, self.path, dirs_exist_ok=True)
@@ -425,7 +425,7 @@ def git(folder: Path, *arguments: str) -> str:
 def _put(path: Path, text: str) -> None:
     """Write the file.
 
-    A later version gets a later second, because a module's compiled copy is known by its source's second and size.
+    A later version gets a later second, because a .pyc file is matched by the source's second and size.
     """
     before = path.stat().st_mtime if path.exists() else 0.0
     path.write_text(text)
@@ -466,8 +466,7 @@ def runs(pid: int) -> bool:
 
 
 def _close_written_files() -> None:
-    """Close what pytest-benchmark 5.2 opens each time it parses --benchmark-json; a later test would be blamed for
-    it."""
+    """Close the files that pytest-benchmark 5.2 opens when it parses --benchmark-json; else a later test is blamed."""
     for file in gc.get_objects():
         if isinstance(file, io.BufferedWriter) and str(file.name).endswith(".json"):
             file.close()

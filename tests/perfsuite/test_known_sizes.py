@@ -40,7 +40,7 @@ def triton(monkeypatch: pytest.MonkeyPatch) -> Compiler:
     return compiler
 
 
-def test_new_sizes_are_drawn_until_compiling_has_cost_the_budget(triton: Compiler) -> None:
+def test_new_sizes_are_drawn_until_compilation_has_used_the_budget(triton: Compiler) -> None:
     known = KnownSizes(budget_s=0.0)
     assert known.settled(PAIRS.one, case(3)) == case(3)  # nothing is known yet
     with known.noting(case(3)):
@@ -53,7 +53,7 @@ def test_new_sizes_are_drawn_until_compiling_has_cost_the_budget(triton: Compile
     assert known.settled(PAIRS.one, case(3, seed=5)) == case(3, seed=5)
 
 
-def test_layouts_are_known_ones_too_and_values_are_as_drawn(triton: Compiler) -> None:
+def test_known_layouts_are_reused_and_regimes_stay_as_drawn(triton: Compiler) -> None:
     known = KnownSizes(budget_s=0.0)
     strided = replace(case(3), inputs={"x": InputCase(layout="strided")})
     with known.noting(strided):
@@ -65,21 +65,21 @@ def test_layouts_are_known_ones_too_and_values_are_as_drawn(triton: Compiler) ->
     assert known.settled(PAIRS.one, case(7)) == case(7)  # a plain draw stays one
 
 
-def test_a_draw_of_a_known_regime_but_no_layout_is_reused(triton: Compiler) -> None:
+def test_sizes_of_a_contiguous_draw_with_another_regime_are_reused(triton: Compiler) -> None:
     known = KnownSizes(budget_s=0.0)
     with known.noting(replace(case(3), inputs={"x": InputCase(regime="huge")})):
         triton.compile()
     assert known.settled(PAIRS.one, case(7)) == case(3)
 
 
-def test_each_dtype_keeps_its_own_draw() -> None:
+def test_settled_draws_are_cached_per_dtype() -> None:
     known = KnownSizes()
     other = replace(case(3), dtype="bfloat16")
     assert known.settled(PAIRS.one, case(3)) == case(3)
     assert known.settled(PAIRS.one, other) == other
 
 
-def test_the_same_draw_has_the_same_sizes_however_often_it_is_asked_for(triton: Compiler) -> None:
+def test_settled_returns_the_same_sizes_for_the_same_draw_every_time(triton: Compiler) -> None:
     known = KnownSizes(budget_s=0.0)
     first = known.settled(PAIRS.one, case(9))
     with known.noting(case(3)):
@@ -87,7 +87,7 @@ def test_the_same_draw_has_the_same_sizes_however_often_it_is_asked_for(triton: 
     assert known.settled(PAIRS.one, case(9)) == first == case(9)
 
 
-def test_a_backward_pass_has_a_budget_and_known_sizes_of_its_own(triton: Compiler) -> None:
+def test_draws_with_a_backward_pass_have_their_own_budget_and_known_sizes(triton: Compiler) -> None:
     known = KnownSizes(budget_s=0.0)
     with known.noting(case(3)):
         triton.compile()
@@ -99,7 +99,7 @@ def test_a_backward_pass_has_a_budget_and_known_sizes_of_its_own(triton: Compile
     assert {known.settled(PAIRS.one, case(1, seed=s)).sizes["n"] for s in range(9)} == {3, 4}
 
 
-def test_a_proof_of_many_calls_a_draw_has_known_sizes_before_the_budget_is_spent(triton: Compiler) -> None:
+def test_few_reuses_known_sizes_before_the_budget_is_spent(triton: Compiler) -> None:
     known = KnownSizes(budget_s=9.0)
     assert known.settled(PAIRS.one, case(5), few=True) == case(5)
     with known.noting(case(3)):
@@ -108,7 +108,7 @@ def test_a_proof_of_many_calls_a_draw_has_known_sizes_before_the_budget_is_spent
     assert known.settled(PAIRS.one, case(8)) == case(8)
 
 
-def test_so_has_one_where_libraries_plan_for_each_size_though_nothing_compiles() -> None:
+def test_few_reuses_known_sizes_if_libraries_plan_for_each_size() -> None:
     known = KnownSizes()
     with known.noting(case(3)):
         pass
@@ -117,7 +117,7 @@ def test_so_has_one_where_libraries_plan_for_each_size_though_nothing_compiles()
     assert known.settled(PAIRS.one, case(8), plans=True) == case(8)
 
 
-def test_such_a_proof_has_none_of_the_large_sizes_where_it_may() -> None:
+def test_few_prefers_small_known_sizes() -> None:
     known = KnownSizes()
     for n in (2056, 3, 1024):
         with known.noting(case(n)):
@@ -129,7 +129,7 @@ def test_such_a_proof_has_none_of_the_large_sizes_where_it_may() -> None:
     assert large.settled(PAIRS.one, case(7), few=True, plans=True).sizes["n"] == 1024
 
 
-def test_what_is_read_from_the_cache_costs_nothing(triton: Compiler) -> None:
+def test_kernels_read_from_the_cache_do_not_use_the_budget(triton: Compiler) -> None:
     known = KnownSizes()
     with known.noting(case(3)):
         triton.compile(cache_hit=True)
@@ -137,7 +137,7 @@ def test_what_is_read_from_the_cache_costs_nothing(triton: Compiler) -> None:
     assert known.forward.spent_s == 0
 
 
-def test_a_side_that_does_not_compile_is_drawn_as_before() -> None:
+def test_draws_of_a_side_that_does_not_compile_are_unchanged() -> None:
     known = KnownSizes(budget_s=0.0)
     with known.noting(case(3)):
         pass
@@ -145,7 +145,7 @@ def test_a_side_that_does_not_compile_is_drawn_as_before() -> None:
     assert known.settled(PAIRS.one, case(7)) == case(7)
 
 
-def test_a_listener_of_the_user_s_still_hears(triton: Compiler) -> None:
+def test_a_compilation_listener_set_by_the_user_is_still_called(triton: Compiler) -> None:
     heard: list[Any] = []
     triton.compilation.listener = lambda **said: heard.append(said["cache_hit"])
     before = compiling.so_far()
@@ -162,7 +162,7 @@ def test_planned_draws_have_the_same_sizes_in_every_run() -> None:
     assert set(first) == set(second)
 
 
-def test_planned_draws_of_a_side_that_compiles_are_empty_or_one_in_all_sizes() -> None:
+def test_planned_draws_of_a_compiled_side_set_all_sizes_to_0_or_all_to_1() -> None:
     of = Pair(name="p", reference=torch.add, optimized=torch.add, inputs={"x": tensor("n", "m")})
     found = [c.sizes for c in coverage.draws(of, "float32", 1, compiles=lambda: True)]
     assert {"n": 0, "m": 0} in found

@@ -36,21 +36,21 @@ def ids(some: list[Task]) -> list[str]:
     return [t.id for t in some]
 
 
-def test_the_longest_tasks_go_first_where_several_lanes_take_them() -> None:
+def test_longest_tasks_come_first_with_several_lanes() -> None:
     given = tasks(1, 5, 2, 4, 3)
     assert ids(ordered(given, [Lane(), Lane()], expected)) == ["1", "3", "4", "2", "0"]
     assert ids(ordered(given, [Lane()], expected)) == ["0", "1", "2", "3", "4"]
 
 
-def test_what_another_revision_registers_is_not_called_by_those_without_one() -> None:
+def test_tasks_without_another_revision_precede_those_with_one() -> None:
     tree = Tree(revision="r", folder="f", package="p", top="t")
     given = [replace(tasks(9)[0], accepted=tree), *tasks(1, 2)]
     for count in (1, 2):
         assert [t.accepted for t in ordered(given, [Lane()] * count, expected)] == [None, None, tree]
 
 
-def test_the_first_item_of_each_pair_goes_before_the_rest_of_any() -> None:
-    """A lane that keeps to its pair leaves the other pairs to the other lanes."""
+def test_first_item_of_each_pair_precedes_all_other_items() -> None:
+    """A lane stays with its pair and leaves the other pairs to the other lanes."""
     given = [Task(id=f"t.py::{n}", kind=ITEMS, limit_s=1.0) for n in ("a::x", "a::y", "a::z", "b::x", "c::x", "c::y")]
     assert [t.id.removeprefix("t.py::") for t in ordered(given, [Lane(), Lane()], expected)] == [
         "a::x", "c::x", "b::x", "a::y", "a::z", "c::y",
@@ -59,7 +59,7 @@ def test_the_first_item_of_each_pair_goes_before_the_rest_of_any() -> None:
     assert len({t.group for t in tasks(1, 2)}) == 2
 
 
-def test_items_that_need_a_child_process_go_to_a_few_lanes_and_to_others_last() -> None:
+def test_items_that_need_a_child_process_share_a_few_groups_and_come_last() -> None:
     given = [Task(id=f"t.py::p{n}::{name}", kind=ITEMS, limit_s=1.0) for n in range(30) for name in ("outside", "x")]
     children = {t.group for t in given if t.needs_child}
     assert len(children) == OUTSIDE_CHILDREN
@@ -71,19 +71,19 @@ def test_items_that_need_a_child_process_go_to_a_few_lanes_and_to_others_last() 
     assert all(t.needs_child for t in rest)
 
 
-def test_the_time_is_that_of_the_lane_that_ends_last() -> None:
+def test_seconds_of_tasks_are_those_of_the_lane_that_ends_last() -> None:
     assert seconds_of(tasks(5, 4, 3, 2, 1), [Lane(), Lane()], expected) == lanes.START_S + 8
     assert seconds_of([], [Lane()], expected) == 0
 
 
-def test_what_is_timed_runs_alone_on_its_device(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_timing_uses_one_lane_per_device(monkeypatch: pytest.MonkeyPatch) -> None:
     for machine in (CPU, replace(MACHINE, count=1)):
         assert for_timing(machine) == [Lane()]
     monkeypatch.setattr(lanes, "measured_devices", lambda device: ("GPU-a", "GPU-b"))
     assert [lane.environment for lane in for_timing(TWO)] == [{"CUDA_VISIBLE_DEVICES": d} for d in ("GPU-a", "GPU-b")]
 
 
-def test_each_of_several_gpus_has_cores_of_its_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_each_of_several_gpus_has_its_own_cores(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(lanes, "measured_devices", lambda device: ("GPU-a", "GPU-b"))
     low, high = frozenset({0, 1}), frozenset({2, 3})
     monkeypatch.setattr(lanes.cores, "of_gpus", lambda count: (low, high))
@@ -92,7 +92,7 @@ def test_each_of_several_gpus_has_cores_of_its_own(monkeypatch: pytest.MonkeyPat
     assert for_timing(replace(MACHINE, count=1))[0].cores == lanes.cores.ANY
 
 
-def test_devices_without_a_name_are_one_lane(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_devices_without_names_share_one_lane(monkeypatch: pytest.MonkeyPatch) -> None:
     """If NVML gives no names, one lane has all devices; a name that CUDA does not know would hide all of them."""
     monkeypatch.setattr(lanes, "measured_devices", lambda device: ("gpu",))
     assert for_timing(TWO) == [Lane()]
@@ -113,7 +113,7 @@ def test_proofs_use_every_core_and_every_device(monkeypatch: pytest.MonkeyPatch)
     assert [lane.environment["CUDA_VISIBLE_DEVICES"] for lane in split] == ["GPU-a", "GPU-b", "GPU-a"]
 
 
-def test_threads_are_divided_where_no_result_depends_on_them(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_omp_threads_are_divided_among_lanes_only_for_items(monkeypatch: pytest.MonkeyPatch) -> None:
     """A workload's outputs must have the same bits when it is timed with all threads; compiling changes no bits."""
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.delenv(lanes.preload.COMPILE_THREADS, raising=False)
@@ -145,7 +145,7 @@ def test_threads_are_divided_where_no_result_depends_on_them(monkeypatch: pytest
         (2, 2, 144, 7, 6),
     ],
 )
-def test_processes_are_started_ahead_as_far_as_they_have_work_and_their_contexts_leave_memory_to_the_others(
+def test_started_ahead_is_limited_by_workloads_and_by_memory_for_contexts(
     gpus: int, devices: int, gibibytes: int | None, workloads: int, each: int
 ) -> None:
     some = [Lane(lock=str(n)) for n in range(devices)]
@@ -157,11 +157,11 @@ def test_processes_are_started_ahead_as_far_as_they_have_work_and_their_contexts
     ("cores", "busy", "at_once"),
     [(32, 16, 16), (32, 32, 0), (16, 12, 4), (2, 1, 1), (1, 0, 1)],
 )
-def test_free_cores_start_processes_ahead(cores: int, busy: int, at_once: int) -> None:
+def test_as_many_processes_start_at_once_as_cores_are_free(cores: int, busy: int, at_once: int) -> None:
     assert lanes.started_at_once(replace(MACHINE, cores=cores), busy) == at_once
 
 
-def test_the_driver_is_asked_once_for_the_visible_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_driver_is_queried_once_per_value_of_cuda_visible_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[str] = []
     monkeypatch.setattr(lanes, "measured_devices", lambda kind: (asked.append(kind), ("GPU-1",))[1])
     for visible in ("0", "0", "1", "1"):
@@ -170,7 +170,7 @@ def test_the_driver_is_asked_once_for_the_visible_gpus(monkeypatch: pytest.Monke
     assert asked == ["cuda", "cuda"]
 
 
-def test_one_gpu_has_no_several_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_several_devices_is_empty_for_one_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lanes, "measured_devices", lambda kind: ("GPU-1", "GPU-2"))
     assert lanes._several_devices(replace(MACHINE, count=1)) == ()
     assert lanes._several_devices(replace(MACHINE, count=2)) == ("GPU-1", "GPU-2")
@@ -179,7 +179,7 @@ def test_one_gpu_has_no_several_devices(monkeypatch: pytest.MonkeyPatch) -> None
 @pytest.mark.parametrize(
     ("useful", "kind", "forked"), [(True, PROVE, True), (True, ITEMS, False), (False, PROVE, False)]
 )
-def test_proofs_of_workloads_are_forked_where_that_is_useful(
+def test_proofs_of_workloads_are_forked_if_preloading_is_useful(
     monkeypatch: pytest.MonkeyPatch, useful: bool, kind: str, forked: bool
 ) -> None:
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
@@ -187,7 +187,7 @@ def test_proofs_of_workloads_are_forked_where_that_is_useful(
     assert {lane.forked for lane in for_proving([Task(id="a", kind=kind)], MACHINE)} == {forked}
 
 
-def test_on_one_gpu_several_lanes_share_a_lock(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_lanes_on_the_same_gpu_share_a_lock(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(lanes, "measured_devices", lambda device: ("GPU-a",))
     one = for_timing(replace(MACHINE, count=1), tmp_path, 3)
     assert one == [Lane(lock=str(tmp_path / "GPU-a.lock"))] * 3
@@ -197,7 +197,7 @@ def test_on_one_gpu_several_lanes_share_a_lock(monkeypatch: pytest.MonkeyPatch, 
         ("GPU-a", "GPU-a.lock"), ("GPU-b", "GPU-b.lock"), ("GPU-a", "GPU-a.lock"), ("GPU-b", "GPU-b.lock"),
     ]  # fmt: skip
     assert devices_of(two) == two[:2]
-    # Timing tasks run one after the other, however many processes prepare.
+    # Timing tasks run one after another, even if several processes prepare.
     assert seconds_of(tasks(5, 4, 3), one, expected) == lanes.START_S + 12
 
 
@@ -219,19 +219,19 @@ def test_on_one_gpu_several_lanes_share_a_lock(monkeypatch: pytest.MonkeyPatch, 
         (None, [1] * 70, 1),
     ],
 )
-def test_as_many_prepare_as_the_memory_surely_holds(memory: int | None, peaks: list[int | None], count: int) -> None:
+def test_together_is_limited_by_the_known_memory_peaks(memory: int | None, peaks: list[int | None], count: int) -> None:
     assert lanes.together(memory, peaks, 16) == count
 
 
 @pytest.mark.parametrize(("cores", "count"), [(32, 12), (16, 12), (8, 6), (4, 3), (2, 1), (1, 1)])
-def test_no_more_prepare_than_there_are_cores_for(cores: int, count: int) -> None:
+def test_together_is_limited_by_the_cores(cores: int, count: int) -> None:
     assert lanes.together(1000, [5] * 70, cores) == count
 
 
 # --- durations ------------------------------------------------------------------------------------------------------
 
 
-def test_what_a_task_took_is_what_it_will_take(tmp_path: Path) -> None:
+def test_duration_of_the_last_run_is_the_estimate_for_the_next(tmp_path: Path) -> None:
     durations = Durations(tmp_path / ".perfsuite")
     assert durations.of(Task(id="a", kind=PROVE)) == lanes.USUAL_S["prove"]
     durations.note(PROVE, "a", 12.3456)
@@ -259,7 +259,7 @@ def test_what_a_task_took_is_what_it_will_take(tmp_path: Path) -> None:
     ],
     ids=lambda text: repr(text[:16]),
 )
-def test_a_damaged_file_costs_an_estimate(tmp_path: Path, text: bytes) -> None:
+def test_a_damaged_durations_file_is_ignored(tmp_path: Path, text: bytes) -> None:
     (tmp_path / lanes.FILE).write_bytes(text)
     durations = Durations(tmp_path)
     assert [durations.of(Task(id=i, kind=PROVE)) for i in "abcd"] == [lanes.USUAL_S["prove"]] * 4
@@ -268,7 +268,7 @@ def test_a_damaged_file_costs_an_estimate(tmp_path: Path, text: bytes) -> None:
     assert json.loads((tmp_path / lanes.FILE).read_text()) == {"prove a": 1.0}
 
 
-def test_what_takes_long_to_prove_and_then_to_time_is_proven_first(
+def test_proofs_before_timing_are_ordered_by_proving_plus_timing_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     durations = Durations(tmp_path)
@@ -285,12 +285,12 @@ def test_what_takes_long_to_prove_and_then_to_time_is_proven_first(
         assert ids(planned) == list(order)
 
 
-def test_each_process_of_a_workload_is_ordered_by_itself() -> None:
+def test_processes_of_one_workload_are_ordered_independently() -> None:
     given = [Task(id=i, kind=TIME, limit_s=s) for i, s in (("a", 3.0), ("b", 5.0), ("a", 3.0), ("b", 5.0), ("c", 4.0))]
     assert ids(ordered(given, [Lane(), Lane()], expected)) == ["b", "b", "c", "a", "a"]
 
 
-def test_a_folder_that_cannot_be_written_costs_an_estimate(tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_written_raises_no_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     durations = Durations(tmp_path / "file")
     durations.note(PROVE, "a", 1.0)

@@ -1,4 +1,4 @@
-"""The digest of a call's launches: the part that Python and PyTorch show on a CPU; the device's part needs a GPU."""
+"""The digest of a call's launches, as far as Python and PyTorch show it on a CPU. The rest needs a GPU."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def call(x):
 
 
 def load(folder: Path, text: str) -> ModuleType:
-    """Load the module without a compiled copy, which is known by its source's second and size and may be another's."""
+    """Load the module without a .pyc file: that is matched by the source's second and size, and may be stale."""
     module = ModuleType("traced_module")
     path = folder / "traced_module.py"
     path.write_text(text)
@@ -57,7 +57,7 @@ def test_the_same_call_has_the_same_digest(tmp_path: Path) -> None:
     ("old", "new"),
     [("    y = x * 2.0", "    # twice\n    y = x * 2.0"), ("def call", "def unused():\n    return 1\n\n\ndef call")],
 )
-def test_what_is_not_run_does_not_count(tmp_path: Path, old: str, new: str) -> None:
+def test_code_that_is_not_run_does_not_change_the_digest(tmp_path: Path, old: str, new: str) -> None:
     assert old in BODY
     assert seen(tmp_path).digest() == seen(tmp_path, BODY.replace(old, new)).digest()
 
@@ -76,18 +76,18 @@ def test_what_is_not_run_does_not_count(tmp_path: Path, old: str, new: str) -> N
         ("y = y + n", "y = torch.add(y, n)"),
     ],
 )
-def test_more_or_other_work_counts(tmp_path: Path, old: str, new: str) -> None:
+def test_additional_or_different_work_changes_the_digest(tmp_path: Path, old: str, new: str) -> None:
     assert old in BODY
     assert seen(tmp_path).digest() != seen(tmp_path, BODY.replace(old, new)).digest()
 
 
-def test_forms_count(tmp_path: Path) -> None:
+def test_shape_dtype_and_strides_of_an_input_change_the_digest(tmp_path: Path) -> None:
     plain = seen(tmp_path).digest()
     for x in (torch.ones(9), torch.ones(8, dtype=torch.float64), torch.ones(16)[::2], torch.ones(8, 1)):
         assert seen(tmp_path, x=x).digest() != plain
 
 
-def test_operators_of_others_are_not_seen_in_full(tmp_path: Path) -> None:
+def test_custom_operators_of_another_library_are_reported_as_a_problem(tmp_path: Path) -> None:
     name = f"perfsuite_test::double_{id(tmp_path)}"
     torch.library.define(name, "(Tensor x) -> Tensor")
     torch.library.impl(name, "cpu", lambda x: x * 2)
@@ -96,7 +96,7 @@ def test_operators_of_others_are_not_seen_in_full(tmp_path: Path) -> None:
     assert found.problem().startswith("it calls operators of perfsuite_test")
 
 
-def test_compiled_modules_of_others_are_not_seen(tmp_path: Path) -> None:
+def test_compiled_modules_of_another_package_are_reported_as_a_problem(tmp_path: Path) -> None:
     pytest.importorskip("yaml._yaml")
     text = BODY.replace("import time", "from yaml import _yaml").replace(
         "    y = x", "    _yaml.get_version()\n    y = x"
@@ -104,13 +104,13 @@ def test_compiled_modules_of_others_are_not_seen(tmp_path: Path) -> None:
     assert seen(tmp_path, text).problem() == "it calls yaml, whose arguments are not seen"
 
 
-def test_hooks_are_given_back(tmp_path: Path) -> None:
+def test_trace_and_profile_hooks_are_restored(tmp_path: Path) -> None:
     before = sys.gettrace(), sys.getprofile()
     seen(tmp_path)
     assert (sys.gettrace(), sys.getprofile()) == before
 
 
-def test_addresses_are_no_part_of_a_form() -> None:
+def test_form_of_an_argument_excludes_its_address() -> None:
     a, b = torch.ones(4), torch.ones(4)
     assert launches._form([a, 1, {"k": (b, None)}]) == launches._form([b, 1, {"k": (a, None)}])
     assert launches._form(object()) == "object"

@@ -98,7 +98,7 @@ def test_cpu_machine_is_identified_without_nvml() -> None:
 
 
 @pytest.mark.usefixtures("no_gpu")
-def test_has_gpu_is_quick_where_there_is_none() -> None:
+def test_has_gpu_is_quick_on_a_machine_without_a_gpu() -> None:
     has_gpu()
     start = time.perf_counter()
     for _ in range(100):
@@ -112,7 +112,7 @@ def test_import_and_identify_load_neither_torch_nor_triton() -> None:
     assert done.stdout.strip() == "set()"
 
 
-def test_gpu_machine(nvml: Nvml) -> None:
+def test_gpu_machine_is_identified_with_nvml(nvml: Nvml) -> None:
     found = identify()
     assert (found.device, found.device_name, found.count) == ("nvidia-h200", "NVIDIA H200", 2)
     assert (found.driver, found.cuda, found.power_limit_w) == ("580.159.03", "13.0", 700.0)
@@ -152,7 +152,7 @@ def test_visible_devices_are_read_as_cuda_does(visible: str, count: int, monkeyp
 
 @pytest.mark.usefixtures("nvml")
 @pytest.mark.parametrize("visible", ["", "-1", " "])
-def test_hidden_gpus_are_none(visible: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hidden_gpus_are_not_found(visible: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     assert not has_gpu()
     assert identify().device.startswith("cpu-")
@@ -166,13 +166,13 @@ def test_a_cpu_build_of_torch_has_no_gpu(monkeypatch: pytest.MonkeyPatch) -> Non
     assert "CPU build" in machine.why_no_gpu()
 
 
-def test_visible_order_decides_which_gpu_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_first_visible_gpu_identifies_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     install(monkeypatch, Nvml(names=("NVIDIA H200", "NVIDIA L4")))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1,0")
     assert identify().device == "nvidia-l4"
 
 
-def test_nvidia_smi_stands_in_for_nvml(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+def test_nvidia_smi_is_used_if_nvml_fails(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
     install(monkeypatch, Nvml(without=("nvmlDeviceGetCount",)))
     smi = tmp_path / "nvidia-smi"
     smi.write_text(
@@ -187,7 +187,7 @@ def test_nvidia_smi_stands_in_for_nvml(monkeypatch: pytest.MonkeyPatch, tmp_path
     assert identify().device == "nvidia-l4"
 
 
-def test_a_gpu_that_nothing_names_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpu_of_unknown_name_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     install(monkeypatch, Nvml(without=("nvmlDeviceGetCount",)))
     monkeypatch.setenv("PATH", "/nonexistent")
     with pytest.raises(MachineError, match="which is not known") as caught:
@@ -196,13 +196,13 @@ def test_a_gpu_that_nothing_names_is_an_error(monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.usefixtures("nvml")
-def test_a_visible_device_that_is_not_there_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cuda_visible_devices_that_names_no_gpu_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7")
     with pytest.raises(MachineError, match="CUDA_VISIBLE_DEVICES='7' names none of its 2 GPUs"):
         identify()
 
 
-def test_monitor_condenses_its_samples(nvml: Nvml) -> None:
+def test_monitor_summarizes_its_samples(nvml: Nvml) -> None:
     with Monitor(1) as monitor:
         monitor.sample()
         nvml.clock, nvml.mask = 1740, 0x4
@@ -220,7 +220,7 @@ def test_monitor_condenses_its_samples(nvml: Nvml) -> None:
 @pytest.mark.parametrize(
     ("mask", "unfit"), [(0x1, False), (0x4, False), (0x2, False), (0x8, True), (0x20, True), (0x44, True), (0x80, True)]
 )
-def test_throttled_is_for_what_makes_timings_unfit(nvml: Nvml, mask: int, unfit: bool) -> None:
+def test_throttled_is_true_only_for_reasons_that_invalidate_timings(nvml: Nvml, mask: int, unfit: bool) -> None:
     with Monitor(0) as monitor:
         assert not monitor.throttled()
         nvml.mask = mask
@@ -231,7 +231,7 @@ def test_throttled_is_for_what_makes_timings_unfit(nvml: Nvml, mask: int, unfit:
         assert not monitor.throttled()
 
 
-def test_throttling_that_is_over_is_seen_from_the_counters(nvml: Nvml) -> None:
+def test_past_throttling_is_detected_from_the_counters(nvml: Nvml) -> None:
     nvml.counters[270] = 10**9
     with Monitor(0) as monitor:
         monitor.sample()
@@ -244,7 +244,7 @@ def test_throttling_that_is_over_is_seen_from_the_counters(nvml: Nvml) -> None:
     assert monitor.condition().throttle == ("HW thermal",)
 
 
-def test_monitor_does_without_what_nvml_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_monitor_works_without_missing_nvml_functions(monkeypatch: pytest.MonkeyPatch) -> None:
     fake = install(
         monkeypatch,
         Nvml(without=("nvmlDeviceGetCurrentClocksEventReasons", "nvmlDeviceGetPowerUsage", "nvmlDeviceGetFieldValues")),
@@ -258,7 +258,7 @@ def test_monitor_does_without_what_nvml_lacks(monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.usefixtures("nvml")
-def test_monitor_of_a_gpu_that_is_not_there_is_empty() -> None:
+def test_monitor_of_a_missing_gpu_has_no_readings() -> None:
     with Monitor(5) as monitor:
         assert monitor.sample().sm_clock_mhz is None
     assert monitor.condition().throttle == ()
@@ -266,7 +266,7 @@ def test_monitor_of_a_gpu_that_is_not_there_is_empty() -> None:
 
 @pytest.mark.usefixtures("no_gpu")
 @pytest.mark.parametrize("index", [0, None])
-def test_monitor_without_a_gpu_is_empty(index: int | None) -> None:
+def test_monitor_without_a_gpu_has_no_readings(index: int | None) -> None:
     with Monitor(index) as monitor:
         monitor.sample()
         assert not monitor.throttled()
@@ -286,7 +286,7 @@ def test_a_failing_nvml_never_raises_from_the_monitor(monkeypatch: pytest.Monkey
     assert sample == machine.Sample(sm_clock_mhz=None, temperature_c=None, power_w=None, reasons=frozenset())
 
 
-def test_an_unknown_reason_keeps_its_bit() -> None:
+def test_an_unknown_throttle_reason_is_named_by_its_bit() -> None:
     assert reason_names(0x8000_0004) == {"SW power cap", "0x80000000"}
     assert reason_names(0) == frozenset()
 

@@ -1,4 +1,4 @@
-"""The digest of a kernel's machine code, here from files that are assembled section by section."""
+"""The digest of a kernel's machine code, computed from ELF files that are built section by section."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ DEBUG = {
 
 
 def elf(sections: dict[str, bytes], shared: int = 0) -> bytes:
-    """Build a 64-bit ELF file: these sections, one of `shared` bytes without content, and the section of all names."""
+    """Build a 64-bit ELF file of these sections, one of `shared` bytes without content, and the section of names."""
     names, body, rows = b"\0", b"", [SECTION.pack(*[0] * 10)]
     for name, content in {**sections, ".nv.shared.k": b"", ".shstrtab": b""}.items():
         at, names = len(names), names + name.encode() + b"\0"
@@ -28,23 +28,23 @@ def elf(sections: dict[str, bytes], shared: int = 0) -> bytes:
     return MAGIC + header[len(MAGIC) :] + body + b"".join(rows)
 
 
-def test_where_the_source_lies_does_not_count() -> None:
+def test_path_of_the_source_does_not_change_the_digest() -> None:
     elsewhere = {".debug_line": b"/b/kernel.py:8", ".nv_debug_ptx_txt": b"", ".note.nv.tkinfo": b"-o /tmp/other"}
     assert digest(elf(CODE | DEBUG)) == digest(elf(CODE | elsewhere)) == digest(elf(CODE))
 
 
 @pytest.mark.parametrize("name", CODE)
-def test_instructions_registers_and_constants_count(name: str) -> None:
+def test_instructions_registers_and_constants_change_the_digest(name: str) -> None:
     assert digest(elf(CODE | {name: b"another"})) != digest(elf(CODE))
 
 
-def test_shared_memory_counts() -> None:
+def test_shared_memory_size_changes_the_digest() -> None:
     assert digest(elf(CODE, shared=1024)) != digest(elf(CODE))
 
 
 @pytest.mark.parametrize(
     "file", [b"", b"\x7fELF", MAGIC, MAGIC + b"\xff" * 200, elf(CODE)[:100], b"an interpreted kernel"]
 )
-def test_of_what_is_no_such_file_every_byte_counts(file: bytes) -> None:
+def test_all_bytes_are_digested_if_the_file_is_not_a_cubin(file: bytes) -> None:
     assert digest(file) != digest(file + b"x")
     assert digest(file) == digest(bytes(file))

@@ -61,12 +61,12 @@ def check(of: Pair) -> None:
         (raising, r"raises ValueError: invalid configuration argument on more than 4096 elements"),
     ],
 )
-def test_an_index_that_overflows_is_found(side: Callable[..., Any], message: str) -> None:
+def test_an_index_overflow_is_detected(side: Callable[..., Any], message: str) -> None:
     with pytest.raises(NotEquivalent, match=message):
         check(pair(side))
 
 
-def test_a_right_side_passes_whatever_its_rounding() -> None:
+def test_a_correct_side_passes_despite_rounding() -> None:
     check(pair(lambda x: x.half().float() * 2))
 
 
@@ -80,11 +80,11 @@ def test_a_right_side_passes_whatever_its_rounding() -> None:
     ],
     ids=["bounded sizes", "a condition", "changed in place", "used up"],
 )
-def test_what_may_not_be_so_large_is_not_tried(fields: dict[str, Any]) -> None:
+def test_bounded_sizes_conditions_and_changed_inputs_are_skipped(fields: dict[str, Any]) -> None:
     check(pair(overflowing, **fields))
 
 
-def test_a_size_that_is_bounded_leaves_the_other() -> None:
+def test_long_case_enlarges_a_size_that_is_not_bounded() -> None:
     found = many_elements.long_case(pair(double, sizes={"n": size(1, 33)}), CASE)
     assert found is not None
     assert found[1] == "k"
@@ -92,7 +92,7 @@ def test_a_size_that_is_bounded_leaves_the_other() -> None:
     assert found[0].sizes["k"] * 5 > LIMIT
 
 
-def test_without_memory_or_time_it_is_not_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_check_is_skipped_without_enough_memory_or_time(monkeypatch: pytest.MonkeyPatch) -> None:
     def slow(x: torch.Tensor) -> torch.Tensor:
         for _ in range(100 if x.numel() > LIMIT else 0):
             time.sleep(0.01)
@@ -104,7 +104,7 @@ def test_without_memory_or_time_it_is_not_tried(monkeypatch: pytest.MonkeyPatch)
     check(pair(overflowing))
 
 
-def test_contexts_try_it_where_they_are_thorough() -> None:
+def test_contexts_check_many_elements_only_if_thorough() -> None:
     contexts.check(pair(overflowing), CASE, "cpu")
     with pytest.raises(NotEquivalent, match=r"unsupported=\{'many_elements': 'why'\}"):
         contexts.check(pair(overflowing), CASE, "cpu", thorough=True)

@@ -22,7 +22,7 @@ def merged(*paths: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, check=False)
 
 
-def test_what_is_new_or_newer_is_taken_over(tmp_path: Path) -> None:
+def test_new_and_newer_entries_are_merged(tmp_path: Path) -> None:
     one, two, three = (accepted(number) for number in range(3))
     later = dataclasses.replace(two, reason="faster", accepted="2027-01-01T00:00:00+00:00")
     into, other = tmp_path / "into.json", tmp_path / "other.json"

@@ -1,4 +1,4 @@
-"""A copy of a module equals that of copy.deepcopy, with other values."""
+"""`changed_copy` copies a module as copy.deepcopy does, with other values."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def doubled(tensor: torch.Tensor) -> torch.Tensor:
     return 2 * tensor.double()
 
 
-def test_values_are_changed_and_what_is_shared_stays_shared() -> None:
+def test_changed_copy_changes_values_and_keeps_shared_tensors_shared() -> None:
     module = Tied()
     module.first.weight.grad = torch.ones(3, 3)
     module.first.weight.grad_note = "kept by deepcopy alone"
@@ -63,7 +63,7 @@ def test_values_are_changed_and_what_is_shared_stays_shared() -> None:
     assert clone.plain is not module.plain
 
 
-def test_the_copy_has_nothing_in_common_with_the_module() -> None:
+def test_changed_copy_shares_no_state_with_the_module() -> None:
     module = Tied()
     handle = module.register_forward_hook(lambda *given: None)
     clone = changed_copy(module, torch.clone)
@@ -93,7 +93,7 @@ def test_the_copy_has_nothing_in_common_with_the_module() -> None:
         lambda: torch.nn.ParameterList([torch.ones(2), torch.ones(3)]),
     ],
 )
-def test_it_has_what_deepcopy_gives(make: Any) -> None:
+def test_changed_copy_has_the_attributes_that_deepcopy_gives(make: Any) -> None:
     module = make()
     expected, found = copy.deepcopy(module), changed_copy(module, torch.clone)
     assert list(vars(found)) == list(vars(expected))
@@ -105,14 +105,14 @@ def test_it_has_what_deepcopy_gives(make: Any) -> None:
         assert torch.equal(a, b), name
 
 
-def test_a_recurrent_copy_computes_with_its_own_weights() -> None:
+def test_a_copied_lstm_computes_with_its_own_weights() -> None:
     module, x = torch.nn.LSTM(2, 3), torch.ones(4, 1, 2)
     clone = changed_copy(module, torch.zeros_like)
     assert not torch.equal(module(x)[0], torch.zeros(4, 1, 3))
     assert torch.equal(clone(x)[0], torch.zeros(4, 1, 3))
 
 
-def test_a_class_that_copies_itself_does_so() -> None:
+def test_changed_copy_calls_the_deepcopy_method_of_a_class() -> None:
     class Holder(torch.nn.Module):
         def __init__(self) -> None:
             super().__init__()

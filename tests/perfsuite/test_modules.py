@@ -178,7 +178,7 @@ class Tabled(nn.Module):
         return torch.bucketize(x, self.bounds)
 
 
-def test_stored_buffers_differ_between_draws_by_one_factor_each() -> None:
+def test_each_stored_float_buffer_is_scaled_by_one_random_factor() -> None:
     with pytest.raises(NotEquivalent, match=r"is wrong|is inaccurate"):
         perfsuite.check(made(Shiftless), examples=20, device="cpu")
     made_anew = modules.spec_of(Tabled()).build()
@@ -189,7 +189,7 @@ def test_stored_buffers_differ_between_draws_by_one_factor_each() -> None:
     assert torch.equal(made_anew.table, torch.ones(4))
 
 
-def test_modules_of_other_shapes_say_so() -> None:
+def test_modules_with_different_parameter_shapes_are_rejected() -> None:
     pair = Pair(reference=Model(5), optimized=ModelNew(6), inputs={"x": tensor("m", 5)})
     with pytest.raises(PairError, match=r"'linear.weight' has shape \(4, 6\) in the optimized module and \(4, 5\)"):
         perfsuite.check(pair, device="cpu")
@@ -218,7 +218,7 @@ class NormsByHand(Norms):
 
 
 @pytest.mark.parametrize("left_out", ["running_mean", pytest.param("bias", marks=FULLY)])
-def test_what_begins_at_zero_is_varied_too(left_out: str) -> None:
+def test_parameters_and_buffers_that_start_at_zero_are_varied(left_out: str) -> None:
     def pair(optimized: nn.Module) -> Pair:
         inputs = {"x": tensor("m", 5, values=floats(-1, 1))}
         return Pair(reference=Norms(), optimized=optimized, inputs=inputs, max_examples=count(quick=2, full=4))
@@ -272,7 +272,7 @@ def trained(**flags: bool) -> Pair:
     )
 
 
-def test_the_running_means_of_a_module_in_training_are_outputs() -> None:
+def test_running_statistics_of_a_module_in_training_are_outputs() -> None:
     pair = trained()
     assert pair.mutates == {"module": "buffers"}
     perfsuite.check(pair, device="cpu", examples=4)
@@ -280,16 +280,16 @@ def test_the_running_means_of_a_module_in_training_are_outputs() -> None:
         perfsuite.check(trained(forgets=True), device="cpu")
 
 
-def test_a_call_may_change_buffers_and_no_parameters() -> None:
+def test_a_call_may_change_buffers_but_no_parameters() -> None:
     with pytest.raises(NotEquivalent, match=r"changes its input module\.norm\.weight in place"):
         perfsuite.check(trained(rescales=True), device="cpu")
 
 
-def test_gradients_of_parameters_are_compared_beside_changed_buffers() -> None:
+def test_a_module_with_changed_buffers_is_differentiable() -> None:
     assert execution.differentiable(trained()) == ("module", "x")
 
 
-def test_only_a_module_has_buffers() -> None:
+def test_mutates_buffers_is_rejected_for_an_input_that_is_not_a_module() -> None:
     with pytest.raises(PairError, match="it is no module and has none; say"):
         Pair(reference=torch.exp, optimized=torch.exp, inputs={"x": tensor("n")}, mutates={"x": "buffers"})
 
@@ -313,13 +313,15 @@ def double(x: torch.Tensor) -> torch.Tensor:
     ],
     ids=["declared", "module", "stateless", "function"],
 )
-def test_the_reference_compiled_is_declared_in_the_open(reference: Any, optimized: Callable[[], Any]) -> None:
+def test_the_compiled_reference_may_be_declared_as_the_optimized_side(
+    reference: Any, optimized: Callable[[], Any]
+) -> None:
     """The optimized side is made within the test: torch.compile imports the compiler, which takes a second."""
     inputs = {"x": tensor(6, 5, values=floats(-1, 1))}
     perfsuite.check(Pair(reference=reference, optimized=optimized(), inputs=inputs, max_examples=2), device="cpu")
 
 
-def test_modules_without_parameters_are_sides_like_any_other() -> None:
+def test_modules_without_parameters_are_treated_as_functions() -> None:
     class Gelu(nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return 0.5 * x * (1 + torch.erf(x / 2**0.5))
@@ -334,12 +336,12 @@ def test_a_function_beside_a_module_with_parameters_is_refused() -> None:
         Pair(reference=Model(5), optimized=torch.relu, inputs={"x": tensor("m", 5)})
 
 
-def test_the_name_of_the_parameters_input_is_taken() -> None:
+def test_an_input_named_module_is_rejected() -> None:
     with pytest.raises(PairError, match="input 'module' has the name of the input with the sides' parameters"):
         Pair(reference=Model(5), optimized=ModelNew(5), inputs={"module": tensor("m", 5)})
 
 
-def test_a_side_shares_the_parameters_that_it_is_given() -> None:
+def test_sharing_computes_with_the_parameters_of_the_given_module() -> None:
     given, side = Model(5), modules.Sharing(ModelNew(5), "optimized")
     x = torch.rand(3, 5)
     assert torch.allclose(side(given, x), given(x))

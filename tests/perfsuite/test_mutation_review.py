@@ -1,4 +1,4 @@
-"""The mutants that were looked at, in tests/mutation/equivalent.toml, still lie where the file says."""
+"""The reviewed mutants in tests/mutation/equivalent.toml are still where the file says."""
 
 from __future__ import annotations
 

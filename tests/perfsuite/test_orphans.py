@@ -46,7 +46,7 @@ def kill(parent: subprocess.Popen[str]) -> None:
     parent.communicate()
 
 
-# A worker whose plugin has been imported: it waits in what is imported next.
+# Code of a worker that has imported the plugin and then waits.
 WAITS = "import sys, time\nimport perfsuite.plugin\nprint('imported', flush=True)\ntime.sleep(3600)"
 
 
@@ -62,7 +62,7 @@ def test_a_worker_ends_with_its_parent(tmp_path: Path) -> None:
             os.kill(worker, signal.SIGKILL)
 
 
-def test_a_worker_whose_parent_ended_before_it_could_ask_ends_at_once(tmp_path: Path) -> None:
+def test_a_worker_ends_at_once_if_its_parent_ended_before_the_import(tmp_path: Path) -> None:
     """The parent is killed while the worker's Python starts, before the harness's plugin is imported in it."""
     go = tmp_path / "go"
     early = f"import pathlib, time\nwhile not pathlib.Path({str(go)!r}).exists(): time.sleep(0.01)\n{WAITS}"
@@ -78,7 +78,7 @@ def test_a_worker_whose_parent_ended_before_it_could_ask_ends_at_once(tmp_path: 
             os.kill(worker, signal.SIGKILL)
 
 
-def test_a_process_that_is_no_worker_goes_on(tmp_path: Path) -> None:
+def test_a_process_that_is_not_a_worker_survives_its_parent(tmp_path: Path) -> None:
     """A process that a worker starts and that imports the plugin again, such as a data loader's, does not end."""
     code = f"import os\nassert {PARENT!r} in os.environ\n" + WAITS
     parent, worker, log = started(tmp_path, ["-c", code])
@@ -92,7 +92,7 @@ def test_a_process_that_is_no_worker_goes_on(tmp_path: Path) -> None:
         os.kill(worker, signal.SIGKILL)
 
 
-def test_the_parent_s_variables_are_no_concern_of_the_code_under_test(tmp_path: Path) -> None:
+def test_parent_variable_is_removed_from_the_worker_s_environment(tmp_path: Path) -> None:
     code = f"import os, perfsuite.plugin\nprint('gone' if {PARENT!r} not in os.environ else 'there', flush=True)"
     parent, _, log = started(tmp_path, ["-c", code], PERFSUITE_JOB="job.json")
     wait_for(log.read_text)

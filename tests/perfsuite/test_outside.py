@@ -1,4 +1,4 @@
-"""A side that behaves only while a test is running is found by calling it where no test runs."""
+"""A side that is right only under test is detected by calling it in a process without a test."""
 
 from __future__ import annotations
 
@@ -161,11 +161,11 @@ def high_precision() -> Iterator[None]:
 
 
 ENDING = "by_crash or by_error or by_hang"
-"""Cases that cost a new process each."""
+"""Cases that each need a new process."""
 
 
 @FULLY
-def test_a_side_that_ends_raises_or_hangs_there(project: Project) -> None:
+def test_a_side_that_exits_raises_or_hangs_outside_a_test_is_reported(project: Project) -> None:
     write(project)
     result = project.run("-m", "correctness", "-k", f"outside and ({ENDING})")
     output = result.stdout.str()
@@ -177,8 +177,8 @@ def test_a_side_that_ends_raises_or_hangs_there(project: Project) -> None:
 
 
 @pytest.mark.usefixtures("high_precision")
-def test_a_side_that_behaves_only_under_test(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "orig_argv", ["python", "-m", "pytest"])  # as where no xdist has started the process
+def test_a_side_that_is_right_only_under_test_is_rejected(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "orig_argv", ["python", "-m", "pytest"])  # as without xdist
     write(project)
     result = project.run("-m", "correctness", "-k", f"outside and not ({ENDING})", "-rs")
     output = result.stdout.str()
@@ -190,7 +190,7 @@ def test_a_side_that_behaves_only_under_test(project: Project, monkeypatch: pyte
 
 
 @pytest.mark.parametrize("others", [pytest.param("equivalence", marks=FULLY), "integrity"])
-def test_the_other_proofs_do_not_see_it(project: Project, others: str) -> None:
+def test_other_proofs_do_not_detect_a_side_that_is_right_only_under_test(project: Project, others: str) -> None:
     write(project)
     project.run("-m", "correctness", "-k", f"{others} and (by_variable or by_import)").assert_outcomes(passed=2)
 
@@ -240,10 +240,10 @@ PREPARED = """
 
 
 @pytest.mark.parametrize("spare", [0, 1])
-def test_the_module_is_imported_there_while_the_pair_is_proven_where_there_are_cores_for_both(
+def test_outside_process_imports_the_module_during_proofs_if_cores_are_free(
     project: Project, monkeypatch: pytest.MonkeyPatch, spare: int
 ) -> None:
     cores = 2 * ahead.SPARE_CORES if spare else 1
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(cores)))
-    project.write(f"test_{cores}_cores.py", PREPARED.format(spare=spare))  # the process knows modules by their names
+    project.write(f"test_{cores}_cores.py", PREPARED.format(spare=spare))  # the process caches modules by name
     project.run("-m", "correctness", "-k", "equivalence or outside").assert_outcomes(passed=2)

@@ -1,4 +1,4 @@
-"""An error of the harness is not laid to a side, and discards no draw."""
+"""An error of the harness is not attributed to a side, and discards no draw."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def pair_of(side: Callable[[torch.Tensor], torch.Tensor]) -> Pair:
 
 
 @pytest.mark.parametrize("proof", [equivalence.check_case, integrity.check, contexts.check])
-def test_an_error_where_the_truth_is_established_ends_every_proof(
+def test_a_harness_error_in_computing_the_truth_raises_harness_fault(
     proof: Proof, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(differences, "math", None)
@@ -37,12 +37,12 @@ def test_an_error_where_the_truth_is_established_ends_every_proof(
     ],
     ids=["a product", "one line of torch", "autograd"],
 )
-def test_an_error_of_the_reference_is_its_own(reference: Callable[[torch.Tensor], torch.Tensor]) -> None:
+def test_an_error_of_the_reference_is_not_a_harness_fault(reference: Callable[[torch.Tensor], torch.Tensor]) -> None:
     with pytest.raises(RuntimeError):
         equivalence.check_case(pair_of(reference), CASE, "cpu")
 
 
-def test_an_error_of_its_backward_pass_is_its_own() -> None:
+def test_an_error_of_the_reference_backward_pass_is_not_a_harness_fault() -> None:
     def overwritten(x: torch.Tensor) -> torch.Tensor:
         y = x.exp()
         z = y * y

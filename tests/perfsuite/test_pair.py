@@ -1,4 +1,4 @@
-"""Pairs and workloads: what is wrong with a declaration is said in one line that names it and the remedy."""
+"""A wrong declaration of a pair or a workload raises a one-line error that names the fault and the remedy."""
 
 from __future__ import annotations
 
@@ -73,12 +73,24 @@ def pair(**fields: Any) -> Pair:
             ).validate(),
             "input 's' is unbound",
         ),
-        (lambda: Workload("w", n=1, launches="0"), "workload 'w': launches='0' must be a whole number, 0 or more"),  # type: ignore[arg-type]  # wrong on purpose
+        (
+            lambda: Workload("w", n=1, launches="0"),  # type: ignore[arg-type]  # wrong on purpose
+            "workload 'w': launches='0' must be a whole number, 0 or more",
+        ),
         (lambda: Workload("w", n=1, host_syncs=-1), "host_syncs=-1 must be a whole number, 0 or more"),
         (lambda: Workload("w", n=1, speedup=math.inf), "speedup=inf must be a number above 0"),
-        (lambda: Workload("w", n=1, speedup="5"), "speedup='5' must be a number above 0"),  # type: ignore[arg-type]  # wrong on purpose
-        (lambda: Workload("w", n=1, margin="0.1"), "margin='0.1' must be between 0 and 1"),  # type: ignore[arg-type]  # wrong on purpose
-        (lambda: Workload("w", n=1, repeat=2.5), "repeat=2.5 must be a whole number, 1 or more"),  # type: ignore[arg-type]  # wrong on purpose
+        (
+            lambda: Workload("w", n=1, speedup="5"),  # type: ignore[arg-type]  # wrong on purpose
+            "speedup='5' must be a number above 0",
+        ),
+        (
+            lambda: Workload("w", n=1, margin="0.1"),  # type: ignore[arg-type]  # wrong on purpose
+            "margin='0.1' must be between 0 and 1",
+        ),
+        (
+            lambda: Workload("w", n=1, repeat=2.5),  # type: ignore[arg-type]  # wrong on purpose
+            "repeat=2.5 must be a whole number, 1 or more",
+        ),
         (lambda: pair(sizes={"n": (1, 4)}), r"sizes=\{'n': \(1, 4\)\}: write size\(low, high\), as size\(1, 33\)"),
         (
             lambda: pair(sizes={"N": size(1, 4)}).validate(),
@@ -101,7 +113,10 @@ def pair(**fields: Any) -> Pair:
             "workload 'w': n=-3 must be a whole number, 0 or more",
         ),
         (lambda: pair(workloads=[Workload("w", n=64.0)]).validate(), "n=64.0 must be a whole number"),
-        (lambda: Cost(bytes=4), "cost: bytes=4 must be a function of the sizes"),  # type: ignore[arg-type]  # wrong on purpose
+        (
+            lambda: Cost(bytes=4),  # type: ignore[arg-type]  # wrong on purpose
+            "cost: bytes=4 must be a function of the sizes",
+        ),
         (
             lambda: Cost(precision="fp32"),
             "cost: precision='fp32' is not one of float64, float32, bfloat16, float16, tf32",
@@ -116,13 +131,13 @@ def pair(**fields: Any) -> Pair:
         ),
     ],
 )
-def test_refused_in_one_line(declare: Callable[[], Any], match: str) -> None:
+def test_a_wrong_declaration_raises_a_one_line_error(declare: Callable[[], Any], match: str) -> None:
     with pytest.raises(PairError, match=match) as caught:
         declare()
     assert "\n" not in str(caught.value)
 
 
-def test_a_whole_pair_is_valid() -> None:
+def test_a_complete_pair_is_valid() -> None:
     made = pair(
         inputs={"x": tensor("n"), "s": scalar(floats(0, 1))},
         step_inputs={"g": listof("l", tensor("n", "m"))},
@@ -138,7 +153,7 @@ def test_a_whole_pair_is_valid() -> None:
     assert pair(inputs={"x": recorded("x.pt")}).is_recorded
 
 
-def test_sides_keep_what_is_wrapped_in_any_order() -> None:
+def test_wrappers_of_a_side_may_be_applied_in_any_order() -> None:
     inner = side(identity, devices=["cuda"], available=lambda: "no")
     for wrapped in (compiled(stateful(inner), mode="max-autotune"), stateful(compiled(inner, mode="max-autotune"))):
         assert wrapped.call is identity
@@ -161,7 +176,7 @@ def test_cost_is_given_the_sizes_it_names_and_the_direction() -> None:
     assert Cost().of({"n": 3}, "forward") == (0.0, 0.0)
 
 
-def test_a_size_may_be_called_as_a_parameter() -> None:
+def test_a_size_may_have_the_name_of_a_workload_parameter() -> None:
     assert Workload("w", sizes={"repeat": 16}, repeat=5).described == {"repeat": 16, "Workload.repeat": 5}
     assert Workload("w", sizes={"ranks": 2}, ranks=2).described == {"ranks": 2}
 

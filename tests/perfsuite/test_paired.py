@@ -1,4 +1,4 @@
-"""How often the reference is timed, from process to process."""
+"""How many processes time a workload, and how often they time the reference."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ def with_reference_of(seconds: float) -> Entry:
 
 
 @pytest.mark.parametrize(("device", "processes"), [("cpu", 3), ("cuda", 4)])
-def test_on_a_gpu_two_processes_follow_those_that_have_not_decided(device: str, processes: int) -> None:
+def test_gpu_starts_two_further_processes_if_two_have_not_decided(device: str, processes: int) -> None:
     mode = Scripted(with_reference_of(0.1), [False, False])
     mode.on = device
     mode.decide([ID])
@@ -135,10 +135,10 @@ def test_on_a_gpu_two_processes_follow_those_that_have_not_decided(device: str, 
 
 
 @pytest.mark.parametrize("sampled", [True, False])
-def test_both_processes_that_a_workload_needs_in_any_case_are_requested_at_once(
+def test_both_processes_of_a_sampled_workload_are_requested_at_once(
     sampled: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Both processes are requested at once; only the first times the reference."""
+    """Only the first process times the reference."""
     mode, at_once = Scripted(with_reference_of(0.1), []), list[int | None]()
     do = mode._do
     monkeypatch.setattr(mode, "_sample", lambda ids: set(ids) if sampled else set())
@@ -152,7 +152,7 @@ def test_both_processes_that_a_workload_needs_in_any_case_are_requested_at_once(
 @pytest.mark.parametrize(
     ("device", "likely", "processes"), [("cpu", 3, 2), ("cuda", 1, 2), ("cuda", 3, 4), ("cuda", 99, 12)]
 )
-def test_on_a_gpu_as_many_processes_follow_as_will_probably_decide(device: str, likely: int, processes: int) -> None:
+def test_gpu_starts_as_many_further_processes_as_will_probably_decide(device: str, likely: int, processes: int) -> None:
     mode = Scripted(with_reference_of(0.1), [False])
     mode.on, mode.likely = device, likely
     mode.decide([ID])
@@ -252,7 +252,7 @@ def test_workloads_that_are_timed_first_prepare_while_proofs_run() -> None:
     assert mode.given == []
 
 
-def test_both_processes_that_a_workload_needs_in_any_case_prepare_while_proofs_run() -> None:
+def test_both_processes_of_a_workload_that_needs_two_prepare_during_proofs() -> None:
     """Both processes prepare; only the first times the reference."""
     mode, tasks = Early(), list[Task]()
     mode.twice = "bd"
@@ -273,7 +273,7 @@ def test_both_processes_that_a_workload_needs_in_any_case_prepare_while_proofs_r
 
 
 @pytest.mark.parametrize(("workloads", "same", "sure"), [(8, "", 8), (9, "", 0), (9, "a", 8), (2, "ab", 0)])
-def test_where_few_workloads_differ_each_has_a_second_process(workloads: int, same: str, sure: int) -> None:
+def test_each_workload_runs_a_second_process_if_few_workloads_differ(workloads: int, same: str, sure: int) -> None:
     mode = Scripted(with_reference_of(0.1), [])
     mode.same_code = set(same)
     found = Paired._needed(mode, "abcdefghi"[:workloads])
@@ -285,7 +285,7 @@ def test_where_few_workloads_differ_each_has_a_second_process(workloads: int, sa
     ("known", "took_s", "processes"),
     [("all", 4.9, 4), ("all", 5.0, 6), ("stored", 9.0, 2), ("nothing", 9.0, 2), ("on a CPU", 9.0, 2)],
 )
-def test_on_a_gpu_noisy_workloads_begin_with_as_many_processes_as_will_probably_decide(
+def test_noisy_workloads_on_a_gpu_start_with_more_processes(
     tmp_path: Path, known: str, took_s: float, processes: int
 ) -> None:
     noisy = entry([measurement(accepted=a, ratio=1.0) for a in (-0.03, 0.0, 0.03)] * 2)
@@ -310,7 +310,7 @@ def test_on_a_gpu_noisy_workloads_begin_with_as_many_processes_as_will_probably_
 
 
 @pytest.mark.parametrize(("cores", "busy", "most"), [(2, 2, 1), (16, 2, 2), (64, 2, 8), (2, 0, 2), (2, 1, 1)])
-def test_a_few_workloads_always_prepare_beside_proofs(cores: int, busy: int, most: int) -> None:
+def test_number_of_workloads_that_prepare_depends_on_cores_and_busy_lanes(cores: int, busy: int, most: int) -> None:
     mode = Early()
     mode.cores = cores
     assert mode.begun(*"01"[:busy])[2] == most
@@ -320,8 +320,8 @@ def test_a_few_workloads_always_prepare_beside_proofs(cores: int, busy: int, mos
     ("done", "likely", "further"),
     [(1, 1, 1), (1, 2, 2), (1, 3, 3), (2, 1, 2), (3, 1, 3), (3, 3, 3), (4, 1, 2), (6, 2, 2)],
 )
-def test_so_many_processes_are_requested_that_the_rule_decides(done: int, likely: int, further: int) -> None:
-    """So many processes are requested that the rule decides after them; after five or seven it does not."""
+def test_requested_processes_complete_a_stage_of_the_rule(done: int, likely: int, further: int) -> None:
+    """The rule may decide after 1, 2, 3, 4, 6, 8 or 12 processes, but not after five or seven."""
     mode = Scripted(with_reference_of(0.1), [])
     mode.on, mode.runs = "cuda", {ID: [measurement(accepted=0.0)] * done}
     assert mode._requested(ID, Open(processes=1, reason="", likely=likely)) == further
@@ -329,8 +329,8 @@ def test_so_many_processes_are_requested_that_the_rule_decides(done: int, likely
 
 
 @pytest.mark.parametrize(("warm_up_s", "further"), [(0.0, 2), (1.5, 2), (2.1, 4), (5.1, 6), (99.0, 6)])
-def test_what_prepares_for_long_is_requested_more_often_at_once(warm_up_s: float, further: int) -> None:
-    """While one process prepares, others could be timed, which takes a second."""
+def test_workloads_that_prepare_for_long_request_more_processes_at_once(warm_up_s: float, further: int) -> None:
+    """Timing takes a second, so several processes can be timed while one prepares."""
     mode, last = Scripted(with_reference_of(0.1), []), measurement(accepted=0.0)
     last = replace(last, seconds=1.0 + warm_up_s, phases={"warm-up": warm_up_s, "timing": 0.9, "waiting": 50.0})
     mode.on, mode.runs = "cuda", {ID: [measurement(accepted=0.0), last]}
@@ -339,7 +339,7 @@ def test_what_prepares_for_long_is_requested_more_often_at_once(warm_up_s: float
     assert mode._requested(ID, Open(processes=1, reason="")) == 1, "two decide most workloads"
 
 
-def test_no_more_processes_of_a_workload_are_requested_than_its_memory_allows() -> None:
+def test_requested_processes_are_limited_by_the_memory_peak() -> None:
     mode = Scripted(with_reference_of(0.1), [])
     mode.on, mode.runs = "cuda", {ID: [measurement(accepted=0.0)]}
     peak = mode.accepted.peak_bytes()
@@ -365,8 +365,8 @@ def test_without_a_baseline_two_further_processes_are_requested() -> None:
     assert mode._requested(ID, Open(processes=1, reason="", likely=4)) == 2
 
 
-def test_what_was_proven_without_the_other_side_is_proven_again_if_that_raises() -> None:
-    """It is proven again even where the sample has removed it from those with the accepted code."""
+def test_a_one_sided_proof_is_repeated_if_the_accepted_side_raises() -> None:
+    """The workload is proven again even if the sample has removed it from `same_code`."""
     mode = Scripted(with_reference_of(0.1), [])
     again: list[list[str]] = []
     mode.one_sided, mode.proofs = {ID}, {ID: Proof(id=ID, seed=0)}
@@ -411,7 +411,7 @@ class Crowded(Scripted):
         ([False, False, False], {2}, [False, False, True, True, True]),
     ],
 )
-def test_what_lacked_memory_beside_others_runs_alone_from_then_on(
+def test_a_workload_that_runs_out_of_memory_beside_others_then_runs_alone(
     doubts: list[bool], lacking: set[int], alone: list[bool]
 ) -> None:
     mode = Crowded(doubts, lacking)
@@ -420,7 +420,7 @@ def test_what_lacked_memory_beside_others_runs_alone_from_then_on(
 
 
 class AtOnce(Crowded):
-    """Mode with a sampled workload; those of its first two processes that are in `failing` fail as given there."""
+    """Mode with a sampled workload whose first two processes fail as given in `failing`."""
 
     def __init__(self, failing: Mapping[int, Failure]) -> None:
         super().__init__([], ())
@@ -459,10 +459,10 @@ WRONG = Failure(status=Status.NOT_EQUIVALENT, message="wrong")
         ({1: RAISES}, [True, False, True]),
     ],
 )
-def test_of_two_processes_at_once_the_first_is_made_up_for_if_one_fails(
+def test_the_first_process_is_repeated_if_one_of_two_at_once_fails(
     failing: Mapping[int, Failure], first: list[bool]
 ) -> None:
-    """The first process alone times the reference and calls on new values."""
+    """Only the first process times the reference and calls on new values."""
     mode = AtOnce(failing)
     mode.one_sided, mode.proofs = {ID}, {ID: Proof(id=ID, seed=0)}
     assert mode.decide([ID])[ID].status is Status.PASS
@@ -472,15 +472,15 @@ def test_of_two_processes_at_once_the_first_is_made_up_for_if_one_fails(
 
 @pytest.mark.parametrize("wrong", [1, 2])
 @pytest.mark.parametrize("other", [CROWDED, RAISES])
-def test_a_wrong_result_is_not_lost_behind_another_failure(wrong: int, other: Failure) -> None:
+def test_a_wrong_result_is_not_hidden_by_another_failure(wrong: int, other: Failure) -> None:
     mode = AtOnce({wrong: WRONG, 3 - wrong: other})
     mode.one_sided = {ID}
     assert mode.decide([ID])[ID].status is Status.NOT_EQUIVALENT
     assert mode.first == [True, False]
 
 
-def test_an_acceptance_begins_nothing_early() -> None:
-    """The first process of a workload also times rivals, which only its own task says."""
+def test_accept_starts_no_timing_during_proofs() -> None:
+    """The first process of a workload also times rivals, which only its own task lists."""
     mode: Any = SimpleNamespace(workers=None)
     assert Accept._begin_early(mode, [ID], []) is None
 
@@ -489,13 +489,13 @@ def test_an_acceptance_begins_nothing_early() -> None:
     ("promised", "seconds", "run", "asked"),
     [
         (2.0, 0.1, False, [FEW_BLOCKS, 0]),
-        (3.0, 0.1, False, [None, None]),  # in doubt: it is e times as fast
-        (3.0, 0.1, True, [FEW_BLOCKS, 0]),  # by then the rule says what it needs
+        (3.0, 0.1, False, [None, None]),  # in doubt: the accepted speedup is e
+        (3.0, 0.1, True, [FEW_BLOCKS, 0]),  # the rule says what further processes need
         (3.0, 5.0, False, [1, 1]),
         (None, 5.0, False, [0, 0]),
     ],
 )
-def test_the_first_processes_time_the_reference_in_full_where_few_samples_would_leave_its_promise_in_doubt(
+def test_first_processes_time_the_reference_in_full_if_its_promise_is_in_doubt(
     promised: float | None, seconds: float, run: bool, asked: list[int | None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     mode = Scripted(with_reference_of(seconds), [])
@@ -512,9 +512,7 @@ def test_the_first_processes_time_the_reference_in_full_where_few_samples_would_
 
 
 @pytest.mark.parametrize(("workloads", "sampled"), [(0, 0), (1, 1), (7, 7), (8, 8), (30, 8), (33, 9), (70, 18)])
-def test_a_quarter_of_the_workloads_always_runs_a_second_process_and_as_many_as_a_factor_for_the_run_needs(
-    workloads: int, sampled: int
-) -> None:
+def test_sample_size_is_a_quarter_of_the_workloads_and_at_least_eight(workloads: int, sampled: int) -> None:
     assert sample_size(workloads) == sampled
 
 
@@ -523,8 +521,8 @@ def test_a_quarter_of_the_workloads_always_runs_a_second_process_and_as_many_as_
     [
         (0.1, [True, False], [FEW_BLOCKS, None, 0]),
         (0.1, [False, True], [FEW_BLOCKS, 0, None]),
-        (5.0, [True, True, False], [1, 1, 1, 0]),  # a long one is called once a process
-        # After five processes nothing is decided: the sixth goes on as the fifth did.
+        (5.0, [True, True, False], [1, 1, 1, 0]),  # a long reference is called once per process
+        # The rule does not decide after five processes, so the sixth continues as the fifth did.
         (0.1, [False, False, False, True, False], [FEW_BLOCKS, 0, 0, 0, None, None]),
     ],
 )

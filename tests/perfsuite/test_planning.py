@@ -1,4 +1,4 @@
-"""How much of each workload is timed."""
+"""Planning: how many blocks and processes of each workload are timed."""
 
 from __future__ import annotations
 
@@ -56,28 +56,28 @@ def test_the_limits_are_the_documented_ones() -> None:
 # --- the parts of the noise -----------------------------------------------------------------------------------------
 
 
-def test_the_variance_is_parted_into_blocks_and_processes() -> None:
+def test_variance_is_split_into_block_variance_and_process_shift() -> None:
     processes = [[0.0, 1.0, 2.0], [3.0, 5.0], [9.0, 10.0]]
     block = (2 * 1.0 + 2.0 + 0.5) / 4
     shift = np.var([1.0, 4.0, 9.5], ddof=1) - block / ((3 + 2 + 2) / 3)
     assert noise_parts(accepted(*processes)) == (pytest.approx(block), pytest.approx(shift))
 
 
-def test_processes_of_all_sessions_count() -> None:
+def test_noise_parts_use_the_processes_of_all_sessions() -> None:
     assert noise_parts(accepted([0.0, 1.0], sessions=2)) == (pytest.approx(0.5), 0.0)
     assert noise_parts(accepted([0.0, 1.0], [9.0, 10.0], sessions=2)) == (pytest.approx(0.5), pytest.approx(27 - 0.25))
 
 
-def test_a_process_of_one_block_tells_of_the_shift_alone() -> None:
+def test_a_process_of_one_block_affects_only_the_shift() -> None:
     block, shift = noise_parts(accepted([0.0, 2.0], [5.0]))
     assert (block, shift) == (pytest.approx(2.0), pytest.approx(8.0 - 2.0 / 1.5))
 
 
-def test_processes_that_agree_better_than_their_blocks_have_no_shift() -> None:
+def test_shift_is_zero_if_processes_vary_less_than_their_blocks() -> None:
     assert noise_parts(accepted([-1.0, 1.0], [1.0, -1.0])) == (2.0, 0.0)
 
 
-def test_without_several_processes_and_blocks_nothing_is_known() -> None:
+def test_noise_parts_are_zero_without_several_processes_and_blocks() -> None:
     assert noise_parts(accepted([0.0, 1.0])) == (0.0, 0.0)
     assert noise_parts(accepted([0.0], [1.0])) == (0.0, 0.0)
     assert noise_parts(entry([measurement()] * 3)) == (0.0, 0.0)
@@ -97,7 +97,7 @@ def test_the_variance_of_a_process_mean_scales_with_its_blocks(blocks: float) ->
     assert scale(made, blocks) == pytest.approx((1 + 4 / blocks) / (1 + 4 / 8), rel=1e-2)
 
 
-def test_the_accepted_blocks_are_those_of_all_processes() -> None:
+def test_scale_is_relative_to_the_mean_number_of_accepted_blocks() -> None:
     made = accepted([0.0, 2.0, 0.0, 2.0], [-3.0, 5.0])
     block, shift = noise_parts(made)
     assert scale(made, 3) == pytest.approx(1.0)
@@ -113,7 +113,7 @@ def test_without_block_noise_more_blocks_change_nothing() -> None:
 @pytest.mark.parametrize(
     ("share_of_target", "shift_share", "blocks"),
     [
-        # Block variance, and the shift's, as shares of the variance that is aimed at.
+        # Variances of a block and of the shift, as shares of the target variance.
         (4.5, 0.0, 5),
         (4.9, 0.0, 5),
         (5.1, 0.0, 6),
@@ -122,20 +122,18 @@ def test_without_block_noise_more_blocks_change_nothing() -> None:
         (5.1, 0.5, 11),
         (0.1, 0.0, 4),
         (60.0, 0.0, 24),
-        # The shift alone is too large: blocks that add half of its variance.
+        # The shift alone exceeds the target, so the blocks add half of its variance.
         (5.9, 2.0, 6),
         (6.1, 2.0, 7),
         (6.1, 1.0, 13),
     ],
 )
-def test_a_process_has_as_many_blocks_as_decide_nearly_always(
-    share_of_target: float, shift_share: float, blocks: int
-) -> None:
+def test_blocks_of_a_process_meet_the_target_variance(share_of_target: float, shift_share: float, blocks: int) -> None:
     target = (planning.TARGET_SHARE * 0.05) ** 2
     assert blocks_of(of_parts(share_of_target * target, shift_share * target, blocks=16), 0.05) == blocks
 
 
-def test_of_long_blocks_two_are_enough_where_the_noise_allows_it() -> None:
+def test_two_long_blocks_are_enough_if_the_noise_is_small() -> None:
     target = (planning.TARGET_SHARE * 0.05) ** 2
     for seconds, least in ((0.5 / 12 - 1e-4, 4), (0.5 / 12 + 1e-4, 2)):
         for share, blocks in ((0.1, least), (2.9, max(3, least)), (60.0, 24)):
@@ -148,11 +146,11 @@ def test_of_long_blocks_two_are_enough_where_the_noise_allows_it() -> None:
 
 
 @pytest.mark.parametrize(("sd", "processes"), [(0.0, 2), (0.0196, 2), (0.0197, 3), (0.0225, 3), (0.0226, 4), (1.0, 4)])
-def test_as_many_processes_as_will_probably_decide(sd: float, processes: int) -> None:
+def test_number_of_first_processes_grows_with_the_noise(sd: float, processes: int) -> None:
     """The number of processes follows from the noise.
 
-    With known noise, errors of 0.6%, 0.3% and 0.15% are 2.51, 2.75 and 2.97 standard errors. One more must lie within
-    log(1.05), which holds up to standard deviations of 0.01965, 0.02255 and 0.02459.
+    With known noise, error rates of 0.6%, 0.3% and 0.15% are 2.51, 2.75 and 2.97 standard errors. One more must fit
+    within log(1.05), which holds up to standard deviations of 0.01965, 0.02255 and 0.02459.
     """
     made = entry([measurement(accepted=0.0)])  # one process: its noise is the prior's
     prior = Noise(process=Variance(value=sd**2, dof=math.inf), session=Variance(value=1.0, dof=math.inf))
@@ -162,19 +160,19 @@ def test_as_many_processes_as_will_probably_decide(sd: float, processes: int) ->
 @pytest.mark.parametrize(
     ("sd", "processes"), [(0.0125, 2), (0.0126, 3), (0.0147, 3), (0.0148, 4), (0.0163, 4), (0.0164, 6), (1.0, 6)]
 )
-def test_what_is_slow_to_prepare_begins_with_more_processes(sd: float, processes: int) -> None:
-    """Three more standard errors are within log(1.05) up to standard deviations of 0.01252, 0.01470 and 0.01635."""
+def test_workloads_that_are_slow_to_prepare_start_with_more_processes(sd: float, processes: int) -> None:
+    """Three more standard errors fit within log(1.05) up to standard deviations of 0.01252, 0.01470 and 0.01635."""
     made = entry([measurement(accepted=0.0)])
     prior = Noise(process=Variance(value=sd**2, dof=math.inf), session=Variance(value=1.0, dof=math.inf))
     assert first_processes(made, 0.05, prior, slow_to_prepare=True) == processes
 
 
-def test_a_slow_reference_is_one_whose_proof_takes_long() -> None:
+def test_a_reference_above_20_ms_is_slow() -> None:
     assert not is_slow(with_reference(0.02))
     assert is_slow(with_reference(0.0201))
 
 
-def test_an_ample_promise_is_exceeded_ten_times() -> None:
+def test_a_promise_is_ample_if_the_speedup_exceeds_it_ten_times() -> None:
     made = with_reference(0.1, ratio=0.0)
     assert made.speedup() == 1.0
     assert is_ample(made, 0.1)
@@ -182,7 +180,7 @@ def test_an_ample_promise_is_exceeded_ten_times() -> None:
     assert not is_ample(made, None)
 
 
-def test_a_long_reference_has_taken_long_enough_when_its_promise_is_exceeded_ten_times() -> None:
+def test_enough_s_of_a_long_reference_exceeds_its_promise_ten_times() -> None:
     long = with_reference(1.1)  # the optimized side takes 0.1 ms
     assert enough_s(long, 1.5) == pytest.approx(10 * 1.5 * 1e-4)
     assert enough_s(long, 15.0) == 0.0, "twenty times as fast is not ten times that"
@@ -190,7 +188,7 @@ def test_a_long_reference_has_taken_long_enough_when_its_promise_is_exceeded_ten
     assert enough_s(with_reference(1.0), 1.5) == 0.0
 
 
-def test_the_reference_joins_as_few_blocks_as_its_promise_allows() -> None:
+def test_the_reference_is_timed_in_as_few_blocks_as_its_promise_allows() -> None:
     assert reference_blocks(with_reference(1.0), None) == 3
     assert reference_blocks(with_reference(1.0), 15.0) == 3
     long = with_reference(1.1)
@@ -213,7 +211,7 @@ def test_the_reference_joins_as_few_blocks_as_its_promise_allows() -> None:
         (2 / math.exp(0.5), 0.115, False, 1),
         (2 / math.exp(1.0), 0.105, True, 0),
         (2 / math.exp(1.0), 0.115, True, 1),
-        # The mean of two has an error of 2.5 by the root of two, of three 2.75 by the root of three.
+        # The error is 2.5 / √2 for the mean of two processes, and 2.75 / √3 for the mean of three.
         (2 / math.exp(0.5), 0.25, False, 2),
         (2 / math.exp(0.5), 0.3, False, 3),
         (2 / math.exp(1.0), 0.3, True, 3),
@@ -221,7 +219,7 @@ def test_the_reference_joins_as_few_blocks_as_its_promise_allows() -> None:
         (2.1, 0.0, False, 6),  # not reached when it was accepted
     ],
 )
-def test_so_many_processes_sample_the_reference_in_full_where_few_samples_would_not_confirm_a_promise(
+def test_doubtful_processes_grow_with_the_noise_and_a_closer_promise(
     promised: float | None, sd: float, slow: bool, processes: int
 ) -> None:
     made = entry([measurement(ratio=math.log(2))])  # one process: its noise is the prior's
@@ -229,7 +227,7 @@ def test_so_many_processes_sample_the_reference_in_full_where_few_samples_would_
     assert doubtful_processes(made, promised, prior, first=1, slow_to_prepare=slow) == processes
 
 
-def test_few_samples_are_to_confirm_a_promise_at_the_level_of_the_first_decision() -> None:
+def test_doubtful_processes_use_the_level_of_the_first_decision() -> None:
     # Twice 2.25 standard deviations of a process after one process, 2.75 after three, 2.97 after four or more.
     made = entry([measurement(ratio=math.log(2))])
     prior = Noise(process=Variance(value=0.105**2, dof=math.inf), session=Variance(value=1.0, dof=math.inf))
@@ -258,12 +256,12 @@ SAME_LEVEL = dict.fromkeys((1, 2, 3, 5), 0.025)
         (1.2, 2, 1),
     ],
 )
-def test_so_many_processes_will_probably_decide(gap: float, done: int, more: int) -> None:
+def test_further_is_the_number_of_processes_that_will_probably_decide(gap: float, done: int, more: int) -> None:
     assert further(Estimate(value=3.0 + gap, se=1.0, dof=math.inf), 3.0, done, SAME_LEVEL) == more
     assert further(Estimate(value=2 * gap, se=2.0, dof=math.inf), 0.0, done, SAME_LEVEL) == more
 
 
-def test_each_further_process_tells_of_the_noise_too_and_each_number_has_its_level() -> None:
+def test_further_uses_the_degrees_of_freedom_and_the_level_of_each_number() -> None:
     one = Estimate(value=4.29, se=1.0, dof=1.0)
     assert further(one, 0.0, 0, SAME_LEVEL) == 2, "the quantile of 2 degrees is 4.30, of 3 degrees 3.18"
     assert further(replace(one, value=4.31), 0.0, 0, SAME_LEVEL) == 1

@@ -1,4 +1,4 @@
-"""The plants that try the gate fit the modules and keep their results right; the workloads that they name exist."""
+"""The faults planted to test the gate fit their modules, and the workloads that they name exist."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ def test_each_plant_fits_its_module(tmp_path: Path, name: str) -> None:
         plants.plant(tmp_path, name)
 
 
-def test_each_has_workloads_that_show_it_and_others() -> None:
+def test_each_plant_names_the_workloads_that_show_it() -> None:
     for name, found in plants.PLANTS.items():
         assert found.seen or (found.red and found.green), name
         assert not {*found.red} & {*found.green}, name
 
 
-def test_the_workloads_exist(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_workloads_of_each_plant_exist(monkeypatch: pytest.MonkeyPatch) -> None:
     for id in {i for found in plants.PLANTS.values() for i in (*found.red, *found.green, *found.seen)}:
         file, pair, item = id.split("::")
         monkeypatch.syspath_prepend(str((ROOT / file).parent))
@@ -51,7 +51,7 @@ def test_the_workloads_exist(monkeypatch: pytest.MonkeyPatch) -> None:
         assert item in [f"speed[{workload.name}]" for workload in getattr(module, pair).workloads], id
 
 
-def test_the_command_says_what_to_gate(tmp_path: Path) -> None:
+def test_the_command_prints_the_gate_command_to_run(tmp_path: Path) -> None:
     shutil.copytree(ROOT / "optimized", tmp_path / "optimized")
     command = [sys.executable, str(ROOT / "tools/plant_slowdown.py")]
     environment = {**os.environ, "PYTHONDONTWRITEBYTECODE": "1"}

@@ -120,7 +120,9 @@ def test_a_pair_becomes_items_beside_ordinary_tests(project: Project) -> None:
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) and value[0].startswith(("-", "tests")) else "",
 )
-def test_selection(project: Project, selection: list[str], expected: list[str] | None) -> None:
+def test_markers_keywords_and_node_ids_select_items(
+    project: Project, selection: list[str], expected: list[str] | None
+) -> None:
     project.write("tests/test_dot.py", FULL)
     project.measured(times())
     found = collected(project.run("--collect-only", "-q", *selection))
@@ -134,13 +136,13 @@ def test_markers_are_registered(project: Project) -> None:
         assert f"@pytest.mark.{marker}:" in output
 
 
-def test_options_are_reported(project: Project) -> None:
+def test_help_lists_the_options(project: Project) -> None:
     output = project.run("--help").stdout.str()
     for option in ("--perfsuite-profile", "--perfsuite-case", "--perfsuite-report", "--perfsuite-baselines"):
         assert option in output
 
 
-def test_a_function_and_a_list_of_other_things_are_no_pairs(project: Project) -> None:
+def test_functions_and_mixed_lists_are_not_collected_as_pairs(project: Project) -> None:
     project.write("test_scale.py", TWO_LINES)
     project.write(
         "test_more.py",
@@ -178,7 +180,7 @@ def test_one_pair_under_two_names_is_refused(project: Project) -> None:
     assert lines_with(result.stdout.str(), "one pair is bound to two names", "'scale' and 'again'")
 
 
-def test_ordinary_suites_are_left_alone(project: Project) -> None:
+def test_suites_without_pairs_are_unaffected(project: Project) -> None:
     project.write(
         "test_plain.py", "import pytest\n\n\ndef test_one(): pass\n\n\ndef test_two(benchmark): benchmark(abs, 1)\n"
     )
@@ -220,14 +222,14 @@ STATEFUL = """
 """
 
 
-def test_a_stateful_pair(project: Project) -> None:
+def test_a_stateful_pair_is_collected_and_passes(project: Project) -> None:
     project.write("test_sums.py", STATEFUL)
     names = [i.rpartition("::")[2] for i in collected(project.run("--collect-only", "-q"))]
     assert names == ["equivalence[float32]", *OF_ALL_PAIRS, "speed[small]"]
     project.run("-m", "correctness").assert_outcomes(passed=5)
 
 
-def test_a_stateful_pair_that_drifts(project: Project) -> None:
+def test_a_stateful_pair_that_drifts_fails(project: Project) -> None:
     text = STATEFUL.replace("return total.clone()", "return total + drift * (total > 1)")
     text = text.replace("running(start)", "running(start, drift=0.0)")
     text = text.replace("optimized=stateful(running)", "optimized=stateful(lambda start: running(start, 1e-3))")
@@ -262,7 +264,7 @@ WRITES = """
 """
 
 
-def test_a_pair_that_writes_into_its_arguments(project: Project) -> None:
+def test_a_pair_that_writes_into_its_arguments_is_proven(project: Project) -> None:
     project.write("test_double.py", WRITES)
     project.run("-m", "correctness").assert_outcomes(passed=5)
     project.write("test_double.py", WRITES.replace("torch.add(x, x, out=out)", "out[1:].copy_((x + x)[1:])"))
@@ -275,7 +277,7 @@ def test_a_pair_that_writes_into_its_arguments(project: Project) -> None:
 OFF = TWO_LINES.replace("return 3 * x", "return 3 * x + 1e-3 * (x > 1)")
 
 
-def test_a_failure_is_short_and_its_line_reproduces_it(project: Project) -> None:
+def test_a_failure_is_short_and_prints_a_line_that_reproduces_it(project: Project) -> None:
     project.write("test_scale.py", OFF)
     output = failure(project.run("-m", "correctness", "-k", "equivalence"))
     message = output.split("FAILURES")[1].split("short test summary")[0].strip("= \n").splitlines()
@@ -289,14 +291,14 @@ def test_a_failure_is_short_and_its_line_reproduces_it(project: Project) -> None
     project.run(*arguments).assert_outcomes(passed=1)
 
 
-def test_the_line_reproduces_a_failure_of_integrity(project: Project) -> None:
+def test_the_reproduce_line_repeats_an_integrity_failure(project: Project) -> None:
     project.write("test_scale.py", TWO_LINES.replace("return 3 * x", "x.mul_(3)\n        return x"))
     output = failure(project.run("-m", "correctness", "-k", "integrity"))
     assert lines_with(output, "scale", "x", "mutates")
     failure(project.run(*reproduction(output)))
 
 
-def test_the_line_reproduces_a_failure_of_gradients(project: Project) -> None:
+def test_the_reproduce_line_repeats_a_gradients_failure(project: Project) -> None:
     project.write("test_scale.py", TWO_LINES.replace("return 3 * x", "return 2 * x + x.detach()"))
     output = failure(project.run("-m", "correctness"))
     assert lines_with(output, "FAILED", "gradients[float32]")
@@ -305,15 +307,15 @@ def test_the_line_reproduces_a_failure_of_gradients(project: Project) -> None:
 
 
 @pytest.mark.parametrize("where", ["torch.is_autocast_enabled('cpu')", "torch.get_default_dtype() == torch.bfloat16"])
-def test_the_line_reproduces_a_failure_in_one_way_of_calling(project: Project, where: str) -> None:
-    """The draws of a proof take turns at the ways; the draw of the line tries all of them."""
+def test_the_reproduce_line_repeats_a_failure_in_one_context(project: Project, where: str) -> None:
+    """Each draw of a proof is called in one of the contexts; the draw of the line is called in all of them."""
     faulty = TWO_LINES.replace("return 3 * x", f"return (2 if {where} else 3) * x")
     project.write("test_scale.py", f"import torch\n{textwrap.dedent(faulty)}")
     output = failure(project.run("-k", "contexts"))
     failure(project.run(*reproduction(output)))
 
 
-def test_the_same_draws_are_the_same_under_ci(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_draws_are_deterministic_under_ci(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CI", "true")
     project.write("test_scale.py", OFF)
     lines = [reproduction(failure(project.run("-k", "equivalence"))) for _ in range(2)]
@@ -321,7 +323,7 @@ def test_the_same_draws_are_the_same_under_ci(project: Project, monkeypatch: pyt
 
 
 @pytest.mark.parametrize("line", ["nonsense", "{}", '{"dtype": "float32"}'])
-def test_a_line_that_is_no_case(project: Project, line: str) -> None:
+def test_an_invalid_case_option_is_reported(project: Project, line: str) -> None:
     project.write("test_scale.py", TWO_LINES)
     result = project.run("-k", "equivalence", f"--perfsuite-case={line}")
     output = result.stdout.str()
@@ -347,7 +349,7 @@ def test_too_narrow_a_condition_is_reported(project: Project) -> None:
         pytest.param("speed or own", [], True, marks=FULLY),
     ],
 )
-def test_the_table_of_pytest_benchmark_is_shown_where_it_is_asked_for(
+def test_the_table_of_pytest_benchmark_is_shown_only_on_request(
     project: Project, names: str, options: list[str], shown: bool
 ) -> None:
     module = """
@@ -370,7 +372,7 @@ def test_the_table_of_pytest_benchmark_is_shown_where_it_is_asked_for(
     assert ("Name (time in" in output) is shown
 
 
-def test_ways_of_calling_that_pairs_declare_as_unsupported_are_counted(project: Project) -> None:
+def test_contexts_that_pairs_declare_as_unsupported_are_counted(project: Project) -> None:
     module = """
         from perfsuite import Pair, Workload, tensor
 
@@ -390,7 +392,7 @@ def test_ways_of_calling_that_pairs_declare_as_unsupported_are_counted(project: 
     assert "not tried" not in project.run("-m", "correctness", "-k", "three").stdout.str()
 
 
-def test_what_needs_devices_is_skipped_with_the_reason(project: Project) -> None:
+def test_gpu_tests_are_skipped_with_the_reason_on_a_machine_without_gpus(project: Project) -> None:
     project.write(
         "test_devices.py",
         """
@@ -409,7 +411,7 @@ def test_what_needs_devices_is_skipped_with_the_reason(project: Project) -> None
     assert lines_with(result.stdout.str(), "SKIPPED", "needs 2 CUDA devices; 0 here")
 
 
-def test_a_pair_can_be_marked_as_a_whole(project: Project) -> None:
+def test_pytestmark_applies_to_all_items_of_a_pair(project: Project) -> None:
     text = "import pytest\npytestmark = pytest.mark.multi_gpu\n" + project.write("x.py", TWO_LINES).read_text()
     project.write("test_scale.py", text)
     result = project.run("-rs")
@@ -474,7 +476,7 @@ KERNEL = """
 """
 
 
-def test_a_triton_kernel_adds_an_item(project: Project) -> None:
+def test_a_triton_kernel_adds_a_kernels_item(project: Project) -> None:
     pytest.importorskip("triton")
     project.write("test_triple.py", KERNEL)
     names = [i.rpartition("::")[2] for i in collected(project.run("--collect-only", "-q", "-m", "correctness"))]
@@ -482,7 +484,7 @@ def test_a_triton_kernel_adds_an_item(project: Project) -> None:
 
 
 @pytest.mark.parametrize(("visible", "interpreted"), [(None, False), ("0", False), ("", True), ("-1", True)])
-def test_kernels_are_interpreted_where_every_gpu_is_hidden(
+def test_kernels_are_interpreted_if_every_gpu_is_hidden(
     project: Project, monkeypatch: pytest.MonkeyPatch, visible: str | None, interpreted: bool
 ) -> None:
     (project.path / "node").touch()
@@ -495,7 +497,7 @@ def test_kernels_are_interpreted_where_every_gpu_is_hidden(
     assert (os.environ.pop("TRITON_INTERPRET", "0") == "1") == interpreted
 
 
-def test_perfsuite_run_leaves_the_compilation_for_another_device_out_and_says_so(project: Project) -> None:
+def test_perfsuite_run_reports_that_kernels_are_not_compiled_for_another_device(project: Project) -> None:
     pytest.importorskip("triton")
     project.write("test_triple.py", KERNEL)
     project.measured(times())
@@ -507,7 +509,7 @@ def test_perfsuite_run_leaves_the_compilation_for_another_device_out_and_says_so
 
 
 @FULLY
-def test_a_kernel_that_does_not_build_is_red(project: Project) -> None:
+def test_a_kernel_that_does_not_compile_fails(project: Project) -> None:
     """Kernels are compiled in a separate process without a GPU; a project's addopts do not interfere."""
     pytest.importorskip("triton")
     project.write("pytest.ini", "[pytest]\naddopts = -m 'not perf' --strict-markers -x\nfilterwarnings = error")
@@ -519,7 +521,7 @@ def test_a_kernel_that_does_not_build_is_red(project: Project) -> None:
     project.run("-k", "kernels").assert_outcomes(passed=1)
 
 
-def test_a_kernel_that_no_workload_launches_is_red(project: Project) -> None:
+def test_a_kernel_that_no_workload_launches_fails(project: Project) -> None:
     pytest.importorskip("triton")
     project.write(
         "test_triple.py",
@@ -529,7 +531,7 @@ def test_a_kernel_that_no_workload_launches_is_red(project: Project) -> None:
     assert lines_with(output, "triple_kernel", "launched by no workload and no variant")
 
 
-def test_a_kernel_that_another_pair_of_the_file_launches_is_compiled_there(project: Project) -> None:
+def test_a_kernel_that_another_pair_of_the_file_launches_passes(project: Project) -> None:
     pytest.importorskip("triton")
     rare = KERNEL.replace("triple_kernel[(triton", "if x.numel() > 64:\n            triple_kernel[(triton")
     other = '\n\nlarger = replace(triple, workloads=[Workload("large", n=1000, device="cpu")])\n'
@@ -537,7 +539,7 @@ def test_a_kernel_that_another_pair_of_the_file_launches_is_compiled_there(proje
     project.run("-k", "kernels").assert_outcomes(passed=2)
 
 
-def test_what_a_kernel_hands_on_is_no_kernel_of_its_own(project: Project) -> None:
+def test_a_jit_function_that_a_kernel_passes_on_is_not_a_kernel(project: Project) -> None:
     pytest.importorskip("triton")
     text = KERNEL.replace("3 * x,", "tl.associative_scan(x, 0, added),")
     added = "@triton.jit\n    def added(a, b):\n        return a + b\n\n\n    @triton.jit\n    def triple_kernel"
@@ -546,7 +548,7 @@ def test_what_a_kernel_hands_on_is_no_kernel_of_its_own(project: Project) -> Non
 
 
 @FULLY
-def test_what_the_cpu_alone_is_for_is_not_compiled_beside_what_a_gpu_meets(project: Project) -> None:
+def test_kernels_of_cpu_workloads_are_not_compiled_for_the_gpu(project: Project) -> None:
     """A block of 96 cannot be compiled, which matters only to a workload for a GPU."""
     pytest.importorskip("triton")
     text = KERNEL.replace("BLOCK=128", "BLOCK=x.numel()")
@@ -557,7 +559,7 @@ def test_what_the_cpu_alone_is_for_is_not_compiled_beside_what_a_gpu_meets(proje
     assert lines_with(failure(project.run("-k", "kernels")), "triple:", "does not compile for sm_90")
 
 
-def test_a_variant_without_a_kernel_is_not_called_at_the_sizes_that_a_gpu_meets(project: Project) -> None:
+def test_a_variant_without_a_kernel_is_not_called_at_gpu_sizes(project: Project) -> None:
     pytest.importorskip("triton")
     variants = """
         variants={"triton": fast, "plain": plain},
@@ -575,7 +577,7 @@ def test_a_variant_without_a_kernel_is_not_called_at_the_sizes_that_a_gpu_meets(
     project.run("-k", "kernels").assert_outcomes(passed=1)
 
 
-def test_between_kernels_no_product_is_made(project: Project) -> None:
+def test_matrix_products_between_kernels_are_not_computed(project: Project) -> None:
     """Products take long on a CPU, and nobody reads their values."""
     pytest.importorskip("triton")
     products = """
@@ -601,7 +603,7 @@ def timed(project: Project) -> Project:
     return project
 
 
-def test_the_samples_are_pytest_benchmarks_records(timed: Project) -> None:
+def test_samples_are_written_as_pytest_benchmark_records(timed: Project) -> None:
     result = timed.run("-m", "perf", "--benchmark-json=out.json")
     assert result.ret == 0
     assert lines_with(result.stdout.str(), "speed[small]@optimized")
@@ -618,7 +620,7 @@ def test_the_samples_are_pytest_benchmarks_records(timed: Project) -> None:
 
 
 @pytest.mark.parametrize("option", [["-p", "no:benchmark"], ["--benchmark-disable"]])
-def test_without_pytest_benchmark_a_pair_is_timed_all_the_same(timed: Project, option: list[str]) -> None:
+def test_a_pair_is_timed_without_pytest_benchmark(timed: Project, option: list[str]) -> None:
     result = timed.run("-m", "perf", *option)
     result.assert_outcomes(passed=1)
     assert not lines_with(result.stdout.str(), "speed[small]@optimized")
@@ -626,7 +628,7 @@ def test_without_pytest_benchmark_a_pair_is_timed_all_the_same(timed: Project, o
     assert "WARNING" not in result.stdout.str()
 
 
-def test_without_pytest_benchmark_the_gate_is_the_same(timed: Project) -> None:
+def test_the_gate_finds_a_regression_without_pytest_benchmark(timed: Project) -> None:
     timed.accept()
     timed.measured(times(slower=0.05))
     result = timed.run("-p", "no:benchmark", "-m", "perf", "--perfsuite-mode=gate")
@@ -634,7 +636,7 @@ def test_without_pytest_benchmark_the_gate_is_the_same(timed: Project) -> None:
     assert lines_with(result.stdout.str(), "REGRESSED", SMALL)
 
 
-def test_benchmarks_that_are_skipped_are_not_a_green_gate(timed: Project) -> None:
+def test_skipped_benchmarks_are_not_reported_as_green(timed: Project) -> None:
     timed.accept()
     timed.measured(times())
     result = timed.run("-m", "perf", "--benchmark-skip", "--benchmark-compare")
@@ -646,7 +648,7 @@ def test_benchmark_only_keeps_timed_items(timed: Project) -> None:
     timed.run("--benchmark-only", "-m", "perf").assert_outcomes(passed=1)
 
 
-def test_pytest_benchmarks_own_threshold_adds_nothing_and_breaks_nothing(timed: Project) -> None:
+def test_a_regression_is_reported_with_benchmark_compare_fail(timed: Project) -> None:
     timed.accept()
     timed.measured(times(slower=0.05))
     result = timed.run("-m", "perf", "--benchmark-compare-fail=mean:50%", "--benchmark-compare")

@@ -39,7 +39,9 @@ def light(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     preload.close()
 
 
-def test_there_is_one_server_for_the_settings_that_modules_read(light: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_new_server_starts_only_if_a_setting_that_modules_read_changes(
+    light: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     first = preload.server()
     assert preload.server() is first
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "/x")  # importing the compiler sets it
@@ -52,7 +54,7 @@ def test_there_is_one_server_for_the_settings_that_modules_read(light: Path, mon
     assert not preload._servers
 
 
-def test_nothing_else_starts_while_the_server_prepares_itself(light: Path, tmp_path: Path) -> None:
+def test_no_worker_starts_while_the_server_prepares(light: Path, tmp_path: Path) -> None:
     """Otherwise all would import torch at the same time and be slower."""
     assert not preload.is_preparing()
     server = preload.server()

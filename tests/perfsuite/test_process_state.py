@@ -64,7 +64,7 @@ LEFT: dict[str, Callable[[], object]] = {
 
 
 @pytest.mark.parametrize("words", LEFT)
-def test_what_is_left_changed_is_said_and_put_back(words: str) -> None:
+def test_changes_left_by_a_call_are_reported_and_undone(words: str) -> None:
     with process_state.kept() as changed:
         LEFT[words]()
     assert any(words in said for said in changed.values()), changed
@@ -76,7 +76,7 @@ def test_what_is_left_changed_is_said_and_put_back(words: str) -> None:
     assert after.keys() == changed.keys(), "it was put back"
 
 
-def test_a_kernel_of_an_operator_of_torchs_is_said() -> None:
+def test_replacing_a_kernel_of_a_torch_operator_is_reported() -> None:
     library = torch.library.Library("aten", "IMPL")
     with process_state.kept() as changed, warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -89,7 +89,7 @@ def test_a_kernel_of_an_operator_of_torchs_is_said() -> None:
     assert not after
 
 
-def test_what_is_put_back_by_the_block_itself_is_no_change() -> None:
+def test_changes_that_the_block_undoes_are_not_reported() -> None:
     with process_state.kept() as changed:
         with torch.inference_mode(), torch.backends.cudnn.flags(deterministic=True):
             torch.ones(2).sum()
@@ -99,7 +99,7 @@ def test_what_is_put_back_by_the_block_itself_is_no_change() -> None:
 
 
 @FULLY
-def test_torchs_own_wrappers_are_no_patch() -> None:
+def test_wrappers_that_torch_installs_are_not_reported() -> None:
     """Importing the compiler wraps some functions of torch's, which is not reported."""
     code = """
 import torch
@@ -113,7 +113,7 @@ print(changed)
     assert done.stdout.strip() == "{}"
 
 
-def test_quick_reads_a_part_of_it() -> None:
+def test_quick_reads_only_some_settings() -> None:
     assert set(process_state.QUICK) <= process_state.settings().keys()
     with process_state.kept(quick=True) as changed:
         torch.set_default_dtype(torch.float64)
@@ -121,10 +121,10 @@ def test_quick_reads_a_part_of_it() -> None:
     assert [*changed] == ["torch's default dtype"]
 
 
-def test_what_was_added_before_the_call_is_neither_reported_nor_removed() -> None:
+def test_attributes_added_before_the_call_are_neither_reported_nor_removed() -> None:
     """transformers adds a method to torch.nn.Module when it first initializes a model."""
     theirs, other = lambda self: 1, lambda self: 2
-    with process_state.kept():  # the known attributes are listed once a process
+    with process_state.kept():  # the known attributes are listed once per process
         pass
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.nn.Module, "smart_apply", theirs, raising=False)
@@ -139,7 +139,7 @@ def test_what_was_added_before_the_call_is_neither_reported_nor_removed() -> Non
         assert not hasattr(torch.Tensor, "added")
 
 
-def test_generators() -> None:
+def test_generators_show_which_random_states_changed() -> None:
     before = process_state.generators()
     assert process_state.generators() == before
     torch.rand(1)
@@ -180,11 +180,11 @@ def through_a_module(x: float) -> float:
 LISTED = [1, 2]
 
 
-def test_attributes_of_modules_and_what_containers_hold_are_bindings(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_module_attributes_and_container_items_are_bindings(monkeypatch: pytest.MonkeyPatch) -> None:
     before = patches.bindings(through_a_module)
     assert patches.is_same_binding(before, patches.bindings(through_a_module))
     monkeypatch.setattr(math, "floor", int)
-    monkeypatch.setattr(f"{__name__}.LISTED", [1, 2])  # another list of the same
+    monkeypatch.setattr(f"{__name__}.LISTED", [1, 2])  # another list with the same items
     after = patches.bindings(through_a_module)
     assert [n for n in before if not patches.is_same_binding(before[n], after[n])] == ["math.floor"]
     LISTED.append(3)
@@ -202,12 +202,12 @@ def test_attributes_of_modules_and_what_containers_hold_are_bindings(monkeypatch
         ([1], (1,), False),
     ],
 )
-def test_containers_are_the_same_where_they_hold_the_same(before: object, after: object, same: bool) -> None:
+def test_containers_with_the_same_items_are_the_same_binding(before: object, after: object, same: bool) -> None:
     assert patches.is_same_binding(before, after) == same
 
 
 @pytest.mark.skipif(sys.version_info >= (3, 12), reason="cProfile is no profile function since Python 3.12")
-def test_a_profiler_in_c_goes_on_after_another_profile_function() -> None:
+def test_set_profile_resumes_a_profiler_in_c() -> None:
     profiler = cProfile.Profile()
     profiler.enable()
     before = sys.getprofile()

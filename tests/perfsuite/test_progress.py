@@ -1,4 +1,4 @@
-"""Lines of progress count every task, also those that a run decides on later."""
+"""Progress lines count every task, including those that are added during a run."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def counters(text: str) -> list[tuple[int, int]]:
 
 
 def check(lines: str) -> None:
-    """Each announced number of tasks is counted from 1, and not beyond it."""
+    """Check that each series counts from 1, not beyond its announced number, and that the last one reaches it."""
     seen = counters(lines)
     assert seen
     assert all(ended <= total for ended, total in seen), seen
@@ -64,7 +64,7 @@ def accepted(project: Project) -> Project:
 
 
 @pytest.mark.parametrize(("slower", "code"), [(0.0, exit_codes.GREEN), (0.5, exit_codes.CODE_AT_FAULT)])
-def test_a_gate_counts_within_its_total(accepted: Project, slower: float, code: int) -> None:
+def test_progress_of_a_gate_stays_within_its_total(accepted: Project, slower: float, code: int) -> None:
     """A workload that is not decided by its first processes gets more of them, and is confirmed alone."""
     accepted.measured(times(slower=slower))
     done = accepted.cli("gate")

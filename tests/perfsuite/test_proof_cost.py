@@ -1,4 +1,4 @@
-"""A table of where the seconds of proofs went."""
+"""The table of the seconds that proofs take."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def cost(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
 
 
 @FULLY
-def test_the_seconds_of_each_pair_are_printed_and_kept(project: Project, tmp_path: Path) -> None:
+def test_seconds_of_each_pair_are_printed_and_logged(project: Project, tmp_path: Path) -> None:
     project.write("test_one.py", PAIR)
     log = tmp_path / "log"
     done = cost("--log", str(log), "test_one.py", "-k", "equivalence or effects", cwd=project.path)
@@ -40,13 +40,13 @@ def test_the_seconds_of_each_pair_are_printed_and_kept(project: Project, tmp_pat
     assert again.stdout.splitlines() == lines[-len(again.stdout.splitlines()) :]
 
 
-def test_the_median_is_that_of_the_pairs(tmp_path: Path) -> None:
+def test_the_median_is_taken_over_pairs(tmp_path: Path) -> None:
     log = tmp_path / "log"
     log.write_text("".join(f"{n}.0\ttest_a.py::pair{n}::equivalence[float32]\n" for n in (1, 2, 9)))
     assert cost("--read", str(log), cwd=tmp_path).stdout.splitlines()[-1] == "Pairs: 3, median: 2.00 s, together: 12 s."
 
 
-def test_a_file_that_is_no_log_is_named_in_a_line(tmp_path: Path) -> None:
+def test_a_missing_log_is_named_in_one_line(tmp_path: Path) -> None:
     done = cost("--read", str(tmp_path / "none"), cwd=tmp_path)
     assert done.returncode == 4
     assert len(done.stderr.splitlines()) == 1

@@ -39,7 +39,7 @@ def pair(**fields: Any) -> Pair:
 # --- parts ----------------------------------------------------------------------------------------------------------
 
 
-def test_each_rank_gets_its_part_and_all_of_what_is_shared() -> None:
+def test_each_rank_gets_its_part_and_all_shared_inputs() -> None:
     of = pair().at(3)
     values = make.build(of, Case(dtype="float32", sizes={"m": 2, "n": 5, "ranks": 3}, inputs={}, seed=0), "cpu")
     every = [rank_parts.of_rank(ROWS, values, rank, 3) for rank in range(3)]
@@ -50,7 +50,7 @@ def test_each_rank_gets_its_part_and_all_of_what_is_shared() -> None:
     assert all(one["y"][0].is_contiguous() for one in every)
 
 
-def test_equal_parts_are_those_of_the_first_rank() -> None:
+def test_equal_parts_repeat_the_part_of_the_first_rank() -> None:
     case = Case(dtype="float32", sizes={"m": 2, "n": 5, "ranks": 3}, inputs={}, seed=0)
     usual, alike = (make.build(of, case, "cpu") for of in (pair().at(3), pair().at(3, equal_parts=True)))
     assert torch.equal(alike["x"], usual["x"][:2].repeat(3, 1))
@@ -66,7 +66,7 @@ def test_parts_in_lists_and_dicts_are_found() -> None:
     assert found["b"][0].tolist() == [0, 1, 2]
 
 
-def test_the_ranks_parts_of_an_output_are_put_together() -> None:
+def test_parts_of_an_output_from_all_ranks_are_joined() -> None:
     truth = {"sum": torch.zeros(3), "rows": torch.zeros(4, 3), "columns": torch.zeros(3, 4), "number": 1.0}
     ranks: Any = [
         {"sum": torch.full((3,), r), "rows": torch.full((2, 3), r), "columns": torch.full((3, 2), r), "number": r}
@@ -78,7 +78,7 @@ def test_the_ranks_parts_of_an_output_are_put_together() -> None:
     assert found["columns"].tolist() == [[0.0, 0.0, 1.0, 1.0]] * 3
 
 
-def test_what_fits_in_no_way_is_not_put_together() -> None:
+def test_parts_of_mismatched_shapes_are_not_joined() -> None:
     ranks: Any = [{"rows": torch.zeros(2, 3)}, {"rows": torch.zeros(3, 3)}]
     assert not parts.joined(ranks, {"rows": torch.zeros(4, 3)})
 
@@ -105,7 +105,7 @@ def test_what_fits_in_no_way_is_not_put_together() -> None:
         (lambda: pair(ranks=()), r"depends on the size ranks: say in how many processes, as Pair\(ranks=\(2, 4\)\)"),
     ],
 )
-def test_a_wrong_declaration_is_named(declare: Any, words: str) -> None:
+def test_a_wrong_declaration_is_rejected(declare: Any, words: str) -> None:
     with pytest.raises(PairError, match=words):
         declare()
 
@@ -120,7 +120,7 @@ def test_the_number_of_ranks_is_a_size_that_is_not_drawn() -> None:
     assert (of.size_of("ranks"), of.at(3).size_of("ranks")) == (Size(low=1, high=1), Size(low=3, high=3))
 
 
-def test_a_machine_with_too_few_gpus_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_few_gpus_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     assert group.lacking(4, "cuda") == "needs 4 CUDA devices; 2 here"
     assert group.lacking(2, "cuda") is None
@@ -130,7 +130,7 @@ def test_a_machine_with_too_few_gpus_says_so(monkeypatch: pytest.MonkeyPatch) ->
 # --- one process ----------------------------------------------------------------------------------------------------
 
 
-def test_in_one_process_a_pair_with_ranks_has_a_group_of_its_own() -> None:
+def test_a_pair_with_ranks_has_its_own_process_group_in_one_process() -> None:
     def counts(w: torch.Tensor, x: torch.Tensor, y: Any) -> torch.Tensor:
         return w * dist.get_world_size()
 
@@ -143,7 +143,7 @@ def test_in_one_process_a_pair_with_ranks_has_a_group_of_its_own() -> None:
         assert not dist.is_initialized()
 
 
-def test_a_side_that_ends_the_process_group_is_named() -> None:
+def test_a_side_that_destroys_the_process_group_is_reported() -> None:
     def last(w: torch.Tensor, x: torch.Tensor, y: Any) -> torch.Tensor:
         dist.destroy_process_group()
         return w * 1
@@ -156,7 +156,7 @@ def test_a_side_that_ends_the_process_group_is_named() -> None:
     assert not dist.is_initialized()
 
 
-def test_a_side_may_begin_a_process_group_where_there_is_none() -> None:
+def test_a_side_may_initialize_a_process_group_if_there_is_none() -> None:
     def begins(x: torch.Tensor) -> torch.Tensor:
         if not dist.is_initialized():
             dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
@@ -169,8 +169,8 @@ def test_a_side_may_begin_a_process_group_where_there_is_none() -> None:
         dist.destroy_process_group()
 
 
-def test_distributed_tensors_are_proven() -> None:
-    """They have no memory of their own that could be fenced, and their roundings are those of their parts."""
+def test_sides_with_distributed_tensors_are_proven() -> None:
+    """A DTensor has no memory of its own to guard, and its rounding errors are those of its parts."""
 
     def plain(x: torch.Tensor) -> torch.Tensor:
         return torch.zeros_like(x) + x * 3 / 7
@@ -241,7 +241,7 @@ os.register_at_fork(before=lambda: forks.append(1), after_in_child=lambda: time.
 """
 
 
-def test_ranks_may_start_far_apart(at_start: Callable[[str], None]) -> None:
+def test_ranks_may_start_seconds_apart(at_start: Callable[[str], None]) -> None:
     at_start(ONE_AFTER_ANOTHER)
     made = group.Group(2, "cpu", collective_s=1.0)
     try:
@@ -281,14 +281,14 @@ os.environ["GLOO_SOCKET_IFNAME"] = "none0"
 """
 
 
-def test_ranks_that_cannot_form_a_group_are_no_fault_of_a_side(at_start: Callable[[str], None]) -> None:
+def test_ranks_that_cannot_form_a_group_raise_machine_error(at_start: Callable[[str], None]) -> None:
     at_start(NO_INTERFACE)
     with pytest.raises(MachineError, match=r"2 processes of torch.distributed do not start: rank [01]: .*none0"):
         group.Group(2, "cpu")
 
 
 def test_a_pair_is_proven_in_two_processes(project: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(group, "_groups", {})  # these processes are of the scratch project
+    monkeypatch.setattr(group, "_groups", {})  # these processes belong to the scratch project
     project.write("test_totals.py", MODULE.format(body="dist.all_reduce(total)", reference="reference"))
     try:
         done = project.run("-m", "correctness", "-k", "ranks", "test_totals.py")
@@ -298,13 +298,13 @@ def test_a_pair_is_proven_in_two_processes(project: Any, monkeypatch: pytest.Mon
 
 
 @FULLY
-def test_a_rank_that_ends_is_named_once_and_soon(project: Any) -> None:
+def test_a_rank_that_exits_is_named(project: Any) -> None:
     output = run(project, "dist.all_reduce(total) if dist.get_rank() == 0 else os._exit(7)")
     assert "totals: the optimized side in 2 processes ends the process of rank 1 with exit code 7" in output
     assert "test_totals.py::totals::ranks[2]" in output
 
 
 @FULLY
-def test_a_reference_that_is_another_function_there_is_named(project: Any) -> None:
+def test_a_reference_that_differs_in_several_processes_is_rejected(project: Any) -> None:
     output = run(project, "dist.all_reduce(total)", reference="lambda x: x.sum(0)")
     assert "in several processes it must be the function that it is in one" in output

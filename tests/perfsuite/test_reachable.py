@@ -98,24 +98,24 @@ REACH: dict[str, Callable[..., Any]] = {
 
 
 @pytest.mark.parametrize("side", REACH.values(), ids=REACH)
-def test_a_kernel_is_reached_through(side: Callable[..., Any]) -> None:
+def test_a_kernel_is_reached_through_each_kind_of_side(side: Callable[..., Any]) -> None:
     assert list(reachable.kernels([side])) == [f"{__name__}.own_kernel"]
 
 
 def test_a_kernel_is_reached_through_a_compiled_module() -> None:
-    """It is made here: torch.compile imports the compiler, which takes a second."""
+    """The module is compiled here because torch.compile imports the compiler, which takes a second."""
     assert list(reachable.kernels([torch.compile(Module())])) == [f"{__name__}.own_kernel"]
 
 
-def test_a_kernel_in_gluon_is_reached_without_the_functions_of_its_warps() -> None:
+def test_a_gluon_kernel_is_reached_without_its_warp_functions() -> None:
     assert list(reachable.kernels([launches_gluon])) == [f"{__name__}.kernel_of_gluon"]
 
 
-def test_others_of_the_module_are_not_reached() -> None:
+def test_other_kernels_of_the_module_are_not_reached() -> None:
     assert reachable.kernels([none_at_all]) == {}
 
 
-def test_kernels_of_other_projects_are_not_looked_for() -> None:
+def test_code_of_other_projects_is_not_searched() -> None:
     foreign = functools.partial(launches)
     stranger = SimpleNamespace(call=foreign)
 
@@ -135,7 +135,7 @@ class Old:
         raise FutureWarning(name)
 
 
-def test_an_object_that_warns_on_every_look_is_left_alone() -> None:
+def test_an_object_that_warns_on_attribute_access_is_skipped() -> None:
     names: dict[str, Any] = {"__name__": __name__, "launches": launches, "OLD": Old()}
     exec("def side(x): launches(x if OLD is None else x)", names)
     assert set(reachable.kernels([names["side"]])) == {f"{__name__}.own_kernel"}

@@ -1,6 +1,6 @@
-"""Tests that the README is true: its messages, its commands, and the declarations that it shows.
+"""The README's messages, commands and declarations are correct.
 
-test_scratch_project.py takes its example from the first proof to the gate, and test_workflows.py has its workflows.
+test_scratch_project.py runs its example from the first proof to the gate, and test_workflows.py tests its workflows.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ CODE = re.compile(r"`([^`\n]+)`")
 TABLE = TEXT[TEXT.index("| what is true of the kernel |") : TEXT.index("Pairs may be in a list")]
 
 
-def test_the_failure_that_it_shows(project: Project) -> None:
+def test_the_failure_in_the_readme_is_what_pytest_prints(project: Project) -> None:
     found = re.search(r"leaves\s+out the rest, `(return .+?)`:\n\n```\n(.*?)```", TEXT, re.DOTALL)
     assert found
     project.write("test_dots.py", example().replace(FAST, found[1]))
@@ -60,7 +60,7 @@ STANDS_FOR: dict[str, Any] = {
 }
 """Names that the snippets use; the functions are the reader's."""
 OTHER = re.compile(r"@?once_differentiable|torch\.Generator|F\.linear|x @|make\(generator|\w+\(\)$")
-"""How code begins that declares nothing: PyTorch's own, or the reader's."""
+"""Start of snippets that declare nothing: code of PyTorch, or of the reader."""
 WORDS = (
     "backward",
     "gradients",
@@ -84,7 +84,7 @@ DECLARED = {
 
 
 @pytest.mark.parametrize("snippet", [s for s in snippets() if re.fullmatch(r'"[^"]+"', s) is None])
-def test_what_a_pair_can_declare_is_accepted(snippet: str) -> None:
+def test_each_declaration_in_the_table_is_accepted(snippet: str) -> None:
     whole = snippet.replace("…", "1") if "Cost" in snippet else snippet.replace(", …", "")
     for form in ("dict({})", "{{{}}}", "{}"):  # options, entries of a dict, calls
         try:
@@ -100,7 +100,7 @@ def test_what_a_pair_can_declare_is_accepted(snippet: str) -> None:
     assert OTHER.match(snippet) or snippet in WORDS or snippet.rstrip("=") in DECLARED, "it is not accepted"
 
 
-def test_every_command_in_its_text_is_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_command_in_the_readme_is_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("jsonargparse")
     monkeypatch.chdir(ROOT)
     found = [
@@ -111,14 +111,14 @@ def test_every_command_in_its_text_is_accepted(monkeypatch: pytest.MonkeyPatch) 
     assert {shlex.join(words): why for words in found if (why := refusal(words))} == {}
 
 
-def test_make_has_its_targets() -> None:
+def test_make_has_the_targets_in_the_readme() -> None:
     targets = re.findall(r"^make (\S+) +#", TEXT, re.MULTILINE)
     assert targets == ["run", "test", "test-all"]
     subprocess.run(["make", "--dry-run", *targets], cwd=ROOT, check=True, capture_output=True)
 
 
 @FULLY  # two minutes
-def test_the_trainers_train(tmp_path: Path) -> None:
+def test_the_training_commands_in_the_readme_run(tmp_path: Path) -> None:
     ran = []
     for words in commands_of(README):
         if words[:2] in (["perfsuite", "train"], ["perfsuite", "curve"]):

@@ -1,4 +1,4 @@
-"""Records go to JSON and back unchanged; what does not fit is named."""
+"""Records survive a round trip through JSON; data that does not fit is named."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from perfsuite.records import (
 
 RECORDS = [kind for kind in vars(records).values() if isinstance(kind, type) and dataclasses.is_dataclass(kind)]
 
-NUMBERS = st.integers() | st.floats(allow_nan=False)  # what an Any of a record holds
+NUMBERS = st.integers() | st.floats(allow_nan=False)  # values of a record's Any fields
 
 
 def tables(kind: type) -> dict[str, st.SearchStrategy[Any]]:
@@ -69,7 +69,7 @@ def test_nested_records_keep_their_types() -> None:
     assert from_json(Machine, to_json(MACHINE)) == MACHINE
 
 
-def test_a_whole_number_is_read_where_a_float_is_meant() -> None:
+def test_an_int_is_accepted_for_a_float_field() -> None:
     data = {**to_json(measurement()), "seconds": 3}
     assert from_json(Measurement, data).seconds == 3.0
 
@@ -98,11 +98,11 @@ CASE = to_json(Case(dtype="float32", sizes={"n": 3}, inputs={"x": InputCase(layo
         (Machine, {**to_json(MACHINE), "cores": 1.5}, "Machine.cores is 1.5, not int"),
     ],
 )
-def test_what_does_not_fit_is_named(kind: type, data: Any, match: str) -> None:
+def test_data_that_does_not_fit_raises_a_one_line_error(kind: type, data: Any, match: str) -> None:
     with pytest.raises(PerfsuiteError, match=match) as caught:
         from_json(kind, data)
     assert "\n" not in str(caught.value)
 
 
-def test_only_these_verdicts_are_green() -> None:
+def test_only_pass_unchanged_improved_and_waived_are_green() -> None:
     assert {s for s in Status if s.green} == {Status.PASS, Status.UNCHANGED, Status.IMPROVED, Status.WAIVED}

@@ -1,4 +1,4 @@
-"""The likely cause is named for an answer that is wrong in a simple way."""
+"""The likely cause of a simple error is named."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ TRUTH = torch.linspace(-3, 4, 64, dtype=torch.float64).reshape(8, 8).sin()
         (TRUTH.roll(-1, 1), "shifted by -1 along dimension 1"),
     ],
 )
-def test_a_simple_relation_is_said(wrong: torch.Tensor, says: str) -> None:
+def test_a_simple_relation_to_the_truth_is_named(wrong: torch.Tensor, says: str) -> None:
     found = relation(wrong, TRUTH)
     assert found is not None
     assert says in found
@@ -50,11 +50,11 @@ def test_a_simple_relation_is_said(wrong: torch.Tensor, says: str) -> None:
     ],
     ids=["rounded", "noise", "another shape", "not finite", "something else", "right"],
 )
-def test_nothing_is_made_up(got: torch.Tensor) -> None:
+def test_no_relation_is_named_for_other_answers(got: torch.Tensor) -> None:
     assert relation(got, TRUTH) is None
 
 
-def test_of_a_few_different_values_no_factor_is_said() -> None:
+def test_no_factor_is_named_if_there_are_few_different_values() -> None:
     """With few different values a constant factor may be due to chance: a rounded value is repeated."""
     assert relation(TRUTH.sign() * 0.999, TRUTH.sign()) is None
 
@@ -67,7 +67,7 @@ def test_of_a_few_different_values_no_factor_is_said() -> None:
         (lambda x: x.half().exp().float(), "likely cause: its error is that of float16 or TF32"),
     ],
 )
-def test_a_failure_names_it(optimized: Callable[[torch.Tensor], torch.Tensor], says: str) -> None:
+def test_a_failure_message_names_the_likely_cause(optimized: Callable[[torch.Tensor], torch.Tensor], says: str) -> None:
     inputs = {"x": tensor(16, 16, values=floats(-2, 2))}
     with pytest.raises(NotEquivalent) as caught:
         perfsuite.check(Pair(name="p", reference=torch.exp, optimized=optimized, inputs=inputs), examples=5)
@@ -96,7 +96,7 @@ def without_a_tail(x: torch.Tensor) -> torch.Tensor:
         (without_a_tail, "off the tile's size"),
     ],
 )
-def test_sizes_that_are_wrong_are_named(optimized: Callable[[torch.Tensor], torch.Tensor], says: str) -> None:
+def test_sizes_at_which_a_side_is_wrong_are_named(optimized: Callable[[torch.Tensor], torch.Tensor], says: str) -> None:
     inputs = {"x": tensor("n", values=floats(-2, 2))}
     with pytest.raises(NotEquivalent) as caught:
         perfsuite.check(Pair(name="p", reference=torch.exp, optimized=optimized, inputs=inputs, gradients=False))
@@ -133,7 +133,7 @@ def test_an_error_far_below_a_precision_is_not_its_rounding(eps: float, does: bo
     assert reaches(TRUTH[:1] + 1e-6, TRUTH[:1], eps)
 
 
-def test_a_value_that_the_pair_may_exclude_is_named() -> None:
+def test_a_nonfinite_value_that_the_pair_may_exclude_is_named() -> None:
     pair = Pair(name="p", reference=torch.exp, optimized=lambda x: x.nan_to_num().exp(), inputs={"x": tensor("n")})
     with pytest.raises(
         NotEquivalent, match=r"never called with NaN or infinity, declare it: values=floats\(nonfinite="
@@ -141,7 +141,7 @@ def test_a_value_that_the_pair_may_exclude_is_named() -> None:
         perfsuite.check(pair, examples=100)
 
 
-def test_a_plainly_wrong_side_is_not_accused_of_threads_or_of_order() -> None:
+def test_a_plainly_wrong_side_is_not_blamed_on_threads_or_call_order() -> None:
     """The side is wrong where the first element is large: on some draws, however it is called."""
     pair = Pair(
         name="p",
@@ -168,7 +168,7 @@ def test_a_gradient_that_goes_to_another_of_equal_values_is_named() -> None:
         perfsuite.check(pair, examples=50)
 
 
-def test_no_cause_is_guessed_where_an_output_lies_in_the_memory_of_an_input() -> None:
+def test_no_cause_is_guessed_if_an_output_shares_memory_with_an_input() -> None:
     pair = Pair(
         name="p",
         reference=lambda x: x.abs() if len(x) > 1 else x + 0,
@@ -181,14 +181,14 @@ def test_no_cause_is_guessed_where_an_output_lies_in_the_memory_of_an_input() ->
     assert "likely cause" not in str(caught.value)
 
 
-def test_each_size_of_nothing_is_named_where_a_side_raises() -> None:
+def test_each_size_of_zero_is_named_if_a_side_raises() -> None:
     pair = Pair(name="p", reference=torch.abs, optimized=torch.abs, inputs={"x": tensor("m", "n")})
     case = Case(dtype="float32", sizes={"m": 0, "n": 0}, inputs={}, seed=0)
     remedy = diagnosis.remedy_of(IndexError("index 0 is out of bounds"), pair, case)
     assert remedy == "; if it is never called with m=0 or n=0, declare it: tensor(…, least=1)"
 
 
-def test_no_size_beyond_the_declared_ones_is_tried_to_find_a_cause() -> None:
+def test_diagnosis_tries_no_size_beyond_the_declared_ones() -> None:
     seen: list[tuple[int, ...]] = []
 
     def wrong(x: torch.Tensor) -> torch.Tensor:
@@ -202,7 +202,7 @@ def test_no_size_beyond_the_declared_ones_is_tried_to_find_a_cause() -> None:
     assert max(max(shape) for shape in seen) <= 4
 
 
-def test_few_elements_are_tried_to_find_a_cause() -> None:
+def test_diagnosis_limits_the_number_of_elements() -> None:
     elements: list[int] = []
 
     def wrong(x: torch.Tensor) -> torch.Tensor:
@@ -216,7 +216,7 @@ def test_few_elements_are_tried_to_find_a_cause() -> None:
     assert max(elements) <= 2**20
 
 
-def test_the_count_of_a_list_is_declared_among_the_sizes() -> None:
+def test_remedy_declares_the_length_of_a_list_in_sizes() -> None:
     pair = Pair(name="p", reference=torch.abs, optimized=torch.abs, inputs={"params": listof("count", tensor("n"))})
     case = Case(dtype="float32", sizes={"count": 0, "n": 3}, inputs={}, seed=0)
     remedy = diagnosis.remedy_of(IndexError("list index out of range"), pair, case)
@@ -231,7 +231,7 @@ def share(labels: torch.Tensor, kept: torch.Tensor, otherwise: float) -> torch.T
 
 
 def guesses(pair: Pair, sizes: dict[str, int]) -> list[str]:
-    """Return what is guessed on the draws of these sizes on which the optimized side is wrong."""
+    """Return the diagnosis of each draw of these sizes on which the optimized side is wrong."""
     found = []
     for seed in range(60):
         case = Case(dtype="float32", sizes=sizes, inputs={}, seed=seed)
@@ -248,13 +248,13 @@ LABELS = {"labels": tensor("n", dtype="int64", values=integers(0, 3, also=(-100,
 @pytest.mark.parametrize(
     ("kept", "otherwise", "word"),
     [
-        # Wrong where all labels are ignored, which is likely only if there is one.
+        # Wrong if all labels are ignored, which is likely only with a single label.
         (lambda labels: labels >= 0, 1.0, "sizes"),
-        # Takes label 0 for one that is ignored: its one answer is then 0.
+        # Ignores label 0, so that the answer for a single label 0 is 0.
         (lambda labels: labels > 0, 0.0, "zeros"),
     ],
 )
-def test_a_fault_of_some_values_is_not_said_to_be_another(
+def test_a_fault_of_some_values_is_not_given_another_cause(
     kept: Callable[[torch.Tensor], torch.Tensor], otherwise: float, word: str
 ) -> None:
     pair = Pair(
@@ -267,7 +267,7 @@ def test_a_fault_of_some_values_is_not_said_to_be_another(
     assert not [guess for guess in guesses(pair, {"n": 1}) if word in guess]
 
 
-def test_values_are_not_the_cause_where_larger_inputs_are_right() -> None:
+def test_values_are_not_named_as_the_cause_if_larger_inputs_are_right() -> None:
     pair = Pair(
         name="p",
         reference=lambda x: x + 0,
@@ -278,7 +278,7 @@ def test_values_are_not_the_cause_where_larger_inputs_are_right() -> None:
     assert not [words for words in guesses(pair, {"n": 2}) if "values only" in words]
 
 
-def test_a_few_inputs_are_shown() -> None:
+def test_small_inputs_are_shown() -> None:
     inputs = {"x": tensor("n", values=floats(-1, 1)), "labels": tensor("m", dtype="int64", values=integers(3, 3))}
     pair = Pair(name="p", reference=torch.abs, optimized=torch.abs, inputs={**inputs, "scale": scalar(floats(2, 2))})
     case = Case(dtype="float32", sizes={"n": 1, "m": 2, "scale": 2.0}, inputs={"x": InputCase(regime="zeros")}, seed=0)

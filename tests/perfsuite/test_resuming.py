@@ -35,7 +35,7 @@ def filled(folder: Path) -> list[Measurement]:
     return made
 
 
-def test_what_was_measured_is_kept(tmp_path: Path) -> None:
+def test_measurements_are_kept_until_forgotten(tmp_path: Path) -> None:
     one, two, three = filled(tmp_path)
     assert kept(tmp_path).load(["a", "b", "c"]) == {"a": [one, three], "b": [two]}
     assert kept(tmp_path).load(["b"]) == {"b": [two]}
@@ -45,12 +45,12 @@ def test_what_was_measured_is_kept(tmp_path: Path) -> None:
     kept(tmp_path).forget()
 
 
-def test_what_failed_is_not_kept(tmp_path: Path) -> None:
+def test_failures_are_not_kept(tmp_path: Path) -> None:
     kept(tmp_path).add("a", Failure(status=Status.UNMEASURED, message="it hangs"))
     assert not (tmp_path / ".perfsuite").exists()
 
 
-def test_another_revision_or_machine_starts_anew(tmp_path: Path) -> None:
+def test_measurements_of_another_revision_or_machine_are_not_loaded(tmp_path: Path) -> None:
     filled(tmp_path)
     assert kept(tmp_path, State(revision="5d6e7f8")).load(["a"]) == {}
     for change in ({"driver": "590.1"}, {"torch": "2.12.0"}, {"power_limit_w": 500.0}, {"cores": 8}):
@@ -60,7 +60,7 @@ def test_another_revision_or_machine_starts_anew(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("state", [State(revision="1a2b3c4", dirty=True), State(problem="it is not in git")])
-def test_of_a_tree_that_git_does_not_know_nothing_is_kept(tmp_path: Path, state: State) -> None:
+def test_nothing_is_kept_for_a_dirty_tree_or_outside_git(tmp_path: Path, state: State) -> None:
     file = kept(tmp_path, state)
     file.add("a", builders.measurement("a"))
     assert not (tmp_path / ".perfsuite").exists()
@@ -79,13 +79,13 @@ def test_of_a_tree_that_git_does_not_know_nothing_is_kept(tmp_path: Path, state:
         lambda data: data.replace(b'"seed": 2', b'"seed": "2"'),
     ],
 )
-def test_a_damaged_line_does_not_count(tmp_path: Path, damage: Callable[[bytes], bytes]) -> None:
+def test_damaged_lines_are_ignored(tmp_path: Path, damage: Callable[[bytes], bytes]) -> None:
     one, _, three = filled(tmp_path)
     (path,) = (tmp_path / ".perfsuite/accept").glob("*.jsonl")
     path.write_bytes(damage(path.read_bytes()))
     assert kept(tmp_path).load(["a"])["a"] in ([one], [one, three])
     kept(tmp_path).add("a", three)
-    assert kept(tmp_path).load(["a"])["a"][-1] == three  # a line of its own, also after half a line
+    assert kept(tmp_path).load(["a"])["a"][-1] == three  # on its own line, even after a truncated one
 
 
 def test_a_folder_that_cannot_be_written_keeps_nothing(tmp_path: Path) -> None:
@@ -128,7 +128,7 @@ def accept(project: Project, outcome: object) -> tuple[int, str, int]:
     return done.exit_code, done.output, sum(len(ids) for ids, _ in fake.calls)
 
 
-def test_an_acceptance_goes_on(scale: Project) -> None:
+def test_an_interrupted_acceptance_resumes(scale: Project) -> None:
     code, output, _ = accept(scale, interrupted(2))
     assert code == 2, output
     assert not (scale.path / "baselines").exists()
@@ -151,7 +151,9 @@ def _another_machine(project: Project) -> None:
 
 
 @pytest.mark.parametrize("change", [_another_commit, _another_machine])
-def test_elsewhere_an_acceptance_starts_anew(scale: Project, change: Callable[[Project], None]) -> None:
+def test_an_acceptance_on_another_commit_or_machine_starts_anew(
+    scale: Project, change: Callable[[Project], None]
+) -> None:
     accept(scale, interrupted(2))
     change(scale)
     code, output, timed = accept(scale, times())
@@ -166,7 +168,7 @@ def test_a_dirty_tree_keeps_nothing(scale: Project) -> None:
     assert not list((scale.path / ".perfsuite").glob("accept/*"))
 
 
-def test_an_acceptance_that_ended_red_measures_anew(scale: Project) -> None:
+def test_an_acceptance_after_a_red_one_measures_again(scale: Project) -> None:
     """A workload that was slow because of a neighbour must not stay red for ever."""
     scale.replace("test_scale.py", 'clock="wall")', 'clock="wall", speedup=3.0)')
     scale.replace("test_other.py", 'clock="wall")', 'clock="wall", speedup=3.0)')
@@ -178,7 +180,7 @@ def test_an_acceptance_that_ended_red_measures_anew(scale: Project) -> None:
     assert (code, timed) == (0, 10), output
 
 
-def test_a_workload_that_failed_is_measured_anew(scale: Project) -> None:
+def test_an_acceptance_after_a_failed_workload_measures_again(scale: Project) -> None:
     hangs = Failure(status=Status.UNMEASURED, message="the optimized side hangs")
     code, output, _ = accept(scale, fails(hangs, only="scale::"))
     assert code == 1, output

@@ -41,7 +41,7 @@ def files_of(tree: Tree) -> Path:
 
 
 @pytest.mark.parametrize("form", ["sha1", "sha256"])
-def test_git_s_hash_of_a_file_is_known_without_git(tmp_path: Path, form: str) -> None:
+def test_blob_hash_of_a_file_is_computed_without_git(tmp_path: Path, form: str) -> None:
     git(tmp_path, "init", f"--object-format={form}")
     files = {"a.py": b"x = 1\n", "b c/\u00e9.py": b"", "d.bin": bytes(range(256))}
     for name, data in files.items():
@@ -60,7 +60,7 @@ def test_git_s_hash_of_a_file_is_known_without_git(tmp_path: Path, form: str) ->
 # --- a pair of another revision -------------------------------------------------------------------------------------
 
 
-def test_the_repository_is_not_changed(repo: Repository) -> None:
+def test_loading_a_pair_does_not_change_the_repository(repo: Repository) -> None:
     def shown() -> list[str]:
         return [repo.git(*c) for c in (["status", "--porcelain"], ["stash", "list"], ["branch", "-a"])]
 
@@ -74,7 +74,7 @@ def test_the_repository_is_not_changed(repo: Repository) -> None:
 
 TESTS = f"tests/{MODULE}.py"
 UNLOADABLE: dict[str, tuple[str, str, str]] = {
-    # what: (file, what it held at the accepted revision, the reason)
+    # id: (file, its content at the accepted revision, the reason)
     "no pair": (TESTS, TEST.replace("scale =", "other ="), "scale is no pair in the accepted revision"),
     "no pair of the name": (TESTS, "scale = 3", "scale is no pair in the accepted revision"),
     "no test module": ("other.txt", "", f"there is no module {MODULE} in the accepted revision"),
@@ -88,7 +88,7 @@ UNLOADABLE: dict[str, tuple[str, str, str]] = {
 
 
 @pytest.mark.parametrize("what", UNLOADABLE)
-def test_a_pair_that_cannot_be_loaded(repo: Repository, what: str) -> None:
+def test_a_pair_that_cannot_be_loaded_raises_a_one_line_error(repo: Repository, what: str) -> None:
     file, before, reason = UNLOADABLE[what]
     now = (repo.path / TESTS).read_text()
     if file != TESTS:
@@ -100,19 +100,21 @@ def test_a_pair_that_cannot_be_loaded(repo: Repository, what: str) -> None:
         repo.load(first)
     assert "\n" not in str(caught.value)
     assert second_import.PREFIX not in str(caught.value)
-    assert repo.load(repo.commit()).name == "scale"  # another revision loads all the same
+    assert repo.load(repo.commit()).name == "scale"  # another revision still loads
 
 
 # --- what git says --------------------------------------------------------------------------------------------------
 
 
-def test_an_unknown_revision(project: Project) -> None:
+def test_an_unknown_revision_is_an_error(project: Project) -> None:
     project.commit()
     with pytest.raises(RevisionError, match="revision 1234567 is not in this repository; see git log"):
         revision.resolve("1234567", project.path)
 
 
-def test_a_shallow_clone(project: Project, tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_a_revision_missing_from_a_shallow_clone_is_an_error(
+    project: Project, tmp_path_factory: pytest.TempPathFactory
+) -> None:
     first = project.commit()
     project.write("later.txt", "later")
     project.commit()
@@ -123,19 +125,19 @@ def test_a_shallow_clone(project: Project, tmp_path_factory: pytest.TempPathFact
         revision.resolve(first, clone)
 
 
-def test_outside_git(project: Project) -> None:
+def test_a_folder_outside_git_has_no_state_and_no_top_level(project: Project) -> None:
     assert revision.state(project.path) == State(problem="it is not in a git repository")
     with pytest.raises(RevisionError, match="git rev-parse: not a git repository"):
         revision.top_level(project.path)
     assert revision.top_or(project.path) == project.path.resolve()
 
 
-def test_a_repository_without_a_commit(project: Project) -> None:
+def test_state_of_a_repository_without_a_commit_is_a_problem(project: Project) -> None:
     project.git("init")
     assert revision.state(project.path) == State(problem="its git repository has no commit yet")
 
 
-def test_the_state_of_a_tree(project: Project) -> None:
+def test_state_has_the_revision_and_whether_the_tree_is_dirty(project: Project) -> None:
     project.write("code.py", "1")
     first = project.commit()
     assert revision.state(project.path) == State(revision=first)
@@ -191,8 +193,10 @@ UNREADABLE: dict[str, tuple[Callable[[Project, pytest.MonkeyPatch], None], list[
 
 
 @pytest.mark.parametrize("what", UNREADABLE)
-def test_a_repository_that_git_cannot_read(project: Project, monkeypatch: pytest.MonkeyPatch, what: str) -> None:
-    """Nothing is accepted there, dirty or not. The gate needs only the accepted files, or reports their absence."""
+def test_a_repository_that_git_cannot_read_is_reported(
+    project: Project, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    """`accept` is refused, dirty or not. The gate needs only the accepted files, or reports that they are missing."""
     breaks, words = UNREADABLE[what]
     project.write("test_scale.py", TWO_LINES)
     path = project.accept()
@@ -219,7 +223,7 @@ def test_a_repository_that_git_cannot_read(project: Project, monkeypatch: pytest
 # --- the files of a revision ----------------------------------------------------------------------------------------
 
 
-def test_a_tree_that_cannot_be_unpacked(project: Project) -> None:
+def test_a_revision_that_cannot_be_unpacked_is_an_error(project: Project) -> None:
     first = project.commit()
     place = project.write("taken", "a file in the place of the folder")
     with pytest.raises(RevisionError, match=f"revision {first} cannot be unpacked into"):
@@ -230,8 +234,8 @@ def files_below(folder: Path) -> dict[str, bytes]:
     return {str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}
 
 
-def test_what_is_left_out_of_archives_is_unpacked(project: Project) -> None:
-    """An archive has no tests, and has its version filled in; the accepted revision has the tests and no version."""
+def test_extract_includes_files_that_git_archive_omits(project: Project) -> None:
+    """`git archive` omits the tests and fills in the version; `extract` keeps these files as committed."""
     project.write(".gitattributes", "tests export-ignore\n/*.md export-ignore\nversion.py export-subst")
     project.write("tests/test_scale.py", TWO_LINES)
     project.write("notes.md", "notes")
@@ -295,7 +299,7 @@ def test_unpacking_leaves_no_trace_in_the_repository(project: Project, settings:
     assert files_below(project.path) == before
 
 
-def test_trees_are_gone_afterwards_and_refusals_are_reported(project: Project) -> None:
+def test_extracted_trees_are_removed_and_unknown_revisions_are_reported(project: Project) -> None:
     project.write("code.py", "1")
     first = project.commit()
     project.write("code.py", "2")
@@ -319,7 +323,7 @@ def test_trees_are_gone_afterwards_and_refusals_are_reported(project: Project) -
         assert not folder.exists()
 
 
-def test_the_trees_of_another_run_stay(project: Project) -> None:
+def test_trees_of_another_run_are_not_removed(project: Project) -> None:
     """With two runs on two devices in one folder, the first to end must not remove the other's trees."""
     project.write("code.py", "1")
     first = project.commit()
@@ -341,7 +345,7 @@ def test_trees_that_a_killed_run_left_are_removed(project: Project) -> None:
     assert not folder.exists()
 
 
-def test_a_linked_work_tree(project: Project, tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_extract_works_in_a_linked_work_tree(project: Project, tmp_path_factory: pytest.TempPathFactory) -> None:
     project.write("code.py", "1")
     first = project.commit()
     other = tmp_path_factory.mktemp("linked") / "tree"
@@ -372,7 +376,7 @@ def fake_of(project: Project) -> FakeWorkers:
     return project.workers
 
 
-def test_the_accepted_tree_joins_from_the_first_process_on(accepted: Project) -> None:
+def test_the_accepted_revision_is_timed_from_the_first_process_on(accepted: Project) -> None:
     accepted.replace("test_scale.py", "3 * x", "3.0 * x")
     head = accepted.git("rev-parse", "HEAD")
     seen: set[str] = set()
@@ -394,7 +398,7 @@ def test_the_accepted_tree_joins_from_the_first_process_on(accepted: Project) ->
     assert not (accepted.path / ".perfsuite/revisions").exists()
 
 
-def test_a_workload_that_is_decided_is_measured_no_more(accepted: Project) -> None:
+def test_a_decided_workload_is_not_measured_again(accepted: Project) -> None:
     slow, noisy = times(slower=0.05), times(slower=0.02, noise=100.0)
     fake = accepted.measured(lambda id, process, second: (noisy if id == LARGE else slow)(id, process, second))
     output = accepted.gate().stdout.str()
@@ -404,7 +408,7 @@ def test_a_workload_that_is_decided_is_measured_no_more(accepted: Project) -> No
     assert len(fake.calls) > 4
 
 
-def test_a_workload_that_fails_later_is_red(accepted: Project) -> None:
+def test_a_workload_that_fails_in_a_later_process_is_red(accepted: Project) -> None:
     noisy = times(slower=0.05, noise=100.0)
     crash = Failure(status=Status.UNMEASURED, message="the optimized side crashed with SIGSEGV")
     accepted.measured(lambda id, process, second: crash if process > 2 else noisy(id, process, second))
@@ -413,7 +417,7 @@ def test_a_workload_that_fails_later_is_red(accepted: Project) -> None:
     assert lines_with(result.stdout.str(), "UNMEASURED", LARGE, "the optimized side crashed with SIGSEGV")
 
 
-def test_an_accepted_side_that_cannot_be_compared_with(accepted: Project) -> None:
+def test_stored_figures_are_used_if_the_accepted_side_cannot_be_compared(accepted: Project) -> None:
     """One of two workloads is proven again and timed without another revision, against stored figures."""
     fake = fake_of(accepted)
     fake.unloaded[LARGE] = "the current side runs test_scale.py of the accepted tree"
@@ -429,7 +433,7 @@ def test_an_accepted_side_that_cannot_be_compared_with(accepted: Project) -> Non
     assert [call for call in fake.calls if len(call[0]) > 1] == [((LARGE, SMALL), {SMALL: head})] * 4
 
 
-def test_compare_has_nothing_to_compare_with(accepted: Project) -> None:
+def test_compare_is_unmeasured_if_the_other_side_cannot_be_compared(accepted: Project) -> None:
     fake = fake_of(accepted)
     fake.unloaded = dict.fromkeys([SMALL, LARGE], "scale is installed as a copy in /lib: pip install -e .")
     done = accepted.cli("compare", "HEAD")
@@ -453,14 +457,16 @@ def _another_history(project: Project) -> None:
     ("change", "reason"),
     [(_without_git, "not a git repository"), (_another_history, "is not in this repository")],
 )
-def test_an_accepted_revision_that_is_gone(accepted: Project, change: Callable[[Project], None], reason: str) -> None:
+def test_stored_figures_are_used_if_the_accepted_revision_is_missing(
+    accepted: Project, change: Callable[[Project], None], reason: str
+) -> None:
     change(accepted)
     result = accepted.gate()
     assert result.ret == 1
     assert lines_with(result.stdout.str(), "REGRESSED", SMALL, "compared with stored figures", reason)
 
 
-def test_a_repository_without_a_commit_is_refused_unless_that_is_wanted(project: Project) -> None:
+def test_accept_in_a_repository_without_a_commit_needs_allow_dirty(project: Project) -> None:
     project.write("test_scale.py", TWO_LINES)
     project.git("init")
     fake = project.measured(times())
@@ -473,7 +479,7 @@ def test_a_repository_without_a_commit_is_refused_unless_that_is_wanted(project:
     assert lines_with(project.gate().stdout.str(), "REGRESSED", "compared with stored figures: it was accepted outside")
 
 
-def test_what_was_accepted_with_changes_is_compared_with_stored_figures(project: Project) -> None:
+def test_stored_figures_are_used_if_the_accepted_tree_was_dirty(project: Project) -> None:
     project.write("test_scale.py", TWO_LINES)
     project.commit()
     project.replace("test_scale.py", "3 * x", "3.0 * x")
@@ -483,7 +489,7 @@ def test_what_was_accepted_with_changes_is_compared_with_stored_figures(project:
     assert lines_with(output, "REGRESSED", "compared with stored figures: it was accepted with uncommitted changes")
 
 
-def test_a_tree_that_changes_while_it_is_accepted(project: Project) -> None:
+def test_accept_fails_if_the_tree_changes_while_it_is_measured(project: Project) -> None:
     project.write("test_scale.py", TWO_LINES)
     project.commit()
     quiet = times()
@@ -506,7 +512,7 @@ def test_a_tree_that_changes_while_it_is_accepted(project: Project) -> None:
     assert not (project.path / "baselines").exists()
 
 
-def test_an_accepted_side_that_lacks_memory_beside_others_is_proven_and_timed_alone(accepted: Project) -> None:
+def test_an_accepted_side_that_lacks_memory_is_proven_and_timed_alone(accepted: Project) -> None:
     crowded = Failure(status=Status.UNMEASURED, message="the accepted side runs out of device memory")
     slow, tried = times(slower=0.05), []
 
@@ -532,7 +538,7 @@ def test_an_accepted_side_that_lacks_memory_beside_others_is_proven_and_timed_al
 
 
 @pytest.mark.parametrize("installed", [pytest.param(False, marks=FULLY), True])
-def test_the_accepted_code_is_watched_where_an_installed_copy_is_loaded(
+def test_an_accepted_side_that_loads_an_installed_copy_is_reported(
     project: Project, monkeypatch: pytest.MonkeyPatch, installed: bool
 ) -> None:
     project.write("fast_here.py", "def fast(x):\n    return 3 * x\n")

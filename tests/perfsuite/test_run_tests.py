@@ -1,4 +1,4 @@
-"""Which runs of pytest `make test` makes."""
+"""The runs of pytest that `make test` starts."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ BESIDE = ("-n", "auto", "--dist", "worksteal")
 @pytest.mark.parametrize(
     ("arguments", "marks"), [([], "not perf"), (["-m", "correctness"], "correctness"), (["-mperf"], "perf")]
 )
-def test_without_a_gpu_all_tests_run_beside_each_other(arguments: list[str], marks: str) -> None:
+def test_without_a_gpu_all_tests_run_in_parallel(arguments: list[str], marks: str) -> None:
     assert passes([*arguments, "-k", "x"], on_gpu=False, beside=BESIDE) == [["-m", marks, *BESIDE, "-k", "x"]]
 
 
@@ -32,11 +32,11 @@ def test_on_a_gpu_proofs_run_first_and_without_xdist() -> None:
 
 
 @pytest.mark.parametrize(("codes", "code"), [([0], 0), ([5], 5), ([0, 5], 0), ([5, 1], 1), ([5, 5], 5), ([1, 0], 1)])
-def test_a_run_without_tests_counts_only_where_none_has_any(codes: list[int], code: int) -> None:
+def test_exit_code_5_is_returned_only_if_no_run_has_tests(codes: list[int], code: int) -> None:
     assert worst(codes) == code
 
 
-def test_tests_are_collected_before_the_workers_begin_unless_they_were_already(
+def test_modules_are_compiled_before_the_workers_start_unless_cached(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     parts: list[str] = []
@@ -61,7 +61,7 @@ def test_tests_are_collected_before_the_workers_begin_unless_they_were_already(
     assert len(parts) == 4
 
 
-@FULLY  # it collects in a process of its own
+@FULLY  # it collects in a separate process
 def test_the_arguments_reach_pytest(tmp_path: Path) -> None:
     file, report = "tests/perfsuite/test_run_tests.py", tmp_path / "tests.xml"
     command = [sys.executable, "-m", "tools.run_tests", "-q", "-n", "0", "-k", "reach_pytest", "--collect-only"]

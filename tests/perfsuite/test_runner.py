@@ -29,7 +29,7 @@ def made(settle: int = 0) -> Runner:
     ("peaks", "settle", "peak"),
     [
         ([900, 10, 55], 0, 55),
-        ([900, 55, 10], 0, 55),  # before the last call something was held that the call let go of
+        ([900, 55, 10], 0, 55),  # the last call freed memory that was held before it
         ([900, 900, 10], 2, 10),
         ([900, 900, 900, 10], 4, 10),
         ([900, 0, 0], 0, 0),
@@ -46,7 +46,7 @@ def test_the_peak_is_the_highest_of_the_settled_calls(
     assert side.last == Call(1e-3, peak)
 
 
-def test_a_call_does_not_begin_before_the_last_one_has_let_go_of_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_call_starts_only_after_the_previous_one_has_freed_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """Autograd's thread holds the gradients until shortly after the call that returned them."""
     side, held = made(), [1000]
     monkeypatch.setattr(runner, "sleep", lambda seconds: (sleep(seconds), held.__setitem__(0, 300)))

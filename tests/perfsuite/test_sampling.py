@@ -117,7 +117,7 @@ def measure(of: Pair, n: int = 5, **options: Any) -> Measurement:
 # --- the record ----------------------------------------------------------------------------------------------
 
 
-def test_the_record_holds_what_was_planted(time: Time) -> None:
+def test_the_record_contains_the_planted_times(time: Time) -> None:
     made = measure(pair(time, rivals={"rival": lasting(time, 5e-3)}))
     assert (made.id, made.pair, made.workload, made.device) == ("p::speed[w]", "p", "w", "cpu")
     assert (made.clock, made.direction, made.dtype, made.sizes) == ("wall", "forward", "float32", {"n": 5})
@@ -165,14 +165,14 @@ def test_rounds_are_palindromes_in_a_random_balanced_order(time: Time, turns: li
     assert 0.25 < heads.count("optimized") / len(heads) < 0.75
 
 
-def test_a_seed_and_new_inputs_for_every_process(time: Time) -> None:
+def test_each_process_draws_its_own_seed_unless_one_is_given(time: Time) -> None:
     first, second = measure(pair(time)), measure(pair(time))
     assert first.seed != second.seed
     fixed = measuring.measure(pair(time), Workload("w", n=5), workload_id="i", device="cpu", seed=12)
     assert fixed.seed == 12
 
 
-def test_inputs_are_allocated_afresh_for_every_block(time: Time) -> None:
+def test_inputs_are_allocated_again_for_every_block(time: Time) -> None:
     seen: list[torch.Tensor] = []
 
     def optimized(x: torch.Tensor) -> torch.Tensor:
@@ -188,15 +188,15 @@ def test_inputs_are_allocated_afresh_for_every_block(time: Time) -> None:
 # --- slow sides ----------------------------------------------------------------------------------------------
 
 
-def test_a_slow_side_joins_one_round_a_block(time: Time, turns: list[str]) -> None:
+def test_a_slow_side_is_timed_in_one_round_per_block(time: Time, turns: list[str]) -> None:
     made = measure(pair(time, reference=lasting(time, 0.05)))
     assert made.few == ()
     assert made.log_ratios["reference"] == pytest.approx((math.log(12.5),) * BLOCKS)
     assert turns.count("reference") == 1 + 2 * BLOCKS
-    assert turns.count("optimized") == 2 + 2 * BLOCKS  # without a partner its time says nothing
+    assert turns.count("optimized") == 2 + 2 * BLOCKS  # without a partner its time gives no ratio
 
 
-def test_a_very_slow_side_is_sampled_a_few_times_only(time: Time, turns: list[str]) -> None:
+def test_a_very_slow_side_is_sampled_only_a_few_times(time: Time, turns: list[str]) -> None:
     made = measure(pair(time, reference=lasting(time, 0.5)))
     assert made.few == ("reference",)
     assert made.log_ratios["reference"] == pytest.approx((math.log(125),) * FEW_BLOCKS)
@@ -211,19 +211,19 @@ def test_a_slow_optimized_side_is_never_left_out(time: Time, turns: list[str]) -
     assert turns.count("optimized") == turns.count("reference") - 1
 
 
-def test_fewer_rounds_and_blocks_where_all_would_take_long(time: Time) -> None:
+def test_number_of_blocks_of_long_calls_stays_within_bounds(time: Time) -> None:
     usual = measure(pair(time))
     assert len(usual.log_ratios["reference"]) == BLOCKS
     long = measure(pair(time, reference=lasting(time, 0.19), optimized=lasting(time, 0.19)))
     assert BLOCKS_LEAST < len(long.log_ratios["reference"]) <= BLOCKS
 
 
-def test_so_many_blocks_as_asked_for(time: Time) -> None:
+def test_the_requested_number_of_blocks_is_timed(time: Time) -> None:
     made = measuring.measure(pair(time), Workload("w", n=5), workload_id="i", device="cpu", blocks=12)
     assert len(made.log_ratios["reference"]) == 12
 
 
-def test_what_takes_long_to_build_is_built_anew_until_the_budget_is_spent(
+def test_steps_that_are_slow_to_build_are_rebuilt_only_within_the_budget(
     time: Time, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sampling, "perf_counter", lambda: time.now * 1e-9)
@@ -260,7 +260,7 @@ def test_a_side_that_is_not_equal_is_never_timed(time: Time) -> None:
 
 
 @pytest.mark.usefixtures("no_clock")
-def test_a_wrong_gradient_is_found_where_it_is_timed(time: Time) -> None:
+def test_a_wrong_gradient_is_found_before_the_backward_pass_is_timed(time: Time) -> None:
     wrong = pair(time, reference=lambda x: x * torch.exp(x), optimized=lambda x: x * torch.exp(x.detach()))
     with pytest.raises(NotEquivalent, match="gradient of x of the optimized side is wrong"):
         measure(wrong, direction="backward")
@@ -342,7 +342,7 @@ def test_rivals_that_were_proven_ahead_are_not_proven_again(time: Time, monkeypa
 
 @pytest.mark.parametrize("slow", [False, True])
 @pytest.mark.parametrize("equal", [False, True])
-def test_of_two_sides_with_the_same_code_one_is_proven(
+def test_only_one_of_two_sides_with_the_same_code_is_proven(
     time: Time, slow: bool, equal: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """If the reference is slow neither is proven, but the first outputs of both sides must have the same bits."""
@@ -370,7 +370,7 @@ def test_of_two_sides_with_the_same_code_one_is_proven(
     assert judged[:1] == ([] if equal else ["accepted"])
 
 
-def test_a_side_with_the_same_code_that_gives_something_else_is_proven_where_it_is_timed(time: Time) -> None:
+def test_a_side_with_the_same_code_and_another_output_is_compared_with_the_truth(time: Time) -> None:
     of = pair(time)
     bench = Bench(pair=of, workload=Workload("w", n=5), device="cpu", home=None, seed=1, report=lambda phase: None)
     proof = workload_proof.prove(bench, "i", slow=True, same_code=True)
@@ -384,7 +384,7 @@ def test_a_side_with_the_same_code_that_gives_something_else_is_proven_where_it_
 
 @pytest.mark.parametrize("in_steps", [False, True])
 @pytest.mark.parametrize("fault", ["", "optimized", "accepted"])
-def test_a_process_may_warm_up_before_the_proof_is_there(
+def test_a_process_may_warm_up_before_its_proof_arrives(
     time: Time, in_steps: bool, fault: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It compares its first outputs with the proof before it times anything."""
@@ -439,7 +439,7 @@ def test_a_process_may_warm_up_before_the_proof_is_there(
 
 
 @pytest.mark.parametrize("equal", [False, True])
-def test_of_large_outputs_only_the_digest_is_kept_until_the_proof_is_there(
+def test_only_digests_of_large_outputs_are_kept_until_the_proof_arrives(
     time: Time, equal: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     done: list[str] = []
@@ -469,8 +469,8 @@ def test_of_large_outputs_only_the_digest_is_kept_until_the_proof_is_there(
         assert done[: done.index("truth")].count("optimized") == 1, "an error is that side's"
 
 
-def test_incoming_gradients_belong_to_outputs_by_name(time: Time) -> None:
-    """It holds where a long reference is called only once."""
+def test_incoming_gradients_are_matched_to_outputs_by_name(time: Time) -> None:
+    """This also holds if a long reference is called only once."""
 
     def both(*names: str) -> Call:
         made = {"a": torch.exp, "b": lambda x: torch.sin(x).sum(0)}
@@ -482,7 +482,7 @@ def test_incoming_gradients_belong_to_outputs_by_name(time: Time) -> None:
     assert workload_proof.prove(bench, "i", slow=True, same_code=True, enough_s=1000.0).reference_s
 
 
-def test_a_rival_that_lacks_memory_beside_other_proofs_is_proven_where_it_is_timed(time: Time) -> None:
+def test_a_rival_that_lacks_memory_beside_other_proofs_is_proven_when_timed(time: Time) -> None:
     crowded = True
 
     def large(x: torch.Tensor) -> torch.Tensor:
@@ -500,9 +500,7 @@ def test_a_rival_that_lacks_memory_beside_other_proofs_is_proven_where_it_is_tim
 
 
 @pytest.mark.parametrize("name", ["reference", "optimized"])
-def test_a_side_that_waits_for_the_device_has_no_device_clock(
-    name: str, time: Time, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_side_that_waits_for_the_device_is_an_error(name: str, time: Time, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(clocks.CpuClock, "waiting", {name, "good"})
     with pytest.raises(PairError, match=rf"p, workload 'w': the {name} side waits for the device .*say clock='wall'"):
         measure(pair(time))
@@ -515,7 +513,7 @@ def test_a_rival_that_waits_for_the_device_is_skipped(time: Time, monkeypatch: p
     assert made.skipped["good"].startswith("waits for the device within a call")
 
 
-def test_the_accepted_side_is_timed_beside_the_two(time: Time) -> None:
+def test_the_accepted_side_is_timed_beside_the_other_two(time: Time) -> None:
     made = measuring.measure(
         pair(time, rivals={"rival": lasting(time, 1e-3)}),
         Workload("w", n=5),
@@ -547,7 +545,7 @@ def counting_bench() -> Any:
     return SimpleNamespace(report=lambda phase: None, peers=ALONE, counted_here={})
 
 
-def test_a_call_that_takes_too_long_for_the_profiler_is_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_launches_of_a_call_that_is_too_long_to_profile_are_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     seconds = {"reference": 9.0, "optimized": 9.0, "slow": 1.1, "quick": 1.0}
     runners: Any = {
         name: SimpleNamespace(grad_mode=False, reset=None, call=name, last=runner.Call(s, None))
@@ -609,7 +607,7 @@ def test_more_launches_than_accepted_are_counted_again(
     assert not list(answers)
 
 
-def test_what_is_not_counted_is_never_queued_behind_a_spin(time: Time) -> None:
+def test_calls_without_counted_launches_are_never_queued_behind_a_spin(time: Time) -> None:
     sampler: Any = SimpleNamespace(counts={"optimized": Counts(launches=3)}, repeat=2)
     assert sampling.Sampler._launches(sampler, "optimized") == 6
     assert sampling.Sampler._launches(sampler, "reference") > clocks.QUEUE_DEPTH
@@ -642,13 +640,13 @@ PROOF = 2
 WARM_UP = 2
 
 
-def test_a_call_of_seconds_is_made_as_rarely_as_can_be(long: Time) -> None:
+def test_a_call_of_seconds_is_made_as_few_times_as_possible(long: Time) -> None:
     assert calls_of_a_reference(long, 2.0) == PROOF + WARM_UP + FEW_BLOCKS
     plan, settle = 1, FEW_BLOCKS - 1  # the first block has the warm-up's inputs
     assert calls_of_a_reference(long, 0.6) == PROOF + WARM_UP + plan + settle + FEW_BLOCKS
 
 
-def test_a_side_of_seconds_that_was_warmed_up_beside_others_is_called_again(long: Time) -> None:
+def test_a_slow_side_that_warmed_up_beside_other_processes_warms_up_again(long: Time) -> None:
     count, asked = itertools.count(), list[int]()
 
     def slow(x: torch.Tensor) -> torch.Tensor:
@@ -684,12 +682,12 @@ def proof_until(of: Pair, enough_s: float) -> Proof:
     [
         ([60_000], 0.05, True, 1),
         ([100], 0.0, None, 0),
-        ([100, 100], 50.0, False, 2),  # the first was quick: it may have been its start
+        ([100, 100], 50.0, False, 2),  # the first call was quick: it may be start-up time
         ([60_000, 10], 0.2, True, 1),
     ],
 )
 @pytest.mark.parametrize("breaks", [False, True])
-def test_a_reference_is_called_until_it_has_worked_long_enough(
+def test_a_reference_is_called_until_it_has_run_for_enough_s(
     time: Time,
     naps: list[int],
     enough_s: float,
@@ -724,7 +722,7 @@ def test_a_reference_is_called_until_it_has_worked_long_enough(
         assert enough_s <= proof.reference_s < 30.0
 
 
-def test_a_long_reference_is_not_called_to_learn_which_gradients_come_in(time: Time) -> None:
+def test_a_long_reference_is_not_called_to_find_its_incoming_gradients(time: Time) -> None:
     called = []
 
     def slow(x: torch.Tensor) -> torch.Tensor:
@@ -737,11 +735,11 @@ def test_a_long_reference_is_not_called_to_learn_which_gradients_come_in(time: T
     bench = Bench(pair=of, workload=workload, device="cpu", home=None, seed=1, report=lambda phase: None)
     proof = workload_proof.prove(bench, "i", slow=True, same_code=True, enough_s=1000.0)
     assert proof.reference_s
-    assert called == [True, True]  # both quick
+    assert called == [True, True]  # two quick calls
 
 
 @pytest.mark.parametrize(("reference", "bound"), [(0, True), (None, False), (1, False)])
-def test_a_lower_bound_is_used_only_where_the_reference_is_not_timed(
+def test_a_lower_bound_is_used_only_if_the_reference_is_not_timed(
     time: Time, reference: int | None, bound: bool
 ) -> None:
     of, workload = pair(time), Workload("w", n=REPLICAS_UP_TO + 1)
@@ -752,10 +750,8 @@ def test_a_lower_bound_is_used_only_where_the_reference_is_not_timed(
 
 
 @pytest.mark.parametrize(("seconds", "once"), [(2.0, True), (0.01, False)])
-def test_a_reference_that_may_take_long_is_called_when_all_else_is_ready(
-    long: Time, seconds: float, once: bool
-) -> None:
-    """The others on the device wait once, not a second time while the other sides prepare."""
+def test_a_long_reference_is_called_after_the_other_sides_are_ready(long: Time, seconds: float, once: bool) -> None:
+    """Other processes on the device wait once, not again while the other sides prepare."""
     done: list[str] = []
 
     def slow(x: torch.Tensor) -> torch.Tensor:
@@ -792,7 +788,7 @@ def test_a_reference_that_may_take_long_is_called_when_all_else_is_ready(
 
 
 @pytest.mark.parametrize("right", [True, False])
-def test_outputs_that_are_not_those_proven_are_judged_when_all_is_timed(
+def test_outputs_that_differ_from_the_proven_ones_are_checked_after_timing(
     time: Time, right: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     changes, done = itertools.count(), list[str]()
@@ -813,14 +809,14 @@ def test_outputs_that_are_not_those_proven_are_judged_when_all_is_timed(
     done.clear()
     with nullcontext() if right else pytest.raises(NotEquivalent, match=r"timed optimized.*it was right before"):
         measuring.measure(of, workload, workload_id="i", device="cpu", proof=proof, new_values=False, beside=beside)
-    # An error that is not surely within its budget is judged once more by few replicas, and by all.
+    # An error that may exceed its budget is checked again with few replicas, then with all.
     assert done == ["beside", *["timed optimized"] * (1 if right else 3)]
 
 
 @pytest.mark.parametrize(
     ("seconds", "held", "drawn"), [(0.0, 0, 1 + FRESH_BLOCKS[True]), (0.4, 0, 3), (9.0, 0, 2), (0.0, 300, 2)]
 )
-def test_new_values_are_drawn_before_it_waits_to_time(
+def test_new_values_are_drawn_before_a_process_waits_to_time(
     time: Time, seconds: float, held: int, drawn: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     done: list[str] = []
@@ -857,7 +853,7 @@ def test_new_values_are_drawn_before_it_waits_to_time(
         ("cuda", {"of 10": "meta", "of 11": "meta", "of 20": "cpu", "of 12": "cpu"}, ["of 60"]),
     ],
 )
-def test_outputs_are_copied_to_where_there_is_room_or_judged_at_once(
+def test_outputs_are_copied_if_there_is_room_and_else_checked_at_once(
     monkeypatch: pytest.MonkeyPatch, device: str, copied: dict[str, str], judged: list[str]
 ) -> None:
     at_once: list[str] = []
@@ -868,7 +864,7 @@ def test_outputs_are_copied_to_where_there_is_room_or_judged_at_once(
     monkeypatch.setattr(proving, "_moved", lambda leaves, devices, copy: (to.append(devices), leaves)[1])
     monkeypatch.setattr(proving, "digest", lambda leaves: str(leaves["count"]))
     for n in (10, 11, 20, 12, 60):  # of 4 bytes each
-        # On a device that is not the workload's: an output may lie on the host, or on a second GPU.
+        # The output is not on the workload's device: it may be on the host, or on a second GPU.
         proving.OutputCheck.check_later(check, {"output": torch.rand(n, device="meta"), "count": n}, f"of {n}")
     assert at_once == judged
     assert [name for _, _, name in check.copied.values()] == list(copied)
@@ -876,7 +872,7 @@ def test_outputs_are_copied_to_where_there_is_room_or_judged_at_once(
     assert {str(devices["output"]) for _, devices, _ in check.copied.values()} == {"meta"}
 
 
-def test_copied_outputs_are_judged_where_they_were_made(time: Time) -> None:
+def test_copied_outputs_do_not_change_with_later_writes(time: Time) -> None:
     of, workload = pair(time), Workload("w", n=100)
     bench = Bench(pair=of, workload=workload, device="cpu", home=None, seed=1, report=lambda phase: None)
     check = bench.check()
@@ -913,12 +909,12 @@ def test_a_reference_whose_truth_took_long_is_called_once(long: Time, monkeypatc
     assert len(made.sides["optimized"].blocks_s) > 1
 
 
-def test_the_gradients_that_come_in_to_a_call_of_seconds_are_drawn_once(long: Time) -> None:
+def test_incoming_gradients_of_a_call_of_seconds_are_drawn_once(long: Time) -> None:
     drawing = 1
     assert calls_of_a_reference(long, 2.0, direction="both") == PROOF + drawing + WARM_UP + FEW_BLOCKS
 
 
-def test_a_first_call_of_seconds_on_new_inputs_says_nothing_of_the_others(long: Time) -> None:
+def test_a_slow_first_call_on_new_inputs_does_not_make_a_side_slow(long: Time) -> None:
     """A side that captures a graph for each address has such first calls."""
 
     def captures(seconds: float) -> Call:
@@ -938,7 +934,7 @@ def test_a_first_call_of_seconds_on_new_inputs_says_nothing_of_the_others(long: 
     assert len(made.sides["reference"].blocks_s) == BLOCKS
 
 
-def test_a_call_that_was_held_up_once_is_no_long_one(long: Time) -> None:
+def test_a_call_that_was_delayed_once_is_not_long(long: Time) -> None:
     for held_up in (0, 1):
         seconds = iter([SLOW_S] * held_up + [1.5] + [SLOW_S] * 3)
 
@@ -963,19 +959,19 @@ def warmed_up(time: Time, given: Side, **fields: Any) -> runner.Runner:
     return made
 
 
-def test_a_call_that_compiles_while_warming_up_tells_nothing(long: Time, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_warm_up_call_that_compiles_is_not_long(long: Time, monkeypatch: pytest.MonkeyPatch) -> None:
     numbers = itertools.count()
     assert warmed_up(long, side(lasting(long, 2.0))).long is not None
     monkeypatch.setattr(scrutiny, "compilations", lambda: next(numbers))
     assert warmed_up(long, side(lasting(long, 2.0))).long is None
 
 
-def test_a_step_of_seconds_still_settles_when_it_is_new(long: Time) -> None:
+def test_a_stateful_step_of_seconds_is_not_long(long: Time) -> None:
     steps = stateful(lambda x: lasting(long, 2.0, lambda: None))
     assert warmed_up(long, steps, reference=steps, optimized=steps).long is None
 
 
-def test_the_wall_clock_of_a_call_of_seconds_is_that_of_the_one_that_warms_up(time: Time) -> None:
+def test_wall_time_of_a_call_of_seconds_is_taken_from_the_warm_up(time: Time) -> None:
     long: Any = SimpleNamespace(long=runner.Call(2.0, 512), name="reference")
     sampler: Any = SimpleNamespace(clock=None, kind="device", runners={"reference": long})
     assert sampling.Sampler.other_clock(sampler, "reference") == 2.0
@@ -1014,7 +1010,7 @@ def test_a_later_process_of_a_gate_gets_no_new_values(time: Time) -> None:
     assert len(seen) == 1
 
 
-def test_a_change_in_place_that_begins_while_timed_is_named(time: Time) -> None:
+def test_an_in_place_change_that_starts_during_timing_is_reported(time: Time) -> None:
     count = itertools.count()
 
     def sly(x: torch.Tensor) -> torch.Tensor:
@@ -1028,7 +1024,7 @@ def test_a_change_in_place_that_begins_while_timed_is_named(time: Time) -> None:
         measure(pair(time, optimized=sly))
 
 
-def test_an_answer_that_goes_wrong_while_timed_is_found(time: Time) -> None:
+def test_an_output_that_becomes_wrong_during_timing_is_found(time: Time) -> None:
     count = itertools.count()
 
     def tiring(x: torch.Tensor) -> torch.Tensor:
@@ -1039,7 +1035,7 @@ def test_an_answer_that_goes_wrong_while_timed_is_found(time: Time) -> None:
         measure(pair(time, optimized=tiring))
 
 
-def test_outputs_given_are_poisoned_or_restored_and_proven(time: Time) -> None:
+def test_a_pair_that_writes_into_a_given_output_is_timed(time: Time) -> None:
     inputs = {**X, "out": tensor("n")}
 
     def into(x: torch.Tensor, out: torch.Tensor) -> None:
@@ -1071,7 +1067,7 @@ def two_way(time: Time, forward_s: float, backward_s: float) -> Call:
 
 
 @pytest.mark.parametrize(("direction", "ratio"), [("forward", 1.25), ("backward", 1.75), ("both", 1.5)])
-def test_the_direction_says_what_is_timed(time: Time, direction: str, ratio: float) -> None:
+def test_direction_selects_the_passes_that_are_timed(time: Time, direction: str, ratio: float) -> None:
     of = pair(time, reference=two_way(time, 5e-3, 7e-3), optimized=two_way(time, 4e-3, 4e-3))
     made = measure(of, direction=direction)
     assert made.direction == direction
@@ -1084,7 +1080,7 @@ def test_a_backward_workload_without_gradients_is_an_error(time: Time) -> None:
         measure(of, direction="backward")
 
 
-def test_a_stateful_side_is_built_once_a_block_and_its_step_timed(time: Time) -> None:
+def test_only_the_step_of_a_stateful_side_is_timed(time: Time) -> None:
     def descent(step_s: float) -> Call:
         def build(x: torch.Tensor) -> Call:
             time.spend(1.0)
@@ -1192,7 +1188,7 @@ class FakeMonitor:
     [([False] * BLOCKS, 0), ([True, False, True] + [False] * BLOCKS, 2), ([True] * 3 * BLOCKS, EXTRA_BLOCKS)],
     ids=["never", "twice", "always"],
 )
-def test_blocks_under_throttling_are_set_aside_and_counted(
+def test_blocks_under_throttling_are_discarded_and_counted(
     time: Time, monkeypatch: pytest.MonkeyPatch, throttles: list[bool], aside: int
 ) -> None:
     monkeypatch.setattr("perfsuite.bench.clock_for", lambda device, peers: FakeClock(time))
@@ -1213,7 +1209,7 @@ def test_blocks_under_throttling_are_set_aside_and_counted(
         (Cost(bytes=lambda n: 7e5 * n, flops=lambda n: n), 3.5e-3, "memory"),
     ],
 )
-def test_the_limit_is_the_cost_over_the_ceilings(
+def test_the_limit_is_the_cost_divided_by_the_ceiling(
     time: Time, monkeypatch: pytest.MonkeyPatch, cost: Cost, seconds: float, by: str
 ) -> None:
     asked: list[str] = []
@@ -1256,15 +1252,15 @@ def test_further_processes_of_a_workload_do_not_measure_the_ceilings(
         ("bfloat16", "float64", "bfloat16"),
     ],
 )
-def test_the_arithmetic_of_a_cost_is_in_the_dtype_of_the_workload(declared: str, dtype: str, precision: str) -> None:
+def test_precision_of_a_cost_depends_on_the_dtype_of_the_workload(declared: str, dtype: str, precision: str) -> None:
     assert Cost(precision=declared).precision_in(dtype) == precision
 
 
 @pytest.mark.parametrize(("device", "rate"), [("cuda", 1e9), ("cpu", 4e9)])
-def test_a_workload_in_bfloat16_is_held_against_its_products(
+def test_limit_in_bfloat16_uses_the_faster_product_on_a_cpu(
     time: Time, monkeypatch: pytest.MonkeyPatch, device: str, rate: float
 ) -> None:
-    """On a CPU the limit is that of widened products, if these are faster."""
+    """On a CPU the limit uses float32 products if these are faster."""
     rates = {"bfloat16": 1e9, "float32": 4e9}
     monkeypatch.setattr(ceilings, "matmul_flops_per_s", lambda device, precision: rates[precision])
     made = pair(time, cost=Cost(flops=lambda n: n))
@@ -1273,7 +1269,7 @@ def test_a_workload_in_bfloat16_is_held_against_its_products(
     assert limit.ceiling == rate
 
 
-def test_a_cost_of_nothing_has_no_limit(time: Time) -> None:
+def test_an_empty_cost_has_no_limit(time: Time) -> None:
     assert measure(pair(time, cost=Cost())).limit is None
 
 
@@ -1284,7 +1280,7 @@ def test_phases_are_reported_by_side(time: Time) -> None:
     assert set(phases) == {"reference", "optimized", "timing"}
 
 
-def test_the_real_clock_gives_a_record_too() -> None:
+def test_the_real_clock_gives_a_record() -> None:
     made = measuring.measure(
         Pair(reference=torch.exp, optimized=torch.exp, inputs=X, name="p"),
         Workload("w", n=1000),
@@ -1296,7 +1292,7 @@ def test_the_real_clock_gives_a_record_too() -> None:
     assert 0 < made.seconds < 60
 
 
-def test_a_side_that_works_on_after_its_call_is_named_before_it_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_side_that_still_works_after_its_call_is_rejected_before_timing(monkeypatch: pytest.MonkeyPatch) -> None:
     pending: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def late(x: torch.Tensor) -> torch.Tensor:
@@ -1305,7 +1301,7 @@ def test_a_side_that_works_on_after_its_call_is_named_before_it_is_timed(monkeyp
         return out
 
     def waited(seconds: float) -> None:
-        # In the place of a side stream: it writes while the harness waits.
+        # Simulates a side stream that writes while the harness waits.
         while pending:
             out, answer = pending.pop()
             out.copy_(answer)
@@ -1319,7 +1315,7 @@ def test_a_side_that_works_on_after_its_call_is_named_before_it_is_timed(monkeyp
         measuring.measure(pair, pair.workloads[0], workload_id="w", device="cpu")
 
 
-def test_l2_that_a_side_has_set_aside_before_it_is_timed_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_l2_that_a_side_sets_aside_during_its_proof_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     """The driver is simulated; the side sets L2 aside in its first call, which is a proof."""
     aside = [0]
 
@@ -1340,8 +1336,8 @@ def test_l2_that_a_side_has_set_aside_before_it_is_timed_is_seen(monkeypatch: py
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_steps_end_with_their_measurement(time: Time, monkeypatch: pytest.MonkeyPatch, fails: bool) -> None:
-    """They do not wait for garbage collection: a data loader in a reference cycle takes seconds to end."""
+def test_steps_are_freed_when_their_measurement_ends(time: Time, monkeypatch: pytest.MonkeyPatch, fails: bool) -> None:
+    """Garbage collection is not needed: a data loader in a reference cycle would take seconds to end."""
     ended: list[int] = []
     made = itertools.count()
 

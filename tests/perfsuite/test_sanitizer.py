@@ -66,7 +66,7 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     tool.write_text(TOOL.format(python=sys.executable, code=0))
     tool.chmod(tool.stat().st_mode | stat.S_IXUSR)
     monkeypatch.setenv("PATH", str(tools), prepend=os.pathsep)
-    # In the process that starts the tool; the process under it does not ask again.
+    # This affects the process that starts the tool; the process under it does not ask again.
     folder = tmp_path / "project"
     folder.mkdir()
     (folder / "conftest.py").write_text("from perfsuite import machine\nmachine.has_gpu = lambda: True\n")
@@ -92,7 +92,7 @@ def test_a_finding_fails_the_item_that_was_running(project: Path) -> None:
     assert "compute-sanitizer memcheck: 1 error\n" in done.stdout
 
 
-def test_nothing_found_is_green_and_nothing_is_timed(project: Path) -> None:
+def test_a_run_without_findings_passes_and_times_nothing(project: Path) -> None:
     (project / "test_it.py").write_text(MODULE.format(read="========= ERROR SUMMARY: 0 errors\n") + TIMED)
     done = pytest_in(project, "--sanitize", "--sanitize-tool=racecheck")
     assert done.returncode == 0, done.stdout + done.stderr
@@ -101,7 +101,7 @@ def test_nothing_found_is_green_and_nothing_is_timed(project: Path) -> None:
 
 
 @FULLY
-def test_what_is_found_between_items_is_red_too(project: Path) -> None:
+def test_a_finding_between_items_fails_the_run(project: Path) -> None:
     (project / "test_it.py").write_text("def test_sound():\n    pass\n")
     late = "def pytest_unconfigure():\n    import os\n    log = os.environ.get('PERFSUITE_SANITIZER_LOG')\n"
     late += f"    if log:\n        open(log, 'a').write({READ!r})\n"
@@ -113,7 +113,7 @@ def test_what_is_found_between_items_is_red_too(project: Path) -> None:
 
 
 @FULLY
-def test_a_device_that_the_tool_refuses_is_no_pass(project: Path) -> None:
+def test_a_device_that_the_tool_does_not_support_is_an_error(project: Path) -> None:
     (project / "test_it.py").write_text(MODULE.format(read='========= Error: Device not supported. Please refer to"\n'))
     done = pytest_in(project, "--sanitize")
     assert done.returncode == pytest.ExitCode.USAGE_ERROR, done.stdout + done.stderr
@@ -122,13 +122,13 @@ def test_a_device_that_the_tool_refuses_is_no_pass(project: Path) -> None:
 
 
 @pytest.mark.parametrize("arguments", [["-n", "2"], ["-n2"], ["--numprocesses=2"]])
-def test_beside_other_processes_it_is_refused(monkeypatch: pytest.MonkeyPatch, arguments: list[str]) -> None:
+def test_sanitize_is_refused_with_xdist(monkeypatch: pytest.MonkeyPatch, arguments: list[str]) -> None:
     monkeypatch.setattr(machine, "has_gpu", lambda: True)
     with pytest.raises(PerfsuiteError, match="leave -n out"):
         sanitizer.run("memcheck", arguments)
 
 
-def test_without_a_gpu_or_the_tool_it_says_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_error_without_a_gpu_or_the_tool_says_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if not machine.has_gpu():
         done = pytest_in(tmp_path, "--sanitize")
         assert done.returncode == pytest.ExitCode.USAGE_ERROR
@@ -139,7 +139,7 @@ def test_without_a_gpu_or_the_tool_it_says_what_to_do(tmp_path: Path, monkeypatc
         sanitizer.program()
 
 
-def test_findings_are_read_once_and_from_where_the_last_ended(tmp_path: Path) -> None:
+def test_findings_are_deduplicated_and_read_from_the_last_offset(tmp_path: Path) -> None:
     log = tmp_path / "log"
     log.write_text(READ + READ)
     found, end = sanitizer.findings(log, 0)
@@ -182,7 +182,7 @@ reads_outside = Pair(optimized=outside, **sides)
 
 
 @pytest.mark.gpu
-def test_a_read_outside_a_tensor_is_found_on_a_gpu(tmp_path: Path) -> None:
+def test_an_out_of_bounds_read_is_found_on_a_gpu(tmp_path: Path) -> None:
     try:
         sanitizer.program()
     except PerfsuiteError as error:

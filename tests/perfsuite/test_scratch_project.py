@@ -1,7 +1,7 @@
-"""A project outside the repository: the README's example is proven, timed, accepted and gated as it stands there.
+"""The README's example is proven, timed, accepted and gated in a project outside the repository.
 
-Real processes and real times, so that nothing here may depend on how fast or how quiet this machine is: whatever the
-gate decides, its exit code and what it says must agree.
+Processes and times are real, so no test may depend on how fast or how quiet this machine is. Whatever the gate decides,
+its exit code and its output must agree.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ FAST = "return (x * y).sum(-1)"
 
 
 def example() -> str:
-    """Return the file that the README has a newcomer write."""
+    """Return the example file in the README."""
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
     (text,) = [block for block in blocks if "test_dots.py" in block]
     assert FAST in text
@@ -52,13 +52,13 @@ def two_looks(project: Project, monkeypatch: pytest.MonkeyPatch) -> Project:
 
 
 def share_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let two processes prepare beside each other, as on a GPU."""
+    """Let two processes prepare at the same time, as on a GPU."""
     shared = lambda self, tasks: lanes.for_timing(self.machine, self.workers.folder, 2)  # noqa: E731
     monkeypatch.setattr(paired.Paired, "timing_lanes", shared)
 
 
 def verdict(project: Project, done: Result, id: str) -> Status:
-    """Return the verdict that times decided; whatever it is, the exit code and the terminal agree with it."""
+    """Return the verdict, after checking that the exit code and the output agree with it."""
     assert "Traceback" not in done.output
     report = json.loads((project.path / ".perfsuite/report/report.json").read_text())
     assert list(report["verdicts"]) == [id]
@@ -78,7 +78,7 @@ def test_the_readmes_example_is_proven(project: Project) -> None:
 def test_the_readmes_example_from_times_to_gate(two_looks: Project) -> None:
     """The example works in a plain folder, outside of git.
 
-    Here the gate measures, and what it is compared with is made up; in make test-all everything is measured.
+    Usually only the gate measures, and the accepted figures are simulated. `make test-all` measures everything.
     """
     project = two_looks
     project.write("test_dots.py", example())
@@ -114,7 +114,7 @@ def test_the_readmes_example_from_times_to_gate(two_looks: Project) -> None:
 
 
 @FULLY
-def test_two_revisions_of_a_project_in_git(two_looks: Project) -> None:
+def test_compare_times_two_revisions_of_a_project_in_git(two_looks: Project) -> None:
     project = two_looks
     project.write("test_scale.py", TWO_LINES)
     first = project.commit()
@@ -129,8 +129,8 @@ def test_two_revisions_of_a_project_in_git(two_looks: Project) -> None:
 
 
 @FULLY
-def test_processes_that_share_a_device(two_looks: Project, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a GPU, two processes take the tasks of a round, and each times alone."""
+def test_two_processes_share_a_device(two_looks: Project, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU, two processes take the tasks of a round."""
     project = two_looks
     share_the_device(monkeypatch)
     begun: list[tuple[int, str]] = []
@@ -170,9 +170,7 @@ scale = Pair(
 
 
 @FULLY
-def test_processes_that_prepare_before_their_proofs_have_ended(
-    two_looks: Project, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_processes_prepare_before_their_proofs_have_ended(two_looks: Project, monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a GPU, the proofs end only after the processes have prepared."""
     project = two_looks
     project.write("test_scale.py", WAITING)
@@ -217,7 +215,7 @@ def test_processes_that_prepare_before_their_proofs_have_ended(
 
 @FULLY
 @pytest.mark.parametrize("name", ["check", "measure"])
-def test_the_readmes_example_in_a_notebook(project: Project, name: str) -> None:
+def test_the_readmes_example_works_in_a_notebook(project: Project, name: str) -> None:
     import perfsuite
 
     namespace: dict[str, object] = {"__name__": "notebook"}

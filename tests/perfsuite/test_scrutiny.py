@@ -24,7 +24,7 @@ BURSTS = [1e-6 if i % 8 else 1e-4 for i in range(64)]
 """Seconds of calls of which every eighth does the work of all."""
 
 
-def test_calls_that_do_the_work_of_others_are_named() -> None:
+def test_calls_that_do_the_work_of_others_are_rejected() -> None:
     scrutiny.bursts(EVEN, "it")
     with pytest.raises(NotEquivalent, match="it does 93% of its work in 8 of 64 calls"):
         scrutiny.bursts(BURSTS, "it", lambda typical: EVEN)
@@ -35,7 +35,7 @@ def test_calls_that_do_the_work_of_others_are_named() -> None:
         scrutiny.bursts(BURSTS, "it", least_s=0.99 * longest)
 
 
-def test_bursts_of_the_whole_machine_are_not_the_side_s() -> None:
+def test_bursts_of_the_whole_machine_are_not_blamed_on_the_side() -> None:
     asked: list[float] = []
 
     def sliced(typical: float) -> list[float]:
@@ -86,7 +86,7 @@ def unseen(clock: CudaClock | CpuClock) -> float:
 
 
 @pytest.mark.usefixtures("no_pause")
-def test_work_beside_the_stream_is_seen_at_every_call() -> None:
+def test_work_outside_the_stream_is_detected_at_every_call() -> None:
     assert unseen(Device(always(4e-5), always(4e-6))) == pytest.approx(3.6e-5)
     quiet = Device(always(5e-6), always(4e-6))
     assert unseen(quiet) == pytest.approx(1e-6)
@@ -95,13 +95,13 @@ def test_work_beside_the_stream_is_seen_at_every_call() -> None:
 
 
 @pytest.mark.usefixtures("no_pause")
-def test_a_neighbour_on_the_device_is_not_taken_for_work_beside_the_stream() -> None:
+def test_a_neighbour_on_the_device_is_not_mistaken_for_work_outside_the_stream() -> None:
     assert unseen(Device(sliced(0.7), sliced(0.7))) < scrutiny.UNSEEN_S
     # A device that is never idle shows nothing.
     assert unseen(Device(always(1e-3), always(1e-3))) == 0.0
 
 
-def test_what_the_timer_has_not_seen_is_named() -> None:
+def test_work_after_the_timer_has_stopped_is_rejected() -> None:
     with pytest.raises(NotEquivalent, match="busy for 40 µs after the timer has stopped at 10 µs"):
         scrutiny.hidden(4e-5, 1e-5, "it")
     scrutiny.hidden(1.4e-5, 1e-5, "it")
@@ -112,7 +112,7 @@ LEAST_S = 1e-3
 
 
 def needs(seconds: float) -> Limit:
-    """Return the limit of a device that needs so long."""
+    """Return the limit of a device that needs this many seconds."""
     return Limit(seconds=seconds, by="compute", bytes=0.0, flops=1e9, ceiling=1e9 / seconds)
 
 
@@ -138,7 +138,7 @@ class Floor:
         return scrutiny.floor(needs(first), self.again, lambda: self.took, device, "it")
 
 
-def test_a_possible_time_needs_no_other_measurement(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_limit_is_not_measured_again_for_a_possible_time(monkeypatch: pytest.MonkeyPatch) -> None:
     assert Floor(monkeypatch, 0.9 * LEAST_S, 0.0, others=9.0).judge() == needs(LEAST_S)
 
 
@@ -149,7 +149,7 @@ def test_a_limit_that_was_measured_on_a_busy_device_is_measured_again(monkeypatc
 
 
 @pytest.mark.parametrize("others", [0.0, 0.1])
-def test_an_impossible_time_is_named(monkeypatch: pytest.MonkeyPatch, others: float) -> None:
+def test_an_impossible_time_is_rejected(monkeypatch: pytest.MonkeyPatch, others: float) -> None:
     words = r"it takes 500 µs, and this device needs 1e\+03 µs for the 1e\+09 operations that cost= names"
     measured = Floor(monkeypatch, 0.5 * LEAST_S, *[LEAST_S] * scrutiny.FLOOR_ATTEMPTS, others=others)
     with pytest.raises(NotTimed, match=words):
@@ -157,24 +157,24 @@ def test_an_impossible_time_is_named(monkeypatch: pytest.MonkeyPatch, others: fl
     assert not measured.limits, "nobody is accused before the limit was measured again"
 
 
-def test_others_on_the_cpu_may_lower_its_ceiling(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_impossible_time_on_a_busy_cpu_raises_noisy_error(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(NoisyError, match="other processes use this CPU"):
         Floor(monkeypatch, 0.5 * LEAST_S, others=0.5).judge()
     with pytest.raises(NoisyError, match="other processes use this CPU"):
         Floor(monkeypatch, LEAST_S / scrutiny.LOWERED, others=2.0).judge()
 
 
-def test_what_no_neighbour_can_explain_is_named_on_a_busy_machine_too(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_time_that_no_neighbour_can_explain_is_rejected_on_a_busy_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(NotTimed, match="does not do the work, or cost= overstates it"):
         Floor(monkeypatch, 0.8 * LEAST_S / scrutiny.LOWERED, others=2.0).judge()
 
 
-def test_a_gpu_s_ceiling_does_not_depend_on_who_uses_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_ceiling_of_a_gpu_does_not_depend_on_the_load_of_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(NotTimed, match="does not do the work"):
         Floor(monkeypatch, 0.5 * LEAST_S, others=2.0).judge(device="cuda")
 
 
-def test_l2_is_asked_of_a_device_that_nothing_has_used_yet(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_persisting_l2_bytes_are_read_from_an_unused_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """The simulated driver has no answer before the thread has a context."""
     used: list[str] = []
 

@@ -1,4 +1,4 @@
-"""Revisions are imported beside each other; however a module is looked up, a revision finds its own."""
+"""Revisions are imported beside each other, and each finds its own modules."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ def test_each_revision_finds_its_own_modules(three: Sequence[Pair], name: str) -
     assert tuple(of_one(pair.variants[name]) for pair in three) == FACTORS
 
 
-def test_the_current_modules_are_not_touched(three: Sequence[Pair]) -> None:
+def test_the_current_modules_are_not_replaced(three: Sequence[Pair]) -> None:
     assert tuple(of_one(pair.optimized) for pair in three) == FACTORS
     assert FACTORS[2] == importlib.import_module(f"{PACKAGE}.helper").FACTOR
     assert importlib.import_module(MODULE).scale is three[2]
@@ -150,7 +150,7 @@ LAYOUTS = {
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_layouts(tmp_path: Path, layout: str) -> None:
+def test_each_project_layout_is_supported(tmp_path: Path, layout: str) -> None:
     package, test, places, mode = LAYOUTS[layout]
     with imports_put_back():
         repo = Repository(tmp_path / "top", places=places, mode=mode)
@@ -172,7 +172,7 @@ class Editable:
         return PathFinder.find_spec(name, [str(self.folder)]) if name == PACKAGE else None
 
 
-def test_an_editable_install(tmp_path: Path) -> None:
+def test_an_editable_install_is_supported(tmp_path: Path) -> None:
     with imports_put_back():
         repo = Repository(tmp_path / "top", places=["tests"])
         repo.write_all({f"code/{PACKAGE}/__init__.py": "from .kernels import fast", f"tests/{MODULE}.py": TEST})
@@ -184,7 +184,7 @@ def test_an_editable_install(tmp_path: Path) -> None:
         assert of_one(repo.load(first).optimized) == 3
 
 
-def test_a_namespace_package(repo: Repository) -> None:
+def test_a_namespace_package_is_supported(repo: Repository) -> None:
     repo.write("space_of_revision/kernels.py", KERNELS)
     repo.write(f"tests/{MODULE}.py", TEST.replace(f"from {PACKAGE} import", "from space_of_revision.kernels import"))
     first = repo.commit()
@@ -193,14 +193,14 @@ def test_a_namespace_package(repo: Repository) -> None:
     assert of_one(repo.load(first).optimized) == 3
 
 
-def test_a_folder_with_the_name_of_a_built_in_module(repo: Repository) -> None:
+def test_a_folder_named_like_a_builtin_module_does_not_replace_it(repo: Repository) -> None:
     """The work tree's code gets Python's own module, and so does the accepted revision's."""
     repo.write("time/notes.py", "FACTOR = 3")
     repo.write(f"{PACKAGE}/kernels.py", f"import time\n{KERNELS}\n\ncalled_at = time.monotonic()\n")
     assert of_one(repo.load(repo.commit()).optimized) == 3
 
 
-def test_python_s_own_modules_may_lie_in_the_repository(repo: Repository, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_python_environment_may_be_inside_the_repository(repo: Repository, monkeypatch: pytest.MonkeyPatch) -> None:
     """An example is a conda environment in a folder of the project."""
     environment = repo.path / "env"
     repo.write("env/lib/library_here.py", "FACTOR = 3")
@@ -211,7 +211,7 @@ def test_python_s_own_modules_may_lie_in_the_repository(repo: Repository, monkey
     assert of_one(repo.load(repo.commit()).optimized) == 3
 
 
-def test_a_path_through_a_link(repo: Repository, tmp_path: Path) -> None:
+def test_the_repository_path_may_contain_a_symlink(repo: Repository, tmp_path: Path) -> None:
     first = repo.commit()
     change(repo)
     link = tmp_path / "link"
@@ -226,7 +226,7 @@ def test_a_path_through_a_link(repo: Repository, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("place", ["built/generated_here.py", f"{PACKAGE}/generated_here.py"])
-def test_a_module_that_git_does_not_hold(repo: Repository, place: str) -> None:
+def test_importing_a_module_that_git_does_not_hold_is_an_error(repo: Repository, place: str) -> None:
     """For a generated module, the accepted side must not run today's version."""
     name = "generated_here" if place.startswith("built") else f"{PACKAGE}.generated_here"
     repo.write(".gitignore", "__pycache__/\n.perfsuite/\ngenerated_here.py\n")
@@ -240,7 +240,7 @@ def test_a_module_that_git_does_not_hold(repo: Repository, place: str) -> None:
     assert of_one(repo.current().scale.optimized) == 3
 
 
-def test_a_module_that_is_asked_for_in_vain_is_noted(repo: Repository) -> None:
+def test_a_failed_import_of_a_project_module_is_recorded(repo: Repository) -> None:
     """With its fallback the accepted revision would run other code than when it was accepted."""
     repo.write(".gitignore", "__pycache__/\n.perfsuite/\ngenerated_here.py\n")
     repo.write(f"{PACKAGE}/generated_here.py", "FACTOR = 3")
@@ -284,7 +284,7 @@ PROCESSES = """
 
 
 @pytest.mark.parametrize("method", ["spawn", "forkserver"])
-def test_a_process_that_a_side_starts_finds_its_revision(repo: Repository, method: str) -> None:
+def test_a_process_that_a_side_starts_imports_its_revision(repo: Repository, method: str) -> None:
     """A data loader's process does this: it gets a pickled object, and imports the modules that the object names."""
     repo.write(f"{PACKAGE}/kernels.py", PROCESSES)
     first = repo.commit()
@@ -299,7 +299,7 @@ def test_a_process_that_a_side_starts_finds_its_revision(repo: Repository, metho
     assert found[0][2] != multiprocessing.current_process().pid
 
 
-def test_pickled_objects_come_back_as_their_revision_s(repo: Repository) -> None:
+def test_pickled_objects_keep_the_class_of_their_revision(repo: Repository) -> None:
     repo.write(f"{PACKAGE}/kernels.py", PROCESSES)
     first = repo.commit()
     change(repo)
@@ -325,7 +325,7 @@ def test_compiled_code_reads_the_globals_of_its_own_revision(repo: Repository) -
     assert [of_one(call) for call in calls] == [8, 4]
     compiled = torch._dynamo.utils.counters["frames"]["total"]
     assert [of_one(call) for call in calls] == [8, 4]
-    assert torch._dynamo.utils.counters["frames"]["total"] == compiled  # what a guard reads is of its revision, too
+    assert torch._dynamo.utils.counters["frames"]["total"] == compiled  # guards, too, read the revision's own globals
 
 
 RAISES = f"""
@@ -342,7 +342,7 @@ RAISES = f"""
 """
 
 
-def test_lines_and_sources_are_the_revision_s(repo: Repository) -> None:
+def test_tracebacks_and_sources_are_those_of_the_revision(repo: Repository) -> None:
     repo.write(f"{PACKAGE}/helper.py", "FACTOR = 3\n")
     path = repo.write(f"{PACKAGE}/kernels.py", RAISES)
     text = path.read_text()
@@ -390,7 +390,7 @@ DEVICE = """
 
 
 def test_a_triton_kernel_calls_its_revision_s_functions(repo: Repository) -> None:
-    """This is about the interpreter; a compiled kernel has its sources as the cache's key."""
+    """This tests the interpreter; the cache key of a compiled kernel contains its sources."""
     pytest.importorskip("triton")
     if torch.cuda.is_available():
         pytest.skip("kernels are compiled here")
@@ -405,7 +405,7 @@ def test_a_triton_kernel_calls_its_revision_s_functions(repo: Repository) -> Non
 # --- the package ----------------------------------------------------------------------------------------------------
 
 
-def test_what_lies_beside_a_tree_cannot_be_imported_by_mistake(repo: Repository) -> None:
+def test_only_the_package_beside_a_tree_can_be_imported(repo: Repository) -> None:
     """A tree's folder is on sys.path: `import tree`, for example, must still find that library, or none."""
     tree = repo.tree(repo.commit())
     beside = {p.name for p in Path(tree.folder).iterdir()}
@@ -414,7 +414,7 @@ def test_what_lies_beside_a_tree_cannot_be_imported_by_mistake(repo: Repository)
     assert tree.package.isidentifier()
 
 
-def test_importlib_is_whole_in_a_revision(repo: Repository) -> None:
+def test_importlib_works_in_a_revision(repo: Repository) -> None:
     repo.write(
         f"{PACKAGE}/kernels.py",
         "import importlib.util\nimport importlib\n\n"

@@ -1,4 +1,4 @@
-"""A gate in parts on several runners, and the result of merging their reports."""
+"""A gate in shards on several runners, and the result of merging their reports."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ pytest_plugins = ["pytester"]
 
 
 @pytest.mark.parametrize(("text", "shard"), [("1/1", Shard(1, 1)), ("2/3", Shard(2, 3)), ("", None), (None, None)])
-def test_a_part_is_named_by_its_number_and_count(text: str | None, shard: Shard | None) -> None:
+def test_a_shard_is_parsed_from_its_number_and_count(text: str | None, shard: Shard | None) -> None:
     assert parse(text) == shard
     assert shard is None or str(shard) == text
 
 
 @pytest.mark.parametrize("text", ["0/3", "4/3", "1", "1/0", "a/b", "-1/3", "1/3/5", " 1/3", "1/3\n", "١/٣", "1/99999"])
-def test_what_is_no_part(text: str) -> None:
+def test_an_invalid_shard_is_rejected(text: str) -> None:
     with pytest.raises(PerfsuiteError, match=r"is not a part such as 1/3"):
         parse(text)
 
@@ -46,13 +46,13 @@ def item(name: str, *, timed: bool = True) -> Any:
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 5, 9])
-def test_the_parts_are_the_whole(count: int) -> None:
+def test_the_shards_partition_the_workloads(count: int) -> None:
     every = [item("proof", timed=False), *(item(f"w{n}") for n in range(5))]
     parts = []
     for number in range(1, count + 1):
         selected = list(every)
         keep(selected, Shard(number, count))
-        assert selected[0].name == "proof"  # workloads that are not timed are in no part
+        assert selected[0].name == "proof"  # items that are not timed stay in every shard
         parts.append([i.name for i in selected[1:]])
     assert sorted(name for part in parts for name in part) == [f"w{n}" for n in range(5)]
     assert max(map(len, parts)) - min(map(len, parts)) <= 1
@@ -62,7 +62,7 @@ def test_the_parts_are_the_whole(count: int) -> None:
 
 
 def report(number: int, count: int = 2, **fields: Any) -> RunReport:
-    """Return the report of one part: one workload, which passes."""
+    """Return the report of one shard, whose single workload passes."""
     id = f"test_a.py::a::speed[w{number}]"
     verdict = Verdict(id=id, status=Status.PASS, message=f"PASS {id}")
     known: dict[str, Any] = {
@@ -80,7 +80,7 @@ def report(number: int, count: int = 2, **fields: Any) -> RunReport:
     return RunReport(**{**known, **fields})
 
 
-def test_all_parts_are_one_report() -> None:
+def test_reports_of_all_shards_merge_into_one() -> None:
     whole = merge([report(2), report(1)])
     assert whole.problems == ()
     assert exit_code(whole) == 0
@@ -123,14 +123,14 @@ FAULTS: dict[str, tuple[Sequence[RunReport], str, int]] = {
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_whole_is_as_red_as_its_worst_part(fault: str) -> None:
+def test_a_merged_report_has_the_exit_code_of_its_worst_shard(fault: str) -> None:
     reports, problem, code = FAULTS[fault]
     whole = merge(reports)
     assert exit_code(whole) == code
     assert any(problem in p for p in whole.problems) if problem else not whole.problems
 
 
-def test_a_workload_that_is_for_no_machine_needs_no_verdict() -> None:
+def test_a_skipped_workload_needs_no_verdict() -> None:
     skipping = report(2, verdicts={}, measurements={}, skipped=(W2,))
     whole = merge([report(1), skipping])
     assert exit_code(whole) == 0
@@ -145,7 +145,7 @@ def test_skipped_and_failed_proofs_add_up() -> None:
     )
 
 
-def test_nothing_is_no_whole() -> None:
+def test_merging_no_reports_is_an_error() -> None:
     with pytest.raises(PerfsuiteError, match=r"nothing to merge: name the report\.json of every shard"):
         merge([])
 
@@ -190,7 +190,7 @@ def gate(project: Project, shard: str, outcome: object = None) -> tuple[Result, 
     return done, f"{folder}/report.json"
 
 
-def test_a_gate_in_parts(accepted: Project) -> None:
+def test_shards_of_a_green_gate_merge_into_a_green_report(accepted: Project) -> None:
     paths = []
     measured: list[str] = []
     for number in (1, 2, 3):
@@ -223,7 +223,7 @@ def test_a_part_with_a_figure_that_is_no_number_is_one_line(accepted: Project) -
     assert done.stderr == f"Error: {path} is not JSON: NaN is no finite number; run again to write a new one\n"
 
 
-def test_a_part_that_is_red_makes_the_whole_red(accepted: Project, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_red_shard_makes_the_merged_report_red(accepted: Project, monkeypatch: pytest.MonkeyPatch) -> None:
     summary = accepted.path / "summary-of-the-job.md"
     monkeypatch.setenv("GITHUB_STEP_SUMMARY", str(summary))
     _, first = gate(accepted, "1/2")
@@ -239,7 +239,7 @@ def test_a_part_that_is_red_makes_the_whole_red(accepted: Project, monkeypatch: 
     assert lines_with(done.output, "✗", "shard 2 is missing")
 
 
-def test_a_part_that_was_not_measured_makes_the_whole_red(accepted: Project) -> None:
+def test_an_unmeasured_shard_makes_the_merged_report_red(accepted: Project) -> None:
     _, first = gate(accepted, "1/2")
     hangs = Failure(status=Status.UNMEASURED, message="the measuring process hangs")
     _, second = gate(accepted, "2/2", fails(hangs))
@@ -249,7 +249,7 @@ def test_a_part_that_was_not_measured_makes_the_whole_red(accepted: Project) -> 
 
 
 @pytest.mark.parametrize("shard", ["3/2", "0/2", "half"])
-def test_a_part_that_there_is_not(accepted: Project, shard: str) -> None:
+def test_a_gate_with_an_invalid_shard_is_refused(accepted: Project, shard: str) -> None:
     done, path = gate(accepted, shard)
     assert done.exit_code == 4
     assert lines_with(done.output, f"--shard '{shard}' is not a part such as 1/3")
@@ -258,13 +258,13 @@ def test_a_part_that_there_is_not(accepted: Project, shard: str) -> None:
     assert not (accepted.path / path).exists()
 
 
-def test_a_part_without_a_workload_is_red(accepted: Project) -> None:
+def test_a_shard_without_a_workload_is_red(accepted: Project) -> None:
     done, _ = gate(accepted, "6/6")
     assert done.exit_code == 10
     assert lines_with(done.output, "✗", "nothing was measured: shard 6/6 has no workload; make fewer shards")
 
 
-def test_a_workload_that_is_gone_is_red_in_every_part(accepted: Project) -> None:
+def test_a_removed_workload_makes_a_shard_red(accepted: Project) -> None:
     (accepted.path / "tests/test_second.py").unlink()
     done, _ = gate(accepted, "1/3")
     assert done.exit_code == 10
@@ -288,7 +288,7 @@ def _odd_shard(path: Path) -> None:
 
 
 @pytest.mark.parametrize("damage", some([_gone, _cut, _another, _odd_shard], [_cut]))
-def test_a_report_that_cannot_be_read_is_one_line(accepted: Project, damage: Callable[[Path], None]) -> None:
+def test_an_unreadable_report_gives_a_one_line_error(accepted: Project, damage: Callable[[Path], None]) -> None:
     (_, first), (_, second) = gate(accepted, "1/2"), gate(accepted, "2/2")
     damage(accepted.path / second)
     done = accepted.cli("merge", first, second)
@@ -298,7 +298,7 @@ def test_a_report_that_cannot_be_read_is_one_line(accepted: Project, damage: Cal
     assert not (accepted.path / ".perfsuite/report/report.json").exists()
 
 
-def test_an_acceptance_in_parts(project: Project) -> None:
+def test_accept_works_in_shards(project: Project) -> None:
     project.write("test_first.py", PAIR.format(name="first", count=3))
     project.commit()
     for number in (1, 2):
@@ -311,7 +311,7 @@ def test_an_acceptance_in_parts(project: Project) -> None:
     assert "3 PASS" in project.gate().stdout.str()
 
 
-def test_a_whole_is_dirty_and_took_the_time_of_all_its_parts() -> None:
+def test_a_merged_report_combines_dirty_and_adds_up_the_time() -> None:
     whole = merge([report(1, spent={"timing": 2.0}), report(2, dirty=True, spent={"timing": 3.0, "proofs": 1.0})])
     assert (whole.dirty, whole.spent) == (True, {"timing": 5.0, "proofs": 1.0})
     other = merge([report(1), report(2, machine=replace(MACHINE, torch="2.12.0"))])

@@ -70,7 +70,7 @@ def processes(lock: str, count: int) -> Iterator[list[Other]]:
 
 
 def next_of(*others: Other) -> Other:
-    """Return the one that gets what it waits for, whoever asked first."""
+    """Return the process whose request is granted first."""
     ready, _, _ = select.select([other.child.stdout for other in others], [], [], 30)
     return next(other for other in others if other.child.stdout in ready)
 
@@ -89,7 +89,7 @@ def wait_until_blocked(process: subprocess.Popen[Any]) -> None:
 
 
 @pytest.mark.skipif(not Path("/proc/locks").exists(), reason="needs Linux's list of locks")
-def test_several_prepare_and_one_times(tmp_path: Path) -> None:
+def test_several_processes_prepare_and_one_times(tmp_path: Path) -> None:
     with processes(str(tmp_path / "gpu.lock"), 3) as (a, b, c):
         for other in (a, b):
             other.do("prepare")
@@ -110,7 +110,7 @@ def test_several_prepare_and_one_times(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(not Path("/proc/locks").exists(), reason="needs Linux's list of locks")
-def test_all_that_are_ready_time_before_another_prepares(tmp_path: Path) -> None:
+def test_all_ready_processes_time_before_another_prepares(tmp_path: Path) -> None:
     with processes(str(tmp_path / "gpu.lock"), 4) as (a, b, c, d):
         for other in (a, b, c):
             other.do("prepare")
@@ -132,7 +132,7 @@ def test_all_that_are_ready_time_before_another_prepares(tmp_path: Path) -> None
 
 
 @pytest.mark.skipif(not Path("/proc/locks").exists(), reason="needs Linux's list of locks")
-def test_while_the_run_proves_processes_prepare_and_none_times(tmp_path: Path) -> None:
+def test_processes_prepare_but_do_not_time_during_proofs(tmp_path: Path) -> None:
     lock, elsewhere = str(tmp_path / "made" / "gpu-0.lock"), str(tmp_path / "gpu-1.lock")
     with processes(elsewhere, 1) as (other,), sharing.proving([lock, "", lock]), processes(lock, 2) as (a, b):
         other.do("alone")
@@ -150,7 +150,7 @@ def test_while_the_run_proves_processes_prepare_and_none_times(tmp_path: Path) -
             process.did("alone")
 
 
-def test_a_folder_for_locks_that_cannot_be_made_is_one_line(tmp_path: Path) -> None:
+def test_a_lock_folder_that_cannot_be_created_raises_a_one_line_error(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with (
         pytest.raises(PerfsuiteError, match=r"file/gpu-0.lock cannot be locked \(File exists\); make"),
@@ -160,7 +160,7 @@ def test_a_folder_for_locks_that_cannot_be_made_is_one_line(tmp_path: Path) -> N
 
 
 @pytest.mark.skipif(not Path("/proc/locks").exists(), reason="needs Linux's list of locks")
-def test_a_process_that_is_killed_leaves(tmp_path: Path) -> None:
+def test_a_killed_process_releases_its_lock(tmp_path: Path) -> None:
     with processes(str(tmp_path / "gpu.lock"), 2) as (a, b):
         a.do("alone")
         a.do("alone")  # a second call does no harm

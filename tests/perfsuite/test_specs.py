@@ -1,4 +1,4 @@
-"""Specs: what a declaration accepts, what it refuses in one line, which sizes it depends on."""
+"""Specs: the declarations that are accepted or rejected, and the sizes that they depend on."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from perfsuite.specs import Floats, Integers, accepted, symbols
         (lambda: size(1, 8, multiple_of=0), "not a range"),
     ],
 )
-def test_refused_in_one_line(declare: Callable[[], Any], match: str) -> None:
+def test_a_wrong_declaration_raises_a_one_line_error(declare: Callable[[], Any], match: str) -> None:
     with pytest.raises(PairError, match=match) as caught:
         declare()
     assert "\n" not in str(caught.value)
@@ -48,7 +48,7 @@ def test_bounded_values_are_finite() -> None:
     assert not floats(0).bounded
 
 
-def test_symbols() -> None:
+def test_symbols_are_the_sizes_that_a_spec_depends_on() -> None:
     assert symbols(tensor("m", 3, "n")) == {"m", "n"}
     assert symbols(tensor("P", 3, dtype="int64", values=integers("low", ["n", "n", 5]))) == {"P", "low", "n"}
     assert symbols(listof("count", tensor("n"))) == {"count", "n"}
@@ -60,14 +60,14 @@ def test_symbols() -> None:
         assert symbols(spec) == set()
 
 
-def test_a_call_is_given_the_values_it_names() -> None:
+def test_accepted_returns_the_values_that_a_function_names() -> None:
     values = {"a": 1, "b": 2}
     assert accepted(lambda b: None, values) == {"b": 2}
     assert accepted(lambda a, **rest: None, values) == values
     assert accepted(lambda: None, values) == {}
 
 
-def test_a_scalar_is_one_of_several_values_or_of_a_range() -> None:
+def test_a_scalar_takes_a_list_or_a_range() -> None:
     assert scalar([True, False]).values == (True, False)
     assert scalar(floats(0, 1)).values == floats(0, 1)
     for wrong in (0.1, "ab", [], ["a"]):

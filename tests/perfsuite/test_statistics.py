@@ -44,7 +44,7 @@ def draw(rng: np.random.Generator, process: float, session: float, sessions: int
 
 @pytest.mark.parametrize("dof", [2.0, 7.3, 40.0, math.inf])
 @pytest.mark.parametrize("level", [0.5, 0.95, 1 - 5e-5])
-def test_quantiles_are_student_s(dof: float, level: float) -> None:
+def test_quantiles_are_those_of_student_s_t_distribution(dof: float, level: float) -> None:
     expected = scipy.stats.norm.ppf(level) if math.isinf(dof) else scipy.stats.t.ppf(level, dof)
     assert t_quantile(level, dof) == pytest.approx(expected, rel=1e-6, abs=1e-9)
     assert t_survival(t_quantile(level, dof), dof) == pytest.approx(1 - level, rel=1e-6)
@@ -87,7 +87,7 @@ def test_few_workloads_fall_back_on_the_default() -> None:
     assert fit_prior([]) == DEFAULT_NOISE
     # One process each: nothing to estimate a variance from, however many workloads there are.
     assert fit_prior([[[0.1]]] * 50).process == DEFAULT_NOISE.process
-    # Five that agree to the last digit neither fail nor claim perfection.
+    # Five workloads without variance neither fail nor give a variance of zero.
     exact = fit_prior([[[0.1, 0.1, 0.1]]] * 5)
     assert exact.process.value > 0
     assert exact.process.dof <= PRIOR_DOF_MAX
@@ -110,7 +110,7 @@ def test_a_single_process_takes_the_suite_s_noise() -> None:
         baseline_mean([], DEFAULT_NOISE)
 
 
-def test_unequal_sessions_are_weighted_by_their_worth() -> None:
+def test_sessions_are_weighted_by_their_inverse_variance() -> None:
     noise = Noise(process=Variance(value=4.0, dof=10), session=Variance(value=1.0, dof=10))
     mean = baseline_mean([[0.0], [1.0] * 4], noise)  # variances 5 and 2
     assert mean.value == pytest.approx(5 / 7)
@@ -120,7 +120,7 @@ def test_unequal_sessions_are_weighted_by_their_worth() -> None:
     assert baseline_mean([[2.0], [2.0] * 7], noise).value == pytest.approx(2.0)
 
 
-def test_satterthwaite_lies_between_the_parts() -> None:
+def test_degrees_of_freedom_follow_satterthwaite() -> None:
     noise = Noise(process=Variance(value=1.0, dof=4), session=Variance(value=1.0, dof=12))
     assert estimate(Mean(value=0.0, session=1.0, process=0.0), noise).dof == pytest.approx(12)
     both = estimate(run_mean([0.0]), noise)
@@ -132,7 +132,7 @@ def test_satterthwaite_lies_between_the_parts() -> None:
     assert math.isinf(paired.dof)
 
 
-def test_intervals_cover_what_they_claim() -> None:
+def test_intervals_have_the_claimed_coverage() -> None:
     """95% intervals of differences between run and baseline, with unknown, shrunk noise, hold 0 in 95% of trials."""
     rng = np.random.default_rng(10)
     inside = total = 0
@@ -149,7 +149,7 @@ def test_intervals_cover_what_they_claim() -> None:
     assert inside / total == pytest.approx(0.95, abs=0.02)
 
 
-def test_bounds_and_p_agree() -> None:
+def test_bounds_and_p_values_agree() -> None:
     error = Estimate(value=0.02, se=0.004, dof=9.0)
     assert error.p_above(error.lower(0.99)) == pytest.approx(0.01)
     assert error.p_below(error.upper(0.98)) == pytest.approx(0.02)
@@ -157,7 +157,7 @@ def test_bounds_and_p_agree() -> None:
     assert error.interval(0.9) == pytest.approx((error.lower(0.95), error.upper(0.95)))
 
 
-def test_spread_is_an_f_test() -> None:
+def test_spread_p_is_the_p_value_of_an_f_test() -> None:
     expected = Variance(value=1e-4, dof=8)
     for dof in (1, 2, 7.5):
         for ratio in (0.3, 1.0, 9.0):
@@ -165,7 +165,7 @@ def test_spread_is_an_f_test() -> None:
     assert spread_p(1.0, 0.0, expected) == 1.0
 
 
-def test_importing_the_gate_is_light() -> None:
+def test_importing_the_gate_imports_no_large_library() -> None:
     code = "import sys, perfsuite.gate; print([m for m in ('torch', 'scipy', 'numpy', 'pytest') if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout.strip() == "[]"
@@ -192,11 +192,11 @@ def test_records_are_frozen_named_and_slotted(record: type) -> None:
     assert not hasattr(made, "__dict__")
 
 
-def test_a_variance_is_updated_by_its_degrees() -> None:
+def test_a_variance_is_updated_by_its_degrees_of_freedom() -> None:
     known = Variance(value=2.0, dof=4.0)
     assert known.updated(7.0, 1.0) == Variance(value=3.0, dof=5.0)
     assert known.updated(0.0, 4.0) == Variance(value=1.0, dof=8.0)
-    # No degrees: nothing was seen, whatever the value.
+    # Without degrees of freedom the value is ignored.
     assert known.updated(math.nan, 0.0) == known
 
 
@@ -211,7 +211,7 @@ def test_means_and_their_difference() -> None:
     assert both == Mean(value=4.0, session=0.75, process=0.75, fixed=1.125)
     with pytest.raises(ValueError, match="no process"):
         baseline_mean([[], []], DEFAULT_NOISE)
-    # A session without processes has no say.
+    # A session without processes has no weight.
     assert baseline_mean([[], [1.0, 3.0]], DEFAULT_NOISE) == Mean(value=2.0, session=1.0, process=0.5)
 
 
@@ -225,7 +225,7 @@ def test_an_estimate_adds_all_three_variances() -> None:
     assert found.upper(0.9) == pytest.approx(-1.0 + scipy.stats.t.ppf(0.9, found.dof) * found.se)
 
 
-def test_a_workload_s_own_noise_is_pooled_with_the_suite_s() -> None:
+def test_noise_of_a_workload_is_pooled_with_the_prior() -> None:
     prior = Noise(process=Variance(value=3.0, dof=4.0), session=Variance(value=5.0, dof=6.0))
     # Within: (2 + 8 + 0) / 4; between: means 2, 12, 4 have the variance 28, of which the processes explain a part.
     found = noise_of([[1.0, 3.0], [10.0, 12.0, 14.0], [4.0, 4.0]], prior)
@@ -233,7 +233,7 @@ def test_a_workload_s_own_noise_is_pooled_with_the_suite_s() -> None:
     assert found.process == Variance(value=pytest.approx(process), dof=8.0)
     own = 28.0 - process * (1 / 2 + 1 / 3 + 1 / 2) / 3
     assert found.session == Variance(value=pytest.approx((6 * 5.0 + 2 * own) / 8), dof=8.0)
-    # Sessions that agree better than their processes let expect: the shift is 0, not negative.
+    # Sessions that differ less than their processes suggest: the shift is 0, not negative.
     agreeing = noise_of([[0.0, 8.0], [0.0, 8.0]], prior)
     assert agreeing.session == Variance(value=pytest.approx(6 * 5.0 / 7), dof=7.0)
 
@@ -271,7 +271,7 @@ def stats_within(sessions: list[list[float]]) -> float:
 
 @pytest.mark.parametrize("workloads", [4, 5, 12])
 @pytest.mark.parametrize("spread", [1.0, 3.0, 30.0])
-def test_the_prior_is_smyth_s(workloads: int, spread: float) -> None:
+def test_the_prior_equals_an_independent_fit_of_smyth_s_moments(workloads: int, spread: float) -> None:
     rng = np.random.default_rng(workloads)
     for _ in range(10):
         suite = []
@@ -285,22 +285,22 @@ def test_the_prior_is_smyth_s(workloads: int, spread: float) -> None:
             assert getattr(found, part).dof == pytest.approx(getattr(expected, part).dof, rel=1e-8)
 
 
-def test_workloads_without_any_spread_have_the_strongest_prior() -> None:
+def test_workloads_without_variance_give_the_strongest_prior() -> None:
     suite = [[[0.1, 0.1, 0.1]]] * 5
     exact = fit_prior(suite).process
     assert exact.dof == PRIOR_DOF_MAX
     assert exact.value == pytest.approx(fitted(suite).process.value)
 
 
-def test_a_few_loud_workloads_among_silent_ones_do_not_lower_the_floor() -> None:
-    # The few degrees that such a mixture is worth pull its value below the least variance seen.
+def test_one_noisy_workload_among_silent_ones_does_not_lower_the_floor() -> None:
+    # The few degrees of freedom of such a mixture pull its value below the smallest variance.
     silent, loud = [[0.1] * 41], [[-0.1, 0.1] * 20]
     assert fit_prior([*[silent] * 9, loud]).process.value == module.PROCESS_SD_FLOOR**2
 
 
 @pytest.mark.parametrize("x", [1e-9, 1e-6, 1e-3, 0.1, 0.9, 1.0, 1.7, 10.0, 300.0, 1e5, 1e7, 1e9])
 def test_trigamma_is_inverted(x: float) -> None:
-    rel = 1e-9 if 1e-6 < x < 1e7 else 1e-6  # beyond, the leading term is all that is needed
+    rel = 1e-9 if 1e-6 < x < 1e7 else 1e-6  # elsewhere only the leading term is used
     assert scipy.special.polygamma(1, module._trigamma_inverse(x)) == pytest.approx(x, rel=rel)
 
 
@@ -319,12 +319,12 @@ def run_of(
 
 
 @pytest.mark.parametrize(("scale", "dof"), [(2.0, 12.0), (2.0, 4.0), (5.0, 12.0)])
-def test_inflation_is_how_many_times_the_accepted_variance_a_run_has(scale: float, dof: float) -> None:
+def test_inflation_is_the_ratio_of_the_run_s_variance_to_the_accepted_one(scale: float, dof: float) -> None:
     rng = np.random.default_rng(11)
     assert inflation(run_of(rng, scale, 20000, dof)) == pytest.approx(scale**2, rel=0.06)
 
 
-def test_a_run_as_noisy_as_accepted_is_hardly_inflated_and_a_quieter_one_not_at_all() -> None:
+def test_inflation_is_about_1_for_equal_noise_and_1_for_less_noise() -> None:
     rng = np.random.default_rng(12)
     assert inflation(run_of(rng, 1.0, 20000)) < 1.06
     assert inflation(run_of(rng, 0.5, 100)) == 1.0
@@ -357,7 +357,7 @@ def test_inflation_needs_eight_workloads_with_two_processes() -> None:
     assert inflation([]) == 1.0
 
 
-def test_inflation_takes_the_first_two_processes_only() -> None:
+def test_inflation_uses_only_the_first_two_processes() -> None:
     """Further processes belong to workloads that were still undecided: their variance is a biased sample."""
     values, expected = of_ratio(40.0)
     assert inflation([([*values, 1e3], expected)] * 8) == inflation([(values, expected)] * 8)

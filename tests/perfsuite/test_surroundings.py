@@ -75,11 +75,11 @@ LASTING = {"the process's priority", "functions that are called at exit"}
 """Settings that a test cannot restore."""
 
 
-def test_each_setting_has_a_change() -> None:
+def test_each_setting_is_changed_by_a_test() -> None:
     assert CHANGES.keys() == surroundings.SETTINGS.keys() - LASTING
 
 
-def test_a_lasting_change_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_change_that_cannot_be_restored_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     priority = os.getpriority(os.PRIO_PROCESS, 0)
     with surroundings.kept() as changed:
         atexit.register(int)
@@ -88,7 +88,7 @@ def test_a_lasting_change_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     assert set(changed) == LASTING
 
 
-def test_a_function_that_torch_registers_at_exit_is_no_change() -> None:
+def test_a_function_that_torch_registers_at_exit_is_not_reported() -> None:
     function = torch.utils.data.get_worker_info
     with surroundings.kept() as changed:
         atexit.register(function)
@@ -97,7 +97,7 @@ def test_a_function_that_torch_registers_at_exit_is_no_change() -> None:
 
 
 @pytest.mark.parametrize("module", ["numpy", surroundings.DYNAMO])
-def test_the_import_of_a_module_is_no_change(module: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_importing_a_module_is_not_reported(module: str, monkeypatch: pytest.MonkeyPatch) -> None:
     imported = sys.modules[module]
     monkeypatch.delitem(sys.modules, module)
     with surroundings.kept() as changed:
@@ -110,7 +110,7 @@ def refused(*given: Any) -> None:
 
 
 @pytest.mark.parametrize("name", CHANGES)
-def test_a_change_is_named_and_put_back(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_change_is_reported_and_undone(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", "/somewhere")
     read, _ = surroundings.SETTINGS[name]
     before = read()
@@ -121,7 +121,7 @@ def test_a_change_is_named_and_put_back(name: str, monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize("name", CHANGES)
-def test_what_takes_long_to_read_is_left_out_on_demand(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_quick_skips_settings_that_are_slow_to_read(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", "/somewhere")
     with surroundings.kept():
         with surroundings.kept(quick=True) as changed:
@@ -129,13 +129,13 @@ def test_what_takes_long_to_read_is_left_out_on_demand(name: str, monkeypatch: p
         assert changed == ([] if name in surroundings.SLOW else [name])
 
 
-def test_variables_that_compilers_set_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_environment_variables_that_compilers_set_are_not_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     with surroundings.kept() as changed:
         monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "/nowhere")
     assert changed == []
 
 
-def test_marks_of_nested_inputs() -> None:
+def test_marks_describe_nested_inputs() -> None:
     net = torch.nn.Sequential(torch.nn.Linear(2, 2, bias=False))
     found = dict(marks.of({"net": net, "xs": [torch.ones(1), 3]}))
     assert found == {

@@ -1,4 +1,4 @@
-"""Promised throughputs: what is declared, what is measured, and the verdict."""
+"""Promised throughputs: declaration, measurement and verdict."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def pair(**fields: Any) -> Pair:
 
 
 @pytest.mark.parametrize("cost", [None, Cost(bytes=lambda n: 8 * n)])
-def test_a_throughput_needs_what_a_call_processes(cost: Cost | None) -> None:
+def test_a_promised_throughput_needs_the_items_of_a_call(cost: Cost | None) -> None:
     declared = pair(cost=cost, workloads=[Workload("w", n=8, throughput={DEVICE: 1e3})])
     with pytest.raises(PairError, match=r"workload 'w': a throughput is promised, but .* give cost=Cost\(items="):
         declared.validate()
@@ -67,17 +67,17 @@ def test_items_follow_from_the_sizes_and_the_direction() -> None:
 
 
 @pytest.mark.parametrize("items", [-1.0, math.inf, math.nan])
-def test_what_is_no_number_of_items_is_refused(items: float) -> None:
+def test_an_invalid_number_of_items_is_rejected(items: float) -> None:
     with pytest.raises(PairError, match=r"cost=Cost\(items=…\) gives (-1|inf|nan) items at \{'n': 8\}"):
         Cost(items=lambda n: items).items_of({"n": 8}, "forward")
 
 
-def test_processes_agree_on_what_a_call_processes() -> None:
+def test_a_workload_is_unmeasured_if_its_processes_disagree_on_items() -> None:
     found = judge([*runs(count=1, **TOKENS), *runs(count=1, items=50.0, unit="tokens")])
     assert "its processes disagree on items: 100.0, 50.0" in verdict(found, Status.UNMEASURED).message
 
 
-def test_a_timed_pair_says_its_throughput() -> None:
+def test_a_measurement_contains_the_throughput() -> None:
     cost = Cost(items=lambda n: 3 * n, unit="tokens")
     declared = pair(cost=cost, workloads=[Workload("w", n=8, clock="wall", throughput={"x": 1.0})])
     (found,) = perfsuite.measure(declared, device="cpu")
@@ -86,7 +86,7 @@ def test_a_timed_pair_says_its_throughput() -> None:
     assert from_json(Measurement, to_json(found)) == found
 
 
-def test_the_promise_survives_its_file() -> None:
+def test_a_promised_throughput_survives_json() -> None:
     known = Workload("w", n=8, throughput={DEVICE: 640e3}).promises
     assert from_json(PromiseRecord, to_json(known)) == known
     assert from_json(PromiseRecord, {"speedup": 2.0}).throughput == {}
@@ -100,11 +100,11 @@ def test_a_promise_that_is_reached_changes_no_verdict() -> None:
     assert answer == judge(runs(**TOKENS))
 
 
-def test_one_for_another_device_is_not_held_here() -> None:
+def test_a_promise_for_another_device_is_not_checked() -> None:
     verdict(judge(runs(**TOKENS), promises=promised(9e9, "nvidia-h100-80gb-hbm3")), Status.PASS)
 
 
-def test_one_that_is_missed_is_measured_up_to_four_times() -> None:
+def test_a_missed_promise_is_decided_after_four_processes() -> None:
     for count in (1, 2, 3):
         reason = opened(judge(runs(count=count, **TOKENS), promises=promised(1.2e6)))
         assert "the promised 1,200,000 tokens/s are in doubt" in reason
@@ -113,7 +113,7 @@ def test_one_that_is_missed_is_measured_up_to_four_times() -> None:
     assert "; promised 1,200,000 tokens/s" in answer.message
 
 
-def test_one_that_a_session_s_shift_may_explain_is_noisy() -> None:
+def test_a_miss_that_a_session_shift_may_explain_is_noisy() -> None:
     answer = verdict(judge(runs(**TOKENS), promises=promised(1.01e6)), Status.NOISY)
     assert "sessions differ by as much" in answer.message
 
@@ -129,20 +129,22 @@ STILL = {"copy": 1e-3, "matmul": 1e-3, "launch": 1e-5}
         ({}, Status.NOISY, "device"),
     ],
 )
-def test_the_cause_is_named(anchors: dict[str, float], status: Status, moved: str) -> None:
+def test_a_miss_is_attributed_to_the_software_or_to_the_device(
+    anchors: dict[str, float], status: Status, moved: str
+) -> None:
     answer = judge(slowed(0.2, anchors=anchors), promises=promised(1e6), entry=accepted(anchors=STILL))
     answer = verdict(answer, status)
     assert answer.moved == moved
     assert "the optimized side is 22.1% slower than when accepted" in answer.message
 
 
-def test_without_an_entry_nothing_has_moved() -> None:
+def test_a_miss_without_an_accepted_entry_has_no_cause() -> None:
     answer = verdict(judge(slowed(0.2), promises=promised(1e6), entry=None), Status.BELOW_FLOOR)
     assert answer.moved is None
 
 
 @pytest.mark.parametrize("log", [0.0, 0.2])
-def test_a_promise_that_never_held_is_not_the_device_s_fault(log: float) -> None:
+def test_a_promise_that_never_held_is_not_blamed_on_the_device(log: float) -> None:
     slower = {name: math.exp(log) * seconds for name, seconds in STILL.items()}
     found = judge(slowed(log, anchors=slower), promises=promised(2e6), entry=accepted(anchors=STILL))
     answer = verdict(found, Status.BELOW_FLOOR)
@@ -150,12 +152,12 @@ def test_a_promise_that_never_held_is_not_the_device_s_fault(log: float) -> None
     assert "when accepted" not in answer.message
 
 
-def test_where_nothing_is_counted_it_is_unmeasured() -> None:
+def test_a_promise_without_counted_items_is_unmeasured() -> None:
     answer = verdict(judge(runs(), promises=promised(1.0)), Status.UNMEASURED)
     assert "throughput promised, but no process counted what a call processes" in answer.message
 
 
-def test_a_slower_side_is_slower_before_it_misses_its_promise() -> None:
+def test_a_regression_takes_precedence_over_a_missed_promise() -> None:
     slow = tuple(replace(m, items=100.0) for m in runs(0.3, count=4))
     verdict(judge(slow, promises=promised(1e6)), Status.REGRESSED)
 
@@ -172,7 +174,7 @@ def test_the_estimate_decides_near_the_promise(rate: float, status: Status) -> N
     ("rate", "status"),
     [(0.95e6, Status.PASS), (0.999e6, Status.NOISY), (1.01e6, Status.NOISY), (2e6, Status.BELOW_FLOOR)],
 )
-def test_an_accepted_one_has_room_for_other_sessions(rate: float, status: Status) -> None:
+def test_a_new_promise_needs_a_margin_for_other_sessions(rate: float, status: Status) -> None:
     verdict(promises_only({ID: runs(**TOKENS)}, {ID: promised(rate)}, selected=40)[ID], status)
 
 
@@ -192,11 +194,11 @@ def test_a_missed_speedup_is_not_hidden_by_a_throughput_in_doubt() -> None:
     ("rate", "text"),
     [(640_213.0, "640,200 a/s"), (12.3456, "12.35 a/s"), (999.96, "1,000 a/s"), (1.5e9, "1,500,000,000 a/s")],
 )
-def test_four_digits_are_shown(rate: float, text: str) -> None:
+def test_a_throughput_is_shown_with_four_digits(rate: float, text: str) -> None:
     assert throughput.shown(rate, "a") == text
 
 
-def test_over_several_processes_it_is_the_geometric_mean() -> None:
+def test_throughput_of_several_processes_is_the_geometric_mean() -> None:
     found = [measurement(workload_id(0), optimized_s=s, items=1.0) for s in (1.0, 2.0, 4.0)]
     assert throughput.of(found) == pytest.approx(0.5)
     assert throughput.of([measurement()]) is None

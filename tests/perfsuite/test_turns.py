@@ -45,7 +45,7 @@ def line(child: subprocess.Popen[str]) -> str:
     return child.stdout.readline().strip()
 
 
-def test_the_second_run_waits_and_says_so() -> None:
+def test_the_second_run_waits_and_reports_it() -> None:
     message: list[str] = []
     with turn(["GPU-1"], "this GPU", message.append):
         child = other("GPU-1")
@@ -55,7 +55,7 @@ def test_the_second_run_waits_and_says_so() -> None:
     assert message == []
 
 
-def test_a_killed_run_gives_its_turn_back() -> None:
+def test_a_killed_run_releases_its_turn() -> None:
     child = other("GPU-1")
     assert line(child) == "has it"
     child.kill()
@@ -65,14 +65,14 @@ def test_a_killed_run_gives_its_turn_back() -> None:
         assert message == []
 
 
-def test_other_devices_are_not_waited_for() -> None:
+def test_runs_on_other_devices_do_not_wait() -> None:
     child = other("GPU-2")
     assert line(child) == "has it"
     with turn(["GPU-1"], "this GPU", pytest.fail):
         child.communicate("")
 
 
-def test_what_a_run_starts_does_not_wait_for_it() -> None:
+def test_a_process_started_by_a_run_does_not_wait_for_it() -> None:
     with turn(["GPU-1"], "this GPU", pytest.fail):
         child = other("GPU-1", inherits=True)
         assert line(child) == "has it"
@@ -83,7 +83,7 @@ def test_what_a_run_starts_does_not_wait_for_it() -> None:
     assert HELD not in os.environ
 
 
-def test_without_a_place_for_locks_it_goes_on_and_says_so(tmp_path: Path) -> None:
+def test_a_run_that_cannot_lock_continues_and_reports_it(tmp_path: Path) -> None:
     (tmp_path / "perfsuite-measuring-GPU-1.lock").mkdir()
     message: list[str] = []
     with turn(["GPU-1"], "this GPU", message.append):

@@ -81,7 +81,7 @@ def test_errors_are_one_line_that_names_the_file(tmp_path: Path, text: str, says
     assert "\n" not in message
 
 
-def test_a_file_that_is_not_text_and_one_that_cannot_be_read(tmp_path: Path) -> None:
+def test_a_file_that_is_not_text_or_cannot_be_read_is_an_error(tmp_path: Path) -> None:
     path = tmp_path / "waivers.toml"
     path.write_bytes(b"\xff\xfe")
     with pytest.raises(PerfsuiteError, match="not valid TOML"):
@@ -103,7 +103,7 @@ def test_a_waiver_holds_through_its_last_day(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("status", list(Status))
-def test_only_speed_is_waived(tmp_path: Path, status: Status) -> None:
+def test_only_speed_verdicts_are_waived(tmp_path: Path, status: Status) -> None:
     waivers = read(tmp_path, GOOD)
     found = Verdict(
         id="a.py::a::speed[w]", status=status, message=f"{status} a.py::a::speed[w]: 3% slower", slowdown=0.03

@@ -53,7 +53,7 @@ def ids():
 
 
 class Scripted(Workers):
-    """Workers whose processes run a few lines instead of pytest; `ids()` yields those of the tasks as they come."""
+    """Workers whose processes run a few lines instead of pytest; `ids()` yields the tasks' ids as they arrive."""
 
     __slots__ = ("_given", "environments", "script")
     _given: bool
@@ -92,7 +92,7 @@ def outcomes(made: Workers, ids: Sequence[str] = ("a", "b", "c"), limit: float =
     return {id: o.message for id, o in found if isinstance(o, Failure)}
 
 
-def test_outcomes_come_as_they_are_written(tmp_path: Path) -> None:
+def test_outcomes_are_yielded_as_they_are_written(tmp_path: Path) -> None:
     made = scripted(tmp_path, "for id in ids(): begin(id); done(id)")
     line: list[tuple[int, str]] = []
     made.progress = lambda lane, id: line.append((lane, id))
@@ -121,7 +121,7 @@ for id in ids():
     assert made.environments == [{"CUDA_VISIBLE_DEVICES": "0"}, {"CUDA_VISIBLE_DEVICES": "1"}]
 
 
-def test_no_more_lanes_than_tasks(tmp_path: Path) -> None:
+def test_no_more_lanes_are_used_than_there_are_tasks(tmp_path: Path) -> None:
     made = scripted(tmp_path, "for id in ids(): begin(id); done(id)")
     assert len(list(made.run(tasks_of("a"), [Lane(), Lane(), Lane()]))) == 1
     assert len(made.environments) == 1
@@ -144,7 +144,7 @@ def test_the_number_of_busy_processes_is_reported_as_tasks_end(tmp_path: Path) -
     assert all(lane in lanes for lane in seen)
 
 
-def test_the_last_tasks_are_shared_by_the_gpus(tmp_path: Path) -> None:
+def test_the_last_tasks_are_shared_among_the_gpus(tmp_path: Path) -> None:
     """Three processes of a slow GPU wait for the first to end; one of a fast GPU does all the rest."""
     script = """
 folder = pathlib.Path(job["out"]).parent
@@ -174,8 +174,8 @@ for id in ids():
         assert workers._is_due(free, tasks_of("abc")[:left], {**others, 8: free, 9: idle}) is due
 
 
-def test_tasks_that_follow_go_to_processes_that_wait_for_them(tmp_path: Path) -> None:
-    """No process is started where one that has not done the task yet may take it."""
+def test_further_tasks_go_to_idle_processes(tmp_path: Path) -> None:
+    """No process is started if an idle one has not done the task yet."""
     script = """
 for id in ids():
     begin(id)
@@ -212,7 +212,7 @@ for id in ids():
     made.close()
 
 
-def test_tasks_that_follow_come_before_those_that_are_left(tmp_path: Path) -> None:
+def test_further_tasks_precede_the_remaining_tasks(tmp_path: Path) -> None:
     made = scripted(tmp_path, "for id in ids(): begin(id); done(id)")
     made.prepare([Lane()], "abcde", 1, 9)
     follow = {"a": tasks_of("de")}
@@ -257,7 +257,7 @@ def test_tasks_of_the_same_id_go_to_different_processes(tmp_path: Path) -> None:
         made.close()
 
 
-def test_the_time_limit_does_not_count_while_a_process_waits_for_its_gpu(tmp_path: Path) -> None:
+def test_the_time_limit_excludes_waiting_for_the_gpu(tmp_path: Path) -> None:
     script = """
 def phase(id, name): write("phase", id=id, phase=name)
 for id in ids():
@@ -274,9 +274,7 @@ for id in ids():
     assert "while it timed" in found["b"]
 
 
-def test_nor_does_it_count_while_a_process_waits_for_its_gpu_before_it_starts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_start_limit_excludes_waiting_for_the_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(worker_process, "START_LIMIT_S", 2.0)
     script = """
 write("phase", id="", phase="waits"); time.sleep(2.2)
@@ -316,7 +314,7 @@ def wait_until_started(made: Scripted) -> None:
         time.sleep(0.01)
 
 
-def test_processes_that_wait_begin_tasks_of_a_later_run(tmp_path: Path) -> None:
+def test_waiting_processes_begin_tasks_of_a_later_run(tmp_path: Path) -> None:
     by_whom = "write('failure', id=id, status='UNMEASURED', message=str(os.getpid()))"
     made = scripted(tmp_path, f"for id in ids(): begin(id); {by_whom}")
     begun_by_lane: list[tuple[int, str]] = []
@@ -343,7 +341,7 @@ def test_processes_that_wait_begin_tasks_of_a_later_run(tmp_path: Path) -> None:
     made.close()
 
 
-def test_each_gpu_gets_processes_in_turn_and_no_more_early_tasks_than_it_has_lanes(tmp_path: Path) -> None:
+def test_each_gpu_gets_processes_in_turn_and_early_tasks_up_to_its_lanes(tmp_path: Path) -> None:
     made = scripted(tmp_path, "for id in ids(): begin(id); done(id)")
     x, y = (Lane(environment={"CUDA_VISIBLE_DEVICES": n}) for n in "xy")
     made.prepare([x, y], ["a", "b", "c", "d"], 2, 3)
@@ -361,7 +359,7 @@ def test_each_gpu_gets_processes_in_turn_and_no_more_early_tasks_than_it_has_lan
     made.close()
 
 
-def test_when_a_process_has_prepared_another_one_prepares(tmp_path: Path) -> None:
+def test_another_process_prepares_after_one_has_prepared(tmp_path: Path) -> None:
     """A process that waits for its turn before it begins has not prepared yet."""
     script = """
 def waits(id): write("phase", id=id, phase="waits")
@@ -396,7 +394,7 @@ for id in ids():
     made.close()
 
 
-def test_several_early_tasks_of_a_workload_go_to_processes_of_their_own(tmp_path: Path) -> None:
+def test_several_early_tasks_of_a_workload_go_to_different_processes(tmp_path: Path) -> None:
     by_whom = "write('failure', id=id, status='UNMEASURED', message=str(os.getpid()))"
     made, lanes = scripted(tmp_path, f"for id in ids(): begin(id); {by_whom}"), [Lane()] * 3
     made.prepare([Lane()], ["a", "b"], 3, 9)
@@ -424,7 +422,7 @@ def test_early_tasks_of_workloads_that_will_not_be_timed_are_ended(tmp_path: Pat
 
 
 @pytest.mark.parametrize("lanes", [1, 2])
-def test_a_process_whose_task_or_lane_the_run_does_not_have_is_ended(tmp_path: Path, lanes: int) -> None:
+def test_a_process_whose_early_task_or_lane_is_not_in_the_run_is_ended(tmp_path: Path, lanes: int) -> None:
     made = scripted(tmp_path, "for id in ids(): begin(id); done(id)")
     made.prepare([Lane()], ["a", "b"], 2, 9)
     wait_until_started(made)
@@ -439,7 +437,7 @@ def test_a_process_whose_task_or_lane_the_run_does_not_have_is_ended(tmp_path: P
     assert not list(made.folder.iterdir())
 
 
-def test_only_the_very_task_that_a_process_has_begun_is_taken_over(tmp_path: Path) -> None:
+def test_an_early_task_is_used_only_for_an_identical_task(tmp_path: Path) -> None:
     thorough = "write('failure', id=t['id'], status='UNMEASURED', message=str(t['thorough']))"
     made = scripted(tmp_path, f"for t in tasks(): begin(t['id']); {thorough}")
     made.prepare([Lane()], ["a"], 1, 9)
@@ -452,7 +450,7 @@ def test_only_the_very_task_that_a_process_has_begun_is_taken_over(tmp_path: Pat
 
 @pytest.mark.parametrize("early", [False, True])
 def test_a_process_that_has_imported_a_revision_gets_no_task_without_one(tmp_path: Path, early: bool) -> None:
-    """Importing a revision may register an operator by a name under which the current side calls another."""
+    """Importing a revision may replace an operator that the current side calls by name."""
     script = """
 imported = False
 for task in tasks():
@@ -474,7 +472,7 @@ for task in tasks():
 
 
 @FULLY
-def test_a_process_that_dies_at_its_start_is_reported_though_its_gpu_has_its_share(tmp_path: Path) -> None:
+def test_all_tasks_end_although_a_process_dies_at_its_start(tmp_path: Path) -> None:
     script = """
 folder = pathlib.Path(job["out"]).parent
 if job["lock"] == "0" and (folder / "begun").exists(): sys.exit(3)
@@ -492,7 +490,7 @@ for id in ids():
     assert len(made.environments) <= 8
 
 
-def test_a_process_that_has_died_gets_no_task_in_advance(tmp_path: Path) -> None:
+def test_a_dead_process_gets_no_early_task(tmp_path: Path) -> None:
     made = scripted(tmp_path, "for id in ids(): begin(id); done(id)")
     made.prepare([Lane()], ["a"], 1, 9)
     wait_until_started(made)
@@ -503,7 +501,7 @@ def test_a_process_that_has_died_gets_no_task_in_advance(tmp_path: Path) -> None
     assert outcomes(made, ["a"]) == {"a": "done a"}
 
 
-def test_only_processes_that_do_not_wait_yet_are_started_ahead(tmp_path: Path) -> None:
+def test_prepare_starts_only_the_missing_processes(tmp_path: Path) -> None:
     made = scripted(tmp_path, "time.sleep(60)")
     lanes = [Lane(environment={"CUDA_VISIBLE_DEVICES": str(n)}) for n in range(2)]
     for each, started in ((1, 2), (3, 6), (2, 6)):
@@ -512,7 +510,7 @@ def test_only_processes_that_do_not_wait_yet_are_started_ahead(tmp_path: Path) -
     made.close()
 
 
-def test_a_waiting_process_whose_file_was_removed_is_reported_once_it_is_used(tmp_path: Path) -> None:
+def test_a_waiting_process_whose_file_was_removed_is_reported_when_used(tmp_path: Path) -> None:
     made = scripted(tmp_path, "for id in ids(): begin(id); done(id)")
     made.prepare([Lane()], ["a"], 1, 9)
     (process,) = made._waiting
@@ -521,7 +519,7 @@ def test_a_waiting_process_whose_file_was_removed_is_reported_once_it_is_used(tm
     assert outcomes(made, ["a"]) == {"a": worker_process.FORGED}
 
 
-def test_so_many_processes_start_at_the_same_time(tmp_path: Path) -> None:
+def test_at_once_limits_the_processes_that_start_at_the_same_time(tmp_path: Path) -> None:
     made = scripted(tmp_path, "for id in ids(): pass")
     deadline = time.monotonic() + 60
     for started in (2, 4, 5, 5):
@@ -542,7 +540,7 @@ def test_so_many_processes_start_at_the_same_time(tmp_path: Path) -> None:
         ({"HOME": "/h", "TRITON_HOME": "/t", "TRITON_CACHE_DIR": "/c"}, "/c"),
     ],
 )
-def test_workers_share_the_compiled_kernels(
+def test_workers_share_the_triton_cache(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: dict[str, str], folder: str
 ) -> None:
     """If no folder is set, Inductor moves Triton's in a process that compiles with it."""
@@ -554,7 +552,7 @@ def test_workers_share_the_compiled_kernels(
     assert (tmp_path / "log").read_text().strip() == folder
 
 
-def test_a_process_that_dies_while_it_waits_costs_nothing(tmp_path: Path) -> None:
+def test_a_process_that_dies_while_it_waits_is_replaced(tmp_path: Path) -> None:
     script = "if job['ahead']: sys.exit(1)\nfor id in ids(): begin(id); done(id)"
     made = scripted(tmp_path, script)
     made.prepare([Lane()], ["a"], 1, 9)
@@ -562,7 +560,7 @@ def test_a_process_that_dies_while_it_waits_costs_nothing(tmp_path: Path) -> Non
     assert outcomes(made, ["a"]) == {"a": "done a"}
 
 
-def test_processes_that_wait_are_ended(tmp_path: Path) -> None:
+def test_close_ends_waiting_processes(tmp_path: Path) -> None:
     made = scripted(tmp_path, "time.sleep(60)")
     lanes = [Lane(environment={"CUDA_VISIBLE_DEVICES": str(n)}) for n in range(2)]
     made.prepare(lanes, ["a"], 1, 9)
@@ -579,17 +577,17 @@ def test_processes_that_wait_are_ended(tmp_path: Path) -> None:
         """out.write(json.dumps({"event": "failure", "id": id, "status": "UNMEASURED", "message": "fine"}) + "\\n")""",
         """out.write("f" * 64 + ' {"event": "failure", "id": "b", "status": "PASS", "message": ""}' + "\\n")""",
         """out.write("é no line of ours\\n")""",
-        """done("c")""",  # a signed line that was overheard, for another workload
+        """done("c")""",  # a line with a valid signature, for another workload
     ],
 )
-def test_a_line_that_the_harness_did_not_write_is_named(tmp_path: Path, forgery: str) -> None:
+def test_a_line_that_the_harness_did_not_write_is_reported_as_forged(tmp_path: Path, forgery: str) -> None:
     made = scripted(tmp_path, f"for id in ids():\n    begin(id)\n    if id == 'b': {forgery}\n    done(id)")
     found = outcomes(made)
     assert found["a"] == "done a"
     assert found["b"] == worker_process.FORGED
 
 
-def test_no_ids_no_process(tmp_path: Path) -> None:
+def test_no_process_is_started_without_tasks(tmp_path: Path) -> None:
     made = scripted(tmp_path, "")
     assert list(made.run([], [Lane()])) == []
     assert not made.folder.exists()
@@ -614,7 +612,9 @@ def test_no_ids_no_process(tmp_path: Path) -> None:
         ("start", "the measuring process "),
     ],
 )
-def test_a_process_that_dies_costs_one_workload(tmp_path: Path, death: str, message: str, phase: str, who: str) -> None:
+def test_a_process_that_dies_fails_only_its_workload(
+    tmp_path: Path, death: str, message: str, phase: str, who: str
+) -> None:
     script = f"""
 for id in ids():
     begin(id, {phase!r})
@@ -640,12 +640,12 @@ def test_the_log_of_a_process_that_died_is_kept(tmp_path: Path) -> None:
     assert log.read_text() == "why\n"
 
 
-def test_a_process_that_never_starts_is_no_endless_loop(tmp_path: Path) -> None:
+def test_processes_that_never_start_fail_every_workload(tmp_path: Path) -> None:
     found = outcomes(scripted(tmp_path, "sys.exit('ERROR: not found')"))
     assert all("exit code 1: ERROR: not found" in message for message in found.values())
 
 
-def test_a_hang_costs_one_workload(tmp_path: Path) -> None:
+def test_a_hang_fails_only_its_workload(tmp_path: Path) -> None:
     script = """
 for id in ids():
     begin(id, "optimized")
@@ -660,19 +660,19 @@ for id in ids():
     assert found["c"] == "done c"
 
 
-def test_a_hang_at_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hang_at_the_start_is_stopped_after_the_start_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(worker_process, "START_LIMIT_S", 0.2)
     found = outcomes(scripted(tmp_path, "time.sleep(60)"), ["a"], limit=0.1)
     assert found["a"] == "the measuring process hangs: it was stopped after its time limit of 0.2 s"
 
 
-def test_a_hang_after_the_last_workload_costs_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hang_after_the_last_workload_fails_no_workload(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(worker_process, "END_LIMIT_S", 0.2)
     made = scripted(tmp_path, "for id in ids(): begin(id); done(id)\ntime.sleep(60)")
     assert outcomes(made) == {"a": "done a", "b": "done b", "c": "done c"}
 
 
-def test_a_reader_that_stops_takes_the_process_down(tmp_path: Path) -> None:
+def test_closing_the_stream_of_outcomes_ends_the_process(tmp_path: Path) -> None:
     script = """
 given = ids()
 next(given); begin("a"); done("a"); next(given); begin("b")
@@ -691,7 +691,7 @@ time.sleep(60)
         os.kill(int(pid_file.read_text()), 0)
 
 
-def test_a_line_in_two_pieces(tmp_path: Path) -> None:
+def test_a_line_written_in_two_pieces_is_read_as_one(tmp_path: Path) -> None:
     script = """
 begin(next(ids()))
 text = '{"event": "failure", "id": "a", "status": "UNMEASURED", "message": "done a"}'
@@ -755,7 +755,7 @@ def seeds(found: Any) -> dict[str, str]:
     return {id: outcome.message for id, outcome in found}
 
 
-def test_a_process_that_has_begun_early_gets_its_proof_when_it_is_there(tmp_path: Path) -> None:
+def test_a_process_that_has_begun_early_gets_its_proof_later(tmp_path: Path) -> None:
     made, lanes = awaiting(tmp_path), [Lane()] * 2
     early = [Task(id=i, seed=7, awaits_proof=True) for i in "ab"]
     made.begin_early(early, lanes, 9)
@@ -770,7 +770,7 @@ def test_a_process_that_has_begun_early_gets_its_proof_when_it_is_there(tmp_path
     assert all(child.poll() is not None for child in children)
 
 
-def test_a_process_whose_proof_does_not_come_is_ended(tmp_path: Path) -> None:
+def test_a_process_whose_proof_is_not_delivered_is_ended(tmp_path: Path) -> None:
     made, lanes = awaiting(tmp_path), [Lane()] * 2
     made.begin_early([Task(id="a", seed=7, awaits_proof=True)], lanes, 9)
     assert seeds(made.run([Task(id="a", proof=Proof(id="a", seed=8))], lanes)) == {"a": "8"}
@@ -778,7 +778,7 @@ def test_a_process_whose_proof_does_not_come_is_ended(tmp_path: Path) -> None:
     assert not list(made.folder.glob("worker-*")), "it may still have said that its proof never came"
 
 
-def test_a_task_that_fails_before_its_proof_comes_does_not_take_it_for_the_next_task(tmp_path: Path) -> None:
+def test_a_proof_that_arrives_after_a_failure_is_not_used_for_the_next_task(tmp_path: Path) -> None:
     made, lanes = awaiting(tmp_path), [Lane()]
     made.begin_early([Task(id="fails early", seed=7, awaits_proof=True)], lanes, 9)
     proof = Proof(id="fails early", seed=7)
@@ -789,7 +789,7 @@ def test_a_task_that_fails_before_its_proof_comes_does_not_take_it_for_the_next_
     made.close()
 
 
-def test_a_worker_whose_proof_never_comes_says_so(tmp_path: Path) -> None:
+def test_a_worker_whose_proof_never_arrives_reports_it(tmp_path: Path) -> None:
     made = awaiting(tmp_path)
     made.begin_early([Task(id="a", seed=7, awaits_proof=True)], [Lane()], 9)
     (process,) = [p for p in made._waiting if p.task]
@@ -799,7 +799,7 @@ def test_a_worker_whose_proof_never_comes_says_so(tmp_path: Path) -> None:
     made.close()
 
 
-def test_what_a_journal_writes_is_what_workers_read(tmp_path: Path) -> None:
+def test_workers_read_what_a_journal_writes(tmp_path: Path) -> None:
     tree = Tree(folder=str(tmp_path), package="perfsuite_revision_abc", top=str(tmp_path), revision="abc")
     tasks = [Task(id="a", limit_s=60), Task(id="b", limit_s=60, accepted=tree)]
     found = dict(scripted(tmp_path, JOURNAL.replace("{path}", repr(sys.path))).run(tasks, [Lane()]))
@@ -810,13 +810,13 @@ def test_what_a_journal_writes_is_what_workers_read(tmp_path: Path) -> None:
     assert isinstance(found["a"], Measurement)
 
 
-def test_a_lane_keeps_to_the_pair_that_it_is_at(tmp_path: Path) -> None:
+def test_a_lane_finishes_a_pair_before_the_next(tmp_path: Path) -> None:
     given = [Task(id=id, kind=ITEMS, limit_s=60.0) for id in ("p::a", "q::a", "p::b", "p::c", "q::b")]
     made = scripted(tmp_path, "for id in ids(): begin(id); done(id)")
     assert [id for id, _ in made.run(given, [Lane()])] == ["p::a", "p::b", "p::c", "q::a", "q::b"]
 
 
-def test_a_crash_in_one_lane_is_no_other_s(tmp_path: Path) -> None:
+def test_a_crash_in_one_lane_does_not_affect_the_others(tmp_path: Path) -> None:
     script = "for id in ids():\n    begin(id, 'optimized')\n    if id == 'b': os._exit(1)\n    done(id)"
     found = dict(scripted(tmp_path, script).run(tasks_of("abcdef"), [Lane(), Lane()]))
     line = {id: o.message for id, o in found.items() if isinstance(o, Failure)}
@@ -824,7 +824,7 @@ def test_a_crash_in_one_lane_is_no_other_s(tmp_path: Path) -> None:
     assert line == {i: f"done {i}" for i in "acdef"}
 
 
-def test_a_worker_that_crashes_at_each_task_is_started_anew_for_the_next(tmp_path: Path) -> None:
+def test_a_worker_that_crashes_at_each_task_is_restarted(tmp_path: Path) -> None:
     made = scripted(tmp_path, "begin(next(ids()))\nos._exit(1)")
     assert all("exit code 1" in message for message in outcomes(made).values())
     assert len(made.environments) == 3
@@ -886,8 +886,8 @@ print(child.pid, flush=True)
 
 
 @pytest.mark.parametrize("ending", ["done('a')", "os._exit(1)", "os.kill(os.getpid(), signal.SIGSEGV)"])
-def test_what_a_worker_has_started_ends_with_it(tmp_path: Path, ending: str) -> None:
-    """It ends even if the worker itself has ended: a surviving process would disturb the next measurement."""
+def test_child_processes_of_a_worker_end_with_it(tmp_path: Path, ending: str) -> None:
+    """They end even if the worker itself has ended: a surviving process would disturb the next measurement."""
     made = scripted(tmp_path, LEAVES_A_CHILD.format(ending=ending))
     pids: list[int] = []
     poll = worker_process.WorkerProcess.poll
@@ -905,13 +905,13 @@ def test_what_a_worker_has_started_ends_with_it(tmp_path: Path, ending: str) -> 
     wait_for(lambda: not runs(pids[0]))
 
 
-def test_results_that_the_code_under_test_takes_away_are_forged(tmp_path: Path) -> None:
+def test_results_that_the_code_under_test_deletes_are_reported_as_forged(tmp_path: Path) -> None:
     script = "for id in ids():\n    begin(id)\n    if id == 'b': os.unlink(job['out']); time.sleep(3600)\n    done(id)"
     found = outcomes(scripted(tmp_path, script))
     assert (found["b"], found["c"]) == (worker_process.FORGED, "done c")
 
 
-def test_other_processes_collect_the_same(project: Project) -> None:
+def test_workers_get_the_pytest_options_of_the_run(project: Project) -> None:
     project.write("helper.py", "")
     project.pytester.syspathinsert()
     config = project.pytester.parseconfig(
@@ -928,7 +928,7 @@ def test_other_processes_collect_the_same(project: Project) -> None:
 
 
 @FULLY
-def test_a_real_process_that_is_killed(project: Project) -> None:
+def test_a_workload_whose_real_process_is_killed_is_unmeasured(project: Project) -> None:
     """The options that a project may have must reach the measuring processes, too."""
     project.write(
         "pytest.ini",
@@ -956,14 +956,14 @@ def test_a_real_process_that_is_killed(project: Project) -> None:
     assert signal.SIGKILL == 9
 
 
-def test_ctrl_c_loses_nothing_that_was_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ctrl_c_keeps_the_results_that_were_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ctrl-C is pressed between two polls of the parent, when the worker has just written a result."""
     script = "given = ids(); next(given); begin('a'); done('a'); next(given); begin('b'); time.sleep(60)"
     made = scripted(tmp_path, script)
 
     def sleep(seconds: float) -> None:
-        # The parent has looked at the start, before there was anything; the wait after the first task was given ends
-        # in Ctrl-C once its result is written.
+        # The first wait ends once the worker is ready. The wait after the first task was given ends in Ctrl-C, once
+        # the result is written.
         deadline = time.monotonic() + 60
         wanted = 4 if made._given else 1
         while sum(p.read_bytes().count(b"\n") for p in made.folder.glob("*.jsonl")) < wanted:
@@ -1037,7 +1037,7 @@ def test_an_item_is_run_as_pytest_runs_it(project: Project, monkeypatch: pytest.
 @pytest.mark.parametrize(
     ("others", "collected"), [([], False), pytest.param(["equivalence[float32]"], True, marks=FULLY)]
 )
-def test_a_worker_collects_timed_items_alone_if_it_needs_no_others(
+def test_a_worker_collects_other_items_only_if_it_needs_them(
     project: Project, others: list[str], collected: bool
 ) -> None:
     text = (

@@ -1,5 +1,5 @@
-"""The workflows, actions and templates: parsed, least permissions, pinned actions, and a comment that runs no code of
-the pull request."""
+"""Workflows, actions and templates have least permissions and pinned actions, and the comment runs no code of the pull
+request."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_every_workflow_has_least_permissions_and_pinned_actions(written: Path) 
         for step in steps(document):
             assert ("uses" in step) != ("run" in step), path
             assert PINNED.fullmatch(step.get("uses", "actions/x@v1")), f"{path}: {step['uses']}"
-            # What others choose (a branch's name, a title) would be run as code if it stood in a script.
+            # Text that others choose (a branch's name, a title) would be run as code in a script.
             assert "${{" not in step.get("run", ""), path
         if "jobs" not in document:
             continue
@@ -110,7 +110,7 @@ def test_the_posting_workflows_run_no_code_of_the_pull_request(written: Path) ->
     assert step["run"] == 'PYTHONPATH="$GITHUB_ACTION_PATH/../../.." python3 "$GITHUB_ACTION_PATH/post.py"'
 
 
-def test_the_gate_of_the_users_workflow(written: Path) -> None:
+def test_the_gate_of_the_users_workflow_fits_the_action(written: Path) -> None:
     document = parsed(written / ".github/workflows/perfsuite.yml")
     inputs = parsed(ROOT / "action.yml")["inputs"]
     for job in jobs(document):
@@ -123,7 +123,7 @@ def test_the_gate_of_the_users_workflow(written: Path) -> None:
     assert artifact in (ROOT / ".github/workflows/gate.yml").read_text()
 
 
-def test_the_history_outlasts_the_runner() -> None:
+def test_the_history_is_cached_between_runs() -> None:
     """The action restores the latest history before the gate, and saves it with the run's own file, whatever came of
     the gate. A cache is never overwritten, so that each run has a key of its own."""
     every = steps(parsed(ROOT / "action.yml"))
@@ -141,7 +141,7 @@ def test_the_history_outlasts_the_runner() -> None:
     assert (cache["paths"], cache["when"]) == ([f"{SCRATCH}/{FOLDER}/"], "always")
 
 
-def test_the_gitlab_template() -> None:
+def test_the_gitlab_template_uses_its_inputs_and_excludes_forks() -> None:
     header, template = yaml.safe_load_all((ROOT / ".gitlab/perfsuite.yml").read_text())
     text = (ROOT / ".gitlab/perfsuite.yml").read_text()
     assert set(re.findall(r"\$\[\[ inputs\.(\w+) \]\]", text)) == set(header["spec"]["inputs"])
@@ -149,17 +149,17 @@ def test_the_gitlab_template() -> None:
     assert gate["variables"]["GIT_DEPTH"] == "0"
     assert gate["artifacts"]["reports"]["junit"].startswith(gate["artifacts"]["paths"][0])
     never = [rule["if"] for rule in gate["rules"] if rule.get("when") == "never"]
-    assert any("SOURCE_PROJECT_ID" in condition for condition in never)  # no code of a fork on a runner of one's own
+    assert any("SOURCE_PROJECT_ID" in condition for condition in never)  # no code of a fork runs on one's own runner
 
 
-def test_what_init_includes_on_gitlab(written: Path) -> None:
+def test_init_includes_the_gitlab_template_with_known_inputs(written: Path) -> None:
     (included,) = parsed(written / ".gitlab-ci.yml")["include"]
     header, _ = yaml.safe_load_all((ROOT / ".gitlab/perfsuite.yml").read_text())
     assert set(included["inputs"]) <= set(header["spec"]["inputs"])
     assert included["remote"].endswith("ada/perfsuite/" + SOURCE.ref + "/.gitlab/perfsuite.yml")
 
 
-def test_the_five_lines_of_the_readme() -> None:
+def test_the_ci_snippets_of_the_readme_are_valid() -> None:
     blocks = re.findall(r"```yaml\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
     github, gitlab = blocks
     assert len(github.splitlines()) == len(gitlab.splitlines()) == 5
@@ -199,7 +199,7 @@ POSTED = "repos/ada/dots/issues/12/comments"
 
 
 class GitHub:
-    """Answers of GitHub to `gh api`, and what it was asked."""
+    """Simulates GitHub's answers to `gh api`, and records the requests."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -255,7 +255,7 @@ def github(tmp_path: Path) -> GitHub:
     return GitHub(tmp_path)
 
 
-def test_the_first_comment(github: GitHub) -> None:
+def test_the_first_comment_is_posted(github: GitHub) -> None:
     """The script needs only the standard library."""
     done = subprocess.run(
         [sys.executable, "-S", str(POST)], env=github.environment(), capture_output=True, text=True, check=False
@@ -267,7 +267,7 @@ def test_the_first_comment(github: GitHub) -> None:
     assert "repos/ada/dots/pulls?state=open&per_page=100&head=eve%3Ax%26y" in calls
 
 
-def test_one_comment_is_renewed(github: GitHub) -> None:
+def test_an_existing_comment_is_renewed(github: GitHub) -> None:
     """A comment of somebody else is left, even if it begins with the marker."""
     bot, eve = {"login": "github-actions[bot]"}, {"login": "eve"}
     body = f"{comment.MARKER}\nold"
@@ -302,7 +302,7 @@ def test_a_run_that_is_no_pull_requests_head_gets_no_comment(
     assert done.stdout.startswith("no comment: no open pull request has the commit of this run as its head")
 
 
-def test_of_two_pull_requests_the_one_that_the_event_names(github: GitHub) -> None:
+def test_the_pull_request_that_the_event_names_gets_the_comment(github: GitHub) -> None:
     github.answers["repos/ada/dots/pulls"] = [OTHER, PULL]
     github.run["pull_requests"] = [{"number": 12}]
     assert github.post().stdout == "commented on pull request 12\n"
@@ -314,7 +314,7 @@ def test_a_run_without_a_report_gets_no_comment(github: GitHub) -> None:
     assert (done.returncode, done.stdout) == (0, "no comment: the run has no artifact perfsuite-report\n")
 
 
-def test_an_artifact_that_is_no_report_is_one_line(github: GitHub) -> None:
+def test_an_artifact_without_a_valid_report_gives_a_one_line_error(github: GitHub) -> None:
     large = {"artifacts": [ARTIFACT | {"size_in_bytes": 10**9}]}
     for files, said in (
         ({"other.json": ""}, "the artifact has no report.json"),
@@ -336,7 +336,7 @@ def test_an_artifact_that_is_no_report_is_one_line(github: GitHub) -> None:
     assert github.sent() == []
 
 
-def test_a_refusal_of_github_is_one_line(github: GitHub) -> None:
+def test_a_refusal_of_github_gives_a_one_line_error(github: GitHub) -> None:
     del github.answers[POSTED]
     done = github.post()
     assert done.returncode == 1
