@@ -197,12 +197,19 @@ def specs_of(templates: Sequence[Any]) -> dict[str, Spec]:
 
 def _spec(template: Any) -> Spec:
     torch: Any = sys.modules["torch"]
-    if isinstance(template, (list, tuple)):
+    if isinstance(template, (list, tuple)) and not isinstance(template, torch.Size):
+        if type(template) not in (list, tuple):
+            raise PairError(f"get_inputs() returns a {type(template).__name__}: return a list or a plain tuple instead")
         return type(template)(_spec(value) for value in template)
     if isinstance(template, Mapping):
         return {key: _spec(value) for key, value in template.items()}
     if not isinstance(template, torch.Tensor):
         return ConstantSpec(value=template)
+    if template.is_complex():
+        raise PairError(
+            f"get_inputs() returns a tensor of {str(template.dtype).removeprefix('torch.')}, and only real inputs are "
+            f"drawn: return its real and imaginary parts, and let the module join them with torch.complex"
+        )
     dtype = None if template.dtype == torch.float32 else str(template.dtype).removeprefix("torch.")
     return TensorSpec(dims=tuple(template.shape), dtype=dtype, values=_values(template), layouts=(_layout(template),))
 

@@ -35,7 +35,8 @@ class Causes:
         right = _digest(_tensors(truth.leaves))
         if self.earlier.get(_digest(outputs), right) != right:
             return "; it is the answer that it gave to other inputs"
-        if all(bool((t == t.flatten()[0]).all()) for t in outputs if t.numel() > 1):
+        several = [t for t in outputs if t.numel() > 1]
+        if several and all(bool((t == t.flatten()[0]).all()) for t in several):
             return "; all elements are the same: it does not read its inputs"
         produced: Leaves = dict(zip(truth.reference, outputs, strict=True))
         if words := diagnosis.related(truth, produced):

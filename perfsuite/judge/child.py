@@ -16,6 +16,7 @@ import io
 import json
 import mmap
 import os
+import random
 import signal
 import socket
 import sys
@@ -95,7 +96,7 @@ class Served:
         if "tuple" in of:
             return tuple(self.value(v) for v in of["tuple"])
         if "dict" in of:
-            return {key: self.value(v) for key, v in of["dict"].items()}
+            return {self.value(key): self.value(v) for key, v in of["dict"]}
         return self.read(of["pickled"])
 
     def read(self, at: list[int]) -> Any:
@@ -104,10 +105,11 @@ class Served:
         return self.torch.load(io.BytesIO(self.memory.bytes(end)[begin:end]), weights_only=False)
 
     def build(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Import the file and build the module. Return whether its state dict has the reference's names and shapes.
+        """Import the file and build the module. Return whether the tensors of its state dict have the reference's names
+        and shapes.
 
-        If it has, the reference's values are loaded. Convolutions may use TF32, as they do by PyTorch's default, only
-        if the request allows it.
+        If they have, the reference's values are loaded. Convolutions may use TF32, as they do by PyTorch's default,
+        only if the request allows it.
         """
         torch = self.torch
         torch.backends.cudnn.allow_tf32 = request["tf32"]
@@ -117,15 +119,15 @@ class Served:
         module = sys.modules[request["module"]] = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
         arguments = self.read(request["init"])
-        torch.manual_seed(request["seed"])
+        seed_generators(request["seed"])
         self.model = getattr(module, request["name"])(*arguments)
         if hasattr(self.model, "to"):
             self.model = self.model.to(self.device)
         given = {name: self.value(v).to(self.device) for name, v in request["state"].items()}
-        own = dict(self.model.state_dict()) if hasattr(self.model, "state_dict") else {}
+        own = tensors_of_state(self.model) if hasattr(self.model, "state_dict") else {}
         same = own.keys() == given.keys() and all(own[n].shape == given[n].shape for n in own)
         if same and own:
-            self.model.load_state_dict(given)
+            self.model.load_state_dict(given, strict=False)  # extra state that is no tensor stays its own
         if request.get("compile"):
             self.model = torch.compile(self.model)
         return {"same_parameters": same}
@@ -203,6 +205,23 @@ def operations(torch: Any, call: Callable[[], Any]) -> list[list[Any]]:
     return found
 
 
+def seed_generators(seed: int) -> None:
+    """Seed the generators from which a module may draw its weights: PyTorch's, NumPy's and Python's own."""
+    import numpy
+    import torch
+
+    torch.manual_seed(seed)
+    numpy.random.seed(seed)
+    random.seed(seed)
+
+
+def tensors_of_state(model: Any) -> dict[str, Any]:
+    """Return the tensors of the module's state dict, by name. Its extra state may consist of other objects."""
+    import torch
+
+    return {name: value for name, value in model.state_dict().items() if isinstance(value, torch.Tensor)}
+
+
 def flat(value: Any) -> Iterator[Any]:
     """Yield the leaves of nested lists, tuples and dicts."""
     for _, leaf in leaves_of(value):
@@ -228,7 +247,7 @@ def serve(own: dict[str, Any], requests: int, replies_to: int, memory: int) -> N
     tempfile.tempdir = None
     sandbox: dict[str, Any] = {"__name__": "sandbox"}
     exec(own["sandbox"], sandbox)
-    lacking = sandbox["confine"](own["scratch"], hidden=own["hidden"], cpu_s=own["cpu_s"])
+    lacking = sandbox["confine"](own["scratch"], hidden=own["hidden"], shown=own["shown"], cpu_s=own["cpu_s"])
     asked, replies = os.fdopen(requests), os.fdopen(replies_to, "w")
 
     def reply(found: dict[str, Any]) -> None:

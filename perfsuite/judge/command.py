@@ -9,6 +9,7 @@ import os
 import signal
 import sys
 import traceback
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +19,15 @@ UNEXPECTED = 2
 """Exit code if perfsuite itself fails and no candidate is to blame."""
 
 
+LONGEST_LIMIT_S = 86400.0
+"""Largest value of --limit. The system's calls that wait take no timeout that is much longer than a lifetime."""
+
+
 class Positive(click.FloatRange):
     """A number above zero that is neither infinite nor NaN."""
 
-    def __init__(self) -> None:
-        super().__init__(min=0, min_open=True)
+    def __init__(self, most: float | None = None) -> None:
+        super().__init__(min=0, min_open=True, max=most)
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
         found: float = super().convert(value, param, ctx)
@@ -38,10 +43,18 @@ class Positive(click.FloatRange):
     "--speedup", type=Positive(), default=1.0, show_default=True, help="The least speedup over the reference."
 )
 @click.option(
-    "--seconds", type=Positive(), default=10.0, show_default=True, help="How long each candidate is timed at most."
+    "--seconds",
+    type=Positive(),
+    default=10.0,
+    show_default=True,
+    help="How long each candidate is timed; at least 8 rounds are always run.",
 )
 @click.option(
-    "--limit", type=Positive(), default=60.0, show_default=True, help="Seconds for a build, or for a batch of calls."
+    "--limit",
+    type=Positive(LONGEST_LIMIT_S),
+    default=60.0,
+    show_default=True,
+    help="Seconds for a build, or for a batch of calls.",
 )
 @click.option("--device", type=click.Choice(["cpu", "cuda"]), help="By default the GPU, if there is one.")
 @click.option("--no-compile", is_flag=True, help="Do not time torch.compile of the reference.")
@@ -80,13 +93,12 @@ def judge(
         compiled=not no_compile,
         precision=TF32 if tf32 else None,
     )
-    signal.signal(signal.SIGTERM, _terminated)
     own = sys.stdout
     show = (lambda v: None) if as_json else (lambda v: click.echo(line(v), file=own))
     try:
         if options.device == "cuda" and not torch.cuda.is_available():
             raise PerfsuiteError("--device cuda: there is no CUDA device here; leave it out, or give --device cpu")
-        with contextlib.redirect_stdout(sys.stderr):  # the reference may print, too
+        with _ending_at_once(), contextlib.redirect_stdout(sys.stderr):  # the reference may print, too
             found = verdicts.judge(reference, candidates, options, show)
     except PerfsuiteError as error:
         click.echo(f"perfsuite judge: {error}", err=True)
@@ -101,8 +113,19 @@ def judge(
     sys.exit(CODE_AT_FAULT if CODE_AT_FAULT in codes else max(codes))
 
 
+@contextlib.contextmanager
+def _ending_at_once() -> Iterator[None]:
+    """Let SIGTERM and SIGINT, as from Ctrl-C, end this process at once, rather than after the requests in progress."""
+    before = {number: signal.signal(number, _terminated) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
 def _terminated(number: int, frame: object) -> None:
-    """Handle SIGTERM: end at once, and leave no process and no folder behind."""
+    """Handle a signal: end at once, and leave no process and no folder behind."""
     from perfsuite.judge.process import abandon
 
     abandon()

@@ -108,10 +108,10 @@ class HostMemory(Arena):
         """Return the JSON description of an argument; `place` reserves memory for a tensor and returns its place."""
         if isinstance(value, torch.Tensor):
             return {"tensor": place(value.detach())}
-        if isinstance(value, (list, tuple)):
+        if type(value) in (list, tuple):
             return {type(value).__name__: [self.value(v, place) for v in value]}
         if isinstance(value, Mapping):
-            return {"dict": {key: self.value(v, place) for key, v in value.items()}}
+            return {"dict": [[self.value(part, place) for part in item] for item in value.items()]}
         return {"pickled": self.pickled(value)}
 
     def pickled(self, value: Any) -> list[int]:

@@ -19,7 +19,7 @@ from perfsuite import inputs as make
 from perfsuite.cases import workload_case
 from perfsuite.errors import PerfsuiteError, in_one_line, printable
 from perfsuite.integrity.probe import same_leaf
-from perfsuite.judge.child import leaves_of, operations
+from perfsuite.judge.child import leaves_of, operations, seed_generators, tensors_of_state
 from perfsuite.pair import Pair
 from perfsuite.records import Case, InputCase
 from perfsuite.reference_task import is_random
@@ -30,6 +30,7 @@ from perfsuite.workload import Workload
 EXAMINED = 4
 """Number of draws on which the reference is examined before any candidate."""
 MODEL, CANDIDATE = "Model", "ModelNew"
+CALL = "a call on inputs that are drawn like those of get_inputs()"
 _MOVES = """
 copy_ _to_copy clone empty empty_like empty_strided new_empty new_empty_strided new_zeros new_full zeros zeros_like ones
 ones_like full full_like fill_ zero_ arange contiguous detach cat stack lift_fresh _local_scalar_dense
@@ -43,13 +44,16 @@ class Problem:
     """The reference, built once with `seed`, and how its inputs are drawn."""
 
     path: Path
+    """File of the reference, as the user names it."""
+    file: Path
+    """The same file by its absolute path: the current folder may be another one when it is read."""
     pair: Pair
     module: torch.nn.Module
     init: Sequence[Any]
     seed: int
     device: str
-    specs: Mapping[str, Any]
-    """Spec of each input."""
+    imported: tuple[str, ...] = ()
+    """Other files that define classes of the reference, except torch's and Python's own."""
     paths: tuple[str, ...] = ()
     """Path of each output in the reference's result."""
 
@@ -59,13 +63,13 @@ class Problem:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(self.seed)
             clone = modules.spec_of(self.module).build()
-        made = _problem(self.path, clone, self.specs, self.init, self.seed, self.device, self.pair.precision)
-        return replace(made, paths=self.paths)
+        specs = {name: spec for name, spec in self.pair.inputs.items() if name != modules.INPUT}
+        return replace(self, pair=_pair(self.path, clone, specs, self.pair.precision), module=clone)
 
     @property
     def state(self) -> dict[str, torch.Tensor]:
         """Parameters and buffers of the reference, by name."""
-        return dict(self.module.state_dict())
+        return tensors_of_state(self.module)
 
     def cases(self, number: int, seed: int) -> list[Case]:
         """Return at least `number` draws, and enough that each regime of values of each input occurs."""
@@ -115,41 +119,68 @@ class Problem:
     def own_work(self) -> list[tuple[str, str]]:
         """Return the PyTorch operations of the reference that compute something."""
         arguments = self.arguments(self.values(0))
-        return self.work(operations(torch, lambda: self.module(*arguments)))
+        with _blaming(self.path, CALL):
+            return self.work(operations(torch, lambda: self.module(*arguments)))
 
 
 def load(path: Path, device: str, seed: int, precision: str | None = None) -> Problem:
     """Return the problem that a file defines. Raises PerfsuiteError, with a message of one line, if there is none."""
+    file = path.resolve()
     module = _imported(path)
     for name in (MODEL, "get_inputs"):
         if not callable(getattr(module, name, None)):
             raise PerfsuiteError(f"{path}: no {name}; a reference has Model, get_inputs() and get_init_inputs()")
     with _blaming(path, "get_init_inputs()"):
         init: Sequence[Any] = list(getattr(module, "get_init_inputs", list)())
-    torch.manual_seed(seed)
+    seed_generators(seed)
     with _blaming(path, f"{MODEL}(*get_init_inputs())"):
         built = module.Model(*init)
-    if not isinstance(built, torch.nn.Module):
-        raise PerfsuiteError(f"{path}: {MODEL} is no torch.nn.Module")
+    _check_module(path, built)
     with _blaming(path, "get_inputs()"):
         template = module.get_inputs()
         if not isinstance(template, (list, tuple)) or not template:
             raise PerfsuiteError(f"{path}: get_inputs() returns no list of inputs")
         specs = modules.specs_of(list(template))
-    problem = _problem(path, built.to(device), specs, init, seed, device, precision)
+    built = built.to(device)
+    pair = _pair(path, built, specs, precision)
+    imported = tuple(sorted(_sources(built) - {str(file)}))
+    problem = Problem(
+        path=path, file=file, pair=pair, module=built, init=init, seed=seed, device=device, imported=imported
+    )
     _examine(problem)
-    return replace(problem, paths=tuple(path for path, _ in leaves_of(problem.returned(problem.values(0)))))
+    with _blaming(path, CALL):
+        returned = problem.returned(problem.values(0))
+    return replace(problem, paths=tuple(path for path, _ in leaves_of(returned)))
 
 
-def _problem(
-    path: Path,
-    built: torch.nn.Module,
-    specs: Mapping[str, Any],
-    init: Sequence[Any],
-    seed: int,
-    device: str,
-    precision: str | None,
-) -> Problem:
+def _check_module(path: Path, built: object) -> None:
+    """Raise PerfsuiteError if the reference is no module, or if it cannot be copied with its state."""
+    if not isinstance(built, torch.nn.Module):
+        raise PerfsuiteError(f"{path}: {MODEL} is no torch.nn.Module")
+    try:
+        copy.deepcopy(built)
+    except Exception as error:
+        raise PerfsuiteError(
+            f"{path}: copy.deepcopy of {MODEL} raises {in_one_line(error)}; keep a tensor that __init__ computes as a "
+            f"buffer: register_buffer(name, tensor.detach())"
+        ) from error
+    for name, tensor in tensors_of_state(built).items():
+        if any(size > 1 and not stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)):
+            raise PerfsuiteError(
+                f"{path}: {name} of {MODEL} is an expanded tensor, into which no value can be loaded; register a copy "
+                f"of it, as clone(memory_format=torch.contiguous_format) returns"
+            )
+
+
+def _sources(built: torch.nn.Module) -> set[str]:
+    """Return the files that define the classes of the module and of its parts, except torch's and Python's own."""
+    names = {cls.__module__ for part in built.modules() for cls in type(part).__mro__}
+    left = (name for name in names if name.partition(".")[0] not in {"torch", *sys.stdlib_module_names})
+    files = (getattr(sys.modules.get(name), "__file__", None) for name in left)
+    return {str(Path(file).resolve()) for file in files if file}
+
+
+def _pair(path: Path, built: torch.nn.Module, specs: Mapping[str, Any], precision: str | None) -> Pair:
     pair = Pair(
         name=path.stem,
         reference=built,
@@ -163,7 +194,7 @@ def _problem(
         pair.inputs = {**pair.inputs, modules.INPUT: module_input(lambda: copy.deepcopy(built))}
         pair.mutates = {}  # a call may change its own running means: only its outputs are compared
     pair.validate()
-    return Problem(path=path, pair=pair, module=built, init=init, seed=seed, device=device, specs=specs)
+    return pair
 
 
 def _examine(problem: Problem) -> None:
@@ -172,14 +203,13 @@ def _examine(problem: Problem) -> None:
     for seed in range(EXAMINED):
         values = problem.values(seed)
         given = make.clone(values)
-        with _blaming(path, "a call on inputs that are drawn like those of get_inputs()"):
-            first = problem.call(given)
+        with _blaming(path, CALL):
+            first, again = problem.call(given), problem.call(make.clone(values))
         inputs = list(zip(*(make.tensors_in(problem.arguments(v)) for v in (values, given)), strict=True))
         if any(not same_leaf(before, after) for (_, before), (_, after) in inputs):
             raise PerfsuiteError(f"{path}: the reference changes its inputs in place; let it work on a copy")
         if not first or not all(isinstance(leaf, torch.Tensor) for leaf in first.values()):
             raise PerfsuiteError(f"{path}: the reference returns what is no tensor: nothing can be compared")
-        again = problem.call(make.clone(values))
         for name, leaf in first.items():
             if is_random(differences.as_double(leaf), differences.as_double(again.get(name))):
                 raise PerfsuiteError(

@@ -110,10 +110,10 @@ class Nursery:
         """Return the answer to the request: the id of the forked process, the exit code of the one that was ended, or
         the result of stopping one. Raises PerfsuiteError if there is no answer."""
         with self.lock:
-            socket.send_fds(self.own, [json.dumps(request).encode()], files)
             try:
+                socket.send_fds(self.own, [json.dumps(request).encode()], files)
                 answer = self.own.recv(64)
-            except TimeoutError:
+            except OSError:  # it does not answer in time, or has ended
                 answer = b""
             self.own.settimeout(ANSWER_LIMIT_S)
         if not answer:
@@ -139,33 +139,53 @@ def abandon() -> None:
 
 
 class Process:
-    """A process that runs the class `name` of the file `source`, confined to a folder of its own."""
+    """A process that runs the class `name` of the file `source`, confined to a folder of its own.
+
+    It cannot read the files of `hidden`; those of `shown` are in `lacking` if it can read them.
+    """
 
     def __init__(
-        self, nursery: Nursery, source: Path, name: str, device: str, *, hidden: Sequence[str], cpu_s: int
+        self,
+        nursery: Nursery,
+        source: Path,
+        name: str,
+        device: str,
+        *,
+        cpu_s: int,
+        hidden: Sequence[str] = (),
+        shown: Sequence[str] = (),
     ) -> None:
         self.nursery, self.name, self.memory = nursery, name, HostMemory()
         self.device_memory: Arena = self.memory if device == "cpu" else DeviceMemory()
-        self.number = 0
+        self.number, self._rest, self._requests, self._replies = 0, b"", -1, -1
+        self.ended = self.closed = False
         self.folder = Path(tempfile.mkdtemp(prefix="perfsuite-judge-"))
         _LIVING.add(self)
         self.path = self.folder / "candidate.py"
-        shutil.copyfile(source, self.path)
-        asked, self._requests = os.pipe()
-        self._replies, replies = os.pipe()
         own = {
             "scratch": str(self.folder),
             "environment": dict.fromkeys(CACHES, str(self.folder)) | SETTINGS,
             "hidden": list(hidden),
+            "shown": list(shown),
             "cpu_s": cpu_s,
             "device": device,
         }
-        self.number = nursery.ask(own, (asked, replies, self.memory.file))
-        os.close(asked)
-        os.close(replies)
-        self._rest = b""
-        self.ended = self.closed = False
-        self.lacking: list[str] = self._reply(START_LIMIT_S).get("lacking", [])
+        try:
+            shutil.copyfile(source, self.path)
+            self._start(own)
+            self.lacking: list[str] = self._reply(START_LIMIT_S).get("lacking", [])
+        except BaseException:
+            self.close()
+            raise
+
+    def _start(self, own: Mapping[str, Any]) -> None:
+        asked, self._requests = os.pipe()
+        self._replies, replies = os.pipe()
+        try:
+            self.number = self.nursery.ask(own, (asked, replies, self.memory.file))
+        finally:
+            os.close(asked)
+            os.close(replies)
 
     def clear(self) -> None:
         """Clear the shared memory, to use it from its start again."""
@@ -206,7 +226,8 @@ class Process:
     def _continue(self) -> None:
         if self.ended:
             raise Ended("has ended its process")
-        os.killpg(self.number, signal.SIGCONT)
+        with contextlib.suppress(ProcessLookupError):  # it has ended, which the request shows
+            os.killpg(self.number, signal.SIGCONT)
 
     def _reply(self, limit_s: float) -> dict[str, Any]:
         return self._read(self._line(limit_s))
@@ -275,13 +296,15 @@ class Process:
             return
         self.closed = True
         _LIVING.discard(self)
-        if not self.ended:
-            self._end()
-        os.close(self._requests)
-        os.close(self._replies)
-        for held in {self.memory, self.device_memory}:
-            held.close()
-        shutil.rmtree(self.folder, ignore_errors=True)
+        try:
+            if self.number and not self.ended:
+                self._end()
+        finally:
+            for file in {self._requests, self._replies} - {-1}:
+                os.close(file)
+            for held in {self.memory, self.device_memory}:
+                held.close()
+            shutil.rmtree(self.folder, ignore_errors=True)
 
 
 def refuse_where_unsupported() -> None:

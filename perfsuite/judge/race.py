@@ -16,7 +16,7 @@ import torch
 from perfsuite import equivalence, rule, truths
 from perfsuite import inputs as make
 from perfsuite.cases import workload_case
-from perfsuite.errors import NotEquivalent
+from perfsuite.errors import NotEquivalent, PerfsuiteError, in_one_line
 from perfsuite.integrity.probe import same_leaf
 from perfsuite.judge.problem import Problem
 from perfsuite.judge.process import Ended
@@ -40,7 +40,7 @@ WRONG_WHILE_TIMED = "it returns a different answer while it is timed"
 PROVEN, PROVING_SHARE = 4, 0.25
 """On average, one timed call in PROVEN is proven, while proving takes at most PROVING_SHARE of the time."""
 MOST_DISCARDED = 8
-"""Number of draws on which the reference is not finite, after which it is unusable."""
+"""Number of draws in a row on which the reference raises or is not finite, after which it is unusable."""
 UNTIMED_SHARE = 0.1
 """Once each regime of values was tried, further untimed calls are proven for at most this share of the time."""
 UNCERTAIN = 0.25
@@ -213,31 +213,46 @@ class _Judge:
         ]
 
     def _first_truth(self) -> truths.Truth:
+        reason = ""
         for _ in range(MOST_DISCARDED):
-            with contextlib.suppress(truths.Discard):
-                return self._truth(secrets.randbits(31))
-        raise Unusable("reference", "is not finite in float32 on the inputs of get_inputs()")
+            seed = secrets.randbits(31)
+            truth = self._truth(seed, self.problem.values(seed))
+            if isinstance(truth, truths.Truth):
+                return truth
+            reason = truth
+        raise Unusable("reference", reason)
 
-    def _truth(self, seed: int) -> truths.Truth:
-        """Return the truth for inputs like those of `get_inputs`. Raises Discard if the reference is not finite."""
+    def _truth(self, seed: int, values: dict[str, Any]) -> truths.Truth | str:
+        """Return the truth for the inputs of this seed, or why there is none."""
         began = time.monotonic()
         case = workload_case(self.problem.pair.workloads[0], "float32", seed)
         try:
-            return truths.establish(self.problem.pair, case, self.problem.device, gradients=False)
+            return truth_of(self.problem, case, values)
         finally:
             self.proving_s += time.monotonic() - began
 
     def drawn(self) -> _Drawn:
-        """Return new values for one call of each side."""
-        seed, truth = secrets.randbits(31), None
+        """Return new values for one call of each side, on which the reference does not raise."""
+        reason = ""
+        for _ in range(MOST_DISCARDED):
+            try:
+                return self._drawn()
+            except PerfsuiteError:
+                raise
+            except Exception as error:
+                reason = f"raises {in_one_line(error)}"
+        raise Unusable("reference", reason)
+
+    def _drawn(self) -> _Drawn:
+        """Return new values for one call of each side. Raises what the reference raises on them."""
+        seed = secrets.randbits(31)
         values = self.problem.values(seed)
         proven = not secrets.randbelow(PROVEN) and self.proving_s <= PROVING_SHARE * (time.monotonic() - self.began)
-        if proven:
-            with contextlib.suppress(truths.Discard):
-                truth = self._truth(seed)
-        answer = self.problem.call(values) if truth is None else truth.reference
+        truth = self._truth(seed, values) if proven else ""
+        known = None if isinstance(truth, str) else truth
+        answer = self.problem.call(values) if known is None else known.reference
         expected = [leaf for leaf in answer.values() if isinstance(leaf, torch.Tensor)]
-        return _Drawn(arguments=self.problem.arguments(values), expected=expected, truth=truth)
+        return _Drawn(arguments=self.problem.arguments(values), expected=expected, truth=known)
 
     def prove_untimed(self, side: Served) -> None:
         """Prove a call that is not timed, on values as a proof draws them. To the candidate it is like a timed call."""
@@ -250,7 +265,7 @@ class _Judge:
         values = make.clone(make.build(problem.pair, case, problem.device))
         truth = truth_of(problem, case, values)
         self.untimed_s += time.monotonic() - began
-        if truth is not None:
+        if isinstance(truth, truths.Truth):
             _, (answer,) = side.call([problem.arguments(values)], self.forms)
             self._prove(answer, truth)
             side.settled()

@@ -87,13 +87,14 @@ _OTHER_NUMBERS = 0x40000000
 """Lowest number of the x32 system calls, with which a filter could be bypassed."""
 
 
-def confine(scratch: str, *, hidden: Sequence[str] = (), cpu_s: int = 0) -> list[str]:
+def confine(scratch: str, *, hidden: Sequence[str] = (), shown: Sequence[str] = (), cpu_s: int = 0) -> list[str]:
     """Restrict this process to reading what Python needs and writing to `scratch`. Return the restrictions that could
     not be enforced.
 
     A folder that contains a path of `hidden` cannot be read, even if Python would import from it. A folder of READ_ONLY
     stays readable nevertheless, unless it is in OPTIONAL; reading the path is then one of the restrictions that are
-    returned. The restrictions cannot be undone, and also hold for the processes that this one starts.
+    returned, and so is reading a path of `shown` in any folder that stays readable. The restrictions cannot be undone,
+    and also hold for the processes that this one starts.
     """
     libc = ctypes.CDLL(None, use_errno=True)
     lacking = _limit(cpu_s)
@@ -103,8 +104,9 @@ def confine(scratch: str, *, hidden: Sequence[str] = (), cpu_s: int = 0) -> list
     if libc.prctl(_NO_NEW_PRIVILEGES, 1, 0, 0, 0):
         return [*lacking, "privileges of programs that it starts"]
     system = [p for p in READ_ONLY if p not in OPTIONAL or not _holds(p, hidden)]
-    lacking += _landlock(libc, [scratch], [*system, *_packages(hidden)])
-    lacking += [f"reading {h}" for h in hidden if any(_holds(p, [h]) for p in system)]
+    readable = [*system, *_packages(hidden)]
+    lacking += _landlock(libc, [scratch], readable)
+    lacking += [f"reading {h}" for h in (*hidden, *shown) if any(_holds(p, [h]) for p in readable)]
     lacking += _filter_calls(libc)
     return lacking
 

@@ -13,11 +13,11 @@ import torch
 from perfsuite import equivalence, faults, truths
 from perfsuite import inputs as make
 from perfsuite.cases import workload_case
-from perfsuite.errors import NotEquivalent, PerfsuiteError
+from perfsuite.errors import NotEquivalent, PerfsuiteError, in_one_line
 from perfsuite.execution import Leaves
 from perfsuite.integrity.probe import same_leaf
 from perfsuite.judge.causes import Causes
-from perfsuite.judge.problem import Problem
+from perfsuite.judge.problem import MODEL, Problem
 from perfsuite.judge.process import Ended, Nursery, Process, shortened
 from perfsuite.memory_layouts import fill_poison
 from perfsuite.records import Case
@@ -63,7 +63,10 @@ class Served:
         cls, nursery: Nursery, problem: Problem, source: Path, name: str, limit_s: float, *, compiled: bool = False
     ) -> Served:
         """Start a process and build the class `name` of the file `source` in it. Raises Ended if that fails."""
-        process = Process(nursery, source, name, problem.device, hidden=[str(problem.path)], cpu_s=CPU_LIMIT_S)
+        hidden = [] if name == MODEL else [str(problem.file)]
+        process = Process(
+            nursery, source, name, problem.device, cpu_s=CPU_LIMIT_S, hidden=hidden, shown=problem.imported
+        )
         made = cls(problem=problem, process=process, limit_s=limit_s, compiled=compiled)
         try:
             made._build()
@@ -221,13 +224,15 @@ def prove(problem: Problem, candidate: Served, draws: int = DRAWS) -> Proof:
     if no draw has a truth."""
     found, tally, causes = Proof(), Tally(), Causes(problem.pair)
     cases = problem.cases(draws, secrets.randbits(31))
+    reasons: list[str] = []
     for case in cases:
         values = make.clone(make.build(problem.pair, case, problem.device))
-        found.draws += _compared(problem, candidate, case, values, tally, causes)
+        reasons.append(_compared(problem, candidate, case, values, tally, causes))
+    found.draws = reasons.count("")
     if not found.draws:
         raise PerfsuiteError(
-            f"{problem.path}: nothing can be proven: the reference raises, or is not finite, on all of {len(cases)} "
-            f"draws of the shapes and the range that get_inputs() gives"
+            f"{problem.path}: none of {len(cases)} draws of the shapes and the range that get_inputs() gives can be "
+            f"proven; on the first, the reference {reasons[0]}"
         )
     _other_elements(problem, candidate, tally, causes)
     found.worst = tally.worst
@@ -235,17 +240,29 @@ def prove(problem: Problem, candidate: Served, draws: int = DRAWS) -> Proof:
     return found
 
 
-def truth_of(problem: Problem, case: Case, values: dict[str, Any]) -> Truth | None:
-    """Return the truth for these inputs of a draw, or None if the reference raises an exception or is not finite, in
-    float32 or in float64. Raises PerfsuiteError if the device has too little memory for it."""
+def truth_of(problem: Problem, case: Case, values: dict[str, Any]) -> Truth | str:
+    """Return the truth for these inputs of a draw, or why there is none: what the reference does in float32 or in
+    float64. Raises PerfsuiteError if the device has too little memory for it."""
     try:
         return truths.establish(problem.pair, case, problem.device, gradients=False, drawn=make.clone(values))
-    except (Discard, RuntimeError, ValueError, IndexError, ArithmeticError) as error:
+    except PerfsuiteError:
+        raise
+    except Discard:
+        return "is not finite in float32 on the inputs of get_inputs()"
+    except Exception as error:
         if faults.lacks_memory(error):
             raise PerfsuiteError(
                 f"{problem.path}: the device has too little memory for the reference in float64"
             ) from None
-        return None
+        first = error
+    try:
+        problem.call(make.clone(values))
+    except Exception as error:
+        return f"raises {in_one_line(error)}"
+    return (
+        f"raises in float64, in which the truth is computed: {in_one_line(first)}; let it create its tensors in the "
+        f"dtype of its inputs"
+    )
 
 
 def _compared(
@@ -255,12 +272,11 @@ def _compared(
     values: dict[str, Any],
     tally: Tally,
     causes: Causes,
-) -> bool:
-    """Compare two calls on the same values with the truth. Return False if there is no truth: the reference raises an
-    exception or is not finite."""
+) -> str:
+    """Compare two calls on the same values with the truth. Return why there is no truth, or an empty string."""
     truth = truth_of(problem, case, values)
-    if truth is None:
-        return False
+    if isinstance(truth, str):
+        return truth
     forms = _forms(truth)
     arguments = problem.arguments(values)
     _, (first, second) = candidate.call([arguments, arguments], forms, again=True)
@@ -268,7 +284,7 @@ def _compared(
     _judge(problem, truth, second, tally, causes, " when it is called again on the same inputs")
     causes.note(truth, first)
     candidate.settled()
-    return True
+    return ""
 
 
 def _other_elements(problem: Problem, candidate: Served, tally: Tally, causes: Causes) -> None:
@@ -277,7 +293,7 @@ def _other_elements(problem: Problem, candidate: Served, tally: Tally, causes: C
     for _ in range(DRAWS):  # the reference may be finite on some draws only
         case = workload_case(problem.pair.workloads[0], "float32", secrets.randbits(31))
         values = make.clone(make.build(problem.pair, case, problem.device))
-        if _compared(problem, candidate, case, values, tally, causes):
+        if not _compared(problem, candidate, case, values, tally, causes):
             break
     else:
         return

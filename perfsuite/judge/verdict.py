@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from enum import StrEnum
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +31,8 @@ RIVALS = {
 OTHERWISE = {"compile": "; --no-compile times without it"}
 OTHER_NAMES = "; its parameters have other names than the reference's, so that both were built from one seed"
 FASTER = 1.05
-"""Lower bound that the speedup's interval must reach for a candidate that computes with the reference's own operations;
-below it, the candidate counts as a copy of the reference."""
+"""Least speedup of a candidate that computes with the reference's own operations; below it, the candidate counts as a
+copy of the reference."""
 TOO_SHORT = 0.05
 """Largest share by which the seconds of a call may be uncertain. Beyond it the call is too short, and measuring longer
 would not help."""
@@ -122,28 +123,37 @@ def judge(
         # Nothing is timed while a proof runs, and only this many processes wait to be timed.
         for first in range(0, len(candidates), AT_ONCE * beside):
             some = candidates[first : first + AT_ONCE * beside]
-            with ThreadPoolExecutor(beside) as pool:
-                proven = list(pool.map(lambda path: _prove(nursery, problem, varied, path, options), some))
-            for verdict, served in proven:
-                if served is not None:
-                    with contextlib.closing(served):
-                        _time(nursery, served.problem, served, verdict, options)
-                found.append(verdict)
-                done(verdict)
+            with contextlib.ExitStack() as started:
+                prove_one = partial(_prove, started, nursery, problem, varied, options)
+                with ThreadPoolExecutor(beside) as pool:
+                    proven = list(pool.map(prove_one, some))
+                for verdict, served in proven:
+                    if served is not None:
+                        with contextlib.closing(served):
+                            _time(nursery, served.problem, served, verdict, options)
+                    found.append(verdict)
+                    done(verdict)
         return found
 
 
 def _prove(
-    nursery: Nursery, problem: problems.Problem, varied: problems.Problem, path: Path, options: Options
+    started: contextlib.ExitStack,
+    nursery: Nursery,
+    problem: problems.Problem,
+    varied: problems.Problem,
+    options: Options,
+    path: Path,
 ) -> tuple[Verdict, Served | None]:
     """Prove a candidate. Return (its verdict, its process if it is correct).
 
-    It gets the `varied` weights if its parameters have the reference's names and shapes.
+    It gets the `varied` weights if its parameters have the reference's names and shapes. `started` ends its process if
+    nobody has ended it before, as when another candidate's proof raises.
     """
     verdict = Verdict(candidate=str(path), status=Status.NOT_EQUIVALENT)
     served: Served | None = None
     try:
         served = _candidate(nursery, varied, path, options)
+        started.callback(served.close)
         verdict.not_confined, verdict.same_parameters = served.process.lacking, served.same_parameters
         if not served.same_parameters:
             served.problem = problem  # it was built from the seed
@@ -155,10 +165,6 @@ def _prove(
             verdict.message += "" if served.same_parameters else OTHER_NAMES
             served.close()
         return verdict, None
-    except BaseException:
-        if served is not None:
-            served.close()
-        raise
     return verdict, served
 
 
@@ -200,7 +206,7 @@ def _rival(nursery: Nursery, problem: problems.Problem, name: str, options: Opti
     """Start the reference in a process of its own, compiled or not. Raises Unusable if that fails."""
     limit = options.limit_s * (COMPILE_PATIENCE if name == "compile" else 1)
     try:
-        return Served.start(nursery, problem, problem.path, problems.MODEL, limit, compiled=name == "compile")
+        return Served.start(nursery, problem, problem.file, problems.MODEL, limit, compiled=name == "compile")
     except (Ended, NotEquivalent) as error:
         raise Unusable(name, str(error)) from None
 
@@ -208,10 +214,11 @@ def _rival(nursery: Nursery, problem: problems.Problem, name: str, options: Opti
 def _decide(times: Times, verdict: Verdict, options: Options) -> None:
     verdict.seconds = dict(times.seconds)
     verdict.speedup, verdict.against_compile = times.ratios["reference"], times.ratios.get("compile")
+    asked = max(options.least, FASTER) if verdict.borrowed else options.least
     borrowed = f"it computes with the reference's own operations of torch's ({verdict.borrowed}), not with a kernel"
-    if verdict.borrowed and verdict.speedup.low < FASTER:
+    if verdict.borrowed and verdict.speedup.high < FASTER:
         verdict.status, verdict.message = Status.NOT_EQUIVALENT, f"{borrowed}, and is no faster"
-    elif verdict.speedup.low >= options.least:
+    elif verdict.speedup.low >= asked:
         verdict.status = Status.PASS
         verdict.message = borrowed if verdict.borrowed else ""
     elif verdict.speedup.high < options.least:
@@ -228,6 +235,8 @@ def _decide(times: Times, verdict: Verdict, options: Options) -> None:
                 f"{times.messages_s * 1e6:.3g} µs of the messages for it; give larger inputs in get_inputs()"
             )
         verdict.message = (
-            f"between {verdict.speedup.low:.3g} and {verdict.speedup.high:.3g} times as fast as the reference, and "
-            f"{options.least:g} is asked: {remedy}"
+            f"{borrowed}; "
+            * bool(verdict.borrowed)
+            + f"between {verdict.speedup.low:.3g} and {verdict.speedup.high:.3g} times as fast as the reference, and "
+            f"{asked:g} is asked: {remedy}"
         )

@@ -373,6 +373,22 @@ def test_values_are_drawn_in_the_range_of_the_template(template: Any, kind: Any)
     assert found == kind if not isinstance(kind, type) else isinstance(found, kind)
 
 
+def test_a_size_is_a_constant() -> None:
+    assert modules.specs_of([torch.Size([4])]) == {"x0": ConstantSpec(value=torch.Size([4]))}
+
+
+@pytest.mark.parametrize(
+    ("template", "says"),
+    [
+        (torch.rand(2, dtype=torch.complex64), "a tensor of complex64, and only real inputs are drawn"),
+        (torch.rand(3, 2).max(0), "returns a max: return a list or a plain tuple instead"),
+    ],
+)
+def test_a_template_that_cannot_be_drawn_is_named(template: Any, says: str) -> None:
+    with pytest.raises(PairError, match=says):
+        modules.specs_of([template])
+
+
 def drawn_from(templates: Sequence[Any]) -> list[Any]:
     pair = Pair(reference=abs, optimized=abs, inputs=modules.specs_of(templates), workloads=[Workload("w")])
     return list(make.build(pair, workload_case(pair.workloads[0], "float32", 3), "cpu").values())
