@@ -316,7 +316,7 @@ def bisect(workload: str, good: str, bad: str, by: str) -> None:
 def history(
     workload: str | None, limit: int, device: str | None, baselines: str, as_json: bool, html: str | None
 ) -> None:
-    """List the last runs, or those of WORKLOAD with its times and the level shifts in them.
+    """List the last runs, or those of WORKLOAD with its times and level shifts.
 
     WORKLOAD is an id as reports show it, or a unique part of one. Each `run`, `gate`, `accept` and `pytest -m perf`
     leaves a file in .perfsuite/history.
@@ -401,7 +401,7 @@ def init(folder: str, ci: str) -> None:
 @_selection
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def list_(paths: tuple[str, ...], keyword: str | None, as_json: bool) -> None:
-    """List pairs and workloads, their promises and their accepted figures on this machine."""
+    """List pairs, workloads, their promises and the figures accepted here."""
     arguments = ["json=yes"] if as_json else []
     sys.exit(_pytest("list", paths, keyword, arguments=arguments, extra=["-qq", "--no-header", "--no-summary"]))
 
