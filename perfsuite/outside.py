@@ -243,9 +243,11 @@ class Child:
 
 
 def _incoming(pair: Pair, case: Case, like: Leaves) -> list[torch.Tensor]:
-    """Return incoming gradients for the real and complex outputs among these, as in a proof."""
+    """Return incoming gradients for the real and complex outputs among these, as in a proof, in the outputs' order."""
     outputs = {name: leaf for name, leaf in like.items() if name.startswith("output")}
-    return incoming.for_outputs(incoming.real_of(outputs), case.seed, pair.output_dtype)
+    real = incoming.real_of(outputs)
+    weights = dict(zip(real, incoming.for_outputs(real, case.seed, pair.output_dtype), strict=True))
+    return [weights[name] for name in outputs if name in weights]
 
 
 _children: list[Child] = []

@@ -125,7 +125,10 @@ class Runner:
         if (self.long is not None and self.incoming is not None) or (self.called_once and self.direction == "both"):
             return
         sample = dict(execution.flatten(function(*self.arguments)))
-        outputs, self.incoming = incoming.drawn(sample, self.case.seed, self.pair.output_dtype)
+        outputs, drawn = incoming.drawn(sample, self.case.seed, self.pair.output_dtype)
+        names = [name for name, output in incoming.real_of(sample).items() if output.requires_grad]
+        by_name = dict(zip(names, drawn, strict=True))
+        self.incoming = [by_name[name] for name in sample if name in by_name]  # in the order of `_outputs`
         if not outputs or not self.marked:
             raise PairError(
                 f"{self.pair.name}: direction={self.direction!r}, but no output depends on an input's gradient"

@@ -99,6 +99,14 @@ MODULE = """
 
 
     by_backward = Pair(reference=right, optimized=lambda x: Backward.apply(x, False))
+    named_outputs = Pair(
+        reference=lambda x: {"a": x.exp(), "b": x.sum()},
+        optimized=lambda x: {"b": x.sum(), "a": x.exp()},
+    )
+    many_outputs = Pair(
+        reference=lambda x: tuple(x[:n].exp() for n in range(12)),
+        optimized=lambda x: tuple(x[:n].exp() for n in range(12)),
+    )
     honest_backward = Pair(reference=right, optimized=lambda x: Backward.apply(x, True))
     by_variable = Pair(reference=right, optimized=only_where(under_test))
     by_module = Pair(reference=right, optimized=only_where(imported))
@@ -182,7 +190,7 @@ def test_a_side_that_is_right_only_under_test_is_rejected(project: Project, monk
     write(project)
     result = project.run("-m", "correctness", "-k", f"outside and not ({ENDING})", "-rs")
     output = result.stdout.str()
-    result.assert_outcomes(passed=6, failed=7, skipped=1)
+    result.assert_outcomes(passed=8, failed=7, skipped=1)
     for name in ("by_variable", "by_module", "by_frame", "by_command", "by_import", "by_step", "by_backward"):
         assert f"{name}: the optimized side {WRONG}" in output, name
     assert "by_backward: gradient of x of the optimized side is wrong" in output
