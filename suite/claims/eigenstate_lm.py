@@ -39,7 +39,16 @@ from suite.claims.eigenstate_lm_setting import (
     Setting,
     setting,
 )
-from suite.claims.measuring import PASSES, UncompiledError, compiled_call, interleaved, peak_bytes, percent, typical
+from suite.claims.measuring import (
+    PASSES,
+    NotFiniteError,
+    UncompiledError,
+    compiled_call,
+    interleaved,
+    peak_bytes,
+    percent,
+    typical,
+)
 from suite.claims.record import CONFIRMED, DEPENDS, REFUTED, UNMEASURED, Answer, Checks, Measure
 from suite.claims.words import amount, listed
 from suite.eigenstate_lm.model import RANGE, SMALLEST, VOCABULARY, eigenvalues, parameters
@@ -51,14 +60,17 @@ CHECKS = Checks()
 
 
 def _alone(measure: Measure) -> Measure:
-    """Free unused memory before the measurement; return UNMEASURED if it does not compile or runs out of memory."""
+    """Free unused memory before the measurement; return UNMEASURED if there is no figure.
+
+    There is none if something does not compile, memory runs out, or the figure is not finite.
+    """
 
     @functools.wraps(measure)
     def answer(s: Setting) -> Answer:
         measured.free_memory()
         try:
             return measure(s)
-        except UncompiledError as error:
+        except (UncompiledError, NotFiniteError) as error:
             return UNMEASURED, str(error)
         except PerfsuiteError as error:
             if not measured.lacks_memory(error):

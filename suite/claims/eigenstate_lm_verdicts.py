@@ -8,7 +8,7 @@ import torch
 
 from suite.ablation import Ratio
 from suite.claims.eigenstate_lm_setting import EPS, NOTHING, QUALITY, ROUNDING, STEP, TOLERANCE
-from suite.claims.measuring import largest
+from suite.claims.measuring import NotFiniteError, largest
 from suite.claims.record import CONFIRMED, DEPENDS, REFUTED, UNMEASURED
 
 
@@ -26,8 +26,10 @@ def error(found: Sequence[torch.Tensor], truth: Sequence[torch.Tensor]) -> float
 def horizon(influence: torch.Tensor) -> int | None:
     """Return the distance from which an influence [distance] stays below float32's epsilon times its first value.
 
-    The distance is in tokens; None if the influence does not stay below it.
+    The distance is in tokens; None if the influence does not stay below it. NotFiniteError if it is not finite.
     """
+    if not influence.isfinite().all():
+        raise NotFiniteError("the gradient is not finite")
     there = (influence.double() >= EPS * influence[0].double()).nonzero()
     after = int(there[-1]) + 1 if len(there) else 0
     return after if after < len(influence) else None

@@ -35,6 +35,10 @@ class UncompiledError(RuntimeError):
     """Raised if something that must be measured compiled runs uncompiled; the message says why."""
 
 
+class NotFiniteError(ValueError):
+    """Raised if a measured figure is infinite or NaN, so that no verdict follows from it; the message names it."""
+
+
 def compiled_call(call: Callable[[], object]) -> None:
     """Run a call that may compile something; raise UncompiledError if the compilation fails."""
     notes: list[str] = []

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 
 from suite.ablation import Ratio
+from suite.claims.measuring import largest
 from suite.claims.record import CONFIRMED, DEPENDS, REFUTED, UNMEASURED
 
 TOLERANCE = 0.1
@@ -62,11 +64,13 @@ def is_amount(found: Sequence[float], claimed: float) -> str:
 
 
 def both_tasks(norms: Mapping[str, float], difference: float) -> str:
-    """Return the verdict on whether a mixed batch has the inverse losses of all its tasks.
+    """Return the verdict on whether a mixed batch has the inverse losses of all its tasks; UNMEASURED with NaN.
 
     norms       task → norm of the gradient with respect to the weights of its encoder and decoder
     difference  relative difference of the losses from the mean of the tasks' own losses
     """
+    if any(map(math.isnan, (difference, *norms.values()))):
+        return UNMEASURED
     if difference > SAME:
         return REFUTED
     return _of_all([norm > 0 for norm in norms.values()])
@@ -74,7 +78,7 @@ def both_tasks(norms: Mapping[str, float], difference: float) -> str:
 
 def updates(moved: Sequence[bool], distances: Sequence[float]) -> str:
     """Return the verdict on whether an optimizer moves all weights, and as far as another one does."""
-    return CONFIRMED if all(moved) and max(distances) <= SAME else REFUTED
+    return CONFIRMED if all(moved) and largest(distances) <= SAME else REFUTED
 
 
 def frees(freed: Sequence[float], most: float, claimed: float) -> str:

@@ -135,6 +135,15 @@ def test_horizon_is_where_the_influence_stays_below_rounding(influence: list[flo
     assert verdicts.horizon(torch.tensor(influence)) == found
 
 
+@pytest.mark.parametrize("influence", [[1.0, math.nan, 0.0], [math.nan, 0.5, 0.0], [math.inf, 0.5, 0.0]])
+def test_nonfinite_gradient_gives_no_verdict_on_the_reach(
+    influence: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("influence_of_scan", "influence_of_network"):
+        monkeypatch.setattr(measured, name, lambda s, decay: torch.tensor(influence))
+    assert eigenstate_lm.CHECKS.all["C52"].answer(SMALL) == (UNMEASURED, "the gradient is not finite")
+
+
 @FULLY
 def test_unchunked_loss_holds_the_logits_three_times() -> None:
     verdict, finding = eigenstate_lm.chunked_loss(SMALL)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import signal
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
@@ -613,7 +614,14 @@ def test_freed_memory_is_limited_by_the_amount_that_exists(freed: tuple[float, .
 
 @pytest.mark.parametrize(
     ("norms", "difference", "verdict"),
-    [((1.0, 2.0), 0.0, CONFIRMED), ((1.0, 0.0), 0.0, DEPENDS), ((0.0, 0.0), 0.0, REFUTED), ((1.0, 2.0), 0.1, REFUTED)],
+    [
+        ((1.0, 2.0), 0.0, CONFIRMED),
+        ((1.0, 0.0), 0.0, DEPENDS),
+        ((0.0, 0.0), 0.0, REFUTED),
+        ((1.0, 2.0), 0.1, REFUTED),
+        ((1.0, 2.0), math.nan, UNMEASURED),
+        ((1.0, math.nan), 0.0, UNMEASURED),
+    ],
 )
 def test_both_tasks_requires_a_gradient_per_task_and_the_mean_loss(
     norms: tuple[float, float], difference: float, verdict: str
@@ -623,7 +631,12 @@ def test_both_tasks_requires_a_gradient_per_task_and_the_mean_loss(
 
 @pytest.mark.parametrize(
     ("moved", "distances", "verdict"),
-    [((True, True), (0.0, 1e-6), CONFIRMED), ((True, False), (0.0,), REFUTED), ((True,), (0.0, 0.1), REFUTED)],
+    [
+        ((True, True), (0.0, 1e-6), CONFIRMED),
+        ((True, False), (0.0,), REFUTED),
+        ((True,), (0.0, 0.1), REFUTED),
+        ((True,), (0.0, math.nan), REFUTED),
+    ],
 )
 def test_updates_requires_all_weights_to_move_the_same_distance(
     moved: tuple[bool, ...], distances: tuple[float, ...], verdict: str
