@@ -1,6 +1,7 @@
 """A step captured once as a CUDA graph and replayed through static inputs (trainer2, technique 000.7)."""
 
 import gc
+import numbers
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Hashable, Sequence
@@ -231,12 +232,7 @@ class CudaGraphStep:
 
     def _form(self, leaves: Sequence[Any], spec: Any) -> Hashable:
         """Return a key for the inputs and the modes that a graph depends on, without the values of tensors."""
-        forms = tuple(
-            (leaf.shape, leaf.stride(), leaf.dtype, leaf.device)
-            if isinstance(leaf, torch.Tensor)
-            else (type(leaf), leaf)
-            for leaf in leaves
-        )
+        forms = tuple(_form_of(leaf) for leaf in leaves)
         modes = (
             torch.is_grad_enabled(),
             torch.is_inference_mode_enabled(),
@@ -247,6 +243,13 @@ class CudaGraphStep:
             torch.backends.cudnn.deterministic,
         )
         return forms, str(spec), modes
+
+
+def _form_of(leaf: Any) -> Hashable:
+    """Return a key for one input. Numbers are compared as text, since 0.0 equals -0.0, and NaN differs from itself."""
+    if isinstance(leaf, torch.Tensor):
+        return leaf.shape, leaf.stride(), leaf.dtype, leaf.device
+    return type(leaf), repr(leaf) if isinstance(leaf, numbers.Number) else leaf
 
 
 def cuda_graph_step(step: Callable[..., Any], **options: Any) -> CudaGraphStep:

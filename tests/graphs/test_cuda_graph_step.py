@@ -1,5 +1,6 @@
 import functools
 import gc
+import math
 import subprocess
 import sys
 import warnings
@@ -223,14 +224,51 @@ def test_defaults_are_three_warm_up_calls_and_four_graphs():
     assert graphs.warmed == 16
 
 
+def sign_of(number):
+    """Return a number with the sign of a number, of its imaginary part, or of the only number in a list."""
+    number = number[0] if isinstance(number, list) else number
+    return number.imag if isinstance(number, complex) else number
+
+
 def test_inputs_of_any_layout_are_replayed_correctly():
-    seen = []
-    step = optimized(lambda x: (seen.append(x.stride()), x + 0)[1], warmup=1, backend=Graphs())
-    for x in (torch.ones(4, 6).t(), torch.ones(4, 6)[:, ::2], torch.ones(0, 3), torch.ones(1).expand(5)):
+    captured = []
+
+    class Seen(Graphs):
+        def capture(self, call, device):
+            seen.clear()
+            made = super().capture(call, device)
+            captured.append(seen[0])
+            return made
+
+    seen, graphs = [], Seen()
+    step = optimized(lambda x: (seen.append(x.stride()), x * 2)[1], warmup=1, backend=graphs)
+    drawn = torch.randn(4, 6)
+    for x in (drawn.t(), drawn[:, ::2], torch.ones(0, 3), torch.randn(1).expand(5)):
         for _ in range(3):
-            assert torch.equal(step(x), x)
-    assert seen[0] == seen[1] == (1, 6)
-    assert (6, 2) in seen
+            assert torch.equal(step(x), x * 2)
+    # Elements of an expanded tensor share memory, which a copy cannot be written into.
+    assert captured == [(1, 6), (6, 2), (3, 1), (1,)]
+    assert graphs.replayed == 8
+
+
+@pytest.mark.parametrize(
+    ("first", "second"), [(0.0, -0.0), (1, True), (1, 1.0), (complex(0, 0.0), complex(0, -0.0)), ([0.0], [-0.0])]
+)
+def test_numbers_that_are_equal_but_not_the_same_are_captured_apart(first, second):
+    step = optimized(
+        lambda x, number: torch.full_like(x, math.copysign(1, sign_of(number))), warmup=1, backend=Graphs()
+    )
+    for number in (first, second, first):
+        for _ in range(2):
+            assert step(torch.ones(1), number).item() == math.copysign(1, sign_of(number))
+    assert step.captures == 2
+
+
+def test_nan_as_an_input_is_captured_only_once():
+    step = optimized(lambda x, number: x * number, warmup=1, backend=Graphs())
+    for _ in range(5):
+        step(torch.ones(1), float("nan"))
+    assert step.captures == 1
 
 
 def test_step_without_tensors_is_captured_on_the_given_device():
