@@ -23,8 +23,17 @@ def deviation_of(runs, truth):
     return torch.stack([(run - truth) ** 2 for run in runs]).mean(0).sqrt().cummax(0).values
 
 
+def first_points(known, points):
+    """Return the first points of each of the curves."""
+    return tuple(curve[:points] for curve in known)
+
+
 def share_of_rule(found, truth, deviation, dtype):
-    """Return the largest error of a curve as a fraction of the allowed error; it may be shorter than the truth."""
-    truth, deviation = truth[: len(found)], deviation[: len(found)]
+    """Return the largest error of a curve as a fraction of the allowed error.
+
+    The curve must be finite, since a maximum over NaN says nothing, and as long as the truth.
+    """
+    assert len(found) == len(truth) == len(deviation)
+    assert found.isfinite().all()
     budget = K * deviation + C * torch.finfo(dtype).eps * (truth.abs() + truth.square().mean().sqrt())
     return float(((found - truth).abs() / budget).max())

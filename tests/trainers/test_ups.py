@@ -21,7 +21,7 @@ from states import same, through_a_file
 
 from optimized.compilation import compiled_function
 from optimized.graphs.cuda_graph_step import CudaGraphStep
-from optimized.memory.cpu_offload_optimizer import offloaded_hybrid
+from optimized.memory.cpu_offload_optimizer import OffloadedHybrid, offloaded_hybrid
 from optimized.operator_calls import parts
 from optimized.optimizers.hybrid_muon_adamw import hybrid_muon_adamw
 from optimized.trainers.ups import Trainer as Optimized
@@ -334,10 +334,16 @@ def test_activation_checkpoint_keeps_the_loss_curve_bit_for_bit(given):
 
 def test_cpu_offload_uses_offloaded_hybrid_and_changes_all_weights(given):
     trainer = made(Optimized, given, dataclasses.replace(SMALL, cpu_offload_optimizer=True))
-    assert all(type(o).__name__ == "OffloadedHybrid" for o in trainer.optimizers.values())
+    assert all(type(o) is OffloadedHybrid for o in trainer.optimizers.values())
     before = {name: weight.detach().clone() for name, weight in trainer.weights.items()}
     trainer.train_window({})
     assert not any(torch.equal(weight, before[name]) for name, weight in trainer.weights.items())
+    # The optimizers that the trainer steps are these: their state and the weights are those without the switch.
+    plain = trained(Optimized, given, steps=1)
+    states = [{name: o.state_dict() for name, o in t.optimizers.items()} for t in (trainer, plain)]
+    assert same(*states)
+    assert all(m.any() for state in states[0].values() for m in state["muon"]["momenta"])
+    assert all(torch.equal(weight, plain.weights[name]) for name, weight in trainer.weights.items())
 
 
 def test_offloaded_hybrid_step_equals_hybrid_muon_adamw():
@@ -356,12 +362,12 @@ def test_offloaded_hybrid_step_equals_hybrid_muon_adamw():
 
 
 def test_averages_are_an_exponential_moving_average_of_the_weights(given):
-    trainer = made(Optimized, given)
+    trainer = made(Optimized, given, dataclasses.replace(SMALL, ema_decay=0.75))
     first = {name: a.clone() for name, a in trainer.averages.items()}
     trainer.train_window({})
     for name, average in trainer.averages.items():
-        expected = first[name] + (1 - SMALL.ema_decay) * (trainer.weights[name].detach() - first[name])
-        torch.testing.assert_close(average, expected)
+        expected = first[name] + 0.25 * (trainer.weights[name].detach() - first[name])
+        torch.testing.assert_close(average, expected, rtol=1e-6, atol=1e-8)
 
 
 def test_use_fsdp2_in_one_process_is_ignored_with_a_warning(given):
