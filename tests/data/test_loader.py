@@ -5,7 +5,7 @@ import time
 
 import pytest
 import torch
-from scale import draws
+from scale import draws, some
 from torch.utils.data import TensorDataset
 
 from optimized.data.loader import Loader as Optimized
@@ -220,8 +220,9 @@ class Broken(TensorFile):
         raise ValueError(f"row {row} is damaged")
 
 
-def test_dataset_error_is_raised_by_the_loader(split):
-    with Optimized(Broken(split.path), 4, workers=0) as loader, pytest.raises(ValueError, match="is damaged"):
+@pytest.mark.parametrize("workers", some((0, 1), usual=(0,)))
+def test_dataset_error_is_raised_by_the_loader(workers, split):
+    with Optimized(Broken(split.path), 4, workers=workers) as loader, pytest.raises(ValueError, match="is damaged"):
         list(loader.epoch(0))
 
 

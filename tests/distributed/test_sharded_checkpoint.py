@@ -1,5 +1,6 @@
 import contextlib
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -202,8 +203,10 @@ def test_failed_save_raises_an_error_that_names_the_path(save, fails, alone, tmp
 
         monkeypatch.setattr(os, "replace", full)
     says = "Not a directory|File exists" if fails == "mkdir" else "No space left on device"
-    with pytest.raises(CheckpointError, match=rf"cannot write .*c: .*({says}).*; (free space there, or )?name another"):
+    with pytest.raises(CheckpointError) as error:
         save(saved.model, saved.optimizer, path)
+    # A dot matches no line break, so that the message is one line.
+    assert re.fullmatch(rf"cannot write .*c: .*({says}).*; (free space there, or )?name another.*", str(error.value))
 
 
 def test_failed_rename_keeps_the_earlier_checkpoint(alone, tmp_path, monkeypatch):

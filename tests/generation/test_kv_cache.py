@@ -10,6 +10,7 @@ from optimized.generation.kv_cache import kv_cache_triton
 from optimized.kernels import triton_reason
 from perfsuite import Pair, Workload, integers, module, side, size, stateful, tensor
 from reference.generation.kv_cache import kv_cache as reference
+from suite.polychromic.llama import Attention
 from suite.polychromic.lora import LoRALinear, Settings, attach, without
 from suite.polychromic.trial import SMOLLM2, language_model
 
@@ -106,12 +107,21 @@ def test_in_place_weight_changes_take_effect():
     torch.testing.assert_close(step(prompts, lengths, replies), reference(model)(prompts, lengths, replies))
 
 
-def test_cache_contains_keys_for_the_prompt_and_the_next_token():
+def test_cache_contains_keys_and_values_for_the_prompt_and_the_next_token(monkeypatch):
     model, prompts, lengths, _ = drawn()
-    cache = Cache(model, 3, 16)
+    cache, tokens = Cache(model, 3, 16), torch.tensor([1, 2, 3])
     with torch.no_grad():
         cache.read(prompts, lengths)
-        cache.next(torch.tensor([1, 2, 3]), lengths)
+        cache.next(tokens, lengths)
+    own = Attention.heads
+    for row, length in enumerate(lengths.tolist()):
+        heads = []
+        with monkeypatch.context() as patch, torch.no_grad():
+            patch.setattr(Attention, "heads", lambda *given, heads=heads: heads.append(own(*given)) or heads[-1])
+            model(torch.cat((prompts[row, :length], tokens[row, None]))[None])
+        for kept, (_, *alone) in zip(cache.layers, heads, strict=True):
+            for found, expected in zip(kept, alone, strict=True):
+                torch.testing.assert_close(found[row, :, : length + 1], expected[0])
     for keys, _ in cache.layers:
         written = keys.ne(0).any(-1).any(1)
         # The padding of a prompt is also written, and later overwritten by the reply.

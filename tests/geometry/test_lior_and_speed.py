@@ -131,12 +131,15 @@ def test_each_row_may_have_its_own_metric(call):
 
 
 @pytest.mark.parametrize("call", SIDES)
-def test_nonfinite_row_does_not_affect_the_speed_of_others(call):
+@pytest.mark.parametrize("diagonal", [False, True])
+def test_nonfinite_row_does_not_affect_lior_and_speed_of_others(call, diagonal):
     velocity = torch.tensor([[math.nan, 1.0], [1.0, 2.0], [math.inf, 1.0]])
-    _, speed = call(velocity, torch.ones(3), None, torch.tensor([1.0, 1.0]))
-    assert math.isnan(speed[0])
-    assert speed[1].item() == pytest.approx(math.sqrt(5))
-    assert speed[2].item() == math.inf
+    form = (None, torch.ones(2)) if diagonal else (torch.ones(2, 2),)
+    found = call(velocity, torch.full((3,), 2.0), *form)
+    for values, scale in zip(found, (2, 1), strict=True):
+        assert math.isnan(values[0])
+        assert values[1].item() == pytest.approx(scale * math.sqrt(5 if diagonal else 9))
+        assert values[2].item() == math.inf
 
 
 def one_path(monkeypatch, gpu):

@@ -363,10 +363,20 @@ def test_the_kernels_refuse_a_second_derivative():
 
 
 @pytest.mark.interpreted
-def test_query_gradient_is_correct_if_the_memory_needs_no_gradient():
+def test_query_gradient_is_correct_and_takes_fewer_programs_if_the_memory_needs_no_gradient(monkeypatch):
+    kernel, programs = module._backward_kernel, []
+
+    class Counted:
+        def __getitem__(self, grid):
+            programs.append(math.prod(grid))
+            return kernel[grid]
+
+    monkeypatch.setattr(module, "_backward_kernel", Counted())
+    differentiated(retrieval_triton, drawn())
     arguments = drawn()
     arguments["query"].requires_grad_()
     retrieval_triton(*arguments.values()).square().sum().backward()
+    assert programs[1] < programs[0]
     got = arguments["query"].grad.clone()
     arguments["query"].grad = None
     reference(*arguments.values()).square().sum().backward()

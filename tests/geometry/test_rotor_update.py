@@ -107,8 +107,9 @@ def test_an_index_one_beyond_an_end_reads_and_writes_nothing(call, row):
 
 
 @pytest.mark.parametrize("call", SIDES)
-def test_nan_loss_delta_changes_nothing(call):
-    assert update(call, [0.25], [0.0, 1.0], [[0, 1, 0]], math.nan) == [0.25]
+@pytest.mark.parametrize("delta", [math.nan, math.inf, -math.inf])
+def test_nonfinite_loss_delta_changes_nothing(call, delta):
+    assert update(call, [0.25], [0.0, 1.0], [[0, 1, 0]], delta) == [0.25]
 
 
 @pytest.mark.parametrize("call", SIDES)

@@ -85,7 +85,19 @@ def test_cache_is_not_emptied_during_capture_or_if_it_does_not_help(reason, monk
     step()
 
 
+@pytest.mark.parametrize("free", [2, 60])
+def test_should_empty_compares_the_memory_of_the_current_device(free, monkeypatch):
+    devices = {3: {"mem_get_info": (free, 140), "memory_reserved": 120, "memory_allocated": 60}}
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    for name in devices[3]:
+        monkeypatch.setattr(torch.cuda, name, lambda device, name=name: devices[device][name])
+    assert module._should_empty() is (free == 2)
+
+
 @pytest.mark.gpu
-def test_should_empty_can_be_called_on_a_gpu():
-    torch.ones(1, device="cuda")
-    assert module._should_empty() in (True, False)
+def test_should_empty_reports_unused_memory_of_a_gpu(monkeypatch):
+    total = 1 << 26
+    torch.empty(total, dtype=torch.uint8, device="cuda")  # the allocator keeps its memory
+    for free in (0, total):
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device, free=free: (free, total))
+        assert module._should_empty() is (free == 0)

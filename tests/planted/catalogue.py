@@ -8,7 +8,7 @@ verdict depends on the machine's speed; faults marked `gpu` run on a real GPU, w
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -77,17 +77,6 @@ def honest(number: int, name: str, *, timed: bool = False, gpu: bool = False) ->
         return make
 
     return register
-
-
-@dataclass
-class Wave:
-    """The function to optimise, sin(x) · exp(x / 4)."""
-
-    calls: int = 0
-    seen: dict[Any, torch.Tensor] = field(default_factory=dict)
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.exp(x / 4) * torch.sin(x)
 
 
 def wave(x: torch.Tensor) -> torch.Tensor:

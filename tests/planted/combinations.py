@@ -312,7 +312,7 @@ def strides_of_the_call(time: Time) -> Pair:
 # --- layouts of long rows -------------------------------------------------------------------------------------------
 
 
-@fault(58, "long rows read as contiguous", "wrong", stage="equivalence")
+@fault(58, "long rows read as contiguous", "is wrong at", "and wrong for transposed x", stage="equivalence")
 def long_rows_read_as_contiguous(time: Time) -> Pair:
     def optimized(x: torch.Tensor) -> torch.Tensor:
         m, n = x.shape

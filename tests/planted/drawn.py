@@ -533,7 +533,7 @@ def stays_on(time: Time) -> Pair:
 # --- 47: values and layouts that kernels are seldom tested on ----------------------------------------------------
 
 
-@fault(47, "two elements beside a vector's address", "contiguous")
+@fault(47, "two elements beside a vector's address", "right where the inputs are contiguous, and wrong for offset x")
 def vectors_of_four(time: Time) -> Pair:
     def side(x: torch.Tensor) -> torch.Tensor:
         apart = x.is_contiguous() and x.storage_offset() % 4 == 2

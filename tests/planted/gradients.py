@@ -331,7 +331,7 @@ def first_gradient_kept(time: Time) -> Pair:
     return differentiated(Kept.apply)
 
 
-@fault(46, "a gradient kept by the input's values", "backward pass", stage="contexts")
+@fault(46, "a gradient kept by the input's values", "a second backward pass with retain_graph=True", stage="contexts")
 def kept_by_values(time: Time) -> Pair:
     held: list[tuple[torch.Tensor, torch.Tensor]] = []
 

@@ -150,7 +150,9 @@ def copies_gradient(time: Time) -> Pair:
     return with_the_last(torch.clone)
 
 
-@fault(51, "a gradient of zeros left out", "after", stage="equivalence")
+@fault(
+    51, "a gradient of zeros left out", "p (in place) after 2 steps of the optimized side is wrong", stage="equivalence"
+)
 def leaves_out_zeros(time: Time) -> Pair:
     def build(p: torch.Tensor) -> Step:
         step = momentum(p)
@@ -159,7 +161,9 @@ def leaves_out_zeros(time: Time) -> Pair:
     return stepping(build)
 
 
-@fault(51, "momentum that stays at zeros", "after", stage="equivalence")
+@fault(
+    51, "momentum that stays at zeros", "p (in place) after 2 steps of the optimized side is wrong", stage="equivalence"
+)
 def stays_at_zeros(time: Time) -> Pair:
     def build(p: torch.Tensor) -> Step:
         m = torch.zeros_like(p)

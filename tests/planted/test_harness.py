@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,7 +13,7 @@ from catalogue import fast, pair, wave
 from scale import count
 from scratch import SMALL, TWO_LINES, Project, lines_with, times
 
-from perfsuite import api, counting, equivalence, floats, tensor
+from perfsuite import api, counting, equivalence, floats, machine, tensor
 from perfsuite.errors import MachineError, NotEquivalent
 from perfsuite.exit_codes import UNDECIDED
 from perfsuite.records import Case
@@ -198,12 +199,18 @@ def test_38_missing_output_is_rejected() -> None:
         api.check(pair(lambda x: (fast(x),), reference=two(wave, wave)))
 
 
-def test_39_missing_baseline_and_renamed_pair_are_undecided(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_39_missing_baseline_other_machine_and_renamed_pair_are_undecided(
+    project: Project, monkeypatch: pytest.MonkeyPatch
+) -> None:
     project.write("test_scale.py", TWO_LINES)
     project.measured(times())
     rejected(project.gate(), "NO_BASELINE", SMALL, code=UNDECIDED)
     project.accept()
     project.measured(times())
     assert project.gate().ret == 0
+    other = dataclasses.replace(machine.identify(), device_name="Another device")
+    with monkeypatch.context() as patch:
+        patch.setattr(machine, "identify", lambda: other)
+        rejected(project.gate(), "WRONG_MACHINE", SMALL, "Another device", code=UNDECIDED)
     project.replace("test_scale.py", "scale = Pair", "other = Pair")
     rejected(project.gate(), SMALL, "in the baseline but not collected", code=UNDECIDED)

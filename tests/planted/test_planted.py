@@ -137,5 +137,5 @@ def test_an_honest_look_alike_passes(planted: Planted, time: Time, monkeypatch: 
 def test_every_fault_of_the_catalogue_is_planted() -> None:
     planted = {p.number for p in FAULTS} | set(test_harness.FAULTS)
     assert planted == set(NUMBERS)
-    assert {p.number for p in FAULTS} <= {p.number for p in HONEST} | {31}, "each has an honest look-alike"
+    assert {p.number for p in FAULTS} <= {p.number for p in HONEST}, "each has an honest look-alike"
     assert all(p.says for p in FAULTS)

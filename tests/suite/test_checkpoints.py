@@ -363,9 +363,12 @@ def test_load_rejects_a_checkpoint_of_another_trainer(tmp_path: Path) -> None:
         load(path, "trainer2")
 
 
-@pytest.mark.parametrize("name", ["nowhere.pt", "."])
-def test_a_missing_file_or_a_folder_raises_checkpoint_error(tmp_path: Path, name: str) -> None:
-    with pytest.raises(CheckpointError):
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [("nowhere.pt", r"no checkpoint .*/nowhere\.pt; name one"), (".", "cannot read .*: it is a folder; ")],
+)
+def test_a_missing_file_or_a_folder_raises_checkpoint_error(tmp_path: Path, name: str, message: str) -> None:
+    with pytest.raises(CheckpointError, match=message):
         load(tmp_path / name)
 
 

@@ -283,12 +283,15 @@ def test_an_earlier_verdict_is_kept_if_the_claim_cannot_be_measured_here(tmp_pat
     assert "| C6 | It pays. | **confirmed** |" in (tmp_path / "claims.md").read_text()
 
 
-def test_an_unusable_output_folder_is_reported_before_anything_is_measured(tmp_path: Path) -> None:
-    (tmp_path / "claims.md").write_text("")
-    asked = ["trainer2", "--only", "C9", "--device", "cpu", "--out", str(tmp_path / "claims.md/x")]
-    done = CliRunner().invoke(claims, asked)
+@pytest.mark.parametrize(
+    ("out", "message"),
+    [("claims.md/x", "cannot read claims.md/x"), ("/proc/nowhere", "cannot write into /proc/nowhere: ")],
+)
+def test_an_unusable_output_folder_is_reported_before_anything_is_measured(out: str, message: str) -> None:
+    Path("claims.md").write_text("")
+    done = CliRunner().invoke(claims, ["trainer2", "--only", "C9", "--device", "cpu", "--out", out])
     assert done.exit_code == 1
-    assert done.output.startswith("Error: cannot read ")
+    assert done.output.startswith(f"Error: {message}")
     assert "C9" not in done.output
 
 

@@ -128,7 +128,7 @@ def test_a_field_of_two_dataclasses_is_given_once() -> None:
         ("[" * 5000, [], "c.yaml: holds a value that cannot be read: maximum recursion depth"),
         ("a: [1\n", [], "c.yaml, line 2: not YAML: expected ',' or ']'"),
         ("a: !!python/object/apply:os.getcwd []", [], "c.yaml, line 1: not YAML: could not determine a constructor"),
-        ("{a: 1}: 3", [], "c.yaml"),
+        ("{a: 1}: 3", [], "c.yaml, line 1: not YAML: found unhashable key"),
     ],
 )
 def test_mistakes_are_reported_in_one_line(text: str, arguments: list[str], message: str) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import re
 from pathlib import Path
 
 import click
@@ -16,7 +18,7 @@ from suite.commands.data import data
 from suite.commands.generate import generate
 from suite.commands.train import train
 from suite.eigenstate_lm.config import TrainConfig
-from suite.eigenstate_lm.memory import naming_the_remedy, needed, remedy
+from suite.eigenstate_lm.memory import TOO_WIDE, naming_the_remedy, needed, remedy
 
 pytest.importorskip("jsonargparse", reason="jsonargparse is not installed: pip install 'perfsuite[train]'")
 pytest.importorskip("tokenizers", reason="tokenizers is not installed: pip install 'perfsuite[train]'")
@@ -259,8 +261,6 @@ SMALL = TrainConfig(autocast_bf16=True)
 
 
 def config(**fields: object) -> TrainConfig:
-    import dataclasses
-
     return dataclasses.replace(SMALL, **fields)  # type: ignore[arg-type]  # of several kinds
 
 
@@ -302,7 +302,32 @@ def test_a_step_larger_than_the_memory_is_rejected_before_it_runs() -> None:
     ],
 )
 def test_remedy_names_the_settings_to_reduce(fields: dict[str, object], gib: int, said: str) -> None:
-    assert remedy(config(**fields), 50257, gib * GIB).startswith(said)
+    text = remedy(config(**fields), 50257, gib * GIB)
+    assert text.startswith(said)
+    if text != TOO_WIDE:
+        assert needed_at_once(changed_as(text, config(**fields))) <= gib * GIB
+
+
+def changed_as(text: str, given: TrainConfig) -> TrainConfig:
+    """Return the configuration with the changes that a remedy names."""
+    switches = re.search(r"switch (.*?) on", text)
+    on = dict.fromkeys(switches[1].split(", ") if switches else (), True)
+    patterns = {
+        "batch_size": r"batch_size (?:from \d+ )?to (\d+)",
+        "accumulation": r"accumulation (\d+)",
+        "sequence_length": r"sequence_length from \d+ to (\d+)",
+    }
+    found = {name: re.search(pattern, text) for name, pattern in patterns.items()}
+    lower = {name: int(match[1]) for name, match in found.items() if match}
+    changed = dataclasses.replace(given, **on, **lower)
+    assert changed != given
+    assert "sequence_length" in lower or changed.sequences == given.sequences
+    return changed
+
+
+def needed_at_once(chosen: TrainConfig) -> float:
+    fixed, sequence = needed(chosen, 50257)
+    return fixed + sequence * (chosen.batch_size if chosen.gradient_accumulation else chosen.sequences)
 
 
 @pytest.mark.parametrize(

@@ -205,6 +205,25 @@ def rewritten(path: Path, change: Callable[[str, bytes], bytes], compression: in
 
 
 def overlapping(path: Path) -> bytes:
+    """Store the largest part inside another one; names, sizes and checksums are right."""
+    with zipfile.ZipFile(path) as archive:
+        parts = {name: archive.read(name) for name in archive.namelist()}
+    inner = max(parts, key=lambda name: len(parts[name]))
+    alone, out = io.BytesIO(), io.BytesIO()
+    with zipfile.ZipFile(alone, "w") as made:
+        made.writestr(inner, parts.pop(inner))
+        (entry,) = made.infolist()
+        local = alone.getvalue()
+    with zipfile.ZipFile(out, "w") as made:
+        for name, part in parts.items():
+            made.writestr(name, part)
+        made.writestr(inner.partition("/")[0] + "/around", local)
+        entry.header_offset = out.tell() - len(local)
+        made.filelist.append(entry)
+    return out.getvalue()
+
+
+def oversized(path: Path) -> bytes:
     """Corrupt the first entry of the ZIP directory so that its part claims 4 GiB."""
     whole = bytearray(path.read_bytes())
     at = whole.index(b"PK\x01\x02")
@@ -234,6 +253,7 @@ FILES: dict[str, Callable[[Path], bytes]] = {
     ),
     "compressed": lambda path: rewritten(path, lambda name, part: part, zipfile.ZIP_DEFLATED),
     "parts within each other": overlapping,
+    "a part larger than the file": oversized,
     "parts twice": twice,
     "an archive without a version": lambda path: path.read_bytes().replace(b"/version", b"/constan"),
     "a storage that is larger than its bytes": lambda path: rewritten(

@@ -389,7 +389,10 @@ def test_normalisation_apply_and_undo_are_inverse() -> None:
 @pytest.mark.parametrize(
     ("make", "what"),
     [
-        (lambda: Fields(write("a.hdf5", **scalar(tensor=numpy.ones((1, 5, 6)))), seed=0), "beta"),
+        (
+            lambda: Fields(write("a.hdf5", **scalar(tensor=numpy.ones((1, 5, 6)))), seed=0),
+            "data: a.hdf5 does not say whether it is of advection or of Burgers' equation",
+        ),
         (
             lambda: Fields(write("a.hdf5", {"beta": 1.0}, **scalar(tensor=numpy.ones((1, 5, 6))))),
             "data: a.hdf5 has 1 sample, where training and validation need one each; make more with",
