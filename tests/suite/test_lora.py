@@ -167,6 +167,7 @@ def test_settings_of_rejects_other_kinds_of_adapters(tmp_path: Path, fields: dic
 
 
 @pytest.mark.usefixtures("files")
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # raised by transformers, through PEFT
 def test_peft_loads_saved_adapters_and_saves_them_in_the_same_format(tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers", reason="transformers is not installed")
     peft = pytest.importorskip("peft", reason="peft is not installed")
