@@ -341,7 +341,7 @@ class CodeChange:
     commits: tuple[str, ...] = ()
     """Commits since the acceptance that changed one of these files, newest first: short hash and subject."""
     uncommitted: tuple[str, ...] = ()
-    """Those of these files that also differ from the last commit."""
+    """Files among these that also differ from the last commit."""
     other: str = ""
     """First difference of another kind: software, environment, data, or a new file."""
 
