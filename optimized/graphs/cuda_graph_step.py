@@ -237,12 +237,21 @@ class CudaGraphStep:
             torch.is_grad_enabled(),
             torch.is_inference_mode_enabled(),
             torch.is_autocast_enabled("cuda") and torch.get_autocast_dtype("cuda"),
-            torch.get_float32_matmul_precision(),
-            torch.backends.cudnn.allow_tf32,
+            _float32_precisions(),
             torch.backends.cudnn.benchmark,
             torch.backends.cudnn.deterministic,
         )
         return forms, str(spec), modes
+
+
+def _float32_precisions() -> Hashable:
+    """Return the settings of float32 products and convolutions."""
+    backends = torch.backends
+    try:
+        return torch.get_float32_matmul_precision(), backends.cudnn.allow_tf32
+    except RuntimeError:  # settings by operator, which these two cannot express
+        operators = (backends.cuda.matmul, backends.cudnn.conv, backends.cudnn.rnn)
+        return tuple(operator.fp32_precision for operator in operators)
 
 
 def _form_of(leaf: Any) -> Hashable:

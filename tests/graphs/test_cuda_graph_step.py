@@ -174,6 +174,28 @@ def precision(name):
         torch.set_float32_matmul_precision(before)
 
 
+@contextmanager
+def by_operator():
+    """Set the precision of products alone, so that torch.get_float32_matmul_precision raises."""
+    matmul = torch.backends.cuda.matmul
+    before = matmul.fp32_precision
+    matmul.fp32_precision = "tf32"
+    try:
+        yield
+    finally:
+        matmul.fp32_precision = before
+
+
+@contextmanager
+def cudnn(name, value):
+    before = getattr(torch.backends.cudnn, name)
+    setattr(torch.backends.cudnn, name, value)
+    try:
+        yield
+    finally:
+        setattr(torch.backends.cudnn, name, before)
+
+
 MODES = {
     "none": nullcontext,
     "no_grad": torch.no_grad,
@@ -181,10 +203,14 @@ MODES = {
     "float16": lambda: autocast(torch.float16),
     "bfloat16": lambda: autocast(torch.bfloat16),
     "medium": lambda: precision("medium"),
+    "by_operator": by_operator,
+    "TF32 in cuDNN": lambda: cudnn("allow_tf32", value=True),
+    "benchmark": lambda: cudnn("benchmark", value=True),
+    "deterministic": lambda: cudnn("deterministic", value=True),
 }
 
 
-def test_each_grad_autocast_and_matmul_precision_mode_gets_its_own_graph():
+def test_each_mode_and_setting_gets_its_own_graph():
     graphs = Graphs()
     step = optimized(lambda x: x.add_(1), warmup=1, graphs=len(MODES), backend=graphs)
     for _ in range(3):
