@@ -308,7 +308,7 @@ def _with_sessions(old: Entry | None, new: Entry) -> Entry:
         raise BaselineError(f"{new.id}: {why}; accept it without --more")
     both = replace(
         old,
-        reason=old.reason if new.reason in old.reason else f"{old.reason}; {new.reason}",
+        reason=old.reason if f"; {new.reason};" in f"; {old.reason};" else f"{old.reason}; {new.reason}",
         accepted=max(old.accepted, new.accepted),
         sessions=(*old.sessions, *new.sessions),
         promises=new.promises,

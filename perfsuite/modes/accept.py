@@ -96,7 +96,15 @@ class Accept(Whole, Paired):
 
     def _measure(self, ids: Sequence[str], state: revision.State) -> None:
         wanted = int(self.arguments.get("processes", PROCESSES))
-        kept = Kept(self.scratch / "accept", state, self.machine, wanted, more=self.more)
+        self._kept = Kept(self.scratch / "accept", state, self.machine, wanted, more=self.more)
+        try:
+            self._measure_with(self._kept, ids, wanted)
+        finally:  # also after an interrupt
+            if revision.quiet_state(self.root, ignored=self.baselines.folder) != state:
+                self._kept.forget()  # the measurements may be of other code
+
+    def _measure_with(self, kept: Kept, ids: Sequence[str], wanted: int) -> None:
+        """Measure each workload in `wanted` processes, of which those in `kept` count."""
         self.runs = kept.load(ids)
         if self.runs:
             self.progress.say(f"resuming: {sum(map(len, self.runs.values()))} measurements of an interrupted run count")
@@ -111,7 +119,6 @@ class Accept(Whole, Paired):
         self.announce(timed, after=[Task(id=i, kind=ALONE) for i in proven])
         for id, outcome in self.work([task for i in proven for task in further(i)], further=further):
             kept.add(id, outcome)
-        self._kept = kept
         for id, text in references.slowed(self, [i for i in proven if i not in self.failures], outside=True).items():
             self.keep(id, Failure(status=Status.NOT_TIMED, message=text))
 

@@ -696,6 +696,13 @@ def test_merge_with_more_combines_the_figures_of_both_sessions() -> None:
     assert newer.entries[workload_id(0)].limit == other
 
 
+def test_merge_with_more_keeps_every_reason_once() -> None:
+    made = book(dataclasses.replace(make(0), reason="driver 590; a new compiler"))
+    for reason in ("driver", "compiler", "driver", "driver 590; a new compiler"):
+        made = merge(made, [dataclasses.replace(make(0), reason=reason)], machine=MACHINE, more=True)
+    assert made.entries[workload_id(0)].reason == "driver 590; a new compiler; driver; compiler"
+
+
 def test_merge_with_more_refuses_a_dirty_tree_or_an_unknown_revision() -> None:
     for old, new in ((True, False), (False, True)):
         with pytest.raises(BaselineError, match="uncommitted"):

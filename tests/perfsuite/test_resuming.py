@@ -161,6 +161,27 @@ def test_an_acceptance_on_another_commit_or_machine_starts_anew(
     assert "resuming" not in output
 
 
+@pytest.mark.parametrize("interrupt", [False, True])
+def test_measurements_are_forgotten_if_the_tree_changes_while_it_is_measured(scale: Project, interrupt: bool) -> None:
+    """The next acceptance must not count measurements of code that was edited and restored."""
+    quiet = times()
+
+    def edited() -> None:
+        scale.replace("test_scale.py", "3 * x", "3.0 * x")
+
+    def outcome(id: str, number: int, second: bool) -> Outcome:
+        if number == 2 and id == SMALL:
+            edited()
+        found: Outcome = quiet(id, number, second)
+        return found
+
+    code, output, _ = accept(scale, interrupted(2, edited) if interrupt else outcome)
+    assert code == (2 if interrupt else 4), output
+    scale.git("checkout", ".")
+    code, output, timed = accept(scale, quiet)
+    assert (code, timed) == (0, 10), output
+
+
 def test_a_dirty_tree_keeps_nothing(scale: Project) -> None:
     scale.replace("test_scale.py", "3 * x", "3.0 * x")
     scale.measured(interrupted(2))
