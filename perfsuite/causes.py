@@ -13,7 +13,7 @@ from statistics import fmean, median
 
 from perfsuite.baseline import Entry
 from perfsuite.blocks import process_mean
-from perfsuite.records import COPY, LAUNCH, MATMUL, Measurement
+from perfsuite.records import COPY, LAUNCH, MATMUL, REFERENCE, Measurement, complete
 
 MOVED_LEAST = 0.02
 """Smallest log change of seconds that counts as a change. If the seconds of both sides change in the same direction by
@@ -59,7 +59,7 @@ def of_speedup(entry: Entry | None, runs: Sequence[Measurement]) -> tuple[str | 
     """
     if entry is None:
         return None, ""
-    timed = [m for m in runs if m.log_ratios.get("reference")]
+    timed, _ = complete((m for m in runs if m.log_ratios.get("reference")), REFERENCE)
     lost = math.log(entry.speedup()) - fmean(process_mean(m.log_ratios["reference"], m.clock) for m in timed)
     side, why = of_ratio(entry, timed, lost)
     if side != "optimized" or not all("accepted" in m.log_ratios for m in timed):
@@ -118,7 +118,8 @@ def change(log: float, more: str = "slower", less: str = "faster") -> str:
 
 def _shift(entry: Entry, runs: Sequence[Measurement], side: str) -> float:
     """Return the log change of a side's own seconds since it was accepted; 0 if they were not measured."""
-    now = [math.log(median(m.sides[side].blocks_s)) for m in runs if side in m.sides and m.sides[side].blocks_s]
+    timed, _ = complete(runs, side)
+    now = [math.log(median(m.sides[side].blocks_s)) for m in timed if m.sides[side].blocks_s]
     return fmean(now) - math.log(entry.sides[side].seconds) if now else 0.0
 
 

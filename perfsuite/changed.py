@@ -177,6 +177,11 @@ def _versions(packages: Iterable[str]) -> dict[str, set[str]]:
     return found
 
 
+def _matters(name: str) -> bool:
+    """Return whether code may read a file of this name at run time."""
+    return not name.startswith(".") and not name.endswith(DOCUMENTS)
+
+
 class _Present:
     """Files as they are now. Git and each file are read once for all workloads, and parsed only if necessary."""
 
@@ -233,7 +238,8 @@ class _Present:
         return next((f"{path} beside its sources" for path in others), "")
 
     def _beside(self, accepted: str | None, folder: Path) -> list[str]:
-        """Return the files of a folder that the accepted revision does not have, or has with other content.
+        """Return the files of a folder that the accepted revision does not have or has with other content, and those
+        that were removed since.
 
         Documents are left out. Files that git ignores are included. Python files have digests, so only new ones are
         included. The list is empty for the top folder, where every tool keeps files, and for a revision that git does
@@ -241,9 +247,12 @@ class _Present:
         """
         blobs = self.blobs(accepted) if accepted and folder.parts else {}
         names = os.listdir(self.top / folder) if blobs and (self.top / folder).is_dir() else []
-        paths = [str(folder / n) for n in sorted(names) if not n.startswith(".") and not n.endswith(DOCUMENTS)]
+        paths = [str(folder / n) for n in sorted(names) if _matters(n)]
         files = [p for p in paths if (self.top / p).is_file()]
-        return [p for p in files if p not in blobs or not (p.endswith(".py") or self._is_blob(p, blobs[p]))]
+        differ = [p for p in files if p not in blobs or not (p.endswith(".py") or self._is_blob(p, blobs[p]))]
+        here = [p for p in blobs if p.rpartition("/")[0] == folder.as_posix()]
+        gone = [p for p in here if _matters(Path(p).name) and not os.path.lexists(self.top / p)]
+        return [*differ, *(p for p in gone if not p.endswith(".py"))]
 
     def added_since(self, entry: Entry) -> str:
         """Return a reason if a file that would run now was added since the acceptance, or if this cannot be known;

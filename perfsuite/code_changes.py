@@ -49,6 +49,7 @@ def _uncommitted(files: Sequence[str], top: Path) -> tuple[str, ...]:
     if not files:
         return ()
     try:
-        return tuple(revision.git("diff", "--name-only", "HEAD", "--", *files, cwd=top).splitlines())
+        names = revision.git("diff", "--name-only", "-z", "HEAD", "--", *files, cwd=top).split("\0")
     except RevisionError:
         return ()
+    return tuple(name for name in names if name)

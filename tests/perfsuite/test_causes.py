@@ -256,6 +256,15 @@ def test_only_processes_that_timed_the_reference_count_for_the_speedup() -> None
     )
 
 
+def test_stopped_call_of_the_reference_does_not_count_beside_complete_ones() -> None:
+    """Its seconds are a lower bound."""
+    (stopped, *_) = run(0.5, -2.0, {}, at_least=("reference",), few=("reference",))
+    whole = run(0.5, 0.0, {})
+    assert of_speedup(ENTRY, [stopped, *whole]) == of_speedup(ENTRY, whole)
+    assert of_speedup(ENTRY, whole)[0] == "optimized"
+    assert reference_moved(ENTRY, [stopped, *whole], 0.02) == ""
+
+
 def test_loss_is_the_accepted_speedup_over_the_mean_of_this_run() -> None:
     """If both sides are slower by more than the loss, the cause is something that they share."""
 

@@ -11,7 +11,7 @@ import pytest
 from builders import MACHINE, entry, measurement
 from scratch import SMALL, Failure, Project, git, lines_with, times
 
-from perfsuite import changed, digests
+from perfsuite import changed, code_changes, digests
 from perfsuite.baseline import Entry, short
 from perfsuite.records import Machine, Ran, Status
 from perfsuite.tasks import PROVE, TIME
@@ -256,6 +256,40 @@ def test_changed_files_beside_the_sources_are_changes(top: Path, name: str, text
     result = changed.unchanged({made.id: made}, top, MACHINE)
     assert result.changed.get(made.id, "")[: len(why) or None] == why
     assert bool(changed.other_code({made.id: made}, top, MACHINE)) is bool(why)
+
+
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("lib/tiles.txt", "lib/tiles.txt beside its sources changed since it was accepted at"),
+        ("lib/unused.py", ""),
+        ("lib/notes.md", ""),
+        ("lib/inner/tiles.txt", ""),
+        ("tiles.txt", ""),
+    ],
+)
+def test_removed_files_beside_the_sources_are_changes(top: Path, name: str, why: str) -> None:
+    """Checks for a file are not observed."""
+    (top / name).parent.mkdir(exist_ok=True)
+    (top / name).write_text("128")
+    (top / "lib/broken").symlink_to("nowhere")  # it does not exist when accepted either
+    made = committed(top)
+    assert made.id in changed.unchanged({made.id: made}, top, MACHINE).unchanged
+    (top / name).unlink()
+    result = changed.unchanged({made.id: made}, top, MACHINE)
+    assert result.changed.get(made.id, "")[: len(why) or None] == why
+    assert bool(changed.other_code({made.id: made}, top, MACHINE)) is bool(why)
+
+
+def test_uncommitted_file_is_listed_by_its_name(top: Path) -> None:
+    name = "lib/größe.py"
+    (top / name).write_text("X = 1\n")
+    made = committed(top)
+    assert made.ran is not None
+    made = replace(made, ran=replace(made.ran, sources={name: digests.of_file(top / name)}))
+    (top / name).write_text("X = 2\n")
+    change = code_changes.since_accepted({made.id: made}, top, MACHINE, {made.id})[made.id]
+    assert change.files == change.uncommitted == (name,)
 
 
 def test_removed_empty_source_is_a_change(top: Path) -> None:
