@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import os
 import tomllib
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import date, datetime
 from pathlib import Path
@@ -43,12 +43,20 @@ class Waiver:
     until: date
 
 
-def load(path: str | os.PathLike[str], *, today: date, known_ids: Collection[str]) -> tuple[Waiver, ...]:
+def load(
+    path: str | os.PathLike[str],
+    *,
+    today: date,
+    known_ids: Collection[str],
+    in_scope: Callable[[str], bool] = lambda id: True,
+) -> tuple[Waiver, ...]:
     """Return the waivers in a file; none if the file does not exist.
 
-    `known_ids` are all workloads, selected or not. Raises PerfsuiteError, with a one-line message, for a file that
-    cannot be read, a field that is missing, unknown or of the wrong type, a workload that is unknown or listed twice,
-    and a waiver that has ended. If there are several errors, the message has the first and the number of others.
+    `known_ids` are all workloads that were collected, selected or not, or accepted. `in_scope` returns whether the run
+    collected a workload's file, so that it knows each workload there. Raises PerfsuiteError, with a one-line message,
+    for a file that cannot be read, a field that is missing, unknown or of the wrong type, a workload that is unknown or
+    listed twice, and a waiver that has ended. If there are several errors, the message has the first and the number of
+    others.
     """
     path = Path(path)
     data = _tables(path)
@@ -60,7 +68,7 @@ def load(path: str | os.PathLike[str], *, today: date, known_ids: Collection[str
         tables = []
     for number, table in enumerate(tables, 1):
         try:
-            waiver = _read(table, today=today, known_ids=known_ids)
+            waiver = _read(table, today=today, is_known=lambda id: id in known_ids or not in_scope(id))
             if any(w.workload == waiver.workload for w in waivers):
                 raise PerfsuiteError(f"{waiver.workload} is waived twice; keep one")
             waivers.append(waiver)
@@ -83,7 +91,7 @@ def _tables(path: Path) -> dict[str, Any]:
         raise PerfsuiteError(f"{path}: not valid TOML ({' '.join(str(error).split())}); fix it") from None
 
 
-def _read(table: Any, *, today: date, known_ids: Collection[str]) -> Waiver:
+def _read(table: Any, *, today: date, is_known: Callable[[str], bool]) -> Waiver:
     if not isinstance(table, dict):
         raise PerfsuiteError("is not a table; write [[waiver]] in double brackets")
     for name in sorted(set(table) - set(FIELDS)):
@@ -92,7 +100,7 @@ def _read(table: Any, *, today: date, known_ids: Collection[str]) -> Waiver:
         if name not in table:
             raise PerfsuiteError(f"lacks {name!r}; write {name} = {what}")
     workload, owner, reason, until = (table[name] for name in FIELDS)
-    if not isinstance(workload, str) or workload not in known_ids:
+    if not isinstance(workload, str) or not is_known(workload):
         raise PerfsuiteError(f"there is no workload {workload!r}; correct the id, or remove the waiver")
     if not _is_text(owner):
         raise PerfsuiteError(f"the waiver of {workload} names no owner; write owner = 'a person or team'")

@@ -47,7 +47,10 @@ class Gate(Paired):
         try:
             self.baselines.load()
             known = {*self.known, *self.entries}
-            self.waivers = waivers.load(self.baselines.folder / "waivers.toml", today=date.today(), known_ids=known)
+            path, partial = self.baselines.folder / "waivers.toml", self.config.option.perfsuite_partial
+            self.waivers = waivers.load(
+                path, today=date.today(), known_ids=known, in_scope=lambda id: not partial or self.in_scope(id)
+            )
         except PerfsuiteError as error:
             self.problems.append(str(error))  # for the report, which is still written
             raise pytest.UsageError(str(error)) from None
@@ -268,6 +271,11 @@ class Gate(Paired):
         super().pytest_terminal_summary(terminalreporter)
         from perfsuite.report import annotations
 
-        if annotations.wanted():
-            for line in annotations.lines(self.report()):
-                terminalreporter.write_line(line)
+        if not annotations.wanted():
+            return
+        try:
+            shown = self.report()
+        except PerfsuiteError:  # the summary has said why there is no report
+            return
+        for line in annotations.lines(shown):
+            terminalreporter.write_line(line)

@@ -347,6 +347,14 @@ def test_waiver_of_an_unknown_workload_is_red(accepted: Project) -> None:
     red(accepted.gate(), "ERROR", "waivers.toml", "no workload", "test_gone.py", code=4)
 
 
+def test_partial_gate_allows_waivers_of_workloads_in_other_files(accepted: Project) -> None:
+    """A waiver may be for a workload that is accepted only on another device, and whose file is not collected here."""
+    waive(accepted, TODAY + DAY, "tests/test_third.py::third::speed[small]")
+    accepted.measured(times())
+    green(accepted.gate("tests/test_scale.py", "--perfsuite-partial"))
+    red(accepted.gate("tests", "--perfsuite-partial"), "ERROR", "waivers.toml", "no workload", "test_third.py", code=4)
+
+
 # --- the command line -----------------------------------------------------------------------------------------------
 
 XDIST = """
