@@ -206,8 +206,10 @@ class Comparer:
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._remove()
-        shutil.rmtree(self._scratch, ignore_errors=True)
+        try:
+            self._remove()
+        finally:
+            shutil.rmtree(self._scratch, ignore_errors=True)
 
     def __call__(self, earlier: Commit, later: Commit) -> Change:
         """Compare two commits. Raises SkippedError if the later one does not run, or is not equivalent."""

@@ -22,6 +22,8 @@ from perfsuite.errors import RevisionError
 from perfsuite.folders import own_folder
 from perfsuite.pair import Pair
 
+PLAIN = ("-c", "log.showSignature=false")
+"""Options of every git command: `git log` must not print the check of a signature among its lines."""
 APART = (
     *("-c", "core.hooksPath=/dev/null"),
     *("-c", "core.fsmonitor=false"),
@@ -47,20 +49,20 @@ class Tree:
 
 
 def git(*arguments: str, cwd: Path, options: Sequence[str] = (), variables: Mapping[str, str] | None = None) -> str:
-    """Return the output of a git command. `options` precede the command. Raises RevisionError with git's reason if it
-    fails."""
+    """Return the output of a git command, without the last line break. `options` precede the command. Raises
+    RevisionError with git's reason if it fails."""
     if not options and "GIT_DIR" not in os.environ and _repository(cwd.absolute()) is None:
         # Every run calls this several times. Searching for .git takes a hundredth of the time of a process.
         raise RevisionError(f"git {arguments[0]}: not a git repository (or any of the parent directories): .git")
     environment = {**os.environ, **variables} if variables else None
-    command = ["git", *options, *arguments]
+    command = ["git", *PLAIN, *options, *arguments]
     try:
         done = subprocess.run(command, cwd=cwd, capture_output=True, check=False, env=environment)
     except FileNotFoundError:
         raise RevisionError("git is not installed") from None
     if done.returncode:
         raise RevisionError(f"git {arguments[0]}: {_reason(done.stderr.decode(errors='replace'))}")
-    return done.stdout.decode(errors="replace").strip()
+    return done.stdout.decode(errors="replace").strip("\n")
 
 
 def _reason(output: str) -> str:

@@ -18,7 +18,7 @@ from scratch import git
 from perfsuite import bisection
 from perfsuite.bisection import Change, Commit, SkippedError, change_of, commits_between, search, summary
 from perfsuite.cli import main
-from perfsuite.errors import PerfsuiteError
+from perfsuite.errors import PerfsuiteError, RevisionError
 from perfsuite.records import Measurement, SideRecord, Status, Verdict
 from perfsuite.report import jsonfile
 from perfsuite.report.model import RunReport
@@ -154,6 +154,34 @@ def test_commits_between_returns_the_later_commits_in_order(repository: Path) ->
         commits_between("HEAD", "HEAD", repository)
     with pytest.raises(PerfsuiteError, match="revision nowhere is not in this repository"):
         commits_between("nowhere", "HEAD", repository)
+
+
+def test_commits_between_returns_commits_without_a_message(repository: Path) -> None:
+    git(repository, "commit", "--quiet", "--allow-empty", "--allow-empty-message", "-m", "")
+    _, commits = commits_between("HEAD~2", "HEAD", repository)
+    assert [c.subject for c in commits] == ["number 3", ""]
+
+
+def test_commits_between_ignores_checks_of_signatures(repository: Path) -> None:
+    """With log.showSignature, `git log` prints the check of a signature before each signed commit."""
+    program = repository / "gpg"
+    program.write_text(
+        '#!/bin/sh\ncase "$*" in\n*--verify*) echo "gpg: Good signature" >&2; echo "[GNUPG:] GOODSIG 1 2";;\n'
+        '*) cat > /dev/null; echo "[GNUPG:] SIG_CREATED x" >&2; echo "-----BEGIN PGP SIGNATURE-----";;\nesac\n'
+    )
+    program.chmod(0o755)
+    git(repository, "config", "gpg.program", str(program))
+    git(repository, "config", "log.showSignature", "true")
+    git(repository, "commit", "--quiet", "--allow-empty", "-S", "-m", "signed")
+    assert "Good signature" in git(repository, "log", "-1")
+    good, commits = commits_between("HEAD~1", "HEAD", repository)
+    assert (good.subject, [c.subject for c in commits]) == ("number 3", ["signed"])
+
+
+def test_scratch_folder_is_removed_if_git_cannot_remove_the_work_tree(repository: Path) -> None:
+    with pytest.raises(RevisionError), bisection.Comparer(ID, repository) as compare:
+        compare._tree.mkdir()  # as after an interrupt of `git worktree add`
+    assert not compare._scratch.exists()
 
 
 def report(verdict: Verdict, *measured: Measurement) -> RunReport:
