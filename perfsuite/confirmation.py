@@ -43,7 +43,7 @@ def confirmed(verdict: Verdict, runs: Sequence[Measurement]) -> Verdict:
     if found.p_above(0.0) > LEVEL or found.value < math.log1p(verdict.slowdown) / 2:
         return verdict
     low, high = (math.expm1(x) for x in found.interval())
-    text = verdict.message.partition(": ")[2]
+    text = verdict.message.removeprefix(f"{verdict.status} {verdict.id}: ")
     message = (
         f"{Status.NOISY} {verdict.id}: {text}; but the current code, imported twice, is {causes.change(found.value)} "
         f"than its own copy (95% interval {100 * low:.1f} to {high:.1%}): a slowdown this small cannot be shown for "

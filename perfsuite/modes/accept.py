@@ -161,11 +161,11 @@ class Accept(Whole, Paired):
             why = {e.id: text for e in entries if (text := baseline.why_not_more(self.entries.get(e.id), e))}
             self._leave_out(why)
             entries = [e for e in entries if e.id not in why]
-        if not entries:
-            self._kept.forget()
-            return
         prune = self.arguments.get("prune") == "yes"
         drop = [i for i in self.entries if i not in self.known and self.in_scope(i)] if prune else []
+        if not entries and not drop:
+            self._kept.forget()
+            return
         by_ranks: dict[int, list[Entry]] = {}
         for entry in entries:
             by_ranks.setdefault(self.ranks_of(entry.id), []).append(entry)

@@ -355,6 +355,18 @@ def test_accept_more_leaves_out_only_workloads_whose_proof_ran_other_code(projec
     assert [len(e.sessions) for e in baseline_file.load(kept).entries.values()] == [2, 1]
 
 
+def test_accept_prune_removes_workloads_even_if_it_accepts_none(scale: Project) -> None:
+    scale.accept(times())
+    scale.replace("test_scale.py", '"small"', '"tiny"')
+    scale.replace("test_scale.py", 'clock="wall")', 'clock="wall", speedup=3.0)')
+    scale.commit("renamed")
+    scale.measured(times(speedup=2.0))
+    pruned = scale.cli("accept", "--reason", "renamed", "--prune")
+    assert pruned.exit_code == 1
+    assert lines_with(pruned.output, "not accepted", "BELOW_FLOOR")
+    assert lines_with(pruned.output, SMALL, "removed")
+
+
 def test_accept_prune_removes_workloads_that_no_longer_exist(scale: Project) -> None:
     path = scale.accept()
     scale.replace("test_scale.py", '"small"', '"little"')

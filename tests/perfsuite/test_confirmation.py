@@ -42,6 +42,12 @@ def test_slowdown_becomes_noisy_if_the_copy_is_as_much_slower(slower: float) -> 
     )
 
 
+def test_id_with_a_colon_is_no_part_of_the_reason() -> None:
+    id = "t.py::pair::speed[rows: 5]"
+    found = replace(FOUND, id=id, message=f"REGRESSED {id}: 1.3% slower")
+    assert confirmed(found, copies(0.013)).message.startswith(f"NOISY {id}: 1.3% slower; but")
+
+
 def test_slowdown_is_confirmed_if_the_copies_differ_only_by_noise() -> None:
     assert confirmed(FOUND, copies(0.013, noise=20.0)) is FOUND
 
