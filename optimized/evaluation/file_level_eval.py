@@ -32,16 +32,18 @@ def file_level_eval(
     """
     check_mels(mels)
     files, longs, shorts = mels.shape[:3]
-    probabilities = mels.new_empty(files, longs)
+    means = [mels.new_empty(0, longs)]
     for start in range(0, files, max(1, files_at_once)):
         part = mels[start : start + max(1, files_at_once)]
         logits, leak = forward(part.reshape(-1, 1, *mels.shape[3:]))
         p = (logits.softmax(1)[:, LEAK] + leak.sigmoid()).mul_(0.5)
-        probabilities[start : start + len(part)] = p.view(-1, longs, shorts).mean(2)
+        means.append(p.view(-1, longs, shorts).mean(2))
+    # In the dtype of the model's results, which may be wider than that of mels.
+    probabilities = torch.cat(means)
     # Compare in float64, the threshold's precision. Rounded to the probabilities' dtype, the threshold could become
     # smaller, and a probability below it would count.
     reached = (probabilities.double() >= threshold).sum(1)
-    return probabilities, reached >= windows_needed(longs)
+    return probabilities.to(mels.dtype), reached >= windows_needed(longs)
 
 
 @torch.no_grad()

@@ -17,6 +17,9 @@ def clip_grad_norm(grads: Sequence[torch.Tensor], max_norm: float) -> torch.Tens
 
     Source: eigenstate_lm, technique 004.7.
     """
-    total = torch.stack(torch._foreach_norm(list(grads))).norm()
+    own = grads[0].dtype
+    # In float16, the norm of all gradients may overflow and a small factor underflow.
+    wide = torch.float32 if own == torch.float16 else own
+    total = torch.stack(torch._foreach_norm(list(grads))).norm(dtype=wide)
     torch._foreach_mul_(list(grads), (max_norm / (total + EPS)).clamp(max=1.0))
-    return total
+    return total.to(own)

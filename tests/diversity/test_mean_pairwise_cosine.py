@@ -128,3 +128,12 @@ def test_the_kernels_refuse_a_second_derivative():
     (first,) = torch.autograd.grad(mean_pairwise_cosine_triton(e).square(), e, create_graph=True)
     with pytest.raises(RuntimeError, match="once_differentiable"):
         first.sum().backward()
+
+
+@pytest.mark.parametrize("call", [reference, optimized, mean_pairwise_cosine_torch])
+def test_many_similar_float16_rows_do_not_overflow(call):
+    e = torch.ones(400, 8, dtype=torch.float16)
+    e[:, 0] = torch.linspace(0.5, 1.5, 400)
+    found = call(e)
+    assert found.dtype == torch.float16
+    torch.testing.assert_close(found.double(), reference(e.double()), rtol=0.0, atol=2e-3)

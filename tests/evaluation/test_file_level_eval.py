@@ -122,6 +122,15 @@ def test_the_threshold_is_not_rounded(side):
 
 
 @pytest.mark.parametrize("side", SIDES)
+def test_probabilities_are_compared_in_the_dtype_of_the_models_results(side):
+    # As under autocast. The probability is (1/5 + 1/2) / 2 = 0.35, and 0.3496 in bfloat16.
+    mels = torch.zeros(1, 1, 2, CLASSES + 1, 1, dtype=torch.bfloat16)
+    found, leaks = side(lambda segments: given(segments.float()), mels, 0.3499)
+    assert found.dtype == torch.bfloat16
+    assert leaks.item() is True
+
+
+@pytest.mark.parametrize("side", SIDES)
 def test_nan_window_does_not_count(side):
     mels = files_of(torch.full((3, 4), 0.75))
     mels[0, :2, 1, 2] = math.nan

@@ -61,3 +61,13 @@ def test_nan_spreads_to_all_gradients_and_infinity_becomes_nan_alone(call, wrong
     assert str(total.item()) == str(abs(wrong))
     assert grads[0].isnan()
     assert grads[1].isnan() if wrong != wrong else grads[1].item() == 0.0
+
+
+@pytest.mark.parametrize("call", [reference, optimized])
+@pytest.mark.parametrize("max_norm", [1.0, 0.01])
+def test_float16_gradients_are_clipped_even_if_their_joint_norm_overflows(call, max_norm):
+    grads = [torch.full((4,), 30000.0, dtype=torch.float16) for _ in range(2)]
+    assert call(grads, max_norm).item() == float("inf")
+    for grad in grads:
+        expected = torch.full((4,), max_norm / 8**0.5, dtype=torch.float16)
+        torch.testing.assert_close(grad, expected)
