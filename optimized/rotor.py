@@ -34,7 +34,7 @@ def rotate(theta: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     half = n // 2
     if not half or not k:
         return x.clone(memory_format=torch.contiguous_format)
-    cos, sin = torch.cos(theta), torch.sin(theta)
+    cos, sin = torch.cos(theta).to(x.dtype), torch.sin(theta).to(x.dtype)
     layers = ceil_div(k, half)
     for layer in range(layers):
         # x is rolled by one after each layer, so the pairs are always coordinates (0, 1), (2, 3) and so on.

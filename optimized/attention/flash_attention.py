@@ -34,7 +34,9 @@ def flash_attention(
     does not support, FlashAttention or the memory-efficient kernel does; in float32, the memory-efficient kernel.
     Elsewhere PyTorch chooses the backend. Causal attention needs no mask for padding, since no token attends to later
     ones. The kernels fault on data that is not aligned to 16 bytes, so such inputs are copied. Under autocast, inputs
-    are cast as PyTorch's own attention casts them. There is no second derivative on CUDA.
+    are cast as PyTorch's own attention casts them. There is no second derivative on CUDA. Where
+    scores are not finite, the result may be finite where the reference returns NaN. In float16 the scores of the
+    reference overflow earlier.
 
     q        [B, H, T, d]
     k, v     [B, K, T, d]; H is a multiple of K, and each key head serves H / K query heads

@@ -61,6 +61,9 @@ def retrieval(
     are deterministic; they have no second derivative. All other inputs use the vectorised form. Neither form waits for
     the device or copies the memory states for each query.
 
+    If the costs of all filled slots of a query overflow, the kernels return 0 for it. The reference returns NaN, or 0
+    if the query also has an empty slot.
+
     query               [B, n]
     curvature           [B], R_sc
     coordinates         [B, K, n], the query's own candidates

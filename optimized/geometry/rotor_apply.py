@@ -31,7 +31,7 @@ def rotor_index(n: int, k: int, device: torch.device | str | None = None) -> tor
 
 
 def rotor_apply(theta: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    """Return x rotated by the rotor, [..., n], in a new tensor.
+    """Return x rotated by the rotor, [..., n], in a new tensor of x's dtype.
 
     The Givens rotations are applied one after another, in the order of `rotor_index`: `a' = c a - s b`,
     `b' = s a + c b`.

@@ -34,7 +34,12 @@ class RotorCache:
 
     @torch.no_grad()
     def set_theta(self, theta: torch.Tensor) -> None:
-        """Use these angles from now on. They are copied, so later changes of `theta` have no effect."""
+        """Use these angles from now on. They are copied, so later changes of `theta` have no effect.
+
+        Another number of angles needs new memory: capture a CUDA graph of `write` again.
+        """
+        if theta.shape != self._theta.shape:
+            self._theta = self._theta.new_empty(theta.shape)
         self._theta.copy_(theta)
         if self._kernels and serves(self._theta, self._coordinates) and self._coordinates.numel():
             rotate_into(self._theta, self._coordinates, self._rotated)

@@ -72,7 +72,7 @@ def rotor_update_vectorised(
         delta = 0.01 * eta * (-loss_delta) * torch.atan2(v_j, v_i) * length
         # Compare in float64, as the reference does: 1e-6 rounded to float32 is less than 1e-6.
         valid &= (length.double() >= MIN_LENGTH) & torch.isfinite(delta)
-        theta.index_add_(0, slot.clamp(0, slots - 1), torch.where(valid, delta, 0.0))
+        theta.index_add_(0, slot.clamp(0, slots - 1), torch.where(valid, delta, 0.0).to(theta.dtype))
     turns = torch.floor((theta + math.pi) / (2 * math.pi))
     wrapped = theta - 2 * math.pi * turns
     wrapped = torch.where(wrapped >= math.pi, -math.pi, wrapped)

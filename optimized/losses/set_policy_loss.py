@@ -95,8 +95,9 @@ def _by_torch(logits, tokens, mask, advantages):
     """Compute the loss from the sampled positions only; the gradient of all other logits is 0."""
     wide = torch.promote_types(logits.dtype, torch.float32)
     log_p = functional.log_softmax(logits[mask], -1, dtype=wide).gather(-1, tokens[mask][:, None]).squeeze(-1)
-    of_positions = advantages.reshape(-1, 1).expand(mask.shape)[mask]
-    return -(of_positions * log_p).sum() / len(advantages)
+    every = torch.zeros(mask.shape, dtype=wide, device=mask.device).masked_scatter(mask, log_p)
+    of_replies = every.sum(-1).reshape(advantages.shape)
+    return -(advantages.to(wide) * of_replies).sum(-1).mean()
 
 
 class _SetPolicyLoss(torch.autograd.Function):

@@ -9,7 +9,7 @@ def ema(averages: Sequence[torch.Tensor], decay: float = 0.999) -> Callable[[Seq
     """Build `step(params)`, which moves each average towards its parameter: `a += (1 - decay) * (p - a)`.
 
     averages  tensors of any shapes, changed in place; initially copies of the parameters
-    params    one for each average, of its shape; another number of them raises ValueError
+    params    one for each average, of its shape and any dtype; another number of them raises ValueError
 
     Source: ups, the averaged weights of its operator.
     """
@@ -20,6 +20,7 @@ def ema(averages: Sequence[torch.Tensor], decay: float = 0.999) -> Callable[[Seq
         if len(params) != len(averages):
             raise ValueError(f"{len(params)} parameters for {len(averages)} averages; give one for each")
         if averages:
-            torch._foreach_lerp_(averages, list(params), 1 - decay)
+            own = [p.to(average.dtype) for p, average in zip(params, averages, strict=True)]
+            torch._foreach_lerp_(averages, own, 1 - decay)
 
     return step

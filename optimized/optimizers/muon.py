@@ -102,7 +102,10 @@ def momentum_step(
     weight_decay: float,
     dtype: torch.dtype,
 ) -> None:
-    """Update matrices of one shape, and their momenta, in place; the other arguments are those of `muon`."""
+    """Update matrices of one shape, dtype and device, and their momenta, in place.
+
+    The other arguments are those of `muon`.
+    """
     torch._foreach_lerp_(momenta, grads, 1 - momentum)
     update, own = torch.stack(torch._foreach_lerp(grads, momenta, momentum)), group[0].dtype
     update = orthogonalized(update.to(dtype) if own == torch.float32 else update)
@@ -139,11 +142,11 @@ def muon_triton(
 
 
 def places_by_shape(params: Sequence[torch.Tensor]) -> list[list[int]]:
-    """Return the indices of the parameters with elements, grouped by shape."""
-    places: dict[torch.Size, list[int]] = {}
+    """Return the indices of the parameters with elements, grouped by shape, dtype and device."""
+    places: dict[tuple[torch.Size, torch.dtype, torch.device], list[int]] = {}
     for i, p in enumerate(params):
         if p.numel():
-            places.setdefault(p.shape, []).append(i)
+            places.setdefault((p.shape, p.dtype, p.device), []).append(i)
     return list(places.values())
 
 

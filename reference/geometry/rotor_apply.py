@@ -20,7 +20,7 @@ def rotor_index(n: int, k: int, device: torch.device | str | None = None) -> tor
 
 
 def rotor_apply(theta: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    """Return x rotated by the rotor, [..., n], in a new tensor.
+    """Return x rotated by the rotor, [..., n], in a new tensor of x's dtype.
 
     The Givens rotations are applied one after another, in the order of `rotor_index`: `a' = c a - s b`,
     `b' = s a + c b`.
@@ -32,7 +32,7 @@ def rotor_apply(theta: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     """
     columns = list(x.unbind(-1))
     for i, j, slot in rotor_index(x.shape[-1], theta.shape[0]).tolist():
-        c, s = torch.cos(theta[slot]), torch.sin(theta[slot])
+        c, s = torch.cos(theta[slot]).to(x.dtype), torch.sin(theta[slot]).to(x.dtype)
         columns[i], columns[j] = c * columns[i] - s * columns[j], s * columns[i] + c * columns[j]
     return torch.stack(columns, dim=-1) if columns else x.clone()
 

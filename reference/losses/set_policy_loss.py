@@ -26,4 +26,4 @@ def set_policy_loss(
     wide = torch.promote_types(logits.dtype, torch.float32)
     log_p = functional.log_softmax(logits, -1, dtype=wide).gather(-1, tokens[..., None]).squeeze(-1)
     of_replies = torch.where(mask, log_p, 0.0).sum(-1).reshape(advantages.shape)
-    return -(advantages.detach() * of_replies).sum(-1).mean()
+    return -(advantages.detach().to(wide) * of_replies).sum(-1).mean()

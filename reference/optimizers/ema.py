@@ -9,7 +9,7 @@ def ema(averages: Sequence[torch.Tensor], decay: float = 0.999) -> Callable[[Seq
     """Build `step(params)`, which moves each average towards its parameter: `a = decay * a + (1 - decay) * p`.
 
     averages  tensors of any shapes, changed in place; initially copies of the parameters
-    params    one for each average, of its shape; another number of them raises ValueError
+    params    one for each average, of its shape and any dtype; another number of them raises ValueError
 
     Source: ups, the averaged weights of its operator.
     """

@@ -96,6 +96,17 @@ def test_any_leading_shape_is_accepted_and_the_input_is_unchanged(call, shape, k
         assert torch.equal(turned, x)
 
 
+@pytest.mark.parametrize("call", SIDES[:3])
+@pytest.mark.parametrize("shape", [(4,), (2, 4)])
+@pytest.mark.parametrize("dtypes", [(torch.float32, torch.bfloat16), (torch.float64, torch.float32)])
+def test_result_has_the_dtype_of_x(call, shape, dtypes):
+    of_theta, of_x = dtypes
+    theta, x = torch.linspace(0.5, 1.5, 3, dtype=of_theta), torch.ones(shape, dtype=of_x)
+    found = call(theta, x)
+    assert found.dtype == of_x
+    torch.testing.assert_close(found.double(), reference(theta.double(), x.double()), rtol=2**-5, atol=2**-6)
+
+
 @pytest.mark.parametrize("call", SIDES)
 def test_an_odd_number_of_coordinates_is_refused(call):
     with pytest.raises(ValueError, match="n must be even, not 3"):

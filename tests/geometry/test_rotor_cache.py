@@ -130,6 +130,16 @@ def test_cache_copies_theta_and_coordinates(make):
     assert coordinates.tolist() == [[0.0] * 4] * 3
 
 
+@pytest.mark.parametrize("make", CACHES)
+@pytest.mark.parametrize("k", [0, 1, 2, 5])
+def test_theta_may_have_another_number_of_angles(make, k):
+    cache = make(torch.ones(3), torch.ones(2, 4))
+    theta = torch.linspace(0.5, 1.5, k)
+    cache.set_theta(theta)
+    cache.write(torch.tensor([1]), torch.full((1, 4), 2.0))
+    torch.testing.assert_close(cache.rotated(), plain_rotor(theta, torch.tensor([[1.0] * 4, [2.0] * 4])))
+
+
 @pytest.mark.parametrize("make", CACHES[1:])
 def test_query_does_not_rotate_again_while_theta_is_constant(make, monkeypatch):
     cache = make(torch.ones(2), torch.ones(3, 4))

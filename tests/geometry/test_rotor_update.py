@@ -151,6 +151,17 @@ def test_sign_of_zero_determines_the_angle(call):
     assert update(call, [0.0], [-1.0, 0.0], [[0, 1, 0]]) == pytest.approx([0.1 * math.pi], abs=1e-6)
 
 
+@pytest.mark.parametrize("call", [reference, optimized, rotor_update_vectorised])
+@pytest.mark.parametrize(
+    "dtypes", [(torch.float32, torch.float64), (torch.float32, torch.bfloat16), (torch.bfloat16, torch.float32)]
+)
+def test_velocity_may_have_another_dtype_than_theta(call, dtypes):
+    of_theta, of_velocity = dtypes
+    theta = torch.zeros(1, dtype=of_theta)
+    found = call(theta, torch.tensor([0.0, 2.0], dtype=of_velocity), torch.tensor([[0, 1, 0]]), torch.tensor(-1.0))
+    torch.testing.assert_close(found.double(), torch.tensor([0.1 * math.pi]).double(), rtol=2**-7, atol=0.0)
+
+
 def test_many_slots_and_pairs_match_the_reference():
     generator = torch.Generator().manual_seed(0)
     slots, pairs = 5000, 4000

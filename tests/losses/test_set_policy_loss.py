@@ -197,6 +197,21 @@ def test_loss_and_gradient_without_sampled_tokens_are_0(call):
 
 
 @pytest.mark.parametrize("call", SIDES)
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_a_nonfinite_advantage_of_a_reply_without_tokens_makes_the_loss_nan(call, value):
+    mask = torch.tensor([[True, True], [False, False]])
+    logits, tokens = torch.zeros(2, 2, 3), torch.zeros(2, 2, dtype=torch.int64)
+    assert call(logits, tokens, mask, torch.tensor([[1.0, value]])).isnan()
+
+
+@pytest.mark.parametrize("call", SIDES)
+def test_float64_advantages_leave_the_loss_in_float32(call):
+    logits, tokens = torch.zeros(2, 2, 3), torch.zeros(2, 2, dtype=torch.int64)
+    mask, advantages = torch.ones(2, 2, dtype=torch.bool), torch.ones(1, 2, dtype=torch.float64)
+    assert call(logits, tokens, mask, advantages).dtype == torch.float32
+
+
+@pytest.mark.parametrize("call", SIDES)
 def test_advantages_get_no_gradient(call):
     logits, tokens, mask, advantages = drawn()
     advantages.requires_grad_()

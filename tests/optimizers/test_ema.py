@@ -56,3 +56,12 @@ def test_wrong_number_of_parameters_raises_value_error(call, count):
     with pytest.raises(ValueError, match=r"zip|one for each"):
         call(averages)([torch.zeros(2)] * count)
     assert all(torch.equal(average, torch.ones(2)) for average in averages)
+
+
+@pytest.mark.parametrize("call", [reference, optimized])
+@pytest.mark.parametrize("dtypes", [(torch.float32, torch.bfloat16), (torch.float64, torch.float32)])
+def test_averages_may_be_wider_than_the_parameters(call, dtypes):
+    of_averages, of_params = dtypes
+    averages = [torch.tensor([1.0, 2.0], dtype=of_averages)]
+    call(averages, decay=0.75)([torch.tensor([5.0, 2.0], dtype=of_params)])
+    torch.testing.assert_close(averages[0], torch.tensor([2.0, 2.0], dtype=of_averages))

@@ -192,6 +192,19 @@ def test_each_matrix_is_updated_independently_of_the_others(call):
         torch.testing.assert_close(p, e, atol=1e-5, rtol=0)
 
 
+@pytest.mark.parametrize("dtypes", [(torch.float32, torch.float64), (torch.float64, torch.float32, torch.bfloat16)])
+def test_matrices_of_one_shape_and_several_dtypes_are_updated_in_their_own_dtype(dtypes):
+    generator = torch.Generator().manual_seed(0)
+    params, grads = (
+        [torch.randn(4, 6, generator=generator, dtype=torch.float64).to(dtype) for dtype in dtypes] for _ in range(2)
+    )
+    together, apart = ([p.clone() for p in params] for _ in range(2))
+    muon_torch(together, lr=0.1)(grads)
+    for p, grad in zip(apart, grads, strict=True):
+        muon_torch([p], lr=0.1)([grad])
+    assert all(map(torch.equal, together, apart))
+
+
 @pytest.mark.parametrize("call", SIDES)
 def test_a_state_of_another_number_of_matrices_is_refused(call):
     step = call(drawn(0, [(9, 8), (5, 17)]), lr=0.1, dtype=torch.float32)
