@@ -154,14 +154,24 @@ class _TritonAdamW:
             offset.append(torch.arange(blocks, dtype=torch.int64) * BLOCK)
         self.owner, self.offset = torch.cat(owner).to(device), torch.cat(offset).to(device)
         sizes = [self.params[i].numel() for i in self.live]
-        moments = [t[i].data_ptr() for t in (self.first, self.second) for i in self.live]
         self.sizes = torch.tensor(sizes, dtype=torch.int64, device=device)
-        self.moments = torch.tensor(moments, dtype=torch.int64, device=device)
-        self.moments_aligned = are_aligned(moments)
+        self._locate_moments()
         self.addresses = Addresses(device)
         # beta ** step is float64: in float32, 1 - beta ** step would lose most of its digits in the first steps.
         self.powers = torch.ones(2, dtype=torch.float64, device=device)
         self.factors = torch.tensor(self.betas, dtype=torch.float64, device=device)
+
+    def _locate_moments(self) -> None:
+        """Make the table of the moments' addresses."""
+        moments = [t[i].data_ptr() for t in (self.first, self.second) for i in self.live]
+        self.moments = torch.tensor(moments, dtype=torch.int64, device=self.steps.device)
+        self.moments_aligned = are_aligned(moments)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Restore a deep copy or a pickled step, whose moments have addresses of their own."""
+        self.__dict__.update(state)
+        if self.live:
+            self._locate_moments()
 
     @torch.no_grad()
     def __call__(self, grads: Sequence[torch.Tensor]) -> None:

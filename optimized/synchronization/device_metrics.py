@@ -15,13 +15,19 @@ class DeviceMetrics:
     """
 
     def __init__(self, classes: int, device: torch.device | str) -> None:
-        self.classes = classes
         # One buffer, so that one copy reads all of it. The first element's bytes hold the sum of the losses in float64,
         # the precision in which Python would add them up. The other elements are the confusion matrix.
-        self.whole = torch.zeros(1 + classes**2, dtype=torch.int64, device=device)
+        self.__setstate__((classes, torch.zeros(1 + classes**2, dtype=torch.int64, device=device)))
+
+    def __getstate__(self) -> tuple[int, torch.Tensor]:
+        """Return the state without the views of the buffer: pickled, they would be tensors of their own."""
+        return self.classes, self.whole
+
+    def __setstate__(self, state: tuple[int, torch.Tensor]) -> None:
+        self.classes, self.whole = state
         self._loss = self.whole[0].view(torch.float64)
         self._counts = self.whole[1:]
-        self._one = torch.ones(1, dtype=torch.int64, device=device)
+        self._one = torch.ones(1, dtype=torch.int64, device=self.whole.device)
 
     def reset(self) -> None:
         """Set all metrics to zero, at the start of an epoch."""

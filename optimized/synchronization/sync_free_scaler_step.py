@@ -104,13 +104,13 @@ class ScalerStep:
             self.params[i].copy_(copy)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return moments, number of steps, scale, and number of steps towards its growth; the reference can load it."""
+        """Return copies of moments, number of steps, scale, and steps towards its growth; the reference can load it."""
         return {
-            "first": list(self.first),
-            "second": list(self.second),
-            "steps": self.steps,
-            "scale": self.scale,
-            "growth": self.growth,
+            "first": [m.clone() for m in self.first],
+            "second": [v.clone() for v in self.second],
+            "steps": self.steps.clone(),
+            "scale": self.scale.clone(),
+            "growth": self.growth.clone(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

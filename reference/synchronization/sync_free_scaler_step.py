@@ -79,12 +79,12 @@ class ScalerStep:
             p.sub_(self.lr * m_hat / (v_hat.sqrt() + self.eps))
 
     def state_dict(self) -> dict[str, Any]:
-        """Return moments, number of steps, scale, and steps towards its growth; the optimized side can load it."""
+        """Return copies of moments, number of steps, scale, and steps towards its growth; `optimized` can load it."""
         return {
-            "first": list(self.first),
-            "second": list(self.second),
+            "first": [m.clone() for m in self.first],
+            "second": [v.clone() for v in self.second],
             "steps": torch.tensor(float(self.steps)),
-            "scale": self.scale,
+            "scale": self.scale.clone(),
             "growth": torch.tensor(self.growth, dtype=torch.int32),
         }
 

@@ -1,3 +1,6 @@
+import copy
+import pickle
+
 import pytest
 import torch
 from scale import draws, steps
@@ -175,6 +178,20 @@ def test_wrong_number_of_gradients_raises_value_error(call, count):
     step = call([torch.ones(2), torch.ones(3)])
     with pytest.raises(ValueError, match="zip"):
         step([torch.ones(2), torch.ones(3), torch.ones(3)][:count])
+
+
+@pytest.mark.parametrize("call", SIDES)
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda step: pickle.loads(pickle.dumps(step))])
+def test_a_copied_step_has_moments_of_its_own(call, copied):
+    step = call([torch.ones(3)], lr=0.1)
+    step([torch.ones(3)])
+    before = step.state_dict()
+    other = copied(step)
+    other([torch.full((3,), 2.0)])
+    step([torch.full((3,), 4.0)])
+    first, second = other.state_dict()["first"][0], step.state_dict()["first"][0]
+    torch.testing.assert_close(first, 0.9 * before["first"][0] + 0.2)
+    torch.testing.assert_close(second, 0.9 * before["first"][0] + 0.4)
 
 
 def test_cnn_bytes_counts_the_published_number_of_parameters():

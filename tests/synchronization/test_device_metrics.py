@@ -1,4 +1,7 @@
+import copy
+import io
 import math
+import pickle
 
 import pytest
 import torch
@@ -141,6 +144,26 @@ def test_losses_and_logits_may_be_half_precision_and_require_gradients(side, dty
     assert held.value().confusion == [[0, 0], [0, 3]]
     if side is Optimized:
         assert not held._loss.requires_grad
+
+
+@pytest.mark.parametrize("side", SIDES)
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda metrics: pickle.loads(pickle.dumps(metrics))])
+def test_copied_metrics_accumulate_on_their_own(side, copied):
+    metrics = side(2, "cpu")
+    metrics.add(torch.tensor(1.0), torch.eye(2), torch.tensor([0, 1]))
+    other = copied(metrics)
+    other.add(torch.tensor(3.0), torch.eye(2), torch.tensor([1, 1]))
+    assert (other.value().loss, other.value().confusion) == (2.0, [[1, 0], [1, 2]])
+    assert (metrics.value().loss, metrics.value().confusion) == (1.0, [[1, 0], [0, 1]])
+
+
+@pytest.mark.parametrize("side", SIDES)
+def test_metrics_can_be_saved_and_loaded(side):
+    metrics, file = side(2, "cpu"), io.BytesIO()
+    metrics.add(torch.tensor(1.0), torch.eye(2), torch.tensor([0, 1]))
+    torch.save(metrics, file)
+    file.seek(0)
+    assert torch.load(file, weights_only=False).value() == metrics.value()
 
 
 @pytest.mark.gpu

@@ -1,3 +1,4 @@
+import copy
 import math
 
 import pytest
@@ -209,6 +210,18 @@ def test_each_side_resumes_from_the_state_dict_of_the_other(side, other):
     assert resumed.scale is not step.scale
     for p, e in zip(moved, params, strict=True):
         torch.testing.assert_close(p, e)
+
+
+@pytest.mark.parametrize("side", SIDES)
+def test_later_steps_do_not_change_a_state_dict(side):
+    step = side([torch.ones(3)], scaling=SHORT)
+    step([torch.ones(3)])
+    state = step.state_dict()
+    before = copy.deepcopy(state)
+    for value in (2.0, 1.0, math.inf):
+        step([torch.full((3,), value)])
+    for name, value in before.items():
+        torch.testing.assert_close(state[name], value, rtol=0.0, atol=0.0)
 
 
 @pytest.mark.parametrize("side", SIDES)
