@@ -1,5 +1,6 @@
 """Key-value cache of a language model, and the decoding step that adds one token to each row."""
 
+import threading
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -19,22 +20,23 @@ Then = Callable[..., Any] | None
 
 
 class Caches:
-    """The last cache of each live model.
+    """The last cache of each live model, for each thread: threads may use one model at the same time.
 
     kernels  whether a step runs the kernels; None: where they are supported
     """
 
     def __init__(self, kernels: bool | None = None) -> None:
         self._kernels = kernels
-        self._held: WeakKeyDictionary[Llama, Cache] = WeakKeyDictionary()
+        self._of_thread = threading.local()
 
     def of(self, model: Llama, rows: int, tokens: int) -> "Cache":
         """Return a cache for `rows` rows of at least `tokens` tokens each. The model's next cache may replace it."""
         size = -(-tokens // ROUNDED_TO) * ROUNDED_TO
-        held = self._held.get(model)
+        caches: WeakKeyDictionary[Llama, Cache] = self._of_thread.__dict__.setdefault("caches", WeakKeyDictionary())
+        held = caches.get(model)
         if held is None or not held.fits(rows, size):
-            self._held.pop(model, None)  # frees its memory before the next one is allocated
-            held = self._held[model] = Cache(model, rows, size, self._kernels)
+            caches.pop(model, None)  # frees its memory before the next one is allocated
+            held = caches[model] = Cache(model, rows, size, self._kernels)
         return held
 
 

@@ -1,3 +1,6 @@
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 from boundaries import EPS, move_off_boundaries, near_a_boundary
@@ -5,9 +8,11 @@ from scale import draws
 
 from optimized.generation.batched_generation import batched_generation as optimized
 from optimized.generation.batched_generation import batched_generation_triton
+from optimized.generation.parallel_sampling import parallel_sampling
 from optimized.kernels import triton_reason
 from perfsuite import Pair, Workload, compiled, floats, integers, module, scalar, side, size, tensor
 from reference.generation.batched_generation import batched_generation as reference
+from suite.polychromic.llama import Llama, Shape
 from suite.polychromic.trial import SMOLLM2, language_model
 
 ROUNDINGS, LOW_ROUNDINGS = 64, 16
@@ -154,3 +159,23 @@ def test_generation_stops_soon_after_all_replies_have_ended(monkeypatch):
     tokens = optimized(model, prompts, lengths, uniforms, end=3)
     last = int((tokens != 3).any(0).any(0).nonzero().max())
     assert last < len(steps) <= last + 17
+
+
+def test_two_threads_may_generate_with_one_model():
+    generator = torch.Generator().manual_seed(0)
+    model = Llama(Shape(vocabulary=50, width=16, hidden=32, layers=2, heads=2, kv_heads=1, head_width=8, positions=64))
+    with torch.no_grad():
+        for p in model.parameters():
+            p.copy_(torch.randn(p.shape, generator=generator) / 2)
+    every, lengths = torch.randint(1, 50, (2, 2, 5), generator=generator), torch.tensor([5, 5])
+    uniforms = torch.rand(2, 2, 6, generator=generator)
+    expected = [optimized(model, prompts, lengths, uniforms, end=-1) for prompts in every]
+    in_step = threading.Barrier(2, timeout=10)
+
+    def sample(*given):
+        in_step.wait()
+        return parallel_sampling(*given)
+
+    with ThreadPoolExecutor(2) as threads:
+        found = threads.map(lambda prompts: optimized(model, prompts, lengths, uniforms, end=-1, sample=sample), every)
+        assert all(map(torch.equal, found, expected))
