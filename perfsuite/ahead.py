@@ -23,7 +23,6 @@ from typing import Any
 
 import pytest
 
-from perfsuite import reachable
 from perfsuite.errors import PairError, PerfsuiteError
 from perfsuite.forks import Command, Forks, finish
 from perfsuite.garbage import uncollected
@@ -51,6 +50,8 @@ LARGE = 1 << 16
 def kernels_of(pair: Pair) -> dict[str, Any]:
     """Return the Triton kernels that the pair's sides can reach, by qualified name; empty if triton is not
     imported."""
+    from perfsuite import reachable
+
     return reachable.kernels(as_side(s).call for s in (pair.optimized, *pair.variants.values()))
 
 

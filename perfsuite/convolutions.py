@@ -22,10 +22,12 @@ def exact(precision: str | None) -> Iterator[None]:
         yield
         return
     settings: Any = torch.backends.cudnn
-    with (
-        _set(settings, "allow_tf32", False) if _is_readable(settings) else _set(settings.conv, "fp32_precision", "ieee")
-    ):
-        yield
+    if _is_readable(settings):
+        with _set(settings, "allow_tf32", False):
+            yield
+    else:
+        with _set(settings.conv, "fp32_precision", "ieee"), _set(settings.rnn, "fp32_precision", "ieee"):
+            yield
 
 
 def _is_readable(settings: Any) -> bool:

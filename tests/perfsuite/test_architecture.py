@@ -56,6 +56,14 @@ def nodes_of(path: Path) -> list[ast.AST]:
     return list(ast.walk(tree_of(path)))
 
 
+def executed_at_import(node: ast.AST) -> Iterator[ast.AST]:
+    """Yield the nodes within this one that are executed when the file is imported: all outside functions."""
+    for child in ast.iter_child_nodes(node):
+        if not isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)):
+            yield child
+            yield from executed_at_import(child)
+
+
 def stage_of(path: Path) -> str:
     """Return the stage of a file: a module of perfsuite, or its package `report`."""
     return path.relative_to(HARNESS).parts[0].removesuffix(".py")
@@ -66,7 +74,8 @@ def harness_files() -> list[Path]:
 
 
 def imports(path: Path, *, top_only: bool = False, typing: bool = True) -> Iterator[tuple[str, str]]:
-    """Yield (module, name) of a file's imports: all, those at the top, or all except those under TYPE_CHECKING."""
+    """Yield (module, name) of a file's imports: all, those outside functions, or all except those under
+    TYPE_CHECKING."""
     tree = tree_of(path)
     for_checkers = {
         inner
@@ -74,7 +83,7 @@ def imports(path: Path, *, top_only: bool = False, typing: bool = True) -> Itera
         if isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"
         for inner in ast.walk(node)
     }
-    for node in ast.iter_child_nodes(tree) if top_only else nodes_of(path):
+    for node in executed_at_import(tree) if top_only else nodes_of(path):
         if node in for_checkers and not typing:
             continue
         if isinstance(node, ast.Import):
@@ -105,6 +114,11 @@ def stages_imported(path: Path) -> set[str]:
     return found - {stage_of(path)}
 
 
+def torch_column(path: Path) -> str:
+    """Return whether a file of perfsuite imports torch, according to its table."""
+    return (calibration()[path.stem] if path.parent.name == "calibration" else table()[stage_of(path)])[1]
+
+
 # --- perfsuite ------------------------------------------------------------------------------------------------------
 
 
@@ -121,12 +135,39 @@ def test_a_module_imports_only_earlier_modules_of_the_table(path: Path) -> None:
 
 @pytest.mark.parametrize("path", harness_files(), ids=lambda p: str(p.relative_to(HARNESS)))
 def test_torch_is_imported_only_as_the_table_allows(path: Path) -> None:
-    _, torch = calibration()[path.stem] if path.parent.name == "calibration" else table()[stage_of(path)]
-    top = any(m.split(".")[0] == "torch" for m, _ in imports(path, top_only=True))
+    torch = torch_column(path)
+    top = any(m.split(".")[0] == "torch" for m, _ in imports(path, top_only=True, typing=False))
     anywhere = any(m.split(".")[0] == "torch" for m, _ in imports(path, typing=False))
     assert torch in ("yes", "no", "lazily")
     assert not (torch == "no" and anywhere), f"{path.name} imports torch"
     assert not (torch == "lazily" and top), f"{path.name} imports torch when it is imported itself"
+
+
+IMPORT_EACH = """
+import importlib, sys
+
+class NoTorch:
+    def find_spec(self, name, path=None, target=None):
+        if name == "torch":
+            print(module)
+            raise ImportError("torch")
+
+sys.meta_path.insert(0, NoTorch())
+for module in sys.argv[1:]:
+    try:
+        importlib.import_module(module)
+    except ImportError as error:
+        assert str(error) == "torch", error
+"""
+"""Program that imports the modules that it is given, and prints those whose import loads torch."""
+
+
+def test_import_of_a_module_loads_torch_only_as_the_table_allows() -> None:
+    paths = [p for p in harness_files() if torch_column(p) != "yes" and p.stem != "__main__"]
+    names = [".".join(p.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__") for p in paths]
+    assert {"perfsuite", "perfsuite.ahead", "perfsuite.modes.run", "perfsuite.calibration.record"} <= set(names)
+    done = subprocess.run([sys.executable, "-c", IMPORT_EACH, *names], cwd=ROOT, capture_output=True, text=True)
+    assert (done.stdout.split(), done.returncode) == ([], 0), done.stderr
 
 
 def test_calibration_imports_only_earlier_files() -> None:

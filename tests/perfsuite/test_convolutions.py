@@ -91,11 +91,12 @@ def test_allow_tf32_is_restored() -> None:
         assert CUDNN.allow_tf32
 
 
-def test_fp32_precision_settings_are_restored() -> None:
-    CUDNN.conv.fp32_precision, CUDNN.rnn.fp32_precision = "tf32", "ieee"
+@pytest.mark.parametrize("before", [("tf32", "ieee"), ("ieee", "tf32")])
+def test_fp32_precision_settings_of_convolutions_and_recurrent_layers_are_restored(before: tuple[str, str]) -> None:
+    CUDNN.conv.fp32_precision, CUDNN.rnn.fp32_precision = before
     with convolutions.exact(None):
-        assert CUDNN.conv.fp32_precision == "ieee"
-    assert (CUDNN.conv.fp32_precision, CUDNN.rnn.fp32_precision) == ("tf32", "ieee")
+        assert (CUDNN.conv.fp32_precision, CUDNN.rnn.fp32_precision) == ("ieee", "ieee")
+    assert (CUDNN.conv.fp32_precision, CUDNN.rnn.fp32_precision) == before
     CUDNN.conv.fp32_precision = "none"
     CUDNN.rnn.fp32_precision = "none"
 
