@@ -71,8 +71,9 @@ def test_docstring_of_a_function_counts_if_it_is_read(tmp_path: Path) -> None:
     assert of(tmp_path, read) != of(tmp_path, read.replace("The area.", "The surface."))
 
 
-def test_string_that_is_no_docstring_changes_the_digest(tmp_path: Path) -> None:
+def test_only_a_string_that_is_used_changes_the_digest(tmp_path: Path) -> None:
     text = "def f():\n    x = 1\n    'a string'\n    return 'a'\n"
+    assert of(tmp_path, text) == of(tmp_path, text.replace("'a string'", "'another string'"))
     assert of(tmp_path, text) != of(tmp_path, text.replace("return 'a'", "return 'b'"))
 
 

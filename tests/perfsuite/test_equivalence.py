@@ -878,10 +878,11 @@ def test_outputs_of_another_form_or_wrong_values_are_rejected(name: str) -> None
     assert "\n" not in message
 
 
-def test_empty_outputs_must_have_the_right_shape() -> None:
+def test_empty_outputs_must_have_the_right_shape_and_dtype() -> None:
     inputs = {"x": tensor("m", "n")}
     check(pair_of(torch.exp, torch.exp, inputs), case_of(m=0, n=5), gradients=True)
     rejected(pair_of(torch.exp, lambda x: torch.exp(x)[:, :1], inputs), "has shape", case_of(m=0, n=5))
+    rejected(pair_of(torch.exp, lambda x: torch.exp(x).half(), inputs), "has dtype", case_of(m=0, n=5))
 
 
 def test_output_strides_for_non_contiguous_inputs() -> None:

@@ -180,11 +180,10 @@ def test_processes_ahead_are_limited_to_what_a_regression_needs() -> None:
 
 
 def test_doubtful_promise_estimates_how_many_processes_will_decide() -> None:
-    found = [promised(first_few(runs(count=1)), p) for p in (15.5, 16.0, 17.0, 19.0, 19.9, 20.5)]
-    assert all(isinstance(a, Verdict | Open) for a in found)
-    likely = [a.likely for a in found if isinstance(a, Open)]
-    assert likely == sorted(likely)
-    assert likely[-1] == gate.RED_PROCESSES - 1
+    for held in (15.5, 16.0):
+        verdict(promised(first_few(runs(count=1)), held), Status.PASS)
+    found = [promised(first_few(runs(count=1)), p) for p in (17.0, 19.0, 19.9, 20.5)]
+    assert [a.likely for a in found if isinstance(a, Open)] == [1, 1, 1, gate.RED_PROCESSES - 1]
     assert speed_of(runs(count=1), 1.5).likely == 1
 
 
@@ -1277,8 +1276,10 @@ def test_time_that_is_not_positive_and_finite_is_unmeasured(name: str, seconds: 
 def test_largest_allowed_ratio_is_sound() -> None:
     for ratio in (20.0, -20.0):
         verdict(judge([process(ratio=ratio)]), Status.PASS)
-        assert isinstance(judge([process(ratio)]), Verdict | Open)
-        assert not gate._unsound(subject([process(ratio)]))
+        opened(judge([process(ratio)]))
+        beyond = math.copysign(20.1, ratio)
+        for unsound in (process(ratio=beyond), process(beyond)):
+            assert "no sound ratio" in verdict(judge([unsound]), Status.UNMEASURED).message
 
 
 def test_stored_figures_need_the_reference_in_every_process() -> None:

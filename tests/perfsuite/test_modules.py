@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,7 +16,8 @@ from perfsuite import Pair, Workload, compiled, execution, floats, modules, size
 from perfsuite import inputs as make
 from perfsuite.cases import workload_case
 from perfsuite.errors import NotEquivalent, PairError
-from perfsuite.specs import ConstantSpec, Floats, Integers, Sampled
+from perfsuite.records import InputCase
+from perfsuite.specs import ConstantSpec, Floats, Integers, Sampled, tensor_spec
 
 
 class Model(nn.Module):
@@ -244,9 +246,11 @@ class Trained(nn.Module):
 class TrainedByHand(Trained):
     forgets = False
     rescales = False
+    detaches = False
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         norm = self.norm
+        bias = norm.bias.detach() if self.detaches else norm.bias
         mean, variance = x.mean(0), x.var(0, correction=0)
         with torch.no_grad():
             if not self.forgets:
@@ -255,7 +259,7 @@ class TrainedByHand(Trained):
             norm.num_batches_tracked.add_(1)
             if self.rescales:
                 norm.weight.mul_(1.0)
-        return (x - mean) * torch.rsqrt(variance + norm.eps) * norm.weight + norm.bias
+        return (x - mean) * torch.rsqrt(variance + norm.eps) * norm.weight + bias
 
 
 def trained(**flags: bool) -> Pair:
@@ -286,7 +290,11 @@ def test_a_call_may_change_buffers_but_no_parameters() -> None:
 
 
 def test_a_module_with_changed_buffers_is_differentiable() -> None:
-    assert execution.differentiable(trained()) == ("module", "x")
+    pair = trained()
+    assert execution.differentiable(pair) == ("module", "x")
+    assert execution.differentiable(replace(pair, mutates={"module": "changed"})) == ("x",)
+    with pytest.raises(NotEquivalent, match=r"gradient of module\.norm\.bias"):
+        perfsuite.check(trained(detaches=True), device="cpu")
 
 
 def test_mutates_buffers_is_rejected_for_an_input_that_is_not_a_module() -> None:
@@ -390,8 +398,12 @@ def test_a_template_that_cannot_be_drawn_is_named(template: Any, says: str) -> N
 
 
 def drawn_from(templates: Sequence[Any]) -> list[Any]:
+    """Return inputs that are drawn from the specs of the templates, each in the layout of its template."""
     pair = Pair(reference=abs, optimized=abs, inputs=modules.specs_of(templates), workloads=[Workload("w")])
-    return list(make.build(pair, workload_case(pair.workloads[0], "float32", 3), "cpu").values())
+    leaves = {name: tensor_spec(spec) for name, spec in pair.inputs.items()}
+    layouts = {n: InputCase(layout=leaf.layouts[0]) for n, leaf in leaves.items() if leaf and leaf.layouts}
+    case = replace(workload_case(pair.workloads[0], "float32", 3), inputs=layouts)
+    return list(make.build(pair, case, "cpu").values())
 
 
 def test_shapes_dtypes_and_layouts_are_those_of_the_template() -> None:
@@ -401,10 +413,14 @@ def test_shapes_dtypes_and_layouts_are_those_of_the_template() -> None:
         [torch.rand(2), 7],
         torch.randint(0, 9, (5,)),
         torch.rand(6, 8) > 0.5,
+        torch.rand(4, 6)[:, ::2],
     ]
-    half, turned, (inner, seven), whole, mask = drawn_from(templates)
+    half, turned, (inner, seven), whole, mask, strided = drawn_from(templates)
     assert (half.shape, half.dtype) == ((3, 4), torch.float16)
-    assert turned.shape == (3, 4)
+    assert half.is_contiguous()
+    assert (turned.shape, turned.stride()) == ((3, 4), (1, 3))
+    assert strided.shape == (4, 3)
+    assert strided.stride(1) > 1
     assert (inner.shape, seven) == ((2,), 7)
     assert (whole.dtype, mask.dtype) == (torch.int64, torch.bool)
     signs = drawn_from([torch.tensor([1.0, -1.0] * 50)])[0]

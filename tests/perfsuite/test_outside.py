@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -205,10 +204,14 @@ def test_other_proofs_do_not_detect_a_side_that_is_right_only_under_test(project
 
 @FULLY
 @pytest.mark.parametrize("isolate", ["never", "always"])
-def test_no_process_and_no_file_is_left(project: Project, tmp_path: Path, isolate: str) -> None:
+def test_no_process_and_no_file_is_left(
+    project: Project, tmp_path: Path, isolate: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    monkeypatch.setenv("TMPDIR", str(temporary))
     write(project, MODULE.replace("import os\n", f"import os\n    import {NOTES}\n"))
     project.write(f"{NOTES}.py", f"import os, pathlib\npathlib.Path({str(tmp_path)!r}, str(os.getpid())).touch()")
-    before = set(Path(tempfile.gettempdir()).iterdir())
     done = project.process(
         "pytest", "-m", "correctness", "-k", "outside and honest and not steps", f"--perfsuite-isolate={isolate}"
     )
@@ -219,7 +222,7 @@ def test_no_process_and_no_file_is_left(project: Project, tmp_path: Path, isolat
     while left := [pid for pid in pids if Path(f"/proc/{pid}").exists()]:
         assert time.monotonic() < end, left
         time.sleep(0.05)
-    assert not [p for p in set(Path(tempfile.gettempdir()).iterdir()) - before if "outside" in p.name]
+    assert not list(temporary.iterdir())
 
 
 PREPARED = """

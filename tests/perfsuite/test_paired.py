@@ -246,8 +246,7 @@ def test_workloads_that_are_timed_first_prepare_while_proofs_run() -> None:
     mode.free = False
     mode._start_ahead("abcde", [])
     assert mode.given == []
-    mode.on = "cpu"
-    mode.given.clear()
+    mode.on, mode.free = "cpu", True
     mode._start_ahead("abcde", [])
     assert mode.given == []
 

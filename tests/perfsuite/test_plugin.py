@@ -583,14 +583,16 @@ def test_matrix_products_between_kernels_are_not_computed(project: Project) -> N
     products = """
         ones, out = torch.ones(2, 3, 3), torch.ones(3, 3)
         if "PERFSUITE_AHEAD" in os.environ:
+            pathlib.Path("compiled").touch()
             for made in (ones[0] @ ones[1], torch.bmm(ones, ones), torch.mm(ones[0], ones[1], out=out), out):
                 assert made.shape[-2:] == (3, 3) and not made.any()
         triple_kernel[(triton"""
     text = KERNEL.replace("\n        triple_kernel[(triton", products).replace(
-        "import torch", "import os\n    import torch", 1
+        "import torch", "import os\n    import pathlib\n    import torch", 1
     )
     project.write("test_triple.py", text)
     project.run("-k", "kernels").assert_outcomes(passed=1)
+    assert (project.path / "compiled").exists(), "the products are not reached"
 
 
 # --- pytest-benchmark: the contract of perfsuite/benchmarks.py ------------------------------------------------------

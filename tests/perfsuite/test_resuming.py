@@ -69,23 +69,27 @@ def test_nothing_is_kept_for_a_dirty_tree_or_outside_git(tmp_path: Path, state: 
 
 
 @pytest.mark.parametrize(
-    "damage",
+    ("damage", "left"),
     [
-        lambda data: data[:-40],
-        lambda data: data + b"\n{",
-        lambda data: data + b"\n\xff\xfe\x00",
-        lambda data: data + b"\n" + b"[" * 100_000,
-        lambda data: data + b'\n{"id": "a"}\n[]\nnull',
-        lambda data: data.replace(b'"seed": 2', b'"seed": "2"'),
+        (lambda data: data[:-40], [0]),
+        (lambda data: data + b"\n{", [0, 2]),
+        (lambda data: data + b"\n\xff\xfe\x00", [0, 2]),
+        (lambda data: data + b"\n" + b"[" * 100_000, [0, 2]),
+        (lambda data: data + b'\n{"id": "a"}\n[]\nnull', [0, 2]),
+        (lambda data: data.replace(b'"seed": 2', b'"seed": "2"'), [0]),
+        (lambda data: data.replace(b'"seed": 0', b'"seed": "0"'), [2]),
     ],
 )
-def test_damaged_lines_are_ignored(tmp_path: Path, damage: Callable[[bytes], bytes]) -> None:
-    one, _, three = filled(tmp_path)
+def test_only_damaged_lines_are_ignored(tmp_path: Path, damage: Callable[[bytes], bytes], left: list[int]) -> None:
+    made = filled(tmp_path)
     (path,) = (tmp_path / ".perfsuite/accept").glob("*.jsonl")
-    path.write_bytes(damage(path.read_bytes()))
-    assert kept(tmp_path).load(["a"])["a"] in ([one], [one, three])
-    kept(tmp_path).add("a", three)
-    assert kept(tmp_path).load(["a"])["a"][-1] == three  # on its own line, even after a truncated one
+    whole = path.read_bytes()
+    path.write_bytes(damage(whole))
+    assert path.read_bytes() != whole
+    undamaged = [made[n] for n in left]
+    assert kept(tmp_path).load(["a", "b"]) == {"a": undamaged, "b": [made[1]]}
+    kept(tmp_path).add("a", made[2])  # on its own line, even after a truncated one
+    assert kept(tmp_path).load(["a"]) == {"a": [*undamaged, made[2]]}
 
 
 def test_a_folder_that_cannot_be_written_keeps_nothing(tmp_path: Path) -> None:

@@ -264,11 +264,12 @@ def test_a_shard_without_a_workload_is_red(accepted: Project) -> None:
     assert lines_with(done.output, "✗", "nothing was measured: shard 6/6 has no workload; make fewer shards")
 
 
-def test_a_removed_workload_makes_a_shard_red(accepted: Project) -> None:
+def test_a_removed_workload_makes_each_shard_red(accepted: Project) -> None:
     (accepted.path / "tests/test_second.py").unlink()
-    done, _ = gate(accepted, "1/3")
-    assert done.exit_code == 10
-    assert lines_with(done.output, "✗", "second::speed[w0]", "not collected")
+    for number in (1, 2, 3):
+        done, _ = gate(accepted, f"{number}/3")
+        assert done.exit_code == 10, number
+        assert lines_with(done.output, "✗", "second::speed[w0]", "not collected"), number
 
 
 def _gone(path: Path) -> None:

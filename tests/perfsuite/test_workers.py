@@ -485,8 +485,11 @@ for id in ids():
 """
     made = scripted(tmp_path, script)
     on = [Lane(environment={"CUDA_VISIBLE_DEVICES": n}, lock=n) for n in "01"]
-    found = dict(made.run(tasks_of("abcd"), [on[0], on[1], on[0], on[0]]))
-    assert len(found) == 4
+    found = list(made.run(tasks_of("abcd"), [on[0], on[1], on[0], on[0]]))
+    assert sorted(id for id, _ in found) == list("abcd")
+    lost = [o.message for id, o in found if isinstance(o, Failure) and o.message != f"done {id}"]
+    assert all("the measuring process ended with exit code 3" in message for message in lost), lost
+    assert len(lost) <= 2, "lane 1 and the first process of lane 0 do their tasks"
     assert len(made.environments) <= 8
 
 
@@ -953,7 +956,6 @@ def test_a_workload_whose_real_process_is_killed_is_unmeasured(project: Project)
     )
     report = json.loads((project.path / "out/report.json").read_text())
     assert sorted(report["measurements"]) == [f"{d}/test_scale.py::scale::speed[small]" for d in "ac"]
-    assert signal.SIGKILL == 9
 
 
 def test_ctrl_c_keeps_the_results_that_were_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
