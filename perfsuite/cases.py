@@ -145,7 +145,8 @@ def other_number(spec: ScalarSpec, value: Any, sizes: Mapping[str, Any], rng: ra
 
 
 def workload_case(workload: Workload, dtype: str, seed: int) -> Case:
-    """Return the case of a workload: its sizes, contiguous layouts, normal values, and this seed."""
+    """Return the case of a workload: its sizes, normal values, and this seed. Inputs are contiguous, or have the first
+    declared layout if `layouts=` excludes contiguous ones."""
     return Case(dtype=workload.dtype or dtype, sizes=dict(workload.sizes), inputs={}, seed=seed)
 
 

@@ -166,6 +166,8 @@ def _build_one(spec: Any, name: str, case: Case, device: str, home: Path | None,
 
 def _tensor(spec: TensorSpec, name: str, case: Case, device: str, how: InputCase) -> torch.Tensor:
     shape = tuple(resolve(d, case.sizes) for d in spec.dims)
+    if spec.layouts is not None and how.layout not in spec.layouts:  # as in a workload, whose layout is the default
+        how = replace(how, layout=spec.layouts[0])
     dim = expanded_dim(spec, how.layout, shape)
     if dim is not None:
         once = draw_values(spec, name, case, device, how.regime, (*shape[:dim], 1, *shape[dim + 1 :]))

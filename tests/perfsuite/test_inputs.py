@@ -112,6 +112,15 @@ def test_memory_between_the_elements_is_poisoned(layout: str) -> None:
         assert int(poison.sum()) == whole.numel() - drawn.numel()
 
 
+def test_workloads_and_lists_have_the_only_declared_layout() -> None:
+    turned = tensor(4, 3, layouts=("transposed",))
+    pair = Pair(
+        reference=len, optimized=len, inputs={"x": turned, "xs": listof(3, turned)}, workloads=[Workload("w")], name="p"
+    )
+    built = make.build(pair, workload_case(pair.workloads[0], "float32", 1), "cpu")
+    assert [t.stride() for t in (built["x"], *built["xs"])] == 4 * [(1, 4)]
+
+
 def test_one_tensor_of_a_list_is_contiguous_and_the_others_have_the_layout() -> None:
     for count, plain in ((1, set()), (2, {0}), (3, {2}), (4, {0})):
         drawn = built(listof(count, tensor("n")), InputCase(layout="strided"))
