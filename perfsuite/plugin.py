@@ -77,6 +77,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="used by `perfsuite`",
     )
     group.addoption("--perfsuite-argument", action="append", default=[], help="used by `perfsuite`")
+    group.addoption("--perfsuite-given", action="append", default=[], help="used by `perfsuite`")
     group.addoption(
         "--sanitize", action="store_true", help="run the proofs under compute-sanitizer; with -k, for it is slow"
     )
@@ -133,6 +134,19 @@ def pytest_load_initial_conftests(early_config: pytest.Config) -> Generator[None
         return (yield)
     except (SystemExit, pytest.exit.Exception) as error:
         raise pytest.UsageError(f"a conftest ended the run while it was imported: {error!r}; remove that") from None
+
+
+@pytest.hookimpl(wrapper=True, specname="pytest_load_initial_conftests")
+def pytest_note_options(early_config: pytest.Config, args: list[str]) -> Generator[None, object, object]:
+    """Record the options that conftests add, for worker processes. In a worker, add those that its run was given."""
+    from perfsuite import project_options
+
+    before = project_options.known(early_config)
+    result = yield
+    now = project_options.known(early_config)
+    own = early_config.stash[project_options.OPTIONS] = {name: now[name] for name in now if name not in before}
+    args[:0] = project_options.among(early_config.known_args_namespace.perfsuite_given, own)
+    return result
 
 
 def _proves_in_workers_again(config: pytest.Config) -> bool:

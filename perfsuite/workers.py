@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from perfsuite import preload
+from perfsuite import preload, project_options
 from perfsuite.cores import confined
 from perfsuite.errors import PerfsuiteError
 from perfsuite.forks import Command
@@ -293,4 +293,4 @@ def pytest_arguments(config: pytest.Config) -> list[str]:
     ):
         if value is not None:
             arguments.append(f"{flag}={value}")
-    return [*arguments, "-o", "addopts="]
+    return [*project_options.given(config), *arguments, "-o", "addopts="]

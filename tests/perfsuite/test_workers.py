@@ -930,6 +930,57 @@ def test_workers_get_the_pytest_options_of_the_run(project: Project) -> None:
     assert again.rootpath == config.rootpath
 
 
+def test_workers_get_the_options_that_a_conftest_adds(project: Project) -> None:
+    project.write("pytest.ini", "[pytest]\naddopts = --fast --sizes 1 2 -q")
+    project.write(
+        "conftest.py",
+        """
+        def pytest_addoption(parser):
+            parser.addoption("--fast", action="store_true")
+            parser.addoption("--slow", action="store_false")
+            parser.addoption("--device", action="append")
+            parser.addoption("--sizes", nargs=2, type=int)
+            parser.addoption("--rest", nargs="*")
+            parser.getgroup("more").addoption("--shift", type=float, default=0.5)
+        """,
+    )
+    config = project.pytester.parseconfig(
+        "--device", "cpu", "--device=cuda", "--shift", "-2.5", "--rest", "a", "b", "-v"
+    )
+    arguments = pytest_arguments(config)
+    option = project.pytester.parseconfig(*arguments).option
+    assert (option.fast, option.slow, option.device) == (True, True, ["cpu", "cuda"])
+    assert (option.sizes, option.shift, option.rest) == ([1, 2], -2.5, ["a", "b"])
+    assert not option.maxfail
+    project.write("pytest.ini", "[pytest]")
+    project.write("conftest.py", "def pytest_addoption(parser): parser.addoption('--shift')")
+    option = project.pytester.parseconfig(*arguments).option  # of files beside which another conftest lies
+    assert option.shift == "-2.5"
+
+
+def test_a_worker_proves_the_side_that_an_option_of_the_project_selects(project: Project) -> None:
+    project.write(
+        "conftest.py",
+        """
+        import os
+
+        def pytest_addoption(parser):
+            parser.addoption("--by", type=int, default=3)
+
+        def pytest_configure(config):
+            import by
+            by.BY = config.getoption("--by")
+        """,
+    )
+    project.write("by.py", "BY = 3")
+    project.pytester.syspathinsert()
+    project.write("x.txt", TWO_LINES.replace("return 3 * x", "return by.BY * x"))
+    project.write("test_scale.py", "import by\n" + (project.pytester.path / "x.txt").read_text())
+    result = project.run("-k", "equivalence", "--perfsuite-isolate=always", "--by", "2")
+    assert result.ret == 1
+    assert "output of the optimized side is wrong" in result.stdout.str()
+
+
 @FULLY
 def test_a_workload_whose_real_process_is_killed_is_unmeasured(project: Project) -> None:
     """The options that a project may have must reach the measuring processes, too."""
