@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from perfsuite.errors import PerfsuiteError
 from perfsuite.memory_layouts import layouts
-from perfsuite.pair import Pair
+from perfsuite.pair import Pair, is_whole
 from perfsuite.records import Case, InputCase
 from perfsuite.specs import EXPANDED, Integers, ScalarSpec, Size, TensorSpec, bounds, tensor_spec
 from perfsuite.tensor_values import MILD, regimes
@@ -192,3 +192,18 @@ def parse_case(line: str, dtype: str) -> Case:
             f"--perfsuite-case {line!r} is not a case; copy the whole line that a failure printed"
         ) from None
     return Case(dtype=dtype, sizes=sizes, inputs=inputs, seed=seed, steps=steps)
+
+
+def requested_case(line: str, pair: Pair, dtype: str) -> Case:
+    """Return the case that the option `--perfsuite-case` names. Raises PerfsuiteError if it is none of this pair."""
+    case = parse_case(line, dtype)
+    every = {**pair.inputs, **pair.step_inputs}
+    needed = pair.symbols | {name for name, spec in every.items() if isinstance(spec, ScalarSpec)}
+    wrong = needed ^ set(case.sizes) or {n for n in pair.symbols if not is_whole(case.sizes[n])}
+    wrong = wrong or set(case.inputs) - set(every)
+    if wrong:
+        raise PerfsuiteError(
+            f"--perfsuite-case {line!r} is no case of {pair.name}: {sorted(wrong)[0]!r} is missing, unknown or no "
+            f"whole number; copy the whole line that a failure of it printed"
+        )
+    return case

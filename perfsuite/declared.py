@@ -17,9 +17,10 @@ def pairs_of(name: str, value: object, module: str) -> Iterator[tuple[str, Pair]
     """Yield (name, pair) for a module's attribute `name`. A list or dict declares pairs if all its elements are pairs.
 
     A pair in a list or a dict is named after it, with the index or key (`losses-0`, `losses-mean`). A pair in a class
-    is named `Class.name`. A parametrized function that is annotated to return a Pair gives one pair for each set of
-    parameters, named from their ids (`attention-64-True`). A list, dict, class or function with a private name is
-    ignored. Raises PairError if two pairs have the same name.
+    is named `Class.name`. A class may also have lists, dicts and classes (`Class.losses-0`). A parametrized function
+    that is annotated to return a Pair gives one pair for each set of parameters, named from their ids
+    (`attention-64-True`). A list, dict, class or function with a private name is ignored. Raises PairError if two pairs
+    have the same name.
     """
     seen: set[str] = set()
     for found, pair in _declared(name, value, module):
@@ -32,16 +33,26 @@ def pairs_of(name: str, value: object, module: str) -> Iterator[tuple[str, Pair]
 def _declared(name: str, value: object, module: str) -> Iterator[tuple[str, Pair]]:
     if isinstance(value, Pair):
         yield name, value
-    elif name.startswith("_"):
+    elif name.rpartition(".")[2].startswith("_"):
         return
     elif isinstance(value, (list, tuple)) and value and all(isinstance(v, Pair) for v in value):
         yield from ((f"{name}-{number}", pair) for number, pair in enumerate(value))
     elif isinstance(value, dict) and value and all(isinstance(v, Pair) for v in value.values()):
         yield from ((f"{name}-{_plain(key)}", pair) for key, pair in value.items())
     elif isinstance(value, type) and value.__module__ == module:
-        yield from ((f"{name}.{n}", pair) for n, pair in vars(value).items() if isinstance(pair, Pair))
+        for n, held in list(vars(value).items()):
+            if not _is_elsewhere(held, value):
+                yield from _declared(f"{name}.{n}", held, module)
     elif inspect.isfunction(value) and value.__module__ == module and _is_factory(value):
         yield from ((f"{name}-{id}", _made(value, name, arguments)) for id, arguments in _parameters(value))
+
+
+def _is_elsewhere(held: object, owner: type) -> bool:
+    """Return whether the attribute of a class declares pairs elsewhere or not at all: a class that is not defined in
+    it, or a function."""
+    if isinstance(held, type):
+        return held.__qualname__ != f"{owner.__qualname__}.{held.__name__}"
+    return inspect.isfunction(held)
 
 
 def unsupported_note(pairs: Iterable[Pair]) -> list[str]:
@@ -83,18 +94,23 @@ def _parameters(function: Any) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def _sets(mark: Any) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    given = dict(zip(("argnames", "argvalues"), mark.args, strict=False)) | mark.kwargs
+    given = dict(zip(("argnames", "argvalues", "indirect", "ids"), mark.args, strict=False)) | mark.kwargs
     names = given["argnames"]
-    names = [n.strip() for n in names.split(",")] if isinstance(names, str) else list(names)
-    ids = given.get("ids")
-    for number, entry in enumerate(given["argvalues"]):
+    names = [n.strip() for n in names.split(",") if n.strip()] if isinstance(names, str) else list(names)
+    where = f"parametrize({', '.join(names)})"
+    entries, ids = _listed(given["argvalues"], f"{where}: the values are"), given.get("ids")
+    if isinstance(ids, (list, tuple)) and len(ids) != len(entries):
+        raise PairError(f"{where}: ids= has {len(ids)} names for {len(entries)} sets of parameters; give one each")
+    for number, entry in enumerate(entries):
         is_param = hasattr(entry, "marks")
         if is_param and entry.marks:
             raise PairError(
-                f"parametrize({', '.join(names)}): marks of one set of parameters are not applied to a pair; give them "
-                f"to its workloads (marks=), or leave the set out"
+                f"{where}: marks of one set of parameters are not applied to a pair; give them to its workloads "
+                f"(marks=), or leave the set out"
             )
-        values = tuple(entry.values) if is_param else (entry,) if len(names) == 1 else tuple(entry)
+        values = entry.values if is_param else [entry] if len(names) == 1 else _listed(entry, f"{where}: a set is")
+        if len(values) != len(names):
+            raise PairError(f"{where}: {values!r} has {len(values)} values for {len(names)} parameters")
         own = entry.id if is_param else None
         if own is None and isinstance(ids, (list, tuple)):
             own = ids[number]
@@ -102,6 +118,14 @@ def _sets(mark: Any) -> Iterator[tuple[str, Mapping[str, Any]]]:
             chosen = ids if callable(ids) else lambda value: None
             own = "-".join(_id(n, v, number, chosen(v)) for n, v in zip(names, values, strict=True))
         yield _plain(own), dict(zip(names, values, strict=True))
+
+
+def _listed(values: Any, what: str) -> list[Any]:
+    """Return the values as a list. Raises PairError, which begins with `what`, if they are none."""
+    try:
+        return list(values)
+    except TypeError:
+        raise PairError(f"{what} {values!r}, which is no list; write [...]") from None
 
 
 def _id(name: str, value: object, number: int, chosen: object) -> str:

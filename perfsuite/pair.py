@@ -337,7 +337,7 @@ class Pair:
                     f'processes; give cost=Cost(items=lambda …: …, unit="tokens")'
                 )
             for size in sorted(self.symbols & set(workload.sizes)):
-                if not _is_whole(value := workload.sizes[size]):
+                if not is_whole(value := workload.sizes[size]):
                     where = f"pair {self.name!r}, workload {workload.name!r}"
                     raise PairError(f"{where}: {size}={value!r} must be a whole number, 0 or more")
             unbound = sorted((self.symbols | scalars) - set(workload.sizes))
@@ -355,5 +355,5 @@ class Pair:
                 )
 
 
-def _is_whole(value: object) -> bool:
+def is_whole(value: object) -> bool:
     return not isinstance(value, bool) and isinstance(value, Integral) and int(value) >= 0

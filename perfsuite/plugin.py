@@ -286,11 +286,12 @@ def pytest_make_collect_report(
 
 
 def _say_in_one_line(collector: pytest.Collector, report: pytest.CollectReport) -> None:
-    """Reduce the report of a PairError to one line: the place of the wrong declaration, and the remedy."""
+    """Reduce the report of a PairError to one line: the place of the wrong declaration, and the remedy. Do the same for
+    the UsageError of an option, which is found when the first pair is collected."""
     from perfsuite.errors import PairError
 
     call = getattr(report, "call", None)
-    if call is None or call.excinfo is None or not isinstance(call.excinfo.value, PairError):
+    if call is None or call.excinfo is None or not isinstance(call.excinfo.value, (PairError, pytest.UsageError)):
         return
     lines = [entry.lineno + 1 for entry in call.excinfo.traceback if entry.path == collector.path]
     where = f"{collector.path.name}:{lines[-1]}: " if lines else ""

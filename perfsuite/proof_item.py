@@ -35,7 +35,7 @@ from perfsuite import (
     sanitizer,
     truths,
 )
-from perfsuite.cases import PHASES, case_line, cases, parse_case, plain_cases
+from perfsuite.cases import PHASES, case_line, cases, parse_case, plain_cases, requested_case
 from perfsuite.compiling import untraced
 from perfsuite.errors import NotEquivalent, PairError, PerfsuiteError, first_line, users_frame
 from perfsuite.facts import facts_of
@@ -274,7 +274,7 @@ class ProofItem(pytest.Function):
     def _prove_all(self) -> None:
         __tracebackhide__ = True
         if self.only:
-            self._prove(parse_case(self.only, self.dtype))
+            self._prove(requested_case(self.only, self.pair, self.dtype))
             return
         if self.first is not None:
             self.first()

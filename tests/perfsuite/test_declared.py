@@ -122,6 +122,27 @@ def test_private_mixed_or_imported_values_declare_no_pair() -> None:
     assert list(declared.pairs_of("x", imported, "m")) == []
 
 
+def test_pairs_in_a_list_or_a_class_of_a_class_are_found() -> None:
+    class Held:
+        several = (pair(), pair())
+        _private = (pair(),)
+        elsewhere = types.ModuleType
+
+        class Inner:
+            a = pair()
+
+        def made(self) -> Pair:
+            return pair()
+
+    module = module_with(Held=Held)
+    Held.Inner.__module__ = "m"
+    Held.itself = Held  # type: ignore[attr-defined]
+    names = [name for name, _ in declared.pairs_of("Held", Held, "m")]
+    assert names == ["Held.several-0", "Held.several-1", "Held.Inner.a"]
+    assert declared.find(module, "Held.several-1") is Held.several[1]
+    assert declared.find(module, "Held.Inner.a") is Held.Inner.a
+
+
 def factory(body: Any) -> Any:
     def made(n: int) -> Pair:
         return body(n)
@@ -172,3 +193,22 @@ def test_two_pairs_with_the_same_name_are_refused() -> None:
 def test_marks_on_a_parameter_set_are_refused() -> None:
     with pytest.raises(PairError, match=r"parametrize\(n\): marks of one set of parameters are not applied to a pair"):
         names_of(None, 1, pytest.param(2, marks=pytest.mark.skip(reason="not here")))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("n", 5), r"parametrize\(n\): the values are 5, which is no list"),
+        (("n", [1, 2], False, ["one"]), r"parametrize\(n\): ids= has 1 names for 2 sets of parameters"),
+        (("n,k", [(1, 2, 3)]), r"parametrize\(n, k\): \[1, 2, 3\] has 3 values for 2 parameters"),
+        (("n,k", [1]), r"parametrize\(n, k\): a set is 1, which is no list"),
+        (("n,k", [pytest.param(1)]), r"parametrize\(n, k\): \(1,\) has 1 values for 2 parameters"),
+    ],
+)
+def test_wrong_parameters_are_refused_in_one_line(arguments: Any, said: str) -> None:
+    def made(n: int, k: int = 0) -> Pair:
+        return pair()
+
+    made.__module__ = "m"
+    with pytest.raises(PairError, match=said):
+        list(declared.pairs_of("f", pytest.mark.parametrize(*arguments)(made), "m"))

@@ -322,7 +322,9 @@ def test_draws_are_deterministic_under_ci(project: Project, monkeypatch: pytest.
     assert lines[0] == lines[1]
 
 
-@pytest.mark.parametrize("line", ["nonsense", "{}", '{"dtype": "float32"}'])
+@pytest.mark.parametrize(
+    "line", ["nonsense", "{}", '{"dtype": "float32"}', "m=3;seed=0", "n=-1;seed=0", "n=3,m=3;seed=0"]
+)
 def test_an_invalid_case_option_is_reported(project: Project, line: str) -> None:
     project.write("test_scale.py", TWO_LINES)
     result = project.run("-k", "equivalence", f"--perfsuite-case={line}")
@@ -330,6 +332,15 @@ def test_an_invalid_case_option_is_reported(project: Project, line: str) -> None
     assert result.ret == 1
     assert "Traceback" not in output
     assert lines_with(output, "case"), output
+    assert "side raises" not in output
+
+
+def test_a_wrong_option_is_reported_in_one_line(project: Project) -> None:
+    project.write("test_scale.py", TWO_LINES)
+    result = project.run("-m", "perf", "--perfsuite-shard=5/3")
+    assert result.ret != 0
+    assert lines_with(result.stdout.str(), "--shard '5/3' is not a part"), result.stdout.str()
+    assert "plugin.py" not in result.stdout.str()
 
 
 def test_too_narrow_a_condition_is_reported(project: Project) -> None:
