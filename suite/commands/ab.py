@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import gc
+import os
 import shutil
 import sys
 from collections.abc import Iterator, Sequence
@@ -206,7 +207,7 @@ def _refuse(folder: Path, *, overwrite: bool) -> None:
     from suite.ab_report import FILE
     from suite.configuration import ConfigurationError
 
-    if not overwrite and (folder / FILE).exists():
+    if not overwrite and os.path.exists(folder / FILE):  # Path.exists raises for a name that is too long
         raise ConfigurationError(
             f"{shown(folder / FILE)} is there already; name another folder with --out, or replace it with --overwrite"
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 from collections.abc import Iterator
@@ -37,8 +38,8 @@ class Wrong(Failed):
 def in_one_line(interrupted: str, remedy: str = "free some of it") -> Iterator[None]:
     """End the command with a one-line message if the block fails.
 
-    The exit code is 1 for a PerfsuiteError, and also if memory runs out, with `remedy` in the message. It is 2 for a
-    wrong configuration, and 130 for Ctrl-C, with the message `interrupted`.
+    The exit code is 1 for a PerfsuiteError and for a path that cannot be accessed, and also if memory runs out, with
+    `remedy` in the message. It is 2 for a wrong configuration, and 130 for Ctrl-C, with the message `interrupted`.
     """
     reserve()
     try:
@@ -49,6 +50,11 @@ def in_one_line(interrupted: str, remedy: str = "free some of it") -> Iterator[N
     except PerfsuiteError as error:
         text = escaped(" ".join(str(error).split()))
         raise (Wrong if isinstance(error, ConfigurationError) else Failed)(text) from None
+    except OSError as error:  # e.g. Path.is_file raises for a name that is too long, or in a folder of another user
+        if not isinstance(error.filename, str | bytes):
+            raise
+        why = error.strerror or type(error).__name__
+        raise Failed(f"cannot access {shown(os.fsdecode(error.filename))}: {why}; name another path") from None
     except (MemoryError, RuntimeError) as error:
         if reason := out_of_memory(error):
             raise Failed(f"{reason}; {remedy}") from None

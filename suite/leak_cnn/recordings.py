@@ -50,10 +50,16 @@ class Stretch:
 def found(root: Path, option: str = "--from") -> list[str]:
     """Return the recordings in a folder and its subfolders, as sorted relative paths with `/`.
 
-    PerfsuiteError if there are none.
+    PerfsuiteError if there are none, or if the folder cannot be read.
     """
-    if not root.is_dir():
-        raise PerfsuiteError(f"{option} {root} is no folder; name one that holds WAV or FLAC recordings")
+    try:
+        if not root.is_dir():
+            raise PerfsuiteError(f"{option} {root} is no folder; name one that holds WAV or FLAC recordings")
+        with os.scandir(root):  # os.walk skips a folder that cannot be read
+            pass
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise PerfsuiteError(f"{option}: cannot read {root}: {reason}; make it readable, or name another") from None
     names = [
         Path(folder, name).relative_to(root).as_posix()
         for folder, _, inside in os.walk(root)

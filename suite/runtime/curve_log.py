@@ -80,7 +80,7 @@ def about_of(folder: Path) -> dict[str, Any]:
     """Return the content of a run's run.json; an empty dict if it is missing or damaged."""
     try:
         found = json.loads((folder / ABOUT).read_text())
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return {}
     return found if isinstance(found, dict) else {}
 
@@ -95,8 +95,10 @@ def read(folder: Path) -> list[dict[str, Any]]:
     for line in content.splitlines():
         try:
             made = json.loads(line)
-            if isinstance(made["window"], int) and isinstance(made["seconds"], int | float):
+            numbers = [value for value in made.values() if isinstance(value, int | float)]
+            timed = isinstance(made["window"], int) and isinstance(made["seconds"], int | float)
+            if timed and all(map(math.isfinite, numbers)):
                 found.append(made)
-        except (ValueError, TypeError, KeyError):
+        except (ValueError, TypeError, AttributeError, KeyError, RecursionError, OverflowError):
             continue
     return found

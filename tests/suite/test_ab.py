@@ -575,6 +575,7 @@ def test_leak_cnn_quality_comes_from_its_last_validation() -> None:
         ([*BOTH, "--synthetic", "2"], ["batch_size: 4 is more than"]),
         ([*BOTH, "--synthetic", "9"], ["no end", "--windows or --seconds"]),
         ([*BOTH, "--out", "a.yaml/x"], ["cannot write into a.yaml/x"]),
+        ([*BOTH, "--synthetic", "9", "--windows", "1", "--out", "a" * 300], ["cannot write into aaa", "too long"]),
     ],
 )  # fmt: skip
 def test_wrong_input_is_reported_in_one_line(arguments: list[str], words: list[str]) -> None:

@@ -110,8 +110,9 @@ def test_run_page_shows_trainer_device_and_configuration(tmp_path: Path) -> None
     assert "http" not in page.replace("http://www.w3.org", "").replace("https://matplotlib.org", "").replace(
         "http://purl.org", ""
     ).replace("http://creativecommons.org", "")
-    (tmp_path / "run.json").write_text("{")
-    assert invoked(str(tmp_path)).exit_code == 0  # the damaged run.json is ignored
+    for damaged in ("{", "[" * 100_000):
+        (tmp_path / "run.json").write_text(damaged)
+        assert invoked(str(tmp_path)).exit_code == 0  # the damaged run.json is ignored
 
 
 def test_log_of_a_resumed_run_omits_replaced_windows_and_the_pause(
@@ -136,6 +137,27 @@ def test_log_of_a_resumed_run_omits_replaced_windows_and_the_pause(
     second.close()
     found = [(line["window"], line["seconds"], line["loss"]) for line in curve_log.read(tmp_path)]
     assert found == [(1, 2, 1), (2, 4, 2), (3, 8, 30), (4, 10, 40)]
+
+
+@pytest.mark.parametrize(
+    "damaged",
+    [
+        "[" * 100_000,
+        "[]",
+        '{"window": 2, "seconds": 1' + "0" * 400 + "}",
+        '{"window": 2, "seconds": 2, "loss": 1' + "0" * 400 + "}",
+        '{"window": 2, "seconds": Infinity}',
+    ],
+    ids=["nested", "list", "seconds", "loss", "infinity"],
+)
+def test_a_resumed_run_skips_damaged_lines_of_its_log(damaged: str, tmp_path: Path) -> None:
+    first = '{"window": 1, "seconds": 2, "loss": 1}'
+    (tmp_path / "metrics.jsonl").write_text(f"{first}\n{damaged}\n")
+    resumed = CurveLog(tmp_path, 3)
+    resumed.add(4, {"loss": 0.5})
+    resumed.close()
+    assert [line["window"] for line in curve_log.read(tmp_path)] == [1, 4]
+    assert invoked(str(tmp_path)).exit_code == 0
 
 
 def test_windows_after_the_hundredth_are_logged_every_ten_windows(tmp_path: Path) -> None:

@@ -409,6 +409,7 @@ def test_wav_with_an_unknown_size_is_read() -> None:
     [
         (["--from", "nowhere"], ["--from nowhere is no folder"]),
         (["--from", "file"], ["--from file is no folder"]),
+        (["--from", "a" * 300], [f"--from: cannot read {'a' * 300}: File name too long"]),
         (["--from", "empty"], ["--from empty holds no WAV or FLAC recording"]),
         (["--from", "mute"], ["--from mute holds no usable sound", "left out: 1 silent"]),
         (["--from", "little"], ["2 s of sound give ", "files for train", "not 12", "--reuse"]),

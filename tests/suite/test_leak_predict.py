@@ -128,6 +128,7 @@ def test_evaluated_matches_the_validation_of_the_reference_trainer(run: Path, tm
     ("arguments", "words"),
     [
         (["--checkpoint", "run", "none.wav"], "none.wav is no file; name a WAV or FLAC recording"),
+        (["--checkpoint", "run", "a" * 300], f"cannot access {'a' * 300}: File name too long; name another path"),
         (["--checkpoint", "run", "leak.h5"], "leak.h5 cannot be judged: damaged"),
         (["--checkpoint", "in", "in/LEAK/0.wav"], "no checkpoint in; name a file, or a folder"),
     ],
@@ -149,6 +150,7 @@ def test_predict_reports_wrong_input_in_one_line(
         (["ups", "--split", "test"], "--split is an option of leak_cnn alone"),
         (["polychromic"], "polychromic: only ups, leak_cnn, eigenstate_lm, trainer2 can be evaluated"),
         (["leak_cnn", "--data", "none.h5"], "there is no file none.h5"),
+        (["leak_cnn", "--data", "a" * 300], f"cannot access {'a' * 300}: File name too long; name another path"),
     ],
 )
 def test_evaluate_reports_wrong_input_in_one_line(

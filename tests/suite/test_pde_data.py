@@ -591,6 +591,10 @@ def test_a_wrong_output_path_is_reported_in_one_line(out: str, arguments: tuple[
     assert not list(Path().rglob("*.parts"))
 
 
+def test_a_name_that_is_too_long_is_reported_in_one_line() -> None:
+    one_line(invoked("a" * 300, *DARCY), 1, f"cannot access {'a' * 300}: File name too long; name another path")
+
+
 def test_overwrite_replaces_an_existing_file() -> None:
     whole = build(Path("whole.hdf5"), SMALL["darcy2d"], Quiet())
     Path("a.hdf5").write_text("mine")
