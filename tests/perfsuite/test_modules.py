@@ -12,11 +12,11 @@ from scale import FULLY, count
 from torch import nn
 
 import perfsuite
-from perfsuite import Pair, Workload, compiled, execution, floats, modules, size, tensor
+from perfsuite import Pair, Workload, compiled, execution, floats, integrity, modules, size, tensor
 from perfsuite import inputs as make
 from perfsuite.cases import workload_case
 from perfsuite.errors import NotEquivalent, PairError
-from perfsuite.records import InputCase
+from perfsuite.records import Case, InputCase
 from perfsuite.specs import ConstantSpec, Floats, Integers, Sampled, tensor_spec
 
 
@@ -141,9 +141,13 @@ class Inherited(torch.nn.Sequential):
 def test_an_inner_module_of_a_class_of_torch_is_not_the_reference() -> None:
     shapes: dict[str, Any] = {"inputs": {"x": tensor("n", 8)}, "sizes": {"n": size(1, 9)}}
     reference = torch.nn.Sequential(*layers())
-    perfsuite.check(Pair(reference=reference, optimized=OwnLast(*layers()), **shapes), examples=3, device="cpu")
+    case = Case(dtype="float32", sizes={"n": 5}, inputs={}, seed=1)
+    own, inherited = (
+        Pair(reference=reference, optimized=kind(*layers()), **shapes, name="p") for kind in (OwnLast, Inherited)
+    )
+    integrity.check(own, case, "cpu")
     with pytest.raises(NotEquivalent, match="calls the reference itself"):
-        perfsuite.check(Pair(reference=reference, optimized=Inherited(*layers()), **shapes), examples=3, device="cpu")
+        integrity.check(inherited, case, "cpu")
 
 
 class Padded(Model):
