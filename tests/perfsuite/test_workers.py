@@ -958,6 +958,7 @@ def test_workers_get_the_options_that_a_conftest_adds(project: Project) -> None:
     assert option.shift == "-2.5"
 
 
+@FULLY
 def test_a_worker_proves_the_side_that_an_option_of_the_project_selects(project: Project) -> None:
     project.write(
         "conftest.py",
