@@ -15,6 +15,7 @@ from optimized.graphs.cuda_graph_step import CudaGraphStep
 from optimized.graphs.cuda_graph_step import cuda_graph_step as optimized
 from perfsuite import Cost, Pair, Workload, compiled, floats, side, size, stateful, tensor
 from reference.graphs.cuda_graph_step import cuda_graph_step as reference
+from suite.backends import cudnn_benchmark, deterministic_convolutions
 
 LAYERS = 24
 
@@ -186,16 +187,6 @@ def by_operator():
         matmul.fp32_precision = before
 
 
-@contextmanager
-def cudnn(name, value):
-    before = getattr(torch.backends.cudnn, name)
-    setattr(torch.backends.cudnn, name, value)
-    try:
-        yield
-    finally:
-        setattr(torch.backends.cudnn, name, before)
-
-
 MODES = {
     "none": nullcontext,
     "no_grad": torch.no_grad,
@@ -204,9 +195,9 @@ MODES = {
     "bfloat16": lambda: autocast(torch.bfloat16),
     "medium": lambda: precision("medium"),
     "by_operator": by_operator,
-    "TF32 in cuDNN": lambda: cudnn("allow_tf32", value=True),
-    "benchmark": lambda: cudnn("benchmark", value=True),
-    "deterministic": lambda: cudnn("deterministic", value=True),
+    "TF32 in cuDNN": lambda: torch.backends.cudnn.flags(enabled=True, allow_tf32=True),
+    "benchmark": lambda: cudnn_benchmark(on=True),
+    "deterministic": deterministic_convolutions,
 }
 
 
