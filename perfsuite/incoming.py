@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
@@ -31,10 +32,10 @@ def _sliced(tensor: torch.Tensor) -> torch.Tensor:
 
 
 LARGE, TINY = 2.0**16, 2.0**-40
-PLAIN, SOME_OUTPUTS, SHARED = "plain", "of some outputs alone", "shared"
+PLAIN, EXPANDED, SOME_OUTPUTS, SHARED = "plain", "expanded", "of some outputs alone", "shared"
 KINDS: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = {
     PLAIN: lambda g: g,
-    "expanded": lambda g: g.flatten()[:1].reshape([1] * g.ndim).expand_as(g) if g.numel() else g,
+    EXPANDED: lambda g: g.flatten()[:1].reshape([1] * g.ndim).expand_as(g) if g.numel() else g,
     "transposed": _transposed,
     "sliced": _sliced,
     "zero": torch.zeros_like,
@@ -57,6 +58,16 @@ NEEDS_ORDINARY = ("zero", "partly zero", "large", "tiny", SOME_OUTPUTS)
 ORDINARY = ("normal", "sorted", "repeated")
 """Regimes of values at which zero or large incoming gradients give finite gradients, and tiny ones nonzero
 gradients."""
+
+
+def size_of(kind: str, elements: int) -> float:
+    """Return the typical magnitude of a sum over outputs of this many elements, each multiplied by its incoming
+    gradient of this kind, relative to one with plain gradients.
+
+    Plain gradients have random signs, so that a sum of n terms is about √n terms large. Expanded gradients are equal,
+    so that it can be n terms large.
+    """
+    return math.sqrt(max(1, elements)) if kind == EXPANDED else SIZES.get(kind, 1.0)
 
 
 def are_ordinary(case: Case) -> bool:

@@ -126,7 +126,7 @@ def proven_way(case: Case, *, gradients: bool, kind: str | None = None) -> Way |
 
 
 def _run_with(kind: str, call: Callable[..., Any], pair: Pair, values: dict[str, Any], seed: int) -> Leaves:
-    if kind == "expanded" and GRAD_OUTPUT in pair.consumes:  # an expanded tensor cannot be written to
+    if kind == incoming.EXPANDED and GRAD_OUTPUT in pair.consumes:  # an expanded tensor cannot be written to
         kind = incoming.PLAIN
     return execution.run(call, pair, values, gradients=True, seed=seed, kind=kind)
 
@@ -575,9 +575,10 @@ def _terms(
     kind: str,
 ) -> dict[str, float]:
     """Return the magnitude (incoming gradient · output / input) for each gradient that is 0 except for rounding."""
-    incoming_size = incoming.SIZES.get(kind, 1.0)
-    returned = [n for n, t in truth.items() if isinstance(t, torch.Tensor) and is_real(t)]
-    outputs = max((differences.rms(exact[n]) for n in returned if not n.startswith("gradient of ")), default=0.0)
+    returned = {n: exact[n] for n, t in truth.items() if isinstance(t, torch.Tensor) and is_real(t)}
+    outputs = [output for n, output in returned.items() if not n.startswith(DERIVATIVES)]
+    elements = max((output.numel() for output in outputs), default=0)
+    weighted = incoming.size_of(kind, elements) * max(map(differences.rms, outputs), default=0.0)
     found = {}
     for name, value in inputs.items():
         for path, tensor in make.tensors_in(value, name, buffers=False):
@@ -585,7 +586,7 @@ def _terms(
             if not isinstance(gradient, torch.Tensor) or not gradient.numel():
                 continue
             own = differences.rms_of(*norms[path]) if path in norms else differences.rms(tensor.detach())
-            size = incoming_size * outputs / own if own else 0.0
+            size = weighted / own if own else 0.0
             if size and differences.rms(exact[f"gradient of {path}"]) <= TRUTH_EPS * size:
                 found[f"gradient of {path}"] = size
     return found

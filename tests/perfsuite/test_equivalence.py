@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import math
 from collections.abc import Callable, Mapping
@@ -21,6 +22,7 @@ from perfsuite import (
     equivalence,
     floats,
     forms,
+    incoming,
     integers,
     listof,
     module,
@@ -1314,6 +1316,37 @@ def test_gradient_whose_terms_cancel_may_have_their_rounding_errors() -> None:
     wrong = pair_of(contrastive, lambda a, b: fused_contrastive(a, b) + 1e-4 * (b - b.detach()).sum(), inputs)
     with pytest.raises(NotEquivalent, match="gradient of b of the optimized side is wrong"):
         equivalence.check_case(wrong, case_of(n=7, d=1), "cpu", gradients=True)
+
+
+class WeightedByOneKey(torch.autograd.Function):
+    """`scores.softmax(-1) @ values`, whose gradient of the scores is the difference of two sums over the width."""
+
+    @staticmethod
+    def forward(ctx, scores, values):
+        weights = scores.softmax(-1)
+        output = weights @ values
+        ctx.save_for_backward(weights, values, output)
+        return output
+
+    @staticmethod
+    def backward(ctx, gradient):
+        weights, values, output = ctx.saved_tensors
+        of_output = functools.reduce(torch.add, (gradient * output).split(1, -1))
+        return weights * (gradient @ values.mT - of_output), weights.mT @ gradient
+
+
+def test_cancelled_gradient_may_have_the_rounding_errors_of_a_sum_of_equal_incoming_gradients() -> None:
+    of = pair_of(
+        lambda scores, values: scores.softmax(-1) @ values,
+        WeightedByOneKey.apply,
+        {"scores": tensor("n", 1, values=floats(-1, 1)), "values": tensor(1, "d", values=floats(-2, 2))},
+    )
+    inputs = {"values": InputCase(regime="sorted")}  # its sums are small differences of larger ones
+    for number in range(20):
+        seed = len(incoming.DRAWN) * number + incoming.DRAWN.index("expanded")
+        case = case_of(seed=seed, inputs=inputs, n=5, d=128)
+        assert incoming.kind_of(case) == "expanded"
+        equivalence.check_case(of, case, "cpu", gradients=True)
 
 
 def test_state_of_zeros_still_allows_errors_from_the_step_inputs() -> None:
