@@ -515,13 +515,20 @@ def related(truth: truths.Truth, produced: Leaves) -> str | None:
 
 
 def precision_of(pair: Pair, truth: truths.Truth, produced: Leaves, *, strict_strides: bool = True) -> str | None:
-    """Return the name of the lower precision whose rounding explains the error; None if there is none."""
+    """Return the name of the lower precision whose rounding explains the error; None if there is none.
+
+    If there are too few different errors to decide, return every precision that explains them.
+    """
+    both = list(_both(truth, produced))
+    found: list[str] = []
     for name, eps in PRECISIONS.items():
-        if eps <= 2 * truth.eps or not any(relations.reaches(got, leaf, eps) for got, leaf in _both(truth, produced)):
+        if eps <= 2 * truth.eps or not any(relations.reaches(got, leaf, eps) for got, leaf in both):
             continue
         if _agrees(pair, replace(truth, eps=eps), produced, strict_strides=strict_strides):
-            return name
-    return None
+            found.append(name)
+            if not all(relations.has_few_errors(got, leaf, eps) for got, leaf in both):
+                break
+    return " or ".join(found) or None
 
 
 def _both(truth: truths.Truth, produced: Leaves) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:

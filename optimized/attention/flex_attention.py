@@ -12,7 +12,7 @@ from optimized.compilation.compiled_function import compile_if_possible
 LEAST_HEAD_WIDTH = 16
 """Minimum head width of FlexAttention's kernels. They pad widths that are not a power of two, such as 48."""
 LEAST_SIZE = 2
-"""torch.compile compiles a separate graph for sizes of 1, and at most eight graphs in all."""
+"""torch.compile compiles a separate graph for each size of 1."""
 
 
 def flex_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:

@@ -10,8 +10,9 @@ from typing import Any
 
 import torch
 
-SHAPES = 64
-"""Number of shapes for which a function with static shapes is compiled; PyTorch's default limit is 8."""
+VARIANTS = 64
+"""Number of variants (of shapes, dtypes, gradient modes) for which a function is compiled whose calls past the limit
+would be slow or fail; PyTorch's default limit is 8."""
 
 
 def compiled_function(cost: torch.Tensor, states: torch.Tensor, beta: float = 5.0) -> torch.Tensor:
@@ -49,11 +50,11 @@ def compile_if_possible(
     quiet_calls  whether to suppress warnings during calls, too: tracing warns about an argument that was computed from
                  a tensor that requires a gradient
 
-    With `dynamic=False`, up to SHAPES shapes are compiled.
+    With `dynamic=False` or `fullgraph=True`, up to VARIANTS variants are compiled.
     """
     compiled = compile_quietly(function, **options)
-    if options.get("dynamic") is False:
-        compiled = torch._dynamo.config.patch(recompile_limit=SHAPES)(compiled)
+    if options.get("dynamic") is False or options.get("fullgraph"):
+        compiled = torch._dynamo.config.patch(recompile_limit=VARIANTS)(compiled)
     # CUDA graphs are captured during calls, and PyTorch warns if one is empty.
     if quiet_calls or (options.get("options") or {}).get("triton.cudagraphs"):
         compiled = _quiet()(compiled)

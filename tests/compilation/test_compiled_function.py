@@ -172,6 +172,18 @@ def test_twenty_static_shapes_are_each_compiled_once(monkeypatch):
     assert len(compiled) == 20
 
 
+def test_ten_dtypes_and_gradient_modes_are_each_compiled_once(monkeypatch):
+    compiled = []
+    monkeypatch.setattr(module, "_inductor", lambda graph, inputs, **options: compiled.append(1) or graph)
+    call = module.compile_if_possible(lambda x: x * 2, "it", fullgraph=True, dynamic=True)
+    floating = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
+    inputs = [torch.ones(3, dtype=dtype, requires_grad=True) for dtype in floating]
+    inputs += [torch.ones(3, dtype=dtype) for dtype in (*floating, torch.int32, torch.int64)]
+    for x in 2 * inputs:
+        assert torch.equal(call(x), 2 * x)
+    assert len(compiled) == 10
+
+
 def test_cache_key_tag_differs_between_autocast_dtypes():
     tags = {module._cache_key_tag()}
     for dtype in (torch.bfloat16, torch.float16):

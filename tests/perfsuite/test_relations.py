@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import perfsuite
-from perfsuite import Pair, contexts, diagnosis, floats, integers, listof, scalar, size, tensor
+from perfsuite import Pair, contexts, diagnosis, floats, integers, listof, sampled, scalar, size, tensor, truths
 from perfsuite import inputs as make
 from perfsuite.errors import NotEquivalent
 from perfsuite.integrity import calls
@@ -72,6 +72,29 @@ def test_a_failure_message_names_the_likely_cause(optimized: Callable[[torch.Ten
     with pytest.raises(NotEquivalent) as caught:
         perfsuite.check(Pair(name="p", reference=torch.exp, optimized=optimized, inputs=inputs), examples=5)
     assert says in str(caught.value)
+
+
+def of_three_values(generator: torch.Generator, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
+    return torch.tensor([0.05, 0.65, 0.92], dtype=dtype)[torch.randint(0, 3, shape, generator=generator)]
+
+
+def test_few_different_errors_name_every_precision_that_explains_them() -> None:
+    """Of 0.05, 0.65 and 0.92 the sigmoid in bfloat16 is so near that float16 would explain the error too."""
+
+    def optimized(x: torch.Tensor) -> torch.Tensor:
+        return x * x.sigmoid().bfloat16().float()
+
+    pair = Pair(
+        name="p",
+        reference=lambda x: x * x.sigmoid(),
+        optimized=optimized,
+        inputs={"x": tensor(16, 64, values=sampled(of_three_values))},
+        gradients=False,
+    )
+    case = Case(dtype="float32", sizes={}, inputs={}, seed=0)
+    truth = truths.establish(pair, case, "cpu", gradients=False)
+    produced = truths.produce(pair, as_side(optimized), case, "cpu", gradients=False)
+    assert diagnosis.precision_of(pair, truth, produced) == "float16 or TF32 or bfloat16"
 
 
 def test_a_wrong_factor_of_one_element_is_not_taken_for_rounding() -> None:
