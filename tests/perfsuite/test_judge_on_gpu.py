@@ -167,6 +167,5 @@ def test_an_honest_kernel_is_proven_and_timed(nursery: Nursery, reference: Path)
     found = judged(nursery, reference, textwrap.dedent(HONEST), **ON_CUDA | {"seconds": 3.0})
     assert found.status is Status.PASS, found
     assert found.speedup is not None
-    assert found.speedup.low > 3
     assert found.same_parameters
     assert not found.not_confined
