@@ -1,8 +1,8 @@
 """Sequences of tokens from texts that are encoded for each batch (eigenstate_lm, technique 004.10)."""
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
-from itertools import accumulate
+from itertools import accumulate, chain
 from typing import Any
 
 import torch
@@ -36,9 +36,6 @@ class TokenSequences:
 
     def _sequence(self, row: int) -> list[int]:
         start, end = row * self.length, (row + 1) * self.length + 1
-        number = bisect_right(self.begins, start) - 1
-        first, tokens = start - self.begins[number], list[int]()
-        while len(tokens) < first + end - start:
-            tokens += next(encode(self.tokenizer, [self.texts[number]]))
-            number += 1
-        return tokens[first : first + end - start]
+        first, last = bisect_right(self.begins, start) - 1, bisect_left(self.begins, end)
+        tokens = list(chain.from_iterable(encode(self.tokenizer, self.texts[first:last])))
+        return tokens[start - self.begins[first] : end - self.begins[first]]
