@@ -16,6 +16,10 @@ OF_THE_DEVICE = "CUDA"
 """Part of the messages of errors that a kernel has caused and that any later operation may raise."""
 LACKS_MEMORY = ("out of memory", "ALLOC_FAILED")
 """Parts of the messages of out-of-memory errors that libraries raise as a plain RuntimeError."""
+OUT_OF_MEMORY = "runs out of device memory"
+"""Part of the message of a workload that failed for a lack of memory."""
+OF_THE_TRUTH = "while the float64 truth was computed"
+"""Note of an out-of-memory error."""
 CROWDED_SHARE = 0.05
 """Share of a GPU's memory above which other processes that hold it may be the reason for a lack of memory."""
 KEPT_BYTES = 1 << 30
@@ -33,6 +37,11 @@ def lacks_memory(error: BaseException) -> bool:
 def mentions_memory(error: BaseException) -> bool:
     """Return whether the error is an out-of-memory error of a device, or a failed proof whose message mentions one."""
     return lacks_memory(error) or any(words in str(error) for words in LACKS_MEMORY)
+
+
+def says_out_of_memory(message: str) -> bool:
+    """Return whether a failed workload's message is that of a lack of device memory, also in a side's own words."""
+    return OUT_OF_MEMORY in message or any(words in message for words in LACKS_MEMORY)
 
 
 def is_of_device(error: BaseException) -> bool:

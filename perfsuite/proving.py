@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from perfsuite import equivalence, rule, truths
+from perfsuite import equivalence, faults, rule, truths
 from perfsuite import inputs as make
 from perfsuite.errors import NotEquivalent, PairError, in_one_line
 from perfsuite.execution import Leaves
@@ -89,6 +89,10 @@ class OutputCheck:
             return found
         except truths.Discard:
             raise PairError(truths.overflows(self.pair)) from None
+        except Exception as error:
+            if faults.lacks_memory(error):
+                error.add_note(faults.OF_THE_TRUTH)
+            raise
 
     def first(self, leaves: Leaves, name: str, side: Side) -> None:
         """Raise NotEquivalent if the outputs of the side's first call are wrong."""

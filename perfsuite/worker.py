@@ -35,6 +35,7 @@ from perfsuite.sharing import Gpu
 from perfsuite.sides import as_side, module_of
 from perfsuite.speed import SpeedItem
 from perfsuite.tasks import ALONE, ITEMS, PROVE, Failure, Outcome, Reported, Task
+from perfsuite.worker_process import in_phase
 
 OBSERVED = pytest.StashKey[Observed]()
 """The worker's record of opened files and of imports by name. It begins before the test modules are imported."""
@@ -195,11 +196,15 @@ class _Workload:
             return f"the accepted side raises RevisionError: {error}"
         if isinstance(error, (PerfsuiteError, HarnessFault)):
             return str(error)
+        if faults.OF_THE_TRUTH in getattr(error, "__notes__", ()):
+            return (
+                f"the reference in float64 {faults.OUT_OF_MEMORY}; declare truth=, the same function with less memory"
+            )
         if isinstance(error, RanksFailed):
-            return f"the {self.phase} side {error}"
-        if faults.lacks_memory(error):
-            return f"the {self.phase} side runs out of device memory"
-        return f"the {self.phase} side raises {in_one_line(error)}"
+            return in_phase(self.phase, str(error))
+        return in_phase(
+            self.phase, faults.OUT_OF_MEMORY if faults.lacks_memory(error) else f"raises {in_one_line(error)}"
+        )
 
     def _in_ranks(self) -> Any:
         """Return the object that runs the task in separate processes, for a workload of several processes."""

@@ -188,10 +188,10 @@ class WorkerProcess:
     def _lost(self, *, ended: bool) -> str:
         """Return why the task cannot have a result any more; empty if it can."""
         if ended:
-            return _died(self.phase, self._epitaph())
+            return in_phase(self.phase, self._epitaph())
         if time.monotonic() > self.deadline and self.phase != WAITS:
             limit = self.task.limit_s if self.task else START_LIMIT_S
-            return _died(self.phase, f"hangs: it was stopped after its time limit of {limit:g} s")
+            return in_phase(self.phase, f"hangs: it was stopped after its time limit of {limit:g} s")
         return ""
 
     def can_take(self, left: Collection[Task]) -> bool:
@@ -355,7 +355,8 @@ def end(child: subprocess.Popen[bytes] | Fork) -> None:
     child.wait()
 
 
-def _died(phase: str, what: str) -> str:
+def in_phase(phase: str, what: str) -> str:
+    """Return the message that the side of this phase, or the process, did `what`."""
     side = "the measuring process" if phase in OF_NO_SIDE else f"the {phase} side"
     during = {"timing": " while it timed", "profiler": " while it counted launches"}.get(phase, "")
     return f"{side} {what}{during}"

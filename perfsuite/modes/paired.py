@@ -13,7 +13,7 @@ from dataclasses import replace
 
 import pytest
 
-from perfsuite import confirmation, estimates, gate, lanes, planning, revision, sharing, stages
+from perfsuite import confirmation, estimates, faults, gate, lanes, planning, revision, sharing, stages
 from perfsuite.baseline import Entry, short
 from perfsuite.control import Control, failed
 from perfsuite.errors import RevisionError
@@ -41,7 +41,7 @@ SLOW_PROCESS_S = 5.0
 more than one too many."""
 EARLY_SHARE = 8
 """While all cores prove, one in EARLY_SHARE prepares workloads to be timed. Those that are timed first take longest."""
-OUT_OF_MEMORY, RAISES = "runs out of device memory", "the accepted side raises"
+RAISES = "the accepted side raises"
 
 
 class Paired(Control):
@@ -93,7 +93,7 @@ class Paired(Control):
         self.announce(tasks, proving=True)
         for _ in self.work(tasks, everywhere=True, ahead=ahead):
             _ = self.suite  # imports scipy, which takes half a second, while other proofs run
-        crowded = [t for t in tasks if self._has_failed(t.id, OUT_OF_MEMORY)]
+        crowded = [t for t in tasks if self._lacks_memory(t.id)]
         if not crowded:
             return
         self.workers.close()  # they hold memory
@@ -242,7 +242,7 @@ class Paired(Control):
         several = {i for i, a in left.items() if i not in self.runs and a.processes > 1}
         self._do([t for i, a in left.items() if i not in apart for t in self._time_tasks(i, a.processes)], further)
         raised = [i for i in self.one_sided.intersection(left) if self._has_failed(i, RAISES)]
-        self.crowded |= {i for i in left if self._has_failed(i, OUT_OF_MEMORY)}
+        self.crowded |= {i for i in left if self._lacks_memory(i)}
         for id in several.intersection(self.failures):
             self.runs.pop(id, None)  # the process that failed may be the first one, which measures more
         self._prove_again(raised)
@@ -263,6 +263,9 @@ class Paired(Control):
             del self.failures[id], self.proofs[id]
         if ids:
             self.prove(ids)
+
+    def _lacks_memory(self, id: str) -> bool:
+        return id in self.failures and faults.says_out_of_memory(self.failures[id].message)
 
     def _has_failed(self, id: str, why: str) -> bool:
         return id in self.failures and why in self.failures[id].message

@@ -164,6 +164,15 @@ def test_optimized_side_that_fails_while_timed_is_reported(project: Project, nam
         assert all(w in failure.message for w in words), failure.message
 
 
+def test_truth_that_lacks_memory_is_not_reported_as_the_optimized_side(project: Project) -> None:
+    raises = "(_ for _ in ()).throw(torch.OutOfMemoryError())"
+    body = f"return {raises} if x.dtype is torch.float64 else x + x + x"
+    text = TWO_LINES.replace("return x + x + x", f"import torch; {body}")
+    project.write("test_scale.py", text)
+    words = "the reference in float64 runs out of device memory; declare truth=, the same function with less memory"
+    assert timed(project, SMALL).message == words
+
+
 def test_missing_job_file_is_reported(project: Project) -> None:
     project.monkeypatch.setenv("PERFSUITE_JOB", str(project.path / "gone.json"))
     project.write("test_scale.py", TWO_LINES)

@@ -444,6 +444,7 @@ class AtOnce(Crowded):
 
 
 CROWDED = Failure(status=Status.UNMEASURED, message="the optimized side runs out of device memory")
+OWN_WORDS = Failure(status=Status.UNMEASURED, message="out of memory: 2 sequences need about 65 GiB; lower batch_size")
 RAISES = Failure(status=Status.UNMEASURED, message="the accepted side raises RuntimeError: twice")
 WRONG = Failure(status=Status.NOT_EQUIVALENT, message="wrong")
 
@@ -455,6 +456,7 @@ WRONG = Failure(status=Status.NOT_EQUIVALENT, message="wrong")
         ({1: CROWDED}, [True, False, True]),
         ({2: CROWDED}, [True, False, True]),
         ({1: CROWDED, 2: CROWDED}, [True, False, True]),
+        ({1: OWN_WORDS}, [True, False, True]),
         ({1: RAISES}, [True, False, True]),
     ],
 )
