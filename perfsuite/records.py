@@ -215,6 +215,10 @@ class Ran:
     """Reason why it cannot be known what the workload ran; empty if it can."""
 
 
+INPUT = "input "
+"""Prefix of the names of inputs among a proof's summaries."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Proof:
     """Proof that one workload's sides are equal on the inputs of `seed`. Later processes need not prove it again."""
@@ -241,6 +245,8 @@ class Proof:
     """Seconds of one call of the reference, while other processes ran; None if it was not requested."""
     reference_stopped: bool = False
     """Whether that call was stopped, because it had already taken long enough to show the promise."""
+    summaries: Mapping[str, tuple[float, ...]] = dataclasses.field(default_factory=dict)
+    """Summaries of the inputs and of the float64 truth (`truth_summaries`), if they were requested."""
     phases: Mapping[str, float] = dataclasses.field(default_factory=dict)
     seconds: float = 0.0
 

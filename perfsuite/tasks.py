@@ -110,6 +110,8 @@ class Task:
     """Path of a socket, over which this process and one of another environment take turns in timing blocks."""
     second: bool = False
     """Whether the other process times first in the first block."""
+    summarise: bool = False
+    """Whether a proof contains summaries of the inputs and of the float64 truth."""
     outside: bool = False
     """Whether the optimized side is also timed where no test is running."""
 

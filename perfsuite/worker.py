@@ -324,6 +324,7 @@ class _Workload:
                 with_rivals=task.thorough,
                 # Launches and syncs only matter on the device clock, and if there are many, the profiler takes seconds.
                 uncounted=() if task.reference is None or bench.workload.clock == "device" else (REFERENCE,),
+                summarise=task.summarise,
             )
         with phases.time("digests"):
             ran = self._ran(bench) if task.note_ran else None

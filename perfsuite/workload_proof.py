@@ -13,7 +13,7 @@ from time import perf_counter
 
 import torch
 
-from perfsuite import execution, scrutiny
+from perfsuite import execution, scrutiny, truth_summaries
 from perfsuite.bench import SLOW_TRUTH_S, Bench
 from perfsuite.proving import NO_MEMORY, OutputCheck, prove_sides
 from perfsuite.records import ACCEPTED, OPTIMIZED, REFERENCE, Counts, Evidence, Proof
@@ -38,6 +38,7 @@ def prove(
     enough_s: float = 0.0,
     with_rivals: bool = False,
     uncounted: Collection[str] = (),
+    summarise: bool = False,
 ) -> Proof:
     """Prove the optimized side, and the accepted one, on the workload's inputs. Count the launches of a call of each.
 
@@ -52,6 +53,7 @@ def prove(
                     for no such call
     with_rivals     prove, call and count the rivals too
     uncounted       sides that are not counted
+    summarise       summarise the inputs and the float64 truth
 
     Raises NotEquivalent if a side is not the same function.
     """
@@ -79,6 +81,7 @@ def prove(
         truth_s=check.seconds,
         reference_s=once.seconds if once else None,
         reference_stopped=once is not None and once.stopped,
+        summaries=truth_summaries.of(check.truth, check.master) if summarise else {},
         phases=dict(bench.phases.seconds),
         seconds=perf_counter() - began,
     )

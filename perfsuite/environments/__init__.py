@@ -2,6 +2,7 @@
 
     interpreter → its packages, what differs
     collection → the test modules that cannot be imported there
+    results → whether the reference computes the same values there
     rule → the change in each workload's time, with its interval
     report → table and JSON
 

@@ -17,7 +17,7 @@ from typing import Any
 
 from perfsuite import alternation, exit_codes
 from perfsuite.counts import NAMES, shown
-from perfsuite.environments import collection, interpreter, report, rule
+from perfsuite.environments import collection, interpreter, report, results, rule
 from perfsuite.environments.interpreter import Interpreter
 from perfsuite.environments.report import Comparison
 from perfsuite.environments.rule import Change, Compared
@@ -81,7 +81,8 @@ class Environments(Whole):
                     failed[id] = outcome
                 else:
                     timed[id].append(outcome)
-        workloads = {**failed, **_compared({i: t for i, t in timed.items() if i not in failed}, len(ids))}
+        measured = _compared({i: t for i, t in timed.items() if i not in failed}, len(ids))
+        workloads = {**failed, **_with_notes(measured, *proofs)}
         self.found = Comparison(
             device=self.machine.device_name,
             here=here,
@@ -120,7 +121,15 @@ class Environments(Whole):
         seeds = {i: secrets.randbits(31) for i in ids}  # equal in both: the time of some workloads depends on values
         for one in both:
             tasks = [
-                Task(id=i, kind=PROVE, limit_s=self._limit_s(i), seed=seeds[i], reference=0, thorough=False)
+                Task(
+                    id=i,
+                    kind=PROVE,
+                    limit_s=self._limit_s(i),
+                    seed=seeds[i],
+                    reference=0,
+                    thorough=False,
+                    summarise=True,
+                )
                 for i in ids
             ]
             lanes = [replace(lane, forked=False, python=one.lane.python) for lane in self.lanes_for(tasks, True)]
@@ -129,7 +138,7 @@ class Environments(Whole):
         self.progress.done()
         proofs = [{i: o for i, o in found.items() if isinstance(o, Proof)} for found in outcomes]
         failed = {i: _unproven(i, *(found[i] for found in outcomes)) for i in ids if not all(i in p for p in proofs)}
-        return proofs, failed
+        return proofs, failed | _differing(*({i: p for i, p in found.items() if i not in failed} for found in proofs))
 
     def _timed(
         self, ids: Sequence[str], both: Sequence[_Environment], proofs: Sequence[Mapping[str, Proof]], number: int
@@ -239,6 +248,29 @@ def _unproven(id: str, here: Outcome, there: Outcome) -> Compared:
         messages.append(f"{next(w for w, o in sides.items() if isinstance(o, Proof))} it is proven")
     worst = next((one for one in failed if one.change is Change.UNEQUAL), failed[0])
     return replace(worst, message="; ".join(messages))
+
+
+def _differing(here: Mapping[str, Proof], there: Mapping[str, Proof]) -> dict[str, Compared]:
+    """Return the results of workloads whose references compute other values in the other environment."""
+    found = {}
+    for id, proof in here.items():
+        one, other = proof.summaries, there[id].summaries
+        if results.are_inputs_equal(one, other) and (words := results.difference(one, other)):
+            text = f"in float64 the reference computes other values there: {words}"
+            found[id] = Compared(id=id, change=Change.UNEQUAL, message=text)
+    return found
+
+
+def _with_notes(
+    measured: Mapping[str, Compared], here: Mapping[str, Proof], there: Mapping[str, Proof]
+) -> dict[str, Compared]:
+    """Return the results with a line for each workload whose inputs the environments draw differently."""
+    return {
+        i: one
+        if results.are_inputs_equal(here[i].summaries, there[i].summaries)
+        else replace(one, costs=(*one.costs, results.NOT_COMPARED))
+        for i, one in measured.items()
+    }
 
 
 def _together(id: str, here: Outcome, there: Outcome) -> tuple[Measurement, Measurement] | Compared:

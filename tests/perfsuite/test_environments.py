@@ -6,6 +6,7 @@ import io
 import json
 import math
 import random
+import re
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -14,16 +15,19 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from scale import FULLY
 from scratch import Project, lines_with
 
-from perfsuite import exit_codes
+from perfsuite import Pair, exit_codes, inputs, tensor, truth_summaries, truths
+from perfsuite import rule as rule_of_proofs
 from perfsuite.alternation import ENDED, Alternation, abandon
-from perfsuite.environments import collection, rule
+from perfsuite.environments import collection, results, rule
 from perfsuite.environments.interpreter import Interpreter, check, describe, differences
-from perfsuite.environments.rule import Change
+from perfsuite.environments.rule import Change, Compared
 from perfsuite.errors import PerfsuiteError
-from perfsuite.modes.environments import Environments, _costs
+from perfsuite.modes.environments import Environments, _costs, _differing, _with_notes
+from perfsuite.records import Case, Proof
 
 pytest_plugins = ["pytester"]
 
@@ -253,10 +257,14 @@ PAIRS = """
         return 2 * x
 
 
-    for function in (slower, wrong, ends):
+    def moved(x):
+        return x * 2.001 if installed else x + x
+
+
+    for function in (slower, wrong, ends, moved):
         globals()[function.__name__] = Pair(
             name=function.__name__,
-            reference=double,
+            reference=moved if function is moved else double,
             optimized=function,
             inputs={"x": tensor("n")},
             workloads=[Workload(name="small", sizes={"n": 64})],
@@ -288,6 +296,7 @@ def test_compare_python_reports_slower_wrong_and_crashing_workloads(project: Pro
         "slower": "slower",
         "wrong": "not the same function",
         "ends": "not compared",
+        "moved": "not the same function",
     }
     here, there = found["slower"]["seconds"]
     assert there > here + 0.004
@@ -295,11 +304,69 @@ def test_compare_python_reports_slower_wrong_and_crashing_workloads(project: Pro
     assert found["slower"]["interval"][0] > 2
     drawn = {(project.path / where).read_text() for where in ("here", "there")}
     assert len(drawn) == 1, "both must have the same inputs"
-    assert lines_with(shown, "1 slower, 1 not the same function, 1 not compared")
+    assert lines_with(shown, "1 slower, 2 not the same function, 1 not compared")
     assert lines_with(shown, "slower[small]", "slower")
     assert found["wrong"]["message"].startswith("there, ")
     assert found["wrong"]["message"].endswith("; here it is proven")
     assert "there, the optimized side ended" in found["ends"]["message"]
+    words = "in float64 the reference computes other values there: output differs by "
+    assert found["moved"]["message"].startswith(words)
+
+
+# --- results of the references ----------------------------------------------------------------------------------------
+
+
+def summaries(reference: Any, dtype: str = "float32", seed: int = 3) -> dict[str, tuple[float, ...]]:
+    pair = Pair(name="p", reference=reference, optimized=reference, inputs={"x": tensor("n")}, gradients=False)
+    case = Case(dtype=dtype, sizes={"n": 5000}, inputs={}, seed=seed)
+    truth = truths.establish(pair, case, "cpu", gradients=False, replicas=rule_of_proofs.NONE)
+    return truth_summaries.of(truth, inputs.build(pair, case, "cpu"))
+
+
+def rounded(x: torch.Tensor) -> torch.Tensor:
+    return 2 * x * (1 + 1e-14)
+
+
+def one_element(x: torch.Tensor) -> torch.Tensor:
+    made = 2 * x
+    made[17] += 0.1
+    return made
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize(
+    ("there", "differs"),
+    [
+        (lambda x: x + x, ""),
+        (rounded, ""),
+        (lambda x: 2.0001 * x, "output differs by .* of which rounding explains"),
+        (one_element, "output differs by 0.001"),
+        (lambda x: (2 * x)[:-1], "output has 5000 elements here and 4999 there"),
+        (lambda x: 2 * x / (x != x[3]), "output has 0 NaN or infinite elements here and 1 there"),
+        (lambda x: {"sum": 2 * x}, r"it returns output here and output\['sum'\] there"),
+    ],
+)
+def test_other_values_of_the_reference_are_found(there: Any, differs: str, dtype: str) -> None:
+    here, other = summaries(lambda x: x + x, dtype), summaries(there, dtype)
+    assert results.are_inputs_equal(here, other)
+    found = results.difference(here, other)
+    assert re.match(differs, found) if differs else not found, found
+
+
+def test_an_index_that_differs_is_found() -> None:
+    here, there = summaries(torch.argsort), summaries(lambda x: torch.argsort(x).flip(0))
+    assert results.difference(here, there).startswith("output differs by ")
+    assert not results.difference(here, summaries(torch.argsort))
+
+
+def test_results_of_other_inputs_are_not_compared() -> None:
+    here, there = (summaries(lambda x: 2 * x, seed=seed) for seed in (3, 4))
+    assert not results.are_inputs_equal(here, there)
+    proofs = [{"a": Proof(id="a", seed=3, summaries=s)} for s in (here, there)]
+    assert _differing(*proofs) == {}
+    measured = {"a": Compared(id="a", change=Change.SAME)}
+    assert _with_notes(measured, *proofs)["a"].costs == (results.NOT_COMPARED,)
+    assert _with_notes(measured, proofs[0], proofs[0]) == measured
 
 
 @pytest.mark.parametrize("problems", [[], ["the interpreter cannot be used"]])
