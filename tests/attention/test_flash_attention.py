@@ -110,12 +110,14 @@ MOST_SCORES = 16 * 16384**2
 
 def shapes(dtype):
     """Yield workloads of about equal numbers of tokens, for the forward pass and for both passes."""
-    for D, T, causal in itertools.product((64, 128), (128, 1024, 4096, 16384), (0, 1)):
+    narrow, wide = itertools.product((64,), (128, 1024, 4096, 16384)), itertools.product((128,), (1024, 16384))
+    causal = ((1, "forward"), (1, "both"))
+    ways = [*itertools.product(narrow, (*causal, (0, "forward"))), *itertools.product(wide, causal)]
+    for (D, T), (masked, direction) in ways:
         heads = min(2048 // D, MOST_SCORES // T**2)
-        sizes = {"B": max(1, 16384 // T), "groups": 4, "K": heads // 4, "tiles": T // 128, "D": D, "causal": causal}
-        for direction in ("forward", "both"):
-            name = f"d{D}_t{T}{'_causal' if causal else ''}{'_both' if direction == 'both' else ''}"
-            yield Workload(name, **sizes, dtype=dtype, direction=direction, device="cuda")
+        sizes = {"B": max(1, 16384 // T), "groups": 4, "K": heads // 4, "tiles": T // 128, "D": D, "causal": masked}
+        name = f"d{D}_t{T}{'_causal' if masked else ''}{'_both' if direction == 'both' else ''}"
+        yield Workload(name, **sizes, dtype=dtype, direction=direction, device="cuda")
 
 
 flash_attention = Pair(
