@@ -15,9 +15,6 @@ from perfsuite.baseline import Entry, short
 from perfsuite.records import Machine, Ran, Status, Verdict
 from perfsuite.report import units
 
-DOCUMENTS = (".md", ".rst", ".pyc", "~")
-"""Suffixes of files that no code reads at run time."""
-
 
 @dataclass(slots=True)
 class Found:
@@ -33,11 +30,20 @@ Added: TypeAlias = Callable[[str, Path], Collection[str] | None]
 """Signature of `revision.added_since`."""
 
 
-def unchanged(entries: Mapping[str, Entry], top: Path, machine: Machine, added: Added = revision.added_since) -> Found:
-    """Compare what each entry ran with the present files, software and environment."""
+def unchanged(
+    entries: Mapping[str, Entry],
+    top: Path,
+    machine: Machine,
+    added: Added = revision.added_since,
+    settings: Mapping[str, str] | None = None,
+) -> Found:
+    """Compare what each entry ran with the present files, software and environment.
+
+    settings  pytest's present settings (`digests.settings`); None if they are not compared
+    """
     found, present = Found(), _Present(top, added)
     for id, entry in entries.items():
-        difference = _elsewhere(entry, machine) or present.other_files(entry)
+        difference = _elsewhere(entry, machine, settings) or present.other_files(entry)
         sources = [] if difference else present.other_sources(entry)
         if difference or sources:
             found.changed[id] = difference or f"{', '.join(sources[:3])}{', …' * (len(sources) > 3)}"
@@ -58,7 +64,11 @@ def other_code(
 
 
 def differences(
-    entries: Mapping[str, Entry], top: Path, machine: Machine, added: Added = revision.added_since
+    entries: Mapping[str, Entry],
+    top: Path,
+    machine: Machine,
+    added: Added = revision.added_since,
+    settings: Mapping[str, str] | None = None,
 ) -> dict[str, tuple[list[str], str]]:
     """Return workload → (the sources that differ, the first difference of another kind).
 
@@ -69,7 +79,7 @@ def differences(
     for id, entry in entries.items():
         if not _unknown(entry):
             sources = [] if _other_python(entry, machine) else present.other_sources(entry)
-            found[id] = sources, _elsewhere(entry, machine) or present.other_files(entry)
+            found[id] = sources, _elsewhere(entry, machine, settings) or present.other_files(entry)
     return found
 
 
@@ -135,8 +145,9 @@ def _unknown(entry: Entry) -> str:
     return entry.ran.unknown or ("it was accepted with uncommitted changes" if entry.dirty else "")
 
 
-def _elsewhere(entry: Entry, machine: Machine) -> str:
-    """Return how the software or the environment differs from that of the acceptance; empty if it does not."""
+def _elsewhere(entry: Entry, machine: Machine, settings: Mapping[str, str] | None) -> str:
+    """Return how the software, the environment or pytest's settings differ from those of the acceptance; empty if they
+    do not."""
     if reason := _unknown(entry):
         return reason
     assert entry.ran is not None
@@ -145,18 +156,17 @@ def _elsewhere(entry: Entry, machine: Machine) -> str:
         before, now = getattr(session, name), getattr(machine, name)
         if before != now:
             return f"{name} was {before}, is {now}"
-    return "" if entry.ran.surroundings == digests.surroundings() else _surroundings(entry.ran)
+    if entry.ran.surroundings != digests.surroundings():
+        return _surroundings(entry.ran)
+    return _other_build(entry.ran) or _other_value("pytest setting", entry.ran.settings, settings)
 
 
 def _surroundings(ran: Ran) -> str:
     """Return which environment variable or installed package differs, as far as the acceptance recorded them."""
     if ran.variables is None:
         return "an installed package, or an environment variable that matters to speed"
-    variables = digests.variables()
-    for name in sorted({*ran.variables, *variables}):
-        if ran.variables.get(name) != variables.get(name):
-            was, is_ = (f"{v[name]!r}" if name in v else "not set" for v in (ran.variables, variables))
-            return f"environment variable {name} was {was}, is {is_}"
+    if reason := _other_value("environment variable", ran.variables, digests.variables()):
+        return reason
     if ran.packages is None:
         return "an installed package"
     before, now = _versions(ran.packages), _versions(digests.packages())
@@ -168,18 +178,45 @@ def _surroundings(ran: Ran) -> str:
     return f"package {name} was {was}, is {is_}{more}"
 
 
+def _other_value(kind: str, before: Mapping[str, str] | None, now: Mapping[str, str] | None) -> str:
+    """Return the first of these named values that differs; empty if none does, or if one side was not recorded."""
+    if before is None or now is None:
+        return ""
+    for name in sorted({*before, *now}):
+        if before.get(name) != now.get(name):
+            was, is_ = (f"{v[name]!r}" if name in v else "not set" for v in (before, now))
+            return f"{kind} {name} was {was}, is {is_}"
+    return ""
+
+
+def _other_build(ran: Ran) -> str:
+    """Return the first package of the same version that has other files; empty if none has, or if the acceptance did
+    not record the packages' builds."""
+    before, now = _builds(ran.packages or ()), _builds(digests.packages())
+    different = [name for name in sorted(before.keys() & now.keys()) if before[name] != now[name]]
+    if not different:
+        return ""
+    name, _, version = different[0].partition("==")
+    return f"package {name} is another build of {version}{f', and {len(different) - 1} more' * (len(different) > 1)}"
+
+
+def _builds(packages: Iterable[str]) -> dict[str, set[str]]:
+    """Return package, as `name==version` → its builds, for each package whose build is known."""
+    found: dict[str, set[str]] = {}
+    for package in packages:
+        name, _, build = package.partition(digests.BUILD)
+        if build:
+            found.setdefault(name, set()).add(build)
+    return found
+
+
 def _versions(packages: Iterable[str]) -> dict[str, set[str]]:
     """Return package → its versions. A package in two places of sys.path can have two."""
     found: dict[str, set[str]] = {}
     for package in packages:
         name, _, version = package.partition("==")
-        found.setdefault(name, set()).add(version)
+        found.setdefault(name, set()).add(version.partition(digests.BUILD)[0])
     return found
-
-
-def _matters(name: str) -> bool:
-    """Return whether code may read a file of this name at run time."""
-    return not name.startswith(".") and not name.endswith(DOCUMENTS)
 
 
 class _Present:
@@ -204,10 +241,11 @@ class _Present:
         return self.added_since(entry)
 
     def other_data(self, ran: Ran | None) -> str:
-        """Return the first data file that differs; empty if none does."""
+        """Return the first file that differs of those that the workload read or loaded, or the first folder outside the
+        repository from which it imported; empty if none does."""
         for path, digest in ran.data.items() if ran else ():
             if self.digest_of_data(path) != digest:
-                return f"data file {path}"
+                return f"{'folder' if (self.top / path).is_dir() else 'data file'} {path}"
         return ""
 
     def other_sources(self, entry: Entry) -> list[str]:
@@ -247,11 +285,11 @@ class _Present:
         """
         blobs = self.blobs(accepted) if accepted and folder.parts else {}
         names = os.listdir(self.top / folder) if blobs and (self.top / folder).is_dir() else []
-        paths = [str(folder / n) for n in sorted(names) if _matters(n)]
+        paths = [str(folder / n) for n in sorted(names) if digests.matters(n)]
         files = [p for p in paths if (self.top / p).is_file()]
         differ = [p for p in files if p not in blobs or not (p.endswith(".py") or self._is_blob(p, blobs[p]))]
         here = [p for p in blobs if p.rpartition("/")[0] == folder.as_posix()]
-        gone = [p for p in here if _matters(Path(p).name) and not os.path.lexists(self.top / p)]
+        gone = [p for p in here if digests.matters(Path(p).name) and not os.path.lexists(self.top / p)]
         return [*differ, *(p for p in gone if not p.endswith(".py"))]
 
     def added_since(self, entry: Entry) -> str:

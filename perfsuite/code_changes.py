@@ -15,14 +15,19 @@ MOST = 20
 
 
 def since_accepted(
-    entries: Mapping[str, Entry], top: Path, machine: Machine, with_commits: Collection[str]
+    entries: Mapping[str, Entry],
+    top: Path,
+    machine: Machine,
+    with_commits: Collection[str],
+    settings: Mapping[str, str] | None = None,
 ) -> dict[str, CodeChange]:
     """Return the change of each workload for which it is known what it ran when it was accepted.
 
     with_commits  workloads whose commits and uncommitted changes are listed too, which takes git the longest
+    settings      pytest's present settings (`digests.settings`); None if they are not compared
     """
     found = {}
-    for id, (files, other) in changed.differences(entries, top, machine).items():
+    for id, (files, other) in changed.differences(entries, top, machine, settings=settings).items():
         entry, asked = entries[id], id in with_commits
         found[id] = CodeChange(
             since=short(entry.revision),

@@ -10,16 +10,20 @@ import ast
 import functools
 import hashlib
 import importlib.metadata
+import json
 import os
 import sys
 from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 from types import ModuleType
-from typing import Any, cast
+from typing import TYPE_CHECKING, cast
 
 from perfsuite.observed import Observed
 from perfsuite.records import Ran
 from perfsuite.second_import import HARNESS, is_first_party
+
+if TYPE_CHECKING:
+    import pytest
 
 LENGTH = 16
 """Hexadecimal digits kept of a digest: 64 bits."""
@@ -27,8 +31,27 @@ LARGE_BYTES = 1 << 26
 """Bytes above which a data file is identified by its size and modification time."""
 OPAQUE = frozenset({"h5py", "sqlite3", "tensorstore", "lmdb", "safetensors"})
 """Modules that read files without Python seeing it."""
-VARIABLES = ("CUBLAS", "CUDA_", "CUDNN", "KMP_", "MKL_", "NCCL", "NVIDIA_TF32", "OMP_", "PYTORCH", "TORCH", "TRITON")
-"""Prefixes of environment variables that affect the speed of code."""
+VARIABLES = (
+    *("CUBLAS", "CUDA_", "CUDNN", "CUTE_", "CUTLASS_", "NCCL", "NVCC_", "NVIDIA_TF32", "NVTE_"),
+    *("PYTORCH", "TORCH", "TRITON", "ATEN_", "GLOO_", "UCX_", "NVSHMEM_"),
+    *("OMP_", "GOMP_", "KMP_", "MKL_", "DNNL_", "ONEDNN_"),
+    *("OPENBLAS_", "GOTO_", "BLIS_", "VECLIB_", "NUMEXPR_", "NPY_"),
+    *("GLIBC_TUNABLES", "MALLOC_", "MIMALLOC_", "TCMALLOC_", "_RJEM_MALLOC", "LD_BIND_NOW", "LD_PRELOAD"),
+    *("PYTHONDEVMODE", "PYTHONHASHSEED", "PYTHONMALLOC", "PYTHONOPTIMIZE", "PYTHONTRACEMALLOC"),
+    *("PYTHON_GIL", "PYTHON_JIT", "PYTEST_ADDOPTS", "PYTEST_DISABLE_PLUGIN_AUTOLOAD", "PYTEST_PLUGINS"),
+)
+"""Prefixes of environment variables that affect the speed of code: of CUDA and its libraries, PyTorch and
+communication, numerical libraries and their threads, memory allocation and the dynamic linker, Python, and pytest."""
+INCIDENTAL_SETTINGS = (
+    *("cache_dir", "console_output_style", "markers", "minversion", "norecursedirs", "required_plugins", "testpaths"),
+    *("doctest_", "junit_", "perfsuite_", "python_", "tmp_path_retention_", "verbosity_", "xfail_strict"),
+)
+"""Prefixes of pytest's settings that only select, name and show tests."""
+BUILD = "#"
+"""Separates a package's version from the digest of its files."""
+BUILD_DIGITS = 8
+DOCUMENTS = (".md", ".rst", ".pyc", "~")
+"""Suffixes of files that no code reads at run time."""
 INCIDENTAL = ("CUDA_VISIBLE_DEVICES", "_CACHE_DIR", "PYTORCH_ALLOC_CONF")
 ENVIRONMENT = dict(os.environ)
 """Environment variables as the run found them: torch and the code under test set variables of their own."""
@@ -65,13 +88,29 @@ def of_file(path: Path) -> str:
 
 
 def of_data(path: Path) -> str:
-    """Return the digest of a data file; for a large one, of its size and modification time. Empty where there is no
-    file."""
+    """Return the digest of a data file's bytes; for a large one, of its size and modification time; for a folder, of
+    all its files. Empty where there is no such file."""
     try:
         state = path.stat()
+        if path.is_dir():
+            return _short("\n".join(f"{p.relative_to(path)} {of_data(p)}" for p in _files_below(path)).encode())
+        return f"{state.st_size} {state.st_mtime_ns}" if state.st_size > LARGE_BYTES else _short(path.read_bytes())
     except OSError:
         return ""
-    return f"{state.st_size} {state.st_mtime_ns}" if state.st_size > LARGE_BYTES else of_file(path)
+
+
+def _files_below(folder: Path) -> list[Path]:
+    """Return the files in the folder and its subfolders that code may read at run time, in order."""
+    found: list[Path] = []
+    for place, folders, names in os.walk(folder):
+        folders[:] = [name for name in folders if matters(name)]
+        found += [path for name in names if matters(name) and (path := Path(place, name)).is_file()]
+    return sorted(found)
+
+
+def matters(name: str) -> bool:
+    """Return whether code may read a file of this name at run time."""
+    return not name.startswith(".") and not name.endswith(DOCUMENTS)
 
 
 def _without_docstrings(tree: ast.Module) -> ast.Module:
@@ -98,11 +137,13 @@ def _short(data: bytes) -> str:
 @functools.cache
 def surroundings() -> str:
     """Return the digest of all installed packages and of the environment variables that matter to speed."""
-    return _short("\n".join([*packages(), *(f"{name}={value}" for name, value in variables().items())]).encode())
+    versions = sorted({package.partition(BUILD)[0] for package in packages()})
+    return _short("\n".join([*versions, *(f"{name}={value}" for name, value in variables().items())]).encode())
 
 
 def packages() -> list[str]:
-    """Return all installed packages, as `name==version`, in order."""
+    """Return all installed packages, as `name==version#build`, in order, or as `name==version` if the build is not
+    known."""
     return list(_installed(tuple(PATHS)))
 
 
@@ -111,7 +152,17 @@ def _installed(paths: tuple[str, ...]) -> tuple[str, ...]:
     """Return the installed packages of these paths. They are read once, because accept and --changed ask for each
     workload."""
     found = importlib.metadata.distributions(path=list(paths))
-    return tuple(sorted({f"{d.metadata['Name']}=={d.version}" for d in found if not _is_local(d)}))
+    return tuple(sorted({f"{d.metadata['Name']}=={d.version}{_build(d)}" for d in found if not is_editable(d)}))
+
+
+def _build(distribution: importlib.metadata.Distribution) -> str:
+    """Return BUILD and the digest of the distribution's files; empty if its installer listed none with their hashes.
+
+    Scripts and metadata are left out, because they contain the place of the installation.
+    """
+    lines = (distribution.read_text("RECORD") or "").splitlines()
+    files = sorted(f for f in lines if ",sha" in f and not f.startswith(("..", "/")) and ".dist-info/" not in f)
+    return f"{BUILD}{_short(chr(10).join(files).encode())[:BUILD_DIGITS]}" if files else ""
 
 
 def variables() -> dict[str, str]:
@@ -123,8 +174,21 @@ def variables() -> dict[str, str]:
     }
 
 
-def _is_local(distribution: Any) -> bool:
-    """Return whether a distribution is an editable install of a folder, whose code is digested file by file."""
+def settings(config: pytest.Config) -> dict[str, str]:
+    """Return pytest's settings that may affect a measured run, as they are written in its file or on its command
+    line."""
+    given = config._inicfg if hasattr(config, "_inicfg") else config.inicfg  # pytest 9, and earlier versions
+    values = {name: getattr(value, "value", value) for name, value in given.items()}
+    values |= {name: value for name, _, value in (o.partition("=") for o in config.option.override_ini or ())}
+    return {
+        name: value if isinstance(value, str) else json.dumps(value, default=str)
+        for name, value in sorted(values.items())
+        if not name.startswith(INCIDENTAL_SETTINGS)
+    }
+
+
+def is_editable(distribution: importlib.metadata.Distribution) -> bool:
+    """Return whether a distribution is an editable install of a folder, whose code is digested by its content."""
     try:
         return '"editable": true' in (distribution.read_text("direct_url.json") or "")
     except Exception:
@@ -134,8 +198,15 @@ def _is_local(distribution: Any) -> bool:
 # --- what a workload ran --------------------------------------------------------------------------------------------
 
 
-def ran(modules: Iterable[ModuleType], files: Collection[str], compiled: Collection[str], observed: Observed) -> Ran:
-    """Return what a workload ran: the files that these modules and files import, and the data that was opened.
+def ran(
+    modules: Iterable[ModuleType],
+    files: Collection[str],
+    compiled: Collection[str],
+    observed: Observed,
+    outside: Iterable[Path] = (),
+) -> Ran:
+    """Return what a workload ran: the files that these modules and files import, the data that was opened, and these
+    packages `outside` the repository.
 
     The parent adds the surroundings, as the run found them.
     """
@@ -145,7 +216,7 @@ def ran(modules: Iterable[ModuleType], files: Collection[str], compiled: Collect
     sources = _closure([*seeds, *_conftests(seeds, top)], top, observed)
     return Ran(
         sources={name: of_file(p) for p in sorted(sources) for name in _names(p, top)},
-        data={_relative(p, top): of_data(p) for p in observed.data() if p not in sources},
+        data={Path(os.path.relpath(p, top)).as_posix(): of_data(p) for p in (*observed.data(), *outside)},
         unknown=f"it reads files through {opaque[0]}" if opaque else _unseen_imports(sources, top),
     )
 

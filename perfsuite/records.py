@@ -198,7 +198,7 @@ def complete(measurements: Iterable[Measurement], side: str) -> tuple[list[Measu
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Ran:
     """Digests of all code and data that a workload used (digests.py). Paths are relative to the repository's top
-    folder."""
+    folder, also those outside it."""
 
     sources: Mapping[str, str]
     data: Mapping[str, str] = dataclasses.field(default_factory=dict)
@@ -206,7 +206,10 @@ class Ran:
     variables: Mapping[str, str] | None = None
     """Environment variables that are part of `surroundings`; None if they were not recorded."""
     packages: tuple[str, ...] | None = None
-    """Packages that are part of `surroundings`, as `name==version`; None if they were not recorded."""
+    """Packages that are part of `surroundings`, as `name==version` or `name==version#build`; None if they were not
+    recorded."""
+    settings: Mapping[str, str] | None = None
+    """pytest's settings that may affect the run; None if they were not recorded."""
     launched: str = ""
     """Digest of what the workload launched on the device (launches.py); empty if it cannot be observed completely."""
     untraced: str = ""

@@ -332,7 +332,7 @@ class _Workload:
 
     def _ran(self, bench: Any) -> Ran:
         """Return a record of all code and data that the optimized side uses."""
-        from perfsuite import digests, launches, provenance
+        from perfsuite import digests, elsewhere, launches, provenance
         from perfsuite.records import OPTIMIZED
 
         observed = self.item.config.stash[OBSERVED]
@@ -343,7 +343,8 @@ class _Workload:
         )
         module = self.item.getparent(pytest.Module)
         assert module is not None
-        ran = digests.ran([module.obj], executed.files, executed.compiled, observed)
+        outside = elsewhere.imported(observed.top)
+        ran = digests.ran([module.obj], executed.files, executed.compiled, observed, outside)
         if bench.workload.ranks > 1:  # each rank launches its own
             return replace(ran, untraced="several processes call it")
         launched, untraced = launches.launched(bench, observed.top)

@@ -182,6 +182,7 @@ class Accept(Whole, Paired):
             surroundings=digests.surroundings(),
             variables=digests.variables(),
             packages=tuple(digests.packages()),
+            settings=digests.settings(self.config),
         )
 
     def _margins(self, accepted: Mapping[str, Entry], ids: Sequence[str]) -> list[str]:

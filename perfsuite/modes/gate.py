@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from perfsuite import alone, baseline, changed, code_changes, revision, statistics, waivers
+from perfsuite import alone, baseline, changed, code_changes, digests, revision, statistics, waivers
 from perfsuite.baseline import Entry
 from perfsuite.control import failed
 from perfsuite.errors import PerfsuiteError
@@ -146,7 +146,12 @@ class Gate(Paired):
         """Return an UNCHANGED verdict for each workload whose code and data are as accepted; none without --changed."""
         if not self.config.option.perfsuite_changed:
             return {}
-        self.found = changed.unchanged({i: self.entries[i] for i in ids}, revision.top_or(self.root), self.machine)
+        self.found = changed.unchanged(
+            {i: self.entries[i] for i in ids},
+            revision.top_or(self.root),
+            self.machine,
+            settings=digests.settings(self.config),
+        )
         self.progress.say(changed.summary(self.found))
         return self._unchanged(self.found.unchanged)
 
@@ -237,7 +242,8 @@ class Gate(Paired):
         }
         if missing := {i: e for i, e in judged.items() if i not in self.changes}:
             others = [i for i in missing if self.verdicts[i].status not in AS_ACCEPTED]
-            found = code_changes.since_accepted(missing, revision.top_or(self.root), self.machine, others)
+            settings = digests.settings(self.config)
+            found = code_changes.since_accepted(missing, revision.top_or(self.root), self.machine, others, settings)
             self.changes |= {i: found.get(i) for i in missing}
         changes = {i: change for i, change in self.changes.items() if change is not None}
         return replace(super().report(), changes=changes, noise=self._noise())

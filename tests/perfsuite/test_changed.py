@@ -102,6 +102,16 @@ def test_changed_data_file_is_a_change(top: Path) -> None:
     )
 
 
+def test_changed_package_outside_the_repository_is_a_change(top: Path) -> None:
+    (top / "project").mkdir()
+    (top / "dep").mkdir()
+    (top / "dep/__init__.py").write_text("X = 1\n")
+    made = accepted(top, sources={}, data={"../dep": digests.of_data(top / "dep")})
+    assert list(found(made, top / "project").unchanged) == [made.id]
+    (top / "dep/new.py").write_text("X = 2\n")
+    assert found(made, top / "project").changed[made.id].startswith("folder ../dep changed since it was accepted at ")
+
+
 @pytest.mark.parametrize("name", ["driver", "cuda", "torch", "triton", "python"])
 def test_other_software_version_is_a_change(top: Path, name: str) -> None:
     made = accepted(top)
@@ -157,6 +167,42 @@ def test_changed_package_is_named(
     made = accepted(top, surroundings="of another environment", variables={}, packages=tuple(before))
     monkeypatch.setattr(digests, "packages", lambda: now)
     assert found(made, top).changed == {made.id: why}
+
+
+def test_other_build_of_a_version_is_a_change_if_both_are_known(top: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(digests, "packages", lambda: ["a==1#00", "b==2#11", "c==1"])
+    digests.surroundings.cache_clear()
+    try:
+        for before, why in (
+            (["a==1#00", "b==2#11", "c==1"], ""),
+            (["a==1#00", "b==2#99", "c==1"], "package b is another build of 2"),
+            (["a==1#99", "b==2#99", "c==1"], "package a is another build of 1, and 1 more"),
+            (["a==1", "b==2", "c==1#99"], ""),
+        ):
+            made = accepted(top, packages=tuple(before))
+            assert found(made, top).changed.get(made.id, "") == why
+    finally:
+        digests.surroundings.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "why"),
+    [
+        ({"addopts": "-s"}, {"addopts": "-s"}, ""),
+        ({"addopts": "-s"}, {"addopts": "-v"}, "pytest setting addopts was '-s', is '-v'"),
+        ({}, {"usefixtures": "cold"}, "pytest setting usefixtures was not set, is 'cold'"),
+        (None, {"addopts": "-s"}, ""),
+    ],
+)
+def test_changed_pytest_setting_is_named(
+    top: Path, before: dict[str, str] | None, now: dict[str, str], why: str
+) -> None:
+    made = accepted(top, settings=before)
+    result = changed.unchanged({made.id: made}, top, MACHINE, lambda revision, top: ADDED, now)
+    assert result.changed.get(made.id, "") == why
+    assert result.sources == {}
+    differences = changed.differences({made.id: made}, top, MACHINE, lambda revision, top: ADDED, now)
+    assert differences == {made.id: ([], why)}
 
 
 def test_missing_record_or_uncommitted_acceptance_is_a_change(top: Path) -> None:
@@ -399,6 +445,15 @@ def test_unchanged_workloads_are_counted_separately(scale: Project) -> None:
     assert lines_with(done.output, "1 UNCHANGED")
     assert lines_with(done.output, "1 workload unchanged")
     assert not lines_with(done.output, "1 PASS")
+
+
+def test_changed_pytest_setting_is_measured(scale: Project) -> None:
+    scale.write("pytest.ini", "[pytest]\npythonpath = .\nmarkers = a: b\n")
+    assert gate(scale)[1] is Status.UNCHANGED
+    scale.write("pytest.ini", "[pytest]\npythonpath = .\nfilterwarnings = error\n")
+    code, status, kinds = gate(scale)
+    assert (code, status) == (1, Status.REGRESSED)
+    assert TIME in kinds
 
 
 def test_gate_without_changed_measures_unchanged_workloads(scale: Project) -> None:

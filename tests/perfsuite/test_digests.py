@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import ctypes
 import importlib
 import os
+import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
+import torch
 
 from perfsuite import digests, observed
+
+pytest_plugins = ["pytester"]
 
 SOURCE = '''
 """What it does."""
@@ -109,6 +115,14 @@ def test_data_is_hashed_by_content_and_large_data_by_size_and_time(
         ("OMP_NUM_THREADS", True),
         ("CUDA_LAUNCH_BLOCKING", True),
         ("TRITON_INTERPRET", True),
+        ("OPENBLAS_NUM_THREADS", True),
+        ("MALLOC_ARENA_MAX", True),
+        ("MKL_NUM_THREADS", True),
+        ("LD_PRELOAD", True),
+        ("PYTHONMALLOC", True),
+        ("PYTEST_ADDOPTS", True),
+        ("PYTHONPATH", False),
+        ("PYTEST_CURRENT_TEST", False),
         ("CUDA_VISIBLE_DEVICES", False),
         ("TRITON_CACHE_DIR", False),
         ("HOME", False),
@@ -148,6 +162,60 @@ def test_surroundings_use_the_packages_at_the_start(tmp_path: Path, monkeypatch:
     digests.surroundings.cache_clear()
     assert digests.surroundings() != before
     digests.surroundings.cache_clear()
+
+
+RECORD = """\
+added/__init__.py,sha256=%s,10
+added/__pycache__/__init__.cpython-311.pyc,,
+added-1.0.dist-info/INSTALLER,sha256=%s,4
+../../../bin/added,sha256=%s,200
+"""
+
+
+def test_packages_name_the_build_but_not_its_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The digests of two builds of one version differ, and those of two installations of one build do not."""
+    monkeypatch.setattr(digests, "PATHS", [str(tmp_path)])
+    metadata, found = tmp_path / "added-1.0.dist-info", []
+    metadata.mkdir()
+    (metadata / "METADATA").write_text("Name: added\nVersion: 1.0\n")
+    for record in (RECORD % ("a", "b", "c"), RECORD % ("a", "d", "e"), RECORD % ("f", "b", "c"), ""):
+        (metadata / "RECORD").write_text(record)
+        digests._installed.cache_clear()
+        found.append(digests.packages())
+    digests._installed.cache_clear()
+    assert found[0] == found[1] != found[2]
+    assert [package.partition("#")[0] for (package,) in found] == ["added==1.0"] * 4
+    assert found[3] == ["added==1.0"]
+
+
+def test_folder_is_digested_by_the_files_that_code_may_read(tmp_path: Path) -> None:
+    (tmp_path / "inner").mkdir()
+    for name in ("a.py", "inner/b.py", "inner/tiles.txt", "notes.md", ".hidden", "c.pyc"):
+        (tmp_path / name).write_text("1")
+    before = digests.of_data(tmp_path)
+    for name, counts in (("notes.md", False), (".hidden", False), ("c.pyc", False), ("inner/tiles.txt", True)):
+        (tmp_path / name).write_text("2")
+        assert (digests.of_data(tmp_path) != before) is counts
+    before = digests.of_data(tmp_path)
+    (tmp_path / "inner/b.py").rename(tmp_path / "inner/c.py")
+    assert digests.of_data(tmp_path) != before
+
+
+@pytest.mark.parametrize(
+    ("written", "options", "found"),
+    [
+        ("addopts = -s\nmarkers = a: b\ntestpaths = .", [], {"addopts": "-s"}),
+        ("usefixtures = a\n  b", [], {"usefixtures": "a\nb"}),
+        ("log_level = INFO", ["-o", "log_level=DEBUG"], {"log_level": "DEBUG"}),
+        ("", ["-o", "pythonpath=src"], {"pythonpath": "src"}),
+        ("", [], {}),
+    ],
+)
+def test_settings_of_pytest_include_those_that_may_affect_a_run(
+    pytester: pytest.Pytester, written: str, options: list[str], found: dict[str, str]
+) -> None:
+    pytester.makeini(f"[pytest]\n{written}\n")
+    assert digests.settings(pytester.parseconfig("-p", "no:perfsuite", *options)) == found
 
 
 def test_vendored_packages_of_setuptools_are_not_searched() -> None:
@@ -265,10 +333,113 @@ def test_opened_data_files_of_the_repository_are_recorded(tree: Path, seen: obse
     with pytest.raises(FileNotFoundError):
         (tree / "tuned.json").read_text()
     found = digests.ran([module("fast")], (), (), seen)
-    data = ("tiles.toml", "tokens.bin", "tox.ini", "tuned.json", "weights.pt")
+    data = ("code.py", "tiles.toml", "tokens.bin", "tox.ini", "tuned.json", "weights.pt")
     assert found.data == {n: digests.of_data(tree / n) for n in data}
     assert list(found.data) == sorted(found.data)
     assert found.data["tuned.json"] == ""
+
+
+def test_source_that_code_reads_is_data_to_the_last_comment(tree: Path, seen: observed.Observed) -> None:
+    """An import, a rewrite by pytest and a traceback read sources too, but not as data."""
+    (tree / "lib_of_test/template.py").write_text("X = 1\n")
+    (tree / "lib_of_test/reads.py").write_text(
+        "import linecache\nfrom pathlib import Path\n"
+        "import lib_of_test.common\n"
+        "def f():\n"
+        "    linecache.getlines(Path(__file__).with_name('slow.py').as_posix())\n"
+        "    return Path(__file__).with_name('template.py').read_text(), Path(__file__).read_text()\n"
+    )
+    reads = importlib.import_module("lib_of_test.reads")
+    reads.f()
+    before = digests.ran([reads], (), (), seen)
+    assert list(before.data) == ["lib_of_test/reads.py", "lib_of_test/template.py"]
+    (tree / "lib_of_test/template.py").write_text("X = 1  # one\n")
+    after = digests.ran([reads], (), (), seen)
+    assert after.data["lib_of_test/template.py"] != before.data["lib_of_test/template.py"]
+
+
+def test_source_that_a_library_reads_is_data_unless_it_is_an_imported_module(
+    tree: Path, seen: observed.Observed, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    library = tmp_path_factory.mktemp("library") / "configs.py"
+    library.write_text("def load(path): return path.read_text()\n")
+    (tree / "config.py").write_text("tile = 64\n")
+    load: dict[str, Any] = {}
+    exec(compile(library.read_text(), str(library), "exec"), load)
+    load["load"](tree / "config.py")
+    load["load"](tree / "lib_of_test/fast.py")
+    assert list(digests.ran([module("fast")], (), (), seen).data) == ["config.py"]
+
+
+@pytest.mark.parametrize("form", [os.fsencode, Path])
+def test_file_that_is_opened_by_bytes_or_a_path_is_recorded(
+    tree: Path, seen: observed.Observed, form: Callable[[str], Any]
+) -> None:
+    (tree / "tokens.bin").write_text("1")
+    os.close(os.open(form(str(tree / "tokens.bin")), os.O_RDONLY))
+    assert [p.name for p in seen.data()] == ["tokens.bin"]
+
+
+def test_link_to_other_data_is_a_change(tree: Path, seen: observed.Observed) -> None:
+    for name in ("v1.bin", "v2.bin"):
+        (tree / name).write_text(name)
+    (tree / "tokens.bin").symlink_to("v1.bin")
+    (tree / "tokens.bin").read_text()
+    before = digests.ran([module("fast")], (), (), seen).data
+    (tree / "tokens.bin").unlink()
+    (tree / "tokens.bin").symlink_to("v2.bin")
+    assert {name: digests.of_data(tree / name) for name in before} != before
+
+
+def test_data_link_to_a_file_outside_the_repository_is_recorded_by_its_own_name(
+    tree: Path, seen: observed.Observed, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    target = tmp_path_factory.mktemp("store") / "tokens.bin"
+    target.write_text("1")
+    (tree / "tokens.bin").symlink_to(target)
+    (tree / "tokens.bin").read_text()
+    assert digests.ran([module("fast")], (), (), seen).data == {"tokens.bin": digests.of_data(target)}
+
+
+@pytest.fixture
+def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Make a small shared library: a copy of an extension of the standard library."""
+    import _json
+
+    return Path(shutil.copy(_json.__file__, tmp_path_factory.mktemp("built") / "libkernels.so"))
+
+
+@pytest.mark.parametrize("load", [ctypes.CDLL, torch.ops.load_library])
+def test_shared_library_of_the_repository_is_recorded(
+    tree: Path, seen: observed.Observed, library: Path, load: Callable[[str], Any]
+) -> None:
+    (tree / "build").mkdir()
+    name = shutil.copy(library, tree / f"build/lib{load.__name__}.so")
+    load(name)
+    found = digests.ran([module("fast")], (), (), seen)
+    assert found.data == {f"build/lib{load.__name__}.so": digests.of_data(library)}
+
+
+@pytest.mark.skipif(not observed.MAPPED.exists(), reason="the system does not list the libraries of a process")
+def test_shared_library_that_other_code_loaded_is_recorded(tree: Path, library: Path) -> None:
+    """A library may load others, which Python does not see."""
+    name = shutil.copy(library, tree / "libinner.so")
+    ctypes.CDLL(name)
+    seen = observed.Observed(tree)
+    seen.close()
+    assert seen.data() == [Path(name)]
+
+
+def test_shared_library_elsewhere_is_recorded_if_the_repository_loads_it_by_its_path(
+    tree: Path, seen: observed.Observed, library: Path
+) -> None:
+    (tree / "lib_of_test/loads.py").write_text("import ctypes\ndef f(path): return ctypes.CDLL(path)\n")
+    loads = importlib.import_module("lib_of_test.loads")
+    ctypes.CDLL(shutil.copy(library, library.with_name("libother.so")))  # this file is not the repository's
+    loads.f(str(library))
+    found = digests.ran([module("fast")], (), (), seen)
+    assert found.data == {os.path.relpath(library, tree): digests.of_data(library)}
+    assert digests.of_data(tree / next(iter(found.data))) == digests.of_data(library)
 
 
 def test_nothing_is_recorded_after_close(tree: Path) -> None:
