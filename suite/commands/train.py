@@ -193,7 +193,7 @@ def _trained(
 ) -> int:
     from suite import configuration, trainers
     from suite.ablation import noting
-    from suite.runtime import Store, fit, together
+    from suite.runtime import Store, checkpoints, fit, together
 
     if resume is not None and overwrite:
         raise configuration.ConfigurationError("--resume goes on with a run, and --overwrite begins anew; give one")
@@ -203,6 +203,8 @@ def _trained(
     if resume is None and not overwrite and here.first:  # before loading the data, which may take a minute
         Store(folder).refuse_others()
     start = _start(resume, folder)
+    if start is not None:
+        checkpoints.load(start, name)  # also before loading the data
     there = device_called(together.device_of(here, device))
     _seed(options.seed)
     with together.lost_ranks(here), together.joined(here, there):

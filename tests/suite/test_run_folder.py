@@ -275,6 +275,23 @@ def test_remedy_for_damaged_checkpoints_leads_to_an_intact_one(run: Toy) -> None
     assert invoked(*arguments, "--windows", "5", "--resume", "latest").exit_code == 0
 
 
+@pytest.mark.parametrize(
+    ("file", "message"), [("nowhere.pt", "no checkpoint nowhere.pt"), ("text.pt", "text.pt is "), ("other.pt", "other")]
+)
+def test_checkpoint_is_checked_before_the_data_are_loaded(
+    run: Toy, monkeypatch: pytest.MonkeyPatch, file: str, message: str
+) -> None:
+    run.fit(2)
+    found = load(Store(run.folder).latest())
+    found.name = "another trainer"
+    Store("others").save(found).rename("other.pt")
+    Path("text.pt").write_text("no checkpoint")
+    monkeypatch.setattr("suite.trainers.data_of", lambda name: pytest.fail("the data are loaded first"))
+    done = invoked("--folder", str(run.folder), "--windows", "4", "--resume", file)
+    assert (done.exit_code, done.output.count("\n")) == (1, 1), done.output
+    assert message in done.output
+
+
 def test_curve_of_a_run_resumed_from_another_folder_starts_anew(run: Toy, tmp_path: Path) -> None:
     run.fit(4, checkpoint_every=1)
     other = tmp_path / "other"
