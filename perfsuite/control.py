@@ -112,7 +112,8 @@ class Control:
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
         if report.failed:
-            errors = [line[1:].strip() for line in str(report.longrepr).splitlines() if line.startswith("E ")]
+            lines = str(report.longrepr).splitlines()
+            errors = [line[1:].strip() for line in lines if line.startswith("E ")] or lines[:1]
             self.broken[report.nodeid] = errors[-1] if errors else "it could not be collected"
 
     def collected(self, every: Sequence[pytest.Item], selected: list[pytest.Item]) -> None:

@@ -138,13 +138,15 @@ def pytest_load_initial_conftests(early_config: pytest.Config) -> Generator[None
 
 @pytest.hookimpl(wrapper=True, specname="pytest_load_initial_conftests")
 def pytest_note_options(early_config: pytest.Config, args: list[str]) -> Generator[None, object, object]:
-    """Record the options that conftests add, for worker processes. In a worker, add those that its run was given."""
+    """Record the options that the project's conftests and plugins add, for worker processes. In a worker, add those
+    that its run was given."""
     from perfsuite import project_options
 
-    before = project_options.known(early_config)
+    before, own = project_options.known(early_config), project_options.of_plugins(early_config)
     result = yield
     now = project_options.known(early_config)
-    own = early_config.stash[project_options.OPTIONS] = {name: now[name] for name in now if name not in before}
+    own |= {name: now[name] for name in now if name not in before}
+    early_config.stash[project_options.OPTIONS] = own
     args[:0] = project_options.among(early_config.known_args_namespace.perfsuite_given, own)
     return result
 
@@ -175,6 +177,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
         config.stash[SANITIZED] = Watch()
         config.option.perfsuite_isolate = "never"  # the tool watches this process
+    if config.args_source is config.ArgsSource.INVOCATION_DIR:
+        config.args = [os.curdir]  # the whole path of the folder may have a "[", which pytest refuses in an argument
     config.stash[TIMED_ONLY] = WORKER and all("::speed[" in item for item in config.args)
     if _wants_control(config):
         _control(config)
@@ -331,9 +335,15 @@ def _pairs(collector: pytest.Collector, name: str, obj: object) -> list[tuple[st
     from perfsuite.errors import PairError
 
     try:
-        return list(declared.pairs_of(name, obj, collector.obj.__name__))
+        found = list(declared.pairs_of(name, obj, collector.obj.__name__))
     except PairError as error:
         raise collector.CollectError(str(error)) from None
+    if found and "[" in collector.nodeid:
+        raise collector.CollectError(
+            f"pairs are declared in {collector.nodeid}, but pytest cannot select items by a path with [, which "
+            "perfsuite's processes do; rename it"
+        )
+    return found
 
 
 def _collected(collector: pytest.Module, name: str, obj: object) -> list[Any]:

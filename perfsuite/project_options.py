@@ -1,4 +1,4 @@
-"""Find the command-line options that a project's own conftests add, so that worker processes get them too.
+"""Find the command-line options that a project's own conftests and plugins add, so that worker processes get them too.
 
 This module imports nothing heavy, because every pytest run with the plugin imports it.
 """
@@ -9,19 +9,46 @@ import argparse
 import os
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
+from importlib.metadata import entry_points
+from types import ModuleType
 from typing import Any
 
 import pytest
 
 OPTIONS: pytest.StashKey[dict[str, Any]] = pytest.StashKey()
-"""Stash key of the options that conftests have added: name → number of values, as argparse's `nargs`."""
+"""Stash key of the options that conftests and plugins have added: name → number of values, as argparse's `nargs`."""
 FLAGS = ("store_true", "store_false", "store_const", "append_const", "count", argparse.BooleanOptionalAction)
 """Kinds of options without a value."""
 
 
 def known(config: pytest.Config) -> dict[str, Any]:
     """Return the options that pytest knows now: name → number of values, as argparse's `nargs`."""
-    parser: Any = config._parser
+    return _options_of(config._parser)
+
+
+def of_plugins(config: pytest.Config) -> dict[str, Any]:
+    """Return the options of plugins that the project loads by name, with `-p` or PYTEST_PLUGINS.
+
+    Their `pytest_addoption` is called again, because pytest does not record which plugin adds an option. Installed
+    packages that register plugins are left out: their options are for the run, such as xdist's number of processes.
+    """
+    hook = config.pluginmanager.hook.pytest_addoption
+    own = [i for i in hook.get_hookimpls() if _package_of(i.plugin) not in (__package__, "_pytest")]
+    installed = {e.module.partition(".")[0] for e in entry_points(group="pytest11")} if own else ()
+    parser = pytest.Parser(_ispytest=True)
+    given = {"parser": parser, "pluginmanager": config.pluginmanager}
+    for one in own:
+        if _package_of(one.plugin) not in installed and not (one.wrapper or one.hookwrapper):
+            one.function(*(given[name] for name in one.argnames))
+    return _options_of(parser)
+
+
+def _package_of(plugin: object) -> str:
+    module = plugin.__name__ if isinstance(plugin, ModuleType) else type(plugin).__module__
+    return module.partition(".")[0]
+
+
+def _options_of(parser: Any) -> dict[str, Any]:
     options = [option for group in (parser._anonymous, *parser._groups) for option in group.options]
     return {name: _values_of(option.attrs()) for option in options for name in option.names()}
 
@@ -32,7 +59,7 @@ def _values_of(attributes: Mapping[str, Any]) -> Any:
 
 def given(config: pytest.Config) -> list[str]:
     """Return the arguments with which another pytest process gets those of this run that are options of the project's
-    conftests.
+    conftests and plugins.
 
     That process may collect only files beside which another conftest lies, so it leaves out options that it lacks.
     """

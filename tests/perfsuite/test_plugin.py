@@ -44,6 +44,26 @@ def reproduction(output: str) -> list[str]:
     return shlex.split(line.removeprefix("reproduce: pytest "))
 
 
+def test_project_in_a_folder_with_a_bracket_is_collected(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
+    """pytest itself refuses such a path if it is given no argument."""
+    folder = project.write("pro[1]ject/test_scale.py", TWO_LINES).parent
+    project.write("pro[1]ject/pytest.ini", "[pytest]")
+    monkeypatch.chdir(folder)
+    assert SMALL in collected(project.run("--collect-only", "-q"))
+
+
+def test_pairs_in_a_path_with_a_bracket_are_refused_in_one_line(project: Project) -> None:
+    """A worker process gets the ids of its items as arguments, and pytest takes such a path for parameters."""
+    project.write("tests[gpu]/test_scale.py", TWO_LINES)
+    project.write("tests[gpu]/test_plain.py", "def test_plain(): pass")
+    result = project.run("-m", "correctness")
+    assert result.ret == pytest.ExitCode.INTERRUPTED
+    assert lines_with(result.stdout.str(), "pairs are declared in tests[gpu]/test_scale.py, but pytest", "rename it")
+    assert "test_plain.py" not in result.stdout.str()
+    done = project.cli("list")
+    assert lines_with(done.output, "Interrupted: tests[gpu]/test_scale.py: pairs are declared in tests[gpu]")
+
+
 FULL = """
     from perfsuite import Pair, Workload, tensor
 

@@ -958,6 +958,30 @@ def test_workers_get_the_options_that_a_conftest_adds(project: Project) -> None:
     assert option.shift == "-2.5"
 
 
+def test_workers_get_the_options_that_a_plugin_of_the_project_adds(project: Project) -> None:
+    """Options of pytest itself, of perfsuite and of installed plugins are not among them."""
+    project.write("nested.py", "def pytest_addoption(parser): parser.addoption('--nested')")
+    project.write(
+        "helper.py",
+        """
+        pytest_plugins = ["nested"]
+
+        def pytest_addoption(pluginmanager, parser):
+            parser.addoption("--by", type=int, default=3)
+        """,
+    )
+    project.pytester.syspathinsert()
+    project.monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")  # then an installed plugin, too, is named by -p
+    config = project.pytester.parseconfig(
+        "-p", "perfsuite.plugin", "-p", "helper", "-p", "pytester", "-p", "pytest_benchmark.plugin",
+        "--by", "2", "--nested=x", "--lsof", "--perfsuite-report=out", "--benchmark-quiet",
+    )  # fmt: skip
+    arguments = pytest_arguments(config)
+    assert [a for a in arguments if "-given" in a] == [f"--perfsuite-given={a}" for a in ("--by", "2", "--nested=x")]
+    option = project.pytester.parseconfig(*arguments).option
+    assert (option.by, option.nested) == (2, "x")
+
+
 @FULLY
 def test_a_worker_proves_the_side_that_an_option_of_the_project_selects(project: Project) -> None:
     project.write(
