@@ -40,6 +40,10 @@ class Baselines:
         self.files = {n: baseline_file.load(path) for n in numbers if (path := self.path(n)).exists()}
         self.entries = {id: entry for file in self.files.values() for id, entry in file.entries.items()}
 
+    def devices(self) -> set[str]:
+        """Return the devices that have a file in the folder, and this machine's."""
+        return {self.machine.device} | {re.sub(r"-x\d+$", "", path.stem) for path in self.folder.glob("*.json")}
+
     def _numbers(self) -> set[int]:
         names = re.compile(rf"{re.escape(self.machine.device)}-x(\d+)")
         found = {int(match[1]) for path in self.folder.glob("*.json") if (match := names.fullmatch(path.stem))}

@@ -5,8 +5,10 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -17,6 +19,7 @@ from pathlib import Path
 
 from perfsuite import revision
 from perfsuite.errors import PerfsuiteError, RevisionError
+from perfsuite.history import choosing
 from perfsuite.records import ACCEPTED, OPTIMIZED, Measurement, Status
 from perfsuite.report import jsonfile
 from perfsuite.report.model import RunReport
@@ -190,6 +193,28 @@ def commits_between(good: str, bad: str, root: Path) -> tuple[Commit, list[Commi
     return Commit(hash=first, subject=subject), commits
 
 
+def workload_named(name: str, root: Path) -> str:
+    """Return the id of the workload in the current folder's project that `name` equals or is a unique part of.
+
+    A whole id is returned as it is, because the workload may exist only in other commits. Raises PerfsuiteError if no
+    workload fits, or several do.
+    """
+    if re.fullmatch(r".+::.+::speed\[.*\]", name):
+        return name
+    done = _run("list", "--json", there=root, tree=revision.top_level(root))
+    try:
+        ids = [str(row["id"]) for row in json.loads(done.stdout)]
+    except (ValueError, TypeError, KeyError):
+        raise PerfsuiteError(
+            f"the workloads here cannot be listed: {_reason(done)}; give a whole id, file::pair::speed[name]"
+        ) from None
+    if not ids:
+        raise PerfsuiteError(
+            f"there is no workload here that {name} could be; give a whole id, file::pair::speed[name]"
+        )
+    return choosing.workload(name, ids, "that `perfsuite list` shows")
+
+
 class Comparer:
     """Context manager that runs `perfsuite compare` for a workload in a separate work tree, and removes the tree.
 
@@ -220,34 +245,38 @@ class Comparer:
             raise SkippedError(f"it has no folder {there.relative_to(self._tree)}")
         folder = self._scratch / "report"
         shutil.rmtree(folder, ignore_errors=True)
-        # -P: run the perfsuite that is installed here, not that of the tree.
-        command = [sys.executable, "-P", "-m", "perfsuite", "compare", earlier.hash, self.workload]
-        done = subprocess.run(
-            [*command, "--report", str(folder)],
-            cwd=there,
-            env=self._environment(),
-            capture_output=True,
-            text=True,
-            check=False,
-        )
+        done = _run("compare", earlier.hash, self.workload, "--report", str(folder), there=there, tree=self._tree)
         file = folder / "report.json"
         if not file.exists():
-            said = [line for line in (done.stderr + done.stdout).splitlines() if line.strip()]
-            errors = [line for line in said if "rror" in line]
-            raise SkippedError((errors or said or [f"exit code {done.returncode}"])[-1].strip())
+            raise SkippedError(_reason(done))
         return change_of(jsonfile.read(file), self.by)
-
-    def _environment(self) -> dict[str, str]:
-        """Return environment variables with which the project's packages are imported from the tree, even if the
-        project is installed in editable mode."""
-        if (self._tree / "perfsuite").is_dir():
-            return dict(os.environ)
-        places = [str(self._tree), str(self._tree / "src"), *filter(None, [os.environ.get("PYTHONPATH")])]
-        return {**os.environ, "PYTHONPATH": os.pathsep.join(places)}
 
     def _remove(self) -> None:
         if self._tree.exists():
             revision.git("worktree", "remove", "--force", str(self._tree), cwd=self.top)
+
+
+def _run(*arguments: str, there: Path, tree: Path) -> subprocess.CompletedProcess[str]:
+    """Run a command of the perfsuite that is installed here in the folder `there` of a work tree."""
+    # -P: not the perfsuite of the tree.
+    command = [sys.executable, "-P", "-m", "perfsuite", *arguments]
+    return subprocess.run(command, cwd=there, env=_environment(tree), capture_output=True, text=True, check=False)
+
+
+def _environment(tree: Path) -> dict[str, str]:
+    """Return environment variables with which the project's packages are imported from the tree, even if the project is
+    installed in editable mode."""
+    if (tree / "perfsuite").is_dir():
+        return dict(os.environ)
+    places = [str(tree), str(tree / "src"), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(places)}
+
+
+def _reason(done: subprocess.CompletedProcess[str]) -> str:
+    """Return the line of the command's output that says why it failed."""
+    said = [line for line in (done.stderr + done.stdout).splitlines() if line.strip()]
+    errors = [line for line in said if "rror" in line]
+    return (errors or said or [f"exit code {done.returncode}"])[-1].strip()
 
 
 def change_of(report: RunReport, by: str) -> Change:

@@ -2,7 +2,8 @@
 
 Exit codes: 0 all is well · 1 the code is at fault: a regression, a broken promise, a wrong result · 2 interrupted,
 ended early, or the command line is wrong · 3 an internal error · 4 the run could not begin (a damaged baseline, a wrong
-option) · 5 nothing was collected · 10 nothing is decided: the machine, the baseline or the measurement is at fault.
+option, an unknown name) · 5 nothing was collected · 10 nothing is decided: the machine, the baseline or the measurement
+is at fault.
 
 Other packages add commands through the entry-point group "perfsuite.commands": each entry is a click command.
 """
@@ -12,6 +13,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import shutil
 import signal
 import sys
 import threading
@@ -25,11 +27,13 @@ import click
 from rich.console import Console
 
 from perfsuite import __version__
-from perfsuite.command_group import Commands
+from perfsuite.command_group import CannotBegin, Commands
 from perfsuite.errors import PerfsuiteError
 
 REPORT = ".perfsuite/report"
 FILES = ("report.json", "junit.xml", "summary.md", "report.html")
+EARLIER = "earlier"
+"""Subfolder with the files of the last report that has results, if the runs after it had none."""
 QUIET = ("-W", "ignore:Module already imported so cannot be rewritten; perfsuite:pytest.PytestAssertRewriteWarning")
 """Options that silence pytest's warning that it cannot rewrite the asserts of perfsuite's plugins, which this command
 has already imported."""
@@ -166,11 +170,9 @@ def _reported(
     """Run pytest with a report in this folder. Exit with pytest's exit code, even if the report fails."""
     from perfsuite.report import jsonfile, markdown
 
-    files = [Path(report) / name for name in FILES]
-    for file in files:  # of an earlier run: they must not look like the report of a run that cannot begin
-        with suppress(OSError):
-            file.unlink()
-    written = files[0]
+    folder = Path(report)
+    _set_aside(folder)
+    written = folder / FILES[0]
     stale = os.path.lexists(written)
     code = _pytest(
         mode, paths, keyword, marker=marker, report=report, arguments=arguments, extra=extra, as_json=as_json
@@ -182,7 +184,38 @@ def _reported(
             markdown.append_job_summary(jsonfile.read(written))
     except (OSError, PerfsuiteError) as error:
         click.echo(f"the report is not shown: {error}", err=True)
+    if not stale and _has_results(written):
+        shutil.rmtree(folder / EARLIER, ignore_errors=True)
+    elif (folder / EARLIER).is_dir():
+        click.echo(f"this run has no results; the report of an earlier one is in {folder / EARLIER}", err=True)
     sys.exit(code)
+
+
+def _set_aside(folder: Path) -> None:
+    """Move an earlier report into a subfolder, or remove it if it has no results.
+
+    It must not look like the report of a run that cannot begin.
+    """
+    earlier, keep = folder / EARLIER, _has_results(folder / FILES[0])
+    found = [folder / name for name in FILES if os.path.lexists(folder / name)]
+    for file in [path for path in found if not path.is_dir()]:
+        with suppress(OSError):
+            if keep:
+                earlier.mkdir(exist_ok=True)
+                file.replace(earlier / file.name)
+        with suppress(OSError):
+            file.unlink(missing_ok=True)
+
+
+def _has_results(file: Path) -> bool:
+    """Return whether this is the JSON report of a run that proved or measured something."""
+    from perfsuite.report import jsonfile
+
+    try:
+        found = jsonfile.read(file)
+    except PerfsuiteError:
+        return False
+    return bool(found.measurements or found.verdicts or found.correctness.passed or found.correctness.failed)
 
 
 @main.command()
@@ -284,24 +317,21 @@ def compare(
 def bisect(workload: str, good: str, bad: str, by: str) -> None:
     """Find the commit that made WORKLOAD slower than a good one.
 
-    WORKLOAD is an id as reports show it, for instance 'tests/test_dots.py::dots::speed[large]'. Each commit gets a
-    separate work tree, where `perfsuite compare` times it against the good one; the checkout is not changed. Commits
-    that cannot be compared are skipped.
+    WORKLOAD is an id as reports show it, for instance 'tests/test_dots.py::dots::speed[large]', or a unique part of
+    one, such as 'dots[large]'. Each commit gets a separate work tree, where `perfsuite compare` times it against the
+    good one; the checkout is not changed. Commits that cannot be compared are skipped.
     """
     from perfsuite import bisection
 
     root = Path.cwd()
     try:
-        if "::" not in workload:
-            raise PerfsuiteError(
-                f"{workload} is no workload; give its id as a report shows it, file::pair::speed[name]"
-            )
         first, commits = bisection.commits_between(good, bad, root)
+        workload = bisection.workload_named(workload, root)
         click.echo(f"{len(commits)} commits after {first.shown}", err=True)
         with bisection.Comparer(workload, root, by) as compare:
             found = bisection.search(first, commits, compare, lambda line: click.echo(line, err=True))
     except PerfsuiteError as error:
-        raise click.ClickException(str(error)) from None
+        raise CannotBegin(str(error)) from None
     for line in bisection.summary(found):
         click.echo(line)
 
@@ -329,7 +359,7 @@ def history(
     try:
         command.show(workload, limit=limit, device=device, baselines=baselines, as_json=as_json, html=html, say=say)
     except PerfsuiteError as error:
-        raise click.ClickException(str(error)) from None
+        raise CannotBegin(str(error)) from None
 
 
 @main.command()
@@ -340,8 +370,6 @@ def merge(reports: tuple[str, ...], report: str) -> None:
 
     Red unless every shard is present and green.
     """
-    import pytest
-
     from perfsuite import sharding
     from perfsuite.report import jsonfile, markdown, model, terminal, write_all
 
@@ -349,8 +377,7 @@ def merge(reports: tuple[str, ...], report: str) -> None:
         whole = sharding.merge([jsonfile.read(Path(path)) for path in reports])
         written = write_all(whole, Path(report))
     except PerfsuiteError as error:
-        click.echo(f"Error: {error}", err=True)
-        sys.exit(int(pytest.ExitCode.USAGE_ERROR))
+        raise CannotBegin(str(error)) from None
     terminal.show(whole)
     for form, path in written.items():
         click.echo(f"{form}: {path}")
@@ -376,7 +403,7 @@ def comment(report: str, page: str | None) -> None:
     try:
         click.echo(comments.text(jsonfile.read(Path(report)), page), nl=False)
     except PerfsuiteError as error:
-        raise click.ClickException(str(error)) from None
+        raise CannotBegin(str(error)) from None
 
 
 @main.command()
@@ -394,7 +421,7 @@ def init(folder: str, ci: str) -> None:
         for line in scaffold.write(Path(folder), ci):
             click.echo(line)
     except PerfsuiteError as error:
-        raise click.ClickException(str(error)) from None
+        raise CannotBegin(str(error)) from None
 
 
 @main.command(name="list")
@@ -422,9 +449,9 @@ def table(baseline: str, write: str | None) -> None:
             target = Path(write)
             files.write(target, markdown.insert(target.read_text(), text))
     except OSError as error:
-        raise click.ClickException(f"{write}: {error.strerror or error}") from None
+        raise CannotBegin(f"{write}: {error.strerror or error}") from None
     except PerfsuiteError as error:
-        raise click.ClickException(str(error)) from None
+        raise CannotBegin(str(error)) from None
 
 
 @main.command()
@@ -437,7 +464,7 @@ def doctor(as_json: bool) -> None:
     try:
         findings = examination.examine()
     except PerfsuiteError as error:
-        raise click.ClickException(str(error)) from None
+        raise CannotBegin(str(error)) from None
     if as_json:
         click.echo(json.dumps([to_json(f) for f in findings], indent=2))
     else:

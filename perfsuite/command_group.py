@@ -11,7 +11,15 @@ from urllib.parse import unquote
 
 import click
 
+from perfsuite.exit_codes import COULD_NOT_BEGIN
+
 COMMANDS = "perfsuite.commands"
+
+
+class CannotBegin(click.ClickException):
+    """Wrong input of a command, such as an unknown name or a damaged file, in one line."""
+
+    exit_code = COULD_NOT_BEGIN
 
 
 class Commands(click.Group):
@@ -93,7 +101,7 @@ def _broken(name: str, reason: str) -> click.Command:
     """Return a command that only says why it cannot run, so that the help of the other commands still works."""
 
     def fail() -> None:
-        raise click.ClickException(" ".join(reason.split()))
+        raise CannotBegin(" ".join(reason.split()))
 
     anything = {"ignore_unknown_options": True, "allow_extra_args": True}
     return click.Command(name, callback=fail, help=reason, short_help=reason, context_settings=anything)

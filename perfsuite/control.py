@@ -18,7 +18,18 @@ from typing import Any
 import pytest
 from _pytest.skipping import evaluate_skip_marks
 
-from perfsuite import benchmarks, conclusion, declared, exit_codes, lanes, machine, revision, sharding, turns
+from perfsuite import (
+    benchmarks,
+    conclusion,
+    declared,
+    exit_codes,
+    lanes,
+    machine,
+    revision,
+    sharding,
+    throughput,
+    turns,
+)
 from perfsuite.baseline import Entry
 from perfsuite.baselines import Baselines
 from perfsuite.errors import PerfsuiteError
@@ -461,7 +472,9 @@ class Control:
             brief = replace(shown, correctness=replace(shown.correctness, failures={}))
             terminal.show(brief, terminal.console(terminalreporter._tw._file))
             benchmarks.hide_table(self.config)
-        for line in (*self.notes, *(f"{form}: {path}" for form, path in self.written.items())):
+        promised = [item.promises for item in self.items.values()]
+        unknown = throughput.unknown_devices(promised, self.baselines.devices())
+        for line in (*self.notes, *unknown, *(f"{form}: {path}" for form, path in self.written.items())):
             terminalreporter.write_line(line)
 
 

@@ -156,22 +156,23 @@ def _judge(s: Subject, suite: Suite, accepted: Variance, factor: float, selected
         if counts.witnesses(s.runs, s.entry) < 2 and processes < LOOKS[-1]:
             return Open(processes=1, reason=f"{more}; measured once more")
         return _say(replace(shown, moved="optimized"), Status.REGRESSED, more)
+    rate = throughput.throughput_of(s, selected, looks=len(LOOKS))
+    unshown = _unshown(speed, rate)
     if status is Status.REGRESSED:
-        return _regressed(s, shown, slower, text)
+        return _regressed(s, shown, slower, text, unshown)
     doubtful = speed is not None and not speed.holds
     if status is None:
         one = Estimate(value=-slower.value, se=slower.se * math.sqrt(processes), dof=slower.dof)
         likely = planning.further(one, -math.log1p(margin), processes, ahead(processes))
         return Open(processes=further, reason=text, reference=doubtful, likely=likely)
     if not status.green:
-        return _say(shown, status, text + _stored_note(s))
+        return _say(shown, status, text + unshown + _stored_note(s))
     if speed is not None and doubtful:
         enough = RED_PROCESSES if speed.broken else LOOKS[-1]
         if speed.full >= enough or processes >= 2 * LOOKS[-1]:
             return _promise_missed(s, shown, speed)
         text = f"{speed}: the promised {speed.promised:.4g}× is in doubt"
         return Open(processes=1, reason=text, reference=True, likely=speed.likely)
-    rate = throughput.throughput_of(s, selected, looks=len(LOOKS))
     if rate is not None and not rate.holds:
         if processes >= RED_PROCESSES:
             return _throughput_missed(s, shown, rate)
@@ -212,13 +213,22 @@ def _by_speed(s: Subject, slower: Estimate, margin: float, selected: int) -> tup
     return None, f"a slowdown of {margin:.1%} is neither shown nor excluded yet"
 
 
-def _regressed(s: Subject, shown: Verdict, slower: Estimate, text: str) -> Verdict:
+def _unshown(speed: Speedup | None, rate: throughput.Throughput | None) -> str:
+    """Return words about the promises that this run does not show, for a workload whose speed is undecided."""
+    texts = [f"{speed}, promised {speed.promised:.4g}×"] if speed is not None and not speed.holds else []
+    texts += [f"{rate}, promised {rate.goal}"] if rate is not None and not rate.holds else []
+    return "".join(f"; not shown either: {text}" for text in texts)
+
+
+def _regressed(s: Subject, shown: Verdict, slower: Estimate, text: str, unshown: str) -> Verdict:
+    """Return the verdict if the optimized side is slower. Against stored figures, the device or the reference may be
+    the reason; then the speed is undecided."""
     if not s.stored:
         return _say(replace(shown, moved="optimized"), Status.REGRESSED, text)
     side, why = causes.of_ratio(s.entry, s.runs, slower.value)
     if side == "device" or (side != "optimized" and not s.few):
         text = f"it is slower by the stored figures, but not because of the optimized side: {why}"
-        return _say(replace(shown, moved=side), Status.NOISY, text + _stored_note(s))
+        return _say(replace(shown, moved=side), Status.NOISY, text + unshown + _stored_note(s))
     return _say(replace(shown, moved="optimized"), Status.REGRESSED, f"{text}; {why}{_stored_note(s)}")
 
 

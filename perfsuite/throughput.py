@@ -6,13 +6,14 @@ this shift.
 
 from __future__ import annotations
 
+import difflib
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from statistics import geometric_mean
 
 from perfsuite.estimates import ALPHA, OWN_SECONDS_SD, Subject
-from perfsuite.records import Measurement
+from perfsuite.records import Measurement, PromiseRecord
 from perfsuite.stages import BETA
 from perfsuite.statistics import (
     PROCESS_DOF,
@@ -86,6 +87,19 @@ def had_reached(s: Subject) -> bool:
         and promised is not None
         and s.runs[0].items >= promised * s.entry.sides["optimized"].seconds
     )
+
+
+def unknown_devices(promises: Iterable[PromiseRecord], known: Collection[str]) -> list[str]:
+    """Return a line for each device with a promised throughput that is not `known`, with the nearest known name.
+
+    The name may be misspelt, but it may also be that of a device for which nothing is accepted yet.
+    """
+    lines = []
+    for device in sorted({name for p in promises for name in p.throughput} - set(known)):
+        near = difflib.get_close_matches(device, sorted(known), n=1)
+        meant = f"; is {near[0]} meant?" if near else ""
+        lines.append(f"throughput={{{device!r}: …}}: that is not this device, and it has no baseline here{meant}")
+    return lines
 
 
 def of(measurements: Sequence[Measurement]) -> float | None:

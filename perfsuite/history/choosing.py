@@ -1,4 +1,4 @@
-"""Look-up of a workload or a device of the history by its name, or by a unique part of it."""
+"""Look-up of a workload or a device by its name, or by a unique part of it."""
 
 from __future__ import annotations
 
@@ -13,21 +13,22 @@ SHOWN = 5
 """Maximum number of names in a message."""
 
 
-def workload(name: str, ids: Sequence[str]) -> str:
+def workload(name: str, ids: Sequence[str], among: str = "in the history") -> str:
     """Return the id that equals or contains `name`. Short names such as "geometry/rotor_update[window64]" match, too.
 
-    Raises PerfsuiteError if several ids match, and lists them, or if none matches, and lists the closest ones.
+    Raises PerfsuiteError if several ids match, and lists them, or if none matches, and lists the closest ones. `among`
+    says in the message where the ids are from.
     """
     names = {id: "{}[{}]".format(*name) for id, name in workload_rows.names_of(ids).items()}
-    return _chosen(name, names, "workload")
+    return _chosen(name, names, "workload", among)
 
 
 def device(name: str, devices: Mapping[str, str]) -> str:
     """Return the slug of the device whose slug or name matches. Raises PerfsuiteError as `workload` does."""
-    return _chosen(name, devices, "device")
+    return _chosen(name, devices, "device", "in the history")
 
 
-def _chosen(given: str, names: Mapping[str, str], what: str) -> str:
+def _chosen(given: str, names: Mapping[str, str], what: str, among: str) -> str:
     wanted = given.casefold()
     exact = [key for key, name in names.items() if wanted in (key.casefold(), name.casefold())]
     found = exact or [k for k, n in names.items() if wanted in k.casefold() or wanted in n.casefold()]
@@ -40,7 +41,7 @@ def _chosen(given: str, names: Mapping[str, str], what: str) -> str:
     near = difflib.get_close_matches(given, words, n=SHOWN)
     keys = dict.fromkeys(key for word in near for key, name in names.items() if word in key or word == name)
     there = f"the nearest: {_listed(keys)}" if keys else f"there are: {_listed(names)}"
-    raise PerfsuiteError(f"no {what} in the history fits {shown}; {there}")
+    raise PerfsuiteError(f"no {what} {among} fits {shown}; {there}")
 
 
 def _listed(keys: Iterable[str]) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from perfsuite import revision
 from perfsuite.control import failed
+from perfsuite.errors import BaselineError
 from perfsuite.modes.paired import Paired
 from perfsuite.modes.whole import Whole
 from perfsuite.records import Status
@@ -21,7 +22,10 @@ class Compare(Whole, Paired):
         if not ids:
             self.refuse("nothing to compare: no timed item of a pair for this machine was selected")
             return
-        self.baselines.load()
+        try:
+            self.baselines.load()
+        except BaselineError as error:  # of another schema, for instance, in an old commit that `bisect` checks out
+            self.notes.append(f"compared without the noise that a baseline records: {error}")
         with revision.extracted([full], self.root, self.scratch / "revisions") as (trees, refused):
             if refused:
                 raise refused[full]

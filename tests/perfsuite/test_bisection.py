@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import math
 import random
+import re
 import subprocess
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,6 +21,7 @@ from perfsuite import bisection
 from perfsuite.bisection import Change, Commit, SkippedError, change_of, commits_between, search, summary
 from perfsuite.cli import main
 from perfsuite.errors import PerfsuiteError, RevisionError
+from perfsuite.exit_codes import COULD_NOT_BEGIN
 from perfsuite.records import Measurement, SideRecord, Status, Verdict
 from perfsuite.report import jsonfile
 from perfsuite.report.model import RunReport
@@ -251,12 +254,42 @@ def test_each_commit_is_compared_in_a_temporary_work_tree(repository: Path, monk
 
 def test_wrong_arguments_are_reported_in_one_line(repository: Path) -> None:
     for arguments, words in (
-        (["dots", "--good", "HEAD~1"], "Error: dots is no workload; give its id as a report shows it"),
+        (["dots", "--good", "HEAD~1"], "Error: there is no workload here that dots could be; give a whole id"),
         ([ID, "--good", "never"], "Error: revision never is not in this repository"),
     ):
         done = CliRunner().invoke(main, ["bisect", *arguments])
-        assert done.exit_code == 1
+        assert done.exit_code == COULD_NOT_BEGIN
         assert done.output.startswith(words), done.output
+        assert done.output.count("\n") == 1
+
+
+def listing(*ids: str, stderr: str = "") -> Any:
+    """Return a stand-in for `perfsuite list --json` that lists these workloads."""
+    run, listed = subprocess.run, "" if stderr else json.dumps([{"id": id} for id in ids])
+
+    def process(command: list[str], **options: Any) -> Any:
+        if "list" in command:
+            return SimpleNamespace(returncode=0, stdout=listed, stderr=stderr)
+        return run(command, **options)
+
+    return process
+
+
+def test_workload_may_be_named_by_a_unique_part(repository: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    other = ID.replace("large", "small")
+    monkeypatch.setattr(bisection.subprocess, "run", listing(ID, other))
+    for name in (ID, "dots[large]", "dots::speed[large]", "LARGE"):
+        assert bisection.workload_named(name, repository) == ID
+    gone = "tests/test_gone.py::gone::speed[x]"
+    assert bisection.workload_named(gone, repository) == gone  # other commits may have it
+    for name, words in (("dots", "fits 2 workloads: .*; name one"), ("lorge", f"the nearest: {re.escape(ID)}$")):
+        with pytest.raises(PerfsuiteError, match=words):
+            bisection.workload_named(name, repository)
+    monkeypatch.setattr(bisection.subprocess, "run", listing(stderr="\nERROR: a wrong option\n"))
+    with pytest.raises(
+        PerfsuiteError, match=r"^the workloads here cannot be listed: ERROR: a wrong option; give a whole"
+    ):
+        bisection.workload_named("dots", repository)
 
 
 def counted(launches: int, before: int) -> Measurement:

@@ -13,7 +13,7 @@ import pytest
 from click.testing import CliRunner, Result
 from scratch import SMALL, TWO_LINES, Failure, Project, fails, lines_with, times
 
-from perfsuite import __version__, baseline_file, command_group, conclusion, digests, exit_codes
+from perfsuite import __version__, baseline_file, cli, command_group, conclusion, digests, exit_codes
 from perfsuite.cli import main
 from perfsuite.records import Ran, Status
 
@@ -455,6 +455,18 @@ def test_gate_writes_reports_and_the_job_summary(scale: Project, monkeypatch: py
     assert json.loads((folder / "report.json").read_text())["verdicts"][SMALL]["status"] == "REGRESSED"
 
 
+def test_promise_for_a_misspelt_device_is_named(scale: Project) -> None:
+    device = scale.accept().stem
+    scale.replace("test_scale.py", "import Pair", "import Cost, Pair")
+    promise = f'throughput={{"{device[:-1]}": 1.0, "{device}": 1.0}}'
+    scale.replace("test_scale.py", "workloads=[", "cost=Cost(items=lambda n: n), workloads=[")
+    scale.replace("test_scale.py", 'clock="wall")', f'clock="wall", {promise})')
+    scale.measured(times(items=64.0))
+    done = scale.cli("gate")
+    assert done.exit_code == 0, done.output
+    assert lines_with(done.output, f"throughput={{'{device[:-1]}': …}}", f"is {device} meant?")
+
+
 def test_gate_that_cannot_start_reports_the_problem_and_no_verdicts(scale: Project) -> None:
     path = scale.accept()
     scale.measured(times())
@@ -475,7 +487,27 @@ def test_report_of_an_earlier_run_is_removed(scale: Project) -> None:
     done = scale.cli("gate", "--json")
     assert done.exit_code == 4
     assert done.stdout == ""
-    assert not list((scale.path / ".perfsuite/report").iterdir())
+    folder = scale.path / ".perfsuite/report"
+    assert [path.name for path in folder.iterdir()] == [cli.EARLIER]
+
+
+def test_report_with_results_is_kept_until_another_run_has_some(scale: Project) -> None:
+    path = scale.accept()
+    scale.measured(times())
+    folder = scale.path / ".perfsuite/report"
+    assert scale.cli("gate").exit_code == 0
+    assert not (folder / cli.EARLIER).exists()
+    good, baseline = {name: (folder / name).read_bytes() for name in cli.FILES}, path.read_text()
+    path.write_text("")
+    for _ in range(2):  # the report of the first bad run does not replace the good one
+        done = scale.cli("gate")
+        assert done.exit_code == 4
+        assert lines_with(done.stderr, "this run has no results; the report of an earlier one is in", cli.EARLIER)
+        assert {name: (folder / cli.EARLIER / name).read_bytes() for name in cli.FILES} == good
+        assert "the file is empty" in (folder / "report.json").read_text()
+    path.write_text(baseline)
+    assert scale.cli("gate").exit_code == 0
+    assert sorted(p.name for p in folder.iterdir()) == sorted(cli.FILES)
 
 
 def test_compare_reports_a_slowdown_against_the_revision(scale: Project) -> None:
@@ -490,6 +522,18 @@ def test_compare_reports_a_slowdown_against_the_revision(scale: Project) -> None
     assert not (scale.path / ".perfsuite/revisions").exists()
     scale.measured(times())
     assert scale.cli("compare", "HEAD").exit_code == 0
+
+
+@pytest.mark.parametrize("schema", [1, 99])
+def test_compare_needs_no_baseline_that_it_can_read(scale: Project, schema: int) -> None:
+    path = scale.accept()
+    path.write_text(path.read_text().replace(f'"schema": {baseline_file.SCHEMA}', f'"schema": {schema}', 1))
+    scale.measured(times(slower=0.05))
+    done = scale.cli("compare", "HEAD")
+    assert done.exit_code == 1, done.output
+    assert lines_with(done.output, "REGRESSED", SMALL, "5.0% slower")
+    assert lines_with(done.output, "compared without the noise that a baseline records", f"schema {schema} is ")
+    assert scale.cli("gate").exit_code == 4
 
 
 def test_compare_with_an_unknown_revision_is_an_error(scale: Project) -> None:
@@ -557,7 +601,7 @@ def test_command_of_another_package_runs() -> None:
 )
 def test_broken_command_of_another_package_is_reported_in_one_line(name: str, words: list[str]) -> None:
     done = CliRunner().invoke(main, [name])
-    assert done.exit_code == 1
+    assert done.exit_code == exit_codes.COULD_NOT_BEGIN
     assert done.output.count("\n") == 1
     assert lines_with(done.output, "Error:", *words)
 
@@ -591,6 +635,6 @@ def test_table_is_written_between_the_markers(project: Project) -> None:
 @pytest.mark.parametrize("arguments", [["nowhere.json"], ["nowhere.json", "--write", "README.md"]])
 def test_table_of_a_missing_baseline_is_reported_in_one_line(project: Project, arguments: list[str]) -> None:
     done = CliRunner().invoke(main, ["table", *arguments])
-    assert done.exit_code == 1
+    assert done.exit_code == exit_codes.COULD_NOT_BEGIN
     assert done.output.startswith("Error: nowhere.json: ")
     assert done.output.count("\n") == 1

@@ -20,6 +20,7 @@ from scratch import ROOT
 
 from perfsuite.cli import main
 from perfsuite.errors import PerfsuiteError
+from perfsuite.exit_codes import COULD_NOT_BEGIN
 from perfsuite.records import Excuse, Status, Verdict
 from perfsuite.report import Correctness, RunReport, comment, html, jsonfile, markdown
 from perfsuite.report.escaping import escape
@@ -265,7 +266,7 @@ def test_file_that_is_no_report_is_refused_in_one_line(tmp_path: Path, text: str
     if text is not None:
         path.write_bytes(text.encode("utf-8", "surrogateescape"))
     done = printed(path)
-    assert done.exit_code == 1
+    assert done.exit_code == COULD_NOT_BEGIN
     assert done.output.startswith("Error: ")
     assert done.output.count("\n") == 1
     assert "report.json" in done.output

@@ -20,6 +20,7 @@ from scratch import lines_with
 
 from perfsuite.cli import main
 from perfsuite.errors import PerfsuiteError
+from perfsuite.exit_codes import COULD_NOT_BEGIN
 from perfsuite.history import choosing, store, terminal
 from perfsuite.history.records import Accepted, Run
 from perfsuite.history.series import Point, points
@@ -135,7 +136,7 @@ def test_device_option_selects_one_device(here: Path) -> None:
     assert len(history("--device", "H200").stdout.splitlines()) == 4 + about_ruptures
     done = history("dots", "--device", "nvidia")
     assert (done.exit_code, done.stderr) == (
-        1,
+        COULD_NOT_BEGIN,
         "Error: 'nvidia' fits 2 devices: nvidia-h100, nvidia-h200; name one\n",
     )
 
@@ -150,7 +151,7 @@ def test_damaged_files_are_reported_on_stderr(here: Path) -> None:
     assert json.loads(done.stdout)["total"] == 1
     path.unlink()
     done = history()
-    assert done.exit_code == 1
+    assert done.exit_code == COULD_NOT_BEGIN
     assert "holds no run that can be read" in done.stderr
 
 
@@ -158,13 +159,13 @@ def test_damaged_files_are_named_before_an_error(here: Path) -> None:
     good, bad = written(here, run(0), run(1))
     bad.write_text("{")
     done = history("gone")
-    assert done.exit_code == 1
+    assert done.exit_code == COULD_NOT_BEGIN
     first, second = done.stderr.splitlines()
     assert first.startswith(f"skipped: {bad}: it is damaged (")
     assert second.startswith("Error: no workload in the history fits 'gone'; there are: ")
     good.write_text("{")
     done = history("gone")
-    assert done.exit_code == 1
+    assert done.exit_code == COULD_NOT_BEGIN
     assert len(lines_with(done.stderr, "skipped: ", "it is damaged (")) == 2
     assert lines_with(done.stderr, "Error: ", "holds no run that can be read; `perfsuite run` adds one")
 
@@ -183,7 +184,7 @@ def test_names_are_shown_literally(here: Path, name: str) -> None:
 
 def test_missing_history_is_reported_in_one_line(here: Path) -> None:
     done = history()
-    assert (done.exit_code, done.stdout) == (1, "")
+    assert (done.exit_code, done.stdout) == (COULD_NOT_BEGIN, "")
     assert done.stderr.startswith("Error: there is no history here: `perfsuite run`, `gate`, `accept`")
     assert done.stderr.count("\n") == 1
 
@@ -207,7 +208,7 @@ def test_workload_may_be_named_by_a_unique_part() -> None:
 def test_unknown_workload_is_reported_in_one_line(here: Path) -> None:
     written(here, run(0, DOTS, OTHER))
     done = history("dits")
-    assert done.exit_code == 1
+    assert done.exit_code == COULD_NOT_BEGIN
     assert done.stderr == f"Error: no workload in the history fits 'dits'; the nearest: {DOTS}\n"
 
 
@@ -215,7 +216,7 @@ def test_page_that_cannot_be_written_is_reported(here: Path) -> None:
     written(here, run(0))
     (here / "file").write_text("")
     done = history("--html", "file/page.html")
-    assert done.exit_code == 1
+    assert done.exit_code == COULD_NOT_BEGIN
     assert done.stderr.startswith("Error: cannot write file/page.html: ")
 
 

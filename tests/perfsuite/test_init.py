@@ -15,6 +15,7 @@ from scratch import Project, git, lines_with, times
 
 from perfsuite import __version__, waivers
 from perfsuite.cli import main
+from perfsuite.exit_codes import COULD_NOT_BEGIN
 from perfsuite.report import comment
 from perfsuite.scaffold import COMMON, FILES, source
 from perfsuite.scaffold.source import PLACEHOLDER, Source, parse
@@ -89,7 +90,7 @@ def test_unusable_folder_is_refused_in_one_line(tmp_path: Path) -> None:
         ("new\nline", "does not exist"),
     ):
         done = init(tmp_path / name)
-        assert done.exit_code == 1
+        assert done.exit_code == COULD_NOT_BEGIN
         assert done.stderr.count("\n") == 1
         assert lines_with(done.stderr, "Error: ", said), done.stderr
     assert (tmp_path / "taken/baselines").read_text() == "a file"
@@ -100,7 +101,7 @@ def test_read_only_folder_is_refused_in_one_line(tmp_path: Path) -> None:
     tmp_path.chmod(0o500)
     done = init(tmp_path)
     tmp_path.chmod(0o700)
-    assert done.exit_code == 1
+    assert done.exit_code == COULD_NOT_BEGIN
     assert lines_with(done.stderr, "Error: cannot write", "make its folder writable")
 
 

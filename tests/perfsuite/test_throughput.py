@@ -152,6 +152,16 @@ def test_a_promise_that_never_held_is_not_blamed_on_the_device(log: float) -> No
     assert "when accepted" not in answer.message
 
 
+def test_promised_devices_without_a_baseline_are_named_with_the_nearest_name() -> None:
+    promises = [promised(1.0, name) for name in ("nvidia-h20", "nvidia-h200", "nvidia-h20", "amd-mi300x")]
+    first, second = throughput.unknown_devices(promises, {"nvidia-h200", "cpu-amd-epyc"})
+    assert first == "throughput={'amd-mi300x': …}: that is not this device, and it has no baseline here"
+    assert second.endswith(
+        "'nvidia-h20': …}: that is not this device, and it has no baseline here; is nvidia-h200 meant?"
+    )
+    assert throughput.unknown_devices([PromiseRecord()], set()) == []
+
+
 def test_a_promise_without_counted_items_is_unmeasured() -> None:
     answer = verdict(judge(runs(), promises=promised(1.0)), Status.UNMEASURED)
     assert "throughput promised, but no process counted what a call processes" in answer.message
@@ -165,6 +175,25 @@ def test_a_regression_takes_precedence_over_a_missed_promise() -> None:
 @pytest.mark.parametrize(("rate", "status"), [(0.98e6, Status.PASS), (1e6, Status.PASS), (1.02e6, Status.NOISY)])
 def test_the_estimate_decides_near_the_promise(rate: float, status: Status) -> None:
     verdict(judge(slowed(0.0), promises=promised(rate)), status)
+
+
+@pytest.mark.parametrize("slow", [0.0, 0.02])
+def test_a_row_that_stays_undecided_names_the_promises_that_are_missed(slow: float) -> None:
+    both = PromiseRecord(speedup=60.0, throughput={DEVICE: 2e6})
+    noisy = runs(slow, count=12, scale=40.0, **TOKENS)
+    answer = verdict(judge(noisy, promises=both), Status.NOISY)
+    assert answer.message.count("; not shown either: ") == 2
+    assert ", promised 60×" in answer.message
+    assert ", promised 2,000,000 tokens/s" in answer.message
+    assert "not shown" not in verdict(judge(noisy), Status.NOISY).message
+
+
+def test_a_miss_is_named_where_stored_figures_leave_the_speed_undecided() -> None:
+    entry = accepted(anchors=STILL)
+    slower = {name: 1.2 * seconds for name, seconds in STILL.items()}
+    run = tuple(replace(m, anchors=slower) for m in runs(0.2, optimized_s=1.2e-4, **TOKENS))
+    answer = judge(run, promises=promised(2e6), entry=entry, stored="it was accepted outside git")
+    assert "; not shown either: " in verdict(answer, Status.NOISY).message
 
 
 # --- before acceptance, and in a plain run --------------------------------------------------------------------------
