@@ -13,9 +13,8 @@ import re
 import shutil
 import statistics
 import subprocess
-import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -24,6 +23,11 @@ from typing import Any
 
 from perfsuite import device_nodes
 from perfsuite.errors import MachineError
+from perfsuite.host import as_slug, cpu_info, memory_bytes
+from perfsuite.host import cpu_model as cpu_model  # public names of this module, too
+from perfsuite.host import cpu_slug as cpu_slug
+from perfsuite.host import usable_cores as usable_cores
+from perfsuite.host import used_elsewhere as used_elsewhere
 from perfsuite.records import Condition, Machine
 
 # NVML's clocks event reasons. The bits are part of its ABI. They are named here because pynvml renamed the constants.
@@ -100,26 +104,16 @@ def identify(*, prefer: str | None = None) -> Machine:
     `prefer="cpu"` describes the CPU of a machine that has a GPU. Raises MachineError with `prefer="cuda"` if there is
     no usable GPU, and if there is a GPU whose name cannot be found.
     """
-    if prefer not in (None, "cpu", "cuda"):
-        raise MachineError(f"device {prefer!r} is not one of cpu, cuda")
-    gpu = prefer != "cpu" and has_gpu()
-    if prefer == "cuda" and not gpu:
-        raise MachineError(f"no usable GPU: {why_no_gpu()}")
+    survey = _preferred(prefer)
     cpu = cpu_model()
-    survey = survey_gpus() if gpu else Survey()
-    if gpu and not survey.gpus:
-        raise MachineError(
-            f"there is a GPU here, but which is not known: {survey.problem}; "
-            "fix that, or set CUDA_VISIBLE_DEVICES= to measure the CPU"
-        )
     first = survey.gpus[0] if survey.gpus else None
     return Machine(
-        device=gpu_slug(first.name) if first else cpu_slug(cpu, _cpuinfo()),
+        device=gpu_slug(first.name) if first else cpu_slug(cpu, cpu_info()),
         device_name=first.name if first else cpu,
         count=len(survey.gpus),
         cpu=cpu,
         cores=usable_cores(),
-        memory_bytes=_memory_bytes(),
+        memory_bytes=memory_bytes(),
         driver=survey.driver,
         cuda=(torch_cuda() or survey.cuda) if first else None,
         power_limit_w=first.power_limit_w if first else None,
@@ -128,6 +122,22 @@ def identify(*, prefer: str | None = None) -> Machine:
         triton=package_version("triton"),
         platform=f"{platform.system()}-{platform.release()}-{platform.machine()}",
     )
+
+
+def _preferred(prefer: str | None) -> Survey:
+    """Return the survey of the GPUs; an empty one if the CPU is to be described. Raises MachineError as `identify`."""
+    if prefer not in (None, "cpu", "cuda"):
+        raise MachineError(f"device {prefer!r} is not one of cpu, cuda")
+    gpu = prefer != "cpu" and has_gpu()
+    if prefer == "cuda" and not gpu:
+        raise MachineError(f"no usable GPU: {why_no_gpu()}")
+    survey = survey_gpus() if gpu else Survey()
+    if gpu and not survey.gpus:
+        raise MachineError(
+            f"there is a GPU here, but which is not known: {survey.problem}; "
+            "fix that, or set CUDA_VISIBLE_DEVICES= to measure the CPU"
+        )
+    return survey
 
 
 def why_no_gpu() -> str:
@@ -306,34 +316,6 @@ class Monitor:
         }
 
 
-@contextlib.contextmanager
-def used_elsewhere() -> Iterator[Callable[[], float]]:
-    """Yield a function that returns, after the block, how many cores other processes kept busy: 0.5 is half a core.
-
-    Uses /proc/stat, with a resolution of 0.01 s. The function returns 0 if that file does not exist.
-    """
-    began, busy, own = time.monotonic(), _busy_s(), time.process_time()
-    shares: list[float] = []
-    try:
-        yield lambda: shares[0] if shares else 0.0
-    finally:
-        seconds = time.monotonic() - began
-        after = _busy_s()
-        if busy is not None and after is not None and seconds > 0:
-            shares.append(max(0.0, after - busy - (time.process_time() - own)) / seconds)
-
-
-def _busy_s() -> float | None:
-    """Return the total seconds for which cores have been busy, or stolen by the hypervisor, since the machine started;
-    None without /proc/stat."""
-    try:
-        fields = [int(f) for f in Path("/proc/stat").read_text().splitlines()[0].split()[1:]]
-        user, nice, system, _idle, _iowait, irq, softirq, stolen = fields[:8]
-    except (OSError, ValueError, IndexError):
-        return None
-    return (user + nice + system + irq + softirq + stolen) / os.sysconf("SC_CLK_TCK")
-
-
 def reason_names(mask: int) -> frozenset[str]:
     """Return the names of the clocks event reasons in an NVML mask. A bit without a name is shown as hexadecimal."""
     bits = [1 << i for i in range(mask.bit_length()) if mask >> i & 1]
@@ -345,31 +327,8 @@ def gpu_slug(name: str) -> str:
 
     A name without "NVIDIA" gets that prefix too, so that each device has only one slug.
     """
-    slug = _slug(name)
+    slug = as_slug(name)
     return slug if slug.startswith("nvidia-") else f"nvidia-{slug}"
-
-
-def cpu_slug(model: str, info: Mapping[str, str]) -> str:
-    """Return the slug of a CPU: "Intel(R) Xeon(R) Gold 6338 CPU @ 2.00GHz" → "cpu-intel-xeon-gold-6338".
-
-    Clouds often hide the model ("Intel(R) Xeon(R) Processor"). Family and model numbers are then added.
-    """
-    text = re.sub(r"\((R|TM|C)\)", " ", model, flags=re.IGNORECASE)
-    text = re.sub(r"@.*$|\b\d+-Core\b|\bCPU\b|\bProcessor\b|\bwith .* Graphics\b", " ", text, flags=re.IGNORECASE)
-    slug = _slug(text) or "unknown"
-    if not any(c.isdigit() for c in slug) and "cpu family" in info and "model" in info:
-        slug += f"-f{info['cpu family']}m{info['model']}"
-    return f"cpu-{slug}"
-
-
-def cpu_model() -> str:
-    """Return the CPU's name as reported by the operating system."""
-    info = _cpuinfo()
-    if "model name" in info:
-        return " ".join(info["model name"].split())
-    if "CPU part" in info:  # Arm reports only numbers
-        return f"{platform.machine()} implementer {info.get('CPU implementer', '?')} part {info['CPU part']}"
-    return platform.processor() or platform.machine() or "unknown"
 
 
 @cache
@@ -459,45 +418,21 @@ def _survey_smi(problem: str) -> Survey:
         done = subprocess.run(query, capture_output=True, text=True, timeout=30, check=True)
     except (OSError, subprocess.SubprocessError) as error:
         return Survey(problem=f"NVML: {problem}; nvidia-smi: {_one_line(error)}")
-    rows = [[cell.strip() for cell in line.split(",")] for line in done.stdout.splitlines() if line.count(",") == 4]
-    shown = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if shown is not None:
-        tokens = [t.strip() for t in shown.split(",")]
-        rows = [r for t in tokens for r in rows if t == r[0] or (t.startswith("GPU-") and r[1].startswith(t))]
+    rows = _visible_rows(done.stdout)
     gpus = tuple(Gpu(name=name, power_limit_w=_number(limit)) for _, _, name, _, limit in rows)
     if not gpus:
         return Survey(problem=f"NVML: {problem}; nvidia-smi names no visible GPU")
     return Survey(driver=rows[0][3], gpus=gpus, source="nvidia-smi", problem=f"NVML: {problem}")
 
 
-@cache
-def _cpuinfo() -> dict[str, str]:
-    """Return the first processor's entries in /proc/cpuinfo; empty if that file does not exist."""
-    try:
-        text = Path("/proc/cpuinfo").read_text(errors="replace")
-    except OSError:
-        return {}
-    info: dict[str, str] = {}
-    for line in text.splitlines():
-        key, found, value = line.partition(":")
-        if found:
-            info.setdefault(key.strip(), value.strip())
-    return info
-
-
-def usable_cores() -> int:
-    try:
-        return len(os.sched_getaffinity(0))
-    except AttributeError:  # not on macOS
-        return os.cpu_count() or 1
-
-
-def _memory_bytes() -> int:
-    """Return the host's memory in bytes, or the container's limit if that is less."""
-    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    with contextlib.suppress(OSError, ValueError):
-        total = min(total, int(Path("/sys/fs/cgroup/memory.max").read_text()))
-    return total
+def _visible_rows(output: str) -> list[list[str]]:
+    """Return the cells that nvidia-smi printed for each GPU that is visible to CUDA, in CUDA's order."""
+    rows = [[cell.strip() for cell in line.split(",")] for line in output.splitlines() if line.count(",") == 4]
+    shown = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if shown is None:
+        return rows
+    tokens = [t.strip() for t in shown.split(",")]
+    return [r for t in tokens for r in rows if t == r[0] or (t.startswith("GPU-") and r[1].startswith(t))]
 
 
 def _number(text: str) -> float | None:
@@ -505,10 +440,6 @@ def _number(text: str) -> float | None:
         return float(text)
     except ValueError:
         return None
-
-
-def _slug(text: str) -> str:
-    return re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")
 
 
 def _one_line(error: BaseException) -> str:
