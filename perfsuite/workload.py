@@ -15,6 +15,13 @@ from perfsuite.errors import PairError
 CLOCKS = ("device", "wall")
 DIRECTIONS = ("forward", "backward", "both")
 DTYPES = ("float64", "float32", "bfloat16", "float16")
+CHOICES: Mapping[str, tuple[str | None, ...]] = {
+    "clock": CLOCKS,
+    "direction": DIRECTIONS,
+    "dtype": (None, *DTYPES),
+    "device": (None, "cpu", "cuda"),
+}
+"""Argument of a workload → the values that it may have."""
 TF32 = "tf32"
 """Precision of matrix products only: no tensor has this dtype."""
 
@@ -84,38 +91,11 @@ class Workload:
         marks: Collection[Any] = (),
         **named: int | float,
     ) -> None:
-        for what, value, allowed in (
-            ("clock", clock, CLOCKS),
-            ("direction", direction, DIRECTIONS),
-            ("dtype", dtype, (None, *DTYPES)),
-            ("device", device, (None, "cpu", "cuda")),
-        ):
-            if value not in allowed:
-                choices = ", ".join(str(a) for a in allowed if a is not None)
-                raise PairError(f"workload {name!r}: {what}={value!r} is not one of {choices}")
-        if speedup is not None and not (_is_number(speedup) and 0 < speedup < math.inf):
-            raise PairError(f"workload {name!r}: speedup={speedup!r} must be a number above 0")
-        for what, count in (("peak_bytes", peak_bytes), ("host_syncs", host_syncs), ("launches", launches)):
-            if count is not None and (type(count) is not int or count < 0):
-                raise PairError(f"workload {name!r}: {what}={count!r} must be a whole number, 0 or more")
-        if throughput is not None and not _is_by_device(throughput):
-            raise PairError(
-                f"workload {name!r}: throughput={throughput!r} must have items a second by device, as the baselines' "
-                f'files are named: {{"nvidia-h200": 640e3}}'
-            )
-        if margin is not None and not (_is_number(margin) and 0 < margin < 1):
-            raise PairError(f"workload {name!r}: margin={margin!r} must be between 0 and 1, such as 0.1 for 10%")
-        if type(repeat) is not int or repeat < 1:
-            raise PairError(f"workload {name!r}: repeat={repeat!r} must be a whole number, 1 or more")
-        if repeat > 1 and direction == "backward":
-            raise PairError(f"workload {name!r}: a backward pass cannot be repeated; use direction='both'")
-        if type(ranks) is not int or ranks < 1:
-            raise PairError(f"workload {name!r}: ranks={ranks!r} must be the number of processes, 1 or more")
-        if ranks > 1 and direction != "forward":
-            raise PairError(
-                f"workload {name!r}: ranks={ranks} with direction={direction!r}; several processes are timed forward "
-                "only: make the sides steps that compute their own gradients"
-            )
+        _check_choices(name, clock=clock, direction=direction, dtype=dtype, device=device)
+        counts = {"peak_bytes": peak_bytes, "host_syncs": host_syncs, "launches": launches}
+        _check_promises(name, speedup, counts, throughput)
+        _check_margin(name, margin)
+        _check_calls(name, direction, repeat=repeat, ranks=ranks)
         self.name = name
         self.ranks = ranks
         self.margin = margin
@@ -194,6 +174,50 @@ class Cost:
         """Return the precision of the arithmetic if the inputs are in `dtype`: that dtype, unless it is float32 or a
         lower precision is declared."""
         return dtype if dtype != "float32" and self.precision in ("float32", "tf32") else self.precision
+
+
+def _check_choices(name: str, **chosen: str | None) -> None:
+    """Raise PairError if an argument is not one of its CHOICES."""
+    for what, value in chosen.items():
+        if value not in CHOICES[what]:
+            choices = ", ".join(str(a) for a in CHOICES[what] if a is not None)
+            raise PairError(f"workload {name!r}: {what}={value!r} is not one of {choices}")
+
+
+def _check_promises(
+    name: str, speedup: float | None, counts: Mapping[str, int | None], throughput: Mapping[str, float] | None
+) -> None:
+    """Raise PairError if a promised figure is of the wrong type or out of its range."""
+    if speedup is not None and not (_is_number(speedup) and 0 < speedup < math.inf):
+        raise PairError(f"workload {name!r}: speedup={speedup!r} must be a number above 0")
+    for what, count in counts.items():
+        if count is not None and (type(count) is not int or count < 0):
+            raise PairError(f"workload {name!r}: {what}={count!r} must be a whole number, 0 or more")
+    if throughput is not None and not _is_by_device(throughput):
+        raise PairError(
+            f"workload {name!r}: throughput={throughput!r} must have items a second by device, as the baselines' "
+            f'files are named: {{"nvidia-h200": 640e3}}'
+        )
+
+
+def _check_margin(name: str, margin: float | None) -> None:
+    if margin is not None and not (_is_number(margin) and 0 < margin < 1):
+        raise PairError(f"workload {name!r}: margin={margin!r} must be between 0 and 1, such as 0.1 for 10%")
+
+
+def _check_calls(name: str, direction: str, *, repeat: int, ranks: int) -> None:
+    """Raise PairError if a call in this direction cannot be timed with so many repeats or processes."""
+    if type(repeat) is not int or repeat < 1:
+        raise PairError(f"workload {name!r}: repeat={repeat!r} must be a whole number, 1 or more")
+    if repeat > 1 and direction == "backward":
+        raise PairError(f"workload {name!r}: a backward pass cannot be repeated; use direction='both'")
+    if type(ranks) is not int or ranks < 1:
+        raise PairError(f"workload {name!r}: ranks={ranks!r} must be the number of processes, 1 or more")
+    if ranks > 1 and direction != "forward":
+        raise PairError(
+            f"workload {name!r}: ranks={ranks} with direction={direction!r}; several processes are timed forward "
+            "only: make the sides steps that compute their own gradients"
+        )
 
 
 def _is_number(value: object) -> bool:
