@@ -133,6 +133,7 @@ def _hold(
     A failing random draw is shrunk. The message ends with the failing draw. Draws on which the reference raises are
     discarded, and counted in the tally.
     """
+    check_draw = functools.partial(_check_draw, pair, check, tally)
     left = examples - coverage.replaced(len(first), examples)
 
     @hypothesis.settings(
@@ -144,41 +145,44 @@ def _hold(
     )
     @hypothesis.given(strategy(pair, dtype))
     def prove(case: Case) -> None:
-        judge(case)
-
-    def judge(case: Case) -> None:
-        try:
-            check(case)
-        except NotEquivalent as error:
-            message = f"{error}\ndraw: {case_line(case)}"
-            raise NotEquivalent(message, case, names_its_cause=error.names_its_cause) from None
-        except (PerfsuiteError, hypothesis.errors.HypothesisException):
-            raise
-        except Exception as error:
-            of_reference = diagnosis.is_of_reference(error)
-            who = REFERENCE if of_reference else "optimized side"
-            raised = (
-                f"{pair.name}: the {who} raises {type(error).__name__}: {error}{diagnosis.remedy_of(error, pair, case)}"
-            )
-            failure = NotEquivalent(f"{raised}\ndraw: {case_line(case)}", case)
-            if not of_reference:
-                raise failure from error
-            if tally is not None:
-                tally.discard(failure)
+        check_draw(case)
 
     try:
         with execution.leaving_nothing(pair):
-            failure, _ = coverage.first_failure(judge, first)
+            failure, _ = coverage.first_failure(check_draw, first)
             prove()
             if failure is not None:
                 raise failure
             for case in last:
-                judge(case)
+                check_draw(case)
     except BaseExceptionGroup as errors:
         found = diagnosis.unstable(errors)
         if found is None:
             raise
         raise found from None
+
+
+def _check_draw(pair: Pair, check: Callable[[Case], None], tally: Tally | None, case: Case) -> None:
+    """Run the check on a draw. Raises NotEquivalent, which names the draw, if the check fails or the optimized side
+    raises; discards the draw if the reference raises."""
+    try:
+        check(case)
+    except NotEquivalent as error:
+        message = f"{error}\ndraw: {case_line(case)}"
+        raise NotEquivalent(message, case, names_its_cause=error.names_its_cause) from None
+    except (PerfsuiteError, hypothesis.errors.HypothesisException):
+        raise
+    except Exception as error:
+        of_reference = diagnosis.is_of_reference(error)
+        who = REFERENCE if of_reference else "optimized side"
+        raised = (
+            f"{pair.name}: the {who} raises {type(error).__name__}: {error}{diagnosis.remedy_of(error, pair, case)}"
+        )
+        failure = NotEquivalent(f"{raised}\ndraw: {case_line(case)}", case)
+        if not of_reference:
+            raise failure from error
+        if tally is not None:
+            tally.discard(failure)
 
 
 def measure(pair: Pair, *, device: str | None = None) -> Measured:
