@@ -23,6 +23,7 @@ from perfsuite import (
     interpreter,
     measuring,
     planned,
+    remedies,
 )
 from perfsuite import proofs as proof_list
 from perfsuite.cases import PHASES, case_line, cases, plain_cases
@@ -173,11 +174,9 @@ def _check_draw(pair: Pair, check: Callable[[Case], None], tally: Tally | None, 
     except (PerfsuiteError, hypothesis.errors.HypothesisException):
         raise
     except Exception as error:
-        of_reference = diagnosis.is_of_reference(error)
+        of_reference = remedies.is_of_reference(error)
         who = REFERENCE if of_reference else "optimized side"
-        raised = (
-            f"{pair.name}: the {who} raises {type(error).__name__}: {error}{diagnosis.remedy_of(error, pair, case)}"
-        )
+        raised = f"{pair.name}: the {who} raises {type(error).__name__}: {error}{remedies.remedy_of(error, pair, case)}"
         failure = NotEquivalent(f"{raised}\ndraw: {case_line(case)}", case)
         if not of_reference:
             raise failure from error

@@ -7,8 +7,6 @@ of the draw (values, layouts, sizes, precision) and checks whether the side is t
 from __future__ import annotations
 
 import itertools
-import math
-import traceback
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -16,88 +14,29 @@ from typing import Any
 
 import torch
 
-from perfsuite import equivalence, expressions, forms, incoming, process_state, relations, truths
+from perfsuite import equivalence, forms, incoming, process_state, relations, size_search, truths
 from perfsuite import inputs as make
 from perfsuite.cases import case_line
 from perfsuite.errors import NotEquivalent
 from perfsuite.execution import Leaves
 from perfsuite.integrity.late_work import comes_late
-from perfsuite.kinds import LARGE_TILE
 from perfsuite.pair import Pair
 from perfsuite.records import Case, InputCase
-from perfsuite.reference_task import task_of
+from perfsuite.remedies import is_of_reference as is_of_reference  # public names of this module, too
+from perfsuite.remedies import remedy_of as remedy_of
 from perfsuite.sides import Side
-from perfsuite.specs import ConstantSpec, Dim, ScalarSpec, TensorSpec, elements, symbols, tensor_spec, tensors_of
+from perfsuite.specs import ConstantSpec, ScalarSpec, TensorSpec, elements
 
 PRECISIONS = {"float16 or TF32": 2.0**-10, "bfloat16": 2.0**-7}
 """Name → eps. If the error fits the budget of one of these precisions, the side is assumed to compute in it."""
-TILES = (16, 32, 64)
-BLOCKS = (LARGE_TILE, LARGE_TILE // 2, LARGE_TILE // 4)
-"""Numbers of elements of a row that a kernel may process in one block."""
-MOST_ELEMENTS = 1 << 20
-"""Most elements of all inputs together at the sizes that the search for a cause tries. The memory of the sides may be
-many times that of their inputs."""
 MOST_EXCHANGED = 8
 """Most outputs, or inputs, among which exchanges of two are tried."""
-EXPANDED_WRITTEN = "more than one element of the written-to tensor refers to a single memory location"
-"""Part of torch's message if an expanded tensor is changed in place."""
-LEAF_WRITTEN = "a leaf Variable that requires grad is being used in an in-place operation"
-"""Part of torch's message if an input that requires a gradient is changed in place."""
-WRITTEN_BEFORE_BACKWARD = "has been modified by an inplace operation"
-"""Part of torch's message if a tensor that the backward pass needs was changed."""
-OUT_DIFFERENTIATED = "arguments don't support automatic differentiation"
-"""Part of torch's message if an operation with out= is differentiated."""
-NOT_DIFFERENTIABLE = "is not differentiable with respect to argument"
-"""Part of torch's message if an input of an operation has no gradient."""
-MISPLACED = "storage_offset divisible by"
-"""Part of torch's message if data begins at an offset that an operation does not support."""
-CALL_THE_REFERENCE = frozenset(call.__code__ for call in (truths.begin, truths.Runs.truth, task_of))
-"""Code objects of the functions that call a reference, and no other side."""
 TIED = 1e-3
 """Largest difference of two gradients that only choose different ones of several equal values, after the gradients of
 equal values are added up; relative to the sum of all absolute values."""
 FEWEST_ERRORS, LEAST_OF_A_SIGN = 16, 0.15
 """Fewest errors, and smallest share of either sign, that count as rounding. A factor that is wrong by 1% would fit the
 budget of bfloat16 too."""
-
-
-def is_of_reference(error: BaseException) -> bool:
-    """Return whether the error was raised where a proof calls the reference."""
-    calls = {frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__)}
-    return not CALL_THE_REFERENCE.isdisjoint(calls)
-
-
-def remedy_of(error: BaseException, pair: Pair, case: Case) -> str:
-    """Return the declaration that may be missing if a side raises this error on the draw; empty if none is known."""
-    if EXPANDED_WRITTEN in str(error):
-        return (
-            '; name what a backward pass uses up: consumes={"grad_output"} for the incoming gradient, consumes={…} for '
-            "an input; or what the sides change: mutates={…}"
-        )
-    if LEAF_WRITTEN in str(error):
-        return "; name each input that the sides change in place: mutates={…}"
-    if OUT_DIFFERENTIATED in str(error) or WRITTEN_BEFORE_BACKWARD in str(error):
-        return "; if its gradients are not needed, declare gradients=False"
-    if NOT_DIFFERENTIABLE in str(error):
-        return "; an input that has no gradient is declared tensor(…, differentiable=False)"
-    if MISPLACED in str(error):
-        return "; if its data must begin at a multiple of some bytes, declare it: tensor(…, align=16)"
-    empty = [name for name in sorted(pair.symbols) if case.sizes.get(name) == 0]
-    if empty and not is_of_reference(error):
-        dimensions = set().union(*(expressions.names(d) for d in _dims(pair) if isinstance(d, str)))
-        # Any other size is the length of a list, or a bound of values.
-        others = ", ".join(f'"{name}": size(1, …)' for name in empty if name not in dimensions)
-        how = [f"sizes={{{others}}}"] if others else []
-        how += ["tensor(…, least=1)"] if dimensions.intersection(empty) else []
-        named = " or ".join(f"{name}=0" for name in empty)
-        return f"; if it is never called with {named}, declare it: {', '.join(how)}"
-    return ""
-
-
-def _dims(pair: Pair) -> Iterator[Dim]:
-    for spec in {**pair.inputs, **pair.step_inputs}.values():
-        for tensor in tensors_of(spec):
-            yield from tensor.dims
 
 
 def shown(pair: Pair, case: Case, home: Path | None = None) -> str:
@@ -222,14 +161,8 @@ def _causes(trial: _Trial, case: Case, gradients: bool) -> Iterator[str]:
     if gradients:
         yield from _incoming(trial, case)
         yield from _ties(trial, case)
-    plain = replace(case, inputs={n: replace(how, layout="contiguous") for n, how in case.inputs.items()})
-    if plain != case and trial.is_right(plain, gradients):
-        laid = sorted({f"{how.layout} {n}" for n, how in case.inputs.items() if how.layout != "contiguous"})
-        yield f"it is right where the inputs are contiguous, and wrong for {' and '.join(laid)}"
-    usual = replace(case, inputs={n: InputCase(layout=how.layout) for n, how in case.inputs.items()})
-    if usual != case and trial.is_right(usual, gradients):
-        special = sorted({how.regime for how in case.inputs.values() if how.regime != "normal"})
-        yield f"it is right for ordinary values, and wrong for {' and '.join(special)} ones{_remedy(special)}"
+    yield from _layouts(trial, case, gradients)
+    yield from _regimes(trial, case, gradients)
     if gradients and trial.is_right(case):
         if _outputs_stay_right(trial, case):
             yield "the forward is right, the gradient is not"
@@ -243,9 +176,9 @@ def _causes(trial: _Trial, case: Case, gradients: bool) -> Iterator[str]:
         return
     yield from _exchanged(trial, case, gradients)
     if not _is_right_on_others(trial, case, gradients):
-        yield from _sizes(trial, case, gradients)
+        yield from size_search.causes(trial.pair, case, lambda draw: trial.is_right(draw, gradients))
     if not gradients and not trial.pair.is_stateful:
-        yield from _values(trial, plain)
+        yield from _values(trial, _contiguous(case))
         yield from _unread(trial, case)
     yield from _related(trial, case, gradients)
     if not trial.pair.is_stateful:  # if states differ a little at first, any formula may be the cause
@@ -270,6 +203,25 @@ def _outputs_stay_right(trial: _Trial, case: Case) -> bool:
     gradients = [name for name in truth.reference if name.startswith("gradient of ")]
     outputs = {name: leaf for name, leaf in produced.items() if name not in gradients}
     return _agrees(trial.pair, truth.without(gradients), outputs)
+
+
+def _layouts(trial: _Trial, case: Case, gradients: bool) -> Iterator[str]:
+    plain = _contiguous(case)
+    if plain != case and trial.is_right(plain, gradients):
+        laid = sorted({f"{how.layout} {n}" for n, how in case.inputs.items() if how.layout != "contiguous"})
+        yield f"it is right where the inputs are contiguous, and wrong for {' and '.join(laid)}"
+
+
+def _contiguous(case: Case) -> Case:
+    """Return the draw with all inputs contiguous."""
+    return replace(case, inputs={n: replace(how, layout="contiguous") for n, how in case.inputs.items()})
+
+
+def _regimes(trial: _Trial, case: Case, gradients: bool) -> Iterator[str]:
+    usual = replace(case, inputs={n: InputCase(layout=how.layout) for n, how in case.inputs.items()})
+    if usual != case and trial.is_right(usual, gradients):
+        special = sorted({how.regime for how in case.inputs.values() if how.regime != "normal"})
+        yield f"it is right for ordinary values, and wrong for {' and '.join(special)} ones{_remedy(special)}"
 
 
 def _incoming(trial: _Trial, case: Case) -> Iterator[str]:
@@ -381,16 +333,13 @@ def _is_late(trial: _Trial, case: Case, gradients: bool) -> bool:
 
 
 def _unread(trial: _Trial, case: Case) -> Iterator[str]:
-    here = trial.produce(case)
-    tensors = [leaf for leaf in here.values() if isinstance(leaf, torch.Tensor) and leaf.numel()]
-    truth = trial.truth(case).leaves
-    answers = [leaf for leaf in truth.values() if isinstance(leaf, torch.Tensor)]
+    """Yield a clause if the side's outputs are 0, or the same, for different inputs."""
+    here, truth = trial.produce(case), trial.truth(case).leaves
     other = replace(case, seed=case.seed ^ 0x1F3D5B7)
     there = trial.produce(other)
-    every = [*tensors, *(leaf for leaf in there.values() if isinstance(leaf, torch.Tensor))]
-    larger = trial.produce(_larger(trial.pair, case))
-    every += [leaf for leaf in larger.values() if isinstance(leaf, torch.Tensor)]
-    if tensors and not any(bool(t.any()) for t in every) and any(bool(t.any()) for t in answers):
+    larger = trial.produce(size_search.larger(trial.pair, case))
+    tensors = [leaf for leaf in _tensors(here) if leaf.numel()]
+    if tensors and not any(map(_has_nonzero, (here, there, larger))) and _has_nonzero(truth):
         yield "it returns nothing but zeros"
     stays = any(bool(t.isfinite().any()) for t in tensors) and all(
         _same(leaf, there.get(n)) for n, leaf in here.items()
@@ -402,74 +351,20 @@ def _unread(trial: _Trial, case: Case) -> Iterator[str]:
         )
 
 
+def _tensors(leaves: Leaves) -> list[torch.Tensor]:
+    return [leaf for leaf in leaves.values() if isinstance(leaf, torch.Tensor)]
+
+
+def _has_nonzero(leaves: Leaves) -> bool:
+    return any(bool(t.any()) for t in _tensors(leaves))
+
+
 def _same(a: Any, b: Any) -> bool:
     if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
         return a.shape == b.shape and forms.identical(a, b)
     return bool(a == b)
 
 
-def _sizes(trial: _Trial, case: Case, gradients: bool) -> Iterator[str]:
-    sizes = _dimensions(trial.pair, case)
-    for name, block in [(n, block) for n, v in sizes.items() for block in BLOCKS if v > block]:
-        shorter, longer = (_at(trial.pair, case, {name: size}) for size in (block, block + 1))
-        if shorter != case and trial.is_right(shorter, gradients) and not trial.is_right(longer, gradients):
-            yield f"it is right at {name}={block}, and wrong at {name}={sizes[name]}: more than a block holds"
-            return
-    for tile in TILES:
-        whole = _within(trial.pair, case, {n: max(tile, math.ceil(v / tile) * tile) for n, v in sizes.items()})
-        bigger = replace(case, sizes={**case.sizes, **whole})
-        # Twice, with other values: an answer that is cached by size is right the first time.
-        other = replace(bigger, seed=case.seed ^ 0x3C6EF35)
-        if whole != sizes and trial.is_right(bigger, gradients) and trial.is_right(other, gradients):
-            at = ", ".join(f"{n}={v}" for n, v in sizes.items())
-            beyond = _at(trial.pair, bigger, {n: v + 1 for n, v in whole.items()})
-            if trial.is_right(beyond, gradients):
-                near = _at(trial.pair, case, {n: v + 1 for n, v in sizes.items()})
-                special = near != case and trial.is_right(near, gradients)
-                yield f"it is right at larger sizes, and wrong at {at}{': a special case of these sizes' * special}"
-            else:
-                yield f"it is right where sizes are multiples of {tile}, and wrong at {at}: off the tile's size"
-            return
-
-
-def _larger(pair: Pair, case: Case) -> Case:
-    """Return the draw with several elements in each dimension, if the pair allows it."""
-    return _at(pair, case, {n: max(v, SEVERAL) for n, v in _dimensions(pair, case).items()})
-
-
-def _at(pair: Pair, case: Case, wanted: Mapping[str, int]) -> Case:
-    """Return the draw at these sizes, as far as `_within` allows them."""
-    return replace(case, sizes={**case.sizes, **_within(pair, case, wanted)})
-
-
-def _within(pair: Pair, case: Case, wanted: Mapping[str, int]) -> dict[str, int]:
-    """Return each of these sizes that the pair allows, and the draw's size for the others. Return only the draw's sizes
-    if the inputs would have too many elements."""
-    # A size without a declared range may also be larger than the sizes that are drawn.
-    sizes = {n: v if n not in pair.sizes or pair.sizes[n].allows(v) else case.sizes[n] for n, v in wanted.items()}
-    every = {**case.sizes, **sizes}
-    tensors = (tensor_spec(spec) for spec in {**pair.inputs, **pair.step_inputs}.values())
-    asked = sum(elements(spec, every) for spec in tensors if spec is not None)
-    return sizes if asked <= MOST_ELEMENTS and pair.allows(every) else {n: case.sizes[n] for n in wanted}
-
-
-def _most_allowed(pair: Pair, name: str, most: int) -> int:
-    """Return the largest size up to `most` within the declared bound and multiple; `most` if none are declared."""
-    size = pair.sizes.get(name)
-    return most if size is None else min(most, size.high) // size.multiple_of * size.multiple_of
-
-
-def _dimensions(pair: Pair, case: Case) -> dict[str, int]:
-    """Return the draw's sizes, without the values of scalar inputs."""
-    return {n: v for n, v in case.sizes.items() if _is_dimension(pair, n) and isinstance(v, int)}
-
-
-def _is_dimension(pair: Pair, name: str) -> bool:
-    return any(isinstance(spec, TensorSpec) and name in symbols(spec) for spec in pair.inputs.values())
-
-
-SEVERAL = 16
-"""Number of elements in a dimension from which a single element is not special by chance."""
 VALUES_DRAWS, SELDOM = 9, 0.5
 """Number of draws that are tried, and largest share of draws of other values on which the side may be right by chance.
 For instance, a given one of three values is the largest in one draw of three."""
@@ -481,7 +376,7 @@ _TAMED: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = {
 
 
 def _values(trial: _Trial, case: Case) -> Iterator[str]:
-    larger = _larger(trial.pair, case)
+    larger = size_search.larger(trial.pair, case)
     if larger != case and trial.is_right(larger):
         return  # the larger draw has values of every kind, so values are not the cause
     # Several draws, because a few values may be sorted by chance.
@@ -539,9 +434,7 @@ def _both(truth: truths.Truth, produced: Leaves) -> Iterator[tuple[torch.Tensor,
 
 
 def _precision(trial: _Trial, case: Case, gradients: bool) -> Iterator[str]:
-    most = {n: _most_allowed(trial.pair, n, TILES[0]) for n in _dimensions(trial.pair, case)}
-    sizes = _within(trial.pair, case, {n: max(most[n], v) for n, v in _dimensions(trial.pair, case).items()})
-    larger = replace(case, sizes={**case.sizes, **sizes})
+    larger = size_search.filling_a_tile(trial.pair, case)
     name = precision_of(trial.pair, trial.truth(case, gradients), trial.produce(case, gradients))
     truth, produced = trial.truth(larger, gradients), trial.produce(larger, gradients)
     if name is not None and precision_of(trial.pair, truth, produced) == name and _has_both_signs(truth, produced):
