@@ -13,11 +13,27 @@ from typing import Any
 
 import numpy as np
 
-from perfsuite import estimates, planning, stages
+from perfsuite import estimates
 from perfsuite import statistics as rule
 from perfsuite.blocks import process_mean
-from perfsuite.calibration.record import BLOCKS, ROUNDS, KindRecord, Recording, ToolRun, side_name
-from perfsuite.calibration.resample import COPIES, Array, Pool, Simulation, Tally, pools, simulate
+from perfsuite.calibration import constants
+from perfsuite.calibration.figures import (
+    LEVEL,
+    Analysis,
+    Compared,
+    Components,
+    Gated,
+    KindResult,
+    Rate,
+    Target,
+    Times,
+    clopper_pearson,
+    deviation,
+    rate,
+    share,
+)
+from perfsuite.calibration.record import BLOCKS, ROUNDS, KindRecord, ProcessRecord, Recording, ToolRun, side_name
+from perfsuite.calibration.resample import COPIES, Array, Pool, Simulation, pools, simulate
 from perfsuite.errors import PerfsuiteError
 from perfsuite.modes import accept
 from perfsuite.records import ACCEPTED, OPTIMIZED, REFERENCE, Status
@@ -31,160 +47,10 @@ WORLDS, WORLD_SHARE, WORLD_UNCHANGED = 20, 0.03, 5
 unchanged code. The range of their rates shows the error that comes from recording few processes."""
 STATED = 5
 """Second threshold of the other tools in per cent; the first is the gate's own margin."""
-LEVEL = 0.95
 OUTLIER = 5.0
 """Robust standard deviations beyond which an ABBA round is an outlier: one round in a million if noise is normal."""
 TARGETS: Mapping[str, float] = {"device": 0.01, "wall": 0.02}
 """Slowdown that the gate should find on each clock in 95% of the workloads."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Rate:
-    """A share with its 95% interval; `of` is the number of trials, resampled or measured."""
-
-    value: float
-    low: float
-    high: float
-    of: int
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Deviation:
-    """A standard deviation with its 95% interval and degrees of freedom."""
-
-    value: float
-    low: float
-    high: float
-    dof: float
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Components:
-    """Standard deviations of a log-ratio, by level of the design, and of a process mean, which is the gate's unit."""
-
-    abba: float
-    """Standard deviation between the ABBA rounds of a block."""
-    block: float
-    process: float
-    session: float | None
-    """Standard deviation between sessions; None if only one was recorded."""
-    outliers: float
-    """Share of ABBA rounds farther from their block's median than OUTLIER robust standard deviations."""
-    unit: Deviation
-    bias: float
-    """Mean over sessions of their process means; for two imports of one code it should be 0."""
-    bias_se: float
-    processes: int
-    sessions: int
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Gated:
-    """The gate's verdicts on one kind at one planted slowdown."""
-
-    planted: float
-    measured: float
-    """Median of the planted slowdown over all recorded ABBA rounds. `error` is its standard error."""
-    error: float
-    regressed: Rate
-    passed: Rate
-    """PASS or IMPROVED."""
-    noisy: Rate
-    processes: float
-    """Mean processes a workload."""
-    seconds: float
-    """Mean seconds a workload: timing both sides, without start, proof and warm-up."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Compared:
-    """Rate at which another tool fails one kind at one planted slowdown."""
-
-    rule: str
-    planted: float
-    flagged: Rate
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class KindResult:
-    """All figures of one kind."""
-
-    kind: str
-    clock: str
-    seconds: float
-    """Seconds of a call of the optimized side."""
-    processes: int
-    to_reference: Components
-    to_accepted: Components
-    margin: float
-    """Median margin over the simulated suites."""
-    gate: tuple[Gated, ...]
-    others: tuple[Compared, ...]
-    coverage: Rate
-    """Rate at which the 95% interval of the slowdown contains the true slowdown."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Target:
-    """A required error rate of the whole suite, and the rate that was found."""
-
-    what: str
-    wanted: float
-    found: Rate
-    at_most: bool = False
-    """`wanted` is an upper bound, not a lower one."""
-
-    @property
-    def met(self) -> bool:
-        return self.found.value <= self.wanted if self.at_most else self.found.value >= self.wanted
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Times:
-    """Seconds: medians over the recorded processes."""
-
-    process: float
-    start: float
-    sampling: Mapping[str, float]
-    """Kind → seconds of all its sides."""
-    gate: Mapping[float, tuple[float, float]]
-    """Planted slowdown → mean (rounds, seconds) of the whole simulated suite; seconds of starts and timing."""
-    tools: Mapping[str, float]
-    """Tool → seconds of one run through the kinds, without the start of its process."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Constant:
-    """One constant of the rule: its assumed value and what was measured."""
-
-    name: str
-    assumed: str
-    measured: str
-    reading: str
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Analysis:
-    """Everything that the table and the plot show."""
-
-    device: str
-    device_name: str
-    processes: int
-    sessions: int
-    suite: int
-    """Workloads in the simulated suite."""
-    suites: int
-    """Simulated runs of unchanged suites."""
-    kinds: tuple[KindResult, ...]
-    targets: tuple[Target, ...]
-    red: Rate
-    """Share of unchanged suites with any red verdict."""
-    improved: Rate
-    """Share of unchanged suites with an IMPROVED verdict."""
-    constants: tuple[Constant, ...]
-    times: Times
-    warnings: tuple[str, ...]
-    left_out: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -264,7 +130,7 @@ def analyse(
         targets=tuple(_targets(kinds, recording, simulated)),
         red=simulated.rate(lambda s: (s.suites[OPTIMIZED].red, s.suites[OPTIMIZED].runs)),
         improved=simulated.rate(lambda s: (s.suites[OPTIMIZED].improved, s.suites[OPTIMIZED].runs)),
-        constants=tuple(_constants(kinds, whole)),
+        constants=tuple(constants.compare(kinds, whole)),
         times=_times(recording, whole, recorded),
         warnings=tuple(_warnings(recording, recorded, whole)),
         left_out=tuple(dict.fromkeys(line for s in recording.sessions for line in s.left_out)),
@@ -293,53 +159,12 @@ def _targets(kinds: Sequence[KindResult], recording: Recording, simulated: Simul
     )
 
 
-# --- intervals -------------------------------------------------------------------------------------------------------
-
-
-def clopper_pearson(count: float, of: float, level: float = LEVEL) -> tuple[float, float]:
-    """Return Clopper and Pearson's interval of a share; (0, 1) without trials. The count may be fractional."""
-    if of <= 0:
-        return 0.0, 1.0
-    from scipy import special
-
-    tail = (1 - level) / 2
-    low = 0.0 if count <= 0 else float(special.betaincinv(count, of - count + 1, tail))
-    high = 1.0 if count >= of else float(special.betaincinv(count + 1, of - count, 1 - tail))
-    return low, high
-
-
-def rate(count: float, of: int) -> Rate:
-    """Return the share with Clopper and Pearson's interval."""
-    low, high = clopper_pearson(count, of)
-    return Rate(value=_share(count, of), low=low, high=high, of=of)
-
-
-def _share(count: float, of: float) -> float:
-    return count / of if of else 0.0
-
-
-def deviation(sd: float, dof: float) -> Deviation:
-    """Return a standard deviation with the χ² interval of `dof` degrees of freedom."""
-    from scipy import special
-
-    tail = (1 - LEVEL) / 2
-    low = sd * math.sqrt(dof / float(special.chdtri(dof, tail)))
-    high = sd * math.sqrt(dof / float(special.chdtri(dof, 1 - tail)))
-    return Deviation(value=sd, low=low, high=high, dof=dof)
-
-
 # --- noise -----------------------------------------------------------------------------------------------------------
 
 
 def components(recording: Recording, kind: str, other: str, side: str = OPTIMIZED) -> Components:
     """Return the nested components of variance of log(other / side), by the moments of the means of each level."""
-    sessions = [
-        np.array(
-            [np.log(np.array(p.kinds[kind].rounds_s[other]) / np.array(p.kinds[kind].rounds_s[side])) for p in found]
-        )
-        for s in recording.sessions
-        if len(found := [p for p in s.processes if kind in p.kinds]) > 1
-    ]
+    sessions = _log_ratios(recording, kind, other, side)
     rounds, blocks = sessions[0].shape[2], sessions[0].shape[1]
     of_rounds = _mean_variance(sessions, axis=2)
     of_blocks = _mean_variance([s.mean(axis=2) for s in sessions], axis=1)
@@ -369,6 +194,17 @@ def components(recording: Recording, kind: str, other: str, side: str = OPTIMIZE
         processes=count,
         sessions=len(units),
     )
+
+
+def _log_ratios(recording: Recording, kind: str, other: str, side: str) -> list[Array]:
+    """Return log(other / side) of each session by process, block and ABBA round, without the sessions that have fewer
+    than two processes of the kind."""
+    found = []
+    for session in recording.sessions:
+        processes = [p.kinds[kind].rounds_s for p in session.processes if kind in p.kinds]
+        if len(processes) > 1:
+            found.append(np.array([np.log(np.array(p[other]) / np.array(p[side])) for p in processes]))
+    return found
 
 
 def _outliers(sessions: Sequence[Array]) -> float:
@@ -414,8 +250,8 @@ def _gated(kind: str, extra: float, pool: Pool, records: Sequence[KindRecord], s
         regressed=simulated.share([kind], side, Status.REGRESSED),
         passed=simulated.share([kind], side, Status.PASS, Status.IMPROVED),
         noisy=simulated.share([kind], side, Status.NOISY),
-        processes=_share(tally.processes, tally.runs),
-        seconds=_share(tally.blocks, tally.runs) * pool.block_s,
+        processes=share(tally.processes, tally.runs),
+        seconds=share(tally.blocks, tally.runs) * pool.block_s,
     )
 
 
@@ -487,172 +323,41 @@ def _runs(recording: Recording, kind: str, tool: str, side: str) -> list[tuple[i
     ]
 
 
-# --- constants -------------------------------------------------------------------------------------------------------
-
-
-def _constants(kinds: Sequence[KindResult], whole: Simulation) -> Iterator[Constant]:
-    for name, which in (("PROCESS_SD", "to_accepted"), ("PROCESS_SD, to the reference", "to_reference")):
-        units = {k.kind: getattr(k, which).unit for k in kinds}
-        dof = sum(u.dof for u in units.values())
-        pooled = deviation(math.sqrt(sum(u.value**2 * u.dof for u in units.values()) / dof), dof)
-        yield Constant(
-            name=name,
-            assumed=percent(rule.PROCESS_SD),
-            measured=_interval(pooled),
-            reading=_reading(rule.PROCESS_SD, pooled),
-        )
-        if which == "to_accepted":
-            low, high = _prior_range(rule.PROCESS_SD, rule.PROCESS_DOF)
-            outside = [k for k, u in units.items() if u.high < low or u.low > high]
-            yield Constant(
-                name="PROCESS_DOF",
-                assumed=f"{rule.PROCESS_DOF:g}: kinds differ from {percent(low)} to {percent(high)}",
-                measured=", ".join(f"{k} {percent(u.value)}" for k, u in units.items()),
-                reading=f"outside of it: {', '.join(outside)}" if outside else "agrees",
-            )
-    yield from _sessions(kinds)
-    yield _import_bias({k.kind: k.to_accepted for k in kinds})
-    wide = [k.kind for k in kinds if k.margin > estimates.MARGIN_MIN[k.clock]]
-    yield Constant(
-        name="MARGIN_MIN",
-        assumed=", ".join(f"{percent(least)} on the {clock} clock" for clock, least in estimates.MARGIN_MIN.items()),
-        measured="; ".join(f"{k.kind}: margin {percent(k.margin)}, {_found(k)}" for k in kinds),
-        reading=f"resolved only above it: {', '.join(wide)}" if wide else "agrees",
-    )
-    unchanged = {k: t[OPTIMIZED] for k, t in whole.tallies.items()}
-    yield _of_unchanged(
-        unchanged,
-        "TARGET_SHARE",
-        f"{planning.TARGET_SHARE:g} of the margin: one process decides nearly always",
-        lambda t: _share(t.first, t.unsampled),
-        least=0.5,
-    )
-    yield _of_unchanged(
-        unchanged,
-        "LOOKS",
-        f"{stages.LOOKS[-1]} processes decide what is left",
-        lambda t: 1 - _share(t.statuses[Status.NOISY], t.runs),
-        least=0.95,
-    )
-
-
-def _of_unchanged(
-    tallies: Mapping[str, Tally], name: str, assumed: str, read: Callable[[Tally], float], *, least: float
-) -> Constant:
-    """Return a constant that affects how many unchanged workloads are decided, with the decided share of each kind."""
-    shares = {k: read(t) for k, t in tallies.items()}
-    weak = [k for k, share in shares.items() if share < least]
-    return Constant(
-        name=name,
-        assumed=assumed,
-        measured="unchanged and decided: " + ", ".join(f"{k} {percent(s)}" for k, s in shares.items()),
-        reading=f"less than {least:.0%}: {', '.join(weak)}" if weak else "agrees",
-    )
-
-
-def _import_bias(biases: Mapping[str, Components]) -> Constant:
-    # Each kind's mean is its bias plus its own error. The sum follows a χ² distribution if the bias is as assumed.
-    total = sum(b.bias**2 / (b.bias_se**2 + rule.IMPORT_BIAS**2) for b in biases.values())
-    agrees = _chi2_survival(total, len(biases)) > 1 - LEVEL
-    known = min(b.bias_se for b in biases.values()) <= 2 * rule.IMPORT_BIAS
-    return Constant(
-        name="IMPORT_BIAS",
-        assumed=percent(rule.IMPORT_BIAS),
-        measured=", ".join(f"{k} {percent(b.bias)} ± {percent(b.bias_se)}" for k, b in biases.items()),
-        reading=("agrees" if known else "agrees, but measured less precisely") if agrees else "assumed too small here",
-    )
-
-
-def _sessions(kinds: Sequence[KindResult]) -> Iterator[Constant]:
-    known = {k.kind: s for k in kinds if (s := k.to_reference.session) is not None}
-    if not known:
-        text = "not measured: one session was recorded; add one with --more"
-        for name, value in (("SESSION_SD", percent(rule.SESSION_SD)), ("SESSION_DOF", f"{rule.SESSION_DOF:g}")):
-            yield Constant(name=name, assumed=value, measured=text, reading="not known")
-        return
-    dof = sum(k.to_reference.sessions - 1 for k in kinds if k.kind in known)
-    pooled = deviation(math.sqrt(fmean(s**2 for s in known.values())), dof)
-    yield Constant(
-        name="SESSION_SD",
-        assumed=percent(rule.SESSION_SD),
-        measured=_interval(pooled),
-        reading=_reading(rule.SESSION_SD, pooled),
-    )
-    low, high = _prior_range(rule.SESSION_SD, rule.SESSION_DOF)
-    yield Constant(
-        name="SESSION_DOF",
-        assumed=f"{rule.SESSION_DOF:g}: kinds differ from {percent(low)} to {percent(high)}",
-        measured=", ".join(f"{k} {percent(s)}" for k, s in known.items()),
-        reading="agrees" if all(s <= high for s in known.values()) else "kinds differ by more",
-    )
-
-
-def _chi2_survival(value: float, dof: int) -> float:
-    from scipy import special
-
-    return float(special.chdtrc(dof, value))
-
-
-def _prior_range(sd: float, dof: float) -> tuple[float, float]:
-    """Return the range of 95% of the true standard deviations, under a scaled inverse χ² prior."""
-    from scipy import special
-
-    low, high = (float(special.chdtri(dof, p)) for p in (0.025, 0.975))
-    return sd * math.sqrt(dof / low), sd * math.sqrt(dof / high)
-
-
-def _interval(found: Deviation) -> str:
-    return f"{percent(found.value)} ({percent(found.low)} to {percent(found.high)}) over the kinds"
-
-
-def _reading(assumed: float, found: Deviation) -> str:
-    if assumed < found.low:
-        return "assumed too small here"
-    return "agrees" if assumed <= found.high else "cautious: less was measured"
-
-
-def _found(kind: KindResult) -> str:
-    found = [g for g in kind.gate if g.planted > 0 and g.regressed.value >= estimates.POWER]
-    share = f"{estimates.POWER:.0%}"
-    return f"{share} found from {percent(min(g.measured for g in found))}" if found else f"none found at {share}"
-
-
-def percent(value: float) -> str:
-    """Return a share in per cent, with more decimals the smaller it is."""
-    size = abs(100 * value)
-    return f"{100 * value:.{0 if size >= 99.95 else 1 if size >= 1 or size < 5e-4 else 2 if size >= 0.1 else 3}f}%"
-
-
 # --- seconds, warnings -----------------------------------------------------------------------------------------------
 
 
 def _times(recording: Recording, whole: Simulation, recorded: Mapping[str, Pool]) -> Times:
     processes = [p for s in recording.sessions for p in s.processes]
-    kinds = recording.kinds
+    start = _middle([p.start_s for p in processes])
+    return Times(
+        process=_middle([p.seconds for p in processes]),
+        start=start,
+        sampling={k: _middle([p.kinds[k].seconds for p in processes if k in p.kinds]) for k in recording.kinds},
+        gate={extra: _gate_seconds(side_name(extra), whole, recorded, start) for extra in recording.extras},
+        tools=_tool_seconds(recording.kinds, processes),
+    )
 
-    def middle(values: Sequence[float]) -> float:
-        return median(values) if values else 0.0
 
-    start = middle([p.start_s for p in processes])
+def _middle(values: Sequence[float]) -> float:
+    return median(values) if values else 0.0
+
+
+def _gate_seconds(side: str, whole: Simulation, recorded: Mapping[str, Pool], start_s: float) -> tuple[float, float]:
+    """Return the mean (rounds, seconds) of a simulated suite whose workloads have this side's slowdown."""
+    suite = whole.suites[side]
+    timing = sum(whole.tallies[k][side].blocks * p.block_s for k, p in recorded.items())
+    return suite.rounds / suite.runs, (suite.rounds * start_s + timing) / suite.runs
+
+
+def _tool_seconds(kinds: Sequence[str], processes: Sequence[ProcessRecord]) -> dict[str, float]:
     tools = {}
     for label, tool in (("pytest-benchmark", "benchmark"), ("do_bench", "do_bench")):
         runs = [
             [r.seconds for p in processes if k in p.kinds for r in getattr(p.kinds[k], tool).values()] for k in kinds
         ]
         if any(runs):
-            tools[label] = sum(map(middle, runs))
-    gated = {}
-    for extra in recording.extras:
-        suite = whole.suites[side_name(extra)]
-        timing = sum(whole.tallies[k][side_name(extra)].blocks * p.block_s for k, p in recorded.items())
-        gated[extra] = (suite.rounds / suite.runs, (suite.rounds * start + timing) / suite.runs)
-    return Times(
-        process=middle([p.seconds for p in processes]),
-        start=start,
-        sampling={k: middle([p.kinds[k].seconds for p in processes if k in p.kinds]) for k in kinds},
-        gate=gated,
-        tools=tools,
-    )
+            tools[label] = sum(map(_middle, runs))
+    return tools
 
 
 def _warnings(recording: Recording, recorded: Mapping[str, Pool], whole: Simulation) -> Iterator[str]:
@@ -663,7 +368,7 @@ def _warnings(recording: Recording, recorded: Mapping[str, Pool], whole: Simulat
         if kind not in recorded:
             yield f"{kind}: recorded in one process of a session only, which shows nothing of its noise"
     bounded = {
-        k: _share(sum(x.bounded for x in t.values()), sum(x.runs for x in t.values())) for k, t in whole.tallies.items()
+        k: share(sum(x.bounded for x in t.values()), sum(x.runs for x in t.values())) for k, t in whole.tallies.items()
     }
     if any(bounded.values()):
         shares = ", ".join(f"{k} {s:.0%}" for k, s in bounded.items() if s)

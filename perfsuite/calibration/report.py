@@ -6,7 +6,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from perfsuite.calibration.analysis import Analysis, Components, KindResult, Rate, percent, thresholds
+from perfsuite.calibration.analysis import thresholds
+from perfsuite.calibration.figures import Analysis, Components, KindResult, Rate, percent
 from perfsuite.calibration.record import KINDS, Recording
 from perfsuite.calibration.resample import COPIES
 from perfsuite.errors import PerfsuiteError
