@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,25 @@ def table(analysis: Analysis, recording: Recording, *, picture: str | None) -> s
 
 
 def _page(a: Analysis, recording: Recording, picture: str | None) -> Iterator[str]:
+    yield from _heading(a, recording, picture)
+    yield from ("", "## The whole suite", "")
+    yield from _suite(a)
+    yield from ("", "## The gate, by kind and planted slowdown", "")
+    yield from _gate(a)
+    yield from ("", "## Other tools", "")
+    yield from _others(a)
+    yield from ("", "## Noise", "")
+    yield from _noise(a)
+    yield from ("", "## The rule's constants", "")
+    yield from constants(a)
+    yield from ("", "## Seconds", "")
+    yield from _seconds(a, recording)
+    yield from ("", "## What was timed", "")
+    for k in a.kinds:
+        yield f"* {k.kind}: {KINDS.get(k.kind, k.kind)}."
+
+
+def _heading(a: Analysis, recording: Recording, picture: str | None) -> Iterator[str]:
     first = recording.sessions[0]
     yield f"# Calibration: {a.device_name}"
     yield ""
@@ -44,7 +64,9 @@ def _page(a: Analysis, recording: Recording, picture: str | None) -> Iterator[st
         yield from ("", f"**Left out** {line}.")
     if picture:
         yield from ("", f"![Share of planted slowdowns that are found, by kind of pair]({picture})")
-    yield from ("", "## The whole suite", "")
+
+
+def _suite(a: Analysis) -> Iterator[str]:
     yield (
         f"A suite of {a.suite} workloads (each kind {COPIES} times), accepted from {PROCESSES} processes a "
         f"workload and then gated, {a.suites} times with unchanged code. The gate's figures are resampled from "
@@ -57,7 +79,9 @@ def _page(a: Analysis, recording: Recording, picture: str | None) -> Iterator[st
         f"{_rate(a.red)} of the unchanged suites are red for any reason, NOISY included, "
         f"and {_rate(a.improved)} report a workload as IMPROVED."
     )
-    yield from ("", "## The gate, by kind and planted slowdown", "")
+
+
+def _gate(a: Analysis) -> Iterator[str]:
     yield (
         "*planted* is the slowdown that was built in, and *measured* its median over all recorded ABBA rounds. "
         "*REGRESSED*: on the rows of 0% a false alarm, on the others a detection. *PASS* includes IMPROVED. "
@@ -66,7 +90,9 @@ def _page(a: Analysis, recording: Recording, picture: str | None) -> Iterator[st
     )
     yield ""
     yield from gate_table(a)
-    yield from ("", "## Other tools", "")
+
+
+def _others(a: Analysis) -> Iterator[str]:
     yield (
         "How often they fail a new run of the same side, compared with a stored run of another process. "
         "pytest-benchmark takes thresholds in whole per cents: the margin is rounded up. Its own runner and its own "
@@ -74,8 +100,16 @@ def _page(a: Analysis, recording: Recording, picture: str | None) -> Iterator[st
         "is `triton.testing.do_bench` with `quantiles`."
     )
     yield ""
-    yield from _others(a)
-    yield from ("", "## Noise", "")
+    yield from _rows(["kind", "planted", *(f"{tool} {at}" for tool in TOOLS for at in ("> margin", "> 5%"))])
+    for k in a.kinds:
+        found = {(c.rule, c.planted): _rate(c.flagged) for c in k.others}
+        for g in k.gate:
+            absent = "not available here" if g.planted == 0 else ABSENT
+            cells = [found.get((f"{t}:{at}%", g.planted), absent) for t in TOOLS for at in thresholds(k.margin)]
+            yield f"| {k.kind if g.planted == 0 else ''} | {percent(g.planted)} | {' | '.join(cells)} |"
+
+
+def _noise(a: Analysis) -> Iterator[str]:
     yield (
         "The table gives standard deviations of a log-ratio. *process mean* is the mean of a process's block medians "
         "(on the wall clock of their middle half), with its 95% interval. *outliers* is the share of ABBA rounds far "
@@ -85,15 +119,8 @@ def _page(a: Analysis, recording: Recording, picture: str | None) -> Iterator[st
     yield ""
     yield from _rows(["kind", "ratio", "round", "outliers", "block", "process", "session", "process mean", "bias"], 2)
     for k in a.kinds:
-        yield _noise(f"{k.kind}, {k.clock} clock, {seconds(k.seconds)}", "reference", k.to_reference, bias=False)
-        yield _noise("", "two imports of one code", k.to_accepted, bias=True)
-    yield from ("", "## The rule's constants", "")
-    yield from constants(a)
-    yield from ("", "## Seconds", "")
-    yield from _seconds(a, recording)
-    yield from ("", "## What was timed", "")
-    for k in a.kinds:
-        yield f"* {k.kind}: {KINDS.get(k.kind, k.kind)}."
+        yield _noise_row(f"{k.kind}, {k.clock} clock, {seconds(k.seconds)}", "reference", k.to_reference, bias=False)
+        yield _noise_row("", "two imports of one code", k.to_accepted, bias=True)
 
 
 def _rows(heads: Sequence[str], left: int = 1) -> Iterator[str]:
@@ -131,17 +158,7 @@ def gate_table(a: Analysis) -> Iterator[str]:
             yield f"| {' | '.join(cells)} | {_rate(k.coverage) if unchanged else ''} |"
 
 
-def _others(a: Analysis) -> Iterator[str]:
-    yield from _rows(["kind", "planted", *(f"{tool} {at}" for tool in TOOLS for at in ("> margin", "> 5%"))])
-    for k in a.kinds:
-        found = {(c.rule, c.planted): _rate(c.flagged) for c in k.others}
-        for g in k.gate:
-            absent = "not available here" if g.planted == 0 else ABSENT
-            cells = [found.get((f"{t}:{at}%", g.planted), absent) for t in TOOLS for at in thresholds(k.margin)]
-            yield f"| {k.kind if g.planted == 0 else ''} | {percent(g.planted)} | {' | '.join(cells)} |"
-
-
-def _noise(name: str, ratio: str, c: Components, *, bias: bool) -> str:
+def _noise_row(name: str, ratio: str, c: Components, *, bias: bool) -> str:
     unit = f"{percent(c.unit.value)} ({percent(c.unit.low)} to {percent(c.unit.high)})"
     strays = f"{percent(c.bias)} ± {percent(c.bias_se)}" if bias else ABSENT
     session = ABSENT if c.session is None else percent(c.session)
@@ -207,33 +224,13 @@ def plot(analysis: Analysis, path: Path) -> Path:
 
     import matplotlib as mpl
 
-    columns = 2 if len(analysis.kinds) > 1 else 1
-    rows = (len(analysis.kinds) + columns - 1) // columns
+    form = path.suffix.removeprefix(".")
+    buffer = io.BytesIO()
     # A fixed salt and no date, so that the same figures give the same file.
     with mpl.rc_context({"svg.hashsalt": "perfsuite", "font.size": 9.5}):
-        figure = Figure(figsize=(5.0 * columns, 3.3 * rows + 1.1), layout="constrained")
+        figure = Figure(layout="constrained")
         FigureCanvasAgg(figure)
-        axes = figure.subplots(rows, columns, squeeze=False, sharey=True).ravel()
-        for axis, kind in zip(axes, analysis.kinds, strict=False):
-            _panel(axis, kind)
-        for axis in axes[len(analysis.kinds) :]:
-            axis.set_visible(False)
-        for axis in axes[::columns]:
-            axis.set_ylabel("workloads flagged")
-        for axis in axes[max(len(analysis.kinds) - columns, 0) : len(analysis.kinds)]:
-            axis.set_xlabel("planted slowdown (%), as measured")
-        shown: dict[str, Any] = {}
-        for axis in axes:
-            for handle, label in zip(*axis.get_legend_handles_labels(), strict=True):
-                shown.setdefault(label, handle)
-        figure.legend(shown.values(), shown.keys(), loc="outside lower center", ncols=2, frameon=False)
-        figure.suptitle(
-            f"{analysis.device_name}: slowdowns flagged; at 0, false alarms\n"
-            f"gate resampled from {_processes(analysis.kinds)}; bars: 95% intervals",
-            fontsize=10.5,
-        )
-        buffer = io.BytesIO()
-        form = path.suffix.removeprefix(".")
+        _draw(figure, analysis)
         figure.savefig(buffer, format=form, dpi=110, metadata={"Date": None} if form == "svg" else None)
     if form == "svg":
         text = "\n".join(line.rstrip() for line in buffer.getvalue().decode().splitlines())
@@ -243,22 +240,35 @@ def plot(analysis: Analysis, path: Path) -> Path:
     return path
 
 
+def _draw(figure: Any, analysis: Analysis) -> None:
+    """Draw a panel for each kind, and one legend for all."""
+    count = len(analysis.kinds)
+    columns = 2 if count > 1 else 1
+    rows = (count + columns - 1) // columns
+    figure.set_size_inches(5.0 * columns, 3.3 * rows + 1.1)
+    axes = figure.subplots(rows, columns, squeeze=False, sharey=True).ravel()
+    for axis, kind in zip(axes, analysis.kinds, strict=False):
+        _panel(axis, kind)
+    for axis in axes[count:]:
+        axis.set_visible(False)
+    for axis in axes[::columns]:
+        axis.set_ylabel("workloads flagged")
+    for axis in axes[max(count - columns, 0) : count]:
+        axis.set_xlabel("planted slowdown (%), as measured")
+    shown: dict[str, Any] = {}
+    for axis in axes:
+        for handle, label in zip(*axis.get_legend_handles_labels(), strict=True):
+            shown.setdefault(label, handle)
+    figure.legend(shown.values(), shown.keys(), loc="outside lower center", ncols=2, frameon=False)
+    figure.suptitle(
+        f"{analysis.device_name}: slowdowns flagged; at 0, false alarms\n"
+        f"gate resampled from {_processes(analysis.kinds)}; bars: 95% intervals",
+        fontsize=10.5,
+    )
+
+
 def _panel(axis: Any, kind: KindResult) -> None:
-    low, high = thresholds(kind.margin)
-    thick = {"linewidth": 2.2, "marker": "o", "markersize": 5, "zorder": 5}
-    lines: list[tuple[str, str, dict[float, Rate], dict[str, Any]]] = [
-        ("perfsuite gate, REGRESSED", "gate", {g.planted: g.regressed for g in kind.gate}, thick)
-    ]
-    for label, rule, colour, dashes in (
-        ("pytest-benchmark, median > margin", f"pytest-benchmark median:{low}%", "margin", "--"),
-        (f"pytest-benchmark, median > {high}%", f"pytest-benchmark median:{high}%", "stated", ":"),
-        ("do_bench, median > margin", f"do_bench median:{low}%", "do_bench", "-."),
-    ):
-        thin = {"linewidth": 1.4, "linestyle": dashes, "marker": "s", "markersize": 3.5}
-        lines.append((label, colour, {c.planted: c.flagged for c in kind.others if c.rule == rule}, thin))
-    # If noise hides the size of a planted slowdown, the planted size is the better estimate.
-    known = all(g.error <= KNOWN for g in kind.gate)
-    where = {g.planted: 100 * (g.measured if known else g.planted) for g in kind.gate}
+    where = _slowdowns(kind)
     axis.fill_between(
         list(where.values()),
         [100 * g.regressed.value for g in kind.gate],
@@ -268,26 +278,10 @@ def _panel(axis: Any, kind: KindResult) -> None:
         linewidth=0,
         label="perfsuite gate, red as NOISY",
     )
-    for number, (label, colour, found, style) in enumerate(lines):
-        if not found:
-            continue
-        rates = list(found.values())
-        # Moved apart, so that bars at one slowdown do not cover each other.
-        x = [where[planted] + 0.05 * (number - 1) for planted in found]
-        y = [100 * r.value for r in rates]
-        axis.plot(x, y, color=COLOURS[colour], label=label, **style)
-        strong = colour == "gate"
-        axis.errorbar(
-            x,
-            y,
-            yerr=[[100 * (r.value - r.low) for r in rates], [100 * (r.high - r.value) for r in rates]],
-            fmt="none",
-            ecolor=COLOURS[colour],
-            elinewidth=1.6 if strong else 0.8,
-            capsize=3 if strong else 1.5,
-            alpha=0.9 if strong else 0.4,
-            zorder=4 if strong else 2,
-        )
+    for number, curve in enumerate(_curves(kind)):
+        if curve.rates:
+            # Moved apart, so that bars at one slowdown do not cover each other.
+            _plot_curve(axis, curve, [where[planted] + 0.05 * (number - 1) for planted in curve.rates])
     axis.set_xlim(min(0.0, *where.values()) - 0.25, max(where.values()) + 0.35)
     if 100 * kind.margin <= max(where.values()):
         axis.axvline(100 * kind.margin, color="0.45", linewidth=1, linestyle=(0, (4, 3)), label="margin", zorder=1)
@@ -297,3 +291,51 @@ def _panel(axis: Any, kind: KindResult) -> None:
     axis.set_yticks(range(0, 101, 25), [f"{v}%" for v in range(0, 101, 25)])
     axis.grid(alpha=0.25, linewidth=0.6)
     axis.spines[["top", "right"]].set_visible(False)
+
+
+def _slowdowns(kind: KindResult) -> dict[float, float]:
+    """Return planted slowdown → where it is plotted, in per cent."""
+    # If noise hides the size of a planted slowdown, the planted size is the better estimate.
+    known = all(g.error <= KNOWN for g in kind.gate)
+    return {g.planted: 100 * (g.measured if known else g.planted) for g in kind.gate}
+
+
+@dataclass(frozen=True, slots=True)
+class _Curve:
+    """How often one rule flags each planted slowdown."""
+
+    label: str
+    colour: str
+    rates: Mapping[float, Rate]
+    style: Mapping[str, Any]
+
+
+def _curves(kind: KindResult) -> Iterator[_Curve]:
+    low, high = thresholds(kind.margin)
+    thick = {"linewidth": 2.2, "marker": "o", "markersize": 5, "zorder": 5}
+    yield _Curve("perfsuite gate, REGRESSED", "gate", {g.planted: g.regressed for g in kind.gate}, thick)
+    for label, rule, colour, dashes in (
+        ("pytest-benchmark, median > margin", f"pytest-benchmark median:{low}%", "margin", "--"),
+        (f"pytest-benchmark, median > {high}%", f"pytest-benchmark median:{high}%", "stated", ":"),
+        ("do_bench, median > margin", f"do_bench median:{low}%", "do_bench", "-."),
+    ):
+        thin = {"linewidth": 1.4, "linestyle": dashes, "marker": "s", "markersize": 3.5}
+        yield _Curve(label, colour, {c.planted: c.flagged for c in kind.others if c.rule == rule}, thin)
+
+
+def _plot_curve(axis: Any, curve: _Curve, x: Sequence[float]) -> None:
+    rates = list(curve.rates.values())
+    y = [100 * r.value for r in rates]
+    axis.plot(x, y, color=COLOURS[curve.colour], label=curve.label, **curve.style)
+    strong = curve.colour == "gate"
+    axis.errorbar(
+        x,
+        y,
+        yerr=[[100 * (r.value - r.low) for r in rates], [100 * (r.high - r.value) for r in rates]],
+        fmt="none",
+        ecolor=COLOURS[curve.colour],
+        elinewidth=1.6 if strong else 0.8,
+        capsize=3 if strong else 1.5,
+        alpha=0.9 if strong else 0.4,
+        zorder=4 if strong else 2,
+    )
