@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -128,6 +128,20 @@ class Tally:
     def runs(self) -> int:
         return self.statuses.total()
 
+    def add(self, verdict: Verdict, *, slowdown: float, blocks: int, sampled: bool, bounded: bool) -> None:
+        """Add the verdict on one workload. `slowdown` is the true one, `blocks` those of all its processes."""
+        assert verdict.low is not None
+        assert verdict.high is not None
+        assert verdict.margin is not None
+        self.statuses[verdict.status] += 1
+        self.first += not sampled and verdict.processes == 1
+        self.unsampled += not sampled
+        self.processes += verdict.processes
+        self.blocks += blocks
+        self.bounded += bounded
+        self.covered += verdict.low <= slowdown <= verdict.high
+        self.margins.append(verdict.margin)
+
 
 @dataclass(slots=True)
 class SuiteTally:
@@ -141,6 +155,14 @@ class SuiteTally:
     improved: int = 0
     """Runs with at least one IMPROVED."""
     rounds: int = 0
+
+    def add(self, verdicts: Collection[Verdict], rounds: int) -> None:
+        """Add the verdicts on one suite, which took so many rounds of processes."""
+        self.runs += 1
+        self.alarms += any(v.status is Status.REGRESSED for v in verdicts)
+        self.red += any(not v.status.green for v in verdicts)
+        self.improved += any(v.status is Status.IMPROVED for v in verdicts)
+        self.rounds += rounds
 
 
 @dataclass(slots=True)
@@ -172,6 +194,33 @@ def simulate(
     return result
 
 
+@dataclass(frozen=True, slots=True)
+class _Workload:
+    """One workload of a simulated suite."""
+
+    kind: str
+    entry: Entry
+    noise: Array
+    """Noise of the session that the run's processes are drawn from."""
+
+
+def _accepted(
+    recorded: Mapping[str, Pool], noise: Mapping[str, tuple[Array, ...]], rng: np.random.Generator
+) -> dict[str, _Workload]:
+    """Return a suite with COPIES of each kind, accepted from processes drawn from one session."""
+    suite: dict[str, _Workload] = {}
+    for kind, pool in recorded.items():
+        sessions = len(noise[kind])
+        before = int(rng.integers(sessions))
+        after = (before + 1 + int(rng.integers(sessions - 1))) % sessions if sessions > 1 else before
+        for copy in range(COPIES):
+            key = f"calibration::{kind}::speed[{copy}]"
+            shift, blocks = pool.mean(OPTIMIZED), noise[kind][before].shape[1]
+            processes = [_drawn(noise[kind][before], shift, blocks, rng) for _ in range(accept.PROCESSES)]
+            suite[key] = _Workload(kind, _entry(key, pool.clock, processes), noise[kind][after])
+    return suite
+
+
 def _gate_once(
     recorded: Mapping[str, Pool],
     noise: Mapping[str, tuple[Array, ...]],
@@ -179,25 +228,11 @@ def _gate_once(
     rng: np.random.Generator,
     result: Simulation,
 ) -> None:
-    kinds: dict[str, str] = {}
-    entries: dict[str, Entry] = {}
-    now: dict[str, Array] = {}
-    for kind in recorded:
-        sessions = len(noise[kind])
-        before = int(rng.integers(sessions))
-        after = (before + 1 + int(rng.integers(sessions - 1))) % sessions if sessions > 1 else before
-        for copy in range(COPIES):
-            key = f"calibration::{kind}::speed[{copy}]"
-            kinds[key], now[key] = kind, noise[kind][after]
-            shift, blocks = recorded[kind].mean(OPTIMIZED), noise[kind][before].shape[1]
-            entries[key] = _entry(
-                key,
-                recorded[kind].clock,
-                [_drawn(noise[kind][before], shift, blocks, rng) for _ in range(accept.PROCESSES)],
-            )
-    suite = suite_noise(entries)
+    suite = _accepted(recorded, noise, rng)
+    entries = {k: w.entry for k, w in suite.items()}
+    priors = suite_noise(entries)
     planned = {
-        k: planning.blocks_of(e, estimates.margin_of(e, suite, selected=len(entries))) or BLOCKS
+        k: planning.blocks_of(e, estimates.margin_of(e, priors, selected=len(entries))) or BLOCKS
         for k, e in entries.items()
     }
     size = paired.sample_size(len(entries))
@@ -206,37 +241,32 @@ def _gate_once(
     left, rounds = list(entries), 0
     while left:
         for key in left:
-            blocks = min(planned[key], now[key].shape[1])
-            drawn = _drawn(now[key], recorded[kinds[key]].mean(side), blocks, rng)
-            clock = entries[key].clock
-            runs[key] += (replace(_MEASUREMENT, id=key, clock=clock, log_ratios={ACCEPTED: drawn}),)
+            runs[key] += (_measured(suite[key], planned[key], recorded[suite[key].kind].mean(side), rng),)
         subjects = [
             estimates.Subject(id=k, runs=runs[k], entry=e, against="the accepted revision", sampled=k in sample)
             for k, e in entries.items()
         ]
-        answers = gate.analyse(subjects, suite, selected=len(entries))
+        answers = gate.analyse(subjects, priors, selected=len(entries))
         left = [k for k, a in answers.items() if isinstance(a, gate.Open)]
         rounds += 1
     verdicts = {k: a for k, a in answers.items() if isinstance(a, Verdict)}
-    of_suite = result.suites[side]
-    of_suite.runs += 1
-    of_suite.alarms += any(v.status is Status.REGRESSED for v in verdicts.values())
-    of_suite.red += any(not v.status.green for v in verdicts.values())
-    of_suite.improved += any(v.status is Status.IMPROVED for v in verdicts.values())
-    of_suite.rounds += rounds
+    result.suites[side].add(verdicts.values(), rounds)
     for key, verdict in verdicts.items():
-        tally = result.tallies[kinds[key]][side]
-        assert verdict.low is not None
-        assert verdict.high is not None
-        assert verdict.margin is not None
-        tally.statuses[verdict.status] += 1
-        tally.first += key not in sample and verdict.processes == 1
-        tally.unsampled += key not in sample
-        tally.processes += verdict.processes
-        tally.blocks += sum(len(m.log_ratios[ACCEPTED]) for m in runs[key])
-        tally.bounded += planned[key] > now[key].shape[1]
-        tally.covered += verdict.low <= math.expm1(-recorded[kinds[key]].mean(side)) <= verdict.high
-        tally.margins.append(verdict.margin)
+        kind = suite[key].kind
+        result.tallies[kind][side].add(
+            verdict,
+            slowdown=math.expm1(-recorded[kind].mean(side)),
+            blocks=sum(len(m.log_ratios[ACCEPTED]) for m in runs[key]),
+            sampled=key in sample,
+            bounded=planned[key] > suite[key].noise.shape[1],
+        )
+
+
+def _measured(workload: _Workload, planned: int, mean: float, rng: np.random.Generator) -> Measurement:
+    """Return a process of at most `planned` blocks of a workload, drawn around the mean."""
+    blocks = min(planned, workload.noise.shape[1])
+    drawn = _drawn(workload.noise, mean, blocks, rng)
+    return replace(_MEASUREMENT, id=workload.entry.id, clock=workload.entry.clock, log_ratios={ACCEPTED: drawn})
 
 
 def _drawn(noise: Array, mean: float, blocks: int, rng: np.random.Generator) -> tuple[float, ...]:
