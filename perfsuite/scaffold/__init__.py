@@ -122,18 +122,20 @@ def _next(
     yield ""
     yield "Next, on the machine that is to be gated:"
     yield ""
-    commands = []
+    yield from (f"  {command}" for command in _commands(folder, written, has_git=has_git))
+
+
+def _commands(folder: Path, written: list[str], *, has_git: bool) -> Iterator[str]:
+    """Yield the commands that prove, commit, accept and gate the pair."""
     if folder.resolve() != Path.cwd():
-        commands.append(f"cd {shlex.quote(str(folder))}")
+        yield f"cd {shlex.quote(str(folder))}"
     if not has_git:
-        commands.append("git init")
-    commands.append("pytest -m correctness                       # proves the pair")
+        yield "git init"
+    yield "pytest -m correctness                       # proves the pair"
     if written:
-        commands += [f"git add {shlex.join(written)}", 'git commit -m "Add perfsuite"']
-    commands += [
-        'perfsuite accept --reason "first figures"   # times it here, and stores the figures; about a minute',
-        "git add baselines",
-        'git commit -m "Accept the first figures"',
-        "perfsuite gate                              # green; red once the optimized side is slower",
-    ]
-    yield from (f"  {command}" for command in commands)
+        yield f"git add {shlex.join(written)}"
+        yield 'git commit -m "Add perfsuite"'
+    yield 'perfsuite accept --reason "first figures"   # times it here, and stores the figures; about a minute'
+    yield "git add baselines"
+    yield 'git commit -m "Accept the first figures"'
+    yield "perfsuite gate                              # green; red once the optimized side is slower"
