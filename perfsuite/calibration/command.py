@@ -99,12 +99,7 @@ def calibrate(
     folder = Path(out)
     console = terminal.console(sys.stderr)
     try:
-        if stored and (more or dry_run):
-            raise PerfsuiteError("--from measures nothing, so that --more and --dry-run do nothing; leave them out")
-        if not no_plot and not dry_run and find_spec("matplotlib") is None:
-            from perfsuite.calibration.report import REMEDY
-
-            raise PerfsuiteError(REMEDY)
+        _check_options(measures=not stored, more=more, dry_run=dry_run, plots=not no_plot)
         others = [(name, record.load(Path(name))) for name in add]
         if stored:
             recording = record.load(Path(stored))
@@ -134,6 +129,16 @@ def calibrate(
         _finish(recording, folder, suites, seed, None if no_plot else picture, as_json, console)
     except PerfsuiteError as error:
         raise click.ClickException(" ".join(str(error).split())) from None
+
+
+def _check_options(*, measures: bool, more: bool, dry_run: bool, plots: bool) -> None:
+    """Raise PerfsuiteError if the options contradict each other, or ask for a plot that cannot be made."""
+    if not measures and (more or dry_run):
+        raise PerfsuiteError("--from measures nothing, so that --more and --dry-run do nothing; leave them out")
+    if plots and not dry_run and find_spec("matplotlib") is None:
+        from perfsuite.calibration.report import REMEDY
+
+        raise PerfsuiteError(REMEDY)
 
 
 def _keep_sessions(recording: Recording, path: Path) -> None:

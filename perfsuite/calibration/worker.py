@@ -145,25 +145,14 @@ class Process:
     def _kind(self, name: str) -> None:
         began = perf_counter()
         job, device = self.job, self.job.device
-        kind, second = workloads.KINDS[name], self.second.KINDS[name]
+        kind = workloads.KINDS[name]
         generator = torch.Generator(device=device).manual_seed(secrets.randbits(31))
         master = kind.inputs(device, max(job.extras), generator)
         planting = job.planting.get(name)
         if planting is None:
             planting = self._planting(kind, master)
             self.emit({"event": "planting", "kind": name, "planting": planting})
-        calls = {REFERENCE: kind.reference(device), ACCEPTED: second.optimized(device, 0.0, planting)}
-        calls |= {side_name(x): kind.optimized(device, x, planting) for x in job.extras}
-        # No outputs are declared: nothing is proven here, so nothing has to be restored between calls.
-        pair = Pair(reference=_nothing, optimized=_nothing, inputs={n: tensor("n") for n in master}, name=name)
-        case = Case(dtype="float32", sizes={}, inputs={}, seed=0)
-        runners = {
-            side: Runner(name=side, side=Side(call=call), pair=pair, case=case, direction="forward", device=device)
-            for side, call in calls.items()
-        }
-        for runner in runners.values():
-            runner.allocate(master, self.rng)
-            runner.warm_up(self.clock)
+        runners = self._runners(name, master, planting)
         wall = isinstance(self.clock, CpuClock)
         extra_of = {REFERENCE: None, ACCEPTED: 0.0} | {side_name(x): x for x in job.extras}
         counts = {} if wall else {s: Counts(host_syncs=0, launches=kind.launches(extra_of[s])) for s in runners}
@@ -181,6 +170,26 @@ class Process:
         )
         self.runners[name], self.masters[name] = runners, master
         self.emit({"event": "kind", "kind": name, "record": to_json(record)})
+
+    def _runners(
+        self, name: str, master: Mapping[str, torch.Tensor], planting: Mapping[str, float]
+    ) -> dict[str, Runner]:
+        """Return a warmed-up runner of each side of a kind."""
+        job, device = self.job, self.job.device
+        kind, second = workloads.KINDS[name], self.second.KINDS[name]
+        calls = {REFERENCE: kind.reference(device), ACCEPTED: second.optimized(device, 0.0, planting)}
+        calls |= {side_name(x): kind.optimized(device, x, planting) for x in job.extras}
+        # No outputs are declared: nothing is proven here, so nothing has to be restored between calls.
+        pair = Pair(reference=_nothing, optimized=_nothing, inputs={n: tensor("n") for n in master}, name=name)
+        case = Case(dtype="float32", sizes={}, inputs={}, seed=0)
+        runners = {
+            side: Runner(name=side, side=Side(call=call), pair=pair, case=case, direction="forward", device=device)
+            for side, call in calls.items()
+        }
+        for runner in runners.values():
+            runner.allocate(master, self.rng)
+            runner.warm_up(self.clock)
+        return runners
 
     def _planting(self, kind: workloads.Kind, master: Mapping[str, torch.Tensor]) -> dict[str, float]:
         clock_kind = "wall" if isinstance(self.clock, CpuClock) else kind.clock
