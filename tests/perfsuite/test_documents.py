@@ -85,6 +85,15 @@ def anchors_of(document: Path) -> set[str]:
     return {word.strip().lower().replace(" ", "-") for word in words}
 
 
+def test_trust_states_the_mutation_rates_that_were_measured() -> None:
+    stated = re.findall(r"(\d+)(?: to (\d+))?% of\s+`(\w+)`'", (ROOT / "docs/trust.md").read_text())
+    rows = (ROOT / "docs/mutation.md").read_text().splitlines()
+    assert {module for *_, module in stated} >= {"gate", "baseline", "statistics"}
+    for *rates, module in stated:
+        row = next(r for r in rows if r.startswith(f"| perfsuite/{module}.py"))
+        assert {int(rate) for rate in rates if rate} <= {int(rate) for rate in re.findall(r"(\d+)%", row)}, row
+
+
 def test_site_loads_nothing_from_other_servers(site: Path) -> None:
     loaded = re.compile(r'<(?:script|img|link rel="stylesheet")[^>]*(?:src|href)="(?:https?:)?//')
     assert not [page for page in site.rglob("*.html") if loaded.search(page.read_text())]
