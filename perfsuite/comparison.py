@@ -211,7 +211,7 @@ class _Compared:
         at = wrong.nonzero()[0].tolist()
         raise NotEquivalent(
             f"{self.where} is {_item(o, at):.9g}{_place(at)} where the truth is {_item(t, at):.9g}: "
-            f"NaN and infinities must stand in the same places ({int(wrong.sum())} of {o.numel()} elements)"
+            f"NaN and infinities must be in the same places ({int(wrong.sum())} of {o.numel()} elements)"
         )
 
     def judge_zeros(self) -> None:

@@ -176,6 +176,7 @@ def _causes(trial: _Trial, case: Case, gradients: bool) -> Iterator[str]:
         return
     yield from _exchanged(trial, case, gradients)
     if not _is_right_on_others(trial, case, gradients):
+        yield from _options(trial, case, gradients)
         yield from size_search.causes(trial.pair, case, lambda draw: trial.is_right(draw, gradients))
     if not gradients and not trial.pair.is_stateful:
         yield from _values(trial, _contiguous(case))
@@ -363,6 +364,19 @@ def _same(a: Any, b: Any) -> bool:
     if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
         return a.shape == b.shape and forms.identical(a, b)
     return bool(a == b)
+
+
+def _options(trial: _Trial, case: Case, gradients: bool) -> Iterator[str]:
+    """Yield a clause if the side is right with every other value of an option that has a list of values."""
+    for name, spec in {**trial.pair.inputs, **trial.pair.step_inputs}.items():
+        if not isinstance(spec, ScalarSpec) or not isinstance(spec.values, tuple) or name not in case.sizes:
+            continue
+        others = {value: {**case.sizes, name: value} for value in spec.values if value != case.sizes[name]}
+        allowed = {value: sizes for value, sizes in others.items() if trial.pair.allows(sizes)}
+        if allowed and all(trial.is_right(replace(case, sizes=sizes), gradients) for sizes in allowed.values()):
+            right = " or ".join(f"{name}={value}" for value in allowed)
+            yield f"it is right with {right}, and wrong with {name}={case.sizes[name]}"
+            return
 
 
 VALUES_DRAWS, SELDOM = 9, 0.5

@@ -48,10 +48,10 @@ def remedy_of(error: BaseException, pair: Pair, case: Case) -> str:
         return "; an input that has no gradient is declared tensor(…, differentiable=False)"
     if MISPLACED in str(error):
         return "; if its data must begin at a multiple of some bytes, declare it: tensor(…, align=16)"
-    return "" if is_of_reference(error) else _remedy_for_empty(pair, case)
+    return "" if is_of_reference(error) else for_empty(pair, case)
 
 
-def _remedy_for_empty(pair: Pair, case: Case) -> str:
+def for_empty(pair: Pair, case: Case) -> str:
     """Return the declarations that leave out the draw's sizes of 0; empty if it has none."""
     empty = [name for name in sorted(pair.symbols) if case.sizes.get(name) == 0]
     if not empty:

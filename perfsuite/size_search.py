@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 
+from perfsuite import remedies
 from perfsuite.kinds import LARGE_TILE
 from perfsuite.pair import Pair
 from perfsuite.records import Case
@@ -55,7 +56,8 @@ def _off_a_tile(pair: Pair, case: Case, is_right: Callable[[Case], bool]) -> str
             return f"it is right where sizes are multiples of {tile}, and wrong at {at}: off the tile's size"
         near = _at(pair, case, {n: v + 1 for n, v in sizes.items()})
         special = near != case and is_right(near)
-        return f"it is right at larger sizes, and wrong at {at}{': a special case of these sizes' * special}"
+        why = ": a special case of these sizes" * special + remedies.for_empty(pair, case)
+        return f"it is right at larger sizes, and wrong at {at}{why}"
     return None
 
 

@@ -322,7 +322,8 @@ def holds(spec: Any, kinds: type | tuple[type, ...]) -> bool:
 
 
 def size(low: int = 0, high: int = 33, *, multiple_of: int = 1) -> Size:
-    """Declare the range of a symbolic size in drawn cases, both ends included."""
+    """Declare the range of a symbolic size in drawn cases, both ends included. Without `high`, no size above 33 is
+    drawn."""
     if low > high or low < 0 or multiple_of < 1:
         raise PairError(f"size({low}, {high}, multiple_of={multiple_of}): not a range; use 0 <= low <= high")
     if high // multiple_of * multiple_of < low:

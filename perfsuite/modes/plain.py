@@ -75,5 +75,5 @@ class Plain(Proofs):
 
 def not_proven(id: str, proof: str) -> Verdict:
     """Return the verdict on a workload of a pair whose proof failed."""
-    text = f"{Status.NOT_PROVEN} {id}: {proof} failed, so that no time of it means anything"
+    text = f"{Status.NOT_PROVEN} {id}: {proof} failed, so its times do not count"
     return replace(Verdict(id=id, status=Status.NOT_PROVEN, message=text), moved="optimized")

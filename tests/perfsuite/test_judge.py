@@ -159,7 +159,7 @@ EXPLOITS: dict[str, tuple[str, str]] = {
         ),
         "it returns a different answer while it is timed: output",
     ),
-    "nothing but NaN": (candidate("return torch.full_like(x, torch.nan)"), "NaN and infinities must stand"),
+    "nothing but NaN": (candidate("return torch.full_like(x, torch.nan)"), "NaN and infinities must be in"),
     "outputs by other keys": (
         candidate("return {'y': self.right(x)}"),
         r"it returns its outputs as \['y'\] where the reference returns a tensor",

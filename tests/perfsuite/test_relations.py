@@ -116,6 +116,10 @@ def without_a_tail(x: torch.Tensor) -> torch.Tensor:
     ("optimized", "says"),
     [
         (lambda x: x.exp() * (2 if x.shape[-1] == 1 else 1), "right at larger sizes, and wrong at n=1: a special case"),
+        (
+            lambda x: x.exp() if len(x) else x.new_zeros(1),
+            "a special case of these sizes; if it is never called with n=0, declare it: tensor(…, least=1)",
+        ),
         (without_a_tail, "off the tile's size"),
     ],
 )
@@ -124,6 +128,39 @@ def test_sizes_at_which_a_side_is_wrong_are_named(optimized: Callable[[torch.Ten
     with pytest.raises(NotEquivalent) as caught:
         perfsuite.check(Pair(name="p", reference=torch.exp, optimized=optimized, inputs=inputs, gradients=False))
     assert says in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ([True, False], "it is right with twice=False, and wrong with twice=True"),
+        ([0, 1, 2], "it is right with twice=0 or twice=1, and wrong with twice=2"),
+    ],
+)
+def test_an_option_with_which_a_side_is_wrong_is_named(options: list[int], says: str) -> None:
+    pair = Pair(
+        name="p",
+        reference=lambda x, twice: x * (3 if twice == max(options) else 1),
+        optimized=lambda x, twice: x * 1,
+        inputs={"x": tensor("n", values=floats(-2, 2)), "twice": scalar(options)},
+        gradients=False,
+    )
+    with pytest.raises(NotEquivalent) as caught:
+        perfsuite.check(pair)
+    assert says in str(caught.value)
+
+
+def test_no_option_is_named_if_a_side_is_wrong_with_every_value() -> None:
+    pair = Pair(
+        name="p",
+        reference=lambda x, twice: x * 3,
+        optimized=lambda x, twice: x * 1,
+        inputs={"x": tensor("n", values=floats(-2, 2)), "twice": scalar([True, False])},
+        gradients=False,
+    )
+    with pytest.raises(NotEquivalent) as caught:
+        perfsuite.check(pair)
+    assert "wrong with twice" not in str(caught.value)
 
 
 def polar(x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -60,7 +60,7 @@ def rounded_to_even(time: Time) -> Pair:
     return pair(lambda x: x.round(), reference=torch.round)
 
 
-@fault(47, "zeros for the direction of a zero vector", "NaN and infinities must stand in the same places")
+@fault(47, "zeros for the direction of a zero vector", "NaN and infinities must be in the same places")
 def normalized(time: Time) -> Pair:
     return pair(
         lambda x: functional.normalize(x, dim=-1),
@@ -211,9 +211,7 @@ def buffer_of_long_rows(time: Time) -> Pair:
     return pair(side, **LONG_ROWS)
 
 
-@fault(
-    47, "whole tiles of rows summed, with what lies between them", "NaN and infinities must stand in the same places"
-)
+@fault(47, "whole tiles of rows summed, with what lies between them", "NaN and infinities must be in the same places")
 def rows_with_gaps(time: Time) -> Pair:
     def side(x: torch.Tensor) -> torch.Tensor:
         made = x.sin().sum(-1)
@@ -555,7 +553,7 @@ def heads_of_a_projection(time: Time) -> Pair:
     return pair(side, reference=torch.sin, inputs=HEADS, sizes={n: size(2, 5) for n in "bhsd"}, strides="any")
 
 
-@fault(47, "NaN known by its usual bits", "NaN and infinities must stand in the same places")
+@fault(47, "NaN known by its usual bits", "NaN and infinities must be in the same places")
 def usual_bits(time: Time) -> Pair:
     def side(x: torch.Tensor) -> torch.Tensor:
         usual = torch.tensor(float("nan"), dtype=x.dtype, device=x.device).view(torch.int32)

@@ -532,7 +532,7 @@ def any_order(time: Time) -> Pair:
     return pair(optimized, reference=lambda x: x.sum(-1))
 
 
-@fault(31, "NaN swallowed", "NaN and infinities must stand in the same places")
+@fault(31, "NaN swallowed", "NaN and infinities must be in the same places")
 def swallows(time: Time) -> Pair:
     return pair(lambda x: fast(x).nan_to_num(), inputs={"x": tensor("m", "n")})
 
