@@ -107,6 +107,7 @@ def check_case(
     )
     truth = hold(pair, known, produced, name=side_name, tally=tally)
     tally.ill_conditioned += truth.ill_conditioned
+    tally.has_answer |= any(leaf is not None for leaf in truth.leaves.values())
     tally.empty += not any(leaf.numel() if torch.is_tensor(leaf) else 1 for leaf in truth.leaves.values())
     for output, other in sorted(shared - truth.shared):
         raise NotEquivalent(

@@ -344,7 +344,7 @@ class Pair:
             if unbound:
                 what = "input" if unbound[0] in scalars else "size"
                 raise PairError(
-                    f"pair {self.name!r}, workload {workload.name!r}: {what} {unbound[0]!r} is unbound; "
+                    f"pair {self.name!r}, workload {workload.name!r}: {what} {unbound[0]!r} has no value; "
                     f"give {unbound[0]}=… in the workload"
                 )
             unknown = sorted(set(workload.sizes) - self.symbols - scalars)

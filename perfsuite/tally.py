@@ -30,6 +30,8 @@ class Tally:
     biases: Biases = field(default_factory=Biases)
     answers_differ: bool | None = None
     """Whether, on some draw, the reference had another answer for other inputs; None before the first check."""
+    has_answer: bool = False
+    """Whether the reference returned something, or the pair declares an input that it changes."""
     roundings: bool = False
     """Whether it could be checked that the reference does not round, on a draw with enough different values."""
     fault: str = ""
@@ -98,6 +100,11 @@ class Tally:
                 f"computes in less than {dtype} (in TF32, or rounded to half precision inside): too little is proven; "
                 f"bound the inputs with values=floats(low, high), let the reference compute in {dtype}, or declare "
                 f'precision="tf32" where products may be'
+            )
+        if self._is_degenerate and not self.has_answer:
+            raise NotEquivalent(
+                f"{pair.name}: the reference returns nothing, and the pair declares no input that it changes, so there "
+                f"is nothing to compare; return the answer, or name what changes in place: mutates={{…}}"
             )
         if self._is_degenerate:
             raise NotEquivalent(

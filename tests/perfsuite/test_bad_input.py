@@ -43,7 +43,7 @@ WORKLOAD = 'Workload("small", n=64, clock="wall")'
     [
         ("", ["pair 'scale' has no workload", 'add workloads=[Workload("name", n=…)]']),
         (f"{WORKLOAD}, {WORKLOAD}", ["two workloads called 'small'", "rename one"]),
-        ('Workload("small")', ["workload 'small'", "size 'n' is unbound", "give n=…"]),
+        ('Workload("small")', ["workload 'small'", "size 'n' has no value", "give n=…"]),
         ('Workload("small", n=64, m=2)', ["workload 'small'", "no input has a size 'm'", "the sizes are n"]),
         ('Workload("small", n=64, clock="sun")', ["workload 'small'", "clock='sun'", "device, wall"]),
         ('Workload("small", n=64, speedup=0)', ["workload 'small'", "speedup=0", "above 0"]),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ import torch
 from scale import FULLY, count
 from scratch import Project, lines_with
 
-from perfsuite import Pair, Workload, equivalence, facts, floats, rule, tensor, truths
+from perfsuite import Pair, Workload, check, equivalence, facts, floats, rule, tensor, truths
 from perfsuite.cases import case_line
 from perfsuite.errors import NotEquivalent, PairError
 from perfsuite.facts import KnownFacts, facts_of
@@ -283,6 +284,16 @@ def test_fault_of_the_reference_is_reported_by_every_proof() -> None:
             equivalence.check_case(constant, case_of(seed), "cpu", tally=tally, facts=known)
         with pytest.raises(NotEquivalent, match="the same answer whatever its inputs are"):
             tally.evidence(constant, "float32", "cpu")
+
+
+def test_sides_that_return_nothing_must_declare_what_they_change() -> None:
+    def halve(x: torch.Tensor) -> None:
+        x.mul_(0.5)
+
+    pair = Pair(name="p", reference=halve, optimized=halve, inputs={"x": tensor("n")}, gradients=False)
+    check(replace(pair, mutates={"x"}), examples=MIN_PROOFS)
+    with pytest.raises(NotEquivalent, match=r"returns nothing, and the pair declares no .* in place: mutates=\{…\}"):
+        check(pair, examples=MIN_PROOFS)
 
 
 @pytest.mark.parametrize("right", [True, False])

@@ -65,13 +65,13 @@ def pair(**fields: Any) -> Pair:
         ),
         (
             lambda: pair(workloads=[Workload("w")]).validate(),
-            "pair 'p', workload 'w': size 'n' is unbound; give n=… in the workload",
+            "pair 'p', workload 'w': size 'n' has no value; give n=… in the workload",
         ),
         (
             lambda: pair(
                 inputs={"x": tensor("n"), "s": scalar(floats(0, 1))}, workloads=[Workload("w", n=1)]
             ).validate(),
-            "input 's' is unbound",
+            "input 's' has no value",
         ),
         (
             lambda: Workload("w", n=1, launches="0"),  # type: ignore[arg-type]  # wrong on purpose
