@@ -25,7 +25,7 @@ from perfsuite.records import Case, InputCase
 from perfsuite.remedies import is_of_reference as is_of_reference  # public names of this module, too
 from perfsuite.remedies import remedy_of as remedy_of
 from perfsuite.sides import Side
-from perfsuite.specs import ConstantSpec, ScalarSpec, TensorSpec, elements
+from perfsuite.specs import EXPANDED, ConstantSpec, ScalarSpec, TensorSpec, elements
 
 PRECISIONS = {"float16 or TF32": 2.0**-10, "bfloat16": 2.0**-7}
 """Name → eps. If the error fits the budget of one of these precisions, the side is assumed to compute in it."""
@@ -209,6 +209,8 @@ def _outputs_stay_right(trial: _Trial, case: Case) -> bool:
 def _layouts(trial: _Trial, case: Case, gradients: bool) -> Iterator[str]:
     plain = _contiguous(case)
     if plain != case and trial.is_right(plain, gradients):
+        if not gradients and (equal := _wrong_for_equal(trial, case)):
+            yield f"it is right for other values, and wrong where values of {equal} are equal along a dimension"
         laid = sorted({f"{how.layout} {n}" for n, how in case.inputs.items() if how.layout != "contiguous"})
         yield f"it is right where the inputs are contiguous, and wrong for {' and '.join(laid)}"
 
@@ -267,6 +269,17 @@ def _ties(trial: _Trial, case: Case) -> Iterator[str]:
             f"the gradient goes to another one of several equal values of {' and '.join(moved)} than the reference's: "
             f"choose the same one, as the first of them"
         )
+
+
+def _wrong_for_equal(trial: _Trial, case: Case) -> str:
+    """Return the names of the expanded inputs if the side is wrong for their values in contiguous memory, too: not the
+    layout is then the cause, but the equal values along a dimension. Empty otherwise."""
+    expanded = [name for name, how in sorted(case.inputs.items()) if how.layout in EXPANDED]
+    if not expanded or trial.pair.is_stateful:
+        return ""
+    drawn = make.build(trial.pair, case, trial.device, home=trial.home)
+    values = make.map_tensors(drawn, lambda t: t.detach().clone(memory_format=torch.contiguous_format))
+    return "" if trial.is_right_on(values, case) else " and ".join(expanded)
 
 
 def _exchanged(trial: _Trial, case: Case, gradients: bool) -> Iterator[str]:
@@ -338,12 +351,15 @@ def _unread(trial: _Trial, case: Case) -> Iterator[str]:
     here, truth = trial.produce(case), trial.truth(case).leaves
     other = replace(case, seed=case.seed ^ 0x1F3D5B7)
     there = trial.produce(other)
-    larger = trial.produce(size_search.larger(trial.pair, case))
+    larger, larger_other = (trial.produce(size_search.larger(trial.pair, drawn)) for drawn in (case, other))
     tensors = [leaf for leaf in _tensors(here) if leaf.numel()]
     if tensors and not any(map(_has_nonzero, (here, there, larger))) and _has_nonzero(truth):
         yield "it returns nothing but zeros"
+    # An answer that is constant at sizes of 1, such as a sum of no terms, may depend on the inputs at others.
     stays = any(bool(t.isfinite().any()) for t in tensors) and all(
-        _same(leaf, there.get(n)) for n, leaf in here.items()
+        _same(leaf, again.get(n))
+        for first, again in ((here, there), (larger, larger_other))
+        for n, leaf in first.items()
     )
     if stays and not all(_same(leaf, trial.truth(other).leaves.get(n)) for n, leaf in truth.items()):
         yield (
@@ -426,8 +442,12 @@ def related(truth: truths.Truth, produced: Leaves) -> str | None:
 def precision_of(pair: Pair, truth: truths.Truth, produced: Leaves, *, strict_strides: bool = True) -> str | None:
     """Return the name of the lower precision whose rounding explains the error; None if there is none.
 
-    If there are too few different errors to decide, return every precision that explains them.
+    If there are too few different errors to decide, return the names of all that explain them.
     """
+    return " or ".join(_precisions(pair, truth, produced, strict_strides=strict_strides)) or None
+
+
+def _precisions(pair: Pair, truth: truths.Truth, produced: Leaves, *, strict_strides: bool = True) -> list[str]:
     both = list(_both(truth, produced))
     found: list[str] = []
     for name, eps in PRECISIONS.items():
@@ -437,7 +457,7 @@ def precision_of(pair: Pair, truth: truths.Truth, produced: Leaves, *, strict_st
             found.append(name)
             if not all(relations.has_few_errors(got, leaf, eps) for got, leaf in both):
                 break
-    return " or ".join(found) or None
+    return found
 
 
 def _both(truth: truths.Truth, produced: Leaves) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
@@ -449,10 +469,11 @@ def _both(truth: truths.Truth, produced: Leaves) -> Iterator[tuple[torch.Tensor,
 
 def _precision(trial: _Trial, case: Case, gradients: bool) -> Iterator[str]:
     larger = size_search.filling_a_tile(trial.pair, case)
-    name = precision_of(trial.pair, trial.truth(case, gradients), trial.produce(case, gradients))
+    first = _precisions(trial.pair, trial.truth(case, gradients), trial.produce(case, gradients))
     truth, produced = trial.truth(larger, gradients), trial.produce(larger, gradients)
-    if name is not None and precision_of(trial.pair, truth, produced) == name and _has_both_signs(truth, produced):
-        yield f"its error is that of {name}: declare precision= if that is meant"
+    names = [name for name in _precisions(trial.pair, truth, produced) if name in first]
+    if names and _has_both_signs(truth, produced):
+        yield f"its error is that of {' or '.join(names)}: declare precision= if that is meant"
 
 
 def _has_both_signs(truth: truths.Truth, produced: Leaves) -> bool:

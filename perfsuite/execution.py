@@ -189,7 +189,10 @@ def flatten(value: Any, path: str = "output") -> Iterator[tuple[str, Leaf]]:
         for i, item in enumerate(value):
             yield from flatten(item, f"{path}[{i}]")
     else:
-        raise PairError(f"{path} is a {type(value).__name__}; a side returns tensors, numbers, None, or nests of them")
+        raise PairError(
+            f"{path} is a {type(value).__name__}; a side returns tensors, numbers, None, or tuples, lists or dicts of "
+            f"them: let both sides leave it out, or return its fields in a dict"
+        )
 
 
 def copies_of(leaves: Leaves) -> Leaves:
@@ -242,6 +245,10 @@ def run(
     return {name: leaf.detach() if isinstance(leaf, torch.Tensor) else leaf for name, leaf in leaves.items()}
 
 
+INPUT = "its input "
+"""Beginning of the name of an input in the result of `shared_memory`."""
+
+
 def shared_memory(pair: Pair, leaves: Leaves, inputs: Mapping[str, Any]) -> set[tuple[str, str]]:
     """Return the pairs (output, other output or "its input NAME") that share an element in memory.
 
@@ -249,7 +256,7 @@ def shared_memory(pair: Pair, leaves: Leaves, inputs: Mapping[str, Any]) -> set[
     """
     outputs = [(n, t) for n, t in leaves.items() if n.startswith("output") and isinstance(t, torch.Tensor)]
     given = [
-        (f"its input {name}", tensor)
+        (f"{INPUT}{name}", tensor)
         for name, value in inputs.items()
         for _, tensor in make.unchanging(pair, {name: value})
     ]

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from perfsuite import module_copies, rank_parts
+from perfsuite import module_copies, modules, rank_parts
 from perfsuite.errors import PairError
 from perfsuite.memory_layouts import expanded_dim, memory_of, with_layout
 from perfsuite.pair import Pair
@@ -179,6 +179,7 @@ def _module(spec: ModuleSpec, name: str, case: Case, device: str) -> torch.nn.Mo
     with torch.random.fork_rng(devices=[]):
         _seed(seed_for(case.seed, name))
         built = spec.build(**accepted(spec.build, case.sizes))
+        modules.vary_constants(built)
     return built.to(device=device, dtype=dtype_of(case.dtype))
 
 

@@ -7,10 +7,12 @@ import functools
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 from perfsuite.errors import PairError
 from perfsuite.specs import ConstantSpec, Floats, Integers, ModuleSpec, Sampled, Spec, TensorSpec, module
+
+_Named: TypeAlias = "dict[str, tuple[str, Any]]"
 
 INPUT = "module"
 """Name of the input with the parameters, in `mutates` and in messages about gradients."""
@@ -88,13 +90,29 @@ def spec_of(reference: Any) -> ModuleSpec:
                 # One factor for the whole buffer, so that a sorted buffer or a mask stays one.
                 buffer.mul_(1 + VARIED * float(2 * torch.rand(()) - 1))
             for tensor in [*clone.parameters(), *_statistics(clone)]:
-                if tensor.is_floating_point():
-                    noise = VARIED * (2 * torch.rand(tensor.shape).to(tensor) - 1)
-                    # A weight that is zero at first, such as a bias, would stay zero, so that a side could ignore it.
-                    tensor.mul_(1 + noise) if tensor.any() else tensor.add_(noise)
+                _vary(tensor)
         return clone
 
     return module(build)
+
+
+def vary_constants(built: Any) -> None:
+    """Change parameters, and running means and variances, that have one value only, as a layer's bias and the weight of
+    a norm have before training. A side could ignore them, or use others of the same value."""
+    torch: Any = sys.modules["torch"]
+    with torch.no_grad():
+        for tensor in [*built.parameters(), *_statistics(built)]:
+            if tensor.numel() and bool((tensor == tensor.flatten()[0]).all()):
+                _vary(tensor)
+
+
+def _vary(tensor: Any) -> None:
+    """Change each floating-point element of the tensor a little, in place, by torch's random numbers."""
+    torch: Any = sys.modules["torch"]
+    if tensor.is_floating_point():
+        noise = VARIED * (2 * torch.rand(tensor.shape).to(tensor) - 1)
+        # A weight that is zero at first, such as a bias, would stay zero, so that a side could ignore it.
+        tensor.mul_(1 + noise) if tensor.any() else tensor.add_(noise)
 
 
 def changes_buffers(module: Any) -> bool:
@@ -172,6 +190,7 @@ class Sharing:
                 raise PairError(
                     f"the {has} module has a {what} {name!r} and the {lacks} module has none: give them the same names"
                 )
+            self._check_ties(what, mine, theirs)
             for name, (_, tensor) in theirs.items():
                 own_name, own = mine[name]
                 if own.shape != tensor.shape:
@@ -184,8 +203,27 @@ class Sharing:
                 (holder._parameters if what == "parameter" else holder._buffers)[leaf] = tensor
         return clone
 
+    def _check_ties(self, what: str, mine: _Named, theirs: _Named) -> None:
+        """Raise PairError if two names are one tensor in one of the modules only."""
+        own, of_reference = _first_names(mine), _first_names(theirs)
+        for name in sorted(theirs):
+            if own[name] == of_reference[name]:
+                continue
+            tied = own[name] if of_reference[name] == name else of_reference[name]
+            has, lacks = (self.name, "reference") if tied == own[name] else ("reference", self.name)
+            raise PairError(
+                f"{what}s {tied!r} and {name!r} are one tensor in the {has} module and two in the {lacks} module, "
+                f"which are trained apart: tie them in both or in neither"
+            )
 
-def _by_name(named: Iterable[tuple[str, Any]]) -> dict[str, tuple[str, Any]]:
+
+def _first_names(named: _Named) -> dict[str, str]:
+    """Return name → the first name of the same tensor."""
+    first: dict[int, str] = {}
+    return {name: first.setdefault(id(named[name][1]), name) for name in sorted(named)}
+
+
+def _by_name(named: Iterable[tuple[str, Any]]) -> _Named:
     """Return name without torch.compile's "_orig_mod" → (name, tensor)."""
     return {".".join(part for part in name.split(".") if part != "_orig_mod"): (name, t) for name, t in named}
 

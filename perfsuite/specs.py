@@ -98,7 +98,8 @@ class ListSpec:
 class ModuleSpec:
     """A `torch.nn.Module` with its parameters, which is built for each draw from the sizes.
 
-    The draw seeds the weights. The module is cast to the dtype under test and moved to the device.
+    The draw seeds the weights. Those that are then all equal, such as zero biases, are changed a little. The module is
+    cast to the dtype under test and moved to the device.
     """
 
     build: Callable[..., torch.nn.Module]
@@ -225,7 +226,12 @@ def tensor(
             raise PairError(f"tensor: a dimension of {dim}; give 0 or more")
     if dtype is not None and dtype not in KNOWN_DTYPES:
         raise PairError(f"tensor: dtype={dtype!r} is not one of {', '.join(KNOWN_DTYPES)}")
-    if dtype is not None and isinstance(values, Floats) and not dtype.startswith(("float", "bfloat", "complex")):
+    if dtype is not None and dtype.startswith("complex") and not isinstance(values, Sampled):
+        raise PairError(
+            f"tensor: dtype={dtype!r}, and only real values are drawn: declare the real and the imaginary parts as two "
+            f"inputs, and let both sides join them with torch.complex; or give values=sampled(…), without gradients"
+        )
+    if dtype is not None and isinstance(values, Floats) and not dtype.startswith(("float", "bfloat")):
         raise PairError(f"tensor: dtype={dtype!r} holds whole numbers; give values=integers(low, high)")
     if least < 0:
         raise PairError(f"tensor: least={least}; give 0 or more")
@@ -285,7 +291,8 @@ def listof(count: Dim, item: Spec) -> ListSpec:
 
 def module(build: Callable[..., torch.nn.Module]) -> ModuleSpec:
     """Declare a module input. `build` is called with the sizes that its parameters name. The gradients of the module's
-    parameters are compared too."""
+    parameters are compared too. Weights and running statistics that `build` leaves all equal, such as zero biases, are
+    changed a little in each draw; other buffers are as `build` makes them."""
     return ModuleSpec(build=build)
 
 

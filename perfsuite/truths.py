@@ -534,9 +534,13 @@ def _check_reference(pair: Pair, own: Leaves, truth: Leaves, doubles: tuple[Doub
         raise PairError(f"{pair.name}: the reference returns other outputs {remedy}")
     for name, leaf in own.items():
         if isinstance(leaf, torch.Tensor) and (kind := unusual_kind(leaf)):
+            remedy = (
+                "let the sides compute dense gradients, as with sparse=False, or declare gradients=False"
+                if name.startswith("gradient of ")
+                else "let both sides return its values, as with to_dense()"
+            )
             raise PairError(
-                f"{pair.name}: {name} of the reference is a {kind} tensor; only dense tensors are compared: let both "
-                f"sides return its values, as with to_dense()"
+                f"{pair.name}: {name} of the reference is a {kind} tensor; only dense tensors are compared: {remedy}"
             )
         t = truth[name]
         if is_real(leaf) != is_real(t):

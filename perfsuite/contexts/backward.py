@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import random
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -350,7 +350,8 @@ def changed_before_backward(probe: Probe) -> None:
     """Write to the inputs, or to the outputs, between the call and the backward pass.
 
     torch raises if the backward pass needs the overwritten values. A side must raise, too, or else return the
-    gradients of the call.
+    gradients of the call. Outputs in the memory of an input, and that input, are not written to: torch gives such views
+    another graph then, in which some layouts of the input lose its gradient.
     """
     if not differentiable(probe) or probe.pair.consumes:
         return
@@ -360,14 +361,23 @@ def changed_before_backward(probe: Probe) -> None:
         def way(call: Callable[..., Any], pair: Pair, values: dict[str, Any], seed: int, what: str = what) -> Leaves:
             leaves, outputs, marked, weights = graph_of(call, pair, values, seed)
             kept = execution.copies_of(detached(leaves))
+            shared = _in_one_memory(pair, leaves, values)
             inputs = {name: value for name, value in values.items() if name not in pair.changed}
-            for _, tensor in make.tensors_in(inputs if what == "inputs" else leaves):
+            written = inputs if what == "inputs" else leaves
+            for _, tensor in make.tensors_in({n: v for n, v in written.items() if n not in shared}):
                 if tensor.is_floating_point() and not overlaps(tensor):
                     tensor.detach().add_(1)
             return gradients_of(kept, outputs, marked, weights)
 
         words = f"where its {what} are written to before the backward pass, and does not refuse it"
         hold(probe, way, words, known=known, refusable=True, reference_may_refuse=True)
+
+
+def _in_one_memory(pair: Pair, leaves: Leaves, values: Mapping[str, Any]) -> set[str]:
+    """Return the names of the outputs and the inputs of which an output is in the memory of an input."""
+    found = execution.shared_memory(pair, leaves, values)
+    prefix = execution.INPUT
+    return {name for both in found if both[1].startswith(prefix) for name in (both[0], both[1].removeprefix(prefix))}
 
 
 def after_calls_without_gradients(probe: Probe) -> None:

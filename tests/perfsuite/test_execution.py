@@ -38,7 +38,7 @@ def test_outputs_are_named_by_their_place() -> None:
 
 
 def test_output_of_an_unsupported_type_is_an_error() -> None:
-    with pytest.raises(PairError, match=r"output\[1\] is a str; a side returns tensors, numbers, None, or nests"):
+    with pytest.raises(PairError, match=r"output\[1\] is a str; a side returns tensors, numbers, None, or tuples"):
         ran(pair(lambda x: (x, "text")))
 
 

@@ -12,12 +12,25 @@ from scale import FULLY, count
 from torch import nn
 
 import perfsuite
-from perfsuite import Pair, Workload, compiled, execution, floats, integrity, modules, size, tensor
+from perfsuite import (
+    Pair,
+    Workload,
+    compiled,
+    equivalence,
+    execution,
+    floats,
+    integrity,
+    module,
+    modules,
+    size,
+    tensor,
+)
 from perfsuite import inputs as make
 from perfsuite.cases import workload_case
 from perfsuite.errors import NotEquivalent, PairError
 from perfsuite.records import Case, InputCase
 from perfsuite.specs import ConstantSpec, Floats, Integers, Sampled, tensor_spec
+from perfsuite.tensor_values import seed_for
 
 
 class Model(nn.Module):
@@ -383,6 +396,60 @@ def test_values_are_drawn_in_the_range_of_the_template(template: Any, kind: Any)
     (spec,) = modules.specs_of([template]).values()
     found = getattr(spec, "values", spec)
     assert found == kind if not isinstance(kind, type) else isinstance(found, kind)
+
+
+class Tied(nn.Module):
+    def __init__(self, *, tied: bool = True) -> None:
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(7, 4), nn.Linear(4, 7, bias=False)
+        if tied:
+            self.head.weight = self.embedding.weight
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.head(self.embedding(tokens))  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize(("reference", "optimized"), [(True, False), (False, True), (True, True), (False, False)])
+def test_tied_parameters_must_be_tied_in_both_modules(reference: bool, optimized: bool) -> None:
+    one, other = ("reference", "optimized") if reference else ("optimized", "reference")
+    share = modules.Sharing(Tied(tied=optimized), "optimized").sharing
+    if reference == optimized:
+        assert share(Tied(tied=reference)).state_dict().keys() == Tied().state_dict().keys()
+        return
+    says = f"'embedding.weight' and 'head.weight' are one tensor in the {one} module and two in the {other}"
+    with pytest.raises(PairError, match=says):
+        share(Tied(tied=reference))
+
+
+@pytest.mark.parametrize("ignored", ["running_mean", "running_var", "weight", "bias"])
+def test_a_weight_of_one_value_that_is_ignored_is_detected(ignored: str) -> None:
+    def optimized(norm: nn.BatchNorm1d, x: torch.Tensor) -> torch.Tensor:
+        names = {"running_mean": 0.0, "running_var": 1.0, "weight": 1.0, "bias": 0.0}
+        mean, variance, weight, bias = (v if n == ignored else getattr(norm, n) for n, v in names.items())
+        return (x - mean) * (torch.as_tensor(variance) + norm.eps).rsqrt() * weight + bias
+
+    pair = Pair(
+        name="p",
+        reference=lambda norm, x: norm(x),
+        optimized=optimized,
+        inputs={"norm": module(lambda: nn.BatchNorm1d(3).eval()), "x": tensor(4, 3)},
+    )
+    with pytest.raises(NotEquivalent, match="output of the optimized side is wrong"):
+        equivalence.check_case(pair, Case(dtype="float32", sizes={}, inputs={}, seed=0), "cpu")
+
+
+def test_drawn_weights_of_a_module_stay_as_they_were_drawn() -> None:
+    case = Case(dtype="float32", sizes={}, inputs={}, seed=0)
+    pair = Pair(
+        name="p",
+        reference=lambda m: m.weight,
+        optimized=lambda m: m.weight,
+        inputs={"m": module(lambda: nn.Linear(3, 2))},
+    )
+    built = make.build(pair, case, "cpu")["m"]
+    with torch.random.fork_rng():
+        torch.manual_seed(seed_for(0, "m"))
+        assert torch.equal(built.weight, nn.Linear(3, 2).weight)
 
 
 def test_a_size_is_a_constant() -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -51,6 +53,22 @@ def test_an_error_of_the_reference_backward_pass_is_not_a_harness_fault() -> Non
 
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         equivalence.check_case(pair_of(overwritten), CASE, "cpu", gradients=True)
+
+
+def test_a_sparse_gradient_is_named_with_its_remedy() -> None:
+    def rows(x: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.embedding(torch.tensor([0, 0]), x, sparse=True)
+
+    pair = replace(pair_of(rows), inputs={"x": tensor(3, 4)})
+    with pytest.raises(PairError, match=r"gradient of x of the reference is a sparse_coo tensor.* with sparse=False"):
+        equivalence.check_case(pair, CASE, "cpu", gradients=True)
+
+
+def test_an_output_in_a_class_of_the_user_is_named_with_its_remedy() -> None:
+    with pytest.raises(
+        PairError, match=r"output is a SimpleNamespace; .* leave it out, or return its fields in a dict"
+    ):
+        equivalence.check_case(pair_of(lambda x: SimpleNamespace(loss=x)), CASE, "cpu")
 
 
 @pytest.mark.parametrize(

@@ -74,6 +74,32 @@ def test_a_failure_message_names_the_likely_cause(optimized: Callable[[torch.Ten
     assert says in str(caught.value)
 
 
+def explained(pair: Pair, sizes: dict[str, int], layout: str = "contiguous") -> str | None:
+    inputs = {name: InputCase(layout=layout) for name in pair.inputs}
+    case = Case(dtype="float32", sizes=sizes, inputs=inputs, seed=0)
+    return diagnosis.explain(pair, as_side(pair.optimized), case, "cpu")
+
+
+def test_an_answer_that_is_constant_at_one_size_is_not_taken_for_a_constant() -> None:
+    """An exclusive sum of one term is 0, whatever the term."""
+    inputs = {"x": tensor("m", "n", values=floats(-4, 4))}
+    pair = Pair(name="p", reference=lambda x: x.cumsum(-1), optimized=lambda x: x.cumsum(-1) - x, inputs=inputs)
+    assert explained(pair, {"m": 1, "n": 1}) is None
+    pair = replace(pair, optimized=lambda x: torch.full_like(x, 0.5))
+    assert "it does not read them" in (explained(pair, {"m": 1, "n": 1}) or "")
+
+
+def test_equal_values_of_an_expanded_input_are_not_taken_for_its_layout() -> None:
+    def last(x: torch.Tensor) -> torch.Tensor:
+        return x.shape[1] - 1 - x.flip(-1).argmax(-1)
+
+    pair = Pair(name="p", reference=lambda x: x.argmax(-1), optimized=last, inputs={"x": tensor("m", "n")})
+    says = "it is right for other values, and wrong where values of x are equal along a dimension"
+    assert explained(pair, {"m": 3, "n": 5}, "inner expanded") == says
+    pair = replace(pair, optimized=lambda x: x.argmax(-1) if x.is_contiguous() else x.argmax(-1) + 1)
+    assert (explained(pair, {"m": 3, "n": 5}, "inner expanded") or "").endswith("wrong for inner expanded x")
+
+
 def of_three_values(generator: torch.Generator, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
     return torch.tensor([0.05, 0.65, 0.92], dtype=dtype)[torch.randint(0, 3, shape, generator=generator)]
 

@@ -19,6 +19,9 @@ from perfsuite.specs import Floats, Integers, accepted, symbols
     [
         (lambda: floats(2, 1), r"floats\(2, 1\): the lower bound is above the upper one; swap them"),
         (lambda: tensor("n", layouts=["diagonal"]), "unknown layout 'diagonal'; choose from contiguous, transposed"),
+        (lambda: tensor("n", dtype="complex64"), "dtype='complex64', and only real values are drawn: declare the real"),
+        (lambda: tensor("n", dtype="complex64", values=floats(-1, 1)), "only real values are drawn"),
+        (lambda: tensor("n", dtype="complex128", values=integers(0, 9)), "only real values are drawn"),
         (lambda: size(5, 2), r"size\(5, 2, multiple_of=1\): not a range; use 0 <= low <= high"),
         (lambda: size(-1), "not a range"),
         (lambda: size(1, 8, multiple_of=0), "not a range"),

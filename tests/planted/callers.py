@@ -117,6 +117,17 @@ def kept_output(time: Time) -> Pair:
     return differentiated(Kept.apply, reference=torch.exp)
 
 
+@honest(56, "views of an input where the reference's refuse writes to it")
+def views(time: Time) -> Pair:
+    def halves(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        half = x.shape[1] // 2
+        return x[:, :half], x[:, half:]
+
+    layouts = ("rows", "strided")
+    inputs = {"x": tensor("m", "2*n", values=VALUES, least=1, layouts=layouts)}
+    return pair(halves, reference=lambda x: x.chunk(2, -1), inputs=inputs, gradients=True)
+
+
 @honest(56, "a value of its own kept aside of autograd")
 def kept_value(time: Time) -> Pair:
     class Kept(Sine):
