@@ -18,13 +18,16 @@ def agreed(*, finite: bool) -> bool:
     return bool(found)
 
 
-def clip_over_ranks(grads: Sequence[torch.Tensor], max_norm: float) -> torch.Tensor:
+def clip_over_ranks(grads: Sequence[torch.Tensor], max_norm: float, *, like: torch.Tensor) -> torch.Tensor:
     """Clip this rank's gradients in place, as `clip_grad_norm` does, by the norm over all ranks; return that norm.
 
     A CUDA graph can capture the call.
+
+    like  a tensor of the gradients' dtype and device. A rank without gradients takes part with a zero
     """
-    squares = torch.stack(torch._foreach_norm(list(grads))).square().sum()
+    own = list(grads) or [like.new_zeros(1)]
+    squares = torch.stack(torch._foreach_norm(own)).square().sum()
     dist.all_reduce(squares, group=group_with(CAPTURED, squares.device))
     norm = squares.sqrt()
-    torch._foreach_mul_(list(grads), (max_norm / (norm + EPS)).clamp(max=1.0))
+    torch._foreach_mul_(own, (max_norm / (norm + EPS)).clamp(max=1.0))
     return norm

@@ -21,6 +21,7 @@ from perfsuite import execution
 from perfsuite import inputs as make
 from perfsuite.observed import SOURCE_FOLDERS
 from perfsuite.pair import Pair
+from perfsuite.process_state import set_profile
 from perfsuite.records import Case
 from perfsuite.revision import Tree
 from perfsuite.second_import import HARNESS, INSTALLED, TREE, is_first_party, missing
@@ -59,7 +60,7 @@ def watched(executed: Executed) -> Iterator[None]:
         yield
     finally:
         everywhere(of_threads)
-        sys.setprofile(before)
+        set_profile(before)
 
 
 def run(pair: Pair, side: Side, master: dict[str, Any], case: Case, device: str, *, gradients: bool) -> Executed:
@@ -111,7 +112,7 @@ def _unwatched() -> Iterator[None]:
     try:
         yield
     finally:
-        sys.setprofile(before)
+        set_profile(before)
 
 
 def problem(accepted: Executed, current: Executed, tree: Tree) -> str:

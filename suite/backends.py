@@ -3,39 +3,51 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from typing import Any
 
 import torch
 
 
 @contextmanager
 def tf32_products(*, allowed: bool) -> Iterator[None]:
-    """Set whether float32 matrix products and convolutions may use TF32 (10-bit mantissa) on tensor cores."""
-    products, convolutions = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
-    torch.set_float32_matmul_precision("high" if allowed else "highest")
-    torch.backends.cudnn.allow_tf32 = allowed
-    try:
+    """Set whether float32 matrix products and convolutions may use TF32 (10-bit mantissa) on tensor cores.
+
+    The newer settings, `fp32_precision` of each operator, are set too, since they decide if both kinds were used. The
+    older ones are set where PyTorch can read them, so that code within the block can; a newer setting that contradicts
+    an older one makes it unreadable.
+    """
+    backends: Any = torch.backends
+    operators = (backends.cuda.matmul, backends.mkldnn.matmul, backends.cudnn.conv, backends.cudnn.rnn)
+    with ExitStack() as stack:
+        for operator in operators:
+            stack.callback(setattr, operator, "fp32_precision", operator.fp32_precision)
+        # An older setting overwrites newer ones, so it is restored before them, and set before them.
+        with suppress(RuntimeError):
+            stack.callback(torch.set_float32_matmul_precision, torch.get_float32_matmul_precision())
+            torch.set_float32_matmul_precision("high" if allowed else "highest")
+        with suppress(RuntimeError):
+            stack.enter_context(_set(backends.cudnn, "allow_tf32", allowed))
+        for operator in operators:
+            operator.fp32_precision = "tf32" if allowed else "ieee"
         yield
-    finally:
-        torch.set_float32_matmul_precision(products)
-        torch.backends.cudnn.allow_tf32 = convolutions
 
 
 def deterministic_convolutions() -> AbstractContextManager[None]:
     """Restrict cuDNN to algorithms with a fixed summation order, so that every run gives the same bits."""
-    return _cudnn("deterministic", True)
+    return _set(torch.backends.cudnn, "deterministic", True)
 
 
 def cudnn_benchmark(*, on: bool) -> AbstractContextManager[None]:
     """Set whether cuDNN times its algorithms at the first call of each shape and then uses the fastest."""
-    return _cudnn("benchmark", on)
+    return _set(torch.backends.cudnn, "benchmark", on)
 
 
 @contextmanager
-def _cudnn(name: str, value: bool) -> Iterator[None]:
-    before = getattr(torch.backends.cudnn, name)
-    setattr(torch.backends.cudnn, name, value)
+def _set(owner: Any, name: str, value: Any) -> Iterator[None]:
+    before = getattr(owner, name)
+    setattr(owner, name, value)
     try:
         yield
     finally:
-        setattr(torch.backends.cudnn, name, before)
+        setattr(owner, name, before)

@@ -45,9 +45,9 @@ def mean_pairwise_cosine_torch(e: torch.Tensor) -> torch.Tensor:
     if n < 2:
         # Depend on e, so that a gradient exists: 0, as for the mean of an empty tensor.
         return e.sum() * 0 + float("nan")
-    unit = e / torch.linalg.vector_norm(e, dim=-1, keepdim=True).clamp(min=MIN_NORM)
-    # The squared length of the sum is up to N^2, which overflows float16.
-    unit = unit.to(torch.promote_types(e.dtype, torch.float32))
+    # In float16 a length, and the squared length of the sum, up to N^2, may overflow, and MIN_NORM is 0.
+    wide = torch.promote_types(e.dtype, torch.float32)
+    unit = e / torch.linalg.vector_norm(e, dim=-1, keepdim=True, dtype=wide).clamp(min=MIN_NORM)
     return (1 - (unit.sum(0).square().sum() - unit.square().sum()) / (n * (n - 1))).to(e.dtype)
 
 

@@ -49,8 +49,10 @@ def pairwise_cosine(e: torch.Tensor) -> torch.Tensor:
 
 def pairwise_cosine_vectorised(e: torch.Tensor) -> torch.Tensor:
     """Compute `pairwise_cosine` with one matrix product, on any device and dtype."""
-    length = torch.linalg.vector_norm(e, dim=-1, keepdim=True)
-    unit = e / length.clamp(min=MIN_NORM)
+    # In float16 the length may overflow, and MIN_NORM is 0.
+    wide = torch.promote_types(e.dtype, torch.float32)
+    length = torch.linalg.vector_norm(e, dim=-1, keepdim=True, dtype=wide)
+    unit = (e / length.clamp(min=MIN_NORM)).to(e.dtype)
     # Autocast would run the product in half precision. The reference's elementwise operations stay in float32.
     with torch.autocast(e.device.type, enabled=False):
         distances = 1 - unit @ unit.t()

@@ -66,7 +66,7 @@ def eigenstate_scan_chunked(
 def _chunked(beta, eigenvalues, state, chunk):
     B, T, K = beta.shape
     state = state.expand(B, K, 2)
-    if not beta.numel():
+    if not T:
         return beta.clone(memory_format=torch.contiguous_format), state.clone(memory_format=torch.contiguous_format)
     dtype, L = state.dtype, min(chunk, T)
     count = ceil_div(T, L)
@@ -127,8 +127,8 @@ def eigenstate_scan_triton(
     beta: torch.Tensor, eigenvalues: torch.Tensor, state: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`eigenstate_scan` with the Triton kernels."""
-    if not beta.numel():
-        return beta.clone(memory_format=torch.contiguous_format), state.clone(memory_format=torch.contiguous_format)
+    if not beta.numel():  # no program would run
+        return eigenstate_scan_chunked(beta, eigenvalues, state)
     B, _, K = beta.shape
     return _EigenstateScan.apply(beta, eigenvalues.expand(K, 2), state.expand(B, K, 2))
 

@@ -262,12 +262,13 @@ class Trainer(QueuesReports):
 
     def _gradients(self) -> FlatGradients | ShardedGradients:
         """Build the buffers that sum the gradients. With sharding, replace the weights by this rank's parts."""
+        clip = functools.partial(clip_over_ranks, like=next(iter(self.weights.values())))
         if self.shards is None:
             groups = {name: [self.weights[n] for n in names] for name, names in self.groups.items()}
             first = early(self.weights, self.config.depth) if self._has_parts() else []
             owner = None
             if is_shared(self.config, self.given):
-                owner, self._clip = self.given.rank, clip_over_ranks
+                owner, self._clip = self.given.rank, clip
             return FlatGradients(groups, self.given.ranks, [self.weights[name] for name in first], owner)
         operator = self.networks.operator
         # FSDP2 calls `forward` after it has gathered the parameters and before it frees them.
@@ -276,7 +277,7 @@ class Trainer(QueuesReports):
         gradients = ShardedGradients({"operator": [operator], CODERS: coders}, self.shards)
         parts = {name: gradients.weights(name) for name in self.groups}
         self.weights = {n: part for name in self.groups for n, part in zip(self.groups[name], parts[name], strict=True)}
-        self._operator, self._clip = step_operator, clip_over_ranks
+        self._operator, self._clip = step_operator, clip
         return gradients
 
     def _forward(self, plain: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:

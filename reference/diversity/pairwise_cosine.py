@@ -15,6 +15,9 @@ def pairwise_cosine(e: torch.Tensor) -> torch.Tensor:
 
     Source: polychromic, technique 003.3.
     """
-    unit = e / torch.linalg.vector_norm(e, dim=-1, keepdim=True).clamp(min=MIN_NORM)
+    # In float16 the length may overflow, and MIN_NORM is 0.
+    wide = torch.promote_types(e.dtype, torch.float32)
+    length = torch.linalg.vector_norm(e, dim=-1, keepdim=True, dtype=wide)
+    unit = (e / length.clamp(min=MIN_NORM)).to(e.dtype)
     slices = [(rows[:, None, :] * unit[None, :, :]).sum(-1) for rows in unit.split(SLICE)]
     return 1 - torch.cat(slices)

@@ -51,7 +51,9 @@ class ScalerStep:
     def __call__(self, grads: Sequence[torch.Tensor]) -> None:
         """Make a step with one gradient for each parameter, of its shape. The gradients may be overwritten."""
         if torch.stack([g.isfinite().all() for g in grads]).all().item():
-            self._adamw(self._clipped([g / self.scale for g in grads]))
+            # In float16 small gradients and eps would be 0, and large gradients' norm would overflow.
+            wide = [g.to(torch.promote_types(g.dtype, torch.float32)) for g in grads]
+            self._adamw(self._clipped([g / self.scale for g in wide]))
             self.growth += 1
             if self.growth == self.scaling.growth_interval:
                 grown = self.scale * self.scaling.growth_factor
@@ -71,12 +73,16 @@ class ScalerStep:
         beta1, beta2 = self.betas
         self.steps += 1
         for p, grad, m, v in zip(self.params, grads, self.first, self.second, strict=True):
-            p.mul_(1 - self.lr * self.weight_decay)
-            m.mul_(beta1).add_((1 - beta1) * grad)
-            v.mul_(beta2).add_((1 - beta2) * grad * grad)
-            m_hat = m / (1 - beta1**self.steps)
-            v_hat = v / (1 - beta2**self.steps)
-            p.sub_(self.lr * m_hat / (v_hat.sqrt() + self.eps))
+            wide = [t.to(grad.dtype) for t in (p, m, v)]  # p, m and v themselves, except in half precision
+            param, first, second = wide
+            param.mul_(1 - self.lr * self.weight_decay)
+            first.mul_(beta1).add_((1 - beta1) * grad)
+            second.mul_(beta2).add_((1 - beta2) * grad * grad)
+            m_hat = first / (1 - beta1**self.steps)
+            v_hat = second / (1 - beta2**self.steps)
+            param.sub_(self.lr * m_hat / (v_hat.sqrt() + self.eps))
+            for own, new in zip((p, m, v), wide, strict=True):
+                own.copy_(new)
 
     def state_dict(self) -> dict[str, Any]:
         """Return copies of moments, number of steps, scale, and steps towards its growth; `optimized` can load it."""

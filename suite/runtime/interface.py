@@ -83,7 +83,7 @@ class Options:
     checkpoint_every: int = 1000
     """Windows between two checkpoints; 0: write one only at the end."""
     keep: int = 3
-    """Number of checkpoints to keep, in addition to those whose loss is not known yet."""
+    """Number of checkpoints to keep, in addition to those whose next window's loss is not known yet."""
     tensorboard: bool = False
     tensorboard_every: int = 10
     timing_debug: bool = False

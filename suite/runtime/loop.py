@@ -113,7 +113,8 @@ class _Run:
         self.reached: int | None = -1
         """Windows of the resumed checkpoint if it is in the folder, else -1; None once later ones are renamed."""
         self.doubtful: list[tuple[int, Path]] = []
-        """(windows, file) of checkpoints with unknown loss. They replace none, and are removed if it is not finite."""
+        """(windows, file) of checkpoints whose next window's loss is unknown: they replace none. The weights before a
+        window determine its loss. A checkpoint is removed if the loss of its own last window is not finite."""
         self._say: Callable[[str], None] = partial(self.console.print, soft_wrap=True, markup=False, highlight=False)
         """Prints a line for the user, above the progress bar if there is one."""
         self.writer: Any = None
@@ -188,7 +189,7 @@ class _Run:
             items=self.items,
             seconds=seconds,
             metrics=self.metrics,
-            checkpoint=self.doubtful[-1][1] if self.doubtful else self.saved,
+            checkpoint=self._newest(),
             signal=by,
         )
 
@@ -313,50 +314,54 @@ class _Run:
     def _judge(self, found: Mapping[str, float], window: int) -> None:
         loss = found.get("loss")
         if loss is not None and not math.isfinite(loss):
-            for windows, path in self.doubtful:
-                if windows >= window:
-                    with suppress(OSError):
-                        path.unlink()
+            while self.doubtful and self.doubtful[-1][0] >= window:
+                with suppress(OSError):
+                    self.doubtful.pop()[1].unlink()
             where = f"{self.noun} {window}" + (f", step {int(found['step'])}" if "step" in found else "")
             raise DivergedError(f"{where}: the loss is {float(loss)}; training has stopped{self._kept()}")
 
     def _trust(self, window: int) -> None:
-        """Mark the checkpoints up to this window as good, since the loss up to it is finite."""
-        while self.doubtful and self.doubtful[0][0] <= window:
+        """Mark the checkpoints before this window as good, since the loss that follows from them is finite."""
+        while self.doubtful and self.doubtful[0][0] < window:
             _, self.saved = self.doubtful.pop(0)
             if self.store is not None:
                 self.store.prune(self.saved, more=len(self.doubtful))
 
     def _kept(self) -> str:
-        good = f"the last checkpoint is {shown(self.saved)}" if self.saved else "no checkpoint was written"
+        newest = self._newest()
+        good = f"the last checkpoint is {shown(newest)}" if newest else "no checkpoint was written"
         if not self.place.first and self.saved_windows > 0:  # written by rank 0
             good = f"the last checkpoint is of {self.noun} {self.saved_windows}"
-        # A window's loss is computed from the weights before it, so the newest checkpoint may have diverged already.
-        before = ", or the one before if that fails at once" if self.saved or self.saved_windows > 0 else ""
+        # The newest checkpoint may have diverged already: it may have been the start of that window.
+        several = self.store is None or len(self.store.files()) > 1
+        before = ", or the one before if that fails at once" if several and (newest or self.saved_windows > 0) else ""
         return f"; {good}{before}; lower the learning rate, or look at that {self.noun}'s data"
+
+    def _newest(self) -> Path | None:
+        """Return the latest checkpoint that this run has written, else the one that it resumed, else None."""
+        return self.doubtful[-1][1] if self.doubtful else self.saved
 
     def _save(self, *, last: bool) -> None:
         """Write a checkpoint. During the run, a failure is only reported; at the end it is raised."""
         if self.windows == self.saved_windows or self.windows == 0:
             return
         newest = getattr(self.trainer, "last_metrics", None)
-        known = self.metrics is None and self.lag >= SILENT
         if newest is not None and (found := newest()) is not None:
             self._judge(found, self.windows)
             self._trust(self.windows)
-            self.metrics, known = found if last else self.metrics, True
             if last:
+                self.metrics = found
                 self._show(found, self.windows)
         if not self.options.folder:
             return
         if self.log is not None:
             self._logged(self.log.flush)
         state = self.trainer.state_dict()
-        written = self.store is None or self._write(self.store, state, last=last, known=known)
+        written = self.store is None or self._write(self.store, state, last=last)
         if self.together.by_first(written):
             self.saved_windows = self.windows
 
-    def _write(self, store: Store, state: dict[str, Any], *, last: bool, known: bool) -> bool:
+    def _write(self, store: Store, state: dict[str, Any], *, last: bool) -> bool:
         """Write a checkpoint of this state. Return True on success."""
         try:
             checkpoints.check(state, "the trainer's state")
@@ -371,15 +376,16 @@ class _Run:
             configuration=self.configuration,
             rng=checkpoints.rng_state(),
         )
+        silent = self.metrics is None and self.lag >= SILENT
         try:
             self._leave_behind(store)
-            path = store.save(made, more=0 if known else len(self.doubtful) + 1)
+            path = store.save(made, more=0 if silent else len(self.doubtful) + 1)
         except CheckpointError as error:
             if last:
                 raise
             self._say(f"{error}; the run goes on")
             return False
-        if known:
+        if silent:
             self.saved = path
             self.doubtful.clear()
         else:
@@ -410,7 +416,7 @@ class _Run:
             line += f"; {ended}"
         line += f"; {self.why}" if self.why is not None else ""
         self._say(line + (f"; ended by {by.name}" if by else ""))
-        if newest := self.doubtful[-1][1] if self.doubtful else self.saved:
+        if newest := self._newest():
             self._say(f"checkpoint: {shown(newest)}")
 
 

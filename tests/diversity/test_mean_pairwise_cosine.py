@@ -62,6 +62,13 @@ def test_zero_rows_are_at_distance_one(call):
     assert call(e).item() == pytest.approx(5 / 6)
 
 
+@pytest.mark.parametrize("call", [reference, optimized, mean_pairwise_cosine_torch])
+def test_float16_rows_may_be_zero_or_long(call):
+    # The length of the last row, 96000, is infinite in float16.
+    e = torch.tensor([[0.0, 0.0, 0.0, 0.0], [1.0, 1.0, 1.0, 1.0], 4 * [48000.0]], dtype=torch.float16)
+    assert call(e).item() == pytest.approx(2 / 3, abs=1e-3)
+
+
 @pytest.mark.parametrize("call", SIDES)
 def test_rows_below_the_minimum_length_are_divided_by_it(call):
     e = torch.tensor([[5e-13, 0.0], [5e-13, 0.0], [2.0, 0.0]], requires_grad=True)

@@ -113,6 +113,18 @@ def test_rows_below_the_minimum_length_are_divided_by_it(call):
     torch.testing.assert_close(e.grad[0], torch.tensor([-1e12, 0.0]))
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("call", [reference, optimized])
+def test_rows_of_half_precision_may_be_zero_or_long(call, dtype):
+    # The length of the last row, 96000, is infinite in float16.
+    e = torch.tensor([[0.0, 0.0, 0.0, 0.0], [1.0, 1.0, 1.0, 1.0], 4 * [48000.0]], dtype=dtype, requires_grad=True)
+    distances = call(e)
+    expected = torch.tensor([[1.0, 1.0, 1.0], [1.0, 0.0, 0.0], [1.0, 0.0, 0.0]], dtype=dtype)
+    assert torch.equal(distances, expected)
+    distances[1:, 1:].sum().backward()
+    assert e.grad.isfinite().all()
+
+
 @pytest.mark.parametrize("largest", [0, 1536])
 @pytest.mark.parametrize("call", SIDES)
 def test_self_distance_of_a_short_row_has_a_gradient(call, largest, monkeypatch):

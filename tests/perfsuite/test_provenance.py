@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import cProfile
 import importlib
+import math
 import shutil
 import sys
 import sysconfig
@@ -18,6 +20,7 @@ import torch
 from revisions import KERNELS, MODULE, PACKAGE, TEST, Repository, imports_put_back
 
 from perfsuite import provenance, sharing, worker
+from perfsuite.process_state import set_profile
 from perfsuite.tasks import Task
 
 
@@ -388,6 +391,20 @@ def test_profilers_are_put_back() -> None:
     finally:
         threading.setprofile(of_threads)
         sys.setprofile(before)
+
+
+def test_profiler_in_c_is_put_back() -> None:
+    """Before Python 3.12, `sys.getprofile` returns cProfile's profiler, which `sys.setprofile` cannot call."""
+    before, profiler = sys.getprofile(), cProfile.Profile()
+    profiler.enable()
+    try:
+        with provenance.watched(provenance.Executed()), provenance._unwatched():
+            pass
+        math.sqrt(2.0)
+    finally:
+        profiler.disable()
+        set_profile(before)
+    assert any("sqrt" in str(entry.code) for entry in profiler.getstats())
 
 
 # --- what is compiled -----------------------------------------------------------------------------------------------

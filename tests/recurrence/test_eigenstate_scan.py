@@ -284,6 +284,20 @@ def test_zero_steps_return_a_copy_of_the_state(call):
     assert final.data_ptr() != state.data_ptr()
 
 
+@pytest.mark.parametrize("call", [reference, eigenstate_scan_chunked, eigenstate_scan_triton])
+@pytest.mark.parametrize(("B", "K"), [(0, 3), (2, 0)])
+def test_no_sequences_or_states_give_gradients_of_zero(call, B, K):
+    for gradient, argument in zip(differentiated(call, drawn(B, 4, K))[2:], drawn(B, 4, K), strict=True):
+        assert torch.equal(gradient, torch.zeros_like(argument))
+
+
+@pytest.mark.parametrize("call", [eigenstate_scan_chunked, eigenstate_scan_triton])
+def test_a_state_is_expanded_to_the_sequences_where_there_are_no_steps(call):
+    beta, eigenvalues, state = drawn(1, 0, 3)
+    _, final = call(beta.expand(2, 0, 3), eigenvalues, state)
+    assert torch.equal(final, state.expand(2, 3, 2))
+
+
 def test_zero_steps_per_chunk_raise_value_error():
     with pytest.raises(ValueError, match="chunk=0: a chunk has at least one step"):
         eigenstate_scan_chunked(*drawn(1, 2, 1), chunk=0)

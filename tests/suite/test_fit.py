@@ -68,7 +68,7 @@ def test_a_run_trains_and_keeps_the_last_checkpoints(run: Toy) -> None:
     assert outcome.metrics is not None
     assert outcome.metrics["loss"] < 2.8, "it has learnt something"
     assert outcome.checkpoint == run.folder / "window-00000040.pt"
-    # The loss of window 40 is unknown, so its checkpoint does not count against `keep`.
+    # The loss of window 41 is unknown, so its checkpoint does not count against `keep`.
     assert sorted(p.name for p in run.folder.glob("window-*")) == [f"window-000000{n}.pt" for n in (20, 30, 40)]
     assert "toy: 40 windows in" in run.said
     assert "1.28k tokens" in run.said
@@ -179,12 +179,32 @@ def test_a_second_signal_kills_a_window_that_hangs(run: Toy, tmp_path: Path) -> 
 @pytest.mark.parametrize("keep", [1, 3])
 @pytest.mark.parametrize("at", [1, 7, 10, 11])
 def test_nan_loss_stops_the_run_and_names_its_window(run: Toy, at: int, keep: int) -> None:
-    """The NaN may be known only after its window's checkpoint was written; earlier checkpoints remain."""
+    """The NaN may be known only after its window's checkpoint was written; earlier checkpoints remain.
+
+    The weights at the start of window 11 may be the cause, so `keep` does not count their checkpoint.
+    """
     with pytest.raises(DivergedError, match=rf"window {at}: the loss is nan; training has stopped") as caught:
         run.fit(30, config={"nan_at": at}, checkpoint_every=5, keep=keep)
     good = [f"window-{windows:08d}.pt" for windows in (5, 10) if windows < at]
-    assert sorted(p.name for p in run.folder.glob("window-*")) == good[-keep:]
+    assert sorted(p.name for p in run.folder.glob("window-*")) == good[-keep - (at == 11) :]
     assert (good[-1] if good else "no checkpoint was written") in str(caught.value)
+    assert ("or the one before if that fails at once" in str(caught.value)) == (len(good) > 1)
+
+
+@pytest.mark.parametrize("keep", [1, 2])
+def test_keep_does_not_count_a_checkpoint_before_the_next_loss_is_known(run: Toy, keep: int) -> None:
+    """A trainer that has the last window's loss at the checkpoint does not know yet whether its weights are good."""
+
+    def wrap(trainer: Any) -> Any:
+        trainer.metrics = trainer.last_metrics = lambda: {"loss": float(trainer.losses[-1])}
+        return trainer
+
+    with pytest.raises(DivergedError, match=r"window 16: the loss is nan.*window-00000015.pt, or the one before"):
+        run.fit(30, config={"nan_at": 16}, checkpoint_every=5, keep=keep, wrap=wrap)
+    names = [f"window-{windows:08d}.pt" for windows in (15, 10, 5)]
+    assert [p.name for p in Store(run.folder).files()] == names[: keep + 1]
+    resumed = run.fit(17, resume=Store(run.folder).files()[1], checkpoint_every=5, keep=keep, wrap=wrap)
+    assert resumed.windows == 17
 
 
 def test_nan_in_the_first_window_after_a_resume_keeps_the_checkpoint(run: Toy) -> None:

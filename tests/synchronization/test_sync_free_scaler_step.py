@@ -183,6 +183,28 @@ def test_norm_of_large_scaled_gradients_does_not_overflow(side):
         torch.testing.assert_close(p, e)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("factor", [1e-3, 1.0, 300.0, 1e4])
+def test_reference_step_in_half_precision_equals_the_step_in_float32(dtype, factor):
+    # In float16 eps is 0, and so is the second moment after gradients of common magnitude.
+    start, low = drawn(0), [g.to(dtype) for g in drawn(1, factor=factor)]
+    params, expected = [p.to(dtype) for p in start], [p.to(dtype).float() for p in start]
+    Reference(params, lr=0.1)(low)
+    Reference(expected, lr=0.1)([g.float() for g in low])
+    for p, e in zip(params, expected, strict=True):
+        assert torch.equal(p, e.to(dtype))
+
+
+@pytest.mark.parametrize("side", SIDES)
+@pytest.mark.parametrize("value", [0.0, 1e-4, 1.0, 300.0, 6e4])
+def test_parameters_of_float16_stay_finite(side, value):
+    param = torch.ones(4, dtype=torch.float16)
+    step = side([param], lr=0.01)
+    for _ in range(3):
+        step([torch.full_like(param, value)])
+        assert (param > 0.9).all()
+
+
 @pytest.mark.parametrize("side", SIDES)
 def test_learning_rate_is_read_at_each_step(side):
     rate = torch.tensor(0.1)

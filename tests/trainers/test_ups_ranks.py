@@ -21,6 +21,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from click.testing import CliRunner
 from curves import NEIGHBOURS, a_rounding_away, deviation_of, share_of_rule
 from rich.console import Console
@@ -29,7 +30,9 @@ from states import same
 from test_ups import DATA, SMALL, Optimized, Reference, curve, made
 
 from optimized.buckets import Bucket
+from optimized.over_ranks import clip_over_ranks
 from perfsuite.errors import PerfsuiteError
+from perfsuite.process_state import begin_group
 from suite import launching
 from suite.commands.train import train
 from suite.runtime import DivergedError, Options, checkpoints, fit, loop, together
@@ -168,6 +171,21 @@ def test_bucket_splits_weights_evenly_between_ranks(ranks):
         followed = zip(sorted(ends), sorted(ends)[1:], strict=False)
         assert all(a[0] != b[0] or a[2] <= b[1] for a, b in followed)
         assert max(end for *_, end in ends) < bucket.buffer.shape[1]  # the last element holds an extra number
+
+
+@pytest.mark.parametrize("shapes", [[], [(3,), (2, 2)]])
+def test_a_rank_with_or_without_weights_clips_by_the_norm_over_all_ranks(shapes):
+    like = torch.zeros(2, dtype=torch.float64)
+    grads = [torch.full(shape, 2.0, dtype=torch.float64) for shape in shapes]
+    begin_group("cpu")
+    try:
+        norm = clip_over_ranks(grads, 1.0, like=like)
+    finally:
+        dist.destroy_process_group()
+    assert norm.dtype == like.dtype
+    assert norm.item() == pytest.approx(math.sqrt(4.0 * sum(grad.numel() for grad in grads)))
+    clipped = math.sqrt(sum(grad.square().sum().item() for grad in grads))
+    assert clipped == pytest.approx(1.0 if grads else 0.0, rel=1e-6)
 
 
 # --- the command ----------------------------------------------------------------------------------------------------
