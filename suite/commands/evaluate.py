@@ -127,8 +127,8 @@ def _ups(
 
 def _leak_cnn(checkpoint: str, out: str | None, device: str | None, fields: tuple[str, ...], split: str | None) -> None:
     from suite import configuration
-    from suite.commands.finding import checkpoint_of
     from suite.commands.train import device_called
+    from suite.finding import checkpoint_of
     from suite.leak_cnn.epochs import Data, audio_of
     from suite.leak_cnn.features import TEST
     from suite.leak_cnn.report import PICTURE, plot
@@ -158,11 +158,11 @@ def _eigenstate_lm(checkpoint: str, out: str | None, device: str | None, fields:
     import torch
 
     from suite import configuration, trainers
-    from suite.commands.finding import checkpoint_of
     from suite.commands.train import device_called
     from suite.eigenstate_lm.config import TrainConfig
     from suite.eigenstate_lm.data import Data, text_of
     from suite.eigenstate_lm.held_out import best_of, mean_loss, measures
+    from suite.finding import checkpoint_of
 
     (data,) = configuration.read([Data], None, fields)
     there = device_called(device)
@@ -209,8 +209,8 @@ def _trainer2(checkpoint: str, out: str | None, device: str | None, fields: tupl
     from rich.table import Table
 
     from suite import text
-    from suite.commands.finding import checkpoint_of
     from suite.commands.train import device_called
+    from suite.finding import checkpoint_of
     from suite.trainer2 import search
 
     there = device_called(device)

@@ -115,9 +115,9 @@ def loaded(checkpoint: str, *, best: bool = True) -> tuple[Mapping[str, Any], An
     PerfsuiteError if either is missing or damaged, or the two do not fit together.
     """
     from suite import text
-    from suite.commands.finding import checkpoint_of
     from suite.eigenstate_lm.generation import sizes_of
     from suite.eigenstate_lm.held_out import best_of
+    from suite.finding import checkpoint_of
 
     path, found = checkpoint_of(checkpoint, TRAINER)
     weights, content = found.trainer.get("weights"), found.trainer.get("tokenizer")

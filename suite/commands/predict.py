@@ -26,8 +26,8 @@ def predict(recordings: tuple[str, ...], checkpoint: str, as_json: bool, device:
     least half of its windows of 0.25 s reach the threshold of the training. Shorter recordings are repeated.
     """
     with in_one_line("interrupted", "free some, or name another --device"):
-        from suite.commands.finding import checkpoint_of
         from suite.commands.train import device_called
+        from suite.finding import checkpoint_of
         from suite.leak_cnn.classes import CLASSES
         from suite.leak_cnn.trained import sound_of, trained_of
 

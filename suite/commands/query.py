@@ -53,8 +53,8 @@ def query(
 def _query(
     checkpoint: str, text: str, count: int, most: int, as_json: bool, device: str | None, fields: tuple[str, ...]
 ) -> None:
-    from suite.commands.finding import checkpoint_of
     from suite.commands.train import device_called
+    from suite.finding import checkpoint_of
     from suite.trainer2 import search
 
     text = typed(text)

@@ -56,8 +56,8 @@ def _reply(
     device: str | None,
 ) -> None:
     from suite import trainers
-    from suite.commands.finding import checkpoint_of
     from suite.commands.train import device_called
+    from suite.finding import checkpoint_of
     from suite.polychromic.chat import Encoded
     from suite.polychromic.data import check_fits
     from suite.polychromic.evaluation import distances_of, replies_to

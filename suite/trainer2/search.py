@@ -143,8 +143,11 @@ class Passages:
         self.where = f"{len(self.sequences):,} of {len(every):,} passages of {found.where}"
 
     def encoded(self, query: str) -> Sequences:
-        """Return a query's tokens, cut at the length of a passage; PerfsuiteError if it has none."""
-        ids = self._tokenizer.encode(query).ids[: self.sequences.input_ids.shape[1]]
+        """Return a query's tokens, cut at the length of a passage; PerfsuiteError if it is not UTF-8 or has none."""
+        try:
+            ids = self._tokenizer.encode(query).ids[: self.sequences.input_ids.shape[1]]
+        except TypeError:
+            raise PerfsuiteError("the query is not UTF-8; give other text") from None
         if not ids:
             raise PerfsuiteError("the query is empty; give some text")
         tokens = torch.tensor([ids])

@@ -29,8 +29,9 @@ from torch.nn import functional
 
 from perfsuite.errors import PerfsuiteError
 from suite.configuration import known
+from suite.finding import checkpoint_of
 from suite.naming import shown
-from suite.runtime import Checkpoint, Store, checkpoints
+from suite.runtime import Checkpoint
 from suite.runtime.weights import check_weights
 from suite.seeding import seeded_on_cpu
 from suite.ups.batches import Maker, MicroBatch, Mixture
@@ -208,8 +209,7 @@ def draw(maker: Maker, number: int, like: torch.Tensor) -> tuple[torch.Tensor, t
 
 def opened(path: Path) -> tuple[Path, Checkpoint, TrainConfig]:
     """Return (file, checkpoint, configuration) of a checkpoint of ups. In a folder, use the last checkpoint."""
-    file = Store(path).latest() if path.is_dir() else path
-    found = checkpoints.load(file, "ups")
+    file, found = checkpoint_of(str(path), "ups")
     given = found.trainer.get("config")
     fields = known(TrainConfig, given) if isinstance(given, Mapping) else {}
     if not fields:

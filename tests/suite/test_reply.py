@@ -63,7 +63,7 @@ def test_reply_prints_replies_and_their_diversity(run: Path) -> None:
 def test_a_damaged_checkpoint_is_reported_in_one_line(
     run: Path, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], words: str
 ) -> None:
-    from suite.commands import finding
+    from suite import finding
     from suite.runtime import checkpoints
 
     path = run / "window-00000002.pt"
@@ -77,7 +77,7 @@ def test_a_damaged_checkpoint_is_reported_in_one_line(
 
 
 def test_weights_with_nan_are_reported(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from suite.commands import finding
+    from suite import finding
     from suite.runtime import checkpoints
 
     found = checkpoints.load(run / "window-00000002.pt", "polychromic")

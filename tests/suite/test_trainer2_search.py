@@ -141,6 +141,7 @@ def test_evaluate_reports_scores_before_and_after_training(run: Path, tmp_path: 
     ("arguments", "words"),
     [
         (["  "], "the query is empty; give some text"),
+        (["word\udcff"], "the query is not UTF-8; give other text"),
         (["word", "--data", "nowhere"], "nowhere is no folder"),
         (["word", "--vocabulary", "290"], "the vocabulary of .* has 290 tokens, that of the checkpoint 300"),
         (["word", "--synthetic", "64"], "it was trained on random tokens, which have no text"),
