@@ -248,6 +248,11 @@ def _spec(template: Any) -> Spec:
             f"get_inputs() returns a tensor of {str(template.dtype).removeprefix('torch.')}, and only real inputs are "
             f"drawn: return its real and imaginary parts, and let the module join them with torch.complex"
         )
+    if template.layout is not torch.strided or template.is_nested:
+        raise PairError(
+            "get_inputs() returns a sparse or nested tensor, and only dense inputs are drawn: return the parts of it, "
+            "and let the module join them"
+        )
     dtype = None if template.dtype == torch.float32 else str(template.dtype).removeprefix("torch.")
     return TensorSpec(dims=tuple(template.shape), dtype=dtype, values=_values(template), layouts=(_layout(template),))
 

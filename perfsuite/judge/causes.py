@@ -36,7 +36,7 @@ class Causes:
         if self.earlier.get(_digest(outputs), right) != right:
             return "; it is the answer that it gave to other inputs"
         several = [t for t in outputs if t.numel() > 1]
-        if several and all(bool((t == t.flatten()[0]).all()) for t in several):
+        if several and all(map(_is_constant, several)) and not all(map(_is_constant, _tensors(truth.leaves))):
             return "; all elements are the same: it does not read its inputs"
         produced: Leaves = dict(zip(truth.reference, outputs, strict=True))
         if words := diagnosis.related(truth, produced):
@@ -50,8 +50,13 @@ def _tensors(leaves: Leaves) -> list[torch.Tensor]:
     return [leaf for leaf in leaves.values() if isinstance(leaf, torch.Tensor)]
 
 
+def _is_constant(tensor: torch.Tensor) -> bool:
+    return not tensor.numel() or bool((tensor == tensor.flatten()[0]).all())
+
+
 def _digest(tensors: Sequence[torch.Tensor]) -> bytes:
     found = hashlib.blake2b(digest_size=16)
     for tensor in tensors:
-        found.update(tensor.detach().contiguous().view(-1).view(torch.uint8).cpu().numpy().data)
+        plain = tensor.detach().resolve_conj().resolve_neg().contiguous()
+        found.update(plain.view(-1).view(torch.uint8).cpu().numpy().data)
     return found.digest()

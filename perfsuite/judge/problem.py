@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import importlib.util
+import io
 import random
 import sys
 from collections.abc import Mapping, Sequence
@@ -71,6 +72,12 @@ class Problem:
         """Parameters and buffers of the reference, by name."""
         return tensors_of_state(self.module)
 
+    @property
+    def neutral(self) -> list[str]:
+        """Names of the parameters and buffers that are all 0 or all 1, as biases and scales are at first."""
+        floats = {name: tensor for name, tensor in self.state.items() if tensor.is_floating_point()}
+        return [name for name, t in floats.items() if t.numel() and any(bool((t == v).all()) for v in (0, 1))]
+
     def cases(self, number: int, seed: int) -> list[Case]:
         """Return at least `number` draws, and enough that each regime of values of each input occurs."""
         random_ = random.Random(seed)
@@ -132,6 +139,7 @@ def load(path: Path, device: str, seed: int, precision: str | None = None) -> Pr
             raise PerfsuiteError(f"{path}: no {name}; a reference has Model, get_inputs() and get_init_inputs()")
     with _blaming(path, "get_init_inputs()"):
         init: Sequence[Any] = list(getattr(module, "get_init_inputs", list)())
+    _check_arguments(path, module.__name__, "get_init_inputs()", init)
     seed_generators(seed)
     with _blaming(path, f"{MODEL}(*get_init_inputs())"):
         built = module.Model(*init)
@@ -141,6 +149,7 @@ def load(path: Path, device: str, seed: int, precision: str | None = None) -> Pr
         if not isinstance(template, (list, tuple)) or not template:
             raise PerfsuiteError(f"{path}: get_inputs() returns no list of inputs")
         specs = modules.specs_of(list(template))
+    _check_arguments(path, module.__name__, "get_inputs()", template)
     built = built.to(device)
     pair = _pair(path, built, specs, precision)
     imported = tuple(sorted(_sources(built) - {str(file)}))
@@ -153,10 +162,31 @@ def load(path: Path, device: str, seed: int, precision: str | None = None) -> Pr
     return replace(problem, paths=tuple(path for path, _ in leaves_of(returned)))
 
 
+def _check_arguments(path: Path, name: str, what: str, given: Sequence[Any]) -> None:
+    """Raise PerfsuiteError if an argument cannot be sent to a process that does not have the reference's module, which
+    has this name."""
+    own = sys.modules.pop(name)
+    try:
+        torch.save([leaf for _, leaf in leaves_of(given) if not isinstance(leaf, torch.Tensor)], io.BytesIO())
+    except Exception as error:
+        raise PerfsuiteError(
+            f"{path}: {what} returns what no candidate can get: {in_one_line(error)}; let it return tensors, numbers, "
+            f"strings, and lists and dicts of these"
+        ) from error
+    finally:
+        sys.modules[name] = own
+
+
 def _check_module(path: Path, built: object) -> None:
     """Raise PerfsuiteError if the reference is no module, or if it cannot be copied with its state."""
     if not isinstance(built, torch.nn.Module):
         raise PerfsuiteError(f"{path}: {MODEL} is no torch.nn.Module")
+    for name, tensor in tensors_of_state(built).items():
+        if torch.nn.parameter.is_lazy(tensor):
+            raise PerfsuiteError(
+                f"{path}: {name} of {MODEL} has no shape before the first call; give its layer the sizes, as with "
+                f"Linear in place of LazyLinear"
+            )
     try:
         copy.deepcopy(built)
     except Exception as error:
@@ -210,6 +240,11 @@ def _examine(problem: Problem) -> None:
             raise PerfsuiteError(f"{path}: the reference changes its inputs in place; let it work on a copy")
         if not first or not all(isinstance(leaf, torch.Tensor) for leaf in first.values()):
             raise PerfsuiteError(f"{path}: the reference returns what is no tensor: nothing can be compared")
+        if not all(map(_is_dense, first.values())):
+            raise PerfsuiteError(
+                f"{path}: the reference returns a sparse, nested or quantized tensor, and only dense ones are "
+                f"compared; let it return a dense one, as to_dense() does"
+            )
         for name, leaf in first.items():
             if is_random(differences.as_double(leaf), differences.as_double(again.get(name))):
                 raise PerfsuiteError(
@@ -219,6 +254,10 @@ def _examine(problem: Problem) -> None:
         answers.append(first)
     if all(same_leaf(leaf, other[name]) for other in answers[1:] for name, leaf in answers[0].items()):
         raise PerfsuiteError(f"{path}: the reference gives the same answer whatever its inputs are: nothing to judge")
+
+
+def _is_dense(leaf: Any) -> bool:
+    return leaf.layout is torch.strided and not leaf.is_nested and not leaf.is_quantized
 
 
 def _imported(path: Path) -> Any:

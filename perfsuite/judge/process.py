@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import secrets
 import select
 import shutil
 import signal
@@ -135,7 +136,28 @@ def abandon() -> None:
         if process.number:
             with contextlib.suppress(OSError):
                 os.killpg(process.number, signal.SIGKILL)
-        shutil.rmtree(process.folder, ignore_errors=True)
+        remove(process.folder)
+
+
+def remove(folder: Path) -> None:
+    """Remove the folder of a process that has ended. Its subfolders may be nested too deeply for shutil.rmtree alone,
+    so they are moved up first."""
+    with contextlib.suppress(OSError):
+        while inner := _folders(folder):
+            for each in inner:
+                for deeper in _folders(each):
+                    deeper.rename(folder / secrets.token_hex(16))
+                shutil.rmtree(each)
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def _folders(folder: Path) -> list[Path]:
+    """Return the folders in this folder, and let this process change them, whatever mode they were created with."""
+    with os.scandir(folder) as entries:
+        found = [Path(entry) for entry in entries if entry.is_dir(follow_symlinks=False)]
+    for each in found:
+        each.chmod(0o700)
+    return found
 
 
 class Process:
@@ -274,7 +296,7 @@ class Process:
             ready, _, _ = select.select([self._replies], [], [], max(0.0, left))
             if not ready or left <= 0:
                 self._end()
-                raise Ended(f"hangs: it was stopped after {limit_s:g} s")
+                raise Ended(f"hangs: it was stopped after {limit_s:g} s (--limit allows more)")
             part = os.read(self._replies, 1 << 16)
             if not part:
                 raise Ended(self._end())
@@ -304,7 +326,7 @@ class Process:
                 os.close(file)
             for held in {self.memory, self.device_memory}:
                 held.close()
-            shutil.rmtree(self.folder, ignore_errors=True)
+            remove(self.folder)
 
 
 def refuse_where_unsupported() -> None:

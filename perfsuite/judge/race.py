@@ -327,10 +327,11 @@ def _near(a: torch.Tensor, b: torch.Tensor, allowed: float) -> bool:
         a, b = torch.view_as_real(a.resolve_conj()), torch.view_as_real(b.resolve_conj())
     if not b.is_floating_point():
         return same_leaf(a, b)
+    a, b = a.double(), b.double()
     finite = b.isfinite()
     if not torch.equal(finite, a.isfinite()) or not same_leaf(a[~finite], b[~finite]):
         return False
-    x, y = a[finite].double(), b[finite].double()
+    x, y = a[finite], b[finite]
     return float((x - y).norm()) <= allowed * float(y.norm())
 
 

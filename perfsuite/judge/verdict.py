@@ -18,7 +18,7 @@ from perfsuite import convolutions
 from perfsuite.errors import NotEquivalent, PerfsuiteError, printable
 from perfsuite.exit_codes import CODE_AT_FAULT, GREEN, UNDECIDED
 from perfsuite.judge import problem as problems
-from perfsuite.judge.process import Ended, Nursery, refuse_where_unsupported
+from perfsuite.judge.process import Ended, Nursery, refuse_where_unsupported, shortened
 from perfsuite.judge.race import UNCERTAIN, Ratio, Times, Unusable, race
 from perfsuite.judge.trial import Served, prove
 
@@ -30,6 +30,7 @@ RIVALS = {
 }
 OTHERWISE = {"compile": "; --no-compile times without it"}
 OTHER_NAMES = "; its parameters have other names than the reference's, so that both were built from one seed"
+NOT_VARIED = "its parameters have other names than the reference's, so whether it uses {} (0 or 1) was not tested"
 FASTER = 1.05
 """Least speedup of a candidate that computes with the reference's own operations; below it, the candidate counts as a
 copy of the reference."""
@@ -73,6 +74,9 @@ class Verdict:
     borrowed: str = ""
     """The PyTorch operations of the reference, if the candidate also runs all of them."""
     same_parameters: bool = True
+    not_tested: list[str] = field(default_factory=list)
+    """The reference's parameters and buffers of which a candidate with other names may make no use: scales of 1 and
+    biases of 0."""
     not_confined: list[str] = field(default_factory=list)
     """The restrictions that this machine cannot enforce on the candidate."""
 
@@ -157,6 +161,7 @@ def _prove(
         verdict.not_confined, verdict.same_parameters = served.process.lacking, served.same_parameters
         if not served.same_parameters:
             served.problem = problem  # it was built from the seed
+            verdict.not_tested = problem.neutral
         proof = prove(served.problem, served)
         verdict.draws, verdict.worst, verdict.borrowed = proof.draws, proof.worst, proof.borrowed
     except (Ended, NotEquivalent) as error:
@@ -220,7 +225,8 @@ def _decide(times: Times, verdict: Verdict, options: Options) -> None:
         verdict.status, verdict.message = Status.NOT_EQUIVALENT, f"{borrowed}, and is no faster"
     elif verdict.speedup.low >= asked:
         verdict.status = Status.PASS
-        verdict.message = borrowed if verdict.borrowed else ""
+        untested = NOT_VARIED.format(", ".join(verdict.not_tested)) if verdict.not_tested else ""
+        verdict.message = "; ".join(filter(None, [borrowed if verdict.borrowed else "", shortened(untested)]))
     elif verdict.speedup.high < options.least:
         verdict.status = Status.TOO_SLOW
         verdict.message = (

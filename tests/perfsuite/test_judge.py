@@ -11,6 +11,7 @@ import sys
 import tempfile
 import textwrap
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,13 +24,16 @@ from scale import FULLY
 from perfsuite.cli import main
 from perfsuite.errors import NotEquivalent, PerfsuiteError, printable
 from perfsuite.exit_codes import CODE_AT_FAULT, GREEN
-from perfsuite.judge import child, problem, process, race
+from perfsuite.judge import causes, child, problem, process, race
 from perfsuite.judge import verdict as verdicts
+from perfsuite.judge.causes import Causes
 from perfsuite.judge.memory import HostMemory
 from perfsuite.judge.process import Nursery
-from perfsuite.judge.trial import Proof, Served, prove
+from perfsuite.judge.trial import Proof, Served, prove, truth_of
 from perfsuite.judge.verdict import Status
+from perfsuite.records import InputCase
 from perfsuite.tensor_values import BOUNDED_REGIMES
+from perfsuite.truths import Truth
 
 REFERENCE = """
     import torch
@@ -737,6 +741,27 @@ def test_the_command_says_it_for_people_and_for_machines(reference: Path) -> Non
             WITH.format("self.register_buffer('row', torch.rand(1).expand(4))", "x * self.row"),
             "row of Model is an expanded tensor, into which no value can be loaded; register a copy",
         ),
+        (OF_ONE.format("x.to_sparse()", ""), "returns a sparse, nested or quantized tensor, and only dense ones"),
+        (
+            OF_ONE.format("x.to_dense()", "def get_inputs(): return [torch.eye(4).to_sparse()]"),
+            "get_inputs() returns a sparse or nested tensor, and only dense inputs are drawn",
+        ),
+        (
+            WITH.format("self.lazy = torch.nn.LazyLinear(4)", "self.lazy(x)"),
+            "lazy.weight of Model has no shape before the first call; give its layer the sizes",
+        ),
+        (
+            OF_ONE.format("x.exp()", "def get_init_inputs(): return [lambda: 0]"),
+            "get_init_inputs() returns what no candidate can get: ",
+        ),
+        (
+            OF_ONE.format("x.exp()", "class Config: pass\ndef get_init_inputs(): return [{'config': Config()}]"),
+            "get_init_inputs() returns what no candidate can get: ",
+        ),
+        (
+            OF_ONE.format("x.exp()", "class Config: pass\ndef get_inputs(): return [torch.rand(4), Config()]"),
+            "get_inputs() returns what no candidate can get: ",
+        ),
         (
             OF_ONE.format("x.real", "def get_inputs(): return [torch.randn(4, dtype=torch.complex64)]"),
             "get_inputs() returns a tensor of complex64, and only real inputs are drawn",
@@ -857,6 +882,9 @@ def test_a_timed_answer_may_differ_by_rounding_alone() -> None:
     assert not race._near(right * (1 + 1e-5), right, 1e-6)
     assert not race._near(torch.tensor([1.0, float("inf"), 0.0]), right, 1e-6)
     assert not race._near(torch.tensor([1]), torch.tensor([2]), 1.0)
+    few, others = (torch.tensor(values).to(torch.float8_e4m3fn) for values in ([1.0, 2.0], [2.0, 1.0]))
+    assert race._near(few, few, 1e-6)
+    assert not race._near(others, few, 1e-6)
 
 
 def test_each_kind_of_values_is_drawn(reference: Path) -> None:
@@ -1006,6 +1034,26 @@ def test_a_wrong_number_is_not_said_to_be_constant(nursery: Nursery, reference: 
     assert "does not read its inputs" not in str(raised.value)
 
 
+def test_an_answer_is_not_said_to_be_constant_where_the_truth_is(reference: Path) -> None:
+    reference.write_text(OF_ONE.format("x.argmax(1)", ""))
+    loaded = problem.load(reference, "cpu", 0)
+    case = replace(loaded.cases(1, 0)[0], inputs={"x0": InputCase(layout="contiguous", regime="zeros")})
+    truth = truth_of(loaded, case, {"x0": torch.zeros(3, 4)})
+    assert isinstance(truth, Truth)
+    assert "does not read its inputs" not in Causes(loaded.pair).of(truth, [torch.full((3,), 3)])
+    truth = truth_of(loaded, case, {"x0": torch.eye(3, 4)})
+    assert isinstance(truth, Truth)
+    assert "does not read its inputs" in Causes(loaded.pair).of(truth, [torch.full((3,), 3)])
+
+
+def test_answers_have_digests_whatever_views_they_are() -> None:
+    spectrum = torch.fft.fft(torch.arange(16.0))
+    assert causes._digest([spectrum.conj()]) == causes._digest([spectrum.conj().resolve_conj()])
+    negative = spectrum.conj().imag
+    assert negative.is_neg()
+    assert causes._digest([negative]) == causes._digest([negative.resolve_neg()])
+
+
 def test_arguments_arrive_with_their_types_and_keys() -> None:
     memory = HostMemory()
     given = {0: torch.rand(2), (1, "a"): [torch.rand(3), (4, None)], "size": torch.Size([2, 3])}
@@ -1095,6 +1143,37 @@ def test_an_interruption_ends_the_candidates_that_wait_to_be_timed(
     with pytest.raises(KeyboardInterrupt):
         verdicts.judge(reference, [bad, good], options, interrupted, nursery)
     assert not list(folders.iterdir())
+
+
+def test_a_folder_is_removed_however_deeply_its_subfolders_are_nested(tmp_path: Path) -> None:
+    folder = tmp_path / "folder"
+    (folder / "beside").mkdir(parents=True)
+    (folder / "beside" / "file").touch()
+    (folder / "link").symlink_to(tmp_path)
+    (folder / "closed").mkdir(mode=0)
+    at = os.open(folder, os.O_RDONLY)
+    for _ in range(2 * sys.getrecursionlimit()):
+        os.mkdir("deeper", dir_fd=at)
+        inner = os.open("deeper", os.O_RDONLY, dir_fd=at)
+        os.close(at)
+        at = inner
+    os.close(at)
+    process.remove(folder)
+    assert not folder.exists()
+    assert tmp_path.exists()
+
+
+def test_a_pass_with_other_names_says_which_weights_were_not_tested(reference: Path) -> None:
+    reference.write_text(
+        WITH.format("self.norm = torch.nn.LayerNorm(4)", "torch.stack([self.norm(row) for row in x]) * self.weight")
+    )
+    loaded = problem.load(reference, "cpu", 0)
+    assert loaded.neutral == ["norm.weight", "norm.bias"]
+    found = verdicts.Verdict(candidate="a.py", not_tested=loaded.neutral)
+    times = race.Times(rounds=8, calls=1, seconds={"candidate": 1.0}, ratios={"reference": race.Ratio(2, 2, 2)})
+    verdicts._decide(times, found, verdicts.Options(device="cpu"))
+    assert found.status is Status.PASS
+    assert "whether it uses norm.weight, norm.bias (0 or 1) was not tested" in found.message
 
 
 def test_a_nursery_that_has_ended_is_one_line(
