@@ -54,7 +54,7 @@ def _audit(event: str, arguments: tuple[Any, ...]) -> None:
     if event == "ctypes.dlopen":
         if os.sep in name and (opener := _opener(sys._getframe(1))):
             _add("libraries", (opener, os.path.abspath(name)))
-    elif str(arguments[1] or "r").startswith(("w", "a", "x")):
+    elif str(arguments[1] or "r").startswith(("w", "a", "x")) or arguments[2] & os.O_ACCMODE == os.O_WRONLY:
         return
     elif not name.endswith(".py"):
         _add("paths", os.path.abspath(name))

@@ -13,7 +13,7 @@ from scratch import Project, times
 from test_fail_closed import OTHER, SCALE
 
 from perfsuite import exit_codes, progress
-from perfsuite.modes.paired import OUT_OF_MEMORY
+from perfsuite.faults import OUT_OF_MEMORY
 from perfsuite.records import Status
 from perfsuite.tasks import Failure
 

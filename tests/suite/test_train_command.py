@@ -12,6 +12,7 @@ import pytest
 from click.testing import CliRunner, Result
 from training import ROOT, SMALL, environment, started
 
+from perfsuite import exit_codes
 from perfsuite.cli import main
 from perfsuite.errors import PerfsuiteError
 from suite import trainers
@@ -100,7 +101,7 @@ def test_a_wheel_does_not_provide_commands_of_the_repository(tmp_path: Path) -> 
     assert "doctor" in help_.stdout
     assert "teach" not in help_.stdout
     asked = perfsuite(site, "teach", "me", "--anything")
-    assert (asked.returncode, asked.stdout) == (1, "")
+    assert (asked.returncode, asked.stdout) == (exit_codes.COULD_NOT_BEGIN, "")
     assert asked.stderr.startswith(
         "Error: command 'teach' needs the package 'others', which perfsuite does not install"
     )
