@@ -17,12 +17,12 @@ import torch.distributed as dist
 from perfsuite.errors import PerfsuiteError, first_line
 from suite.launching import GO_ON
 
+RANKS_PER_CORE = 8
+"""Most ranks on a CPU for each core. Each is a process of several hundred megabytes."""
 VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 """Environment variables that torchrun and `perfsuite train --ranks` set for each process."""
 LOST = re.compile(r"connection (closed|reset|refused)|peer|timed ?out|nccl|socket", re.IGNORECASE)
 """Pattern of the errors that a collective raises if another rank has ended."""
-
-
 TAKEN = re.compile(r"EADDRINUSE|address already in use", re.IGNORECASE)
 """Pattern of rank 0's error if another program listens on its port."""
 
@@ -71,13 +71,19 @@ def place() -> Place:
 def device_of(here: Place, name: str | None) -> str | None:
     """Choose the device of a rank: its own GPU, or the CPU. With one rank, return `name`.
 
-    PerfsuiteError if GPUs or NCCL are missing, or `name` gives a single GPU.
+    PerfsuiteError if GPUs or NCCL are missing, if there are too many ranks for the CPU, or if `name` gives a single
+    GPU.
     """
     if here.ranks == 1:
         return name
     if name not in (None, "cpu", "cuda"):
         raise PerfsuiteError(f"--device {name}: each of {here.ranks} ranks has a GPU of its own; name cuda, or cpu")
     if name == "cpu" or (name is None and not torch.cuda.is_available()):
+        cores = os.cpu_count() or 1
+        if here.local >= (most := RANKS_PER_CORE * cores):
+            raise PerfsuiteError(
+                f"{here.ranks} ranks are too many for this machine's {cores} CPU cores; start at most {most}"
+            )
         return "cpu"
     have = torch.cuda.device_count()
     if here.local >= have:

@@ -516,6 +516,15 @@ def test_unusable_gpus_for_ranks_raise_perfsuite_error(monkeypatch, name, gpus, 
         together.device_of(together.Place(rank=1, ranks=2, local=1), name)
 
 
+def test_more_ranks_than_a_cpu_can_run_are_refused(monkeypatch):
+    monkeypatch.setattr(os, "cpu_count", lambda: 2)
+    assert together.device_of(together.Place(rank=15, ranks=16, local=15), "cpu") == "cpu"
+    with pytest.raises(
+        PerfsuiteError, match=r"^3000 ranks are too many for this machine's 2 CPU cores; start at most 16$"
+    ):
+        together.device_of(together.Place(rank=2999, ranks=3000, local=2999), "cpu")
+
+
 def test_different_torch_versions_of_ranks_raise_perfsuite_error(monkeypatch):
     def gathered(every, own):
         every[:] = [own, {**own, "torch": "2.9.0"}]
