@@ -26,7 +26,7 @@ import pytest
 from perfsuite.errors import PairError, PerfsuiteError
 from perfsuite.forks import Command, Forks, finish
 from perfsuite.garbage import uncollected
-from perfsuite.machine import usable_cores
+from perfsuite.host import usable_cores
 from perfsuite.pair import Pair
 from perfsuite.records import InputCase
 from perfsuite.sides import Side, as_side

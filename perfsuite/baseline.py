@@ -10,6 +10,7 @@ from statistics import fmean, median
 from typing import Any
 
 from perfsuite.blocks import process_mean
+from perfsuite.codec import from_json, to_json
 from perfsuite.errors import BaselineError
 from perfsuite.records import (
     OPTIMIZED,
@@ -20,8 +21,6 @@ from perfsuite.records import (
     ProcessGroup,
     PromiseRecord,
     Ran,
-    from_json,
-    to_json,
 )
 
 SIDES = (REFERENCE, OPTIMIZED)

@@ -22,9 +22,10 @@ from pathlib import Path
 from typing import Any
 
 from perfsuite.baseline import SIDES, Baseline, Entry, Process, rounded, significant
+from perfsuite.codec import from_json, to_json
 from perfsuite.errors import BaselineError, PerfsuiteError, printable
 from perfsuite.folders import SCRATCH, own_folder
-from perfsuite.records import Machine, from_json, to_json
+from perfsuite.records import Machine
 
 SCHEMA = 2
 """Version of the file format. In version 2 the digests cover everything that is written. In version 1 they left out

@@ -459,7 +459,7 @@ def table(baseline: str, write: str | None) -> None:
 def doctor(as_json: bool) -> None:
     """Report what this machine can run and what is missing, with a remedy for each."""
     from perfsuite import doctor as examination
-    from perfsuite.records import to_json
+    from perfsuite.codec import to_json
 
     try:
         findings = examination.examine()

@@ -18,12 +18,10 @@ from perfsuite import equivalence, forms, incoming, process_state, relations, si
 from perfsuite import inputs as make
 from perfsuite.cases import case_line
 from perfsuite.errors import NotEquivalent
-from perfsuite.execution import Leaves
+from perfsuite.execution import Leaves, only_tensors
 from perfsuite.integrity.late_work import comes_late
 from perfsuite.pair import Pair
 from perfsuite.records import Case, InputCase
-from perfsuite.remedies import is_of_reference as is_of_reference  # public names of this module, too
-from perfsuite.remedies import remedy_of as remedy_of
 from perfsuite.sides import Side
 from perfsuite.specs import EXPANDED, ConstantSpec, ScalarSpec, TensorSpec, elements
 
@@ -352,7 +350,7 @@ def _unread(trial: _Trial, case: Case) -> Iterator[str]:
     other = replace(case, seed=case.seed ^ 0x1F3D5B7)
     there = trial.produce(other)
     larger, larger_other = (trial.produce(size_search.larger(trial.pair, drawn)) for drawn in (case, other))
-    tensors = [leaf for leaf in _tensors(here) if leaf.numel()]
+    tensors = [leaf for leaf in only_tensors(here) if leaf.numel()]
     if tensors and not any(map(_has_nonzero, (here, there, larger))) and _has_nonzero(truth):
         yield "it returns nothing but zeros"
     # An answer that is constant at sizes of 1, such as a sum of no terms, may depend on the inputs at others.
@@ -368,12 +366,8 @@ def _unread(trial: _Trial, case: Case) -> Iterator[str]:
         )
 
 
-def _tensors(leaves: Leaves) -> list[torch.Tensor]:
-    return [leaf for leaf in leaves.values() if isinstance(leaf, torch.Tensor)]
-
-
 def _has_nonzero(leaves: Leaves) -> bool:
-    return any(bool(t.any()) for t in _tensors(leaves))
+    return any(bool(t.any()) for t in only_tensors(leaves))
 
 
 def _same(a: Any, b: Any) -> bool:

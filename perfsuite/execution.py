@@ -195,6 +195,11 @@ def flatten(value: Any, path: str = "output") -> Iterator[tuple[str, Leaf]]:
         )
 
 
+def only_tensors(leaves: Leaves) -> list[torch.Tensor]:
+    """Return the leaves that are tensors."""
+    return [leaf for leaf in leaves.values() if isinstance(leaf, torch.Tensor)]
+
+
 def copies_of(leaves: Leaves) -> Leaves:
     """Return the leaves with copies of their tensors."""
     return {n: leaf.clone() if isinstance(leaf, torch.Tensor) else leaf for n, leaf in leaves.items()}

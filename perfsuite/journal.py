@@ -10,8 +10,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from perfsuite.codec import from_json, to_json
 from perfsuite.errors import PerfsuiteError
-from perfsuite.records import Alone, Measurement, Proof, Status, from_json, to_json
+from perfsuite.records import Alone, Measurement, Proof, Status
 from perfsuite.tasks import Failure, Outcome, Reported, Task
 
 JOB = "PERFSUITE_JOB"

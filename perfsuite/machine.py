@@ -23,11 +23,7 @@ from typing import Any
 
 from perfsuite import device_nodes
 from perfsuite.errors import MachineError
-from perfsuite.host import as_slug, cpu_info, memory_bytes
-from perfsuite.host import cpu_model as cpu_model  # public names of this module, too
-from perfsuite.host import cpu_slug as cpu_slug
-from perfsuite.host import usable_cores as usable_cores
-from perfsuite.host import used_elsewhere as used_elsewhere
+from perfsuite.host import as_slug, cpu_info, cpu_model, cpu_slug, memory_bytes, usable_cores
 from perfsuite.records import Condition, Machine
 
 # NVML's clocks event reasons. The bits are part of its ABI. They are named here because pynvml renamed the constants.

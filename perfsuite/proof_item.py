@@ -32,6 +32,7 @@ from perfsuite import (
     outside,
     planned,
     proofs,
+    remedies,
     sanitizer,
     truths,
 )
@@ -214,19 +215,19 @@ class ProofItem(pytest.Function):
         except (Exception, SystemExit) as error:
             self.lacked_memory |= faults.lacks_memory(error)
             failure = NotEquivalent(self._raised(error, case), case)
-            if isinstance(error, SystemExit) or not diagnosis.is_of_reference(error):
+            if isinstance(error, SystemExit) or not remedies.is_of_reference(error):
                 raise failure from None
             self.tally.discard(failure)
 
     def _raised(self, error: BaseException, case: Case) -> str:
-        who = REFERENCE if diagnosis.is_of_reference(error) else "optimized side"
+        who = REFERENCE if remedies.is_of_reference(error) else "optimized side"
         frame = users_frame(error)
         where = f" at {_relative(frame.filename)}:{frame.lineno}" if frame is not None else ""
         if faults.lacks_memory(error):
             return f"{self.pair.name}: the {who} runs out of memory{where}: {first_line(error)}"
         sized = who == REFERENCE and not isinstance(error, (TypeError, NameError, AttributeError))
         remedy = "; bound the sizes it is drawn at with sizes= or where=" if sized else ""
-        remedy = diagnosis.remedy_of(error, self.pair, case) or remedy
+        remedy = remedies.remedy_of(error, self.pair, case) or remedy
         if isinstance(error, TypeError) and any(words in str(error) for words in OTHER_PARAMETERS):
             names, of_step = ", ".join(self.pair.inputs), ", ".join(self.pair.step_inputs)
             remedy = f"; a side is called with its inputs by position, in this order: {names}; wrap it if it is not so"

@@ -10,8 +10,6 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-from perfsuite.codec import from_json as from_json  # public names of this module, too
-from perfsuite.codec import to_json as to_json
 from perfsuite.workload import Promises
 
 REFERENCE, OPTIMIZED, ACCEPTED = "reference", "optimized", "accepted"

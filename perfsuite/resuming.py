@@ -8,9 +8,10 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
+from perfsuite.codec import from_json, to_json
 from perfsuite.errors import PerfsuiteError
 from perfsuite.folders import own_folder
-from perfsuite.records import Machine, Measurement, from_json, to_json
+from perfsuite.records import Machine, Measurement
 from perfsuite.revision import State
 from perfsuite.tasks import Outcome
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from perfsuite import machine
+from perfsuite import host
 from perfsuite.clocks import CpuClock, CudaClock
 from perfsuite.errors import MachineError, NoisyError, NotTimed
 from perfsuite.execution import Leaves, flatten
@@ -192,7 +192,7 @@ def floor(
     for attempt in range(FLOOR_ATTEMPTS):
         if took >= FLOOR_SHARE * least_seconds(best, device):
             return best
-        with machine.used_elsewhere() as used:
+        with host.used_elsewhere() as used:
             anew = again()
             took = max(took, seconds())
         best = anew if anew is not None and anew.seconds < best.seconds else best

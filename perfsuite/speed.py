@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 
 from perfsuite import benchmarks
+from perfsuite.codec import to_json
 from perfsuite.errors import PerfsuiteError
 from perfsuite.pair import Pair
-from perfsuite.records import Measurement, PromiseRecord, Verdict, to_json
+from perfsuite.records import Measurement, PromiseRecord, Verdict
 from perfsuite.workload import Workload
 
 CONTROL = "perfsuite-control"

@@ -19,11 +19,12 @@ from pathlib import Path
 from typing import Any
 
 from perfsuite import preload
+from perfsuite.codec import to_json
 from perfsuite.cores import ANY, Cores
 from perfsuite.folders import own_folder
 from perfsuite.forks import Fork
 from perfsuite.journal import WAITS, Job, Lines, outcome_of, verified
-from perfsuite.records import Proof, Status, to_json
+from perfsuite.records import Proof, Status
 from perfsuite.tasks import START_LIMIT_S, Failure, Outcome, Reported, Task
 
 FORGED = (

@@ -18,9 +18,10 @@ from rich.table import Table
 from perfsuite import turns
 from perfsuite.calibration import measure, record
 from perfsuite.calibration.record import BLOCKS, KINDS, ROUNDS, Recording
+from perfsuite.codec import to_json
 from perfsuite.errors import PerfsuiteError
 from perfsuite.machine import measured_devices
-from perfsuite.records import Machine, to_json
+from perfsuite.records import Machine
 from perfsuite.report import terminal, units
 
 OUT = "docs/calibration"

@@ -23,10 +23,11 @@ from perfsuite.calibration.record import (
     rounded,
     side_names,
 )
+from perfsuite.codec import from_json
 from perfsuite.errors import PerfsuiteError
 from perfsuite.journal import Lines
 from perfsuite.machine import package_version
-from perfsuite.records import Machine, from_json
+from perfsuite.records import Machine
 from perfsuite.worker_process import end, start
 from perfsuite.workers import POLL_S
 

@@ -15,8 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from perfsuite.baseline_file import laid_out
+from perfsuite.codec import from_json, to_json
 from perfsuite.errors import PerfsuiteError
-from perfsuite.records import ACCEPTED, OPTIMIZED, REFERENCE, Condition, Machine, from_json, to_json
+from perfsuite.records import ACCEPTED, OPTIMIZED, REFERENCE, Condition, Machine
 from perfsuite.report import files
 
 SCHEMA = 2

@@ -28,10 +28,11 @@ import torch
 from perfsuite.calibration import benched, workloads
 from perfsuite.calibration.record import KindRecord, ToolRun, rounded, side_name, side_names
 from perfsuite.clocks import CpuClock, clock_for
+from perfsuite.codec import from_json, to_json
 from perfsuite.errors import in_one_line
 from perfsuite.orphans import die_with_parent
 from perfsuite.pair import Pair
-from perfsuite.records import ACCEPTED, REFERENCE, Case, Counts, from_json, to_json
+from perfsuite.records import ACCEPTED, REFERENCE, Case, Counts
 from perfsuite.runner import WARMUP_CALLS, Clock, Runner
 from perfsuite.sampling import BLOCKS, ROUNDS, Sampler
 from perfsuite.sides import Side

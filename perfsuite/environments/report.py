@@ -10,10 +10,10 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from perfsuite.codec import to_json
 from perfsuite.environments.interpreter import Interpreter, differences
 from perfsuite.environments.rule import LEAST, LEVEL, Change, Compared
 from perfsuite.progress import name_of
-from perfsuite.records import to_json
 from perfsuite.report import units
 
 SCHEMA = 1

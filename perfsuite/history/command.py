@@ -8,13 +8,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from perfsuite.codec import to_json
 from perfsuite.errors import PerfsuiteError
 from perfsuite.history import choosing, index, page, steps, store, terminal
 from perfsuite.history.index import Index, Listed
 from perfsuite.history.records import Accepted
 from perfsuite.history.series import Point, points
 from perfsuite.history.steps import Step
-from perfsuite.records import to_json
 from perfsuite.report import files
 from perfsuite.report.terminal import console
 

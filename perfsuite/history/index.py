@@ -17,12 +17,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
+from perfsuite.codec import from_json, to_json
 from perfsuite.errors import PerfsuiteError, printable
 from perfsuite.history import accepted, steps, store
 from perfsuite.history.accepted import Version
 from perfsuite.history.records import Accepted, Figures, Run, compact
 from perfsuite.history.steps import Step, Timed
-from perfsuite.records import from_json, to_json
 
 T = TypeVar("T")
 NAME = "history.sqlite"

@@ -9,7 +9,8 @@ from datetime import UTC, datetime
 from typing import Any
 
 from perfsuite.baseline import Entry
-from perfsuite.records import Counts, Machine, Status, to_json
+from perfsuite.codec import to_json
+from perfsuite.records import Counts, Machine, Status
 from perfsuite.report import model, units, workload_rows
 from perfsuite.report.model import RunReport
 from perfsuite.report.workload_rows import Comparison

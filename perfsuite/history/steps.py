@@ -11,8 +11,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from perfsuite.codec import to_json
 from perfsuite.history.records import Figures, Run
-from perfsuite.records import Status, to_json
+from perfsuite.records import Status
 from perfsuite.report import units
 
 RULE = 1

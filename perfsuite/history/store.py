@@ -9,10 +9,10 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from perfsuite.codec import from_json
 from perfsuite.errors import PerfsuiteError, printable
 from perfsuite.folders import SCRATCH
 from perfsuite.history.records import Run, compact
-from perfsuite.records import from_json
 from perfsuite.report import files
 
 SCHEMA = 1

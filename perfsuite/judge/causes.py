@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import torch
 
 from perfsuite import diagnosis
-from perfsuite.execution import Leaves
+from perfsuite.execution import Leaves, only_tensors
 from perfsuite.pair import Pair
 from perfsuite.truths import Truth
 
@@ -28,15 +28,15 @@ class Causes:
     def note(self, truth: Truth, outputs: Sequence[torch.Tensor]) -> None:
         """Remember the candidate's answer to a draw."""
         if len(self.earlier) < MOST_KEPT:
-            self.earlier[_digest(outputs)] = _digest(_tensors(truth.leaves))
+            self.earlier[_digest(outputs)] = _digest(only_tensors(truth.leaves))
 
     def of(self, truth: Truth, outputs: Sequence[torch.Tensor]) -> str:
         """Return a clause that names the likely cause, starting with "; ", or an empty string if none is found."""
-        right = _digest(_tensors(truth.leaves))
+        right = _digest(only_tensors(truth.leaves))
         if self.earlier.get(_digest(outputs), right) != right:
             return "; it is the answer that it gave to other inputs"
         several = [t for t in outputs if t.numel() > 1]
-        if several and all(map(_is_constant, several)) and not all(map(_is_constant, _tensors(truth.leaves))):
+        if several and all(map(_is_constant, several)) and not all(map(_is_constant, only_tensors(truth.leaves))):
             return "; all elements are the same: it does not read its inputs"
         produced: Leaves = dict(zip(truth.reference, outputs, strict=True))
         if words := diagnosis.related(truth, produced):
@@ -44,10 +44,6 @@ class Causes:
         name = diagnosis.precision_of(self.pair, truth, produced, strict_strides=False)
         allowed = " (--tf32 allows TF32)" if name and "TF32" in name and self.pair.precision is None else ""
         return f"; its error is that of {name}{allowed}" if name else ""
-
-
-def _tensors(leaves: Leaves) -> list[torch.Tensor]:
-    return [leaf for leaf in leaves.values() if isinstance(leaf, torch.Tensor)]
 
 
 def _is_constant(tensor: torch.Tensor) -> bool:

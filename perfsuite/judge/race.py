@@ -17,6 +17,7 @@ from perfsuite import equivalence, rule, truths
 from perfsuite import inputs as make
 from perfsuite.cases import workload_case
 from perfsuite.errors import NotEquivalent, PerfsuiteError, in_one_line
+from perfsuite.execution import only_tensors
 from perfsuite.integrity.probe import same_leaf
 from perfsuite.judge.problem import Problem
 from perfsuite.judge.process import Ended
@@ -201,7 +202,7 @@ class _Judge:
         self.rounds = max(FEWEST_ROUNDS, len(self.kinds))
         """Fewest rounds. Each of the first ones also proves one draw of `kinds`."""
         truth = self._first_truth()
-        self.forms = [leaf for leaf in truth.reference.values() if isinstance(leaf, torch.Tensor)]
+        self.forms = only_tensors(truth.reference)
         self.allowed = [
             SLACK
             * math.hypot(
@@ -251,7 +252,7 @@ class _Judge:
         truth = self._truth(seed, values) if proven else ""
         known = None if isinstance(truth, str) else truth
         answer = self.problem.call(values) if known is None else known.reference
-        expected = [leaf for leaf in answer.values() if isinstance(leaf, torch.Tensor)]
+        expected = only_tensors(answer)
         return _Drawn(arguments=self.problem.arguments(values), expected=expected, truth=known)
 
     def prove_untimed(self, side: Served) -> None:

@@ -14,7 +14,7 @@ from perfsuite import equivalence, faults, truths
 from perfsuite import inputs as make
 from perfsuite.cases import workload_case
 from perfsuite.errors import NotEquivalent, PerfsuiteError, in_one_line
-from perfsuite.execution import Leaves
+from perfsuite.execution import Leaves, only_tensors
 from perfsuite.integrity.probe import same_leaf
 from perfsuite.judge.causes import Causes
 from perfsuite.judge.problem import MODEL, Problem
@@ -277,7 +277,7 @@ def _compared(
     truth = truth_of(problem, case, values)
     if isinstance(truth, str):
         return truth
-    forms = _forms(truth)
+    forms = only_tensors(truth.reference)
     arguments = problem.arguments(values)
     _, (first, second) = candidate.call([arguments, arguments], forms, again=True)
     _judge(problem, truth, first, tally, causes, "")
@@ -322,11 +322,6 @@ def _borrowed(problem: Problem, candidate: Served) -> str:
             return ""
         left.remove(step)
     return ", ".join(dict.fromkeys(name for name, _ in own))
-
-
-def _forms(truth: Truth) -> list[torch.Tensor]:
-    found = list(truth.reference.values())
-    return [leaf for leaf in found if isinstance(leaf, torch.Tensor)]
 
 
 def _is_unwritten(output: torch.Tensor) -> bool:

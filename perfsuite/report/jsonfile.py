@@ -6,8 +6,8 @@ import json
 import math
 from pathlib import Path
 
+from perfsuite.codec import from_json, to_json
 from perfsuite.errors import PerfsuiteError, printable
-from perfsuite.records import from_json, to_json
 from perfsuite.report.files import write as write_text
 from perfsuite.report.model import RunReport
 

@@ -289,9 +289,9 @@ def name_of(device: Any) -> str:
     """Return the model name of the GPU, or of the CPU."""
     import torch
 
-    from perfsuite import machine
+    from perfsuite import host
 
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else machine.cpu_model()
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else host.cpu_model()
 
 
 def _seed(seed: int) -> None:

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from perfsuite import machine
+from perfsuite import host
 from perfsuite.errors import PerfsuiteError
 from suite import terminal
 from suite.launching import LAUNCHED
@@ -276,7 +276,7 @@ class _Run:
             "trainer": self.name,
             "window": self.noun,
             "began": datetime.now().astimezone().isoformat(timespec="seconds"),
-            "device": torch.cuda.get_device_name(self.device) if on_gpu else machine.cpu_model(),
+            "device": torch.cuda.get_device_name(self.device) if on_gpu else host.cpu_model(),
             "torch": torch.__version__,
             "cuda": torch.version.cuda,
             "python": platform.python_version(),

@@ -15,8 +15,9 @@ import pytest
 from scale import FULLY, some
 from scratch import ROOT, SMALL, TWO_LINES, Failure, Job, Project, lines_with, times, wait_for
 
+from perfsuite.codec import from_json, to_json
 from perfsuite.journal import JOB
-from perfsuite.records import Status, from_json, to_json
+from perfsuite.records import Status
 from perfsuite.tasks import Task
 
 pytest_plugins = ["pytester"]

@@ -28,9 +28,10 @@ from perfsuite import baseline_file as module
 from perfsuite import estimates, gate
 from perfsuite.baseline import Baseline, Entry, merge
 from perfsuite.baseline_file import load, save, update
+from perfsuite.codec import to_json
 from perfsuite.errors import BaselineError
 from perfsuite.priors import suite_noise
-from perfsuite.records import Measurement, SideRecord, to_json
+from perfsuite.records import Measurement, SideRecord
 
 REAL = ROOT / "baselines/nvidia-h200.json"
 DAMAGED = count(quick=50, full=1000)

@@ -22,9 +22,10 @@ from scratch import OUTER, ROOT
 from perfsuite import cli, estimates, gate, machine, planning, runner, sampling
 from perfsuite.calibration import analysis, command, measure, record, report, resample
 from perfsuite.calibration.record import Recording
+from perfsuite.codec import to_json
 from perfsuite.errors import PerfsuiteError
 from perfsuite.modes import accept, paired
-from perfsuite.records import ACCEPTED, OPTIMIZED, REFERENCE, Status, to_json
+from perfsuite.records import ACCEPTED, OPTIMIZED, REFERENCE, Status
 
 BLOCKS, ROUNDS = 8, 7
 """Blocks and rounds of the recordings here: half the gate's blocks, so that its plan may need more."""

@@ -13,7 +13,8 @@ import pytest
 
 from perfsuite import device_nodes, machine
 from perfsuite.errors import MachineError
-from perfsuite.machine import Monitor, cpu_slug, gpu_slug, has_gpu, identify, reason_names, survey_gpus
+from perfsuite.host import cpu_slug
+from perfsuite.machine import Monitor, gpu_slug, has_gpu, identify, reason_names, survey_gpus
 
 
 class NvmlError(Exception):

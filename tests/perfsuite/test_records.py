@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from scale import count
 
 from perfsuite import records
+from perfsuite.codec import from_json, to_json
 from perfsuite.errors import PerfsuiteError
 from perfsuite.records import (
     Case,
@@ -25,8 +26,6 @@ from perfsuite.records import (
     SideRecord,
     Status,
     Verdict,
-    from_json,
-    to_json,
 )
 
 RECORDS = [kind for kind in vars(records).values() if isinstance(kind, type) and dataclasses.is_dataclass(kind)]

@@ -9,7 +9,20 @@ import pytest
 import torch
 
 import perfsuite
-from perfsuite import Pair, contexts, diagnosis, floats, integers, listof, sampled, scalar, size, tensor, truths
+from perfsuite import (
+    Pair,
+    contexts,
+    diagnosis,
+    floats,
+    integers,
+    listof,
+    remedies,
+    sampled,
+    scalar,
+    size,
+    tensor,
+    truths,
+)
 from perfsuite import inputs as make
 from perfsuite.errors import NotEquivalent
 from perfsuite.integrity import calls
@@ -105,7 +118,7 @@ def of_three_values(generator: torch.Generator, shape: torch.Size, dtype: torch.
 
 
 def test_few_different_errors_name_every_precision_that_explains_them() -> None:
-    """Of 0.05, 0.65 and 0.92 the sigmoid in bfloat16 is so near that float16 would explain the error too."""
+    """The sigmoids of these values in bfloat16 have such small errors that float16 would explain them too."""
 
     def optimized(x: torch.Tensor) -> torch.Tensor:
         return x * x.sigmoid().bfloat16().float()
@@ -270,7 +283,7 @@ def test_no_cause_is_guessed_if_an_output_shares_memory_with_an_input() -> None:
 def test_each_size_of_zero_is_named_if_a_side_raises() -> None:
     pair = Pair(name="p", reference=torch.abs, optimized=torch.abs, inputs={"x": tensor("m", "n")})
     case = Case(dtype="float32", sizes={"m": 0, "n": 0}, inputs={}, seed=0)
-    remedy = diagnosis.remedy_of(IndexError("index 0 is out of bounds"), pair, case)
+    remedy = remedies.remedy_of(IndexError("index 0 is out of bounds"), pair, case)
     assert remedy == "; if it is never called with m=0 or n=0, declare it: tensor(…, least=1)"
 
 
@@ -305,9 +318,9 @@ def test_diagnosis_limits_the_number_of_elements() -> None:
 def test_remedy_declares_the_length_of_a_list_in_sizes() -> None:
     pair = Pair(name="p", reference=torch.abs, optimized=torch.abs, inputs={"params": listof("count", tensor("n"))})
     case = Case(dtype="float32", sizes={"count": 0, "n": 3}, inputs={}, seed=0)
-    remedy = diagnosis.remedy_of(IndexError("list index out of range"), pair, case)
+    remedy = remedies.remedy_of(IndexError("list index out of range"), pair, case)
     assert remedy == '; if it is never called with count=0, declare it: sizes={"count": size(1, …)}'
-    both = diagnosis.remedy_of(IndexError(), pair, replace(case, sizes={"count": 0, "n": 0}))
+    both = remedies.remedy_of(IndexError(), pair, replace(case, sizes={"count": 0, "n": 0}))
     assert both.endswith('count=0 or n=0, declare it: sizes={"count": size(1, …)}, tensor(…, least=1)')
 
 

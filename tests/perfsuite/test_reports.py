@@ -19,6 +19,7 @@ import pytest
 from rich.console import Console
 
 from perfsuite.baseline import entry_from
+from perfsuite.codec import from_json, to_json
 from perfsuite.errors import PerfsuiteError
 from perfsuite.records import (
     CodeChange,
@@ -31,8 +32,6 @@ from perfsuite.records import (
     SideRecord,
     Status,
     Verdict,
-    from_json,
-    to_json,
 )
 from perfsuite.report import (
     Correctness,

@@ -43,11 +43,12 @@ from perfsuite import (
     workload_proof,
 )
 from perfsuite.bench import Bench
+from perfsuite.codec import from_json, to_json
 from perfsuite.errors import NotEquivalent, PairError
 from perfsuite.integrity import late_work
 from perfsuite.measuring import RIVAL_BLOCKS
 from perfsuite.peers import ALONE, Peers
-from perfsuite.records import Condition, Counts, Measurement, Proof, from_json, to_json
+from perfsuite.records import Condition, Counts, Measurement, Proof
 from perfsuite.rule import REPLICAS_UP_TO
 from perfsuite.sampling import BLOCKS, BLOCKS_LEAST, EXTRA_BLOCKS, FEW_BLOCKS, ROUNDS
 from perfsuite.sides import Side

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from perfsuite import machine, scrutiny
+from perfsuite import host, scrutiny
 from perfsuite.clocks import CpuClock, CudaClock
 from perfsuite.errors import NoisyError, NotEquivalent, NotTimed
 from perfsuite.records import Limit
@@ -128,7 +128,7 @@ class Floor:
             yield lambda: others
             self.beside = False
 
-        monkeypatch.setattr(machine, "used_elsewhere", used_elsewhere)
+        monkeypatch.setattr(host, "used_elsewhere", used_elsewhere)
 
     def again(self) -> Limit:
         assert self.beside

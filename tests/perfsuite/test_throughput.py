@@ -13,8 +13,9 @@ from test_gate import ID, accepted, judge, opened, process, runs, verdict
 
 import perfsuite
 from perfsuite import Cost, Pair, PairError, Workload, tensor, throughput
+from perfsuite.codec import from_json, to_json
 from perfsuite.gate import promises_only
-from perfsuite.records import Measurement, PromiseRecord, Status, from_json, to_json
+from perfsuite.records import Measurement, PromiseRecord, Status
 
 DEVICE = "nvidia-h200"
 TOKENS: dict[str, Any] = {"items": 100.0, "unit": "tokens"}
