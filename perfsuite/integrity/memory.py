@@ -188,7 +188,9 @@ def _kept_answers(probe: Probe) -> None:
         for n, leaf in owned.items():
             leaf.copy_(kept[n])  # undo it, so that the next draw finds such a side, too
     if name := next((n for n in changed if not reference_keeps(probe, n, probe.other_case())), ""):
-        raise probe.fault(f"keeps {name} and returns it again: what a caller writes into it comes back; return a copy")
+        raise unwritten(probe) or probe.fault(
+            f"keeps {name} and returns it again: what a caller writes into it comes back; return a copy"
+        )
 
 
 def _has_nan(leaf: Any) -> bool:
@@ -209,9 +211,11 @@ def unwritten_output(probe: Probe) -> None:
     except NotEquivalent as error:
         if not _holds_nan(poisoned) and (drifted := probe.drifted(error)):
             raise drifted from None
-        if _gives(probe, poisoned):
+        with _Zeroed():
+            same = _gives(probe, poisoned)
+        if same:
             raise  # also wrong without poisoned memory
-        with deterministic_algorithms(fill=False):
+        with deterministic_algorithms(fill=False), _Zeroed():
             same = _gives(probe, poisoned)
         if same:
             return  # in deterministic mode a library uses another, less precise algorithm
@@ -347,6 +351,15 @@ class _Guarded(dispatch_modes.OutsideCompiled):
         if isinstance(result, torch.Tensor) and (name in ALLOCATES or name in ALLOCATES_FILLED):
             return _fenced(result, "memory that it allocated", self.fences)
         return result
+
+
+class _Zeroed(dispatch_modes.OutsideCompiled):
+    """Dispatch mode that fills uninitialized memory with zeros. The NaN of freed memory may still be there."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        fresh = isinstance(result, torch.Tensor) and func.overloadpacket.__name__ in ALLOCATES
+        return result.zero_() if fresh else result
 
 
 def poisoned_memory() -> AbstractContextManager[None]:

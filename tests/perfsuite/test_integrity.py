@@ -13,7 +13,7 @@ import torch
 from perfsuite import Pair, equivalence, floats, integrity, listof, rule, sampled, scalar, stateful, tensor, truths
 from perfsuite import inputs as make
 from perfsuite.errors import NotEquivalent, PairError
-from perfsuite.integrity import Probe
+from perfsuite.integrity import Probe, memory
 from perfsuite.records import Case, InputCase
 from perfsuite.rule import FEW, NONE
 from perfsuite.sides import as_side
@@ -398,6 +398,28 @@ def test_uninitialised_memory_is_not_reported_as_shared_state(monkeypatch: pytes
 
     with pytest.raises(NotEquivalent, match="leaves output unwritten, or reads memory it never wrote"):
         integrity.check(pair(stateful(descend), stateful(unlucky), **STATE), CASE, "cpu")
+
+
+def test_uninitialised_memory_is_not_reported_as_a_kept_output() -> None:
+    """Uninitialised memory may hold NaN only in the call after a NaN was written to an output."""
+    calls, last = itertools.count(1), memory.LATER_CALLS + 4
+
+    def unlucky(x: torch.Tensor) -> torch.Tensor:
+        if torch.utils.deterministic.fill_uninitialized_memory and torch.are_deterministic_algorithms_enabled():
+            return torch.empty_like(x)
+        return torch.full_like(x, torch.nan) if next(calls) == last else torch.exp(x)
+
+    with pytest.raises(NotEquivalent, match="leaves output unwritten, or reads memory it never wrote"):
+        integrity.private_buffer(probe(pair(exp_, unlucky)))
+
+
+def test_unwritten_output_is_reported_if_its_memory_holds_nan_already() -> None:
+    def stale(x: torch.Tensor) -> torch.Tensor:
+        out = torch.empty_like(x)
+        return out.fill_(torch.nan) if out.any() else out
+
+    with pytest.raises(NotEquivalent, match="leaves output unwritten, or reads memory it never wrote"):
+        integrity.unwritten_output(probe(pair(exp_, stale)))
 
 
 # --- seams ---------------------------------------------------------------------------------------------------
