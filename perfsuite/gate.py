@@ -167,7 +167,20 @@ def _judge(s: Subject, suite: Suite, accepted: Variance, factor: float, selected
         return Open(processes=further, reason=text, reference=doubtful, likely=likely)
     if not status.green:
         return _say(shown, status, text + unshown + _stored_note(s))
-    if speed is not None and doubtful:
+    if in_doubt := _promise_in_doubt(s, shown, speed, rate):
+        return in_doubt
+    if s.stored and not s.few and (moved := causes.reference_moved(s.entry, s.runs, margin)):
+        return _say(shown, Status.NOISY, moved + _stored_note(s))
+    return _with_cause(s, _say(shown, status, text + _stored_note(s)), speed, margin)
+
+
+def _promise_in_doubt(
+    s: Subject, shown: Verdict, speed: Speedup | None, rate: throughput.Throughput | None
+) -> Verdict | Open | None:
+    """Return None if all promises of speedup and throughput hold; else how many more processes are needed, or the
+    verdict that a promise is missed."""
+    processes = len(s.runs)
+    if speed is not None and not speed.holds:
         enough = RED_PROCESSES if speed.broken else LOOKS[-1]
         if speed.full >= enough or processes >= 2 * LOOKS[-1]:
             return _promise_missed(s, shown, speed)
@@ -177,9 +190,7 @@ def _judge(s: Subject, suite: Suite, accepted: Variance, factor: float, selected
         if processes >= RED_PROCESSES:
             return _throughput_missed(s, shown, rate)
         return Open(processes=1, reason=f"{rate}: the promised {rate.goal} are in doubt")
-    if s.stored and not s.few and (moved := causes.reference_moved(s.entry, s.runs, margin)):
-        return _say(shown, Status.NOISY, moved + _stored_note(s))
-    return _with_cause(s, _say(shown, status, text + _stored_note(s)), speed, margin)
+    return None
 
 
 def _by_speed(s: Subject, slower: Estimate, margin: float, selected: int) -> tuple[Status | None, str]:

@@ -326,33 +326,31 @@ class Pair:
             if workload.name in seen:
                 raise PairError(f"pair {self.name!r} has two workloads called {workload.name!r}; rename one")
             seen.add(workload.name)
-            if workload.repeat > 1 and self.consumes:
-                raise PairError(
-                    f"pair {self.name!r}, workload {workload.name!r}: repeat={workload.repeat} calls it again on "
-                    f"inputs that it has used up (consumes=); leave repeat out"
-                )
-            if workload.promises.throughput and (self.cost is None or self.cost.items is None):
-                raise PairError(
-                    f"pair {self.name!r}, workload {workload.name!r}: a throughput is promised, but not what a call "
-                    f'processes; give cost=Cost(items=lambda …: …, unit="tokens")'
-                )
-            for size in sorted(self.symbols & set(workload.sizes)):
-                if not is_whole(value := workload.sizes[size]):
-                    where = f"pair {self.name!r}, workload {workload.name!r}"
-                    raise PairError(f"{where}: {size}={value!r} must be a whole number, 0 or more")
-            unbound = sorted((self.symbols | scalars) - set(workload.sizes))
-            if unbound:
-                what = "input" if unbound[0] in scalars else "size"
-                raise PairError(
-                    f"pair {self.name!r}, workload {workload.name!r}: {what} {unbound[0]!r} has no value; "
-                    f"give {unbound[0]}=… in the workload"
-                )
-            unknown = sorted(set(workload.sizes) - self.symbols - scalars)
-            if unknown:
-                raise PairError(
-                    f"pair {self.name!r}, workload {workload.name!r}: no input has a size {unknown[0]!r}; "
-                    f"the sizes are {', '.join(sorted(self.symbols | scalars))}"
-                )
+            self._validate_workload(workload, scalars)
+
+    def _validate_workload(self, workload: Workload, scalars: set[str]) -> None:
+        where = f"pair {self.name!r}, workload {workload.name!r}"
+        if workload.repeat > 1 and self.consumes:
+            raise PairError(
+                f"{where}: repeat={workload.repeat} calls it again on inputs that it has used up (consumes=); leave "
+                f"repeat out"
+            )
+        if workload.promises.throughput and (self.cost is None or self.cost.items is None):
+            raise PairError(
+                f"{where}: a throughput is promised, but not what a call processes; give cost=Cost(items=lambda …: …, "
+                f'unit="tokens")'
+            )
+        for size in sorted(self.symbols & set(workload.sizes)):
+            if not is_whole(value := workload.sizes[size]):
+                raise PairError(f"{where}: {size}={value!r} must be a whole number, 0 or more")
+        if unbound := sorted((self.symbols | scalars) - set(workload.sizes)):
+            what = "input" if unbound[0] in scalars else "size"
+            raise PairError(f"{where}: {what} {unbound[0]!r} has no value; give {unbound[0]}=… in the workload")
+        if unknown := sorted(set(workload.sizes) - self.symbols - scalars):
+            raise PairError(
+                f"{where}: no input has a size {unknown[0]!r}; the sizes are "
+                f"{', '.join(sorted(self.symbols | scalars))}"
+            )
 
 
 def is_whole(value: object) -> bool:

@@ -219,30 +219,13 @@ def tensor(
     `least=1` none of its sizes is drawn as 0. In a pair with `ranks=`, each process gets an equal part along dimension
     `by_rank`, as in `tensor("ranks * batch", "width", by_rank=0)`. Other inputs are the same in all processes.
     """
-    for dim in dims:
-        if isinstance(dim, str):
-            expressions.names(dim)
-        elif dim < 0:
-            raise PairError(f"tensor: a dimension of {dim}; give 0 or more")
-    if dtype is not None and dtype not in KNOWN_DTYPES:
-        raise PairError(f"tensor: dtype={dtype!r} is not one of {', '.join(KNOWN_DTYPES)}")
-    if dtype is not None and dtype.startswith("complex") and not isinstance(values, Sampled):
-        raise PairError(
-            f"tensor: dtype={dtype!r}, and only real values are drawn: declare the real and the imaginary parts as two "
-            f"inputs, and let both sides join them with torch.complex; or give values=sampled(…), without gradients"
-        )
-    if dtype is not None and isinstance(values, Floats) and not dtype.startswith(("float", "bfloat")):
-        raise PairError(f"tensor: dtype={dtype!r} holds whole numbers; give values=integers(low, high)")
+    _check_dimensions(dims, by_rank)
+    if dtype is not None:
+        _check_dtype(dtype, values)
     if least < 0:
         raise PairError(f"tensor: least={least}; give 0 or more")
     if align < 0 or align & (align - 1):
         raise PairError(f"tensor: align={align} is no power of two; give the bytes that the kernel requires, e.g. 16")
-    place = range(len(dims))
-    if by_rank is not None and not (type(by_rank) is int and by_rank in place and _is_multiple_of_ranks(dims[by_rank])):
-        raise PairError(
-            f"tensor: by_rank={by_rank!r} must be the place of a dimension that is a multiple of the number of ranks, "
-            f'as tensor("ranks * batch", by_rank=0)'
-        )
     unknown = set(layouts or ()) - set(LAYOUTS)
     if unknown:
         raise PairError(f"tensor: unknown layout {sorted(unknown)[0]!r}; choose from {', '.join(LAYOUTS)}")
@@ -259,6 +242,32 @@ def tensor(
         least=least,
         by_rank=by_rank,
     )
+
+
+def _check_dimensions(dims: Sequence[Dim], by_rank: int | None) -> None:
+    for dim in dims:
+        if isinstance(dim, str):
+            expressions.names(dim)
+        elif dim < 0:
+            raise PairError(f"tensor: a dimension of {dim}; give 0 or more")
+    place = range(len(dims))
+    if by_rank is not None and not (type(by_rank) is int and by_rank in place and _is_multiple_of_ranks(dims[by_rank])):
+        raise PairError(
+            f"tensor: by_rank={by_rank!r} must be the place of a dimension that is a multiple of the number of ranks, "
+            f'as tensor("ranks * batch", by_rank=0)'
+        )
+
+
+def _check_dtype(dtype: str, values: Values | None) -> None:
+    if dtype not in KNOWN_DTYPES:
+        raise PairError(f"tensor: dtype={dtype!r} is not one of {', '.join(KNOWN_DTYPES)}")
+    if dtype.startswith("complex") and not isinstance(values, Sampled):
+        raise PairError(
+            f"tensor: dtype={dtype!r}, and only real values are drawn: declare the real and the imaginary parts as two "
+            f"inputs, and let both sides join them with torch.complex; or give values=sampled(…), without gradients"
+        )
+    if isinstance(values, Floats) and not dtype.startswith(("float", "bfloat")):
+        raise PairError(f"tensor: dtype={dtype!r} holds whole numbers; give values=integers(low, high)")
 
 
 def _is_multiple_of_ranks(dim: Dim) -> bool:

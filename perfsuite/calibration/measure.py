@@ -215,22 +215,27 @@ class _Gathered:
         elif name == "kind":
             self.kinds[event["kind"]] = from_json(KindRecord, event["record"])
         elif name == "run":
-            kind = self.kinds[event["kind"]]
-            run = {event["side"]: from_json(ToolRun, event["run"])}
-            if event["tool"] == "benchmark":
-                kind = replace(kind, benchmark={**kind.benchmark, **run})
-            else:
-                kind = replace(kind, do_bench={**kind.do_bench, **run})
-            self.kinds[event["kind"]] = kind
+            self._add_run(event)
         elif name == "failed":
-            failure = f"{event['what']}: {event['why']}"
-            self.failures.append(failure)
-            if failure not in self.measuring.left_out:
-                self.measuring.left_out.append(failure)
+            self._add_failure(f"{event['what']}: {event['why']}")
         elif name == "done":
             self.done = True
         elif name == "hung":
             self.hung = True
+
+    def _add_run(self, event: Mapping[str, Any]) -> None:
+        kind = self.kinds[event["kind"]]
+        run = {event["side"]: from_json(ToolRun, event["run"])}
+        if event["tool"] == "benchmark":
+            kind = replace(kind, benchmark={**kind.benchmark, **run})
+        else:
+            kind = replace(kind, do_bench={**kind.do_bench, **run})
+        self.kinds[event["kind"]] = kind
+
+    def _add_failure(self, failure: str) -> None:
+        self.failures.append(failure)
+        if failure not in self.measuring.left_out:
+            self.measuring.left_out.append(failure)
 
     def record(self) -> ProcessRecord:
         return ProcessRecord(

@@ -56,23 +56,10 @@ def hold(
     reference_first |= reference_may_refuse or (known is None and eps is not None)
     if not reference_first and attempt.is_right(known or functools.partial(probe.truth, None)):
         return
-    reference = as_side(probe.pair.reference)
     try:
-        try:
-            expected = call_in(probe, reference, way)
-        except Exception:
-            if not reference_may_refuse:
-                raise
-        else:
-            if reference_may_refuse and known is not None and not _is_right(probe, known, expected):
-                return
+        known = _known_in(probe, way, known, eps=eps, reference_may_refuse=reference_may_refuse)
         if known is None:
-            if eps is None and _is_plain(probe, expected):
-                known = functools.partial(probe.truth, None)
-            else:
-                known = truths.by_replicas(
-                    probe.pair, probe.case, probe.device, gradients=False, home=probe.home, eps=eps, way=way
-                )
+            return
         known(NONE)
     except Discard:
         return
@@ -87,6 +74,26 @@ def hold(
             return
         raise probe.fault(f"raises {error_name(error)} {words}, where the reference does not") from None
     judge(probe, known, produced, words)
+
+
+def _known_in(
+    probe: Probe, way: Way, known: Known | None, *, eps: float | None, reference_may_refuse: bool
+) -> Known | None:
+    """Return the truth of a call in this way, after a call of the reference; None if the reference itself is not right
+    there. Raise what the reference raises, except if it may refuse."""
+    try:
+        expected = call_in(probe, as_side(probe.pair.reference), way)
+    except Exception:
+        if not reference_may_refuse:
+            raise
+    else:
+        if reference_may_refuse and known is not None and not _is_right(probe, known, expected):
+            return None
+    if known is not None:
+        return known
+    if eps is None and _is_plain(probe, expected):
+        return functools.partial(probe.truth, None)
+    return truths.by_replicas(probe.pair, probe.case, probe.device, gradients=False, home=probe.home, eps=eps, way=way)
 
 
 class _Attempt:
