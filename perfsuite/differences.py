@@ -86,7 +86,7 @@ def rms(leaf: Leaf) -> float:
 def rms_of(tensor: torch.Tensor, norm: float) -> float:
     """Return the `rms` of a tensor with this 2-norm. Its elements are read only if the norm is not enough."""
     if SMALL_NORM < norm < LARGE_NORM:
-        return norm / math.sqrt(tensor.numel())
+        return norm / math.sqrt(_real(tensor.detach()).numel())
     values = as_double(tensor)
     if not values.any():
         return 0.0

@@ -172,10 +172,8 @@ def _is_differentiable(spec: Any) -> bool:
     if isinstance(spec, ModuleSpec):
         return True
     leaf = tensor_spec(spec)
-    floating = ("float", "bfloat")
-    return (
-        isinstance(leaf, TensorSpec) and leaf.differentiable and (leaf.dtype is None or leaf.dtype.startswith(floating))
-    )
+    kinds = ("float", "bfloat", "complex")
+    return isinstance(leaf, TensorSpec) and leaf.differentiable and (leaf.dtype is None or leaf.dtype.startswith(kinds))
 
 
 def flatten(value: Any, path: str = "output") -> Iterator[tuple[str, Leaf]]:
@@ -217,7 +215,7 @@ def require_gradients(pair: Pair, inputs: Mapping[str, Any]) -> dict[str, torch.
     marked: dict[str, torch.Tensor] = {}
     for name in differentiable(pair):
         for path, tensor in make.tensors_in(inputs[name], name, buffers=False):
-            if tensor.is_floating_point():
+            if tensor.is_floating_point() or tensor.is_complex():
                 marked[path] = tensor.requires_grad_()
     return marked
 

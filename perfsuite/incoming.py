@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 import random
@@ -125,11 +126,15 @@ def for_outputs(
     for name, output in outputs.items():
         large = output.numel() > DRAW_ON_DEVICE
         source = output.device.type if large else "cpu"
-        generator = generator_for(seed, f"incoming {name}", source)
-        values = torch.randn(output.shape, generator=generator, device=source, dtype=torch.float32)
-        if dtype is not None:
-            values = values.to(dtype_of(dtype))
+        draw = functools.partial(_normal, output.shape, generator_for(seed, f"incoming {name}", source), dtype)
+        values = torch.complex(draw(), draw()) if output.is_complex() else draw()
         made = KINDS[kind](values.to(device=output.device, dtype=output.dtype))
         alike = (w for w in weights if (w.shape, w.dtype, w.device) == (made.shape, made.dtype, made.device))
         weights.append(next(alike, made) if kind == SHARED else made)
     return weights
+
+
+def _normal(shape: torch.Size, generator: torch.Generator, dtype: str | None) -> torch.Tensor:
+    """Return normal values in float32, rounded to `dtype`."""
+    values = torch.randn(shape, generator=generator, device=generator.device, dtype=torch.float32)
+    return values if dtype is None else values.to(dtype_of(dtype)).float()

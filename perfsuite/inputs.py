@@ -180,7 +180,10 @@ def _module(spec: ModuleSpec, name: str, case: Case, device: str) -> torch.nn.Mo
         _seed(seed_for(case.seed, name))
         built = spec.build(**accepted(spec.build, case.sizes))
         modules.vary_constants(built)
-    return built.to(device=device, dtype=dtype_of(case.dtype))
+    dtype = dtype_of(case.dtype)
+    # Not built.to, which would make complex parameters real.
+    built._apply(lambda tensor: tensor.to(device, dtype if tensor.is_floating_point() else None))
+    return built
 
 
 def _seed(seed: int) -> None:
@@ -303,19 +306,27 @@ def _copy_tensor(target: torch.Tensor, values: torch.Tensor) -> None:
 
 
 def upcast(value: Any) -> Any:
-    """Return floating-point tensors in float64, in new memory, and copies of everything else."""
-    return map_tensors(
-        value, lambda t: t.detach().to(torch.float64, copy=True) if t.is_floating_point() else _clone_tensor(t)
-    )
+    """Return floating-point tensors in float64 and complex ones in complex128, in new memory, and copies of everything
+    else."""
+
+    def doubled(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.is_floating_point() or tensor.is_complex():
+            return tensor.detach().to(torch.complex128 if tensor.is_complex() else torch.float64, copy=True)
+        return _clone_tensor(tensor)
+
+    return map_tensors(value, doubled)
 
 
 def jitter(pair: Pair, values: Mapping[str, Any], seed: int, name: str, eps: float) -> dict[str, Any]:
     """Return the inputs with random relative changes up to `eps`, within their declared bounds.
 
-    Subnormal numbers have the spacing of the smallest normal number, so they change by up to `eps` times that.
+    Subnormal numbers have the spacing of the smallest normal number, so they change by up to `eps` times that. The real
+    and the imaginary part of a complex number change independently.
     """
 
     def moved(spec: Any, generator: torch.Generator, tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.is_complex():
+            return torch.complex(moved(spec, generator, tensor.real), moved(spec, generator, tensor.imag))
         if not tensor.is_floating_point():
             return _clone_tensor(tensor)
         work = torch.float64 if tensor.dtype == torch.float64 else torch.float32

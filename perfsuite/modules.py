@@ -107,9 +107,9 @@ def vary_constants(built: Any) -> None:
 
 
 def _vary(tensor: Any) -> None:
-    """Change each floating-point element of the tensor a little, in place, by torch's random numbers."""
+    """Change each floating-point or complex element of the tensor a little, in place, by torch's random numbers."""
     torch: Any = sys.modules["torch"]
-    if tensor.is_floating_point():
+    if tensor.is_floating_point() or tensor.is_complex():
         noise = VARIED * (2 * torch.rand(tensor.shape).to(tensor) - 1)
         # A weight that is zero at first, such as a bias, would stay zero, so that a side could ignore it.
         tensor.mul_(1 + noise) if tensor.any() else tensor.add_(noise)

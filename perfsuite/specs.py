@@ -264,7 +264,7 @@ def _check_dtype(dtype: str, values: Values | None) -> None:
     if dtype.startswith("complex") and not isinstance(values, Sampled):
         raise PairError(
             f"tensor: dtype={dtype!r}, and only real values are drawn: declare the real and the imaginary parts as two "
-            f"inputs, and let both sides join them with torch.complex; or give values=sampled(…), without gradients"
+            f"inputs, and let both sides join them with torch.complex; or give values=sampled(…)"
         )
     if isinstance(values, Floats) and not dtype.startswith(("float", "bfloat")):
         raise PairError(f"tensor: dtype={dtype!r} holds whole numbers; give values=integers(low, high)")

@@ -556,9 +556,9 @@ def _check_reference(pair: Pair, own: Leaves, truth: Leaves, doubles: tuple[Doub
 
 
 def _norms_of_floats(inputs: Mapping[str, Any]) -> dict[str, tuple[torch.Tensor, float]]:
-    """Return path → (tensor, its 2-norm) for each floating-point tensor in the inputs."""
+    """Return path → (tensor, its 2-norm) for each floating-point or complex tensor in the inputs."""
     every = (tensor for name, value in inputs.items() for tensor in make.tensors_in(value, name))
-    floats = {path: tensor for path, tensor in every if tensor.is_floating_point()}
+    floats = {path: tensor for path, tensor in every if tensor.is_floating_point() or tensor.is_complex()}
     return dict(zip(floats, zip(floats.values(), differences.norms(floats.values()), strict=True), strict=True))
 
 
@@ -566,7 +566,10 @@ def _undefined(norms: Mapping[str, tuple[torch.Tensor, float]]) -> dict[str, tor
     found = {}
     for path, (tensor, norm) in norms.items():
         if math.isnan(norm):
-            found[f"gradient of {path}"] = found[f"second derivative of {path}"] = tensor.detach().isnan()
+            mask = tensor.detach().isnan()
+            if tensor.is_complex():  # for both parts
+                mask = mask.unsqueeze(-1).expand(*mask.shape, 2)
+            found[f"gradient of {path}"] = found[f"second derivative of {path}"] = mask
     return found
 
 

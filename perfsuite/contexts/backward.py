@@ -365,7 +365,7 @@ def changed_before_backward(probe: Probe) -> None:
             inputs = {name: value for name, value in values.items() if name not in pair.changed}
             written = inputs if what == "inputs" else leaves
             for _, tensor in make.tensors_in({n: v for n, v in written.items() if n not in shared}):
-                if tensor.is_floating_point() and not overlaps(tensor):
+                if (tensor.is_floating_point() or tensor.is_complex()) and not overlaps(tensor):
                     tensor.detach().add_(1)
             return gradients_of(kept, outputs, marked, weights)
 

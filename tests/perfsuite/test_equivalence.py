@@ -962,6 +962,75 @@ def test_complex_outputs_and_their_gradients_are_compared(seed: int) -> None:
     rejected(frozen, "gradient of t", case_of(n=16, seed=seed), gradients=True)
 
 
+def _complex_normal(generator: torch.Generator, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    return torch.randn(shape, generator=generator, dtype=dtype)
+
+
+def _product(of_gradient: Call) -> Call:
+    """Return the product of two complex tensors whose backward pass multiplies of_gradient(incoming, factor)."""
+
+    class Product(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+            ctx.save_for_backward(x, y)
+            return x * y
+
+        @staticmethod
+        def backward(ctx: Any, g: torch.Tensor) -> Any:
+            x, y = ctx.saved_tensors
+            return of_gradient(g, y), of_gradient(g, x)
+
+    return lambda x, y: Product.apply(x, y)
+
+
+def test_gradients_of_complex_inputs_are_compared() -> None:
+    normal = tensor("n", dtype="complex64", values=sampled(_complex_normal))
+    pair = pair_of(lambda x, y: x * y, None, {"x": normal, "y": normal})
+    right = _product(lambda g, factor: g * factor.conj())
+    turned = _product(lambda g, factor: g * factor)
+    real_alone = _product(lambda g, factor: g.real * factor.conj())  # right where the incoming gradients are real
+    case = case_of(n=9)
+    for seed in range(len(incoming.DRAWN)):
+        check(replace(pair, optimized=right), replace(case, seed=seed), gradients=True)
+    for wrong in (turned, real_alone):
+        check(replace(pair, optimized=wrong), case)
+        rejected(replace(pair, optimized=wrong), "gradient of x of the optimized side is wrong", case, gradients=True)
+    frozen = {name: replace(normal, differentiable=False) for name in pair.inputs}
+    check(replace(pair, optimized=turned, inputs=frozen), case, gradients=True)
+
+
+def test_gradients_are_not_compared_where_a_complex_input_is_nan() -> None:
+    def holed(generator: torch.Generator, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        made = _complex_normal(generator, shape, dtype)
+        made[::3] = complex(math.nan, 1.0)
+        return made
+
+    inputs = {"x": tensor("n", dtype="complex64", values=sampled(holed))}
+    same = pair_of(lambda x: x * x.conj(), lambda x: x * x.conj() * 1.0, inputs)
+    truth = truths.establish(same, case_of(n=7), "cpu", gradients=True)
+    assert truth.undefined["gradient of x"].tolist() == [[number % 3 == 0] * 2 for number in range(7)]
+    check(same, case_of(n=7), gradients=True)
+
+
+def test_gradients_of_complex_parameters_are_compared() -> None:
+    class Layer(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.randn(3, 4, dtype=torch.complex64))
+            self.bias = torch.nn.Parameter(torch.zeros(4, dtype=torch.complex64))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x.to(self.weight.dtype) @ self.weight + self.bias
+
+    inputs = {"layer": module(Layer), "x": tensor("m", 3, values=FINITE)}
+    same = pair_of(lambda net, x: net(x), lambda net, x: net.bias + x.to(net.weight.dtype) @ net.weight, inputs)
+    check(same, case_of(m=4), gradients=True)
+    turned = replace(same, optimized=lambda net, x: net(x).conj().resolve_conj())
+    rejected(turned, "output of the optimized side is wrong", case_of(m=4))
+    frozen = replace(same, optimized=lambda net, x: x.to(net.weight.dtype) @ net.weight + net.bias.detach())
+    rejected(frozen, "gradient of layer.bias of the optimized side is None", case_of(m=4), gradients=True)
+
+
 def test_gradient_of_zeros_equals_a_missing_gradient() -> None:
     inputs = {"a": tensor("n"), "b": tensor("n")}
     pair = pair_of(lambda a, b: a * 1, lambda a, b: a + (b - b.detach()) * 0, inputs)

@@ -340,6 +340,16 @@ def test_shared_incoming_gradients_are_one_tensor() -> None:
     assert not torch.equal(plain[1], first)
 
 
+@pytest.mark.parametrize("dtype", [None, "bfloat16"])
+def test_incoming_gradients_of_complex_outputs_have_two_parts(dtype: str | None) -> None:
+    outputs = {"output": torch.ones(50, dtype=torch.complex64)}
+    (given,) = incoming.for_outputs(outputs, 7, dtype)
+    for part in (given.real, given.imag):
+        assert 0.5 < float(part.std()) < 1.5
+        assert torch.equal(part, part.bfloat16().float()) == (dtype is not None)
+    assert not torch.equal(given.real, given.imag)
+
+
 @pytest.mark.parametrize(("device", "threads", "inside"), [("cuda", 8, 4), ("cuda", 2, 2), ("cpu", 8, 8)])
 def test_few_threads_limits_cpu_threads_for_a_gpu(device: str, threads: int, inside: int) -> None:
     before = torch.get_num_threads()

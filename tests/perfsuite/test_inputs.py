@@ -613,6 +613,18 @@ def test_jitter_moves_values_by_an_ulp_and_differs_by_name() -> None:
     assert torch.equal(make.jitter(of, special, 0, "a", eps)["x"].nan_to_num(5), special["x"].nan_to_num(5))
 
 
+def test_complex_inputs_are_upcast_and_moved_in_both_parts() -> None:
+    x = torch.randn(4, 5, dtype=torch.complex64, generator=torch.Generator().manual_seed(0)).t()
+    wide = make.upcast({"x": x})["x"]
+    assert wide.dtype == torch.complex128
+    assert torch.equal(wide.to(x.dtype), x)
+    moved = make.jitter(pair(inputs={"x": tensor("n", "m")}), {"x": x}, 0, "a", 2.0**-20)["x"]
+    assert moved.stride() == x.stride()
+    for part, before in ((moved.real, x.real), (moved.imag, x.imag)):
+        change = (part / before - 1).abs().max()
+        assert 2.0**-23 < float(change) < 2.0**-19
+
+
 def test_jitter_moves_subnormals_as_much_as_the_smallest_normal_number() -> None:
     of, tiny = pair(inputs={"x": tensor("n")}), torch.finfo(torch.float32).tiny
     x = torch.cat([torch.full((500,), tiny / 16), torch.zeros(4)])
