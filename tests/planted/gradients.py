@@ -69,29 +69,79 @@ def tiny_dropped(time: Time) -> Pair:
     return differentiated(of(lambda g: torch.where(g.abs() < 1e-9, 0.0, g)))
 
 
-@fault(45, "NaN made zero", "gives finite gradients where the incoming ones are NaN", stage="contexts")
+@fault(45, "NaN made zero", "gives a finite gradient of x where the incoming gradients are NaN", stage="contexts")
 def nan_made_zero(time: Time) -> Pair:
     return differentiated(of(lambda g: g.nan_to_num(0.0)))
 
 
-@fault(45, "NaN left out of a sum", "gives finite gradients where the incoming ones are NaN", stage="contexts")
-def nan_left_out(time: Time) -> Pair:
-    def shifted(x: torch.Tensor, shift: torch.Tensor) -> torch.Tensor:
-        return x.sin() + shift
+def shifted(x: torch.Tensor, shift: torch.Tensor) -> torch.Tensor:
+    return x.sin() + shift
 
-    class Shifted(torch.autograd.Function):
+
+SHIFTED: Any = {"inputs": {**INPUTS, "shift": tensor("n", values=floats(-2, 2))}}
+
+
+class Shifted(torch.autograd.Function):
+    """Sine plus a shift, whose gradient `sum_of` computes from the incoming one."""
+
+    sum_of: Any
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, shift: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x)
+        return shifted(x, shift)
+
+    @classmethod
+    @once_differentiable
+    def backward(cls, ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return cls.of_x(gradient) * ctx.saved_tensors[0].cos(), cls.sum_of(gradient)
+
+    @classmethod
+    def of_x(cls, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient
+
+
+@fault(45, "NaN left out of a sum", "gives a finite gradient of x where the incoming gradients", stage="contexts")
+def nan_left_out(time: Time) -> Pair:
+    class LeftOut(Shifted):
+        @classmethod
+        def of_x(cls, gradient: torch.Tensor) -> torch.Tensor:
+            return gradient.where(gradient == gradient, 0.0)
+
+        @classmethod
+        def sum_of(cls, gradient: torch.Tensor) -> torch.Tensor:
+            return gradient.nansum(0)
+
+    return differentiated(LeftOut.apply, shifted, **SHIFTED)
+
+
+@fault(45, "NaN left out of one gradient", "gives a finite gradient of shift where the incoming", stage="contexts")
+def nan_left_out_of_one(time: Time) -> Pair:
+    class LeftOutOfOne(Shifted):
+        @classmethod
+        def sum_of(cls, gradient: torch.Tensor) -> torch.Tensor:
+            return gradient.nansum(0)
+
+    return differentiated(LeftOutOfOne.apply, shifted, **SHIFTED)
+
+
+@honest(45, "zeros as the gradient of an input without effect")
+def zeros_of_one(time: Time) -> Pair:
+    class Normal(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, x: torch.Tensor, shift: torch.Tensor) -> torch.Tensor:
-            ctx.save_for_backward(x)
-            return shifted(x, shift)
+            result = (x + 0.5).softmax(-1)
+            ctx.save_for_backward(result)
+            return result
 
         @staticmethod
         @once_differentiable
         def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-            (x,) = ctx.saved_tensors
-            return (gradient * x.cos()).where(gradient == gradient, 0.0), gradient.nansum(0)
+            (y,) = ctx.saved_tensors
+            return y * (gradient - (gradient * y).sum(-1, keepdim=True)), gradient.new_zeros(())
 
-    return differentiated(Shifted.apply, shifted, inputs={**INPUTS, "shift": tensor("n", values=floats(-2, 2))})
+    inputs = {**INPUTS, "shift": tensor(values=floats(-2, 2))}
+    return differentiated(Normal.apply, lambda x, shift: (x + shift).softmax(-1), inputs=inputs)
 
 
 @honest(45, "a gradient that is masked")
