@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib.metadata
 import importlib.util
 import os
 import subprocess
@@ -23,6 +24,11 @@ dependencies = ["click>=8", "torch>=2.11,<2.14", "rich>=13"]
 [project.optional-dependencies]
 test = ["triton>=3.6; platform_system == 'Linux'", "ruff>=0.9", "pywin32; platform_system == 'Windows'"]
 """
+# Neither pytest.importorskip nor find_spec: once a process has looked for pip, it can no longer import setuptools, and
+# so not torch.utils.cpp_extension.
+NEEDS_PIP = pytest.mark.skipif(
+    not any(True for _ in importlib.metadata.distributions(name="pip")), reason="no pip in this environment"
+)
 
 
 @pytest.fixture
@@ -144,8 +150,8 @@ def test_venv_made_by_another_tool_is_never_cleared(bootstrap: ModuleType, capsy
     assert (bootstrap.VENV / "precious").exists()
 
 
+@NEEDS_PIP
 def test_inspection_finds_missing_packages(bootstrap: ModuleType) -> None:
-    pytest.importorskip("pip")
     done = bootstrap.run([sys.executable, "-c", bootstrap.INSPECT, str(bootstrap.ROOT / "pyproject.toml")])
     assert done.returncode == 0, done.stdout
     found = bootstrap.json.loads(bootstrap.last_line(done.stdout))
@@ -228,8 +234,8 @@ def test_unavailable_optional_package_does_not_prevent_other_installs(
     assert "h5py>=3.11" not in pips[2]
 
 
+@NEEDS_PIP
 def test_inspection_includes_the_train_extra(bootstrap: ModuleType) -> None:
-    pytest.importorskip("pip")
     (bootstrap.ROOT / "pyproject.toml").write_text(PROJECT + 'train = ["no-such-library>=1"]\n')
     done = bootstrap.run([sys.executable, "-c", bootstrap.INSPECT, str(bootstrap.ROOT / "pyproject.toml")])
     found = bootstrap.json.loads(bootstrap.last_line(done.stdout))
@@ -319,3 +325,7 @@ def test_venv_inherits_an_outer_environment_with_torch(bootstrap: ModuleType, tm
     subprocess.run([outer / "bin" / "python", "-c", code, bootstrap.VENV], check=True, env=environment)
     assert bootstrap.inherits_torch(bootstrap.python_of(bootstrap.VENV))
     assert not bootstrap.inherits_torch(outer / "bin" / "python"), "its own"
+
+
+def test_these_tests_do_not_import_pip() -> None:
+    assert "pip" not in sys.modules
