@@ -16,21 +16,29 @@ from perfsuite import modules, process_state
 from perfsuite.integrity.probe import Probe
 from perfsuite.sides import as_side
 
+PROFILES = ("Python's profile function", "the profile function of new threads")
+"""Names of the profile functions among the settings of `process_state`."""
+
 
 def calls_reference(probe: Probe) -> None:
-    """Check that the optimized side does not run the reference."""
+    """Check that the optimized side does not run the reference, and does not leave other profile functions."""
     reference = as_side(probe.pair.reference).call
     if probe.side.call is reference:
         return  # the pair declares openly that both sides are one function, which may be compiled
     function = _function(reference)
     if function is None or _function(probe.side.call) is function:
         return  # a module of the same class is declared openly, too
-    with _watched(function, _structure(reference, function)) as seen:
-        probe.call(probe.drawn())
+    seen, replaced = _call(probe, function, _structure(reference, function))
     if seen:
         raise probe.fault(
             f"calls the reference itself ({seen[0]}); what both sides share on purpose is a function that the "
             f"reference calls, and not the reference"
+        )
+    # This shows only while a profile function is set: a side that sets none leaves what other checks see as unchanged.
+    if replaced and not set(replaced) <= set(_call(probe.of_reference(), function, "")[1]):
+        raise probe.fault(
+            f"replaces {replaced[0]}, which the reference does not: a profiler, or this check, sees nothing more; put "
+            f"it back"
         )
 
 
@@ -60,13 +68,23 @@ def _layers(module: Any) -> str:
     return repr(module).partition("(")[2]
 
 
+def _call(probe: Probe, function: FunctionType, structure: str) -> tuple[list[str], list[str]]:
+    """Call the side of the probe. Return (places from which it calls the function, names of the profile functions that
+    it replaces)."""
+    with _watched(function, structure) as (seen, replaced):
+        probe.call(probe.drawn())
+    return seen, replaced
+
+
 @contextmanager
-def _watched(function: FunctionType, structure: str) -> Iterator[list[str]]:
-    """Collect the places from which the function is called, in this thread and in threads started inside the block.
+def _watched(function: FunctionType, structure: str) -> Iterator[tuple[list[str], list[str]]]:
+    """Collect the places from which the function is called, in this thread and in threads started inside the block, and
+    the names of the profile functions that the block replaces.
 
     structure  layers of the only modules whose calls count; "": all calls count
     """
     seen: list[str] = []
+    replaced: list[str] = []
     code = function.__code__
     held = {}
     for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
@@ -84,11 +102,11 @@ def _watched(function: FunctionType, structure: str) -> Iterator[list[str]]:
         back = frame.f_back
         seen.append(f"{code.co_name}, from line {back.f_lineno} of {back.f_code.co_name}" if back else code.co_name)
 
-    before = sys.getprofile()
+    before = process_state.settings(PROFILES)
     sys.setprofile(watch)
     threading.setprofile(watch)
     try:
-        yield seen
+        yield seen, replaced
     finally:
-        process_state.set_profile(before)
-        threading.setprofile(None)
+        replaced += [name for name, now in process_state.settings(PROFILES).items() if now is not watch]
+        process_state.restore(before, PROFILES)

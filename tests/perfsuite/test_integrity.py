@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import sys
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -495,6 +496,33 @@ def test_ignored_option_is_not_reported_as_a_cached_result() -> None:
         integrity.partial_keys(probe(pair(torch.pow, lambda x, power: x * x, OPTION), WITH_OPTION))
     with pytest.raises(NotEquivalent, match="keeps answers by a part of the values"):
         integrity.partial_keys(probe(pair(torch.pow, kept, OPTION), WITH_OPTION))
+
+
+def test_profile_functions_are_as_before_the_check_for_calls_of_the_reference() -> None:
+    def own(frame: Any, event: str, argument: Any) -> None:
+        return None
+
+    def unprofiled(x: torch.Tensor) -> torch.Tensor:
+        sys.setprofile(None)
+        return x.sin()
+
+    def unprofiled_too(x: torch.Tensor) -> torch.Tensor:
+        sys.setprofile(None)
+        return torch.sin(x)
+
+    before, of_threads = sys.getprofile(), threading.getprofile()
+    threading.setprofile(own)
+    sys.setprofile(own)
+    try:
+        integrity.calls_reference(probe(pair(lambda x: torch.sin(x), torch.sin)))
+        with pytest.raises(NotEquivalent, match="replaces Python's profile function, which the reference does not"):
+            integrity.calls_reference(probe(pair(lambda x: torch.sin(x), unprofiled)))
+        integrity.calls_reference(probe(pair(unprofiled, unprofiled_too)))
+        found = sys.getprofile(), threading.getprofile()
+    finally:
+        sys.setprofile(before)
+        threading.setprofile(of_threads)  # type: ignore[arg-type]  # typeshed has no None
+    assert found == (own, own)
 
 
 def test_output_of_an_unsupported_type_is_a_pair_error() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import sys
 import threading
 from typing import Any
 
@@ -197,6 +198,30 @@ def calls_reference_elsewhere(time: Time) -> Pair:
         worker.start()
         worker.join()
         return out[0]
+
+    return pair(optimized)
+
+
+@fault(21, "a profile function that is removed", "replaces Python's profile function", stage="integrity")
+def removes_profile(time: Time) -> Pair:
+    def optimized(x: torch.Tensor) -> torch.Tensor:
+        sys.setprofile(None)
+        return wave(x.contiguous())
+
+    return pair(optimized)
+
+
+@honest(21, "a profile function that is put back")
+def puts_profile_back(time: Time) -> Pair:
+    def optimized(x: torch.Tensor) -> torch.Tensor:
+        before, of_threads = sys.getprofile(), threading.getprofile()
+        sys.setprofile(None)
+        threading.setprofile(None)
+        try:
+            return fast(x)
+        finally:
+            threading.setprofile(of_threads)  # type: ignore[arg-type]  # typeshed has no None
+            sys.setprofile(before)
 
     return pair(optimized)
 
