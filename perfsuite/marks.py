@@ -1,4 +1,5 @@
-"""List properties of tensors and modules other than their values: requires_grad, training modes and hooks."""
+"""List properties of tensors and modules other than their values: requires_grad, training modes, hooks and tensors with
+several names."""
 
 from __future__ import annotations
 
@@ -8,6 +9,8 @@ from typing import Any
 import torch
 
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+TENSOR = "the tensor under "
+"""Beginning of the description that says whether a parameter or a buffer is one tensor with another."""
 
 
 def of(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
@@ -26,9 +29,18 @@ def of(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
                 yield f"the number of hooks on {inner}", sum(len(getattr(module, hooks)) for hooks in HOOKS)
             for name, parameter in value.named_parameters():
                 yield f"requires_grad of {path}.{name}", parameter.requires_grad
+            for name, first in ties(value, path).items():
+                yield f"{TENSOR}{name}", f"that of {first}" if first != name else "its own"
         case Mapping():
             for key, inner_value in value.items():
                 yield from of(inner_value, f"{path}.{key}" if path else str(key))
         case list() | tuple():
             for number, inner_value in enumerate(value):
                 yield from of(inner_value, f"{path}[{number}]")
+
+
+def ties(module: torch.nn.Module, path: str) -> dict[str, str]:
+    """Return the name of each parameter and buffer of a module → the first name of the same tensor."""
+    every = (*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False))
+    first: dict[int, str] = {}
+    return {f"{path}.{name}": first.setdefault(id(tensor), f"{path}.{name}") for name, tensor in every}

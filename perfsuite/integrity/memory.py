@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.utils import dlpack
 
-from perfsuite import dispatch_modes, execution, forms, truths
+from perfsuite import dispatch_modes, execution, forms, marks, truths
 from perfsuite import inputs as make
 from perfsuite.errors import NotEquivalent
 from perfsuite.execution import Leaves
@@ -66,23 +66,29 @@ def undeclared_mutation(probe: Probe) -> None:
             raise probe.fault(f"writes beside the elements of its input {path}, which it changes in place")
 
 
-def _held(pair: Pair, values: dict[str, Any]) -> dict[str, torch.Tensor]:
-    """Return path → tensor for the inputs that no call may change, without the buffers of modules."""
+def _held(pair: Pair, values: dict[str, Any]) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+    """Return path → tensor for the inputs that no call may change, without the buffers of modules, and which parameters
+    and buffers of these inputs are one tensor."""
     unchanging = {name: value for name, value in values.items() if name not in pair.changed}
-    return {path: t for name, value in unchanging.items() for path, t in make.tensors_in(value, name, buffers=False)}
+    held = {path: t for name, value in unchanging.items() for path, t in make.tensors_in(value, name, buffers=False)}
+    return held, {name: whose for name, whose in marks.of(unchanging) if name.startswith(marks.TENSOR)}
 
 
-def _exchanged(before: dict[str, torch.Tensor], after: dict[str, torch.Tensor]) -> str:
-    """Describe the first tensor that a call has removed, added or replaced. Return "" if the inputs hold the same
-    tensors."""
-    for path in (*before, *after):
-        if path not in after:
+def _exchanged(
+    before: tuple[dict[str, torch.Tensor], dict[str, str]], after: tuple[dict[str, torch.Tensor], dict[str, str]]
+) -> str:
+    """Describe the first tensor that a call has removed, added, replaced, tied or untied. Return "" if the inputs hold
+    the same tensors."""
+    (held, tied), (now, tied_now) = before, after
+    for path in (*held, *now):
+        if path not in now:
             return f"removes {path} from its input, which the caller still has"
-        if path not in before:
+        if path not in held:
             return f"adds {path} to its input, which the caller still has"
-        if before[path] is not after[path]:
+        if held[path] is not now[path]:
             return f"replaces {path} in its input by another tensor; the caller may hold the one before"
-    return ""
+    different = (name for name, whose in tied.items() if tied_now.get(name, whose) != whose)
+    return next((f"changes {name} from {tied[name]} to {tied_now[name]}" for name in different), "")
 
 
 def _reference_exchanges(probe: Probe) -> bool:

@@ -161,6 +161,68 @@ def evaluates(time: Time) -> Pair:
     return pair(Evaluating(), reference=Linear(), inputs=inputs, sizes={"m": size(1, 9)}, workloads=[])
 
 
+class Scale(torch.nn.Module):
+    scale: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("scale", torch.ones(8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.scale
+
+
+class Tied(torch.nn.Module):
+    """Two layers with one buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = Scale(), Scale()
+        self.second.scale = self.first.scale
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        made: torch.Tensor = self.second(self.first(x))
+        return made
+
+
+class Untied(Tied):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.second.scale = self.second.scale.clone()
+        return super().forward(x)
+
+
+def with_one_buffer(optimized: Any, **fields: Any) -> Pair:
+    inputs = {"x": NETWORK["x"], "net": module(Tied)}
+    fields = {"reference": through, "inputs": inputs, "sizes": {"m": size(1, 9)}, "workloads": [], **fields}
+    return pair(optimized, **fields)
+
+
+UNTIES = "changes the tensor under {0}.second.scale from that of {0}.first.scale to its own"
+
+
+@fault(53, "buffers that are no longer one", UNTIES.format("net"), stage="integrity")
+def unties_buffers(time: Time) -> Pair:
+    def optimized(x: torch.Tensor, net: Any) -> torch.Tensor:
+        net.second.scale = net.second.scale.clone()
+        return through(x, net)
+
+    return with_one_buffer(optimized)
+
+
+@fault(53, "its own buffers that are no longer one", UNTIES.format("its module"), stage="effects")
+def unties_its_own(time: Time) -> Pair:
+    return with_one_buffer(Untied(), reference=Tied(), inputs={"x": NETWORK["x"]})
+
+
+@honest(53, "a new buffer under both names")
+def exchanges_both(time: Time) -> Pair:
+    def optimized(x: torch.Tensor, net: Any) -> torch.Tensor:
+        net.first.scale = net.second.scale = net.first.scale.clone()
+        return x * net.first.scale * net.second.scale
+
+    return with_one_buffer(optimized)
+
+
 @honest(53, "a module put back in training")
 def puts_back(time: Time) -> Pair:
     def optimized(x: torch.Tensor, net: torch.nn.Module) -> torch.Tensor:
