@@ -21,7 +21,7 @@ from perfsuite.integrity.memory import (
     undeclared_mutation,
     unwritten_output,
 )
-from perfsuite.integrity.outputs import lazy_output
+from perfsuite.integrity.outputs import lazy_output, other_fields
 from perfsuite.integrity.probe import Probe
 from perfsuite.integrity.reference_calls import calls_reference
 from perfsuite.integrity.steps import overwritten_step_inputs, several_instances
@@ -39,6 +39,7 @@ __all__ = [
     "late_output",
     "lazy_output",
     "nondeterminism",
+    "other_fields",
     "out_of_bounds",
     "overwritten_step_inputs",
     "partial_keys",
@@ -55,6 +56,7 @@ __all__ = [
 CHECKS: tuple[Callable[[Probe], None], ...] = (
     unseen_inputs,  # first, before the reference has computed anything
     lazy_output,
+    other_fields,
     late_output,
     undeclared_mutation,
     nondeterminism,  # before the checks of memory, which must not be blamed for changes from call to call
@@ -79,6 +81,7 @@ IN_TURN = (
     partial_keys,
     private_buffer,
     calls_reference,
+    other_fields,
 )
 """Checks whose result depends little on the draw. The draws of a proof take turns: each draw makes some of them."""
 

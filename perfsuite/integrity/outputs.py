@@ -2,29 +2,57 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
+from typing import Any
+
 import torch
 
 from perfsuite import execution
-from perfsuite import inputs as make
 from perfsuite.integrity.probe import Probe
 
 
 def lazy_output(probe: Probe) -> None:
     """Check that every tensor among the outputs is a plain tensor that already holds its values."""
+    for name, leaf in execution.flatten(_returned(probe)):
+        fault = not_plain(name, leaf)
+        if fault is not None:
+            raise probe.fault(fault)
+
+
+def other_fields(probe: Probe) -> None:
+    """Check that named tuples among the outputs have the same fields in the same order as those of the reference, since
+    their items are compared by place. A plain tuple has no fields to compare."""
+    own = dict(_fields(_returned(probe)))
+    if not own:
+        return
+    for path, theirs in _fields(_returned(probe.of_reference())):
+        if own.get(path, theirs) != theirs:
+            raise probe.fault(
+                f"returns {path} with the fields {', '.join(own[path])} where the reference's are {', '.join(theirs)}: "
+                f"a caller that reads a field by name gets another value, or none"
+            )
+
+
+def _returned(probe: Probe) -> Any:
+    """Call the side of the probe without gradients. Return what it returns; for a stateful pair, what its first step
+    returns."""
     values = probe.drawn()
     execution.poison(probe.pair, values)
     call = execution.callable_of(probe.side)
     with execution.quiet(probe.side):
         if probe.pair.is_stateful:
-            step = call(*values.values())
-            returned = step(*make.build_step(probe.pair, probe.case, probe.device, 1).values())
-        else:
-            with torch.no_grad():
-                returned = call(*values.values())
-    for name, leaf in execution.flatten(returned):
-        fault = not_plain(name, leaf)
-        if fault is not None:
-            raise probe.fault(fault)
+            return call(*values.values())(*probe.step_inputs(probe.case, 1).values())
+        with torch.no_grad():
+            return call(*values.values())
+
+
+def _fields(value: Any, path: str = "output") -> Iterator[tuple[str, tuple[str, ...]]]:
+    """Yield (path, names of the fields) of each named tuple in a nested return value."""
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        yield path, tuple(value._fields)
+    if isinstance(value, (tuple, list, Mapping)):
+        for key, item in value.items() if isinstance(value, Mapping) else enumerate(value):
+            yield from _fields(item, f"{path}[{key!r}]")
 
 
 def _is_data(value: object) -> bool:

@@ -1031,6 +1031,15 @@ def test_gradients_of_complex_parameters_are_compared() -> None:
     rejected(frozen, "gradient of layer.bias of the optimized side is None", case_of(m=4), gradients=True)
 
 
+@pytest.mark.parametrize("seed", range(len(incoming.DRAWN)))
+def test_the_order_of_the_keys_of_a_dict_does_not_matter(seed: int) -> None:
+    inputs = {"x": tensor("n", values=floats(-4, 4))}
+    same = pair_of(lambda x: {"a": x.sin(), "b": 2 * x}, lambda x: {"b": x + x, "a": x.sin()}, inputs)
+    check(same, case_of(n=5, seed=seed), gradients=True)
+    exchanged = replace(same, optimized=lambda x: {"b": x.sin(), "a": x + x})
+    rejected(exchanged, r"output\['a'\] of the optimized side is wrong", case_of(n=5, seed=seed))
+
+
 def test_gradient_of_zeros_equals_a_missing_gradient() -> None:
     inputs = {"a": tensor("n"), "b": tensor("n")}
     pair = pair_of(lambda a, b: a * 1, lambda a, b: a + (b - b.detach()) * 0, inputs)

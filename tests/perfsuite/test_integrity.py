@@ -6,7 +6,7 @@ import itertools
 import sys
 import threading
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -319,7 +319,56 @@ _HONEST: dict[str, Pair] = {
     "a copy where the reference has a view": pair(lambda x: x[1:], lambda x: x[1:].clone()),
     "whole numbers and None": pair(lambda x: (x > 0, None, 3), lambda x: (x.gt(0), None, 3)),
     "a parameter": pair(exp_, lambda x: torch.nn.Parameter(torch.exp(x), requires_grad=False)),
+    "a tuple without names": pair(lambda x: Extremes(x.amin(0), x.exp()), lambda x: (x.amin(0), x.exp())),
+    "names where the reference has none": pair(lambda x: [x.amin(0), x.exp()], lambda x: Extremes(x.amin(0), x.exp())),
+    "a tuple of another class": pair(
+        lambda x: {"a": Extremes(x.sin(), x.exp()), "b": x.cos()},
+        lambda x: {"b": x.cos(), "a": Bounds(x.sin(), x.exp())},
+    ),
 }
+
+
+class Extremes(NamedTuple):
+    least: torch.Tensor
+    most: torch.Tensor
+
+
+class Bounds(NamedTuple):
+    least: torch.Tensor
+    most: torch.Tensor
+
+
+class Reversed(NamedTuple):
+    most: torch.Tensor
+    least: torch.Tensor
+
+
+def test_fields_of_named_tuples_are_compared() -> None:
+    of = pair(lambda x: {"y": [Extremes(x.sin(), x.exp())]}, lambda x: {"y": [Reversed(x.sin(), x.exp())]})
+    equivalence.check_case(of, CASE, "cpu")
+    says = r"returns output\['y'\]\[0\] with the fields most, least where the reference's are least, most"
+    with pytest.raises(NotEquivalent, match=says):
+        integrity.check(of, CASE, "cpu")
+
+
+def test_fields_of_named_tuples_that_a_step_returns_are_compared() -> None:
+    def extremes(kind: Any) -> Call:
+        def build(params: list[torch.Tensor]) -> Call:
+            def step(grads: list[torch.Tensor]) -> Any:
+                for param, grad in zip(params, grads, strict=True):
+                    param.sub_(0.1 * grad)
+                return kind(params[0].sum(), params[0].sin())
+
+            return step
+
+        return build
+
+    def check(kind: Any) -> None:
+        integrity.check(pair(stateful(extremes(Extremes)), stateful(extremes(kind)), **STATE), CASE, "cpu")
+
+    check(Bounds)
+    with pytest.raises(NotEquivalent, match="returns output with the fields most, least"):
+        check(Reversed)
 
 
 @pytest.mark.parametrize("name", _HONEST)
