@@ -319,16 +319,23 @@ def _normal(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _excuse(excused: Any, name: str, leaf: Leaf) -> torch.Tensor | None:
+    """Return the mask of `excused_elements` for the output's real elements."""
+    elements = excused_elements(excused, name, leaf)
+    if elements is None or not isinstance(leaf, torch.Tensor):
+        return None
+    return elements.unsqueeze(-1) if leaf.is_complex() else elements  # both parts of a complex number
+
+
+def excused_elements(excused: Any, name: str, leaf: Leaf) -> torch.Tensor | None:
     """Return the mask of the elements of this output that the pair excuses; None if there is no mask of this shape. A
     mask of another shape is for another output."""
     mask = excused.get(name) if isinstance(excused, Mapping) else excused
     if mask is None or not isinstance(leaf, torch.Tensor):
         return None
     try:
-        elements = torch.as_tensor(mask, device=leaf.device).expand(leaf.shape)
+        return torch.as_tensor(mask, device=leaf.device).expand(leaf.shape)
     except RuntimeError:
         return None
-    return elements.unsqueeze(-1) if leaf.is_complex() else elements  # both parts of a complex number
 
 
 def _count_excused(tally: Tally | None, near: torch.Tensor, elements: int) -> None:

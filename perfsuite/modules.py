@@ -243,6 +243,11 @@ def _spec(template: Any) -> Spec:
         return {key: _spec(value) for key, value in template.items()}
     if not isinstance(template, torch.Tensor):
         return ConstantSpec(value=template)
+    if template.is_meta:
+        raise PairError(
+            "get_inputs() returns a tensor on the meta device, which has no values from which a range could be taken: "
+            "create it on the CPU"
+        )
     if template.is_complex():
         raise PairError(
             f"get_inputs() returns a tensor of {str(template.dtype).removeprefix('torch.')}, and only real inputs are "

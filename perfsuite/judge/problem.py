@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.nn.utils.weight_norm import WeightNorm
 
 from perfsuite import differences, execution, modules, tensor_values
 from perfsuite import inputs as make
@@ -24,9 +25,9 @@ from perfsuite.judge.child import leaves_of, operations, seed_generators, tensor
 from perfsuite.pair import Pair
 from perfsuite.records import Case, InputCase
 from perfsuite.reference_task import is_random
-from perfsuite.specs import module as module_input
-from perfsuite.specs import tensor_spec
-from perfsuite.workload import Workload
+from perfsuite.rule import eps_of
+from perfsuite.specs import ConstantSpec, tensor_spec
+from perfsuite.workload import DTYPES, Workload
 
 EXAMINED = 4
 """Number of draws on which the reference is examined before any candidate."""
@@ -57,6 +58,9 @@ class Problem:
     """Other files that define classes of the reference, except torch's and Python's own."""
     paths: tuple[str, ...] = ()
     """Path of each output in the reference's result."""
+    dtype: str = "float32"
+    """Working precision: the dtype of all real parameters, buffers, inputs and outputs, if all have the same one;
+    otherwise float32."""
 
     def varied(self) -> Problem:
         """Return the same problem with slightly changed weights: with a scale of 1 or a bias of 0, answers would not
@@ -65,7 +69,8 @@ class Problem:
             torch.manual_seed(self.seed)
             clone = modules.spec_of(self.module).build()
         specs = {name: spec for name, spec in self.pair.inputs.items() if name != modules.INPUT}
-        return replace(self, pair=_pair(self.path, clone, specs, self.pair.precision), module=clone)
+        pair = _pair(self.path, clone, specs, self.pair.precision, self.pair.excuse)
+        return replace(self, pair=pair, module=clone)
 
     @property
     def state(self) -> dict[str, torch.Tensor]:
@@ -92,7 +97,7 @@ class Problem:
         }
         return [
             Case(
-                dtype="float32",
+                dtype=self.dtype,
                 sizes={},
                 inputs={n: InputCase(layout=kinds[n][0], regime=order[i]) for n, order in orders.items()},
                 seed=random_.getrandbits(31),
@@ -100,11 +105,25 @@ class Problem:
             for i in range(most)
         ]
 
+    def case(self, seed: int) -> Case:
+        """Return the draw of the workload with this seed."""
+        return workload_case(self.pair.workloads[0], self.dtype, seed)
+
     def values(self, seed: int) -> dict[str, Any]:
         """Return a draw of the workload's inputs, including the module if that is an input."""
-        case = workload_case(self.pair.workloads[0], "float32", seed)
+        return self.build(self.case(seed))
+
+    def build(self, case: Case) -> dict[str, Any]:
+        """Return the inputs of a draw, including the module if that is an input."""
         values: dict[str, Any] = make.clone(make.build(self.pair, case, self.device))
         return values
+
+    def excused(self, values: dict[str, Any]) -> Any:
+        """Return the masks of the elements that the reference's `excuse` leaves out on these inputs; None if it has
+        none."""
+        if self.pair.excuse is None:
+            return None
+        return self.pair.excused(make.upcast(values), eps_of(self.pair.precision or self.dtype))
 
     def arguments(self, values: dict[str, Any]) -> list[Any]:
         """Return the arguments of a call: all inputs but the module itself."""
@@ -151,15 +170,24 @@ def load(path: Path, device: str, seed: int, precision: str | None = None) -> Pr
         specs = modules.specs_of(list(template))
     _check_arguments(path, module.__name__, "get_inputs()", template)
     built = built.to(device)
-    pair = _pair(path, built, specs, precision)
+    pair = _pair(path, built, specs, precision, getattr(module, "excuse", None))
     imported = tuple(sorted(_sources(built) - {str(file)}))
     problem = Problem(
         path=path, file=file, pair=pair, module=built, init=init, seed=seed, device=device, imported=imported
     )
     _examine(problem)
+    values = problem.values(0)
     with _blaming(path, CALL):
-        returned = problem.returned(problem.values(0))
-    return replace(problem, paths=tuple(path for path, _ in leaves_of(returned)))
+        returned = problem.returned(make.clone(values))
+    paths = tuple(path for path, _ in leaves_of(returned))
+    return replace(problem, paths=paths, dtype=_common_dtype([*problem.state.values(), values, returned]))
+
+
+def _common_dtype(values: Sequence[Any]) -> str:
+    """Return the dtype of all floating-point tensors in the values if it is the same, otherwise float32."""
+    every = {tensor.dtype for value in values for _, tensor in make.tensors_in(value) if tensor.is_floating_point()}
+    names = {str(dtype).removeprefix("torch.") for dtype in every}
+    return names.pop() if len(names) == 1 and names <= set(DTYPES) else "float32"
 
 
 def _check_arguments(path: Path, name: str, what: str, given: Sequence[Any]) -> None:
@@ -187,13 +215,20 @@ def _check_module(path: Path, built: object) -> None:
                 f"{path}: {name} of {MODEL} has no shape before the first call; give its layer the sizes, as with "
                 f"Linear in place of LazyLinear"
             )
+        if tensor.is_meta:
+            raise PerfsuiteError(
+                f"{path}: {name} of {MODEL} is on the meta device and has no values; create it on the CPU"
+            )
     try:
         copy.deepcopy(built)
     except Exception as error:
-        raise PerfsuiteError(
-            f"{path}: copy.deepcopy of {MODEL} raises {in_one_line(error)}; keep a tensor that __init__ computes as a "
-            f"buffer: register_buffer(name, tensor.detach())"
-        ) from error
+        hooks = (hook for part in built.modules() for hook in part._forward_pre_hooks.values())
+        remedy = (
+            "use torch.nn.utils.parametrizations.weight_norm, whose modules can be copied"
+            if any(isinstance(hook, WeightNorm) for hook in hooks)
+            else "keep a tensor that __init__ computes as a buffer: register_buffer(name, tensor.detach())"
+        )
+        raise PerfsuiteError(f"{path}: copy.deepcopy of {MODEL} raises {in_one_line(error)}; {remedy}") from error
     for name, tensor in tensors_of_state(built).items():
         if any(size > 1 and not stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)):
             raise PerfsuiteError(
@@ -210,7 +245,7 @@ def _sources(built: torch.nn.Module) -> set[str]:
     return {str(Path(file).resolve()) for file in files if file}
 
 
-def _pair(path: Path, built: torch.nn.Module, specs: Mapping[str, Any], precision: str | None) -> Pair:
+def _pair(path: Path, built: torch.nn.Module, specs: Mapping[str, Any], precision: str | None, excuse: Any) -> Pair:
     pair = Pair(
         name=path.stem,
         reference=built,
@@ -218,10 +253,11 @@ def _pair(path: Path, built: torch.nn.Module, specs: Mapping[str, Any], precisio
         inputs=dict(specs),
         gradients=False,
         precision=precision,
+        excuse=excuse,
         workloads=[Workload("template")],
     )
-    if modules.INPUT in pair.inputs:  # draws do not change the weights, which a process gets once
-        pair.inputs = {**pair.inputs, modules.INPUT: module_input(lambda: copy.deepcopy(built))}
+    if modules.INPUT in pair.inputs:  # draws change neither the weights, which a process gets once, nor their dtypes
+        pair.inputs = {**pair.inputs, modules.INPUT: ConstantSpec(value=built)}
         pair.mutates = {}  # a call may change its own running means: only its outputs are compared
     pair.validate()
     return pair

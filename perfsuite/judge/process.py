@@ -177,7 +177,7 @@ class Process:
         hidden: Sequence[str] = (),
         shown: Sequence[str] = (),
     ) -> None:
-        self.nursery, self.name, self.memory = nursery, name, HostMemory()
+        self.nursery, self.source, self.name, self.memory = nursery, source, name, HostMemory()
         self.device_memory: Arena = self.memory if device == "cpu" else DeviceMemory()
         self.number, self._rest, self._requests, self._replies = 0, b"", -1, -1
         self.ended = self.closed = False

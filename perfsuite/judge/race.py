@@ -14,11 +14,11 @@ from typing import Any
 import torch
 
 from perfsuite import equivalence, rule, truths
-from perfsuite import inputs as make
-from perfsuite.cases import workload_case
+from perfsuite.comparison import excused_elements
 from perfsuite.errors import NotEquivalent, PerfsuiteError, in_one_line
 from perfsuite.execution import only_tensors
 from perfsuite.integrity.probe import same_leaf
+from perfsuite.judge.causes import beside_steps
 from perfsuite.judge.problem import Problem
 from perfsuite.judge.process import Ended
 from perfsuite.judge.trial import Served, truth_of
@@ -185,6 +185,8 @@ class _Drawn:
     arguments: Sequence[Any]
     expected: Sequence[torch.Tensor]
     """The reference's outputs."""
+    excused: Sequence[torch.Tensor | None]
+    """For each output, the mask of the elements that the reference excuses."""
     truth: truths.Truth | None
     """The truth, for a random part of the calls: there, the candidate's answer is compared with it as in a proof."""
 
@@ -226,9 +228,8 @@ class _Judge:
     def _truth(self, seed: int, values: dict[str, Any]) -> truths.Truth | str:
         """Return the truth for the inputs of this seed, or why there is none."""
         began = time.monotonic()
-        case = workload_case(self.problem.pair.workloads[0], "float32", seed)
         try:
-            return truth_of(self.problem, case, values)
+            return truth_of(self.problem, self.problem.case(seed), values)
         finally:
             self.proving_s += time.monotonic() - began
 
@@ -252,8 +253,13 @@ class _Judge:
         truth = self._truth(seed, values) if proven else ""
         known = None if isinstance(truth, str) else truth
         answer = self.problem.call(values) if known is None else known.reference
-        expected = only_tensors(answer)
-        return _Drawn(arguments=self.problem.arguments(values), expected=expected, truth=known)
+        masks = self.problem.excused(values)
+        return _Drawn(
+            arguments=self.problem.arguments(values),
+            expected=only_tensors(answer),
+            excused=[excused_elements(masks, name, leaf) for name, leaf in answer.items()],
+            truth=known,
+        )
 
     def prove_untimed(self, side: Served) -> None:
         """Prove a call that is not timed, on values as a proof draws them. To the candidate it is like a timed call."""
@@ -263,7 +269,7 @@ class _Judge:
                 return
             self.kinds = problem.cases(1, secrets.randbits(31))
         case = self.kinds.pop()
-        values = make.clone(make.build(problem.pair, case, problem.device))
+        values = problem.build(case)
         truth = truth_of(problem, case, values)
         self.untimed_s += time.monotonic() - began
         if isinstance(truth, truths.Truth):
@@ -275,7 +281,7 @@ class _Judge:
         """Call a side and check its answer. Return the seconds of the call and of its messages."""
         with self._blaming(name):
             spent, (answer,) = side.call([drawn.arguments], self.forms)
-            self._check(answer, drawn.expected)
+            self._check(answer, drawn)
             if drawn.truth is not None and name == self.candidate:
                 self._prove(answer, drawn.truth)
             side.settled()
@@ -304,10 +310,13 @@ class _Judge:
                 raise
             raise Unusable(name, str(error).removeprefix("it ")) from None
 
-    def _check(self, answers: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> None:
-        for number, (a, b) in enumerate(zip(answers, expected, strict=True)):
-            if not _near(a, b, self.allowed[number]):
-                raise NotEquivalent(f"{WRONG_WHILE_TIMED}: output {number} of a timed call is not the reference's")
+    def _check(self, answers: Sequence[torch.Tensor], drawn: _Drawn) -> None:
+        for number, (a, b, excused) in enumerate(zip(answers, drawn.expected, drawn.excused, strict=True)):
+            if not _near(a if excused is None else torch.where(excused, b, a), b, self.allowed[number]):
+                clause = beside_steps(self.problem.pair, a, b)
+                raise NotEquivalent(
+                    f"{WRONG_WHILE_TIMED}: output {number} of a timed call is not the reference's{clause}"
+                )
 
 
 def _relative(error: torch.Tensor | None, leaf: torch.Tensor) -> float:

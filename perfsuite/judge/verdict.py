@@ -73,6 +73,8 @@ class Verdict:
     against_compile: Ratio | None = None
     borrowed: str = ""
     """The PyTorch operations of the reference, if the candidate also runs all of them."""
+    excused: int = 0
+    """Elements in which it differs and which the reference's `excuse` leaves out."""
     same_parameters: bool = True
     not_tested: list[str] = field(default_factory=list)
     """The reference's parameters and buffers of which a candidate with other names may make no use: scales of 1 and
@@ -164,6 +166,7 @@ def _prove(
             verdict.not_tested = problem.neutral
         proof = prove(served.problem, served)
         verdict.draws, verdict.worst, verdict.borrowed = proof.draws, proof.worst, proof.borrowed
+        verdict.excused = proof.excused
     except (Ended, NotEquivalent) as error:
         verdict.message = f"it {error}" if isinstance(error, Ended) else str(error)
         if served is not None:
@@ -226,7 +229,9 @@ def _decide(times: Times, verdict: Verdict, options: Options) -> None:
     elif verdict.speedup.low >= asked:
         verdict.status = Status.PASS
         untested = NOT_VARIED.format(", ".join(verdict.not_tested)) if verdict.not_tested else ""
-        verdict.message = "; ".join(filter(None, [borrowed if verdict.borrowed else "", shortened(untested)]))
+        excused = f"excuse() left out {verdict.excused} elements in which it differs" if verdict.excused else ""
+        parts = [borrowed if verdict.borrowed else "", shortened(untested), excused]
+        verdict.message = "; ".join(filter(None, parts))
     elif verdict.speedup.high < options.least:
         verdict.status = Status.TOO_SLOW
         verdict.message = (

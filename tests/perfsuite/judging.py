@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -9,8 +10,9 @@ from typing import Any
 import pytest
 from scratch import ROOT
 
-from perfsuite.judge import verdict
+from perfsuite.judge import problem, verdict
 from perfsuite.judge.process import Nursery
+from perfsuite.judge.trial import Proof, Served, prove
 from perfsuite.judge.verdict import Options
 
 
@@ -28,6 +30,15 @@ def judged(nursery: Nursery, reference: Path, text: str, **options: Any) -> verd
     asked = Options(**{"device": "cpu", "seconds": 0.5, "limit_s": 3.0, "compiled": False, **options})
     (found,) = verdict.judge(reference, [path], asked, nursery=nursery)
     return found
+
+
+def proven(nursery: Nursery, reference: Path, text: str) -> Proof:
+    """Prove a candidate with this text, without timing it."""
+    path = reference.with_name("own.py")
+    path.write_text(text)
+    loaded = problem.load(reference, "cpu", 5)
+    with contextlib.closing(Served.start(nursery, loaded, path, problem.CANDIDATE, 10.0)) as served:
+        return prove(loaded, served)
 
 
 def documented() -> set[str]:

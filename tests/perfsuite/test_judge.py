@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import torch
 from click.testing import CliRunner, Result
-from judging import documented, judged
+from judging import documented, judged, proven
 from scale import FULLY
 
 from perfsuite.cli import main
@@ -29,7 +29,7 @@ from perfsuite.judge import verdict as verdicts
 from perfsuite.judge.causes import Causes
 from perfsuite.judge.memory import HostMemory
 from perfsuite.judge.process import Nursery
-from perfsuite.judge.trial import Proof, Served, prove, truth_of
+from perfsuite.judge.trial import truth_of
 from perfsuite.judge.verdict import Status
 from perfsuite.records import InputCase
 from perfsuite.tensor_values import BOUNDED_REGIMES
@@ -743,6 +743,23 @@ def test_the_command_says_it_for_people_and_for_machines(reference: Path) -> Non
         ),
         (OF_ONE.format("x.to_sparse()", ""), "returns a sparse, nested or quantized tensor, and only dense ones"),
         (
+            "import warnings\nwarnings.simplefilter('ignore')\n"  # it is deprecated
+            + WITH.format("self.norm = torch.nn.utils.weight_norm(torch.nn.Linear(4, 4))", "self.norm(x)"),
+            "; use torch.nn.utils.parametrizations.weight_norm, whose modules can be copied",
+        ),
+        (
+            WITH.format("self.linear = torch.nn.Linear(4, 4, device='meta')", "self.linear(x)"),
+            "linear.weight of Model is on the meta device and has no values; create it on the CPU",
+        ),
+        (
+            OF_ONE.format("x", "def get_inputs(): return [torch.rand(4, device='meta')]"),
+            "get_inputs() returns a tensor on the meta device, which has no values from which a range could be taken",
+        ),
+        (
+            OF_ONE.format("x.exp()", "def excuse(): return None"),
+            "excuse= cannot be called with the inputs (x0) by position",
+        ),
+        (
             OF_ONE.format("x.to_dense()", "def get_inputs(): return [torch.eye(4).to_sparse()]"),
             "get_inputs() returns a sparse or nested tensor, and only dense inputs are drawn",
         ),
@@ -971,15 +988,6 @@ def test_a_process_that_fills_its_own_pipe_holds_nobody_up(monkeypatch: pytest.M
         full._send(b"{}")
     os.close(reads)
     os.close(writes)
-
-
-def proven(nursery: Nursery, reference: Path, text: str) -> Proof:
-    """Prove a candidate with this text, without timing it."""
-    path = reference.with_name("own.py")
-    path.write_text(text)
-    loaded = problem.load(reference, "cpu", 5)
-    with contextlib.closing(Served.start(nursery, loaded, path, problem.CANDIDATE, 10.0)) as served:
-        return prove(loaded, served)
 
 
 def test_a_reference_is_found_by_its_absolute_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
