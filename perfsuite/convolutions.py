@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -22,17 +22,19 @@ def exact(precision: str | None) -> Iterator[None]:
         yield
         return
     settings: Any = torch.backends.cudnn
-    if _is_readable(settings):
-        with _set(settings, "allow_tf32", False):
-            yield
-    else:
-        with _set(settings.conv, "fp32_precision", "ieee"), _set(settings.rnn, "fp32_precision", "ieee"):
-            yield
+    with ExitStack() as stack:
+        if _is_readable(settings):
+            stack.enter_context(changed(settings, "allow_tf32", False))
+        for operator in (settings.conv, settings.rnn):
+            if operator.fp32_precision == TF32:  # also where `torch.backends.fp32_precision` says so
+                stack.enter_context(changed(operator, "fp32_precision", "ieee"))
+        yield
 
 
 def _is_readable(settings: Any) -> bool:
-    """Return whether PyTorch can read the older setting. It raises once a project has set a newer one, such as
-    `cudnn.conv.fp32_precision`. Until then the newer settings stay unset, so that the project can read the older one.
+    """Return whether PyTorch can read the older setting. It raises where a newer one, such as
+    `cudnn.conv.fp32_precision`, contradicts it. Otherwise the newer settings stay unset, so that the project can read
+    the older one.
     """
     try:
         return isinstance(settings.allow_tf32, bool)
@@ -41,7 +43,8 @@ def _is_readable(settings: Any) -> bool:
 
 
 @contextmanager
-def _set(owner: Any, name: str, value: Any) -> Iterator[None]:
+def changed(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """Set an attribute within the block, and restore its value afterwards."""
     before = getattr(owner, name)
     setattr(owner, name, value)
     try:

@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from perfsuite.convolutions import changed
+
 
 @contextmanager
 def tf32_products(*, allowed: bool) -> Iterator[None]:
@@ -27,7 +29,7 @@ def tf32_products(*, allowed: bool) -> Iterator[None]:
             stack.callback(torch.set_float32_matmul_precision, torch.get_float32_matmul_precision())
             torch.set_float32_matmul_precision("high" if allowed else "highest")
         with suppress(RuntimeError):
-            stack.enter_context(_set(backends.cudnn, "allow_tf32", allowed))
+            stack.enter_context(changed(backends.cudnn, "allow_tf32", allowed))
         for operator in operators:
             operator.fp32_precision = "tf32" if allowed else "ieee"
         yield
@@ -35,19 +37,9 @@ def tf32_products(*, allowed: bool) -> Iterator[None]:
 
 def deterministic_convolutions() -> AbstractContextManager[None]:
     """Restrict cuDNN to algorithms with a fixed summation order, so that every run gives the same bits."""
-    return _set(torch.backends.cudnn, "deterministic", True)
+    return changed(torch.backends.cudnn, "deterministic", True)
 
 
 def cudnn_benchmark(*, on: bool) -> AbstractContextManager[None]:
     """Set whether cuDNN times its algorithms at the first call of each shape and then uses the fastest."""
-    return _set(torch.backends.cudnn, "benchmark", on)
-
-
-@contextmanager
-def _set(owner: Any, name: str, value: Any) -> Iterator[None]:
-    before = getattr(owner, name)
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        setattr(owner, name, before)
+    return changed(torch.backends.cudnn, "benchmark", on)

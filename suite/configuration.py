@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import functools
+import math
 import re
 import types
 import typing
@@ -69,10 +70,11 @@ def read(kinds: Sequence[type[Any]], path: str | Path | None, arguments: Sequenc
             except ValueError as error:
                 raise ConfigurationError(f"{path}: {name} is {value!r}: {error}; name it otherwise") from None
     given |= {name: (value, f"--{name}") for name, value in _split(arguments, fields)}
-    for name, (_, origin) in given.items():
+    for name, (value, origin) in given.items():
         if name not in fields:
             raise ConfigurationError(f"{origin}: no field is called {name!r}{_nearest(name, fields)}")
-        if given[name][0] is None and not _takes_none(fields[name].type):  # the parser would accept it
+        takes_none = _takes_none(fields[name].type)
+        if (value is None and not takes_none) or (value == "" and takes_none):  # the parser would accept it
             raise ConfigurationError(f"{origin}: {name} wants {fields[name].wants()}, got nothing")
     return tuple(_made(kind, given, fields) for kind in kinds)
 
@@ -206,6 +208,9 @@ def _made(kind: type[Any], given: Mapping[str, tuple[Any, str]], fields: Mapping
     parser = _parser(kind)
     try:
         parsed = parser.parse_object(_nested({n: given[n][0] for n in own}))
+        for name in own:
+            if not _is_finite(parsed[f"it.{name}"]):
+                raise ValueError(f"{name} must be finite, got {given[name][0]}")
         return parser.instantiate(parsed)["it"]
     except ConfigurationError:
         raise
@@ -222,6 +227,13 @@ def _made(kind: type[Any], given: Mapping[str, tuple[Any, str]], fields: Mapping
         origins = dict.fromkeys(given[n][1] for n in named or own)
         where = ", ".join(origins) or kind.__name__
         raise ConfigurationError(f"{where}: {' '.join(str(error).split())}") from None
+
+
+def _is_finite(value: Any) -> bool:
+    """Return whether a value has no infinite number and no NaN."""
+    if isinstance(value, (list, tuple)):
+        return all(_is_finite(inner) for inner in value)
+    return not isinstance(value, float) or math.isfinite(value)
 
 
 def _nested(flat: Mapping[str, Any]) -> dict[str, Any]:

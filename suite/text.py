@@ -24,6 +24,7 @@ from filelock import FileLock
 
 from perfsuite.errors import PerfsuiteError
 from suite.batching import check_identity, whole
+from suite.naming import shown
 
 SUFFIXES = (".txt", ".md", ".rst", ".py")
 LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
@@ -58,6 +59,13 @@ class Data:
         for name, bound in least.items():
             if getattr(self, name) < bound:
                 raise ValueError(f"{name} must be {bound} or more, got {getattr(self, name)}")
+        check_source(self.data, self.synthetic)
+
+
+def check_source(data: str | None, synthetic: int) -> None:
+    """Raise ValueError if a configuration gives both the data and a number of synthetic examples."""
+    if data is not None and synthetic:
+        raise ValueError(f"synthetic: {synthetic} takes the place of data: {shown(data)}; leave data out, or use 0")
 
 
 @dataclass(frozen=True, kw_only=True)

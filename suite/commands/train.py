@@ -21,6 +21,7 @@ from suite.trainers import memory_remedy
 
 if TYPE_CHECKING:
     from suite.runtime import Options
+    from suite.runtime.checkpoints import Start
     from suite.runtime.together import Place
 
 FOLDER = ".perfsuite/train"
@@ -193,7 +194,7 @@ def _trained(
 ) -> int:
     from suite import configuration, trainers
     from suite.ablation import noting
-    from suite.runtime import Store, checkpoints, fit, together
+    from suite.runtime import Store, fit, together
 
     if resume is not None and overwrite:
         raise configuration.ConfigurationError("--resume goes on with a run, and --overwrite begins anew; give one")
@@ -202,9 +203,7 @@ def _trained(
     folder = options.folder or FOLDER
     if resume is None and not overwrite and here.first:  # before loading the data, which may take a minute
         Store(folder).refuse_others()
-    start = _start(resume, folder)
-    if start is not None:
-        checkpoints.load(start, name)  # also before loading the data
+    start = _start(resume, folder, name)  # also before loading the data
     there = device_called(together.device_of(here, device))
     _seed(options.seed)
     with together.lost_ranks(here), together.joined(here, there):
@@ -251,16 +250,16 @@ def _loaded(name: str, data: Any, here: Place) -> Any:
     return loaded if here.first else load(data, here.rank, here.ranks)
 
 
-def _start(resume: str | None, folder: str) -> Path | None:
-    """Return the checkpoint that --resume names: a file, the latest of a folder, or the run's latest for "latest"."""
-    from suite.runtime import Store
+def _start(resume: str | None, folder: str, name: str) -> Start | None:
+    """Read the checkpoint that --resume names: a file, the latest of a folder, or the run's latest for "latest"."""
+    from suite.runtime import Store, checkpoints
 
     if resume is None:
         return None
-    if resume == "latest":
-        return Store(folder).latest()
-    path = Path(resume)
-    return Store(path).latest() if os.path.isdir(path) else path  # Path.is_dir raises for a name that is too long
+    path = Path(folder if resume == "latest" else resume)
+    if resume == "latest" or os.path.isdir(path):  # Path.is_dir raises for a name that is too long
+        path = Store(path).latest()
+    return checkpoints.Start(path, checkpoints.load(path, name))
 
 
 def device_called(name: str | None) -> Any:

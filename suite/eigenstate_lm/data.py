@@ -60,6 +60,7 @@ class Data:
         for name, bound in {"synthetic": 0, "vocabulary": 3, "validation": 0}.items():
             if getattr(self, name) < bound:
                 raise ValueError(f"{name} must be {bound} or more, got {getattr(self, name)}")
+        text.check_source(self.data, self.synthetic)
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,7 @@ from suite.polychromic.chat import Chat, Encoded
 from suite.polychromic.llama import Llama, Shape
 from suite.polychromic.sentences import Sentences
 from suite.stepping import NumberedSteps, check_step
+from suite.text import check_source
 
 if TYPE_CHECKING:
     from suite.polychromic.config import TrainConfig
@@ -57,6 +58,7 @@ class Data:
             raise ValueError(f"synthetic must be 0 or more, got {self.synthetic}")
         if not 0 <= self.validation < 1:
             raise ValueError(f"validation must be from 0 to below 1, got {self.validation}")
+        check_source(self.data, self.synthetic)
 
 
 @dataclass(frozen=True, kw_only=True)

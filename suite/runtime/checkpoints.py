@@ -30,6 +30,7 @@ __all__ = [
     "Checkpoint",
     "CheckpointError",
     "NotANumberError",
+    "Start",
     "Store",
     "check",
     "load",
@@ -60,6 +61,19 @@ class Checkpoint:
     batches: Mapping[str, Any] | None
     configuration: Mapping[str, Any]
     rng: Mapping[str, Any]
+
+
+@dataclass(slots=True)
+class Start:
+    """The checkpoint file from which a run resumes, and its content if it has been read already."""
+
+    path: Path
+    content: Checkpoint | None = None
+
+    def take(self, name: str) -> Checkpoint:
+        """Return the content, and keep no reference, since the run would hold its memory until it ends."""
+        found, self.content = self.content, None
+        return found if found is not None else load(self.path, name)
 
 
 class Store:

@@ -24,7 +24,7 @@ from suite import terminal
 from suite.launching import LAUNCHED
 from suite.naming import escaped, shown
 from suite.runtime import checkpoints
-from suite.runtime.checkpoints import OLD, Checkpoint, CheckpointError, Store
+from suite.runtime.checkpoints import OLD, Checkpoint, CheckpointError, Start, Store
 from suite.runtime.curve_log import FILE, CurveLog
 from suite.runtime.display import Display, board, quantity
 from suite.runtime.interface import Counted, DivergedError, Options, Outcome, Resumable, Trainer
@@ -49,7 +49,7 @@ def fit(
     name: str = "trainer",
     device: torch.device | str = "cpu",
     configuration: Mapping[str, Any] | None = None,
-    resume: Path | None = None,
+    resume: Path | Start | None = None,
     overwrite: bool = False,
     console: Console | None = None,
     place: Place = ALONE,
@@ -70,7 +70,7 @@ def fit(
         console = Console(quiet=True)
     run = _Run(trainer, batches, options, name, torch.device(device), dict(configuration or {}), console, place)
     with held(options) if place.first else nullcontext():
-        run.begin(resume, overwrite)
+        run.begin(Start(resume) if isinstance(resume, Path) else resume, overwrite)
         return run.go()
 
 
@@ -125,7 +125,7 @@ class _Run:
         self.phases = Phases(device, options.timing_debug)
         self.trace = Trace(Path(options.profile) if options.profile and place.first else None, device)
 
-    def begin(self, resume: Path | None, overwrite: bool) -> None:
+    def begin(self, resume: Start | None, overwrite: bool) -> None:
         """Load the checkpoint to resume. Without one, refuse a folder that contains checkpoints unless `overwrite`."""
         if self.options.tensorboard and not self.options.folder:
             raise PerfsuiteError("tensorboard: true needs a folder for its files; name one with --folder")
@@ -139,8 +139,8 @@ class _Run:
         if self.store is not None and self.options.windows != 0:
             self.store.tidy()
 
-    def _resume(self, path: Path) -> None:
-        found = checkpoints.load(path, self.name)
+    def _resume(self, start: Start) -> None:
+        path, found = start.path, start.take(self.name)
         fits = partial(_fitting, path)
         with fits("this trainer", "resume with the configuration that it was made with"):
             self.trainer.load_state_dict(found.trainer)

@@ -101,6 +101,23 @@ def test_fp32_precision_settings_of_convolutions_and_recurrent_layers_are_restor
     CUDNN.rnn.fp32_precision = "none"
 
 
+@pytest.mark.parametrize("owner", [torch.backends, CUDNN], ids=["all", "cuDNN"])
+@pytest.mark.parametrize("older", [True, False])
+def test_convolutions_do_not_use_tf32_that_is_allowed_for_all_operators(owner: Any, older: bool) -> None:
+    operators = (CUDNN.conv, CUDNN.rnn)
+    own = owner.fp32_precision
+    CUDNN.allow_tf32 = older
+    owner.fp32_precision = "tf32"
+    try:
+        with convolutions.exact(None):
+            assert [operator.fp32_precision for operator in operators] == ["ieee", "ieee"]
+        assert [operator.fp32_precision for operator in operators] == ["tf32", "tf32"]
+    finally:
+        owner.fp32_precision = own
+        for operator in operators:
+            operator.fp32_precision = "none"
+
+
 PRECISIONS = [pytest.param(None, marks=FULLY), "tf32"]
 
 

@@ -17,6 +17,7 @@ from perfsuite.cli import main
 from perfsuite.errors import PerfsuiteError
 from suite import trainers
 from suite.commands.train import train
+from suite.runtime import archive
 
 pytest.importorskip("jsonargparse", reason="jsonargparse is not installed: pip install 'perfsuite[train]'")
 pytest.importorskip("yaml", reason="PyYAML is not installed: pip install 'perfsuite[train]'")
@@ -163,6 +164,14 @@ def test_resume_accepts_latest_a_folder_or_a_file() -> None:
     assert invoked("toy", "--windows", "2", "--overwrite").exit_code == 0
 
 
+def test_resume_reads_the_checkpoint_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert invoked("toy", "--windows", "2").exit_code == 0
+    read, content = [], archive.content
+    monkeypatch.setattr(archive, "content", lambda file: read.append(file.name) or content(file))
+    assert invoked("toy", "--windows", "3", "--resume", "latest").exit_code == 0
+    assert len(read) == 1
+
+
 def test_resume_with_another_seed_is_rejected() -> None:
     assert invoked("toy", "--windows", "4").exit_code == 0
     done = invoked("toy", "--windows", "6", "--resume", "latest", "--seed", "3")
@@ -196,6 +205,10 @@ def test_show_prints_a_configuration_that_can_be_read_again() -> None:
         (["toy", "--synthetic", str(10**15)], 1, ["Unable to allocate", "iB for an array", "lower batch_size"]),
         (["toy", "--synthetic", "2"], 1, ["batch_size: 4 is more than the 2 sequences"]),
         (["toy", "--synthetic", "0", "--data", "nowhere"], 1, ["data: nowhere is no folder"]),
+        (["toy", "--data", "nowhere"], 2, ["synthetic: 64 takes the place of data: nowhere"]),
+        (["toy", "--synthetic", "0", "--data", ""], 2, ["--data: data wants text or null, got nothing"]),
+        (["toy", "--seconds", "1e400"], 2, ["--seconds: seconds must be finite, got 1e400"]),
+        (["toy", "--seconds", "nan"], 2, ["--seconds wants a number or null, got 'nan'"]),
         (
             ["toy", "--folder", "/proc/nowhere", "--windows", "1"],
             1,
@@ -282,6 +295,13 @@ def test_a_trainer_that_cannot_be_imported_is_reported_in_one_line(
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setitem(trainers.TRAINERS, "broken", entry(**changes))
     one_line(invoked("broken", "--windows", "1"), 1, f"trainer broken: {message}")
+
+
+@pytest.mark.parametrize("name", ["trainer2", "eigenstate_lm", "polychromic"])
+def test_data_beside_synthetic_ones_are_rejected(name: str) -> None:
+    data = trainers.data_config_of(name)
+    with pytest.raises(ValueError, match="synthetic: 4 takes the place of data: nowhere; leave data out, or use 0"):
+        data(data="nowhere", synthetic=4)
 
 
 def test_trainer2_is_registered_by_names_without_an_import() -> None:
