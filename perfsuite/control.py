@@ -301,7 +301,11 @@ class Control:
         if not timed and not proofs:
             return
         first, then = self._planned(timed, proving), self._planned(proofs, True)
-        seconds = sum(lanes.seconds_of(*p, self.expected_s) for p in (first, then, self._planned(after, False)))
+        rounds = ((timed, proving), (proofs, True), (after, False))
+        parts_planned = [self._planned(part, where) for tasks, where in rounds for part in self.parts(tasks)]
+        seconds = sum(lanes.seconds_of(*p, self.expected_s) for p in parts_planned)
+        is_new = any(t.proof is None and not self.durations.has(t) for t in (*timed, *proofs))
+        more = ", longer if code is compiled for the first time" if is_new else ""
         parts = []
         if timed and proving:
             parts.append(proofs_on(*first))
@@ -311,7 +315,7 @@ class Control:
             parts.append(f"{measurements([t.id for t in timed])} timed one at a time{on}")
         if proofs:
             parts.append(proofs_on(*then))
-        self.progress.expect(f"{', then '.join(parts)}: about {units.duration(seconds)}", len(timed))
+        self.progress.expect(f"{', then '.join(parts)}: about {units.duration(seconds)}{more}", len(timed))
 
     def keep(self, id: str, outcome: Outcome) -> None:
         """Record the outcome of a task. A workload keeps its first failure, unless only a later one blames the code."""

@@ -14,7 +14,9 @@ from perfsuite.modes import references
 from perfsuite.modes.paired import Paired
 from perfsuite.modes.whole import Whole
 from perfsuite.priors import suite_noise
-from perfsuite.records import Ran, Status
+from perfsuite.progress import name_of
+from perfsuite.records import Ran, Status, Verdict
+from perfsuite.report import units
 from perfsuite.resuming import Kept
 from perfsuite.tasks import ALONE, Failure, Task
 from perfsuite.worker_process import Lane
@@ -171,6 +173,7 @@ class Accept(Whole, Paired):
             by_ranks.setdefault(self.ranks_of(entry.id), []).append(entry)
         after = self.baselines.update(by_ranks, more=self.more, drop=drop, note=self.notes.append)
         self.notes += self._margins(after, [e.id for e in entries])
+        self.notes += slower_than_reference([looked[e.id] for e in entries])
         self._kept.forget()
 
     def _ran(self, id: str) -> Ran | None:
@@ -201,3 +204,13 @@ class Accept(Whole, Paired):
 
     def reference(self, id: str, *, first: bool) -> int | None:
         return None
+
+
+def slower_than_reference(verdicts: Sequence[Verdict]) -> list[str]:
+    """Return a line that lists the workloads whose optimized side is slower than the reference, if there are any."""
+    slower = [
+        f"{name_of(v.id)} ({units.ratio(v.speedup)})"
+        for v in verdicts
+        if v.speedup is not None and v.speedup_high is not None and v.speedup_high < 1
+    ]
+    return [f"accepted although the optimized side is slower than its reference: {', '.join(slower)}"] if slower else []

@@ -225,6 +225,17 @@ def test_accept_prints_added_and_changed_speedups(scale: Project) -> None:
     assert '"reason": "a better tile"' in path.read_text()
 
 
+def test_accept_lists_workloads_slower_than_their_reference(scale: Project) -> None:
+    scale.commit()
+    line = "accepted although the optimized side is slower than its reference: scale[small] (0.50"
+    scale.measured(times(speedup=0.5))
+    done = scale.cli("accept", "--reason", "for its memory")
+    assert done.exit_code == 0, done.output
+    assert lines_with(done.output, line), done.output
+    scale.measured(times(speedup=1.0))  # as fast as the reference, within the noise
+    assert not lines_with(scale.cli("accept", "--reason", "better").output, "slower than its reference")
+
+
 def test_accept_requires_a_reason(scale: Project) -> None:
     done = scale.cli("accept")
     assert done.exit_code == 2

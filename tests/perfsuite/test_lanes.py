@@ -307,3 +307,21 @@ def test_proofs_of_a_pair_that_took_long_to_time_are_expected_to_take_long(tmp_p
     quick, slow, known = (Task(id=f"a.py::{n}::equivalence", kind=ITEMS) for n in ("quick", "slow", "known"))
     usual = lanes.USUAL_S["items"]
     assert [run.expected_s(t) for t in (quick, slow, known)] == [usual, usual + 9.0, 7.0]
+
+
+def test_announced_seconds_say_what_they_leave_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Proofs that never ran may compile code, and those that need all GPUs follow the others, one at a time."""
+    said: list[str] = []
+    run: Any = Run.__new__(Run)
+    run.durations, run.runs, run.isolated = Durations(tmp_path), {}, {}
+    run.items = {id: SimpleNamespace(workload=SimpleNamespace(ranks=n)) for id, n in (("a", 1), ("b", 2), ("c", 2))}
+    run.baselines = Baselines(tmp_path, lambda: TWO)
+    run._progress = SimpleNamespace(expect=lambda text, total: said.append(text))
+    monkeypatch.setattr(Run, "machine", TWO)
+    monkeypatch.setattr(lanes, "measured_devices", lambda device: ("GPU-a", "GPU-b"))
+    for id in "abc":
+        run.announce([Task(id=i, kind=PROVE) for i in "abc"], proving=True)
+        run.durations.note(PROVE, id, 10.0)
+    run.announce([Task(id=i, kind=PROVE) for i in "abc"], proving=True)
+    assert [text.endswith(", longer if code is compiled for the first time") for text in said] == [True] * 3 + [False]
+    assert said[-1] == "3 proofs on 3 cores: about 42 s"
