@@ -1,4 +1,7 @@
-"""Gradients in one buffer, so that one collective reduces them all (eigenstate_lm, 004.15; ups, 002.7)."""
+"""Gradients in one buffer, so that one collective reduces them all.
+
+Source: eigenstate_lm, technique 004.15; ups, technique 002.7.
+"""
 
 from __future__ import annotations
 
@@ -24,6 +27,9 @@ class Bucket:
     that it owns, and sends these weights to the other ranks after it has updated them. The bucket then stores the
     weights in a buffer, too.
 
+    The calls of a step, in order: `add` for each micro-batch, `note`, `reduce`, `wait`; with an owner also `send` and
+    `receive`.
+
     weights  of one dtype and device
     ranks    processes of the default group; with 1, `reduce` does nothing
     owner    this rank, if each rank updates a share of the weights; None: each rank updates all of them
@@ -35,7 +41,7 @@ class Bucket:
         self.buffer = weights[0].new_zeros(shape)
         self.views = self._views(self.buffer)
         self.values = None if owner is None else torch.zeros_like(self.buffer)
-        self.is_begun = False
+        self.has_gradients = False
         """True if the buffer already has gradients of this step."""
         self.work: Any = None
         """The running collective of the gradients, or None."""
@@ -55,16 +61,16 @@ class Bucket:
     def add(self, gradients: Iterator[torch.Tensor]) -> None:
         """Add the next gradients of the iterator; those of a step's first micro-batch overwrite the buffer."""
         found = list(itertools.islice(gradients, len(self.views)))
-        (torch._foreach_add_ if self.is_begun else torch._foreach_copy_)(self.views, found)
-        self.is_begun = True
+        (torch._foreach_add_ if self.has_gradients else torch._foreach_copy_)(self.views, found)
+        self.has_gradients = True
 
     def note(self, number: torch.Tensor) -> None:
-        """Store a number, 0-d, that is summed over the ranks together with the gradients."""
+        """Store a number, 0-d, such as the step's loss, that is summed over the ranks together with the gradients."""
         self.buffer[:, -1] = number
 
     @property
     def number(self) -> torch.Tensor:
-        """View of the sum of the numbers, 0-d."""
+        """View of the sum over the ranks of the numbers that `note` stored, 0-d."""
         return self._own(self.buffer)[-1]
 
     def reduce(self) -> None:
@@ -77,11 +83,11 @@ class Bucket:
             self.work = reduce_scatter(self._own(self.buffer), self.buffer.view(-1), group=self._group, async_op=True)
 
     def wait(self) -> None:
-        """Make the device wait for the sum."""
+        """Make the device wait for the sum. The next `add` begins a new step."""
         if self.work is not None:
             self.work.wait()
             self.work = None
-        self.is_begun = False
+        self.has_gradients = False
 
     def send(self) -> None:
         """Start to send the weights that this rank has updated to all other ranks."""
@@ -117,12 +123,14 @@ class Bucket:
         return buffer[self.owner or 0]
 
     def _views(self, buffer: torch.Tensor) -> list[torch.Tensor]:
-        of_each = zip(self.places, self.weights, strict=True)
-        return [buffer[owner, at : at + w.numel()].view(w.shape) for (owner, at), w in of_each]
+        placed = zip(self.places, self.weights, strict=True)
+        return [buffer[owner, begin : begin + w.numel()].view(w.shape) for (owner, begin), w in placed]
 
 
 def _layout(sizes: Sequence[int], owners: int) -> tuple[list[tuple[int, int]], tuple[int, int]]:
-    """Return (owner, begin) of each tensor, and the buffer's shape [owners, length], with a spare element at the end.
+    """Return (owner, begin) of each tensor, and the buffer's shape [owners, length].
+
+    The last element of each owner's row belongs to no tensor: `Bucket.note` stores its number there.
 
     With several owners, the largest tensors are assigned first, each to the owner with the fewest elements.
     """

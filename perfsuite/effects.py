@@ -32,17 +32,18 @@ Effects: TypeAlias = dict[str, str]
 Kind: TypeAlias = Callable[[Probe], Effects]
 
 BUSY_S, BUSY_SHARE, WINDOWS = 0.04, 0.2, 3
-"""Length in seconds of a window in which other threads are watched; the share of a window that a busy thread computes,
-even if it has to wait for a core; and the number of consecutive windows in which it must be busy."""
+"""A thread is busy if it uses CPU time for BUSY_SHARE of each of WINDOWS consecutive windows of BUSY_S seconds. The
+share is far below 1, because a busy thread may have to wait for a core."""
 IDLE_S = 0.02
 """Seconds for which the threads of a pool may spin after a call, waiting for more work."""
 THREADS_EVERY = 5
 """Other threads are watched on one of this many draws, since it takes time and depends little on the draw."""
 STILL = "still "
 """Prefix of the names of generators that a call does not advance."""
-TURN_S = 1e-4
+SWITCH_INTERVAL_S = 1e-4
 """Python's thread switch interval in seconds while threads are watched."""
 TICK_S = 1 / os.sysconf("SC_CLK_TCK")
+"""Seconds of a clock tick, the unit of CPU times in /proc."""
 
 
 def check(
@@ -56,9 +57,9 @@ def check(
 ) -> None:
     """Raise NotEquivalent if the optimized side has a side effect that the reference does not have.
 
-    `imported` describes what the import of the pair's module left changed. `number` is the draw's number in a proof
-    with several draws. The first draw makes all checks. Later draws take turns at the checks IN_TURN, and one in
-    THREADS_EVERY watches other threads.
+    imported  setting that the import of the pair's module left changed → words about it
+    number    the draw's number in a proof with several draws. All checks run on the first draw. Each of the checks
+              IN_TURN runs on only some of the later draws, and other threads are watched on one draw in THREADS_EVERY
     """
     for words in imported.values():
         raise NotEquivalent(f"{pair.name}: the import of its module {words} for all that runs after it; put it back")
@@ -95,9 +96,12 @@ def check(
 
 def _allowed(kind: Callable[[Probe], Effects], found: Effects, left: Effects) -> Collection[str]:
     """Return which of the effects `found` the optimized side may have if the reference has those in `left`."""
-    if kind is threads:  # the optimized side's threads still run, so `left` contains them; are there others?
+    if kind is threads:
+        # Threads of the optimized side still run, so `left` contains them. The reference leaves threads of its own only
+        # if there are others.
         return found if left.keys() - found.keys() else ()
-    if kind is named_generators:  # if the reference draws no numbers, as with p = 0, drawing some does no harm
+    if kind is named_generators:
+        # If the reference does not advance a generator, as dropout with p = 0, the optimized side may advance it.
         still = tuple(f"{name.removeprefix(STILL)} " for name in left if name.startswith(STILL))
         return {*left, *(name for name in found if name.startswith(still))}
     return left
@@ -107,15 +111,16 @@ def _allowed(kind: Callable[[Probe], Effects], found: Effects, left: Effects) ->
 
 
 def settings(probe: Probe) -> Effects:
-    """Return the changes of torch's settings, modes, hooks and functions."""
+    """Return the changes of torch's settings, modes, hooks and functions, and of Python's settings for the process,
+    such as garbage collection, trace functions and the working directory."""
     with process_state.kept() as changed:
         _call_and_differentiate(probe)
     return {name: f"{words} for all that runs after it" for name, words in changed.items()}
 
 
 def process(probe: Probe) -> Effects:
-    """Return the changes of environment variables, signal handlers, warning filters and the like by a call that is not
-    the first."""
+    """Return the changes of environment variables, signal handlers, warning filters and the like (`surroundings`) by a
+    call that is not the first."""
     quick = bool(probe.number)
     with surroundings.kept(quick=quick):
         _call_and_differentiate(probe)  # modules imported by the first call may change them too
@@ -173,7 +178,7 @@ def threads(probe: Probe) -> Effects:
     if (probe.number or 0) % THREADS_EVERY:
         return {}
     _call_and_differentiate(probe)
-    with _short_turns():
+    with _short_switch_interval():
         before = _ticks()
         time.sleep(IDLE_S)
         busy = {n for n, ticks in _ticks().items() if ticks > before.get(n, 0)} - {threading.get_native_id()}
@@ -189,11 +194,11 @@ def threads(probe: Probe) -> Effects:
 
 
 @contextlib.contextmanager
-def _short_turns() -> Iterator[None]:
+def _short_switch_interval() -> Iterator[None]:
     """Shorten Python's thread switch interval in the block. A busy thread holds the GIL for a whole interval whenever a
     file is read here, so with the default interval, watching would take longer than the thread lives."""
     usual = sys.getswitchinterval()
-    sys.setswitchinterval(TURN_S)
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
     try:
         yield
     finally:
@@ -228,8 +233,8 @@ def _is_differentiated(probe: Probe) -> bool:
 # --- changes of the arguments ---------------------------------------------------------------------------------------
 
 
-def lent_to_call(probe: Probe) -> Effects:
-    """Return changes of `requires_grad` of the inputs, and of the modes and hooks of modules, by a call."""
+def arguments_of_call(probe: Probe) -> Effects:
+    """Return the changes that a call makes to `requires_grad` of the inputs, and to the modes and hooks of modules."""
     if probe.pair.is_stateful:
         return {}
     found: Effects = {}
@@ -237,19 +242,19 @@ def lent_to_call(probe: Probe) -> Effects:
         values = probe.drawn()
         if differentiated and _is_differentiated(probe):
             execution.require_gradients(probe.pair, values)
-        lent = dict(values)
+        arguments = dict(values)
         if isinstance(probe.side.call, modules.Sharing):
-            lent["its module"] = probe.side.call.sharing(values[modules.INPUT])
-        before = dict(marks.of(lent))
+            arguments["its module"] = probe.side.call.sharing(values[modules.INPUT])
+        before = dict(marks.of(arguments))
         with execution.quiet(probe.side), torch.set_grad_enabled(grad_mode):
             execution.callable_of(probe.side)(*values.values())
-        after = dict(marks.of(lent))
+        after = dict(marks.of(arguments))
         found |= {n: f"changes {n} from {was} to {after.get(n)}" for n, was in before.items() if after.get(n) != was}
     return found
 
 
-def lent_to_backward(probe: Probe) -> Effects:
-    """Return changes of incoming gradients and inputs, and of the `.grad` of the inputs, by the backward pass."""
+def arguments_of_backward(probe: Probe) -> Effects:
+    """Return the changes that a backward pass makes to incoming gradients, to inputs and to the inputs' `.grad`."""
     if not _is_differentiated(probe):
         return {}
     values = probe.drawn()
@@ -287,7 +292,8 @@ def lent_to_backward(probe: Probe) -> Effects:
 
 
 def shared_memory(probe: Probe) -> Effects:
-    """Return the outputs that share memory with each other or with an input, also for inputs of constant value."""
+    """Return the outputs that share memory with each other or with an input. The drawn inputs are tried, and then the
+    same inputs filled with one value."""
     if probe.pair.is_stateful:
         return {}
     found = {}
@@ -315,11 +321,11 @@ KINDS: tuple[Kind, ...] = (
     generators,
     named_generators,
     bindings,
-    lent_to_call,
-    lent_to_backward,
+    arguments_of_call,
+    arguments_of_backward,
     shared_memory,
     held_memory.held_memory,
     threads,
 )
 IN_TURN = (process, settings, generators, named_generators, bindings, held_memory.held_memory)
-"""Kinds that depend little on the draw, so that later draws take turns at them."""
+"""Kinds whose result depends little on the draw, so each runs on only some of the later draws."""

@@ -1,4 +1,5 @@
-"""Assign tasks to processes: a lane for each GPU while timing, one for each core while proving."""
+"""Assign tasks to lanes, which are slots for one worker process each: one lane for each GPU (or several that prepare
+and then time one after another) while timing, and one for each core while proving."""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ from perfsuite.worker_process import Lane, devices_of
 
 FILE = "durations.json"
 USUAL_S = {"prove": 3.0, "time": 2.0, "items": 1.0, "alone": 0.5}
-"""Estimated seconds of a task that has never run before, by kind, in addition to its calls of the sides."""
+"""Estimated seconds of a task that has never run before, by kind, without its calls of the sides."""
 CALLS = {"prove": 10.0, "time": 50.0, "items": 0.0, "alone": 20.0}
 """Estimated number of calls of a workload's sides in such a task, by kind."""
 START_S = 6.0
@@ -34,10 +35,11 @@ and several gigabytes of host memory. 24 processes on two H200s with 32 cores we
 CONTEXT_BYTES, CONTEXTS_SHARE = 1 << 30, 0.125
 """Assumed memory of the CUDA context of each waiting process, and largest share of a GPU's memory for all contexts."""
 MOST_TOGETHER, CORES_EACH = 12, 4 / 3
-"""Most processes that prepare at the same time on a GPU, and cores for each. Processes that are ready time one after
-another, so that even a few workloads with several processes each are timed in one round."""
+"""Most processes that prepare at the same time on a GPU, and cores for each. Prepared processes wait for each other and
+time alone, so even a few workloads with several processes each are timed in one round."""
 PEAKS_SPARE = 2.0
-"""Factor on the peak memory of a call. A process may hold more: the inputs of all sides, and its allocator's cache."""
+"""Factor on the peak memory of a call. A process may use more than one call: the inputs of all sides, and its
+allocator's cache."""
 MOST_AHEAD = 16
 """Most processes that are started ahead, over all GPUs. Each uses about 1 GB of host memory."""
 SPARE_AHEAD = 2
@@ -66,7 +68,7 @@ class Durations:
             pass  # only an estimate depends on it
 
     def of(self, task: Task, call_s: float = 0.0) -> float:
-        """Return the estimated seconds of the task. `call_s` is the seconds of a call of its slowest side."""
+        """Return the estimated seconds of the task. `call_s` is the duration of a call of its slowest side."""
         if self.has(task):
             return self.seconds[f"{task.kind} {task.id}"]
         return USUAL_S[task.kind] + CALLS[task.kind] * call_s
@@ -88,11 +90,12 @@ class Durations:
             pass
 
 
-def for_timing(machine: Machine, locks: Path | None = None, beside: int = 1) -> list[Lane]:
+def for_timing(machine: Machine, locks: Path | None = None, lanes_each: int = 1) -> list[Lane]:
     """Return one lane for each GPU, or one for the CPU. A timed workload runs alone on its device.
 
-    With a folder for the `locks`, return `beside` lanes for each GPU, whose processes prepare at the same time. The
-    locks are named by GPU, so that runs on other GPUs do not wait. If there are several GPUs, each has its own cores.
+    With a folder for the `locks`, return `lanes_each` lanes for each GPU. Their processes prepare at the same time, and
+    the GPU's lock lets one of them time. The locks are named by GPU, so that runs on other GPUs do not wait. If there
+    are several GPUs, each has its own cores.
     """
     devices = _several_devices(machine)
     shares = _known_shares(cores.of_gpus, len(devices))
@@ -103,7 +106,7 @@ def for_timing(machine: Machine, locks: Path | None = None, beside: int = 1) -> 
     if locks is None:
         return lanes
     files = [str(locks / f"{name}.lock") for name in _devices()]
-    return [replace(lane, lock=file) for _ in range(beside) for lane, file in zip(lanes, files, strict=False)]
+    return [replace(lane, lock=file) for _ in range(lanes_each) for lane, file in zip(lanes, files, strict=False)]
 
 
 def together(memory_bytes: int | None, peaks: Collection[int | None], cores: int) -> int:
@@ -126,9 +129,10 @@ def for_proving(tasks: Collection[Task], machine: Machine) -> list[Lane]:
     most = MOST_PROVERS_EACH * len(devices) or MOST_PROVERS
     count = max(1, min(machine.cores, most, len(tasks)))
     each = str(max(1, machine.cores // count))
-    # Not for workloads that will be timed with all threads, since their outputs must be bitwise equal then.
+    # Outputs of a workload that will be timed must be bitwise equal in its proof and when it is timed. It is timed with
+    # all threads, so its proof uses all of them, too.
     own_threads = all(t.kind == ITEMS for t in tasks) and "OMP_NUM_THREADS" not in os.environ
-    forked = preload.is_useful() and not own_threads  # a fork has the threads with which its server imported torch
+    forked = preload.is_useful() and not own_threads  # a fork keeps the thread count of its server
     lanes = []
     for number in range(count):
         environment: dict[str, str] = {}

@@ -5,8 +5,9 @@
 3. Otherwise .venv is created. If the current Python can import torch (a GPU container, the user's own environment),
    .venv sees that Python's packages, and torch and triton are never installed or changed.
 
-Progress and errors go to stderr, one line each. The whole file must stay readable by Python 3.8, so that an old Python
-prints an error message and not a SyntaxError.
+Progress and errors go to stderr, one line each. The syntax of this file must stay that of Python 3.8, so that an old
+Python prints an error message and not a SyntaxError. The oldest supported version is OLDEST here; pyproject.toml, the
+Makefile, the workflows and the README name it, too.
 """
 
 import contextlib
@@ -48,10 +49,12 @@ OPTIONAL = {
 NO_INDEX = "the package index cannot be reached"
 # These depend on the GPU driver and on each other, so a container's versions are kept.
 KEEP = ("torch", "triton")
-# pip options for a possibly offline machine, if the set-up also works without the package: five retries take minutes.
+# pip options to install a package that the set-up can do without. On a machine without network, pip's default of five
+# retries takes minutes.
 HASTY = ("--retries", "1", "--timeout", "20")
 
-# Run by the environment's own Python to find the requirements of pyproject.toml that it lacks. pip bundles packaging.
+# A program that the environment's own Python runs, to find the requirements of pyproject.toml that it lacks. The module
+# packaging is imported from pip, which bundles it.
 INSPECT = r"""
 import importlib.metadata, json, sys, tomllib
 from pip._vendor.packaging.requirements import Requirement
@@ -99,7 +102,7 @@ def main():
         newer = next((p for p in map(shutil.which, NEWER) if p and version_of(p) >= OLDEST), None)
         if newer is None:
             here = dotted(sys.version_info[:2])
-            fail(f"Python {here} is too old; install Python 3.11 or newer, or name one in PERFSUITE_PYTHON")
+            fail(f"Python {here} is too old; install Python {dotted(OLDEST)} or newer, or name one in PERFSUITE_PYTHON")
         raise SystemExit(subprocess.run([newer, os.path.abspath(__file__)]).returncode)
     with locked():
         if not is_ready(VENV):
@@ -111,10 +114,10 @@ def check_chosen(path):
     """Return the path of the interpreter that the user named, after checking that it runs and is new enough."""
     found = shutil.which(path)
     if found is None:
-        fail(f"PERFSUITE_PYTHON={path} is not an executable; unset it or name a Python 3.11 or newer")
+        fail(f"PERFSUITE_PYTHON={path} is not an executable; unset it or name a Python {dotted(OLDEST)} or newer")
     version = version_of(found)
     if version < OLDEST:
-        fail(f"PERFSUITE_PYTHON={path} is Python {dotted(version) or '?'}; name one of 3.11 or newer")
+        fail(f"PERFSUITE_PYTHON={path} is Python {dotted(version) or '?'}; name one of {dotted(OLDEST)} or newer")
     return found
 
 
@@ -153,11 +156,12 @@ def is_ready(venv):
 
 
 def set_up(venv):
+    """Create or update .venv, and install perfsuite and its requirements in it."""
     create(venv, inherit=has_torch(sys.executable))
     log = venv / LOG
     log.write_text("")
     if inherits_torch(python_of(venv)):
-        install_beside(venv, log)
+        complete_inherited(venv, log)
     else:
         say(f"installing into .venv; about a minute, the log is .venv/{LOG}")
         constraints = ["-c", str(ROOT / "constraints.txt")]
@@ -193,13 +197,13 @@ def create(venv, inherit):
             fail(".venv has no pip; remove .venv and try again")
         return
     if venv.exists() and not (venv / STAMP).exists() and any(venv.iterdir()):
-        fail(".venv is there, but holds no working Python of 3.11 or newer; remove it and try again")
+        fail(f".venv exists, but has no working Python of {dotted(OLDEST)} or newer; remove it and try again")
     say(f"creating .venv with Python {dotted(sys.version_info[:2])}" + (", on top of its packages" if inherit else ""))
     command = [sys.executable, "-m", "venv", "--clear", str(venv)]
     command += ["--system-site-packages"] if inherit else []
     done = run(command)
     if done.returncode and inherit:
-        # Debian's python3 may lack python3-venv. The pip to use is inherited anyway.
+        # Debian's python3 may lack python3-venv. A pip in .venv is not needed, because pip is inherited.
         done = run([*command, "--without-pip"])
     if done.returncode:
         shutil.rmtree(str(venv), ignore_errors=True)
@@ -215,13 +219,14 @@ def create(venv, inherit):
 
 
 def inherit_environment(venv):
-    """Make the packages of a virtual environment visible in .venv; --system-site-packages shows only its base's."""
+    """Make the packages of the current virtual environment visible in .venv. --system-site-packages shows only those of
+    the Python from which that environment was created."""
     if sys.prefix == sys.base_prefix:
         return
     code = "import sysconfig; print(sysconfig.get_paths()['purelib']); print(sysconfig.get_paths()['platlib'])"
-    theirs = dict.fromkeys(run([sys.executable, "-c", code]).stdout.splitlines())
-    # addsitedir instead of the bare path: editable installs in it are .pth files too.
-    lines = [f"import site; site.addsitedir({path!r})\n" for path in theirs]
+    folders = dict.fromkeys(run([sys.executable, "-c", code]).stdout.splitlines())
+    # addsitedir also reads .pth files, which editable installs are.
+    lines = [f"import site; site.addsitedir({path!r})\n" for path in folders]
     site_packages(venv).joinpath("_inherited.pth").write_text("".join(lines))
 
 
@@ -230,18 +235,18 @@ def site_packages(venv):
     return Path(run([str(python_of(venv)), "-c", code]).stdout.strip())
 
 
-def install_beside(venv, log):
-    """Install the missing packages, and leave every installed package as it is."""
+def complete_inherited(venv, log):
+    """Install the packages that an inherited environment lacks, and leave every installed package as it is."""
     done = run([str(python_of(venv)), "-c", INSPECT, str(ROOT / "pyproject.toml")])
     if done.returncode:
         fail(f"no pip in this Python ({last_line(done.stdout)}); install it, e.g. apt-get install python3-pip")
     facts = json.loads(last_line(done.stdout))
     for name in KEEP:
-        wanted = facts["lacking"].pop(name, None)
-        if wanted and name in facts["installed"]:
-            say(f"{name} {facts['installed'][name]} stays, though {wanted} is what was tested")
+        tested = facts["lacking"].pop(name, None)
+        if tested and name in facts["installed"]:
+            say(f"{name} {facts['installed'][name]} is kept, though perfsuite was tested with {tested}")
     if facts["lacking"]:
-        say(f"installing beside torch {facts['installed'].get('torch')}: {', '.join(sorted(facts['lacking']))}")
+        say(f"keeping torch {facts['installed'].get('torch')}, installing {', '.join(sorted(facts['lacking']))}")
         problem = install_lacking(venv, log, facts)
         needed = sorted(set(facts["lacking"]) - OPTIONAL)
         fatal = problem
@@ -252,12 +257,12 @@ def install_beside(venv, log):
             fail(f"pip failed: {fatal}; {remedy}; see .venv/{LOG}")
         if problem:
             left_out = sorted(set(facts["lacking"]) & OPTIONAL)
-            say(f"not installed ({problem}): {', '.join(left_out)}; tests run without")
+            say(f"not installed ({problem}): {', '.join(left_out)}; tests that need them are skipped")
     isolation = ["--no-build-isolation"] if facts["can_build"] else []
     problem = pip(venv, log, [*HASTY, "--no-deps", *isolation, "-e", str(ROOT)])
     if problem:
         site_packages(venv).joinpath("perfsuite.pth").write_text(f"{ROOT}\n")
-        say(f"not installed ({problem}), only put on the path: no `perfsuite` script and no entry points")
+        say(f"perfsuite is not installed ({problem}) and is only on the path: no `perfsuite` script, no entry points")
         say("use `python -m perfsuite`, and pytest with `-p perfsuite.plugin`, as the Makefile does")
 
 
@@ -270,7 +275,7 @@ def install_lacking(venv, log, facts):
         if line.partition("==")[0].strip().lower() in facts["lacking"]
     ]
     problem = None
-    # First keep all installed packages. If pip cannot solve that, keep at least torch and triton.
+    # First keep the versions of all installed packages. If pip finds no solution, keep only those of torch and triton.
     for kept in (present, {name: v for name, v in present.items() if name in KEEP}):
         with tempfile.TemporaryDirectory() as folder:
             constraints = Path(folder) / "constraints.txt"

@@ -1,4 +1,5 @@
-"""The set policy gradient's loss in one pass over the logits each way (polychromic, its objective made differentiable).
+"""The loss of the set policy gradient, which makes polychromic's diversity objective differentiable. The forward pass
+reads the logits once, and so does the backward pass.
 
 **Derivation.** The source trains on L = CE - lambda * D, where D is the mean of 1 - cos(e_i, e_j) over the pairs i < j
 of n sampled replies. There D is a Python float. Sampling tokens has no derivative, so the gradient of lambda * D is
@@ -16,12 +17,12 @@ The advantage of reply i is D(set) - b_i. The following baselines leave the grad
 in `suite.polychromic.advantages`.
 
 * The mean of D over the *other* sets of the same prompt (*). The mean over *all* sets of a prompt, as in the
-  polychromic objective, contains the set's own D, which scales the gradient by (S - 1) / S with S sets. Excluding the
-  own set gives that advantage times S / (S - 1).
+  polychromic objective, contains the set's own D, which scales the gradient by (S - 1) / S with S sets. Without the own
+  set, the advantage is S / (S - 1) times as large.
 * A running mean over earlier steps, passed as an input (*), for prompts with one set.
 * The diversity of the set without reply i (*), from n - 1 >= 2 replies. It needs neither several sets nor a state.
-* The mean of D over the sets of other prompts. It is unbiased, but diversity differs between prompts, so the advantages
-  have an offset that depends on the prompt. This offset is noise.
+* The mean of D over the sets of other prompts. Diversity differs between prompts, so the advantages have an offset that
+  depends on the prompt. This offset is noise.
 
 **Requirements.** The logits must be those of the distribution that was sampled from: divided by the temperature, and
 -inf outside the top-p nucleus. The set of tokens in the nucleus is treated as constant. Log-probabilities of other
@@ -34,7 +35,7 @@ from torch.nn import functional
 from optimized.kernels import ceil_div, jit, launching, tl, use_triton
 
 DTYPES = (torch.float32, torch.bfloat16)
-BLOCK, NUM_WARPS = 4096, 8  # 16 logits a thread; to be swept on an H200
+BLOCK, NUM_WARPS = 4096, 8  # 16 logits a thread; not yet chosen by a sweep on an H200
 FINISH_BLOCK = 1024
 
 
@@ -65,39 +66,39 @@ def set_policy_loss(
 
     Source: polychromic, seed 003, objective L = CE - lambda * D.
     """
-    return _with(use_triton(logits, dtypes=DTYPES), logits, tokens, mask, advantages)
+    return _loss(use_triton(logits, dtypes=DTYPES), logits, tokens, mask, advantages)
 
 
 def set_policy_loss_torch(
     logits: torch.Tensor, tokens: torch.Tensor, mask: torch.Tensor, advantages: torch.Tensor
 ) -> torch.Tensor:
     """`set_policy_loss` in PyTorch operations."""
-    return _with(False, logits, tokens, mask, advantages)
+    return _loss(False, logits, tokens, mask, advantages)
 
 
 def set_policy_loss_triton(
     logits: torch.Tensor, tokens: torch.Tensor, mask: torch.Tensor, advantages: torch.Tensor
 ) -> torch.Tensor:
     """`set_policy_loss` with the Triton kernels, in float32 and bfloat16."""
-    return _with(True, logits, tokens, mask, advantages)
+    return _loss(True, logits, tokens, mask, advantages)
 
 
-def _with(kernels, logits, tokens, mask, advantages):
+def _loss(use_kernels, logits, tokens, mask, advantages):
     if advantages.dim() != 2 or advantages.numel() != len(logits):
         raise ValueError(f"advantages of shape {list(advantages.shape)} for {len(logits)} replies: give [sets, n]")
     if not tokens.numel():
         # The sum over no tokens is 0; the mean over no sets is NaN.
         return logits.sum(dtype=torch.promote_types(logits.dtype, torch.float32)) / len(advantages)
-    return (_SetPolicyLoss.apply if kernels else _by_torch)(logits, tokens, mask, advantages.detach())
+    return (_SetPolicyLoss.apply if use_kernels else _loss_torch)(logits, tokens, mask, advantages.detach())
 
 
-def _by_torch(logits, tokens, mask, advantages):
+def _loss_torch(logits, tokens, mask, advantages):
     """Compute the loss from the sampled positions only; the gradient of all other logits is 0."""
     wide = torch.promote_types(logits.dtype, torch.float32)
-    log_p = functional.log_softmax(logits[mask], -1, dtype=wide).gather(-1, tokens[mask][:, None]).squeeze(-1)
-    every = torch.zeros(mask.shape, dtype=wide, device=mask.device).masked_scatter(mask, log_p)
-    of_replies = every.sum(-1).reshape(advantages.shape)
-    return -(advantages.to(wide) * of_replies).sum(-1).mean()
+    sampled_log_p = functional.log_softmax(logits[mask], -1, dtype=wide).gather(-1, tokens[mask][:, None]).squeeze(-1)
+    log_p = torch.zeros(mask.shape, dtype=wide, device=mask.device).masked_scatter(mask, sampled_log_p)
+    reply_log_p = log_p.sum(-1).reshape(advantages.shape)
+    return -(advantages.to(wide) * reply_log_p).sum(-1).mean()
 
 
 class _SetPolicyLoss(torch.autograd.Function):
@@ -190,7 +191,8 @@ def _forward_kernel(
     logits_ptr += at // length * stride_row + at % length * stride_at
     own = tl.load(logits_ptr + token, mask=counted & valid, other=0.0).to(tl.float32)
     top = tl.full([], -float("inf"), tl.float32)
-    # Summed over the threads after the loop: each step needs only the largest logit of all threads.
+    # One sum for each column of a block. They are added up after the loop, so that an iteration has one reduction over
+    # the threads (the largest logit) and not two.
     totals = tl.zeros((BLOCK,), dtype=tl.float32)
     columns = tl.arange(0, BLOCK)
     for start in range(0, tl.where(counted, V, 0), BLOCK):

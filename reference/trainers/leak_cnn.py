@@ -8,10 +8,11 @@ The source leaves some choices open. This trainer makes them as follows:
 * An epoch has whole batches only (7 of 5632 in 40,000 segments, as the source counts them). The segments that are left
   out differ from epoch to epoch. Validation leaves none out.
 * The learning rate decays along a cosine, epoch by epoch, and reaches 0 after the last one.
-* Dropout is hashed from the seed and the step number, so a resumed run drops the same elements as an uninterrupted one.
+* Dropout masks are hashes of the seed and the step number, so a resumed run drops the same elements as an uninterrupted
+  one.
 * A step with non-finite gradients changes no weight and no moment, as with `GradScaler`, in every precision.
-* Both trainers share the functions for dropout, the initial weights and the class weights. The network and its loss are
-  implemented in this file.
+* Both trainers share the functions for dropout, the initial weights and the class weights. This file has its own
+  network and loss; those of the optimized trainer are in `suite.leak_cnn.model` and `suite.leak_cnn.loss`.
 * The best weights are those with the largest macro-F1 of the validation files; on a tie, the earliest.
 
 Source: leak_cnn.
@@ -43,7 +44,7 @@ from suite.leak_cnn.report import Report, Validation
 from suite.leak_cnn.state import best_f1_of, restore, state_of, stops
 
 ROWS = 16
-"""Rows after the adaptive pooling. Its input has 8 rows, so each appears twice, as in the source."""
+"""Rows after the adaptive pooling. A segment has 8 rows before it, so each appears twice, as in the source."""
 
 
 class Trainer:
@@ -61,8 +62,8 @@ class Trainer:
         self, config: TrainConfig, data: Audio, device: torch.device | str, dtype: torch.dtype = torch.float32
     ) -> None:
         self.config, self.data, self.device, self.dtype = config, data, torch.device(device), dtype
-        first = make_weights(config.seed, config.channels, config.hidden)
-        self.weights = {name: w.to(self.device, dtype).requires_grad_() for name, w in first.items()}
+        initial = make_weights(config.seed, config.channels, config.hidden)
+        self.weights = {name: w.to(self.device, dtype).requires_grad_() for name, w in initial.items()}
         self.balance = class_weights(data.counts("train")).to(self.device, dtype)
         self.lr = torch.zeros((), device=self.device, dtype=dtype)
         self.optimizer = ScalerStep(
@@ -146,34 +147,35 @@ class Trainer:
         return loss.item()
 
     def _logits(self, segments: torch.Tensor, keep: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-        """Apply the network: segments [N, 1, 32, 1] → class logits [N, 5] and leak logits [N], in `self.dtype`."""
-        low = torch.float16 if self.config.autocast_fp16 else torch.bfloat16
-        on = self.config.autocast_fp16 or self.config.autocast_bf16
-        with torch.autocast(self.device.type, low, enabled=on):
-            classes, leak = _logits(self.weights, segments, keep)
+        """Apply the network, under autocast if configured, and return the logits in `self.dtype`, as `_network`."""
+        half = torch.float16 if self.config.autocast_fp16 else torch.bfloat16
+        is_autocast = self.config.autocast_fp16 or self.config.autocast_bf16
+        with torch.autocast(self.device.type, half, enabled=is_autocast):
+            classes, leak = _network(self.weights, segments, keep)
         return classes.to(self.dtype), leak.to(self.dtype)
 
     @torch.no_grad()
     def _validation(self, epoch: int) -> Validation:
+        """Evaluate every validation segment and file, and keep the weights if their F1 is the best so far."""
         metrics = DeviceMetrics(len(CLASSES), self.device)
         for mel, labels, _ in DataLoader(self.data.examples("validation"), self.config.val_batch_size):
             classes, leak = self._logits(prepare_mel_batch(mel, self.device, channels_last=False, dtype=self.dtype))
             labels = labels.to(self.device)
             metrics.add(_loss(classes, leak, labels, self.balance), classes, labels)
         mels, leaks = self.data.read("validation").by_file()
-        _, found = file_level_eval(self._logits, mels.to(self.device, self.dtype), self.config.threshold)
-        files = [[0, 0], [0, 0]]
-        for is_leak, taken in zip(leaks.tolist(), found.tolist(), strict=True):
-            files[is_leak][taken] += 1
-        f1 = macro_f1(files)
+        _, predictions = file_level_eval(self._logits, mels.to(self.device, self.dtype), self.config.threshold)
+        confusion = [[0, 0], [0, 0]]
+        for is_leak, predicted in zip(leaks.tolist(), predictions.tolist(), strict=True):
+            confusion[is_leak][predicted] += 1
+        f1 = macro_f1(confusion)
         if f1 > self.best_f1:
             self.best_f1, self.best_epoch = f1, epoch + 1
             for name, weight in self.weights.items():
                 self.best[name].copy_(weight)
-        return Validation(segments=metrics.value(), files=files)
+        return Validation(segments=metrics.value(), files=confusion)
 
 
-def _logits(
+def _network(
     weights: Mapping[str, torch.Tensor], x: torch.Tensor, keep: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute the class logits [N, 5] and the leak logits [N] of segments [N, 1, 32, 1].
@@ -181,8 +183,8 @@ def _logits(
     keep  [N, features]: dropout mask, by which the features are multiplied; None drops nothing
     """
 
-    def layer(function: Callable[..., torch.Tensor], name: str, given: torch.Tensor, **options: int) -> torch.Tensor:
-        return function(given, weights[f"{name}.weight"], weights[f"{name}.bias"], **options)
+    def layer(function: Callable[..., torch.Tensor], name: str, x: torch.Tensor, **options: int) -> torch.Tensor:
+        return function(x, weights[f"{name}.weight"], weights[f"{name}.bias"], **options)
 
     x = functional.relu(layer(functional.conv2d, "conv1", x, padding=1))
     for name in ("conv2", "conv3"):

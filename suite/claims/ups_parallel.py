@@ -1,4 +1,8 @@
-"""Claims of ups about several processes: how the processes are launched, and the answers from their figures."""
+"""Claims of ups about several processes: launch the processes, and answer the claims from their figures.
+
+`suite.claims.ups` lists the claims. Here: C33, CUDA graphs (mode="reduce-overhead") with DistributedDataParallel; C34,
+NCCL's variables; C35, all-reduces with gradient accumulation; C61, the speedup of four GPUs.
+"""
 
 from __future__ import annotations
 
@@ -36,8 +40,8 @@ def graphs(s: Setting) -> Answer:
     if ranks < 2:
         alone = "there is no second GPU. In a group of one rank, which shows that it runs and not that ranks agree"
         detail = f"{alone}, {detail}"
-    verdict = judged.works(works, ranks)
-    return verdict, ("on which of the two is inside: " * (verdict == DEPENDS)) + detail
+    condition = "on whether the compiled network is inside DistributedDataParallel or around it"
+    return _answer(judged.works(works, ranks), condition, detail)
 
 
 def nccl(s: Setting) -> Answer:
@@ -58,7 +62,7 @@ def accumulation(s: Setting) -> Answer:
         f"{amount(found['without no_sync, bytes'])}, as it is, and {found['with no_sync']}, "
         f"{amount(found['with no_sync, bytes'])}, with no_sync around all but the last"
     )
-    return verdict, ("on no_sync: " * (verdict == DEPENDS)) + detail
+    return _answer(verdict, "on no_sync", detail)
 
 
 def four(s: Setting) -> Answer:
@@ -69,7 +73,7 @@ def four(s: Setting) -> Answer:
 
 
 def nccl_variables(s: Setting, *, gpus: int) -> Answer:
-    """Answer C34 with four ranks in two halves; with `gpus` 0 on the CPU."""
+    """Answer C34 with four ranks, of which two set NCCL's variables and two do not; with `gpus` 0 on the CPU."""
     variables = cast("Mapping[str, str]", implementation("distributed.nccl_settings", "VARIABLES", optimized=True))
     elements = sum(source_sizes(s, whole=False))
     found = in_ranks.launched(in_ranks.all_reduce_times, 4, gpus, elements, 2 * s.rounds, 10, variables)[0]
@@ -109,8 +113,7 @@ def data_parallel(s: Setting, *, ranks: int) -> Answer:
             ". Four GPUs were not measured: there a ring takes 1.5 times as long, and the backward hides all of the "
             "difference, or none"
         )
-    verdict = judged.scales(speedups, 3.8)
-    return verdict, ("on the batch, and on what the backward hides: " * (verdict == DEPENDS)) + detail
+    return _answer(judged.scales(speedups, 3.8), "on the batch, and on what the backward hides", detail)
 
 
 # --- helpers --------------------------------------------------------------------------------------------------------
@@ -118,7 +121,7 @@ def data_parallel(s: Setting, *, ranks: int) -> Answer:
 
 @functools.cache
 def two_ranks(s: Setting) -> dict[str, Any]:
-    """Measure what each of two ranks counts and holds: on two GPUs, or else on the CPU."""
+    """Count the all-reduces of each of two ranks and measure its memory, on two GPUs or else on the CPU."""
     found: dict[str, Any] = in_ranks.launched(in_ranks.counted_and_held, 2, 2 if s.gpus >= 2 else 0, s.config)[0]
     return found
 
@@ -132,6 +135,11 @@ def replays(row: Mapping[str, Any], eager: Mapping[str, Any]) -> bool:
 def where(s: Setting) -> str:
     """Return a phrase that says where the ranks of `two_ranks` run."""
     return "" if s.gpus >= 2 else " on the CPU"
+
+
+def _answer(verdict: str, condition: str, detail: str) -> Answer:
+    """Return the answer. If the verdict is DEPENDS, its text begins with the condition ("on …")."""
+    return verdict, f"{condition}: {detail}" if verdict == DEPENDS else detail
 
 
 def _too_few(s: Setting, needed: int) -> str:

@@ -1,7 +1,8 @@
 """The network of leak_cnn: parameter names and shapes, initial weights, and the parts of the forward pass.
 
 Weights are a plain mapping, name → tensor, as in a checkpoint. Their shapes determine the number of channels and the
-width of the hidden layer.
+width of the hidden layer. A change of the layers also changes the network of `reference.trainers.leak_cnn`, which is
+implemented there on its own, and the operation counts in `suite.leak_cnn.costs`.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ from suite.leak_cnn.classes import CLASSES
 CHANNELS = (32, 64, 128)
 """Output channels of the three convolutions."""
 POOLED_ROWS = 16
-"""Rows after the adaptive pooling. For 32 mels, its input has 8 rows, so each row appears twice, as in the source."""
+"""Rows after the adaptive pooling. A segment of 32 mels has 8 rows before it, so each row appears twice, as in the
+source."""
 HIDDEN = 256
 """Width of the hidden fully connected layer."""
 DROPOUT = 0.25
@@ -29,7 +31,7 @@ Activation = Callable[[torch.Tensor], torch.Tensor]
 def shapes(
     channels: tuple[int, int, int] = CHANNELS, hidden: int = HIDDEN, classes: int = len(CLASSES)
 ) -> dict[str, tuple[int, ...]]:
-    """Return name → shape of the 12 tensors, in forward order. By default, they have 618,758 elements."""
+    """Return name → shape of the 12 tensors, in forward order. By default, they have 618,758 elements in total."""
     first, second, third = channels
     weights: dict[str, tuple[int, ...]] = {
         "conv1": (first, 1, 3, 3),
@@ -48,11 +50,11 @@ def shapes(
 def make_weights(seed: int, channels: tuple[int, int, int] = CHANNELS, hidden: int = HIDDEN) -> dict[str, torch.Tensor]:
     """Draw the initial weights, name → float32 tensor on the CPU, uniform in ±1/√fan_in as in `torch.nn`."""
     generator = torch.Generator().manual_seed(seed)
-    every = shapes(channels, hidden)
+    all_shapes = shapes(channels, hidden)
     weights = {}
-    for name, shape in every.items():
+    for name, shape in all_shapes.items():
         layer = name.partition(".")[0]
-        bound = 1 / math.sqrt(math.prod(every[f"{layer}.weight"][1:]))
+        bound = 1 / math.sqrt(math.prod(all_shapes[f"{layer}.weight"][1:]))
         weights[name] = (2 * torch.rand(shape, generator=generator) - 1) * bound
     return weights
 
@@ -85,9 +87,9 @@ def head(
     if keep is not None:
         x = x * keep
     x = activation(functional.linear(x, weights["hidden.weight"], weights["hidden.bias"]))
-    classes = functional.linear(x, weights["classes.weight"], weights["classes.bias"])
-    leak = functional.linear(x, weights["leak.weight"], weights["leak.bias"])
-    return classes, leak.squeeze(1)
+    class_logits = functional.linear(x, weights["classes.weight"], weights["classes.bias"])
+    leak_logits = functional.linear(x, weights["leak.weight"], weights["leak.bias"])
+    return class_logits, leak_logits.squeeze(1)
 
 
 def forward(

@@ -166,7 +166,7 @@ def test_only_missing_packages_are_installed_beside_torch(
     bootstrap: ModuleType, monkeypatch: pytest.MonkeyPatch, pips: list[list[str]]
 ) -> None:
     inspected(bootstrap, monkeypatch, facts())
-    bootstrap.install_beside(bootstrap.VENV, Path("log"))
+    bootstrap.complete_inherited(bootstrap.VENV, Path("log"))
     first, last = pips
     assert first[-2:] == ["rich>=13", "ruff>=0.9"]
     pins = first[first.index("-c") + 1].splitlines()
@@ -183,9 +183,9 @@ def test_torch_outside_the_version_range_is_kept(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     inspected(bootstrap, monkeypatch, facts(lacking={"torch": "torch<2.14,>=2.11"}))
-    bootstrap.install_beside(bootstrap.VENV, Path("log"))
+    bootstrap.complete_inherited(bootstrap.VENV, Path("log"))
     assert len(pips) == 1, "nothing but perfsuite itself"
-    assert "torch 2.11.0+cu130 stays, though torch<2.14,>=2.11 is what was tested" in capsys.readouterr().err
+    assert "torch 2.11.0+cu130 is kept, though perfsuite was tested with torch<2.14,>=2.11" in capsys.readouterr().err
 
 
 def test_missing_linters_are_tolerated_without_a_network(
@@ -196,8 +196,11 @@ def test_missing_linters_are_tolerated_without_a_network(
 ) -> None:
     inspected(bootstrap, monkeypatch, facts(lacking={"ruff": "ruff>=0.9"}))
     bootstrap.answers += ["the package index cannot be reached"] * 2
-    bootstrap.install_beside(bootstrap.VENV, Path("log"))
-    assert "not installed (the package index cannot be reached): ruff; tests run without" in capsys.readouterr().err
+    bootstrap.complete_inherited(bootstrap.VENV, Path("log"))
+    assert (
+        "not installed (the package index cannot be reached): ruff; tests that need them are skipped"
+        in capsys.readouterr().err
+    )
     assert pips[-1][-1] == str(bootstrap.ROOT)
 
 
@@ -210,7 +213,7 @@ def test_missing_required_package_without_a_network_is_an_error(
     inspected(bootstrap, monkeypatch, facts())
     bootstrap.answers += ["the package index cannot be reached"] * 2
     with pytest.raises(SystemExit):
-        bootstrap.install_beside(bootstrap.VENV, Path("log"))
+        bootstrap.complete_inherited(bootstrap.VENV, Path("log"))
     message = capsys.readouterr().err.splitlines()
     last_line = "bootstrap: pip failed: the package index cannot be reached; install rich where this Python finds it"
     assert message[-1].startswith(last_line)
@@ -227,9 +230,9 @@ def test_unavailable_optional_package_does_not_prevent_other_installs(
 ) -> None:
     inspected(bootstrap, monkeypatch, facts(lacking={"rich": "rich>=13", "h5py": "h5py>=3.11"}))
     bootstrap.answers += ["No matching distribution found for h5py"] * 2
-    bootstrap.install_beside(bootstrap.VENV, Path("log"))
+    bootstrap.complete_inherited(bootstrap.VENV, Path("log"))
     message = capsys.readouterr().err
-    assert "not installed (No matching distribution found for h5py): h5py; tests run without" in message
+    assert "not installed (No matching distribution found for h5py): h5py; tests that need them are skipped" in message
     assert "rich>=13" in pips[2]
     assert "h5py>=3.11" not in pips[2]
 
@@ -261,7 +264,7 @@ def test_pth_file_is_written_if_the_package_cannot_be_built(
     inspected(bootstrap, monkeypatch, facts(lacking={}, can_build=False))
     monkeypatch.setattr(bootstrap, "site_packages", lambda venv: tmp_path)
     bootstrap.answers += ["no setuptools"]
-    bootstrap.install_beside(bootstrap.VENV, Path("log"))
+    bootstrap.complete_inherited(bootstrap.VENV, Path("log"))
     assert (tmp_path / "perfsuite.pth").read_text() == f"{bootstrap.ROOT}\n"
     assert "-p perfsuite.plugin" in capsys.readouterr().err
 

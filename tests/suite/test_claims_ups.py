@@ -481,7 +481,8 @@ def test_verdict_on_graphs_depends_on_gradients_and_launches_of_two_ranks(plante
     verdict, finding = ups_parallel.graphs(with_gpus(2))
     assert asked[0][1:3] == (2, 2)
     assert verdict == DEPENDS
-    assert finding.startswith("on which of the two is inside: a forward and backward of 2 blocks takes 20.0 ms eagerly")
+    assert finding.startswith("on whether the compiled network is inside DistributedDataParallel or around it: ")
+    assert ": a forward and backward of 2 blocks takes 20.0 ms eagerly" in finding
     assert "with 900 launches in 2 ranks; compiled inside, 10.0 ms with 40 launches, 2 times as fast" in finding
     assert "compiled around, it fails: no" in finding
     planted(
