@@ -130,13 +130,13 @@ class Draw:
 def draw_of(
     error: torch.Tensor,
     reference: torch.Tensor,
-    spread: torch.Tensor,
+    size: torch.Tensor,
     truth: torch.Tensor,
     *,
     eps: float,
     dtype: torch.dtype,
 ) -> Draw | None:
-    """Return the bias of the errors of a side and of the reference. `spread` is the size of the reference's errors.
+    """Return the bias of the errors of a side and of the reference. `size` is the size of the reference's errors.
 
     None if there are too few elements, or the truth is zero.
     """
@@ -149,7 +149,7 @@ def draw_of(
     return Draw(
         side=side,
         reference=own,
-        error=float(spread.square().mean().sqrt()) / (eps * float(truth.abs().mean())) if found else 0.0,
+        error=float(size.square().mean().sqrt()) / (eps * float(truth.abs().mean())) if found else 0.0,
         limits=HALF if half else SINGLE,
         elements=truth.numel(),
         cut=cut,

@@ -322,7 +322,7 @@ def _rivals(on_gpu: bool) -> list[Finding]:
 
 def _git(folder: Path) -> Finding:
     git = shutil.which("git")
-    lost = "the gate's second look cannot load the accepted revision"
+    lost = "the gate cannot load the accepted revision"
     if git is None:
         return Finding(name="git", status="warn", detail=f"not found: {lost}", remedy="apt-get install git")
     inside = _output([git, "-C", str(folder), "rev-parse", "--is-inside-work-tree", "--is-shallow-repository"])

@@ -14,7 +14,7 @@ from perfsuite.blocks import block_variance, process_mean
 from perfsuite.planning import FEW_FACTOR, FEW_LEAST
 from perfsuite.priors import Suite
 from perfsuite.records import Measurement, PromiseRecord, complete
-from perfsuite.stages import BETA, LOOKS, RED_LOOKS, ahead, beta
+from perfsuite.stages import BETA, RED_STAGES, STAGES, ahead, beta
 from perfsuite.statistics import (
     INFLATION_WORKLOADS,
     PROCESS_DOF,
@@ -42,8 +42,8 @@ ALPHA = 0.01
 POWER = 0.95
 
 USUAL_PROCESSES = 6
-"""Number of processes that is assumed for a margin up to MARGIN_USUAL. For a larger margin, the largest number in LOOKS
-is assumed."""
+"""Number of processes that is assumed for a margin up to MARGIN_USUAL. For a larger margin, the largest number in
+STAGES is assumed."""
 
 MARGIN_MIN = {"device": 0.01, "wall": 0.015}
 """Smallest default margin by clock. Below 1%, builds of one function differ by code placement, not by their design. On
@@ -221,7 +221,7 @@ def slowdown_of(
     assert s.entry is not None
     noise = Noise(process=known, session=noise_of(s.entry.process_means(), suite.ratio).session)
     accepted = baseline_mean(s.entry.process_means(), noise)
-    error = estimate(accepted.minus(run_mean([0.0] * LOOKS[-1])), noise)
+    error = estimate(accepted.minus(run_mean([0.0] * STAGES[-1])), noise)
     least = MARGIN_MIN[s.entry.clock]
     own = _default_margin(accepted_noise, selected, least)
     # Beyond STORED_MARGIN_MAX the gate would be useless, unless the margin against the accepted revision is as large.
@@ -240,7 +240,7 @@ def _own_seconds(s: Subject) -> Estimate:
     return estimate(run_mean(now).minus(baseline_mean(accepted, noise)), noise)
 
 
-def speedup_of(s: Subject, prior: Noise, selected: int, *, looks: int) -> Speedup | None:
+def speedup_of(s: Subject, prior: Noise, selected: int, *, stages: int) -> Speedup | None:
     """Return this run's speedup over the reference; None if the reference was not timed.
 
     A promise holds if this run shows it. It is broken only if the shortfall is too large for a shift between sessions.
@@ -262,14 +262,14 @@ def speedup_of(s: Subject, prior: Noise, selected: int, *, looks: int) -> Speedu
     if promised is None:
         return Speedup(now=now, full=len(full), least=least)
     bound = math.log(promised)
-    shown = here if looks > 1 else now  # a promise that is being accepted must hold in every session
+    shown = here if stages > 1 else now  # a promise that is being accepted must hold in every session
     spare = FEW_LEAST if s.entry and not slow and not full else 0.0
     one = replace(here, se=math.sqrt(noise.process.value))
     return Speedup(
         now=now,
         promised=promised,
-        holds=shown.p_above(bound) <= (beta(len(s.runs)) if looks > 1 else BETA) and now.value >= bound + spare,
-        broken=not least and now.p_below(bound) <= ALPHA / looks / selected,
+        holds=shown.p_above(bound) <= (beta(len(s.runs)) if stages > 1 else BETA) and now.value >= bound + spare,
+        broken=not least and now.p_below(bound) <= ALPHA / stages / selected,
         least=least,
         full=len(timed) if slow else len(full),
         likely=planning.further(one, bound, len(full), ahead(len(s.runs))),
@@ -278,20 +278,20 @@ def speedup_of(s: Subject, prior: Noise, selected: int, *, looks: int) -> Speedu
 
 def _default_margin(process: Variance, selected: int, least: float) -> float:
     """Return the slowdown that USUAL_PROCESSES processes resolve. If it is above MARGIN_USUAL, return the one that
-    LOOKS[-1] processes resolve, limited to MARGIN_USUAL to MARGIN_MOST."""
+    STAGES[-1] processes resolve, limited to MARGIN_USUAL to MARGIN_MOST."""
 
     def found_by(processes: int) -> float:
         error = _paired([0.0] * processes, replace(process, dof=process.dof + processes - 1))
         return _resolvable(error, selected, least)
 
     size = found_by(USUAL_PROCESSES)
-    return size if size <= MARGIN_USUAL else min(MARGIN_MOST, max(MARGIN_USUAL, found_by(LOOKS[-1])))
+    return size if size <= MARGIN_USUAL else min(MARGIN_MOST, max(MARGIN_USUAL, found_by(STAGES[-1])))
 
 
 def _resolvable(error: Estimate, selected: int, least: float) -> float:
     """Return the slowdown that an estimate with this error detects with 95% power: at least `least`, in multiples of
     MARGIN_STEP."""
-    needed = t_quantile(1 - ALPHA / len(RED_LOOKS) / selected, error.dof) + t_quantile(POWER, error.dof)
+    needed = t_quantile(1 - ALPHA / len(RED_STAGES) / selected, error.dof) + t_quantile(POWER, error.dof)
     # Margins end at MARGIN_MOST, so a larger value need not be exact, and its exponential could overflow.
     steps = math.ceil(math.expm1(min(needed * error.se, 1.0)) / MARGIN_STEP - 1e-9)
     return max(least, round(steps * MARGIN_STEP, 6))

@@ -1,12 +1,12 @@
 """The gate's rule: measurements of a run + accepted figures → a `Verdict` for each workload. Pure functions; no torch.
 
 The optimized side of the accepted revision is interleaved with the current one in every process, so no stored time
-enters the comparison. After each number of processes in LOOKS, the rule tests:
+enters the comparison. After each number of processes in STAGES, the rule tests:
 
-    PASS       the upper bound of the slowdown is below the margin, at BETA over all looks (BETA_SHARES)
-    REGRESSED  p <= ALPHA over RED_LOOKS and all selected workloads, and the estimate is at least half the margin
+    PASS       the upper bound of the slowdown is below the margin, at BETA over all stages (BETA_SHARES)
+    REGRESSED  p <= ALPHA over RED_STAGES and all selected workloads, and the estimate is at least half the margin
     IMPROVED   the same in the other direction, with an estimate of at least the margin
-    NOISY      none of these, after the last look
+    NOISY      none of these, after the last stage
 
 **Margin** The smallest slowdown that matters. A workload may declare it. By default, it is the smallest slowdown that
 six processes detect with 95% power given the accepted noise, and at least 1% on the device clock and 1.5% on the wall
@@ -28,8 +28,8 @@ session shift does not cancel, so the margin is wider. A slowdown is NOISY unles
 changed most and the device's did not. A PASS is NOISY if the reference's seconds changed by more than the margin. If
 the reference is too slow to repeat, only the optimized side's seconds are compared, with OWN_SECONDS_MARGIN.
 
-**Promises** A promised speedup holds if the lower bound of this run's speedup is above it, at BETA over all looks. It
-is broken if the upper bound, whose error includes the shifts between sessions, is below it, at ALPHA over looks and
+**Promises** A promised speedup holds if the lower bound of this run's speedup is above it, at BETA over all stages. It
+is broken if the upper bound, whose error includes the shifts between sessions, is below it, at ALPHA over stages and
 workloads. If twelve processes with the reference in full show neither, the estimate decides: NOISY above the promise,
 BELOW_FLOOR below. A promised throughput holds if the mean of this run's processes reaches it. If it does not after
 RED_PROCESSES processes, the verdict is NOISY if a shift between sessions may be the reason or the device became slower,
@@ -65,7 +65,7 @@ from perfsuite.estimates import (
 from perfsuite.planning import FEW_LEAST
 from perfsuite.priors import Suite
 from perfsuite.records import Measurement, PromiseRecord, Status, Verdict
-from perfsuite.stages import LOOKS, RED_LOOKS, RED_PROCESSES, ahead, beta
+from perfsuite.stages import RED_PROCESSES, RED_STAGES, STAGES, ahead, beta
 from perfsuite.statistics import (
     Estimate,
     Variance,
@@ -107,9 +107,9 @@ def promises_only(
 ) -> dict[str, Verdict]:
     """Test the promises alone, from one or more processes: in a plain run, or before acceptance.
 
-    Here, PASS means that the promises hold, and says nothing about a regression. There is only one look. A speedup that
-    is neither shown nor broken is NOISY if the estimate reaches it, else BELOW_FLOOR. A throughput that is not shown is
-    NOISY unless it is clearly below its promise.
+    Here, PASS means that the promises hold, and says nothing about a regression. There is only one stage. A speedup
+    that is neither shown nor broken is NOISY if the estimate reaches it, else BELOW_FLOOR. A throughput that is not
+    shown is NOISY unless it is clearly below its promise.
     """
     prior = fit_prior(
         [process_values(r, "reference")] for r in runs.values() if r and not soundness.incomplete(r, "reference")
@@ -120,9 +120,9 @@ def promises_only(
         if text := _unsound(s):
             answers[key] = _say(s, Status.UNMEASURED, text)
             continue
-        speed = speedup_of(s, prior, selected, looks=1)
+        speed = speedup_of(s, prior, selected, stages=1)
         assert speed is not None  # each process has a sound ratio to the reference
-        rate = throughput.throughput_of(s, selected, looks=1)
+        rate = throughput.throughput_of(s, selected, stages=1)
         shown = _shown(s, None, speed, None)
         missed = [] if speed.holds else [_promise_missed(s, shown, speed)]
         if rate is not None and not rate.holds:
@@ -142,21 +142,22 @@ def _judge(s: Subject, suite: Suite, accepted: Variance, factor: float, selected
     `accepted` is the accepted variance of a process mean. This run has `factor` times that variance.
     """
     processes = len(s.runs)
-    further = next((n - processes for n in LOOKS if n > processes), 0)
-    if further and processes not in LOOKS:
-        return Open(processes=further, reason="between two looks")
-    looked = replace(s, runs=s.runs[: LOOKS[-1]])  # further processes serve a promise, and would be further looks
-    slower, margin = slowdown_of(looked, suite, accepted, factor, selected)
-    speed = speedup_of(s, suite.ratio, selected, looks=len(LOOKS))
+    further = next((n - processes for n in STAGES if n > processes), 0)
+    if further and processes not in STAGES:
+        return Open(processes=further, reason="between two stages")
+    # Processes after the last stage serve a promise. If they counted for the slowdown, they would be further stages.
+    staged = replace(s, runs=s.runs[: STAGES[-1]])
+    slower, margin = slowdown_of(staged, suite, accepted, factor, selected)
+    speed = speedup_of(s, suite.ratio, selected, stages=len(STAGES))
     shown = _shown(s, slower, speed, margin)
-    status, text = _by_speed(looked, slower, margin, selected)
+    status, text = _by_speed(staged, slower, margin, selected)
     if broken := counts.broken(s.runs, s.promises):
         return _say(replace(shown, moved="optimized"), Status.BELOW_FLOOR, broken)
     if more := counts.more_than_accepted(s.runs, s.entry):
-        if counts.witnesses(s.runs, s.entry) < 2 and processes < LOOKS[-1]:
+        if counts.witnesses(s.runs, s.entry) < 2 and processes < STAGES[-1]:
             return Open(processes=1, reason=f"{more}; measured once more")
         return _say(replace(shown, moved="optimized"), Status.REGRESSED, more)
-    rate = throughput.throughput_of(s, selected, looks=len(LOOKS))
+    rate = throughput.throughput_of(s, selected, stages=len(STAGES))
     unshown = _unshown(speed, rate)
     if status is Status.REGRESSED:
         return _regressed(s, shown, slower, text, unshown)
@@ -181,8 +182,8 @@ def _promise_in_doubt(
     verdict that a promise is missed."""
     processes = len(s.runs)
     if speed is not None and not speed.holds:
-        enough = RED_PROCESSES if speed.broken else LOOKS[-1]
-        if speed.full >= enough or processes >= 2 * LOOKS[-1]:
+        enough = RED_PROCESSES if speed.broken else STAGES[-1]
+        if speed.full >= enough or processes >= 2 * STAGES[-1]:
             return _promise_missed(s, shown, speed)
         text = f"{speed}: the promised {speed.promised:.4g}× is in doubt"
         return Open(processes=1, reason=text, reference=True, likely=speed.likely)
@@ -195,7 +196,7 @@ def _promise_in_doubt(
 
 def _by_speed(s: Subject, slower: Estimate, margin: float, selected: int) -> tuple[Status | None, str]:
     """Return (REGRESSED, IMPROVED, PASS, NOISY or None for no decision yet, reason in words), by the speed alone."""
-    level, processes = ALPHA / len(RED_LOOKS) / selected, len(s.runs)
+    level, processes = ALPHA / len(RED_STAGES) / selected, len(s.runs)
     change = math.expm1(slower.value)
     against = "when accepted, by the stored figures" if s.stored else s.against
     low, high = (math.expm1(x) for x in slower.interval())
@@ -213,7 +214,7 @@ def _by_speed(s: Subject, slower: Estimate, margin: float, selected: int) -> tup
         if faster:
             return Status.IMPROVED, f"{text}; run `perfsuite accept` to keep the gain"
         return Status.PASS, f"a slowdown of {margin:.1%} is excluded"
-    if processes >= LOOKS[-1]:
+    if processes >= STAGES[-1]:
         bound = math.expm1(slower.upper(1 - beta(processes)))
         decided = math.ceil(100 * bound + 1e-9) / 100
         always = f"; if it is always as noisy, let smaller ones pass: declare margin={decided:g}" if decided < 1 else ""

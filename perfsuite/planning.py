@@ -8,7 +8,7 @@ from statistics import fmean
 
 from perfsuite.baseline import Entry
 from perfsuite.blocks import block_variance, process_mean
-from perfsuite.stages import LOOKS, RED_PROCESSES, beta
+from perfsuite.stages import RED_PROCESSES, STAGES, beta
 from perfsuite.statistics import Estimate, Noise, noise_of, t_quantile, variance
 
 LONG_S = 1.0
@@ -84,11 +84,11 @@ def first_processes(entry: Entry, margin: float, prior: Noise, *, slow_to_prepar
     process = noise_of(entry.process_means("accepted"), prior).process
     one = math.sqrt(process.value * scale(entry, blocks_of(entry, margin) or MOST_BLOCKS))
     errors, most = (3, MOST_FIRST) if slow_to_prepare else (1, RED_PROCESSES)
-    looks = [n for n in LOOKS if 2 <= n <= most]
-    for n in looks:
+    allowed = [n for n in STAGES if 2 <= n <= most]
+    for n in allowed:
         if (t_quantile(1 - beta(n), process.dof + n - 1) + errors) * one / math.sqrt(n) <= math.log1p(margin):
             return n
-    return looks[-1]
+    return allowed[-1]
 
 
 def is_slow(entry: Entry) -> bool:
@@ -127,7 +127,7 @@ def doubtful_processes(entry: Entry, promised: float | None, prior: Noise, *, fi
 
     if exceeded >= max(FEW_LEAST, FEW_FACTOR * error(1)):
         return 0
-    return next((n for n in LOOKS if n < MOST_FIRST and exceeded >= error(n)), MOST_FIRST)
+    return next((n for n in STAGES if n < MOST_FIRST and exceeded >= error(n)), MOST_FIRST)
 
 
 def reference_blocks(entry: Entry, promised: float | None) -> int:

@@ -49,10 +49,10 @@ class Throughput:
         return shown(self.promised, self.unit)
 
 
-def throughput_of(s: Subject, selected: int, *, looks: int) -> Throughput | None:
+def throughput_of(s: Subject, selected: int, *, stages: int) -> Throughput | None:
     """Return this run's throughput; None if none is promised for this device, or if no items are counted.
 
-    In a gate, the promise holds if the estimate reaches it. In `accept` and a plain run, which have only one look, the
+    In a gate, the promise holds if the estimate reaches it. In `accept` and a plain run, which have only one stage, the
     lower bound must reach it.
     """
     promised = _promised(s)
@@ -67,8 +67,8 @@ def throughput_of(s: Subject, selected: int, *, looks: int) -> Throughput | None
         now=now,
         unit=s.runs[0].unit,
         promised=promised,
-        holds=now.value >= bound and (looks > 1 or now.p_above(bound) <= BETA),
-        broken=now.p_below(bound) <= ALPHA / looks / selected,
+        holds=now.value >= bound and (stages > 1 or now.p_above(bound) <= BETA),
+        broken=now.p_below(bound) <= ALPHA / stages / selected,
     )
 
 

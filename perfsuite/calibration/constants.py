@@ -31,8 +31,8 @@ def compare(kinds: Sequence[KindResult], whole: Simulation) -> Iterator[Constant
     )
     yield _of_unchanged(
         unchanged,
-        "LOOKS",
-        f"{stages.LOOKS[-1]} processes decide what is left",
+        "STAGES",
+        f"{stages.STAGES[-1]} processes decide what is left",
         lambda t: 1 - share(t.statuses[Status.NOISY], t.runs),
         least=0.95,
     )

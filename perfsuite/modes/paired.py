@@ -30,7 +30,7 @@ from perfsuite.worker_process import Lane
 
 SAMPLE_SHARE = 4
 """One workload in SAMPLE_SHARE always runs a second process, to show whether this run is noisier than at acceptance."""
-MOST_PROCESSES = 2 * stages.LOOKS[-1]
+MOST_PROCESSES = 2 * stages.STAGES[-1]
 """Upper limit on the processes of a workload. The rule normally decides earlier."""
 AT_ONCE, MOST_AT_ONCE = 2, 6
 """On a GPU, at least AT_ONCE further processes are requested once two have not decided a workload, and up to
@@ -216,7 +216,7 @@ class Paired(Control):
         for id, answer in answers.items():
             if isinstance(answer, Open) and answer.reference:
                 self.full.add(id)
-            elif len(self.runs.get(id, ())) in stages.LOOKS:
+            elif len(self.runs.get(id, ())) in stages.STAGES:
                 self.full.discard(id)
         return answers
 
@@ -277,12 +277,12 @@ class Paired(Control):
             return answer.processes
         done = len(self.runs[id])
         wanted = max(answer.processes, answer.likely, _at_once(self.runs[id][-1]) if done > 1 else 1)
-        wanted = next((n for n in stages.LOOKS if n >= done + wanted), MOST_PROCESSES) - done
+        wanted = next((n for n in stages.STAGES if n >= done + wanted), MOST_PROCESSES) - done
         entry = self.entries.get(id)
         if entry is None:
             return min(wanted, max(answer.processes, AT_ONCE))
         beside = self._together([entry.peak_bytes()] * wanted) * max(1, self.machine.count)
-        fitting = [n - done for n in (*stages.LOOKS, MOST_PROCESSES) if 0 < n - done <= min(wanted, beside)]
+        fitting = [n - done for n in (*stages.STAGES, MOST_PROCESSES) if 0 < n - done <= min(wanted, beside)]
         return max(answer.processes, *fitting, 0)
 
     def _do(self, tasks: Sequence[Task], further: Callable[[str], Sequence[Task]] | None = None) -> None:

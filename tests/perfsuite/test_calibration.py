@@ -291,11 +291,11 @@ def test_clopper_pearson() -> None:
 def test_constants_are_compared_with_measured_values(found: analysis.Analysis) -> None:
     by_name = {c.name: c for c in found.constants}
     assert {"PROCESS_SD", "PROCESS_DOF", "SESSION_SD", "SESSION_DOF", "IMPORT_BIAS"} <= set(by_name)
-    assert {"MARGIN_MIN", "TARGET_SHARE", "LOOKS"} <= set(by_name)
+    assert {"MARGIN_MIN", "TARGET_SHARE", "STAGES"} <= set(by_name)
     assert by_name["SESSION_SD"].measured.startswith("not measured")
     assert by_name["PROCESS_SD"].reading == "cautious: less was measured"
     assert by_name["MARGIN_MIN"].reading == "agrees"
-    assert by_name["LOOKS"].reading == "agrees"
+    assert by_name["STAGES"].reading == "agrees"
 
 
 def test_session_component_is_estimated_from_several_sessions() -> None:

@@ -19,7 +19,7 @@ from builders import counting, entry, few, measurement, side, workload_id
 from perfsuite import estimates, gate, planning, soundness, stages
 from perfsuite.baseline import Entry
 from perfsuite.estimates import NO_SHIFT, Speedup, Subject, margin_of
-from perfsuite.gate import LOOKS, Open, analyse, promises_only
+from perfsuite.gate import STAGES, Open, analyse, promises_only
 from perfsuite.priors import Suite, suite_noise
 from perfsuite.records import Measurement, PromiseRecord, SideRecord, Status, Verdict
 from perfsuite.statistics import DEFAULT_NOISE, IMPORT_BIAS, Estimate, Noise, Variance, fit_prior, noise_of
@@ -121,7 +121,7 @@ def interval(value: float, se: float, dof: float) -> tuple[float, float]:
 
 
 def test_constants_of_the_rule_have_their_documented_values() -> None:
-    assert LOOKS == (1, 2, 3, 4, 6, 8, 12)
+    assert STAGES == (1, 2, 3, 4, 6, 8, 12)
     assert (
         gate.RED_PROCESSES,
         estimates.ALPHA,
@@ -131,8 +131,8 @@ def test_constants_of_the_rule_have_their_documented_values() -> None:
     ) == (4, 0.01, 0.03, 0.95, 6)
     assert estimates.MARGIN_MIN == {"device": 0.01, "wall": 0.015}
     assert (estimates.MARGIN_USUAL, estimates.MARGIN_MOST, estimates.MARGIN_STEP) == (0.02, 0.10, 0.001)
-    assert gate.RED_LOOKS == (4, 6, 8, 12)
-    assert tuple(stages.BETA_SHARES) == LOOKS
+    assert gate.RED_STAGES == (4, 6, 8, 12)
+    assert tuple(stages.BETA_SHARES) == STAGES
     assert math.fsum(stages.BETA_SHARES.values()) == pytest.approx(1.0)
     assert (estimates.STORED_MARGIN_MAX, estimates.OWN_SECONDS_SD, estimates.OWN_SECONDS_MARGIN) == (
         0.04,
@@ -190,13 +190,15 @@ def test_doubtful_promise_estimates_how_many_processes_will_decide() -> None:
 @pytest.mark.parametrize("count", range(1, 12))
 def test_undecided_workload_is_measured_until_the_next_look(count: int) -> None:
     run = runs(0.008, count, scale=6.0)
-    reason = opened(judge(run, margin=0.01), next(n for n in LOOKS if n > count) - count)
-    assert reason == ("a slowdown of 1.0% is neither shown nor excluded yet" if count in LOOKS else "between two looks")
+    reason = opened(judge(run, margin=0.01), next(n for n in STAGES if n > count) - count)
+    assert reason == (
+        "a slowdown of 1.0% is neither shown nor excluded yet" if count in STAGES else "between two stages"
+    )
 
 
 @pytest.mark.parametrize("count", [5, 7, 9, 10, 11])
-def test_nothing_is_decided_between_two_looks(count: int) -> None:
-    assert opened(judge(runs(0.2, count)), next(n for n in LOOKS if n > count) - count) == "between two looks"
+def test_nothing_is_decided_between_two_stages(count: int) -> None:
+    assert opened(judge(runs(0.2, count)), next(n for n in STAGES if n > count) - count) == "between two stages"
 
 
 @pytest.mark.parametrize("count", [12, 13, 20])
@@ -265,7 +267,7 @@ def by_speed(
     return gate._by_speed(s, Estimate(value=math.log1p(change), se=se, dof=dof), margin, SELECTED)
 
 
-@pytest.mark.parametrize("count", [*LOOKS, 20])
+@pytest.mark.parametrize("count", [*STAGES, 20])
 @pytest.mark.parametrize("dof", [3.0, 30.0])
 def test_each_look_excludes_a_slowdown_at_its_share_of_beta(dof: float, count: int) -> None:
     limit = scipy.stats.t.isf(0.03 * {1: 0.4, 2: 0.2, 3: 0.1, 12: 0.15, 20: 0.15}.get(count, 0.05), dof)
@@ -895,9 +897,9 @@ def first_few(run: Sequence[Measurement]) -> list[Measurement]:
 
 
 def speed_of(run: Sequence[Measurement], promise: float | None, **fields: Any) -> Speedup:
-    looks, prior = fields.pop("looks", 7), fields.pop("prior", NOISE)
+    count, prior = fields.pop("stages", 7), fields.pop("prior", NOISE)
     found = estimates.speedup_of(
-        subject(run, promises=PromiseRecord(speedup=promise), **fields), prior, SELECTED, looks=looks
+        subject(run, promises=PromiseRecord(speedup=promise), **fields), prior, SELECTED, stages=count
     )
     assert found is not None
     return found
@@ -985,23 +987,23 @@ def test_noise_of_an_always_slow_reference_is_the_accepted_one() -> None:
     assert slow.now.se != speed_of(run, 10.0, entry=None).now.se
 
 
-@pytest.mark.parametrize(("looks", "count", "beta"), [(1, 4, 0.03), (7, 1, 0.012), (7, 2, 0.006), (7, 4, 0.0015)])
+@pytest.mark.parametrize(("stages", "count", "beta"), [(1, 4, 0.03), (7, 1, 0.012), (7, 2, 0.006), (7, 4, 0.0015)])
 def test_promise_holds_at_beta_and_is_broken_at_alpha_over_looks_and_workloads(
-    looks: int, count: int, beta: float
+    stages: int, count: int, beta: float
 ) -> None:
     run = runs(count=count)
     error = speed_of(run, None).now
     # Acceptance must hold for every session; a gate checks only this run.
-    here = error if looks == 1 else speed_of(run, None, prior=replace(NOISE, session=NO_SHIFT)).now
+    here = error if stages == 1 else speed_of(run, None, prior=replace(NOISE, session=NO_SHIFT)).now
     above = scipy.stats.t.isf(beta, here.dof) * here.se
-    below = scipy.stats.t.isf(0.01 / looks / SELECTED, error.dof) * error.se
+    below = scipy.stats.t.isf(0.01 / stages / SELECTED, error.dof) * error.se
     for distance, holds, broken in (
         (1.001 * above, True, False),
         (0.999 * above, False, False),
         (-0.999 * below, False, False),
         (-1.001 * below, False, True),
     ):
-        found = speed_of(run, math.exp(error.value - distance), looks=looks)
+        found = speed_of(run, math.exp(error.value - distance), stages=stages)
         assert (found.holds, found.broken) == (holds, broken)
 
 
@@ -1013,7 +1015,7 @@ def test_p_value_of_a_promise_equal_to_its_level_is_significant(monkeypatch: pyt
         for part, called in ((1.0, True), (0.999, False)):
             monkeypatch.setattr(estimates, "ALPHA", part * p)
             monkeypatch.setattr(estimates, "BETA", part * p)
-            found = estimates.speedup_of(subject(runs(), promises=PromiseRecord(speedup=promise)), NOISE, 1, looks=1)
+            found = estimates.speedup_of(subject(runs(), promises=PromiseRecord(speedup=promise)), NOISE, 1, stages=1)
             assert found is not None
             assert (found.holds, found.broken) == (called and factor < 1, called and factor > 1)
 
@@ -1339,7 +1341,7 @@ def test_promises_only_decides_from_one_process() -> None:
 def test_promises_only_shows_a_promise_at_beta_in_one_look(selected: int) -> None:
     run = kept(count=5)
     prior = fit_prior([[[m.log_ratios["reference"][0] for m in run]]])
-    found = estimates.speedup_of(subject(run, entry=None), prior, 1, looks=1)
+    found = estimates.speedup_of(subject(run, entry=None), prior, 1, stages=1)
     assert found is not None
     least = found.now.lower(1 - 0.03)
     for promise, status in ((math.exp(least) * 0.9999, Status.PASS), (math.exp(least) * 1.0001, Status.NOISY)):

@@ -324,7 +324,7 @@ def test_requested_processes_complete_a_stage_of_the_rule(done: int, likely: int
     mode = Scripted(with_reference_of(0.1), [])
     mode.on, mode.runs = "cuda", {ID: [measurement(accepted=0.0)] * done}
     assert mode._requested(ID, Open(processes=1, reason="", likely=likely)) == further
-    assert done + further in gate.LOOKS
+    assert done + further in gate.STAGES
 
 
 @pytest.mark.parametrize(("warm_up_s", "further"), [(0.0, 2), (1.5, 2), (2.1, 4), (5.1, 6), (99.0, 6)])

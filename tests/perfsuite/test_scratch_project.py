@@ -39,13 +39,13 @@ def example() -> str:
 
 
 @pytest.fixture
-def two_looks(project: Project, monkeypatch: pytest.MonkeyPatch) -> Project:
+def two_stages(project: Project, monkeypatch: pytest.MonkeyPatch) -> Project:
     """Make a project whose gate decides after two measuring processes, which are started ahead on any number of cores.
 
     Nothing else differs, and half a minute is saved.
     """
     monkeypatch.setattr(lanes, "started_ahead", lambda machine, lanes, memory, workloads: 2)
-    monkeypatch.setattr(gate, "LOOKS", (1, 2))
+    monkeypatch.setattr(gate, "STAGES", (1, 2))
     monkeypatch.setattr(gate, "RED_PROCESSES", 2)
     monkeypatch.setattr(paired, "MOST_PROCESSES", 2)
     return project
@@ -75,12 +75,12 @@ def test_the_readmes_example_is_proven(project: Project) -> None:
     project.run("-m", "correctness").assert_outcomes(passed=6, deselected=1)
 
 
-def test_the_readmes_example_from_times_to_gate(two_looks: Project) -> None:
+def test_the_readmes_example_from_times_to_gate(two_stages: Project) -> None:
     """The example works in a plain folder, outside of git.
 
     Usually only the gate measures, and the accepted figures are simulated. `make test-all` measures everything.
     """
-    project = two_looks
+    project = two_stages
     project.write("test_dots.py", example())
 
     if FULL:  # it times what `accept` times again
@@ -114,8 +114,8 @@ def test_the_readmes_example_from_times_to_gate(two_looks: Project) -> None:
 
 
 @FULLY
-def test_compare_times_two_revisions_of_a_project_in_git(two_looks: Project) -> None:
-    project = two_looks
+def test_compare_times_two_revisions_of_a_project_in_git(two_stages: Project) -> None:
+    project = two_stages
     project.write("test_scale.py", TWO_LINES)
     first = project.commit()
     project.replace("test_scale.py", "3 * x", "3.0 * x")
@@ -129,9 +129,9 @@ def test_compare_times_two_revisions_of_a_project_in_git(two_looks: Project) -> 
 
 
 @FULLY
-def test_two_processes_share_a_device(two_looks: Project, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_processes_share_a_device(two_stages: Project, monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a GPU, two processes take the tasks of a round."""
-    project = two_looks
+    project = two_stages
     share_the_device(monkeypatch)
     begun: list[tuple[int, str]] = []
     monkeypatch.setattr(Progress, "begin", lambda self, lane, id: begun.append((lane, id)))
@@ -170,9 +170,9 @@ scale = Pair(
 
 
 @FULLY
-def test_processes_prepare_before_their_proofs_have_ended(two_looks: Project, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_processes_prepare_before_their_proofs_have_ended(two_stages: Project, monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a GPU, the proofs end only after the processes have prepared."""
-    project = two_looks
+    project = two_stages
     project.write("test_scale.py", WAITING)
     (project.path / "begun").touch()
     (project.path / ".gitignore").write_text("begun\n")
