@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from perfsuite import equivalence, forms, incoming, process_state, relations, size_search, truths
+from perfsuite import equivalence, forms, incoming, process_state, relations, side_calls, size_search, truths
 from perfsuite import inputs as make
 from perfsuite.cases import case_line
 from perfsuite.errors import NotEquivalent
@@ -110,7 +110,7 @@ class _Trial:
 
     def how(self, case: Case, gradients: bool) -> dict[str, Any]:
         """Return how the sides are called: with incoming gradients as in their proof, or of this trial's kind."""
-        way = truths.proven_way(case, gradients=gradients, kind=self.kind)
+        way = side_calls.proven_way(case, gradients=gradients, kind=self.kind)
         return {"gradients": gradients, "way": way}
 
     def truth(self, case: Case, gradients: bool = False) -> truths.Truth:
@@ -122,7 +122,7 @@ class _Trial:
         return self._truths[key]
 
     def produce(self, case: Case, gradients: bool = False) -> Leaves:
-        return truths.produce(self.pair, self.side, case, self.device, home=self.home, **self.how(case, gradients))
+        return side_calls.produce(self.pair, self.side, case, self.device, home=self.home, **self.how(case, gradients))
 
     def is_right(self, case: Case, gradients: bool = False) -> bool:
         try:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from perfsuite import truths
+from perfsuite import side_calls, truths
 from perfsuite.comparison import judge_output
 from perfsuite.differences import Doubles
 from perfsuite.errors import NotEquivalent, PairError
@@ -18,9 +18,10 @@ from perfsuite.reference_task import Task, draws_of, task_of
 from perfsuite.rule import CAREFUL, FEW, NEAR, NONE, REPLICAS, TRUTH_EPS, sure
 from perfsuite.rule import C as C
 from perfsuite.rule import K as K
+from perfsuite.side_calls import Drawn
 from perfsuite.sides import Side, as_side
 from perfsuite.tally import Tally
-from perfsuite.truths import Discard, Drawn, Known, Truth
+from perfsuite.truths import Discard, Known, Truth
 
 
 def judge(
@@ -56,7 +57,7 @@ class Facts:
     ) -> Known:
         """Return the truths of the draw as a function of the number of replicas. `drawn` returns the inputs, if the
         caller has them already."""
-        way = truths.proven_way(case, gradients=gradients)
+        way = side_calls.proven_way(case, gradients=gradients)
         return truths.by_replicas(pair, case, device, gradients=gradients, home=home, way=way, drawn=drawn)
 
     def task(self, pair: Pair, case: Case, device: str, *, home: Path | None) -> Task:
@@ -84,7 +85,7 @@ def check_case(
     facts = facts or Facts()
     tally.draws += 1
 
-    drawn = truths.drawn_once(pair, case, device, home)
+    drawn = side_calls.drawn_once(pair, case, device, home)
     known = facts.truths(pair, case, device, gradients=gradients, home=home, drawn=drawn)
     try:
         known(NONE)
@@ -101,8 +102,8 @@ def check_case(
         raise PairError(tally.fault)
     shared: set[tuple[str, str]] = set()
     side = side or as_side(pair.optimized)
-    way = truths.proven_way(case, gradients=gradients)
-    produced = truths.produce(
+    way = side_calls.proven_way(case, gradients=gradients)
+    produced = side_calls.produce(
         pair, side, case, device, gradients=gradients, home=home, shared=shared, way=way, drawn=drawn()
     )
     truth = hold(pair, known, produced, name=side_name, tally=tally)
@@ -190,7 +191,7 @@ def check_truth(pair: Pair, case: Case, device: str, *, gradients: bool = False)
         return
     side = Side(call=pair.truth, stateful=pair.is_stateful)
     with truths.blaming_truth(pair):
-        cheap = truths.produce(plain, side, case, device, gradients=gradients)
+        cheap = side_calls.produce(plain, side, case, device, gradients=gradients)
     try:
         judge(plain, truth, cheap, name="truth=", strict_strides=False)
     except NotEquivalent as error:

@@ -20,7 +20,8 @@ from perfsuite.known_sizes import KnownSizes
 from perfsuite.pair import Pair
 from perfsuite.records import Case
 from perfsuite.reference_task import Task
-from perfsuite.truths import Discard, Drawn, Known, Truth
+from perfsuite.side_calls import Drawn
+from perfsuite.truths import Discard, Known, Truth
 
 MOST_BYTES = 256 << 20
 """Most bytes of the cached truths of one pair. Further truths are computed again when they are needed."""

@@ -21,7 +21,7 @@ from typing import IO, Any
 
 import torch
 
-from perfsuite import equivalence, execution, incoming, process_state, rule, truths
+from perfsuite import equivalence, execution, incoming, process_state, rule, side_calls, truths
 from perfsuite import inputs as make
 from perfsuite.errors import NotEquivalent
 from perfsuite.execution import Leaves
@@ -60,7 +60,7 @@ def check(pair: Pair, case: Case, device: str, *, module: ModuleType, home: Path
         known(rule.NONE)
     except truths.Discard:
         return
-    here = truths.produce(once, as_side(pair.optimized), case, device, gradients=gradients, home=home)
+    here = side_calls.produce(once, as_side(pair.optimized), case, device, gradients=gradients, home=home)
     try:
         equivalence.hold(once, known, here, strict_strides=False)
     except NotEquivalent:

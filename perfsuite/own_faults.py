@@ -14,9 +14,9 @@ from perfsuite.errors import HarnessFault, first_line
 Given = ParamSpec("Given")
 Result = TypeVar("Result")
 HARNESS = Path(__file__).parent
-JUDGES = frozenset({"differences.py", "forms.py", "rule.py", "truths.py"})
+JUDGES = frozenset({"differences.py", "forms.py", "reference_errors.py", "rule.py", "truths.py"})
 """Files of perfsuite that process the outputs of the reference while its truth is computed."""
-CALLS_A_SIDE = "truths.py", "run"
+CALLS_A_SIDE = "side_calls.py", "run"
 """File and function through which all of them call a side."""
 INSTALLED = "site-packages"
 

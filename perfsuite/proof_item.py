@@ -34,6 +34,7 @@ from perfsuite import (
     proofs,
     remedies,
     sanitizer,
+    side_calls,
     truths,
 )
 from perfsuite.cases import PHASES, case_line, cases, parse_case, plain_cases, requested_case
@@ -317,7 +318,7 @@ class ProofItem(pytest.Function):
     def _call_alone(self, case: Case) -> None:
         """Call one side on the draw. Its outputs are not compared, since only whether it returns matters."""
         pair, gradients = self.pair, self.kind == proofs.GRADIENTS
-        how: dict[str, Any] = {"gradients": gradients, "way": truths.proven_way(case, gradients=gradients)}
+        how: dict[str, Any] = {"gradients": gradients, "way": side_calls.proven_way(case, gradients=gradients)}
         self.current = case
         self.report(case_line(case))
         try:
@@ -326,7 +327,7 @@ class ProofItem(pytest.Function):
                     truths.establish(pair, case, device(), home=self.home, **how)
             else:
                 side = self.side or as_side(pair.optimized)
-                truths.produce(pair, side, case, device(), home=self.home, **how)
+                side_calls.produce(pair, side, case, device(), home=self.home, **how)
         finally:
             faults.check()
 

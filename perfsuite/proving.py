@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from perfsuite import equivalence, faults, rule, truths
+from perfsuite import equivalence, faults, rule, side_calls, truths
 from perfsuite import inputs as make
 from perfsuite.errors import NotEquivalent, PairError, in_one_line
 from perfsuite.execution import Leaves
@@ -164,7 +164,7 @@ class OutputCheck:
 
     def produce(self, side: Side) -> Leaves:
         """Return the side's outputs on the draw, from a separate call."""
-        return truths.produce(self.pair, side, self.case, self.device, gradients=self.gradients, home=self.home)
+        return side_calls.produce(self.pair, side, self.case, self.device, gradients=self.gradients, home=self.home)
 
     def same(self, sides: Mapping[str, Side], report: Callable[[str], None]) -> bool:
         """Return whether two sides return bitwise equal outputs. The first side is trusted, so equal outputs become

@@ -18,8 +18,8 @@ from perfsuite.forms import is_real, same_values
 from perfsuite.pair import Pair
 from perfsuite.records import Case
 from perfsuite.rule import TRUTH_EPS
+from perfsuite.side_calls import run, upcast
 from perfsuite.sides import as_side
-from perfsuite.truths import run, upcast
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,21 +8,21 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, TypeAlias, TypeGuard
+from typing import Any, TypeAlias
 
 import torch
 
-from perfsuite import declared_functions, differences, execution, incoming
+from perfsuite import declared_functions, differences, execution, incoming, side_calls
 from perfsuite import inputs as make
 from perfsuite.differences import Doubles
-from perfsuite.errors import LeftChanged, PairError
+from perfsuite.errors import PairError
 from perfsuite.execution import Leaves
 from perfsuite.forms import is_real, unusual_kind
 from perfsuite.own_faults import raises_harness_faults
 from perfsuite.pair import Pair
-from perfsuite.pair_fields import GRAD_OUTPUT
 from perfsuite.records import Case
 from perfsuite.redrawn_roundings import redrawn_roundings
+from perfsuite.reference_errors import ReferenceErrors, any_ill_conditioned, running_maximum
 from perfsuite.rule import (
     CAREFUL,
     FEW,
@@ -34,23 +34,16 @@ from perfsuite.rule import (
     REPLICAS_UP_TO,
     SAMPLES,
     TRUTH_EPS,
-    K,
     eps_of,
     sure,
 )
+from perfsuite.side_calls import Drawn, Given, Way
 from perfsuite.sides import Side, as_side
 from perfsuite.specs import TensorSpec
 from perfsuite.workload import TF32
 
 DERIVATIVES = ("gradient of ", "second derivative of ")
 """Prefixes of the names of leaves that are not outputs of a side, but derivatives of its inputs."""
-Given: TypeAlias = Callable[[int], dict[str, Any]]
-"""Number of a step of a stateful pair → the step's inputs."""
-Drawn: TypeAlias = Callable[[], dict[str, Any]]
-"""Function that returns the inputs of a draw. The caller may change them."""
-Way: TypeAlias = Callable[[Callable[..., Any], Pair, dict[str, Any], Any], Leaves]
-"""Function that calls a side instead of `execution.run` or `run_steps`: (callable, pair, inputs, seed) → leaves. For a
-stateful pair, the fourth argument is a `Given`."""
 
 
 class Discard(Exception):  # noqa: N818 - a draw set aside, not an error
@@ -117,18 +110,6 @@ class Truth:
 
     def __post_init__(self) -> None:
         self.doubles = Doubles(self.leaves), Doubles(self.reference)
-
-
-def proven_way(case: Case, *, gradients: bool, kind: str | None = None) -> Way | None:
-    """Return the way in which a proof calls a side: with incoming gradients of this kind, or of the draw's own kind;
-    None without gradients."""
-    return functools.partial(_run_with, kind or incoming.kind_of(case)) if gradients else None
-
-
-def _run_with(kind: str, call: Callable[..., Any], pair: Pair, values: dict[str, Any], seed: int) -> Leaves:
-    if kind == incoming.EXPANDED and GRAD_OUTPUT in pair.consumes:  # an expanded tensor cannot be written to
-        kind = incoming.PLAIN
-    return execution.run(call, pair, values, gradients=True, seed=seed, kind=kind)
 
 
 Known: TypeAlias = Callable[[int], Truth]
@@ -201,7 +182,7 @@ def _excused(draw: _Draw, truth: Leaves) -> Any:
     """Return the mask, or the masks by output, of the elements that the pair excuses. Raises PairError if a mask fits
     no output."""
     masks = draw.pair.excused(make.upcast(draw.inputs), draw.eps)
-    if masks is None or draw.pair.is_stateful or (draw.way is not None and not _is_proven(draw.way)):
+    if masks is None or draw.pair.is_stateful or (draw.way is not None and not side_calls.is_proven(draw.way)):
         return masks  # not checked, because the outputs have other names
     pair, derivatives = draw.pair.name, tuple(f"{kind}{name}" for kind in DERIVATIVES for name in draw.pair.inputs)
     shapes = {name: tuple(leaf.shape) for name, leaf in truth.items() if isinstance(leaf, torch.Tensor)}
@@ -275,19 +256,21 @@ class _Draw:
 
     def truth(self, inputs: dict[str, Any], step: Given) -> Leaves:
         """Return the truth in float64. Raises PairError if `truth` raises and the reference does not."""
-        given = (self.pair, make.upcast(inputs), self.case, self.gradients, upcast(step), self.way)
+        given = (self.pair, make.upcast(inputs), self.case, self.gradients, side_calls.upcast(step), self.way)
         if self.pair.truth is None:
-            return run(self.exact, *given)
+            return side_calls.run(self.exact, *given)
         try:
             with blaming_truth(self.pair):
-                return run(self.exact, *given)
+                return side_calls.run(self.exact, *given)
         except PairError:
             self.own(make.clone(inputs), step)  # if the reference raises too, it does not support the draw
             raise
 
     def own(self, inputs: dict[str, Any], step: Given) -> Leaves:
         """Run the reference in the working precision, on inputs that it may change."""
-        return run(self.reference, self.pair, inputs, self.case, self.gradients, copied(step), self.way)
+        return side_calls.run(
+            self.reference, self.pair, inputs, self.case, self.gradients, side_calls.copied(step), self.way
+        )
 
     def neighbour(self, number: int) -> tuple[Leaves, Leaves]:
         """Return (truth, outputs of the reference) on neighbouring inputs. The reference runs with other rounding
@@ -317,11 +300,21 @@ class Runs:
         of_inputs = ((name, spec) for name, spec in pair.inputs.items() if isinstance(spec, TensorSpec))
         self.periods = {name: spec.period for name, spec in of_inputs if spec.period}
         real = [name for name, leaf in self.exact.items() if is_real(leaf)]
-        self.spread = {n: _Spread(own[n], exact[n], period_of(self.periods, n), draw) for n in real}
+        self.error_of = {
+            n: ReferenceErrors(
+                own[n],
+                exact[n],
+                period_of(self.periods, n),
+                eps=draw.eps,
+                roundings=draw.nearness.inputs / draw.nearness.rounding,
+                first=0 if draw.is_double else 1,
+            )
+            for n in real
+        }
         self.norms = _norms_of_floats(draw.first_inputs())
         self.scale = max((differences.rms_of(tensor, norm) for tensor, norm in self.norms.values()), default=0.0)
         self.of_inputs = sum(tensor.numel() for _, tensor in make.tensors_in(draw.inputs))
-        self.elements = self.of_inputs + sum(errors.truth.numel() for errors in self.spread.values())
+        self.elements = self.of_inputs + sum(errors.truth.numel() for errors in self.error_of.values())
 
     @functools.cached_property
     def excused(self) -> Any:
@@ -336,20 +329,20 @@ class Runs:
         while self.number < wanted:
             self._add(*draw.neighbour(self.number))
             self.number += 1
-        spread, needed = self.spread, _replicas(self.exact, all_replicas)
-        rounding = frozenset(name for name, errors in spread.items() if errors.ill_conditioned())
+        error_of, needed = self.error_of, _replicas(self.exact, all_replicas)
+        rounding = frozenset(name for name, errors in error_of.items() if errors.ill_conditioned())
         share = min(1.0, sure(self.number, needed))
-        surely = frozenset(name for name in rounding if spread[name].ill_conditioned(share))
-        kind = way.args[0] if _is_proven(way) else incoming.PLAIN
+        surely = frozenset(name for name in rounding if error_of[name].ill_conditioned(share))
+        kind = way.args[0] if side_calls.is_proven(way) else incoming.PLAIN
         found = Truth(
             leaves=self.exact,
             reference=self.own,
-            errors=_running_maximum({name: errors.error() for name, errors in spread.items()}, pair),
-            moved=_running_maximum({name: errors.one_rounding() for name, errors in spread.items()}, pair),
-            ill_conditioned=_ill_conditioned(rounding, spread),
+            errors=running_maximum({name: errors.error() for name, errors in error_of.items()}, pair),
+            moved=running_maximum({name: errors.one_rounding() for name, errors in error_of.items()}, pair),
+            ill_conditioned=any_ill_conditioned(rounding, error_of),
             rounding=rounding,
             surely_rounding=surely,
-            surely_ill_conditioned=_ill_conditioned(surely, spread),
+            surely_ill_conditioned=any_ill_conditioned(surely, error_of),
             eps=draw.eps,
             periods=self.periods,
             excused=self.excused,
@@ -366,7 +359,7 @@ class Runs:
 
     def _add(self, near_truth: Leaves, near: Leaves) -> None:
         of_truth, of_reference = Doubles(near_truth), Doubles(near)
-        for name, errors in self.spread.items():
+        for name, errors in self.error_of.items():
             if is_real(near.get(name)) and is_real(near_truth.get(name)):
                 errors.add(of_reference[name], of_truth[name], self.scale)
 
@@ -374,45 +367,6 @@ class Runs:
 def blaming_truth(pair: Pair) -> AbstractContextManager[None]:
     """Return a context manager that reports an error in its block as an error of the pair's `truth`."""
     return declared_functions.of_pair(pair.name, "truth", "what the reference is called with, in float64")
-
-
-class _Spread:
-    """The reference's error in one output, accumulated over the replicas."""
-
-    def __init__(self, own: torch.Tensor, truth: torch.Tensor, period: float | None, draw: _Draw) -> None:
-        self.truth, self.period, self.eps = truth, period, draw.eps
-        self.roundings = draw.nearness.inputs / draw.nearness.rounding
-        self.rms_t = differences.rms(truth)
-        self.own = differences.difference(own, self.truth, period).abs()
-        self.moved = torch.zeros_like(self.own)
-        self.size_t = differences.finite_size(self.truth, differences.finite(self.truth))
-        # In float64, the reference is its own truth, so only the neighbours show its error.
-        self.samples, self.moves = 0 if draw.is_double else 1, 0
-
-    def add(self, r: torch.Tensor, t: torch.Tensor, scale: float) -> None:
-        """Add a neighbour's reference `r` and truth `t`. `scale` is the magnitude of the inputs."""
-        if r.shape != self.truth.shape or t.shape != self.truth.shape:
-            return
-        # hypot instead of sums of squares, because squares of float64's own errors would underflow.
-        self.own = self.own.hypot(differences.difference(r, t, self.period))
-        self.samples += 1
-        moved = differences.difference(t, self.truth, self.period).abs()
-        # A jump (a broken tie, a crossed threshold) is not the effect of rounding on a continuous function.
-        jump = (self.size_t + (self.rms_t + scale)) * math.sqrt(K * self.eps)
-        self.moved = self.moved.hypot(torch.where(moved <= jump, moved, 0.0))
-        self.moves += 1
-
-    def error(self) -> torch.Tensor:
-        return self.own / math.sqrt(max(1, self.samples))
-
-    def one_rounding(self) -> torch.Tensor:
-        return self.moved / self.roundings / math.sqrt(max(1, self.moves))
-
-    def ill_conditioned(self, share: float = 1.0) -> bool:
-        """Return whether the output consists only of rounding errors, if its error is this share of the estimated
-        one."""
-        own = share * differences.rms(self.error())
-        return own > 0 and K * own > math.sqrt(K * self.eps) * self.rms_t
 
 
 def _replicas(truth: Leaves, fewest: int) -> int:
@@ -423,108 +377,6 @@ def _replicas(truth: Leaves, fewest: int) -> int:
     # a reference with pairwise summation would set the bound for a correct kernel that sums sequentially.
     least, most = (fewest, MAX_REPLICAS) if fewest else (1, 2)
     return max(least, min(most, -(-SAMPLES // min(counts)) - 1))
-
-
-def _ill_conditioned(rounding: Collection[str], names: Collection[str]) -> bool:
-    """Return whether any output, or every gradient, is ill-conditioned. A single gradient that is exactly zero, such as
-    that of a bias before softmax, consists only of rounding errors."""
-    gradients = {name for name in names if name.startswith("gradient of ")}
-    return not gradients.issuperset(rounding) or (bool(gradients) and gradients.issubset(rounding))
-
-
-def _running_maximum(errors: dict[str, torch.Tensor], pair: Pair) -> dict[str, torch.Tensor]:
-    """Return for a stateful pair the largest error of the reference up to each step; for others, the errors as they
-    are."""
-    if not pair.is_stateful:
-        return errors
-    largest: dict[str, torch.Tensor] = {}
-    result: dict[str, torch.Tensor] = {}
-    for name, error in errors.items():
-        base = name.rpartition(" after ")[0]
-        before = largest.get(base)
-        if before is not None and before.shape == error.shape:
-            error = torch.maximum(error, before)
-        result[name] = largest[base] = error
-    return result
-
-
-def produce(
-    pair: Pair,
-    side: Side,
-    case: Case,
-    device: str,
-    *,
-    gradients: bool,
-    home: Path | None = None,
-    settled: Callable[[], None] = lambda: None,
-    shared: set[tuple[str, str]] | None = None,
-    way: Way | None = None,
-    drawn: dict[str, Any] | None = None,
-) -> Leaves:
-    """Return the side's outputs on the case's inputs in the case's dtype.
-
-    `drawn` are these inputs, if the caller has them; they may be changed. `settled` is called as soon as the side has
-    returned, while its inputs still exist. Outputs that share memory are added to `shared`.
-    """
-    values = drawn if drawn is not None else make.clone(make.build(pair, case, device, home=home))
-    leaves = run(side, pair, values, case, gradients, lambda i: make.build_step(pair, case, device, i), way)
-    settled()
-    if shared is not None and not pair.is_stateful:
-        shared |= execution.shared_memory(pair, leaves, values)
-    del values
-    return leaves
-
-
-def drawn_once(pair: Pair, case: Case, device: str, home: Path | None) -> Drawn:
-    """Return a function that returns a copy of the case's inputs at each call. They are built at the first call."""
-
-    @functools.cache
-    def made() -> dict[str, Any]:
-        return make.build(pair, case, device, home=home)
-
-    return lambda: make.clone(made())
-
-
-def run(
-    side: Side,
-    pair: Pair,
-    values: dict[str, Any],
-    case: Case,
-    gradients: bool,
-    given: Given,
-    way: Way | None = None,
-) -> Leaves:
-    execution.poison(pair, values)
-    with execution.settings_kept(side) as changed, execution.quiet(side):
-        if pair.is_stateful and way is not None:
-            leaves = way(execution.callable_of(side), pair, values, given)
-        elif pair.is_stateful:
-            states = execution.run_steps(execution.callable_of(side), pair, values, _steps(pair, case), given)
-            leaves = execution.of_all_steps(states)
-        elif way is not None:
-            leaves = way(execution.callable_of(side), pair, values, case.seed)
-        else:
-            leaves = execution.run(execution.callable_of(side), pair, values, gradients=gradients, seed=case.seed)
-    if changed:
-        reference = side.call is as_side(pair.reference).call
-        who = f"{pair.name}: the {'reference' if reference else 'optimized'} side"
-        words = f"{next(iter(changed.values()))} for all that runs after it; put it back, or set it for both sides"
-        raise PairError(f"{who} {words}") if reference else LeftChanged(who, words)
-    return leaves
-
-
-def _steps(pair: Pair, case: Case) -> Sequence[int]:
-    """Return the numbers of steps after which the states are compared."""
-    most = case.steps if case.steps is not None else max(pair.steps)
-    return [n for n in pair.steps if n <= most] or pair.steps[:1]
-
-
-def upcast(given: Given) -> Given:
-    return lambda i: make.upcast(given(i))
-
-
-def copied(given: Given) -> Given:
-    return lambda i: make.clone(given(i))
 
 
 def _check_reference(pair: Pair, own: Leaves, truth: Leaves, doubles: tuple[Doubles, Doubles]) -> None:
@@ -597,10 +449,6 @@ def _terms(
             if size and differences.rms(exact[f"gradient of {path}"]) <= TRUTH_EPS * size:
                 found[f"gradient of {path}"] = size
     return found
-
-
-def _is_proven(way: Way | None) -> TypeGuard[functools.partial[Leaves]]:
-    return isinstance(way, functools.partial) and way.func is _run_with
 
 
 def period_of(periods: Mapping[str, float], name: str) -> float | None:

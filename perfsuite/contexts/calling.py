@@ -10,16 +10,17 @@ from typing import Any, TypeVar
 
 import torch
 
-from perfsuite import equivalence, execution, incoming, truths
+from perfsuite import equivalence, execution, incoming, side_calls, truths
 from perfsuite.errors import NotEquivalent, first_line
 from perfsuite.execution import Leaves
 from perfsuite.integrity.probe import Probe
 from perfsuite.pair import Pair
 from perfsuite.records import Case
 from perfsuite.rule import NONE
+from perfsuite.side_calls import Way
 from perfsuite.sides import Side, as_side
 from perfsuite.specs import ListSpec, Size, Spec, TensorSpec, elements, symbols
-from perfsuite.truths import Discard, Known, Truth, Way
+from perfsuite.truths import Discard, Known, Truth
 
 Result = TypeVar("Result")
 SELDOM = (37, 43, 47, 53, 59, 61)
@@ -158,7 +159,7 @@ def _is_plain(probe: Probe, expected: Leaves) -> bool:
 
 
 def call_in(probe: Probe, side: Side, way: Way) -> Leaves:
-    return truths.produce(
+    return side_calls.produce(
         probe.pair, side, probe.case, probe.device, gradients=False, home=probe.home, way=way, drawn=probe.drawn()
     )
 
@@ -234,7 +235,7 @@ def gradients_are_right(probe: Probe) -> bool:
     except Exception:  # Discard among others
         return True
     try:
-        produced = truths.produce(
+        produced = side_calls.produce(
             probe.pair, probe.side, probe.case, probe.device, gradients=True, home=probe.home, drawn=probe.drawn()
         )
     except Exception:

@@ -40,10 +40,11 @@ from perfsuite.integrity.probe import Probe, same_leaf
 from perfsuite.pair import Pair
 from perfsuite.records import Case
 from perfsuite.rule import eps_of
+from perfsuite.side_calls import Way
 from perfsuite.sides import Side, as_side
 from perfsuite.specs import ListSpec, Size, TensorSpec
 from perfsuite.tensor_values import dtype_of
-from perfsuite.truths import Discard, Way
+from perfsuite.truths import Discard
 
 THREAD_CALLS = 3
 HALF = (torch.bfloat16, torch.float16)

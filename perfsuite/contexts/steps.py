@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from perfsuite import equivalence, execution, memory_layouts, truths
+from perfsuite import equivalence, execution, memory_layouts, side_calls, truths
 from perfsuite import inputs as make
 from perfsuite.contexts.calling import (
     UNEVEN,
@@ -25,8 +25,9 @@ from perfsuite.integrity.probe import Probe
 from perfsuite.memory_layouts import with_layout
 from perfsuite.pair import Pair
 from perfsuite.rule import NONE
+from perfsuite.side_calls import Given
 from perfsuite.specs import EXPANDED, TensorSpec
-from perfsuite.truths import Discard, Given, Known
+from perfsuite.truths import Discard, Known
 
 MANY_STEPS = 300
 """Number of steps that shows a fault which begins only after the steps that the equivalence proof compares."""
@@ -170,7 +171,7 @@ def many_steps(probe: Probe) -> None:
         known(NONE)
     except Discard:
         return
-    produced = truths.produce(pair, probe.side, probe.case, probe.device, gradients=False, home=probe.home)
+    produced = side_calls.produce(pair, probe.side, probe.case, probe.device, gradients=False, home=probe.home)
     equivalence.hold(pair, known, produced, name=probe.name)
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from perfsuite import equivalence, truths
+from perfsuite import equivalence, side_calls, truths
 from perfsuite.errors import NotEquivalent
 from perfsuite.execution import Leaves
 from perfsuite.integrity.probe import Probe, same_leaf
@@ -49,7 +49,7 @@ def comes_late(
     are read at once."""
 
     def is_right(settled: Callable[[], None]) -> bool:
-        produced = truths.produce(pair, side, case, device, home=home, settled=settled, **how)
+        produced = side_calls.produce(pair, side, case, device, home=home, settled=settled, **how)
         try:
             equivalence.judge(pair, truth, produced, strict_strides=False)
         except NotEquivalent:

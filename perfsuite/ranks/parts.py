@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from perfsuite import forms, rank_parts, truths
+from perfsuite import forms, rank_parts, side_calls
 from perfsuite import inputs as make
 from perfsuite.execution import Leaves
 from perfsuite.pair import Pair
@@ -38,7 +38,7 @@ def prepared(
 
     def call() -> Leaves:
         before = make.clone(values)
-        leaves = truths.run(side, pair, values, case, False, given)
+        leaves = side_calls.run(side, pair, values, case, False, given)
         for (path, now), (_, was) in zip(make.unchanging(pair, values), make.unchanging(pair, before), strict=True):
             if not forms.identical(now, was):
                 raise ChangedInputError(path)

@@ -19,10 +19,10 @@ from perfsuite import (
     kinds,
     planned,
     scalar,
+    side_calls,
     size,
     stateful,
     tensor,
-    truths,
 )
 from perfsuite import inputs as make
 from perfsuite.errors import NotEquivalent
@@ -234,7 +234,7 @@ class CountedSteps:
 
 
 def _compared(of: Pair, case: Case) -> list[int]:
-    leaves = truths.produce(of, as_side(of.optimized), case, "cpu", gradients=False)
+    leaves = side_calls.produce(of, as_side(of.optimized), case, "cpu", gradients=False)
     return sorted({int(name.split(" after ")[1].split()[0]) for name in leaves})
 
 

@@ -29,6 +29,7 @@ from perfsuite import (
     rule,
     sampled,
     scalar,
+    side_calls,
     size,
     stateful,
     tensor,
@@ -120,7 +121,7 @@ def judge_family(family: Family, seed: int) -> tuple[dict[str, list[str]], dict[
         tally.ill_conditioned += truth.ill_conditioned
         for name, call in {**family.honest, **(family.faulty if i < 50 else {})}.items():
             side = Side(call=call, stateful=pair.is_stateful)
-            produced = truths.produce(pair, side, case, "cpu", gradients=family.gradients)
+            produced = side_calls.produce(pair, side, case, "cpu", gradients=family.gradients)
             try:
                 equivalence.judge(pair, truth, produced, name=name, tally=tally if name in wrong else None)
             except NotEquivalent as error:
@@ -1302,8 +1303,8 @@ def test_kernel_may_sum_sequentially_where_the_reference_sums_in_a_tree() -> Non
     inputs = {"a": tensor("m", "k", values=FINITE), "b": tensor("k", "n", values=FINITE)}
     pair = pair_of(lambda a, b: (a[:, None] * b.T[None]).sum(-1), outer_matmul, inputs, gradients=False)
     truth = truths.establish(pair, case := case_of(m=32, k=2048, n=32), "cpu", gradients=False, replicas=0)
-    equivalence.judge(pair, truth, truths.produce(pair, Side(call=outer_matmul), case, "cpu", gradients=False))
-    rounded = truths.produce(pair, Side(call=lambda a, b: tf32(a) @ tf32(b)), case, "cpu", gradients=False)
+    equivalence.judge(pair, truth, side_calls.produce(pair, Side(call=outer_matmul), case, "cpu", gradients=False))
+    rounded = side_calls.produce(pair, Side(call=lambda a, b: tf32(a) @ tf32(b)), case, "cpu", gradients=False)
     with pytest.raises(NotEquivalent, match="wrong"):
         equivalence.judge(pair, truth, rounded)
 
@@ -1449,7 +1450,7 @@ def test_error_near_the_budget_is_reported_only_after_more_replicas() -> None:
         asked.append(replicas)
         return truths.establish(of, case, "cpu", gradients=False, replicas=replicas)
 
-    right = truths.produce(of, Side(call=torch.exp), case, "cpu", gradients=False)
+    right = side_calls.produce(of, Side(call=torch.exp), case, "cpu", gradients=False)
     equivalence.hold(of, known, right)
     with pytest.raises(NotEquivalent):
         equivalence.hold(of, known, {"output": right["output"] * 1.01})

@@ -12,7 +12,7 @@ import torch
 from scale import FULLY, count
 from scratch import Project, lines_with
 
-from perfsuite import Pair, Workload, check, equivalence, facts, floats, rule, tensor, truths
+from perfsuite import Pair, Workload, check, equivalence, facts, floats, rule, side_calls, tensor, truths
 from perfsuite.cases import case_line
 from perfsuite.errors import NotEquivalent, PairError
 from perfsuite.facts import KnownFacts, facts_of
@@ -423,7 +423,7 @@ def test_side_that_passes_with_few_replicas_passes_with_all(gradients: bool) -> 
     for seed in range(count(full=40, quick=4)):
         case = Case(dtype="float32", sizes={"n": 8}, inputs={}, seed=seed)
         known, asked = noted(truths.by_replicas(pair, case, "cpu", gradients=gradients))
-        right = truths.produce(pair, as_side(product), case, "cpu", gradients=gradients)
+        right = side_calls.produce(pair, as_side(product), case, "cpu", gradients=gradients)
         for eps in range(0, 60, 3):
             asked.clear()
             wrong = {name: leaf * (1 + eps * 2.0**-24) for name, leaf in right.items()}
@@ -443,7 +443,7 @@ def test_conditioning_of_a_draw_is_decided_without_replicas(add: float) -> None:
     pair = Pair(name="p", reference=shifted, optimized=shifted, inputs={"x": tensor("n")})
     case = Case(dtype="float32", sizes={"n": 40}, inputs={}, seed=1)
     known, asked = noted(truths.by_replicas(pair, case, "cpu", gradients=False))
-    produced = truths.produce(pair, as_side(shifted), case, "cpu", gradients=False)
+    produced = side_calls.produce(pair, as_side(shifted), case, "cpu", gradients=False)
     truth = equivalence.hold(pair, known, produced)
     assert asked == [NONE]
     assert truth.ill_conditioned == known(REPLICAS).ill_conditioned == bool(add)
@@ -461,7 +461,7 @@ def test_zero_gradient_needs_replicas_only_if_the_side_is_far_from_it(factor: fl
     inputs = {"x": tensor("m", "n"), "shift": tensor(values=floats(1, 2))}
     pair = Pair(name="p", reference=shifted, optimized=shifted, inputs=inputs)
     case = Case(dtype="float32", sizes={"m": 5, "n": 40}, inputs={}, seed=1)
-    produced = truths.produce(pair, as_side(shifted), case, "cpu", gradients=True)
+    produced = side_calls.produce(pair, as_side(shifted), case, "cpu", gradients=True)
     produced["gradient of shift"] = factor * produced["gradient of shift"]
     known = truths.by_replicas(pair, case, "cpu", gradients=True)
     calls.clear()

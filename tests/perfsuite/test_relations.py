@@ -19,6 +19,7 @@ from perfsuite import (
     remedies,
     sampled,
     scalar,
+    side_calls,
     size,
     tensor,
     truths,
@@ -132,7 +133,7 @@ def test_few_different_errors_name_every_precision_that_explains_them() -> None:
     )
     case = Case(dtype="float32", sizes={}, inputs={}, seed=0)
     truth = truths.establish(pair, case, "cpu", gradients=False)
-    produced = truths.produce(pair, as_side(optimized), case, "cpu", gradients=False)
+    produced = side_calls.produce(pair, as_side(optimized), case, "cpu", gradients=False)
     assert diagnosis.precision_of(pair, truth, produced) == "float16 or TF32 or bfloat16"
 
 
