@@ -142,19 +142,7 @@ def _readers() -> Mapping[str, Callable[[], Any]]:
             for name in dir(owner):
                 if name.startswith(prefixes) and name not in SKIPPED and _answers(getattr(owner, name)):
                     readers.setdefault(_words(name), getattr(owner, name))
-    for device in AUTOCAST:
-        readers[f"autocast on {device}"] = functools.partial(torch.is_autocast_enabled, device)
-        readers[f"autocast's dtype on {device}"] = functools.partial(torch.get_autocast_dtype, device)
-    for path, owner in _backends():
-        for name in FLAGS:
-            if name != "fp32_precision":
-                readers[f"{path}.{name}"] = functools.partial(getattr, owner, name, None)
-            elif not hasattr(owner, "allow_tf32"):
-                readers[f"{path}.{name}"] = functools.partial(_chosen_precision, owner)
-    for kind, module in HOOKED:
-        for name, held in vars(module).items():
-            if name.startswith("_global_") and isinstance(held, dict):
-                readers[f"hooks of all {kind} ({name})"] = functools.partial(_copied, held)
+    readers |= _readers_of_settings()
     readers |= {
         "torch's flushing of subnormal numbers": lambda: TINY * HALF == 0.0,  # a CPU flag, which affects Python too
         "torch's sdp priority order": _attention_order,
@@ -171,6 +159,25 @@ def _readers() -> Mapping[str, Callable[[], Any]]:
         "the handler of SIGALRM": lambda: signal.getsignal(signal.SIGALRM),
         GROUP: _default_group,
     }
+    return readers
+
+
+def _readers_of_settings() -> dict[str, Callable[[], Any]]:
+    """Return name → reader of autocast, of the flags of torch's backends, and of hooks that apply to all modules."""
+    readers: dict[str, Callable[[], Any]] = {}
+    for device in AUTOCAST:
+        readers[f"autocast on {device}"] = functools.partial(torch.is_autocast_enabled, device)
+        readers[f"autocast's dtype on {device}"] = functools.partial(torch.get_autocast_dtype, device)
+    for path, owner in _backends():
+        for name in FLAGS:
+            if name != "fp32_precision":
+                readers[f"{path}.{name}"] = functools.partial(getattr, owner, name, None)
+            elif not hasattr(owner, "allow_tf32"):
+                readers[f"{path}.{name}"] = functools.partial(_chosen_precision, owner)
+    for kind, module in HOOKED:
+        for name, held in vars(module).items():
+            if name.startswith("_global_") and isinstance(held, dict):
+                readers[f"hooks of all {kind} ({name})"] = functools.partial(_copied, held)
     return readers
 
 
