@@ -326,7 +326,7 @@ class recording:  # noqa: N801 - a context manager
             shared = binary.metadata.shared
             if shared > MAX_SHARED_BYTES:
                 raise PairError(
-                    f"kernel {name} wants {shared} bytes of shared memory a block; sm_90 has {MAX_SHARED_BYTES}"
+                    f"kernel {name} needs {shared} bytes of shared memory a block; sm_90 has {MAX_SHARED_BYTES}"
                 )
             record = compiled.setdefault(name, {"variants": 0, "shared_bytes": 0, "ptx_lines": 0})
             record["variants"] += 1

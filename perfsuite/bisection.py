@@ -94,7 +94,7 @@ class Found:
 
 
 def search(
-    good: Commit, commits: Sequence[Commit], compare: Compare, tell: Callable[[str], None] = lambda line: None
+    good: Commit, commits: Sequence[Commit], compare: Compare, report: Callable[[str], None] = lambda line: None
 ) -> Found:
     """Find the first of `commits`, oldest first, that takes more than `good`.
 
@@ -107,7 +107,7 @@ def search(
         whole = compare(good, bad)
     except SkippedError as error:
         raise PerfsuiteError(f"{bad.shown} cannot be compared: {error}; name another --bad") from None
-    tell(f"{bad.shown}: {whole.shown}")
+    report(f"{bad.shown}: {whole.shown}")
     if not whole.low > 0:
         raise PerfsuiteError(
             f"{bad.shown} takes no more than {good.shown}: {whole.shown}; there is nothing to search for"
@@ -119,10 +119,10 @@ def search(
             change = _decided(good, commits[middle], compare, whole.value / 2)
         except SkippedError as error:
             skipped[middle] = str(error)
-            tell(f"{commits[middle].shown}: skipped, {error}")
+            report(f"{commits[middle].shown}: skipped, {error}")
             continue
         is_bad = change.value > whole.value / 2
-        tell(f"{commits[middle].shown}: {change.shown}, {'takes more' if is_bad else 'takes no more'}")
+        report(f"{commits[middle].shown}: {change.shown}, {'takes more' if is_bad else 'takes no more'}")
         low, high = (low, middle) if is_bad else (middle, high)
     parent = commits[low] if low >= 0 else good
     own: Change | None = whole
@@ -131,7 +131,7 @@ def search(
             own = compare(parent, commits[high])
         except SkippedError as error:
             own = None
-            tell(f"{commits[high].shown} against {parent.shown}: skipped, {error}")
+            report(f"{commits[high].shown} against {parent.shown}: skipped, {error}")
     return Found(
         first=commits[high],
         parent=parent,

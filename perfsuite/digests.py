@@ -258,8 +258,8 @@ def _conftests(seeds: Iterable[Path], top: Path) -> Iterator[Path]:
 
 
 def _closure(seeds: Iterable[Path], top: Path, observed: Observed | None = None) -> set[Path]:
-    """Return the first-party files that the seeds import, directly or through others, and the packages that these lie
-    in.
+    """Return the first-party files that the seeds import, directly or through others, and the packages that contain
+    these files.
 
     With `observed`, the modules that they import by name are included.
     """

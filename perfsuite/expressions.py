@@ -58,7 +58,7 @@ def _value(node: ast.expr, sizes: Mapping[str, Any]) -> int:
             return number
         case ast.BinOp(left=left, op=op, right=right):
             return OPERATORS[type(op)](_value(left, sizes), _value(right, sizes))
-    raise AssertionError("`names` refuses all else")
+    raise AssertionError("`names` refuses everything else")
 
 
 def _refused(expression: str) -> PairError:

@@ -51,12 +51,12 @@ def judge_form(
             raise NotEquivalent(f"{where} is {what}, which the reference's is not")
     if not strides or got.numel() <= 1:
         return
-    lies, should = strides_class(got), strides_class(reference)
+    found, expected = strides_class(got), strides_class(reference)
     # Operations may keep the layout of their inputs or not. Code that needs a certain layout makes one.
-    weakest = should if plain else max(should, KEPT, key=STRIDES.index)
-    if STRIDES.index(lies) > STRIDES.index(weakest) or (plain and lies != should):
+    weakest = expected if plain else max(expected, KEPT, key=STRIDES.index)
+    if STRIDES.index(found) > STRIDES.index(weakest) or (plain and found != expected):
         raise NotEquivalent(
-            f"{where} is {lies} in memory where the reference is {should} (strides {got.stride()}); "
+            f"{where} is {found} in memory where the reference is {expected} (strides {got.stride()}); "
             f'if its callers need not rely on that, declare strides="any"'
         )
 

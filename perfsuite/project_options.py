@@ -61,7 +61,7 @@ def given(config: pytest.Config) -> list[str]:
     """Return the arguments with which another pytest process gets those of this run that are options of the project's
     conftests and plugins.
 
-    That process may collect only files beside which another conftest lies, so it leaves out options that it lacks.
+    That process may collect only files for which another conftest applies, so it leaves out options that it lacks.
     """
     own = config.stash.get(OPTIONS, {})
     outside = shlex.split(os.environ.get("PYTEST_ADDOPTS", ""))

@@ -138,7 +138,7 @@ def problem(accepted: Executed, current: Executed, tree: Tree) -> str:
     if shared is not None:
         return f"the current side runs {shared.relative_to(inside)} of the accepted tree: both register the same name"
     if not any(inside in path.parents for path in ours):
-        return "none of the code that it runs lies in the repository, so both revisions run the same"
+        return "none of the code that it runs is in the repository, so both revisions run the same"
     return ""
 
 

@@ -125,7 +125,7 @@ def _check_roundings(
             raise PairError(
                 f"{pair.name}: {name} of the reference does not move when its float64 inputs do, by up to one part in "
                 f"2^24: it is rounded to half precision inside; take out its casts, or declare precision=; if it is a "
-                f"step function, as round() is, declare with excuse= which elements lie beside a step"
+                f"step function, as round() is, declare with excuse= which elements are next to a step"
             )
     return looked
 

@@ -14,7 +14,7 @@ POLL_S = 0.2
 
 
 @contextmanager
-def turn(devices: Sequence[str], name: str, tell: Callable[[str], None]) -> Iterator[None]:
+def turn(devices: Sequence[str], name: str, report: Callable[[str], None]) -> Iterator[None]:
     """Hold these devices while the block runs. If another run holds one, report this once and wait.
 
     `devices` are names that all runs on this machine use, such as a GPU's UUID. `name` is for the message. If a device
@@ -31,10 +31,10 @@ def turn(devices: Sequence[str], name: str, tell: Callable[[str], None]) -> Iter
             try:
                 lock.acquire(timeout=0)
             except Timeout:
-                tell(f"waiting: another perfsuite run is measuring on {name}; this one goes on when that has ended")
+                report(f"waiting: another perfsuite run is measuring on {name}; this one goes on when that has ended")
                 lock.acquire(poll_interval=POLL_S)
             except OSError as error:
-                tell(
+                report(
                     f"{lock.lock_file}: cannot be locked ({error.strerror or error}): another run on {name} would not "
                     "wait for this one; make that file writable, or remove it"
                 )

@@ -50,7 +50,7 @@ class Field:
     name: str
     type: Any
 
-    def wants(self) -> str:
+    def expected(self) -> str:
         """Describe the field's type for the user."""
         return _in_words(self.type)
 
@@ -75,7 +75,7 @@ def read(kinds: Sequence[type[Any]], path: str | Path | None, arguments: Sequenc
             raise ConfigurationError(f"{origin}: no field is called {name!r}{_nearest(name, fields)}")
         takes_none = _takes_none(fields[name].type)
         if (value is None and not takes_none) or (value == "" and takes_none):  # the parser would accept it
-            raise ConfigurationError(f"{origin}: {name} wants {fields[name].wants()}, got nothing")
+            raise ConfigurationError(f"{origin}: {name} must be {fields[name].expected()}, got nothing")
     return tuple(_made(kind, given, fields) for kind in kinds)
 
 
@@ -191,7 +191,7 @@ def _split(arguments: Sequence[str], fields: Mapping[str, Field]) -> Iterator[tu
             elif name in fields and fields[name].type is bool:
                 value = "true"
             elif name in fields:
-                raise ConfigurationError(f"--{name} wants a value, {fields[name].wants()}")
+                raise ConfigurationError(f"--{name} needs a value, {fields[name].expected()}")
         yield name, value
 
 
@@ -222,7 +222,7 @@ def _made(kind: type[Any], given: Mapping[str, tuple[Any, str]], fields: Mapping
             except Exception as problem:
                 if "Expected" in str(problem) or "validate" in str(problem) or "not accepted" in str(problem):
                     where = origin if origin == f"--{name}" else f"{origin}: {name}"
-                    raise ConfigurationError(f"{where} wants {fields[name].wants()}, got {value!r}") from None
+                    raise ConfigurationError(f"{where} must be {fields[name].expected()}, got {value!r}") from None
         named = [n for n in own if re.search(rf"\b{re.escape(n)}\b", str(error))]
         origins = dict.fromkeys(given[n][1] for n in named or own)
         where = ", ".join(origins) or kind.__name__

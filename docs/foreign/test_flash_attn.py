@@ -17,18 +17,19 @@ from perfsuite import Pair, Workload, floats, sampled, side, size, tensor
 flash_attn = pytest.importorskip("flash_attn", reason="flash-attn is not installed: pip install flash-attn")
 
 ALIGN = 16
-"""Bytes at whose multiples its tensors begin; it faults on others."""
+"""Alignment in bytes that flash-attn needs; it faults on tensors that begin elsewhere."""
 LAYOUTS = ("contiguous", "offset")
 """Its backward pass refuses tensors whose last dimension is not contiguous, which its forward pass copies."""
 VALUES = floats(-4, 4, offset=False)
-"""Without nearly equal ones: of these, too, the gradient of the query is a difference of almost equal numbers."""
+"""Values without small differences of large ones. For nearly equal values, too, the gradient of the query is a
+difference of almost equal numbers."""
 QUERIES = floats(-1, 1)
 """Queries and keys so small that no key has nearly all the weight: there the gradient of the query is a difference of
 almost equal numbers, one of which flash-attn rounds to half precision."""
 
 
 def different(generator: torch.Generator, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """Keys that differ. For equal keys the gradient of the query is 0, and flash-attn returns rounding errors."""
+    """Draw keys that differ. For equal keys the gradient of the query is 0, and flash-attn returns rounding errors."""
     return (2 * torch.rand(shape, generator=generator, device=generator.device) - 1).to(dtype)
 
 
@@ -40,7 +41,7 @@ UNSUPPORTED = {
 
 
 def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool) -> torch.Tensor:
-    """q, k, v: batch, length, heads, dim; each key and value head serves as many query heads as there are to it."""
+    """Compute attention of q, k, v [batch, length, heads, dim]. Consecutive query heads share a head of k and v."""
     share = q.shape[2] // k.shape[2]
     q, k, v = q.transpose(1, 2), *(x.repeat_interleave(share, 2).transpose(1, 2) for x in (k, v))
     scores = q @ k.transpose(-1, -2) * q.shape[-1] ** -0.5

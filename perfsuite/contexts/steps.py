@@ -128,7 +128,7 @@ def step_layouts(probe: Probe) -> None:
         return _steps(call, pair, values, laid_out)
 
     if specs:
-        hold_anew(probe, way, "where the inputs of its steps lie in memory each in another way", refusable=True)
+        hold_anew(probe, way, "where each input of its steps has another memory layout", refusable=True)
 
 
 def step_sizes(probe: Probe) -> None:

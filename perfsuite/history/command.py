@@ -54,14 +54,14 @@ def show(
     folder = store.folder_of(root)
     problems: list[str] = []
 
-    def look(there: Index) -> Found:
-        problems[:] = there.problems
-        if not there.count():
+    def query(runs: Index) -> Found:
+        problems[:] = runs.problems
+        if not runs.count():
             raise PerfsuiteError(f"{folder} holds no run that can be read; `perfsuite run` adds one")
-        return _look(there, workload=workload, limit=limit, device=device)
+        return _query(runs, workload=workload, limit=limit, device=device)
 
     try:
-        found = index.using(folder, root / baselines, look, say)
+        found = index.using(folder, root / baselines, query, say)
     finally:  # also before an error, which a skipped file may explain
         for problem in problems:
             say(f"skipped: {problem}")
@@ -73,7 +73,7 @@ def show(
         _print(found, limit)
 
 
-def _look(there: Index, *, workload: str | None, limit: int, device: str | None) -> Found:
+def _query(there: Index, *, workload: str | None, limit: int, device: str | None) -> Found:
     slug = choosing.device(device, there.devices()) if device is not None else None
     listed: tuple[Listed, ...] = ()
     series: tuple[Point, ...] = ()

@@ -243,7 +243,7 @@ def out_of_bounds(probe: Probe) -> None:
         # Some sides free memory by resizing its storage to 0, which a storage between guards does not allow.
         fences, produced = _between_guards(probe, allocated=False)
     for guard in fences:
-        if not guard.stands():
+        if not guard.is_intact():
             raise probe.fault(f"writes outside of {guard.what}: the memory beside it has changed")
     try:
         probe.judge(produced)
@@ -309,7 +309,7 @@ class _Fence:
     sides: tuple[torch.Tensor, torch.Tensor]
     filled: tuple[torch.Tensor, torch.Tensor]
 
-    def stands(self) -> bool:
+    def is_intact(self) -> bool:
         return all(torch.equal(bytes_of_tensor(a), b) for a, b in zip(self.sides, self.filled, strict=True))
 
 

@@ -111,8 +111,8 @@ def activations(s: Setting) -> Answer:
         how = "compiled" if compiled else "eager"
         parts.append(f"{how}, a forward keeps {_mb(beside)} for the backward without it and {_mb(inplace)} with it")
     detail = (
-        f"three activations are {_mb(three)}. {_join(parts)}. ReLU's backward wants its result, which is kept either "
-        "way, and what comes before wants none of its own"
+        f"three activations are {_mb(three)}. {_join(parts)}. ReLU's backward needs its result, which is kept either "
+        "way, and what comes before needs none of its own"
     )
     enough = [n >= (1 - TOLERANCE) * three for n in spared]
     return (CONFIRMED if all(enough) else DEPENDS if any(enough) else REFUTED), detail + _scaled(s)
@@ -136,7 +136,7 @@ def syncs_saved(s: Setting) -> Answer:
     low, high = saved(ablation.paired(found["each"], found["once"]))
     middle, half = ablation.mean([a - b for a, b in zip(found["each"], found["once"], strict=True)])
     detail = (
-        f"what an epoch does besides: {STEPS} steps on segments that lie on the device take {typical(found['each'])} "
+        f"what an epoch does besides: {STEPS} steps on segments on the device take {typical(found['each'])} "
         f"read one by one and {typical(found['once'])} read once, {percent(low, high)} less, "
         f"{units.seconds(middle / (STEPS - 1))} a sync. "
         f"Of the {EPOCH:.0f} s that an epoch takes the source that is {100 * middle / EPOCH:.1g}%"

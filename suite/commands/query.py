@@ -31,7 +31,7 @@ class Found(NamedTuple):
     default=2000,
     show_default=True,
     metavar="N",
-    help="At most so many of the text's passages are searched, evenly spread.",
+    help="Most passages of the text that are searched, at even distances.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print JSON, a list of passages.")
 @click.option("--device", help="cpu, cuda or cuda:1.  [default: the GPU, if any]")

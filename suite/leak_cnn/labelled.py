@@ -120,7 +120,7 @@ def found(chosen: Labelled) -> dict[str, list[str]]:
         if not path.is_dir():
             if path.name.lower().endswith(recordings.SUFFIXES):
                 raise PerfsuiteError(
-                    f"--labelled {root}: the recording {printable(path.name)} lies in no class's folder; move it into "
+                    f"--labelled {root}: the recording {printable(path.name)} is in no class's folder; move it into "
                     f"one of {', '.join(CLASSES)}"
                 )
             continue

@@ -16,7 +16,7 @@ MADE = {
     "BACKGROUND": "the recording attenuated by 20 to 40 dB under coloured room noise",
     "CRACK": "the recording with short broadband clicks, 4 to 20 a second",
     "LEAK": "the recording with steady, phase-randomised band noise at snr_db",
-    "NORMAL": "the recording as it is, but for the microphone's noise",
+    "NORMAL": "the recording as it is, with the microphone's noise",
     "UNCLASSIFIED": "the recording with LEAK's band noise, but only for 20 to 60% of the time, in ten stretches",
 }
 """Class → description of its synthesis, which is written to the attributes of the file."""

@@ -188,7 +188,7 @@ def test_doubtful_promise_estimates_how_many_processes_will_decide() -> None:
 
 
 @pytest.mark.parametrize("count", range(1, 12))
-def test_undecided_workload_is_measured_until_the_next_look(count: int) -> None:
+def test_undecided_workload_is_measured_until_the_next_stage(count: int) -> None:
     run = runs(0.008, count, scale=6.0)
     reason = opened(judge(run, margin=0.01), next(n for n in STAGES if n > count) - count)
     assert reason == (
@@ -1338,7 +1338,7 @@ def test_promises_only_decides_from_one_process() -> None:
 
 
 @pytest.mark.parametrize("selected", [1, 1000])
-def test_promises_only_shows_a_promise_at_beta_in_one_look(selected: int) -> None:
+def test_promises_only_shows_a_promise_at_beta_in_one_stage(selected: int) -> None:
     run = kept(count=5)
     prior = fit_prior([[[m.log_ratios["reference"][0] for m in run]]])
     found = estimates.speedup_of(subject(run, entry=None), prior, 1, stages=1)

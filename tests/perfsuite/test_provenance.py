@@ -219,7 +219,7 @@ def test_a_folder_of_the_repository_with_a_library_s_name(repo: Repository, tmp_
 )
 def test_a_side_that_is_a_library_function(repo: Repository, module: str) -> None:
     repo.write(f"{PACKAGE}/kernels.py", module)
-    assert refused(repo) == "none of the code that it runs lies in the repository, so both revisions run the same"
+    assert refused(repo) == "none of the code that it runs is in the repository, so both revisions run the same"
 
 
 def test_a_library_function_that_is_called_by_one_of_the_repository(repo: Repository) -> None:

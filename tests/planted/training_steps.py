@@ -94,7 +94,7 @@ def always_copied(time: Time) -> Pair:
 @fault(
     54,
     "the strides of the first step",
-    "where the inputs of its steps lie in memory each in another way",
+    "where each input of its steps has another memory layout",
     stage="contexts",
 )
 def first_strides(time: Time) -> Pair:

@@ -567,7 +567,7 @@ def test_leak_cnn_quality_comes_from_its_last_validation() -> None:
         ([*BOTH, "--eta_updte", "1"], ["--eta_updte: no field"]),
         (["toy", "--baseline", "a.yaml", "--optimized", "wrong.yaml"], ["wrong.yaml: no field is called 'colour'"]),
         ([*BOTH, "--windows", "0"], ["windows: 0"]),
-        ([*BOTH, "--windows", "x"], ["--windows wants a whole number"]),
+        ([*BOTH, "--windows", "x"], ["--windows must be a whole number"]),
         ([*BOTH, "--seed", "1", "--seed", "1"], ["a seed is there twice"]),
         (["toy", "--baseline", "a.yaml", "--optimized", "seven.yaml"], ["seed is 0 in a.yaml and 7 in seven.yaml"]),
         (["toy", "--baseline", "a.yaml", "--optimized", "long.yaml"], ["sequence_length is 256", "the same data"]),

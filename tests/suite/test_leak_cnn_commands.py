@@ -80,7 +80,7 @@ def test_streaming_is_reported(cache: str) -> None:
         (["--train_files", "3"], 1, "each of the 5 classes needs a file"),
         (["--autocast_fp16", "--autocast_bf16"], 2, "a product has one precision"),
         (["--limit_bytes", "100"], 1, "limit_bytes: 100 is less than three batches"),
-        (["--channels", "3"], 2, "--channels wants tuple[int, int, int], got '3'"),
+        (["--channels", "3"], 2, "--channels must be tuple[int, int, int], got '3'"),
         (["--chanels", "3"], 2, "did you mean 'channels'?"),
     ],
 )

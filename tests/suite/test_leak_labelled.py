@@ -125,7 +125,7 @@ def test_unusable_recordings_are_omitted_and_counted() -> None:
         ("rm -r in/LEAK", [], "it has the classes BACKGROUND, CRACK, NORMAL, UNCLASSIFIED; give LEAK and one more"),
         ("rm in/LEAK/*", [], "in/LEAK holds no WAV or FLAC recording"),
         ("rm in/LEAK/[01].wav", [], "of LEAK 2 recordings are usable; each of the splits"),
-        ("cp in/LEAK/1.wav in", [], "the recording 1.wav lies in no class's folder"),
+        ("cp in/LEAK/1.wav in", [], "the recording 1.wav is in no class's folder"),
         (":", ["--labelled", "a" * 300], f"cannot access {'a' * 300}: File name too long; name another path"),
         (":", ["--from", "in"], "--from has no effect with --labelled"),
         (":", ["--test-share", "1"], "--test-share 1: a share of the recordings; give more than 0"),
