@@ -67,7 +67,7 @@ def beside_steps(pair: Pair, got: torch.Tensor, expected: torch.Tensor) -> str:
     if not 0 < int(other.sum()) <= max(FEW, EXCUSED_SHARE * got.numel()):
         return ""
     return (
-        "; if these few elements have several right answers, as beside a step of round() or where values tie, let the "
+        "; if these few elements have several right answers, as next to a step of round() or where values tie, let the "
         "reference define excuse()"
     )
 

@@ -81,7 +81,7 @@ def test_draws_do_not_change_the_weights(nursery: Nursery, tmp_path: Path, made:
 
 STEPS = "(x / 2).round().to(torch.int8)"
 ROUNDED_UP = "(x / 2 + 0.5).floor().to(torch.int8)"
-"""Other values beside a step than round() returns there, as another order of summation has."""
+"""Values next to a step of round() that differ from its own, as another order of summation gives."""
 EXCUSE = """
 def excuse(x, *, eps):
     assert x.dtype == torch.float64

@@ -130,7 +130,7 @@ def test_compare_times_two_revisions_of_a_project_in_git(two_stages: Project) ->
 
 @FULLY
 def test_two_processes_share_a_device(two_stages: Project, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a GPU, two processes take the tasks of a round."""
+    """Two processes take the tasks of a round, as on a GPU."""
     project = two_stages
     share_the_device(monkeypatch)
     begun: list[tuple[int, str]] = []
@@ -171,7 +171,7 @@ scale = Pair(
 
 @FULLY
 def test_processes_prepare_before_their_proofs_have_ended(two_stages: Project, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a GPU, the proofs end only after the processes have prepared."""
+    """Proofs end only after the processes have prepared, as on a GPU."""
     project = two_stages
     project.write("test_scale.py", WAITING)
     (project.path / "begun").touch()
