@@ -134,7 +134,8 @@ def _hold(
     A failing random draw is shrunk. The message ends with the failing draw. Draws on which the reference raises are
     discarded, and counted in the tally.
     """
-    check_draw = functools.partial(_check_draw, pair, check, tally)
+    check_draw: Callable[[Case], None] = functools.partial(_check_draw, pair, check, tally)
+    prove_draw = planned.cut_after_failure(check_draw) if tally is not None else check_draw
     left = examples - coverage.replaced(len(first), examples)
 
     @hypothesis.settings(
@@ -146,7 +147,7 @@ def _hold(
     )
     @hypothesis.given(strategy(pair, dtype))
     def prove(case: Case) -> None:
-        check_draw(case)
+        prove_draw(case)
 
     try:
         with execution.leaving_nothing(pair):
@@ -170,7 +171,9 @@ def _check_draw(pair: Pair, check: Callable[[Case], None], tally: Tally | None, 
         check(case)
     except NotEquivalent as error:
         message = f"{error}\ndraw: {case_line(case)}"
-        raise NotEquivalent(message, case, names_its_cause=error.names_its_cause) from None
+        failure = NotEquivalent(message, case, names_its_cause=error.names_its_cause)
+        failure.steps = error.steps
+        raise failure from None
     except (PerfsuiteError, hypothesis.errors.HypothesisException):
         raise
     except Exception as error:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from perfsuite import side_calls, truths
+from perfsuite import execution, side_calls, truths
 from perfsuite.comparison import judge_output
 from perfsuite.differences import Doubles
 from perfsuite.errors import NotEquivalent, PairError
@@ -39,7 +39,11 @@ def judge(
         raise NotEquivalent(_structure_message(pair, name, expected, got))
     doubles = Doubles(produced)
     for leaf in expected:
-        judge_output(pair, truth, leaf, produced[leaf], doubles, name, tally, strict_strides=strict_strides)
+        try:
+            judge_output(pair, truth, leaf, produced[leaf], doubles, name, tally, strict_strides=strict_strides)
+        except NotEquivalent as error:
+            error.steps = execution.steps_of(leaf) if pair.is_stateful else None
+            raise
 
 
 class Facts:

@@ -30,6 +30,8 @@ class NotEquivalent(Exception):  # noqa: N818 - named as the verdict is
     """The draw that showed the error, a `Case`, or None."""
     excess: float
     """Error as a multiple of its budget; infinite for an error without a budget."""
+    steps: int | None = None
+    """Number of steps of a stateful pair after which its state was wrong; None if no state was."""
     names_its_cause: bool
     """Whether the message already names the cause, so that no likely cause is searched for."""
 

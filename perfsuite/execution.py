@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 import sys
 import warnings
 import weakref
@@ -337,6 +338,12 @@ def run_steps(
     i, counted from 1."""
     *_, states = stepping(make_step, pair, inputs, steps, given)
     return states
+
+
+def steps_of(name: str) -> int | None:
+    """Return the number of steps in the name of a leaf of `of_all_steps`; None if there is none."""
+    found = re.search(r" after (\d+) steps?$", name)
+    return int(found[1]) if found else None
 
 
 def of_all_steps(states: Mapping[int, Leaves]) -> Leaves:

@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 from perfsuite import ahead, coverage, incoming, proofs
+from perfsuite.cases import case_line
+from perfsuite.errors import NotEquivalent
 from perfsuite.kinds import Extent
 from perfsuite.pair import Pair
 from perfsuite.records import Case
@@ -36,6 +38,26 @@ def every_kind(
     if pair.is_stateful:
         return (replace(case, steps=FEW_STEPS) for case in cases)
     return incoming.in_turn(cases) if proof == proofs.GRADIENTS else cases
+
+
+def cut_after_failure(prove: Callable[[Case], None]) -> Callable[[Case], None]:
+    """Return a function that proves a draw of a stateful pair. After a failure, it runs draws only for the steps after
+    which that one was wrong, because dozens of other draws shrink it. A draw that failed is run for the same steps
+    again."""
+    failed: dict[str, int] = {}
+
+    def prove_some_steps(case: Case) -> None:
+        drawn = case_line(case)
+        if failed:
+            case = replace(case, steps=failed.get(drawn) or min(failed.values()))
+        try:
+            prove(case)
+        except NotEquivalent as error:
+            if error.steps is not None:
+                failed[drawn] = error.steps
+            raise
+
+    return prove_some_steps
 
 
 def large(pair: Pair, proof: str, dtype: str, seed: int, device: str) -> Iterator[Case]:

@@ -161,6 +161,7 @@ class ProofItem(pytest.Function):
             examples = max(SMALL_STEP_EXAMPLES, examples // 8)
         examples = min(examples, self.pair.max_examples or examples)
         self.distinct = distinct = _Distinct(examples)
+        prove = self._prove if self.kind in FEW else planned.cut_after_failure(self._prove)
 
         @hypothesis.settings(
             max_examples=examples if self.kind in FEW else MORE_DRAWS * examples,
@@ -183,7 +184,7 @@ class ProofItem(pytest.Function):
                 return
             with distinct.wanted(case) as wanted:
                 if wanted:
-                    self._prove(case)
+                    prove(case)
 
         wrapped: Any = prove_draws
         # Hypothesis derives the seed of a derandomised test from its function, which is the same for every pair.

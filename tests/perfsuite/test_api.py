@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +15,11 @@ import torch
 from scale import count
 
 import perfsuite
-from perfsuite import Pair, Workload, floats, guard, integers, process_state, side, stateful, tensor
-from perfsuite.cases import parse_case
+from perfsuite import Pair, Workload, floats, guard, integers, planned, process_state, side, stateful, tensor
+from perfsuite.cases import case_line, parse_case
 from perfsuite.errors import NotEquivalent, PairError, PerfsuiteError
 from perfsuite.measured import Measured
+from perfsuite.records import Case
 from perfsuite.sampling import BLOCKS
 
 EXAMPLES = count(quick=3, full=10)
@@ -152,6 +155,50 @@ def test_check_accepts_stateful_pairs() -> None:
     )
     (evidence,) = perfsuite.check(of, examples=5, device="cpu")
     assert evidence.draws >= 5
+
+
+@pytest.mark.parametrize("wrong_from", [1, 2, 17])
+def test_a_failing_draw_of_a_stateful_pair_is_shrunk_with_the_steps_that_it_took(wrong_from: int) -> None:
+    def descending(x: torch.Tensor, first: int) -> Any:
+        number = 0
+
+        def descend(g: torch.Tensor) -> None:
+            nonlocal number
+            number += 1
+            x.sub_(g if number < first else 1.01 * g)
+
+        return descend
+
+    of = pair(
+        stateful(lambda x: descending(x, wrong_from)),
+        stateful(lambda x: descending(x, 1000)),
+        step_inputs={"g": tensor("m", "n", values=floats(1, 4))},
+        mutates={"x"},
+    )
+    with pytest.raises(NotEquivalent, match=f"after {wrong_from} step") as caught:
+        perfsuite.check(of, examples=20, device="cpu")
+    assert caught.value.case.steps == wrong_from
+    assert caught.value.case.sizes == {"m": 1, "n": 1}
+
+
+def test_a_draw_that_failed_before_is_run_for_the_same_steps() -> None:
+    needed = {"m=3;seed=1": 17, "m=2;seed=1": 2, "m=1;seed=1": 17}
+    run: list[int | None] = []
+
+    def prove(case: Case) -> None:
+        steps = needed[case_line(replace(case, steps=None))]
+        run.append(case.steps)
+        if case.steps is None or case.steps >= steps:
+            error = NotEquivalent("wrong", case)
+            error.steps = steps
+            raise error
+
+    cut = planned.cut_after_failure(prove)
+    case = Case(dtype="float32", sizes={"m": 3}, inputs={}, seed=1)
+    for m, passes in ((3, False), (2, False), (1, True), (3, False), (2, False)):
+        with nullcontext() if passes else pytest.raises(NotEquivalent):
+            cut(replace(case, sizes={"m": m}))
+    assert run == [None, 17, 2, 17, 2]
 
 
 def test_measure_times_the_workloads_of_this_device() -> None:
