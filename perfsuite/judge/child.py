@@ -25,6 +25,9 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
+MOST_CHARACTERS, MOST_OUTPUTS = 1000, 100
+"""Most characters of an exception's message, and most outputs whose forms are named, in a reply."""
+
 
 class Memory:
     """Memory that is shared with the judging process, which makes it grow."""
@@ -125,7 +128,8 @@ class Served:
             self.model = self.model.to(self.device)
         given = {name: self.value(v).to(self.device) for name, v in request["state"].items()}
         own = tensors_of_state(self.model) if hasattr(self.model, "state_dict") else {}
-        same = own.keys() == given.keys() and all(own[n].shape == given[n].shape for n in own)
+        is_lazy = torch.nn.parameter.is_lazy  # it gets its shape from the reference's value
+        same = own.keys() == given.keys() and all(is_lazy(t) or t.shape == given[n].shape for n, t in own.items())
         if same and own:
             self.model.load_state_dict(given, strict=False)  # extra state that is no tensor stays its own
         if request.get("compile"):
@@ -150,10 +154,10 @@ class Served:
                     leaves = [named[path] for path in request["paths"]] if as_asked else [*named.values()]
                     self.last = leaves
                     if not all(isinstance(leaf, torch.Tensor) for leaf in leaves):
-                        return {"forms": [str(type(leaf).__name__) for leaf in leaves]}
+                        return {"forms": [str(type(leaf).__name__) for leaf in leaves[:MOST_OUTPUTS]]}
                     forms = [[list(leaf.shape), str(leaf.dtype).removeprefix("torch.")] for leaf in leaves]
                     if forms != request["forms"]:
-                        return {"forms": forms}
+                        return {"forms": forms[:MOST_OUTPUTS]}
                     if not as_asked:
                         return {"paths": [*named]}
                     for place, leaf in zip(places, leaves, strict=True):
@@ -240,6 +244,16 @@ def leaves_of(value: Any, at: str = "") -> Iterator[tuple[str, Any]]:
         yield at, value
 
 
+def described(error: BaseException) -> str:
+    """Return the name of the exception's class and the first line of its message, which may be missing or long."""
+    try:
+        lines = str(error).strip().splitlines()
+    except BaseException:
+        lines = []
+    first = lines[0][:MOST_CHARACTERS] if lines else ""
+    return f"{type(error).__name__}{': ' if first else ''}{first}"
+
+
 def serve(own: dict[str, Any], requests: int, replies_to: int, memory: int) -> None:
     """Enter the sandbox, then answer requests until their pipe is closed."""
     os.chdir(own["scratch"])
@@ -266,8 +280,7 @@ def serve(own: dict[str, Any], requests: int, replies_to: int, memory: int) -> N
             else:
                 found = getattr(served, request["do"])(request)
         except BaseException as error:
-            first = (str(error).strip().splitlines() or [""])[0]
-            found = {"error": f"{type(error).__name__}{': ' if first else ''}{first}"}
+            found = {"error": described(error)}
         reply(found)
 
 

@@ -59,8 +59,8 @@ class Problem:
     paths: tuple[str, ...] = ()
     """Path of each output in the reference's result."""
     dtype: str = "float32"
-    """Working precision: the dtype of all real parameters, buffers, inputs and outputs, if all have the same one;
-    otherwise float32."""
+    """Working precision: the dtype of the outputs, or of the parameters and inputs if no output is real; float32 if
+    they have several."""
 
     def varied(self) -> Problem:
         """Return the same problem with slightly changed weights: with a scale of 1 or a bias of 0, answers would not
@@ -97,7 +97,7 @@ class Problem:
         }
         return [
             Case(
-                dtype=self.dtype,
+                dtype="float32",
                 sizes={},
                 inputs={n: InputCase(layout=kinds[n][0], regime=order[i]) for n, order in orders.items()},
                 seed=random_.getrandbits(31),
@@ -107,7 +107,7 @@ class Problem:
 
     def case(self, seed: int) -> Case:
         """Return the draw of the workload with this seed."""
-        return workload_case(self.pair.workloads[0], self.dtype, seed)
+        return workload_case(self.pair.workloads[0], "float32", seed)
 
     def values(self, seed: int) -> dict[str, Any]:
         """Return a draw of the workload's inputs, including the module if that is an input."""
@@ -159,6 +159,8 @@ def load(path: Path, device: str, seed: int, precision: str | None = None) -> Pr
     with _blaming(path, "get_init_inputs()"):
         init: Sequence[Any] = list(getattr(module, "get_init_inputs", list)())
     _check_arguments(path, module.__name__, "get_init_inputs()", init)
+    kept = io.BytesIO()  # __init__ may change its arguments
+    torch.save(init, kept)
     seed_generators(seed)
     with _blaming(path, f"{MODEL}(*get_init_inputs())"):
         built = module.Model(*init)
@@ -172,6 +174,7 @@ def load(path: Path, device: str, seed: int, precision: str | None = None) -> Pr
     built = built.to(device)
     pair = _pair(path, built, specs, precision, getattr(module, "excuse", None))
     imported = tuple(sorted(_sources(built) - {str(file)}))
+    init = torch.load(io.BytesIO(kept.getvalue()), weights_only=False)
     problem = Problem(
         path=path, file=file, pair=pair, module=built, init=init, seed=seed, device=device, imported=imported
     )
@@ -180,14 +183,19 @@ def load(path: Path, device: str, seed: int, precision: str | None = None) -> Pr
     with _blaming(path, CALL):
         returned = problem.returned(make.clone(values))
     paths = tuple(path for path, _ in leaves_of(returned))
-    return replace(problem, paths=paths, dtype=_common_dtype([*problem.state.values(), values, returned]))
+    return replace(problem, paths=paths, dtype=_precision(returned, [*problem.state.values(), values]))
 
 
-def _common_dtype(values: Sequence[Any]) -> str:
-    """Return the dtype of all floating-point tensors in the values if it is the same, otherwise float32."""
-    every = {tensor.dtype for value in values for _, tensor in make.tensors_in(value) if tensor.is_floating_point()}
-    names = {str(dtype).removeprefix("torch.") for dtype in every}
+def _precision(returned: Any, given: Any) -> str:
+    """Return the dtype of the real outputs, or of the real parameters and inputs in `given` if no output is real. If
+    they have several, return float32."""
+    names = _real_dtypes(returned) or _real_dtypes(given)
     return names.pop() if len(names) == 1 and names <= set(DTYPES) else "float32"
+
+
+def _real_dtypes(value: Any) -> set[str]:
+    every = {tensor.dtype for _, tensor in make.tensors_in(value) if tensor.is_floating_point()}
+    return {str(dtype).removeprefix("torch.") for dtype in every}
 
 
 def _check_arguments(path: Path, name: str, what: str, given: Sequence[Any]) -> None:

@@ -22,6 +22,7 @@ from perfsuite.judge.causes import beside_steps
 from perfsuite.judge.problem import Problem
 from perfsuite.judge.process import Ended
 from perfsuite.judge.trial import Served, truth_of
+from perfsuite.tally import Tally
 
 ROUND_S = 0.02
 """Seconds in which the fastest side completes a round: this sets the number of calls of each side, up to MOST_CALLS."""
@@ -111,6 +112,7 @@ def race(
         ratios = {name: _ratio(took[name], took[candidate]) for name in sides if name != candidate}
         if rounds >= judge.rounds and (time.monotonic() > until or all(map(_is_narrow, ratios.values()))):
             sides[candidate].close()
+            judge.judge_biases()
             if ratios["reference"].high >= least:  # otherwise it is too slow anyway
                 _same_alone(sides["reference"], judge, took["reference"], calls, again)
             medians = {name: statistics.median(values) for name, values in took.items()}
@@ -199,6 +201,8 @@ class _Judge:
         self.problem, self.candidate = problem, candidate
         self.began = time.monotonic()
         self.proving_s = self.untimed_s = 0.0
+        self.tally = Tally()
+        """The figures of the candidate's proven calls, each on values of its own."""
         self.kinds = problem.cases(1, secrets.randbits(31))
         """Draws for untimed calls, which together have each regime of values."""
         self.rounds = max(FEWEST_ROUNDS, len(self.kinds))
@@ -291,10 +295,17 @@ class _Judge:
         began = time.monotonic()
         produced: dict[str, Any] = dict(zip(truth.reference, answer, strict=True))
         try:
-            equivalence.judge(self.problem.pair, truth, produced, name="candidate", strict_strides=False)
+            equivalence.judge(
+                self.problem.pair, truth, produced, name="candidate", tally=self.tally, strict_strides=False
+            )
         except NotEquivalent as error:
             raise NotEquivalent(f"{WRONG_WHILE_TIMED}: {str(error).partition(': ')[2] or error}") from None
         self.proving_s += time.monotonic() - began
+
+    def judge_biases(self) -> None:
+        """Raise NotEquivalent if the errors of the proven calls lean to one side."""
+        for message in self.tally.biases.found():
+            raise NotEquivalent(message)
 
     def copying(self, reference: Served) -> float:
         """Return the seconds of a request that only copies outputs."""

@@ -205,7 +205,8 @@ def _piece(output: torch.Tensor) -> torch.Tensor:
 def _other_forms(forms: Sequence[torch.Tensor], found: Sequence[Any]) -> str:
     expected = [f"{str(t.dtype).removeprefix('torch.')}{list(t.shape)}" for t in forms]
     got = [f"{f[1]}{f[0]}" if isinstance(f, list) and len(f) == 2 else str(f) for f in found]
-    return f"it returns {', '.join(got) or 'nothing'} where the reference returns {', '.join(expected)}"
+    shown = [*got[: len(expected) + 1], *["…"][: len(got) > len(expected) + 1]]
+    return f"it returns {', '.join(shown) or 'nothing'} where the reference returns {', '.join(expected)}"
 
 
 @dataclass(slots=True)
@@ -252,7 +253,8 @@ def truth_of(problem: Problem, case: Case, values: dict[str, Any]) -> Truth | st
     """Return the truth for these inputs of a draw, or why there is none: what the reference does in float32 or in
     float64. Raises PerfsuiteError if the device has too little memory for it."""
     try:
-        return truths.establish(problem.pair, case, problem.device, gradients=False, drawn=make.clone(values))
+        working = replace(case, dtype=problem.dtype)  # the values are drawn already, each in a dtype of its own
+        return truths.establish(problem.pair, working, problem.device, gradients=False, drawn=make.clone(values))
     except PerfsuiteError:
         raise
     except Discard:

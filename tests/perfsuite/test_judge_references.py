@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 
 import pytest
 import torch
-from judging import proven
+from judging import judged, proven
+from scale import FULLY
 
 from perfsuite.errors import NotEquivalent, PerfsuiteError
 from perfsuite.judge import causes, problem, race
 from perfsuite.judge.process import Nursery
+from perfsuite.judge.verdict import Status
+from perfsuite.truths import Truth
 
 MODULE = """
 import torch
@@ -54,6 +58,47 @@ def test_a_reference_in_float64_is_not_proven_as_one_in_float32(nursery: Nursery
     reference = written(tmp_path, made, "self.layer(x)", "torch.randn(16, 32, dtype=torch.float64)")
     with pytest.raises(NotEquivalent, match="is wrong"):
         proven(nursery, reference, like(made, "self.layer.float()(x.float()).double()"))
+
+
+CUT_OFF = ("torch.randn(64, 32, dtype=torch.bfloat16)", LAYER.format("bfloat16"))
+
+
+@pytest.mark.parametrize("cut", [True, False])
+def test_digits_that_are_cut_off_are_a_bias_over_the_timed_calls(tmp_path: Path, cut: bool) -> None:
+    inputs, made = CUT_OFF
+    judge = race._Judge(problem.load(written(tmp_path, made, "self.layer(x)", inputs), "cpu", 0), "candidate")
+    for seed in range(10):
+        truth = judge._truth(seed, judge.problem.values(seed))
+        assert isinstance(truth, Truth)
+        exact = truth.leaves["output"].float()  # type: ignore[union-attr]
+        judge._prove(
+            [(exact.view(torch.int32) & -65536).view(torch.float32).bfloat16() if cut else exact.bfloat16()], truth
+        )
+    with pytest.raises(NotEquivalent, match="lean to one side") if cut else contextlib.nullcontext():
+        judge.judge_biases()
+
+
+@FULLY
+def test_a_candidate_that_cuts_digits_off_is_rejected(nursery: Nursery, tmp_path: Path) -> None:
+    inputs, made = CUT_OFF
+    reference = written(tmp_path, made, "self.layer(x)", inputs)
+    rounded = "(x.float() @ self.layer.weight.float().t() + self.layer.bias.float())"
+    cut = f"({rounded}.view(torch.int32) & -65536).view(torch.float32).bfloat16()"
+    found = judged(nursery, reference, like(made, cut))
+    assert found.status is Status.NOT_EQUIVALENT
+    assert "lean to one side" in found.message
+
+
+def test_the_dtype_of_the_outputs_is_the_working_precision(nursery: Nursery, tmp_path: Path) -> None:
+    made = LAYER.format("bfloat16")
+    reference = written(tmp_path, made, "self.layer(x.to(self.layer.weight.dtype))")
+    found = problem.load(reference, "cpu", 0)
+    assert found.dtype == "bfloat16"
+    assert found.values(0)["x0"].dtype is torch.float32
+    own = "(x.bfloat16().float() @ self.layer.weight.float().t() + self.layer.bias).bfloat16()"
+    assert proven(nursery, reference, like(made, own)).draws == 8
+    reference = written(tmp_path, "", "x.argmax(1)", "torch.randn(16, 32, dtype=torch.bfloat16)")
+    assert problem.load(reference, "cpu", 0).dtype == "bfloat16"
 
 
 def test_parameters_keep_their_dtypes_where_these_differ(nursery: Nursery, tmp_path: Path) -> None:
