@@ -36,14 +36,16 @@ class Causes:
         if len(self.earlier) < MOST_KEPT:
             self.earlier[_digest(outputs)] = _digest(only_tensors(truth.leaves))
 
-    def of(self, truth: Truth, outputs: Sequence[torch.Tensor]) -> str:
-        """Return a clause that names the likely cause, starting with "; ", or an empty string if none is found."""
+    def of(self, truth: Truth, outputs: Sequence[torch.Tensor], given: Sequence[torch.Tensor] = ()) -> str:
+        """Return a clause that names the likely cause, starting with "; ", or an empty string if none is found. `given`
+        are the inputs, if they are known."""
         right = _digest(only_tensors(truth.leaves))
         if self.earlier.get(_digest(outputs), right) != right:
             return "; it is the answer that it gave to other inputs"
         several = [t for t in outputs if t.numel() > 1]
         if several and all(map(_is_constant, several)) and not all(map(_is_constant, only_tensors(truth.leaves))):
-            return "; all elements are the same: it does not read its inputs"
+            inputs_vary = not given or not all(map(_is_constant, given))
+            return "; all elements are the same" + ": it does not read its inputs" * inputs_vary
         produced: Leaves = dict(zip(truth.reference, outputs, strict=True))
         if words := diagnosis.related(truth, produced):
             return f"; {words}"

@@ -290,8 +290,9 @@ def _compared(
     forms = only_tensors(truth.reference)
     arguments = problem.arguments(values)
     _, (first, second) = candidate.call([arguments, arguments], forms, again=True)
-    _judge(problem, truth, first, tally, causes, "")
-    _judge(problem, truth, second, tally, causes, " when it is called again on the same inputs")
+    given = [tensor for _, tensor in make.tensors_in(arguments)]
+    _judge(problem, truth, given, first, tally, causes, "")
+    _judge(problem, truth, given, second, tally, causes, " when it is called again on the same inputs")
     causes.note(truth, first)
     candidate.settled()
     return ""
@@ -344,6 +345,7 @@ def _is_unwritten(output: torch.Tensor) -> bool:
 def _judge(
     problem: Problem,
     truth: Truth,
+    given: Sequence[torch.Tensor],
     outputs: Sequence[torch.Tensor],
     tally: Tally,
     causes: Causes,
@@ -355,4 +357,6 @@ def _judge(
     try:
         equivalence.judge(problem.pair, truth, produced, name="candidate", tally=tally, strict_strides=False)
     except NotEquivalent as error:
-        raise NotEquivalent(f"{str(error).partition(': ')[2] or error}{when}{causes.of(truth, outputs)}") from None
+        raise NotEquivalent(
+            f"{str(error).partition(': ')[2] or error}{when}{causes.of(truth, outputs, given)}"
+        ) from None

@@ -976,7 +976,7 @@ def test_a_wrong_number_is_not_said_to_be_constant(nursery: Nursery, reference: 
     assert "does not read its inputs" not in str(raised.value)
 
 
-def test_an_answer_is_not_said_to_be_constant_where_the_truth_is(reference: Path) -> None:
+def test_an_answer_is_not_said_to_be_constant_where_the_truth_is_or_the_inputs_are(reference: Path) -> None:
     reference.write_text(OF_ONE.format("x.argmax(1)", ""))
     loaded = problem.load(reference, "cpu", 0)
     case = replace(loaded.cases(1, 0)[0], inputs={"x0": InputCase(layout="contiguous", regime="zeros")})
@@ -986,6 +986,8 @@ def test_an_answer_is_not_said_to_be_constant_where_the_truth_is(reference: Path
     truth = truth_of(loaded, case, {"x0": torch.eye(3, 4)})
     assert isinstance(truth, Truth)
     assert "does not read its inputs" in Causes(loaded.pair).of(truth, [torch.full((3,), 3)])
+    assert "does not read its inputs" in Causes(loaded.pair).of(truth, [torch.full((3,), 3)], [torch.eye(3, 4)])
+    assert "does not read its inputs" not in Causes(loaded.pair).of(truth, [torch.full((3,), 3)], [torch.zeros(3, 4)])
 
 
 def test_answers_have_digests_whatever_views_they_are() -> None:
