@@ -49,7 +49,9 @@ _CALLS = {
         "ioprio_set": 251, "fcntl": 72, "chmod": 90, "fchmod": 91, "chown": 92, "fchown": 93, "lchown": 94,
         "utime": 132, "setxattr": 188, "lsetxattr": 189, "fsetxattr": 190, "removexattr": 197, "lremovexattr": 198,
         "fremovexattr": 199, "utimes": 235, "fchownat": 260, "futimesat": 261, "fchmodat": 268, "utimensat": 280,
-        "fchmodat2": 452,
+        "fchmodat2": 452, "socketpair": 53, "shmget": 29, "shmat": 30, "shmctl": 31, "semget": 64, "semop": 65,
+        "semctl": 66, "semtimedop": 220, "msgget": 68, "msgsnd": 69, "msgrcv": 70, "msgctl": 71, "mq_open": 240,
+        "mq_unlink": 241,
     },
     "aarch64": {
         "socket": 198, "ptrace": 117, "process_vm_readv": 270, "process_vm_writev": 271, "pidfd_getfd": 438,
@@ -61,9 +63,12 @@ _CALLS = {
         "prlimit64": 261, "setpriority": 140, "setsid": 157, "setpgid": 154, "connect": 203, "timer_create": 107,
         "ioprio_set": 30, "fcntl": 25, "setxattr": 5, "lsetxattr": 6, "fsetxattr": 7, "removexattr": 14,
         "lremovexattr": 15, "fremovexattr": 16, "fchmod": 52, "fchmodat": 53, "fchownat": 54, "fchown": 55,
-        "utimensat": 88, "fchmodat2": 452,
+        "utimensat": 88, "fchmodat2": 452, "socketpair": 199, "shmget": 194, "shmat": 196, "shmctl": 195, "semget": 190,
+        "semop": 193, "semctl": 191, "semtimedop": 192, "msgget": 186, "msgsnd": 189, "msgrcv": 188, "msgctl": 187,
+        "mq_open": 180, "mq_unlink": 181,
     },
 }  # fmt: skip
+_SOCKETS = ("socket", "socketpair")
 _OF_PROCESS = {
     "sched_setaffinity": 0, "sched_setscheduler": 0, "sched_setparam": 0, "sched_setattr": 0, "prlimit64": 0,
     "setpriority": 1,
@@ -79,7 +84,7 @@ mode. Landlock does not prevent a process from changing the mode or the owner of
 _REFUSED_VALUES = {"fcntl": (1, 10)}
 """System call → (index of an argument, the value that is refused). F_SETSIG chooses a signal, such as SIGCONT."""
 _ARCHITECTURES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
-_LOAD, _EQUAL, _AT_LEAST, _RETURN = 0x20, 0x15, 0x35, 0x06
+_LOAD, _AND, _EQUAL, _AT_LEAST, _RETURN = 0x20, 0x54, 0x15, 0x35, 0x06
 _ALLOW, _REFUSE, _PRETEND = 0x7FFF0000, 0x00050000 | 1, 0x00050000  # EPERM; no error, and nothing done
 _ABSENT = 0x00050000 | 2
 """ENOENT: to CUDA it looks as if none of its services runs."""
@@ -182,9 +187,12 @@ def _filter_calls(libc: ctypes.CDLL) -> list[str]:
     program = [(_LOAD, 0, 0, 4), (_EQUAL, 1, 0, _ARCHITECTURES[machine]), (_RETURN, 0, 0, _REFUSE), (_LOAD, 0, 0, 0)]
     if machine == "x86_64":
         program += [(_AT_LEAST, 0, 1, _OTHER_NUMBERS), (_RETURN, 0, 0, _REFUSE)]
-    # The first argument is the domain. AF_UNIX (1) is allowed: such a socket does not leave this machine.
-    program += [(_EQUAL, 0, 4, calls["socket"]), (_LOAD, 0, 0, 16), (_EQUAL, 1, 0, 1)]
-    program += [(_RETURN, 0, 0, _REFUSE), (_RETURN, 0, 0, _ALLOW)]
+    for name in _SOCKETS:
+        # The arguments are the domain and the type. AF_UNIX (1) is allowed: such a socket does not leave this machine,
+        # and SOCK_STREAM (1) and SOCK_SEQPACKET (5) need `connect`. Others send messages to any address without it.
+        program += [(_EQUAL, 0, 8, calls[name]), (_LOAD, 0, 0, 16), (_EQUAL, 0, 4, 1)]
+        program += [(_LOAD, 0, 0, 24), (_AND, 0, 0, 0xF), (_EQUAL, 2, 0, 1), (_EQUAL, 1, 0, 5)]
+        program += [(_RETURN, 0, 0, _REFUSE), (_RETURN, 0, 0, _ALLOW)]
     for name, number in calls.items():
         if name in _OF_PROCESS:
             program += [(_EQUAL, 0, 4, number), (_LOAD, 0, 0, 16 + 8 * _OF_PROCESS[name]), (_EQUAL, 1, 0, 0)]
@@ -193,7 +201,7 @@ def _filter_calls(libc: ctypes.CDLL) -> list[str]:
             argument, value = _REFUSED_VALUES[name]
             program += [(_EQUAL, 0, 4, number), (_LOAD, 0, 0, 16 + 8 * argument), (_EQUAL, 0, 1, value)]
             program += [(_RETURN, 0, 0, _REFUSE), (_RETURN, 0, 0, _ALLOW)]
-        elif name != "socket":
+        elif name not in _SOCKETS:
             answer = _PRETEND if name in _WITHOUT_EFFECT else _ABSENT if name == "connect" else _REFUSE
             program += [(_EQUAL, 0, 1, number), (_RETURN, 0, 0, answer)]
     program.append((_RETURN, 0, 0, _ALLOW))

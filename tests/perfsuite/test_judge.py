@@ -338,6 +338,14 @@ EXPLOITS: dict[str, tuple[str, str]] = {
         candidate("__import__('socket').create_connection(('127.0.0.1', 9), 1)\nreturn self.right(x)"),
         "raises PermissionError",
     ),
+    "a message to another process": (
+        candidate("socket(AF_UNIX, SOCK_DGRAM).sendto(b'x', '/tmp/no_such')", "from socket import *"),
+        "raises PermissionError",
+    ),
+    "memory that outlives its process": (
+        candidate("if CDLL(None).shmget(0, 64, 0o600) < 0: raise PermissionError", "from ctypes import CDLL"),
+        "raises PermissionError",
+    ),
     "a file outside of its folder": (
         candidate("open('/var/tmp/left', 'w')\nreturn self.right(x)"),
         "raises PermissionError",
@@ -769,6 +777,7 @@ def test_what_a_compiler_asks_of_the_system_is_granted(nursery: Nursery, referen
         os.chmod("made", 0o700)
         os.utime("made", (1, 1))
         assert os.stat("made").st_mtime > 1
+        __import__("socket").socketpair()
         return self.right(x)
     """
     found = judged(nursery, reference, candidate(asks), least=0.01)
