@@ -29,7 +29,9 @@ from rich.console import Console
 from perfsuite import __version__
 from perfsuite.command_group import CannotBegin, Commands
 from perfsuite.errors import PerfsuiteError
+from perfsuite.option_types import NamedPath
 
+FOLDER = NamedPath(file_okay=False)
 REPORT = ".perfsuite/report"
 FILES = ("report.json", "junit.xml", "summary.md", "report.html")
 EARLIER = "earlier"
@@ -52,7 +54,7 @@ def main() -> None:
 
 
 def _selection(command: Any) -> Any:
-    command = click.argument("paths", nargs=-1, type=click.Path())(command)
+    command = click.argument("paths", nargs=-1, type=NamedPath())(command)
     return click.option("-k", "keyword", metavar="EXPRESSION", help="Only items whose names match, as pytest's -k.")(
         command
     )
@@ -114,7 +116,7 @@ def _registered() -> bool:
 
 @main.command()
 @_selection
-@click.option("--report", default=REPORT, show_default=True, type=click.Path(), help="Folder of the report.")
+@click.option("--report", default=REPORT, show_default=True, type=NamedPath(), help="Folder of the report.")
 @click.option("--profile", type=click.Choice(["dev", "ci", "thorough"]), help="How many draws a proof takes.")
 @click.option("--json", "as_json", is_flag=True, help="Print the report as JSON when done.")
 def run(paths: tuple[str, ...], keyword: str | None, report: str, profile: str | None, as_json: bool) -> None:
@@ -128,8 +130,8 @@ def run(paths: tuple[str, ...], keyword: str | None, report: str, profile: str |
 
 @main.command()
 @_selection
-@click.option("--report", default=REPORT, show_default=True, type=click.Path(), help="Folder of the report.")
-@click.option("--baselines", type=click.Path(), help="Folder of the baselines.  [default: baselines]")
+@click.option("--report", default=REPORT, show_default=True, type=NamedPath(), help="Folder of the report.")
+@click.option("--baselines", type=FOLDER, help="Folder of the baselines.  [default: baselines]")
 @click.option("--changed", is_flag=True, help="Measure only what a change since acceptance could have affected.")
 @click.option("--partial", is_flag=True, help="Judge a part of what is accepted, as -k or PATHS say.")
 @click.option("--shard", metavar="I/N", help="Judge part I of N; `perfsuite merge` puts the reports together.")
@@ -225,7 +227,7 @@ def _has_results(file: Path) -> bool:
 @click.option("--prune", is_flag=True, help="Drop workloads that no longer exist.")
 @click.option("--processes", default=5, show_default=True, type=click.IntRange(3), help="Measuring processes.")
 @click.option("--allow-dirty", is_flag=True, help="Accept with uncommitted changes; the code cannot be loaded again.")
-@click.option("--baselines", type=click.Path(), help="Folder of the baselines.  [default: baselines]")
+@click.option("--baselines", type=FOLDER, help="Folder of the baselines.  [default: baselines]")
 @click.option("--shard", metavar="I/N", help="Accept part I of N.")
 def accept(
     paths: tuple[str, ...],
@@ -243,7 +245,7 @@ def accept(
     The only way to change a baseline. Prints what changes and by how much. An interrupted run is resumed on the same
     commit and machine.
     """
-    if not reason:
+    if not reason or not reason.strip():
         if not sys.stdin.isatty():
             raise click.UsageError("give --reason: why are the new figures right?")
         reason = click.prompt("Why are the new figures right?")
@@ -261,7 +263,7 @@ def accept(
 @click.option(
     "--processes", default=4, show_default=True, type=click.IntRange(2), help="Pairs of processes of --python."
 )
-@click.option("--report", default=REPORT, show_default=True, type=click.Path(), help="Folder of the report.")
+@click.option("--report", default=REPORT, show_default=True, type=NamedPath(), help="Folder of the report.")
 @click.option("--json", "as_json", is_flag=True, help="Print the report as JSON when done.")
 def compare(
     revision: str | None,
@@ -340,9 +342,9 @@ def bisect(workload: str, good: str, bad: str, by: str) -> None:
 @click.argument("workload", required=False)
 @click.option("--limit", default=20, show_default=True, type=click.IntRange(1), help="Most runs to show, the newest.")
 @click.option("--device", metavar="NAME", help="Only runs on this device, or a part of its name that fits no other.")
-@click.option("--baselines", default="baselines", show_default=True, type=click.Path(), help="Folder of the baselines.")
+@click.option("--baselines", default="baselines", show_default=True, type=FOLDER, help="Folder of the baselines.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-@click.option("--html", metavar="FILE", type=click.Path(dir_okay=False), help="Write a page in place of the tables.")
+@click.option("--html", metavar="FILE", type=NamedPath(dir_okay=False), help="Write a page in place of the tables.")
 def history(
     workload: str | None, limit: int, device: str | None, baselines: str, as_json: bool, html: str | None
 ) -> None:
@@ -363,8 +365,8 @@ def history(
 
 
 @main.command()
-@click.argument("reports", nargs=-1, required=True, type=click.Path(dir_okay=False))
-@click.option("--report", default=REPORT, show_default=True, type=click.Path(), help="Folder of the merged report.")
+@click.argument("reports", nargs=-1, required=True, type=NamedPath(dir_okay=False))
+@click.option("--report", default=REPORT, show_default=True, type=NamedPath(), help="Folder of the merged report.")
 def merge(reports: tuple[str, ...], report: str) -> None:
     """Merge the REPORTS (report.json) of all shards of a gate.
 
@@ -389,7 +391,7 @@ def merge(reports: tuple[str, ...], report: str) -> None:
 
 
 @main.command()
-@click.argument("report", type=click.Path(dir_okay=False))
+@click.argument("report", type=NamedPath(dir_okay=False))
 @click.option("--page", metavar="URL", help="Address of the whole report, for a link.")
 def comment(report: str, page: str | None) -> None:
     """Print a pull-request comment for REPORT (report.json).
@@ -407,7 +409,7 @@ def comment(report: str, page: str | None) -> None:
 
 
 @main.command()
-@click.argument("folder", default=".", type=click.Path())
+@click.argument("folder", default=".", type=NamedPath())
 @click.option("--ci", type=click.Choice(["github", "gitlab"]), default="github", show_default=True, help="Whose CI.")
 def init(folder: str, ci: str) -> None:
     """Write a first pair and CI workflows, and print the next commands.
@@ -434,8 +436,8 @@ def list_(paths: tuple[str, ...], keyword: str | None, as_json: bool) -> None:
 
 
 @main.command()
-@click.argument("baseline", type=click.Path(dir_okay=False))
-@click.option("--write", type=click.Path(dir_okay=False), help="Put it between the markers in this Markdown file.")
+@click.argument("baseline", type=NamedPath(dir_okay=False))
+@click.option("--write", type=NamedPath(dir_okay=False), help="Put it between the markers in this Markdown file.")
 def table(baseline: str, write: str | None) -> None:
     """Print a baseline as a Markdown table, or write it into a file."""
     from perfsuite import baseline_file as stored
@@ -447,9 +449,11 @@ def table(baseline: str, write: str | None) -> None:
             click.echo(text)
         else:
             target = Path(write)
-            files.write(target, markdown.insert(target.read_text(), text))
+            files.write(target, markdown.insert(target.read_text(encoding="utf-8"), text))
     except OSError as error:
         raise CannotBegin(f"{write}: {error.strerror or error}") from None
+    except UnicodeDecodeError:
+        raise CannotBegin(f"{write}: not UTF-8 text; name a Markdown file") from None
     except PerfsuiteError as error:
         raise CannotBegin(str(error)) from None
 

@@ -21,6 +21,7 @@ from perfsuite.calibration.record import BLOCKS, KINDS, ROUNDS, Recording
 from perfsuite.codec import to_json
 from perfsuite.errors import PerfsuiteError
 from perfsuite.machine import measured_devices
+from perfsuite.option_types import Finite, NamedPath
 from perfsuite.records import Machine
 from perfsuite.report import terminal, units
 
@@ -33,12 +34,10 @@ INTERRUPTED = 2
 
 
 @click.command()
-@click.option("--out", default=OUT, show_default=True, type=click.Path(file_okay=False), help="Folder of the results.")
+@click.option("--out", default=OUT, show_default=True, type=NamedPath(file_okay=False), help="Folder of the results.")
 @click.option("--device", type=click.Choice(["cpu", "cuda"]), help="What to measure.  [default: the GPU, if any]")
 @click.option("--processes", default=12, show_default=True, type=click.IntRange(2), help="Measuring processes.")
-@click.option(
-    "--seconds", type=click.FloatRange(1, 1e6), help="Budget of the whole.  [default: 500 on a GPU, 200 on a CPU]"
-)
+@click.option("--seconds", type=Finite(1, 1e6), help="Budget of the whole.  [default: 500 on a GPU, 200 on a CPU]")
 @click.option("--kind", "kinds", multiple=True, type=click.Choice(list(KINDS)), help="Only this kind; repeatable.")
 @click.option(
     "--blocks", default=BLOCKS, show_default=True, type=click.IntRange(2), help="Blocks a process, as the gate's."
@@ -50,13 +49,13 @@ INTERRUPTED = 2
     "--benchmark-max-time",
     default=BENCHMARK_MAX_TIME,
     show_default=True,
-    type=click.FloatRange(0, 1e6),
+    type=Finite(0, 1e6),
     help="Seconds a run of pytest-benchmark; 0 leaves it out.",
 )
 @click.option("--more", is_flag=True, help="Add a session to the stored recording of this device.")
-@click.option("--add", multiple=True, type=click.Path(dir_okay=False), help="Add the sessions of this recording.")
+@click.option("--add", multiple=True, type=NamedPath(dir_okay=False), help="Add the sessions of this recording.")
 @click.option(
-    "--from", "stored", type=click.Path(dir_okay=False), help="Write the table and the plot anew; measure nothing."
+    "--from", "stored", type=NamedPath(dir_okay=False), help="Write the table and the plot anew; measure nothing."
 )
 @click.option(
     "--suites",

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import json
-import math
 import os
 import signal
 import sys
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import click
+
+from perfsuite.option_types import Finite, NamedPath
 
 UNEXPECTED = 2
 """Exit code if perfsuite itself fails and no candidate is to blame."""
@@ -23,35 +23,26 @@ LONGEST_LIMIT_S = 86400.0
 """Largest value of --limit. The system's calls that wait take no timeout that is much longer than a lifetime."""
 
 
-class Positive(click.FloatRange):
-    """A number above zero that is neither infinite nor NaN."""
-
-    def __init__(self, most: float | None = None) -> None:
-        super().__init__(min=0, min_open=True, max=most)
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
-        found: float = super().convert(value, param, ctx)
-        if not math.isfinite(found):
-            self.fail(f"{value} is no finite number", param, ctx)
-        return found
-
-
 @click.command()
-@click.argument("reference", type=click.Path(path_type=Path))
-@click.argument("candidates", nargs=-1, required=True, type=click.Path(path_type=Path))
+@click.argument("reference", type=NamedPath(path_type=Path))
+@click.argument("candidates", nargs=-1, required=True, type=NamedPath(path_type=Path))
 @click.option(
-    "--speedup", type=Positive(), default=1.0, show_default=True, help="The least speedup over the reference."
+    "--speedup",
+    type=Finite(min=0, min_open=True),
+    default=1.0,
+    show_default=True,
+    help="The least speedup over the reference.",
 )
 @click.option(
     "--seconds",
-    type=Positive(),
+    type=Finite(min=0, min_open=True),
     default=10.0,
     show_default=True,
     help="How long each candidate is timed; at least 8 rounds are always run.",
 )
 @click.option(
     "--limit",
-    type=Positive(LONGEST_LIMIT_S),
+    type=Finite(min=0, min_open=True, max=LONGEST_LIMIT_S),
     default=60.0,
     show_default=True,
     help="Seconds for a build, or for a batch of calls.",

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, cast
 import click
 
 from perfsuite.errors import PerfsuiteError
+from perfsuite.option_types import NamedPath
 from suite.commands.ending import in_one_line, out_of_memory, writable
 from suite.naming import shown
 from suite.terminal import tell
@@ -55,8 +56,8 @@ class Chosen:
 
 @click.command(context_settings={"ignore_unknown_options": True})
 @click.argument("name")
-@click.option("--baseline", type=click.Path(), help="YAML file of fields.")
-@click.option("--optimized", type=click.Path(), help="YAML file of fields.")
+@click.option("--baseline", type=NamedPath(), help="YAML file of fields.")
+@click.option("--optimized", type=NamedPath(), help="YAML file of fields.")
 @click.option("--baseline-side", type=SIDES, default="reference", show_default=True, help="Its implementation.")
 @click.option("--optimized-side", type=SIDES, default="optimized", show_default=True, help="Its implementation.")
 @click.option("--epochs", metavar="N", help="Passes over the data, of a trainer that has the field epochs.")
@@ -71,7 +72,7 @@ class Chosen:
     help="About so many are made of a training, and more of a long one.",
 )
 @click.option("--device", help="cpu, cuda or cuda:1.  [default: the GPU, if any]")
-@click.option("--out", type=click.Path(), help=f"Folder of the result.  [default: {FOLDER}/NAME]")
+@click.option("--out", type=NamedPath(), help=f"Folder of the result.  [default: {FOLDER}/NAME]")
 @click.option("--overwrite", is_flag=True, help="Replace an earlier result in that folder.")
 @click.argument("fields", nargs=-1, type=click.UNPROCESSED, metavar="[--FIELD VALUE]...")
 def ab(

@@ -12,6 +12,7 @@ import click
 from click.core import ParameterSource
 
 from perfsuite.errors import PerfsuiteError
+from perfsuite.option_types import NamedPath
 from suite.commands.ending import in_one_line, writable
 from suite.naming import shown
 from suite.terminal import tell
@@ -22,7 +23,7 @@ FOLDER = ".perfsuite/ablation"
 
 @click.command(context_settings={"ignore_unknown_options": True})
 @click.argument("name")
-@click.option("--config", type=click.Path(), help="YAML file of fields.  [default: the fields' own defaults]")
+@click.option("--config", type=NamedPath(), help="YAML file of fields.  [default: the fields' own defaults]")
 @click.option("--device", help="cpu, cuda or cuda:1.  [default: the GPU, if any]")
 @click.option("--rounds", type=click.IntRange(2), default=7, show_default=True, help="Interleaved rounds.")
 @click.option(
@@ -38,11 +39,11 @@ FOLDER = ".perfsuite/ablation"
     metavar="TECHNIQUE",
     help="Leave it on, and the reference out: for windows that take too long without it. Repeatable.",
 )
-@click.option("--out", type=click.Path(), default=FOLDER, show_default=True, help="Folder of the result.")
+@click.option("--out", type=NamedPath(), default=FOLDER, show_default=True, help="Folder of the result.")
 @click.option(
     "--from",
     "source",
-    type=click.Path(),
+    type=NamedPath(),
     help="Show this recording; measure nothing, and write nothing but into a given --out.",
 )
 @click.option("--no-plot", is_flag=True, help="The table alone.")

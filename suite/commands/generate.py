@@ -11,6 +11,7 @@ from typing import Any
 import click
 
 from perfsuite.errors import PerfsuiteError
+from perfsuite.option_types import NamedPath
 from suite.commands.ending import in_one_line
 from suite.naming import shown, typed
 from suite.panics import no_panic
@@ -20,7 +21,7 @@ TRAINER = "eigenstate_lm"
 
 
 @click.command()
-@click.argument("checkpoint", type=click.Path())
+@click.argument("checkpoint", type=NamedPath())
 @click.option("--prompt", default="", metavar="TEXT", help="What the text begins with.  [default: nothing]")
 @click.option("--tokens", type=int, default=200, show_default=True, metavar="N", help="At most so many are drawn.")
 @click.option(

@@ -7,14 +7,15 @@ from pathlib import Path
 
 import click
 
+from perfsuite.option_types import NamedPath
 from suite.commands.ending import in_one_line
 from suite.naming import shown
 from suite.terminal import tell
 
 
 @click.command()
-@click.argument("recordings", nargs=-1, required=True, type=click.Path(), metavar="RECORDING...")
-@click.option("--checkpoint", type=click.Path(), required=True, help="A file of leak_cnn, or the folder of a run.")
+@click.argument("recordings", nargs=-1, required=True, type=NamedPath(), metavar="RECORDING...")
+@click.option("--checkpoint", type=NamedPath(), required=True, help="A file of leak_cnn, or the folder of a run.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON, a list of all pieces.")
 @click.option("--device", help="cpu, cuda or cuda:1.  [default: the GPU, if any]")
 def predict(recordings: tuple[str, ...], checkpoint: str, as_json: bool, device: str | None) -> None:

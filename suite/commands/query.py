@@ -8,6 +8,7 @@ from typing import NamedTuple
 import click
 
 from perfsuite.errors import PerfsuiteError
+from perfsuite.option_types import NamedPath
 from suite.commands.ending import in_one_line
 from suite.naming import escaped, shown, typed
 from suite.terminal import tell
@@ -22,7 +23,7 @@ class Found(NamedTuple):
 
 
 @click.command(context_settings={"ignore_unknown_options": True})
-@click.argument("checkpoint", type=click.Path())
+@click.argument("checkpoint", type=NamedPath())
 @click.argument("text")
 @click.option("-n", "count", type=click.IntRange(min=1), default=5, show_default=True, help="Passages to show.")
 @click.option(

@@ -10,6 +10,7 @@ from typing import Any
 import click
 
 from perfsuite.errors import PerfsuiteError
+from perfsuite.option_types import NamedPath
 from suite.commands.ending import in_one_line
 from suite.commands.generate import show
 from suite.naming import shown, typed
@@ -19,7 +20,7 @@ TRAINER = "polychromic"
 
 
 @click.command()
-@click.argument("checkpoint", type=click.Path())
+@click.argument("checkpoint", type=NamedPath())
 @click.option("--prompt", required=True, metavar="TEXT", help="What is replied to.")
 @click.option("--n", "count", type=click.IntRange(1), default=5, show_default=True, help="Number of replies.")
 @click.option("--tokens", type=click.IntRange(1), metavar="N", help="Most tokens of a reply.  [default: as trained]")

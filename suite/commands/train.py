@@ -15,6 +15,7 @@ import click
 
 from perfsuite import orphans
 from perfsuite.errors import PerfsuiteError, first_line
+from perfsuite.option_types import NamedPath
 from suite.commands.ending import in_one_line
 from suite.terminal import tell
 from suite.trainers import memory_remedy
@@ -29,7 +30,7 @@ FOLDER = ".perfsuite/train"
 
 @click.command(context_settings={"ignore_unknown_options": True})
 @click.argument("name")
-@click.option("--config", type=click.Path(), help="YAML file of fields.  [default: the fields' own defaults]")
+@click.option("--config", type=NamedPath(), help="YAML file of fields.  [default: the fields' own defaults]")
 @click.option(
     "--side",
     type=click.Choice(["reference", "optimized"]),

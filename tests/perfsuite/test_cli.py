@@ -643,6 +643,34 @@ def test_table_is_written_between_the_markers(project: Project) -> None:
     assert "old" not in text
 
 
+def test_table_is_not_written_into_a_file_that_is_no_text(project: Project) -> None:
+    Path("README.md").write_bytes(b"\x9f\xff")
+    accepted = Path(__file__).parents[2] / "baselines" / "nvidia-h200.json"
+    done = CliRunner().invoke(main, ["table", str(accepted), "--write", "README.md"])
+    assert done.exit_code == exit_codes.COULD_NOT_BEGIN
+    assert done.output == "Error: README.md: not UTF-8 text; name a Markdown file\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["table", ""], "it is empty; name a path"),
+        (["merge", "report.json", "--report", ""], "it is empty; name a path"),
+        (["judge", "", "candidate.py"], "it is empty; name a path"),
+        (["calibrate", "--from", ""], "it is empty; name a path"),
+        (["calibrate", "--seconds", "nan"], "nan is no finite number"),
+        (["gate", "--baselines", "a-file"], "Directory 'a-file' is a file"),
+        (["accept", "--reason", "x", "--baselines", "a-file"], "Directory 'a-file' is a file"),
+        (["accept", "--reason", "  "], "give --reason"),
+    ],
+)
+def test_unusable_values_of_options_are_refused(project: Project, arguments: list[str], message: str) -> None:
+    project.write("a-file", "")
+    done = CliRunner().invoke(main, arguments)
+    assert done.exit_code == 2, done.output
+    assert message in done.output
+
+
 @pytest.mark.parametrize("arguments", [["nowhere.json"], ["nowhere.json", "--write", "README.md"]])
 def test_table_of_a_missing_baseline_is_reported_in_one_line(project: Project, arguments: list[str]) -> None:
     done = CliRunner().invoke(main, ["table", *arguments])
