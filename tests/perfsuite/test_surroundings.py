@@ -146,6 +146,7 @@ def test_marks_describe_nested_inputs() -> None:
         "the number of hooks on net.0": 0,
         "the names of what is saved of net.0": ["bias", "weight"],
         "requires_grad of net.0.weight": True,
+        "the tensor under net.0.weight": "its own",
         "requires_grad of xs[0]": False,
         "the number of hooks on xs[0]": 0,
     }

@@ -12,12 +12,13 @@ import pytest
 import torch
 from click.testing import CliRunner, Result
 
+from perfsuite.errors import PerfsuiteError
 from suite import text
 from suite.commands.evaluate import evaluate
 from suite.commands.query import query
 from suite.commands.train import train
 from suite.runtime import Store, checkpoints
-from suite.text import Sequences
+from suite.text import Data, Sequences
 from suite.trainer2 import search
 
 pytest.importorskip("jsonargparse", reason="jsonargparse is not installed: pip install 'perfsuite[train]'")
@@ -144,7 +145,7 @@ def test_evaluate_reports_scores_before_and_after_training(run: Path, tmp_path: 
         (["word\udcff"], "the query is not UTF-8; give other text"),
         (["word", "--data", "nowhere"], "nowhere is no folder"),
         (["word", "--vocabulary", "290"], "the vocabulary of .* has 290 tokens, that of the checkpoint 300"),
-        (["word", "--synthetic", "64"], "it was trained on random tokens, which have no text"),
+        (["word", "--synthetic", "64"], "synthetic: 64 takes the place of data: .*; leave data out, or use 0"),
         (["word", "--sequence", "8"], "no field is called 'sequence'; did you mean 'sequence_length'"),
     ],
 )
@@ -154,6 +155,11 @@ def test_a_wrong_query_is_reported_in_one_line(run: Path, arguments: list[str], 
     last = done.output.splitlines()[-1]
     assert last.startswith("Error: ")
     assert re.search(words, last), last
+
+
+def test_random_tokens_have_no_passages() -> None:
+    with pytest.raises(PerfsuiteError, match="it was trained on random tokens, which have no text; train on a folder"):
+        search.Passages(Data(synthetic=64), 300, 999)
 
 
 def test_a_wrong_evaluation_is_reported_in_one_line(run: Path, tmp_path: Path) -> None:
