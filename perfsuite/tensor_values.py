@@ -130,6 +130,11 @@ def _sampled(random: _Random, values: Sampled, name: str, dtype: torch.dtype) ->
             f"input {name.partition('@')[0]!r}: the function in values=sampled(…) gives {found} where a tensor of "
             f"shape {random.shape} is asked for; make it of the shape that it is given"
         )
+    if made.layout is not torch.strided:
+        raise PairError(
+            f"input {name.partition('@')[0]!r}: the function in values=sampled(…) gives a tensor of the layout "
+            f"{made.layout}, and only dense inputs are drawn; draw it dense, and let both sides convert it"
+        )
     return made
 
 
@@ -292,9 +297,31 @@ def _at_ends(random: _Random, real: torch.Tensor, low: float, high: float) -> to
     return torch.where(pick == 0, real.new_tensor(low), torch.where(pick == 1, real.new_tensor(high), middle))
 
 
+NONFINITE_SHARE = 0.15
+"""Share of the elements of a row that are not finite, apart from one element at a random place."""
+_NAN, _INFINITE, _MINUS_INFINITE, _MIXED, _ALL_MINUS_INFINITE = range(5)
+"""Kinds of rows with values that are not finite. The last is a row of minus infinity alone, as of masked scores."""
+
+
 def _with_nonfinite(random: _Random, real: torch.Tensor) -> torch.Tensor:
+    """Replace values by NaN and infinities. Rows of each kind follow each other, along the last or the first dimension.
+
+    If each row held NaN, a reduction would give NaN for every row, and what it does with infinities would not show.
+    """
+    if not real.numel():
+        return real
+    first = real.ndim > 1 and float(replace(random, shape=()).uniform()) < 0.5
+    rows = real.movedim(0, -1) if first else real
+    flat = rows.reshape(-1, rows.shape[-1] if rows.ndim else 1)
+    count, length = flat.shape
+    random = replace(random, shape=(count, length))
+    kind = (torch.arange(count, device=random.device) + replace(random, shape=()).below(5))[:, None] % 5
     special = torch.tensor([math.nan, math.inf, -math.inf, math.nan], dtype=real.dtype, device=random.device)
     special[3] = -special[3]  # NaN with other bits, as ∞ − ∞ gives on many processors
+    of_row = torch.tensor([math.nan, math.inf, -math.inf, math.nan, -math.inf], dtype=real.dtype, device=random.device)
     which = random.below(4)
-    hit = random.uniform(real.dtype) < 0.15
-    return torch.where(hit, special[which], real)
+    values = torch.where((kind == _MIXED) | ((kind == _NAN) & (which % 3 == 0)), special[which], of_row[kind])
+    one = torch.arange(length, device=random.device) == replace(random, shape=(count, 1)).below(length)
+    hit = one | (random.uniform(real.dtype) < NONFINITE_SHARE) | (kind == _ALL_MINUS_INFINITE)
+    made = torch.where(hit, values, flat).reshape(rows.shape)
+    return (made.movedim(-1, 0) if first else made).contiguous()

@@ -290,6 +290,26 @@ def test_regimes_have_their_described_values() -> None:
     assert (built(tensor(40, values=floats(1, 2)), InputCase(regime="tiny")) == 1).all()
 
 
+@pytest.mark.parametrize("shape", [(40, 50), (5, 2, 3), (2050, 8), (8, 2050)])
+def test_nonfinite_values_of_each_kind_have_rows_of_their_own(shape: tuple[int, ...]) -> None:
+    along = set()
+    for seed in range(8):
+        x = built(tensor(*shape), InputCase(regime="nonfinite"), seed=seed)
+        for dim in (0, -1):
+            rows = x.movedim(dim, -1).flatten(0, -2)
+            infinite = rows.isposinf().any(-1) & ~rows.isnan().any(-1) & ~rows.isneginf().any(-1)
+            if infinite.any() and rows.isneginf().all(-1).any() and rows.isnan().any(-1).any():
+                along.add(dim)
+    assert along == {0, -1}
+
+
+@pytest.mark.parametrize("shape", [(), (0,), (3, 0), (0, 3)])
+def test_nonfinite_values_may_have_no_rows(shape: tuple[int, ...]) -> None:
+    x = built(tensor(*shape), InputCase(regime="nonfinite"))
+    assert x.shape == shape
+    assert not x.isfinite().any()
+
+
 @pytest.mark.parametrize("dtype", ["int64", "int32", "uint8", "float32"])
 @pytest.mark.parametrize("regime", INTEGER_REGIMES)
 def test_integers_respect_bounds_by_name_and_by_column(regime: str, dtype: str) -> None:
@@ -654,3 +674,9 @@ def test_sampled_function_that_returns_another_shape_is_an_error(make_values: An
     of = pair(inputs={"x": tensor("n", values=sampled(make_values))})
     with pytest.raises(PairError, match=re.escape(f"input 'x': the function in values=sampled(…) gives {found}")):
         make.build(of, case(n=4), "cpu")
+
+
+def test_sampled_function_that_returns_a_sparse_tensor_is_an_error() -> None:
+    of = pair(inputs={"x": tensor("n", values=sampled(lambda generator, shape, dtype: torch.ones(shape).to_sparse()))})
+    with pytest.raises(PairError, match=r"gives a tensor of the layout torch\.sparse_coo, and only dense inputs are"):
+        make.build(of, Case(dtype="float32", sizes={"n": 4}, inputs={}, seed=0), "cpu")

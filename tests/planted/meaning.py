@@ -567,6 +567,25 @@ def keeps_nan(time: Time) -> Pair:
     return pair(lambda x: torch.where(x > 0, x, torch.where(x.isnan(), x, 0.0)), reference=torch.relu)
 
 
+def log_sum_exp(x: torch.Tensor, most: torch.Tensor) -> torch.Tensor:
+    return most + (x - most[:, None]).exp().sum(-1).log()
+
+
+@fault(31, "an infinity that turns into NaN", "NaN and infinities must be in the same places", stage="equivalence")
+def loses_infinity(time: Time) -> Pair:
+    inputs = {"x": tensor("m", "n", least=1)}
+    return pair(lambda x: log_sum_exp(x, x.amax(-1)), reference=lambda x: x.logsumexp(-1), inputs=inputs)
+
+
+@honest(31, "an infinity that is not subtracted")
+def keeps_infinity(time: Time) -> Pair:
+    def optimized(x: torch.Tensor) -> torch.Tensor:
+        most = x.amax(-1)
+        return log_sum_exp(x, torch.where(most.isinf(), 0.0, most))
+
+    return pair(optimized, reference=lambda x: x.logsumexp(-1), inputs={"x": tensor("m", "n", least=1)})
+
+
 @fault(31, "the sign of zero lost by a subtraction", "the sign of zero counts, as signed_zeros=True says")
 def subtracts(time: Time) -> Pair:
     return pair(lambda x: 0 - x, reference=torch.neg, inputs={"x": tensor("m", "n")}, signed_zeros=True)
