@@ -8,6 +8,7 @@ from perfsuite.bias import Biases
 from perfsuite.errors import NotEquivalent, first_line
 from perfsuite.pair import Pair
 from perfsuite.records import Evidence
+from perfsuite.specs import GeneratorSpec
 
 EXCUSED_SHARE = 0.01
 MIN_PROOFS = 5
@@ -94,12 +95,14 @@ class Tally:
         many elements were excused."""
         if self._judged_too_few:
             raised = f" or raises ({first_line(self.raised)})" if self.raised is not None else ""
+            random = any(isinstance(spec, GeneratorSpec) for spec in pair.inputs.values())
+            remedy = ", or let it draw the same random numbers in every dtype, as torch.rand(…, dtype=torch.float32)"
             raise NotEquivalent(
                 f"{pair.name}: {self.discarded} of {self.draws} draws were discarded, because the reference alone "
                 f"overflows{raised}, and {self.ill_conditioned} are ill-conditioned in {dtype}, or the reference "
                 f"computes in less than {dtype} (in TF32, or rounded to half precision inside): too little is proven; "
                 f"bound the inputs with values=floats(low, high), let the reference compute in {dtype}, or declare "
-                f'precision="tf32" where products may be'
+                f'precision="tf32" where products may be{remedy if random else ""}'
             )
         if self._is_degenerate and not self.has_answer:
             raise NotEquivalent(

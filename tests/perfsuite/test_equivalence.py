@@ -22,6 +22,7 @@ from perfsuite import (
     equivalence,
     floats,
     forms,
+    generator,
     incoming,
     integers,
     listof,
@@ -1187,6 +1188,32 @@ def test_draw_on_which_the_reference_overflows_is_discarded_and_counted() -> Non
     assert (tally.draws, tally.discarded, tally.elements) == (1, 1, 0)
     with pytest.raises(NotEquivalent, match=r"1 of 1 draws were discarded.*bound the inputs with values=floats"):
         tally.evidence(pair, "float32", "cpu")
+
+
+def test_random_numbers_that_depend_on_the_dtype_are_named() -> None:
+    inputs = {"x": tensor("n", values=floats(1, 2)), "source": generator()}
+
+    def drop(x: torch.Tensor, source: torch.Generator) -> torch.Tensor:
+        return x * torch.rand(x.shape, generator=source, dtype=x.dtype)
+
+    pair = pair_of(drop, drop, inputs)
+    tally = check(pair, case_of(n=9))
+    with pytest.raises(NotEquivalent, match="let it draw the same random numbers in every dtype"):
+        tally.evidence(pair, "float32", "cpu")
+
+
+def test_an_output_that_cancels_to_zero_in_the_reference_may_be_more_accurate() -> None:
+    """For -7.6, 1 + tanh is exactly 0 in the reference, and the right value is 1e-19."""
+
+    def gelu(x: torch.Tensor) -> torch.Tensor:
+        y = x.float()
+        return (y * torch.sigmoid(1.5957691216057308 * (y + 0.044715 * y**3))).to(x.dtype)
+
+    inputs = {"x": tensor("n", values=floats(-8, -7.5))}
+    pair = pair_of(lambda x: functional.gelu(x, approximate="tanh"), gelu, inputs, dtypes=("bfloat16",))
+    for seed in (4, 21, 29, 37, 72, 90):  # each was beyond its budget by few replicas
+        check(pair, case_of("bfloat16", seed=seed, n=1))
+    rejected(replace(pair, optimized=lambda x: gelu(x) - 1e-3), "is wrong", case_of("bfloat16", n=1))
 
 
 def test_too_few_conclusive_draws_are_a_failure() -> None:
