@@ -17,11 +17,13 @@ import torch
 from perfsuite import equivalence, forms, incoming, process_state, relations, side_calls, size_search, truths
 from perfsuite import inputs as make
 from perfsuite.cases import case_line
+from perfsuite.differences import Doubles
 from perfsuite.errors import NotEquivalent
 from perfsuite.execution import Leaves, only_tensors
 from perfsuite.integrity.late_work import comes_late
 from perfsuite.pair import Pair
 from perfsuite.records import Case, InputCase
+from perfsuite.rule import NEAR
 from perfsuite.sides import Side
 from perfsuite.specs import EXPANDED, ConstantSpec, ScalarSpec, TensorSpec, elements
 
@@ -32,9 +34,9 @@ MOST_EXCHANGED = 8
 TIED = 1e-3
 """Largest difference of two gradients that only choose different ones of several equal values, after the gradients of
 equal values are added up; relative to the sum of all absolute values."""
-FEWEST_ERRORS, LEAST_OF_A_SIGN = 16, 0.15
-"""Fewest errors, and smallest share of either sign, that count as rounding. A factor that is wrong by 1% would fit the
-budget of bfloat16 too."""
+FEWEST_ERRORS, LEAST_ROUNDED, LEAST_OF_A_SIGN = 16, 0.6, 0.15
+"""Fewest errors, smallest share of the elements that have one, and smallest share of either sign, that count as
+rounding. A factor that is wrong by 1% would fit the budget of bfloat16 too."""
 
 
 def shown(pair: Pair, case: Case, home: Path | None = None) -> str:
@@ -465,19 +467,32 @@ def _precision(trial: _Trial, case: Case, gradients: bool) -> Iterator[str]:
     first = _precisions(trial.pair, trial.truth(case, gradients), trial.produce(case, gradients))
     truth, produced = trial.truth(larger, gradients), trial.produce(larger, gradients)
     names = [name for name in _precisions(trial.pair, truth, produced) if name in first]
-    if names and _has_both_signs(truth, produced):
+    if names and _is_rounding(truth, produced):
         yield f"its error is that of {' or '.join(names)}: declare precision= if that is meant"
 
 
-def _has_both_signs(truth: truths.Truth, produced: Leaves) -> bool:
-    """Return whether there are many errors, some towards zero and some away from it, as for rounding errors.
+def _is_rounding(truth: truths.Truth, produced: Leaves) -> bool:
+    """Return whether most elements have errors, some towards zero and some away from it, as for rounding errors.
 
     The errors of a wrong factor all have the same one of these directions, even if the values have both signs.
     """
-    differences = [
-        ((got.double() - leaf.double()) * leaf.double().sign()).flatten() for got, leaf in _both(truth, produced)
-    ]
-    every = torch.cat([d[d.isfinite() & (d != 0)] for d in differences])
-    if every.numel() < FEWEST_ERRORS:
+    names = [name for name, leaf in truth.leaves.items() if isinstance(leaf, torch.Tensor) and name in truth.errors]
+    outputs = [name for name in names if not name.startswith(truths.DERIVATIVES)]
+    # One wrong output may make all gradients wrong, so outputs decide, except for a loss, which is a single number.
+    if sum(truth.doubles[0][name].numel() for name in outputs) >= FEWEST_ERRORS:
+        names = outputs
+    got = Doubles(produced)
+    every = torch.cat([_errors_away(truth, name, got[name]) for name in names])
+    wrong = every[every != 0]
+    if wrong.numel() < max(FEWEST_ERRORS, LEAST_ROUNDED * every.numel()):
         return False
-    return LEAST_OF_A_SIGN <= float((every > 0).double().mean()) <= 1 - LEAST_OF_A_SIGN
+    return LEAST_OF_A_SIGN <= float((wrong > 0).double().mean()) <= 1 - LEAST_OF_A_SIGN
+
+
+def _errors_away(truth: truths.Truth, name: str, got: torch.Tensor) -> torch.Tensor:
+    """Return the errors of the elements of an output that are not 0, as a vector: positive if away from zero, and 0 if
+    they are usual in the working precision."""
+    right: torch.Tensor = truth.doubles[0][name].flatten()
+    away = (got.flatten().to(right) - right) * right.sign()
+    usual = (NEAR * truth.errors[name].flatten()).maximum(truth.eps * right.abs())
+    return torch.where(away.abs() > usual, away, 0.0)[away.isfinite() & (right != 0)]

@@ -25,6 +25,7 @@ from perfsuite.contexts.calling import (
     hold_anew,
     in_threads,
     on,
+    sizes_line,
     truth_with_gradients,
     where_only,
 )
@@ -407,4 +408,5 @@ def after_calls_without_gradients(probe: Probe) -> None:
         return gradients_of(*graph_of(call, pair, values, seed))
 
     known = functools.partial(truth_with_gradients, first, set())
-    hold(first, way, "with gradients after calls under inference_mode() and no_grad()", known=known)
+    words = f"with gradients after calls under inference_mode() and no_grad() at {sizes_line(first)}"
+    hold(first, way, words, known=known)

@@ -304,6 +304,12 @@ def at_seldom_sizes(probe: Probe) -> Probe:
     return on(probe, replace(case, sizes=sizes))
 
 
+def sizes_line(probe: Probe) -> str:
+    """Return the sizes of the probe's draw as text."""
+    sizes = ",".join(f"{symbol}={probe.case.sizes[symbol]}" for symbol in sorted(probe.pair.symbols))
+    return sizes or "the same sizes"
+
+
 def sizes_of_their_own(specs: Iterable[TensorSpec], others: Any) -> set[str]:
     """Return the symbols that are whole dimensions of these tensors and on which nothing else depends."""
     given = list(specs)

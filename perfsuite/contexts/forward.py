@@ -30,6 +30,7 @@ from perfsuite.contexts.calling import (
     judge,
     on,
     plainly,
+    sizes_line,
     sizes_of_items,
     uneven,
     where_only,
@@ -214,7 +215,7 @@ def after_other_dtype(probe: Probe) -> None:
         plainly(call, pair, before, seed)
         return plainly(call, pair, values, seed)
 
-    hold(first, way, f"after a call in {others[-1]}")
+    hold(first, way, f"after a call in {others[-1]} at {sizes_line(first)}")
 
 
 def other_default_dtype(probe: Probe) -> None:

@@ -215,8 +215,13 @@ def unwritten_output(probe: Probe) -> None:
     try:
         probe.judge(poisoned)
     except NotEquivalent as error:
-        if not _holds_nan(poisoned) and (drifted := probe.drifted(error)):
-            raise drifted from None
+        if not _holds_nan(poisoned):
+            if drifted := probe.drifted(error):
+                raise drifted from None
+            with poisoned_memory():
+                again = _gives(probe, poisoned)
+            if not again:
+                raise  # not the memory decides: the same memory gives another answer
         with _Zeroed():
             same = _gives(probe, poisoned)
         if same:

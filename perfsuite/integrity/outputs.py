@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from perfsuite import execution
+from perfsuite.forms import unusual_kind
 from perfsuite.integrity.probe import Probe
 
 
@@ -79,6 +80,8 @@ def not_plain(name: str, leaf: execution.Leaf) -> str | None:
     held = [k for k, v in vars(leaf).items() if not _is_data(v)]
     if held and type(leaf) is torch.Tensor:
         return f"returns {name} with an attribute {held[0]} of its own: work may hang on its end"
-    if leaf.is_meta or leaf.layout is not torch.strided:
-        return f"returns {name} as a {leaf.layout} tensor on {leaf.device}: it holds no values yet"
+    if leaf.is_meta:
+        return f"returns {name} as a meta tensor: it holds no values yet"
+    if unusual := unusual_kind(leaf):
+        return f"returns {name} as a {unusual} tensor; only dense tensors are compared: return its values"
     return None

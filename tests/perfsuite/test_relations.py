@@ -88,6 +88,27 @@ def test_a_failure_message_names_the_likely_cause(optimized: Callable[[torch.Ten
     assert says in str(caught.value)
 
 
+def test_one_wrong_element_is_not_taken_for_a_lower_precision() -> None:
+    def optimized(x: torch.Tensor) -> torch.Tensor:
+        y = x.exp()
+        y[5, 5] += 1e-3
+        return y
+
+    assert explained(Pair(name="p", reference=torch.exp, optimized=optimized, inputs={"x": tensor(16, 16)}), {}) is None
+
+
+def test_gradients_of_one_wrong_row_are_not_taken_for_those_of_a_lower_precision() -> None:
+    def optimized(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        return (x @ w).tanh() * (1 + 1e-3 * (torch.arange(len(x)) == 5)[:, None])
+
+    inputs = {"x": tensor(16, 16, values=floats(-1, 1)), "w": tensor(16, 16, values=floats(-1, 1))}
+    pair = Pair(name="p", reference=lambda x, w: (x @ w).tanh(), optimized=optimized, inputs=inputs)
+    case = Case(dtype="float32", sizes={}, inputs={}, seed=0)
+    assert diagnosis.explain(pair, as_side(optimized), case, "cpu", gradients=True) is None
+    half = replace(pair, optimized=lambda x, w: (x.half() @ w.half()).float().tanh())
+    assert "of float16" in (diagnosis.explain(half, as_side(half.optimized), case, "cpu", gradients=True) or "")
+
+
 def explained(pair: Pair, sizes: dict[str, int], layout: str = "contiguous") -> str | None:
     inputs = {name: InputCase(layout=layout) for name in pair.inputs}
     case = Case(dtype="float32", sizes=sizes, inputs=inputs, seed=0)

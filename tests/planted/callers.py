@@ -180,7 +180,7 @@ def by_version(time: Time) -> Pair:
     return pair(prepared(lambda w: 2 * w.detach(), is_current), **WEIGHED)
 
 
-@fault(57, "a table as its first call made it", "with gradients after calls under inference_mode()", stage="contexts")
+@fault(57, "a table as its first call made it", "inference_mode() and no_grad() at m=37,n=", stage="contexts")
 def first_table(time: Time) -> Pair:
     tables: dict[Any, torch.Tensor] = {}
 
