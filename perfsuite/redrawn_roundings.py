@@ -101,9 +101,10 @@ class _RedrawnRoundings(PlainMode):
     def _span(self, dtype: torch.dtype, depth: int) -> tuple[torch.dtype, float]:
         """Return (dtype of the factors, largest distance of a factor from 1)."""
         work = torch.float64 if dtype == torch.float64 else torch.float32
-        eps = max(self.least, torch.finfo(dtype).eps, torch.finfo(work).eps * math.sqrt(depth / 3))
+        eps = max(torch.finfo(dtype).eps, torch.finfo(work).eps * math.sqrt(depth / 3))
         # A result in float32 has up to one unit of error in a function of half precision, too.
-        return work, (self.units if dtype.itemsize < work.itemsize else max(1.0, self.units)) * eps
+        least = 0.0 if dtype.itemsize < work.itemsize else eps
+        return work, max(least, self.units * max(self.least, eps))
 
     def _new_factors(self, device: torch.device, work: torch.dtype, span: float) -> _Factors:
         if device not in self.generators:
