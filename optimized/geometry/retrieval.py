@@ -1,5 +1,6 @@
 """Retrieval in one pass over the candidates: fused distance, softmax and weighted mean (trainer2, technique 000.F1)."""
 
+import functools
 from typing import NamedTuple
 
 import torch
@@ -31,8 +32,7 @@ BACKWARD = _Tiles(candidates=64, columns=64, num_warps=4)
 # program loops over several. The split depends only on the sizes, so every device sums in the same order.
 MEMORY_PROGRAMS = 132
 OWN_PROGRAMS = 4 * 132
-COMBINE_COLUMNS = 128
-COMBINE_WARPS = 4
+COMBINE_COLUMNS, COMBINE_WARPS = 128, 4
 # Partial results that a program loads at a time.
 PARTIALS = tl.constexpr(16)
 
@@ -164,10 +164,9 @@ class _Retrieval(torch.autograd.Function):
         batch, own, columns = states.shape
         shared = memory_states.shape[0]
         query_tiles, column_tiles = ceil_div(batch, QUERIES), ceil_div(columns, FORWARD.columns)
-        memory_length, memory_splits = _splits(
-            ceil_div(shared, FORWARD.candidates), query_tiles * column_tiles, MEMORY_PROGRAMS
-        )
-        own_length, own_splits = _splits(ceil_div(own, FORWARD.candidates), batch * column_tiles, OWN_PROGRAMS)
+        memory_tiles, own_tiles = ceil_div(shared, FORWARD.candidates), ceil_div(own, FORWARD.candidates)
+        memory_length, memory_splits = _splits(memory_tiles, query_tiles * column_tiles, MEMORY_PROGRAMS)
+        own_length, own_splits = _splits(own_tiles, batch * column_tiles, OWN_PROGRAMS)
         splits = memory_splits + own_splits
         mixed = torch.empty((splits, batch, columns), dtype=torch.float32, device=query.device)
         # Of each split and query: the largest logit, and the sum of the weights relative to it.
@@ -202,22 +201,19 @@ class _Retrieval(torch.autograd.Function):
         memory_chunks, own_chunks = ceil_div(shared, BACKWARD.candidates), ceil_div(own, BACKWARD.candidates)
         chunks = memory_chunks + own_chunks
         memory_programs = memory_chunks * query_tiles
-
-        def fresh(*shape):
-            return torch.empty(shape, dtype=torch.float32, device=query.device)
-
+        fresh = functools.partial(torch.empty, dtype=torch.float32, device=query.device)
         # For each query and candidate: the weight relative to the forward's largest logit, and the weight's gradient.
-        weights, slopes = fresh(batch, own + shared), fresh(batch, own + shared)
+        weights, slopes = fresh((batch, own + shared)), fresh((batch, own + shared))
         # For each chunk: the sums of weights and of weights * slopes. The backward sums the weights itself, so that the
         # weights that it uses add up to 1: slope - mean slope may be far smaller than the slopes themselves.
-        totals, products = fresh(chunks, batch), fresh(chunks, batch)
+        totals, products = fresh((chunks, batch)), fresh((chunks, batch))
         d_coordinates, d_states = torch.empty_like(coordinates), torch.empty_like(states)
         d_memory_states = torch.empty_like(memory_states)
-        d_memory_coordinates = fresh(query_tiles, shared, n)
+        d_memory_coordinates = fresh((query_tiles, shared, n))
         form_needed = ctx.needs_input_grad[10]
         # A row for each chunk: the gradients of all queries, then of their curvatures, then of their metrics. The sum
         # over chunks has a fixed order and uses no atomics, so every run gives the same gradient.
-        partial = fresh(chunks, batch * (n + 1 + (cells if form_needed else 0)))
+        partial = fresh((chunks, batch * (n + 1 + (cells if form_needed else 0))))
         sizes, constants = (batch, own, shared, columns), _constants(query, form, BACKWARD)
         states_programs = memory_chunks * column_tiles if ctx.needs_input_grad[9] else 0
         with launching(query):
@@ -243,9 +239,8 @@ class _Retrieval(torch.autograd.Function):
             d_form = d_form.view(batch, *form.shape).sum(0)
         d_memory_coordinates = d_memory_coordinates.sum(0) if query_tiles > 1 else d_memory_coordinates[0]
         d_memory_states = d_memory_states if states_programs or not shared else None
-        d_query = d_query.view(query.shape)
-        found = d_query, d_curvature, d_coordinates, d_states, d_memory_coordinates, d_memory_states, d_form
-        return None, None, None, None, *found
+        d_rest = d_coordinates, d_states, d_memory_coordinates, d_memory_states, d_form
+        return None, None, None, None, d_query.view(query.shape), d_curvature, *d_rest
 
 
 def _constants(query: torch.Tensor, form: torch.Tensor, tiles: _Tiles) -> dict[str, int | bool]:
@@ -379,35 +374,12 @@ def _load_queries(queries, b, inside, N: tl.constexpr, DIAGONAL: tl.constexpr, B
 
 @jit
 def _mix_kernel(
-    query_ptr,
-    curvature_ptr,
-    coordinates_ptr,
-    states_ptr,
-    memory_coordinates_ptr,
-    memory_states_ptr,
-    form_ptr,
-    filled_ptr,
-    memory_filled_ptr,
-    mixed_ptr,
-    tops_ptr,
-    totals_ptr,
-    batch,
-    own,
-    shared,
-    columns,
-    memory_programs,
-    memory_length,
-    memory_splits,
-    own_length,
-    beta,
-    eps,
-    N: tl.constexpr,
-    DIAGONAL: tl.constexpr,
-    BATCHED: tl.constexpr,
-    QUERIES: tl.constexpr,
-    CANDIDATES: tl.constexpr,
+    query_ptr, curvature_ptr, coordinates_ptr, states_ptr, memory_coordinates_ptr, memory_states_ptr, form_ptr,
+    filled_ptr, memory_filled_ptr, mixed_ptr, tops_ptr, totals_ptr,
+    batch, own, shared, columns, memory_programs, memory_length, memory_splits, own_length, beta, eps,
+    N: tl.constexpr, DIAGONAL: tl.constexpr, BATCHED: tl.constexpr, QUERIES: tl.constexpr, CANDIDATES: tl.constexpr,
     COLUMNS: tl.constexpr,
-):
+):  # fmt: skip
     """Compute mixed = sum of exp(logit - top) * state over one split of the candidates, with top its largest logit.
 
     logit = -beta * curvature * sqrt(max(d' g d, 0) + eps). The first `memory_programs` programs compute the mix of
@@ -432,17 +404,10 @@ def _mix_kernel(
 
 @jit
 def _mix(
-    queries,
-    work,
-    results,
-    sizes,
-    N: tl.constexpr,
-    DIAGONAL: tl.constexpr,
-    BATCHED: tl.constexpr,
-    QUERIES: tl.constexpr,
-    CANDIDATES: tl.constexpr,
+    queries, work, results, sizes,
+    N: tl.constexpr, DIAGONAL: tl.constexpr, BATCHED: tl.constexpr, QUERIES: tl.constexpr, CANDIDATES: tl.constexpr,
     COLUMNS: tl.constexpr,
-):
+):  # fmt: skip
     """Compute the mix of one split, with tl.dot(weights, states) if QUERIES share it; otherwise QUERIES is 1."""
     SHARED: tl.constexpr = QUERIES > 1
     place, coordinates_ptr, states_ptr, filled_ptr, count, first_split, length = work
@@ -513,36 +478,12 @@ def _combine_kernel(mixed_ptr, tops_ptr, totals_ptr, y_ptr, top_ptr, splits, bat
 
 @jit
 def _slopes_kernel(
-    query_ptr,
-    curvature_ptr,
-    coordinates_ptr,
-    states_ptr,
-    memory_coordinates_ptr,
-    memory_states_ptr,
-    form_ptr,
-    filled_ptr,
-    memory_filled_ptr,
-    top_ptr,
-    grad_ptr,
-    weights_ptr,
-    slopes_ptr,
-    totals_ptr,
-    products_ptr,
-    batch,
-    own,
-    shared,
-    columns,
-    memory_programs,
-    memory_chunks,
-    beta,
-    eps,
-    N: tl.constexpr,
-    DIAGONAL: tl.constexpr,
-    BATCHED: tl.constexpr,
-    QUERIES: tl.constexpr,
-    CANDIDATES: tl.constexpr,
+    query_ptr, curvature_ptr, coordinates_ptr, states_ptr, memory_coordinates_ptr, memory_states_ptr, form_ptr,
+    filled_ptr, memory_filled_ptr, top_ptr, grad_ptr, weights_ptr, slopes_ptr, totals_ptr, products_ptr,
+    batch, own, shared, columns, memory_programs, memory_chunks, beta, eps,
+    N: tl.constexpr, DIAGONAL: tl.constexpr, BATCHED: tl.constexpr, QUERIES: tl.constexpr, CANDIDATES: tl.constexpr,
     COLUMNS: tl.constexpr,
-):
+):  # fmt: skip
     """Recompute weight = exp(logit - top) for one chunk of candidates, and compute its gradient, slope = grad . state.
 
     The first `memory_programs` programs have QUERIES queries and a chunk of CANDIDATES shared candidates each. The
@@ -563,17 +504,10 @@ def _slopes_kernel(
 
 @jit
 def _slopes(
-    queries,
-    work,
-    results,
-    sizes,
-    N: tl.constexpr,
-    DIAGONAL: tl.constexpr,
-    BATCHED: tl.constexpr,
-    QUERIES: tl.constexpr,
-    CANDIDATES: tl.constexpr,
+    queries, work, results, sizes,
+    N: tl.constexpr, DIAGONAL: tl.constexpr, BATCHED: tl.constexpr, QUERIES: tl.constexpr, CANDIDATES: tl.constexpr,
     COLUMNS: tl.constexpr,
-):
+):  # fmt: skip
     """Compute the slopes of one chunk, with tl.dot(grad, states') if QUERIES share it; otherwise QUERIES is 1."""
     SHARED: tl.constexpr = QUERIES > 1
     query_ptr, curvature_ptr, form_ptr, top_ptr, grad_ptr = queries
@@ -631,43 +565,13 @@ def _sum_chunks(values_ptr, b, inside, chunks, batch):
 
 @jit
 def _backward_kernel(
-    query_ptr,
-    curvature_ptr,
-    coordinates_ptr,
-    states_ptr,
-    memory_coordinates_ptr,
-    memory_states_ptr,
-    form_ptr,
-    filled_ptr,
-    memory_filled_ptr,
-    grad_ptr,
-    weights_ptr,
-    slopes_ptr,
-    totals_ptr,
-    products_ptr,
-    d_coordinates_ptr,
-    d_states_ptr,
-    d_memory_coordinates_ptr,
-    d_memory_states_ptr,
-    partial_ptr,
-    batch,
-    own,
-    shared,
-    columns,
-    memory_programs,
-    own_programs,
-    memory_chunks,
-    chunks,
-    beta,
-    eps,
-    N: tl.constexpr,
-    DIAGONAL: tl.constexpr,
-    BATCHED: tl.constexpr,
-    QUERIES: tl.constexpr,
-    CANDIDATES: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    FORM_NEEDED: tl.constexpr,
-):
+    query_ptr, curvature_ptr, coordinates_ptr, states_ptr, memory_coordinates_ptr, memory_states_ptr, form_ptr,
+    filled_ptr, memory_filled_ptr, grad_ptr, weights_ptr, slopes_ptr, totals_ptr, products_ptr, d_coordinates_ptr,
+    d_states_ptr, d_memory_coordinates_ptr, d_memory_states_ptr, partial_ptr,
+    batch, own, shared, columns, memory_programs, own_programs, memory_chunks, chunks, beta, eps,
+    N: tl.constexpr, DIAGONAL: tl.constexpr, BATCHED: tl.constexpr, QUERIES: tl.constexpr, CANDIDATES: tl.constexpr,
+    COLUMNS: tl.constexpr, FORM_NEEDED: tl.constexpr,
+):  # fmt: skip
     """Compute the gradients of all inputs from the weights and slopes of `_slopes_kernel`.
 
     With w = weight / total weight and mean = sum of w * slope over all candidates of a query:
@@ -697,19 +601,10 @@ def _backward_kernel(
 
 @jit
 def _backward(
-    queries,
-    work,
-    slopes,
-    results,
-    sizes,
-    N: tl.constexpr,
-    DIAGONAL: tl.constexpr,
-    BATCHED: tl.constexpr,
-    QUERIES: tl.constexpr,
-    CANDIDATES: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    FORM_NEEDED: tl.constexpr,
-):
+    queries, work, slopes, results, sizes,
+    N: tl.constexpr, DIAGONAL: tl.constexpr, BATCHED: tl.constexpr, QUERIES: tl.constexpr, CANDIDATES: tl.constexpr,
+    COLUMNS: tl.constexpr, FORM_NEEDED: tl.constexpr,
+):  # fmt: skip
     """Compute the gradients of one chunk's coordinates, and its share of those of query, curvature and metric.
 
     For a single query (QUERIES is 1), also the gradients of the states of its own candidates.
