@@ -265,24 +265,11 @@ def _wait(DEPENDENT: tl.constexpr):
 
 @jit
 def _prepare_kernel(
-    x_ptr,
-    norm_ptr,
-    a_ptr,
-    out_ptr,
-    low_ptr,
-    inputs,
-    low_rows,
-    eps,
-    rank,
-    NORMED: tl.constexpr,
-    GATED: tl.constexpr,
-    ADAPTED: tl.constexpr,
-    WRITES: tl.constexpr,
-    WHOLE: tl.constexpr,
-    INPUTS: tl.constexpr,
-    RANK: tl.constexpr,
-    DEPENDENT: tl.constexpr,
-):
+    x_ptr, norm_ptr, a_ptr, out_ptr, low_ptr,
+    inputs, low_rows, eps, rank,
+    NORMED: tl.constexpr, GATED: tl.constexpr, ADAPTED: tl.constexpr, WRITES: tl.constexpr, WHOLE: tl.constexpr,
+    INPUTS: tl.constexpr, RANK: tl.constexpr, DEPENDENT: tl.constexpr,
+):  # fmt: skip
     """Compute out = x / sqrt(mean(x^2) + eps) * norm (NORMED) or silu(gate) * up (GATED) or x, and low = a @ out.
 
     Program (row, part, layer) computes INPUTS inputs of one row, and their products with the [RANK, INPUTS] tile of the
@@ -324,30 +311,11 @@ def _prepare_kernel(
 
 @jit
 def _linear_kernel(
-    x_ptr,
-    first_ptr,
-    second_ptr,
-    third_ptr,
-    low_ptr,
-    b_ptr,
-    residual_ptr,
-    out_ptr,
-    rows,
-    inputs,
-    n0,
-    n1,
-    n2,
-    rank,
-    ADAPTED: tl.constexpr,
-    ADDS: tl.constexpr,
-    EVEN: tl.constexpr,
-    ROWS: tl.constexpr,
-    OUTPUTS: tl.constexpr,
-    INPUTS: tl.constexpr,
-    RANK: tl.constexpr,
-    PARTS: tl.constexpr,
-    DEPENDENT: tl.constexpr,
-):
+    x_ptr, first_ptr, second_ptr, third_ptr, low_ptr, b_ptr, residual_ptr, out_ptr,
+    rows, inputs, n0, n1, n2, rank,
+    ADAPTED: tl.constexpr, ADDS: tl.constexpr, EVEN: tl.constexpr, ROWS: tl.constexpr, OUTPUTS: tl.constexpr,
+    INPUTS: tl.constexpr, RANK: tl.constexpr, PARTS: tl.constexpr, DEPENDENT: tl.constexpr,
+):  # fmt: skip
     """Compute out = W @ x + b @ low + residual for up to three weights W, whose outputs are adjacent in `out`.
 
     A program computes OUTPUTS outputs of one weight for all rows, as the tile [OUTPUTS, ROWS]. It loops over the inputs
@@ -405,23 +373,11 @@ def _rotated(x_ptr, at, cos, sin, mask, WIDTH: tl.constexpr, COLUMNS: tl.constex
 
 @jit
 def _attention_kernel(
-    qkv_ptr,
-    keys_ptr,
-    values_ptr,
-    cos_ptr,
-    sin_ptr,
-    positions_ptr,
-    out_ptr,
-    size,
-    scale,
-    KV_HEADS: tl.constexpr,
-    GROUPS: tl.constexpr,
-    QUERIES: tl.constexpr,
-    WIDTH: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    KEYS: tl.constexpr,
-    DEPENDENT: tl.constexpr,
-):
+    qkv_ptr, keys_ptr, values_ptr, cos_ptr, sin_ptr, positions_ptr, out_ptr,
+    size, scale,
+    KV_HEADS: tl.constexpr, GROUPS: tl.constexpr, QUERIES: tl.constexpr, WIDTH: tl.constexpr, COLUMNS: tl.constexpr,
+    KEYS: tl.constexpr, DEPENDENT: tl.constexpr,
+):  # fmt: skip
     """Compute out = softmax(scale * q k') v for one token of each row, and store its key and value in the cache.
 
     Queries and the new key are rotated first. Program (row, head) computes all GROUPS query heads of one key head. It

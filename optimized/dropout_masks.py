@@ -90,20 +90,11 @@ def _pack_kernel(mask_ptr, bits_ptr, inputs, BYTES: tl.constexpr):
 
 @jit
 def _kept_kernel(
-    start_ptr,
-    places_ptr,
-    bits_ptr,
-    inputs,
-    least,
-    STEP: tl.constexpr,
-    SHIFT_1: tl.constexpr,
-    FACTOR_1: tl.constexpr,
-    SHIFT_2: tl.constexpr,
-    FACTOR_2: tl.constexpr,
-    LAST: tl.constexpr,
-    LOW: tl.constexpr,
-    BYTES: tl.constexpr,
-):
+    start_ptr, places_ptr, bits_ptr,
+    inputs, least,
+    STEP: tl.constexpr, SHIFT_1: tl.constexpr, FACTOR_1: tl.constexpr, SHIFT_2: tl.constexpr, FACTOR_2: tl.constexpr,
+    LAST: tl.constexpr, LOW: tl.constexpr, BYTES: tl.constexpr,
+):  # fmt: skip
     """Set the bit of an input if the low bits of its random word are at least `least`.
 
     The word is a hash of (place * inputs + input) * STEP + start. A program computes BYTES bytes of one token.

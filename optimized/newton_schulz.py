@@ -310,15 +310,10 @@ def _iterate_kernel(
     blocks,
     tasks_ptr,
     count,
-    counters_ptr,
-    room_ptr,
-    sums_ptr,
+    counters_ptr, room_ptr, sums_ptr,
     sums_of_each,
-    TILE: tl.constexpr,
-    PANEL: tl.constexpr,
-    SUMS: tl.constexpr,
-    FENCED: tl.constexpr,
-):
+    TILE: tl.constexpr, PANEL: tl.constexpr, SUMS: tl.constexpr, FENCED: tl.constexpr,
+):  # fmt: skip
     """Compute out = factor * left right' + plus * added + diagonal * I for each task, and mirrored = out'.
 
     A task is one [TILE, TILE] tile of a matrix. Each program takes the next task until none is left. It waits until

@@ -300,28 +300,11 @@ def _load_taken(grad_base, taken_base, row, rows, grad_stride, taken_stride, cha
 
 @jit
 def _forward_kernel(
-    x_ptr,
-    middle_ptr,
-    bias_ptr,
-    y_ptr,
-    taken_ptr,
-    N,
-    C,
-    H,
-    outputs,
-    x_item,
-    x_channel,
-    x_row,
-    y_item,
-    y_channel,
-    y_row,
-    BLOCK_ROWS: tl.constexpr,
-    ITEMS: tl.constexpr,
-    OUTPUTS: tl.constexpr,
-    INPUTS: tl.constexpr,
-    TAKEN: tl.constexpr,
+    x_ptr, middle_ptr, bias_ptr, y_ptr, taken_ptr,
+    N, C, H, outputs, x_item, x_channel, x_row, y_item, y_channel, y_row,
+    BLOCK_ROWS: tl.constexpr, ITEMS: tl.constexpr, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr, TAKEN: tl.constexpr,
     PRECISION: tl.constexpr,
-):
+):  # fmt: skip
     """y[n, o, r] = max(0, z[2 r], z[2 r + 1]), z[h] = bias[o] + sum over t, c of middle[t, o, c] x[n, c, h + t - 1].
 
     Program (i, j) computes tile i of the positions for OUTPUTS output channels from j * OUTPUTS. It loops over the
@@ -369,29 +352,12 @@ def _forward_kernel(
 
 @jit
 def _input_gradient_kernel(
-    grad_ptr,
-    taken_ptr,
-    middle_ptr,
-    d_x_ptr,
-    N,
-    C,
-    H,
-    outputs,
-    grad_item,
-    grad_channel,
-    grad_row,
-    taken_item,
-    taken_channel,
-    taken_row,
-    x_item,
-    x_channel,
+    grad_ptr, taken_ptr, middle_ptr, d_x_ptr,
+    N, C, H, outputs, grad_item, grad_channel, grad_row, taken_item, taken_channel, taken_row, x_item, x_channel,
     x_row,
-    BLOCK_ROWS: tl.constexpr,
-    ITEMS: tl.constexpr,
-    OUTPUTS: tl.constexpr,
-    INPUTS: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr, ITEMS: tl.constexpr, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr,
     PRECISION: tl.constexpr,
-):
+):  # fmt: skip
     """d_x[n, c, h] = sum over t, o of middle[t, o, c] g[n, o, h + 1 - t], where g is the gradient before the pooling.
 
     Program (i, j) computes tile i of the positions for INPUTS input channels from j * INPUTS. It loops over the output
@@ -429,32 +395,12 @@ def _input_gradient_kernel(
 
 @jit
 def _weight_gradient_kernel(
-    grad_ptr,
-    taken_ptr,
-    x_ptr,
-    partial_ptr,
-    N,
-    C,
-    H,
-    outputs,
-    count,
-    length,
-    grad_item,
-    grad_channel,
-    grad_row,
-    taken_item,
-    taken_channel,
-    taken_row,
-    x_item,
-    x_channel,
-    x_row,
-    BLOCK_ROWS: tl.constexpr,
-    ITEMS: tl.constexpr,
-    OUTPUTS: tl.constexpr,
-    INPUTS: tl.constexpr,
-    LAST: tl.constexpr,
+    grad_ptr, taken_ptr, x_ptr, partial_ptr,
+    N, C, H, outputs, count, length, grad_item, grad_channel, grad_row, taken_item, taken_channel, taken_row, x_item,
+    x_channel, x_row,
+    BLOCK_ROWS: tl.constexpr, ITEMS: tl.constexpr, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr, LAST: tl.constexpr,
     PRECISION: tl.constexpr,
-):
+):  # fmt: skip
     """d_middle[t, o, c] = sum over n, h of g[n, o, h] x[n, c, h + t - 1]; d_bias[o] = sum over n, h of g[n, o, h].
 
     Program (s, i, j) computes OUTPUTS x INPUTS entries of d_middle for all three taps. It sums over split s only: over

@@ -125,18 +125,10 @@ class _MeanPairwiseCosine(torch.autograd.Function):
 
 @jit
 def _sum_kernel(
-    e_ptr,
-    inverse_ptr,
-    partial_ptr,
-    total_ptr,
-    mean_ptr,
-    n,
-    width,
-    pairs,
-    ROWS: tl.constexpr,
-    WIDTH: tl.constexpr,
-    SINGLE: tl.constexpr,
-):
+    e_ptr, inverse_ptr, partial_ptr, total_ptr, mean_ptr,
+    n, width, pairs,
+    ROWS: tl.constexpr, WIDTH: tl.constexpr, SINGLE: tl.constexpr,
+):  # fmt: skip
     """S = sum_i u_i and Q = sum_i |u_i|^2, where u_i = e_i / max(|e_i|, 1e-12).
 
     Program p sums blocks p, p + programs, ... of ROWS whole rows and stores its part of S and Q in row p of `partial`.

@@ -221,18 +221,10 @@ def _forward_kernel(
 
 @jit
 def _backward_kernel(
-    e_ptr,
-    inverse_ptr,
-    grad_ptr,
-    d_unit_ptr,
-    n,
-    width,
-    stride_i,
-    stride_j,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    DEPTH: tl.constexpr,
-):
+    e_ptr, inverse_ptr, grad_ptr, d_unit_ptr,
+    n, width, stride_i, stride_j,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
+):  # fmt: skip
     """d_u_i = -sum_j (G_ij + G_ji) u_j, the gradient of the unit rows u = e / length, for the output's gradient G.
 
     Each program computes a ROWS x COLUMNS tile of d_u and sums over j, DEPTH rows at a time. It reads G in both orders,

@@ -405,20 +405,10 @@ def _dropped(x_ptr, bits_ptr, row, first, columns, mask, COLUMNS: tl.constexpr):
 
 @jit
 def _down_kernel(
-    x_ptr,
-    a_ptr,
-    bits_ptr,
-    h_ptr,
-    factor,
-    tokens,
-    inputs,
-    rank,
-    each,
-    DROPS: tl.constexpr,
-    TOKENS: tl.constexpr,
-    INPUTS: tl.constexpr,
-    RANK: tl.constexpr,
-):
+    x_ptr, a_ptr, bits_ptr, h_ptr,
+    factor, tokens, inputs, rank, each,
+    DROPS: tl.constexpr, TOKENS: tl.constexpr, INPUTS: tl.constexpr, RANK: tl.constexpr,
+):  # fmt: skip
     """Compute h = factor * (x * kept) @ a.T, or partial sums of it over the inputs, which the caller adds up.
 
     Program (tile, part) computes TOKENS × RANK elements from `each` steps of INPUTS inputs, and writes them to plane
@@ -447,20 +437,10 @@ def _down_kernel(
 
 @jit
 def _across_kernel(
-    dy_ptr,
-    b_ptr,
-    h_ptr,
-    g_ptr,
-    d_b_ptr,
-    factor,
-    tokens,
-    outputs,
-    rank,
-    each,
-    TOKENS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    RANK: tl.constexpr,
-):
+    dy_ptr, b_ptr, h_ptr, g_ptr, d_b_ptr,
+    factor, tokens, outputs, rank, each,
+    TOKENS: tl.constexpr, COLUMNS: tl.constexpr, RANK: tl.constexpr,
+):  # fmt: skip
     """Compute partial sums of g = factor * dy @ b and of d_b = dy.T @ h, with one read of dy.
 
     Program (part, column) processes COLUMNS columns of dy, in `each` tiles of TOKENS tokens. It writes its tiles of g
@@ -491,22 +471,10 @@ def _across_kernel(
 
 @jit
 def _into_kernel(
-    x_ptr,
-    a_ptr,
-    g_ptr,
-    bits_ptr,
-    d_x_ptr,
-    d_a_ptr,
-    tokens,
-    inputs,
-    rank,
-    each,
-    DROPS: tl.constexpr,
-    ADDS: tl.constexpr,
-    TOKENS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    RANK: tl.constexpr,
-):
+    x_ptr, a_ptr, g_ptr, bits_ptr, d_x_ptr, d_a_ptr,
+    tokens, inputs, rank, each,
+    DROPS: tl.constexpr, ADDS: tl.constexpr, TOKENS: tl.constexpr, COLUMNS: tl.constexpr, RANK: tl.constexpr,
+):  # fmt: skip
     """Compute partial sums of d_a = g.T @ (x * kept) and, if ADDS, d_x = (g @ a) * kept, with one read of x.
 
     Program (part, column) processes COLUMNS columns of x, in `each` tiles of TOKENS tokens. It writes its tiles of d_x.
@@ -540,24 +508,12 @@ def _into_kernel(
 
 @jit
 def _product_kernel(
-    left,
-    weight,
-    out,
-    thin_ptr,
-    low_ptr,
-    bits_ptr,
-    rows,
-    columns,
-    terms,
-    rank,
-    BACKWARD: tl.constexpr,
-    DROPS: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    TERMS: tl.constexpr,
-    GROUP: tl.constexpr,
-    RANK: tl.constexpr,
-):
+    left, weight, out,
+    thin_ptr, low_ptr, bits_ptr,
+    rows, columns, terms, rank,
+    BACKWARD: tl.constexpr, DROPS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, TERMS: tl.constexpr,
+    GROUP: tl.constexpr, RANK: tl.constexpr,
+):  # fmt: skip
     """Compute out = left @ weight.T + thin @ low.T, or if BACKWARD out = left @ weight + (thin @ low) * kept.
 
     One program computes a tile of ROWS × COLUMNS outputs, in steps of TERMS terms. Tensor descriptors load `left` and

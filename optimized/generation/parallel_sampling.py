@@ -149,23 +149,10 @@ def _narrow(pivots, sums, target, low, high, above):
 
 @jit
 def _sampling_kernel(
-    logits_ptr,
-    uniforms_ptr,
-    tokens_ptr,
-    lists_ptr,
-    vocabulary,
-    row_stride,
-    column_stride,
-    uniform_stride,
-    scale,
-    top_p,
-    negligible,
-    ONE: tl.constexpr,
-    BLOCK: tl.constexpr,
-    WIDE: tl.constexpr,
-    PIVOTS: tl.constexpr,
-    CANDIDATES: tl.constexpr,
-):
+    logits_ptr, uniforms_ptr, tokens_ptr, lists_ptr,
+    vocabulary, row_stride, column_stride, uniform_stride, scale, top_p, negligible,
+    ONE: tl.constexpr, BLOCK: tl.constexpr, WIDE: tl.constexpr, PIVOTS: tl.constexpr, CANDIDATES: tl.constexpr,
+):  # fmt: skip
     """Draw the token of one row per program.
 
     Weights are exp((logit − largest logit) / temperature), so the largest is 1. The target is top_p times their sum.

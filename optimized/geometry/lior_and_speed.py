@@ -173,19 +173,10 @@ def _load_rows(velocity_ptr, row, rows, N: tl.constexpr, BLOCK: tl.constexpr):
 
 @jit
 def _forward_kernel(
-    velocity_ptr,
-    curvature_ptr,
-    form_ptr,
-    lior_ptr,
-    speed_ptr,
-    rows,
-    stride_curvature,
-    eps,
-    N: tl.constexpr,
-    BLOCK: tl.constexpr,
-    TILES: tl.constexpr,
-    DIAGONAL: tl.constexpr,
-):
+    velocity_ptr, curvature_ptr, form_ptr, lior_ptr, speed_ptr,
+    rows, stride_curvature, eps,
+    N: tl.constexpr, BLOCK: tl.constexpr, TILES: tl.constexpr, DIAGONAL: tl.constexpr,
+):  # fmt: skip
     """Compute q = v' g v (DIAGONAL: sum g_i v_i^2), speed = sqrt(max(q, 0) + eps) and lior = curvature * speed.
 
     Program p computes TILES adjacent tiles of BLOCK rows, from row p * TILES * BLOCK. It loads all of its tiles before
@@ -222,26 +213,11 @@ def _forward_kernel(
 
 @jit
 def _backward_kernel(
-    velocity_ptr,
-    curvature_ptr,
-    form_ptr,
-    d_lior_ptr,
-    d_speed_ptr,
-    d_velocity_ptr,
-    d_curvature_ptr,
-    partial_ptr,
-    rows,
-    stride_curvature,
-    stride_d_lior,
-    stride_d_speed,
-    eps,
-    N: tl.constexpr,
-    LOG2_CELLS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    TILES: tl.constexpr,
-    DIAGONAL: tl.constexpr,
+    velocity_ptr, curvature_ptr, form_ptr, d_lior_ptr, d_speed_ptr, d_velocity_ptr, d_curvature_ptr, partial_ptr,
+    rows, stride_curvature, stride_d_lior, stride_d_speed, eps,
+    N: tl.constexpr, LOG2_CELLS: tl.constexpr, BLOCK: tl.constexpr, TILES: tl.constexpr, DIAGONAL: tl.constexpr,
     FORM_NEEDED: tl.constexpr,
-):
+):  # fmt: skip
     """Compute d_velocity = d_q * (g + g') v, d_curvature = d_lior * speed and d_g = sum over rows of d_q * v v'.
 
     d_q = (d_speed + d_lior * curvature) / (2 * speed). With DIAGONAL, d_velocity = d_q * 2 g v and d_g = sum of

@@ -107,16 +107,10 @@ class _RotorApply(torch.autograd.Function):
 
 @jit
 def _backward_kernel(
-    theta_ptr,
-    x_ptr,
-    grad_ptr,
-    d_x_ptr,
-    partial_ptr,
+    theta_ptr, x_ptr, grad_ptr, d_x_ptr, partial_ptr,
     rows,
-    N: tl.constexpr,
-    K: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    N: tl.constexpr, K: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """Compute d_x, by applying the inverse rotations to grad in reverse order, and d_theta = c * d_s - s * d_c.
 
     A program computes BLOCK rows, all in registers. It repeats the forward first, and writes its sum of d_theta over

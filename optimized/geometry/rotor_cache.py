@@ -126,19 +126,10 @@ def _step(cache: RotorCache) -> Callable[[torch.Tensor, torch.Tensor, torch.Tens
 
 @jit
 def _write_kernel(
-    theta_ptr,
-    slots_ptr,
-    written_ptr,
-    coordinates_ptr,
-    rotated_ptr,
-    count,
-    capacity,
-    stride_slot,
-    stride_row,
-    stride_column,
-    N: tl.constexpr,
-    K: tl.constexpr,
-):
+    theta_ptr, slots_ptr, written_ptr, coordinates_ptr, rotated_ptr,
+    count, capacity, stride_slot, stride_row, stride_column,
+    N: tl.constexpr, K: tl.constexpr,
+):  # fmt: skip
     """Store coordinates[slot] = x and rotated[slot] = R x for each written row x.
 
     A program stores WRITE_BLOCK rows. It compares their slots with all slots, WRITE_BLOCK at a time, and skips a row

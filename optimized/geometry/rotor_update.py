@@ -140,21 +140,10 @@ def _atan2(y, x):
 
 @jit
 def _rotor_update_kernel(
-    theta_ptr,
-    velocity_ptr,
-    index_ptr,
-    loss_delta_ptr,
-    rate,
-    slots,
-    n,
-    pairs,
-    stride_theta,
-    stride_velocity,
-    stride_pair,
-    stride_column,
-    BLOCK_SLOTS: tl.constexpr,
-    BLOCK_PAIRS: tl.constexpr,
-):
+    theta_ptr, velocity_ptr, index_ptr, loss_delta_ptr,
+    rate, slots, n, pairs, stride_theta, stride_velocity, stride_pair, stride_column,
+    BLOCK_SLOTS: tl.constexpr, BLOCK_PAIRS: tl.constexpr,
+):  # fmt: skip
     """Add rate * -loss_delta * atan2(v_j, v_i) * hypot(v_i, v_j) of each pair to theta[slot], and wrap theta.
 
     A program owns BLOCK_SLOTS slots, and loops over all pairs in tiles of BLOCK_PAIRS. There are no atomics, so the sum

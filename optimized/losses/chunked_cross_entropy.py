@@ -156,16 +156,10 @@ def _rows_triton(logits, V, labels, losses, wanted):
 
 @jit
 def _rows_kernel(
-    logits_ptr,
-    labels_ptr,
-    losses_ptr,
-    V,
-    columns,
-    blocks,
-    IGNORED: tl.constexpr,
-    WANTED: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    logits_ptr, labels_ptr, losses_ptr,
+    V, columns, blocks,
+    IGNORED: tl.constexpr, WANTED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """Compute loss = log(sum_j exp(x_j)) − x_label and, if WANTED, overwrite x_j by softmax(x)_j − [j = label].
 
     One program processes one row of the contiguous logits [rows, columns], in blocks of BLOCK columns. The first pass

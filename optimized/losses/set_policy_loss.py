@@ -167,18 +167,10 @@ def _backward_triton(grad, logits, tokens, mask, advantages, top, total):
 
 @jit
 def _forward_kernel(
-    logits_ptr,
-    tokens_ptr,
-    mask_ptr,
-    log_p_ptr,
-    top_ptr,
-    total_ptr,
-    length,
-    V,
-    stride_row,
-    stride_at,
+    logits_ptr, tokens_ptr, mask_ptr, log_p_ptr, top_ptr, total_ptr,
+    length, V, stride_row, stride_at,
     BLOCK: tl.constexpr,
-):
+):  # fmt: skip
     """Compute log p = (x_token − top) − log(total), with top = max_j x_j and total = sum_j exp(x_j − top).
 
     One program processes one position (reply, t), in blocks of BLOCK logits, in one pass (online softmax). Where the
@@ -226,21 +218,10 @@ def _finish_kernel(log_p_ptr, advantages_ptr, loss_ptr, count, length, sets, BLO
 
 @jit
 def _backward_kernel(
-    logits_ptr,
-    tokens_ptr,
-    mask_ptr,
-    advantages_ptr,
-    top_ptr,
-    total_ptr,
-    grad_ptr,
-    d_ptr,
-    length,
-    V,
-    stride_row,
-    stride_at,
-    sets,
+    logits_ptr, tokens_ptr, mask_ptr, advantages_ptr, top_ptr, total_ptr, grad_ptr, d_ptr,
+    length, V, stride_row, stride_at, sets,
     BLOCK: tl.constexpr,
-):
+):  # fmt: skip
     """Compute d_j = grad · advantage / sets · (p_j − [j = token]), and 0 where the mask is False.
 
     Program (position, block) computes BLOCK logits of one position; `d_ptr` is contiguous [positions, V].

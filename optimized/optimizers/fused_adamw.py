@@ -230,23 +230,10 @@ class _TritonAdamW:
 
 @jit
 def _adamw_block(
-    p_ptr,
-    g_ptr,
-    m_ptr,
-    v_ptr,
-    offset,
-    size,
-    rate,
-    decay,
-    beta1,
-    one_minus_beta1,
-    beta2,
-    one_minus_beta2,
-    inverse_root2,
-    eps,
-    BLOCK: tl.constexpr,
-    WHOLE: tl.constexpr,
-):
+    p_ptr, g_ptr, m_ptr, v_ptr,
+    offset, size, rate, decay, beta1, one_minus_beta1, beta2, one_minus_beta2, inverse_root2, eps,
+    BLOCK: tl.constexpr, WHOLE: tl.constexpr,
+):  # fmt: skip
     """Update the BLOCK elements of one parameter from `offset` on, as `_adamw_kernel` says."""
     at = offset + tl.arange(0, BLOCK)
     # A mask would split the vector accesses, so whole blocks have none.
@@ -265,23 +252,10 @@ def _adamw_block(
 
 @jit
 def _adamw_kernel(
-    addresses_ptr,
-    moments_ptr,
-    sizes_ptr,
-    owner_ptr,
-    offset_ptr,
-    powers_ptr,
-    tensors,
-    lr,
-    decay,
-    beta1,
-    one_minus_beta1,
-    beta2,
-    one_minus_beta2,
-    eps,
-    BLOCK: tl.constexpr,
-    ALIGNED: tl.constexpr,
-):
+    addresses_ptr, moments_ptr, sizes_ptr, owner_ptr, offset_ptr, powers_ptr,
+    tensors, lr, decay, beta1, one_minus_beta1, beta2, one_minus_beta2, eps,
+    BLOCK: tl.constexpr, ALIGNED: tl.constexpr,
+):  # fmt: skip
     """Compute m = beta1 m + (1 - beta1) g, v = beta2 v + (1 - beta2) g^2 and p = decay p - rate m / (root + eps).
 
     rate = lr / (1 - beta1^t) and root = sqrt(v) / sqrt(1 - beta2^t). Each program updates BLOCK elements of one tensor:

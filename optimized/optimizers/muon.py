@@ -320,20 +320,10 @@ def _elements_of(i, j, rows, columns, TILE: tl.constexpr):
 
 @jit
 def _momentum_kernel(
-    addresses_ptr,
-    tiles_ptr,
-    shapes_ptr,
-    places_ptr,
-    momenta_ptr,
-    x_ptr,
-    sums_ptr,
-    sums_of_each,
-    momentum,
-    one_minus_momentum,
-    TILE: tl.constexpr,
-    PANEL: tl.constexpr,
-    ALIGNED: tl.constexpr,
-):
+    addresses_ptr, tiles_ptr, shapes_ptr, places_ptr, momenta_ptr, x_ptr, sums_ptr,
+    sums_of_each, momentum, one_minus_momentum,
+    TILE: tl.constexpr, PANEL: tl.constexpr, ALIGNED: tl.constexpr,
+):  # fmt: skip
     """Compute m += (1 - momentum) * (g - m), and update = g + momentum * (m - g), the input of the products.
 
     A program computes one [TILE, TILE] tile of one matrix. It stores m, the sum of update^2 over the tile, and the
@@ -370,18 +360,10 @@ def _momentum_kernel(
 
 @jit
 def _update_kernel(
-    addresses_ptr,
-    tiles_ptr,
-    shapes_ptr,
-    results_ptr,
-    x_ptr,
-    rates_ptr,
-    count,
-    decay,
-    TILE: tl.constexpr,
-    PANEL: tl.constexpr,
-    ALIGNED: tl.constexpr,
-):
+    addresses_ptr, tiles_ptr, shapes_ptr, results_ptr, x_ptr, rates_ptr,
+    count, decay,
+    TILE: tl.constexpr, PANEL: tl.constexpr, ALIGNED: tl.constexpr,
+):  # fmt: skip
     """Compute p = decay * p - rate * update, with the result of the products as the update.
 
     A program computes one [TILE, TILE] tile of one matrix. The result is stored in panels; that of a tall matrix is

@@ -255,18 +255,9 @@ def _begun(K, items, STATES: tl.constexpr):
 @jit
 def _awaited(
     board_ptr,
-    state,
-    item,
-    order,
-    across,
-    turn,
-    K,
-    groups,
-    board_plane,
-    STATES: tl.constexpr,
-    AT_ONCE: tl.constexpr,
-    UNWRITTEN: tl.constexpr,
-):
+    state, item, order, across, turn, K, groups, board_plane,
+    STATES: tl.constexpr, AT_ONCE: tl.constexpr, UNWRITTEN: tl.constexpr,
+):  # fmt: skip
     """Wait for earlier groups and return the state before this group, in float64, [1, STATES].
 
     It is the sum of the last published final state and of what each group since then adds, each times λ to the power of
@@ -338,28 +329,11 @@ def _behind(values, first, CHUNKS: tl.constexpr, STATES: tl.constexpr):
 
 @jit
 def _states_between(
-    board_ptr,
-    initial_ptr,
-    last_ptr,
-    left,
-    state,
-    item,
-    order,
-    one,
-    one_turn,
-    real,
-    imaginary,
-    T,
-    K,
-    groups,
-    board_plane,
-    WHOLE: tl.constexpr,
-    LENGTH: tl.constexpr,
-    CHUNKS: tl.constexpr,
-    STATES: tl.constexpr,
-    AT_ONCE: tl.constexpr,
+    board_ptr, initial_ptr, last_ptr,
+    left, state, item, order, one, one_turn, real, imaginary, T, K, groups, board_plane,
+    WHOLE: tl.constexpr, LENGTH: tl.constexpr, CHUNKS: tl.constexpr, STATES: tl.constexpr, AT_ONCE: tl.constexpr,
     UNWRITTEN: tl.constexpr,
-):
+):  # fmt: skip
     """Compute the state before each chunk of this group, [CHUNKS, STATES], in float32.
 
     A scan over the group's chunks, in float64, yields what the group adds to the state. Most groups publish that, and
@@ -461,26 +435,11 @@ def _read(pointer, left, first, stride, COUNT: tl.constexpr, WHOLE: tl.constexpr
 
 @jit
 def _forward_kernel(
-    beta_ptr,
-    eigenvalues_ptr,
-    state_ptr,
-    begins_ptr,
-    every_ptr,
-    final_ptr,
-    board_ptr,
-    T,
-    K,
-    items,
-    groups,
-    board_plane,
-    plane,
-    WHOLE: tl.constexpr,
-    LENGTH: tl.constexpr,
-    CHUNKS: tl.constexpr,
-    STATES: tl.constexpr,
-    AT_ONCE: tl.constexpr,
+    beta_ptr, eigenvalues_ptr, state_ptr, begins_ptr, every_ptr, final_ptr, board_ptr,
+    T, K, items, groups, board_plane, plane,
+    WHOLE: tl.constexpr, LENGTH: tl.constexpr, CHUNKS: tl.constexpr, STATES: tl.constexpr, AT_ONCE: tl.constexpr,
     UNWRITTEN: tl.constexpr,
-):
+):  # fmt: skip
     """Compute c_t = λ c_{t−1} + β_t; write Re c_t, the state before each chunk and the final state.
 
     A program processes a group of CHUNKS × LENGTH consecutive steps of STATES states of one batch item, as LENGTH tiles
@@ -538,29 +497,11 @@ def _forward_kernel(
 
 @jit
 def _backward_kernel(
-    beta_ptr,
-    grad_ptr,
-    eigenvalues_ptr,
-    grad_final_ptr,
-    begins_ptr,
-    d_beta_ptr,
-    d_state_ptr,
-    parts_ptr,
-    board_ptr,
-    T,
-    K,
-    items,
-    groups,
-    board_plane,
-    plane,
-    WHOLE: tl.constexpr,
-    LENGTH: tl.constexpr,
-    CHUNKS: tl.constexpr,
-    STATES: tl.constexpr,
-    FEW: tl.constexpr,
-    AT_ONCE: tl.constexpr,
-    UNWRITTEN: tl.constexpr,
-):
+    beta_ptr, grad_ptr, eigenvalues_ptr, grad_final_ptr, begins_ptr, d_beta_ptr, d_state_ptr, parts_ptr, board_ptr,
+    T, K, items, groups, board_plane, plane,
+    WHOLE: tl.constexpr, LENGTH: tl.constexpr, CHUNKS: tl.constexpr, STATES: tl.constexpr, FEW: tl.constexpr,
+    AT_ONCE: tl.constexpr, UNWRITTEN: tl.constexpr,
+):  # fmt: skip
     """Compute the gradients: r_t = grad_t + λ̄ r_{t+1}, from the last step to the first; β_t has the gradient Re r_t.
 
     Programs and tiles are those of the forward kernel, in reverse order of time.
