@@ -7,11 +7,12 @@ import os
 import sys
 from importlib.metadata import Distribution, EntryPoint, entry_points
 from pathlib import Path
+from typing import Any
 from urllib.parse import unquote
 
 import click
 
-from perfsuite.exit_codes import COULD_NOT_BEGIN
+from perfsuite.exit_codes import COULD_NOT_BEGIN, ENDED_EARLY
 
 COMMANDS = "perfsuite.commands"
 
@@ -24,6 +25,14 @@ class CannotBegin(click.ClickException):
 
 class Commands(click.Group):
     """Group of perfsuite's own commands and those that other packages add."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        """Run a command. If it is interrupted, the exit code is 2; click's own is 1, which blames the code."""
+        try:
+            return super().invoke(ctx)
+        except (KeyboardInterrupt, click.Abort):
+            click.echo("interrupted", err=True)
+            ctx.exit(ENDED_EARLY)
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         own = sorted([*super().list_commands(ctx), "calibrate", "judge"])

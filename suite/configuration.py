@@ -200,7 +200,7 @@ def _nearest(name: str, fields: Mapping[str, Field]) -> str:
     if not near:
         inner = {f.rpartition(".")[2]: f for f in fields}
         near = [inner[n] for n in difflib.get_close_matches(name, inner, n=1, cutoff=0.5)]
-    return f"; did you mean {near[0]!r}?" if near else "; `--show` lists them all"
+    return f"; did you mean {near[0]!r}?" if near else "; `perfsuite train NAME --show` lists them all"
 
 
 def _made(kind: type[Any], given: Mapping[str, tuple[Any, str]], fields: Mapping[str, Field]) -> Any:

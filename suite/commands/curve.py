@@ -95,7 +95,8 @@ def _from_tensorboard(folder: Path) -> Mapping[str, Points]:
     files = list(board.glob("*tfevents*")) if os.path.isdir(board) else []
     if not files:
         raise PerfsuiteError(
-            f"{shown(folder)} has no {curve_log.FILE}, and no TensorBoard files; name the folder of a run"
+            f"{shown(folder)} has no {curve_log.FILE} with a finished window, and no TensorBoard files; "
+            "name the folder of a run"
         )
     for file in files:
         if not os.path.isfile(file):  # reading a pipe would block

@@ -643,6 +643,15 @@ def test_table_is_written_between_the_markers(project: Project) -> None:
     assert "old" not in text
 
 
+def test_interrupted_command_does_not_blame_the_code(project: Project) -> None:
+    def interrupted() -> None:
+        raise KeyboardInterrupt
+
+    project.monkeypatch.setattr("perfsuite.doctor.examine", interrupted)
+    done = CliRunner().invoke(main, ["doctor"])
+    assert (done.exit_code, done.output) == (exit_codes.ENDED_EARLY, "interrupted\n")
+
+
 def test_table_is_not_written_into_a_file_that_is_no_text(project: Project) -> None:
     Path("README.md").write_bytes(b"\x9f\xff")
     accepted = Path(__file__).parents[2] / "baselines" / "nvidia-h200.json"

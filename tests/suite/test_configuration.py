@@ -98,7 +98,11 @@ def test_a_field_of_two_dataclasses_is_given_once() -> None:
     [
         ("eta_updat: 1", [], "c.yaml: no field is called 'eta_updat'; did you mean 'eta_update'?"),
         ("", ["--eta_updat", "1"], "--eta_updat: no field is called 'eta_updat'; did you mean 'eta_update'?"),
-        ("", ["--nothing_like_it"], "--nothing_like_it: no field is called 'nothing_like_it'; `--show` lists them all"),
+        (
+            "",
+            ["--nothing_like_it"],
+            "--nothing_like_it: no field is called 'nothing_like_it'; `perfsuite train NAME --show` lists them all",
+        ),
         ("", ["--eta", "1"], "--eta: no field is called 'eta'; "),  # no abbreviations: a new field would break them
         ("", ["--layers", "1"], "--layers: no field is called 'layers'; did you mean 'model.layers'?"),
         ("model: {layer: 3}", [], "c.yaml: no field is called 'model.layer'; did you mean 'model.layers'?"),

@@ -70,7 +70,7 @@ def test_a_folder_without_a_curve_is_an_error(exists: bool, tmp_path: Path) -> N
         folder.mkdir()
     done = invoked(str(folder))
     assert done.exit_code == 1
-    assert f"Error: {folder} has no metrics.jsonl, and no TensorBoard files; name the folder of a run" in done.output
+    assert f"Error: {folder} has no metrics.jsonl with a finished window, and no TensorBoard files" in done.output
 
 
 def test_metrics_log_of_a_run_is_plotted(tmp_path: Path) -> None:
