@@ -5,10 +5,9 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from perfsuite.errors import PairError, PerfsuiteError
-from perfsuite.pair import Pair
-from perfsuite.sides import Side, compiled, side, stateful
-from perfsuite.specs import (
+from perfsuite.declare.pair import Pair
+from perfsuite.declare.sides import Side, compiled, side, stateful
+from perfsuite.declare.specs import (
     constant,
     floats,
     generator,
@@ -21,7 +20,8 @@ from perfsuite.specs import (
     size,
     tensor,
 )
-from perfsuite.workload import Cost, Workload
+from perfsuite.declare.workload import Cost, Workload
+from perfsuite.errors import PairError, PerfsuiteError
 
 if TYPE_CHECKING:
     from perfsuite.api import check, measure

@@ -10,30 +10,29 @@ from typing import Any
 import hypothesis
 import torch
 
-from perfsuite import (
+from perfsuite.correctness import (
     contexts,
     convolutions,
-    coverage,
     diagnosis,
     effects,
     equivalence,
     execution,
-    guard,
     integrity,
-    interpreter,
-    measuring,
-    planned,
     remedies,
 )
-from perfsuite import proofs as proof_list
-from perfsuite.cases import PHASES, case_line, cases, plain_cases
+from perfsuite.correctness import proofs as proof_list
+from perfsuite.correctness.ranks import group
+from perfsuite.correctness.tally import Tally
+from perfsuite.declare.pair import Pair
+from perfsuite.declare.sides import as_side
+from perfsuite.draws import coverage
+from perfsuite.draws.cases import PHASES, case_line, cases, plain_cases
 from perfsuite.errors import NotEquivalent, PerfsuiteError
 from perfsuite.measured import Measured
-from perfsuite.pair import Pair
-from perfsuite.ranks import group
 from perfsuite.records import REFERENCE, Case, Evidence
-from perfsuite.sides import as_side
-from perfsuite.tally import Tally
+from perfsuite.session import planned_draws
+from perfsuite.system import tamper, triton_interpreter
+from perfsuite.timing import measuring
 
 FEW_DRAWS = 3
 
@@ -48,7 +47,7 @@ def check(pair: Pair, *, examples: int = 25, device: str | None = None) -> tuple
     is not the same function. One of the last lines of its message has the failing draw.
     """
     found = [prove() for _, prove in proofs(pair, examples=examples, device=device)]
-    guard.check()
+    tamper.check()
     return tuple(e for e in found if e is not None)
 
 
@@ -56,7 +55,7 @@ def proofs(
     pair: Pair, *, examples: int = 25, device: str | None = None
 ) -> Iterator[tuple[str, Callable[[], Evidence | None]]]:
     """Yield (name, proof) for everything that `check` does. A proof raises NotEquivalent, or returns its evidence."""
-    interpreter.quicken()
+    triton_interpreter.quicken()
     pair.validate_functions()
     where = device or ("cuda" if torch.cuda.is_available() else "cpu")
     for name, prove in _proofs(pair, examples, where):
@@ -81,7 +80,7 @@ def _proofs(pair: Pair, examples: int, where: str) -> Iterator[tuple[str, Callab
         most = examples if proof.kind == proof_list.TRUTH else FEW_DRAWS
         for words, strategy in strategies.items():
             seed = secrets.randbits(31)
-            last = [] if words else list(planned.large(pair, proof.kind, proof.dtype, seed, where))
+            last = [] if words else list(planned_draws.large(pair, proof.kind, proof.dtype, seed, where))
             hold = functools.partial(_hold, pair, proof.dtype, most, whole, strategy, last=last)
             yield f"{proof.kind}{words}", hold
 
@@ -109,8 +108,8 @@ def _equivalence(pair: Pair, proof: proof_list.Proof, examples: int, device: str
     )
     try:
         seed = secrets.randbits(31)
-        first = list(planned.every_kind(pair, proof.kind, proof.dtype, seed, device))
-        last = planned.further(pair, proof.dtype, seed, device, tally)
+        first = list(planned_draws.every_kind(pair, proof.kind, proof.dtype, seed, device))
+        last = planned_draws.further(pair, proof.dtype, seed, device, tally)
         _hold(pair, proof.dtype, examples, check, first=first, last=last, tally=tally)
     except NotEquivalent as error:
         raise diagnosis.explained(error, pair, side, device, gradients=gradients) from None
@@ -135,7 +134,7 @@ def _hold(
     discarded, and counted in the tally.
     """
     check_draw: Callable[[Case], None] = functools.partial(_check_draw, pair, check, tally)
-    prove_draw = planned.cut_after_failure(check_draw) if tally is not None else check_draw
+    prove_draw = planned_draws.cut_after_failure(check_draw) if tally is not None else check_draw
     left = examples - coverage.replaced(len(first), examples)
 
     @hypothesis.settings(

@@ -17,12 +17,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from perfsuite import revision
 from perfsuite.errors import PerfsuiteError, RevisionError
 from perfsuite.history import choosing
 from perfsuite.records import ACCEPTED, OPTIMIZED, Measurement, Status
 from perfsuite.report import jsonfile
 from perfsuite.report.model import RunReport
+from perfsuite.revisions import revision
 
 REPEATS = 3
 """Most comparisons of a commit. It is compared again while its interval contains half of the whole change."""

@@ -75,7 +75,7 @@ def _pytest(
     the report."""
     import pytest
 
-    from perfsuite import conclusion
+    from perfsuite.gate import conclusion
 
     given = ["-m", marker] if marker else []
     given += ["-k", keyword] if keyword else []
@@ -290,7 +290,7 @@ def compare(
     given = paths if revision is None else (revision, *paths)  # with --python, the first argument is a path
     if revision is not None and not Path(revision.partition("::")[0]).exists():
         raise click.UsageError(f"{revision} is no path, and --python takes the place of a revision; leave it out")
-    from perfsuite.environments.interpreter import located
+    from perfsuite.session.environments.interpreter import located
 
     try:
         located(python)
@@ -372,8 +372,8 @@ def merge(reports: tuple[str, ...], report: str) -> None:
 
     Red unless every shard is present and green.
     """
-    from perfsuite import sharding
     from perfsuite.report import jsonfile, markdown, model, terminal, write_all
+    from perfsuite.session import sharding
 
     try:
         whole = sharding.merge([jsonfile.read(Path(path)) for path in reports])
@@ -440,7 +440,7 @@ def list_(paths: tuple[str, ...], keyword: str | None, as_json: bool) -> None:
 @click.option("--write", type=NamedPath(dir_okay=False), help="Put it between the markers in this Markdown file.")
 def table(baseline: str, write: str | None) -> None:
     """Print a baseline as a Markdown table, or write it into a file."""
-    from perfsuite import baseline_file as stored
+    from perfsuite.baseline import storage as stored
     from perfsuite.report import files, markdown
 
     try:

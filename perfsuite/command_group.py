@@ -12,7 +12,7 @@ from urllib.parse import unquote
 
 import click
 
-from perfsuite.exit_codes import COULD_NOT_BEGIN, ENDED_EARLY
+from perfsuite.gate.exit_codes import COULD_NOT_BEGIN, ENDED_EARLY
 
 COMMANDS = "perfsuite.commands"
 

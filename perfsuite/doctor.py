@@ -24,10 +24,10 @@ from packaging.requirements import InvalidRequirement, Requirement
 from rich.table import Table
 from rich.text import Text
 
-from perfsuite import device_nodes
 from perfsuite.errors import PerfsuiteError
-from perfsuite.machine import has_gpu, identify, package_version, survey_gpus, why_no_gpu
 from perfsuite.report import units
+from perfsuite.system import device_nodes
+from perfsuite.system.machine import has_gpu, identify, package_version, survey_gpus, why_no_gpu
 
 State = Literal["ok", "warn", "missing"]
 

@@ -7,6 +7,8 @@ import traceback
 from pathlib import Path
 from typing import Any
 
+PACKAGE = Path(__file__).parent
+"""The folder of perfsuite's own code."""
 MOST_CHARACTERS = 300
 """Most characters of another library's message; the rest is cut off."""
 
@@ -94,11 +96,10 @@ def first_line(error: BaseException) -> str:
 def users_frame(error: BaseException) -> traceback.FrameSummary | None:
     """Return the innermost frame of the error's traceback that is in the user's code, neither in perfsuite nor in an
     installed package; None if there is none."""
-    harness = Path(__file__).parent
     frames = [
         frame
         for frame in traceback.extract_tb(error.__traceback__)
-        if harness not in Path(frame.filename).parents and "site-packages" not in Path(frame.filename).parts
+        if PACKAGE not in Path(frame.filename).parents and "site-packages" not in Path(frame.filename).parts
     ]
     return frames[-1] if frames else None
 

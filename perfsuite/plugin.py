@@ -14,14 +14,14 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from perfsuite import device_nodes
-from perfsuite.garbage import uncollected
+from perfsuite.system import device_nodes
+from perfsuite.system.garbage import uncollected
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Iterable
     from pathlib import Path
 
-    from perfsuite.control import Control
+    from perfsuite.session.mode import Mode
 
 MARKERS = (
     "correctness: proves that a pair's two sides are the same function",
@@ -38,20 +38,20 @@ PROVEN_IN_FORKS = ("accept", "compare", "gate")
 SANITIZER_LOG = "PERFSUITE_SANITIZER_LOG"
 """Environment variable of a process that runs under compute-sanitizer: the file to which that writes."""
 
-CONTROL = pytest.StashKey["Control"]()
+MODE = pytest.StashKey["Mode"]()
 SANITIZED = pytest.StashKey[Any]()
 TIMED_ONLY = pytest.StashKey[bool]()
 """Stash key: whether this is a worker that needs only timed items. Others would take half of its collection time."""
 
 WORKER = JOB in os.environ  # evaluated now, because JOB is removed before any code under test is imported
 if WORKER:  # before anything else, since an orphan would disturb the next measurement
-    from perfsuite.orphans import die_with_parent
+    from perfsuite.system.orphans import die_with_parent
 
     die_with_parent()
 
-    from perfsuite import absent
+    from perfsuite.system import stand_ins
 
-    absent.install()
+    stand_ins.install()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -112,20 +112,20 @@ def pytest_load_initial_conftests(early_config: pytest.Config) -> Generator[None
     if JOB in os.environ:
         with uncollected():
             return (yield)
-    from perfsuite import conclusion
+    from perfsuite.gate import conclusion
 
     awaited = conclusion.asked()
     if awaited is None and _wants_gate(early_config.known_args_namespace):
         awaited = conclusion.Awaited("gate")
     if awaited is not None or _proves_in_workers_again(early_config):
-        from perfsuite import bytecode
+        from perfsuite.revisions import bytecode
 
         bytecode.keep_during(early_config)
     if awaited is None:
         return (yield)
     early_config.stash[conclusion.AWAITED] = awaited
     if awaited.mode in PROVEN_IN_FORKS:
-        from perfsuite import preload
+        from perfsuite.session import preload
 
         if preload.is_useful():
             preload.server()  # imports torch while this process collects the items, which takes as long
@@ -140,7 +140,7 @@ def pytest_load_initial_conftests(early_config: pytest.Config) -> Generator[None
 def pytest_note_options(early_config: pytest.Config, args: list[str]) -> Generator[None, object, object]:
     """Record the options that the project's conftests and plugins add, for worker processes. In a worker, add those
     that its run was given."""
-    from perfsuite import project_options
+    from perfsuite.session import project_options
 
     before, own = project_options.known(early_config), project_options.of_plugins(early_config)
     result = yield
@@ -153,7 +153,7 @@ def pytest_note_options(early_config: pytest.Config, args: list[str]) -> Generat
 
 def _proves_in_workers_again(config: pytest.Config) -> bool:
     """Return whether this machine proves in worker processes, and an earlier run has left a folder in the project."""
-    from perfsuite.folders import SCRATCH
+    from perfsuite.system.folders import SCRATCH
 
     return device_nodes.are_visible() and (config.rootpath / SCRATCH).is_dir()
 
@@ -173,21 +173,21 @@ def pytest_configure(config: pytest.Config) -> None:
         # Triton reads this when it is first imported. Without a GPU, its kernels can only run in the interpreter.
         os.environ.setdefault("TRITON_INTERPRET", "1")
     if SANITIZER_LOG in os.environ:
-        from perfsuite.sanitizer import Watch
+        from perfsuite.system.sanitizer import Watch
 
         config.stash[SANITIZED] = Watch()
         config.option.perfsuite_isolate = "never"  # the tool watches this process
     if config.args_source is config.ArgsSource.INVOCATION_DIR:
         config.args = [os.curdir]  # the whole path of the folder may have a "[", which pytest refuses in an argument
     config.stash[TIMED_ONLY] = WORKER and all("::speed[" in item for item in config.args)
-    if _wants_control(config):
-        _control(config)
+    if _wants_mode(config):
+        _mode(config)
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True, specname="pytest_cmdline_main")
 def pytest_cmdline_main_concluded(config: pytest.Config) -> Generator[None, int | None, int | None]:
     """Make a run red if it has not reached its expected verdict, whatever ended it. A worker exits at once."""
-    from perfsuite.conclusion import AWAITED
+    from perfsuite.gate.conclusion import AWAITED
 
     code = yield
     if WORKER:
@@ -201,7 +201,7 @@ def pytest_cmdline_main_concluded(config: pytest.Config) -> Generator[None, int 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     """Leave out `perfsuite_ignore` in a run of perfsuite's own, unless the command line names a path in it."""
-    if JOB in os.environ or not _wants_control(config) or collection_path not in config.getini("perfsuite_ignore"):
+    if JOB in os.environ or not _wants_mode(config) or collection_path not in config.getini("perfsuite_ignore"):
         return None
     given = [(config.invocation_params.dir / a.partition("::")[0]).resolve() for a in config.args]
     return None if any(path == collection_path or collection_path in path.parents for path in given) else True
@@ -212,8 +212,8 @@ def pytest_cmdline_main(config: pytest.Config) -> int | None:
     option = config.option
     if not option.sanitize or SANITIZER_LOG in os.environ or option.help or option.collectonly:
         return None
-    from perfsuite import sanitizer
     from perfsuite.errors import PerfsuiteError
+    from perfsuite.system import sanitizer
 
     capture: Any = config.pluginmanager.get_plugin("capturemanager")
     try:
@@ -250,25 +250,25 @@ def _wants_gate(option: Any) -> bool:
     return bool(perf and getattr(option, "benchmark_compare", None))
 
 
-def _wants_control(config: pytest.Config) -> bool:
+def _wants_mode(config: pytest.Config) -> bool:
     option = config.option
     beside = re.search(r"(?<!not )\bperf\b", option.markexpr or "") and getattr(option, "numprocesses", None)
     return bool(_wants_gate(option) or beside or option.perfsuite_mode or JOB in os.environ)
 
 
-def _control(config: pytest.Config) -> Control:
-    """Return the run's control, which is created when the first pair (or a gate) needs it."""
-    if CONTROL not in config.stash:
+def _mode(config: pytest.Config) -> Mode:
+    """Return the run's mode, which is created when the first pair (or a gate) needs it."""
+    if MODE not in config.stash:
         from perfsuite.errors import PerfsuiteError
-        from perfsuite.modes import control_for
-        from perfsuite.speed import CONTROL as NAME
+        from perfsuite.session.modes import mode_for
+        from perfsuite.session.timed_item import MODE as NAME
 
         try:
-            config.stash[CONTROL] = control_for(config)
+            config.stash[MODE] = mode_for(config)
         except PerfsuiteError as error:
             raise pytest.UsageError(str(error)) from None
-        config.pluginmanager.register(config.stash[CONTROL], NAME)
-    return config.stash[CONTROL]
+        config.pluginmanager.register(config.stash[MODE], NAME)
+    return config.stash[MODE]
 
 
 @pytest.hookimpl(wrapper=True)
@@ -278,8 +278,8 @@ def pytest_make_collect_report(
     """Record the global state that the import of a module with a pair leaves changed, for the pair's item `effects`."""
     if not _declares_a_pair(collector):
         return (yield)
-    from perfsuite import patches, process_state
-    from perfsuite.items import IMPORTED
+    from perfsuite.session.pytest_items import IMPORTED
+    from perfsuite.state import patches, process_state
 
     before, bound = process_state.settings(), patches.functions()
     report = yield
@@ -319,9 +319,9 @@ def pytest_pycollect_makeitem(collector: pytest.Collector, name: str, obj: objec
     if not found:
         return [] if timed_only else None
     with uncollected():
-        from perfsuite.items import PairCollector
+        from perfsuite.session.pytest_items import PairCollector
 
-    _control(collector.config)
+    _mode(collector.config)
     made = [PairCollector.from_parent(collector, name=name, pair=pair, timed_only=timed_only) for name, pair in found]
     if timed_only or not isinstance(obj, type) or not isinstance(collector, pytest.Module):
         return made
@@ -329,13 +329,13 @@ def pytest_pycollect_makeitem(collector: pytest.Collector, name: str, obj: objec
 
 
 def _pairs(collector: pytest.Collector, name: str, obj: object) -> list[tuple[str, Any]]:
-    if "perfsuite.pair" not in sys.modules or not isinstance(collector, pytest.Module):
+    if "perfsuite.declare.pair" not in sys.modules or not isinstance(collector, pytest.Module):
         return []
-    from perfsuite import declared
+    from perfsuite.declare import discovery
     from perfsuite.errors import PairError
 
     try:
-        found = list(declared.pairs_of(name, obj, collector.obj.__name__))
+        found = list(discovery.pairs_of(name, obj, collector.obj.__name__))
     except PairError as error:
         raise collector.CollectError(str(error)) from None
     if found and "[" in collector.nodeid:
@@ -358,7 +358,7 @@ def pytest_itemcollected(item: pytest.Item) -> None:
     """Skip ordinary tests marked `gpu` or `multi_gpu`, with the reason, if there are too few devices."""
     needed = 2 if item.get_closest_marker("multi_gpu") else 1 if item.get_closest_marker("gpu") else 0
     if needed:
-        from perfsuite import machine
+        from perfsuite.system import machine
 
         count = len(machine.survey_gpus().gpus) if machine.has_gpu() else 0
         if count < needed:
@@ -376,6 +376,6 @@ def pytest_collection_modifyitems(
         timed = [i for i in items if i.get_closest_marker("perf")]
         items[:] = [i for i in items if i not in timed]
         config.hook.pytest_deselected(items=timed)
-    if CONTROL in config.stash:
-        config.stash[CONTROL].collected(every, items)
+    if MODE in config.stash:
+        config.stash[MODE].collected(every, items)
     return result

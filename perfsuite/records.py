@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-from perfsuite.workload import Promises
+from perfsuite.declare.workload import Promises
 
 REFERENCE, OPTIMIZED, ACCEPTED = "reference", "optimized", "accepted"
 """Names of the sides in every record."""

@@ -152,7 +152,7 @@ def measure(
     """
     import torch
 
-    from perfsuite.counting import COUNTED_S
+    from perfsuite.timing.profiler_counts import COUNTED_S
 
     cuda = device.type == "cuda"
     wait: Callable[[], object] = torch.cuda.synchronize if cuda else _nothing
@@ -229,7 +229,7 @@ def noting(found: list[str]) -> Iterator[None]:
 def _counted(
     trainers: Mapping[str, Any], batch: Mapping[str, torch.Tensor], short: Short, progress: Callable[[str], None]
 ) -> dict[str, tuple[int, int]]:
-    from perfsuite.counting import count_calls
+    from perfsuite.timing.profiler_counts import count_calls
 
     progress("counting launches and syncs")
     lengths = {name: short(t.config) for name, t in trainers.items()}

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from perfsuite.convolutions import changed
+from perfsuite.correctness.convolutions import changed
 
 
 @contextmanager

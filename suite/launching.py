@@ -16,8 +16,8 @@ from dataclasses import dataclass, field
 from types import FrameType
 from typing import IO, Any
 
-from perfsuite import orphans
 from perfsuite.errors import PerfsuiteError
+from perfsuite.system import orphans
 
 LOST = 75
 """Exit code of a rank that cannot continue because another rank has ended (EX_TEMPFAIL). Rank 0 then prints nothing."""

@@ -12,7 +12,7 @@ from multiprocessing import connection
 from multiprocessing.connection import Connection
 from typing import Any
 
-from perfsuite import orphans
+from perfsuite.system import orphans
 from suite.building import StoppedError
 
 MOST = 256

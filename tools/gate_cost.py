@@ -13,10 +13,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from perfsuite.errors import PerfsuiteError
-from perfsuite.progress import name_of
 from perfsuite.records import Measurement
 from perfsuite.report import jsonfile
 from perfsuite.report.model import RunReport
+from perfsuite.session.progress import name_of
 
 PHASES = ("warm-up", "timing", "allocation", "checks")
 MOST = 12

@@ -29,8 +29,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from perfsuite import exit_codes
 from perfsuite.errors import PerfsuiteError
+from perfsuite.gate import exit_codes
 from perfsuite.records import Status
 from perfsuite.report import jsonfile
 

@@ -13,11 +13,11 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from perfsuite import baseline, baseline_file
+from perfsuite.baseline import accepted_entries, storage
 from perfsuite.errors import PerfsuiteError
 
 
-def newer(old: baseline.Baseline, other: baseline.Baseline) -> list[baseline.Entry]:
+def newer(old: accepted_entries.Baseline, other: accepted_entries.Baseline) -> list[accepted_entries.Entry]:
     """Return the entries of `other` that `old` lacks, or has in an older version."""
     return [e for i, e in other.entries.items() if i not in old.entries or old.entries[i].accepted < e.accepted]
 
@@ -30,16 +30,18 @@ def main() -> int:
     given = parser.parse_args()
     try:
         for path in given.others:
-            other = baseline_file.load(path)
+            other = storage.load(path)
 
-            def change(old: baseline.Baseline | None, other: baseline.Baseline = other) -> baseline.Baseline:
+            def change(
+                old: accepted_entries.Baseline | None, other: accepted_entries.Baseline = other
+            ) -> accepted_entries.Baseline:
                 if old is None:
                     return other
                 found = newer(old, other)
                 print("\n".join(e.id for e in found))
-                return baseline.merge(old, found, machine=other.machine)
+                return accepted_entries.merge(old, found, machine=other.machine)
 
-            baseline_file.update(given.into, change)
+            storage.update(given.into, change)
     except PerfsuiteError as error:
         parser.error(str(error))
     return 0

@@ -49,28 +49,29 @@ CATEGORIES = ("speed_only", "needs_gpu", "equivalent")
 """Tables of REVIEWED, in the order in which they are searched."""
 
 PURE = {
-    f"perfsuite/{name}.py": [f"tests/perfsuite/test_{name}.py"]
+    f"perfsuite/{name}.py": [f"tests/perfsuite/{name.replace('/', '/test_')}.py"]
     for name in (
-        "statistics",
-        "gate",
-        "causes",
-        "counts",
-        "throughput",
-        "planning",
-        "baseline",
-        "blocks",
-        "changed",
-        "digests",
-        "lanes",
-        "sharing",
-        "cutoff",
+        "statistics/hierarchical",
+        "statistics/blocks",
+        "gate/decision",
+        "gate/causes",
+        "gate/counts",
+        "gate/throughput",
+        "gate/planning",
+        "baseline/accepted_entries",
+        "session/changed",
+        "revisions/digests",
+        "session/lanes",
+        "session/gpu_sharing",
+        "system/time_limit",
     )
 }
-for name in ("estimates", "priors", "stages", "soundness"):
-    PURE[f"perfsuite/{name}.py"] = PURE["perfsuite/gate.py"]
-PURE["perfsuite/baseline_file.py"] = PURE["perfsuite/baseline.py"]
+for name in ("gate/estimates", "baseline/priors", "gate/stages", "gate/soundness"):
+    PURE[f"perfsuite/{name}.py"] = PURE["perfsuite/gate/decision.py"]
+PURE["perfsuite/baseline/storage.py"] = PURE["perfsuite/baseline/accepted_entries.py"]
 for name in ("rule", "comparison", "truths", "tally", "forms", "reference_task", "equivalence"):
-    PURE[f"perfsuite/{name}.py"] = [f"tests/perfsuite/test_{test}.py" for test in ("equivalence", "bias", "facts")]
+    tests = ("equivalence", "bias", "shared_truths")
+    PURE[f"perfsuite/correctness/{name}.py"] = [f"tests/perfsuite/correctness/test_{test}.py" for test in tests]
 SHARED = {
     "optimized/addresses.py": ["tests/optimizers/test_fused_adamw.py"],
     "optimized/kernels.py": ["tests/test_kernels.py", "tests/geometry/test_rotor_update.py"],

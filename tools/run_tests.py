@@ -20,7 +20,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from perfsuite import device_nodes
+from perfsuite.system import device_nodes
 
 # pytest's own logging plugin visits each of torch's 50 loggers six times per test, which took 1/40 of the total time.
 PLUGINS = ("-p", "perfsuite.plugin", "-p", "tools.rare_garbage", "-p", "no:logging")

@@ -13,9 +13,6 @@ from typing import Any
 
 import numpy as np
 
-from perfsuite import estimates
-from perfsuite import statistics as rule
-from perfsuite.blocks import process_mean
 from perfsuite.calibration import constants
 from perfsuite.calibration.figures import (
     LEVEL,
@@ -35,8 +32,11 @@ from perfsuite.calibration.figures import (
 from perfsuite.calibration.record import BLOCKS, ROUNDS, KindRecord, ProcessRecord, Recording, ToolRun, side_name
 from perfsuite.calibration.resample import COPIES, Array, Pool, Simulation, pools, simulate
 from perfsuite.errors import PerfsuiteError
-from perfsuite.modes import accept
+from perfsuite.gate import estimates
 from perfsuite.records import ACCEPTED, OPTIMIZED, REFERENCE, Status
+from perfsuite.session.modes import accept
+from perfsuite.statistics import hierarchical as rule
+from perfsuite.statistics.blocks import process_mean
 
 SUITES = 200
 """Simulated suites at each planted slowdown: a rate of 1% over 5 copies of a kind is then known to within 0.6%."""

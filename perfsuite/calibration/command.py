@@ -15,15 +15,15 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from perfsuite import turns
 from perfsuite.calibration import measure, record
 from perfsuite.calibration.record import BLOCKS, KINDS, ROUNDS, Recording
 from perfsuite.codec import to_json
 from perfsuite.errors import PerfsuiteError
-from perfsuite.machine import measured_devices
 from perfsuite.option_types import Finite, NamedPath
 from perfsuite.records import Machine
 from perfsuite.report import terminal, units
+from perfsuite.session import device_lock
+from perfsuite.system.machine import measured_devices
 
 OUT = "docs/calibration"
 SECONDS = {"cuda": 500.0, "cpu": 200.0}
@@ -154,7 +154,7 @@ def _keep_sessions(recording: Recording, path: Path) -> None:
 
 
 def _machine(device: str | None) -> tuple[Machine, str]:
-    from perfsuite import machine
+    from perfsuite.system import machine
 
     found = machine.identify(prefer=device)
     return found, "cpu" if found.device.startswith("cpu") else "cuda"
@@ -189,7 +189,7 @@ def _measured(
     # This fails before minutes of measuring if the sessions do not fit together or the folder cannot be written.
     record.save(partial, whole(measuring.recording()))
     measuring.kept = lambda now: _ignore(record.save(partial, whole(now)))
-    turn = turns.turn(measured_devices(design.device), machine.device_name, console.print)
+    turn = device_lock.turn(measured_devices(design.device), machine.device_name, console.print)
     with turn, _bar(console, design) as progress:
         measuring.progress = progress
         try:

@@ -6,11 +6,11 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from statistics import fmean
 
-from perfsuite import estimates, planning, stages
-from perfsuite import statistics as rule
 from perfsuite.calibration.figures import LEVEL, Components, Constant, Deviation, KindResult, deviation, percent, share
 from perfsuite.calibration.resample import Simulation, Tally
+from perfsuite.gate import estimates, planning, stages
 from perfsuite.records import OPTIMIZED, Status
+from perfsuite.statistics import hierarchical as rule
 
 
 def compare(kinds: Sequence[KindResult], whole: Simulation) -> Iterator[Constant]:

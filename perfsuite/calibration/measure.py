@@ -25,11 +25,11 @@ from perfsuite.calibration.record import (
 )
 from perfsuite.codec import from_json
 from perfsuite.errors import PerfsuiteError
-from perfsuite.journal import Lines
-from perfsuite.machine import package_version
 from perfsuite.records import Machine
-from perfsuite.worker_process import end, start
-from perfsuite.workers import POLL_S
+from perfsuite.session.journal import Lines
+from perfsuite.session.worker_pool import POLL_S
+from perfsuite.session.worker_process import end, start
+from perfsuite.system.machine import package_version
 
 SILENCE_S = 240.0
 """Seconds without a report after which a process counts as hanging: every kind takes less than a minute."""

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from perfsuite.baseline_file import laid_out
+from perfsuite.baseline.storage import laid_out
 from perfsuite.codec import from_json, to_json
 from perfsuite.errors import PerfsuiteError
 from perfsuite.records import ACCEPTED, OPTIMIZED, REFERENCE, Condition, Machine
@@ -33,7 +33,8 @@ KINDS: Mapping[str, str] = {
 }
 """The kinds of pair, and how work is planted in each."""
 BLOCKS, ROUNDS = 16, 3
-"""Blocks of a process and ABBA rounds of a block, equal to the gate's in `perfsuite.sampling`, which needs torch."""
+"""Blocks of a process and ABBA rounds of a block, equal to the gate's in `perfsuite.timing.sampling`. That module needs
+torch."""
 SECONDS_DIGITS = 6
 """Significant digits of a stored time: a relative error of 1e-6 is a hundredth of the smallest noise seen."""
 AGAIN = "record it anew with `perfsuite calibrate`"

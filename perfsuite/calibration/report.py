@@ -12,9 +12,9 @@ from perfsuite.calibration.figures import Analysis, Components, KindResult, Rate
 from perfsuite.calibration.record import KINDS, Recording
 from perfsuite.calibration.resample import COPIES
 from perfsuite.errors import PerfsuiteError
-from perfsuite.modes.accept import PROCESSES
 from perfsuite.report import files
 from perfsuite.report.units import duration, seconds
+from perfsuite.session.modes.accept import PROCESSES
 
 REMEDY = "the plot needs matplotlib: pip install matplotlib, or leave it out with --no-plot"
 ABSENT = "–"

@@ -19,13 +19,13 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from perfsuite import estimates, gate, planning
-from perfsuite.baseline import Entry, Process, Session, SideSummary
-from perfsuite.blocks import block_variance, process_mean
+from perfsuite.baseline.accepted_entries import Entry, Process, Session, SideSummary
+from perfsuite.baseline.priors import suite_noise
 from perfsuite.calibration.record import BLOCKS, KindRecord, Recording, side_name
-from perfsuite.modes import accept, paired
-from perfsuite.priors import suite_noise
+from perfsuite.gate import decision, estimates, planning
 from perfsuite.records import ACCEPTED, OPTIMIZED, REFERENCE, Measurement, PromiseRecord, SideRecord, Status, Verdict
+from perfsuite.session.modes import accept, paired
+from perfsuite.statistics.blocks import block_variance, process_mean
 
 Array = NDArray[np.float64]
 
@@ -246,8 +246,8 @@ def _gate_once(
             estimates.Subject(id=k, runs=runs[k], entry=e, against="the accepted revision", sampled=k in sample)
             for k, e in entries.items()
         ]
-        answers = gate.analyse(subjects, priors, selected=len(entries))
-        left = [k for k, a in answers.items() if isinstance(a, gate.Open)]
+        answers = decision.analyse(subjects, priors, selected=len(entries))
+        left = [k for k, a in answers.items() if isinstance(a, decision.Open)]
         rounds += 1
     verdicts = {k: a for k, a in answers.items() if isinstance(a, Verdict)}
     result.suites[side].add(verdicts.values(), rounds)

@@ -27,16 +27,16 @@ import torch
 
 from perfsuite.calibration import benched, workloads
 from perfsuite.calibration.record import KindRecord, ToolRun, rounded, side_name, side_names
-from perfsuite.clocks import CpuClock, clock_for
 from perfsuite.codec import from_json, to_json
+from perfsuite.declare.pair import Pair
+from perfsuite.declare.sides import Side
+from perfsuite.declare.specs import tensor
 from perfsuite.errors import in_one_line
-from perfsuite.orphans import die_with_parent
-from perfsuite.pair import Pair
 from perfsuite.records import ACCEPTED, REFERENCE, Case, Counts
-from perfsuite.runner import WARMUP_CALLS, Clock, Runner
-from perfsuite.sampling import BLOCKS, ROUNDS, Sampler
-from perfsuite.sides import Side
-from perfsuite.specs import tensor
+from perfsuite.system.orphans import die_with_parent
+from perfsuite.timing.clocks import CpuClock, clock_for
+from perfsuite.timing.runner import WARMUP_CALLS, Clock, Runner
+from perfsuite.timing.sampling import BLOCKS, ROUNDS, Sampler
 
 DO_BENCH_QUANTILES = (0.5, 0.2, 0.8)
 SECOND = "perfsuite.calibration._accepted_workloads"

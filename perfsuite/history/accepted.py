@@ -7,10 +7,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from perfsuite import baseline_file, revision
+from perfsuite.baseline import storage
 from perfsuite.errors import PerfsuiteError, RevisionError
 from perfsuite.history.records import Accepted, accepted_of
 from perfsuite.history.store import storable
+from perfsuite.revisions import revision
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -65,10 +66,10 @@ def figures(version: Version, folder: Path) -> Iterator[tuple[str, str, Accepted
     Raises BaselineError for a damaged file in the work tree.
     """
     if version.path is not None:
-        found = baseline_file.load(version.path)
+        found = storage.load(version.path)
     else:
         try:
-            found = baseline_file.parse(revision.git("cat-file", "blob", version.blob, cwd=folder))
+            found = storage.parse(revision.git("cat-file", "blob", version.blob, cwd=folder))
         except (PerfsuiteError, RecursionError):
             return
     for id, entry in found.entries.items():

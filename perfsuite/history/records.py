@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
 
-from perfsuite.baseline import Entry
+from perfsuite.baseline.accepted_entries import Entry
 from perfsuite.codec import to_json
 from perfsuite.records import Counts, Machine, Status
 from perfsuite.report import model, units, workload_rows

@@ -11,9 +11,9 @@ from typing import Any
 
 from perfsuite.codec import from_json
 from perfsuite.errors import PerfsuiteError, printable
-from perfsuite.folders import SCRATCH
 from perfsuite.history.records import Run, compact
 from perfsuite.report import files
+from perfsuite.system.folders import SCRATCH
 
 SCHEMA = 1
 """Version of the files' format."""

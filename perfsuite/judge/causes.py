@@ -8,11 +8,11 @@ from dataclasses import dataclass, field
 
 import torch
 
-from perfsuite import diagnosis
-from perfsuite.execution import Leaves, only_tensors
-from perfsuite.pair import Pair
-from perfsuite.tally import EXCUSED_SHARE
-from perfsuite.truths import Truth
+from perfsuite.correctness import diagnosis
+from perfsuite.correctness.execution import Leaves, only_tensors
+from perfsuite.correctness.tally import EXCUSED_SHARE
+from perfsuite.correctness.truths import Truth
+from perfsuite.declare.pair import Pair
 
 JUMP, UNITS = 1e-3, 8
 """Smallest difference that rounding does not explain, relative to the largest element of an output, and as a multiple

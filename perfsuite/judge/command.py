@@ -71,10 +71,10 @@ def judge(
     """
     import torch
 
+    from perfsuite.declare.workload import TF32
     from perfsuite.errors import HarnessFault, PerfsuiteError
-    from perfsuite.exit_codes import CODE_AT_FAULT
+    from perfsuite.gate.exit_codes import CODE_AT_FAULT
     from perfsuite.judge import verdict as verdicts
-    from perfsuite.workload import TF32
 
     options = verdicts.Options(
         device=device or ("cuda" if torch.cuda.is_available() else "cpu"),

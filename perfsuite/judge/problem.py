@@ -16,18 +16,20 @@ from typing import Any
 import torch
 from torch.nn.utils.weight_norm import WeightNorm
 
-from perfsuite import differences, execution, modules, tensor_values
-from perfsuite import inputs as make
-from perfsuite.cases import workload_case
+from perfsuite.correctness import differences, execution
+from perfsuite.correctness.integrity.probe import same_leaf
+from perfsuite.correctness.reference_task import is_random
+from perfsuite.correctness.rule import eps_of
+from perfsuite.declare import modules
+from perfsuite.declare.pair import Pair
+from perfsuite.declare.specs import ConstantSpec, tensor_spec
+from perfsuite.declare.workload import DTYPES, Workload
+from perfsuite.draws import inputs as make
+from perfsuite.draws import tensor_values
+from perfsuite.draws.cases import workload_case
 from perfsuite.errors import PerfsuiteError, in_one_line, printable
-from perfsuite.integrity.probe import same_leaf
 from perfsuite.judge.child import leaves_of, operations, seed_generators, tensors_of_state
-from perfsuite.pair import Pair
 from perfsuite.records import Case, InputCase
-from perfsuite.reference_task import is_random
-from perfsuite.rule import eps_of
-from perfsuite.specs import ConstantSpec, tensor_spec
-from perfsuite.workload import DTYPES, Workload
 
 EXAMINED = 4
 """Number of draws on which the reference is examined before any candidate."""

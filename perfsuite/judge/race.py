@@ -13,16 +13,16 @@ from typing import Any
 
 import torch
 
-from perfsuite import equivalence, rule, truths
-from perfsuite.comparison import excused_elements
+from perfsuite.correctness import equivalence, rule, truths
+from perfsuite.correctness.comparison import excused_elements
+from perfsuite.correctness.execution import only_tensors
+from perfsuite.correctness.integrity.probe import same_leaf
+from perfsuite.correctness.tally import Tally
 from perfsuite.errors import NotEquivalent, PerfsuiteError, in_one_line
-from perfsuite.execution import only_tensors
-from perfsuite.integrity.probe import same_leaf
 from perfsuite.judge.causes import beside_steps
 from perfsuite.judge.problem import Problem
 from perfsuite.judge.process import Ended
 from perfsuite.judge.trial import Served, truth_of
-from perfsuite.tally import Tally
 
 ROUND_S = 0.02
 """Seconds in which the fastest side completes a round: this sets the number of calls of each side, up to MOST_CALLS."""

@@ -10,19 +10,20 @@ from typing import Any
 
 import torch
 
-from perfsuite import equivalence, faults, truths
-from perfsuite import inputs as make
+from perfsuite import faults
+from perfsuite.correctness import equivalence, truths
+from perfsuite.correctness.execution import Leaves, only_tensors
+from perfsuite.correctness.integrity.probe import same_leaf
+from perfsuite.correctness.tally import Tally
+from perfsuite.correctness.truths import Discard, Truth
+from perfsuite.declare.workload import TF32
+from perfsuite.draws import inputs as make
+from perfsuite.draws.memory_layouts import fill_poison
 from perfsuite.errors import NotEquivalent, PerfsuiteError, in_one_line
-from perfsuite.execution import Leaves, only_tensors
-from perfsuite.integrity.probe import same_leaf
 from perfsuite.judge.causes import Causes
 from perfsuite.judge.problem import MODEL, Problem
 from perfsuite.judge.process import Ended, Nursery, Process, shortened
-from perfsuite.memory_layouts import fill_poison
 from perfsuite.records import Case
-from perfsuite.tally import Tally
-from perfsuite.truths import Discard, Truth
-from perfsuite.workload import TF32
 
 DRAWS = 8
 """Number of draws with the shapes of get_inputs(). The candidate is called twice on each."""

@@ -14,9 +14,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from perfsuite import convolutions
+from perfsuite.correctness import convolutions
 from perfsuite.errors import NotEquivalent, PerfsuiteError, printable
-from perfsuite.exit_codes import CODE_AT_FAULT, GREEN, UNDECIDED
+from perfsuite.gate.exit_codes import CODE_AT_FAULT, GREEN, UNDECIDED
 from perfsuite.judge import problem as problems
 from perfsuite.judge.process import Ended, Nursery, refuse_where_unsupported, shortened
 from perfsuite.judge.race import UNCERTAIN, Ratio, Times, Unusable, race

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 
 from perfsuite.errors import PerfsuiteError
-from perfsuite.exit_codes import CODE_AT_FAULT, ENDED_EARLY, GREEN, UNDECIDED
+from perfsuite.gate.exit_codes import CODE_AT_FAULT, ENDED_EARLY, GREEN, UNDECIDED
 from perfsuite.report import markdown, units
 from perfsuite.report.escaping import escape
 from perfsuite.report.model import (

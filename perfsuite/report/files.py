@@ -8,7 +8,7 @@ import tempfile
 from pathlib import Path
 
 from perfsuite.errors import PerfsuiteError
-from perfsuite.folders import own_folder
+from perfsuite.system.folders import own_folder
 
 
 def probe(folder: Path) -> None:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from perfsuite import exit_codes, throughput
+from perfsuite.gate import exit_codes, throughput
 from perfsuite.records import (
     ACCEPTED,
     OPTIMIZED,

@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
-from perfsuite.baseline import Entry
+from perfsuite.baseline.accepted_entries import Entry
 from perfsuite.errors import PerfsuiteError
 from perfsuite.records import Measurement
 from perfsuite.report import units

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from perfsuite import exit_codes
+from perfsuite.gate import exit_codes
 from perfsuite.records import (
     OPTIMIZED,
     CodeChange,

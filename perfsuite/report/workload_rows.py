@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from perfsuite.baseline import Entry
+from perfsuite.baseline.accepted_entries import Entry
 from perfsuite.records import (
     Counts,
     Measurement,

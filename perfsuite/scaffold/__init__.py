@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from perfsuite.errors import PerfsuiteError, RevisionError, printable
-from perfsuite.revision import git, top_level
+from perfsuite.revisions.revision import git, top_level
 from perfsuite.scaffold.source import PLACEHOLDER, Source, source
 
 COMMON = {"tests/test_perfsuite_pair.py": "test_pair.py.txt", "baselines/waivers.toml": "waivers.toml"}

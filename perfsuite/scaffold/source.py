@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
-from perfsuite import errors, revision
+from perfsuite import errors
+from perfsuite.revisions import revision
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,9 +11,9 @@ import torch
 from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
 
-from perfsuite.counting import count_calls
 from perfsuite.errors import first_line
 from perfsuite.report import units
+from perfsuite.timing.profiler_counts import count_calls
 from suite import ablation
 from suite.claims import leak_cnn_measured as measured
 from suite.claims.leak_cnn_setting import EPOCH, FEW_BATCH, MB, STEPS, TOGETHER, TOLERANCE, VALIDATION, Setting, setting

@@ -18,8 +18,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from perfsuite.counting import count_calls
 from perfsuite.report import units
+from perfsuite.timing.profiler_counts import count_calls
 from suite.ablation import Ratio, noting
 from suite.claims.record import CONFIRMED, EXCEEDED, REFUTED, UNMEASURED, Answer
 

@@ -12,8 +12,8 @@ from collections.abc import Mapping
 from statistics import median
 from typing import Any, cast
 
-from perfsuite import machine
 from perfsuite.report import units
+from perfsuite.system import machine
 from suite import ablation
 from suite.claims import ups_ranks as in_ranks
 from suite.claims import ups_verdicts as judged

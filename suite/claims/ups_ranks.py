@@ -28,8 +28,8 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from perfsuite.counting import count_calls
 from perfsuite.errors import first_line
+from perfsuite.timing.profiler_counts import count_calls
 from suite.claims.measuring import interleaved
 from suite.seeding import seeded_on_cpu
 from suite.techniques import implementation

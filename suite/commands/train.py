@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 import click
 
-from perfsuite import orphans
 from perfsuite.errors import PerfsuiteError, first_line
 from perfsuite.option_types import NamedPath
+from perfsuite.system import orphans
 from suite.commands.ending import in_one_line
 from suite.terminal import tell
 from suite.trainers import memory_remedy
@@ -289,7 +289,7 @@ def name_of(device: Any) -> str:
     """Return the model name of the GPU, or of the CPU."""
     import torch
 
-    from perfsuite import host
+    from perfsuite.system import host
 
     return torch.cuda.get_device_name(device) if device.type == "cuda" else host.cpu_model()
 

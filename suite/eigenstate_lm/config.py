@@ -124,7 +124,7 @@ class TrainConfig:
 
     @property
     def precision(self) -> str:
-        """Precision of the matrix products, as named in `perfsuite.ceilings`."""
+        """Precision of the matrix products, as named in `perfsuite.timing.roofline`."""
         if self.autocast_bf16 or self.autocast_fp16:
             return "bfloat16" if self.autocast_bf16 else "float16"
         return "tf32" if self.tf32 else "float32"

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from perfsuite import ceilings
+from perfsuite.timing import roofline
 from suite.eigenstate_lm.config import TrainConfig
 from suite.runtime.display import quantity
 from suite.stepping import StepSeconds
@@ -56,7 +56,7 @@ class Throughput(StepSeconds):
         self._most: float | None = None
         if device.type == "cuda":
             with torch.random.fork_rng(devices=[device]):  # do not change the state that dropout draws from
-                self._most = ceilings.matmul_flops_per_s(str(device), config.precision)
+                self._most = roofline.matmul_flops_per_s(str(device), config.precision)
             torch.cuda.reset_peak_memory_stats(device)  # do not count the product's matrices
 
     def metrics(self) -> dict[str, float]:

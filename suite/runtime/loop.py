@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from perfsuite import host
 from perfsuite.errors import PerfsuiteError
+from perfsuite.system import host
 from suite import terminal
 from suite.launching import LAUNCHED
 from suite.naming import escaped, shown

@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from perfsuite.baseline import Entry, entry_from
-from perfsuite.baseline import merge as merge_baseline
+from perfsuite.baseline.accepted_entries import Entry, entry_from
+from perfsuite.baseline.accepted_entries import merge as merge_baseline
 from perfsuite.records import Machine, Measurement, PromiseRecord, SideRecord
 
 MACHINE = Machine(

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 from judging import nursery
-from revisions import repo
+from repositories import repo
 from scratch import hide_gpus, project
 
-from perfsuite import machine
+from perfsuite.system import machine
 
 __all__ = ["nursery", "project", "repo"]
 

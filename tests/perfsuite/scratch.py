@@ -34,13 +34,14 @@ from _pytest.pytester import SysModulesSnapshot
 from click.testing import CliRunner, Result
 from pytest_benchmark.utils import get_machine_id
 
-from perfsuite import changed, cli, turns
-from perfsuite.journal import Job
+from perfsuite import cli
 from perfsuite.records import Alone, Measurement, Proof, Ran
-from perfsuite.tasks import ALONE, ITEMS, PROVE, TIME, Failure, Outcome, Reported, Task
-from perfsuite.turns import HELD
-from perfsuite.worker_process import Lane
-from perfsuite.workers import Workers
+from perfsuite.session import changed, device_lock
+from perfsuite.session.device_lock import HELD
+from perfsuite.session.journal import Job
+from perfsuite.session.tasks import ALONE, ITEMS, PROVE, TIME, Failure, Outcome, Reported, Task
+from perfsuite.session.worker_pool import Workers
+from perfsuite.session.worker_process import Lane
 
 ROOT = Path(__file__).resolve().parents[2]
 JITTER = (0.0, 4e-4, -3e-4, 2e-4, -4e-4, 1e-4, 3e-4, -2e-4)
@@ -82,7 +83,7 @@ OUTER = (
 
 
 class FakeWorkers:
-    """Replaces `perfsuite.control.Workers`: `outcome(id, process, second)` gives the result of each measurement.
+    """Replaces `perfsuite.session.mode.Workers`: `outcome(id, process, second)` gives the result of each measurement.
 
     `process` counts the timing processes from 0; `second` says whether the accepted side is timed, too. Proofs succeed,
     unless `outcome` is a failure for that workload. A trace finds `ran`, and `own` sources.
@@ -295,7 +296,7 @@ class Project:
         # Hides a git repository that may contain /tmp.
         monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(self.path.parent))
         # Nothing here depends on time: a run within a test does not wait for others that measure on this CPU.
-        monkeypatch.setenv(turns.HELD, "cpu")
+        monkeypatch.setenv(device_lock.HELD, "cpu")
         # If perfsuite is not installed, the processes that a run starts find it here.
         monkeypatch.setenv("PYTHONPATH", str(ROOT))
 
@@ -316,8 +317,8 @@ class Project:
     def measured(self, outcome: Any) -> FakeWorkers:
         """Replace the workers: from now on runs in this process measure nothing, and get `outcome`."""
         self.workers = FakeWorkers(outcome)
-        self.monkeypatch.setattr("perfsuite.control.Workers", self.workers)
-        self.monkeypatch.setattr("perfsuite.guard.check", lambda: None)  # it would find the replaced workers
+        self.monkeypatch.setattr("perfsuite.session.mode.Workers", self.workers)
+        self.monkeypatch.setattr("perfsuite.system.tamper.check", lambda: None)  # it would find the replaced workers
         return self.workers
 
     @contextmanager

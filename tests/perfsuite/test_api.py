@@ -15,12 +15,15 @@ import torch
 from scale import count
 
 import perfsuite
-from perfsuite import Pair, Workload, floats, guard, integers, planned, process_state, side, stateful, tensor
-from perfsuite.cases import case_line, parse_case
+from perfsuite import Pair, Workload, floats, integers, side, stateful, tensor
+from perfsuite.draws.cases import case_line, parse_case
 from perfsuite.errors import NotEquivalent, PairError, PerfsuiteError
 from perfsuite.measured import Measured
 from perfsuite.records import Case
-from perfsuite.sampling import BLOCKS
+from perfsuite.session import planned_draws
+from perfsuite.state import process_state
+from perfsuite.system import tamper
+from perfsuite.timing.sampling import BLOCKS
 
 EXAMPLES = count(quick=3, full=10)
 X = {"x": tensor("m", "n", values=floats(-4, 4))}
@@ -193,7 +196,7 @@ def test_a_draw_that_failed_before_is_run_for_the_same_steps() -> None:
             error.steps = steps
             raise error
 
-    cut = planned.cut_after_failure(prove)
+    cut = planned_draws.cut_after_failure(prove)
     case = Case(dtype="float32", sizes={"m": 3}, inputs={}, seed=1)
     for m, passes in ((3, False), (2, False), (1, True), (3, False), (2, False)):
         with nullcontext() if passes else pytest.raises(NotEquivalent):
@@ -347,5 +350,5 @@ def test_changed_process_setting_is_restored(name: str) -> None:
 def test_constants_in_tuples_and_from_arithmetic_are_guarded(tmp_path: Path) -> None:
     source = tmp_path / "constants.py"
     source.write_text("A, B = 2.0**-13, 64 << 20\nC = -1\nD: int = 3\nE = len('x')\nF, G = f()\nH = 2 * other\n")
-    _, constants, _ = guard._declared(str(source))
+    _, constants, _ = tamper._declared(str(source))
     assert constants == {"A": 2.0**-13, "B": 64 << 20, "C": -1, "D": 3}

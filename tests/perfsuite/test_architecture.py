@@ -6,14 +6,15 @@ import ast
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import cache
+from itertools import groupby
 from pathlib import Path
 
 import pytest
 from scratch import ROOT
 
-from perfsuite import baseline_file
+from perfsuite.baseline import storage
 from perfsuite.report import markdown
 
 HARNESS = ROOT / "perfsuite"
@@ -22,14 +23,16 @@ HEAVY = ("torch", "numpy", "hypothesis", "scipy", "rich", "jinja2", "triton")
 
 @cache
 def table() -> dict[str, tuple[tuple[int, int], str]]:
-    """Return module → ((row, place within it), torch column), from docs/architecture.md."""
+    """Return module, such as "gate.rule" → ((row, place within it), torch column), from docs/architecture.md."""
     found: dict[str, tuple[tuple[int, int], str]] = {}
     for line in (ROOT / "docs/architecture.md").read_text().splitlines():
         cells = [c.strip() for c in line.strip("|").split("|")]
-        if len(cells) == 4 and cells[0].isdigit():
-            for place, name in enumerate(re.findall(r"`(\w+)`", cells[1])):
+        if len(cells) == 5 and cells[0].isdigit():
+            package = "".join(f"{name}." for name in re.findall(r"`(\w+)`", cells[1]))
+            for place, module in enumerate(re.findall(r"`(\w+)`", cells[2])):
+                name = f"{package}{module}"
                 assert name not in found, f"{name} is in the table twice"
-                found[name] = ((int(cells[0]), place), cells[3])
+                found[name] = ((int(cells[0]), place), cells[4])
     # The package has its own table; only the commands come after it.
     found.setdefault("calibration", ((found["__init__"][0][0] - 1, len(found)), "lazily"))
     return found
@@ -64,13 +67,25 @@ def executed_at_import(node: ast.AST) -> Iterator[ast.AST]:
             yield from executed_at_import(child)
 
 
+@cache
+def packages() -> set[str]:
+    """Return the packages whose modules the table lists one by one."""
+    return {name.partition(".")[0] for name in table() if "." in name}
+
+
 def stage_of(path: Path) -> str:
-    """Return the stage of a file: a module of perfsuite, or its package `report`."""
-    return path.relative_to(HARNESS).parts[0].removesuffix(".py")
+    """Return the stage of a file: its module or package of perfsuite, such as "gate.rule" or "report"."""
+    return stage_named(path.relative_to(HARNESS).with_suffix("").parts)
+
+
+def stage_named(parts: Sequence[str]) -> str:
+    return ".".join(parts[: 2 if parts[0] in packages() else 1])
 
 
 def harness_files() -> list[Path]:
-    return sorted(HARNESS.rglob("*.py"))
+    """Return the files of the stages: all except the `__init__.py` of the packages that the table lists."""
+    fronts = {HARNESS / name / "__init__.py" for name in packages()}
+    return sorted(set(HARNESS.rglob("*.py")) - fronts)
 
 
 def imports(path: Path, *, top_only: bool = False, typing: bool = True) -> Iterator[tuple[str, str]]:
@@ -105,12 +120,10 @@ def stages_imported(path: Path) -> set[str]:
         first, *rest = module.split(".")
         if first != "perfsuite":
             continue
-        if rest:
-            found.add(rest[0])
-        elif (HARNESS / f"{name}.py").exists() or (HARNESS / name / "__init__.py").exists():
-            found.add(name)
-        else:
-            found.add("__init__")
+        inside = HARNESS.joinpath(*rest, name)
+        if inside.with_suffix(".py").exists() or (inside / "__init__.py").exists():
+            rest.append(name)
+        found.add(stage_named(rest) if rest else "__init__")
     return found - {stage_of(path)}
 
 
@@ -124,6 +137,14 @@ def torch_column(path: Path) -> str:
 
 def test_the_table_names_every_module() -> None:
     assert set(table()) == {stage_of(p) for p in harness_files()}
+
+
+def test_packages_of_stages_come_one_after_the_other_and_import_nothing_themselves() -> None:
+    in_order = [name.partition(".")[0] for name, _ in sorted(table().items(), key=lambda entry: entry[1][0])]
+    listed = [name for name in in_order if name in packages()]
+    assert [name for name, _ in groupby(listed)] == list(dict.fromkeys(listed))
+    for name in packages():
+        assert not list(imports(HARNESS / name / "__init__.py")), name
 
 
 @pytest.mark.parametrize("path", harness_files(), ids=lambda p: str(p.relative_to(HARNESS)))
@@ -165,7 +186,12 @@ for module in sys.argv[1:]:
 def test_import_of_a_module_loads_torch_only_as_the_table_allows() -> None:
     paths = [p for p in harness_files() if torch_column(p) != "yes" and p.stem != "__main__"]
     names = [".".join(p.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__") for p in paths]
-    assert {"perfsuite", "perfsuite.ahead", "perfsuite.modes.run", "perfsuite.calibration.record"} <= set(names)
+    assert {
+        "perfsuite",
+        "perfsuite.session.aot_compile",
+        "perfsuite.session.modes.run",
+        "perfsuite.calibration.record",
+    } <= set(names)
     done = subprocess.run([sys.executable, "-c", IMPORT_EACH, *names], cwd=ROOT, capture_output=True, text=True)
     assert (done.stdout.split(), done.returncode) == ([], 0), done.stderr
 
@@ -310,7 +336,7 @@ def test_every_test_file_of_a_domain_belongs_to_a_technique() -> None:
 def test_documentation_tables_match_the_baselines(page: str, device: str) -> None:
     """The pages show the figures that `perfsuite table baselines/DEVICE.json --write PAGE` writes."""
     text = (ROOT / page).read_text()
-    entries = baseline_file.load(ROOT / "baselines" / f"{device}.json").entries
+    entries = storage.load(ROOT / "baselines" / f"{device}.json").entries
     assert markdown.insert(text, markdown.table(entries.values())) == text
 
 

@@ -16,9 +16,9 @@ from scale import FULLY, some
 from scratch import ROOT, SMALL, TWO_LINES, Failure, Job, Project, lines_with, times, wait_for
 
 from perfsuite.codec import from_json, to_json
-from perfsuite.journal import JOB
 from perfsuite.records import Status
-from perfsuite.tasks import Task
+from perfsuite.session.journal import JOB
+from perfsuite.session.tasks import Task
 
 pytest_plugins = ["pytester"]
 
@@ -393,10 +393,12 @@ import sys
 
 from scratch import FakeWorkers, times
 
-from perfsuite import cli, control, guard
+from perfsuite import cli
+from perfsuite.session import mode
+from perfsuite.system import tamper
 
-guard.check = lambda: None
-control.Workers = FakeWorkers(times(slower=float(sys.argv[1])))
+tamper.check = lambda: None
+mode.Workers = FakeWorkers(times(slower=float(sys.argv[1])))
 for command in json.loads(sys.argv[2]):
     sys.stdout.reconfigure(errors="strict")  # as in a process of its own
     try:
@@ -436,8 +438,8 @@ def test_commands_work_in_an_ascii_terminal(project: Project, slower: float, cod
 
 def test_gpu_that_the_driver_does_not_identify_is_reported(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
     """If there is a GPU but the driver does not name it, one line says so."""
-    from perfsuite import machine
     from perfsuite.errors import MachineError
+    from perfsuite.system import machine
 
     def unknown() -> None:
         raise MachineError("there is a GPU here, but which is not known: the driver does not answer")

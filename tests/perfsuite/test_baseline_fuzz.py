@@ -24,13 +24,13 @@ from builders import MACHINE, entry, measurement, workload_id
 from scale import FULLY, count
 from scratch import ROOT
 
-from perfsuite import baseline_file as module
-from perfsuite import estimates, gate
-from perfsuite.baseline import Baseline, Entry, merge
-from perfsuite.baseline_file import load, save, update
+from perfsuite.baseline import storage as module
+from perfsuite.baseline.accepted_entries import Baseline, Entry, merge
+from perfsuite.baseline.priors import suite_noise
+from perfsuite.baseline.storage import load, save, update
 from perfsuite.codec import to_json
 from perfsuite.errors import BaselineError
-from perfsuite.priors import suite_noise
+from perfsuite.gate import decision, estimates
 from perfsuite.records import Measurement, SideRecord
 
 REAL = ROOT / "baselines/nvidia-h200.json"
@@ -285,9 +285,9 @@ def assert_wholly_valid(left: Baseline, sound: Baseline) -> None:
         estimates.Subject(id=key, runs=runs_of(e), entry=e, promises=e.promises, against="itself")
         for key, e in left.entries.items()
     ]
-    answers = gate.analyse(subjects, suite_noise(left.entries), selected=max(1, len(left.entries)))
+    answers = decision.analyse(subjects, suite_noise(left.entries), selected=max(1, len(left.entries)))
     assert set(answers) == set(left.entries)
-    assert all(isinstance(a, gate.Open) or a.status.green for a in answers.values())
+    assert all(isinstance(a, decision.Open) or a.status.green for a in answers.values())
 
 
 def test_damaged_files_are_refused_or_load_only_accepted_entries(tmp_path: Path) -> None:
@@ -363,8 +363,8 @@ WRITERS = """
 # A writer for each line of input, forked so that it starts at once, and killed; its exit status for an answer.
 import io, json, os, signal, sys, tempfile, time
 sys.path[:0] = {paths!r}
-from perfsuite.baseline import merge
-from perfsuite.baseline_file import load, update
+from perfsuite.baseline.accepted_entries import merge
+from perfsuite.baseline.storage import load, update
 import filelock, pytest_benchmark.stats
 
 path, *versions = sys.argv[1:]

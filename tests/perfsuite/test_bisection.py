@@ -21,7 +21,7 @@ from perfsuite import bisection
 from perfsuite.bisection import Change, Commit, SkippedError, change_of, commits_between, search, summary
 from perfsuite.cli import main
 from perfsuite.errors import PerfsuiteError, RevisionError
-from perfsuite.exit_codes import COULD_NOT_BEGIN
+from perfsuite.gate.exit_codes import COULD_NOT_BEGIN
 from perfsuite.records import Measurement, SideRecord, Status, Verdict
 from perfsuite.report import jsonfile
 from perfsuite.report.model import RunReport

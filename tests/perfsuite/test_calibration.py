@@ -19,13 +19,16 @@ from click.testing import CliRunner, Result
 from scale import FULLY
 from scratch import OUTER, ROOT
 
-from perfsuite import cli, estimates, gate, machine, planning, runner, sampling
+from perfsuite import cli
 from perfsuite.calibration import analysis, command, measure, record, report, resample
 from perfsuite.calibration.record import Recording
 from perfsuite.codec import to_json
 from perfsuite.errors import PerfsuiteError
-from perfsuite.modes import accept, paired
+from perfsuite.gate import decision, estimates, planning
 from perfsuite.records import ACCEPTED, OPTIMIZED, REFERENCE, Status
+from perfsuite.session.modes import accept, paired
+from perfsuite.system import machine
+from perfsuite.timing import runner, sampling
 
 BLOCKS, ROUNDS = 8, 7
 """Blocks and rounds of the recordings here: half the gate's blocks, so that its plan may need more."""
@@ -115,7 +118,7 @@ def found(quiet: Recording) -> analysis.Analysis:
 @pytest.fixture(autouse=True)
 def unlocked(monkeypatch: pytest.MonkeyPatch) -> None:
     """Do not wait for other measurements on this machine: no test here depends on a time."""
-    monkeypatch.setattr(command.turns, "turn", lambda *arguments: nullcontext())
+    monkeypatch.setattr(command.device_lock, "turn", lambda *arguments: nullcontext())
 
 
 def invoke(*arguments: object) -> Result:
@@ -200,7 +203,7 @@ def test_quiet_device_meets_all_targets(found: analysis.Analysis) -> None:
         assert 1 < unchanged.processes < 3
         assert unchanged.seconds == pytest.approx(unchanged.processes, rel=0.7)  # 2 sides of .5 s in 8 blocks
         assert [g.regressed.value for g in (two, three, five)] == [1, 1, 1]
-        assert five.processes == gate.RED_PROCESSES
+        assert five.processes == decision.RED_PROCESSES
         assert k.margin == estimates.MARGIN_MIN[k.clock]
 
 
@@ -230,11 +233,11 @@ def test_intervals_cover_the_truth(found: analysis.Analysis) -> None:
 def test_simulated_gate_adds_one_process_to_open_workloads_per_round(
     quiet: Recording, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each round analyses all workloads, with one more process for open ones, like `perfsuite.modes.paired`."""
+    """Each round analyses all workloads, with one more process for open ones, like `perfsuite.session.modes.paired`."""
     rounds: list[dict[str, int]] = []
     opened: list[set[str]] = []
 
-    def analyse(subjects: Any, suite: gate.Suite, *, selected: int) -> Any:
+    def analyse(subjects: Any, suite: decision.Suite, *, selected: int) -> Any:
         every = list(subjects)
         assert selected == len(every) == 2 * resample.COPIES
         assert sum(s.sampled for s in every) == paired.sample_size(len(every))
@@ -245,11 +248,11 @@ def test_simulated_gate_adds_one_process_to_open_workloads_per_round(
             assert {len(m.log_ratios[ACCEPTED]) for m in s.runs} == {min(planned, BLOCKS)}
         answers = decide(every, suite, selected=selected)
         rounds.append({s.id: len(s.runs) for s in every})
-        opened.append({i for i, a in answers.items() if isinstance(a, gate.Open)})
+        opened.append({i for i, a in answers.items() if isinstance(a, decision.Open)})
         return answers
 
-    decide = gate.analyse
-    monkeypatch.setattr(gate, "analyse", analyse)
+    decide = decision.analyse
+    monkeypatch.setattr(decision, "analyse", analyse)
     made = resample.simulate(resample.pools(quiet), {"+1.0%": 1}, np.random.default_rng(0))
     assert set(rounds[0].values()) == {1}
     assert len(rounds) == made.suites["+1.0%"].rounds > 3
@@ -750,11 +753,11 @@ def test_rounds_of_a_discarded_block_are_dropped() -> None:
     import torch
 
     from perfsuite.calibration import worker
-    from perfsuite.clocks import CpuClock
-    from perfsuite.pair import Pair
+    from perfsuite.declare.pair import Pair
+    from perfsuite.declare.sides import Side
+    from perfsuite.declare.specs import tensor
     from perfsuite.records import Case
-    from perfsuite.sides import Side
-    from perfsuite.specs import tensor
+    from perfsuite.timing.clocks import CpuClock
 
     pair = Pair(reference=abs, optimized=abs, inputs={"x": tensor("n")})
     case = Case(dtype="float32", sizes={}, inputs={}, seed=0)

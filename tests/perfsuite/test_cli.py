@@ -13,9 +13,12 @@ import pytest
 from click.testing import CliRunner, Result
 from scratch import SMALL, TWO_LINES, Failure, Project, fails, lines_with, times
 
-from perfsuite import __version__, baseline_file, cli, command_group, conclusion, digests, exit_codes
+from perfsuite import __version__, cli, command_group
+from perfsuite.baseline import storage
 from perfsuite.cli import main
+from perfsuite.gate import conclusion, exit_codes
 from perfsuite.records import Ran, Status
+from perfsuite.revisions import digests
 
 pytest_plugins = ["pytester"]
 
@@ -363,7 +366,7 @@ def test_accept_more_leaves_out_only_workloads_whose_proof_ran_other_code(projec
     assert lines_with(done.output, "not accepted: test_two.py::", "with other code", "accept it without --more")
     assert lines_with(done.output, "test_one.py", "1 session more: 2 in all")
     (kept,) = (project.path / "baselines").glob("*.json")
-    assert [len(e.sessions) for e in baseline_file.load(kept).entries.values()] == [2, 1]
+    assert [len(e.sessions) for e in storage.load(kept).entries.values()] == [2, 1]
 
 
 def test_accept_prune_removes_workloads_even_if_it_accepts_none(scale: Project) -> None:
@@ -538,7 +541,7 @@ def test_compare_reports_a_slowdown_against_the_revision(scale: Project) -> None
 @pytest.mark.parametrize("schema", [1, 99])
 def test_compare_needs_no_baseline_that_it_can_read(scale: Project, schema: int) -> None:
     path = scale.accept()
-    path.write_text(path.read_text().replace(f'"schema": {baseline_file.SCHEMA}', f'"schema": {schema}', 1))
+    path.write_text(path.read_text().replace(f'"schema": {storage.SCHEMA}', f'"schema": {schema}', 1))
     scale.measured(times(slower=0.05))
     done = scale.cli("compare", "HEAD")
     assert done.exit_code == 1, done.output

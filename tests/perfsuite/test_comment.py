@@ -20,7 +20,7 @@ from scratch import ROOT
 
 from perfsuite.cli import main
 from perfsuite.errors import PerfsuiteError
-from perfsuite.exit_codes import COULD_NOT_BEGIN
+from perfsuite.gate.exit_codes import COULD_NOT_BEGIN
 from perfsuite.records import Excuse, Status, Verdict
 from perfsuite.report import Correctness, RunReport, comment, html, jsonfile, markdown
 from perfsuite.report.escaping import escape

@@ -10,12 +10,14 @@ import torch
 from scale import count
 
 import perfsuite
-from perfsuite import Pair, Workload, contexts, expressions, floats, integers, size, tensor
-from perfsuite import inputs as make
-from perfsuite.cases import cases
+from perfsuite import Pair, Workload, floats, integers, size, tensor
+from perfsuite.correctness import contexts
+from perfsuite.declare import expressions
+from perfsuite.declare.pair_fields import CONTEXTS
+from perfsuite.draws import inputs as make
+from perfsuite.draws.cases import cases
+from perfsuite.draws.memory_layouts import with_layout
 from perfsuite.errors import NotEquivalent, PairError
-from perfsuite.memory_layouts import with_layout
-from perfsuite.pair_fields import CONTEXTS
 
 SOME = {"values": floats(-2, 2)}
 

@@ -12,9 +12,9 @@ import pytest
 from scale import FULLY
 from scratch import Failure, Project, fails, lines_with, times
 
-from perfsuite import exit_codes
-from perfsuite.modes.gate import Gate
+from perfsuite.gate import exit_codes
 from perfsuite.records import Status, Verdict
+from perfsuite.session.modes.gate import Gate
 
 pytest_plugins = ["pytester"]
 
@@ -236,7 +236,7 @@ def test_baselines_of_other_devices_are_named(accepted: Project) -> None:
 def test_baseline_of_another_machine_is_red(accepted: Project, monkeypatch: pytest.MonkeyPatch) -> None:
     import dataclasses
 
-    from perfsuite import machine
+    from perfsuite.system import machine
 
     here = machine.identify()
     other = dataclasses.replace(here, cpu="Another CPU", cores=here.cores + 1)

@@ -15,13 +15,13 @@ import pytest
 from builders import entry, measurement, workload_id
 from scale import FULL, FULLY
 
-from perfsuite import planning
-from perfsuite.baseline import Entry
-from perfsuite.estimates import Subject, margin_of
-from perfsuite.gate import Open, analyse
-from perfsuite.modes.paired import sample_size
-from perfsuite.priors import suite_noise
+from perfsuite.baseline.accepted_entries import Entry
+from perfsuite.baseline.priors import suite_noise
+from perfsuite.gate import planning
+from perfsuite.gate.decision import Open, analyse
+from perfsuite.gate.estimates import Subject, margin_of
 from perfsuite.records import Measurement, Status, Verdict
+from perfsuite.session.modes.paired import sample_size
 
 WORKLOADS, PROCESSES, ACCEPTED_PROCESSES, BLOCKS = 70, 12, 5, 8
 PROCESS_SD, BLOCK_SD = (3e-4, 4e-3), (1e-3, 6e-3)

@@ -11,7 +11,7 @@ from scale import FULLY, count
 
 import perfsuite
 from perfsuite import Pair, Workload, floats, generator, tensor
-from perfsuite import inputs as make
+from perfsuite.draws import inputs as make
 from perfsuite.errors import NotEquivalent, PairError
 from perfsuite.records import Case
 

@@ -13,9 +13,10 @@ from click.testing import CliRunner, Result
 from scale import FULLY
 from scratch import Project, git, lines_with, times
 
-from perfsuite import __version__, waivers
+from perfsuite import __version__
+from perfsuite.baseline import waivers
 from perfsuite.cli import main
-from perfsuite.exit_codes import COULD_NOT_BEGIN
+from perfsuite.gate.exit_codes import COULD_NOT_BEGIN
 from perfsuite.report import comment
 from perfsuite.scaffold import COMMON, FILES, source
 from perfsuite.scaffold.source import PLACEHOLDER, Source, parse

@@ -12,8 +12,8 @@ import pytest
 from scale import FULLY
 from scratch import SMALL, TWO_LINES, Project, lines_with, times
 
-from perfsuite import device_nodes
-from perfsuite.exit_codes import UNDECIDED
+from perfsuite.gate.exit_codes import UNDECIDED
+from perfsuite.system import device_nodes
 
 pytest_plugins = ["pytester"]
 
@@ -626,7 +626,7 @@ def test_matrix_products_between_kernels_are_not_computed(project: Project) -> N
     assert (project.path / "compiled").exists(), "the products are not reached"
 
 
-# --- pytest-benchmark: the contract of perfsuite/benchmarks.py ------------------------------------------------------
+# --- pytest-benchmark: the contract of perfsuite/session/benchmark_records.py -----------------------------------------
 
 
 @pytest.fixture

@@ -16,13 +16,15 @@ from click.testing import Result
 from scale import FULL, FULLY
 from scratch import ROOT, SMALL, TWO_LINES, Project, lines_with, times
 
-from perfsuite import baseline_file, gate, lanes
-from perfsuite.exit_codes import CODE_AT_FAULT, GREEN, UNDECIDED
-from perfsuite.modes import paired
-from perfsuite.progress import Progress
+from perfsuite.baseline import storage
+from perfsuite.gate import decision
+from perfsuite.gate.exit_codes import CODE_AT_FAULT, GREEN, UNDECIDED
 from perfsuite.records import Status
-from perfsuite.tasks import PROVE, TIME, Task
-from perfsuite.worker_process import Lane, WorkerProcess
+from perfsuite.session import lanes
+from perfsuite.session.modes import paired
+from perfsuite.session.progress import Progress
+from perfsuite.session.tasks import PROVE, TIME, Task
+from perfsuite.session.worker_process import Lane, WorkerProcess
 
 pytest_plugins = ["pytester"]
 
@@ -45,8 +47,8 @@ def two_stages(project: Project, monkeypatch: pytest.MonkeyPatch) -> Project:
     Nothing else differs, and half a minute is saved.
     """
     monkeypatch.setattr(lanes, "started_ahead", lambda machine, lanes, memory, workloads: 2)
-    monkeypatch.setattr(gate, "STAGES", (1, 2))
-    monkeypatch.setattr(gate, "RED_PROCESSES", 2)
+    monkeypatch.setattr(decision, "STAGES", (1, 2))
+    monkeypatch.setattr(decision, "RED_PROCESSES", 2)
     monkeypatch.setattr(paired, "MOST_PROCESSES", 2)
     return project
 
@@ -98,7 +100,7 @@ def test_the_readmes_example_from_times_to_gate(two_stages: Project) -> None:
     assert accepted.exit_code == 0, accepted.output
     assert lines_with(accepted.output, DOTS, "added at")
     (path,) = (project.path / "baselines").glob("*.json")
-    entry = baseline_file.load(path).entries[DOTS]
+    entry = storage.load(path).entries[DOTS]
     assert (entry.reason, entry.revision, entry.promises.speedup) == ("first", None, 5.0)
     assert [len(s.processes) for s in entry.sessions] == [3]
 

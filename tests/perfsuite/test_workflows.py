@@ -22,10 +22,10 @@ from scratch import ROOT, lines_with
 from test_comment import EXAMPLE
 
 from perfsuite.cli import main
-from perfsuite.folders import SCRATCH
 from perfsuite.history.store import FOLDER
 from perfsuite.report import comment, jsonfile
 from perfsuite.scaffold import FILES, Source
+from perfsuite.system.folders import SCRATCH
 
 yaml = pytest.importorskip("yaml")
 

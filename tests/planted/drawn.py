@@ -9,7 +9,7 @@ from catalogue import Time, fault, honest, pair
 from torch.nn import functional
 
 from perfsuite import Pair, floats, generator, integers, scalar, size, tensor
-from perfsuite.specs import Spec
+from perfsuite.declare.specs import Spec
 
 LAYOUTS = ("contiguous", "rows", "permuted")
 ROWS: dict[str, Spec] = {"x": tensor("b", "m", "n", values=floats(-2, 2), layouts=LAYOUTS)}

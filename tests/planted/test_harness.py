@@ -13,10 +13,13 @@ from catalogue import fast, pair, wave
 from scale import count
 from scratch import SMALL, TWO_LINES, Project, lines_with, times
 
-from perfsuite import api, counting, equivalence, floats, machine, tensor
+from perfsuite import api, floats, tensor
+from perfsuite.correctness import equivalence
 from perfsuite.errors import MachineError, NotEquivalent
-from perfsuite.exit_codes import UNDECIDED
+from perfsuite.gate.exit_codes import UNDECIDED
 from perfsuite.records import Case
+from perfsuite.system import machine
+from perfsuite.timing import profiler_counts
 
 pytest_plugins = ["pytester"]
 
@@ -60,10 +63,10 @@ def test_10_profiler_without_cuda_calls_raises_machine_error(monkeypatch: pytest
     monkeypatch.setattr(torch.profiler, "profile", profile)
     monkeypatch.setattr(torch.profiler, "record_function", record)
     if captured:
-        assert counting.count_calls({"optimized": (lambda: None, lambda: None)}) == {"optimized": (1, 1)}
+        assert profiler_counts.count_calls({"optimized": (lambda: None, lambda: None)}) == {"optimized": (1, 1)}
         return
     with pytest.raises(MachineError, match="the profiler captured no CUDA runtime calls"):
-        counting.count_calls({"optimized": (lambda: None, lambda: None)})
+        profiler_counts.count_calls({"optimized": (lambda: None, lambda: None)})
 
 
 # --- 13: rounding that hides a small change ------------------------------------------------------------------

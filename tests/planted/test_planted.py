@@ -26,9 +26,13 @@ import training_steps  # noqa: F401 - registers its faults
 from catalogue import FAULTS, HONEST, NUMBERS, Planted, Time
 from scale import FULLY, count
 
-from perfsuite import api, clocks, guard, process_state, rule, scrutiny
+from perfsuite import api
+from perfsuite.correctness import compilations, rule
+from perfsuite.correctness.integrity import late_work
 from perfsuite.errors import NotEquivalent, PerfsuiteError
-from perfsuite.integrity import late_work
+from perfsuite.state import process_state
+from perfsuite.system import tamper
+from perfsuite.timing import clocks
 
 EXAMPLES = 60
 HONEST_EXAMPLES = count(quick=4, full=EXAMPLES)
@@ -39,7 +43,7 @@ PATCHED: tuple[tuple[Any, str], ...] = (
     (torch.cuda.Event, "elapsed_time"),
     (torch, "equal"),
     (rule, "K_NORM"),
-    (scrutiny, "compilations"),
+    (compilations, "graphs"),
     (statistics, "median"),
 )
 
@@ -81,7 +85,7 @@ def messages(planted: Planted, time: Time, monkeypatch: pytest.MonkeyPatch, exam
         monkeypatch.setattr(clocks, "process_time_ns", lambda: time.now)
         monkeypatch.setattr(clocks, "interruptions", lambda: 0)
     if planted.number != 3:
-        monkeypatch.setattr(guard, "check", lambda: None)  # it would report the functions that this test replaces
+        monkeypatch.setattr(tamper, "check", lambda: None)  # it would report the functions that this test replaces
     else:
         monkeypatch.undo()
     device = "cpu" if simulated else planted.device or DEVICE
@@ -95,7 +99,7 @@ def messages(planted: Planted, time: Time, monkeypatch: pytest.MonkeyPatch, exam
                 api.measure(made, device=device)
             else:
                 dict(proofs(made))[stage]()
-            guard.check()
+            tamper.check()
         except (NotEquivalent, PerfsuiteError) as error:
             yield str(error)
 

@@ -9,8 +9,8 @@ import pytest
 import rank_faults
 from scale import some
 
+from perfsuite.correctness.ranks import group, proof
 from perfsuite.errors import NotEquivalent
-from perfsuite.ranks import group, proof
 from perfsuite.records import Case
 
 COLLECTIVE_S = 2.0

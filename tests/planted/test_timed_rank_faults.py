@@ -6,12 +6,12 @@ import pytest
 import timed_rank_faults
 from scale import FULLY
 
+from perfsuite.correctness.ranks import group
+from perfsuite.correctness.ranks.group import RanksFailed
 from perfsuite.errors import NotEquivalent
-from perfsuite.rank_timing.parent import RankTiming
-from perfsuite.ranks import group
-from perfsuite.ranks.group import RanksFailed
 from perfsuite.records import OPTIMIZED, REFERENCE, Measurement, Proof
-from perfsuite.tasks import PROVE, Task
+from perfsuite.session.rank_timing.parent import RankTiming
+from perfsuite.session.tasks import PROVE, Task
 
 ENDS_S = 60.0
 """Limit for the ranks' start and first calls, and for the 30 s within which a group ends after a fault."""

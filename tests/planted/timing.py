@@ -10,6 +10,7 @@ import torch
 from catalogue import SIZES, Time, X, fast, fault, honest, lasting, pair, timed_pair, wave
 
 from perfsuite import Pair, Workload, floats, scalar, stateful, tensor
+from perfsuite.correctness import compilations
 
 
 class Lazy(torch.Tensor):
@@ -141,12 +142,12 @@ def patched_comparison(time: Time) -> Pair:
     return pair(optimized)
 
 
-@fault(3, "a patched rule", "perfsuite.rule.K_NORM has been set to 1000000.0 (installed: 6.0)")
+@fault(3, "a patched rule", "perfsuite.correctness.rule.K_NORM has been set to 1000000.0 (installed: 6.0)")
 def patched_rule(time: Time) -> Pair:
     def optimized(x: torch.Tensor) -> torch.Tensor:
-        import perfsuite.rule
+        import perfsuite.correctness.rule
 
-        perfsuite.rule.K_NORM = 1e6
+        perfsuite.correctness.rule.K_NORM = 1e6
         return fast(x)
 
     return pair(optimized)
@@ -516,7 +517,6 @@ def half_reference(time: Time) -> Pair:
 
 @fault(11, "a reference that compiles while it is timed", "a slow straw man", timed=True)
 def straw_man(time: Time) -> Pair:
-    from perfsuite import scrutiny
 
     compiled = [0]
 
@@ -526,7 +526,7 @@ def straw_man(time: Time) -> Pair:
         return wave(x)
 
     made = pair(lasting(time, 1e-3, fast), reference=reference)
-    scrutiny.compilations = lambda: compiled[0]
+    compilations.graphs = lambda: compiled[0]
     return made
 
 

@@ -456,7 +456,7 @@ def test_operations_of_a_long_window_are_extrapolated_from_two_short_ones(monkey
             counts[name] = 0, operations.count
         return counts
 
-    monkeypatch.setattr("perfsuite.counting.count_calls", count_calls)
+    monkeypatch.setattr("perfsuite.timing.profiler_counts.count_calls", count_calls)
     config = TrainConfig(batch_size=2, sequence_length=4, blocks=1, memory_slots=8, window=9, compiled_function=False)
     batch = next(ablation.random_batches(config, torch.device("cpu")))
     trainers = {n: Trainer(config, ablation.VOCABULARY, "cpu") for n in ("long", "whole")}

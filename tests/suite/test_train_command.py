@@ -12,9 +12,9 @@ import pytest
 from click.testing import CliRunner, Result
 from training import ROOT, SMALL, environment, started
 
-from perfsuite import exit_codes
 from perfsuite.cli import main
 from perfsuite.errors import PerfsuiteError
+from perfsuite.gate import exit_codes
 from suite import trainers
 from suite.commands.train import train
 from suite.runtime import archive

@@ -2,7 +2,7 @@
 
 import torch
 
-from perfsuite.equivalence import C, K
+from perfsuite.correctness.equivalence import C, K
 
 NEIGHBOURS = 3
 """Number of reference runs with perturbed initial weights; they show how far rounding alone moves the curve."""

@@ -15,7 +15,7 @@ from scale import count, draws
 from optimized.trainers import trainer2 as module
 from optimized.trainers.trainer2 import Trainer as Optimized
 from perfsuite import Cost, Pair, Workload, floats, integers, scalar, side, size, stateful, tensor
-from perfsuite.equivalence import C, K
+from perfsuite.correctness.equivalence import C, K
 from reference.trainers.trainer2 import Trainer as Reference
 from suite.trainer2.config import TECHNIQUES, TrainConfig, without_techniques
 

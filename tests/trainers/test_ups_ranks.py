@@ -32,7 +32,7 @@ from test_ups import DATA, SMALL, Optimized, Reference, curve, made
 from optimized.buckets import Bucket
 from optimized.over_ranks import clip_over_ranks
 from perfsuite.errors import PerfsuiteError
-from perfsuite.process_state import begin_group
+from perfsuite.state.process_state import begin_group
 from suite import launching
 from suite.commands.train import train
 from suite.runtime import DivergedError, Options, checkpoints, fit, loop, together

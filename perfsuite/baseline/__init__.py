@@ -1,0 +1,4 @@
+"""Accepted figures: the entries of `baselines/<device>.json`, waivers, and priors fitted to all entries. No torch.
+
+Begin with `accepted_entries.py` (`Entry`, `Baseline`) and `storage.py` (reads and writes the file).
+"""

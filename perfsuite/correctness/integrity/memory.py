@@ -1,0 +1,398 @@
+"""Faults of memory: changed inputs, accesses out of bounds, static buffers returned as outputs, unwritten outputs."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import warnings
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils import dlpack
+
+from perfsuite.correctness import dispatch_modes, execution, forms, truths
+from perfsuite.correctness.execution import Leaves
+from perfsuite.correctness.integrity.probe import Probe, bytes_of, same_leaf
+from perfsuite.declare.pair import Pair
+from perfsuite.declare.pair_fields import BUFFERS
+from perfsuite.declare.specs import ModuleSpec, holds
+from perfsuite.draws import inputs as make
+from perfsuite.draws.memory_layouts import fill_poison, memory_of
+from perfsuite.errors import NotEquivalent
+from perfsuite.records import Case
+from perfsuite.state import marks
+
+LATER_CALLS = 9
+"""Number of later calls that an output must survive. A side may hand out a few buffers in turn."""
+
+
+def undeclared_mutation(probe: Probe) -> None:
+    """Check that an input which is not in `mutates` or `writes` is unchanged bit for bit, with its whole storage, and
+    that a side writes to no memory between the elements of the inputs that it may change."""
+    before: list[tuple[str, torch.Tensor, torch.Tensor, torch.Size, tuple[int, ...]]] = []
+    changed: list[tuple[str, torch.Tensor, torch.Tensor]] = []
+
+    def remember(values: dict[str, Any]) -> dict[str, Any]:
+        for path, tensor in make.unchanging(probe.pair, values):
+            _fill_gaps(tensor)
+            before.append((path, tensor, bytes_of(tensor.untyped_storage()).clone(), tensor.shape, tensor.stride()))
+        for name, value in values.items():
+            for path, tensor in make.changing(probe.pair, name, value):
+                _fill_gaps(tensor)
+                changed.append((path, tensor, memory_of(tensor).clone()))
+        return values
+
+    values = probe.drawn()
+    held = _held(probe.pair, values)
+    probe.call(remember(values), given=lambda values: remember(make.clone(values)))
+    if (exchanged := _exchanged(held, _held(probe.pair, values))) and not _reference_exchanges(probe):
+        raise probe.fault(exchanged)
+    for path, tensor, storage, shape, stride in before:
+        if tensor.shape != shape or tensor.stride() != stride:
+            raise probe.fault(f"reshapes its input {path} in place")
+        if not torch.equal(bytes_of(tensor.untyped_storage()), storage):
+            remedy = declaration_of_change(probe.pair, path)
+            raise probe.fault(f"changes its input {path} in place, which the pair does not declare; {remedy}")
+    for path, tensor, storage in changed:
+        after = memory_of(tensor).clone()
+        if after.numel() != storage.numel():
+            continue  # the side has replaced its memory
+        # The elements themselves may change, so they are made equal before the comparison.
+        where = tensor.shape, tensor.stride(), tensor.storage_offset()
+        after.as_strided(*where).copy_(storage.as_strided(*where))
+        if not torch.equal(bytes_of(after.untyped_storage()), bytes_of(storage.untyped_storage())):
+            raise probe.fault(f"writes beside the elements of its input {path}, which it changes in place")
+
+
+def _held(pair: Pair, values: dict[str, Any]) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+    """Return path → tensor for the inputs that no call may change, without the buffers of modules, and which parameters
+    and buffers of these inputs are one tensor."""
+    unchanging = {name: value for name, value in values.items() if name not in pair.changed}
+    held = {path: t for name, value in unchanging.items() for path, t in make.tensors_in(value, name, buffers=False)}
+    return held, {name: whose for name, whose in marks.of(unchanging) if name.startswith(marks.TENSOR)}
+
+
+def _exchanged(
+    before: tuple[dict[str, torch.Tensor], dict[str, str]], after: tuple[dict[str, torch.Tensor], dict[str, str]]
+) -> str:
+    """Describe the first tensor that a call has removed, added, replaced, tied or untied. Return "" if the inputs hold
+    the same tensors."""
+    (held, tied), (now, tied_now) = before, after
+    for path in (*held, *now):
+        if path not in now:
+            return f"removes {path} from its input, which the caller still has"
+        if path not in held:
+            return f"adds {path} to its input, which the caller still has"
+        if held[path] is not now[path]:
+            return f"replaces {path} in its input by another tensor; the caller may hold the one before"
+    different = (name for name, whose in tied.items() if tied_now.get(name, whose) != whose)
+    return next((f"changes {name} from {tied[name]} to {tied_now[name]}" for name in different), "")
+
+
+def _reference_exchanges(probe: Probe) -> bool:
+    values = probe.drawn()
+    held = _held(probe.pair, values)
+    probe.of_reference().call(values)
+    return bool(_exchanged(held, _held(probe.pair, values)))
+
+
+def declaration_of_change(pair: Pair, path: str) -> str:
+    """Return the advice on how a pair declares that a side changes the input at this path."""
+    name, _, within = path.partition(".")
+    if within and holds(pair.inputs.get(name), ModuleSpec):
+        return f"declare mutates={{{name!r}: {BUFFERS!r}}}"
+    return "add it to mutates="
+
+
+def _fill_gaps(tensor: torch.Tensor) -> None:
+    """Fill the memory between the elements of a floating-point tensor with ones. It holds NaN before, and adding to NaN
+    would not show."""
+    whole, elements = memory_of(tensor), tensor.detach()
+    if not tensor.is_floating_point() or 0 in tensor.stride() or whole.numel() == tensor.numel():
+        return
+    kept = elements.clone()
+    whole.fill_(1)
+    elements.copy_(kept)
+
+
+def touched_input(probe: Probe) -> None:
+    """Check that no call of the other checks wrote to an undeclared input, even if it restored the values.
+
+    This check comes last, because the other checks name a fault more precisely.
+    """
+    if probe.touched is not None:
+        remedy = declaration_of_change(probe.pair, probe.touched)
+        raise probe.fault(
+            f"changes its input {probe.touched} in place, which the pair does not declare; {remedy} (it puts the "
+            f"values back, or changes them now and then)"
+        )
+
+
+def private_buffer(probe: Probe) -> None:
+    """Check that later calls with other inputs do not overwrite an output, and return none in its memory."""
+    if probe.pair.is_stateful:
+        return  # its state is a declared buffer
+    other = probe.other_case()
+    first = {n: leaf for n, leaf in probe.call(probe.drawn()).items() if isinstance(leaf, torch.Tensor)}
+    kept = {n: leaf.clone() for n, leaf in first.items()}
+    for _ in range(LATER_CALLS):
+        later = probe.call(probe.drawn(other), other)
+        for name, tensor in first.items():
+            if not forms.identical(tensor, kept[name]):
+                raise probe.fault(
+                    f"overwrites {name} of an earlier call: it hands out a private static buffer; return a copy"
+                )
+            following = later.get(name)
+            if (
+                isinstance(following, torch.Tensor)
+                and tensor.numel()
+                and following.numel()
+                and tensor.untyped_storage().data_ptr() == following.untyped_storage().data_ptr()
+                and not reference_keeps(probe, name, other)
+            ):
+                raise probe.fault(
+                    f"returns {name} of two calls in the same memory: it hands out a private static buffer; "
+                    f"return a copy"
+                )
+    _kept_answers(probe)
+
+
+def reference_keeps(probe: Probe, name: str, other: Case) -> bool:
+    """Return whether two calls of the reference, too, return this output in the same memory, as with a constant
+    table."""
+    reference = probe.of_reference()
+    first, later = reference.call(reference.drawn()).get(name), reference.call(reference.drawn(other), other).get(name)
+    both = [t.untyped_storage().data_ptr() for t in (first, later) if isinstance(t, torch.Tensor)]
+    return len(both) == 2 and both[0] == both[1]
+
+
+def _kept_answers(probe: Probe) -> None:
+    """Check that values which a caller writes into an output do not come back in a later answer to the same inputs."""
+    if probe.pair.changed:
+        return
+    values = probe.drawn()
+    first, plain = probe.call(values), probe.call(values)
+    plain = execution.copies_of(plain)
+    inputs = {t.untyped_storage().data_ptr() for n, v in values.items() for _, t in make.tensors_in(v, n)}
+    owned = {
+        n: leaf.detach()
+        for n, leaf in first.items()
+        if isinstance(leaf, torch.Tensor)
+        and leaf.is_floating_point()
+        and leaf.untyped_storage().data_ptr() not in inputs
+    }
+    kept = {n: leaf.clone() for n, leaf in owned.items()}
+    # torch refuses to write to an expanded output. A caller could not write to it either.
+    with contextlib.suppress(RuntimeError):
+        for leaf in owned.values():
+            leaf.fill_(float("nan"))
+    again = probe.call(values)
+    changed = [n for n, leaf in again.items() if _has_nan(leaf) and not _has_nan(plain.get(n))]
+    with contextlib.suppress(RuntimeError):
+        for n, leaf in owned.items():
+            leaf.copy_(kept[n])  # undo it, so that the next draw finds such a side, too
+    if name := next((n for n in changed if not reference_keeps(probe, n, probe.other_case())), ""):
+        raise unwritten(probe) or probe.fault(
+            f"keeps {name} and returns it again: what a caller writes into it comes back; return a copy"
+        )
+
+
+def _has_nan(leaf: Any) -> bool:
+    return isinstance(leaf, torch.Tensor) and bool(leaf.isnan().any())
+
+
+def unwritten_output(probe: Probe) -> None:
+    """Check that every element of an output is written. Fresh memory is filled with NaN here, so that an unwritten
+    element shows."""
+    try:
+        probe.truth()
+    except truths.Discard:
+        return
+    with poisoned_memory():
+        poisoned = probe.call(probe.drawn())
+    try:
+        probe.judge(poisoned)
+    except NotEquivalent as error:
+        if not _holds_nan(poisoned):
+            if drifted := probe.drifted(error):
+                raise drifted from None
+            with poisoned_memory():
+                again = _gives(probe, poisoned)
+            if not again:
+                raise  # not the memory decides: the same memory gives another answer
+        with _Zeroed():
+            same = _gives(probe, poisoned)
+        if same:
+            raise  # also wrong without poisoned memory
+        with deterministic_algorithms(fill=False), _Zeroed():
+            same = _gives(probe, poisoned)
+        if same:
+            return  # in deterministic mode a library uses another, less precise algorithm
+        raise probe.fault(
+            f"leaves output unwritten, or reads memory it never wrote: with fresh memory filled with NaN, {error}"
+        ) from None
+
+
+def out_of_bounds(probe: Probe) -> None:
+    """Check that the side neither writes to nor reads from guards, which surround its inputs and the memory that it
+    allocates."""
+    if not probe.answers_rightly():
+        return  # wrong without guards, too: the equivalence proof reports it
+    try:
+        fences, produced = _between_guards(probe)
+    except RuntimeError as error:
+        if NOT_RESIZABLE not in str(error):
+            raise
+        # Some sides free memory by resizing its storage to 0, which a storage between guards does not allow.
+        fences, produced = _between_guards(probe, allocated=False)
+    for guard in fences:
+        if not guard.is_intact():
+            raise probe.fault(f"writes outside of {guard.what}: the memory beside it has changed")
+    try:
+        probe.judge(produced)
+    except NotEquivalent as error:
+        if not _holds_nan(produced) and (drifted := probe.drifted(error)):
+            raise drifted from None
+        raise probe.fault(
+            f"reads outside of its tensors: with NaN in the memory beside them, which it should not see, {error}"
+        ) from None
+
+
+def _between_guards(probe: Probe, *, allocated: bool = True) -> tuple[list[_Fence], Leaves]:
+    """Call the side. Return its outputs, and the guards around the inputs and, if `allocated`, around the memory that
+    the side allocates."""
+    fences: list[_Fence] = []
+
+    def fence(values: dict[str, Any]) -> dict[str, Any]:
+        return {
+            name: make.map_tensors(value, functools.partial(_fenced, what=f"its input {name}", fences=fences))
+            for name, value in values.items()
+        }
+
+    values = fence(probe.drawn())
+    with _Guarded(fences) if allocated else contextlib.nullcontext():
+        return fences, probe.call(values, given=fence)
+
+
+def unwritten(probe: Probe) -> NotEquivalent | None:
+    """Return the fault of a side whose wrong answers come from memory that it never wrote; None if that is not so.
+
+    Unwritten memory makes answers change from call to call, which looks like another fault. If such memory is filled
+    with NaN, the answers hold the same NaN each time.
+    """
+    with poisoned_memory():
+        first, again = probe.call(probe.drawn()), probe.call(probe.drawn())
+    if not _holds_nan(first) or not all(same_leaf(leaf, again.get(name)) for name, leaf in first.items()):
+        return None
+    if probe.is_right(first):
+        return None
+    return probe.fault("leaves output unwritten, or reads memory it never wrote: what lay there before comes out")
+
+
+def _gives(probe: Probe, leaves: Leaves) -> bool:
+    """Return whether another call gives the same outputs, bit for bit."""
+    return all(same_leaf(leaves.get(name), leaf) for name, leaf in probe.call(probe.drawn()).items())
+
+
+def _holds_nan(leaves: Leaves) -> bool:
+    return any(_has_nan(leaf) for leaf in leaves.values())
+
+
+NOT_RESIZABLE = "resize storage that is not resizable"
+"""Part of torch's message about resizing memory that another library owns."""
+GUARD_BYTES = 4096
+"""Bytes of a guard. It holds a whole row of a tile past the end, and is a multiple of every alignment."""
+
+
+@dataclass(slots=True)
+class _Fence:
+    """The guards before and after a tensor, and the bytes with which they were filled."""
+
+    what: str
+    sides: tuple[torch.Tensor, torch.Tensor]
+    filled: tuple[torch.Tensor, torch.Tensor]
+
+    def is_intact(self) -> bool:
+        return all(torch.equal(bytes_of_tensor(a), b) for a, b in zip(self.sides, self.filled, strict=True))
+
+
+def _fenced(tensor: torch.Tensor, what: str, fences: list[_Fence]) -> torch.Tensor:
+    """Return a tensor with the same values, strides and offset, whose storage has a guard before and after it.
+
+    Add the guards to `fences`. A complex, empty, or not plain strided tensor is returned as it is.
+    """
+    plain = type(tensor) in (torch.Tensor, torch.nn.Parameter)  # a DTensor has no memory of its own
+    if not plain or not tensor.numel() or tensor.layout is not torch.strided or tensor.is_meta:
+        return tensor
+    if tensor.dtype.is_complex:
+        return tensor
+    size = tensor.element_size()
+    held = tensor.untyped_storage().nbytes() // size
+    guard = GUARD_BYTES // size
+    whole = torch.empty(held + 2 * guard, dtype=tensor.dtype, device=tensor.device)
+    fill_poison(whole)
+    whole[guard : guard + held] = memory_of(tensor)[:held]
+    sides = (whole[:guard], whole[guard + held :])
+    fences.append(_Fence(what, sides, (bytes_of_tensor(sides[0]).clone(), bytes_of_tensor(sides[1]).clone())))
+    # The storage begins after the first guard, because code may assume that new memory has storage offset 0.
+    inner = dlpack.from_dlpack(bytes_of_tensor(whole[guard:])).view(tensor.dtype)
+    return inner.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+
+
+def bytes_of_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous().view(torch.uint8)
+
+
+ALLOCATES = frozenset({"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"})
+ALLOCATES_FILLED = frozenset({"zeros", "zeros_like", "new_zeros", "ones", "ones_like", "full", "full_like", "new_full"})
+
+
+class _Guarded(dispatch_modes.OutsideCompiled):
+    """Dispatch mode that puts guards around the memory that the side allocates."""
+
+    def __init__(self, fences: list[_Fence]) -> None:
+        super().__init__()
+        self.fences = fences
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        name = func.overloadpacket.__name__
+        if isinstance(result, torch.Tensor) and (name in ALLOCATES or name in ALLOCATES_FILLED):
+            return _fenced(result, "memory that it allocated", self.fences)
+        return result
+
+
+class _Zeroed(dispatch_modes.OutsideCompiled):
+    """Dispatch mode that fills uninitialized memory with zeros. The NaN of freed memory may still be there."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        fresh = isinstance(result, torch.Tensor) and func.overloadpacket.__name__ in ALLOCATES
+        return result.zero_() if fresh else result
+
+
+def poisoned_memory() -> AbstractContextManager[None]:
+    """Fill every uninitialized tensor (from torch.empty and the like) with NaN, or with the largest integer."""
+    return deterministic_algorithms(fill=True)
+
+
+@contextmanager
+def deterministic_algorithms(*, fill: bool) -> Iterator[None]:
+    """Turn on torch's deterministic mode, in which libraries use other algorithms. With `fill`, torch also fills
+    uninitialized memory, which it does only in this mode."""
+    # use_deterministic_algorithms would import torch._inductor, which takes seconds.
+    mode = torch.get_deterministic_debug_mode()
+    settings: Any = torch.utils.deterministic
+    filled = settings.fill_uninitialized_memory
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.set_deterministic_debug_mode("warn")
+        settings.fill_uninitialized_memory = fill
+        try:
+            yield
+        finally:
+            settings.fill_uninitialized_memory = filled
+            torch.set_deterministic_debug_mode(mode)
