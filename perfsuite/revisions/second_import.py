@@ -30,6 +30,17 @@ PREFIX = "perfsuite_revision_"
 INSTALLED = frozenset({"site-packages", "dist-packages"})
 ENVIRONMENTS = frozenset(Path(p).resolve() for p in (sys.prefix, sys.base_prefix))
 """Folders of Python environments, which may be inside the repository."""
+MOVED = {
+    "perfsuite.ceilings": "perfsuite.timing.roofline",
+    "perfsuite.counting": "perfsuite.timing.profiler_counts",
+    "perfsuite.equivalence": "perfsuite.correctness.equivalence",
+    "perfsuite.host": "perfsuite.system.host",
+    "perfsuite.machine": "perfsuite.system.machine",
+    "perfsuite.orphans": "perfsuite.system.orphans",
+    "perfsuite.process_state": "perfsuite.state.process_state",
+}
+"""Former name of a module of the harness → its name now, for those that trainers and pairs of this repository import.
+Their accepted revisions are older than the names."""
 _SHIM, _IMPORT, _MISSING = "__importlib__", "__import_module__", "__missing__"
 
 
@@ -207,9 +218,20 @@ class _Rewritten(ast.NodeTransformer):
         if self.finder.owns(node.module.partition(".")[0]):
             node.module = f"{self.finder.package}.{node.module}"
             return [node]
+        if node.module == HARNESS:
+            return [self._of_harness(alias, node) for alias in node.names]
         if node.module != "importlib":
+            node.module = MOVED.get(node.module, node.module)
             return [node]
         by_name = [ast.alias(_IMPORT, a.asname or a.name) for a in node.names if a.name == "import_module"]
         others = [a for a in node.names if a.name != "import_module"]
         parts = [(self.finder.package, by_name), (node.module, others)]
         return [ast.copy_location(ast.ImportFrom(m, names, 0), node) for m, names in parts if names]
+
+    def _of_harness(self, alias: ast.alias, node: ast.ImportFrom) -> ast.stmt:
+        """Return the import of one name from the harness, of a moved module from its place now."""
+        moved = MOVED.get(f"{HARNESS}.{alias.name}")
+        if moved is None:
+            return ast.copy_location(ast.ImportFrom(HARNESS, [alias], 0), node)
+        package, _, name = moved.rpartition(".")
+        return ast.copy_location(ast.ImportFrom(package, [ast.alias(name, alias.asname or alias.name)], 0), node)

@@ -7,6 +7,7 @@ import importlib.util
 import inspect
 import multiprocessing
 import pickle
+import re
 import sys
 import traceback
 from collections.abc import Iterator, Sequence
@@ -19,11 +20,13 @@ from typing import Any
 import pytest
 import torch
 from repositories import KERNELS, MODULE, PACKAGE, TEST, Repository, imports_put_back
+from scratch import ROOT
 
+import perfsuite
 from perfsuite.declare.pair import Pair
 from perfsuite.declare.sides import Side
 from perfsuite.errors import RevisionError
-from perfsuite.revisions import second_import
+from perfsuite.revisions import revision, second_import
 
 FACTORS = (3, 5, 7)
 """Factors of the first revision, the second one, and the work tree."""
@@ -430,7 +433,42 @@ def test_nothing_is_written_into_a_tree(repo: Repository) -> None:
     tree = repo.tree(repo.commit())
     before = sorted(Path(tree.folder, second_import.TREE).rglob("*"))
     module: ModuleType = repo.current()
-    from perfsuite.revisions import revision
-
     revision.load_pair(module.scale, module, tree)
     assert sorted(Path(tree.folder, second_import.TREE).rglob("*")) == before
+
+
+def test_modules_of_the_harness_are_imported_by_their_former_names(repo: Repository) -> None:
+    repo.write(
+        f"{PACKAGE}/kernels.py",
+        "from perfsuite import Cost, host as machine_of, machine\nfrom perfsuite.counting import count_calls\n\n"
+        "assert machine_of.__name__ == 'perfsuite.system.host'\n"
+        "assert machine.__name__ == 'perfsuite.system.machine'\n"
+        "assert count_calls.__module__ == 'perfsuite.timing.profiler_counts'\n"
+        f"{KERNELS}",
+    )
+    first = repo.commit()
+    repo.write(f"{PACKAGE}/kernels.py", KERNELS)
+    assert of_one(repo.load(first).optimized) == 3
+
+
+def test_accepted_revisions_of_this_repository_import_modules_that_the_harness_has() -> None:
+    """Their pairs and trainers use some modules of the harness, by the names that these had then."""
+    stored = "".join(path.read_text() for path in (ROOT / "baselines").glob("*.json"))
+    revisions = sorted(set(re.findall(r'"revision": "([0-9a-f]{40})', stored)))
+    assert revisions
+    words = r"^\s*from perfsuite(\.[a-z_.]+)? import "
+    apart = [f":(exclude)tests/{folder}" for folder in ("perfsuite", "planted", "suite")]
+    for commit in revisions:
+        try:
+            found = revision.git("grep", "-hE", words, commit, "--", "suite", "optimized", "tests", *apart, cwd=ROOT)
+        except RevisionError:
+            pytest.skip(f"this clone does not have the revision {commit[:9]}")
+        for line in set(found.splitlines()):
+            module, names = line.removeprefix("from ").strip().removeprefix("from ").split(" import ")
+            if module != "perfsuite":
+                assert importlib.util.find_spec(second_import.MOVED.get(module, module)), line
+                continue
+            for name in (text.split()[0] for text in names.strip("()").split(",") if text.strip()):
+                inside = f"perfsuite.{name}"
+                known = name in perfsuite.__all__ or importlib.util.find_spec(second_import.MOVED.get(inside, inside))
+                assert known, line
