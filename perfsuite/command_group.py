@@ -35,7 +35,7 @@ class Commands(click.Group):
             ctx.exit(ENDED_EARLY)
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        own = sorted([*super().list_commands(ctx), "calibrate", "judge"])
+        own = sorted([*super().list_commands(ctx), "judge"])
         others = {e.name for e in entry_points(group=COMMANDS) if not _absent(e)}
         return [*own, *sorted(others - set(own))]
 
@@ -43,11 +43,7 @@ class Commands(click.Group):
         own = super().get_command(ctx, cmd_name)
         if own is not None:
             return own
-        if cmd_name == "calibrate":  # imported only when it is used, because it is large
-            from perfsuite.calibration.command import calibrate
-
-            return calibrate
-        if cmd_name == "judge":
+        if cmd_name == "judge":  # imported only when it is used, because it is large
             from perfsuite.judge.command import judge
 
             return judge

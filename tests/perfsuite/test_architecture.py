@@ -18,12 +18,13 @@ from perfsuite.baseline import storage
 from perfsuite.report import markdown
 
 HARNESS = ROOT / "perfsuite"
+CALIBRATION = ROOT / "experiments" / "calibration"
 HEAVY = ("torch", "numpy", "hypothesis", "scipy", "rich", "jinja2", "triton")
 
 
 @cache
 def table() -> dict[str, tuple[tuple[int, int], str]]:
-    """Return module, such as "gate.rule" → ((row, place within it), torch column), from docs/architecture.md."""
+    """Return module, such as "gate.stages" → ((row, place within it), torch column), from docs/architecture.md."""
     found: dict[str, tuple[tuple[int, int], str]] = {}
     for line in (ROOT / "docs/architecture.md").read_text().splitlines():
         cells = [c.strip() for c in line.strip("|").split("|")]
@@ -33,14 +34,12 @@ def table() -> dict[str, tuple[tuple[int, int], str]]:
                 name = f"{package}{module}"
                 assert name not in found, f"{name} is in the table twice"
                 found[name] = ((int(cells[0]), place), cells[4])
-    # The package has its own table; only the commands come after it.
-    found.setdefault("calibration", ((found["__init__"][0][0] - 1, len(found)), "lazily"))
     return found
 
 
 @cache
 def calibration() -> dict[str, tuple[tuple[int, int], str]]:
-    """Return file of perfsuite/calibration → ((row, place in it), torch column), from docs/calibration/README.md."""
+    """Return file of experiments/calibration → ((row, place in it), torch column), from docs/calibration/README.md."""
     found = {"__init__": ((-1, 0), "no")}
     rows = [line for line in (ROOT / "docs/calibration/README.md").read_text().splitlines() if line.startswith("| `")]
     for row, line in enumerate(rows):
@@ -74,12 +73,16 @@ def packages() -> set[str]:
 
 
 def stage_of(path: Path) -> str:
-    """Return the stage of a file: its module or package of perfsuite, such as "gate.rule" or "report"."""
+    """Return the stage of a file: its module or package of perfsuite, such as "gate.stages" or "report"."""
     return stage_named(path.relative_to(HARNESS).with_suffix("").parts)
 
 
 def stage_named(parts: Sequence[str]) -> str:
     return ".".join(parts[: 2 if parts[0] in packages() else 1])
+
+
+def calibration_files() -> list[Path]:
+    return sorted(CALIBRATION.glob("*.py"))
 
 
 def harness_files() -> list[Path]:
@@ -129,7 +132,7 @@ def stages_imported(path: Path) -> set[str]:
 
 def torch_column(path: Path) -> str:
     """Return whether a file of perfsuite imports torch, according to its table."""
-    return (calibration()[path.stem] if path.parent.name == "calibration" else table()[stage_of(path)])[1]
+    return (calibration()[path.stem] if path.parent == CALIBRATION else table()[stage_of(path)])[1]
 
 
 # --- perfsuite ------------------------------------------------------------------------------------------------------
@@ -154,7 +157,7 @@ def test_a_module_imports_only_earlier_modules_of_the_table(path: Path) -> None:
     assert not later, f"{path.relative_to(ROOT)} imports {', '.join(later)}, which come after it"
 
 
-@pytest.mark.parametrize("path", harness_files(), ids=lambda p: str(p.relative_to(HARNESS)))
+@pytest.mark.parametrize("path", [*harness_files(), *calibration_files()], ids=lambda p: str(p.relative_to(ROOT)))
 def test_torch_is_imported_only_as_the_table_allows(path: Path) -> None:
     torch = torch_column(path)
     top = any(m.split(".")[0] == "torch" for m, _ in imports(path, top_only=True, typing=False))
@@ -184,26 +187,25 @@ for module in sys.argv[1:]:
 
 
 def test_import_of_a_module_loads_torch_only_as_the_table_allows() -> None:
-    paths = [p for p in harness_files() if torch_column(p) != "yes" and p.stem != "__main__"]
+    paths = [p for p in [*harness_files(), *calibration_files()] if torch_column(p) != "yes" and p.stem != "__main__"]
     names = [".".join(p.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__") for p in paths]
     assert {
         "perfsuite",
         "perfsuite.session.aot_compile",
         "perfsuite.session.modes.run",
-        "perfsuite.calibration.record",
+        "experiments.calibration.record",
     } <= set(names)
     done = subprocess.run([sys.executable, "-c", IMPORT_EACH, *names], cwd=ROOT, capture_output=True, text=True)
     assert (done.stdout.split(), done.returncode) == ([], 0), done.stderr
 
 
 def test_calibration_imports_only_earlier_files() -> None:
-    files = sorted((HARNESS / "calibration").glob("*.py"))
-    assert set(calibration()) == {p.stem for p in files}
-    for path in files:
+    assert set(calibration()) == {p.stem for p in calibration_files()}
+    for path in calibration_files():
         own, _ = calibration()[path.stem]
         for module, name in imports(path):
-            inside = module.removeprefix("perfsuite.calibration").lstrip(".").split(".")[0] or name
-            if module.startswith("perfsuite.calibration"):
+            inside = module.removeprefix("experiments.calibration").lstrip(".").split(".")[0] or name
+            if module.startswith("experiments.calibration"):
                 assert calibration()[inside][0] < own, f"{path.name} imports {inside}, which comes after it"
 
 
@@ -227,7 +229,7 @@ def test_a_command_module_imports_nothing_heavy_at_its_top(path: Path) -> None:
 def test_perfsuite_does_not_import_the_techniques() -> None:
     for path in harness_files():
         roots = {module.split(".")[0] for module, _ in imports(path)}
-        assert not roots & {"reference", "optimized", "suite", "tests"}, path
+        assert not roots & {"reference", "optimized", "suite", "experiments", "tests"}, path
 
 
 def test_import_perfsuite_loads_no_heavy_package() -> None:

@@ -19,9 +19,9 @@ from click.testing import CliRunner, Result
 from scale import FULLY
 from scratch import OUTER, ROOT
 
+from experiments.calibration import analysis, command, measure, record, report, resample
+from experiments.calibration.record import Recording
 from perfsuite import cli
-from perfsuite.calibration import analysis, command, measure, record, report, resample
-from perfsuite.calibration.record import Recording
 from perfsuite.codec import to_json
 from perfsuite.errors import PerfsuiteError
 from perfsuite.gate import decision, estimates, planning
@@ -710,7 +710,7 @@ def test_processes_that_measure_nothing_are_an_error(tmp_path: Path, monkeypatch
 
 
 def test_planted_work_is_proportional_to_the_planted_slowdown() -> None:
-    from perfsuite.calibration import workloads
+    from experiments.calibration import workloads
 
     assert list(workloads.KINDS) == list(record.KINDS)
     assert [workloads.Kernels().launches(x) for x in record.EXTRAS] == [200, 201, 202, 204, 206, 210]
@@ -724,7 +724,7 @@ def test_planted_work_is_proportional_to_the_planted_slowdown() -> None:
 def test_sides_of_a_kind_agree_and_come_from_two_imports(name: str) -> None:
     import torch
 
-    from perfsuite.calibration import worker, workloads
+    from experiments.calibration import worker, workloads
 
     second = worker.second_import().KINDS[name]
     ours = workloads.KINDS[name]
@@ -752,7 +752,7 @@ def test_rounds_of_a_discarded_block_are_dropped() -> None:
 
     import torch
 
-    from perfsuite.calibration import worker
+    from experiments.calibration import worker
     from perfsuite.declare.pair import Pair
     from perfsuite.declare.sides import Side
     from perfsuite.declare.specs import tensor
@@ -815,7 +815,7 @@ def test_calibrate_runs_on_the_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 def test_planted_wait_on_the_device_has_the_planted_duration(monkeypatch: pytest.MonkeyPatch) -> None:
     """On the simulated device a product takes 1.5 ms, and a wait 1.2 µs plus 0.5 ns per cycle."""
-    from perfsuite.calibration import workloads
+    from experiments.calibration import workloads
 
     clock = [0.0]
 
@@ -842,6 +842,6 @@ def test_planted_wait_on_the_device_has_the_planted_duration(monkeypatch: pytest
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_no_work_is_planted_in_the_unchanged_side(device: str) -> None:
-    from perfsuite.calibration import workloads
+    from experiments.calibration import workloads
 
     assert workloads._wait(device, 0.0, {}) is None

@@ -15,8 +15,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from perfsuite.calibration import measure, record
-from perfsuite.calibration.record import BLOCKS, KINDS, ROUNDS, Recording
+from experiments.calibration import measure, record
+from experiments.calibration.record import BLOCKS, KINDS, ROUNDS, Recording
 from perfsuite.codec import to_json
 from perfsuite.errors import PerfsuiteError
 from perfsuite.option_types import Finite, NamedPath
@@ -136,7 +136,7 @@ def _check_options(*, measures: bool, more: bool, dry_run: bool, plots: bool) ->
     if not measures and (more or dry_run):
         raise PerfsuiteError("--from measures nothing, so that --more and --dry-run do nothing; leave them out")
     if plots and not dry_run and find_spec("matplotlib") is None:
-        from perfsuite.calibration.report import REMEDY
+        from experiments.calibration.report import REMEDY
 
         raise PerfsuiteError(REMEDY)
 
@@ -250,7 +250,7 @@ def _finish(
     as_json: bool,
     console: Console,
 ) -> None:
-    from perfsuite.calibration import analysis, report
+    from experiments.calibration import analysis, report
     from perfsuite.report import files
 
     with console.status("analysing") if console.is_terminal else nullcontext() as status:

@@ -19,9 +19,9 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 from numpy.typing import NDArray
 
+from experiments.calibration.record import BLOCKS, KindRecord, Recording, side_name
 from perfsuite.baseline.accepted_entries import Entry, Process, Session, SideSummary
 from perfsuite.baseline.priors import suite_noise
-from perfsuite.calibration.record import BLOCKS, KindRecord, Recording, side_name
 from perfsuite.gate import decision, estimates, planning
 from perfsuite.records import ACCEPTED, OPTIMIZED, REFERENCE, Measurement, PromiseRecord, SideRecord, Status, Verdict
 from perfsuite.session.modes import accept, paired

@@ -1,4 +1,4 @@
-"""A measuring process of the calibration: `python -m perfsuite.calibration.worker JOB`.
+"""A measuring process of the calibration: `python -m experiments.calibration.worker JOB`.
 
 It times every kind of the job and writes a line of JSON for each event: a step begins, ends or fails, or has a result.
 """
@@ -25,8 +25,8 @@ from typing import Any
 
 import torch
 
-from perfsuite.calibration import benched, workloads
-from perfsuite.calibration.record import KindRecord, ToolRun, rounded, side_name, side_names
+from experiments.calibration import benched, workloads
+from experiments.calibration.record import KindRecord, ToolRun, rounded, side_name, side_names
 from perfsuite.codec import from_json, to_json
 from perfsuite.declare.pair import Pair
 from perfsuite.declare.sides import Side
@@ -39,7 +39,7 @@ from perfsuite.timing.runner import WARMUP_CALLS, Clock, Runner
 from perfsuite.timing.sampling import BLOCKS, ROUNDS, Sampler
 
 DO_BENCH_QUANTILES = (0.5, 0.2, 0.8)
-SECOND = "perfsuite.calibration._accepted_workloads"
+SECOND = "experiments.calibration._accepted_workloads"
 BENCHMARK, DO_BENCH = "pytest-benchmark", "do_bench"
 
 

@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from perfsuite.calibration import constants
-from perfsuite.calibration.figures import (
+from experiments.calibration import constants
+from experiments.calibration.figures import (
     LEVEL,
     Analysis,
     Compared,
@@ -29,8 +29,8 @@ from perfsuite.calibration.figures import (
     rate,
     share,
 )
-from perfsuite.calibration.record import BLOCKS, ROUNDS, KindRecord, ProcessRecord, Recording, ToolRun, side_name
-from perfsuite.calibration.resample import COPIES, Array, Pool, Simulation, pools, simulate
+from experiments.calibration.record import BLOCKS, ROUNDS, KindRecord, ProcessRecord, Recording, ToolRun, side_name
+from experiments.calibration.resample import COPIES, Array, Pool, Simulation, pools, simulate
 from perfsuite.errors import PerfsuiteError
 from perfsuite.gate import estimates
 from perfsuite.records import ACCEPTED, OPTIMIZED, REFERENCE, Status

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from perfsuite.calibration.analysis import thresholds
-from perfsuite.calibration.figures import Analysis, Components, KindResult, Rate, percent
-from perfsuite.calibration.record import KINDS, Recording
-from perfsuite.calibration.resample import COPIES
+from experiments.calibration.analysis import thresholds
+from experiments.calibration.figures import Analysis, Components, KindResult, Rate, percent
+from experiments.calibration.record import KINDS, Recording
+from experiments.calibration.resample import COPIES
 from perfsuite.errors import PerfsuiteError
 from perfsuite.report import files
 from perfsuite.report.units import duration, seconds

@@ -13,7 +13,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from perfsuite.calibration.record import (
+from experiments.calibration.record import (
     KINDS,
     KindRecord,
     ProcessRecord,
@@ -43,7 +43,7 @@ FEWEST = 2
 """Minimum number of processes, run even beyond the budget: one does not show the noise between processes."""
 GIVE_UP = 2
 """Number of consecutive failed processes after which the run ends."""
-WORKER = "perfsuite.calibration.worker"
+WORKER = "experiments.calibration.worker"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -243,9 +243,15 @@ class _Gathered:
         )
 
 
+def _with_this_package() -> dict[str, str]:
+    """Return the variables with which a process finds the package of WORKER, which is not installed."""
+    places = [str(Path(__file__).resolve().parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return {"PYTHONPATH": os.pathsep.join(places)}
+
+
 def _events(job: Path, out: Path, log: Path) -> Iterator[Mapping[str, Any]]:
     """Yield the events of a worker until it ends. A worker that hangs is stopped; its last event is "hung"."""
-    child = start([sys.executable, "-m", WORKER, str(job)], log)
+    child = start([sys.executable, "-m", WORKER, str(job)], log, environment=_with_this_package())
     reported, heard = Lines(out), time.monotonic()
     try:
         while True:

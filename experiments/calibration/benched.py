@@ -1,6 +1,6 @@
 """Module that pytest-benchmark collects: one benchmark for each (side, kind) that the measuring process registers.
 
-It is not a test module of the harness: `perfsuite.calibration.worker` runs it by its path, in the worker's process.
+It is not a test module of the harness: `experiments.calibration.worker` runs it by its path, in the worker's process.
 """
 
 from __future__ import annotations

@@ -6,8 +6,17 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from statistics import fmean
 
-from perfsuite.calibration.figures import LEVEL, Components, Constant, Deviation, KindResult, deviation, percent, share
-from perfsuite.calibration.resample import Simulation, Tally
+from experiments.calibration.figures import (
+    LEVEL,
+    Components,
+    Constant,
+    Deviation,
+    KindResult,
+    deviation,
+    percent,
+    share,
+)
+from experiments.calibration.resample import Simulation, Tally
 from perfsuite.gate import estimates, planning, stages
 from perfsuite.records import OPTIMIZED, Status
 from perfsuite.statistics import hierarchical as rule
