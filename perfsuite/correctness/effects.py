@@ -27,7 +27,7 @@ from perfsuite.declare.sides import as_side
 from perfsuite.draws import inputs as make
 from perfsuite.errors import NotEquivalent
 from perfsuite.records import Case
-from perfsuite.state import marks, patches, process_state, surroundings
+from perfsuite.state import patches, process_state, properties, python_state
 
 Effects: TypeAlias = dict[str, str]
 """Name of an effect → the words that follow "the optimized side" in a message about it."""
@@ -121,12 +121,12 @@ def settings(probe: Probe) -> Effects:
 
 
 def process(probe: Probe) -> Effects:
-    """Return the changes of environment variables, signal handlers, warning filters and the like (`surroundings`) by a
+    """Return the changes of environment variables, signal handlers, warning filters and the like (`python_state`) by a
     call that is not the first."""
     quick = bool(probe.number)
-    with surroundings.kept(quick=quick):
+    with python_state.kept(quick=quick):
         _call_and_differentiate(probe)  # modules imported by the first call may change them too
-    with surroundings.kept(quick=quick) as changed:
+    with python_state.kept(quick=quick) as changed:
         _call_and_differentiate(probe)
     return {name: f"changes {name} for all that runs after it" for name in changed}
 
@@ -247,10 +247,10 @@ def arguments_of_call(probe: Probe) -> Effects:
         arguments = dict(values)
         if isinstance(probe.side.call, modules.Sharing):
             arguments["its module"] = probe.side.call.sharing(values[modules.INPUT])
-        before = dict(marks.of(arguments))
+        before = dict(properties.of(arguments))
         with execution.quiet(probe.side), torch.set_grad_enabled(grad_mode):
             execution.callable_of(probe.side)(*values.values())
-        after = dict(marks.of(arguments))
+        after = dict(properties.of(arguments))
         found |= {n: f"changes {n} from {was} to {after.get(n)}" for n, was in before.items() if after.get(n) != was}
     return found
 

@@ -20,7 +20,7 @@ from perfsuite.declare.specs import ModuleSpec, TensorSpec, tensor_spec
 from perfsuite.draws import inputs as make
 from perfsuite.draws.memory_layouts import fill_poison
 from perfsuite.errors import NotEquivalent, PairError
-from perfsuite.state import process_state, surroundings
+from perfsuite.state import process_state, python_state
 
 Leaf: TypeAlias = "torch.Tensor | float | int | bool | None"
 Leaves: TypeAlias = dict[str, Leaf]
@@ -97,7 +97,7 @@ def settings_kept(side: Side | None = None) -> Iterator[dict[str, str]]:
 def leaving_nothing(pair: Pair) -> Iterator[None]:
     """Restore, after a whole proof, the global state that its sides leave changed. Raises NotEquivalent if they changed
     state of torch."""
-    with surroundings.kept(), process_state.kept() as changed:
+    with python_state.kept(), process_state.kept() as changed:
         yield
     if changed:
         what = next(iter(changed.values()))

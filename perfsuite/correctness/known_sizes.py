@@ -15,7 +15,7 @@ from time import perf_counter
 from perfsuite.correctness import compilations
 from perfsuite.declare.pair import Pair
 from perfsuite.draws.cases import SMALL_HIGH, case_line
-from perfsuite.draws.kinds import FEWEST
+from perfsuite.draws.input_kinds import FEWEST
 from perfsuite.records import Case, InputCase
 
 BUDGET_S = 1.0

@@ -9,7 +9,7 @@ from dataclasses import replace
 from perfsuite.correctness import remedies
 from perfsuite.declare.pair import Pair
 from perfsuite.declare.specs import TensorSpec, elements, symbols, tensor_spec
-from perfsuite.draws.kinds import LARGE_TILE
+from perfsuite.draws.input_kinds import LARGE_TILE
 from perfsuite.records import Case
 
 TILES = (16, 32, 64)

@@ -16,7 +16,7 @@ from perfsuite.correctness import differences, execution, incoming_gradients, si
 from perfsuite.correctness.differences import Doubles
 from perfsuite.correctness.execution import Leaves
 from perfsuite.correctness.forms import is_real, unusual_kind
-from perfsuite.correctness.own_faults import raises_harness_faults
+from perfsuite.correctness.harness_faults import raises_harness_faults
 from perfsuite.correctness.redrawn_roundings import redrawn_roundings
 from perfsuite.correctness.reference_errors import ReferenceErrors, any_ill_conditioned, running_maximum
 from perfsuite.correctness.rule import (

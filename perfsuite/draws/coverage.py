@@ -14,7 +14,7 @@ from perfsuite.declare.pair import Pair
 from perfsuite.declare.specs import EXPANDED, Integers, ScalarSpec, Size, bounds, elements, symbols
 from perfsuite.draws import memory_layouts, tensor_values
 from perfsuite.draws.cases import LARGE_EDGES, PLAIN, SMALL_HIGH
-from perfsuite.draws.kinds import (
+from perfsuite.draws.input_kinds import (
     ALONE,
     ANY,
     APART,

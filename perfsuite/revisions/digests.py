@@ -19,7 +19,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, cast
 
 from perfsuite.records import Ran
-from perfsuite.revisions.observed import Observed
+from perfsuite.revisions.observed_files import Observed
 from perfsuite.revisions.second_import import HARNESS, is_first_party
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from perfsuite.declare.pair import Pair
 from perfsuite.draws.cases import parse_case
-from perfsuite.draws.left_out import misaligned_inputs
+from perfsuite.draws.discarded_draws import misaligned_inputs
 from perfsuite.records import OPTIMIZED, REFERENCE, Status
 from perfsuite.session.tasks import ITEMS, Failure, Outcome, Reported, Task
 

@@ -11,7 +11,7 @@ from perfsuite.correctness.tally import Tally
 from perfsuite.declare.pair import Pair
 from perfsuite.draws import coverage
 from perfsuite.draws.cases import case_line
-from perfsuite.draws.kinds import Extent
+from perfsuite.draws.input_kinds import Extent
 from perfsuite.errors import NotEquivalent
 from perfsuite.records import Case
 from perfsuite.session import aot_compile

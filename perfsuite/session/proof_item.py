@@ -32,7 +32,7 @@ from perfsuite.declare.pair import Pair
 from perfsuite.declare.sides import Side, as_side
 from perfsuite.draws import coverage
 from perfsuite.draws.cases import PHASES, case_line, cases, parse_case, plain_cases, requested_case
-from perfsuite.draws.left_out import is_left_out
+from perfsuite.draws.discarded_draws import is_left_out
 from perfsuite.errors import NotEquivalent, PairError, PerfsuiteError, first_line, users_frame
 from perfsuite.records import REFERENCE, Case, Evidence
 from perfsuite.session import planned_draws

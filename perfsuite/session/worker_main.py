@@ -30,7 +30,7 @@ from perfsuite.errors import (
 )
 from perfsuite.records import Alone, Measurement, Proof, Ran, Status
 from perfsuite.revisions import revision
-from perfsuite.revisions.observed import Observed
+from perfsuite.revisions.observed_files import Observed
 from perfsuite.session import preload
 from perfsuite.session.gpu_sharing import Gpu
 from perfsuite.session.journal import WAITS, Journal
@@ -335,7 +335,7 @@ class _Workload:
     def _ran(self, bench: Any) -> Ran:
         """Return a record of all code and data that the optimized side uses."""
         from perfsuite.records import OPTIMIZED
-        from perfsuite.revisions import digests, elsewhere
+        from perfsuite.revisions import digests, unversioned_code
         from perfsuite.timing import launches, provenance
 
         observed = self.item.config.stash[OBSERVED]
@@ -346,7 +346,7 @@ class _Workload:
         )
         module = self.item.getparent(pytest.Module)
         assert module is not None
-        outside = elsewhere.imported(observed.top)
+        outside = unversioned_code.imported(observed.top)
         ran = digests.ran([module.obj], executed.files, executed.compiled, observed, outside)
         if bench.workload.ranks > 1:  # each rank launches its own
             return replace(ran, untraced="several processes call it")

@@ -25,9 +25,9 @@ from perfsuite.system import tamper
 from perfsuite.system.time_limit import cut_off
 from perfsuite.timing import timing_checks
 from perfsuite.timing.clocks import CudaClock, clock_for
+from perfsuite.timing.output_checks import OutputCheck
 from perfsuite.timing.peers import ALONE, Peers
 from perfsuite.timing.profiler_counts import COUNTED_S, count_calls
-from perfsuite.timing.proving import OutputCheck
 from perfsuite.timing.runner import Call, Clock, Runner
 
 SLOW_TRUTH_S = 5.0

@@ -29,12 +29,12 @@ from perfsuite.system import tamper
 from perfsuite.timing import control_kernels, roofline, timing_checks
 from perfsuite.timing.alternation import Alternation
 from perfsuite.timing.bench import WAITING, Bench, Report
+from perfsuite.timing.block_checks import Watch, check_timed, judge_copied
+from perfsuite.timing.output_checks import OutputCheck
 from perfsuite.timing.peers import ALONE, Peers
 from perfsuite.timing.preparation import Preparation
-from perfsuite.timing.proving import OutputCheck
 from perfsuite.timing.runner import Runner
 from perfsuite.timing.sampling import BLOCKS, Sampler
-from perfsuite.timing.watching import Watch, check_timed, judge_copied
 
 RIVAL_BLOCKS, RIVAL_ROUNDS = 2, 4
 """Blocks and ABBA rounds for rivals. They are timed against the optimized side afterwards, because the gated figures

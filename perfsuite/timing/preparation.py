@@ -11,10 +11,10 @@ from perfsuite.errors import NotEquivalent, PairError
 from perfsuite.records import ACCEPTED, OPTIMIZED, REFERENCE, Counts, Evidence, Proof
 from perfsuite.timing import timing_checks
 from perfsuite.timing.bench import SLOW_TRUTH_S, WAITING, Bench, counts_more
+from perfsuite.timing.block_checks import FRESH_BLOCKS, NewValues
 from perfsuite.timing.clocks import CudaClock
-from perfsuite.timing.proving import COPIED_BYTES, digest, prove_sides, unequal
+from perfsuite.timing.output_checks import COPIED_BYTES, digest, prove_sides, unequal
 from perfsuite.timing.runner import LONG_S, Call, Runner
-from perfsuite.timing.watching import FRESH_BLOCKS, NewValues
 
 
 class Preparation:

@@ -23,7 +23,7 @@ from perfsuite.declare.sides import Side
 from perfsuite.draws import inputs as make
 from perfsuite.errors import PACKAGE
 from perfsuite.records import Case
-from perfsuite.revisions.observed import SOURCE_FOLDERS
+from perfsuite.revisions.observed_files import SOURCE_FOLDERS
 from perfsuite.revisions.revision import Tree
 from perfsuite.revisions.second_import import HARNESS, INSTALLED, TREE, is_first_party, missing
 from perfsuite.state.process_state import set_profile

@@ -1,6 +1,6 @@
 """Check for faults that only occur while a side is timed: replayed answers, deferred or hidden work, impossible times.
 
-Most functions raise NotTimed with a message that names the fault, or return data that `watching` needs.
+Most functions raise NotTimed with a message that names the fault, or return data that `block_checks` needs.
 """
 
 from __future__ import annotations

@@ -17,9 +17,9 @@ from perfsuite.correctness import compilations, execution, truth_summaries
 from perfsuite.declare.sides import Side
 from perfsuite.records import ACCEPTED, OPTIMIZED, REFERENCE, Counts, Evidence, Proof
 from perfsuite.timing.bench import SLOW_TRUTH_S, Bench
-from perfsuite.timing.proving import NO_MEMORY, OutputCheck, prove_sides
+from perfsuite.timing.block_checks import drawn_anew, prove_new
+from perfsuite.timing.output_checks import NO_MEMORY, OutputCheck, prove_sides
 from perfsuite.timing.runner import LONG_S, Call, Clock, Runner
-from perfsuite.timing.watching import drawn_anew, prove_new
 
 NEW_VALUES_S = 2.0
 """If computing a truth takes more than this many seconds, it is computed on only one draw."""

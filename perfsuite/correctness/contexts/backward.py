@@ -39,7 +39,7 @@ from perfsuite.declare.sides import as_side
 from perfsuite.declare.specs import ModuleSpec, holds
 from perfsuite.draws import inputs as make
 from perfsuite.draws import memory_layouts
-from perfsuite.draws.kinds import TRANSPOSED, drawn_tensors
+from perfsuite.draws.input_kinds import TRANSPOSED, drawn_tensors
 from perfsuite.draws.memory_layouts import overlaps
 from perfsuite.errors import in_one_line
 from perfsuite.records import InputCase

@@ -23,7 +23,7 @@ from perfsuite.draws import inputs as make
 from perfsuite.draws.memory_layouts import fill_poison, memory_of
 from perfsuite.errors import NotEquivalent
 from perfsuite.records import Case
-from perfsuite.state import marks
+from perfsuite.state import properties
 
 LATER_CALLS = 9
 """Number of later calls that an output must survive. A side may hand out a few buffers in turn."""
@@ -72,7 +72,7 @@ def _held(pair: Pair, values: dict[str, Any]) -> tuple[dict[str, torch.Tensor], 
     and buffers of these inputs are one tensor."""
     unchanging = {name: value for name, value in values.items() if name not in pair.changed}
     held = {path: t for name, value in unchanging.items() for path, t in make.tensors_in(value, name, buffers=False)}
-    return held, {name: whose for name, whose in marks.of(unchanging) if name.startswith(marks.TENSOR)}
+    return held, {name: whose for name, whose in properties.of(unchanging) if name.startswith(properties.TENSOR)}
 
 
 def _exchanged(

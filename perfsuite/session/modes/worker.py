@@ -7,7 +7,7 @@ from contextlib import closing
 import pytest
 
 from perfsuite.revisions import revision
-from perfsuite.revisions.observed import Observed
+from perfsuite.revisions.observed_files import Observed
 from perfsuite.session import preload
 from perfsuite.session.gpu_sharing import Gpu
 from perfsuite.session.journal import WAITS, Job, Journal

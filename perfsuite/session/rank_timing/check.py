@@ -16,7 +16,7 @@ from perfsuite.declare.sides import Side
 from perfsuite.errors import NotEquivalent
 from perfsuite.records import Case
 from perfsuite.session.rank_timing.peers import RankPeers
-from perfsuite.timing.proving import Drawn, OutputCheck, digest
+from perfsuite.timing.output_checks import Drawn, OutputCheck, digest
 
 
 @dataclass(frozen=True, slots=True)

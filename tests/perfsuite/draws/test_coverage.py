@@ -14,9 +14,9 @@ from perfsuite.correctness import incoming_gradients, side_calls
 from perfsuite.correctness.tally import Tally
 from perfsuite.declare.sides import as_side
 from perfsuite.declare.specs import LAYOUTS, elements
-from perfsuite.draws import coverage, kinds
+from perfsuite.draws import coverage, input_kinds
 from perfsuite.draws import inputs as make
-from perfsuite.draws.kinds import whole_tensors
+from perfsuite.draws.input_kinds import whole_tensors
 from perfsuite.draws.tensor_values import UNBOUNDED_REGIMES
 from perfsuite.errors import NotEquivalent
 from perfsuite.records import Case, InputCase
@@ -40,8 +40,8 @@ def drawn(of: Pair, seed: int = 0) -> list[Case]:
 def test_planned_draws_contain_all_kinds(seed: int) -> None:
     of = pair(x=tensor("n", "m"), p=scalar(floats(0, 1)))
     found = drawn(of, seed)
-    held = set().union(*(kinds.kinds_in(of, case) for case in found))
-    assert held >= set(kinds.kinds(of))
+    held = set().union(*(input_kinds.kinds_in(of, case) for case in found))
+    assert held >= set(input_kinds.kinds(of))
     assert {k[1] for k in held if k[0] == "regime"} == set(UNBOUNDED_REGIMES)
     assert len(found) <= 38
 
@@ -65,7 +65,9 @@ def test_each_size_exceeds_a_large_tile_while_the_others_are_small() -> None:
             2176,
         ]
         assert all(sizes[other] <= coverage.SMALL for sizes in found)
-    assert max(case.sizes["n"] for case in coverage.draws(of, "float32", 0, extent=kinds.Extent(large=False))) <= 257
+    assert (
+        max(case.sizes["n"] for case in coverage.draws(of, "float32", 0, extent=input_kinds.Extent(large=False))) <= 257
+    )
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -98,7 +100,7 @@ def test_all_tensors_share_each_layout_once_and_all_sizes_are_whole_tiles_once(s
     found = drawn(pair(x=tensor("n", "m", "k"), y=tensor("m", "k", 3)), seed)
     for layout in LAYOUTS:
         assert any({case.inputs.get(n, InputCase()).layout for n in "xy"} == {layout} for case in found)
-    for sizes in kinds.TOGETHER_SIZES.values():
+    for sizes in input_kinds.TOGETHER_SIZES.values():
         assert any(all(n in sizes for n in case.sizes.values()) for case in found)
 
 
@@ -131,7 +133,7 @@ def test_no_size_exceeds_a_large_tile_if_that_has_too_many_elements() -> None:
 def test_values_of_an_empty_tensor_do_not_count_as_a_kind() -> None:
     of = pair(x=tensor("n"))
     case = Case(dtype="float32", sizes={"n": 0}, inputs={"x": InputCase(regime="zeros")}, seed=0)
-    assert kinds.kinds_in(of, case) == {("size", "n", "empty")}
+    assert input_kinds.kinds_in(of, case) == {("size", "n", "empty")}
 
 
 def test_drawn_sizes_respect_their_declared_ranges() -> None:
@@ -145,7 +147,10 @@ def test_drawn_sizes_respect_their_declared_ranges() -> None:
     found = drawn(of)
     assert {case.sizes["n"] for case in found} <= {16, 32, 48, 64}
     assert {case.sizes["k"] for case in found} <= {3, 4, 5}
-    assert {k[2] for k in kinds.kinds(of) if k[0] == "size"} == {*(f"a tile of {n}" for n in (16, 32, 64)), kinds.LAST}
+    assert {k[2] for k in input_kinds.kinds(of) if k[0] == "size"} == {
+        *(f"a tile of {n}" for n in (16, 32, 64)),
+        input_kinds.LAST,
+    }
     assert 5 in {case.sizes["k"] for case in found if case.sizes["n"] >= 16}
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from perfsuite.revisions import digests, observed
+from perfsuite.revisions import digests, observed_files
 
 pytest_plugins = ["pytester"]
 
@@ -258,7 +258,7 @@ def module(name: str) -> ModuleType:
 
 
 def ran(tree: Path, *names: str, files: tuple[str, ...] = (), compiled: tuple[str, ...] = ()) -> digests.Ran:
-    seen = observed.Observed(tree)
+    seen = observed_files.Observed(tree)
     seen.close()
     return digests.ran([module(n) for n in names], files, compiled, seen)
 
@@ -290,14 +290,14 @@ def test_relative_imports_are_resolved(tmp_path: Path, package: str, text: str, 
 
 def test_conftest_above_the_repository_is_not_included(tree: Path) -> None:
     inner = tree / "lib_of_test"
-    seen = observed.Observed(inner)
+    seen = observed_files.Observed(inner)
     seen.close()
     found = digests.ran([module("fast")], (), (), seen)
     assert "conftest.py" not in found.sources
     assert set(found.sources) == {"__init__.py", "common.py", "fast.py"}
 
 
-def test_source_that_cannot_be_parsed_is_not_unknown(tree: Path, seen: observed.Observed) -> None:
+def test_source_that_cannot_be_parsed_is_not_unknown(tree: Path, seen: observed_files.Observed) -> None:
     (tree / "lib_of_test/common.py").write_text("__import__('x'")
     assert digests.ran([module("fast")], (), (), seen).unknown == ""
 
@@ -315,13 +315,13 @@ def test_libraries_that_read_files_unobserved_make_the_record_unknown(tree: Path
 
 
 @pytest.fixture
-def seen(tree: Path) -> Iterator[observed.Observed]:
-    made = observed.Observed(tree, {tree / "pytest.ini"})
+def seen(tree: Path) -> Iterator[observed_files.Observed]:
+    made = observed_files.Observed(tree, {tree / "pytest.ini"})
     yield made
     made.close()
 
 
-def test_opened_data_files_of_the_repository_are_recorded(tree: Path, seen: observed.Observed) -> None:
+def test_opened_data_files_of_the_repository_are_recorded(tree: Path, seen: observed_files.Observed) -> None:
     names = ("tokens.bin", "weights.pt", "code.py", ".hidden/x", "written", "tiles.toml", "pytest.ini", "tox.ini")
     for name in names:
         (tree / name).parent.mkdir(exist_ok=True)
@@ -339,7 +339,7 @@ def test_opened_data_files_of_the_repository_are_recorded(tree: Path, seen: obse
     assert found.data["tuned.json"] == ""
 
 
-def test_source_that_code_reads_is_data_to_the_last_comment(tree: Path, seen: observed.Observed) -> None:
+def test_source_that_code_reads_is_data_to_the_last_comment(tree: Path, seen: observed_files.Observed) -> None:
     """An import, a rewrite by pytest and a traceback read sources too, but not as data."""
     (tree / "lib_of_test/template.py").write_text("X = 1\n")
     (tree / "lib_of_test/reads.py").write_text(
@@ -359,7 +359,7 @@ def test_source_that_code_reads_is_data_to_the_last_comment(tree: Path, seen: ob
 
 
 def test_source_that_a_library_reads_is_data_unless_it_is_an_imported_module(
-    tree: Path, seen: observed.Observed, tmp_path_factory: pytest.TempPathFactory
+    tree: Path, seen: observed_files.Observed, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     library = tmp_path_factory.mktemp("library") / "configs.py"
     library.write_text("def load(path): return path.read_text()\n")
@@ -373,14 +373,14 @@ def test_source_that_a_library_reads_is_data_unless_it_is_an_imported_module(
 
 @pytest.mark.parametrize("form", [os.fsencode, Path])
 def test_file_that_is_opened_by_bytes_or_a_path_is_recorded(
-    tree: Path, seen: observed.Observed, form: Callable[[str], Any]
+    tree: Path, seen: observed_files.Observed, form: Callable[[str], Any]
 ) -> None:
     (tree / "tokens.bin").write_text("1")
     os.close(os.open(form(str(tree / "tokens.bin")), os.O_RDONLY))
     assert [p.name for p in seen.data()] == ["tokens.bin"]
 
 
-def test_link_to_other_data_is_a_change(tree: Path, seen: observed.Observed) -> None:
+def test_link_to_other_data_is_a_change(tree: Path, seen: observed_files.Observed) -> None:
     for name in ("v1.bin", "v2.bin"):
         (tree / name).write_text(name)
     (tree / "tokens.bin").symlink_to("v1.bin")
@@ -392,7 +392,7 @@ def test_link_to_other_data_is_a_change(tree: Path, seen: observed.Observed) -> 
 
 
 def test_data_link_to_a_file_outside_the_repository_is_recorded_by_its_own_name(
-    tree: Path, seen: observed.Observed, tmp_path_factory: pytest.TempPathFactory
+    tree: Path, seen: observed_files.Observed, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     target = tmp_path_factory.mktemp("store") / "tokens.bin"
     target.write_text("1")
@@ -411,7 +411,7 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("load", [ctypes.CDLL, torch.ops.load_library])
 def test_shared_library_of_the_repository_is_recorded(
-    tree: Path, seen: observed.Observed, library: Path, load: Callable[[str], Any]
+    tree: Path, seen: observed_files.Observed, library: Path, load: Callable[[str], Any]
 ) -> None:
     (tree / "build").mkdir()
     name = shutil.copy(library, tree / f"build/lib{load.__name__}.so")
@@ -420,18 +420,18 @@ def test_shared_library_of_the_repository_is_recorded(
     assert found.data == {f"build/lib{load.__name__}.so": digests.of_data(library)}
 
 
-@pytest.mark.skipif(not observed.MAPPED.exists(), reason="the system does not list the libraries of a process")
+@pytest.mark.skipif(not observed_files.MAPPED.exists(), reason="the system does not list the libraries of a process")
 def test_shared_library_that_other_code_loaded_is_recorded(tree: Path, library: Path) -> None:
     """A library may load others, which Python does not see."""
     name = shutil.copy(library, tree / "libinner.so")
     ctypes.CDLL(name)
-    seen = observed.Observed(tree)
+    seen = observed_files.Observed(tree)
     seen.close()
     assert seen.data() == [Path(name)]
 
 
 def test_shared_library_elsewhere_is_recorded_if_the_repository_loads_it_by_its_path(
-    tree: Path, seen: observed.Observed, library: Path
+    tree: Path, seen: observed_files.Observed, library: Path
 ) -> None:
     (tree / "lib_of_test/loads.py").write_text("import ctypes\ndef f(path): return ctypes.CDLL(path)\n")
     loads = importlib.import_module("lib_of_test.loads")
@@ -444,7 +444,7 @@ def test_shared_library_elsewhere_is_recorded_if_the_repository_loads_it_by_its_
 
 def test_nothing_is_recorded_after_close(tree: Path) -> None:
     original = importlib.import_module
-    first, second = observed.Observed(tree), observed.Observed(tree)
+    first, second = observed_files.Observed(tree), observed_files.Observed(tree)
     second.close()
     (tree / "tokens.bin").write_text("1")
     (tree / "tokens.bin").read_text()
@@ -458,7 +458,7 @@ def test_nothing_is_recorded_after_close(tree: Path) -> None:
 
 def test_records_are_closed_in_any_order(tree: Path) -> None:
     original = importlib.import_module
-    first, second = observed.Observed(tree), observed.Observed(tree)
+    first, second = observed_files.Observed(tree), observed_files.Observed(tree)
     importlib.import_module("json")
     first.close()
     importlib.import_module("html")
@@ -470,12 +470,12 @@ def test_records_are_closed_in_any_order(tree: Path) -> None:
 
 
 def test_audit_hook_is_installed_once_per_process(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    observed.Observed(tree).close()
+    observed_files.Observed(tree).close()
     monkeypatch.setattr(sys, "addaudithook", lambda hook: pytest.fail("another hook"))
-    observed.Observed(tree).close()
+    observed_files.Observed(tree).close()
 
 
-def test_headers_included_by_an_opened_source_are_data(tree: Path, seen: observed.Observed) -> None:
+def test_headers_included_by_an_opened_source_are_data(tree: Path, seen: observed_files.Observed) -> None:
     (tree / "csrc").mkdir()
     (tree / "csrc/kernel.cu").write_text('#include <cuda.h>\n #include "tiles.h"\n#include "../gone.h"\n')
     (tree / "csrc/tiles.h").write_text('#include "more.h"\n')
@@ -486,7 +486,7 @@ def test_headers_included_by_an_opened_source_are_data(tree: Path, seen: observe
     ]  # fmt: skip
 
 
-def test_modules_imported_through_import_module_are_included(tree: Path, seen: observed.Observed) -> None:
+def test_modules_imported_through_import_module_are_included(tree: Path, seen: observed_files.Observed) -> None:
     (tree / "lib_of_test/registry.py").write_text(
         "from importlib import import_module\n"
         "import_module('.shapes', __package__)\n"
@@ -512,7 +512,7 @@ def test_modules_imported_through_import_module_are_included(tree: Path, seen: o
 
 
 @pytest.mark.parametrize("text", ["__import__('x')", "import runpy\nrunpy.run_path('x')", "import_module('x')"])
-def test_unobserved_imports_make_the_record_unknown(tree: Path, seen: observed.Observed, text: str) -> None:
+def test_unobserved_imports_make_the_record_unknown(tree: Path, seen: observed_files.Observed, text: str) -> None:
     name = "conftest.py" if text.startswith("import_module") else "lib_of_test/common.py"
     (tree / name).write_text(f"def f():\n    {text.replace(chr(10), chr(10) + '    ')}\n")
     unknown = digests.ran([module("fast")], (), (), seen).unknown

@@ -14,7 +14,7 @@ from scratch import Project
 
 from perfsuite import Pair, faults, tensor
 from perfsuite.draws.cases import parse_case
-from perfsuite.draws.left_out import is_left_out
+from perfsuite.draws.discarded_draws import is_left_out
 from perfsuite.faults import DeviceFault
 from perfsuite.records import Status
 from perfsuite.session import modes, preload

@@ -29,23 +29,23 @@ from perfsuite.errors import NotEquivalent, PairError
 from perfsuite.records import Condition, Counts, Measurement, Proof
 from perfsuite.system import tamper
 from perfsuite.timing import (
+    block_checks,
     clocks,
     measuring,
+    output_checks,
     peers,
     preparation,
-    proving,
     roofline,
     runner,
     sampling,
     timing_checks,
-    watching,
     workload_proof,
 )
 from perfsuite.timing.bench import Bench
+from perfsuite.timing.block_checks import FRESH_BLOCKS
 from perfsuite.timing.measuring import RIVAL_BLOCKS
 from perfsuite.timing.peers import ALONE, Peers
 from perfsuite.timing.sampling import BLOCKS, BLOCKS_LEAST, EXTRA_BLOCKS, FEW_BLOCKS, ROUNDS
-from perfsuite.timing.watching import FRESH_BLOCKS
 
 Call = Callable[..., Any]
 X = {"x": tensor("n", values=floats(-2, 2))}
@@ -458,8 +458,8 @@ def test_only_digests_of_large_outputs_are_kept_until_the_proof_arrives(
     establish = truths.establish
     monkeypatch.setattr(truths, "establish", lambda *a, **k: done.append("truth") or establish(*a, **k))
     monkeypatch.setattr(preparation, "COPIED_BYTES", 1)
-    monkeypatch.setattr(proving, "COPIED_BYTES", 1)
-    monkeypatch.setattr(proving, "COPIED_TO_HOST_BYTES", 1)
+    monkeypatch.setattr(output_checks, "COPIED_BYTES", 1)
+    monkeypatch.setattr(output_checks, "COPIED_TO_HOST_BYTES", 1)
     measuring.measure(
         of,
         workload,
@@ -829,7 +829,7 @@ def test_new_values_are_drawn_before_a_process_waits_to_time(
     time: Time, seconds: float, held: int, drawn: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     done: list[str] = []
-    draw = watching.NewValues._draw
+    draw = block_checks.NewValues._draw
 
     def slow_draw(self: Any) -> Any:
         time.now += seconds * 1e9
@@ -840,16 +840,16 @@ def test_new_values_are_drawn_before_a_process_waits_to_time(
         done.append("alone")
         return True
 
-    monkeypatch.setattr(watching, "perf_counter", lambda: time.now * 1e-9)
-    monkeypatch.setattr(watching.NewValues, "_draw", slow_draw)
+    monkeypatch.setattr(block_checks, "perf_counter", lambda: time.now * 1e-9)
+    monkeypatch.setattr(block_checks.NewValues, "_draw", slow_draw)
     if held:
-        monkeypatch.setattr(watching, "FRESH_BYTES", held)
+        monkeypatch.setattr(block_checks, "FRESH_BYTES", held)
     of, workload = pair(time), Workload("w", n=100)
     bench = Bench(pair=of, workload=workload, device="cpu", home=None, seed=1, report=lambda phase: None)
     proof = workload_proof.prove(bench, "i")
     timed: list[int] = []
-    conclude = watching.Watch.conclude
-    monkeypatch.setattr(watching.Watch, "conclude", lambda self: (timed.append(len(self.fresh)), conclude(self)))
+    conclude = block_checks.Watch.conclude
+    monkeypatch.setattr(block_checks.Watch, "conclude", lambda self: (timed.append(len(self.fresh)), conclude(self)))
     measuring.measure(of, workload, workload_id="i", device="cpu", proof=proof, alone=alone)
     assert done == ["draw"] * drawn + ["alone"]
     assert timed == [drawn - 1], "the first is for calls that are not kept"
@@ -868,13 +868,13 @@ def test_outputs_are_copied_if_there_is_room_and_else_checked_at_once(
     at_once: list[str] = []
     check: Any = SimpleNamespace(known=set(), copied={}, device=device, check=lambda leaves, name: at_once.append(name))
     to: list[dict[str, torch.device]] = []
-    monkeypatch.setattr(proving, "COPIED_BYTES", 100)
-    monkeypatch.setattr(proving, "COPIED_TO_HOST_BYTES", 300)
-    monkeypatch.setattr(proving, "_moved", lambda leaves, devices, copy: (to.append(devices), leaves)[1])
-    monkeypatch.setattr(proving, "digest", lambda leaves: str(leaves["count"]))
+    monkeypatch.setattr(output_checks, "COPIED_BYTES", 100)
+    monkeypatch.setattr(output_checks, "COPIED_TO_HOST_BYTES", 300)
+    monkeypatch.setattr(output_checks, "_moved", lambda leaves, devices, copy: (to.append(devices), leaves)[1])
+    monkeypatch.setattr(output_checks, "digest", lambda leaves: str(leaves["count"]))
     for n in (10, 11, 20, 12, 60):  # of 4 bytes each
         # The output is not on the workload's device: it may be on the host, or on a second GPU.
-        proving.OutputCheck.check_later(check, {"output": torch.rand(n, device="meta"), "count": n}, f"of {n}")
+        output_checks.OutputCheck.check_later(check, {"output": torch.rand(n, device="meta"), "count": n}, f"of {n}")
     assert at_once == judged
     assert [name for _, _, name in check.copied.values()] == list(copied)
     assert [str(devices["output"]) for devices in to] == list(copied.values())
@@ -903,7 +903,7 @@ def test_a_reference_whose_truth_took_long_is_called_once(long: Time, monkeypatc
         long.spend(2.0)
         return torch.exp(x)
 
-    monkeypatch.setattr(proving, "perf_counter", lambda: long.now * 1e-9)
+    monkeypatch.setattr(output_checks, "perf_counter", lambda: long.now * 1e-9)
     of, workload = pair(long, reference=slow), Workload("w", n=REPLICAS_UP_TO + 1)
     bench = Bench(pair=of, workload=workload, device="cpu", home=None, seed=1, report=lambda phase: None)
     for module in (workload_proof, preparation):
@@ -1418,7 +1418,7 @@ def test_timed_inputs_have_the_precision_that_the_pair_declares(in_steps: bool) 
     workload = Workload("few", n=64)
     bench = Bench(pair=of, workload=workload, device="cpu", home=None, seed=1, report=lambda phase: None)
     first = (bench.step_master if in_steps else bench.masters["reference"])["x"]
-    new = watching.drawn_anew(of, bench.case, "cpu", None, peers.ALONE).values["x"]
+    new = block_checks.drawn_anew(of, bench.case, "cpu", None, peers.ALONE).values["x"]
     for values in (first, new):
         assert values.dtype == torch.float32
         assert torch.equal(values, values.bfloat16().float())

@@ -18,8 +18,8 @@ from perfsuite.records import ACCEPTED, OPTIMIZED, REFERENCE, Case
 from perfsuite.system import tamper
 from perfsuite.timing import timing_checks
 from perfsuite.timing.clocks import CpuClock
+from perfsuite.timing.output_checks import Drawn, OutputCheck
 from perfsuite.timing.peers import ALONE, Peers
-from perfsuite.timing.proving import Drawn, OutputCheck
 from perfsuite.timing.runner import Runner
 from perfsuite.timing.sampling import Sampler
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from perfsuite.revisions import digests, elsewhere
+from perfsuite.revisions import digests, unversioned_code
 
 NAMES = ("dep_of_test", "alone_of_test", "found_of_test")
 
@@ -27,7 +27,7 @@ def apart(tmp_path: Path) -> Iterator[Path]:
 
 
 def found(apart: Path) -> list[str]:
-    return [str(p.relative_to(apart)) for p in elsewhere.imported(apart / "top") if apart in p.parents]
+    return [str(p.relative_to(apart)) for p in unversioned_code.imported(apart / "top") if apart in p.parents]
 
 
 def test_packages_and_modules_of_other_folders_on_the_path_are_found(
@@ -60,5 +60,5 @@ def test_editable_install_is_found_that_is_not_on_the_path(apart: Path, monkeypa
 
 
 def test_installed_packages_the_standard_library_and_perfsuite_are_not_found(tmp_path: Path) -> None:
-    names = {p.stem for p in elsewhere.imported(tmp_path)}
+    names = {p.stem for p in unversioned_code.imported(tmp_path)}
     assert names.isdisjoint({"perfsuite", "pytest", "torch", "json", "os", "_json"})

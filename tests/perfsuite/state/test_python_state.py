@@ -24,7 +24,7 @@ import torch
 import torch._dynamo
 import torch._inductor.config
 
-from perfsuite.state import marks, surroundings
+from perfsuite.state import properties, python_state
 
 
 def print_nothing(phase: str, info: dict[str, int]) -> None:
@@ -76,12 +76,12 @@ LASTING = {"the process's priority", "functions that are called at exit"}
 
 
 def test_each_setting_is_changed_by_a_test() -> None:
-    assert CHANGES.keys() == surroundings.SETTINGS.keys() - LASTING
+    assert CHANGES.keys() == python_state.SETTINGS.keys() - LASTING
 
 
 def test_a_change_that_cannot_be_restored_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     priority = os.getpriority(os.PRIO_PROCESS, 0)
-    with surroundings.kept() as changed:
+    with python_state.kept() as changed:
         atexit.register(int)
         monkeypatch.setattr(os, "getpriority", lambda which, who: priority + 1)
         monkeypatch.setattr(os, "setpriority", refused)
@@ -90,17 +90,17 @@ def test_a_change_that_cannot_be_restored_is_reported(monkeypatch: pytest.Monkey
 
 def test_a_function_that_torch_registers_at_exit_is_not_reported() -> None:
     function = torch.utils.data.get_worker_info
-    with surroundings.kept() as changed:
+    with python_state.kept() as changed:
         atexit.register(function)
     atexit.unregister(function)
     assert changed == []
 
 
-@pytest.mark.parametrize("module", ["numpy", surroundings.DYNAMO])
+@pytest.mark.parametrize("module", ["numpy", python_state.DYNAMO])
 def test_importing_a_module_is_not_reported(module: str, monkeypatch: pytest.MonkeyPatch) -> None:
     imported = sys.modules[module]
     monkeypatch.delitem(sys.modules, module)
-    with surroundings.kept() as changed:
+    with python_state.kept() as changed:
         sys.modules[module] = imported
     assert changed == []
 
@@ -112,9 +112,9 @@ def refused(*given: Any) -> None:
 @pytest.mark.parametrize("name", CHANGES)
 def test_a_change_is_reported_and_undone(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", "/somewhere")
-    read, _ = surroundings.SETTINGS[name]
+    read, _ = python_state.SETTINGS[name]
     before = read()
-    with surroundings.kept() as changed:
+    with python_state.kept() as changed:
         CHANGES[name]()
     assert changed == [name]
     assert read() == before
@@ -123,21 +123,21 @@ def test_a_change_is_reported_and_undone(name: str, monkeypatch: pytest.MonkeyPa
 @pytest.mark.parametrize("name", CHANGES)
 def test_quick_skips_settings_that_are_slow_to_read(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", "/somewhere")
-    with surroundings.kept():
-        with surroundings.kept(quick=True) as changed:
+    with python_state.kept():
+        with python_state.kept(quick=True) as changed:
             CHANGES[name]()
-        assert changed == ([] if name in surroundings.SLOW else [name])
+        assert changed == ([] if name in python_state.SLOW else [name])
 
 
 def test_environment_variables_that_compilers_set_are_not_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    with surroundings.kept() as changed:
+    with python_state.kept() as changed:
         monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "/nowhere")
     assert changed == []
 
 
 def test_marks_describe_nested_inputs() -> None:
     net = torch.nn.Sequential(torch.nn.Linear(2, 2, bias=False))
-    found = dict(marks.of({"net": net, "xs": [torch.ones(1), 3]}))
+    found = dict(properties.of({"net": net, "xs": [torch.ones(1), 3]}))
     assert found == {
         "the training mode of net": True,
         "the number of hooks on net": 0,
