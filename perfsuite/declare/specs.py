@@ -295,6 +295,11 @@ def scalar(values: Floats | Integers | Sequence[bool | int | float]) -> ScalarSp
 
 def listof(count: Dim, item: Spec) -> ListSpec:
     """Declare a list of `count` inputs of one spec, e.g. an optimizer's parameters."""
+    if isinstance(count, bool) or not isinstance(count, (int, str)):
+        raise PairError(
+            f"listof: a {type(count).__name__} is no number of items; give that number and the spec of one item, as "
+            f'listof(2, tensor("n")) or listof("count", tensor("n")); declare inputs of different specs one by one'
+        )
     return ListSpec(count=count, item=item)
 
 

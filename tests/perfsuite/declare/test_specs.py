@@ -92,3 +92,11 @@ def test_declaring_a_pair_imports_no_torch() -> None:
         "sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_listof_without_a_number_of_items_is_refused() -> None:
+    several: Any = tensor("m", "n")
+    with pytest.raises(
+        PairError, match="listof: a TensorSpec is no number of items; give that number and the spec of one item"
+    ):
+        listof(several, tensor("n"))
