@@ -70,7 +70,8 @@ class Toy:
 
 def environment(**more: str) -> dict[str, str]:
     """Return the environment of a subprocess that imports this checkout first."""
-    given = {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests/suite")]), "OMP_NUM_THREADS": "1"}
+    places = os.pathsep.join([str(ROOT), str(ROOT / "tests"), str(ROOT / "tests/suite")])
+    given = {"PYTHONPATH": places, "OMP_NUM_THREADS": "1"}
     return {**os.environ, **given, "CUDA_VISIBLE_DEVICES": "", **more}
 
 

@@ -103,7 +103,7 @@ def test_wrappers_that_torch_installs_are_not_reported() -> None:
     """Importing the compiler wraps some functions of torch's, which is not reported."""
     code = """
 import torch
-from perfsuite import process_state
+from perfsuite.state import process_state
 with process_state.kept() as changed:
     import torch._dynamo, torch._inductor.compile_fx
     torch.compile(lambda x: x + 1, backend="eager")(torch.ones(3))
