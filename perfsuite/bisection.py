@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from perfsuite.errors import PerfsuiteError, RevisionError
-from perfsuite.history import choosing
+from perfsuite.history import name_lookup
 from perfsuite.records import ACCEPTED, OPTIMIZED, Measurement, Status
 from perfsuite.report import jsonfile
 from perfsuite.report.model import RunReport
@@ -212,7 +212,7 @@ def workload_named(name: str, root: Path) -> str:
         raise PerfsuiteError(
             f"there is no workload here that {name} could be; give a whole id, file::pair::speed[name]"
         )
-    return choosing.workload(name, ids, "that `perfsuite list` shows")
+    return name_lookup.workload(name, ids, "that `perfsuite list` shows")
 
 
 class Comparer:

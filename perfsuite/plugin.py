@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Generator, Iterable
     from pathlib import Path
 
-    from perfsuite.session.mode import Mode
+    from perfsuite.session.modes.base import Mode
 
 MARKERS = (
     "correctness: proves that a pair's two sides are the same function",
@@ -49,9 +49,9 @@ if WORKER:  # before anything else, since an orphan would disturb the next measu
 
     die_with_parent()
 
-    from perfsuite.system import stand_ins
+    from perfsuite.system import import_stubs
 
-    stand_ins.install()
+    import_stubs.install()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -206,7 +206,8 @@ class Ran:
     settings: Mapping[str, str] | None = None
     """pytest's settings that may affect the run; None if they were not recorded."""
     launched: str = ""
-    """Digest of what the workload launched on the device (launches.py); empty if it cannot be observed completely."""
+    """Digest of what the workload launched on the device (timing/launch_digest.py); empty if it cannot be observed
+    completely."""
     untraced: str = ""
     """Reason why `launched` is empty."""
     unknown: str = ""

@@ -46,8 +46,9 @@ def judge(
             raise
 
 
-class Facts:
-    """Facts about a draw that do not depend on the tested side."""
+class ReferenceResults:
+    """Compute what a draw needs from the reference: its truths and the checks of its task. The tested side has no part
+    in them."""
 
     def truths(
         self,
@@ -82,22 +83,22 @@ def check_case(
     gradients: bool = False,
     tally: Tally | None = None,
     home: Path | None = None,
-    facts: Facts | None = None,
+    results: ReferenceResults | None = None,
 ) -> None:
     """Prove one side on one draw, or raise NotEquivalent. Count the draw in `tally`."""
     tally = tally if tally is not None else Tally()
-    facts = facts or Facts()
+    results = results or ReferenceResults()
     tally.draws += 1
 
     drawn = side_calls.drawn_once(pair, case, device, home)
-    known = facts.truths(pair, case, device, gradients=gradients, home=home, drawn=drawn)
+    known = results.truths(pair, case, device, gradients=gradients, home=home, drawn=drawn)
     try:
         known(NONE)
     except Discard:
         tally.discarded += 1
         return
     if not tally.answers_differ or (not tally.roundings and tally.draws <= draws_of(pair)):
-        task = facts.task(pair, case, device, home=home)
+        task = results.task(pair, case, device, home=home)
         tally.fault = tally.fault or task.fault
         tally.roundings |= task.roundings
         if task.answers_differ is not None:

@@ -1,4 +1,4 @@
-"""Cache facts about a pair's draws for later proofs, so that each side is compared with the same truth.
+"""Cache the reference's results on a pair's draws for later proofs, so that each side is compared with the same truth.
 
 The proofs of one pair draw the same cases (`perfsuite.session.proof_item`), and computing a truth takes many runs of
 the reference. A truth is stored as bytes, so no side can change it, and each proof gets its own tensors.
@@ -14,9 +14,9 @@ from pathlib import Path
 
 import torch
 
-from perfsuite.correctness.equivalence import Facts
-from perfsuite.correctness.known_sizes import KnownSizes
+from perfsuite.correctness.equivalence import ReferenceResults
 from perfsuite.correctness.reference_task import Task
+from perfsuite.correctness.reused_sizes import ReusedSizes
 from perfsuite.correctness.side_calls import Drawn
 from perfsuite.correctness.truths import Discard, Known, Truth
 from perfsuite.declare.pair import Pair
@@ -27,15 +27,15 @@ MOST_BYTES = 256 << 20
 """Most bytes of the cached truths of one pair. Further truths are computed again when they are needed."""
 
 
-class KnownFacts(Facts):
-    """Cached facts of one pair's draws."""
+class CachedReferenceResults(ReferenceResults):
+    """Results of one pair's draws, cached."""
 
     def __init__(self, most_bytes: int = MOST_BYTES) -> None:
         self._left = most_bytes
         self._truths: dict[tuple[str, ...], bytes | None] = {}
         """Truths by draw, as bytes; None for a draw that is discarded."""
         self._tasks: dict[tuple[str, ...], Task] = {}
-        self.sizes = KnownSizes()
+        self.sizes = ReusedSizes()
 
     def truths(
         self,
@@ -99,12 +99,12 @@ def _read(written: bytes) -> Truth:
     return Truth(**torch.load(io.BytesIO(written), weights_only=False))
 
 
-_latest: list[tuple[Pair, KnownFacts]] = []
+_latest: list[tuple[Pair, CachedReferenceResults]] = []
 
 
-def facts_of(pair: Pair) -> KnownFacts:
-    """Return the cached facts of this pair's draws. Those of the previous pair are dropped, since its proofs are
+def cached_results(pair: Pair) -> CachedReferenceResults:
+    """Return the cached results of this pair's draws. Those of the previous pair are dropped, since its proofs are
     done."""
     if not _latest or _latest[0][0] is not pair:
-        _latest[:] = [(pair, KnownFacts())]
+        _latest[:] = [(pair, CachedReferenceResults())]
     return _latest[0][1]

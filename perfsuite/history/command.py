@@ -10,7 +10,7 @@ from typing import Any
 
 from perfsuite.codec import to_json
 from perfsuite.errors import PerfsuiteError
-from perfsuite.history import choosing, index, page, steps, store, terminal
+from perfsuite.history import index, name_lookup, page, steps, store, terminal
 from perfsuite.history.index import Index, Listed
 from perfsuite.history.records import Accepted
 from perfsuite.history.series import Point, points
@@ -74,7 +74,7 @@ def show(
 
 
 def _query(there: Index, *, workload: str | None, limit: int, device: str | None) -> Found:
-    slug = choosing.device(device, there.devices()) if device is not None else None
+    slug = name_lookup.device(device, there.devices()) if device is not None else None
     listed: tuple[Listed, ...] = ()
     series: tuple[Point, ...] = ()
     accepted: Mapping[str, Sequence[Accepted]] = {}
@@ -82,7 +82,7 @@ def _query(there: Index, *, workload: str | None, limit: int, device: str | None
     if workload is None:
         listed = tuple(there.runs(limit, slug))
     else:
-        id = choosing.workload(workload, there.workloads())
+        id = name_lookup.workload(workload, there.workloads())
         accepted = there.accepted(id)
         series = tuple(points(there.series(id, slug), accepted))
     return Found(

@@ -19,7 +19,7 @@ from perfsuite.errors import NotEquivalent, PerfsuiteError, printable
 from perfsuite.gate.exit_codes import CODE_AT_FAULT, GREEN, UNDECIDED
 from perfsuite.judge import problem as problems
 from perfsuite.judge.process import Ended, Nursery, refuse_where_unsupported, shortened
-from perfsuite.judge.race import UNCERTAIN, Ratio, Times, Unusable, race
+from perfsuite.judge.timing import UNCERTAIN, Ratio, Times, Unusable, time_candidate
 from perfsuite.judge.trial import Served, prove
 
 COMPILE_PATIENCE = 5
@@ -187,7 +187,7 @@ def _time(nursery: Nursery, problem: problems.Problem, served: Served, verdict: 
     try:
         for name in names:
             sides[name] = _rival(nursery, problem, name, options)
-        times = race(
+        times = time_candidate(
             problem,
             sides,
             "candidate",

@@ -1,5 +1,5 @@
 """A pytest run: its tasks, the worker processes that do them, and the items that pytest shows.
 
-Begin with `mode.py` (state of every kind of run), `modes/` (one class for each kind), `pytest_items.py`,
+Begin with `modes/base.py` (state of every kind of run), `modes/` (one class for each kind), `pytest_items.py`,
 `worker_pool.py` (the worker processes) and `worker_main.py` (what a worker does).
 """

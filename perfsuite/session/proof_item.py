@@ -26,7 +26,7 @@ from perfsuite import faults
 from perfsuite.correctness import convolutions, diagnosis, execution, outside, proofs, remedies, side_calls, truths
 from perfsuite.correctness.compilations import untraced
 from perfsuite.correctness.ranks import group
-from perfsuite.correctness.shared_truths import facts_of
+from perfsuite.correctness.shared_truths import cached_results
 from perfsuite.correctness.tally import Tally
 from perfsuite.declare.pair import Pair
 from perfsuite.declare.sides import Side, as_side
@@ -166,7 +166,7 @@ class ProofItem(pytest.Function):
         def prove_draws(case: Case) -> None:
             __tracebackhide__ = True
             if profile != "thorough":
-                sizes, few = facts_of(self.pair).sizes, self.kind in FEW
+                sizes, few = cached_results(self.pair).sizes, self.kind in FEW
                 plans = device() == "cuda"
                 case = sizes.settled(self.pair, case, gradients=self._gradients, few=few, plans=plans)
             if self.kind in FEW:
@@ -197,7 +197,7 @@ class ProofItem(pytest.Function):
 
     def _judge(self, case: Case) -> None:
         try:
-            with facts_of(self.pair).sizes.noting(case, gradients=self._gradients):
+            with cached_results(self.pair).sizes.noting(case, gradients=self._gradients):
                 self.prove(case, self.tally)
         except (NotEquivalent, PairError) as error:
             error.case = case
@@ -297,7 +297,7 @@ class ProofItem(pytest.Function):
         the first failure, or None."""
         if self.seed is None:
             return None
-        sizes = facts_of(self.pair).sizes
+        sizes = cached_results(self.pair).sizes
         cases = planned_draws.every_kind(
             self.pair, self.kind, self.dtype, self.seed, device(), compiles=lambda: sizes.compiles
         )

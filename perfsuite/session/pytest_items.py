@@ -15,7 +15,7 @@ import pytest
 from perfsuite.correctness import compilations, contexts, effects, equivalence, execution, integrity, outside, proofs
 from perfsuite.correctness.ranks import group
 from perfsuite.correctness.ranks import proof as ranks_proof
-from perfsuite.correctness.shared_truths import facts_of
+from perfsuite.correctness.shared_truths import cached_results
 from perfsuite.correctness.tally import Tally
 from perfsuite.declare.pair import Pair
 from perfsuite.draws.cases import case_line
@@ -134,7 +134,7 @@ class PairCollector(pytest.Collector):
             gradients=proof.kind == proofs.GRADIENTS,
             tally=tally,
             home=self.home,
-            facts=facts_of(self.pair),
+            results=cached_results(self.pair),
         )
 
     def _number(self, line: str, tally: Tally) -> int | None:

@@ -336,7 +336,7 @@ class _Workload:
         """Return a record of all code and data that the optimized side uses."""
         from perfsuite.records import OPTIMIZED
         from perfsuite.revisions import digests, unversioned_code
-        from perfsuite.timing import launches, provenance
+        from perfsuite.timing import launch_digest, provenance
 
         observed = self.item.config.stash[OBSERVED]
         self.report(OPTIMIZED)
@@ -350,7 +350,7 @@ class _Workload:
         ran = digests.ran([module.obj], executed.files, executed.compiled, observed, outside)
         if bench.workload.ranks > 1:  # each rank launches its own
             return replace(ran, untraced="several processes call it")
-        launched, untraced = launches.launched(bench, observed.top)
+        launched, untraced = launch_digest.launched(bench, observed.top)
         return replace(ran, launched=launched, untraced=untraced)
 
     def _traced(self) -> Proof | None:
@@ -367,10 +367,10 @@ class _Workload:
 
     def _launches_the_same(self) -> bool:
         from perfsuite.session import changed
-        from perfsuite.timing import launches
+        from perfsuite.timing import launch_digest
 
         bench = self._bench(secrets.randbits(31), None)
-        launched, _ = launches.launched(bench, revision.top_or(self.item.config.rootpath))
+        launched, _ = launch_digest.launched(bench, revision.top_or(self.item.config.rootpath))
         own = self._own_sources() if launched else ()
         return changed.launches_the_same(self.task.launched, self.task.changed, launched, own)
 

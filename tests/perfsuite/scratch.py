@@ -83,7 +83,8 @@ OUTER = (
 
 
 class FakeWorkers:
-    """Replaces `perfsuite.session.mode.Workers`: `outcome(id, process, second)` gives the result of each measurement.
+    """Replaces `perfsuite.session.modes.base.Workers`: `outcome(id, process, second)` gives the result of each
+    measurement.
 
     `process` counts the timing processes from 0; `second` says whether the accepted side is timed, too. Proofs succeed,
     unless `outcome` is a failure for that workload. A trace finds `ran`, and `own` sources.
@@ -317,7 +318,7 @@ class Project:
     def measured(self, outcome: Any) -> FakeWorkers:
         """Replace the workers: from now on runs in this process measure nothing, and get `outcome`."""
         self.workers = FakeWorkers(outcome)
-        self.monkeypatch.setattr("perfsuite.session.mode.Workers", self.workers)
+        self.monkeypatch.setattr("perfsuite.session.modes.base.Workers", self.workers)
         self.monkeypatch.setattr("perfsuite.system.tamper.check", lambda: None)  # it would find the replaced workers
         return self.workers
 

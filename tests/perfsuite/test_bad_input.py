@@ -394,11 +394,11 @@ import sys
 from scratch import FakeWorkers, times
 
 from perfsuite import cli
-from perfsuite.session import mode
+from perfsuite.session.modes import base
 from perfsuite.system import tamper
 
 tamper.check = lambda: None
-mode.Workers = FakeWorkers(times(slower=float(sys.argv[1])))
+base.Workers = FakeWorkers(times(slower=float(sys.argv[1])))
 for command in json.loads(sys.argv[2]):
     sys.stdout.reconfigure(errors="strict")  # as in a process of its own
     try:

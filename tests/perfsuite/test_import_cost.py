@@ -13,7 +13,12 @@ import pytest
 from scratch import ROOT
 
 HEAVY = ("torch", "numpy", "hypothesis", "scipy", "rich", "jinja2", "triton", "click", "pynvml", "pytest_benchmark")
-LATER = ("perfsuite.session.mode", "perfsuite.session.pytest_items", "perfsuite.system.machine", "perfsuite.records")
+LATER = (
+    "perfsuite.session.modes.base",
+    "perfsuite.session.pytest_items",
+    "perfsuite.system.machine",
+    "perfsuite.records",
+)
 
 REPORT = """
 import sys

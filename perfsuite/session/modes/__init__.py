@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from perfsuite.session.journal import load_job
-from perfsuite.session.mode import Mode
+from perfsuite.session.modes.base import Mode
 
 MODES = {
     "measure": "plain:Plain",

@@ -15,8 +15,8 @@ from perfsuite.records import Ran, Status, Verdict
 from perfsuite.report import units
 from perfsuite.revisions import digests, revision
 from perfsuite.session import changed
-from perfsuite.session.mode import failed
 from perfsuite.session.modes import references
+from perfsuite.session.modes.base import failed
 from perfsuite.session.modes.paired import Paired
 from perfsuite.session.modes.whole import Whole
 from perfsuite.session.progress import name_of

@@ -5,7 +5,7 @@ from __future__ import annotations
 from perfsuite.errors import BaselineError
 from perfsuite.records import Status
 from perfsuite.revisions import revision
-from perfsuite.session.mode import failed
+from perfsuite.session.modes.base import failed
 from perfsuite.session.modes.paired import Paired
 from perfsuite.session.modes.whole import Whole
 from perfsuite.session.tasks import Failure

@@ -19,8 +19,8 @@ from perfsuite.records import ACCEPTED, REFERENCE, CodeChange, PromiseRecord, St
 from perfsuite.report import RunReport, units
 from perfsuite.revisions import digests, revision
 from perfsuite.session import changed, code_changes, slowed_reference
-from perfsuite.session.mode import failed
 from perfsuite.session.modes import references
+from perfsuite.session.modes.base import failed
 from perfsuite.session.modes.paired import Paired
 from perfsuite.session.tasks import Failure, Task
 from perfsuite.session.timed_item import Result, SpeedItem

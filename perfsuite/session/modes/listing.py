@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from perfsuite.errors import PerfsuiteError
-from perfsuite.session.mode import Mode
+from perfsuite.session.modes.base import Mode
 
 
 class List(Mode):

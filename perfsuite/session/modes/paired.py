@@ -25,7 +25,7 @@ from perfsuite.report import units
 from perfsuite.revisions import revision
 from perfsuite.revisions.revision import Tree
 from perfsuite.session import gpu_sharing, lanes
-from perfsuite.session.mode import Mode, failed
+from perfsuite.session.modes.base import Mode, failed
 from perfsuite.session.progress import name_of
 from perfsuite.session.tasks import PROVE, Failure, Task
 from perfsuite.session.worker_process import Lane

@@ -9,7 +9,7 @@ import pytest
 
 from perfsuite.gate import decision
 from perfsuite.records import Status, Verdict
-from perfsuite.session.mode import failed
+from perfsuite.session.modes.base import failed
 from perfsuite.session.modes.proofs import Proofs
 from perfsuite.session.tasks import NEVER_REACHED, Outcome, Task
 from perfsuite.session.timed_item import Result, SpeedItem

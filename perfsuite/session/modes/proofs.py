@@ -15,7 +15,7 @@ from _pytest.runner import runtestprotocol
 
 from perfsuite import faults
 from perfsuite.revisions import bytecode
-from perfsuite.session.mode import Mode
+from perfsuite.session.modes.base import Mode
 from perfsuite.session.tasks import ITEMS, Failure, Outcome, Reported, Task
 
 ITEM_LIMIT_S = 600.0

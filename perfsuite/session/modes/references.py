@@ -16,7 +16,7 @@ from perfsuite.session import slowed_reference
 from perfsuite.session.modes.paired import Paired
 from perfsuite.session.tasks import ALONE, Failure, Outcome, Task
 from perfsuite.session.worker_process import Lane, devices_of
-from perfsuite.system import stand_ins
+from perfsuite.system import import_stubs
 
 
 def slowed(run: Paired, ids: Collection[str], *, sparse: bool = False, outside: bool = False) -> dict[str, str]:
@@ -83,5 +83,5 @@ def _without_optimized(run: Paired, lanes: Sequence[Lane]) -> Sequence[Lane]:
     sides = [(module_of(as_side(i.pair.optimized)), module_of(as_side(i.pair.reference))) for i in pairs]
     modules = [m.obj for i in pairs if (m := i.getparent(pytest.Module)) is not None]
     files = digests.only_optimized(sides, modules, revision.top_or(run.root))
-    variables = {stand_ins.ABSENT: os.pathsep.join(map(str, files))} if files else {}
+    variables = {import_stubs.ABSENT: os.pathsep.join(map(str, files))} if files else {}
     return [replace(lane, environment={**lane.environment, **variables}) for lane in lanes]

@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 import pytest
 
 from perfsuite.errors import PerfsuiteError
-from perfsuite.session.mode import Mode
+from perfsuite.session.modes.base import Mode
 
 
 class Whole(Mode, ABC):

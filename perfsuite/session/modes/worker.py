@@ -11,7 +11,7 @@ from perfsuite.revisions.observed_files import Observed
 from perfsuite.session import preload
 from perfsuite.session.gpu_sharing import Gpu
 from perfsuite.session.journal import WAITS, Job, Journal
-from perfsuite.session.mode import Mode
+from perfsuite.session.modes.base import Mode
 from perfsuite.session.worker_main import OBSERVED
 
 

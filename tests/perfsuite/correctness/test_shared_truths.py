@@ -15,7 +15,7 @@ from scratch import Project, lines_with
 from perfsuite import Pair, Workload, check, floats, tensor
 from perfsuite.correctness import equivalence, rule, shared_truths, side_calls, truths
 from perfsuite.correctness.rule import FEW, NONE, REPLICAS
-from perfsuite.correctness.shared_truths import KnownFacts, facts_of
+from perfsuite.correctness.shared_truths import CachedReferenceResults, cached_results
 from perfsuite.correctness.tally import MIN_PROOFS, Tally
 from perfsuite.correctness.truths import Discard, Known, Truth
 from perfsuite.declare.sides import as_side
@@ -172,7 +172,7 @@ def case_of(seed: int = 0, **sizes: int) -> Case:
     )
 
 
-def ask(known: KnownFacts, pair: Pair, case: Case, *, gradients: bool = False) -> truths.Truth:
+def ask(known: CachedReferenceResults, pair: Pair, case: Case, *, gradients: bool = False) -> truths.Truth:
     return known.truths(pair, case, "cpu", gradients=gradients, home=None)(REPLICAS)
 
 
@@ -189,7 +189,7 @@ def counted(call: Callable[..., Any]) -> tuple[Callable[..., Any], list[int]]:
 @pytest.mark.parametrize("gradients", [False, True])
 def test_cached_truth_equals_the_established_one(gradients: bool) -> None:
     call, calls = counted(lambda x, y: x @ y if gradients else product(x, y))
-    pair, known = pair_of(call), KnownFacts()
+    pair, known = pair_of(call), CachedReferenceResults()
     first = ask(known, pair, case_of(), gradients=gradients)
     runs = len(calls)
     again = ask(known, pair, case_of(), gradients=gradients)
@@ -210,7 +210,7 @@ def test_cached_truth_equals_the_established_one(gradients: bool) -> None:
 
 def test_truths_are_not_cached_for_a_pair_with_one_side() -> None:
     call, calls = counted(lambda x, y: x @ y)
-    pair, known = pair_of(call, variants={}), KnownFacts()
+    pair, known = pair_of(call, variants={}), CachedReferenceResults()
     ask(known, pair, case_of())
     runs = len(calls)
     ask(known, pair, case_of())
@@ -219,7 +219,7 @@ def test_truths_are_not_cached_for_a_pair_with_one_side() -> None:
 
 def test_different_draws_have_separate_truths() -> None:
     call, calls = counted(lambda x, y: x @ y)
-    pair, known = pair_of(call), KnownFacts()
+    pair, known = pair_of(call), CachedReferenceResults()
     usual = Case(dtype="float32", sizes={"m": 3, "n": 4}, inputs={}, seed=0)
     half = Case(dtype="bfloat16", sizes={"m": 3, "n": 4}, inputs={}, seed=0)
     for case, gradients in ((usual, False), (usual, True), (half, False), (case_of(), False), (case_of(1), False)):
@@ -229,7 +229,7 @@ def test_different_draws_have_separate_truths() -> None:
 
 
 def test_changes_to_a_returned_truth_do_not_change_the_cache() -> None:
-    pair, known = pair_of(), KnownFacts()
+    pair, known = pair_of(), CachedReferenceResults()
     expected = ask(known, pair, case_of()).leaves["output['product']"].clone()
     for _ in range(2):
         truth = ask(known, pair, case_of())
@@ -243,7 +243,7 @@ def test_changes_to_a_returned_truth_do_not_change_the_cache() -> None:
 
 def test_discarded_draw_stays_discarded() -> None:
     call, calls = counted(lambda x, y: (1e30 * x.abs() + 1e30) ** 2 @ y)
-    pair, known = pair_of(call), KnownFacts()
+    pair, known = pair_of(call), CachedReferenceResults()
     for _ in range(2):
         with pytest.raises(Discard):
             ask(known, pair, case_of())
@@ -252,7 +252,7 @@ def test_discarded_draw_stays_discarded() -> None:
 
 def test_truths_beyond_the_cache_limit_are_recomputed() -> None:
     call, calls = counted(lambda x, y: x @ y)
-    pair, known = pair_of(call), KnownFacts(most_bytes=1)
+    pair, known = pair_of(call), CachedReferenceResults(most_bytes=1)
     ask(known, pair, case_of())
     runs = len(calls)
     ask(known, pair, case_of())
@@ -264,7 +264,7 @@ def test_truth_that_cannot_be_cached_is_recomputed(monkeypatch: pytest.MonkeyPat
         raise RuntimeError("not this one")
 
     call, calls = counted(lambda x, y: x @ y)
-    pair, known = pair_of(call), KnownFacts()
+    pair, known = pair_of(call), CachedReferenceResults()
     monkeypatch.setattr(torch, "save", fails)
     ask(known, pair, case_of())
     runs = len(calls)
@@ -273,16 +273,16 @@ def test_truth_that_cannot_be_cached_is_recomputed(monkeypatch: pytest.MonkeyPat
 
 
 def test_fault_of_the_reference_is_reported_by_every_proof() -> None:
-    pair, known = pair_of(lambda x, y: (x @ y).bfloat16().to(x.dtype)), KnownFacts()
+    pair, known = pair_of(lambda x, y: (x @ y).bfloat16().to(x.dtype)), CachedReferenceResults()
     case = Case(dtype="float32", sizes={"m": 8, "n": 8}, inputs={}, seed=0)
     for _ in range(2):
         with pytest.raises(PairError, match="rounded to half precision inside"):
-            equivalence.check_case(pair, case, "cpu", facts=known)
+            equivalence.check_case(pair, case, "cpu", results=known)
     constant = pair_of(lambda x, y: torch.ones_like(x))
-    known, tallies = KnownFacts(), [Tally(), Tally()]
+    known, tallies = CachedReferenceResults(), [Tally(), Tally()]
     for tally in tallies:
         for seed in range(MIN_PROOFS):
-            equivalence.check_case(constant, case_of(seed), "cpu", tally=tally, facts=known)
+            equivalence.check_case(constant, case_of(seed), "cpu", tally=tally, results=known)
         with pytest.raises(NotEquivalent, match="the same answer whatever its inputs are"):
             tally.evidence(constant, "float32", "cpu")
 
@@ -309,12 +309,12 @@ def test_constant_python_number_is_a_degenerate_task(right: bool) -> None:
         tally.evidence(pair, "float32", "cpu")
 
 
-def test_facts_of_only_the_latest_pair_are_kept() -> None:
+def test_cache_holds_only_the_results_of_the_latest_pair() -> None:
     one, other = pair_of(), pair_of()
-    known = facts_of(one)
-    assert facts_of(one) is known
-    assert facts_of(other) is not known
-    assert facts_of(one) is not known
+    known = cached_results(one)
+    assert cached_results(one) is known
+    assert cached_results(other) is not known
+    assert cached_results(one) is not known
     assert len(shared_truths._latest) == 1
 
 

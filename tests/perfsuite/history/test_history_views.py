@@ -21,7 +21,7 @@ from scratch import lines_with
 from perfsuite.cli import main
 from perfsuite.errors import PerfsuiteError
 from perfsuite.gate.exit_codes import COULD_NOT_BEGIN
-from perfsuite.history import choosing, store, terminal
+from perfsuite.history import name_lookup, store, terminal
 from perfsuite.history.records import Accepted, Run
 from perfsuite.history.series import Point, points
 from perfsuite.records import Status
@@ -192,8 +192,8 @@ def test_missing_history_is_reported_in_one_line(here: Path) -> None:
 def test_workload_may_be_named_by_a_unique_part() -> None:
     ids = [DOTS, OTHER, DOTS.replace("large", "larger")]
     for name in (DOTS, "linear/dots[large]", "dots::speed[large]"):
-        assert choosing.workload(name, ids) == DOTS
-    assert choosing.workload("SMALL", ids) == OTHER
+        assert name_lookup.workload(name, ids) == DOTS
+    assert name_lookup.workload("SMALL", ids) == OTHER
     for name, words in (
         ("dots", rf"^'dots' fits 2 workloads: {re.escape(DOTS)}, .*; name one$"),
         ("rosw", rf"^no workload in the history fits 'rosw'; the nearest: {re.escape(OTHER)}$"),
@@ -202,7 +202,7 @@ def test_workload_may_be_named_by_a_unique_part() -> None:
         ("", "fits 3 workloads"),
     ):
         with pytest.raises(PerfsuiteError, match=words):
-            choosing.workload(name, ids)
+            name_lookup.workload(name, ids)
 
 
 def test_unknown_workload_is_reported_in_one_line(here: Path) -> None:

@@ -26,7 +26,7 @@ from perfsuite.correctness.truths import Truth
 from perfsuite.draws.tensor_values import BOUNDED_REGIMES
 from perfsuite.errors import NotEquivalent, PerfsuiteError, printable
 from perfsuite.gate.exit_codes import CODE_AT_FAULT, GREEN
-from perfsuite.judge import causes, child, problem, process, race
+from perfsuite.judge import causes, child, problem, process, timing
 from perfsuite.judge import verdict as verdicts
 from perfsuite.judge.causes import Causes
 from perfsuite.judge.memory import HostMemory
@@ -497,7 +497,7 @@ def test_a_reference_that_is_always_slower_beside_the_candidate_is_said_by_name(
     world = Beside(*later)
     slowed = later == [2.0, 2.0]
     with pytest.raises(NotEquivalent, match="it slows the reference") if slowed else contextlib.nullcontext():
-        race._same_alone(None, world, first, 1, world.again)  # type: ignore[arg-type]
+        timing._same_alone(None, world, first, 1, world.again)  # type: ignore[arg-type]
     assert world.started == started
 
 
@@ -812,24 +812,24 @@ def test_a_file_that_is_not_there_is_one_line(tmp_path: Path, reference: Path) -
 
 
 def test_the_interval_of_a_ratio_holds_its_median() -> None:
-    found = race._ratio([2.0, 2.1, 1.9, 2.2, 2.0, 1.8, 2.0, 2.0], [1.0] * 8)
+    found = timing._ratio([2.0, 2.1, 1.9, 2.2, 2.0, 1.8, 2.0, 2.0], [1.0] * 8)
     assert found.low <= found.value <= found.high
     assert found.value == pytest.approx(2.0)
     assert (found.low, found.high) == (pytest.approx(1.8), pytest.approx(2.2))
 
 
 def test_what_two_processes_differ_by_is_no_speedup() -> None:
-    found = race._widened(race.Ratio(2.0, 1.9, 2.1), 60e-6, 30e-6, 30e-6)
+    found = timing._widened(timing.Ratio(2.0, 1.9, 2.1), 60e-6, 30e-6, 30e-6)
     assert found.value == 2.0
     assert found.low < 1 < 2.1 < found.high
-    longer = race._widened(race.Ratio(2.0, 1.99, 2.01), 6e-3, 3e-3, 30e-6)
+    longer = timing._widened(timing.Ratio(2.0, 1.99, 2.01), 6e-3, 3e-3, 30e-6)
     assert (longer.low, longer.high) == (pytest.approx(1.96, abs=0.01), pytest.approx(2.04, abs=0.01))
 
 
 def test_a_call_that_is_short_beside_its_messages_is_not_decided() -> None:
-    ratio = race._widened(race.Ratio(2.0, 1.9, 2.1), 60e-6, 30e-6, 30e-6)
+    ratio = timing._widened(timing.Ratio(2.0, 1.9, 2.1), 60e-6, 30e-6, 30e-6)
     for messages, remedy in ((120e-6, "give larger inputs in get_inputs()"), (1e-6, "measure longer, with --seconds")):
-        times = race.Times(8, 1, {"candidate": 30e-6, "reference": 60e-6}, {"reference": ratio}, messages)
+        times = timing.Times(8, 1, {"candidate": 30e-6, "reference": 60e-6}, {"reference": ratio}, messages)
         found = verdicts.Verdict(candidate="a.py")
         verdicts._decide(times, found, verdicts.Options(device="cpu"))
         assert found.status is Status.NOISY
@@ -838,13 +838,13 @@ def test_a_call_that_is_short_beside_its_messages_is_not_decided() -> None:
 
 def test_a_timed_answer_may_differ_by_rounding_alone() -> None:
     right = torch.tensor([1.0, float("inf"), float("nan")])
-    assert race._near(right * (1 + 1e-7), right, 1e-6)
-    assert not race._near(right * (1 + 1e-5), right, 1e-6)
-    assert not race._near(torch.tensor([1.0, float("inf"), 0.0]), right, 1e-6)
-    assert not race._near(torch.tensor([1]), torch.tensor([2]), 1.0)
+    assert timing._near(right * (1 + 1e-7), right, 1e-6)
+    assert not timing._near(right * (1 + 1e-5), right, 1e-6)
+    assert not timing._near(torch.tensor([1.0, float("inf"), 0.0]), right, 1e-6)
+    assert not timing._near(torch.tensor([1]), torch.tensor([2]), 1.0)
     few, others = (torch.tensor(values).to(torch.float8_e4m3fn) for values in ([1.0, 2.0], [2.0, 1.0]))
-    assert race._near(few, few, 1e-6)
-    assert not race._near(others, few, 1e-6)
+    assert timing._near(few, few, 1e-6)
+    assert not timing._near(others, few, 1e-6)
 
 
 def test_each_kind_of_values_is_drawn(reference: Path) -> None:
@@ -880,8 +880,8 @@ def test_a_candidate_with_the_reference_s_operations_passes_if_it_is_surely_fast
     low: float, high: float, least: float, status: Status, says: str
 ) -> None:
     found = verdicts.Verdict(candidate="a.py", borrowed="addmm")
-    ratio = race.Ratio((low + high) / 2, low, high)
-    times = race.Times(rounds=8, calls=1, seconds={"candidate": 1.0}, ratios={"reference": ratio})
+    ratio = timing.Ratio((low + high) / 2, low, high)
+    times = timing.Times(rounds=8, calls=1, seconds={"candidate": 1.0}, ratios={"reference": ratio})
     verdicts._decide(times, found, verdicts.Options(device="cpu", least=least))
     assert found.status is status
     assert says in found.message
@@ -911,9 +911,9 @@ def test_the_name_of_a_candidate_stays_in_one_line() -> None:
 
 def test_complex_outputs_of_timed_calls_are_compared_as_numbers() -> None:
     spectrum = torch.fft.fft(torch.arange(16.0))
-    assert race._near(spectrum * (1 + 1e-6), spectrum, 1e-5)
-    assert not race._near(spectrum * (1 + 1e-4), spectrum, 1e-5)
-    assert not race._near(spectrum.real, spectrum, 1e-5)
+    assert timing._near(spectrum * (1 + 1e-6), spectrum, 1e-5)
+    assert not timing._near(spectrum * (1 + 1e-4), spectrum, 1e-5)
+    assert not timing._near(spectrum.real, spectrum, 1e-5)
 
 
 def test_a_process_that_fills_its_own_pipe_holds_nobody_up(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -1058,17 +1058,17 @@ def test_a_timed_draw_on_which_the_reference_raises_is_replaced(reference: Path)
     fails = "if x[0, 0] > self.most:\n            raise AssertionError('too large')\n        return x.exp()"
     reference.write_text(WITH.format("self.most = 2.0", "x").replace("return x", fails))
     loaded = problem.load(reference, "cpu", 0)
-    judge = race._Judge(loaded, "candidate")
+    judge = timing._Judge(loaded, "candidate")
     loaded.module.most = 0.85  # type: ignore[assignment]
     for _ in range(60):
         assert float(judge.drawn().arguments[0][0, 0]) <= 0.85
     loaded.module.most = -1.0  # type: ignore[assignment]
-    with pytest.raises(race.Unusable, match="raises AssertionError: too large"):
+    with pytest.raises(timing.Unusable, match="raises AssertionError: too large"):
         judge.drawn()
 
 
 def test_the_help_names_the_fewest_rounds() -> None:
-    assert f"at least {race.FEWEST_ROUNDS} rounds" in " ".join(command("--help").output.split())
+    assert f"at least {timing.FEWEST_ROUNDS} rounds" in " ".join(command("--help").output.split())
 
 
 def test_the_command_leaves_the_handlers_of_signals(tmp_path: Path) -> None:
@@ -1123,7 +1123,7 @@ def test_a_pass_with_other_names_says_which_weights_were_not_tested(reference: P
     loaded = problem.load(reference, "cpu", 0)
     assert loaded.neutral == ["norm.weight", "norm.bias"]
     found = verdicts.Verdict(candidate="a.py", not_tested=loaded.neutral)
-    times = race.Times(rounds=8, calls=1, seconds={"candidate": 1.0}, ratios={"reference": race.Ratio(2, 2, 2)})
+    times = timing.Times(rounds=8, calls=1, seconds={"candidate": 1.0}, ratios={"reference": timing.Ratio(2, 2, 2)})
     verdicts._decide(times, found, verdicts.Options(device="cpu"))
     assert found.status is Status.PASS
     assert "whether it uses norm.weight, norm.bias (0 or 1) was not tested" in found.message

@@ -12,7 +12,7 @@ from scale import FULLY
 
 from perfsuite.correctness.truths import Truth
 from perfsuite.errors import NotEquivalent, PerfsuiteError
-from perfsuite.judge import causes, problem, race
+from perfsuite.judge import causes, problem, timing
 from perfsuite.judge.process import Nursery
 from perfsuite.judge.verdict import Status
 
@@ -66,7 +66,7 @@ CUT_OFF = ("torch.randn(64, 32, dtype=torch.bfloat16)", LAYER.format("bfloat16")
 @pytest.mark.parametrize("cut", [True, False])
 def test_digits_that_are_cut_off_are_a_bias_over_the_timed_calls(tmp_path: Path, cut: bool) -> None:
     inputs, made = CUT_OFF
-    judge = race._Judge(problem.load(written(tmp_path, made, "self.layer(x)", inputs), "cpu", 0), "candidate")
+    judge = timing._Judge(problem.load(written(tmp_path, made, "self.layer(x)", inputs), "cpu", 0), "candidate")
     for seed in range(10):
         truth = judge._truth(seed, judge.problem.values(seed))
         assert isinstance(truth, Truth)
@@ -155,7 +155,7 @@ def test_an_excuse_for_most_elements_is_refused(nursery: Nursery, tmp_path: Path
 
 
 def test_an_excused_element_of_a_timed_call_is_not_compared(tmp_path: Path) -> None:
-    judge = race._Judge(problem.load(with_steps(tmp_path, "16 * eps"), "cpu", 0), "candidate")
+    judge = timing._Judge(problem.load(with_steps(tmp_path, "16 * eps"), "cpu", 0), "candidate")
     drawn = judge.drawn()
     (x,) = drawn.arguments
     judge._check([(x / 2 + 0.5).floor().to(torch.int8)], drawn)

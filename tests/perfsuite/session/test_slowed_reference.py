@@ -14,7 +14,7 @@ from scratch import SMALL, TWO_LINES, Project, lines_with, times
 from perfsuite.records import Alone, Measurement, Status
 from perfsuite.session import slowed_reference
 from perfsuite.session.tasks import ALONE, Failure
-from perfsuite.system import stand_ins
+from perfsuite.system import import_stubs
 
 pytest_plugins = ["pytester"]
 
@@ -88,12 +88,12 @@ def test_left_out_module_is_never_executed(tmp_path: Path, monkeypatch: pytest.M
     (package / "other.py").write_text("VALUE = 3")
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
-    monkeypatch.setenv(stand_ins.ABSENT, f"{package / '__init__.py'}:{package / 'kernel.py'}")
-    stand_ins.install()
+    monkeypatch.setenv(import_stubs.ABSENT, f"{package / '__init__.py'}:{package / 'kernel.py'}")
+    import_stubs.install()
     try:
         kernel = importlib.import_module("left_out_pkg.kernel")
 
-        class Own(kernel.Base):  # type: ignore[misc, name-defined]  # a stand-in
+        class Own(kernel.Base):  # type: ignore[misc, name-defined]  # a stub
             pass
 
         assert Own.__mro__ == (Own, object)

@@ -1,4 +1,4 @@
-"""Keep some source files from running in a process: an import of their modules returns stand-ins.
+"""Keep some source files from running in a process: an import of their modules returns stubs.
 
 A module of pairs imports both sides. To time a reference in a process where no code of the optimized side has ever run,
 the modules that only the optimized side needs are replaced before anything imports them.
@@ -19,21 +19,21 @@ ABSENT = "PERFSUITE_ABSENT"
 """Environment variable of such a process: the paths of the files, separated by `os.pathsep`."""
 
 
-class StandIn:
-    """Stand-in for any object of a module. It can be called, subclassed and iterated over, and does nothing."""
+class Stub:
+    """Stub of any object of a module. It can be called, subclassed and iterated over, and does nothing."""
 
     def __init__(self, name: str) -> None:
         self._name = name
 
-    def __call__(self, *args: Any, **kwargs: Any) -> StandIn:
+    def __call__(self, *args: Any, **kwargs: Any) -> Stub:
         return self
 
-    def __getattr__(self, name: str) -> StandIn:
+    def __getattr__(self, name: str) -> Stub:
         if name.startswith("__"):
             raise AttributeError(name)
-        return StandIn(f"{self._name}.{name}")
+        return Stub(f"{self._name}.{name}")
 
-    def __getitem__(self, key: Any) -> StandIn:
+    def __getitem__(self, key: Any) -> Stub:
         return self
 
     def __iter__(self) -> Iterator[Any]:
@@ -43,14 +43,14 @@ class StandIn:
         return ()
 
     def __repr__(self) -> str:
-        return f"<stand-in for {self._name}>"
+        return f"<stub of {self._name}>"
 
 
 class _Module(ModuleType):
-    def __getattr__(self, name: str) -> StandIn:
+    def __getattr__(self, name: str) -> Stub:
         if name.startswith("__"):
             raise AttributeError(name)
-        return StandIn(f"{self.__name__}.{name}")
+        return Stub(f"{self.__name__}.{name}")
 
 
 class _Loader(Loader):
@@ -62,7 +62,7 @@ class _Loader(Loader):
 
 
 class Finder(MetaPathFinder):
-    """Import finder that precedes all others and returns stand-ins for the modules of these files."""
+    """Import finder that precedes all others and returns stubs for the modules of these files."""
 
     def __init__(self, files: Sequence[Path]) -> None:
         self.files = {file.resolve() for file in files}

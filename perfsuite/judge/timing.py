@@ -83,7 +83,7 @@ class Times:
     """Seconds of the messages for a call and of copying its output; the seconds of a call exclude them."""
 
 
-def race(
+def time_candidate(
     problem: Problem,
     sides: Mapping[str, Served],
     candidate: str,

@@ -12,7 +12,7 @@ import torch
 
 from perfsuite import Pair, floats, scalar, tensor
 from perfsuite.correctness import compilations
-from perfsuite.correctness.known_sizes import KnownSizes
+from perfsuite.correctness.reused_sizes import ReusedSizes
 from perfsuite.draws import coverage
 from perfsuite.records import Case, InputCase
 
@@ -43,7 +43,7 @@ def triton(monkeypatch: pytest.MonkeyPatch) -> Compiler:
 
 
 def test_new_sizes_are_drawn_until_compilation_has_used_the_budget(triton: Compiler) -> None:
-    known = KnownSizes(budget_s=0.0)
+    known = ReusedSizes(budget_s=0.0)
     assert known.settled(PAIRS.one, case(3)) == case(3)  # nothing is known yet
     with known.noting(case(3)):
         triton.compile()
@@ -56,7 +56,7 @@ def test_new_sizes_are_drawn_until_compilation_has_used_the_budget(triton: Compi
 
 
 def test_known_layouts_are_reused_and_regimes_stay_as_drawn(triton: Compiler) -> None:
-    known = KnownSizes(budget_s=0.0)
+    known = ReusedSizes(budget_s=0.0)
     strided = replace(case(3), inputs={"x": InputCase(layout="strided")})
     with known.noting(strided):
         triton.compile()
@@ -68,21 +68,21 @@ def test_known_layouts_are_reused_and_regimes_stay_as_drawn(triton: Compiler) ->
 
 
 def test_sizes_of_a_contiguous_draw_with_another_regime_are_reused(triton: Compiler) -> None:
-    known = KnownSizes(budget_s=0.0)
+    known = ReusedSizes(budget_s=0.0)
     with known.noting(replace(case(3), inputs={"x": InputCase(regime="huge")})):
         triton.compile()
     assert known.settled(PAIRS.one, case(7)) == case(3)
 
 
 def test_settled_draws_are_cached_per_dtype() -> None:
-    known = KnownSizes()
+    known = ReusedSizes()
     other = replace(case(3), dtype="bfloat16")
     assert known.settled(PAIRS.one, case(3)) == case(3)
     assert known.settled(PAIRS.one, other) == other
 
 
 def test_settled_returns_the_same_sizes_for_the_same_draw_every_time(triton: Compiler) -> None:
-    known = KnownSizes(budget_s=0.0)
+    known = ReusedSizes(budget_s=0.0)
     first = known.settled(PAIRS.one, case(9))
     with known.noting(case(3)):
         triton.compile()
@@ -90,7 +90,7 @@ def test_settled_returns_the_same_sizes_for_the_same_draw_every_time(triton: Com
 
 
 def test_draws_with_a_backward_pass_have_their_own_budget_and_known_sizes(triton: Compiler) -> None:
-    known = KnownSizes(budget_s=0.0)
+    known = ReusedSizes(budget_s=0.0)
     with known.noting(case(3)):
         triton.compile()
     # No backward pass has compiled at 3 yet, but its forward call has.
@@ -102,7 +102,7 @@ def test_draws_with_a_backward_pass_have_their_own_budget_and_known_sizes(triton
 
 
 def test_few_reuses_known_sizes_before_the_budget_is_spent(triton: Compiler) -> None:
-    known = KnownSizes(budget_s=9.0)
+    known = ReusedSizes(budget_s=9.0)
     assert known.settled(PAIRS.one, case(5), few=True) == case(5)
     with known.noting(case(3)):
         triton.compile(cache_hit=True)
@@ -111,7 +111,7 @@ def test_few_reuses_known_sizes_before_the_budget_is_spent(triton: Compiler) -> 
 
 
 def test_few_reuses_known_sizes_if_libraries_plan_for_each_size() -> None:
-    known = KnownSizes()
+    known = ReusedSizes()
     with known.noting(case(3)):
         pass
     assert known.settled(PAIRS.one, case(7), few=True, plans=True) == case(3)
@@ -120,19 +120,19 @@ def test_few_reuses_known_sizes_if_libraries_plan_for_each_size() -> None:
 
 
 def test_few_prefers_small_known_sizes() -> None:
-    known = KnownSizes()
+    known = ReusedSizes()
     for n in (2056, 3, 1024):
         with known.noting(case(n)):
             pass
     assert {known.settled(PAIRS.one, case(7, seed=s), few=True, plans=True).sizes["n"] for s in range(9)} == {3}
-    large = KnownSizes()
+    large = ReusedSizes()
     with large.noting(case(1024)):
         pass
     assert large.settled(PAIRS.one, case(7), few=True, plans=True).sizes["n"] == 1024
 
 
 def test_kernels_read_from_the_cache_do_not_use_the_budget(triton: Compiler) -> None:
-    known = KnownSizes()
+    known = ReusedSizes()
     with known.noting(case(3)):
         triton.compile(cache_hit=True)
     assert known.compiles
@@ -140,7 +140,7 @@ def test_kernels_read_from_the_cache_do_not_use_the_budget(triton: Compiler) -> 
 
 
 def test_draws_of_a_side_that_does_not_compile_are_unchanged() -> None:
-    known = KnownSizes(budget_s=0.0)
+    known = ReusedSizes(budget_s=0.0)
     with known.noting(case(3)):
         pass
     assert not known.compiles

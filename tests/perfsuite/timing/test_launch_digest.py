@@ -10,7 +10,7 @@ from types import ModuleType
 import pytest
 import torch
 
-from perfsuite.timing import launches
+from perfsuite.timing import launch_digest
 
 BODY = """
 import time
@@ -37,9 +37,9 @@ def load(folder: Path, text: str) -> ModuleType:
     return module
 
 
-def seen(folder: Path, text: str = BODY, x: torch.Tensor | None = None) -> launches._Seen:
+def seen(folder: Path, text: str = BODY, x: torch.Tensor | None = None) -> launch_digest._Seen:
     call: Callable[[torch.Tensor], object] = load(folder, text).call
-    found = launches._Seen(folder)
+    found = launch_digest._Seen(folder)
     given = torch.ones(8) if x is None else x
     call(given)
     with found.python():
@@ -112,6 +112,6 @@ def test_trace_and_profile_hooks_are_restored(tmp_path: Path) -> None:
 
 def test_form_of_an_argument_excludes_its_address() -> None:
     a, b = torch.ones(4), torch.ones(4)
-    assert launches._form([a, 1, {"k": (b, None)}]) == launches._form([b, 1, {"k": (a, None)}])
-    assert launches._form(object()) == "object"
-    assert len({launches._form(value) for value in (1, 1.0, True)}) == 3
+    assert launch_digest._form([a, 1, {"k": (b, None)}]) == launch_digest._form([b, 1, {"k": (a, None)}])
+    assert launch_digest._form(object()) == "object"
+    assert len({launch_digest._form(value) for value in (1, 1.0, True)}) == 3

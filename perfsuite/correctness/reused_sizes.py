@@ -23,7 +23,7 @@ BUDGET_S = 1.0
 their own kernels, and so a separate budget of the same size."""
 
 
-class KnownSizes:
+class ReusedSizes:
     """Sizes and layouts that one pair's draws have had in this process."""
 
     def __init__(self, budget_s: float = BUDGET_S) -> None:
