@@ -65,7 +65,7 @@ class SideRecord:
 
 
 COPY, MATMUL, LAUNCH = "copy", "matmul", "launch"
-"""Names of the anchor kernels in a measurement."""
+"""Names of the control kernels in a measurement."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -152,7 +152,7 @@ class Measurement:
     unit: str = "items"
     condition: Condition = Condition()
     anchors: Mapping[str, float] = dataclasses.field(default_factory=dict)
-    """Seconds of each anchor kernel, timed with this workload."""
+    """Seconds of each control kernel (timing/control_kernels.py), timed with this workload."""
     seconds: float = 0.0
     phases: Mapping[str, float] = dataclasses.field(default_factory=dict)
     """Seconds of each phase of this measurement, by name: "inputs", "proof", "warm-up", "timing" and others."""

@@ -39,7 +39,7 @@ class Process:
     log_ratios: Mapping[str, tuple[float, ...]]
     seconds: Mapping[str, float]
     anchors: Mapping[str, float] = field(default_factory=dict)
-    """Seconds of the anchor kernels, timed with this workload."""
+    """Seconds of the control kernels, timed with this workload."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -114,7 +114,7 @@ class Entry:
         return [p.seconds[side] for s in self.sessions for p in s.processes if side in p.seconds]
 
     def anchors(self) -> dict[str, float]:
-        """Return the seconds of each anchor kernel: the median over all processes that timed it."""
+        """Return the seconds of each control kernel: the median over all processes that timed it."""
         known = [p.anchors for s in self.sessions for p in s.processes]
         return {name: median(a[name] for a in known if name in a) for name in sorted({n for a in known for n in a})}
 

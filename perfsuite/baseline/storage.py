@@ -194,7 +194,7 @@ def _check_process(process: Process) -> None:
         if not process.seconds.get(side, 0) > 0:
             raise BaselineError(f"has a process without seconds of the {side} side")
     if not all(s > 0 for s in process.anchors.values()):
-        raise BaselineError("has an anchor kernel's time that is not above 0")
+        raise BaselineError("has a control kernel's time that is not above 0")
 
 
 def update(

@@ -38,6 +38,7 @@ def _run_with(kind: str, call: Callable[..., Any], pair: Pair, values: dict[str,
 
 
 def is_proven(way: Way | None) -> TypeGuard[functools.partial[Leaves]]:
+    """Return whether `proven_way` returned this way."""
     return isinstance(way, functools.partial) and way.func is _run_with
 
 
@@ -49,19 +50,19 @@ def produce(
     *,
     gradients: bool,
     home: Path | None = None,
-    settled: Callable[[], None] = lambda: None,
+    on_return: Callable[[], None] = lambda: None,
     shared: set[tuple[str, str]] | None = None,
     way: Way | None = None,
     drawn: dict[str, Any] | None = None,
 ) -> Leaves:
     """Return the side's outputs on the case's inputs in the case's dtype.
 
-    `drawn` are these inputs, if the caller has them; they may be changed. `settled` is called as soon as the side has
-    returned, while its inputs still exist. Outputs that share memory are added to `shared`.
+    `drawn` are these inputs, if the caller has them; they may be changed. `on_return` is called as soon as the side
+    has returned, while its inputs still exist. Outputs that share memory are added to `shared`.
     """
     values = drawn if drawn is not None else make.clone(make.build(pair, case, device, home=home))
     leaves = run(side, pair, values, case, gradients, lambda i: make.build_step(pair, case, device, i), way)
-    settled()
+    on_return()
     if shared is not None and not pair.is_stateful:
         shared |= execution.shared_memory(pair, leaves, values)
     del values
@@ -87,6 +88,11 @@ def run(
     given: Given,
     way: Way | None = None,
 ) -> Leaves:
+    """Return the side's outputs on these inputs, which may be changed. `given` returns those of each step of a stateful
+    pair.
+
+    Raises PairError if the reference leaves global state changed, and LeftChanged if another side does.
+    """
     execution.poison(pair, values)
     with execution.settings_kept(side) as changed, execution.quiet(side):
         if pair.is_stateful and way is not None:
@@ -113,8 +119,10 @@ def _steps(pair: Pair, case: Case) -> Sequence[int]:
 
 
 def upcast(given: Given) -> Given:
+    """Return `given` with each step's inputs in float64."""
     return lambda i: make.upcast(given(i))
 
 
 def copied(given: Given) -> Given:
+    """Return `given` with a copy of each step's inputs."""
     return lambda i: make.clone(given(i))

@@ -1,4 +1,7 @@
-"""Find sizes at which a side is wrong: beyond a block, or off a tile's size. A failing draw is tried at other sizes."""
+"""Find the sizes at which a side is wrong: more elements than a kernel's block holds, or no multiple of a tile's size.
+
+The failing draw is run at other sizes.
+"""
 
 from __future__ import annotations
 
@@ -19,11 +22,12 @@ MOST_ELEMENTS = 1 << 20
 """Most elements of all inputs together at the sizes that the search tries. The memory of the sides may be many times
 that of their inputs."""
 SEVERAL = 16
-"""Number of elements in a dimension from which a single element is not special by chance."""
+"""Fewest elements in each dimension of a larger draw. A single one of so many is unlikely to be special by chance."""
 
 
 def causes(pair: Pair, case: Case, is_right: Callable[[Case], bool]) -> Iterator[str]:
-    """Yield a clause if a side that is wrong on the draw is right at other sizes. `is_right` runs it on a draw."""
+    """Yield a clause that names the sizes, if a side that is wrong on the draw is right at other sizes. `is_right` runs
+    the side on a draw."""
     beyond = _beyond_a_block(pair, case, is_right)
     if beyond is not None:
         yield beyond
@@ -67,7 +71,8 @@ def larger(pair: Pair, case: Case) -> Case:
 
 
 def filling_a_tile(pair: Pair, case: Case) -> Case:
-    """Return the draw with at least the smallest tile's elements in each dimension, or as many as the pair allows."""
+    """Return the draw with at least as many elements in each dimension as the smallest tile has, or as many as the pair
+    allows."""
     sizes = _dimensions(pair, case)
     return _at(pair, case, {n: max(v, _most_allowed(pair, n, TILES[0])) for n, v in sizes.items()})
 

@@ -1,4 +1,4 @@
-"""Describe an input: its shape in symbolic sizes, its dtype, its values.
+"""Describe an input: its shape in symbolic sizes, its dtype and its values.
 
 A spec is a plain description. `perfsuite.draws.cases` draws from it with Hypothesis, and `perfsuite.draws.inputs`
 builds tensors. This module does not import torch, so declaring a pair costs nothing.
@@ -434,7 +434,7 @@ def elements(spec: TensorSpec, sizes: Mapping[str, Any]) -> int:
 
 
 def accepted(call: Callable[..., Any], values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return those of the values, by name, for which the callable has a parameter."""
+    """Return the values, by name, for which the callable has a parameter."""
     parameters = inspect.signature(call).parameters
     if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
         return dict(values)

@@ -63,7 +63,7 @@ two inputs are equal."""
 MOST_PLANNED = 0.75
 """Largest share of a proof's random draws that planned draws replace."""
 ATTEMPTS = 20
-"""Most attempts at drawing random sizes that satisfy the pair's `where`."""
+"""Maximum number of attempts to draw random sizes that satisfy the pair's `where`."""
 
 
 def draws(
@@ -145,7 +145,8 @@ def _case(
     same_sizes: bool,
     few_sizes: bool,
 ) -> Case | None:
-    """Return a draw that contains some kinds of `left`, and remove from `left` the kinds that it was made for."""
+    """Return a draw that contains some kinds of `left`, and remove from `left` the kinds that it was planned for.
+    Return None if no sizes are found."""
     regimes, tried = _regimes(pair, left, random_)
     wanted, ends = {}, {}
     if not tried:

@@ -1,6 +1,6 @@
 """Find why a ratio differs from the accepted one: a side changed, or the device, or the software that both sides use.
 
-The seconds of each side show which one changed. Three anchor kernels, which no change of a project can slow down, are
+The seconds of each side show which one changed. Three control kernels, which no change of a project can slow down, are
 timed with every workload (control_kernels.py). They distinguish a slower device from a slower side. The gate does not
 test them.
 """
@@ -17,10 +17,10 @@ from perfsuite.statistics.blocks import process_mean
 
 MOVED_LEAST = 0.02
 """Smallest log change of seconds that counts as a change. If the seconds of both sides change in the same direction by
-more than this and by more than their ratio does, then the cause is something that they share. An anchor kernel that
+more than this and by more than their ratio does, then the cause is something that they share. A control kernel that
 changes by less has not changed."""
 MOVED_SHARE = 0.5
-"""Fraction of a side's change by which an anchor kernel must change in the same direction, so that the device is the
+"""Fraction of a side's change by which a control kernel must change in the same direction, so that the device is the
 cause."""
 _SHARED = {"device": "the device", "software": "not the device, but software that both sides use"}
 
@@ -33,22 +33,22 @@ def of_ratio(entry: Entry | None, runs: Sequence[Measurement], slower: float) ->
     if entry is None:
         return None, ""
     shift = {side: _shift(entry, runs, side) for side in ("optimized", "reference")}
-    anchors = _anchor_shifts(entry, runs)
+    controls = _control_shifts(entry, runs)
     optimized, reference = shift["optimized"], shift["reference"]
     if optimized * reference > 0 and min(abs(optimized), abs(reference)) > max(MOVED_LEAST, abs(slower)):
-        with_anchor = not anchors or _moved_with(anchors, min(optimized, reference, key=abs))
-        side = "device" if with_anchor else "software"
+        with_control = not controls or _moved_with(controls, min(optimized, reference, key=abs))
+        side = "device" if with_control else "software"
         word = "slower" if optimized > 0 else "faster"
         why = f"both sides' seconds are {word} ({change(optimized)} and {change(reference)})"
     else:
         side, other = ("reference", "optimized") if abs(reference) > abs(optimized) else ("optimized", "reference")
         why = f"against the stored times, the {side} side is {change(shift[side])}, "
         why += f"the {other} side {change(shift[other])}"
-        if _moved_with(anchors, shift[side]):
+        if _moved_with(controls, shift[side]):
             side = "device"
     if side in _SHARED:
         why += f", so it is {_SHARED[side]}"
-    return side, why + _listed(anchors)
+    return side, why + _listed(controls)
 
 
 def of_speedup(entry: Entry | None, runs: Sequence[Measurement]) -> tuple[str | None, str]:
@@ -67,7 +67,7 @@ def of_speedup(entry: Entry | None, runs: Sequence[Measurement]) -> tuple[str | 
     if (slower := _beside_accepted(timed)) >= MOVED_SHARE * lost:
         return side, f"{why}; it is {change(slower)} than the accepted one beside it"
     # It is hardly slower than the accepted revision, so the cause is something that both revisions use.
-    known = bool(_anchor_shifts(entry, timed))
+    known = bool(_control_shifts(entry, timed))
     side = "software" if known else "device"
     beneath = _SHARED["software"] if known else "the device or its software"
     moved = change(_shift(entry, timed, "optimized"))
@@ -82,15 +82,15 @@ def of_seconds(entry: Entry | None, runs: Sequence[Measurement]) -> tuple[str | 
     moved = _shift(entry, runs, "optimized") if entry else 0.0
     if entry is None or moved <= math.log1p(MOVED_LEAST):
         return None, ""
-    anchors = _anchor_shifts(entry, runs)
+    controls = _control_shifts(entry, runs)
     side = "optimized"
-    if _moved_with(anchors, moved):
+    if _moved_with(controls, moved):
         side = "device"
     elif all("accepted" in m.log_ratios for m in runs) and _beside_accepted(runs) < MOVED_SHARE * moved:
         # Both revisions changed alike.
-        side = "software" if anchors else "device"
+        side = "software" if controls else "device"
     why = f"the optimized side is {change(moved)} than when accepted"
-    return side, why + (f", because of {_SHARED[side]}" if side in _SHARED else "") + _listed(anchors)
+    return side, why + (f", because of {_SHARED[side]}" if side in _SHARED else "") + _listed(controls)
 
 
 def _beside_accepted(runs: Sequence[Measurement]) -> float:
@@ -123,14 +123,14 @@ def _shift(entry: Entry, runs: Sequence[Measurement], side: str) -> float:
     return fmean(now) - math.log(entry.sides[side].seconds) if now else 0.0
 
 
-def _moved_with(anchors: Mapping[str, float], shift: float) -> bool:
-    """Return whether an anchor kernel changed together with a side that changed by `shift`."""
+def _moved_with(controls: Mapping[str, float], shift: float) -> bool:
+    """Return whether a control kernel changed together with a side that changed by `shift`."""
     least = max(MOVED_LEAST, MOVED_SHARE * abs(shift))
-    return any(a * shift > 0 and abs(a) > least for a in anchors.values())
+    return any(a * shift > 0 and abs(a) > least for a in controls.values())
 
 
-def _anchor_shifts(entry: Entry, runs: Sequence[Measurement]) -> dict[str, float]:
-    """Return the log change of each anchor kernel that is relevant to this workload; empty if none are known."""
+def _control_shifts(entry: Entry, runs: Sequence[Measurement]) -> dict[str, float]:
+    """Return the log change of each control kernel that is relevant to this workload; empty if none are known."""
     names = {"memory": [COPY], "compute": [MATMUL]}.get(entry.limit.by if entry.limit else "", [COPY, MATMUL])
     names += [LAUNCH] if entry.clock == "wall" else []
     accepted = entry.anchors()
@@ -142,6 +142,6 @@ def _anchor_shifts(entry: Entry, runs: Sequence[Measurement]) -> dict[str, float
     return shifts
 
 
-def _listed(anchors: Mapping[str, float]) -> str:
-    changes = ", ".join(f"{name} {change(moved)}" for name, moved in anchors.items())
-    return f" (anchor kernels: {changes})" if changes else ""
+def _listed(controls: Mapping[str, float]) -> str:
+    changes = ", ".join(f"{name} {change(moved)}" for name, moved in controls.items())
+    return f" (control kernels: {changes})" if changes else ""

@@ -40,15 +40,15 @@ def committed(folder: Path) -> list[Version]:
     except (RevisionError, OSError):
         return []
     found = {
-        about.split()[3]: None
-        for about, _, name in (line.partition("\t") for line in lines)
-        if name.endswith(".json") and len(about.split()) > 3
+        change.split()[3]: None
+        for change, _, name in (line.partition("\t") for line in lines)
+        if name.endswith(".json") and len(change.split()) > 3
     }
     return [Version(blob=blob) for blob in reversed(found) if blob.strip("0")]
 
 
 def present(folder: Path) -> list[Version]:
-    """Return the versions in the work tree, without files that cannot be read."""
+    """Return the versions of the baselines in `folder` from the work tree, without files that cannot be read."""
     found = []
     for path in sorted(folder.glob("*.json")):
         try:
@@ -61,7 +61,7 @@ def present(folder: Path) -> list[Version]:
 
 
 def figures(version: Version, folder: Path) -> Iterator[tuple[str, str, Accepted]]:
-    """Yield (device, workload, figures) of each entry; nothing for a version in git that this perfsuite cannot read.
+    """Yield (device, workload, figures) of each entry; nothing for a version in git that this perfsuite cannot parse.
 
     Raises BaselineError for a damaged file in the work tree.
     """

@@ -1,4 +1,4 @@
-"""State that a call can change: settings of torch, replaced functions, Python's own state, properties of tensors.
+"""State that a call can change: settings of torch, patched functions, Python's own state, properties of tensors.
 
-Begin with `process_state.py` (`kept`: restore it after a block).
+Begin with `process_state.py` (`kept` restores the state after a block).
 """

@@ -1,4 +1,4 @@
-"""Stage 5, estimating: block log-ratios of several processes become estimates with hierarchical variances. No torch.
+"""Statistics: block log-ratios of several processes become estimates with hierarchical variances. Never imports torch.
 
-Begin with `hierarchical.py`.
+Begin with `hierarchical.py` (the estimates) and `blocks.py` (mean and variance of one process).
 """

@@ -1,4 +1,7 @@
-"""The machine and the process: GPU, host, folders, clocks that were replaced, and what ends a process. No torch.
+"""The machine and this process: GPU, CPU, folders, time limits, and checks that no clock was replaced.
 
-Begin with `machine.py` (`Machine`), `tamper.py` (`check`: the harness and the clocks are as installed) and `host.py`.
+These modules never import torch.
+
+Begin with `machine.py` (`identify` returns the `Machine`), `host.py` (CPU, cores, memory, load) and `tamper.py`
+(`check` raises if the harness or a clock is not as installed).
 """

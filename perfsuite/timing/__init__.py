@@ -1,5 +1,6 @@
-"""Stage 4, timing: a proven workload becomes a `Measurement` of one process.
+"""Timing in one process: a proven workload becomes a `Measurement`.
 
 Begin with `measuring.py` (`measure`), `sampling.py` (interleaved blocks), `runner.py` (calls one side repeatedly),
-`clocks.py` and `timing_checks.py` (faults that a side has only while it is timed).
+`clocks.py` (timers, and the flush of the L2 cache before each call), `bench.py` (a workload's sides with their inputs)
+and `timing_checks.py` (faults that a side has only while it is timed).
 """

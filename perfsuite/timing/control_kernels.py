@@ -1,8 +1,8 @@
-"""Time the anchor kernels, which no change of a project can slow down. They are timed with every workload.
+"""Time the control kernels, which no change of a project can slow down. They are timed with every workload.
 
-When the seconds of a side have changed since they were accepted, the anchors distinguish a slower device from a slower
-side. They are short, so that the device is still in the state in which the workload left it. The gate does not test
-them.
+When the seconds of a side have changed since they were accepted, the control kernels distinguish a slower device from
+a slower side. They are short, so that the device is still in the state in which the workload left it. The gate does not
+test them. Their times are stored as `anchors`.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ LAUNCHES = 200
 
 
 def measure(device: str) -> dict[str, float]:
-    """Return the seconds of each anchor on this device: a copy, a matrix product, and one short call including the
-    host's time."""
+    """Return the seconds of each control kernel on this device: a copy, a matrix product, and one short call including
+    the host's time."""
     kind = torch.device(device).type
     source = torch.ones(COPY_BYTES[kind] // 4, device=device)
     target = torch.empty_like(source)

@@ -138,7 +138,7 @@ class Session:
             where = f"{bench.pair.name}, workload {bench.workload.name!r}"
             raise PairError(f"{where}: the {name} side {WAITS}; say clock='wall'")
         watch.conclude()
-        with phases.time("anchors"):
+        with phases.time("control kernels"):
             self.anchors = control_kernels.measure(bench.device)
         rivals = {n: r for n, r in prepared.runners.items() if n in prepared.rivals and n not in prepared.skipped}
         if rivals:

@@ -40,8 +40,8 @@ QUIET_SHARE = 0.98
 for the thread that is not running, and any call may take a hundred times longer."""
 UNSEEN_SHARE = 0.1
 UNSEEN_S = 15e-6
-"""Seconds after a call's last event within which the device must be idle. Otherwise work is running that the timer does
-not include."""
+"""Seconds after a call's last event within which the device must be idle, in addition to UNSEEN_SHARE of the call's
+time. Otherwise work is running that the timer does not include."""
 UNSEEN_CALLS = 3
 UNSEEN_CALLS_MOST = 24
 UNSEEN_PAUSE_S = 0.003
@@ -49,11 +49,11 @@ UNSEEN_PAUSE_S = 0.003
 FLOOR_SHARE = 0.85
 """Share of the limit below which a time is impossible. The ceilings are measured too, and a chip may boost."""
 FLOOR_ATTEMPTS = 3
-OTHERS_SHARE = 0.15
+OTHERS_CORES = 0.15
 """Number of cores that other processes may use. More use lowers the ceiling that is measured."""
 LOWERED = 100.0
-"""Factor by which other processes cannot lower the ceiling. A time that is impossible even with that factor is not due
-to them."""
+"""Factor by which other processes cannot lower the measured ceiling. A time that is impossible even at a ceiling this
+many times higher is not due to them."""
 CPU_CACHE_BYTES = 1 << 29
 PERSISTING_L2 = 6
 """CU_LIMIT_PERSISTING_L2_CACHE_SIZE of cuCtxGetLimit."""
@@ -82,7 +82,7 @@ def replays(times: Sequence[tuple[float, float]], kind: str) -> bool:
 
 
 def replayed(times: Sequence[tuple[float, float]], kind: str, where: str) -> None:
-    """Raise NotTimed if the second of these calls replay the answers of the first."""
+    """Raise NotTimed if the second calls replay the answers of the first ones. `times` is as for `replays`."""
     if replays(times, kind):
         fresh, again = (statistics.median(t) for t in zip(*times, strict=True))
         raise NotTimed(
@@ -179,8 +179,8 @@ def settled(leaves: Leaves, where: str) -> None:
 def floor(
     limit: Limit, again: Callable[[], Limit | None], seconds: Callable[[], float], device: str, where: str
 ) -> Limit:
-    """Raise NotTimed if the time is less than the device needs for the least work, which must be an error. Return the
-    lowest limit that was found.
+    """Raise NotTimed if the time is less than the device needs for the least work, so that the side cannot have done
+    it. Return the lowest limit that was found.
 
     Before the side is blamed, `again` and `seconds` measure the limit and the time again, because the device may have
     been busy when its ceiling was measured. Raises NoisyError if other processes still use the CPU, and may have
@@ -199,7 +199,7 @@ def floor(
     least = least_seconds(best, device)
     if took >= FLOOR_SHARE * least:
         return best
-    busy = torch.device(device).type == "cpu" and others > OTHERS_SHARE
+    busy = torch.device(device).type == "cpu" and others > OTHERS_CORES
     if busy and took >= FLOOR_SHARE * least / LOWERED:
         raise NoisyError(
             "other processes use this CPU, so that its limit cannot be measured; measure again on an idle machine"

@@ -49,7 +49,7 @@ def comes_late(
     are read at once."""
 
     def is_right(settled: Callable[[], None]) -> bool:
-        produced = side_calls.produce(pair, side, case, device, home=home, settled=settled, **how)
+        produced = side_calls.produce(pair, side, case, device, home=home, on_return=settled, **how)
         try:
             equivalence.judge(pair, truth, produced, strict_strides=False)
         except NotEquivalent:

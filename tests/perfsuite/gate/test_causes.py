@@ -18,13 +18,13 @@ TRUTH = math.log(20.0)
 STILL = {"copy": 1e-4, "matmul": 2e-4, "launch": 3e-6}
 ENTRY = entry([measurement(optimized_s=1e-4, reference_s=2e-3, anchors=STILL)] * 3)
 BARE = entry([measurement(optimized_s=1e-4, reference_s=2e-3)] * 3)
-"""Entry without times of anchor kernels."""
+"""Entry without times of control kernels."""
 
 
 def run(
     optimized: float, reference: float, anchors: dict[str, float] | None = None, **fields: Any
 ) -> list[Measurement]:
-    """Return four processes in which the sides, and the anchor kernels if given, are slower by these logarithms."""
+    """Return four processes in which the sides, and the control kernels if given, are slower by these logarithms."""
     if anchors is not None:
         fields["anchors"] = {name: seconds * math.exp(anchors.get(name, 0.0)) for name, seconds in STILL.items()}
     one = measurement(
@@ -111,21 +111,21 @@ def test_cause_is_the_side_that_moved_more_or_the_device_if_both_did(
 ) -> None:
     side_, why = of_ratio(BARE, run(optimized, reference), optimized - reference)
     assert (side_, why.startswith(says)) == (moved, True), why
-    assert "anchor" not in why
+    assert "control kernel" not in why
 
 
 @pytest.mark.parametrize(
     ("optimized", "reference", "anchors", "moved", "says"),
     [
-        (0.05, 0.0, {}, "optimized", "is 5.1% slower, the reference side 0.0% slower (anchor kernels: copy"),
-        (0.0, -0.05, {}, "reference", "is 4.9% faster, the optimized side 0.0% slower (anchor kernels: copy"),
-        (0.05, 0.0, {"copy": 0.05}, "device", "so it is the device (anchor kernels: copy 5.1% slower"),
-        (0.05, 0.0, {"matmul": 0.05}, "device", "the device (anchor kernels: copy 0.0% slower, matmul 5.1% slower)"),
-        (0.0, -0.05, {"copy": -0.03}, "device", "the device (anchor kernels: copy 3.0% faster, matmul 0.0% slower)"),
-        (0.05, 0.04, {"matmul": 0.05}, "device", "4.1% slower), so it is the device (anchor kernels: copy"),
-        (0.05, 0.04, {}, "software", "is not the device, but software that both sides use (anchor kernels: copy 0.0%"),
+        (0.05, 0.0, {}, "optimized", "is 5.1% slower, the reference side 0.0% slower (control kernels: copy"),
+        (0.0, -0.05, {}, "reference", "is 4.9% faster, the optimized side 0.0% slower (control kernels: copy"),
+        (0.05, 0.0, {"copy": 0.05}, "device", "so it is the device (control kernels: copy 5.1% slower"),
+        (0.05, 0.0, {"matmul": 0.05}, "device", "the device (control kernels: copy 0.0% slower, matmul 5.1% slower)"),
+        (0.0, -0.05, {"copy": -0.03}, "device", "the device (control kernels: copy 3.0% faster, matmul 0.0% slower)"),
+        (0.05, 0.04, {"matmul": 0.05}, "device", "4.1% slower), so it is the device (control kernels: copy"),
+        (0.05, 0.04, {}, "software", "is not the device, but software that both sides use (control kernels: copy 0.0%"),
         (-0.05, -0.04, {"copy": 0.05}, "software", "), so it is not the device, but software that both sides use"),
-        # The anchor moved in the other direction, less than MOVED_SHARE as far, or by no more than MOVED_LEAST.
+        # The control kernel moved in the other direction, less than MOVED_SHARE as far, or by no more than MOVED_LEAST.
         (0.05, 0.0, {"copy": -0.05}, "optimized", "the optimized"),
         (0.05, 0.0, {"copy": 0.0249}, "optimized", "the optimized"),
         (0.05, 0.0, {"copy": 0.0251}, "device", "the device"),
@@ -138,7 +138,7 @@ def test_cause_is_the_side_that_moved_more_or_the_device_if_both_did(
         (0.05, 0.0, {"launch": 0.05}, "optimized", "the optimized"),
     ],
 )  # fmt: skip
-def test_anchor_kernels_distinguish_the_device_from_a_side(
+def test_control_kernels_distinguish_the_device_from_a_side(
     optimized: float, reference: float, anchors: dict[str, float], moved: str, says: str
 ) -> None:
     found, why = of_ratio(ENTRY, run(optimized, reference, anchors), optimized - reference)
@@ -155,7 +155,7 @@ def test_device_is_not_blamed_if_the_sides_did_not_move() -> None:
     assert found == "optimized"
     assert why == (
         "against the stored times, the optimized side is 0.0% slower, the reference side 0.0% slower "
-        "(anchor kernels: copy 5.1% slower, matmul 0.0% slower)"
+        "(control kernels: copy 5.1% slower, matmul 0.0% slower)"
     )
 
 
@@ -169,7 +169,7 @@ def test_device_is_not_blamed_if_the_sides_did_not_move() -> None:
         ("wall", None, ["copy", "matmul", "launch"]),
     ],
 )
-def test_only_anchor_kernels_relevant_to_the_clock_and_limit_are_listed(
+def test_only_control_kernels_relevant_to_the_clock_and_limit_are_listed(
     clock: str, by: str | None, names: list[str]
 ) -> None:
     limit = Limit(seconds=1e-5, by=by, bytes=1.0, flops=1.0, ceiling=1.0) if by else None
@@ -178,12 +178,12 @@ def test_only_anchor_kernels_relevant_to_the_clock_and_limit_are_listed(
     assert [name for name in STILL if f"{name} 0.0% slower" in listed] == names
 
 
-def test_anchor_kernels_are_compared_by_their_median_over_processes() -> None:
+def test_control_kernels_are_compared_by_their_median_over_processes() -> None:
     processes = [measurement(anchors={"copy": 1e-4 * f}) for f in (1.2, 1.1, 9.0)]
-    assert "(anchor kernels: copy 20.0% slower)" in of_ratio(ENTRY, [*processes, measurement()], 0.0)[1]
+    assert "(control kernels: copy 20.0% slower)" in of_ratio(ENTRY, [*processes, measurement()], 0.0)[1]
     for nothing in ({}, {"copy": 0.0}, {"copy": -1.0}, {"copy": math.nan}):
-        assert "anchor" not in of_ratio(ENTRY, [measurement(anchors=nothing)], 0.0)[1]
-    assert "anchor" not in of_ratio(BARE, run(0.0, 0.0, {}), 0.0)[1]
+        assert "control kernel" not in of_ratio(ENTRY, [measurement(anchors=nothing)], 0.0)[1]
+    assert "control kernel" not in of_ratio(BARE, run(0.0, 0.0, {}), 0.0)[1]
 
 
 def test_change_of_a_side_is_the_mean_over_processes_of_the_median_block() -> None:

@@ -1306,7 +1306,7 @@ def test_baseline_of_another_device_is_wrong_machine() -> None:
     assert "device was 'nvidia-h200', now 'nvidia-a100'" in found.message
 
 
-def test_invalid_anchor_times_are_ignored() -> None:
+def test_invalid_times_of_control_kernels_are_ignored() -> None:
     for seconds in (0.0, -1.0, math.nan):
         run = [process(o, ratio=TRUTH - 0.05, anchors={"copy": seconds}) for o in OFFSETS]
         verdict(judge(run, entry=accepted(anchors=STILL)), Status.PASS)

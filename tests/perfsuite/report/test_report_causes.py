@@ -61,7 +61,7 @@ class Device:
         self.slower, self.reference_slower = 1.0, 1.0
         """Factors of the target's optimized side and of its reference."""
         self.device_slower = 1.0
-        """Factor of every optimized side, of the accepted ones and of the anchor kernels."""
+        """Factor of every optimized side, of the accepted ones and of the control kernels."""
         self.condition = Condition(sm_clock_mhz=1980.0, temperature_c=52.0, power_w=410.0)
         self.peak_bytes = 2 << 20
 
