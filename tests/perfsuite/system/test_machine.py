@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import time
 import types
 from collections.abc import Callable
 from typing import Any
@@ -99,12 +98,11 @@ def test_cpu_machine_is_identified_without_nvml() -> None:
 
 
 @pytest.mark.usefixtures("no_gpu")
-def test_has_gpu_is_quick_on_a_machine_without_a_gpu() -> None:
-    has_gpu()
-    start = time.perf_counter()
-    for _ in range(100):
-        assert not has_gpu()
-    assert time.perf_counter() - start < 0.1
+def test_has_gpu_only_checks_device_nodes_on_a_machine_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every command calls it, and packages or NVML take milliseconds."""
+    for name in ("_nvml", "package_version", "survey_gpus", "torch_cuda"):
+        monkeypatch.setattr(machine, name, lambda *given, name=name: pytest.fail(f"calls {name}"))
+    assert not has_gpu()
 
 
 def test_import_and_identify_load_neither_torch_nor_triton() -> None:
