@@ -465,8 +465,17 @@ def test_an_unwritable_trace_is_reported_before_the_first_window(run: Toy, tmp_p
     assert run.trainer.windows == 0
 
 
-def test_tensorboard_logs_the_loss_of_a_resumed_run(run: Toy) -> None:
+@pytest.fixture
+def files_by_age(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Number TensorBoard's files with as many digits each: it sorts files of the same second by name, 10 before 9."""
     pytest.importorskip("tensorboard", reason="tensorboard is not installed: pip install 'perfsuite[train]'")
+    from tensorboard.summary.writer import event_file_writer
+
+    monkeypatch.setattr(event_file_writer, "_global_uid", event_file_writer.AtomicCounter(1000))
+
+
+@pytest.mark.usefixtures("files_by_age")
+def test_tensorboard_logs_the_loss_of_a_resumed_run(run: Toy) -> None:
     run.fit(25, tensorboard=True, tensorboard_every=5, checkpoint_every=10)
     run.fit(40, tensorboard=True, tensorboard_every=5, resume=Store(run.folder).latest())
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -476,9 +485,9 @@ def test_tensorboard_logs_the_loss_of_a_resumed_run(run: Toy) -> None:
     assert [e.step for e in events.Scalars("loss")] == [5, 10, 15, 20, 30, 35]
 
 
+@pytest.mark.usefixtures("files_by_age")
 def test_tensorboard_shows_only_the_current_run_of_a_folder(run: Toy) -> None:
     """Values of an overwritten run are removed, and the window before the first resumed one is not logged."""
-    pytest.importorskip("tensorboard", reason="tensorboard is not installed: pip install 'perfsuite[train]'")
     run.fit(30, tensorboard=True, tensorboard_every=5)
     run.fit(8, tensorboard=True, tensorboard_every=1, overwrite=True)
     run.fit(10, tensorboard=True, tensorboard_every=1, resume=run.folder / "window-00000008.pt")
