@@ -348,15 +348,19 @@ def test_launched_rank_treats_repeated_signals_as_one():
 
 
 @pytest.mark.parametrize(
-    ("program", "message"),
+    ("program", "grace", "message"),
     [
-        ("print('Error: rank', rank, 'does not answer (NCCL error)'); sys.exit(75)", "rank 1 does not answer .NCCL"),
-        ("sys.exit(75)", "the ranks have lost one another"),
-        ("rank == '1' and time.sleep(60); sys.exit(75)", "rank 1 did not end when others had"),
+        (
+            "print('Error: rank', rank, 'does not answer (NCCL error)'); sys.exit(75)",
+            60,
+            "rank 1 does not answer .NCCL",
+        ),
+        ("sys.exit(75)", 60, "the ranks have lost one another"),
+        ("rank == '1' and time.sleep(60); sys.exit(75)", 0.5, "rank 1 did not end when others had"),
     ],
 )
-def test_ranks_that_lose_contact_raise_rank_failed_error(program, message, monkeypatch):
-    monkeypatch.setattr(launching, "GRACE_S", 0.5)
+def test_ranks_that_lose_contact_raise_rank_failed_error(program, grace, message, monkeypatch):
+    monkeypatch.setattr(launching, "GRACE_S", grace)  # on a busy machine, one rank may start seconds after the other
     program = f"import os, sys, time; rank = os.environ['RANK']; {program}"
     with pytest.raises(launching.RankFailedError, match=message) as failed:
         launching.launch([sys.executable, "-c", program], 2)
