@@ -304,19 +304,31 @@ time.sleep(60 if os.environ["RANK"] == "0" or sys.argv[2] == "both" else 0)
 
 
 def signalled(folder, which, *signals):
-    """Run `launching.launch` with waiting ranks; only this process gets the signals, half a second apart."""
+    """Run `launching.launch` with waiting ranks; only this process gets the signals, half a second apart.
+
+    Each is sent after the launcher has handled the one before: a busy machine may take longer.
+    """
     folder.mkdir()
+    before, handled, add = signal.getsignal(signal.SIGTERM), threading.Event(), launching._Asked.add
+
+    def noted(asked, number):
+        add(asked, number)
+        handled.set()
 
     def send():
-        once(lambda: len(list(folder.iterdir())) == 2)
+        once(lambda: len(list(folder.iterdir())) == 2 and signal.getsignal(signal.SIGTERM) is not before)
         for number in signals:
+            handled.clear()
             os.kill(os.getpid(), number)
+            handled.wait(60)
             time.sleep(0.5)
 
     sender = threading.Thread(target=send)
     sender.start()
     try:
-        return launching.launch([sys.executable, "-c", WAITS, str(folder), which], 2)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(launching._Asked, "add", noted)
+            return launching.launch([sys.executable, "-c", WAITS, str(folder), which], 2)
     finally:
         sender.join()
 
