@@ -225,5 +225,8 @@ def _structure_message(pair: Pair, side: str, expected: list[str], got: list[str
             f"{pair.name}: the {side} side returns {outputs(got)} output{'s' * (outputs(got) != 1)} where the "
             f"reference returns {outputs(expected)}"
         )
-    missing = [n for n in expected if n not in got] or [n for n in got if n not in expected]
-    return f"{pair.name}: the {side} side's outputs are arranged otherwise than the reference's: {missing[0]}"
+    missing = [n for n in expected if n not in got]
+    alone, name = ("reference", missing[0]) if missing else (f"{side} side", next(n for n in got if n not in expected))
+    output, _, given = name.partition(" is ")
+    has = f"returns its input {given} as {output}" if given else f"has {name}"
+    return f"{pair.name}: the {side} side's outputs are arranged otherwise than the reference's: only the {alone} {has}"

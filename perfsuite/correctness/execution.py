@@ -341,6 +341,11 @@ def run_steps(
     return states
 
 
+def after(steps: int) -> str:
+    """Return the end of the name of a leaf of `of_all_steps`."""
+    return f" after {steps} step{'s' * (steps > 1)}"
+
+
 def steps_of(name: str) -> int | None:
     """Return the number of steps in the name of a leaf of `of_all_steps`; None if there is none."""
     found = re.search(r" after (\d+) steps?$", name)
@@ -368,9 +373,7 @@ def stepping(
         if i in steps:
             leaves = with_changed(pair, inputs, returned)
             states[i] = {
-                f"{name} after {i} step{'s' * (i > 1)}": leaf.detach().clone()
-                if isinstance(leaf, torch.Tensor)
-                else leaf
+                f"{name}{after(i)}": leaf.detach().clone() if isinstance(leaf, torch.Tensor) else leaf
                 for name, leaf in leaves.items()
             }
         yield states

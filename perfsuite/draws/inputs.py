@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -12,6 +13,7 @@ import torch
 
 from perfsuite.declare import modules
 from perfsuite.declare.pair import Pair
+from perfsuite.declare.pair_fields import BUFFERS, CHANGED
 from perfsuite.declare.specs import (
     ConstantSpec,
     Floats,
@@ -261,6 +263,16 @@ def unchanging(pair: Pair, values: Mapping[str, Any]) -> Iterator[tuple[str, tor
             yield from tensors_in(value, name)
         elif name in pair.keeping_parameters:
             yield from tensors_in(value, name, buffers=False)
+
+
+def undeclared_change(pair: Pair, path: str, tensor: torch.Tensor, when: str = "") -> str:
+    """Return the words for a side that changes this tensor of an input, with the declaration that permits it."""
+    name = re.split(r"[.\[]", path, maxsplit=1)[0]
+    remedy = f"add {'it' if path == name else repr(name)} to mutates="
+    if holds(pair.inputs.get(name), ModuleSpec):
+        kind = CHANGED if isinstance(tensor, torch.nn.Parameter) else BUFFERS
+        remedy = f"declare mutates={{{name!r}: {kind!r}}}"
+    return f"changes its input {path} in place{when}, which the pair does not declare; {remedy}"
 
 
 def generators_in(value: Any) -> Iterator[torch.Generator]:

@@ -226,10 +226,8 @@ def check_timed(output: OutputCheck, runners: dict[str, Runner], sampler: Sample
         given = {name_: runner.inputs[name_] for name_ in master}
         for (path, after), (_, before) in zip(make.unchanging(pair, given), make.unchanging(pair, master), strict=True):
             if not forms.identical(after, before):
-                raise NotEquivalent(
-                    f"{pair.name}: the {name} side changes its input {path} in place while it is timed, which the "
-                    f"pair does not declare; add it to mutates="
-                )
+                words = make.undeclared_change(pair, path, after, when=" while it is timed")
+                raise NotEquivalent(f"{pair.name}: the {name} side {words}")
         if name == REFERENCE:
             continue
         if sampler.repeat > 1 and pair.changed:

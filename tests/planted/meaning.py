@@ -82,6 +82,51 @@ def beside_rows(time: Time) -> Pair:
     return pair(optimized, reference=lambda x: x.copy_(wave(x)), mutates={"x"}, inputs=rows, sizes=sizes)
 
 
+def doubling(optimized: Any) -> Pair:
+    """Return a pair whose reference doubles its input in place."""
+    return pair(optimized, reference=lambda state: state["x"].mul_(2), inputs={"state": X}, mutates={"state"})
+
+
+@fault(15, "an item exchanged instead of changed", "replaces state['x'] in its input", stage="integrity")
+def exchanged(time: Time) -> Pair:
+    def optimized(state: dict[str, torch.Tensor]) -> torch.Tensor:
+        state["x"] = state["x"] + state["x"]
+        return state["x"]
+
+    return doubling(optimized)
+
+
+@fault(15, "an input moved instead of changed", "moves its input state['x'] to other memory", stage="integrity")
+def moved(time: Time) -> Pair:
+    def optimized(state: dict[str, torch.Tensor]) -> torch.Tensor:
+        state["x"].data = state["x"].data + state["x"].data
+        return state["x"]
+
+    return doubling(optimized)
+
+
+@honest(15, "an item changed through a view")
+def through_a_view(time: Time) -> Pair:
+    def optimized(state: dict[str, torch.Tensor]) -> torch.Tensor:
+        for row in state["x"].data.unbind():
+            row.add_(row)
+        return state["x"]
+
+    return doubling(optimized)
+
+
+@honest(15, "an item that both sides exchange")
+def both_exchange(time: Time) -> Pair:
+    def doubled(state: dict[str, torch.Tensor], double: Any) -> torch.Tensor:
+        state["x"] = double(state["x"])
+        return state["x"]
+
+    fields: dict[str, Any] = {"inputs": {"state": X}, "mutates": {"state"}}
+    return pair(
+        lambda state: doubled(state, lambda x: x + x), reference=lambda state: doubled(state, lambda x: x * 2), **fields
+    )
+
+
 @fault(16, "zeros", "it returns nothing but zeros")
 def zeros(time: Time) -> Pair:
     return pair(torch.zeros_like, reference=lambda x: wave(x) * 1e-9)

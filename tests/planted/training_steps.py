@@ -30,7 +30,11 @@ def own_copy(time: Time) -> Pair:
 
 
 @fault(
-    54, "parameters in other memory after a step", "where its tensors are written to between steps", stage="contexts"
+    54,
+    "parameters in other memory after a step",
+    "where its tensors are written to between steps",
+    "it moves p to other memory",
+    stage="contexts",
 )
 def other_memory(time: Time) -> Pair:
     def build(p: torch.Tensor) -> Step:

@@ -29,6 +29,7 @@ from perfsuite.declare.specs import EXPANDED, TensorSpec
 from perfsuite.draws import inputs as make
 from perfsuite.draws import memory_layouts
 from perfsuite.draws.memory_layouts import with_layout
+from perfsuite.errors import NotEquivalent
 
 MANY_STEPS = 300
 """Number of steps that shows a fault which begins only after the steps that the equivalence proof compares."""
@@ -53,13 +54,15 @@ def every_step(probe: Probe) -> None:
     def way(call: Callable[..., Any], pair: Pair, values: dict[str, Any], given: Given) -> Leaves:
         step = call(*values.values())
         returned = {i: step(*given(i).values()) for i in range(1, _steps_of(pair)[-1] + 1)}
-        return {f"{name} after {i} steps": leaf for i, r in returned.items() for name, leaf in execution.flatten(r)}
+        return {f"{name}{execution.after(i)}": leaf for i, r in returned.items() for name, leaf in execution.flatten(r)}
 
     hold_anew(probe, way, "where the results of its steps are kept")
 
 
 def outside_changes(probe: Probe) -> None:
     """Write between the steps to the tensors that the steps change, as loading a checkpoint does."""
+
+    moved: list[str] = []
 
     def way(call: Callable[..., Any], pair: Pair, values: dict[str, Any], given: Given) -> Leaves:
         views = {path: tensor.view_as(tensor) for path, tensor in _stepped(pair, values)}
@@ -71,9 +74,17 @@ def outside_changes(probe: Probe) -> None:
             return given(i)
 
         leaves = _steps(call, pair, values, halved)
+        now = {path: tensor.data_ptr() for path, tensor in _stepped(pair, values)}
+        moved[:] = [path for path, view in views.items() if now.get(path) != view.data_ptr()]
         return leaves | {f"{path}, as seen by a view of it": tensor for path, tensor in views.items()}
 
-    hold_anew(probe, way, "where its tensors are written to between steps")
+    try:
+        hold_anew(probe, way, "where its tensors are written to between steps")
+    except NotEquivalent as error:
+        call_in(probe, probe.side, way)
+        if not moved:
+            raise
+        raise NotEquivalent(f"{error}; it moves {moved[0]} to other memory, where no view of it is") from None
 
 
 def needing_gradients(probe: Probe) -> None:

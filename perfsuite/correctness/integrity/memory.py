@@ -17,7 +17,6 @@ from perfsuite.correctness import dispatch_modes, execution, forms, truths
 from perfsuite.correctness.execution import Leaves
 from perfsuite.correctness.integrity.probe import Probe, bytes_of, same_leaf
 from perfsuite.declare.pair import Pair
-from perfsuite.declare.pair_fields import BUFFERS
 from perfsuite.declare.specs import ModuleSpec, holds
 from perfsuite.draws import inputs as make
 from perfsuite.draws.memory_layouts import fill_poison, memory_of
@@ -46,16 +45,15 @@ def undeclared_mutation(probe: Probe) -> None:
         return values
 
     values = probe.drawn()
-    held = _held(probe.pair, values)
+    held = _Held.of(probe.pair, values)
     probe.call(remember(values), given=lambda values: remember(make.clone(values)))
-    if (exchanged := _exchanged(held, _held(probe.pair, values))) and not _reference_exchanges(probe):
+    if (exchanged := held.exchanged(_Held.of(probe.pair, values))) and not _reference_exchanges(probe):
         raise probe.fault(exchanged)
     for path, tensor, storage, shape, stride in before:
         if tensor.shape != shape or tensor.stride() != stride:
             raise probe.fault(f"reshapes its input {path} in place")
         if not torch.equal(bytes_of(tensor.untyped_storage()), storage):
-            remedy = declaration_of_change(probe.pair, path)
-            raise probe.fault(f"changes its input {path} in place, which the pair does not declare; {remedy}")
+            raise probe.fault(make.undeclared_change(probe.pair, path, tensor))
     for path, tensor, storage in changed:
         after = memory_of(tensor).clone()
         if after.numel() != storage.numel():
@@ -67,44 +65,50 @@ def undeclared_mutation(probe: Probe) -> None:
             raise probe.fault(f"writes beside the elements of its input {path}, which it changes in place")
 
 
-def _held(pair: Pair, values: dict[str, Any]) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-    """Return path → tensor for the inputs that no call may change, without the buffers of modules, and which parameters
-    and buffers of these inputs are one tensor."""
-    unchanging = {name: value for name, value in values.items() if name not in pair.changed}
-    held = {path: t for name, value in unchanging.items() for path, t in make.tensors_in(value, name, buffers=False)}
-    return held, {name: whose for name, whose in properties.of(unchanging) if name.startswith(properties.TENSOR)}
+@dataclass(frozen=True)
+class _Held:
+    """The tensors that the inputs hold, without the buffers of modules and without inputs that are used up."""
 
+    tensors: dict[str, torch.Tensor]
+    tied: dict[str, str]
+    """Which parameters and buffers are one tensor."""
+    places: dict[str, int]
+    """Path → address of each tensor that a call changes in place. Those of modules and of stateful pairs are left out:
+    parameters may be flattened into one buffer, and `contexts` writes to them between the steps."""
 
-def _exchanged(
-    before: tuple[dict[str, torch.Tensor], dict[str, str]], after: tuple[dict[str, torch.Tensor], dict[str, str]]
-) -> str:
-    """Describe the first tensor that a call has removed, added, replaced, tied or untied. Return "" if the inputs hold
-    the same tensors."""
-    (held, tied), (now, tied_now) = before, after
-    for path in (*held, *now):
-        if path not in now:
-            return f"removes {path} from its input, which the caller still has"
-        if path not in held:
-            return f"adds {path} to its input, which the caller still has"
-        if held[path] is not now[path]:
-            return f"replaces {path} in its input by another tensor; the caller may hold the one before"
-    different = (name for name, whose in tied.items() if tied_now.get(name, whose) != whose)
-    return next((f"changes {name} from {tied[name]} to {tied_now[name]}" for name in different), "")
+    @classmethod
+    def of(cls, pair: Pair, values: dict[str, Any]) -> _Held:
+        given = {name: value for name, value in values.items() if name not in pair.changed - set(pair.mutates)}
+        tensors = {path: t for name, value in given.items() for path, t in make.tensors_in(value, name, buffers=False)}
+        tied = {name: whose for name, whose in properties.of(given) if name.startswith(properties.TENSOR)}
+        changed = [name for name in pair.mutates if name in given and not holds(pair.inputs[name], ModuleSpec)]
+        places = {path: t.data_ptr() for name in changed for path, t in make.changing(pair, name, given[name])}
+        return cls(tensors, tied, {} if pair.is_stateful else places)
+
+    def exchanged(self, now: _Held) -> str:
+        """Describe the first tensor that a call has removed, added, replaced, tied, untied or moved. Return "" if the
+        inputs hold the same tensors in the same memory."""
+        for path in (*self.tensors, *now.tensors):
+            if path not in now.tensors:
+                return f"removes {path} from its input, which the caller still has"
+            if path not in self.tensors:
+                return f"adds {path} to its input, which the caller still has"
+            if self.tensors[path] is not now.tensors[path]:
+                return f"replaces {path} in its input by another tensor; the caller may hold the one before"
+        for name, whose in self.tied.items():
+            if now.tied.get(name, whose) != whose:
+                return f"changes {name} from {whose} to {now.tied[name]}"
+        moved = (path for path, place in self.places.items() if now.places[path] != place)
+        return next(
+            (f"moves its input {path} to other memory; views of it do not change with it" for path in moved), ""
+        )
 
 
 def _reference_exchanges(probe: Probe) -> bool:
     values = probe.drawn()
-    held = _held(probe.pair, values)
+    held = _Held.of(probe.pair, values)
     probe.of_reference().call(values)
-    return bool(_exchanged(held, _held(probe.pair, values)))
-
-
-def declaration_of_change(pair: Pair, path: str) -> str:
-    """Return the advice on how a pair declares that a side changes the input at this path."""
-    name, _, within = path.partition(".")
-    if within and holds(pair.inputs.get(name), ModuleSpec):
-        return f"declare mutates={{{name!r}: {BUFFERS!r}}}"
-    return "add it to mutates="
+    return bool(held.exchanged(_Held.of(probe.pair, values)))
 
 
 def _fill_gaps(tensor: torch.Tensor) -> None:
@@ -124,11 +128,7 @@ def touched_input(probe: Probe) -> None:
     This check comes last, because the other checks name a fault more precisely.
     """
     if probe.touched is not None:
-        remedy = declaration_of_change(probe.pair, probe.touched)
-        raise probe.fault(
-            f"changes its input {probe.touched} in place, which the pair does not declare; {remedy} (it puts the "
-            f"values back, or changes them now and then)"
-        )
+        raise probe.fault(f"{probe.touched} (it puts the values back, or changes them now and then)")
 
 
 def private_buffer(probe: Probe) -> None:

@@ -40,7 +40,7 @@ class Probe:
     right: dict[int, Leaves] = field(default_factory=dict)
     """The case's seed → the last answer that was found right."""
     touched: str | None = None
-    """Path of the first undeclared input that a call wrote to, by torch's version counter; its values may have been
+    """Words for the first undeclared input that a call wrote to, by torch's version counter; its values may have been
     restored since."""
     number: int | None = None
     """The draw's number in a proof with several draws, each of which may make only some of the checks. With None, all
@@ -85,7 +85,7 @@ class Probe:
             produced = execution.run(call, self.pair, values, gradients=False, seed=used.seed)
         for path, tensor, version, shape, stride in versions:
             if tensor._version != version and (tensor.shape, tensor.stride()) == (shape, stride):
-                self.touched = self.touched or path
+                self.touched = self.touched or make.undeclared_change(self.pair, path, tensor)
         return produced
 
     def _versions(self, values: dict[str, Any]) -> list[tuple[str, torch.Tensor, int, torch.Size, tuple[int, ...]]]:

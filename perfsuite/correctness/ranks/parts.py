@@ -20,9 +20,6 @@ from perfsuite.records import Case
 class ChangedInputError(Exception):
     """A side changed an input that the pair does not declare as changed."""
 
-    def __init__(self, path: str) -> None:
-        super().__init__(f"changes its input {path} in place, which the pair does not declare; add it to mutates=")
-
 
 def prepared(
     pair: Pair, side: Side, case: Case, device: str, *, rank: int, ranks: int, home: Path | None
@@ -42,7 +39,7 @@ def prepared(
         leaves = side_calls.run(side, pair, values, case, False, given)
         for (path, now), (_, was) in zip(make.unchanging(pair, values), make.unchanging(pair, before), strict=True):
             if not forms.identical(now, was):
-                raise ChangedInputError(path)
+                raise ChangedInputError(make.undeclared_change(pair, path, now))
         return leaves
 
     return call

@@ -292,8 +292,37 @@ def test_running_statistics_of_a_module_in_training_are_outputs() -> None:
 
 
 def test_a_call_may_change_buffers_but_no_parameters() -> None:
-    with pytest.raises(NotEquivalent, match=r"changes its input module\.norm\.weight in place"):
+    says = r"changes its input module\.norm\.weight in place, .* declare mutates=\{'module': 'changed'\}"
+    with pytest.raises(NotEquivalent, match=says):
         perfsuite.check(trained(rescales=True), device="cpu")
+
+
+def test_a_buffer_that_changes_is_declared_as_such() -> None:
+    inputs = {"norm": module(lambda: nn.BatchNorm1d(5)), "x": tensor("m", 5, values=floats(-1, 1), least=2)}
+    pair = Pair(reference=lambda norm, x: norm(x), optimized=lambda norm, x: 1 * norm(x), inputs=inputs)
+    says = r"changes its input norm\.running_mean in place, .* declare mutates=\{'norm': 'buffers'\}"
+    with pytest.raises(NotEquivalent, match=says):
+        perfsuite.check(pair, device="cpu")
+    perfsuite.check(replace(pair, mutates={"norm": "buffers"}, max_examples=2), device="cpu")
+
+
+def test_a_parameter_that_is_exchanged_instead_of_changed_is_refused() -> None:
+    def halved(linear: nn.Module, exchanges: bool) -> None:
+        for name, parameter in list(linear.named_parameters()):
+            if exchanges:
+                setattr(linear, name, nn.Parameter(parameter.detach() / 2))
+            else:
+                parameter.data.div_(2)
+
+    pair = Pair(
+        reference=lambda linear: halved(linear, exchanges=False),
+        optimized=lambda linear: halved(linear, exchanges=True),
+        inputs={"linear": module(lambda: nn.Linear(3, 2))},
+        mutates={"linear"},
+        gradients=False,
+    )
+    with pytest.raises(NotEquivalent, match=r"replaces linear\.weight in its input by another tensor"):
+        perfsuite.check(pair, device="cpu")
 
 
 def test_a_module_with_changed_buffers_is_differentiable() -> None:
