@@ -468,11 +468,11 @@ def _precision(trial: _Trial, case: Case, gradients: bool) -> Iterator[str]:
     first = _precisions(trial.pair, trial.truth(case, gradients), trial.produce(case, gradients))
     truth, produced = trial.truth(larger, gradients), trial.produce(larger, gradients)
     names = [name for name in _precisions(trial.pair, truth, produced) if name in first]
-    if names and _is_rounding(truth, produced):
+    if names and is_rounding(truth, produced):
         yield f"its error is that of {' or '.join(names)}: declare precision= if that is meant"
 
 
-def _is_rounding(truth: truths.Truth, produced: Leaves) -> bool:
+def is_rounding(truth: truths.Truth, produced: Leaves) -> bool:
     """Return whether most elements have errors, some towards zero and some away from it, as for rounding errors.
 
     The errors of a wrong factor all have the same one of these directions, even if the values have both signs.

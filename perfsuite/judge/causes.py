@@ -40,19 +40,20 @@ class Causes:
         """Return a clause that names the likely cause, starting with "; ", or an empty string if none is found. `given`
         are the inputs, if they are known."""
         right = _digest(only_tensors(truth.leaves))
-        if self.earlier.get(_digest(outputs), right) != right:
+        if any(map(_has_numbers, outputs)) and self.earlier.get(_digest(outputs), right) != right:
             return "; it is the answer that it gave to other inputs"
         several = [t for t in outputs if t.numel() > 1]
         if several and all(map(_is_constant, several)) and not all(map(_is_constant, only_tensors(truth.leaves))):
-            inputs_vary = not given or not all(map(_is_constant, given))
-            return "; all elements are the same" + ": it does not read its inputs" * inputs_vary
+            has_other_cause = (given and all(map(_is_constant, given))) or _may_underflow(truth, several)
+            return "; all elements are the same" + ": it does not read its inputs" * (not has_other_cause)
         produced: Leaves = dict(zip(truth.reference, outputs, strict=True))
         if words := diagnosis.related(truth, produced):
             return f"; {words}"
         name = diagnosis.precision_of(self.pair, truth, produced, strict_strides=False)
         allowed = " (--tf32 allows TF32)" if name and "TF32" in name and self.pair.precision is None else ""
         if name:
-            return f"; its error is that of {name}{allowed}"
+            size = "" if diagnosis.is_rounding(truth, produced) else "as large as "
+            return f"; its error is {size}that of {name}{allowed}"
         both = zip(outputs, only_tensors(truth.reference), strict=True)
         return next(filter(None, (beside_steps(self.pair, got, expected) for got, expected in both)), "")
 
@@ -74,8 +75,19 @@ def beside_steps(pair: Pair, got: torch.Tensor, expected: torch.Tensor) -> str:
     )
 
 
+def _has_numbers(tensor: torch.Tensor) -> bool:
+    """Return whether an element is neither 0 nor infinite nor NaN, which an operation may return for many inputs."""
+    return bool((tensor.isfinite() & (tensor != 0)).any())
+
+
 def _is_constant(tensor: torch.Tensor) -> bool:
     return not tensor.numel() or bool((tensor == tensor.flatten()[0]).all())
+
+
+def _may_underflow(truth: Truth, outputs: Sequence[torch.Tensor]) -> bool:
+    """Return whether the outputs are 0 and the truth is so small that its terms may be 0 in half precision."""
+    small = torch.finfo(torch.float16).tiny
+    return not any(map(torch.any, outputs)) and all(bool((t.abs() < small).all()) for t in only_tensors(truth.leaves))
 
 
 def _digest(tensors: Sequence[torch.Tensor]) -> bytes:

@@ -109,7 +109,7 @@ class Served:
 
     def build(self, request: dict[str, Any]) -> dict[str, Any]:
         """Import the file and build the module. Return whether the tensors of its state dict have the reference's names
-        and shapes.
+        and shapes, and the names of other tensors that it keeps.
 
         If they have, the reference's values are loaded. Convolutions may use TF32, as they do by PyTorch's default,
         only if the request allows it.
@@ -134,7 +134,7 @@ class Served:
             self.model.load_state_dict(given, strict=False)  # extra state that is no tensor stays its own
         if request.get("compile"):
             self.model = torch.compile(self.model)
-        return {"same_parameters": same}
+        return {"same_parameters": same, "kept": kept_beside(torch, self.model, own)[:MOST_OUTPUTS]}
 
     def prepare(self, request: dict[str, Any]) -> Callable[[], dict[str, Any]]:
         """Read the request and return a function that runs it, to be called once the judging process sends "go"."""
@@ -224,6 +224,14 @@ def tensors_of_state(model: Any) -> dict[str, Any]:
     import torch
 
     return {name: value for name, value in model.state_dict().items() if isinstance(value, torch.Tensor)}
+
+
+def kept_beside(torch: Any, model: Any, state: dict[str, Any]) -> list[str]:
+    """Return the names of the tensors that the module and its parts keep, except those of its state dict."""
+    parts = model.named_modules() if isinstance(model, torch.nn.Module) else ()
+    held = [(at, {**part._buffers, **vars(part)}) for at, part in parts]
+    names = [f"{at}.{n}".lstrip(".") for at, every in held for n, v in every.items() if isinstance(v, torch.Tensor)]
+    return [name for name in names if name not in state]
 
 
 def flat(value: Any) -> Iterator[Any]:

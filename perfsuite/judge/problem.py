@@ -28,6 +28,7 @@ from perfsuite.draws import inputs as make
 from perfsuite.draws import tensor_values
 from perfsuite.draws.cases import workload_case
 from perfsuite.errors import PerfsuiteError, in_one_line, printable
+from perfsuite.judge import structure
 from perfsuite.judge.child import leaves_of, operations, seed_generators, tensors_of_state
 from perfsuite.records import Case, InputCase
 
@@ -63,6 +64,8 @@ class Problem:
     dtype: str = "float32"
     """Working precision: the dtype of the outputs, or of the parameters and inputs if no output is real; float32 if
     they have several."""
+    structure: str = ""
+    """Clause that names the inputs whose values have a property that draws do not keep, for a wrong answer."""
 
     def varied(self) -> Problem:
         """Return the same problem with slightly changed weights: with a scale of 1 or a bias of 0, answers would not
@@ -176,9 +179,16 @@ def load(path: Path, device: str, seed: int, precision: str | None = None) -> Pr
     built = built.to(device)
     pair = _pair(path, built, specs, precision, getattr(module, "excuse", None))
     imported = tuple(sorted(_sources(built) - {str(file)}))
-    init = torch.load(io.BytesIO(kept.getvalue()), weights_only=False)
     problem = Problem(
-        path=path, file=file, pair=pair, module=built, init=init, seed=seed, device=device, imported=imported
+        path=path,
+        file=file,
+        pair=pair,
+        module=built,
+        init=torch.load(io.BytesIO(kept.getvalue()), weights_only=False),
+        seed=seed,
+        device=device,
+        imported=imported,
+        structure=structure.clause_of(template),
     )
     _examine(problem)
     values = problem.values(0)
@@ -306,13 +316,20 @@ def _is_dense(leaf: Any) -> bool:
     return leaf.layout is torch.strided and not leaf.is_nested and not leaf.is_quantized
 
 
-def _imported(path: Path) -> Any:
+def check_file(path: Path) -> None:
+    """Raise PerfsuiteError if there is no such file."""
+    if path.is_dir():
+        raise PerfsuiteError(f"{printable(path)}: a folder; give the files in it, as with {printable(path / '*.py')}")
     if not path.is_file():
         raise PerfsuiteError(f"{printable(path)}: no such file")
+
+
+def _imported(path: Path) -> Any:
+    check_file(path)
     name = f"perfsuite_reference_{path.stem}"
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:
-        raise PerfsuiteError(f"{path}: no Python file")
+        raise PerfsuiteError(f"{path}: no Python file, which has a name that ends in .py")
     module = sys.modules[name] = importlib.util.module_from_spec(spec)
     with _blaming(path, "the import"):
         spec.loader.exec_module(module)

@@ -16,7 +16,7 @@ import tempfile
 import threading
 import time
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -76,6 +76,7 @@ def _is_reply(found: Any) -> bool:
     parts: dict[str, Callable[[Any], bool]] = {
         "error": lambda v: isinstance(v, str),
         "same_parameters": lambda v: isinstance(v, bool),
+        "kept": lambda v: isinstance(v, list) and all(isinstance(x, str) for x in v),
         "lacking": lambda v: isinstance(v, list) and all(isinstance(x, str) for x in v),
         "forms": lambda v: isinstance(v, list) and all(map(is_form, v)),
         "paths": lambda v: isinstance(v, list) and all(isinstance(x, str) for x in v),
@@ -160,6 +161,17 @@ def _folders(folder: Path) -> list[Path]:
     return found
 
 
+@contextlib.contextmanager
+def _blaming_the_disk() -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise PerfsuiteError(
+            f"the folder of a candidate cannot be written in {tempfile.gettempdir()}: {error.strerror}; make space "
+            f"there, or set TMPDIR to another folder"
+        ) from None
+
+
 class Process:
     """A process that runs the class `name` of the file `source`, confined to a folder of its own.
 
@@ -181,7 +193,8 @@ class Process:
         self.device_memory: Arena = self.memory if device == "cpu" else DeviceMemory()
         self.number, self._rest, self._requests, self._replies = 0, b"", -1, -1
         self.ended = self.closed = False
-        self.folder = Path(tempfile.mkdtemp(prefix="perfsuite-judge-"))
+        with _blaming_the_disk():
+            self.folder = Path(tempfile.mkdtemp(prefix="perfsuite-judge-"))
         _LIVING.add(self)
         self.path = self.folder / "candidate.py"
         own = {
@@ -193,7 +206,9 @@ class Process:
             "device": device,
         }
         try:
-            shutil.copyfile(source, self.path)
+            text = source.read_bytes()
+            with _blaming_the_disk():
+                self.path.write_bytes(text)
             self._start(own)
             self.lacking: list[str] = self._reply(START_LIMIT_S).get("lacking", [])
         except BaseException:

@@ -57,6 +57,8 @@ class Served:
     limit_s: float
     compiled: bool = False
     same_parameters: bool = True
+    kept: list[str] = field(default_factory=list)
+    """Names of the tensors that `__init__` has made and that are not in the module's state dict."""
     _last: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
     """The outputs of the last call: (in shared memory, as they were when the call was done)."""
 
@@ -91,7 +93,8 @@ class Served:
             "compile": self.compiled,
             "tf32": self.problem.pair.precision == TF32,
         }
-        self.same_parameters = bool(self.process.ask(request, self.limit_s).get("same_parameters"))
+        found = self.process.ask(request, self.limit_s)
+        self.same_parameters, self.kept = bool(found.get("same_parameters")), found.get("kept", [])
 
     def call(
         self, every: Sequence[Sequence[Any]], forms: Sequence[torch.Tensor], *, again: bool = False
@@ -358,6 +361,5 @@ def _judge(
     try:
         equivalence.judge(problem.pair, truth, produced, name="candidate", tally=tally, strict_strides=False)
     except NotEquivalent as error:
-        raise NotEquivalent(
-            f"{str(error).partition(': ')[2] or error}{when}{causes.of(truth, outputs, given)}"
-        ) from None
+        cause = f"{causes.of(truth, outputs, given)}{problem.structure}"
+        raise NotEquivalent(f"{str(error).partition(': ')[2] or error}{when}{cause}") from None

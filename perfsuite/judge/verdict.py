@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from perfsuite.correctness import convolutions
-from perfsuite.errors import NotEquivalent, PerfsuiteError, printable
+from perfsuite.errors import NotEquivalent
 from perfsuite.gate.exit_codes import CODE_AT_FAULT, GREEN, UNDECIDED
 from perfsuite.judge import problem as problems
 from perfsuite.judge.process import Ended, Nursery, refuse_where_unsupported, shortened
@@ -30,6 +30,10 @@ RIVALS = {
 }
 OTHERWISE = {"compile": "; --no-compile times without it"}
 OTHER_NAMES = "; its parameters have other names than the reference's, so that both were built from one seed"
+PACKED = (
+    "; the parameters are set after __init__: if {} is computed from them there, let it be computed at the first call"
+)
+NEEDS_GPU = "; it names CUDA or Triton, and was run on the CPU: judge it on a machine with a GPU"
 NOT_VARIED = "its parameters have other names than the reference's, so whether it uses {} (0 or 1) was not tested"
 FASTER = 1.05
 """Least speedup of a candidate that computes with the reference's own operations; below it, the candidate counts as a
@@ -117,8 +121,7 @@ def judge(
     """
     refuse_where_unsupported()
     for path in candidates:
-        if not path.is_file():
-            raise PerfsuiteError(f"{printable(path)}: no such file")
+        problems.check_file(path)
     with contextlib.ExitStack() as stack:
         stack.enter_context(convolutions.exact(options.precision))
         problem = problems.load(reference, options.device, secrets.randbits(31), options.precision)
@@ -169,11 +172,21 @@ def _prove(
         verdict.excused = proof.excused
     except (Ended, NotEquivalent) as error:
         verdict.message = f"it {error}" if isinstance(error, Ended) else str(error)
+        if isinstance(error, Ended) and options.device == "cpu" and _names_gpu(path):
+            verdict.message += NEEDS_GPU
         if served is not None:
-            verdict.message += "" if served.same_parameters else OTHER_NAMES
+            if not served.same_parameters:
+                verdict.message += OTHER_NAMES
+            elif served.kept and problem.state and isinstance(error, NotEquivalent):
+                verdict.message += PACKED.format(shortened(", ".join(served.kept)))
             served.close()
         return verdict, None
     return verdict, served
+
+
+def _names_gpu(path: Path) -> bool:
+    text = path.read_bytes().lower()
+    return b"cuda" in text or b"triton" in text
 
 
 def _candidate(nursery: Nursery, problem: problems.Problem, path: Path, options: Options) -> Served:

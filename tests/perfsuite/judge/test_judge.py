@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -805,6 +806,58 @@ def test_parameters_that_begin_as_one_or_zero_are_varied(nursery: Nursery, refer
     assert "is wrong at" in found.message
 
 
+def test_weights_that_are_packed_in_init_are_named(nursery: Nursery, reference: Path) -> None:
+    text = candidate("return functional.silu(x @ self.packed + self.linear.bias)")
+    packed = text.replace("self.calls = 0", "self.calls, self.packed = 0, self.linear.weight.t().clone().detach()")
+    found = judged(nursery, reference, packed)
+    assert found.status is Status.NOT_EQUIVALENT
+    assert "the parameters are set after __init__: if packed is computed from them there, let it be" in found.message
+    found = judged(nursery, reference, candidate("return functional.silu(self.linear(x)) * 1.001"))
+    assert "after __init__" not in found.message
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this is about machines without a CUDA device")
+@pytest.mark.parametrize(("body", "is_named"), [("return self.right(x.cuda())", True), ("return self.other(x)", False)])
+def test_a_candidate_that_needs_a_gpu_is_named(nursery: Nursery, reference: Path, body: str, is_named: bool) -> None:
+    found = judged(nursery, reference, candidate(body))
+    assert found.status is Status.NOT_EQUIVALENT
+    assert ("it names CUDA or Triton, and was run on the CPU" in found.message) == is_named
+
+
+def test_a_folder_of_candidates_is_one_line_with_the_remedy(tmp_path: Path, reference: Path) -> None:
+    for given in ((reference, tmp_path), (tmp_path, reference)):
+        done = command(*given)
+        assert done.exit_code == 4
+        assert done.output == f"perfsuite judge: {tmp_path}: a folder; give the files in it, as with {tmp_path}/*.py\n"
+
+
+def test_a_disk_without_space_is_one_line_and_leaves_no_folder(nursery: Nursery, tmp_path: Path) -> None:
+    (tmp_path / "own").mkdir()
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(tempfile, "tempdir", str(tmp_path / "own"))
+        soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (0, hard))  # each write of a file then fails
+        try:
+            with pytest.raises(PerfsuiteError, match=r"cannot be written in .*; make space there, or set TMPDIR"):
+                process.Process(nursery, Path(__file__), "ModelNew", "cpu", cpu_s=9)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert not [*(tmp_path / "own").iterdir()]
+
+
+def test_an_answer_without_numbers_is_not_said_to_be_an_earlier_one(reference: Path) -> None:
+    reference.write_text(OF_ONE.format("(x * x).mean()", ""))
+    loaded, x = problem.load(reference, "cpu", 0), torch.rand(3, 4)
+    found = Causes(loaded.pair)
+    for number in (float("nan"), 0.0, 0.7):
+        for values in (x, x + 1):
+            truth = truth_of(loaded, loaded.case(0), {"x0": values})
+            assert isinstance(truth, Truth)
+            clause = found.of(truth, [torch.tensor(number)])
+            found.note(truth, [torch.tensor(number)])
+        assert ("the answer that it gave to other inputs" in clause) == (number == 0.7)
+
+
 def test_a_file_that_is_not_there_is_one_line(tmp_path: Path, reference: Path) -> None:
     for arguments in ((tmp_path / "gone.py", reference), (reference, tmp_path / "gone.py")):
         done = command(*arguments)
@@ -997,6 +1050,29 @@ def test_an_answer_is_not_said_to_be_constant_where_the_truth_is_or_the_inputs_a
     assert "does not read its inputs" in Causes(loaded.pair).of(truth, [torch.full((3,), 3)])
     assert "does not read its inputs" in Causes(loaded.pair).of(truth, [torch.full((3,), 3)], [torch.eye(3, 4)])
     assert "does not read its inputs" not in Causes(loaded.pair).of(truth, [torch.full((3,), 3)], [torch.zeros(3, 4)])
+
+
+def test_an_answer_that_may_underflow_is_not_said_to_be_constant(reference: Path) -> None:
+    reference.write_text(OF_ONE.format("x * x", ""))
+    loaded = problem.load(reference, "cpu", 0)
+    for size, is_small in ((1e-4, True), (1.0, False)):
+        x = size * (1 + torch.rand(3, 4))
+        truth = truth_of(loaded, loaded.case(0), {"x0": x})
+        assert isinstance(truth, Truth)
+        found = Causes(loaded.pair).of(truth, [torch.zeros(3, 4)], [x])
+        assert ("does not read its inputs" in found) == (not is_small)
+        assert "all elements are the same" in found
+
+
+def test_an_error_that_is_no_rounding_is_only_said_to_be_as_large(reference: Path) -> None:
+    reference.write_text(OF_ONE.format("x.sum(1)", "def get_inputs(): return [torch.rand(64, 300)]"))
+    loaded = problem.load(reference, "cpu", 0)
+    x = torch.rand(64, 300)
+    truth = truth_of(loaded, loaded.case(0), {"x0": x})
+    assert isinstance(truth, Truth)
+    found = Causes(loaded.pair)
+    assert "its error is that of bfloat16" in found.of(truth, [x.sum(1).bfloat16().float()])
+    assert "its error is as large as that of bfloat16" in found.of(truth, [x[:, 1:].sum(1)])
 
 
 def test_answers_have_digests_whatever_views_they_are() -> None:

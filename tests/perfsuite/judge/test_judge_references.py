@@ -12,7 +12,7 @@ from scale import FULLY
 
 from perfsuite.correctness.truths import Truth
 from perfsuite.errors import NotEquivalent, PerfsuiteError
-from perfsuite.judge import causes, problem, timing
+from perfsuite.judge import causes, problem, structure, timing
 from perfsuite.judge.process import Nursery
 from perfsuite.judge.verdict import Status
 
@@ -173,3 +173,38 @@ def test_few_elements_that_jump_are_named_with_the_remedy(tmp_path: Path) -> Non
     assert not causes.beside_steps(pair, drifts, expected)
     assert not causes.beside_steps(pair, differs, expected)
     assert not causes.beside_steps(problem.load(with_steps(tmp_path, "0"), "cpu", 0).pair, jumps, expected)
+
+
+@pytest.mark.parametrize(
+    ("made", "words"),
+    [
+        ("torch.rand(2, 20, 20).triu()", "is triangular"),
+        ("torch.eye(20)", "is triangular"),
+        ("torch.cov(torch.rand(20, 30))", "is symmetric"),
+        ("torch.rand(20, 30).softmax(1)", "has rows that sum to 1"),
+        ("torch.rand(20, 30).cumsum(1)", "is sorted"),
+        ("torch.arange(20)", "is sorted"),
+        ("torch.randperm(20)", "has no value twice"),
+        ("torch.randint(0, 2, (20, 30)).float() * 2 - 1", "has whole numbers only"),
+        ("torch.rand(20, 20)", ""),
+        ("torch.rand(20, 30).T", ""),
+        ("torch.ones(20, 30)", ""),
+        ("torch.rand(())", ""),
+        ("torch.empty(0, 5)", ""),
+        ("torch.randint(0, 3, (20,))", ""),
+        ("torch.rand(20, 30) > 0.5", ""),
+    ],
+)
+def test_a_structure_that_draws_do_not_keep_is_named(made: str, words: str) -> None:
+    template = [torch.rand(20, 30), {"a": eval(made)}]
+    clause = structure.clause_of(template)
+    assert words in clause
+    assert bool(clause) == bool(words)
+    assert not words or "get_inputs()[1]['a'] " in clause
+
+
+def test_a_wrong_answer_names_the_structure_of_the_template(nursery: Nursery, tmp_path: Path) -> None:
+    path = written(tmp_path, "", "torch.matmul(x, x)", "torch.rand(32, 32).triu()")
+    own = like("", "torch.matmul(x.triu(), x)")
+    with pytest.raises(NotEquivalent, match=r"is wrong at .*; get_inputs\(\)\[0\] is triangular, and drawn inputs"):
+        proven(nursery, path, own)
