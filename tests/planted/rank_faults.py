@@ -1,11 +1,12 @@
 """Data-parallel updates that are wrong in several processes, and correct updates that resemble them.
 
-Rank processes import this file and look the pairs up by name. In one process all of them are right.
+Rank processes import this file and look the pairs up by name. In one process all of them are right, except for one.
 """
 
 from __future__ import annotations
 
 import io
+import itertools
 import os
 import pickle
 import signal
@@ -17,7 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from perfsuite import Pair, floats, size, tensor
+from perfsuite import Pair, floats, size, stateful, tensor
 
 RATE = 0.25
 Update = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
@@ -251,6 +252,56 @@ def of_rows(
     return Pair(reference=reference, optimized=optimized, inputs=inputs, gradients=False, sizes=sizes, ranks=(2,))
 
 
+def mean_of_positive(x: torch.Tensor) -> torch.Tensor:
+    """Return the mean of the positive elements of each column."""
+    total, count = x.clamp(min=0).sum(0), (x > 0).sum(0)
+    dist.all_reduce(total)
+    dist.all_reduce(count)
+    return total / count.clamp(min=1)
+
+
+def mean_of_means(x: torch.Tensor) -> torch.Tensor:
+    mean = x.clamp(min=0).sum(0) / (x > 0).sum(0).clamp(min=1)
+    dist.all_reduce(mean)
+    return mean / dist.get_world_size()
+
+
+def total_and_count_together(x: torch.Tensor) -> torch.Tensor:
+    both = torch.stack([x.clamp(min=0).sum(0), (x > 0).sum(0).to(x.dtype)])
+    dist.all_reduce(both)
+    return both[0] / both[1].clamp(min=1)
+
+
+def noisy(a: torch.Tensor, by_rank: bool) -> Callable[[torch.Tensor], None]:
+    """Return steps along a mean over all ranks, with noise from the step's seed, and the rank's if `by_rank`."""
+    count = itertools.count(1000, 1000)
+
+    def step(x: torch.Tensor) -> None:
+        generator = torch.Generator().manual_seed(next(count) + dist.get_rank() * by_rank)
+        noise = torch.randn(a.shape, generator=generator).to(a)
+        of_a = (x * a).mean(0)
+        dist.all_reduce(of_a)
+        a.sub_(RATE * of_a / dist.get_world_size() + noise / 64)
+
+    return step
+
+
+def of_steps(optimized: Callable[[torch.Tensor], Any]) -> Pair:
+    given = of_rows(rows).inputs
+    return Pair(
+        reference=stateful(lambda a: noisy(a, by_rank=False)),
+        optimized=stateful(optimized),
+        inputs={"a": tensor("n", values=floats(-2, 2))},
+        step_inputs=given,
+        mutates={"a"},
+        steps=(1, 2),
+        ranks=(2,),
+    )
+
+
+WRONG["mean_over_unequal_counts"] = of_rows(mean_of_means, mean_of_positive)
+WRONG["wrong_in_one_process_too"] = of_rows(lambda x: 1.5 * mean_of_positive(x), mean_of_positive)
+WRONG["noise_of_its_own_in_each_rank"] = of_steps(lambda a: noisy(a, by_rank=True))
 WRONG["all_rows"] = of_rows(all_rows)
 WRONG["wrong_on_one_rank"] = of_rows(wrong_on_one_rank)
 WRONG["writes_an_input"] = of_rows(writes_an_input)
@@ -264,6 +315,8 @@ RIGHT = {
     "gathered": pair(reduced(gathered)),
     "sent_by_the_first_rank": pair(reduced(sent_by_the_first_rank)),
     "rows": of_rows(lambda x: x + x),
+    "total_and_count_together": of_rows(total_and_count_together, mean_of_positive),
+    "noise_of_each_step": of_steps(lambda a: noisy(a, by_rank=False)),
     "with_a_common_seed": pair(reduced(with_a_common_seed)),
     "narrow": of_rows(lambda x: positive(x.clone()), positive),
     # Parts that are equal to zero on all ranks of the reference, and not quite on one of the optimized side.

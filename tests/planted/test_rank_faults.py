@@ -19,12 +19,16 @@ ENDS_S = 30.0
 """Seconds within which a group must end after its ranks diverged."""
 DIFFERENT = "on rank 0 of 2; the ranks' results differ, .*: likely a collective is missing, or waited for too late"
 DIVISION = "so it is where all ranks have equal parts .* divided by their number twice, or not at all"
+OWN_RESULTS = "it is right: likely it leaves out some ranks' parts, or is a mean of the ranks' own results"
 WORDS = {
     "missing_on_one_rank": r"waits in vain for the other ranks in a collective, rank 0 at rank_faults.py:\d+, while "
     "rank 1 returned",
     "left_out": DIFFERENT,
     "waited_for_too_late": DIFFERENT,
-    "of_the_first_rank": "equal parts of the inputs it is right: likely it is made of some ranks' parts alone",
+    "of_the_first_rank": OWN_RESULTS,
+    "mean_over_unequal_counts": OWN_RESULTS,
+    "wrong_in_one_process_too": "on rank 0 of 2; so it is in one process$",
+    "noise_of_its_own_in_each_rank": r"a \(in place\) after 1 step .* on rank 1 of 2; .* draw other random numbers",
     "not_averaged": DIVISION,
     "averaged_twice": DIVISION,
     "rounded_at_random": r"output\[0\] of the optimized side differs between rank 0 and rank 1 of 2",

@@ -9,12 +9,13 @@ from typing import Any
 
 import torch
 
-from perfsuite.correctness import equivalence, rule, truths
+from perfsuite.correctness import equivalence, rule, side_calls, truths
 from perfsuite.correctness.execution import Leaves
 from perfsuite.correctness.integrity.probe import same_leaf
 from perfsuite.correctness.ranks import group, parts
 from perfsuite.correctness.tally import Tally
 from perfsuite.declare.pair import Pair
+from perfsuite.declare.sides import as_side
 from perfsuite.errors import NotEquivalent, PairError
 from perfsuite.records import OPTIMIZED, REFERENCE, Case
 
@@ -97,8 +98,10 @@ def _cause(pair: Pair, case: Case, device: str, home: Path | None, calls: _Calls
     if _disagreement(calls) is not None:
         return (
             "; the ranks' results differ, which the reference leaves equal: likely a collective is missing, or waited "
-            "for too late"
+            "for too late, or the ranks draw other random numbers"
         )
+    if _is_wrong_alone(pair, case, device, home):
+        return "; so it is in one process"
     alike = pair.at(pair.at_ranks, equal_parts=True)
     try:
         known = truths.by_replicas(alike, case, device, gradients=False, home=home)
@@ -111,7 +114,23 @@ def _cause(pair: Pair, case: Case, device: str, home: Path | None, calls: _Calls
         )
     except (truths.Discard, group.RanksFailed):
         return ""
-    return "; where all ranks have equal parts of the inputs it is right: likely it is made of some ranks' parts alone"
+    return (
+        "; where all ranks have equal parts of the inputs it is right: likely it leaves out some ranks' parts, or is a "
+        "mean of the ranks' own results"
+    )
+
+
+def _is_wrong_alone(pair: Pair, case: Case, device: str, home: Path | None) -> bool:
+    """Return whether the optimized side is also wrong in this process alone, on the inputs of all ranks."""
+    known = truths.by_replicas(pair, case, device, gradients=False, home=home)
+    try:
+        produced = side_calls.produce(pair, as_side(pair.optimized), case, device, gradients=False, home=home)
+        equivalence.hold(pair, known, produced, name=OPTIMIZED, strict_strides=False)
+    except truths.Discard:
+        return False
+    except Exception:
+        return True
+    return False
 
 
 def hold(
@@ -128,12 +147,16 @@ def hold(
         except NotEquivalent as error:
             raise NotEquivalent(f"{error}, in the parts of {pair.at_ranks} ranks together") from None
     alone = functools.cache(lambda replicas: known(replicas).without(together))
+    wrong: list[tuple[int, int, NotEquivalent]] = []
     for rank, leaves in enumerate(of_ranks):
         own = {name: leaf for name, leaf in leaves.items() if name not in together}
         try:
             equivalence.hold(pair, alone, own, name=side, tally=tally, strict_strides=False)
         except NotEquivalent as error:
-            raise OnRank(f"{error}, on rank {rank} of {pair.at_ranks}") from None
+            wrong.append((error.steps or 0, rank, error))
+    if wrong:  # the first rank that is wrong after the fewest steps
+        _, rank, first = min(wrong, key=lambda found: found[:2])
+        raise OnRank(f"{first}, on rank {rank} of {pair.at_ranks}") from None
 
 
 def _check_forms(pair: Pair, produced: dict[str, list[Leaves]]) -> None:
