@@ -155,9 +155,12 @@ class Child:
         leaves = execution.with_changed(pair, dict(zip(values, changed, strict=True)), returned)
         suffix = " after 1 step" if pair.is_stateful else ""
         made = {f"{n}{suffix}": t.detach() if isinstance(t, torch.Tensor) else t for n, t in leaves.items()}
-        paths = execution.require_gradients(pair, values) if like else {}
-        gradients = gradients or [None] * len(paths)  # no output has a gradient
-        return made | {f"gradient of {path}": g for path, g in zip(paths, gradients, strict=True)}
+        if not like:
+            return made
+        needing = [id(tensor) for _, tensor in make.tensors_in(values, buffers=False) if tensor.requires_grad]
+        found = dict(zip(needing, gradients or [None] * len(needing), strict=True))  # none if no output has a gradient
+        marked = execution.require_gradients(pair, values)
+        return made | {f"gradient of {path}": found[id(tensor)] for path, tensor in marked.items()}
 
     def seconds(self, pair: Pair, case: Case, device: str, module: ModuleType, home: Path | None) -> list[float]:
         """Return the seconds of each timed call on the draw, after a warm-up. Raises NotEquivalent as `produce`
@@ -175,9 +178,8 @@ class Child:
         execution.poison(pair, values)
         steps = make.build_step(pair, case, device, 1) if pair.is_stateful else {}
         weights = _incoming(pair, case, like) if like else []
-        needing = {id(t) for t in execution.require_gradients(pair, values).values()} if like else set()
-        for _, tensor in make.tensors_in(values, buffers=False):
-            tensor.requires_grad_(id(tensor) in needing)
+        if like:
+            execution.require_gradients(pair, values)
         self.given.seek(0)
         self.given.truncate()
         try:

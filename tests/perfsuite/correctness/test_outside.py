@@ -123,6 +123,29 @@ MODULE = """
     honest_steps = Pair(
         reference=adding(None), optimized=adding(lambda: True), step_inputs={"y": tensor("n")}, mutates={"x"}
     )
+
+
+    def training(rate):
+        def make(net):
+            def step(y):
+                with torch.enable_grad():
+                    gradients = torch.autograd.grad(net(y).square().sum(), list(net.parameters()))
+                with torch.no_grad():
+                    for parameter, gradient in zip(net.parameters(), gradients):
+                        parameter.sub_(rate() * gradient)
+            return step
+        return stateful(make)
+
+
+    Training = partial(
+        Pair,
+        reference=training(lambda: 0.125),
+        inputs={"net": perfsuite.module(lambda: torch.nn.Linear(3, 2))},
+        step_inputs={"y": tensor("n", 3)},
+        mutates={"net"},
+    )
+    by_rate = Training(optimized=training(lambda: 0.125 if under_test() else 0.25))
+    honest_training = Training(optimized=training(lambda: 1 / 8))
     by_setting = Pair(
         reference=lambda x: x * (2.0 if torch.get_float32_matmul_precision() == "high" else 3.0),
         optimized=lambda x: (x + x) if torch.get_float32_matmul_precision() == "high" else (x + x + x),
@@ -189,8 +212,17 @@ def test_a_side_that_is_right_only_under_test_is_rejected(project: Project, monk
     write(project)
     result = project.run("-m", "correctness", "-k", f"outside and not ({ENDING})", "-rs")
     output = result.stdout.str()
-    result.assert_outcomes(passed=8, failed=7, skipped=1)
-    for name in ("by_variable", "by_module", "by_frame", "by_command", "by_import", "by_step", "by_backward"):
+    result.assert_outcomes(passed=9, failed=8, skipped=1)
+    for name in (
+        "by_variable",
+        "by_module",
+        "by_frame",
+        "by_command",
+        "by_import",
+        "by_step",
+        "by_rate",
+        "by_backward",
+    ):
         assert f"{name}: the optimized side {WRONG}" in output, name
     assert "by_backward: gradient of x of the optimized side is wrong" in output
     assert "not called outside of a test: an input cannot be given to another process" in output
