@@ -33,11 +33,12 @@ NARROW = 0.01
 """Half-width of an interval, as a log-ratio, at which it is narrow enough."""
 LEVEL = 0.95
 ALONE = 0.85
-"""The candidate slows the reference down if the reference alone takes less than this share of its time with the
-candidate, and each of its rounds alone is faster than each of its rounds with the candidate."""
+"""The candidate slows the reference down if the reference without it takes less than this share of its time with the
+candidate, and each of its rounds without it is faster than each of its rounds with the candidate."""
 ALONE_TIMES = 3
 """Number of measurements in which the reference must be faster alone. They alternate with measurements with the
 candidate. One fast measurement is not enough: another program may just have ended."""
+STAND_IN = "stand-in"
 WRONG_WHILE_TIMED = "it returns a different answer while it is timed"
 PROVEN, PROVING_SHARE = 4, 0.25
 """On average, one timed call in PROVEN is proven, while proving takes at most PROVING_SHARE of the time."""
@@ -91,12 +92,13 @@ def time_candidate(
     seconds: float,
     least: float,
     again: Callable[[], Served],
+    stand_in: Callable[[], Served],
 ) -> Times:
     """Time interleaved rounds of all sides. Each call has new values, which are the same for all sides.
 
-    At the end, close the candidate's process and, if the speedup may be at least `least`, time the reference alone.
-    `again` starts a new process of the candidate. Raises NotEquivalent or Ended if the candidate fails or answers
-    differently, and Unusable if another side does.
+    At the end, close the candidate's process and, if the speedup may be at least `least`, time the reference without
+    it. `again` starts a new process of the candidate, and `stand_in` another one of the reference. Raises NotEquivalent
+    or Ended if the candidate fails or answers differently, and Unusable if another side does.
     """
     judge = _Judge(problem, candidate)
     calls = _calls(sides, judge)
@@ -114,7 +116,8 @@ def time_candidate(
             sides[candidate].close()
             judge.judge_biases()
             if ratios["reference"].high >= least:  # otherwise it is too slow anyway
-                _same_alone(sides["reference"], judge, took["reference"], calls, again)
+                with contextlib.closing(stand_in()) as other:
+                    _same_alone(sides["reference"], judge, took["reference"], calls, again, other)
             medians = {name: statistics.median(values) for name, values in took.items()}
             messages_s = statistics.median(messages)
             return Times(
@@ -154,9 +157,18 @@ def _without(spent: float, copies: float) -> float:
 
 
 def _same_alone(
-    reference: Served, judge: _Judge, beside: Sequence[float], calls: int, again: Callable[[], Served]
+    reference: Served,
+    judge: _Judge,
+    beside: Sequence[float],
+    calls: int,
+    again: Callable[[], Served],
+    stand_in: Served,
 ) -> None:
-    """Raise NotEquivalent if the reference is faster each time the candidate's process has ended."""
+    """Raise NotEquivalent if the reference is faster each time the candidate's process has ended.
+
+    Then the `stand_in` is called in place of the candidate: between calls of any other process, the reference takes up
+    to a fifth longer than alone.
+    """
 
     def measured(sides: Mapping[str, Served]) -> list[float]:
         return [_round(sides, judge, calls)[0]["reference"] for _ in range(FEWEST_ROUNDS)]
@@ -167,7 +179,7 @@ def _same_alone(
             with contextlib.closing(again()) as candidate:
                 beside = measured({judge.candidate: candidate, "reference": reference})
         else:
-            alone = measured({"reference": reference})
+            alone = measured({STAND_IN: stand_in, "reference": reference})
         if not _faster(alone, beside):
             return
     raise NotEquivalent(

@@ -19,7 +19,7 @@ from perfsuite.errors import NotEquivalent
 from perfsuite.gate.exit_codes import CODE_AT_FAULT, GREEN, UNDECIDED
 from perfsuite.judge import problem as problems
 from perfsuite.judge.process import Ended, Nursery, refuse_where_unsupported, shortened
-from perfsuite.judge.timing import UNCERTAIN, Ratio, Times, Unusable, time_candidate
+from perfsuite.judge.timing import STAND_IN, UNCERTAIN, Ratio, Times, Unusable, time_candidate
 from perfsuite.judge.trial import Served, prove
 
 COMPILE_PATIENCE = 5
@@ -27,6 +27,7 @@ COMPILE_PATIENCE = 5
 RIVALS = {
     "reference": "the reference, in a process of its own,",
     "compile": "torch.compile of the reference",
+    STAND_IN: "the reference, in a second process of its own,",
 }
 OTHERWISE = {"compile": "; --no-compile times without it"}
 OTHER_NAMES = "; its parameters have other names than the reference's, so that both were built from one seed"
@@ -207,6 +208,7 @@ def _time(nursery: Nursery, problem: problems.Problem, served: Served, verdict: 
             seconds=options.seconds,
             least=options.least,
             again=lambda: _candidate(nursery, problem, path, options),
+            stand_in=lambda: _rival(nursery, problem, "reference", options),
         )
     except Ended as error:
         verdict.message = f"while it is timed, it {error}"

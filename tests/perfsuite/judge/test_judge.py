@@ -461,6 +461,7 @@ class Beside:
 
     def __init__(self, *beside: float) -> None:
         self.beside, self.now, self.started = list(beside), 1.0, 0
+        self.called_sides: set[str] = set()
 
     def drawn(self) -> None:
         return None
@@ -469,6 +470,7 @@ class Beside:
         return 0.0
 
     def called(self, name: str, side: object, drawn: object) -> float:
+        self.called_sides.add(name)
         return self.now
 
     def prove_untimed(self, side: object) -> None:
@@ -498,8 +500,9 @@ def test_a_reference_that_is_always_slower_beside_the_candidate_is_said_by_name(
     world = Beside(*later)
     slowed = later == [2.0, 2.0]
     with pytest.raises(NotEquivalent, match="it slows the reference") if slowed else contextlib.nullcontext():
-        timing._same_alone(None, world, first, 1, world.again)  # type: ignore[arg-type]
+        timing._same_alone(None, world, first, 1, world.again, None)  # type: ignore[arg-type]
     assert world.started == started
+    assert timing.STAND_IN in world.called_sides
 
 
 @pytest.mark.parametrize(
