@@ -272,7 +272,7 @@ class Trainer(QueuesReports):
             return FlatGradients(groups, self.given.ranks, [self.weights[name] for name in first], owner)
         operator = self.networks.operator
         # FSDP2 calls `forward` after it has gathered the parameters and before it frees them.
-        operator.forward = self._forward(operator.forward)  # type: ignore[method-assign]  # of this instance
+        operator.forward = self._forward(operator.forward)  # type: ignore[method-assign]  # replaces it for this instance alone
         coders = [*self.networks.decoders.values(), *self.networks.encoders.values()]
         gradients = ShardedGradients({"operator": [operator], CODERS: coders}, self.shards)
         parts = {name: gradients.weights(name) for name in self.groups}

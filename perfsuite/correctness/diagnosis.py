@@ -165,9 +165,9 @@ def _causes(trial: _Trial, case: Case, gradients: bool) -> Iterator[str]:
     yield from _layouts(trial, case, gradients)
     yield from _regimes(trial, case, gradients)
     if gradients and trial.is_right(case):
-        stay = _outputs_stay_right(trial, case)
+        of_gradient = "the forward is right, the gradient is not"
         of_outputs = "its outputs are right when the call returns, and its backward pass writes to them"
-        yield "the forward is right, the gradient is not" if stay else of_outputs
+        yield of_gradient if _outputs_stay_right(trial, case) else of_outputs
     if lost:
         yield (
             "the truth itself is NaN or infinite on this draw: write the reference so that it is finite there, declare "

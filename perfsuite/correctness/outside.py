@@ -153,7 +153,7 @@ class Child:
         self.made.seek(0)
         returned, changed, gradients = torch.load(self.made, weights_only=False)
         leaves = execution.with_changed(pair, dict(zip(values, changed, strict=True)), returned)
-        suffix = " after 1 step" if pair.is_stateful else ""
+        suffix = execution.after(1) if pair.is_stateful else ""
         made = {f"{n}{suffix}": t.detach() if isinstance(t, torch.Tensor) else t for n, t in leaves.items()}
         if not like:
             return made

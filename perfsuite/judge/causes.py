@@ -45,7 +45,8 @@ class Causes:
         several = [t for t in outputs if t.numel() > 1]
         if several and all(map(_is_constant, several)) and not all(map(_is_constant, only_tensors(truth.leaves))):
             has_other_cause = (given and all(map(_is_constant, given))) or _may_underflow(truth, several)
-            return "; all elements are the same" + ": it does not read its inputs" * (not has_other_cause)
+            constant = "; all elements are the same"
+            return constant if has_other_cause else f"{constant}: it does not read its inputs"
         produced: Leaves = dict(zip(truth.reference, outputs, strict=True))
         if words := diagnosis.related(truth, produced):
             return f"; {words}"

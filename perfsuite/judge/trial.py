@@ -209,7 +209,8 @@ def _piece(output: torch.Tensor) -> torch.Tensor:
 def _other_forms(forms: Sequence[torch.Tensor], found: Sequence[Any]) -> str:
     expected = [f"{str(t.dtype).removeprefix('torch.')}{list(t.shape)}" for t in forms]
     got = [f"{f[1]}{f[0]}" if isinstance(f, list) and len(f) == 2 else str(f) for f in found]
-    shown = [*got[: len(expected) + 1], *["…"][: len(got) > len(expected) + 1]]
+    most = len(expected) + 1
+    shown = got if len(got) <= most else [*got[:most], "…"]
     return f"it returns {', '.join(shown) or 'nothing'} where the reference returns {', '.join(expected)}"
 
 

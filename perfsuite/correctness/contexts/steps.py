@@ -81,7 +81,7 @@ def outside_changes(probe: Probe) -> None:
     try:
         hold_anew(probe, way, "where its tensors are written to between steps")
     except NotEquivalent as error:
-        call_in(probe, probe.side, way)
+        call_in(probe, probe.side, way)  # the last call may have been the reference's
         if not moved:
             raise
         raise NotEquivalent(f"{error}; it moves {moved[0]} to other memory, where no view of it is") from None
