@@ -9,6 +9,7 @@ from dataclasses import replace
 from perfsuite.correctness import incoming_gradients, proofs
 from perfsuite.correctness.tally import Tally
 from perfsuite.declare.pair import Pair
+from perfsuite.declare.specs import RANKS, Size
 from perfsuite.draws import coverage
 from perfsuite.draws.cases import case_line
 from perfsuite.draws.input_kinds import Extent
@@ -76,6 +77,30 @@ def further(pair: Pair, dtype: str, seed: int, device: str, tally: Tally) -> Ite
         if not tally.proves_too_little or (case := next(draws, None)) is None:
             return
         yield case
+
+
+def in_ranks(pair: Pair, dtype: str, seed: int, device: str) -> Iterator[Case]:
+    """Yield draws in which all sizes are multiples of the number of ranks, all except one, and all are 1, as far as the
+    pair allows them; none for a pair that limits its draws. A side may divide any of its tensors among the ranks."""
+    if pair.max_examples is not None:
+        return
+    names, ranks = sorted(pair.symbols - {RANKS}), pair.at_ranks
+    plans: list[dict[str, int | None]] = [
+        {name: _near(pair, name, ranks, divides=name != other) for name in names} for other in (None, *names)
+    ]
+    plans.append({name: 1 for name in names if (pair.size_of(name) or Size()).allows(1)})
+    for plan in plans:
+        sizes = {name: Size(low=n, high=n) for name, n in plan.items() if n is not None}
+        of = replace(pair, sizes={**pair.sizes, **sizes})
+        for case in itertools.islice(coverage.plain_draws(of, dtype, seed, extent=extent(pair, device)), 1):
+            yield replace(case, steps=FEW_STEPS) if pair.is_stateful else case
+
+
+def _near(pair: Pair, name: str, ranks: int, *, divides: bool) -> int | None:
+    """Return a size near twice the number of ranks, which is a multiple of it or is not; None if there is none."""
+    size = pair.size_of(name) or Size(low=1, high=4 * ranks)
+    fitting = [n for n in range(max(1, size.low), size.high + 1) if size.allows(n) and (n % ranks == 0) == divides]
+    return min(fitting, key=lambda n: abs(n - 2 * ranks), default=None)
 
 
 def extent(pair: Pair, device: str) -> Extent:

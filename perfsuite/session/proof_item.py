@@ -278,6 +278,9 @@ class ProofItem(pytest.Function):
         super().runtest()
         if failure is not None:
             raise failure
+        if self.kind == proofs.RANKS:
+            for case in planned_draws.in_ranks(self.pair, self.dtype, self.large_seed, device()):
+                self._prove(case)
         if self.seed is not None:
             for case in planned_draws.further(self.pair, self.dtype, self.seed, device(), self.tally):
                 self._prove(case)

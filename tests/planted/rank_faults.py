@@ -286,6 +286,60 @@ def noisy(a: torch.Tensor, by_rank: bool) -> Callable[[torch.Tensor], None]:
     return step
 
 
+def gathered_from(first: Callable[[int], int]) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Return a function that gathers the rows of all ranks. Those of the rank `first(own rank)` come first."""
+
+    def all_of(x: torch.Tensor) -> torch.Tensor:
+        every = [torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(dist.get_world_size())]
+        dist.all_gather(every, x.contiguous())
+        at = first(dist.get_rank())
+        return torch.cat(every[at:] + every[:at])
+
+    return all_of
+
+
+def in_one_tensor(x: torch.Tensor) -> torch.Tensor:
+    every = x.new_empty(dist.get_world_size() * len(x), *x.shape[1:])
+    dist.all_gather(list(every.chunk(dist.get_world_size())), x.contiguous())
+    return every
+
+
+def sums(x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the sums of two inputs over the rows of all ranks."""
+    of_x, of_y = x.sum(0), y.sum(0)
+    each(of_x, of_y)
+    return of_x, of_y
+
+
+def in_shards(x: torch.Tensor, y: torch.Tensor, padded: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the same sums; each rank reduces its part of one buffer. Elements after the last whole part are reduced
+    only if the buffer is `padded`."""
+    ranks, buffer = dist.get_world_size(), torch.cat([x.sum(0), y.sum(0)])
+    if padded:
+        buffer = torch.nn.functional.pad(buffer, (0, -len(buffer) % ranks))
+    parts = list(buffer[: len(buffer) // ranks * ranks].chunk(ranks))
+    own = torch.empty_like(parts[0])
+    dist.reduce_scatter(own, [part.clone() for part in parts])
+    dist.all_gather(parts, own)
+    return buffer[: x.shape[1]].clone(), buffer[x.shape[1] :][: y.shape[1]].clone()
+
+
+def of_shards(padded: bool) -> Pair:
+    return Pair(
+        reference=sums,
+        optimized=lambda x, y: in_shards(x, y, padded),
+        inputs={
+            name: tensor("ranks * rows", n, values=floats(-2, 2), by_rank=0) for name, n in (("x", "n"), ("y", "m"))
+        },
+        gradients=False,
+        sizes={"n": size(1, 9), "m": size(1, 9), "rows": size(1, 5)},
+        ranks=(2,),
+    )
+
+
+SHARDS = {"padded": of_shards(padded=True), "unpadded": of_shards(padded=False)}
+
+
 def of_steps(optimized: Callable[[torch.Tensor], Any]) -> Pair:
     given = of_rows(rows).inputs
     return Pair(
@@ -309,7 +363,10 @@ WRONG["narrow_on_one_rank"] = of_rows(narrow_on_one_rank, positive)
 WRONG["reads_an_empty_file"] = of_rows(reads_an_empty_file)
 WRONG["has_no_peer_access"] = of_rows(has_no_peer_access)
 WRONG["waits_in_the_standard_library"] = of_rows(waits_in_the_standard_library)
+WRONG["gathered_in_another_order"] = of_rows(gathered_from(lambda rank: 1), gathered_from(lambda rank: 0))
+WRONG["gathered_from_the_own_rank"] = of_rows(gathered_from(lambda rank: rank), gathered_from(lambda rank: 0))
 RIGHT = {
+    "gathered_in_one_tensor": of_rows(in_one_tensor, gathered_from(lambda rank: 0)),
     "in_one_bucket": pair(reduced(in_one_bucket)),
     "waited_for": pair(reduced(waited_for)),
     "gathered": pair(reduced(gathered)),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Iterator
 
@@ -10,8 +11,10 @@ import rank_faults
 from scale import some
 
 from perfsuite.correctness.ranks import group, proof
+from perfsuite.draws import coverage
 from perfsuite.errors import NotEquivalent
 from perfsuite.records import Case
+from perfsuite.session import planned_draws
 
 COLLECTIVE_S = 2.0
 """Seconds that a collective waits for the other ranks in these tests."""
@@ -20,6 +23,7 @@ ENDS_S = 30.0
 DIFFERENT = "on rank 0 of 2; the ranks' results differ, .*: likely a collective is missing, or waited for too late"
 DIVISION = "so it is where all ranks have equal parts .* divided by their number twice, or not at all"
 OWN_RESULTS = "it is right: likely it leaves out some ranks' parts, or is a mean of the ranks' own results"
+ANOTHER_ORDER = "they are the reference's numbers in another order: likely the ranks' parts are gathered in another"
 WORDS = {
     "missing_on_one_rank": r"waits in vain for the other ranks in a collective, rank 0 at rank_faults.py:\d+, while "
     "rank 1 returned",
@@ -29,6 +33,8 @@ WORDS = {
     "mean_over_unequal_counts": OWN_RESULTS,
     "wrong_in_one_process_too": "on rank 0 of 2; so it is in one process$",
     "noise_of_its_own_in_each_rank": r"a \(in place\) after 1 step .* on rank 1 of 2; .* draw other random numbers",
+    "gathered_in_another_order": ANOTHER_ORDER,
+    "gathered_from_the_own_rank": r"on rank 1 of 2; " + ANOTHER_ORDER,
     "not_averaged": DIVISION,
     "averaged_twice": DIVISION,
     "rounded_at_random": r"output\[0\] of the optimized side differs between rank 0 and rank 1 of 2",
@@ -70,12 +76,12 @@ def closed() -> Iterator[None]:
     group.close_all()
 
 
-def check(name: str) -> None:
+def check(name: str, case: Case = CASE) -> None:
     family, _, key = name.partition("-")
     pair = getattr(rank_faults, family)[key]
     pair.name = name
     with group.alone(pair, "cpu"):
-        proof.check(pair.at(2), CASE, "cpu", module=rank_faults)
+        proof.check(pair.at(2), case, "cpu", module=rank_faults)
 
 
 @pytest.mark.parametrize("name", some(rank_faults.WRONG, USUAL_WRONG))
@@ -90,3 +96,12 @@ def test_fault_in_two_processes_is_named(name: str) -> None:
 @pytest.mark.parametrize("name", some(rank_faults.RIGHT, USUAL_RIGHT))
 def test_look_alike_in_two_processes_passes(name: str) -> None:
     check(f"RIGHT-{name}")
+
+
+def test_shards_that_leave_out_a_remainder_are_found() -> None:
+    cases = list(planned_draws.in_ranks(rank_faults.SHARDS["padded"].at(2), "float32", 0, "cpu"))
+    for case in cases:
+        check("SHARDS-padded", case)
+    failure, _ = coverage.first_failure(lambda case: check("SHARDS-unpadded", case), cases)
+    assert failure is not None
+    assert re.search(DIFFERENT, str(failure))

@@ -9,7 +9,7 @@ import torch
 from catalogue import Time, fault, honest, pair
 from steps import Step, momentum, stepping
 
-from perfsuite import Pair, floats, listof, size, stateful, tensor
+from perfsuite import Pair, floats, listof, module, size, stateful, tensor
 
 VALUES = floats(-2, 2)
 
@@ -57,6 +57,57 @@ def with_grad_mode(time: Time) -> Pair:
 @honest(54, "parameters written to through data")
 def through_data(time: Time) -> Pair:
     return stepping(lambda p: momentum(p.data), reference=without_gradients)
+
+
+class Normed(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = torch.nn.BatchNorm1d(3)
+
+
+def averaged(average: torch.nn.Module) -> Callable[[torch.nn.Module], None]:
+    """Return a step that moves the average of a model's parameters, and copies its buffers."""
+
+    @torch.no_grad()
+    def step(model: torch.nn.Module) -> None:
+        for mean, p in zip(average.parameters(), model.parameters(), strict=True):
+            mean.lerp_(p, 0.1)
+        for kept, buffer in zip(average.buffers(), model.buffers(), strict=True):
+            kept.copy_(buffer)
+
+    return step
+
+
+def of_models(optimized: Callable[..., Any]) -> Pair:
+    return pair(
+        stateful(optimized),
+        reference=stateful(averaged),
+        inputs={"average": module(Normed)},
+        step_inputs={"model": module(Normed)},
+        mutates={"average"},
+        workloads=[],
+    )
+
+
+def detached(average: torch.nn.Module, *, buffers: bool) -> Callable[[torch.nn.Module], None]:
+    means = [mean.detach() for mean in average.parameters()]
+
+    def step(model: torch.nn.Module) -> None:
+        torch._foreach_lerp_(means, [p.detach() for p in model.parameters()], 0.1)
+        if buffers:
+            torch._foreach_copy_(list(average.buffers()), list(model.buffers()))
+
+    return step
+
+
+@fault(54, "an average without buffers", "average.norm.running_", "of the optimized side is wrong", stage="equivalence")
+def averages_no_buffers(time: Time) -> Pair:
+    return of_models(lambda average: detached(average, buffers=False))
+
+
+@honest(54, "buffers copied with grad mode on")
+def copies_buffers(time: Time) -> Pair:
+    return of_models(lambda average: detached(average, buffers=True))
 
 
 def without_gradients(p: torch.Tensor) -> Step:

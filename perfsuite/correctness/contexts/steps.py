@@ -88,11 +88,13 @@ def outside_changes(probe: Probe) -> None:
 
 
 def needing_gradients(probe: Probe) -> None:
-    """Run the steps on tensors that need gradients, as parameters do."""
+    """Run the steps on tensors that need gradients, as parameters do. Buffers of modules never need them."""
 
     def way(call: Callable[..., Any], pair: Pair, values: dict[str, Any], given: Given) -> Leaves:
-        for _, tensor in _stepped(pair, values):
-            tensor.requires_grad_()
+        able = {path for name, value in values.items() for path, _ in make.tensors_in(value, name, buffers=False)}
+        for path, tensor in _stepped(pair, values):
+            if path in able:
+                tensor.requires_grad_()
         with torch.enable_grad():
             return _steps(call, pair, values, given)
 

@@ -93,8 +93,14 @@ class _Calls:
 def _cause(pair: Pair, case: Case, device: str, home: Path | None, calls: _Calls) -> str:
     """Return the likely cause of a wrong output, or "".
 
-    It depends on whether the ranks agree, and on whether the side is right if all ranks get equal parts of the inputs.
+    It depends on the order of the numbers, on whether the ranks agree, and on whether the side is right if all ranks
+    get equal parts of the inputs.
     """
+    if _is_reordered(calls):
+        return (
+            "; they are the reference's numbers in another order: likely the ranks' parts are gathered in another "
+            "order than that of the ranks"
+        )
     if _disagreement(calls) is not None:
         return (
             "; the ranks' results differ, which the reference leaves equal: likely a collective is missing, or waited "
@@ -186,6 +192,19 @@ def _dtypes(of_ranks: list[Leaves], name: str) -> list[Any]:
     """Return the output's dtype on each rank, or its type if it is no tensor."""
     leaves = [leaves.get(name) for leaves in of_ranks]
     return [leaf.dtype if isinstance(leaf, torch.Tensor) else type(leaf) for leaf in leaves]
+
+
+def _is_reordered(calls: _Calls) -> bool:
+    """Return whether an output of the optimized side on some rank consists of the reference's numbers there, in another
+    order."""
+
+    def are(got: Any, plain: Any) -> bool:
+        if not isinstance(got, torch.Tensor) or not isinstance(plain, torch.Tensor) or same_leaf(got, plain):
+            return False
+        return same_leaf(*(leaf.flatten().sort().values for leaf in (got, plain)))
+
+    of_ranks = zip(calls.produced[OPTIMIZED], calls.produced[REFERENCE], strict=True)
+    return any(are(leaf, plain.get(name)) for fast, plain in of_ranks for name, leaf in fast.items())
 
 
 def _disagreement(calls: _Calls) -> tuple[str, int] | None:

@@ -218,6 +218,25 @@ def test_planned_draws_take_few_steps_of_a_stateful_pair() -> None:
     assert [_compared(of, case) for case in (first, whole)] == [[1, 2, 17], [1, 2, 17, 100]]
 
 
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_draws_in_ranks_differ_in_the_sizes_that_are_multiples_of_their_number(ranks: int) -> None:
+    x = tensor("ranks * rows", "n", "m", by_rank=0)
+    of = Pair(name="p", reference=torch.sin, optimized=torch.sin, inputs={"x": x}, gradients=False, ranks=(ranks,))
+    sizes = [case.sizes for case in planned_draws.in_ranks(of.at(ranks), "float32", 0, "cpu")]
+    off = [[name for name in ("m", "n", "rows") if drawn[name] % ranks] for drawn in sizes]
+    assert off == [[], ["m"], ["n"], ["rows"], ["m", "n", "rows"]]
+    assert sizes[-1] == {"m": 1, "n": 1, "rows": 1, "ranks": ranks}
+
+
+def test_draws_in_ranks_have_sizes_that_the_pair_allows() -> None:
+    x = tensor("ranks * rows", "n", by_rank=0)
+    given: Any = {"reference": torch.sin, "optimized": torch.sin, "inputs": {"x": x}, "gradients": False, "ranks": (2,)}
+    of = Pair(name="p", sizes={"n": size(16, 64, multiple_of=16)}, where=lambda rows: rows > 1, **given)
+    sizes = [case.sizes for case in planned_draws.in_ranks(of.at(2), "float32", 0, "cpu")]
+    assert {(drawn["n"], drawn["rows"] % 2) for drawn in sizes} == {(16, 0), (16, 1)}
+    assert not list(planned_draws.in_ranks(Pair(max_examples=1, **given).at(2), "float32", 0, "cpu"))
+
+
 class CountedSteps:
     def __init__(self, x: torch.Tensor) -> None:
         self.x = x
