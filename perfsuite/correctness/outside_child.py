@@ -182,7 +182,7 @@ def answer(request: dict[str, Any], given: BinaryIO, made: BinaryIO) -> list[flo
         if request["device"] != "cpu":
             torch.cuda.synchronize()
 
-    with torch.no_grad():
+    with torch.set_grad_enabled(stateful):  # a step that trains has its own backward pass
         called, arguments = (call(*inputs), step_inputs) if stateful else (call, inputs)
         returned = called(*arguments)
         wait()

@@ -110,6 +110,61 @@ def copies_buffers(time: Time) -> Pair:
     return of_models(lambda average: detached(average, buffers=True))
 
 
+def trained(model: torch.nn.Module) -> Callable[[torch.Tensor], torch.Tensor]:
+    parameters = list(model.parameters())
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        with torch.enable_grad():
+            loss = model(x).square().mean()
+            found = torch.autograd.grad(loss, parameters)
+        with torch.no_grad():
+            for p, g in zip(parameters, found, strict=True):
+                p.sub_(0.1 * (g + 0.01 * p))
+        return loss.detach()
+
+    return step
+
+
+def by_sgd(
+    model: torch.nn.Module, *, decayed: Callable[[torch.Tensor], bool]
+) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Return a step of SGD, with weight decay of the parameters that are `decayed`."""
+    groups = [{"params": [p], "weight_decay": 0.01 if decayed(p) else 0.0} for p in model.parameters()]
+    optimizer = torch.optim.SGD(groups, lr=0.1)
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        loss = model(x).square().mean()
+        loss.backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    return step
+
+
+def of_training(optimized: Callable[..., Any]) -> Pair:
+    return pair(
+        stateful(optimized),
+        reference=stateful(trained),
+        inputs={"model": module(lambda: torch.nn.Linear(3, 2))},
+        step_inputs={"x": tensor("b", 3, values=VALUES)},
+        mutates={"model"},
+        sizes={"b": size(1, 17)},
+        unsupported={"autocast": "it trains in float32"},
+        workloads=[],
+    )
+
+
+@fault(54, "a bias that does not decay", "model.bias (in place)", "of the optimized side is wrong", stage="equivalence")
+def decays_no_bias(time: Time) -> Pair:
+    return of_training(lambda model: by_sgd(model, decayed=lambda p: p.dim() > 1))
+
+
+@honest(54, "a backward pass in the step")
+def backward_in_the_step(time: Time) -> Pair:
+    return of_training(lambda model: by_sgd(model, decayed=lambda p: True))
+
+
 def without_gradients(p: torch.Tensor) -> Step:
     return torch.no_grad()(momentum(p))
 

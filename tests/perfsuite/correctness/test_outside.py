@@ -128,8 +128,7 @@ MODULE = """
     def training(rate):
         def make(net):
             def step(y):
-                with torch.enable_grad():
-                    gradients = torch.autograd.grad(net(y).square().sum(), list(net.parameters()))
+                gradients = torch.autograd.grad(net(y).square().sum(), list(net.parameters()))
                 with torch.no_grad():
                     for parameter, gradient in zip(net.parameters(), gradients):
                         parameter.sub_(rate() * gradient)
