@@ -236,9 +236,10 @@ def _is_differentiated(probe: Probe) -> bool:
 
 
 def arguments_of_call(probe: Probe) -> Effects:
-    """Return the changes that a call makes to `requires_grad` of the inputs, and to the modes and hooks of modules."""
+    """Return the changes that a call makes to `requires_grad` of the inputs, and to the modes and hooks of modules. Of
+    steps, hooks are left out: they may belong to the state."""
     if probe.pair.is_stateful:
-        return {}
+        return _arguments_of_steps(probe)
     found: Effects = {}
     for grad_mode, differentiated in ((False, False), (True, False), (True, True)):
         values = probe.drawn()
@@ -250,9 +251,28 @@ def arguments_of_call(probe: Probe) -> Effects:
         before = dict(properties.of(arguments))
         with execution.quiet(probe.side), torch.set_grad_enabled(grad_mode):
             execution.callable_of(probe.side)(*values.values())
-        after = dict(properties.of(arguments))
-        found |= {n: f"changes {n} from {was} to {after.get(n)}" for n, was in before.items() if after.get(n) != was}
+        found |= _changes(before, dict(properties.of(arguments)))
     return found
+
+
+def _arguments_of_steps(probe: Probe) -> Effects:
+    values = probe.drawn()
+    if "needing_gradients" not in probe.pair.unsupported:
+        for name, value in values.items():
+            for _, tensor in () if isinstance(value, torch.nn.Module) else make.changing(probe.pair, name, value):
+                tensor.requires_grad_(tensor.is_floating_point())
+    before = {n: was for n, was in marks.of(values) if n.startswith((marks.REQUIRES_GRAD, marks.TRAINING))}
+    try:
+        with execution.quiet(probe.side), torch.no_grad():
+            step = execution.callable_of(probe.side)(*values.values())
+            step(*probe.step_inputs(probe.case, 1).values())
+    except Exception:  # `contexts` reports a side that does not support tensors that need gradients
+        return {}
+    return _changes(before, dict(marks.of(values)))
+
+
+def _changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> Effects:
+    return {n: f"changes {n} from {was} to {after.get(n)}" for n, was in before.items() if after.get(n) != was}
 
 
 def arguments_of_backward(probe: Probe) -> Effects:

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+REQUIRES_GRAD, TRAINING = "requires_grad of ", "the training mode of "
+"""Beginnings of the descriptions of flags."""
 TENSOR = "the tensor under "
 """Beginning of the description that says whether a parameter or a buffer is one tensor with another."""
 
@@ -17,18 +19,18 @@ def of(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
     """Yield (description, value) for each such property of the tensors and modules in a nested value."""
     match value:
         case torch.Tensor():
-            yield f"requires_grad of {path}", value.requires_grad
+            yield f"{REQUIRES_GRAD}{path}", value.requires_grad
             after = getattr(value, "_post_accumulate_grad_hooks", None)
             yield f"the number of hooks on {path}", len(value._backward_hooks or ()) + len(after or ())
         case torch.nn.Module():
             for name, module in value.named_modules():
                 inner = f"{path}.{name}" if name else path
-                yield f"the training mode of {inner}", module.training
+                yield f"{TRAINING}{inner}", module.training
                 saved = module._buffers.keys() - module._non_persistent_buffers_set
                 yield f"the names of what is saved of {inner}", sorted(saved | module._parameters.keys())
                 yield f"the number of hooks on {inner}", sum(len(getattr(module, hooks)) for hooks in HOOKS)
             for name, parameter in value.named_parameters():
-                yield f"requires_grad of {path}.{name}", parameter.requires_grad
+                yield f"{REQUIRES_GRAD}{path}.{name}", parameter.requires_grad
             for name, first in ties(value, path).items():
                 yield f"{TENSOR}{name}", f"that of {first}" if first != name else "its own"
         case Mapping():

@@ -165,6 +165,48 @@ def backward_in_the_step(time: Time) -> Pair:
     return of_training(lambda model: by_sgd(model, decayed=lambda p: True))
 
 
+@fault(54, "frozen parameters", "changes requires_grad of p from True to False", stage="effects")
+def frozen(time: Time) -> Pair:
+    return stepping(lambda p: momentum(p.requires_grad_(False)), reference=without_gradients)
+
+
+@honest(54, "parameters that are detached from their graph")
+def detached_parameters(time: Time) -> Pair:
+    return stepping(lambda p: momentum(p.detach()), reference=without_gradients)
+
+
+@fault(54, "a module left in evaluation", "changes the training mode of net from True to False", stage="effects")
+def left_in_evaluation(time: Time) -> Pair:
+    return shrinking(lambda net: net.eval())
+
+
+@honest(54, "a module in evaluation for a moment")
+def evaluated(time: Time) -> Pair:
+    return shrinking(lambda net: net.eval().train())
+
+
+def shrinking(prepare: Callable[[torch.nn.Module], Any]) -> Pair:
+    """Return a pair whose steps shrink the parameters of a module; `prepare` is called in each optimized step."""
+
+    def build(net: torch.nn.Module, prepare: Callable[[torch.nn.Module], Any]) -> Step:
+        def step(g: torch.Tensor) -> None:
+            prepare(net)
+            with torch.no_grad():
+                for parameter in net.parameters():
+                    parameter.sub_(g.sum() * parameter / 128)
+
+        return step
+
+    return pair(
+        stateful(lambda net: build(net, prepare)),
+        reference=stateful(lambda net: build(net, lambda net: None)),
+        inputs={"net": module(lambda: torch.nn.Linear(3, 2))},
+        step_inputs={"g": tensor("n", values=VALUES)},
+        mutates={"net"},
+        steps=(1, 2),
+    )
+
+
 def without_gradients(p: torch.Tensor) -> Step:
     return torch.no_grad()(momentum(p))
 
