@@ -256,19 +256,23 @@ def arguments_of_call(probe: Probe) -> Effects:
 
 
 def _arguments_of_steps(probe: Probe) -> Effects:
-    values = probe.drawn()
-    if "needing_gradients" not in probe.pair.unsupported:
-        for name, value in values.items():
-            for _, tensor in () if isinstance(value, torch.nn.Module) else make.changing(probe.pair, name, value):
-                tensor.requires_grad_(tensor.is_floating_point())
-    before = {n: was for n, was in marks.of(values) if n.startswith((marks.REQUIRES_GRAD, marks.TRAINING))}
-    try:
-        with execution.quiet(probe.side), torch.no_grad():
-            step = execution.callable_of(probe.side)(*values.values())
-            step(*probe.step_inputs(probe.case, 1).values())
-    except Exception:  # `contexts` reports a side that does not support tensors that need gradients
-        return {}
-    return _changes(before, dict(marks.of(values)))
+    found: Effects = {}
+    for grad_mode in (False, True):
+        values = probe.drawn()
+        if "needing_gradients" not in probe.pair.unsupported:
+            for name, value in values.items():
+                for _, tensor in () if isinstance(value, torch.nn.Module) else make.changing(probe.pair, name, value):
+                    tensor.requires_grad_(tensor.is_floating_point())
+        flags = (properties.REQUIRES_GRAD, properties.TRAINING)
+        before = {n: was for n, was in properties.of(values) if n.startswith(flags)}
+        try:
+            with execution.quiet(probe.side), torch.set_grad_enabled(grad_mode):
+                step = execution.callable_of(probe.side)(*values.values())
+                step(*probe.step_inputs(probe.case, 1).values())
+        except Exception:  # `contexts` reports a side that does not support this grad mode
+            continue
+        found |= _changes(before, dict(properties.of(values)))
+    return found
 
 
 def _changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> Effects:

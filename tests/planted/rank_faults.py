@@ -272,6 +272,25 @@ def total_and_count_together(x: torch.Tensor) -> torch.Tensor:
     return both[0] / both[1].clamp(min=1)
 
 
+def returned_before_complete(x: torch.Tensor) -> torch.Tensor:
+    total = x.sum(0)
+    dist.all_reduce(total, async_op=True)
+    return total
+
+
+def returned_when_complete(x: torch.Tensor) -> torch.Tensor:
+    total = x.sum(0)
+    work = dist.all_reduce(total, async_op=True)
+    work.wait()
+    return total
+
+
+def sum_of_rows(x: torch.Tensor) -> torch.Tensor:
+    total = x.sum(0)
+    dist.all_reduce(total)
+    return total
+
+
 def noisy(a: torch.Tensor, by_rank: bool) -> Callable[[torch.Tensor], None]:
     """Return steps along a mean over all ranks, with noise from the step's seed, and the rank's if `by_rank`."""
     count = itertools.count(1000, 1000)
@@ -353,6 +372,7 @@ def of_steps(optimized: Callable[[torch.Tensor], Any]) -> Pair:
     )
 
 
+WRONG["returned_before_complete"] = of_rows(returned_before_complete, sum_of_rows)
 WRONG["mean_over_unequal_counts"] = of_rows(mean_of_means, mean_of_positive)
 WRONG["wrong_in_one_process_too"] = of_rows(lambda x: 1.5 * mean_of_positive(x), mean_of_positive)
 WRONG["noise_of_its_own_in_each_rank"] = of_steps(lambda a: noisy(a, by_rank=True))
@@ -372,6 +392,7 @@ RIGHT = {
     "gathered": pair(reduced(gathered)),
     "sent_by_the_first_rank": pair(reduced(sent_by_the_first_rank)),
     "rows": of_rows(lambda x: x + x),
+    "returned_when_complete": of_rows(returned_when_complete, sum_of_rows),
     "total_and_count_together": of_rows(total_and_count_together, mean_of_positive),
     "noise_of_each_step": of_steps(lambda a: noisy(a, by_rank=False)),
     "with_a_common_seed": pair(reduced(with_a_common_seed)),

@@ -30,6 +30,7 @@ WORDS = {
     "left_out": DIFFERENT,
     "waited_for_too_late": DIFFERENT,
     "of_the_first_rank": OWN_RESULTS,
+    "returned_before_complete": "the ranks' results differ, .*, or waited for too late",
     "mean_over_unequal_counts": OWN_RESULTS,
     "wrong_in_one_process_too": "on rank 0 of 2; so it is in one process$",
     "noise_of_its_own_in_each_rank": r"a \(in place\) after 1 step .* on rank 1 of 2; .* draw other random numbers",

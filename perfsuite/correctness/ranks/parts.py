@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from perfsuite.correctness import forms, side_calls
+from perfsuite.correctness import execution, forms, side_calls
 from perfsuite.correctness.execution import Leaves
 from perfsuite.declare.pair import Pair
 from perfsuite.declare.sides import Side
@@ -36,7 +36,9 @@ def prepared(
 
     def call() -> Leaves:
         before = make.clone(values)
-        leaves = side_calls.run(side, pair, values, case, False, given)
+        leaves = execution.copies_of(
+            side_calls.run(side, pair, values, case, False, given)
+        )  # a caller may read at once
         for (path, now), (_, was) in zip(make.unchanging(pair, values), make.unchanging(pair, before), strict=True):
             if not forms.identical(now, was):
                 raise ChangedInputError(make.undeclared_change(pair, path, now))

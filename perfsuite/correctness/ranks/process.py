@@ -15,6 +15,7 @@ import select
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
@@ -38,6 +39,10 @@ from perfsuite.errors import HarnessFault, LeftChanged, NotEquivalent, Perfsuite
 from perfsuite.records import OPTIMIZED, REFERENCE
 from perfsuite.state import process_state
 from perfsuite.system import triton_interpreter
+
+LATE_S = 0.005
+"""Seconds by which one rank calls a side later than the others, which then have no part of it in a result that they
+read before it is complete."""
 
 
 def main() -> None:
@@ -86,6 +91,8 @@ def _answer(connection: Connection, rank: int, ranks: int, device: str) -> None:
             call = _prepared(request, rank, ranks, device)
             send(connection, None)
             connection.recv()
+            if rank == request.case.seed % ranks:
+                time.sleep(LATE_S)
             send(connection, call())
         else:
             send(connection, Ended(request.outcome(connection, rank, ranks, device)))
