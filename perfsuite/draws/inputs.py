@@ -192,8 +192,15 @@ def _module(spec: ModuleSpec, name: str, case: Case, device: str) -> torch.nn.Mo
         built = spec.build(**accepted(spec.build, case.sizes))
         modules.vary_constants(built)
     dtype = dtype_of(case.dtype)
-    # Not built.to, which would make complex parameters real.
-    built._apply(lambda tensor: tensor.to(device, dtype if tensor.is_floating_point() else None))
+    moved: dict[torch.Tensor, torch.Tensor] = {}
+
+    def move(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor not in moved:
+            moved[tensor] = tensor.to(device, dtype if tensor.is_floating_point() else None)
+        return moved[tensor]
+
+    # Not built.to, which would make complex parameters real, and a buffer with two names two buffers.
+    built._apply(move)
     return built
 
 

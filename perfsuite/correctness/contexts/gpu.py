@@ -63,11 +63,13 @@ def captured_graph(probe: Probe) -> None:
                     call(*make.clone(others).values())
             torch.cuda.synchronize()
             _overwrite(held)
+            given = make.map_tensors(held, torch.Tensor.detach)  # the call may put other tensors in their places
             with _capturing(graph, aside):
                 leaves = execution.with_changed(pair, held, call(*held.values()))
             _overwrite(leaves)
-            make.copy_values(held, values)
-            execution.poison(pair, held)
+            make.copy_values(given, values)
+            make.copy_values([*make.generators_in(held)], [*make.generators_in(values)])
+            execution.poison(pair, given)
             graph.replay()
             torch.cuda.synchronize()
             return execution.copies_of(leaves)

@@ -461,6 +461,24 @@ def test_module_is_seeded_by_the_case_and_gets_the_sizes_it_names() -> None:
     assert {path for path, _ in make.tensors_in(net, "net")} == {f"net.{name}" for name in LINEAR}
 
 
+class Tied(torch.nn.Module):
+    """A module with two names for one buffer and for one parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = torch.nn.BatchNorm1d(3), torch.nn.BatchNorm1d(3)
+        self.second.running_mean, self.second.weight = self.first.running_mean, self.first.weight
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_buffers_and_parameters_with_two_names_stay_one_tensor(dtype: str) -> None:
+    net = make.build(pair(inputs={"net": module(Tied)}), case(dtype=dtype), "cpu")["net"]
+    assert net.first.running_mean.dtype == net.first.weight.dtype == getattr(torch, dtype)
+    assert net.second.running_mean is net.first.running_mean
+    assert net.second.weight is net.first.weight
+    assert net.second.running_var is not net.first.running_var
+
+
 def test_recorded_inputs_are_loaded_and_cast(tmp_path: Path) -> None:
     torch.save({"x": torch.ones(3, dtype=torch.float64), "i": torch.ones(3, dtype=torch.int64)}, tmp_path / "run.pt")
     value = make.build(pair(inputs={"x": recorded("run.pt")}), case(), "cpu", home=tmp_path)["x"]
