@@ -31,7 +31,7 @@ test: ## correctness of every pair and the harness's own tests (nothing is timed
 
 test-all: export PERFSUITE_TEST_SCALE = full
 test-all: override ARGS += --perfsuite-profile=thorough
-test-all: ## the same with every count at its full size, and 500 draws a proof: an hour or two
+test-all: ## the same with every count at its full size, and up to 500 random draws a proof: an hour or two
 	@$(SETUP) && { [ -n "$$PERFSUITE_PYTHON" ] || $(SITE_TOOLS) || \
 		echo "make test-all: tests of the documents' site are skipped" >&2; } && $(RUN_TESTS)
 
@@ -40,14 +40,14 @@ check: ## formatting, lint and types
 		{ echo "make check: run $$python -m pip install -c constraints.txt ruff mypy" >&2; exit 1; }; } && \
 	"$$python" -m ruff format --check . && "$$python" -m ruff check . && "$$python" -m mypy
 
-format: ## rewrite the sources as `make check` wants them
+format: ## format the sources and fix lint, as `make check` requires
 	@$(SETUP) && "$$python" -m ruff format . && "$$python" -m ruff check --fix .
 
 site: export NO_MKDOCS_2_WARNING = 1
 site: ## the documents as HTML, in build/site
 	@$(SETUP) && $(SITE_TOOLS) && "$$python" -m mkdocs build --quiet --strict $(ARGS)
 
-gate: ## hold this machine's measurements against its baseline
+gate: ## compare this machine's measurements with its baseline
 	@$(SETUP) && "$$python" -m perfsuite gate $(ARGS)
 
 doctor: ## what this machine can run, what is missing, and the remedy

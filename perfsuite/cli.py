@@ -122,7 +122,8 @@ def _registered() -> bool:
 def run(paths: tuple[str, ...], keyword: str | None, report: str, profile: str | None, as_json: bool) -> None:
     """Prove and measure every pair on this machine, and write a report.
 
-    Proofs run first: only equal pairs are timed. No baseline is needed; `perfsuite gate` compares with one.
+    Each workload is proven on the timed inputs and timed. Then the proofs of all pairs run; if one fails, the pair's
+    figures are dropped. No baseline is needed; `perfsuite gate` compares with one.
     """
     extra = [f"--perfsuite-profile={profile}"] if profile else []
     _reported("run", paths, keyword, report, marker="correctness or perf", extra=extra, as_json=as_json)
@@ -146,10 +147,10 @@ def gate(
     shard: str | None,
     as_json: bool,
 ) -> None:
-    """Hold every workload against its accepted baseline; red if one is worse.
+    """Compare every workload with its accepted baseline; red if one is worse.
 
-    Does the same as `pytest -m perf --benchmark-compare`, and also writes JUnit, JSON, a Markdown job summary and, on
-    GitHub, annotations.
+    Does the same as `pytest -m perf --benchmark-compare`, and also writes JUnit, JSON, HTML, a Markdown job summary
+    and, on GitHub, annotations.
     """
     extra = [f"--perfsuite-baselines={baselines}"] if baselines else []
     extra += [f"--perfsuite-{name}" for name, on in (("changed", changed), ("partial", partial)) if on]

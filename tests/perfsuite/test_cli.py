@@ -627,7 +627,7 @@ def test_help_works_with_a_broken_command_of_another_package() -> None:
     assert done.exit_code == 0, done.output
     assert lines_with(done.output, "  train ", "Train it.")
     assert lines_with(done.output, "  broken ", "cannot be loaded")
-    assert lines_with(done.output, "  gate ", "Hold every workload")
+    assert lines_with(done.output, "  gate ", "Compare every workload")
     assert len(lines_with(done.output, "  gate ")) == 1
 
 
