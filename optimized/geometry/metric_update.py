@@ -1,12 +1,12 @@
-"""Update of the diagonal metric without a host synchronisation: one Triton kernel on CUDA (trainer2)."""
+"""Update the diagonal metric without a host synchronisation: one Triton kernel on CUDA (trainer2)."""
 
 import torch
 
 from optimized.kernels import jit, launching, tl, use_triton
 
 LEAST, MOST = 0.01, 100.0
-# One program holds the whole metric; for n = 8 one warp is enough. Larger metrics would need several programs, which
-# would have to share the sum.
+# One program holds the whole metric; for n = 8 one warp is enough. A larger metric would need several programs, which
+# would have to exchange the sum.
 MAX_COORDINATES = 4096
 # Values per thread: one 16-byte load.
 PER_THREAD = 4

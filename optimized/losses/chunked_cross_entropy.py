@@ -26,9 +26,9 @@ def chunked_cross_entropy(
     second derivative.
 
     The logits are computed once, for `rows` rows at a time. The forward pass also computes the required gradients from
-    them, without the factor that only the backward pass knows. Computing the logits again in the backward pass, as the
-    source does, would be a fourth product of their size. The losses and the gradient of the weight are accumulated in
-    float32, or in float64 for float64.
+    them, except for the incoming gradient as a factor. Computing the logits again in the backward pass, as the source
+    does, would need a fourth matrix product of the same size. The losses and the gradient of the weight are accumulated
+    in float32, or in float64 for float64.
 
     On CUDA, in float32, bfloat16 and float16, a Triton kernel computes each row's loss in float32 and overwrites the
     logits with their gradient. There the weight is padded to a multiple of 64 rows. All other inputs use PyTorch
@@ -49,14 +49,14 @@ def chunked_cross_entropy(
 def chunked_cross_entropy_torch(
     hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, rows: int = ROWS
 ) -> torch.Tensor:
-    """`chunked_cross_entropy` in PyTorch operations."""
+    """Compute `chunked_cross_entropy` in PyTorch operations."""
     return _with(_rows_torch, hidden, weight, labels, rows)
 
 
 def chunked_cross_entropy_triton(
     hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, rows: int = ROWS
 ) -> torch.Tensor:
-    """`chunked_cross_entropy` with the Triton kernel, which does not support float64."""
+    """Compute `chunked_cross_entropy` with the Triton kernel, which does not support float64."""
     return _with(_rows_triton, hidden, weight, labels, rows)
 
 
@@ -136,7 +136,7 @@ def _rows_torch(logits, V, labels, losses, wanted):
 
 
 def _rows_triton(logits, V, labels, losses, wanted):
-    """`_rows_torch` for the first V columns. The gradient overwrites the logits, with 0 in the columns after V."""
+    """Compute `_rows_torch` for the first V columns. The gradient overwrites the logits, with 0 in the others."""
     count, columns = logits.shape
     with launching(logits):
         _rows_kernel[(count,)](

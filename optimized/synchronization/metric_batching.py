@@ -1,4 +1,4 @@
-"""Reading of a report's metrics with one wait for the device (trainer2, technique 000.1)."""
+"""Read a report's metrics with one wait for the device (trainer2, technique 000.1)."""
 
 import threading
 
@@ -13,8 +13,9 @@ def metric_batching(
 ) -> tuple[float, float, float]:
     """Return the means (lior, R_sc, speed) over `steps` steps, as Python floats, from their 0-d sums.
 
-    On CUDA it queues three copies that do not block, and then waits once: exactly one host synchronisation. On the CPU
-    a read waits for nothing, and the three sums are read directly. Raises ZeroDivisionError if steps is 0.
+    For sums of one dtype on CUDA, it queues three non-blocking copies and then waits once: exactly one host
+    synchronisation. On the CPU, where a read does not wait, and for different dtypes, it reads the sums one by one.
+    Raises ZeroDivisionError if steps is 0.
 
     Source: trainer2, technique 000.1.
     """
@@ -28,14 +29,14 @@ def metric_batching(
 def metric_batching_stacked(
     lior_acc: torch.Tensor, R_acc: torch.Tensor, speed_acc: torch.Tensor, steps: int
 ) -> tuple[float, float, float]:
-    """`metric_batching` as in the source: one 3-vector, copied once. On any device."""
+    """Compute `metric_batching` as the source does, on any device: stack the sums to a 3-vector and copy it once."""
     lior, r, speed = torch.stack((lior_acc, R_acc, speed_acc)).tolist()
     return lior / steps, r / steps, speed / steps
 
 
 def _read(sums: tuple[torch.Tensor, ...]) -> list[float]:
-    # 19.6 us on an H200. The 3-vector takes 24.8 us, since its kernel costs more than two more 4-byte copies; three
-    # .item() calls take 26.9 us.
+    # Takes 19.6 us on an H200. The 3-vector takes 24.8 us, because its kernel costs more than two further 4-byte
+    # copies; three .item() calls take 26.9 us.
     buffers = _pinned.__dict__
     dtype = sums[0].dtype
     if dtype not in buffers:

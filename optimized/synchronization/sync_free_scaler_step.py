@@ -1,4 +1,4 @@
-"""Unscaling, clipping, AdamW and the update of the scale, decided on the device (leak_cnn, technique 001.2b)."""
+"""Unscale, clip, apply AdamW and update the scale without host decisions (leak_cnn, technique 001.2b)."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -12,13 +12,14 @@ from suite.scaling import CLIP_EPS, Scaling
 class ScalerStep:
     """An optimizer step on the gradients of a scaled loss, with the rules of `torch.amp.GradScaler`.
 
-    If a gradient is not finite, parameters and moments do not change, and `scale *= backoff_factor`. Otherwise the
+    If a gradient is not finite, parameters and moments stay unchanged, and `scale *= backoff_factor`. Otherwise the
     gradients are divided by the scale and clipped to a global norm of `max_norm`, and AdamW (decoupled weight decay)
     makes a step. After `growth_interval` such steps in a row, `scale *= growth_factor`, unless that would overflow.
 
     The device makes all these decisions. A step never waits for it, and can be captured in a CUDA graph if the
     gradients stay at the same addresses. One pass over the gradients computes their norm, which also shows whether they
-    are finite. torch's fused AdamW kernel unscales and clips as it reads, and skips the update by a flag on the device.
+    are finite. PyTorch's fused AdamW kernel unscales and clips the gradients as it reads them, and skips the update if
+    a flag on the device is set.
 
     params  tensors of any shapes, at least one, all on one device; changed in place
     lr      a number, or a 0-d float32 tensor on that device. Each step reads it, so a schedule can change it in place
@@ -104,7 +105,10 @@ class ScalerStep:
             self.params[i].copy_(copy)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return copies of moments, number of steps, scale, and steps towards its growth; the reference can load it."""
+        """Return copies of the moments, number of steps, scale, and number of steps towards its next growth.
+
+        The reference can load this state.
+        """
         return {
             "first": [m.clone() for m in self.first],
             "second": [v.clone() for v in self.second],
@@ -114,7 +118,7 @@ class ScalerStep:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load a state. Its tensors are copied."""
+        """Load a state by copying its tensors."""
         for own, given in ((self.first, state["first"]), (self.second, state["second"])):
             for tensor, value in zip(own, given, strict=True):
                 tensor.copy_(value)

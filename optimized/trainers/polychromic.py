@@ -46,14 +46,14 @@ AHEAD = 2
 # Packed examples, and prompts with their replies, are padded to a multiple of this many tokens: each length needs its
 # own CUDA graph, and cuDNN's attention is used only for multiples of 128.
 MULTIPLE = 128
-# Eager calls for each form of the inputs before its graph is captured, and graphs that are kept.
+# Number of eager calls for each form of the inputs before its graph is captured, and number of graphs that are kept.
 WARMUP, GRAPHS = 1, 8
 
 
 class FusedLoRALinear(LoRALinear):
-    """Computes the adapted layer with `fused_lora` if gradients are enabled, otherwise with PyTorch operations.
+    """LoRA layer that uses `fused_lora` if gradients are enabled, and PyTorch operations otherwise.
 
-    Generation, with a few rows of one token, gains nothing from `fused_lora`.
+    Generation, which processes a few rows of one token each, gains nothing from `fused_lora`.
     """
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -72,9 +72,9 @@ class FusedLoRALinear(LoRALinear):
 
 
 class FusedNF4LoRALinear(FusedLoRALinear, NF4LoRALinear):
-    """Computes the adapted layer of 4-bit weights with `fused_lora_nf4`.
+    """LoRA layer with 4-bit weights that uses `fused_lora_nf4` if gradients are enabled.
 
-    Without gradients, PyTorch operations compute the layer from weights that the same kernel dequantises.
+    Otherwise it uses PyTorch operations on weights that the same kernel dequantises.
     """
 
     def fused(self, x: torch.Tensor, *given: Any) -> torch.Tensor:
@@ -97,7 +97,7 @@ LORA_LAYERS: Mapping[tuple[str, bool], type[LoRALinear]] = {
 class Trainer(QueuesReports):
     """The optimized trainer. `train_window` queues a step; `metrics` returns the last metrics that have arrived.
 
-    given  examples and models, as `suite.polychromic.data.load` opens them
+    given  examples and models, as `suite.polychromic.data.load` returns them
     """
 
     window_name = "step"
@@ -247,7 +247,10 @@ class Trainer(QueuesReports):
         share: torch.Tensor,
         longest: int,
     ) -> torch.Tensor:
-        """Add the gradients of packed examples' cross-entropy times their share of the step; return that product."""
+        """Add the gradients of packed examples' loss to the sums; return the loss.
+
+        The loss is their cross-entropy times their share of the step.
+        """
         drop(self.adapters, Dropout(starts, places[None]))
         body = self.model.model
         x = body.embed_tokens(tokens[None])

@@ -52,7 +52,7 @@ def load(
 ) -> tuple[Waiver, ...]:
     """Return the waivers in a file; none if the file does not exist.
 
-    `known_ids` are all workloads that were collected, selected or not, or accepted. `in_scope` returns whether the run
+    `known_ids` are all workloads that were collected (selected or not) or accepted. `in_scope` returns whether the run
     collected a workload's file, so that it knows each workload there. Raises PerfsuiteError, with a one-line message,
     for a file that cannot be read, a field that is missing, unknown or of the wrong type, a workload that is unknown or
     listed twice, and a waiver that has ended. If there are several errors, the message has the first and the number of
@@ -106,7 +106,7 @@ def _read(table: Any, *, today: date, is_known: Callable[[str], bool]) -> Waiver
         raise PerfsuiteError(f"the waiver of {workload} names no owner; write owner = 'a person or team'")
     if not _is_text(reason):
         raise PerfsuiteError(f"the waiver of {workload} gives no reason; say why")
-    # A datetime is a date in Python, but a waiver must not end at some time of day in some time zone.
+    # datetime is a subclass of date, but a waiver's end has no time of day and no time zone.
     if not isinstance(until, date) or isinstance(until, datetime):
         raise PerfsuiteError(f"until = {until!r} of {workload} is not a date; write until = 2026-12-31, unquoted")
     if today > until:
@@ -120,8 +120,8 @@ def _is_text(value: object) -> bool:
 
 
 def apply(verdicts: Mapping[str, Verdict], waivers: Sequence[Waiver]) -> dict[str, Verdict]:
-    """Return the verdicts. Those to which a waiver applies become WAIVED, and their messages contain the original
-    one."""
+    """Return the verdicts, with the status WAIVED where a waiver applies. The message of a waived verdict contains the
+    original message."""
     by_id = {w.workload: w for w in waivers}
     return {
         key: _waived(verdict, by_id[key]) if key in by_id and verdict.status in WAIVABLE else verdict

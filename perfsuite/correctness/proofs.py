@@ -22,12 +22,12 @@ EQUIVALENCE, GRADIENTS, INTEGRITY, CONTEXTS, EFFECTS, OUTSIDE, RANKS, TRUTH = (
     "truth",
 )
 TURNS = 3
-"""Checks that depend little on the draw take turns: each draw runs one of this many of them."""
+"""Checks that depend little on the draw take turns: each draw runs one in TURNS of them."""
 
 
 @dataclass(frozen=True, slots=True)
 class Proof:
-    """One proof of a pair. `side` is None for kinds that do not concern only one side."""
+    """One proof of a pair. `side` is None for kinds that are not run separately for each side and dtype."""
 
     kind: str
     dtype: str

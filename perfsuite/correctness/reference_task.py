@@ -1,5 +1,5 @@
-"""Check on a draw whether the reference is a useful task: its answer must depend on its inputs and not on chance, and
-must not be rounded to half precision."""
+"""Check on a draw that the reference is a meaningful task: its answer must depend on its inputs, and must be neither
+random nor rounded to half precision."""
 
 from __future__ import annotations
 
@@ -24,24 +24,24 @@ from perfsuite.records import Case
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """Findings of one draw about the reference, independent of the tested side."""
+    """Findings about the reference on one draw, independent of the tested side."""
 
     answers_differ: bool | None = None
     """Whether the reference has another answer for other inputs; None if there are no other inputs."""
     roundings: bool = False
-    """Whether it could be checked that the reference does not round."""
+    """Whether the draw had enough values to check that the reference does not round."""
     fault: str = ""
 
 
 def task_of(pair: Pair, case: Case, device: str, home: Path | None) -> Task:
-    """Return the findings of a draw. Raises PairError if the reference is random or rounds to half precision."""
+    """Return the findings on a draw. Raises PairError if the reference is random or rounds to half precision."""
     side = as_side(pair.reference)
 
     def answer(drawn: dict[str, Any], i: Case) -> Leaves:
         given = upcast(lambda step: make.build_step(pair, i, device, step))
         return run(side, pair, make.upcast(drawn), i, False, given)
 
-    case = replace(case, inputs={})  # ordinary values: zeros are always the same
+    case = replace(case, inputs={})  # ordinary values, because zeros would be equal in both draws
     drawn = make.build(pair, case, device, home=home)
     others = replace(case, seed=case.seed ^ 0x2545F49)
     other = make.build(pair, others, device, home=home)
@@ -69,12 +69,12 @@ def shows_roundings(pair: Pair) -> bool:
 
 
 def draws_of(pair: Pair) -> int:
-    """Return the largest number of draws of a proof on which the reference is checked in this way."""
+    """Return the maximum number of draws of a proof on which the reference is checked by `task_of`."""
     return TASK_DRAWS if shows_roundings(pair) else FEW_TASK_DRAWS
 
 
 def is_random(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Return whether two answers in float64 differ by more than another order of summation explains."""
+    """Return whether two answers in float64 differ by more than a different order of summation explains."""
     return a.shape != b.shape or differences.rms(differences.difference(a, b, None)) > RANDOM * differences.rms(a)
 
 
@@ -100,11 +100,11 @@ def _check_roundings(
     here: Leaves,
     answer: Callable[[dict[str, Any], Case], Leaves],
 ) -> bool:
-    """Check that the values of a reference in float64 change when its inputs change a little, which they do unless they
-    are rounded internally.
+    """Check that the values of a reference in float64 change if its inputs change slightly. Values that are rounded
+    internally do not.
 
-    Returns whether there were enough values for the check. Raises PairError if they do not change. `other` are inputs
-    of another draw.
+    Returns whether there were enough values for the check. Raises PairError if they do not change. `other` are the
+    inputs of another draw.
     """
     case = Case(dtype="float64", sizes={}, inputs={}, seed=0)
     near = answer(make.jitter(pair, make.upcast(drawn), 0, "roundings", BESIDE), case)
@@ -115,13 +115,13 @@ def _check_roundings(
         x, y = differences.as_double(leaf), differences.as_double(near[name])
         if x.shape != y.shape:
             continue
-        some = x.isfinite() & (x != x.round())  # counts rightly do not change
+        some = x.isfinite() & (x != x.round())  # integers, such as counts, rightly do not change
         if x[some].unique().numel() < GENERIC:
             continue
         looked = True
         if float((x == y)[some].double().mean()) > UNMOVED:
             if not _depends_on_floats(name, drawn, other, here, lambda values: answer(values, case)):
-                continue  # it depends only on integers, which are not changed
+                continue  # it depends only on integer inputs, which were not changed
             raise PairError(
                 f"{pair.name}: {name} of the reference does not move when its float64 inputs do, by up to one part in "
                 f"2^24: it is rounded to half precision inside; take out its casts, or declare precision=; if it is a "
@@ -152,11 +152,11 @@ def _depends_on_floats(
 
 
 TASK_DRAWS, FEW_TASK_DRAWS = 20, 4
-"""Most draws on which the reference is checked, if its roundings can be checked (until one draw shows them), and if
-they cannot."""
+"""Maximum number of draws on which the reference is checked: if its roundings can be checked (until one draw shows
+them), and if not."""
 BESIDE = 2.0**-24
 """Relative change of the neighbouring inputs. It is far above float64's own rounding, but only one in 8,000 values that
 are rounded to half precision changes."""
 UNMOVED = 0.95
 GENERIC = 16
-"""Number of different values from which an output is not taken for a table of constants."""
+"""Minimum number of distinct values of an output that is checked. One with fewer may be a table of constants."""

@@ -7,7 +7,7 @@ from typing import Any
 
 GREEN, CODE_AT_FAULT, ENDED_EARLY, COULD_NOT_BEGIN, UNDECIDED = 0, 1, 2, 4, 10
 """Exit codes of perfsuite. 3 to 6 are pytest's own (internal error, could not begin, nothing collected, warnings).
-Commands without pytest use 4, too, for a wrong name or a damaged file."""
+Commands that do not run pytest also use 4, for a wrong name or a damaged file."""
 
 
 def of(verdicts: Iterable[Any], problems: Collection[str], *, early: bool = False, wrong: bool = False) -> int:

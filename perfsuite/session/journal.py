@@ -35,8 +35,8 @@ class Job:
     key: str = ""
     """Key that signs the worker's lines, so that code under test cannot add lines."""
     note_ran: bool = False
-    """Whether a task may ask for all code and data that a side uses. Data files are then recorded when they are
-    opened."""
+    """Whether a task may request a record of all code and data that a side uses. Data files are then recorded when they
+    are opened."""
     ahead: bool = False
     """Whether the worker starts some time before its first task."""
     lock: str = ""
@@ -105,7 +105,7 @@ def outcome_of(event: Mapping[str, Any]) -> Outcome:
 
 
 class Journal:
-    """The worker's end: reads its tasks and writes its lines."""
+    """Worker's side of the exchange: reads tasks and writes events."""
 
     def __init__(self, job: Job) -> None:
         self.job = job
@@ -121,7 +121,7 @@ class Journal:
         self._write({"event": "ready", "id": ""})
         for line in self._given:
             given = json.loads(line)
-            if "task" in given:  # else it is a proof for a task that has failed meanwhile
+            if "task" in given:  # otherwise it is a proof for a task that has failed in the meantime
                 yield from_json(Task, given["task"])
 
     def proof(self) -> Proof:

@@ -39,7 +39,7 @@ class Latents:
     rows: torch.Tensor
     """float32 [samples · states, tokens, latent width]; a state is in row `sample · states + state`."""
     mapped: Path | None = None
-    """Memory-mapped file of the latents, if any. Pickling then sends only its path, and the receiver maps it again."""
+    """Memory-mapped file of the latents, if any. Only its path is then pickled, and unpickling maps the file again."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return (Latents, (self.rows,)) if self.mapped is None else (_open, (self.mapped,))
@@ -127,7 +127,7 @@ def _stamp(array: Path) -> list[int]:
 
 
 def _mapped(array: Path) -> torch.Tensor:
-    # Copy-on-write, because PyTorch requires writable memory. Nothing is written.
+    # Copy-on-write, because PyTorch requires writable memory; nothing is written to the file.
     return torch.from_numpy(numpy.load(array, mmap_mode="c"))
 
 
