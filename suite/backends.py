@@ -1,4 +1,4 @@
-"""Context managers for torch's global settings."""
+"""Context managers for torch's global settings, and what a device supports."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from perfsuite.correctness.convolutions import changed
+from perfsuite.errors import PerfsuiteError
 
 
 @contextmanager
@@ -43,3 +44,23 @@ def deterministic_convolutions() -> AbstractContextManager[None]:
 def cudnn_benchmark(*, on: bool) -> AbstractContextManager[None]:
     """Set whether cuDNN times its algorithms at the first call of each shape and then uses the fastest."""
     return changed(torch.backends.cudnn, "benchmark", on)
+
+
+FP8_CAPABILITY = (8, 9)
+"""Compute capability of the first GPUs with FP8 tensor cores."""
+
+
+def fp8_reason(device: torch.device | str) -> str | None:
+    """Return why FP8 products cannot run on a device; None if they can. A CPU computes them in other precisions."""
+    device = torch.device(device)
+    if device.type != "cuda" or torch.cuda.get_device_capability(device) >= FP8_CAPABILITY:
+        return None
+    return (
+        f"{torch.cuda.get_device_name(device)} has no FP8 tensor cores; GPUs of compute capability 8.9 and above have"
+    )
+
+
+def need_fp8(device: torch.device | str) -> None:
+    """Raise PerfsuiteError, with the remedy, if FP8 products cannot run on a device."""
+    if reason := fp8_reason(device):
+        raise PerfsuiteError(f"fp8_linear: {reason}; switch it off")

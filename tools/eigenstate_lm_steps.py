@@ -49,6 +49,7 @@ ROWS: dict[str, dict[str, Any]] = {
     "small, bfloat16, without dropout": {**BF16, "dropout": 0.0},
     "small, bfloat16, not compiled": {**BF16, "use_compile": False},
     "small, bfloat16, recomputed": {**BF16, "activation_checkpoint": True},
+    "small, bfloat16 and FP8": {**BF16, "fp8_linear": True},
     "small, float16": {"autocast_fp16": True},
     "small, TF32": {"tf32": True},
     "small, float32": {},

@@ -24,11 +24,14 @@ from torch.utils.data import Subset
 from optimized.compilation.compiled_function import compile_if_possible
 from optimized.data.loader import Loader
 from optimized.data.packed_tokens import PackedTokens
+from optimized.precision.fp8_linear import fp8_linear
+from suite.backends import need_fp8
 from suite.eigenstate_lm.config import TrainConfig
 from suite.eigenstate_lm.data import Text, next_rows
 from suite.eigenstate_lm.held_out import HeldOut
 from suite.eigenstate_lm.memory import naming_the_remedy
 from suite.eigenstate_lm.model import (
+    Linear,
     Project,
     Weights,
     block_weights,
@@ -54,13 +57,15 @@ class Trainer(QueuesReports):
 
     text  the sequences, as `suite.eigenstate_lm.data.load` opens them
 
-    PerfsuiteError if a step needs more memory than the device has.
+    PerfsuiteError if a step needs more memory than the device has, or FP8 products and the device has none.
     """
 
     window_name = "step"
 
     def __init__(self, config: TrainConfig, text: Text, device: torch.device | str) -> None:
         self.config, self.text, self.device = config, text, torch.device(device)
+        if config.fp8_linear:
+            need_fp8(self.device)
         with naming_the_remedy(config, text.vocabulary, self.device):
             first = make_weights(config.seed, config.sizes(text.vocabulary))
             self.weights = {name: w.to(self.device).requires_grad_() for name, w in first.items()}
@@ -267,6 +272,8 @@ class _Form(NamedTuple):
     device: str
     dropout: float
     project: Project
+    linear: Linear
+    """The two linear layers of a block's second half."""
     precision: Callable[[str], AbstractContextManager[object]]
     """Context of the network's dtype, given the type of the device."""
     tf32: bool
@@ -282,6 +289,7 @@ def _form(config: TrainConfig, device: torch.device) -> _Form:
         device=device.type,
         dropout=config.dropout,
         project=project,
+        linear=_in_fp8 if config.fp8_linear else functional.linear,
         precision=implementation(f"precision.{low}", "context", optimized=getattr(config, low)),
         tf32=config.tf32,
     )
@@ -318,12 +326,16 @@ def _mixed(form: _Form, own: Weights, x: torch.Tensor, real: torch.Tensor) -> to
 
 def _fed(form: _Form, own: Weights, x: torch.Tensor) -> torch.Tensor:
     with form.precision(form.device):
-        return fed(own, x, functools.partial(_drop, form))
+        return fed(own, x, functools.partial(_drop, form), form.linear)
 
 
 def _after(form: _Form, own: Weights, x: torch.Tensor, real: torch.Tensor) -> torch.Tensor:
     """Compute the part of a block after the scan."""
     return _fed(form, own, _mixed(form, own, x, real))
+
+
+def _in_fp8(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+    return fp8_linear(x.bfloat16(), weight.bfloat16(), bias.bfloat16())
 
 
 def _drop(form: _Form, x: torch.Tensor) -> torch.Tensor:

@@ -81,6 +81,9 @@ class TrainConfig:
     # --- techniques with a trade-off, or that exclude another
     autocast_fp16: bool = False
     """Compute matrix products in float16, with loss scaling, in either trainer."""
+    fp8_linear: bool = False
+    """Compute the products of a block's two linear layers in FP8, except those of the weights' gradients; needs
+    `autocast_bf16` and a width that is a multiple of 16."""
     activation_checkpoint: bool = False
     """Recompute a block's two linear layers in the backward pass: less memory, more time."""
     loader: bool = False
@@ -103,6 +106,10 @@ class TrainConfig:
         need(0 <= self.seed < 2**63, "seed", self.seed, "use 0 to 2^63 - 1")
         both = self.autocast_bf16 and self.autocast_fp16
         need(not both, "autocast_fp16", True, "a product has one precision; switch autocast_bf16 off")
+        in_bf16 = self.autocast_bf16 or not self.fp8_linear
+        need(in_bf16, "fp8_linear", True, "everything else is in bfloat16 then; switch autocast_bf16 on")
+        fits = not (self.fp8_linear and self.width % 16)
+        need(fits, "width", self.width, "fp8_linear needs a multiple of 16")
         alone = self.loader and not self.packed_tokens
         need(not alone, "loader", True, "its workers read the packed file; switch packed_tokens on")
 
@@ -159,8 +166,9 @@ TECHNIQUES = (
     "autocast_bf16",
 )
 """Switches, in the order in which the ablation turns them on. The last two change the precision."""
-TRADES = ("autocast_fp16", "activation_checkpoint", "loader")
-"""Switches that "all on" leaves off: one excludes autocast_bf16, one trades time for memory, one gains little."""
+TRADES = ("autocast_fp16", "fp8_linear", "activation_checkpoint", "loader")
+"""Switches that "all on" leaves off: one excludes autocast_bf16, one rounds more, one trades time for memory, and one
+gains little."""
 CLAIMS = {
     "eigenstate_scan": "53.9×",
     "fused_output_projection": "2× the bandwidth",

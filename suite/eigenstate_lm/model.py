@@ -24,6 +24,7 @@ Weights = Mapping[str, torch.Tensor]
 Scan = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 Project = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 Drop = Callable[[torch.Tensor], torch.Tensor]
+Linear = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -168,10 +169,10 @@ def mixed(own: Weights, x: torch.Tensor, real: torch.Tensor, project: Project, d
     return _norm(own, "norm1", x + drop(torch.stack(parts).mean(0) if cells > 1 else parts[0]))
 
 
-def fed(own: Weights, x: torch.Tensor, drop: Drop) -> torch.Tensor:
+def fed(own: Weights, x: torch.Tensor, drop: Drop, linear: Linear = functional.linear) -> torch.Tensor:
     """Compute a block's second half, [B, T, D]: the layer norm of x plus the output of the two linear layers."""
-    wide = functional.gelu(functional.linear(x, own["expand"], own["expand.bias"]), approximate="tanh")
-    return _norm(own, "norm2", x + drop(functional.linear(wide, own["contract"], own["contract.bias"])))
+    wide = functional.gelu(linear(x, own["expand"], own["expand.bias"]), approximate="tanh")
+    return _norm(own, "norm2", x + drop(linear(wide, own["contract"], own["contract.bias"])))
 
 
 def _norm(own: Weights, name: str, x: torch.Tensor) -> torch.Tensor:

@@ -323,6 +323,21 @@ def test_half_precision_final_loss_matches_the_reference(low, text):
         assert abs(ends[1] / ends[0] - 1) < 0.01
 
 
+FP8 = {"autocast_bf16": True, "fp8_linear": True}
+
+
+def test_fp8_final_loss_matches_the_reference_in_bfloat16(text):
+    """The final losses differ by less than 0.5% for each seed, and by more than in bfloat16."""
+    for seed in range(count(quick=1, full=3)):
+        configs = [dataclasses.replace(SMALL, seed=seed, **fields) for fields in ({"autocast_bf16": True}, FP8)]
+        expected, *ends = (
+            curve(kind(config, text, "cpu"))[-8:].mean()
+            for kind, config in ((Reference, configs[0]), *((Optimized, config) for config in configs))
+        )
+        assert abs(ends[1] / expected - 1) < 0.005
+        assert ends[1] != ends[0]
+
+
 def test_overflowing_gradients_skip_the_step_and_halve_the_loss_scale(text):
     config = dataclasses.replace(SMALL, autocast_fp16=True)
     for kind in (Reference, Optimized):
@@ -554,6 +569,8 @@ def test_float32_matmul_precision_is_restored_after_training(text):
         ({"learning_rate": math.nan}, "learning_rate=nan: use a number above 0"),
         ({"steps": 10}, "steps=10: a tenth of them warms up; use more than 10"),
         ({"autocast_fp16": True, "autocast_bf16": True}, "autocast_fp16=True: a product has one precision"),
+        ({"fp8_linear": True}, "fp8_linear=True: everything else is in bfloat16 then; switch autocast_bf16 on"),
+        ({**FP8, "width": 24}, "width=24: fp8_linear needs a multiple of 16"),
         ({"seed": -1}, "seed=-1"),
     ],
 )
@@ -625,9 +642,19 @@ def test_gpu_half_precision_final_loss_matches_the_reference(low, longer):
 
 
 @gpu
-@pytest.mark.parametrize("low", [None, "autocast_bf16", "autocast_fp16"])
+def test_gpu_fp8_final_loss_matches_the_reference_in_bfloat16(longer):
+    """The final losses differ by less than 0.5% for each seed."""
+    for seed in range(3):
+        config = dataclasses.replace(TINY, seed=seed, use_compile=True, **FP8)
+        ends = [curve(kind(config, longer, "cuda"), TINY.steps)[-8:].mean() for kind in (Reference, Optimized)]
+        print(f"FP8, seed {seed}: {ends[0]:.4f} and {ends[1]:.4f}, {100 * (ends[1] / ends[0] - 1):+.3f}%")
+        assert abs(ends[1] / ends[0] - 1) < 0.005
+
+
+@gpu
+@pytest.mark.parametrize("low", [{}, {"autocast_bf16": True}, {"autocast_fp16": True}, FP8], ids=str)
 def test_gpu_resuming_at_20_random_steps_is_bit_identical(low, longer):
-    config = dataclasses.replace(TINY, use_compile=True, dropout=0.1, **({low: True} if low else {}))
+    config = dataclasses.replace(TINY, use_compile=True, dropout=0.1, **low)
     rng = random.Random(3)
     torch.manual_seed(0)
     going, saved = Optimized(config, longer, "cuda"), {}
