@@ -298,8 +298,10 @@ def load(path: Path) -> Record:
         raise PerfsuiteError(f"{shown(path)} is no file; name the .json of an ablation")
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
-        if data.pop("schema") != SCHEMA:
-            raise ValueError("another schema")
+        schema = data.pop("schema", None) if isinstance(data, dict) else None
+        if schema != SCHEMA:
+            has = "it has none" if schema is None else f"it has {reprlib.repr(schema)}"
+            raise ValueError(f"its schema must be {SCHEMA}, {has}")
         timed = tuple(
             Timed(**{**a, "seconds": tuple(a["seconds"]), "notes": tuple(a["notes"])}) for a in data.pop("arms")
         )
@@ -308,7 +310,8 @@ def load(path: Path) -> Record:
             raise ValueError("a technique is always on and switched, too")
         return _whole(_typed(Record(**{**data, **named}, arms=timed)))
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-        reason = getattr(error, "strerror", None) or str(error)[:200]
+        lacks = f"it lacks {error}" if isinstance(error, KeyError) else None  # the message is the key alone
+        reason = lacks or getattr(error, "strerror", None) or str(error)[:200]
         raise PerfsuiteError(f"{shown(path)} is no ablation ({reason}); measure one with `perfsuite ablate`") from None
 
 

@@ -143,12 +143,9 @@ def summary(points: Mapping[str, Points], noun: str = "window") -> str:
     """Return a one-line summary of the run."""
     first, last = points["loss"][0], points["loss"][-1]
     seconds = last[1] - first[1]
-    rate = (last[0] - first[0]) / seconds if seconds > 0 else float("nan")
+    rate = f": {(last[0] - first[0]) / seconds:.3g} {noun}s/s" if seconds > 0 else ""
     took = f"{seconds:.0f}" if 10 <= seconds < 1e9 else f"{seconds:.3g}"
-    return (
-        f"{noun}s {first[0]} to {last[0]} in {took} s: {rate:.3g} {noun}s/s; loss {first[2]:.4g} at first, "
-        f"{last[2]:.4g} at last"
-    )
+    return f"{noun}s {first[0]} to {last[0]} in {took} s{rate}; loss {first[2]:.4g} at first, {last[2]:.4g} at last"
 
 
 def plot(points: Mapping[str, Points], path: Path, noun: str = "window") -> None:

@@ -13,7 +13,7 @@ import click
 from perfsuite.errors import PerfsuiteError
 from perfsuite.option_types import NamedPath
 from perfsuite.report.files import write
-from suite.commands.ending import in_one_line
+from suite.commands.ending import in_one_line, writable
 from suite.naming import shown
 from suite.terminal import tell
 
@@ -108,10 +108,10 @@ def _ups(
     (data,) = configuration.read([Data], None, fields)
     there = device_called(device)
     file, found, config = opened(Path(checkpoint))
+    folder = _folder_of(out, file)
     given = mixture_of(evaluation.data_for(config, data))
     networks, step = evaluation.loaded(config, given, found.trainer, there, weights)
     scores, examples = evaluation.evaluate(networks, given, there, rollout, step)
-    folder = Path(out) if out is not None else file.parent / "evaluation"
     same_data = found.trainer.get("data") == given.digest
     about = {
         "checkpoint": str(file),
@@ -138,12 +138,12 @@ def _leak_cnn(checkpoint: str, out: str | None, device: str | None, fields: tupl
     (data,) = configuration.read([Data], None, fields)
     there = device_called(device)
     file, found = checkpoint_of(checkpoint, "leak_cnn")
+    folder = _folder_of(out, file)
     trained = trained_of(file, found.trainer, there)
     audio = audio_of(data)
     split = split or (TEST if TEST in audio.files else "validation")
     metrics = trained.evaluated(audio, split)
     same_data = isinstance(found.batches, dict) and found.batches.get("digest") == audio.digest
-    folder = Path(out) if out is not None else file.parent / "evaluation"
     values = {name.removeprefix("validation_"): value for name, value in metrics.metrics().items()}
     about = {"checkpoint": str(file), "epoch": trained.epoch, "split": split, "data_of_the_training": same_data}
     matrices = {"segments": metrics.segments.confusion, "files": metrics.files}
@@ -168,6 +168,9 @@ def _eigenstate_lm(checkpoint: str, out: str | None, device: str | None, fields:
     (data,) = configuration.read([Data], None, fields)
     there = device_called(device)
     file, found = checkpoint_of(checkpoint, "eigenstate_lm")
+    folder = _folder_of(out, file)
+    if type(known := found.configuration.get("vocabulary")) is int:  # no text of another vocabulary fits
+        (data,) = configuration.read([Data], None, [f"--vocabulary={known}", *fields])
     state = found.trainer
     try:
         given = configuration.known(TrainConfig, state["config"])
@@ -198,7 +201,6 @@ def _eigenstate_lm(checkpoint: str, out: str | None, device: str | None, fields:
         tell(f"a Kneser-Ney model of {ngrams} tokens, counted on the other sequences: {_in_words(counted)}")
     if not same_data:
         tell("the data are not those of the training: these sequences may have been trained on", err=True)
-    folder = Path(out) if out is not None else file.parent / "evaluation"
     about = {"checkpoint": str(file), "step": step, "sequences": held_out, "data_of_the_training": same_data, **values}
     _saved(folder / "evaluation.json", about)
 
@@ -216,6 +218,7 @@ def _trainer2(checkpoint: str, out: str | None, device: str | None, fields: tupl
 
     there = device_called(device)
     file, found = checkpoint_of(checkpoint, "trainer2")
+    folder = _folder_of(out, file)
     trainer = search.trainer_of(file, found.trainer, there)
     data = search.data_of(found.configuration, fields)
     if not data.validation:
@@ -239,8 +242,14 @@ def _trainer2(checkpoint: str, out: str | None, device: str | None, fields: tupl
     if not same_data:
         tell("the data are not those of the training: these passages may have been trained on", err=True)
     about = {"checkpoint": str(file), "windows": found.windows, "data_of_the_training": same_data}
-    folder = Path(out) if out is not None else file.parent / "evaluation"
     _saved(folder / "evaluation.json", {**about, **{name: asdict(row) for name, row in scores.items()}})
+
+
+def _folder_of(out: str | None, file: Path) -> Path:
+    """Return the folder of the results, and create it; PerfsuiteError before the evaluation if it is not writable."""
+    folder = Path(out) if out is not None else file.parent / "evaluation"
+    writable(folder)
+    return folder
 
 
 def _in_words(values: Mapping[str, float]) -> str:

@@ -221,6 +221,21 @@ def shown(path: Path, stored: str = "x.json is no ablation") -> None:
     assert sorted(path.parent.iterdir()) == before
 
 
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        ('{"schema": 9}', "its schema must be 1, it has 9"),
+        ("{}", "its schema must be 1, it has none"),
+        ("[1]", "its schema must be 1, it has none"),
+        ('{"schema": 1}', "it lacks 'arms'"),
+    ],
+)
+def test_json_of_another_schema_is_reported_in_one_line(content: str, reason: str, tmp_path: Path) -> None:
+    path = tmp_path / "x.json"
+    path.write_text(content)
+    shown(path, f"x.json is no ablation ({reason}); measure one with `perfsuite ablate`")
+
+
 @pytest.mark.parametrize("seconds", [(), (1.0,), (1.0, 2.0), (1.0, 2.0, math.nan), (1.0, 2.0, 0.0), (1.0, 2.0, "x")])
 def test_load_rejects_records_with_missing_rounds_arms_or_invalid_seconds(
     seconds: tuple[float, ...], tmp_path: Path

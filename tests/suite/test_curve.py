@@ -22,6 +22,11 @@ def invoked(*arguments: str) -> Result:
     return CliRunner().invoke(curve, arguments)
 
 
+def test_summary_of_a_run_without_a_duration_has_no_rate() -> None:
+    points = [(window, 0.1, loss) for window, _, loss in LOSSES]
+    assert module.summary({"loss": points}) == "windows 1 to 5 in 0 s; loss 2 at first, 0.5 at last"
+
+
 def test_summary_describes_a_run_in_one_line() -> None:
     assert module.summary({"loss": LOSSES}) == "windows 1 to 5 in 2 s: 2 windows/s; loss 2 at first, 0.5 at last"
 

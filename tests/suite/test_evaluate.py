@@ -145,6 +145,16 @@ def test_mistakes_are_reported_in_one_line(arguments, code, message, tmp_path, m
     assert result.output.count("\n") == 1
 
 
+def test_a_folder_that_is_not_writable_is_reported_before_the_evaluation(run, tmp_path):
+    (tmp_path / "file").write_text("")
+    arguments = ["ups", "--checkpoint", str(run), "--device", "cpu", "--out", str(tmp_path / "file/x"), *SYNTHETIC]
+    result = CliRunner().invoke(command, arguments)
+    assert result.exit_code == 1
+    (line,) = result.output.splitlines()  # neither scores nor anything else is printed before
+    assert "cannot write into" in line
+    assert "name another folder with --out" in line
+
+
 def test_data_of_one_task_do_not_fit_a_checkpoint_of_two_tasks(run, tmp_path):
     from suite.ups.pde_build import build
     from suite.ups.recipe import recipes

@@ -209,3 +209,26 @@ def test_pack_train_and_evaluate_report_bits_per_byte(tmp_path: Path, monkeypatc
     assert found["ngram_bits_per_byte"] < found["bits_per_byte"]  # after only 24 steps
     weights, _ = loaded("run")
     assert all(torch.equal(weights[name], kept["weights"][name]) for name in weights)
+
+
+def test_evaluate_takes_the_vocabulary_of_the_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    tokens = ["--synthetic", "8", "--validation", "2", "--device", "cpu"]
+    sizes = ["--width=16", "--layers=1", "--eigenstates=4", "--sequence_length=32", "--use_compile=false"]
+    options = [
+        "--vocabulary",
+        "300",
+        "--steps=12",
+        "--windows=1",
+        "--batch_size=2",
+        "--accumulation=1",
+        "--folder",
+        "run",
+    ]
+    done = CliRunner().invoke(train, ["eigenstate_lm", *tokens, *options, *sizes])
+    assert done.exit_code == 0, done.output
+    done = CliRunner().invoke(evaluate, ["eigenstate_lm", "--checkpoint", "run", *tokens])
+    assert done.exit_code == 0, done.output
+    assert json.loads(Path("run/evaluation/evaluation.json").read_text())["data_of_the_training"] is True
+    done = CliRunner().invoke(evaluate, ["eigenstate_lm", "--checkpoint", "run", *tokens, "--vocabulary", "400"])
+    assert "its vocabulary has 300 tokens, and that of the data 400" in done.output
