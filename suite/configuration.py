@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import functools
-import math
 import re
 import types
 import typing
@@ -24,6 +23,8 @@ from suite.naming import as_typed
 if TYPE_CHECKING:
     from jsonargparse import ArgumentParser
 
+LARGEST = 3.4028234663852886e38
+"""Largest number in float32."""
 REMEDY = "install it with: pip install 'perfsuite[train]'"
 
 
@@ -69,6 +70,8 @@ def read(kinds: Sequence[type[Any]], path: str | Path | None, arguments: Sequenc
                 given[name] = (_typed(value), str(path))
             except ValueError as error:
                 raise ConfigurationError(f"{path}: {name} is {value!r}: {error}; name it otherwise") from None
+            except RecursionError:  # an alias in its own anchor
+                raise ConfigurationError(f"{path}: {name} contains itself; write its value without an alias") from None
     given |= {name: (value, f"--{name}") for name, value in _split(arguments, fields)}
     for name, (value, origin) in given.items():
         if name not in fields:
@@ -210,7 +213,7 @@ def _made(kind: type[Any], given: Mapping[str, tuple[Any, str]], fields: Mapping
         parsed = parser.parse_object(_nested({n: given[n][0] for n in own}))
         for name in own:
             if not _is_finite(parsed[f"it.{name}"]):
-                raise ValueError(f"{name} must be finite, got {given[name][0]}")
+                raise ValueError(f"{name} must be finite in float32, got {given[name][0]}")
         return parser.instantiate(parsed)["it"]
     except ConfigurationError:
         raise
@@ -230,10 +233,10 @@ def _made(kind: type[Any], given: Mapping[str, tuple[Any, str]], fields: Mapping
 
 
 def _is_finite(value: Any) -> bool:
-    """Return whether a value has no infinite number and no NaN."""
+    """Return whether a value has neither NaN nor a number that is infinite in float32, the dtype of the trainers."""
     if isinstance(value, (list, tuple)):
         return all(_is_finite(inner) for inner in value)
-    return not isinstance(value, float) or math.isfinite(value)
+    return not isinstance(value, float) or abs(value) <= LARGEST
 
 
 def _nested(flat: Mapping[str, Any]) -> dict[str, Any]:
@@ -278,4 +281,6 @@ def _in_words(hint: Any) -> str:
         return " or ".join(_in_words(h) for h in inner)
     if origin is typing.Literal:
         return "one of " + ", ".join(str(v) for v in inner)
+    if origin is tuple and Ellipsis not in inner:
+        return f"a list of {len(inner)} values: {', '.join(_in_words(h) for h in inner)}"
     return str(hint).replace("typing.", "") if origin else getattr(hint, "__name__", str(hint))

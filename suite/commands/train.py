@@ -273,9 +273,9 @@ def device_called(name: str | None) -> Any:
 
     name = name or ("cuda" if torch.cuda.is_available() else "cpu")
     try:
-        device = torch.device(name)
-        if device.type not in ("cpu", "cuda"):
+        if name.partition(":")[0] not in ("cpu", "cuda"):
             raise ValueError("only cpu and cuda are trained on")
+        device = torch.device(name)
         torch.empty(0, device=device)
         if device.type == "cuda" and device.index is not None:
             torch.cuda.set_device(device)

@@ -53,7 +53,8 @@ def read(path: Path) -> list[Example]:
     try:
         content = path.read_text(encoding="utf-8-sig")
     except OSError as error:
-        raise PerfsuiteError(f"cannot read {shown(path)}: {error.strerror or error}") from None
+        reason = error.strerror or str(error)
+        raise PerfsuiteError(f"cannot read {shown(path)}: {reason}; name a file of JSON lines") from None
     except UnicodeDecodeError as error:
         raise PerfsuiteError(
             f"{shown(path)} is not UTF-8: byte {error.start} is {error.object[error.start]:#04x}"

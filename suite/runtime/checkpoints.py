@@ -152,7 +152,8 @@ class Store:
             os.replace(temporary, path)
             _flush(self.folder)
         except (OSError, RuntimeError) as error:  # PyTorch reports a full disk as a RuntimeError
-            reason = getattr(error, "strerror", None) or first_line(error) or type(error).__name__
+            cause = error.__context__ if isinstance(error.__context__, OSError) else error
+            reason = getattr(cause, "strerror", None) or first_line(cause) or type(cause).__name__
             raise CheckpointError(
                 f"cannot write {shown(path)}: {reason}; free space there, or name another --folder"
             ) from None

@@ -125,8 +125,14 @@ class Trace:
                 profiler.export_chrome_trace(str(folder / name))
             os.replace(temporary, self._path)
         except (OSError, RuntimeError) as error:
-            with suppress(OSError):
-                temporary.unlink()
-            raise PerfsuiteError(f"profile: cannot write {shown(self._path)}: {error}; name another file") from None
+            for left in (temporary, temporary.with_name(f"{name}.tmp")):  # PyTorch renames the second to the first
+                with suppress(OSError):
+                    left.unlink()
+            # PyTorch only logs that it could not write the file, which is missing then.
+            missing = isinstance(error, FileNotFoundError)
+            reason = "PyTorch wrote no whole file" if missing else getattr(error, "strerror", None) or error
+            raise PerfsuiteError(
+                f"profile: cannot write {shown(self._path)}: {reason}; free space there, or name another file"
+            ) from None
         self.written = self._path
         return True

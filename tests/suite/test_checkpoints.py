@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import random
+import resource
 import shutil
 import zipfile
 from collections.abc import Callable
@@ -265,6 +267,18 @@ def test_a_full_disk_leaves_the_previous_checkpoint(tmp_path: Path, monkeypatch:
     monkeypatch.undo()
     assert [p.name for p in tmp_path.iterdir()] == ["window-00000001.pt"]
     assert load(store.latest()).windows == 1
+
+
+def test_a_file_that_cannot_grow_is_reported_with_the_system_s_reason(tmp_path: Path) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    made_large = dataclasses.replace(made(1), trainer={"weights": torch.zeros(100_000)})
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))  # PyTorch's own message names a position in its file
+    try:
+        with pytest.raises(CheckpointError, match=r"cannot write .*window-00000001.pt: File too large; free space"):
+            Store(tmp_path).save(made_large)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert not list(tmp_path.iterdir())
 
 
 # --- damaged, foreign -----------------------------------------------------------------------------------------------

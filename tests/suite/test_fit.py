@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import resource
 import signal
 import time
 from collections.abc import Iterator
@@ -463,6 +464,17 @@ def test_an_unwritable_trace_is_reported_before_the_first_window(run: Toy, tmp_p
     with pytest.raises(PerfsuiteError, match="profile: cannot write"):
         run.fit(8, profile=str(tmp_path / "file" / "t.json"))
     assert run.trainer.windows == 0
+
+
+def test_a_trace_that_cannot_be_written_whole_is_reported_in_one_line(run: Toy, tmp_path: Path) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))
+    try:
+        with pytest.raises(PerfsuiteError, match=r"profile: cannot write .*t\.json: .*; free space there, or name"):
+            run.fit(8, profile=str(tmp_path / "t.json"))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert not [path for path in tmp_path.iterdir() if "t.json" in path.name or "trace" in path.name]
 
 
 @pytest.fixture
