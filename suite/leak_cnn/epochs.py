@@ -19,11 +19,10 @@ from suite.leak_cnn.build import build
 from suite.leak_cnn.dataset import LeakAudio, open_data
 from suite.leak_cnn.sources import Recipe
 from suite.progress import Bar
+from suite.text import CACHE, check_cache
 
 if TYPE_CHECKING:
     from suite.leak_cnn.config import TrainConfig
-
-CACHE = ".perfsuite/cache"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,6 +67,7 @@ def audio_of(data: Data) -> LeakAudio:
     if data.data is not None:
         return open_data(data.data)
     recipe = Recipe(train=data.train_files, validation=data.validation_files)
+    check_cache(Path(data.cache))
     path = Path(data.cache) / f"leak-{recipe.train}-{recipe.validation}.h5"
     with Bar() as bar:
         build(path, recipe, bar)

@@ -43,14 +43,15 @@ class Recipe:
     """Maximum number of times that a stretch of sound is used."""
 
     def __post_init__(self) -> None:
+        least = len(CLASSES)
         for name in SPLITS:
             files = getattr(self, name)
-            if files < len(CLASSES):
+            if files < least:
                 raise PerfsuiteError(
-                    f"--{name} {files}: each of the {len(CLASSES)} classes needs a file; give {len(CLASSES)} or more"
+                    f"{files} {name} files: each of the {least} classes needs a file; give {least} or more"
                 )
             if files > MOST:
-                raise PerfsuiteError(f"--{name} {files}: a set is put together in memory; give {MOST} or less")
+                raise PerfsuiteError(f"{files} {name} files: a set is put together in memory; give {MOST} or less")
         low, high = self.snr_db
         if not -100 <= low <= high <= 100:
             raise PerfsuiteError(f"--snr {low:g} {high:g}: give the lower end first, both within ±100 dB")

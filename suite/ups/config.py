@@ -66,7 +66,12 @@ class UpsConfig:
         for name in (*sizes, "inverse_loss_frequency", "num_queries"):
             need(getattr(self, name) >= 1, name, getattr(self, name), "use 1 or more")
         for name in ("width", "decoder_width"):
-            need(getattr(self, name) % self.heads == 0, name, getattr(self, name), f"use a multiple of {self.heads}")
+            need(
+                getattr(self, name) % self.heads == 0,
+                name,
+                getattr(self, name),
+                f"use a multiple of heads={self.heads}",
+            )
         need(0 <= self.drop_path < 1, "drop_path", self.drop_path, "use 0 or more and less than 1")
         for name in ("lambda_enc", "lambda_dec", "spectral", "boundary", "weight_decay"):
             need(0 <= getattr(self, name) < math.inf, name, getattr(self, name), "use 0 or more")

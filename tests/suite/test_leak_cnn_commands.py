@@ -77,10 +77,15 @@ def test_streaming_is_reported(cache: str) -> None:
         (["--data", "text.h5"], 1, "data: text.h5 is damaged, or no HDF5 file"),
         (["--batch_size", "401"], 1, "batch_size: 401 is more than the 400 segments for train"),
         (["--batch_size", "0"], 2, "batch_size=0: use 1 or more"),
-        (["--train_files", "3"], 1, "each of the 5 classes needs a file"),
+        (["--train_files", "3"], 1, "Error: 3 train files: each of the 5 classes needs a file"),
+        (["--cache", __file__], 1, "is a file; name a folder with --cache"),
         (["--autocast_fp16", "--autocast_bf16"], 2, "a product has one precision"),
         (["--limit_bytes", "100"], 1, "limit_bytes: 100 is less than three batches"),
-        (["--channels", "3"], 2, "--channels must be tuple[int, int, int], got '3'"),
+        (
+            ["--channels", "3"],
+            2,
+            "--channels must be a list of 3 values: a whole number, a whole number, a whole number, got '3'",
+        ),
         (["--chanels", "3"], 2, "did you mean 'channels'?"),
     ],
 )
