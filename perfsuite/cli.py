@@ -116,7 +116,7 @@ def _registered() -> bool:
 
 @main.command()
 @_selection
-@click.option("--report", default=REPORT, show_default=True, type=NamedPath(), help="Folder of the report.")
+@click.option("--report", default=REPORT, show_default=True, type=FOLDER, help="Folder of the report.")
 @click.option("--profile", type=click.Choice(["dev", "ci", "thorough"]), help="How many draws a proof takes.")
 @click.option("--json", "as_json", is_flag=True, help="Print the report as JSON when done.")
 def run(paths: tuple[str, ...], keyword: str | None, report: str, profile: str | None, as_json: bool) -> None:
@@ -131,7 +131,7 @@ def run(paths: tuple[str, ...], keyword: str | None, report: str, profile: str |
 
 @main.command()
 @_selection
-@click.option("--report", default=REPORT, show_default=True, type=NamedPath(), help="Folder of the report.")
+@click.option("--report", default=REPORT, show_default=True, type=FOLDER, help="Folder of the report.")
 @click.option("--baselines", type=FOLDER, help="Folder of the baselines.  [default: baselines]")
 @click.option("--changed", is_flag=True, help="Measure only what a change since acceptance could have affected.")
 @click.option("--partial", is_flag=True, help="Judge a part of what is accepted, as -k or PATHS say.")
@@ -264,7 +264,7 @@ def accept(
 @click.option(
     "--processes", default=4, show_default=True, type=click.IntRange(2), help="Pairs of processes of --python."
 )
-@click.option("--report", default=REPORT, show_default=True, type=NamedPath(), help="Folder of the report.")
+@click.option("--report", default=REPORT, show_default=True, type=FOLDER, help="Folder of the report.")
 @click.option("--json", "as_json", is_flag=True, help="Print the report as JSON when done.")
 def compare(
     revision: str | None,
@@ -291,12 +291,14 @@ def compare(
     given = paths if revision is None else (revision, *paths)  # with --python, the first argument is a path
     if revision is not None and not Path(revision.partition("::")[0]).exists():
         raise click.UsageError(f"{revision} is no path, and --python takes the place of a revision; leave it out")
+    from perfsuite.report import files
     from perfsuite.session.environments.interpreter import located
 
     try:
         located(python)
+        files.check(Path(report))
     except PerfsuiteError as error:
-        raise click.UsageError(str(error)) from None
+        raise CannotBegin(str(error)) from None
     arguments = [f"python={python}", f"processes={processes}", f"file={written}"]
     with suppress(OSError):  # of an earlier run
         written.unlink()
@@ -325,12 +327,13 @@ def bisect(workload: str, good: str, bad: str, by: str) -> None:
     good one; the checkout is not changed. Commits that cannot be compared are skipped.
     """
     from perfsuite import bisection
+    from perfsuite.report import units
 
     root = Path.cwd()
     try:
         first, commits = bisection.commits_between(good, bad, root)
         workload = bisection.workload_named(workload, root)
-        click.echo(f"{len(commits)} commits after {first.shown}", err=True)
+        click.echo(f"{units.count(len(commits), 'commit')} after {first.shown}", err=True)
         with bisection.Comparer(workload, root, by) as compare:
             found = bisection.search(first, commits, compare, lambda line: click.echo(line, err=True))
     except PerfsuiteError as error:
@@ -367,7 +370,7 @@ def history(
 
 @main.command()
 @click.argument("reports", nargs=-1, required=True, type=NamedPath(dir_okay=False))
-@click.option("--report", default=REPORT, show_default=True, type=NamedPath(), help="Folder of the merged report.")
+@click.option("--report", default=REPORT, show_default=True, type=FOLDER, help="Folder of the merged report.")
 def merge(reports: tuple[str, ...], report: str) -> None:
     """Merge the REPORTS (report.json) of all shards of a gate.
 

@@ -10,6 +10,7 @@ import os
 import re
 import sys
 from contextlib import nullcontext
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -19,7 +20,6 @@ from perfsuite.system.garbage import uncollected
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Iterable
-    from pathlib import Path
 
     from perfsuite.session.modes.base import Mode
 
@@ -169,6 +169,7 @@ def pytest_collection() -> Generator[None, object, object]:
 def pytest_configure(config: pytest.Config) -> None:
     for marker in MARKERS:
         config.addinivalue_line("markers", marker)
+    _check_report_folder(config)
     if not device_nodes.are_visible():
         # Triton reads this when it is first imported. Without a GPU, its kernels can only run in the interpreter.
         os.environ.setdefault("TRITON_INTERPRET", "1")
@@ -182,6 +183,19 @@ def pytest_configure(config: pytest.Config) -> None:
     config.stash[TIMED_ONLY] = WORKER and all("::speed[" in item for item in config.args)
     if _wants_mode(config):
         _mode(config)
+
+
+def _check_report_folder(config: pytest.Config) -> None:
+    """Raise UsageError if the report could not be written, before minutes of measuring."""
+    if not config.option.perfsuite_report:
+        return
+    from perfsuite.errors import PerfsuiteError
+    from perfsuite.report import files
+
+    try:
+        files.check(Path(config.option.perfsuite_report))
+    except PerfsuiteError as error:
+        raise pytest.UsageError(str(error)) from None
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True, specname="pytest_cmdline_main")

@@ -32,8 +32,8 @@ SCHEMA = 2
 pytest-benchmark's own fields."""
 LOCK_SECONDS = 60.0
 """Seconds after which a lock counts as stuck. An acceptance writes in well under a second."""
-RESTORE = "restore it from git, or record it anew with `perfsuite accept`"
 ANEW = "move it away and record a baseline with `perfsuite accept`"
+RESTORE = f"restore it from git, or {ANEW}"
 INTEGER_MAX = 2**63
 """Bound on the absolute value of integers in a file. No count comes near it, and an arbitrarily large integer would
 overflow when it is converted to a float."""
@@ -218,6 +218,18 @@ def save(path: str | os.PathLike[str], baseline: Baseline) -> None:
     path = Path(path)
     with _locked(path):
         _write(path, baseline)
+
+
+def check_writable(path: Path) -> None:
+    """Raise BaselineError if its folder, or the nearest one above it that exists, cannot be written."""
+    folder = next(parent for parent in path.absolute().parents if parent.exists())
+    try:
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise BaselineError(
+            f"{path}: cannot be written ({error.strerror or error}); make the folder writable, and accept again"
+        ) from None
 
 
 @contextlib.contextmanager

@@ -62,7 +62,8 @@ def points(series: Sequence[tuple[Run, Figures]], accepted: Mapping[str, Sequenc
     for run, figures in series:
         device = run.machine.device
         held = figures.baseline or _held(accepted.get(device, ()), run.when)
-        change, stored = figures.slowdown, False
+        # Without the accepted side's seconds, the slowdown is that of the ratio to the reference.
+        change, stored = figures.slowdown if figures.accepted_s is not None else None, False
         if change is None and held is not None and figures.optimized_s is not None and _same_workload(figures):
             change, stored = figures.optimized_s / held.optimized_s - 1, True
         before = last.get(device)

@@ -18,6 +18,17 @@ def probe(folder: Path) -> None:
         pass
 
 
+def check(folder: Path) -> None:
+    """Create the folder. Raises PerfsuiteError in one line if no file can be written into it."""
+    try:
+        probe(folder)
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise PerfsuiteError(
+            f"cannot write into {folder}: {reason}; make it writable, or name another folder"
+        ) from None
+
+
 def write(path: Path, text: str) -> Path:
     """Write `text` to `path` atomically, with its parent folders. Raises PerfsuiteError in one line if that fails."""
     temporary = None

@@ -246,7 +246,10 @@ def _schema(schema: object) -> Callable[[str], str]:
 
 
 DAMAGE: dict[str, tuple[Callable[[str], str], list[str]]] = {
-    "truncated": (lambda text: text[: len(text) // 2], ["cut short or damaged", "restore it from git"]),
+    "truncated": (
+        lambda text: text[: len(text) // 2],
+        ["cut short or damaged", "restore it from git, or move it away and record a baseline with `perfsuite accept`"],
+    ),
     "empty": (lambda text: "", ["the file is empty", "restore it from git"]),
     "edited": (_edited, ["edited by hand", "restore it from git"]),
     "foreign": (lambda text: json.dumps({"benchmarks": []}), ["perfsuite did not write", "move it away"]),
@@ -285,8 +288,9 @@ def test_accept_reports_a_baselines_folder_that_cannot_be_written(project: Proje
     project.write("test_scale.py", TWO_LINES)
     project.commit()
     project.write("baselines", "a file in the place of the folder")
-    project.measured(times())
+    workers = project.measured(times())
     done = project.cli("accept", "--reason", "the first")
+    assert not workers.calls
     assert done.exit_code == 4
     assert "Traceback" not in done.output
     assert "INTERNALERROR" not in done.output
@@ -345,9 +349,26 @@ def verdict(request: pytest.FixtureRequest, project: Project) -> tuple[Project, 
     return project, code
 
 
+@pytest.mark.parametrize("command", [["gate"], ["run"], ["compare", "HEAD"], ["compare", "--python", sys.executable]])
+def test_folder_in_which_no_report_can_be_written_is_refused_before_measuring(
+    project: Project, command: list[str]
+) -> None:
+    project.write("test_scale.py", TWO_LINES)
+    project.commit()
+    workers = project.measured(times())
+    project.write("out", "a file in the place of the folder")
+    done = project.cli(*command, "--report", "out/below")
+    assert done.exit_code == 4, done.output
+    assert len(lines_with(done.output, "cannot write into out/below: Not a directory; make it writable, or name")) == 1
+    assert "Traceback" not in done.output
+    if command[0] == "gate":
+        assert_says(project.gate("--perfsuite-report=out"), "ERROR: cannot write into out: File exists", code=4)
+    assert not workers.calls
+
+
 def test_report_that_cannot_be_written_does_not_change_the_exit_code(verdict: tuple[Project, int]) -> None:
     project, code = verdict
-    project.write("out", "a file in the place of the folder")
+    project.write("out/report.json/file", "a folder in the place of the file")
     for done in (project.cli("gate", "--report", "out", "--json"), project.cli("gate", "--report", "out")):
         assert done.exit_code == code, done.output
         assert len(lines_with(done.output, "no report: cannot write out/report.json", "make its folder writable")) == 1

@@ -19,6 +19,7 @@ from perfsuite.cli import main
 from perfsuite.gate import conclusion, exit_codes
 from perfsuite.records import Ran, Status
 from perfsuite.revisions import digests
+from perfsuite.session import device_lock
 
 pytest_plugins = ["pytester"]
 
@@ -481,6 +482,14 @@ def test_promise_for_a_misspelt_device_is_named(scale: Project) -> None:
     assert lines_with(done.output, f"throughput={{'{device[:-1]}': …}}", f"is {device} meant?")
 
 
+def test_gate_without_a_baseline_names_the_command_that_writes_it(scale: Project) -> None:
+    scale.commit()
+    scale.measured(times())
+    assert lines_with(scale.cli("gate").output, "NO_BASELINE", "accept it with `perfsuite accept -k scale --reason …`")
+    other = scale.cli("gate", "--baselines", "of others").output
+    assert lines_with(other, "accept it with `perfsuite accept -k scale --baselines 'of others' --reason …`")
+
+
 def test_gate_that_cannot_start_reports_the_problem_and_no_verdicts(scale: Project) -> None:
     path = scale.accept()
     scale.measured(times())
@@ -557,6 +566,20 @@ def test_compare_with_an_unknown_revision_is_an_error(scale: Project) -> None:
     assert lines_with(done.output, "revision v0.0 is not in this repository", "git log")
     assert scale.workers is not None
     assert not scale.workers.calls
+
+
+def test_what_cannot_begin_is_refused_before_it_waits_for_its_turn(scale: Project) -> None:
+    scale.commit()
+    scale.replace("test_scale.py", "3 * x", "3.0 * x")
+    scale.monkeypatch.setattr(device_lock, "turn", lambda *_: pytest.fail("it waited"))
+    assert lines_with(scale.cli("compare", "v0.0").output, "revision v0.0 is not in this repository")
+    assert lines_with(scale.cli("accept", "--reason", "x").output, "uncommitted changes")
+
+
+def test_compare_refuses_an_interpreter_that_there_is_not(scale: Project) -> None:
+    done = scale.cli("compare", "--python", "./absent")
+    assert (done.exit_code, done.stdout) == (4, "")
+    assert done.stderr.startswith("Error: --python ./absent: no such file")
 
 
 def test_compare_without_a_match_is_an_error(scale: Project) -> None:
@@ -673,6 +696,8 @@ def test_table_is_not_written_into_a_file_that_is_no_text(project: Project) -> N
         (["calibrate", "--seconds", "nan"], "nan is no finite number"),
         (["gate", "--baselines", "a-file"], "Directory 'a-file' is a file"),
         (["accept", "--reason", "x", "--baselines", "a-file"], "Directory 'a-file' is a file"),
+        (["gate", "--report", "a-file"], "Directory 'a-file' is a file"),
+        (["merge", "report.json", "--report", "a-file"], "Directory 'a-file' is a file"),
         (["accept", "--reason", "  "], "give --reason"),
     ],
 )

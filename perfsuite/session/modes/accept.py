@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
 
-from perfsuite.baseline import accepted_entries
+from perfsuite.baseline import accepted_entries, storage
 from perfsuite.baseline.accepted_entries import Entry
 from perfsuite.baseline.priors import suite_noise
 from perfsuite.errors import BaselineError
@@ -34,6 +34,11 @@ class Accept(Whole, Paired):
     """Acceptance. The code is compared with its own commit, HEAD (an A/A comparison). The gate uses its noise."""
 
     mode = history = "accept"
+
+    def check(self) -> None:
+        if self.items:
+            self._state()
+            storage.check_writable(self.baselines.path(1))
 
     def whole(self) -> None:
         if not self.items:

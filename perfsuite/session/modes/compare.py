@@ -16,6 +16,9 @@ class Compare(Whole, Paired):
 
     mode = "compare"
 
+    def check(self) -> None:
+        revision.resolve(self.arguments["revision"], self.root)
+
     def whole(self) -> None:
         full = revision.resolve(self.arguments["revision"], self.root)
         ids = self.measurable()

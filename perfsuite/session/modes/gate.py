@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shlex
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 from datetime import date
@@ -230,8 +231,9 @@ class Gate(Paired):
     def _lacking(self, id: str, path: Path) -> str:
         where = path.relative_to(self.root) if self.root in path.parents else path
         what = f"it is not in {where}" if path.exists() else f"there is no {where}"
-        pair = id.split("::")[1]
-        return f"{what}; accept it with `perfsuite accept -k {pair} --reason …`"
+        pair, folder = id.split("::")[1], self.config.option.perfsuite_baselines
+        there = f" --baselines {shlex.quote(folder)}" if folder else ""
+        return f"{what}; accept it with `perfsuite accept -k {pair}{there} --reason …`"
 
     def entry(self, id: str) -> Entry | None:
         return self.entries.get(id)

@@ -18,11 +18,15 @@ class Whole(Mode, ABC):
         if session.testsfailed:
             raise session.Interrupted(f"{session.testsfailed} error(s) while collecting; fix them first")
         try:
+            self.check()
             with self.turn():
                 self.whole()
         except PerfsuiteError as error:
             self.refuse(str(error))
         return True
+
+    def check(self) -> None:
+        """Raise PerfsuiteError for what can be refused before the run waits for others that measure."""
 
     @abstractmethod
     def whole(self) -> None:

@@ -70,7 +70,7 @@ def test_history_lists_the_last_runs(here: Path) -> None:
 def test_history_of_a_workload_shows_each_run_and_the_steps(here: Path) -> None:
     pytest.importorskip("ruptures")
     runs = with_levels((12, 1e-5), (8, 1.2e-5))
-    slower = replace(runs[12].workloads[DOTS], slowdown=0.2, verdict=Status.REGRESSED)
+    slower = replace(runs[12].workloads[DOTS], slowdown=0.2, accepted_s=1e-5, verdict=Status.REGRESSED)
     runs[12] = replace(runs[12], workloads={DOTS: slower})
     runs[15] = replace(runs[15], machine=replace(runs[15].machine, platform="Linux-7"), host="gpu-2")
     written(here, *runs)
@@ -229,6 +229,11 @@ def test_change_is_the_measured_one_or_that_against_the_accepted_time() -> None:
     assert [p.change_shown for p in found] == ["–", "~+10.0%", "+1.0%"]
     assert [p.stored for p in found] == [False, True, False]
     assert [p.marks for p in found] == [(), ("accepted 10.0 µs",), ("accepted 10.0 µs → 11.9 µs",)]
+
+
+def test_slowdown_by_the_ratio_to_the_reference_is_not_shown_as_that_against_the_accepted_revision() -> None:
+    stored = figures(1.2e-5, slowdown=-0.28, accepted_s=None, baseline=accepted(2, 1e-5))
+    assert [(p.change_shown, p.stored) for p in course(run(4, workloads={DOTS: stored}))] == [("~+20.0%", True)]
 
 
 def test_a_change_that_rounds_to_zero_has_no_sign() -> None:
