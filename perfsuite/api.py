@@ -27,7 +27,7 @@ from perfsuite.declare.pair import Pair
 from perfsuite.declare.sides import as_side
 from perfsuite.draws import coverage
 from perfsuite.draws.cases import PHASES, case_line, cases, plain_cases
-from perfsuite.errors import NotEquivalent, PerfsuiteError
+from perfsuite.errors import MachineError, NotEquivalent, PairError, PerfsuiteError
 from perfsuite.measured import Measured
 from perfsuite.records import REFERENCE, Case, Evidence
 from perfsuite.session import planned_draws
@@ -55,11 +55,23 @@ def proofs(
     pair: Pair, *, examples: int = 25, device: str | None = None
 ) -> Iterator[tuple[str, Callable[[], Evidence | None]]]:
     """Yield (name, proof) for everything that `check` does. A proof raises NotEquivalent, or returns its evidence."""
+    where = _device(pair, device)
+    if examples < 1:
+        raise PairError(f"examples={examples} is no number of draws; give 1 or more")
     triton_interpreter.quicken()
     pair.validate_functions()
-    where = device or ("cuda" if torch.cuda.is_available() else "cpu")
     for name, prove in _proofs(pair, examples, where):
         yield name, functools.partial(_proven, pair, where, prove)
+
+
+def _device(pair: object, wanted: str | None) -> str:
+    """Return the device to use. Raises PerfsuiteError if `pair` is no Pair, or if this machine has no such device."""
+    if not isinstance(pair, Pair):
+        raise PairError(f"a perfsuite.Pair is needed, and this is a {type(pair).__name__}")
+    best = "cuda" if torch.cuda.is_available() else "cpu"
+    if wanted is not None and wanted.partition(":")[0] not in ("cpu", best):
+        raise MachineError(f"device={wanted!r}: torch has no such device here; leave it out for {best!r}")
+    return wanted or best
 
 
 def _proven(pair: Pair, device: str, prove: Callable[[], Evidence | None]) -> Evidence | None:
@@ -194,8 +206,8 @@ def measure(pair: Pair, *, device: str | None = None) -> Measured:
 
     Workloads for another kind of device, or for several processes, are left out.
     """
+    where = _device(pair, device)
     pair.validate()
-    where = device or ("cuda" if torch.cuda.is_available() else "cpu")
     with convolutions.exact(pair.precision), group.alone(pair, where):
         return Measured(
             measuring.measure(pair, workload, workload_id=f"{pair.name}::speed[{workload.name}]", device=where)

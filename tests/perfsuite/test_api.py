@@ -352,3 +352,31 @@ def test_constants_in_tuples_and_from_arithmetic_are_guarded(tmp_path: Path) -> 
     source.write_text("A, B = 2.0**-13, 64 << 20\nC = -1\nD: int = 3\nE = len('x')\nF, G = f()\nH = 2 * other\n")
     _, constants, _ = tamper._declared(str(source))
     assert constants == {"A": 2.0**-13, "B": 64 << 20, "C": -1, "D": 3}
+
+
+@pytest.mark.parametrize("function", [perfsuite.check, perfsuite.measure])
+@pytest.mark.parametrize(
+    ("given", "device", "says"),
+    [
+        (pair(), "gpu", "device='gpu': torch has no such device here; leave it out for '"),
+        (torch.exp, None, "a perfsuite.Pair is needed, and this is a builtin_function_or_method"),
+    ],
+)
+def test_wrong_arguments_are_refused_in_one_line(
+    function: Callable[..., Any], given: Any, device: str | None, says: str
+) -> None:
+    with pytest.raises(PerfsuiteError) as raised:
+        function(given, device=device)
+    assert str(raised.value).startswith(says)
+    assert "\n" not in str(raised.value)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_missing_gpu_is_not_blamed_on_the_optimized_side() -> None:
+    with pytest.raises(PerfsuiteError, match="device='cuda': torch has no such device here"):
+        perfsuite.check(pair(), device="cuda")
+
+
+def test_check_needs_a_draw() -> None:
+    with pytest.raises(PairError, match="examples=0 is no number of draws"):
+        perfsuite.check(pair(), examples=0, device="cpu")

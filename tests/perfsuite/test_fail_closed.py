@@ -159,7 +159,7 @@ def test_partial_gate_prints_its_share_of_the_accepted_workloads(accepted: Proje
 
 @pytest.mark.parametrize("selection", [["tests/test_scale.py"], [LITTLE, LARGE], ["-k", "scale"]])
 def test_selection_without_partial_is_red(accepted: Project, selection: list[str]) -> None:
-    red(accepted.gate(*selection), "1 of 3 accepted workloads", THIRD, "--partial", code=UNDECIDED)
+    red(accepted.gate(*selection), "1 of 3 accepted workloads", THIRD, "give --perfsuite-partial", code=UNDECIDED)
 
 
 @pytest.mark.parametrize(

@@ -87,9 +87,10 @@ class Gate(Paired):
         ]
         if left_out:
             shown = ", ".join(sorted(left_out)[:SHOWN]) + (", …" if len(left_out) > SHOWN else "")
+            option = "--partial" if self.config.option.perfsuite_mode else "--perfsuite-partial"
             texts.append(
                 f"{len(left_out)} of {len(self.entries)} accepted workloads are not selected ({shown}): a gate judges "
-                "all of them; give --partial to judge a part"
+                f"all of them; give {option} to judge a part"
             )
         return texts
 
