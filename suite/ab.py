@@ -157,7 +157,7 @@ class Comparison:
         # A side with one large window may let the other side train beyond its limit.
         self._units = max(1, min(limits) // self._unit) if limits else None
         if self._units is None and seconds is None:
-            raise ConfigurationError("the training has no end: say when with --windows or --seconds")
+            raise ConfigurationError("the training has no end: set it with --windows or --seconds")
 
     def run(self) -> None:
         """Build, train and evaluate both sides. DivergedError, with side and window, if a loss is not finite."""

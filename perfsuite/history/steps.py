@@ -34,7 +34,7 @@ WINDOW, CLIP = 5, 3.0
 """Log times are clipped at CLIP standard deviations of the noise from the median of the WINDOW runs around them."""
 MEANINGLESS = (Status.NOT_EQUIVALENT, Status.NOT_PROVEN, Status.NOT_TIMED, Status.UNMEASURED, Status.WRONG_MACHINE)
 """Verdicts with which a time means nothing."""
-MISSING = "steps are not looked for without the library ruptures (the extra `history`): pip install ruptures"
+MISSING = "to find steps, install the library ruptures (the extra `history`): pip install ruptures"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

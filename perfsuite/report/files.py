@@ -44,5 +44,7 @@ def write(path: Path, text: str) -> Path:
             with contextlib.suppress(OSError):
                 os.unlink(temporary)
         reason = error.strerror or str(error)
-        raise PerfsuiteError(f"cannot write {path}: {reason}; make its folder writable or name another") from None
+        raise PerfsuiteError(
+            f"cannot write {path}: {reason}; free space there, make its folder writable, or name another"
+        ) from None
     return path

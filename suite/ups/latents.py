@@ -139,9 +139,9 @@ def _check(array: Path, index: Path, shape: list[int], key: str) -> None:
     try:
         known = json.loads(index.read_text(encoding="utf-8"))
         if not isinstance(known, dict) or not {"key", "shape", "sha256"} <= known.keys():
-            raise ValueError("its index has not the fields of one")
+            raise ValueError("its index lacks fields")
         if known["key"] != key or known["shape"] != shape:
-            raise ValueError("it is of other data, or of another encoder")
+            raise ValueError("it was made from other data, or by another encoder")
         if known.get("written") != (now := _stamp(array)):
             if digest_of_file(array) != known["sha256"]:
                 raise ValueError("its bytes are not those that were written")

@@ -490,10 +490,10 @@ def test_each_encoder_seed_has_its_own_latent_cache(tmp_path):
         (lambda array, index: array.write_bytes(array.read_bytes()[:-1] + b"x"), "its bytes are not those"),
         (lambda array, index: array.unlink(), "No such file"),
         (lambda array, index: index.write_text("{"), "cannot be used: Expecting"),
-        (lambda array, index: index.write_text("{}"), "its index has not the fields of one"),
+        (lambda array, index: index.write_text("{}"), "its index lacks fields"),
         (
             lambda array, index: index.write_text(json.dumps({**json.loads(index.read_text()), "key": "of another"})),
-            "it is of other data, or of another encoder",
+            "it was made from other data, or by another encoder",
         ),
     ],
 )

@@ -145,7 +145,9 @@ def test_a_file_whose_name_is_not_utf8_is_skipped(tmp_path: Path) -> None:
 
 def test_run_that_cannot_be_written_raises_a_one_line_error(tmp_path: Path) -> None:
     (tmp_path / ".perfsuite").write_text("a file")
-    with pytest.raises(PerfsuiteError, match=r"cannot write .*json: .*; make its folder writable or name another$"):
+    with pytest.raises(
+        PerfsuiteError, match=r"cannot write .*json: .*; free space there, make its folder writable, or name another$"
+    ):
         written(tmp_path, run())
 
 

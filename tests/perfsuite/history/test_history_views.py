@@ -119,7 +119,7 @@ def test_missing_ruptures_is_reported_in_one_line(here: Path, monkeypatch: pytes
     assert done.exit_code == 0
     assert "slower" not in done.stdout
     assert done.stdout.splitlines()[-1] == (
-        "steps are not looked for without the library ruptures (the extra `history`): pip install ruptures"
+        "to find steps, install the library ruptures (the extra `history`): pip install ruptures"
     )
 
 

@@ -786,7 +786,9 @@ def test_write_all_replaces_whole_files(tmp_path: Path) -> None:
 
 def test_write_says_in_one_line_what_stands_in_the_way(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(PerfsuiteError, match=r"cannot write .*; make its folder writable or name another"):
+    with pytest.raises(
+        PerfsuiteError, match=r"cannot write .*; free space there, make its folder writable, or name another"
+    ):
         write(tmp_path / "file" / "report.json", "text")
 
 
