@@ -18,15 +18,16 @@ def probe(folder: Path) -> None:
         pass
 
 
-def check(folder: Path) -> None:
-    """Create the folder. Raises PerfsuiteError in one line if no file can be written into it."""
+def check(folder: Path, *, name: str | None = None, remedy: str = "make it writable, or name another folder") -> None:
+    """Create the folder. Raises PerfsuiteError in one line if no file can be written into it.
+
+    name  the folder in the message, by default its path
+    """
     try:
         probe(folder)
     except OSError as error:
         reason = error.strerror or str(error)
-        raise PerfsuiteError(
-            f"cannot write into {folder}: {reason}; make it writable, or name another folder"
-        ) from None
+        raise PerfsuiteError(f"cannot write into {name or folder}: {reason}; {remedy}") from None
 
 
 def write(path: Path, text: str) -> Path:

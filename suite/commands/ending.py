@@ -13,7 +13,7 @@ from typing import Any
 import click
 
 from perfsuite.errors import PerfsuiteError
-from perfsuite.report.files import probe
+from perfsuite.report.files import check
 from suite.configuration import ConfigurationError
 from suite.naming import escaped, shown
 from suite.terminal import reserve, tell
@@ -75,8 +75,4 @@ def out_of_memory(error: BaseException) -> str | None:
 
 def writable(folder: Path) -> None:
     """Create the folder before anything is measured; PerfsuiteError if no file can be written in it."""
-    try:
-        probe(folder)
-    except OSError as error:
-        reason = error.strerror or str(error)
-        raise PerfsuiteError(f"cannot write into {shown(folder)}: {reason}; name another folder with --out") from None
+    check(folder, name=shown(folder), remedy="name another folder with --out")

@@ -36,9 +36,8 @@ def prepared(
 
     def call() -> Leaves:
         before = make.clone(values)
-        leaves = execution.copies_of(
-            side_calls.run(side, pair, values, case, False, given)
-        )  # a caller may read at once
+        returned = side_calls.run(side, pair, values, case, False, given)
+        leaves = execution.copies_of(returned)  # at once, as a caller may read it
         for (path, now), (_, was) in zip(make.unchanging(pair, values), make.unchanging(pair, before), strict=True):
             if not forms.identical(now, was):
                 raise ChangedInputError(make.undeclared_change(pair, path, now))
