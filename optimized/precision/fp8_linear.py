@@ -56,7 +56,8 @@ def _product(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None = None)
     """Compute `a @ b.T + bias` from the rounded rows of both matrices, in bfloat16."""
     rounded = _rounded if a.device.type == "cpu" or torch.compiler.is_compiling() else _compiled()
     (a, of_a), (b, of_b) = rounded(a), rounded(b)
-    bias = None if bias is None else bias.contiguous()  # PyTorch's product ignores the bias's stride.
+    if bias is not None:  # PyTorch's product ignores its stride, and refuses an address that is not a multiple of 16.
+        bias = bias.clone(memory_format=torch.contiguous_format)
     return torch._scaled_mm(a, b.T, of_a, of_b.T, bias, out_dtype=torch.bfloat16, use_fast_accum=True)
 
 
