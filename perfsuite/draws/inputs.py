@@ -239,6 +239,13 @@ def map_tensors(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> A
     return value
 
 
+def regrouped(value: Any) -> Any:
+    """Return the nested value with the same tensors, modules and generators in new lists, tuples and dicts."""
+    if isinstance(value, (list, tuple)):
+        return type(value)(map(regrouped, value))
+    return {k: regrouped(v) for k, v in value.items()} if isinstance(value, dict) else value
+
+
 def tensors_in(value: Any, path: str = "", *, buffers: bool = True) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield (path, tensor) for every tensor in a nested value, including the parameters of modules and their
     `buffers`."""

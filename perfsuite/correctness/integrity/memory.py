@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -67,14 +68,17 @@ def undeclared_mutation(probe: Probe) -> None:
 
 @dataclass(frozen=True)
 class _Held:
-    """The tensors that the inputs hold, without the buffers of modules and without inputs that are used up."""
+    """The tensors that the inputs hold."""
 
     tensors: dict[str, torch.Tensor]
+    """Path → tensor, without the buffers of modules and without inputs that are used up."""
     tied: dict[str, str]
     """Which parameters and buffers are one tensor."""
     places: dict[str, int]
     """Path → address of each tensor that a call changes in place. Those of modules and of stateful pairs are left out:
     parameters may be flattened into one buffer, and `contexts` writes to them between the steps."""
+    paths: list[str]
+    """Paths of all tensors, also of buffers and of inputs that are used up; empty for a stateful pair."""
 
     @classmethod
     def of(cls, pair: Pair, values: dict[str, Any]) -> _Held:
@@ -83,25 +87,33 @@ class _Held:
         tied = {name: whose for name, whose in properties.of(given) if name.startswith(properties.TENSOR)}
         changed = [name for name in pair.mutates if name in given and not holds(pair.inputs[name], ModuleSpec)]
         places = {path: t.data_ptr() for name in changed for path, t in make.changing(pair, name, given[name])}
-        return cls(tensors, tied, {} if pair.is_stateful else places)
+        paths = [path for name, value in values.items() for path, _ in make.tensors_in(value, name)]
+        return cls(tensors, tied, {}, []) if pair.is_stateful else cls(tensors, tied, places, paths)
 
     def exchanged(self, now: _Held) -> str:
         """Describe the first tensor that a call has removed, added, replaced, tied, untied or moved. Return "" if the
         inputs hold the same tensors in the same memory."""
-        for path in (*self.tensors, *now.tensors):
-            if path not in now.tensors:
-                return f"removes {path} from its input, which the caller still has"
-            if path not in self.tensors:
-                return f"adds {path} to its input, which the caller still has"
-            if self.tensors[path] is not now.tensors[path]:
+        if regrouped := _regrouped([*self.tensors], [*now.tensors]):
+            return regrouped
+        for path, tensor in self.tensors.items():
+            if tensor is not now.tensors[path]:
                 return f"replaces {path} in its input by another tensor; the caller may hold the one before"
         for name, whose in self.tied.items():
             if now.tied.get(name, whose) != whose:
                 return f"changes {name} from {whose} to {now.tied[name]}"
+        if regrouped := _regrouped(self.paths, now.paths):
+            return regrouped
         moved = (path for path, place in self.places.items() if now.places[path] != place)
         return next(
             (f"moves its input {path} to other memory; views of it do not change with it" for path in moved), ""
         )
+
+
+def _regrouped(before: Sequence[str], after: Sequence[str]) -> str:
+    """Describe the first path that a call has removed or added. Return "" if the paths are the same."""
+    removed = (f"removes {path} from its input, which the caller still has" for path in before if path not in after)
+    added = (f"adds {path} to its input, which the caller still has" for path in after if path not in before)
+    return next(itertools.chain(removed, added), "")
 
 
 def _reference_exchanges(probe: Probe) -> bool:
@@ -174,7 +186,7 @@ def _kept_answers(probe: Probe) -> None:
     if probe.pair.changed:
         return
     values = probe.drawn()
-    first, plain = probe.call(values), probe.call(values)
+    first, plain = (probe.call(make.regrouped(values)) for _ in range(2))
     plain = execution.copies_of(plain)
     inputs = {t.untyped_storage().data_ptr() for n, v in values.items() for _, t in make.tensors_in(v, n)}
     owned = {
@@ -189,7 +201,7 @@ def _kept_answers(probe: Probe) -> None:
     with contextlib.suppress(RuntimeError):
         for leaf in owned.values():
             leaf.fill_(float("nan"))
-    again = probe.call(values)
+    again = probe.call(make.regrouped(values))
     changed = [n for n, leaf in again.items() if _has_nan(leaf) and not _has_nan(plain.get(n))]
     with contextlib.suppress(RuntimeError):
         for n, leaf in owned.items():

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from perfsuite import Pair, floats, listof, sampled, scalar, stateful, tensor
+from perfsuite import Pair, floats, listof, module, sampled, scalar, stateful, tensor
 from perfsuite.correctness import equivalence, integrity, rule, truths
 from perfsuite.correctness.integrity import Probe, memory
 from perfsuite.correctness.rule import FEW, NONE
@@ -376,6 +376,76 @@ def test_fields_of_named_tuples_that_a_step_returns_are_compared() -> None:
 @pytest.mark.parametrize("sizes", [{"m": 5, "n": 7}, {"m": 1, "n": 1}, {"m": 2, "n": 0}], ids=str)
 def test_an_honest_look_alike_passes(name: str, sizes: dict[str, int]) -> None:
     integrity.check(_HONEST[name], Case(dtype="float32", sizes=sizes, inputs={}, seed=5), "cpu")
+
+
+def total(xs: list[torch.Tensor]) -> torch.Tensor:
+    return torch.stack(xs).sum(0)
+
+
+def emptied(xs: list[torch.Tensor]) -> torch.Tensor:
+    found = total(xs)
+    del xs[:]
+    return found
+
+
+def appended(xs: list[torch.Tensor]) -> torch.Tensor:
+    xs.append(total(xs))
+    return xs[-1].clone()
+
+
+def by_address(kept: dict[int, torch.Tensor], xs: list[torch.Tensor]) -> torch.Tensor:
+    found = kept.setdefault(xs[0].data_ptr(), total(xs))
+    del xs[:]
+    return found.clone()
+
+
+LISTS = {"xs": listof("l", tensor("n", values=floats(-4, 4)))}
+
+
+@pytest.mark.parametrize("optimized", [emptied, appended])
+def test_list_that_a_call_uses_up_keeps_its_tensors(optimized: Call) -> None:
+    with pytest.raises(NotEquivalent, match=r"p: the optimized side (removes|adds) xs\[\d\] (from|to) its input"):
+        integrity.check(pair(total, optimized, LISTS, consumes={"xs"}), CASE, "cpu")
+    integrity.check(pair(optimized, optimized, LISTS, consumes={"xs"}), CASE, "cpu")
+    integrity.check(pair(optimized, optimized, LISTS), CASE, "cpu")
+
+
+def test_answers_kept_by_address_are_found_where_both_sides_empty_a_list() -> None:
+    kept: dict[int, torch.Tensor] = {}
+    with pytest.raises(NotEquivalent, match="keeps answers by address or identity"):
+        integrity.reused_memory(probe(pair(emptied, lambda xs: by_address(kept, xs), LISTS)))
+
+
+class Tied(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("a", torch.rand(3))
+        self.register_buffer("b", self.a)
+
+
+def scaled(net: Any, x: torch.Tensor) -> torch.Tensor:
+    return x * net.a + net.b
+
+
+def untied(net: Any, x: torch.Tensor) -> torch.Tensor:
+    net.b = net.b.clone()
+    return scaled(net, x)
+
+
+def with_a_buffer(net: Any, x: torch.Tensor) -> torch.Tensor:
+    net.register_buffer("c", net.b.clone(), persistent=False)
+    return x * net.a + net.c
+
+
+@pytest.mark.parametrize(
+    ("optimized", "says"),
+    [(untied, r"changes the tensor under net.b from that of net.a to its own"), (with_a_buffer, "adds net.c to its")],
+)
+def test_module_keeps_its_buffers_unless_the_reference_changes_them(optimized: Call, says: str) -> None:
+    inputs = {"net": module(Tied), "x": tensor("m", 3, values=floats(-4, 4))}
+    with pytest.raises(NotEquivalent, match=says):
+        integrity.check(pair(scaled, optimized, inputs), CASE, "cpu")
+    integrity.check(pair(optimized, optimized, inputs), CASE, "cpu")
 
 
 @pytest.mark.parametrize("layout", ["transposed", "strided", "expanded", "offset"])
