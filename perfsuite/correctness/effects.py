@@ -141,11 +141,11 @@ def generators(probe: Probe) -> Effects:
 
 
 def named_generators(probe: Probe) -> Effects:
-    """Return the state of each generator among the inputs after the call. A generator that is left as it was has its
-    own name, because the next call would draw the same numbers."""
+    """Return the state of each generator among the inputs after the call, or after the steps. A generator that is left
+    as it was has its own name, because the next call would draw the same numbers."""
     values = probe.drawn()
     before = {n: v.get_state() for n, v in values.items() if isinstance(v, torch.Generator)}
-    if not before or probe.pair.is_stateful:
+    if not before:
         return {}
     probe.call(values)
     found = {}
@@ -279,6 +279,37 @@ def _changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> Effects:
     return {n: f"changes {n} from {was} to {after.get(n)}" for n, was in before.items() if after.get(n) != was}
 
 
+def grads(probe: Probe) -> Effects:
+    """Return the changes that a call or a step makes to `.grad` of its inputs: a `.grad` that was None is set, or one
+    that was set is changed or cleared. The latter is tried only for inputs that may not change, because a step that
+    trains its parameters may clear their `.grad`."""
+    found: Effects = {}
+    for held in (False, True):
+        values = probe.drawn()
+        given = probe.step_inputs(probe.case, 1) if probe.pair.is_stateful else {}
+        every = {**values, **given}
+        if held:
+            for _, tensor in make.unchanging(probe.pair, every):
+                if tensor.requires_grad:
+                    tensor.grad = torch.ones_like(tensor)
+        tensors = {path: t for name in every for path, t in make.tensors_in(every[name], name, buffers=False)}
+        before = {path: tensor.grad for path, tensor in tensors.items()}
+        try:
+            with execution.quiet(probe.side), torch.enable_grad():
+                returned = execution.callable_of(probe.side)(*values.values())
+                if probe.pair.is_stateful:
+                    returned(*given.values())
+        except Exception:  # `contexts` reports a side that does not support this grad mode
+            continue
+        for path, was in before.items():
+            now = tensors[path].grad
+            if was is None and now is not None:
+                found[f"set {path}"] = f"leaves the .grad of {path} set"
+            elif was is not None and (now is not was or not bool((was == 1).all())):
+                found[f"changed {path}"] = f"changes the .grad of {path}"
+    return found
+
+
 def arguments_of_backward(probe: Probe) -> Effects:
     """Return the changes that a backward pass makes to incoming gradients, to inputs and to the inputs' `.grad`."""
     if not _is_differentiated(probe):
@@ -348,10 +379,11 @@ KINDS: tuple[Kind, ...] = (
     named_generators,
     bindings,
     arguments_of_call,
+    grads,
     arguments_of_backward,
     shared_memory,
     held_memory.held_memory,
     threads,
 )
-IN_TURN = (process, settings, generators, named_generators, bindings, held_memory.held_memory)
+IN_TURN = (process, settings, generators, named_generators, bindings, grads, held_memory.held_memory)
 """Kinds whose result depends little on the draw, so each runs on only some of the later draws."""

@@ -8,7 +8,7 @@ import torch
 from catalogue import Time, fault, honest, pair
 from torch.nn import functional
 
-from perfsuite import Pair, floats, generator, integers, scalar, size, tensor
+from perfsuite import Pair, floats, generator, integers, scalar, size, stateful, tensor
 from perfsuite.declare.specs import Spec
 
 LAYOUTS = ("contiguous", "rows", "permuted")
@@ -492,6 +492,44 @@ def goes_on(time: Time) -> Pair:
         reference=with_noise,
         inputs=NUMBERS,
     )
+
+
+def noisy_steps(first: int, more: int) -> Pair:
+    """Return a pair whose steps add noise. The optimized side draws the noise of the `first` steps when the step is
+    built, and that of `more` steps at the end of each step; the reference draws it at the beginning of each step."""
+
+    def build(x: torch.Tensor, source: torch.Generator, first: int, more: int) -> Any:
+        def draw(steps: int) -> list[torch.Tensor]:
+            return [torch.rand(x.shape, generator=source, device=x.device) for _ in range(steps)]
+
+        noise = draw(first)
+
+        def step(g: torch.Tensor) -> None:
+            noise.extend(draw(not noise))
+            x.sub_(0.1 * g + noise.pop(0))
+            noise.extend(draw(more))
+
+        return step
+
+    return pair(
+        stateful(lambda x, source: build(x, source, first, more)),
+        reference=stateful(lambda x, source: build(x, source, 0, 0)),
+        inputs={"x": tensor("n", values=floats(-2, 2)), "source": generator()},
+        step_inputs={"g": tensor("n", values=floats(-2, 2))},
+        mutates={"x"},
+        sizes={"n": size(1, 9)},
+        steps=(1, 2),
+    )
+
+
+@fault(48, "numbers drawn for the step after the last", "leaves source in another state", stage="effects")
+def drawn_ahead(time: Time) -> Pair:
+    return noisy_steps(first=1, more=1)
+
+
+@honest(48, "numbers of all steps drawn when the step is built")
+def drawn_when_built(time: Time) -> Pair:
+    return noisy_steps(first=2, more=0)
 
 
 def setting_at(number: int) -> Any:

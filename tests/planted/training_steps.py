@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -163,6 +164,48 @@ def decays_no_bias(time: Time) -> Pair:
 @honest(54, "a backward pass in the step")
 def backward_in_the_step(time: Time) -> Pair:
     return of_training(lambda model: by_sgd(model, decayed=lambda p: True))
+
+
+def with_gradients_left(model: torch.nn.Module) -> Callable[[torch.Tensor], torch.Tensor]:
+    inner = by_sgd(model, decayed=lambda p: True)
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        loss = inner(x)
+        for p in model.parameters():
+            p.grad = torch.zeros_like(p)
+        return loss
+
+    return step
+
+
+@fault(54, "gradients left on parameters", "leaves the .grad of model.weight set", stage="effects")
+def leaves_gradients(time: Time) -> Pair:
+    return of_training(with_gradients_left)
+
+
+@honest(54, "gradients left on parameters by both sides")
+def both_leave_gradients(time: Time) -> Pair:
+    return replace(of_training(with_gradients_left), reference=stateful(with_gradients_left))
+
+
+@fault(54, "gradients of a model cleared by its average", "changes the .grad of model.norm.weight", stage="effects")
+def average_clears_gradients(time: Time) -> Pair:
+    return of_models(clearing)
+
+
+def clearing(average: torch.nn.Module) -> Callable[[torch.nn.Module], None]:
+    inner = averaged(average)
+
+    def step(model: torch.nn.Module) -> None:
+        inner(model)
+        model.zero_grad()
+
+    return step
+
+
+@honest(54, "gradients of a model cleared by both averages")
+def both_clear_gradients(time: Time) -> Pair:
+    return replace(of_models(clearing), reference=stateful(clearing))
 
 
 @fault(54, "frozen parameters", "changes requires_grad of p from True to False", stage="effects")

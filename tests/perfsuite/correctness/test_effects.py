@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
-from perfsuite import Pair, tensor
+from perfsuite import Pair, module, tensor
 from perfsuite.correctness import effects
 from perfsuite.draws import inputs as make
+from perfsuite.errors import NotEquivalent
 from perfsuite.records import Case
 
 CASE = Case(dtype="float32", sizes={"n": 5}, inputs={}, seed=3)
@@ -61,3 +64,37 @@ def test_three_draws_cover_every_kind_of_effect(monkeypatch: pytest.MonkeyPatch)
     assert tried[0] == set(every)
     assert tried[1] | tried[2] | tried[3] == set(every)
     assert all(len(kinds) < len(every) for kinds in tried[1:])
+
+
+def applied(net: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        return net(x)  # type: ignore[no-any-return]
+
+
+def with_gradients(net: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
+    with torch.enable_grad():
+        torch.autograd.backward(net(x).sum())
+    return applied(net, x)
+
+
+def with_gradients_cleared(net: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
+    net.zero_grad()
+    return applied(net, x)
+
+
+@pytest.mark.parametrize(
+    ("optimized", "says"),
+    [
+        (with_gradients, "leaves the .grad of net.weight set, which the reference does not"),
+        (with_gradients_cleared, "changes the .grad of net.weight, which the reference does not"),
+    ],
+)
+def test_call_that_changes_gradients_is_refused_unless_the_reference_does_so(optimized: Any, says: str) -> None:
+    inputs = {"net": module(lambda: torch.nn.Linear(3, 2)), "x": tensor("n", 3)}
+
+    def pair(reference: Any) -> Pair:
+        return Pair(name="p", reference=reference, optimized=optimized, inputs=inputs, gradients=False)
+
+    with pytest.raises(NotEquivalent, match=says):
+        effects.check(pair(applied), CASE, "cpu")
+    effects.check(pair(optimized), CASE, "cpu")
