@@ -75,6 +75,11 @@ def each(*gradients: torch.Tensor) -> None:
         dist.all_reduce(gradient)
 
 
+def largest(*gradients: torch.Tensor) -> None:
+    for gradient in gradients:
+        dist.all_reduce(gradient, dist.ReduceOp.MAX)
+
+
 def missing_on_one_rank(of_a: torch.Tensor, of_b: torch.Tensor) -> None:
     dist.all_reduce(of_a)
     if dist.get_rank() != 1:
@@ -184,6 +189,7 @@ WRONG = {
     "of_the_first_rank": pair(reduced(of_the_first_rank)),
     "not_averaged": pair(reduced(each, divide=0)),
     "averaged_twice": pair(reduced(each, divide=2)),
+    "largest_for_mean": pair(reduced(largest, divide=0)),
     "rounded_at_random": pair(reduced(rounded_at_random)),
     "in_two_orders": pair(reduced(in_two_orders)),
     "raises_on_one_rank": pair(reduced(raises_on_one_rank)),
@@ -285,9 +291,9 @@ def returned_when_complete(x: torch.Tensor) -> torch.Tensor:
     return total
 
 
-def sum_of_rows(x: torch.Tensor) -> torch.Tensor:
+def sum_of_rows(x: torch.Tensor, operation: Any = dist.ReduceOp.SUM) -> torch.Tensor:
     total = x.sum(0)
-    dist.all_reduce(total)
+    dist.all_reduce(total, operation)
     return total
 
 
@@ -373,6 +379,7 @@ def of_steps(optimized: Callable[[torch.Tensor], Any]) -> Pair:
 
 
 WRONG["returned_before_complete"] = of_rows(returned_before_complete, sum_of_rows)
+WRONG["largest_sum"] = of_rows(lambda x: sum_of_rows(x, dist.ReduceOp.MAX), sum_of_rows)
 WRONG["mean_over_unequal_counts"] = of_rows(mean_of_means, mean_of_positive)
 WRONG["wrong_in_one_process_too"] = of_rows(lambda x: 1.5 * mean_of_positive(x), mean_of_positive)
 WRONG["noise_of_its_own_in_each_rank"] = of_steps(lambda a: noisy(a, by_rank=True))

@@ -38,6 +38,8 @@ WORDS = {
     "gathered_from_the_own_rank": r"on rank 1 of 2; " + ANOTHER_ORDER,
     "not_averaged": DIVISION,
     "averaged_twice": DIVISION,
+    "largest_sum": DIVISION + ", or is another reduction, such as MAX instead of SUM$",
+    "largest_for_mean": OWN_RESULTS + ", or another reduction, such as MAX instead of AVG$",
     "rounded_at_random": r"output\[0\] of the optimized side differs between rank 0 and rank 1 of 2",
     "in_two_orders": "is wrong at",
     "raises_on_one_rank": r"raises ValueError at rank_faults.py:\d+: no gradient here on rank 1",

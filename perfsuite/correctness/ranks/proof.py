@@ -116,13 +116,13 @@ def _cause(pair: Pair, case: Case, device: str, home: Path | None, calls: _Calls
     except NotEquivalent:
         return (
             "; so it is where all ranks have equal parts of the inputs: likely a sum over the ranks is divided by "
-            "their number twice, or not at all"
+            "their number twice, or not at all, or is another reduction, such as MAX instead of SUM"
         )
     except (truths.Discard, group.RanksFailed):
         return ""
     return (
         "; where all ranks have equal parts of the inputs it is right: likely it leaves out some ranks' parts, or is a "
-        "mean of the ranks' own results"
+        "mean of the ranks' own results, or another reduction, such as MAX instead of AVG"
     )
 
 
