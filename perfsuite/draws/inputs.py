@@ -279,13 +279,16 @@ def unchanging(pair: Pair, values: Mapping[str, Any]) -> Iterator[tuple[str, tor
             yield from tensors_in(value, name, buffers=False)
 
 
-def undeclared_change(pair: Pair, path: str, tensor: torch.Tensor, when: str = "") -> str:
-    """Return the words for a side that changes this tensor of an input, with the declaration that permits it."""
+def undeclared_change(pair: Pair, path: str, tensor: torch.Tensor, when: str = "", *, by_reference: bool = True) -> str:
+    """Return the words for a side that changes this tensor of an input, with the declaration that permits it if the
+    reference changes it, too."""
     name = re.split(r"[.\[]", path, maxsplit=1)[0]
     remedy = f"add {'it' if path == name else repr(name)} to mutates="
     if holds(pair.inputs.get(name), ModuleSpec):
         kind = CHANGED if isinstance(tensor, torch.nn.Parameter) else BUFFERS
         remedy = f"declare mutates={{{name!r}: {kind!r}}}"
+    if not by_reference:
+        remedy = "the reference does not change it"
     return f"changes its input {path} in place{when}, which the pair does not declare; {remedy}"
 
 

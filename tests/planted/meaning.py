@@ -41,9 +41,7 @@ def written(time: Time) -> Pair:
     return pair(lambda x: torch.empty_like(x).copy_(fast(x)))
 
 
-@fault(
-    15, "an input changed in place", "changes its input x in place, which the pair does not declare", stage="integrity"
-)
+@fault(15, "an input changed in place", "changes its input x in place, ", "the reference does not", stage="integrity")
 def mutated(time: Time) -> Pair:
     return pair(lambda x: (fast(x), x.mul_(1.5))[0])
 
@@ -51,7 +49,7 @@ def mutated(time: Time) -> Pair:
 @fault(
     15,
     "an input changed and put back",
-    "changes its input x in place, which the pair does not declare",
+    "changes its input x in place, which the pair does not declare; the reference does not change it (it puts",
     stage="integrity",
 )
 def put_back(time: Time) -> Pair:

@@ -54,7 +54,7 @@ def undeclared_mutation(probe: Probe) -> None:
         if tensor.shape != shape or tensor.stride() != stride:
             raise probe.fault(f"reshapes its input {path} in place")
         if not torch.equal(bytes_of(tensor.untyped_storage()), storage):
-            raise probe.fault(make.undeclared_change(probe.pair, path, tensor))
+            raise probe.fault(probe.undeclared_change(path, tensor))
     for path, tensor, storage in changed:
         after = memory_of(tensor).clone()
         if after.numel() != storage.numel():
@@ -140,7 +140,9 @@ def touched_input(probe: Probe) -> None:
     This check comes last, because the other checks name a fault more precisely.
     """
     if probe.touched is not None:
-        raise probe.fault(f"{probe.touched} (it puts the values back, or changes them now and then)")
+        raise probe.fault(
+            f"{probe.undeclared_change(*probe.touched)} (it puts the values back, or changes them now and then)"
+        )
 
 
 def private_buffer(probe: Probe) -> None:

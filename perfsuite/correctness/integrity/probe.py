@@ -39,9 +39,9 @@ class Probe:
     """The case's seed → the inputs as drawn. A call gets a copy."""
     right: dict[int, Leaves] = field(default_factory=dict)
     """The case's seed → the last answer that was found right."""
-    touched: str | None = None
-    """Words for the first undeclared input that a call wrote to, by torch's version counter; its values may have been
-    restored since."""
+    touched: tuple[str, torch.Tensor] | None = None
+    """The first undeclared input that a call wrote to, by torch's version counter; its values may have been restored
+    since."""
     number: int | None = None
     """The draw's number in a proof with several draws, each of which may make only some of the checks. With None, all
     are made."""
@@ -85,7 +85,7 @@ class Probe:
             produced = execution.run(call, self.pair, values, gradients=False, seed=used.seed)
         for path, tensor, version, shape, stride in versions:
             if tensor._version != version and (tensor.shape, tensor.stride()) == (shape, stride):
-                self.touched = self.touched or make.undeclared_change(self.pair, path, tensor)
+                self.touched = self.touched or (path, tensor)
         return produced
 
     def _versions(self, values: dict[str, Any]) -> list[tuple[str, torch.Tensor, int, torch.Size, tuple[int, ...]]]:
@@ -96,6 +96,21 @@ class Probe:
             for path, tensor in make.unchanging(self.pair, values)
             if not self.pair.is_stateful and not tensor.is_inference()
         ]
+
+    def undeclared_change(self, path: str, tensor: torch.Tensor) -> str:
+        """Return the words for a side that changes this tensor of an undeclared input."""
+        given: list[tuple[torch.Tensor, int, torch.Tensor]] = []
+
+        def noted(values: dict[str, Any]) -> dict[str, Any]:
+            tensors = [t for name, t in make.unchanging(self.pair, values) if name == path]
+            given.extend((t, t._version, bytes_of(t.untyped_storage()).clone()) for t in tensors)
+            return values
+
+        self.of_reference().call(noted(self.drawn()), given=noted)
+        by_reference = any(
+            t._version != version or not torch.equal(bytes_of(t.untyped_storage()), was) for t, version, was in given
+        )
+        return make.undeclared_change(self.pair, path, tensor, by_reference=by_reference)
 
     def truth(self, case: Case | None = None, replicas: int = NONE, *, gradients: bool = False) -> truths.Truth:
         """Return the truth of the case. Raises Discard if the reference is not finite on it where the truth is."""

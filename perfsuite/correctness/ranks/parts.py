@@ -11,7 +11,7 @@ import torch
 from perfsuite.correctness import execution, forms, side_calls
 from perfsuite.correctness.execution import Leaves
 from perfsuite.declare.pair import Pair
-from perfsuite.declare.sides import Side
+from perfsuite.declare.sides import Side, as_side
 from perfsuite.draws import inputs as make
 from perfsuite.draws import rank_parts
 from perfsuite.records import Case
@@ -40,7 +40,9 @@ def prepared(
         leaves = execution.copies_of(returned)  # at once, as a caller may read it
         for (path, now), (_, was) in zip(make.unchanging(pair, values), make.unchanging(pair, before), strict=True):
             if not forms.identical(now, was):
-                raise ChangedInputError(make.undeclared_change(pair, path, now))
+                # The reference is called first: if it changes the input, the optimized side is not called.
+                by_reference = side.call is as_side(pair.reference).call
+                raise ChangedInputError(make.undeclared_change(pair, path, now, by_reference=by_reference))
         return leaves
 
     return call

@@ -177,7 +177,7 @@ FAULTS: dict[str, tuple[Callable[[Probe], None], Call, str]] = {
     "mutation": (
         integrity.undeclared_mutation,
         mutating,
-        "changes its input x in place, which the pair does not declare; add it to mutates=",
+        "changes its input x in place, which the pair does not declare; the reference does not change it",
     ),
     "reshaped input": (integrity.undeclared_mutation, reshaping, "reshapes its input x in place"),
     "private buffer": (integrity.private_buffer, private_buffer(), "hands out a private static buffer; return a copy"),
@@ -217,6 +217,16 @@ def test_a_planted_fault_is_rejected_by_name(name: str) -> None:
     assert message.startswith("p: the optimized side ")
     assert match in message
     assert "\n" not in message
+
+
+def test_input_that_the_reference_changes_too_must_be_declared() -> None:
+    def doubled(x: torch.Tensor) -> torch.Tensor:
+        out = torch.exp(x)
+        x.add_(x)
+        return out
+
+    with pytest.raises(NotEquivalent, match="which the pair does not declare; add it to mutates="):
+        integrity.undeclared_mutation(probe(pair(doubled, mutating)))
 
 
 def test_one_wrong_output_is_reported_as_drift_and_not_as_call_order() -> None:
@@ -493,8 +503,10 @@ STATE = {
 
 def test_faults_of_stateful_sides_are_rejected() -> None:
     integrity.check(pair(stateful(descend), stateful(descend), **STATE), CASE, "cpu")
-    with pytest.raises(NotEquivalent, match=r"changes its input grads\[0\] in place, .*; add 'grads' to mutates="):
+    with pytest.raises(NotEquivalent, match=r"changes its input grads\[0\] in place, .*; the reference does not"):
         integrity.check(pair(stateful(descend), stateful(scaling), **STATE), CASE, "cpu")
+    with pytest.raises(NotEquivalent, match=r"changes its input grads\[0\] in place, .*; add 'grads' to mutates="):
+        integrity.check(pair(stateful(scaling), stateful(scaling), **STATE), CASE, "cpu")
     with pytest.raises(NotEquivalent, match="leaves output unwritten, or reads memory it never wrote"):
         integrity.check(pair(stateful(descend), stateful(uninitialised), **STATE), CASE, "cpu")
 

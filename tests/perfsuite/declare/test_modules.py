@@ -292,9 +292,22 @@ def test_running_statistics_of_a_module_in_training_are_outputs() -> None:
 
 
 def test_a_call_may_change_buffers_but_no_parameters() -> None:
-    says = r"changes its input module\.norm\.weight in place, .* declare mutates=\{'module': 'changed'\}"
+    says = r"changes its input module\.norm\.weight in place, .*; the reference does not change it"
     with pytest.raises(NotEquivalent, match=says):
         perfsuite.check(trained(rescales=True), device="cpu")
+
+
+def test_a_parameter_that_both_sides_change_is_declared_as_such() -> None:
+    def halved(norm: nn.Module, x: torch.Tensor) -> Any:
+        with torch.no_grad():
+            norm.weight.mul_(0.5)
+            return norm(x)
+
+    inputs = {"norm": module(lambda: nn.LayerNorm(5)), "x": tensor("m", 5, values=floats(-1, 1))}
+    pair = Pair(reference=halved, optimized=lambda norm, x: 1 * halved(norm, x), inputs=inputs, gradients=False)
+    says = r"changes its input norm\.weight in place, .* declare mutates=\{'norm': 'changed'\}"
+    with pytest.raises(NotEquivalent, match=says):
+        perfsuite.check(pair, device="cpu")
 
 
 def test_a_buffer_that_changes_is_declared_as_such() -> None:
