@@ -365,6 +365,27 @@ def of_shards(padded: bool) -> Pair:
 SHARDS = {"padded": of_shards(padded=True), "unpadded": of_shards(padded=False)}
 
 
+def part_of_mean(x: torch.Tensor, reduce: Callable[[torch.Tensor], torch.Tensor], of: Callable[[int], int]) -> Any:
+    """Return the rows of x from which a mean, reduced by `reduce`, is subtracted, of the rank `of(own rank)`."""
+    every = [torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(dist.get_world_size())]
+    dist.all_gather(every, (x - reduce(x.mean(0))).contiguous())
+    return every[of(dist.get_rank())]
+
+
+def mean_over_ranks(own: torch.Tensor) -> torch.Tensor:
+    dist.all_reduce(own)
+    return own / dist.get_world_size()
+
+
+def sum_over_ranks(own: torch.Tensor) -> torch.Tensor:
+    dist.all_reduce(own)
+    return own
+
+
+def of_parts(reduce: Callable[[torch.Tensor], torch.Tensor], of: Callable[[int], int] = lambda rank: rank) -> Pair:
+    return of_rows(lambda x: part_of_mean(x, reduce, of), lambda x: part_of_mean(x, mean_over_ranks, lambda rank: rank))
+
+
 def of_steps(optimized: Callable[[torch.Tensor], Any]) -> Pair:
     given = of_rows(rows).inputs
     return Pair(
@@ -385,6 +406,9 @@ WRONG["wrong_in_one_process_too"] = of_rows(lambda x: 1.5 * mean_of_positive(x),
 WRONG["noise_of_its_own_in_each_rank"] = of_steps(lambda a: noisy(a, by_rank=True))
 WRONG["all_rows"] = of_rows(all_rows)
 WRONG["wrong_on_one_rank"] = of_rows(wrong_on_one_rank)
+WRONG["parts_of_own_means"] = of_parts(lambda own: own)
+WRONG["parts_of_a_sum"] = of_parts(sum_over_ranks)
+WRONG["parts_exchanged"] = of_parts(mean_over_ranks, lambda rank: dist.get_world_size() - 1 - rank)
 WRONG["writes_an_input"] = of_rows(writes_an_input)
 WRONG["narrow_on_one_rank"] = of_rows(narrow_on_one_rank, positive)
 WRONG["reads_an_empty_file"] = of_rows(reads_an_empty_file)
@@ -399,6 +423,7 @@ RIGHT = {
     "gathered": pair(reduced(gathered)),
     "sent_by_the_first_rank": pair(reduced(sent_by_the_first_rank)),
     "rows": of_rows(lambda x: x + x),
+    "parts_of_a_mean": of_parts(lambda own: mean_over_ranks(own / 2) * 2),
     "returned_when_complete": of_rows(returned_when_complete, sum_of_rows),
     "total_and_count_together": of_rows(total_and_count_together, mean_of_positive),
     "noise_of_each_step": of_steps(lambda a: noisy(a, by_rank=False)),

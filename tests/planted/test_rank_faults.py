@@ -46,7 +46,11 @@ WORDS = {
     "dies_on_one_rank": "ends the process of rank 1 by SIGKILL",
     "exits_on_one_rank": "ends the process of rank 1 with exit code 3",
     "all_rows": r"output of the .* has shape \(6, 5\) on rank 0 of 2, where that of the reference has \(3, ",
-    "wrong_on_one_rank": r"is wrong at \[[345], \d\].*, in the parts of 2 ranks together$",
+    "wrong_on_one_rank": r"is wrong at \[[345], \d\].*, in the parts of 2 ranks together; only the part of rank 1 is "
+    "wrong: likely it depends on the rank",
+    "parts_of_own_means": "in the parts of 2 ranks together; .*" + OWN_RESULTS,
+    "parts_of_a_sum": "in the parts of 2 ranks together; " + DIVISION,
+    "parts_exchanged": "in the parts of 2 ranks together; " + ANOTHER_ORDER,
     "writes_an_input": r"changes its input x in place, which the pair does not declare; the reference does not "
     r"change it \(on rank 1\)$",
     "ends_the_group": "in 2 processes sets torch.distributed's default process group to none .*one of 2.*put it back",

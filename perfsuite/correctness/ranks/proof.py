@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -26,6 +27,10 @@ class RanksApart(NotEquivalent):
 
 class OnRank(NotEquivalent):
     """An output is wrong on one rank, and is not one that the ranks hold in parts."""
+
+
+class InParts(NotEquivalent):
+    """An output is wrong that is joined from the ranks' parts."""
 
 
 def check(
@@ -53,8 +58,9 @@ def check(
         try:
             _check_forms(pair, calls.produced)
             hold(pair, known, of_ranks, truth, side, tally)
-        except OnRank as error:
-            cause = _cause(pair, case, device, home, calls) if side == OPTIMIZED else ""
+        except (OnRank, InParts) as error:
+            parted = functools.partial(_wrong_parts, pair, known, truth, calls) if isinstance(error, InParts) else list
+            cause = _cause(pair, case, device, home, calls, parted) if side == OPTIMIZED else ""
             raise _verdict(side, f"{error}{cause}", case) from None
         except NotEquivalent as error:
             raise _verdict(side, str(error), case) from None
@@ -90,11 +96,13 @@ class _Calls:
         return found
 
 
-def _cause(pair: Pair, case: Case, device: str, home: Path | None, calls: _Calls) -> str:
+def _cause(
+    pair: Pair, case: Case, device: str, home: Path | None, calls: _Calls, wrong_parts: Callable[[], list[int]]
+) -> str:
     """Return the likely cause of a wrong output, or "".
 
-    It depends on the order of the numbers, on whether the ranks agree, and on whether the side is right if all ranks
-    get equal parts of the inputs.
+    It depends on the order of the numbers, on whether the ranks agree, on whose part of an output is wrong, and on
+    whether the side is right if all ranks get equal parts of the inputs.
     """
     if _is_reordered(calls):
         return (
@@ -108,6 +116,9 @@ def _cause(pair: Pair, case: Case, device: str, home: Path | None, calls: _Calls
         )
     if _is_wrong_alone(pair, case, device, home):
         return "; so it is in one process"
+    if (wrong := wrong_parts()) and len(wrong) < pair.at_ranks:
+        ranks = " and ".join(f"rank {rank}" for rank in wrong)
+        return f"; only the part of {ranks} is wrong: likely it depends on the rank where the reference does not"
     alike = pair.at(pair.at_ranks, equal_parts=True)
     try:
         known = truths.by_replicas(alike, case, device, gradients=False, home=home)
@@ -142,7 +153,7 @@ def _is_wrong_alone(pair: Pair, case: Case, device: str, home: Path | None) -> b
 def hold(
     pair: Pair, known: truths.Known, of_ranks: list[Leaves], truth: truths.Truth, side: str, tally: Tally | None
 ) -> None:
-    """Raise NotEquivalent if outputs joined from the ranks' parts are wrong, and OnRank if another output is wrong on a
+    """Raise InParts if outputs joined from the ranks' parts are wrong, and OnRank if another output is wrong on a
     rank."""
     together = parts.joined(of_ranks, truth.leaves)
     if together:
@@ -151,7 +162,7 @@ def hold(
         try:
             equivalence.hold(pair, whole, together, name=side, tally=tally, strict_strides=False)
         except NotEquivalent as error:
-            raise NotEquivalent(f"{error}, in the parts of {pair.at_ranks} ranks together") from None
+            raise InParts(f"{error}, in the parts of {pair.at_ranks} ranks together") from None
     alone = functools.cache(lambda replicas: known(replicas).without(together))
     wrong: list[tuple[int, int, NotEquivalent]] = []
     for rank, leaves in enumerate(of_ranks):
@@ -163,6 +174,21 @@ def hold(
     if wrong:  # the first rank that is wrong after the fewest steps
         _, rank, first = min(wrong, key=lambda found: found[:2])
         raise OnRank(f"{first}, on rank {rank} of {pair.at_ranks}") from None
+
+
+def _wrong_parts(pair: Pair, known: truths.Known, truth: truths.Truth, calls: _Calls) -> list[int]:
+    """Return the ranks whose parts of outputs are wrong beside the reference's parts of the other ranks."""
+    wrong = []
+    for rank, own in enumerate(calls.produced[OPTIMIZED]):
+        of_ranks = [*calls.produced[REFERENCE]]
+        of_ranks[rank] = own
+        try:
+            hold(pair, known, of_ranks, truth, OPTIMIZED, None)
+        except InParts:
+            wrong.append(rank)
+        except NotEquivalent:
+            continue  # another output is wrong, too
+    return wrong
 
 
 def _check_forms(pair: Pair, produced: dict[str, list[Leaves]]) -> None:
@@ -196,14 +222,16 @@ def _dtypes(of_ranks: list[Leaves], name: str) -> list[Any]:
 
 def _is_reordered(calls: _Calls) -> bool:
     """Return whether an output of the optimized side on some rank consists of the reference's numbers there, in another
-    order."""
+    order, or an output joined from the ranks' parts of those of the reference."""
 
     def are(got: Any, plain: Any) -> bool:
         if not isinstance(got, torch.Tensor) or not isinstance(plain, torch.Tensor) or same_leaf(got, plain):
             return False
         return same_leaf(*(leaf.flatten().sort().values for leaf in (got, plain)))
 
-    of_ranks = zip(calls.produced[OPTIMIZED], calls.produced[REFERENCE], strict=True)
+    optimized, reference = calls.produced[OPTIMIZED], calls.produced[REFERENCE]
+    joined = [parts.joined(of_side, calls.truth) for of_side in (optimized, reference)]
+    of_ranks = zip([*optimized, joined[0]], [*reference, joined[1]], strict=True)
     return any(are(leaf, plain.get(name)) for fast, plain in of_ranks for name, leaf in fast.items())
 
 
