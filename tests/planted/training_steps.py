@@ -254,6 +254,42 @@ def without_gradients(p: torch.Tensor) -> Step:
     return torch.no_grad()(momentum(p))
 
 
+def clipping(scale: Callable[[torch.Tensor], torch.Tensor], *, most: float) -> Callable[[torch.Tensor], Step]:
+    """Return SGD whose gradients are multiplied by `scale` of them, but by no more than `most`."""
+
+    def build(p: torch.Tensor) -> Step:
+        def step(g: torch.Tensor) -> None:
+            p.sub_(0.1 * g * scale(g).clamp(max=most))
+
+        return step
+
+    return build
+
+
+def of_clipping(most: float) -> Pair:
+    """Return a pair that adds eps to the sum of squares where the reference adds it to the norm."""
+    return stepping(
+        clipping(lambda g: (g.square().sum() + 1e-12).rsqrt(), most=most),
+        reference=clipping(lambda g: 1 / (g.norm() + 1e-6), most=most),
+    )
+
+
+@fault(
+    54,
+    "gradients scaled to a norm with eps in the root",
+    "p (in place) after ",
+    " of the optimized side is wrong",
+    stage="equivalence",
+)
+def scaled_with_eps_in_the_root(time: Time) -> Pair:
+    return of_clipping(most=float("inf"))
+
+
+@honest(54, "gradients clipped by a norm with eps in the root")
+def clipped_with_eps_in_the_root(time: Time) -> Pair:
+    return of_clipping(most=1.0)  # a norm of less than 1 is left as it is, and eps is within the rounding of others
+
+
 def copying(is_new: Callable[[torch.Tensor, list[torch.Tensor]], bool]) -> Callable[[torch.Tensor], Step]:
     """Return momentum that reads gradients from a buffer; they are copied there only if `is_new` returns True."""
 
