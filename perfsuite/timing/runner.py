@@ -97,10 +97,11 @@ class Runner:
         del before
         function = execution.callable_of(self.side)
         if self.pair.is_stateful:
-            step = function(*self.inputs.values())
+            step = self._refilling(function(*self.inputs.values()), self.step_master)
             arguments = self.arguments = tuple(make.clone(self.step_master).values())
             self.call, self.reset = self._keeping(step, arguments), lambda: None
             return
+        function = self._refilling(function, self.inputs)
         self.arguments = tuple(self.inputs.values())
         self._restore_from(master)
         if self.direction == "forward":
@@ -111,6 +112,13 @@ class Runner:
             self.call, self.reset = self._both(function), self._restore
         else:
             self.call, self.reset = self._backward, self._before_backward(function)
+
+    def _refilling(self, function: Callable[..., Any], inputs: Mapping[str, Any]) -> Callable[..., Any]:
+        """Return the function; if it consumes lists or dicts, each call gets new ones with the same tensors, because a
+        call may empty them."""
+        if not any(isinstance(inputs.get(name), (list, dict)) for name in self.pair.consumes):
+            return function
+        return lambda *arguments: function(*make.regrouped(arguments))
 
     def _keeping(self, function: Callable[..., Any], arguments: tuple[Any, ...]) -> Callable[[], object]:
         def forward() -> object:

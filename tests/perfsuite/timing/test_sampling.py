@@ -112,6 +112,30 @@ def measure(of: Pair, n: int = 5, **options: Any) -> Measurement:
 # --- the record ----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("direction", ["forward", "both"])
+def test_a_side_may_empty_a_list_that_it_consumes(time: Time, direction: str) -> None:
+    def emptied(xs: list[torch.Tensor]) -> torch.Tensor:
+        return xs.pop() * xs.pop()
+
+    inputs = {"xs": [tensor("n", values=floats(1, 2)), tensor("n", values=floats(1, 2))]}
+    sides = {"reference": lasting(time, SLOW_S, emptied), "optimized": lasting(time, FAST_S, emptied)}
+    made = measure(pair(time, **sides, inputs=inputs, consumes={"xs"}), direction=direction)
+    assert made.evidence is not None
+
+
+def test_a_step_may_empty_a_list_that_it_consumes(time: Time) -> None:
+    def make(seconds: float) -> Call:
+        def start(total: torch.Tensor) -> Call:
+            return lasting(time, seconds, lambda xs: total.add_(xs.pop()))
+
+        return start
+
+    inputs, steps = {"total": tensor("n")}, {"xs": [tensor("n")]}
+    sides = {"reference": stateful(make(SLOW_S)), "optimized": stateful(make(FAST_S))}
+    made = measure(pair(time, **sides, inputs=inputs, step_inputs=steps, consumes={"xs"}))
+    assert made.evidence is not None
+
+
 def test_the_record_contains_the_planted_times(time: Time) -> None:
     made = measure(pair(time, rivals={"rival": lasting(time, 5e-3)}))
     assert (made.id, made.pair, made.workload, made.device) == ("p::speed[w]", "p", "w", "cpu")
