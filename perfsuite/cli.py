@@ -225,7 +225,7 @@ def _has_results(file: Path) -> bool:
 @_selection
 @click.option("--reason", help="Why the new figures are right; kept in the baseline. Asked for where it is missing.")
 @click.option("--more", is_flag=True, help="Add a session to the figures of unchanged code, without rivals.")
-@click.option("--prune", is_flag=True, help="Drop workloads that no longer exist.")
+@click.option("--prune", is_flag=True, help="Drop workloads of these PATHS that no longer exist.")
 @click.option("--processes", default=5, show_default=True, type=click.IntRange(3), help="Measuring processes.")
 @click.option("--allow-dirty", is_flag=True, help="Accept with uncommitted changes; the code cannot be loaded again.")
 @click.option("--baselines", type=FOLDER, help="Folder of the baselines.  [default: baselines]")

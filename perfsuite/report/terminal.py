@@ -108,7 +108,7 @@ def attention(report: RunReport, every: tuple[Row, ...]) -> list[Text]:
     """Return a line for each point that needs attention, the worst first."""
     lines = [Text(f"✗ {problem}", style="red") for problem in report.problems]
     if not report.complete:
-        lines.append(Text("✗ interrupted: this report holds what was measured until then", style="red"))
+        lines.append(Text("✗ interrupted: the table shows what was measured until then", style="red"))
     lines += [Text(f"✗ {item}: {why}", style="red") for item, why in report.correctness.failures.items()]
     for verdict in not_green(report):
         lines.append(Text(f"✗ {verdict.message}", style="red"))

@@ -546,6 +546,8 @@ def test_ctrl_c_keeps_the_baseline_and_reports_what_was_measured(project: Projec
         assert report["complete"] is False
         assert list(report["measurements"]) == [SMALL]
         assert lines_with(output, "interrupted", "what was measured until then")
+    else:
+        assert lines_with(output, "the baseline is unchanged; the same command", "resumes")
 
 
 def _contents(folder: Path) -> dict[Path, bytes]:

@@ -6,6 +6,8 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
 
+import pytest
+
 from perfsuite.baseline import accepted_entries, storage
 from perfsuite.baseline.accepted_entries import Entry
 from perfsuite.baseline.priors import suite_noise
@@ -206,6 +208,13 @@ class Accept(Whole, Paired):
             for i, size in sizes.items()
             if size > estimates.MARGIN_USUAL and self.margin(i) is None and "reference" not in accepted[i].few
         ]
+
+    def finish(self, session: pytest.Session) -> None:
+        if not self.complete:
+            self.notes.append(
+                "the baseline is unchanged; the same command, on the same commit and machine, resumes with what was "
+                "measured"
+            )
 
     def prove_task(self, id: str) -> Task:
         return replace(super().prove_task(id), note_ran=True, thorough=not self.more)
