@@ -12,10 +12,12 @@ import functools
 import re
 import types
 import typing
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
+
+import click
 
 from perfsuite.errors import PerfsuiteError
 from suite.naming import as_typed
@@ -75,7 +77,8 @@ def read(kinds: Sequence[type[Any]], path: str | Path | None, arguments: Sequenc
     given |= {name: (value, f"--{name}") for name, value in _split(arguments, fields)}
     for name, (value, origin) in given.items():
         if name not in fields:
-            raise ConfigurationError(f"{origin}: no field is called {name!r}{_nearest(name, fields)}")
+            options = _options_of_command() if origin == f"--{name}" else []
+            raise ConfigurationError(f"{origin}: no field is called {name!r}{_nearest(name, [*fields, *options])}")
         takes_none = _takes_none(fields[name].type)
         if (value is None and not takes_none) or (value == "" and takes_none):  # the parser would accept it
             raise ConfigurationError(f"{origin}: {name} must be {fields[name].expected()}, got nothing")
@@ -198,7 +201,15 @@ def _split(arguments: Sequence[str], fields: Mapping[str, Field]) -> Iterator[tu
         yield name, value
 
 
-def _nearest(name: str, fields: Mapping[str, Field]) -> str:
+def _options_of_command() -> list[str]:
+    """Return the names of the running command's own options, which `read` does not get."""
+    context = click.get_current_context(silent=True)
+    options = [p for p in context.command.params if isinstance(p, click.Option)] if context else []
+    return [word.removeprefix("--") for option in options for word in option.opts if word.startswith("--")]
+
+
+def _nearest(name: str, fields: Iterable[str]) -> str:
+    fields = list(fields)
     near = difflib.get_close_matches(name, fields, n=1, cutoff=0.5)
     if not near:
         inner = {f.rpartition(".")[2]: f for f in fields}

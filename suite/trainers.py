@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 from perfsuite.errors import PerfsuiteError
+from suite.configuration import ConfigurationError
 
 if TYPE_CHECKING:
     import torch
@@ -139,14 +140,14 @@ def register(name: str, entry: Entry) -> None:
 
 
 def find(name: str) -> Entry:
-    """Return the trainer of that name. If there is none, PerfsuiteError suggests the most similar name."""
+    """Return the trainer of that name. If there is none, ConfigurationError suggests the most similar name."""
     if name in TRAINERS:
         return TRAINERS[name]
     if name.startswith("-"):
-        raise PerfsuiteError(f"the name of a trainer comes first, before {name}; there are: {', '.join(TRAINERS)}")
+        raise ConfigurationError(f"the name of a trainer comes first, before {name}; there are: {', '.join(TRAINERS)}")
     near = difflib.get_close_matches(name, TRAINERS, n=1)
     hint = f"did you mean {near[0]}?" if near else f"there are: {', '.join(sorted(TRAINERS))}"
-    raise PerfsuiteError(f"no trainer is called {name!r}; {hint}")
+    raise ConfigurationError(f"no trainer is called {name!r}; {hint}")
 
 
 def config_of(name: str) -> type[Any]:

@@ -11,6 +11,7 @@ from typing import Any
 
 from perfsuite.errors import PerfsuiteError
 from perfsuite.report.files import write
+from suite.configuration import ConfigurationError
 from suite.naming import shown
 
 SCHEMA = 1
@@ -79,11 +80,11 @@ class Checks:
         return keep
 
     def chosen(self, only: Iterable[str]) -> list[Check]:
-        """Return the checks with these ids, or all if none is given. PerfsuiteError for an unknown id."""
+        """Return the checks with these ids, or all if none is given. ConfigurationError for an unknown id."""
         wanted = list(only)
         for name in wanted:
             if name not in self.all:
-                raise PerfsuiteError(f"there is no claim {name!r}; there are: {', '.join(self.all)}")
+                raise ConfigurationError(f"there is no claim {name!r}; there are: {', '.join(self.all)}")
         return [check for check in self.all.values() if not wanted or check.id in wanted]
 
 

@@ -19,6 +19,7 @@ import click
 from perfsuite.errors import PerfsuiteError
 from perfsuite.option_types import NamedPath
 from suite.commands.ending import in_one_line, out_of_memory, writable
+from suite.commands.with_fields import WithFields
 from suite.naming import shown
 from suite.terminal import tell
 from suite.trainers import memory_remedy
@@ -54,7 +55,7 @@ class Chosen:
         return cast("dict[str, Any]", plain({**asdict(self.data), **asdict(self.config), "seed": self.options.seed}))
 
 
-@click.command(context_settings={"ignore_unknown_options": True})
+@click.command(cls=WithFields)
 @click.argument("name")
 @click.option("--baseline", type=NamedPath(), help="YAML file of fields.")
 @click.option("--optimized", type=NamedPath(), help="YAML file of fields.")

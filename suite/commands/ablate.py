@@ -14,6 +14,7 @@ from click.core import ParameterSource
 from perfsuite.errors import PerfsuiteError
 from perfsuite.option_types import NamedPath
 from suite.commands.ending import in_one_line, writable
+from suite.commands.with_fields import WithFields
 from suite.naming import shown
 from suite.terminal import tell
 from suite.trainers import memory_remedy
@@ -21,7 +22,7 @@ from suite.trainers import memory_remedy
 FOLDER = ".perfsuite/ablation"
 
 
-@click.command(context_settings={"ignore_unknown_options": True})
+@click.command(cls=WithFields)
 @click.argument("name")
 @click.option("--config", type=NamedPath(), help="YAML file of fields.  [default: the fields' own defaults]")
 @click.option("--device", help="cpu, cuda or cuda:1.  [default: the GPU, if any]")

@@ -14,6 +14,7 @@ from perfsuite.errors import PerfsuiteError
 from perfsuite.option_types import NamedPath
 from perfsuite.report.files import write
 from suite.commands.ending import in_one_line, writable
+from suite.commands.with_fields import WithFields
 from suite.naming import shown
 from suite.terminal import tell
 
@@ -29,7 +30,7 @@ OPTIONS = {
 """Parameter → (option, the only trainer that has this option)."""
 
 
-@click.command(context_settings={"ignore_unknown_options": True})
+@click.command(cls=WithFields)
 @click.argument("name")
 @click.option("--checkpoint", type=NamedPath(), required=True, help="A file, or the folder of a run.")
 @click.option("--out", type=NamedPath(), help="Folder of the results.  [default: evaluation, beside the checkpoint]")

@@ -10,6 +10,7 @@ import click
 from perfsuite.errors import PerfsuiteError
 from perfsuite.option_types import NamedPath
 from suite.commands.ending import in_one_line
+from suite.commands.with_fields import WithFields
 from suite.naming import escaped, shown, typed
 from suite.terminal import tell
 
@@ -22,7 +23,7 @@ class Found(NamedTuple):
     passage: str
 
 
-@click.command(context_settings={"ignore_unknown_options": True})
+@click.command(cls=WithFields)
 @click.argument("checkpoint", type=NamedPath())
 @click.argument("text")
 @click.option("-n", "count", type=click.IntRange(min=1), default=5, show_default=True, help="Passages to show.")

@@ -17,6 +17,7 @@ from perfsuite.errors import PerfsuiteError, first_line
 from perfsuite.option_types import NamedPath
 from perfsuite.system import orphans
 from suite.commands.ending import in_one_line
+from suite.commands.with_fields import WithFields
 from suite.terminal import tell
 from suite.trainers import memory_remedy
 
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
 FOLDER = ".perfsuite/train"
 
 
-@click.command(context_settings={"ignore_unknown_options": True})
+@click.command(cls=WithFields)
 @click.argument("name")
 @click.option("--config", type=NamedPath(), help="YAML file of fields.  [default: the fields' own defaults]")
 @click.option(

@@ -336,7 +336,7 @@ def test_unknown_trainer_is_reported_in_one_line_in_a_subprocess() -> None:
     pytest.importorskip("jsonargparse")
     command = [sys.executable, "-c", "from suite.commands.ablate import ablate; ablate()", "trainer3"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stdout) == (1, "")
+    assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == "Error: no trainer is called 'trainer3'; did you mean trainer2?\n"
 
 
@@ -413,7 +413,7 @@ def test_entry_point_refers_to_the_command() -> None:
 @pytest.mark.parametrize(
     ("arguments", "code", "says"),
     [
-        (["trainer3"], 1, "no trainer is called 'trainer3'; did you mean trainer2?"),
+        (["trainer3"], 2, "no trainer is called 'trainer3'; did you mean trainer2?"),
         (["trainer2", "--widht", "512"], 2, "widht"),
         (["trainer2", "--from", "nowhere.json"], 1, "nowhere.json is no ablation"),
         (["trainer2", "--width", "100"], 2, "width=100: the field takes up 256 channels"),

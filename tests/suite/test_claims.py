@@ -322,7 +322,7 @@ def test_out_of_memory_in_one_claim_does_not_stop_the_others(
 )
 def test_an_unknown_claim_or_trainer_is_reported_in_one_line(arguments: list[str], says: str, tmp_path: Path) -> None:
     done = CliRunner().invoke(claims, [*arguments, "--device", "cpu", "--out", str(tmp_path)])
-    assert done.exit_code == 1
+    assert done.exit_code == 2
     (line,) = done.output.splitlines()
     assert line.startswith(f"Error: {says}")
     assert not list(tmp_path.iterdir())

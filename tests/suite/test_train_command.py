@@ -190,9 +190,10 @@ def test_show_prints_a_configuration_that_can_be_read_again() -> None:
 @pytest.mark.parametrize(
     ("arguments", "code", "words"),
     [
-        (["tooy"], 1, ["no trainer is called 'tooy'; did you mean toy?"]),
-        (["--eta_update", "toy"], 1, ["the name of a trainer comes first"]),
+        (["tooy"], 2, ["no trainer is called 'tooy'; did you mean toy?"]),
+        (["--eta_update", "toy"], 2, ["the name of a trainer comes first"]),
         (["toy", "--eta_updat", "1"], 2, ["--eta_updat", "did you mean 'eta_update'?"]),
+        (["toy", "--cofig", "toy.yaml"], 2, ["--cofig: no field is called 'cofig'; did you mean 'config'?"]),
         (["toy", "--eta_update", "fast"], 2, ["--eta_update must be a number, got 'fast'"]),
         (["toy", "--eta_update", "-0.5"], 2, ["eta_update must be positive"]),
         (["toy", "--config", "nowhere.yaml"], 2, ["nowhere.yaml: No such file"]),

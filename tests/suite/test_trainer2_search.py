@@ -157,6 +157,11 @@ def test_a_wrong_query_is_reported_in_one_line(run: Path, arguments: list[str], 
     assert re.search(words, last), last
 
 
+def test_a_misspelled_option_that_is_needed_is_named(run: Path) -> None:
+    done = CliRunner().invoke(evaluate, ["trainer2", "--chekpoint", str(run)])
+    assert (done.exit_code, done.output) == (2, "Error: no such option: --chekpoint; did you mean --checkpoint?\n")
+
+
 def test_random_tokens_have_no_passages() -> None:
     with pytest.raises(PerfsuiteError, match="it was trained on random tokens, which have no text; train on a folder"):
         search.Passages(Data(synthetic=64), 300, 999)
