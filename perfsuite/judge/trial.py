@@ -32,6 +32,8 @@ CHANGED = 4
 CHANGES = 3
 """Number of times that elements are replaced. One time is not enough: if a replaced element is in the key of a
 candidate's cache, the candidate does not return the cached answer."""
+GRID = 128
+"""Number of multiples, up to the largest element, to which floats are rounded."""
 CPU_LIMIT_S = 3600
 """CPU time that a process may use, in seconds."""
 MOST_EXCUSED = 0.5
@@ -244,6 +246,7 @@ def prove(problem: Problem, candidate: Served, draws: int = DRAWS) -> Proof:
             f"proven; on the first, the reference {reasons[0]}"
         )
     _other_elements(problem, candidate, tally, causes)
+    _other_order(problem, candidate, tally, causes)
     found.worst, found.excused = tally.worst, tally.excused
     if tally.excused > MOST_EXCUSED * tally.elements:
         raise PerfsuiteError(
@@ -287,6 +290,7 @@ def _compared(
     values: dict[str, Any],
     tally: Tally,
     causes: Causes,
+    when: str = "",
 ) -> str:
     """Compare two calls on the same values with the truth. Return why there is no truth, or an empty string."""
     truth = truth_of(problem, case, values)
@@ -296,8 +300,8 @@ def _compared(
     arguments = problem.arguments(values)
     _, (first, second) = candidate.call([arguments, arguments], forms, again=True)
     given = [tensor for _, tensor in make.tensors_in(arguments)]
-    _judge(problem, truth, given, first, tally, causes, "")
-    _judge(problem, truth, given, second, tally, causes, " when it is called again on the same inputs")
+    _judge(problem, truth, given, first, tally, causes, when)
+    _judge(problem, truth, given, second, tally, causes, f"{when} when it is called again on the same inputs")
     causes.note(truth, first)
     candidate.settled()
     return ""
@@ -323,6 +327,37 @@ def _other_elements(problem: Problem, candidate: Served, tally: Tally, causes: C
                 flat[at] = source[at]
                 tensor.detach().copy_(flat.view(tensor.shape))
         _compared(problem, candidate, case, values, tally, causes)
+
+
+def _other_order(problem: Problem, candidate: Served, tally: Tally, causes: Causes) -> None:
+    """Prove calls whose inputs have the same elements as those of the call before, in another order. A candidate that
+    caches answers by their sum, or by another number that does not depend on the order, then returns an old answer.
+
+    The elements are multiples of a power of two, so that their sum is exact in any order.
+    """
+    for _ in range(DRAWS):  # the reference may be finite on some draws only
+        case = problem.case(secrets.randbits(31))
+        values = problem.build(case)
+        tensors = [t.detach() for _, t in make.tensors_in(problem.arguments(values)) if 0 not in t.stride()]
+        for tensor in tensors:
+            tensor.copy_(_coarse(tensor))
+        if not _compared(problem, candidate, case, values, tally, causes):
+            break
+    else:
+        return
+    for tensor in tensors:
+        flat = tensor.reshape(-1)
+        tensor.copy_(flat[torch.randperm(flat.numel(), device=flat.device)].view(tensor.shape))
+    _compared(problem, candidate, case, values, tally, causes, " on the elements of the call before in another order")
+
+
+def _coarse(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the floats rounded to at most GRID multiples of a power of two and their negatives."""
+    if not tensor.is_floating_point() or not tensor.numel():
+        return tensor
+    largest = tensor.abs().amax().double()
+    step = torch.exp2((largest / GRID).log2().ceil()).clamp(min=torch.finfo(tensor.dtype).tiny)
+    return ((tensor.double() / step).round() * step).to(tensor.dtype)
 
 
 def _borrowed(problem: Problem, candidate: Served) -> str:

@@ -69,13 +69,21 @@ EXPLOITS: dict[str, tuple[str, str]] = {
         """),
         "the answer that it gave to other inputs",
     ),
+    "an answer kept by its sum": (
+        candidate("return self.kept.setdefault(x.double().sum().item(), self.right(x))"),
+        "on the elements of the call before in another order.*the answer that it gave to other inputs",
+    ),
+    "an answer kept by its largest element": (
+        candidate("return self.kept.setdefault(x.abs().max().item(), self.right(x))"),
+        "the answer that it gave to other inputs",
+    ),
     "right at every other call": (
         candidate("return self.right(x) if self.calls % 2 else torch.zeros_like(x)"),
         "when it is called again on the same inputs",
     ),
     "right while it is proven": (
         candidate("""
-            if self.calls > 27:
+            if self.calls > 31:
                 return self.kept["last"]
             self.kept["last"] = self.right(x)
             return self.kept["last"]
@@ -299,8 +307,8 @@ EXPLOITS: dict[str, tuple[str, str]] = {
         r"is wrong at \[15, ",
     ),
     "a bias that is hard to see": (
-        candidate("return self.right(x) + 3e-6"),
-        "it is the truth plus 3e-06 in each element",
+        candidate("return self.right(x) + 4e-6"),
+        r"it is the truth plus (3\.9\d|4|4\.0\d)e-06 in each element",
     ),
     "an answer that drifts": (
         candidate("return self.right(x) * (1 + 1e-6 * self.calls)"),
@@ -378,6 +386,7 @@ QUICK = (
     "nothing but NaN",
     "outputs by other keys",
     "an answer kept by a few elements",
+    "an answer kept by its sum",
     "right at every other call",
     "right while it is proven",
     "an input used as a workspace",
