@@ -264,14 +264,17 @@ def _throughput_missed(s: Subject, shown: Verdict, rate: throughput.Throughput) 
 
 
 def _with_cause(s: Subject, verdict: Verdict, speed: Speedup | None, margin: float) -> Verdict:
-    """Return the green verdict, with the cause if the stored speedup is no longer reached."""
+    """Return the green verdict, with the cause if the stored speedup is no longer reached, or if it is exceeded because
+    the reference has become slower."""
     if s.entry is None or speed is None or speed.least or s.few:
         return verdict
     lost = math.log(s.entry.speedup()) - speed.now.value
     least = math.log1p(max(margin, MARGIN_USUAL)) if speed.full else FEW_LEAST
-    if lost < least or lost < 2 * speed.now.se:
+    if -FEW_LEAST < lost < least or abs(lost) < 2 * speed.now.se:
         return verdict
-    side, why = causes.of_speedup(s.entry, s.runs)
+    side, why = causes.of_speedup(s.entry, s.runs) if lost > 0 else causes.of_ratio(s.entry, s.runs, lost)
+    if lost < 0 and side != "reference":
+        return verdict
     text = f"{speed}, {s.entry.speedup():.4g}× when accepted: {why}"
     return replace(verdict, moved=side, message=f"{verdict.message}; {text}")
 

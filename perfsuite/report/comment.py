@@ -18,8 +18,8 @@ from perfsuite.report.model import (
     exit_code,
     findings,
     headline,
-    left_out,
     machine_line,
+    notes,
     sentence,
     without_waivers,
 )
@@ -60,13 +60,13 @@ def _text(report: RunReport, page: str | None) -> str:
     if excused(report):
         lines += [f"**{escape(without_waivers(report))}:**", ""]
         lines += _table(markdown.every_excuse(report), PARTS["excuses"])
-    notes = _list(left_out(report), PARTS["notes"])
+    listed = _list(notes(report), PARTS["notes"])
     if report.ids:
         name = f"<summary>{units.count(len(report.ids), 'workload')}</summary>"
         fold, closing = ["<details>", name, ""], ["</details>", ""]
-        used = _length([*lines, *fold, *closing, *notes, *end])
+        used = _length([*lines, *fold, *closing, *listed, *end])
         lines += [*fold, *_table(markdown.every_row(report), LIMIT - used - 200), *closing]
-    return "\n".join([*lines, *notes, *end]) + "\n"
+    return "\n".join([*lines, *listed, *end]) + "\n"
 
 
 def _list(texts: list[str], room: int) -> list[str]:

@@ -11,7 +11,7 @@ from perfsuite.errors import PerfsuiteError
 from perfsuite.records import Measurement
 from perfsuite.report import units
 from perfsuite.report.escaping import escape
-from perfsuite.report.model import RunReport, excused, findings, headline, left_out, machine_line, rows, without_waivers
+from perfsuite.report.model import RunReport, excused, findings, headline, machine_line, notes, rows, without_waivers
 from perfsuite.report.workload_rows import Row, distinct, entry_row, row
 
 BEGIN = "<!-- perfsuite:table -->"
@@ -54,9 +54,9 @@ def summary(report: RunReport) -> str:
         lines += [*every_row(report), ""]
     if excused(report):
         lines += [f"{without_waivers(report)}:", "", *every_excuse(report), ""]
-    notes = left_out(report)
-    lines += [f"- {escape(note)}" for note in notes]
-    if notes:
+    listed = notes(report)
+    lines += [f"- {escape(note)}" for note in listed]
+    if listed:
         lines.append("")
     revision = f", revision {report.revision}" if report.revision else ""
     lines.append(

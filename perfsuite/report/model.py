@@ -94,6 +94,14 @@ def rows(report: RunReport) -> tuple[Row, ...]:
     return tuple(sorted(made, key=lambda r: order[r.technique]))
 
 
+def notes(report: RunReport) -> list[str]:
+    """Return a line for each point that is worth knowing, although it makes nothing red: a speedup that is not as
+    accepted because a side or the device changed, and what was left out."""
+    passed = ((r, report.verdicts[r.id]) for r in rows(report) if r.status is Status.PASS and r.id in report.verdicts)
+    changed = [f"{r.technique}[{r.workload}]: {reason(v.message, r)}" for r, v in passed if v.moved is not None]
+    return [*changed, *left_out(report)]
+
+
 def left_out(report: RunReport) -> list[str]:
     """Return a line for each reason why proofs were skipped, then one for each reason why rivals were not timed."""
     reasons = sorted(report.correctness.skip_reasons.items(), key=lambda item: -item[1])

@@ -18,9 +18,9 @@ from perfsuite.report import units
 from perfsuite.report.model import (
     RunReport,
     headline,
-    left_out,
     machine_line,
     not_green,
+    notes,
     rows,
     since_accepted,
     without_waivers,
@@ -124,7 +124,7 @@ def attention(report: RunReport, every: tuple[Row, ...]) -> list[Text]:
         unfit = [reason for reason in row.throttle if reason != "SW power cap"]
         if unfit:
             lines.append(Text(f"• {row.technique}[{row.workload}]: clock limited ({', '.join(unfit)})", style="yellow"))
-    lines += [Text(f"• {line}", style="dim") for line in left_out(report)]
+    lines += [Text(f"• {line}", style="dim") for line in notes(report)]
     return lines
 
 

@@ -1148,6 +1148,19 @@ def test_pass_reports_the_cause_of_a_lost_speedup() -> None:
     assert "), 20× when accepted: against the stored times, the reference side is 4.9% faster" in found.message
 
 
+@pytest.mark.parametrize(("times", "reported"), [(1.19, False), (1.21, True)])
+def test_pass_reports_a_speedup_that_is_larger_because_the_reference_is_slower(times: float, reported: bool) -> None:
+    log = math.log(times)
+    run = [process(o, ratio=TRUTH + log, optimized_s=1e-4, reference_s=2e-3 * times) for o in OFFSETS]
+    found = verdict(judge(run), Status.PASS)
+    assert (found.moved == "reference") is reported
+    assert (
+        "20× when accepted: against the stored times, the reference side is 21.0% slower" in found.message
+    ) is reported
+    faster = [process(o, ratio=TRUTH + log, optimized_s=1e-4 / times, reference_s=2e-3) for o in OFFSETS]
+    assert verdict(judge(faster), Status.PASS).moved is None
+
+
 def test_speedup_is_lost_beyond_the_larger_of_2_percent_and_the_margin() -> None:
     def moved(lost: float, **fields: Any) -> bool:
         run = [process(o, ratio=TRUTH - lost, optimized_s=1e-4) for o in OFFSETS * 4]

@@ -36,6 +36,7 @@ from perfsuite.records import (
 from perfsuite.report import (
     Correctness,
     RunReport,
+    comment,
     html,
     jsonfile,
     junit,
@@ -419,6 +420,17 @@ def test_terminal_leaves_out_what_a_cpu_does_not_tell() -> None:
 def test_terminal_is_wide_enough_in_a_log(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("COLUMNS", raising=False)
     assert terminal.console(io.StringIO()).width == terminal.PLAIN_WIDTH
+
+
+def test_a_reference_that_became_slower_is_named_although_the_workload_passes() -> None:
+    report = example()
+    message = f"PASS {ROTOR}: a slowdown of 1.2% is excluded; 211× as fast, 98× when accepted: the reference is slower"
+    passed = dataclasses.replace(report.verdicts[ROTOR], message=message, moved="reference")
+    report = dataclasses.replace(report, verdicts={**report.verdicts, ROTOR: passed})
+    for text in (printed(report), markdown.summary(report), comment.text(report)):
+        plain = " ".join(text.replace("\\", "").split())
+        assert "rotor_update[window64]: a slowdown of 1.2% is excluded; 211× as fast" in plain
+    assert "the reference moved, not the optimized side" in html.page(report)
 
 
 def test_interrupted_run_says_so_everywhere() -> None:
