@@ -219,7 +219,7 @@ INPUT = "input "
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Proof:
+class WorkloadProof:
     """Proof that one workload's sides are equal on the inputs of `seed`. Later processes need not prove it again."""
 
     id: str

@@ -217,7 +217,7 @@ def _other_forms(forms: Sequence[torch.Tensor], found: Sequence[Any]) -> str:
 
 
 @dataclass(slots=True)
-class Proof:
+class CandidateProof:
     """The result of proving a candidate."""
 
     draws: int = 0
@@ -230,10 +230,10 @@ class Proof:
     """Elements beyond their budgets that the reference's `excuse` left out."""
 
 
-def prove(problem: Problem, candidate: Served, draws: int = DRAWS) -> Proof:
+def prove(problem: Problem, candidate: Served, draws: int = DRAWS) -> CandidateProof:
     """Prove a candidate. Raises NotEquivalent if an answer is wrong, Ended if the candidate fails, and PerfsuiteError
     if no draw has a truth."""
-    found, tally, causes = Proof(), Tally(), Causes(problem.pair)
+    found, tally, causes = CandidateProof(), Tally(), Causes(problem.pair)
     cases = problem.cases(draws, secrets.randbits(31))
     reasons: list[str] = []
     for case in cases:

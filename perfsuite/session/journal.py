@@ -12,7 +12,7 @@ from typing import Any
 
 from perfsuite.codec import from_json, to_json
 from perfsuite.errors import PerfsuiteError
-from perfsuite.records import Alone, Measurement, Proof, Status
+from perfsuite.records import Alone, Measurement, Status, WorkloadProof
 from perfsuite.session.tasks import Failure, Outcome, Reported, Task
 
 JOB = "PERFSUITE_JOB"
@@ -20,7 +20,7 @@ TASKS = "PERFSUITE_TASKS"
 """Environment variable of a fork: the file descriptor from which it reads its tasks."""
 WAITS = "waits"
 """Phase in which a process waits until others release its GPU. The wait does not count toward its time limit."""
-RESULTS: Mapping[str, Any] = {"measurement": Measurement, "proof": Proof, "reported": Reported, "alone": Alone}
+RESULTS: Mapping[str, Any] = {"measurement": Measurement, "proof": WorkloadProof, "reported": Reported, "alone": Alone}
 """Event of a worker → class of its result."""
 
 
@@ -124,12 +124,12 @@ class Journal:
             if "task" in given:  # otherwise it is a proof for a task that has failed in the meantime
                 yield from_json(Task, given["task"])
 
-    def proof(self) -> Proof:
+    def proof(self) -> WorkloadProof:
         """Wait for the proof that a task awaits."""
         line = self._given.readline()
         if not line:
             raise PerfsuiteError("its proof never came")
-        return from_json(Proof, json.loads(line)["proof"])
+        return from_json(WorkloadProof, json.loads(line)["proof"])
 
     def begin(self, id: str) -> None:
         self._write({"event": "begin", "id": id})
@@ -145,7 +145,7 @@ class Journal:
         """Report that the process cannot continue and will exit."""
         self._write({"event": "fault", "id": id, "message": message})
 
-    def result(self, id: str, outcome: Measurement | Proof | Reported | Alone) -> None:
+    def result(self, id: str, outcome: Measurement | WorkloadProof | Reported | Alone) -> None:
         kind = next(name for name, result in RESULTS.items() if type(outcome) is result)
         self._write({"event": kind, "id": id, "result": to_json(outcome)})
 

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
 from rich.progress import Progress as Bar
 
-from perfsuite.records import Measurement, Proof
+from perfsuite.records import Measurement, WorkloadProof
 from perfsuite.report import terminal, units
 from perfsuite.session.tasks import Failure, Outcome, Task
 from perfsuite.session.worker_process import Lane
@@ -106,7 +106,7 @@ def proofs_on(tasks: Sequence[Task], chosen: Sequence[Lane]) -> str:
 
 def shown(outcome: Outcome) -> str:
     """Return a line about a task's outcome; empty if pytest itself reports it."""
-    if isinstance(outcome, Proof):
+    if isinstance(outcome, WorkloadProof):
         return f"proven in {outcome.seconds:.1f} s" + (f"; {outcome.unloaded}" if outcome.unloaded else "")
     if isinstance(outcome, Failure):
         return f"{outcome.status}: {outcome.message}"

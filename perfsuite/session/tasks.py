@@ -6,7 +6,7 @@ import zlib
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-from perfsuite.records import Alone, Measurement, Proof, Status
+from perfsuite.records import Alone, Measurement, Status, WorkloadProof
 from perfsuite.revisions.revision import Tree
 
 PROVE, TIME, ITEMS, ALONE = "prove", "time", "items", "alone"
@@ -54,7 +54,7 @@ class Reported:
         return any(report["outcome"] == "failed" for report in self.reports)
 
 
-Outcome: TypeAlias = Measurement | Proof | Reported | Alone | Failure
+Outcome: TypeAlias = Measurement | WorkloadProof | Reported | Alone | Failure
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -69,7 +69,7 @@ class Task:
     """Tree of another revision, whose optimized side is timed too."""
     seed: int | None = None
     """Seed of the inputs. None if the proof has it, or if the worker draws one."""
-    proof: Proof | None = None
+    proof: WorkloadProof | None = None
     awaits_proof: bool = False
     """Whether the process prepares on inputs of `seed` and gets its proof later, as another line."""
     reference: int | None = None

@@ -28,7 +28,7 @@ from perfsuite.errors import (
     TamperedError,
     in_one_line,
 )
-from perfsuite.records import Alone, Measurement, Proof, Ran, Status
+from perfsuite.records import Alone, Measurement, Ran, Status, WorkloadProof
 from perfsuite.revisions import revision
 from perfsuite.revisions.observed_files import Observed
 from perfsuite.session import preload
@@ -277,13 +277,13 @@ class _Workload:
         except (outside.Unsendable, NotEquivalent):  # the proof `outside` reports it
             return None
 
-    def _wait_for_proof(self) -> Proof:
+    def _wait_for_proof(self) -> WorkloadProof:
         """Wait for the proof. Other processes may prepare meanwhile, but none times before the last proof has ended."""
-        found: list[Proof] = []
+        found: list[WorkloadProof] = []
         self._wait(lambda: found.append(self.journal.proof()))
         return found[0] if found else self.journal.proof()
 
-    def _prove(self) -> Proof:
+    def _prove(self) -> WorkloadProof:
         from perfsuite.revisions import digests
 
         if self.task.note_ran:
@@ -296,7 +296,7 @@ class _Workload:
             proof = self._proof()
         return proof
 
-    def _proof(self) -> Proof:
+    def _proof(self) -> WorkloadProof:
         from perfsuite.records import REFERENCE
         from perfsuite.timing import workload_proof
         from perfsuite.timing.bench import Phases
@@ -309,9 +309,9 @@ class _Workload:
         if unloaded:
             # Nothing is proven, because the other revision may have registered its functions instead of the current
             # ones.
-            return Proof(id=self.item.nodeid, seed=seed, unloaded=unloaded, seconds=perf_counter() - began)
+            return WorkloadProof(id=self.item.nodeid, seed=seed, unloaded=unloaded, seconds=perf_counter() - began)
         if self.item.workload.ranks > 1:
-            proof = cast("Proof", self._in_ranks().prove(replace(task, seed=seed)))
+            proof = cast("WorkloadProof", self._in_ranks().prove(replace(task, seed=seed)))
             bench = self._bench(seed, None) if task.note_ran else None
         else:
             bench = self._bench(seed, accepted)
@@ -353,7 +353,7 @@ class _Workload:
         launched, untraced = launch_digest.launched(bench, observed.top)
         return replace(ran, launched=launched, untraced=untraced)
 
-    def _traced(self) -> Proof | None:
+    def _traced(self) -> WorkloadProof | None:
         """Return a proof with `same_launches` if a trace shows that the workload launches what was accepted, else
         None."""
         began = perf_counter()
@@ -363,7 +363,11 @@ class _Workload:
             return None
         finally:
             _settle()
-        return Proof(id=self.item.nodeid, seed=0, same_launches=True, seconds=perf_counter() - began) if same else None
+        return (
+            WorkloadProof(id=self.item.nodeid, seed=0, same_launches=True, seconds=perf_counter() - began)
+            if same
+            else None
+        )
 
     def _launches_the_same(self) -> bool:
         from perfsuite.session import changed

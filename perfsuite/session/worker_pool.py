@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from perfsuite.errors import PerfsuiteError
-from perfsuite.records import Proof
+from perfsuite.records import WorkloadProof
 from perfsuite.session import preload, project_options
 from perfsuite.session.cores import confined
 from perfsuite.session.fork_server import Command
@@ -99,7 +99,7 @@ class Workers:
             self._waiting.remove(process)
             process.end()
 
-    def deliver(self, proof: Proof) -> None:
+    def deliver(self, proof: WorkloadProof) -> None:
         """Give the proof to the process that began early and waits for it, if there is one."""
         for process in self._waiting:
             if process.task and process.task.id == proof.id and process.task.awaits_proof:

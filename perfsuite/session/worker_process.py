@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from perfsuite.codec import to_json
-from perfsuite.records import Proof, Status
+from perfsuite.records import Status, WorkloadProof
 from perfsuite.session import preload
 from perfsuite.session.cores import ANY, Cores
 from perfsuite.session.fork_server import Fork
@@ -247,13 +247,13 @@ class WorkerProcess:
         self._wait(self.task.limit_s + BEGIN_LIMIT_S)
         self._write("task", self.task)
 
-    def deliver(self, proof: Proof) -> None:
+    def deliver(self, proof: WorkloadProof) -> None:
         """Give the process the proof for which its task waits."""
         assert self.task is not None
         self.task = replace(self.task, seed=None, proof=proof, awaits_proof=False)
         self._write("proof", proof)
 
-    def _write(self, what: str, given: Task | Proof) -> None:
+    def _write(self, what: str, given: Task | WorkloadProof) -> None:
         assert self._pipe is not None
         line = memoryview(f"{json.dumps({what: to_json(given)})}\n".encode())
         with contextlib.suppress(BrokenPipeError):  # the worker has died, which the next poll reports

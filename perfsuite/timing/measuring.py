@@ -22,8 +22,8 @@ from perfsuite.records import (
     Limit,
     Measurement,
     ProcessGroup,
-    Proof,
     SideRecord,
+    WorkloadProof,
 )
 from perfsuite.system import tamper
 from perfsuite.timing import control_kernels, roofline, timing_checks
@@ -53,8 +53,8 @@ def measure(
     device: str,
     home: Path | None = None,
     accepted: Pair | None = None,
-    proof: Proof | None = None,
-    wait_for_proof: Callable[[], Proof] | None = None,
+    proof: WorkloadProof | None = None,
+    wait_for_proof: Callable[[], WorkloadProof] | None = None,
     reference: int | None = None,
     blocks: int = BLOCKS,
     thorough: bool = True,

@@ -8,7 +8,7 @@ from time import perf_counter
 from perfsuite.declare.sides import Side
 from perfsuite.draws import inputs as make
 from perfsuite.errors import NotEquivalent, PairError
-from perfsuite.records import ACCEPTED, OPTIMIZED, REFERENCE, Counts, Evidence, Proof
+from perfsuite.records import ACCEPTED, OPTIMIZED, REFERENCE, Counts, Evidence, WorkloadProof
 from perfsuite.timing import timing_checks
 from perfsuite.timing.bench import SLOW_TRUTH_S, WAITING, Bench, counts_more
 from perfsuite.timing.block_checks import FRESH_BLOCKS, NewValues
@@ -23,8 +23,8 @@ class Preparation:
     def __init__(
         self,
         bench: Bench,
-        proof: Proof | None,
-        wait_for_proof: Callable[[], Proof] | None,
+        proof: WorkloadProof | None,
+        wait_for_proof: Callable[[], WorkloadProof] | None,
         reference: int | None,
         thorough: bool,
         new_values: bool,
@@ -42,7 +42,7 @@ class Preparation:
         self.rng = bench.rng()
         self.evidence: Evidence | None = None
         self.counts: dict[str, Counts] = {}
-        self.proof: Proof | None = None
+        self.proof: WorkloadProof | None = None
         if proof:
             self._take(proof)
         self.values: NewValues | None = None
@@ -89,7 +89,7 @@ class Preparation:
         if self.proof is None:
             self.evidence = tally.evidence(bench.timed, bench.case.dtype, bench.device)
 
-    def _take(self, proof: Proof) -> None:
+    def _take(self, proof: WorkloadProof) -> None:
         """Use the proof, the digests and the counts of another process."""
         self.proof, self.evidence, self.counts = proof, proof.evidence, dict(proof.counts)
         self.check.known.update(proof.digests)

@@ -1,4 +1,4 @@
-"""Prove a workload before other processes time it, and return a `Proof`.
+"""Prove a workload before other processes time it, and return a `WorkloadProof`.
 
 The proof calls the sides, so that later processes find their compiled code in the compilers' caches. It also counts the
 host syncs, launches and memory of a call.
@@ -15,7 +15,7 @@ import torch
 
 from perfsuite.correctness import compilations, execution, truth_summaries
 from perfsuite.declare.sides import Side
-from perfsuite.records import ACCEPTED, OPTIMIZED, REFERENCE, Counts, Evidence, Proof
+from perfsuite.records import ACCEPTED, OPTIMIZED, REFERENCE, Counts, Evidence, WorkloadProof
 from perfsuite.timing.bench import SLOW_TRUTH_S, Bench
 from perfsuite.timing.block_checks import drawn_anew, prove_new
 from perfsuite.timing.output_checks import NO_MEMORY, OutputCheck, prove_sides
@@ -39,7 +39,7 @@ def prove(
     with_rivals: bool = False,
     uncounted: Collection[str] = (),
     summarise: bool = False,
-) -> Proof:
+) -> WorkloadProof:
     """Prove the optimized side, and the accepted one, on the workload's inputs. Count the launches of a call of each.
 
     The calls also fill the compilers' caches for later processes.
@@ -70,7 +70,7 @@ def prove(
     with_reference = with_reference and check.seconds <= SLOW_TRUTH_S
     called = {n: s for n, s in bench.sides.items() if with_reference or n != REFERENCE} | rivals
     counts, once = _call(bench, check, called, uncounted, trusted=trusted, same_code=same_code, enough_s=enough_s)
-    return Proof(
+    return WorkloadProof(
         id=workload_id,
         seed=bench.seed,
         evidence=evidence,

@@ -13,7 +13,7 @@ from scratch import ROOT
 
 from perfsuite.judge import problem, verdict
 from perfsuite.judge.process import Nursery
-from perfsuite.judge.trial import Proof, Served, prove
+from perfsuite.judge.trial import CandidateProof, Served, prove
 from perfsuite.judge.verdict import Options
 
 REFERENCE = """
@@ -100,7 +100,7 @@ def judged(nursery: Nursery, reference: Path, text: str, **options: Any) -> verd
     return found
 
 
-def proven(nursery: Nursery, reference: Path, text: str) -> Proof:
+def proven(nursery: Nursery, reference: Path, text: str) -> CandidateProof:
     """Prove a candidate with this text, without timing it."""
     path = reference.with_name("own.py")
     path.write_text(text)

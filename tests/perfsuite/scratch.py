@@ -35,7 +35,7 @@ from click.testing import CliRunner, Result
 from pytest_benchmark.utils import get_machine_id
 
 from perfsuite import cli
-from perfsuite.records import Alone, Measurement, Proof, Ran
+from perfsuite.records import Alone, Measurement, Ran, WorkloadProof
 from perfsuite.session import changed, device_lock
 from perfsuite.session.device_lock import HELD
 from perfsuite.session.journal import Job
@@ -128,7 +128,7 @@ class FakeWorkers:
     def end_early(self, ids: Collection[str]) -> None:
         """Do nothing: no process has begun early."""
 
-    def deliver(self, proof: Proof) -> None:
+    def deliver(self, proof: WorkloadProof) -> None:
         """Do nothing: no process has begun early."""
 
     def close(self) -> None:
@@ -167,12 +167,12 @@ class FakeWorkers:
             left.extend(further(task.id) if further else ())
         meanwhile(lanes[:1])
 
-    def _proof(self, task: Task) -> Proof:
+    def _proof(self, task: Task) -> WorkloadProof:
         if self.ran and changed.launches_the_same(task.launched, task.changed, self.ran.launched, self.own):
-            return Proof(id=task.id, seed=0, same_launches=True)
+            return WorkloadProof(id=task.id, seed=0, same_launches=True)
         self.proven.append(task.id)
         unloaded = self.unloaded.get(task.id, "") if task.accepted else ""
-        return Proof(id=task.id, seed=0, unloaded=unloaded, ran=self.ran if task.note_ran else None)
+        return WorkloadProof(id=task.id, seed=0, unloaded=unloaded, ran=self.ran if task.note_ran else None)
 
     def _reported(self, id: str) -> Reported:
         """Report that a proof passed, failed (if in `failing`) or was skipped; as JSON, which has no tuples."""

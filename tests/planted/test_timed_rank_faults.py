@@ -9,7 +9,7 @@ from scale import FULLY
 from perfsuite.correctness.ranks import group
 from perfsuite.correctness.ranks.group import RanksFailed
 from perfsuite.errors import NotEquivalent
-from perfsuite.records import OPTIMIZED, REFERENCE, Measurement, Proof
+from perfsuite.records import OPTIMIZED, REFERENCE, Measurement, WorkloadProof
 from perfsuite.session.rank_timing.parent import RankTiming
 from perfsuite.session.tasks import PROVE, Task
 
@@ -23,7 +23,7 @@ def timing(name: str) -> RankTiming:
     return RankTiming(pair, pair.workloads[0], timed_rank_faults, "cpu", lambda phase: None)
 
 
-def measured(name: str, proof: Proof | None = None) -> Measurement:
+def measured(name: str, proof: WorkloadProof | None = None) -> Measurement:
     with group.alone(timed_rank_faults.totals[name], "cpu"):
         return timing(name).measure(Task(id=name, limit_s=ENDS_S, blocks=4, proof=proof, thorough=False))
 

@@ -25,7 +25,7 @@ from perfsuite.errors import PerfsuiteError
 from perfsuite.gate import conclusion, exit_codes, throughput
 from perfsuite.history import store
 from perfsuite.history.records import run_of
-from perfsuite.records import Machine, Measurement, Proof, Status, Verdict
+from perfsuite.records import Machine, Measurement, Status, Verdict, WorkloadProof
 from perfsuite.report import units
 from perfsuite.report.model import Correctness, RunReport
 from perfsuite.revisions import revision
@@ -63,7 +63,7 @@ class Mode:
         self.problems: list[str] = []
         self.notes: list[str] = []
         self.runs: dict[str, list[Measurement]] = {}
-        self.proofs: dict[str, Proof] = {}
+        self.proofs: dict[str, WorkloadProof] = {}
         self.failures: dict[str, Failure] = {}
         self.verdicts: dict[str, Verdict] = {}
         self.unproven: dict[str, str] = {}
@@ -318,7 +318,7 @@ class Mode:
                 self.failures[id] = outcome
         elif isinstance(outcome, Measurement):
             self.runs.setdefault(id, []).append(outcome)
-        elif isinstance(outcome, Proof):
+        elif isinstance(outcome, WorkloadProof):
             self.proofs[id] = outcome
 
     def result(self, item: SpeedItem) -> Result:

@@ -17,7 +17,7 @@ from typing import Any
 
 from perfsuite.gate import exit_codes
 from perfsuite.gate.counts import NAMES, shown
-from perfsuite.records import OPTIMIZED, Measurement, Proof, Status
+from perfsuite.records import OPTIMIZED, Measurement, Status, WorkloadProof
 from perfsuite.report import terminal, units
 from perfsuite.report.files import write
 from perfsuite.session.environments import collection, interpreter, report, results, rule
@@ -113,7 +113,7 @@ class Environments(Whole):
 
     def _proven(
         self, ids: Sequence[str], both: Sequence[_Environment]
-    ) -> tuple[list[dict[str, Proof]], dict[str, Compared]]:
+    ) -> tuple[list[dict[str, WorkloadProof]], dict[str, Compared]]:
         """Prove the workloads in each environment, which also compiles their code there.
 
         Return (the proofs of each environment, the results of workloads that are not proven in both).
@@ -137,12 +137,16 @@ class Environments(Whole):
             self.progress.expect(f"{units.count(len(tasks), 'proof')} {one.where}", len(tasks))
             outcomes.append(_outcomes(one.workers, tasks, lanes))
         self.progress.done()
-        proofs = [{i: o for i, o in found.items() if isinstance(o, Proof)} for found in outcomes]
+        proofs = [{i: o for i, o in found.items() if isinstance(o, WorkloadProof)} for found in outcomes]
         failed = {i: _unproven(i, *(found[i] for found in outcomes)) for i in ids if not all(i in p for p in proofs)}
         return proofs, failed | _differing(*({i: p for i, p in found.items() if i not in failed} for found in proofs))
 
     def _timed(
-        self, ids: Sequence[str], both: Sequence[_Environment], proofs: Sequence[Mapping[str, Proof]], number: int
+        self,
+        ids: Sequence[str],
+        both: Sequence[_Environment],
+        proofs: Sequence[Mapping[str, WorkloadProof]],
+        number: int,
     ) -> dict[str, tuple[Measurement, Measurement] | Compared]:
         """Time these workloads in one further pair of processes."""
         self.progress.expect(f"{units.count(len(ids), 'workload')} in turns, pair {number + 1}", len(ids))
@@ -243,15 +247,15 @@ def _failed(id: str, outcome: Outcome, where: str) -> Compared:
 def _unproven(id: str, here: Outcome, there: Outcome) -> Compared:
     """Return the result of a workload that is not proven in both environments."""
     sides = {"here": here, "there": there}
-    failed = [_failed(id, outcome, where) for where, outcome in sides.items() if not isinstance(outcome, Proof)]
+    failed = [_failed(id, outcome, where) for where, outcome in sides.items() if not isinstance(outcome, WorkloadProof)]
     messages = [one.message for one in failed]
     if len(failed) < len(sides):
-        messages.append(f"{next(w for w, o in sides.items() if isinstance(o, Proof))} it is proven")
+        messages.append(f"{next(w for w, o in sides.items() if isinstance(o, WorkloadProof))} it is proven")
     worst = next((one for one in failed if one.change is Change.UNEQUAL), failed[0])
     return replace(worst, message="; ".join(messages))
 
 
-def _differing(here: Mapping[str, Proof], there: Mapping[str, Proof]) -> dict[str, Compared]:
+def _differing(here: Mapping[str, WorkloadProof], there: Mapping[str, WorkloadProof]) -> dict[str, Compared]:
     """Return the results of workloads whose references compute other values in the other environment."""
     found = {}
     for id, proof in here.items():
@@ -263,7 +267,7 @@ def _differing(here: Mapping[str, Proof], there: Mapping[str, Proof]) -> dict[st
 
 
 def _with_notes(
-    measured: Mapping[str, Compared], here: Mapping[str, Proof], there: Mapping[str, Proof]
+    measured: Mapping[str, Compared], here: Mapping[str, WorkloadProof], there: Mapping[str, WorkloadProof]
 ) -> dict[str, Compared]:
     """Return the results with a line for each workload whose inputs the environments draw differently."""
     return {

@@ -20,7 +20,7 @@ from perfsuite.correctness.tally import Tally
 from perfsuite.declare.pair import Pair
 from perfsuite.declare.workload import Workload
 from perfsuite.errors import MachineError, NotEquivalent, PairError
-from perfsuite.records import OPTIMIZED, Alone, Case, Evidence, Measurement, ProcessGroup, Proof, SideRecord
+from perfsuite.records import OPTIMIZED, Alone, Case, Evidence, Measurement, ProcessGroup, SideRecord, WorkloadProof
 from perfsuite.session.rank_timing.check import Judge, Judged
 from perfsuite.session.rank_timing.request import TimeRequest
 from perfsuite.session.tasks import Task
@@ -48,9 +48,9 @@ class RankTiming:
         """Seed of the workload's own case; None: that of the first case to compare."""
         self.own: truths.Known | None = None
 
-    def prove(self, task: Task) -> Proof:
+    def prove(self, task: Task) -> WorkloadProof:
         """Return the proof of the outputs of all ranks."""
-        proofs: list[Proof] = self._in_ranks(task)
+        proofs: list[WorkloadProof] = self._in_ranks(task)
         digests = tuple(f"{rank} {d}" for rank, proof in enumerate(proofs) for d in proof.digests)
         return replace(proofs[0], digests=digests, evidence=self.evidence)
 

@@ -16,7 +16,7 @@ from perfsuite.correctness import convolutions
 from perfsuite.correctness.ranks.group import Phase
 from perfsuite.correctness.ranks.process import pair_of, send
 from perfsuite.declare.pair import Pair
-from perfsuite.records import REFERENCE, Measurement, Proof
+from perfsuite.records import REFERENCE, Measurement, WorkloadProof
 from perfsuite.revisions import revision
 from perfsuite.session.rank_timing.check import Judge, Judged, RankCheck
 from perfsuite.session.rank_timing.peers import RankPeers
@@ -92,7 +92,7 @@ class _Timing:
             checked_by=self.checked_by,
         )
 
-    def _prove(self) -> Proof:
+    def _prove(self) -> WorkloadProof:
         task = self.task
         bench = self._bench(task.seed, None if task.same_code else self._accepted())
         return workload_proof.prove(
@@ -124,7 +124,7 @@ class _Timing:
             checked_by=self.checked_by,
         )
 
-    def _own(self, proof: Proof | None) -> Proof | None:
+    def _own(self, proof: WorkloadProof | None) -> WorkloadProof | None:
         """Return the proof with the digests of this rank only, and without counts if rivals are timed: each rank then
         counts again."""
         if proof is None:

@@ -28,7 +28,7 @@ from scratch import (
 )
 
 from perfsuite.errors import RevisionError
-from perfsuite.records import Measurement, Proof, Status
+from perfsuite.records import Measurement, Status, WorkloadProof
 from perfsuite.revisions import revision, second_import
 from perfsuite.revisions.revision import State, Tree
 from perfsuite.session.tasks import PROVE, Task
@@ -552,7 +552,7 @@ def test_an_accepted_side_that_loads_an_installed_copy_is_reported(
         project.write("conftest.py", "import sys\nsys.path.insert(0, 'env/site-packages')\nimport fast_here\n")
     task = Task(id=SMALL, kind=PROVE, accepted=tree, same_code=("fast_here.py", "test_scale.py"))
     ((_, proof),) = run_tasks(real_workers(project.path), task)
-    assert isinstance(proof, Proof), proof
+    assert isinstance(proof, WorkloadProof), proof
     assert ("installed as a copy" in proof.unloaded) is installed
     assert (proof.evidence is None) is installed
 
@@ -569,7 +569,7 @@ def test_a_worker_proves_and_times_both_revisions(project: Project) -> None:
         real_workers(project.path), Task(id=SMALL, kind=PROVE, accepted=tree), Task(id=SMALL, accepted=tree)
     )
     (_, proof), (_, measured) = made
-    assert isinstance(proof, Proof), proof
+    assert isinstance(proof, WorkloadProof), proof
     assert (proof.id, proof.unloaded) == (SMALL, "")
     assert isinstance(measured, Measurement), measured
     assert set(measured.log_ratios) == {"reference", "accepted"}

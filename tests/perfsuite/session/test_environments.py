@@ -25,7 +25,7 @@ from perfsuite.correctness import truth_summaries, truths
 from perfsuite.draws import inputs
 from perfsuite.errors import PerfsuiteError
 from perfsuite.gate import exit_codes
-from perfsuite.records import Case, Proof
+from perfsuite.records import Case, WorkloadProof
 from perfsuite.session.environments import collection, results, rule
 from perfsuite.session.environments.interpreter import Interpreter, check, describe, differences
 from perfsuite.session.environments.rule import Change, Compared
@@ -365,7 +365,7 @@ def test_an_index_that_differs_is_found() -> None:
 def test_results_of_other_inputs_are_not_compared() -> None:
     here, there = (summaries(lambda x: 2 * x, seed=seed) for seed in (3, 4))
     assert not results.are_inputs_equal(here, there)
-    proofs = [{"a": Proof(id="a", seed=3, summaries=s)} for s in (here, there)]
+    proofs = [{"a": WorkloadProof(id="a", seed=3, summaries=s)} for s in (here, there)]
     assert _differing(*proofs) == {}
     measured = {"a": Compared(id="a", change=Change.SAME)}
     assert _with_notes(measured, *proofs)["a"].costs == (results.NOT_COMPARED,)

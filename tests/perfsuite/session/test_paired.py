@@ -16,7 +16,7 @@ from perfsuite.baseline.accepted_entries import Entry
 from perfsuite.gate import decision
 from perfsuite.gate.decision import Open
 from perfsuite.gate.planning import FEW_BLOCKS
-from perfsuite.records import PromiseRecord, Proof, Status, Verdict
+from perfsuite.records import PromiseRecord, Status, Verdict, WorkloadProof
 from perfsuite.revisions.revision import Tree
 from perfsuite.session import lanes
 from perfsuite.session.modes.accept import Accept
@@ -170,7 +170,7 @@ class Early(Scripted):
         super().__init__(with_reference_of(0.1), [])
         self.trees = dict.fromkeys("bcd", Tree(revision="1", folder="", package="", top=""))
         self.proofs, self.on = {}, "cuda"
-        self.given: list[tuple[dict[str, Proof | int | None], int]] = []
+        self.given: list[tuple[dict[str, WorkloadProof | int | None], int]] = []
         self.delivered: list[str] = []
         self.dropped: list[str] = []
         self.free, self.twice = True, ""
@@ -227,16 +227,16 @@ def test_workloads_that_are_timed_first_prepare_while_proofs_run() -> None:
     mode = Early()
     assert mode.begun("0", "1") == (["b", "c"], ["b", "c"], 1), "d is not among the first"
     assert mode.given[0][0] == {i: mode.prove_task_seed(i) for i in "bc"}, "they draw the inputs that are proven"
-    mode.proofs = {"b": Proof(id="b", seed=0)}
+    mode.proofs = {"b": WorkloadProof(id="b", seed=0)}
     assert mode.begun("0", "1") == (["b", "c"], ["c"], 1)
     assert mode.delivered == ["b"]
-    mode.proofs = {i: Proof(id=i, seed=0) for i in "abcde"}
+    mode.proofs = {i: WorkloadProof(id=i, seed=0) for i in "abcde"}
     assert mode.begun("0") == (["b", "c"], [], 1)
     assert mode.begun() == (["b", "c"], [], 2)
     mode._start_ahead([], [on("0")])
     assert len(mode.given) == 1
     for other in ({"unloaded": "why"}, {"same_launches": True}):
-        mode.proofs["b"] = Proof(id="b", seed=0, **other)
+        mode.proofs["b"] = WorkloadProof(id="b", seed=0, **other)
         assert mode.begun() == (["c"], [], 2)
         assert "b" not in mode.delivered
         assert mode.dropped == ["b"]
@@ -369,7 +369,7 @@ def test_a_one_sided_proof_is_repeated_if_the_accepted_side_raises() -> None:
     """The workload is proven again even if the sample has removed it from `same_code`."""
     mode = Scripted(with_reference_of(0.1), [])
     again: list[list[str]] = []
-    mode.one_sided, mode.proofs = {ID}, {ID: Proof(id=ID, seed=0)}
+    mode.one_sided, mode.proofs = {ID}, {ID: WorkloadProof(id=ID, seed=0)}
     mode.failures = {ID: Failure(status=Status.UNMEASURED, message="the accepted side raises RuntimeError: twice")}
     mode.prove = lambda ids: (again.append(list(ids)), list(ids))[1]  # type: ignore[method-assign]
     mode._do = lambda tasks, further=None: None  # type: ignore[method-assign]
@@ -466,7 +466,7 @@ def test_the_first_process_is_repeated_if_one_of_two_at_once_fails(
 ) -> None:
     """Only the first process times the reference and calls on new values."""
     mode = AtOnce(failing)
-    mode.one_sided, mode.proofs = {ID}, {ID: Proof(id=ID, seed=0)}
+    mode.one_sided, mode.proofs = {ID}, {ID: WorkloadProof(id=ID, seed=0)}
     assert mode.decide([ID])[ID].status is Status.PASS
     assert mode.first == first
     assert len(mode.runs[ID]) == 2 - bool(failing)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from scratch import ROOT, SMALL, TWO_LINES, Project, real_workers
 
-from perfsuite.records import Proof
+from perfsuite.records import WorkloadProof
 from perfsuite.session import lanes, preload
 from perfsuite.session.fork_server import Command
 from perfsuite.session.tasks import PROVE, Task
@@ -114,5 +114,5 @@ def test_a_workload_is_proven_in_a_fork_of_the_server(project: Project, monkeypa
         made.close()
         preload.close()
     assert id == SMALL
-    assert isinstance(outcome, Proof), outcome
+    assert isinstance(outcome, WorkloadProof), outcome
     assert "fork_server.serve" in (project.path / "parent.txt").read_text()

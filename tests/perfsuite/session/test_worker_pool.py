@@ -20,7 +20,7 @@ from scale import FULLY
 from scratch import SMALL, TWO_LINES, Failure, Project, lines_with, real_workers, runs, wait_for
 
 from perfsuite.errors import PerfsuiteError
-from perfsuite.records import Measurement, Proof, Status
+from perfsuite.records import Measurement, Status, WorkloadProof
 from perfsuite.revisions.revision import Tree
 from perfsuite.session import preload, worker_pool, worker_process
 from perfsuite.session.tasks import ITEMS, PROVE, Reported, Task
@@ -779,7 +779,7 @@ def test_a_process_that_has_begun_early_gets_its_proof_later(tmp_path: Path) -> 
     early = [Task(id=i, seed=7, awaits_proof=True) for i in "ab"]
     made.begin_early(early, lanes, 9)
     children = [process.child for process in made._waiting]
-    proofs = {i: Proof(id=i, seed=7) for i in "abc"}
+    proofs = {i: WorkloadProof(id=i, seed=7) for i in "abc"}
     for id in "cab":
         made.deliver(proofs[id])
         made.deliver(proofs[id])  # a second call has no effect
@@ -792,7 +792,7 @@ def test_a_process_that_has_begun_early_gets_its_proof_later(tmp_path: Path) -> 
 def test_a_process_whose_proof_is_not_delivered_is_ended(tmp_path: Path) -> None:
     made, lanes = awaiting(tmp_path), [Lane()] * 2
     made.begin_early([Task(id="a", seed=7, awaits_proof=True)], lanes, 9)
-    assert seeds(made.run([Task(id="a", proof=Proof(id="a", seed=8))], lanes)) == {"a": "8"}
+    assert seeds(made.run([Task(id="a", proof=WorkloadProof(id="a", seed=8))], lanes)) == {"a": "8"}
     made.close()
     assert not list(made.folder.glob("worker-*")), "it may still have said that its proof never came"
 
@@ -800,9 +800,9 @@ def test_a_process_whose_proof_is_not_delivered_is_ended(tmp_path: Path) -> None
 def test_a_proof_that_arrives_after_a_failure_is_not_used_for_the_next_task(tmp_path: Path) -> None:
     made, lanes = awaiting(tmp_path), [Lane()]
     made.begin_early([Task(id="fails early", seed=7, awaits_proof=True)], lanes, 9)
-    proof = Proof(id="fails early", seed=7)
+    proof = WorkloadProof(id="fails early", seed=7)
     made.deliver(proof)
-    tasks = [Task(id="fails early", proof=proof), Task(id="b", proof=Proof(id="b", seed=9))]
+    tasks = [Task(id="fails early", proof=proof), Task(id="b", proof=WorkloadProof(id="b", seed=9))]
     assert seeds(made.run(tasks, lanes)) == {"fails early": "None", "b": "9"}
     assert len(made.environments) == 2
     made.close()
@@ -1139,7 +1139,7 @@ def test_a_worker_collects_other_items_only_if_it_needs_them(
     project.write("test_scale.py", text)
     tasks = [Task(id=SMALL, kind=PROVE), *(Task(id=SMALL.replace("speed[small]", o), kind=ITEMS) for o in others)]
     found = dict(real_workers(project.path).run(tasks, [Lane()]))
-    assert isinstance(found[SMALL], Proof), found
+    assert isinstance(found[SMALL], WorkloadProof), found
     assert all(isinstance(found[task.id], Reported) for task in tasks[1:]), found
     assert (project.path / "collected").exists() is collected
 

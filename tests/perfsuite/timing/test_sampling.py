@@ -26,7 +26,7 @@ from perfsuite.correctness.integrity import late_work
 from perfsuite.correctness.rule import REPLICAS_UP_TO
 from perfsuite.declare.sides import Side
 from perfsuite.errors import NotEquivalent, PairError
-from perfsuite.records import Condition, Counts, Measurement, Proof
+from perfsuite.records import Condition, Counts, Measurement, WorkloadProof
 from perfsuite.system import tamper
 from perfsuite.timing import (
     block_checks,
@@ -445,7 +445,7 @@ def test_a_process_may_warm_up_before_its_proof_arrives(
     bench = Bench(pair=right, workload=workload, device="cpu", home=None, seed=7, report=lambda phase: None)
     proof = workload_proof.prove(bench, "i")
 
-    def awaited() -> Proof:
+    def awaited() -> WorkloadProof:
         done.append("proof")
         return proof
 
@@ -704,7 +704,7 @@ def test_a_slow_side_that_warmed_up_beside_other_processes_warms_up_again(long: 
     assert "waiting" not in measure(pair(long)).phases
 
 
-def proof_until(of: Pair, enough_s: float) -> Proof:
+def proof_until(of: Pair, enough_s: float) -> WorkloadProof:
     workload = Workload("w", n=REPLICAS_UP_TO + 1)
     bench = Bench(pair=of, workload=workload, device="cpu", home=None, seed=1, report=lambda phase: None)
     return workload_proof.prove(bench, "i", slow=True, same_code=True, enough_s=enough_s)
