@@ -272,7 +272,7 @@ def _with_cause(s: Subject, verdict: Verdict, speed: Speedup | None, margin: flo
     least = math.log1p(max(margin, MARGIN_USUAL)) if speed.full else FEW_LEAST
     if -FEW_LEAST < lost < least or abs(lost) < 2 * speed.now.se:
         return verdict
-    side, why = causes.of_speedup(s.entry, s.runs) if lost > 0 else causes.of_ratio(s.entry, s.runs, lost)
+    side, why = causes.of_speedup(s.entry, s.runs)
     if lost < 0 and side != "reference":
         return verdict
     text = f"{speed}, {s.entry.speedup():.4g}× when accepted: {why}"

@@ -1159,6 +1159,8 @@ def test_pass_reports_a_speedup_that_is_larger_because_the_reference_is_slower(t
     ) is reported
     faster = [process(o, ratio=TRUTH + log, optimized_s=1e-4 / times, reference_s=2e-3) for o in OFFSETS]
     assert verdict(judge(faster), Status.PASS).moved is None
+    slower = [process(o, ratio=TRUTH - log, optimized_s=1e-4 * times, reference_s=2e-3) for o in OFFSETS]
+    assert verdict(judge(slower), Status.PASS).moved not in (None, "reference")
 
 
 def test_speedup_is_lost_beyond_the_larger_of_2_percent_and_the_margin() -> None:
