@@ -314,7 +314,7 @@ def test_a_failure_is_short_and_prints_a_line_that_reproduces_it(project: Projec
 def test_the_reproduce_line_repeats_an_integrity_failure(project: Project) -> None:
     project.write("test_scale.py", TWO_LINES.replace("return 3 * x", "x.mul_(3)\n        return x"))
     output = failure(project.run("-m", "correctness", "-k", "integrity"))
-    assert lines_with(output, "scale", "x", "mutates")
+    assert lines_with(output, "scale", "changes its input x", "the reference does not change it")
     failure(project.run(*reproduction(output)))
 
 
