@@ -2,16 +2,18 @@
 
 Proves one item after another in this process. Prints, in Markdown, the seconds of each pair by kind of item, and the
 median over the pairs. For figures with full caches run it twice. --log appends the seconds of each item when it ends,
-so that they are kept if the run is cut off. `--read FILE` prints the tables of one or several such files.
-docs/measuring.md has figures of an H200.
+so that they are kept if the run is cut off. `--read FILE` prints the tables of one or several such files. `--profile
+FILE` writes a profile of the proofs (cProfile), for `python -m pstats FILE`. docs/measuring.md has figures of an H200.
 """
 
 from __future__ import annotations
 
 import argparse
+import cProfile
 import statistics
 import sys
 from collections import defaultdict
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -34,6 +36,22 @@ class Log:
         if self.file is not None:
             with self.file.open("a") as out:
                 print(line, file=out)
+
+
+class Profile:
+    """Plugin that profiles the proofs, without collection and start-up."""
+
+    def __init__(self) -> None:
+        self.profile = cProfile.Profile()
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_call(self) -> Iterator[None]:
+        """Profile one item; pytest calls this around it."""
+        self.profile.enable()
+        try:
+            yield
+        finally:
+            self.profile.disable()
 
 
 def by_pair(lines: list[str]) -> Seconds:
@@ -63,13 +81,16 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0], allow_abbrev=False)
     parser.add_argument("--log", type=Path, help="append the seconds of each item to this file")
     parser.add_argument("--read", type=Path, nargs="+", help="prove nothing: print the table of these files")
+    parser.add_argument("--profile", type=Path, help="write a profile to this file; the seconds are longer then")
     given, rest = parser.parse_known_args()
-    code, log = 0, Log(given.log)
+    code, log, profile = 0, Log(given.log), Profile()
     try:
         if given.read:
             log.lines = [line for file in given.read for line in file.read_text().splitlines()]
         else:
-            code = int(pytest.main([*ALONE, *rest], plugins=[log]))
+            code = int(pytest.main([*ALONE, *rest], plugins=[log, *([profile] if given.profile else [])]))
+        if given.profile:
+            profile.profile.dump_stats(given.profile)
         found = by_pair(log.lines)
     except (OSError, ValueError) as error:
         print(f"proof_cost.py: {error}; give files that --log has written", file=sys.stderr)

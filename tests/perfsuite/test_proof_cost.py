@@ -31,11 +31,15 @@ def cost(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
 def test_seconds_of_each_pair_are_printed_and_logged(project: Project, tmp_path: Path) -> None:
     project.write("test_one.py", PAIR)
     log = tmp_path / "log"
-    done = cost("--log", str(log), "test_one.py", "-k", "equivalence or effects", cwd=project.path)
+    profile = tmp_path / "profile"
+    done = cost(
+        "--log", str(log), "--profile", str(profile), "test_one.py", "-k", "equivalence or effects", cwd=project.path
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     lines = done.stdout.splitlines()
     assert "| pair: seconds | all | effects | equivalence |" in lines
     assert lines[-1].startswith("Pairs: 1, median: ")
+    assert profile.exists()
     again = cost("--read", str(log), cwd=tmp_path)
     assert again.stdout.splitlines() == lines[-len(again.stdout.splitlines()) :]
 
