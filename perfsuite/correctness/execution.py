@@ -206,8 +206,9 @@ def copies_of(leaves: Leaves) -> Leaves:
 
 
 def poison(pair: Pair, inputs: Mapping[str, Any]) -> None:
-    """Fill the inputs that are only written to with poison values, so that an unwritten element is detected."""
-    for name in pair.written:
+    """Fill those of the inputs that are only written to with poison values, so that an unwritten element is
+    detected."""
+    for name in pair.written.intersection(inputs):
         for _, tensor in make.tensors_in(inputs[name]):
             fill_poison(tensor)
 
@@ -369,9 +370,11 @@ def stepping(
     states: dict[int, Leaves] = {}
     yield states
     for i in range(1, max(steps) + 1):
-        returned = step(*given(i).values())
+        of_step = given(i)
+        poison(pair, of_step)
+        returned = step(*of_step.values())
         if i in steps:
-            leaves = with_changed(pair, inputs, returned)
+            leaves = with_changed(pair, {**inputs, **of_step}, returned)
             states[i] = {
                 f"{name}{after(i)}": leaf.detach().clone() if isinstance(leaf, torch.Tensor) else leaf
                 for name, leaf in leaves.items()

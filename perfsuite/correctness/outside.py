@@ -173,10 +173,11 @@ class Child:
         self, pair: Pair, case: Case, device: str, module: ModuleType, home: Path | None, like: Leaves | None = None
     ) -> tuple[dict[str, Any], dict[str, Any]]:
         """Write the draw's inputs, and incoming gradients for outputs like these, to the file that the child reads.
-        Return (inputs, request that names the pair)."""
+        Return (inputs and those of the step, request that names the pair)."""
         values = make.clone(make.build(pair, case, device, home=home))
         execution.poison(pair, values)
         steps = make.build_step(pair, case, device, 1) if pair.is_stateful else {}
+        execution.poison(pair, steps)
         weights = _incoming(pair, case, like) if like else []
         if like:
             execution.require_gradients(pair, values)
@@ -187,7 +188,7 @@ class Child:
         except Exception as error:  # pickle raises many types
             raise Unsendable(f"an input cannot be given to another process: {error}") from None
         self.given.flush()
-        return values, {**_place(pair, module), **_on(pair, device)}
+        return {**values, **steps}, {**_place(pair, module), **_on(pair, device)}
 
     def _ask(self, pair: Pair, request: dict[str, Any]) -> dict[str, Any]:
         what = f"{pair.name}: where no test is running, the optimized side"

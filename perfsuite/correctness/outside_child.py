@@ -196,7 +196,7 @@ def answer(request: dict[str, Any], given: BinaryIO, made: BinaryIO) -> list[flo
     made.seek(0)
     made.truncate()
     try:
-        torch.save((returned, inputs, gradients), made)
+        torch.save((returned, [*inputs, *(step_inputs if stateful else ())], gradients), made)
     except Exception as error:  # pickle raises many types
         raise Missing(f"an output cannot be given to another process: {error}") from None
     made.flush()

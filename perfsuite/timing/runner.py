@@ -60,6 +60,10 @@ class Runner:
     marked: dict[str, torch.Tensor] = field(default_factory=dict)
     padding: Any = None
     arguments: tuple[Any, ...] = ()
+    step_inputs: dict[str, Any] = field(default_factory=dict)
+    """Inputs of a stateful pair's step, which are the arguments."""
+    numbers: dict[str, int] = field(default_factory=dict)
+    """Input → number of tensors in its list or dict before the first call."""
     restored: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
     """(Input that a call changes, value that is restored before the next call)."""
     incoming: list[torch.Tensor] | None = None
@@ -95,15 +99,19 @@ class Runner:
         self.padding = torch.empty(512 * rng.randint(1, 4096), dtype=torch.uint8, device=self.device)
         self.inputs = make.clone(dict(master))
         del before
+        self.numbers = _numbers({**self.inputs, **self.step_master})
         function = execution.callable_of(self.side)
         if self.pair.is_stateful:
             step = self._refilling(function(*self.inputs.values()), self.step_master)
-            arguments = self.arguments = tuple(make.clone(self.step_master).values())
-            self.call, self.reset = self._keeping(step, arguments), lambda: None
+            self.step_inputs = make.clone(dict(self.step_master))
+            self.arguments = tuple(self.step_inputs.values())
+            self._restore_from(self.step_inputs, self.step_master)
+            self.call = self._keeping(step, self.arguments)
+            self.reset = self._restore if self.restored else lambda: None
             return
         function = self._refilling(function, self.inputs)
         self.arguments = tuple(self.inputs.values())
-        self._restore_from(master)
+        self._restore_from(self.inputs, master)
         if self.direction == "forward":
             self.call, self.reset = self._keeping(function, self.arguments), self._restore
             return
@@ -184,40 +192,55 @@ class Runner:
         for generator, state in self.states:
             generator.set_state(state)
 
-    def _restore_from(self, values: Mapping[str, Any]) -> None:
+    def _restore_from(self, inputs: Mapping[str, Any], values: Mapping[str, Any]) -> None:
+        """Let `_restore` write these values to those of the inputs that a call changes. The inputs of a stateful pair's
+        step are restored, and those from which the step was made are not: they are its state."""
         self.restored = [
             (tensor, original)
-            for name in sorted(self.pair.changed)
+            for name in sorted(self.pair.changed.intersection(inputs))
             for (_, tensor), (_, original) in zip(
-                make.changing(self.pair, name, self.inputs[name]),
+                make.changing(self.pair, name, inputs[name]),
                 make.changing(self.pair, name, values[name]),
                 strict=True,
             )
         ]
-        given = zip(make.generators_in(self.inputs), make.generators_in(dict(values)), strict=True)
+        given = zip(make.generators_in(dict(inputs)), make.generators_in(dict(values)), strict=True)
         self.states = [(generator, other.get_state()) for generator, other in given]
 
     def refill(self, values: Mapping[str, Any]) -> None:
         """Write other values into the same memory, so that the next call differs from the last one only in values."""
         self.returned = self.gradients = None
+        self._check_lists()
         if self.pair.is_stateful:
-            make.copy_values(self.arguments, tuple(values.values()))
+            self._restore_from(self.step_inputs, values)
+            make.copy_values(self.step_inputs, dict(values))
             return
-        self._restore_from(values)
+        self._restore_from(self.inputs, values)
         make.copy_values(self.inputs, dict(values))
 
     def leaves(self) -> execution.Leaves:
         """Return the results of the last call: outputs, inputs changed in place, gradients."""
-        leaves = execution.with_changed(self.pair, self.inputs, self.returned)
+        self._check_lists()
+        leaves = execution.with_changed(self.pair, {**self.inputs, **self.step_inputs}, self.returned)
         if self.gradients is not None:
             leaves |= {f"gradient of {p}": g for p, g in zip(self.marked, self.gradients, strict=True)}
         return {n: leaf.detach() if isinstance(leaf, torch.Tensor) else leaf for n, leaf in leaves.items()}
+
+    def _check_lists(self) -> None:
+        """Raise PairError if a call has emptied a list or a dict, or added to it: later calls got another one then."""
+        now = _numbers({**self.inputs, **self.step_inputs})
+        for name, number in self.numbers.items():
+            if now[name] != number:
+                raise PairError(
+                    f"{self.pair.name}: a call of the {self.name} side leaves {now[name]} of {number} tensors in its "
+                    f"input {name}, so that the next call gets another one; declare consumes={{{name!r}}}"
+                )
 
     def release(self) -> None:
         """Release the step and all tensors now. `call` refers back to this object, so otherwise the garbage collector
         would release them, and ending a data loader there takes five seconds per worker."""
         self.call, self.reset = lambda: None, lambda: None
-        self.inputs, self.arguments, self.marked = {}, (), {}
+        self.inputs, self.step_inputs, self.numbers, self.arguments, self.marked = {}, {}, {}, (), {}
         self.restored, self.states, self.consumed, self.incoming, self.pending = [], [], [], None, []
         self.returned = self.gradients = self.padding = None
 
@@ -246,6 +269,7 @@ class Runner:
             while len(calls) < max(WARMUP_CALLS, self.side.settle):
                 calls.append(self.once(clock))
                 if len(calls) == 1:
+                    self._check_lists()
                     after_first(self)
                 # At least one call more than settle it, because the first call on new inputs may tune or capture.
                 if len(calls) > self.side.settle and sum(c.seconds for c in calls) > LONG_S:
@@ -259,3 +283,9 @@ class Runner:
         is_long = min(c.seconds for c in calls) > LONG_S and not self.pair.is_stateful
         if is_long and clock.peers.all(compilations.graphs() == before):
             self.long = self.last
+
+
+def _numbers(inputs: Mapping[str, Any]) -> dict[str, int]:
+    """Return the number of tensors in each input that is a list or a dict."""
+    lists = {name: value for name, value in inputs.items() if isinstance(value, (list, dict))}
+    return {name: sum(1 for _ in make.tensors_in(value)) for name, value in lists.items()}

@@ -110,7 +110,8 @@ def same_step_tensors(probe: Probe) -> None:
         def same(i: int) -> dict[str, Any]:
             if i > 1:
                 make.copy_values(held, given(i))
-            return held
+            # In new lists, because a step may empty its own.
+            return {name: make.regrouped(value) for name, value in held.items()}
 
         return _steps(call, pair, values, same)
 

@@ -6,7 +6,7 @@ import contextlib
 import functools
 import itertools
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -45,10 +45,8 @@ def undeclared_mutation(probe: Probe) -> None:
                 changed.append((path, tensor, memory_of(tensor).clone()))
         return values
 
-    values = probe.drawn()
-    held = _Held.of(probe.pair, values)
-    probe.call(remember(values), given=lambda values: remember(make.clone(values)))
-    if (exchanged := held.exchanged(_Held.of(probe.pair, values))) and not _reference_exchanges(probe):
+    exchanged = _exchanged(probe, remember)
+    if exchanged and not _exchanged(probe.of_reference(), lambda values: values):
         raise probe.fault(exchanged)
     for path, tensor, storage, shape, stride in before:
         if tensor.shape != shape or tensor.stride() != stride:
@@ -85,7 +83,7 @@ class _Held:
         given = {name: value for name, value in values.items() if name not in pair.changed - set(pair.mutates)}
         tensors = {path: t for name, value in given.items() for path, t in make.tensors_in(value, name, buffers=False)}
         tied = {name: whose for name, whose in properties.of(given) if name.startswith(properties.TENSOR)}
-        changed = [name for name in pair.mutates if name in given and not holds(pair.inputs[name], ModuleSpec)]
+        changed = [name for name in pair.mutates if name in given and not holds(pair.inputs.get(name), ModuleSpec)]
         places = {path: t.data_ptr() for name in changed for path, t in make.changing(pair, name, given[name])}
         paths = [path for name, value in values.items() for path, _ in make.tensors_in(value, name)]
         return cls(tensors, tied, {}, []) if pair.is_stateful else cls(tensors, tied, places, paths)
@@ -116,11 +114,18 @@ def _regrouped(before: Sequence[str], after: Sequence[str]) -> str:
     return next(itertools.chain(removed, added), "")
 
 
-def _reference_exchanges(probe: Probe) -> bool:
-    values = probe.drawn()
-    held = _Held.of(probe.pair, values)
-    probe.of_reference().call(values)
-    return bool(held.exchanged(_Held.of(probe.pair, values)))
+def _exchanged(probe: Probe, remember: Callable[[dict[str, Any]], dict[str, Any]]) -> str:
+    """Call the side, and describe the first tensor that is then missing in an input, or new or another one. Return ""
+    if there is none. `remember` is called with the inputs, and with those of each step."""
+    given: list[tuple[dict[str, Any], _Held]] = []
+
+    def held(values: dict[str, Any]) -> dict[str, Any]:
+        given.append((values, _Held.of(probe.pair, values)))
+        return remember(values)
+
+    probe.call(held(probe.drawn()), given=lambda values: held(make.clone(values)))
+    found = (before.exchanged(_Held.of(probe.pair, values)) for values, before in given)
+    return next((words for words in found if words), "")
 
 
 def _fill_gaps(tensor: torch.Tensor) -> None:

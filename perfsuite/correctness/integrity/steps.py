@@ -51,7 +51,7 @@ def overwritten_step_inputs(probe: Probe) -> None:
         given: list[dict[str, Any]] = []
 
         def noted(values: dict[str, Any]) -> dict[str, Any]:
-            given.append(values)
+            given.append({name: make.regrouped(value) for name, value in values.items()})
             return values
 
         states: dict[int, Leaves] = {}
@@ -59,6 +59,7 @@ def overwritten_step_inputs(probe: Probe) -> None:
             for number, found in enumerate(_stepping(probe, side, probe.case, noted)):
                 states = found
                 if given:
+                    # To the tensors that were given, also if the step has emptied a list of them.
                     make.copy_values(given.pop(), make.build_step(probe.pair, other, probe.device, number))
         return [(probe.case, execution.of_all_steps(states))]
 

@@ -120,6 +120,18 @@ MODULE = """
         reference=adding(None), optimized=adding(under_test), step_inputs={"y": tensor("n")}, mutates={"x"}
     )
     honest = Pair(reference=right, optimized=only_where(lambda: under_test() or True))
+    def scaling(by):
+        def make(x):
+            def step(y):
+                x.add_(y.mul_(2 if by() else 3))
+            return step
+        return stateful(make)
+
+
+    changed_step_inputs = Pair(
+        reference=scaling(lambda: True), optimized=scaling(lambda: 1), step_inputs={"y": tensor("n")},
+        mutates={"x", "y"},
+    )
     honest_steps = Pair(
         reference=adding(None), optimized=adding(lambda: True), step_inputs={"y": tensor("n")}, mutates={"x"}
     )
@@ -211,7 +223,7 @@ def test_a_side_that_is_right_only_under_test_is_rejected(project: Project, monk
     write(project)
     result = project.run("-m", "correctness", "-k", f"outside and not ({ENDING})", "-rs")
     output = result.stdout.str()
-    result.assert_outcomes(passed=9, failed=8, skipped=1)
+    result.assert_outcomes(passed=10, failed=8, skipped=1)
     for name in (
         "by_variable",
         "by_module",
