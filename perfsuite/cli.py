@@ -225,7 +225,7 @@ def _has_results(file: Path) -> bool:
 @_selection
 @click.option("--reason", help="Why the new figures are right; kept in the baseline. Asked for where it is missing.")
 @click.option("--more", is_flag=True, help="Add a session to the figures of unchanged code, without rivals.")
-@click.option("--prune", is_flag=True, help="Drop workloads of these PATHS that no longer exist.")
+@click.option("--prune", is_flag=True, help="Drop workloads of the collected files that no longer exist.")
 @click.option("--processes", default=5, show_default=True, type=click.IntRange(3), help="Measuring processes.")
 @click.option("--allow-dirty", is_flag=True, help="Accept with uncommitted changes; the code cannot be loaded again.")
 @click.option("--baselines", type=FOLDER, help="Folder of the baselines.  [default: baselines]")
@@ -246,6 +246,8 @@ def accept(
     The only way to change a baseline. Prints what changes and by how much. An interrupted run is resumed on the same
     commit and machine.
     """
+    if prune and (part := next((path for path in paths if "::" in path), None)):
+        raise click.UsageError(f"--prune drops workloads of whole files, and {part} is a part of one; name the file")
     if not reason or not reason.strip():
         if not sys.stdin.isatty():
             raise click.UsageError("give --reason: why are the new figures right?")

@@ -123,7 +123,8 @@ class _Run:
         self.why: str | None = None
         """Reason that the trainer gave for ending the run."""
         self.phases = Phases(device, options.timing_debug)
-        self.trace = Trace(Path(options.profile) if options.profile and place.first else None, device)
+        profile = Path(options.profile) if options.profile and place.first else None
+        self.trace = Trace(profile, device, lambda text: self._say(text))  # `_say` changes when the display opens
 
     def begin(self, resume: Start | None, overwrite: bool) -> None:
         """Load the checkpoint to resume. Without one, refuse a folder that contains checkpoints unless `overwrite`."""
@@ -245,7 +246,7 @@ class _Run:
         profile = self.options.profile
         if self.trace.close():
             self._say(f"profile: wrote {shown(profile or '')}, with fewer windows: the run has ended")
-        elif profile and self.trace.written is None:
+        elif profile and self.trace.written is None and not self.trace.failed:
             self._say("profile: nothing was written, the run was too short: a trace begins after two windows")
 
     def _count(self, batch: Mapping[str, torch.Tensor], display: Display) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from rich.table import Table
 
-from perfsuite.errors import PerfsuiteError
+from perfsuite.errors import PerfsuiteError, in_one_line
 from perfsuite.report import units
 from suite.naming import shown, utf8_name
 from suite.runtime.hotspots import Hotspots, hotspots
@@ -66,16 +66,21 @@ def synchronize(device: torch.device) -> None:
 
 
 class Trace:
-    """A Chrome trace of windows 3 to 5 of this run, which is written to `path` afterwards."""
+    """A Chrome trace of windows 3 to 5 of this run, which is written to `path` afterwards.
 
-    def __init__(self, path: Path | None, device: torch.device) -> None:
+    A profiler that fails does not end the run: `warn` is called with the reason, and `failed` is set.
+    """
+
+    def __init__(self, path: Path | None, device: torch.device, warn: Callable[[str], None]) -> None:
         self._path = path
+        self._warn = warn
         self._device = device
         self._windows = 0
         self._profiler: Any = None
         self._begun = 0.0
         self.written: Path | None = None
         self.hotspots: Hotspots | None = None
+        self.failed = False
         if path is not None:  # fail now, not after minutes
             try:
                 path.parent.mkdir(parents=True, exist_ok=True)
@@ -94,9 +99,14 @@ class Trace:
             kinds = [torch.profiler.ProfilerActivity.CPU]
             if self._device.type == "cuda":
                 kinds.append(torch.profiler.ProfilerActivity.CUDA)
-            # PyTorch 2.11 warns unless `acc_events` is set.
-            self._profiler = torch.profiler.profile(activities=kinds, acc_events=True)
-            self._profiler.start()
+            try:
+                # PyTorch 2.11 warns unless `acc_events` is set.
+                profiler = torch.profiler.profile(activities=kinds, acc_events=True)
+                profiler.start()
+            except Exception as error:  # of many types, from the profiler's C++
+                self._fail(f"the profiler did not start: {in_one_line(error)}; the run goes on without it")
+                return
+            self._profiler = profiler
             set_traced(True)
             synchronize(self._device)
             self._begun = time.perf_counter()
@@ -107,23 +117,30 @@ class Trace:
         return self._windows == SKIPPED + TRACED and self.close()
 
     def close(self) -> bool:
-        """Write the trace so far. Return False if nothing was traced or the trace is already written."""
+        """Write the trace so far. Return False if nothing was traced, or the trace is already written, or cannot be
+        written."""
         if self._profiler is None or self._path is None:
             return False
         synchronize(self._device)
         seconds = time.perf_counter() - self._begun
         set_traced(False)
         profiler, self._profiler = self._profiler, None
-        profiler.stop()
-        if self._windows == SKIPPED:  # the batches ended before its first window
-            return False
-        self.hotspots = hotspots(profiler.key_averages(), self._windows - SKIPPED, seconds)
-        name = f".{os.getpid()}.trace" + ".gz" * (self._path.suffix == ".gz")  # PyTorch compresses files of this name
-        temporary = self._path.with_name(name)
         try:
-            with utf8_name(self._path.parent) as folder:
+            profiler.stop()
+            if self._windows == SKIPPED:  # the batches ended before its first window
+                return False
+            self.hotspots = hotspots(profiler.key_averages(), self._windows - SKIPPED, seconds)
+        except Exception as error:  # of many types, from the profiler's C++
+            return self._fail(f"the profiler failed: {in_one_line(error)}; nothing was written")
+        return self._write(profiler, self._path)
+
+    def _write(self, profiler: Any, path: Path) -> bool:
+        name = f".{os.getpid()}.trace" + ".gz" * (path.suffix == ".gz")  # PyTorch compresses files of this name
+        temporary = path.with_name(name)
+        try:
+            with utf8_name(path.parent) as folder:
                 profiler.export_chrome_trace(str(folder / name))
-            os.replace(temporary, self._path)
+            os.replace(temporary, path)
         except (OSError, RuntimeError) as error:
             for left in (temporary, temporary.with_name(f"{name}.tmp")):  # PyTorch renames the second to the first
                 with suppress(OSError):
@@ -131,8 +148,11 @@ class Trace:
             # PyTorch only logs that it could not write the file, which is missing then.
             missing = isinstance(error, FileNotFoundError)
             reason = "PyTorch wrote no whole file" if missing else getattr(error, "strerror", None) or error
-            raise PerfsuiteError(
-                f"profile: cannot write {shown(self._path)}: {reason}; free space there, or name another file"
-            ) from None
-        self.written = self._path
+            return self._fail(f"cannot write {shown(path)}: {reason}; free space there, or name another file")
+        self.written = path
         return True
+
+    def _fail(self, reason: str) -> bool:
+        self.failed = True
+        self._warn(f"profile: {reason}")
+        return False

@@ -699,6 +699,10 @@ def test_table_is_not_written_into_a_file_that_is_no_text(project: Project) -> N
         (["gate", "--report", "a-file"], "Directory 'a-file' is a file"),
         (["merge", "report.json", "--report", "a-file"], "Directory 'a-file' is a file"),
         (["accept", "--reason", "  "], "give --reason"),
+        (
+            ["accept", "--reason", "x", "--prune", "test_a.py::scale"],
+            "test_a.py::scale is a part of one",
+        ),
     ],
 )
 def test_unusable_values_of_options_are_refused(project: Project, arguments: list[str], message: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 import resource
 import signal
 import time
@@ -21,7 +22,7 @@ from scale import FULLY
 from training import Toy, started
 
 from perfsuite.errors import PerfsuiteError
-from suite.runtime import CheckpointError, DivergedError, Options, Store, fit
+from suite.runtime import CheckpointError, DivergedError, Options, Store, fit, ranges
 from suite.runtime.checkpoints import load
 from suite.runtime.display import Rate, quantity
 from suite.runtime.timing import Phases, quantile
@@ -466,15 +467,33 @@ def test_an_unwritable_trace_is_reported_before_the_first_window(run: Toy, tmp_p
     assert run.trainer.windows == 0
 
 
-def test_a_trace_that_cannot_be_written_whole_is_reported_in_one_line(run: Toy, tmp_path: Path) -> None:
+def test_a_trace_that_cannot_be_written_whole_is_reported_and_the_run_goes_on(run: Toy, tmp_path: Path) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (30_000, hard))  # more than a checkpoint takes
     try:
-        with pytest.raises(PerfsuiteError, match=r"profile: cannot write .*t\.json: .*; free space there, or name"):
-            run.fit(8, profile=str(tmp_path / "t.json"))
+        run.fit(8, profile=str(tmp_path / "t.json"))
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert re.search(r"profile: cannot write .*t\.json: .*; free space there, or name another file", run.said)
+    assert "nothing was written" not in run.said
+    assert run.trainer.windows == 8
     assert not [path for path in tmp_path.iterdir() if "t.json" in path.name or "trace" in path.name]
+
+
+@pytest.mark.parametrize("method", ["start", "stop", "key_averages"])
+def test_a_profiler_that_fails_is_reported_and_the_run_goes_on(
+    run: Toy, tmp_path: Path, method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(self: object) -> None:
+        raise RuntimeError("CUPTI is in use\nby another process")
+
+    monkeypatch.setattr(torch.profiler.profile, method, fail)
+    run.fit(8, profile=str(tmp_path / "t.json"))
+    lines = [line for line in run.said.splitlines() if line.startswith("profile: ")]
+    assert len(lines) == 1
+    assert "RuntimeError: CUPTI is in use; " in lines[0]
+    assert run.trainer.windows == 8
+    assert not ranges._traced
 
 
 @pytest.fixture

@@ -575,7 +575,7 @@ def test_port_in_use_raises_perfsuite_error(environment):
 
 def test_only_rank_0_writes_a_profile(tmp_path, monkeypatch):
     asked = []
-    monkeypatch.setattr(loop, "Trace", lambda path, device: asked.append(path) or Trace(None, device))
+    monkeypatch.setattr(loop, "Trace", lambda path, *rest: asked.append(path) or Trace(None, *rest))
     monkeypatch.setattr(together.Together, "ends", lambda self, wish: wish)
     options = Options(windows=0, profile=str(tmp_path / "trace.json"))
     for rank in range(2):
