@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import re
 import sys
@@ -9,6 +10,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from types import GetSetDescriptorType, MemberDescriptorType
 from typing import Any, TypeAlias
 
 import torch
@@ -179,20 +181,53 @@ def _is_differentiable(spec: Any) -> bool:
 
 
 def flatten(value: Any, path: str = "output") -> Iterator[tuple[str, Leaf]]:
-    """Yield (name, leaf) for every leaf of a nested return value."""
-    if value is None or isinstance(value, (torch.Tensor, bool, int, float)):
+    """Yield (name, leaf) for every leaf of a nested return value.
+
+    A subclass of dict, list, tuple, int or float counts as what the base class holds, and a dataclass as what its
+    instance holds: methods of its own might compute the result only when it is read, after the time was taken.
+    """
+    if value is None or isinstance(value, torch.Tensor) or type(value) in (bool, int, float):
         yield path, value
-    elif isinstance(value, Mapping):
-        for key, item in value.items():
+    elif isinstance(value, (int, float)):
+        yield path, int.__int__(value) if isinstance(value, int) else float.__float__(value)
+    elif isinstance(value, dict):
+        for key, item in dict.items(value):
             yield from flatten(item, f"{path}[{key!r}]")
     elif isinstance(value, (list, tuple)):
-        for i, item in enumerate(value):
+        base = list if isinstance(value, list) else tuple
+        for i, item in enumerate(base.__iter__(value)):
             yield from flatten(item, f"{path}[{i}]")
+    elif (held := held_fields(value)) is not None:
+        for name, item in held.items():
+            yield from flatten(item, f"{path}.{name}")
     else:
         raise PairError(
-            f"{path} is a {type(value).__name__}; a side returns tensors, numbers, None, or tuples, lists or dicts of "
-            f"them: let both sides leave it out, or return its fields in a dict"
+            f"{path} is a {type(value).__name__}; a side returns tensors, numbers, None, or tuples, lists, dicts or "
+            f"dataclasses of them: let both sides leave it out, or return its parts in a dict"
         )
+
+
+def held_fields(value: Any) -> dict[str, Any] | None:
+    """Return the fields that an instance of a dataclass holds. Return None for anything else, and for a dataclass with
+    a field that a property computes."""
+    if isinstance(value, type) or not dataclasses.is_dataclass(value):
+        return None
+
+    def of_class(name: str) -> Any:
+        return next((vars(base)[name] for base in type(value).__mro__ if name in vars(base)), None)
+
+    of_instance = of_class("__dict__")
+    own = of_instance.__get__(value) if isinstance(of_instance, GetSetDescriptorType) else {}
+    held: dict[str, Any] = {}
+    for name in (field.name for field in dataclasses.fields(value)):
+        slot = of_class(name)
+        if isinstance(slot, MemberDescriptorType):
+            held[name] = slot.__get__(value)
+        elif name in own and not hasattr(type(slot), "__set__"):
+            held[name] = own[name]
+        else:
+            return None
+    return held
 
 
 def only_tensors(leaves: Leaves) -> list[torch.Tensor]:
@@ -323,7 +358,11 @@ def with_changed(pair: Pair, inputs: Mapping[str, Any], returned: Any) -> Leaves
     names = sorted(pair.mutates, key=lambda name: (name in pair.written, name))
     changed = {path: tensor for name in names for path, tensor in make.changing(pair, name, inputs[name])}
     leaves: Leaves = {}
-    for name, leaf in flatten(returned):
+    try:
+        returned_leaves = list(flatten(returned))
+    except PairError as error:
+        raise PairError(f"{pair.name}: {error}") from None
+    for name, leaf in returned_leaves:
         same = next((path for path, tensor in changed.items() if tensor is leaf), None)
         leaves[f"{name} is {same}" if same else name] = True if same else leaf
     return leaves | {f"{path} (in place)": tensor for path, tensor in changed.items()}

@@ -134,6 +134,8 @@ def seconds_of(call: Callable[[], Any], wait: Callable[[], None]) -> list[float]
 
 def tensors_in(value: Any) -> Iterator[Any]:
     """Yield the tensors in a nested value, and the parameters of modules."""
+    import dataclasses
+
     import torch
 
     if isinstance(value, torch.Tensor):
@@ -146,6 +148,9 @@ def tensors_in(value: Any) -> Iterator[Any]:
     elif isinstance(value, dict):
         for held in value.values():
             yield from tensors_in(held)
+    elif dataclasses.is_dataclass(value):
+        for field in dataclasses.fields(value):
+            yield from tensors_in(getattr(value, field.name))
 
 
 def gradients_of(call: Callable[..., Any], inputs: list[Any], weights: list[Any]) -> list[Any]:

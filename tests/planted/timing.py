@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 import time as clock_module
-from typing import Any
+from collections import OrderedDict
+from collections.abc import Iterator
+from typing import Any, NamedTuple
 
 import torch
 from catalogue import SIZES, Time, X, fast, fault, honest, lasting, pair, timed_pair, wave
@@ -191,6 +194,83 @@ def overridden(time: Time) -> Pair:
     return pair(optimized)
 
 
+class LazyList(list[torch.Tensor | None]):
+    """A list that computes what it holds when it is read."""
+
+    def __init__(self, x: torch.Tensor) -> None:
+        super().__init__([None])
+        self.x = x
+
+    def __iter__(self) -> Iterator[torch.Tensor | None]:
+        return iter([fast(self.x)])
+
+    def __getitem__(self, key: Any) -> Any:
+        return fast(self.x)
+
+
+class LazyDict(dict[str, torch.Tensor | None]):
+    """A dict that computes what it holds when it is read."""
+
+    def __init__(self, x: torch.Tensor) -> None:
+        super().__init__(y=None)
+        self.x = x
+
+    def items(self) -> Any:
+        return {"y": fast(self.x)}.items()
+
+    def __getitem__(self, key: str) -> torch.Tensor:
+        return fast(self.x)
+
+
+@dataclasses.dataclass
+class Held:
+    y: Any
+
+
+class LazyField(Held):
+    """A dataclass whose field is computed when it is read."""
+
+    @property
+    def y(self) -> Any:
+        return fast(self.x)
+
+    @y.setter
+    def y(self, x: torch.Tensor) -> None:
+        self.x = x
+
+
+@fault(4, "a list that computes when read", "output[0] of the optimized side is None where the reference has a value")
+def lazy_list(time: Time) -> Pair:
+    return pair(LazyList, reference=lambda x: [wave(x)])
+
+
+@fault(4, "a dict that computes when read", "output['y'] of the optimized side is None where the reference has a value")
+def lazy_dict(time: Time) -> Pair:
+    return pair(LazyDict, reference=lambda x: {"y": wave(x)})
+
+
+@fault(4, "a dataclass that computes when read", "output is a LazyField; a side returns tensors")
+def lazy_field(time: Time) -> Pair:
+    return pair(LazyField, reference=lambda x: Held(wave(x)))
+
+
+@fault(
+    4,
+    "a list that computes when read only while it is timed",
+    "output[0] of the timed optimized side is None",
+    timed=True,
+)
+def lazy_list_when_timed(time: Time) -> Pair:
+    calls = [0]
+
+    def optimized(x: torch.Tensor) -> list[torch.Tensor]:
+        calls[0] += 1
+        time.spend(1e-3)
+        return LazyList(x) if calls[0] > 60 else [fast(x)]  # type: ignore[return-value]
+
+    return pair(optimized, reference=lasting(time, 6e-3, lambda x: [wave(x)]))
+
+
 @fault(4, "lazy only while it is timed", "returns output as a Lazy", timed=True)
 def lazy_when_timed(time: Time) -> Pair:
     calls = [0]
@@ -240,6 +320,43 @@ def lazy_steps_when_timed(time: Time) -> Pair:
 @honest(4, "a parameter")
 def parameter(time: Time) -> Pair:
     return pair(lambda x: torch.nn.Parameter(fast(x), requires_grad=False))
+
+
+class Sorted(list[torch.Tensor]):
+    """A list with methods of its own, which holds what it returns."""
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        return iter([self[0]])
+
+
+class Named(NamedTuple):
+    y: torch.Tensor
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Frozen:
+    y: torch.Tensor
+    n: int = 1
+
+
+@honest(4, "a list with methods of its own")
+def own_list(time: Time) -> Pair:
+    return pair(lambda x: Sorted([fast(x)]), reference=lambda x: [wave(x)])
+
+
+@honest(4, "an ordered dict for a dict")
+def own_dict(time: Time) -> Pair:
+    return pair(lambda x: OrderedDict(y=fast(x)), reference=lambda x: {"y": wave(x)})
+
+
+@honest(4, "a named tuple")
+def named_tuple(time: Time) -> Pair:
+    return pair(lambda x: Named(fast(x)), reference=lambda x: Named(wave(x)))
+
+
+@honest(4, "a frozen dataclass with slots")
+def frozen(time: Time) -> Pair:
+    return pair(lambda x: Frozen(fast(x)), reference=lambda x: Frozen(wave(x)))
 
 
 # --- 5, 6, 7: cached answers, deferred work, behaviour that changes -----------------------------------------

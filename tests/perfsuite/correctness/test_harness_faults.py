@@ -66,9 +66,7 @@ def test_a_sparse_gradient_is_named_with_its_remedy() -> None:
 
 
 def test_an_output_in_a_class_of_the_user_is_named_with_its_remedy() -> None:
-    with pytest.raises(
-        PairError, match=r"output is a SimpleNamespace; .* leave it out, or return its fields in a dict"
-    ):
+    with pytest.raises(PairError, match=r"output is a SimpleNamespace; .* leave it out, or return its parts in a dict"):
         equivalence.check_case(pair_of(lambda x: SimpleNamespace(loss=x)), CASE, "cpu")
 
 
