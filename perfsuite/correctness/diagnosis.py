@@ -325,6 +325,7 @@ def _truth_is_not_finite(trial: _Trial, case: Case, gradients: bool) -> bool:
 
 
 REMEDIES = {
+    "large": "their magnitude is about 512, and in float16 the squares overflow: compute these in float32",
     "huge": "if it is never called with values near the ends of the range, bound them: values=floats(-100, 100)",
     "nonfinite": "if it is never called with NaN or infinity, declare it: values=floats(nonfinite=False)",
     "offset": "these are small differences of large values, of which a variance from two sums loses the digits; if it "

@@ -194,8 +194,8 @@ def flatten(value: Any, path: str = "output") -> Iterator[tuple[str, Leaf]]:
         for key, item in dict.items(value):
             yield from flatten(item, f"{path}[{key!r}]")
     elif isinstance(value, (list, tuple)):
-        base = list if isinstance(value, list) else tuple
-        for i, item in enumerate(base.__iter__(value)):
+        items = list.__iter__(value) if isinstance(value, list) else tuple.__iter__(value)
+        for i, item in enumerate(items):
             yield from flatten(item, f"{path}[{i}]")
     elif (held := held_fields(value)) is not None:
         for name, item in held.items():
@@ -210,16 +210,17 @@ def flatten(value: Any, path: str = "output") -> Iterator[tuple[str, Leaf]]:
 def held_fields(value: Any) -> dict[str, Any] | None:
     """Return the fields that an instance of a dataclass holds. Return None for anything else, and for a dataclass with
     a field that a property computes."""
-    if isinstance(value, type) or not dataclasses.is_dataclass(value):
+    kind: type = type(value)
+    if not dataclasses.is_dataclass(kind):
         return None
 
     def of_class(name: str) -> Any:
-        return next((vars(base)[name] for base in type(value).__mro__ if name in vars(base)), None)
+        return next((vars(base)[name] for base in kind.__mro__ if name in vars(base)), None)
 
     of_instance = of_class("__dict__")
     own = of_instance.__get__(value) if isinstance(of_instance, GetSetDescriptorType) else {}
     held: dict[str, Any] = {}
-    for name in (field.name for field in dataclasses.fields(value)):
+    for name in (field.name for field in dataclasses.fields(kind)):
         slot = of_class(name)
         if isinstance(slot, MemberDescriptorType):
             held[name] = slot.__get__(value)

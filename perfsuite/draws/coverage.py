@@ -55,7 +55,7 @@ SMALL = 17
 UP_TO, LEAST_UP_TO = {ONES: 1, WHOLE: 64, RAGGED: 128}, {ONES: 1, WHOLE: SMALL, RAGGED: 32}
 """Kind of all sizes → the largest size of that kind at first, and the smallest bound to which it is reduced if there
 are too many elements."""
-SPOILING = ("huge", "nonfinite", OTHERS)
+SPOILING = ("huge", tensor_values.LARGE, "nonfinite", OTHERS)
 """Regimes that hide the other inputs: the answer is often not finite, or the same whatever the other inputs are."""
 TOGETHER = ("offset", HALVES)
 """Regimes that all inputs that allow them get together, so that the difference of two inputs is small too, or values of

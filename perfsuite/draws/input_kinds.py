@@ -95,7 +95,9 @@ def kinds(pair: Pair, extent: Extent = ANY) -> list[Kind]:
         if all(sizes_of_kind(pair, symbol, together) for symbol in pair.symbols):
             found["sizes", together] = None
     for name, spec in drawn_tensors(pair).items():
-        found.update(dict.fromkeys(("regime", regime) for regime in tensor_values.regimes(spec)))
+        in_half = "float16" in ((spec.dtype,) if spec.dtype else pair.dtypes)
+        regimes = (regime for regime in tensor_values.regimes(spec) if in_half or regime != tensor_values.LARGE)
+        found.update(dict.fromkeys(("regime", regime) for regime in regimes))
         found.update(dict.fromkeys(("layout", layout) for layout in memory_layouts.layouts(pair, name, spec)))
     found.update(dict.fromkeys((APART, *both) for both in _layouts_apart(pair)))
     for name, scalar in drawn_scalars(pair).items():

@@ -15,6 +15,10 @@ from perfsuite.declare.specs import Floats, Integers, Sampled, TensorSpec, bound
 from perfsuite.errors import PairError
 from perfsuite.records import Case
 
+LARGE = "large"
+"""Regime of values whose squares overflow in float16, as those of large activations do."""
+LARGE_ACTIVATION = 2.0**9
+"""Typical magnitude of a value in the regime LARGE."""
 UNBOUNDED_REGIMES = (
     "normal",
     "sorted",
@@ -25,6 +29,7 @@ UNBOUNDED_REGIMES = (
     "mixed",
     "tiny",
     "huge",
+    LARGE,
     "denormal",
     "nonfinite",
 )
@@ -64,7 +69,7 @@ def regimes(spec: TensorSpec) -> tuple[str, ...]:
             if values.low is None and values.high is None:
                 every: tuple[str, ...] = UNBOUNDED_REGIMES
             else:
-                every = BOUNDED_REGIMES if values.bounded else (*BOUNDED_REGIMES, "mixed", "huge")
+                every = BOUNDED_REGIMES if values.bounded else (*BOUNDED_REGIMES, "mixed", "huge", LARGE)
             left_out = {"nonfinite": not values.nonfinite, "offset": not values.offset}
             return tuple(regime for regime in every if not left_out.get(regime))
 
@@ -212,7 +217,7 @@ def _floats(random: _Random, values: Floats, regime: str, dtype: torch.dtype) ->
             real = _arranged(real, regime)
         case "offset":
             real = _offset(real, interval)
-        case "tiny" | "huge" | "denormal" | "mixed":
+        case "tiny" | "huge" | "large" | "denormal" | "mixed":
             real = _scaled(random, real, values, regime, info)
         case "edges" if interval is not None:  # only one tensor of a nested input may have bounds
             real = _at_ends(random, real, *interval)
@@ -261,15 +266,11 @@ def _offset(real: torch.Tensor, interval: tuple[float, float] | None) -> torch.T
     return middle + offset + (real - middle) * deviation
 
 
-LARGE_ACTIVATION = 2.0**9
-"""Typical magnitude of large activations, at which their squares overflow in float16."""
-
-
 def _scaled(random: _Random, real: torch.Tensor, values: Floats, regime: str, info: torch.finfo) -> torch.Tensor:
     """Return the values at another scale.
 
-    All except denormal values are far enough from the ends of the dtype's range that products of a few of them neither
-    overflow nor underflow, in any order.
+    All except denormal values, and large ones in float16, are far enough from the ends of the dtype's range that
+    products of a few of them neither overflow nor underflow, in any order.
     """
     # With one bound, the values are as far beyond it as other values are from zero.
     origin = next((bound for bound in (values.low, values.high) if bound is not None), 0.0)
@@ -279,10 +280,9 @@ def _scaled(random: _Random, real: torch.Tensor, values: Floats, regime: str, in
         case "denormal":
             scaled = real * info.tiny / 8
         case "huge":
-            factor = info.max**0.25
-            if info.dtype == "float16" and replace(random, shape=()).uniform() < 0.5:
-                factor = LARGE_ACTIVATION
-            scaled = origin + (real - origin) * factor
+            scaled = origin + (real - origin) * info.max**0.25
+        case "large":
+            scaled = origin + (real - origin) * LARGE_ACTIVATION
         case _:  # "mixed"
             decades = min(6.0, math.log10(info.max) / 2)
             scale = 10 ** ((random.uniform(real.dtype) * 2 - 1) * decades)

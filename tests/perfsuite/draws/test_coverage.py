@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ from perfsuite.declare.specs import LAYOUTS, elements
 from perfsuite.draws import coverage, input_kinds
 from perfsuite.draws import inputs as make
 from perfsuite.draws.input_kinds import whole_tensors
-from perfsuite.draws.tensor_values import UNBOUNDED_REGIMES
+from perfsuite.draws.tensor_values import LARGE, UNBOUNDED_REGIMES
 from perfsuite.errors import NotEquivalent
 from perfsuite.records import Case, InputCase
 from perfsuite.session import planned_draws
@@ -42,8 +43,17 @@ def test_planned_draws_contain_all_kinds(seed: int) -> None:
     found = drawn(of, seed)
     held = set().union(*(input_kinds.kinds_in(of, case) for case in found))
     assert held >= set(input_kinds.kinds(of))
-    assert {k[1] for k in held if k[0] == "regime"} == set(UNBOUNDED_REGIMES)
+    assert {k[1] for k in held if k[0] == "regime"} | {LARGE} == set(UNBOUNDED_REGIMES)
     assert len(found) <= 38
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_planned_draws_in_float16_contain_values_whose_squares_overflow(seed: int) -> None:
+    of = replace(pair(x=tensor("n", "m")), dtypes=("float32", "float16"))
+    kinds = (input_kinds.kinds_in(of, case) for case in drawn(of, seed))
+    assert any(("regime", LARGE) in found for found in kinds)
+    assert ("regime", LARGE) in input_kinds.kinds(replace(of, inputs={"x": tensor("n", "m", dtype="float16")}))
+    assert ("regime", LARGE) not in input_kinds.kinds(replace(of, dtypes=("bfloat16",)))
 
 
 def test_several_tensors_share_the_draws() -> None:

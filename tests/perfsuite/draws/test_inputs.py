@@ -278,6 +278,9 @@ def test_regimes_have_their_described_values() -> None:
     assert not of("zeros").any()
     assert 0 < float(of("tiny").abs().max()) < 1e-8
     assert float(of("huge").abs().max()) > 1e9
+    for dtype in ("float16", "bfloat16", "float32"):
+        assert 256 < float(of("large", dtype).abs().mean()) < 600
+    assert (of("huge", "float16") @ of("huge", "float16").T).isfinite().all()
     assert (of("huge") @ of("huge").T).isfinite().all()
     assert 0 < float(of("denormal").abs().max()) < info.tiny
     spread = of("mixed").abs().log10()
