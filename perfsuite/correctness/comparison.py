@@ -84,16 +84,16 @@ def _is_unused_gradient(where: str, name: str, reference: Leaf, got: Leaf) -> bo
     Raises NotEquivalent if only one of the two leaves is a tensor and this does not hold.
     """
     if reference is None and isinstance(got, torch.Tensor):
-        given, message = got, f"{where} is a tensor where the reference has None"
+        tensor, message = got, f"{where} is a tensor where the reference has None"
     elif got is None and isinstance(reference, torch.Tensor):
-        given, message = reference, f"{where} is None where the reference has a value"
+        tensor, message = reference, f"{where} is None where the reference has a value"
         if name.startswith("gradient of "):
             message += (
                 "; if nobody needs it, declare gradients=False, or tensor(…, differentiable=False) for this input"
             )
     else:
         return False
-    if name.startswith("gradient of ") and not given.any():
+    if name.startswith("gradient of ") and not tensor.any():
         return True
     raise NotEquivalent(message)
 

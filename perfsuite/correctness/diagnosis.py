@@ -113,8 +113,8 @@ class _Trial:
 
     def how(self, case: Case, gradients: bool) -> dict[str, Any]:
         """Return how the sides are called: with incoming gradients as in their proof, or of this trial's kind."""
-        way = side_calls.proven_way(case, gradients=gradients, kind=self.kind)
-        return {"gradients": gradients, "way": way}
+        call_side = side_calls.proof_call(case, gradients=gradients, kind=self.kind)
+        return {"gradients": gradients, "call_side": call_side}
 
     def truth(self, case: Case, gradients: bool = False) -> truths.Truth:
         """Return the truth of a draw. It is computed once, because several causes are tried on the same draw."""
@@ -138,9 +138,9 @@ class _Trial:
 
     def is_right_on(self, values: dict[str, Any], case: Case) -> bool:
         """Return whether the side is right on these inputs instead of drawn ones."""
-        return self.given(values).is_right(case)
+        return self.with_inputs(values).is_right(case)
 
-    def given(self, values: dict[str, Any]) -> _Trial:
+    def with_inputs(self, values: dict[str, Any]) -> _Trial:
         """Return the same trial with these inputs instead of drawn ones."""
         fixed = replace(self.pair, inputs={n: ConstantSpec(value=v) for n, v in values.items()})
         return _Trial(fixed, self.side, self.device, self.home)
@@ -293,7 +293,7 @@ def _exchanged(trial: _Trial, case: Case, gradients: bool) -> Iterator[str]:
         return
     drawn = make.build(trial.pair, case, trial.device, home=trial.home)
     for a, b in _alike(drawn):
-        if _agrees(trial.pair, truth, trial.given({**drawn, a: drawn[b], b: drawn[a]}).produce(case)):
+        if _agrees(trial.pair, truth, trial.with_inputs({**drawn, a: drawn[b], b: drawn[a]}).produce(case)):
             yield f"it is right with {a} and {b} exchanged: a side is called with the inputs by position"
             return
 

@@ -286,8 +286,8 @@ def grads(probe: Probe) -> Effects:
     found: Effects = {}
     for held in (False, True):
         values = probe.drawn()
-        given = probe.step_inputs(probe.case, 1) if probe.pair.is_stateful else {}
-        every = {**values, **given}
+        step_inputs = probe.step_inputs(probe.case, 1) if probe.pair.is_stateful else {}
+        every = {**values, **step_inputs}
         if held:
             for _, tensor in make.unchanging(probe.pair, every):
                 if tensor.requires_grad:
@@ -298,7 +298,7 @@ def grads(probe: Probe) -> Effects:
             with execution.quiet(probe.side), torch.enable_grad():
                 returned = execution.callable_of(probe.side)(*values.values())
                 if probe.pair.is_stateful:
-                    returned(*given.values())
+                    returned(*step_inputs.values())
         except Exception:  # `contexts` reports a side that does not support this grad mode
             continue
         for path, was in before.items():

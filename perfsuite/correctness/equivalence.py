@@ -15,7 +15,7 @@ from perfsuite.correctness.reference_task import Task, draws_of, task_of
 from perfsuite.correctness.rule import CAREFUL, FEW, NEAR, NONE, REPLICAS, TRUTH_EPS, sure
 from perfsuite.correctness.rule import C as C
 from perfsuite.correctness.rule import K as K
-from perfsuite.correctness.side_calls import Drawn
+from perfsuite.correctness.side_calls import InputsFactory
 from perfsuite.correctness.tally import Tally
 from perfsuite.correctness.truths import Discard, Known, Truth
 from perfsuite.declare.pair import Pair
@@ -58,12 +58,12 @@ class ReferenceResults:
         *,
         gradients: bool,
         home: Path | None,
-        drawn: Drawn | None = None,
+        drawn: InputsFactory | None = None,
     ) -> Known:
         """Return the truths of the draw as a function of the number of replicas. `drawn` returns the inputs, if the
         caller has them already."""
-        way = side_calls.proven_way(case, gradients=gradients)
-        return truths.by_replicas(pair, case, device, gradients=gradients, home=home, way=way, drawn=drawn)
+        call_side = side_calls.proof_call(case, gradients=gradients)
+        return truths.by_replicas(pair, case, device, gradients=gradients, home=home, call_side=call_side, drawn=drawn)
 
     def task(self, pair: Pair, case: Case, device: str, *, home: Path | None) -> Task:
         """Return what the draw shows about the reference."""
@@ -107,9 +107,9 @@ def check_case(
         raise PairError(tally.fault)
     shared: set[tuple[str, str]] = set()
     side = side or as_side(pair.optimized)
-    way = side_calls.proven_way(case, gradients=gradients)
+    call_side = side_calls.proof_call(case, gradients=gradients)
     produced = side_calls.produce(
-        pair, side, case, device, gradients=gradients, home=home, shared=shared, way=way, drawn=drawn()
+        pair, side, case, device, gradients=gradients, home=home, shared=shared, call_side=call_side, drawn=drawn()
     )
     truth = hold(pair, known, produced, name=side_name, tally=tally)
     tally.ill_conditioned += truth.ill_conditioned

@@ -374,11 +374,13 @@ def run_steps(
     pair: Pair,
     inputs: dict[str, Any],
     steps: Sequence[int],
-    given: Callable[[int], dict[str, Any]],
+    step_inputs: Callable[[int], dict[str, Any]],
 ) -> dict[int, Leaves]:
-    """Build the step function and run it. Return the state after each of `steps`. `given(i)` returns the inputs of step
-    i, counted from 1."""
-    *_, states = stepping(make_step, pair, inputs, steps, given)
+    """Build the step function and run it. Return the state after each of `steps`.
+
+    `step_inputs(i)` returns the inputs of step i, counted from 1.
+    """
+    *_, states = stepping(make_step, pair, inputs, steps, step_inputs)
     return states
 
 
@@ -403,14 +405,14 @@ def stepping(
     pair: Pair,
     inputs: dict[str, Any],
     steps: Sequence[int],
-    given: Callable[[int], dict[str, Any]],
+    step_inputs: Callable[[int], dict[str, Any]],
 ) -> Iterator[dict[int, Leaves]]:
     """Run the steps as `run_steps` does, and yield the states so far after building the step and after each step."""
     step = make_step(*inputs.values())
     states: dict[int, Leaves] = {}
     yield states
     for i in range(1, max(steps) + 1):
-        of_step = given(i)
+        of_step = step_inputs(i)
         poison(pair, of_step)
         returned = step(*of_step.values())
         if i in steps:

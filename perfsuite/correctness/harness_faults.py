@@ -11,7 +11,7 @@ from typing import ParamSpec, TypeVar
 from perfsuite import faults
 from perfsuite.errors import HarnessFault, first_line
 
-Given = ParamSpec("Given")
+Params = ParamSpec("Params")
 Result = TypeVar("Result")
 FOLDER = Path(__file__).parent
 JUDGES = frozenset({"differences.py", "forms.py", "reference_errors.py", "rule.py", "truths.py"})
@@ -21,11 +21,11 @@ CALLS_A_SIDE = "side_calls.py", "run"
 INSTALLED = "site-packages"
 
 
-def raises_harness_faults(work: Callable[Given, Result]) -> Callable[Given, Result]:
+def raises_harness_faults(work: Callable[Params, Result]) -> Callable[Params, Result]:
     """Make `work` raise HarnessFault instead of an error of its own, which would be mistaken for a side's error."""
 
     @wraps(work)
-    def wrapped(*args: Given.args, **kwargs: Given.kwargs) -> Result:
+    def wrapped(*args: Params.args, **kwargs: Params.kwargs) -> Result:
         try:
             return work(*args, **kwargs)
         except Exception as error:

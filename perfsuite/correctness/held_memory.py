@@ -89,9 +89,9 @@ def _training(probe: Probe) -> Prepare:
 
 
 def _steps(probe: Probe) -> Prepare:
-    given = functools.partial(probe.step_inputs, probe.case)
+    step_inputs = functools.partial(probe.step_inputs, probe.case)
     call, never = execution.callable_of(probe.side), (1 + max(HELD_STEPS, HELD_CALLS),)
-    steps = execution.stepping(call, probe.pair, probe.drawn(), never, given)
+    steps = execution.stepping(call, probe.pair, probe.drawn(), never, step_inputs)
     next(steps)  # builds the step
     return lambda number: functools.partial(next, steps)
 

@@ -110,10 +110,10 @@ class Child:
     """The child process, and unnamed files for the data sent to it and received from it."""
 
     def __init__(self) -> None:
-        self.given = tempfile.TemporaryFile()  # noqa: SIM115 - until `close`
+        self.inputs_file = tempfile.TemporaryFile()  # noqa: SIM115 - until `close`
         # Without a buffer, which could contain old contents of the file.
-        self.made = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115
-        files = self.given.fileno(), self.made.fileno()
+        self.outputs_file = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115
+        files = self.inputs_file.fileno(), self.outputs_file.fileno()
         reader, writer = os.pipe()
         source = _readable(SOURCE.read_bytes())
         environment = {n: v for n, v in os.environ.items() if not any(trace in n.upper() for trace in TRACES)}
@@ -150,8 +150,8 @@ class Child:
         """
         values, request = self._give(pair, case, device, module, home, like)
         self._ask(pair, request)
-        self.made.seek(0)
-        returned, changed, gradients = torch.load(self.made, weights_only=False)
+        self.outputs_file.seek(0)
+        returned, changed, gradients = torch.load(self.outputs_file, weights_only=False)
         leaves = execution.with_changed(pair, dict(zip(values, changed, strict=True)), returned)
         suffix = execution.after(1) if pair.is_stateful else ""
         made = {f"{n}{suffix}": t.detach() if isinstance(t, torch.Tensor) else t for n, t in leaves.items()}
@@ -181,13 +181,13 @@ class Child:
         weights = _incoming(pair, case, like) if like else []
         if like:
             execution.require_gradients(pair, values)
-        self.given.seek(0)
-        self.given.truncate()
+        self.inputs_file.seek(0)
+        self.inputs_file.truncate()
         try:
-            torch.save((list(values.values()), list(steps.values()), weights), self.given)
+            torch.save((list(values.values()), list(steps.values()), weights), self.inputs_file)
         except Exception as error:  # pickle raises many types
             raise Unsendable(f"an input cannot be given to another process: {error}") from None
-        self.given.flush()
+        self.inputs_file.flush()
         return {**values, **steps}, {**_place(pair, module), **_on(pair, device)}
 
     def _ask(self, pair: Pair, request: dict[str, Any]) -> dict[str, Any]:
@@ -240,8 +240,8 @@ class Child:
         if self.process.stdin is not None:
             with contextlib.suppress(BrokenPipeError):
                 self.process.stdin.close()
-        self.given.close()
-        self.made.close()
+        self.inputs_file.close()
+        self.outputs_file.close()
         if self in _children:
             _children.remove(self)
 

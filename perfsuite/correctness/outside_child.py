@@ -166,7 +166,7 @@ def gradients_of(call: Callable[..., Any], inputs: list[Any], weights: list[Any]
     return [tensor.grad for tensor in tensors_in(inputs) if tensor.requires_grad]
 
 
-def answer(request: dict[str, Any], given: BinaryIO, made: BinaryIO) -> list[float]:
+def answer(request: dict[str, Any], inputs_file: BinaryIO, outputs_file: BinaryIO) -> list[float]:
     """Call the side on the inputs, and save its outputs, the changed inputs and the gradients. Return the seconds of
     further calls if the request asks for them."""
     sys.path[:] = request["sys_path"]
@@ -180,8 +180,8 @@ def answer(request: dict[str, Any], given: BinaryIO, made: BinaryIO) -> list[flo
     if request.get("prepare"):
         torch.empty(1, device=request["device"])
         return []
-    given.seek(0)
-    inputs, step_inputs, weights = torch.load(given, weights_only=False, map_location=request["device"])
+    inputs_file.seek(0)
+    inputs, step_inputs, weights = torch.load(inputs_file, weights_only=False, map_location=request["device"])
 
     def wait() -> None:
         if request["device"] != "cpu":
@@ -195,26 +195,29 @@ def answer(request: dict[str, Any], given: BinaryIO, made: BinaryIO) -> list[flo
             return seconds_of(lambda: called(*arguments), wait)
     gradients = []
     if weights:
-        given.seek(0)  # read again, because the first call may have used up its inputs
-        fresh, _, _ = torch.load(given, weights_only=False, map_location=request["device"])
+        inputs_file.seek(0)  # read again, because the first call may have used up its inputs
+        fresh, _, _ = torch.load(inputs_file, weights_only=False, map_location=request["device"])
         gradients = gradients_of(call, fresh, weights)
-    made.seek(0)
-    made.truncate()
+    outputs_file.seek(0)
+    outputs_file.truncate()
     try:
-        torch.save((returned, [*inputs, *(step_inputs if stateful else ())], gradients), made)
+        torch.save((returned, [*inputs, *(step_inputs if stateful else ())], gradients), outputs_file)
     except Exception as error:  # pickle raises many types
         raise Missing(f"an output cannot be given to another process: {error}") from None
-    made.flush()
+    outputs_file.flush()
     return []
 
 
 def main() -> None:
     """Answer requests until stdin ends."""
     sys.meta_path.insert(0, Again())
-    reply_to, given, made = map(int, sys.argv[1:])
+    reply_to, inputs_file, outputs_file = map(int, sys.argv[1:])
     del sys.argv[1:]
     sys.argv[0] = "train.py"  # as in a training script
-    replies, files = os.fdopen(reply_to, "w"), (os.fdopen(given, "rb", buffering=0), os.fdopen(made, "r+b"))
+    replies, files = (
+        os.fdopen(reply_to, "w"),
+        (os.fdopen(inputs_file, "rb", buffering=0), os.fdopen(outputs_file, "r+b")),
+    )
     for line in sys.stdin:
         try:
             reply = {"error": "", "seconds": answer(json.loads(line), *files)}

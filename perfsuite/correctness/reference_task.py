@@ -38,8 +38,8 @@ def task_of(pair: Pair, case: Case, device: str, home: Path | None) -> Task:
     side = as_side(pair.reference)
 
     def answer(drawn: dict[str, Any], i: Case) -> Leaves:
-        given = upcast(lambda step: make.build_step(pair, i, device, step))
-        return run(side, pair, make.upcast(drawn), i, False, given)
+        step_inputs = upcast(lambda step: make.build_step(pair, i, device, step))
+        return run(side, pair, make.upcast(drawn), i, False, step_inputs)
 
     case = replace(case, inputs={})  # ordinary values, because zeros would be equal in both draws
     drawn = make.build(pair, case, device, home=home)

@@ -17,7 +17,7 @@ import torch
 from perfsuite.correctness.equivalence import ReferenceResults
 from perfsuite.correctness.reference_task import Task
 from perfsuite.correctness.reused_sizes import ReusedSizes
-from perfsuite.correctness.side_calls import Drawn
+from perfsuite.correctness.side_calls import InputsFactory
 from perfsuite.correctness.truths import Discard, Known, Truth
 from perfsuite.declare.pair import Pair
 from perfsuite.draws.cases import case_line
@@ -45,7 +45,7 @@ class CachedReferenceResults(ReferenceResults):
         *,
         gradients: bool,
         home: Path | None,
-        drawn: Drawn | None = None,
+        drawn: InputsFactory | None = None,
     ) -> Known:
         """Return the truths of the draw, from the cache if an earlier proof of another side computed them. Truths are
         cached only for a pair with variants."""

@@ -16,18 +16,20 @@ from perfsuite.draws import inputs as make
 from perfsuite.errors import LeftChanged, PairError
 from perfsuite.records import Case
 
-Given: TypeAlias = Callable[[int], dict[str, Any]]
+StepInputs: TypeAlias = Callable[[int], dict[str, Any]]
 """Number of a step of a stateful pair → the step's inputs."""
-Drawn: TypeAlias = Callable[[], dict[str, Any]]
+InputsFactory: TypeAlias = Callable[[], dict[str, Any]]
 """Function that returns the inputs of a draw. The caller may change them."""
-Way: TypeAlias = Callable[[Callable[..., Any], Pair, dict[str, Any], Any], Leaves]
+CallSide: TypeAlias = Callable[[Callable[..., Any], Pair, dict[str, Any], Any], Leaves]
 """Function that calls a side instead of `execution.run` or `run_steps`: (callable, pair, inputs, seed) → leaves. For a
-stateful pair, the fourth argument is a `Given`."""
+stateful pair, the fourth argument is a `StepInputs`."""
 
 
-def proven_way(case: Case, *, gradients: bool, kind: str | None = None) -> Way | None:
-    """Return the way in which a proof calls a side: with incoming gradients of this kind, or of the draw's own kind;
-    None without gradients."""
+def proof_call(case: Case, *, gradients: bool, kind: str | None = None) -> CallSide | None:
+    """Return the function with which a proof calls a side, or None without gradients.
+
+    The incoming gradients are of this kind, or of the draw's own kind.
+    """
     return functools.partial(_run_with, kind or incoming_gradients.kind_of(case)) if gradients else None
 
 
@@ -37,9 +39,9 @@ def _run_with(kind: str, call: Callable[..., Any], pair: Pair, values: dict[str,
     return execution.run(call, pair, values, gradients=True, seed=seed, kind=kind)
 
 
-def is_proven(way: Way | None) -> TypeGuard[functools.partial[Leaves]]:
-    """Return whether `proven_way` returned this way."""
-    return isinstance(way, functools.partial) and way.func is _run_with
+def is_proof_call(call_side: CallSide | None) -> TypeGuard[functools.partial[Leaves]]:
+    """Return whether `proof_call` returned this function."""
+    return isinstance(call_side, functools.partial) and call_side.func is _run_with
 
 
 def produce(
@@ -52,7 +54,7 @@ def produce(
     home: Path | None = None,
     on_return: Callable[[], None] = lambda: None,
     shared: set[tuple[str, str]] | None = None,
-    way: Way | None = None,
+    call_side: CallSide | None = None,
     drawn: dict[str, Any] | None = None,
 ) -> Leaves:
     """Return the side's outputs on the case's inputs in the case's dtype.
@@ -61,7 +63,7 @@ def produce(
     has returned, while its inputs still exist. Outputs that share memory are added to `shared`.
     """
     values = drawn if drawn is not None else make.clone(make.build(pair, case, device, home=home))
-    leaves = run(side, pair, values, case, gradients, lambda i: make.build_step(pair, case, device, i), way)
+    leaves = run(side, pair, values, case, gradients, lambda i: make.build_step(pair, case, device, i), call_side)
     on_return()
     if shared is not None and not pair.is_stateful:
         shared |= execution.shared_memory(pair, leaves, values)
@@ -69,7 +71,7 @@ def produce(
     return leaves
 
 
-def drawn_once(pair: Pair, case: Case, device: str, home: Path | None) -> Drawn:
+def drawn_once(pair: Pair, case: Case, device: str, home: Path | None) -> InputsFactory:
     """Return a function that returns a copy of the case's inputs at each call. They are built at the first call."""
 
     @functools.cache
@@ -85,23 +87,23 @@ def run(
     values: dict[str, Any],
     case: Case,
     gradients: bool,
-    given: Given,
-    way: Way | None = None,
+    step_inputs: StepInputs,
+    call_side: CallSide | None = None,
 ) -> Leaves:
-    """Return the side's outputs on these inputs, which may be changed. `given` returns those of each step of a stateful
-    pair.
+    """Return the side's outputs on these inputs, which may be changed. For a stateful pair, `step_inputs`
+    returns the inputs of each step.
 
     Raises PairError if the reference leaves global state changed, and LeftChanged if another side does.
     """
     execution.poison(pair, values)
     with execution.settings_kept(side) as changed, execution.quiet(side):
-        if pair.is_stateful and way is not None:
-            leaves = way(execution.callable_of(side), pair, values, given)
+        if pair.is_stateful and call_side is not None:
+            leaves = call_side(execution.callable_of(side), pair, values, step_inputs)
         elif pair.is_stateful:
-            states = execution.run_steps(execution.callable_of(side), pair, values, _steps(pair, case), given)
+            states = execution.run_steps(execution.callable_of(side), pair, values, _steps(pair, case), step_inputs)
             leaves = execution.of_all_steps(states)
-        elif way is not None:
-            leaves = way(execution.callable_of(side), pair, values, case.seed)
+        elif call_side is not None:
+            leaves = call_side(execution.callable_of(side), pair, values, case.seed)
         else:
             leaves = execution.run(execution.callable_of(side), pair, values, gradients=gradients, seed=case.seed)
     if changed:
@@ -118,11 +120,11 @@ def _steps(pair: Pair, case: Case) -> Sequence[int]:
     return [n for n in pair.steps if n <= most] or pair.steps[:1]
 
 
-def upcast(given: Given) -> Given:
-    """Return `given` with each step's inputs in float64."""
-    return lambda i: make.upcast(given(i))
+def upcast(step_inputs: StepInputs) -> StepInputs:
+    """Return `step_inputs` with each step's inputs in float64."""
+    return lambda i: make.upcast(step_inputs(i))
 
 
-def copied(given: Given) -> Given:
-    """Return `given` with a copy of each step's inputs."""
-    return lambda i: make.clone(given(i))
+def copied(step_inputs: StepInputs) -> StepInputs:
+    """Return `step_inputs` with a copy of each step's inputs."""
+    return lambda i: make.clone(step_inputs(i))

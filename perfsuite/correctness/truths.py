@@ -33,7 +33,7 @@ from perfsuite.correctness.rule import (
     eps_of,
     sure,
 )
-from perfsuite.correctness.side_calls import Drawn, Given, Way
+from perfsuite.correctness.side_calls import CallSide, InputsFactory, StepInputs
 from perfsuite.declare import declared_functions
 from perfsuite.declare.pair import Pair
 from perfsuite.declare.sides import Side, as_side
@@ -125,7 +125,7 @@ def overflows(pair: Pair) -> str:
 
 
 def by_replicas(
-    pair: Pair, case: Case, device: str, *, most: int = CAREFUL, drawn: Drawn | None = None, **options: Any
+    pair: Pair, case: Case, device: str, *, most: int = CAREFUL, drawn: InputsFactory | None = None, **options: Any
 ) -> Known:
     """Return a function from a number of replicas, at most `most`, to the truth of one draw. Each truth is computed
     once. `drawn` returns the inputs, if the caller has them. The other `options` are those of `establish`.
@@ -161,16 +161,16 @@ def establish(
     replicas: int = REPLICAS,
     eps: float | None = None,
     drawn: dict[str, Any] | None = None,
-    way: Way | None = None,
+    call_side: CallSide | None = None,
 ) -> Truth:
     """Compute the truth, the reference's outputs and their error on this draw. Raises Discard if only the reference is
     not finite.
 
     `replicas` is the fewest number. Outputs with few elements need more, and if the inputs are large, fewer are made,
     except with CAREFUL. `eps` is that of the working dtype unless given. `drawn` are inputs to use instead of those of
-    the case's seed, with the same sizes. `way` is another way of calling the sides.
+    the case's seed, with the same sizes. `call_side` calls the sides in another way.
     """
-    runs = begin(pair, case, device, gradients=gradients, home=home, eps=eps, drawn=drawn, way=way)
+    runs = begin(pair, case, device, gradients=gradients, home=home, eps=eps, drawn=drawn, call_side=call_side)
     return runs.truth(replicas)
 
 
@@ -183,7 +183,11 @@ def _excused(draw: _Draw, truth: Leaves) -> Any:
     """Return the mask, or the masks by output, of the elements that the pair excuses. Raises PairError if a mask fits
     no output."""
     masks = draw.pair.excused(make.upcast(draw.inputs), draw.eps)
-    if masks is None or draw.pair.is_stateful or (draw.way is not None and not side_calls.is_proven(draw.way)):
+    if (
+        masks is None
+        or draw.pair.is_stateful
+        or (draw.call_side is not None and not side_calls.is_proof_call(draw.call_side))
+    ):
         return masks  # not checked, because the outputs have other names
     pair, derivatives = draw.pair.name, tuple(f"{kind}{name}" for kind in DERIVATIVES for name in draw.pair.inputs)
     shapes = {name: tuple(leaf.shape) for name, leaf in truth.items() if isinstance(leaf, torch.Tensor)}
@@ -221,7 +225,7 @@ def _shape(mask: Any) -> tuple[int, ...]:
 def of_reference(pair: Pair, case: Case, device: str, drawn: dict[str, Any]) -> Leaves:
     """Run the reference in the working precision on these inputs, which it may change. Return its outputs."""
     draw = _Draw(pair, case, device, gradients=False, drawn=drawn)
-    return draw.own(draw.inputs, draw.step)
+    return draw.own(draw.inputs, draw.step_inputs)
 
 
 class _Draw:
@@ -237,40 +241,47 @@ class _Draw:
         home: Path | None = None,
         eps: float | None = None,
         drawn: dict[str, Any] | None = None,
-        way: Way | None = None,
+        call_side: CallSide | None = None,
     ) -> None:
         working = pair.precision or case.dtype
         to_working = make.rounder(case.dtype, working)
-        self.pair, self.case, self.gradients, self.way = pair, case, gradients, way
+        self.pair, self.case, self.gradients, self.call_side = pair, case, gradients, call_side
         self.reference = as_side(pair.reference)
         self.exact = Side(call=pair.truth, stateful=pair.is_stateful) if pair.truth is not None else self.reference
         self.least, self.eps = eps or 0.0, eps or eps_of(working)
         self.nearness = NEARNESS.get(working, FULL)
         self.is_double = working == "float64"
         self.inputs = to_working(make.build(pair, case, device, home=home) if drawn is None else drawn)
-        self.step: Given = functools.cache(lambda i: to_working(make.build_step(pair, case, device, i)))
+        self.step_inputs: StepInputs = functools.cache(lambda i: to_working(make.build_step(pair, case, device, i)))
 
     def first_inputs(self) -> dict[str, Any]:
         """Return the inputs and those of the first step, because a state is often zero at first."""
-        of_step = self.step(1) if self.pair.step_inputs else {}
+        of_step = self.step_inputs(1) if self.pair.step_inputs else {}
         return {**self.inputs, **of_step}
 
-    def truth(self, inputs: dict[str, Any], step: Given) -> Leaves:
+    def truth(self, inputs: dict[str, Any], step_inputs: StepInputs) -> Leaves:
         """Return the truth in float64. Raises PairError if `truth` raises and the reference does not."""
-        given = (self.pair, make.upcast(inputs), self.case, self.gradients, side_calls.upcast(step), self.way)
+        arguments = (
+            self.pair,
+            make.upcast(inputs),
+            self.case,
+            self.gradients,
+            side_calls.upcast(step_inputs),
+            self.call_side,
+        )
         if self.pair.truth is None:
-            return side_calls.run(self.exact, *given)
+            return side_calls.run(self.exact, *arguments)
         try:
             with blaming_truth(self.pair):
-                return side_calls.run(self.exact, *given)
+                return side_calls.run(self.exact, *arguments)
         except PairError:
-            self.own(make.clone(inputs), step)  # if the reference raises too, it does not support the draw
+            self.own(make.clone(inputs), step_inputs)  # if the reference raises too, it does not support the draw
             raise
 
-    def own(self, inputs: dict[str, Any], step: Given) -> Leaves:
+    def own(self, inputs: dict[str, Any], step_inputs: StepInputs) -> Leaves:
         """Run the reference in the working precision, on inputs that it may change."""
         return side_calls.run(
-            self.reference, self.pair, inputs, self.case, self.gradients, side_calls.copied(step), self.way
+            self.reference, self.pair, inputs, self.case, self.gradients, side_calls.copied(step_inputs), self.call_side
         )
 
     def neighbour(self, number: int) -> tuple[Leaves, Leaves]:
@@ -278,11 +289,13 @@ class _Draw:
         errors."""
         beside = functools.partial(make.jitter, self.pair, seed=self.case.seed, eps=self.nearness.inputs * self.eps)
         near = beside(self.inputs, name=f"neighbour {number}")
-        step: Given = functools.cache(lambda i: beside(self.step(i), name=f"neighbour {number}, step {i}"))
-        truth = self.truth(near, step)
+        step_inputs: StepInputs = functools.cache(
+            lambda i: beside(self.step_inputs(i), name=f"neighbour {number}, step {i}")
+        )
+        truth = self.truth(near, step_inputs)
         # The neighbour's inputs are already made, so only the reference itself runs with other rounding errors.
         with redrawn_roundings(self.case.seed + number, self.nearness.results, self.least):
-            return truth, self.own(near, step)
+            return truth, self.own(near, step_inputs)
 
 
 class Runs:
@@ -292,10 +305,12 @@ class Runs:
         """Run the reference in float64 and in the working precision. Raises Discard if the two differ in their
         non-finite elements."""
         self.draw, pair, self.number = draw, draw.pair, 0
-        self.exact, given = draw.truth(draw.inputs, draw.step), make.clone(draw.inputs)
-        self.own = draw.own(given, draw.step)
-        self.shared = frozenset() if pair.is_stateful else frozenset(execution.shared_memory(pair, self.own, given))
-        del given
+        self.exact, own_inputs = draw.truth(draw.inputs, draw.step_inputs), make.clone(draw.inputs)
+        self.own = draw.own(own_inputs, draw.step_inputs)
+        self.shared = (
+            frozenset() if pair.is_stateful else frozenset(execution.shared_memory(pair, self.own, own_inputs))
+        )
+        del own_inputs
         self.doubles = exact, own = Doubles(self.exact), Doubles(self.own)
         _check_reference(pair, self.own, self.exact, self.doubles)
         of_inputs = ((name, spec) for name, spec in pair.inputs.items() if isinstance(spec, TensorSpec))
@@ -323,7 +338,7 @@ class Runs:
 
     def truth(self, replicas: int) -> Truth:
         """Return the truth with the number of replicas that `establish` makes for `replicas`."""
-        draw, pair, way = self.draw, self.draw.pair, self.draw.way
+        draw, pair, call_side = self.draw, self.draw.pair, self.draw.call_side
         large = replicas <= REPLICAS and self.of_inputs > REPLICAS_UP_TO
         all_replicas = FEW if large else max(replicas, REPLICAS)
         wanted = 0 if replicas == NONE else _replicas(self.exact, min(replicas, all_replicas))
@@ -334,7 +349,7 @@ class Runs:
         rounding = frozenset(name for name, errors in error_of.items() if errors.ill_conditioned())
         share = min(1.0, sure(self.number, needed))
         surely = frozenset(name for name in rounding if error_of[name].ill_conditioned(share))
-        kind = way.args[0] if side_calls.is_proven(way) else incoming_gradients.PLAIN
+        kind = call_side.args[0] if side_calls.is_proof_call(call_side) else incoming_gradients.PLAIN
         found = Truth(
             leaves=self.exact,
             reference=self.own,

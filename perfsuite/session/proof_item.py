@@ -312,7 +312,7 @@ class ProofItem(pytest.Function):
     def _call_alone(self, case: Case) -> None:
         """Call one side on the draw. Its outputs are not compared, since only whether it returns matters."""
         pair, gradients = self.pair, self.kind == proofs.GRADIENTS
-        how: dict[str, Any] = {"gradients": gradients, "way": side_calls.proven_way(case, gradients=gradients)}
+        how: dict[str, Any] = {"gradients": gradients, "call_side": side_calls.proof_call(case, gradients=gradients)}
         self.current = case
         self.report(case_line(case))
         try:

@@ -18,7 +18,7 @@ from perfsuite.records import ACCEPTED, OPTIMIZED, REFERENCE, Case
 from perfsuite.system import tamper
 from perfsuite.timing import timing_checks
 from perfsuite.timing.clocks import CpuClock
-from perfsuite.timing.output_checks import Drawn, OutputCheck
+from perfsuite.timing.output_checks import DrawnInputs, OutputCheck
 from perfsuite.timing.peers import ALONE, Peers
 from perfsuite.timing.runner import Runner
 from perfsuite.timing.sampling import Sampler
@@ -40,7 +40,7 @@ class NewValues:
 
     def __init__(self, pair: Pair, case: Case, device: str, home: Path | None, peers: Peers = ALONE) -> None:
         self.pair, self.case, self.device, self.home, self.peers = pair, case, device, home, peers
-        self._ahead: list[Drawn] = []
+        self._ahead: list[DrawnInputs] = []
 
     def draw_ahead(self, count: int) -> None:
         """Draw `count` sets of inputs in advance. Stop earlier, but not before the second set, when FRESH_S or
@@ -58,20 +58,20 @@ class NewValues:
         """Number of sets drawn in advance that are not used yet."""
         return len(self._ahead)
 
-    def take(self) -> Drawn:
+    def take(self) -> DrawnInputs:
         """Return a set drawn in advance, or else a new one."""
         return self._ahead.pop() if self._ahead else self._draw()
 
-    def _draw(self) -> Drawn:
+    def _draw(self) -> DrawnInputs:
         return drawn_anew(self.pair, self.case, self.device, self.home, self.peers)
 
 
-def drawn_anew(pair: Pair, case: Case, device: str, home: Path | None, peers: Peers) -> Drawn:
+def drawn_anew(pair: Pair, case: Case, device: str, home: Path | None, peers: Peers) -> DrawnInputs:
     """Return values of the case with another seed; for a stateful pair, those of a step's inputs."""
     case = replace(case, seed=peers.bits(31))
     if pair.is_stateful:
-        return Drawn(case, peers.part(pair.step_inputs, make.build_step(pair, case, device, 1)))
-    return Drawn(case, peers.part(pair.inputs, make.build(pair, case, device, home=home)))
+        return DrawnInputs(case, peers.part(pair.step_inputs, make.build_step(pair, case, device, 1)))
+    return DrawnInputs(case, peers.part(pair.inputs, make.build(pair, case, device, home=home)))
 
 
 class Watch:
@@ -115,7 +115,7 @@ class Watch:
         if block == 0:
             self._first(runner)
 
-    def _time_new_values(self, runner: Runner, drawn: Drawn, block: int | None = None) -> None:
+    def _time_new_values(self, runner: Runner, drawn: DrawnInputs, block: int | None = None) -> None:
         """Time a call on values that the side cannot have seen, and the same call again."""
         values = drawn.values
         stateful = self.pair.is_stateful
@@ -201,7 +201,7 @@ class Watch:
                 raise NotEquivalent(f"{text}: its time is not that of the function")
 
 
-def prove_new(output: OutputCheck, runner: Runner, drawn: Drawn) -> None:
+def prove_new(output: OutputCheck, runner: Runner, drawn: DrawnInputs) -> None:
     """Check that the side is also right on new values, which were written into the memory of the proven ones."""
     runner.reset()
     runner.call()

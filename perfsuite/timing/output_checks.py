@@ -37,7 +37,7 @@ HASHED_AT_ONCE = 1 << 25
 
 
 @dataclass(frozen=True, slots=True)
-class Drawn:
+class DrawnInputs:
     """New values of a workload's inputs, and the case from which they were made."""
 
     case: Case
@@ -102,7 +102,7 @@ class OutputCheck:
         else:
             self.check(leaves, name)
 
-    def hold_new(self, leaves: Leaves, drawn: Drawn) -> None:
+    def hold_new(self, leaves: Leaves, drawn: DrawnInputs) -> None:
         """Raise NotEquivalent if these outputs on new values are wrong. If the truth overflows, they count as right."""
         known = truths.by_replicas(
             self.pair, self.case, self.device, most=rule.FEW, gradients=self.gradients, drawn=lambda: drawn.values

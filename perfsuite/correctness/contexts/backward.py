@@ -81,9 +81,9 @@ def two_gradients_needed(probe: Probe) -> None:
 
 
 def _hold_some(probe: Probe, marked: Collection[str], others: Collection[str], words: str) -> None:
-    way = functools.partial(where_only, only=marked, differentiate=True)
+    call_side = functools.partial(where_only, only=marked, differentiate=True)
     known = functools.partial(truth_with_gradients, probe, {f"gradient of {path}" for path in others})
-    hold(probe, way, words, known=known)
+    hold(probe, call_side, words, known=known)
 
 
 def some_outputs_used(probe: Probe) -> None:
@@ -91,7 +91,7 @@ def some_outputs_used(probe: Probe) -> None:
     if not differentiable(probe) or len(incoming_gradients.real_of(probe.truth().reference)) < 3:
         return
 
-    def way(call: Callable[..., Any], pair: Pair, values: dict[str, Any], seed: int) -> Leaves:
+    def call_side(call: Callable[..., Any], pair: Pair, values: dict[str, Any], seed: int) -> Leaves:
         leaves, _, marked, _ = graph_of(call, pair, values, seed)
         real, random_ = incoming_gradients.real_of(leaves), random.Random(seed)
         some = random_.sample(list(real), random_.randint(2, len(real) - 1))
@@ -99,7 +99,7 @@ def some_outputs_used(probe: Probe) -> None:
         weights = incoming_gradients.for_outputs(used, seed, pair.output_dtype)
         return gradients_of(leaves, list(used.values()), marked, weights)
 
-    hold_anew(probe, way, "where only some of its outputs are used")
+    hold_anew(probe, call_side, "where only some of its outputs are used")
 
 
 def second_backward(probe: Probe) -> None:
@@ -108,7 +108,7 @@ def second_backward(probe: Probe) -> None:
     if not differentiable(probe) or set(probe.pair.consumes) - {GRAD_OUTPUT}:
         return
 
-    def way(call: Callable[..., Any], pair: Pair, values: dict[str, Any], seed: int) -> Leaves:
+    def call_side(call: Callable[..., Any], pair: Pair, values: dict[str, Any], seed: int) -> Leaves:
         leaves, outputs, marked, weights = graph_of(call, pair, values, seed)
         given = list(marked.values())
         # A side that keeps values computed from these gives wrong gradients in the second pass.
@@ -118,7 +118,7 @@ def second_backward(probe: Probe) -> None:
         return detached(leaves) | {f"gradient of {p}": g for p, g in zip(marked, again, strict=True)}
 
     known = functools.partial(truth_with_gradients, probe, set())
-    hold(probe, way, "in a second backward pass with retain_graph=True", known=known, refusable=True)
+    hold(probe, call_side, "in a second backward pass with retain_graph=True", known=known, refusable=True)
 
 
 def written_gradients(probe: Probe) -> None:
@@ -134,7 +134,7 @@ def written_gradients(probe: Probe) -> None:
 
 
 def _hold_written(probe: Probe, value: int) -> None:
-    def way(call: Callable[..., Any], pair: Pair, values: dict[str, Any], seed: int) -> Leaves:
+    def call_side(call: Callable[..., Any], pair: Pair, values: dict[str, Any], seed: int) -> Leaves:
         _, outputs, marked, weights = graph_of(call, pair, values, seed)
         given, weights = list(marked.values()), [torch.full_like(w, value) for w in weights]
         names = [f"gradient of {path}" for path in marked]
@@ -149,7 +149,7 @@ def _hold_written(probe: Probe, value: int) -> None:
         return execution.copies_of(after) | later
 
     words = f"when a returned gradient is written to, where the incoming ones are {value}"
-    hold_anew(probe, way, words, refusable=True, reference_may_refuse=True)
+    hold_anew(probe, call_side, words, refusable=True, reference_may_refuse=True)
 
 
 def saved_tensor_hooks(probe: Probe) -> None:
@@ -171,13 +171,19 @@ def saved_tensor_hooks(probe: Probe) -> None:
     def packed(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.detach().clone(memory_format=torch.contiguous_format)
 
-    def way(call: Callable[..., Any], pair: Pair, values: dict[str, Any], seed: int) -> Leaves:
+    def call_side(call: Callable[..., Any], pair: Pair, values: dict[str, Any], seed: int) -> Leaves:
         with torch.autograd.graph.saved_tensors_hooks(packed, lambda tensor: tensor):
             graph = graph_of(call, pair, values, seed)
             return gradients_of(*graph)
 
     known = functools.partial(truth_with_gradients, probe, set())
-    hold(probe, way, "where saved_tensors_hooks give contiguous copies of what it saves", known=known, refusable=True)
+    hold(
+        probe,
+        call_side,
+        "where saved_tensors_hooks give contiguous copies of what it saves",
+        known=known,
+        refusable=True,
+    )
 
 
 def backward_in_other_thread(probe: Probe) -> None:
@@ -185,12 +191,12 @@ def backward_in_other_thread(probe: Probe) -> None:
     if not differentiable(probe):
         return
 
-    def way(call: Callable[..., Any], pair: Pair, values: dict[str, Any], seed: int) -> Leaves:
+    def call_side(call: Callable[..., Any], pair: Pair, values: dict[str, Any], seed: int) -> Leaves:
         (found,) = in_threads([functools.partial(gradients_of, *graph_of(call, pair, values, seed))])
         return found
 
     known = functools.partial(truth_with_gradients, probe, set())
-    hold(probe, way, "in a backward pass in another thread", known=known)
+    hold(probe, call_side, "in a backward pass in another thread", known=known)
 
 
 def two_graphs(probe: Probe) -> None:
@@ -204,7 +210,7 @@ def two_graphs(probe: Probe) -> None:
     # Modules first, so that no call with another module comes between the calls that share one.
     names = sorted(kept, key=lambda name: not holds(kept[name], ModuleSpec))
 
-    def way(call: Callable[..., Any], pair: Pair, values: dict[str, Any], seed: int) -> Leaves:
+    def call_side(call: Callable[..., Any], pair: Pair, values: dict[str, Any], seed: int) -> Leaves:
         _, *same = graph_of(call, pair, make.clone(values), seed + 1)
         gradients_of({}, *same)
         graph = graph_of(call, pair, values, seed)
@@ -221,7 +227,7 @@ def two_graphs(probe: Probe) -> None:
         return found
 
     known = functools.partial(truth_with_gradients, probe, set())
-    hold(probe, way, "in a backward pass that comes after another call, and before theirs", known=known)
+    hold(probe, call_side, "in a backward pass that comes after another call, and before theirs", known=known)
 
 
 def nan_gradients(probe: Probe) -> None:
@@ -231,7 +237,7 @@ def nan_gradients(probe: Probe) -> None:
     if not differentiable(probe):
         return
 
-    def way(call: Callable[..., Any], pair: Pair, values: dict[str, Any], seed: int) -> Leaves:
+    def call_side(call: Callable[..., Any], pair: Pair, values: dict[str, Any], seed: int) -> Leaves:
         leaves, outputs, marked, weights = graph_of(call, pair, values, seed)
         found = gradients_of(leaves, outputs, marked, [torch.full_like(weight, math.nan) for weight in weights])
         gradients = {n: found[n] for n in (f"gradient of {path}" for path in marked)}
@@ -239,11 +245,11 @@ def nan_gradients(probe: Probe) -> None:
 
     try:
         read = _nonzero_gradients(probe.truth(gradients=True))
-        expected = call_in(probe, as_side(probe.pair.reference), way)
+        expected = call_in(probe, as_side(probe.pair.reference), call_side)
     except Exception:  # Discard among others
         return
     try:
-        found = call_in(probe, probe.side, way)
+        found = call_in(probe, probe.side, call_side)
     except Exception as error:
         if faults.is_of_device(error):
             return
@@ -278,7 +284,7 @@ def inputs_with_graphs(probe: Probe) -> None:
     if not differentiable(probe) or not names or probe.pair.changed:
         return
 
-    def way(call: Callable[..., Any], pair: Pair, values: dict[str, Any], seed: int) -> Leaves:
+    def call_side(call: Callable[..., Any], pair: Pair, values: dict[str, Any], seed: int) -> Leaves:
         marked = execution.require_gradients(pair, values)
         with torch.enable_grad():
             given = {n: make.map_tensors(v, _with_graph) if n in names else v for n, v in values.items()}
@@ -293,7 +299,7 @@ def inputs_with_graphs(probe: Probe) -> None:
         return gradients_of(leaves, outputs, marked, weights)
 
     known = functools.partial(truth_with_gradients, probe, set())
-    hold(probe, way, "where its inputs are outputs of other operations", known=known)
+    hold(probe, call_side, "where its inputs are outputs of other operations", known=known)
 
 
 def _with_graph(tensor: torch.Tensor) -> torch.Tensor:
@@ -307,7 +313,7 @@ def double_backward(probe: Probe) -> None:
     if not differentiable(probe):
         return
 
-    def way(call: Callable[..., Any], pair: Pair, values: dict[str, Any], seed: int) -> Leaves:
+    def call_side(call: Callable[..., Any], pair: Pair, values: dict[str, Any], seed: int) -> Leaves:
         leaves, outputs, marked, weights = graph_of(call, pair, values, seed)
         given, differentiate = list(marked.values()), functools.partial(torch.autograd.grad, create_graph=True)
         first = differentiate(outputs, given, weights, allow_unused=True)
@@ -339,7 +345,7 @@ def double_backward(probe: Probe) -> None:
         return {n: torch.zeros_like(x) if g is None else g for (n, g), x in zip(found.items(), likes, strict=True)}
 
     eps = SECOND_EPS * eps_of(probe.pair.precision or probe.case.dtype)
-    hold(probe, way, "when its gradients are differentiated once more", eps=eps, refusable=True)
+    hold(probe, call_side, "when its gradients are differentiated once more", eps=eps, refusable=True)
 
 
 def _refuses(gradients: Iterable[torch.Tensor | None]) -> bool:
@@ -371,7 +377,9 @@ def changed_before_backward(probe: Probe) -> None:
     known = functools.partial(truth_with_gradients, probe, set())
     for what in ("inputs", "outputs"):
 
-        def way(call: Callable[..., Any], pair: Pair, values: dict[str, Any], seed: int, what: str = what) -> Leaves:
+        def call_side(
+            call: Callable[..., Any], pair: Pair, values: dict[str, Any], seed: int, what: str = what
+        ) -> Leaves:
             leaves, outputs, marked, weights = graph_of(call, pair, values, seed)
             kept = execution.copies_of(detached(leaves))
             shared = _in_one_memory(pair, leaves, values)
@@ -383,7 +391,7 @@ def changed_before_backward(probe: Probe) -> None:
             return gradients_of(kept, outputs, marked, weights)
 
         words = f"where its {what} are written to before the backward pass, and does not refuse it"
-        hold(probe, way, words, known=known, refusable=True, reference_may_refuse=True)
+        hold(probe, call_side, words, known=known, refusable=True, reference_may_refuse=True)
 
 
 def _in_one_memory(pair: Pair, leaves: Leaves, values: Mapping[str, Any]) -> set[str]:
@@ -402,7 +410,7 @@ def after_calls_without_gradients(probe: Probe) -> None:
     if any(True for _ in make.generators_in(list(first.drawn().values()))):
         return
 
-    def way(call: Callable[..., Any], pair: Pair, values: dict[str, Any], seed: int) -> Leaves:
+    def call_side(call: Callable[..., Any], pair: Pair, values: dict[str, Any], seed: int) -> Leaves:
         with torch.inference_mode():
             call(*make.clone(values).values())
         with torch.no_grad():
@@ -411,4 +419,4 @@ def after_calls_without_gradients(probe: Probe) -> None:
 
     known = functools.partial(truth_with_gradients, first, set())
     words = f"with gradients after calls under inference_mode() and no_grad() at {sizes_line(first)}"
-    hold(first, way, words, known=known)
+    hold(first, call_side, words, known=known)

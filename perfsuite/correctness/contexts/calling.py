@@ -14,7 +14,7 @@ from perfsuite.correctness import equivalence, execution, incoming_gradients, si
 from perfsuite.correctness.execution import Leaves
 from perfsuite.correctness.integrity.probe import Probe
 from perfsuite.correctness.rule import NONE
-from perfsuite.correctness.side_calls import Way
+from perfsuite.correctness.side_calls import CallSide
 from perfsuite.correctness.truths import Discard, Known, Truth
 from perfsuite.declare.pair import Pair
 from perfsuite.declare.sides import Side, as_side
@@ -32,7 +32,7 @@ UNEVEN = "where the tensors in its lists differ in size"
 
 def hold(
     probe: Probe,
-    way: Way,
+    call_side: CallSide,
     words: str,
     *,
     known: Known | None = None,
@@ -53,12 +53,12 @@ def hold(
                           in this way; implies `reference_first`
     eps                   precision in this way, where it is lower; without `known` it implies `reference_first`
     """
-    attempt = _Attempt(probe, way)
+    attempt = _Attempt(probe, call_side)
     reference_first |= reference_may_refuse or (known is None and eps is not None)
     if not reference_first and attempt.is_right(known or functools.partial(probe.truth, None)):
         return
     try:
-        known = _known_in(probe, way, known, eps=eps, reference_may_refuse=reference_may_refuse)
+        known = _known_in(probe, call_side, known, eps=eps, reference_may_refuse=reference_may_refuse)
         if known is None:
             return
         known(NONE)
@@ -78,12 +78,12 @@ def hold(
 
 
 def _known_in(
-    probe: Probe, way: Way, known: Known | None, *, eps: float | None, reference_may_refuse: bool
+    probe: Probe, call_side: CallSide, known: Known | None, *, eps: float | None, reference_may_refuse: bool
 ) -> Known | None:
     """Return the truth of a call in this way, after a call of the reference; None if the reference itself is not right
     there. Raise what the reference raises, except if it may refuse."""
     try:
-        expected = call_in(probe, as_side(probe.pair.reference), way)
+        expected = call_in(probe, as_side(probe.pair.reference), call_side)
     except Exception:
         if not reference_may_refuse:
             raise
@@ -94,21 +94,23 @@ def _known_in(
         return known
     if eps is None and _is_plain(probe, expected):
         return functools.partial(probe.truth, None)
-    return truths.by_replicas(probe.pair, probe.case, probe.device, gradients=False, home=probe.home, eps=eps, way=way)
+    return truths.by_replicas(
+        probe.pair, probe.case, probe.device, gradients=False, home=probe.home, eps=eps, call_side=call_side
+    )
 
 
 class _Attempt:
     """One call of the side in this way. The side is called when its answer is first requested."""
 
-    def __init__(self, probe: Probe, way: Way) -> None:
-        self.probe, self.way = probe, way
+    def __init__(self, probe: Probe, call_side: CallSide) -> None:
+        self.probe, self.call_side = probe, call_side
         self._answer: Leaves | Exception | None = None
 
     def answer(self) -> Leaves:
         """Return the side's answer, or raise the side's error."""
         if self._answer is None:
             try:
-                self._answer = call_in(self.probe, self.probe.side, self.way)
+                self._answer = call_in(self.probe, self.probe.side, self.call_side)
             except Exception as error:
                 self._answer = error
         if isinstance(self._answer, Exception):
@@ -125,7 +127,7 @@ class _Attempt:
 
 def hold_anew(
     probe: Probe,
-    way: Way,
+    call_side: CallSide,
     words: str,
     *,
     eps: float | None = None,
@@ -134,8 +136,10 @@ def hold_anew(
 ) -> None:
     """Call `hold` with a truth that is established by calling the reference in this way, because a plain call gives
     something else."""
-    known = truths.by_replicas(probe.pair, probe.case, probe.device, gradients=False, home=probe.home, eps=eps, way=way)
-    hold(probe, way, words, known=known, refusable=refusable, reference_may_refuse=reference_may_refuse)
+    known = truths.by_replicas(
+        probe.pair, probe.case, probe.device, gradients=False, home=probe.home, eps=eps, call_side=call_side
+    )
+    hold(probe, call_side, words, known=known, refusable=refusable, reference_may_refuse=reference_may_refuse)
 
 
 def judge(probe: Probe, known: Known, produced: Leaves, words: str) -> None:
@@ -158,9 +162,16 @@ def _is_plain(probe: Probe, expected: Leaves) -> bool:
     return sorted(expected) == sorted(probe.truth().reference)
 
 
-def call_in(probe: Probe, side: Side, way: Way) -> Leaves:
+def call_in(probe: Probe, side: Side, call_side: CallSide) -> Leaves:
     return side_calls.produce(
-        probe.pair, side, probe.case, probe.device, gradients=False, home=probe.home, way=way, drawn=probe.drawn()
+        probe.pair,
+        side,
+        probe.case,
+        probe.device,
+        gradients=False,
+        home=probe.home,
+        call_side=call_side,
+        drawn=probe.drawn(),
     )
 
 

@@ -36,7 +36,7 @@ from perfsuite.correctness.contexts.calling import (
 from perfsuite.correctness.execution import Leaves
 from perfsuite.correctness.integrity.probe import Probe, same_leaf
 from perfsuite.correctness.rule import eps_of
-from perfsuite.correctness.side_calls import Way
+from perfsuite.correctness.side_calls import CallSide
 from perfsuite.correctness.truths import Discard
 from perfsuite.declare.pair import Pair
 from perfsuite.declare.sides import Side, as_side
@@ -61,20 +61,20 @@ def inference_mode(probe: Probe) -> None:
     """Call under torch.inference_mode(), with inputs made before it and with inputs made inside it."""
     for inside, words in ((False, "under torch.inference_mode()"), (True, "on inputs made under inference_mode()")):
 
-        def way(
+        def call_side(
             call: Callable[..., Any], pair: Pair, values: dict[str, Any], seed: int, inside: bool = inside
         ) -> Leaves:
             with torch.inference_mode():
                 given = make.clone(values) if inside else values
                 return execution.copies_of(execution.with_changed(pair, given, call(*given.values())))
 
-        hold(probe, way, words)
+        hold(probe, call_side, words)
 
 
 def no_gradient_needed(probe: Probe) -> None:
     """Call with grad mode on where no input needs a gradient. Compare the outputs, and whether they need a gradient."""
-    way = functools.partial(where_only, only=())
-    hold(probe, way, "with grad mode on where no input needs a gradient", reference_first=True)
+    call_side = functools.partial(where_only, only=())
+    hold(probe, call_side, "with grad mode on where no input needs a gradient", reference_first=True)
 
 
 def grad_mode_off(probe: Probe) -> None:
@@ -82,21 +82,21 @@ def grad_mode_off(probe: Probe) -> None:
     if not differentiable(probe):
         return
 
-    def way(call: Callable[..., Any], pair: Pair, values: dict[str, Any], seed: int) -> Leaves:
+    def call_side(call: Callable[..., Any], pair: Pair, values: dict[str, Any], seed: int) -> Leaves:
         execution.require_gradients(pair, values)
         return plainly(call, pair, values, seed)
 
-    hold(probe, way, "with grad mode off where its inputs need gradients")
+    hold(probe, call_side, "with grad mode off where its inputs need gradients")
 
 
 def other_thread(probe: Probe) -> None:
     """Call in a new thread."""
 
-    def way(call: Callable[..., Any], pair: Pair, values: dict[str, Any], seed: int) -> Leaves:
+    def call_side(call: Callable[..., Any], pair: Pair, values: dict[str, Any], seed: int) -> Leaves:
         (leaves,) = in_threads([functools.partial(plainly, call, pair, values, seed)])
         return leaves
 
-    hold(probe, way, "in another thread")
+    hold(probe, call_side, "in another thread")
 
 
 def two_threads(probe: Probe) -> None:
@@ -168,7 +168,7 @@ def _autocast(probe: Probe, dtype: torch.dtype) -> None:
     device = torch.device(probe.device).type
     needing = bool(differentiable(probe))  # as the weights of a model do when it is evaluated
 
-    def way(call: Callable[..., Any], pair: Pair, values: dict[str, Any], seed: int) -> Leaves:
+    def call_side(call: Callable[..., Any], pair: Pair, values: dict[str, Any], seed: int) -> Leaves:
         if needing:
             execution.require_gradients(pair, values)
         with torch.autocast(device, dtype=dtype):
@@ -177,13 +177,13 @@ def _autocast(probe: Probe, dtype: torch.dtype) -> None:
     reference = as_side(probe.pair.reference)
     try:
         plain = call_in(probe, reference, plainly)
-        under = call_in(probe, reference, way)
+        under = call_in(probe, reference, call_side)
     except Exception:
         return
     lower = any(not same_leaf(plain.get(name), leaf) for name, leaf in under.items())
     words, own = f"under torch.autocast({device!r}, {dtype})", eps_of(probe.pair.precision or probe.case.dtype)
     eps = max(torch.finfo(dtype).eps, own) if lower else None
-    hold(probe, way, words, eps=eps)
+    hold(probe, call_side, words, eps=eps)
     if inference_mode.__name__ not in probe.pair.unsupported:
 
         def inference(call: Callable[..., Any], pair: Pair, values: dict[str, Any], seed: int) -> Leaves:
@@ -210,20 +210,20 @@ def after_other_dtype(probe: Probe) -> None:
         return
     first, other = at_seldom_sizes(probe), dtype_of(others[-1])
 
-    def way(call: Callable[..., Any], pair: Pair, values: dict[str, Any], seed: int) -> Leaves:
+    def call_side(call: Callable[..., Any], pair: Pair, values: dict[str, Any], seed: int) -> Leaves:
         own = {t.dtype for n, t in make.tensors_in(values) if t.is_floating_point()}
         before = make.map_tensors(values, lambda t: t.to(other) if len(own) == 1 and t.dtype in own else t.clone())
         plainly(call, pair, before, seed)
         return plainly(call, pair, values, seed)
 
-    hold(first, way, f"after a call in {others[-1]} at {sizes_line(first)}")
+    hold(first, call_side, f"after a call in {others[-1]} at {sizes_line(first)}")
 
 
 def other_default_dtype(probe: Probe) -> None:
     """Call while torch's default dtype is bfloat16, as where a model is built in bfloat16. Tensors that a side creates
     without a dtype are then less precise. A pair whose reference depends on the default dtype is skipped."""
 
-    def way(call: Callable[..., Any], pair: Pair, values: dict[str, Any], seed: int) -> Leaves:
+    def call_side(call: Callable[..., Any], pair: Pair, values: dict[str, Any], seed: int) -> Leaves:
         before = torch.get_default_dtype()
         torch.set_default_dtype(torch.bfloat16)
         try:
@@ -233,11 +233,11 @@ def other_default_dtype(probe: Probe) -> None:
 
     reference = probe.of_reference()
     try:
-        if not reference.is_right(call_in(reference, reference.side, way)):
+        if not reference.is_right(call_in(reference, reference.side, call_side)):
             return
     except Exception:  # the reference does not support it
         return
-    hold(probe, way, "while torch's default dtype is bfloat16")
+    hold(probe, call_side, "while torch's default dtype is bfloat16")
 
 
 def uncounted_writes(probe: Probe) -> None:
@@ -249,13 +249,13 @@ def uncounted_writes(probe: Probe) -> None:
     if not after.answers_rightly():
         return  # a plain call is wrong on it: the equivalence proof reports it
 
-    def way(call: Callable[..., Any], pair: Pair, values: dict[str, Any], seed: int) -> Leaves:
+    def call_side(call: Callable[..., Any], pair: Pair, values: dict[str, Any], seed: int) -> Leaves:
         held = make.clone(before)
         plainly(call, pair, held, seed)
         make.copy_values(held, values, counted=False)
         return plainly(call, pair, held, seed)
 
-    hold(after, way, "where its inputs were written to past torch's counters of versions, as .data does")
+    hold(after, call_side, "where its inputs were written to past torch's counters of versions, as .data does")
 
 
 def rewritten_inputs(probe: Probe) -> None:
@@ -279,16 +279,16 @@ def rewritten_inputs(probe: Probe) -> None:
         modes["and they are parameters that need gradients"] = torch.enable_grad, None
         modes["and they are parameters that need gradients, with grad mode off"] = torch.no_grad, None
     for words, (mode, eps) in modes.items():
-        way = _rewriting(probe, before, mode, words)
-        hold_anew(after, way, f"{REWRITTEN} {words}", eps=eps)
+        call_side = _rewriting(probe, before, mode, words)
+        hold_anew(after, call_side, f"{REWRITTEN} {words}", eps=eps)
 
 
-def _rewriting(probe: Probe, before: dict[str, Any], mode: Callable[[], Any], words: str) -> Way:
-    """Return a way that calls in this mode on the values `before`, and then on the draw's values, written into the same
-    tensors."""
+def _rewriting(probe: Probe, before: dict[str, Any], mode: Callable[[], Any], words: str) -> CallSide:
+    """Return a function that calls a side in this mode on the values `before`, and then on the draw's values, which
+    are written into the same tensors."""
     training, parameters = mode is torch.enable_grad, mode in (torch.enable_grad, torch.no_grad)
 
-    def way(call: Callable[..., Any], pair: Pair, values: dict[str, Any], seed: int) -> Leaves:
+    def call_side(call: Callable[..., Any], pair: Pair, values: dict[str, Any], seed: int) -> Leaves:
         held = make.clone(values)
         make.copy_values(held, before)
         if parameters:
@@ -308,7 +308,7 @@ def _rewriting(probe: Probe, before: dict[str, Any], mode: Callable[[], Any], wo
                 raise probe.fault(f"changes {name} that it returned, {REWRITTEN} {words}")
         return second
 
-    return way
+    return call_side
 
 
 def _parameters(pair: Pair) -> list[str]:
@@ -338,7 +338,7 @@ def _hold_shared(probe: Probe, names: Sequence[str]) -> None:
     first, *others = names
     with_gradients = bool(differentiable(probe))
 
-    def way(call: Callable[..., Any], pair: Pair, values: dict[str, Any], seed: int) -> Leaves:
+    def call_side(call: Callable[..., Any], pair: Pair, values: dict[str, Any], seed: int) -> Leaves:
         if any(values[name].shape != values[first].shape for name in others):
             raise ValueError("not of one shape")
         shared = values | dict.fromkeys(others, values[first])
@@ -346,14 +346,14 @@ def _hold_shared(probe: Probe, names: Sequence[str]) -> None:
             return gradients_of(*graph_of(call, pair, shared, seed))
         return plainly(call, pair, shared, seed)
 
-    hold_anew(probe, way, f"where {' and '.join(names)} are one tensor")
+    hold_anew(probe, call_side, f"where {' and '.join(names)} are one tensor")
 
 
 def _hold_tied(probe: Probe, name: str) -> None:
     """Call with one tensor as the first and the last item of a list, as with tied weights."""
     with_gradients = bool(differentiable(probe))
 
-    def way(call: Callable[..., Any], pair: Pair, values: dict[str, Any], seed: int) -> Leaves:
+    def call_side(call: Callable[..., Any], pair: Pair, values: dict[str, Any], seed: int) -> Leaves:
         first, *_, last = items = list(values[name])
         if not isinstance(first, torch.Tensor) or first.shape != last.shape or first is last:
             raise ValueError("not of one shape")
@@ -362,19 +362,19 @@ def _hold_tied(probe: Probe, name: str) -> None:
             return gradients_of(*graph_of(call, pair, tied, seed))
         return plainly(call, pair, tied, seed)
 
-    hold_anew(probe, way, f"where two tensors of {name} are one")
+    hold_anew(probe, call_side, f"where two tensors of {name} are one")
 
 
 def uneven_lists(probe: Probe) -> None:
     """Call with lists whose tensors differ in size, as the parameters of a model do."""
     sizes, with_gradients = sizes_of_items(probe.pair), bool(differentiable(probe))
 
-    def way(call: Callable[..., Any], pair: Pair, values: dict[str, Any], seed: int) -> Leaves:
+    def call_side(call: Callable[..., Any], pair: Pair, values: dict[str, Any], seed: int) -> Leaves:
         given = uneven(pair.inputs, values, sizes)
         return gradients_of(*graph_of(call, pair, given, seed)) if with_gradients else plainly(call, pair, given, seed)
 
     if sizes:
-        hold_anew(probe, way, UNEVEN, refusable=True)
+        hold_anew(probe, call_side, UNEVEN, refusable=True)
 
 
 def _of_one_kind(pair: Pair, case: Case) -> tuple[list[str], Case] | None:

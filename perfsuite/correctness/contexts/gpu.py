@@ -30,7 +30,7 @@ def other_stream(probe: Probe) -> None:
     if torch.device(probe.device).type != "cuda":
         return
 
-    def way(call: Callable[..., Any], pair: Pair, values: dict[str, Any], seed: int) -> Leaves:
+    def call_side(call: Callable[..., Any], pair: Pair, values: dict[str, Any], seed: int) -> Leaves:
         late = make.map_tensors(values, torch.empty_like)
         execution.poison(pair, values)
         torch.cuda.synchronize()
@@ -42,7 +42,7 @@ def other_stream(probe: Probe) -> None:
         stream.synchronize()
         return leaves
 
-    hold(probe, way, "on a stream that is not the default one")
+    hold(probe, call_side, "on a stream that is not the default one")
 
 
 def captured_graph(probe: Probe) -> None:
@@ -51,7 +51,7 @@ def captured_graph(probe: Probe) -> None:
         return
     others = probe.drawn(probe.other_case())
 
-    def way(call: Callable[..., Any], pair: Pair, values: dict[str, Any], seed: int) -> Leaves:
+    def call_side(call: Callable[..., Any], pair: Pair, values: dict[str, Any], seed: int) -> Leaves:
         held = make.clone(values)
         aside, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
         with torch.no_grad():
@@ -75,7 +75,7 @@ def captured_graph(probe: Probe) -> None:
             return execution.copies_of(leaves)
 
     words = "when a CUDA graph that captured it is replayed"
-    hold(probe, way, words, refusable=True, reference_first=True)
+    hold(probe, call_side, words, refusable=True, reference_first=True)
 
 
 @contextmanager

@@ -22,7 +22,7 @@ from perfsuite.correctness.contexts.calling import (
 from perfsuite.correctness.execution import Leaves
 from perfsuite.correctness.integrity.probe import Probe
 from perfsuite.correctness.rule import NONE
-from perfsuite.correctness.side_calls import Given
+from perfsuite.correctness.side_calls import StepInputs
 from perfsuite.correctness.truths import Discard, Known
 from perfsuite.declare.pair import Pair
 from perfsuite.declare.specs import EXPANDED, TensorSpec
@@ -51,12 +51,12 @@ def first_steps(probe: Probe) -> None:
 def every_step(probe: Probe) -> None:
     """Keep the result of every step until the last one, as a caller may. No later step may write to it."""
 
-    def way(call: Callable[..., Any], pair: Pair, values: dict[str, Any], given: Given) -> Leaves:
+    def call_side(call: Callable[..., Any], pair: Pair, values: dict[str, Any], step_inputs: StepInputs) -> Leaves:
         step = call(*values.values())
-        returned = {i: step(*given(i).values()) for i in range(1, _steps_of(pair)[-1] + 1)}
+        returned = {i: step(*step_inputs(i).values()) for i in range(1, _steps_of(pair)[-1] + 1)}
         return {f"{name}{execution.after(i)}": leaf for i, r in returned.items() for name, leaf in execution.flatten(r)}
 
-    hold_anew(probe, way, "where the results of its steps are kept")
+    hold_anew(probe, call_side, "where the results of its steps are kept")
 
 
 def outside_changes(probe: Probe) -> None:
@@ -64,14 +64,14 @@ def outside_changes(probe: Probe) -> None:
 
     moved: list[str] = []
 
-    def way(call: Callable[..., Any], pair: Pair, values: dict[str, Any], given: Given) -> Leaves:
+    def call_side(call: Callable[..., Any], pair: Pair, values: dict[str, Any], step_inputs: StepInputs) -> Leaves:
         views = {path: tensor.view_as(tensor) for path, tensor in _stepped(pair, values)}
 
         def halved(i: int) -> dict[str, Any]:
             if i > 1:
                 for tensor in views.values():
                     tensor.mul_(0.5)
-            return given(i)
+            return step_inputs(i)
 
         leaves = _steps(call, pair, values, halved)
         now = {path: tensor.data_ptr() for path, tensor in _stepped(pair, values)}
@@ -79,9 +79,9 @@ def outside_changes(probe: Probe) -> None:
         return leaves | {f"{path}, as seen by a view of it": tensor for path, tensor in views.items()}
 
     try:
-        hold_anew(probe, way, "where its tensors are written to between steps")
+        hold_anew(probe, call_side, "where its tensors are written to between steps")
     except NotEquivalent as error:
-        call_in(probe, probe.side, way)  # the last call may have been the reference's
+        call_in(probe, probe.side, call_side)  # the last call may have been the reference's
         if not moved:
             raise
         raise NotEquivalent(f"{error}; it moves {moved[0]} to other memory, where no view of it is") from None
@@ -90,26 +90,26 @@ def outside_changes(probe: Probe) -> None:
 def needing_gradients(probe: Probe) -> None:
     """Run the steps on tensors that need gradients, as parameters do. Buffers of modules never need them."""
 
-    def way(call: Callable[..., Any], pair: Pair, values: dict[str, Any], given: Given) -> Leaves:
+    def call_side(call: Callable[..., Any], pair: Pair, values: dict[str, Any], step_inputs: StepInputs) -> Leaves:
         able = {path for name, value in values.items() for path, _ in make.tensors_in(value, name, buffers=False)}
         for path, tensor in _stepped(pair, values):
             if path in able:
                 tensor.requires_grad_()
         with torch.enable_grad():
-            return _steps(call, pair, values, given)
+            return _steps(call, pair, values, step_inputs)
 
-    hold_anew(probe, way, "where its tensors need gradients")
+    hold_anew(probe, call_side, "where its tensors need gradients")
 
 
 def same_step_tensors(probe: Probe) -> None:
     """Give every step the same tensors with other values in them, like gradient buffers that are reused."""
 
-    def way(call: Callable[..., Any], pair: Pair, values: dict[str, Any], given: Given) -> Leaves:
-        held = given(1)
+    def call_side(call: Callable[..., Any], pair: Pair, values: dict[str, Any], step_inputs: StepInputs) -> Leaves:
+        held = step_inputs(1)
 
         def same(i: int) -> dict[str, Any]:
             if i > 1:
-                make.copy_values(held, given(i))
+                make.copy_values(held, step_inputs(i))
             # In new lists, because a step may empty its own.
             return {name: make.regrouped(value) for name, value in held.items()}
 
@@ -118,7 +118,7 @@ def same_step_tensors(probe: Probe) -> None:
     if probe.pair.step_inputs:
         words = "where every step gets the same tensors, with other values in them"
         # A reference that keeps these tensors gives other results here. The side is not compared then.
-        hold(probe, way, words, known=_known(probe), reference_may_refuse=True)
+        hold(probe, call_side, words, known=_known(probe), reference_may_refuse=True)
 
 
 def step_layouts(probe: Probe) -> None:
@@ -132,9 +132,9 @@ def step_layouts(probe: Probe) -> None:
         n: [x for x in memory_layouts.layouts(probe.pair, n, spec) if x not in EXPANDED] for n, spec in specs.items()
     }
 
-    def way(call: Callable[..., Any], pair: Pair, values: dict[str, Any], given: Given) -> Leaves:
+    def call_side(call: Callable[..., Any], pair: Pair, values: dict[str, Any], step_inputs: StepInputs) -> Leaves:
         def laid_out(i: int) -> dict[str, Any]:
-            built = given(i)
+            built = step_inputs(i)
             for name, layouts in allowed.items():
                 plain, layout = built[name].contiguous(), layouts[i % len(layouts)]
                 built[name] = with_layout(plain, layout, specs[name].align)
@@ -143,7 +143,7 @@ def step_layouts(probe: Probe) -> None:
         return _steps(call, pair, values, laid_out)
 
     if specs:
-        hold_anew(probe, way, "where each input of its steps has another memory layout", refusable=True)
+        hold_anew(probe, call_side, "where each input of its steps has another memory layout", refusable=True)
 
 
 def step_sizes(probe: Probe) -> None:
@@ -154,28 +154,28 @@ def step_sizes(probe: Probe) -> None:
 
     for which in (0, 1) if sizes else ():
 
-        def way(
-            call: Callable[..., Any], pair: Pair, values: dict[str, Any], given: Given, which: int = which
+        def call_side(
+            call: Callable[..., Any], pair: Pair, values: dict[str, Any], step_inputs: StepInputs, which: int = which
         ) -> Leaves:
             def some_smaller(i: int) -> dict[str, Any]:
-                made = {n: smaller(v, specs[n], sizes) if n in specs else v for n, v in given(i).items()}
-                return made if i % 2 == which else given(i)
+                made = {n: smaller(v, specs[n], sizes) if n in specs else v for n, v in step_inputs(i).items()}
+                return made if i % 2 == which else step_inputs(i)
 
             return _steps(call, pair, values, some_smaller)
 
-        hold_anew(probe, way, "where the inputs of some steps are smaller", refusable=True)
+        hold_anew(probe, call_side, "where the inputs of some steps are smaller", refusable=True)
 
 
 def uneven_step_lists(probe: Probe) -> None:
     """Run the steps on lists whose tensors differ in size, as the parameters of a model do."""
     sizes = sizes_of_items(probe.pair)
 
-    def way(call: Callable[..., Any], pair: Pair, values: dict[str, Any], given: Given) -> Leaves:
+    def call_side(call: Callable[..., Any], pair: Pair, values: dict[str, Any], step_inputs: StepInputs) -> Leaves:
         values.update(uneven(pair.inputs, values, sizes))
-        return _steps(call, pair, values, lambda i: uneven(pair.step_inputs, given(i), sizes))
+        return _steps(call, pair, values, lambda i: uneven(pair.step_inputs, step_inputs(i), sizes))
 
     if sizes:
-        hold_anew(probe, way, UNEVEN, refusable=True)
+        hold_anew(probe, call_side, UNEVEN, refusable=True)
 
 
 def many_steps(probe: Probe) -> None:
@@ -190,12 +190,12 @@ def many_steps(probe: Probe) -> None:
     equivalence.hold(pair, known, produced, name=probe.name)
 
 
-def _steps(call: Callable[..., Any], pair: Pair, values: dict[str, Any], given: Given) -> Leaves:
-    return execution.of_all_steps(execution.run_steps(call, pair, values, _steps_of(pair), given))
+def _steps(call: Callable[..., Any], pair: Pair, values: dict[str, Any], step_inputs: StepInputs) -> Leaves:
+    return execution.of_all_steps(execution.run_steps(call, pair, values, _steps_of(pair), step_inputs))
 
 
 def _known(probe: Probe) -> Known:
-    return truths.by_replicas(probe.pair, probe.case, probe.device, gradients=False, home=probe.home, way=_steps)
+    return truths.by_replicas(probe.pair, probe.case, probe.device, gradients=False, home=probe.home, call_side=_steps)
 
 
 def _steps_of(pair: Pair) -> list[int]:

@@ -123,7 +123,7 @@ def _exchanged(probe: Probe, remember: Callable[[dict[str, Any]], dict[str, Any]
         given.append((values, _Held.of(probe.pair, values)))
         return remember(values)
 
-    probe.call(held(probe.drawn()), given=lambda values: held(make.clone(values)))
+    probe.call(held(probe.drawn()), map_step=lambda values: held(make.clone(values)))
     found = (before.exchanged(_Held.of(probe.pair, values)) for values, before in given)
     return next((words for words in found if words), "")
 
@@ -293,7 +293,7 @@ def _between_guards(probe: Probe, *, allocated: bool = True) -> tuple[list[_Fenc
 
     values = fence(probe.drawn())
     with _Guarded(fences) if allocated else contextlib.nullcontext():
-        return fences, probe.call(values, given=fence)
+        return fences, probe.call(values, map_step=fence)
 
 
 def unwritten(probe: Probe) -> NotEquivalent | None:

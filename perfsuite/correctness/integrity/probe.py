@@ -70,17 +70,19 @@ class Probe:
         self,
         values: dict[str, Any],
         case: Case | None = None,
-        given: Callable[[dict[str, Any]], dict[str, Any]] = lambda v: v,
+        map_step: Callable[[dict[str, Any]], dict[str, Any]] = lambda v: v,
     ) -> Leaves:
-        """Run the side on `values`, which it may change. `given` maps the inputs of each step to those that the step
-        gets."""
+        """Run the side on `values`, which it may change. `map_step` maps the inputs drawn for each step to those that
+        the step gets."""
         used = case or self.case
         execution.poison(self.pair, values)
         versions = self._versions(values)
         with execution.quiet(self.side):
             call = execution.callable_of(self.side)
             if self.pair.is_stateful:
-                states = execution.run_steps(call, self.pair, values, STEPS, lambda i: given(self.step_inputs(used, i)))
+                states = execution.run_steps(
+                    call, self.pair, values, STEPS, lambda i: map_step(self.step_inputs(used, i))
+                )
                 return execution.of_all_steps(states)
             produced = execution.run(call, self.pair, values, gradients=False, seed=used.seed)
         for path, tensor, version, shape, stride in versions:
@@ -106,7 +108,7 @@ class Probe:
             given.extend((t, t._version, bytes_of(t.untyped_storage()).clone()) for t in tensors)
             return values
 
-        self.of_reference().call(noted(self.drawn()), given=noted)
+        self.of_reference().call(noted(self.drawn()), map_step=noted)
         by_reference = any(
             t._version != version or not torch.equal(bytes_of(t.untyped_storage()), was) for t, version, was in given
         )

@@ -29,14 +29,14 @@ def prepared(
     That function returns the outputs. It raises ChangedInputError if the side changed an undeclared input.
     """
 
-    def given(step: int) -> dict[str, Any]:
+    def step_inputs(step: int) -> dict[str, Any]:
         return rank_parts.of_rank(pair.step_inputs, make.build_step(pair, case, device, step), rank, ranks)
 
     values = rank_parts.of_rank(pair.inputs, make.build(pair, case, device, home=home), rank, ranks)
 
     def call() -> Leaves:
         before = make.clone(values)
-        returned = side_calls.run(side, pair, values, case, False, given)
+        returned = side_calls.run(side, pair, values, case, False, step_inputs)
         leaves = execution.copies_of(returned)  # at once, as a caller may read it
         for (path, now), (_, was) in zip(make.unchanging(pair, values), make.unchanging(pair, before), strict=True):
             if not forms.identical(now, was):

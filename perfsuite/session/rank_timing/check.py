@@ -16,7 +16,7 @@ from perfsuite.declare.sides import Side
 from perfsuite.errors import NotEquivalent
 from perfsuite.records import Case
 from perfsuite.session.rank_timing.peers import RankPeers
-from perfsuite.timing.output_checks import Drawn, OutputCheck, digest
+from perfsuite.timing.output_checks import DrawnInputs, OutputCheck, digest
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +64,7 @@ class RankCheck(OutputCheck):
     def _is_known(self, key: str) -> bool:
         return self.peers.all(key in self.known)
 
-    def hold_new(self, leaves: Leaves, drawn: Drawn) -> None:
+    def hold_new(self, leaves: Leaves, drawn: DrawnInputs) -> None:
         self._judge(leaves, "timed optimized", drawn.case)
 
     def check(self, leaves: Leaves, name: str) -> None:
