@@ -77,7 +77,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="used by `perfsuite`",
     )
     group.addoption("--perfsuite-argument", action="append", default=[], help="used by `perfsuite`")
-    group.addoption("--perfsuite-given", action="append", default=[], help="used by `perfsuite`")
+    group.addoption("--perfsuite-project-argument", action="append", default=[], help="used by `perfsuite`")
     group.addoption(
         "--sanitize", action="store_true", help="run the proofs under compute-sanitizer; with -k, for it is slow"
     )
@@ -147,7 +147,7 @@ def pytest_note_options(early_config: pytest.Config, args: list[str]) -> Generat
     now = project_options.known(early_config)
     own |= {name: now[name] for name in now if name not in before}
     early_config.stash[project_options.OPTIONS] = own
-    args[:0] = project_options.among(early_config.known_args_namespace.perfsuite_given, own)
+    args[:0] = project_options.among(early_config.known_args_namespace.perfsuite_project_argument, own)
     return result
 
 

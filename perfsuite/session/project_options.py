@@ -36,10 +36,10 @@ def of_plugins(config: pytest.Config) -> dict[str, Any]:
     own = [i for i in hook.get_hookimpls() if _package_of(i.plugin) not in (__package__, "_pytest")]
     installed = {e.module.partition(".")[0] for e in entry_points(group="pytest11")} if own else ()
     parser = pytest.Parser(_ispytest=True)
-    given = {"parser": parser, "pluginmanager": config.pluginmanager}
+    hook_arguments = {"parser": parser, "pluginmanager": config.pluginmanager}
     for one in own:
         if _package_of(one.plugin) not in installed and not (one.wrapper or one.hookwrapper):
-            one.function(*(given[name] for name in one.argnames))
+            one.function(*(hook_arguments[name] for name in one.argnames))
     return _options_of(parser)
 
 
@@ -57,7 +57,7 @@ def _values_of(attributes: Mapping[str, Any]) -> Any:
     return 0 if attributes.get("action") in FLAGS else attributes.get("nargs")
 
 
-def given(config: pytest.Config) -> list[str]:
+def worker_arguments(config: pytest.Config) -> list[str]:
     """Return the arguments with which another pytest process gets those of this run that are options of the project's
     conftests and plugins.
 
@@ -66,8 +66,8 @@ def given(config: pytest.Config) -> list[str]:
     own = config.stash.get(OPTIONS, {})
     outside = shlex.split(os.environ.get("PYTEST_ADDOPTS", ""))
     arguments = [*config.getini("addopts"), *outside, *map(str, config.invocation_params.args)]
-    every = [*config.option.perfsuite_given, *among(arguments, own)]
-    return [f"--perfsuite-given={argument}" for argument in every]
+    every = [*config.option.perfsuite_project_argument, *among(arguments, own)]
+    return [f"--perfsuite-project-argument={argument}" for argument in every]
 
 
 def among(arguments: Sequence[str], own: Mapping[str, Any]) -> Iterator[str]:

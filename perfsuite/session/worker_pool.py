@@ -293,4 +293,4 @@ def pytest_arguments(config: pytest.Config) -> list[str]:
     ):
         if value is not None:
             arguments.append(f"{flag}={value}")
-    return [*project_options.given(config), *arguments, "-o", "addopts="]
+    return [*project_options.worker_arguments(config), *arguments, "-o", "addopts="]

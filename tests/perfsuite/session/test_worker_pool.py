@@ -982,7 +982,9 @@ def test_workers_get_the_options_that_a_plugin_of_the_project_adds(project: Proj
         "--by", "2", "--nested=x", "--lsof", "--perfsuite-report=out", "--benchmark-quiet",
     )  # fmt: skip
     arguments = pytest_arguments(config)
-    assert [a for a in arguments if "-given" in a] == [f"--perfsuite-given={a}" for a in ("--by", "2", "--nested=x")]
+    assert [a for a in arguments if "-project-argument" in a] == [
+        f"--perfsuite-project-argument={a}" for a in ("--by", "2", "--nested=x")
+    ]
     option = project.pytester.parseconfig(*arguments).option
     assert (option.by, option.nested) == (2, "x")
 
