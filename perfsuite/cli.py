@@ -77,15 +77,15 @@ def _pytest(
 
     from perfsuite.gate import conclusion
 
-    given = ["-m", marker] if marker else []
-    given += ["-k", keyword] if keyword else []
-    given += [f"--perfsuite-mode={mode}", *(f"--perfsuite-argument={a}" for a in arguments)]
-    given += [f"--perfsuite-report={report}"] if report else []
-    given += ["--benchmark-quiet"]  # perfsuite's own table has the same figures
+    pytest_arguments = ["-m", marker] if marker else []
+    pytest_arguments += ["-k", keyword] if keyword else []
+    pytest_arguments += [f"--perfsuite-mode={mode}", *(f"--perfsuite-argument={a}" for a in arguments)]
+    pytest_arguments += [f"--perfsuite-report={report}"] if report else []
+    pytest_arguments += ["--benchmark-quiet"]  # perfsuite's own table has the same figures
     plugins = [] if _registered() else ["-p", "perfsuite.plugin"]
     quiet = redirect_stdout(sys.stderr) if as_json else nullcontext()
     with conclusion.expecting(mode) as awaited, quiet, _terminated_as_interrupted():
-        code = awaited.close(int(pytest.main([*plugins, *QUIET, *given, *extra, *paths])))
+        code = awaited.close(int(pytest.main([*plugins, *QUIET, *pytest_arguments, *extra, *paths])))
     if code == pytest.ExitCode.NO_TESTS_COLLECTED:
         selected = f" that -k {keyword!r} selects" if keyword else ""
         where = " ".join(paths) or "this folder"

@@ -13,7 +13,7 @@ from perfsuite.errors import PairError, PerfsuiteError, in_one_line, users_frame
 
 
 @contextmanager
-def of_pair(pair: str, role: str, given: str) -> Iterator[None]:
+def of_pair(pair: str, role: str, called_with: str) -> Iterator[None]:
     """Convert an error of a declared function to a PairError that names the pair, the function, its arguments and the
     line."""
     try:
@@ -24,7 +24,7 @@ def of_pair(pair: str, role: str, given: str) -> Iterator[None]:
         if faults.is_of_device(error):
             raise
         raise PairError(
-            f"{pair}: {role}= raises {in_one_line(error)}{_place(error)}; correct it: it is called with {given}"
+            f"{pair}: {role}= raises {in_one_line(error)}{_place(error)}; correct it: it is called with {called_with}"
         ) from error
 
 

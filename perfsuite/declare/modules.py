@@ -150,8 +150,8 @@ class Own:
         self.module = module
         self.__wrapped__ = type(module).forward  # the function by which the side's source is found
 
-    def __call__(self, given: Any, *inputs: Any) -> Any:
-        return given(*inputs)
+    def __call__(self, module: Any, *inputs: Any) -> Any:
+        return module(*inputs)
 
 
 class Sharing:
@@ -166,24 +166,24 @@ class Sharing:
         self._held: tuple[Callable[[], Any], Any] = (lambda: None), None
         """(Weak reference to the module that was given last, copy that shares its parameters)."""
 
-    def __call__(self, given: Any, *inputs: Any) -> Any:
-        return self.sharing(given)(*inputs)
+    def __call__(self, module: Any, *inputs: Any) -> Any:
+        return self.sharing(module)(*inputs)
 
-    def sharing(self, given: Any) -> Any:
+    def sharing(self, module: Any) -> Any:
         """Return the copy that shares the parameters of the given module."""
         held = self._held  # read once, because another thread may call this with another module
-        if held[0]() is not given:
-            held = self._held = weakref.ref(given), self._sharing(given)
+        if held[0]() is not module:
+            held = self._held = weakref.ref(module), self._sharing(module)
         return held[1]
 
-    def _sharing(self, given: Any) -> Any:
+    def _sharing(self, module: Any) -> Any:
         # The memo keeps deepcopy from copying tensors. All of them are replaced below.
         kept = {id(tensor): tensor for tensor in (*self.module.parameters(), *self.module.buffers())}
-        clone = copy.deepcopy(self.module, kept).train(given.training)
+        clone = copy.deepcopy(self.module, kept).train(module.training)
         every = {"remove_duplicate": False}  # a parameter with two names is shared under both
         for what, mine, theirs in (
-            ("parameter", _by_name(clone.named_parameters(**every)), _by_name(given.named_parameters(**every))),
-            ("buffer", _by_name(clone.named_buffers(**every)), _by_name(given.named_buffers(**every))),
+            ("parameter", _by_name(clone.named_parameters(**every)), _by_name(module.named_parameters(**every))),
+            ("buffer", _by_name(clone.named_buffers(**every)), _by_name(module.named_buffers(**every))),
         ):
             for name in sorted(mine.keys() ^ theirs.keys()):
                 has, lacks = (self.name, "reference") if name in mine else ("reference", self.name)

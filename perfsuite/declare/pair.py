@@ -255,9 +255,9 @@ class Pair:
         """Return whether `where` holds for these sizes and scalars. True if one that it needs is not drawn yet."""
         if self.where is None or not sizes.keys() >= set(declared_functions.required(self.where)):
             return True
-        given = accepted(self.where, sizes)
-        with declared_functions.of_pair(self.name, "where", ", ".join(f"{n}={v}" for n, v in given.items())):
-            return bool(self.where(**given))
+        arguments = accepted(self.where, sizes)
+        with declared_functions.of_pair(self.name, "where", ", ".join(f"{n}={v}" for n, v in arguments.items())):
+            return bool(self.where(**arguments))
 
     def adjusted(self, values: Mapping[str, Any]) -> None:
         """Apply `adjust` to these inputs, in place."""

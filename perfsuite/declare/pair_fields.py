@@ -55,10 +55,10 @@ GRAD_OUTPUT = "grad_output"
 """Name in `consumes` of the incoming gradient of the backward pass."""
 
 
-def check_inputs_named(what: str, given: Any) -> None:
+def check_inputs_named(what: str, inputs: Any) -> None:
     """Raise PairError if the inputs are not a mapping of names to specs."""
-    if not isinstance(given, Mapping):
-        raise PairError(f"{what}={given!r}: give each input's name with what it is, {what}={{'x': tensor('n')}}")
+    if not isinstance(inputs, Mapping):
+        raise PairError(f"{what}={inputs!r}: give each input's name with what it is, {what}={{'x': tensor('n')}}")
 
 
 def check_mutates(mutates: Mapping[str, str], inputs: Mapping[str, Spec]) -> None:
@@ -121,9 +121,9 @@ def check_kinds(fields: Mapping[str, Any]) -> None:
             raise PairError(f"{name}={fields[name]!r}: write True or False")
     if isinstance(fields["mutates"], str):
         raise PairError(f"mutates={fields['mutates']!r}: write a set, mutates={{{fields['mutates']!r}}}")
-    for name, given in fields["sizes"].items():
-        if not isinstance(given, Size):
-            raise PairError(f"sizes={{{name!r}: {given!r}}}: write size(low, high), as size(1, 33)")
+    for name, size in fields["sizes"].items():
+        if not isinstance(size, Size):
+            raise PairError(f"sizes={{{name!r}: {size!r}}}: write size(low, high), as size(1, 33)")
     steps = fields["steps"]
     if not isinstance(steps, (list, tuple)) or not steps or not all(type(n) is int and n > 0 for n in steps):
         raise PairError(f"steps={steps!r}: give numbers of calls, each 1 or more, as (1, 2, 17, 100)")

@@ -164,8 +164,8 @@ class Index:
 
     def count(self, device: str | None = None) -> int:
         """Return the number of runs, of all devices or of one."""
-        where, given = _on(device)
-        return int(self._rows(f"SELECT count(*) FROM runs WHERE problem IS NULL{where}", given)[0][0])
+        where, parameters = _on(device)
+        return int(self._rows(f"SELECT count(*) FROM runs WHERE problem IS NULL{where}", parameters)[0][0])
 
     def devices(self) -> dict[str, str]:
         """Return the devices of all runs: slug → name."""
@@ -174,9 +174,9 @@ class Index:
 
     def runs(self, limit: int, device: str | None = None) -> list[Listed]:
         """Return the last runs, the newest first."""
-        where, given = _on(device)
+        where, parameters = _on(device)
         query = f"SELECT head, counts FROM runs WHERE problem IS NULL{where} ORDER BY started DESC, name DESC LIMIT ?"
-        rows = self._rows(query, (*given, limit))
+        rows = self._rows(query, (*parameters, limit))
         return [Listed(run=self._record(Run, head), counts=self._json(counts)) for head, counts in rows]
 
     def workloads(self) -> list[str]:
@@ -185,12 +185,12 @@ class Index:
 
     def series(self, workload: str, device: str | None = None) -> list[tuple[Run, Figures]]:
         """Return the runs of a workload, the oldest first."""
-        where, given = _on(device)
+        where, parameters = _on(device)
         query = (
             "SELECT head, data FROM figures JOIN runs ON runs.name = figures.run "
             f"WHERE workload = ?{where} ORDER BY started, name"
         )
-        rows = self._rows(query, (workload, *given))
+        rows = self._rows(query, (workload, *parameters))
         return [(self._head(head), self._record(Figures, data)) for head, data in rows]
 
     def _timed(self, workload: str) -> list[Timed]:
@@ -324,8 +324,8 @@ class Index:
 
     # --- rows -------------------------------------------------------------------------------------------------------
 
-    def _rows(self, query: str, given: Sequence[Any] = ()) -> list[Any]:
-        return self._connection.execute(query, given).fetchall()
+    def _rows(self, query: str, parameters: Sequence[Any] = ()) -> list[Any]:
+        return self._connection.execute(query, parameters).fetchall()
 
     def _head(self, text: Any) -> Run:
         """Return a run without its workloads. It is parsed once, although all its workloads refer to it."""

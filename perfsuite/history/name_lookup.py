@@ -28,17 +28,17 @@ def device(name: str, devices: Mapping[str, str]) -> str:
     return _chosen(name, devices, "device", "in the history")
 
 
-def _chosen(given: str, names: Mapping[str, str], what: str, among: str) -> str:
-    wanted = given.casefold()
+def _chosen(query: str, names: Mapping[str, str], what: str, among: str) -> str:
+    wanted = query.casefold()
     exact = [key for key, name in names.items() if wanted in (key.casefold(), name.casefold())]
     found = exact or [k for k, n in names.items() if wanted in k.casefold() or wanted in n.casefold()]
     if len(found) == 1:
         return found[0]
-    shown = printable(repr(given))
+    shown = printable(repr(query))
     if found:
         raise PerfsuiteError(f"{shown} fits {len(found)} {what}s: {_listed(found)}; name one")
     words = {word: None for key, name in names.items() for word in (key, name, *re.findall(r"\w+", key))}
-    near = difflib.get_close_matches(given, words, n=SHOWN)
+    near = difflib.get_close_matches(query, words, n=SHOWN)
     keys = dict.fromkeys(key for word in near for key, name in names.items() if word in key or word == name)
     there = f"the nearest: {_listed(keys)}" if keys else f"there are: {_listed(names)}"
     raise PerfsuiteError(f"no {what} {among} fits {shown}; {there}")

@@ -36,15 +36,17 @@ class Causes:
         if len(self.earlier) < MOST_KEPT:
             self.earlier[_digest(outputs)] = _digest(only_tensors(truth.leaves))
 
-    def of(self, truth: Truth, outputs: Sequence[torch.Tensor], given: Sequence[torch.Tensor] = ()) -> str:
-        """Return a clause that names the likely cause, starting with "; ", or an empty string if none is found. `given`
-        are the inputs, if they are known."""
+    def of(self, truth: Truth, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor] = ()) -> str:
+        """Return a clause that names the likely cause, starting with "; ", or an empty string if none is found.
+
+        `inputs` is empty if the inputs are not known.
+        """
         right = _digest(only_tensors(truth.leaves))
         if any(map(_has_numbers, outputs)) and self.earlier.get(_digest(outputs), right) != right:
             return "; it is the answer that it gave to other inputs"
         several = [t for t in outputs if t.numel() > 1]
         if several and all(map(_is_constant, several)) and not all(map(_is_constant, only_tensors(truth.leaves))):
-            has_other_cause = (given and all(map(_is_constant, given))) or _may_underflow(truth, several)
+            has_other_cause = (inputs and all(map(_is_constant, inputs))) or _may_underflow(truth, several)
             constant = "; all elements are the same"
             return constant if has_other_cause else f"{constant}: it does not read its inputs"
         produced: Leaves = dict(zip(truth.reference, outputs, strict=True))

@@ -198,10 +198,10 @@ def load(path: Path, device: str, seed: int, precision: str | None = None) -> Pr
     return replace(problem, paths=paths, dtype=_precision(returned, [*problem.state.values(), values]))
 
 
-def _precision(returned: Any, given: Any) -> str:
-    """Return the dtype of the real outputs, or of the real parameters and inputs in `given` if no output is real. If
+def _precision(returned: Any, values: Any) -> str:
+    """Return the dtype of the real outputs, or of the real parameters and inputs in `values` if no output is real. If
     they have several, return float32."""
-    names = _real_dtypes(returned) or _real_dtypes(given)
+    names = _real_dtypes(returned) or _real_dtypes(values)
     return names.pop() if len(names) == 1 and names <= set(DTYPES) else "float32"
 
 
@@ -210,12 +210,12 @@ def _real_dtypes(value: Any) -> set[str]:
     return {str(dtype).removeprefix("torch.") for dtype in every}
 
 
-def _check_arguments(path: Path, name: str, what: str, given: Sequence[Any]) -> None:
+def _check_arguments(path: Path, name: str, what: str, arguments: Sequence[Any]) -> None:
     """Raise PerfsuiteError if an argument cannot be sent to a process that does not have the reference's module, which
     has this name."""
     own = sys.modules.pop(name)
     try:
-        torch.save([leaf for _, leaf in leaves_of(given) if not isinstance(leaf, torch.Tensor)], io.BytesIO())
+        torch.save([leaf for _, leaf in leaves_of(arguments) if not isinstance(leaf, torch.Tensor)], io.BytesIO())
     except Exception as error:
         raise PerfsuiteError(
             f"{path}: {what} returns what no candidate can get: {in_one_line(error)}; let it return tensors, numbers, "

@@ -299,9 +299,9 @@ def _compared(
     forms = only_tensors(truth.reference)
     arguments = problem.arguments(values)
     _, (first, second) = candidate.call([arguments, arguments], forms, again=True)
-    given = [tensor for _, tensor in make.tensors_in(arguments)]
-    _judge(problem, truth, given, first, tally, causes, when)
-    _judge(problem, truth, given, second, tally, causes, f"{when} when it is called again on the same inputs")
+    inputs = [tensor for _, tensor in make.tensors_in(arguments)]
+    _judge(problem, truth, inputs, first, tally, causes, when)
+    _judge(problem, truth, inputs, second, tally, causes, f"{when} when it is called again on the same inputs")
     causes.note(truth, first)
     candidate.settled()
     return ""
@@ -385,7 +385,7 @@ def _is_unwritten(output: torch.Tensor) -> bool:
 def _judge(
     problem: Problem,
     truth: Truth,
-    given: Sequence[torch.Tensor],
+    inputs: Sequence[torch.Tensor],
     outputs: Sequence[torch.Tensor],
     tally: Tally,
     causes: Causes,
@@ -397,5 +397,5 @@ def _judge(
     try:
         equivalence.judge(problem.pair, truth, produced, name="candidate", tally=tally, strict_strides=False)
     except NotEquivalent as error:
-        cause = f"{causes.of(truth, outputs, given)}{problem.structure}"
+        cause = f"{causes.of(truth, outputs, inputs)}{problem.structure}"
         raise NotEquivalent(f"{str(error).partition(': ')[2] or error}{when}{cause}") from None

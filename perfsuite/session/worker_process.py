@@ -253,9 +253,9 @@ class WorkerProcess:
         self.task = replace(self.task, seed=None, proof=proof, awaits_proof=False)
         self._write("proof", proof)
 
-    def _write(self, what: str, given: Task | WorkloadProof) -> None:
+    def _write(self, what: str, message: Task | WorkloadProof) -> None:
         assert self._pipe is not None
-        line = memoryview(f"{json.dumps({what: to_json(given)})}\n".encode())
+        line = memoryview(f"{json.dumps({what: to_json(message)})}\n".encode())
         with contextlib.suppress(BrokenPipeError):  # the worker has died, which the next poll reports
             while line:
                 line = line[os.write(self._pipe, line) :]
